@@ -1,67 +1,153 @@
-"""`meshtune report`: draw a run's report again, or compare runs."""
+"""`meshtune report`: a page of a run, of several runs beside each other, of a sweep, or of plan documents."""
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 from meshtune.commands.options import AsJson, show, show_json
 from meshtune.errors import UserError, expanded
 from meshtune.nearest import path_meant
-from meshtune.rundir import RunDir
+from meshtune.rundir import RunDir, write_text_atomically
+from meshtune.sweep_rows import database_of
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from meshtune.report.draw.kinds import Panel
+
+RUN, SWEEP, PLAN = "run folder", "sweep", "plan"
+
+
+class Made(NamedTuple):
+    """A page that was made, with what is printed beside its path."""
+
+    title: str  # of its pictures
+    file: Path  # default of --out
+    html: str
+    panels: "Sequence[Panel]"
+    facts: dict[str, Any]  # for --json
+    tables: "RenderableType | None" = None  # in the terminal
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="run folders; several are compared")],
+    paths: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN...|SWEEP.db|PLAN...",
+            help="run folders (several are compared), a sweep's database or folder, or plan documents",
+        ),
+    ],
     out: Annotated[
         Path | None,
-        typer.Option(help="the page of a comparison; default: comparison.html beside the first run"),
+        typer.Option(help="the page; default: report.html in the folder, or beside the first of several"),
+    ] = None,
+    png: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="write each picture of the page as a .png file here, too"),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a run's report.html again, or compare several runs on one page."""
-    paths = [expanded(run) for run in runs]
-    check_runs(paths)
-    if len(paths) > 1:
-        beside = paths[0].resolve().parent / "comparison.html"
-        write_comparison(paths, expanded(out) if out else beside, as_json=as_json)
-        return
-    if out:
-        raise UserError("--out names the page of a comparison; name two runs or more, or leave it out.")
-    from meshtune.report.run.report import write_report
+    """Draw a page: of a run, of several runs compared, of a sweep, or of plans."""
+    made = page_of([expanded(path) for path in paths])
+    file = expanded(out) if out else made.file
+    write_text_atomically(file, made.html)
+    pictures = write_pictures(made, expanded(png)) if png else []
+    facts = {"report": str(file), **({"pictures": list(map(str, pictures))} if png else {}), **made.facts}
+    if made.tables is None:
+        show_json(facts) if as_json else print(file)
+    else:
+        show(facts, made.tables, as_json=as_json)
+        if not as_json:
+            print(file)
+    if not as_json:
+        for picture in pictures:
+            print(picture)
 
-    page_file = write_report(RunDir(paths[0]))
-    show_json({"report": str(page_file)}) if as_json else print(page_file)
 
-
-def check_runs(paths: Sequence[Path]) -> None:
-    """Raise UserError with a sentence for each folder that holds no run."""
-    folders = map(RunDir, paths)
-    if problems := [
-        f"{folder.path} holds no run: neither config.yaml nor metrics.jsonl is there"
-        f"{path_meant(str(folder.path), lambda path: holds_run(RunDir(path))) or '.'}"
-        for folder in folders
-        if not holds_run(folder)
-    ]:
+def page_of(paths: Sequence[Path]) -> Made:
+    """The page of what the paths name. Raises UserError for paths that are nothing of all this, for several
+    kinds at once and for several sweeps.
+    """
+    kinds = [kind_of(path) for path in paths]
+    if problems := [nothing_there(path) for path, kind in zip(paths, kinds, strict=True) if kind is None]:
         raise UserError(problems)
+    if len(set(kinds)) > 1:
+        named = ", ".join(f"{path} (a {kind})" for path, kind in zip(paths, kinds, strict=True))
+        raise UserError(f"A page is of run folders, of one sweep or of plans, not of several kinds: {named}.")
+    if kinds[0] == SWEEP:
+        if len(paths) > 1:
+            raise UserError(f"A page shows one sweep; {len(paths)} are named: draw one page of each.")
+        return of_sweep(paths[0])
+    if kinds[0] == PLAN:
+        return of_plans(paths)
+    return of_run(RunDir(paths[0])) if len(paths) == 1 else of_runs(paths)
+
+
+def kind_of(path: Path) -> str | None:
+    """RUN, SWEEP or PLAN by the content of a path; None for anything else."""
+    if holds_run(RunDir(path)):
+        return RUN
+    if database_of(path):
+        return SWEEP
+    from meshtune.report.plan.documents import read_plan
+
+    return PLAN if path.is_file() and read_plan(path) else None
+
+
+def nothing_there(path: Path) -> str:
+    """A sentence on a path that is none of RUN, SWEEP and PLAN."""
+    if path.is_file():
+        return f"{path} is no sweep's database, and no plan that meshtune plan --json or a run has written."
+    meant = path_meant(str(path), lambda near: holds_run(RunDir(near)) or database_of(near) is not None)
+    files = "config.yaml, metrics.jsonl and sweep.db"
+    return f"{path} holds no run and no sweep: none of {files} is there{meant or '.'}"
 
 
 def holds_run(folder: RunDir) -> bool:
     return folder.config_file.exists() or folder.metrics_file.exists()
 
 
-def write_comparison(paths: Sequence[Path], file: Path, *, as_json: bool) -> None:
-    """Write the page that compares the runs, and print the same figures with its path."""
+def of_run(run: RunDir) -> Made:
+    from meshtune.report.run.report import report_page, run_panels
+
+    return Made(run.path.resolve().name, run.report_file, report_page(run), run_panels(run), {})
+
+
+def of_runs(paths: Sequence[Path]) -> Made:
+    """The page that compares runs, and the same figures for the terminal."""
     from meshtune.report.compare import page
     from meshtune.report.compare.runs import compare
 
     comparison = compare(paths)
-    page.write_comparison(comparison, file)
-    show(
-        {"report": str(file), **comparison.as_dict()},
-        page.comparison_tables(comparison),
-        as_json=as_json,
-    )
-    if not as_json:
-        print(file)
+    beside = paths[0].resolve().parent / "comparison.html"
+    drawn, facts = page.panels(comparison), comparison.as_dict()
+    title, html = " · ".join(comparison.names), page.comparison_page(comparison)
+    return Made(title, beside, html, drawn, facts, page.comparison_tables(comparison))
+
+
+def of_sweep(path: Path) -> Made:
+    from meshtune.report.experiments.page import sweep_page
+
+    database = database_of(path)
+    assert database is not None
+    sweep = sweep_page(database)
+    file = database.resolve().parent / "report.html"
+    return Made(sweep.name, file, sweep.html, sweep.panels, {"experiments": sweep.counts})
+
+
+def of_plans(paths: Sequence[Path]) -> Made:
+    from meshtune.report.plan.documents import document_page, document_panels, read_plan
+
+    plans = [plan for plan in map(read_plan, paths) if plan]
+    drawn = document_panels(plans)
+    html, file = document_page(plans, drawn), paths[0].resolve().with_suffix(".html")
+    return Made(" · ".join(plan.name for plan in plans), file, html, drawn, {})
+
+
+def write_pictures(made: Made, folder: Path) -> list[Path]:
+    """Write each picture of a page into the folder, as .png files of their keys."""
+    from meshtune.report.draw.picture import write
+
+    return [write(folder / f"{panel.key}.png", [[panel]], title=made.title) for panel in made.panels]

@@ -142,8 +142,6 @@ def test_runs_that_can_not_be_compared_are_refused(run, tmp_path):
     ]  # fmt: skip
     with pytest.raises(UserError, match="2 to 8 different run folders; 2 are named"):
         compare([run.path, run.path])
-    with pytest.raises(UserError, match="--out names the page of a comparison"):
-        report([run.path], out=tmp_path / "x.html")
 
 
 def test_folders_of_the_same_name_are_told_apart_by_their_paths(run, tmp_path):

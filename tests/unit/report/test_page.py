@@ -6,8 +6,11 @@ import re
 
 import pytest
 
+from meshtune.meter.parts import PARTS
 from meshtune.meter.rows import memory_row
+from meshtune.report.run.parts import part_panels
 from meshtune.report.run.report import report_page, write_report
+from meshtune.units import MIB
 
 NASTY = '</script><script>alert(1)</script><img src=x onerror=alert(2)> & "quoted"'
 
@@ -154,3 +157,30 @@ def test_an_empty_run_and_a_run_of_one_step_have_a_page(empty, train):
     empty.append(train(1, loss=None, grad_norm=None, peak_memory_bytes=None))
     assert "loss" not in charts_of(report_page(empty))
     assert "speed" in charts_of(report_page(empty))
+
+
+def test_time_by_part_and_memory_by_category_stand_beside_the_prediction(empty):
+    predicted = {
+        "parts": {"forward": 0.2, "backward": 0.4},
+        "memory": {"weights": 2.0 * MIB, "activations": 1.0 * MIB, "overhead": 5.0 * MIB, "peak": 8.0 * MIB},
+    }
+    empty.append({"kind": "run", "layout": "mb1-ga1", "predicted": predicted})
+    for step in range(1, 502):
+        parts = dict.fromkeys(PARTS, 0.0) | {"forward": 0.1, "backward": 0.2 + 0.1 * (step % 2)}
+        warm_up = {"warm_up": True} if step == 1 else {}
+        row = {"kind": "time", "step": step, "seconds": sum(parts.values()), "parts": parts}
+        empty.append(row | warm_up)
+    for step in (2, 3):
+        sizes = {"weights": 2 * MIB, "activations": step * MIB}
+        phases = {"forward": ((2 + step) * MIB, sizes), "optimizer": (2 * MIB, {"weights": 2 * MIB})}
+        empty.append(memory_row(step, phases))
+    panels = {panel.key: panel for panel in part_panels(empty.rows())}
+    over = panels["time_parts"]
+    assert over.title == "Time of a step by part, means of 3 steps" and len(over.x) == 167
+    assert over.texts[0] == "steps 2 to 4" and over.parts["forward"][0] == pytest.approx(0.1)
+    assert panels["time_beside"].parts["backward"] == (pytest.approx(0.25), 0.4)
+    assert panels["memory_phases"].parts["activations"] == (2, 0, 3, 0, 0)
+    assert [mark.text for mark in panels["memory_phases"].sections] == ["step 2", "step 3"]
+    assert panels["memory_beside"].parts == {"weights": (2, 2), "activations": (3, 1)}
+    assert panels["memory_beside"].ends == ("5.00 MiB", "3.00 MiB")
+    assert {*panels} <= {*charts_of(report_page(empty))}

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
 from rich.console import Console, Group, RenderableType
@@ -17,7 +16,7 @@ from meshtune.report.draw.theme import OTHERS
 from meshtune.report.run.panels import series, smoothed
 from meshtune.report.run.samples import Asked, samples_section
 from meshtune.report.run.summary import of_kind
-from meshtune.rundir import Row, write_text_atomically
+from meshtune.rundir import Row
 from meshtune.units import GIB, printable
 
 
@@ -45,12 +44,6 @@ COLUMNS = (  # a new panel is one row
     Column("time", "Step time", "seconds", "train", "step_seconds", ".3f", noisy=True),
     Column("memory", "Peak memory", "GiB", "train", "peak_memory_bytes", ".2f", per=GIB),
 )
-
-
-def write_comparison(comparison: Comparison, file: Path) -> Path:
-    """Write the page, over an earlier one, and return its path. Raises NotDrawn without Altair."""
-    write_text_atomically(file, comparison_page(comparison))
-    return file
 
 
 def comparison_page(comparison: Comparison) -> str:

@@ -2,11 +2,13 @@
 
 import altair as alt
 
-from meshtune.report.draw.encode import layered, table, tooltip
+from meshtune.report.draw.encode import layered, plain, table, tooltip
 from meshtune.report.draw.kinds import HeatMap
 from meshtune.report.draw.theme import ON_SHADE, SHADES
 
 ROW, NARROW_ROW = 64, 40  # px of height for each row of cells
+LINES, LINE = 3, 14  # texts of a cell that a row has room for, and px for each more
+NAME, NARROW_NAME = 240, 110  # px of a row's name at most
 LEAST_SPAN = 0.5  # of the highest value, that the shades span at least
 
 
@@ -36,12 +38,17 @@ def heat_map(panel: HeatMap, *, narrow: bool = False) -> alt.LayerChart:
             "column:N",
             sort=None,
             scale=alt.Scale(domain=list(panel.columns)),
-            axis=alt.Axis(orient="bottom", labelAngle=0, grid=False),
+            axis=alt.Axis(orient="bottom", labelAngle=0, grid=False, title=plain(panel.x_title)),
         ),
-        y=alt.Y("row:N", sort=None, scale=alt.Scale(domain=list(panel.rows)), axis=alt.Axis(grid=False)),
+        y=alt.Y(
+            "row:N",
+            sort=None,
+            scale=alt.Scale(domain=list(panel.rows)),
+            axis=alt.Axis(grid=False, title=plain(panel.y_title), labelLimit=NARROW_NAME if narrow else NAME),
+        ),
         tooltip=[
-            tooltip("column:N", "on"),
-            tooltip("row:N", "with"),
+            tooltip("column:N", panel.x_title or "on"),
+            tooltip("row:N", panel.y_title or "with"),
             tooltip("value:Q", panel.unit, format=panel.form),
             tooltip("detail:N", panel.item),
         ],
@@ -50,8 +57,9 @@ def heat_map(panel: HeatMap, *, narrow: bool = False) -> alt.LayerChart:
     missing = base.transform_filter("!isValid(datum.value)")
     filled = base.transform_filter("isValid(datum.value)")
     cell = {"stroke": alt.ExprRef("paper"), "strokeWidth": 3}
-    first = filled.mark_text(dy=0 if narrow else -14, fontWeight=600, fontSize=12)
-    others = filled.mark_text(dy=2, lineBreak="\n", lineHeight=14)
+    more = LINE * max(0, max(row["others"].count("\n") + 2 for row in rows) - LINES)
+    first = filled.mark_text(dy=0 if narrow else -14 - more / 2, fontWeight=600, fontSize=12)
+    others = filled.mark_text(dy=2 - more / 2, lineBreak="\n", lineHeight=LINE)
     layers = [
         missing.mark_rect(color=alt.ExprRef("grid"), **cell),
         filled.mark_rect(**cell).encode(color=shade),
@@ -60,4 +68,4 @@ def heat_map(panel: HeatMap, *, narrow: bool = False) -> alt.LayerChart:
     ]
     if not narrow:
         layers.append(others.encode(text="others:N", color=alt.value(ON_SHADE)))
-    return layered(layers).properties(height=alt.Step(NARROW_ROW if narrow else ROW))
+    return layered(layers).properties(height=len(panel.rows) * (NARROW_ROW if narrow else ROW + more))

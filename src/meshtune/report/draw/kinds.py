@@ -91,6 +91,9 @@ class Point:
     x: float
     y: float
     text: str  # in its tooltip; as the point of a `Label`, the text that is drawn
+    ends: tuple[float, float] | None = (
+        None  # (lowest, highest) y of what it is the median of, as a vertical line
+    )
 
 
 @dataclass(frozen=True)
@@ -167,6 +170,8 @@ class HeatMap:
     cells: tuple[tuple[Cell | None, ...], ...]  # [row][column]; None: nothing is drawn
     form: str = ",.0f"  # d3 format of a value in the tooltip
     item: str = "layout"  # word for a cell's detail, in tooltips
+    x_title: str = ""  # of the columns' names; "": they say it themselves
+    y_title: str = ""  # of the rows' names
 
 
 @dataclass(frozen=True)

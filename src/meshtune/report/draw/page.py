@@ -2,7 +2,8 @@
 
 The JavaScript of Vega is inside it, once, however many charts there are. All text from data, settings or a
 model's answers is escaped by `text` or `script_json`. Light or dark follows the reader's system. The page's
-content security policy forbids it to load anything.
+content security policy forbids it to load anything and to make code from text, so Vega interprets its
+expressions (`ast`) and the page reads its tables itself.
 """
 
 import html
@@ -23,8 +24,8 @@ def page(
 
     name, kind: plain text of the page's title, such as "my-run" and "" or "plan"; `name` is the heading too.
     subtitle, before, after, footer: HTML that is inserted as it is, so the caller escapes it; `before` and
-    `after` stand above and below the charts. If all panels are `Lines`, the first one takes the whole width
-    and the others stand two a row; else each panel takes the whole width.
+    `after` stand above and below the charts. `Lines` stand two a row, but for the first, which takes the
+    whole width as all other panels do.
     """
     return PAGE.format(
         title=" · ".join(text(part) for part in (name, kind, "meshtune") if part),
@@ -54,16 +55,16 @@ def _figures(panels: Sequence[Panel]) -> str:
     if not panels:
         return ""
     cells = "".join(
-        f"<figure><figcaption>{text(panel.title)} <small>{text(panel.unit)}</small></figcaption>"
+        f"<figure{'' if isinstance(panel, Lines) else ' class=whole'}>"
+        f"<figcaption>{text(panel.title)} <small>{text(panel.unit)}</small></figcaption>"
         f"<div class='chart' id='chart-{panel.key}'></div></figure>"
         for panel in panels
     )
-    in_pairs = all(isinstance(panel, Lines) for panel in panels)
     long = [
         one for panel in panels if isinstance(panel, Lines) for one in panel.series if len(one.x) > MOST_ROWS
     ]
     note = f"<p class='note'>{THINNED}</p>" if long else ""
-    return f"<section class='plots{'' if in_pairs else ' wide-only'}'>{cells}</section>{note}"
+    return f"<section class='plots'>{cells}</section>{note}"
 
 
 def _scripts(panels: Sequence[Panel]) -> str:
@@ -95,7 +96,7 @@ PAGE = """\
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline';
- script-src 'unsafe-inline' 'unsafe-eval'">
+ script-src 'unsafe-inline'">
 <title>{title}</title>
 <style>{style}</style>
 </head>
@@ -154,9 +155,8 @@ pre.command { white-space: pre-wrap; overflow-wrap: anywhere; }
 .plots {
   display: grid; grid-template-columns: minmax(0, 1fr) minmax(0, 1fr); gap: 28px 36px; margin-top: 36px;
 }
-.plots.wide-only { grid-template-columns: minmax(0, 1fr); }
 .plots figure { margin: 0; min-width: 0; overflow-x: auto; }
-.plots figure:first-child { grid-column: 1 / -1; }
+.plots figure:first-child, .plots .whole { grid-column: 1 / -1; }
 .plots .chart { width: 100%; }
 figcaption { font-weight: 600; margin-bottom: 6px; }
 figcaption small { margin-left: 6px; }
@@ -166,6 +166,26 @@ figcaption small { margin-left: 6px; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; }
 th { text-align: left; font-weight: 500; color: var(--soft); font-size: 13px; }
+.wide.tall { max-height: 75vh; overflow: auto; border: 1px solid var(--line); border-radius: 8px; }
+.tall table { min-width: 100%; }
+.tall thead th {
+  position: sticky; top: 0; background: var(--card); padding: 6px 12px; vertical-align: bottom;
+}
+.tall td {
+  padding: 5px 12px; white-space: nowrap; max-width: 420px; overflow: hidden; text-overflow: ellipsis;
+}
+.tall tr > :first-child { width: 28px; padding: 0 0 0 12px; }
+th button { all: unset; cursor: pointer; overflow-wrap: normal; }
+th button:focus-visible { outline: 2px solid var(--right); }
+th[aria-sort=ascending] button::after { content: " ▲"; }
+th[aria-sort=descending] button::after { content: " ▼"; }
+.filters { display: flex; flex-wrap: wrap; gap: 8px 18px; margin-bottom: 8px; }
+.filters label { margin: 0; }
+.filters input, .filters select, #chosen button {
+  font: inherit; color: var(--ink); background: var(--card); border: 1px solid var(--line);
+  border-radius: 6px; padding: 3px 8px; max-width: 240px;
+}
+#chosen button { margin: 8px 0 12px; cursor: pointer; }
 .samples { width: 100%; }
 .samples th { padding: 4px 20px 6px 0; border-bottom: 1px solid var(--line); }
 .samples td {
@@ -209,11 +229,7 @@ footer { margin-top: 56px; padding-top: 14px; border-top: 1px solid var(--line);
 @media (max-width: 720px) {
   .plots { grid-template-columns: minmax(0, 1fr); }
   main { padding: 28px 16px; }
-  .sliders { display: grid; grid-template-columns: repeat(auto-fit, minmax(230px, 1fr)); gap: 8px 28px; }
-.sliders label { margin: 0; }
-.sliders output { color: var(--ink); font-weight: 600; margin-left: 4px; }
-.sliders input { display: block; width: 100%; accent-color: var(--ink); margin: 6px 0; }
-.tiles.four { grid-template-columns: repeat(auto-fit, minmax(140px, 1fr)); }
+  .tiles.four { grid-template-columns: repeat(auto-fit, minmax(140px, 1fr)); }
   .tile dd { font-size: 20px; }
   .layouts thead { display: none; }
   .layouts, .layouts tbody { display: block; }
@@ -239,13 +255,34 @@ DRAW = """
 const dark = matchMedia("(prefers-color-scheme: dark)"), phone = matchMedia("(max-width: 720px)");
 let drawn = [];
 
+const CELL = /(?:"((?:[^"]|"")*)"|([^,\\n]*))([,\\n])/g;
+
+// Rows of a table as encode.py writes it. Vega's own reader of CSV makes code from text.
+function rowsOf(table, numbers) {
+  const lines = [[]];
+  for (const [, quoted, plain, end] of table.matchAll(CELL)) {
+    lines.at(-1).push(quoted === undefined ? plain : quoted.replaceAll('""', '"'));
+    if (end === "\\n") lines.push([]);
+  }
+  const value = (name, cell) => !(name in numbers) ? cell : cell === "" ? null : Number(cell);
+  const [names, ...rows] = lines.slice(0, -1);
+  return rows.map(cells => Object.fromEntries(names.map((name, n) => [name, value(name, cells[n])])));
+}
+
+function withRows(spec) {
+  if (Array.isArray(spec)) return spec.map(withRows);
+  if (spec === null || typeof spec !== "object") return spec;
+  if (spec.format?.type === "csv") return {values: rowsOf(spec.values, spec.format.parse ?? {})};
+  return Object.fromEntries(Object.entries(spec).map(([name, part]) => [name, withRows(part)]));
+}
+
 async function draw() {
   const theme = dark.matches ? "dark" : "light";
-  const options = {actions: false, renderer: "canvas", mode: "vega-lite", tooltip: {theme}};
+  const options = {ast: true, actions: false, renderer: "canvas", mode: "vega-lite", tooltip: {theme}};
   for (const chart of drawn) chart.finalize();
   const charts = phone.matches ? {...CHARTS, ...NARROW} : CHARTS;
   drawn = await Promise.all(Object.entries(charts).map(([key, chart]) =>
-    vegaEmbed("#chart-" + key, {...chart, config: THEMES[theme]}, options)));
+    vegaEmbed("#chart-" + key, {...withRows(chart), config: THEMES[theme]}, options)));
 }
 
 draw();

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 import altair as alt
@@ -29,8 +30,8 @@ def scatter(panel: Scatter, *, narrow: bool = False) -> alt.LayerChart:
     layers: list[alt.Chart | alt.LayerChart] = [
         layer for guide in panel.guides for layer in _guide(guide, across, up)
     ]
-    for group in panel.groups:
-        layers.append(_group(panel, group, across, up, colour))
+    for _, alike in groupby(panel.groups, key=lambda group: (group.joined, group.size, group.opacity)):
+        layers.append(_alike(panel, [*alike], across, up, colour))
     for align in () if narrow else ("left", "center", "right"):
         for above in (True, False):
             some = [label for label in panel.labels if (label.align, label.above) == (align, above)]
@@ -67,20 +68,25 @@ def round_values(ends: tuple[float, float]) -> list[float]:
     return [value for value in values if ends[0] <= value <= ends[1]]
 
 
-def _group(
-    panel: Scatter, group: Group, across: alt.X, up: alt.Y, colour: alt.Color
+def _alike(
+    panel: Scatter, groups: Sequence[Group], across: alt.X, up: alt.Y, colour: alt.Color
 ) -> alt.Chart | alt.LayerChart:
-    """Dots of a group and, where they are joined, the line through them in the order of its points.
+    """Dots of groups that are drawn alike and, where they are joined, a line through each group's points.
 
     across, up: encodings of fields "x" and "y", the same for all layers. colour: that of field "group".
     """
+    points = [(group.name, point) for group in groups for point in group.points]
     columns = {
-        "x": [float(point.x) for point in group.points],
-        "y": [float(point.y) for point in group.points],
-        "text": [point.text for point in group.points],
+        "x": [float(point.x) for _, point in points],
+        "y": [float(point.y) for _, point in points],
+        "text": [point.text for _, point in points],
     }
-    base = alt.Chart(table(columns)).transform_calculate(group=json.dumps(group.name))
-    dots = base.mark_circle(size=group.size, opacity=group.opacity).encode(
+    look = groups[0]
+    if len(groups) == 1:  # a name for each of many points would be most of the data
+        base = alt.Chart(table(columns)).transform_calculate(group=json.dumps(look.name))
+    else:
+        base = alt.Chart(table(columns | {"group": [name for name, _ in points]}))
+    dots = base.mark_circle(size=look.size, opacity=look.opacity).encode(
         x=across,
         y=up,
         color=colour,
@@ -90,15 +96,27 @@ def _group(
             tooltip("y:Q", panel.y.title, format=panel.y.form),
         ],
     )
-    if group.joined == "no":
-        return dots
-    interpolate = "step-after" if group.joined == "steps" else "linear"
-    line = base.mark_line(interpolate=interpolate, strokeWidth=2).encode(x=across, y=up, color=colour)
-    return layered([line, dots])
+    layers: list[alt.Chart | alt.LayerChart] = [dots]
+    if ends := [(point.x, *point.ends, name) for name, point in points if point.ends]:
+        bars = table(dict(zip(("x", "low", "high", "group"), zip(*ends, strict=True), strict=True)))
+        rule = alt.Chart(bars).mark_rule(strokeWidth=1.5)
+        layers.append(rule.encode(x=across, y=_of_field(up, "low:Q"), y2="high:Q", color=colour))
+    if look.joined != "no":
+        interpolate = "step-after" if look.joined == "steps" else "linear"
+        line = base.mark_line(interpolate=interpolate, strokeWidth=2).encode(x=across, y=up, color=colour)
+        layers.insert(0, line)
+    return layered(layers) if len(layers) > 1 else dots
+
+
+def _of_field(up: alt.Y, field: str) -> alt.Y:
+    """The encoding with its scale and axis, of another field."""
+    other = up.copy(deep=False)
+    other.shorthand = field
+    return other
 
 
 def _guide(guide: Guide, across: alt.X, up: alt.Y) -> list[alt.Chart]:
-    """Layers of the line and, if it has one, of its text. across, up: as in `_group`."""
+    """Layers of the line and, if it has one, of its text. across, up: as in `_alike`."""
     base = alt.Chart(table({"x": list(map(float, guide.x)), "y": list(map(float, guide.y))})).encode(
         x=across, y=up
     )
@@ -112,7 +130,7 @@ def _guide(guide: Guide, across: alt.X, up: alt.Y) -> list[alt.Chart]:
 
 
 def _labels(labels: Sequence[Label], across: alt.X, up: alt.Y) -> alt.Chart:
-    """Texts beside points. labels: not empty, all with equal align and above. across, up: see `_group`."""
+    """Texts beside points. labels: not empty, all with equal align and above. across, up: see `_alike`."""
     columns = {
         "x": [float(label.point.x) for label in labels],
         "y": [float(label.point.y) for label in labels],

@@ -18,6 +18,7 @@ from meshtune.report.draw.kinds import Mark, Stacks
 from meshtune.report.draw.theme import MONO
 
 BAR, NARROW_BAR = 28, 44  # px of height for each bar
+PADDING, NARROW_PADDING = (0.3, 0.15), (0.55, 0.4)  # of that: between bars, and beside the first and the last
 MOST_NAME = 52  # characters above a bar on a phone
 MARK_TEXT = 22  # px between legend and bars, for the text of a mark
 
@@ -40,14 +41,11 @@ def stacks(panel: Stacks, *, named: bool = True, narrow: bool = False) -> alt.La
     # for the texts behind the bars
     room = (1.08 if panel.mark else 1.3) if panel.ends and not narrow else 1.03
     across = alt.Scale(domain=[0, max(*ends, mark) * room], nice=False)
+    inner, outer = NARROW_PADDING if narrow else PADDING
     y = alt.Y(
         "name:N",
         sort=None,
-        scale=alt.Scale(
-            domain=list(panel.names),
-            paddingInner=0.55 if narrow else 0.3,
-            paddingOuter=0.4 if narrow else 0.15,
-        ),
+        scale=alt.Scale(domain=list(panel.names), paddingInner=inner, paddingOuter=outer),
         axis=alt.Axis(
             labels=named and not narrow, labelFont=MONO, labelFontSize=11, labelLimit=0,
             labelFontWeight=_bold_at(panel.chosen),
@@ -89,8 +87,16 @@ def stacks(panel: Stacks, *, named: bool = True, narrow: bool = False) -> alt.La
         layers.append(texts.mark_text(align="left", dx=6).encode(y=y, x=x, text="text:N"))
     if panel.mark:
         layers += _mark(panel.mark, x)
-    height = NARROW_BAR if narrow else BAR
-    return layered(layers).properties(height=alt.Step(height if panel.stacked else height / 2))
+    return layered(layers).properties(height=_height(panel, narrow=narrow))
+
+
+def _height(panel: Stacks, *, narrow: bool) -> int:
+    """Px of all bars together: with a height in steps Vega-Lite warns on every page that it can't fit."""
+    inner, outer = NARROW_PADDING if narrow else PADDING
+    step = NARROW_BAR if narrow else BAR
+    if not panel.stacked:
+        step = step / 2 * len(panel.parts) / (1 - inner)
+    return round(step * (len(panel.names) - inner + 2 * outer))
 
 
 def _names_above(panel: Stacks) -> alt.Chart:

@@ -55,4 +55,4 @@ def timeline(panel: Timeline, *, narrow: bool = False) -> alt.LayerChart:
             tooltip("detail:N", "detail"),
         ],
     )
-    return layered([bars]).properties(height=alt.Step(lane))
+    return layered([bars]).properties(height=lane * len(panel.lanes))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import date
-from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from meshtune import __version__
@@ -13,6 +12,7 @@ from meshtune.plan.advice import comparison
 from meshtune.plan.cost import RunCost, money
 from meshtune.plan.tools import MESHTUNE
 from meshtune.report.draw.page import page, text
+from meshtune.report.draw.words import model_title
 from meshtune.report.plan.clusters import mark
 from meshtune.report.plan.numbers import common_error, number, plus_minus, seconds
 from meshtune.report.plan.sliders import sliders
@@ -35,12 +35,6 @@ class Asked:
 
     command: str = ""  # the whole command line; "": it was asked for from Python
     settings: str = ""  # its words that are settings, which `meshtune train` takes too
-
-
-def model_title(name: str) -> str:
-    """A model's name without its folders or organization: "Llama-3.1-8B" of "meta-llama/Llama-3.1-8B"."""
-    parts = [part for part in PurePath(name).parts if part != "config.json"]
-    return parts[-1] if parts else name
 
 
 def subject(answer: Answer) -> str:

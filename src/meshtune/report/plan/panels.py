@@ -5,13 +5,12 @@ Everything shown was predicted for a layout that the search listed; what was not
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from meshtune.layout import RECOMPUTE, SCHEDULES, Layout
+from meshtune.layout import Layout
 from meshtune.placement.columns import layout_at
 from meshtune.plan.search import Choice, Plan
 from meshtune.plan.seconds.step import PARTS
@@ -29,6 +28,7 @@ from meshtune.report.draw.kinds import (
     Scatter,
     Stacks,
 )
+from meshtune.report.draw.words import short
 from meshtune.report.plan.numbers import (
     common_error,
     memory_parts,
@@ -92,33 +92,60 @@ def memory_stacks(choices: Sequence[Choice], *, chosen: int | None = None) -> St
 
     choices: at least one, all of the same GPU kind. chosen: place of the bold one; None: none is.
     """
-    capacity = choices[0].cluster.memory / GIB
-    names = nonzero(MEMORY_PARTS, map(memory_parts, choices))
-    return Stacks(
-        "memory",
+    return memory_bars(
+        [str(choice.layout) for choice in choices],
+        [memory_parts(choice) for choice in choices],
+        choices[0].cluster.memory,
         f"Peak memory of a GPU {common_error(choices, 'memory')}"
         + ("" if any(choice.fits for choice in choices) else ": nothing fits"),
+        chosen=chosen,
+    )
+
+
+def memory_bars(
+    names: Sequence[str],
+    parts: Sequence[Mapping[str, float]],
+    capacity: float | None,
+    title: str,
+    *,
+    chosen: int | None = None,
+) -> Stacks:
+    """Peak memory in GiB, a bar for each name. parts: of each, bytes by MEMORY_PARTS. capacity: a GPU's."""
+    limit = Mark(capacity / GIB, f"capacity {capacity / GIB:.1f}") if capacity else None
+    return Stacks(
+        "memory",
+        title,
         "GiB",
-        tuple(str(choice.layout) for choice in choices),
-        {name: tuple(memory_parts(choice)[name] / GIB for choice in choices) for name in names},
-        tuple(f"{choice.memory.peak / GIB:.1f}" for choice in choices),
-        Mark(capacity, f"capacity {capacity:.1f}"),
+        tuple(names),
+        {name: tuple(one[name] / GIB for one in parts) for name in nonzero(MEMORY_PARTS, parts)},
+        tuple(f"{sum(one.values()) / GIB:.1f}" for one in parts),
+        limit,
         chosen=chosen,
     )
 
 
 def time_stacks(choices: Sequence[Choice], *, chosen: int | None = None) -> Stacks:
     """Step time in seconds of each layout by part, in the order given. chosen: place of the bold one."""
-    names = nonzero(PARTS, map(time_parts, choices))
-    return Stacks(
-        "time",
+    return time_bars(
+        [str(choice.layout) for choice in choices],
+        [time_parts(choice) for choice in choices],
+        [f"{seconds(choice.seconds.total)} · MFU {choice.mfu:.0%}" for choice in choices],
         f"Time of a step {common_error(choices, 'time')}".rstrip(),
-        "seconds",
-        tuple(str(choice.layout) for choice in choices),
-        {name: tuple(time_parts(choice)[name] for choice in choices) for name in names},
-        tuple(f"{seconds(choice.seconds.total)} · MFU {choice.mfu:.0%}" for choice in choices),
         chosen=chosen,
     )
+
+
+def time_bars(
+    names: Sequence[str],
+    parts: Sequence[Mapping[str, float]],
+    ends: Sequence[str],
+    title: str,
+    *,
+    chosen: int | None = None,
+) -> Stacks:
+    """Time of a step, a bar for each name. parts: of each, seconds by PARTS. ends: a text behind each bar."""
+    shown = {name: tuple(one[name] for one in parts) for name in nonzero(PARTS, parts)}
+    return Stacks("time", title, "seconds", tuple(names), shown, tuple(ends), chosen=chosen)
 
 
 def time_against_memory(plan: Plan, chosen: Choice) -> Scatter:
@@ -255,12 +282,3 @@ def cell_of(choice: Choice | None) -> Cell:
         return Cell(None, (NO_LAYOUT,))
     speed = choice.tokens_per_second_per_gpu
     return Cell(speed, (number(speed), *short(choice.layout)), str(choice.layout))
-
-
-def short(layout: Layout) -> tuple[str, ...]:
-    """(its axes, its micro-batch and recomputation): `short(…) == ("zero3x4 tp2 pp2", "mb2 full8")`."""
-    words = str(layout).split("-")
-    inner = [word for word in words if re.fullmatch(rf"mb\d+|({'|'.join(RECOMPUTE)})\d*", word)]
-    left_out = [word for word in words if re.fullmatch(r"sp|regather|v\d+|ga\d+", word) or word in SCHEDULES]
-    axes = [word for word in words if word not in (*inner, *left_out)]
-    return (*([" ".join(axes)] if axes else []), " ".join(inner))

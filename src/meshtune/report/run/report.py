@@ -10,6 +10,7 @@ from typing import Any
 
 from meshtune.errors import UserError, check_file
 from meshtune.meter.rows import memory_table
+from meshtune.report.draw.kinds import Panel
 from meshtune.report.draw.page import page, text
 from meshtune.report.draw.picture import write
 from meshtune.report.draw.vega import NotDrawn
@@ -75,6 +76,14 @@ def write_picture(run: RunDir, file: Path, *, dark: bool = False) -> Path:
     return write(file, rows, title=run.path.resolve().name, dark=dark)
 
 
+def run_panels(run: RunDir) -> list[Panel]:
+    """The pictures of the report: curves over steps, then time by part and memory by category."""
+    from meshtune.report.run.parts import part_panels  # it brings numpy, which a run's other files don't need
+
+    rows = run.rows()
+    return [*panels(rows), *part_panels(rows)]
+
+
 def report_page(run: RunDir) -> str:
     """The report as HTML text."""
     summary, facts = summarise(run), facts_of(run)
@@ -93,7 +102,7 @@ def report_page(run: RunDir) -> str:
         name=summary.name,
         kind="",
         subtitle=_subtitle(summary, facts),
-        panels=panels(run.rows()),
+        panels=run_panels(run),
         before=_headline(summary),
         after="\n".join(section for section in after if section),
         footer="Made by meshtune from the files of this run's folder.",

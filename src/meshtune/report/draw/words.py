@@ -1,0 +1,21 @@
+"""Short names of models and layouts, for headings, cells and labels."""
+
+import re
+from pathlib import PurePath
+
+from meshtune.layout import RECOMPUTE, SCHEDULES, Layout
+
+
+def model_title(name: str) -> str:
+    """A model's name without its folders or organization: "Llama-3.1-8B" of "meta-llama/Llama-3.1-8B"."""
+    parts = [part for part in PurePath(name).parts if part != "config.json"]
+    return parts[-1] if parts else name
+
+
+def short(layout: Layout | str) -> tuple[str, ...]:
+    """(its axes, its micro-batch and recomputation): `short(…) == ("zero3x4 tp2 pp2", "mb2 full8")`."""
+    words = str(layout).split("-")
+    inner = [word for word in words if re.fullmatch(rf"mb\d+|({'|'.join(RECOMPUTE)})\d*", word)]
+    left_out = [word for word in words if re.fullmatch(r"sp|regather|v\d+|ga\d+", word) or word in SCHEDULES]
+    axes = [word for word in words if word not in (*inner, *left_out)]
+    return (*([" ".join(axes)] if axes else []), " ".join(inner))

@@ -1,0 +1,233 @@
+"""The batch size study: global batch and micro-batch against speed, memory, time of an epoch, held-out loss
+and gradient noise.
+
+Losses are compared at equal tokens and at equal updates: at the most that every run has reached, on the line
+between a run's two evaluations around it. Runs with other seeds are one point, their median, with a vertical
+line from the lowest to the highest.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+from meshtune.report.draw.kinds import Axis, Group, Guide, Panel, Point, Scatter
+from meshtune.report.experiments.axes import (
+    DOT,
+    ROOM,
+    about,
+    axis,
+    counts_axis,
+    left_out,
+    lines,
+    most_frequent,
+    values,
+)
+from meshtune.report.experiments.rows import BATCH, DONE, Experiment, Sweep, best
+from meshtune.report.run.summary import of_kind
+from meshtune.rundir import RunDir
+from meshtune.units import GIB
+
+RUNS = "runs"  # in the sweep's folder, with a run folder for each experiment that trained
+HEIGHT = 300  # px
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The held-out losses of one run."""
+
+    steps: tuple[float, ...]
+    tokens: tuple[float, ...]  # trained on up to each of these steps
+    losses: tuple[float, ...]
+    epoch_tokens: float | None  # of one pass through the data
+
+
+def batch_panels(sweep: Sweep) -> list[Panel]:
+    """Every picture of the study; [] where no batch size varies among the experiments that are done."""
+    known = [one for one in sweep.done if one.layout]
+    batches = {one.global_batch for one in known if one.global_batch}
+    micro_batches = {one.micro_batch for one in known if one.micro_batch}
+    by_batch = len(batches) > 1 and _is_studied(sweep)
+    if not by_batch and len(micro_batches) < 2:
+        return []
+    curves = curves_of(sweep) if by_batch else {}
+    speeds = _of_speed(sweep, known, curves, by_batch=by_batch)
+    return [*speeds, *(_of_losses(sweep, curves) if by_batch else ()), *(_noise(sweep) if by_batch else ())]
+
+
+def _is_studied(sweep: Sweep) -> bool:
+    """True if the sweep changes the global batch itself, and not through the GPUs alone."""
+    keys = (*BATCH, "layout", "layout.gradient_accumulation_steps", "layout.micro_batch_size")
+    return any(key in sweep.varied for key in keys)
+
+
+def _of_speed(
+    sweep: Sweep, known: Sequence[Experiment], curves: Mapping[int, Curve], *, by_batch: bool
+) -> Iterator[Panel]:
+    """Yield speed, memory and an epoch's time over the global batch, a line for each micro-batch size; or,
+    where the global batch stays, over the micro-batch.
+    """
+    context = sweep.naming(BATCH)
+    chosen, note = _one_size(known, context)
+    if by_batch:
+        x_title, x_of = "global batch, sequences", lambda one: one.global_batch
+    else:
+        x_title, x_of = "micro-batch, sequences", lambda one: one.micro_batch
+
+    def name_of(one: Experiment) -> str:
+        inner = f"micro-batch {one.micro_batch}" if by_batch else ""
+        return ", ".join(word for word in (context(one), inner) if word)
+
+    fastest = [*best(chosen, lambda one: (name_of(one), x_of(one))).values()]
+    several = [one for one in fastest if sum(name_of(other) == name_of(one) for other in fastest) > 1]
+    names = most_frequent(sorted(map(name_of, several), key=_in_order))
+    note += left_out(names, map(name_of, several), "lines")
+    by = "global batch" if by_batch else "micro-batch"
+
+    def epoch(one: Experiment) -> float | None:
+        curve = curves.get(one.number)
+        if curve is None or not curve.epoch_tokens or not one.shown.speed:
+            return None
+        return curve.epoch_tokens / one.shown.speed / (one.gpus or 1)
+
+    quantities: tuple[tuple[str, str, str, Callable[[Experiment], float | None]], ...] = (
+        ("batch_speed", "Speed", sweep.speed_unit, lambda one: one.shown.speed),
+        (
+            "batch_memory",
+            "Peak memory",
+            "GiB",
+            lambda one: one.shown.peak_bytes and one.shown.peak_bytes / GIB,
+        ),
+        ("batch_epoch", "Time of an epoch", "seconds", epoch),
+    )
+    for key, title, unit, y_of in quantities:
+        groups = lines(several, names, name_of, x_of, y_of)
+        if groups:
+            x, y = counts_axis(x_title, values(groups, "x")), axis(unit, values(groups, "y"))
+            title = f"{title} by {by}"
+            yield Scatter(key, title, f"{unit}, the fastest layout{note}", tuple(groups), x, y, height=HEIGHT)
+
+
+def _one_size(
+    known: Sequence[Experiment], context: Callable[[Experiment], str]
+) -> tuple[list[Experiment], str]:
+    """(The experiments on one number of devices for each context, that with most of them; a note on it)."""
+    sizes: dict[str, Counter[int | None]] = {}
+    for one in sorted(known, key=lambda one: one.gpus or 0):
+        sizes.setdefault(context(one), Counter())[one.gpus] += 1
+    chosen = {name: counts.most_common(1)[0][0] for name, counts in sizes.items()}
+    several = any(len(counts) > 1 for counts in sizes.values())
+    words = ", ".join(f"{name or 'all'} on {size}" for name, size in chosen.items())
+    note = f"; on the number of devices with most experiments ({words})" if several else ""
+    return [one for one in known if one.gpus == chosen[context(one)]], note
+
+
+def _in_order(name: str) -> tuple[Any, ...]:
+    """Key that sorts names by their words, numbers by size."""
+    return tuple((0, float(word), "") if word.isdigit() else (1, 0.0, word) for word in name.split())
+
+
+def _of_losses(sweep: Sweep, curves: Mapping[int, Curve]) -> Iterator[Panel]:
+    """Yield the held-out loss over the global batch, at equal tokens and at equal updates."""
+    where = sweep.naming(BATCH)
+    runs = [one for one in sweep.experiments if one.number in curves and one.global_batch]
+    if len({one.global_batch for one in runs}) < 2:
+        return
+    for key, title, unit in (("tokens", "equal tokens", "tokens"), ("steps", "equal updates", "updates")):
+        reach = min(getattr(curves[one.number], key)[-1] for one in runs)
+        losses = {one.number: at(curves[one.number], key, reach) for one in runs}
+        groups = _spread_groups(runs, lambda one, found=losses: found[one.number], where)
+        if groups:
+            ends = [end for group in groups for point in group.points for end in point.ends or (point.y,)]
+            room = (max(ends) - min(ends)) * 0.1 or 0.1
+            yield Scatter(
+                f"batch_loss_{key}", f"Held-out loss by global batch, at {title}",
+                f"after {reach:,.0f} {unit}", tuple(groups),
+                counts_axis("global batch, sequences", values(groups, "x")),
+                Axis("held-out loss per label token", (min(ends) - room, max(ends) + room), form=".4f"),
+                height=HEIGHT,
+            )  # fmt: skip
+
+
+def _noise(sweep: Sweep) -> Iterator[Panel]:
+    """Yield the gradient noise scale over the global batch, with the line where both are equal."""
+    runs = [one for one in sweep.experiments if one.status == DONE and one.noise_scale and one.global_batch]
+    groups = _spread_groups(runs, lambda one: one.noise_scale, sweep.naming(BATCH))
+    if not groups:
+        return
+    x = counts_axis("global batch, sequences", values(groups, "x"))
+    ends = [end for group in groups for point in group.points for end in point.ends or (point.y,)]
+    positive = [end for end in (*ends, *x.ends) if end > 0]
+    y = Axis("gradient noise scale, sequences", (min(positive) / ROOM, max(positive) * ROOM), log=True)
+    yield Scatter(
+        "batch_noise", "Gradient noise scale by global batch",
+        "above the line a larger batch still saves updates", tuple(groups), x, y,
+        guides=(Guide(x.ends, x.ends, "noise scale = batch"),), height=HEIGHT,
+    )  # fmt: skip
+
+
+def _spread_groups(
+    runs: Sequence[Experiment], y_of: Callable[[Experiment], float | None], where: Callable[[Experiment], str]
+) -> list[Group]:
+    """A joined group for each name, with the median and both ends of the seeds at each global batch."""
+    places: dict[str, dict[int, list[Experiment]]] = {}
+    for one in runs:
+        if y_of(one) is not None:
+            places.setdefault(where(one), {}).setdefault(one.global_batch or 0, []).append(one)
+    groups = []
+    for name in most_frequent(name for name, some in places.items() for _ in some):
+        points = []
+        for batch, some in sorted(places[name].items()):
+            found = [y for one in some if (y := y_of(one)) is not None]
+            one = replace(some[0], repeats=len(some))
+            ends = (min(found), max(found)) if len(found) > 1 else None
+            points.append(Point(float(batch), median(found), about(one), ends))
+        groups.append(Group(name, tuple(points), None, "line", DOT))
+    return groups
+
+
+def curves_of(sweep: Sweep) -> dict[int, Curve]:
+    """The held-out losses of the experiments that trained, by their number, from their run folders."""
+    folder = sweep.source.folder / RUNS
+    curves = {}
+    for one in sweep.experiments:
+        run = RunDir(folder / str(one.number))
+        if one.status == DONE and run.metrics_file.exists() and (curve := curve_of(run)):
+            curves[one.number] = curve
+    return curves
+
+
+def curve_of(run: RunDir) -> Curve | None:
+    """The held-out losses of a run; None without any. Tokens of steps that were not logged are the mean of
+    those that were.
+    """
+    rows = run.rows()
+    train = [row for row in of_kind(rows, "train") if row.get("tokens")]
+    evals = {row["step"]: row["loss"] for row in of_kind(rows, "eval") if row.get("loss") is not None}
+    if not train or not evals:
+        return None
+    of_step = sum(row["tokens"] for row in train) / len(train)
+    epoch = train[-1].get("epoch")
+    steps = tuple(sorted(evals))
+    return Curve(
+        steps=tuple(map(float, steps)),
+        tokens=tuple(step * of_step for step in steps),
+        losses=tuple(evals[step] for step in steps),
+        epoch_tokens=train[-1]["step"] * of_step / epoch if epoch else None,
+    )
+
+
+def at(curve: Curve, key: str, reach: float) -> float | None:
+    """The loss on the line between the evaluations around `reach`; None before the first. key: "steps" or
+    "tokens".
+    """
+    places = getattr(curve, key)
+    if reach < places[0]:
+        return None
+    for place in range(1, len(places)):
+        if reach <= places[place]:
+            low, high = places[place - 1], places[place]
+            share = (reach - low) / (high - low)
+            return curve.losses[place - 1] * (1 - share) + curve.losses[place] * share
+    return curve.losses[-1]

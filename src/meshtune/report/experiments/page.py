@@ -1,0 +1,140 @@
+"""The page of a sweep, made from its database: counts by status, pictures, all experiments, machine."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from meshtune.report.draw.kinds import Panel
+from meshtune.report.draw.page import page, text
+from meshtune.report.experiments.panels import panels
+from meshtune.report.experiments.rows import DONE, Sweep, sweep_of
+from meshtune.report.experiments.table import table
+from meshtune.sweep_rows import read_sweep_rows
+from meshtune.units import counted
+
+MFU = (
+    "MFU counts the model's own arithmetic (forward and backward of what is trained, attention by documents, "
+    "no recomputation, no padding) over the device's dense peak; it is not known on processors (docs/mfu.md)."
+)
+SIMULATED = {
+    "planner": "Simulated: the planner predicted every figure of this page; nothing was run.",
+    "dryrun": "Simulated: every figure of this page is of dry runs on fake tensors; no device was used.",
+}
+
+
+class SweepPage(NamedTuple):
+    """A sweep's page and the pictures on it."""
+
+    name: str
+    html: str
+    panels: list[Panel]
+    counts: dict[str, int]  # experiments by status
+
+
+def sweep_page(database: Path) -> SweepPage:
+    """Read a sweep and make its page. Raises UserError for another file, NotDrawn without Altair."""
+    sweep = sweep_of(read_sweep_rows(database))
+    drawn = panels(sweep)
+    counts = dict(Counter(one.status for one in sweep.experiments).most_common())
+    html = page(
+        name=sweep.name + (" (simulated)" if sweep.simulated else ""),
+        kind="sweep",
+        subtitle=_subtitle(sweep),
+        panels=drawn,
+        before=_counts(sweep, counts),
+        after=table(sweep) + _where(sweep) if sweep.experiments else _where(sweep),
+        footer=_footer(sweep),
+    )
+    return SweepPage(sweep.name, html, drawn, counts)
+
+
+def _subtitle(sweep: Sweep) -> str:
+    """HTML of one line: number of experiments, run, machine, versions."""
+    facts = sweep.source.facts
+    parts = [counted(len(sweep.experiments), "experiment")]
+    if sweep.simulated:
+        parts.append(f"simulated ({sweep.simulated})")
+    elif facts.get("run"):
+        parts.append(str(facts["run"]))
+    return text(" · ".join([*parts, *_machine(facts, simulated=bool(sweep.simulated))]))
+
+
+def _machine(facts: Mapping[str, Any], *, simulated: bool) -> list[str]:
+    """Words on the machine and the versions. simulated: the machine did not matter and is left out."""
+    machine, versions = facts.get("machine") or {}, facts.get("versions") or {}
+    words = []
+    if not simulated:
+        gpus = f"{counted(facts['gpus'], 'GPU')} " if facts.get("gpus") else ""
+        cores = f", {counted(machine['cores'], 'core')}" if machine.get("cores") else ""
+        device = facts.get("device") or machine.get("processor") or ""
+        words.append(f"{gpus}{device}{cores}")
+    words += [f"{name} {versions[name]}" for name in ("meshtune", "torch") if versions.get(name)]
+    return [word for word in words if word]
+
+
+def _counts(sweep: Sweep, counts: Mapping[str, int]) -> str:
+    """Tiles with the number of experiments by status, and a sentence where nothing was run, as HTML."""
+    tiles = "".join(
+        f"<div class='tile'><dt>{text(status)}</dt><dd>{number:,}</dd></div>"
+        for status, number in counts.items()
+    )
+    notes = [SIMULATED.get(sweep.simulated, "")] if sweep.simulated else []
+    if not counts.get(DONE):
+        notes.append("No experiment is done yet, so there is no picture.")
+    lines = "".join(f"<p class='note'>{text(note)}</p>" for note in notes)
+    return f"<dl class='tiles'>{tiles}</dl>{lines}"
+
+
+def _where(sweep: Sweep) -> str:
+    """The sweep's file, and what is known of machine and software, as HTML."""
+    facts = dict(sweep.source.facts)
+    file = facts.pop("file", None)
+    known = {
+        name: value
+        for name, value in facts.items()
+        if name not in ("form", "axes", "name") and value is not None
+    }
+    rows = "".join(f"<tr><th>{text(name)}</th><td>{text(value)}</td></tr>" for name, value in _leaves(known))
+    settings = yaml.safe_dump(file, sort_keys=False, allow_unicode=True) if file else ""
+    shown = (
+        f"<section><h2>The sweep's file</h2><details><summary>{text(sweep.name)}.yaml</summary>"
+        f"<pre>{text(settings)}</pre></details></section>"
+        if settings
+        else ""
+    )
+    return f"{shown}<section><h2>Environment</h2><table class='facts'>{rows}</table></section>"
+
+
+def _leaves(facts: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    leaves = []
+    for name, value in facts.items():
+        if isinstance(value, Mapping):
+            leaves += _leaves(value, f"{prefix}{name}.")
+        else:
+            leaves.append((f"{prefix}{name}", str(value)))
+    return leaves
+
+
+def _footer(sweep: Sweep) -> str:
+    """How the numbers were made, as HTML."""
+    done, seeds = sum(one.status == DONE for one in sweep.experiments), _seeds(sweep.done)
+    what = (
+        "Figures of an experiment are those that were simulated."
+        if sweep.simulated
+        else "Figures of an experiment are medians over its timed steps; the spread is the distance of their "
+        "quartiles, as a share of the median."
+    )
+    repeated = (
+        f" Experiments that differ in their seed alone are one point, the median of {seeds}." if seeds else ""
+    )
+    machine = ", ".join(_machine(sweep.source.facts, simulated=bool(sweep.simulated)))
+    return text(f"{counted(done, 'experiment')} done. {what}{repeated} {MFU} {machine}.")
+
+
+def _seeds(done: Sequence[Any]) -> str:
+    """The numbers of seeds in words, "3" or "2 to 3"; "" where every experiment has one."""
+    most, least = max((one.repeats for one in done), default=1), min((one.repeats for one in done), default=1)
+    return "" if most == 1 else str(most) if most == least else f"{least} to {most}"

@@ -1,0 +1,130 @@
+"""A run's time by part and memory by category as panels, over its steps and beside the prediction.
+
+All of them are of the run's last start. What was not measured, or not predicted, has no panel.
+"""
+
+from collections.abc import Mapping, Sequence
+from statistics import mean
+
+from meshtune.meter.parts import PARTS
+from meshtune.meter.rows import fullest_memory
+from meshtune.plan.facts import tensors
+from meshtune.plan.step_parts import median_parts
+from meshtune.report.draw.colours import MEMORY_PARTS
+from meshtune.report.draw.kinds import Areas, Mark, Panel, Stacks
+from meshtune.report.plan.numbers import nonzero, seconds
+from meshtune.report.run.summary import of_kind
+from meshtune.rundir import Row
+from meshtune.units import GIB, MIB, counted, human
+
+MOST_STRETCHES = 200  # of steps, of each of which the mean is drawn
+Parts = Mapping[str, float]
+
+
+def part_panels(rows: Sequence[Row]) -> list[Panel]:
+    """Every panel that the rows have values for. rows: of metrics.jsonl, all kinds."""
+    starts = [number for number, row in enumerate(rows) if row.get("kind") == "run"]
+    own = rows[starts[-1] :] if starts else rows
+    predicted = (own[0].get("predicted") or {}) if starts else {}
+    drawn = (
+        time_over_steps(of_kind(own, "time")),
+        time_beside(of_kind(own, "time"), predicted.get("parts") or {}),
+        memory_over_phases(of_kind(own, "memory")),
+        memory_beside(of_kind(own, "memory"), predicted.get("memory") or {}),
+    )
+    return [panel for panel in drawn if panel is not None]
+
+
+def time_over_steps(rows: Sequence[Row]) -> Areas | None:
+    """Seconds by part over the steps after those that warm up; of many steps the means of stretches."""
+    warm = [row for row in rows if not row.get("warm_up")]
+    if len(warm) < 2:
+        return None
+    length = -(-len(warm) // MOST_STRETCHES)
+    stretches = [warm[first : first + length] for first in range(0, len(warm), length)]
+    means = [{part: mean(row["parts"][part] for row in some) for part in PARTS} for some in stretches]
+    return Areas(
+        "time_parts",
+        f"Time of a step by part{f', means of {length} steps' if length > 1 else ''}",
+        "seconds",
+        tuple(float(some[0]["step"]) for some in stretches),
+        {part: tuple(one[part] for one in means) for part in nonzero(PARTS, means)},
+        tuple(_steps(some) for some in stretches),
+        "step",
+    )
+
+
+def _steps(some: Sequence[Row]) -> str:
+    first, last = some[0]["step"], some[-1]["step"]
+    return f"step {first:,}" if first == last else f"steps {first:,} to {last:,}"
+
+
+def time_beside(rows: Sequence[Row], predicted: Parts) -> Stacks | None:
+    """The median step by part, measured and predicted; None where one of them is not known."""
+    warm = [row for row in rows if not row.get("warm_up")]
+    if not warm or not predicted:
+        return None
+    _, measured = median_parts(warm)
+    both = [measured, {part: predicted.get(part, 0.0) for part in PARTS}]
+    return Stacks(
+        "time_beside",
+        f"The median of {counted(len(warm), 'step')}, and the predicted one",
+        "seconds",
+        ("measured", "predicted"),
+        {part: tuple(one[part] for one in both) for part in nonzero(PARTS, both)},
+        tuple(seconds(sum(one.values())) for one in both),
+        item="step",
+    )
+
+
+def memory_over_phases(rows: Sequence[Row]) -> Areas | None:
+    """Memory by category at the peak of each phase of the watched steps, on rank 0."""
+    watched = [row for row in rows if row.get("rank", 0) == 0 and "step" not in row["phases"]]
+    phases = [
+        (row["step"], name, _categories(sizes)) for row in watched for name, sizes in row["phases"].items()
+    ]
+    if not phases:
+        return None
+    sizes = [parts for *_, parts in phases]
+    per, unit = _unit(sizes)
+    phases.append(phases[-1])  # so that the last phase has a width
+    first = {step: place for place, (step, *_) in reversed([*enumerate(phases)])}
+    return Areas(
+        "memory_phases",
+        "Memory of tensors over the first steps, at the peak of each phase on rank 0",
+        unit,
+        tuple(map(float, range(len(phases)))),
+        {name: tuple(parts[name] / per for *_, parts in phases) for name in nonzero(MEMORY_PARTS, sizes)},
+        tuple(f"step {step}, {name}" for step, name, _ in phases),
+        "phase",
+        joined="steps",
+        sections=tuple(Mark(float(place), f"step {step}") for step, place in sorted(first.items())),
+    )
+
+
+def memory_beside(rows: Sequence[Row], predicted: Parts) -> Stacks | None:
+    """Memory of tensors by category at the peak of the fullest rank, measured and predicted."""
+    measured = fullest_memory(rows)
+    if not measured or not predicted:
+        return None
+    both = [_categories(measured), _categories(tensors(predicted))]
+    per, unit = _unit(both)
+    return Stacks(
+        "memory_beside",
+        "Peak memory of tensors on the fullest rank, measured and predicted",
+        unit,
+        ("measured", "predicted"),
+        {name: tuple(one[name] / per for one in both) for name in nonzero(MEMORY_PARTS, both)},
+        tuple(human(sum(one.values())) for one in both),
+        item="peak",
+    )
+
+
+def _categories(sizes: Parts) -> dict[str, float]:
+    """Bytes by MEMORY_PARTS, 0 where there are none."""
+    return {name: float(sizes.get(name.replace(" ", "_"), 0)) for name in MEMORY_PARTS}
+
+
+def _unit(sizes: Sequence[Parts]) -> tuple[float, str]:
+    most = max(sum(one.values()) for one in sizes)
+    return (float(GIB), "GiB") if most >= GIB / 4 else (float(MIB), "MiB")

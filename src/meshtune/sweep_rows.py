@@ -1,0 +1,65 @@
+"""The results of a sweep, read from its database for those who show them; study/store.py writes it.
+
+One row an experiment, in the order of their numbers, also while the sweep runs. A database that a killed
+sweep left in the middle of a change is first set back to before it, as SQLite does whenever it opens such a
+file.
+"""
+
+import json
+import sqlite3
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshtune.errors import UserError
+
+DATABASE = "sweep.db"  # in a sweep's folder
+FORM = 1  # version of the tables that can be read
+SQLITE = b"SQLite format 3\x00"  # first bytes of a database
+JSON_COLUMNS = ("settings", "document")
+
+
+@dataclass(frozen=True)
+class SweepRows:
+    """A sweep as it is in its database."""
+
+    file: Path
+    facts: Mapping[str, Any]  # of the table `sweep`: name, axes, machine, versions, simulated …
+    rows: tuple[dict[str, Any], ...]  # of `experiments`, by number; settings and document as plain values
+
+    @property
+    def folder(self) -> Path:
+        return self.file.resolve().parent
+
+
+def database_of(path: Path) -> Path | None:
+    """The database that a path names, itself or its folder; None if there is none."""
+    file = path / DATABASE if path.is_dir() else path
+    try:
+        with open(file, "rb") as start:
+            return file if start.read(len(SQLITE)) == SQLITE else None
+    except OSError:
+        return None
+
+
+def read_sweep_rows(file: Path) -> SweepRows:
+    """Read a database. Raises UserError for a file that is no sweep's, or one of another version."""
+    try:
+        # "rw" and not "ro": SQLite can't set back a half-written change otherwise. Nothing else is written.
+        address = f"{file.resolve().as_uri()}?mode=rw"
+        with closing(sqlite3.connect(address, uri=True, timeout=30)) as database:
+            database.row_factory = sqlite3.Row
+            facts = {name: json.loads(value) for name, value in database.execute("SELECT * FROM sweep")}
+            rows = [dict(row) for row in database.execute("SELECT * FROM experiments ORDER BY number")]
+    except sqlite3.Error as error:
+        raise UserError(f"{file} can't be read as the database of a sweep: {error}.") from error
+    if facts.get("form") != FORM:
+        raise UserError(
+            f"{file} has tables of version {facts.get('form')}, and this meshtune reads version {FORM}; read "
+            "it with the version that wrote it."
+        )
+    for row in rows:
+        row |= {name: json.loads(row[name]) if row.get(name) else None for name in JSON_COLUMNS}
+    return SweepRows(file, facts, tuple(rows))

@@ -1,0 +1,244 @@
+"""The page of a sweep, from databases whose numbers the tests know."""
+
+import json
+import re
+import sqlite3
+from contextlib import closing
+
+import pytest
+from sweeps import MODELS, bench_row, bench_rows, write_sweep
+
+from meshtune.commands.report import report
+from meshtune.errors import UserError
+from meshtune.report.experiments.batch import at, curve_of
+from meshtune.report.experiments.page import sweep_page
+from meshtune.report.experiments.panels import errors, front, panels
+from meshtune.report.experiments.rows import best, sweep_of
+from meshtune.report.plan.documents import document_panels, read_plan
+from meshtune.rundir import RunDir
+from meshtune.sweep_rows import database_of, read_sweep_rows
+
+
+@pytest.fixture
+def database(tmp_path):
+    facts = {
+        "machine": {"host": "here", "cores": 2, "processor": "a processor"},
+        "versions": {"torch": "9.9"},
+    }
+    return write_sweep(tmp_path, bench_rows(), axes=["model.name", "layout"], **facts)
+
+
+def sweep_in(file):
+    return sweep_of(read_sweep_rows(file))
+
+
+def drawn(file) -> dict:
+    return {panel.key: panel for panel in panels(sweep_in(file))}
+
+
+def table_in(html: str) -> dict:
+    return json.loads(re.search(r"^const EXPERIMENTS = (\{.*\});$", html, re.MULTILINE)[1])
+
+
+def test_the_heat_map_has_the_fastest_layout_of_each_model_and_number_of_ranks(database):
+    panel = drawn(database)["best_layouts"]
+    assert panel.rows == ("small", "large <b>") and panel.columns == ("1", "2", "4", "8")
+    assert panel.unit == "10⁹ tokens/s/rank × parameters"  # MFU is not known on a processor
+    cell = panel.cells[0][1]
+    assert cell.texts == (("13.4"), "dp2", "mb4") and cell.value == pytest.approx(10 * 0.96 * 1.4)
+    assert panel.cells[1][3].value is None and panel.cells[1][3].texts == ("out of memory",)
+    assert panel.cells[0][3] is None  # no experiment
+
+
+def test_mfu_is_the_colour_where_it_is_known(tmp_path):
+    rows = [bench_row("small", 1, 1, mfu=0.25), bench_row("small", 2, 1, mfu=0.2)]
+    panel = drawn(write_sweep(tmp_path, rows, gpus=8))["best_layouts"]
+    assert panel.unit == "MFU" and [cell.value for cell in panel.cells[0]] == [0.25, 0.2]
+    assert panel.x_title == "GPUs"
+
+
+def test_scaling_is_beside_the_ideal_of_the_smallest_number(database):
+    weak = drawn(database)["weak"]
+    series = {group.name: [(p.x, p.y) for p in group.points] for group in weak.groups}
+    points = series["small, 2 sequences each"]
+    assert points == [(1, 1), (2, pytest.approx(2 * 0.96 / 0.98)), (4, pytest.approx(4 * 0.92 / 0.98))]
+    assert weak.guides[0].x == weak.guides[0].y
+    strong = drawn(database)["strong"]
+    assert {point.x for group in strong.groups for point in group.points} == {1, 2, 4}
+
+
+def test_no_experiment_beats_one_of_the_front(database):
+    some = [one for one in sweep_in(database).done if one.model == "small"]
+    chosen = front(some)
+    for one in some:
+        beaten = [
+            f
+            for f in chosen
+            if f.shown.speed >= one.shown.speed and f.shown.peak_bytes <= one.shown.peak_bytes
+        ]
+        assert beaten
+    assert len(chosen) == 3  # a micro-batch size each, all on one rank
+
+
+def test_predictions_are_beside_measurements_with_the_quartiles_of_their_errors(database):
+    panel = drawn(database)["step_beside"]
+    assert [group.name for group in panel.groups] == ["predicted", "simulated"]
+    assert panel.unit == (
+        "predicted: median error 10.0% (quartiles 10.0% to 10.0%), n = 18; "
+        "simulated: median error 5.0% (quartiles 5.0% to 5.0%), n = 18"
+    )
+    assert errors([-0.1, 0.1, 0.3, 0.2, 0.5]) == "median error 20.0% (quartiles 10.0% to 30.0%), n = 5"
+    assert errors([0.25]) == "error 25.0%, n = 1"
+
+
+def test_seeds_are_one_point_their_median(tmp_path):
+    speeds = (100.0, 130.0, 110.0)
+    rows = [
+        bench_row("small", 1, 1, tokens_per_second_per_gpu=speed, settings={"train.seed": seed})
+        for seed, speed in enumerate(speeds)
+    ]
+    (one,) = sweep_in(write_sweep(tmp_path, rows)).done
+    assert one.shown.speed == 110 and one.repeats == 3
+
+
+def test_a_sweep_that_was_simulated_says_so_in_every_title(tmp_path):
+    rows = [bench_row("small", ranks, 1) for ranks in (1, 2, 4)]
+    made = sweep_page(write_sweep(tmp_path, rows, simulated="planner"))
+    assert made.panels and all(panel.title.endswith(", simulated (planner)") for panel in made.panels)
+    assert "(simulated)</h1>" in made.html and "the planner predicted every figure" in made.html
+    speeds = [point.y for panel in made.panels if panel.key == "speed" for point in panel.groups[0].points]
+    assert speeds == [row["predicted_tokens_per_second_per_gpu"] for row in rows]
+
+
+def test_the_table_has_every_experiment_and_its_reason(database):
+    html = sweep_page(database).html
+    table = table_in(html)
+    columns = {column["name"]: column for column in table["columns"]}
+    count = len(MODELS) * 9 + 2
+    assert columns["experiment"]["values"] == list(range(1, count + 1))
+    status = columns["status"]
+    assert [status["words"][place] for place in status["at"]][-2:] == ["out of memory", "refused"]
+    reasons = columns["reason"]
+    assert [reasons["words"][place] for place in reasons["at"]][-1] == "tp3 divides no head."
+    assert columns["tokens/s/rank"]["values"][-1] is None
+    assert table["parts"]["time"]["names"] == ["backward", "forward", "optimizer"]
+    assert table["columns"][table["sorted"]]["name"] == "tokens/s/rank"
+
+
+def test_nothing_of_a_database_becomes_markup(database):
+    html = sweep_page(database).html
+    assert "large <b>" not in html and "<memory>" not in html and "&lt;b&gt;" not in html.split("<script")[0]
+
+
+def test_a_thousand_experiments_are_a_page_below_two_megabytes(tmp_path):
+    rows = [bench_row("small", 1 + n % 8, 1 + n // 8) for n in range(1000)]
+    html = sweep_page(write_sweep(tmp_path, rows)).html
+    assert len(html.encode()) < 2e6
+
+
+def test_losses_are_compared_at_equal_tokens_and_at_equal_updates(tmp_path):
+    rows = []
+    for number, batch in enumerate((4, 4, 8), 1):
+        run = RunDir(tmp_path / "runs" / str(number)).create()
+        for step in range(1, 9):
+            run.append({"kind": "train", "step": step, "tokens": batch * 100, "epoch": step * batch / 16})
+            loss = 4 - 0.1 * step * (batch // 4) + (0.2 if number == 2 else 0)
+            run.append({"kind": "eval", "step": step, "loss": loss})
+        settings = {"train.global_batch_size": batch, "train.seed": number}
+        rows.append(
+            bench_row("small", 1, 1, global_batch_size=batch, settings=settings, gradient_noise_scale=6.0)
+        )
+    file = write_sweep(tmp_path, rows, run="train")
+    found = drawn(file)
+    at_tokens = {point.x: (point.y, point.ends) for point in found["batch_loss_tokens"].groups[0].points}
+    assert found["batch_loss_tokens"].unit == "after 3,200 tokens"
+    assert at_tokens[4] == (pytest.approx(3.3), (pytest.approx(3.2), pytest.approx(3.4)))
+    assert at_tokens[8] == (pytest.approx(3.2), None)  # after four of its eight updates
+    at_updates = {point.x: point.y for point in found["batch_loss_steps"].groups[0].points}
+    assert at_updates == {4: pytest.approx(3.3), 8: pytest.approx(2.4)}
+    curve = curve_of(RunDir(tmp_path / "runs" / "1"))
+    assert curve is not None and curve.epoch_tokens == pytest.approx(1600)
+    assert at(curve, "tokens", 1000) == pytest.approx(3.75) and at(curve, "steps", 0.5) is None
+    assert {point.y for point in found["batch_noise"].groups[0].points} == {6.0}
+
+
+def test_a_sweep_without_a_result_has_a_page(tmp_path):
+    made = sweep_page(write_sweep(tmp_path, [{"status": "waiting", "settings": {"layout": "mb1-ga1"}}]))
+    assert made.panels == [] and "No experiment is done yet" in made.html
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert "0 experiments" in sweep_page(write_sweep(empty, [])).html
+
+
+def test_only_the_database_of_a_sweep_of_this_form_is_read(tmp_path):
+    other = tmp_path / "other.db"
+    with closing(sqlite3.connect(other)) as database:
+        database.execute("CREATE TABLE x (y)")
+    assert database_of(other) and not database_of(tmp_path / "missing")
+    with pytest.raises(UserError, match="can't be read as the database of a sweep: no such table"):
+        read_sweep_rows(other)
+    with pytest.raises(UserError, match="tables of version 2, and this meshtune reads version 1"):
+        read_sweep_rows(write_sweep(tmp_path, [], form=2))
+
+
+def test_the_fastest_of_a_key_is_chosen():
+    assert best([], lambda one: one.gpus) == {}
+
+
+def test_the_command_takes_a_database_or_its_folder_and_writes_pictures(database, tmp_path, capsys):
+    report([database.parent], png=tmp_path / "pictures", as_json=True)
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["report"] == str(tmp_path / "report.html")
+    assert facts["experiments"] == {"done": 18, "out of memory": 1, "refused": 1}
+    assert {file.name for file in (tmp_path / "pictures").iterdir()} >= {
+        "best_layouts.png",
+        "front.png",
+        "weak.png",
+    }
+    report([database], out=tmp_path / "here.html")
+    assert capsys.readouterr().out == f"{tmp_path / 'here.html'}\n"
+
+
+def test_kinds_are_not_mixed_and_other_files_are_named(database, run, tmp_path):
+    with pytest.raises(
+        UserError, match=r"not of several kinds: .*run \(a run folder\), .*sweep.db \(a sweep\)"
+    ):
+        report([run.path, database])
+    with pytest.raises(UserError, match="A page shows one sweep; 2 are named"):
+        report([database, database.parent])
+    (tmp_path / "x.json").write_text("{}")
+    with pytest.raises(UserError, match=r"x\.json is no sweep's database, and no plan"):
+        report([tmp_path / "x.json"])
+    with pytest.raises(UserError, match=r"holds no run and no sweep: .* did you mean .*run\?"):
+        report([tmp_path / "rum"])
+
+
+def test_plans_are_pages_too(tmp_path, capsys):
+    memory = {
+        "weights": 2.0**30,
+        "activations": 2.0**30,
+        "peak": 2.0**31,
+        "event": "loss",
+        "capacity": 2.0**33,
+    }
+    times = {"compute": 1.0, "data": 0.5, "total": 1.5}
+    layout = {"layout": "mb1-ga4", "memory": memory, "time": times, "step_seconds": 1.5, "mfu": 0.4,
+              "tokens_per_second_per_gpu": 1000.0}  # fmt: skip
+    plan = {
+        "model": {"name": "org/a <i>"}, "cluster": {"gpu": "h100-sxm", "gpus": 8}, "layouts": [layout],
+        "workload": {"global_batch_size": 64, "seq_len": 2048}, "changes": ["Use a <larger> batch."],
+        "rejected": [{"reason": "too large", "count": 3, "example": "mb8-ga1"}],
+    }  # fmt: skip
+    file = tmp_path / "a.json"
+    file.write_text(json.dumps(plan))
+    of_run = tmp_path / "plan.yaml"
+    of_run.write_text(json.dumps({"layout": "mb1-ga4", "predicted": layout | {"time": None}}))
+    memory_panel, time_panel = document_panels([read_plan(file)])
+    assert memory_panel.parts == {"weights": (1.0,), "activations": (1.0,)} and memory_panel.mark.value == 8
+    assert time_panel.ends == ("1.50 s · MFU 40%",)
+    report([file])
+    html = (tmp_path / "a.html").read_text()
+    assert "8 x h100-sxm, global batch 64 × 2,048 tokens" in html and "3: too large (mb8-ga1)" in html
+    assert "<larger>" not in html
+    report([file, of_run], out=tmp_path / "two.html")
+    assert [panel.key for panel in document_panels([read_plan(file), read_plan(of_run)])] == ["memory"]
