@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: quickstart quickstart-lora test test-default test-slow test-oldest test-migrate test-exports test-cases fuzz families validation validation-dryrun validation-memory validation-why validation-benches kill-loop style lint docs benchmark gpu-check clean
+.PHONY: quickstart quickstart-lora test test-default test-slow test-browser test-oldest test-migrate test-exports test-cases fuzz families validation validation-dryrun validation-memory validation-why validation-benches kill-loop style lint docs benchmark gpu-check clean
 
 # The main job on the embedded model and data: fine-tune, evaluate, write a Hugging Face folder and a report.
 quickstart: $(STAMP)
@@ -26,7 +26,11 @@ test-default: $(STAMP)
 
 # The tests that take longer, and more cases of the others.
 test-slow: $(STAMP)
-	$(PYTEST) -m "slow and not gpu"
+	$(PYTEST) -m "slow and not gpu and not browser"
+
+# Every page in Debian's chromium (apt-get install chromium), on a desktop and a phone, light and dark.
+test-browser: $(STAMP)
+	$(PYTEST) -n 0 -m browser tests/browser
 
 # The unit tests with torch 2.11 and transformers 5.17; skipped, with the reason, where these can't be installed.
 test-oldest:

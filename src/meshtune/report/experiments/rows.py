@@ -62,8 +62,9 @@ class Experiment:
     @property
     def utilisation(self) -> float | None:
         """tokens/s/GPU × parameters."""
-        known = self.shown.speed is not None and self.parameters is not None
-        return self.shown.speed * self.parameters if known else None
+        if self.shown.speed is None or self.parameters is None:
+            return None
+        return self.shown.speed * self.parameters
 
     @property
     def micro_batch(self) -> int | None:
@@ -178,7 +179,8 @@ def _experiment(row: Mapping[str, Any], simulated: str) -> Experiment:
     return Experiment(
         number=row["number"], status=row["status"], reason=row["reason"] or "", layout=row["layout"] or "",
         model=str(row["model"] or settings.get(MODEL) or ""), gpus=gpus, parameters=row["parameters"],
-        seq_len=seq_len, global_batch=batch, settings=settings, shown=shown, **figures, spread=row["spread"],
+        seq_len=seq_len, global_batch=batch, settings=settings, shown=shown, spread=row["spread"],
+        measured=figures["measured"], simulated=figures["simulated"], predicted=figures["predicted"],
         seconds=row["seconds"], loss=row["loss"], eval_loss=row["eval_loss"],
         noise_scale=row["gradient_noise_scale"], parts=parts_of(row["document"]),
     )  # fmt: skip
