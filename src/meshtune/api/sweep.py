@@ -28,11 +28,11 @@ from meshtune.study.runner import Progress, run_all
 from meshtune.study.slurm import check_sbatch, collect, follow, read_task, run_in_job, submit
 from meshtune.study.store import DOES_NOT_FIT, DONE, FINISHED, REFUSED, RUNNING, WAITING, Outcome, Store
 from meshtune.study.sweep_file import Experiment, SweepFile, read_sweep
+from meshtune.sweep_rows import DATABASE
 from meshtune.units import counted
 
 PLANNER = "planner"
 TIERS = (PLANNER, DRYRUN)  # values of --simulate
-DATABASE = "sweep.db"
 AGAIN = (*FINISHED, RUNNING)  # statuses that --retry takes
 BEST = 5  # experiments that a sweep's end names
 RANKED = {  # run or tier -> figures by which experiments are ranked, of the database

@@ -23,8 +23,8 @@ from meshtune.meter.rows import time_now
 
 if TYPE_CHECKING:
     from meshtune.study.sweep_file import Experiment
+from meshtune.sweep_rows import FORM
 
-FORM = 1  # version of the tables
 WAITING, RUNNING, DONE = "waiting", "running", "done"
 OUT_OF_MEMORY, CRASHED, REFUSED = "out of memory", "crashed", "refused"
 TIMED_OUT, DOES_NOT_FIT, DIVERGED = "timed out", "does not fit", "diverged"

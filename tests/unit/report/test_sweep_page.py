@@ -10,6 +10,7 @@ from sweeps import MODELS, bench_row, bench_rows, write_sweep
 
 from meshtune.commands.report import report
 from meshtune.errors import UserError
+from meshtune.report.draw.charts import specification
 from meshtune.report.experiments.batch import at, curve_of
 from meshtune.report.experiments.page import sweep_page
 from meshtune.report.experiments.panels import errors, front, panels
@@ -48,6 +49,12 @@ def test_the_heat_map_has_the_fastest_layout_of_each_model_and_number_of_ranks(d
     assert cell.texts == (("13.4"), "dp2", "mb4") and cell.value == pytest.approx(10 * 0.96 * 1.4)
     assert panel.cells[1][3].value is None and panel.cells[1][3].texts == ("out of memory",)
     assert panel.cells[0][3] is None  # no experiment
+
+
+def test_on_a_phone_texts_of_cells_fit_or_are_left_out(database):
+    chart = specification(drawn(database)["best_layouts"], width="container", narrow=True)
+    missing, first = (layer["mark"] for layer in chart["layer"][2:4])
+    assert first["fontSize"] == 12 and missing["fontSize"] == 0  # "13.4", and "out of memory" in a fourth
 
 
 def test_mfu_is_the_colour_where_it_is_known(tmp_path):

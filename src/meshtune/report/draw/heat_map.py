@@ -1,5 +1,7 @@
 """A grid of cells in shades of one colour, each with its texts."""
 
+from collections.abc import Sequence
+
 import altair as alt
 
 from meshtune.report.draw.encode import layered, plain, table, tooltip
@@ -9,6 +11,9 @@ from meshtune.report.draw.theme import ON_SHADE, SHADES
 ROW, NARROW_ROW = 64, 40  # px of height for each row of cells
 LINES, LINE = 3, 14  # texts of a cell that a row has room for, and px for each more
 NAME, NARROW_NAME = 240, 110  # px of a row's name at most
+NARROW_CELLS = 190  # px of all cells of a row on a phone
+TEXT, LEAST_TEXT = 12, 8  # px of the height of a cell's first text, and of one that can still be read
+CHARACTER = 0.62  # of a text's height, that a character is wide
 LEAST_SPAN = 0.5  # of the highest value, that the shades span at least
 
 
@@ -58,14 +63,27 @@ def heat_map(panel: HeatMap, *, narrow: bool = False) -> alt.LayerChart:
     filled = base.transform_filter("isValid(datum.value)")
     cell = {"stroke": alt.ExprRef("paper"), "strokeWidth": 3}
     more = LINE * max(0, max(row["others"].count("\n") + 2 for row in rows) - LINES)
-    first = filled.mark_text(dy=0 if narrow else -14 - more / 2, fontWeight=600, fontSize=12)
+    sizes = [
+        _narrow_size(panel, [row["first"] for row in rows if (row["value"] is None) == none])
+        if narrow
+        else TEXT
+        for none in (True, False)
+    ]
+    first = filled.mark_text(dy=0 if narrow else -14 - more / 2, fontWeight=600, fontSize=sizes[1])
     others = filled.mark_text(dy=2 - more / 2, lineBreak="\n", lineHeight=LINE)
     layers = [
         missing.mark_rect(color=alt.ExprRef("grid"), **cell),
         filled.mark_rect(**cell).encode(color=shade),
-        missing.mark_text().encode(text="first:N"),
+        missing.mark_text(fontSize=min(sizes[0], TEXT - 1)).encode(text="first:N"),
         first.encode(text="first:N", color=alt.value(ON_SHADE)),
     ]
     if not narrow:
         layers.append(others.encode(text="others:N", color=alt.value(ON_SHADE)))
     return layered(layers).properties(height=len(panel.rows) * (NARROW_ROW if narrow else ROW + more))
+
+
+def _narrow_size(panel: HeatMap, texts: Sequence[str]) -> float:
+    """Px of height at which all texts fit a cell on a phone, at most TEXT; 0 where they can't be read."""
+    longest = max(map(len, texts), default=1) or 1
+    size = NARROW_CELLS / len(panel.columns) / longest / CHARACTER
+    return 0.0 if size < LEAST_TEXT else min(float(TEXT), round(size, 1))

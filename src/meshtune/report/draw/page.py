@@ -174,6 +174,8 @@ th { text-align: left; font-weight: 500; color: var(--soft); font-size: 13px; }
 .tall td {
   padding: 5px 12px; white-space: nowrap; max-width: 420px; overflow: hidden; text-overflow: ellipsis;
 }
+.tall .listing thead th.left, .tall .listing td.left { text-align: left; }
+#chosen thead th { white-space: nowrap; }
 .tall tr > :first-child { width: 28px; padding: 0 0 0 12px; }
 th button { all: unset; cursor: pointer; overflow-wrap: normal; }
 th button:focus-visible { outline: 2px solid var(--right); }
