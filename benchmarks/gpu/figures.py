@@ -40,6 +40,7 @@ def command(*words: str | Path, seconds: float, cwd: Path = ROOT) -> subprocess.
             with suppress(psutil.NoSuchProcess):
                 each.kill()
         process.communicate()
+        psutil.wait_procs(started, timeout=30)  # a killed process keeps the GPU's memory until it has ended
         raise
     return subprocess.CompletedProcess(process.args, process.returncode, out, told)
 

@@ -87,7 +87,7 @@ def test_a_command_that_takes_too_long_is_killed_with_what_it_started(check: Any
         "time.sleep(600)'], start_new_session=True); open('pid', 'w').write(str(child.pid)); time.sleep(600)"
     )
     with pytest.raises(subprocess.TimeoutExpired):
-        command("-c", script, seconds=2, cwd=tmp_path)
+        command("-c", script, seconds=5, cwd=tmp_path)
     child = int((tmp_path / "pid").read_text())
     gone = not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
     assert gone
