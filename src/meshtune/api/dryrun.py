@@ -190,6 +190,7 @@ class Subject:
             seq_len=config.data.seq_len,
             documents=documents,
             max_grad_norm=config.train.max_grad_norm,
+            census=self.numbers.census,
         )
 
     def job_of_data(

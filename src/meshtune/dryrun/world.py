@@ -38,6 +38,7 @@ from meshtune.meter.trace import RankTrace, StepTrace
 from meshtune.parallel.apply import place, width_multiple
 from meshtune.parallel.context import spans
 from meshtune.parallel.mesh import Axis, World, join
+from meshtune.placement.census import Census
 from meshtune.placement.ranks import coordinates
 from meshtune.train.model import ModelSpec, OptimizerSpec, RankModel, ready, structure
 from meshtune.train.step import Counts
@@ -58,6 +59,7 @@ class Job:
     documents: tuple[int, ...]  # lengths of those in each sequence; the rest of its seq_len is padding
     max_grad_norm: float = 1.0
     batch: Batch | None = None  # that data rank 0 gets; None: one of `documents`, all tokens labelled
+    census: Census | None = None  # of the model, where it has been counted
     every_micro_batch: bool = False  # False: of many, a few are traced (`traced`)
 
     @property
@@ -92,7 +94,7 @@ def trace_rank(job: Job, rank: int) -> RankTrace:
     if layout.world > 1:
         dist.init_process_group("fake", rank=rank, world_size=layout.world, store=FakeStore())
     world = join(layout, CPU, host_backend="fake")
-    made = structure(job.spec, world, tokens_per_sequence=job.seq_len)
+    made = structure(job.spec, world, tokens_per_sequence=job.seq_len, counted=job.census)
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
     with fakes:
         parallel = place(made.cut, world)

@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-from transformers import Adafactor
 
 from meshtune.optim.states import zeros
 
@@ -13,6 +12,8 @@ def adafactor(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
 
     groups: torch.optim's parameter groups, each with its weight_decay.
     """
+    from transformers import Adafactor  # imports peft where that is installed: two seconds
+
     made = Adafactor(groups, lr=0.0, scale_parameter=False, relative_step=False)
     for group in made.param_groups:
         for parameter in group["params"]:  # before its first step, so that the number of steps is a tensor

@@ -169,15 +169,21 @@ class Structure:
 
 
 def structure(
-    spec: ModelSpec, world: World, *, tokens_per_sequence: int, token_loss: TokenLoss | None = None
+    spec: ModelSpec,
+    world: World,
+    *,
+    tokens_per_sequence: int,
+    token_loss: TokenLoss | None = None,
+    counted: Census | None = None,
 ) -> Structure:
     """Cut this rank's part of the model out of its skeleton, without memory; every rank calls it.
 
-    The arguments and errors are those of `rank_model`.
+    counted: the census of the model before its embedding grows, where it is at hand: counting takes seconds.
+    The other arguments and the errors are those of `rank_model`.
     """
     layout = world.layout
     whole, added = trainable_skeleton(spec)
-    census = census_of(whole)
+    census = counted if counted and not added else census_of(whole)
     stage_blocks = census_stages(census, layout, tokens_per_sequence)
     stages = stage_of_rank(layout.schedule, layout.pp, layout.virtual_stages, world.pp.index)
     made = cut(
