@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: quickstart quickstart-lora test test-default test-slow test-browser test-oldest test-migrate test-exports test-cases fuzz families validation validation-dryrun validation-memory validation-why validation-benches kill-loop style lint docs benchmark gpu-check clean
+.PHONY: quickstart quickstart-lora test test-default test-slow test-browser test-oldest test-migrate test-exports test-cases fuzz families validation validation-dryrun validation-memory validation-why validation-benches study-techniques kill-loop style lint docs benchmark gpu-check clean
 
 # The main job on the embedded model and data: fine-tune, evaluate, write a Hugging Face folder and a report.
 quickstart: $(STAMP)
@@ -97,6 +97,12 @@ validation-why: $(STAMP)
 BENCHES ?= build/benches
 validation-benches: $(STAMP)
 	$(BIN)/python validation/benches.py --out $(BENCHES) --table validation/benches.md
+
+# A sweep of 64 real experiments on CPU ranks, killed three times, with a table: validation/sweep-study.md, 20 minutes on an
+# idle machine. Its database stays in STUDY.
+STUDY ?= build/techniques
+study-techniques: $(STAMP)
+	$(BIN)/python validation/sweep_study.py --out $(STUDY) --page validation/sweep-study.md
 
 style: $(STAMP)
 	$(BIN)/ruff check .

@@ -180,7 +180,8 @@ def compiled(_: random.Random, layout: str) -> str:
 def slow_disk(draw: random.Random, _: str) -> str:
     from meshtune.train import checkpoint
 
-    seconds, write = draw.uniform(0.6, 1.2), checkpoint.write
+    # Training waits for what is left of a write when the next checkpoint is due, two steps later.
+    seconds, write = draw.uniform(1.5, 2.5), checkpoint.write
 
     def late(*args: Any) -> Any:
         time.sleep(seconds)
@@ -192,7 +193,7 @@ def slow_disk(draw: random.Random, _: str) -> str:
 
 ONE_OR_TWO = ("mb2-ga1", "dp2-mb2-ga1")
 MODELS = {"model": 192, "narrow": 64}  # tiny Llamas of 4 blocks: folder -> width
-SAVING = ("checkpoint.every=4", "checkpoint.keep=1")
+SAVING = ("checkpoint.every=2", "checkpoint.keep=1")
 CASES = {
     "sleep in the loader": Case("waiting for data", slow_loader, ONE_OR_TWO),
     "slowed rank": Case("slow rank", slow_rank, ("dp2-mb2-ga1", "tp2-mb2-ga1")),

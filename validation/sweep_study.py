@@ -1,0 +1,169 @@
+"""A sweep of real experiments that is killed three times: `make study-techniques`.
+
+    python validation/sweep_study.py --out FOLDER [--page validation/sweep-study.md]
+
+    examples/sweeps/techniques-cpu.yaml ─> meshtune sweep, SIGKILL at random, the same again ─> sweep.db
+        └─> was any result lost, changed or made twice? ─> page, report.html
+
+FOLDER keeps the database: a study that was stopped goes on. Speeds are of a machine that runs nothing else.
+"""
+
+import argparse
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from transformers import LlamaConfig
+
+from meshtune.rundir import write_text_atomically
+from meshtune.study.store import DONE, FINISHED
+from meshtune.sweep_rows import DATABASE, read_sweep_rows
+from meshtune.units import counted, human
+
+SWEEP = Path(__file__).parents[1] / "examples" / "sweeps" / "techniques-cpu.yaml"
+SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": True}
+MODELS = {
+    "1M": LlamaConfig(
+        vocab_size=2048, hidden_size=128, intermediate_size=384, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=256, **SPECIAL,
+    ),
+    "5M": LlamaConfig(
+        vocab_size=4096, hidden_size=256, intermediate_size=704, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=64, max_position_embeddings=256, **SPECIAL,
+    ),
+}  # fmt: skip
+STAYS = ("number", "status", "ended", "seconds", "attempts")  # of an experiment that has a result
+KILLS = 3
+
+
+@dataclass(frozen=True)
+class Kill:
+    """One SIGKILL of the sweep."""
+
+    after: float  # seconds after its start
+    results: dict[int, tuple[Any, ...]]  # number -> STAYS, of experiments that had a result then
+
+
+def results(database: Path) -> list[dict[str, Any]]:
+    """Rows of the experiments that have a result; none if there is no database yet."""
+    if not database.exists():
+        return []
+    return [row for row in read_sweep_rows(database).rows if row["status"] in FINISHED]
+
+
+def kept(database: Path) -> dict[int, tuple[Any, ...]]:
+    """Number -> STAYS of the experiments that have a result."""
+    return {row["number"]: tuple(row[name] for name in STAYS) for row in results(database)}
+
+
+def sweep(out: Path, seed: int) -> tuple[list[Kill], float]:
+    """Run the sweep in `out`, killed at random; return the kills, and seconds of all runs together.
+
+    Raises SystemExit if the last run fails, or if a result was lost, changed, or made twice.
+    """
+    words = [sys.executable, "-m", "meshtune", "sweep", str(SWEEP), "--out", "sweep"]
+    database, draw, kills, started = out / "sweep" / DATABASE, random.Random(seed), list[Kill](), time.time()
+    for _ in range(KILLS):
+        running, after = subprocess.Popen(words, cwd=out), draw.uniform(20, 240)
+        try:
+            running.wait(timeout=after)
+            break  # it was faster
+        except subprocess.TimeoutExpired:
+            running.send_signal(signal.SIGKILL)
+            running.wait()
+        kills.append(Kill(after, kept(database)))
+    ended = subprocess.run(words, cwd=out, check=False)
+    if ended.returncode:
+        sys.exit(f"{' '.join(words)} ended with {ended.returncode}.")
+    now = kept(database)
+    for kill in kills:
+        changed = [number for number, result in kill.results.items() if now.get(number) != result]
+        if changed:
+            sys.exit(
+                f"Experiments {changed} had a result when the sweep was killed, and have another one now."
+            )
+    return kills, time.time() - started
+
+
+def page(database: Path, kills: Sequence[Kill], seconds: float) -> str:
+    """The page, as Markdown: the machine, the kills, a line for each layout, then for each mode of the 5M."""
+    study = read_sweep_rows(database)
+    rows = study.rows
+    facts, counts = study.facts, Counter(row["status"] for row in rows)
+    machine = f"{facts['machine']['processor']}, {counted(facts['machine']['cores'], 'core')}"
+    told = ", ".join(f"{kill.after:.0f} s ({len(kill.results)} results)" for kill in kills)
+    again = sum(row["attempts"] > 1 for row in rows)
+    lines = [
+        "# What each technique costs, on CPU ranks", "",
+        f"`make study-techniques` writes this page from [a sweep](../examples/sweeps/{SWEEP.name}) of "
+        f"{counted(len(rows), 'experiment')}: {machine}, {date.today()}, fp32, 32 sequences of 64 random "
+        "tokens a step, medians of 4 steps. All ranks share the cores, so that more ranks are not faster: "
+        "what a technique adds to the work of one rank is what is seen.", "",
+        f"It took {seconds / 60:.0f} minutes. SIGKILL after {told}; each time the same command went on. No "
+        f"result was lost, changed or made twice; {counted(again, 'experiment')} that ran at a kill "
+        f"{'was' if again == 1 else 'were'} run again. Results: "
+        + ", ".join(f"{number} {status}" for status, number in counts.items()) + ".", "",
+        "Speed: tokens/s of all ranks together. Memory: tensors on the fullest rank at their peak, and the "
+        "plan's error.", "",
+        *table(rows),
+    ]  # fmt: skip
+    failed = [f"- {row['layout']}: {row['status']}, {row['reason']}" for row in rows if row["status"] != DONE]
+    return "\n".join([*lines, *(["", "Without figures:", "", *failed] if failed else [])]) + "\n"
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """A line for each model and experiment, beside the same on one rank."""
+    yield "| model | layout | ranks | tokens/s | of one rank | spread | memory | of one rank | planned |"
+    yield "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"
+    alone = {work(row): row for row in rows if row["world"] == 1 and row["status"] == DONE}
+    for row in rows:
+        if row["status"] == DONE:
+            one = alone[work(row)]
+            speed, memory = speed_of(row), row["peak_memory_bytes"]
+            planned = row["predicted_peak_bytes"] / memory - 1
+            yield (
+                f"| {Path(row['model']).name} | {row['layout']} | {row['world']} | {speed:,.0f} | "
+                f"{speed / speed_of(one):.2f} | {row['spread']:.0%} | {human(memory)} | "
+                f"{memory / one['peak_memory_bytes']:.2f} | {planned:+.1%} |"
+            )
+
+
+def work(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What is computed, whatever the layout: (model, micro-batch size, recomputation)."""
+    settings = row["settings"]
+    return row["model"], settings["layout.micro_batch_size"], settings["layout.recompute"]
+
+
+def speed_of(row: Mapping[str, Any]) -> float:
+    """Tokens/s of all ranks together."""
+    return row["tokens_per_second_per_gpu"] * row["world"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder of the study; kept")
+    parser.add_argument("--page", type=Path, help="where the page goes; default: the terminal")
+    parser.add_argument("--seed", type=int, default=0, help="draws the times of the kills")
+    options = parser.parse_args()
+    out = options.out.resolve()
+    for name, config in MODELS.items():
+        config.save_pretrained(out / "models" / name)
+    kills, seconds = sweep(out, options.seed)
+    subprocess.run([sys.executable, "-m", "meshtune", "report", str(out / "sweep")], check=True)
+    text = page(out / "sweep" / DATABASE, kills, seconds)
+    if options.page:
+        write_text_atomically(options.page, text)
+    else:
+        print(text)
+
+
+if __name__ == "__main__":
+    main()
