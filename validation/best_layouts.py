@@ -116,8 +116,9 @@ def page(rows: Sequence[Row]) -> str:
         "[best_layouts.py](best_layouts.py) says what is compared.", "",
         f"{tried:,} layouts were predicted. The axes of the best one are the published one's in {agree} of "
         f"{len(found)}, tp and pp alone in {alike}. By prediction the published layouts "
-        f"lose {mean(losses):.1f} % on average and {max(losses):.1f} % at most against the planner's choice. MFU of the published layouts: "
-        f"{mean(wrong):.1f} % mean error, {median(wrong):.1f} % median.", "",
+        f"lose {mean(losses):.1f} % on average and {max(losses):.1f} % at most against the planner's "
+        f"choice. MFU of the published layouts: {mean(wrong):.1f} % mean error, {median(wrong):.1f} % "
+        "median.", "",
         f"| {' | '.join(heads)} |", f"| {' | '.join(['---'] * len(heads))} |",
         *(each.line for each in found),
     ]) + "\n"  # fmt: skip

@@ -43,6 +43,7 @@ class LivingBytes(TorchDispatchMode):
         self.known: set[int] = set()  # storages that live
         self.living = NOTHING
         self.most = self.living
+        self.fullest: list[Size] = []  # those times that no other one exceeds in every size
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
@@ -51,6 +52,9 @@ class LivingBytes(TorchDispatchMode):
             if isinstance(tensor, Tensor):
                 self._follow(tensor.untyped_storage(), given)
         self.most = max(self.most, self.living, key=_at)
+        if not any(_covers(other, self.living) for other in self.fullest):
+            self.fullest = [other for other in self.fullest if not _covers(self.living, other)]
+            self.fullest.append(self.living)
         return out
 
     def size(self, storage: torch.UntypedStorage) -> Size:
@@ -116,18 +120,18 @@ def block_peaks(
         forward = saving.most
         edge, gradient = get_gradient_edge(out), torch.empty_like(out)
         del out  # the next block holds it no more
-        kept = saving.most = _sum(saving.living, hidden, -1)  # without the gradient
+        kept = _sum(saving.living, hidden, -1)  # without the gradient
+        saving.fullest = [saving.living]
         torch.autograd.backward([edge], [gradient])
     trained = [parameter for parameter in block.parameters() if parameter.grad is not None]
     gradients = sum(parameter.nbytes for parameter in trained)
     for parameter in trained:
         parameter.grad = None
-    *backward, made = _sum(saving.most, kept, -1)
+    beside = [_sum(size, kept, -1) for size in saving.fullest]
     return BlockPeaks(
         forward=_sum(forward, kept, -1)[:2],
         forward_alone=_sum(_sum(alone.most, hidden), (0.0, returned, 0.0))[:2],
-        backward=(backward[0], backward[1]),
-        made=min(made / gradients, 1.0) if gradients else 1.0,
+        backward=tuple((token, key, made / gradients if gradients else 0.0) for token, key, made in beside),
         masks=masks,
         saves_input=given[0].untyped_storage()._cdata in saved,
     )
@@ -151,6 +155,10 @@ def _scores(values: list[Any], meter: LivingBytes) -> float:
 def _sum(size: Size, other: Size, sign: int = 1) -> Size:
     per_token, per_key, fixed = (mine + sign * its for mine, its in zip(size, other, strict=True))
     return (per_token, per_key, fixed)
+
+
+def _covers(size: Size, other: Size) -> bool:
+    return all(mine >= its for mine, its in zip(size, other, strict=True))
 
 
 def _at(size: Size) -> float:

@@ -129,8 +129,9 @@ class BlockPeaks:
 
     forward: tuple[float, float]  # of one that saves for a backward, beside what it saves and its input
     forward_alone: tuple[float, float]  # of one that saves nothing, with its input
-    backward: tuple[float, float]  # beside what the forward saved
-    made: float  # share of the gradients of the block's weights that exist by then, 0 to 1
+    # At each time of the backward that may be the fullest, beside what the forward saved: (per token, per
+    # token and key, gradients of weights over those that the block leaves: above 1 where one is summed up)
+    backward: tuple[tuple[float, float, float], ...]
     masks: float  # per token and key, of a mask that all blocks share
     saves_input: bool  # True if the block's input is among what it saves
 

@@ -79,21 +79,23 @@ class Peaks(NamedTuple):
 
     forward: Number
     forward_alone: Number
-    backward: Number
-    made: Number
+    backward: tuple[tuple[Number, float], ...]  # each with the gradients of weights of `BlockPeaks`
     masks: Number
     saves_input: Number  # 1 or 0
+
+    @property
+    def numbers(self) -> tuple[Number, ...]:
+        """All but those of the backward."""
+        return self.forward, self.forward_alone, self.masks, self.saves_input
 
     @classmethod
     def of(cls, traced: BlockPeaks, keys: Number) -> Peaks:
         """Return them with `keys` a token."""
-        forward, forward_alone, backward = (
-            per_token + per_key * keys
-            for per_token, per_key in (traced.forward, traced.forward_alone, traced.backward)
+        forward, forward_alone = (
+            per_token + per_key * keys for per_token, per_key in (traced.forward, traced.forward_alone)
         )
-        return cls(
-            forward, forward_alone, backward, traced.made, traced.masks * keys, float(traced.saves_input)
-        )
+        backward = tuple((per_token + per_key * keys, made) for per_token, per_key, made in traced.backward)
+        return cls(forward, forward_alone, backward, traced.masks * keys, float(traced.saves_input))
 
 
 def _by_rows(layouts: Columns, one: Iterable[Number], several: Iterable[Number]) -> Iterator[Number]:
@@ -177,7 +179,14 @@ class Accounting:
         if several is None:
             return None
         one = work.peaks_of_one_row.get(int(self.element), several)
-        return Peaks(*_by_rows(layouts, Peaks.of(one, seq_len), Peaks.of(several, seq_len)))
+        found, of_one = Peaks.of(several, seq_len), Peaks.of(one, seq_len)
+        if one is several:
+            return found
+        forward, alone, masks, saves_input = _by_rows(layouts, of_one.numbers, found.numbers)
+        rows = layouts.micro_batch_size > 1
+        backward = [(np.where(rows, -np.inf, size), made) for size, made in of_one.backward]
+        backward += [(np.where(rows, size, -np.inf), made) for size, made in found.backward]
+        return Peaks(forward, alone, tuple(backward), masks, saves_input)
 
     def gradient_replicas(self, layouts: Columns) -> Number:
         """Ranks that all-reduce each block's gradients; 1 where FSDP reduces them."""

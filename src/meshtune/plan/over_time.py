@@ -20,14 +20,13 @@ from meshtune.layout import ALL_AHEAD, Layout
 from meshtune.placement.columns import Columns
 from meshtune.placement.schedules import Pass, orders
 from meshtune.placement.share import stage_blocks
-from meshtune.placement.states import held_states
 from meshtune.plan.accounting import accounting_of
 from meshtune.plan.machine import machine_of
 from meshtune.plan.memory.activations import MicroBatchSizes, loss_bytes
 from meshtune.plan.memory.flight import activations_in_flight
 from meshtune.plan.memory.reserved import transient
 from meshtune.plan.memory.states import rank_elements
-from meshtune.plan.memory.timeline import step_timeline
+from meshtune.plan.memory.timeline import gradient_buffers, step_timeline
 from meshtune.plan.search import Choice, end_costs, ranks_of
 from meshtune.plan.seconds.block import Blocks
 from meshtune.plan.seconds.collectives import gradient_collectives, optimizer_update
@@ -262,8 +261,7 @@ class _RankMemory:
         sizes = MicroBatchSizes.of(work, columns, accounting, tokens)
         loss = loss_bytes(work, columns, accounting, sizes)
         flight = activations_in_flight(work, columns, accounting, tokens, stages, loss)
-        total = rank_elements(work, columns, stages).total
-        states = held_states(accounting.precision, total, columns, shards_masters=accounting.shards_masters)
+        elements = rank_elements(work, columns, stages)
         shape = np.shape(flight.total)
 
         def number(values: object) -> float:
@@ -274,8 +272,7 @@ class _RankMemory:
         events = {
             event: {name: number(of) for name, of in parts.items()} for event, parts in timeline.items()
         }
-        # Of a step of one micro-batch the last gradients are not reduced yet at the end of the backward.
-        flat = max(events[LAST]["gradients"] - number(states.gradients), 0.0)
+        flat = number(gradient_buffers(accounting, elements, stages.has_head * sizes.head_gradient))
         earlier = events["loss"]["gradients"] - number(stages.has_head * loss.gradients)
         before = earlier if accounting.precision.beside else flat
         return cls(

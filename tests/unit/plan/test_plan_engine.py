@@ -24,10 +24,10 @@ from meshtune.placement.ranks import rank_at
 from meshtune.placement.rules import Traits
 from meshtune.placement.share import census_stages, share, stage_of_rank
 from meshtune.placement.states import held_states
-from meshtune.plan.accounting import accounting_of, engine_accounting
+from meshtune.plan.accounting import Accounting, accounting_of, engine_accounting
 from meshtune.plan.cluster import cluster_of
 from meshtune.plan.memory.stages import Stages
-from meshtune.plan.memory.states import weight_elements
+from meshtune.plan.memory.states import rank_elements, weight_elements
 from meshtune.plan.memory.timeline import step_timeline
 from meshtune.plan.search import stages_of
 from meshtune.plan.work import Work
@@ -105,22 +105,25 @@ def held(workload: Workload, layouts: Sequence[Layout]) -> dict[str, np.ndarray]
     """The states at the end of a step's passes, [first, middle and last pipeline rank, layouts]."""
     c = Columns.of(layouts)
     a = accounting_of(workload, CPU)
-    stages = stages_of(workload, c)
-    found = states_of(step_timeline(workload.work, c, a, workload.seq_len, stages), c)
+    found = planned_states(workload, c, a, stages_of(workload, c))
     return {name: np.broadcast_to(found[name], (3, len(layouts))) for name in STATES}
 
 
-def states_of(events: dict[str, dict[str, np.ndarray]], layouts: Columns) -> dict[str, np.ndarray]:
+def planned_states(workload: Workload, c: Columns, a: Accounting, stages: Stages) -> dict[str, np.ndarray]:
     """Bytes of the states around the end of a step's passes, by name, and of weights gathered for the step.
 
-    ZeRO-1's sums over micro-batches are there before the update, the shards of others when it begins.
+    ZeRO-1's sums over micro-batches are there before the update, beside the last block's gradients; the
+    shards of others when it begins.
     """
+    events = step_timeline(workload.work, c, a, workload.seq_len, stages)
     before, update = events["end of backward"], events["update"]
-    sums = (layouts.zero == 1) & (layouts.gradient_accumulation_steps > 1)
+    summed = (c.zero == 1) & (c.gradient_accumulation_steps > 1)
+    sums = held_states(a.precision, rank_elements(workload.work, c, stages).total, c).gradients
+    assert np.all((before["gradients"] >= sums - 1e-3) | ~summed)
     return {
         "weights": update["weights"], "optimizer": update["optimizer"],
-        "gradients": np.where(sums, before["gradients"], update["gradients"]),
-        "gathered": np.where(layouts.zero < 3, events["loss"]["gathered_weights"], 0.0),
+        "gradients": np.where(summed, sums, update["gradients"]),
+        "gathered": np.where(c.zero < 3, events["loss"]["gathered_weights"], 0.0),
     }  # fmt: skip
 
 
@@ -241,7 +244,7 @@ def whole_pipeline(workload: Workload, census: Census, layout: Layout) -> dict[s
         ends = (0 in own, len(stages) - 1 in own)
         one = Stages(*(np.full((1, 1), x) for x in (sum(sizes), *ends, rank)))
         a = accounting_of(workload, CPU)
-        found = states_of(step_timeline(workload.work, c, a, workload.seq_len, one), c)
+        found = planned_states(workload, c, a, one)
         for name in STATES:
             total[name] += float(np.broadcast_to(found[name], (1, 1))[0, 0])
     return total

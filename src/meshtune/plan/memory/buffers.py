@@ -42,10 +42,12 @@ class DataParallelBuffers(NamedTuple):
     head_whole: Number  # the head's gradient beside its sum, in that reduce-scatter
     head_reduced: Number  # that shard, before it is added to those of earlier micro-batches
     head_shard: Number  # what that reduce-scatter made, where no micro-batch came before
-    block_backward: Number  # a block's gradients and their collective, while its backward runs
+    block_gradients: Number  # that a block's backward leaves, whole; 0 where a sum takes them
+    block_backward: Number  # their collective, while the next block's backward runs
     block_shard: Number  # what a block's reduce-scatter made, likewise
     embedding_shard: Number  # what that of the embedding made, likewise
-    backward_end: Number  # the same when the backward is over
+    end_gradients: Number  # those that the first block's leaves
+    backward_end: Number  # their collective, when the backward is over
     last_whole: Number  # gradient, beside sums, of the last reduce-scatter: the embedding's, or all outside
     tied_head: Number  # 1 where the head's gradient is reduced with the embedding's, at the end; else 0
     last_reduce: Number  # its input
@@ -69,9 +71,11 @@ def data_parallel_buffers(
     precision, block = accounting.precision, elements.block
     sharded, accumulates = accounting.gathers_shards(layouts), layouts.gradient_accumulation_steps > 1
     zero3 = sharded & (layouts.zero == 3)
-    after_all_passes = (layouts.zero == 1) & (layouts.pp > 1)  # when torch's stages reduce ZeRO-1's gradients
+    after_all_passes = reduced_after(layouts)
     reduced = np.where(after_all_passes, 0.0, accounting.reduce_bytes)
-    reduce_scatter = np.where(sharded, block.trained * (precision.gradient + reduced), 0.0)
+    reduce_scatter = np.where(sharded, block.trained * reduced, 0.0)
+    left = np.where(sharded, block.trained * precision.gradient, 0.0)
+    unsummed = ~(sharded | accumulates | (accounting.gradient_replicas(layouts) > 1))
     has_replicas = accounting.gradient_replicas(layouts) > 1
     all_reduce = np.where(has_replicas, block.trained * accounting.reduce_bytes, 0.0)
     outside, ends_apart = elements.outside, np.asarray(accounting.ends_apart)
@@ -109,8 +113,12 @@ def data_parallel_buffers(
         block_shard=block.trained_shard * new_shard,
         embedding_shard=elements.before_blocks.trained_shard * stages.has_embedding * new_shard,
         # Passes that reduce nothing add a block's gradients to its sums while its activations go.
+        block_gradients=np.where(
+            unsummed, block.trained * precision.gradient, np.where(after_all_passes, 0.0, left)
+        ),
         block_backward=np.where(after_all_passes, 0.0, reduce_scatter)
         + (0.0 if accounting.shards_masters else all_reduce),
+        end_gradients=left,
         backward_end=reduce_scatter + all_reduce,
         last_whole=np.where(sharded & ~sums_whole, last_reduced * precision.gradient, 0.0),
         tied_head=sharded & ~sums_whole & ~(reduces_head > 0),
@@ -122,6 +130,11 @@ def data_parallel_buffers(
             block_reduce=np.where(sharded, block.trained * reduced, 0.0),
         ),
     )
+
+
+def reduced_after(layouts: Columns) -> Number:
+    """True where torch's stages reduce gradients when all passes are over: ZeRO-1's."""
+    return (layouts.zero == 1) & (layouts.pp > 1)
 
 
 def unreduced(layouts: Columns, accounting: Accounting, buffers: DataParallelBuffers) -> Number:

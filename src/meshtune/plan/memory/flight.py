@@ -30,11 +30,13 @@ class InFlight(NamedTuple):
     """Bytes of micro-batches between their forward and their backward, on each pipeline rank."""
 
     in_block_forward: Number  # in a block's last forward, all micro-batches included; 0: not traced
-    in_block_backward: Number  # that the last block's backward has at once beside `total`
-    in_earlier_backward: Number  # that of an earlier one, beside all of the block's gradients too
+    in_block_backward: Number  # that a block's backward has at once beside `total`
+    made: Number  # by then, of the gradients that the block leaves, a share
+    traced: bool  # False: `made` is not known, and 1
     behind_second: (
         Number  # blocks behind the second, at least 1; 1 in pipelines and if they save unlike bytes
     )
+    stage_blocks: Number  # blocks of each of the rank's stages
     of_block: Number  # that the last block of a stage saved, for one micro-batch
     first_block: Number  # that the backward of a stage's first block has, with nothing else in flight
     total: Number  # of all micro-batches in flight: saved by blocks, sent, held for the loss
@@ -127,16 +129,17 @@ def activations_in_flight(
     starts = layouts.recomputation("by_operation") & (saving <= 0) & (accounting.selected is None)
     start = output_gradient + recomputation_start(work, layouts, accounting, sizes)
     of_stage = np.maximum(of_stage, np.where(starts, start, 0.0))
-    before_others = np.maximum(passes.backward + at_once, of_stage)
-    after_others = np.maximum(passes.backward_beside_gradients + at_once, of_stage)
-    first = np.maximum(passes.backward_beside_gradients + passes.recomputed, of_stage)
+    in_backward = np.maximum(passes.backward + at_once, of_stage)
+    first = np.maximum(passes.backward + passes.recomputed, of_stage)
     return InFlight(
         in_block_forward=np.where(passes.traced, total + in_forward, 0.0),
-        in_block_backward=before_others,
-        in_earlier_backward=after_others,
+        in_block_backward=in_backward,
+        made=passes.made,
+        traced=passes.traced,
         behind_second=np.where(
             (layouts.pp > 1) | (saving * recomputing > 0), 1.0, np.maximum(stages.blocks - 2, 1.0)
         ),
+        stage_blocks=stages.blocks / virtual,
         of_block=np.where(saving > 0, block.everything, block.saved),
         first_block=block.saved + tables + masks + first,
         total=total,

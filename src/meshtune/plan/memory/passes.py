@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from meshtune.plan.memory.activations import block_backward
+from meshtune.plan.memory.buffers import reduced_after
 from meshtune.units import Number
 
 if TYPE_CHECKING:
@@ -23,8 +25,8 @@ class BlockPasses(NamedTuple):
     forward: Number  # beside what it saves
     recomputed_forward: Number  # beside what it saves, by a block that recomputes all
     recomputed: Number  # BlockBytes.recomputed, without the input of a block that is saved anyway
-    backward: Number  # beside what was saved and recomputed
-    backward_beside_gradients: Number  # the same, less what the block's gradients lack by then
+    backward: Number  # beside what was saved and recomputed, when that and the block's gradients are most
+    made: Number  # of the gradients that the block leaves, a share by then; above 1 where one is summed up
     masks: Number  # of attention, which all blocks share
 
 
@@ -38,7 +40,8 @@ def block_passes(
     *,
     output_gradient: Number,
 ) -> BlockPasses:
-    """Bytes of a block's passes: of the backward by the closed form, or as it was traced if that is more.
+    """Bytes of a block's passes: of the backward as it was traced. Its closed form counts where it has more
+    and tp, cp or a recomputation of parts, which the trace does not have, and where there is none.
 
     tp is taken to split all of what was traced. output_gradient: bytes of the gradient that a backward
     starts from; 0 where it lies in a receive buffer.
@@ -50,26 +53,45 @@ def block_passes(
     saved_anyway = np.where(layouts.recomputation("matmuls"), saves_input * block_input, 0.0)
     recomputed = block.recomputed - saved_anyway
     if peaks is None:
-        return BlockPasses(False, 0.0, 0.0, recomputed, backward, backward, 0.0)
-    in_forward, in_backward, alone, masks = (
-        sizes.tokens * size / layouts.tp
-        for size in (peaks.forward, peaks.backward, peaks.forward_alone, peaks.masks)
+        return BlockPasses(False, 0.0, 0.0, recomputed, backward, 1.0, 0.0)
+    in_forward, alone, masks = (
+        sizes.tokens * size / layouts.tp for size in (peaks.forward, peaks.forward_alone, peaks.masks)
     )
-    in_backward = in_backward - block_input + output_gradient
     recomputes = layouts.recomputation("block")
-    second_forward = np.where(recomputes, in_forward + output_gradient, 0.0)
-    block_gradients = work.trained_block_parameters / layouts.tp * accounting.precision.gradient
-    summed = (layouts.gradient_accumulation_steps > 1) | (accounting.gradient_replicas(layouts) > 1)
-    counted = accounting.gathers_shards(layouts) | ~summed  # the block's own, whole, by the timeline
-    missing = np.where(counted, (1 - peaks.made) * block_gradients, 0.0)
+    whole = layouts.recomputation("matmuls") | ~(recomputes > 0)
+    traced = whole & (layouts.tp == 1) & (layouts.cp == 1)
+    times = [
+        (sizes.tokens * size / layouts.tp - block_input + output_gradient, made)
+        for size, made in peaks.backward
+    ]
+    _, made_when_fullest = fullest_time(times, 0.0)
+    # What sp gathers for the MLP's first matrices is there until the last of their gradients is made.
+    made_by_then = np.where(layouts.sp > 0, 1.0, made_when_fullest)
+    times.append((np.where(traced, 0.0, backward), made_by_then))
+    times.append((np.where(recomputes, in_forward + output_gradient, 0.0), 0.0))  # the second forward
+    size, made = fullest_time(times, own_gradients(work, layouts, accounting))
     return BlockPasses(
         traced=True,
         forward=in_forward + (1 - peaks.saves_input) * block_input,
         recomputed_forward=np.where(recomputes, alone - block.saved, in_forward),
         recomputed=recomputed,
-        backward=np.maximum.reduce(np.broadcast_arrays(backward, in_backward, second_forward)),
-        backward_beside_gradients=np.maximum.reduce(
-            np.broadcast_arrays(backward, in_backward - missing, second_forward - block_gradients * counted)
-        ),
+        backward=size,
+        made=made,
         masks=masks,
     )
+
+
+def fullest_time(times: Sequence[tuple[Number, Number]], gradients: Number) -> tuple[Number, Number]:
+    """Of times, each (bytes, share of `gradients`), the one with most bytes and gradients together."""
+    size, made = times[0]
+    for other, other_made in times[1:]:
+        more = other + other_made * gradients > size + made * gradients
+        size, made = np.where(more, other, size), np.where(more, other_made, made)
+    return size, made
+
+
+def own_gradients(work: Work, layouts: Columns, accounting: Accounting) -> Number:
+    """Bytes of gradients that the backward of an average block leaves: 0 where a sum takes them."""
+    summed = (layouts.gradient_accumulation_steps > 1) | (accounting.gradient_replicas(layouts) > 1)
+    leaves = np.where(accounting.gathers_shards(layouts), ~reduced_after(layouts), ~summed)
+    return leaves * work.trained_block_parameters / layouts.tp * accounting.precision.gradient

@@ -243,27 +243,42 @@ def block_backward_event(
     FSDP shards.
     """
     gathered = states.gathered + buffers.gathered_behind + buffers.gathered_block
+    # But for a stage's first block, which has none before it.
     prefetched = flight.received + (accounting.gathered_groups - 1) * buffers.gathered_block
+    made = flight.made * buffers.block_gradients
     behind = np.where(buffers.head_reduce > 0, buffers.head_reduce, buffers.previous_reduce)
     last = {
         **steady,
         "gathered_weights": gathered - buffers.freed_head,
-        "gradients": steady["gradients"] + buffers.head_shard,
+        "gradients": steady["gradients"] + buffers.head_shard + flight.traced * made,
         "activations": flight.total + flight.in_block_backward,
-        "communication": prefetched + np.where(sharded, behind, buffers.block_backward),
+        "communication": np.where(flight.stage_blocks > 1, prefetched, flight.received)
+        + np.where(sharded, behind, buffers.block_backward),
         "overhead": steady["overhead"] - accounting.own_streams * buffers.head_shard,
     }
     fullest = last
     for behind in (1.0, flight.behind_second):
         earlier = last | {
             "gathered_weights": last["gathered_weights"] - behind * buffers.freed_block,
-            "gradients": last["gradients"] + behind * buffers.block_shard,
-            "activations": flight.total - behind * flight.of_block + flight.in_earlier_backward,
-            "communication": prefetched + buffers.block_backward,
+            "gradients": steady["gradients"]
+            + buffers.head_shard
+            + np.where(sharded, made, flight.traced * made)
+            + behind * buffers.block_shard,
+            "activations": flight.total - behind * flight.of_block + flight.in_block_backward,
+            "communication": np.where(flight.stage_blocks > behind + 1, prefetched, flight.received)
+            + buffers.block_backward,
             "overhead": last["overhead"] - accounting.own_streams * behind * buffers.block_shard,
         }
         fullest = fuller(fullest, earlier)
     return fullest
+
+
+def gradients_of_first(flight: InFlight, buffers: DataParallelBuffers, sharded: Number) -> Number:
+    """Bytes of its own gradients in the backward of the first block, beside those of the states: of those
+    that are among the states the part that it lacks, below 0. sharded: True where FSDP shards.
+    """
+    made = np.where(buffers.block_gradients > 0, flight.made, 1.0)
+    return np.where(sharded, made * buffers.end_gradients, (made - 1) * buffers.block_gradients)
 
 
 def backward_end_event(
@@ -364,7 +379,11 @@ def step_timeline(
     pending = stages.has_head * np.where(buffers.head_reduce > 0, 0.0, loss.gradients_pending)
     not_reduced = unreduced(layouts, accounting, buffers)
     first_block = steady | {
-        "gradients": states.gradients - not_reduced + flat + buffers.tied_head * pending,
+        "gradients": states.gradients
+        - not_reduced
+        + flat
+        + buffers.tied_head * pending
+        + gradients_of_first(flight, buffers, sharded),
         "activations": np.maximum(flight.first_block, with_embedding),
         "gathered_weights": first_whole + buffers.gathered_behind + buffers.gathered_block,
         "communication": flight.received + buffers.backward_end,
