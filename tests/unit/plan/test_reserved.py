@@ -20,12 +20,11 @@ from meshtune.plan.search import stages_of
 from meshtune.plan.workload import Workload
 from meshtune.units import GIB
 
-VALIDATION = Path(__file__).parents[3] / "validation"
-sys.path.append(str(VALIDATION))
+sys.path.append(str(Path(__file__).parents[3] / "validation"))
 import memory_reserved
 from memory_rows import workload_of
 
-PAGE = (VALIDATION / "memory-reserved.md").read_text(encoding="utf-8")
+PAGE = memory_reserved.PAGE.read_text(encoding="utf-8")
 # Rows of models whose shape in plan/models.toml is the model: the others need their configuration.
 ROWS = re.findall(r"^\| (llama\S+|qwen3-32b) (\S+) \| [\d.]+ \| ([\d.]+) \|", PAGE, re.M)
 OTHERS = ("llama-3.1-70b", "llama-3.1-405b", "qwen3-32b", "gemma-2-27b", "olmo-2-32b")
