@@ -98,11 +98,11 @@ BENCHES ?= build/benches
 validation-benches: $(STAMP)
 	$(BIN)/python validation/benches.py --out $(BENCHES) --table validation/benches.md
 
-# A sweep of 64 real experiments on CPU ranks, killed three times, with a table: validation/sweep-study.md, 20 minutes on an
-# idle machine. Its database stays in STUDY.
-STUDY ?= build/techniques
+# A sweep of 80 real experiments on CPU ranks, killed three times, with a table: docs/techniques.md, 20 minutes on an
+# idle machine. Its database stays in TECHNIQUES.
+TECHNIQUES ?= build/techniques
 study-techniques: $(STAMP)
-	$(BIN)/python validation/sweep_study.py --out $(STUDY) --page validation/sweep-study.md
+	$(BIN)/python scripts/techniques_study.py --out $(TECHNIQUES) --page docs/techniques.md
 
 style: $(STAMP)
 	$(BIN)/ruff check .

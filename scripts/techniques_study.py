@@ -1,6 +1,6 @@
 """A sweep of real experiments that is killed three times: `make study-techniques`.
 
-    python validation/sweep_study.py --out FOLDER [--page validation/sweep-study.md]
+    python scripts/techniques_study.py --out FOLDER [--page docs/techniques.md]
 
     examples/sweeps/techniques-cpu.yaml ─> meshtune sweep, SIGKILL at random, the same again ─> sweep.db
         └─> was any result lost, changed or made twice? ─> page, report.html
