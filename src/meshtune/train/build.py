@@ -10,7 +10,7 @@ import torch
 
 from meshtune.config import Config
 from meshtune.data.prepare import Prepared, sentences
-from meshtune.errors import UserError
+from meshtune.errors import UserError, expanded
 from meshtune.meter.mfu import flops_of, peak_flops
 from meshtune.model.anatomy import left_out_of_loss
 from meshtune.model.load import override_sentences, quiet
@@ -113,6 +113,7 @@ def assemble(
         peak_flops_per_second=peak_flops(world.device, config.train.precision, datasheet_flops),
         settings=output.settings(config, run_folder),
         labels=Labels(config.log.project, config.log.name, config.log.tags, config.log.group),
+        textfile_directory=expanded(directory) if (directory := config.log.textfile_directory) else None,
         more=[Callbacks(callbacks, training)] if training else (),
     )
     exporter = exporter_of(

@@ -2,7 +2,8 @@
 
     numbers of a step ──> train_row / eval_row ──> Metrics ──┬─> metrics.jsonl of the run folder
                           (meter/rows.py)                    ├─> the terminal: a bar, or plain lines
-                                                             ├─> TensorBoard, W&B, MLflow (dashboards.py)
+                                                             ├─> TensorBoard, W&B, … (dashboards.py)
+                                                             ├─> a file for Prometheus (prometheus.py)
                                                              └─> callbacks of a Python program
 
 A tracker is anything with `log(row)` and `close()`. Only rank 0 writes: on the other ranks a `Metrics` has no
@@ -12,6 +13,7 @@ library is imported only when `log.to` names it.
 
 import importlib.util
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 from rich.console import Console
@@ -22,7 +24,14 @@ from meshtune.meter.rows import eval_row, train_row
 from meshtune.rundir import Row, RunDir
 from meshtune.train.callbacks import Callbacks
 from meshtune.train.console import ConsoleTracker, Course
-from meshtune.train.dashboards import Labels, MlflowTracker, TensorBoardTracker, WandbTracker
+from meshtune.train.dashboards import (
+    Labels,
+    MlflowTracker,
+    TensorBoardTracker,
+    TrackioTracker,
+    WandbTracker,
+)
+from meshtune.train.prometheus import PrometheusTracker
 from meshtune.units import at_words, printable, speed_unit
 
 TRACKERS = {  # name in `log.to` -> (module it needs, how to get it)
@@ -31,6 +40,8 @@ TRACKERS = {  # name in `log.to` -> (module it needs, how to get it)
     "tensorboard": ("tensorboard", "pip install tensorboard"),
     "wandb": ("wandb", "pip install wandb"),
     "mlflow": ("mlflow", "pip install mlflow-skinny"),
+    "trackio": ("trackio", "pip install 'trackio>=0.43'"),
+    "prometheus": ("json", ""),
 }
 
 
@@ -93,6 +104,7 @@ class Metrics:
         peak_flops_per_second: float | None = None,
         settings: Mapping[str, Any] | None = None,
         labels: Labels = Labels(),  # noqa: B008 - a frozen value
+        textfile_directory: Path | None = None,
         more: Sequence[Tracker] = (),
         console: Console | None = None,
     ) -> "Metrics":
@@ -101,6 +113,7 @@ class Metrics:
 
         `course`: the steps to come; `device`: torch's type, cuda or cpu; `memory`: print the memory of the
         first steps; `settings`: the resolved config as plain values, which some trackers show under `labels`;
+        `textfile_directory`: where Prometheus' file goes, None for the run folder's logs/;
         `more`: trackers beside the named ones; `console` is None for stderr. The rest is as in the class.
         Raises UserError when a tracker is unknown, its library is missing, or it can't start.
         """
@@ -118,6 +131,8 @@ class Metrics:
             "tensorboard": lambda: TensorBoardTracker(run.logs / "tensorboard", start_step=course.start),
             "wandb": lambda: WandbTracker(run, labels, settings or {}),
             "mlflow": lambda: MlflowTracker(run, labels, settings or {}),
+            "trackio": lambda: TrackioTracker(run, labels, settings or {}),
+            "prometheus": lambda: PrometheusTracker(run, textfile_directory),
         }
         metrics = cls(
             (),
