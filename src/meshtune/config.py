@@ -230,6 +230,9 @@ class LogConfig(Section):
         default=None, min_length=1,
         description="Folder that Prometheus' node exporter reads; null: logs/ of the run folder.",
     )  # fmt: skip
+    gradient_noise_scale: NonNegative = Field(
+        default=0, description="Steps between two measurements of the gradient noise scale; 0: never."
+    )
     memory: bool = Field(
         default=False,
         description="Print a table of the memory of the first two steps, by phase and category.",

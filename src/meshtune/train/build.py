@@ -12,6 +12,7 @@ from meshtune.config import Config
 from meshtune.data.prepare import Prepared, sentences
 from meshtune.errors import UserError, expanded
 from meshtune.meter.mfu import flops_of, peak_flops
+from meshtune.meter.noise_scale import noise_refusals
 from meshtune.model.anatomy import left_out_of_loss
 from meshtune.model.load import override_sentences, quiet
 from meshtune.model.multimodal import parts_kept
@@ -68,6 +69,10 @@ def build(
         raise UserError(problems)
     device = device_of(config.train.device)
     choice = choice or choose_together(config)
+    if config.log.gradient_noise_scale and (
+        problems := noise_refusals(choice.layout, token_loss=hooks.loss is not None)
+    ):
+        raise UserError(problems)
     world = join(choice.layout, device)
     torch.manual_seed(config.train.seed)
     quiet()
@@ -136,6 +141,7 @@ def assemble(
         evaluate_every=steps_between(config.eval.every, config, prepared.train),
         keep_best=config.eval.keep_best,
         early_stopping=config.eval.early_stopping,
+        noise_every=config.log.gradient_noise_scale,
         checkpoints=checkpoints_of(config, world, run_folder, metrics),
         checkpoint_every=steps_between(config.checkpoint.every, config, prepared.train),
         metrics=metrics,

@@ -43,6 +43,10 @@ METRICS = (
     Metric("epoch", "train", field("epoch"), "Passes through the training data."),
     Metric("loss", "train", field("loss"), "Mean loss per label token of the last step, before its update."),
     Metric("gradient_norm", "train", field("grad_norm"), "L2 norm of the gradients before clipping."),
+    Metric(
+        "gradient_noise_scale_sequences", "train", field("gradient_noise_scale"),
+        "Gradient noise scale of the measured steps.",
+    ),
     Metric("learning_rate", "train", field("learning_rate"), "Learning rate of the last step."),
     Metric("step_seconds", "train", field("step_seconds"), "Wall time of the last step."),
     Metric("data_seconds", "train", field("data_seconds"), "Time that the last step waited for data."),

@@ -168,10 +168,10 @@ class Metrics:
         self.log({"kind": "run", **facts})
 
     def train(self, **numbers: Any) -> None:
-        """Log one update's row, if due or skipped; callbacks get each. `numbers` are train_row's, less
-        `world` and the peak.
+        """Log one update's row, if due, skipped or with the gradient noise; callbacks get each. `numbers` are
+        train_row's, less `world` and the peak.
         """
-        shown = bool(numbers.get("skipped")) or self.due(numbers["step"])
+        shown = bool(numbers.get("skipped") or numbers.get("noise")) or self.due(numbers["step"])
         takers = [tracker for tracker in self.trackers if shown or isinstance(tracker, Callbacks)]
         if takers:
             row = train_row(**numbers, world=self.world, peak_flops_per_second=self.peak_flops_per_second)
