@@ -22,11 +22,15 @@ independently (the variance of a ratio estimator).
 """
 
 import math
+from collections.abc import Sequence
+from statistics import fmean
 from typing import NamedTuple
 
 from meshtune.layout import Layout
+from meshtune.rundir import Row
 
-DECAY = 0.95  # of the averages, a measurement: they reach back some 20 measurements
+DECAY = 0.98  # of the averages, a measurement: they reach back some 50 measurements
+ESTIMATES = ("gradient_squared_norm", "gradient_variance")  # columns of a measured step's own |G|² and tr(Σ)
 
 
 class Noise(NamedTuple):
@@ -68,10 +72,22 @@ def with_measurement(
     averages = Noise(*(DECAY * old + (1 - DECAY) * now for old, now in zip(before, new, strict=True)))
     columns = {
         "gradient_noise_scale": averages.scale,
-        "gradient_squared_norm": new.squared_norm,
-        "gradient_variance": new.variance,
+        **dict(zip(ESTIMATES, new, strict=True)),
     }
     return tuple(averages), columns
+
+
+def late_scale(rows: Sequence[Row]) -> float | None:
+    """The noise scale of a run's second half, in sequences: the ratio of both estimates' means over its
+    measured steps. None where it was not measured, or one of the means is not positive.
+
+    rows: of kind "train".
+    """
+    measured = [row for row in rows if row.get("gradient_variance") is not None]
+    late = measured[len(measured) // 2 :]
+    if not late:
+        return None
+    return Noise(*(fmean(row[name] for row in late) for name in ESTIMATES)).scale
 
 
 def noise_refusals(layout: Layout, *, token_loss: bool) -> list[str]:

@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from meshtune.layout import Layout
-from meshtune.meter.noise_scale import DECAY, Noise, estimate, noise_refusals, with_measurement
+from meshtune.meter.noise_scale import (
+    DECAY,
+    Noise,
+    estimate,
+    late_scale,
+    noise_refusals,
+    with_measurement,
+)
 
 FEATURES, SIGMA = 8, 0.5
 AWAY = torch.linspace(0.1, 0.8, FEATURES, dtype=torch.float64)  # the optimum, from the weights at 0
@@ -51,6 +58,14 @@ def test_the_averages_leave_the_ratio_of_a_weighted_mean() -> None:
     means = [sum(w * one[part] for w, one in zip(weights, new, strict=True)) for part in (0, 1)]
     assert scales[0] == pytest.approx(30) and scales[2] == pytest.approx(means[1] / means[0])
     assert with_measurement(averages, None) == (averages, {}), "a step that was not measured"
+
+
+def test_the_scale_of_a_runs_second_half_is_the_ratio_of_means() -> None:
+    rows = [{"step": step} for step in range(9)]
+    assert late_scale(rows) is None
+    for step, (squared_norm, variance) in enumerate([(9.0, 1.0), (9.0, 1.0), (1.0, 10.0), (-0.5, 20.0)]):
+        rows[2 * step] |= {"gradient_squared_norm": squared_norm, "gradient_variance": variance}
+    assert late_scale(rows) == pytest.approx(60)
 
 
 @pytest.mark.parametrize("one", [Noise(-1.0, 5.0), Noise(1.0, -5.0), Noise(0.0, 5.0)])
