@@ -156,6 +156,7 @@ class TrackioTracker:
     def __init__(self, run: RunDir, labels: Labels, settings: Mapping[str, Any]) -> None:
         import trackio  # pyright: ignore[reportMissingImports]
 
+        self.trackio = trackio
         name = f"{labels.name or run.path.name}-{uuid.uuid4().hex[:8]}"
         with redirect_stdout(io.StringIO()):  # it prints, and stdout is the command's result
             self.run = trackio.init(
@@ -177,7 +178,7 @@ class TrackioTracker:
 
     def close(self, *, failed: bool = False) -> None:
         with redirect_stdout(io.StringIO()):
-            self.run.finish()
+            self.trackio.finish()  # the run's own finish() would be called once more, and print, at exit
 
 
 def kept(file: Path, text: str) -> str:

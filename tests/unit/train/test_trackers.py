@@ -313,9 +313,10 @@ def test_trackio_itself_has_one_run_with_settings_and_rows(run, tmp_path, monkey
             metrics.train(step=start + 1, **NUMBERS)
             metrics.evaluate(step=start + 1, loss=2.0, label_tokens=10)
     assert capsys.readouterr().out == ""
-    from trackio import Api  # pyright: ignore[reportMissingImports]
+    from trackio import Api, context_vars  # pyright: ignore[reportMissingImports]
     from trackio.sqlite_storage import SQLiteStorage  # pyright: ignore[reportMissingImports]
 
+    assert context_vars.current_run.get() is None, "a run that is left would be finished, and print, at exit"
     (tracked,) = Api().runs("p")
     assert tracked.name == (run.logs / "trackio.name").read_text()
     assert tracked.config["train"] == {"seed": 1} and tracked.config["run"]["model"] == "m"
