@@ -27,13 +27,14 @@ RUN_TAG = "meshtune.run"  # MLflow's tag that holds the id: its own run ids are 
 
 @dataclass(frozen=True)
 class Labels:
-    """How W&B, MLflow and Trackio file a run."""
+    """How trackers file a run."""
 
     # W&B's and Trackio's project, MLflow's experiment; None: of the environment, or meshtune.
     project: str | None = None
     name: str | None = None  # None: the run folder's
     tags: tuple[str, ...] = ()  # for MLflow key=value, or a key whose value is true
     group: str | None = None  # W&B's and Trackio's group, MLflow's tag "group"
+    textfile_directory: Path | None = None  # of Prometheus' file; None: logs/ of the run folder
 
 
 class TensorBoardTracker:

@@ -13,7 +13,6 @@ library is imported only when `log.to` names it.
 
 import importlib.util
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 from rich.console import Console
@@ -104,7 +103,6 @@ class Metrics:
         peak_flops_per_second: float | None = None,
         settings: Mapping[str, Any] | None = None,
         labels: Labels = Labels(),  # noqa: B008 - a frozen value
-        textfile_directory: Path | None = None,
         more: Sequence[Tracker] = (),
         console: Console | None = None,
     ) -> "Metrics":
@@ -113,7 +111,6 @@ class Metrics:
 
         `course`: the steps to come; `device`: torch's type, cuda or cpu; `memory`: print the memory of the
         first steps; `settings`: the resolved config as plain values, which some trackers show under `labels`;
-        `textfile_directory`: where Prometheus' file goes, None for the run folder's logs/;
         `more`: trackers beside the named ones; `console` is None for stderr. The rest is as in the class.
         Raises UserError when a tracker is unknown, its library is missing, or it can't start.
         """
@@ -132,7 +129,7 @@ class Metrics:
             "wandb": lambda: WandbTracker(run, labels, settings or {}),
             "mlflow": lambda: MlflowTracker(run, labels, settings or {}),
             "trackio": lambda: TrackioTracker(run, labels, settings or {}),
-            "prometheus": lambda: PrometheusTracker(run, textfile_directory),
+            "prometheus": lambda: PrometheusTracker(run, labels.textfile_directory),
         }
         metrics = cls(
             (),

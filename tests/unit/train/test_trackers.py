@@ -389,7 +389,7 @@ def test_prometheus_own_parser_reads_the_same(run):
 
 def test_prometheus_has_a_file_for_each_run_folder_in_a_directory_that_must_be_there(tmp_path):
     collected = tmp_path / "collected"
-    options = {"course": Course(1), "console": console(), "textfile_directory": collected}
+    options = {"course": Course(1), "console": console(), "labels": Labels(textfile_directory=collected)}
     with pytest.raises(UserError, match="collected is no folder"):
         Metrics.open(RunDir(tmp_path / "a" / "run").create(), ["prometheus"], **options)
     collected.mkdir()
