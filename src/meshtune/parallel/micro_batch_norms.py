@@ -24,7 +24,7 @@ from meshtune.placement.split import Split
 class MicroBatchNorms:
     """Mean squared norm of the micro-batches' gradients of one step, weighted by their label tokens.
 
-    `watch` after the first forward pass, `add` after each backward pass, `close` after the last one. names:
+    `watch` between each forward and its backward pass, `add` after it, `close` after the last one. names:
     (name, parameter) of the trained parameters, as the optimizer has them. label_tokens: of the global batch,
     by which the loss was divided. For layouts without pp and cp.
     """
@@ -37,11 +37,16 @@ class MicroBatchNorms:
         self.squares: Tensor | float = 0.0  # this rank's share of the mean
         self.micro_batches = 0  # with label tokens, on this data rank
         self._handles: list[Any] = []
+        # A forward pass has gradients too: the loss makes the head's there, chunk by chunk and not divided yet.
+        self._in_backward = False
         self._seen: list[tuple[str, Tensor]] = []  # (name, norm) of this backward pass
         self._parts: list[tuple[str, Tensor]] = []  # (name, gradient) of those that tp ranks have parts of
 
     def watch(self) -> None:
-        """Add the hooks, once; gathered parameters exist only after a forward pass."""
+        """Take the gradients of the backward pass that comes now. The first call adds the hooks: gathered
+        parameters exist only after a forward pass.
+        """
+        self._in_backward = True
         if self._handles:
             return
         for name, parameter in self._where_gradients_arrive():
@@ -59,6 +64,8 @@ class MicroBatchNorms:
             yield name, gathered.get(parameter, parameter)
 
     def _hook(self, name: str, gradient: Tensor) -> None:
+        if not self._in_backward:
+            return
         if name in self.parallel.partial and self.parallel.world.tp.size > 1:
             self._parts.append((name, gradient.detach().clone()))
         else:
@@ -66,6 +73,7 @@ class MicroBatchNorms:
 
     def add(self, label_tokens: int) -> None:
         """Add the micro-batch whose backward pass has just ended. label_tokens: its own."""
+        self._in_backward = False
         seen, parts = self._seen, sorted(self._parts, key=lambda part: part[0])
         self._seen, self._parts = [], []
         tensor.reduce_partial([gradient for _, gradient in parts], self.parallel.world.tp)
