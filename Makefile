@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: quickstart quickstart-lora test test-default test-slow test-browser test-oldest test-migrate test-exports test-cases fuzz families validation validation-dryrun validation-memory validation-why validation-benches study-techniques kill-loop style lint docs benchmark gpu-check clean
+.PHONY: quickstart quickstart-lora test test-default test-slow test-browser test-oldest test-migrate test-exports test-cases fuzz families validation validation-dryrun validation-memory validation-why validation-benches study-techniques study-batch-size kill-loop style lint docs benchmark gpu-check clean
 
 # The main job on the embedded model and data: fine-tune, evaluate, write a Hugging Face folder and a report.
 quickstart: $(STAMP)
@@ -103,6 +103,11 @@ validation-benches: $(STAMP)
 TECHNIQUES ?= build/techniques
 study-techniques: $(STAMP)
 	$(BIN)/python scripts/techniques_study.py --out $(TECHNIQUES) --page docs/techniques.md
+# Which global batch? Two sweeps on GSM8K, 20 minutes on one core: the tables of docs/batch-size.md and its picture. GSM8K= is
+# the folder of train.jsonl. What was measured stays in STUDY, from where a stopped study goes on.
+STUDY ?= build/batch-size
+study-batch-size: $(STAMP)
+	$(BIN)/python scripts/batch_size_study.py --data $(GSM8K) --out $(STUDY) --page docs/batch-size.md
 
 style: $(STAMP)
 	$(BIN)/ruff check .

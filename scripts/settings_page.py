@@ -16,7 +16,7 @@ PAGE = ROOT / "docs" / "settings.md"
 SINCE = ROOT / "tests" / "data" / "settings.txt"  # settings below the version that they came in
 UNITS = {  # of numbers; "": a number without one
     "steps": "train.max_steps train.lr_decay_steps train.warmup_steps train.max_nonfinite_steps eval.every "
-    "checkpoint.every log.every",
+    "checkpoint.every log.every log.gradient_noise_scale",
     "epochs": "train.num_epochs data.train.weight data.eval.weight",
     "tokens": "train.global_batch_tokens train.total_tokens data.seq_len data.mean_document_tokens "
     "eval.max_new_tokens",

@@ -199,25 +199,40 @@ class CheckpointConfig(Section):
     )
 
 
+Tracker = Literal["console", "jsonl", "tensorboard", "wandb", "mlflow", "trackio", "prometheus"]
+
+
 class LogConfig(Section):
     """Rows of the run, and the dashboards that get them."""
 
     every: Positive = Field(default=1, description="Steps between two rows.")
-    to: tuple[Literal["console", "jsonl", "tensorboard", "wandb", "mlflow"], ...] = Field(
+    to: tuple[Tracker, ...] = Field(
         default=("console", "jsonl", "tensorboard"),
         description="Where rows are shown or sent; metrics.jsonl (jsonl) is always written.",
     )
     project: str | None = Field(
         default=None, min_length=1,
-        description="W&B's project and MLflow's experiment; null: the environment's, or meshtune.",
+        description="Project in W&B and Trackio, MLflow's experiment; null: the environment's, or meshtune.",
     )  # fmt: skip
     name: str | None = Field(
-        default=None, min_length=1, description="Name of the run in W&B and MLflow; null: its folder's."
+        default=None,
+        min_length=1,
+        description="Name of the run in W&B, MLflow and Trackio; null: its folder's.",
     )
     tags: tuple[str, ...] = Field(
-        default=(), description="Tags in W&B and MLflow, where key=value is a tag with a value."
+        default=(),
+        description="Tags in W&B, MLflow and Trackio; in MLflow key=value is a tag with a value.",
     )
-    group: str | None = Field(default=None, description="W&B's group of runs, and MLflow's tag group.")
+    group: str | None = Field(
+        default=None, description="Group of runs in W&B and Trackio, and MLflow's tag group."
+    )
+    textfile_directory: str | None = Field(
+        default=None, min_length=1,
+        description="Folder that Prometheus' node exporter reads; null: logs/ of the run folder.",
+    )  # fmt: skip
+    gradient_noise_scale: NonNegative = Field(
+        default=0, description="Steps between two measurements of the gradient noise scale; 0: never."
+    )
     memory: bool = Field(
         default=False,
         description="Print a table of the memory of the first two steps, by phase and category.",

@@ -155,10 +155,13 @@ NEEDS = (
         for name in ("eval", "checkpoint")
     ),
     *(
-        Need(f"log.{name}", lambda config: not {"wandb", "mlflow"}.isdisjoint(config.log.to),
-             "only W&B and MLflow show it, and log.to names neither", "add wandb or mlflow to log.to")
+        Need(f"log.{name}", lambda config: not {"wandb", "mlflow", "trackio"}.isdisjoint(config.log.to),
+             "only W&B, MLflow and Trackio show it, and log.to names none of them",
+             "add wandb, mlflow or trackio to log.to")
         for name in ("project", "name", "tags", "group")
     ),
+    Need("log.textfile_directory", lambda config: "prometheus" in config.log.to,
+         "log.to has no prometheus", "add prometheus to log.to"),
     Need("hub.private", lambda config: config.hub.push_to is not None, "nothing is uploaded",
          "set hub.push_to, or leave it out"),
     Need("log.memory", lambda config: "console" in config.log.to,

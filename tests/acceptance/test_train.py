@@ -164,7 +164,7 @@ def test_every_problem_of_the_settings_is_said_at_once(meshtune: Command, tmp_pa
         ("data.eval_split=0.5", "eval_split"),
         ("model.freeze=[nothing.like.this]", "nothing.like.this"),
         ("data.chat_template=chatlm", "chatml"),
-        ("log.project=mine", "log.project=mine has no effect: only W&B and MLflow show it"),
+        ("log.project=mine", "log.project=mine has no effect: only W&B, MLflow and Trackio show it"),
     ],
 )
 def test_what_cannot_work_ends_with_exit_code_2_before_anything_is_written(

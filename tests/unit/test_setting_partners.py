@@ -69,7 +69,8 @@ CASES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     ("log.project=mine", (), ("log.to=[wandb]",)),
     ("log.name=first", (), ("log.to=[mlflow]",)),
     ("log.tags=[baseline]", (), ("log.to=[console,wandb]",)),
-    ("log.group=sizes", (), ("log.to=[wandb,mlflow]",)),
+    ("log.group=sizes", (), ("log.to=[trackio]",)),
+    ("log.textfile_directory=metrics", (), ("log.to=[prometheus]",)),
     ("log.memory=true", ("log.to=[tensorboard]",), ("log.to=[console]",)),
     ("hub.private=false", (), ("hub.push_to=me/tuned",)),
     ("output_exists=extend", ("checkpoint.resume=never",), ("output_exists=new",)),
@@ -126,7 +127,7 @@ def test_a_setting_that_can_not_take_effect_is_refused_with_the_remedy(
             ("log.to=[console]",),
             [
                 f"log.{pair} of the config is left out: "
-                "only W&B and MLflow show it, and log.to names neither."
+                "only W&B, MLflow and Trackio show it, and log.to names none of them."
                 for pair in ("project=p", 'tags=["x"]')
             ],
         ),

@@ -30,6 +30,7 @@ def train_row(
     warm_up: bool = False,
     epoch: float | None = None,
     skipped: bool = False,
+    noise: Mapping[str, float | None] | None = None,
 ) -> Row:
     """The row of one update of the optimizer, of kind "train".
 
@@ -42,7 +43,7 @@ def train_row(
     `peak_resident_bytes` of the largest process. `warm_up` marks steps that medians leave out: the first of a
     run, and those whose memory is watched. `epoch` counts passes through the data up to the end of the step
     (None: unknown, as for a stream). `skipped` marks a step that was not applied because loss or gradients
-    were not finite.
+    were not finite. `noise`: columns of noise_scale.with_measurement, where the gradient noise was measured.
 
         mfu    = flops    / (step_seconds · world · peak_flops_per_second)
         mfu_6n = flops_6n / (step_seconds · world · peak_flops_per_second)
@@ -70,6 +71,7 @@ def train_row(
         "peak_memory_bytes": peak_memory_bytes,
         "peak_resident_bytes": peak_resident_bytes,
         "epoch": epoch,
+        **(noise or {}),
     }
     return {**row, **({"warm_up": True} if warm_up else {}), **({"skipped": True} if skipped else {})}
 

@@ -6,7 +6,7 @@ from typing import Any
 from meshtune.migrate.job import OFF, Converted, Job, NoCounterpart, NotNeeded, conversion, short
 from meshtune.migrate.training import ended_by_steps
 
-TRACKERS = ("tensorboard", "wandb", "mlflow")
+TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 
 
 def interval(share: float) -> str:
@@ -118,9 +118,14 @@ def logged(names: Sequence[str]) -> Converted:
     return Converted({"log.to": ["console", "jsonl", *kept]}, remark)
 
 
+def logged_names(value: Any) -> list[str]:
+    """The trackers that report_to names."""
+    return [value] if isinstance(value, str) else list(value or ["none"])
+
+
 @conversion
 def trackers(value: Any, job: Job) -> Converted:
-    return logged([value] if isinstance(value, str) else list(value or ["none"]))
+    return logged(logged_names(value))
 
 
 @conversion
@@ -135,9 +140,17 @@ def tracked_project(value: Any, job: Job) -> Converted:
     return Converted({"log.project": str(value), **tracker(True, job).settings})
 
 
+@conversion
+def trackio_project(value: Any, job: Job) -> Converted:
+    if "trackio" not in logged_names(job.value("report_to")):
+        raise NotNeeded("only Trackio reads it, and report_to does not name it")
+    return Converted({"log.project": str(value)})
+
+
 NAMED = (
     ("wandb", "wandb_project"),
     ("mlflow", "mlflow_experiment_name"),
+    ("trackio", "trackio_project_name"),
 )  # axolotl: naming one switches it on
 
 

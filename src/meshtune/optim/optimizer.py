@@ -148,6 +148,11 @@ class Optimizer:
             if parameter.grad is not None:
                 self._add(parameter)
 
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield (name, parameter) of each trained parameter; under ZeRO the sharded one."""
+        for bucket in self.buckets:
+            yield from zip(bucket.names, bucket.parameters, strict=True)
+
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
         """The step's gradient so far, in the dtype in which it is summed; None where there is none."""
         return self.sums.get(parameter, parameter.grad)

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
+from meshtune.meter.noise_scale import late_scale
 from meshtune.rundir import Row, RunDir
 from meshtune.study.spread import spread
 from meshtune.study.store import CRASHED, DOES_NOT_FIT, DONE, OUT_OF_MEMORY, TIMED_OUT, Outcome
@@ -68,7 +69,7 @@ def train_outcome(document: Mapping[str, Any], run: RunDir, seconds: float) -> O
         "peak_memory_bytes": document["peak_memory_bytes"],
         "loss": document["last_loss"],
         "eval_loss": document["last_eval_loss"],
-        "gradient_noise_scale": next(reversed(numbers(rows, "gradient_noise_scale")), None),
+        "gradient_noise_scale": late_scale(rows),
     }
     return Outcome(DONE, None, figures, dict(document), seconds)
 

@@ -10,8 +10,9 @@ import torch
 
 from meshtune.config import Config
 from meshtune.data.prepare import Prepared, sentences
-from meshtune.errors import UserError
+from meshtune.errors import UserError, expanded
 from meshtune.meter.mfu import flops_of, peak_flops
+from meshtune.meter.noise_scale import noise_refusals
 from meshtune.model.anatomy import left_out_of_loss
 from meshtune.model.load import override_sentences, quiet
 from meshtune.model.multimodal import parts_kept
@@ -68,6 +69,10 @@ def build(
         raise UserError(problems)
     device = device_of(config.train.device)
     choice = choice or choose_together(config)
+    if config.log.gradient_noise_scale and (
+        problems := noise_refusals(choice.layout, token_loss=hooks.loss is not None)
+    ):
+        raise UserError(problems)
     world = join(choice.layout, device)
     torch.manual_seed(config.train.seed)
     quiet()
@@ -90,12 +95,13 @@ def assemble(
 ) -> Run:
     """Claim the run folder, put the parts together, and restore the newest good checkpoint, if there is one.
 
-    Every rank calls it. model, inputs: made from the same config; the model on this rank. claimed: see
-    `build`. Raises UserError as `claim_together`, and for trackers that can't start.
+    Every rank calls it. model, inputs: of the config. claimed: see `build`. Raises UserError as
+    `claim_together`, and for trackers that can't start.
     """
     prepared, world, steps = inputs.prepared, model.parallel.world, steps_of(config, inputs.prepared.train)
+    gpus = gpus_of(world.device)
     notices = position_sentences(config, model.whole, model.parallel.anatomy, prepared)
-    notices += unused_here(config, world.size, gpus_of(world.device))
+    notices += unused_here(config, world.size, gpus)
     run_folder, resumed, claim = claim_together(
         config, model, steps, notices.append, prepared.train.label_share
     )
@@ -112,7 +118,7 @@ def assemble(
         memory=config.log.memory,
         peak_flops_per_second=peak_flops(world.device, config.train.precision, datasheet_flops),
         settings=output.settings(config, run_folder),
-        labels=Labels(config.log.project, config.log.name, config.log.tags, config.log.group),
+        labels=labels_of(config),
         more=[Callbacks(callbacks, training)] if training else (),
     )
     exporter = exporter_of(
@@ -135,12 +141,11 @@ def assemble(
         evaluate_every=steps_between(config.eval.every, config, prepared.train),
         keep_best=config.eval.keep_best,
         early_stopping=config.eval.early_stopping,
+        noise_every=config.log.gradient_noise_scale,
         checkpoints=checkpoints_of(config, world, run_folder, metrics),
         checkpoint_every=steps_between(config.checkpoint.every, config, prepared.train),
         metrics=metrics,
-        meter=Meter(
-            world, model.memory(advice=partial(out_of_memory, config, world.layout, gpus_of(world.device)))
-        ),
+        meter=Meter(world, model.memory(advice=partial(out_of_memory, config, world.layout, gpus))),
         flops=flops_of(model.census, config.data.seq_len, ranks=world.size // world.data_ranks),
         exporter=exporter,
         data_sentences=partial(stream_sentences, prepared),
@@ -155,6 +160,12 @@ def assemble(
     notices += length_sentences(config, prepared.train, steps, resumed)
     announce(config, run, model, prepared, resumed, [*sentences(prepared.stats), *notices])
     return run
+
+
+def labels_of(config: Config) -> Labels:
+    """How the run's trackers file it, by the `log` settings."""
+    log, directory = config.log, config.log.textfile_directory
+    return Labels(log.project, log.name, log.tags, log.group, expanded(directory) if directory else None)
 
 
 def checkpoints_of(config: Config, world: World, run_folder: RunDir, metrics: Metrics) -> Checkpoints:

@@ -1,15 +1,18 @@
-"""Trackers that other programs show: TensorBoard, Weights & Biases, MLflow. Each takes rows (trackers.py).
+"""Trackers that other programs show: TensorBoard, Weights & Biases, MLflow, Trackio. Each takes rows
+(trackers.py).
 
 A run folder is one tracked run, however often it goes on: the id is in logs/ before the tracked run is made,
 so a kill at any moment loses neither.
 """
 
+import io
 import logging
 import math
 import os
 import time
 import uuid
 from collections.abc import Mapping
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -24,12 +27,14 @@ RUN_TAG = "meshtune.run"  # MLflow's tag that holds the id: its own run ids are 
 
 @dataclass(frozen=True)
 class Labels:
-    """How W&B and MLflow file a run."""
+    """How trackers file a run."""
 
-    project: str | None = None  # W&B's project, MLflow's experiment; None: of the environment, or meshtune
+    # W&B's and Trackio's project, MLflow's experiment; None: of the environment, or meshtune.
+    project: str | None = None
     name: str | None = None  # None: the run folder's
     tags: tuple[str, ...] = ()  # for MLflow key=value, or a key whose value is true
-    group: str | None = None  # W&B's group, MLflow's tag "group"
+    group: str | None = None  # W&B's and Trackio's group, MLflow's tag "group"
+    textfile_directory: Path | None = None  # of Prometheus' file; None: logs/ of the run folder
 
 
 class TensorBoardTracker:
@@ -141,11 +146,52 @@ class MlflowTracker:
         self.parameters |= dict(added)
 
 
-def kept_id(file: Path) -> str:
-    """The id in a file, which is written first if it is missing."""
+class TrackioTracker:
+    """Logs to Trackio: the settings, the tags and the run row as config, train and eval rows as metrics.
+
+    settings: the resolved config as plain values. Trackio finds a run by its name alone, so the name ends
+    with eight random digits that no other run folder has. Rows go to Trackio's own folder, or where its
+    environment variables say.
+    """
+
+    def __init__(self, run: RunDir, labels: Labels, settings: Mapping[str, Any]) -> None:
+        import trackio  # pyright: ignore[reportMissingImports]
+
+        self.trackio = trackio
+        name = f"{labels.name or run.path.name}-{uuid.uuid4().hex[:8]}"
+        with redirect_stdout(io.StringIO()):  # it prints, and stdout is the command's result
+            self.run = trackio.init(
+                project=labels.project or "meshtune",
+                name=kept(run.logs / "trackio.name", name),
+                group=labels.group,
+                config={**settings, "tags": list(labels.tags)},
+                resume="allow",
+                embed=False,
+                auto_log_cpu=False,
+                auto_log_gpu=False,
+            )
+
+    def log(self, row: Row) -> None:
+        if row["kind"] == "run":
+            self.run.config["run"] = dict(row)  # sent with the first metrics, which come behind it
+        elif values := scalars(row):
+            self.run.log(values, step=row["step"])
+
+    def close(self, *, failed: bool = False) -> None:
+        with redirect_stdout(io.StringIO()):
+            self.trackio.finish()  # the run's own finish() would be called once more, and print, at exit
+
+
+def kept(file: Path, text: str) -> str:
+    """The text in a file, which is written first if it is missing."""
     if not file.exists():
-        write_text_atomically(file, uuid.uuid4().hex)
+        write_text_atomically(file, text)
     return file.read_text()
+
+
+def kept_id(file: Path) -> str:
+    """The id in a file; a random one is written if it is missing."""
+    return kept(file, uuid.uuid4().hex)
 
 
 def mlflow_tags(labels: Labels) -> dict[str, str]:

@@ -17,6 +17,7 @@ from meshtune.data.batch import Batch
 from meshtune.data.loader import Loader
 from meshtune.errors import Interrupted, NonFinite, UserError, explained, is_out_of_memory
 from meshtune.meter.causes import causes
+from meshtune.meter.noise_scale import with_measurement
 from meshtune.meter.rows import time_now
 from meshtune.parallel.mesh import World
 from meshtune.rundir import RunDir, disk_is_full
@@ -58,6 +59,7 @@ class Progress:
     # from a checkpoint that does not have them.
     tokens: int | None = 0
     seconds: float | None = 0.0
+    gradient_noise: tuple[float, float] = 0.0, 0.0  # averages of |G|² and tr(Σ)
 
     def add(self, tokens: int, seconds: float) -> None:
         """Count the tokens and the seconds of one step."""
@@ -85,6 +87,7 @@ class Run:
     evaluate_every: int  # in steps; 0: at the end only
     keep_best: bool  # the exported model is that of the lowest evaluation loss
     early_stopping: int  # evaluations without a lower loss, after which the run finishes; 0: never
+    noise_every: int  # in steps: measurements of the gradient noise scale; 0: never
     checkpoints: Checkpoints
     checkpoint_every: int  # in steps; 0: at the end only
     metrics: Metrics
@@ -119,8 +122,9 @@ def train(run: Run) -> None:
             micro_batches = run.passes.localise(batch)
             with meter.watching(now.step):
                 done = run.passes.step(
-                    micro_batches, counts, meter.phase, learning_rate=rate, max_grad_norm=run.max_grad_norm
-                )
+                    micro_batches, counts, meter.phase, learning_rate=rate, max_grad_norm=run.max_grad_norm,
+                    measure_noise=bool(run.noise_every) and now.step % run.noise_every == 0,
+                )  # fmt: skip
             evaluating = due(now.step, run.evaluate_every, run.steps)
             saving = due(now.step, run.checkpoint_every, run.steps) and done.finite
             measured = meter.end(
@@ -133,6 +137,7 @@ def train(run: Run) -> None:
             # Behind the exchange: until then devices may only have been told what to do.
             step_seconds = time.perf_counter() - started
             now.add(batch.tokens, step_seconds)
+            now.gradient_noise, noise = with_measurement(now.gradient_noise, done.noise)
 
             run.metrics.train(
                 step=now.step, loss=done.loss, grad_norm=done.norm, learning_rate=rate, tokens=batch.tokens,
@@ -140,6 +145,7 @@ def train(run: Run) -> None:
                 peak_memory_bytes=measured.peak_bytes, peak_resident_bytes=measured.resident_bytes,
                 skipped=not done.finite, warm_up=measured.warm_up,
                 flops=known(done.flops), flops_6n=known(done.flops_6n), epoch=run.loader.epochs_at(now.data),
+                noise=noise,
             )  # fmt: skip
             run.metrics.measured(now.step, measured.time, [*measured.memory, *measured.device])
             after_step(run, finite=done.finite, first=now.step == first)
@@ -281,7 +287,8 @@ def restore(run: Run, step: int) -> None:
 
 def progress_of(values: Mapping[str, Any], step: int) -> Progress:
     """The progress in the values of the checkpoint of `step`. Raises UserError if they are no run's."""
-    absent: dict[str, Any] = {"tokens": None, "seconds": None}  # from an earlier version's checkpoint
+    # From an earlier version's checkpoint.
+    absent: dict[str, Any] = {"tokens": None, "seconds": None, "gradient_noise": (0.0, 0.0)}
     with explained(NO_RUNS.format(step=step), UNUSABLE):
         values = absent | {**values}
         now = Progress(**{key: values[key] for key in vars(Progress())})
@@ -290,6 +297,8 @@ def progress_of(values: Mapping[str, Any], step: int) -> Progress:
         if any(type(n) is not int or n < 0 for n in (now.step, now.best_step, now.stale, now.saved_step)):
             raise ValueError("a step is no whole number")
         now.best_loss = float(now.best_loss)
+        squared_norm, variance = now.gradient_noise
+        now.gradient_noise = float(squared_norm), float(variance)
         return now
 
 

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from meshtune.meter.noise_scale import Noise, estimate
 from meshtune.optim.optimizer import Optimizer, key_of, parts_of
+from meshtune.parallel.micro_batch_norms import MicroBatchNorms
 from meshtune.parallel.noise import Neftune, add_noise
 
 if TYPE_CHECKING:
@@ -42,6 +44,7 @@ class Outcome:
     finite: bool  # False: there was no update
     flops: float
     flops_6n: float
+    noise: Noise | None = None  # of the gradients; None: not measured, or there was no update
 
 
 @dataclass(frozen=True)
@@ -68,14 +71,19 @@ class Passes:
         return [self.parallel.localise(micro_batch) for micro_batch in micro_batches]
 
     def forward_backward(
-        self, micro_batches: Sequence[MicroBatch], label_tokens: int, phase: Phase
+        self,
+        micro_batches: Sequence[MicroBatch],
+        label_tokens: int,
+        phase: Phase,
+        norms: MicroBatchNorms | None = None,
     ) -> Tensor:
         """Leave the gradients of a batch in `optimizer`, summed over ranks; returns this rank's share of the
         batch's loss, a scalar.
 
         The shares of all ranks add up to the loss. micro_batches: of `localise`. label_tokens: of the batch.
         `phase(name)` is a context around each "forward" and each "backward", with a pipeline around all of
-        them ("forward and backward"), for meters.
+        them ("forward and backward"), for meters. norms: gets each micro-batch's gradients; not with a
+        pipeline.
         """
         parallel, scale = self.parallel, 1 / max(1, label_tokens)
         parallel.begin(len(micro_batches))
@@ -89,8 +97,12 @@ class Passes:
                 with phase("forward"):
                     loss = parallel.stages[0](None, micro_batch) * scale
                     total = total + loss.detach()
+                if norms is not None:
+                    norms.watch()
                 with phase("backward"):
                     loss.backward()
+                if norms is not None:
+                    norms.add(micro_batch.label_tokens)
                 del loss  # its graph holds the head's gradient, which would outlive the next forward
         parallel.finish_gradients(self.optimizer.named_gradients)
         return total / parallel.world.tp.size  # every tensor rank has the whole loss of its tokens
@@ -128,26 +140,41 @@ class Passes:
         *,
         learning_rate: float,
         max_grad_norm: float,
+        measure_noise: bool = False,
     ) -> Outcome:
         """Make one update from a batch, or none if its loss or a gradient is not finite.
 
         micro_batches: of `localise`. counts: of the batch. phase: as in `forward_backward`; the update is
-        "optimizer". learning_rate: of the update. max_grad_norm: 0 for no clipping.
+        "optimizer". learning_rate: of the update. max_grad_norm: 0 for no clipping. measure_noise: measure
+        the gradient noise too, in a layout and with a loss that `noise_refusals` has nothing against.
         """
-        share = self.forward_backward(micro_batches, counts.label_tokens, phase)
+        norms = None
+        if measure_noise:
+            norms = MicroBatchNorms(self.parallel, self.optimizer.named_parameters(), counts.label_tokens)
+        share = self.forward_backward(micro_batches, counts.label_tokens, phase, norms)
         # One all-reduce for all that the ranks must agree on before the update.
-        loss, squares, count, flops, flops_6n = self.parallel.world.sum_over_ranks(
-            share, self.optimizer.local_squared_norm(), self.count(), counts.flops, counts.flops_6n
-        )
+        loss, squares, count, flops, flops_6n, *small = self.parallel.world.sum_over_ranks(
+            share, self.optimizer.local_squared_norm(), self.count(), counts.flops, counts.flops_6n,
+            *(norms.close() if norms is not None else ()),
+        )  # fmt: skip
         loss, norm = self.per_count(counts.label_tokens, loss, math.sqrt(squares), count)
         finite = math.isfinite(loss) and math.isfinite(norm)
+        noise = self._noise(*small, squares) if small and finite else None
         if finite:
             self.optimizer.clip(norm, max_grad_norm)
             with phase("optimizer"):
                 self.optimizer.step(learning_rate)
         else:
             self.optimizer.zero_grad()
-        return Outcome(loss, norm, finite, flops, flops_6n)
+        return Outcome(loss, norm, finite, flops, flops_6n, noise)
+
+    def _noise(self, small: float, number: float, big: float) -> Noise | None:
+        """The gradient noise of a step. small: mean squared norm of its micro-batches' gradients; number: of
+        those micro-batches, counted once by each tp rank; big: squared norm of the step's gradients.
+        """
+        world = self.parallel.world
+        micro_batches = round(number / world.tp.size)
+        return estimate(small, big, micro_batches=micro_batches, sequences=world.layout.global_batch_size)
 
     @torch.no_grad()
     def share_tied(self) -> None:

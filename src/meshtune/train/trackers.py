@@ -2,7 +2,8 @@
 
     numbers of a step ──> train_row / eval_row ──> Metrics ──┬─> metrics.jsonl of the run folder
                           (meter/rows.py)                    ├─> the terminal: a bar, or plain lines
-                                                             ├─> TensorBoard, W&B, MLflow (dashboards.py)
+                                                             ├─> TensorBoard, W&B, … (dashboards.py)
+                                                             ├─> a file for Prometheus (prometheus.py)
                                                              └─> callbacks of a Python program
 
 A tracker is anything with `log(row)` and `close()`. Only rank 0 writes: on the other ranks a `Metrics` has no
@@ -22,7 +23,14 @@ from meshtune.meter.rows import eval_row, train_row
 from meshtune.rundir import Row, RunDir
 from meshtune.train.callbacks import Callbacks
 from meshtune.train.console import ConsoleTracker, Course
-from meshtune.train.dashboards import Labels, MlflowTracker, TensorBoardTracker, WandbTracker
+from meshtune.train.dashboards import (
+    Labels,
+    MlflowTracker,
+    TensorBoardTracker,
+    TrackioTracker,
+    WandbTracker,
+)
+from meshtune.train.prometheus import PrometheusTracker
 from meshtune.units import at_words, printable, speed_unit
 
 TRACKERS = {  # name in `log.to` -> (module it needs, how to get it)
@@ -31,6 +39,8 @@ TRACKERS = {  # name in `log.to` -> (module it needs, how to get it)
     "tensorboard": ("tensorboard", "pip install tensorboard"),
     "wandb": ("wandb", "pip install wandb"),
     "mlflow": ("mlflow", "pip install mlflow-skinny"),
+    "trackio": ("trackio", "pip install 'trackio>=0.43'"),
+    "prometheus": ("json", ""),
 }
 
 
@@ -118,6 +128,8 @@ class Metrics:
             "tensorboard": lambda: TensorBoardTracker(run.logs / "tensorboard", start_step=course.start),
             "wandb": lambda: WandbTracker(run, labels, settings or {}),
             "mlflow": lambda: MlflowTracker(run, labels, settings or {}),
+            "trackio": lambda: TrackioTracker(run, labels, settings or {}),
+            "prometheus": lambda: PrometheusTracker(run, labels.textfile_directory),
         }
         metrics = cls(
             (),
@@ -153,10 +165,10 @@ class Metrics:
         self.log({"kind": "run", **facts})
 
     def train(self, **numbers: Any) -> None:
-        """Log one update's row, if due or skipped; callbacks get each. `numbers` are train_row's, less
-        `world` and the peak.
+        """Log one update's row, if due, skipped or with the gradient noise; callbacks get each. `numbers` are
+        train_row's, less `world` and the peak.
         """
-        shown = bool(numbers.get("skipped")) or self.due(numbers["step"])
+        shown = bool(numbers.get("skipped") or numbers.get("noise")) or self.due(numbers["step"])
         takers = [tracker for tracker in self.trackers if shown or isinstance(tracker, Callbacks)]
         if takers:
             row = train_row(**numbers, world=self.world, peak_flops_per_second=self.peak_flops_per_second)

@@ -151,7 +151,12 @@ def test_losses_are_compared_at_equal_tokens_and_at_equal_updates(tmp_path):
             run.append({"kind": "train", "step": step, "tokens": batch * 100, "epoch": step * batch / 16})
             loss = 4 - 0.1 * step * (batch // 4) + (0.2 if number == 2 else 0)
             run.append({"kind": "eval", "step": step, "loss": loss})
-        settings = {"train.global_batch_size": batch, "train.seed": number}
+        # The learning rate follows the batch, and makes no line of its own.
+        settings = {
+            "train.global_batch_size": batch,
+            "train.learning_rate": batch / 1e4,
+            "train.seed": number,
+        }
         rows.append(
             bench_row("small", 1, 1, global_batch_size=batch, settings=settings, gradient_noise_scale=6.0)
         )

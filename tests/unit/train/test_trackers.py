@@ -2,6 +2,7 @@ import io
 import json
 import logging
 import math
+import re
 import subprocess
 import sys
 import types
@@ -281,7 +282,127 @@ def test_mlflow_is_quiet_unless_its_level_is_set(wanted, level, run, monkeypatch
         logger.setLevel(before)
 
 
+def test_trackio_gets_settings_and_rows_and_a_resumed_run_goes_on(run, monkeypatch):
+    trackio = Recorder()
+    trackio.config = {}  # of the run that init returns
+    monkeypatch.setitem(sys.modules, "trackio", trackio)
+    for start, labels in ((0, Labels()), (1, LABELS)):
+        options = {"settings": {"train": {"seed": 1}}, "labels": labels}
+        with Metrics.open(run, ["trackio"], course=Course(2, start), **options) as metrics:
+            name = (run.logs / "trackio.name").read_text()
+            metrics.start(model="m")
+            metrics.train(step=start + 1, **NUMBERS)
+    first, second = (kwargs for _, kwargs in trackio.named("init"))
+    assert first["name"] == second["name"] == name and name.startswith("run-"), "its only key"
+    assert first["resume"] == second["resume"] == "allow"
+    assert (first["project"], first["group"]) == ("meshtune", None)
+    assert (second["project"], second["group"]) == ("p", "g")
+    assert second["config"] == {"train": {"seed": 1}, "tags": ["baseline", "lr=high"]}
+    assert trackio.config == {"run": {"kind": "run", "model": "m"}}
+    assert [kwargs["step"] for _, kwargs in trackio.named("log")] == [1, 2]
+    assert len(trackio.named("finish")) == 2
+
+
+@pytest.mark.needs("trackio")
+def test_trackio_itself_has_one_run_with_settings_and_rows(run, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read when it is imported
+    for start in (0, 1):
+        options = {"settings": {"train": {"seed": start}}, "labels": LABELS}
+        with Metrics.open(run, ["trackio"], course=Course(2, start), **options) as metrics:
+            metrics.start(model="m")
+            metrics.train(step=start + 1, **NUMBERS)
+            metrics.evaluate(step=start + 1, loss=2.0, label_tokens=10)
+    assert capsys.readouterr().out == ""
+    from trackio import Api, context_vars  # pyright: ignore[reportMissingImports]
+    from trackio.sqlite_storage import SQLiteStorage  # pyright: ignore[reportMissingImports]
+
+    assert context_vars.current_run.get() is None, "a run that is left would be finished, and print, at exit"
+    (tracked,) = Api().runs("p")
+    assert tracked.name == (run.logs / "trackio.name").read_text()
+    assert tracked.config["train"] == {"seed": 1} and tracked.config["run"]["model"] == "m"
+    assert tracked.config["tags"] == ["baseline", "lr=high"] and tracked.config["_Group"] == "g"
+    rows = SQLiteStorage.get_logs("p", tracked.name)
+    assert [(row["step"], row["train/loss"]) for row in rows if "train/loss" in row] == [(1, 2.5), (2, 2.5)]
+    assert [row["step"] for row in rows if "eval/loss" in row] == [1, 2]
+
+
+# Prometheus #
+
+NAME, LABEL = r"[a-zA-Z_:][a-zA-Z0-9_:]*", r'[a-zA-Z_][a-zA-Z0-9_]*="(?:[^"\\\n]|\\["n\\])*"'
+SAMPLE = re.compile(rf"({NAME})\{{({LABEL}(?:,{LABEL})*)\}} (\S+)")
+FACTS = {"model": 'a "small"\nmodel \\', "method": "full", "layout": "mb1-ga1", "total_steps": 9}
+
+
+def exposition(text: str) -> dict[str, tuple[dict[str, str], float]]:
+    """Metric -> (labels, value), by the grammar of Prometheus' text format 0.0.4: HELP, TYPE, samples."""
+    assert text.endswith("\n")
+    values, lines = {}, text.splitlines()
+    for about, kind, sample in zip(lines[::3], lines[1::3], lines[2::3], strict=True):
+        matched = SAMPLE.fullmatch(sample)
+        assert matched, sample
+        name, labels, value = matched.groups()
+        assert about.startswith(f"# HELP {name} ") and kind == f"# TYPE {name} gauge"
+        assert name not in values, "a metric's lines are together"
+        pairs = dict(re.findall(r'(\w+)="((?:[^"\\]|\\.)*)"', labels))
+        values[name] = {key: re.sub(r"\\.", unescaped, each) for key, each in pairs.items()}, float(value)
+    return values
+
+
+def unescaped(found: re.Match[str]) -> str:
+    return {r"\n": "\n", r"\"": '"', r"\\": "\\"}[found[0]]
+
+
+def written_for_prometheus(run: RunDir) -> str:
+    with Metrics.open(run, ["prometheus"], course=Course(9), console=console()) as metrics:
+        metrics.start(**FACTS)
+        metrics.train(step=1, **NUMBERS | {"loss": math.nan})
+        metrics.evaluate(step=1, loss=2.0, label_tokens=10)
+        (file,) = run.logs.iterdir()
+        assert file.name == "meshtune.prom"
+        return file.read_text()
+
+
+def test_prometheus_reads_the_newest_numbers_with_their_units_and_the_run(run):
+    values = exposition(written_for_prometheus(run))
+    labels = {"run": "run", "output": str(run.path)}
+    assert values["meshtune_tokens_per_second"] == (labels, 2000)
+    assert values["meshtune_step_seconds"] == (labels, 0.5)
+    assert values["meshtune_eval_loss"] == (labels, 2.0) and values["meshtune_step"] == (labels, 1)
+    assert math.isnan(values["meshtune_loss"][1]) and values["meshtune_total_steps"][1] == 9
+    facts = {name: FACTS[name] for name in ("model", "method", "layout")}
+    assert values["meshtune_run_info"] == (labels | facts, 1)
+    assert values["meshtune_running"][1] == 1 and "meshtune_mfu_ratio" not in values
+    assert exposition((run.logs / "meshtune.prom").read_text())["meshtune_running"] == (labels, 0)
+
+
+@pytest.mark.needs("prometheus_client")
+def test_prometheus_own_parser_reads_the_same(run):
+    from prometheus_client.parser import (  # pyright: ignore[reportMissingImports]
+        text_string_to_metric_families,
+    )
+
+    text = written_for_prometheus(run)
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    parsed = {sample.name: (sample.labels, sample.value) for sample in samples}
+    assert repr(parsed) == repr(exposition(text)), "as text, since NaN is not equal to itself"
+
+
+def test_prometheus_has_a_file_for_each_run_folder_in_a_directory_that_must_be_there(tmp_path):
+    collected = tmp_path / "collected"
+    options = {"course": Course(1), "console": console(), "labels": Labels(textfile_directory=collected)}
+    with pytest.raises(UserError, match="collected is no folder"):
+        Metrics.open(RunDir(tmp_path / "a" / "run").create(), ["prometheus"], **options)
+    collected.mkdir()
+    for _ in range(2):  # a run that goes on has the same file
+        for name in ("a", "b"):
+            Metrics.open(RunDir(tmp_path / name / "run").create(), ["prometheus"], **options).close()
+    files = sorted(collected.iterdir())
+    assert len(files) == 2 and all(file.suffix == ".prom" for file in files)
+    outputs = {exposition(file.read_text())["meshtune_running"][0]["output"] for file in files}
+    assert outputs == {str(tmp_path / "a" / "run"), str(tmp_path / "b" / "run")}
+
+
 def test_metrics_import_neither_torch_nor_any_tracker(tmp_path):
     code = "import sys, json, meshtune.train.trackers; print(json.dumps(list(sys.modules)))"
     loaded = json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout)
-    assert not {"torch", "tensorboard", "wandb", "mlflow"} & set(loaded)
+    assert not {"torch", "tensorboard", "wandb", "mlflow", "trackio"} & set(loaded)

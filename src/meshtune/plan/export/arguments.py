@@ -79,4 +79,4 @@ def evaluation(config: Config) -> dict[str, Any]:
 
 def trackers(config: Config) -> list[str]:
     """The trackers of log.to that transformers knows by the same name."""
-    return [name for name in config.log.to if name in ("tensorboard", "wandb", "mlflow")]
+    return [name for name in config.log.to if name in ("tensorboard", "wandb", "mlflow", "trackio")]

@@ -62,13 +62,28 @@ def _is_studied(sweep: Sweep) -> bool:
     return any(key in sweep.varied for key in keys)
 
 
+def following(sweep: Sweep) -> list[str]:
+    """Settings that the sweep changes together with the global batch, such as a learning rate for each: they
+    have one value for each batch, and name no line of their own.
+    """
+    batches: dict[int, list[Experiment]] = {}
+    for one in sweep.experiments:
+        if one.global_batch:
+            batches.setdefault(one.global_batch, []).append(one)
+    return [
+        key
+        for key in sweep.varied
+        if all(len({str(one.settings.get(key)) for one in some}) == 1 for some in batches.values())
+    ]
+
+
 def _of_speed(
     sweep: Sweep, known: Sequence[Experiment], curves: Mapping[int, Curve], *, by_batch: bool
 ) -> Iterator[Panel]:
     """Yield speed, memory and an epoch's time over the global batch, a line for each micro-batch size; or,
     where the global batch stays, over the micro-batch.
     """
-    context = sweep.naming(BATCH)
+    context = sweep.naming((*BATCH, *following(sweep)))
     chosen, note = _one_size(known, context)
     if by_batch:
         x_title, x_of = "global batch, sequences", lambda one: one.global_batch
@@ -130,7 +145,7 @@ def _in_order(name: str) -> tuple[Any, ...]:
 
 def _of_losses(sweep: Sweep, curves: Mapping[int, Curve]) -> Iterator[Panel]:
     """Yield the held-out loss over the global batch, at equal tokens and at equal updates."""
-    where = sweep.naming(BATCH)
+    where = sweep.naming((*BATCH, *following(sweep)))
     runs = [one for one in sweep.experiments if one.number in curves and one.global_batch]
     if len({one.global_batch for one in runs}) < 2:
         return
@@ -153,7 +168,8 @@ def _of_losses(sweep: Sweep, curves: Mapping[int, Curve]) -> Iterator[Panel]:
 def _noise(sweep: Sweep) -> Iterator[Panel]:
     """Yield the gradient noise scale over the global batch, with the line where both are equal."""
     runs = [one for one in sweep.experiments if one.status == DONE and one.noise_scale and one.global_batch]
-    groups = _spread_groups(runs, lambda one: one.noise_scale, sweep.naming(BATCH))
+    where = sweep.naming((*BATCH, *following(sweep)))
+    groups = _spread_groups(runs, lambda one: one.noise_scale, where)
     if not groups:
         return
     x = counts_axis("global batch, sequences", values(groups, "x"))

@@ -32,6 +32,7 @@ def panels(rows: Sequence[Row]) -> list[Lines]:
     speeds = smoothed("speed", warm, "tokens_per_second_per_gpu")
     mfu = (*smoothed("MFU", warm, "mfu"), beside("6N + 12·L·h·s", "mfu_6n"))
     norms = smoothed("norm", train, "grad_norm")
+    noise = (series("noise scale", "main", train, "gradient_noise_scale"),)
     rates = (series("learning rate", "main", train, "learning_rate"),)
     times = (*smoothed("step", warm, "step_seconds"), beside("waiting for data", "data_seconds"))
     memory = (series("peak memory", "main", train, "peak_memory_bytes", unit=GIB),)
@@ -44,6 +45,7 @@ def panels(rows: Sequence[Row]) -> list[Lines]:
         Lines("speed", "Speed", speed_unit(rows) + of_warm, speeds, ",.0f", speed_unit(rows), from_zero=True),
         Lines("mfu", "Model FLOPs utilisation", peak + of_warm, mfu, ".1%", "share of peak", from_zero=True),
         Lines("grad_norm", "Gradient norm", "before clipping", norms, ".3f", "L2 norm", from_zero=True),
+        Lines("noise_scale", "Gradient noise scale", "average", noise, ",.1f", "sequences", from_zero=True),
         Lines("learning_rate", "Learning rate", "", rates, ".2e", "learning rate", from_zero=True),
         Lines("time", "Step time", "seconds" + of_warm, times, ".3f", "seconds", from_zero=True),
         Lines("memory", "Peak memory", "GiB", memory, ".2f", "GiB", from_zero=True),
