@@ -4,7 +4,7 @@
     python benchmarks/ui.py --seconds 10 --runs 5      # does it run?
 
 The server is a process of its own. A client asks for pages as a browser does; then it keeps a run's
-page open, follows its stream and fetches the page whenever it is drawn again, while a row a second is written.
+page open, follows its stream and fetches the page when it is drawn again, while a row a second is written.
 """
 
 import argparse

@@ -67,7 +67,7 @@ def test_the_list_has_states_reasons_figures_and_the_plan(client):
         assert shown in answer.text
     assert (
         "8,000" in answer.text
-    )  # measured: tokens/s on each of the two devices; planned: 8 x 1,000 / 0.5 s / 2
+    )  # measured; planned: 8 x 1,000 tokens / 0.25 s / 2 devices
     assert {"one", "two", "study", "&lt;b&gt;three"} == {*ids(client)}
     assert "<b>three" not in answer.text
 
@@ -185,9 +185,33 @@ def test_a_run_that_leads_outside_is_gone(client, runs, tmp_path):
 
 
 SEGMENTS = st.sampled_from(
-    ["..", ".", "", "runs", "sweeps", "compare", "events", "scripts", "one", "study", "etc", "passwd",
-     "secret.txt", "%2e%2e", "%2f", "..%2f..", "%00", "%ff", "draw.js", "..\\..", "metrics.jsonl", "~", "0" * 12, "ID"]
-)  # fmt: skip
+    [
+        "..",
+        ".",
+        "",
+        "runs",
+        "sweeps",
+        "compare",
+        "events",
+        "scripts",
+        "one",
+        "study",
+        "etc",
+        "passwd",
+        "secret.txt",
+        "%2e%2e",
+        "%2f",
+        "..%2f..",
+        "%00",
+        "%ff",
+        "draw.js",
+        "..\\..",
+        "metrics.jsonl",
+        "~",
+        "0" * 12,
+        "ID",
+    ]
+)
 NAMES = st.sampled_from(
     ["host", "cookie", "last-event-id", "range", "authorization", "accept", "x-forwarded-host"]
 )
@@ -232,12 +256,19 @@ async def asked(app, method, path, query=(), headers=None) -> tuple[int, bytes]:
 
     raw = path.encode()
     scope = {
-        "type": "http", "method": method, "path": unquote_to_bytes(raw).decode("utf-8", "replace"),
-        "raw_path": raw, "query_string": urlencode(query).encode(), "http_version": "1.1", "scheme": "http", "root_path": "",
+        "type": "http",
+        "method": method,
+        "path": unquote_to_bytes(raw).decode("utf-8", "replace"),
+        "raw_path": raw,
+        "query_string": urlencode(query).encode(),
+        "http_version": "1.1",
+        "scheme": "http",
+        "root_path": "",
         "headers": [(k.encode(), v.encode()) for k, v in ({"host": "127.0.0.1"} | (headers or {})).items()],
-        "server": ("127.0.0.1", 8421), "client": ("127.0.0.1", 5),
+        "server": ("127.0.0.1", 8421),
+        "client": ("127.0.0.1", 5),
         "asgi": {"version": "3.0", "spec_version": "2.3"},
-    }  # fmt: skip
+    }
     sent = []
 
     async def receive():
