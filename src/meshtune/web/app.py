@@ -45,7 +45,6 @@ MOST_STREAMS = 64
 MOST_PAGES = 24  # that are kept while nobody looks at them
 LIST_POLL = 2.0  # seconds between two looks at all folders
 MINUTES = 60  # for which a browser may keep the scripts
-COOKIE = "meshtune"
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'unsafe-inline'; "
     "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
@@ -240,7 +239,9 @@ class Guard:
     def __init__(self, app: ASGIApp, *, host: str, token: str | None = None) -> None:
         """host: the address that is listened on. token: that a request must have; None: none."""
         self._app, self._host, self._token = app, host, token
-        self._session = secrets.token_urlsafe(32)  # of the cookie, until the server ends
+        # Of the cookie, until the server ends. A browser sends cookies to all ports of a host, so each server
+        # has a name of its own.
+        self._cookie, self._session = f"meshtune-{secrets.token_hex(4)}", secrets.token_urlsafe(32)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -281,7 +282,7 @@ class Guard:
         """
         request = Request(scope)
         scheme, _, bearer = headers.get("authorization", "").partition(" ")
-        if _equal(request.cookies.get(COOKIE, ""), self._session):
+        if _equal(request.cookies.get(self._cookie, ""), self._session):
             return None
         if scheme.lower() == "bearer" and _equal(bearer, self._token or ""):
             return None
@@ -291,7 +292,7 @@ class Guard:
         others = urlencode([(name, value) for name, value in words if name != "token"])
         path = "/" + scope["path"].lstrip("/\\")  # "//name" would be another server
         answer = RedirectResponse(path + (f"?{others}" if others else ""), 303)
-        answer.set_cookie(COOKIE, self._session, httponly=True, samesite="strict")
+        answer.set_cookie(self._cookie, self._session, httponly=True, samesite="strict")
         return answer
 
 

@@ -95,7 +95,7 @@ class Followed:
                 drawing = self._drawing
                 if drawing and str(drawing.number) != number:
                     number, place = str(drawing.number), 0
-                    yield f"event: again\nid: {number}.0\ndata:\n\n"
+                    yield f"event: again\nid: {number}.0\ndata: {{}}\n\n"
                 for data in drawing.events[place:] if drawing else ():
                     place += 1
                     yield f"event: points\nid: {number}.{place}\ndata: {data}\n\n"

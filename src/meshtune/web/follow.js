@@ -24,16 +24,18 @@ source.addEventListener("again", soon(async event => {
   const answer = await fetch(location.href);
   if (!answer.ok) throw new Error("The page can't be drawn at the moment: load it again.");
   const next = new DOMParser().parseFromString(await answer.text(), "text/html");
-  const structure = page => [...page.querySelectorAll(".chart, #experiments")].map(one => one.id).join();
-  if (structure(next) !== structure(document)) return location.reload();
+  const ids = (page, those) => [...page.querySelectorAll(those)].map(one => one.id).join();
+  if (ids(next, "#charts, #experiments") !== ids(document, "#charts, #experiments")) return location.reload();
+  const others = ids(next, ".chart") !== ids(document, ".chart");
   version = next.body.dataset.position.split(".")[0];
   const data = document.getElementById("charts"), before = data?.textContent;
+  if (others) document.querySelector(".plots").replaceWith(next.querySelector(".plots"));
   for (const part of PARTS) renew(document.querySelector(part), next.querySelector(part));
   const table = page => page.getElementById("data-of-experiments")?.textContent;
   if (table(next) !== table(document)) note.textContent = "The table has new results: load the page again.";
   const drawn = next.getElementById("charts");
   if (drawn) data.textContent = drawn.textContent;
-  if (drawn && drawn.textContent !== before) await (await charts).renew();
+  if (drawn && drawn.textContent !== before) await (await charts).renew(others);
 }));
 
 source.addEventListener("open", () => { note.textContent = ""; });

@@ -65,9 +65,7 @@ def test_the_list_has_states_reasons_figures_and_the_plan(client):
         "16,000",
     ):
         assert shown in answer.text
-    assert (
-        "8,000" in answer.text
-    )  # measured; planned: 8 x 1,000 tokens / 0.25 s / 2 devices
+    assert "8,000" in answer.text  # measured; planned: 8 x 1,000 tokens / 0.25 s / 2 devices
     assert {"one", "two", "study", "&lt;b&gt;three"} == {*ids(client)}
     assert "<b>three" not in answer.text
 

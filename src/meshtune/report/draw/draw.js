@@ -77,11 +77,16 @@ function hasEnd(chart, key) {
 }
 
 // Draws what is new in the element `charts`: a table alone is exchanged in its view, another chart is drawn anew.
-async function renew() {
+// others: whether the charts are others than before, in elements of their own.
+async function renew(others) {
   const before = charts();
   page = given();
   added = {};
-  for (const key of Object.keys(drawn)) if (!(key in page.charts)) (drawn[key].finalize(), delete drawn[key]);
+  if (others) {
+    for (const view of Object.values(drawn)) view.finalize();
+    drawn = {};
+    return draw();
+  }
   await Promise.all(Object.entries(charts()).map(async ([key, chart]) => {
     const view = drawn[key];
     if (!view || !before[key] || form(before[key], key) !== form(chart, key)) return embed(key, chart);
