@@ -132,7 +132,7 @@ class Followed:
                 async with self._changed:
                     self._changed.notify_all()
                 await asyncio.sleep(self._poll)
-        except Hidden:
+        except (Hidden, UserError):  # whoever asks for the page is told
             pass
         finally:
             self._following = False
