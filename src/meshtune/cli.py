@@ -27,6 +27,7 @@ from meshtune.commands.report import report
 from meshtune.commands.schema import schema
 from meshtune.commands.sweep import SimulateAlone, sweep
 from meshtune.commands.train import train
+from meshtune.commands.ui import ui
 from meshtune.errors import Interrupted, NonFinite, RankFailed, UserError, memory_explained
 from meshtune.rundir import disk_is_full
 from meshtune.units import notice
@@ -44,7 +45,7 @@ for command in (config, data, plan, dryrun, probe, bench, calibrate, train):
     app.command()(command)
 app.command(cls=SimulateAlone)(sweep)
 app.command("eval")(evaluate)
-for command in (generate, chat, export, report, migrate, schema, env):
+for command in (generate, chat, export, report, ui, migrate, schema, env):
     app.command()(command)
 
 

@@ -75,8 +75,18 @@ class RunDir:
         return self.path / "logs"
 
     @property
+    def rank_logs(self) -> list[Path]:
+        """The logs of the ranks since the last start, as far as there are any."""
+        return sorted(self.logs.glob("rank-*.log"))
+
+    @property
     def report_file(self) -> Path:
         return self.path / "report.html"
+
+    @property
+    def holds_run(self) -> bool:
+        """True if the folder holds a run, be it of no step yet."""
+        return self.config_file.exists() or self.metrics_file.exists()
 
     @property
     def lock_file(self) -> Path:
@@ -137,7 +147,7 @@ class RunDir:
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         for old in self.path.glob(".model.old-*"):
             shutil.rmtree(old) if self.model.exists() else old.rename(self.model)
-        if logs := list(self.logs.glob("rank-*.log")):
+        if logs := self.rank_logs:
             before = self.logs / "before"
             shutil.rmtree(before, ignore_errors=True)
             before.mkdir()

@@ -7,8 +7,8 @@ file.
 
 import json
 import sqlite3
-from collections.abc import Mapping
-from contextlib import closing
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,17 +44,31 @@ def database_of(path: Path) -> Path | None:
         return None
 
 
-def read_sweep_rows(file: Path) -> SweepRows:
-    """Read a database. Raises UserError for a file that is no sweep's, or one of another version."""
+@contextmanager
+def opened(file: Path) -> Iterator[sqlite3.Connection]:
+    """Open a database to read it. SQLite's errors become UserError."""
     try:
         # "rw" and not "ro": SQLite can't set back a half-written change otherwise. Nothing else is written.
         address = f"{file.resolve().as_uri()}?mode=rw"
         with closing(sqlite3.connect(address, uri=True, timeout=30)) as database:
-            database.row_factory = sqlite3.Row
-            facts = {name: json.loads(value) for name, value in database.execute("SELECT * FROM sweep")}
-            rows = [dict(row) for row in database.execute("SELECT * FROM experiments ORDER BY number")]
+            yield database
     except sqlite3.Error as error:
         raise UserError(f"{file} can't be read as the database of a sweep: {error}.") from error
+
+
+def counts_by_status(file: Path) -> dict[str, int]:
+    """Number of experiments by status, the most frequent first. Raises UserError as `read_sweep_rows`."""
+    with opened(file) as database:
+        asked = "SELECT status, count(*) FROM experiments GROUP BY status ORDER BY count(*) DESC"
+        return dict(database.execute(asked).fetchall())
+
+
+def read_sweep_rows(file: Path) -> SweepRows:
+    """Read a database. Raises UserError for a file that is no sweep's, or one of another version."""
+    with opened(file) as database:
+        database.row_factory = sqlite3.Row
+        facts = {name: json.loads(value) for name, value in database.execute("SELECT * FROM sweep")}
+        rows = [dict(row) for row in database.execute("SELECT * FROM experiments ORDER BY number")]
     if facts.get("form") != FORM:
         raise UserError(
             f"{file} has tables of version {facts.get('form')}, and this meshtune reads version {FORM}; read "

@@ -15,7 +15,7 @@ from meshtune.sweep_rows import database_of
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from meshtune.report.draw.kinds import Panel
+    from meshtune.report.draw.page import Page
 
 RUN, SWEEP, PLAN = "run folder", "sweep", "plan"
 
@@ -25,8 +25,7 @@ class Made(NamedTuple):
 
     title: str  # of its pictures
     file: Path  # default of --out
-    html: str
-    panels: "Sequence[Panel]"
+    page: "Page"
     facts: dict[str, Any]  # for --json
     tables: "RenderableType | None" = None  # in the terminal
 
@@ -52,7 +51,7 @@ def report(
     """Draw a page: of a run, of several runs compared, of a sweep, or of plans."""
     made = page_of([expanded(path) for path in paths])
     file = expanded(out) if out else made.file
-    write_text_atomically(file, made.html)
+    write_text_atomically(file, made.page.html())
     pictures = write_pictures(made, expanded(png)) if png else []
     facts = {"report": str(file), **({"pictures": list(map(str, pictures))} if png else {}), **made.facts}
     if made.tables is None:
@@ -87,7 +86,7 @@ def page_of(paths: Sequence[Path]) -> Made:
 
 def kind_of(path: Path) -> str | None:
     """RUN, SWEEP or PLAN by the content of a path; None for anything else."""
-    if holds_run(RunDir(path)):
+    if RunDir(path).holds_run:
         return RUN
     if database_of(path):
         return SWEEP
@@ -100,19 +99,15 @@ def nothing_there(path: Path) -> str:
     """A sentence on a path that is none of RUN, SWEEP and PLAN."""
     if path.is_file():
         return f"{path} is no sweep's database, and no plan that meshtune plan --json or a run has written."
-    meant = path_meant(str(path), lambda near: holds_run(RunDir(near)) or database_of(near) is not None)
+    meant = path_meant(str(path), lambda near: RunDir(near).holds_run or database_of(near) is not None)
     files = "config.yaml, metrics.jsonl and sweep.db"
     return f"{path} holds no run and no sweep: none of {files} is there{meant or '.'}"
 
 
-def holds_run(folder: RunDir) -> bool:
-    return folder.config_file.exists() or folder.metrics_file.exists()
-
-
 def of_run(run: RunDir) -> Made:
-    from meshtune.report.run.report import report_page, run_panels
+    from meshtune.report.run.report import run_page
 
-    return Made(run.path.resolve().name, run.report_file, report_page(run), run_panels(run), {})
+    return Made(run.path.resolve().name, run.report_file, run_page(run), {})
 
 
 def of_runs(paths: Sequence[Path]) -> Made:
@@ -122,9 +117,8 @@ def of_runs(paths: Sequence[Path]) -> Made:
 
     comparison = compare(paths)
     beside = paths[0].resolve().parent / "comparison.html"
-    drawn, facts = page.panels(comparison), comparison.as_dict()
-    title, html = " · ".join(comparison.names), page.comparison_page(comparison)
-    return Made(title, beside, html, drawn, facts, page.comparison_tables(comparison))
+    title, shown = " · ".join(comparison.names), page.comparison_page(comparison)
+    return Made(title, beside, shown, comparison.as_dict(), page.comparison_tables(comparison))
 
 
 def of_sweep(path: Path) -> Made:
@@ -134,20 +128,19 @@ def of_sweep(path: Path) -> Made:
     assert database is not None
     sweep = sweep_page(database)
     file = database.resolve().parent / "report.html"
-    return Made(sweep.name, file, sweep.html, sweep.panels, {"experiments": sweep.counts})
+    return Made(sweep.name, file, sweep.page, {"experiments": sweep.counts})
 
 
 def of_plans(paths: Sequence[Path]) -> Made:
-    from meshtune.report.plan.documents import document_page, document_panels, read_plan
+    from meshtune.report.plan.documents import document_page, read_plan
 
     plans = [plan for plan in map(read_plan, paths) if plan]
-    drawn = document_panels(plans)
-    html, file = document_page(plans, drawn), paths[0].resolve().with_suffix(".html")
-    return Made(" · ".join(plan.name for plan in plans), file, html, drawn, {})
+    file = paths[0].resolve().with_suffix(".html")
+    return Made(" · ".join(plan.name for plan in plans), file, document_page(plans), {})
 
 
 def write_pictures(made: Made, folder: Path) -> list[Path]:
     """Write each picture of a page into the folder, as .png files of their keys."""
     from meshtune.report.draw.picture import write
 
-    return [write(folder / f"{panel.key}.png", [[panel]], title=made.title) for panel in made.panels]
+    return [write(folder / f"{panel.key}.png", [[panel]], title=made.title) for panel in made.page.panels]

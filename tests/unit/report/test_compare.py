@@ -1,9 +1,9 @@
 """`meshtune report A B`: what differs, which figure is best, one page."""
 
 import json
-import re
 
 import pytest
+from page_data import charts_of
 from rich.console import Console
 
 from meshtune.commands.report import report
@@ -109,11 +109,10 @@ def test_answers_to_a_prompt_stand_side_by_side(run, other):
 
 
 def test_the_page_is_whole_and_what_comes_from_runs_is_escaped(run, other):
-    text = comparison_page(compare([run.path, other.path]))
+    text = comparison_page(compare([run.path, other.path])).html()
     assert text.count("window.vegaEmbed=") == 1
     assert "<b>" not in text
-    (found,) = re.findall(r"^const CHARTS = (\{.*\});$", text, re.MULTILINE)
-    charts = json.loads(found)
+    charts = charts_of(text)
     colour = next(
         layer["encoding"]["color"] for layer in charts["loss"]["layer"] if "color" in layer["encoding"]
     )
@@ -160,7 +159,7 @@ def test_facts_are_words_and_a_long_path_breaks_after_a_slash(run, other, monkey
         each.config_file.write_text(f"data: {{train: {path}, max_samples: {'null' if each is run else 9}}}\n")
     compared = compare([run.path, other.path])
     assert compared.as_dict()["environment"]["trainable_parameters"] == ["642176", "2432"]
-    assert "trainable parameters" in comparison_page(compared)
+    assert "trainable parameters" in comparison_page(compared).html()
     monkeypatch.setenv("COLUMNS", "80")
     Console(width=80).print(comparison_tables(compared))
     out = capsys.readouterr().out

@@ -5,6 +5,7 @@ import json
 import re
 
 import pytest
+from page_data import charts_of
 
 from meshtune.meter.parts import PARTS
 from meshtune.meter.rows import memory_row
@@ -29,12 +30,6 @@ class Elements(html.parser.HTMLParser):
 
     def handle_data(self, data):
         self.text += data
-
-
-def charts_of(text: str) -> dict:
-    """The Vega-Lite specifications in a page, by key."""
-    match = re.search(r"^const CHARTS = (\{.*\});$", text, re.MULTILINE)
-    return json.loads(match[1]) if match else {}
 
 
 def rows_of(chart: dict) -> list[dict[str, str]]:

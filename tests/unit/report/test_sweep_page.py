@@ -1,11 +1,11 @@
 """The page of a sweep, from databases whose numbers the tests know."""
 
 import json
-import re
 import sqlite3
 from contextlib import closing
 
 import pytest
+from page_data import data_in
 from sweeps import MODELS, bench_row, bench_rows, write_sweep
 
 from meshtune.commands.report import report
@@ -38,7 +38,7 @@ def drawn(file) -> dict:
 
 
 def table_in(html: str) -> dict:
-    return json.loads(re.search(r"^const EXPERIMENTS = (\{.*\});$", html, re.MULTILINE)[1])
+    return data_in(html, "data-of-experiments")
 
 
 def test_the_heat_map_has_the_fastest_layout_of_each_model_and_number_of_ranks(database):
@@ -111,14 +111,18 @@ def test_seeds_are_one_point_their_median(tmp_path):
 def test_a_sweep_that_was_simulated_says_so_in_every_title(tmp_path):
     rows = [bench_row("small", ranks, 1) for ranks in (1, 2, 4)]
     made = sweep_page(write_sweep(tmp_path, rows, simulated="planner"))
-    assert made.panels and all(panel.title.endswith(", simulated (planner)") for panel in made.panels)
-    assert "(simulated)</h1>" in made.html and "the planner predicted every figure" in made.html
-    speeds = [point.y for panel in made.panels if panel.key == "speed" for point in panel.groups[0].points]
+    assert made.page.panels and all(
+        panel.title.endswith(", simulated (planner)") for panel in made.page.panels
+    )
+    assert "(simulated)</h1>" in made.page.html() and "the planner predicted every figure" in made.page.html()
+    speeds = [
+        point.y for panel in made.page.panels if panel.key == "speed" for point in panel.groups[0].points
+    ]
     assert speeds == [row["predicted_tokens_per_second_per_gpu"] for row in rows]
 
 
 def test_the_table_has_every_experiment_and_its_reason(database):
-    html = sweep_page(database).html
+    html = sweep_page(database).page.html()
     table = table_in(html)
     columns = {column["name"]: column for column in table["columns"]}
     count = len(MODELS) * 9 + 2
@@ -133,13 +137,13 @@ def test_the_table_has_every_experiment_and_its_reason(database):
 
 
 def test_nothing_of_a_database_becomes_markup(database):
-    html = sweep_page(database).html
+    html = sweep_page(database).page.html()
     assert "large <b>" not in html and "<memory>" not in html and "&lt;b&gt;" not in html.split("<script")[0]
 
 
 def test_a_thousand_experiments_are_a_page_below_two_megabytes(tmp_path):
     rows = [bench_row("small", 1 + n % 8, 1 + n // 8) for n in range(1000)]
-    html = sweep_page(write_sweep(tmp_path, rows)).html
+    html = sweep_page(write_sweep(tmp_path, rows)).page.html()
     assert len(html.encode()) < 2e6
 
 
@@ -176,10 +180,10 @@ def test_losses_are_compared_at_equal_tokens_and_at_equal_updates(tmp_path):
 
 def test_a_sweep_without_a_result_has_a_page(tmp_path):
     made = sweep_page(write_sweep(tmp_path, [{"status": "waiting", "settings": {"layout": "mb1-ga1"}}]))
-    assert made.panels == [] and "No experiment is done yet" in made.html
+    assert made.page.panels == [] and "No experiment is done yet" in made.page.html()
     empty = tmp_path / "empty"
     empty.mkdir()
-    assert "0 experiments" in sweep_page(write_sweep(empty, [])).html
+    assert "0 experiments" in sweep_page(write_sweep(empty, [])).page.html()
 
 
 def test_only_the_database_of_a_sweep_of_this_form_is_read(tmp_path):

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from meshtune.report.compare.runs import Comparison, Line, in_words
 from meshtune.report.draw.kinds import Lines, Series
-from meshtune.report.draw.page import page, text
+from meshtune.report.draw.page import Page, text
 from meshtune.report.draw.theme import OTHERS
 from meshtune.report.run.panels import series, smoothed
 from meshtune.report.run.samples import Asked, samples_section
@@ -46,8 +46,8 @@ COLUMNS = (  # a new panel is one row
 )
 
 
-def comparison_page(comparison: Comparison) -> str:
-    """The comparison as HTML text."""
+def comparison_page(comparison: Comparison) -> Page:
+    """The comparison's parts."""
     environment = [*map(in_words, comparison.environment)]
     caution = f"<p class='note'>{text(comparison.caution)}</p>" if comparison.caution else ""
     after = (
@@ -55,7 +55,7 @@ def comparison_page(comparison: Comparison) -> str:
         _table("Model and environment that differ", comparison.names, environment, ""),
         _samples(comparison),
     )
-    return page(
+    return Page(
         name=" · ".join(comparison.names),
         kind="comparison",
         subtitle=text(f"{len(comparison.names)} runs: {', '.join(str(run.path) for run in comparison.runs)}"),

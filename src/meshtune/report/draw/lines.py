@@ -10,21 +10,38 @@ from meshtune.report.draw.kinds import Lines
 from meshtune.report.draw.thin import merged, thinned
 
 FEW = 60  # values of a series that are drawn with dots
+MARGIN = 0.015  # of the x axis beyond the first and the last step
 NONE = "–"  # in a tooltip, where a series has no value
 
 
-def lines(panel: Lines) -> alt.LayerChart:
-    """Chart of a panel's curves, thinned to MOST_ROWS steps, with a tooltip of all curves' values at an x."""
+def points(panel: Lines) -> alt.Data:
+    """Table of a panel's curves, thinned to MOST_ROWS steps: columns x, y0, y1 …"""
     x, columns = merged(panel.series)
     rows = thinned(columns)
-    fields = [f"y{n}" for n in range(len(columns))]
-    data = table(
+    return table(
         {"x": [x[row] for row in rows]}
-        | {name: [column[row] for row in rows] for name, column in zip(fields, columns, strict=True)}
+        | {f"y{n}": [column[row] for row in rows] for n, column in enumerate(columns)}
     )
-    end = panel.x_end or max(x, default=1) or 1
-    ends = (-0.015 * end, 1.015 * end)
-    across = alt.X("x:Q").scale(domain=list(ends), nice=False)
+
+
+def dotted(panel: Lines) -> tuple[bool, ...]:
+    """For each curve, whether its points are drawn with dots."""
+    return tuple((one.role == "other" and len(one.x) <= FEW) or len(one.x) == 1 for one in panel.series)
+
+
+def end_of(panel: Lines) -> tuple[str, float]:
+    """Name and value of the parameter that ends the x axis. A page which goes on sets it."""
+    last = max((one.x[-1] for one in panel.series if one.x), default=1)
+    return f"end_{panel.key}", panel.x_end or last or 1
+
+
+def lines(panel: Lines, dots: Sequence[bool] | None = None) -> alt.LayerChart:
+    """Chart of a panel's curves, with a tooltip of all curves' values at an x. dots: of `dotted`."""
+    data, fields = points(panel), [f"y{n}" for n in range(len(panel.series))]
+    name, value = end_of(panel)
+    end = alt.param(name=name, value=value)
+    ends = (f"-{MARGIN} * {name}", f"{1 + MARGIN} * {name}")
+    across = alt.X("x:Q").scale(domain=[alt.ExprRef(one) for one in ends], nice=False)
     across = across.axis(
         format=",d", grid=False, tickCount=8, tickMinStep=1, title=plain(panel.x_title), titleAnchor="end"
     )
@@ -44,9 +61,8 @@ def lines(panel: Lines) -> alt.LayerChart:
     )
     base = alt.Chart(data).encode(x=across)
     layers = []
-    for field, one in zip(fields, panel.series, strict=True):
-        dots = (one.role == "other" and len(one.x) <= FEW) or len(one.x) == 1
-        point = alt.OverlayMarkDef(size=36) if dots else False
+    for field, one, with_dots in zip(fields, panel.series, dots or dotted(panel), strict=True):
+        point = alt.OverlayMarkDef(size=36) if with_dots else False
         ticks = alt.Axis(
             labelExpr=tick_text(panel.form), tickCount=5, minExtent=LABELS, title=plain(panel.y_title)
         )
@@ -56,14 +72,15 @@ def lines(panel: Lines) -> alt.LayerChart:
             .transform_calculate(series=json.dumps(one.name))
             .encode(y=alt.Y(f"{field}:Q", scale=up, axis=ticks), color=colour, opacity=strength)
         )
-    return layered([*layers, _pointer(alt.Chart(data), panel, fields, ends)]).properties(height=panel.height)
+    chart = layered([*layers, _pointer(alt.Chart(data), panel, fields, ends)]).add_params(end)
+    return chart.properties(height=panel.height)
 
 
-def _pointer(base: alt.Chart, panel: Lines, fields: Sequence[str], ends: tuple[float, float]) -> alt.Chart:
+def _pointer(base: alt.Chart, panel: Lines, fields: Sequence[str], ends: tuple[str, str]) -> alt.Chart:
     """Layer of one band around each x, invisible until pointed at, with the values of every series there.
 
     base: a chart of the data without encodings; the data has column "x". fields: the data's column of each
-    series' y, in the order of `panel.series`. ends: (lowest, highest) x of the axis.
+    series' y, in the order of `panel.series`. ends: expressions of the lowest and the highest x of the axis.
     """
     under = alt.selection_point(
         name=f"under_pointer_{panel.key}", on="pointerover", clear="pointerout", fields=["x"], empty=False
@@ -83,7 +100,7 @@ def _pointer(base: alt.Chart, panel: Lines, fields: Sequence[str], ends: tuple[f
         .transform_calculate(**texts, **halfway)
         .mark_rect(color=alt.ExprRef("ink"))
         .encode(
-            x=alt.X("left:Q").scale(domain=list(ends), nice=False),
+            x=alt.X("left:Q").scale(domain=[alt.ExprRef(one) for one in ends], nice=False),
             x2="right:Q",
             opacity=alt.condition(under, alt.value(0.12), alt.value(0)),
             tooltip=[tooltip("x:Q", f"at {panel.x_title}", format=","), *values],

@@ -3,12 +3,15 @@
 The JavaScript of Vega is inside it, once, however many charts there are. All text from data, settings or a
 model's answers is escaped by `text` or `script_json`. Light or dark follows the reader's system. The page's
 content security policy forbids it to load anything and to make code from text, so Vega interprets its
-expressions (`ast`) and the page reads its tables itself.
+expressions (`ast`) and the page reads its tables itself. All data stand in elements of JSON, so that the
+scripts are the same on every page: `meshtune ui` serves the same page with the scripts as files.
 """
 
 import html
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from meshtune.report.draw import vega
@@ -16,28 +19,65 @@ from meshtune.report.draw.kinds import Lines, Panel
 from meshtune.report.draw.theme import DARK, LIGHT, config
 from meshtune.report.draw.thin import MOST_ROWS, THINNED
 
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"  # of a file
+SERVED = ("vega.js", "draw.js", "follow.js")  # scripts of a served page with charts, in this order
+DRAW = Path(__file__).with_name("draw.js")
 
-def page(
-    *, name: str, kind: str, subtitle: str, panels: Sequence[Panel], before: str, after: str, footer: str
-) -> str:
-    """A page as HTML text. Raises NotDrawn where there are panels and Altair is missing.
 
-    name, kind: plain text of the page's title, such as "my-run" and "" or "plan"; `name` is the heading too.
-    subtitle, before, after, footer: HTML that is inserted as it is, so the caller escapes it; `before` and
-    `after` stand above and below the charts. `Lines` stand two a row, but for the first, which takes the
-    whole width as all other panels do.
+@dataclass(frozen=True)
+class Page:
+    """A page's parts. `Lines` stand two a row, but for the first, which takes the whole width as all other
+    panels do.
     """
-    return PAGE.format(
-        title=" · ".join(text(part) for part in (name, kind, "meshtune") if part),
-        style=STYLE,
-        heading=text(name),
-        subtitle=subtitle,
-        before=before,
-        charts=_figures(panels),
-        after=after,
-        footer=footer,
-        scripts=_scripts(panels) if panels else "",
-    )
+
+    name: str  # plain text: the heading, and the beginning of the title
+    kind: str  # plain text behind it in the title, such as "plan"; may be ""
+    subtitle: str  # HTML, as are `before`, `after` and `footer`: the caller escapes it
+    panels: Sequence[Panel]
+    before: str  # above the charts
+    after: str  # below them
+    footer: str
+    scripts: Mapping[str, Path] = field(default_factory=dict)  # of the page's own elements: name -> file
+
+    def html(self) -> str:
+        """One file. Raises NotDrawn where there are panels and Altair is missing."""
+        meta = f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+        own = [f"<script>\n{_code(file)}</script>" for file in self.scripts.values()]
+        draws = [f"<script type='module'>{vega.javascript()}</script>"] if self.panels else []
+        data = self._charts()
+        draws += [data, f"<script type='module'>\n{_code(DRAW)}</script>"] if self.panels else []
+        return self._filled(meta, "", [*own, *draws])
+
+    def served(self, links: str, *, events: str, position: str) -> str:
+        """The page as `meshtune ui` serves it: without code inside.
+
+        links: HTML above the heading. events: address of the stream that tells of changes. position: what is
+        sent to it, so that it begins where this page ends.
+        """
+        names = [*self.scripts, *(SERVED if self.panels else SERVED[-1:])]
+        code = [f"<script type='module' src='/scripts/{text(name)}'></script>" for name in names]
+        follows = f" data-events='{text(events)}' data-position='{text(position)}'"
+        return self._filled('<link rel="icon" href="data:,">', follows, [self._charts(), *code], links)
+
+    def _filled(self, head: str, follows: str, scripts: Sequence[str], links: str = "") -> str:
+        return PAGE.format(
+            head=head,
+            title=" · ".join(text(part) for part in (self.name, self.kind, "meshtune") if part),
+            style=STYLE,
+            follows=follows,
+            links=links,
+            heading=text(self.name),
+            subtitle=self.subtitle,
+            before=self.before,
+            charts=_figures(self.panels),
+            after=self.after,
+            footer=self.footer,
+            scripts="\n".join(scripts),
+        )
+
+    def _charts(self) -> str:
+        """An element with the charts' specifications as JSON; "" without charts."""
+        return data_element("charts", _specifications(self.panels)) if self.panels else ""
 
 
 def text(value: Any) -> str:
@@ -48,6 +88,11 @@ def text(value: Any) -> str:
 def script_json(value: Any) -> str:
     """JSON for a script element, with `<` escaped so that nothing ends the element. ValueError for NaN."""
     return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def data_element(name: str, value: Any) -> str:
+    """An element with the id `name` that holds a value as JSON, for the page's scripts."""
+    return f"<script type='application/json' id='{name}'>\n{script_json(value)}\n</script>"
 
 
 def _figures(panels: Sequence[Panel]) -> str:
@@ -67,25 +112,27 @@ def _figures(panels: Sequence[Panel]) -> str:
     return f"<section class='plots'>{cells}</section>{note}"
 
 
-def _scripts(panels: Sequence[Panel]) -> str:
+def _specifications(panels: Sequence[Panel]) -> dict[str, Any]:
+    """Specifications of the charts by key, those that differ on a phone, and the two themes."""
     vega.require()
     from meshtune.report.draw.charts import specification
 
     charts = {panel.key: specification(panel, width="container") for panel in panels}
-    of_phones = {panel.key: specification(panel, width="container", narrow=True) for panel in panels}
+    of_phones = {
+        panel.key: specification(panel, width="container", narrow=True)
+        for panel in panels
+        if not isinstance(panel, Lines)
+    }
     narrow = {key: chart for key, chart in of_phones.items() if chart != charts[key]}
     themes = {
         name: config(colours, background="transparent")
         for name, colours in (("light", LIGHT), ("dark", DARK))
     }
-    constants = (
-        f"const CHARTS = {script_json(charts)};\nconst NARROW = {script_json(narrow)};\n"
-        f"const THEMES = {script_json(themes)};"
-    )
-    return (
-        f"<script type='module'>{vega.javascript()}</script>\n"
-        f"<script type='module'>\n{constants}\n{DRAW}</script>"
-    )
+    return {"charts": charts, "narrow": narrow, "themes": themes}
+
+
+def _code(file: Path) -> str:
+    return file.read_text(encoding="utf-8")
 
 
 PAGE = """\
@@ -95,17 +142,17 @@ PAGE = """\
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline';
- script-src 'unsafe-inline'">
+{head}
 <title>{title}</title>
 <style>{style}</style>
 </head>
-<body>
+<body{follows}>
 <main>
+{links}
 <header><h1>{heading}</h1><p>{subtitle}</p></header>
-{before}
+<div id="before">{before}</div>
 {charts}
-{after}
+<div id="after">{after}</div>
 <footer>{footer}</footer>
 </main>
 {scripts}
@@ -251,42 +298,4 @@ footer { margin-top: 56px; padding-top: 14px; border-top: 1px solid var(--line);
   }
 }
 @media print { .plots figure { break-inside: avoid; } }
-"""
-
-DRAW = """
-const dark = matchMedia("(prefers-color-scheme: dark)"), phone = matchMedia("(max-width: 720px)");
-let drawn = [];
-
-const CELL = /(?:"((?:[^"]|"")*)"|([^,\\n]*))([,\\n])/g;
-
-// Rows of a table as encode.py writes it. Vega's own reader of CSV makes code from text.
-function rowsOf(table, numbers) {
-  const lines = [[]];
-  for (const [, quoted, plain, end] of table.matchAll(CELL)) {
-    lines.at(-1).push(quoted === undefined ? plain : quoted.replaceAll('""', '"'));
-    if (end === "\\n") lines.push([]);
-  }
-  const value = (name, cell) => !(name in numbers) ? cell : cell === "" ? null : Number(cell);
-  const [names, ...rows] = lines.slice(0, -1);
-  return rows.map(cells => Object.fromEntries(names.map((name, n) => [name, value(name, cells[n])])));
-}
-
-function withRows(spec) {
-  if (Array.isArray(spec)) return spec.map(withRows);
-  if (spec === null || typeof spec !== "object") return spec;
-  if (spec.format?.type === "csv") return {values: rowsOf(spec.values, spec.format.parse ?? {})};
-  return Object.fromEntries(Object.entries(spec).map(([name, part]) => [name, withRows(part)]));
-}
-
-async function draw() {
-  const theme = dark.matches ? "dark" : "light";
-  const options = {ast: true, actions: false, renderer: "canvas", mode: "vega-lite", tooltip: {theme}};
-  for (const chart of drawn) chart.finalize();
-  const charts = phone.matches ? {...CHARTS, ...NARROW} : CHARTS;
-  drawn = await Promise.all(Object.entries(charts).map(([key, chart]) =>
-    vegaEmbed("#chart-" + key, {...withRows(chart), config: THEMES[theme]}, options)));
-}
-
-draw();
-for (const query of [dark, phone]) query.addEventListener("change", draw);
 """

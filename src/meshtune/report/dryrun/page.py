@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from meshtune.layout import Layout
 from meshtune.meter.trace import RankTrace
 from meshtune.report.draw.kinds import Panel
-from meshtune.report.draw.page import page, text
+from meshtune.report.draw.page import Page, text
 from meshtune.report.draw.picture import SUFFIXES
 from meshtune.report.draw.picture import write as write_picture
 from meshtune.report.dryrun.listing import Listing
@@ -115,7 +115,7 @@ def dryrun_page(run: DryRun, drawn: Sequence[Panel]) -> str:
     )
     verdict = f"<p>{text(run.verdict)}</p>" if run.verdict else ""
     notes = "".join(f"<p class='note'>{text(note)}</p>" for note in run.notes)
-    return page(
+    return Page(
         name=run.model,
         kind="dry run",
         subtitle=f"<code>{text(run.layout)}</code> on {text(run.cluster)}",
@@ -123,7 +123,7 @@ def dryrun_page(run: DryRun, drawn: Sequence[Panel]) -> str:
         before=f"<section><dl class='tiles four'>{tiles}</dl>{verdict}{notes}</section>",
         after="".join(table.html() for table in listings(run)),
         footer=FOOTER,
-    )
+    ).html()
 
 
 def write(folder: Path, run: DryRun, *, suffix: str = SUFFIXES[0]) -> list[Path]:

@@ -7,11 +7,10 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from meshtune.report.draw.kinds import Panel
-from meshtune.report.draw.page import page, text
+from meshtune.report.draw.page import Page, text
 from meshtune.report.experiments.panels import panels
 from meshtune.report.experiments.rows import DONE, Sweep, sweep_of
-from meshtune.report.experiments.table import table
+from meshtune.report.experiments.table import SCRIPT, table
 from meshtune.sweep_rows import read_sweep_rows
 from meshtune.units import counted
 
@@ -29,26 +28,25 @@ class SweepPage(NamedTuple):
     """A sweep's page and the pictures on it."""
 
     name: str
-    html: str
-    panels: list[Panel]
+    page: Page
     counts: dict[str, int]  # experiments by status
 
 
 def sweep_page(database: Path) -> SweepPage:
     """Read a sweep and make its page. Raises UserError for another file, NotDrawn without Altair."""
     sweep = sweep_of(read_sweep_rows(database))
-    drawn = panels(sweep)
     counts = dict(Counter(one.status for one in sweep.experiments).most_common())
-    html = page(
+    made = Page(
         name=sweep.name + (" (simulated)" if sweep.simulated else ""),
         kind="sweep",
         subtitle=_subtitle(sweep),
-        panels=drawn,
+        panels=panels(sweep),
         before=_counts(sweep, counts),
         after=table(sweep) + _where(sweep) if sweep.experiments else _where(sweep),
         footer=_footer(sweep),
+        scripts={SCRIPT.name: SCRIPT} if sweep.experiments else {},
     )
-    return SweepPage(sweep.name, html, drawn, counts)
+    return SweepPage(sweep.name, made, counts)
 
 
 def _subtitle(sweep: Sweep) -> str:

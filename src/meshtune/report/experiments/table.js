@@ -1,6 +1,7 @@
-// The table of a sweep's experiments, made from EXPERIMENTS (table.py): filters, sorting, and the chosen rows side
+// The table of a sweep's experiments, made from the data that table.py wrote: filters, sorting, and the chosen rows side
 // by side. Rows are drawn a hundred at a time, as they are scrolled to. All text is set as text, never as HTML.
 {
+  const EXPERIMENTS = JSON.parse(document.getElementById("data-of-experiments").textContent);
   const CHUNK = 100;  // rows
   const {columns, parts, simulated} = EXPERIMENTS;
   const section = document.getElementById("experiments"), beside = document.getElementById("chosen");

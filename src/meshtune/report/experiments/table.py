@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from meshtune.plan.memory.timeline import CATEGORIES
-from meshtune.report.draw.page import script_json
+from meshtune.report.draw.page import data_element
 from meshtune.report.experiments.rows import GPUS, MODEL, SOURCES, Experiment, Figures, Sweep
 from meshtune.units import GIB
 
@@ -18,7 +18,7 @@ Get = Callable[[Experiment], Any]
 
 
 def table(sweep: Sweep) -> str:
-    """The section with the table and its script, as HTML."""
+    """The section with the table and its data, as HTML, for SCRIPT."""
     data = {"columns": columns(sweep), "parts": parts(sweep), "simulated": sweep.simulated}
     names = [column["name"] for column in data["columns"]]
     data["sorted"] = next((n for n, name in enumerate(names) if name.endswith(sweep.speed_unit)), 0)
@@ -26,7 +26,7 @@ def table(sweep: Sweep) -> str:
         "<section id='experiments'><h2>All experiments</h2><div class='filters'></div>"
         "<p class='note' aria-live='polite'></p><div class='wide tall'><table class='facts numbers listing'>"
         "<thead></thead><tbody></tbody></table></div></section><section id='chosen' hidden></section>"
-        f"<script>\nconst EXPERIMENTS = {script_json(data)};\n{SCRIPT.read_text(encoding='utf-8')}</script>"
+        + data_element("data-of-experiments", data)
     )
 
 

@@ -16,7 +16,7 @@ from meshtune.errors import UserError, check_file
 from meshtune.plan.memory.timeline import CATEGORIES
 from meshtune.plan.seconds.step import PARTS
 from meshtune.report.draw.kinds import Panel
-from meshtune.report.draw.page import page, text
+from meshtune.report.draw.page import Page, text
 from meshtune.report.draw.words import model_title
 from meshtune.report.plan.numbers import named, number, seconds
 from meshtune.report.plan.page import FOOTER, sentences, table
@@ -86,8 +86,8 @@ def document_panels(plans: Sequence[PlanDocument]) -> list[Panel]:
     return drawn
 
 
-def document_page(plans: Sequence[PlanDocument], drawn: Sequence[Panel]) -> str:
-    """The page as HTML text. plans: at least one."""
+def document_page(plans: Sequence[PlanDocument]) -> Page:
+    """The page's parts. plans: at least one."""
     after = []
     for plan in plans:
         tree = plan.tree
@@ -98,11 +98,11 @@ def document_page(plans: Sequence[PlanDocument], drawn: Sequence[Panel]) -> str:
             sentences(f"What to change first{title}", _lines(tree.get("changes"))),
             sentences(f"Layouts left out{title}", [_left_out(one) for one in tree.get("rejected") or ()]),
         ]
-    return page(
+    return Page(
         name=" · ".join(dict.fromkeys(model_title(plan.model) for plan in plans)),
         kind="plan",
         subtitle=text(", ".join(f"{plan.name}: {_cluster(plan.tree)}" for plan in plans)),
-        panels=drawn,
+        panels=document_panels(plans),
         before="",
         after="".join(after),
         footer=FOOTER,

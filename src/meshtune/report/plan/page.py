@@ -11,7 +11,7 @@ from meshtune import __version__
 from meshtune.plan.advice import comparison
 from meshtune.plan.cost import RunCost, money
 from meshtune.plan.tools import MESHTUNE
-from meshtune.report.draw.page import page, text
+from meshtune.report.draw.page import Page, text
 from meshtune.report.draw.words import model_title
 from meshtune.report.plan.clusters import mark
 from meshtune.report.plan.numbers import common_error, number, plus_minus, seconds
@@ -58,7 +58,7 @@ def plan_page(
 
     choices: rows of its table. drawn: its charts. around: plans for its sliders; None: it has none.
     """
-    return page(
+    return Page(
         name=model_title(answer.workload.model),
         kind="plan",
         subtitle=text(subject(answer)),
@@ -81,7 +81,7 @@ def plan_page(
             )
         ),
         footer=FOOTER,
-    )
+    ).html()
 
 
 def explained_page(
@@ -97,10 +97,10 @@ def explained_page(
     )
     choice = explanations[0].choice
     note = f"<p class='note'>{text(choice.accuracy.sentence(choice.stack, choice.cluster.gpu.name))}</p>"
-    return page(
+    return Page(
         name=name, kind="plan", subtitle=text(subtitle), panels=drawn, before="", after=after + note,
         footer=FOOTER,
-    )  # fmt: skip
+    ).html()  # fmt: skip
 
 
 def recommended(answer: Answer, asked: Asked) -> str:

@@ -1,7 +1,7 @@
 """A run's rows as panels of curves over steps. A new chart of the report is one entry in `panels`."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from meshtune.report.draw.kinds import Lines, Role, Series
 from meshtune.report.run.summary import of_kind, speed_unit
@@ -9,6 +9,17 @@ from meshtune.rundir import Row
 from meshtune.units import GIB
 
 SMOOTHED_PART = 25  # a mean is taken over one 25th of the run
+END = 8  # at an end, a mean takes in at least one 8th of its values
+
+
+@dataclass(frozen=True)
+class Curve(Series):
+    """A curve of one column of rows, to which later rows add points (points.py)."""
+
+    kind: str = ""  # of the rows
+    column: str = ""
+    per: float = 1  # divides the values
+    last: tuple[float, ...] = ()  # values of which the mean at the end is; (): the curve is no mean
 
 
 def panels(rows: Sequence[Row]) -> list[Lines]:
@@ -57,19 +68,21 @@ def panels(rows: Sequence[Row]) -> list[Lines]:
     return [panel for panel in filled if panel.series]
 
 
-def series(name: str, role: Role, rows: Sequence[Row], column: str, *, unit: float = 1) -> Series:
+def series(name: str, role: Role, rows: Sequence[Row], column: str, *, unit: float = 1) -> Curve:
     """One column of rows over their steps; rows without a value are left out. unit: divides the values."""
     points = [(row["step"], row[column] / unit) for row in rows if row.get(column) is not None]
-    return Series(name, role, tuple(step for step, _ in points), tuple(value for _, value in points))
+    x, y = tuple(step for step, _ in points), tuple(value for _, value in points)
+    return Curve(name, role, x, y, kind=rows[0]["kind"] if rows else "", column=column, per=unit)
 
 
-def smoothed(name: str, rows: Sequence[Row], column: str) -> tuple[Series, ...]:
+def smoothed(name: str, rows: Sequence[Row], column: str) -> tuple[Curve, ...]:
     """(The column,) if it has fewer than 2 · SMOOTHED_PART values; else (it in faint, its running mean)."""
     raw = series(name, "main", rows, column)
     window = len(raw.y) // SMOOTHED_PART | 1  # odd, so that the mean has a middle
     if window < 3:
         return (raw,)
-    mean = Series(f"{name}, mean of {window}", "main", raw.x, running_mean(raw.y, window))
+    means, last = running_mean(raw.y, window), raw.y[-(window // END) - 1 :]
+    mean = replace(raw, name=f"{name}, mean of {window}", y=means, last=last)
     return replace(raw, role="raw"), mean
 
 
@@ -77,7 +90,7 @@ def running_mean(values: Sequence[float], window: int) -> tuple[float, ...]:
     """Mean of the `window` (odd) values around each value; as many means as values.
 
     Near an end it takes as many values on each side as there are up to the end, but on the inner side at
-    least window // 8: a one-sided mean of all `window` values would change the trend at the ends, and fewer
+    least window // END: a one-sided mean of all `window` values would change the trend at the ends, and fewer
     values would show noise as a trend.
     """
     sums = [0.0]
@@ -86,7 +99,7 @@ def running_mean(values: Sequence[float], window: int) -> tuple[float, ...]:
     means = []
     for middle in range(len(values)):
         to_end = min(middle, len(values) - 1 - middle)
-        reach = min(window // 2, max(window // 8, to_end))
+        reach = min(window // 2, max(window // END, to_end))
         start, end = max(0, middle - reach), min(len(values), middle + reach + 1)
         means.append((sums[end] - sums[start]) / (end - start))
     return tuple(means)

@@ -4,19 +4,19 @@ Around the curves over steps stand the headline numbers, samples before and afte
 run has not written yet is left out.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from meshtune.errors import UserError, check_file
 from meshtune.meter.rows import memory_table
 from meshtune.report.draw.kinds import Panel
-from meshtune.report.draw.page import page, text
+from meshtune.report.draw.page import Page, text
 from meshtune.report.draw.picture import write
 from meshtune.report.draw.vega import NotDrawn
 from meshtune.report.run.panels import panels
 from meshtune.report.run.samples import Asked, samples_section
-from meshtune.report.run.summary import Summary, facts_of, samples_of, summarise
+from meshtune.report.run.summary import Summary, facts_of, of_kind, samples_of, summarise
 from meshtune.rundir import Row, RunDir, write_text_atomically
 from meshtune.units import count, counted, duration, human
 
@@ -76,33 +76,38 @@ def write_picture(run: RunDir, file: Path, *, dark: bool = False) -> Path:
     return write(file, rows, title=run.path.resolve().name, dark=dark)
 
 
-def run_panels(run: RunDir) -> list[Panel]:
+def run_panels(rows: Sequence[Row]) -> list[Panel]:
     """The pictures of the report: curves over steps, then time by part and memory by category."""
     from meshtune.report.run.parts import part_panels  # it brings numpy, which a run's other files don't need
 
-    rows = run.rows()
     return [*panels(rows), *part_panels(rows)]
 
 
 def report_page(run: RunDir) -> str:
     """The report as HTML text."""
-    summary, facts = summarise(run), facts_of(run)
+    return run_page(run).html()
+
+
+def run_page(run: RunDir) -> Page:
+    """The report's parts."""
+    rows = run.rows()
+    summary, facts = summarise(run, rows), facts_of(run, rows)
     shown = [(label, _fact(facts[key])) for key, label in LABELS.items() if facts.get(key) is not None]
     environment = _leaves({key: value for key, value in facts.items() if key not in (*LABELS, PREDICTED)})
     after = [
         _causes(summary),
         _samples(run),
-        _memory(run.rows("memory")),
+        _memory(of_kind(rows, "memory")),
         _facts("What was run", shown),
         _facts("What the planner predicted", _prediction(facts.get(PREDICTED, {}))),
         _settings(run),
         _facts("Environment", environment),
     ]
-    return page(
+    return Page(
         name=summary.name,
         kind="",
         subtitle=_subtitle(summary, facts),
-        panels=run_panels(run),
+        panels=run_panels(rows),
         before=_headline(summary),
         after="\n".join(section for section in after if section),
         footer="Made by meshtune from the files of this run's folder.",

@@ -66,9 +66,12 @@ class Sample:
         return self.expected is not None and answer.strip() == self.expected.strip()
 
 
-def summarise(run: RunDir) -> Summary:
-    """Headline numbers of a run, which may still be running or have no rows yet."""
-    rows = run.rows()
+def summarise(run: RunDir, rows: Sequence[Row] | None = None) -> Summary:
+    """Headline numbers of a run, which may still be running or have no rows yet.
+
+    rows: of metrics.jsonl, where they have been read already.
+    """
+    rows = run.rows() if rows is None else rows
     train, evals = of_kind(rows, "train"), of_kind(rows, "eval")
     last_row = ([row for row in rows if row.get("kind") in ("run", "end")] or [{}])[-1]
     end: Row = last_row if last_row.get("kind") == "end" else {}  # a "run" row after it: the run was resumed
@@ -135,9 +138,13 @@ def samples_of(run: RunDir) -> list[Sample]:
     ]
 
 
-def facts_of(run: RunDir) -> Row:
-    """The last "run" row, written when training started: model, method, layout, device, versions; or {}."""
-    return {key: value for key, value in (run.rows("run") or [{}])[-1].items() if key not in ("kind", "step")}
+def facts_of(run: RunDir, rows: Sequence[Row] | None = None) -> Row:
+    """The last "run" row, written when training started: model, method, layout, device, versions; or {}.
+
+    rows: as `summarise` takes them.
+    """
+    starts = run.rows("run") if rows is None else of_kind(rows, "run")
+    return {key: value for key, value in (starts or [{}])[-1].items() if key not in ("kind", "step")}
 
 
 def speed_unit(rows: Sequence[Row]) -> str:

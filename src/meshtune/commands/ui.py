@@ -1,0 +1,47 @@
+"""`meshtune ui`: pages of runs and sweeps in a browser, which go on while these write."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from meshtune.errors import UserError, expanded
+from meshtune.units import notice
+
+RUNS = Path("runs")  # where runs are written, unless `output` says otherwise
+
+
+def ui(
+    paths: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="[RUNS|SWEEP]...", help="run folders, folders of runs, or sweeps; default: runs"
+        ),
+    ] = None,
+    host: Annotated[
+        str, typer.Option(help="address to listen on; others than this machine's need --token")
+    ] = ("127.0.0.1"),
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one")] = 8421,
+    token: Annotated[
+        str | None,
+        typer.Option(
+            envvar="MESHTUNE_TOKEN", help="a request must have it: open http://HOST:PORT/?token=TOKEN"
+        ),
+    ] = None,
+) -> None:
+    """Serve a live page of runs and sweeps: state, curves, comparison. It only reads."""
+    try:
+        from meshtune.web.serve import serve
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] not in ("starlette", "uvicorn"):
+            raise
+        raise UserError(
+            f"meshtune ui is served by starlette and uvicorn, and '{error.name}' can't be imported; install "
+            "them with: pip install meshtune[ui]"
+        ) from error
+
+    def ready(address: str) -> None:
+        print(address, flush=True)
+        notice("meshtune: end it with Ctrl-C.")
+
+    serve([expanded(path) for path in paths or [RUNS]], host=host, port=port, token=token, ready=ready)

@@ -1,0 +1,192 @@
+"""A page that is kept, and followed while anybody looks at it: one task reads its files for all streams.
+
+    files ──> Followed ──> html()    the page as it was last drawn
+                      └──> stream()  server-sent events: `points` of new rows, at once; `again` when the page
+                                     has been drawn again, which its readers then fetch
+
+Rows of metrics.jsonl become points of the curves that are on the page. All else (tiles, tables, the other
+pictures, curves that begin later) comes with the next drawing, for which at most a 50th of a core is used.
+An event's id is "<number of the drawing>.<number of the event>", so that a stream goes on where it broke off.
+"""
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Hashable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from meshtune.errors import UserError
+from meshtune.report.draw.page import Page
+from meshtune.report.run.points import Points
+from meshtune.rundir import Row
+from meshtune.web.states import rows_in
+
+POLL = 0.5  # seconds between two looks at a run's files
+QUIET = 15.0  # seconds without an event after which a comment is sent: proxies end silent connections
+LEAST_PAUSE, SHARE = (
+    5.0,
+    50,
+)  # seconds between two drawings: at least, and as a multiple of those that one takes
+MOST_BYTES = 1 << 20  # of new rows that are read at once
+
+
+class Hidden(Exception):
+    """The files lead out of the given folders, or have gone."""
+
+
+@dataclass
+class Drawing:
+    """A page at a time."""
+
+    number: int  # counts up, also over a new start of the server
+    html: str
+    stamp: Hashable  # of its files
+    ready: float  # time.monotonic when it was done
+    seconds: float  # that it took
+    points: Points
+    offset: int  # bytes of metrics.jsonl that it has, or that have been read since
+    inode: int
+    events: list[str] = field(default_factory=list)  # data of `points` since then
+
+
+class Followed:
+    """One page; its methods are called from one event loop."""
+
+    def __init__(
+        self,
+        page: Callable[[], Page],
+        stamp: Callable[[], Hashable],
+        served: Callable[[Page, str], str],
+        *,
+        rows: Path | None = None,
+        poll: float = POLL,
+        closing: Callable[[], bool] = bool,
+    ) -> None:
+        """page: reads the files and makes the page; raises UserError. stamp: differs once they have changed;
+        raises Hidden. served: page and position -> HTML. rows: metrics.jsonl, whose rows become points.
+        Both of the first are called in a thread. poll: seconds between two looks at the files. closing: True
+        once all streams must end.
+        """
+        self._page, self._stamp, self._served, self._rows = page, stamp, served, rows
+        self._poll, self._closing = poll, closing
+        self._drawing: Drawing | None = None
+        self._lock = asyncio.Lock()
+        self._changed = asyncio.Condition()
+        self._task: asyncio.Task[None] | None = None
+        self._following = False
+        self.streams = 0  # that are open
+
+    async def html(self) -> str:
+        """The page, drawn again if its files have changed and the last drawing is old enough."""
+        return (await self._drawn(await asyncio.to_thread(self._stamp))).html
+
+    async def stream(self, position: str) -> AsyncIterator[str]:
+        """Yield server-sent events, as text. position: id of the last one that is known."""
+        number, _, seen = position.partition(".")
+        place = int(seen) if seen.isdecimal() else 0
+        self.streams += 1
+        try:
+            if not self._following:
+                self._following = True
+                self._task = asyncio.create_task(self._follow())
+            while True:
+                drawing = self._drawing
+                if drawing and str(drawing.number) != number:
+                    number, place = str(drawing.number), 0
+                    yield f"event: again\nid: {number}.0\ndata: {{}}\n\n"
+                for data in drawing.events[place:] if drawing else ():
+                    place += 1
+                    yield f"event: points\nid: {number}.{place}\ndata: {data}\n\n"
+                if not self._following:  # the files have gone, or the server ends
+                    return
+                if not await self._news(drawing, place):
+                    yield ": \n\n"
+        finally:
+            self.streams -= 1
+
+    async def _news(self, drawing: Drawing | None, place: int) -> bool:
+        """Wait until there is more than the first `place` events of a drawing; False after QUIET seconds."""
+
+        def is_new() -> bool:
+            newer = self._drawing is not drawing or (drawing is not None and len(drawing.events) > place)
+            return newer or not self._following
+
+        try:
+            async with asyncio.timeout(QUIET), self._changed:
+                return await self._changed.wait_for(is_new)
+        except TimeoutError:
+            return False
+
+    async def _follow(self) -> None:
+        """Look at the files until no stream is open."""
+        try:
+            while self.streams and not self._closing():
+                stamp = await asyncio.to_thread(self._stamp)
+                drawing = await self._drawn(stamp)
+                rows = self._read_on(drawing) if stamp != drawing.stamp else []
+                if points := drawing.points.of(rows):
+                    data = {"end": drawing.points.end, "points": points}
+                    drawing.events.append(json.dumps(data, allow_nan=False))
+                async with self._changed:
+                    self._changed.notify_all()
+                await asyncio.sleep(self._poll)
+        except (Hidden, UserError):  # whoever asks for the page is told
+            pass
+        finally:
+            self._following = False
+            async with self._changed:
+                self._changed.notify_all()
+
+    async def _drawn(self, stamp: Hashable) -> Drawing:
+        """The last drawing, or a new one if it is time for it. Raises UserError where there is none yet."""
+        async with self._lock:
+            old = self._drawing
+            if old is None:
+                self._drawing = await asyncio.to_thread(self._draw, stamp)
+            elif stamp != old.stamp and time.monotonic() - old.ready > max(LEAST_PAUSE, SHARE * old.seconds):
+                try:
+                    self._drawing = await asyncio.to_thread(self._draw, stamp)
+                except UserError:  # a file that is being written, perhaps: the old page stays for a while
+                    old.ready = time.monotonic()
+            assert self._drawing is not None
+            return self._drawing
+
+    def _draw(self, stamp: Hashable) -> Drawing:
+        began, number = time.monotonic(), time.time_ns()
+        offset, inode = 0, 0
+        if self._rows is not None:
+            try:
+                status = self._rows.stat()
+                offset, inode = _end_of_rows(self._rows, status.st_size), status.st_ino
+            except OSError:  # no row yet
+                pass
+        page = self._page()
+        html = self._served(page, f"{number}.0")
+        ready = time.monotonic()
+        return Drawing(number, html, stamp, ready, ready - began, Points(page.panels), offset, inode)
+
+    def _read_on(self, drawing: Drawing) -> list[Row]:
+        """Whole rows that were written since; none of a file that is another one now, which is drawn anew."""
+        if self._rows is None:
+            return []
+        try:
+            with open(self._rows, "rb") as stream:
+                status = os.fstat(stream.fileno())
+                if status.st_ino != drawing.inode or status.st_size <= drawing.offset:
+                    return []
+                stream.seek(drawing.offset)
+                piece = stream.read(MOST_BYTES)
+        except OSError:
+            return []
+        drawing.offset += piece.rfind(b"\n") + 1
+        return rows_in(piece)
+
+
+def _end_of_rows(file: Path, size: int) -> int:
+    """Bytes up to the last newline of the first `size` ones."""
+    start = max(0, size - MOST_BYTES)
+    with open(file, "rb") as stream:
+        stream.seek(start)
+        return start + stream.read(size - start).rfind(b"\n") + 1

@@ -1,0 +1,230 @@
+"""The pages that the server shows: report's own, with the list of runs and sweeps above them."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from os import uname
+from pathlib import Path
+from typing import NamedTuple
+
+from meshtune.errors import UserError
+from meshtune.plan.facts import tensors
+from meshtune.report.compare.page import comparison_page
+from meshtune.report.compare.runs import MOST_RUNS, NONE, compare
+from meshtune.report.draw.page import Page, text
+from meshtune.report.experiments.page import sweep_page
+from meshtune.report.run.report import run_page
+from meshtune.report.run.summary import Summary, facts_of, summarise
+from meshtune.rundir import Row, RunDir
+from meshtune.sweep_rows import counts_by_status
+from meshtune.units import human
+from meshtune.web.folders import Entry, Folders
+from meshtune.web.states import State, first_and_last_rows, state_of
+
+STOP = "USR1"  # signal on which a run ends after a step and its checkpoint (train/signals.py)
+FOOTER = (
+    "Made by meshtune from the files of the folders that `meshtune ui` was given. Nothing here changes them."
+)
+
+
+class Listed(NamedTuple):
+    """A run's line of the list."""
+
+    entry: Entry
+    state: State
+    summary: Summary  # of its first and last rows alone
+    facts: Row  # of its last start
+    changed: float  # seconds since 1970
+
+
+@dataclass
+class RunLines:
+    """Lines of the list, read again only of runs whose files have changed."""
+
+    folders: Folders
+
+    def __post_init__(self) -> None:
+        self._known: dict[str, tuple[object, Listed]] = {}
+
+    def all(self) -> list[Listed]:
+        """A line for each run, the last changed first."""
+        runs = [one for one in self.folders.entries.values() if one.kind == "run"]
+        lines = [line for one in runs if (line := self._line(one))]
+        self._known = {line.entry.id: self._known[line.entry.id] for line in lines}
+        return sorted(lines, key=lambda line: (-line.changed, line.entry.name))
+
+    def _line(self, entry: Entry) -> Listed | None:
+        if not self.folders.may_show(entry):
+            return None
+        stamp = stamp_of(entry)
+        if entry.id not in self._known or self._known[entry.id][0] != stamp:
+            self._known[entry.id] = stamp, listed(entry)
+        return self._known[entry.id][1]
+
+
+def stamp_of(entry: Entry) -> tuple[object, ...]:
+    """A value that differs once what is shown of a run or a sweep has changed."""
+    if entry.kind == "sweep":
+        return (_stamp(entry.path),)
+    run = RunDir(entry.path)
+    files = (run.metrics_file, run.samples_file, run.config_file, *run.rank_logs)
+    return (run.is_training, *map(_stamp, files))
+
+
+def _stamp(file: Path) -> tuple[int, ...]:
+    try:
+        status = file.stat()
+    except OSError:
+        return ()
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def listed(entry: Entry) -> Listed:
+    """A run's line, from its first and last rows."""
+    run = RunDir(entry.path)
+    rows = first_and_last_rows(run.metrics_file)
+    summary = summarise(run, rows)
+    changed = [stamp[2] for file in (run.metrics_file, run.config_file) if (stamp := _stamp(file))]
+    return Listed(
+        entry,
+        state_of(run, summary.status, rows),
+        summary,
+        facts_of(run, rows),
+        max(changed, default=0) / 1e9,
+    )
+
+
+def list_page(lines: Sequence[Listed], sweeps: Sequence[Entry]) -> Page:
+    """The list of runs, to be compared, and of sweeps."""
+    states = [line.state.word for line in lines]
+    counts = " · ".join(f"{states.count(word):,} {word}" for word in dict.fromkeys(states))
+    body = _runs(lines) + _sweeps(sweeps) or "<p class='empty'>There is no run and no sweep yet.</p>"
+    return Page("Runs", "", text(counts), (), body, "", FOOTER)
+
+
+def _runs(lines: Sequence[Listed]) -> str:
+    if not lines:
+        return ""
+    heads = (
+        "", "run", "state", "step", "loss", "held-out loss", "tokens/s per device", "planned", "peak memory",
+        "planned", "changed",
+    )  # fmt: skip
+    title = "".join(
+        f"<th{' class=left' if n in (1, 2) else ''}>{text(head)}</th>" for n, head in enumerate(heads)
+    )
+    rows = "".join(map(_row, lines))
+    return (
+        "<form action='/compare'><div class='wide tall'><table class='facts numbers listing'>"
+        f"<thead><tr>{title}</tr></thead><tbody>{rows}</tbody></table></div>"
+        f"<p><button>compare the chosen runs</button> <small>2 to {MOST_RUNS}</small></p></form>"
+        "<p class='note'>Speed is the median of the last steps of a long run; memory is that of tensors, as "
+        "planned for one device.</p>"
+    )
+
+
+def _row(line: Listed) -> str:
+    summary, facts, state = line.summary, line.facts, line.state
+    planned_speed, planned_memory = planned(facts)
+    total = facts.get("total_steps")
+    of_total = f" of {total:,}" if total and state.word != "finished" else ""
+    cells = (
+        f"{summary.steps:,}{of_total}",
+        _number(summary.last_loss, ".4f"),
+        _number(summary.last_eval_loss, ".4f"),
+        _number(summary.tokens_per_second_per_gpu, ",.0f"),
+        _number(planned_speed, ",.0f"),
+        human(summary.peak_memory_bytes) if summary.peak_memory_bytes else NONE,
+        human(planned_memory) if planned_memory else NONE,
+        f"{datetime.fromtimestamp(line.changed):%Y-%m-%d %H:%M:%S}",
+    )
+    name, identifier = text(line.entry.name), line.entry.id
+    why = f" <small>{text(state.why)}</small>" if state.why else ""
+    return (
+        f"<tr><td><input type='checkbox' name='run' value='{identifier}' aria-label='choose {name}'></td>"
+        f"<td class='left'><a href='/runs/{identifier}'>{name}</a></td>"
+        f"<td class='left' title='{text(state.why)}'><b>{state.word}</b>{why}</td>"
+        + "".join(f"<td>{cell}</td>" for cell in cells)
+        + "</tr>"
+    )
+
+
+def planned(facts: Row) -> tuple[float | None, float | None]:
+    """(tokens/s per device, bytes of tensors on a device) of the plan at a run's start; None: not known."""
+    predicted = facts.get("predicted") or {}
+    memory = tensors(predicted["memory"])["peak"] if predicted.get("memory") else None
+    seconds, batch = predicted.get("step_seconds"), facts.get("global_batch_size")
+    if not (seconds and batch and facts.get("seq_len")):
+        return None, memory
+    return batch * facts["seq_len"] / seconds / facts.get("world", 1), memory
+
+
+def _number(value: float | None, form: str) -> str:
+    return NONE if value is None else f"{value:{form}}"
+
+
+def _sweeps(sweeps: Iterable[Entry]) -> str:
+    items = []
+    for entry in sweeps:
+        try:
+            counts = ", ".join(
+                f"{number:,} {status}" for status, number in counts_by_status(entry.path).items()
+            )
+        except UserError:
+            counts = "its database can't be read"
+        items.append(
+            f"<li><a href='/sweeps/{entry.id}'>{text(entry.name)}</a> <small>{text(counts)}</small></li>"
+        )
+    return f"<section><h2>Sweeps</h2><ul>{''.join(items)}</ul></section>" if items else ""
+
+
+def page_of_run(entry: Entry) -> Page:
+    """A run's page: its report, with its state and the command that stops it."""
+    run = RunDir(entry.path)
+    rows = run.rows()
+    page, summary = run_page(run), summarise(run, rows)
+    state = state_of(run, summary.status, rows)
+    why = f" · {text(state.why)}" if state.why and state.why not in summary.status else ""
+    stop = _stop(run, facts_of(run, rows)) if run.is_training else ""
+    return replace(page, subtitle=page.subtitle + why, after=stop + page.after)
+
+
+def _stop(run: RunDir, facts: Row) -> str:
+    """HTML of the command that ends a run after its next step, with a checkpoint."""
+    host, pid = facts.get("host"), holder_of(run.lock_file)
+    if pid:
+        how = f"<pre class='command'>kill -{STOP} {pid}</pre>"
+    else:
+        how = f"<pre class='command'>scancel --signal={STOP} JOB</pre>"
+    where = f" on {text(host)}" if host and host != uname().nodename else ""
+    other = "" if pid else " (JOB is its Slurm job; without Slurm press Ctrl-C where it runs)"
+    return (
+        f"<section><h2>Stop it</h2><p>This command{where} lets it finish its step, save a checkpoint and "
+        f"end; the same <code>meshtune train</code> goes on from there{other}.</p>{how}</section>"
+    )
+
+
+def holder_of(lock: Path) -> int | None:
+    """Process id of who holds a file locked, on this machine; None where that is not known."""
+    try:
+        status = lock.stat()
+        locks = Path("/proc/locks").read_text().splitlines()
+    except OSError:
+        return None
+    for words in map(str.split, locks):  # 1: FLOCK ADVISORY WRITE 4711 08:01:1234 0 EOF
+        if (
+            words[1:2] == ["FLOCK"]
+            and words[5].rpartition(":")[2] == str(status.st_ino)
+            and int(words[4]) > 0
+        ):
+            return int(words[4])
+    return None
+
+
+def page_of_sweep(entry: Entry) -> Page:
+    """A sweep's page, as report draws it."""
+    return sweep_page(entry.path).page
+
+
+def page_of_several(entries: Sequence[Entry]) -> Page:
+    """The comparison of runs. Raises UserError for fewer than two, or for too many."""
+    return comparison_page(compare([one.path for one in entries]))

@@ -1,0 +1,87 @@
+"""A run's state in the list, from its files: summary.status in one word, with the reason beside it."""
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from meshtune.report.run.summary import of_kind
+from meshtune.rundir import Row, RunDir, fault_of
+from meshtune.units import printable
+
+ENDS = 48 * 1024  # bytes of metrics.jsonl at its start and at its end that the list reads
+LONGEST = 160  # characters of a reason
+
+
+class State(NamedTuple):
+    """A run's state."""
+
+    word: str  # waiting (for its first step), running, finished, stopped or failed
+    why: str  # of stopped and failed; ""
+
+
+def state_of(run: RunDir, status: str, rows: Sequence[Row]) -> State:
+    """State of a run. status: of its summary. rows: of metrics.jsonl, at least the last ones."""
+    starts = [place for place, row in enumerate(rows) if row.get("kind") == "run"]
+    began = bool(of_kind(rows[starts[-1] if starts else 0 :], "train"))
+    if status == "finished":
+        return State("finished", "")
+    if status == "running":
+        return State("running" if began else "waiting", "" if began else "for its first step")
+    if status.startswith("stopped by"):
+        return State("stopped", status.removeprefix("stopped "))
+    if status != "stopped without an end":
+        return State("failed", status.removeprefix("stopped: "))
+    if not rows:
+        return State("waiting", "to be started")
+    return State("failed", last_log_line(run) or "it wrote no end: it was killed, or its machine is gone")
+
+
+def last_log_line(run: RunDir) -> str:
+    """Last line of the ranks' newest log, where a traceback ends, behind the log's name; "" without one."""
+    logs = [log for log in run.rank_logs if log.is_file() and log.stat().st_size]
+    if not logs:
+        return ""
+    newest = max(logs, key=lambda log: log.stat().st_mtime)
+    lines = [line.strip() for line in _piece(newest, -4096).decode(errors="replace").splitlines()]
+    line = printable(next((line for line in reversed(lines) if line), ""))
+    return line and f"{newest.name}: {line}"[:LONGEST]
+
+
+def first_and_last_rows(file: Path) -> list[Row]:
+    """Rows at the start and at the end of metrics.jsonl, all of a short one; lines that are no rows are left
+    out. A list of many runs is made from them at once.
+    """
+    try:
+        size = file.stat().st_size
+        pieces = [_piece(file, ENDS)]
+        if size > 2 * ENDS:
+            pieces.append(_piece(file, -ENDS).partition(b"\n")[2])
+        elif size > ENDS:
+            pieces = [_piece(file, size)]
+    except OSError:  # it has not been written yet
+        return []
+    return [row for piece in pieces for row in rows_in(piece)]
+
+
+def rows_in(piece: bytes) -> list[Row]:
+    """The rows of whole lines; others are left out."""
+    rows = []
+    for line in piece[: piece.rfind(b"\n") + 1].splitlines():
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(row, dict) and fault_of(row) is None:
+            rows.append(row)
+    return rows
+
+
+def _piece(file: Path, length: int) -> bytes:
+    """The first bytes of a file, or with a negative length the last ones."""
+    with open(file, "rb") as stream:
+        if length < 0:
+            end = stream.seek(0, os.SEEK_END)
+            stream.seek(max(0, end + length))
+        return stream.read(abs(length))

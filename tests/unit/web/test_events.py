@@ -1,0 +1,181 @@
+"""Streams of a page: points at once, the page when it is drawn again, nothing twice, nothing lost."""
+
+import asyncio
+import json
+import re
+
+import pytest
+from live_runs import end_row, step_row, write_run
+
+from meshtune.report.run.points import Points
+from meshtune.report.run.report import run_panels
+from meshtune.web import events
+from meshtune.web.events import Followed, Hidden
+from meshtune.web.folders import Entry
+from meshtune.web.pages import page_of_run, stamp_of
+
+
+@pytest.fixture
+def run(tmp_path):
+    return write_run(tmp_path / "run", 60)
+
+
+def followed(run, *, stamp=None) -> Followed:
+    entry = Entry("0", "run", "run", run.path)
+    return Followed(
+        lambda: page_of_run(entry),
+        stamp or (lambda: stamp_of(entry)),
+        lambda page, position: page.served("", events="/events", position=position),
+        rows=run.metrics_file,
+        poll=0.02,
+    )
+
+
+def position_of(html: str) -> str:
+    return re.search(r"data-position='(.*?)'", html)[1]
+
+
+def parsed(event: str) -> dict[str, str]:
+    return dict(line.split(": ", 1) for line in event.strip().splitlines() if ": " in line)
+
+
+async def next_of(stream, seconds: float = 20) -> dict[str, str]:
+    return parsed(await asyncio.wait_for(anext(stream), seconds))
+
+
+def test_rows_become_points_of_the_curves_at_once(run):
+    async def check():
+        page = followed(run)
+        stream = page.stream(position_of(await page.html()))
+        waiting = asyncio.create_task(next_of(stream))
+        await asyncio.sleep(0.1)
+        run.append(step_row(61))
+        event = await waiting
+        assert event["event"] == "points"
+        data = json.loads(event["data"])
+        assert data["end"] == 61 and data["points"]["loss"] == [{"x": 61, "y0": 0.0655738, "y1": 0.0655738}]
+        assert data["points"]["memory"] == [{"x": 61, "y0": 3.0}]
+        await stream.aclose()
+        return event["id"]
+
+    assert asyncio.run(check()).endswith(".1")
+
+
+def test_a_row_that_is_half_written_waits_and_one_that_is_none_is_left_out(run):
+    async def check():
+        page = followed(run)
+        stream = page.stream(position_of(await page.html()))
+        waiting = asyncio.create_task(next_of(stream))
+        line = json.dumps(step_row(61)) + "\n"
+        with open(run.metrics_file, "a", buffering=1) as file:
+            file.write("no JSON\n" + line[:40])
+            file.flush()
+            await asyncio.sleep(0.2)
+            assert not waiting.done()
+            file.write(line[40:])
+        assert [point["x"] for point in json.loads((await waiting)["data"])["points"]["loss"]] == [61]
+        await stream.aclose()
+
+    asyncio.run(check())
+
+
+def test_a_stream_goes_on_where_it_broke_off(run):
+    async def check():
+        page = followed(run)
+        start = position_of(await page.html())
+        stream = page.stream(start)
+        ids = []
+        for step in (61, 62, 63):
+            run.append(step_row(step))
+            ids.append((await next_of(stream))["id"])
+        again = page.stream(ids[0])
+        steps = [json.loads((await next_of(again))["data"])["end"] for _ in range(2)]
+        assert steps == [62, 63]
+        from_the_page = page.stream(start)
+        assert json.loads((await next_of(from_the_page))["data"])["end"] == 61
+        unknown = page.stream("nonsense.9")  # of another start of the server
+        event = await next_of(unknown)
+        assert event["event"] == "again" and event["id"] == start
+        for one in (stream, again, from_the_page, unknown):
+            await one.aclose()
+        assert page.streams == 0
+
+    asyncio.run(check())
+
+
+def test_the_page_is_drawn_again_and_its_streams_are_told(run, monkeypatch):
+    monkeypatch.setattr(events, "LEAST_PAUSE", 0.2)
+    monkeypatch.setattr(events, "SHARE", 0)
+
+    async def check():
+        page = followed(run)
+        before = await page.html()
+        stream = page.stream(position_of(before))
+        run.append(step_row(61))
+        run.append(end_row(61, "finished"))
+        kinds = {"points": await next_of(stream)}
+        while "again" not in kinds:
+            event = await next_of(stream)
+            kinds[event["event"]] = event
+        after = await page.html()
+        assert position_of(after) == kinds["again"]["id"] != position_of(before)
+        assert "finished" in after and "finished" not in before
+        run.metrics_file.unlink()  # another run in its place
+        run.metrics_file.write_text("".join(json.dumps(step_row(step)) + "\n" for step in (1, 2)))
+        assert (await next_of(stream))["event"] == "again"
+        await stream.aclose()
+
+    asyncio.run(check())
+
+
+def test_drawing_takes_a_small_share_of_the_time(run):
+    """A page that is costly is drawn seldom, however often it is asked for."""
+    drawn = []
+
+    async def check():
+        page = followed(run, stamp=lambda: len(drawn) + run.metrics_file.stat().st_size)
+        page._page, real = lambda: drawn.append(1) or real(), page._page  # type: ignore[func-returns-value]
+        for step in range(61, 81):
+            run.append(step_row(step))
+            await page.html()
+
+    asyncio.run(check())
+    assert len(drawn) == 1
+
+
+def test_streams_of_a_run_that_may_not_be_shown_any_more_end(run):
+    shown = [True]
+
+    def stamp():
+        if not shown[0]:
+            raise Hidden
+        return 1
+
+    async def check():
+        page = followed(run, stamp=stamp)
+        stream = page.stream(position_of(await page.html()))
+        waiting = asyncio.create_task(anext(stream, None))
+        await asyncio.sleep(0.1)
+        shown[0] = False
+        assert await asyncio.wait_for(waiting, 20) is None
+        with pytest.raises(Hidden):
+            await page.html()
+
+    asyncio.run(check())
+
+
+def test_points_are_those_that_a_new_drawing_would_have(tmp_path):
+    """Values as they are, means as the running mean ends; a held-out loss goes to its own curve."""
+    rows = [step_row(step, loss=5 + (step * 7919 % 100) / 100) for step in range(1, 402)]
+    evals = [{"kind": "eval", "step": step, "loss": 3.0 - step / 1000} for step in (200, 400)]
+    early = rows[:400] + evals[:1]
+    points = Points(run_panels(early))
+    added = points.of([rows[400], evals[1]])
+    whole = {panel.key: panel for panel in run_panels([*early, rows[400], evals[1]])}
+    first, second, held_out = whole["loss"].series
+    by_step = {point["x"]: point for point in added["loss"]}
+    assert by_step[401]["y0"] == pytest.approx(first.y[-1], rel=1e-5)
+    assert by_step[401]["y1"] == pytest.approx(second.y[-1], rel=1e-5)
+    assert by_step[400] == {"x": 400, "y2": pytest.approx(held_out.y[-1])}
+    assert points.end == 401
+    assert points.of([rows[3], rows[399]]) == {}, "they are on the page"
