@@ -37,7 +37,7 @@ class MicroBatchNorms:
         self.squares: Tensor | float = 0.0  # this rank's share of the mean
         self.micro_batches = 0  # with label tokens, on this data rank
         self._handles: list[Any] = []
-        # A forward pass has gradients too: the loss makes the head's there, by chunks, not divided yet.
+        # A forward pass has gradients, too: the loss makes the head's there, not yet divided by label tokens.
         self._in_backward = False
         self._seen: list[tuple[str, Tensor]] = []  # (name, norm) of this backward pass
         self._parts: list[tuple[str, Tensor]] = []  # (name, gradient) of those that tp ranks have parts of
