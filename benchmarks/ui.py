@@ -133,7 +133,8 @@ def main() -> None:
             with served(folder) as (process, port, seconds):
                 text, opened = get(port, "/")
                 paths = dict(re.findall(r"<a href='(/runs/\w+)'>(.*?)</a>", text))
-                starts.append(seconds), lists.append(opened)
+                starts.append(seconds)
+                lists.append(opened)
                 pages.append(get(port, next(iter(paths)))[1])
         print(f"{options.runs} runs, {options.runs * options.rows:,} rows:", json.dumps({
             "server_starts_seconds": round(median(starts), 3),
