@@ -34,7 +34,7 @@ class Entry:
 
 
 class Folders:
-    """What is shown: given folders of runs, run folders, sweeps' folders or databases."""
+    """The given paths: folders of runs, run folders, sweeps' folders or databases."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         """Raises UserError for a path that does not exist, and for a file that is no sweep's database."""

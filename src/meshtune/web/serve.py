@@ -4,13 +4,16 @@ import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import uvicorn
 
 from meshtune.errors import UserError
 from meshtune.report.draw import vega
-from meshtune.web.app import Guard, Pages, is_loopback
 from meshtune.web.folders import Folders
+
+if TYPE_CHECKING:
+    from meshtune.web.app import Pages
 
 SHORTEST_TOKEN = 16  # characters
 
@@ -18,7 +21,7 @@ SHORTEST_TOKEN = 16  # characters
 class Server(uvicorn.Server):
     """Ends open streams before uvicorn waits for them."""
 
-    def __init__(self, config: uvicorn.Config, pages: Pages) -> None:
+    def __init__(self, config: uvicorn.Config, pages: "Pages") -> None:
         super().__init__(config)
         self._pages = pages
 
@@ -35,6 +38,8 @@ def serve(
     ready: called with the address once it is listened on. Raises UserError for a path that shows nothing, an
     address that can't be listened on, one beyond this machine without a token, and without Altair.
     """
+    from meshtune.web.app import Guard, Pages, is_loopback
+
     if token is None and not is_loopback(host):
         raise UserError(
             f"--host {host} can be reached from other machines: add --token with at least {SHORTEST_TOKEN} "
