@@ -137,7 +137,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def work(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What is computed, whatever the layout: (model, micro-batch size, recomputation)."""
+    """Return what is computed, whatever the layout: (model, micro-batch size, recomputation)."""
     settings = row["settings"]
     return row["model"], settings["layout.micro_batch_size"], settings["layout.recompute"]
 

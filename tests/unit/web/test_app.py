@@ -1,4 +1,4 @@
-"""What the server answers, and what it refuses."""
+"""Requests that the server answers, and those that it refuses."""
 
 import asyncio
 import re

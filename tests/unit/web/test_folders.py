@@ -1,4 +1,4 @@
-"""What is found below the given folders, and that nothing else can be."""
+"""Runs and sweeps are found below the given folders, and nothing else is."""
 
 import os
 

@@ -72,10 +72,8 @@ def data_parallel_buffers(
     sharded, accumulates = accounting.gathers_shards(layouts), layouts.gradient_accumulation_steps > 1
     zero3 = sharded & (layouts.zero == 3)
     after_all_passes = reduced_after(layouts)
-    reduced = np.where(after_all_passes, 0.0, accounting.reduce_bytes)
-    reduce_scatter = np.where(sharded, block.trained * reduced, 0.0)
-    left = np.where(sharded, block.trained * precision.gradient, 0.0)
-    unsummed = ~(sharded | accumulates | (accounting.gradient_replicas(layouts) > 1))
+    reduce_scatter = np.where(sharded & ~after_all_passes, block.trained * accounting.reduce_bytes, 0.0)
+    gradients = block.trained * precision.gradient
     has_replicas = accounting.gradient_replicas(layouts) > 1
     all_reduce = np.where(has_replicas, block.trained * accounting.reduce_bytes, 0.0)
     outside, ends_apart = elements.outside, np.asarray(accounting.ends_apart)
@@ -112,13 +110,9 @@ def data_parallel_buffers(
         head_shard=head_shard * new_shard,
         block_shard=block.trained_shard * new_shard,
         embedding_shard=elements.before_blocks.trained_shard * stages.has_embedding * new_shard,
-        # Passes that reduce nothing add a block's gradients to its sums while its activations go.
-        block_gradients=np.where(
-            unsummed, block.trained * precision.gradient, np.where(after_all_passes, 0.0, left)
-        ),
-        block_backward=np.where(after_all_passes, 0.0, reduce_scatter)
-        + (0.0 if accounting.shards_masters else all_reduce),
-        end_gradients=left,
+        block_gradients=leaves_gradients(layouts, accounting) * gradients,
+        block_backward=reduce_scatter + (0.0 if accounting.shards_masters else all_reduce),
+        end_gradients=sharded * gradients,
         backward_end=reduce_scatter + all_reduce,
         last_whole=np.where(sharded & ~sums_whole, last_reduced * precision.gradient, 0.0),
         tied_head=sharded & ~sums_whole & ~(reduces_head > 0),
@@ -127,9 +121,17 @@ def data_parallel_buffers(
             gradient=tied * precision.gradient,
             gradients=tied * precision.gradient * np.where(sharded | accumulates, 2.0, 1.0),
             weights=tied * precision.weight,
-            block_reduce=np.where(sharded, block.trained * reduced, 0.0),
+            block_reduce=reduce_scatter,
         ),
     )
+
+
+def leaves_gradients(layouts: Columns, accounting: Accounting) -> Number:
+    """True where a block's backward leaves its gradients whole; else a sum over micro-batches or replicas
+    takes them while the block's activations go.
+    """
+    summed = (layouts.gradient_accumulation_steps > 1) | (accounting.gradient_replicas(layouts) > 1)
+    return np.where(accounting.gathers_shards(layouts), ~reduced_after(layouts), ~summed)
 
 
 def reduced_after(layouts: Columns) -> Number:

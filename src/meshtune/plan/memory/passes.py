@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from meshtune.plan.memory.activations import block_backward
-from meshtune.plan.memory.buffers import reduced_after
+from meshtune.plan.memory.buffers import leaves_gradients
 from meshtune.units import Number
 
 if TYPE_CHECKING:
@@ -69,7 +69,8 @@ def block_passes(
     made_by_then = np.where(layouts.sp > 0, 1.0, made_when_fullest)
     times.append((np.where(traced, 0.0, backward), made_by_then))
     times.append((np.where(recomputes, in_forward + output_gradient, 0.0), 0.0))  # the second forward
-    size, made = fullest_time(times, own_gradients(work, layouts, accounting))
+    own = work.trained_block_parameters / layouts.tp * accounting.precision.gradient
+    size, made = fullest_time(times, leaves_gradients(layouts, accounting) * own)
     return BlockPasses(
         traced=True,
         forward=in_forward + (1 - peaks.saves_input) * block_input,
@@ -82,16 +83,9 @@ def block_passes(
 
 
 def fullest_time(times: Sequence[tuple[Number, Number]], gradients: Number) -> tuple[Number, Number]:
-    """Of times, each (bytes, share of `gradients`), the one with most bytes and gradients together."""
+    """The one of `times`, each (bytes, share of `gradients`), with most bytes and gradients together."""
     size, made = times[0]
     for other, other_made in times[1:]:
         more = other + other_made * gradients > size + made * gradients
         size, made = np.where(more, other, size), np.where(more, other_made, made)
     return size, made
-
-
-def own_gradients(work: Work, layouts: Columns, accounting: Accounting) -> Number:
-    """Bytes of gradients that the backward of an average block leaves: 0 where a sum takes them."""
-    summed = (layouts.gradient_accumulation_steps > 1) | (accounting.gradient_replicas(layouts) > 1)
-    leaves = np.where(accounting.gathers_shards(layouts), ~reduced_after(layouts), ~summed)
-    return leaves * work.trained_block_parameters / layouts.tp * accounting.precision.gradient

@@ -354,7 +354,6 @@ def step_timeline(
     buffers = data_parallel_buffers(work, layouts, accounting, elements, stages, sizes.head_gradient)
     loss = loss_bytes(work, layouts, accounting, sizes)
     flight = activations_in_flight(work, layouts, accounting, seq_len, stages, loss)
-
     total, sharded, nothing = elements.total, accounting.gathers_shards(layouts), np.zeros_like(flight.total)
     flat = gradient_buffers(accounting, elements, stages.has_head * sizes.head_gradient)
     masters, optimizer = optimizer_state(layouts, accounting, states, total)
@@ -377,13 +376,10 @@ def step_timeline(
     at_end = flight._replace(total=flight.per_micro_batch) if last_backward else flight
     with_embedding = embedding_backward(accounting, elements, stages, at_end)
     pending = stages.has_head * np.where(buffers.head_reduce > 0, 0.0, loss.gradients_pending)
-    not_reduced = unreduced(layouts, accounting, buffers)
+    at_end_gradients = states.gradients - unreduced(layouts, accounting, buffers)
+    of_first = gradients_of_first(flight, buffers, sharded)
     first_block = steady | {
-        "gradients": states.gradients
-        - not_reduced
-        + flat
-        + buffers.tied_head * pending
-        + gradients_of_first(flight, buffers, sharded),
+        "gradients": at_end_gradients + flat + buffers.tied_head * pending + of_first,
         "activations": np.maximum(flight.first_block, with_embedding),
         "gathered_weights": first_whole + buffers.gathered_behind + buffers.gathered_block,
         "communication": flight.received + buffers.backward_end,
@@ -392,7 +388,7 @@ def step_timeline(
     idle = stream_bytes(work, layouts, accounting, elements, stages).idle(
         layouts, accounting, buffers, at_loss=gradients_at_loss - flight.head_gradients,
         before_backward=earlier_gradients - flight.head_gradients,
-        at_end=states.gradients - not_reduced, hole=stages.has_head * loss.hole,
+        at_end=at_end_gradients, hole=stages.has_head * loss.hole,
     )  # fmt: skip
     in_block = steady | {"gradients": steady["gradients"] + pending, "overhead": idle["backward of a block"]}
     events = {
