@@ -8,17 +8,21 @@ Under ZeRO the hooks are on the gathered parameters: on those a backward pass le
 this data rank, in every stage, which FSDP2 then reduce-scatters.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from meshtune import compat
 from meshtune.parallel import tensor, zero
-from meshtune.parallel.apply import Parallel
 from meshtune.placement.split import Split
+
+if TYPE_CHECKING:
+    from meshtune.parallel.apply import Parallel
 
 
 class MicroBatchNorms:
