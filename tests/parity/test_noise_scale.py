@@ -20,8 +20,8 @@ from meshtune.train.inputs import inputs_of, loader_of
 
 MEASURED = ("log.gradient_noise_scale=1", "train.max_steps=1")
 LAYOUTS = """
-mb2-ga8 mb8-ga2 dp2 dp2-mb8 zero1x2 zero2x2 zero3x2 tp2 tp2-sp
-tp4-sp zero3x2-tp2-sp dp2-tp2 dp2-zero2x2 dp2-zero3x2
+mb2-ga8 mb8-ga2 dp2-mb2 dp2-mb8 zero1x2-mb4 zero2x2-mb4 zero3x2-mb4 tp2-mb4 tp2-sp-mb4
+tp4-sp-mb2 zero3x2-tp2-sp-mb2 dp2-tp2-mb4 dp2-zero2x2-mb2 dp2-zero3x2-mb2
 """
 
 
@@ -63,7 +63,7 @@ def reference(folder: Path, words: list[str], layout: str) -> tuple[float, float
 
 
 @pytest.mark.parametrize(
-    "layout", cases(LAYOUTS.split(), default=["mb2-ga8", "dp2-mb8", "zero3x2", "tp2-sp"])
+    "layout", cases(LAYOUTS.split(), default=["mb2-ga8", "dp2-mb8", "zero3x2-mb4", "tp2-sp-mb4"])
 )
 def test_the_noise_is_that_of_plain_autograd(layout: str, folder: Path, tmp_path: Path) -> None:
     run = RunDir(trained(folder, tmp_path / "run", layout, "fp64", *MEASURED).folder)

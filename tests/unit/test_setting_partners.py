@@ -92,7 +92,7 @@ ALONE = """
     cluster.memory_budget_gib cluster.link cluster.network
     cluster.network_share cluster.price_per_gpu_hour cluster.hardware cluster.efficiency checkpoint
     checkpoint.keep checkpoint.async_save checkpoint.save_on_signal checkpoint.resume log log.every
-    log.to hub hub.push_to output
+    log.gradient_noise_scale log.to hub hub.push_to output
 """
 
 
