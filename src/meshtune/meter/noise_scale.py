@@ -74,7 +74,7 @@ def with_measurement(
         "gradient_noise_scale": averages.scale,
         **dict(zip(ESTIMATES, new, strict=True)),
     }
-    return tuple(averages), columns
+    return (averages.squared_norm, averages.variance), columns
 
 
 def late_scale(rows: Sequence[Row]) -> float | None:

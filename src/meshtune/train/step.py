@@ -159,7 +159,7 @@ class Passes:
         )  # fmt: skip
         loss, norm = self.per_count(counts.label_tokens, loss, math.sqrt(squares), count)
         finite = math.isfinite(loss) and math.isfinite(norm)
-        noise = self._noise(*small, squares) if small and finite else None
+        noise = self._noise(small[0], small[1], squares) if small and finite else None
         if finite:
             self.optimizer.clip(norm, max_grad_norm)
             with phase("optimizer"):
