@@ -71,7 +71,7 @@ def test_a_step_holds_what_is_planned(layout: str, kernels: str) -> None:
 
 @pytest.mark.slow
 def test_a_block_s_gradients_come_while_its_activations_go() -> None:
-    """With few tokens the gradients of weights are most: all of them are there at the end alone."""
+    """Gradients of weights are most where tokens are few: all of them are there at the end alone."""
     small = LlamaConfig(**TINY.to_dict() | {"num_hidden_layers": 2})
     job = Job(
         spec=ModelSpec(source=small, init="random"), optimizer=OptimizerSpec(),
