@@ -60,7 +60,7 @@ def block_passes(
     recomputes = layouts.recomputation("block")
     whole = layouts.recomputation("matmuls") | ~(recomputes > 0)
     traced = whole & (layouts.tp == 1) & (layouts.cp == 1)
-    times = [
+    times: list[tuple[Number, Number]] = [
         (sizes.tokens * size / layouts.tp - block_input + output_gradient, made)
         for size, made in peaks.backward
     ]
