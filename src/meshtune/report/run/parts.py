@@ -4,7 +4,7 @@ All of them are of the run's last start. What was not measured, or not predicted
 """
 
 from collections.abc import Mapping, Sequence
-from statistics import mean
+from statistics import fmean
 
 from meshtune.meter.parts import PARTS
 from meshtune.meter.rows import fullest_memory
@@ -42,7 +42,7 @@ def time_over_steps(rows: Sequence[Row]) -> Areas | None:
         return None
     length = -(-len(warm) // MOST_STRETCHES)
     stretches = [warm[first : first + length] for first in range(0, len(warm), length)]
-    means = [{part: mean(row["parts"][part] for row in some) for part in PARTS} for some in stretches]
+    means = [{part: fmean(row["parts"][part] for row in some) for part in PARTS} for some in stretches]
     return Areas(
         "time_parts",
         f"Time of a step by part{f', means of {length} steps' if length > 1 else ''}",
