@@ -104,7 +104,7 @@ TECHNIQUES ?= build/techniques
 study-techniques: $(STAMP)
 	$(BIN)/python scripts/techniques_study.py --out $(TECHNIQUES) --page docs/techniques.md
 
-# Which global batch? Two sweeps on GSM8K, 20 minutes on one core: the tables of docs/batch-size.md and its picture. GSM8K= is
+# Which global batch? Two sweeps on GSM8K, 15 minutes on one core: the tables of docs/batch-size.md and its picture. GSM8K= is
 # the folder of train.jsonl. What was measured stays in STUDY, from where a stopped study goes on.
 STUDY ?= build/batch-size
 study-batch-size: $(STAMP)
