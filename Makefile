@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: quickstart quickstart-lora test test-default test-slow test-browser test-oldest test-migrate test-exports test-cases fuzz families validation validation-dryrun validation-memory validation-why validation-benches study-techniques study-batch-size kill-loop style lint docs benchmark gpu-check clean
+.PHONY: quickstart quickstart-lora test test-default test-slow test-browser test-oldest test-migrate test-exports test-cases fuzz families validation validation-dryrun validation-memory validation-why validation-benches study-techniques study-layouts study-batch-size kill-loop style lint docs benchmark gpu-check clean
 
 # The main job on the embedded model and data: fine-tune, evaluate, write a Hugging Face folder and a report.
 quickstart: $(STAMP)
@@ -103,6 +103,12 @@ validation-benches: $(STAMP)
 TECHNIQUES ?= build/techniques
 study-techniques: $(STAMP)
 	$(BIN)/python scripts/techniques_study.py --out $(TECHNIQUES) --page docs/techniques.md
+
+# Which layout is fastest? 4,608 of them, predicted, 1B to 405B on 8 to 512 H100: report.html in LAYOUTS, the heat map of docs/sweep.md.
+LAYOUTS ?= build/layouts
+study-layouts: $(STAMP)
+	$(BIN)/python scripts/layouts_study.py --out $(LAYOUTS) --picture docs/images/best-layouts.svg
+	$(BIN)/python validation/best_layouts.py --table validation/best-layouts.md
 
 # Which global batch? Two sweeps on GSM8K, 15 minutes on one core: the tables of docs/batch-size.md and its picture. GSM8K= is
 # the folder of train.jsonl. What was measured stays in STUDY, from where a stopped study goes on.
