@@ -131,7 +131,10 @@ def block_peaks(
     return BlockPeaks(
         forward=_sum(forward, kept, -1)[:2],
         forward_alone=_sum(_sum(alone.most, hidden), (0.0, returned, 0.0))[:2],
-        backward=tuple((token, key, made / gradients if gradients else 0.0) for token, key, made in beside),
+        # What is left below zero is no gradient: the forward saved it, whatever the number of tokens.
+        backward=tuple(
+            (token, key, max(made, 0.0) / gradients if gradients else 0.0) for token, key, made in beside
+        ),
         masks=masks,
         saves_input=given[0].untyped_storage()._cdata in saved,
     )
