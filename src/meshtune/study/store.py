@@ -61,6 +61,7 @@ CREATE TABLE experiments (
     reason TEXT, started TEXT, ended TEXT, seconds REAL, attempts INTEGER DEFAULT 0, job TEXT,
     {", ".join(f"{name} {kind}" for name, kind in FIGURES.items())}, document TEXT
 );
+INSERT INTO sweep VALUES ('form', '{FORM}');
 """
 
 
@@ -106,7 +107,6 @@ class Store:
             tables = {name for (name,) in self._database.execute("SELECT name FROM sqlite_master")}
             if not tables:
                 self._database.executescript(f"BEGIN IMMEDIATE; {SCHEMA} COMMIT;")
-                self.describe({"form": FORM})
             elif "experiments" not in tables or self.description().get("form") != FORM:
                 raise UserError(f"{file} is no sweep of this version; name another folder with --out.")
         except sqlite3.DatabaseError as error:

@@ -6,6 +6,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from meshtune.errors import UserError
 from meshtune.study.store import CRASHED, DONE, RUNNING, WAITING, Outcome, Store
 from meshtune.study.sweep_file import Experiment
+from meshtune.sweep_rows import FORM
 
 
 def listed(*seeds: int) -> list[Experiment]:
@@ -72,6 +74,22 @@ def test_what_is_no_database_of_a_sweep_is_refused_and_stays(tmp_path: Path, con
     with pytest.raises(UserError, match="name another folder with --out"):
         Store(file)
     assert file.read_bytes() == before
+
+
+def test_tables_and_their_version_are_made_in_one_transaction(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sweep that is killed at any moment after its tables are there can be opened again."""
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "describe", killed)
+        with suppress(KeyboardInterrupt):
+            Store(tmp_path / "sweep.db")
+    with Store(tmp_path / "sweep.db") as store:
+        assert store.description() == {"form": FORM}
 
 
 WRITER = """
