@@ -97,7 +97,7 @@ def sweep(
     are results. Raises UserError for a bad file, and for a folder that another sweep writes; Interrupted at
     Ctrl-C.
     """
-    check_options(simulate, retry, slurm=slurm)
+    check_options(simulate, retry, slurm=slurm, everything=everything, jobs=jobs)
     source = plain(file) if isinstance(file, Mapping) else expanded(str(file))
     plan = read_sweep(source, overrides)
     if slurm:
@@ -106,8 +106,10 @@ def sweep(
     here = place_of(simulate, slurm=slurm)
     with Store(folder / DATABASE) as store:
         prepared = prepare(store, plan, folder, here, simulate, log)
-        if again := {*retry} | ({DOES_NOT_FIT} if everything else set()):
-            store.wait_again(row.number for row in store.rows(*again, keys=prepared))
+        again = store.rows(*retry, keys=prepared) if retry else []
+        if everything:  # but for those that were run, and had no room: that is their result
+            again += [row for row in store.rows(DOES_NOT_FIT, keys=prepared) if row.seconds is None]
+        store.wait_again(row.number for row in again)
         in_jobs = [row for row in store.rows(RUNNING) if row.job]
         if in_jobs and not slurm:
             raise UserError(
@@ -127,8 +129,15 @@ def sweep(
         return swept(store, folder, plan, prepared, simulate)
 
 
-def check_options(simulate: str | None, retry: Sequence[str], *, slurm: bool) -> None:
-    """Raise UserError for values that the options can't have."""
+def check_options(
+    simulate: str | None,
+    retry: Sequence[str],
+    *,
+    slurm: bool,
+    everything: bool = False,
+    jobs: int | None = None,
+) -> None:
+    """Raise UserError for values that the options can't have, and for options that would have no effect."""
     problems = []
     if simulate is not None and simulate not in TIERS:
         near = did_you_mean(nearest(simulate, TIERS))
@@ -139,6 +148,13 @@ def check_options(simulate: str | None, retry: Sequence[str], *, slurm: bool) ->
             problems.append(f"--retry {word}: write one of {', '.join(AGAIN)}{near}")
     if slurm and simulate:
         problems.append("--slurm runs experiments on a cluster, --simulate runs none; leave one out.")
+    if simulate == PLANNER:
+        unused = [option for option, given in (("--all", everything), ("--jobs", jobs is not None)) if given]
+        problems += [
+            f"{option} is for experiments that run, and the planner runs none; leave it out, or take "
+            "--simulate=dryrun."
+            for option in unused
+        ]
     if problems:
         raise UserError(problems)
 

@@ -1,0 +1,45 @@
+"""Options of a sweep: which experiments they run again, and which have no effect and are refused."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshtune.api import sweep as api
+from meshtune.errors import UserError
+from meshtune.study.children import Task
+from meshtune.study.store import DOES_NOT_FIT, Outcome, Store
+
+TOO_LARGE = {
+    "base": {"model": {"name": "llama-3.1-70b"}, "data": {"seq_len": 4096}, "cluster": {"gpu": "h100-sxm"}},
+    "axes": {"layout": ["mb1-ga1", "mb2-ga1"]},
+}
+
+
+@pytest.mark.parametrize(("given", "option"), [({"everything": True}, "--all"), ({"jobs": 2}, "--jobs")])
+def test_options_that_the_planner_has_no_use_for_are_refused(given: dict[str, Any], option: str) -> None:
+    with pytest.raises(UserError, match=f"{option} is for experiments that run"):
+        api.check_options("planner", [], slurm=False, **given)
+    api.check_options("dryrun", [], slurm=False, **given)
+
+
+def test_what_was_run_and_does_not_fit_is_not_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[list[int]] = []
+
+    def run_all(store: Store, tasks: Mapping[int, Task], *_: object, **__: object) -> None:
+        ran.append([*tasks])
+        store.finish({min(tasks): Outcome(DOES_NOT_FIT, "By the dry run.", seconds=1.0)})  # then it is killed
+
+    monkeypatch.setattr(api, "run_all", run_all)
+
+    def swept(*, everything: bool) -> dict[str, int]:
+        done = api.sweep(TOO_LARGE, out=tmp_path, simulate="dryrun", everything=everything)
+        return dict(done.counts)
+
+    assert swept(everything=False) == {DOES_NOT_FIT: 2} and ran == []
+    assert swept(everything=True) == {"waiting": 1, DOES_NOT_FIT: 1}
+    assert swept(everything=True) == {DOES_NOT_FIT: 2}
+    assert ran == [[1, 2], [2]]
