@@ -260,17 +260,17 @@ def _dies_with(parent: int) -> Callable[[], None]:
 
 def kill_marked(mark: str) -> int:
     """Kill this user's processes whose mark is `mark`, or begins with it and a slash; return how many."""
-    killed = 0
+    killed: set[int] = set()
     for _ in range(10):  # those that were forked meanwhile, too
         pids = [*marked(mark)]
         for pid in pids:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-                killed += 1
+                killed.add(pid)
         if not pids:
             break
         time.sleep(0.05)
-    return killed
+    return len(killed)
 
 
 def marked(mark: str) -> Iterator[int]:
