@@ -17,7 +17,7 @@ from meshtune.report.experiments.panels import errors, front, panels
 from meshtune.report.experiments.rows import best, sweep_of
 from meshtune.report.plan.documents import document_panels, read_plan
 from meshtune.rundir import RunDir
-from meshtune.sweep_rows import database_of, read_sweep_rows
+from meshtune.sweep_rows import counts_by_status, database_of, read_sweep_rows
 
 
 @pytest.fixture
@@ -49,6 +49,18 @@ def test_the_heat_map_has_the_fastest_layout_of_each_model_and_number_of_ranks(d
     assert cell.texts == (("13.4"), "dp2", "mb4") and cell.value == pytest.approx(10 * 0.96 * 1.4)
     assert panel.cells[1][3].value is None and panel.cells[1][3].texts == ("out of memory",)
     assert panel.cells[0][3] is None  # no experiment
+
+
+def test_results_that_the_file_no_longer_lists_are_not_on_the_page(tmp_path):
+    """Their settings may be those of another experiment, whose base is another one."""
+    old, new = bench_row("small", 1, 1), bench_row("small", 1, 1)
+    old["tokens_per_second_per_gpu"] = 9 * new["tokens_per_second_per_gpu"]
+    database = write_sweep(tmp_path, [old, new], unlisted=[1])
+    (one,) = sweep_in(database).done
+    assert (one.number, one.repeats) == (2, 1)
+    made = sweep_page(database)
+    assert made.counts == counts_by_status(database) == {"done": 1}
+    assert "1 result that the sweep" in made.page.before
 
 
 def test_on_a_phone_texts_of_cells_fit_or_are_left_out(database):

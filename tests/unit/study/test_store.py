@@ -33,8 +33,10 @@ def test_rows_keep_their_number_and_result_when_the_file_changes(tmp_path: Path)
         assert store.add(listed(3, 4), AXES) == (1, 1)  # 2 had no result and is gone; 1 stays
         assert [(row.number, row.status) for row in store.rows()] == [(1, DONE), (3, WAITING), (4, WAITING)]
         assert store.counts(["key3", "key4"]) == {WAITING: 2}
+        assert store.description()["unlisted"] == [1] and store.best("step_seconds", 9) == []
         assert store.add(listed(1, 3, 4), AXES) == (0, 0)
         assert store.counts() == {WAITING: 2, DONE: 1}
+        assert [row["number"] for row in store.best("step_seconds", 9)] == [1]
 
 
 def test_the_view_has_a_column_for_each_axis_and_one_line_reads_it(tmp_path: Path) -> None:

@@ -80,6 +80,11 @@ def _counts(sweep: Sweep, counts: Mapping[str, int]) -> str:
         for status, number in counts.items()
     )
     notes = [SIMULATED.get(sweep.simulated, "")] if sweep.simulated else []
+    if unlisted := sweep.source.facts.get("unlisted"):
+        notes.append(
+            f"{counted(len(unlisted), 'result')} that the sweep's file no longer lists: only in the database, not "
+            "on this page."
+        )
     if not counts.get(DONE):
         notes.append("No experiment is done yet, so there is no picture.")
     lines = "".join(f"<p class='note'>{text(note)}</p>" for note in notes)
@@ -93,7 +98,7 @@ def _where(sweep: Sweep) -> str:
     known = {
         name: value
         for name, value in facts.items()
-        if name not in ("form", "axes", "name") and value is not None
+        if name not in ("form", "axes", "name", "unlisted") and value is not None
     }
     rows = "".join(f"<tr><th>{text(name)}</th><td>{text(value)}</td></tr>" for name, value in _leaves(known))
     settings = yaml.safe_dump(file, sort_keys=False, allow_unicode=True) if file else ""
