@@ -82,8 +82,8 @@ def _counts(sweep: Sweep, counts: Mapping[str, int]) -> str:
     notes = [SIMULATED.get(sweep.simulated, "")] if sweep.simulated else []
     if unlisted := sweep.source.facts.get("unlisted"):
         notes.append(
-            f"{counted(len(unlisted), 'result')} that the sweep's file no longer lists: only in the database, not "
-            "on this page."
+            f"{counted(len(unlisted), 'result')} that the sweep's file no longer lists: in the database, but "
+            "not here."
         )
     if not counts.get(DONE):
         notes.append("No experiment is done yet, so there is no picture.")
