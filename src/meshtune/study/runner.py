@@ -81,12 +81,17 @@ def run_all(
     running experiments have been stopped and set to waiting.
     """
     waiting = [row for row in store.rows() if row.number in tasks]
+    on_processor = {number for number, task in tasks.items() if task.on_processor}
     running: list[Running] = []
+
+    def choice() -> tuple[Row, tuple[str, ...]] | None:
+        return devices.next(waiting, [one.gpus for one in running], on_processor)
+
     with Signals() as signals:
         try:
             while (waiting or running) and not signals.count:
-                while (choice := devices.next(waiting, [one.gpus for one in running])) and not signals.count:
-                    row, gpus = choice
+                while (chosen := choice()) and not signals.count:
+                    row, gpus = chosen
                     waiting.remove(row)
                     store.start([row.number])
                     task = tasks[row.number]
