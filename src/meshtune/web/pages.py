@@ -1,9 +1,11 @@
 """The pages that the server shows: report's own, with the list of runs and sweeps above them."""
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
-from os import uname
+from os import stat_result, uname
+from os.path import samestat
 from pathlib import Path
 from typing import NamedTuple
 
@@ -204,7 +206,11 @@ def _stop(run: RunDir, facts: Row) -> str:
 
 
 def holder_of(lock: Path) -> int | None:
-    """Process id of who holds a file locked, on this machine; None where that is not known."""
+    """Id of the process that holds a file locked and open, on this machine; None where that is not known.
+
+    The table of locks has inodes, of which each disk has its own: a process without the file open is another
+    file's, and must get no signal.
+    """
     try:
         status = lock.stat()
         locks = Path("/proc/locks").read_text().splitlines()
@@ -215,9 +221,19 @@ def holder_of(lock: Path) -> int | None:
             words[1:2] == ["FLOCK"]
             and words[5].rpartition(":")[2] == str(status.st_ino)
             and int(words[4]) > 0
+            and has_open(int(words[4]), status)
         ):
             return int(words[4])
     return None
+
+
+def has_open(pid: int, status: stat_result) -> bool:
+    """True if a process has a file open, as far as this user may know. status: of the file."""
+    for file in Path(f"/proc/{pid}/fd").glob("*"):
+        with suppress(OSError):  # closed meanwhile
+            if samestat(file.stat(), status):
+                return True
+    return False
 
 
 def page_of_sweep(entry: Entry) -> Page:
