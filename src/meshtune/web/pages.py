@@ -1,10 +1,10 @@
 """The pages that the server shows: report's own, with the list of runs and sweeps above them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
-from os import stat_result, uname
+from os import listdir, stat_result, uname
 from os.path import samestat
 from pathlib import Path
 from typing import NamedTuple
@@ -229,16 +229,18 @@ def holder_of(lock: Path) -> int | None:
 
 def has_open(pid: int, status: stat_result) -> bool:
     """True if a process has a file open, as far as this user may know. status: of the file."""
-    for file in Path(f"/proc/{pid}/fd").glob("*"):
-        with suppress(OSError):  # closed meanwhile
-            if samestat(file.stat(), status):
-                return True
+    folder = Path(f"/proc/{pid}/fd")
+    with suppress(OSError):  # it has ended, or is another user's
+        for name in listdir(folder):
+            with suppress(OSError):  # closed meanwhile
+                if samestat((folder / name).stat(), status):
+                    return True
     return False
 
 
-def page_of_sweep(entry: Entry) -> Page:
-    """A sweep's page, as report draws it."""
-    return sweep_page(entry.path).page
+def page_of_sweep(entry: Entry, may_read: Callable[[Path], bool]) -> Page:
+    """A sweep's page, as report draws it. may_read: True for files of its runs that may be shown."""
+    return sweep_page(entry.path, may_read).page
 
 
 def page_of_several(entries: Sequence[Entry]) -> Page:

@@ -1,7 +1,8 @@
 """The page of a sweep, made from its database: counts by status, pictures, all experiments, machine."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,9 +33,11 @@ class SweepPage(NamedTuple):
     counts: dict[str, int]  # experiments by status
 
 
-def sweep_page(database: Path) -> SweepPage:
-    """Read a sweep and make its page. Raises UserError for another file, NotDrawn without Altair."""
-    sweep = sweep_of(read_sweep_rows(database))
+def sweep_page(database: Path, may_read: Callable[[Path], bool] = lambda _: True) -> SweepPage:
+    """Read a sweep and make its page. may_read: as of `Sweep`. Raises UserError for another file, NotDrawn
+    without Altair.
+    """
+    sweep = replace(sweep_of(read_sweep_rows(database)), may_read=may_read)
     counts = dict(Counter(one.status for one in sweep.experiments).most_common())
     made = Page(
         name=sweep.name + (" (simulated)" if sweep.simulated else ""),

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -79,6 +80,7 @@ class Sweep:
 
     source: SweepRows
     experiments: tuple[Experiment, ...]
+    may_read: Callable[[Path], bool] = lambda _: True  # False for files of runs that the page leaves out
 
     @property
     def name(self) -> str:
