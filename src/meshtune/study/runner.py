@@ -107,8 +107,13 @@ def run_all(
             if not (waiting or running):
                 return
             log(f"Stopping {counted(len(running), 'experiment')} …")
-            stop([one.child for one in running], signals)
+            ended = stop([one.child for one in running], signals)
+            results = {one.row.number: outcome for one in running if (outcome := ended[one.child])}
+            store.finish(results)
+            running = [one for one in running if one.row.number not in results]
             store.wait_again(one.row.number for one in running)
+            if not (waiting or running):  # the last ones came to their end
+                return
         except BaseException:
             for one in running:
                 one.child.kill()
@@ -119,8 +124,11 @@ def run_all(
     )
 
 
-def stop(children: Sequence[Child], signals: "Signals") -> None:
-    """End running experiments: training saves a checkpoint first. One more signal kills them at once."""
+def stop(children: Sequence[Child], signals: "Signals") -> dict[Child, Outcome | None]:
+    """End running experiments: training saves a checkpoint first. One more signal kills them at once.
+
+    Returns the outcome of those that came to their end all the same, and None of the others.
+    """
     for child in children:
         child.stop()
     patience = max((TO_STOP.get(child.task.run, TO_STOP_OTHERS) for child in children), default=0.0)
@@ -129,9 +137,7 @@ def stop(children: Sequence[Child], signals: "Signals") -> None:
         if all(child.ended() for child in children):
             break
         signals.sleep(POLL)
-    for child in children:
-        child.kill()
-        child.discard()
+    return {child: child.stopped() for child in children}
 
 
 def environment(task: Task, devices: Devices, gpus: tuple[str, ...]) -> dict[str, str]:

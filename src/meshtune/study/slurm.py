@@ -285,7 +285,8 @@ def run_in_job(task: Task, folder: Path) -> Outcome:
     with Signals() as signals:
         while (outcome := child.outcome()) is None:
             if signals.sleep(POLL):
-                stop([child], signals)
+                if outcome := stop([child], signals)[child]:
+                    break
                 raise Interrupted("Stopped; the experiment waits again.")
     return written(task, folder, outcome)
 
