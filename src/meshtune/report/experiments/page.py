@@ -9,16 +9,13 @@ from typing import Any, NamedTuple
 import yaml
 
 from meshtune.report.draw.page import Page, text
+from meshtune.report.draw.words import MFU
 from meshtune.report.experiments.panels import panels
 from meshtune.report.experiments.rows import DONE, Sweep, sweep_of
 from meshtune.report.experiments.table import SCRIPT, table
 from meshtune.sweep_rows import read_sweep_rows
 from meshtune.units import counted
 
-MFU = (
-    "MFU counts the model's own arithmetic (forward and backward of what is trained, attention by documents, "
-    "no recomputation, no padding) over the device's dense peak; it is not known on processors (docs/mfu.md)."
-)
 SIMULATED = {
     "planner": "Simulated: the planner predicted every figure of this page; nothing was run.",
     "dryrun": "Simulated: every figure of this page is of dry runs on fake tensors; no device was used.",
