@@ -3,6 +3,7 @@
 import os
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -256,15 +257,25 @@ def settle(store: Store, folder: Path) -> None:
     for row in store.rows(RUNNING):
         if row.job:
             continue
-        run = RunDir(folder / "runs" / str(row.number))
-        if run.metrics_file.exists():
-            from meshtune.report.run.summary import summarise
+        outcome = None
+        with suppress(UserError):  # its rows are damaged: it is for the experiment to say so
+            outcome = finished_outcome(RunDir(folder / "runs" / str(row.number)))
+        if outcome:
+            store.finish({row.number: outcome})
+        else:
+            store.wait_again([row.number])
 
-            summary = summarise(run)
-            if summary.status == "finished":
-                store.finish({row.number: train_outcome(summary.as_dict(), run, summary.seconds or 0.0)})
-                continue
-        store.wait_again([row.number])
+
+def finished_outcome(run: RunDir) -> Outcome | None:
+    """The outcome of a training run that has finished; None of others. Raises UserError for damaged rows."""
+    if not run.metrics_file.exists():
+        return None
+    from meshtune.report.run.summary import summarise
+
+    summary = summarise(run)
+    if summary.status != "finished":
+        return None
+    return train_outcome(summary.as_dict(), run, summary.seconds or 0.0)
 
 
 def pending(

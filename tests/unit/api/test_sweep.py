@@ -8,8 +8,10 @@ import pytest
 
 from meshtune.api import sweep as api
 from meshtune.errors import UserError
+from meshtune.rundir import RunDir
 from meshtune.study.children import Task
-from meshtune.study.store import DOES_NOT_FIT, Outcome, Store
+from meshtune.study.store import DOES_NOT_FIT, DONE, WAITING, Outcome, Store
+from meshtune.study.sweep_file import Experiment
 
 TOO_LARGE = {
     "base": {"model": {"name": "llama-3.1-70b"}, "data": {"seq_len": 4096}, "cluster": {"gpu": "h100-sxm"}},
@@ -43,3 +45,18 @@ def test_what_was_run_and_does_not_fit_is_not_run_again(
     assert swept(everything=True) == {"waiting": 1, DOES_NOT_FIT: 1}
     assert swept(everything=True) == {DOES_NOT_FIT: 2}
     assert ran == [[1, 2], [2]]
+
+
+def test_a_killed_sweep_settles_what_was_running(tmp_path: Path) -> None:
+    """A run that had finished is a result; one whose rows are damaged waits, and the sweep starts."""
+    with Store(tmp_path / "sweep.db") as store:
+        store.add([Experiment({"n": number}, {}, str(number)) for number in (1, 2, 3)], ("n",))
+        store.start([1, 2, 3])
+        for number, line in ((1, '{"kind": "end", "step": 1, "status": "finished"}'), (2, "no JSON")):
+            run = RunDir(tmp_path / "runs" / str(number)).create()
+            run.append({"kind": "train", "step": 1, "loss": 2.0, "step_seconds": 0.5, "tokens": 8})
+            with open(run.metrics_file, "a") as file:
+                file.write(f"{line}\n")
+        api.settle(store, tmp_path)
+        assert [row.status for row in store.rows()] == [DONE, WAITING, WAITING]
+        assert store.best("loss", 1)[0]["loss"] == 2.0
