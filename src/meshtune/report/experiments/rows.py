@@ -221,7 +221,8 @@ def medians(experiments: Iterable[Experiment]) -> list[Experiment]:
     """One experiment for all that differ in their seed alone, with the medians of their figures."""
     groups: dict[str, list[Experiment]] = {}
     for one in experiments:
-        groups.setdefault(str({key: v for key, v in one.settings.items() if key != SEED}), []).append(one)
+        others = {key: value for key, value in one.settings.items() if key != SEED}
+        groups.setdefault(str(sorted(others.items())), []).append(one)
     return [group[0] if len(group) == 1 else _median(group) for group in groups.values()]
 
 
