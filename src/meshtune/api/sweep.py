@@ -106,7 +106,7 @@ def sweep(
     folder = expanded(str(out)) if out else Path("runs") / plan.name
     here = place_of(simulate, slurm=slurm)
     with Store(folder / DATABASE) as store:
-        prepared = prepare(store, plan, folder, here, simulate, log)
+        prepared = prepare(store, plan, folder, here, simulate, slurm=slurm, log=log)
         again = store.rows(*retry, keys=prepared) if retry else []
         if everything:  # but for those that were run, and had no room: that is their result
             again += [row for row in store.rows(DOES_NOT_FIT, keys=prepared) if row.seconds is None]
@@ -121,7 +121,8 @@ def sweep(
         done = len(prepared) - len(tasks) - len(in_jobs)
         gpus = () if simulate or slurm else gpus_for(tasks)
         devices = Devices(gpus, jobs or len(gpus) or 1)
-        progress = Progress(store, len(prepared), done, devices, log)
+        processor = simulate is None and store.description()["gpus"] == 0
+        progress = Progress(store, len(prepared), done, devices, log, per="rank" if processor else "GPU")
         if slurm:
             run_by_slurm(store, plan, tasks, folder, jobs or 0, progress=progress, log=log)
         elif tasks:
@@ -206,7 +207,14 @@ def best_layouts(here: Here, tree: Mapping[str, Any], number: int) -> list[str]:
 
 
 def prepare(
-    store: Store, plan: SweepFile, folder: Path, here: Here, simulate: str | None, log: Log
+    store: Store,
+    plan: SweepFile,
+    folder: Path,
+    here: Here,
+    simulate: str | None,
+    *,
+    slurm: bool,
+    log: Log,
 ) -> dict[str, Experiment]:
     """Make the database hold the experiments of the file, and settle what a killed sweep has left; returns
     the experiments by key.
@@ -224,7 +232,7 @@ def prepare(
         log(f"Ended what a killed sweep had left: {killed} processes.")
     settle(store, folder)
     new, unlisted = store.add([*experiments.values()], plan.axes)
-    store.describe(facts_of(plan, simulate, sweep_id, before))
+    store.describe(facts_of(plan, simulate, sweep_id, before, slurm=slurm))
     text = yaml.safe_dump(plain(plan.document), sort_keys=False, allow_unicode=True)
     write_text_atomically(folder / "sweep.yaml", text)
     counts = store.counts(experiments)
@@ -236,17 +244,24 @@ def prepare(
 
 
 def facts_of(
-    plan: SweepFile, simulate: str | None, sweep_id: str, before: Mapping[str, Any]
+    plan: SweepFile, simulate: str | None, sweep_id: str, before: Mapping[str, Any], *, slurm: bool
 ) -> dict[str, Any]:
-    """Rows of the table `sweep`; those of the machine are of the first start."""
+    """Rows of the table `sweep`; those of the machine are of the first start. slurm: of which the nodes run
+    the experiments.
+    """
     facts: dict[str, Any] = {
         "id": sweep_id, "name": plan.name, "file": plain(plan.document), "axes": plan.axes, "run": plan.run,
         "simulated": simulate,
     }  # fmt: skip
     if "started" not in before:
-        from meshtune.study.machine import machine_facts
+        from meshtune.study.machine import facts_elsewhere, machine_facts
 
-        facts |= machine_facts(simulate)
+        on_processor = (plan.base.get("train") or {}).get("device") == "cpu"
+        facts |= (
+            facts_elsewhere(on_processor=on_processor)
+            if slurm
+            else machine_facts(simulate, on_processor=on_processor)
+        )
     return facts
 
 
@@ -368,7 +383,7 @@ def swept(
         if best := store.best(order, BEST):
             ranked = order.split()[0]
             break
-    processor = simulate is None and not plan.slurm and not store.description()["gpus"]
+    processor = simulate is None and store.description()["gpus"] == 0
     return Swept(
         store.file, store.counts(keys), simulate, plan.axes, store.reasons(), best, ranked, processor
     )

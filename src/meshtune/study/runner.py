@@ -31,10 +31,12 @@ class Running(NamedTuple):
 class Progress:
     """Lines on stderr: one for each experiment that has ended, with those that are left."""
 
-    def __init__(self, store: Store, total: int, done: int, devices: Devices, log: Log) -> None:
-        """total: experiments of the sweep. done: those that have ended before."""
+    def __init__(
+        self, store: Store, total: int, done: int, devices: Devices, log: Log, *, per: str = "rank"
+    ) -> None:
+        """total: experiments of the sweep. done: those that ended before. per: GPU or rank, of speeds."""
         self._store, self._total, self._done = store, total, done
-        self._devices, self._log = devices, log
+        self._devices, self._log, self._per = devices, log, per
 
     def ended(self, row: Row, outcome: Outcome, waiting: list[Row], running: Mapping[Row, float]) -> None:
         """Print how an experiment ended, and the time that the others take."""
@@ -42,7 +44,7 @@ class Progress:
         result = outcome.status
         speed = (outcome.figures or {}).get("tokens_per_second_per_gpu")
         if outcome.status == DONE and speed:
-            result += f", {speed:,.0f} tokens/s/{'GPU' if self._devices.gpus else 'rank'}"
+            result += f", {speed:,.0f} tokens/s/{self._per}"
         elif outcome.reason:
             result += f": {shortened(outcome.reason)}"
         parts = [f"{self._done} of {self._total}", f"experiment {row.number} ({told(row)}) {result}"]

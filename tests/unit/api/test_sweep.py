@@ -11,9 +11,9 @@ from meshtune.errors import UserError
 from meshtune.rundir import RunDir
 from meshtune.study.children import Task
 from meshtune.study.store import DOES_NOT_FIT, DONE, WAITING, Outcome, Store
-from meshtune.study.sweep_file import Experiment
+from meshtune.study.sweep_file import Experiment, read_sweep
 
-TOO_LARGE = {
+TOO_LARGE: dict[str, Any] = {
     "base": {"model": {"name": "llama-3.1-70b"}, "data": {"seq_len": 4096}, "cluster": {"gpu": "h100-sxm"}},
     "axes": {"layout": ["mb1-ga1", "mb2-ga1"]},
 }
@@ -60,3 +60,19 @@ def test_a_killed_sweep_settles_what_was_running(tmp_path: Path) -> None:
         api.settle(store, tmp_path)
         assert [row.status for row in store.rows()] == [DONE, WAITING, WAITING]
         assert store.best("loss", 1)[0]["loss"] == 2.0
+
+
+def test_the_machine_is_that_which_runs_the_experiments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the login node that submits them, nor GPUs that they leave unused."""
+    monkeypatch.setattr("meshtune.study.machine.gpus_here", lambda: [("a GPU", 1)])
+
+    def facts(device: str, *, slurm: bool) -> dict[str, Any]:
+        document = {**TOO_LARGE, "base": {**TOO_LARGE["base"], "train": {"device": device}}}
+        return api.facts_of(read_sweep(document), None, "id", {}, slurm=slurm)
+
+    here, unused = facts("auto", slurm=False), facts("cpu", slurm=False)
+    assert (here["gpus"], here["device"]) == (1, "a GPU")
+    assert unused["gpus"] == 0 and unused["device"] == unused["machine"]["processor"]
+    there, on_processors = facts("auto", slurm=True), facts("cpu", slurm=True)
+    assert there["gpus"] is None and on_processors["gpus"] == 0
+    assert not {"machine", "device"} & there.keys()

@@ -130,6 +130,14 @@ def test_the_order_in_which_settings_are_written_makes_no_other_experiment(tmp_p
     assert one.repeats == 2
 
 
+def test_experiments_on_the_nodes_of_slurm_have_their_device_and_their_unit(tmp_path):
+    row = bench_row("small", 2, 1)
+    row["document"]["measured"]["device"] = "a node's GPU"
+    file = write_sweep(tmp_path, [row, bench_row("small", 1, 1)], gpus=None, submitted_from="login")
+    assert sweep_in(file).speed_unit == "tokens/s/GPU"
+    assert "a node&#x27;s GPU" in sweep_page(file).page.footer
+
+
 def test_fractions_are_sorted_by_their_size_and_other_settings_as_words(tmp_path):
     settings = (
         {"train.learning_rate": 1e-5, "data.seq_len": 256},

@@ -1,7 +1,7 @@
 """The page of a sweep, made from its database: counts by status, pictures, all experiments, machine."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -57,20 +57,27 @@ def _subtitle(sweep: Sweep) -> str:
         parts.append(f"simulated ({sweep.simulated})")
     elif facts.get("run"):
         parts.append(str(facts["run"]))
-    return text(" · ".join([*parts, *_machine(facts, simulated=bool(sweep.simulated))]))
+    return text(" · ".join([*parts, *_machine(sweep)]))
 
 
-def _machine(facts: Mapping[str, Any], *, simulated: bool) -> list[str]:
-    """Words on the machine and the versions. simulated: the machine did not matter and is left out."""
+def _machine(sweep: Sweep) -> list[str]:
+    """Words on the machine and the versions; without the machine where it did not matter."""
+    facts, rows, simulated = sweep.source.facts, sweep.source.rows, bool(sweep.simulated)
     machine, versions = facts.get("machine") or {}, facts.get("versions") or {}
     words = []
     if not simulated:
         gpus = f"{counted(facts['gpus'], 'GPU')} " if facts.get("gpus") else ""
         cores = f", {counted(machine['cores'], 'core')}" if machine.get("cores") else ""
-        device = facts.get("device") or machine.get("processor") or ""
+        device = facts.get("device") or machine.get("processor") or device_of(rows)
         words.append(f"{gpus}{device}{cores}")
     words += [f"{name} {versions[name]}" for name in ("meshtune", "torch") if versions.get(name)]
     return [word for word in words if word]
+
+
+def device_of(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Name of the device of the first experiment that says it, as Slurm's nodes do; "" if none does."""
+    measured = ((row["document"] or {}).get("measured") or {} for row in rows)
+    return str(next((one["device"] for one in measured if one.get("device")), ""))
 
 
 def _counts(sweep: Sweep, counts: Mapping[str, int]) -> str:
@@ -133,7 +140,7 @@ def _footer(sweep: Sweep) -> str:
     repeated = (
         f" Experiments that differ in their seed alone are one point, the median of {seeds}." if seeds else ""
     )
-    machine = ", ".join(_machine(sweep.source.facts, simulated=bool(sweep.simulated)))
+    machine = ", ".join(_machine(sweep))
     return text(f"{counted(done, 'experiment')} done. {what}{repeated} {MFU} {machine}.")
 
 

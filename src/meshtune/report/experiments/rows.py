@@ -106,7 +106,7 @@ class Sweep:
     @property
     def speed_unit(self) -> str:
         """Unit of the speed of one device, such as tokens/s/GPU."""
-        processor = not self.simulated and not self.source.facts.get("gpus")
+        processor = not self.simulated and self.source.facts.get("gpus") == 0
         most = max((one.gpus or 1 for one in self.experiments), default=1)
         return units.speed_unit(most, "cpu" if processor else "cuda")
 
