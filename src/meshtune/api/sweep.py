@@ -107,6 +107,8 @@ def sweep(
     here = place_of(simulate, slurm=slurm)
     with Store(folder / DATABASE) as store:
         prepared = prepare(store, plan, folder, here, simulate, slurm=slurm, log=log)
+        if slurm:  # first: what has a result is not submitted again, and a retry gets no result of before
+            collect(store, folder)
         again = store.rows(*retry, keys=prepared) if retry else []
         if everything:  # but for those that were run, and had no room: that is their result
             again += [row for row in store.rows(DOES_NOT_FIT, keys=prepared) if row.seconds is None]
@@ -346,9 +348,8 @@ def run_by_slurm(
     progress: Progress,
     log: Log,
 ) -> None:
-    """Submit tasks, and collect the results of all that Slurm has."""
+    """Submit tasks, and wait for the results of all that Slurm has."""
     folder = folder.absolute()
-    collect(store, folder)
     if tasks:
         ids = submit(store, tasks, folder, name=plan.name, options=plan.slurm, jobs=jobs)
         log(f"Submitted {counted(len(tasks), 'experiment')} to Slurm, in the arrays {', '.join(ids)}")

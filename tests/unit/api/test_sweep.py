@@ -10,7 +10,8 @@ from meshtune.api import sweep as api
 from meshtune.errors import UserError
 from meshtune.rundir import RunDir
 from meshtune.study.children import Task
-from meshtune.study.store import DOES_NOT_FIT, DONE, WAITING, Outcome, Store
+from meshtune.study.slurm import written
+from meshtune.study.store import DOES_NOT_FIT, DONE, RUNNING, WAITING, Outcome, Store
 from meshtune.study.sweep_file import Experiment, read_sweep
 
 TOO_LARGE: dict[str, Any] = {
@@ -76,3 +77,25 @@ def test_the_machine_is_that_which_runs_the_experiments(monkeypatch: pytest.Monk
     there, on_processors = facts("auto", slurm=True), facts("cpu", slurm=True)
     assert there["gpus"] is None and on_processors["gpus"] == 0
     assert not {"machine", "device"} & there.keys()
+
+
+def test_a_result_that_lies_there_is_collected_before_anything_is_submitted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submitted: list[Task] = []
+
+    def submit(store: Store, tasks: Mapping[int, Task], *_: object, **__: object) -> list[str]:
+        submitted.extend(tasks.values())
+        store.start(tasks, "7")
+        return ["7"]
+
+    monkeypatch.setattr(api, "submit", submit)
+    monkeypatch.setattr(api, "follow", lambda *_: None)
+    document = {**TOO_LARGE, "base": {**TOO_LARGE["base"], "model": {"name": "llama-3.2-1b"}}}
+    api.sweep(document, out=tmp_path, slurm=True)
+    assert [task.number for task in submitted] == [1, 2]
+    with Store(tmp_path / "sweep.db") as store:
+        store.wait_again([1, 2])  # Slurm had no word of them
+    written(submitted[0], tmp_path, Outcome(DONE))
+    assert api.sweep(document, out=tmp_path, slurm=True).counts == {DONE: 1, RUNNING: 1}
+    assert [task.number for task in submitted] == [1, 2, 2]
