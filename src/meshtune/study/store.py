@@ -24,6 +24,7 @@ from meshtune.meter.rows import time_now
 if TYPE_CHECKING:
     from meshtune.study.sweep_file import Experiment
 from meshtune.sweep_rows import FORM, LISTED
+from meshtune.units import duration
 
 WAITING, RUNNING, DONE = "waiting", "running", "done"
 OUT_OF_MEMORY, CRASHED, REFUSED = "out of memory", "crashed", "refused"
@@ -32,6 +33,7 @@ STATUSES = (
     WAITING, RUNNING, DONE, OUT_OF_MEMORY, CRASHED, REFUSED, TIMED_OUT, DOES_NOT_FIT, DIVERGED
 )  # fmt: skip
 FINISHED = STATUSES[2:]
+LOCKED, TRIES = 60.0, 10  # seconds for which a commit waits for readers, and how often
 FIGURES = {  # column -> its type
     "step_seconds": "REAL",  # median
     "spread": "REAL",  # distance of the quartiles of the steps, of the median
@@ -102,7 +104,7 @@ class Store:
         self.file = file
         self._lock = locked(file.with_name("sweep.lock"), file.parent)
         try:
-            self._database = sqlite3.connect(file, isolation_level=None, timeout=60)
+            self._database = sqlite3.connect(file, isolation_level=None, timeout=LOCKED)
             self._database.execute("PRAGMA synchronous = FULL")
             tables = {name for (name,) in self._database.execute("SELECT name FROM sqlite_master")}
             if not tables:
@@ -133,7 +135,22 @@ class Store:
         except BaseException:
             self._database.execute("ROLLBACK")
             raise
-        self._database.execute("COMMIT")
+        self._commit()
+
+    def _commit(self) -> None:
+        """Commit once no other program reads. Raises UserError if one does so for minutes."""
+        for _ in range(TRIES):
+            try:
+                self._database.execute("COMMIT")
+                return
+            except sqlite3.OperationalError as error:
+                if "locked" not in str(error):
+                    raise
+        self._database.execute("ROLLBACK")
+        raise UserError(
+            f"{self.file} could not be written for {duration(TRIES * LOCKED)}, since another program reads "
+            "it: end its query; the same command goes on."
+        )
 
     # the sweep #
 

@@ -5,13 +5,15 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
 
 from meshtune.errors import UserError
+from meshtune.study import store as store_module
 from meshtune.study.store import CRASHED, DONE, RUNNING, WAITING, Outcome, Store
 from meshtune.study.sweep_file import Experiment
 from meshtune.sweep_rows import FORM
@@ -92,6 +94,29 @@ def test_tables_and_their_version_are_made_in_one_transaction(
             Store(tmp_path / "sweep.db")
     with Store(tmp_path / "sweep.db") as store:
         assert store.description() == {"form": FORM}
+
+
+def test_a_reader_delays_a_result_and_does_not_end_the_sweep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program that has not read all rows of its query holds a lock, against which nothing is committed."""
+    monkeypatch.setattr(store_module, "LOCKED", 0.05)
+    file = tmp_path / "sweep.db"
+    with Store(file) as store:
+        store.add(listed(*range(1, 50)), AXES)
+        with closing(sqlite3.connect(file, check_same_thread=False)) as reader:
+            rows = reader.execute("SELECT * FROM experiments")
+            rows.fetchone()
+            monkeypatch.setattr(store_module, "TRIES", 2)
+            with pytest.raises(UserError, match="another program reads it"):
+                store.start([1])
+            assert store.counts() == {WAITING: 49}
+            monkeypatch.setattr(store_module, "TRIES", 1000)
+            later = threading.Timer(0.3, reader.close)
+            later.start()
+            store.start([1])
+            later.join()
+        assert store.counts() == {WAITING: 48, RUNNING: 1}
 
 
 WRITER = """
