@@ -166,9 +166,7 @@ def main() -> None:
     draw(losses, costs, PICTURE if options.page else options.out / PICTURE.name)
     if options.page:
         before, _, rest = options.page.read_text().partition(BEGIN)
-        shown = f"![Held-out loss, noise scale and speed by global batch](images/{PICTURE.name})"
-        page = f"{before}{BEGIN}\n\n{shown}\n\n{text}\n\n{END}{rest.partition(END)[2]}"
-        write_text_atomically(options.page, page)
+        write_text_atomically(options.page, f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.partition(END)[2]}")
 
 
 if __name__ == "__main__":
