@@ -112,7 +112,7 @@ def test_a_reader_delays_a_result_and_does_not_end_the_sweep(
                 store.start([1])
             assert store.counts() == {WAITING: 49}
             monkeypatch.setattr(store_module, "TRIES", 1000)
-            later = threading.Timer(0.3, reader.close)
+            later = threading.Timer(0.3, rows.close)
             later.start()
             store.start([1])
             later.join()
