@@ -99,17 +99,13 @@ def page(database: Path, kills: Sequence[Kill], seconds: float) -> str:
     rows = study.rows
     facts, counts = study.facts, Counter(row["status"] for row in rows)
     machine = f"{facts['machine']['processor']}, {counted(facts['machine']['cores'], 'core')}"
-    told = ", ".join(f"{kill.after:.0f} s ({len(kill.results)} results)" for kill in kills)
-    again = sum(row["attempts"] > 1 for row in rows)
     lines = [
         "# What each technique costs, on CPU ranks", "",
         f"`make study-techniques` writes this page from [a sweep](../examples/sweeps/{SWEEP.name}) of "
         f"{counted(len(rows), 'experiment')}: {machine}, {date.today()}, fp32, 32 sequences of 64 random "
         "tokens a step, medians of 4 steps. All ranks share the cores, so that more ranks are not faster: "
         "what a technique adds to the work of one rank is what is seen.", "",
-        f"It took {seconds / 60:.0f} minutes. SIGKILL after {told}; each time the same command went on. No "
-        f"result was lost, changed or made twice; {counted(again, 'experiment')} that ran at a kill "
-        f"{'was' if again == 1 else 'were'} run again. Results: "
+        f"{how_it_went(kills, seconds, sum(row['attempts'] > 1 for row in rows))} Results: "
         + ", ".join(f"{number} {status}" for status, number in counts.items()) + ".", "",
         "Speed: tokens/s of all ranks together. Memory: tensors on the fullest rank at their peak, and the "
         "plan's error.", "",
@@ -119,6 +115,19 @@ def page(database: Path, kills: Sequence[Kill], seconds: float) -> str:
     return "\n".join([*lines, *(["", "Without figures:", "", *failed] if failed else [])]) + "\n"
 
 
+def how_it_went(kills: Sequence[Kill], seconds: float, again: int) -> str:
+    """Sentences on the time and the kills of this start of the study. again: experiments that ran twice."""
+    took = f"Its last start took {seconds / 60:.0f} minutes"
+    if not kills:
+        return f"{took}, and ended before the first SIGKILL was due."
+    told = ", ".join(f"{kill.after:.0f} s ({len(kill.results)} results)" for kill in kills)
+    verb = "was" if again == 1 else "were"
+    return (
+        f"{took}. SIGKILL after {told}; each time the same command went on. No result was lost, changed or "
+        f"made twice; {counted(again, 'experiment')} that ran at a kill {verb} run again."
+    )
+
+
 def table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """A line for each model and experiment, beside the same on one rank."""
     yield "| model | layout | ranks | tokens/s | of one rank | spread | memory | of one rank | planned |"
@@ -126,13 +135,14 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     alone = {work(row): row for row in rows if row["world"] == 1 and row["status"] == DONE}
     for row in rows:
         if row["status"] == DONE:
-            one = alone[work(row)]
+            one = alone.get(work(row))
             speed, memory = speed_of(row), row["peak_memory_bytes"]
+            ratios = (speed / speed_of(one), memory / one["peak_memory_bytes"]) if one else ()
+            shares = [f"{ratio:.2f}" for ratio in ratios] or ["", ""]  # the one on one rank may have failed
             planned = row["predicted_peak_bytes"] / memory - 1
             yield (
                 f"| {Path(row['model']).name} | {row['layout']} | {row['world']} | {speed:,.0f} | "
-                f"{speed / speed_of(one):.2f} | {row['spread']:.0%} | {human(memory)} | "
-                f"{memory / one['peak_memory_bytes']:.2f} | {planned:+.1%} |"
+                f"{shares[0]} | {row['spread']:.0%} | {human(memory)} | {shares[1]} | {planned:+.1%} |"
             )
 
 

@@ -19,6 +19,9 @@ DATABASE = "sweep.db"  # in a sweep's folder
 FORM = 1  # version of the tables that can be read
 SQLITE = b"SQLite format 3\x00"  # first bytes of a database
 JSON_COLUMNS = ("settings", "document")
+# SQL condition: the sweep's file lists the experiment. Results that it no longer lists stay in the database;
+# another base may have made them, so that they can't be compared with the others by their settings.
+LISTED = "number NOT IN (SELECT value FROM json_each((SELECT value FROM sweep WHERE name = 'unlisted')))"
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,8 @@ class SweepRows:
 
     file: Path
     facts: Mapping[str, Any]  # of the table `sweep`: name, axes, machine, versions, simulated …
-    rows: tuple[dict[str, Any], ...]  # of `experiments`, by number; settings and document as plain values
+    # Of `experiments`, those that the file lists, by number; settings and document as plain values.
+    rows: tuple[dict[str, Any], ...]
 
     @property
     def folder(self) -> Path:
@@ -57,9 +61,11 @@ def opened(file: Path) -> Iterator[sqlite3.Connection]:
 
 
 def counts_by_status(file: Path) -> dict[str, int]:
-    """Number of experiments by status, the most frequent first. Raises UserError as `read_sweep_rows`."""
+    """Number of experiments that the file lists by status, the most frequent first. Raises UserError as
+    `read_sweep_rows`.
+    """
+    asked = f"SELECT status, count(*) FROM experiments WHERE {LISTED} GROUP BY status ORDER BY count(*) DESC"
     with opened(file) as database:
-        asked = "SELECT status, count(*) FROM experiments GROUP BY status ORDER BY count(*) DESC"
         return dict(database.execute(asked).fetchall())
 
 
@@ -68,7 +74,8 @@ def read_sweep_rows(file: Path) -> SweepRows:
     with opened(file) as database:
         database.row_factory = sqlite3.Row
         facts = {name: json.loads(value) for name, value in database.execute("SELECT * FROM sweep")}
-        rows = [dict(row) for row in database.execute("SELECT * FROM experiments ORDER BY number")]
+        asked = f"SELECT * FROM experiments WHERE {LISTED} ORDER BY number"
+        rows = [dict(row) for row in database.execute(asked)]
     if facts.get("form") != FORM:
         raise UserError(
             f"{file} has tables of version {facts.get('form')}, and this meshtune reads version {FORM}; read "

@@ -3,6 +3,7 @@
 import os
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -97,7 +98,7 @@ def sweep(
     are results. Raises UserError for a bad file, and for a folder that another sweep writes; Interrupted at
     Ctrl-C.
     """
-    check_options(simulate, retry, slurm=slurm)
+    check_options(simulate, retry, slurm=slurm, everything=everything, jobs=jobs)
     source = plain(file) if isinstance(file, Mapping) else expanded(str(file))
     plan = read_sweep(source, overrides)
     if slurm:
@@ -105,9 +106,13 @@ def sweep(
     folder = expanded(str(out)) if out else Path("runs") / plan.name
     here = place_of(simulate, slurm=slurm)
     with Store(folder / DATABASE) as store:
-        prepared = prepare(store, plan, folder, here, simulate, log)
-        if again := {*retry} | ({DOES_NOT_FIT} if everything else set()):
-            store.wait_again(row.number for row in store.rows(*again, keys=prepared))
+        prepared = prepare(store, plan, folder, here, simulate, slurm=slurm, log=log)
+        if slurm:  # first: what has a result is not submitted again, and a retry gets no result of before
+            collect(store, folder)
+        again = store.rows(*retry, keys=prepared) if retry else []
+        if everything:  # but for those that were run, and had no room: that is their result
+            again += [row for row in store.rows(DOES_NOT_FIT, keys=prepared) if row.seconds is None]
+        store.wait_again(row.number for row in again)
         in_jobs = [row for row in store.rows(RUNNING) if row.job]
         if in_jobs and not slurm:
             raise UserError(
@@ -118,7 +123,8 @@ def sweep(
         done = len(prepared) - len(tasks) - len(in_jobs)
         gpus = () if simulate or slurm else gpus_for(tasks)
         devices = Devices(gpus, jobs or len(gpus) or 1)
-        progress = Progress(store, len(prepared), done, devices, log)
+        processor = simulate is None and store.description()["gpus"] == 0
+        progress = Progress(store, len(prepared), done, devices, log, per="rank" if processor else "GPU")
         if slurm:
             run_by_slurm(store, plan, tasks, folder, jobs or 0, progress=progress, log=log)
         elif tasks:
@@ -127,8 +133,15 @@ def sweep(
         return swept(store, folder, plan, prepared, simulate)
 
 
-def check_options(simulate: str | None, retry: Sequence[str], *, slurm: bool) -> None:
-    """Raise UserError for values that the options can't have."""
+def check_options(
+    simulate: str | None,
+    retry: Sequence[str],
+    *,
+    slurm: bool,
+    everything: bool = False,
+    jobs: int | None = None,
+) -> None:
+    """Raise UserError for values that the options can't have, and for options that would have no effect."""
     problems = []
     if simulate is not None and simulate not in TIERS:
         near = did_you_mean(nearest(simulate, TIERS))
@@ -139,6 +152,13 @@ def check_options(simulate: str | None, retry: Sequence[str], *, slurm: bool) ->
             problems.append(f"--retry {word}: write one of {', '.join(AGAIN)}{near}")
     if slurm and simulate:
         problems.append("--slurm runs experiments on a cluster, --simulate runs none; leave one out.")
+    if simulate == PLANNER:
+        unused = [option for option, given in (("--all", everything), ("--jobs", jobs is not None)) if given]
+        problems += [
+            f"{option} is for experiments that run, and the planner runs none; leave it out, or take "
+            "--simulate=dryrun."
+            for option in unused
+        ]
     if problems:
         raise UserError(problems)
 
@@ -189,7 +209,14 @@ def best_layouts(here: Here, tree: Mapping[str, Any], number: int) -> list[str]:
 
 
 def prepare(
-    store: Store, plan: SweepFile, folder: Path, here: Here, simulate: str | None, log: Log
+    store: Store,
+    plan: SweepFile,
+    folder: Path,
+    here: Here,
+    simulate: str | None,
+    *,
+    slurm: bool,
+    log: Log,
 ) -> dict[str, Experiment]:
     """Make the database hold the experiments of the file, and settle what a killed sweep has left; returns
     the experiments by key.
@@ -207,7 +234,7 @@ def prepare(
         log(f"Ended what a killed sweep had left: {killed} processes.")
     settle(store, folder)
     new, unlisted = store.add([*experiments.values()], plan.axes)
-    store.describe(facts_of(plan, simulate, sweep_id, before))
+    store.describe(facts_of(plan, simulate, sweep_id, before, slurm=slurm))
     text = yaml.safe_dump(plain(plan.document), sort_keys=False, allow_unicode=True)
     write_text_atomically(folder / "sweep.yaml", text)
     counts = store.counts(experiments)
@@ -219,17 +246,24 @@ def prepare(
 
 
 def facts_of(
-    plan: SweepFile, simulate: str | None, sweep_id: str, before: Mapping[str, Any]
+    plan: SweepFile, simulate: str | None, sweep_id: str, before: Mapping[str, Any], *, slurm: bool
 ) -> dict[str, Any]:
-    """Rows of the table `sweep`; those of the machine are of the first start."""
+    """Rows of the table `sweep`; those of the machine are of the first start. slurm: of which the nodes run
+    the experiments.
+    """
     facts: dict[str, Any] = {
         "id": sweep_id, "name": plan.name, "file": plain(plan.document), "axes": plan.axes, "run": plan.run,
         "simulated": simulate,
     }  # fmt: skip
     if "started" not in before:
-        from meshtune.study.machine import machine_facts
+        from meshtune.study.machine import facts_elsewhere, machine_facts
 
-        facts |= machine_facts(simulate)
+        on_processor = (plan.base.get("train") or {}).get("device") == "cpu"
+        facts |= (
+            facts_elsewhere(on_processor=on_processor)
+            if slurm
+            else machine_facts(simulate, on_processor=on_processor)
+        )
     return facts
 
 
@@ -240,15 +274,25 @@ def settle(store: Store, folder: Path) -> None:
     for row in store.rows(RUNNING):
         if row.job:
             continue
-        run = RunDir(folder / "runs" / str(row.number))
-        if run.metrics_file.exists():
-            from meshtune.report.run.summary import summarise
+        outcome = None
+        with suppress(UserError):  # its rows are damaged: it is for the experiment to say so
+            outcome = finished_outcome(RunDir(folder / "runs" / str(row.number)))
+        if outcome:
+            store.finish({row.number: outcome})
+        else:
+            store.wait_again([row.number])
 
-            summary = summarise(run)
-            if summary.status == "finished":
-                store.finish({row.number: train_outcome(summary.as_dict(), run, summary.seconds or 0.0)})
-                continue
-        store.wait_again([row.number])
+
+def finished_outcome(run: RunDir) -> Outcome | None:
+    """The outcome of a training run that has finished; None of others. Raises UserError for damaged rows."""
+    if not run.metrics_file.exists():
+        return None
+    from meshtune.report.run.summary import summarise
+
+    summary = summarise(run)
+    if summary.status != "finished":
+        return None
+    return train_outcome(summary.as_dict(), run, summary.seconds or 0.0)
 
 
 def pending(
@@ -304,9 +348,8 @@ def run_by_slurm(
     progress: Progress,
     log: Log,
 ) -> None:
-    """Submit tasks, and collect the results of all that Slurm has."""
+    """Submit tasks, and wait for the results of all that Slurm has."""
     folder = folder.absolute()
-    collect(store, folder)
     if tasks:
         ids = submit(store, tasks, folder, name=plan.name, options=plan.slurm, jobs=jobs)
         log(f"Submitted {counted(len(tasks), 'experiment')} to Slurm, in the arrays {', '.join(ids)}")
@@ -341,7 +384,7 @@ def swept(
         if best := store.best(order, BEST):
             ranked = order.split()[0]
             break
-    processor = simulate is None and not plan.slurm and not store.description()["gpus"]
+    processor = simulate is None and store.description()["gpus"] == 0
     return Swept(
         store.file, store.counts(keys), simulate, plan.axes, store.reasons(), best, ranked, processor
     )

@@ -85,7 +85,7 @@ def _best(value: Mapping[str, Any], problems: list[str]) -> Iterator[Best]:
 
 
 def _range(key: str, value: Mapping[str, Any]) -> Iterator[Any]:
-    """Yield the values of {from, to} with `times` or `step`, both ends included."""
+    """Yield the values of {from, to} with `times` or `step`; `to` is included where a step ends on it."""
     allowed = {"from", "to", "times", "step"}
     given = {str(name): number_of(one) for name, one in value.items()}
     if not {"from", "to"} <= given.keys() <= allowed or {"times", "step"} <= given.keys():

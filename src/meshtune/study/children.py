@@ -162,10 +162,16 @@ class Child:
         self._process.wait()
         kill_marked(self.mark)
 
-    def discard(self) -> None:
-        """Remove the files of a command that was stopped."""
+    def stopped(self) -> Outcome | None:
+        """Kill the command if it still runs. Returns its outcome if it came to its end before, else None, and
+        then removes its files.
+        """
+        self.kill()
+        if self._process.returncode == 0:
+            return self._kept(self._judged(0))
         for file in (self._out, self.task.log_file(self.folder)):
             file.unlink(missing_ok=True)
+        return None
 
     def _kept(self, outcome: Outcome) -> Outcome:
         """Return `outcome`; the log stays only where the experiment failed."""
@@ -260,17 +266,17 @@ def _dies_with(parent: int) -> Callable[[], None]:
 
 def kill_marked(mark: str) -> int:
     """Kill this user's processes whose mark is `mark`, or begins with it and a slash; return how many."""
-    killed = 0
+    killed: set[int] = set()
     for _ in range(10):  # those that were forked meanwhile, too
         pids = [*marked(mark)]
         for pid in pids:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-                killed += 1
+                killed.add(pid)
         if not pids:
             break
         time.sleep(0.05)
-    return killed
+    return len(killed)
 
 
 def marked(mark: str) -> Iterator[int]:

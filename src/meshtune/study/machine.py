@@ -9,17 +9,26 @@ from meshtune.plan.cluster import gpus_here
 from meshtune.train.provenance import git_facts, processor_name, versions
 
 
-def machine_facts(simulated: str | None) -> dict[str, Any]:
+def machine_facts(simulated: str | None, *, on_processor: bool) -> dict[str, Any]:
     """Rows of the table `sweep`: host, devices, versions, commit, time. simulated: the devices are those of
-    the settings.
+    the settings. on_processor: the experiments use no GPU, whatever the machine has.
     """
-    gpus = [name for name, _ in gpus_here()]
+    gpus = [] if on_processor else [name for name, _ in gpus_here()]
     device = None if simulated else ", ".join(dict.fromkeys(gpus)) or processor_name()
     return {
-        "started": time_now(),
         "machine": {"host": socket.gethostname(), "cores": cores(), "processor": processor_name()},
         "device": device,
         "gpus": len(gpus),
-        "versions": versions(),
-        **git_facts(),
+        **software_facts(),
     }
+
+
+def facts_elsewhere(*, on_processor: bool) -> dict[str, Any]:
+    """The rows where Slurm's nodes run the experiments, whose devices are not known here: of this machine is
+    its name alone. on_processor: as of `machine_facts`.
+    """
+    return {"submitted_from": socket.gethostname(), "gpus": 0 if on_processor else None, **software_facts()}
+
+
+def software_facts() -> dict[str, Any]:
+    return {"started": time_now(), "versions": versions(), **git_facts()}

@@ -1,6 +1,6 @@
 """Which experiment starts next on which GPUs, and how long the rest takes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean
 
@@ -15,24 +15,29 @@ class Devices:
     jobs: int = 1  # experiments at once, at most
 
     def next(
-        self, waiting: Sequence[Row], used: Sequence[Sequence[str]]
+        self, waiting: Sequence[Row], used: Sequence[Sequence[str]], on_processor: Collection[int] = ()
     ) -> tuple[Row, tuple[str, ...]] | None:
         """(The experiment to start now, its GPUs); None: all must wait.
 
         On GPUs the largest one that fits on what is free, of equal ones the first; on a processor the first.
-        used: GPUs of each running experiment.
+        used: GPUs of each running experiment. on_processor: numbers of experiments that need no GPU, whatever
+        the machine has.
         """
+
+        def gpus_of(row: Row) -> int:
+            return 0 if row.number in on_processor else row.world or 1
+
         if len(used) >= self.jobs or not waiting:
             return None
         if not self.gpus:
             return waiting[0], ()
         taken = {gpu for gpus in used for gpu in gpus}
         free = [gpu for gpu in self.gpus if gpu not in taken]
-        fitting = [row for row in waiting if (row.world or 1) <= len(free)]
+        fitting = [row for row in waiting if gpus_of(row) <= len(free)]
         if not fitting:
             return None
-        row = max(fitting, key=lambda row: (row.world or 1, -row.number))
-        return row, tuple(free[: row.world or 1])
+        row = max(fitting, key=lambda row: (gpus_of(row), -row.number))
+        return row, tuple(free[: gpus_of(row)])
 
 
 @dataclass(frozen=True)

@@ -31,10 +31,12 @@ class Running(NamedTuple):
 class Progress:
     """Lines on stderr: one for each experiment that has ended, with those that are left."""
 
-    def __init__(self, store: Store, total: int, done: int, devices: Devices, log: Log) -> None:
-        """total: experiments of the sweep. done: those that have ended before."""
+    def __init__(
+        self, store: Store, total: int, done: int, devices: Devices, log: Log, *, per: str = "rank"
+    ) -> None:
+        """total: experiments of the sweep. done: those that ended before. per: GPU or rank, of speeds."""
         self._store, self._total, self._done = store, total, done
-        self._devices, self._log = devices, log
+        self._devices, self._log, self._per = devices, log, per
 
     def ended(self, row: Row, outcome: Outcome, waiting: list[Row], running: Mapping[Row, float]) -> None:
         """Print how an experiment ended, and the time that the others take."""
@@ -42,7 +44,7 @@ class Progress:
         result = outcome.status
         speed = (outcome.figures or {}).get("tokens_per_second_per_gpu")
         if outcome.status == DONE and speed:
-            result += f", {speed:,.0f} tokens/s/{'GPU' if self._devices.gpus else 'rank'}"
+            result += f", {speed:,.0f} tokens/s/{self._per}"
         elif outcome.reason:
             result += f": {shortened(outcome.reason)}"
         parts = [f"{self._done} of {self._total}", f"experiment {row.number} ({told(row)}) {result}"]
@@ -81,12 +83,17 @@ def run_all(
     running experiments have been stopped and set to waiting.
     """
     waiting = [row for row in store.rows() if row.number in tasks]
+    on_processor = {number for number, task in tasks.items() if task.on_processor}
     running: list[Running] = []
+
+    def choice() -> tuple[Row, tuple[str, ...]] | None:
+        return devices.next(waiting, [one.gpus for one in running], on_processor)
+
     with Signals() as signals:
         try:
             while (waiting or running) and not signals.count:
-                while (choice := devices.next(waiting, [one.gpus for one in running])) and not signals.count:
-                    row, gpus = choice
+                while (chosen := choice()) and not signals.count:
+                    row, gpus = chosen
                     waiting.remove(row)
                     store.start([row.number])
                     task = tasks[row.number]
@@ -102,8 +109,13 @@ def run_all(
             if not (waiting or running):
                 return
             log(f"Stopping {counted(len(running), 'experiment')} …")
-            stop([one.child for one in running], signals)
+            ended = stop([one.child for one in running], signals)
+            results = {one.row.number: outcome for one in running if (outcome := ended[one.child])}
+            store.finish(results)
+            running = [one for one in running if one.row.number not in results]
             store.wait_again(one.row.number for one in running)
+            if not (waiting or running):  # the last ones came to their end
+                return
         except BaseException:
             for one in running:
                 one.child.kill()
@@ -114,8 +126,11 @@ def run_all(
     )
 
 
-def stop(children: Sequence[Child], signals: "Signals") -> None:
-    """End running experiments: training saves a checkpoint first. One more signal kills them at once."""
+def stop(children: Sequence[Child], signals: "Signals") -> dict[Child, Outcome | None]:
+    """End running experiments: training saves a checkpoint first. One more signal kills them at once.
+
+    Returns the outcome of those that came to their end all the same, and None of the others.
+    """
     for child in children:
         child.stop()
     patience = max((TO_STOP.get(child.task.run, TO_STOP_OTHERS) for child in children), default=0.0)
@@ -124,9 +139,7 @@ def stop(children: Sequence[Child], signals: "Signals") -> None:
         if all(child.ended() for child in children):
             break
         signals.sleep(POLL)
-    for child in children:
-        child.kill()
-        child.discard()
+    return {child: child.stopped() for child in children}
 
 
 def environment(task: Task, devices: Devices, gpus: tuple[str, ...]) -> dict[str, str]:

@@ -45,20 +45,31 @@ MISSED = 3  # looks without the task and without its result, after which it has 
 SPARE = 300.0  # seconds of a job beyond the experiment's limit
 STATES = {"TIMEOUT": TIMED_OUT, "OUT_OF_MEMORY": OUT_OF_MEMORY}  # Slurm's state -> status; others crashed
 AGAIN = ("CANCELLED", "PREEMPTED", "NODE_FAIL", "BOOT_FAIL")  # states after which an experiment waits again
+PER_NODE = "gpus-per-node"  # option: a number, or kind:number
 OURS = ("array", "chdir", "hold", "output", "parsable", "job-name")  # options that the sweep sets itself
 
 
 def check_sbatch(options: Mapping[str, Any]) -> None:
-    """Raise UserError for options of sbatch that the sweep sets itself, and for names that are none."""
-    names = [str(name).lstrip("-").replace("_", "-") for name in options]
+    """Raise UserError for options of sbatch that the sweep sets itself, for names that are none, and for a
+    number of GPUs that can't be read.
+    """
+    names = long_options(options)
     problems = [f"slurm.{name} is set by the sweep; leave it out." for name in names if name in OURS]
     problems += [
         f"slurm.{name} is no long option of sbatch; write it as in partition: gpu."
         for name in names
         if not re.fullmatch(r"[a-z][a-z-]+", name)
     ]
+    per_node = str(names.get(PER_NODE, "1"))
+    if not re.fullmatch(r"([\w.-]+:)?[1-9]\d{0,3}", per_node):
+        problems.append(f"slurm.{PER_NODE} = {per_node}: write a number of GPUs, 8 or h100:8.")
     if problems:
         raise UserError(problems)
+
+
+def long_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of sbatch by their names as sbatch writes them: gpus-per-node for gpus_per_node."""
+    return {str(name).lstrip("-").replace("_", "-"): value for name, value in options.items()}
 
 
 def script_of(folder: Path, sweep: str) -> str:
@@ -129,13 +140,14 @@ def read_task(folder: Path, number: int) -> Task:
 
 def resources(task: Task, options: Mapping[str, Any]) -> list[str]:
     """Options of sbatch for an experiment: its time, its machines and GPUs; `options` go before these."""
-    given = {str(name).lstrip("-").replace("_", "-"): value for name, value in options.items()}
-    per_node = int(given.pop("gpus-per-node", 0)) or task.world
+    given = long_options(options)
+    kind, colon, number = str(given.pop(PER_NODE, task.world)).rpartition(":")
+    per_node = int(number)
     nodes = math.ceil(task.world / per_node)
     minutes = math.ceil((task.limit + SPARE) / 60)
-    words = {"nodes": nodes, "ntasks-per-node": 1, "time": minutes}
+    words: dict[str, Any] = {"nodes": nodes, "ntasks-per-node": 1, "time": minutes}
     if not task.on_processor:
-        words["gpus-per-node"] = min(task.world, per_node)
+        words[PER_NODE] = f"{kind}{colon}{min(task.world, per_node)}"
     return [
         f"--{name}" if value is True else f"--{name}={value}"
         for name, value in {**words, **given}.items()
@@ -273,7 +285,8 @@ def run_in_job(task: Task, folder: Path) -> Outcome:
     with Signals() as signals:
         while (outcome := child.outcome()) is None:
             if signals.sleep(POLL):
-                stop([child], signals)
+                if outcome := stop([child], signals)[child]:
+                    break
                 raise Interrupted("Stopped; the experiment waits again.")
     return written(task, folder, outcome)
 

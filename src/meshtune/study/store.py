@@ -23,7 +23,8 @@ from meshtune.meter.rows import time_now
 
 if TYPE_CHECKING:
     from meshtune.study.sweep_file import Experiment
-from meshtune.sweep_rows import FORM
+from meshtune.sweep_rows import FORM, LISTED
+from meshtune.units import duration
 
 WAITING, RUNNING, DONE = "waiting", "running", "done"
 OUT_OF_MEMORY, CRASHED, REFUSED = "out of memory", "crashed", "refused"
@@ -32,6 +33,7 @@ STATUSES = (
     WAITING, RUNNING, DONE, OUT_OF_MEMORY, CRASHED, REFUSED, TIMED_OUT, DOES_NOT_FIT, DIVERGED
 )  # fmt: skip
 FINISHED = STATUSES[2:]
+LOCKED, TRIES = 60.0, 10  # seconds for which a commit waits for readers, and how often
 FIGURES = {  # column -> its type
     "step_seconds": "REAL",  # median
     "spread": "REAL",  # distance of the quartiles of the steps, of the median
@@ -61,6 +63,7 @@ CREATE TABLE experiments (
     reason TEXT, started TEXT, ended TEXT, seconds REAL, attempts INTEGER DEFAULT 0, job TEXT,
     {", ".join(f"{name} {kind}" for name, kind in FIGURES.items())}, document TEXT
 );
+INSERT INTO sweep VALUES ('form', '{FORM}');
 """
 
 
@@ -101,12 +104,11 @@ class Store:
         self.file = file
         self._lock = locked(file.with_name("sweep.lock"), file.parent)
         try:
-            self._database = sqlite3.connect(file, isolation_level=None, timeout=60)
+            self._database = sqlite3.connect(file, isolation_level=None, timeout=LOCKED)
             self._database.execute("PRAGMA synchronous = FULL")
             tables = {name for (name,) in self._database.execute("SELECT name FROM sqlite_master")}
             if not tables:
                 self._database.executescript(f"BEGIN IMMEDIATE; {SCHEMA} COMMIT;")
-                self.describe({"form": FORM})
             elif "experiments" not in tables or self.description().get("form") != FORM:
                 raise UserError(f"{file} is no sweep of this version; name another folder with --out.")
         except sqlite3.DatabaseError as error:
@@ -133,7 +135,22 @@ class Store:
         except BaseException:
             self._database.execute("ROLLBACK")
             raise
-        self._database.execute("COMMIT")
+        self._commit()
+
+    def _commit(self) -> None:
+        """Commit once no other program reads. Raises UserError if one does so for minutes."""
+        for _ in range(TRIES):
+            try:
+                self._database.execute("COMMIT")
+                return
+            except sqlite3.OperationalError as error:
+                if "locked" not in str(error):
+                    raise
+        self._database.execute("ROLLBACK")
+        raise UserError(
+            f"{self.file} could not be written for {duration(TRIES * LOCKED)}, since another program reads "
+            "it: end its query; the same command goes on."
+        )
 
     # the sweep #
 
@@ -145,22 +162,25 @@ class Store:
     def describe(self, facts: Mapping[str, Any]) -> None:
         """Set rows of the table `sweep`."""
         with self._transaction() as database:
-            database.executemany(
-                "INSERT OR REPLACE INTO sweep VALUES (?, ?)",
-                [(name, json.dumps(value, default=str)) for name, value in facts.items()],
-            )
+            self._describe(database, facts)
 
     def add(self, experiments: Sequence["Experiment"], axes: Sequence[str]) -> tuple[int, int]:
         """Make the experiments of the file rows, in its order, and the view with its axes.
 
         Rows of the same key stay as they are. Rows that the file no longer lists are removed where they have
-        no result. Returns (number of new rows, number of results that the file no longer lists).
+        no result, else `unlisted` in the table `sweep` has their numbers. Returns (number of new rows, number
+        of results that the file no longer lists).
         """
         listed = {experiment.key for experiment in experiments}
         with self._transaction() as database:
-            there = dict(database.execute("SELECT key, status FROM experiments"))
-            stale = [key for key, status in there.items() if key not in listed and status == WAITING]
-            database.executemany("DELETE FROM experiments WHERE key = ?", [(key,) for key in stale])
+            there = {
+                key: rest for key, *rest in database.execute("SELECT key, number, status FROM experiments")
+            }
+            others = {key: rest for key, rest in there.items() if key not in listed}
+            stale = [(key,) for key, (_, status) in others.items() if status == WAITING]
+            unlisted = [number for number, status in others.values() if status != WAITING]
+            database.executemany("DELETE FROM experiments WHERE key = ?", stale)
+            self._describe(database, {"unlisted": unlisted})
             (number,) = database.execute("SELECT coalesce(max(number), 0) FROM experiments").fetchone()
             new = [experiment for experiment in experiments if experiment.key not in there]
             database.executemany(
@@ -172,7 +192,7 @@ class Store:
             )
             database.execute("DROP VIEW IF EXISTS results")
             database.execute(view(axes))
-        return len(new), len(there) - len(stale) - len(listed & there.keys())
+        return len(new), len(unlisted)
 
     # experiments #
 
@@ -230,22 +250,29 @@ class Store:
         return {status: found.count(status) for status in STATUSES if status in found}
 
     def reasons(self) -> dict[str, str]:
-        """The most frequent reason of each status."""
+        """The most frequent reason of each status, of listed experiments."""
         query = (
-            "SELECT status, reason, count(*) FROM experiments WHERE reason IS NOT NULL "
+            f"SELECT status, reason, count(*) FROM experiments WHERE reason IS NOT NULL AND {LISTED} "
             "GROUP BY status, reason ORDER BY count(*), number DESC"
         )
         return {status: reason for status, reason, _ in self._database.execute(query)}
 
     def best(self, order: str, most: int) -> list[dict[str, Any]]:
-        """The first rows of the view `results` that have the figure `order`: a column, with " DESC" for the
-        largest first.
+        """The first listed rows of the view `results` that have the figure `order`: a column, with " DESC"
+        for the largest first.
         """
-        column = order.split()[0]
-        query = f"SELECT * FROM results WHERE {column} IS NOT NULL AND status = ? ORDER BY {order} LIMIT ?"
+        known = f"{order.split()[0]} IS NOT NULL"
+        query = f"SELECT * FROM results WHERE {known} AND status = ? AND {LISTED} ORDER BY {order} LIMIT ?"
         found = self._database.execute(query, (DONE, most))
         names = [name for name, *_ in found.description]
         return [dict(zip(names, values, strict=True)) for values in found]
+
+    @staticmethod
+    def _describe(database: sqlite3.Connection, facts: Mapping[str, Any]) -> None:
+        database.executemany(
+            "INSERT OR REPLACE INTO sweep VALUES (?, ?)",
+            [(name, json.dumps(value, default=str)) for name, value in facts.items()],
+        )
 
     @staticmethod
     def _set(database: sqlite3.Connection, number: int, values: Mapping[str, Any]) -> None:

@@ -212,6 +212,8 @@ def read_sweep(
         near = did_you_mean(nearest(str(run), RUNS))
         problems.append(f"run = {written(run)}: write {' or '.join(RUNS)}{near}")
     steps = _number(document, "steps", STEPS, problems, whole=True)
+    if run == "train" and "steps" in document:
+        problems.append("steps is for run: bench; with run: train write train.max_steps into the base.")
     limit = _number(document, "limit", LIMIT, problems)
     slurm = document.get("slurm") or {}
     if not isinstance(slurm, Mapping) or any(isinstance(value, Mapping | list) for value in slurm.values()):

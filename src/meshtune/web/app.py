@@ -136,7 +136,7 @@ class Pages:
         entry = self._entry(request.path_params["id"], "sweep")
         return self._followed(
             (entry.id,),
-            partial(page_of_sweep, entry),
+            partial(page_of_sweep, entry, self.folders.holds),
             partial(self._stamps, [entry]),
             f"/sweeps/{entry.id}/events",
         )

@@ -30,6 +30,7 @@ LEAST_PAUSE, SHARE = (
     50,
 )  # seconds between two drawings: at least, and as a multiple of those that one takes
 MOST_BYTES = 1 << 20  # of new rows that are read at once
+MOST_DIGITS = 12  # of an event's number; Python refuses to read thousands of them
 
 
 class Hidden(Exception):
@@ -85,7 +86,7 @@ class Followed:
     async def stream(self, position: str) -> AsyncIterator[str]:
         """Yield server-sent events, as text. position: id of the last one that is known."""
         number, _, seen = position.partition(".")
-        place = int(seen) if seen.isdecimal() else 0
+        place = int(seen) if seen.isdecimal() and len(seen) < MOST_DIGITS else 0
         self.streams += 1
         try:
             if not self._following:

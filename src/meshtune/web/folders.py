@@ -46,6 +46,8 @@ class Folders:
                     f"{path} is no sweep's database; name run folders, folders of runs, or sweeps."
                 )
         self._given = [path.resolve() for path in paths]
+        # A database stands for its folder, where the sweep's runs are.
+        self._roots = [path.parent if path.is_file() else path for path in self._given]
         self.entries: dict[str, Entry] = {}
         self.find()
 
@@ -98,7 +100,7 @@ class Folders:
             return False
 
     def _is_below(self, real: Path) -> bool:
-        return any(real == given or given in real.parents for given in self._given)
+        return any(real == root or root in real.parents for root in self._roots)
 
     def may_show(self, entry: Entry) -> bool:
         """True if all files that the entry's page is made of are in the given folders; a missing one is."""

@@ -1,9 +1,11 @@
 """The pages that the server shows: report's own, with the list of runs and sweeps above them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
-from os import uname
+from os import listdir, stat_result, uname
+from os.path import samestat
 from pathlib import Path
 from typing import NamedTuple
 
@@ -204,7 +206,11 @@ def _stop(run: RunDir, facts: Row) -> str:
 
 
 def holder_of(lock: Path) -> int | None:
-    """Process id of who holds a file locked, on this machine; None where that is not known."""
+    """Id of the process that holds a file locked and open, on this machine; None where that is not known.
+
+    The table of locks has inodes, of which each disk has its own: a process without the file open is another
+    file's, and must get no signal.
+    """
     try:
         status = lock.stat()
         locks = Path("/proc/locks").read_text().splitlines()
@@ -215,14 +221,26 @@ def holder_of(lock: Path) -> int | None:
             words[1:2] == ["FLOCK"]
             and words[5].rpartition(":")[2] == str(status.st_ino)
             and int(words[4]) > 0
+            and has_open(int(words[4]), status)
         ):
             return int(words[4])
     return None
 
 
-def page_of_sweep(entry: Entry) -> Page:
-    """A sweep's page, as report draws it."""
-    return sweep_page(entry.path).page
+def has_open(pid: int, status: stat_result) -> bool:
+    """True if a process has a file open, as far as this user may know. status: of the file."""
+    folder = Path(f"/proc/{pid}/fd")
+    with suppress(OSError):  # it has ended, or is another user's
+        for name in listdir(folder):
+            with suppress(OSError):  # closed meanwhile
+                if samestat((folder / name).stat(), status):
+                    return True
+    return False
+
+
+def page_of_sweep(entry: Entry, may_read: Callable[[Path], bool]) -> Page:
+    """A sweep's page, as report draws it. may_read: True for files of its runs that may be shown."""
+    return sweep_page(entry.path, may_read).page
 
 
 def page_of_several(entries: Sequence[Entry]) -> Page:

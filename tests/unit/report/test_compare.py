@@ -117,7 +117,9 @@ def test_the_page_is_whole_and_what_comes_from_runs_is_escaped(run, other):
         layer["encoding"]["color"] for layer in charts["loss"]["layer"] if "color" in layer["encoding"]
     )
     assert colour["scale"] == {"domain": ["run", "faster <b>"], "range": ["#0072b2", "#d55e00"]}
-    for shown in ("Settings that differ", "train.learning_rate", "versions.torch", "3+3="):
+    y = charts["grad_norm"]["layer"][0]["encoding"]["y"]
+    assert y["axis"]["title"] == "gradient norm, before clipping"
+    for shown in ("Settings that differ", "train.learning_rate", "versions.torch", "3+3=", "MFU counts"):
         assert shown in text
 
 

@@ -223,6 +223,7 @@ def test_files_are_the_page_and_a_picture_of_each_panel(tmp_path):
         "dryrun.html", "memory_of_rank_0.svg", "pipeline.svg", "streams_of_rank_0.svg",
     ]  # fmt: skip
     assert all(file.stat().st_size > 1000 for file in files)
+    assert all("simulated" in file.read_text() for file in files[1:])
 
 
 @pytest.mark.parametrize("width", [60, 120])

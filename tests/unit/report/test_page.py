@@ -10,7 +10,7 @@ from page_data import charts_of
 from meshtune.meter.parts import PARTS
 from meshtune.meter.rows import memory_row
 from meshtune.report.run.parts import part_panels
-from meshtune.report.run.report import report_page, write_report
+from meshtune.report.run.report import report_page, run_page, write_report
 from meshtune.units import MIB
 
 NASTY = '</script><script>alert(1)</script><img src=x onerror=alert(2)> & "quoted"'
@@ -60,6 +60,14 @@ def test_the_report_shows_headline_samples_settings_and_environment(run):
         "9.9",
     ):
         assert shown in text
+
+
+def test_the_footer_has_machine_versions_and_the_convention_of_mfu(empty, train):
+    empty.append({"kind": "run", "device": "a <device>", "meshtune": "0.1", "torch": "9.9", "python": "3"})
+    empty.append(train(1))
+    footer = run_page(empty).footer
+    assert "MFU counts the model" in footer and "no recomputation" in footer
+    assert "Measured on a &lt;device&gt;, meshtune 0.1, torch 9.9." in footer
 
 
 def test_the_plots_hold_the_numbers_of_the_rows(run):

@@ -15,9 +15,10 @@ from meshtune.report.experiments.batch import at, curve_of
 from meshtune.report.experiments.page import sweep_page
 from meshtune.report.experiments.panels import errors, front, panels
 from meshtune.report.experiments.rows import best, sweep_of
+from meshtune.report.experiments.table import columns as table_columns
 from meshtune.report.plan.documents import document_panels, read_plan
 from meshtune.rundir import RunDir
-from meshtune.sweep_rows import database_of, read_sweep_rows
+from meshtune.sweep_rows import counts_by_status, database_of, read_sweep_rows
 
 
 @pytest.fixture
@@ -49,6 +50,18 @@ def test_the_heat_map_has_the_fastest_layout_of_each_model_and_number_of_ranks(d
     assert cell.texts == (("13.4"), "dp2", "mb4") and cell.value == pytest.approx(10 * 0.96 * 1.4)
     assert panel.cells[1][3].value is None and panel.cells[1][3].texts == ("out of memory",)
     assert panel.cells[0][3] is None  # no experiment
+
+
+def test_results_that_the_file_no_longer_lists_are_not_on_the_page(tmp_path):
+    """Their settings may be those of another experiment, whose base is another one."""
+    old, new = bench_row("small", 1, 1), bench_row("small", 1, 1)
+    old["tokens_per_second_per_gpu"] = 9 * new["tokens_per_second_per_gpu"]
+    database = write_sweep(tmp_path, [old, new], unlisted=[1])
+    (one,) = sweep_in(database).done
+    assert (one.number, one.repeats) == (2, 1)
+    made = sweep_page(database)
+    assert made.counts == counts_by_status(database) == {"done": 1}
+    assert "1 result that the sweep" in made.page.before
 
 
 def test_on_a_phone_texts_of_cells_fit_or_are_left_out(database):
@@ -106,6 +119,42 @@ def test_seeds_are_one_point_their_median(tmp_path):
     ]
     (one,) = sweep_in(write_sweep(tmp_path, rows)).done
     assert one.shown.speed == 110 and one.repeats == 3
+
+
+def test_the_order_in_which_settings_are_written_makes_no_other_experiment(tmp_path):
+    rows = [
+        bench_row("small", 1, 1, settings={"train.precision": "fp32", "data.seq_len": 256, "train.seed": 1}),
+        bench_row("small", 1, 1, settings={"train.seed": 2, "data.seq_len": 256, "train.precision": "fp32"}),
+    ]
+    (one,) = sweep_in(write_sweep(tmp_path, rows)).done
+    assert one.repeats == 2
+
+
+def test_experiments_on_the_nodes_of_slurm_have_their_device_and_their_unit(tmp_path):
+    row = bench_row("small", 2, 1)
+    row["document"]["measured"]["device"] = "a node's GPU"
+    file = write_sweep(tmp_path, [row, bench_row("small", 1, 1)], gpus=None, submitted_from="login")
+    assert sweep_in(file).speed_unit == "tokens/s/GPU"
+    assert "a node&#x27;s GPU" in sweep_page(file).page.footer
+
+
+def test_fractions_are_sorted_by_their_size_and_other_settings_as_words(tmp_path):
+    settings = (
+        {"train.learning_rate": 1e-5, "data.seq_len": 256},
+        {"train.learning_rate": 1, "data.seq_len": 512},
+    )
+    rows = [bench_row("small", 1, 1, settings=one) for one in settings]
+    columns = {one["name"]: one for one in table_columns(sweep_in(write_sweep(tmp_path, rows)))}
+    rate, length = columns["train.learning_rate"], columns["data.seq_len"]
+    assert (rate["form"], rate["values"], rate["filter"]) == ("number", [1e-5, 1], True)
+    assert (length["form"], length["values"]) == ("text", ["256", "512"])
+
+
+def test_of_many_experiments_the_dots_say_how_many_they_are(tmp_path, monkeypatch):
+    monkeypatch.setattr("meshtune.report.experiments.panels.MOST_DOTS", 3)
+    panel = drawn(write_sweep(tmp_path, bench_rows()))["front"]
+    assert panel.groups[0].name == f"{len(panel.groups[0].points)} of 18 experiments"
+    assert len(panel.groups[0].points) == 3
 
 
 def test_a_sweep_that_was_simulated_says_so_in_every_title(tmp_path):

@@ -27,6 +27,14 @@ def test_the_largest_that_fits_on_the_free_gpus_starts_first() -> None:
     assert started(Devices(("3", "5"), jobs=1), [1, 1]) == [(1, ("3",))]
 
 
+def test_what_runs_on_the_processor_beside_gpus_needs_none_of_them() -> None:
+    """Eight CPU ranks would never find eight of two GPUs, and the sweep would wait for ever."""
+    two, waiting = Devices(("0", "1"), jobs=2), [row(1, 8), row(2, 1)]
+    assert two.next(waiting, [], {1}) == (waiting[1], ("0",))
+    assert two.next(waiting[:1], [("0",)], {1}) == (waiting[0], ())
+    assert two.next(waiting[:1], []) is None
+
+
 def test_on_a_processor_they_run_in_their_order() -> None:
     assert started(Devices(), [1, 8, 2]) == [(1, ())]
     assert started(Devices(jobs=2), [1, 8, 2]) == [(1, ()), (2, ())]

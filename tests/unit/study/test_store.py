@@ -5,14 +5,18 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
 
 from meshtune.errors import UserError
+from meshtune.study import store as store_module
 from meshtune.study.store import CRASHED, DONE, RUNNING, WAITING, Outcome, Store
 from meshtune.study.sweep_file import Experiment
+from meshtune.sweep_rows import FORM
 
 
 def listed(*seeds: int) -> list[Experiment]:
@@ -31,8 +35,10 @@ def test_rows_keep_their_number_and_result_when_the_file_changes(tmp_path: Path)
         assert store.add(listed(3, 4), AXES) == (1, 1)  # 2 had no result and is gone; 1 stays
         assert [(row.number, row.status) for row in store.rows()] == [(1, DONE), (3, WAITING), (4, WAITING)]
         assert store.counts(["key3", "key4"]) == {WAITING: 2}
+        assert store.description()["unlisted"] == [1] and store.best("step_seconds", 9) == []
         assert store.add(listed(1, 3, 4), AXES) == (0, 0)
         assert store.counts() == {WAITING: 2, DONE: 1}
+        assert [row["number"] for row in store.best("step_seconds", 9)] == [1]
 
 
 def test_the_view_has_a_column_for_each_axis_and_one_line_reads_it(tmp_path: Path) -> None:
@@ -72,6 +78,45 @@ def test_what_is_no_database_of_a_sweep_is_refused_and_stays(tmp_path: Path, con
     with pytest.raises(UserError, match="name another folder with --out"):
         Store(file)
     assert file.read_bytes() == before
+
+
+def test_tables_and_their_version_are_made_in_one_transaction(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sweep that is killed at any moment after its tables are there can be opened again."""
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "describe", killed)
+        with suppress(KeyboardInterrupt):
+            Store(tmp_path / "sweep.db")
+    with Store(tmp_path / "sweep.db") as store:
+        assert store.description() == {"form": FORM}
+
+
+def test_a_reader_delays_a_result_and_does_not_end_the_sweep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program that has not read all rows of its query holds a lock, against which nothing is committed."""
+    monkeypatch.setattr(store_module, "LOCKED", 0.05)
+    file = tmp_path / "sweep.db"
+    with Store(file) as store:
+        store.add(listed(*range(1, 50)), AXES)
+        with closing(sqlite3.connect(file, check_same_thread=False)) as reader:
+            rows = reader.execute("SELECT * FROM experiments")
+            rows.fetchone()
+            monkeypatch.setattr(store_module, "TRIES", 2)
+            with pytest.raises(UserError, match="another program reads it"):
+                store.start([1])
+            assert store.counts() == {WAITING: 49}
+            monkeypatch.setattr(store_module, "TRIES", 1000)
+            later = threading.Timer(0.3, rows.close)
+            later.start()
+            store.start([1])
+            later.join()
+        assert store.counts() == {WAITING: 48, RUNNING: 1}
 
 
 WRITER = """

@@ -43,7 +43,7 @@ def test_the_grid_is_the_product_of_the_axes_and_the_first_changes_slowest() -> 
         ({"from": 256, "to": 1024, "step": 256}, [256, 512, 768, 1024]),
     ],
 )
-def test_ranges_have_both_ends(spec: dict[str, int], values: list[int]) -> None:
+def test_ranges_go_to_their_end_if_a_step_ends_on_it(spec: dict[str, int], values: list[int]) -> None:
     assert changes({"axes": {"data.seq_len": spec}}) == [(value,) for value in values]
 
 
@@ -167,6 +167,7 @@ def test_every_mistake_is_named_at_once_with_the_nearest() -> None:
     ("document", "sentence"),
     [
         ({}, "The sweep has no experiments"),
+        ({"run": "train", "steps": 5, "axes": {"train.seed": [1]}}, "steps is for run: bench"),
         ({"axes": [1]}, "axes = [1]: write settings"),
         ({"axes": {"train.seed": [1]}, "together": [{"train.seed": 2}]}, "is changed by two axes"),
         ({"together": [3]}, "together = [3]: write a list of mappings"),

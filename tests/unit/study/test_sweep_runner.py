@@ -42,6 +42,10 @@ SCRIPTS = {
     "sleep": (
         "import subprocess, time; subprocess.Popen(['sleep', '600'], start_new_session=True); time.sleep(600)"
     ),
+    "late": (
+        "import signal, sys, time; signal.signal(signal.SIGINT, signal.SIG_IGN); sys.stderr.write('ready'); "
+        f"sys.stderr.flush(); time.sleep(1); print('''{BENCHED}''')"
+    ),
 }  # commands that stand for `meshtune bench`
 
 
@@ -106,6 +110,37 @@ def test_ctrl_c_ends_the_experiments_and_they_wait_again(
     monkeypatch.undo()
     with Store(tmp_path / "sweep.db") as store:
         assert store.counts() == {WAITING: 3}
+
+
+@pytest.mark.usefixtures("scripted")
+@pytest.mark.parametrize("others", [0, 1])
+def test_what_ends_while_the_sweep_is_stopped_is_a_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, others: int
+) -> None:
+    """Such as training that was writing its model."""
+    start, stop = Child.__init__, Child.stop
+
+    def interrupted(child: Child, *words: object) -> None:
+        start(child, *words)  # type: ignore[arg-type]
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def stopped(child: Child) -> None:
+        until = time.monotonic() + 30
+        while not child.task.log_file(tmp_path).read_text() and time.monotonic() < until:
+            time.sleep(0.05)
+        stop(child)
+
+    monkeypatch.setattr(Child, "__init__", interrupted)
+    monkeypatch.setattr(Child, "stop", stopped)
+    if others:
+        with pytest.raises(Interrupted, match="1 experiment to run"):
+            swept(tmp_path, ["late", "sleep"], jobs=1)
+    else:
+        swept(tmp_path, ["late"])[0].__exit__()
+    monkeypatch.undo()
+    with Store(tmp_path / "sweep.db") as store:
+        assert store.counts() == {DONE: 1} | ({WAITING: 1} if others else {})
+        assert store.best("tokens_per_second_per_gpu DESC", 1)[0]["attempts"] == 1
 
 
 @pytest.mark.parametrize(

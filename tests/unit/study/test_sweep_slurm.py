@@ -150,11 +150,14 @@ def test_the_state_of_a_task_decides(
 def test_machines_follow_from_the_ranks_and_what_the_file_says_counts() -> None:
     assert "--nodes=2" in resources(task(1, "zero3x16-mb1-ga1"), {"gpus-per-node": 8})
     assert "--gpus-per-node=8" in resources(task(1, "zero3x16-mb1-ga1"), {"gpus-per-node": 8})
+    typed = resources(task(1, "zero3x16-mb1-ga1"), {"gpus_per_node": "h100:8"})
+    assert "--gpus-per-node=h100:8" in typed and "--nodes=2" in typed
     on_cpu = resources(task(1, "mb1-ga1", train={"device": "cpu"}), {"time": 3, "exclusive": True})
     assert "--time=3" in on_cpu and "--exclusive" in on_cpu and "gpus" not in " ".join(on_cpu)
     with pytest.raises(UserError) as error:
-        check_sbatch({"array": "1-3", "Parti tion": 1, "chdir": "/"})
-    assert len(error.value.problems) == 3
+        check_sbatch({"array": "1-3", "Parti tion": 1, "chdir": "/", "gpus-per-node": "all"})
+    assert len(error.value.problems) == 4
+    check_sbatch({"gpus-per-node": "h100:8"})
 
 
 def test_a_bench_on_several_machines_is_refused_in_its_task(

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from live_runs import end_row, locked, start_row, step_row, write_run
 from page_data import charts_of
 from starlette.testclient import TestClient
-from sweeps import bench_rows, write_sweep
+from sweeps import bench_row, bench_rows, write_sweep
 
+from meshtune.rundir import RunDir
 from meshtune.web import app as web
 from meshtune.web.app import Guard, Pages
 from meshtune.web.folders import Folders
@@ -83,8 +84,6 @@ def test_a_runs_page_is_its_report_without_code_in_it(client):
 def test_a_run_that_trains_has_the_command_that_stops_it(client, runs):
     path = ids(client)["one"]
     assert "Stop it" not in client.get(path).text
-    from meshtune.rundir import RunDir
-
     with client_of(runs) as other, locked(RunDir(runs / "one")):
         text = other.get(path).text
         assert "Stop it" in text and re.search(r"kill -USR1 \d+|scancel --signal=USR1 JOB", text)
@@ -180,6 +179,29 @@ def test_a_run_that_leads_outside_is_gone(client, runs, tmp_path):
     (runs / "one" / "config.yaml").symlink_to(tmp_path / "secret.txt")
     answer = client.get(path)
     assert answer.status_code == 404 and str(tmp_path) not in answer.text and "SECRET" not in answer.text
+
+
+def test_runs_of_a_sweep_that_lead_outside_are_not_on_its_page(tmp_path):
+    """The sweep's own runs are, whether its folder is given or its database."""
+    study, outside, rows = tmp_path / "runs" / "study", tmp_path / "outside", []
+    for number, batch in ((1, 4), (2, 8)):
+        run = RunDir((study if number == 1 else outside) / "runs" / str(number)).create()
+        for step in (1, 2):
+            run.append(step_row(step))
+            run.append({"kind": "eval", "step": step, "loss": 2.0 + step / batch})
+        settings = {"train.global_batch_size": batch}
+        rows.append(bench_row("small", 1, 1, global_batch_size=batch, settings=settings))
+    database = write_sweep(study, rows, run="train")
+    link = study / "runs" / "2"
+    link.symlink_to(outside / "runs" / "2")
+    for folder in (study, database):
+        with client_of(folder) as client:
+            assert "batch_loss_steps" not in charts_of(client.get(ids(client)["study"]).text)
+    link.unlink()
+    (outside / "runs" / "2").rename(link)
+    for folder in (study, database):
+        with client_of(folder) as client:
+            assert "batch_loss_steps" in charts_of(client.get(ids(client)["study"]).text)
 
 
 SEGMENTS = st.sampled_from(

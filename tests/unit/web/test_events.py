@@ -94,9 +94,11 @@ def test_a_stream_goes_on_where_it_broke_off(run):
         from_the_page = page.stream(start)
         assert json.loads((await next_of(from_the_page))["data"])["end"] == 61
         unknown = page.stream("nonsense.9")  # of another start of the server
-        event = await next_of(unknown)
-        assert event["event"] == "again" and event["id"] == start
-        for one in (stream, again, from_the_page, unknown):
+        endless = page.stream("1." + "9" * 5000)
+        for one in (unknown, endless):
+            event = await next_of(one)
+            assert event["event"] == "again" and event["id"] == start
+        for one in (stream, again, from_the_page, unknown, endless):
             await one.aclose()
         assert page.streams == 0
 

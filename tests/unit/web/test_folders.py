@@ -8,6 +8,7 @@ from sweeps import bench_rows, write_sweep
 
 from meshtune.errors import UserError
 from meshtune.rundir import RunDir
+from meshtune.web import pages
 from meshtune.web.folders import Folders
 from meshtune.web.states import first_and_last_rows, state_of
 
@@ -116,10 +117,20 @@ def test_the_first_and_last_rows_of_a_long_file_are_read_and_all_of_a_short_one(
 
 
 def test_who_holds_the_lock_is_named(tmp_path):
-    from meshtune.web.pages import holder_of
-
     run = write_run(tmp_path / "run", 1)
-    assert holder_of(run.lock_file) is None
+    assert pages.holder_of(run.lock_file) is None
     with locked(run):
-        assert holder_of(run.lock_file) in (os.getpid(), None)  # None without /proc/locks
-    assert holder_of(run.lock_file) is None
+        assert pages.holder_of(run.lock_file) in (os.getpid(), None)  # None without /proc/locks
+    assert pages.holder_of(run.lock_file) is None
+
+
+def test_who_holds_a_file_of_the_same_inode_on_another_disk_is_not_named(tmp_path, monkeypatch):
+    """Else the page would show a command that ends a foreign process."""
+    run = write_run(tmp_path / "run", 1)
+    run.lock_file.touch()
+    inode = run.lock_file.stat().st_ino
+    line = f"1: FLOCK  ADVISORY  WRITE {os.getpid()} 00:99:{inode} 0 EOF\n"
+    monkeypatch.setattr(pages.Path, "read_text", lambda *_, **__: line)
+    assert pages.holder_of(run.lock_file) is None
+    with open(run.lock_file):
+        assert pages.holder_of(run.lock_file) == os.getpid()

@@ -14,6 +14,7 @@ from meshtune.report.draw.kinds import Lines, Series
 from meshtune.report.draw.page import Page, text
 from meshtune.report.draw.theme import OTHERS
 from meshtune.report.run.panels import series, smoothed
+from meshtune.report.run.report import conventions
 from meshtune.report.run.samples import Asked, samples_section
 from meshtune.report.run.summary import of_kind
 from meshtune.rundir import Row
@@ -62,7 +63,9 @@ def comparison_page(comparison: Comparison) -> Page:
         panels=panels(comparison),
         before=_table("", comparison.names, comparison.figures, "Nothing has been measured yet.") + caution,
         after="\n".join(section for section in after if section),
-        footer="Made by meshtune from the files of these runs' folders.",
+        footer=text(
+            "Made by meshtune from the files of these runs' folders. " + conventions(comparison.facts)
+        ),
     )
 
 
@@ -78,7 +81,7 @@ def panels(comparison: Comparison) -> list[Lines]:
             averaged |= len(parts) > 1
         unit = f"{one.unit}, running mean" if averaged else one.unit
         height = 280 if one.key == "loss" else 190
-        axis = one.unit or one.title.lower()
+        axis = f"{one.title.lower()}, {one.unit}".removesuffix(", ")
         drawn.append(
             Lines(one.key, one.title, unit, tuple(curves), one.form, axis, one.from_zero, height=height)
         )

@@ -65,6 +65,7 @@ class Comparison:
     environment: tuple[Line, ...]  # facts of the "run" rows that differ
     samples: tuple[Answers, ...]
     caution: str  # a sentence on figures that do not compare; "" where they do
+    facts: tuple[Mapping[str, Any], ...]  # of each run's last "run" row, by dotted name
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -103,6 +104,7 @@ def compare(paths: Sequence[Path]) -> Comparison:
         environment=tuple(differing(facts, leave_out=KNOWN_FACTS)),
         samples=tuple(answers_of(runs)),
         caution=caution,
+        facts=tuple(facts),
     )
 
 

@@ -1,9 +1,14 @@
-"""Short names of models and layouts, for headings, cells and labels."""
+"""Short names of models and layouts, for headings, cells and labels; sentences that several pages have."""
 
 import re
 from pathlib import PurePath
 
 from meshtune.layout import RECOMPUTE, SCHEDULES, Layout
+
+MFU = (
+    "MFU counts the model's own arithmetic (forward and backward of what is trained, attention by documents, "
+    "no recomputation, no padding) over the device's dense peak; it is not known on processors (docs/mfu.md)."
+)
 
 
 def model_title(name: str) -> str:

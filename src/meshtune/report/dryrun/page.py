@@ -135,7 +135,7 @@ def write(folder: Path, run: DryRun, *, suffix: str = SUFFIXES[0]) -> list[Path]
     file = folder / PAGE
     folder.mkdir(parents=True, exist_ok=True)
     write_text_atomically(file, dryrun_page(run, drawn))
-    title = f"{run.model} · {run.layout}"
+    title = f"{run.model} · {run.layout} · simulated"
     return [
         file,
         *(write_picture(folder / f"{panel.key}{suffix}", [[panel]], title=title) for panel in drawn),

@@ -209,7 +209,8 @@ def curves_of(sweep: Sweep) -> dict[int, Curve]:
     curves = {}
     for one in sweep.experiments:
         run = RunDir(folder / str(one.number))
-        if one.status == DONE and run.metrics_file.exists() and (curve := curve_of(run)):
+        file = run.metrics_file
+        if one.status == DONE and file.exists() and sweep.may_read(file) and (curve := curve_of(run)):
             curves[one.number] = curve
     return curves
 

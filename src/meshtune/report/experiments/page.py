@@ -1,23 +1,21 @@
 """The page of a sweep, made from its database: counts by status, pictures, all experiments, machine."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 
 from meshtune.report.draw.page import Page, text
+from meshtune.report.draw.words import MFU
 from meshtune.report.experiments.panels import panels
 from meshtune.report.experiments.rows import DONE, Sweep, sweep_of
 from meshtune.report.experiments.table import SCRIPT, table
 from meshtune.sweep_rows import read_sweep_rows
 from meshtune.units import counted
 
-MFU = (
-    "MFU counts the model's own arithmetic (forward and backward of what is trained, attention by documents, "
-    "no recomputation, no padding) over the device's dense peak; it is not known on processors (docs/mfu.md)."
-)
 SIMULATED = {
     "planner": "Simulated: the planner predicted every figure of this page; nothing was run.",
     "dryrun": "Simulated: every figure of this page is of dry runs on fake tensors; no device was used.",
@@ -32,9 +30,11 @@ class SweepPage(NamedTuple):
     counts: dict[str, int]  # experiments by status
 
 
-def sweep_page(database: Path) -> SweepPage:
-    """Read a sweep and make its page. Raises UserError for another file, NotDrawn without Altair."""
-    sweep = sweep_of(read_sweep_rows(database))
+def sweep_page(database: Path, may_read: Callable[[Path], bool] = lambda _: True) -> SweepPage:
+    """Read a sweep and make its page. may_read: as of `Sweep`. Raises UserError for another file, NotDrawn
+    without Altair.
+    """
+    sweep = replace(sweep_of(read_sweep_rows(database)), may_read=may_read)
     counts = dict(Counter(one.status for one in sweep.experiments).most_common())
     made = Page(
         name=sweep.name + (" (simulated)" if sweep.simulated else ""),
@@ -57,20 +57,27 @@ def _subtitle(sweep: Sweep) -> str:
         parts.append(f"simulated ({sweep.simulated})")
     elif facts.get("run"):
         parts.append(str(facts["run"]))
-    return text(" · ".join([*parts, *_machine(facts, simulated=bool(sweep.simulated))]))
+    return text(" · ".join([*parts, *_machine(sweep)]))
 
 
-def _machine(facts: Mapping[str, Any], *, simulated: bool) -> list[str]:
-    """Words on the machine and the versions. simulated: the machine did not matter and is left out."""
+def _machine(sweep: Sweep) -> list[str]:
+    """Words on the machine and the versions; without the machine where it did not matter."""
+    facts, rows, simulated = sweep.source.facts, sweep.source.rows, bool(sweep.simulated)
     machine, versions = facts.get("machine") or {}, facts.get("versions") or {}
     words = []
     if not simulated:
         gpus = f"{counted(facts['gpus'], 'GPU')} " if facts.get("gpus") else ""
         cores = f", {counted(machine['cores'], 'core')}" if machine.get("cores") else ""
-        device = facts.get("device") or machine.get("processor") or ""
+        device = facts.get("device") or machine.get("processor") or device_of(rows)
         words.append(f"{gpus}{device}{cores}")
     words += [f"{name} {versions[name]}" for name in ("meshtune", "torch") if versions.get(name)]
     return [word for word in words if word]
+
+
+def device_of(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Name of the device of the first experiment that says it, as Slurm's nodes do; "" if none does."""
+    measured = ((row["document"] or {}).get("measured") or {} for row in rows)
+    return str(next((one["device"] for one in measured if one.get("device")), ""))
 
 
 def _counts(sweep: Sweep, counts: Mapping[str, int]) -> str:
@@ -80,6 +87,11 @@ def _counts(sweep: Sweep, counts: Mapping[str, int]) -> str:
         for status, number in counts.items()
     )
     notes = [SIMULATED.get(sweep.simulated, "")] if sweep.simulated else []
+    if unlisted := sweep.source.facts.get("unlisted"):
+        notes.append(
+            f"{counted(len(unlisted), 'result')} that the sweep's file no longer lists: in the database, but "
+            "not here."
+        )
     if not counts.get(DONE):
         notes.append("No experiment is done yet, so there is no picture.")
     lines = "".join(f"<p class='note'>{text(note)}</p>" for note in notes)
@@ -93,7 +105,7 @@ def _where(sweep: Sweep) -> str:
     known = {
         name: value
         for name, value in facts.items()
-        if name not in ("form", "axes", "name") and value is not None
+        if name not in ("form", "axes", "name", "unlisted") and value is not None
     }
     rows = "".join(f"<tr><th>{text(name)}</th><td>{text(value)}</td></tr>" for name, value in _leaves(known))
     settings = yaml.safe_dump(file, sort_keys=False, allow_unicode=True) if file else ""
@@ -128,7 +140,7 @@ def _footer(sweep: Sweep) -> str:
     repeated = (
         f" Experiments that differ in their seed alone are one point, the median of {seeds}." if seeds else ""
     )
-    machine = ", ".join(_machine(sweep.source.facts, simulated=bool(sweep.simulated)))
+    machine = ", ".join(_machine(sweep))
     return text(f"{counted(done, 'experiment')} done. {what}{repeated} {MFU} {machine}.")
 
 

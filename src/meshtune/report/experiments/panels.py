@@ -203,7 +203,8 @@ def speed_against_memory(sweep: Sweep) -> Scatter | None:
     fronts = [Group(name, tuple(map(_in_plane, front(by_name[name]))), None, "steps", DOT) for name in names]
     step = -(-len(known) // MOST_DOTS)
     dots = tuple(map(_in_plane, sorted(known, key=lambda one: one.shown.speed or 0)[::step]))
-    groups = (Group("all experiments", dots, "soft", size=22, opacity=0.5), *fronts)
+    shown = "all experiments" if step == 1 else f"{len(dots):,} of {len(known):,} experiments"
+    groups = (Group(shown, dots, "soft", size=22, opacity=0.5), *fronts)
     note = f"the front of each workload{left_out(names, by_name, 'fronts')}"
     return Scatter(
         "front", "Speed against peak memory", note, groups,

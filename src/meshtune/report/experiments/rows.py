@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -79,6 +80,7 @@ class Sweep:
 
     source: SweepRows
     experiments: tuple[Experiment, ...]
+    may_read: Callable[[Path], bool] = lambda _: True  # False for files of runs that the page leaves out
 
     @property
     def name(self) -> str:
@@ -104,7 +106,7 @@ class Sweep:
     @property
     def speed_unit(self) -> str:
         """Unit of the speed of one device, such as tokens/s/GPU."""
-        processor = not self.simulated and not self.source.facts.get("gpus")
+        processor = not self.simulated and self.source.facts.get("gpus") == 0
         most = max((one.gpus or 1 for one in self.experiments), default=1)
         return units.speed_unit(most, "cpu" if processor else "cuda")
 
@@ -219,7 +221,8 @@ def medians(experiments: Iterable[Experiment]) -> list[Experiment]:
     """One experiment for all that differ in their seed alone, with the medians of their figures."""
     groups: dict[str, list[Experiment]] = {}
     for one in experiments:
-        groups.setdefault(str({key: v for key, v in one.settings.items() if key != SEED}), []).append(one)
+        others = {key: value for key, value in one.settings.items() if key != SEED}
+        groups.setdefault(str(sorted(others.items())), []).append(one)
     return [group[0] if len(group) == 1 else _median(group) for group in groups.values()]
 
 

@@ -48,7 +48,7 @@ def columns(sweep: Sweep) -> list[dict[str, Any]]:
         ("training loss", "number", False, lambda one: one.loss),
         ("held-out loss", "number", False, lambda one: one.eval_loss),
         ("reason", "text", False, lambda one: one.reason),
-        *((key, "text", True, lambda one, key=key: _word(one.settings.get(key))) for key in axes),
+        *(_axis(sweep, key) for key in axes),
         *_figures(sweep, kinds[1:]),
         ("spread of steps", "share", False, lambda one: one.spread),
         ("global batch, sequences", "number", False, lambda one: one.global_batch),
@@ -57,6 +57,15 @@ def columns(sweep: Sweep) -> list[dict[str, Any]]:
     ]
     made = [_column(name, form, offered, get, sweep.experiments) for name, form, offered, get in shown]
     return [column for column in made if column is not None]
+
+
+def _axis(sweep: Sweep, key: str) -> tuple[str, str, bool, Get]:
+    """Column of a setting. Fractions are numbers, to be sorted by size; as words 0.25 comes behind 0.3."""
+    known = [value for one in sweep.experiments if (value := one.settings.get(key)) is not None]
+    fractions = any(isinstance(value, float) for value in known)
+    if fractions and all(isinstance(value, int | float) and not isinstance(value, bool) for value in known):
+        return key, "number", True, lambda one: one.settings.get(key)
+    return key, "text", True, lambda one: _word(one.settings.get(key))
 
 
 def _figures(sweep: Sweep, kinds: Sequence[str]) -> Iterator[tuple[str, str, bool, Get]]:

@@ -14,6 +14,7 @@ from meshtune.report.draw.kinds import Panel
 from meshtune.report.draw.page import Page, text
 from meshtune.report.draw.picture import write
 from meshtune.report.draw.vega import NotDrawn
+from meshtune.report.draw.words import MFU
 from meshtune.report.run.panels import panels
 from meshtune.report.run.samples import Asked, samples_section
 from meshtune.report.run.summary import Summary, facts_of, of_kind, samples_of, summarise
@@ -110,8 +111,21 @@ def run_page(run: RunDir) -> Page:
         panels=run_panels(rows),
         before=_headline(summary),
         after="\n".join(section for section in after if section),
-        footer="Made by meshtune from the files of this run's folder.",
+        footer=text(f"Made by meshtune from the files of this run's folder. {conventions([facts])}"),
     )
+
+
+def conventions(facts: Sequence[Mapping[str, Any]]) -> str:
+    """Sentences on how figures of runs were made, and where. facts: of `facts_of`, one for each run."""
+    names = ("device", "meshtune", "torch")
+    known = [{name: str(one[name]) for name in names if one.get(name)} for one in facts]
+    where = [
+        ", ".join(word if name == "device" else f"{name} {word}" for name, word in one.items())
+        for one in known
+    ]
+    machines = "; ".join(dict.fromkeys(word for word in where if word))
+    steps = "Speed and MFU in figures are medians over the steps, without those that warm up."
+    return " ".join([steps, MFU, *([f"Measured on {machines}."] if machines else [])])
 
 
 def _subtitle(summary: Summary, facts: Row) -> str:
