@@ -9,17 +9,20 @@ the base of both sweeps, to try it with fewer tokens.
 
 import argparse
 import json
+import math
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
+from meshtune.meter.noise_scale import scales
 from meshtune.report.draw.kinds import Panel, Scatter
 from meshtune.report.draw.picture import write
-from meshtune.report.experiments.batch import at, batch_panels, curves_of
+from meshtune.report.experiments.batch import RUNS, Curve, at, batch_panels, curves_of
 from meshtune.report.experiments.rows import DONE, Experiment, Sweep, best, sweep_of
-from meshtune.rundir import write_text_atomically
+from meshtune.rundir import Row, RunDir, write_text_atomically
 from meshtune.sweep_rows import database_of, read_sweep_rows
 from meshtune.units import MIB, counted
 
@@ -90,8 +93,7 @@ def results(losses: Sweep, costs: Sweep) -> str:
         f"| global batch | learning rate | updates | {head} | noise scale | step, s |",
         "| ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
-    for batch in sorted({one.global_batch or 0 for one in runs}):
-        some = [one for one in runs if one.global_batch == batch]
+    for batch, some in by_batch(runs).items():
         cells = (
             f"{batch}",
             f"{some[0].settings['train.learning_rate']:.1e}",
@@ -102,6 +104,7 @@ def results(losses: Sweep, costs: Sweep) -> str:
             f"{median(one.measured.step_seconds or 0 for one in some):.3f}",
         )
         lines.append(f"| {' | '.join(cells)} |")
+    lines += ["", *on_the_way(losses, runs, curves)]
     fastest = best(costs.done, lambda one: (one.global_batch, one.micro_batch))
     sizes = sorted({one.micro_batch or 0 for one in fastest.values()})
     heads = [f"micro-batch {size}" for size in sizes]
@@ -116,12 +119,54 @@ def results(losses: Sweep, costs: Sweep) -> str:
     return "\n".join([*lines, "", facts(losses)])
 
 
+def on_the_way(losses: Sweep, runs: Sequence[Experiment], curves: Mapping[int, Curve]) -> Iterator[str]:
+    """Lines of the table of each batch's runs over time. The head comes first."""
+    last = [median(curves[one.number].losses[-1] for one in some) for some in by_batch(runs).values()]
+    loss = math.ceil(10 * max(last)) / 10  # that the median of each batch has reached
+    rows = {one.number: train_rows(losses, one) for one in runs}
+    noise = {number: scales(of_run, 4) for number, of_run in rows.items()}
+    norms = {number: [row["grad_norm"] for row in of_run] for number, of_run in rows.items()}
+    quarters = " | ".join(f"noise scale, {name} quarter" for name in ("first", "second", "third", "last"))
+    heads = f"updates to a held-out loss of {loss:.1f} | {quarters} | largest gradient norm | usual"
+    yield f"| global batch | {heads} |"
+    yield f"| ---: |{' ---: |' * 7}"
+    for batch, some in by_batch(runs).items():
+        cells = (
+            f"{batch}",
+            spread(some, lambda one: reached(curves[one.number], loss), ".0f"),
+            *(spread(some, lambda one, part=part: noise[one.number][part], ".0f") for part in range(4)),
+            spread(some, lambda one: max(norms[one.number]), ".1f"),
+            spread(some, lambda one: median(norms[one.number]), ".2f"),
+        )
+        yield f"| {' | '.join(cells)} |"
+
+
+def by_batch(runs: Sequence[Experiment]) -> dict[int, list[Experiment]]:
+    """Experiments by their global batch, the smallest first."""
+    batches = sorted({one.global_batch or 0 for one in runs})
+    return {batch: [one for one in runs if one.global_batch == batch] for batch in batches}
+
+
+def train_rows(sweep: Sweep, one: Experiment) -> list[Row]:
+    """Rows of an experiment's steps."""
+    return RunDir(sweep.source.folder / RUNS / str(one.number)).rows("train")
+
+
+def reached(curve: Curve, loss: float) -> float | None:
+    """Updates after which a run has a held-out loss, on the line between evaluations; None: it never has."""
+    for (low, before), (high, after) in pairwise(zip(curve.steps, curve.losses, strict=True)):
+        if after <= loss < before:
+            return low + (high - low) * (before - loss) / (before - after)
+    return None
+
+
 def spread(some: Sequence[Experiment], value: Callable[[Experiment], float | None], form: str) -> str:
-    """Median of the seeds with the lowest and the highest."""
+    """Median of the seeds with the lowest and the highest, and their number where not all have the value."""
     known = [number for one in some if (number := value(one)) is not None]
     if not known:
         return "unknown"
-    return f"{median(known):{form}} ({min(known):{form}} to {max(known):{form}})"
+    of_all = "" if len(known) == len(some) else f"; {len(known)} of {len(some)} runs"
+    return f"{median(known):{form}} ({min(known):{form}} to {max(known):{form}}{of_all})"
 
 
 def cost(one: Experiment | None) -> str:

@@ -14,3 +14,13 @@ def data_in(html: str, name: str) -> Any:
 def charts_of(html: str) -> dict[str, Any]:
     """The Vega-Lite specifications of a page's charts, by key."""
     return data_in(html, "charts").get("charts", {})
+
+
+def valid(spec: dict[str, Any]) -> dict[str, Any]:
+    """The specification of a chart; Altair, which checks none of them when it draws, refuses one that
+    Vega-Lite does not know.
+    """
+    import altair as alt
+
+    alt.LayerChart.from_dict(spec)
+    return spec

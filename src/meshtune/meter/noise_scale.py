@@ -23,6 +23,7 @@ independently (the variance of a ratio estimator).
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from statistics import fmean
 from typing import NamedTuple
 
@@ -78,16 +79,23 @@ def with_measurement(
 
 
 def late_scale(rows: Sequence[Row]) -> float | None:
-    """The noise scale of a run's second half, in sequences: the ratio of both estimates' means over its
-    measured steps. None where it was not measured, or one of the means is not positive.
+    """The noise scale of a run's second half, in sequences; None as in `scales`. rows: of kind "train"."""
+    return scales(rows, 2)[-1]
 
-    rows: of kind "train".
+
+def scales(rows: Sequence[Row], parts: int) -> list[float | None]:
+    """The noise scale of each part of a run, in sequences: the ratio of both estimates' means over the
+    measured steps of the part. None where nothing was measured, or one of the means is not positive.
+
+    rows: of kind "train". parts: of as many measured steps each; the last ones have one more where they must.
     """
-    measured = [row for row in rows if row.get("gradient_variance") is not None]
-    late = measured[len(measured) // 2 :]
-    if not late:
-        return None
-    return Noise(*(fmean(row[name] for row in late) for name in ESTIMATES)).scale
+    measured = [row for row in rows if row.get(ESTIMATES[1]) is not None]
+    ends = [len(measured) * part // parts for part in range(parts + 1)]
+    found = []
+    for some in (measured[start:end] for start, end in pairwise(ends)):
+        noise = Noise(*(fmean(row[name] for row in some) for name in ESTIMATES)) if some else None
+        found.append(noise and noise.scale)
+    return found
 
 
 def noise_refusals(layout: Layout, *, token_loss: bool) -> list[str]:

@@ -183,7 +183,8 @@ def page_of_run(entry: Entry) -> Page:
     """A run's page: its report, with its state and the command that stops it."""
     run = RunDir(entry.path)
     rows = run.rows()
-    page, summary = run_page(run), summarise(run, rows)
+    summary = summarise(run, rows)
+    page = run_page(run, rows, summary)
     state = state_of(run, summary.status, rows)
     why = f" · {text(state.why)}" if state.why and state.why not in summary.status else ""
     stop = _stop(run, facts_of(run, rows)) if run.is_training else ""

@@ -9,7 +9,7 @@ import sys
 
 import numpy as np
 import pytest
-from page_data import charts_of
+from page_data import charts_of, valid
 
 from meshtune.errors import UserError
 from meshtune.layout import Layout
@@ -142,8 +142,8 @@ def test_what_was_not_searched_has_no_panel(answer):
 
 def test_vega_lite_takes_every_panel(drawn):
     for panel in drawn:
-        for narrow in (False, True):  # Altair refuses unknown properties
-            specification(panel, width="container", narrow=narrow)
+        for narrow in (False, True):
+            valid(specification(panel, width="container", narrow=narrow))
 
 
 def test_page_and_picture_draw_the_same_numbers(drawn):

@@ -3,6 +3,7 @@ import subprocess
 import sys
 
 import pytest
+from page_data import valid
 
 from meshtune.errors import UserError
 from meshtune.report.draw.kinds import Series
@@ -80,7 +81,7 @@ def test_vega_lite_takes_every_figure(run, train):
     from meshtune.report.draw.charts import specification
 
     for panel in panels([*run.rows(), train(5, mfu=0.5, mfu_6n=0.6)]):
-        spec = specification(panel, width="container")  # Altair refuses unknown properties
+        spec = valid(specification(panel, width="container"))
         *curves, pointer = spec["layer"]
         assert [curve["encoding"]["color"]["scale"]["domain"] for curve in curves] == [
             [one.name for one in panel.series]

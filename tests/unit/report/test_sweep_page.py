@@ -5,7 +5,7 @@ import sqlite3
 from contextlib import closing
 
 import pytest
-from page_data import data_in
+from page_data import data_in, valid
 from sweeps import MODELS, bench_row, bench_rows, write_sweep
 
 from meshtune.commands.report import report
@@ -50,6 +50,12 @@ def test_the_heat_map_has_the_fastest_layout_of_each_model_and_number_of_ranks(d
     assert cell.texts == (("13.4"), "dp2", "mb4") and cell.value == pytest.approx(10 * 0.96 * 1.4)
     assert panel.cells[1][3].value is None and panel.cells[1][3].texts == ("out of memory",)
     assert panel.cells[0][3] is None  # no experiment
+
+
+def test_vega_lite_takes_every_picture_of_a_sweep(database):
+    for panel in drawn(database).values():
+        for narrow in (False, True):
+            valid(specification(panel, width="container", narrow=narrow))
 
 
 def test_results_that_the_file_no_longer_lists_are_not_on_the_page(tmp_path):

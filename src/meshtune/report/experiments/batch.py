@@ -196,7 +196,7 @@ def _spread_groups(
         points = []
         for batch, some in sorted(places[name].items()):
             found = [y for one in some if (y := y_of(one)) is not None]
-            one = replace(some[0], repeats=len(some))
+            one = replace(some[0], repeats=len(found))
             ends = (min(found), max(found)) if len(found) > 1 else None
             points.append(Point(float(batch), median(found), about(one), ends))
         groups.append(Group(name, tuple(points), None, "line", DOT))

@@ -89,10 +89,10 @@ def report_page(run: RunDir) -> str:
     return run_page(run).html()
 
 
-def run_page(run: RunDir) -> Page:
-    """The report's parts."""
-    rows = run.rows()
-    summary, facts = summarise(run, rows), facts_of(run, rows)
+def run_page(run: RunDir, rows: Sequence[Row] | None = None, summary: Summary | None = None) -> Page:
+    """The report's parts. rows: of metrics.jsonl, summary: of these, where they are at hand."""
+    rows = run.rows() if rows is None else rows
+    summary, facts = summary or summarise(run, rows), facts_of(run, rows)
     shown = [(label, _fact(facts[key])) for key, label in LABELS.items() if facts.get(key) is not None]
     environment = _leaves({key: value for key, value in facts.items() if key not in (*LABELS, PREDICTED)})
     after = [
