@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ def interrupted_and_resumed(words: list[str]) -> Path:
 
 
 def records(file: Path) -> Iterator[Any]:
-    """Yield the records of a .wandb file: LevelDB's log format after a header of seven bytes."""
+    """Yield the whole records of a .wandb file: LevelDB's log format after a header of seven bytes."""
     from wandb.proto import wandb_internal_pb2  # pyright: ignore[reportMissingImports]
 
     content, place, block, parts = file.read_bytes(), 7, 32768, b""
@@ -45,11 +46,26 @@ def records(file: Path) -> Iterator[Any]:
             place += block - place % block
             continue
         size, kind = int.from_bytes(content[place + 4 : place + 6], "little"), content[place + 6]
+        if place + 7 + size > len(content):  # still being written
+            return
         parts += content[place + 7 : place + 7 + size]
         place += 7 + size
         if kind in (1, 4):  # a whole record, or the last part of one
             yield wandb_internal_pb2.Record.FromString(parts)
             parts = b""
+
+
+def written(file: Path) -> list[Any]:
+    """Wait for a .wandb file's last record, of the run's end, and return all: W&B's process writes what it
+    still has after `finish` has returned.
+    """
+    found: list[Any] = []
+    for _ in range(600):
+        found = list(records(file))
+        if any(record.HasField("exit") for record in found):
+            return found
+        time.sleep(0.1)
+    raise AssertionError(f"{file} has no end after a minute: {len(found)} records")
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("wandb"), reason="wandb is not installed")
@@ -66,7 +82,7 @@ def test_wandb_has_one_run_with_labels_settings_and_rows(
     assert {file.stem for file in files} == {f"run-{(folder / 'logs/wandb.id').read_text()}"}
     steps, values = [], {}
     for file in files:
-        each = list(records(file))
+        each = written(file)
         (start, *_) = (record.run for record in each if record.HasField("run"))
         assert (start.project, start.display_name, start.run_group) == ("shapes", "first", "sizes")
         assert list(start.tags) == ["baseline", "lr=high"]
