@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from command import Command, end
+from tiny import short_run
 
 from meshtune.rundir import RunDir
 from meshtune.train.checkpoint import Checkpoints
@@ -200,3 +201,27 @@ def test_a_sweep_is_submitted_as_arrays_and_collected_after_a_kill(
     attempts = "SELECT attempts, peak_memory_bytes > 0 FROM results WHERE status = 'done'"
     assert database.execute(attempts).fetchall() == [(1, 1)] * 3
     assert len({*(out / "slurm").glob("*.txt")}) == 2 and not [*(out / "results").glob("*.json")]
+
+
+def test_an_experiment_on_two_machines_trains_and_a_held_array_of_a_killed_sweep_is_cancelled(
+    slurm: Run, tiny: Path, tmp_path: Path
+) -> None:
+    """Two ranks, one a machine. The sweep before was killed after its array was submitted, held."""
+    out, file = tmp_path / "out", tmp_path / "sweep.yaml"
+    settings = short_run(tiny, tmp_path / "cache", tmp_path / "unused")
+    document = {
+        "run": "train", "base": {"train": {"device": "cpu"}}, "axes": {"layout": ["zero3x2-mb1"]},
+        "slurm": {"gpus-per-node": 1},
+    }  # fmt: skip
+    file.write_text(json.dumps(document))
+    out.mkdir()
+    (out / "sweep.sbatch").write_text("#!/bin/bash\ntrue\n")
+    held = slurm("sbatch", "--parsable", "--hold", "--array=0-1", out / "sweep.sbatch", "x")
+    words = [sys.executable, "-m", "meshtune", "sweep", file, *settings, "--slurm", "--out", out, "--json"]
+    done = slurm(*words)
+    assert done.returncode == 0, done.stderr
+    assert f"Cancelled the held array {held.stdout.strip()}," in done.stderr
+    logs = [log.read_text() for log in (out / "logs").glob("*.log")]
+    assert json.loads(done.stdout)["counts"] == {"done": 1}, (done.stdout, logs)
+    (start,) = RunDir(out / "runs" / "1").rows("run")
+    assert (start["world"], start["nodes"]) == (2, 2)

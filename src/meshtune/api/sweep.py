@@ -5,6 +5,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,15 @@ from meshtune.study.judge import Here, Judged, judge
 from meshtune.study.outcomes import train_outcome
 from meshtune.study.packing import Devices
 from meshtune.study.runner import Progress, run_all
-from meshtune.study.slurm import check_sbatch, collect, follow, read_task, run_in_job, submit
+from meshtune.study.slurm import (
+    cancel_unknown,
+    check_sbatch,
+    collect,
+    follow,
+    read_task,
+    run_in_job,
+    submit,
+)
 from meshtune.study.store import DOES_NOT_FIT, DONE, FINISHED, REFUSED, RUNNING, WAITING, Outcome, Store
 from meshtune.study.sweep_file import Experiment, SweepFile, read_sweep
 from meshtune.sweep_rows import DATABASE
@@ -276,19 +285,24 @@ def settle(store: Store, folder: Path) -> None:
             continue
         outcome = None
         with suppress(UserError):  # its rows are damaged: it is for the experiment to say so
-            outcome = finished_outcome(RunDir(folder / "runs" / str(row.number)))
+            outcome = finished_outcome(RunDir(folder / "runs" / str(row.number)), str(row.started))
         if outcome:
             store.finish({row.number: outcome})
         else:
             store.wait_again([row.number])
 
 
-def finished_outcome(run: RunDir) -> Outcome | None:
-    """The outcome of a training run that has finished; None of others. Raises UserError for damaged rows."""
+def finished_outcome(run: RunDir, since: str) -> Outcome | None:
+    """The outcome of a training run that began at `since` or later and has finished; None of others: one that
+    began before is an earlier attempt's. Raises UserError for damaged rows.
+    """
     if not run.metrics_file.exists():
         return None
-    from meshtune.report.run.summary import summarise
+    from meshtune.report.run.summary import facts_of, summarise
 
+    began = facts_of(run).get("started")
+    if began is None or datetime.fromisoformat(began) < datetime.fromisoformat(since):
+        return None
     summary = summarise(run)
     if summary.status != "finished":
         return None
@@ -350,6 +364,7 @@ def run_by_slurm(
 ) -> None:
     """Submit tasks, and wait for the results of all that Slurm has."""
     folder = folder.absolute()
+    cancel_unknown(store, folder, log)
     if tasks:
         ids = submit(store, tasks, folder, name=plan.name, options=plan.slurm, jobs=jobs)
         log(f"Submitted {counted(len(tasks), 'experiment')} to Slurm, in the arrays {', '.join(ids)}")

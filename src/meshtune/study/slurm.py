@@ -6,7 +6,7 @@
     results/<number>.json how an experiment ended, written atomically by its task
 
 Only the sweep writes the database. An array is submitted held, written down, then released: killed in
-between, no experiment runs twice.
+between, no experiment runs twice, and the next start cancels what is held and not written down.
 """
 
 import json
@@ -41,12 +41,15 @@ from meshtune.study.store import (
 from meshtune.units import counted
 
 LOOK = 5.0  # seconds between looks at Slurm's queue and the results
+PATIENCE = 600.0  # seconds of looks that all fail (the controller restarts) after which the sweep ends
 MISSED = 3  # looks without the task and without its result, after which it has ended
 SPARE = 300.0  # seconds of a job beyond the experiment's limit
 STATES = {"TIMEOUT": TIMED_OUT, "OUT_OF_MEMORY": OUT_OF_MEMORY}  # Slurm's state -> status; others crashed
 AGAIN = ("CANCELLED", "PREEMPTED", "NODE_FAIL", "BOOT_FAIL")  # states after which an experiment waits again
 PER_NODE = "gpus-per-node"  # option: a number, or kind:number
-OURS = ("array", "chdir", "hold", "output", "parsable", "job-name")  # options that the sweep sets itself
+# Options that the sweep sets itself.
+OURS = ("array", "chdir", "hold", "output", "parsable", "job-name", "nodes", "ntasks", "ntasks-per-node")
+HELD = "JobHeldUser"  # Slurm's reason of a job that was submitted held
 
 
 def check_sbatch(options: Mapping[str, Any]) -> None:
@@ -93,7 +96,7 @@ def submit(
     """Submit tasks as arrays, one for each number of ranks; returns their ids. jobs: tasks of an array that
     run at once, 0: as many as Slurm gives.
     """
-    script = folder / "sweep.sbatch"
+    script = script_file(folder)
     write_text_atomically(script, script_of(folder, name))
     most, ids = largest_array(), []
     for world in sorted({task.world for task in tasks.values()}):
@@ -125,6 +128,27 @@ def _submitted(
     return job
 
 
+def script_file(folder: Path) -> Path:
+    return folder / "sweep.sbatch"
+
+
+def cancel_unknown(store: Store, folder: Path, log: Log) -> None:
+    """Cancel this sweep's held arrays that the database does not know: it was killed between two lines of
+    `_submitted`.
+    """
+    held = ["squeue", "--me", "--noheader", "--states=PENDING", "--format=%F|%r|%o"]
+    try:
+        listing = [line.strip().split("|", 2) for line in asked(*held).splitlines()]
+    except UserError as error:
+        log(f"Held arrays that a killed sweep may have left were not looked for: {error}")
+        return
+    script = str(script_file(folder))
+    for job in sorted({job for job, why, command in listing if why == HELD and command.startswith(script)}):
+        if job not in job_ids(store):
+            asked("scancel", job)
+            log(f"Cancelled the held array {job}, which a killed sweep had left.")
+
+
 def task_file(folder: Path, number: int) -> Path:
     return folder / "slurm" / f"{number}.json"
 
@@ -139,20 +163,27 @@ def read_task(folder: Path, number: int) -> Task:
 
 
 def resources(task: Task, options: Mapping[str, Any]) -> list[str]:
-    """Options of sbatch for an experiment: its time, its machines and GPUs; `options` go before these."""
+    """Options of sbatch for an experiment: its time, its machines, a task and a GPU for each rank; `options`
+    go before these.
+    """
     given = long_options(options)
     kind, colon, number = str(given.pop(PER_NODE, task.world)).rpartition(":")
-    per_node = int(number)
-    nodes = math.ceil(task.world / per_node)
+    each = ranks_per_node(task.world, int(number))
     minutes = math.ceil((task.limit + SPARE) / 60)
-    words: dict[str, Any] = {"nodes": nodes, "ntasks-per-node": 1, "time": minutes}
+    # A task for each rank: else Slurm may give all ranks of a machine one core.
+    words: dict[str, Any] = {"nodes": task.world // each, "ntasks-per-node": each, "time": minutes}
     if not task.on_processor:
-        words[PER_NODE] = f"{kind}{colon}{min(task.world, per_node)}"
+        words[PER_NODE] = f"{kind}{colon}{each}"
     return [
         f"--{name}" if value is True else f"--{name}={value}"
         for name, value in {**words, **given}.items()
         if value is not False
     ]
+
+
+def ranks_per_node(world: int, most: int) -> int:
+    """The largest number of ranks up to `most` that all machines can have alike."""
+    return next(each for each in range(min(world, most), 0, -1) if world % each == 0)
 
 
 def asked(*words: str) -> str:
@@ -208,26 +239,49 @@ def alive(jobs: Sequence[str]) -> set[str]:
 
 def ended_without(row: Row) -> Outcome | None:
     """The outcome of a task that ended without a result, by its state; None: it is to be tried again."""
-    text = ""
-    with suppress(UserError):
-        text = asked("scontrol", "show", "job", str(row.job))
-    state = next(iter(re.findall(r"JobState=(\w+)", text)), "unknown")
+    state = state_of(str(row.job))
     if state in AGAIN:
         return None
-    reason = f"Slurm's task {row.job} ended in state {state} without a result; see slurm/{row.job}.out."
+    ended = f"Slurm's task {row.job} ended in state {state} without a result"
+    if not state:
+        ended = f"Slurm no longer knows its task {row.job}, which left no result"
+    reason = f"{ended}; see slurm/{row.job}.out. `--retry crashed` runs it again."
     return Outcome(STATES.get(state, CRASHED), reason)
 
 
+def state_of(job: str) -> str:
+    """State of a task that has ended, by the controller or, where that has forgotten it, by the accounting;
+    empty where neither knows.
+    """
+    for words in (
+        ("scontrol", "show", "job", job),
+        ("sacct", "--noheader", "--parsable2", "--allocations", "--format=State", f"--jobs={job}"),
+    ):
+        with suppress(UserError):
+            if found := re.search(r"(?:JobState=|^)([A-Z_]+)", asked(*words)):
+                return found[1]
+    return ""
+
+
 def follow(store: Store, folder: Path, progress: Progress, log: Log) -> None:
-    """Collect results until no task is left. Raises Interrupted at Ctrl-C; the jobs go on."""
+    """Collect results until no task is left. Raises Interrupted at Ctrl-C, and UserError once the queue can't
+    be looked at for PATIENCE; the jobs go on.
+    """
     missed: dict[int, int] = {}
     jobs = job_ids(store)
     for job in jobs:  # held, if the sweep was killed before it released them
         with suppress(UserError):
             asked("scontrol", "release", job)
+    looked = time.monotonic()
     with Signals() as signals:
         while rows := {row.number: row for row in store.rows(RUNNING) if row.job}:
-            tasks = alive(job_ids(store))
+            try:
+                tasks, looked = alive(job_ids(store)), time.monotonic()
+            except UserError as error:
+                if time.monotonic() - looked > PATIENCE:
+                    raise
+                tasks = {row.job for row in rows.values()}
+                log(f"{error} The jobs go on; looking again in {LOOK:.0f} s.")
             for number, outcome in collect(store, folder).items():
                 if row := rows.pop(number, None):
                     progress.ended(row, outcome, [], dict.fromkeys(rows.values(), 0.0))
@@ -274,8 +328,11 @@ def run_in_job(task: Task, folder: Path) -> Outcome:
             f"{nodes}; sweep with run: train.",
         )
         return written(task, folder, outcome)
-    each = task.world // nodes
-    prefix = ["srun", f"--nodes={nodes}", f"--ntasks-per-node={each}"] if nodes > 1 else []
+    prefix: list[str] = []
+    if nodes > 1:
+        prefix = ["srun", f"--nodes={nodes}", f"--ntasks-per-node={task.world // nodes}"]
+        if cores := os.environ.get("SLURM_CPUS_PER_TASK"):  # which srun does not take over by itself
+            prefix.append(f"--cpus-per-task={cores}")
     # Without Slurm's variables the command starts its ranks itself; srun needs them.
     hidden = () if prefix else ("SLURM_", "PMI")
     environment = {

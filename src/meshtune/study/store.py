@@ -91,6 +91,7 @@ class Row:
     seconds: float | None
     predicted_step_seconds: float | None
     job: str | None  # Slurm's id of the task that runs it
+    started: str | None  # when its last attempt did, as `time_now` writes it
 
 
 class Store:
@@ -198,7 +199,9 @@ class Store:
 
     def rows(self, *statuses: str, keys: Iterable[str] | None = None) -> list[Row]:
         """The experiments with one of these statuses (none: all) by number. keys: only these."""
-        columns = "number, key, settings, layout, world, status, seconds, predicted_step_seconds, job"
+        columns = (
+            "number, key, settings, layout, world, status, seconds, predicted_step_seconds, job, started"
+        )
         query = f"SELECT {columns} FROM experiments"
         if statuses:
             query += f" WHERE status IN ({', '.join('?' * len(statuses))})"

@@ -8,6 +8,7 @@ import pytest
 
 from meshtune.api import sweep as api
 from meshtune.errors import UserError
+from meshtune.meter.rows import time_now
 from meshtune.rundir import RunDir
 from meshtune.study.children import Task
 from meshtune.study.slurm import written
@@ -49,17 +50,23 @@ def test_what_was_run_and_does_not_fit_is_not_run_again(
 
 
 def test_a_killed_sweep_settles_what_was_running(tmp_path: Path) -> None:
-    """A run that had finished is a result; one whose rows are damaged waits, and the sweep starts."""
+    """A run that had finished is a result, unless it was that of an attempt before; one whose rows are
+    damaged waits, and the sweep starts.
+    """
+    finished, long_ago = '{"kind": "end", "step": 1, "status": "finished"}', "2026-01-01T00:00:00+02:00"
     with Store(tmp_path / "sweep.db") as store:
-        store.add([Experiment({"n": number}, {}, str(number)) for number in (1, 2, 3)], ("n",))
-        store.start([1, 2, 3])
-        for number, line in ((1, '{"kind": "end", "step": 1, "status": "finished"}'), (2, "no JSON")):
+        store.add([Experiment({"n": number}, {}, str(number)) for number in (1, 2, 3, 4)], ("n",))
+        store.start([1, 2, 3, 4])
+        for number, line, began in (
+            (1, finished, time_now()), (2, "no JSON", time_now()), (4, finished, long_ago)
+        ):  # fmt: skip
             run = RunDir(tmp_path / "runs" / str(number)).create()
+            run.append({"kind": "run", "started": began})
             run.append({"kind": "train", "step": 1, "loss": 2.0, "step_seconds": 0.5, "tokens": 8})
             with open(run.metrics_file, "a") as file:
                 file.write(f"{line}\n")
         api.settle(store, tmp_path)
-        assert [row.status for row in store.rows()] == [DONE, WAITING, WAITING]
+        assert [row.status for row in store.rows()] == [DONE, WAITING, WAITING, WAITING]
         assert store.best("loss", 1)[0]["loss"] == 2.0
 
 

@@ -7,7 +7,7 @@ from meshtune.study.store import DONE, WAITING, Row
 
 
 def row(number: int, world: int, seconds: float | None = None, plan: float | None = None) -> Row:
-    return Row(number, str(number), {}, None, world, DONE if seconds else WAITING, seconds, plan, None)
+    return Row(number, str(number), {}, None, world, DONE if seconds else WAITING, seconds, plan, None, None)
 
 
 def started(devices: Devices, worlds: list[int]) -> list[tuple[int, tuple[str, ...]]]:

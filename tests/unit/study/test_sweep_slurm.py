@@ -14,6 +14,7 @@ from meshtune.study.children import Task
 from meshtune.study.packing import Devices
 from meshtune.study.runner import Progress
 from meshtune.study.slurm import (
+    cancel_unknown,
     check_sbatch,
     collect,
     ended_without,
@@ -23,7 +24,7 @@ from meshtune.study.slurm import (
     submit,
     written,
 )
-from meshtune.study.store import CRASHED, DONE, RUNNING, TIMED_OUT, WAITING, Outcome, Store
+from meshtune.study.store import CRASHED, DONE, OUT_OF_MEMORY, RUNNING, TIMED_OUT, WAITING, Outcome, Store
 from meshtune.study.sweep_file import Experiment
 
 COMMANDS = {
@@ -31,8 +32,13 @@ COMMANDS = {
         'echo "$@" >> "$CALLS"; test -z "$FAIL" || { echo "invalid partition" >&2; exit 1; }; '
         'echo "$(wc -l < "$CALLS");local"'
     ),
-    "squeue": 'cat "$QUEUE" 2>/dev/null || { echo "Invalid job id specified" >&2; exit 1; }',
-    "scontrol": 'echo "scontrol $*" >> "$RELEASED"; echo "MaxArraySize = 4"; echo "JobState=$STATE Reason=x"',
+    "squeue": 'cat "$QUEUE" 2>/dev/null || { echo "${DOWN-Invalid job id specified}" >&2; exit 1; }',
+    "scontrol": (
+        'echo "scontrol $*" >> "$RELEASED"; test "$1 $FORGOTTEN" = "show 1" && exit 1; '
+        'echo "MaxArraySize = 4"; echo "JobState=$STATE Reason=x"'
+    ),
+    "sacct": 'test -n "$ACCOUNTED" && echo "$ACCOUNTED"',
+    "scancel": 'echo "$*" >> "$CANCELLED"',
 }  # fmt: skip
 
 
@@ -45,7 +51,8 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (folder / name).write_text(f"#!/bin/sh\n{text}\n")
         (folder / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
-    for name, value in {"CALLS": "calls", "QUEUE": "queue", "RELEASED": "released"}.items():
+    files = {"CALLS": "calls", "QUEUE": "queue", "RELEASED": "released", "CANCELLED": "cancelled"}
+    for name, value in files.items():
         monkeypatch.setenv(name, str(folder / value))
     monkeypatch.setattr(slurm, "LOOK", 0.01)
     return folder
@@ -147,16 +154,88 @@ def test_the_state_of_a_task_decides(
     assert (outcome and outcome.status) == status
 
 
+@pytest.mark.parametrize(
+    ("accounted", "status", "reason"),
+    [
+        ("CANCELLED by 1000", None, ""),
+        ("OUT_OF_MEMORY", OUT_OF_MEMORY, "state OUT_OF_MEMORY"),
+        (
+            "",
+            CRASHED,
+            "knows its task 7_0, which left no result; see slurm/7_0.out. `--retry crashed`",
+        ),
+    ],
+)
+def test_accounting_is_asked_for_a_task_that_the_controller_has_forgotten(
+    commands: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    accounted: str,
+    status: str | None,
+    reason: str,
+) -> None:
+    monkeypatch.setenv("FORGOTTEN", "1")
+    monkeypatch.setenv("ACCOUNTED", accounted)
+    with store_of(tmp_path, [task(1, "mb1-ga1")]) as store:
+        store.start([1], "7")
+        outcome = ended_without(store.rows(RUNNING)[0])
+    assert (outcome and outcome.status) == status and reason in ((outcome and outcome.reason) or "")
+
+
+def test_a_queue_that_can_not_be_looked_at_ends_the_sweep_after_a_while_alone(
+    commands: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Results are collected meanwhile, and nothing is taken for vanished."""
+    tasks, lines = [task(number, "mb1-ga1") for number in (1, 2)], list[str]()
+    monkeypatch.setenv("DOWN", "Unable to contact slurm controller")
+    with store_of(tmp_path, tasks) as store:
+        store.start([1, 2], "7")
+        written(tasks[0], tmp_path, Outcome(DONE))
+
+        def log(line: str) -> None:
+            lines.append(line)
+            if len(lines) == 10:
+                monkeypatch.setattr(slurm, "PATIENCE", 0.0)
+
+        with pytest.raises(UserError, match="squeue refused: Unable to contact"):
+            follow(store, tmp_path, Progress(store, 2, 0, Devices(), log), log)
+        assert store.counts() == {RUNNING: 1, DONE: 1} and len(lines) == 10
+        (commands / "queue").write_text("")
+        follow(store, tmp_path, Progress(store, 2, 0, Devices(), log), log)
+        assert store.counts() == {DONE: 1, CRASHED: 1}
+
+
+def test_held_arrays_that_the_database_does_not_know_are_cancelled(commands: Path, tmp_path: Path) -> None:
+    script, lines = tmp_path / "sweep.sbatch", list[str]()
+    queue = [
+        f"7|JobHeldUser|{script}",
+        f"8|JobHeldUser|{script} x",
+        f"9|Priority|{script}",
+        "6|JobHeldUser|/a",
+    ]
+    (commands / "queue").write_text("\n".join(queue))
+    with store_of(tmp_path, [task(1, "mb1-ga1")]) as store:
+        store.start([1], "7")
+        cancel_unknown(store, tmp_path, lines.append)
+    assert (commands / "cancelled").read_text() == "8\n"
+    assert lines == ["Cancelled the held array 8, which a killed sweep had left."]
+
+
 def test_machines_follow_from_the_ranks_and_what_the_file_says_counts() -> None:
     assert "--nodes=2" in resources(task(1, "zero3x16-mb1-ga1"), {"gpus-per-node": 8})
     assert "--gpus-per-node=8" in resources(task(1, "zero3x16-mb1-ga1"), {"gpus-per-node": 8})
     typed = resources(task(1, "zero3x16-mb1-ga1"), {"gpus_per_node": "h100:8"})
     assert "--gpus-per-node=h100:8" in typed and "--nodes=2" in typed
+    assert {"--nodes=2", "--ntasks-per-node=8"} < set(typed), "a core for each rank"
+    uneven = resources(task(1, "zero3x12-mb1-ga1"), {"gpus-per-node": 8})
+    assert {"--nodes=2", "--ntasks-per-node=6", "--gpus-per-node=6"} < set(uneven), "no rank is left out"
     on_cpu = resources(task(1, "mb1-ga1", train={"device": "cpu"}), {"time": 3, "exclusive": True})
     assert "--time=3" in on_cpu and "--exclusive" in on_cpu and "gpus" not in " ".join(on_cpu)
     with pytest.raises(UserError) as error:
         check_sbatch({"array": "1-3", "Parti tion": 1, "chdir": "/", "gpus-per-node": "all"})
     assert len(error.value.problems) == 4
+    with pytest.raises(UserError, match="ntasks-per-node is set by the sweep"):
+        check_sbatch({"ntasks_per_node": 1})
     check_sbatch({"gpus-per-node": "h100:8"})
 
 
