@@ -4,7 +4,9 @@
     python benchmarks/meter_cost.py --steps 6 --hidden 64 # does it run?
 
 Steps alternate, so that a slow second of the machine reaches both alike; the cost is the ratio of
-the medians. No memory is watched: its ledger is of a run's first three steps alone.
+the medians. Ranks begin and end each step together: else a step without the meter would leave its wait for
+the slower rank to the next one, which has it. No memory is watched: its ledger is of a run's first three
+steps alone.
 """
 
 import argparse
@@ -12,12 +14,13 @@ import time
 from contextlib import nullcontext
 from statistics import median
 
+import torch.distributed as dist
 from transformers import LlamaConfig
 
 from meshtune import launch
 from meshtune.launch import Rank
 from meshtune.layout import Layout
-from meshtune.parallel.mesh import join
+from meshtune.parallel.mesh import World, join
 from meshtune.study.bench import LEARNING_RATE, random_batches
 from meshtune.train.choose import device_of
 from meshtune.train.measure import Meter
@@ -46,7 +49,7 @@ def alternate(rank: Rank, hidden: int, layout: str, steps: int) -> tuple[float, 
     for step in range(2 * (WARM_UP + steps)):
         batch, metered = next(batches), step % 2
         local = model.passes.localise(batch)
-        world.synchronize()
+        together(world)
         began = time.perf_counter()
         with meter.running() if metered else nullcontext():
             if metered:
@@ -58,9 +61,17 @@ def alternate(rank: Rank, hidden: int, layout: str, steps: int) -> tuple[float, 
             world.synchronize()
             if metered:
                 meter.end(step, micro_batches=batch.micro_batches, loading=0.0, in_flight=0.0, stop=False)
+        together(world)
         if step >= 2 * WARM_UP:
             seconds[metered].append(time.perf_counter() - began)
     return median(seconds[0]), median(seconds[1])
+
+
+def together(world: World) -> None:
+    """Wait until all ranks' devices have done all they were told to do."""
+    world.synchronize()
+    if world.size > 1:
+        dist.barrier()
 
 
 def main() -> None:

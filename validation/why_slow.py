@@ -4,8 +4,9 @@
     python validation/why_slow.py --seeds 1 --healthy 2 --cases padding     # a part
 
 Each run is a process of its own with a patch, which trains a tiny Llama by `meshtune.train`.
-A seed draws the strength and, where both work, the number of ranks. Passed: the injected cause is the first
-that is named; for a healthy run none is.
+A seed draws the strength and, where both work, the number of ranks. Delays are shares of the run's own step,
+so that they are as strong on a slow machine. Passed: the injected cause is the first that is named; for a
+healthy run none is.
 """
 
 import argparse
@@ -55,6 +56,32 @@ class Outcome:
     load: float  # of the machine in the last minute, this run included
 
 
+class Pace:
+    """Knows how long a step of this process takes without what is injected into it."""
+
+    def __init__(self) -> None:
+        """Count the steps from now on, by the beginnings of their passes."""
+        from meshtune.train.step import Passes
+
+        self.seconds = 0.0  # of the fastest step so far; 0: none has ended
+        self._began, self._injected, passes = 0.0, 0.0, Passes.forward_backward
+
+        def forward_backward(of: Passes, *args: Any) -> Any:
+            now = time.perf_counter()
+            if self._began:
+                took = now - self._began - self._injected
+                self.seconds = min(took, self.seconds or took)
+            self._began, self._injected = now, 0.0
+            return passes(of, *args)
+
+        Passes.forward_backward = forward_backward
+
+    def sleep(self, share: float) -> None:
+        """Sleep for a share of a step."""
+        time.sleep(share * self.seconds)
+        self._injected += share * self.seconds
+
+
 def nothing(_: random.Random, layout: str) -> str:
     return "nothing"
 
@@ -66,15 +93,15 @@ def tiny(_: random.Random, layout: str) -> str:
 def slow_loader(draw: random.Random, _: str) -> str:
     from meshtune.data.loader import Loader
 
-    seconds, batches = draw.uniform(0.05, 0.3), Loader.__iter__
+    share, batches, pace = draw.uniform(0.2, 0.5), Loader.__iter__, Pace()
 
     def late(loader: Loader) -> Any:
         for batch in batches(loader):
-            time.sleep(seconds)
+            pace.sleep(share)
             yield batch
 
     Loader.__iter__ = late
-    return f"sleep of {1000 * seconds:.0f} ms before each batch"
+    return f"sleep of {share:.0%} of a step before each batch"
 
 
 def slow_rank(draw: random.Random, _: str) -> str:
@@ -82,33 +109,39 @@ def slow_rank(draw: random.Random, _: str) -> str:
 
     from meshtune.train.step import Passes
 
-    seconds, slow, passes = draw.uniform(0.1, 0.3), draw.randrange(2), Passes.forward_backward
+    share, slow, pace = draw.uniform(0.3, 0.7), draw.randrange(2), Pace()
+    passes = Passes.forward_backward
 
     def forward_backward(self: Passes, *args: Any) -> Any:
         if dist.get_rank() == slow:
-            time.sleep(seconds)
+            pace.sleep(share)
         return passes(self, *args)
 
     Passes.forward_backward = forward_backward
-    return f"rank {slow} sleeps {1000 * seconds:.0f} ms in each step"
+    return f"rank {slow} sleeps for {share:.0%} of each step"
 
 
 def slow_link(draw: random.Random, layout: str) -> str:
-    """Let collectives of an axis, which are larger than those of a few numbers, end late."""
+    """Let collectives of an axis, which are larger than those of a few numbers, end late: in all by some
+    multiple of a slow link's time, and by some share of the step.
+    """
     import torch.distributed as dist
 
     from meshtune import compat
     from meshtune.meter.clock import payload
 
-    seconds, due, wait = draw.uniform(0.2, 0.4), {}, dist.Work.wait
-    if layout.startswith("tp"):  # a collective after the other, where those of dp are all in flight at once
-        seconds /= 8
+    seconds, share, due, wait = draw.uniform(0.25, 0.45), draw.uniform(0.3, 0.7), {}, dist.Work.wait
+    in_turn = (
+        8 if layout.startswith("tp") else 1
+    )  # one after the other, where all of dp are in flight at once
+    pace = Pace()
 
     def wrap(method: Any) -> Any:
         def started(group: Any, *args: Any, **options: Any) -> Any:
             work = method(group, *args, **options)
             if work is not None and max(map(payload, args), default=0) > 1024:
-                due[id(work)] = time.perf_counter() + seconds
+                late = max(seconds, share * pace.seconds) / in_turn
+                due[id(work)] = time.perf_counter() + late
             return work
 
         return started
@@ -120,7 +153,8 @@ def slow_link(draw: random.Random, layout: str) -> str:
     for name in set(compat.COLLECTIVES) & dist.ProcessGroup.__dict__.keys():
         setattr(dist.ProcessGroup, name, wrap(dist.ProcessGroup.__dict__[name]))
     dist.Work.wait = waited
-    return f"collectives end {1000 * seconds:.0f} ms after their start"
+    of_link, of_step = 1000 * seconds / in_turn, share / in_turn
+    return f"collectives end {of_link:.0f} ms, or {of_step:.0%} of a step if longer, after their start"
 
 
 def overlap_off(_: random.Random, layout: str) -> str:
@@ -181,14 +215,14 @@ def slow_disk(draw: random.Random, _: str) -> str:
     from meshtune.train import checkpoint
 
     # Training waits for what is left of a write when the next checkpoint is due, two steps later.
-    seconds, write = draw.uniform(1.5, 2.5), checkpoint.write
+    steps, write, pace = draw.uniform(3, 4.5), checkpoint.write, Pace()
 
     def late(*args: Any) -> Any:
-        time.sleep(seconds)
+        time.sleep(steps * pace.seconds)
         return write(*args)
 
     checkpoint.write = late
-    return f"writing a checkpoint takes {seconds:.1f} s longer"
+    return f"writing a checkpoint takes {steps:.1f} steps longer"
 
 
 ONE_OR_TWO = ("mb2-ga1", "dp2-mb2-ga1")
@@ -301,7 +335,8 @@ def table(outcomes: Sequence[Outcome]) -> str:
         f"By `make validation-why`: {STEPS} steps of a tiny Llama on one or two CPU ranks, each with an",
         "injected cause or none. [Thresholds](../docs/measuring.md#why-it-is-slow) were fixed before it,",
         "after single runs of each. Right: the injected cause is named first; in a healthy run, which has",
-        "the layout and settings of one of the others, none is.", "",
+        "the layout and settings of one of the others, none is. Delays are shares of the run's own fastest",
+        "step, so that a slow machine does not weaken them; a seed draws them above the thresholds.", "",
         f"These are {len(outcomes)} runs of a whole trial's {whole}, in its order. The machine had",
         f"{os.cpu_count()} cores and, with what else ran on it, a mean load of {load:.1f}.", "",
         "| injected | cause to be named first | right |", "| --- | --- | --- |", *lines, "",
