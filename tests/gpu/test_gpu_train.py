@@ -49,6 +49,19 @@ def test_losses_of_an_option_are_the_cpus(option: str, bound: float, train: Trai
     assert losses(cuda) == pytest.approx(losses(cpu), rel=bound)
 
 
+def test_the_gradient_noise_is_the_cpus(train: Train, tmp_path: Path) -> None:
+    """Norms of each micro-batch's gradients, which are summed on the device."""
+    from meshtune.meter.noise_scale import ESTIMATES
+
+    kept = ("log.gradient_noise_scale=1", "layout=mb1-ga4", "train.max_steps=4")
+    cpu = train(*kept, "train.device=cpu", f"output={tmp_path / 'cpu'}")
+    cuda = train(*kept, "train.device=cuda", f"output={tmp_path / 'cuda'}")
+    for name in ESTIMATES:
+        expected = [row[name] for row in cpu.folder.rows("train")]
+        assert len(expected) == 4 and None not in expected
+        assert [row[name] for row in cuda.folder.rows("train")] == pytest.approx(expected, rel=1e-4)
+
+
 @pytest.mark.parametrize("recompute", ["none", "attention", "selective", "full"])
 @pytest.mark.parametrize("precision", ["bf16", "bf16-pure"])
 def test_bf16_follows_fp32_in_every_recompute_mode(
