@@ -23,6 +23,7 @@ from meshtune.attention.cuda import flex, flex_with_mask, runs_mask, varlen, var
 from meshtune.attention.runs import Lengths, QueryRun, QueryRuns, additive_mask, blocks_of, runs_of
 
 Kernel = Literal["fused", "varlen", "flex", "plain"]
+WITHOUT = {"dropout": ("fused", "varlen", "flex"), "softcap": ("varlen",), "sinks": ("varlen",)}  # kernels
 
 
 def fastest_kernel(
@@ -43,6 +44,22 @@ def fastest_kernel(
     return "varlen" if fits else "plain"
 
 
+def kernel_for(
+    kernel: Kernel | None, q: Tensor, v: Tensor, dropout: float, softcap: float | None,
+    sinks: Tensor | None, kernels: str,
+) -> Kernel:  # fmt: skip
+    """The kernel that is named, or the fastest for None; the rest is as in `fastest_kernel`.
+
+    Raises ValueError for a named one that can't do what is asked.
+    """
+    if kernel is None:
+        return fastest_kernel(q, v, dropout, softcap, sinks, kernels)
+    asked = {"dropout": bool(dropout), "softcap": softcap is not None, "sinks": sinks is not None}
+    if lacking := [name for name, given in asked.items() if given and kernel in WITHOUT[name]]:
+        raise ValueError(f'attention by "{kernel}" has no {" and no ".join(lacking)}; "plain" has all')
+    return kernel
+
+
 def attend_documents(
     q: Tensor, k: Tensor, v: Tensor, documents: Lengths, scale: float, dropout: float, softcap: float | None,
     window: int | None, *, kernel: Kernel | None = None, sinks: Tensor | None = None,
@@ -53,13 +70,12 @@ def attend_documents(
     k, v: [batch, kv_heads, seq, head_dim], where kv_heads divides heads. documents: each row's document
     lengths from column 0 on; the rest of a row is padding. scale: factor of q · k. dropout, softcap: as in
     `fastest_kernel`. window: keys that a query sees at most, its own included; None: all earlier ones.
-    kernel: None for the fastest; one that is named ignores what it can't do (only "plain" has dropout,
-    "varlen" neither softcap nor sinks). sinks [heads]: score of one more key that every query of a head sees,
+    kernel: as in `kernel_for`. sinks [heads]: score of one more key that every query of a head sees,
     whose value is zero (gpt-oss, arXiv:2508.10925, section 2.3); None: none. kernels: as in `fastest_kernel`;
     None: those of the tensors' own device.
     """
     kernels = kernels or q.device.type
-    match kernel or fastest_kernel(q, v, dropout, softcap, sinks, kernels):
+    match kernel_for(kernel, q, v, dropout, softcap, sinks, kernels):
         case "fused":
             padded = any(sum(row) < q.shape[2] for row in documents)
             return fused(q, k, v, runs_of(documents, window), padded, scale, softcap, sinks)
@@ -88,7 +104,7 @@ def attend_runs(
         # Padding alone. The other ranks gather in their backward, so this one needs a backward too, and
         # something saved, or recomputation would not gather again.
         return fused(q, k, v, (), True, scale, softcap, sinks)
-    match kernel or fastest_kernel(q, v, dropout, softcap, sinks, kernels):
+    match kernel_for(kernel, q, v, dropout, softcap, sinks, kernels):
         case "fused":
             return fused(q, k, v, tuple(blocks_of(runs)), True, scale, softcap, sinks)
         case "varlen":

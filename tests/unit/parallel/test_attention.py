@@ -348,3 +348,11 @@ def test_registering_again_changes_nothing():
     functions = [AttentionInterface()[name] for name in ATTENTION_NAMES]
     register()
     assert [AttentionInterface()[name] for name in ATTENTION_NAMES] == functions
+
+
+def test_a_named_kernel_refuses_what_it_can_not_do() -> None:
+    q = torch.randn(1, 2, 8, 16)
+    with pytest.raises(ValueError, match='"varlen" has no dropout and no softcap; "plain" has all'):
+        attend_documents(q, q, q, ((8,),), 0.3, 0.1, 20.0, None, kernel="varlen")
+    with pytest.raises(ValueError, match='"fused" has no dropout'):
+        attend_documents(q, q, q, ((8,),), 0.3, 0.1, None, None, kernel="fused")
