@@ -1,8 +1,5 @@
 """Compare the memory of real steps with what the planner says: a part of validation/memory_grid.py."""
 
-import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,7 +13,6 @@ sys.path.append(str(Path(__file__).parents[2] / "validation"))
 import memory_grid
 from memory_rows import compare, held
 
-ROOT = Path(__file__).parents[2]
 SHAPE: dict[str, Any] = {
     "vocab_size": 2048, "hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8,
     "num_key_value_heads": 4, "head_dim": 32, "max_position_embeddings": 512,
@@ -79,13 +75,8 @@ def check(layout: str, config: Path | None, most: float, folder: Path) -> None:
 
     config: a configuration file; None: the small Llama.
     """
-    out, environment = folder / "measured.json", os.environ | {"PYTHONPATH": str(ROOT / "src")}
-    words = ["--layouts", layout, "--out", str(out), *(["--config", str(config)] if config else [])]
-    subprocess.run(
-        [sys.executable, "validation/memory_grid.py", *words],
-        cwd=ROOT, env=environment, capture_output=True, check=True,
-    )  # fmt: skip
-    found = json.loads(out.read_text())[layout]
+    memory_grid.make_data(folder, config)
+    found = memory_grid.measure(folder, layout, "bf16")
     job = memory_grid.job_of(layout, found, config)
     rows, states = compare(layout, job, found["ranks"]), held(layout, job, found["ranks"])
 
