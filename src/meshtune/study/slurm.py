@@ -253,12 +253,13 @@ def state_of(job: str) -> str:
     """State of a task that has ended, by the controller or, where that has forgotten it, by the accounting;
     empty where neither knows.
     """
-    for words in (
-        ("scontrol", "show", "job", job),
-        ("sacct", "--noheader", "--parsable2", "--allocations", "--format=State", f"--jobs={job}"),
+    by_accounting = ("sacct", "--noheader", "--parsable2", "--allocations", "--format=State", f"--jobs={job}")
+    for words, pattern in (
+        (("scontrol", "show", "job", job), r"\bJobState=([A-Z_]+)"),
+        (by_accounting, r"^([A-Z_]+)"),
     ):
         with suppress(UserError):
-            if found := re.search(r"(?:JobState=|^)([A-Z_]+)", asked(*words)):
+            if found := re.search(pattern, asked(*words)):
                 return found[1]
     return ""
 
