@@ -224,4 +224,6 @@ def test_an_experiment_on_two_machines_trains_and_a_held_array_of_a_killed_sweep
     logs = [log.read_text() for log in (out / "logs").glob("*.log")]
     assert json.loads(done.stdout)["counts"] == {"done": 1}, (done.stdout, logs)
     (start,) = RunDir(out / "runs" / "1").rows("run")
-    assert (start["world"], start["nodes"]) == (2, 2)
+    assert start["world"] == 2
+    jobs = slurm("scontrol", "show", "job").stdout.split("\n\n")
+    assert ["NumNodes=2 " in job for job in jobs if "JobState=COMPLETED" in job and str(out) in job] == [True]
