@@ -3,13 +3,14 @@
     python scripts/techniques_study.py --out FOLDER [--page docs/techniques.md]
 
     examples/sweeps/techniques-cpu.yaml ─> meshtune sweep, SIGKILL at random, the same again ─> sweep.db
-        └─> was any result lost, changed or made twice? ─> page, report.html
+        └─> was any result lost, changed or made twice? ─> page, and copies of both beside it
 
 FOLDER keeps the database: a study that was stopped goes on. Speeds are of a machine that runs nothing else.
 """
 
 import argparse
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -42,6 +43,7 @@ MODELS = {
 }  # fmt: skip
 STAYS = ("number", "status", "ended", "seconds", "attempts")  # of an experiment that has a result
 KILLS = 3
+REPORT, COPIES = "report.html", "studies"  # of the sweep; folder of the copies, beside the page
 
 
 @dataclass(frozen=True)
@@ -107,12 +109,20 @@ def page(database: Path, kills: Sequence[Kill], seconds: float) -> str:
         "what a technique adds to the work of one rank is what is seen.", "",
         f"{how_it_went(kills, seconds, sum(row['attempts'] > 1 for row in rows))} Results: "
         + ", ".join(f"{number} {status}" for status, number in counts.items()) + ".", "",
+        f"[The database]({COPIES}/{copy_of(DATABASE)}) has every figure, "
+        f"[its page]({COPIES}/{copy_of(REPORT)}) draws them; [what they "
+        "teach](sweep.md#what-a-study-of-techniques-taught).", "",
         "Speed: tokens/s of all ranks together. Memory: tensors on the fullest rank at their peak, and the "
         "plan's error.", "",
         *table(rows),
     ]  # fmt: skip
     failed = [f"- {row['layout']}: {row['status']}, {row['reason']}" for row in rows if row["status"] != DONE]
     return "\n".join([*lines, *(["", "Without figures:", "", *failed] if failed else [])]) + "\n"
+
+
+def copy_of(name: str) -> str:
+    """Name of the copy of a file of the sweep: techniques.db, techniques.html."""
+    return f"techniques{Path(name).suffix}"
 
 
 def how_it_went(kills: Sequence[Kill], seconds: float, again: int) -> str:
@@ -170,6 +180,10 @@ def main() -> None:
     subprocess.run([sys.executable, "-m", "meshtune", "report", str(out / "sweep")], check=True)
     text = page(out / "sweep" / DATABASE, kills, seconds)
     if options.page:
+        copies = options.page.parent / COPIES
+        copies.mkdir(exist_ok=True)
+        for name in (DATABASE, REPORT):
+            shutil.copyfile(out / "sweep" / name, copies / copy_of(name))
         write_text_atomically(options.page, text)
     else:
         print(text)

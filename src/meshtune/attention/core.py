@@ -45,8 +45,8 @@ def fastest_kernel(
 
 
 def kernel_for(
-    kernel: Kernel | None, q: Tensor, v: Tensor, dropout: float, softcap: float | None,
-    sinks: Tensor | None, kernels: str,
+    q: Tensor, v: Tensor, dropout: float, softcap: float | None, sinks: Tensor | None, kernels: str,
+    *, kernel: Kernel | None,
 ) -> Kernel:  # fmt: skip
     """The kernel that is named, or the fastest for None; the rest is as in `fastest_kernel`.
 
@@ -75,7 +75,7 @@ def attend_documents(
     None: those of the tensors' own device.
     """
     kernels = kernels or q.device.type
-    match kernel_for(kernel, q, v, dropout, softcap, sinks, kernels):
+    match kernel_for(q, v, dropout, softcap, sinks, kernels, kernel=kernel):
         case "fused":
             padded = any(sum(row) < q.shape[2] for row in documents)
             return fused(q, k, v, runs_of(documents, window), padded, scale, softcap, sinks)
@@ -104,7 +104,7 @@ def attend_runs(
         # Padding alone. The other ranks gather in their backward, so this one needs a backward too, and
         # something saved, or recomputation would not gather again.
         return fused(q, k, v, (), True, scale, softcap, sinks)
-    match kernel_for(kernel, q, v, dropout, softcap, sinks, kernels):
+    match kernel_for(q, v, dropout, softcap, sinks, kernels, kernel=kernel):
         case "fused":
             return fused(q, k, v, tuple(blocks_of(runs)), True, scale, softcap, sinks)
         case "varlen":
