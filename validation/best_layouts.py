@@ -8,6 +8,8 @@ do not fit the GPU are left out. Printed, or written by --table:
 
     family   the axes that a layout has: is it the published one's?
     loses    speed of the published layout against the planner's choice, both predicted
+    why      parts of the predicted step in which the published layout takes longer, and those in which it is
+             faster, in percent of the planner's choice's step; the two largest
     MFU      published, and predicted for the published layout
 """
 
@@ -21,12 +23,19 @@ from statistics import mean, median
 import numpy as np
 from measured import LARGE, Row, flops_per_token, read
 from peaks import capacities, peaks
-from published import predict, technique_of
+from published import predict, step_of, technique_of
 
 from meshtune.plan.hardware import catalogue
+from meshtune.plan.seconds.step import PARTS
 from meshtune.rundir import write_text_atomically
 
 PREFIX = "nanotron-best-"
+MOST_PARTS = 2  # of a step, that are named
+WORDS = {part: part for part in PARTS} | {  # parts of a step in the words of the page
+    "tensor": "tensor-parallel collectives", "context": "context-parallel collectives",
+    "pipeline": "sends between stages", "data": "gradients' collectives", "bubble": "pipeline bubble",
+    "imbalance": "waiting for the slowest stage", "host": "host",
+}  # fmt: skip
 SIZES = (1, 2, 4, 8, 16, 32)  # of tp, pp and micro-batches
 
 
@@ -64,6 +73,9 @@ class Compared:
     best: Row
     tried: int  # layouts
     loses: float  # percent of the speed that the published layout lacks, both predicted
+    parts: dict[
+        str, float
+    ]  # by part, seconds that it takes longer, in percent of the planner's choice's step
     predicted: float  # MFU of the published layout, in percent
 
     @property
@@ -82,11 +94,17 @@ class Compared:
         return 100 * (self.predicted / float(self.row["mfu_pct"]) - 1)
 
     @property
+    def why(self) -> str:
+        """The parts that differ most."""
+        most = sorted(self.parts, key=lambda part: -abs(self.parts[part]))[:MOST_PARTS]
+        return ", ".join(f"{WORDS[part]} {self.parts[part]:+.0f}" for part in most if self.parts[part])
+
+    @property
     def line(self) -> str:
         """Line of the page's table."""
         cells = (
             self.row["model"].removeprefix("nanotron-"), self.row["gpus"], layout_of(self.row),
-            layout_of(self.best), "yes" if self.same else "no", f"{self.loses:.1f} %",
+            layout_of(self.best), "yes" if self.same else "no", f"{self.loses:.1f} %", self.why,
             f"{float(self.row['mfu_pct']):.1f}", f"{self.predicted:.1f}", f"{self.error:+.0f} %",
         )  # fmt: skip
         return f"| {' | '.join(cells)} |"
@@ -99,7 +117,34 @@ def compared(row: Row) -> Compared:
     speeds = np.where(fits, predict(tried), 0.0)
     (speed,) = predict([row])
     loses = max(0.0, 100 * float(1 - speed / speeds.max()))
-    return Compared(row, tried[int(speeds.argmax())], len(tried), loses, mfu(row, float(speed)))
+    best = tried[int(speeds.argmax())]
+    steps = step_of([row, best])
+    both = {part: np.broadcast_to(getattr(steps, part), 2) for part in PARTS}
+    other = sum(float(one[1]) for one in both.values())
+    parts = {part: 100 * float(one[0] - one[1]) / other for part, one in both.items()}
+    return Compared(row, best, len(tried), loses, parts, mfu(row, float(speed)))
+
+
+def reasons(found: Sequence[Compared], error: float) -> str:
+    """A paragraph on the layouts whose axes disagree. error: percent, the median of the predicted MFU's."""
+    others = [each for each in found if not each.same]
+    far = [each for each in others if each.loses > error]
+    means = {part: mean(each.parts[part] for each in far) for part in PARTS} if far else {}
+    most = sorted(means, key=lambda part: -abs(means[part]))[:MOST_PARTS]
+    text = (
+        f"Of the {len(others)} whose axes disagree, the published layout is predicted within the median "
+        f"error ({error:.1f} %) of the best one in {len(others) - len(far)}: the prediction can't tell these "
+        "apart."
+    )
+    if not far:
+        return text
+    shown = " and ".join(f"{WORDS[part]} ({means[part]:+.0f} % of the best one's step)" for part in most)
+    low = sum(each.error < 0 for each in far)
+    return (
+        f"{text} In the other {len(far)} the two differ most in {shown}, on average. MFU of the "
+        f"published layout is predicted too low in {low} of them ({mean(each.error for each in far):+.0f} % "
+        f"on average over the {len(far)}), so that a part of what it seems to lose is the prediction's error."
+    )
 
 
 def page(rows: Sequence[Row]) -> str:
@@ -109,7 +154,7 @@ def page(rows: Sequence[Row]) -> str:
     agree, tried = sum(each.same for each in found), sum(each.tried for each in found)
     alike = sum(each.splits_alike for each in found)
     heads = ("model", "GPUs", "published best", "predicted best", "same axes", "published one loses")
-    heads += ("MFU, published", "predicted", "error")
+    heads += ("slower in, % of the best's step", "MFU, published", "predicted", "error")
     return "\n".join([
         "# The planner's best layouts beside a published study's", "",
         "`python validation/best_layouts.py --table validation/best-layouts.md` writes this page; "
@@ -120,6 +165,7 @@ def page(rows: Sequence[Row]) -> str:
         f"choice. MFU of the published layouts: {mean(wrong):.1f} % mean error, {median(wrong):.1f} % "
         "median; constants of the prediction were fitted to these speeds among others, so that this is no "
         "test on unknown ones.", "",
+        reasons(found, median(wrong)), "",
         f"| {' | '.join(heads)} |", f"| {' | '.join(['---'] * len(heads))} |",
         *(each.line for each in found),
     ]) + "\n"  # fmt: skip
