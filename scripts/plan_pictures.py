@@ -117,7 +117,7 @@ def layouts_picture(file: Path) -> Path:
     workload, cluster = workload_of("llama-3.1-8b", 256), cluster_of(ClusterConfig(gpu="h100-sxm", gpus=64))
     plan = search(workload, cluster)
     stacks = memory_and_time(plan.best(6), chosen=0)
-    return write(file, [stacks], title="Llama 3.1 8B on 64 H100, global batch 256 × 8,192 tokens")
+    return write(file, [stacks], title="Llama 3.1 8B on 64 H100, global batch 256 × 8,192 tokens, predicted")
 
 
 def over_time_picture(file: Path) -> Path:
@@ -126,7 +126,7 @@ def over_time_picture(file: Path) -> Path:
     workload = workload_of("llama-3.1-70b", layout.global_batch_size)
     cluster = cluster_of(ClusterConfig(gpu="h100-sxm", gpus=layout.world, network=12.5))
     panels = over_time(workload, explained(workload, cluster, layout))
-    return write(file, [[panel] for panel in panels], title=f"Llama 3.1 70B, {layout}", width=1000)
+    return write(file, [[panel] for panel in panels], title=f"Llama 3.1 70B, {layout}, predicted", width=1000)
 
 
 def main(folder: str = "docs/images") -> None:

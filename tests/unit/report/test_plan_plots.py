@@ -140,6 +140,10 @@ def test_what_was_not_searched_has_no_panel(answer):
     assert panels(answer, best, None, {(16, 8): None}) == panels(answer, best)
 
 
+def test_every_title_says_predicted(drawn):
+    assert [panel.title for panel in drawn if not panel.title.endswith(", predicted")] == []
+
+
 def test_vega_lite_takes_every_panel(drawn):
     for panel in drawn:
         for narrow in (False, True):

@@ -20,7 +20,7 @@ from meshtune.report.draw.page import Page, text
 from meshtune.report.draw.words import model_title
 from meshtune.report.plan.numbers import named, number, seconds
 from meshtune.report.plan.page import FOOTER, sentences, table
-from meshtune.report.plan.panels import memory_bars, time_bars
+from meshtune.report.plan.panels import memory_bars, predicted, time_bars
 from meshtune.units import GIB
 from meshtune.yaml_tree import read_yaml
 
@@ -78,12 +78,12 @@ def document_panels(plans: Sequence[PlanDocument]) -> list[Panel]:
     capacities = {one.get("capacity") for one in memory}
     capacity = capacities.pop() if len(capacities) == 1 else None
     categories = [named({**dict.fromkeys(CATEGORIES, 0.0), **one}) for one in memory]
-    drawn: list[Panel] = [memory_bars(names, categories, capacity, "Peak memory of a GPU, predicted")]
+    drawn: list[Panel] = [memory_bars(names, categories, capacity, "Peak memory of a GPU")]
     if all(one.get("time") for _, one in rows):
         times = [{part: one["time"].get(part, 0.0) for part in PARTS} for _, one in rows]
         ends = [f"{seconds(one['step_seconds'])} · MFU {one['mfu']:.0%}" for _, one in rows]
-        drawn.append(time_bars(names, times, ends, "Time of a step, predicted"))
-    return drawn
+        drawn.append(time_bars(names, times, ends, "Time of a step"))
+    return predicted(drawn)
 
 
 def document_page(plans: Sequence[PlanDocument]) -> Page:

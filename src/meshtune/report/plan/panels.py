@@ -6,6 +6,7 @@ Everything shown was predicted for a layout that the search listed; what was not
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -69,13 +70,18 @@ def panels(
     """
     panels = memory_and_time(choices, chosen=0)
     if not answer.plan.cluster.timed:
-        return panels
+        return predicted(panels)
     panels += [*over_time(answer.workload, answer.choice), time_against_memory(answer.plan, answer.choice)]
     if best := {gpus: of_size.best(1)[0] for gpus, of_size in sorted((sizes or {}).items()) if len(of_size)}:
         panels.append(scaling(best))
     if batches and any(batches.values()):
         panels.append(batch_map(batches))
-    return panels
+    return predicted(panels)
+
+
+def predicted(panels: Sequence[Panel]) -> list[Panel]:
+    """The panels with *predicted* in the title of each."""
+    return [replace(panel, title=f"{panel.title}, predicted") for panel in panels]
 
 
 def memory_and_time(choices: Sequence[Choice], *, chosen: int | None = None) -> list[Panel]:

@@ -14,7 +14,7 @@ from meshtune.report.draw.picture import write as write_picture
 from meshtune.report.draw.words import model_title
 from meshtune.report.plan.over_time import over_time
 from meshtune.report.plan.page import Asked, explained_page, plan_page, subject
-from meshtune.report.plan.panels import memory_and_time, panels
+from meshtune.report.plan.panels import memory_and_time, panels, predicted
 from meshtune.rundir import write_text_atomically
 from meshtune.units import counted
 
@@ -52,7 +52,7 @@ def write_explained(file: Path, explanations: Sequence[Explanation]) -> Path:
     explanations: at least one. Raises as `write`.
     """
     choices = [one.choice for one in explanations]
-    drawn = memory_and_time(choices) + over_time(explanations[0].workload, choices[0])
+    drawn = predicted(memory_and_time(choices) + over_time(explanations[0].workload, choices[0]))
     name = model_title(explanations[0].workload.model)
     subtitle = f"{counted(len(choices), 'layout')} on {choices[0].cluster.title}"
     if check(file) == ".html":
