@@ -27,7 +27,7 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -206,12 +206,11 @@ def read_lines(file: Path) -> Iterator[Row]:
     if not file.exists():
         return
     check_file(file)
-    *lines, _incomplete = file.read_bytes().split(b"\n")  # after the last newline: nothing, or a torn line
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(_lines(file.read_bytes()), start=1):
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = _json(line)
         except (ValueError, RecursionError) as error:
             raise UserError(
                 f"{file}, line {number} is not JSON ({error}); mend or remove that line."
@@ -223,6 +222,33 @@ def read_lines(file: Path) -> Iterator[Row]:
         yield row
 
 
+def _lines(content: bytes) -> list[str] | list[bytes]:
+    """Lines up to the last newline, as bytes where one of them is no UTF-8; behind it may be a torn line."""
+    whole = content[: content.rfind(b"\n") + 1]
+    try:
+        return whole.decode("utf-8", "surrogatepass").split("\n")[:-1]
+    except UnicodeDecodeError:
+        return whole.split(b"\n")[:-1]
+
+
+def _json(line: str | bytes) -> Any:
+    """The value of a line, as json.loads reads its bytes, which takes longer for each call."""
+    if isinstance(line, str):
+        try:
+            value, end = _DECODER.raw_decode(line)
+        except ValueError:  # or it begins with white space
+            end = -1
+        if end == len(line):
+            return value
+        line = line.encode("utf-8", "surrogatepass")
+    return json.loads(line)
+
+
+_DECODER = json.JSONDecoder()
+# Values of rows that are numbers; in rows of kind train and eval all but the kind are.
+_NUMBERS_OF_OTHERS = ("world", "total_steps", "tokens", "seconds")
+
+
 def fault_of(row: Row) -> str | None:
     """Clause on what no run writes in a row: a step, or a number of a measurement, that is none."""
     kind, step = row.get("kind", ""), row.get("step")
@@ -232,17 +258,31 @@ def fault_of(row: Row) -> str | None:
         type(step) is not int or not 0 <= step < 2**63
     ):
         return "its step is no whole number"
-    numbers = (
-        row.keys() - {"kind"}
-        if kind in ("train", "eval")
-        else row.keys() & {"world", "total_steps", "tokens", "seconds"}
-    )
-    for name in sorted(numbers):
-        if row[name] is not None and not _is_number(row[name]):
-            return f"its {name} is no number"
+    if kind in ("train", "eval"):
+        values = [*row.values()]
+        values.remove(kind)
+    else:
+        values = [row[name] for name in _NUMBERS_OF_OTHERS if name in row]
+    if not _are_numbers(values):
+        for name in sorted(row.keys() - {"kind"} if kind in ("train", "eval") else _NUMBERS_OF_OTHERS):
+            if row.get(name) is not None and not _is_number(row[name]):
+                return f"its {name} is no number"
     if kind == "memory" and not _are_sizes(row.get("phases")):
         return "its phases have no sizes"
     return None
+
+
+def _are_numbers(values: Sequence[Any]) -> bool:
+    """True only where every value is None or a number (`_is_number`), which is seen for a whole row at once;
+    False where the sum of them is beyond the largest float, too.
+    """
+    try:
+        return {*map(type, values)} <= _NUMBERS and math.isfinite(math.fsum(filter(None, values)))
+    except (OverflowError, ValueError):
+        return False
+
+
+_NUMBERS = {int, float, bool, type(None)}
 
 
 def _is_number(value: Any) -> bool:

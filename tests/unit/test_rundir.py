@@ -80,6 +80,24 @@ def test_a_broken_line_inside_is_named(run):
 
 
 @pytest.mark.parametrize(
+    "line", ['{"step": 1} {"step": 2}', '{"step": 1}}', '{"step":', '1}, {"step": 1', '{"text": "\udcff"}']
+)
+def test_every_line_is_read_alone(run, line):
+    """A line that is no JSON is named, although its neighbours would make it JSON, or it is no UTF-8."""
+    content = "{}\n" * 3 + line + '\n"step": 1}\n'
+    run.metrics_file.write_bytes(content.encode("utf-8", "surrogateescape"))
+    with pytest.raises(UserError, match=r"metrics\.jsonl, line 4 is not JSON"):
+        run.rows()
+
+
+def test_white_space_a_mark_of_the_encoding_and_large_numbers_are_no_fault(run):
+    row = {"kind": "train", "step": 1, "loss": 1.7e308, "mfu": 1.7e308, "tokens": None, "skipped": True}
+    lines = ["\ufeff{}", "  {} ", "\ufeff{}", "", "\t", json.dumps(row) + "\r", '{"text": "é\u2028"}']
+    run.metrics_file.write_bytes("\n".join([*lines, '{"torn": "é'])[:-1].encode() + b"\xc3")
+    assert run.rows() == [{}, {}, {}, row, {"text": "é\u2028"}]
+
+
+@pytest.mark.parametrize(
     ("line", "fault"),
     [
         ('{"kind": "train", "step": "x"}', "its step is no whole number"),
@@ -90,6 +108,11 @@ def test_a_broken_line_inside_is_named(run):
         ('{"kind": "memory", "step": 1, "phases": {"forward": {"peak": ".."}}}', "its phases have no sizes"),
         ('{"kind": "memory", "step": 1, "phases": {"forward": {"weights": 1}}}', "its phases have no sizes"),
         ('{"kind": "train", "step": 1, "tokens": 1e999}', "its tokens is no number"),
+        ('{"kind": "train", "step": 1, "loss": NaN, "mfu": 0.5}', "its loss is no number"),
+        ('{"kind": "train", "step": 1, "loss": Infinity, "mfu": -Infinity}', "its loss is no number"),
+        (f'{{"kind": "train", "step": 1, "a": 1{"0" * 400}, "b": -1{"0" * 400}}}', "its a is no number"),
+        ('{"kind": "train", "step": 1, "loss": ""}', "its loss is no number"),
+        ('{"kind": "end", "step": 1, "seconds": "long"}', "its seconds is no number"),
         ('{"kind": ["train"], "step": 1}', "its kind is no text"),
     ],
 )

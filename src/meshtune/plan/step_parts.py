@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import mean, median
+from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -59,7 +59,7 @@ def median_parts(rows: Sequence[Row]) -> tuple[float, dict[str, float]]:
     rows: of kind "time".
     """
     seconds = median(row["seconds"] for row in rows)
-    means = {part: mean(row["parts"][part] for row in rows) for part in PARTS}
+    means = {part: fmean([row["parts"][part] for row in rows]) for part in PARTS}
     scale = seconds / sum(means.values())
     return seconds, {part: scale * value for part, value in means.items()}
 

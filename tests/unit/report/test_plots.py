@@ -73,6 +73,9 @@ def test_thinning_keeps_the_extremes_of_every_series_and_all_of_a_short_one():
 
 
 def test_series_over_other_steps_share_one_table():
+    same = (Series("a", "main", (1, 3), (10, 30)), Series("b", "other", (1, 3), (2, 4)))
+    assert merged(same) == ([1, 3], [[10, 30], [2, 4]]) and merged([]) == ([], [])
+    assert merged([Series("a", "main", (1, 1), (10, 30))]) == ([1], [[30]])
     x, (first, second) = merged([Series("a", "main", (1, 3), (10, 30)), Series("b", "other", (2, 3), (0, 5))])
     assert (x, first, second) == ([1, 2, 3], [10, None, 30], [None, 0, 5])
 
