@@ -4,7 +4,8 @@
     python benchmarks/ui.py --seconds 10 --runs 5      # does it run?
 
 The server is a process of its own. A client asks for pages as a browser does; then it keeps a run's
-page open, follows its stream and fetches the page when it is drawn again, while a row a second is written.
+page open, follows its stream and fetches the page when it is drawn again, while a row a second is written;
+it measures how long each row takes to come.
 """
 
 import argparse
@@ -78,8 +79,13 @@ def get(port: int, path: str) -> tuple[str, float]:
     return text, time.perf_counter() - began
 
 
-def follow(port: int, path: str, stop: threading.Event, counts: dict[str, int]) -> None:
-    """Read the stream of a page, and fetch the page when it is drawn again, until `stop`."""
+def follow(
+    port: int, path: str, stop: threading.Event, counts: dict[str, int], came: dict[int, float]
+) -> None:
+    """Read the stream of a page, and fetch the page when it is drawn again, until `stop`.
+
+    counts: events by name, which are counted. came: last step on the page -> time.perf_counter when it came.
+    """
     position = re.search(r"data-position='(.*?)'", get(port, path)[0])
     assert position
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
@@ -91,14 +97,16 @@ def follow(port: int, path: str, stop: threading.Event, counts: dict[str, int]) 
             counts[event] = counts.get(event, 0) + 1
             if event == "again":
                 get(port, path)
+        if line.startswith("data: ") and (end := json.loads(line[6:]).get("end")):
+            came[end] = time.perf_counter()
 
 
-def following(
-    process: psutil.Process, port: int, path: str, run: RunDir, seconds: int
-) -> tuple[float, dict[str, int]]:
-    """(Share of a core that the server takes, events by name) while a row a second is written."""
-    stop, counts = threading.Event(), {}
-    reader = threading.Thread(target=follow, args=(port, path, stop, counts), daemon=True)
+def following(process: psutil.Process, port: int, path: str, run: RunDir, seconds: int) -> str:
+    """Share of a core that the server takes, events by name, and seconds until a row comes, while a row a
+    second is written.
+    """
+    stop, counts, came, wrote = threading.Event(), {}, {}, {}
+    reader = threading.Thread(target=follow, args=(port, path, stop, counts, came), daemon=True)
     reader.start()
     time.sleep(2)
     step = run.rows("train")[-1]["step"]
@@ -108,10 +116,17 @@ def following(
         for number in range(1, seconds + 1):
             for row in rows_of_step(step + number):
                 run.append(row)
+            wrote[step + number] = time.perf_counter()
             time.sleep(max(0.0, began + number - time.perf_counter()))
         after, took = process.cpu_times(), time.perf_counter() - began
     stop.set()
-    return (after.user + after.system - before.user - before.system) / took, counts
+    share = (after.user + after.system - before.user - before.system) / took
+    late = [
+        min((came[end] for end in came if end >= one), default=float("inf")) - at for one, at in wrote.items()
+    ]
+    return (
+        f"{share:.2%} of a core, {counts}; a row comes after {median(late):.2f} s, at most {max(late):.2f} s"
+    )
 
 
 def main() -> None:
@@ -146,17 +161,14 @@ def main() -> None:
                 shown: path
                 for path, shown in re.findall(r"<a href='(/runs/\w+)'>(.*?)</a>", get(port, "/")[0])
             }
-            share, counts = following(process, port, paths["run-0"], runs[0], options.seconds)
+            followed = following(process, port, paths["run-0"], runs[0], options.seconds)
             idle = process.memory_info().rss / 2**20
-        print(f"following a run of {options.rows:,} rows: {share:.2%} of a core, {counts}, {idle:.0f} MiB")
+        print(f"following a run of {options.rows:,} rows: {followed}; {idle:.0f} MiB")
         with served(large.path.parent) as (process, port, _):
             path = re.findall(r"<a href='(/runs/\w+)'>", get(port, "/")[0])[0]
             opened = get(port, path)[1]
-            share, counts = following(process, port, path, large, options.seconds)
-        print(
-            f"a run of {options.large:,} rows opens in {opened:.2f} s; followed: {share:.2%} of a core, "
-            f"{counts}"
-        )
+            followed = following(process, port, path, large, options.seconds)
+        print(f"a run of {options.large:,} rows opens in {opened:.2f} s; followed: {followed}")
 
 
 if __name__ == "__main__":

@@ -69,11 +69,21 @@ def counts_by_status(file: Path) -> dict[str, int]:
         return dict(database.execute(asked).fetchall())
 
 
+def read_facts(file: Path) -> dict[str, Any]:
+    """Facts of a sweep, as `SweepRows` has them. Raises UserError as `read_sweep_rows`."""
+    with opened(file) as database:
+        return _facts(database)
+
+
+def _facts(database: sqlite3.Connection) -> dict[str, Any]:
+    return {name: json.loads(value) for name, value in database.execute("SELECT name, value FROM sweep")}
+
+
 def read_sweep_rows(file: Path) -> SweepRows:
     """Read a database. Raises UserError for a file that is no sweep's, or one of another version."""
     with opened(file) as database:
         database.row_factory = sqlite3.Row
-        facts = {name: json.loads(value) for name, value in database.execute("SELECT * FROM sweep")}
+        facts = _facts(database)
         asked = f"SELECT * FROM experiments WHERE {LISTED} ORDER BY number"
         rows = [dict(row) for row in database.execute(asked)]
     if facts.get("form") != FORM:

@@ -73,7 +73,7 @@ def browser() -> Iterator[Any]:
     except ImportError:
         needed("playwright can't be imported: pip install playwright")
     with sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=program, args=list(FLAGS))
+        started = playwright.chromium.launch(executable_path=program, args=list(FLAGS), timeout=1000 * LOADED)
         yield started
         started.close()
 

@@ -1,13 +1,13 @@
 """Every page as a reader sees it: charts drawn, nothing wider than the window, no complaint, no request."""
 
 import pytest
+from browser_looks import LOOKS
 from sweeps import bench_row, write_sweep
 
 pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("size", ["desktop", "phone"])
+@pytest.mark.parametrize(("size", "scheme"), LOOKS)
 @pytest.mark.parametrize("kind", ["run", "comparison", "plan", "dryrun", "sweep", "simulated"])
 def test_a_page_draws_its_charts_and_asks_for_nothing(opened, pages, kind, size, scheme):
     window = opened(pages[kind], size, scheme)

@@ -1,14 +1,17 @@
 """The server's addresses, and what every request must pass.
 
     /                    the list of runs and sweeps        /runs/<id>, /sweeps/<id>     their pages
-    /compare?run=<id>&…  runs beside each other             /scripts/<name>              the pages' code
+    /compare?run=<id>&…  runs beside each other             /scripts/<digest>/<name>     the pages' code
 
 Each page has its stream of server-sent events at its address + "/events" ("/events" for the list). Nothing
 is written, whatever is asked; an answer that refuses has no path of this machine.
 """
 
+import asyncio
+import hashlib
 import hmac
 import secrets
+import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from functools import cache, partial
@@ -30,7 +33,7 @@ from meshtune.report.draw import vega
 from meshtune.report.draw.page import DRAW, Page, text
 from meshtune.report.experiments.table import SCRIPT as TABLE
 from meshtune.rundir import RunDir
-from meshtune.web.events import Followed, Hidden
+from meshtune.web.events import Followed, Hidden, Stamp
 from meshtune.web.folders import Entry, Folders
 from meshtune.web.pages import (
     RunLines,
@@ -44,7 +47,7 @@ from meshtune.web.pages import (
 MOST_STREAMS = 64
 MOST_PAGES = 24  # that are kept while nobody looks at them
 LIST_POLL = 2.0  # seconds between two looks at all folders
-MINUTES = 60  # for which a browser may keep the scripts
+KEPT = "private, max-age=31536000, immutable"  # of scripts in a browser: others have another address
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'unsafe-inline'; "
     "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
@@ -78,6 +81,7 @@ class Pages:
         self.streams = 0  # that are open, of all pages
         self.closing = False  # True ends all of them
         self._lines = RunLines(folders)
+        self._looked = -LIST_POLL  # time.monotonic when an unknown id last made the server look for new runs
         self._kept: OrderedDict[tuple[str, ...], Followed] = OrderedDict()
 
     def app(self) -> Starlette:
@@ -88,30 +92,41 @@ class Pages:
             ("/sweeps/{id}", self._sweep),
             ("/compare", self._compare),
         )
-        routes = [Route("/scripts/{name}", script)]
+        routes = [Route("/scripts/{digest}/{name}", script)]
         for path, find in pages:
             routes += [
                 Route(path, partial(self._answer_page, find)),
                 Route(path.rstrip("/") + "/events", partial(self._answer_events, find)),
             ]
-        handlers = {HTTPException: refused, UserError: not_drawn, Hidden: gone}
+        handlers = {HTTPException: refused, UserError: self._not_drawn, Hidden: gone}
         app = Starlette(routes=routes, exception_handlers=handlers)
         app.router.redirect_slashes = False
         return app
 
     async def _answer_page(self, find: Callable[[Request], Followed], request: Request) -> Response:
-        return HTMLResponse(await find(request).html())
+        return HTMLResponse(await (await self._found(find, request)).html())
 
     async def _answer_events(self, find: Callable[[Request], Followed], request: Request) -> Response:
         if request.method == "HEAD":
             return Response(media_type="text/event-stream")
         position = request.headers.get("last-event-id") or request.query_params.get("from", "")
-        return Events(self, find(request).stream(position))
+        return Events(self, (await self._found(find, request)).stream(position))
+
+    async def _found(self, find: Callable[[Request], Followed], request: Request) -> Followed:
+        """The page that is asked for. For an unknown id, new runs are looked for, once in LIST_POLL s."""
+        try:
+            return find(request)
+        except HTTPException as error:
+            if error.status_code != 404 or time.monotonic() - self._looked < LIST_POLL:
+                raise
+        self._looked = time.monotonic()
+        await asyncio.to_thread(self.folders.find)
+        return find(request)
 
     def _list(self, request: Request) -> Followed:
-        def look() -> tuple[object, ...]:
+        def look() -> Stamp:
             self.folders.find()
-            return tuple((one.id, stamp_of(one)) for one in self._shown())
+            return Stamp(tuple((one.id, stamp_of(one)) for one in self._shown()))
 
         def page() -> Page:
             return list_page(self._lines.all(), [one for one in self._shown() if one.kind == "sweep"])
@@ -156,20 +171,21 @@ class Pages:
             raise HTTPException(404, f"There is no {kind} with this id; go back to the list.")
         return entry
 
-    def _stamps(self, entries: Sequence[Entry]) -> tuple[object, ...]:
-        """Stamps of what may be shown. Raises Hidden."""
+    def _stamps(self, entries: Sequence[Entry]) -> Stamp:
+        """Stamp of what may be shown. Raises Hidden."""
         if not all(self.folders.may_show(one) for one in entries):
             raise Hidden
-        return tuple(map(stamp_of, entries))
+        stamps = [stamp_of(one) for one in entries]
+        return Stamp(tuple(one.files for one in stamps), tuple(one.state for one in stamps))
 
     def _followed(
-        self, key: tuple[str, ...], page: Callable[[], Page], stamp: Callable[[], tuple[object, ...]],
+        self, key: tuple[str, ...], page: Callable[[], Page], stamp: Callable[[], Stamp],
         events: str, *, rows: Path | None = None, **options: float,
     ) -> Followed:  # fmt: skip
         """The page that is kept under a key; the oldest ones that nobody looks at are dropped."""
         if key not in self._kept:
             links = "" if events == "/events" else "<nav><a href='/'>all runs</a></nav>"
-            served = partial(Page.served, links=links, events=events)
+            served = partial(Page.served, links=links, scripts=f"/scripts/{digest()}", events=events)
             self._kept[key] = Followed(
                 page, stamp, lambda shown, position: served(shown, position=position),
                 rows=rows, closing=lambda: self.closing, **options,
@@ -179,6 +195,13 @@ class Pages:
         for old in unseen[: max(0, len(self._kept) - MOST_PAGES)]:
             del self._kept[old]
         return self._kept[key]
+
+    async def _not_drawn(self, request: Request, error: Exception) -> Response:
+        """A page on a run or sweep that can't be read, with the reason."""
+        assert isinstance(error, UserError)
+        reason = "".join(f"<p>{text(self.folders.without_paths(one))}</p>" for one in error.problems)
+        page = f"<!doctype html><title>meshtune</title><p><a href='/'>all runs</a></p>{reason}"
+        return HTMLResponse(page, 500)
 
 
 class Events(StreamingResponse):
@@ -205,10 +228,15 @@ class Events(StreamingResponse):
 async def script(request: Request) -> Response:
     """A script of the pages, which a browser may keep."""
     name = request.path_params["name"]
-    if name not in SCRIPTS:
+    if name not in SCRIPTS or request.path_params["digest"] != digest():
         raise HTTPException(404, "There is no such script.")
-    headers = {"cache-control": f"private, max-age={60 * MINUTES}"}
-    return Response(_code(name), media_type="text/javascript", headers=headers)
+    return Response(_code(name), media_type="text/javascript", headers={"cache-control": KEPT})
+
+
+@cache
+def digest() -> str:
+    """Digest of all scripts, which stands in their addresses."""
+    return hashlib.sha256("\0".join(map(_code, SCRIPTS)).encode()).hexdigest()[:16]
 
 
 @cache
@@ -224,13 +252,6 @@ async def refused(request: Request, error: Exception) -> Response:
 
 async def gone(request: Request, error: Exception) -> Response:
     return PlainTextResponse("It has gone, or its files lead out of the given folders.\n", 404)
-
-
-async def not_drawn(request: Request, error: Exception) -> Response:
-    """A page on a run or sweep that can't be read, with the reason."""
-    assert isinstance(error, UserError)
-    reason = "".join(f"<p>{text(problem)}</p>" for problem in error.problems)
-    return HTMLResponse(f"<!doctype html><title>meshtune</title><p><a href='/'>all runs</a></p>{reason}", 500)
 
 
 class Guard:

@@ -1,21 +1,23 @@
 """A page that is kept, and followed while anybody looks at it: one task reads its files for all streams.
 
     files ──> Followed ──> html()    the page as it was last drawn
-                      └──> stream()  server-sent events: `points` of new rows, at once; `again` when the page
-                                     has been drawn again, which its readers then fetch
+                      └──> stream()  server-sent events: `rows`, what new rows change, at once; `again` when
+                                     the page has been drawn again, which its readers then fetch
 
-Rows of metrics.jsonl become points of the curves that are on the page. All else (tiles, tables, the other
-pictures, curves that begin later) comes with the next drawing, for which at most a 50th of a core is used.
-An event's id is "<number of the drawing>.<number of the event>", so that a stream goes on where it broke off.
+Rows of metrics.jsonl become points of the curves that are on the page, and change its heading and tiles. All
+else (tables, the other pictures, curves that begin later) comes with the next drawing, for which at most a
+50th of a core is used; where a run starts or ends it comes at once. An event's id is "<number of the
+drawing>.<number of the event>", so that a stream goes on where it broke off.
 """
 
 import asyncio
 import json
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Hashable
+from collections.abc import AsyncIterator, Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from meshtune.errors import UserError
 from meshtune.report.draw.page import Page
@@ -25,16 +27,22 @@ from meshtune.web.states import rows_in
 
 POLL = 0.5  # seconds between two looks at a run's files
 QUIET = 15.0  # seconds without an event after which a comment is sent: proxies end silent connections
-LEAST_PAUSE, SHARE = (
-    5.0,
-    50,
-)  # seconds between two drawings: at least, and as a multiple of those that one takes
+LEAST_PAUSE = 5.0  # seconds between two drawings
+SHARE = 50  # times those that one takes; not where a run has started or ended
 MOST_BYTES = 1 << 20  # of new rows that are read at once
+TURNS = ("run", "end")  # kinds of rows with which a run starts and ends
 MOST_DIGITS = 12  # of an event's number; Python refuses to read thousands of them
 
 
 class Hidden(Exception):
     """The files lead out of the given folders, or have gone."""
+
+
+class Stamp(NamedTuple):
+    """Differs once what is shown has changed."""
+
+    files: Hashable
+    state: Hashable = ()  # whether a run trains; of it readers are told at once
 
 
 @dataclass
@@ -43,13 +51,23 @@ class Drawing:
 
     number: int  # counts up, also over a new start of the server
     html: str
-    stamp: Hashable  # of its files
+    stamp: Stamp  # of its files
     ready: float  # time.monotonic when it was done
     seconds: float  # that it took
     points: Points
+    later: Callable[[list[Row]], Mapping[str, str]] | None  # of the page
     offset: int  # bytes of metrics.jsonl that it has, or that have been read since
     inode: int
-    events: list[str] = field(default_factory=list)  # data of `points` since then
+    events: list[str] = field(default_factory=list)  # data of `rows` since then
+    turned: bool = False  # the run has started or ended since then, or its rows are in another file
+
+    def add(self, rows: list[Row]) -> None:
+        """Make an event of what later rows change on the page, if they do."""
+        self.turned |= any(row.get("kind") in TURNS for row in rows)
+        points, html = self.points.of(rows), self.later(rows) if self.later else {}
+        if points or html:
+            data = {"end": self.points.end, "points": points, "html": html}
+            self.events.append(json.dumps(data, allow_nan=False))
 
 
 class Followed:
@@ -58,17 +76,17 @@ class Followed:
     def __init__(
         self,
         page: Callable[[], Page],
-        stamp: Callable[[], Hashable],
+        stamp: Callable[[], Stamp],
         served: Callable[[Page, str], str],
         *,
         rows: Path | None = None,
         poll: float = POLL,
         closing: Callable[[], bool] = bool,
     ) -> None:
-        """page: reads the files and makes the page; raises UserError. stamp: differs once they have changed;
-        raises Hidden. served: page and position -> HTML. rows: metrics.jsonl, whose rows become points.
-        Both of the first are called in a thread. poll: seconds between two looks at the files. closing: True
-        once all streams must end.
+        """page: reads the files and makes the page; raises UserError. stamp: of the files; raises Hidden.
+        served: page and position -> HTML. rows: metrics.jsonl, whose rows go on the page. Both of the first
+        are called in a thread. poll: seconds between two looks at the files. closing: True once all streams
+        must end.
         """
         self._page, self._stamp, self._served, self._rows = page, stamp, served, rows
         self._poll, self._closing = poll, closing
@@ -99,7 +117,7 @@ class Followed:
                     yield f"event: again\nid: {number}.0\ndata: {{}}\n\n"
                 for data in drawing.events[place:] if drawing else ():
                     place += 1
-                    yield f"event: points\nid: {number}.{place}\ndata: {data}\n\n"
+                    yield f"event: rows\nid: {number}.{place}\ndata: {data}\n\n"
                 if not self._following:  # the files have gone, or the server ends
                     return
                 if not await self._news(drawing, place):
@@ -126,10 +144,8 @@ class Followed:
             while self.streams and not self._closing():
                 stamp = await asyncio.to_thread(self._stamp)
                 drawing = await self._drawn(stamp)
-                rows = self._read_on(drawing) if stamp != drawing.stamp else []
-                if points := drawing.points.of(rows):
-                    data = {"end": drawing.points.end, "points": points}
-                    drawing.events.append(json.dumps(data, allow_nan=False))
+                if stamp != drawing.stamp:
+                    drawing.add(self._read_on(drawing))
                 async with self._changed:
                     self._changed.notify_all()
                 await asyncio.sleep(self._poll)
@@ -140,13 +156,13 @@ class Followed:
             async with self._changed:
                 self._changed.notify_all()
 
-    async def _drawn(self, stamp: Hashable) -> Drawing:
+    async def _drawn(self, stamp: Stamp) -> Drawing:
         """The last drawing, or a new one if it is time for it. Raises UserError where there is none yet."""
         async with self._lock:
             old = self._drawing
             if old is None:
                 self._drawing = await asyncio.to_thread(self._draw, stamp)
-            elif stamp != old.stamp and time.monotonic() - old.ready > max(LEAST_PAUSE, SHARE * old.seconds):
+            elif stamp != old.stamp and time.monotonic() - old.ready > _pause(old, stamp):
                 try:
                     self._drawing = await asyncio.to_thread(self._draw, stamp)
                 except UserError:  # a file that is being written, perhaps: the old page stays for a while
@@ -154,7 +170,7 @@ class Followed:
             assert self._drawing is not None
             return self._drawing
 
-    def _draw(self, stamp: Hashable) -> Drawing:
+    def _draw(self, stamp: Stamp) -> Drawing:
         began, number = time.monotonic(), time.time_ns()
         offset, inode = 0, 0
         if self._rows is not None:
@@ -166,7 +182,8 @@ class Followed:
         page = self._page()
         html = self._served(page, f"{number}.0")
         ready = time.monotonic()
-        return Drawing(number, html, stamp, ready, ready - began, Points(page.panels), offset, inode)
+        points = Points(page.panels)
+        return Drawing(number, html, stamp, ready, ready - began, points, page.later, offset, inode)
 
     def _read_on(self, drawing: Drawing) -> list[Row]:
         """Whole rows that were written since; none of a file that is another one now, which is drawn anew."""
@@ -175,6 +192,8 @@ class Followed:
         try:
             with open(self._rows, "rb") as stream:
                 status = os.fstat(stream.fileno())
+                if status.st_ino != drawing.inode:
+                    drawing.turned = True
                 if status.st_ino != drawing.inode or status.st_size <= drawing.offset:
                     return []
                 stream.seek(drawing.offset)
@@ -183,6 +202,12 @@ class Followed:
             return []
         drawing.offset += piece.rfind(b"\n") + 1
         return rows_in(piece)
+
+
+def _pause(old: Drawing, stamp: Stamp) -> float:
+    """Seconds after a drawing before which there is no other one."""
+    turned = old.turned or stamp.state != old.stamp.state
+    return LEAST_PAUSE if turned else max(LEAST_PAUSE, SHARE * old.seconds)
 
 
 def _end_of_rows(file: Path, size: int) -> int:

@@ -102,6 +102,13 @@ class Folders:
     def _is_below(self, real: Path) -> bool:
         return any(real == root or root in real.parents for root in self._roots)
 
+    def without_paths(self, sentence: str) -> str:
+        """The sentence with paths that begin at the given folders' names, without the folders above."""
+        for root in sorted(self._roots, key=lambda one: len(str(one)), reverse=True):
+            above = f"{root.parent}{os.sep}"
+            sentence = sentence.replace(str(root), root.name) if above != os.sep else sentence
+        return sentence
+
     def may_show(self, entry: Entry) -> bool:
         """True if all files that the entry's page is made of are in the given folders; a missing one is."""
         if entry.kind == "sweep":

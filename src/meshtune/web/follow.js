@@ -1,5 +1,5 @@
-// Follows the stream of the page: points go into the charts at once; a page drawn anew is fetched and put in place
-// of this one, where it differs. What the reader has opened, chosen or scrolled stays.
+// Follows the stream of the page: what new rows change goes into charts, heading and tiles at once; a page drawn
+// anew is fetched and put in place of this one, where it differs. What the reader has opened, chosen or scrolled stays.
 const {events, position} = document.body.dataset;
 const address = new URL(events, location), note = document.createElement("p");
 let version = position.split(".")[0], work = Promise.resolve();
@@ -8,15 +8,20 @@ address.searchParams.set("from", position);
 note.className = "note";
 note.setAttribute("aria-live", "polite");
 document.querySelector("footer").before(note);
-const charts = document.getElementById("charts") ? import("/scripts/draw.js") : null;
+const charts = document.getElementById("charts") ? import("./draw.js") : null;
 
 const source = new EventSource(address);
 const soon = action => event => { work = work.then(() => action(event)).catch(error => { note.textContent = String(error); }); };
 
-source.addEventListener("points", soon(async event => {
-  if (event.lastEventId.split(".")[0] !== version || !charts) return;
-  const {points, end} = JSON.parse(event.data);
-  await (await charts).add(points, end);
+source.addEventListener("rows", soon(async event => {
+  if (event.lastEventId.split(".")[0] !== version) return;
+  const {points, end, html} = JSON.parse(event.data);
+  for (const [id, inner] of Object.entries(html)) {
+    const before = document.getElementById(id), after = before.cloneNode();
+    after.innerHTML = inner;
+    renew(before, after);
+  }
+  if (charts) await (await charts).add(points, end);
 }));
 
 source.addEventListener("again", soon(async event => {
@@ -25,7 +30,8 @@ source.addEventListener("again", soon(async event => {
   if (!answer.ok) throw new Error("The page can't be drawn at the moment: load it again.");
   const next = new DOMParser().parseFromString(await answer.text(), "text/html");
   const ids = (page, those) => [...page.querySelectorAll(those)].map(one => one.id).join();
-  if (ids(next, "#charts, #experiments") !== ids(document, "#charts, #experiments")) return location.reload();
+  const scripts = page => [...page.querySelectorAll("script[src]")].map(one => one.getAttribute("src")).join();
+  if (scripts(next) !== scripts(document)) return location.reload();  // others are needed, or the server has new ones
   const others = ids(next, ".chart") !== ids(document, ".chart");
   version = next.body.dataset.position.split(".")[0];
   const data = document.getElementById("charts"), before = data?.textContent;

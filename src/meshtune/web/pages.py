@@ -16,10 +16,11 @@ from meshtune.report.compare.runs import MOST_RUNS, NONE, compare
 from meshtune.report.draw.page import Page, text
 from meshtune.report.experiments.page import sweep_page
 from meshtune.report.run.report import run_page
-from meshtune.report.run.summary import Summary, facts_of, summarise
+from meshtune.report.run.summary import Rows, Summary, facts_of, summarise
 from meshtune.rundir import Row, RunDir
-from meshtune.sweep_rows import counts_by_status
+from meshtune.sweep_rows import counts_by_status, read_facts
 from meshtune.units import human
+from meshtune.web.events import Stamp
 from meshtune.web.folders import Entry, Folders
 from meshtune.web.states import State, first_and_last_rows, state_of
 
@@ -64,13 +65,13 @@ class RunLines:
         return self._known[entry.id][1]
 
 
-def stamp_of(entry: Entry) -> tuple[object, ...]:
-    """A value that differs once what is shown of a run or a sweep has changed."""
+def stamp_of(entry: Entry) -> Stamp:
+    """Stamp of a run or a sweep."""
     if entry.kind == "sweep":
-        return (_stamp(entry.path),)
+        return Stamp(_stamp(entry.path))
     run = RunDir(entry.path)
     files = (run.metrics_file, run.samples_file, run.config_file, *run.rank_logs)
-    return (run.is_training, *map(_stamp, files))
+    return Stamp(tuple(map(_stamp, files)), run.is_training)
 
 
 def _stamp(file: Path) -> tuple[int, ...]:
@@ -171,6 +172,8 @@ def _sweeps(sweeps: Iterable[Entry]) -> str:
             counts = ", ".join(
                 f"{number:,} {status}" for status, number in counts_by_status(entry.path).items()
             )
+            if simulated := read_facts(entry.path).get("simulated"):
+                counts = f"simulated ({simulated}) · {counts}"
         except UserError:
             counts = "its database can't be read"
         items.append(
@@ -182,7 +185,7 @@ def _sweeps(sweeps: Iterable[Entry]) -> str:
 def page_of_run(entry: Entry) -> Page:
     """A run's page: its report, with its state and the command that stops it."""
     run = RunDir(entry.path)
-    rows = run.rows()
+    rows = Rows(run.rows())
     summary = summarise(run, rows)
     page = run_page(run, rows, summary)
     state = state_of(run, summary.status, rows)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from meshtune.report.run.summary import of_kind
+from meshtune.report.run.summary import of_kind, of_last_start
 from meshtune.rundir import Row, RunDir, fault_of
 from meshtune.units import printable
 
@@ -23,8 +23,7 @@ class State(NamedTuple):
 
 def state_of(run: RunDir, status: str, rows: Sequence[Row]) -> State:
     """State of a run. status: of its summary. rows: of metrics.jsonl, at least the last ones."""
-    starts = [place for place, row in enumerate(rows) if row.get("kind") == "run"]
-    began = bool(of_kind(rows[starts[-1] if starts else 0 :], "train"))
+    began = bool(of_kind(of_last_start(rows), "train"))
     if status == "finished":
         return State("finished", "")
     if status == "running":

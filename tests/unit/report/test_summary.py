@@ -3,7 +3,7 @@ import json
 import pytest
 
 from meshtune.errors import UserError
-from meshtune.report.run.summary import samples_of, summarise
+from meshtune.report.run.summary import grown, samples_of, summarise
 from meshtune.train.folder import Claim
 
 
@@ -45,6 +45,18 @@ def test_sums_are_not_made_of_every_tenth_row(empty, train):
         empty.append(train(step))
     assert summarise(empty).tokens is None
     assert summarise(empty).seconds is None
+
+
+def test_a_summary_grows_to_that_of_all_rows(empty, train, evaluation):
+    """Medians aside, which need all rows."""
+    rows = [train(1, loss=None), *(train(step, loss=3 - step / 10) for step in (2, 3)), evaluation(3, 0.5)]
+    rows += [train(4), evaluation(4, 0.25), train(5, peak_memory_bytes=9), evaluation(5, 0.75)]
+    medians = dict.fromkeys(("tokens_per_second_per_gpu", "mfu"))
+    whole = summarise(empty, rows).as_dict() | medians
+    for seen in range(len(rows) + 1):
+        some = summarise(empty, rows[:seen])
+        assert grown(some, rows[seen:]).as_dict() | medians == whole
+    assert grown(summarise(empty, rows), [train(7)]).tokens is None, "step 6 has no row"
 
 
 def test_a_resumed_run_is_running_again_until_its_process_ends(run):

@@ -3,6 +3,7 @@
 import asyncio
 import re
 from contextlib import contextmanager
+from os import uname
 
 import pytest
 from hypothesis import given, settings
@@ -14,6 +15,7 @@ from sweeps import bench_row, bench_rows, write_sweep
 
 from meshtune.rundir import RunDir
 from meshtune.web import app as web
+from meshtune.web import pages as made
 from meshtune.web.app import Guard, Pages
 from meshtune.web.folders import Folders
 
@@ -78,24 +80,70 @@ def test_a_runs_page_is_its_report_without_code_in_it(client):
     scripts = re.findall(r"<script([^>]*)>", answer.text)
     assert all("src='/scripts/" in one or "application/json" in one for one in scripts)
     for name in re.findall(r"src='(.*?)'", answer.text):
-        assert client.get(name).headers["content-type"].startswith("text/javascript")
+        script = client.get(name)
+        assert script.headers["content-type"].startswith("text/javascript")
+        assert "immutable" in script.headers["cache-control"]
 
 
-def test_a_run_that_trains_has_the_command_that_stops_it(client, runs):
+def test_another_version_of_the_scripts_has_another_address(client, monkeypatch):
+    """A browser keeps them for a year."""
+    (before,) = re.findall(r"src='(.*?follow.js)'", client.get("/").text)
+    monkeypatch.setitem(web.SCRIPTS, "follow.js", lambda: "// of another version")
+    for cached in (web.digest, web._code):
+        cached.cache_clear()
+    client.pages._kept.clear()
+    try:
+        (after,) = re.findall(r"src='(.*?follow.js)'", client.get("/").text)
+        assert client.get(after).text == "// of another version"
+        assert after != before and client.get(before).status_code == 404
+    finally:
+        for cached in (web.digest, web._code):
+            cached.cache_clear()
+
+
+def test_a_run_that_was_made_after_the_last_look_is_found_by_its_address(client, runs, monkeypatch):
+    write_run(runs / "new", 3)
+    with client_of(runs) as other:
+        path = ids(other)["new"]
+    assert client.get(path).status_code == 200
+    looks = []
+    monkeypatch.setattr(client.pages.folders, "find", lambda: looks.append(1))
+    monkeypatch.setattr(client.pages, "_looked", -web.LIST_POLL)
+    assert {client.get(f"/runs/{n:012}").status_code for n in range(20)} == {404}
+    assert len(looks) == 1, "unknown ids don't make the server read the disk again and again"
+
+
+def test_a_simulated_sweep_is_marked_in_the_list(client, runs):
+    (runs / "large").mkdir()
+    write_sweep(runs / "large", bench_rows(), simulated="planner")
+    with client_of(runs) as other:
+        items = dict(re.findall(r"<li><a [^>]*>(\w+)</a> <small>(.*?)</small>", other.get("/").text))
+    assert items == {"large": f"simulated (planner) · {items['study']}", "study": items["study"]}
+    assert "18 done" in items["study"]
+
+
+@pytest.mark.parametrize(
+    ("holder", "command"), [(4711, "kill -USR1 4711"), (None, "scancel --signal=USR1 JOB")]
+)
+@pytest.mark.parametrize("host", ["node1", uname().nodename])
+def test_a_run_that_trains_has_the_command_that_stops_it(client, runs, monkeypatch, holder, command, host):
+    monkeypatch.setattr(made, "holder_of", lambda lock: holder)
     path = ids(client)["one"]
     assert "Stop it" not in client.get(path).text
-    with client_of(runs) as other, locked(RunDir(runs / "one")):
+    run = RunDir(runs / "one")
+    run.append(start_row(host=host))
+    with client_of(runs) as other, locked(run):
         text = other.get(path).text
-        assert "Stop it" in text and re.search(r"kill -USR1 \d+|scancel --signal=USR1 JOB", text)
+        assert "Stop it" in text and re.findall("<pre class='command'>(.*?)</pre>", text) == [command]
+        assert ("without Slurm press Ctrl-C" in text) == (holder is None)
+        assert (f"This command on {host} lets it" in text) == (host == "node1")
         assert "<form" not in text and "<button" not in text
 
 
 def test_sweeps_and_comparisons_are_reports_own_pages(client):
     paths = ids(client)
     sweep = client.get(paths["study"]).text
-    assert (
-        "data-of-experiments" in sweep and "/scripts/table.js" in sweep and "best_layouts" in charts_of(sweep)
-    )
+    assert "data-of-experiments" in sweep and "/table.js'" in sweep and "best_layouts" in charts_of(sweep)
     chosen = [paths[name].rpartition("/")[2] for name in ("one", "two")]
     compared = client.get("/compare", params=[("run", one) for one in chosen])
     assert compared.status_code == 200 and "one · two" in compared.text
@@ -169,7 +217,8 @@ def test_a_damaged_run_says_so_and_the_others_are_listed(client, runs):
     with open(runs / "two" / "metrics.jsonl", "a") as file:
         file.write("no JSON\n")
     answer = client.get(path)
-    assert answer.status_code == 500 and "is not JSON" in answer.text
+    assert answer.status_code == 500 and "<p>runs/two/metrics.jsonl, line " in answer.text
+    assert "is not JSON" in answer.text and str(runs.parent) not in answer.text
     assert "one" in ids(client)
 
 

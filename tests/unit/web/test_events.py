@@ -1,16 +1,17 @@
-"""Streams of a page: points at once, the page when it is drawn again, nothing twice, nothing lost."""
+"""Streams of a page: new rows at once, the page when it is drawn again, nothing twice, nothing lost."""
 
 import asyncio
 import json
 import re
+from contextlib import nullcontext
 
 import pytest
-from live_runs import end_row, step_row, write_run
+from live_runs import end_row, locked, step_row, write_run
 
 from meshtune.report.run.points import Points
-from meshtune.report.run.report import run_panels
+from meshtune.report.run.report import run_page, run_panels
 from meshtune.web import events
-from meshtune.web.events import Followed, Hidden
+from meshtune.web.events import Followed, Hidden, Stamp
 from meshtune.web.folders import Entry
 from meshtune.web.pages import page_of_run, stamp_of
 
@@ -25,7 +26,7 @@ def followed(run, *, stamp=None) -> Followed:
     return Followed(
         lambda: page_of_run(entry),
         stamp or (lambda: stamp_of(entry)),
-        lambda page, position: page.served("", events="/events", position=position),
+        lambda page, position: page.served("", scripts="/s", events="/events", position=position),
         rows=run.metrics_file,
         poll=0.02,
     )
@@ -51,10 +52,11 @@ def test_rows_become_points_of_the_curves_at_once(run):
         await asyncio.sleep(0.1)
         run.append(step_row(61))
         event = await waiting
-        assert event["event"] == "points"
+        assert event["event"] == "rows"
         data = json.loads(event["data"])
         assert data["end"] == 61 and data["points"]["loss"] == [{"x": 61, "y0": 0.0655738, "y1": 0.0655738}]
         assert data["points"]["memory"] == [{"x": 61, "y0": 3.0}]
+        assert "61 steps" in data["html"]["subtitle"] and "0.0656" in data["html"]["before"]
         await stream.aclose()
         return event["id"]
 
@@ -115,7 +117,7 @@ def test_the_page_is_drawn_again_and_its_streams_are_told(run, monkeypatch):
         stream = page.stream(position_of(before))
         run.append(step_row(61))
         run.append(end_row(61, "finished"))
-        kinds = {"points": await next_of(stream)}
+        kinds = {"rows": await next_of(stream)}
         while "again" not in kinds:
             event = await next_of(stream)
             kinds[event["event"]] = event
@@ -130,12 +132,54 @@ def test_the_page_is_drawn_again_and_its_streams_are_told(run, monkeypatch):
     asyncio.run(check())
 
 
+@pytest.mark.parametrize("how", ["its end", "killed", "other rows"])
+def test_a_costly_page_is_drawn_at_once_where_the_run_starts_or_ends(run, monkeypatch, how):
+    monkeypatch.setattr(events, "LEAST_PAUSE", 0.2)
+    monkeypatch.setattr(events, "SHARE", 10**6)
+
+    async def check():
+        page = followed(run)
+        with locked(run) if how == "killed" else nullcontext():
+            stream = page.stream(position_of(await page.html()))
+            await asyncio.sleep(0.3)
+            run.append(step_row(61))
+            assert (await next_of(stream))["event"] == "rows"
+        if how == "its end":
+            run.append(end_row(61, "finished"))
+        elif how == "other rows":  # a start that goes on from a checkpoint
+            run.drop_after(60)
+        assert (await next_of(stream))["event"] == "again"
+        await stream.aclose()
+
+    asyncio.run(check())
+
+
+def test_heading_and_tiles_go_on_as_a_new_drawing_has_them(tmp_path):
+    """All of them but the medians, with steps and evaluations that came while the page was drawn."""
+    run = write_run(tmp_path / "run", 0)
+    rows = run.rows()
+    for step in range(1, 41):
+        rows.append(step_row(step, skipped=step == 30, loss=None if step == 30 else 4.0 / step))
+        if step % 10 == 0:
+            rows.append({"kind": "eval", "step": step, "loss": abs(step - 25), "exact_match": step / 100})
+    for drawn in (1, 2, 12, 23, 34):
+        page = run_page(run, rows[:drawn])
+        first = {"subtitle": page.subtitle, "before": page.before}
+        assert page.later is not None and page.later(rows[:drawn]) == {}
+        shown = first | page.later(rows[max(0, drawn - 2) :])
+        whole = run_page(run, rows)
+        if drawn < 3:  # no speed yet
+            assert shown["subtitle"] == whole.subtitle
+        else:
+            assert shown == {"subtitle": whole.subtitle, "before": whole.before} != first
+
+
 def test_drawing_takes_a_small_share_of_the_time(run):
     """A page that is costly is drawn seldom, however often it is asked for."""
     drawn = []
 
     async def check():
-        page = followed(run, stamp=lambda: len(drawn) + run.metrics_file.stat().st_size)
+        page = followed(run, stamp=lambda: Stamp(len(drawn) + run.metrics_file.stat().st_size))
         page._page, real = lambda: drawn.append(1) or real(), page._page  # type: ignore[func-returns-value]
         for step in range(61, 81):
             run.append(step_row(step))
@@ -151,7 +195,7 @@ def test_streams_of_a_run_that_may_not_be_shown_any_more_end(run):
     def stamp():
         if not shown[0]:
             raise Hidden
-        return 1
+        return Stamp(1)
 
     async def check():
         page = followed(run, stamp=stamp)

@@ -74,6 +74,15 @@ def test_a_run_with_a_file_that_leads_outside_is_not_shown(given, tmp_path, file
     assert not folders.may_show(entry), "a pipe"
 
 
+def test_sentences_name_files_from_the_given_folder_on(given):
+    folders = Folders([given, given / "a", given / "study" / "sweep.db"])
+    sentence = f"{given}/deep/b, {given}/a/x, {given}/study/sweep.db and /elsewhere can't be read."
+    assert folders.without_paths(sentence) == (
+        "runs/deep/b, a/x, study/sweep.db and /elsewhere can't be read."
+    )
+    assert Folders([given / "a"]).without_paths(f"{given}/b") == f"{given}/b"
+
+
 def test_paths_that_show_nothing_are_refused(tmp_path):
     with pytest.raises(UserError, match="does not exist"):
         Folders([tmp_path / "missing"])

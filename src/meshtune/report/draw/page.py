@@ -9,7 +9,7 @@ scripts are the same on every page: `meshtune ui` serves the same page with the 
 
 import html
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,8 @@ class Page:
     after: str  # below them
     footer: str
     scripts: Mapping[str, Path] = field(default_factory=dict)  # of the page's own elements: name -> file
+    # Rows that came later, each given once -> HTML of the elements `subtitle` and `before` where they change.
+    later: Callable[[Sequence[Any]], Mapping[str, str]] | None = None
 
     def html(self) -> str:
         """One file. Raises NotDrawn where there are panels and Altair is missing."""
@@ -48,14 +50,14 @@ class Page:
         draws += [data, f"<script type='module'>\n{_code(DRAW)}</script>"] if self.panels else []
         return self._filled(meta, "", [*own, *draws])
 
-    def served(self, links: str, *, events: str, position: str) -> str:
+    def served(self, links: str, *, scripts: str, events: str, position: str) -> str:
         """The page as `meshtune ui` serves it: without code inside.
 
-        links: HTML above the heading. events: address of the stream that tells of changes. position: what is
-        sent to it, so that it begins where this page ends.
+        links: HTML above the heading. scripts: address of the folder of scripts. events: address of the
+        stream that tells of changes. position: what is sent to it, so that it begins where this page ends.
         """
         names = [*self.scripts, *(SERVED if self.panels else SERVED[-1:])]
-        code = [f"<script type='module' src='/scripts/{text(name)}'></script>" for name in names]
+        code = [f"<script type='module' src='{text(scripts)}/{text(name)}'></script>" for name in names]
         follows = f" data-events='{text(events)}' data-position='{text(position)}'"
         return self._filled('<link rel="icon" href="data:,">', follows, [self._charts(), *code], links)
 
@@ -149,7 +151,7 @@ PAGE = """\
 <body{follows}>
 <main>
 {links}
-<header><h1>{heading}</h1><p>{subtitle}</p></header>
+<header><h1>{heading}</h1><p id="subtitle">{subtitle}</p></header>
 <div id="before">{before}</div>
 {charts}
 <div id="after">{after}</div>

@@ -27,7 +27,7 @@ def panels(rows: Sequence[Row]) -> list[Lines]:
 
     rows: of metrics.jsonl, all kinds.
     """
-    train, evals = of_kind(rows, "train"), of_kind(rows, "eval")
+    train, evals, unit = of_kind(rows, "train"), of_kind(rows, "eval"), speed_unit(rows)
     warm = train[1:] if len(train) > 10 else train  # compiling in the first step would flatten all the others
     of_warm = "" if warm is train else ", without the first step"
 
@@ -53,7 +53,7 @@ def panels(rows: Sequence[Row]) -> list[Lines]:
         Lines(
             "exact_match", "Exact match", "held-out prompts", exact, ".1%", "share of prompts", from_zero=True
         ),
-        Lines("speed", "Speed", speed_unit(rows) + of_warm, speeds, ",.0f", speed_unit(rows), from_zero=True),
+        Lines("speed", "Speed", unit + of_warm, speeds, ",.0f", unit, from_zero=True),
         Lines("mfu", "Model FLOPs utilisation", peak + of_warm, mfu, ".1%", "share of peak", from_zero=True),
         Lines("grad_norm", "Gradient norm", "before clipping", norms, ".3f", "L2 norm", from_zero=True),
         Lines("noise_scale", "Gradient noise scale", "average", noise, ",.1f", "sequences", from_zero=True),
@@ -70,8 +70,8 @@ def panels(rows: Sequence[Row]) -> list[Lines]:
 
 def series(name: str, role: Role, rows: Sequence[Row], column: str, *, unit: float = 1) -> Curve:
     """One column of rows over their steps; rows without a value are left out. unit: divides the values."""
-    points = [(row["step"], row[column] / unit) for row in rows if row.get(column) is not None]
-    x, y = tuple(step for step, _ in points), tuple(value for _, value in points)
+    known = [row for row in rows if row.get(column) is not None]
+    x, y = tuple([row["step"] for row in known]), tuple([row[column] / unit for row in known])
     return Curve(name, role, x, y, kind=rows[0]["kind"] if rows else "", column=column, per=unit)
 
 
@@ -93,13 +93,11 @@ def running_mean(values: Sequence[float], window: int) -> tuple[float, ...]:
     least window // END: a one-sided mean of all `window` values would change the trend at the ends, and fewer
     values would show noise as a trend.
     """
-    sums = [0.0]
-    for value in values:
-        sums.append(sums[-1] + value)
-    means = []
-    for middle in range(len(values)):
-        to_end = min(middle, len(values) - 1 - middle)
-        reach = min(window // 2, max(window // END, to_end))
-        start, end = max(0, middle - reach), min(len(values), middle + reach + 1)
-        means.append((sums[end] - sums[start]) / (end - start))
-    return tuple(means)
+    import numpy as np  # only where something is drawn
+
+    sums = np.cumsum([0.0, *values])
+    middle = np.arange(len(values))
+    to_end = np.minimum(middle, len(values) - 1 - middle)
+    reach = np.minimum(window // 2, np.maximum(window // END, to_end))
+    start, end = np.maximum(0, middle - reach), np.minimum(len(values), middle + reach + 1)
+    return tuple(((sums[end] - sums[start]) / (end - start)).tolist())

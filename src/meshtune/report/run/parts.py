@@ -13,7 +13,7 @@ from meshtune.plan.step_parts import median_parts
 from meshtune.report.draw.colours import MEMORY_PARTS
 from meshtune.report.draw.kinds import Areas, Mark, Panel, Stacks
 from meshtune.report.plan.numbers import nonzero, seconds
-from meshtune.report.run.summary import of_kind
+from meshtune.report.run.summary import last, of_kind, of_last_start
 from meshtune.rundir import Row
 from meshtune.units import GIB, MIB, counted, human
 
@@ -23,9 +23,8 @@ Parts = Mapping[str, float]
 
 def part_panels(rows: Sequence[Row]) -> list[Panel]:
     """Every panel that the rows have values for. rows: of metrics.jsonl, all kinds."""
-    starts = [number for number, row in enumerate(rows) if row.get("kind") == "run"]
-    own = rows[starts[-1] :] if starts else rows
-    predicted = (own[0].get("predicted") or {}) if starts else {}
+    own = of_last_start(rows)
+    predicted = (last(of_kind(own, "run")) or {}).get("predicted") or {}
     drawn = (
         time_over_steps(of_kind(own, "time")),
         time_beside(of_kind(own, "time"), predicted.get("parts") or {}),
@@ -42,7 +41,7 @@ def time_over_steps(rows: Sequence[Row]) -> Areas | None:
         return None
     length = -(-len(warm) // MOST_STRETCHES)
     stretches = [warm[first : first + length] for first in range(0, len(warm), length)]
-    means = [{part: fmean(row["parts"][part] for row in some) for part in PARTS} for some in stretches]
+    means = [{part: fmean([row["parts"][part] for row in some]) for part in PARTS} for some in stretches]
     return Areas(
         "time_parts",
         f"Time of a step by part{f', means of {length} steps' if length > 1 else ''}",

@@ -17,7 +17,7 @@ from meshtune.report.draw.vega import NotDrawn
 from meshtune.report.draw.words import MFU
 from meshtune.report.run.panels import panels
 from meshtune.report.run.samples import Asked, samples_section
-from meshtune.report.run.summary import Summary, facts_of, of_kind, samples_of, summarise
+from meshtune.report.run.summary import Rows, Summary, facts_of, grown, of_kind, samples_of, summarise
 from meshtune.rundir import Row, RunDir, write_text_atomically
 from meshtune.units import count, counted, duration, human
 
@@ -91,7 +91,7 @@ def report_page(run: RunDir) -> str:
 
 def run_page(run: RunDir, rows: Sequence[Row] | None = None, summary: Summary | None = None) -> Page:
     """The report's parts. rows: of metrics.jsonl, summary: of these, where they are at hand."""
-    rows = run.rows() if rows is None else rows
+    rows = Rows(run.rows() if rows is None else rows)
     summary, facts = summary or summarise(run, rows), facts_of(run, rows)
     shown = [(label, _fact(facts[key])) for key, label in LABELS.items() if facts.get(key) is not None]
     environment = _leaves({key: value for key, value in facts.items() if key not in (*LABELS, PREDICTED)})
@@ -110,9 +110,32 @@ def run_page(run: RunDir, rows: Sequence[Row] | None = None, summary: Summary | 
         subtitle=_subtitle(summary, facts),
         panels=run_panels(rows),
         before=_headline(summary),
+        later=Later(summary, facts, rows).of,
         after="\n".join(section for section in after if section),
         footer=text(f"Made by meshtune from the files of this run's folder. {conventions([facts])}"),
     )
+
+
+class Later:
+    """Subtitle and tiles of a run's page, as they go on once it is drawn."""
+
+    def __init__(self, summary: Summary, facts: Row, rows: Sequence[Row]) -> None:
+        """summary, facts: of the rows that the page was drawn with."""
+        self._summary, self._facts = summary, facts
+        self._evaluated = max((row["step"] for row in of_kind(rows, "eval")), default=-1)
+
+    def of(self, rows: Sequence[Row]) -> dict[str, str]:
+        """HTML of the elements `subtitle` and `before`; {} where rows that came later change nothing there.
+
+        rows: each given once, in order; what the page was drawn with does not count again.
+        """
+        seen = {"train": self._summary.steps, "eval": self._evaluated}
+        new = [row for row in rows if row.get("step", -1) > seen.get(row.get("kind", ""), 2**63)]
+        if not new:
+            return {}
+        self._evaluated = max((row["step"] for row in of_kind(new, "eval")), default=self._evaluated)
+        self._summary = grown(self._summary, new)
+        return {"subtitle": _subtitle(self._summary, self._facts), "before": _headline(self._summary)}
 
 
 def conventions(facts: Sequence[Mapping[str, Any]]) -> str:

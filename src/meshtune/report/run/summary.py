@@ -3,8 +3,9 @@
 The terminal's summary, the page and `--json` all show this value, so they can't disagree.
 """
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from statistics import median
 from typing import Any
 
@@ -12,6 +13,27 @@ from meshtune import units
 from meshtune.errors import UserError
 from meshtune.meter.causes import Cause
 from meshtune.rundir import Row, RunDir
+
+
+class Rows(tuple[Row, ...]):
+    """Rows of metrics.jsonl, sorted by kind once: a run may have a hundred thousand of them."""
+
+    def __new__(cls, rows: Iterable[Row] = ()) -> "Rows":
+        return rows if isinstance(rows, cls) else super().__new__(cls, rows)
+
+    @cached_property
+    def kinds(self) -> dict[str, list[Row]]:
+        kinds: dict[str, list[Row]] = {}
+        for row in self:
+            kinds.setdefault(row.get("kind", ""), []).append(row)
+        return kinds
+
+    @cached_property
+    def last_start(self) -> "Rows":
+        """From the last "run" row on; all where there is none."""
+        starts = self.kinds.get("run", [])
+        place = next((place for place, row in enumerate(self) if row is starts[-1]), 0) if starts else 0
+        return Rows(self[place:]) if place else self
 
 
 @dataclass(frozen=True)
@@ -24,27 +46,27 @@ class Summary:
 
     name: str
     status: str  # running | finished | what the last "end" row says | stopped without an end (killed)
-    steps: int  # optimizer steps done
-    skipped: int  # of these, not applied because loss or gradients were not finite
-    speed_unit: str  # tokens/s, tokens/s/GPU, or on a processor tokens/s/rank
-    first_loss: float | None
-    last_loss: float | None
-    first_eval_loss: float | None
-    last_eval_loss: float | None
-    best_eval_loss: float | None
-    best_eval_step: int | None
-    first_exact_match: float | None  # share of the prompts, 0 to 1
-    last_exact_match: float | None
-    prompts: int | None  # number of prompts that exact match was measured on
-    tokens_per_second_per_gpu: float | None  # median over steps that are no warm-up
-    mfu: float | None  # median over the same steps, 0 to 1
-    tokens: int | None  # trained on, without padding
-    seconds: float | None  # of training steps
-    peak_memory_bytes: int | None  # of tensors, highest in any row
-    peak_resident_bytes: int | None  # of a process, highest in any row
-    model_folder: str | None  # None until it exists
-    report: str | None  # None until it exists
-    causes: tuple[Cause, ...]  # that make the run slow, the costliest first; empty where it is healthy
+    steps: int = 0  # optimizer steps done
+    skipped: int = 0  # of these, not applied because loss or gradients were not finite
+    speed_unit: str = "tokens/s"  # or tokens/s/GPU, or on a processor tokens/s/rank
+    first_loss: float | None = None
+    last_loss: float | None = None
+    first_eval_loss: float | None = None
+    last_eval_loss: float | None = None
+    best_eval_loss: float | None = None
+    best_eval_step: int | None = None
+    first_exact_match: float | None = None  # share of the prompts, 0 to 1
+    last_exact_match: float | None = None
+    prompts: int | None = None  # number of prompts that exact match was measured on
+    tokens_per_second_per_gpu: float | None = None  # median over steps that are no warm-up
+    mfu: float | None = None  # median over the same steps, 0 to 1
+    tokens: int | None = None  # trained on, without padding
+    seconds: float | None = None  # of training steps
+    peak_memory_bytes: int | None = None  # of tensors, highest in any row
+    peak_resident_bytes: int | None = None  # of a process, highest in any row
+    model_folder: str | None = None  # None until it exists
+    report: str | None = None  # None until it exists
+    causes: tuple[Cause, ...] = ()  # that make the run slow, the costliest first; empty where it is healthy
 
     def as_dict(self) -> dict[str, Any]:
         """The fields as plain values, for JSON."""
@@ -71,49 +93,78 @@ def summarise(run: RunDir, rows: Sequence[Row] | None = None) -> Summary:
 
     rows: of metrics.jsonl, where they have been read already.
     """
-    rows = run.rows() if rows is None else rows
-    train, evals = of_kind(rows, "train"), of_kind(rows, "eval")
-    last_row = ([row for row in rows if row.get("kind") in ("run", "end")] or [{}])[-1]
-    end: Row = last_row if last_row.get("kind") == "end" else {}  # a "run" row after it: the run was resumed
+    rows = Rows(run.rows() if rows is None else rows)
+    end = last(of_kind(rows.last_start, "end")) or {}  # a "run" row after it: the run was resumed
     unended = "running" if run.is_training else "stopped without an end"
-    losses = values(train, "loss")
-    eval_losses = [row for row in evals if row.get("loss") is not None]
-    best: Row = min(eval_losses, key=lambda row: row["loss"], default={})
-    exact = values(evals, "exact_match")
-    steps = end.get("step", train[-1]["step"] if train else 0)
-    every_step = len(train) == steps  # with log.every > 1 the end row alone has the sums over all steps
-    warm = [row for row in train[1:] if not row.get("warm_up")] or train[1:] or train
-    return Summary(
+    known = Summary(
         name=run.path.resolve().name,
         status=end.get("status", "finished") if end else unended,
-        steps=steps,
-        skipped=sum(bool(row.get("skipped")) for row in train),
         speed_unit=speed_unit(rows),
-        first_loss=first(losses),
-        last_loss=last(losses),
-        first_eval_loss=first(values(evals, "loss")),
-        last_eval_loss=last(values(evals, "loss")),
-        best_eval_loss=best.get("loss"),
-        best_eval_step=best.get("step"),
-        first_exact_match=first(exact) if len(exact) > 1 else None,
-        last_exact_match=last(exact),
-        prompts=last(values(evals, "prompts")),
-        tokens_per_second_per_gpu=median_of(values(warm, "tokens_per_second_per_gpu")),
-        mfu=median_of(values(warm, "mfu")),
-        tokens=sum(values(train, "tokens")) if every_step and train else end.get("tokens"),
-        seconds=sum(values(train, "step_seconds")) if every_step and train else end.get("seconds"),
-        peak_memory_bytes=max(values(train, "peak_memory_bytes"), default=None),
-        peak_resident_bytes=max(values(train, "peak_resident_bytes"), default=None),
         model_folder=str(run.model) if run.model.exists() else None,
         report=str(run.report_file) if run.report_file.exists() else None,
         causes=causes_of(rows),
+    )
+    known = grown(known, rows)
+    train = of_kind(rows, "train")
+    steps = end.get("step", known.steps)
+    every_step = known.tokens is not None and known.steps == steps
+    warm = [row for row in train[1:] if not row.get("warm_up")] or train[1:] or train
+    return replace(
+        known,
+        steps=steps,
+        tokens=known.tokens if every_step else end.get("tokens"),
+        seconds=known.seconds if every_step else end.get("seconds"),
+        tokens_per_second_per_gpu=median_of(values(warm, "tokens_per_second_per_gpu")),
+        mfu=median_of(values(warm, "mfu")),
+    )
+
+
+def grown(summary: Summary, rows: Sequence[Row]) -> Summary:
+    """The summary with the steps and evaluations of later rows, each given once, in order.
+
+    Medians, causes and the end stay as they are: for these `summarise` reads all rows. Sums are None where a
+    step has no row of its own: with log.every > 1 the end row alone has those over all steps.
+    """
+    train, evals = of_kind(rows, "train"), of_kind(rows, "eval")
+    losses, eval_losses = values(train, "loss"), values(evals, "loss")
+    exact = [one for one in (summary.first_exact_match, summary.last_exact_match) if one is not None]
+    exact += values(evals, "exact_match")
+    best = [(summary.best_eval_loss, summary.best_eval_step)] if summary.best_eval_loss is not None else []
+    best += [(row["loss"], row["step"]) for row in evals if row.get("loss") is not None]
+    best_loss, best_step = min(best, key=lambda one: one[0], default=(None, None))
+    steps = [row["step"] for row in train]
+    every_step = steps == [*range(summary.steps + 1, summary.steps + len(steps) + 1)]
+
+    def total(known: float | None, column: str) -> Any:
+        known = known if summary.steps else 0
+        return known + sum(values(train, column)) if every_step and known is not None else None
+
+    def highest(known: int | None, column: str) -> int | None:
+        return max([*values(train, column), *([known] if known is not None else [])], default=None)
+
+    return replace(
+        summary,
+        steps=steps[-1] if steps else summary.steps,
+        skipped=summary.skipped + sum(bool(row.get("skipped")) for row in train),
+        first_loss=first(losses) if summary.first_loss is None else summary.first_loss,
+        last_loss=last(losses) if losses else summary.last_loss,
+        first_eval_loss=first(eval_losses) if summary.first_eval_loss is None else summary.first_eval_loss,
+        last_eval_loss=last(eval_losses) if eval_losses else summary.last_eval_loss,
+        best_eval_loss=best_loss,
+        best_eval_step=best_step,
+        first_exact_match=first(exact) if len(exact) > 1 else None,
+        last_exact_match=last(exact),
+        prompts=last(values(evals, "prompts") or [summary.prompts]),
+        tokens=total(summary.tokens, "tokens") if steps else summary.tokens,
+        seconds=total(summary.seconds, "step_seconds") if steps else summary.seconds,
+        peak_memory_bytes=highest(summary.peak_memory_bytes, "peak_memory_bytes"),
+        peak_resident_bytes=highest(summary.peak_resident_bytes, "peak_resident_bytes"),
     )
 
 
 def causes_of(rows: Sequence[Row]) -> tuple[Cause, ...]:
     """The causes that the last start of a run has named."""
-    starts = [number for number, row in enumerate(rows) if row.get("kind") == "run"]
-    return tuple(Cause.of_row(row) for row in of_kind(rows[starts[-1] if starts else 0 :], "cause"))
+    return tuple(Cause.of_row(row) for row in of_kind(of_last_start(rows), "cause"))
 
 
 def samples_of(run: RunDir) -> list[Sample]:
@@ -155,12 +206,19 @@ def speed_unit(rows: Sequence[Row]) -> str:
 
 def of_kind(rows: Sequence[Row], kind: str) -> list[Row]:
     """The rows of one kind, in their order. kind: "run", "train", "eval" or "end"."""
+    if isinstance(rows, Rows):
+        return rows.kinds.get(kind, [])
     return [row for row in rows if row.get("kind") == kind]
+
+
+def of_last_start(rows: Sequence[Row]) -> Rows:
+    """The rows from the last "run" row on; all where there is none."""
+    return Rows(rows).last_start
 
 
 def values(rows: Sequence[Row], name: str) -> list[Any]:
     """Values of column `name`, in the order of rows; rows where it is missing or None are left out."""
-    return [row[name] for row in rows if row.get(name) is not None]
+    return [value for row in rows if (value := row.get(name)) is not None]
 
 
 def first(column: Sequence[Any]) -> Any:
