@@ -57,7 +57,7 @@ class Outcome:
 
 
 class Pace:
-    """Knows how long a step of this process takes without what is injected into it."""
+    """Measures how long a step of this process takes without the seconds that are injected into it."""
 
     def __init__(self) -> None:
         """Count the steps from now on, by the beginnings of their passes."""
@@ -76,10 +76,10 @@ class Pace:
 
         Passes.forward_backward = forward_backward
 
-    def sleep(self, share: float) -> None:
-        """Sleep for a share of a step."""
-        time.sleep(share * self.seconds)
-        self._injected += share * self.seconds
+    def sleep(self, seconds: float) -> None:
+        """Inject some seconds."""
+        time.sleep(seconds)
+        self._injected += seconds
 
 
 def nothing(_: random.Random, layout: str) -> str:
@@ -97,7 +97,7 @@ def slow_loader(draw: random.Random, _: str) -> str:
 
     def late(loader: Loader) -> Any:
         for batch in batches(loader):
-            pace.sleep(share)
+            pace.sleep(share * pace.seconds)
             yield batch
 
     Loader.__iter__ = late
@@ -114,7 +114,7 @@ def slow_rank(draw: random.Random, _: str) -> str:
 
     def forward_backward(self: Passes, *args: Any) -> Any:
         if dist.get_rank() == slow:
-            pace.sleep(share)
+            pace.sleep(share * pace.seconds)
         return passes(self, *args)
 
     Passes.forward_backward = forward_backward
@@ -131,9 +131,8 @@ def slow_link(draw: random.Random, layout: str) -> str:
     from meshtune.meter.clock import payload
 
     seconds, share, due, wait = draw.uniform(0.25, 0.45), draw.uniform(0.3, 0.7), {}, dist.Work.wait
-    in_turn = (
-        8 if layout.startswith("tp") else 1
-    )  # one after the other, where all of dp are in flight at once
+    # Those of tp come one after the other, where those of dp are all in flight at once.
+    in_turn = 8 if layout.startswith("tp") else 1
     pace = Pace()
 
     def wrap(method: Any) -> Any:
@@ -147,7 +146,7 @@ def slow_link(draw: random.Random, layout: str) -> str:
         return started
 
     def waited(work: Any, *args: Any) -> Any:
-        time.sleep(max(0.0, due.pop(id(work), 0.0) - time.perf_counter()))
+        pace.sleep(max(0.0, due.pop(id(work), 0.0) - time.perf_counter()))
         return wait(work, *args)
 
     for name in set(compat.COLLECTIVES) & dist.ProcessGroup.__dict__.keys():
@@ -335,8 +334,9 @@ def table(outcomes: Sequence[Outcome]) -> str:
         f"By `make validation-why`: {STEPS} steps of a tiny Llama on one or two CPU ranks, each with an",
         "injected cause or none. [Thresholds](../docs/measuring.md#why-it-is-slow) were fixed before it,",
         "after single runs of each. Right: the injected cause is named first; in a healthy run, which has",
-        "the layout and settings of one of the others, none is. Delays are shares of the run's own fastest",
-        "step, so that a slow machine does not weaken them; a seed draws them above the thresholds.", "",
+        "the layout and settings of one of the others, none is. A seed draws each delay above the thresholds, as",
+        "a share of the run's own fastest step, so that a slow machine does not weaken it; a link's is at",
+        "least a fixed time, since its threshold is a slow link's.", "",
         f"These are {len(outcomes)} runs of a whole trial's {whole}, in its order. The machine had",
         f"{os.cpu_count()} cores and, with what else ran on it, a mean load of {load:.1f}.", "",
         "| injected | cause to be named first | right |", "| --- | --- | --- |", *lines, "",
