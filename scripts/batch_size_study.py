@@ -125,7 +125,10 @@ def on_the_way(losses: Sweep, runs: Sequence[Experiment], curves: Mapping[int, C
     loss = math.ceil(10 * max(last)) / 10  # that the median of each batch has reached
     rows = {one.number: train_rows(losses, one) for one in runs}
     noise = {number: scales(of_run, 4) for number, of_run in rows.items()}
-    norms = {number: [row["grad_norm"] for row in of_run] for number, of_run in rows.items()}
+    norms = {  # a step whose gradients were not finite has none
+        number: [norm for row in of_run if (norm := row["grad_norm"]) is not None]
+        for number, of_run in rows.items()
+    }
     quarters = " | ".join(f"noise scale, {name} quarter" for name in ("first", "second", "third", "last"))
     heads = f"updates to a held-out loss of {loss:.1f} | {quarters} | largest gradient norm | usual"
     yield f"| global batch | {heads} |"
@@ -153,7 +156,7 @@ def train_rows(sweep: Sweep, one: Experiment) -> list[Row]:
 
 
 def reached(curve: Curve, loss: float) -> float | None:
-    """Updates after which a run has a held-out loss, on the line between evaluations; None: it never has."""
+    """Updates after which a run has a held-out loss, on the line between evaluations; None: not on one."""
     for (low, before), (high, after) in pairwise(zip(curve.steps, curve.losses, strict=True)):
         if after <= loss < before:
             return low + (high - low) * (before - loss) / (before - after)

@@ -9,6 +9,7 @@ FOLDER keeps the database: a study that was stopped goes on. Speeds are of a mac
 """
 
 import argparse
+import json
 import random
 import shutil
 import signal
@@ -18,9 +19,8 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import LlamaConfig
 
@@ -42,7 +42,7 @@ MODELS = {
     ),
 }  # fmt: skip
 STAYS = ("number", "status", "ended", "seconds", "attempts")  # of an experiment that has a result
-KILLS = 3
+KILLS, TOLD = 3, "kills.json"  # file of a Story, in the study's folder
 REPORT, COPIES = "report.html", "studies"  # of the sweep; folder of the copies, beside the page
 
 
@@ -52,6 +52,13 @@ class Kill:
 
     after: float  # seconds after its start
     results: dict[int, tuple[Any, ...]]  # number -> STAYS, of experiments that had a result then
+
+
+class Story(NamedTuple):
+    """How the start of the study went that had the kills."""
+
+    kills: Sequence[tuple[float, int]]  # seconds after a start, results by then
+    seconds: float  # of all starts of the sweep together
 
 
 def results(database: Path) -> list[dict[str, Any]]:
@@ -66,8 +73,9 @@ def kept(database: Path) -> dict[int, tuple[Any, ...]]:
     return {row["number"]: tuple(row[name] for name in STAYS) for row in results(database)}
 
 
-def sweep(out: Path, seed: int) -> tuple[list[Kill], float]:
-    """Run the sweep in `out`, killed at random; return the kills, and seconds of all runs together.
+def sweep(out: Path, seed: int) -> Story:
+    """Run the sweep in `out`, killed at random. A study that is started once more tells of the start before
+    if it had more kills.
 
     Raises SystemExit if the last run fails, or if a result was lost, changed, or made twice.
     """
@@ -92,22 +100,32 @@ def sweep(out: Path, seed: int) -> tuple[list[Kill], float]:
             sys.exit(
                 f"Experiments {changed} had a result when the sweep was killed, and have another one now."
             )
-    return kills, time.time() - started
+    story = Story([(kill.after, len(kill.results)) for kill in kills], time.time() - started)
+    file = out / TOLD
+    before = Story(**json.loads(file.read_text())) if file.exists() else None
+    if before and len(before.kills) > len(kills):
+        return before
+    write_text_atomically(file, json.dumps(story._asdict()))
+    return story
 
 
-def page(database: Path, kills: Sequence[Kill], seconds: float) -> str:
+def page(database: Path, story: Story) -> str:
     """The page, as Markdown: the machine, the kills, a line for each layout, then for each mode of the 5M."""
     study = read_sweep_rows(database)
     rows = study.rows
     facts, counts = study.facts, Counter(row["status"] for row in rows)
+    base = facts["file"]["base"]
+    train = base["train"]
     machine = f"{facts['machine']['processor']}, {counted(facts['machine']['cores'], 'core')}"
     lines = [
         "# What each technique costs, on CPU ranks", "",
         f"`make study-techniques` writes this page from [a sweep](../examples/sweeps/{SWEEP.name}) of "
-        f"{counted(len(rows), 'experiment')}: {machine}, {date.today()}, fp32, 32 sequences of 64 random "
-        "tokens a step, medians of 4 steps. All ranks share the cores, so that more ranks are not faster: "
-        "what a technique adds to the work of one rank is what is seen.", "",
-        f"{how_it_went(kills, seconds, sum(row['attempts'] > 1 for row in rows))} Results: "
+        f"{counted(len(rows), 'experiment')}: {machine}, {facts['started'][:10]}, {train['precision']}, "
+        f"{train['global_batch_size']} sequences of {base['data']['seq_len']} random tokens a step, medians of "
+        f"{facts['file']['steps']} steps. All ranks share the cores: a speed beside that of one rank has in it "
+        "what a technique adds, what several processes gain over threads, and how the machine's own speed "
+        "changed between the two.", "",
+        f"{how_it_went(story, sum(row['attempts'] > 1 for row in rows))} Results: "
         + ", ".join(f"{number} {status}" for status, number in counts.items()) + ".", "",
         f"[The database]({COPIES}/{copy_of(DATABASE)}) has every figure, "
         f"[its page]({COPIES}/{copy_of(REPORT)}) draws them; [what they "
@@ -125,12 +143,12 @@ def copy_of(name: str) -> str:
     return f"techniques{Path(name).suffix}"
 
 
-def how_it_went(kills: Sequence[Kill], seconds: float, again: int) -> str:
-    """Sentences on the time and the kills of this start of the study. again: experiments that ran twice."""
-    took = f"Its last start took {seconds / 60:.0f} minutes"
-    if not kills:
+def how_it_went(story: Story, again: int) -> str:
+    """Sentences on the time and the kills. again: experiments that ran twice."""
+    took = f"It took {story.seconds / 60:.0f} minutes"
+    if not story.kills:
         return f"{took}, and ended before the first SIGKILL was due."
-    told = ", ".join(f"{kill.after:.0f} s ({len(kill.results)} results)" for kill in kills)
+    told = ", ".join(f"{after:.0f} s ({results} results)" for after, results in story.kills)
     verb = "was" if again == 1 else "were"
     return (
         f"{took}. SIGKILL after {told}; each time the same command went on. No result was lost, changed or "
@@ -176,9 +194,9 @@ def main() -> None:
     out = options.out.resolve()
     for name, config in MODELS.items():
         config.save_pretrained(out / "models" / name)
-    kills, seconds = sweep(out, options.seed)
+    story = sweep(out, options.seed)
     subprocess.run([sys.executable, "-m", "meshtune", "report", str(out / "sweep")], check=True)
-    text = page(out / "sweep" / DATABASE, kills, seconds)
+    text = page(out / "sweep" / DATABASE, story)
     if options.page:
         copies = options.page.parent / COPIES
         copies.mkdir(exist_ok=True)
