@@ -121,10 +121,10 @@ def page(database: Path, story: Story) -> str:
         "# What each technique costs, on CPU ranks", "",
         f"`make study-techniques` writes this page from [a sweep](../examples/sweeps/{SWEEP.name}) of "
         f"{counted(len(rows), 'experiment')}: {machine}, {facts['started'][:10]}, {train['precision']}, "
-        f"{train['global_batch_size']} sequences of {base['data']['seq_len']} random tokens a step, medians of "
-        f"{facts['file']['steps']} steps. All ranks share the cores: a speed beside that of one rank has in it "
-        "what a technique adds, what several processes gain over threads, and how the machine's own speed "
-        "changed between the two.", "",
+        f"{train['global_batch_size']} sequences of {base['data']['seq_len']} random tokens a step, medians "
+        f"of {facts['file']['steps']} steps. All ranks share the cores: a speed beside that of one rank has "
+        "in it what a technique adds, what several processes gain over threads, and how the machine's own "
+        "speed changed between the two.", "",
         f"{how_it_went(story, sum(row['attempts'] > 1 for row in rows))} Results: "
         + ", ".join(f"{number} {status}" for status, number in counts.items()) + ".", "",
         f"[The database]({COPIES}/{copy_of(DATABASE)}) has every figure, "

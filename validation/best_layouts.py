@@ -14,6 +14,7 @@ do not fit the GPU are left out. Printed, or written by --table:
 """
 
 import argparse
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -73,9 +74,7 @@ class Compared:
     best: Row
     tried: int  # layouts
     loses: float  # percent of the speed that the published layout lacks, both predicted
-    parts: dict[
-        str, float
-    ]  # by part, seconds that it takes longer, in percent of the planner's choice's step
+    parts: dict[str, float]  # seconds that it takes longer, in percent of the planner's choice's step
     predicted: float  # MFU of the published layout, in percent
 
     @property
@@ -129,8 +128,7 @@ def reasons(found: Sequence[Compared], error: float) -> str:
     """A paragraph on the layouts whose axes disagree. error: percent, the median of the predicted MFU's."""
     others = [each for each in found if not each.same]
     far = [each for each in others if each.loses > error]
-    means = {part: mean(each.parts[part] for each in far) for part in PARTS} if far else {}
-    most = sorted(means, key=lambda part: -abs(means[part]))[:MOST_PARTS]
+    largest = Counter(max(each.parts, key=lambda part: each.parts[part]) for each in far)
     text = (
         f"Of the {len(others)} whose axes disagree, the published layout is predicted within the median "
         f"error ({error:.1f} %) of the best one in {len(others) - len(far)}: the prediction can't tell these "
@@ -138,10 +136,10 @@ def reasons(found: Sequence[Compared], error: float) -> str:
     )
     if not far:
         return text
-    shown = " and ".join(f"{WORDS[part]} ({means[part]:+.0f} % of the best one's step)" for part in most)
+    shown = ", ".join(f"{WORDS[part]} ({number})" for part, number in largest.most_common())
     low = sum(each.error < 0 for each in far)
     return (
-        f"{text} In the other {len(far)} the two differ most in {shown}, on average. MFU of the "
+        f"{text} In the other {len(far)} the published one takes longer most of all in: {shown}. MFU of the "
         f"published layout is predicted too low in {low} of them ({mean(each.error for each in far):+.0f} % "
         f"on average over the {len(far)}), so that a part of what it seems to lose is the prediction's error."
     )
@@ -154,7 +152,7 @@ def page(rows: Sequence[Row]) -> str:
     agree, tried = sum(each.same for each in found), sum(each.tried for each in found)
     alike = sum(each.splits_alike for each in found)
     heads = ("model", "GPUs", "published best", "predicted best", "same axes", "published one loses")
-    heads += ("slower in, % of the best's step", "MFU, published", "predicted", "error")
+    heads += ("difference by part, % of the best's step", "MFU, published", "predicted", "error")
     return "\n".join([
         "# The planner's best layouts beside a published study's", "",
         "`python validation/best_layouts.py --table validation/best-layouts.md` writes this page; "

@@ -300,10 +300,14 @@ def finished_outcome(run: RunDir, since: str) -> Outcome | None:
         return None
     from meshtune.report.run.summary import facts_of, summarise
 
-    began = facts_of(run).get("started")
-    if began is None or datetime.fromisoformat(began) < datetime.fromisoformat(since):
+    rows = run.rows()
+    try:
+        began = datetime.fromisoformat(str(facts_of(run, rows).get("started")))
+        if began < datetime.fromisoformat(since):
+            return None
+    except (ValueError, TypeError):  # no date, or one without a zone: it is not known to be this attempt's
         return None
-    summary = summarise(run)
+    summary = summarise(run, rows)
     if summary.status != "finished":
         return None
     return train_outcome(summary.as_dict(), run, summary.seconds or 0.0)
@@ -363,7 +367,7 @@ def run_by_slurm(
     log: Log,
 ) -> None:
     """Submit tasks, and wait for the results of all that Slurm has."""
-    folder = folder.absolute()
+    folder = folder.resolve()
     cancel_unknown(store, folder, log)
     if tasks:
         ids = submit(store, tasks, folder, name=plan.name, options=plan.slurm, jobs=jobs)

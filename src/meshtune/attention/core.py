@@ -23,7 +23,8 @@ from meshtune.attention.cuda import flex, flex_with_mask, runs_mask, varlen, var
 from meshtune.attention.runs import Lengths, QueryRun, QueryRuns, additive_mask, blocks_of, runs_of
 
 Kernel = Literal["fused", "varlen", "flex", "plain"]
-WITHOUT = {"dropout": ("fused", "varlen", "flex"), "softcap": ("varlen",), "sinks": ("varlen",)}  # kernels
+# What is asked of attention -> kernels that can't do it.
+UNSUPPORTED = {"dropout": ("fused", "varlen", "flex"), "softcap": ("varlen",), "sinks": ("varlen",)}
 
 
 def fastest_kernel(
@@ -55,7 +56,7 @@ def kernel_for(
     if kernel is None:
         return fastest_kernel(q, v, dropout, softcap, sinks, kernels)
     asked = {"dropout": bool(dropout), "softcap": softcap is not None, "sinks": sinks is not None}
-    if lacking := [name for name, given in asked.items() if given and kernel in WITHOUT[name]]:
+    if lacking := [name for name, given in asked.items() if given and kernel in UNSUPPORTED[name]]:
         raise ValueError(f'attention by "{kernel}" has no {" and no ".join(lacking)}; "plain" has all')
     return kernel
 

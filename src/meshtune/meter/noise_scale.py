@@ -87,7 +87,7 @@ def scales(rows: Sequence[Row], parts: int) -> list[float | None]:
     """The noise scale of each part of a run, in sequences: the ratio of both estimates' means over the
     measured steps of the part. None where nothing was measured, or one of the means is not positive.
 
-    rows: of kind "train". parts: of as many measured steps each; the last ones have one more where they must.
+    rows: of kind "train". parts: their number; two parts differ by one measured step at most.
     """
     measured = [row for row in rows if row.get(ESTIMATES[1]) is not None]
     ends = [len(measured) * part // parts for part in range(parts + 1)]

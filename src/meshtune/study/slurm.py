@@ -38,7 +38,7 @@ from meshtune.study.store import (
     Row,
     Store,
 )
-from meshtune.units import counted
+from meshtune.units import counted, duration
 
 LOOK = 5.0  # seconds between looks at Slurm's queue and the results
 PATIENCE = 600.0  # seconds of looks that all fail (the controller restarts) after which the sweep ends
@@ -49,6 +49,8 @@ AGAIN = ("CANCELLED", "PREEMPTED", "NODE_FAIL", "BOOT_FAIL")  # states after whi
 PER_NODE = "gpus-per-node"  # option: a number, or kind:number
 # Options that the sweep sets itself.
 OURS = ("array", "chdir", "hold", "output", "parsable", "job-name", "nodes", "ntasks", "ntasks-per-node")
+COLLECTS = "the same command collects their results"
+FORGOTTEN = "Invalid job id"  # in the error for a job that the controller no longer has
 HELD = "JobHeldUser"  # Slurm's reason of a job that was submitted held
 
 
@@ -139,14 +141,15 @@ def cancel_unknown(store: Store, folder: Path, log: Log) -> None:
     held = ["squeue", "--me", "--noheader", "--states=PENDING", "--format=%F|%r|%o"]
     try:
         listing = [line.strip().split("|", 2) for line in asked(*held).splitlines()]
-    except UserError as error:
-        log(f"Held arrays that a killed sweep may have left were not looked for: {error}")
-        return
-    script = str(script_file(folder))
-    for job in sorted({job for job, why, command in listing if why == HELD and command.startswith(script)}):
-        if job not in job_ids(store):
+        script = str(script_file(folder))
+        unknown = {
+            job for job, why, command in listing if why == HELD and f"{command} ".startswith(f"{script} ")
+        }
+        for job in sorted(unknown.difference(job_ids(store))):
             asked("scancel", job)
             log(f"Cancelled the held array {job}, which a killed sweep had left.")
+    except UserError as error:
+        log(f"Held arrays that a killed sweep may have left were not all cancelled: {error}")
 
 
 def task_file(folder: Path, number: int) -> Path:
@@ -232,13 +235,16 @@ def alive(jobs: Sequence[str]) -> set[str]:
     try:
         return {line.strip() for line in asked(*listing, ",".join(jobs)).splitlines()}
     except UserError as error:
-        if "Invalid job id" in str(error):  # Slurm has forgotten one: ask for each
+        if FORGOTTEN in str(error):  # Slurm has forgotten one: ask for each
             return set() if len(jobs) == 1 else {task for job in jobs for task in alive([job])}
         raise
 
 
 def ended_without(row: Row) -> Outcome | None:
-    """The outcome of a task that ended without a result, by its state; None: it is to be tried again."""
+    """The outcome of a task that ended without a result, by its state; None: it is to be tried again.
+
+    Raises UserError if Slurm does not answer.
+    """
     state = state_of(str(row.job))
     if state in AGAIN:
         return None
@@ -251,52 +257,70 @@ def ended_without(row: Row) -> Outcome | None:
 
 def state_of(job: str) -> str:
     """State of a task that has ended, by the controller or, where that has forgotten it, by the accounting;
-    empty where neither knows.
+    empty where that does not know it or is not there. Raises UserError if the controller does not answer.
     """
-    by_accounting = ("sacct", "--noheader", "--parsable2", "--allocations", "--format=State", f"--jobs={job}")
-    for words, pattern in (
-        (("scontrol", "show", "job", job), r"\bJobState=([A-Z_]+)"),
-        (by_accounting, r"^([A-Z_]+)"),
-    ):
-        with suppress(UserError):
-            if found := re.search(pattern, asked(*words)):
-                return found[1]
+    try:
+        text = asked("scontrol", "show", "job", job)
+        return next(iter(re.findall(r"\bJobState=([A-Z_]+)", text)), "")
+    except UserError as error:
+        if FORGOTTEN not in str(error):
+            raise
+    with suppress(UserError):
+        options = ("--noheader", "--parsable2", "--allocations", "--format=State")
+        return next(iter(re.findall(r"^[A-Z_]+", asked("sacct", *options, f"--jobs={job}"))), "")
     return ""
 
 
 def follow(store: Store, folder: Path, progress: Progress, log: Log) -> None:
-    """Collect results until no task is left. Raises Interrupted at Ctrl-C, and UserError once the queue can't
-    be looked at for PATIENCE; the jobs go on.
+    """Collect results until no task is left. Raises Interrupted at Ctrl-C, and UserError once Slurm has not
+    answered for PATIENCE; the jobs go on.
     """
     missed: dict[int, int] = {}
-    jobs = job_ids(store)
-    for job in jobs:  # held, if the sweep was killed before it released them
+    for job in job_ids(store):  # held, if the sweep was killed before it released them
         with suppress(UserError):
             asked("scontrol", "release", job)
-    looked = time.monotonic()
+    answered, said = time.monotonic(), False
     with Signals() as signals:
         while rows := {row.number: row for row in store.rows(RUNNING) if row.job}:
             try:
-                tasks, looked = alive(job_ids(store)), time.monotonic()
+                _look(store, folder, rows, missed, progress, log)
+                answered, said = time.monotonic(), False
             except UserError as error:
-                if time.monotonic() - looked > PATIENCE:
-                    raise
-                tasks = {row.job for row in rows.values()}
-                log(f"{error} The jobs go on; looking again in {LOOK:.0f} s.")
-            for number, outcome in collect(store, folder).items():
-                if row := rows.pop(number, None):
-                    progress.ended(row, outcome, [], dict.fromkeys(rows.values(), 0.0))
-            for number, row in rows.items():
-                missed[number] = 0 if row.job in tasks else missed.get(number, 0) + 1
-                if missed[number] >= MISSED:
-                    settle(store, row, progress, log)
+                if time.monotonic() - answered > PATIENCE:
+                    raise UserError(f"{error}. The jobs go on; {COLLECTS}.") from None
+                if not said:
+                    log(f"{error}. The jobs go on, and Slurm is asked again for {duration(PATIENCE)}.")
+                said = True
             if rows and signals.sleep(LOOK):
                 break
     if left := job_ids(store):
-        raise Interrupted(
-            f"Stopped collecting; the jobs go on. The same command collects their results, and `scancel "
-            f"{' '.join(left)}` ends them."
-        )
+        ends = f"`scancel {' '.join(left)}` ends them"
+        raise Interrupted(f"Stopped collecting; the jobs go on. {COLLECTS.capitalize()}, and {ends}.")
+
+
+def _look(
+    store: Store,
+    folder: Path,
+    rows: dict[int, Row],
+    missed: dict[int, int],
+    progress: Progress,
+    log: Log,
+) -> None:
+    """Collect the results that are there, and settle the tasks that have left none. Raises UserError if Slurm
+    does not answer.
+
+    rows: of the tasks that Slurm has. missed: number -> looks in a row that did not find the task.
+    """
+    try:
+        tasks = alive(job_ids(store))
+    finally:  # results are files, and need no answer
+        for number, outcome in collect(store, folder).items():
+            if row := rows.pop(number, None):
+                progress.ended(row, outcome, [], dict.fromkeys(rows.values(), 0.0))
+    for number, row in rows.items():
+        missed[number] = 0 if row.job in tasks else missed.get(number, 0) + 1
+        if missed[number] >= MISSED:
+            settle(store, row, progress, log)
 
 
 def settle(store: Store, row: Row, progress: Progress, log: Log) -> None:

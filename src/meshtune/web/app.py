@@ -4,7 +4,7 @@
     /compare?run=<id>&…  runs beside each other             /scripts/<digest>/<name>     the pages' code
 
 Each page has its stream of server-sent events at its address + "/events" ("/events" for the list). Nothing
-is written, whatever is asked; an answer that refuses has no path of this machine.
+is written, whatever is asked; an answer that refuses names files from the given folders on.
 """
 
 import asyncio
@@ -81,7 +81,10 @@ class Pages:
         self.streams = 0  # that are open, of all pages
         self.closing = False  # True ends all of them
         self._lines = RunLines(folders)
-        self._looked = -LIST_POLL  # time.monotonic when an unknown id last made the server look for new runs
+        self._looked = (
+            -LIST_POLL
+        )  # time.monotonic when the server has last looked for new runs, for unknown ids
+        self._looking = asyncio.Lock()
         self._kept: OrderedDict[tuple[str, ...], Followed] = OrderedDict()
 
     def app(self) -> Starlette:
@@ -113,14 +116,16 @@ class Pages:
         return Events(self, (await self._found(find, request)).stream(position))
 
     async def _found(self, find: Callable[[Request], Followed], request: Request) -> Followed:
-        """The page that is asked for. For an unknown id, new runs are looked for, once in LIST_POLL s."""
+        """The page that is asked for. For unknown ids, new runs are looked for, LIST_POLL s after a look."""
         try:
             return find(request)
         except HTTPException as error:
-            if error.status_code != 404 or time.monotonic() - self._looked < LIST_POLL:
+            if error.status_code != 404:
                 raise
-        self._looked = time.monotonic()
-        await asyncio.to_thread(self.folders.find)
+        async with self._looking:
+            if time.monotonic() - self._looked > LIST_POLL:
+                await asyncio.to_thread(self.folders.find)
+                self._looked = time.monotonic()
         return find(request)
 
     def _list(self, request: Request) -> Followed:

@@ -6,7 +6,7 @@
 
 Rows of metrics.jsonl become points of the curves that are on the page, and change its heading and tiles. All
 else (tables, the other pictures, curves that begin later) comes with the next drawing, for which at most a
-50th of a core is used; where a run starts or ends it comes at once. An event's id is "<number of the
+50th of a core is used, or a fifth for a while where a run starts or ends. An event's id is "<number of the
 drawing>.<number of the event>", so that a stream goes on where it broke off.
 """
 
@@ -17,7 +17,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from meshtune.errors import UserError
 from meshtune.report.draw.page import Page
@@ -28,9 +28,9 @@ from meshtune.web.states import rows_in
 POLL = 0.5  # seconds between two looks at a run's files
 QUIET = 15.0  # seconds without an event after which a comment is sent: proxies end silent connections
 LEAST_PAUSE = 5.0  # seconds between two drawings
-SHARE = 50  # times those that one takes; not where a run has started or ended
+SHARE, SOON = 50, 5  # times those that one takes; where a run has started or ended
 MOST_BYTES = 1 << 20  # of new rows that are read at once
-TURNS = ("run", "end")  # kinds of rows with which a run starts and ends
+STARTS_AND_ENDS = ("run", "end")  # kinds of rows
 MOST_DIGITS = 12  # of an event's number; Python refuses to read thousands of them
 
 
@@ -42,12 +42,12 @@ class Stamp(NamedTuple):
     """Differs once what is shown has changed."""
 
     files: Hashable
-    state: Hashable = ()  # whether a run trains; of it readers are told at once
+    state: Hashable = ()  # whether a run trains, which is drawn soon
 
 
 @dataclass
 class Drawing:
-    """A page at a time."""
+    """The page as it was drawn last, and what later rows change on it."""
 
     number: int  # counts up, also over a new start of the server
     html: str
@@ -58,16 +58,22 @@ class Drawing:
     later: Callable[[list[Row]], Mapping[str, str]] | None  # of the page
     offset: int  # bytes of metrics.jsonl that it has, or that have been read since
     inode: int
-    events: list[str] = field(default_factory=list)  # data of `rows` since then
-    turned: bool = False  # the run has started or ended since then, or its rows are in another file
+    events: list[dict[str, Any]] = field(default_factory=list)  # data of `rows` since then
+    restarted: bool = False  # the run has started or ended since then, or its rows are in another file
 
     def add(self, rows: list[Row]) -> None:
         """Make an event of what later rows change on the page, if they do."""
-        self.turned |= any(row.get("kind") in TURNS for row in rows)
+        self.restarted |= any(row.get("kind") in STARTS_AND_ENDS for row in rows)
         points, html = self.points.of(rows), self.later(rows) if self.later else {}
+        if html:  # takes the place of what was there before
+            self.events = [event | {"html": {}} for event in self.events]
         if points or html:
-            data = {"end": self.points.end, "points": points, "html": html}
-            self.events.append(json.dumps(data, allow_nan=False))
+            self.events.append({"end": self.points.end, "points": points, "html": html})
+
+    def not_drawn(self, stamp: Stamp, seconds: float) -> None:
+        """Keep this drawing where a new one failed after some seconds: it is tried again after its pause."""
+        self.ready, self.seconds = time.monotonic(), max(seconds, self.seconds)
+        self.restarted, self.stamp = False, self.stamp._replace(state=stamp.state)
 
 
 class Followed:
@@ -115,8 +121,9 @@ class Followed:
                 if drawing and str(drawing.number) != number:
                     number, place = str(drawing.number), 0
                     yield f"event: again\nid: {number}.0\ndata: {{}}\n\n"
-                for data in drawing.events[place:] if drawing else ():
+                for event in drawing.events[place:] if drawing else ():
                     place += 1
+                    data = json.dumps(event, allow_nan=False)
                     yield f"event: rows\nid: {number}.{place}\ndata: {data}\n\n"
                 if not self._following:  # the files have gone, or the server ends
                     return
@@ -163,10 +170,11 @@ class Followed:
             if old is None:
                 self._drawing = await asyncio.to_thread(self._draw, stamp)
             elif stamp != old.stamp and time.monotonic() - old.ready > _pause(old, stamp):
+                began = time.monotonic()
                 try:
                     self._drawing = await asyncio.to_thread(self._draw, stamp)
                 except UserError:  # a file that is being written, perhaps: the old page stays for a while
-                    old.ready = time.monotonic()
+                    old.not_drawn(stamp, time.monotonic() - began)
             assert self._drawing is not None
             return self._drawing
 
@@ -193,7 +201,7 @@ class Followed:
             with open(self._rows, "rb") as stream:
                 status = os.fstat(stream.fileno())
                 if status.st_ino != drawing.inode:
-                    drawing.turned = True
+                    drawing.restarted = True
                 if status.st_ino != drawing.inode or status.st_size <= drawing.offset:
                     return []
                 stream.seek(drawing.offset)
@@ -206,8 +214,8 @@ class Followed:
 
 def _pause(old: Drawing, stamp: Stamp) -> float:
     """Seconds after a drawing before which there is no other one."""
-    turned = old.turned or stamp.state != old.stamp.state
-    return LEAST_PAUSE if turned else max(LEAST_PAUSE, SHARE * old.seconds)
+    soon = old.restarted or stamp.state != old.stamp.state
+    return max(LEAST_PAUSE, (SOON if soon else SHARE) * old.seconds)
 
 
 def _end_of_rows(file: Path, size: int) -> int:

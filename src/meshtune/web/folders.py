@@ -105,8 +105,8 @@ class Folders:
     def without_paths(self, sentence: str) -> str:
         """The sentence with paths that begin at the given folders' names, without the folders above."""
         for root in sorted(self._roots, key=lambda one: len(str(one)), reverse=True):
-            above = f"{root.parent}{os.sep}"
-            sentence = sentence.replace(str(root), root.name) if above != os.sep else sentence
+            if root.name:  # the root of all has none
+                sentence = sentence.replace(str(root), root.name)
         return sentence
 
     def may_show(self, entry: Entry) -> bool:

@@ -55,10 +55,11 @@ def test_a_killed_sweep_settles_what_was_running(tmp_path: Path) -> None:
     """
     finished, long_ago = '{"kind": "end", "step": 1, "status": "finished"}', "2026-01-01T00:00:00+02:00"
     with Store(tmp_path / "sweep.db") as store:
-        store.add([Experiment({"n": number}, {}, str(number)) for number in (1, 2, 3, 4)], ("n",))
-        store.start([1, 2, 3, 4])
+        store.add([Experiment({"n": number}, {}, str(number)) for number in range(1, 7)], ("n",))
+        store.start(range(1, 7))
         for number, line, began in (
-            (1, finished, time_now()), (2, "no JSON", time_now()), (4, finished, long_ago)
+            (1, finished, time_now()), (2, "no JSON", time_now()), (4, finished, long_ago),
+            (5, finished, "yesterday"), (6, finished, "2026-01-01T00:00:00"),
         ):  # fmt: skip
             run = RunDir(tmp_path / "runs" / str(number)).create()
             run.append({"kind": "run", "started": began})
@@ -66,7 +67,7 @@ def test_a_killed_sweep_settles_what_was_running(tmp_path: Path) -> None:
             with open(run.metrics_file, "a") as file:
                 file.write(f"{line}\n")
         api.settle(store, tmp_path)
-        assert [row.status for row in store.rows()] == [DONE, WAITING, WAITING, WAITING]
+        assert [row.status for row in store.rows()] == [DONE, *5 * [WAITING]]
         assert store.best("loss", 1)[0]["loss"] == 2.0
 
 

@@ -34,7 +34,8 @@ COMMANDS = {
     ),
     "squeue": 'cat "$QUEUE" 2>/dev/null || { echo "${DOWN-Invalid job id specified}" >&2; exit 1; }',
     "scontrol": (
-        'echo "scontrol $*" >> "$RELEASED"; test "$1 $FORGOTTEN" = "show 1" && exit 1; '
+        'echo "scontrol $*" >> "$RELEASED"; '
+        'test "$1" = show && test -n "$REFUSAL" && { echo "$REFUSAL" >&2; exit 1; }; '
         'echo "MaxArraySize = 4"; echo "JobState=$STATE Reason=x"'
     ),
     "sacct": 'test -n "$ACCOUNTED" && echo "$ACCOUNTED"',
@@ -174,7 +175,7 @@ def test_accounting_is_asked_for_a_task_that_the_controller_has_forgotten(
     status: str | None,
     reason: str,
 ) -> None:
-    monkeypatch.setenv("FORGOTTEN", "1")
+    monkeypatch.setenv("REFUSAL", "slurm_load_jobs error: Invalid job id specified")
     monkeypatch.setenv("ACCOUNTED", accounted)
     with store_of(tmp_path, [task(1, "mb1-ga1")]) as store:
         store.start([1], "7")
@@ -182,26 +183,29 @@ def test_accounting_is_asked_for_a_task_that_the_controller_has_forgotten(
     assert (outcome and outcome.status) == status and reason in ((outcome and outcome.reason) or "")
 
 
-def test_a_queue_that_can_not_be_looked_at_ends_the_sweep_after_a_while_alone(
-    commands: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("silent", ["DOWN", "REFUSAL"], ids=["squeue", "scontrol"])
+def test_a_slurm_that_does_not_answer_ends_the_sweep_after_a_while_alone(
+    commands: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, silent: str
 ) -> None:
     """Results are collected meanwhile, and nothing is taken for vanished."""
     tasks, lines = [task(number, "mb1-ga1") for number in (1, 2)], list[str]()
-    monkeypatch.setenv("DOWN", "Unable to contact slurm controller")
+    monkeypatch.setenv(silent, "Unable to contact slurm controller")
+    monkeypatch.setattr(slurm, "PATIENCE", 0.3)
+    if silent == "REFUSAL":
+        (commands / "queue").write_text("")
     with store_of(tmp_path, tasks) as store:
         store.start([1, 2], "7")
         written(tasks[0], tmp_path, Outcome(DONE))
-
-        def log(line: str) -> None:
-            lines.append(line)
-            if len(lines) == 10:
-                monkeypatch.setattr(slurm, "PATIENCE", 0.0)
-
-        with pytest.raises(UserError, match="squeue refused: Unable to contact"):
-            follow(store, tmp_path, Progress(store, 2, 0, Devices(), log), log)
-        assert store.counts() == {RUNNING: 1, DONE: 1} and len(lines) == 10
+        progress = Progress(store, 2, 0, Devices(), lines.append)
+        with pytest.raises(
+            UserError, match=r"Unable to contact .*\. The jobs go on; the same command collects"
+        ):
+            follow(store, tmp_path, progress, lines.append)
+        assert store.counts() == {RUNNING: 1, DONE: 1}
+        assert len([line for line in lines if "Unable to contact" in line]) == 1
+        monkeypatch.delenv(silent)
         (commands / "queue").write_text("")
-        follow(store, tmp_path, Progress(store, 2, 0, Devices(), log), log)
+        follow(store, tmp_path, progress, lines.append)
         assert store.counts() == {DONE: 1, CRASHED: 1}
 
 

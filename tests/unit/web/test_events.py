@@ -11,7 +11,7 @@ from live_runs import end_row, locked, step_row, write_run
 from meshtune.report.run.points import Points
 from meshtune.report.run.report import run_page, run_panels
 from meshtune.web import events
-from meshtune.web.events import Followed, Hidden, Stamp
+from meshtune.web.events import Drawing, Followed, Hidden, Stamp
 from meshtune.web.folders import Entry
 from meshtune.web.pages import page_of_run, stamp_of
 
@@ -187,6 +187,32 @@ def test_drawing_takes_a_small_share_of_the_time(run):
 
     asyncio.run(check())
     assert len(drawn) == 1
+
+
+def drawing() -> Drawing:
+    """A drawing that took 2 s, of a run that waited."""
+    return Drawing(
+        1, "", Stamp(1, "waiting"), 0.0, 2.0, Points([]), lambda rows: {"subtitle": str(rows)}, 0, 0
+    )
+
+
+def test_a_drawing_that_failed_where_the_run_starts_is_tried_again_as_seldom_as_any():
+    kept, now = drawing(), Stamp(2, "running")
+    kept.add([{"kind": "run"}])
+    assert events._pause(kept, now) == events.SOON * 2.0
+    kept.not_drawn(now, seconds=3.0)
+    assert events._pause(kept, now) == events.SHARE * 3.0 and kept.stamp != now
+
+
+def test_the_newest_heading_alone_is_kept():
+    kept = drawing()
+    for number in range(3):
+        kept.add([{"kind": "train", "step": number}])
+    assert [event["html"] for event in kept.events] == [
+        {},
+        {},
+        {"subtitle": str([{"kind": "train", "step": 2}])},
+    ]
 
 
 def test_streams_of_a_run_that_may_not_be_shown_any_more_end(run):

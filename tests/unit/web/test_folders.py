@@ -1,6 +1,7 @@
 """Runs and sweeps are found below the given folders, and nothing else is."""
 
 import os
+from pathlib import Path
 
 import pytest
 from live_runs import locked, write_run
@@ -81,6 +82,8 @@ def test_sentences_name_files_from_the_given_folder_on(given):
         "runs/deep/b, a/x, study/sweep.db and /elsewhere can't be read."
     )
     assert Folders([given / "a"]).without_paths(f"{given}/b") == f"{given}/b"
+    folders._roots = [Path("/")]
+    assert folders.without_paths("/a/b can't be read.") == "/a/b can't be read."
 
 
 def test_paths_that_show_nothing_are_refused(tmp_path):

@@ -110,14 +110,14 @@ def run_page(run: RunDir, rows: Sequence[Row] | None = None, summary: Summary | 
         subtitle=_subtitle(summary, facts),
         panels=run_panels(rows),
         before=_headline(summary),
-        later=Later(summary, facts, rows).of,
+        later=LiveHeadline(summary, facts, rows).of,
         after="\n".join(section for section in after if section),
         footer=text(f"Made by meshtune from the files of this run's folder. {conventions([facts])}"),
     )
 
 
-class Later:
-    """Subtitle and tiles of a run's page, as they go on once it is drawn."""
+class LiveHeadline:
+    """Makes subtitle and tiles of a run's page anew from rows that come after it was drawn."""
 
     def __init__(self, summary: Summary, facts: Row, rows: Sequence[Row]) -> None:
         """summary, facts: of the rows that the page was drawn with."""
