@@ -198,7 +198,7 @@ def drawing() -> Drawing:
 
 def test_a_drawing_that_failed_where_the_run_starts_is_tried_again_as_seldom_as_any():
     kept, now = drawing(), Stamp(2, "running")
-    kept.add([{"kind": "run"}])
+    kept.add([{"kind": "run", "step": 0}])
     assert events._pause(kept, now) == events.SOON * 2.0
     kept.not_drawn(now, seconds=3.0)
     assert events._pause(kept, now) == events.SHARE * 3.0 and kept.stamp != now
