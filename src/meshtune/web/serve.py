@@ -33,7 +33,7 @@ class Server(uvicorn.Server):
 def serve(
     paths: Sequence[Path], *, host: str, port: int, token: str | None, ready: Callable[[str], None]
 ) -> None:
-    """Serve the pages of runs and sweeps until SIGINT or SIGTERM.
+    """Serve the pages of runs and sweeps until SIGTERM, or SIGINT, which raises KeyboardInterrupt.
 
     ready: called with the address once it is listened on. Raises UserError for a path that shows nothing, an
     address that can't be listened on, one beyond this machine without a token, and without Altair.
@@ -61,6 +61,8 @@ def serve(
         shown = f"[{host}]" if ":" in host else host
         ready(f"http://{shown}:{listener.getsockname()[1]}/")
         Server(config, pages).run(sockets=[listener])
+    if pages.closing:  # by SIGINT: what uvicorn raises again at its end is lost at times
+        raise KeyboardInterrupt
 
 
 def listening(host: str, port: int) -> socket.socket:
