@@ -117,7 +117,7 @@ def compared(row: Row) -> Compared:
     (speed,) = predict([row])
     loses = max(0.0, 100 * float(1 - speed / speeds.max()))
     best = tried[int(speeds.argmax())]
-    steps = step_of([row, best])
+    steps, _ = step_of([row, best])
     both = {part: np.broadcast_to(getattr(steps, part), 2) for part in PARTS}
     other = sum(float(one[1]) for one in both.values())
     parts = {part: 100 * float(one[0] - one[1]) / other for part, one in both.items()}

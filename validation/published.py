@@ -50,6 +50,7 @@ from peaks import (
     why_apart,
 )
 
+from meshtune.placement.columns import Columns
 from meshtune.plan.seconds.step import Seconds, step
 from meshtune.rundir import write_text_atomically
 
@@ -65,17 +66,18 @@ OFF = 8.0  # percent: a row whose peak is predicted so much too low is counted, 
 
 def predict(rows: Sequence[Row], lora_rank: int = LORA_RANK) -> np.ndarray:
     """Predicted tokens per second and GPU of each row; for rows that `why_not` returns None for."""
-    seq_len, columns = np.array([float(row["seq_len"]) for row in rows]), columns_of(rows, origins())
-    return columns.global_batch_size * seq_len / step_of(rows, lora_rank).total / columns.world
+    seconds, columns = step_of(rows, lora_rank)
+    seq_len = np.array([float(row["seq_len"]) for row in rows])
+    return columns.global_batch_size * seq_len / seconds.total / columns.world
 
 
-def step_of(rows: Sequence[Row], lora_rank: int = LORA_RANK) -> Seconds:
-    """Predicted seconds of a step of each row, by part."""
+def step_of(rows: Sequence[Row], lora_rank: int = LORA_RANK) -> tuple[Seconds, Columns]:
+    """(Predicted seconds of a step of each row by part, the rows' layouts)."""
     among = origins()
     constants = constants_of(among)
     columns, seq_len = columns_of(rows, among), np.array([float(row["seq_len"]) for row in rows])
     machine = Machines.of(rows, among, constants).with_constants(constants)
-    return step(work_of(rows, lora_rank), columns, machine, seq_len)
+    return step(work_of(rows, lora_rank), columns, machine, seq_len), columns
 
 
 def source_of(row: Row) -> str:

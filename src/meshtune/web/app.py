@@ -81,9 +81,7 @@ class Pages:
         self.streams = 0  # that are open, of all pages
         self.closing = False  # True ends all of them
         self._lines = RunLines(folders)
-        self._looked = (
-            -LIST_POLL
-        )  # time.monotonic when the server has last looked for new runs, for unknown ids
+        self._looked = -LIST_POLL  # time.monotonic after the last look for new runs that an unknown id made
         self._looking = asyncio.Lock()
         self._kept: OrderedDict[tuple[str, ...], Followed] = OrderedDict()
 
