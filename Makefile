@@ -24,9 +24,10 @@ PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 2 --dist wor
 test-default: $(STAMP)
 	$(PYTEST)
 
-# The tests that take longer, and more cases of the others.
+# The tests that take longer, and more cases of the others; then those that compare times, one by one.
 test-slow: $(STAMP)
-	$(PYTEST) -m "slow and not gpu and not browser"
+	$(PYTEST) -m "slow and not gpu and not browser and not alone"
+	$(PYTEST) -n 0 -m alone
 
 # Every page in Debian's chromium (apt-get install chromium), on a desktop and a phone, light and dark.
 test-browser: $(STAMP)

@@ -1,4 +1,7 @@
-"""A part of the trial of validation/why_slow.py: one run of each injected cause, and two healthy ones."""
+"""A part of the trial of validation/why_slow.py: one run of each injected cause, and two healthy ones.
+
+They compare times, so that `make test-slow` runs them with no other test beside them.
+"""
 
 import sys
 from pathlib import Path
@@ -25,15 +28,15 @@ def check(case: why_slow.Case, name: str, seed: int, data: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.parametrize("name", why_slow.CASES)
 def test_an_injected_cause_is_named_first(name: str, data: Path) -> None:
     check(why_slow.CASES[name], name, 0, data)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "number", [3, 4]
-)  # of one rank: beside other tests, one of two ranks is slower at times
+@pytest.mark.alone
+@pytest.mark.parametrize("number", [3, 4])  # of one rank: on a shared machine one of two is slower at times
 def test_a_healthy_run_has_no_cause(number: int, data: Path) -> None:
     check(why_slow.HEALTHY_CASES[number], why_slow.HEALTHY, number, data)
 
