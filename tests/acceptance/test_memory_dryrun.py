@@ -1,5 +1,5 @@
 """The planner's memory against dry runs: small layouts, then a quarter of the small cases of
-validation/memory_dryrun.py, another one each week, and a large one; `make validation-memory` has all of these.
+validation/memory_dryrun.py, another one each week, and a large one; `make validation-memory` has them all.
 """
 
 import sys
