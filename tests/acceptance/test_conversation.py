@@ -6,6 +6,7 @@ import os
 import pty
 import re
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -58,6 +59,7 @@ class Terminal:
     def __init__(self, *words: str) -> None:
         self.child, self.handle = pty.fork()
         if self.child == 0:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs, as tests may be, ignore it
             os.execv(sys.executable, [sys.executable, "-m", "meshtune", *words])
         self.shown = ""
 
