@@ -59,7 +59,7 @@ class Terminal:
     def __init__(self, *words: str) -> None:
         self.child, self.handle = pty.fork()
         if self.child == 0:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs, as tests may be, ignore it
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it
             os.execv(sys.executable, [sys.executable, "-m", "meshtune", *words])
         self.shown = ""
 
