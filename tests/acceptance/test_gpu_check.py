@@ -77,6 +77,7 @@ def test_results_are_written_after_each_figure_and_a_later_part_adds(
         assert "| peers/1b-trl | missing: trl |" in page.read_text()
 
 
+@pytest.mark.slow
 def test_a_command_that_takes_too_long_is_killed_with_what_it_started(check: Any, tmp_path: Path) -> None:
     """A layout's process has a session of its own, and would hold the GPU's memory."""
     import psutil

@@ -45,6 +45,7 @@ def identity(folder: Path) -> str:
     return json.loads(database.execute("SELECT value FROM sweep WHERE name = 'id'").fetchone()[0])
 
 
+@pytest.mark.slow
 def test_a_bench_and_a_refusal_are_results_and_are_not_repeated(
     tiny: Path, meshtune: Command, tmp_path: Path
 ) -> None:

@@ -31,7 +31,14 @@ def gradients(samples: int) -> torch.Tensor:
     return gradient
 
 
-@pytest.mark.parametrize("sizes", [(4, 4), (4,) * 8, (1, 2, 13)], ids=["two", "eight", "unequal"])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param((4, 4), id="two"),
+        pytest.param((4,) * 8, id="eight", marks=pytest.mark.slow),
+        pytest.param((1, 2, 13), id="unequal", marks=pytest.mark.slow),
+    ],
+)
 def test_estimates_have_the_known_mean_whatever_the_micro_batches_are(sizes: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     total, steps, found = sum(sizes), 6000, []

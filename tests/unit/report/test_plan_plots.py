@@ -144,6 +144,7 @@ def test_every_title_says_predicted(drawn):
     assert [panel.title for panel in drawn if not panel.title.endswith(", predicted")] == []
 
 
+@pytest.mark.slow
 def test_vega_lite_takes_every_panel(drawn):
     for panel in drawn:
         for narrow in (False, True):

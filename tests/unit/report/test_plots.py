@@ -80,6 +80,7 @@ def test_series_over_other_steps_share_one_table():
     assert (x, first, second) == ([1, 2, 3], [10, None, 30], [None, 0, 5])
 
 
+@pytest.mark.slow
 def test_vega_lite_takes_every_figure(run, train):
     from meshtune.report.draw.charts import specification
 

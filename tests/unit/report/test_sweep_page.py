@@ -52,6 +52,7 @@ def test_the_heat_map_has_the_fastest_layout_of_each_model_and_number_of_ranks(d
     assert panel.cells[0][3] is None  # no experiment
 
 
+@pytest.mark.slow
 def test_vega_lite_takes_every_picture_of_a_sweep(database):
     for panel in drawn(database).values():
         for narrow in (False, True):

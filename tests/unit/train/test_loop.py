@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import cases
 from tiny import write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -321,14 +322,14 @@ def test_lora_with_dropout_resumes_bit_for_bit(train: Train, tmp_path: Path) -> 
     assert losses(whole) == losses(resumed)
 
 
-@pytest.mark.parametrize("recompute", ["attention", "selective", "full"])
+@pytest.mark.parametrize("recompute", cases(["attention", "selective", "full"], default=["selective"]))
 def test_recomputation_trains_the_same(recompute: str, train: Train, tmp_path: Path) -> None:
     plain = train(f"output={tmp_path / 'plain'}")
     again = train(f"layout={{recompute: {recompute}}}", f"output={tmp_path / 'again'}")
     assert losses(again) == pytest.approx(losses(plain), rel=1e-6)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "bf16-pure"])
+@pytest.mark.parametrize("precision", cases(["bf16", "bf16-pure"], default=["bf16"]))
 def test_bf16_follows_fp32(precision: str, train: Train, tmp_path: Path) -> None:
     exact = train("train.max_steps=6", f"output={tmp_path / 'fp32'}")
     rounded = train("train.max_steps=6", f"train.precision={precision}", f"output={tmp_path / precision}")
