@@ -13,7 +13,7 @@ quickstart: $(STAMP)
 quickstart-lora: $(STAMP)
 	$(BIN)/meshtune train examples/quickstart-lora.yaml output_exists=replace
 
-# The house's style and the default tests: 5 minutes on 2 cores. `make lint` checks the types too, which takes
+# The house's style and the default tests: 5 to 8 minutes on 2 cores. `make lint` checks the types too, which takes
 # a core for half of that time.
 test: $(STAMP) style test-default
 

@@ -37,7 +37,7 @@ zero1x2-tp2-sp-pp2-interleaved1f1b-v2-mb2-ga4-selective zero3x2-tp2-sp-pp2-1f1b-
 zero3x2-cp2-pp2-1f1b-attention dp2-tp2-pp2-interleaved1f1b-v2-mb2-ga4-selective zero3x2-cp2-tp2-sp-full
 """
 LAYOUTS = [*TWO.split(), *FOUR.split(), *EIGHT.split()]
-ALONE_DEFAULT = "zero3x2 tp2-sp cp2 pp2-1f1b"
+ALONE_DEFAULT = "zero3x2 tp2-sp cp2 ulysses2 pp2-1f1b"
 DEFAULT = """
 zero3x2-full2 cp2-tp2-sp zero1x2-pp2-zbv
 """

@@ -329,7 +329,7 @@ def test_recomputation_trains_the_same(recompute: str, train: Train, tmp_path: P
     assert losses(again) == pytest.approx(losses(plain), rel=1e-6)
 
 
-@pytest.mark.parametrize("precision", cases(["bf16", "bf16-pure"], default=["bf16"]))
+@pytest.mark.parametrize("precision", ["bf16", "bf16-pure"])
 def test_bf16_follows_fp32(precision: str, train: Train, tmp_path: Path) -> None:
     exact = train("train.max_steps=6", f"output={tmp_path / 'fp32'}")
     rounded = train("train.max_steps=6", f"train.precision={precision}", f"output={tmp_path / precision}")
