@@ -166,7 +166,10 @@ def flex_with_mask(
     def capped(score, row, head, query, key):
         return score if softcap is None else softcap * torch.tanh(score / softcap)
 
-    options = {"score_mod": capped, "block_mask": mask, "scale": scale}
+    # Below 128 queries torch would take its kernel for decoding, which has no configuration for some grouped
+    # heads ("No choices to select").
+    training = {"BACKEND": "TRITON"}
+    options = {"score_mod": capped, "block_mask": mask, "scale": scale, "kernel_options": training}
     grouped = q.shape[1] != k.shape[1]
     if sinks is None:
         return compiled_flex()(q, k, v, enable_gqa=grouped, **options)
