@@ -1,6 +1,6 @@
 """Which ranks of a layout differ, and a trace of each, made in a process of its own.
 
-    layout ─> distinct_ranks ─> a forked child for each, as many at a time as there are cores
+    layout ─> distinct_ranks ─> a child process for each, as many at a time as there are cores
                                     └─> file with its RankTrace ─> trace_ranks
 
 A trace patches torch, and an error in it may abort the process (C++): a child keeps both away from here.
@@ -18,6 +18,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -125,14 +126,15 @@ def trace_ranks(
     tell: Callable[[str], None] = lambda _: None,
     silence: float = SILENCE,
 ) -> list[RankTrace]:
-    """Call `trace(rank)` for each of `ranks` in a forked process of its own; return the traces in this order.
+    """Call `trace(rank)` for each of `ranks` in a process of its own; return the traces in this order.
 
+    trace: picklable on a machine with GPUs (`start_method`), such as a partial of a module's function.
     world: ranks of the layout, for sentences. tell: called with a line when a rank is traced. silence:
     seconds without CPU time after which a process counts as hung.
     The first failure ends all: UserError and OSError are raised as they are; anything else, a signal, and a
     hang as RankFailed, with the rank and its traceback or the end of its log.
     """
-    context = get_context("fork")
+    context: Any = get_context(start_method())
     running: dict[int, tuple[int, BaseProcess]] = {}  # sentinel -> (rank, its process)
     waiting = list(ranks)
     # A thread of their own starts them, for the reason that launch/start.py has.
@@ -158,12 +160,23 @@ def trace_ranks(
                 process.join()
 
 
+def start_method() -> str:
+    """Name of the way to start the processes that trace, one of multiprocessing's.
+
+    Neither CUDA nor autograd's threads, of which there is one for each GPU, survive a fork.
+    """
+    import torch
+
+    return "spawn" if torch.cuda.is_available() else "fork"
+
+
 def _child(trace: Callable[[int], RankTrace], place: Place, folder: Path, parent: int) -> None:
     """Trace one rank into `folder`/trace-<rank>; the target of its process, which exits here.
 
     parent: the parent's process id, with which this process ends.
     """
     die_with_parent(parent)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a trace touches no GPU: torch's optimizers would ask it
     os.setpgid(0, 0)  # a terminal's Ctrl-C reaches the parent alone, which ends its children
     log = folder / f"rank-{place.rank}.log"
     RankLog(log)
