@@ -16,6 +16,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from meshtune import __version__
 from meshtune.config import Config
 from meshtune.errors import expanded
 from meshtune.model.hub import ask_once, hub_errors, local_path
@@ -139,7 +140,8 @@ def _key(
         content = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError):
         return None
-    versions = [version(package) for package in ("meshtune", "transformers", "torch")]
+    # A checkout on PYTHONPATH has no metadata of its own.
+    versions = [__version__, *map(version, ("transformers", "torch"))]
     inputs = [content, overrides or {}, versions, freeze, lora and asdict(lora)]
     digest = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode())
     sources = {Path(inspect.getfile(kind)) for kind in (Census, Traits)} | {
