@@ -1,15 +1,17 @@
 """Everything that waits for a GPU: `make gpu-check PART=N`, each part below nine minutes, without a network.
 
     1 probe    `meshtune probe`: matmuls, attention, memory, launches; a rank with NCCL
-    2 bench    `meshtune bench`: predicted, simulated and measured for 8B full, 8B LoRA and 1B full (random
-               weights, sequences of 4096 tokens); 1B compiled and in two modes of recomputation
-    3 peers    a compiled loop by hand, transformers.Trainer, TRL and Liger on the same model and tokens
+    2 bench    `meshtune bench`: predicted, simulated and measured for 8B full and 1B full (random weights,
+               sequences of 4096 tokens); 1B compiled and in two modes of recomputation
+    3 peers    a compiled loop by hand, transformers.Trainer, TRL and Liger on the same model and tokens; 8B
+               LoRA beside the Trainer's
     4 tests    tests/gpu: CUDA attention against its definition, training against a processor …
     5 memory   bytes that the allocator reserves against the dry run's replay, the largest micro-batch, traces
     6 train    `meshtune train` on packed rows, with checkpoints
 
     make gpu-check                            all parts in order
     make gpu-check PART=2 MINUTES=6           one, in less time
+    make gpu-check ONLY=1b-trl,1b-hand        these figures alone
     make gpu-check WHEELS=folder              with wheels that were carried here (pydantic, datasets, trl …)
     make gpu-check TINY=1                     tiny models, on a processor too: does the check itself run?
 
@@ -42,6 +44,7 @@ def options() -> argparse.Namespace:
     )
     parser.add_argument("--part", type=int, default=given("PART") or None, help=f"1 to {NUMBER}")
     parser.add_argument("--minutes", type=float, default=given("MINUTES") or None)
+    parser.add_argument("--only", default=given("ONLY"), help="names of figures, with commas between them")
     parser.add_argument("--wheels", type=Path, default=given("WHEELS") or None)
     parser.add_argument("--tiny", action="store_true", default=bool(given("TINY")))
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
@@ -84,7 +87,7 @@ def run(given: argparse.Namespace, work: Path, here: dict[str, Any], deadline: f
         if given.part not in (None, number):
             continue
         for figure in figures:
-            if given.tiny and not figure.tiny:
+            if (given.tiny and not figure.tiny) or (given.only and figure.name not in given.only.split(",")):
                 continue
             left, started = deadline - time.monotonic(), time.monotonic()
             if reason := skipped(figure, here, left):

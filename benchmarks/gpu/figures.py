@@ -3,6 +3,7 @@
 A function returns plain values; one that could not measure, {"error": the end of what was printed}.
 """
 
+import importlib.util
 import json
 import shutil
 import statistics
@@ -11,6 +12,7 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from os import cpu_count
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from gpu.models import Scale, words_of, write_folder, write_rows
 HERE = Path(__file__).parent
 Result = dict[str, Any]
 Batch = tuple[int, int]  # (sequences of a micro-batch, micro-batches of a step)
+TEST_PROCESSES = 8  # at most: tests spend most of their time on the host, which imports and compiles
 
 
 def command(*words: str | Path, seconds: float, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -145,7 +148,10 @@ class Check:
         return failure(done) if done.returncode else {"files": files}
 
     def train(self, folder: Path, batch: Batch, layout: str, *settings: str, seconds: float) -> Result:
-        """`meshtune train` on packed rows with asynchronous checkpoints: medians and what its rows tell."""
+        """`meshtune train` on packed rows with asynchronous checkpoints: medians and what its rows tell.
+
+        One that takes too long has those of the steps until then, and an error.
+        """
         shape = self.scale.one if folder == self.one else self.scale.eight
         sequences, steps = batch[0] * batch[1], self.scale.steps + 4
         rows = self.work / "rows.jsonl"
@@ -159,11 +165,13 @@ class Check:
         )  # fmt: skip
         try:
             done = command("-m", "meshtune", "train", *given, seconds=seconds)
-            file = output / "metrics.jsonl"
-            found = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-        finally:
-            shutil.rmtree(output, ignore_errors=True)  # checkpoints and models of this size fill a disk
-        return failure(done) if done.returncode else summary(found)
+            unfinished = failure(done) if done.returncode else {}
+        except subprocess.TimeoutExpired:
+            unfinished = {"error": f"It did not end within {seconds:.0f} s."}
+        file = output / "metrics.jsonl"
+        found = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        shutil.rmtree(output, ignore_errors=True)  # checkpoints and models of this size fill a disk
+        return summary(found) | unfinished
 
     def peer(self, name: str, folder: Path, batch: Batch, *, lora: bool = False, seconds: float) -> Result:
         """Another way to train the same model on the same number of tokens (peers.py)."""
@@ -176,10 +184,18 @@ class Check:
         return failure(done) if done.returncode else json.loads(done.stdout.splitlines()[-1])
 
     def tests(self, *paths: str, seconds: float) -> Result:
-        """Tests that need a GPU, with the end of what pytest prints."""
-        words = ["-m", "pytest", *paths, "-m", "gpu", "-q", "-rfE", "-p", "no:cacheprovider"]
+        """Tests that need a GPU, side by side where pytest-xdist is installed, with the end of what pytest
+        prints; all of it goes to stdout where tests fail.
+        """
+        words = ["-m", "pytest", *paths, "-m", "gpu", "-rfE", "--tb=short", "--show-capture=no"]
+        words += ["-p", "no:cacheprovider"]
+        if importlib.util.find_spec("xdist"):
+            words += ["-n", str(min(TEST_PROCESSES, cpu_count() or 1)), "--dist", "worksteal"]
         done = command(*words, seconds=seconds)
-        return {"exit_code": done.returncode, "tail": done.stdout[-4000:] + done.stderr[-500:]}
+        if done.returncode:
+            print(done.stdout, done.stderr[-2000:], flush=True)
+        told = done.stderr[-500:] if done.returncode else ""
+        return {"exit_code": done.returncode, "tail": told + done.stdout[-4000:]}
 
 
 def summary(rows: list[Mapping[str, Any]]) -> Result:

@@ -43,7 +43,6 @@ def parts(check: Check) -> Mapping[str, Sequence[Figure]]:
         ],
         "bench": [
             Figure("8b-full", 170, eight_b),
-            Figure("8b-lora", 140, eight_lora),
             Figure("1b-full", 110, partial(one_b, plain)),
             Figure("1b-compiled", 140, partial(one_b, plain, "train.compile=true")),
             Figure("1b-selective", 90, partial(one_b, f"{plain}-selective"), tiny=False),
@@ -55,13 +54,14 @@ def parts(check: Check) -> Mapping[str, Sequence[Figure]]:
             Figure("1b-trainer", 100, partial(peer, "trainer", one, several), ("transformers", "accelerate")),
             Figure("1b-trl", 100, partial(peer, "trl", one, several), ("trl", "datasets", "accelerate")),
             Figure(
-                "8b-lora-trainer", 140, partial(peer, "trainer", eight, few, lora=True),
-                ("transformers", "accelerate", "peft"),
-            ),
-            Figure(
                 "1b-liger", 100, partial(peer, "liger", one, several),
                 ("transformers", "accelerate", "liger_kernel", "triton"), gpu=True,
             ),
+            Figure(
+                "8b-lora-trainer", 140, partial(peer, "trainer", eight, few, lora=True),
+                ("transformers", "accelerate", "peft"),
+            ),
+            Figure("8b-lora", 270, eight_lora),
         ],
         "tests": [
             tests("train", 240),
@@ -76,9 +76,9 @@ def parts(check: Check) -> Mapping[str, Sequence[Figure]]:
             Figure("1b-profile", 100, partial(check.profile, one, several, plain)),
         ],
         "train": [
-            Figure("1b-packed", 200, partial(check.train, one, several, plain)),
+            Figure("1b-packed", 250, partial(check.train, one, several, plain)),
             Figure(
-                "8b-lora-packed", 200,
+                "8b-lora-packed", 270,
                 partial(check.train, eight, few, halves, "method=lora", "checkpoint.async_save=false"),
             ),
         ],

@@ -73,7 +73,8 @@ def benches(figures: Mapping[str, Any]) -> Iterator[str]:
         sizes = [(each.get("memory") or {}) for each in found]
         for kind in dict.fromkeys(kind for size in sizes for kind in size if kind != "event"):
             values = [size.get(kind) for size in sizes]
-            yield row(f"memory, {kind}", [each and each / 2**30 for each in values], "{:.2f} GiB")
+            if any(values):
+                yield row(f"memory, {kind}", [each and each / 2**30 for each in values], "{:.2f} GiB")
 
 
 def row(title: str, values: list[Any], form: str) -> str:
