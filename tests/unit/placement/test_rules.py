@@ -5,6 +5,7 @@ from functools import cache
 from unittest import mock
 
 import pytest
+from golden import says
 from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining.stage import PipelineStage
 
@@ -31,32 +32,32 @@ def test_what_fits_is_taken(layout):
 
 
 @pytest.mark.parametrize(
-    ("layout", "reason", "works"),
+    ("layout", "works"),
     [
-        ("tp8", "tp=8 does not divide 12 attention heads; try tp=4", "tp4"),
-        ("tp6", "tp=6 neither divides 4 key-value heads nor is a multiple of them", "tp4"),
-        ("tp2-ulysses4", "ulysses4 does not divide each tensor-parallel rank's 6", "ulysses3-tp2"),
-        ("ulysses5", "ulysses5 does not divide 12 attention heads", "ulysses4"),
-        ("pp4-zbv", "makes 8 stages of 6 blocks", "pp3-zbv"),
-        ("pp3-interleaved1f1b-v3-ga3", "makes 9 stages of 6 blocks", "pp2-interleaved1f1b-v3-ga3"),
-        ("pp4-1f1b-ga2", "can't run 2 micro-batches a step; try ga=4", "pp4-1f1b-ga4"),
-        ("pp2-dualpipev-ga2", "can't run 2 micro-batches a step; try ga=4", "pp2-dualpipev-ga4"),
-        ("pp2-interleaved1f1b-v2-ga5", "can't run 5 micro-batches", "pp2-interleaved1f1b-v2-ga4"),
-        ("zero3x2-pp2-zb-ga4", "the gradients of weights later", "zero1x2-pp2-zb-ga4"),
-        ("zero2x2-pp2-zbv-ga4", "ZeRO-2", "zero2x2-pp2-1f1b-ga4"),
-        ("pp2-zb-ga4-selective", "run the block's forward every time", "pp2-zb-ga4-attention"),
-        ("tp2-sp-regather-pp2-zb-ga4", "gather the same tokens each time", "tp2-sp-regather-pp2-1f1b-ga4"),
-        ("pp2-zbv-ga4-full", "run the block's forward every time", "pp2-1f1b-ga4-full"),
-        ("pp2-zbv-ga4-full1", "run the block's forward every time", "pp2-1f1b-ga4-full1"),
-        ("full6", "6 blocks in 1 stage are 6 a stage; write full, or full5 or less", "full5"),
-        ("pp4-1f1b-ga4-selective2", "6 blocks in 4 stages are 1.5 a stage", "pp4-1f1b-ga4-selective1"),
-        ("pp3-interleaved1f1b-v2-ga6-full1", "write full, which says the same", "pp6-1f1b-ga6-full"),
+        ("tp8", "tp4"),
+        ("tp6", "tp4"),
+        ("tp2-ulysses4", "ulysses3-tp2"),
+        ("ulysses5", "ulysses4"),
+        ("pp4-zbv", "pp3-zbv"),
+        ("pp3-interleaved1f1b-v3-ga3", "pp2-interleaved1f1b-v3-ga3"),
+        ("pp4-1f1b-ga2", "pp4-1f1b-ga4"),
+        ("pp2-dualpipev-ga2", "pp2-dualpipev-ga4"),
+        ("pp2-interleaved1f1b-v2-ga5", "pp2-interleaved1f1b-v2-ga4"),
+        ("zero3x2-pp2-zb-ga4", "zero1x2-pp2-zb-ga4"),
+        ("zero2x2-pp2-zbv-ga4", "zero2x2-pp2-1f1b-ga4"),
+        ("pp2-zb-ga4-selective", "pp2-zb-ga4-attention"),
+        ("tp2-sp-regather-pp2-zb-ga4", "tp2-sp-regather-pp2-1f1b-ga4"),
+        ("pp2-zbv-ga4-full", "pp2-1f1b-ga4-full"),
+        ("pp2-zbv-ga4-full1", "pp2-1f1b-ga4-full1"),
+        ("full6", "full5"),
+        ("pp4-1f1b-ga4-selective2", "pp4-1f1b-ga4-selective1"),
+        ("pp3-interleaved1f1b-v2-ga6-full1", "pp6-1f1b-ga6-full"),
     ],
 )  # fmt: skip
-def test_the_refusal_names_what_works(layout, reason, works):
+def test_the_refusal_names_what_works(layout, works):
     (sentence,) = refused(layout)
 
-    assert reason in sentence
+    says(sentence)
     assert refused(works) == []
 
 
@@ -71,7 +72,7 @@ def test_all_reasons_come_at_once():
 def test_an_mlp_width_is_a_reason_of_its_own():
     narrow = replace(LLAMA, heads=15, kv_heads=15, cuts=((768, "rows of mlp.gate_proj"),))
 
-    assert refused("tp5", narrow) == ["tp=5 does not divide the 768 rows of mlp.gate_proj; try tp=3."]
+    says(refused("tp5", narrow))
 
 
 def test_a_family_that_computes_attention_itself_is_told_what_works():
@@ -80,8 +81,9 @@ def test_a_family_that_computes_attention_itself_is_told_what_works():
 
     assert refused("dp2-zero3x2", own, attention="eager", packing=False) == []
     packed, context, tensor = refused("cp2-tp2", own, attention="eager")
-    assert "set data.packing=false" in packed and inside in packed
-    assert "leave cp out: dp, zero and pp work" in context
+    says(packed)
+    assert inside in packed
+    says(context)
     assert tensor == own.tensor
 
 
@@ -101,13 +103,14 @@ def test_blocks_are_compiled_under_data_parallelism(layout):
 def test_recomputed_blocks_are_not_compiled(mode):
     (sentence,) = refused(f"zero3x2-{mode}", compile=True)
 
-    assert f"recompute {mode}" in sentence and "use none or attention" in sentence
+    says(sentence)
+    assert f"recompute {mode}" in sentence
 
 
 def test_the_number_of_ranks_is_the_layouts():
     (sentence,) = refused("dp4", ranks=3)
 
-    assert "is for 4 ranks, but 3 were started" in sentence
+    says(sentence)
 
 
 TORCH_SCHEDULES = {

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from golden import refuses
 from made_runs import LAYOUTS, made, rows
 from own_machine import OWN_MACHINE
 
@@ -95,16 +96,12 @@ def test_shares_stay_below_their_peak(cluster: Cluster) -> None:
 def test_runs_that_can_not_be_fitted_are_refused(cluster: Cluster) -> None:
     runs = made(cluster, {}, LAYOUTS[:4])
     other = replace(runs[0].measured, facts=runs[0].measured.facts | {"cores": 8, "host": "there"})
-    with pytest.raises(UserError) as refused:
+    with refuses(UserError):
         calibrated([*runs, replace(runs[0], measured=other)], {})
-    assert refused.value.problems == (
-        "The runs differ in the number of cores: 2, 8. Calibrate each apart.",
-        "The runs differ in the machine: here, there. Calibrate each apart.",
-    )
-    with pytest.raises(UserError, match="2 runs can't determine any constant: each needs 3 runs"):
+    with refuses(UserError):
         calibrated(runs[:2], {})
     step = dict.fromkeys(PARTS, 1.0)
     run, warm_up, _ = rows("dp1-mb1", step)
-    for given, said in (([], "no run row"), ([run], "no time rows"), ([run, warm_up], "warm-up steps alone")):
-        with pytest.raises(UserError, match=said):
+    for given in ([], [run], [run, warm_up]):
+        with refuses(UserError):
             MeasuredRun.of("a", given)

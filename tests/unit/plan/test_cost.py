@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from golden import refuses, says
 from rich.console import Console
 
 from meshtune import config
@@ -56,21 +57,15 @@ def test_a_number_is_the_price_of_the_clusters_kind() -> None:
 
 def test_every_wrong_price_is_named(tmp_path: Path) -> None:
     table = {"h100": 2, "mi300x": -1, "a100-80": "two", "currency": 3, "nonsense": 1}
-    with pytest.raises(UserError) as refused:
+    with refuses(UserError) as refused:
         prices_of(table, "h100-sxm", catalogue())
-    said = "\n".join(refused.value.problems)
     assert len(refused.value.problems) == 5
-    for part in (
-        "h100 is no GPU kind; did you mean h100-sxm", "mi300x = -1: write a number above 0",
-        "a100-80 = two: write a number above 0", "currency = 3 is no text", "nonsense is no GPU kind",
-    ):  # fmt: skip
-        assert part in said
     (tmp_path / "bad.toml").write_text("h100-sxm = ")
-    for file, reason in (("bad.toml", "is not TOML"), ("none.toml", "cannot be read: No such file")):
-        with pytest.raises(UserError, match=reason):
+    for file in ("bad.toml", "none.toml"):
+        with refuses(UserError):
             prices_of(str(tmp_path / file), "h100-sxm", catalogue())
     for wrong in ("-3", "[1]", "true", ".inf", "{a: {b: 1}}"):
-        with pytest.raises(UserError, match=r"price_per_gpu_hour = .*: write a number above 0, prices by k"):
+        with refuses(UserError):
             load(f"cluster.price_per_gpu_hour={wrong}")
 
 
@@ -87,11 +82,10 @@ def test_limits_without_data_give_steps_and_tokens_and_say_what_may_end_the_run_
     assert (length.steps, length.tokens, length.notes) == (100, 100 * 64 * 2048, ())
     both = run_length(load("train.max_steps=100", "train.num_epochs=3"))
     assert both.steps == 100
-    assert both.notes == (
-        "train.num_epochs=3 may end the run sooner: data.train names no rows for `meshtune data` to count.",
-    )
+    says(both.notes)
     stream = run_length(load("data.streaming=true", "data.train=a.jsonl", "train.total_tokens=1e9"))
-    assert stream.steps == 7630 and "a step has 131,072 tokens" in stream.notes[0]
+    says(stream.notes[0])
+    assert stream.steps == 7630
 
 
 def test_an_unknown_length_is_said_where_it_was_asked_for() -> None:
@@ -99,7 +93,7 @@ def test_an_unknown_length_is_said_where_it_was_asked_for() -> None:
     for asked in ("train.num_epochs=2", "cluster.price_per_gpu_hour=2"):
         length = run_length(load(asked))
         assert length.steps is None
-        assert length.notes[0].endswith("train.max_steps or train.total_tokens give one too.")
+        says(length.notes[0])
 
 
 def test_epochs_are_those_that_the_data_command_counted(settings: Settings, tmp_path: Path) -> None:
@@ -107,14 +101,14 @@ def test_epochs_are_those_that_the_data_command_counted(settings: Settings, tmp_
     (tmp_path / "rows.jsonl").write_bytes(Path(words[1].partition("=")[2]).read_bytes())
     words.append(f"data.train={tmp_path / 'rows.jsonl'}")
     read = config.load(None, words)
-    assert "`meshtune data` has not counted these rows" in run_length(read).notes[0]
+    says(run_length(read).notes[0])
     train = inputs_of(read).prepared.train
     length = run_length(read)
     assert length.steps == steps_of(read, train) and not length.missing
     assert length.tokens == length.steps * 2 * 128
     longer = config.load(None, [*words, "train.max_steps=100000"])
     assert run_length(longer).steps == length.steps == steps_of(longer, train)
-    assert "train.num_epochs=3 ends it before train.max_steps=100000" in run_length(longer).notes[0]
+    says(run_length(longer).notes[0])
     (shorter,) = (note for note in length.notes if "mean_document_tokens" in note)
     mean = round(train.mean_document_tokens)
     assert shorter.startswith(
@@ -127,7 +121,7 @@ def test_epochs_are_those_that_the_data_command_counted(settings: Settings, tmp_
     assert run_length(elsewhere).steps == steps_of(elsewhere, train)
     with open(tmp_path / "rows.jsonl", "a") as file:
         file.write('{"text": "one more"}\n')
-    assert f"{tmp_path / 'rows.jsonl'} has changed since `meshtune data` counted" in run_length(read).notes[0]
+    says(run_length(read).notes[0])
 
 
 def test_an_explained_layout_has_hours_and_price_unless_its_batch_is_another() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from golden import refuses, says
 from transformers import LlamaConfig
 
 from meshtune import config
@@ -38,20 +39,20 @@ def test_a_kind_is_found_by_its_name_and_by_its_drivers(name: str, kind: str) ->
 
 
 @pytest.mark.parametrize(
-    ("name", "hint"),
+    "name",
     [
-        ("4090", "did you mean rtx-4090?"),
-        ("h100", "did you mean h100-sxm or h100-96 or h100-pcie or h100-nvl?"),
-        ("h100-smx", "did you mean h100-sxm?"),
-        ("a100", "did you mean a100-40 or a100-80?"),
-        ("H100-80GB", "did you mean h100-sxm or"),
-        ("zork", "is no kind that is known. Kinds: a100-40"),
-        ("v100", "no bf16 matrix units.*docs/planning.md#clusters has the table of a V100"),
-        ("Tesla V100-SXM2-32GB", "no bf16 matrix units"),
+        "4090",
+        "h100",
+        "h100-smx",
+        "a100",
+        "H100-80GB",
+        "zork",
+        "v100",
+        "Tesla V100-SXM2-32GB",
     ],
 )
-def test_an_unknown_kind_is_answered_with_what_may_be_meant(name: str, hint: str) -> None:
-    with pytest.raises(UserError, match=hint.replace("?", r"\?")):
+def test_an_unknown_kind_is_answered_with_what_may_be_meant(name: str) -> None:
+    with refuses(UserError):
         kind_named(name, catalogue())
 
 
@@ -64,17 +65,17 @@ def test_a_number_is_a_name() -> None:
 
 
 WRONG = {
-    "words": ("H100", 'words = "H100": write words in the name that the driver reports'),
-    "bf16": ("fast", 'bf16 = "fast": write a number above 0, dense TFLOP/s in bf16'),
-    "memory_gib": (-3, "memory_gib = -3: write a number above 0, memory in GiB"),
-    "network": (True, "network = true: write a number above 0, GB/s per GPU to other machines"),
-    "link": (float("inf"), "link = Infinity: write a number above 0"),
-    "node": (4.5, "node = 4.5: write a whole number from 1 on, GPUs of a machine"),
-    "link_kind": ("nvlnk", 'link_kind = "nvlnk": write nvlink, pcie or xgmi; did you mean nvlink?'),
-    "efficiency_as": ("h100-smx", 'efficiency_as = "h100-smx": write the kind whose measured'),
-    "memory": (80, "has memory, which is no fact of a GPU; did you mean memory_gib?"),
-    "bandwith": (1, "has bandwith, which is no fact of a GPU; did you mean bandwidth?"),
-    "efficiency": ({"atention": 0.3, "matmul": 0}, "efficiency has atention, which is none; did you mean"),
+    "words": "H100",
+    "bf16": "fast",
+    "memory_gib": -3,
+    "network": True,
+    "link": float("inf"),
+    "node": 4.5,
+    "link_kind": "nvlnk",
+    "efficiency_as": "h100-smx",
+    "memory": 80,
+    "bandwith": 1,
+    "efficiency": {"atention": 0.3, "matmul": 0},
 }
 
 
@@ -89,9 +90,8 @@ def test_a_table_without_problems_has_none() -> None:
 
 @pytest.mark.parametrize("key", WRONG)
 def test_each_wrong_value_is_a_sentence(key: str) -> None:
-    value, sentence = WRONG[key]
-    problems = list(table_problems(GOOD | {key: value}))
-    assert sentence in problems[0]
+    problems = list(table_problems(GOOD | {key: WRONG[key]}))
+    says(problems)
     assert len(problems) == (2 if key == "efficiency" else 1)
 
 
@@ -104,14 +104,8 @@ def test_a_missing_key_is_named_with_its_meaning(key: str) -> None:
 def test_all_problems_of_a_file_are_reported_at_once(tmp_path: Path) -> None:
     file = tmp_path / "gpus.toml"
     file.write_text('[one]\nbf16 = "fast"\nmemory_gib = -3\n[two]\nlink_kind = "x"\n[[three]]\nnode = 1\n')
-    with pytest.raises(UserError) as raised:
+    with refuses(UserError):
         kinds_of(str(file))
-    text = str(raised.value)
-    for part in (
-        "[one] lacks fp32 (", "[one] lacks efficiency_as (", '[one] bf16 = "fast"', "[one] memory_gib = -3",
-        "[two] lacks bf16 (", '[two] link_kind = "x": write nvlink, pcie or xgmi', "[three] = ",
-    ):  # fmt: skip
-        assert part in text
 
 
 def test_the_tables_of_the_docs_are_kinds(tmp_path: Path) -> None:
@@ -128,23 +122,20 @@ def test_the_tables_of_the_docs_are_kinds(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "sentence"),
+    "settings",
     [
-        (
-            {"gpu": "h100-sxm", "network": 400},
-            "If Gb/s are meant, write cluster.network=50.",
-        ),
-        ({"gpu": "l4", "network": 100}, "a usual l4 has 31 in its own machine"),
-        ({"network": 400}, "cluster.network=400 is in GB/s per GPU"),
-        ({"gpu": "h100-sxm", "link": 900}, "a usual h100-sxm has 450. Halve a rate of both directions"),
-        ({"link": 7200}, "no GPU has more than 1000"),
-        ({"gpu": "h100-sxm", "memory_gib": 80000}, "a usual h100-sxm has 79.11. If MiB are meant, write"),
-        ({"memory_gib": 81559}, "no GPU has as much. If MiB are meant, write cluster.memory_gib=79.65."),
+        {"gpu": "h100-sxm", "network": 400},
+        {"gpu": "l4", "network": 100},
+        {"network": 400},
+        {"gpu": "h100-sxm", "link": 900},
+        {"link": 7200},
+        {"gpu": "h100-sxm", "memory_gib": 80000},
+        {"memory_gib": 81559},
     ],
 )
-def test_other_units_are_named(settings: dict[str, Any], sentence: str) -> None:
+def test_other_units_are_named(settings: dict[str, Any]) -> None:
     (found,) = other_units(ClusterConfig(**settings))
-    assert sentence in found
+    says(found)
 
 
 @pytest.mark.parametrize("gpu", catalogue())
@@ -163,10 +154,10 @@ def test_an_answer_names_other_units(tmp_path: Path) -> None:
         workload,
         _,
     ):
-        assert "cluster.network=400 is in GB/s" in workload.notes[-1]
+        says(workload.notes[-1])
     unknown = config.load(None, [*words, "cluster.gpu=4090", "lora.r=3", "method=lora"])
     with (
-        pytest.raises(UserError, match="did you mean rtx-4090"),
+        refuses(UserError),
         workloads(unknown, log=pytest.fail),  # refused before a model is built, which is logged
     ):
         pass
@@ -174,8 +165,4 @@ def test_an_answer_names_other_units(tmp_path: Path) -> None:
 
 def test_no_measured_matmul_is_faster_than_the_peak() -> None:
     problems = list(table_problems(GOOD | {"matmul_max": 2000, "architecture": "hoper"}))
-    assert problems == [
-        "matmul_max = 2000: no matmul is faster than bf16 = 989.4.",
-        'architecture = "hoper": write that of its attention kernels, ada, blackwell, cdna3, volta, cpu, '
-        "ampere or hopper; did you mean hopper?",
-    ]
+    says(problems)

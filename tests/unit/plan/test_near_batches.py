@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from golden import says
 
 from meshtune.layout import Layout
 from meshtune.plan import advice, fits
@@ -129,8 +130,8 @@ def test_degrees_that_divide_neither_node_nor_heads_rank_last() -> None:
     first = int(uneven.argmax())
     said = [line for line in advice.reasoning(found, found.choice(0)) if line.startswith("Degrees: ")]
     if found.seconds.total[first] < 0.99 * found.seconds.total[0]:
-        assert re.search(r"cp\d+ divides neither a node of 8 GPUs nor the 32 attention heads", said[0])
-        assert "ranks last" in said[0] and str(found.choice(first).layout) in said[0]
+        says(said[0])
+        assert str(found.choice(first).layout) in said[0]
     else:
         assert said == []
 
@@ -139,8 +140,7 @@ def test_uneven_degrees_are_first_only_where_nothing_else_fits_and_the_answer_sa
     found = plan("llama-3.1-70b", 1000, 1024)
     assert found.uneven.all() and len(found)
     said = advice.reasoning(found, found.choice(0))[-1]
-    assert re.search(r"^Degrees: .*cp5 .*neither a node of 8 GPUs nor the 64 attention heads", said)
-    assert said.endswith("all layouts that fit have such a degree.")
+    says(said)
 
 
 def test_a_degree_that_is_fixed_is_not_uneven() -> None:
@@ -160,10 +160,8 @@ def test_reasons_that_several_kinds_share_are_said_once() -> None:
     found = plan("llama-3.1-8b", 7, 64)
     impossible = [one for one in advice.alternatives(found) if "data ranks" in one.sentence]
     assert len(impossible) == 1
-    assert impossible[0].sentence == (
-        "are not possible: 64 sequences can't be divided by 7 data ranks; 63 or 70 can."
-    )
-    assert impossible[0].name.startswith("plain data parallel, ZeRO-1 alone, ZeRO-2 alone, ZeRO-3 alone")
+    says(impossible[0].sentence)
+    says(impossible[0].name)
 
 
 @pytest.mark.parametrize("size", [8, 64])

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import yaml
+from golden import refuses, says
 
 from meshtune.config import Config, load
 from meshtune.data import rows
@@ -618,7 +619,8 @@ def test_torchtitan_reads_text(path: str, tmp_path: Path, monkeypatch: pytest.Mo
 def test_steps_that_are_not_known_are_asked_for(tmp_path: Path) -> None:
     for tool in ("torchtitan", "megatron"):
         result = exported(tool, "mb1-ga1", "train.max_steps=null", "train.num_epochs=1")
-        assert "TRAIN_STEPS=…" in result.command and any("set TRAIN_STEPS" in each for each in result.missing)
+        says(result.missing)
+        assert "TRAIN_STEPS=…" in result.command
     assert megatron_flags(result, saved(result, tmp_path))["train-iters"] == "7"
 
 
@@ -924,98 +926,56 @@ def test_several_nodes_are_started_from_each(tool: str) -> None:
 # What is refused, and what is said --------------------------------------------------------------------
 
 REFUSED = [
-    (
-        "accelerate",
-        "zero3x2-pp2-1f1b-mb1-ga2",
-        [],
-        "without pipeline parallelism; pp2 needs --export torchtitan",
-    ),
-    ("accelerate", "ulysses4-mb1-ga1", [], "for ulysses4 use --export deepspeed, or plan cp4"),
-    ("accelerate", "dp2-tp2-mb1-ga1", [], "write zero3x2 instead of dp2"),
-    ("deepspeed", "zero1x2-pp2-1f1b-mb1-ga2", [], "or a layout such as zero3x4"),
-    ("deepspeed", "cp2-mb1-ga1", [], "DeepSpeed's context parallelism is Ulysses"),
-    ("deepspeed", "ulysses2-tp2-mb1-ga1", [], "drop ulysses2 or tp2"),
-    ("deepspeed", "dp2-zero3x4-mb1-ga1", [], "write zero3x8 instead of dp2-zero3x4"),
-    (
-        "torchtitan",
-        "mb1-ga1",
-        ["method=lora"],
-        "trains every parameter; axolotl and llamafactory train with method=lora",
-    ),
-    ("torchtitan", "ulysses2-mb1-ga1", [], "or plan cp2"),
-    ("torchtitan", "pp16-interleaved1f1b-v3-mb1-ga16", [], "into 48 stages; write v2 instead of v3"),
-    ("torchtitan", "cp2-tp2-mb1-ga1", ["data.seq_len=100"], "do not divide data.seq_len = 100; try 96"),
-    (
-        "megatron",
-        "mb1-ga1",
-        ["method=lora"],
-        "trains every parameter; axolotl and llamafactory train with method=lora",
-    ),
-    ("megatron", "zero3x2-pp2-1f1b-mb1-ga2", [], "with pp2 write zero1x2, or zero3x4 without pp"),
-    ("megatron", "cp2-mb1-ga1", ["data.seq_len=102"], "do not divide data.seq_len = 102; try 104"),
-    ("megatron", "mb2-ga3", [], "write mb1-ga6 instead of mb2-ga3"),
-    ("megatron", "pp4-interleaved1f1b-v2-mb1-ga6", [], "ga6 is no multiple, try ga8"),
-    (
-        "megatron",
-        "pp2-interleaved1f1b-v2-mb1-ga4",
-        [],
-        "61 can't be cut evenly into 2 x 2 stages; write 1f1b",
-    ),
-    ("megatron", "pp64-1f1b-mb1-ga64", [], "61 can't be cut evenly into 64 x 1 stages"),
-    ("megatron", "pp2-zb-mb1-ga4", [], "has no schedule zb; write 1f1b, or interleaved1f1b with v2"),
-    ("megatron", "pp2-zbv-mb1-ga4", [], "has no schedule zbv; write 1f1b, or interleaved1f1b with v2"),
-    ("megatron", "pp2-gpipe-mb1-ga4", [], "has no schedule gpipe"),
-    ("megatron", "mb1-ga1-selective", [], "write full or none instead of selective"),
-    ("megatron", "mb1-ga1", ["train.precision=bf16-pure"], "doesn't train in train.precision=bf16-pure"),
-    ("torchtitan", "tp2-mb1-ga1", [], "always splits sequences with tp; write tp2-sp"),
-    ("torchtitan", "tp2-sp-regather-mb1-ga1", [], "write tp2-sp without regather"),
-    ("accelerate", "tp2-sp-regather-mb1-ga1", [], "write tp2 without sp and regather"),
+    ("accelerate", "zero3x2-pp2-1f1b-mb1-ga2", []),
+    ("accelerate", "ulysses4-mb1-ga1", []),
+    ("accelerate", "dp2-tp2-mb1-ga1", []),
+    ("deepspeed", "zero1x2-pp2-1f1b-mb1-ga2", []),
+    ("deepspeed", "cp2-mb1-ga1", []),
+    ("deepspeed", "ulysses2-tp2-mb1-ga1", []),
+    ("deepspeed", "dp2-zero3x4-mb1-ga1", []),
+    ("torchtitan", "mb1-ga1", ["method=lora"]),
+    ("torchtitan", "ulysses2-mb1-ga1", []),
+    ("torchtitan", "pp16-interleaved1f1b-v3-mb1-ga16", []),
+    ("torchtitan", "cp2-tp2-mb1-ga1", ["data.seq_len=100"]),
+    ("megatron", "mb1-ga1", ["method=lora"]),
+    ("megatron", "zero3x2-pp2-1f1b-mb1-ga2", []),
+    ("megatron", "cp2-mb1-ga1", ["data.seq_len=102"]),
+    ("megatron", "mb2-ga3", []),
+    ("megatron", "pp4-interleaved1f1b-v2-mb1-ga6", []),
+    ("megatron", "pp2-interleaved1f1b-v2-mb1-ga4", []),
+    ("megatron", "pp64-1f1b-mb1-ga64", []),
+    ("megatron", "pp2-zb-mb1-ga4", []),
+    ("megatron", "pp2-zbv-mb1-ga4", []),
+    ("megatron", "pp2-gpipe-mb1-ga4", []),
+    ("megatron", "mb1-ga1-selective", []),
+    ("megatron", "mb1-ga1", ["train.precision=bf16-pure"]),
+    ("torchtitan", "tp2-mb1-ga1", []),
+    ("torchtitan", "tp2-sp-regather-mb1-ga1", []),
+    ("accelerate", "tp2-sp-regather-mb1-ga1", []),
     *(
-        (
-            tool,
-            "zero3x4-mb1-ga1-full8",
-            [],
-            "recomputes in every block or in none; write zero3x4-mb1-ga1-full.",
-        )
+        (tool, "zero3x4-mb1-ga1-full8", [])
         for tool in ("accelerate", "torchtitan", "axolotl", "llamafactory", "deepspeed")
     ),
-    ("megatron", "mb1-ga1-selective8", [], "write full or none instead of selective"),
+    ("megatron", "mb1-ga1-selective8", []),
+    *((tool, "mb1-ga1-selective", []) for tool in ("accelerate", "deepspeed", "llamafactory")),
     *(
-        (tool, "mb1-ga1-selective", [], "recomputes whole blocks or nothing; write full or none")
-        for tool in ("accelerate", "deepspeed", "llamafactory")
-    ),
-    *(
-        (tool, "mb1-ga1-attention", [], "has no recomputation of the attention core alone")
+        (tool, "mb1-ga1-attention", [])
         for tool in ("accelerate", "deepspeed", "torchtitan", "axolotl", "llamafactory")
     ),
-    *(
-        (tool, "zero1x4-mb1-ga1", [], "no ZeRO-1; write zero2x4")
-        for tool in ("accelerate", "axolotl", "torchtitan")
-    ),
-    *(
-        (tool, "tp2-sp-mb1-ga1", [], "splits no sequences over tensor-parallel ranks; write tp2 without sp")
-        for tool in ("accelerate", "axolotl", "deepspeed", "llamafactory")
-    ),
-    ("axolotl", "pp2-1f1b-mb1-ga2", [], "axolotl trains without pipeline parallelism"),
-    ("axolotl", "cp2-mb2-ga1", [], "write mb1-ga2 instead of mb2-ga1"),
-    ("axolotl", "zero3x2-cp2-mb1-ga1", ["train.precision=fp32"], "has no fp32; set train.precision=bf16"),
-    ("axolotl", "mb1-ga1", ["method=lora", "lora.alpha=8.5"], "takes a whole lora_alpha, not 8.5; try 8"),
-    ("llamafactory", "pp2-1f1b-mb1-ga2", [], "LLaMA-Factory pipelines models written as its PipelineModule"),
-    ("llamafactory", "cp2-mb1-ga1", [], "no context parallelism; for cp2 use --export accelerate"),
-    ("llamafactory", "mb1-ga1", ["data.train=[{path: a.jsonl, format: text}, b.jsonl]"], "split data.train"),
-    (
-        "llamafactory",
-        "mb1-ga1",
-        ["method=lora", "lora.alpha=8.5"],
-        "takes a whole lora_alpha, not 8.5; try 8",
-    ),
-    ("llamafactory", "zero2x2-mb1-ga1", ["train.precision=bf16-pure"], "has no pure_bf16 under DeepSpeed"),
-    *((tool, "mb1-ga1", ["train.precision=fp64"], "use fp32 or bf16") for tool in EXPORTERS),
-    *(
-        (tool, "dp12-mb1-ga1", [], "12 GPUs do not fill nodes of 8; choose a layout of 8 GPUs")
-        for tool in EXPORTERS
-    ),
-    *((tool, "mb1-ga3", ["train.global_batch_size=4"], "makes 3 sequences per step") for tool in EXPORTERS),
+    *((tool, "zero1x4-mb1-ga1", []) for tool in ("accelerate", "axolotl", "torchtitan")),
+    *((tool, "tp2-sp-mb1-ga1", []) for tool in ("accelerate", "axolotl", "deepspeed", "llamafactory")),
+    ("axolotl", "pp2-1f1b-mb1-ga2", []),
+    ("axolotl", "cp2-mb2-ga1", []),
+    ("axolotl", "zero3x2-cp2-mb1-ga1", ["train.precision=fp32"]),
+    ("axolotl", "mb1-ga1", ["method=lora", "lora.alpha=8.5"]),
+    ("llamafactory", "pp2-1f1b-mb1-ga2", []),
+    ("llamafactory", "cp2-mb1-ga1", []),
+    ("llamafactory", "mb1-ga1", ["data.train=[{path: a.jsonl, format: text}, b.jsonl]"]),
+    ("llamafactory", "mb1-ga1", ["method=lora", "lora.alpha=8.5"]),
+    ("llamafactory", "zero2x2-mb1-ga1", ["train.precision=bf16-pure"]),
+    *((tool, "mb1-ga1", ["train.precision=fp64"]) for tool in EXPORTERS),
+    *((tool, "dp12-mb1-ga1", []) for tool in EXPORTERS),
+    *((tool, "mb1-ga3", ["train.global_batch_size=4"]) for tool in EXPORTERS),
 ]
 
 
@@ -1030,8 +990,8 @@ def test_an_axis_or_an_optimizer_that_no_export_writes_is_refused(
     with pytest.raises(UserError) as error:
         exported(tool, text)
     optimizer, axis = error.value.problems
-    assert re.fullmatch(r"train\.optimizer=adamw can't be exported to \S+; use sgd\.", optimizer)
-    assert re.fullmatch(r"tp=2 can't be exported to \S+; choose a layout without tp\.", axis)
+    says(optimizer)
+    says(axis)
 
 
 EPOCHS = ["train.max_steps=null", "train.num_epochs=1"]
@@ -1039,100 +999,73 @@ PURE = ["train.precision=bf16-pure"]
 BEST = ["eval.keep_best=true", "eval.every=5", "data.eval=held.jsonl"]
 MESSAGES = ["data.format=messages", "data.columns={}"]
 SAID = [
-    *((tool, "mb1-ga1", ["model.freeze=[model.embed_tokens.*]"], "model.freeze") for tool in EXPORTERS),
+    *((tool, "mb1-ga1", ["model.freeze=[model.embed_tokens.*]"]) for tool in EXPORTERS),
+    *((tool, "mb1-ga1", ["data.chat_template=chatml"]) for tool in EXPORTERS),
+    *((tool, "mb1-ga1", ["eval.samples=2", *BEST]) for tool in EXPORTERS),
+    *((tool, "mb1-ga1", ["data.overlong=drop"]) for tool in EXPORTERS),
+    *((tool, "mb1-ga1", ["data.train=[{path: a.jsonl, weight: 2}]"]) for tool in EXPORTERS),
+    *((tool, "mb1-ga1", ["model.overrides.use_cache=false"]) for tool in EXPORTERS),
+    *((tool, "mb1-ga1", ["model.init=random"]) for tool in EXPORTERS if tool != "torchtitan"),
     *(
-        (tool, "mb1-ga1", ["data.chat_template=chatml"], "data.chat_template=chatml is not")
-        for tool in EXPORTERS
-    ),
-    *((tool, "mb1-ga1", ["eval.samples=2", *BEST], "eval.samples, eval.keep") for tool in EXPORTERS),
-    *(
-        (tool, "mb1-ga1", ["data.overlong=drop"], "data.overlong=drop is not carried over")
-        for tool in EXPORTERS
-    ),
-    *((tool, "mb1-ga1", ["data.train=[{path: a.jsonl, weight: 2}]"], "The weights of") for tool in EXPORTERS),
-    *(
-        (tool, "mb1-ga1", ["model.overrides.use_cache=false"], "model.overrides is not carried over")
-        for tool in EXPORTERS
-    ),
-    *(
-        (tool, "mb1-ga1", ["model.init=random"], "starts from the pretrained")
-        for tool in EXPORTERS
-        if tool != "torchtitan"
-    ),
-    *(
-        (tool, "mb1-ga1", ["data.columns={}"], "taken as messages; set data.format")
+        (tool, "mb1-ga1", ["data.columns={}"])
         for tool in ("torchtitan", "megatron", "axolotl", "llamafactory")
     ),
-    *(
-        (tool, "cp2-mb1-ga1", [], "shards over the 2 context ranks")
-        for tool in ("accelerate", "axolotl", "torchtitan")
-    ),
-    *((tool, "zero3x2-mb1-ga1", [], "reduces gradients in bf16") for tool in ("accelerate", "axolotl")),
-    ("accelerate", "mb1-ga1", [], "use_liger_kernel: true, which needs liger-kernel"),
-    ("axolotl", "mb1-ga1", [], "liger_fused_linear_cross_entropy: true with"),
-    ("llamafactory", "mb1-ga1", [], "keeps all logits at once, as the plan counts; enable_liger"),
-    ("accelerate", "mb1-ga1", [], "belong to the training script"),
-    ("accelerate", "mb1-ga1", [], "loads them with dtype=float32"),
-    ("accelerate", "mb1-ga1", PURE, "loads the weights with dtype=bfloat16"),
-    ("accelerate", "tp2-mb1-ga1", [], "DistributedConfig(tp_size=2)"),
-    ("accelerate", "zero3x2-cp2-mb1-ga1", [], "attn_implementation='sdpa'"),
-    ("accelerate", "zero3x2-cp2-mb1-ga1", [], "must not pack"),
-    ("deepspeed", "mb1-ga1", [], "belong to the training script"),
-    ("deepspeed", "mb1-ga1-full", [], "gradient_checkpointing_enable()"),
-    ("deepspeed", "mb1-ga1", EPOCHS, "schedules can't be written"),
-    ("deepspeed", "ulysses2-mb1-ga1", [], "UlyssesSPAttentionHF"),
-    ("deepspeed", "dp2-mb1-ga1", [], "adds up bf16 gradients in bf16"),
-    ("deepspeed", "dp2-mb1-ga1", PURE, "bf16-pure has no key"),
-    ("deepspeed", "dp2-mb1-ga1", ["train.compile=true"], "engine.compile()"),
-    ("torchtitan", "mb1-ga1", [], "a local copy of Qwen/Qwen3-0.6B"),
-    ("megatron", "tp2-sp-mb1-ga1", [], "as the layout does with tp2-sp-regather"),
-    ("torchtitan", "mb1-ga1-selective", [], "every second matmul"),
-    ("torchtitan", "pp2-1f1b-mb1-ga2", [], "embedding and head as one layer each when it cuts stages"),
-    ("torchtitan", "mb1-ga1", ["train.reduce_dtype=bf16"], "reduces gradients in fp32"),
-    ("torchtitan", "mb1-ga1", EPOCHS, "counts steps, not epochs"),
-    ("torchtitan", "mb1-ga1", ["data.packing=false"], "always packs"),
-    ("torchtitan", "mb1-ga1", ["data.train_on=all"], "train_on=all has no key"),
-    ("torchtitan", "mb1-ga1", MESSAGES, "later turns are dropped"),
-    ("torchtitan", "mb1-ga1", ["data.train=[a.jsonl, b.jsonl]"], "first of the 2 sources of data.train"),
-    ("megatron", "mb1-ga1", [], "convert Qwen/Qwen3-0.6B with Megatron-Bridge"),
-    ("megatron", "cp2-mb1-ga1", [], "cp2 over --sft's packed rows is written as ring attention"),
-    ("megatron", "ulysses2-mb1-ga1", [], "needs a recent Transformer Engine"),
-    ("megatron", "mb1-ga1-attention", [], "--recompute-modules core_attn"),
-    ("megatron", "pp4-1f1b-mb1-ga4", [], "the first pipeline rank has 15, the last 14, 16 on each between"),
-    ("megatron", "pp2-1f1b-mb1-ga4", [], "the first pipeline rank has 31, the last 30 ("),
-    ("megatron", "mb1-ga1", EPOCHS, "counts steps, not epochs"),
-    ("megatron", "mb1-ga1", ["train.compile=true"], "train.compile is not carried over"),
-    ("megatron", "mb1-ga1", [], "--sft-tokenizer-prompt-format"),
-    ("megatron", "mb1-ga1", [], "packs nothing by itself"),
-    ("megatron", "mb1-ga1", ["data.format=text", "data.columns={}"], "tools/preprocess_data.py"),
-    ("megatron", "mb1-ga1", [], "no reader for prompt-completion rows"),
-    ("axolotl", "zero3x2-cp2-mb1-ga1", [], "needs ring-flash-attn"),
-    ("axolotl", "dp2-mb1-ga1", [], "runs as bf16-pure"),
-    ("axolotl", "mb1-ga1-selective", ["method=lora"], "saves attention but no matmuls with LoRA"),
-    ("axolotl", "mb1-ga1", MESSAGES, "labels every assistant turn"),
-    ("axolotl", "mb1-ga1", [], "no chat template around prompts"),
-    *(
-        (tool, "mb1-ga1", ["data.eval=test.jsonl"], "evaluates after every epoch")
-        for tool in ("accelerate", "axolotl", "llamafactory")
-    ),
-    ("llamafactory", "mb1-ga1", ["method=lora", "train.precision=fp32"], "holds for the adapter alone"),
-    ("llamafactory", "mb1-ga1", ["data.train=[]"], "data.train is empty"),
-    ("axolotl", "mb1-ga1", ["data.train=[]"], "data.train is empty: fill in the key datasets."),
-    ("llamafactory", "mb1-ga1", ["data.format=text", "data.columns={}"], "texts that attend to each other"),
+    *((tool, "cp2-mb1-ga1", []) for tool in ("accelerate", "axolotl", "torchtitan")),
+    *((tool, "zero3x2-mb1-ga1", []) for tool in ("accelerate", "axolotl")),
+    ("accelerate", "mb1-ga1", []),
+    ("axolotl", "mb1-ga1", []),
+    ("llamafactory", "mb1-ga1", []),
+    ("accelerate", "mb1-ga1", PURE),
+    ("accelerate", "tp2-mb1-ga1", []),
+    ("accelerate", "zero3x2-cp2-mb1-ga1", []),
+    ("deepspeed", "mb1-ga1", []),
+    ("deepspeed", "mb1-ga1-full", []),
+    ("deepspeed", "mb1-ga1", EPOCHS),
+    ("deepspeed", "ulysses2-mb1-ga1", []),
+    ("deepspeed", "dp2-mb1-ga1", []),
+    ("deepspeed", "dp2-mb1-ga1", PURE),
+    ("deepspeed", "dp2-mb1-ga1", ["train.compile=true"]),
+    ("torchtitan", "mb1-ga1", []),
+    ("megatron", "tp2-sp-mb1-ga1", []),
+    ("torchtitan", "mb1-ga1-selective", []),
+    ("torchtitan", "pp2-1f1b-mb1-ga2", []),
+    ("torchtitan", "mb1-ga1", ["train.reduce_dtype=bf16"]),
+    ("torchtitan", "mb1-ga1", EPOCHS),
+    ("torchtitan", "mb1-ga1", ["data.packing=false"]),
+    ("torchtitan", "mb1-ga1", ["data.train_on=all"]),
+    ("torchtitan", "mb1-ga1", MESSAGES),
+    ("torchtitan", "mb1-ga1", ["data.train=[a.jsonl, b.jsonl]"]),
+    ("megatron", "mb1-ga1", []),
+    ("megatron", "cp2-mb1-ga1", []),
+    ("megatron", "ulysses2-mb1-ga1", []),
+    ("megatron", "mb1-ga1-attention", []),
+    ("megatron", "pp4-1f1b-mb1-ga4", []),
+    ("megatron", "pp2-1f1b-mb1-ga4", []),
+    ("megatron", "mb1-ga1", EPOCHS),
+    ("megatron", "mb1-ga1", ["train.compile=true"]),
+    ("megatron", "mb1-ga1", ["data.format=text", "data.columns={}"]),
+    ("axolotl", "zero3x2-cp2-mb1-ga1", []),
+    ("axolotl", "dp2-mb1-ga1", []),
+    ("axolotl", "mb1-ga1-selective", ["method=lora"]),
+    ("axolotl", "mb1-ga1", MESSAGES),
+    *((tool, "mb1-ga1", ["data.eval=test.jsonl"]) for tool in ("accelerate", "axolotl", "llamafactory")),
+    ("llamafactory", "mb1-ga1", ["method=lora", "train.precision=fp32"]),
+    ("llamafactory", "mb1-ga1", ["data.train=[]"]),
+    ("axolotl", "mb1-ga1", ["data.train=[]"]),
+    ("llamafactory", "mb1-ga1", ["data.format=text", "data.columns={}"]),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("tool", "text", "settings", "reason"), REFUSED)
-def test_what_the_tool_cannot_run_is_refused(tool: str, text: str, settings: list[str], reason: str) -> None:
-    with pytest.raises(UserError, match=re.escape(reason)):
+@pytest.mark.parametrize(("tool", "text", "settings"), REFUSED)
+def test_what_the_tool_cannot_run_is_refused(tool: str, text: str, settings: list[str]) -> None:
+    with refuses(UserError):
         exported(tool, text, *settings)
 
 
-@pytest.mark.parametrize(("tool", "text", "settings", "sentence"), SAID)
-def test_what_the_tool_expresses_otherwise_is_said(
-    tool: str, text: str, settings: list[str], sentence: str
-) -> None:
-    assert any(sentence in each for each in exported(tool, text, *settings).missing)
+@pytest.mark.parametrize(("tool", "text", "settings"), SAID)
+def test_what_the_tool_expresses_otherwise_is_said(tool: str, text: str, settings: list[str]) -> None:
+    usual = exported(tool, "mb1-ga1").missing if settings or text != "mb1-ga1" else ()
+    says(said for said in exported(tool, text, *settings).missing if said not in usual)
 
 
 def test_every_reason_is_given_at_once() -> None:
@@ -1144,15 +1077,15 @@ def test_every_reason_is_given_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tool", "hint"),
+    "tool",
     [
-        ("deep-speed", "did you mean deepspeed?"),
-        ("LLaMA-Factory", "did you mean llamafactory?"),
-        ("x", "tools: accelerate"),
+        "deep-speed",
+        "LLaMA-Factory",
+        "x",
     ],
 )
-def test_an_unknown_tool_names_the_nearest(tool: str, hint: str) -> None:
-    with pytest.raises(UserError, match=re.escape(hint)):
+def test_an_unknown_tool_names_the_nearest(tool: str) -> None:
+    with refuses(UserError):
         export(tool, config(Layout()), Layout(), blocks=61, gpus_per_node=8)
 
 
@@ -1179,18 +1112,18 @@ def test_tools_of_transformers_get_its_schedule_and_the_methods_learning_rate(to
 
 @pytest.mark.parametrize("tool", ["deepspeed", "megatron", "torchtitan"])
 def test_a_schedule_that_a_tool_lacks_is_refused(tool: str) -> None:
-    with pytest.raises(UserError, match=r"train.lr_scheduler=inverse_sqrt can't be exported.*use cosine"):
+    with refuses(UserError):
         exported(tool, "zero2x8-mb1-ga1", "train.lr_scheduler=inverse_sqrt")
     text = "".join(exported(tool, "zero2x8-mb1-ga1", "train.min_lr_ratio=0.1").files.values())
     assert any(part in text for part in ('"cos_min_ratio": 0.1', "--min-lr 1e-06", "min_lr_factor=0.1"))
     if tool == "deepspeed":
-        with pytest.raises(UserError, match=r"train.min_lr_ratio can't be exported to DeepSpeed"):
+        with refuses(UserError):
             exported(tool, "zero2x8-mb1-ga1", "train.lr_scheduler=linear", "train.min_lr_ratio=0.1")
 
 
 @pytest.mark.parametrize("tool", EXPORTERS)
 def test_intervals_in_epochs_are_refused(tool: str) -> None:
-    with pytest.raises(UserError, match=r"eval.every=0\.5 epoch can't be exported to .*; give it in steps"):
+    with refuses(UserError):
         exported(tool, "zero2x8-mb1-ga1", "eval.every=0.5 epoch", "data.eval=held.jsonl")
 
 
@@ -1205,7 +1138,7 @@ def test_lora_options_are_exported_or_refused() -> None:
     factory = exported("llamafactory", "zero3x8-mb1-ga1", *options).files["llamafactory.yaml"]
     assert yaml.safe_load(factory)["additional_target"] == "embed_tokens"
     assert yaml.safe_load(factory)["use_dora"] is True
-    with pytest.raises(UserError, match=r"layers_to_transform has no key"):
+    with refuses(UserError):
         exported("llamafactory", "zero3x8-mb1-ga1", *options, "lora.layers_to_transform=[1]")
 
 
@@ -1219,5 +1152,5 @@ def test_regularisation_is_exported_or_refused(tool: str) -> None:
         if tool in ("accelerate", "llamafactory") or (tool, setting) == ("axolotl", "neftune_alpha"):
             assert f"{key}: 0.25" in "".join(exported(tool, *words).files.values())
         else:
-            with pytest.raises(UserError, match=rf"train\.{setting} can't be exported"):
+            with refuses(UserError):
                 exported(tool, *words)

@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import cache, partial
 
 import pytest
+from golden import refuses, says
 
 from meshtune.commands.plan import tool_of
 from meshtune.config import Config, load
@@ -161,7 +162,7 @@ def test_megatron_is_asked_for_stages_that_it_can_cut(layers: int, text: str, ru
     if runs:
         assert export("megatron", config, layout, blocks=layers, gpus_per_node=8).files
     else:
-        with pytest.raises(UserError, match="gives all stages of a rank as many layers"):
+        with refuses(UserError):
             export("megatron", config, layout, blocks=layers, gpus_per_node=8)
 
 
@@ -175,28 +176,26 @@ def test_rules_follow_the_model_that_is_asked_about() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tool", "words", "reason"),
+    ("tool", "words"),
     [
-        ("megatron", ["method=lora"], "trains every parameter"),
-        ("torchtitan", ["method=lora"], "trains every parameter"),
-        ("megatron", ["train.precision=bf16-pure"], "doesn't train in train.precision=bf16-pure"),
-        ("accelerate", ["train.precision=fp64"], "use fp32 or bf16"),
-        ("deepspeed", ["train.optimizer=muon"], "train.optimizer=muon can't be exported to DeepSpeed"),
+        ("megatron", ["method=lora"]),
+        ("torchtitan", ["method=lora"]),
+        ("megatron", ["train.precision=bf16-pure"]),
+        ("accelerate", ["train.precision=fp64"]),
+        ("deepspeed", ["train.optimizer=muon"]),
     ],
 )
-def test_what_a_tool_cannot_train_is_refused_before_it_is_planned(
-    tool: str, words: list[str], reason: str
-) -> None:
-    with pytest.raises(UserError, match=reason):
+def test_what_a_tool_cannot_train_is_refused_before_it_is_planned(tool: str, words: list[str]) -> None:
+    with refuses(UserError):
         tool_for(tool, settings(64, *words))
-    with pytest.raises(UserError, match=reason):
+    with refuses(UserError):
         check(tool, settings(64, *words))
 
 
 def test_settings_that_only_an_export_needs_do_not_stop_a_plan() -> None:
     config = settings(64, "data.where={lang: en}")
     assert isinstance(tool_for("megatron", config), Tool)
-    with pytest.raises(UserError, match=r"data\.where can't be exported"):
+    with refuses(UserError):
         check("megatron", config)
 
 
@@ -226,11 +225,11 @@ def test_an_export_implies_its_tool(tool: str | None, exported: str | None, foun
 
 
 def test_unknown_and_contradicting_tools_are_refused() -> None:
-    with pytest.raises(UserError, match=r"--for megatrn is no tool .* did you mean megatron"):
+    with refuses(UserError):
         tool_of("megatrn", None)
-    with pytest.raises(UserError, match="did you mean megatron"):
+    with refuses(UserError):
         tool_for("megatrn", settings(8))
-    with pytest.raises(UserError, match=r"--for axolotl with --export megatron: .* drop --for"):
+    with refuses(UserError):
         tool_of("axolotl", "megatron")
 
 
@@ -269,7 +268,7 @@ def test_the_answer_names_the_tool_and_ends_with_what_runs_the_layout(tmp_path) 
     start = lines.index("What Megatron-LM runs differently")
     assert start > len(lines) - 20 and len([line for line in lines[start:] if line.startswith("  ")]) >= 2
     assert written.as_dict()["layout"] == str(layout) and "megatron.sh" in written.as_dict()["files"]
-    with pytest.raises(UserError, match="exists; name another folder"):
+    with refuses(UserError):
         write(best.workload.tool, exported, layout, tmp_path / "out")
 
 
@@ -303,8 +302,9 @@ def test_an_explained_layout_names_its_tool() -> None:
     choice = explained(workload, h100s(16), Layout.parse("zero1x16-mb1-ga4"))
     assert {"tool": "megatron", "stack": "megatron-core"}.items() <= choice.as_dict().items()
     head = text_of(terminal.explained([Explanation(workload, choice, ())]))[0]
-    assert head.startswith("zero1x16-mb1-ga4") and head.endswith("h100-sxm, run by Megatron-LM")
-    assert text_of(terminal.largest("batch", 8, choice))[0].endswith(": 8, run by Megatron-LM")
+    says(head)
+    assert head.startswith("zero1x16-mb1-ga4")
+    says(text_of(terminal.largest("batch", 8, choice))[0])
 
 
 def test_deepspeed_shards_as_many_bytes_as_it_estimates() -> None:
@@ -327,7 +327,7 @@ def test_ranks_share_a_key_value_head_only_where_the_tool_replicates_it(tool: st
     if tool in ("megatron", "meshtune"):
         assert not against
     else:
-        assert any("tp16 does not divide 8; try tp8." in each for each in against)
+        says(against)
 
 
 def test_torchtitan_counts_embedding_and_head_as_layers() -> None:

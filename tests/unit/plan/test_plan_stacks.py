@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from golden import refuses
 
 from meshtune.errors import UserError
 from meshtune.layout import Layout
@@ -235,7 +236,7 @@ def test_peaks_of_bloom(stack: str, precision: str, layers: int, layout: str, gi
 
 @pytest.mark.parametrize("stack", stacks())
 def test_a_precision_that_a_stack_has_no_table_of_is_refused(stack: str) -> None:
-    with pytest.raises(UserError, match=f"precision of the stack {stack} = bf17: it must be one of.*bf16"):
+    with refuses(UserError):
         stack_accounting(stack, "bf17")
 
 

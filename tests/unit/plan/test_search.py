@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cases import cases
+from golden import refuses, says
 from own_kind import OWN_KIND
 
 from meshtune.errors import NothingFits, UserError
@@ -83,7 +85,10 @@ def found(name: str) -> Plan:
     return search(*WORKLOADS[name])
 
 
-@pytest.fixture(params=WORKLOADS)
+IN_TEST = ["0.6b on 2 cards", "3b with LoRA-like batch on 4", "8b, long", "70b, one sequence"]
+
+
+@pytest.fixture(params=cases(WORKLOADS, test=IN_TEST, ci=WORKLOADS))
 def plan(request: pytest.FixtureRequest) -> Plan:
     return found(request.param)
 
@@ -441,22 +446,22 @@ def test_inputs_are_gathered_again_only_where_they_do_not_fit_otherwise() -> Non
 
 
 @pytest.mark.parametrize(
-    ("value", "gpus", "size", "said"),
+    ("value", "gpus", "size"),
     [
-        ({"dp_replicate": "auto"}, 8, 12, "12 sequences"),
-        (ALL_AUTO | {"micro_batch_size": 3}, 8, 64, "micro_batch_size 3"),
-        (ALL_AUTO | {"micro_batch_size": 4, "gradient_accumulation_steps": 4}, 8, 65, "65 sequences"),
-        ({"dp_replicate": "auto", "micro_batch_size": 4}, 8, 8, "8 sequences"),
-        ("dp8-mb3", 8, 64, "64 sequences"),
-        ("zero3x8-ga5", 8, 64, "64 sequences"),
+        ({"dp_replicate": "auto"}, 8, 12),
+        (ALL_AUTO | {"micro_batch_size": 3}, 8, 64),
+        (ALL_AUTO | {"micro_batch_size": 4, "gradient_accumulation_steps": 4}, 8, 65),
+        ({"dp_replicate": "auto", "micro_batch_size": 4}, 8, 8),
+        ("dp8-mb3", 8, 64),
+        ("zero3x8-ga5", 8, 64),
     ],
     ids=str,
 )
 def test_a_batch_that_no_layout_makes_is_refused_with_one_that_some_does(
-    value: str | dict[str, Any], gpus: int, size: int, said: str
+    value: str | dict[str, Any], gpus: int, size: int
 ) -> None:
     fixed, w = given(value), workload("llama-3.2-1b", size, 2048)
-    with pytest.raises(UserError, match=said) as refused:
+    with refuses(UserError) as refused:
         search(w, machines(gpus), fixed=fixed)
     remedy = re.search(r"train.global_batch_size=(\d+)", str(refused.value))
     assert remedy, str(refused.value)
@@ -464,32 +469,30 @@ def test_a_batch_that_no_layout_makes_is_refused_with_one_that_some_does(
 
 
 @pytest.mark.parametrize(
-    ("value", "gpus", "least"),
-    [("dp2-mb1", 8, 2), ({"tp": 3, "dp_replicate": "auto"}, 8, 3), ("zero3x4-tp4-sp", 8, 16)],
+    "value",
+    ["dp2-mb1", {"tp": 3, "dp_replicate": "auto"}, "zero3x4-tp4-sp"],
     ids=str,
 )
 def test_a_layout_that_does_not_fill_the_cluster_is_refused_with_what_it_fills(
-    value: str | dict[str, Any], gpus: int, least: int
+    value: str | dict[str, Any],
 ) -> None:
-    whole = not isinstance(value, dict)
-    said = f"The layout is for {least} GPUs, but" if whole else f"take a multiple of {least} GPUs, but"
-    with pytest.raises(UserError, match=f"{said} there are 8: "):
-        search(workload("llama-3.2-1b", 48, 2048), machines(gpus), fixed=given(value))
+    with refuses(UserError):
+        search(workload("llama-3.2-1b", 48, 2048), machines(8), fixed=given(value))
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    "value",
     [
-        ({"tp": "two"}, "tp is two; it must be a whole number"),
-        ({"tp": "auto", "cp": 0}, "cp is 0"),
-        ({"dp_shard": 4, "zero": 0}, "zero=0 with dp_shard=4"),
-        ({"tp": 1, "sp": True}, "sp splits"),
-        ({"tp": "auto", "recompute": "some"}, "recompute is 'some'"),
+        {"tp": "two"},
+        {"tp": "auto", "cp": 0},
+        {"dp_shard": 4, "zero": 0},
+        {"tp": 1, "sp": True},
+        {"tp": "auto", "recompute": "some"},
     ],
     ids=str,
 )
-def test_an_impossible_part_is_refused_before_anything_is_searched(value: dict[str, Any], said: str) -> None:
-    with pytest.raises(UserError, match=re.escape(said)):
+def test_an_impossible_part_is_refused_before_anything_is_searched(value: dict[str, Any]) -> None:
+    with refuses(UserError):
         PartialLayout.parse(value)
 
 
@@ -557,7 +560,7 @@ def test_the_largest_model_fits_and_no_larger_one() -> None:
     for other, shape in larger_ones.items():
         larger = replace(w, model=other, work=shape.work, traits=shape.traits)
         assert not len(search(larger, cluster)), other
-    with pytest.raises(UserError, match="--max speed is unknown"):
+    with refuses(UserError):
         fits.largest(w, cluster, "speed")
 
 
@@ -623,7 +626,7 @@ def test_a_model_that_no_layout_takes_is_refused_with_the_reasons() -> None:
     assert not len(plan) and not len(plan.near.tp)
     error = fits.empty_plan_error(plan)
     assert isinstance(error, fits.Refused) and error.exit_code == 2
-    assert "computes its attention inside the model" in str(error)
+    says(error)
 
 
 def test_fixed_fields_that_no_layout_takes_are_refused_with_what_to_write() -> None:
@@ -631,8 +634,7 @@ def test_fixed_fields_that_no_layout_takes_are_refused_with_what_to_write() -> N
     plan = search(w, cluster, fixed=given("zero3x8-full32"))
     assert not len(plan) and not len(plan.near.tp)
     (sentence,) = fits.empty_plan_error(plan).problems
-    assert "with the fields of it that are fixed" in sentence
-    assert sentence.endswith("32 blocks in 1 stage are 32 a stage; write full, or full31 or less.")
+    says(sentence)
 
 
 # sentences #
@@ -812,7 +814,7 @@ def test_a_kind_is_taken_in_its_usual_machine_and_what_is_said_goes_before() -> 
 
 
 def test_machines_that_are_not_full_are_refused_with_the_nearest() -> None:
-    with pytest.raises(UserError, match="12 GPUs do not fill machines of 8; use 8 or 16"):
+    with refuses(UserError):
         machines(12)
     assert machines(12, gpus_per_node=6).nodes == 2
     assert machines(6).nodes == 1, "a part of one machine"
@@ -820,9 +822,7 @@ def test_machines_that_are_not_full_are_refused_with_the_nearest() -> None:
 
 @pytest.mark.parametrize("name", ["h100", "h100-smx"])
 def test_an_unknown_kind_gets_its_nearest(name: str) -> None:
-    with pytest.raises(
-        UserError, match=r"is no kind that is known; did you mean .*h100-sxm.*cluster.hardware"
-    ):
+    with refuses(UserError):
         machines(8, name)
 
 
@@ -831,14 +831,11 @@ def test_a_file_describes_other_kinds(tmp_path: Path) -> None:
     cluster = machines(8, "own", hardware=str(tmp_path / "own.toml"))
     assert (cluster.node, cluster.memory, cluster.gpu.bf16) == (4, 64 * 2**30, 400e12)
     assert len(search(workload("llama-3.2-1b", 8), cluster))
-    for text, said in (
-        (OWN_KIND.replace("bandwidth = 2000\n", ""), r"\[own\] lacks bandwidth \(GB/s of its memory\)"),
-        ("[", "is not TOML"),
-    ):
+    for text in (OWN_KIND.replace("bandwidth = 2000\n", ""), "["):
         (tmp_path / "own.toml").write_text(text)
-        with pytest.raises(UserError, match=said):
+        with refuses(UserError):
             machines(8, "own", hardware=str(tmp_path / "own.toml"))
-    with pytest.raises(UserError, match=r"cannot be read: No such file"):
+    with refuses(UserError):
         machines(8, "own", hardware=str(tmp_path / "none.toml"))
 
 
@@ -847,7 +844,7 @@ def test_measured_efficiencies_go_before_the_catalogues() -> None:
     layout = Layout.parse("zero3x8-mb1-ga8")
     w = workload("llama-3.1-8b", 64)
     assert explained(w, slow, layout).seconds.compute > 2 * explained(w, machines(8), layout).seconds.compute
-    with pytest.raises(UserError, match=r"cluster\.efficiency\.matmull is no efficiency of a GPU"):
+    with refuses(UserError):
         machines(8, efficiency={"matmull": 0.1})
 
 
@@ -861,7 +858,7 @@ def test_the_gpus_of_this_machine_are_the_cluster_where_none_is_named() -> None:
     assert cluster.memory == 70 * 2**30, "the smallest"
     more = cluster_of(ClusterConfig(gpus=8), seen=lambda: seen("NVIDIA H100 80GB HBM3", *[79.1] * 4))
     assert (more.gpus, more.nodes) == (8, 2), "machines such as this one"
-    with pytest.raises(UserError, match="The GPU 'GT 710' is not in the catalogue; name the kind nearest"):
+    with refuses(UserError):
         cluster_of(ClusterConfig(), seen=lambda: seen("GT 710", 2))
     named = cluster_of(ClusterConfig(gpu="l4"), seen=lambda: seen("GT 710", 2))
     assert named.gpu.name == "l4"

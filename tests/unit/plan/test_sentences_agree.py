@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from golden import refuses, says
 
 from meshtune.commands.plan import check_options
 from meshtune.config import Config, load
@@ -42,25 +43,19 @@ def test_a_larger_micro_batch_that_the_tool_refuses_is_not_called_faster() -> No
     settings = ["model.name=m", "data.train=rows.jsonl", "train.max_steps=10"]
     megatron = tool_for("megatron", load(overrides=[*settings, "train.global_batch_size=64"]))
     said = micro_batch(planned(workload("llama-3.1-8b", 64).run_by(megatron), machines(16), "zero1x8-tp2-sp"))
-    assert said.startswith(
-        "Micro-batch: 1 sequence. 2 can't run: Megatron-LM's --sft takes one sequence per micro-batch"
-    )
+    says(said)
 
 
 def test_a_larger_micro_batch_that_fits_is_compared_by_its_time() -> None:
     plan = planned(workload("llama-3.1-8b", 64, 1024), machines(8), "zero3x8-mb1-ga8")
-    assert "2 would fit; a step takes " in micro_batch(plan)
-    assert micro_batch(plan).endswith(" less time.")
+    says(micro_batch(plan))
 
 
 def test_the_batch_is_part_of_the_reason_where_it_excludes_degrees() -> None:
     """70B on 1000 GPUs: 1024 sequences leave dp, tp and pp without cp only degrees of 5."""
     plan = search(workload("llama-3.1-70b", 1024), machines(1000), fixed={"tp": 4, "cp": 25, "pp": 5})
     pipelines = next(one for one in advice.alternatives(plan) if one.name == "pipeline parallel without cp")
-    assert pipelines.sentence == (
-        "is not possible: where the data ranks divide 1024 sequences, tp does not divide the 64 attention "
-        "heads."
-    )
+    says(pipelines.sentence)
 
 
 def test_layouts_that_save_less_memory_than_they_cost_time_are_not_offered() -> None:
@@ -73,7 +68,7 @@ def test_layouts_that_save_less_memory_than_they_cost_time_are_not_offered() -> 
 
 def test_ranks_of_processors_are_not_called_gpus() -> None:
     plan = planned(workload("llama-3.2-1b", 8, 1024), machines(2, "cpu"), "zero3x2-mb1-ga4")
-    assert any(said.startswith("Ranks: 2 = ") for said in advice.reasoning(plan, plan.choice(0)))
+    says(advice.reasoning(plan, plan.choice(0)))
 
 
 def test_a_stack_with_measured_times_alone_is_not_called_unmeasured() -> None:
@@ -87,17 +82,17 @@ NONE = {"comparing": False, "plot": None, "top": None, "to": None, "verify": Non
 
 
 @pytest.mark.parametrize(
-    ("layouts", "most", "more", "problem"),
+    ("layouts", "most", "more"),
     [
-        (True, None, {"top": 3}, "--top 3 is the number of layouts that a search shows"),
-        (True, None, {"verify": 2}, "--verify 2 dry-runs the best layouts of a search"),
-        (False, "batch", {"top": 3}, "--top 3 is the number of layouts that a search shows"),
-        (False, None, {"to": Path("x")}, "--to x is the folder that --export writes into; add --export TOOL"),
-        (True, None, {"comparing": True}, "answer one question"),
+        (True, None, {"top": 3}),
+        (True, None, {"verify": 2}),
+        (False, "batch", {"top": 3}),
+        (False, None, {"to": Path("x")}),
+        (True, None, {"comparing": True}),
     ],
 )
-def test_options_without_use_are_refused(layouts: bool, most: str | None, more: dict, problem: str) -> None:
-    with pytest.raises(UserError, match=problem):
+def test_options_without_use_are_refused(layouts: bool, most: str | None, more: dict) -> None:
+    with refuses(UserError):
         check_options(layouts, most, None, **(NONE | more))
 
 
