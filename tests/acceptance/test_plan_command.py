@@ -17,6 +17,7 @@ import pytest
 import yaml
 from cases import cases
 from command import Command, Ended
+from golden import says
 
 from meshtune.layout import Layout
 from meshtune.plan.export import EXPORTERS
@@ -177,9 +178,9 @@ def test_explain_takes_one_layout_apart(plan: Plan) -> None:
     best = plan(*EIGHT, "--explain", "zero2x8", "--json").json["layout"]
     assert best.startswith("zero2x8-mb") and Layout.parse(best).global_batch_size == 64
     refused = plan(*EIGHT, "--explain", "tp8-sp-ulysses3-mb1-ga64", "cluster.gpus_per_node=24", "--json").json
-    assert any("ulysses3 does not divide" in sentence for sentence in refused["against"])
+    says(refused["against"])
     small = plan(*EIGHT, "--explain", "dp8-mb8-ga1", "cluster.memory_gib=1", "--json").json
-    assert any(sentence.startswith("It needs") for sentence in small["against"])
+    says(small["against"])
     assert plan(*EIGHT, "--explain", "auto", "--json").json["world"] == 8
 
 
@@ -217,10 +218,11 @@ def test_kinds_are_compared_by_price_and_a_deadline_that_none_keeps_ends_with_3(
     shown = plan(*words, "--goal", "cost")
     assert "EUR" in shown.out and "→ chosen" in shown.out
     late = plan(*words, "--budget", "0.0001")
-    assert late.code == 3 and "No cluster that was tried costs at most 0.000100 EUR." in late.err
-    assert "What would do: --budget " in late.err
+    assert late.code == 3
+    says(late.err)
     wrong = plan(*words[:2], "--gpus", "2xfoo,0")
-    assert wrong.code == 2 and "--gpus = foo is no kind" in wrong.err and "'0' is no number" in wrong.err
+    assert wrong.code == 2
+    says(wrong.err)
     assert plan(*EIGHT, "--by", "3h", "--max", "batch").code == 2
 
 
@@ -234,8 +236,8 @@ def test_a_memory_budget_bounds_every_question(plan: Plan) -> None:
     assert large["memory"]["peak"] > 2 * 2**30
     assert plan(*words, "--max", "batch").json["memory"]["peak"] <= 2 * 2**30
     tight = plan(*words, "--explain", large["layout"]).json
-    assert any("fills at most 2.00 GiB of a GPU" in reason for reason in tight["against"])
-    assert "write --memory-budget 70GiB" in plan(*EIGHT, "--memory-budget", "much").err
+    says(tight["against"])
+    says(plan(*EIGHT, "--memory-budget", "much").err)
 
 
 def test_clusters_are_compared_and_the_goal_chooses(plan: Plan) -> None:
@@ -320,7 +322,8 @@ def test_a_plan_is_exported_once(tool: str, plan: Plan, tiny: Path, tmp_path: Pa
     files = {file: file.read_bytes() for file in (tmp_path / "out").rglob("*") if file.is_file()}
     assert files and all(files.values())
     again = plan(*words)
-    assert again.code == 2 and "exists; name another folder with --to" in again.err
+    assert again.code == 2
+    says(again.err)
     assert {file: file.read_bytes() for file in (tmp_path / "out").rglob("*") if file.is_file()} == files
 
 
@@ -328,32 +331,32 @@ def test_a_plan_is_exported_once(tool: str, plan: Plan, tiny: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    "words",
     [
-        (["cluster.gpu=h100"], "cluster.gpu = h100 is no kind that is known; did you mean h100-sxm"),
-        (["cluster.gpu=h100-sxm", "cluster.gpus=12"], "12 GPUs do not fill machines of 8; use 8 or 16"),
-        ([*EIGHT, "--gpus", "12"], "12 GPUs do not fill machines of 8"),
-        ([*EIGHT, "--gpus", "8,many"], "'many' is no number of GPUs, 1 to 1,000,000; write --gpus 8,16,32"),
-        ([*EIGHT, "--goal", "fun"], "--goal fun is no goal; goals: speed, cost, gpus, memory"),
-        ([*EIGHT, "--max", "everything"], "--max everything is unknown"),
-        ([*EIGHT, "--explain", "tpp8"], "'tpp8' is no token; did you mean tp8 or pp8?"),
-        ([*EIGHT, "--explain", "tpp8,dp2-tp3"], "dp2-tp3 can't run on 6 x h100-sxm: tp=3 does not divide"),
-        ([*EIGHT, "--explain", "zero3x8-mb3"], "train.global_batch_size is 64"),
-        ([*EIGHT, "layout=dp8", "train.global_batch_size=12"], "try train.global_batch_size=16"),
-        ([*EIGHT, "layout=dp4"], "The layout is for 4 GPUs, but there are 8: "),
-        ([*EIGHT, "layout={tp: 16, dp_shard: auto}"], "take a multiple of 16 GPUs, but there are 8: "),
-        ([*EIGHT, "train.global_batch_tokens=1000"], "is no multiple of data.seq_len = 2048"),
-        ([*EIGHT, "--export", "deepsped"], "did you mean deepspeed?"),
-        ([*EIGHT, "--plot", "plan.jpeg"], "pictures are written as .html, .png, .svg"),
-        ([*EIGHT, "cluster.efficiency={matmull: 0.5}"], "cluster.efficiency.matmull is no efficiency"),
-        ([*EIGHT, "cluster.node=8"], "cluster.node"),
+        ["cluster.gpu=h100"],
+        ["cluster.gpu=h100-sxm", "cluster.gpus=12"],
+        [*EIGHT, "--gpus", "12"],
+        [*EIGHT, "--gpus", "8,many"],
+        [*EIGHT, "--goal", "fun"],
+        [*EIGHT, "--max", "everything"],
+        [*EIGHT, "--explain", "tpp8"],
+        [*EIGHT, "--explain", "tpp8,dp2-tp3"],
+        [*EIGHT, "--explain", "zero3x8-mb3"],
+        [*EIGHT, "layout=dp8", "train.global_batch_size=12"],
+        [*EIGHT, "layout=dp4"],
+        [*EIGHT, "layout={tp: 16, dp_shard: auto}"],
+        [*EIGHT, "train.global_batch_tokens=1000"],
+        [*EIGHT, "--export", "deepsped"],
+        [*EIGHT, "--plot", "plan.jpeg"],
+        [*EIGHT, "cluster.efficiency={matmull: 0.5}"],
+        [*EIGHT, "cluster.node=8"],
     ],
     ids=lambda value: " ".join(value[-2:]) if isinstance(value, list) else None,
 )  # fmt: skip
-def test_bad_words_are_refused_with_a_remedy(words: list[str], said: str, plan: Plan) -> None:
+def test_bad_words_are_refused_with_a_remedy(words: list[str], plan: Plan) -> None:
     ended = plan(*words)
     assert ended.code == 2, ended.err
-    assert said in ended.err and "Traceback" not in ended.err
+    says(ended.err)
     assert all(line.startswith("meshtune: ") for line in ended.err.strip().splitlines())
 
 
@@ -387,11 +390,12 @@ def test_where_nothing_fits_the_nearest_is_named_and_what_would_fit_does(plan: P
     ]  # fmt: skip
     ended = plan(*tight)
     assert ended.code == 3 and ended.out == ""
-    assert re.search(r"No layout of 1 x l4 fits .* of a GPU's 2\.00 GiB", ended.err)
+    says(ended.err)
     nearest = re.search(r"The layout that needs least is (\S+): ", ended.err)
     assert nearest
     against = plan(*tight, "--explain", nearest[1]).json["against"]
-    assert len(against) == 1 and against[0].startswith("It needs")
+    says(against[0])
+    assert len(against) == 1
     remedies = re.findall(r"([a-z]+(?:\.\w+)?=\S+) layout=(\S+) \(", ended.err)
     assert len(remedies) >= 2
     for setting, layout in remedies:
@@ -472,7 +476,8 @@ def test_devices_that_nobody_knows_train_under_a_named_layout(
     for module in (build, choose):
         monkeypatch.setattr(module, "gpus_of", lambda device: [("GT 710", 2.0**31)])
     ended = meshtune("train", *settings("layout=auto", "train.max_steps=1"))
-    assert ended.code == 2 and "The GPU 'GT 710' is not in the catalogue" in ended.err
+    assert ended.code == 2
+    says(ended.err)
     ended = meshtune("train", *settings("layout=mb2-ga2", "train.max_steps=1"))
     assert ended.code == 0, ended.err
     plan = yaml.safe_load(RunDir(tmp_path / "run").plan_file.read_text())

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from families import FAMILIES
+from golden import refuses
 from loading import load
 from torch.distributed.checkpoint.metadata import Metadata
 from transformers import PreTrainedTokenizerFast
@@ -65,7 +66,7 @@ def sign(folder: Path) -> None:
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
-def refuses(folder: Path, match: str) -> None:
+def is_refused(folder: Path, match: str) -> None:
     """Reading the checkpoint raises UserError and leaves the tensor as it was."""
     read = {"weight": torch.zeros(4)}
     with pytest.raises(UserError, match=match):
@@ -109,7 +110,7 @@ def test_a_canary_in_the_metadata(checkpoint, sung, where):
             setattr(metadata, where, Canary(sung))
 
     change_metadata(checkpoint, plant)
-    refuses(checkpoint, r"\.metadata was refused: it names (posix|os)\.system")
+    is_refused(checkpoint, r"\.metadata was refused: it names (posix|os)\.system")
 
 
 @pytest.mark.parametrize(
@@ -126,7 +127,7 @@ def test_a_canary_in_the_metadata(checkpoint, sung, where):
 def test_a_metadata_pickle_may_name_nothing_but_what_it_needs(checkpoint, sung, stream):
     (checkpoint / ".metadata").write_bytes(stream.replace(b"{path!r}", repr(str(sung)).encode()))
     sign(checkpoint)
-    refuses(checkpoint, r"\.metadata was refused: it names ")
+    is_refused(checkpoint, r"\.metadata was refused: it names ")
 
 
 @pytest.mark.parametrize(
@@ -135,7 +136,7 @@ def test_a_metadata_pickle_may_name_nothing_but_what_it_needs(checkpoint, sung, 
 def test_metadata_that_is_none_is_refused_in_words(checkpoint, stream):
     (checkpoint / ".metadata").write_bytes(stream)
     sign(checkpoint)
-    refuses(checkpoint, r"\.metadata was refused")
+    is_refused(checkpoint, r"\.metadata was refused")
 
 
 def test_a_canary_in_a_data_file(checkpoint, sung):
@@ -148,7 +149,7 @@ def test_a_canary_in_a_data_file(checkpoint, sung):
             info.length = len(stream.getvalue())
 
     change_metadata(checkpoint, fit)
-    refuses(checkpoint, r"could not be read: .*(Weights only|weights_only)")
+    is_refused(checkpoint, r"could not be read: .*(Weights only|weights_only)")
 
 
 def test_a_canary_among_pickled_extras(tmp_path, checkpoint, sung):
@@ -159,21 +160,21 @@ def test_a_canary_among_pickled_extras(tmp_path, checkpoint, sung):
     state = {"weight": torch.ones(4), "trainer": Canary(sung)}
     dcp.save(state, checkpoint_id=checkpoint, no_dist=True)
     sign(checkpoint)
-    refuses(checkpoint, r"'trainer' is a pickled object, not a tensor")
+    is_refused(checkpoint, r"'trainer' is a pickled object, not a tensor")
 
 
 @pytest.mark.parametrize("there", ["../outside.distcp", "/etc/passwd", "values.json", "sub/__0_0.distcp"])
 def test_metadata_that_points_elsewhere(checkpoint, there):
     (checkpoint.parent / "outside.distcp").write_bytes((checkpoint / "__0_0.distcp").read_bytes())
     move_data_to(checkpoint, there)
-    refuses(checkpoint, r"which is no file of this checkpoint")
+    is_refused(checkpoint, r"which is no file of this checkpoint")
 
 
 def test_a_data_file_that_is_a_link(checkpoint):
     outside = checkpoint.parent / "outside.distcp"
     (checkpoint / "__0_0.distcp").rename(outside)
     (checkpoint / "__0_0.distcp").symlink_to(outside)
-    refuses(checkpoint, r"__0_0.distcp is damaged: it is no regular file")
+    is_refused(checkpoint, r"__0_0.distcp is damaged: it is no regular file")
 
 
 @pytest.mark.parametrize("name", ["../outside.distcp", "/etc/passwd", "..", ""])
@@ -181,7 +182,7 @@ def test_a_manifest_that_names_files_elsewhere(checkpoint, name):
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     manifest["files"][name] = {"size": 1, "hash": "0"}
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
-    refuses(checkpoint, r"manifest.json is missing or damaged")
+    is_refused(checkpoint, r"manifest.json is missing or damaged")
 
 
 def test_data_that_asks_for_a_transformation(checkpoint):
@@ -190,7 +191,7 @@ def test_data_that_asks_for_a_transformation(checkpoint):
             info.transform_descriptors = ["stream.zstd/1"]
 
     change_metadata(checkpoint, change)
-    refuses(checkpoint, r"to be read through")
+    is_refused(checkpoint, r"to be read through")
 
 
 # Model folders #
@@ -226,7 +227,7 @@ def test_the_folder_loads_before_anything_is_planted(folder):
 def test_a_canary_in_pickled_weights(folder, sung, name):
     (folder / "model.safetensors").unlink()
     torch.save({"lm_head.weight": Canary(sung)}, folder / name)
-    with pytest.raises(UserError, match="pickle"):
+    with refuses(UserError):
         load(str(folder), dtype=torch.float32, attention="eager")
 
 
@@ -245,14 +246,14 @@ def test_an_index_that_points_outside(folder, there):
     (folder / "link.safetensors").symlink_to(outside)
     index = {"weight_map": {"lm_head.weight": there.format(root=folder.parent)}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(UserError, match=r"same folder|outside"):
+    with refuses(UserError):
         load(str(folder), dtype=torch.float32, attention="eager")
 
 
 def test_a_checkpoint_inside_a_model_folder(folder, sung):
     """transformers takes a folder with a .metadata for a distributed checkpoint."""
     (folder / ".metadata").write_bytes(pickle.dumps(Canary(sung)))
-    with pytest.raises(UserError, match=r"\.metadata"):
+    with refuses(UserError):
         load(str(folder), dtype=torch.float32, attention="eager")
 
 
@@ -261,7 +262,7 @@ def test_a_model_that_brings_its_own_code(folder, sung):
     names = {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}
     edit(folder / "config.json", auto_map=names, model_type="own")
     for read in (load_config, lambda name: load(name, dtype=torch.float32, attention="eager")):
-        with pytest.raises(UserError, match="trust_remote_code"):
+        with refuses(UserError):
             read(str(folder))
 
 
@@ -279,7 +280,7 @@ def test_a_tokenizer_that_brings_its_own_code(folder, sung):
         auto_map={"AutoTokenizer": ["own.Own", "own.Own"]},
         tokenizer_class="Own",
     )
-    with pytest.raises(UserError, match="tokenizer"):
+    with refuses(UserError):
         load_tokenizer(str(folder))
 
 
@@ -301,5 +302,5 @@ def test_a_chat_template_that_wants_out_of_its_sandbox(folder, sung, escape):
     assert tokenizer.chat_template
     messages = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
     example = Example(Origin("here", 1), messages, None, None, None, None)
-    with pytest.raises(UserError, match=r"(?i)template"):
+    with refuses(UserError):
         Encoder(tokenizer, train_on="assistant", chat_template=None).encode([example])
