@@ -4,6 +4,7 @@ import threading
 from typing import Any
 
 import pytest
+from golden import refuses
 from tokenizers import Regex, normalizers
 
 from meshtune.data import limits, readers
@@ -22,25 +23,25 @@ def conversation(*turns: dict[str, Any]) -> Example:
 
 
 @pytest.mark.parametrize(
-    ("template", "sentence"),
+    "template",
     [
-        (LOOP, "ran for more than 0.2 s"),
-        ("{{ 'x' * 10**12 }}", "a value of size 1,000,000,000,000"),
-        ("{{ [1] * 10**12 }}", "a value of size 1,000,000,000,000"),
-        ("{{ 9 ** 999999999 }}", "a value of size 3,999,999,996"),
-        ("{{ '%999999999d' % 1 }}", "a value of size 999,999,999"),
-        ("{{ '%*d' % (999999999, 1) }}", "a value of size 999,999,999"),
-        ("{% for i in range(9999) %}{{ 'x' * 999 }}{% endfor %}", "its text has 9,989,001 characters"),
+        LOOP,
+        "{{ 'x' * 10**12 }}",
+        "{{ [1] * 10**12 }}",
+        "{{ 9 ** 999999999 }}",
+        "{{ '%999999999d' % 1 }}",
+        "{{ '%*d' % (999999999, 1) }}",
+        "{% for i in range(9999) %}{{ 'x' * 999 }}{% endfor %}",
     ],
     ids=["time", "text", "list", "power", "format", "width", "many texts"],
 )
 def test_a_template_without_end_is_refused_before_any_row(
-    template: str, sentence: str, tokenizer_of: Any, monkeypatch: pytest.MonkeyPatch
+    template: str, tokenizer_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "RENDER_SECONDS", 0.2)
     tokenizer = tokenizer_of()
     tokenizer.chat_template = template
-    with pytest.raises(UserError, match=sentence):
+    with refuses(UserError):
         Encoder(tokenizer, train_on="assistant", chat_template=None)
 
 
@@ -51,7 +52,7 @@ def test_a_template_that_is_slow_on_a_row_alone_is_refused_there(
     tokenizer = tokenizer_of()
     tokenizer.chat_template = "{% if messages|length > 2 %}" + LOOP + "{% endif %}x"
     encoder = Encoder(tokenizer, train_on="all", chat_template=None)
-    with pytest.raises(UserError, match=r"ran for more than 0.2 s"):
+    with refuses(UserError):
         encoder.encode([conversation(*TURNS, *TURNS)])
 
 
@@ -71,7 +72,7 @@ def test_a_text_that_utf8_can_not_hold_is_a_bad_row(tokenizer_of: Any) -> None:
     tokenizer = tokenizer_of()
     tokenizer.chat_template = "{{ messages[0].content }}{{ '\\ud800' }}"
     encoder = Encoder(tokenizer, train_on="all", chat_template=None)
-    with pytest.raises(UserError, match=r"rows\.jsonl, line 1: its text is not UTF-8: it has half of"):
+    with refuses(UserError):
         encoder.encode([conversation()])
 
 
@@ -103,24 +104,24 @@ def test_a_long_line_is_passed_over_in_parts(rows_file: Any, monkeypatch: pytest
 def test_an_open_quote_ends_the_reading_of_a_csv_file(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readers, "LINE_BYTES", 1000)
     (tmp_path / "rows.csv").write_text('text\none\n"two\n' + "three\n" * 500)
-    with pytest.raises(UserError, match=r"rows\.csv, line \d+: a field has more than 1,000 characters"):
+    with refuses(UserError):
         [*read(Source(str(tmp_path / "rows.csv")), on_bad_row="skip")]
 
 
 @pytest.mark.parametrize(
-    ("normalizer", "most"),
+    "normalizer",
     [
-        (normalizers.Replace("e", "e" * 100_000), 100_000),
-        (normalizers.Replace(Regex("a+"), "b" * 500), 500),
-        (normalizers.Prepend("x" * 999), 1000),
-        (normalizers.Sequence([normalizers.Replace("e", "eeee")] * 6), 4**6),
+        normalizers.Replace("e", "e" * 100_000),
+        normalizers.Replace(Regex("a+"), "b" * 500),
+        normalizers.Prepend("x" * 999),
+        normalizers.Sequence([normalizers.Replace("e", "eeee")] * 6),
     ],
     ids=["replace", "regular expression", "prepend", "sequence"],
 )
-def test_a_tokenizer_that_multiplies_a_text_is_refused(normalizer: Any, most: int, tokenizer_of: Any) -> None:
+def test_a_tokenizer_that_multiplies_a_text_is_refused(normalizer: Any, tokenizer_of: Any) -> None:
     tokenizer = tokenizer_of()
     tokenizer.backend_tokenizer.normalizer = normalizer
-    with pytest.raises(UserError, match=f"normalizer makes up to {most:,} characters of one"):
+    with refuses(UserError):
         Encoder(tokenizer, train_on="completion", chat_template="none")
 
 

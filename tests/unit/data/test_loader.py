@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from data_rows import Bytes, memory, numbered, write_rows
+from golden import refuses
 
 from meshtune.data.batch import evaluation_batches, micro_batch
 from meshtune.data.loader import Loader, deal
@@ -235,19 +236,16 @@ def test_the_deal_is_longest_first_and_forth_and_back() -> None:
 
 
 def test_sizes_that_do_not_divide_are_refused_with_ones_that_do() -> None:
-    with pytest.raises(
-        UserError,
-        match=r"64 .*3 x 8 = 24; use a global batch of 48 or 72, or a micro-batch of 1 or 2 or 4 or 8",
-    ):
+    with refuses(UserError):
         Loader(memory([3], seq_len=4), global_batch_size=64, micro_batch_size=3, data_ranks=8, seed=0)
 
 
-@pytest.mark.parametrize(("change", "says"), [({"seed": 9}, "seed = 9"), ({"data": "other"}, "other data")])
-def test_a_state_of_another_seed_or_other_data_is_refused(change: dict, says: str) -> None:
+@pytest.mark.parametrize("change", [{"seed": 9}, {"data": "other"}])
+def test_a_state_of_another_seed_or_other_data_is_refused(change: dict) -> None:
     dataset = memory(LENGTHS, seq_len=32)
     _, _, state = run(dataset, 1)
 
-    with pytest.raises(UserError, match=says):
+    with refuses(UserError):
         run(dataset, 1, state=state | change)
 
 
@@ -255,7 +253,7 @@ def test_a_state_of_another_seed_or_other_data_is_refused(change: dict, says: st
 def test_a_position_that_no_run_wrote_is_refused(change):
     dataset = memory([3] * 8, seq_len=4)
     *_, state = run(dataset, 1)
-    with pytest.raises(ValueError, match="epoch and position must be whole numbers"):
+    with refuses(ValueError):
         run(dataset, 1, state=state | change)
 
 
@@ -365,5 +363,5 @@ def test_a_stream_draws_from_its_sources_by_weight(tmp_path) -> None:
 def test_a_stream_without_a_usable_document_is_refused(tmp_path) -> None:
     stream = stream_of(tmp_path, 10, window=4, seq_len=2, overlong="drop")
 
-    with pytest.raises(UserError, match="no document to train on"):
+    with refuses(UserError):
         next(iter(Loader(stream, global_batch_size=1, micro_batch_size=1, seed=0)))

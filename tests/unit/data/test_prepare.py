@@ -17,6 +17,7 @@ import pyarrow.csv
 import pyarrow.parquet
 import pytest
 from data_rows import Bytes, numbered, texts, write_rows
+from golden import refuses, says
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -86,8 +87,7 @@ def test_what_is_cut_is_counted_and_said(tmp_path) -> None:
     assert (stats["rows"], stats["train"]["documents"], stats["train"]["tokens"]) == (3, 2, 13)
     assert texts(prepared.train) == ["abc" + "x" * 7, "ab"]
     said = "\n".join(sentences(stats))
-    assert "cut to 10 tokens: 2 documents, which lost 104 tokens (94 of them labelled)" in said
-    assert "dropped, nothing labelled left by the cut: 1 document (10 tokens)" in said
+    says(said)
 
 
 def test_overlong_drop_leaves_out_and_counts(tmp_path) -> None:
@@ -104,11 +104,10 @@ def test_overlong_drop_leaves_out_and_counts(tmp_path) -> None:
 def test_overlong_error_names_the_first_ten_rows_and_their_lengths(tmp_path) -> None:
     source = write_rows(tmp_path / "rows.jsonl", [("abc", "x" * (i % 2 * 97)) for i in range(1, 40)])
 
-    with pytest.raises(UserError) as caught:
+    with refuses(UserError) as caught:
         made(tmp_path, [source], seq_len=10, overlong="error", on_bad_row="skip")
 
     assert len(caught.value.problems) == 11
-    assert "line 1: 101 tokens, more than data.seq_len = 10" in caught.value.problems[0]
     assert "data.overlong" in caught.value.problems[-1]
     assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()], "nothing half made stays"
 
@@ -122,7 +121,7 @@ def test_bad_rows_are_counted_by_reason(tmp_path) -> None:
 
     assert sum(prepared.stats["bad_rows"].values()) == 2
     assert prepared.stats["rows"] == 7
-    assert "bad rows skipped, broken JSON: 1" in "\n".join(sentences(prepared.stats))
+    says(sentences(prepared.stats))
 
 
 class Picky(Bytes):
@@ -153,10 +152,8 @@ def test_rows_that_the_encoder_leaves_out_are_counted_and_the_others_keep_their_
 def test_no_document_left_is_an_error_that_says_where_they_went(tmp_path) -> None:
     source = write_rows(tmp_path / "rows.jsonl", [("p" * 20, "yy")] * 3)
 
-    with pytest.raises(UserError, match="No document is left") as caught:
+    with refuses(UserError):
         made(tmp_path, [source], seq_len=10)
-
-    assert "nothing labelled left by the cut: 3 documents" in str(caught.value)
 
 
 # Held out, weights #
@@ -187,7 +184,7 @@ def test_eval_sources_are_held_out_whole(tmp_path) -> None:
 
 
 def test_an_eval_split_that_leaves_nothing_is_refused(tmp_path) -> None:
-    with pytest.raises(UserError, match="eval_split"):
+    with refuses(UserError):
         made(tmp_path, [rows_file(tmp_path)], eval_split=50)
 
 
@@ -213,14 +210,14 @@ def test_a_document_and_its_copy_never_share_a_sequence(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "says"),
+    "settings",
     [
-        ({"eval_split": 1.5}, "whole number"),
-        ({"seq_len": 1}, "seq_len = 1"),
+        {"eval_split": 1.5},
+        {"seq_len": 1},
     ],
 )
-def test_bad_settings_are_refused(tmp_path, settings: dict, says: str) -> None:
-    with pytest.raises(UserError, match=says):
+def test_bad_settings_are_refused(tmp_path, settings: dict) -> None:
+    with refuses(UserError):
         made(tmp_path, [rows_file(tmp_path)], **settings)
 
 
@@ -407,7 +404,7 @@ def test_what_a_killed_process_left_long_ago_is_removed(tmp_path) -> None:
 def test_a_cache_folder_that_cannot_be_written_says_what_to_do(tmp_path) -> None:
     (tmp_path / "cache").write_text("a file")
 
-    with pytest.raises(UserError, match=r"data\.cache"):
+    with refuses(UserError):
         made(tmp_path, [rows_file(tmp_path)])
 
 
@@ -480,7 +477,7 @@ def test_a_file_that_grows_while_it_is_read_is_refused(tmp_path) -> None:
                 file.write('{"prompt": "late", "completion": "row"}\n')
             return super().encode(examples)
 
-    with pytest.raises(UserError, match="changed while it was read"):
+    with refuses(UserError):
         made(tmp_path, [source], Growing())
     assert made(tmp_path, [source]).stats["cache"] == "made"
     assert made(tmp_path, [source]).stats["rows"] == 51
@@ -528,8 +525,7 @@ def test_a_stream_names_unused_columns_at_the_start_and_counts_bad_rows_of_its_e
         on_bad_row="skip",
     )  # fmt: skip
     lines = sentences(prepared.stats)
-    assert "columns that are not used: level, topic" in lines
-    assert "bad rows skipped, broken JSON: 1" in lines
+    says(lines)
     assert prepared.train.tally.examples == 0, "no row of the stream counts as read yet"
 
 
@@ -601,6 +597,6 @@ def test_a_bad_row_behind_max_samples_is_not_read(tmp_path) -> None:
     source = rows_file(tmp_path, 5)
     with Path(source.path).open("a") as file:
         file.write("broken\n")
-    with pytest.raises(UserError, match=r"not JSON|broken"):
+    with refuses(UserError):
         made(tmp_path, [source])
     assert made(tmp_path, [replace(source, max_samples=5)]).stats["rows"] == 5

@@ -3,11 +3,12 @@
 import json
 
 import pytest
+from golden import refuses, says
 
 from meshtune.data.encode import Encoder
 from meshtune.data.example import Dropped, Notes, Source, notes_sentences
 from meshtune.data.readers import read
-from meshtune.errors import UserError, written
+from meshtune.errors import UserError
 
 USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
 
@@ -37,13 +38,13 @@ def test_text_parts_are_kept_for_the_template(rows_of):
 @pytest.mark.parametrize("kind", ["image_url", "input_audio", "refusal", None])
 def test_parts_that_are_no_text_are_refused_by_name(rows_of, kind):
     part = {"type": kind, "image_url": {"url": "x.png"}}
-    with pytest.raises(UserError, match=rf"message 1 has a content part of type {written(kind)}"):
+    with refuses(UserError):
         rows_of({"messages": [{"role": "user", "content": [part]}, ANSWER]})
 
 
 def test_an_answer_whose_parts_are_blank_is_empty(rows_of):
     parts = [{"type": "text", "text": " "}]
-    with pytest.raises(UserError, match=r"message 2 \(assistant\) is empty"):
+    with refuses(UserError):
         rows_of({"messages": [USER, {"role": "assistant", "content": parts}]})
 
 
@@ -70,16 +71,16 @@ def test_masks_of_sharegpt_are_read_too(rows_of):
 
 
 @pytest.mark.parametrize(
-    ("extra", "what"),
+    "extra",
     [
-        ({"weight": 0.5}, "weight is 0.5"),
-        ({"train": "yes"}, 'train is "yes"'),
-        ({"weight": 1, "train": False}, "weight and train contradict each other"),
-        ({"train_detail": []}, "train_detail masks parts of a message"),
+        {"weight": 0.5},
+        {"train": "yes"},
+        {"weight": 1, "train": False},
+        {"train_detail": []},
     ],
 )
-def test_a_mask_that_can_not_be_honoured_is_refused(rows_of, extra, what):
-    with pytest.raises(UserError, match=what):
+def test_a_mask_that_can_not_be_honoured_is_refused(rows_of, extra):
+    with refuses(UserError):
         rows_of({"messages": [USER, ANSWER | extra]})
 
 
@@ -88,8 +89,8 @@ def test_rows_of_loss_weight_0_are_left_out_and_counted(rows_of):
     examples, notes = rows_of(row | {"loss_weight": 0}, row | {"loss_weight": 1.0}, row)
     assert len(examples) == 2
     assert notes.masks == {"loss_weight: 0": 1, "loss_weight: 1": 1}
-    assert "rows left out by loss_weight 0: 1" in notes_sentences(notes.values())
-    with pytest.raises(UserError, match=r"loss_weight is 0\.3"):
+    says(notes_sentences(notes.values()))
+    with refuses(UserError):
         rows_of(row | {"loss_weight": 0.3})
 
 
@@ -106,14 +107,10 @@ def test_arguments_are_objects_however_they_are_written(rows_of, arguments):
     assert example.messages[1]["tool_calls"][0]["function"]["arguments"] == {"city": "Paris"}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "what"), [("{city: Paris}", "text that is not JSON"), ("[1]", "a list, expected an object")]
-)
-def test_arguments_that_are_no_object_are_refused_with_their_row(rows_of, arguments, what):
+@pytest.mark.parametrize("arguments", ["{city: Paris}", "[1]"])
+def test_arguments_that_are_no_object_are_refused_with_their_row(rows_of, arguments):
     good = {"messages": [USER, ANSWER]}
-    with pytest.raises(
-        UserError, match=rf"rows.jsonl, line 2: message 2: the arguments of a tool call are {what}"
-    ):
+    with refuses(UserError):
         rows_of(good, {"messages": [USER, {"role": "assistant", "tool_calls": [call(arguments)]}]})
 
 
@@ -145,7 +142,7 @@ def test_two_system_prompts_are_refused_unless_they_are_the_same(rows_of):
     messages = [{"role": "system", "content": "Be kind."}, USER, ANSWER]
     (example,), _ = rows_of({"messages": messages, "system": "Be kind."})
     assert len(example.messages) == 3
-    with pytest.raises(UserError, match="two system prompts"):
+    with refuses(UserError):
         rows_of({"messages": messages, "system": "Be rude."})
 
 
@@ -156,7 +153,7 @@ def test_columns_that_are_not_used_are_listed_once(rows_of):
 
 
 def test_names_of_another_format_are_refused(rows_of):
-    with pytest.raises(UserError, match="maps prompt, which the format messages does not read"):
+    with refuses(UserError):
         rows_of({"messages": [USER, ANSWER], "question": "Hi"}, columns=(("prompt", "question"),))
 
 
@@ -166,7 +163,7 @@ def test_names_of_another_format_are_refused(rows_of):
 @pytest.mark.parametrize("label", [True, False, "true", "False"])
 def test_kto_rows_are_refused_and_their_good_ones_can_be_chosen(rows_of, label):
     row = {"prompt": "Hi", "completion": "Hello", "label": label}
-    with pytest.raises(UserError, match=r"KTO data.*data\.where=\{label: true\}"):
+    with refuses(UserError):
         rows_of(row)
     examples, notes = rows_of(row, where=(("label", True),))
     good = str(label).lower() == "true"
@@ -180,7 +177,7 @@ def test_a_label_of_a_class_is_no_kto(rows_of):
 
 def test_preference_columns_beside_messages_are_refused_and_a_side_can_be_chosen(rows_of):
     row = {"messages": [USER], "chosen": [USER, ANSWER], "rejected": [USER, ANSWER | {"content": "No."}]}
-    with pytest.raises(UserError, match=r"preference data.*data\.columns=\{messages: chosen\}"):
+    with refuses(UserError):
         rows_of(row)
     (example,), notes = rows_of(row, columns=(("messages", "chosen"),))
     assert example.messages[1]["content"] == "Hello"
@@ -193,7 +190,7 @@ def test_preference_columns_beside_messages_are_refused_and_a_side_can_be_chosen
 @pytest.mark.parametrize("column", ["image", "images", "audio", "video"])
 def test_rows_with_images_or_sound_are_refused_unless_the_text_is_meant_alone(rows_of, column):
     row = {"messages": [USER, ANSWER], column: ["a.png"]}
-    with pytest.raises(UserError, match=f"the row has {column}.*data.format=messages"):
+    with refuses(UserError):
         rows_of(row)
     examples, notes = rows_of(row, format="messages")
     assert len(examples) == 1 and column in notes.unused
@@ -201,7 +198,7 @@ def test_rows_with_images_or_sound_are_refused_unless_the_text_is_meant_alone(ro
 
 
 def test_a_column_of_where_must_be_there(rows_of):
-    with pytest.raises(UserError, match=r"column label \(data.where\) is missing"):
+    with refuses(UserError):
         rows_of({"prompt": "Hi", "completion": "Hello"}, where=(("label", True),))
 
 
@@ -215,19 +212,19 @@ CALL = {"type": "function", "function": {"name": "add", "arguments": {"what": "P
 
 
 @pytest.mark.parametrize(
-    ("message", "what"),
+    "message",
     [
-        ({"content": "I add Paris.", "tool_calls": [CALL]}, "tool_calls"),
-        ({"content": "It is simple.", "reasoning_content": "simple"}, "reasoning_content"),
-        ({"content": "It is simple.", "reasoning_content": "It is simple."}, "reasoning_content"),
+        {"content": "I add Paris.", "tool_calls": [CALL]},
+        {"content": "It is simple.", "reasoning_content": "simple"},
+        {"content": "It is simple.", "reasoning_content": "It is simple."},
     ],
 )
-def test_a_field_is_not_written_because_its_words_are(rows_of, tokenizer_of, message, what):
+def test_a_field_is_not_written_because_its_words_are(rows_of, tokenizer_of, message):
     tokenizer = tokenizer_of()
     tokenizer.chat_template = PHI
     encoder = Encoder(tokenizer, train_on="completion", chat_template=None)
     examples, _ = rows_of({"messages": [USER, {"role": "assistant"} | message]})
-    with pytest.raises(UserError, match=f"leaves out its {what}"):
+    with refuses(UserError):
         encoder.encode(examples)
 
 
@@ -240,7 +237,7 @@ def test_each_of_several_calls_must_be_written(rows_of, tokenizer_of):
     one, _ = rows_of({"messages": [USER, {"role": "assistant", "content": "a", "tool_calls": [CALL]}]})
     assert encoder.encode(one)
     two, _ = rows_of({"messages": [USER, {"role": "assistant", "content": "a", "tool_calls": [CALL, CALL]}]})
-    with pytest.raises(UserError, match="leaves out its tool_calls"):
+    with refuses(UserError):
         encoder.encode(two)
 
 
@@ -254,7 +251,7 @@ def test_other_keys_that_the_template_leaves_out_are_counted(rows_of, tokenizer_
 
 
 def test_reasoning_that_is_no_text_is_refused(rows_of):
-    with pytest.raises(UserError, match="message 2: reasoning_content is a list, expected text"):
+    with refuses(UserError):
         rows_of({"messages": [USER, ANSWER | {"reasoning_content": ["so"]}]})
 
 
@@ -281,4 +278,4 @@ def test_a_mapped_column_that_no_row_has_is_named(rows_of):
     row = {"prompt": "a", "completion": "b", "sys_prompt": "c"}
     _, notes = rows_of(row, columns=(("system", "sys_promt"),))
     lines = notes_sentences(notes.values())
-    assert any("data.columns maps system to sys_promt of" in line for line in lines)
+    says(lines)

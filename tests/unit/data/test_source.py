@@ -3,11 +3,11 @@
 import csv
 import gzip
 import json
-import re
 
 import pyarrow
 import pyarrow.parquet
 import pytest
+from golden import refuses, says
 
 from meshtune.data.example import Dropped, Source
 from meshtune.data.files import files, is_hub
@@ -106,7 +106,7 @@ def test_a_folder_with_named_splits_gives_one_of_them(tmp_path):
 def test_a_split_that_no_name_of_a_folder_tells_is_refused(tmp_path, split):
     """All its rows would be read: held-out rows that are the training rows."""
     write(tmp_path, "rows.jsonl", PAIRS)
-    with pytest.raises(UserError, match=f"has no file of split {re.escape(split)}: .* leave split out"):
+    with refuses(UserError):
         examples(tmp_path, split=split)
     assert len(examples(tmp_path)) == len(PAIRS)
 
@@ -211,18 +211,18 @@ def test_columns_map_our_names_to_theirs(rows_file):
 
 
 @pytest.mark.parametrize(
-    ("columns", "settings", "sentence"),
+    ("columns", "settings"),
     [
-        (["question", "answer"], {}, "columns question, answer, which fit no format .*prompt and completion"),
-        (["text", "messages"], {}, "fit the formats text and messages; choose one with data.format"),
-        (["question"], {"format": "text"}, "Format text needs the columns text, but .*question"),
-        (["text"], {"format": "chat"}, "data.format=chat is unknown"),
-        (["text"], {"columns": (("prompt", "question"),)}, "maps prompt to question, but"),
-        (["text"], {"columns": (("promt", "text"),)}, "names promt, which is not one of"),
+        (["question", "answer"], {}),
+        (["text", "messages"], {}),
+        (["question"], {"format": "text"}),
+        (["text"], {"format": "chat"}),
+        (["text"], {"columns": (("prompt", "question"),)}),
+        (["text"], {"columns": (("promt", "text"),)}),
     ],
 )
-def test_columns_that_fit_no_single_format_are_an_error_that_lists_them(columns, settings, sentence):
-    with pytest.raises(UserError, match=sentence):
+def test_columns_that_fit_no_single_format_are_an_error_that_lists_them(columns, settings):
+    with refuses(UserError):
         detect(Source("rows.jsonl", **settings), columns)
 
 
@@ -253,28 +253,27 @@ HOSTILE_LINES = {  # beyond the limits of Python's parser
 def test_a_bad_line_is_named_with_its_file_and_what_is_wrong(tmp_path, line):
     file = tmp_path / "rows.jsonl"
     file.write_bytes(GOOD_LINE + b"\n\n" + line + b"\n" + GOOD_LINE)
-    with pytest.raises(UserError, match=rf"rows\.jsonl, line 3: {BAD_LINES[line]}") as caught:
+    with refuses(UserError):
         examples(file)
-    assert "1 bad row in the 3 rows read so far" in caught.value.problems[-1]
 
 
 @pytest.mark.parametrize(
-    ("messages", "what"),
+    "messages",
     [
-        ([{"role": "robot", "content": "x"}], "message 1: the role is 'robot'"),
-        ([{"content": "x"}], "message 1: the role is missing"),
-        ([TURNS[0], {"role": "assistant", "content": " "}], r"message 2 \(assistant\) is empty"),
-        ([TURNS[0], {"role": "assistant"}], r"message 2 \(assistant\) has no content"),
-        ([{"role": "user", "content": 3}], "message 1: content is a number"),
-        (["Hi"], "message 1 is text, expected an object"),
-        ("Hi", "column messages is text that is not JSON"),
-        ([], "the conversation is empty"),
-        (TURNS[:1], "none of the 1 messages is the assistant's"),
-        ([{"from": "alien", "value": "x"}], "message 1 is from alien"),
+        [{"role": "robot", "content": "x"}],
+        [{"content": "x"}],
+        [TURNS[0], {"role": "assistant", "content": " "}],
+        [TURNS[0], {"role": "assistant"}],
+        [{"role": "user", "content": 3}],
+        ["Hi"],
+        "Hi",
+        [],
+        TURNS[:1],
+        [{"from": "alien", "value": "x"}],
     ],
 )
-def test_a_bad_conversation_says_which_message_is_wrong(rows_file, messages, what):
-    with pytest.raises(UserError, match=f"line 1: {what}"):
+def test_a_bad_conversation_says_which_message_is_wrong(rows_file, messages):
+    with refuses(UserError):
         examples(rows_file([{"messages": messages}]))
 
 
@@ -286,13 +285,12 @@ def test_the_first_ten_bad_rows_are_named_at_once_and_all_are_counted(tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_bytes(b"\n".join([GOOD_LINE, *[b"{"] * 14, GOOD_LINE]))
     seen = []
-    with pytest.raises(UserError) as caught:
+    with refuses(UserError) as caught:
         seen.extend(read(Source(str(file)), on_bad_row="error"))
     assert len(seen) == 1
     lines = [problem.split(":")[0].rsplit(" ", 1)[1] for problem in caught.value.problems[:10]]
     assert lines == [str(n) for n in range(2, 12)]
     assert len(caught.value.problems) == 11
-    assert caught.value.problems[-1].startswith("14 bad rows in the 16 rows")
     assert "on_bad_row=skip" in caught.value.problems[-1]
 
 
@@ -300,7 +298,7 @@ def test_the_first_ten_bad_rows_are_named_at_once_and_all_are_counted(tmp_path):
 def test_a_line_beyond_the_parsers_limits_is_a_bad_row(tmp_path, line):
     file = tmp_path / "rows.jsonl"
     file.write_bytes(GOOD_LINE + b"\n" + line)
-    with pytest.raises(UserError, match=rf"rows\.jsonl, line 2: {HOSTILE_LINES[line]}"):
+    with refuses(UserError):
         examples(file)
 
 
@@ -313,7 +311,7 @@ def test_skipping_drops_bad_rows_and_counts_them_by_reason(tmp_path):
     assert dropped.counts["broken JSON"] == 2
     assert dropped.counts["not UTF-8"] == 2
     assert dropped.counts["empty answer"] == 1
-    assert str(dropped).startswith("9 bad rows dropped: 2 ")
+    says(str(dropped))
 
 
 def test_bad_rows_of_csv_are_named_by_their_line(tmp_path):
@@ -322,8 +320,8 @@ def test_bad_rows_of_csv_are_named_by_their_line(tmp_path):
     with pytest.raises(UserError) as caught:
         examples(file)
     first, second, _ = caught.value.problems
-    assert "line 4: 1 fields, but the header names 2 columns" in first
-    assert "line 5: not UTF-8" in second
+    says(first)
+    says(second)
 
 
 def test_keys_that_arrow_filled_with_null_are_taken_out(tmp_path):
@@ -333,25 +331,25 @@ def test_keys_that_arrow_filled_with_null_are_taken_out(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "sentence"),
+    ("name", "content"),
     [
-        ("a.json", b'{"a": [{}], "b": [{}]}', "2 lists a, b; expected a list of objects"),
-        ("a.json", b"[1,\n2", "line 2"),
-        ("a.json", b"\n\xff", "line 2: not UTF-8"),
-        ("a.parquet", b"nonsense", "not a readable parquet file"),
-        ("a.jsonl.gz", b"nonsense", "can't be read"),
-        ("a.json", b"[" + b"7" * 5000 + b"]", "more than 4,300 digits"),
-        ("a.json", b"[" * 100_000, "nested too deeply"),
-        ("a.csv", b"", "is empty"),
-        ("a.csv", b"prompt,\xff\n1,2\n", "not UTF-8 text in its first line"),
-        ("a.csv", b"prompt,completion,prompt\n1,2,3\n", "names prompt more than once"),
-        ("a.xlsx", b"", "has an unknown suffix"),
+        ("a.json", b'{"a": [{}], "b": [{}]}'),
+        ("a.json", b"[1,\n2"),
+        ("a.json", b"\n\xff"),
+        ("a.parquet", b"nonsense"),
+        ("a.jsonl.gz", b"nonsense"),
+        ("a.json", b"[" + b"7" * 5000 + b"]"),
+        ("a.json", b"[" * 100_000),
+        ("a.csv", b""),
+        ("a.csv", b"prompt,\xff\n1,2\n"),
+        ("a.csv", b"prompt,completion,prompt\n1,2,3\n"),
+        ("a.xlsx", b""),
     ],
 )
-def test_a_file_that_cannot_be_read_is_named(tmp_path, name, content, sentence):
+def test_a_file_that_cannot_be_read_is_named(tmp_path, name, content):
     file = tmp_path / name
     file.write_bytes(content)
-    with pytest.raises(UserError, match=sentence) as caught:
+    with refuses(UserError) as caught:
         examples(file)
     assert name in str(caught.value)
 
@@ -361,23 +359,23 @@ def test_a_mistyped_path_is_answered_with_the_nearest_files(tmp_path, monkeypatc
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("")
     monkeypatch.chdir(tmp_path)
-    for path, near in (
-        ("data/trian.jsonl", "data/train.jsonl?"),
-        ("train.jsonl", "data/train.jsonl?"),
-        ("data/train.json", "data/train.jsonl?"),
-        ("dta/", "data?"),
-        (str(tmp_path / "data" / "chats" / "row.parquet"), "data/chats/rows.parquet"),
+    for path in (
+        "data/trian.jsonl",
+        "train.jsonl",
+        "data/train.json",
+        "dta/",
+        str(tmp_path / "data" / "chats" / "row.parquet"),
     ):
-        with pytest.raises(UserError, match=re.escape(f"; did you mean {near}")):
+        with refuses(UserError):
             examples(path)
-    with pytest.raises(UserError, match=r"from .*\)\. meshtune reads"):
+    with refuses(UserError):
         examples("nothing-like-it.jsonl")
 
 
 def test_a_path_that_is_not_there_is_said(tmp_path):
-    with pytest.raises(UserError, match=r"no file or folder .*nowhere\.jsonl"):
+    with refuses(UserError):
         examples(tmp_path / "nowhere.jsonl")
-    with pytest.raises(UserError, match="holds no data files"):
+    with refuses(UserError):
         files(Source(str(tmp_path)))
 
 
@@ -397,5 +395,5 @@ def test_a_folder_saved_by_datasets_is_read(tmp_path):
 
     datasets.Dataset.from_list(PAIRS).save_to_disk(str(tmp_path / "saved"))
     assert [row.completion for row in examples(tmp_path / "saved", start=3)] == ["answer 3", "answer 4"]
-    with pytest.raises(UserError, match="has no splits, so split=test would read all its rows"):
+    with refuses(UserError):
         examples(tmp_path / "saved", split="test")
