@@ -12,6 +12,16 @@ from meshtune.data.example import BadRow, Example, Mask, Origin
 HERE = Origin("rows.jsonl", 7)
 USER = {"role": "user", "content": "How are you?"}
 A, B = ({"role": "assistant", "content": text} for text in ("I am fine, thank you.", "It is four."))
+
+# Published templates, as one reads them: which raise an exception at a message of a tool, which write no
+# calls of an answer, which no thought before it.
+NO_RESULTS = {"cohere", "cohere2", "gemma", "gemma3"}
+NO_CALLS = NO_RESULTS | {"deepseek_r1_distill", "lfm2", "llama3", "phi3", "phi3_5"}
+NO_THOUGHTS = {
+    *NO_RESULTS, "gemma4", "gemma4_v2", "gemma4_v3", "gemma4_v4", "lfm2", "lfm2_v2", "llama3", "llama3_1",
+    "llama3_2", "phi3", "phi3_5", "qwen2_5", "qwen3_instruct_2507",
+    "qwen3_5_nothink",  # its prompt for an answer ends a thought that is empty
+}  # fmt: skip
 EVERY = cases(names(), default=["deepseekv3", "gptoss", "llama3_1", "qwen2_5", "phi3"])
 
 
@@ -62,8 +72,8 @@ def test_text_parts_are_trained_as_their_text(encode, name):
     parts = [{"type": "text", "text": text} for text in ("I am fine,", "thank you.")]
     document = encode(name, [{"role": "user", "content": parts}, {"role": "assistant", "content": parts}])
     assert "'type'" not in encode.text and '"type"' not in encode.text
-    if isinstance(document, Document):
-        assert encode.text.count("I am fine,") == encode.text.count("thank you.") == 2
+    assert isinstance(document, Document)
+    assert encode.text.count("I am fine,") == encode.text.count("thank you.") == 2
 
 
 def tool_conversation(arguments):
@@ -75,8 +85,9 @@ def tool_conversation(arguments):
 @pytest.mark.parametrize("name", EVERY)
 def test_a_tool_calls_arguments_are_encoded_once(encode, name):
     document = encode(name, tool_conversation({"what": "two and two"}), tools=[TOOL])
+    assert isinstance(document, BadRow) == (name in NO_RESULTS)
     if isinstance(document, BadRow):
-        assert "generation prompt" in str(document) or "refuses it" in str(document)
+        assert "refuses it" in str(document)
         return
     written = "two and two" in encode.text
     assert written == ("tool_calls" not in document.unwritten)
@@ -87,14 +98,16 @@ def test_a_tool_calls_arguments_are_encoded_once(encode, name):
 @pytest.mark.parametrize("name", EVERY)
 def test_a_call_to_be_learned_is_written_or_refused(encode, name):
     document = encode(name, tool_conversation({"what": "two and two"})[:2], tools=[TOOL])
-    assert isinstance(document, BadRow) or "two and two" in encode.text
+    assert isinstance(document, BadRow) == (name in NO_CALLS)
+    assert ("two and two" in encode.text) == (name not in NO_CALLS)
 
 
 @pytest.mark.parametrize("name", EVERY)
 def test_reasoning_to_be_learned_is_written_or_refused(encode, name):
-    thought = {"reasoning_content": "two and two make it"}
-    document = encode(name, [USER, B | thought])
-    assert isinstance(document, BadRow) or thought["reasoning_content"] in encode.text
-    earlier = encode(name, [USER, A | thought, USER, B])
-    if isinstance(earlier, Document):
-        assert (thought["reasoning_content"] in encode.text) == ("reasoning_content" not in earlier.unwritten)
+    said = "two and two make it"
+    document = encode(name, [USER, B | {"reasoning_content": said}])
+    assert isinstance(document, BadRow) == (name in NO_THOUGHTS)
+    assert (said in encode.text) == (name not in NO_THOUGHTS)
+    earlier = encode(name, [USER, A | {"reasoning_content": said}, USER, B])
+    assert isinstance(earlier, Document)
+    assert (said in encode.text) == ("reasoning_content" not in earlier.unwritten)

@@ -30,15 +30,16 @@ def test_free_pages_of_the_heap_go_back_where_there_are_many():
 
 
 @pytest.mark.parametrize("watched", [True, False])
-def test_the_heap_is_released_every_16th_backward_whether_or_not_a_step_is_watched(watched, monkeypatch):
+def test_the_heap_is_released_after_every_so_many_backwards_watched_or_not(watched, monkeypatch):
     released = []
+    monkeypatch.setattr(heap, "RELEASED_EVERY", 3)
     monkeypatch.setattr(heap, "release_free_heap", lambda: released.append(backwards))
     model = torch.nn.Linear(2, 2)
     optimizer = Optimizer(model.named_parameters(), betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
     memory = PhaseMemory(model, optimizer, torch.device("cpu"))
     memory.steps_left = 2 if watched else 0
     phase, backwards = releasing(memory.phase, torch.device("cpu")), 0
-    for step in range(1, 11):
+    for step in range(1, 4):
         with memory.watching(step):
             for _ in range(4):
                 with phase("forward"):
@@ -48,7 +49,7 @@ def test_the_heap_is_released_every_16th_backward_whether_or_not_a_step_is_watch
                     pass
             with phase("optimizer"):
                 pass
-    assert released == [16, 32]
+    assert released == [3, 6, 9, 12], "counted over steps, and no other phase"
 
 
 def test_no_heap_is_released_for_a_gpu():
