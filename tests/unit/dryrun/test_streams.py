@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from golden import refuses
 from made_traces import cluster, collective, matmul, pipeline, step_of, storages, trace_of, workload
 
 from meshtune.dryrun.costs import Costs
@@ -286,11 +287,11 @@ def test_micro_batches_that_were_left_out_are_like_the_steady_one() -> None:
 
 def test_without_a_trace_of_the_last_rank_nothing_is_simulated() -> None:
     layout = Layout.parse("pp4-1f1b-mb1-ga8")
-    with pytest.raises(ValueError, match="no trace of pipeline rank 3"):
+    with refuses(ValueError):
         simulate(pipeline(layout, ranks=[0, 1]), layout, costs(), copies={2: 1})
 
 
 def test_tasks_that_wait_for_each_other_are_named() -> None:
     tasks = [Task((0, "compute"), 1.0, after=[1]), Task((1, "compute"), 1.0, after=[0])]
-    with pytest.raises(Stuck, match="2 tasks wait for each other on 0: compute, 1: compute"):
+    with refuses(Stuck):
         Run(tasks, 0.0).to_end()

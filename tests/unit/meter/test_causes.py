@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from golden import says
 
 from meshtune.layout import Layout
 from meshtune.meter.causes import MIN_STEPS, THRESHOLDS, Cause, causes
@@ -94,7 +95,7 @@ def test_each_cause_is_named_by_its_own_numbers(name: str) -> None:
 def test_the_slow_rank_is_told_with_how_much_and_must_be_the_same_one_in_most_steps() -> None:
     (cause,) = causes(rows(busy=[0.6, 0.9]))
     assert cause.share == pytest.approx(0.3)
-    assert "Rank 1 computes 0.90 s a step, the others 0.60 s: 50% longer" in cause.evidence
+    says(cause.evidence)
     assert causes(rows(busy=lambda step: [0.6, 0.9] if step % 2 else [0.9, 0.6])) == []
     stages = rows(layout="pp2-mb2-ga2", busy=[0.6, 0.9])  # stages of one rank each differ by themselves
     assert causes(stages) == []
@@ -125,7 +126,8 @@ def test_a_gpu_is_slowed_if_half_of_the_drivers_answers_tell_so() -> None:
     answer = {"kind": "device", "gpu": "GPU-3", "clock": 1200.0, "full_clock": 1980.0, "limits": ["heat"]}
     free = answer | {"limits": []}
     (cause,) = causes([*rows(), answer, answer, free])
-    assert cause.name == "slowed GPU" and "GPU-3 at 61%" in cause.evidence and "heat" in cause.evidence
+    says(cause.evidence)
+    assert cause.name == "slowed GPU"
     assert causes([*rows(), answer, free, free]) == []
 
 
@@ -141,8 +143,8 @@ def test_parts_that_take_twice_their_plan_are_named_where_nothing_else_is() -> N
     parts = {"forward": 0.1, "backward": 0.3, "recomputation": 0.0, "optimizer": 0.08}
     planned = {"predicted": {"time": {"compute": 0.2, "host": 0.2}, "parts": parts}}
     (cause,) = causes(rows(run=planned))
-    assert cause.name == "slower than planned" and "The passes take" in cause.evidence
-    assert "planned: 0.40 s" in cause.evidence
+    says(cause.evidence)
+    assert cause.name == "slower than planned"
     assert names(causes(rows(run=planned, loading=[0.3, 0.3]))) == ["waiting for data"]
 
 

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from golden import says
 
 from meshtune.layout import Layout
 from meshtune.meter.noise_scale import (
@@ -86,16 +87,12 @@ def test_one_micro_batch_tells_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "says"),
-    [
-        ("mb4-ga1", "one micro-batch on one data rank; set a smaller layout.micro_batch_size"),
-        ("pp2-1f1b-mb1-ga4", "on 2 pipeline ranks; choose a layout without pp"),
-        ("dp2-cp4-mb1-ga1", "on 4 context ranks; choose a layout without cp"),
-    ],
+    "layout",
+    ["mb4-ga1", "pp2-1f1b-mb1-ga4", "dp2-cp4-mb1-ga1"],
 )
-def test_layouts_that_cannot_tell_are_refused(layout: str, says: str) -> None:
+def test_layouts_that_cannot_tell_are_refused(layout: str) -> None:
     (sentence,) = noise_refusals(Layout.parse(layout), token_loss=False)
-    assert says in sentence and layout in sentence
+    says(sentence)
 
 
 def test_layouts_that_can_tell_are_not_refused_but_loss_functions_are() -> None:

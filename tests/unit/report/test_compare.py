@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from golden import refuses, says
 from page_data import charts_of
 from rich.console import Console
 
@@ -77,7 +78,7 @@ def test_the_default_rate_is_compared_as_a_number(run, other):
 def test_losses_of_other_held_out_tokens_are_not_ranked(run, other):
     other.config_file.write_text(CONFIG.format(rate=0.1, seq_len=128))
     compared = compare([run.path, other.path])
-    assert compared.caution.startswith("data.seq_len differs: losses are means over different tokens")
+    says(compared.caution)
     assert lines(compared.figures)["held-out loss"].best == (False, False)
     assert lines(compared.figures)["tokens/s"].best == (True, False)
 
@@ -141,7 +142,7 @@ def test_runs_that_can_not_be_compared_are_refused(run, tmp_path):
     assert [problem.split(" holds")[0] for problem in caught.value.problems] == [
         str(tmp_path / "a"), str(tmp_path / "b"),
     ]  # fmt: skip
-    with pytest.raises(UserError, match="2 to 8 different run folders; 2 are named"):
+    with refuses(UserError):
         compare([run.path, run.path])
 
 
@@ -192,4 +193,4 @@ def test_what_an_earlier_version_lacked_and_is_off_is_no_difference(run, other):
 def test_losses_of_other_parts_of_the_training_rows_are_not_ranked(run, other):
     run.config_file.write_text("data: {train: [{path: a.jsonl}], eval_split: 0.1}\n")
     other.config_file.write_text("data: {train: [{path: b.jsonl}], eval_split: 0.1}\n")
-    assert compare([run.path, other.path]).caution.startswith("data.train.path differs: losses")
+    says(compare([run.path, other.path]).caution)

@@ -5,6 +5,7 @@ import sqlite3
 from contextlib import closing
 
 import pytest
+from golden import refuses, says
 from page_data import data_in, valid
 from sweeps import MODELS, bench_row, bench_rows, write_sweep
 
@@ -142,7 +143,7 @@ def test_experiments_on_the_nodes_of_slurm_have_their_device_and_their_unit(tmp_
     row["document"]["measured"]["device"] = "a node's GPU"
     file = write_sweep(tmp_path, [row, bench_row("small", 1, 1)], gpus=None, submitted_from="login")
     assert sweep_in(file).speed_unit == "tokens/s/GPU"
-    assert "a node&#x27;s GPU" in sweep_page(file).page.footer
+    says(sweep_page(file).page.footer)
 
 
 def test_fractions_are_sorted_by_their_size_and_other_settings_as_words(tmp_path):
@@ -247,9 +248,9 @@ def test_only_the_database_of_a_sweep_of_this_form_is_read(tmp_path):
     with closing(sqlite3.connect(other)) as database:
         database.execute("CREATE TABLE x (y)")
     assert database_of(other) and not database_of(tmp_path / "missing")
-    with pytest.raises(UserError, match="can't be read as the database of a sweep: no such table"):
+    with refuses(UserError):
         read_sweep_rows(other)
-    with pytest.raises(UserError, match="tables of version 2, and this meshtune reads version 1"):
+    with refuses(UserError):
         read_sweep_rows(write_sweep(tmp_path, [], form=2))
 
 
@@ -272,16 +273,14 @@ def test_the_command_takes_a_database_or_its_folder_and_writes_pictures(database
 
 
 def test_kinds_are_not_mixed_and_other_files_are_named(database, run, tmp_path):
-    with pytest.raises(
-        UserError, match=r"not of several kinds: .*run \(a run folder\), .*sweep.db \(a sweep\)"
-    ):
+    with refuses(UserError):
         report([run.path, database])
-    with pytest.raises(UserError, match="A page shows one sweep; 2 are named"):
+    with refuses(UserError):
         report([database, database.parent])
     (tmp_path / "x.json").write_text("{}")
-    with pytest.raises(UserError, match=r"x\.json is no sweep's database, and no plan"):
+    with refuses(UserError):
         report([tmp_path / "x.json"])
-    with pytest.raises(UserError, match=r"holds no run and no sweep: .* did you mean .*run\?"):
+    with refuses(UserError):
         report([tmp_path / "rum"])
 
 

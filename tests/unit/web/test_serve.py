@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from golden import refuses
 from live_runs import write_run
 
 from meshtune.commands.ui import ui
@@ -22,17 +23,21 @@ def runs(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "sentence"),
+    "options",
     [
-        ({"host": "0.0.0.0"}, "add --token with at least 16 characters"),
-        ({"host": "::"}, "add --token"),
-        ({"token": "short"}, "The token has 5 characters; take 16 or more"),
-        ({"host": "no-such-host.invalid", "token": TOKEN}, "can't be listened on"),
+        {"host": "0.0.0.0"},
+        {"host": "::"},
+        {"token": "short"},
     ],
 )
-def test_what_is_refused(runs, options, sentence):
-    with pytest.raises(UserError, match=sentence):
+def test_what_is_refused(runs, options):
+    with refuses(UserError):
         ui([runs], **({"host": "127.0.0.1", "port": 0, "token": None} | options))
+
+
+def test_a_host_that_is_not_there_is_refused(runs):
+    with pytest.raises(UserError, match="can't be listened on"):
+        ui([runs], host="no-such-host.invalid", port=0, token=TOKEN)
 
 
 def test_a_port_that_is_taken_is_refused_with_the_remedy(runs):
@@ -44,7 +49,7 @@ def test_without_the_extra_the_remedy_is_said(runs, monkeypatch):
     for name in [name for name in sys.modules if name.startswith("meshtune.web")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "uvicorn", None)
-    with pytest.raises(UserError, match=r"pip install meshtune\[ui\]"):
+    with refuses(UserError):
         ui([runs], host="127.0.0.1", port=0, token=None)
 
 
