@@ -5,6 +5,7 @@ import json
 import peft
 import pytest
 import torch
+from golden import refuses
 from model_folders import plain
 from safetensors.torch import load_file, save_file
 
@@ -97,13 +98,13 @@ def test_magnitudes_that_are_missing_or_would_not_be_used_are_refused(save, tmp_
     one, *others = (name for name in tensors if name.endswith("magnitude_vector"))
 
     save_file({name: tensor for name, tensor in tensors.items() if name != one}, weights)
-    with pytest.raises(UserError, match="lacks ") as error:
+    with refuses(UserError) as error:
         load_adapter(plain(save("llama")), folder)
     assert error.value.problems == (f"{folder} lacks {one.removeprefix('base_model.model.')}.",)
 
     save_file(tensors, weights)
     config.write_text(json.dumps(json.loads(config.read_text()) | {"use_dora": False}))
-    with pytest.raises(UserError, match="magnitude_vector, which the model has no place for") as error:
+    with refuses(UserError) as error:
         load_adapter(plain(save("llama")), folder)
     assert len(error.value.problems) == 1 + len(others)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from families import FAMILIES, FAMILY_CASES
+from golden import refuses, says
 from huggingface_hub.errors import RemoteEntryNotFoundError
 from transformers import AutoModelForCausalLM, BloomConfig
 
@@ -151,7 +152,8 @@ def test_the_numbers_of_a_config_are_those_of_its_settings(folder, cache, tmp_pa
     logged: list[str] = []
     plain = numbers_of(config.load(None, words), log=logged.append)
     assert plain == model_numbers(str(folder), freeze=("*norm*",), cache_dir=cache)
-    assert len(logged) == 1 and "to count its parameters" in logged[0]
+    says(logged[0])
+    assert len(logged) == 1
     lora = numbers_of(config.load(None, [*words, "method=lora", "lora.r=3", "lora.target_modules=[q_proj]"]))
     shape = LoraShape(r=3, target_modules=("q_proj",))
     assert lora == model_numbers(str(folder), freeze=("*norm*",), lora=shape, cache_dir=cache)
@@ -234,7 +236,7 @@ BAD = {
 def test_what_is_no_model_is_explained(message, tmp_path, cache):
     if BAD[message]:
         (tmp_path / "config.json").write_text(json.dumps(BAD[message]))
-    with pytest.raises(UserError, match=message):
+    with refuses(UserError):
         model_numbers(str(tmp_path), cache_dir=cache)
     assert not cache.exists()
 
@@ -242,28 +244,23 @@ def test_what_is_no_model_is_explained(message, tmp_path, cache):
 def test_names_of_nothing_and_files_of_something_else_are_explained(tmp_path, cache):
     (tmp_path / "rows.json").write_text("[1, 2]")
     (tmp_path / "torn.json").write_text('{"model_type": ')
-    for name, message in {
-        "./nothing": r"There is no folder \./nothing",
-        "nobody/nothing": "hub can't be reached.*hf download nobody/nothing",
-        str(tmp_path / "rows.json"): "should hold a JSON object",
-        str(tmp_path / "torn.json"): "can't be read as JSON",
-    }.items():
-        with pytest.raises(UserError, match=message):
+    for name in ("./nothing", "nobody/nothing", str(tmp_path / "rows.json"), str(tmp_path / "torn.json")):
+        with refuses(UserError):
             model_numbers(name, cache_dir=cache)
 
 
 def test_a_repository_without_a_configuration_is_explained():
     with (
-        pytest.raises(UserError, match=r"hub's someone/notes has no config.json"),
+        refuses(UserError),
         hub_errors("someone/notes"),
     ):
         raise RemoteEntryNotFoundError.__new__(RemoteEntryNotFoundError)
 
 
 def test_targets_and_globs_that_match_nothing_are_explained(folder, cache):
-    with pytest.raises(UserError, match="did you mean q_proj"):
+    with refuses(UserError):
         model_numbers(str(folder), lora=LoraShape(target_modules=("q_prj",)), cache_dir=cache)
-    with pytest.raises(UserError, match="matches no parameter"):
+    with refuses(UserError):
         model_numbers(str(folder), freeze=("*.nrom.*",), cache_dir=cache)
 
 

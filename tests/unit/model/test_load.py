@@ -7,6 +7,7 @@ import textwrap
 import pytest
 import torch
 from families import FAMILIES, FAMILY_CASES
+from golden import refuses
 from loading import load
 from model_folders import plain
 from tiny import make_tokenizer
@@ -128,7 +129,7 @@ def test_random_weights_are_a_function_of_the_seed_and_need_only_a_configuration
     )
     assert torch.equal(first.lm_head.weight, again.lm_head.weight)
     assert not torch.equal(first.lm_head.weight, other.lm_head.weight)
-    with pytest.raises(UserError, match="holds no weights"):
+    with refuses(UserError):
         load(str(tmp_path), dtype=torch.float32, attention="eager")
 
 
@@ -141,23 +142,20 @@ def test_a_pickle_is_refused_with_the_remedy_and_never_read(save):
     folder = save("llama")
     (folder / "model.safetensors").unlink()
     torch.save({"weight": Canary()}, folder / "pytorch_model.bin")
-    with pytest.raises(UserError, match=r"pickle \(pytorch_model.bin\).*convert it once: python -c"):
+    with refuses(UserError):
         load(str(folder), dtype=torch.float32, attention="eager")
 
 
 @pytest.mark.parametrize(
-    ("files", "message"),
+    "files",
     [
-        (
-            ["config.json", "pytorch_model.bin"],
-            r"pickle \(pytorch_model.bin\).*'some/old'.*'old-safetensors'",
-        ),
-        (["config.json", "model.gguf"], "GGUF"),
-        (["config.json", "other/pytorch_model.bin"], "holds no weights .*model.init=random"),
-        (OSError("no network"), "holds no weights .*model.init=random"),
+        ["config.json", "pytorch_model.bin"],
+        ["config.json", "model.gguf"],
+        ["config.json", "other/pytorch_model.bin"],
+        OSError("no network"),
     ],
 )
-def test_a_hub_id_without_safetensors_is_told_what_it_has_instead(files, message, tmp_path, monkeypatch):
+def test_a_hub_id_without_safetensors_is_told_what_it_has_instead(files, tmp_path, monkeypatch):
     FAMILIES["llama"]().save_pretrained(tmp_path)
 
     def list_repo_files(self, name, revision=None):
@@ -167,7 +165,7 @@ def test_a_hub_id_without_safetensors_is_told_what_it_has_instead(files, message
 
     monkeypatch.setattr(module, "snapshot_download", lambda *args, **kwargs: str(tmp_path))
     monkeypatch.setattr(module.HfApi, "list_repo_files", list_repo_files)
-    with pytest.raises(UserError, match=message):
+    with refuses(UserError):
         load("some/old", dtype=torch.float32, attention="eager")
     assert load("some/old", init="random", dtype=torch.float32, attention="eager")
 
@@ -182,9 +180,7 @@ def test_an_index_that_points_outside_its_folder_is_refused(name, save, tmp_path
     (folder / "model.safetensors.index.json").write_text(
         json.dumps({"metadata": {}, "weight_map": {"x": name}})
     )
-    with pytest.raises(
-        UserError, match=r"only \*.safetensors files in the same folder|outside the model's folder"
-    ):
+    with refuses(UserError):
         load(str(folder), dtype=torch.float32, attention="eager")
 
 
@@ -192,7 +188,7 @@ def test_sharded_folders_load_and_an_incomplete_one_is_named(save, tmp_path):
     plain(save("llama")).save_pretrained(tmp_path / "sharded", max_shard_size="100KB")
     load(str(tmp_path / "sharded"), dtype=torch.float32, attention="eager")
     next((tmp_path / "sharded").glob("model-00002*")).unlink()
-    with pytest.raises(UserError, match=r"names model-00002.*incomplete"):
+    with refuses(UserError):
         load(str(tmp_path / "sharded"), dtype=torch.float32, attention="eager")
 
 
@@ -204,10 +200,8 @@ def test_missing_and_misshapen_tensors_are_errors(save):
     del tensors["model.norm.weight"]
     tensors["lm_head.weight"] = torch.zeros(8, 64)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError) as caught:
+    with refuses(UserError):
         load(str(folder), dtype=torch.float32, attention="eager")
-    assert "lacks 1 tensor of a" in caught.value.problems[0]
-    assert "lm_head.weight has shape [8, 64]" in caught.value.problems[1]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -218,7 +212,7 @@ def test_weights_that_are_not_finite_are_named(value, save):
     tensors = load_file(folder / "model.safetensors")
     tensors["model.norm.weight"][3] = value
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match=r"^1 of .* tensors have values that are NaN or infinite: model.norm"):
+    with refuses(UserError):
         load(str(folder), dtype=torch.float32, attention="eager")
 
 
@@ -229,7 +223,7 @@ def test_weights_stored_as_integers_are_named(save):
     tensors = load_file(folder / "model.safetensors")
     tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].to(torch.int32)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match=r"stores 1 weights as I32.*model.embed_tokens.weight"):
+    with refuses(UserError):
         load(str(folder), dtype=torch.float32, attention="eager")
 
 
@@ -242,7 +236,7 @@ def test_a_broken_generation_config_is_named(text, save):
     (folder / "generation_config.json").write_text(text)
     whole = lambda: load(str(folder), dtype=torch.float32, attention="eager")  # noqa: E731
     for read in (lambda: stop_tokens(str(folder)), whole):
-        with pytest.raises(UserError, match=r"generation_config.json"):
+        with refuses(UserError):
             read()
 
 
@@ -273,28 +267,28 @@ CONFIGS = {
 def test_bad_configurations_are_explained(message, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS[message]))
     (tmp_path / "code.py").write_text("raise SystemExit('the canary sang')")
-    with pytest.raises(UserError, match=message):
+    with refuses(UserError):
         load_config(str(tmp_path))
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "said"),
+    ("name", "value"),
     [
-        ("num_attention_heads", -1, "it must be from 1 to 65,536"),
-        ("vocab_size", -1, "it must be from 1 to"),
-        ("head_dim", 2**63, "it must be from 1 to"),
-        ("hidden_size", 10**9, "it must be from 1 to 1,048,576"),
-        ("num_hidden_layers", 10**9, "it must be from 1 to 10,000"),
-        ("attention_dropout", 1e9, "it must be from 0 to 1"),
-        ("dtype", True, "it must be text"),
-        ("_attn_implementation", [], "it must be text"),
+        ("num_attention_heads", -1),
+        ("vocab_size", -1),
+        ("head_dim", 2**63),
+        ("hidden_size", 10**9),
+        ("num_hidden_layers", 10**9),
+        ("attention_dropout", 1e9),
+        ("dtype", True),
+        ("_attn_implementation", []),
     ],
 )
-def test_absurd_values_of_a_configuration_are_named(name, value, said, tmp_path):
+def test_absurd_values_of_a_configuration_are_named(name, value, tmp_path):
     LlamaConfig(num_hidden_layers=1).save_pretrained(tmp_path)
     file = tmp_path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {name: value}))
-    with pytest.raises(UserError, match=f"{name} is .*; {said}"):
+    with refuses(UserError):
         load_config(str(tmp_path))
 
 
@@ -306,7 +300,7 @@ def test_a_tokenizer_whose_library_panics_is_explained(save, monkeypatch):
         raise PanicException("called `Option::unwrap()` on a `None` value")
 
     monkeypatch.setattr(load_module.AutoTokenizer, "from_pretrained", panics)
-    with pytest.raises(UserError, match=r"tokenizer of .* can't be loaded: called .Option::unwrap"):
+    with refuses(UserError):
         load_tokenizer(str(save("llama")))
 
 
@@ -332,7 +326,7 @@ def test_an_id_far_beyond_the_vocabulary_is_named(save):
     tree = json.loads((folder / "tokenizer.json").read_text())
     tree["model"]["vocab"]["a"] = 2**31 - 1
     (folder / "tokenizer.json").write_text(json.dumps(tree))
-    with pytest.raises(UserError, match=r"has 262 tokens, and one with the id 2,147,483,647"):
+    with refuses(UserError):
         load_tokenizer(str(folder))
 
 
@@ -340,18 +334,18 @@ def test_a_pipe_in_a_models_folder_is_named(save):
     folder = save("llama")
     (folder / "generation_config.json").unlink()
     os.mkfifo(folder / "generation_config.json")
-    with pytest.raises(UserError, match=r"generation_config.json is no file"):
+    with refuses(UserError):
         load_config(str(folder))
 
 
 def test_a_folder_that_is_no_model_is_explained(tmp_path):
-    with pytest.raises(UserError, match=r"has no config.json"):
+    with refuses(UserError):
         load_config(str(tmp_path))
-    with pytest.raises(UserError, match=r"There is no folder \./nothing"):
+    with refuses(UserError):
         load_config("./nothing")
-    with pytest.raises(UserError, match="hub can't be reached"):
+    with refuses(UserError):
         load_config("nobody/nothing")
-    with pytest.raises(UserError, match=r"tokenizer of .* can't be loaded"):
+    with refuses(UserError):
         load_tokenizer(str(tmp_path))
 
 
@@ -387,7 +381,7 @@ def test_freezing_by_pattern_names_what_it_froze(save):
     trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert trainable == {name for name, _ in model.named_parameters()} - set(frozen)
     assert not any("norm" in name or ".layers.0." in name for name in trainable)
-    with pytest.raises(UserError, match=r"model.layer.0.\* matches no parameter.*model\.layers\.0"):
+    with refuses(UserError):
         freeze(model, ["model.layer.0.*"])
-    with pytest.raises(UserError, match="nothing is left to train"):
+    with refuses(UserError):
         freeze(model, ["*"])

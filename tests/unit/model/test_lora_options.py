@@ -6,6 +6,7 @@ import peft
 import pytest
 import torch
 from families import FAMILY_CASES
+from golden import refuses
 from model_folders import plain
 from safetensors.torch import load_file
 from test_lora import fill
@@ -119,15 +120,15 @@ def test_rslora_does_not_fall_with_the_rank(save):
 
 
 @pytest.mark.parametrize(
-    ("family", "options", "said"),
+    ("family", "options"),
     [
-        ("llama", {"layers_to_transform": [0, 7]}, r"the model has layers 0 to 1; there is no 7\."),
-        ("llama", {"layers_to_transform": [0], "target_modules": ["lm_head"]}, "none of these layers has"),
-        ("llama", {"modules_to_save": ["embed_token"]}, "called embed_token; did you mean embed_tokens"),
-        ("llama", {"modules_to_save": ["rotary_emb"]}, r"no module with parameters is called rotary_emb\.$"),
-        ("qwen2", {"modules_to_save": ["lm_head"]}, "lm_head shares its weight with model.embed_tokens"),
+        ("llama", {"layers_to_transform": [0, 7]}),
+        ("llama", {"layers_to_transform": [0], "target_modules": ["lm_head"]}),
+        ("llama", {"modules_to_save": ["embed_token"]}),
+        ("llama", {"modules_to_save": ["rotary_emb"]}),
+        ("qwen2", {"modules_to_save": ["lm_head"]}),
     ],
 )  # fmt: skip
-def test_what_can_not_be_done_is_refused(family, options, said, save):
-    with pytest.raises(UserError, match=said):
+def test_what_can_not_be_done_is_refused(family, options, save):
+    with refuses(UserError):
         add_lora(plain(save(family)), lora_rank=4, alpha=8, **options)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from golden import refuses, says
 from multimodal import MULTIMODAL
 from transformers import (
     AutoModelForCausalLM,
@@ -61,10 +62,7 @@ def test_a_cut_model_has_its_lists_by_layer_cut_and_this_is_said(qwen: str) -> N
     cut = load_config(qwen, overrides={"num_hidden_layers": 2})
     assert cut.num_hidden_layers == len(cut.layer_types) == 2
     said = override_sentences(ModelConfig(name=qwen, overrides={"num_hidden_layers": 2}))
-    assert said == (
-        "model.overrides changes config.json: num_hidden_layers 4 → 2.",
-        "model.overrides: layer_types has an entry for each of 4 layers; it keeps the first 2.",
-    )
+    says(said)
     assert override_sentences(ModelConfig(name=qwen)) == ()
     given = {"num_hidden_layers": 6, "layer_types": ["full_attention"] * 6}
     assert load_config(qwen, overrides=given).layer_types == given["layer_types"]
@@ -75,7 +73,7 @@ def test_a_part_of_a_configuration_has_its_own_keys_with_dots(tmp_path: Path) ->
     for overrides in ({"text_config": {"num_hidden_layers": 3}}, {"text_config.num_hidden_layers": 3}):
         text = load_config(str(tmp_path), overrides=overrides).text_config
         assert (text.num_hidden_layers, text.hidden_size, len(text.layer_types)) == (3, 64, 3)
-    with pytest.raises(UserError, match=r"did you mean text_config\.num_hidden_layers or vision_config"):
+    with refuses(UserError):
         load_config(str(tmp_path), overrides={"num_hidden_layers": 3})
     words = ["model.name=x", "model.overrides.text_config.num_hidden_layers=3", "model.overrides.a=b"]
     assert config.load(None, words).model.overrides == {"text_config": {"num_hidden_layers": 3}, "a": "b"}
@@ -88,27 +86,25 @@ def test_the_usual_name_of_a_key_is_the_family_s_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "sentence"),
+    "overrides",
     [
-        ({"num_hidden_layer": 2}, "is no key of this config.json; did you mean num_hidden_layers?"),
-        ({"num_hidden_layers": "two"}, "num_hidden_layers is two, text; config.json has a number there (4)."),
-        ({"use_cache": 1}, "use_cache is 1, a number; config.json has true or false there"),
-        ({"num_hidden_layers": 2.5}, "Field 'num_hidden_layers' expected int, got float"),
-        ({"num_hidden_layers": None}, "expected int, got NoneType"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers is 0; it must be from 1 to 10,000."),
-        ({"num_hidden_layers": 6}, "set model.overrides.layer_types for 6 too."),
-        ({"rope_parameters": {"rope_thet": 1.0}}, "did you mean rope_parameters.rope_theta?"),
-        ({"sliding_window": 8}, "sliding_window = 8 has no effect: the qwen3 model makes null of it."),
-        ({"dtype": "float32"}, "dtype can't be changed: train.precision decides it."),
-        ({"foo": 1, "model_type": "llama"}, "model_type can't be changed: the family decides it."),
+        {"num_hidden_layer": 2},
+        {"num_hidden_layers": "two"},
+        {"use_cache": 1},
+        {"num_hidden_layers": 2.5},
+        {"num_hidden_layers": None},
+        {"num_hidden_layers": 0},
+        {"num_hidden_layers": 6},
+        {"rope_parameters": {"rope_thet": 1.0}},
+        {"sliding_window": 8},
+        {"dtype": "float32"},
+        {"foo": 1, "model_type": "llama"},
     ],
 )  # fmt: skip
-def test_a_value_that_the_configuration_can_t_have_is_refused(
-    overrides: dict[str, Any], sentence: str, qwen: str
-) -> None:
-    with pytest.raises(UserError) as refused:
+def test_a_value_that_the_configuration_can_t_have_is_refused(overrides: dict[str, Any], qwen: str) -> None:
+    with refuses(UserError) as refused:
         load_config(qwen, overrides=overrides)
-    assert sentence in str(refused.value) and str(refused.value).startswith("model.overrides: ")
+    assert str(refused.value).startswith("model.overrides: ")
     assert len(refused.value.problems) == len(overrides)
 
 
@@ -146,9 +142,9 @@ def test_a_pretrained_model_is_cut_as_by_hand(
         opened = open_model(target_of(str(run.folder.path), [], step=step)).model
         opened.set_attn_implementation("sdpa")
         torch.testing.assert_close(opened(ids).logits, by_hand(ids).logits, rtol=0, atol=1e-5)
-    with pytest.raises(UserError, match=r"model.overrides.num_hidden_layers has no effect on"):
+    with refuses(UserError):
         target_of(str(run.folder.path), ["model.overrides.num_hidden_layers=1"])
-    with pytest.raises(UserError, match="num_hidden_layers is 3 here and 2 there"):
+    with refuses(UserError):
         build.build(
             config.load(None, settings(*words, "model.overrides.num_hidden_layers=3", "train.max_steps=2"))
         )
@@ -169,12 +165,10 @@ def test_a_cut_random_model_trains_and_loads(settings: Settings, deep: Path) -> 
 @pytest.mark.slow
 def test_shapes_that_the_files_do_not_have_are_refused(settings: Settings, deep: Path) -> None:
     words = settings(f"model.name={deep}", "model.overrides.intermediate_size=96")
-    with pytest.raises(UserError, match=r"but config.json with model.overrides makes it \[96, 64\]"):
+    with refuses(UserError):
         build.build(config.load(None, words))
     words = settings(f"model.name={deep}", "model.overrides.num_hidden_layers=5")
-    with pytest.raises(
-        UserError, match=r"lacks 9 tensors of a llama model as config.json with model.overrides"
-    ):
+    with refuses(UserError):
         build.build(config.load(None, words))
 
 
@@ -188,7 +182,8 @@ def test_numbers_of_other_overrides_are_other_ones(settings: Settings, deep: Pat
     known = config.load(None, settings("model.name=llama-3.1-8b", "model.overrides.num_hidden_layers=1"))
     with model_file(known) as (file, _):
         numbers = numbers_of(known, file=file)
-    assert numbers.traits.blocks == 1 and "num_hidden_layers 32 → 1" in numbers.changes[0]
+    says(numbers.changes[0])
+    assert numbers.traits.blocks == 1
 
 
 @pytest.mark.slow

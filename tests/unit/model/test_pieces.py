@@ -1,6 +1,5 @@
 import json
 import resource
-import time
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from families import FAMILIES
+from golden import says
 from loading import load, resize_embeddings
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
@@ -338,8 +338,8 @@ def test_ranks_write_several_files_none_too_large_with_an_index(
     assert all(torch.equal(p, q) for p, q in zip(read.parameters(), one.parameters(), strict=True))
 
 
-def try_to_write(folder: Path, out: Path, limited: int | None, broken: str | None) -> tuple[str, str, float]:
-    """(type of the error, its sentence, seconds that it took) on this rank."""
+def try_to_write(folder: Path, out: Path, limited: int | None, broken: str | None) -> tuple[str, str]:
+    """(type of the error, its sentence) on this rank."""
     rank, limits = dist.get_rank(), resource.getrlimit(resource.RLIMIT_FSIZE)
     model = on_meta(folder)
     pieces = filled(model, StoredTensors(mapped(str(folder), dtype=FP32)), {0: (dist.get_world_size(), rank)})
@@ -348,15 +348,14 @@ def try_to_write(folder: Path, out: Path, limited: int | None, broken: str | Non
     dist.barrier()
     if rank == limited:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
-    began = time.monotonic()
     try:
         save_pieces(out, model, pieces, None, dtype=FP32, gather=gather, main=rank == 0)
     except Exception as error:
-        return type(error).__name__, str(error), time.monotonic() - began
+        return type(error).__name__, str(error)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         dist.barrier()  # who ends before the others have failed too would end them
-    return "nothing", "", 0.0
+    return "nothing", ""
 
 
 @pytest.mark.parametrize("limited", [0, 1, 2])
@@ -367,10 +366,9 @@ def test_when_one_rank_cannot_write_all_raise_and_nothing_is_left(limited, exist
     if exists:
         save_model(out, one_device(folder), None)
     before = {path: path.read_bytes() for path in out.parent.rglob("*") if path.is_file()}
-    for kind, sentence, seconds in run_ranks(3, try_to_write, folder, out, limited, None):
+    for kind, sentence in run_ranks(3, try_to_write, folder, out, limited, None):
         assert kind == "UserError"
-        assert "could not be written" in sentence and "File too large" in sentence
-        assert seconds < 20
+        says(sentence)
     assert {path: path.read_bytes() for path in out.parent.rglob("*") if path.is_file()} == before
     assert {path.name for path in out.parent.iterdir()} == ({"out"} if exists else set())
 
@@ -379,17 +377,15 @@ def test_when_the_main_rank_refuses_all_raise(save, tmp_path):
     folder, out = save("llama"), tmp_path / "place"
     out.mkdir()
     (out / "thesis.txt").write_text("years of work")
-    for kind, sentence, seconds in run_ranks(2, try_to_write, folder, out, None, None):
+    for kind, sentence in run_ranks(2, try_to_write, folder, out, None, None):
         assert kind == UserError.__name__
-        assert "exists and holds no model" in sentence
-        assert seconds < 20
+        says(sentence)
     assert [path.name for path in out.iterdir()] == ["thesis.txt"]
     assert {path.name for path in tmp_path.iterdir()} == {"place", "base-llama"}
 
 
 def test_when_the_main_rank_fails_at_last_all_raise_and_nothing_is_left(save, tmp_path):
     folder, out = save("llama"), tmp_path / "place" / "out"
-    for kind, _, seconds in run_ranks(2, try_to_write, folder, out, None, "save_pretrained"):
+    for kind, _ in run_ranks(2, try_to_write, folder, out, None, "save_pretrained"):
         assert kind == "TypeError"
-        assert seconds < 20
     assert list(out.parent.iterdir()) == []

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from golden import refuses, says
 from test_optim import backward, small
 from torch import nn
 from transformers import Adafactor
@@ -105,8 +106,8 @@ def test_the_state_of_adafactor_is_a_row_and_a_column_of_each_matrix() -> None:
 )
 def test_an_update_of_whole_tensors_is_refused_where_ranks_share_them(layout: str, optimizer: str) -> None:
     (sentence,) = refusals(TRAITS, Layout.parse(layout), optimizer=optimizer)
-    assert sentence.startswith(f"train.optimizer = {optimizer} ")
-    assert "use dp, pp or cp, or train.optimizer=adamw or lion." in sentence and layout in sentence
+    says(sentence)
+    assert layout in sentence
     assert refusals(TRAITS, Layout.parse(layout), optimizer="lion") == []
 
 
@@ -128,7 +129,7 @@ def test_a_constant_that_an_optimizer_does_not_take_is_refused(
 ) -> None:
     words = ["model.name=x", f"train.optimizer={optimizer}", f"train.{setting}"]
     if refused:
-        with pytest.raises(UserError, match=r"has no effect: train\.optimizer has no"):
+        with refuses(UserError):
             config.load(None, words)
     else:
         assert math.isfinite(config.load(None, words).train.adam_eps)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from cases import cases
 from families import COMMON, FAMILIES, exact
 from forward import summed_loss
+from golden import refuses
 from ranks import run_ranks
 from tiny import documents
 from torch import nn
@@ -41,7 +42,7 @@ def test_a_torch_with_other_private_names_is_refused(monkeypatch: pytest.MonkeyP
     compat.check_pipelining()
     monkeypatch.setitem(compat.PIPELINING, "_backward.stage_backward", "stage_output renamed")
     monkeypatch.setitem(compat.PIPELINING, "stage.PipelineStage.gone", "")
-    with pytest.raises(UserError, match=r"_backward.stage_backward, stage.PipelineStage.gone. .* torch 2.13"):
+    with refuses(UserError):
         compat.check_pipelining()
 
 

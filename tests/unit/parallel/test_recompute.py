@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 import torch
 from families import FAMILIES
+from golden import refuses
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
@@ -196,9 +197,9 @@ def test_nothing_is_kept_or_repeated_without_gradients():
 
 def test_an_unknown_mode_and_a_foreign_attention_are_refused():
     model = AutoModelForCausalLM.from_config(FAMILIES["llama"](), attn_implementation="sdpa")
-    with pytest.raises(ValueError, match=r"none of none, attention, selective, full"):
+    with refuses(ValueError):
         recompute_blocks(model, anatomy(model), "some")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"model\.attention=meshtune"):
+    with refuses(ValueError):
         recompute_blocks(model, anatomy(model), "attention")
 
 

@@ -17,6 +17,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from golden import refuses, says
 from ranks import run_ranks
 from torch import Tensor
 
@@ -147,7 +148,7 @@ def test_without_memory_for_copies_the_checkpoint_is_written_at_once_and_that_is
     checkpoints.save(2, state(2.0), {})
     assert checkpoints._copies.buffers == {}
     assert len(told) == 1
-    assert "(DefaultCPUAllocator: can't allocate memory), so training waits" in told[0]
+    says(told[0])
     for step in (1, 2):
         checkpoints.load(step, read)
         assert torch.equal(read["model.weight"], state(step)["model.weight"])
@@ -297,7 +298,7 @@ def test_a_damaged_checkpoint_changes_no_tensor(tmp_path):
     saved(tmp_path, 1)
     flip_a_byte(tmp_path / "step-1" / "__0_0.distcp")
     read = empty(state())
-    with pytest.raises(UserError, match=r"__0_0.distcp is damaged"):
+    with refuses(UserError):
         Checkpoints(tmp_path).load(1, read)
     assert not read["model.weight"].any()
 
@@ -307,7 +308,7 @@ def test_no_checkpoint_at_all_is_no_error(tmp_path):
 
 
 def test_a_step_that_is_not_there_is_answered_with_those_that_are(tmp_path):
-    with pytest.raises(UserError, match=r"step-9 does not exist. Checkpoints there: 2, 4"):
+    with refuses(UserError):
         saved(tmp_path, 2, 4).load(9, state())
 
 
@@ -322,9 +323,7 @@ def test_all_tensors_that_do_not_fit_are_named_at_once_and_none_is_touched(tmp_p
         checkpoints.load(1, read)
     told = "\n".join(caught.value.problems)
     assert len(caught.value.problems) == 3
-    assert "model.weight has shape [64, 32] there and [64, 33] here" in told
-    assert "optimizer.step is torch.float32 there and torch.int64 here" in told
-    assert "no tensor model.bias" in told
+    says(told)
     assert not read["model.weight"].any()
 
 

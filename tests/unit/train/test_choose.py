@@ -1,9 +1,9 @@
 """The layout that a run lets the planner choose, and what it is told of its global batch and memory."""
 
-import re
 from typing import Any
 
 import pytest
+from golden import refuses, says
 
 from meshtune.config import Config
 from meshtune.errors import NothingFits
@@ -36,8 +36,9 @@ def test_a_batch_that_the_gpus_cannot_share_is_answered_with_the_nearest(
     layout = chosen(7)
     assert layout.world == 7 and layout.pp == 7
     said = capsys.readouterr().err.splitlines()
-    assert re.match(r"meshtune: 63 sequences instead of 64: \d+% faster \(zero\dx7-\S+\)", said[0])
-    assert re.match(r"meshtune: 70 sequences instead of 64: ", said[1]) and len(said) == 2
+    says(said[0])
+    says(said[1])
+    assert len(said) == 2
     chosen(8)
     assert capsys.readouterr().err == ""
 
@@ -50,5 +51,5 @@ def test_nothing_is_said_on_the_speed_of_a_processor(chosen: Any, capsys: pytest
 def test_a_run_keeps_margin_and_budget(chosen: Any) -> None:
     usual = chosen(8)
     assert str(chosen(8, memory_margin=0.5)) != str(usual) != str(chosen(8, memory_budget_gib=40))
-    with pytest.raises(NothingFits, match=r"fills at most 7\.9\d GiB of a GPU's 79\.1 GiB"):
+    with refuses(NothingFits):
         chosen(8, memory_margin=0.9)

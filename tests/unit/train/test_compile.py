@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from cases import cases
+from golden import refuses
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer
 
@@ -58,7 +59,7 @@ def calls_a_micro_batch(words: list[str], graphs: Graphs) -> float:
 def test_a_mode_compiles_its_blocks_or_is_refused(mode: str, settings: Settings, graphs: Graphs) -> None:
     words = settings(f"layout={{recompute: {mode}}}")
     if RECOMPUTATIONS[mode].block:
-        with pytest.raises(UserError, match=f"compile = true with recompute {mode}.*use none or attention"):
+        with refuses(UserError):
             build.build(config.load(None, ["train.compile=true", *words]))
         return
     blocks = 2

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from families import FAMILIES
+from golden import refuses
 from transformers import AutoModelForCausalLM
 
 from meshtune import config
@@ -74,11 +75,11 @@ def test_documents_beyond_a_table_of_positions_are_refused() -> None:
     parts = anatomy(model)
     settings = config.load(None, ["model.name=some/gpt2", "data.seq_len=128"])
     assert position_sentences(settings, model, parts, prepared(dataset(64))) == []
-    with pytest.raises(UserError, match=r"table of 64 positions.*one has 65 tokens\. Set data\.seq_len=64\."):
+    with refuses(UserError):
         position_sentences(settings, model, parts, prepared(dataset(65)))
-    with pytest.raises(UserError, match="one has 70 tokens"):
+    with refuses(UserError):
         position_sentences(settings, model, parts, prepared(dataset(64), eval_longest=70))
-    with pytest.raises(UserError, match="a stream may have 128 tokens"):
+    with refuses(UserError):
         position_sentences(settings, model, parts, prepared(object()))
     short = config.load(None, ["model.name=some/gpt2", "data.seq_len=64"])
     assert position_sentences(short, model, parts, prepared(object())) == []

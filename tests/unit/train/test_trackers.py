@@ -8,6 +8,7 @@ import sys
 import types
 
 import pytest
+from golden import refuses, says
 from rich.console import Console
 
 from meshtune.errors import UserError
@@ -76,7 +77,7 @@ def test_an_impossible_mfu_is_said_once_with_its_numbers():
         metrics.train(step=step, **NUMBERS, flops=6e12)
     assert [row["mfu"] for row in kept.rows] == [None, None]
     assert text(out).count("can't be") == 1
-    assert "12.0 of the device's 10.0 TFLOP/s" in text(out)
+    says(text(out))
 
 
 # Where rows go #
@@ -159,19 +160,16 @@ def test_trackers_learn_that_a_run_failed():
 
 def test_every_unknown_or_missing_tracker_is_named_at_once_with_the_remedy(run, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)  # nothing is installed
-    with pytest.raises(UserError) as raised:
+    with refuses(UserError) as raised:
         Metrics.open(run, ["wandb", "comet", "mlflow"], course=Course(1))
     assert len(raised.value.problems) == 3
-    assert "pip install wandb" in str(raised.value)
-    assert "no tracker comet" in str(raised.value)
-    assert "pip install mlflow" in str(raised.value)
 
 
 def test_a_tracker_that_cannot_start_is_a_user_error_and_closes_the_others(run, monkeypatch):
     wandb = Recorder()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setitem(sys.modules, "mlflow", types.ModuleType("mlflow"))  # has no set_experiment
-    with pytest.raises(UserError, match="mlflow could not start"):
+    with refuses(UserError):
         Metrics.open(run, ["wandb", "mlflow"], course=Course(1), console=console())
     assert wandb.named("finish") == [((), {"exit_code": 1})]
 
@@ -390,7 +388,7 @@ def test_prometheus_own_parser_reads_the_same(run):
 def test_prometheus_has_a_file_for_each_run_folder_in_a_directory_that_must_be_there(tmp_path):
     collected = tmp_path / "collected"
     options = {"course": Course(1), "console": console(), "labels": Labels(textfile_directory=collected)}
-    with pytest.raises(UserError, match="collected is no folder"):
+    with refuses(UserError):
         Metrics.open(RunDir(tmp_path / "a" / "run").create(), ["prometheus"], **options)
     collected.mkdir()
     for _ in range(2):  # a run that goes on has the same file

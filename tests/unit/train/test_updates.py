@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import yaml
+from golden import refuses, says
 
 from meshtune import config
 from meshtune.config import Config
@@ -135,14 +136,12 @@ def test_tokens_give_a_stream_its_length_and_are_no_fewer_than_a_step_has() -> N
     stream = Stream.__new__(Stream)
     assert steps_of(read, stream) == 152_588 == math.ceil(20e9 / (64 * 2048))
     for words in (["data.streaming=true"], ["data.streaming=true", "train.total_tokens=null"]):
-        with pytest.raises(UserError, match=r"set train\.max_steps or train\.total_tokens\.$"):
+        with refuses(UserError):
             steps_of(load(*words), stream)
-    with pytest.raises(
-        UserError, match=r"=131071 is less than one step has: 64 x 2048 = 131072 tokens; give"
-    ):
+    with refuses(UserError):
         steps_of(load("train.total_tokens=131071"), Sequences(384))
     for wrong in ("0", "-5", "2.5e0", "many", "1e20"):
-        with pytest.raises(UserError, match=r"train\.total_tokens"):
+        with refuses(UserError):
             load(f"train.total_tokens={wrong}")
 
 
@@ -169,23 +168,20 @@ def test_the_remedies_for_few_updates_give_twenty() -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    "overrides",
     [
-        (["lr_scheduler=cosin"], "train.lr_scheduler = cosin: .*did you mean cosine"),
-        (["lr_scheduler=cosine_with_min_lr"], "cosine_with_min_lr needs train.min_lr_ratio"),
-        (
-            ["lr_scheduler=inverse_sqrt", "min_lr_ratio=0.1"],
-            "no effect: train.lr_scheduler has no lowest rate",
-        ),
-        (["lr_scheduler=constant", "warmup_steps=5"], "has no warm-up.*or use constant_with_warmup"),
-        (["lr_scheduler=constant", "warmup_ratio=0.1"], "has no warm-up"),
-        (["lr_scheduler=linear", "lr_scheduler_kwargs={power: 2}"], "takes no power; .* use polynomial"),
-        (["lr_scheduler_kwargs={powr: 2}"], "cosine takes no powr; it takes num_cycles"),
-        (["min_lr_ratio=1.0"], "train.min_lr_ratio = 1.0: write a number below 1"),
+        ["lr_scheduler=cosin"],
+        ["lr_scheduler=cosine_with_min_lr"],
+        ["lr_scheduler=inverse_sqrt", "min_lr_ratio=0.1"],
+        ["lr_scheduler=constant", "warmup_steps=5"],
+        ["lr_scheduler=constant", "warmup_ratio=0.1"],
+        ["lr_scheduler=linear", "lr_scheduler_kwargs={power: 2}"],
+        ["lr_scheduler_kwargs={powr: 2}"],
+        ["min_lr_ratio=1.0"],
     ],
 )
-def test_a_setting_that_the_schedule_does_not_use_is_refused(overrides: list[str], said: str) -> None:
-    with pytest.raises(UserError, match=said):
+def test_a_setting_that_the_schedule_does_not_use_is_refused(overrides: list[str]) -> None:
+    with refuses(UserError):
         load(*(f"train.{override}" for override in overrides))
 
 
@@ -241,13 +237,13 @@ def test_intervals_are_steps_or_epochs_of_the_data(every: str, steps: int) -> No
     "every", ["0 epoch", "-1", "-0.5 epoch", "half an epoch", "0.5", "true", "[]", "1e400 epoch", "null"]
 )
 def test_an_interval_that_is_none_is_refused_with_an_example(every: str) -> None:
-    with pytest.raises(UserError, match=r"eval\.every = .*: write a number of steps, or .* 0\.5 epoch\."):
+    with refuses(UserError):
         load(f"eval.every={every}")
 
 
 def test_epochs_of_a_stream_are_refused_before_anything_loads() -> None:
     stream = ["data.streaming=true", "train.max_steps=9"]
-    with pytest.raises(UserError, match=r"eval\.every=0\.5 epoch.*length of an epoch is unknown") as refused:
+    with refuses(UserError) as refused:
         load(*stream, "eval.every=0.5 epoch", "checkpoint.every=1 epoch")
     assert len(refused.value.problems) == 2
     assert load(*stream, "eval.every=200 steps").eval.every == 200
@@ -271,9 +267,7 @@ def test_a_run_evaluates_and_saves_at_parts_of_an_epoch(train: Callable[..., Any
 def test_a_run_that_goes_on_is_not_advised_to_change_its_global_batch() -> None:
     read = load("train.global_batch_size=64", "train.num_epochs=2")
     assert "train.global_batch_size=" in few_updates(read, Sequences(384), 12)
-    assert few_updates(read, Sequences(384), 12, resumed=True).endswith(
-        "global batches of 64. Set train.num_epochs=4, for 20 or more."
-    )
+    says(few_updates(read, Sequences(384), 12, resumed=True))
 
 
 @pytest.mark.parametrize(
