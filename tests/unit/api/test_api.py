@@ -11,6 +11,7 @@ from typing import Any
 
 import datasets
 import pytest
+from golden import refuses, says
 
 import meshtune
 from meshtune import Config, Layout, config, generate, plan, train
@@ -71,7 +72,7 @@ def test_settings_are_a_config_a_tree_or_a_file(tmp_path: Path) -> None:
     assert config_of(config, ["train.seed=1"]).train == changed.train
     dotted = {"model.name": "org/name", "train.max_steps": 3, "output": tmp_path}
     assert config_of(dotted) == config and tree_of(dotted)["model"] == {"name": "org/name"}
-    with pytest.raises(UserError, match="max_stepz"):
+    with refuses(UserError):
         config_of({"model": {"name": "org/name"}, "train": {"max_stepz": 3}})
 
 
@@ -80,8 +81,9 @@ def test_a_config_made_in_python_has_our_sentences() -> None:
     with pytest.raises(UserError) as caught:
         Config(**sections)
     first, second, third = caught.value.problems
-    assert first == "train.lr is no setting; did you mean train.learning_rate?"
-    assert second.startswith("modl is no setting") and third == "train.seed = -1: write a number from 0 on."
+    says(first)
+    says(second)
+    says(third)
 
 
 def test_a_package_that_is_a_function_documents_the_function() -> None:
@@ -127,28 +129,28 @@ def test_a_run_goes_on_with_the_rows_it_began_with_alone(
 
     with monkeypatch.context() as patch:
         patch.setattr(loop, "finish", interrupted)
-        with pytest.raises(UserError, match="Interrupted"):
+        with refuses(UserError):
             train(tree(), train_data=ROWS)
     other = [*ROWS[:-1], {"prompt": "2 + 2 =", "completion": " 4"}]
-    with pytest.raises(UserError, match="train_data has other rows here"):
+    with refuses(UserError):
         train(tree(), train_data=other)
     result = train(tree("train.max_steps=3"), train_data=ROWS)
     assert result.summary.steps == 3
 
 
 @pytest.mark.parametrize(
-    ("rows", "sentence"),
+    "rows",
     [
-        ("rows.jsonl", "train_data is of type str; give a list of rows"),
-        ({"prompt": ["a"]}, "train_data is of type dict"),
-        ([], "train_data has no rows."),
-        (["a text"], r"train_data, row 0 is of type str; a row is a dict"),
-        ([{"text": "a"}, {"text": {1, 2}}], "train_data, row 1 holds what is no JSON value"),
-        ([{"text": float("nan")}], "train_data, row 0 holds what is no JSON value"),
+        "rows.jsonl",
+        {"prompt": ["a"]},
+        [],
+        ["a text"],
+        [{"text": "a"}, {"text": {1, 2}}],
+        [{"text": float("nan")}],
     ],
 )
-def test_what_is_no_row_is_named(rows: Any, sentence: str, tree: Callable[..., dict[str, Any]]) -> None:
-    with pytest.raises(UserError, match=sentence):
+def test_what_is_no_row_is_named(rows: Any, tree: Callable[..., dict[str, Any]]) -> None:
+    with refuses(UserError):
         train(tree(), train_data=rows)
 
 
@@ -159,9 +161,9 @@ def test_bad_rows_in_memory_are_named_by_their_argument(
     def given(rows: list[dict[str, Any]]) -> Any:
         return datasets.Dataset.from_list(rows) if kind == "Dataset" else rows
 
-    with pytest.raises(UserError, match=r"\Atrain_data has the columns question, which fit no format"):
+    with refuses(UserError):
         train(tree(), train_data=given([{"question": "a"}]))
-    with pytest.raises(UserError, match=r"(?s)train_data, row 24: .*empty") as caught:
+    with refuses(UserError) as caught:
         train(tree(), train_data=given([*ROWS, {"prompt": "a", "completion": ""}]))
     assert "/rows/" not in str(caught.value)
 
@@ -172,35 +174,31 @@ def test_rows_take_part_in_the_judgement_of_the_settings(tmp_path: Path) -> None
         "data": {"train": "rows.jsonl", "cache": str(tmp_path)},
         "eval": {"every": 5},
     }
-    with pytest.raises(UserError, match=r"eval\.every=5 has no effect"):
+    with refuses(UserError):
         config.load(defaults=tree)
     held_out = with_rows(tree, None, ROWS[:2])
     assert config.load(defaults=held_out).data.eval[0].path.startswith(str(tmp_path / "rows" / "eval_data-"))
 
 
 def test_without_rows_the_arguments_that_take_them_are_named() -> None:
-    with pytest.raises(UserError, match=r"\ANo data is named; give train_data=\[…\], or add data:"):
+    with refuses(UserError):
         train({"model": {"name": "x"}})
-    with pytest.raises(UserError) as caught:
+    with refuses(UserError):
         train(Config(model={"name": "x"}, eval={"every": 2}), train_data=ROWS)
-    assert caught.value.problems == (
-        "eval.every=2 has no effect: there are no held-out rows; give eval_data=[…], set data.eval or "
-        "data.eval_split, or leave it out.",
-    )
 
 
 def test_a_config_leaves_it_to_its_reader_whether_there_are_held_out_rows(tmp_path: Path) -> None:
     named = Config(model={"name": "x"}, data={"train": "a", "cache": str(tmp_path)}, eval={"every": 2})
     assert config.load(defaults=with_rows(tree_of(named), None, ROWS[:2])).eval.every == 2
-    with pytest.raises(UserError, match=r"\Aeval\.every=2 has no effect: .* rows; set data\.eval or"):
+    with refuses(UserError):
         config.load(defaults=tree_of(named))
-    with pytest.raises(UserError, match=r"eval\.keep_best=true has no effect: with eval\.every=0"):
+    with refuses(UserError):
         Config(model={"name": "x"}, data={"train": "a"}, eval={"keep_best": True})
 
 
 def test_rows_beside_files_are_refused(settings: Callable[..., list[str]]) -> None:
     both = config.load(None, settings())
-    with pytest.raises(UserError, match=r"train_data and data\.train of the config both name rows"):
+    with refuses(UserError):
         train(both, train_data=ROWS)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from golden import refuses
 
 from meshtune.api.calibrate import calibrate
 from meshtune.api.measured_runs import cluster_of_run
@@ -77,5 +78,5 @@ def test_runs_on_one_machine_leave_the_network_and_processors_need_a_file(make: 
     found = calibrate([make(one, 1) for one in ONE], out=tmp_path / "new.toml")
     assert found["left"]["network_share"] == "each run is on one machine"
     processor = make("mb8-ga1", 1, device="A CPU", device_type="cpu")
-    with pytest.raises(UserError, match="The speed of A CPU is in no catalogue: run `meshtune probe"):
+    with refuses(UserError):
         calibrate([processor], out=tmp_path / "other.toml")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from golden import refuses
 
 from meshtune import config
 from meshtune.api.plan import plan
@@ -81,25 +82,24 @@ def test_the_command_prints_one_document(
 
 
 @pytest.mark.parametrize(
-    ("name", "problem"),
+    "name",
     [
-        ("there.toml", "exists; name another file with --out, or remove it."),
-        ("a.yaml", "name a file that ends in .toml, such as a.toml."),
-        ("none/a.toml", "there is no folder"),
+        "there.toml",
+        "a.yaml",
+        "none/a.toml",
     ],
 )
-def test_a_file_that_cannot_be_written_is_refused_first(tmp_path: Path, name: str, problem: str) -> None:
+def test_a_file_that_cannot_be_written_is_refused_first(tmp_path: Path, name: str) -> None:
     """Nothing is measured for a file that exists, has another ending, or no folder."""
     (tmp_path / "there.toml").touch()
-    with pytest.raises(UserError) as caught:
+    with refuses(UserError):
         probe(tmp_path / name, nproc=1)
-    assert problem in str(caught.value)
 
 
 def test_a_folder_without_write_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sentence names the folder."""
     monkeypatch.setattr("os.access", lambda *_: False)
-    with pytest.raises(UserError, match="can't be written to; name another file"):
+    with refuses(UserError):
         probe(tmp_path / "a.toml", nproc=1)
 
 
@@ -107,14 +107,14 @@ def test_more_ranks_than_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     """A rank needs a GPU of its own."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(UserError, match="--nproc 3: this machine has 2 GPUs"):
+    with refuses(UserError):
         probe(tmp_path / "a.toml", nproc=3)
 
 
 def test_without_torch_distributed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several ranks need it; the sentence names the remedy."""
     monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
-    with pytest.raises(UserError, match=r"without torch.distributed.*--nproc 1"):
+    with refuses(UserError):
         probe(tmp_path / "a.toml", nproc=2)
 
 
@@ -124,13 +124,13 @@ def test_under_torchrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("MASTER_PORT", "1")
-    with pytest.raises(UserError, match="run it without torchrun"):
+    with refuses(UserError):
         probe(tmp_path / "a.toml")
 
 
 def test_a_gpu_that_stops_answering() -> None:
     """CUDA's and NCCL's errors become a sentence; others, and memory that runs out, pass."""
-    with pytest.raises(UserError, match=r"A GPU stopped answering .* Nothing was written"), answering():
+    with refuses(UserError), answering():
         raise RuntimeError("CUDA error: unspecified launch failure")
     with pytest.raises(RuntimeError, match="another"), answering():
         raise RuntimeError("another")

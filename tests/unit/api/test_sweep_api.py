@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from golden import refuses
 
 from meshtune.api import sweep as api
 from meshtune.errors import UserError
@@ -23,7 +24,7 @@ TOO_LARGE: dict[str, Any] = {
 
 @pytest.mark.parametrize(("given", "option"), [({"everything": True}, "--all"), ({"jobs": 2}, "--jobs")])
 def test_options_that_the_planner_has_no_use_for_are_refused(given: dict[str, Any], option: str) -> None:
-    with pytest.raises(UserError, match=f"{option} is for experiments that run"):
+    with refuses(UserError):
         api.check_options("planner", [], slurm=False, **given)
     api.check_options("dryrun", [], slurm=False, **given)
 

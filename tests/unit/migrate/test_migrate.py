@@ -15,6 +15,7 @@ import transformers
 import trl
 import yaml
 from cases import cases
+from golden import refuses, says
 from jsonschema import Draft202012Validator
 
 from meshtune import config
@@ -221,7 +222,7 @@ def test_sharding_becomes_a_layout(
 
 
 def test_sizes_that_do_not_make_the_gpus_are_refused(migrated: Migrate) -> None:
-    with pytest.raises(UserError, match=r"tp 4 x cp 1 .* make no 1 GPUs; .* --gpus 4"):
+    with refuses(UserError):
         migrated(AXOLOTL, tensor_parallel_size=4)
 
 
@@ -317,7 +318,8 @@ def test_several_components_of_torchtune_are_several_sources(migrated: Migrate) 
         {"path": "yahma/alpaca-cleaned", "format": "alpaca"},
         {"path": "a.txt", "format": "text"},
     ]
-    assert result.settings["data.train_on"] == "assistant" and "first source" in result.origins["data.train"]
+    says(result.origins["data.train"])
+    assert result.settings["data.train_on"] == "assistant"
 
 
 def test_torchtunes_references_are_replaced(migrated: Migrate) -> None:
@@ -326,21 +328,20 @@ def test_torchtunes_references_are_replaced(migrated: Migrate) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tree", "said"),
+    "tree",
     [
-        (AXOLOTL | {"rl": "dpo"}, "rl makes this another job. Training is supervised"),
-        (AXOLOTL | {"adapter": "ia3"}, "adapter: ia3 is not offered"),
-        (FACTORY | {"stage": "dpo"}, "stage: dpo is no supervised fine-tuning"),
-        (FACTORY | {"finetuning_type": "oft"}, "finetuning_type: oft is not offered"),
-        (AXOLOTL | {"warmup_ratio": "much"}, "warmup_ratio = much is not what axolotl takes"),
-        ({"a": 1, "b": 2, "learning_rate": 1}, "it is no configuration of transformers, TRL"),
-        ({key: value for key, value in TRL.items() if key != "model_name_or_path"}, "No model is named"),
+        AXOLOTL | {"rl": "dpo"},
+        AXOLOTL | {"adapter": "ia3"},
+        FACTORY | {"stage": "dpo"},
+        FACTORY | {"finetuning_type": "oft"},
+        AXOLOTL | {"warmup_ratio": "much"},
+        {"a": 1, "b": 2, "learning_rate": 1},
+        {key: value for key, value in TRL.items() if key != "model_name_or_path"},
     ],
 )
-def test_another_job_is_refused(tree: dict[str, Any], said: str, migrated: Migrate) -> None:
-    with pytest.raises(UserError) as refused:
+def test_another_job_is_refused(tree: dict[str, Any], migrated: Migrate) -> None:
+    with refuses(UserError):
         migrated(tree)
-    assert said in "\n".join(refused.value.problems)
 
 
 @pytest.mark.parametrize(
@@ -452,7 +453,7 @@ def test_a_malicious_dump_runs_nothing(tmp_path: Path) -> None:
     harm.path = tmp_path / "harmed"  # type: ignore[attr-defined]
     with zipfile.ZipFile(tmp_path / "training_args.bin", "w") as archive:
         archive.writestr("training_args/data.pkl", pickle.dumps(harm))
-    with pytest.raises(UserError, match=r"is no training_args\.bin: .* Give the arguments as JSON instead"):
+    with refuses(UserError):
         migrate(tmp_path / "training_args.bin")
     assert not (tmp_path / "harmed").exists()
 
@@ -461,5 +462,5 @@ def test_a_malicious_dump_runs_nothing(tmp_path: Path) -> None:
 def test_a_broken_dump_is_named(content: bytes, tmp_path: Path) -> None:
     file = tmp_path / "training_args.bin"
     file.write_bytes(content)
-    with pytest.raises(UserError, match="is no training_args"):
+    with refuses(UserError):
         migrate(file)

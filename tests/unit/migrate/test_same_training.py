@@ -7,6 +7,7 @@ from typing import Any
 import fewest_keys
 import pytest
 from fewest_keys import AXOLOTL, FACTORY, TRL
+from golden import says
 from typer.testing import CliRunner
 
 from meshtune.cli import app
@@ -36,42 +37,39 @@ def test_a_part_of_the_training_file_is_not_held_out_rows(migrated: Migrate) -> 
         datasets=[{"path": "rows.jsonl", "split": "train[:90%]"}],
         test_datasets=[{"path": "rows.jsonl", "split": "train[90%:]"}],
     )
-    assert "data.eval" not in result.settings and "all rows of the file" in result.origins["data.train"]
+    says(result.origins["data.train"])
+    assert "data.eval" not in result.settings
     assert [note.key for note in result.unsupported] == ["test_datasets"]
 
 
 @pytest.mark.parametrize(
-    ("tree", "template", "said"),
+    ("tree", "template"),
     [
-        (AXOLOTL | {"datasets": [ALPACA]}, "alpaca", "without the first line"),
-        (AXOLOTL | {"datasets": [ALPACA, {"path": "b"}]}, None, "without the prompt of alpaca rows"),
-        (AXOLOTL | {"datasets": [ALPACA | {"type": "alpaca_chat.load_qa"}]}, None, "of alpaca_chat.load_qa"),
-        (AXOLOTL | {"datasets": [ALPACA], "chat_template": "chatml"}, "alpaca", "without the first line"),
-        (TORCHTUNE, "alpaca", "without the first line"),
-        (
-            TORCHTUNE | {"dataset": {"_component_": "torchtune.datasets.samsum_dataset"}},
-            None,
-            "prompts of samsum",
-        ),
+        (AXOLOTL | {"datasets": [ALPACA]}, "alpaca"),
+        (AXOLOTL | {"datasets": [ALPACA, {"path": "b"}]}, None),
+        (AXOLOTL | {"datasets": [ALPACA | {"type": "alpaca_chat.load_qa"}]}, None),
+        (AXOLOTL | {"datasets": [ALPACA], "chat_template": "chatml"}, "alpaca"),
+        (TORCHTUNE, "alpaca"),
+        (TORCHTUNE | {"dataset": {"_component_": "torchtune.datasets.samsum_dataset"}}, None),
     ],
 )
 def test_alpaca_rows_are_asked_by_their_prompt(
-    tree: dict[str, Any], template: str | None, said: str, migrated: Migrate
+    tree: dict[str, Any], template: str | None, migrated: Migrate
 ) -> None:
     result = migrated(tree)
     assert result.settings.get("data.chat_template") == template
-    assert said in result.origins["data.train"]
+    says(result.origins["data.train"])
 
 
 def test_llama_factorys_alpaca_lacks_its_first_line(migrated: Migrate) -> None:
-    assert "without the first line" in migrated(FACTORY, template="alpaca").origins["data.chat_template"]
+    says(migrated(FACTORY, template="alpaca").origins["data.chat_template"])
 
 
 def test_lora_targets_that_a_file_leaves_out_are_pefts(migrated: Migrate) -> None:
     for lora in (TRL | {"use_peft": True}, AXOLOTL | {"adapter": "lora"}):
         result = migrated(lora)
         assert result.settings["lora.target_modules"] == ["q_proj", "v_proj"]
-        assert "default: peft's" in result.origins["lora.target_modules"]
+        says(result.origins["lora.target_modules"])
     assert "lora.target_modules" not in migrated(TRL).settings
     linear = migrated(AXOLOTL, adapter="lora", lora_target_linear=True)
     assert linear.settings["lora.target_modules"] == "all-linear"
@@ -79,7 +77,8 @@ def test_lora_targets_that_a_file_leaves_out_are_pefts(migrated: Migrate) -> Non
 
 def test_trl_labels_all_tokens_of_messages(migrated: Migrate) -> None:
     result = migrated(TRL)
-    assert result.settings["data.train_on"] == "all" and "set completion" in result.origins["data.train_on"]
+    says(result.origins["data.train_on"])
+    assert result.settings["data.train_on"] == "all"
     columns = {"prompt": "question", "completion": "answer"}
     mixture = migrated(TRL, dataset_name=None, datasets=[{"path": "org/a", "columns": columns}])
     assert mixture.settings["data.train_on"] == "completion"

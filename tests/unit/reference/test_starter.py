@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from golden import refuses
 from jsonschema import Draft202012Validator
 from typer.testing import CliRunner
 
@@ -68,15 +69,15 @@ def test_the_header_names_the_schema_and_the_next_commands() -> None:
 def test_it_writes_over_no_file(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("kept")
-    with pytest.raises(UserError, match="exists; name another file"):
+    with refuses(UserError):
         CliRunner().invoke(app, ["config", "--out", str(file)], catch_exceptions=False)
     assert file.read_text() == "kept"
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
-    [(["--size", "9b"], "one of 0.6b"), (["--size", "8b", "--model", "x"], "both name the model")],
+    "words",
+    [["--size", "9b"], ["--size", "8b", "--model", "x"]],
 )
-def test_bad_options_are_refused(words: list[str], said: str) -> None:
-    with pytest.raises(UserError, match=said):
+def test_bad_options_are_refused(words: list[str]) -> None:
+    with refuses(UserError):
         CliRunner().invoke(app, ["config", *words], catch_exceptions=False)

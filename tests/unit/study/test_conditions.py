@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from golden import refuses
 
 from meshtune.errors import UserError
 from meshtune.study.conditions import Condition
@@ -53,13 +54,13 @@ def test_a_part_that_is_not_reached_is_not_evaluated() -> None:
     ],
 )  # fmt: skip
 def test_whatever_else_python_has_is_refused_before_it_is_evaluated(text: str) -> None:
-    with pytest.raises(UserError, match="is not understood"):
+    with refuses(UserError):
         Condition.parse(text)
 
 
 @pytest.mark.parametrize("text", ["layout.tp <=", "", "  ", 3, None, "(" * 200, "1" * 2000, "a\0b"])
 def test_what_is_no_expression_is_refused_with_a_sentence(text: Any) -> None:
-    with pytest.raises(UserError, match="where: "):
+    with pytest.raises(UserError, match="where: "):  # with Python's own words for some
         Condition.parse(text)
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from golden import refuses, says
 
 from meshtune.errors import UserError
 from meshtune.study.sweep_file import Experiment, Tree, read_sweep
@@ -103,15 +104,13 @@ def test_conditions_see_settings_defaults_and_the_layout() -> None:
 
 def test_a_condition_on_what_the_planner_chooses_is_refused() -> None:
     document = {"base": BASE, "axes": {"train.seed": [1]}, "where": "layout.tp < 2"}
-    assert "layout.tp is left to the planner" in problems(document)
+    says(problems(document))
     fixed = {**document, "axes": {"layout": ["tp2"]}, "where": "layout.micro_batch_size > 1"}
-    assert "layout.micro_batch_size is left to the planner" in problems(fixed)
+    says(problems(fixed))
 
 
 def test_no_experiment_that_holds_the_conditions_is_an_error() -> None:
-    assert "none holds all conditions (train.seed > 5)" in problems(
-        {"base": BASE, "axes": {"train.seed": [1, 2]}, "where": "train.seed > 5"}
-    )
+    says(problems({"base": BASE, "axes": {"train.seed": [1, 2]}, "where": "train.seed > 5"}))
 
 
 def test_the_planner_s_best_layouts_are_asked_for_each_combination_that_may_hold() -> None:
@@ -140,49 +139,28 @@ def test_every_mistake_is_named_at_once_with_the_nearest() -> None:
         },
         "where": ["layout.tpp < 2", "open('x')"],
     })  # fmt: skip
-    for sentence in (
-        "axis is no key of a sweep; did you mean axes?",
-        "train is no key of a sweep: settings go into `base` or `axes`",
-        "run = trian: write bench or train; did you mean train?",
-        "steps = 0: write a whole number above 0.",
-        "limit = 1h: write a number above 0.",
-        "train.learning_rat is no setting; did you mean train.learning_rate?",
-        "train.seed = x: write a whole number.",
-        "train.lr is no setting; did you mean train.learning_rate?",
-        "tp is no setting; did you mean layout.tp?",
-        "axes.train.seed has 1 twice.",
-        "train.precision = fp8: it must be one of fp32",
-        "axes.data.seq_len = 4: write a list of values, or a range",
-        "'zero9x2' is no token; did you mean zero3x2?",
-        "did you mean 1f1b?",
-        "output: each experiment has a folder of its own",
-        'axes.train.max_steps = {"from": 1}: write a list, or a range',
-        "where: layout.tpp is no setting; did you mean layout.tp or layout.pp?",
-        "where: 'open('x')' of",
-    ):
-        assert sentence in said
+    says(said)
 
 
 @pytest.mark.parametrize(
-    ("document", "sentence"),
+    "document",
     [
-        ({}, "The sweep has no experiments"),
-        ({"run": "train", "steps": 5, "axes": {"train.seed": [1]}}, "steps is for run: bench"),
-        ({"axes": [1]}, "axes = [1]: write settings"),
-        ({"axes": {"train.seed": [1]}, "together": [{"train.seed": 2}]}, "is changed by two axes"),
-        ({"together": [3]}, "together = [3]: write a list of mappings"),
-        ({"experiments": {"train.seed": 1}}, "experiments = "),
-        ({"axes": {"train.seed": {"from": 1, "to": 10**7}}}, "more than 100,000 values"),
-        ({"axes": {"train.seed": {"from": 3, "to": 1}}}, "has no values"),
-        ({"axes": {"train.seed": {"from": 1, "to": 3000}, "data.seq_len": {"from": 2, "to": 2000}}},
-         "combinations; at most"),
-        ({"axes": {"layout": {"best": "two"}}}, "layout.best = two"),
-        ({"base": 3, "axes": {"train.seed": [1]}}, "base = 3: write a config file"),
-        ({"slurm": ["gpu"], "axes": {"train.seed": [1]}}, "write options of sbatch"),
+        {},
+        {"run": "train", "steps": 5, "axes": {"train.seed": [1]}},
+        {"axes": [1]},
+        {"axes": {"train.seed": [1]}, "together": [{"train.seed": 2}]},
+        {"together": [3]},
+        {"experiments": {"train.seed": 1}},
+        {"axes": {"train.seed": {"from": 1, "to": 10**7}}},
+        {"axes": {"train.seed": {"from": 3, "to": 1}}},
+        {"axes": {"train.seed": {"from": 1, "to": 3000}, "data.seq_len": {"from": 2, "to": 2000}}},
+        {"axes": {"layout": {"best": "two"}}},
+        {"base": 3, "axes": {"train.seed": [1]}},
+        {"slurm": ["gpu"], "axes": {"train.seed": [1]}},
     ],
 )  # fmt: skip
-def test_a_mistake_is_named(document: dict[str, Any], sentence: str) -> None:
-    assert sentence in problems(document)
+def test_a_mistake_is_named(document: dict[str, Any]) -> None:
+    says(problems(document))
 
 
 def test_a_file_names_its_base_beside_it_and_key_value_changes_that(tmp_path: Path) -> None:
@@ -194,5 +172,5 @@ def test_a_file_names_its_base_beside_it_and_key_value_changes_that(tmp_path: Pa
     assert plan.base == {"model": {"name": "a"}, "train": {"seed": 8}}
     assert read_sweep(plan.document).experiments(none_best) == plan.experiments(none_best)
     file.write_text("base: confg.yaml\naxes: {data.seq_len: [64]}\n")
-    with pytest.raises(UserError, match=r"config\.yaml"):
+    with refuses(UserError):
         read_sweep(file)

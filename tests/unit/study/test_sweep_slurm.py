@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from golden import refuses, says
 
 from meshtune.errors import UserError
 from meshtune.layout import Layout
@@ -100,7 +101,7 @@ def test_what_sbatch_refuses_is_said_and_the_experiment_still_waits(
 ) -> None:
     monkeypatch.setenv("FAIL", "1")
     with store_of(tmp_path, [task(1, "mb1-ga1")]) as store:
-        with pytest.raises(UserError, match="sbatch refused: invalid partition"):
+        with refuses(UserError):
             submit(store, {1: task(1, "mb1-ga1")}, tmp_path, name="study", options={}, jobs=0)
         assert store.counts() == {WAITING: 1}
 
@@ -118,7 +119,7 @@ def test_results_are_collected_and_tasks_that_vanish_are_named(
         assert store.counts() == {DONE: 1, TIMED_OUT: 1}
         assert store.best("step_seconds", 1)[0]["seconds"] == 3.0
     assert not [*(tmp_path / "results").iterdir()]
-    assert "2 of 2" in lines[-1] and "state TIMEOUT without a result; see slurm/7_1.out" in lines[-1]
+    says(lines[-1])
 
 
 def test_a_result_that_comes_while_others_are_collected_is_kept(
@@ -197,9 +198,7 @@ def test_a_slurm_that_does_not_answer_ends_the_sweep_after_a_while_alone(
         store.start([1, 2], "7")
         written(tasks[0], tmp_path, Outcome(DONE))
         progress = Progress(store, 2, 0, Devices(), lines.append)
-        with pytest.raises(
-            UserError, match=r"Unable to contact .*\. The jobs go on; the same command collects"
-        ):
+        with refuses(UserError):
             follow(store, tmp_path, progress, lines.append)
         assert store.counts() == {RUNNING: 1, DONE: 1}
         assert len([line for line in lines if "Unable to contact" in line]) == 1
@@ -222,7 +221,7 @@ def test_held_arrays_that_the_database_does_not_know_are_cancelled(commands: Pat
         store.start([1], "7")
         cancel_unknown(store, tmp_path, lines.append)
     assert (commands / "cancelled").read_text() == "8\n"
-    assert lines == ["Cancelled the held array 8, which a killed sweep had left."]
+    says(lines)
 
 
 def test_machines_follow_from_the_ranks_and_what_the_file_says_counts() -> None:
@@ -238,7 +237,7 @@ def test_machines_follow_from_the_ranks_and_what_the_file_says_counts() -> None:
     with pytest.raises(UserError) as error:
         check_sbatch({"array": "1-3", "Parti tion": 1, "chdir": "/", "gpus-per-node": "all"})
     assert len(error.value.problems) == 4
-    with pytest.raises(UserError, match="ntasks-per-node is set by the sweep"):
+    with refuses(UserError):
         check_sbatch({"ntasks_per_node": 1})
     check_sbatch({"gpus-per-node": "h100:8"})
 
@@ -248,5 +247,5 @@ def test_a_bench_on_several_machines_is_refused_in_its_task(
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
     outcome = slurm.run_in_job(task(5, "zero3x16-mb1-ga1"), tmp_path)
-    assert outcome.reason and "sweep with run: train" in outcome.reason
+    says(outcome.reason)
     assert json.loads((tmp_path / "results" / "5.json").read_text())["outcome"]["status"] == "refused"
