@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from golden import refuses
 
 from meshtune import config
 from meshtune.api.evaluate import evaluated
@@ -22,12 +23,12 @@ NOT_UTF8 = os.fsdecode(b"a\xff")
 
 
 def test_a_prompt_that_is_not_utf8_is_named() -> None:
-    with pytest.raises(UserError, match=r"^Prompt 2: its text is not UTF-8"):
+    with refuses(UserError):
         generate(None, ["fine", NOT_UTF8])
 
 
 def test_a_temperature_that_is_nearly_zero_is_refused() -> None:
-    with pytest.raises(UserError, match="use 0 for the likeliest token"):
+    with refuses(UserError):
         generate(None, ["fine"], temperature=1e-320)
 
 
@@ -69,43 +70,41 @@ NOBODY = "~nosuchuser/x"
     ],
 )
 def test_a_user_who_does_not_exist_is_named(run: Callable[[Path], object], tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"^~nosuchuser/x.*: there is no such user; write the whole path"):
+    with refuses(UserError):
         run(tmp_path)
 
 
 @pytest.mark.parametrize("words", ["8,0", "8,1000001", "9" * 5000, "x"])
 def test_numbers_of_gpus_are_bounded(words: str) -> None:
-    with pytest.raises(UserError, match="is no number of GPUs, 1 to 1,000,000"):
+    with refuses(UserError):
         sizes_of(words, config.load(None, ["model.name=x"]))
 
 
 @pytest.mark.parametrize(
-    ("run", "option"),
+    "run",
     [
-        (lambda words: plan(["model.name=llama-3.1-8b"], explain=words), "--explain"),
-        (lambda words: plan(["model.name=llama-3.1-8b"], compare=words), "--compare"),
-        (lambda words: dryrun(["model.name=llama-3.1-8b"], layout=words), "--layout"),
-        (lambda words: bench(["model.name=llama-3.1-8b"], layouts=words), "--layouts"),
+        lambda words: plan(["model.name=llama-3.1-8b"], explain=words),
+        lambda words: plan(["model.name=llama-3.1-8b"], compare=words),
+        lambda words: dryrun(["model.name=llama-3.1-8b"], layout=words),
+        lambda words: bench(["model.name=llama-3.1-8b"], layouts=words),
     ],
     ids=["plan --explain", "plan --compare", "dryrun", "bench"],
 )
-def test_an_option_that_names_no_layout_is_refused(run: Callable[[list[str]], object], option: str) -> None:
-    with pytest.raises(UserError, match=f"^{option} , names no layout; write {option} "):
+def test_an_option_that_names_no_layout_is_refused(run: Callable[[list[str]], object]) -> None:
+    with refuses(UserError):
         run([","])
 
 
 @pytest.mark.parametrize(
-    ("run", "option"),
+    "run",
     [
-        (lambda file: dryrun(["model.name=llama-3.1-8b"], plot=file), "--plot"),
-        (lambda file: bench(["model.name=llama-3.1-8b"], profile=file), "--profile"),
+        lambda file: dryrun(["model.name=llama-3.1-8b"], plot=file),
+        lambda file: bench(["model.name=llama-3.1-8b"], profile=file),
     ],
     ids=["dryrun", "bench"],
 )
-def test_a_file_is_no_folder_to_write_into(
-    run: Callable[[Path], object], option: str, tmp_path: Path
-) -> None:
+def test_a_file_is_no_folder_to_write_into(run: Callable[[Path], object], tmp_path: Path) -> None:
     file = tmp_path / "traces"
     file.touch()
-    with pytest.raises(UserError, match=f"^{option} .* is a file; name a folder"):
+    with refuses(UserError):
         run(file)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import typer
+from golden import refuses, says
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from meshtune.api.answer import Answerer, open_answerer
@@ -114,20 +115,18 @@ def test_a_full_context_leaves_out_the_oldest_turns_and_says_so(begin, chatty):
     conversation = begin()
     for _ in range(5):
         _, remarks = ask(conversation, "please " * 90)
-    assert remarks[0].startswith("The context of 512 tokens is full: the oldest 2 messages are left out")
+    says(remarks[0])
     assert 3 < len(conversation.messages) < 10
-    with pytest.raises(UserError, match=r"The message has [\d,]+ tokens .* context is 512.*shorten it"):
+    with refuses(UserError):
         ask(conversation, "please " * 900)
     before = conversation.messages
     assert before[-1]["role"] == "assistant"  # nothing is lost by a message that is too long
 
 
 def test_an_answer_that_was_cut_says_by_what(begin):
-    assert ask(begin(), "Say red")[1] == [
-        "The answer was cut at 8 tokens; --max-new-tokens allows longer ones."
-    ]
+    says(ask(begin(), "Say red")[1])
     long = begin(max_new_tokens=600)
-    assert ask(long, "please " * 200)[1] == ["The answer was cut: the context of 512 tokens is full."]
+    says(ask(long, "please " * 200)[1])
 
 
 def test_sampling_is_repeatable_and_turns_draw_differently(begin):
@@ -147,7 +146,7 @@ def test_without_a_template_each_message_is_answered_by_itself(plain):
     parts, _ = ask(conversation, "Say red")
     (alone,) = plain.answers([plain.prompt_ids(prompts_of(["Say red"])[0])], max_new_tokens=8)
     assert "".join(parts) == alone
-    with pytest.raises(UserError, match="--system needs a chat template"):
+    with refuses(UserError):
         Conversation(plain, system="Be brief")
 
 
@@ -182,15 +181,14 @@ def test_a_line_that_the_model_can_not_take_is_named_and_the_others_answered(beg
     conversation = begin()
     assert not talk(conversation, iter(["please " * 900, "a\udcff", "Say red"]), as_json=False)
     out, err = capsys.readouterr()
-    assert "leaves none for an answer" in err
-    assert "half of a surrogate pair" in err
+    says(err)
     assert out.rstrip("\n") == conversation.messages[-1]["content"].rstrip("\n")
 
 
 def test_an_unknown_command_is_no_message(begin, capsys):
     conversation = begin()
     assert talk(conversation, iter(["/quit"]), as_json=False)
-    assert "There is no command /quit. /reset forgets" in capsys.readouterr().err
+    says(capsys.readouterr().err)
     assert conversation.messages == []
     talk(conversation, iter([" /quit", "/etc/hosts?"]), as_json=False)
     assert [m["content"] for m in conversation.messages[::2]] == [" /quit", "/etc/hosts?"]
@@ -231,15 +229,15 @@ def test_a_pipe_with_a_line_that_was_not_answered_ends_with_2(tiny, monkeypatch)
 
 
 @pytest.mark.parametrize(
-    ("values", "sentence"),
+    "values",
     [
-        ({"top_p": 0.5}, "top-p 0.5 has no effect at temperature 0"),
-        ({"seed": 1}, "seed 1 has no effect at temperature 0"),
-        ({"temperature": 1.0, "top_p": 1.5}, "top-p 1.5 is no probability"),
-        ({"temperature": 1.0, "seed": -1}, "seed -1 is no seed"),
-        ({"temperature": 1e-320}, "use 0 for the likeliest token"),
+        {"top_p": 0.5},
+        {"seed": 1},
+        {"temperature": 1.0, "top_p": 1.5},
+        {"temperature": 1.0, "seed": -1},
+        {"temperature": 1e-320},
     ],
 )
-def test_sampling_that_would_not_happen_is_refused(values, sentence):
-    with pytest.raises(UserError, match=sentence):
+def test_sampling_that_would_not_happen_is_refused(values):
+    with refuses(UserError):
         Sampling(**values)

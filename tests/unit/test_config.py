@@ -8,6 +8,7 @@ from typing import get_args
 
 import pytest
 import yaml
+from golden import refuses, says
 from pydantic import BaseModel
 
 from meshtune import config
@@ -22,35 +23,27 @@ def problems(*overrides: str, file: Path | None = None) -> str:
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    "override",
     [
-        ("train.learning_rte=1", "did you mean train.learning_rate?"),
-        ("train.micro_batch_size=1", "did you mean layout.micro_batch_size?"),
-        ("hub.zzzzzzzz=1", "hub.zzzzzzzz is no setting; hub has: push_to, private."),
-        ("data.sequence_len=1", "did you mean data.seq_len?"),
-        ("base_model=x", "did you mean model.name?"),
-        ("data.lora_r=1", "did you mean lora.r?"),
-        ("trian.seed=1", "did you mean train?"),
-        ("checkpoint.save_steps=5", "did you mean checkpoint.every?"),
-        ("optimizer=adamw", "did you mean train.optimizer?"),
+        "train.learning_rte=1",
+        "train.micro_batch_size=1",
+        "hub.zzzzzzzz=1",
+        "data.sequence_len=1",
+        "base_model=x",
+        "data.lora_r=1",
+        "trian.seed=1",
+        "checkpoint.save_steps=5",
+        "optimizer=adamw",
     ],
 )
-def test_unknown_setting_suggests_the_nearest_name(override: str, said: str) -> None:
-    assert said in problems(override)
+def test_unknown_setting_suggests_the_nearest_name(override: str) -> None:
+    says(problems(override))
 
 
 def test_every_problem_is_said_at_once(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text("data: {seq_len: 1, packing: perhaps}\ntrain: {precision: fp7}\nlayout: tpp2\nbogus: 1\n")
-    said = problems(file=file)
-    for part in (
-        "data.seq_len = 1",
-        "data.packing = perhaps: write true or false",
-        "train.precision = fp7",
-        "tpp2",
-        "bogus",
-    ):
-        assert part in said
+    says(problems(file=file))
 
 
 def test_file_is_laid_over_defaults_and_the_command_line_over_the_file(tmp_path: Path) -> None:
@@ -70,24 +63,24 @@ def test_the_resolved_yaml_reads_back_as_the_same_settings(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    "text",
     [
-        ("model: {name: x\n", "is not YAML"),
-        ("- a\n", "holds a list"),
-        ("train: {seed: 1, seed: 2}\n", "'seed' is written twice"),
+        "model: {name: x\n",
+        "- a\n",
+        "train: {seed: 1, seed: 2}\n",
     ],
 )
-def test_a_broken_file_is_named(tmp_path: Path, text: str, said: str) -> None:
+def test_a_broken_file_is_named(tmp_path: Path, text: str) -> None:
     file = tmp_path / "c.yaml"
     file.write_text(text)
-    with pytest.raises(UserError, match=said):
+    with refuses(UserError):
         config.load(file)
 
 
 def test_a_missing_file_and_a_missing_model_are_said() -> None:
-    with pytest.raises(UserError, match="cannot be read"):
+    with refuses(UserError):
         config.load("nowhere.yaml")
-    with pytest.raises(UserError, match="No model is named"):
+    with refuses(UserError):
         config.load(None, ["train.seed=1"])
 
 
@@ -98,32 +91,29 @@ def test_a_split_of_a_single_file_is_refused(tmp_path: Path) -> None:
         "data.train=org/rows",
         f"data.eval=[{{path: {file}, split: test}}, {{path: org/rows, split: test}}]",
     )
-    assert problems(*sources) == (
-        f"{file} has no splits, so split=test would read all its rows: name the file of that split, or leave "
-        "split out."
-    )
+    says(problems(*sources))
     folder = tmp_path / "rows.csv"
     folder.mkdir()
     for path in ("org/rows", f"{folder}", "org/rows-v1.5:en"):
         config.load(None, ["model.name=x", f"data.eval=[{{path: '{path}', split: test}}]"])
-    assert "rows.csv?x=1 has no splits" in problems("data.train=[{path: 'https://h/rows.csv?x=1', split: a}]")
+    says(problems("data.train=[{path: 'https://h/rows.csv?x=1', split: a}]"))
 
 
 def test_two_names_for_one_thing_are_refused() -> None:
-    assert "keep one" in problems("train.global_batch_size=1", "train.global_batch_tokens=1")
+    says(problems("train.global_batch_size=1", "train.global_batch_tokens=1"))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp64"])
 def test_gradients_are_never_summed_in_a_narrower_dtype(precision: str) -> None:
     said = problems(f"train.precision={precision}", "train.reduce_dtype=bf16")
-    assert f"train.precision={precision}; leave train.reduce_dtype out" in said
+    says(said)
     config.load(None, ["model.name=x", f"train.precision={precision}", "train.reduce_dtype=fp32"])
 
 
 def test_a_batch_in_tokens_must_be_whole_sequences() -> None:
     read = config.load(None, ["model.name=x", "data.seq_len=128", "train.global_batch_tokens=1024"])
     assert read.global_batch_size == 8
-    with pytest.raises(UserError, match="try 1024"):
+    with refuses(UserError):
         _ = config.load(
             None, ["model.name=x", "data.seq_len=128", "train.global_batch_tokens=1000"]
         ).global_batch_size
@@ -143,29 +133,29 @@ BOMB = "\n".join(
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    "text",
     [
-        (f"{BOMB}\nmodel: *i\n", "more than 100,000 values"),
-        ("model: &m [*m]\n", "values"),
-        ("model: " + "[" * 2000 + "]" * 2000, "nested more than 50 levels"),
-        ("model: {name: x}\nmethod: 2026-13-45\n", "not YAML: month must be in"),
-        ("model: {name: x}\ntrain: {seed: !!int abc}\n", "not YAML: invalid literal"),
-        (f"model: {{name: x}}\ntrain: {{seed: {'7' * 5000}}}\n", "not YAML: Exceeds the limit"),
-        ("model: {name: x}\ntrain: {seed: 0x_}\n", "not YAML: invalid literal"),
-        ("model: {name: x}\n[a, b]: 1\n", "a key is no plain text"),
-        ("1: x\n", "the key 1 is no text"),
-        ('model: {name: "a\\0b"}\n', "model.name = .* has a character that is no text"),
-        ("model: {name: ~nosuchuser/x}\n", "there is no such user"),
-        ("model: {name: x}\noutput: ~nosuchuser/x\n", "output: ~nosuchuser/x: there is no such user"),
-        ("model: {name: x}\nlayout: dp99999999999999999999\n", "number of more than 7 digits"),
-        ("model: {name: x}\ncluster: {gpus: 1000000000}\n", "cluster.gpus = 1000000000"),
-        ("model: {name: x}\ntrain: {global_batch_size: 1000000000000000000000}\n", "train.global_batch_size"),
+        f"{BOMB}\nmodel: *i\n",
+        "model: &m [*m]\n",
+        "model: " + "[" * 2000 + "]" * 2000,
+        "model: {name: x}\nmethod: 2026-13-45\n",
+        "model: {name: x}\ntrain: {seed: !!int abc}\n",
+        f"model: {{name: x}}\ntrain: {{seed: {'7' * 5000}}}\n",
+        "model: {name: x}\ntrain: {seed: 0x_}\n",
+        "model: {name: x}\n[a, b]: 1\n",
+        "1: x\n",
+        'model: {name: "a\\0b"}\n',
+        "model: {name: ~nosuchuser/x}\n",
+        "model: {name: x}\noutput: ~nosuchuser/x\n",
+        "model: {name: x}\nlayout: dp99999999999999999999\n",
+        "model: {name: x}\ncluster: {gpus: 1000000000}\n",
+        "model: {name: x}\ntrain: {global_batch_size: 1000000000000000000000}\n",
     ],
 )  # fmt: skip
-def test_settings_that_a_reader_can_not_take_are_sentences(text: str, message: str, tmp_path: Path) -> None:
+def test_settings_that_a_reader_can_not_take_are_sentences(text: str, tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(text)
-    with pytest.raises(UserError, match=message) as raised:
+    with refuses(UserError) as raised:
         config.load(file)
     assert len(str(raised.value)) < 2000
 
@@ -173,7 +163,7 @@ def test_settings_that_a_reader_can_not_take_are_sentences(text: str, message: s
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
 def test_a_config_without_end_is_refused(make: Callable[[Path], None], tmp_path: Path) -> None:
     make(tmp_path / "run.yaml")
-    with pytest.raises(UserError, match=r"run.yaml is no file"):
+    with refuses(UserError):
         config.load(tmp_path / "run.yaml")
 
 
@@ -222,41 +212,25 @@ def test_dotted_keys_of_a_file_are_those_of_the_command_line(text: str, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    "text",
     [
-        (
-            "train:\n  seed: 1\n\ntrain.seed: 2\n",
-            "sets train.seed in line 3, and train.seed in line 5 too; keep one.",
-        ),
-        (
-            "train.seed: 1\ntrain: {seed: 2}\n",
-            "sets train.seed in line 2, and train.seed in line 3 too; keep one.",
-        ),
-        ("layout: zero3x2\nlayout.tp: 2\n", "sets layout in line 2, and layout.tp in line 3 too; keep one."),
-        (
-            "data.train: a\ndata:\n  train.path: b\n",
-            "sets data.train in line 2, and data.train.path in line 4 too",
-        ),
+        "train:\n  seed: 1\n\ntrain.seed: 2\n",
+        "train.seed: 1\ntrain: {seed: 2}\n",
+        "layout: zero3x2\nlayout.tp: 2\n",
+        "data.train: a\ndata:\n  train.path: b\n",
     ],
 )
-def test_a_setting_that_a_file_sets_in_two_ways_is_refused_with_both_lines(
-    text: str, said: str, tmp_path: Path
-) -> None:
+def test_a_setting_that_a_file_sets_in_two_ways_is_refused_with_both_lines(text: str, tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(f"model.name: a\n{text}")
-    with pytest.raises(UserError) as refused:
+    with refuses(UserError):
         config.load(file)
-    assert said in str(refused.value) and str(file) in str(refused.value)
 
 
 def test_two_conflicts_are_refused_at_once_and_without_a_file_have_no_lines() -> None:
     tree = {"train": {"seed": 1, "max_steps": 2}, "train.seed": 2, "train.max_steps": 3}
-    with pytest.raises(UserError) as refused:
+    with refuses(UserError):
         config.load(None, ["model.name=a"], tree)
-    assert list(refused.value.problems) == [
-        "The config sets train.max_steps, and train.max_steps too; keep one.",
-        "The config sets train.seed, and train.seed too; keep one.",
-    ]
 
 
 def test_a_dotted_key_lays_over_the_clusters_file(tmp_path: Path) -> None:
@@ -275,7 +249,6 @@ def test_a_column_with_a_dot_in_its_name_is_no_path(tmp_path: Path) -> None:
 def test_an_unknown_dotted_key_is_answered_as_on_the_command_line(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("model.name: a\ntrain.learning_rte: 1\noptim.lr: 2\n")
-    with pytest.raises(UserError) as refused:
+    with refuses(UserError) as refused:
         config.load(file)
-    assert "did you mean train.learning_rate?" in str(refused.value)
     assert "optim.lr" in str(refused.value)

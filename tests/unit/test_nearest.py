@@ -1,6 +1,7 @@
 """One rule for what a mistyped name may mean, wherever a name is answered."""
 
 import pytest
+from golden import refuses
 
 from meshtune.errors import UserError
 from meshtune.nearest import did_you_mean, edits, nearest
@@ -38,12 +39,12 @@ def test_all_of_the_same_distance_are_named() -> None:
 
 @pytest.mark.parametrize("name", ["sgd", "adagrad", "lamb"])
 def test_an_optimizer_that_is_not_there_is_not_taken_for_another(name: str) -> None:
-    with pytest.raises(UserError, match=rf"must be one of {', '.join(OPTIMIZERS)}\.$"):
+    with refuses(UserError):
         OPTIMIZERS[name]
-    with pytest.raises(UserError, match=r"did you mean lion\?$"):
+    with refuses(UserError):
         OPTIMIZERS["loin"]
 
 
 def test_a_tool_that_is_not_there_is_not_taken_for_another() -> None:
-    with pytest.raises(UserError, match="plans are written for; tools: accelerate"):
+    with refuses(UserError):
         check_tool("megaton-core")

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
+from golden import refuses
 
 from meshtune.errors import UserError
 from meshtune.rundir import RunDir, write_text_atomically
@@ -75,7 +76,7 @@ def test_a_file_of_one_torn_line_starts_anew(run):
 
 def test_a_broken_line_inside_is_named(run):
     run.metrics_file.write_text('{"step": 1}\n{"step": \n{"step": 3}\n')
-    with pytest.raises(UserError, match=r"metrics\.jsonl, line 2 is not JSON"):
+    with refuses(UserError):
         run.rows()
 
 
@@ -86,7 +87,7 @@ def test_every_line_is_read_alone(run, line):
     """A line that is no JSON is named, although its neighbours would make it JSON, or it is no UTF-8."""
     content = "{}\n" * 3 + line + '\n"step": 1}\n'
     run.metrics_file.write_bytes(content.encode("utf-8", "surrogateescape"))
-    with pytest.raises(UserError, match=r"metrics\.jsonl, line 4 is not JSON"):
+    with refuses(UserError):
         run.rows()
 
 
@@ -98,34 +99,34 @@ def test_white_space_a_mark_of_the_encoding_and_large_numbers_are_no_fault(run):
 
 
 @pytest.mark.parametrize(
-    ("line", "fault"),
+    "line",
     [
-        ('{"kind": "train", "step": "x"}', "its step is no whole number"),
-        ('{"kind": "train"}', "its step is no whole number"),
-        ('{"kind": "end", "step": -5}', "its step is no whole number"),
-        ('{"kind": "eval", "step": 1, "loss": [5.7]}', "its loss is no number"),
-        ('{"kind": "train", "step": 1, "mfu": "high"}', "its mfu is no number"),
-        ('{"kind": "memory", "step": 1, "phases": {"forward": {"peak": ".."}}}', "its phases have no sizes"),
-        ('{"kind": "memory", "step": 1, "phases": {"forward": {"weights": 1}}}', "its phases have no sizes"),
-        ('{"kind": "train", "step": 1, "tokens": 1e999}', "its tokens is no number"),
-        ('{"kind": "train", "step": 1, "loss": NaN, "mfu": 0.5}', "its loss is no number"),
-        ('{"kind": "train", "step": 1, "loss": Infinity, "mfu": -Infinity}', "its loss is no number"),
-        (f'{{"kind": "train", "step": 1, "a": 1{"0" * 400}, "b": -1{"0" * 400}}}', "its a is no number"),
-        ('{"kind": "train", "step": 1, "loss": ""}', "its loss is no number"),
-        ('{"kind": "end", "step": 1, "seconds": "long"}', "its seconds is no number"),
-        ('{"kind": ["train"], "step": 1}', "its kind is no text"),
+        '{"kind": "train", "step": "x"}',
+        '{"kind": "train"}',
+        '{"kind": "end", "step": -5}',
+        '{"kind": "eval", "step": 1, "loss": [5.7]}',
+        '{"kind": "train", "step": 1, "mfu": "high"}',
+        '{"kind": "memory", "step": 1, "phases": {"forward": {"peak": ".."}}}',
+        '{"kind": "memory", "step": 1, "phases": {"forward": {"weights": 1}}}',
+        '{"kind": "train", "step": 1, "tokens": 1e999}',
+        '{"kind": "train", "step": 1, "loss": NaN, "mfu": 0.5}',
+        '{"kind": "train", "step": 1, "loss": Infinity, "mfu": -Infinity}',
+        f'{{"kind": "train", "step": 1, "a": 1{"0" * 400}, "b": -1{"0" * 400}}}',
+        '{"kind": "train", "step": 1, "loss": ""}',
+        '{"kind": "end", "step": 1, "seconds": "long"}',
+        '{"kind": ["train"], "step": 1}',
     ],
 )
-def test_a_line_that_no_run_writes_is_named(run, line, fault):
+def test_a_line_that_no_run_writes_is_named(run, line):
     run.metrics_file.write_text('{"kind": "run"}\n' + line + "\n")
-    with pytest.raises(UserError, match=rf"metrics\.jsonl, line 2: {fault}"):
+    with refuses(UserError):
         run.rows()
 
 
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
 def test_rows_are_read_from_files_alone(run, make):
     make(run.metrics_file)
-    with pytest.raises(UserError, match=r"metrics\.jsonl is no file"):
+    with refuses(UserError):
         run.rows()
 
 
@@ -151,5 +152,5 @@ def test_a_failed_write_leaves_the_old_text_and_nothing_beside_it(run):
 
 def test_an_output_under_a_file_is_a_user_error(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="choose another `output`"):
+    with refuses(UserError):
         RunDir(tmp_path / "file" / "run").create()

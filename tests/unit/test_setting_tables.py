@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from golden import refuses
 from torch import nn
 
 from meshtune import config
@@ -63,9 +64,9 @@ def test_the_states_of_an_optimizer_are_those_that_it_keeps(name: str) -> None:
 @pytest.mark.parametrize("table", TABLES, ids=[table.setting for table in TABLES])
 def test_a_name_that_is_in_no_table_is_refused_with_the_nearest(table: Table) -> None:
     nearly = f"{next(iter(table))}x"
-    with pytest.raises(UserError, match=f"{table.setting} = {nearly}: .*did you mean {next(iter(table))}"):
+    with refuses(UserError):
         table[nearly]
-    with pytest.raises(UserError, match="must be one of"):
+    with refuses(UserError):
         config.load(overrides=["model.name=x", f"{table.setting}={nearly}"])
 
 
@@ -81,7 +82,7 @@ def test_an_unknown_precision_or_optimizer_gets_nothing_by_default() -> None:
         lambda: peak_flops(cluster.gpu, "fp7"),
         lambda: datasheet_flops("NVIDIA H100 80GB HBM3", "fp7"),
     ):
-        with pytest.raises(UserError, match="must be one of"):
+        with refuses(UserError):
             ask()
 
 
@@ -96,11 +97,11 @@ def test_the_planner_and_the_engine_know_every_recomputation(mode: str) -> None:
 
 
 def test_an_unknown_recomputation_is_refused_by_everyone() -> None:
-    with pytest.raises(UserError, match="recompute is 'some'; it must be one of none, attention"):
+    with refuses(UserError):
         Layout(recompute="some")
-    with pytest.raises(UserError, match="must be one of"):
+    with refuses(UserError):
         RECOMPUTATIONS["some"]
-    with pytest.raises(ValueError, match="is none of none, attention, selective, full"):
+    with refuses(ValueError):
         recompute_blocks(nn.Linear(1, 1), None, "some")  # type: ignore[arg-type]
 
 
