@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: quickstart quickstart-lora test test-default test-slow test-browser test-oldest test-migrate test-exports test-cases fuzz families validation validation-dryrun validation-memory validation-why validation-benches study-techniques study-layouts study-batch-size kill-loop style lint docs benchmark gpu-check clean
+.PHONY: quickstart quickstart-lora test test-ci test-all golden test-browser test-oldest test-migrate test-exports test-cases fuzz families validation validation-dryrun validation-memory validation-why validation-benches study-techniques study-layouts study-batch-size kill-loop style lint docs benchmark gpu-check clean
 
 # The main job on the embedded model and data: fine-tune, evaluate, write a Hugging Face folder and a report.
 quickstart: $(STAMP)
@@ -13,25 +13,27 @@ quickstart: $(STAMP)
 quickstart-lora: $(STAMP)
 	$(BIN)/meshtune train examples/quickstart-lora.yaml output_exists=replace
 
-# The house's style and the default tests: 5 to 8 minutes on 2 cores. `make lint` checks the types too, which takes
-# a core for half of that time.
-test: $(STAMP) style test-default
+# Three circles of checks, each with the one before it: scripts/circles.py has their parts and prints what each took.
+# While working: the house's style and the unmarked tests, 4 minutes on 2 cores.
+test: $(STAMP)
+	$(BIN)/python scripts/circles.py test
 
-# Two workers; one that has no tests left takes some of the other's. Ends with the ten that took longest. The tests
-# start hundreds of processes, which would all compile the package again without bytecode.
-PYTEST := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 2 --dist worksteal --durations=10
+# What must hold before a change counts, .ci/run without its packages of Debian: 20 minutes. Parts that have passed on the
+# same files are not run again.
+test-ci: $(STAMP)
+	$(BIN)/python scripts/circles.py ci
 
-test-default: $(STAMP)
-	$(PYTEST)
+# Everything there is, 90 minutes; a run that was interrupted continues.
+test-all: $(STAMP)
+	$(BIN)/python scripts/circles.py all
 
-# The tests that take longer, and more cases of the others; then those that compare times, one by one.
-test-slow: $(STAMP)
-	$(PYTEST) -m "slow and not gpu and not browser and not alone"
-	$(PYTEST) -n 0 -m alone
+# Rewrite the golden files of sentences, tests/golden: review them as a diff. `make golden AREA=plan` runs some files.
+golden: $(STAMP)
+	$(BIN)/python tests/golden.py $(AREA)
 
-# Every page in Debian's chromium (apt-get install chromium), on a desktop and a phone, light and dark.
+# Pages in Debian's chromium (apt-get install chromium), on a desktop and a phone, light and dark.
 test-browser: $(STAMP)
-	$(PYTEST) -n 0 -m browser tests/browser
+	$(BIN)/python scripts/circles.py ci --again --only "pages in a browser"
 
 # The unit tests with torch 2.11 and transformers 5.17; skipped, with the reason, where these can't be installed.
 test-oldest:
@@ -130,12 +132,12 @@ docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 $(VENV)/.docs: $(STAMP)
-	$(BIN)/pip install -q -c constraints.txt -e ".[docs]"
+	$(INSTALL) -e ".[docs]"
 	touch $@
 
 # Speed and memory on one device against the hand-written loop, transformers.Trainer and TRL.
 benchmark: $(STAMP)
-	$(BIN)/pip install -q -c constraints.txt -e ".[bench]"
+	$(INSTALL) -e ".[bench]"
 	$(BIN)/python benchmarks/single_device.py
 
 # Everything that waits for a GPU, with the Python that has CUDA and no network: benchmarks/GPU.md. `make gpu-check PART=2`
@@ -143,14 +145,20 @@ benchmark: $(STAMP)
 gpu-check:
 	PART=$(PART) MINUTES=$(MINUTES) WHEELS=$(WHEELS) TINY=$(TINY) $(PYTHON) benchmarks/gpu_check.py
 
-# torch first and alone, so that nothing else chooses its version. The default build for Linux brings CUDA (some GB);
-# `make TORCH_INDEX=… quickstart` looks into another index first, such as PyTorch's own of CPU builds.
+# uv installs what pip would, in seconds; wheels that pip is told to find (PIP_FIND_LINKS) it is told, too. torch's default
+# build for Linux brings CUDA (some GB); `make TORCH_INDEX=… quickstart` looks into another index first, such as
+# PyTorch's own of CPU builds. The stamp has the seconds that this took.
+INSTALL := UV_FIND_LINKS="$${UV_FIND_LINKS-$$PIP_FIND_LINKS}" \
+	$(BIN)/uv pip install -q --python $(BIN)/python -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX) --index-strategy unsafe-best-match)
+
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("meshtune needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Try: make PYTHON=python3.12") if sys.version_info < (3, 11) else None'
+	$(PYTHON) -c 'import time; print(int(time.time()))' > .venv-began
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
-	$(BIN)/pip install -q -c constraints.txt -e ".[dev]"
-	touch $(STAMP)
+	$(BIN)/pip install -q -c constraints.txt uv
+	$(INSTALL) -e ".[dev]"
+	$(PYTHON) -c 'import time; print(int(time.time()) - int(open(".venv-began").read()))' > $(STAMP)
+	rm .venv-began
 
 clean:
 	rm -rf $(VENV) .venv-oldest .venv-exports build dist site src/*.egg-info .pytest_cache .ruff_cache

@@ -1,6 +1,7 @@
-"""Choose which cases of a test always run: the others run with the slow tests, in CI and by `make test-slow`.
+"""Choose in which circle each case of a test runs: `make test`, `.ci/run` or `make test-all`.
 
-@pytest.mark.parametrize("layout", cases(LAYOUTS, default=["tp2-sp", "pp2-zbv"]))
+@pytest.mark.parametrize("layout", cases(LAYOUTS, test=["tp2-sp"], ci=["pp2-zbv", "cp2"]))
+@pytest.mark.parametrize("family", cases(FAMILIES, test=1, ci=3))      # the first one, the next three
 """
 
 from collections.abc import Iterable
@@ -15,15 +16,24 @@ OPT_WITHOUT_MASK = pytest.mark.skipif(
 )
 
 
-def cases(every: Iterable[Any], *, default: Iterable[Any]) -> list[Any]:
-    """Return all of `every` for parametrize, those not in `default` marked slow.
+def cases(every: Iterable[Any], *, test: Iterable[Any] | int = (), ci: Iterable[Any] | int = ()) -> list[Any]:
+    """Return all of `every` for parametrize: those of `test` unmarked, those of `ci` marked ci, the rest all.
 
-    A tuple holds the values of several arguments. default: a subset of `every`.
+    A tuple holds the values of several arguments. test, ci: subsets of `every`, or how many of its first
+    cases and of the next ones.
     """
-    every, default = list(every), list(default)
-    assert all(case in every for case in default), "a default case that is none"
-    return [case if case in default else _slow(case) for case in every]
+    every = list(every)
+    default = every[:test] if isinstance(test, int) else list(test)
+    rest = [case for case in every if case not in default]
+    further = rest[:ci] if isinstance(ci, int) else list(ci)
+    assert all(case in every for case in [*default, *further]), "a chosen case that is not among the cases"
+    return [
+        case if case in default else _marked(case, pytest.mark.ci if case in further else pytest.mark.all)
+        for case in every
+    ]
 
 
-def _slow(case: Any) -> Any:
-    return pytest.param(*case if isinstance(case, tuple) else (case,), marks=pytest.mark.slow)
+def _marked(case: Any, mark: pytest.MarkDecorator) -> Any:
+    if isinstance(case, type(pytest.param())):
+        return pytest.param(*case.values, marks=[*case.marks, mark], id=case.id)
+    return pytest.param(*case if isinstance(case, tuple) else (case,), marks=mark)

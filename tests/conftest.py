@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import settings
 from tiny import make_folder, short_run
 
+collect_ignore = [] if torch.cuda.is_available() else ["gpu"]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -21,8 +23,10 @@ settings.load_profile("any machine")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the tests of packages that aren't installed: they could only be skipped."""
+    """Leave out the tests of packages and devices that aren't there: they could only be skipped."""
     lacking = [item for item in items if not all(map(_installed, _needed(item)))]
+    if not torch.cuda.is_available():
+        lacking += [item for item in items if item.get_closest_marker("gpu")]
     config.hook.pytest_deselected(items=lacking)
     items[:] = [item for item in items if item not in lacking]
 

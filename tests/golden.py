@@ -164,7 +164,7 @@ def merged(old: Entries, new: Entries, ran: set[str], unsure: set[str]) -> Entri
 
 
 def collected() -> dict[str, Entries]:
-    """What the processes of the run have written, by golden file."""
+    """Entries that the processes of the run have written, by golden file."""
     areas: dict[str, Entries] = {}
     for file in WRITTEN.glob("*.jsonl"):
         for line in file.read_text().splitlines():

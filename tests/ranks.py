@@ -7,6 +7,10 @@ once needs a third less time for its next run; the process group, the seeds and 
 each call. A kept rank sees nothing that was patched or set here after it was forked, and gets its function by
 name: for patches and closures, `forked=True` runs the function on ranks that are forked now and end with it.
 `fresh=True` starts new interpreters instead, whose memory owes nothing to what this process has run.
+
+On a loaded machine gloo rarely hangs. Ranks that do not answer are killed, the stack of each is written
+to build/hangs, and the call is made once more on new ranks: pytest lists it among the warnings. A second hang
+fails.
 """
 
 import faulthandler
@@ -19,6 +23,7 @@ import signal
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, Pipe, wait
@@ -31,6 +36,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache as forget_meshes
+
+HANGS = Path(__file__).parents[1] / "build" / "hangs"
 
 FORK, SPAWN = multiprocessing.get_context("fork"), multiprocessing.get_context("spawn")
 
@@ -48,9 +55,14 @@ class Call(NamedTuple):
     rank: int
     ranks: int
     folder: str  # an empty one, for the rendezvous
-    seconds: float  # timeout of the process group
+    seconds: float  # that the parent waits for the next answer
     function: Callable[..., Any]
     args: tuple[Any, ...]
+    test: str  # the running test, as pytest names it to its processes
+
+
+class Hang(AssertionError):
+    """No rank answered within the time."""
 
 
 warm: list[Rank] = []  # kept ranks: each waits for its next call
@@ -58,21 +70,40 @@ warm: list[Rank] = []  # kept ranks: each waits for its next call
 
 def run_ranks(
     ranks: int, function: Callable[..., Any], *args: Any, seconds: float = 90, forked: bool = False,
-    fresh: bool = False,
+    fresh: bool = False, tries: int = 2,
 ) -> list[Any]:  # fmt: skip
     """Run `function(*args)` on `ranks` ranks of a gloo group and return its results by rank.
 
-    Results are pickled; so are function and arguments, unless forked. seconds: timeout of the group, and how
-    long to wait until the next rank has ended. forked, fresh: ranks for this call alone; see the module's
-    docstring. Raises AssertionError, with the traceback, if a rank fails or the time is over; the ranks are
-    then killed.
+    Results are pickled; so are function and arguments, unless forked. seconds: how long to wait until the
+    next rank has ended. forked, fresh: ranks for this call alone; see the module's
+    docstring. tries: how many times the call may be made, if its ranks hang. Raises AssertionError, with the
+    traceback, if a rank fails, and Hang if the time is over in the last try; the ranks are then killed.
     """
+    for left in reversed(range(tries)):
+        try:
+            return _run(ranks, function, args, seconds, forked, fresh)
+        except Hang as hang:
+            HANGS.mkdir(parents=True, exist_ok=True)
+            file = HANGS / f"{time.strftime('%Y-%m-%d-%H%M%S')}-{os.getpid()}.txt"
+            file.write_text(f"{os.environ.get('PYTEST_CURRENT_TEST')}\n{hang}\n")
+            if not left:
+                raise
+            warnings.warn(f"{ranks} ranks hung and were replaced once; their stacks: {file}", stacklevel=2)
+    raise AssertionError("unreachable")
+
+
+def _run(
+    ranks: int, function: Callable[..., Any], args: tuple[Any, ...], seconds: float, forked: bool, fresh: bool
+) -> list[Any]:
+    """Run the function once on each rank, as `run_ranks` does in each of its tries."""
+    test = os.environ.get("PYTEST_CURRENT_TEST", "")
     with tempfile.TemporaryDirectory() as folder:
-        calls = [Call(rank, ranks, folder, seconds, function, args) for rank in range(ranks)]
+        calls = [Call(rank, ranks, folder, seconds, function, args, test) for rank in range(ranks)]
         alone = forked or fresh
         if alone:
             team = [_start(call, SPAWN if fresh else FORK) for call in calls]
         else:
+            warm[:] = [rank for rank in warm if rank.process.is_alive()]  # one may have been killed since
             warm.extend(_start(None, FORK) for _ in range(ranks - len(warm)))
             team = warm[:ranks]
             for rank, call in zip(team, calls, strict=True):
@@ -91,7 +122,7 @@ def run_ranks(
 
 
 def _results(team: list[Rank], folder: Path, seconds: float) -> list[Any]:
-    """Results by rank. Raises AssertionError if a rank fails, or none answers within `seconds`.
+    """Results by rank. Raises AssertionError if a rank fails, Hang if none answers within `seconds`.
 
     folder: the call's, where ranks that do not answer write where they are.
     """
@@ -114,7 +145,7 @@ def _results(team: list[Rank], folder: Path, seconds: float) -> list[Any]:
             os.kill(team[number].process.pid or 0, signal.SIGUSR2)
         time.sleep(1)
         stacks = "\n".join(file.read_text()[:3000] for file in sorted(folder.glob("stack*")))
-        raise AssertionError(f"{len(waiting)} of {len(team)} ranks did not end within {seconds} s:\n{stacks}")
+        raise Hang(f"{len(waiting)} of {len(team)} ranks did not end within {seconds} s:\n{stacks}")
     return [results[number] for number in range(len(team))]
 
 
@@ -181,9 +212,10 @@ def _result(call: Call) -> bytes:
     np.random.seed(0)
     torch.manual_seed(0)
     os.environ.update(RANK=str(call.rank), WORLD_SIZE=str(call.ranks), LOCAL_RANK=str(call.rank))
+    os.environ["PYTEST_CURRENT_TEST"] = call.test
     dist.init_process_group(
         "gloo", init_method=f"file://{call.folder}/rendezvous", rank=call.rank, world_size=call.ranks,
-        timeout=timedelta(seconds=call.seconds),
+        timeout=timedelta(seconds=2 * call.seconds + 60),  # longer than the parent, which keeps stacks
     )  # fmt: skip
     dist.barrier()  # a rank that ended at once would break the connections that others still make
     result = pickle.dumps((call.function(*call.args), None))

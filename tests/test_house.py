@@ -3,6 +3,8 @@
 import ast
 import re
 import runpy
+import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -58,6 +60,7 @@ def functions(scope: ast.AST, prefix: str) -> Iterator[Function]:
 ALL = [function for file, tree in TREES.items() for function in functions(tree, f"{file}:")]
 
 
+@pytest.mark.ci
 def test_every_function_is_checked() -> None:
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
     nodes = [node for tree in TREES.values() for node in ast.walk(tree) if isinstance(node, kinds)]
@@ -138,6 +141,7 @@ def test_no_function_has_many_positional_parameters() -> None:
 # Words #
 
 
+@pytest.mark.ci
 def test_docstrings_begin_with_a_verb_or_what_is_returned() -> None:
     found = []
     root = Path(__file__).parent.parent
@@ -197,6 +201,7 @@ def test_imports_are_absolute() -> None:
     assert found == []
 
 
+@pytest.mark.ci
 def test_no_module_uses_private_names_of_another() -> None:
     """Neither imported, nor read as an attribute of something imported from meshtune."""
     found = []
@@ -212,6 +217,7 @@ def test_no_module_uses_private_names_of_another() -> None:
     assert found == []
 
 
+@pytest.mark.ci
 def test_the_longest_chain_of_imports_is_short() -> None:
     """Modules that a module imports when it is imported, one after the other."""
     graph = grimp.build_graph("meshtune", exclude_type_checking_imports=True)
@@ -255,3 +261,22 @@ def test_the_settings_are_these() -> None:
 
 def test_the_pages_written_from_the_settings_are_up_to_date() -> None:
     assert not runpy.run_path("scripts/settings_page.py")["stale"](), "run python scripts/settings_page.py"
+
+
+# Time of the tests #
+
+SECONDS = 400  # of a worker in `make test`: two of them, 40 s to start, 240 s in all
+
+
+def test_the_seconds_of_make_test_are_recorded_and_within_their_budget(
+    request: pytest.FixtureRequest,
+) -> None:
+    """`python scripts/circles.py test --record` measures them on a machine that does nothing else."""
+    recorded = tomllib.loads((Path(__file__).parent / "seconds.toml").read_text())
+    assert sum(folder["seconds"] for folder in recorded.values()) <= SECONDS
+    folder_of = runpy.run_path("scripts/circles.py")["folder_of"]
+    cases = Counter(folder_of(item.nodeid.partition("::")[0]) for item in request.session.items)
+    if sum(cases.values()) < 0.9 * sum(folder["cases"] for folder in recorded.values()):
+        pytest.skip("only a part of the tests runs")
+    more = {name: n for name, n in cases.items() if n > 1.1 * recorded.get(name, {"cases": 0})["cases"] + 10}
+    assert not more, "these folders have many more cases than were measured"

@@ -13,7 +13,7 @@ from torch.cuda import _memory_viz
 from meshtune.meter.rows import fullest_memory
 from meshtune.rundir import RunDir
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.ci
 
 HIDDEN, WIDE, KEYS = 64, 128, 32  # of tiny.py's model
 BLOCK = HIDDEN * (2 * HIDDEN + 2 * KEYS + 3 * WIDE + 2)  # parameters

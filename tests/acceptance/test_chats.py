@@ -91,6 +91,7 @@ def test_several_turns_of_a_template_that_rewrites_them_name_the_ways_out(
     ]
 
 
+@pytest.mark.ci
 def test_a_trained_model_stops_where_its_answers_ended(
     meshtune: Command, settings: Settings, chats: list[str], tmp_path: Path
 ) -> None:

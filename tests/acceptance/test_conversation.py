@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from command import Command
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.ci
 
 
 def test_a_run_remembers_what_was_said_before(

@@ -47,6 +47,7 @@ def flip_a_byte(step: Path) -> None:
     file.write_bytes(content)
 
 
+@pytest.mark.ci
 def test_a_killed_run_goes_on_bit_for_bit(
     meshtune: Command, begin_fork: Any, settings: Settings, tmp_path: Path
 ) -> None:
@@ -76,7 +77,7 @@ def test_a_killed_run_goes_on_bit_for_bit(
     assert weights(parts) == weights(whole)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_sigterm_finishes_the_step_saves_and_exits_with_75(
     meshtune: Command, begin_fork: Any, settings: Settings, tmp_path: Path
 ) -> None:
@@ -102,7 +103,7 @@ def test_sigterm_finishes_the_step_saves_and_exits_with_75(
     assert weights(parts) == weights(whole)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_used(
     meshtune: Command, settings: Settings, tmp_path: Path
 ) -> None:
@@ -120,7 +121,7 @@ def test_a_damaged_checkpoint_is_reported_and_the_one_before_it_used(
     assert weights(parts) == weights(whole)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_run_killed_before_its_report_gets_it_from_the_same_command(
     meshtune: Command, settings: Settings, tmp_path: Path
 ) -> None:
@@ -170,9 +171,9 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
 @pytest.mark.parametrize(
     ("room", "code", "layout"),
     [
-        pytest.param(2.6, 0, "auto", id="for-two-checkpoints-and-the-model", marks=pytest.mark.slow),
-        pytest.param(2.2, 2, "auto", id="for-two-checkpoints", marks=pytest.mark.slow),
-        pytest.param(2.2, 2, "zero3x2-mb1-ga2", id="of-two-ranks", marks=pytest.mark.slow),
+        pytest.param(2.6, 0, "auto", id="for-two-checkpoints-and-the-model", marks=pytest.mark.all),
+        pytest.param(2.2, 2, "auto", id="for-two-checkpoints", marks=pytest.mark.all),
+        pytest.param(2.2, 2, "zero3x2-mb1-ga2", id="of-two-ranks", marks=pytest.mark.all),
     ],
 )
 def test_a_full_disk_is_said_and_earlier_checkpoints_stay_whole(

@@ -13,7 +13,7 @@ from meshtune import config
 from meshtune.errors import Interrupted
 from meshtune.train import build, loop
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.ci
 LABELS = ("log.project=shapes", "log.name=first", "log.tags=[baseline,lr=high]", "log.group=sizes")
 Settings = Callable[..., list[str]]
 

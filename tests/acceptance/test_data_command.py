@@ -101,6 +101,7 @@ def bad(tmp_path: Path) -> tuple[Path, list[int]]:
     return tmp_path / "bad.jsonl", wrong
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("command", ["data", "train"])
 def test_bad_rows_are_named_ten_at_once_with_file_and_line(
     command: str, meshtune: Command, settings: Settings, bad: tuple[Path, list[int]], tmp_path: Path

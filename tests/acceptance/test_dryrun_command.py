@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from cases import cases
 from command import Command, Ended
 from golden import says
 from tiny import make_folder, short_run
@@ -75,6 +76,7 @@ def check_contract(document: dict[str, Any], layout: str) -> None:
         assert later > before
 
 
+@pytest.mark.ci
 def test_one_layout_as_json(dryrun: DryRun) -> None:
     ended = dryrun("--gpu", "h100-sxm", "--layout", "zero3x8-mb1", "--json", "--top", "3")
     assert ended.code == 0, ended.err
@@ -92,6 +94,7 @@ def test_one_layout_as_json(dryrun: DryRun) -> None:
     assert rank["stages"] == []
 
 
+@pytest.mark.ci
 def test_refused_layouts_are_refused_together_before_anything_is_traced(dryrun: DryRun) -> None:
     ended = dryrun("--gpu", "h100-sxm", "--layout", "tp16-mb1,pp8-1f1b-mb1,zero3x8-mb1")
     assert ended.code == 2 and ended.out == ""
@@ -187,7 +190,7 @@ def test_a_rank_that_crashes_ends_the_command_with_its_cause(
     assert re.search(cause, ended.err), ended.err
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_what_does_not_fit_ends_with_3_and_what_would(dryrun: DryRun) -> None:
     ended = dryrun(
         "--gpu", "h100-sxm", "--layout", "zero3x2-mb4", "cluster.memory_gib=1.0", "data.seq_len=4096"
@@ -197,7 +200,7 @@ def test_what_does_not_fit_ends_with_3_and_what_would(dryrun: DryRun) -> None:
     assert "What needs less" in ended.err
 
 
-@pytest.mark.slow
+@pytest.mark.all
 @pytest.mark.parametrize(
     ("layout", "ranks"),
     [
@@ -227,7 +230,7 @@ def test_layouts_of_every_axis_from_a_shell(
     assert ended.json["documents"] == [60, 40, 20]
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_tables_pictures_and_traces(process: Command, words: list[str], tmp_path: Path) -> None:
     ended = process(
         "dryrun",
@@ -261,7 +264,7 @@ def test_tables_pictures_and_traces(process: Command, words: list[str], tmp_path
     assert all(file in ended.err for file in files)
 
 
-@pytest.mark.slow
+@pytest.mark.all
 def test_the_sample_of_the_page_is_what_the_command_prints(
     process: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -278,7 +281,7 @@ def test_the_sample_of_the_page_is_what_the_command_prints(
     assert len(sample) > 12 and [line for line in sample if " ".join(line.split()) not in printed] == []
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_the_planner_chooses_and_the_path_of_cpus_is_traced(process: Command, words: list[str]) -> None:
     ended = process("dryrun", *words, "--gpu", "cpu", "--gpus", "4", "--json")
     assert ended.code == 0, ended.err
@@ -305,7 +308,7 @@ def test_a_plan_that_can_not_be_verified_is_refused_before_it_is_made(
     says(explained.err)
 
 
-@pytest.mark.slow
+@pytest.mark.all
 def test_the_best_layouts_of_a_plan_are_simulated(process: Command, words: list[str]) -> None:
     plan = ("plan", *words, "cluster.gpu=h100-sxm", "cluster.gpus=2", "--verify", "2")
     document = process(*plan, "--json").json
@@ -345,14 +348,16 @@ def test_what_train_refuses_its_dry_run_refuses(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
-    [
-        ["layout=zero3x2-mb2", "data.packing=false", "train.precision=bf16"],
-        ["layout=tp2-sp-mb1-ga4-full", "method=lora"],
-        ["layout=mb2-ga2", "data.seq_len=50"],
-    ],
+    cases(
+        [
+            ["layout=zero3x2-mb2", "data.packing=false", "train.precision=bf16"],
+            ["layout=tp2-sp-mb1-ga4-full", "method=lora"],
+            ["layout=mb2-ga2", "data.seq_len=50"],
+        ],
+        ci=1,
+    ),
 )
 def test_the_first_step_of_the_run_is_the_simulated_one(
     process: Command, rows: Path, tmp_path: Path, words: list[str]
@@ -394,7 +399,7 @@ def test_a_run_that_goes_on_says_how_many_steps_are_left() -> None:
     says(later)
 
 
-@pytest.mark.slow
+@pytest.mark.all
 def test_the_next_step_of_a_run_that_goes_on_is_the_second_simulated_one(
     process: Command, rows: Path, tmp_path: Path
 ) -> None:

@@ -26,7 +26,8 @@ def earlier(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("name", cases(RUNS, default=["one-rank"]))
+@pytest.mark.ci
+@pytest.mark.parametrize("name", cases(RUNS, test=["one-rank"]))
 def test_a_run_of_an_earlier_version_goes_on_with_its_losses(
     name: str, earlier: Path, begin: Any, begin_fork: Any
 ) -> None:
@@ -41,6 +42,7 @@ def test_a_run_of_an_earlier_version_goes_on_with_its_losses(
         assert row["loss"] == pytest.approx(expected[str(row["step"])], rel=2e-6)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_of_an_earlier_version_loads_and_reports(name: str, earlier: Path, meshtune: Command) -> None:
     run = earlier / name

@@ -108,7 +108,8 @@ def stand_in(example: str, place: Path) -> Path:
     return file
 
 
-@pytest.mark.parametrize(("example", "words"), cases(commands(), default=QUICK))
+@pytest.mark.ci
+@pytest.mark.parametrize(("example", "words"), cases(commands(), test=QUICK))
 def test_a_command_of_an_examples_header_runs(
     example: str, words: str, meshtune: Command, place: Path
 ) -> None:
@@ -125,7 +126,7 @@ def test_a_command_of_an_examples_header_runs(
         assert (place / "plan.html").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_the_adapter_of_lora_yaml_is_merged_by_the_command_in_its_header(
     meshtune: Command, place: Path
 ) -> None:
@@ -135,7 +136,7 @@ def test_the_adapter_of_lora_yaml_is_merged_by_the_command_in_its_header(
     assert (place / "merged" / "model.safetensors").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_the_same_command_resumes_long_run_yaml(meshtune: Command, place: Path) -> None:
     stand_in("long-run.yaml", place)
     words = ("train", "examples/long-run.yaml", "data.cache=cache")
@@ -146,7 +147,7 @@ def test_the_same_command_resumes_long_run_yaml(meshtune: Command, place: Path) 
 
 @pytest.mark.parametrize(
     "example",
-    cases([file.name for file in EXAMPLES if file.stem in MANY_RANKS], default=["parallel-3d.yaml"]),
+    cases([file.name for file in EXAMPLES if file.stem in MANY_RANKS], test=["parallel-3d.yaml"]),
 )
 def test_an_example_for_many_gpus_is_taken_by_a_model_of_32_blocks(example: str, place: Path) -> None:
     large = json.loads((place / "chat" / "config.json").read_text()) | MANY | {"head_dim": 8}

@@ -80,6 +80,7 @@ def test_an_export_holds_the_trained_weights(
     assert "meshtune" in (tmp_path / "out" / "README.md").read_text()
 
 
+@pytest.mark.ci
 def test_a_merged_export_has_the_logits_of_the_adapter_in_peft(
     meshtune: Command, finished: Callable[[str], Path], tiny: Path, tmp_path: Path
 ) -> None:
@@ -92,6 +93,7 @@ def test_a_merged_export_has_the_logits_of_the_adapter_in_peft(
     assert (logits(base) - theirs).abs().max() > 0.01, "training must show"
 
 
+@pytest.mark.ci
 def test_an_adapter_folder_is_merged_like_its_run(
     meshtune: Command, finished: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -110,6 +112,7 @@ def test_an_adapter_is_exported_as_it_is(
     assert torch.equal(logits(with_peft(tiny / "model", ours)), logits(with_peft(tiny / "model", exported)))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_a_step_is_exported_as_a_run_that_ended_there_would_be(
     method: str,
@@ -210,6 +213,7 @@ def test_nothing_to_evaluate_on_is_said(meshtune: Command, tiny: Path) -> None:
     assert "data.eval=" in ended.err
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("method", ["full", "lora", "adapter"])
 def test_a_run_and_an_adapter_answer_as_transformers_generates(
     method: str, meshtune: Command, finished: Callable[[str], Path], tiny: Path
@@ -248,6 +252,7 @@ def test_the_environment_says_what_a_family_supports(meshtune: Command, tiny: Pa
     assert meshtune("env").code == 0
 
 
+@pytest.mark.ci
 def test_a_report_is_written_again(meshtune: Command, finished: Callable[[str], Path]) -> None:
     page = finished("full") / "report.html"
     page.unlink(missing_ok=True)

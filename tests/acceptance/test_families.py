@@ -75,7 +75,8 @@ def test_the_first_loss_of_every_family_is_that_of_plain_transformers(
     assert all(torch.equal(weight, trained[name]) for name, weight in loaded.named_parameters())
 
 
-@pytest.mark.parametrize("family", cases(["llama", "gemma2", "gpt2"], default=["gpt2"]))
+@pytest.mark.ci
+@pytest.mark.parametrize("family", cases(["llama", "gemma2", "gpt2"], test=["gpt2"]))
 def test_lora_starts_at_the_loss_of_plain_transformers_and_peft_loads_it(
     family: str, folder: Callable[..., Path], train: Callable[..., loop.Run]
 ) -> None:
@@ -95,7 +96,7 @@ def test_lora_starts_at_the_loss_of_plain_transformers_and_peft_loads_it(
     assert not torch.allclose(before, theirs, atol=1e-3), "two steps must show"
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_model_with_dropout_resumes_bit_for_bit(
     folder: Callable[..., Path], train: Callable[..., loop.Run], tmp_path: Path
 ) -> None:

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.slow
+@pytest.mark.all
 @pytest.mark.timeout(1800)
 def test_a_tenth_of_the_families_is_right_or_refused(tmp_path: Path) -> None:
     tenth = datetime.now(UTC).isocalendar().week % 10

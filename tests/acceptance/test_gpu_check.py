@@ -12,7 +12,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 HERE = {"missing": ["trl"], "torch": "2", "transformers": "5", "cuda": None}
 
 
-@pytest.mark.slow
+@pytest.mark.all
 @pytest.mark.timeout(580)
 @pytest.mark.parametrize("part", [1, 2, 3, 5, 6])  # the 4th has tests alone, as the 1st and the 5th have
 def test_a_part_runs_with_tiny_models(part: int, tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_results_are_written_after_each_figure_and_a_later_part_adds(
         assert "| peers/1b-trl | missing: trl |" in page.read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.all
 def test_a_command_that_takes_too_long_is_killed_with_what_it_started(check: Any, tmp_path: Path) -> None:
     """A layout's process has a session of its own, and would hold the GPU's memory."""
     import psutil

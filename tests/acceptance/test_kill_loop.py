@@ -35,7 +35,7 @@ def straight(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[
     return of
 
 
-@pytest.mark.slow
+@pytest.mark.all
 @pytest.mark.parametrize(("case", "how", "kills"), DOZEN.values(), ids=DOZEN)
 def test_a_dozen_kills_are_survived_bit_for_bit(
     case: str, how: str, kills: list[str], straight: Any, tiny: Path, tmp_path: Path
@@ -87,7 +87,7 @@ def forget_the_place_in_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("meshtune.train.build.restore", forgetting)
 
 
-@pytest.mark.slow
+@pytest.mark.all
 @pytest.mark.parametrize(
     ("broken", "said"),
     [

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import cases
 from command import end, start
 from tiny import make_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -45,8 +46,7 @@ def one(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> RunDir
     return run
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", cases(LAYOUTS, ci=1))
 def test_a_layout_gives_the_losses_samples_and_model_of_one_rank(
     layout: str, settings: list[str], one: RunDir, tmp_path: Path
 ) -> None:

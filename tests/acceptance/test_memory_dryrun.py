@@ -3,10 +3,10 @@ validation/memory_dryrun.py, another one each week, and a large one; `make valid
 """
 
 import sys
-from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+from cases import cases
 from transformers import (
     BloomConfig,
     CodeGenConfig,
@@ -54,12 +54,13 @@ def check(name: str, job: Job, kind: str, phase: str = "", *, categories: bool =
         assert not categories or abs(next(iter(row.terms.values()))) <= limit, off
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("layout", "kernels"),
     [
         ("zero3x2-mb2-ga2", "cpu"),
         ("tp2-sp-mb2-ga1", "cpu"),
-        pytest.param("cp4-mb4-ga1", "cuda", marks=pytest.mark.slow),
+        pytest.param("cp4-mb4-ga1", "cuda", marks=pytest.mark.all),
     ],
 )
 def test_a_step_holds_what_is_planned(layout: str, kernels: str) -> None:
@@ -70,7 +71,7 @@ def test_a_step_holds_what_is_planned(layout: str, kernels: str) -> None:
     check(layout, job, "small")
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_block_s_gradients_come_while_its_activations_go() -> None:
     """Gradients of weights are most where tokens are few: all of them are there at the end alone."""
     small = LlamaConfig(**TINY.to_dict() | {"num_hidden_layers": 2})
@@ -81,7 +82,7 @@ def test_a_block_s_gradients_come_while_its_activations_go() -> None:
     check("two blocks", job, "small", "backward", categories=True)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_tied_head_s_gradient_stays_until_the_embedding_s() -> None:
     tied = LlamaConfig(**TINY.to_dict() | {"vocab_size": 32000, "tie_word_embeddings": True})
     job = Job(
@@ -91,8 +92,7 @@ def test_a_tied_head_s_gradient_stays_until_the_embedding_s() -> None:
     check("tied", job, "small")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["", "-attention"])
+@pytest.mark.parametrize("mode", cases(["", "-attention"], ci=1))
 def test_ranks_that_compute_all_heads_hold_what_is_planned(mode: str) -> None:
     """OLMo 2 gathers queries, keys and values, whose norms go over all heads."""
     ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -104,7 +104,7 @@ def test_ranks_that_compute_all_heads_hold_what_is_planned(mode: str) -> None:
     check(f"olmo2{mode}", job, "small")
 
 
-@pytest.mark.slow
+@pytest.mark.all
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("family", [LlamaConfig, CohereConfig, Gemma2Config])
 def test_heads_hold_what_is_planned(family: type[PretrainedConfig], precision: str) -> None:
@@ -138,13 +138,15 @@ OWN_ATTENTION = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "family"),
-    [
-        *((layout, "bloom") for layout in ("mb1-ga2", "mb4-ga1-full", "zero3x2-mb4-ga1")),
-        *((layout, family) for layout in ("mb4-ga1", "zero3x2-mb4-ga1-full") for family in OWN_ATTENTION),
-    ],
+    cases(
+        [
+            *((layout, "bloom") for layout in ("mb1-ga2", "mb4-ga1-full", "zero3x2-mb4-ga1")),
+            *((layout, family) for layout in ("mb4-ga1", "zero3x2-mb4-ga1-full") for family in OWN_ATTENTION),
+        ],
+        ci=1,
+    ),
 )
 def test_attention_that_writes_its_scores_holds_what_is_planned(family: str, layout: str) -> None:
     attention, config = OWN_ATTENTION[family]
@@ -180,15 +182,17 @@ ROUTED = [
 ]  # fmt: skip
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "layout", "precision"),
-    [
-        pytest.param(*case, marks=pytest.mark.xfail(strict=True, reason="see TODO.md, The dry run"))
-        if case in ROUTED_BEYOND
-        else case
-        for case in ROUTED
-    ],
+    cases(
+        [
+            pytest.param(*case, marks=pytest.mark.xfail(strict=True, reason="see TODO.md, The dry run"))
+            if case in ROUTED_BEYOND
+            else case
+            for case in ROUTED
+        ],
+        ci=1,
+    ),
 )
 def test_experts_hold_what_is_planned(family: str, layout: str, precision: str) -> None:
     """Rows of tokens' experts are as many as tokens times experts a token, however they are routed."""
@@ -199,6 +203,7 @@ def test_experts_hold_what_is_planned(family: str, layout: str, precision: str) 
     check(family, job, "small")
 
 
+@pytest.mark.ci
 def test_a_wrong_formula_is_named() -> None:
     job = Job(
         spec=ModelSpec(source=TINY, init="random"), optimizer=OptimizerSpec(), layout=Layout.parse("mb1-ga1"),
@@ -212,13 +217,12 @@ def test_a_wrong_formula_is_named() -> None:
     assert next(iter(forward.terms)) == "logits" and "logits" in memory_dryrun.worst_term(forward)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [*SMALL][datetime.now(UTC).isocalendar().week % 4 :: 4])
+@pytest.mark.parametrize("name", cases([*SMALL][::4], ci=2))
 def test_random_steps_hold_what_is_planned(name: str) -> None:
     check(name, SMALL[name], "small", categories=name not in CATEGORIES_BEYOND)
 
 
-@pytest.mark.slow
+@pytest.mark.all
 def test_a_large_model_holds_what_is_planned() -> None:
     name = "llama-3.1-8b zero3x4-tp2-sp-mb2-ga2"
     check(name, LARGE[name], "large", categories=True)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases import cases
 from families import COMMON, RECURRENT
 from multimodal import MULTIMODAL
 from transformers import GraniteSWAConfig
@@ -45,14 +46,16 @@ def short_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_grid, "SEQ_LEN", 256)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["zero3x2-mb2-ga2", "tp2-sp-mb2-ga2", "pp2-1f1b-mb1-ga4", "mb2-ga2-full4"])
+@pytest.mark.parametrize(
+    "layout", cases(["zero3x2-mb2-ga2", "tp2-sp-mb2-ga2", "pp2-1f1b-mb1-ga4", "mb2-ga2-full4"], ci=1)
+)
 def test_the_planner_knows_what_a_step_holds(layout: str, tmp_path: Path) -> None:
     check(layout, None, 0.02, tmp_path)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("family", "layout"), [("gemma3", "mb2-ga2"), ("qwen2_vl", "zero3x2-mb2-ga2")])
+@pytest.mark.parametrize(
+    ("family", "layout"), cases([("gemma3", "mb2-ga2"), ("qwen2_vl", "zero3x2-mb2-ga2")])
+)
 def test_the_planner_counts_the_language_part_of_a_model_that_sees(
     family: str, layout: str, tmp_path: Path
 ) -> None:
@@ -68,8 +71,7 @@ def test_the_planner_counts_the_language_part_of_a_model_that_sees(
     check(layout, file, 0.03, tmp_path)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", UNLIKE_LLAMA)
+@pytest.mark.parametrize("family", cases(UNLIKE_LLAMA))
 def test_the_planner_counts_recurrent_layers_and_sinks(family: str, tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     UNLIKE_LLAMA[family].to_json_file(file)

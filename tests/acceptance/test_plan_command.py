@@ -78,7 +78,7 @@ def is_choice(each: dict[str, Any]) -> None:
         assert time[name] >= 0 and isinstance(time[name], float)
 
 
-@pytest.mark.parametrize("source", ["a folder with weights", "a bare config.json"])
+@pytest.mark.parametrize("source", cases(["a folder with weights", "a bare config.json"], test=1, ci=1))
 def test_the_json_is_one_document_with_every_key_of_the_contract(
     source: str, meshtune: Command, tiny: Path, bare: Path, kept: Path
 ) -> None:
@@ -119,6 +119,7 @@ def test_the_json_is_one_document_with_every_key_of_the_contract(
         assert found[name] and all(isinstance(sentence, str) for sentence in found[name])
 
 
+@pytest.mark.ci
 def test_the_terminal_shows_the_best_and_how_to_run_it(plan: Plan) -> None:
     best = plan(*EIGHT, "--json").json["layouts"][0]["layout"]
     shown = plan(*EIGHT, "--top", 3)
@@ -136,6 +137,7 @@ def test_the_terminal_shows_the_best_and_how_to_run_it(plan: Plan) -> None:
     )
 
 
+@pytest.mark.ci
 def test_a_second_plan_of_a_model_needs_no_torch(plan: Plan, bare: Path, kept: Path) -> None:
     assert plan(*EIGHT, "--json").code == 0
     words = ["plan", f"model.name={bare}", f"data.cache={kept}", *EIGHT, "data.seq_len=512", "--json"]
@@ -154,6 +156,7 @@ def test_a_second_plan_of_a_model_needs_no_torch(plan: Plan, bare: Path, kept: P
     assert json.loads(ended.stdout)["workload"]["seq_len"] == 512
 
 
+@pytest.mark.ci
 def test_a_config_file_and_words_after_it_plan_alike(
     plan: Plan, meshtune: Command, bare: Path, kept: Path, tmp_path: Path
 ) -> None:
@@ -168,6 +171,7 @@ def test_a_config_file_and_words_after_it_plan_alike(
     assert by_file == plan("data.seq_len=256", f"cluster={tmp_path / 'cluster.yaml'}", "--json").json
 
 
+@pytest.mark.ci
 def test_explain_takes_one_layout_apart(plan: Plan) -> None:
     for text in ("zero3x8-mb2-ga4", "tp2-sp-zero1x2-pp2-1f1b-mb1-ga32-full"):
         found = plan(*EIGHT, "--explain", text, "--json").json
@@ -184,6 +188,7 @@ def test_explain_takes_one_layout_apart(plan: Plan) -> None:
     assert plan(*EIGHT, "--explain", "auto", "--json").json["world"] == 8
 
 
+@pytest.mark.ci
 def test_several_layouts_are_explained_compared_and_drawn(plan: Plan, tmp_path: Path) -> None:
     both = ["zero3x8-mb2-ga4", "tp2-sp-zero1x4-mb1-ga16-full"]
     picture = tmp_path / "two.png"
@@ -204,7 +209,7 @@ def test_several_layouts_are_explained_compared_and_drawn(plan: Plan, tmp_path: 
         assert "zero3x8-mb1-ga8" in refused.err or "use one of them" in refused.err
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_kinds_are_compared_by_price_and_a_deadline_that_none_keeps_ends_with_3(plan: Plan) -> None:
     words = [
         "cluster.gpu=h100-sxm", "train.max_steps=1000", "--gpus", "2,2xmi300x,4xa100-80",
@@ -226,7 +231,7 @@ def test_kinds_are_compared_by_price_and_a_deadline_that_none_keeps_ends_with_3(
     assert plan(*EIGHT, "--by", "3h", "--max", "batch").code == 2
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_memory_budget_bounds_every_question(plan: Plan) -> None:
     words = [*EIGHT, "--memory-budget", "2GiB", "--json"]
     answer, free = plan(*words).json, plan(*EIGHT, "--json").json
@@ -240,6 +245,7 @@ def test_a_memory_budget_bounds_every_question(plan: Plan) -> None:
     says(plan(*EIGHT, "--memory-budget", "much").err)
 
 
+@pytest.mark.ci
 def test_clusters_are_compared_and_the_goal_chooses(plan: Plan) -> None:
     sizes = [
         "cluster.gpu=h100-sxm",
@@ -272,7 +278,7 @@ def test_clusters_are_compared_and_the_goal_chooses(plan: Plan) -> None:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_the_first_command_of_the_readme_needs_no_hub(meshtune: Command, kept: Path) -> None:
     readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
     (line,) = re.findall(r"^\$ meshtune (plan model.*)$", readme, re.M)
@@ -283,7 +289,7 @@ def test_the_first_command_of_the_readme_needs_no_hub(meshtune: Command, kept: P
     assert len(ended.err.splitlines()) <= 3
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_the_largest_of_each_kind(plan: Plan) -> None:
     small = ["cluster.gpu=l4", "cluster.gpus=2", "train.global_batch_size=2", "--json"]
     length = plan(*small, "--max", "seq_len").json
@@ -296,7 +302,8 @@ def test_the_largest_of_each_kind(plan: Plan) -> None:
     assert plan(*small, "--max", "model").json["model"] in models()
 
 
-@pytest.mark.parametrize("suffix", cases(["png", "html"], default=["html"]))
+@pytest.mark.ci
+@pytest.mark.parametrize("suffix", cases(["png", "html"], test=["html"]))
 def test_a_plan_is_drawn(suffix: str, plan: Plan, tmp_path: Path) -> None:
     file = tmp_path / f"plan.{suffix}"
     ended = plan(*EIGHT, "--plot", file, "--json")
@@ -306,6 +313,7 @@ def test_a_plan_is_drawn(suffix: str, plan: Plan, tmp_path: Path) -> None:
     assert file.read_bytes()[:20].lower().startswith(start.lower())
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("tool", EXPORTERS)
 def test_a_plan_is_exported_once(tool: str, plan: Plan, tiny: Path, tmp_path: Path) -> None:
     words = [
@@ -383,6 +391,7 @@ def test_what_is_no_model_is_refused(
     assert ended.out == ""
 
 
+@pytest.mark.ci
 def test_where_nothing_fits_the_nearest_is_named_and_what_would_fit_does(plan: Plan) -> None:
     tight = [
         "cluster.gpu=l4", "cluster.gpus=1", "cluster.memory_gib=2", "data.seq_len=524288",
@@ -412,6 +421,7 @@ def losses(run: RunDir) -> list[float]:
     return [row["loss"] for row in run.rows("train")]
 
 
+@pytest.mark.ci
 def test_train_runs_the_layout_that_the_planner_chose(
     meshtune: Command, settings: Settings, tmp_path: Path
 ) -> None:
@@ -433,10 +443,9 @@ def test_train_runs_the_layout_that_the_planner_chose(
     assert yaml.safe_load(named.plan_file.read_text())["predicted"] == plan["predicted"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
-    ["auto", "{tp: auto, dp_replicate: auto}", "{pp: 2, schedule: auto}"],
+    cases(["auto", "{tp: auto, dp_replicate: auto}", "{pp: 2, schedule: auto}"], ci=1),
 )
 def test_ranks_run_the_layout_that_the_planner_chose_for_them(
     layout: str, process: Command, settings: Settings, tmp_path: Path
@@ -455,6 +464,7 @@ def test_ranks_run_the_layout_that_the_planner_chose_for_them(
     assert losses(named) == losses(run) and len(losses(run)) == 4
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_that_cannot_fit_ends_before_anything_is_written(
     ranks: int, meshtune: Command, settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -467,6 +477,7 @@ def test_a_run_that_cannot_fit_ends_before_anything_is_written(
     assert [file.name for file in (tmp_path / "cache").rglob("*") if "census" not in file.name] == []
 
 
+@pytest.mark.ci
 def test_devices_that_nobody_knows_train_under_a_named_layout(
     settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, meshtune: Command
 ) -> None:

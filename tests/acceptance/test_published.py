@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "validation"))
 from peaks import recomputation_that_fits  # noqa: E402
 
+pytestmark = pytest.mark.ci  # each test starts the command, which plans all rows
 SMALL = ROOT / "validation" / "data" / "throughput_single_node_small.csv"
 ROW = {
     "id": "foundry-900", "source": "a row made up for this test", "model": "mpt-1b", "layers": 24,
@@ -197,7 +198,7 @@ def test_error_bars_of_memory_are_those_of_the_rows() -> None:
     assert {name: [round(error, 1), rows] for name, (error, rows) in computed.items()} == stored
 
 
-@pytest.mark.slow
+@pytest.mark.all
 @pytest.mark.timeout(1800)
 def test_error_bars_of_time_are_those_of_constants_fitted_without_the_rows() -> None:
     """Those of measured stacks. That of all others takes a fit for each of 14 clusters: `make validation`."""

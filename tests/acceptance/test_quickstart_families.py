@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from cases import cases
 from families import COMMON, EXPERTS, RECURRENT
 from multimodal import MULTIMODAL
 from transformers import AutoConfig, AutoTokenizer, GptOssConfig, PretrainedConfig
@@ -16,7 +17,6 @@ from meshtune.model.body import body_forward, head_only
 from meshtune.model.multimodal import auto_class
 from meshtune.train import build, loop
 
-pytestmark = pytest.mark.slow
 QUICKSTART = Path(__file__).parents[2] / "quickstart"
 
 
@@ -33,7 +33,7 @@ FAMILIES: dict[str, Callable[..., PretrainedConfig]] = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", cases(FAMILIES, ci=1))
 def test_a_family_learns_the_quickstart_and_is_loaded_with_its_logits(family: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(QUICKSTART / "base")

@@ -57,7 +57,7 @@ def test_a_layout_that_the_model_can_not_take_is_refused_once(meshtune: Command,
     assert "Traceback" not in ended.err
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_two_ranks_train_as_one_started_here_or_by_torchrun(
     process: Command, settings: Settings, tmp_path: Path
 ) -> None:
@@ -83,7 +83,7 @@ def test_two_ranks_train_as_one_started_here_or_by_torchrun(
     assert again.returncode != 0 and again.stderr.count("holds a finished run of 4 steps") == 1
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_signal_saves_on_every_rank_and_one_rank_goes_on(
     begin: Any, process: Command, settings: Settings, tmp_path: Path
 ) -> None:
@@ -99,7 +99,7 @@ def test_a_signal_saves_on_every_rank_and_one_rank_goes_on(
     assert RunDir(tmp_path / "run").rows("run")[-1]["resumed_from"] == done
 
 
-@pytest.mark.slow
+@pytest.mark.all
 def test_a_stopped_rank_is_named_within_a_minute(begin: Any, settings: Settings, tmp_path: Path) -> None:
     running = begin("train", *settings("train.max_steps=100000", "layout=zero3x2"))
     ranks = ranks_of(running, tmp_path / "run", 2)

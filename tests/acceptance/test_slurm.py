@@ -29,7 +29,7 @@ TWO_NODES = ["srun", "--nodes=2", "--ntasks-per-node=1"]
 Settings = Callable[..., list[str]]
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.all, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")

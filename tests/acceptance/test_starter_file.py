@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from cases import cases
 from command import Command
 from tiny import make_rows, write_rows
 
@@ -14,8 +15,7 @@ from meshtune.rundir import RunDir
 SMALL = {"data": ["data.cache=cache"], "train": ["data.cache=cache", "train.max_steps=2"]}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.parametrize("method", cases(["lora", "full"], ci=1))
 def test_the_commands_of_its_header_run(
     method: str, meshtune: Command, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

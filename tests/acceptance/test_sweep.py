@@ -45,7 +45,7 @@ def identity(folder: Path) -> str:
     return json.loads(database.execute("SELECT value FROM sweep WHERE name = 'id'").fetchone()[0])
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_bench_and_a_refusal_are_results_and_are_not_repeated(
     tiny: Path, meshtune: Command, tmp_path: Path
 ) -> None:
@@ -64,6 +64,7 @@ def test_a_bench_and_a_refusal_are_results_and_are_not_repeated(
     assert results(out, "attempts") == [(1,), (0,)]
 
 
+@pytest.mark.ci
 def test_a_simulated_sweep_measures_nothing(meshtune: Command, tmp_path: Path) -> None:
     tree = {"data": {"seq_len": 4096}, "cluster": {"gpu": "h100-sxm"}, "train": {"global_batch_size": 64}}
     axes = {"model.name": ["llama-3.2-1b"], "cluster.gpus": [8, 16], "layout": {"best": 2}}
@@ -75,7 +76,7 @@ def test_a_simulated_sweep_measures_nothing(meshtune: Command, tmp_path: Path) -
     assert rows == [(8, 8, 1, None, None, "done")] * 2 + [(16, 16, 1, None, None, "done")] * 2
 
 
-@pytest.mark.slow
+@pytest.mark.all
 def test_the_study_of_four_thousand_layouts_is_predicted(meshtune: Command, tmp_path: Path) -> None:
     ended = meshtune("sweep", LAYOUTS, "--simulate", "--out", tmp_path, "--json")
     assert ended.code == 0 and ended.json["simulated"] == "planner"
@@ -97,7 +98,7 @@ def test_mistakes_are_said_before_anything_runs(meshtune: Command, tmp_path: Pat
     assert "did you mean crashed?" in meshtune("sweep", file, "--retry", "crashd").err
 
 
-@pytest.mark.slow
+@pytest.mark.all
 @pytest.mark.timeout(900)
 def test_training_killed_at_random_goes_on_and_repeats_nothing(
     tiny: Path, begin: Callable[..., Any], tmp_path: Path
@@ -128,7 +129,7 @@ def test_training_killed_at_random_goes_on_and_repeats_nothing(
     assert not [*marked(identity(out))]
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_ctrl_c_says_how_to_go_on_and_no_process_is_left(
     tiny: Path, begin: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -147,7 +148,7 @@ def test_ctrl_c_says_how_to_go_on_and_no_process_is_left(
     assert not [*marked(identity(out))]
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_the_tier_dryrun_simulates_each(tiny: Path, meshtune: Command, tmp_path: Path) -> None:
     tree = {**base(tiny), "cluster": {"gpu": "h100-sxm"}}
     document = {"base": tree, "axes": {"layout": ["zero3x8-mb1-ga1", "tp2-sp-mb2-ga1"]}}

@@ -56,7 +56,7 @@ def gsm8k_config(gsm8k: Path, gsm8k_model: Path, cache: Path, tmp_path: Path) ->
     return tmp_path / "gsm8k.yaml"
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_config_on_gsm8k_trains_a_model_that_transformers_loads_and_the_run_can_be_repeated(
     process: Command, meshtune: Command, gsm8k_config: Path, tmp_path: Path
 ) -> None:
@@ -111,6 +111,7 @@ def test_a_config_on_gsm8k_trains_a_model_that_transformers_loads_and_the_run_ca
     ).read_bytes()
 
 
+@pytest.mark.ci
 def test_packed_gsm8k_is_97_percent_tokens(meshtune: Command, gsm8k_config: Path) -> None:
     train = meshtune("data", gsm8k_config, "--json").json["train"]
     assert train["documents"] == 7473 - 20
@@ -118,6 +119,7 @@ def test_packed_gsm8k_is_97_percent_tokens(meshtune: Command, gsm8k_config: Path
     assert train["tokens"] == pytest.approx(train["efficiency"] * train["sequences"] * 1024)
 
 
+@pytest.mark.ci
 def test_json_is_the_only_thing_on_stdout(meshtune: Command, settings: Settings) -> None:
     ended = meshtune("train", *settings("log.to=[console,jsonl,tensorboard]", "eval.samples=1"), "--json")
     assert ended.code == 0, ended.err
@@ -207,6 +209,7 @@ def check_tokenizer(folder: Path) -> Any:
     return tokenizer
 
 
+@pytest.mark.ci
 def test_new_tokens_of_a_chat_template_are_learnt_and_saved_with_the_model(
     train: Callable[..., loop.Run], chat: str, tiny: Path, meshtune: Command
 ) -> None:
@@ -222,6 +225,7 @@ def test_new_tokens_of_a_chat_template_are_learnt_and_saved_with_the_model(
     assert "<|im_" not in ended.json[0]["answer"]
 
 
+@pytest.mark.ci
 def test_under_lora_the_new_tokens_are_trained_and_peft_gives_equal_logits(
     train: Callable[..., loop.Run], chat: str, tiny: Path, meshtune: Command, tmp_path: Path
 ) -> None:
@@ -247,7 +251,7 @@ def test_under_lora_the_new_tokens_are_trained_and_peft_gives_equal_logits(
 # Ways to train #
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_bf16_leaves_a_bf16_model(meshtune: Command, settings: Settings, tmp_path: Path) -> None:
     exact, rounded = tmp_path / "exact", tmp_path / "rounded"
     assert meshtune("train", *settings(f"output={exact}")).code == 0
@@ -259,6 +263,7 @@ def test_bf16_leaves_a_bf16_model(meshtune: Command, settings: Settings, tmp_pat
     assert meshtune("generate", rounded, "--prompt", "Say red", "--max-new-tokens", 3).code == 0
 
 
+@pytest.mark.ci
 def test_a_stream_is_trained_on_and_resumed(meshtune: Command, settings: Settings, tmp_path: Path) -> None:
     lasting = ("data.streaming=true", "train.lr_scheduler=constant")
     tokens = 4 * 128  # of a step
@@ -279,6 +284,7 @@ def test_a_stream_needs_max_steps(meshtune: Command, settings: Settings) -> None
     assert "train.max_steps" in ended.err
 
 
+@pytest.mark.ci
 def test_frozen_parameters_stay_as_they_are(
     meshtune: Command, settings: Settings, tiny: Path, tmp_path: Path
 ) -> None:
@@ -292,7 +298,7 @@ def test_frozen_parameters_stay_as_they_are(
     assert row["trainable_parameters"] == sum(t.numel() for name, t in before.items() if name not in frozen)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_random_weights_come_from_the_seed_not_from_the_folder(
     meshtune: Command, settings: Settings, tiny: Path, tmp_path: Path
 ) -> None:
@@ -309,6 +315,7 @@ def test_random_weights_come_from_the_seed_not_from_the_folder(
     assert one.std() == pytest.approx(0.02, rel=0.05), "the configuration's initializer_range"
 
 
+@pytest.mark.ci
 def test_epochs_and_tokens_set_the_steps_and_the_batch(
     meshtune: Command, settings: Settings, tmp_path: Path
 ) -> None:
@@ -326,7 +333,7 @@ def test_epochs_and_tokens_set_the_steps_and_the_batch(
     assert len(losses(tmp_path / "run")) == 2 * 120 / 4
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.timeout(900)
 def test_compiled_blocks_train_the_same(settings: Settings, tmp_path: Path) -> None:
     found = {}

@@ -125,6 +125,7 @@ def test_twenty_steps_have_the_losses_of_transformers_trainer(
     assert rows[-1]["loss"] < rows[0]["loss"]
 
 
+@pytest.mark.ci
 def test_gsm8k_has_the_losses_of_transformers_trainer(gsm8k: Path, gsm8k_model: Path, tmp_path: Path) -> None:
     settings = [
         f"model.name={gsm8k_model}",

@@ -1,44 +1,10 @@
-"""A part of the trial of validation/why_slow.py: one run of each injected cause, and two healthy ones.
-
-They compare times, so that `make test-slow` runs them with no other test beside them.
-"""
+"""The page of validation/why_slow.py; the trial itself compares times, and is a part of `make test-all`."""
 
 import sys
 from pathlib import Path
 
-import pytest
-
 sys.path.append(str(Path(__file__).parents[2] / "validation"))
 import why_slow
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return why_slow.make_data(tmp_path_factory.mktemp("why"))
-
-
-def check(case: why_slow.Case, name: str, seed: int, data: Path) -> None:
-    """A trial is right in 9 of 10 runs of a cause, 19 of 20 healthy ones (validation/why-slow.md); after
-    a wrong run, two more seeds must be right.
-    """
-    outcomes = [why_slow.run(case, name, seed, data)]
-    if not outcomes[0].passed:
-        outcomes += [why_slow.run(case, name, seed + more, data) for more in (10, 20)]
-    assert all(outcome.passed for outcome in outcomes[1:]), outcomes
-
-
-@pytest.mark.slow
-@pytest.mark.alone
-@pytest.mark.parametrize("name", why_slow.CASES)
-def test_an_injected_cause_is_named_first(name: str, data: Path) -> None:
-    check(why_slow.CASES[name], name, 0, data)
-
-
-@pytest.mark.slow
-@pytest.mark.alone
-@pytest.mark.parametrize("number", [3, 4])  # of one rank: on a shared machine one of two is slower at times
-def test_a_healthy_run_has_no_cause(number: int, data: Path) -> None:
-    check(why_slow.HEALTHY_CASES[number], why_slow.HEALTHY, number, data)
 
 
 def test_the_page_counts_what_was_right() -> None:

@@ -12,7 +12,7 @@ from browser_looks import LOOKS
 from live_runs import end_row, locked, step_row, write_run
 from sweeps import bench_rows, write_sweep
 
-pytestmark = [pytest.mark.slow, pytest.mark.browser]
+pytestmark = [pytest.mark.ci, pytest.mark.browser]
 
 
 @contextmanager

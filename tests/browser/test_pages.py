@@ -4,7 +4,7 @@ import pytest
 from browser_looks import LOOKS
 from sweeps import bench_row, write_sweep
 
-pytestmark = [pytest.mark.slow, pytest.mark.browser]
+pytestmark = [pytest.mark.ci, pytest.mark.browser]
 
 
 @pytest.mark.parametrize(("size", "scheme"), LOOKS)

@@ -22,7 +22,7 @@ def folder() -> Iterator[Path]:
         yield made
 
 
-@pytest.mark.slow
+@pytest.mark.all
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", fuzz.KINDS)
 def test_broken_input_ends_in_a_sentence(kind: str, folder: Path) -> None:
@@ -30,7 +30,7 @@ def test_broken_input_ends_in_a_sentence(kind: str, folder: Path) -> None:
     assert not bad, "\n".join(map(fuzz.described, bad))
 
 
-@pytest.mark.slow
+@pytest.mark.all
 def test_a_seed_gives_the_same_case(folder: Path) -> None:
     for kind, make in fuzz.KINDS.items():
         cases = []
@@ -50,6 +50,7 @@ def leave_a_process() -> None:
     subprocess.Popen(["sleep", "60"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("command", "fault"),
     [

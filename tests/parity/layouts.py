@@ -28,12 +28,28 @@ TOLERANCES = {"fp32": (1e-6, 5e-5, 1e-3), "fp64": (1e-7, 1e-7, 1e-7)}
 
 @dataclass(frozen=True)
 class Trained:
-    """The result of a run: losses and gradient norms by step, the exported tensors, the samples."""
+    """The result of a run: losses and gradient norms by step, losses of evaluations, the exported tensors."""
 
     losses: list[float]
     norms: list[float]
+    evaluated: list[float]
     tensors: dict[str, torch.Tensor]
     folder: Path
+
+    @classmethod
+    def read(cls, folder: Path | str) -> "Trained":
+        run = RunDir(folder)
+        rows = run.rows("train")
+        tensors = {}
+        for file in run.model.glob("*.safetensors"):
+            tensors |= load_file(file)
+        return cls(
+            [row["loss"] for row in rows],
+            [row["grad_norm"] for row in rows],
+            [row["loss"] for row in run.rows("eval")],
+            tensors,
+            run.path,
+        )
 
 
 def make_folder(folder: Path, model: Any, *, rows: int = 150, tokens: int | None = None) -> Path:
@@ -94,16 +110,13 @@ def trained(
     loss: instead of the cross entropy.
     """
     words = settings(data, output, layout, precision, overrides)
-    run = RunDir(run_ranks(whole(layout).world, train, words, loss, forked=forked)[0])
-    rows = run.rows("train")
-    tensors = {}
-    for file in run.model.glob("*.safetensors"):
-        tensors |= load_file(file)
-    return Trained([r["loss"] for r in rows], [r["grad_norm"] for r in rows], tensors, run.path)
+    return Trained.read(run_ranks(whole(layout).world, train, words, loss, forked=forked)[0])
 
 
 def differences(ours: Trained, theirs: Trained) -> tuple[float, float, float, str]:
-    """Largest relative differences of loss, gradient norm and parameters, and the name of the worst one."""
+    """Largest relative differences of loss (also of the last evaluation), gradient norm and parameters, and
+    the name of the parameter that differs most.
+    """
 
     def most(a: list[float], b: list[float]) -> float:
         assert len(a) == len(b) > 0
@@ -115,7 +128,8 @@ def differences(ours: Trained, theirs: Trained) -> tuple[float, float, float, st
         for name, tensor in ours.tensors.items()
     }
     worst = max(moved, key=lambda name: moved[name])
-    return most(ours.losses, theirs.losses), most(ours.norms, theirs.norms), moved[worst], worst
+    losses = [*ours.losses, *ours.evaluated[-1:]], [*theirs.losses, *theirs.evaluated[-1:]]
+    return most(*losses), most(ours.norms, theirs.norms), moved[worst], worst
 
 
 def check(ours: Trained, theirs: Trained, precision: str) -> None:

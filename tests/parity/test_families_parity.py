@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import cases
 from families import FAMILIES, RECURRENT, exact
 from layouts import TOLERANCES, Trained, check, differences, make_folder, trained
 from transformers import AutoModelForCausalLM, XGLMConfig
 
-pytestmark = pytest.mark.slow
 DENSE = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi3", "olmo2", "starcoder2", "cohere"]
 
 
@@ -35,7 +35,10 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.mark.parametrize(
     ("family", "layout"),
-    [(family, layout) for family in DENSE for layout in ("tp2-sp", *LAYOUTS.get(family, ()))],
+    cases(
+        [(family, layout) for family in DENSE for layout in ("tp2-sp", *LAYOUTS.get(family, ()))],
+        ci=[("gemma2", "pp2-1f1b"), ("phi3", "zero3x2"), ("starcoder2", "tp2-sp")],
+    ),
     indirect=["family"],
     scope="module",
 )
@@ -47,6 +50,7 @@ def test_family_gives_the_numbers_of_one_rank(
         check(trained(folder, tmp_path / "run", layout, "fp64", forked=True), reference, "fp64")
 
 
+@pytest.mark.all
 def test_a_table_of_positions_in_a_buffer_is_added_once(tmp_path: Path) -> None:
     """XGLM, in fp32: transformers' own attention of it has no fp64. Parameters are not compared: gradients of
     its keys' biases are rounding alone, which AdamW makes as large as any.
@@ -67,11 +71,14 @@ def test_a_table_of_positions_in_a_buffer_is_added_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "layouts"),
-    [
-        ("lfm2", ["dp2", "zero2x2", "zero3x2-full", "pp2-1f1b"]),
-        ("mamba2", ["zero1x2", "zero3x2-selective", "pp2-1f1b-full"]),
-        ("zamba2", ["zero1x2", "zero3x2-full"]),
-    ],
+    cases(
+        [
+            ("lfm2", ["dp2", "zero2x2", "zero3x2-full", "pp2-1f1b"]),
+            ("mamba2", ["zero1x2", "zero3x2-selective", "pp2-1f1b-full"]),
+            ("zamba2", ["zero1x2", "zero3x2-full"]),
+        ],
+        ci=1,
+    ),
     ids=["lfm2", "mamba2", "zamba2"],
 )
 def test_recurrent_family_gives_the_numbers_of_one_rank(

@@ -95,11 +95,12 @@ def steps_of_transformers(model: Any, names: list[str], batches: list[Batch]) ->
     return rows
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("family", "packing"),
     cases(
         [*((family, "true") for family in TRAINED), *((family, "false") for family in ROWS)],
-        default=[("gemma3", "true")],
+        test=[("gemma3", "true")],
     ),
 )
 def test_the_language_part_trains_as_in_the_whole_model_and_the_rest_is_kept(
@@ -152,8 +153,7 @@ def test_the_language_part_trains_as_in_the_whole_model_and_the_rest_is_kept(
             assert torch.equal(now(**given).logits, whole(**given).logits), given.keys()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["gemma3", "llava"])
+@pytest.mark.parametrize("family", cases(["gemma3", "llava"], ci=1))
 def test_an_adapter_is_of_the_language_part_and_merges_into_the_whole(
     family: str, folder: Folder, tmp_path: Path
 ) -> None:
@@ -174,8 +174,7 @@ def test_an_adapter_is_of_the_language_part_and_merges_into_the_whole(
     assert not torch.allclose(plainly, theirs, atol=1e-3), "three steps must show"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["gemma3", "qwen2_vl"])
+@pytest.mark.parametrize("family", cases(["gemma3", "qwen2_vl"], ci=1))
 def test_every_layout_gives_the_numbers_of_one_rank(family: str, folder: Folder, tmp_path: Path) -> None:
     base = folder(family)
     with exact():
@@ -184,8 +183,9 @@ def test_every_layout_gives_the_numbers_of_one_rank(family: str, folder: Folder,
             check(trained(base, tmp_path / layout, layout, "fp64", forked=True), one, "fp64")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen2_vl", "llava"])  # written by all ranks; by transformers, on one
+@pytest.mark.parametrize(
+    "family", cases(["qwen2_vl", "llava"], ci=1)
+)  # written by all ranks; by transformers, on one
 def test_what_is_kept_has_its_own_dtype_and_random_weights_are_all_exported(
     family: str, folder: Folder, tmp_path: Path
 ) -> None:

@@ -42,13 +42,14 @@ METHODS = {
 LAYOUTS = {"zero1x3": 3, "pp2": 2, "zero3x2-tp2": 4}  # 3: uneven pieces
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "method",
     [
         "full",
-        pytest.param("lora", marks=pytest.mark.slow),
-        pytest.param("bf16", marks=pytest.mark.slow),
-        pytest.param("random", marks=pytest.mark.slow),
+        pytest.param("lora", marks=pytest.mark.all),
+        pytest.param("bf16", marks=pytest.mark.all),
+        pytest.param("random", marks=pytest.mark.all),
     ],
 )
 def test_every_layout_exports_what_one_device_does(method, settings, tmp_path):
@@ -120,7 +121,7 @@ def large(request, tiny, tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.all
 @pytest.mark.parametrize(
     ("large", "layout"),
     [(torch.float32, "zero3x2"), (torch.bfloat16, "tp2")],

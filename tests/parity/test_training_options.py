@@ -55,7 +55,16 @@ def alone(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
     ("option", "layout"),
     cases(
         [(option, layout) for option in OPTIONS for layout in TECHNIQUES[option].split()],
-        default=[("smoothing", "tp2-sp")],
+        ci=[
+            ("smoothing", "zero3x2-tp2-sp-pp2-1f1b"),
+            ("noise", "cp2"),
+            ("lora", "ulysses2"),
+            ("dora", "tp2"),
+            ("lion", "pp2-1f1b"),
+            ("adafactor", "dp2-pp2-1f1b"),
+            ("muon", "dp2"),
+            ("muon-lora", "pp2-1f1b"),
+        ],
     ),
 )
 def test_options_give_the_numbers_of_one_rank(
@@ -75,8 +84,7 @@ GOES_ON = {  # option -> (layout before, layout after)
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("option", GOES_ON)
+@pytest.mark.parametrize("option", cases(GOES_ON, ci=["muon", "dora"]))
 def test_a_run_with_an_option_goes_on_in_another_layout(option: str, folder: Path, tmp_path: Path) -> None:
     words = ("train.max_steps=4", *OPTIONS[option])
     whole = trained(folder, tmp_path / "whole", ONE, "fp64", *words)

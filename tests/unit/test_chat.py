@@ -111,6 +111,7 @@ def test_ctrl_c_in_a_finalizer_where_python_drops_exceptions_stops_the_answer(be
     assert len(parts) == 3
 
 
+@pytest.mark.ci
 def test_a_full_context_leaves_out_the_oldest_turns_and_says_so(begin, chatty):
     conversation = begin()
     for _ in range(5):
@@ -123,6 +124,7 @@ def test_a_full_context_leaves_out_the_oldest_turns_and_says_so(begin, chatty):
     assert before[-1]["role"] == "assistant"  # nothing is lost by a message that is too long
 
 
+@pytest.mark.ci
 def test_an_answer_that_was_cut_says_by_what(begin):
     says(ask(begin(), "Say red")[1])
     long = begin(max_new_tokens=600)

@@ -13,7 +13,7 @@ LOADED = re.compile(
     r'<(?:script|img|iframe)[^>]+src="(https?:[^"]+)|<link[^>]+stylesheet[^>]+href="(https?:[^"]+)'
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.needs("mkdocs")]
+pytestmark = [pytest.mark.all, pytest.mark.needs("mkdocs")]
 
 
 def build(config: Path, out: Path) -> subprocess.CompletedProcess[str]:

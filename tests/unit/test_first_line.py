@@ -39,6 +39,7 @@ def until_torch(*words: str, **environment: str) -> subprocess.CompletedProcess[
     )
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("words", "reading"),
     [
@@ -57,6 +58,7 @@ def test_a_command_names_what_it_reads_before_its_slow_imports(words, reading):
     assert ended.stdout == ""
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("command", ["train", "data"])
 def test_missing_data_files_are_named_before_the_slow_imports(command: str, tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").touch()
@@ -69,6 +71,7 @@ def test_missing_data_files_are_named_before_the_slow_imports(command: str, tmp_
     assert f"{tmp_path}/x.csv" in ended.stderr
 
 
+@pytest.mark.ci
 def test_of_several_ranks_the_first_alone_prints_it():
     assert until_torch("env", RANK="1").stderr == ""
     assert until_torch("env", RANK="0").stderr != ""
@@ -97,6 +100,7 @@ def on_terminal(width: int, *words: str, **environment: str) -> tuple[str, float
     return shown.decode(), first
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("width", [80, 120])
 def test_problems_are_broken_at_words(width):
     shown, _ = on_terminal(width, "plan", "model.name=x", "train.foo=1", "data.bar=2", NO_COLOR="1")
@@ -107,7 +111,7 @@ def test_problems_are_broken_at_words(width):
     assert len(piped.splitlines()) == 3 < len(lines)  # a line each, which can be searched
 
 
-@pytest.mark.slow
+@pytest.mark.all
 def test_the_first_line_comes_within_a_second():
     assert min(on_terminal(80, "train", "examples/quickstart.yaml", "model.name=-")[1] for _ in range(3)) < 1
 

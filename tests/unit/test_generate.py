@@ -47,6 +47,7 @@ def rows_file(folder: Path, *rows: Any) -> Path:
     return file
 
 
+@pytest.mark.ci
 def test_a_prompt_a_conversation_and_python_give_the_same_answer(answered, model, tmp_path):
     (row,) = answered(prompt=["Say red"])
     assert answered(messages=[json.dumps(ASKED)]) == [{"messages": ASKED, "answer": row["answer"]}]
@@ -216,6 +217,7 @@ def learned(request: pytest.FixtureRequest, tiny: Path, tmp_path: Path) -> str:
     return str(tmp_path / request.param)
 
 
+@pytest.mark.ci
 def test_answers_end_where_learned_positions_do(learned):
     answerer = open_answerer(learned)
     prompts = answerer.prompts_ids(prompts_of(["please " * 50, "Say red"]))

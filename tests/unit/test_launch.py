@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from cases import cases
 from golden import refuses
 
 from meshtune import launch
@@ -140,6 +141,7 @@ def fail_on_one(rank: Rank, error: Callable[[], BaseException]) -> None:
     dist.barrier()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "error", [UserError(["One thing.", "Another."]), NonFinite("nan"), Interrupted("TERM")]
 )
@@ -203,6 +205,7 @@ def test_a_rank_whose_log_can_not_be_written_runs_on_and_reports_its_failure(tmp
     assert (tmp_path / "went on").exists()
 
 
+@pytest.mark.ci
 def test_a_stopped_rank_is_named_with_what_the_others_wait_in() -> None:
     def stop(rank: Rank) -> None:
         mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "tp"))
@@ -221,6 +224,7 @@ def test_a_stopped_rank_is_named_with_what_the_others_wait_in() -> None:
     assert report.endswith("(step 12).")
 
 
+@pytest.mark.ci
 def test_a_stopped_rank_is_named_by_a_rank_that_takes_long_to_tell(monkeypatch: pytest.MonkeyPatch) -> None:
     """The end of the stopped rank is a failure too, and must not be the first that the parent sees."""
     record = start.record_failure
@@ -239,6 +243,7 @@ def test_a_stopped_rank_is_named_by_a_rank_that_takes_long_to_tell(monkeypatch: 
         launch.run(stop, ranks=2, limits=QUICK)
 
 
+@pytest.mark.ci
 def test_a_rank_that_never_comes_is_named(capfd: pytest.CaptureFixture[str]) -> None:
     def leave_out(rank: Rank) -> None:
         if rank.number == 1:
@@ -250,6 +255,7 @@ def test_a_rank_that_never_comes_is_named(capfd: pytest.CaptureFixture[str]) -> 
     assert "rank 1 has not moved for 1 s" in capfd.readouterr().err
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("before", ["open_store", "meet"])
 def test_a_rank_stopped_before_the_process_group_exists_is_named(
     before: str, monkeypatch: pytest.MonkeyPatch
@@ -266,6 +272,7 @@ def test_a_rank_stopped_before_the_process_group_exists_is_named(
         launch.run(lambda rank: None, ranks=2, limits=QUICK)
 
 
+@pytest.mark.ci
 def test_a_slow_rank_is_no_hang() -> None:
     def compute(rank: Rank) -> None:
         until = time.monotonic() + 4
@@ -276,6 +283,7 @@ def test_a_slow_rank_is_no_hang() -> None:
     launch.run(compute, ranks=2, limits=replace(QUICK, silent=20.0, end=2.5))
 
 
+@pytest.mark.ci
 def test_where_waiting_burns_the_processor_a_rank_that_spins_inside_torch_has_not_moved() -> None:
     def spin(rank: Rank) -> None:
         rank.set_hang_facts(str, {}, spins=True)
@@ -331,6 +339,7 @@ def started(tmp_path: Path) -> Any:
     process.communicate()
 
 
+@pytest.mark.ci
 def test_a_signal_reaches_every_rank_and_their_exit_code_comes_back(started: Any) -> None:
     process, _ = started
     process.send_signal(signal.SIGTERM)
@@ -338,6 +347,7 @@ def test_a_signal_reaches_every_rank_and_their_exit_code_comes_back(started: Any
     assert (process.returncode, out) == (75, "stopped by SIGTERM\n"), err
 
 
+@pytest.mark.ci
 def test_a_second_interrupt_kills_the_ranks(started: Any) -> None:
     process, _ = started
     process.send_signal(signal.SIGINT)
@@ -349,6 +359,7 @@ def test_a_second_interrupt_kills_the_ranks(started: Any) -> None:
     assert err.endswith("KeyboardInterrupt\n")
 
 
+@pytest.mark.ci
 def test_ranks_end_with_the_process_that_started_them(started: Any) -> None:
     process, ranks = started
     os.kill(ranks[1], signal.SIGSTOP)
@@ -360,7 +371,7 @@ def test_ranks_end_with_the_process_that_started_them(started: Any) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_under_torchrun_the_ranks_are_joined_and_the_first_to_fail_speaks(tmp_path: Path) -> None:
     script = tmp_path / "ranks.py"
     script.write_text(
@@ -395,8 +406,7 @@ def test_a_rank_that_is_killed_at_once_is_named(monkeypatch: pytest.MonkeyPatch)
         launch.run(lambda rank: None, ranks=2, limits=QUICK)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("when", ["in its imports", "in training"])
+@pytest.mark.parametrize("when", cases(["in its imports", "in training"], ci=1))
 def test_ranks_end_when_torchrun_is_killed(when: str, tmp_path: Path) -> None:
     script = tmp_path / "ranks.py"
     script.write_text(
@@ -476,8 +486,7 @@ launch.run(lambda rank: None, ranks=1, limits=limits)
 SILENT = r"rank {} has not answered for \d s \(its process is stopped\)"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stopped", [0, 1, 2])
+@pytest.mark.parametrize("stopped", cases([0, 1, 2], ci=1))
 def test_a_task_of_srun_that_is_stopped_before_its_first_heartbeat_is_named(
     stopped: int, tmp_path: Path
 ) -> None:
@@ -505,7 +514,7 @@ def test_a_task_of_srun_that_is_stopped_before_its_first_heartbeat_is_named(
     assert codes == [1, 1]
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_rank_of_torchrun_that_is_stopped_before_its_first_heartbeat_is_named(tmp_path: Path) -> None:
     script = tmp_path / "ranks.py"
     script.write_text(STOPS_BEFORE_ITS_IMPORTS)

@@ -241,6 +241,7 @@ def test_streaming_over_rows_that_are_held_out_asks_for_others_and_says_nothing_
     assert not capsys.readouterr().err
 
 
+@pytest.mark.ci
 def test_every_row_has_a_case() -> None:
     met = {id(need) for need in NEEDS for idle, beside, _ in CASES if is_refused_by(need, *beside, idle)}
     assert [need.setting for need in NEEDS if id(need) not in met] == []

@@ -3,9 +3,12 @@
 import runpy
 from pathlib import Path
 
+import pytest
+
 DOCS = Path("docs/parallelism.md")
 
 
+@pytest.mark.ci
 def test_the_tables_in_the_docs_are_those_that_the_code_gives():
     page = DOCS.read_text(encoding="utf-8")
 

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import ranks
@@ -46,7 +47,8 @@ def test_ranks_are_kept_and_the_group_is_new_in_each_call() -> None:
     assert three == again
 
 
-@pytest.mark.parametrize("forked", cases([False, True], default=[True]))
+@pytest.mark.ci
+@pytest.mark.parametrize("forked", cases([False, True], test=[True]))
 @pytest.mark.parametrize(
     ("how", "sentence"),
     [
@@ -61,10 +63,33 @@ def test_a_rank_that_fails_is_named_and_the_next_call_has_others(
 ) -> None:
     before = run_ranks(2, about_me)
     with pytest.raises(AssertionError, match=sentence):
-        run_ranks(2, fail_on_one, how, seconds=1 if how == "hangs" else 60, forked=forked)
+        run_ranks(2, fail_on_one, how, seconds=1 if how == "hangs" else 60, forked=forked, tries=1)
     after = run_ranks(2, about_me)
     assert (before == after) is forked
     assert [rank[1:] for rank in before] == [rank[1:] for rank in after]
+
+
+def hang_once(file: str) -> int:
+    """Let rank 1 hang in the first call of all, so that the others wait in their barrier."""
+    if dist.get_rank() == 1:
+        try:
+            os.close(os.open(file, os.O_CREAT | os.O_EXCL))
+            time.sleep(600)
+        except FileExistsError:
+            pass
+    dist.barrier()
+    return dist.get_rank()
+
+
+def test_ranks_that_hang_are_replaced_once_and_their_stacks_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ranks, "HANGS", tmp_path / "hangs")
+    with pytest.warns(UserWarning, match="2 ranks hung and were replaced once"):
+        assert run_ranks(2, hang_once, str(tmp_path / "hung"), seconds=3) == [0, 1]
+    (file,) = (tmp_path / "hangs").iterdir()
+    text = file.read_text()
+    assert "test_ranks_that_hang" in text and "hang_once" in text and "barrier" in text
 
 
 def test_only_forked_ranks_see_what_is_patched_here(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from cases import cases
 
 from meshtune.config import load
 from meshtune.errors import UserError, type_name, written
@@ -33,7 +34,7 @@ def problems_of(*overrides: str) -> tuple[str, ...]:
     return ()
 
 
-@pytest.mark.parametrize("value", WRONG)
+@pytest.mark.parametrize("value", cases(WRONG, test=3, ci=WRONG))
 def test_no_sentence_about_a_wrong_value_shows_python(value: str) -> None:
     wrong = 0
     for setting in SETTINGS:

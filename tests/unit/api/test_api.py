@@ -95,6 +95,7 @@ def test_a_package_that_is_a_function_documents_the_function() -> None:
     assert not hasattr(train, "trian")
 
 
+@pytest.mark.ci
 def test_rows_in_memory_train_as_a_file_does(tree: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     result = train(tree(), train_data=ROWS, eval_data=ROWS[:4])
     assert result.folder == tmp_path / "run" and (result.model / "config.json").exists()
@@ -117,7 +118,7 @@ def test_other_rows_are_named_wherever_the_cache_is(tmp_path: Path) -> None:
     assert sentence.startswith("train_data has other rows here (train_data-")
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_run_goes_on_with_the_rows_it_began_with_alone(
     tree: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,6 +155,7 @@ def test_what_is_no_row_is_named(rows: Any, tree: Callable[..., dict[str, Any]])
         train(tree(), train_data=rows)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("kind", ["list", "Dataset"])
 def test_bad_rows_in_memory_are_named_by_their_argument(
     kind: str, tree: Callable[..., dict[str, Any]]
@@ -202,6 +204,7 @@ def test_rows_beside_files_are_refused(settings: Callable[..., list[str]]) -> No
         train(both, train_data=ROWS)
 
 
+@pytest.mark.ci
 def test_a_plan_is_values(tiny: Path, tmp_path: Path) -> None:
     eight = {"model": {"name": tiny / "model"}, "cluster": {"gpu": "h100-sxm"}, "data": {"cache": tmp_path}}
     answer = plan(eight, gpus=16)

@@ -59,6 +59,7 @@ def make(tmp_path: Path) -> Make:
     return folder
 
 
+@pytest.mark.ci
 def test_runs_on_several_machines_tell_the_network_and_start_from_the_catalogue(
     make: Make, tmp_path: Path
 ) -> None:
@@ -74,6 +75,7 @@ def test_runs_on_several_machines_tell_the_network_and_start_from_the_catalogue(
     assert (there.gpu.efficiency["matmul"], there.node) == (found["fitted"]["matmul"]["after"], 8)
 
 
+@pytest.mark.ci
 def test_runs_on_one_machine_leave_the_network_and_processors_need_a_file(make: Make, tmp_path: Path) -> None:
     found = calibrate([make(one, 1) for one in ONE], out=tmp_path / "new.toml")
     assert found["left"]["network_share"] == "each run is on one machine"

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases import cases
 from golden import refuses
 
 from meshtune import Callback, Training, config, train
@@ -47,6 +48,7 @@ class Broken(Callback):
         raise ZeroDivisionError("a bug of the callback")
 
 
+@pytest.mark.ci
 def test_a_callback_sees_four_moments_and_can_stop(
     settings: Callable[..., list[str]], tmp_path: Path
 ) -> None:
@@ -57,8 +59,7 @@ def test_a_callback_sees_four_moments_and_can_stop(
     assert result.summary.steps == 2 and (result.folder / "checkpoints" / "step-2").exists()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("moment", ["step", "eval"])
+@pytest.mark.parametrize("moment", cases(["step", "eval"], ci=1))
 def test_all_ranks_stop_at_the_same_step(
     moment: str, settings: Callable[..., list[str]], tmp_path: Path
 ) -> None:
@@ -69,7 +70,7 @@ def test_all_ranks_stop_at_the_same_step(
     assert result.summary.steps == 2 and result.summary.status == "finished"
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_an_error_of_a_callback_ends_the_run(settings: Callable[..., list[str]], tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError, match="a bug of the callback"):
         train(config.load(None, settings()), callbacks=[Broken()])

@@ -34,6 +34,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
+@pytest.mark.ci
 @pytest.mark.usefixtures("patient")
 def test_a_rank_alone_is_measured_without_collectives(tmp_path: Path) -> None:
     """One rank: rates of a processor, no link; the file plans with times."""
@@ -48,7 +49,7 @@ def test_a_rank_alone_is_measured_without_collectives(tmp_path: Path) -> None:
     assert cluster.gpu.fp32 > 1e9
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.usefixtures("patient")
 def test_ranks_at_work_are_measured_together(tmp_path: Path) -> None:
     """Two forked ranks: rates of both at work, and of their collectives."""

@@ -29,6 +29,7 @@ def test_options_that_the_planner_has_no_use_for_are_refused(given: dict[str, An
     api.check_options("dryrun", [], slurm=False, **given)
 
 
+@pytest.mark.ci
 def test_what_was_run_and_does_not_fit_is_not_run_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

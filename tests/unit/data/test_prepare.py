@@ -55,6 +55,7 @@ def word_tokenizer(rows) -> PreTrainedTokenizerFast:
 # What is in it #
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("packing", [True, False])
 def test_every_document_is_there_as_it_was_encoded(tmp_path, packing: bool) -> None:
     prepared = made(tmp_path, [rows_file(tmp_path, 2500)], packing=packing)
@@ -259,6 +260,7 @@ def test_everything_that_decides_the_data_decides_the_folder(tmp_path) -> None:
     assert made(tmp_path, [source]).stats["cache"] == "made"
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", ["tokens.npy", "train_starts.npy", "manifest.json"])
 @pytest.mark.parametrize("damage", ["cut", "gone", "garbage"])
 def test_a_damaged_cache_is_made_again(tmp_path, name: str, damage: str) -> None:
@@ -319,6 +321,7 @@ def _race(source: Source, cache: Path, start, results, locks: bool) -> None:
     results.put((prepared.train.digest, sorted(texts(prepared.train)), encoder.encoded))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("locks", [True, False])
 def test_processes_that_make_it_at_once_all_get_the_whole(tmp_path, locks: bool) -> None:
     source = rows_file(tmp_path, 3000)
@@ -353,6 +356,7 @@ def _make_slowly(source: Source, cache: Path) -> None:
     prepare([source], Slow(), seq_len=64, seed=0, cache_dir=cache)
 
 
+@pytest.mark.ci
 def test_a_process_killed_while_writing_leaves_nothing_that_looks_whole(tmp_path) -> None:
     source = rows_file(tmp_path, 8000)
     process = multiprocessing.get_context("fork").Process(
@@ -483,6 +487,7 @@ def test_a_file_that_grows_while_it_is_read_is_refused(tmp_path) -> None:
     assert made(tmp_path, [source]).stats["rows"] == 51
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "csv", "json", "parquet"])
 def test_progress_goes_from_nothing_to_everything(tmp_path, kind, monkeypatch, capsys) -> None:
     rows = [{"prompt": p, "completion": c} for p, c in numbered(5000)]

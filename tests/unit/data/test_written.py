@@ -22,7 +22,7 @@ NO_THOUGHTS = {
     "llama3_2", "phi3", "phi3_5", "qwen2_5", "qwen3_instruct_2507",
     "qwen3_5_nothink",  # its prompt for an answer ends a thought that is empty
 }  # fmt: skip
-EVERY = cases(names(), default=["deepseekv3", "gptoss", "llama3_1", "qwen2_5", "phi3"])
+EVERY = cases(names(), test=["deepseekv3", "gptoss", "llama3_1", "qwen2_5", "phi3"])
 
 
 @pytest.fixture

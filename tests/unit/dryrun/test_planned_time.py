@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cases import cases
 
 from meshtune.dryrun.costs import Costs
 from meshtune.dryrun.kernels import KernelTable, kernel_table
@@ -29,6 +30,7 @@ SEQ_LEN = 4096
 BLOCKS, HEAD_AND_COPIES, UPDATE, DATA, TENSOR, STEP = 0.04, 0.03, 0.01, 0.15, 0.05, 0.03
 
 
+@pytest.mark.ci
 def test_updates_move_the_bytes_that_their_kernels_were_counted_to_move() -> None:
     """Per parameter, of steps traced on 8 ranks (`kernel_table`)."""
     work = Work.of(census(reserved.config_of(SHAPE, SEQ_LEN)))
@@ -47,9 +49,11 @@ def test_updates_move_the_bytes_that_their_kernels_were_counted_to_move() -> Non
     assert found == counted
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "text", ["dp8-mb1-ga2", "zero3x8-mb1-ga1", "zero3x8-mb1-ga1-full", "zero1x8-mb1-ga2", "tp4-sp-mb1-ga1"]
+    "text",
+    cases(
+        ["dp8-mb1-ga2", "zero3x8-mb1-ga1", "zero3x8-mb1-ga1-full", "zero1x8-mb1-ga2", "tp4-sp-mb1-ga1"], ci=1
+    ),
 )
 def test_the_planner_and_the_dry_run_agree(text: str) -> None:
     layout = Layout.parse(text)
@@ -65,8 +69,9 @@ def test_the_planner_and_the_dry_run_agree(text: str) -> None:
         assert getattr(planned, part) == pytest.approx(getattr(simulated, part), rel=tolerance), part
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("text", ["pp4-1f1b-mb1-ga8"])  # validation/step_time.py has the other schedules
+@pytest.mark.parametrize(
+    "text", cases(["pp4-1f1b-mb1-ga8"], ci=1)
+)  # validation/step_time.py has the other schedules
 def test_a_pipelines_step_takes_as_long_in_both(text: str) -> None:
     """Its head is as long as four blocks here, so that the last rank is the slowest."""
     layout = Layout.parse(text)

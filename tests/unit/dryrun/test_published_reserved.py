@@ -59,7 +59,7 @@ def test_each_replay_has_its_column():
     assert "| - (target) | - | 41.0 |\n" in reserved.page([untraced])
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_the_last_column_is_the_step_that_dryrun_traces(tmp_path: Path):
     shape = reserved.Shape(layers=2, hidden=64, ffn=128, heads=4, kv_heads=2, vocab=512)
     own, _ = reserved.replays(reserved.ours, shape, Layout.parse("zero3x2-mb1-ga1-full"), 256, "hopper")
@@ -72,7 +72,7 @@ def test_the_last_column_is_the_step_that_dryrun_traces(tmp_path: Path):
     assert own.active == replay_steps(trace.steps, workspaces=Workspaces("hopper"))[1].active
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_the_eager_row_is_reserved_as_published():
     (row,) = (row for row in reserved.rows() if row["id"] == "titan-01")
     found = reserved.result(row)

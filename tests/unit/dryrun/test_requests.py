@@ -151,13 +151,14 @@ TINY = LlamaConfig(
 )  # fmt: skip
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("layout", "precision"),
     [
         ("zero3x4-mb2-selective", "bf16"),
-        pytest.param("dp2-zero3x4-ga2-full", "bf16-pure", marks=pytest.mark.slow),
-        pytest.param("zero2x4-tp2-sp-mb2", "bf16", marks=pytest.mark.slow),
-        pytest.param("zero3x2-pp2-ga4-full", "bf16", marks=pytest.mark.slow),
+        pytest.param("dp2-zero3x4-ga2-full", "bf16-pure", marks=pytest.mark.all),
+        pytest.param("zero2x4-tp2-sp-mb2", "bf16", marks=pytest.mark.all),
+        pytest.param("zero3x2-pp2-ga4-full", "bf16", marks=pytest.mark.all),
     ],
 )
 def test_traced_steps(layout, precision):

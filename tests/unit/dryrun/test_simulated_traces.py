@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+from cases import cases
 from made_traces import cluster
 from transformers import LlamaConfig
 
@@ -48,14 +49,13 @@ def costs(layout: Layout) -> Costs:
     return Costs.of(Workload("tiny", work, None, 128, layout.global_batch_size), cluster(layout.world))  # type: ignore[arg-type]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
-    [
+    cases([
         "tp2-sp-mb1-ga1", "zero2x2-cp2-mb1-ga2", "dp2-zero3x2-mb1-ga2",
         "pp2-1f1b-mb1-ga4", "pp2-gpipe-mb1-ga4", "zero3x2-pp2-interleaved1f1b-v2-mb1-ga4-full",
         "pp2-loopedbfs-v2-mb1-ga4", "zero1x2-pp2-zb-v2-mb1-ga4", "pp2-zbv-mb1-ga4", "pp2-dualpipev-mb1-ga5",
-    ],
+    ], ci=1),
 )  # fmt: skip
 def test_a_real_step_on_streams(layout: str) -> None:
     parsed = Layout.parse(layout)
@@ -88,7 +88,7 @@ def test_a_real_step_on_streams(layout: str) -> None:
         assert all("times as long" in text for text in differences(sent, nccl, costs(parsed).collective))
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_every_backward_of_a_pipeline_gathers_a_block_ahead() -> None:
     """By itself FSDP2 gathers ahead in the first backward alone, where several forwards wait for theirs."""
     layout = Layout.parse("zero3x2-pp2-gpipe-mb1-ga4")

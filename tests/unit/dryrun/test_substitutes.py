@@ -119,6 +119,7 @@ def test_fake_varlen_attention_has_the_results_of_flash_attention(heads: int, si
     assert layouts(backward) == layouts((q, k, v)) == layouts((q.grad, k.grad, v.grad))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("tokens_first", [False, True])
 def test_flex_attention_has_the_shapes_and_strides_of_the_real_one(tokens_first: bool) -> None:
     from torch.nn.attention.flex_attention import AuxRequest
@@ -134,6 +135,7 @@ def test_flex_attention_has_the_shapes_and_strides_of_the_real_one(tokens_first:
     assert out.stride() == expected.stride()
 
 
+@pytest.mark.ci
 def test_a_softcap_traces_flex_attention_on_cuda_and_no_read_by_the_host(tmp_path: Path) -> None:
     config = Gemma2Config(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,

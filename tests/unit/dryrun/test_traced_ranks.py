@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -32,6 +33,7 @@ def blocks() -> Census:
     )  # fmt: skip
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("layout", "ranks"),
     [
@@ -47,6 +49,7 @@ def test_one_rank_of_each_kind_of_pipeline_rank(blocks: Census, layout: str, ran
     assert [*distinct_ranks(blocks, Layout.parse(layout), 128)] == ranks
 
 
+@pytest.mark.ci
 def test_ranks_in_the_middle_stand_for_those_with_as_many_blocks(blocks: Census) -> None:
     layout = Layout.parse("pp7-1f1b-mb1-ga8")  # 1, 1, 1, 2, 2, 2 and 1 blocks
     assert pipeline_copies(blocks, layout, 128) == {0: 0, 1: 1, 2: 1, 3: 3, 4: 3, 5: 3, 6: 6}
@@ -83,12 +86,32 @@ def large(rank: int) -> RankTrace:
     return RankTrace(rank, {}, (), [StepTrace(1, storages=storages)], 1, 1)
 
 
+@pytest.mark.ci
 def test_traces_come_back_whole_and_in_order() -> None:
     lines: list[str] = []
     traces = trace_ranks(large, [6, 0, 3], 8, tell=lines.append)
     assert [trace.rank for trace in traces] == [6, 0, 3]
     assert traces[1].steps[0].storages[-1].bytes == 49_999
     assert sorted(lines) == [f"rank {rank} of 8 traced" for rank in (0, 3, 6)]
+
+
+@pytest.mark.ci
+def test_spawned_processes_trace_as_forked_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Machines with GPUs spawn them: neither CUDA nor autograd's threads survive a fork."""
+    shape = LlamaConfig(
+        vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4
+    )
+    job = Job(
+        spec=ModelSpec(source=shape, init="random"), optimizer=OptimizerSpec(),
+        layout=Layout.parse("zero3x2-mb1-ga2"), seq_len=64, documents=(64,),
+    )  # fmt: skip
+    traces = {}
+    for method in ("fork", "spawn"):
+        monkeypatch.setattr("meshtune.dryrun.ranks.start_method", lambda method=method: method)
+        (traces[method],) = trace_ranks(partial(trace_rank, job), [0], 2)
+    forked, spawned = traces["fork"], traces["spawn"]
+    assert [step.peaks for step in spawned.steps] == [step.peaks for step in forked.steps]
+    assert [len(step.operations) for step in spawned.steps] == [len(step.operations) for step in forked.steps]
 
 
 def crash(rank: int) -> RankTrace:
@@ -109,6 +132,7 @@ def crash(rank: int) -> RankTrace:
     return large(rank)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("rank", "error", "words"),
     [
@@ -153,7 +177,7 @@ def test_a_matmul_of_unlike_dtypes_is_refused_as_by_real_kernels() -> None:
         refuse_unlike("lm_head", [left, right])
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_model_with_such_a_matmul_is_refused() -> None:
     with refuses(UserError):
         trace_ranks(mixed, [0], 1)

@@ -62,6 +62,7 @@ def waits() -> tuple[dict[str, float], bool]:
     return clock.take(), (dist.ProcessGroup.allreduce, dist.Work.wait) == (started, waited)
 
 
+@pytest.mark.all  # it compares times
 def test_a_rank_waits_for_one_that_comes_late_and_not_for_what_is_hidden() -> None:
     (early, restored), (late, _) = run_ranks(2, waits, forked=True)
     assert restored

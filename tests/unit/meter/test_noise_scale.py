@@ -32,12 +32,13 @@ def gradients(samples: int) -> torch.Tensor:
     return gradient
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "sizes",
     [
         pytest.param((4, 4), id="two"),
-        pytest.param((4,) * 8, id="eight", marks=pytest.mark.slow),
-        pytest.param((1, 2, 13), id="unequal", marks=pytest.mark.slow),
+        pytest.param((4,) * 8, id="eight", marks=pytest.mark.all),
+        pytest.param((1, 2, 13), id="unequal", marks=pytest.mark.all),
     ],
 )
 def test_estimates_have_the_known_mean_whatever_the_micro_batches_are(sizes: tuple[int, ...]) -> None:

@@ -263,13 +263,14 @@ def test_shards_whole_weights_and_buffers_of_collectives_are_told_apart(stage):
         assert backward["activations"] < copied + 0.1 * BLOCK
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_sums_that_wait_for_replicas_are_gradients():
     """The first micro-batch's, reduce-scattered, which FSDP2 all-reduces with those of the second."""
     for forward, _, update in run_ranks(4, sharded_parts, 3, 2):
         assert forward["gradients"] == update["gradients"] == BLOCK
 
 
+@pytest.mark.ci
 def test_the_resident_peak_grows_with_what_is_touched():
     before = peak_resident_bytes()
     filled = torch.ones(before // 4 + 64 * MIB // 4)

@@ -25,7 +25,7 @@ from meshtune.migrate.write import text_of
 Migrate = Callable[..., Migrated]
 
 
-@pytest.mark.parametrize("name", cases(["TrainingArguments", "SFTConfig"], default=["TrainingArguments"]))
+@pytest.mark.parametrize("name", cases(["TrainingArguments", "SFTConfig"], test=["TrainingArguments"]))
 def test_a_dump_names_no_key_that_nobody_set(name: str, tmp_path: Path) -> None:
     kind = getattr(trl if name == "SFTConfig" else transformers, name)
     file = tmp_path / "training_args.bin"

@@ -404,7 +404,7 @@ def test_the_command_line_completes_a_file_without_model_or_rows(tmp_path: Path)
     assert result.config().eval.every == 5 and "# the command line" in text_of(result, "arguments.json")
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_defaults_are_those_of_the_installed_classes() -> None:
     """Beside what TRL leaves open and then sets: bf16, which labels it trains on, LoRA's modules."""
     for tool, classes in (
@@ -424,7 +424,7 @@ def test_defaults_are_those_of_the_installed_classes() -> None:
 # training_args.bin #
 
 
-@pytest.mark.parametrize("name", cases(["TrainingArguments", "SFTConfig"], default=["TrainingArguments"]))
+@pytest.mark.parametrize("name", cases(["TrainingArguments", "SFTConfig"], test=["TrainingArguments"]))
 def test_a_dump_of_arguments_is_read_without_unpickling_it(name: str, tmp_path: Path) -> None:
     arguments = getattr(trl if name == "SFTConfig" else transformers, name)(
         output_dir="out", learning_rate=3e-5, lr_scheduler_type="cosine", eval_strategy="steps", eval_steps=7,

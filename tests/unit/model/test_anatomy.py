@@ -72,6 +72,7 @@ def test_models_that_are_built_otherwise_are_refused_with_the_reason(model_type)
         anatomy(build(AutoConfig.for_model(model_type)))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("model_type", "why"),
     [
@@ -165,6 +166,7 @@ def test_documents_reach_the_attention_of_every_block_where_packing_is_promised(
     assert CALLS == [((5, 3),)] * 2
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("model_type", "why"),
     [

@@ -80,6 +80,7 @@ def test_blocks_that_are_not_one_list_are_refused_with_the_lists(model_type, why
         anatomy(on_meta(AutoConfig.for_model(model_type, **changes)))
 
 
+@pytest.mark.ci
 def test_lists_beside_the_blocks_are_no_blocks_of_the_census():
     """Gemma 3n has three projections on its way in and out, each a matrix in a list."""
     config = Gemma3nTextConfig(

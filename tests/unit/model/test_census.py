@@ -70,6 +70,7 @@ def test_flops_equal_torchs_counter_when_all_is_trained(family):
     assert expected(census(model.config)) == counted(model)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gpt_neox", "gpt2", "gemma2"])
 def test_frozen_weights_have_no_weight_gradient_and_what_lies_before_them_no_input_gradient(family):
     model = eager(FAMILIES[family]())
@@ -78,6 +79,7 @@ def test_frozen_weights_have_no_weight_gradient_and_what_lies_before_them_no_inp
     assert expected(census_of(model)) == counted(model)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("targets", [("q_proj",), ("down_proj",), ("_proj",), ("v_proj", "up_proj")])
 def test_flops_equal_torchs_counter_with_lora(targets):
     model = eager(FAMILIES["llama"]())
@@ -91,6 +93,7 @@ def test_lora_with_parallel_attention_and_mlp_of_one_input():
     assert expected(census_of(model)) == counted(model)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "config",
     [
@@ -104,6 +107,7 @@ def test_families_without_the_attention_interface_are_counted_too(config):
     assert expected(census(model.config)) == counted(model)
 
 
+@pytest.mark.ci
 def test_experts_count_as_often_as_they_are_active():
     config = Qwen3MoeConfig(
         hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
@@ -118,6 +122,7 @@ def test_parameters_are_the_models(family):
     assert census(model.config).total == sum(p.numel() for p in model.parameters())
 
 
+@pytest.mark.ci
 def test_trainable_and_adapter_parameters_are_the_models():
     model = eager(FAMILIES["qwen3"]())
     adapt(model, "q_proj", "down_proj")
@@ -130,6 +135,7 @@ def test_trainable_and_adapter_parameters_are_the_models():
     )
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("frozen", [".0.", "lora_A", "lora_B"])
 def test_frozen_adapters_are_not_trained(frozen):
     model = eager(FAMILIES["llama"]())
@@ -142,6 +148,7 @@ def test_frozen_adapters_are_not_trained(frozen):
     assert c.trainable == sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "config",
     [
@@ -169,11 +176,13 @@ def test_attended_pairs_are_those_of_a_mask(window):
     assert attended_pairs(lengths, window) == pairs
 
 
+@pytest.mark.ci
 def test_windows_are_known_per_layer():
     c = census(FAMILIES["gemma2"]())
     assert [block.attention[0].window for block in c.blocks] == [8, None]
 
 
+@pytest.mark.ci
 def test_the_head_counts_at_labelled_positions_and_attention_by_document():
     c = census(FAMILIES["llama"]())
     one, many = step_flops(c, [24], 24), step_flops(c, [12, 12], 6)
@@ -201,6 +210,7 @@ def test_the_value_needs_no_torch():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.ci
 def test_the_parts_of_a_model_are_looked_for_as_often_whatever_its_depth(monkeypatch):
     calls = []
     monkeypatch.setattr(trace_module, "anatomy", lambda model: calls.append(model) or anatomy(model))

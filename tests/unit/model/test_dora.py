@@ -60,6 +60,7 @@ def test_loss_and_gradients_equal_peft(family, options, dropout, save, ids):
         torch.testing.assert_close(own.grad, other.grad, rtol=1e-9, atol=1e-13, msg=name)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("family", "options"), OPTIONS.values(), ids=OPTIONS)
 def test_files_and_merges_equal_peft(family, options, save, ids, tmp_path):
     folder = save(family)
@@ -128,6 +129,7 @@ def test_rows_of_added_tokens_have_the_norm_of_the_mean_row(save):
     torch.testing.assert_close(magnitude[:-3], rows.norm(dim=1))
 
 
+@pytest.mark.ci
 def test_a_census_counts_the_magnitudes(save):
     plain_lora, dora = plain(save("llama")), plain(save("llama"))
     add_lora(plain_lora, lora_rank=4, alpha=8)

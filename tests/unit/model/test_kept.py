@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import OPT_WITHOUT_MASK, cases
-from families import FAMILIES, UNLIKE
+from families import FAMILIES
 from torch import nn
 from transformers import (
     AttentionInterface,
@@ -98,14 +98,15 @@ def real(config, dtype: torch.dtype, prepare=lambda model: None, attention="test
     return [found[index] for index in range(len(blocks))]
 
 
-@pytest.mark.parametrize("size", DTYPES)
-@pytest.mark.parametrize("family", cases(DENSE, default=UNLIKE))
+@pytest.mark.parametrize("size", cases(DTYPES, test=1, ci=1))
+@pytest.mark.parametrize("family", cases(DENSE, test=["llama", "gpt2"], ci=["gemma2", "phi3", "starcoder2"]))
 def test_every_block_keeps_what_autograd_saves(family, size):
     config = DENSE[family]()
     traced = [dict(block.saved)[size].total for block in census(config).blocks]
     assert traced == real(config, DTYPES[size])
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("size", DTYPES)
 @pytest.mark.parametrize(
     ("family", "targets"),
@@ -129,6 +130,7 @@ def test_with_lora_frozen_weights_keep_no_input_and_adapters_theirs(family, targ
     assert traced == saved
 
 
+@pytest.mark.ci
 def test_frozen_adapters_keep_nothing_before_the_first_that_is_trained():
     models = []
 
@@ -142,6 +144,7 @@ def test_frozen_adapters_keep_nothing_before_the_first_that_is_trained():
     assert [dict(block.saved)[2].total for block in census_of(models[0]).blocks] == saved
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("pattern", ["embed_tokens", ".mlp.", "layernorm", "layers.0."])
 def test_frozen_parameters_keep_what_their_gradient_would_need_no_more(pattern):
     def prepare(model):
@@ -154,6 +157,7 @@ def test_frozen_parameters_keep_what_their_gradient_would_need_no_more(pattern):
     assert [dict(block.saved)[2].total for block in census_of(models[0]).blocks] == saved
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("h", "heads", "kv_heads", "f"), [(64, 4, 2, 96), (64, 4, 4, 176), (96, 6, 1, 64), (4096, 32, 8, 14336)]
 )
@@ -182,6 +186,7 @@ def test_values_that_are_a_view_keep_the_whole_projection():
     assert kept.core == 2 * (3 * 64 + 64) + 4 * 4
 
 
+@pytest.mark.ci
 def test_dropout_keeps_a_byte_an_element():
     plain, dropped = (dict(census(FAMILIES["gpt2"](resid_pdrop=p)).blocks[0].saved)[2] for p in (0.0, 0.1))
     assert (dropped.attention - plain.attention, dropped.mlp - plain.mlp) == (64, 64)
@@ -213,6 +218,7 @@ OWN_ATTENTION = {
 }  # fmt: skip
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("family", "size"),
     [(family, size) for family in OWN_ATTENTION for size in DTYPES],
@@ -235,6 +241,7 @@ def test_tracing_draws_no_random_numbers():
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_the_last_norm_s_bytes(family: str) -> None:
     """Gemma multiplies the normalised states with its weight in fp32; frozen, neither family keeps them."""

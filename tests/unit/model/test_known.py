@@ -52,6 +52,7 @@ def no_trace(monkeypatch) -> None:
     monkeypatch.delattr(meshtune.model.trace, "census_of")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("family", FAMILY_CASES)
 def test_what_is_read_is_what_was_derived(family, tmp_path, cache, monkeypatch):
     config = FAMILIES[family]()
@@ -68,6 +69,7 @@ def test_what_is_read_is_what_was_derived(family, tmp_path, cache, monkeypatch):
     assert first.traits == traits(model)
 
 
+@pytest.mark.ci
 def test_a_family_with_its_own_attention_keeps_it(tmp_path, cache):
     folder = config_folder(
         tmp_path / "bloom", BloomConfig(hidden_size=64, n_layer=2, n_head=4, vocab_size=99)
@@ -89,6 +91,7 @@ def test_adapters_and_frozen_parameters_are_the_engines(folder, cache, monkeypat
     assert model_numbers(str(folder), lora=shape, freeze=globs, cache_dir=cache) == first
 
 
+@pytest.mark.ci
 def test_all_that_decides_the_numbers_is_in_the_key(folder, cache):
     plain = model_numbers(str(folder), cache_dir=cache).census
     assert model_numbers(str(folder), freeze=("*norm*",), cache_dir=cache).census.trainable < plain.trainable
@@ -117,6 +120,7 @@ def test_a_configuration_file_may_have_any_name_and_place(folder, cache, monkeyp
     assert model_numbers(file, cache_dir=cache) == first
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "damage",
     [
@@ -147,6 +151,7 @@ def test_a_cache_that_cant_be_written_is_no_error(folder, tmp_path):
     assert model_numbers(str(folder), cache_dir=tmp_path / "file").census.hidden == 64
 
 
+@pytest.mark.ci
 def test_the_numbers_of_a_config_are_those_of_its_settings(folder, cache, tmp_path):
     words = [f"model.name={folder}", "model.freeze=['*norm*']", f"data.cache={cache}", "data.train=[missing]"]
     logged: list[str] = []
@@ -183,13 +188,13 @@ def ask(name: str, cache: Path, **environment: str) -> str:
     return done.stdout.strip()
 
 
-@pytest.mark.slow  # by default, the next test shows it of a model on the hub
+@pytest.mark.ci  # by default, the next test shows it of a model on the hub
 def test_a_hit_imports_neither_torch_nor_transformers(folder, cache):
     assert ask(str(folder), cache) == "True"
     assert ask(str(folder), cache) == "False"
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_hub_id_is_read_from_the_hubs_cache(tmp_path, cache):
     hub, commit = tmp_path / "hub", "0123456789abcdef0123456789abcdef01234567"
     stored = hub / "models--someone--tiny"

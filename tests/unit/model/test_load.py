@@ -66,7 +66,7 @@ def test_checkpoints_whose_tensor_names_have_changed_since_load_right(tmp_path, 
 PRECISION = {"float32": "fp32", "bfloat16": "bf16-pure"}
 
 
-@pytest.mark.slow
+@pytest.mark.all
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("wanted", ["float32", "bfloat16"])
 def test_loading_takes_little_more_anonymous_memory_than_the_model(stored, wanted, tmp_path):
@@ -304,6 +304,7 @@ def test_a_tokenizer_whose_library_panics_is_explained(save, monkeypatch):
         load_tokenizer(str(save("llama")))
 
 
+@pytest.mark.ci
 def test_a_large_vocabulary_that_is_a_list_has_no_far_ids(save):
     """Unigram's tokens have their places as ids, and special tokens the ids behind them."""
     folder = save("llama")
@@ -349,6 +350,7 @@ def test_a_folder_that_is_no_model_is_explained(tmp_path):
         load_tokenizer(str(tmp_path))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2", "cohere"])
 def test_added_tokens_get_the_mean_of_the_rows_on_both_sides(family, save, tokenizer, ids):
     folder, needed = save(family), embeddings_needed(tokenizer)

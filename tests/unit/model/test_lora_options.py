@@ -85,6 +85,7 @@ def test_forward_gradients_and_files_equal_peft(options, targets, save, ids, tmp
         torch.testing.assert_close(again(ids).logits, logits, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("family", FAMILY_CASES)
 def test_target_modules_are_as_short_as_peft_writes_them(family, save, tmp_path):
     folder = save(family)

@@ -38,7 +38,7 @@ from meshtune.train.generate import cached_answers
 
 Gradients = dict[str, Tensor]
 PACKED = [[5, 70, 12], [1, 33, 3, 40]]  # tokens of each row's documents
-CASES = cases(RECURRENT, default=["mamba2", "lfm2", "qwen3_next"])
+CASES = cases(RECURRENT, test=["mamba2", "lfm2", "qwen3_next"])
 
 
 def documents() -> list[list[np.ndarray]]:
@@ -96,6 +96,7 @@ def check(model: PreTrainedModel, loss: Tensor, want: tuple[Tensor, Gradients]) 
         assert error < 1e-5, (name, float(error))
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("family", CASES)
 def test_packed_and_unpacked_equal_each_document_alone(family: str) -> None:
     with exact():

@@ -85,6 +85,7 @@ def test_behind_a_proxy_the_hub_is_left_to_its_own_client(folders, monkeypatch) 
     assert hub.reachable()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "words",
     [

@@ -126,6 +126,7 @@ def cut_by_hand(folder: Path, blocks: int) -> LlamaForCausalLM:
     return model.eval()
 
 
+@pytest.mark.ci
 def test_a_pretrained_model_is_cut_as_by_hand(
     deep: Path, settings: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -152,6 +153,7 @@ def test_a_pretrained_model_is_cut_as_by_hand(
     assert [row["resumed_from"] for row in longer.folder.rows("run")] == [None, 1]
 
 
+@pytest.mark.ci
 def test_a_cut_random_model_trains_and_loads(settings: Settings, deep: Path) -> None:
     run = trained(settings(f"model.name={deep}", CUT, "model.init=random", "train.max_steps=2"))
     loaded = AutoModelForCausalLM.from_pretrained(run.folder.model)
@@ -162,7 +164,7 @@ def test_a_cut_random_model_trains_and_loads(settings: Settings, deep: Path) -> 
     assert "num_hidden_layers" in (run.folder.model / "README.md").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_shapes_that_the_files_do_not_have_are_refused(settings: Settings, deep: Path) -> None:
     words = settings(f"model.name={deep}", "model.overrides.intermediate_size=96")
     with refuses(UserError):
@@ -172,6 +174,7 @@ def test_shapes_that_the_files_do_not_have_are_refused(settings: Settings, deep:
         build.build(config.load(None, words))
 
 
+@pytest.mark.ci
 def test_numbers_of_other_overrides_are_other_ones(settings: Settings, deep: Path) -> None:
     def blocks(*more: str) -> int:
         return numbers_of(config.load(None, settings(f"model.name={deep}", *more))).traits.blocks
@@ -186,7 +189,7 @@ def test_numbers_of_other_overrides_are_other_ones(settings: Settings, deep: Pat
     assert numbers.traits.blocks == 1
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_the_text_part_of_a_model_that_also_sees_is_cut_as_by_hand(
     settings: Settings, tiny: Path, tmp_path: Path
 ) -> None:
@@ -201,7 +204,7 @@ def test_the_text_part_of_a_model_that_also_sees_is_cut_as_by_hand(
     torch.testing.assert_close(loaded(ids).logits, by_hand(ids).logits, rtol=0, atol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_an_adapter_remembers_that_its_base_was_cut(
     settings: Settings, deep: Path, tmp_path: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
@@ -220,7 +223,7 @@ def test_an_adapter_remembers_that_its_base_was_cut(
     torch.testing.assert_close(adapted(ids).logits, expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.all
 def test_every_command_sees_the_cut(settings: Settings, deep: Path, tmp_path: Path) -> None:
     def answer(command: str, *words: str) -> Any:
         base = settings(

@@ -66,6 +66,7 @@ def differing(pieces: dict[str, Piece], model: PreTrainedModel) -> list[str]:
 # A model without its parameters #
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_skeleton_is_the_loaded_model_without_its_parameters(family, save):
     folder = save(family, torch.bfloat16)
@@ -106,6 +107,7 @@ def test_every_family_is_filled_with_what_loading_gives(family, save):
     assert differing(filled(on_meta(folder), weights, {}), one_device(folder)) == []
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("stored", [torch.float64, FP32, torch.bfloat16])
 @pytest.mark.parametrize("wanted", [torch.float64, FP32, torch.bfloat16])
 def test_files_of_one_type_fill_parameters_of_another(stored, wanted, save):
@@ -151,6 +153,7 @@ def test_a_piece_is_that_part_of_what_loading_gives(grid, save):
         assert differing(filled(model, weights, parts), one) == [], parts
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gpt_neox"])
 @pytest.mark.parametrize("grid", [None, *GRIDS])
 def test_rows_of_added_tokens_are_the_mean_of_the_old_ones_in_every_piece(
@@ -193,6 +196,7 @@ def test_buffers_that_files_hold_are_filled_too():
 # Values that are drawn #
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("dtype", [torch.float64, FP32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
 def test_random_pieces_are_those_of_one_device(family, dtype, save):
@@ -207,6 +211,7 @@ def test_random_pieces_are_those_of_one_device(family, dtype, save):
         assert differing(filled(model, weights, parts), one) == []
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("family", ["llama", "gpt2"])  # gpt2: Conv1D
 @pytest.mark.parametrize("added", [False, True])
 def test_adapters_are_those_of_one_device(family, added, save, tokenizer):
@@ -358,6 +363,7 @@ def try_to_write(folder: Path, out: Path, limited: int | None, broken: str | Non
     return "nothing", ""
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("limited", [0, 1, 2])
 @pytest.mark.parametrize("exists", [False, True])
 def test_when_one_rank_cannot_write_all_raise_and_nothing_is_left(limited, exists, save, tmp_path):

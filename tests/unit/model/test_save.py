@@ -99,6 +99,7 @@ def test_a_folder_that_holds_no_model_is_never_replaced(save, tmp_path):
     assert (tmp_path / "home/thesis.txt").exists()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("family", FAMILY_CASES)
 def test_peft_we_and_the_merged_folder_give_the_adapted_models_logits(family, save, tmp_path, ids):
     base = save(family)

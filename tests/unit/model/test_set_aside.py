@@ -17,6 +17,7 @@ from meshtune.model.trainable import freeze
 SEEING = ["model.vision_tower", "model.multi_modal_projector"]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("family", "body", "kept"),
     [

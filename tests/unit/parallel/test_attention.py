@@ -44,6 +44,7 @@ def models(family, implementation="meshtune", dtype=torch.float64, **changes):
     return eager, ours
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("implementation", ATTENTION_NAMES)
 @pytest.mark.parametrize("family", FAMILY_CASES)
 def test_packed_documents_equal_each_document_alone_through_eager(family, implementation):
@@ -133,8 +134,9 @@ def tensors(seq, dtype=torch.float64, heads=4, kv_heads=2, documents=DOCUMENTS):
     return [torch.randn(s, dtype=dtype).transpose(1, 2).requires_grad_() for s in shapes]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("softcap", [None, 1.5])
-@pytest.mark.parametrize("window", cases([None, 1, WINDOW, 100, 700], default=[None, WINDOW, 700]))
+@pytest.mark.parametrize("window", cases([None, 1, WINDOW, 100, 700], test=[None, WINDOW, 700]))
 @pytest.mark.parametrize("recompute", [False, True])
 def test_windows_and_softcaps_over_several_blocks_equal_the_definition(window, softcap, recompute):
     documents, seq = ((900, 20), (300, 610)), 930  # longer than one block of the windowed and the capped way
@@ -198,6 +200,7 @@ def test_a_sink_takes_its_share_of_every_query(documents, window, softcap, kerne
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-11)
 
 
+@pytest.mark.ci
 def test_flex_attention_takes_sinks_into_account(monkeypatch):
     """Forward alone, uncompiled: on a CPU flex attention has no backward."""
     monkeypatch.setattr(cuda, "compiled_flex", lambda: flex_attention)

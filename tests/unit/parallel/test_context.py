@@ -161,12 +161,14 @@ ASKED = {
 LITTLE = {"documents": ((1,), (3,))}
 
 
+@pytest.mark.ci
 @BOTH
 @TWO_AND_FOUR
 def test_attention_over_ranks_is_that_of_one(method, ranks):
     assert_same_attention(ranks, {name: case(method, **asked) for name, asked in ASKED.items()})
 
 
+@pytest.mark.ci
 @BOTH
 def test_ranks_with_padding_alone_take_part(method):
     cases = {name: case(method, **LITTLE, **asked) for name, asked in ASKED.items()}
@@ -174,12 +176,14 @@ def test_ranks_with_padding_alone_take_part(method):
     assert_same_attention(4, cases | again)
 
 
+@pytest.mark.ci
 @BOTH
 def test_attention_in_fp32_is_that_of_one_rank(method):
     cases = {name: case(method, dtype=torch.float32, **asked) for name, asked in ASKED.items()}
     assert_same_attention(4, cases, tolerance=2e-6)
 
 
+@pytest.mark.ci
 def test_documents_of_several_blocks_of_queries():
     # Parts of 600 columns, blocks of 512: a rank's queries of a document are several kernel calls.
     long = {"documents": ((2150, 200),), "seq": 2400, "kv_heads": 1}
@@ -245,6 +249,7 @@ def cuda_ways(monkeypatch):
         )
 
 
+@pytest.mark.ci
 @TWO_AND_FOUR
 @pytest.mark.parametrize("window", [None, 1, 8])
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -330,20 +335,23 @@ def assert_same_model(ranks, family, expected, loss, gradients, recompute=("none
         assert not wrong
 
 
+@pytest.mark.ci
 @TWO_AND_FOUR
 @pytest.mark.parametrize(
-    "family", cases(["llama", "mistral", "gemma2", "granite_swa"], default=["gemma2", "granite_swa"])
+    "family", cases(["llama", "mistral", "gemma2", "granite_swa"], test=["gemma2", "granite_swa"])
 )
 def test_models_have_the_loss_and_gradients_of_one_rank(family, ranks):
     assert_same_model(ranks, family, one_rank(family), 1e-12, 1e-10)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("family", ["mistral", "gemma2"])
 def test_windows_and_softcaps_are_those_of_hugging_face(family):
     # eager's softmax is in fp32
     assert_same_model(2, family, each_document_alone(family), 2e-6, 3e-6)
 
 
+@pytest.mark.ci
 def test_recomputation_changes_nothing():
     modes = ("attention", "selective", "full")
     assert_same_model(2, "gemma2", one_rank("gemma2"), 1e-12, 1e-10, modes)

@@ -56,6 +56,7 @@ def products(ahead, back, dim):
     return float((out * y).sum()), float((x * x.grad).sum())
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("dim", [0, 1, 2])
 @pytest.mark.parametrize(
     "pair",

@@ -41,7 +41,7 @@ def groups(text: str) -> tuple[int, Any, bool]:
     return len(several()) - before - host, None if mesh is None else list(mesh.shape), same
 
 
-@pytest.mark.parametrize("text", cases(list(GROUPS), default=["zero3x2", "dp2-zero3x2", "zero3x2-cp2"]))
+@pytest.mark.parametrize("text", cases(list(GROUPS), test=["zero3x2", "dp2-zero3x2", "zero3x2-cp2"]))
 def test_ranks_have_one_group_for_each_axis(text: str) -> None:
     for number, shape, same in run_ranks(Layout.parse(text).world, groups, text):
         assert (number, shape) == GROUPS[text] and same

@@ -85,6 +85,7 @@ def losses(run: Any, kind: str = "train") -> list[float]:
     return [row["loss"] for row in run.folder.rows(kind)]
 
 
+@pytest.mark.ci
 def test_noise_is_in_training_alone(train: Callable[..., Any], tmp_path: Path) -> None:
     still = ("train.learning_rate=1e-30", "train.max_steps=1")
     plain, with_noise = (
@@ -93,7 +94,7 @@ def test_noise_is_in_training_alone(train: Callable[..., Any], tmp_path: Path) -
     assert losses(plain) != losses(with_noise) and losses(plain, "eval") == losses(with_noise, "eval")
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_resumed_run_has_the_noise_of_an_unbroken_one(train: Callable[..., Any], tmp_path: Path) -> None:
     lasting = ("train.neftune_alpha=20", "train.lr_scheduler=constant", "checkpoint.every=2")
     whole = train(*lasting, "train.max_steps=4", f"output={tmp_path / 'whole'}")

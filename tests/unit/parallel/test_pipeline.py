@@ -190,6 +190,7 @@ def check(family: str, text: str, steps: list[list[Any]]) -> Any:
 TWO = "pp2-gpipe pp2-1f1b pp2-interleaved1f1b-v2 pp2-loopedbfs-v2 pp2-zb-v2 pp2-zbv pp2-dualpipev"
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("family", "text"),
     cases(
@@ -201,7 +202,7 @@ TWO = "pp2-gpipe pp2-1f1b pp2-interleaved1f1b-v2 pp2-loopedbfs-v2 pp2-zb-v2 pp2-
             ("granite", "pp2-zbv"),
             ("cohere", "pp2-zb-v2"),
         ],
-        default=[("llama", "pp2-interleaved1f1b-v2"), ("llama-tied", "pp2-zbv")],
+        test=[("llama", "pp2-interleaved1f1b-v2"), ("llama-tied", "pp2-zbv")],
     ),
 )
 def test_gradients_are_those_of_one_rank(family: str, text: str) -> None:
@@ -209,8 +210,9 @@ def test_gradients_are_those_of_one_rank(family: str, text: str) -> None:
     check(family, text, [batches(4), batches(4, 48, seed=9), batches(4, seed=20)])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("text", ["pp4-1f1b", "pp4-gpipe", "pp4-zb-v2", "pp4-zbv", "pp4-dualpipev"])
+@pytest.mark.parametrize(
+    "text", cases(["pp4-1f1b", "pp4-gpipe", "pp4-zb-v2", "pp4-zbv", "pp4-dualpipev"], ci=1)
+)
 def test_four_ranks_and_a_tied_embedding(text: str) -> None:
     check("llama-tied", text, [batches(8), batches(8, seed=9)])
 
@@ -221,16 +223,16 @@ COUNTS = {  # groups of a rank: four blocks, and embedding or head; four micro-b
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("text", cases(COUNTS, default=["zero3x2-pp2-gpipe"]))
+@pytest.mark.ci
+@pytest.mark.parametrize("text", cases(COUNTS, test=["zero3x2-pp2-gpipe"]))
 def test_zero_inside_stages_sends_its_messages(text: str) -> None:
     for rank in check("llama", text, [batches(8), batches(8, seed=9)]):
         count = rank[1][3]
         assert (count["allgather_base"], count["reduce_scatter_base"]) == COUNTS[text]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("text", ["zero2x2-pp2-interleaved1f1b-v2", "zero3x2-pp2-interleaved1f1b-v2",
-                                  "zero1x2-pp2-zbv", "dp2-pp2-zb-v2"])  # fmt: skip
+@pytest.mark.parametrize("text", cases(["zero2x2-pp2-interleaved1f1b-v2", "zero3x2-pp2-interleaved1f1b-v2",
+                                  "zero1x2-pp2-zbv", "dp2-pp2-zb-v2"], ci=1))  # fmt: skip
 def test_zero_inside_several_stages(text: str) -> None:
     check("llama-tied", text, [batches(8), batches(8, seed=9)])
 
@@ -243,6 +245,7 @@ def rank_forward(text: str, mine: list[Any]) -> Any:
         return parallel.pipeline.forward_only(mine, head_loss), exchange.call_count
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("text", ["pp2-1f1b", "pp2-interleaved1f1b-v2", "pp2-zbv", "pp4-zbv"])
 def test_forward_only(text: str) -> None:
     mine = [*batches(2), *batches(1, 40, seed=3)]
@@ -256,6 +259,7 @@ def test_forward_only(text: str) -> None:
     assert [float(x) for x in found[0]] == pytest.approx(expected, rel=1e-7)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("text", ["pp2-1f1b", "pp2-zbv"])
 def test_ranks_work_at_once_in_a_forward_only(text: str) -> None:
     """One micro-batch after the other would be 12 exchanges with two stages, and 36 with four."""
@@ -280,7 +284,7 @@ def rank_kept(text: str, widths: list[int]) -> list[int]:
     return kept
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_kept_buffers_do_not_grow_with_the_number_of_shapes() -> None:
     for kept in run_ranks(2, rank_kept, "pp2-1f1b", [32, 40, 48, 56, 32]):
         assert kept[-1] <= 2 * kept[0]
@@ -319,7 +323,8 @@ def forwards(text: str) -> tuple[float, int]:
     return len(calls) / (len(mlps) * len(own)), kernels.count
 
 
-@pytest.mark.parametrize("schedule", cases(TWO.split(), default=["pp2-zbv"]))
+@pytest.mark.ci
+@pytest.mark.parametrize("schedule", cases(TWO.split(), test=["pp2-zbv"]))
 def test_a_block_is_recomputed_once_in_every_mode_that_is_not_refused(schedule: str) -> None:
     traits = Traits("LlamaForCausalLM", blocks=BLOCKS, heads=4, kv_heads=2, vocabulary=VOCABULARY)
     plain = run_ranks(2, forwards, schedule)

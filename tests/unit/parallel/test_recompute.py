@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
+from cases import cases
 from families import FAMILIES
 from golden import refuses
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -98,7 +99,7 @@ def run(model):
 
 @pytest.mark.parametrize("dropout", [False, True], ids=["plain", "dropout"])
 @pytest.mark.parametrize("mode", MODES[1:])
-@pytest.mark.parametrize("family", DROPOUT)
+@pytest.mark.parametrize("family", cases(DROPOUT, test=1, ci=1))
 def test_every_mode_gives_exactly_the_gradients_of_none(family, mode, dropout):
     changes = DROPOUT[family] if dropout else {}
     hidden, grads, _, _ = run(build(family, "none", **changes))
@@ -109,6 +110,7 @@ def test_every_mode_gives_exactly_the_gradients_of_none(family, mode, dropout):
         assert torch.equal(own_grads[name], grad), name
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_each_mode_repeats_what_it_says_and_no_more(family):
     backward = {mode: run(build(family, mode))[3] for mode in MODES}
@@ -120,6 +122,7 @@ def test_each_mode_repeats_what_it_says_and_no_more(family):
     assert backward["full"].matmuls == none + LAYERS * (7 if family == "gemma2" else 6)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("mode", ["selective", "full"])
 def test_some_blocks_recompute_and_the_others_save_all(mode):
     """The bytes of one block of each kind, from models with all of one kind; the gradients stay."""
@@ -137,6 +140,7 @@ def test_some_blocks_recompute_and_the_others_save_all(mode):
         assert all(torch.equal(own[name], grad) for name, grad in grads.items())
 
 
+@pytest.mark.ci
 def test_the_planner_counts_what_some_blocks_save_to_the_byte():
     work = Work.of(census(FAMILIES["llama"](num_hidden_layers=3)))
     all_saved = run(build("llama", "none", num_hidden_layers=3))[2]
@@ -149,7 +153,7 @@ def test_the_planner_counts_what_some_blocks_save_to_the_byte():
         assert saved[0].tolist() == [all_saved - own]
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+@pytest.mark.parametrize("family", cases(["llama", "gemma2", "gpt2"], test=1, ci=2))
 def test_each_mode_keeps_less_than_the_one_before(family):
     kept = [run(build(family, mode))[2] for mode in MODES]
     assert kept == sorted(kept, reverse=True)
@@ -174,6 +178,7 @@ def test_attention_with_dropout_no_longer_keeps_the_scores():
     assert none - attention > scores
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("mode", MODES)
 def test_names_stay_and_a_deep_copy_runs_its_own_blocks(mode):
     model = build("llama", mode)

@@ -81,9 +81,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(
-    "case", cases(CASES, default=["attention recomputed", "adapters in attention alone"])
-)
+@pytest.mark.ci
+@pytest.mark.parametrize("case", cases(CASES, test=["attention recomputed", "adapters in attention alone"]))
 def test_gradients_are_those_of_saved_inputs_with_one_gather_a_part(case):
     family, recompute, lora, parts = CASES[case]
     plain, regathered = (run_ranks(2, gradients, family, again, recompute, lora) for again in (False, True))
@@ -115,6 +114,7 @@ def settled(ledger):
         quiet = quiet + 1 if ledger.total == before else 0
 
 
+@pytest.mark.ci
 def test_only_own_tokens_are_saved():
     """Two blocks of two parts save [rows, seq, 64] in fp32, or half of it; tp is 2."""
     whole, shards = (run_ranks(2, saved_bytes, again)[0] for again in (False, True))

@@ -86,6 +86,7 @@ def test_frozen_parameters_send_nothing() -> None:
             torch.testing.assert_close(gradient, gradients[name], rtol=1e-7, atol=1e-12)
 
 
+@pytest.mark.ci
 def test_messages_in_a_reduce_dtype_of_their_own() -> None:
     gradients, _ = one_rank(2)
     for found in run_ranks(2, partial(stepped, dtype=torch.bfloat16), 2):

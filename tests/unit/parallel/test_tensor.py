@@ -130,7 +130,7 @@ TENSOR_FAMILIES = [family for family in FAMILIES if family != "gpt2"]
 
 @pytest.mark.parametrize(
     "family",
-    cases(TENSOR_FAMILIES, default=["llama", "gemma3", "phi3", "gpt_neox"]),
+    cases(TENSOR_FAMILIES, test=["gemma3", "phi3"], ci=["llama", "gpt_neox"]),
 )
 def test_two_ranks_give_the_loss_and_gradients_of_one(family):
     assert_same(2, FAMILIES[family]())
@@ -149,12 +149,14 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("case", cases(OTHERS, default=["fewer_heads_than_ranks", "sinks"]))
+@pytest.mark.ci
+@pytest.mark.parametrize("case", cases(OTHERS, test=["fewer_heads_than_ranks", "sinks"]))
 def test_four_ranks_give_the_loss_and_gradients_of_one(case):
     assert_same(4, OTHERS[case]())
 
 
-@pytest.mark.parametrize("family", cases(["starcoder2", "olmo2", "llama"], default=["starcoder2"]))
+@pytest.mark.ci
+@pytest.mark.parametrize("family", cases(["starcoder2", "olmo2", "llama"], test=["starcoder2"]))
 def test_adapters_have_the_gradients_of_one_rank(family):
     targets = ["q_proj", "k_proj", "o_proj", "lm_head", "c_proj" if family == "starcoder2" else "down_proj"]
     if family == "starcoder2":
@@ -162,6 +164,7 @@ def test_adapters_have_the_gradients_of_one_rank(family):
     assert_same(4, FAMILIES[family](), lora={"target_modules": targets})
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("recompute", ["attention", "selective", "full"])
 def test_recomputed_blocks_give_the_gradients_of_one_rank(recompute):
     assert_same(2, FAMILIES["qwen2"](), recompute=recompute)
@@ -179,7 +182,7 @@ DENSE_PLANS = [
     "jais2", "nanochat", "olmo", "olmo3", "phi", "seed_oss", "smollm3", "vaultgemma", "cwm", "ministral",
 ]  # fmt: skip
 
-@pytest.mark.slow
+
 @pytest.mark.parametrize(
     "model_type",
     cases(DENSE_PLANS, ci=["glm4", "olmo"]),
@@ -340,7 +343,8 @@ DROPOUT = {
 }
 
 
-@pytest.mark.parametrize("family", cases(DROPOUT, default=["phi3", "starcoder2"]))
+@pytest.mark.ci
+@pytest.mark.parametrize("family", cases(DROPOUT, test=["phi3", "starcoder2"]))
 def test_masks_are_equal_where_activations_are_and_differ_elsewhere(family):
     changes, whole, cut = DROPOUT[family]
     config = FAMILIES[family](**changes)

@@ -154,7 +154,7 @@ def test_the_heads_gradient_is_reduced_first_and_the_embeddings_last(layout: str
         assert found == [table, *reversed(sizes), table]
 
 
-@pytest.mark.parametrize("layout", cases(COLLECTIVES, default=["zero1x2", "zero3x2"]))
+@pytest.mark.parametrize("layout", cases(COLLECTIVES, test=["zero3x2"], ci=["zero1x2"]))
 def test_each_stage_sends_its_messages_and_gives_one_ranks_gradients(layout: str) -> None:
     plan = Layout.parse(layout)
     gradients, norm = one_rank(plan.world)
@@ -186,6 +186,7 @@ class WholeNormed(Whole):
         self.model.model.embed_tokens = NormedEmbedding()
 
 
+@pytest.mark.ci
 def test_the_norm_inside_an_embedding_is_there_in_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "Whole", WholeNormed)
     gradients, norm = one_rank(2)

@@ -63,8 +63,9 @@ def groups_of_a_step(job: Job) -> int:
     return len(groups.names)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
-    "layout", [pytest.param(text, marks=() if text == QUICK else pytest.mark.slow) for text in GROUPS]
+    "layout", [pytest.param(text, marks=() if text == QUICK else pytest.mark.all) for text in GROUPS]
 )
 def test_ranks_issue_collectives_on_these_process_groups(layout: str) -> None:
     job = Case(layout=layout).job()

@@ -168,13 +168,14 @@ def test_neighbours_in_the_world_are_neighbours_in_tp():
 # shares #
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("lora", [False, True])
-@pytest.mark.parametrize("tp", cases([2, 4], default=[4]))
+@pytest.mark.parametrize("tp", cases([2, 4], test=[4]))
 @pytest.mark.parametrize(
     "family",
     cases(
         ["llama", "qwen2", "qwen3", "phi3", "olmo2", "starcoder2", "gemma3", "cohere"],
-        default=["llama", "phi3"],
+        test=["llama", "phi3"],
     ),
 )
 def test_a_tensor_parallel_rank_holds_what_split_model_leaves_it(family, tp, lora):
@@ -190,11 +191,10 @@ def test_a_tensor_parallel_rank_holds_what_split_model_leaves_it(family, tp, lor
         assert found.bytes.gradients == sum(2 * p.numel() for p in model.parameters() if p.requires_grad)
 
 
+@pytest.mark.ci
+@pytest.mark.parametrize("family", cases(["llama", "gpt2", "gemma2"], test=["llama", "gpt2"]))  # 2 are tied
 @pytest.mark.parametrize(
-    "family", cases(["llama", "gpt2", "gemma2"], default=["llama", "gpt2"])
-)  # 2 are tied
-@pytest.mark.parametrize(
-    "text", cases(["pp2-1f1b", "pp2-interleaved1f1b-v2", "pp2-zbv", "pp4-gpipe"], default=["pp2-zbv"])
+    "text", cases(["pp2-1f1b", "pp2-interleaved1f1b-v2", "pp2-zbv", "pp4-gpipe"], test=["pp2-zbv"])
 )
 def test_stages_hold_the_whole_model_and_a_tied_embedding_twice(family, text):
     layout = Layout.parse(text)
@@ -213,11 +213,12 @@ def test_stages_hold_the_whole_model_and_a_tied_embedding_twice(family, text):
 LAYERS = {"llama": {}, "gpt2": {}, "gemma2": {"layer_types": ["sliding_attention", "full_attention"] * 2}}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "text",
     cases(
         ["mb1-ga4", "dp2-ga4", "zero1x2-ga4", "zero2x2-ga4", "zero3x2-ga4"],
-        default=["zero1x2-ga4"],
+        test=["zero1x2-ga4"],
     ),
 )
 def test_real_ranks_keep_exactly_the_bytes_of_their_shares(text):
@@ -231,25 +232,29 @@ def test_real_ranks_keep_exactly_the_bytes_of_their_shares(text):
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [
-        ("mb1-ga4", {}),
-        ("dp2-ga4", {"all_reduce": 5}),
-        ("zero1x2-ga4", {"all_gather": 6, "reduce_scatter": 6}),
-        ("zero2x2-ga4", {"all_gather": 6, "reduce_scatter": 24}),
-        ("zero3x2-ga4", {"all_gather": 4 * (2 * 4 + 2), "reduce_scatter": 24}),
-        ("dp2-zero3x2-ga4", {"all_gather": 40, "reduce_scatter": 24, "all_reduce": 6}),
-        ("zero1x2-pp2-1f1b-ga4", {"all_gather": 3, "reduce_scatter": 3, "send": 4}),
-        ("zero3x2-pp2-1f1b-ga4", {"all_gather": 4 * (2 * 2 + 1), "reduce_scatter": 12, "send": 4}),
-        ("dp2-cp2-full-ga2", {"all_reduce": 5, "all_gather": 2 * 8, "reduce_scatter": 2 * 4}),
-        ("dp2-cp2-full3-ga2", {"all_reduce": 5, "all_gather": 2 * (4 + 3), "reduce_scatter": 2 * 4}),
-        ("dp2-ulysses2-attention-ga2", {"all_reduce": 5, "all_to_all": 2 * 4 * 11}),
-        ("dp2-ulysses2-full1-ga2", {"all_reduce": 5, "all_to_all": 2 * (4 * 8 + 4)}),
-        ("tp2-sp-full1-ga4", {"all_gather": 4 * (18 + 2), "reduce_scatter": 4 * (18 + 1)}),
-        ("tp2-pp2-1f1b-full1-ga4", {"all_reduce": 4 * (2 * 4 + 1 + 1), "send": 4}),
-        ("tp2-ga4", {"all_reduce": 4 * 18}),
-        ("tp2-sp-ga4", {"all_gather": 4 * 18, "reduce_scatter": 4 * 18}),
-        ("tp2-sp-regather-ga4", {"all_gather": 4 * (18 + 8), "reduce_scatter": 4 * 18}),
-    ],
+    cases(
+        [
+            ("mb1-ga4", {}),
+            ("dp2-ga4", {"all_reduce": 5}),
+            ("zero1x2-ga4", {"all_gather": 6, "reduce_scatter": 6}),
+            ("zero2x2-ga4", {"all_gather": 6, "reduce_scatter": 24}),
+            ("zero3x2-ga4", {"all_gather": 4 * (2 * 4 + 2), "reduce_scatter": 24}),
+            ("dp2-zero3x2-ga4", {"all_gather": 40, "reduce_scatter": 24, "all_reduce": 6}),
+            ("zero1x2-pp2-1f1b-ga4", {"all_gather": 3, "reduce_scatter": 3, "send": 4}),
+            ("zero3x2-pp2-1f1b-ga4", {"all_gather": 4 * (2 * 2 + 1), "reduce_scatter": 12, "send": 4}),
+            ("dp2-cp2-full-ga2", {"all_reduce": 5, "all_gather": 2 * 8, "reduce_scatter": 2 * 4}),
+            ("dp2-cp2-full3-ga2", {"all_reduce": 5, "all_gather": 2 * (4 + 3), "reduce_scatter": 2 * 4}),
+            ("dp2-ulysses2-attention-ga2", {"all_reduce": 5, "all_to_all": 2 * 4 * 11}),
+            ("dp2-ulysses2-full1-ga2", {"all_reduce": 5, "all_to_all": 2 * (4 * 8 + 4)}),
+            ("tp2-sp-full1-ga4", {"all_gather": 4 * (18 + 2), "reduce_scatter": 4 * (18 + 1)}),
+            ("tp2-pp2-1f1b-full1-ga4", {"all_reduce": 4 * (2 * 4 + 1 + 1), "send": 4}),
+            ("tp2-ga4", {"all_reduce": 4 * 18}),
+            ("tp2-sp-ga4", {"all_gather": 4 * 18, "reduce_scatter": 4 * 18}),
+            ("tp2-sp-regather-ga4", {"all_gather": 4 * (18 + 8), "reduce_scatter": 4 * 18}),
+        ],
+        test=6,
+        ci=4,
+    ),
 )
 def test_messages_are_those_that_were_counted(text, expected):
     """Four blocks; the counts of engine runs, whatever the axis."""
@@ -286,6 +291,7 @@ def a_pass(family, text):
     return messages.count
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("family", "text"),
     [
@@ -312,6 +318,7 @@ OPERATIONS = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("cp", ["ulysses2", "cp2"])
 def test_tensor_parallel_halves_the_heads_that_context_ranks_exchange(cp):
     config = zero_memory.config()

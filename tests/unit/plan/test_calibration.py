@@ -29,7 +29,7 @@ def cluster(tmp_path: Path) -> Cluster:
     return cluster_of(ClusterConfig(hardware=str(file), gpu="this-cpu"))
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_changed_constants_are_recovered(cluster: Cluster) -> None:
     runs = made(cluster, TRUTH)
     found = calibrated(runs, {})
@@ -49,7 +49,7 @@ def test_changed_constants_are_recovered(cluster: Cluster) -> None:
     assert set(found.runs_of["update_memory"]) <= set(LAYOUTS)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_constants_that_no_run_determines_stay_and_are_named(cluster: Cluster) -> None:
     found = calibrated(made(cluster, {"matmul": 0.5}, [name for name in LAYOUTS if "dp1" in name]), {})
     assert found.left["link_share"] == "no run determines it"
@@ -57,7 +57,7 @@ def test_constants_that_no_run_determines_stay_and_are_named(cluster: Cluster) -
     assert len(found.factors) <= 8 // calibration.RUNS_EACH, "8 runs"
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_the_error_is_of_runs_that_were_not_fitted(cluster: Cluster) -> None:
     """Runs held out from another machine's constants stay wrong, however well the others fit."""
     names = [name for name in LAYOUTS if "dp1" in name or "dp2-" in name]

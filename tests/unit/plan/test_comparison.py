@@ -96,6 +96,7 @@ def test_parts_that_no_constant_explains_are_named(cluster: Cluster) -> None:
     assert (off.parts, off.explanations, off.predicted) == (["loading"], [], 0.0)
 
 
+@pytest.mark.ci
 def test_a_run_stands_beside_its_prediction_at_the_start_and_todays(written: Written, probe: Path) -> None:
     folder = written("slow", {"matmul": 0.5})
     [document] = compared([folder])

@@ -81,7 +81,7 @@ def parameters_of(fields: dict[str, Any], folder: Path) -> int:
 
 
 @pytest.mark.parametrize(
-    "name", cases(ENTRIES, default=["llama-3.1-8b", "qwen3-30b-a3b", "gemma-3-270m", "pythia-70m"])
+    "name", cases(ENTRIES, test=["llama-3.1-8b", "qwen3-30b-a3b", "gemma-3-270m", "pythia-70m"])
 )
 def test_a_known_shape_has_the_parameters_that_transformers_builds(name: str, tmp_path: Path) -> None:
     fields = known_config(name)
@@ -95,7 +95,8 @@ ONE_OF_EACH = {  # the smallest, by model type
 }
 
 
-@pytest.mark.parametrize("name", cases(ONE_OF_EACH.values(), default=["gpt-2"]))
+@pytest.mark.ci
+@pytest.mark.parametrize("name", cases(ONE_OF_EACH.values(), test=["gpt-2"]))
 def test_a_model_of_each_family_is_planned_with_all_its_parameters(name: str, tmp_path: Path) -> None:
     fields = known_config(name)
     assert fields is not None
@@ -106,10 +107,11 @@ def test_a_model_of_each_family_is_planned_with_all_its_parameters(name: str, tm
 
 
 # As their authors give them, in billions; DeepSeek's 37 are without embedding and head.
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("name", "used"),
     cases([("mixtral-8x7b", 12.9), ("qwen3-30b-a3b", 3.3), ("olmoe-1b-7b", 1.3), ("deepseek-v3", 37.6)],
-          default=[("olmoe-1b-7b", 1.3)]),
+          test=[("olmoe-1b-7b", 1.3)]),
 )  # fmt: skip
 def test_a_mixture_uses_as_many_parameters_as_published(name: str, used: float, tmp_path: Path) -> None:
     fields = known_config(name)
@@ -147,7 +149,8 @@ def test_a_shape_without_norms_and_biases_is_half_a_percent_off_at_most() -> Non
         assert model.work.parameters == pytest.approx(ENTRIES[name]["parameters"], rel=0.005), name
 
 
-@pytest.mark.parametrize("name", cases(HUB_CONFIGS, default=["EleutherAI/pythia-70m"]))
+@pytest.mark.ci
+@pytest.mark.parametrize("name", cases(HUB_CONFIGS, test=["EleutherAI/pythia-70m"]))
 def test_the_plan_of_a_known_shape_is_that_of_the_config_on_the_hub(name: str, tmp_path: Path) -> None:
     folder = written(HUB_CONFIGS[name], tmp_path / "model").parent
 
@@ -257,7 +260,7 @@ def test_a_typical_llama_has_the_proportions_of_published_ones(
 
 
 @pytest.mark.parametrize(
-    "parameters", cases([1e8, 1.3e8, 5e8, 2e9, 3.9e9, 4e9, 2e10, 1e12, 1e13], default=[1.3e8, 5e8, 4e9])
+    "parameters", cases([1e8, 1.3e8, 5e8, 2e9, 3.9e9, 4e9, 2e10, 1e12, 1e13], test=[1.3e8, 5e8, 4e9])
 )
 def test_a_typical_llama_has_as_many_parameters_as_asked_for(parameters: float, tmp_path: Path) -> None:
     fields, _ = typical_config(parameters)
@@ -290,7 +293,7 @@ def test_what_params_can_not_mean_is_refused(words: list[str], options: dict[str
         command([*words, "cluster.gpu=h100-sxm"], top=1, **options)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_params_are_planned(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     command([f"data.cache={tmp_path}", "cluster.gpu=h100-sxm"], params="125M", top=1, as_json=True)
     found = json.loads(capsys.readouterr().out)

@@ -25,7 +25,7 @@ def workload(size: int, model: str = "llama-3.1-70b") -> Workload:
     return Workload(model, shape.work, shape.traits, 8192, size)
 
 
-@pytest.mark.slow
+@pytest.mark.all
 @pytest.mark.parametrize(("gpus", "size"), [(100_000, 1_000_000), (720_720, 720_720), (1_000_000, 10**12)])
 def test_a_very_large_cluster_is_searched_in_seconds(gpus: int, size: int) -> None:
     started = time.process_time()
@@ -35,6 +35,7 @@ def test_a_very_large_cluster_is_searched_in_seconds(gpus: int, size: int) -> No
     assert not plan.uneven.any()
 
 
+@pytest.mark.ci
 def test_a_large_cluster_has_few_candidates() -> None:
     """2,520 = 2^3 · 3^2 · 5 · 7 has 48 divisors: with uneven degrees there were 9.7 million layouts."""
     plan = search(workload(2520), machines(2520))
@@ -42,7 +43,7 @@ def test_a_large_cluster_has_few_candidates() -> None:
     assert not plan.uneven.any()
 
 
-@pytest.mark.slow
+@pytest.mark.all
 def test_beyond_some_gpus_uneven_degrees_are_considered_only_where_no_others_make_the_batch() -> None:
     assert 840 <= EVERY_DEGREE < 2520
     beside = search(workload(840), machines(840))

@@ -61,6 +61,7 @@ def test_every_degree_recomputation_schedule_and_setting_is_tried():
     }  # fmt: skip
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("text", LAYOUTS)
 def test_gains_are_those_of_a_prediction_of_the_changed_layout(text):
     choice = explained(WORKLOAD, CLUSTER, Layout.parse(text))

@@ -43,6 +43,7 @@ def test_kinds_without_a_measured_matmul_rate_keep_more_memory_free(gpu: str, ma
     )
 
 
+@pytest.mark.ci
 def test_a_margin_that_is_set_holds_in_every_question() -> None:
     cluster = machines(memory_margin=0.5)
     w, half = workload(), cluster.memory / 2
@@ -95,6 +96,7 @@ def test_a_margin_is_a_share_below_one(margin: float) -> None:
         load(None, ["model.name=any", f"cluster.memory_margin={margin}"])
 
 
+@pytest.mark.ci
 def test_a_budget_bounds_every_answer() -> None:
     budget = 50 * GIB
     cluster = machines(memory_budget_gib=50)
@@ -114,6 +116,7 @@ def test_a_budget_beyond_what_the_margin_leaves_is_named() -> None:
     says(advice.reasoning(plan, plan.choice(0))[1])
 
 
+@pytest.mark.ci
 def test_where_only_the_budget_is_in_the_way_going_without_is_offered_first() -> None:
     remedy = next(fits.remedies(workload(), machines(memory_budget_gib=15)))
     assert remedy.startswith("cluster.memory_budget_gib=null layout=")

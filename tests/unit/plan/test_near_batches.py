@@ -69,10 +69,11 @@ def test_fixed_axes_leave_fewer_data_ranks() -> None:
     assert nearest_sizes(12, machines(8), {"tp": 16}) == []
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("model", "gpus", "size", "first"),
     [
-        pytest.param("llama-3.1-70b", 1000, 1024, 1125, marks=pytest.mark.slow),
+        pytest.param("llama-3.1-70b", 1000, 1024, 1125, marks=pytest.mark.all),
         ("llama-3.1-8b", 7, 64, 63),
         ("llama-3.1-8b", 8, 13, 16),
     ],

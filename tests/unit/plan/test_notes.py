@@ -33,6 +33,7 @@ def made(kind: str, **fields: Any) -> PreTrainedConfig:
     return AutoConfig.for_model(kind, **SIZES | fields)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("kind", MIXTURES)
 def test_a_mixture_of_experts_is_recognised_by_its_census(kind: str) -> None:
     counted = census(made(kind, **MIXTURES[kind]))
@@ -41,6 +42,7 @@ def test_a_mixture_of_experts_is_recognised_by_its_census(kind: str) -> None:
     assert 0.3 * blocks < counted.idle < blocks
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
 def test_a_dense_model_is_none(family: str) -> None:
     counted = census(FAMILIES[family]())
@@ -51,6 +53,7 @@ def settings(folder: Path, *words: str) -> list[str]:
     return [f"model.name={folder}", f"data.cache={folder / 'cache'}", "cluster.gpu=h100-sxm", *words]
 
 
+@pytest.mark.ci
 def test_the_answer_says_what_is_left_out_of_a_mixture(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -78,6 +81,7 @@ def test_activations_that_were_not_traced_are_named(tmp_path: Path) -> None:
         says(note)
 
 
+@pytest.mark.ci
 def test_the_text_part_of_a_model_that_also_sees_is_named(tmp_path: Path) -> None:
     vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     Gemma3Config(text_config=SIZES | {"head_dim": 16}, vision_config=vision).save_pretrained(tmp_path)
@@ -137,6 +141,7 @@ def test_sequences_beyond_the_positions_are_said(words: list[str], said: bool) -
     assert positions_note(loaded, None, None) is None
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("words", "said"),
     [(["method=lora", "lora.use_dora=true"], True), (["method=lora"], False), (["method=full"], False)],
@@ -149,6 +154,7 @@ def test_a_plan_says_that_its_times_leave_out_doras_norms(
     assert [note.startswith("lora.use_dora: ") for note in notes] == [True] * said
 
 
+@pytest.mark.ci
 def test_a_plan_says_that_a_sequence_is_beyond_the_positions(tmp_path: Path) -> None:
     made("llama").save_pretrained(tmp_path)
     words = settings(tmp_path, "data.seq_len=1024")
@@ -156,6 +162,7 @@ def test_a_plan_says_that_a_sequence_is_beyond_the_positions(tmp_path: Path) -> 
     says(note)
 
 
+@pytest.mark.ci
 def test_the_longest_sequence_that_fits_is_compared_with_the_positions(tmp_path: Path) -> None:
     made("llama").save_pretrained(tmp_path)
     words = settings(tmp_path, "data.seq_len=256", "cluster.memory_gib=4")

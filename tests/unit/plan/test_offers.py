@@ -307,6 +307,7 @@ def test_a_processor_has_no_hours_and_keeps_no_bounds() -> None:
 # the answer #
 
 
+@pytest.mark.ci
 def test_an_answer_has_every_cluster_with_its_run_as_values() -> None:
     read = load(
         "cluster.gpu=h100-sxm", "train.max_steps=1000", "data.seq_len=4096",
@@ -344,6 +345,7 @@ def test_prices_that_have_none_of_the_kind_are_named() -> None:
         assert answer.comparison == sentences
 
 
+@pytest.mark.ci
 def test_a_budget_tries_smaller_clusters_too() -> None:
     read = load(
         "cluster.gpu=h100-sxm", "cluster.gpus=16", "train.max_steps=9", "cluster.price_per_gpu_hour=2"

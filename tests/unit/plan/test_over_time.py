@@ -46,6 +46,7 @@ def test_a_pipelines_passes_take_about_as_long_as_the_closed_form_predicts(text)
     assert drawn.end == pytest.approx(choice.seconds.total, rel=0.03)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("text", [*ALONE, *PIPELINES, *ZERO_3])
 def test_the_peak_of_the_curve_is_the_layouts(text):
     workload, choice = planned(text)

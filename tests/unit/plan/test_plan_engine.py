@@ -141,11 +141,11 @@ def shared(workload: Workload, census: Census, layout: Layout, pipeline_rank: in
 
 # All in CI; by default those that differ most in how they are cut.
 MOST_UNLIKE = ("llama", "phi3", "gpt2")
-EACH = cases([*FAMILIES, *CHANGES], default=MOST_UNLIKE)
-METHODS = cases(["full", "lora", "embedding"], default=["full", "lora"])
+EACH = cases([*FAMILIES, *CHANGES], test=MOST_UNLIKE)
+METHODS = cases(["full", "lora", "embedding"], test=["full", "lora"])
 
 
-@pytest.mark.parametrize("method", ["full", "lora", "embedding"])
+@pytest.mark.parametrize("method", cases(["full", "lora", "embedding"], test=1, ci=2))
 @pytest.mark.parametrize("family", EACH)
 def test_states_are_the_shares_to_the_byte(family: str, method: str) -> None:
     census = census_for(family, 2, method)
@@ -159,11 +159,12 @@ def test_states_are_the_shares_to_the_byte(family: str, method: str) -> None:
             assert planned == pytest.approx(expected, abs=1e-3), (precision, layout)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("family", "method"),
     cases(
         [(family, method) for family in MOST_UNLIKE for method in ("full", "lora")],
-        default=[("llama", "full"), ("gpt2", "lora")],
+        test=[("llama", "full"), ("gpt2", "lora")],
     ),
 )
 def test_the_states_of_muon_are_the_shares_to_the_byte(family: str, method: str) -> None:
@@ -185,6 +186,7 @@ def assert_ends_hold_their_shares(workload: Workload, census: Census, texts: Seq
             assert planned == pytest.approx(expected, abs=1e-3), (workload.precision, layout, rank)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("family", ["llama", "phi3", "qwen3"])
 def test_gathered_weights_are_the_shares(family: str) -> None:
     """Apart from the others, which hold them together with the weights."""
@@ -206,11 +208,10 @@ def test_gathered_weights_are_the_shares(family: str) -> None:
                 assert value == pytest.approx(getattr(expected, name), abs=1e-3), (precision, text, name)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(
-    "family", cases(["llama", "phi3", "olmo2", "gpt2", "opt"], default=["llama", "gpt2"])
-)
+@pytest.mark.parametrize("family", cases(["llama", "phi3", "olmo2", "gpt2", "opt"], test=["llama", "gpt2"]))
 def test_states_of_the_pipelines_ends_are_the_shares(family: str, method: str, tied: bool) -> None:
     census = census_for(family, 7, method, tied)
     for precision in ("fp32", "bf16"):
@@ -218,6 +219,7 @@ def test_states_of_the_pipelines_ends_are_the_shares(family: str, method: str, t
         assert_ends_hold_their_shares(workload, census, PIPELINE)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_states_of_all_ranks_are_the_shares_in_sum(family: str) -> None:
     """Blocks alternate: the planner's average is no rank's, but the sum over all ranks is the same."""
@@ -253,9 +255,10 @@ def whole_pipeline(workload: Workload, census: Census, layout: Layout) -> dict[s
 # stages #
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
-    "family", cases(["llama", "qwen3", "phi3", "gpt2", "gemma2"], default=["llama", "gemma2"])
+    "family", cases(["llama", "qwen3", "phi3", "gpt2", "gemma2"], test=["llama", "gemma2"])
 )
 def test_every_pipeline_rank_has_the_blocks_that_the_engine_gives_it(family: str, method: str) -> None:
     """Gemma2's two kinds of blocks cost nearly the same; where a window is short, they would not."""
@@ -310,7 +313,7 @@ def test_columns_give_their_layouts_back() -> None:
 # work #
 
 
-@pytest.mark.parametrize("method", ["full", "lora", "embedding"])
+@pytest.mark.parametrize("method", cases(["full", "lora", "embedding"], ci=2))
 @pytest.mark.parametrize("family", EACH)
 def test_parameters_and_flops_are_the_censuss(family: str, method: str) -> None:
     census = census_for(family, 2, method)

@@ -1056,12 +1056,14 @@ SAID = [
 ]  # fmt: skip
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("tool", "text", "settings"), REFUSED)
 def test_what_the_tool_cannot_run_is_refused(tool: str, text: str, settings: list[str]) -> None:
     with refuses(UserError):
         exported(tool, text, *settings)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("tool", "text", "settings"), SAID)
 def test_what_the_tool_expresses_otherwise_is_said(tool: str, text: str, settings: list[str]) -> None:
     usual = exported(tool, "mb1-ga1").missing if settings or text != "mb1-ga1" else ()
@@ -1093,6 +1095,7 @@ def test_formats_are_those_that_are_read() -> None:
     assert shared.FORMATS is rows.FORMATS
 
 
+@pytest.mark.ci
 def test_exporting_needs_no_torch() -> None:
     code = (
         "import sys, meshtune.plan.export; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"

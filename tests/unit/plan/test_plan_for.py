@@ -73,6 +73,7 @@ def test_every_tool_has_an_exporter_and_a_stack_that_knows_its_precisions() -> N
                 assert tool is MESHTUNE or math.isinf(how.loss_chunk), "whole logits"
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("tool", EXPORTERS)
 def test_every_ranked_layout_can_be_exported(tool: str) -> None:
     plan = planned(tool)
@@ -247,6 +248,7 @@ def text_of(renderable: object) -> list[str]:
     return [line.rstrip() for line in printed.get().rstrip().splitlines()]
 
 
+@pytest.mark.ci
 def test_the_answer_names_the_tool_and_ends_with_what_runs_the_layout(tmp_path) -> None:
     lines = text_of(terminal.answer(answer("meshtune"), 3))
     assert "Memory and time are predicted for meshtune (constants of meshtune)." in lines

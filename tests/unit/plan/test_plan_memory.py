@@ -55,6 +55,7 @@ def test_states_of_the_zero_paper_by_degree(degree: int) -> None:
     assert every == pytest.approx([4 + 12 / degree, 2 + 14 / degree, 16 / degree])
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("family", "whole", "shards"),
     [("llama", None, [1, 2, 4]), ("olmo2", (), [1, 1, 1]), ("phi3", (4, 2, 2), [1, 2, 1])],

@@ -57,8 +57,9 @@ def test_reserved_bytes_are_those_of_the_replay(model: str, layout: str, simulat
     assert reserved(model, layout) == pytest.approx(float(simulated), rel=LIMIT)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
-    "model", ["llama-3.1-8b", *(pytest.param(model, marks=pytest.mark.slow) for model in OTHERS)]
+    "model", ["llama-3.1-8b", *(pytest.param(model, marks=pytest.mark.all) for model in OTHERS)]
 )
 def test_the_page_is_of_these_formulas(model: str) -> None:
     jobs = {name: job for name, job in memory_reserved.cases() if name.startswith(model)}

@@ -217,7 +217,9 @@ def outdone(w: Workload, layout: Layout) -> bool:
     return layout.pp > 1 and better is not None and not refusals(w.traits, replace(layout, schedule=better))
 
 
-@pytest.mark.parametrize(("gpus", "size", "node"), [(1, 6, 8), (2, 4, 8), (4, 8, 2), (6, 6, 6), (8, 4, 4)])
+@pytest.mark.parametrize(
+    ("gpus", "size", "node"), cases([(1, 6, 8), (2, 4, 8), (4, 8, 2), (6, 6, 6), (8, 4, 4)], test=3, ci=2)
+)
 def test_nothing_that_runs_is_missed(gpus: int, size: int, node: int) -> None:
     w, cluster = little(size), machines(gpus, gpus_per_node=node)
     plan = search(w, replace(cluster, memory_margin=EVERYTHING))
@@ -232,6 +234,7 @@ def test_gpipe_is_there_where_1f1b_cannot_run() -> None:
     assert {plan.choice(place).layout.schedule for place in range(len(plan))} >= {"gpipe"}
 
 
+@pytest.mark.ci
 def test_hundreds_of_gpus_are_searched_whole() -> None:
     plan = search(workload("llama-3.1-70b", 1024), machines(512))
     assert plan.considered > 40_000
@@ -274,7 +277,7 @@ def spread(layout: Layout) -> Iterator[Layout]:
 
 
 @pytest.mark.parametrize(
-    "model", ["qwen3-0.6b", "llama-3.2-3b", "llama-3.1-8b", "qwen3-32b", "llama-3.1-70b"]
+    "model", cases(["qwen3-0.6b", "llama-3.1-8b", "llama-3.2-3b", "qwen3-32b", "llama-3.1-70b"], ci=2)
 )
 @pytest.mark.parametrize("gpus", [2, 8, 32])
 def test_no_winner_accumulates_where_more_data_ranks_could_do_it_as_quickly(model: str, gpus: int) -> None:
@@ -398,6 +401,7 @@ def test_the_choice_is_the_best_of_all_that_keep_what_is_fixed() -> None:
     assert len(part) == kept.sum()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("w", "cluster", "mode"),
     [
@@ -427,6 +431,7 @@ def test_no_more_blocks_recompute_than_the_memory_asks_for(w: Workload, cluster:
     assert search(w, cluster, fixed=given("auto")).considered == plan.considered
 
 
+@pytest.mark.ci
 def test_inputs_are_gathered_again_only_where_they_do_not_fit_otherwise() -> None:
     w, cluster = workload("llama-3.1-70b", 256, 8192), machines(64)
     plan = search(w, cluster)
@@ -532,6 +537,7 @@ def test_each_goal_chooses_what_it_says(sizes: dict[int, Plan]) -> None:
     assert choice.memory.peak <= lowest + PEAK_TIE * choice.cluster.memory
 
 
+@pytest.mark.ci
 def test_the_longest_sequence_fits_and_the_next_does_not() -> None:
     w, cluster = workload("llama-3.2-1b", 8), machines(2, "rtx-4090")
     length, choice = fits.largest(w, cluster, "seq_len")
@@ -541,6 +547,7 @@ def test_the_longest_sequence_fits_and_the_next_does_not() -> None:
     assert not len(search(replace(w, seq_len=following), cluster))
 
 
+@pytest.mark.ci
 def test_the_largest_batch_fits_at_once_and_the_next_does_not() -> None:
     w, cluster = workload("llama-3.1-8b", 128), machines(8)
     size, choice = fits.largest(w, cluster, "batch")
@@ -550,6 +557,7 @@ def test_the_largest_batch_fits_at_once_and_the_next_does_not() -> None:
     assert not len(search(w.of_batch(size + cluster.gpus), cluster, fixed=once))
 
 
+@pytest.mark.ci
 def test_the_largest_model_fits_and_no_larger_one() -> None:
     w, cluster = workload("qwen3-0.6b", 8), machines(1)
     name, choice = fits.largest(w, cluster, "model")
@@ -585,12 +593,16 @@ def changed(w: Workload, cluster: Cluster, key: str, value: str) -> tuple[Worklo
 
 @pytest.mark.parametrize(
     ("w", "cluster"),
-    [
-        (workload("llama-3.1-70b", 64), machines(8)),
-        (workload("llama-3.1-8b", 8, precision="fp32"), machines(1)),
-        (workload("qwen3-4b", 1, 262144), machines(3, "rtx-4090")),
-        (workload("llama-3.1-405b", 512), machines(8, "l4")),
-    ],
+    cases(
+        [
+            (workload("llama-3.1-70b", 64), machines(8)),
+            (workload("llama-3.1-8b", 8, precision="fp32"), machines(1)),
+            (workload("qwen3-4b", 1, 262144), machines(3, "rtx-4090")),
+            (workload("llama-3.1-405b", 512), machines(8, "l4")),
+        ],
+        test=1,
+        ci=3,
+    ),
     ids=["70b on 8", "8b in fp32", "3 of 4 cards", "hopeless"],
 )
 def test_when_nothing_fits_the_nearest_is_named_and_the_remedies_fit(w: Workload, cluster: Cluster) -> None:
@@ -613,6 +625,7 @@ def test_when_nothing_fits_the_nearest_is_named_and_the_remedies_fit(w: Workload
         assert len(search(other, where))
 
 
+@pytest.mark.ci
 def test_where_only_what_is_fixed_does_not_fit_a_free_layout_is_named() -> None:
     w, cluster = workload("llama-3.1-8b", 64), machines(8)
     plan = search(w, cluster, fixed=given("dp8"))
@@ -748,6 +761,7 @@ def test_what_is_said_of_the_alternatives_is_true(plan: Plan, goal: str) -> None
                 assert not fitting, f"{name} {each.sentence}"
 
 
+@pytest.mark.ci
 def test_alternatives_to_a_fixed_layout_may_be_quicker() -> None:
     w, cluster = workload("llama-3.1-8b", 64), machines(8)
     plan = search(w, cluster, fixed=given("pp8"))

@@ -66,6 +66,7 @@ def processor() -> Plan:
     return search(workload(), machines(4, "cpu", memory_gib=100, price_per_gpu_hour=1.0))
 
 
+@pytest.mark.ci
 def test_no_times_of_a_processor_are_printed(processor: Plan) -> None:
     answer = answered(processor)
     assert len(answer.alternatives) > 4 and answer.batch_advice
@@ -100,6 +101,7 @@ def test_the_document_of_a_processor_has_memory_and_null_for_times(processor: Pl
     assert document["run"]["seconds"] is document["run"]["gpu_hours"] is document["run"]["cost"] is None
 
 
+@pytest.mark.ci
 def test_the_page_of_a_processor_draws_memory_alone(processor: Plan) -> None:
     answer = answered(processor)
     drawn = panels(answer, answer.best(3), {4: processor}, answer.batches())

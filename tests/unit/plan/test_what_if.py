@@ -22,6 +22,7 @@ def answer_of(gpus: int, batch: int = 8, seq_len: int = 2048, **cluster) -> Answ
     return Answer(workload, (offer,), offer)
 
 
+@pytest.mark.ci
 def test_every_combination_is_a_search_of_its_own_and_the_middle_one_is_the_answer():
     answer = answer_of(4)
     known = {(8, 2): None}  # what was searched for already is taken as it is
@@ -36,12 +37,14 @@ def test_every_combination_is_a_search_of_its_own_and_the_middle_one_is_the_answ
         assert around.choices[gpus, batch, seq_len] == best
 
 
+@pytest.mark.ci
 def test_what_is_no_whole_number_or_no_whole_node_is_left_out():
     around = what_if(answer_of(2, batch=1, seq_len=1023), {})
     assert (around.gpus, around.batches, around.seq_lens) == ((1, 2, 4), (1, 2), (1023, 2046))
     assert what_if(answer_of(24, batch=24), {}).gpus == (6, 24, 48)  # 12 fill no nodes of 8
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("memory", [16])
 def test_where_nothing_fits_there_is_no_layout(memory):
     around = what_if(answer_of(2, memory_gib=memory), {})

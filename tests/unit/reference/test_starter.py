@@ -22,6 +22,7 @@ def run(*words: str):
     return CliRunner().invoke(app, ["config", *words])
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("method", ["full", "lora"])
 @pytest.mark.parametrize("size", SIZES)
 def test_each_starter_loads_as_it_says(method: str, size: str, tmp_path: Path) -> None:

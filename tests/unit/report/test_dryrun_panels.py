@@ -132,6 +132,7 @@ def test_an_axis_of_seconds_begins_each_operation_when_it_starts():
     assert panel.x == tuple(0.5 * x for x in counted.x) and panel.parts == counted.parts
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("dark", "paper"), [(False, LIGHT["paper"]), (True, DARK["paper"])])
 def test_a_picture_of_each_theme_is_written(tmp_path, dark, paper):
     file = write(tmp_path / "memory.svg", [[memory_panel(trace_of(8, stages=(1,)))]], title="x", dark=dark)

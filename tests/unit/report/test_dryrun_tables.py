@@ -192,6 +192,7 @@ def run_of() -> DryRun:
     )  # fmt: skip
 
 
+@pytest.mark.ci
 def test_the_page_has_the_pictures_and_tables_of_every_rank():
     run = run_of()
     drawn = panels(run)
@@ -216,6 +217,7 @@ def test_a_page_of_one_rank_has_no_empty_table():
     assert [panel.key for panel in panels(run)] == ["memory_of_rank_0"]
 
 
+@pytest.mark.ci
 def test_files_are_the_page_and_a_picture_of_each_panel(tmp_path):
     files = write(tmp_path / "plots", replace(run_of(), traces=run_of().traces[:1]), suffix=".svg")
     assert [file.name for file in files] == [

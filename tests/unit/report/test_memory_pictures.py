@@ -60,7 +60,7 @@ def test_modes_are_drawn_over_axes_of_equal_length(tmp_path, script):
     assert "| optimizer |  | 40.0 MiB |  | 40.0 MiB |" in lines
 
 
-@pytest.mark.slow
+@pytest.mark.all
 def test_a_dry_run_has_the_peaks_of_the_page(script, table):
     column = {row.split(" | ")[0].strip("| "): row.strip("| ").split(" | ")[1:] for row in
               script["peaks"]({"none": script["simulated"]("none")}).splitlines()}  # fmt: skip

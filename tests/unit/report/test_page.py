@@ -86,7 +86,7 @@ def test_the_report_has_the_memory_of_the_last_start_as_a_table(run):
     assert "activations3040" in text and "peak3545" in text and "gathered" not in text
 
 
-@pytest.mark.slow
+@pytest.mark.all
 def test_a_page_of_20_000_steps_is_small_and_its_lines_keep_their_extremes(empty, train, evaluation):
     losses = [3 + (step * 7919 % 1000) / 1000 for step in range(1, 20_001)]
     losses[4_321], losses[15_432] = 99.5, 0.125

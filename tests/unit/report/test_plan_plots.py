@@ -145,7 +145,7 @@ def test_every_title_says_predicted(drawn):
     assert [panel.title for panel in drawn if not panel.title.endswith(", predicted")] == []
 
 
-@pytest.mark.slow
+@pytest.mark.all
 def test_vega_lite_takes_every_panel(drawn):
     for panel in drawn:
         for narrow in (False, True):
@@ -165,6 +165,7 @@ def test_page_and_picture_draw_the_same_numbers(drawn):
         assert float(row["end"]) - float(row["start"]) == pytest.approx(size, rel=1e-4, abs=1e-3)
 
 
+@pytest.mark.ci
 def test_the_page_is_one_file_that_asks_nobody_and_obeys_no_name(answer, tmp_path, monkeypatch):
     monkeypatch.setattr("meshtune.report.plan.pictures.what_if", lambda *_: None)  # test_what_if.py
     file = write(tmp_path / "new" / "plan.html", answer, asked=Asked("plan <x>", "a=<x>"))
@@ -188,6 +189,7 @@ def test_without_altair_the_picture_is_refused_with_the_remedy(answer, tmp_path,
 NASTY = '</script>"\'\\ ${alert(1)} datum["x"] a.b[0] \u2028 é\n<img src=x>'
 
 
+@pytest.mark.ci
 def test_names_are_text_and_never_part_of_an_expression_or_a_field():
     from meshtune.report.draw.kinds import Axis, Band, Cell, Group, Lines, Mark, Point, Series
     from meshtune.report.draw.page import script_json
@@ -253,6 +255,7 @@ def test_a_timeline_has_a_bar_for_each_interval_in_its_lane():
     ]  # fmt: skip
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("suffix", "start"), [("png", b"\x89PNG"), ("svg", b"<svg")])
 def test_pictures_are_written_whole(answer, tmp_path, suffix, start):
     file = write(tmp_path / f"plan.{suffix}", answer)
@@ -283,6 +286,7 @@ def test_the_terms_are_all_of_a_gpts_parameters(script):
     assert gpt_parameters(96, 12288, 50257, 2048) == pytest.approx(174.6e9, rel=1e-3)  # GPT-3
 
 
+@pytest.mark.ci
 def test_the_picture_of_the_parameters_is_the_same_file_again(tmp_path, script):
     parameters_picture = script["parameters_picture"]
     first, second = (parameters_picture(tmp_path / name).read_bytes() for name in ("a.svg", "b.svg"))
@@ -291,6 +295,7 @@ def test_the_picture_of_the_parameters_is_the_same_file_again(tmp_path, script):
         parameters_picture(tmp_path / "a.html")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("function", "words"), [("layouts_picture", "activations"), ("over_time_picture", "rank 3")]
 )

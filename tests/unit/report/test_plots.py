@@ -81,7 +81,7 @@ def test_series_over_other_steps_share_one_table():
     assert (x, first, second) == ([1, 2, 3], [10, None, 30], [None, 0, 5])
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_vega_lite_takes_every_figure(run, train):
     from meshtune.report.draw.charts import specification
 
@@ -96,6 +96,7 @@ def test_vega_lite_takes_every_figure(run, train):
         ]  # fmt: skip
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("suffix", ["png", "svg"])
 def test_figures_are_written_as_files(run, tmp_path, monkeypatch, suffix):
     """Neither a browser nor a network is needed: there is no program on PATH and the proxy is closed."""
@@ -127,6 +128,7 @@ def test_every_axis_has_its_name_once(run, train, tmp_path):
     assert len(drawn) == 8 and {"tokens/s", "GiB", "seconds"} <= set(titles)
 
 
+@pytest.mark.ci
 def test_importing_the_report_loads_no_torch_and_no_plotting_library():
     code = (
         "import sys; from meshtune.report import facts; from meshtune.report.run import report, tables; "

@@ -53,7 +53,7 @@ def test_the_heat_map_has_the_fastest_layout_of_each_model_and_number_of_ranks(d
     assert panel.cells[0][3] is None  # no experiment
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_vega_lite_takes_every_picture_of_a_sweep(database):
     for panel in drawn(database).values():
         for narrow in (False, True):
@@ -165,6 +165,7 @@ def test_of_many_experiments_the_dots_say_how_many_they_are(tmp_path, monkeypatc
     assert len(panel.groups[0].points) == 3
 
 
+@pytest.mark.ci
 def test_a_sweep_that_was_simulated_says_so_in_every_title(tmp_path):
     rows = [bench_row("small", ranks, 1) for ranks in (1, 2, 4)]
     made = sweep_page(write_sweep(tmp_path, rows, simulated="planner"))
@@ -178,6 +179,7 @@ def test_a_sweep_that_was_simulated_says_so_in_every_title(tmp_path):
     assert speeds == [row["predicted_tokens_per_second_per_gpu"] for row in rows]
 
 
+@pytest.mark.ci
 def test_the_table_has_every_experiment_and_its_reason(database):
     html = sweep_page(database).page.html()
     table = table_in(html)
@@ -193,11 +195,13 @@ def test_the_table_has_every_experiment_and_its_reason(database):
     assert table["columns"][table["sorted"]]["name"] == "tokens/s/rank"
 
 
+@pytest.mark.ci
 def test_nothing_of_a_database_becomes_markup(database):
     html = sweep_page(database).page.html()
     assert "large <b>" not in html and "<memory>" not in html and "&lt;b&gt;" not in html.split("<script")[0]
 
 
+@pytest.mark.ci
 def test_a_thousand_experiments_are_a_page_below_two_megabytes(tmp_path):
     rows = [bench_row("small", 1 + n % 8, 1 + n // 8) for n in range(1000)]
     html = sweep_page(write_sweep(tmp_path, rows)).page.html()
@@ -258,6 +262,7 @@ def test_the_fastest_of_a_key_is_chosen():
     assert best([], lambda one: one.gpus) == {}
 
 
+@pytest.mark.ci
 def test_the_command_takes_a_database_or_its_folder_and_writes_pictures(database, tmp_path, capsys):
     report([database.parent], png=tmp_path / "pictures", as_json=True)
     facts = json.loads(capsys.readouterr().out)

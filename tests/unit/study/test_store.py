@@ -134,6 +134,7 @@ with Store(Path(sys.argv[1])) as store:
 """
 
 
+@pytest.mark.ci
 def test_killed_at_any_moment_no_finished_result_is_lost(tmp_path: Path) -> None:
     """A killed writer's rows are all there, and at most one is half way."""
     file = tmp_path / "sweep.db"

@@ -142,6 +142,7 @@ def test_every_mistake_is_named_at_once_with_the_nearest() -> None:
     says(said)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "document",
     [

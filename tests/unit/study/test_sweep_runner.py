@@ -73,6 +73,7 @@ def swept(
     return store, lines
 
 
+@pytest.mark.ci
 @pytest.mark.usefixtures("scripted")
 def test_each_end_is_a_result_with_its_reason(tmp_path: Path) -> None:
     store, lines = swept(tmp_path, ["done", "crash", "refused", "sleep"], limit=2)
@@ -112,6 +113,7 @@ def test_ctrl_c_ends_the_experiments_and_they_wait_again(
         assert store.counts() == {WAITING: 3}
 
 
+@pytest.mark.ci
 @pytest.mark.usefixtures("scripted")
 @pytest.mark.parametrize("others", [0, 1])
 def test_what_ends_while_the_sweep_is_stopped_is_a_result(

@@ -247,7 +247,7 @@ def test_what_a_killed_run_left_is_no_checkpoint_and_goes_with_the_next_save(tmp
     assert names(tmp_path) == {"step-1", "step-2"}
 
 
-@pytest.mark.slow
+@pytest.mark.all
 def test_killed_at_any_moment_the_newest_checkpoint_is_whole(tmp_path):
     code = """if True:
         import sys, torch

@@ -48,6 +48,7 @@ def test_nothing_is_said_on_the_speed_of_a_processor(chosen: Any, capsys: pytest
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.ci
 def test_a_run_keeps_margin_and_budget(chosen: Any) -> None:
     usual = chosen(8)
     assert str(chosen(8, memory_margin=0.5)) != str(usual) != str(chosen(8, memory_budget_gib=40))

@@ -55,7 +55,8 @@ def calls_a_micro_batch(words: list[str], graphs: Graphs) -> float:
     return graphs.calls / (run.steps * run.world.layout.gradient_accumulation_steps)
 
 
-@pytest.mark.parametrize("mode", cases(list(RECOMPUTATIONS), default=["selective", "full"]))
+@pytest.mark.ci
+@pytest.mark.parametrize("mode", cases(list(RECOMPUTATIONS), test=["selective", "full"]))
 def test_a_mode_compiles_its_blocks_or_is_refused(mode: str, settings: Settings, graphs: Graphs) -> None:
     words = settings(f"layout={{recompute: {mode}}}")
     if RECOMPUTATIONS[mode].block:
@@ -67,7 +68,7 @@ def test_a_mode_compiles_its_blocks_or_is_refused(mode: str, settings: Settings,
     assert graphs.compiled
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_generating_at_an_evaluation_leaves_the_compiler_to_training(
     settings: Settings, graphs: Graphs, tiny: Path, tmp_path: Path
 ) -> None:

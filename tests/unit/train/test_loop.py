@@ -43,7 +43,7 @@ def weights(run: loop.Run) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in run.optimizer.state().items()}
 
 
-@pytest.mark.parametrize("packing", ["true", "false"])
+@pytest.mark.parametrize("packing", cases(["true", "false"], test=1, ci=1))
 def test_loss_and_gradients_do_not_depend_on_how_the_global_batch_is_cut(
     packing: str, settings: Callable[..., list[str]], tmp_path: Path
 ) -> None:
@@ -97,6 +97,7 @@ def test_every_row_has_the_documented_fields(train: Train) -> None:
     assert held_out["prompts"] == 3 and len(run.folder.samples()) == 2
 
 
+@pytest.mark.ci
 def test_the_first_samples_are_those_of_the_untouched_model(
     settings: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,6 +117,7 @@ def test_the_first_samples_are_those_of_the_untouched_model(
     assert [row["step"] for row in run.folder.samples()] == [0, 0, 2, 2, 4, 4]
 
 
+@pytest.mark.ci
 def test_a_step_lasts_until_the_devices_have_done_it(
     settings: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,11 +164,13 @@ def test_resuming_equals_never_stopping_bit_for_bit(train: Train, tmp_path: Path
         assert torch.equal(tensor, weights(resumed)[name]), name
 
 
+@pytest.mark.ci
 def test_a_run_that_logs_to_the_console_alone_has_its_result(train: Train) -> None:
     run = train("log.to=[console]")
     assert len(losses(run)) == 4 and summarise(run.folder).status == "finished"
 
 
+@pytest.mark.ci
 def test_a_finished_run_is_not_overwritten_and_its_config_repeats_it(train: Train, tmp_path: Path) -> None:
     first = train()
     with refuses(UserError):
@@ -177,6 +181,7 @@ def test_a_finished_run_is_not_overwritten_and_its_config_repeats_it(train: Trai
     assert losses(first) == losses(again)
 
 
+@pytest.mark.ci
 def test_a_replaced_run_is_gone_after_the_first_step_of_the_new_one(
     train: Train, settings: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,6 +201,7 @@ def test_a_replaced_run_is_gone_after_the_first_step_of_the_new_one(
     assert losses(anew) != before
 
 
+@pytest.mark.ci
 def test_an_unfinished_run_with_other_settings_is_refused_naming_them(
     train: Train, settings: Callable[..., list[str]]
 ) -> None:
@@ -206,6 +212,7 @@ def test_an_unfinished_run_with_other_settings_is_refused_naming_them(
         build.build(config.load(None, settings("train.max_steps=6", "train.learning_rate=0.5")))
 
 
+@pytest.mark.ci
 def test_two_processes_do_not_train_in_one_folder(settings: Callable[..., list[str]]) -> None:
     first = build.build(config.load(None, settings()))
     with refuses(UserError):
@@ -213,7 +220,7 @@ def test_two_processes_do_not_train_in_one_folder(settings: Callable[..., list[s
     loop.train(first)  # undisturbed
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("number", cases([signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], test=1, ci=2))
 def test_a_signal_finishes_the_step_and_saves(
     number: int, settings: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -233,6 +240,7 @@ def test_a_signal_finishes_the_step_and_saves(
     assert Interrupted.exit_code == 75
 
 
+@pytest.mark.ci
 def test_a_non_finite_step_is_not_applied_and_several_in_a_row_stop_the_run(
     settings: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -262,6 +270,7 @@ def test_a_non_finite_step_is_not_applied_and_several_in_a_row_stop_the_run(
     assert NonFinite.exit_code == 4
 
 
+@pytest.mark.ci
 def test_the_best_evaluation_is_kept_and_patience_ends_the_run(
     settings: Callable[..., list[str]], tiny: Path
 ) -> None:
@@ -303,6 +312,7 @@ def test_a_pipeline_evaluates_several_micro_batches_at_once(settings: Callable[.
     assert sum(groups) == 40 and min(groups[:-1]) >= pp and loss == 1
 
 
+@pytest.mark.ci
 def test_lora_checkpoints_and_optimizer_hold_only_what_is_trained(train: Train) -> None:
     run = train("method=lora", "lora.r=4", "lora.dropout=0.1", "checkpoint.every=2")
     names = run.optimizer.state()
@@ -312,7 +322,7 @@ def test_lora_checkpoints_and_optimizer_hold_only_what_is_trained(train: Train) 
     assert (run.folder.model / "adapter_config.json").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_lora_with_dropout_resumes_bit_for_bit(train: Train, tmp_path: Path) -> None:
     lasting = ("train.lr_scheduler=constant", "method=lora", "lora.dropout=0.2", "lora.r=4")
     whole = train("train.max_steps=6", f"output={tmp_path / 'whole'}", *lasting)
@@ -321,13 +331,15 @@ def test_lora_with_dropout_resumes_bit_for_bit(train: Train, tmp_path: Path) -> 
     assert losses(whole) == losses(resumed)
 
 
-@pytest.mark.parametrize("recompute", cases(["attention", "selective", "full"], default=["selective"]))
+@pytest.mark.ci
+@pytest.mark.parametrize("recompute", cases(["attention", "selective", "full"], test=["selective"]))
 def test_recomputation_trains_the_same(recompute: str, train: Train, tmp_path: Path) -> None:
     plain = train(f"output={tmp_path / 'plain'}")
     again = train(f"layout={{recompute: {recompute}}}", f"output={tmp_path / 'again'}")
     assert losses(again) == pytest.approx(losses(plain), rel=1e-6)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("precision", ["bf16", "bf16-pure"])
 def test_bf16_follows_fp32(precision: str, train: Train, tmp_path: Path) -> None:
     exact = train("train.max_steps=6", f"output={tmp_path / 'fp32'}")
@@ -338,6 +350,7 @@ def test_bf16_follows_fp32(precision: str, train: Train, tmp_path: Path) -> None
     assert state == {torch.float32 if precision == "bf16" else torch.bfloat16}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("asked", ["false", "true"])
 def test_memory_of_the_first_three_steps_is_in_the_rows_and_printed_once_where_asked(
     asked: str, settings: Callable[..., list[str]], capsys: pytest.CaptureFixture
@@ -352,6 +365,7 @@ def test_memory_of_the_first_three_steps_is_in_the_rows_and_printed_once_where_a
     assert said.count("Peak memory of each phase") == said.count("activations") == (asked == "true")
 
 
+@pytest.mark.ci
 def test_a_row_counts_epochs_and_each_save_has_one(train: Train) -> None:
     run = train("checkpoint.every=2")
     epochs = [row["epoch"] for row in run.folder.rows("train")]
@@ -400,6 +414,7 @@ def test_a_folder_with_something_else_in_it_is_not_taken(
     assert (tmp_path / "run" / "thesis.txt").read_text() == "all of it"
 
 
+@pytest.mark.ci
 def test_rows_after_the_restored_checkpoint_are_removed(train: Train, tmp_path: Path) -> None:
     run = train("train.max_steps=4", "train.lr_scheduler=constant")
     extra = {"kind": "train", "step": 5, "loss": 1.0}
@@ -409,6 +424,7 @@ def test_rows_after_the_restored_checkpoint_are_removed(train: Train, tmp_path: 
     assert more.folder.rows("train")[4]["loss"] != 1.0
 
 
+@pytest.mark.ci
 def test_checkpoints_that_a_kill_kept_from_being_removed_go_on_resuming(train: Train) -> None:
     words = ("checkpoint.every=4", "checkpoint.keep=1")
     run = train(*words)
@@ -436,6 +452,7 @@ def interrupt_after(run: loop.Run, step: int, monkeypatch: pytest.MonkeyPatch) -
         loop.train(run)
 
 
+@pytest.mark.ci
 def test_a_second_run_that_was_interrupted_goes_on_too(
     train: Train, settings: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -449,6 +466,7 @@ def test_a_second_run_that_was_interrupted_goes_on_too(
     assert train("output_exists=new").folder.path == tmp_path / "run-3"
 
 
+@pytest.mark.ci
 def test_sums_are_those_of_all_steps_where_few_have_rows(
     train: Train, settings: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -473,6 +491,7 @@ def test_sums_are_those_of_all_steps_where_few_have_rows(
     assert figures["time of training steps"][0] == duration(summary.seconds)
 
 
+@pytest.mark.ci
 def test_a_best_checkpoint_that_could_not_be_saved_costs_the_best_not_the_model(
     settings: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -493,6 +512,7 @@ def test_a_best_checkpoint_that_could_not_be_saved_costs_the_best_not_the_model(
     assert (run.folder.model / "model.safetensors").exists()
 
 
+@pytest.mark.ci
 def test_a_stop_whose_checkpoint_failed_says_so(
     settings: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -503,6 +523,7 @@ def test_a_stop_whose_checkpoint_failed_says_so(
         loop.train(run)
 
 
+@pytest.mark.ci
 def test_a_stop_after_a_first_step_that_was_not_applied_can_be_resumed(
     train: Train, settings: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -517,6 +538,7 @@ def test_a_stop_after_a_first_step_that_was_not_applied_can_be_resumed(
     assert [row["step"] for row in train().folder.rows("train")] == [1, 2, 3, 4]
 
 
+@pytest.mark.ci
 def test_the_model_is_saved_with_the_end_marker_that_it_was_taught(train: Train) -> None:
     run = train("data.chat_template=chatml", "train.max_steps=2")
     tokenizer = AutoTokenizer.from_pretrained(run.folder.model)
@@ -525,6 +547,7 @@ def test_the_model_is_saved_with_the_end_marker_that_it_was_taught(train: Train)
     assert tokenizer.convert_tokens_to_ids("<|im_end|>") in (ends if isinstance(ends, list) else [ends])
 
 
+@pytest.mark.ci
 def test_a_template_that_was_switched_off_is_not_saved(train: Train) -> None:
     run = train("data.chat_template=none", "train.max_steps=1")
     assert AutoTokenizer.from_pretrained(run.folder.model).chat_template is None
@@ -551,6 +574,7 @@ def test_max_grad_norm_zero_clips_nothing(train: Train, tmp_path: Path) -> None:
     assert losses(free) == losses(loose)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("moved", [True, False])
 def test_a_run_folder_that_is_gone_is_noticed_and_made_anew(
     moved: bool,
@@ -577,6 +601,7 @@ def test_a_run_folder_that_is_gone_is_noticed_and_made_anew(
     assert run.checkpoints.newest_good() == 4
 
 
+@pytest.mark.ci
 def test_a_run_none_of_whose_steps_was_applied_writes_no_model(
     settings: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -590,6 +615,7 @@ def test_a_run_none_of_whose_steps_was_applied_writes_no_model(
     assert "stopped" in run.folder.rows("end")[-1]["status"]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "change", [{"data": None}, {"data": {}}, {"data": {"epoch": "x"}}, {"generators": None}, {"axes": ...}]
 )
@@ -605,6 +631,7 @@ def test_values_that_no_run_wrote_are_refused_with_a_sentence(change: dict[str, 
         train("train.max_steps=3")
 
 
+@pytest.mark.ci
 def test_label_smoothing_is_of_the_training_loss_and_not_of_the_evaluations(
     train: Train, tmp_path: Path
 ) -> None:

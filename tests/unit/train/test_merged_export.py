@@ -15,6 +15,7 @@ from meshtune.config import load
 from meshtune.train.export import hub_id, recipe
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("stored", "trained"), [("float16", "fp32"), ("bfloat16", "fp32"), ("float32", "bf16")]
 )
@@ -58,6 +59,7 @@ def test_a_card_gives_betas_to_the_optimizer_that_has_them(optimizer: str, said:
     assert recipe(load(None, words))["optimizer"] == said
 
 
+@pytest.mark.ci
 def test_a_trained_dora_is_merged_as_by_peft(train: Callable[..., Any], tiny: Path, tmp_path: Path) -> None:
     run = train(f"model.name={tiny / 'model'}", "train.precision=fp32", "method=lora", "lora.use_dora=true",
                 "train.learning_rate=1e-2", "train.max_steps=2")  # fmt: skip

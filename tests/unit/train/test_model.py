@@ -51,6 +51,7 @@ def gradient_dtypes(folder: str, layout: str, precision: str, reduce_dtype: str)
     return {gradient.dtype for gradient in model.optimizer.gradients()}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("layout", "precision", "reduce_dtype", "expected"),
     [
@@ -68,6 +69,7 @@ def test_gradients_add_up_in_no_narrower_dtype_than_their_own(
         assert dtypes == {expected}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("layout", ["dp2-mb2-ga2", "tp2-sp-mb2-ga4"])
 def test_two_ranks_make_a_model_and_step_from_a_config_alone(layout: str, tmp_path: Path) -> None:
     LlamaConfig(**SHAPE).save_pretrained(tmp_path)
@@ -79,6 +81,7 @@ def test_two_ranks_make_a_model_and_step_from_a_config_alone(layout: str, tmp_pa
         assert parameters == one[2] if "dp2" in layout else parameters < one[2]
 
 
+@pytest.mark.ci
 def test_tables_of_positions_have_the_dtype_of_the_passes() -> None:
     """XGLM adds one to the embeddings: in fp32 it would make hidden states that bf16 matrices refuse."""
     config = XGLMConfig(vocab_size=96, d_model=32, num_layers=1, attention_heads=4, ffn_dim=48)
@@ -98,6 +101,7 @@ def random_pieces(folder: str, layout: str) -> list[tuple[str, tuple[int, ...], 
     return [(name, piece.offsets, piece.tensor.clone()) for name, piece in model.parallel.named_pieces()]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("layout", ["tp2-sp", "zero3x2", "pp2-1f1b-ga2"])
 def test_random_weights_are_one_devices_under_any_layout(layout: str, tmp_path: Path) -> None:
     LlamaConfig(**SHAPE, tie_word_embeddings=True).save_pretrained(tmp_path)

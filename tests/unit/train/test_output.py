@@ -50,6 +50,7 @@ def decide(settings: Settings) -> Callable[..., tuple[str, str]]:
     return decided
 
 
+@pytest.mark.ci
 def test_an_unfinished_run_of_the_same_settings_is_continued_whatever_output_exists_says(
     make, decide
 ) -> None:
@@ -58,6 +59,7 @@ def test_an_unfinished_run_of_the_same_settings_is_continued_whatever_output_exi
         assert decide(f"output_exists={choice}") == ("run", "continue")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("words", [("checkpoint.resume=never",), (LEARNING_RATE,)])
 def test_an_unfinished_run_that_can_not_be_continued_follows_output_exists(words, make, decide) -> None:
     make()

@@ -2,7 +2,6 @@
 
 import shutil
 import subprocess
-import time
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
@@ -49,6 +48,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.mark.ci
 def test_a_run_row_has_every_fact_in_its_type(train: Train, repository: Path) -> None:
     run = train("train.seed=7", "train.max_steps=1")
     (row,), (end,) = run.folder.rows("run"), run.folder.rows("end")
@@ -66,6 +66,7 @@ def test_a_run_row_has_every_fact_in_its_type(train: Train, repository: Path) ->
     assert "What the planner predicted" in page and "memory: weights" in page and row["data_digest"] in page
 
 
+@pytest.mark.ci
 def test_a_run_that_goes_on_keeps_its_id_and_counts_its_starts(
     settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,6 +84,7 @@ def test_a_run_that_goes_on_keeps_its_id_and_counts_its_starts(
     assert other["id"] != first["id"] and other["start"] == 1
 
 
+@pytest.mark.ci
 def test_the_digest_of_the_data_depends_on_rows_tokenizer_template_and_length(
     settings: Settings, tiny: Path, tmp_path: Path
 ) -> None:
@@ -141,12 +143,10 @@ def test_without_git_a_repository_or_a_commit_there_are_no_facts_of_it(
 
 
 def test_no_program_keeps_a_run_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program(tmp_path / "git", 'test "$1" = rev-parse && echo 1a2b || exec sleep 60')
+    program(tmp_path / "git", 'test "$1" = rev-parse && echo 1a2b || exec sleep 600')
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setattr(provenance, "PATIENCE", 0.2)
-    begun = time.monotonic()
     assert provenance.git_facts() == {"git_commit": "1a2b"}
-    assert time.monotonic() - begun < 5
 
 
 def test_processors_have_the_model_that_the_system_names(

@@ -13,7 +13,7 @@ from meshtune.report.run.tables import cause_lines
 from meshtune.train import loop, measure
 
 
-@pytest.mark.slow
+@pytest.mark.all
 def test_a_run_that_waits_for_data_names_it(
     train: Callable[..., loop.Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -35,6 +35,7 @@ def test_a_run_that_waits_for_data_names_it(
     assert len(cause_lines([summarised])) == 3
 
 
+@pytest.mark.ci
 def test_steps_have_what_their_causes_are_found_by(
     train: Callable[..., loop.Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -63,6 +63,7 @@ def test_a_run_goes_on_with_the_loss_it_began_with(tmp_path: Path) -> None:
         check_same(TokenLoss(halves), run)
 
 
+@pytest.mark.ci
 def test_loss_and_gradients_are_per_count_over_micro_batches(
     settings: Callable[..., list[str]], tmp_path: Path
 ) -> None:

@@ -255,6 +255,7 @@ def test_an_editor_is_told_both_forms_of_an_interval() -> None:
     assert re.search(pydantic[1]["pattern"], "0.5 epoch") and re.search(pydantic[1]["pattern"], "200 steps")
 
 
+@pytest.mark.ci
 def test_a_run_evaluates_and_saves_at_parts_of_an_epoch(train: Callable[..., Any]) -> None:
     run = train("eval.every=0.5 epoch", "checkpoint.every=1 epoch", "train.max_steps=8")
     sequences = len(run.loader.dataset) / 4

@@ -135,7 +135,7 @@ def test_a_failed_upload_is_one_sentence_with_the_command_that_uploads_later(
     assert str(Exporter.push(exporter, run)).startswith("Uploaded to http")
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_run_whose_upload_failed_is_finished(hub: Hub, train: Callable[..., Any], capfd: Any) -> None:
     hub.refused = {"/commit/": 403}
     run = train("hub.push_to=me/tuned", "log.to=[console]")

@@ -140,6 +140,7 @@ def test_a_run_that_trains_has_the_command_that_stops_it(client, runs, monkeypat
         assert "<form" not in text and "<button" not in text
 
 
+@pytest.mark.ci
 def test_sweeps_and_comparisons_are_reports_own_pages(client):
     paths = ids(client)
     sweep = client.get(paths["study"]).text
@@ -152,6 +153,7 @@ def test_sweeps_and_comparisons_are_reports_own_pages(client):
     assert client.get(f"/compare?run={chosen[0]}&run={'0' * 12}").status_code == 404
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "CONNECT", "MAKE"])
 @pytest.mark.parametrize("path", ["/", "/events", "/nothing"])
 def test_only_reading_is_answered(client, method, path):
@@ -230,6 +232,7 @@ def test_a_run_that_leads_outside_is_gone(client, runs, tmp_path):
     assert answer.status_code == 404 and str(tmp_path) not in answer.text and "SECRET" not in answer.text
 
 
+@pytest.mark.ci
 def test_runs_of_a_sweep_that_lead_outside_are_not_on_its_page(tmp_path):
     """The sweep's own runs are, whether its folder is given or its database."""
     study, outside, rows = tmp_path / "runs" / "study", tmp_path / "outside", []
@@ -287,6 +290,7 @@ NAMES = st.sampled_from(
 VALUES = st.text(st.characters(min_codepoint=32, max_codepoint=126), max_size=60)
 
 
+@pytest.mark.ci
 @settings(max_examples=150)
 @given(
     st.lists(SEGMENTS | VALUES, max_size=6),
@@ -350,6 +354,7 @@ async def asked(app, method, path, query=(), headers=None) -> tuple[int, bytes]:
     return sent[0]["status"], b"".join(message.get("body", b"") for message in sent[1:])
 
 
+@pytest.mark.ci
 def test_64_streams_are_open_at_most(runs):
     pages = Pages(Folders([runs]))
     app = Guard(pages.app(), host="127.0.0.1")
@@ -373,6 +378,7 @@ def test_64_streams_are_open_at_most(runs):
     asyncio.run(check())
 
 
+@pytest.mark.ci
 def test_pages_that_nobody_looks_at_are_dropped(tmp_path):
     for number in range(30):
         write_run(tmp_path / str(number), 1)

@@ -44,6 +44,7 @@ async def next_of(stream, seconds: float = 20) -> dict[str, str]:
     return parsed(await asyncio.wait_for(anext(stream), seconds))
 
 
+@pytest.mark.ci
 def test_rows_become_points_of_the_curves_at_once(run):
     async def check():
         page = followed(run)
@@ -107,6 +108,7 @@ def test_a_stream_goes_on_where_it_broke_off(run):
     asyncio.run(check())
 
 
+@pytest.mark.ci
 def test_the_page_is_drawn_again_and_its_streams_are_told(run, monkeypatch):
     monkeypatch.setattr(events, "LEAST_PAUSE", 0.2)
     monkeypatch.setattr(events, "SHARE", 0)
@@ -132,6 +134,7 @@ def test_the_page_is_drawn_again_and_its_streams_are_told(run, monkeypatch):
     asyncio.run(check())
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("how", ["its end", "killed", "other rows"])
 def test_a_costly_page_is_drawn_at_once_where_the_run_starts_or_ends(run, monkeypatch, how):
     monkeypatch.setattr(events, "LEAST_PAUSE", 0.2)

@@ -53,6 +53,7 @@ def test_without_the_extra_the_remedy_is_said(runs, monkeypatch):
         ui([runs], host="127.0.0.1", port=0, token=None)
 
 
+@pytest.mark.ci
 def test_a_server_answers_ends_on_a_signal_and_prints_no_token(runs):
     command = [sys.executable, "-m", "meshtune", "ui", str(runs), "--port", "0", "--token", TOKEN]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
