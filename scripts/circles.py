@@ -32,7 +32,7 @@ CIRCLES = ("test", "ci", "all")
 
 # Two workers; one that has no tests left takes some of the other's.
 PYTHON = sys.executable
-PYTEST = f"{PYTHON} -m pytest -n 2 --dist worksteal"
+PYTEST = f"{PYTHON} -m pytest -n 2 --dist worksteal --durations=10"
 RECORD = ROOT / "tests" / "seconds.toml"
 
 

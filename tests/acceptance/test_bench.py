@@ -25,6 +25,7 @@ def small(tiny: Path) -> list[str]:
     return [*model, "data.seq_len=64", "train.precision=fp32", "train.device=cpu"]
 
 
+@pytest.mark.all
 def test_layouts_are_timed_beside_plan_and_dry_run_and_a_failure_is_a_result(
     tiny: Path, meshtune: Command
 ) -> None:
@@ -60,6 +61,7 @@ def test_a_known_shape_is_benched_with_random_weights_and_cut(meshtune: Command)
     assert document["measured"]["memory"] == document["simulated"]["memory"]
 
 
+@pytest.mark.all
 def test_models_of_other_depths_than_their_folder_s_are_benched(tiny: Path, meshtune: Command) -> None:
     parameters = []
     for blocks in (1, 8):
@@ -122,6 +124,7 @@ def test_with_data_the_simulation_has_its_batch_and_traces_are_written(
     assert "html" in _memory_viz.trace_plot(snapshot)
 
 
+@pytest.mark.all
 def test_logits_are_planned_for_the_labels_of_the_data(
     tiny: Path, settings: Callable[..., list[str]], meshtune: Command
 ) -> None:

@@ -19,6 +19,7 @@ from command import Command
 pytestmark = pytest.mark.ci
 
 
+@pytest.mark.all
 def test_a_run_remembers_what_was_said_before(
     tiny: Path, tmp_path: Path, settings: Callable[..., list[str]], meshtune: Command
 ) -> None:

@@ -230,7 +230,7 @@ def test_layouts_of_every_axis_from_a_shell(
     assert ended.json["documents"] == [60, 40, 20]
 
 
-@pytest.mark.ci
+@pytest.mark.all
 def test_tables_pictures_and_traces(process: Command, words: list[str], tmp_path: Path) -> None:
     ended = process(
         "dryrun",

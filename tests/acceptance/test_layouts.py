@@ -46,7 +46,7 @@ def one(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> RunDir
     return run
 
 
-@pytest.mark.parametrize("layout", cases(LAYOUTS, ci=1))
+@pytest.mark.parametrize("layout", cases(LAYOUTS))
 def test_a_layout_gives_the_losses_samples_and_model_of_one_rank(
     layout: str, settings: list[str], one: RunDir, tmp_path: Path
 ) -> None:

@@ -57,7 +57,7 @@ def test_a_layout_that_the_model_can_not_take_is_refused_once(meshtune: Command,
     assert "Traceback" not in ended.err
 
 
-@pytest.mark.ci
+@pytest.mark.all
 def test_two_ranks_train_as_one_started_here_or_by_torchrun(
     process: Command, settings: Settings, tmp_path: Path
 ) -> None:
@@ -83,7 +83,7 @@ def test_two_ranks_train_as_one_started_here_or_by_torchrun(
     assert again.returncode != 0 and again.stderr.count("holds a finished run of 4 steps") == 1
 
 
-@pytest.mark.ci
+@pytest.mark.all
 def test_a_signal_saves_on_every_rank_and_one_rank_goes_on(
     begin: Any, process: Command, settings: Settings, tmp_path: Path
 ) -> None:

@@ -15,7 +15,7 @@ from meshtune.rundir import RunDir
 SMALL = {"data": ["data.cache=cache"], "train": ["data.cache=cache", "train.max_steps=2"]}
 
 
-@pytest.mark.parametrize("method", cases(["lora", "full"], ci=1))
+@pytest.mark.parametrize("method", cases(["lora", "full"]))
 def test_the_commands_of_its_header_run(
     method: str, meshtune: Command, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

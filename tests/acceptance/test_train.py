@@ -333,7 +333,7 @@ def test_epochs_and_tokens_set_the_steps_and_the_batch(
     assert len(losses(tmp_path / "run")) == 2 * 120 / 4
 
 
-@pytest.mark.ci
+@pytest.mark.all
 @pytest.mark.timeout(900)
 def test_compiled_blocks_train_the_same(settings: Settings, tmp_path: Path) -> None:
     found = {}

@@ -174,7 +174,7 @@ def test_an_adapter_is_of_the_language_part_and_merges_into_the_whole(
     assert not torch.allclose(plainly, theirs, atol=1e-3), "three steps must show"
 
 
-@pytest.mark.parametrize("family", cases(["gemma3", "qwen2_vl"], ci=1))
+@pytest.mark.parametrize("family", cases(["gemma3", "qwen2_vl"]))
 def test_every_layout_gives_the_numbers_of_one_rank(family: str, folder: Folder, tmp_path: Path) -> None:
     base = folder(family)
     with exact():

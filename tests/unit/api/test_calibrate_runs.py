@@ -59,7 +59,7 @@ def make(tmp_path: Path) -> Make:
     return folder
 
 
-@pytest.mark.ci
+@pytest.mark.all
 def test_runs_on_several_machines_tell_the_network_and_start_from_the_catalogue(
     make: Make, tmp_path: Path
 ) -> None:

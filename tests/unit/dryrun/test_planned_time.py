@@ -70,7 +70,7 @@ def test_the_planner_and_the_dry_run_agree(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", cases(["pp4-1f1b-mb1-ga8"], ci=1)
+    "text", cases(["pp4-1f1b-mb1-ga8"])
 )  # validation/step_time.py has the other schedules
 def test_a_pipelines_step_takes_as_long_in_both(text: str) -> None:
     """Its head is as long as four blocks here, so that the last rank is the slowest."""

@@ -72,7 +72,7 @@ def test_the_last_column_is_the_step_that_dryrun_traces(tmp_path: Path):
     assert own.active == replay_steps(trace.steps, workspaces=Workspaces("hopper"))[1].active
 
 
-@pytest.mark.ci
+@pytest.mark.all
 def test_the_eager_row_is_reserved_as_published():
     (row,) = (row for row in reserved.rows() if row["id"] == "titan-01")
     found = reserved.result(row)

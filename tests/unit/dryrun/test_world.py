@@ -55,7 +55,7 @@ def test_the_grid_has_every_technique_and_no_layout_that_training_refuses() -> N
         assert not found, (case.name, found)
 
 
-@pytest.mark.parametrize("name", cases(SLOW, ci=1))
+@pytest.mark.parametrize("name", cases(SLOW))
 def test_a_case_of_the_grid_is_equal(name: str) -> None:
     case = next(case for case in GRID if case.name == name)
     assert compare(case).differences == ()
@@ -92,7 +92,7 @@ def test_neither_training_nor_parallelism_knows_that_it_is_simulated() -> None:
             assert "fake" not in text.replace("register_fake", ""), file
 
 
-@pytest.mark.parametrize("layout", cases(["mb1-ga5", "pp2-1f1b-mb1-ga7", "pp2-gpipe-mb1-ga8"], ci=1))
+@pytest.mark.parametrize("layout", cases(["mb1-ga5", "pp2-1f1b-mb1-ga7", "pp2-gpipe-mb1-ga8"]))
 def test_micro_batches_that_are_left_out_are_counted(layout: str) -> None:
     work = Case(layout=layout).job()
     counts = []

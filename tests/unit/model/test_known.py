@@ -194,7 +194,7 @@ def test_a_hit_imports_neither_torch_nor_transformers(folder, cache):
     assert ask(str(folder), cache) == "False"
 
 
-@pytest.mark.ci
+@pytest.mark.all
 def test_a_hub_id_is_read_from_the_hubs_cache(tmp_path, cache):
     hub, commit = tmp_path / "hub", "0123456789abcdef0123456789abcdef01234567"
     stored = hub / "models--someone--tiny"

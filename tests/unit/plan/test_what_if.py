@@ -37,7 +37,7 @@ def test_every_combination_is_a_search_of_its_own_and_the_middle_one_is_the_answ
         assert around.choices[gpus, batch, seq_len] == best
 
 
-@pytest.mark.ci
+@pytest.mark.all
 def test_what_is_no_whole_number_or_no_whole_node_is_left_out():
     around = what_if(answer_of(2, batch=1, seq_len=1023), {})
     assert (around.gpus, around.batches, around.seq_lens) == ((1, 2, 4), (1, 2), (1023, 2046))

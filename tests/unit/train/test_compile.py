@@ -68,7 +68,7 @@ def test_a_mode_compiles_its_blocks_or_is_refused(mode: str, settings: Settings,
     assert graphs.compiled
 
 
-@pytest.mark.ci
+@pytest.mark.all
 def test_generating_at_an_evaluation_leaves_the_compiler_to_training(
     settings: Settings, graphs: Graphs, tiny: Path, tmp_path: Path
 ) -> None:
