@@ -2,7 +2,10 @@
 
 import json
 import os
+import time
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -192,6 +195,8 @@ def test_a_slurm_that_does_not_answer_ends_the_sweep_after_a_while_alone(
     tasks, lines = [task(number, "mb1-ga1") for number in (1, 2)], list[str]()
     monkeypatch.setenv(silent, "Unable to contact slurm controller")
     monkeypatch.setattr(slurm, "PATIENCE", 0.3)
+    clock = count(0.0, 0.2)  # seconds: a machine's load changes nothing
+    monkeypatch.setattr(slurm, "time", SimpleNamespace(**vars(time) | {"monotonic": lambda: next(clock)}))
     if silent == "REFUSAL":
         (commands / "queue").write_text("")
     with store_of(tmp_path, tasks) as store:
