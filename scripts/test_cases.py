@@ -3,8 +3,8 @@
     python scripts/test_cases.py COMMIT     its cases are collected in a checkout of its own
     python scripts/test_cases.py FILE       one case a line, as `pytest --collect-only -q` names them
 
-Cases of all circles count alike, those of GPUs only where there is one. A case is its function and parameters:
-it may have moved to another file. It prints what is missing, and then ends with exit code 1.
+Cases of all circles count alike, those of GPUs only where there is one. A case is its function and
+parameters: it may have moved to another file. It prints what is missing, and then ends with exit code 1.
 """
 
 import os
