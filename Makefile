@@ -18,7 +18,7 @@ quickstart-lora: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python scripts/circles.py test
 
-# What must hold before a change counts, .ci/run without its packages of Debian: 20 minutes. Parts that have passed on the
+# What must hold before a change counts, .ci/run without its packages of Debian: 23 minutes. Parts that have passed on the
 # same files are not run again.
 test-ci: $(STAMP)
 	$(BIN)/python scripts/circles.py ci
