@@ -4,14 +4,14 @@
     2 bench    `meshtune bench`: predicted, simulated and measured for 8B full and 1B full (random weights,
                sequences of 4096 tokens); 1B compiled and in two modes of recomputation
     3 peers    a compiled loop by hand, transformers.Trainer, TRL and Liger on the same model and tokens; 8B
-               LoRA beside the Trainer's
+               LoRA and the Trainer's
     4 tests    tests/gpu: CUDA attention against its definition, training against a processor …
     5 memory   bytes that the allocator reserves against the dry run's replay, the largest micro-batch, traces
     6 train    `meshtune train` on packed rows, with checkpoints
 
     make gpu-check                            all parts in order
     make gpu-check PART=2 MINUTES=6           one, in less time
-    make gpu-check ONLY=1b-trl,1b-hand        these figures alone
+    make gpu-check ONLY=1b-trl,1b-hand        only these figures
     make gpu-check WHEELS=folder              with wheels that were carried here (pydantic, datasets, trl …)
     make gpu-check TINY=1                     tiny models, on a processor too: does the check itself run?
 

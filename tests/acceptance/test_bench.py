@@ -13,8 +13,6 @@ from torch.cuda import _memory_viz
 from meshtune.meter.rows import fullest_memory
 from meshtune.rundir import RunDir
 
-pytestmark = pytest.mark.ci
-
 HIDDEN, WIDE, KEYS = 64, 128, 32  # of tiny.py's model
 BLOCK = HIDDEN * (2 * HIDDEN + 2 * KEYS + 3 * WIDE + 2)  # parameters
 
@@ -50,6 +48,7 @@ def test_layouts_are_timed_beside_plan_and_dry_run_and_a_failure_is_a_result(
     assert by_layout["tp2-sp-mb2-ga2"]["communication"] > 0 == by_layout["mb2-ga2"]["communication"]
 
 
+@pytest.mark.ci
 def test_a_known_shape_is_benched_with_random_weights_and_cut(meshtune: Command) -> None:
     ended = meshtune(
         "bench", "model.name=llama-3.2-1b", "model.overrides.num_hidden_layers=1", "data.seq_len=16",
@@ -74,6 +73,7 @@ def test_models_of_other_depths_than_their_folder_s_are_benched(tiny: Path, mesh
     assert parameters[1] - parameters[0] == 7 * BLOCK
 
 
+@pytest.mark.ci
 def test_a_layout_that_does_not_end_in_time_is_named_with_the_reason(tiny: Path, meshtune: Command) -> None:
     long = ("layout=mb1-ga1", "--limit", "1", "--steps", "100000")
     ended = meshtune("bench", *small(tiny), *long, "--json")
@@ -81,6 +81,7 @@ def test_a_layout_that_does_not_end_in_time_is_named_with_the_reason(tiny: Path,
     assert "did not end within" in ended.json["layouts"][0]["failed"]
 
 
+@pytest.mark.ci
 def test_the_largest_micro_batch_is_found_within_a_budget_beside_the_planner_s(
     tiny: Path, meshtune: Command
 ) -> None:
@@ -99,6 +100,7 @@ def test_the_largest_micro_batch_is_found_within_a_budget_beside_the_planner_s(
     assert refused.code == 2 and "cluster.memory_budget_gib" in refused.err
 
 
+@pytest.mark.ci
 def test_with_data_the_simulation_has_its_batch_and_traces_are_written(
     tiny: Path, tmp_path: Path, settings: Callable[..., list[str]], meshtune: Command
 ) -> None:

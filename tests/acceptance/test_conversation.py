@@ -16,8 +16,6 @@ from pathlib import Path
 import pytest
 from command import Command
 
-pytestmark = pytest.mark.ci
-
 
 @pytest.mark.all
 def test_a_run_remembers_what_was_said_before(
@@ -87,6 +85,7 @@ class Terminal:
         return self.shown
 
 
+@pytest.mark.ci
 def test_ctrl_c_in_a_terminal_stops_an_answer_and_ctrl_d_ends(tiny: Path) -> None:
     terminal = Terminal(
         "chat", str(tiny / "model"), "data.chat_template=chatml", "--max-new-tokens", "480",
