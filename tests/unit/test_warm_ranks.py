@@ -59,8 +59,9 @@ def test_ranks_are_kept_and_the_group_is_new_in_each_call() -> None:
     ids=["fails", "is killed", "hangs"],
 )
 def test_a_rank_that_fails_is_named_and_the_next_call_has_others(
-    how: str, sentence: str, forked: bool
+    how: str, sentence: str, forked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(ranks, "HANGS", tmp_path)  # it hangs on purpose
     before = run_ranks(2, about_me)
     with pytest.raises(AssertionError, match=sentence):
         run_ranks(2, fail_on_one, how, seconds=1 if how == "hangs" else 60, forked=forked, tries=1)
