@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: quickstart quickstart-lora test test-ci test-all golden test-browser test-oldest test-migrate test-exports test-cases fuzz families validation validation-dryrun validation-memory validation-why validation-benches study-techniques study-layouts study-batch-size kill-loop style lint docs benchmark gpu-check clean
+.PHONY: quickstart quickstart-lora test test-ci test-all golden test-browser test-oldest test-migrate test-exports fuzz families validation validation-dryrun validation-memory validation-why validation-benches study-techniques study-layouts study-batch-size kill-loop style lint docs benchmark gpu-check clean
 
 # The main job on the embedded model and data: fine-tune, evaluate, write a Hugging Face folder and a report.
 quickstart: $(STAMP)
@@ -48,10 +48,6 @@ test-migrate: $(STAMP)
 # in an environment of its own in .venv-exports. Without a network it is skipped, with the reason; with CI=true it fails.
 test-exports: $(STAMP)
 	$(BIN)/python scripts/export_readers.py
-
-# Is every test case of an earlier version still there? `make test-cases SINCE=359a444`
-test-cases: $(STAMP)
-	$(BIN)/python scripts/test_cases.py $(SINCE)
 
 # Runs that are killed in every window and started again, with a table: validation/kills.md.
 KILLS ?= 200

@@ -3,18 +3,22 @@
     python scripts/mutants.py draw                  places by a seeded lot -> build/mutants/places.json
     python scripts/mutants.py reach --suite new     which tests run each place -> build/mutants/new/
     python scripts/mutants.py kill --suite new      each place changed, its tests run, nearest first
+    python scripts/mutants.py control --suite new   the tests that noticed one pass where nothing is changed
     python scripts/mutants.py table old new         both suites, as a table
 
 A place is one expression or statement, drawn by lines of code over all packages. Its mutant swaps an
 operator, negates a condition, moves a number by one, flips a flag, returns nothing, or leaves out a call.
 `reach` runs a suite on a copy of the tree in which each place reports the test that runs it, in every process
 that the test starts (mutmut and cosmic-ray see the test's own process only). `kill` runs for each place the
-tests that reach it, then the other tests of their files, and stops at the first failure or after 5 minutes,
-which counts as survived. Places that no test of the suite `--base` reaches are passed over for the next ones
+tests that reach it, nearest first, and stops at the first failure or after 5 minutes, which counts as
+survived. Places that no test of the suite `--base` reaches are passed over for the next ones
 of the lot.
 
-    git worktree add build/mutants/before 3472e4f   # the suite of an earlier version
+    git worktree add --detach build/mutants/before 3472e4f   # the suite of an earlier version
+    python scripts/mutants.py draw --tree build/mutants/before
     python scripts/mutants.py reach --suite old --tree build/mutants/before
+
+The lot is drawn in one version and each place looked up in the others; `draw` keeps a copy of what it saw.
 
 Every step continues where it was interrupted.
 """
@@ -24,18 +28,21 @@ import ast
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import Queue
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "build" / "mutants"
+DRAWN_FROM = FOLDER / "drawn"  # the package that the lot was drawn in
 SEED, DRAWN, COUNTED = 31, 200, 80
 SECONDS = 300  # of tests for one mutant
 CHUNK = (
@@ -162,12 +169,12 @@ class Candidates(ast.NodeVisitor):
         self.generic_visit(node)
 
 
-def draw() -> list[Place]:
+def draw(package: Path) -> list[Place]:
     """Draw lines of code, each as likely as any other, and of each line one change."""
     lines: list[tuple[str, int, list[tuple[int, int, str, bool]]]] = []
     sources = {}
-    for file in sorted((ROOT / "src" / "meshtune").rglob("*.py")):
-        name, source = str(file.relative_to(ROOT / "src" / "meshtune")), file.read_bytes()
+    for file in sorted(package.rglob("*.py")):
+        name, source = str(file.relative_to(package)), file.read_bytes()
         sources[name] = source
         of_line: dict[int, list[tuple[int, int, str, bool]]] = {}
         for change in Candidates(source).found:
@@ -198,7 +205,7 @@ def copy(tree: Path, folder: Path) -> Path:
             shutil.copy2(tree / name, folder / name)
     subprocess.run(["git", "init", "-q"], cwd=folder, check=True)  # some tests ask git which files there are
     subprocess.run(["git", "add", "-A"], cwd=folder, check=True)
-    data = tree.parent / "shared"
+    data = ROOT.parent / "shared"
     if data.exists() and not (folder.parent / "shared").exists():
         (folder.parent / "shared").symlink_to(data.resolve())
     return folder
@@ -216,18 +223,18 @@ def changed(source: bytes, place: Place, text: str) -> bytes:
 
 
 def located(folder: Path, place: Place) -> Place | None:
-    """The place in a copy of another version: None if its file has changed there around it."""
-    path, here = folder / "src" / "meshtune" / place.file, ROOT / "src" / "meshtune" / place.file
+    """The place in a copy of another version: None if its line is not there, or several times alike."""
+    path = folder / "src" / "meshtune" / place.file
     if not path.exists():
         return None
-    theirs, ours = path.read_bytes(), here.read_bytes()
-    if theirs == ours:
-        return place
+    theirs, ours = path.read_bytes(), (DRAWN_FROM / place.file).read_bytes()
     begin, end = ours.rfind(b"\n", 0, place.start) + 1, ours.find(b"\n", place.end)
-    line = ours[begin:end]
-    if theirs.count(line) != 1:
+    first = begin
+    while (found := theirs.count(ours[first:end])) > 1 and first > 0:  # of equal lines, by those before it
+        first = ours.rfind(b"\n", 0, first - 1) + 1
+    if found != 1:
         return None
-    shift = theirs.index(line) - begin
+    shift = theirs.index(ours[first:end]) - first
     number = theirs.count(b"\n", 0, place.start + shift) + 1
     return Place(**{**asdict(place), "start": place.start + shift, "end": place.end + shift, "line": number})
 
@@ -346,6 +353,18 @@ def reached(suite: str) -> dict[int, set[str]]:
 # Killing #
 
 
+def in_function(place: Place) -> bool:
+    """True if the place runs when a function is called: not in its defaults or decorators."""
+    source = (DRAWN_FROM / place.file).read_bytes()
+    starts = [0, *(match.end() for match in re.finditer(rb"\n", source))]
+    return any(
+        starts[part.lineno - 1] <= place.start < starts[part.end_lineno - 1] + part.end_col_offset
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for part in (node.body if isinstance(node.body, list) else [node.body])
+    )
+
+
 @dataclass(frozen=True)
 class Suite:
     """Tests of a suite that passed while `reach` ran, and what they reach."""
@@ -367,7 +386,9 @@ class Suite:
         return cls(passed, tests)
 
     def nearest(self, place: Place, tree: Path) -> list[str]:
-        """Tests that reach a place, then the others of their files; all tests if only an import runs it."""
+        """Tests that reach a place. What runs when its module is imported is used by others than those during
+        which that happens: there all tests.
+        """
         module = "meshtune." + place.file.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
         stem, package = Path(place.file).stem, Path(place.file).parts[0]
         mentions: dict[str, bool] = {}
@@ -381,6 +402,7 @@ class Suite:
                 )
             steps = [
                 Path(file).stem == f"test_{stem}" and package in (*Path(file).parts, place.file),
+                stem in Path(file).stem and f"/{package}/" in file,
                 mentions[file],
                 f"tests/unit/{package}/" in file,
                 file.startswith("tests/unit/"),
@@ -389,17 +411,21 @@ class Suite:
             return steps.index(True) if True in steps else len(steps), self.seconds[test]
 
         first = self.reached.get(place.number, set())
-        files = {test.partition("::")[0] for test in first}
-        second = {test for test in self.seconds if test.partition("::")[0] in files} - first
-        if not first:
-            first = set(self.seconds)
-        return sorted(first, key=distance) + sorted(second, key=distance)
+        if not in_function(place):
+            return sorted(
+                self.seconds, key=lambda test: (distance(test)[0], test not in first, distance(test))
+            )
+        return sorted(first, key=distance)
 
 
 def run_tests(tree: Path, tests: list[str], seconds: float) -> tuple[int, str]:
     """Run tests up to the first failure; returns pytest's exit code, -1 if time is over, and its output."""
     chosen = tree / "build" / "chosen.txt"
     chosen.write_text("\n".join(tests))
+    temporary = (
+        tree.parent / "tmp"
+    )  # pytest names folders in it as it does in /tmp: sentences have these names
+    temporary.mkdir(exist_ok=True)
     words = [
         sys.executable,
         "-m",
@@ -413,28 +439,33 @@ def run_tests(tree: Path, tests: list[str], seconds: float) -> tuple[int, str]:
         "--tb=line",
         f"@{chosen}",
     ]
-    process = subprocess.Popen(
-        [*words, "-p", "no:cacheprovider", f"--basetemp={tree.parent / 'tmp'}"],
-        cwd=tree, env=environment(tree),
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-    )  # fmt: skip
-    try:
-        out, _ = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-        return -1, ""
-    return process.returncode, out
+    log = tree.parent / "log"  # no pipe: a process that a test leaves behind would keep it open
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            [*words, "-p", "no:cacheprovider"],
+            cwd=tree, env=environment(tree, PYTEST_DEBUG_TEMPROOT=str(temporary)),
+            stdout=file, stderr=file, start_new_session=True,
+        )  # fmt: skip
+        try:
+            code = process.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            code = -1
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return code, log.read_text(errors="replace")
 
 
-def kill(place: Place, suite: Suite, tree: Path) -> dict[str, object]:
-    """Change the place in a copy, run its tests and change it back."""
+def kill(place: Place, suite: Suite, tree: Path, likely: str = "") -> dict[str, object]:
+    """Change the place in a copy, run its tests and change it back. likely: a test to begin with."""
     there = located(tree, place)
     if there is None:
         return {"place": place.number, "result": "not in this version"}
     path = tree / "src" / "meshtune" / place.file
     source = path.read_bytes()
     tests = suite.nearest(place, tree)
+    if likely in suite.seconds:
+        tests = [likely, *(test for test in tests if test != likely)]
     began, start, size, ran = time.monotonic(), 0, CHUNK, 0
     try:
         path.write_bytes(changed(source, there, there.mutant))
@@ -446,8 +477,8 @@ def kill(place: Place, suite: Suite, tree: Path) -> dict[str, object]:
                 break
             ran += len(tests[start : start + size])
             if code not in (0, 5):
-                last = [line for line in out.splitlines() if line.startswith(("FAILED", "ERROR", "E  "))]
-                by = last[0][:200] if last else out[-200:]
+                named = [line for line in out.splitlines() if line.startswith(("FAILED", "ERROR"))]
+                by = named[0][:300] if named else out[-300:]
                 return {
                     "place": place.number,
                     "result": "killed",
@@ -463,11 +494,24 @@ def kill(place: Place, suite: Suite, tree: Path) -> dict[str, object]:
     return {"place": place.number, "result": "survived", "ran": ran, "of": len(tests), "seconds": seconds}
 
 
-def kill_all(name: str, base: str, tree: Path, jobs: int) -> None:
-    """Kill the first COUNTED places of the lot that a test of the suite `base` reaches."""
+def noticed(name: str) -> dict[int, str]:
+    """Test that noticed the mutant of each place that a suite killed."""
+    file = FOLDER / name / "kills.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    tests = {
+        row["place"]: re.match(r"(?:FAILED|ERROR) (\S+::.+?)(?: - |$)", row.get("by", "")) for row in rows
+    }
+    return {place: found[1] for place, found in tests.items() if found}
+
+
+def kill_all(name: str, base: str, tree: Path, jobs: int, other: str) -> None:
+    """Kill the first COUNTED places of the lot that a test of the suite `base` reaches.
+
+    other: a suite whose noticing tests are tried first.
+    """
     places = [Place(**row) for row in json.loads((FOLDER / "places.json").read_text())]
     counted = [place for place in places if place.number in Suite.read(base).reached][:COUNTED]
-    suite, file = Suite.read(name), FOLDER / name / "kills.jsonl"
+    suite, file, likely = Suite.read(name), FOLDER / name / "kills.jsonl", noticed(other)
     done = {json.loads(line)["place"] for line in file.read_text().splitlines()} if file.exists() else set()
     trees: Queue[Path] = Queue()
     for job in range(jobs):
@@ -479,7 +523,7 @@ def kill_all(name: str, base: str, tree: Path, jobs: int) -> None:
             return
         tree = trees.get()
         try:
-            row = kill(place, suite, tree)
+            row = kill(place, suite, tree, likely.get(place.number, ""))
             with file.open("a") as rows:
                 rows.write(json.dumps(row) + "\n")
             print(place.number, place.file, place.line, row, flush=True)
@@ -488,6 +532,19 @@ def kill_all(name: str, base: str, tree: Path, jobs: int) -> None:
 
     with ThreadPoolExecutor(jobs) as pool:
         list(pool.map(one, counted))
+
+
+def control(name: str, tree: Path) -> list[str]:
+    """Run the tests that noticed a mutant in an unchanged copy; returns those that fail there too."""
+    copied = copy(tree, FOLDER / name / "control" / "tree")
+    (copied / "build").mkdir(exist_ok=True)
+    words = ["-m", "pytest", "-q", "-n", "2", "-o", "addopts=", "--tb=line", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [sys.executable, *words, *dict.fromkeys(noticed(name).values())],
+        cwd=copied, env=environment(copied), capture_output=True, text=True,
+    )  # fmt: skip
+    print(done.stdout[-300:])
+    return [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
 
 
 def table(names: list[str]) -> str:
@@ -526,7 +583,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     verbs = parser.add_subparsers(dest="verb", required=True)
-    verbs.add_parser("draw")
+    verb = verbs.add_parser("draw")
+    verb.add_argument("--tree", type=Path, default=ROOT)
     verb = verbs.add_parser("reach")
     verb.add_argument("--suite", required=True)
     verb.add_argument("--tree", type=Path, default=ROOT)
@@ -536,16 +594,24 @@ def main() -> None:
     verb.add_argument("--base", default="old", help="suite that decides which places are counted")
     verb.add_argument("--tree", type=Path, default=ROOT)
     verb.add_argument("--jobs", type=int, default=2)
+    verb.add_argument("--other", default="", help="suite whose noticing tests are tried first")
+    verb = verbs.add_parser("control")
+    verb.add_argument("--suite", required=True)
+    verb.add_argument("--tree", type=Path, default=ROOT)
     verb = verbs.add_parser("table")
     verb.add_argument("suites", nargs="+")
     given = parser.parse_args()
     if given.verb == "draw":
-        FOLDER.mkdir(parents=True, exist_ok=True)
-        (FOLDER / "places.json").write_text(json.dumps([asdict(place) for place in draw()], indent=1))
+        shutil.rmtree(DRAWN_FROM, ignore_errors=True)
+        shutil.copytree(given.tree / "src" / "meshtune", DRAWN_FROM)
+        places = [asdict(place) for place in draw(DRAWN_FROM)]
+        (FOLDER / "places.json").write_text(json.dumps(places, indent=1))
     elif given.verb == "reach":
         reach(given.suite, given.tree, given.legs)
     elif given.verb == "kill":
-        kill_all(given.suite, given.base, given.tree, given.jobs)
+        kill_all(given.suite, given.base, given.tree, given.jobs, given.other)
+    elif given.verb == "control":
+        sys.exit("\n".join(control(given.suite, given.tree)) or None)
     else:
         print(table(given.suites), end="")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from filelock import FileLock
-from grid import ONE, Grid, shared
+from grid import ONE, Grid, Traced, dry_runs, shared
 from layouts import Trained, make_folder
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -43,6 +43,12 @@ def folder(grid_folder: Path) -> Path:
 def grid(folder: Path) -> Grid:
     """Function(layout, precision) -> a run of the grid, made once for all tests."""
     return shared(folder.parent)
+
+
+@pytest.fixture(scope="session")
+def dry_run(grid: Grid) -> Traced:
+    """Function(layout) -> rank -> the dry run of the grid's run, made once for all tests."""
+    return dry_runs(grid)
 
 
 @pytest.fixture(scope="session")

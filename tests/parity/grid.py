@@ -3,19 +3,31 @@
     grid(layout, precision) ──> the run ──┬── equal to one rank's: losses, norms, tensors, evaluation
                                           ├── the exported folder is that of one rank
                                           ├── its rows are of the same global batches
-                                          └── its checkpoint continues in another layout
+                                          ├── its checkpoint continues in another layout
+                                          └── in fp32: its memory and messages are the dry run's, its peak
+                                              the planner's, the parts of each step its time
 
 Under pytest-xdist all workers share the runs: the first that asks for one trains it, the others wait for it.
 """
 
+import pickle
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 
 from filelock import FileLock
 from layouts import Trained, trained, whole
 
+from meshtune import config
+from meshtune.api.dryrun import subject_of
+from meshtune.dryrun.ranks import trace_ranks
+from meshtune.dryrun.world import trace_rank
 from meshtune.layout import Layout
+from meshtune.meter.trace import RankTrace
+from meshtune.rundir import RunDir
+from meshtune.train.inputs import inputs_of
 
 ONE = "mb4-ga4"
 SINGLE = ["zero3x2", "tp2-sp", "ulysses2", "pp2-zbv"]  # two ranks and one technique: these are in make test
@@ -26,6 +38,7 @@ GRID = [
     "zero3x2-tp2-sp-pp2-1f1b-full", "dp2-zero2x2-pp2-1f1b-selective",
 ]  # fmt: skip
 Grid = Callable[[str, str], Trained]
+Traced = Callable[[str], dict[int, RankTrace]]
 
 
 def values(layout: Layout) -> dict[str, str]:
@@ -53,7 +66,31 @@ def shared(folder: Path) -> Grid:
         run = folder / f"{layout}-{precision}"
         with FileLock(f"{run}.lock"):
             if not (run / "model").exists():
-                trained(folder / "data", run, layout, precision)
+                trained(folder / "data", run, layout, precision, watched=2 * (precision == "fp32"))
         return Trained.read(run)
 
     return cell
+
+
+def dry_runs(grid: Grid) -> Traced:
+    """Function(layout) -> rank -> its dry run with the second batch of the grid's run in fp32."""
+
+    def traced(layout: str) -> dict[int, RankTrace]:
+        run = RunDir(grid(layout, "fp32").folder)
+        file = run.path.with_suffix(".traces")
+        with FileLock(f"{file}.lock"):
+            if not file.exists():
+                file.write_bytes(pickle.dumps(dry_run(run)))
+        return pickle.loads(file.read_bytes())
+
+    return traced
+
+
+def dry_run(run: RunDir) -> dict[int, RankTrace]:
+    """Trace one rank of each kind with the second batch of a run, in the layout that it had."""
+    chosen, layout = config.load(run.config_file), Layout.parse(run.rows("run")[0]["layout"])
+    with subject_of(chosen, lambda _: None, device="cpu") as subject:
+        job = subject.job_of_data(layout, inputs_of(chosen), number=2)
+        ranks = [*subject.ranks(layout)]
+    job = replace(job, every_micro_batch=True)
+    return dict(zip(ranks, trace_ranks(partial(trace_rank, job), ranks, layout.world), strict=True))

@@ -71,26 +71,32 @@ def make_folder(folder: Path, model: Any, *, rows: int = 150, tokens: int | None
 def settings(
     data: Path, output: Path, layout: str, precision: str, overrides: Sequence[str] = ()
 ) -> list[str]:
-    """A short run: 3 steps of 16 packed sequences."""
+    """A short run: 3 steps of 16 packed sequences, in the micro-batches of `whole`."""
     return [
         f"model.name={data / 'model'}", f"data.train={data / 'train.jsonl'}",
         f"data.eval={data / 'test.jsonl'}", f"data.cache={data / 'cache'}", "data.seq_len=64",
         f"train.global_batch_size={GLOBAL_BATCH}", "train.max_steps=3", f"train.precision={precision}",
         "train.learning_rate=1e-2", "train.weight_decay=0.1", "train.adam_eps=1e-6",
         "train.lr_scheduler=constant", "train.warmup_ratio=0", "log.to=[jsonl]", "checkpoint.every=0",
-        f"layout={layout}", f"output={output}", *overrides,
+        f"layout={whole(layout)}", f"output={output}", *overrides,
     ]  # fmt: skip
 
 
 def whole(layout: str) -> Layout:
-    """The layout with what it leaves open filled in."""
+    """The layout with what it leaves open filled in: micro-batches of 4 sequences, which are accumulated.
+
+    A run would choose one micro-batch as large as the global batch, in which schedules have nothing to order.
+    """
     open_fields = config.PartialLayout.parse(layout)
     return open_fields.complete(devices=1, global_batch_size=GLOBAL_BATCH)
 
 
-def train(words: list[str], loss: LossFunction | None = None) -> str:
-    """Train on this rank; returns the run's folder. loss: instead of the cross entropy."""
-    with patch.object(phases, "WATCHED_STEPS", 0):  # counting their memory would take as long as all else
+def train(words: list[str], loss: LossFunction | None = None, watched: int = 0) -> str:
+    """Train on this rank; returns the run's folder. loss: instead of the cross entropy.
+
+    watched: steps whose memory is counted, which takes as long as all else.
+    """
+    with patch.object(phases, "WATCHED_STEPS", watched):
         run = build.build(config.load(None, words), hooks=Hooks(loss))
         loop.train(run)
     return str(run.folder.path)
@@ -104,13 +110,14 @@ def trained(
     *overrides: str,
     forked: bool = False,
     loss: LossFunction | None = None,
+    watched: int = 0,
 ) -> Trained:
     """Train under `layout`, on as many ranks as it needs; if `forked`, with what is patched here.
 
-    loss: instead of the cross entropy.
+    loss, watched: as in `train`.
     """
     words = settings(data, output, layout, precision, overrides)
-    return Trained.read(run_ranks(whole(layout).world, train, words, loss, forked=forked)[0])
+    return Trained.read(run_ranks(whole(layout).world, train, words, loss, watched, forked=forked)[0])
 
 
 def differences(ours: Trained, theirs: Trained) -> tuple[float, float, float, str]:

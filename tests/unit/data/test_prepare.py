@@ -22,6 +22,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from meshtune.data.batch import evaluation_batches
+from meshtune.data.cache import discard
 from meshtune.data.encode import Encoder
 from meshtune.data.example import BadRow, Source
 from meshtune.data.files import DataFile
@@ -520,6 +521,15 @@ def test_progress_tells_the_time_that_is_left() -> None:
     assert progress.text(60_000, 30.0).endswith("0:00 left")
 
 
+def test_progress_tells_the_share_of_the_bytes_that_are_hashed(monkeypatch, capsys) -> None:
+    monkeypatch.setattr("meshtune.data.progress.SOON", 0)
+    monkeypatch.setattr("meshtune.data.progress.EVERY", 0)
+    progress = Progress([DataFile("a", size=4)])
+    progress.hashed(1)
+    progress.hashed(2)
+    assert re.findall(r"\d+%", capsys.readouterr().err) == ["25%", "75%"]
+
+
 def test_a_stream_names_unused_columns_at_the_start_and_counts_bad_rows_of_its_evaluation(tmp_path) -> None:
     row = {"prompt": "1?", "completion": "1"}
     train, held_out = tmp_path / "train.jsonl", tmp_path / "held_out.jsonl"
@@ -605,3 +615,14 @@ def test_a_bad_row_behind_max_samples_is_not_read(tmp_path) -> None:
     with refuses(UserError):
         made(tmp_path, [source])
     assert made(tmp_path, [replace(source, max_samples=5)]).stats["rows"] == 5
+
+
+def test_a_damaged_folder_that_cannot_be_removed_is_out_of_the_way(tmp_path, monkeypatch) -> None:
+    def refuse(*_, **__):
+        raise PermissionError("the file is open elsewhere")
+
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "tokens.npy").write_bytes(b"damaged")
+    monkeypatch.setattr(os, "unlink", refuse)
+    discard(tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()

@@ -397,3 +397,25 @@ def test_a_folder_saved_by_datasets_is_read(tmp_path):
     assert [row.completion for row in examples(tmp_path / "saved", start=3)] == ["answer 3", "answer 4"]
     with refuses(UserError):
         examples(tmp_path / "saved", split="test")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_data_set_of_the_hub_is_read_from_any_row(streaming, tmp_path, monkeypatch):
+    import datasets
+
+    asked, rows = [], datasets.Dataset.from_list(PAIRS)
+
+    def load(*words, **keywords):
+        asked.append((words, keywords))
+        return rows.to_iterable_dataset() if keywords["streaming"] else rows
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.chdir(tmp_path)
+    chosen = {"streaming": True} if streaming else {}  # stored on the disk unless a stream is asked for
+    found = examples("me/pairs:main", split="train[:5]", start=2, **chosen)
+    assert [row.completion for row in found] == ["answer 2", "answer 3", "answer 4"]
+    assert [row.origin.row for row in found] == [2, 3, 4]
+    assert asked == [(("me/pairs", "main"), {"split": "train[:5]", "streaming": streaming})]
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: [][0])
+    with refuses(UserError):
+        examples("me/pairs")

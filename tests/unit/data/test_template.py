@@ -1,6 +1,8 @@
 """The label mask, token by token. The reference is a conversation written out by hand, cut into pieces that
 say which are the assistant's; a token is expected to be labelled where its offsets lie in such a piece."""
 
+import copy
+
 import numpy as np
 import pytest
 from chat_templates import template
@@ -381,6 +383,18 @@ def test_the_fingerprint_changes_with_whatever_changes_a_document(tokenizer_of):
     variants = [of(), of("all"), of(chat_template="chatml"), of(separator=" "), of(special=("<x>",))]
     assert len(set(variants)) == len(variants)
     assert of() == of()
+
+
+def test_the_fingerprint_has_the_template_that_is_in_force(tokenizer_of):
+    one = Encoder(tokenizer_of(), train_on="completion", chat_template="chatml").tokenizer
+    other = copy.deepcopy(one)
+    other.chat_template += "{# changed #}"
+
+    def of(tokenizer, chat_template):
+        return Encoder(tokenizer, train_on="completion", chat_template=chat_template).fingerprint
+
+    assert of(one, None) != of(other, None)
+    assert of(one, "none") == of(other, "none")
 
 
 def test_a_tokenizer_without_eos_is_refused_with_a_way_out():

@@ -26,14 +26,10 @@ sys.path.append(str(ROOT / "validation"))
 from dryrun_cases import GRID, MODELS, Case  # noqa: E402
 from dryrun_grid import compare, differences, real, summary, traces  # noqa: E402
 
-SLOW = (  # of the grid, one of each technique
+SLOW = (  # of the grid, what the runs of tests/parity/test_rows.py do not have
     "zero2x2-mb2-ga2, DoRA",
-    "dp2-zero3x2-mb1-ga2",
     "tp2-sp-mb24-ga1-full, three chunks of the loss, label smoothing",
-    "tp2-mb2-ga2",
     "cp2-tp2-sp-mb1-ga1, Mistral, window of 16",
-    "ulysses2-mb2-ga2",
-    "pp2-zb-v2-mb1-ga4",
     "pp2-zbv-mb1-ga4, tied embeddings",
     "zero3x2-mb2-ga2-selective, Gemma 2",
 )

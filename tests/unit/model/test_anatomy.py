@@ -105,8 +105,10 @@ def test_a_loss_that_is_not_added_is_said():
     says(left_out_of_loss(balanced))
 
 
-def test_capabilities_say_whether_documents_can_be_packed():
-    rows = {row.feature: row for row in capabilities(FAMILIES["llama"]())}
+def test_capabilities_say_what_works_and_why_not():
+    found = capabilities(FAMILIES["llama"]())
+    says("\n".join(f"{row.feature}: {'yes' if row.supported else 'no'}, {row.why}" for row in found))
+    rows = {row.feature: row for row in found}
     assert rows["packing"].supported
     assert rows["lora"].why.startswith("all-linear adapts 14 ")
     rows = {row.feature: row for row in capabilities(AutoConfig.for_model("bloom"))}

@@ -4,17 +4,17 @@ import os
 import peft
 import pytest
 import torch
-from families import FAMILY_CASES
+from families import FAMILIES, FAMILY_CASES
 from golden import refuses
 from loading import load, resize_embeddings
 from model_folders import plain
 from test_lora import fill
-from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from meshtune.errors import UserError
 from meshtune.model.adapter import adapter_base, load_adapter, save_adapter
 from meshtune.model.lora import add_lora, merge_lora
-from meshtune.model.save import save_model
+from meshtune.model.save import save_model, stored_differently
 
 
 @pytest.mark.parametrize("family", FAMILY_CASES)
@@ -178,3 +178,13 @@ def test_files_of_a_model_have_the_mode_that_the_umask_gives(save, tmp_path):
         os.umask(old)
     modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "model").iterdir()}
     assert modes and set(modes.values()) == {0o640}, modes
+
+
+def test_families_whose_files_have_other_names_or_shapes_are_known():
+    def made(config):
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config)
+
+    assert not any(stored_differently(made(FAMILIES[name]())) for name in ("llama", "gpt2"))
+    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    assert stored_differently(made(AutoConfig.for_model("mixtral", **small)))

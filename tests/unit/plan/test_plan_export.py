@@ -1096,6 +1096,24 @@ def test_formats_are_those_that_are_read() -> None:
 
 
 @pytest.mark.ci
+@pytest.mark.parametrize(
+    ("tool", "text"),
+    [
+        ("accelerate", "zero3x4-tp2-mb1-ga2"),
+        ("deepspeed", "zero3x4-ulysses2-mb1-ga2"),
+        ("torchtitan", "dp2-zero3x4-tp2-sp-pp2-1f1b-mb2-ga8-full"),
+        ("megatron", "zero1x2-tp2-sp-pp2-1f1b-mb1-ga8-full"),
+        ("axolotl", "zero3x4-tp2-mb1-ga2"),
+        ("llamafactory", "zero3x8-mb2-ga4-full"),
+    ],
+)
+def test_the_files_are_those_that_were_reviewed(tool: str, text: str) -> None:
+    result = exported(tool, text)
+    for name in sorted(result.files):
+        says(f"{name}\n{result.files[name]}")
+    says("\n".join([result.command, *result.missing]))
+
+
 def test_exporting_needs_no_torch() -> None:
     code = (
         "import sys, meshtune.plan.export; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"

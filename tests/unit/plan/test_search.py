@@ -616,6 +616,7 @@ def test_when_nothing_fits_the_nearest_is_named_and_the_remedies_fit(w: Workload
     nearest = explained(w, cluster, Layout.parse(named[1]))
     assert not nearest.fits and not w.refusals(nearest.layout)
     assert nearest.memory.peak == min(each.memory.peak for each in plan.nearest(8))
+    assert len(plan.near.tp) == len(plan.nearest(9)) == 8
     remedies = REMEDY.findall(str(error))
     assert remedies or "None of the changes that were tried would fit" in str(error)
     for key, value, layout, _ in remedies:

@@ -51,6 +51,11 @@ def test_a_larger_micro_batch_that_fits_is_compared_by_its_time() -> None:
     says(micro_batch(plan))
 
 
+def test_a_larger_micro_batch_that_does_not_fit_is_named_with_what_it_needs() -> None:
+    plan = planned(workload("llama-3.1-8b", 64, 4096), machines(8), "zero3x8-mb2-ga4")
+    says(micro_batch(plan))
+
+
 def test_the_batch_is_part_of_the_reason_where_it_excludes_degrees() -> None:
     """70B on 1000 GPUs: 1024 sequences leave dp, tp and pp without cp only degrees of 5."""
     plan = search(workload("llama-3.1-70b", 1024), machines(1000), fixed={"tp": 4, "cp": 25, "pp": 5})

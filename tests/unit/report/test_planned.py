@@ -8,11 +8,13 @@ from rich.console import Console
 
 from meshtune.layout import Layout
 from meshtune.plan.cluster import cluster_of
+from meshtune.plan.cost import RunCost
 from meshtune.plan.memory.timeline import Memory
 from meshtune.plan.search import Choice
 from meshtune.plan.seconds.step import PARTS, Seconds
 from meshtune.report.draw.colours import COLOURS, MEMORY, MEMORY_PARTS, TIME
 from meshtune.report.plan.bars import LETTERS, Bar, blocks
+from meshtune.report.plan.clusters import cost_columns
 from meshtune.report.plan.numbers import of_capacity, seconds
 from meshtune.report.plan.side_by_side import side_by_side
 from meshtune.report.plan.tables import explanation, layouts_table
@@ -207,3 +209,13 @@ def test_error_bars_stand_once_in_the_heads_of_a_table_and_behind_the_figures_of
     text = shown(explanation(CHOICES[0]), 120)
     assert f"8.00 s a step {time}" in text and f"GiB {memory} at the peak" in text
     assert f"step {time}" in shown(side_by_side(CHOICES[:2]))
+
+
+def test_columns_of_costs_are_those_that_a_run_has() -> None:
+    priced = RunCost(10, 1000, 7200.0, 16.0, 40.0, 2.5, "EUR", 0.1)
+    columns = cost_columns([None, replace(priced, currency=""), priced])
+    assert [*columns] == ["hours", "gpu_hours", "cost", "million"]
+    assert columns["cost"].title == "EUR" and "±10%" in columns["hours"].title
+    assert [columns[name].cells[0] for name in columns] == 4 * [""]
+    untimed = replace(priced, seconds=None, gpu_hours=None, cost=None, cost_per_million_tokens=None)
+    assert cost_columns([untimed, None]) == {}

@@ -8,6 +8,7 @@ from page_data import valid
 
 from meshtune.errors import UserError
 from meshtune.report.draw.kinds import Series
+from meshtune.report.draw.scatter import round_values
 from meshtune.report.draw.thin import MOST_ROWS, merged, thinned
 from meshtune.report.run.panels import panels, running_mean
 from meshtune.report.run.report import write_picture
@@ -167,3 +168,15 @@ def test_a_report_that_cannot_be_written_is_a_sentence_too(empty: RunDir):
     empty.report_file.mkdir()
     reason = try_report(empty)
     assert "could not be written" in reason and f"Later: meshtune report {empty.path}" in reason
+
+
+@pytest.mark.parametrize(
+    ("ends", "values"),
+    [
+        ((2, 8), [2, 3, 5, 7]),
+        ((15, 1100), [20, 50, 100, 200, 500, 1000]),
+        ((0.5, 2e4), [1, 10, 100, 1000, 10_000]),
+    ],
+)
+def test_a_logarithmic_axis_has_round_values_inside_its_ends(ends, values):
+    assert round_values(ends) == pytest.approx(values)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock, patch
@@ -26,7 +27,7 @@ from meshtune.model.pieces import Piece
 from meshtune.placement.split import piece, pieces
 from meshtune.train import checkpoint
 from meshtune.train.checkpoint import Checkpoints
-from meshtune.train.unpickle import read_metadata
+from meshtune.train.unpickle import SafeReader, read_metadata
 
 sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 import checkpoint_tables as checkpoint_tables_benchmark
@@ -460,6 +461,22 @@ def fail_one_rank(folder: Path) -> None:
 def test_when_one_rank_cannot_write_all_ranks_know_and_nothing_is_left(tmp_path):
     run_ranks(2, fail_one_rank, tmp_path)
     assert names(tmp_path) == {"step-1"}
+
+
+def fail_one_reader(folder: Path) -> None:
+    checkpoints = Checkpoints(folder, process_group=dist.new_group(backend="gloo"))
+    checkpoints.save(1, sharded_state(), {})
+    assert checkpoints.wait() == []
+    broken = patch.object(SafeReader, "read_data", side_effect=OSError("the disk is gone"))
+    with (
+        broken if dist.get_rank() == 1 else nullcontext(),
+        pytest.raises(UserError, match="the disk is gone"),
+    ):
+        checkpoints.load(1, sharded_state())
+
+
+def test_when_one_rank_cannot_read_all_ranks_know(tmp_path):
+    run_ranks(2, fail_one_reader, tmp_path)
 
 
 def test_the_manifest_lists_every_file_with_its_size(tmp_path):
