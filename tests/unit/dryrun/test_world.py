@@ -26,7 +26,7 @@ sys.path.append(str(ROOT / "validation"))
 from dryrun_cases import GRID, MODELS, Case  # noqa: E402
 from dryrun_grid import compare, differences, real, summary, traces  # noqa: E402
 
-SLOW = (  # of the grid, what the runs of tests/parity/test_rows.py do not have
+SLOW = (  # of the grid, what the runs of tests/parity/test_grid_rows.py do not have
     "zero2x2-mb2-ga2, DoRA",
     "tp2-sp-mb24-ga1-full, three chunks of the loss, label smoothing",
     "cp2-tp2-sp-mb1-ga1, Mistral, window of 16",
