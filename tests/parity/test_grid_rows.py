@@ -36,7 +36,7 @@ def part(message: Collective, layout: Layout) -> str:
     return "other" if everyone and (layout.tp > 1 or layout.pp > 1) else "data"
 
 
-@pytest.mark.parametrize("layout", cases(GRID, ci=["cp2-pp2-zbv"]))
+@pytest.mark.parametrize("layout", cases(GRID))
 def test_a_run_sends_the_messages_of_its_dry_run(layout: str, grid: Grid, dry_run: Traced) -> None:
     run, chosen = read(grid, layout)
     sent = {axis: tuple(both) for axis, both in run.rows("time")[1]["traffic"].items()}
