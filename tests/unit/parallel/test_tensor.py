@@ -344,7 +344,7 @@ DROPOUT = {
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("family", cases(DROPOUT, test=["phi3", "starcoder2"]))
+@pytest.mark.parametrize("family", cases(DROPOUT, test=["phi3", "starcoder2", "gpt_neox"]))
 def test_masks_are_equal_where_activations_are_and_differ_elsewhere(family):
     changes, whole, cut = DROPOUT[family]
     config = FAMILIES[family](**changes)

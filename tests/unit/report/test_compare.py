@@ -96,9 +96,11 @@ def test_each_run_has_a_curve_of_its_own_colour(run, other):
 def test_long_runs_are_drawn_as_running_means(run, other, train):
     for step in range(4, 101):
         other.append(train(step))
-    loss = next(panel for panel in panels(compare([run.path, other.path])) if panel.key == "loss")
-    assert loss.unit == "per label token, running mean"
-    assert [len(one.x) for one in loss.series] == [4, 100]
+    drawn = {panel.key: panel for panel in panels(compare([run.path, other.path]))}
+    assert drawn["loss"].unit == "per label token, running mean"
+    assert [len(one.x) for one in drawn["loss"].series] == [4, 100]
+    averaged = [key for key, panel in drawn.items() if "running mean" in panel.unit]
+    assert {"learning_rate", "eval"} < drawn.keys() - {*averaged} and {"loss", "speed"} <= {*averaged}
 
 
 def test_answers_to_a_prompt_stand_side_by_side(run, other):
