@@ -3,7 +3,7 @@
     python scripts/mutants.py draw                  places by a seeded lot -> build/mutants/places.json
     python scripts/mutants.py reach --suite new     which tests run each place -> build/mutants/new/
     python scripts/mutants.py kill --suite new      each place changed, its tests run, nearest first
-    python scripts/mutants.py control --suite new   the tests that noticed one pass where nothing is changed
+    python scripts/mutants.py control --suite new   the tests that failed pass on unchanged source
     python scripts/mutants.py table old new         both suites, as a table
 
 A place is one expression or statement, drawn by lines of code over all packages. Its mutant swaps an
@@ -386,8 +386,8 @@ class Suite:
         return cls(passed, tests)
 
     def nearest(self, place: Place, tree: Path) -> list[str]:
-        """Tests that reach a place. What runs when its module is imported is used by others than those during
-        which that happens: there all tests.
+        """Tests that reach a place, nearest first. For one that runs at import (a constant, a default): all
+        tests, since those that use its value are not known.
         """
         module = "meshtune." + place.file.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
         stem, package = Path(place.file).stem, Path(place.file).parts[0]
@@ -413,7 +413,7 @@ class Suite:
         first = self.reached.get(place.number, set())
         if not in_function(place):
             return sorted(
-                self.seconds, key=lambda test: (distance(test)[0], test not in first, distance(test))
+                self.seconds, key=lambda test: (distance(test)[0], test not in first, self.seconds[test])
             )
         return sorted(first, key=distance)
 
@@ -422,9 +422,8 @@ def run_tests(tree: Path, tests: list[str], seconds: float) -> tuple[int, str]:
     """Run tests up to the first failure; returns pytest's exit code, -1 if time is over, and its output."""
     chosen = tree / "build" / "chosen.txt"
     chosen.write_text("\n".join(tests))
-    temporary = (
-        tree.parent / "tmp"
-    )  # pytest names folders in it as it does in /tmp: sentences have these names
+    # Messages name temporary folders, and golden files know pytest's own names: --basetemp would change them.
+    temporary = tree.parent / "tmp"
     temporary.mkdir(exist_ok=True)
     words = [
         sys.executable,

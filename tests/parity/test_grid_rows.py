@@ -12,13 +12,12 @@ from meshtune.layout import Layout
 from meshtune.meter.parts import AXIS_PARTS
 from meshtune.meter.rows import fullest_memory
 from meshtune.meter.trace import Collective
-from meshtune.placement.ranks import coordinates
 from meshtune.rundir import RunDir
 
 IN_CI = [*GRID[:2]]
 PLANNED = 0.03  # of the fullest rank's peak, in a model whose smallest tensors count
-PLANNED_SHORT_OF = {"tp4-sp", "tp2-pp2-dualpipev-mb2-ga8"}
-PLANNED_SHORT = pytest.mark.xfail(strict=True, reason="see TODO.md, The dry run")
+PLANNED_BEYOND = {"tp4-sp", "tp2-pp2-dualpipev-mb2-ga8", "dp2-zero2x2-pp2-1f1b-selective"}
+BEYOND = pytest.mark.xfail(strict=True, reason="see TODO.md, The dry run")
 
 
 def read(grid: Grid, layout: str) -> tuple[RunDir, Layout]:
@@ -66,7 +65,7 @@ def test_a_run_holds_the_bytes_of_its_dry_run(layout: str, grid: Grid, dry_run: 
     "layout",
     cases(
         [
-            pytest.param(layout, marks=PLANNED_SHORT) if layout in PLANNED_SHORT_OF else layout
+            pytest.param(layout, marks=BEYOND) if layout in PLANNED_BEYOND else layout
             for layout in [*SINGLE, *GRID]
         ],
         ci=IN_CI,
@@ -93,7 +92,6 @@ def test_the_parts_of_a_step_are_its_time(layout: str, grid: Grid) -> None:
         axes = {AXIS_PARTS[axis] for axis in AXIS_PARTS if getattr(chosen, axis) > 1}
         assert axes <= row["traffic"].keys() <= axes | {"other"}
         if chosen.pp > 1:
-            places = [coordinates(chosen, rank)["pp"] for rank in range(chosen.world)]
-            number = chosen.gradient_accumulation_steps
-            assert all(1 <= count <= number * chosen.virtual_stages for count in row["in_flight"])
-            assert len(places) == len(row["in_flight"]) == len(row["idle"])
+            most = chosen.gradient_accumulation_steps * chosen.virtual_stages
+            assert all(1 <= count <= most for count in row["in_flight"])
+            assert len(row["in_flight"]) == len(row["idle"]) == chosen.world

@@ -109,6 +109,14 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Trained]:
     return folder, trained(folder, folder / "one", "mb4-ga4", "fp64")
 
 
+@pytest.mark.all
+def test_unchanged_a_tied_embedding_agrees(tied: tuple[Path, Trained], tmp_path: Path) -> None:
+    """The other layouts are compared unchanged in test_parity.py."""
+    folder, reference = tied
+    ours = trained(folder, tmp_path / "run", MUTATIONS[TIED][0], "fp64")
+    assert max(differences(ours, reference)[:3]) < 1e-6
+
+
 @pytest.mark.parametrize("name", cases(MUTATIONS, ci=IN_CI))
 def test_without_it_the_comparison_fails(
     name: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

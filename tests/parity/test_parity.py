@@ -21,6 +21,7 @@ from meshtune.rundir import RunDir
 ALONE = """
 dp2 zero1x2 zero2x2 zero3x2 tp2 tp2-sp tp2-sp-regather cp2 ulysses2
 pp2-gpipe pp2-1f1b pp2-interleaved1f1b-v2 pp2-loopedbfs-v2 pp2-zb-v2 pp2-zbv pp2-dualpipev
+tp4 dp2-zero2x2
 """
 # A pair of techniques that is in a layout with a third is not tried alone too.
 TWO = """
