@@ -16,9 +16,9 @@
     make gpu-check TINY=1                     tiny models, on a processor too: does the check itself run?
 
 It first says which packages are missing; only what needs them is skipped. After each figure
-benchmarks/results/gpu-<date>.json and .md are written, and copies to $OUT where it is set; a later part adds
-to them. A figure that fails is recorded with its error and the next one runs; one that has no time left is
-skipped and recorded as such.
+benchmarks/results/gpu-<GPU>-<date>.json and .md are written, and copies to $OUT where it is set; a later
+part adds to them. A figure that fails is recorded with its error and the next one runs; one that has no time
+left is skipped and recorded as such.
 """
 
 import argparse

@@ -68,3 +68,21 @@ def write_rows(file: Path, tokens: int, words: int, longest: int) -> Path:
             out.write(json.dumps({"prompt": prompt, "completion": completion}) + "\n")
             total += asked + answered
     return file
+
+
+def write_weights(folder: Path) -> None:
+    """Write random bf16 weights of the model in `folder`, drawn on the GPU where there is one, unless they
+    are there.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if list(folder.glob("*.safetensors")):
+        return
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    del model
+    if device == "cuda":
+        torch.cuda.empty_cache()

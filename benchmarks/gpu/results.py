@@ -1,6 +1,6 @@
-"""The check's results: benchmarks/results/gpu-<date>.json and .md, written after each figure.
+"""The check's results: benchmarks/results/gpu-<GPU>-<date>.json and .md, written after each figure.
 
-A later part of the same day adds to the file.
+A later part of the same day on a GPU of the same name adds to the file.
 """
 
 import json
@@ -18,7 +18,8 @@ class Results:
 
     def __init__(self, folder: Path, environment: Mapping[str, Any], name: str = "gpu") -> None:
         self.date = f"{datetime.now(UTC):%Y-%m-%d}"
-        self.name = f"{name}-{self.date}"
+        gpu = environment.get("gpu", "").lower().replace(" ", "-")
+        self.name = "-".join(filter(None, (name, gpu, self.date)))
         self.places = [folder, *([Path(os.environ["OUT"])] if os.environ.get("OUT") else [])]
         file = folder / f"{self.name}.json"
         self.figures: dict[str, Any] = json.loads(file.read_text())["figures"] if file.exists() else {}
@@ -103,7 +104,8 @@ def others(figures: Mapping[str, Any]) -> Iterator[str]:
     for name, one in figures.items():
         if not {"predicted", "tokens_per_second"} & one.keys():
             text = one.get("tail") or one.get("error") or one.get("skipped") or json.dumps(one)
-            yield f"| {name} | {cell(text if 'tail' not in one else text.strip().splitlines()[-1])} |"
+            ends = {"tail", "error"} & one.keys()  # what they have last says most
+            yield f"| {name} | {cell(text.strip().splitlines()[-1] if ends else text)} |"
 
 
 def cell(text: str) -> str:

@@ -118,3 +118,34 @@ def test_running_out_of_memory_says_what_would_fit(settings: Callable[..., list[
             loop.train(run)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def test_weights_are_drawn_on_the_gpu_with_the_deviations_of_transformers() -> None:
+    from transformers import AutoModelForCausalLM, Qwen2Config
+
+    from meshtune.model.load import drawn
+
+    config = Qwen2Config(
+        vocab_size=2048, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    found: dict[str, Any] = {}
+    device, before = torch.device("cuda", 0), torch.cuda.get_rng_state()
+
+    def receive(names: Any, whole: Any) -> None:
+        found.update(dict.fromkeys(names, whole))
+
+    drawn(config, receive, dtype=torch.bfloat16, device=device)
+    assert torch.equal(torch.cuda.get_rng_state(), before)
+    model = AutoModelForCausalLM.from_config(config)
+    named = model.named_parameters(remove_duplicate=False)
+    expected = {name: parameter.detach() for name, parameter in named}
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        assert value.device == device
+        assert value.dtype == torch.bfloat16
+        assert value.shape == expected[name].shape
+        if expected[name].std() == 0:  # biases and norms
+            assert torch.equal(value.cpu(), expected[name].to(torch.bfloat16))
+        else:
+            assert float(value.float().std()) == pytest.approx(float(expected[name].std()), rel=0.05)

@@ -6,10 +6,11 @@
 
 A constructor of torch draws values that `_init_weights` overwrites. Both move the generator as in a build of
 the whole model, so the values are those of `from_config` after the same seed, whatever part of them is kept.
+On a GPU constructors draw nothing and the GPU's generator draws: other values of the same distributions.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,13 +24,15 @@ Build = Callable[[], PreTrainedModel]
 Receive = Callable[[Sequence[str], Tensor], None]  # a parameter's names, its whole value: freed afterwards
 
 
-def draw(build: Build, on_meta: Callable[[], Any], receive: Receive) -> PreTrainedModel | None:
+def draw(
+    build: Build, on_meta: Callable[[], Any], receive: Receive, device: torch.device
+) -> PreTrainedModel | None:
     """Build a model with random weights and hand each parameter to `receive`.
 
     build: makes the model, as transformers' from_config does. on_meta: returns a context in which modules
-    keep the shapes of their parameters alone. Returns the model, its parameters without memory and its
-    buffers right. None, with nothing drawn, if a parameter keeps what a constructor drew or is written before
-    its own module is initialised: it can't be drawn module by module.
+    keep only the shapes of their parameters. device: where the values are drawn. Returns the model, its
+    parameters without memory and its buffers right. None, with nothing drawn, if a parameter keeps what a
+    constructor drew or is written before its own module is initialised: it can't be drawn module by module.
     """
     with torch.random.fork_rng(devices=[]), on_meta(), _Rehearsal() as rehearsal:
         plan = rehearsal.plan(build())
@@ -42,7 +45,7 @@ def draw(build: Build, on_meta: Callable[[], Any], receive: Receive) -> PreTrain
             if parameter is not None:
                 held.append((module, name, parameter))
                 # NaN: whatever is not drawn shows when the pieces are filled
-                memory = torch.full_like(parameter, float("nan"), device="cpu")
+                memory = torch.full_like(parameter, float("nan"), device=device)
                 module._parameters[name] = nn.Parameter(memory, parameter.requires_grad)
         initialise()
         for number, names in next(calls):
@@ -52,7 +55,8 @@ def draw(build: Build, on_meta: Callable[[], Any], receive: Receive) -> PreTrain
             if names:
                 receive(names, value.detach())
 
-    with _freed_when_attached(), _initialising(initialised):
+    ours = device.type == "cpu"  # so that the generator moves as in a build of the whole model
+    with nullcontext() if ours else on_meta(), _freed_when_attached(), _initialising(initialised):
         return build()
 
 

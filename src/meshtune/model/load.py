@@ -51,6 +51,7 @@ from meshtune.units import counted
 logger = logging.getLogger(__name__)
 
 NOTHING: Mapping[str, Any] = {}
+CPU = torch.device("cpu")
 
 
 def quiet() -> None:
@@ -353,21 +354,23 @@ def drawn(
     revision: str | None = None,
     overrides: Mapping[str, Any] = NOTHING,
     seed: int = 0,
+    device: torch.device = CPU,
 ) -> dict[str, Tensor]:
     """Draw random weights in `dtype` and hand each whole parameter to `receive`, which keeps its part of it;
     return the buffers by name.
 
     The values are those of `mapped` with init="random", but one module's parameters are in memory at a time;
-    all of them in a family whose initialisation does not allow it (draw.py), with a warning. Raises UserError
-    as `skeleton`.
+    all of them in a family whose initialisation does not allow it (draw.py), with a warning. On a GPU as
+    `device` other values are drawn, sooner. Raises UserError as `skeleton`.
     """
     _, config = _folder_and_config(source, trust_remote_code, revision, overrides)
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]):
         torch.manual_seed(seed)
         model = draw(
             lambda: _from_config(copy.deepcopy(config), source, dtype, "eager", trust_remote_code),
             _parameters_on_meta,
             receive,
+            device,
         )
     if model is not None:
         return {name: tensor for name, tensor in model.state_dict().items() if not tensor.is_meta}

@@ -131,7 +131,7 @@ def bench_rank(rank: Rank, trial: Trial) -> Measured | None:
     embeddings = embeddings_needed(inputs.tokenizer) if inputs else 0
     spec = model_spec(config, choice.attention, device.type, embeddings=embeddings)
     if trial.source is not None:
-        spec = replace(spec, source=trial.source, overrides={}, init="random")
+        spec = replace(spec, source=trial.source, overrides={}, init="random", draw_on=str(device))
     model = rank_model(
         spec,
         world,

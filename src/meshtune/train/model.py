@@ -69,6 +69,7 @@ class ModelSpec:
 
     source: str | PretrainedConfig  # a hub id, a folder, or (with init="random") a configuration
     init: Literal["pretrained", "random"] = "pretrained"
+    draw_on: str = "cpu"  # where random weights are drawn; a GPU draws other values than transformers, sooner
     revision: str | None = None
     trust_remote_code: bool = False
     overrides: Mapping[str, Any] = field(default_factory=dict)  # values in config.json, of a named source
@@ -307,7 +308,7 @@ def fill_values(
             own = [(name, piece) for name, piece in pieces if name in names]
             fill(own, StoredTensors(dict.fromkeys(names, whole)))
 
-        values = drawn(spec.source, receive, seed=spec.seed, **source)
+        values = drawn(spec.source, receive, seed=spec.seed, device=torch.device(spec.draw_on), **source)
         pieces = [(name, piece) for name, piece in pieces if name in adapters]
     else:
         values = mapped(spec.source, **source)
