@@ -128,6 +128,7 @@ def test_rslora_does_not_fall_with_the_rank(save):
         ("llama", {"modules_to_save": ["embed_token"]}),
         ("llama", {"modules_to_save": ["rotary_emb"]}),
         ("qwen2", {"modules_to_save": ["lm_head"]}),
+        ("qwen2", {"modules_to_save": ["embed_tokens"]}),
     ],
 )  # fmt: skip
 def test_what_can_not_be_done_is_refused(family, options, save):
