@@ -57,7 +57,7 @@ PARTS = [
     Part("tests", "test", (f"{PYTEST} --junitxml={FOLDER / 'tests.xml'}",)),
     Part("types", "ci", (f"{BIN}/pyright",), one_core=True),
     Part("docs", "ci", ("make docs",), one_core=True),
-    Part("tests of CI", "ci", (marked("ci and not all and not browser"),)),
+    Part("tests of CI", "ci", (marked("ci and not all and not browser"),), minutes=60),
     Part("pages in a browser", "ci", (marked("browser and not all", "tests/browser"),)),
     Part("further unit tests", "all", (marked("all", "tests/unit"),), minutes=60),
     Part("further layouts", "all", (marked("all", "tests/parity"),), minutes=60),

@@ -1,6 +1,7 @@
 """A step on streams, from traces made by hand: sums, overlap, contention, pipelines and their bubbles."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from golden import refuses
@@ -21,6 +22,7 @@ from meshtune.meter.trace import (
     StepTrace,
     Storage,
 )
+from meshtune.placement.schedules import orders
 
 
 def costs(gpus: int = 8, **constants: float) -> Costs:
@@ -227,6 +229,26 @@ def test_zero_bubble_schedules_wait_less() -> None:
     assert zb.parts.bubble < 3 * (forward + backward)
     zbv, *_ = simulated("pp4-zbv-mb1-ga8")
     assert zbv.parts.bubble < 3 * (forward + backward)
+
+
+def test_in_dualpipev_a_forward_sends_after_the_backward_that_follows_it() -> None:
+    """torch runs both as one action, and sends what it has to send when the action is done."""
+    layout, found = Layout.parse("pp4-dualpipev-mb1-ga8"), 0
+    run, *_ = simulated(str(layout))
+    for rank, passes in zip(run.ranks, orders(layout), strict=True):
+        ends: dict[tuple[str, int, int], float] = {}
+        sent = {}
+        for each in rank.intervals:
+            if each.stream == "compute":
+                ends[each.kind, each.stage, each.micro_batch] = each.end
+            elif each.stream == "pp send forward":
+                sent[each.stage, each.micro_batch] = each.begin
+        for one, after in pairwise(passes):
+            place = (one.stage, one.micro_batch)
+            if (one.kind, after.kind) == ("F", "B") and place in sent:
+                found += 1
+                assert sent[place] >= ends["B", after.stage, after.micro_batch]
+    assert found
 
 
 def test_a_message_that_counts_as_a_micro_batch_before_moves_no_pass() -> None:
