@@ -6,7 +6,8 @@
 
 A circle contains the one before it. `ci` and `all` skip the parts that have passed on the same files, so an
 interrupted run continues; `test` always runs. `--again` runs every part, `--only` some of them.
-Results stay in build/circles/results.json, what each part printed in build/circles/<part>.log.
+Results stay in build/circles/results.json, what each part printed in build/circles/<part>.log. Parts beyond
+`make test` run with CI=true: what can't run there for want of a program fails and is not skipped.
 """
 
 import argparse
@@ -21,6 +22,7 @@ import threading
 import time
 import tomllib
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from xml.etree import ElementTree
@@ -34,6 +36,7 @@ CIRCLES = ("test", "ci", "all")
 PYTHON = sys.executable
 PYTEST = f"{PYTHON} -m pytest -n 2 --dist worksteal --durations=10"
 RECORD = ROOT / "tests" / "seconds.toml"
+HANGS = ROOT / "build" / "hangs"  # written by tests/ranks.py
 
 
 @dataclass(frozen=True)
@@ -93,24 +96,37 @@ def digest() -> str:
 
 
 class Results:
-    """Results of parts by the digest of the files that they are of."""
+    """Results of parts, kept by the digest of the files that they are for; `files` is the present one."""
 
-    def __init__(self, of: str) -> None:
-        self.file, self.of = FOLDER / "results.json", of
+    def __init__(self, files: str) -> None:
+        self.file, self.files = FOLDER / "results.json", files
         try:
             self.rows: dict[str, dict[str, dict[str, object]]] = json.loads(self.file.read_text())
         except (OSError, ValueError):
             self.rows = {}
 
     def get(self, part: Part) -> Result | None:
-        row = self.rows.get(self.of, {}).get(part.name)
+        row = self.rows.get(self.files, {}).get(part.name)
         return Result(**row) if row else None  # type: ignore[arg-type]
 
     def add(self, part: Part, result: Result) -> None:
-        self.rows.setdefault(self.of, {})[part.name] = asdict(result)
+        """Keep a part's result, unless a file has changed since the circle began."""
+        if digest() != self.files:
+            return
+        self.rows.setdefault(self.files, {})[part.name] = asdict(result)
         aside = self.file.with_suffix(".new")
         aside.write_text(json.dumps(self.rows, indent=1))
         aside.replace(self.file)
+
+
+running: list[subprocess.Popen[bytes]] = []  # of this moment's parts, each in a session of its own
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Kill a command and what it has started in its session."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def run(part: Part, shown: bool) -> Result:
@@ -118,29 +134,29 @@ def run(part: Part, shown: bool) -> Result:
     log = FOLDER / f"{part.name.replace(' ', '-').replace(':', '')}.log"
     # The tests start hundreds of processes, which would all compile the package again without bytecode.
     env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    if part.circle != "test":
+        env["CI"] = "true"
     began, code = time.monotonic(), 0
-    with log.open("wb") as file:
+    # The commands write to the log: a pipe would stay open with a process that a killed one leaves behind.
+    with log.open("wb") as file, log.open("rb") as printed:
         for command in part.commands:
             process = subprocess.Popen(
                 command, shell=True, cwd=ROOT, env=env, start_new_session=True,
-                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
             )  # fmt: skip
-            timer = threading.Timer(60 * part.minutes, os.killpg, (process.pid, signal.SIGKILL))
-            timer.start()
-            try:
-                assert process.stdout is not None
-                while block := process.stdout.read1():  # type: ignore[attr-defined]
-                    file.write(block)
-                    file.flush()
-                    if shown:
-                        sys.stdout.buffer.write(block)
-                        sys.stdout.buffer.flush()
-                code = process.wait()
-            finally:
-                timer.cancel()
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)
-            if code:
+            running.append(process)
+            ended = False
+            while not ended:
+                ended = process.poll() is not None
+                if shown:
+                    sys.stdout.buffer.write(printed.read())
+                    sys.stdout.buffer.flush()
+                if not ended and time.monotonic() - began > 60 * part.minutes:
+                    end(process)
+                    print(f"{part.name}: killed after {part.minutes:.0f} minutes", flush=True)
+                time.sleep(0 if ended else 0.1)
+            running.remove(process)
+            if code := process.returncode:
                 break
     text = log.read_text(errors="replace")
     if not shown:
@@ -194,7 +210,9 @@ def record(now: dict[str, tuple[int, float]]) -> None:
     ]
     for name, (cases, seconds) in now.items():
         lines.append(f'\n["{name}"]\ncases = {cases}\nseconds = {seconds:.0f}')
-    RECORD.write_text("\n".join(lines) + "\n")
+    aside = RECORD.with_suffix(".new")
+    aside.write_text("\n".join(lines) + "\n")
+    aside.replace(RECORD)
 
 
 def table(parts: list[Part], results: dict[str, Result], earlier: set[str]) -> str:
@@ -229,27 +247,37 @@ def main() -> None:
     if given.circle != "test" and not given.again:
         done = {part.name: result for part in chosen if (result := stored.get(part)) and result.passed}
     earlier = set(done)
-    began = time.monotonic()
+    began, hangs = time.monotonic(), set(HANGS.glob("*"))
+    (FOLDER / "tests.xml").unlink(missing_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     for batch in batches([part for part in chosen if part.name not in earlier]):
         print(f"== {' and '.join(part.name for part in batch)}", flush=True)
 
         def make(part: Part, shown: bool) -> None:
             done[part.name] = run(part, shown)
-            stored.add(part, done[part.name])
 
-        threads = [threading.Thread(target=make, args=(part, len(batch) == 1)) for part in batch]
+        threads = [threading.Thread(target=make, args=(part, len(batch) == 1), daemon=True) for part in batch]
         for thread in threads:
             thread.start()
-        for thread in threads:
-            thread.join()
+        try:
+            for thread in threads:
+                thread.join()
+        except BaseException:
+            for process in list(running):
+                end(process)
+            raise
+        for part in batch:
+            stored.add(part, done[part.name])
         if given.circle != "all" and not all(done[part.name].passed for part in batch):
             break
     if "tests" in done and "tests" not in earlier and (FOLDER / "tests.xml").exists():
         now = seconds_by_folder(FOLDER / "tests.xml")
-        if given.record:
+        if given.record and done["tests"].passed:
             record(now)
         print(f"\n{compared(now)}", flush=True)
     print(f"\n{table(chosen, done, earlier)}\n{time.monotonic() - began:.0f} s now", flush=True)
+    for file in sorted(set(HANGS.glob("*")) - hangs):
+        print(f"Ranks hung and were replaced; their stacks: {file.relative_to(ROOT)}", flush=True)
     sys.exit(any(not done[part.name].passed if part.name in done else True for part in chosen))
 
 

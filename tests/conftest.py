@@ -3,13 +3,14 @@
 import gc
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from golden import said_all
 from hypothesis import settings
 from tiny import make_folder, short_run
 
@@ -38,6 +39,13 @@ def _needed(item: pytest.Item) -> list[str]:
 @cache
 def _installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
+    """Compare the number of texts of a test that passes with the golden file's."""
+    yield
+    said_all(item.nodeid)
 
 
 def pytest_collection_finish() -> None:

@@ -108,6 +108,13 @@ def says(text: str | BaseException | Iterable[str]) -> None:
         pytest.fail("The text differs; `make golden` rewrites it.\n" + "\n".join(changes))
 
 
+def said_all(test: str) -> None:
+    """Assert that a test has no further entries: a text that is no longer said is a change too."""
+    texts = [] if REWRITE else _golden(FOLDER / f"{area(test)}.txt").get(test, [])
+    if missing := texts[_said.get(test, 0) :]:
+        pytest.fail("This is no longer said; `make golden` rewrites it.\n" + "\n".join(missing))
+
+
 @contextmanager
 def refuses(kind: type[BaseException] | tuple[type[BaseException], ...]) -> Iterator[pytest.ExceptionInfo]:
     """Assert that the block raises `kind` and that the message is the running test's next entry."""
@@ -183,6 +190,8 @@ def main(words: list[str]) -> int:
     outcomes = Outcomes()
     options = ["-n", "2", "--dist", "loadfile", "-m", "not gpu and not browser", "-q"]
     code = pytest.main([*options, *tests], plugins=[outcomes])
+    if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        return code  # interrupted: which cases did not run is not known
     unsure = outcomes.others | (set(tests) - outcomes.passed)
     new = collected()
     FOLDER.mkdir(exist_ok=True)

@@ -70,18 +70,20 @@ warm: list[Rank] = []  # kept ranks: each waits for its next call
 
 def run_ranks(
     ranks: int, function: Callable[..., Any], *args: Any, seconds: float = 90, forked: bool = False,
-    fresh: bool = False, tries: int = 2,
+    fresh: bool = False, tries: int = 2, clean: Callable[[], object] = lambda: None,
 ) -> list[Any]:  # fmt: skip
     """Run `function(*args)` on `ranks` ranks of a gloo group and return its results by rank.
 
     Results are pickled; so are function and arguments, unless forked. seconds: how long to wait until the
-    next rank has ended. forked, fresh: ranks for this call alone; see the module's
-    docstring. tries: how many times the call may be made, if its ranks hang. Raises AssertionError, with the
-    traceback, if a rank fails, and Hang if the time is over in the last try; the ranks are then killed.
+    next rank has ended. forked, fresh: only this call has these ranks; see the module's docstring. tries: how
+    many times the call may be made, if its ranks hang. clean: called before it is made again, to remove what
+    the first try has written. Raises AssertionError, with the traceback, if a rank fails, and Hang if the
+    time is over in the last try; the ranks are then killed.
     """
     for left in reversed(range(tries)):
         try:
-            return _run(ranks, function, args, seconds, forked, fresh)
+            patience = seconds if left or tries == 1 else max(seconds, 60)  # new ranks must also meet
+            return _run(ranks, function, args, patience, forked, fresh)
         except Hang as hang:
             HANGS.mkdir(parents=True, exist_ok=True)
             file = HANGS / f"{time.strftime('%Y-%m-%d-%H%M%S')}-{os.getpid()}.txt"
@@ -89,6 +91,7 @@ def run_ranks(
             if not left:
                 raise
             warnings.warn(f"{ranks} ranks hung and were replaced once; their stacks: {file}", stacklevel=2)
+            clean()
     raise AssertionError("unreachable")
 
 
@@ -142,7 +145,9 @@ def _results(team: list[Rank], folder: Path, seconds: float) -> list[Any]:
     assert not failures, "\n".join(failures)
     if waiting:
         for number in waiting.values():
-            os.kill(team[number].process.pid or 0, signal.SIGUSR2)
+            pid = team[number].process.pid
+            assert pid
+            os.kill(pid, signal.SIGUSR2)
         time.sleep(1)
         stacks = "\n".join(file.read_text()[:3000] for file in sorted(folder.glob("stack*")))
         raise Hang(f"{len(waiting)} of {len(team)} ranks did not end within {seconds} s:\n{stacks}")

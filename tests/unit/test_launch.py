@@ -118,7 +118,7 @@ def multiply_here_and_on_ranks() -> None:
 def test_ranks_compute_with_threads_where_the_process_that_starts_them_has_done_so() -> None:
     process = multiprocessing.get_context("fork").Process(target=multiply_here_and_on_ranks)
     process.start()
-    process.join(30)
+    process.join(120)
     try:
         assert process.exitcode == 0, "a rank waits for threads that the fork did not copy"
     finally:
@@ -209,7 +209,7 @@ def test_a_rank_whose_log_can_not_be_written_runs_on_and_reports_its_failure(tmp
 
 @pytest.mark.ci
 def test_a_stopped_rank_is_named_with_what_the_others_wait_in() -> None:
-    """The others have five seconds to answer, however busy the machine is."""
+    """The others have five seconds to answer, which other work on the machine does not use up."""
 
     def stop(rank: Rank) -> None:
         mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "tp"))
@@ -369,7 +369,7 @@ def test_ranks_end_with_the_process_that_started_them(started: Any) -> None:
     os.kill(ranks[1], signal.SIGSTOP)
     process.kill()
     process.wait()
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     while any(Path(f"/proc/{rank}").exists() for rank in ranks):
         assert time.monotonic() < until
         time.sleep(0.05)

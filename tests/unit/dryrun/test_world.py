@@ -57,7 +57,7 @@ def test_a_case_of_the_grid_is_equal(name: str) -> None:
     assert compare(case).differences == ()
 
 
-@pytest.mark.ci
+@pytest.mark.all  # in CI a layout of the grid (tests/parity/test_grid_rows.py)
 @pytest.mark.parametrize("layout", ["zero3x3-mb1-ga1-full"])  # shards of different sizes
 def test_fake_steps_have_the_bytes_and_messages_of_real_ones(layout: str) -> None:
     work = Case(layout=layout).job()
