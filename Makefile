@@ -141,7 +141,7 @@ benchmark: $(STAMP)
 gpu-check:
 	PART=$(PART) MINUTES=$(MINUTES) WHEELS=$(WHEELS) TINY=$(TINY) $(PYTHON) benchmarks/gpu_check.py
 
-# uv installs what pip would, in seconds; wheels that pip is told to find (PIP_FIND_LINKS) it is told, too. torch's default
+# uv installs what pip would, in seconds; it is given the wheels that pip finds by PIP_FIND_LINKS. torch's default
 # build for Linux brings CUDA (some GB); `make TORCH_INDEX=… quickstart` looks into another index first, such as
 # PyTorch's own of CPU builds. The stamp has the seconds that this took.
 INSTALL := UV_FIND_LINKS="$${UV_FIND_LINKS-$$PIP_FIND_LINKS}" \

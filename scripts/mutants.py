@@ -20,7 +20,7 @@ of the lot.
 
 The lot is drawn in one version and each place looked up in the others; `draw` keeps a copy of what it saw.
 
-Every step continues where it was interrupted.
+An interrupted step continues; a leg of `reach` that was interrupted runs again.
 """
 
 import argparse
@@ -324,9 +324,16 @@ def reach(suite: str, tree: Path, legs: list[str]) -> None:
     instrument(copied, places)
     env = environment(copied, REACHED=str(folder / "reached"))
     for number, leg in enumerate(legs):
-        done = folder / f"leg{number}.done"
+        done, begun = folder / f"leg{number}.done", folder / f"leg{number}.begun"
         if done.exists():
             continue
+        rows = [folder / name for name in ("reached", "reached.tests", "reached.fixtures")]
+        for file in rows:
+            file.touch()
+        if begun.exists():  # what it wrote before it was interrupted goes
+            for file, size in zip(rows, json.loads(begun.read_text()), strict=True):
+                os.truncate(file, size)
+        begun.write_text(json.dumps([file.stat().st_size for file in rows]))
         with (folder / f"leg{number}.log").open("w") as log:
             began = time.monotonic()
             words = [sys.executable, "-m", "pytest", "-p", "reach_plugin", *leg.split("|")]
@@ -477,6 +484,8 @@ def kill(place: Place, suite: Suite, tree: Path, likely: str = "") -> dict[str, 
             ran += len(tests[start : start + size])
             if code not in (0, 5):
                 named = [line for line in out.splitlines() if line.startswith(("FAILED", "ERROR"))]
+                if code == 4:  # wrong words, a test that is gone: says nothing about the mutant
+                    raise RuntimeError(f"place {place.number}: {out[-2000:]}")
                 by = named[0][:300] if named else out[-300:]
                 return {
                     "place": place.number,

@@ -26,8 +26,7 @@ def earlier(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("name", cases(RUNS, test=["one-rank"]))
+@pytest.mark.parametrize("name", cases(RUNS, ci=["one-rank"]))
 def test_a_run_of_an_earlier_version_goes_on_with_its_losses(
     name: str, earlier: Path, begin: Any, begin_fork: Any
 ) -> None:

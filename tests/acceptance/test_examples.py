@@ -108,8 +108,7 @@ def stand_in(example: str, place: Path) -> Path:
     return file
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize(("example", "words"), cases(commands(), test=QUICK))
+@pytest.mark.parametrize(("example", "words"), cases(commands(), ci=QUICK))
 def test_a_command_of_an_examples_header_runs(
     example: str, words: str, meshtune: Command, place: Path
 ) -> None:

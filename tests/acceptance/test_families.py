@@ -75,8 +75,7 @@ def test_the_first_loss_of_every_family_is_that_of_plain_transformers(
     assert all(torch.equal(weight, trained[name]) for name, weight in loaded.named_parameters())
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("family", cases(["llama", "gemma2", "gpt2"], test=["gpt2"]))
+@pytest.mark.parametrize("family", cases(["llama", "gemma2", "gpt2"], ci=["gpt2"]))
 def test_lora_starts_at_the_loss_of_plain_transformers_and_peft_loads_it(
     family: str, folder: Callable[..., Path], train: Callable[..., loop.Run]
 ) -> None:

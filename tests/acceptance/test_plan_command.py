@@ -302,8 +302,7 @@ def test_the_largest_of_each_kind(plan: Plan) -> None:
     assert plan(*small, "--max", "model").json["model"] in models()
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("suffix", cases(["png", "html"], test=["html"]))
+@pytest.mark.parametrize("suffix", cases(["png", "html"], ci=["html"]))
 def test_a_plan_is_drawn(suffix: str, plan: Plan, tmp_path: Path) -> None:
     file = tmp_path / f"plan.{suffix}"
     ended = plan(*EIGHT, "--plot", file, "--json")

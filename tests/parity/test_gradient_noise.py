@@ -63,8 +63,7 @@ def reference(folder: Path, words: list[str], layout: str) -> tuple[float, float
     return (big_b * big - b * small) / (big_b - b), (small - big) / (1 / b - 1 / big_b)
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("layout", cases(LAYOUTS.split(), test=["mb2-ga8", "zero3x2-mb4"]))
+@pytest.mark.parametrize("layout", cases(LAYOUTS.split(), ci=["mb2-ga8", "zero3x2-mb4"]))
 def test_the_noise_is_that_of_plain_autograd(layout: str, folder: Path, tmp_path: Path) -> None:
     run = RunDir(trained(folder, tmp_path / "run", layout, "fp64", *MEASURED).folder)
     (row,) = run.rows("train")
@@ -84,8 +83,7 @@ def test_adapters_have_the_noise_of_one_rank(layout: str, folder: Path, tmp_path
         assert ours[name] == pytest.approx(alone[name], rel=1e-6)
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("precision", cases(["fp32", "bf16"], test=["fp32"]))
+@pytest.mark.parametrize("precision", cases(["fp32", "bf16"], ci=["fp32"]))
 def test_measuring_changes_no_bit_of_the_training(precision: str, folder: Path, tmp_path: Path) -> None:
     words = ("train.max_steps=2",)
     without = trained(folder, tmp_path / "without", "mb4-ga4", precision, *words)

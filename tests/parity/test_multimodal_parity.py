@@ -95,12 +95,11 @@ def steps_of_transformers(model: Any, names: list[str], batches: list[Batch]) ->
     return rows
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize(
     ("family", "packing"),
     cases(
         [*((family, "true") for family in TRAINED), *((family, "false") for family in ROWS)],
-        test=[("gemma3", "true")],
+        ci=[("gemma3", "true")],
     ),
 )
 def test_the_language_part_trains_as_in_the_whole_model_and_the_rest_is_kept(

@@ -47,8 +47,7 @@ def test_ranks_are_kept_and_the_group_is_new_in_each_call() -> None:
     assert three == again
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("forked", cases([False, True], test=[True]))
+@pytest.mark.parametrize("forked", cases([False, True], ci=[True]))
 @pytest.mark.parametrize(
     ("how", "sentence"),
     [

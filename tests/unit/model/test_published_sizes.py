@@ -56,8 +56,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
 }  # fmt: skip
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("name", cases(PUBLISHED, test=["Llama 3.2 1B"]))
+@pytest.mark.parametrize("name", cases(PUBLISHED, ci=["Llama 3.2 1B"]))
 def test_a_config_alone_gives_the_published_number_of_parameters(name: str) -> None:
     settings, published = PUBLISHED[name]
     found = census(AutoConfig.for_model(**settings))

@@ -190,7 +190,6 @@ def check(family: str, text: str, steps: list[list[Any]]) -> Any:
 TWO = "pp2-gpipe pp2-1f1b pp2-interleaved1f1b-v2 pp2-loopedbfs-v2 pp2-zb-v2 pp2-zbv pp2-dualpipev"
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize(
     ("family", "text"),
     cases(
@@ -202,7 +201,7 @@ TWO = "pp2-gpipe pp2-1f1b pp2-interleaved1f1b-v2 pp2-loopedbfs-v2 pp2-zb-v2 pp2-
             ("granite", "pp2-zbv"),
             ("cohere", "pp2-zb-v2"),
         ],
-        test=[("llama", "pp2-interleaved1f1b-v2"), ("llama-tied", "pp2-zbv")],
+        ci=[("llama", "pp2-interleaved1f1b-v2"), ("llama-tied", "pp2-zbv")],
     ),
 )
 def test_gradients_are_those_of_one_rank(family: str, text: str) -> None:
@@ -223,8 +222,7 @@ COUNTS = {  # groups of a rank: four blocks, and embedding or head; four micro-b
 }  # fmt: skip
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("text", cases(COUNTS, test=["zero3x2-pp2-gpipe"]))
+@pytest.mark.parametrize("text", cases(COUNTS, ci=["zero3x2-pp2-gpipe"]))
 def test_zero_inside_stages_sends_its_messages(text: str) -> None:
     for rank in check("llama", text, [batches(8), batches(8, seed=9)]):
         count = rank[1][3]
@@ -323,8 +321,7 @@ def forwards(text: str) -> tuple[float, int]:
     return len(calls) / (len(mlps) * len(own)), kernels.count
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("schedule", cases(TWO.split(), test=["pp2-zbv"]))
+@pytest.mark.parametrize("schedule", cases(TWO.split(), ci=["pp2-zbv"]))
 def test_a_block_is_recomputed_once_in_every_mode_that_is_not_refused(schedule: str) -> None:
     traits = Traits("LlamaForCausalLM", blocks=BLOCKS, heads=4, kv_heads=2, vocabulary=VOCABULARY)
     plain = run_ranks(2, forwards, schedule)

@@ -81,8 +81,7 @@ CASES = {
 }
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("case", cases(CASES, test=["attention recomputed", "adapters in attention alone"]))
+@pytest.mark.parametrize("case", cases(CASES, ci=["attention recomputed", "adapters in attention alone"]))
 def test_gradients_are_those_of_saved_inputs_with_one_gather_a_part(case):
     family, recompute, lora, parts = CASES[case]
     plain, regathered = (run_ranks(2, gradients, family, again, recompute, lora) for again in (False, True))

@@ -149,14 +149,12 @@ OTHERS = {
 }
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("case", cases(OTHERS, test=["fewer_heads_than_ranks", "sinks"]))
+@pytest.mark.parametrize("case", cases(OTHERS, ci=["fewer_heads_than_ranks", "sinks"]))
 def test_four_ranks_give_the_loss_and_gradients_of_one(case):
     assert_same(4, OTHERS[case]())
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("family", cases(["starcoder2", "olmo2", "llama"], test=["starcoder2"]))
+@pytest.mark.parametrize("family", cases(["starcoder2", "olmo2", "llama"], ci=["starcoder2"]))
 def test_adapters_have_the_gradients_of_one_rank(family):
     targets = ["q_proj", "k_proj", "o_proj", "lm_head", "c_proj" if family == "starcoder2" else "down_proj"]
     if family == "starcoder2":
@@ -343,8 +341,7 @@ DROPOUT = {
 }
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("family", cases(DROPOUT, test=["phi3", "starcoder2", "gpt_neox"]))
+@pytest.mark.parametrize("family", cases(DROPOUT, ci=["phi3", "starcoder2", "gpt_neox"]))
 def test_masks_are_equal_where_activations_are_and_differ_elsewhere(family):
     changes, whole, cut = DROPOUT[family]
     config = FAMILIES[family](**changes)

@@ -213,12 +213,11 @@ def test_stages_hold_the_whole_model_and_a_tied_embedding_twice(family, text):
 LAYERS = {"llama": {}, "gpt2": {}, "gemma2": {"layer_types": ["sliding_attention", "full_attention"] * 2}}
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize(
     "text",
     cases(
         ["mb1-ga4", "dp2-ga4", "zero1x2-ga4", "zero2x2-ga4", "zero3x2-ga4"],
-        test=["zero1x2-ga4"],
+        ci=["zero1x2-ga4"],
     ),
 )
 def test_real_ranks_keep_exactly_the_bytes_of_their_shares(text):

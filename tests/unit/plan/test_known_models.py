@@ -95,8 +95,7 @@ ONE_OF_EACH = {  # the smallest, by model type
 }
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("name", cases(ONE_OF_EACH.values(), test=["gpt-2"]))
+@pytest.mark.parametrize("name", cases(ONE_OF_EACH.values(), ci=["gpt-2"]))
 def test_a_model_of_each_family_is_planned_with_all_its_parameters(name: str, tmp_path: Path) -> None:
     fields = known_config(name)
     assert fields is not None
@@ -107,11 +106,10 @@ def test_a_model_of_each_family_is_planned_with_all_its_parameters(name: str, tm
 
 
 # As their authors give them, in billions; DeepSeek's 37 are without embedding and head.
-@pytest.mark.ci
 @pytest.mark.parametrize(
     ("name", "used"),
     cases([("mixtral-8x7b", 12.9), ("qwen3-30b-a3b", 3.3), ("olmoe-1b-7b", 1.3), ("deepseek-v3", 37.6)],
-          test=[("olmoe-1b-7b", 1.3)]),
+          ci=[("olmoe-1b-7b", 1.3)]),
 )  # fmt: skip
 def test_a_mixture_uses_as_many_parameters_as_published(name: str, used: float, tmp_path: Path) -> None:
     fields = known_config(name)
@@ -149,8 +147,7 @@ def test_a_shape_without_norms_and_biases_is_half_a_percent_off_at_most() -> Non
         assert model.work.parameters == pytest.approx(ENTRIES[name]["parameters"], rel=0.005), name
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("name", cases(HUB_CONFIGS, test=["EleutherAI/pythia-70m"]))
+@pytest.mark.parametrize("name", cases(HUB_CONFIGS, ci=["EleutherAI/pythia-70m"]))
 def test_the_plan_of_a_known_shape_is_that_of_the_config_on_the_hub(name: str, tmp_path: Path) -> None:
     folder = written(HUB_CONFIGS[name], tmp_path / "model").parent
 

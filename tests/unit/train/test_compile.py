@@ -55,8 +55,7 @@ def calls_a_micro_batch(words: list[str], graphs: Graphs) -> float:
     return graphs.calls / (run.steps * run.world.layout.gradient_accumulation_steps)
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("mode", cases(list(RECOMPUTATIONS), test=["selective", "full"]))
+@pytest.mark.parametrize("mode", cases(list(RECOMPUTATIONS), ci=["selective", "full"]))
 def test_a_mode_compiles_its_blocks_or_is_refused(mode: str, settings: Settings, graphs: Graphs) -> None:
     words = settings(f"layout={{recompute: {mode}}}")
     if RECOMPUTATIONS[mode].block:

@@ -331,8 +331,7 @@ def test_lora_with_dropout_resumes_bit_for_bit(train: Train, tmp_path: Path) -> 
     assert losses(whole) == losses(resumed)
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("recompute", cases(["attention", "selective", "full"], test=["selective"]))
+@pytest.mark.parametrize("recompute", cases(["attention", "selective", "full"], ci=["selective"]))
 def test_recomputation_trains_the_same(recompute: str, train: Train, tmp_path: Path) -> None:
     plain = train(f"output={tmp_path / 'plain'}")
     again = train(f"layout={{recompute: {recompute}}}", f"output={tmp_path / 'again'}")

@@ -65,8 +65,7 @@ CLASSES = {
 }
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("tool", cases(CLASSES, test=["transformers"]))
+@pytest.mark.parametrize("tool", cases(CLASSES, ci=["transformers"]))
 def test_the_script_reads_the_fields_that_the_classes_have(tool: str) -> None:
     """The list is parsed from wheels; the installed transformers and TRL say themselves what they take."""
     package, names = CLASSES[tool]
