@@ -65,7 +65,7 @@ PARTS = [
     Part("further unit tests", "all", (marked("all", "tests/unit"),), minutes=60),
     Part("further layouts", "all", (marked("all", "tests/parity"),), minutes=60),
     Part("further commands", "all", (marked("all", "tests/acceptance", "tests/fuzz"),), minutes=60),
-    Part("causes of slow runs", "all", (f"{PYTHON} validation/why_slow.py --seeds 1 --healthy 2",)),
+    Part("causes of slow runs", "all", (f"{PYTHON} validation/why_slow.py --seeds 1 --healthy 2 --check",)),
     Part("keys of trainers", "all", (f"{PYTHON} scripts/trainer_keys.py",), one_core=True),
     Part("readers of exports", "all", (f"{PYTHON} scripts/export_readers.py",), one_core=True),
 ]

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -81,6 +82,30 @@ def test_two_ranks_train_as_one_started_here_or_by_torchrun(
         [*torchrun, "-m", "meshtune", "train", *words], capture_output=True, text=True, timeout=200
     )
     assert again.returncode != 0 and again.stderr.count("holds a finished run of 4 steps") == 1
+
+
+@pytest.mark.ci
+def test_tasks_of_srun_meet_and_train(
+    begin_fork: Any, settings: Settings, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Two tasks on one node by the variables that srun gives them; a real Slurm is in test_slurm.py."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    names = {
+        "SLURM_NTASKS": "2",
+        "SLURM_TASKS_PER_NODE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+    tasks = []
+    for number in "01":
+        for name, value in {**names, "SLURM_PROCID": number, "SLURM_LOCALID": number}.items():
+            monkeypatch.setenv(name, value)
+        tasks.append(begin_fork("train", *settings("train.max_steps=2", "layout=zero3x2")))
+    ended = [end(task) for task in tasks]
+    assert [task.code for task in ended] == [0, 0], ended
+    assert [row["step"] for row in RunDir(tmp_path / "run").rows("train")] == [1, 2]
+    assert RunDir(tmp_path / "run").rows("run")[0]["layout"].startswith("zero3x2")
 
 
 @pytest.mark.ci

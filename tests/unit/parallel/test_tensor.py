@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from cases import cases
 from families import COMMON, FAMILIES, exact
 from forward import summed_loss
-from golden import refuses
+from golden import refuses, says
 from ranks import run_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM, GraniteSWAConfig
@@ -397,9 +397,11 @@ def narrow(config):
     odd = MicroBatch(
         batch.input_ids[:, :39], batch.labels[:, :39], batch.position_ids[:, :39], DOCUMENTS, 0, 0
     )
-    with refuses(ValueError):
+    with pytest.raises(ValueError) as refused:
         summed_loss(model, parts, odd)
+    return str(refused.value)
 
 
 def test_rows_that_do_not_divide_are_refused_under_sequence_parallelism():
-    run_ranks(2, narrow, FAMILIES["llama"]())
+    for refusal in run_ranks(2, narrow, FAMILIES["llama"]()):
+        says(refusal)
