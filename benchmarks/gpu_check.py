@@ -98,6 +98,7 @@ def run(given: argparse.Namespace, work: Path, here: dict[str, Any], deadline: f
                 except Exception as error:  # the next figure is still made, and this one's error is recorded
                     found = {"error": f"{type(error).__name__}: {str(error)[:1500]}"}
             found["took_seconds"] = round(time.monotonic() - started, 1)
+            found = json.loads(json.dumps(found).replace(f"{work}/", "").replace(f"{ROOT}/", ""))
             results.add(f"{part}/{figure.name}", found)
             print(f"{part}/{figure.name}", json.dumps(found)[:3000], flush=True)
 

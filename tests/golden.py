@@ -109,10 +109,10 @@ def says(text: str | BaseException | Iterable[str]) -> None:
 
 
 def said_all(test: str) -> None:
-    """Assert that a test has no further entries: a text that is no longer said is a change too."""
+    """Assert that a test has said all of its entries: a text that is missing is a change too."""
     texts = [] if REWRITE else _golden(FOLDER / f"{area(test)}.txt").get(test, [])
     if missing := texts[_said.get(test, 0) :]:
-        pytest.fail("This is no longer said; `make golden` rewrites it.\n" + "\n".join(missing))
+        pytest.fail("The test did not say this; `make golden` rewrites it.\n" + "\n".join(missing))
 
 
 @contextmanager

@@ -76,12 +76,12 @@ CASES = {
     "attention recomputed": ("qwen2", "attention", None, 4),
     "fused projections": ("phi3", "none", None, 4),
     "norms after each part": ("olmo2", "none", None, 4),
-    "adapters in attention alone": ("llama", "none", ["q_proj", "v_proj", "o_proj"], 2),
+    "adapters only in attention": ("llama", "none", ["q_proj", "v_proj", "o_proj"], 2),
     "an adapter without a gathered input": ("llama", "none", ["o_proj"], 0),
 }
 
 
-@pytest.mark.parametrize("case", cases(CASES, ci=["attention recomputed", "adapters in attention alone"]))
+@pytest.mark.parametrize("case", cases(CASES, ci=["attention recomputed", "adapters only in attention"]))
 def test_gradients_are_those_of_saved_inputs_with_one_gather_a_part(case):
     family, recompute, lora, parts = CASES[case]
     plain, regathered = (run_ranks(2, gradients, family, again, recompute, lora) for again in (False, True))
