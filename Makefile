@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: quickstart quickstart-lora test test-ci test-all golden test-browser test-oldest test-migrate test-exports fuzz families validation validation-dryrun validation-memory validation-why validation-benches study-techniques study-layouts study-batch-size kill-loop style lint docs benchmark gpu-check clean
+.PHONY: quickstart quickstart-lora test test-ci test-all golden test-browser test-oldest test-newest test-migrate test-exports fuzz families validation validation-dryrun validation-memory validation-why validation-benches study-techniques study-layouts study-batch-size kill-loop style lint docs benchmark gpu-check clean
 
 # The main job on the embedded model and data: fine-tune, evaluate, write a Hugging Face folder and a report.
 quickstart: $(STAMP)
@@ -35,9 +35,11 @@ golden: $(STAMP)
 test-browser: $(STAMP)
 	$(BIN)/python scripts/circles.py ci --again --only "pages in a browser"
 
-# The unit tests with torch 2.11 and transformers 5.17; skipped, with the reason, where these can't be installed.
-test-oldest:
-	PYTHON=$(PYTHON) TORCH_INDEX=$(TORCH_INDEX) OLDEST_TORCH=$(OLDEST_TORCH) scripts/test_oldest
+# The default tests and the families with the oldest versions that are supported, and with the newest of the index, in
+# environments of their own (6 GB each); src/meshtune/tested.toml gets the versions. Without a network they are skipped,
+# with the reason; with CI=true they fail.
+test-oldest test-newest:
+	PYTHON=$(PYTHON) TORCH_INDEX=$(TORCH_INDEX) scripts/test_versions $(subst test-,,$@) $(FAMILIES)
 
 # The keys of the newest wheels of other trainers, against the tables of src/meshtune/trainers. Without a network it is
 # skipped, with the reason; with CI=true it fails.
@@ -157,4 +159,4 @@ $(STAMP): pyproject.toml constraints.txt
 	rm .venv-began
 
 clean:
-	rm -rf $(VENV) .venv-oldest .venv-exports build dist site src/*.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-oldest .venv-newest .venv-exports build dist site src/*.egg-info .pytest_cache .ruff_cache

@@ -24,6 +24,7 @@ import tomllib
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from datetime import date
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -31,6 +32,8 @@ ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "build" / "circles"
 BIN = Path(sys.executable).parent
 CIRCLES = ("test", "ci", "all")
+
+WEEK = date.today().isocalendar().week  # each has another tenth of the families
 
 # Two workers; one that has no tests left takes some of the other's.
 PYTHON = sys.executable
@@ -66,6 +69,8 @@ PARTS = [
     Part("further layouts", "all", (marked("all", "tests/parity"),), minutes=60),
     Part("further commands", "all", (marked("all", "tests/acceptance", "tests/fuzz"),), minutes=60),
     Part("causes of slow runs", "all", (f"{PYTHON} validation/why_slow.py --seeds 1 --healthy 2 --check",)),
+    Part("oldest versions", "all", (f"scripts/test_versions oldest --tenth {WEEK % 10}",)),
+    Part("newest versions", "all", (f"scripts/test_versions newest --tenth {WEEK % 10}",)),
     Part("keys of trainers", "all", (f"{PYTHON} scripts/trainer_keys.py",), one_core=True),
     Part("readers of exports", "all", (f"{PYTHON} scripts/export_readers.py",), one_core=True),
 ]

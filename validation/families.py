@@ -95,7 +95,7 @@ def settings(folder: Path, layout: str, packing: bool, precision: str = "fp32") 
         f"train.global_batch_size={GLOBAL_BATCH}", f"train.max_steps={STEPS}", f"train.precision={precision}",
         f"train.learning_rate={LEARNING_RATE}", f"train.adam_eps={EPSILON}", "train.weight_decay=0.1",
         "train.lr_scheduler=constant", "train.warmup_ratio=0", "train.max_grad_norm=1.0", "log.to=[jsonl]",
-        "checkpoint.every=0", "checkpoint.async_save=false", f"output={output}",
+        "checkpoint.every=0", "checkpoint.async_save=false", f"output={output}", "output_exists=replace",
     ]  # fmt: skip
 
 
@@ -158,6 +158,10 @@ def reference(folder: Path, steps: list[list[Document]], dtype: torch.dtype = to
     """Train by transformers and torch alone: eager attention, a document at a time."""
     shape = AutoConfig.from_pretrained(folder)
     model = auto_class(shape).from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    with torch.device("meta"):  # what the family freezes stays so; from_pretrained forgets it
+        built = dict(auto_class(shape).from_config(shape).named_parameters())
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(built[name].requires_grad)
     model.train(not has_text_part(shape))  # in training some ask which tokens are of an image; none drops out
     decayed = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim <= 1]

@@ -37,7 +37,8 @@ def page(results: Iterable[Found]) -> str:
     """Return the text of the page."""
     results = sorted(results, key=lambda found: found["family"])
     versions = {
-        name: next(each[name] for each in results if name in each) for name in ("torch", "transformers")
+        name: " and ".join(sorted({each[name] for each in results if name in each}))
+        for name in ("torch", "transformers")
     }
     rows = {found["family"]: cells(found) for found in results}
     text = TOP.format(count=len(results), summary=summary(rows), **versions)

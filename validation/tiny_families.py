@@ -24,7 +24,7 @@ LAYERS = 2
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, WIDE, EXPERTS = 64, 4, 2, 16, 96, 4
 SMALL: dict[str, Any] = {
-    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCABULARY),
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "unpadded_vocab_size"), VOCABULARY),
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "embedding_size"), HIDDEN),
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"), LAYERS),
     "encoder_layers": LAYERS,

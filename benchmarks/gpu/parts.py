@@ -34,7 +34,7 @@ def parts(check: Check) -> Mapping[str, Sequence[Figure]]:
 
     def tests(name: str, seconds: float) -> Figure:
         file = f"tests/gpu/test_gpu_{name}.py"
-        return Figure(name, seconds, partial(check.tests, file), (*MESHTUNE, *PYTEST))
+        return Figure(name, seconds, partial(check.tests, file), (*MESHTUNE, *PYTEST), gpu=True)
 
     return {
         "probe": [

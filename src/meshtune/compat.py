@@ -1,16 +1,78 @@
-"""torch's names that differ between the versions we support: newer calls with their fallbacks, and private
-names, which are checked before they are used.
+"""All that depends on the versions of torch and transformers: which are tested (tested.toml), what of their
+insides meshtune uses (INSIDES, which a test goes through), and newer calls with their fallbacks.
 """
 
-from collections.abc import Sequence
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from importlib import import_module
+from importlib.metadata import version
 from inspect import signature
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from meshtune.errors import UserError
+
+TESTED = ("torch", "transformers")
+
+
+@cache
+def _tested() -> dict[str, Any]:
+    return tomllib.loads((Path(__file__).parent / "tested.toml").read_text())
+
+
+def pairs() -> dict[str, dict[str, str]]:
+    """Return the versions that the tests ran with, by name of the environment, the oldest pair first."""
+    return _tested()["pairs"]
+
+
+def tested_versions() -> str:
+    """Return "torch 2.11 to 2.15 and transformers 5.17 to 5.24"."""
+    ranges = [(name, *_range(name)) for name in TESTED]
+    return " and ".join(f"{name} {_dotted(first)} to {_dotted(last)}" for name, first, last in ranges)
+
+
+def installed_versions() -> str:
+    """Return "torch 2.13.0+cpu and transformers 5.24.0"."""
+    return " and ".join(f"{name} {version(name)}" for name in TESTED)
+
+
+def untested(kind: type[nn.Module]) -> str:
+    """Return what of a model's code is beyond all tests, as "torch 2.16.0 is newer than …"; "" for
+    nothing. kind: the model's class.
+    """
+    found = [
+        f"{name} {version(name)} is newer than those that were tested"
+        for name in TESTED
+        if _number(version(name)) > _range(name)[1]
+    ]
+    if not kind.__module__.startswith("transformers."):
+        found.append("its code is not that of transformers")
+    return " and ".join(found)
+
+
+def every_family_tested() -> bool:
+    """True if each family of this version of transformers was trained next to the unmodified model."""
+    return _number(version("transformers")) in map(_number, _tested()["families"])
+
+
+def _range(name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    versions = [_number(pair[name]) for pair in pairs().values()]
+    return min(versions), max(versions)
+
+
+def _number(version: str) -> tuple[int, ...]:
+    """Return (2, 15) of "2.15.0+cu132": releases that mend only are alike."""
+    return tuple(int(part) for part in version.split(".")[:2])
+
+
+def _dotted(number: tuple[int, ...]) -> str:
+    return ".".join(map(str, number))
 
 
 def varlen_attention(
@@ -103,6 +165,23 @@ def compiled_graphs() -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Modules made meanwhile keep only the shapes of their parameters; a buffer is made as ever."""
+    register = nn.Module.register_parameter
+
+    def registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = registered  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register
+
+
 # Methods of ProcessGroup that start a collective and return its Work; torch 2.13 renamed some.
 COLLECTIVES = (
     "allreduce", "allreduce_coalesced", "allgather", "_allgather_base", "all_gather_single",
@@ -118,39 +197,123 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() >= 0
 
 
-TESTED_PIPELINES = "2.13"  # the version of torch that pipelines were tested with
+class Inside(NamedTuple):
+    """A name of torch or transformers that is not promised to stay, or whose arguments are not."""
 
-# Private names of torch.distributed.pipelining that pipeline.py calls or replaces, with the parameters used.
+    path: str  # "package.module:name.attribute"
+    takes: str = ""  # parameters that are used
+    changed: str = ""  # versions in which it changed, and how
+
+
+_PIPELINING = "torch.distributed.pipelining"
 _LISTS = "arg_mbs kwarg_mbs target_mbs losses return_outputs"
-PIPELINING = {
-    "schedules.PipelineScheduleSingle._step_microbatches": _LISTS,
-    "schedules.PipelineScheduleMulti._step_microbatches": _LISTS,
-    "stage.PipelineStage.backward_weight_one_chunk": "",
-    "stage.PipelineStage.backward_maybe_with_nosync": "backward_type bwd_kwargs last_backward",
-    "stage.PipelineStage.perform_reduce_grad": "grad_scale_factor",
-    "stage.PipelineStage.clear_runtime_states": "",
-    "_backward.stage_backward": "stage_output output_grads input_values",
+_FSDP = "torch.distributed.fsdp._fully_shard"
+INSIDES = (
+    Inside(f"{_PIPELINING}.schedules:PipelineScheduleSingle._step_microbatches", _LISTS),
+    Inside(f"{_PIPELINING}.schedules:PipelineScheduleMulti._step_microbatches", _LISTS),
+    Inside(f"{_PIPELINING}.stage:PipelineStage.backward_weight_one_chunk"),
+    Inside(
+        f"{_PIPELINING}.stage:PipelineStage.backward_maybe_with_nosync",
+        "backward_type bwd_kwargs last_backward",
+    ),
+    Inside(f"{_PIPELINING}.stage:PipelineStage.perform_reduce_grad", "grad_scale_factor"),
+    Inside(f"{_PIPELINING}.stage:PipelineStage.clear_runtime_states"),
+    Inside(f"{_PIPELINING}._backward:stage_backward", "stage_output output_grads input_values"),
+    Inside("torch.distributed.fsdp:FSDPModule._get_fsdp_state"),
+    Inside(f"{_FSDP}._fsdp_param_group:FSDPParamGroup.post_backward", changed="torch 2.13: a list of groups"),
+    Inside(f"{_FSDP}._fsdp_param:FSDPParam"),
+    Inside("torch.distributed:all_gather_into_tensor", changed="torch 2.13: all_gather_single"),
+    Inside("torch.distributed:reduce_scatter_tensor", changed="torch 2.13: reduce_scatter_single"),
+    Inside("torch.nn.attention.varlen:varlen_attn", "window_size", "torch 2.12: enable_gqa"),
+    Inside("torch.utils._python_dispatch:TorchDispatchMode"),
+    Inside("torch.utils._python_dispatch:_disable_current_modes"),
+    Inside("torch.utils._pytree:tree_leaves"),
+    Inside("torch.utils._pytree:tree_flatten"),
+    Inside("torch.utils._pytree:tree_unflatten"),
+    Inside("torch:_meta_registrations"),
+    Inside("torch.distributed.checkpoint.filesystem:_StorageInfo"),
+    Inside("torch.utils.flop_counter:flop_registry"),
+    Inside("torch._subclasses.fake_tensor:FakeTensor"),
+    Inside("torch._subclasses.fake_tensor:FakeTensorMode"),
+    Inside("torch.testing._internal.distributed.fake_pg:FakeStore"),
+    Inside("torch._C:_current_graph_task_id"),
+    Inside("torch._C:_current_autograd_node"),
+    Inside("torch.nn:Module.register_parameter", "name param"),
+    Inside("transformers:AttentionInterface.register", "key value"),
+    Inside("transformers.masking_utils:AttentionMaskInterface.register", "key value"),
+    Inside("transformers.masking_utils:find_packed_sequence_indices", "position_ids"),
+    Inside("transformers.masking_utils:eager_mask"),
+    Inside("transformers.initialization:no_init_weights"),
+    Inside("transformers.conversion_mapping:get_model_conversion_mapping", "model"),
+    Inside("transformers.models.auto.configuration_auto:CONFIG_MAPPING"),
+    Inside("transformers.models.auto.modeling_auto:MODEL_FOR_MULTIMODAL_LM_MAPPING"),
+    Inside("transformers.modeling_outputs:BaseModelOutputWithPast", "last_hidden_state", "5.24: cache"),
+    Inside("transformers:PreTrainedModel._from_config"),
+    Inside("transformers:PreTrainedModel._initialize_weights", "module"),
+    Inside("transformers:PreTrainedModel._is_stateful"),
+    Inside("transformers:PretrainedConfig.get_text_config", "decoder"),
+    Inside("transformers:PretrainedConfig.base_model_tp_plan"),
+    Inside("transformers.utils.import_utils:is_fake_tensor"),
+)
+
+
+# Keyword arguments of transformers to its attention functions, besides those that meshtune's knows.
+HARMLESS = {
+    "position_ids",  # already in the rotary embedding; the documents say where positions restart
+    "position_embeddings",
+    "cache_position",
+    "num_items_in_batch",
+    "output_router_logits",
+}
+# Those that change nothing only if they are False; the cache's name is that of transformers 5.24, and before.
+MUST_BE_OFF = {
+    "use_cache",
+    "output_attentions",
+    "output_hidden_states",
+    "head_mask",
+    "cache",
+    "past_key_values",
+    "return_dict",
 }
 
 
-def check_pipelining() -> None:
-    """Raise UserError if this torch lacks a private name that pipelines use, or a parameter of one."""
-    from torch.distributed import pipelining
+def missing(inside: Inside) -> str:
+    """Return what the installed version lacks of an inside; "" for nothing."""
+    module, _, path = inside.path.partition(":")
+    try:
+        owner: Any = import_module(module)
+        for part in path.split("."):
+            owner = getattr(owner, part)
+    except (ImportError, AttributeError) as error:
+        return str(error)
+    lacking = set(inside.takes.split()) - signature(owner).parameters.keys() if inside.takes else set()
+    return f"{inside.path} takes no {', '.join(sorted(lacking))}" if lacking else ""
 
-    changed = [name for name, used in PIPELINING.items() if not _takes(pipelining, name, used.split())]
-    if changed:
+
+SPLIT_BACKWARD = (2, 13)  # torch from which zero-bubble schedules run; 2.11 was tried and can't
+
+
+def splits_backward() -> bool:
+    """True if torch can run the two parts of a backward apart where functions of meshtune are in it."""
+    return _number(version("torch")) >= SPLIT_BACKWARD
+
+
+def check_pipelining(schedule: str, *, split: bool) -> None:
+    """Raise UserError if this torch lacks a private name that pipelines use, or a parameter of one, or can't
+    run `schedule`. split: True if that splits the backward pass.
+    """
+    if split and not splits_backward():
+        raise UserError(
+            f"torch {version('torch')} can't run schedule {schedule}, which splits the backward pass in two: "
+            f"install torch {_dotted(SPLIT_BACKWARD)} or newer, or use another schedule, such as 1f1b."
+        )
+    used = [inside for inside in INSIDES if inside.path.startswith(_PIPELINING)]
+    if changed := [inside.path.partition(":")[2] for inside in used if missing(inside)]:
         raise UserError(
             f"Pipelines use names of torch that are not public, and torch {torch.__version__} has others for "
-            f"{', '.join(changed)}. They were tested with torch {TESTED_PIPELINES}: install that, or use a "
-            "layout without pp."
+            f"{', '.join(changed)}. meshtune is tested with {tested_versions()}: install one of these, or "
+            "use a layout without pp."
         )
-
-
-def _takes(owner: Any, path: str, names: Sequence[str]) -> bool:
-    """Whether the function at a dotted path below `owner` is there and takes these parameters."""
-    for part in path.split("."):
-        owner = getattr(owner, part, None)
-    return callable(owner) and set(names) <= signature(owner).parameters.keys()
 
 
 def _first_of(*names: str) -> Any:

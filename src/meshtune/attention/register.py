@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 
 from meshtune.attention.core import attend_documents
 from meshtune.attention.runs import checked_lengths
@@ -30,6 +30,8 @@ from meshtune.meter.clock import recomputing
 from meshtune.model.anatomy import Anatomy
 from meshtune.model.attention_arguments import unsupported
 from meshtune.model.body import ATTENTION_NAMES, Documents
+from meshtune.model.mixers import keep_weights, separate_documents
+from meshtune.model.rope import follow_documents
 
 
 @cache
@@ -54,6 +56,16 @@ def use_kernels(model: nn.Module, anatomy: Anatomy, kernels: str) -> None:
     for module in model.get_submodule(anatomy.blocks).modules():
         vars(module)["kernels"] = kernels
     model.register_forward_pre_hook(_refuse_mask, with_kwargs=True)
+
+
+def keep_documents_apart(model: PreTrainedModel, parts: Anatomy, kernels: str) -> None:
+    """Make a model, built with any attention, keep the documents of packed rows apart in all that it does,
+    and its weights in evaluation, in place. kernels: see `use_kernels`.
+    """
+    use_kernels(model, parts, kernels)
+    follow_documents(model)
+    separate_documents(model, parts.mixers)
+    keep_weights(model)
 
 
 def _refuse_mask(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:

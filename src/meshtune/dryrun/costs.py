@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from meshtune.meter.trace import BACKWARD, GATHERED, WEIGHTS, Collective, Operation, Storage
+from meshtune.meter.trace import BACKWARD, GATHERED, GRADIENT_COPIES, WEIGHTS, Collective, Operation, Storage
 from meshtune.plan.machine import Machine, machine_of
 from meshtune.plan.seconds.collectives import (
     all_to_alls,
@@ -39,7 +39,7 @@ SCATTERS = ("scatter_", "scatter_add_", "index_copy_", "index_add_")
 # Operations that make a tensor of constants, and read nothing of the one whose dtype they take.
 FILLS = ("new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like")
 # Operations that overwrite an argument, which a trace counts among what they read.
-OVERWRITES = ("copy_", "_foreach_copy_", "split_with_sizes_copy", "chunk_cat", "zero_", "fill_")
+OVERWRITES = ("copy_", "_foreach_copy_", "split_with_sizes_copy", "zero_", "fill_", *GRADIENT_COPIES)
 
 FORWARD_MATMULS, BACKWARD_MATMULS = 2, 5
 CPU_KERNEL = "aten._scaled_dot_product_flash_attention_for_cpu"

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from meshtune.dryrun.allocator import Allocator, Replay, Request, replay
 from meshtune.dryrun.workspaces import Workspaces
-from meshtune.meter.trace import COMMUNICATION, UPDATE, StepTrace, Storage
+from meshtune.meter.trace import COMMUNICATION, GRADIENT_COPIES, UPDATE, StepTrace, Storage
 
 COMPUTE, GATHER, REDUCE, ALL_REDUCE = "compute", "all_gather_copy_in", "reduce_scatter", "all_reduce"
 
@@ -100,7 +100,7 @@ def streams_of(step: StepTrace) -> list[str]:
             for number in {*operation.reads, *operation.writes}:
                 if step.storages[number].category == COMMUNICATION:  # else a shard in the compute dtype
                     streams[number] = GATHER
-        elif operation.name == "fsdp.chunk_cat.default":
+        elif operation.name in {f"fsdp.{name}.default" for name in GRADIENT_COPIES}:
             gradients.update(operation.writes)
         elif collective == "reduce_scatter" and gradients.intersection(operation.reads):
             for number in set(operation.writes) - gradients:

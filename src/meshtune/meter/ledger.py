@@ -42,7 +42,15 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from meshtune.meter.trace import ACTIVATIONS, COMMUNICATION, GATHERED, GRADIENTS, LOGITS, TEMPORARY
+from meshtune.meter.trace import (
+    ACTIVATIONS,
+    COMMUNICATION,
+    GATHERED,
+    GRADIENT_COPIES,
+    GRADIENTS,
+    LOGITS,
+    TEMPORARY,
+)
 
 FROM_HOST = torch.ops.aten.lift_fresh.default  # takes a tensor of Python's numbers, which no operation made
 UNCLAIMED = (ACTIVATIONS, TEMPORARY)  # what a storage is until something shows more
@@ -209,7 +217,7 @@ class Ledger(TorchDispatchMode):
                 self._claim([args, out], COMMUNICATION)
             case "fsdp", "split_with_sizes_copy":  # flat buffer -> whole parameters
                 self._claim(kwargs["out"], GATHERED)
-            case "fsdp", "chunk_cat":  # gradients -> flat buffer
+            case "fsdp", name if name in GRADIENT_COPIES:  # gradients -> flat buffer
                 self._claim(args[0], GRADIENTS)
                 self._claim(kwargs["out"], COMMUNICATION)
                 self._mark(kwargs["out"])

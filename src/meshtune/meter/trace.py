@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+# FSDP2's operators that copy gradients into the flat input of a reduce-scatter; the second is torch 2.15's.
+GRADIENT_COPIES = ("chunk_cat", "chunk_cat_mixed_dtype")
 WEIGHTS, GATHERED, GRADIENTS, OPTIMIZER = "weights", "gathered_weights", "gradients", "optimizer"
 ACTIVATIONS, LOGITS, COMMUNICATION, TEMPORARY = "activations", "logits", "communication", "temporary"
 CATEGORIES: tuple[str, ...] = (

@@ -21,7 +21,8 @@ from transformers import PreTrainedModel
 
 from meshtune.errors import UserError
 from meshtune.families import see
-from meshtune.model.mixers import find_mixers
+from meshtune.model.recorded import modules_of, recorded
+from meshtune.model.small import NoCopy
 
 NOT_CAUSAL = {"xlnet", "cpmant"}  # over permutations, over all tokens, which no flag of the models shows
 MLP_NAMES = ("mlp", "feed_forward", "ffn")
@@ -75,12 +76,19 @@ def anatomy(model: PreTrainedModel) -> Anatomy:
     norms = _norms(model, lists[0].rpartition(".")[0], body)
     if len(norms) > 1:
         raise refusal(f"{' and '.join(norms)} could each be its final norm")
-    mixers = find_mixers(blocks)
+    try:
+        mixing = recorded(model, body, paths[head], lists[0])
+    except NoCopy as error:
+        raise refusal(f"what its blocks do with tokens can't be recorded ({error})") from error
+    mixers = modules_of(mixing.mixers, blocks)
+    kinds = {kind for _, kind in mixing.attention}
+    attending = {
+        module for module in blocks.modules() if any(type(part) in kinds for part in module.modules())
+    }
     if model._is_stateful or mixers:
         attention = None
     else:
-        children = blocks[0].named_children()
-        attentions = [name for name, child in children if "attention" in type(child).__name__.lower()]
+        attentions = [name for name, child in blocks[0].named_children() if child in attending]
         if len(attentions) != 1:
             found = ", ".join(attentions) or "none"
             raise refusal(f"its block {type(blocks[0]).__name__} has no single attention, but {found}")
@@ -89,7 +97,8 @@ def anatomy(model: PreTrainedModel) -> Anatomy:
         if without:
             raise refusal(f"block {without[0]} has no {attention!r}")
     for path, module in blocks.named_modules():
-        if False in (getattr(module, "is_causal", True), getattr(module, "is_decoder", True)):
+        flags = (getattr(module, "is_causal", True), getattr(module, "is_decoder", True))
+        if module in attending and False in flags:
             remedy = "; set is_decoder to true in its config.json" * hasattr(config, "is_decoder")
             raise refusal(f"its attention is not causal ({lists[0]}.{path}){remedy}", "causal")
     mlp = _one_child(blocks[0], lambda name, child: name in MLP_NAMES)

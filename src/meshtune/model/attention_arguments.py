@@ -16,28 +16,13 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel, masking_utils
 from transformers.masking_utils import AttentionMaskInterface
 
+from meshtune.compat import HARMLESS, MUST_BE_OFF
 from meshtune.model.anatomy import Anatomy
-from meshtune.model.mixers import find_attentions, separate_documents
+from meshtune.model.mixers import separate_documents
+from meshtune.model.recorded import modules_of, recorded
 
 PROBE = "meshtune_probe"
 
-# Arguments that families pass besides and that change nothing here.
-HARMLESS = {
-    "position_ids",  # already in the rotary embedding; the documents say where positions restart
-    "position_embeddings",
-    "cache_position",
-    "num_items_in_batch",
-    "output_router_logits",
-}
-# Arguments that change nothing only if they are False.
-MUST_BE_OFF = {
-    "use_cache",
-    "output_attentions",
-    "output_hidden_states",
-    "head_mask",
-    "past_key_values",
-    "return_dict",
-}
 # Arguments of meshtune's attention itself.
 KNOWN = {"documents", "scaling", "dropout", "sliding_window", "softcap", "s_aux", "is_causal"}
 
@@ -182,17 +167,16 @@ def _mixing_outside(model: PreTrainedModel, parts: Anatomy) -> str | None:
     language: Any = model.get_submodule(parts.body)
     if (model._is_stateful or language._is_stateful) and not parts.mixers:
         return "its attention carries a state besides keys and values"
-    inside = tuple(f"{path}." for path in parts.mixers)
-    for path, module in model.get_submodule(parts.blocks).named_modules(prefix=parts.blocks):
-        if isinstance(module, nn.Conv1d) and not path.startswith(inside):
-            return f"it mixes neighbouring tokens by a convolution ({path})"
-    return None
+    mixing = recorded(model, parts.body, parts.head, parts.blocks)
+    itself = [kind.__name__ for path, kind in mixing.attention if not path]
+    return f"{itself[0]} mixes tokens besides its attention" if itself else None
 
 
 def attention_layers(model: PreTrainedModel, parts: Anatomy) -> int:
-    """Calls of attention in a forward: one a block, or, among recurrent ones, one a module of attention."""
+    """Return the calls of attention in a forward, one a module of attention."""
     blocks = model.get_submodule(parts.blocks)
-    return len(find_attentions(blocks)) if parts.mixers else len(list(blocks.children()))
+    kind = recorded(model, parts.body, parts.head, parts.blocks).attention
+    return len(modules_of(kind, blocks))
 
 
 def mask_only_pattern(config: PretrainedConfig, windows: Sequence[int | None]) -> str | None:

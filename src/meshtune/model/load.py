@@ -15,8 +15,7 @@ dtype it would hold wrong constants (Gemma's scale of the embeddings, rounded to
 
 import copy
 import logging
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from functools import reduce
 from pathlib import Path
 from typing import Any, Literal
@@ -25,7 +24,7 @@ import torch
 import transformers
 from huggingface_hub.utils import enable_progress_bars
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoTokenizer,
@@ -36,6 +35,7 @@ from transformers import (
 from transformers.initialization import no_init_weights
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from meshtune.compat import parameters_on_meta
 from meshtune.errors import UserError, explained
 from meshtune.families import see
 from meshtune.model.draw import Receive, draw
@@ -230,7 +230,7 @@ def skeleton(
     transformers can't build the model; reads no weights.
     """
     folder, config = _folder_and_config(source, trust_remote_code, revision, overrides)
-    with no_init_weights(), _parameters_on_meta():
+    with no_init_weights(), parameters_on_meta():
         model = _from_config(config, source, dtype, attention, trust_remote_code)
     model.tie_weights()
     if folder and init == "pretrained" and (folder / "generation_config.json").is_file():
@@ -288,23 +288,6 @@ def _from_config(
 
 def _named(source: str | PretrainedConfig) -> str:
     return source if isinstance(source, str) else f"A {source.model_type} model"
-
-
-@contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    """Modules made meanwhile keep only the shapes of their parameters; a buffer is made as ever."""
-    register = nn.Module.register_parameter
-
-    def registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and not parameter.is_meta:
-            parameter = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
-        register(module, name, parameter)
-
-    nn.Module.register_parameter = registered  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register
 
 
 def mapped(
@@ -368,7 +351,7 @@ def drawn(
         torch.manual_seed(seed)
         model = draw(
             lambda: _from_config(copy.deepcopy(config), source, dtype, "eager", trust_remote_code),
-            _parameters_on_meta,
+            parameters_on_meta,
             receive,
             device,
         )

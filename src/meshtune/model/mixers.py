@@ -4,9 +4,9 @@ document begins with an empty state.
 A mixer carries a state from token to token and knows nothing of documents. Those of packed rows are given to
 it as rows of their own, so that it computes what it would for each document alone:
 
-    find_mixers(blocks)              their paths
-    separate_documents(model, ...)   once: their forwards follow `documents_of`
-    with documents_of(lengths):      around a forward
+    anatomy(model).mixers                their paths, from a recorded forward (recorded.py)
+    separate_documents(model, paths)     once: their forwards follow `documents_of`
+    with documents_of(lengths):          around a forward
 
 Rows are grouped by length, each group as wide as its longest document, less than twice the shortest beyond
 NARROW tokens: a causal mixer gives tokens the same values whatever stands behind them.
@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache, lru_cache, partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,9 +27,6 @@ from torch import Tensor, nn
 Lengths = tuple[tuple[int, ...], ...]
 
 NARROW = 64  # tokens: documents up to here are in one group; mixers compute in chunks of as many
-# Arguments in which a module is given the state that it carries from call to call.
-STATES = ("cache_params", "state")
-CACHES = ("past_key_values", "use_cache", "layer_past")
 
 _lengths: ContextVar[Lengths | None] = ContextVar("lengths", default=None)
 
@@ -50,46 +47,6 @@ def documents_of(lengths: Lengths | None) -> Iterator[None]:
 def current_documents() -> Lengths | None:
     """The document lengths of the innermost `documents_of`."""
     return _lengths.get()
-
-
-def find_mixers(blocks: nn.Module) -> tuple[str, ...]:
-    """Paths in `blocks` of the modules that carry a state from token to token and are not attention.
-
-    They are the innermost ones that transformers hands a state or a cache, but for those inside attention.
-    """
-    return tuple(path for path, is_attention in _stateful(blocks).items() if not is_attention)
-
-
-def find_attentions(blocks: nn.Module) -> tuple[str, ...]:
-    """Paths in `blocks` of the modules of attention that transformers hands a cache."""
-    return tuple(path for path, is_attention in _stateful(blocks).items() if is_attention)
-
-
-def _stateful(blocks: nn.Module) -> dict[str, bool]:
-    """Path of each module in `blocks` that carries a state or uses a cache itself -> whether it is attention.
-
-    What lies inside attention belongs to it (a compressor of keys).
-    """
-    kinds = {path: type(module) for path, module in blocks.named_modules() if path}
-    given = {path: names for path, kind in kinds.items() if (names := _states(kind))}
-    attention = tuple(
-        path for path, names in given.items()
-        if _is_attention(blocks.get_submodule(path)) and not names.intersection(STATES)
-    )  # fmt: skip
-    paths = [path for path in given if not path.startswith(tuple(f"{outer}." for outer in attention))]
-    innermost = [path for path in paths if not any(other.startswith(f"{path}.") for other in paths)]
-    return {path: path in attention for path in innermost}
-
-
-@cache
-def _states(kind: type[nn.Module]) -> frozenset[str]:
-    """Parameters of a module's forward that hold a state or a cache. kind: the module's class."""
-    return frozenset(inspect.signature(kind.forward).parameters).intersection(STATES + CACHES)
-
-
-def _is_attention(module: nn.Module) -> bool:
-    name = type(module).__name__.lower()
-    return "attention" in name and not name.endswith("layer")  # as blocks that are named after theirs
 
 
 def separate_documents(model: nn.Module, paths: Sequence[str]) -> None:

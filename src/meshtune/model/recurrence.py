@@ -61,7 +61,7 @@ def _states(model: Any) -> dict[int, int] | str:
     try:
         with torch.device("meta"):
             output = model(input_ids=torch.zeros(1, 4, dtype=torch.long), use_cache=True)
-        cache = output.get("past_key_values") or output.get("cache_params")
+        cache: Any = next(value for value in output.values() if hasattr(value, "layers"))
         layers = [vars(layer).get("recurrent_states") for layer in cache.layers]
     except Exception as error:  # each family has its own cache
         return f"its recurrent state can't be read from a cache ({type(error).__name__}: {error})"

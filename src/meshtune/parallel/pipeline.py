@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 
 from meshtune import compat
 from meshtune.data.batch import MicroBatch
-from meshtune.layout import TORCH_SCHEDULES
+from meshtune.layout import TORCH_SCHEDULES, ZERO_BUBBLE
 from meshtune.meter.clock import measured
 from meshtune.model.anatomy import Anatomy, StandIn
 from meshtune.model.body import body_forward
@@ -173,6 +173,10 @@ class _ZeroStage(PipelineStage):
         step's last one (`last_backward`) all-reduces the shards over replicas; below, as torch does.
         """
         root = self.submod
+        if "input_values" in bwd_kwargs:
+            # The micro-batch is an input too, and torch 2.11 asks each whether it requires a gradient.
+            tensors = [value for value in bwd_kwargs["input_values"] if isinstance(value, Tensor)]
+            bwd_kwargs = bwd_kwargs | {"input_values": tensors}
         if self.zero < 2 or not isinstance(root, FSDPModule):
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
         assert backward_type == "full", "zero-bubble schedules are refused with ZeRO-2 and -3"
@@ -180,7 +184,7 @@ class _ZeroStage(PipelineStage):
         root.set_requires_gradient_sync(True)
         root.set_requires_all_reduce(last_backward)
         root.set_reshard_after_backward(self.zero == 3 or last_backward)
-        from torch.distributed.pipelining._backward import stage_backward  # private: see compat.PIPELINING
+        from torch.distributed.pipelining._backward import stage_backward  # private: see compat.INSIDES
 
         passed = (bwd_kwargs[name] for name in ("stage_output", "output_grads", "input_values"))
         return stage_backward(*passed), None
@@ -199,9 +203,9 @@ class Pipeline:
     """
 
     def __init__(self, stages: Sequence[Stage], world: World, dtype: torch.dtype) -> None:
-        compat.check_pipelining()
-        self.stages, self.world, self.dtype = list(stages), world, dtype
         layout = world.layout
+        compat.check_pipelining(layout.schedule, split=layout.schedule in ZERO_BUBBLE)
+        self.stages, self.world, self.dtype = list(stages), world, dtype
         self.rank_of_stage = {
             stage: rank
             for rank in range(layout.pp)

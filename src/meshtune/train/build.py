@@ -36,6 +36,7 @@ from meshtune.train.model import LoraSpec, ModelSpec, OptimizerSpec, RankModel, 
 from meshtune.train.positions import position_sentences
 from meshtune.train.predict import out_of_memory, prediction
 from meshtune.train.run_row import run_row
+from meshtune.train.self_check import beyond_tested
 from meshtune.train.signals import StopRequest
 from meshtune.train.token_loss import TokenLoss, check_same
 from meshtune.train.trackers import Metrics, tracker_problems
@@ -192,7 +193,9 @@ def announce(
     metrics.log_line(f"Learning rate: {rate_in_words(config)}.")
     if caution := PRECISIONS[config.train.precision].caution:
         metrics.log_line(caution)
-    about_model = filter(None, (parts_kept(model.whole), left_out_of_loss(model.whole)))
+    about_model = filter(
+        None, (beyond_tested(model.whole), parts_kept(model.whole), left_out_of_loss(model.whole))
+    )
     for sentence in (*override_sentences(config.model), *about_model, *notices):
         metrics.log_line(sentence)
     if model.added_embeddings:

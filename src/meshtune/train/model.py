@@ -17,18 +17,16 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from meshtune.attention.register import register, use_kernels
+from meshtune.attention.register import keep_documents_apart, register
 from meshtune.layout import ZERO_BUBBLE, Layout
 from meshtune.meter.phases import PhaseMemory
 from meshtune.model.anatomy import anatomy
 from meshtune.model.census_cache import LoraShape
 from meshtune.model.load import drawn, mapped, skeleton
 from meshtune.model.lora import add_lora, initial_adapters, initial_magnitude, lora_layers
-from meshtune.model.mixers import keep_weights, separate_documents
 from meshtune.model.multimodal import aside_names, fill_aside
 from meshtune.model.pieces import Piece, StoredTensors, fill, materialise, whole_pieces
 from meshtune.model.positions import cast_position_tables
-from meshtune.model.rope import follow_documents
 from meshtune.model.trace import census_of
 from meshtune.model.trainable import freeze, grow_embeddings, tables
 from meshtune.optim.optimizer import Optimizer, key_of, parts_of
@@ -39,6 +37,7 @@ from meshtune.parallel.zero import local
 from meshtune.placement.census import Census
 from meshtune.placement.share import census_stages, stage_of_rank
 from meshtune.precision import PRECISIONS
+from meshtune.train import self_check
 from meshtune.train.loss import head_loss
 from meshtune.train.step import Passes
 from meshtune.train.token_loss import TokenLoss
@@ -238,10 +237,8 @@ def trainable_skeleton(spec: ModelSpec) -> tuple[PreTrainedModel, int]:
         revision=spec.revision,
         overrides=spec.overrides,
     )
-    use_kernels(model, anatomy(model), spec.kernels)
-    follow_documents(model)
-    separate_documents(model, anatomy(model).mixers)
-    keep_weights(model)
+    self_check.check(model, spec.attention)
+    keep_documents_apart(model, anatomy(model), spec.kernels)
     added = grow_embeddings(model, spec.embeddings)
     cast_position_tables(model, spec.compute_dtype)
     if spec.lora:

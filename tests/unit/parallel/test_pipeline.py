@@ -39,11 +39,17 @@ BLOCKS, VOCABULARY = 8, 256
 
 
 def test_a_torch_with_other_private_names_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    compat.check_pipelining()
-    monkeypatch.setitem(compat.PIPELINING, "_backward.stage_backward", "stage_output renamed")
-    monkeypatch.setitem(compat.PIPELINING, "stage.PipelineStage.gone", "")
+    compat.check_pipelining("1f1b", split=False)
+    path = "torch.distributed.pipelining.stage:PipelineStage.clear_runtime_states"
+    monkeypatch.setattr(compat, "INSIDES", (*compat.INSIDES, compat.Inside(path, "renamed")))
     with refuses(UserError):
-        compat.check_pipelining()
+        compat.check_pipelining("1f1b", split=False)
+
+
+def test_a_torch_that_cannot_split_the_backward_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "version", lambda name: "2.11.0")
+    with refuses(UserError):
+        compat.check_pipelining("zbv", split=True)
 
 
 def test_torchs_schedules_still_take_lists_of_micro_batches() -> None:

@@ -1,7 +1,5 @@
 """The chunked loss against plain transformers: full logits and torch's cross entropy."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,6 +9,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, GraniteConfig, OPTConfig
+from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 from meshtune.attention.register import register
 from meshtune.data.batch import MicroBatch
@@ -84,13 +83,8 @@ def test_the_head_in_fp64_is_exact_for_every_chunk_size(family):
     batch = micro_batch()
     hidden = torch.randn(len(DOCUMENTS), SEQ, 64, dtype=torch.float64, requires_grad=True)
     base, own_anatomy = anatomy(plain).body, anatomy(ours)
-    plain._modules[base].forward = lambda *_, **__: SimpleNamespace(
-        last_hidden_state=hidden,
-        past_key_values=None,
-        hidden_states=None,
-        attentions=None,
-        cross_attentions=None,
-    )
+    output = BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=hidden)
+    plain._modules[base].forward = lambda *_, **__: output
     expected = reference(plain, batch)
     weights = [plain.get_submodule(own_anatomy.head).weight, hidden]
     theirs = torch.autograd.grad(expected * 0.7, weights)

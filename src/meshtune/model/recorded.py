@@ -1,0 +1,221 @@
+"""Record what the modules of a model's blocks do with tokens, in a forward of a small copy of the model.
+
+    recorded(model, body, head, blocks) -> paths of attention and of mixers, inside a block
+
+A module mixes tokens if its output at later positions changes with its input at the first. It is attention
+if it calls the attention function that is registered with transformers, or keeps a tensor with one entry a
+token in the cache that it is given. Any other is a recurrent or convolutional mixer: its state has one size
+whatever the number of tokens. Neither the names of classes nor those of arguments decide.
+"""
+
+import json
+from collections.abc import Hashable, Iterator
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface, eager_mask
+
+from meshtune.model.small import random_ids, with_small_copy
+
+RECORDER = "meshtune_recorder"  # name of the attention function of the recorded forward
+TOKENS = 13  # of it: a number that no size of a small copy has
+Kind = frozenset[tuple[str, type[nn.Module]]]  # path inside a block, and the module's class
+
+
+class Mixing(NamedTuple):
+    """The modules inside a block that mix tokens; "": the block does so itself."""
+
+    attention: Kind
+    mixers: Kind
+
+
+def modules_of(kind: Kind, blocks: nn.Module) -> list[str]:
+    """Return the paths in a list of blocks of the modules of a kind of `Mixing`."""
+    return [
+        f"{name}.{path}".rstrip(".")
+        for name, block in blocks.named_children()
+        for path, module in block.named_modules()
+        if (path, type(module)) in kind
+    ]
+
+
+_recorded: dict[Hashable, Mixing] = {}  # of this process, by class, structure and settings that are no sizes
+
+
+def recorded(model: PreTrainedModel, body: str, head: str, blocks: str) -> Mixing:
+    """Return what a small copy of `model` does; models that differ in sizes alone are recorded once.
+
+    body, head, blocks: paths. Raises NoCopy if no copy can run.
+    """
+    # LoRA's layers stand for linear ones, and have no children that mix tokens.
+    structure = frozenset(
+        (path.partition(".")[2], type(module))
+        for path, module in model.get_submodule(blocks).named_modules()
+        if next(module.children(), None) and not type(module).__module__.startswith("meshtune.")
+    )
+    settings = model.config.get_text_config(decoder=True).to_dict()
+    words = json.dumps({name: value for name, value in settings.items() if isinstance(value, str | bool)})
+    key = (type(model), structure, words)
+    if key not in _recorded:
+        _recorded[key] = with_small_copy(
+            model, body, head, blocks, lambda small: _record(small, body, blocks)
+        )
+    return _recorded[key]
+
+
+def _record(small: Any, body: str, blocks: str) -> Mixing:
+    """Return what the modules of `small` do; its attention function is another afterwards."""
+    calling: set[nn.Module] = set()
+
+    def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Any:
+        calling.add(module)
+        keys, values = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+        return F.scaled_dot_product_attention(query, keys, values, is_causal=True).transpose(1, 2), None
+
+    AttentionInterface.register(RECORDER, attend)
+    AttentionMaskInterface.register(RECORDER, eager_mask)
+    set_attention(small, RECORDER)
+    ids = random_ids(small, TOKENS, seed=0)[None]
+    language: Any = small.get_submodule(body)
+    with _Watch(small.get_submodule(blocks)) as watch:
+        language(input_ids=ids, use_cache=False)
+    attention = {module for module in watch.found if calling & set(module.modules())}
+    attention |= _keeping_each_token(language, ids, watch.found.keys() - attention)
+    places = {module: path.partition(".")[2] for path, module in small.get_submodule(blocks).named_modules()}
+    kinds = (attention, watch.found.keys() - attention)
+    return Mixing(*(frozenset((places[module], type(module)) for module in kind) for kind in kinds))
+
+
+def set_attention(model: nn.Module, name: str) -> None:
+    """Make all parts of a model use the attention function of this name, unchecked."""
+    for module in model.modules():
+        config: Any = vars(module).get("config")
+        if hasattr(config, "_attn_implementation"):
+            config._attn_implementation = name
+
+
+class _Watch:
+    """Find the smallest modules of blocks that mix tokens, while a forward runs.
+
+    When a module has run, it runs again with another first token, and then once more with the mixing modules
+    in it made to mix nothing: if later tokens still change, it mixes tokens besides them, and stands for all.
+    """
+
+    def __init__(self, blocks: nn.Module) -> None:
+        self.blocks = blocks
+        self.found: dict[nn.Module, tuple[list[Tensor], Any]] = {}  # and their (inputs, output)
+        self.stubs: dict[nn.Module, tuple[list[Tensor], Any]] | None = None  # None: the forward itself runs
+        self.mixed_before = False  # True if a stub was given other later tokens
+
+    def __enter__(self) -> "_Watch":
+        modules = (module for path, module in self.blocks.named_modules() if path)
+        self.hooks = [module.register_forward_hook(self._ran, with_kwargs=True) for module in modules]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self.hooks:
+            hook.remove()
+
+    def _ran(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Any:
+        given = [value for value in (*args, *kwargs.values()) if _is_hidden(value)]
+        if self.stubs is not None:
+            if module not in self.stubs:
+                return None  # its output stays
+            before, kept = self.stubs[module]
+            self.mixed_before |= any(map(_later_differ, given, before))
+            return _with_first_of(out, kept)
+        result = _first(out)
+        if not given or not _is_hidden(result):
+            return None
+        inside = set(module.modules())
+        inner = {each: ran for each, ran in self.found.items() if each in inside}
+
+        def again(stubs: dict[nn.Module, Any]) -> bool:
+            return _later_differ(_first(self._again(module, args, kwargs, stubs)), result)
+
+        self.mixed_before = False
+        if again({}) and (not inner or again(inner) or self.mixed_before):
+            for each in inner:
+                del self.found[each]
+            self.found[module] = given, out
+        return None
+
+    @torch.no_grad()
+    def _again(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], stubs: Any) -> Any:
+        self.stubs = stubs
+        try:
+            return module(
+                *map(_other_first, args), **{name: _other_first(value) for name, value in kwargs.items()}
+            )
+        finally:
+            self.stubs = None
+
+
+def _is_hidden(value: Any) -> bool:
+    """True for floats [1, TOKENS, size]."""
+    return isinstance(value, Tensor) and value.is_floating_point() and value.shape[:2] == (1, TOKENS)
+
+
+def _first(out: Any) -> Any:
+    return out[0] if isinstance(out, tuple | list) and out else out
+
+
+def _other_first(value: Any) -> Any:
+    """Return hidden states with another first token; other values as they are."""
+    return torch.cat([-value[:, :1].flip(-1), value[:, 1:]], 1) if _is_hidden(value) else value
+
+
+def _with_first_of(out: Any, kept: Any) -> Any:
+    """Return the output `kept` with the first token of `out`, as of a module that mixes no tokens."""
+    tokens = torch.cat([_first(out)[:, :1], _first(kept)[:, 1:]], 1)
+    return tokens if isinstance(out, Tensor) else type(out)([tokens, *out[1:]])
+
+
+def _later_differ(one: Tensor, two: Tensor) -> bool:
+    difference = (one[:, 1:] - two[:, 1:]).abs().max()
+    return bool(difference > 1e-4 * two[:, 1:].abs().max())  # less is rounding: experts get other groups
+
+
+def _keeping_each_token(body: Any, ids: Tensor, modules: set[nn.Module]) -> set[nn.Module]:
+    """Return those of `modules` that keep a tensor with an entry for each token in what they are given, and
+    all of them where the model has no cache at all.
+    """
+    found: set[nn.Module] = set()
+    known: dict[nn.Module, set[int]] = {}
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+        known[module] = {id(tensor) for tensor in _tensors((args, kwargs), set())}
+
+    def after(module: nn.Module, args: Any, kwargs: Any, _: Any) -> None:
+        new = [tensor for tensor in _tensors((args, kwargs), set()) if id(tensor) not in known[module]]
+        if any(TOKENS in tensor.shape for tensor in new):
+            found.add(module)
+
+    hooks = [module.register_forward_pre_hook(before, with_kwargs=True) for module in modules]
+    hooks += [module.register_forward_hook(after, with_kwargs=True) for module in modules]
+    if modules:
+        with suppress(Exception):  # some families can't make their cache; what was kept until then counts
+            output = body(input_ids=ids, use_cache=True)
+            if len(output) == 1 and not body._is_stateful:  # hidden states alone: it has no cache
+                found |= modules
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
+    """Yield the tensors that an object holds, also in its attributes and elements."""
+    if isinstance(value, Tensor):
+        yield value
+    elif id(value) not in seen and not isinstance(value, nn.Module | type):
+        seen.add(id(value))
+        if isinstance(value, dict | list | tuple):
+            inner = list(value.values() if isinstance(value, dict) else value)
+        else:
+            inner = list(getattr(value, "__dict__", {}).values())
+        for each in inner:
+            yield from _tensors(each, seen)

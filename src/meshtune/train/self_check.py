@@ -1,0 +1,136 @@
+"""Compare a micro-batch with the unmodified model before code trains that was not tested with meshtune.
+
+    check(model, attention)   at the build, unless `make families` has trained the family with this version
+
+On a small copy of the model (small.py) one micro-batch of two documents runs as training runs it, and each
+document by itself through the unmodified model in eager attention. Logits and all gradients must agree.
+"""
+
+import copy
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from meshtune.attention.register import keep_documents_apart, register
+from meshtune.compat import every_family_tested, installed_versions, tested_versions, untested
+from meshtune.data.batch import IGNORE, MicroBatch
+from meshtune.errors import UserError
+from meshtune.model.anatomy import Anatomy, anatomy
+from meshtune.model.body import ATTENTION_NAMES, body_forward, head_only
+from meshtune.model.recorded import set_attention
+from meshtune.model.small import NoCopy, random_ids, with_small_copy
+
+LENGTHS = (24, 13)  # tokens of the documents: one is longer than the windows of a small copy, which are 16
+LOGITS, GRADIENT = 1e-4, 1e-3  # largest relative differences in fp32
+
+_agreed: set[Hashable] = set()  # in this process
+
+
+def check(model: PreTrainedModel, attention: str) -> None:
+    """Raise UserError if a micro-batch of `model` differs from the unmodified model, or can't be compared.
+
+    Does nothing for a family that was tested with the installed versions, and once in a process for others.
+    model: as transformers builds it, on any device. attention: name of its attention function in training.
+    """
+    key = (type(model), model.config.to_json_string(use_diff=False), attention)
+    if key in _agreed or (every_family_tested() and not untested(type(model))):
+        return
+    register()
+    parts, name = anatomy(model), f"{type(model).__name__} of {installed_versions()}"
+    remedy = f"Install versions that were tested ({tested_versions()}), or report what differs."
+    try:
+        worst = with_small_copy(
+            model, parts.body, parts.head, parts.blocks, lambda small: differences(small, parts, attention)
+        )
+    except NoCopy as error:
+        raise UserError(f"{name} can't be compared with the unmodified model: {error}. {remedy}") from error
+    if problems := [
+        f"{what} differ by {value:.1%}"
+        for what, (value, allowed) in worst.items()
+        if not value <= allowed  # NaN too
+    ]:
+        raise UserError(
+            f"{name} would train wrong: {' and '.join(problems)} between documents of one micro-batch and "
+            f"each by itself, unmodified and in eager attention. {remedy}"
+        )
+    _agreed.add(key)
+
+
+def beyond_tested(model: PreTrainedModel) -> str:
+    """Return a sentence on a class or versions that are not tested, of a model that `check` let pass."""
+    reasons = untested(type(model))
+    return reasons and (
+        f"{reasons[0].upper()}{reasons[1:]} ({tested_versions()}): a packed micro-batch of a small copy "
+        "equals the unmodified model."
+    )
+
+
+def differences(small: Any, parts: Anatomy, attention: str) -> dict[str, tuple[float, float]]:
+    """Return {what: (largest relative difference, the largest allowed)} of logits and gradients.
+
+    small: in eager attention and unmodified; it gets gradients. A logit's difference is relative to the
+    largest, a gradient's to the larger of its norm and a hundredth of that of all.
+    """
+    documents = [random_ids(small, length, seed) for seed, length in enumerate(LENGTHS)]
+    trained = copy.deepcopy(small)
+    packed = attention in ATTENTION_NAMES
+    set_attention(trained, attention if packed else "eager")
+    keep_documents_apart(trained, parts, "cpu")
+    ours = _logits(trained, parts, documents, packed)
+    theirs = torch.cat([_unmodified(small, parts, ids) for ids in documents])
+    factors = torch.randn(theirs.shape)
+    for logits in (ours, theirs):
+        (logits * factors).sum().backward()
+    largest = theirs.abs().max()
+    return {
+        "logits": (float((ours - theirs).abs().max() / largest), LOGITS),
+        "gradients": (_gradients(trained, small), GRADIENT),
+    }
+
+
+def _logits(model: nn.Module, parts: Anatomy, documents: list[Tensor], packed: bool) -> Tensor:
+    """Return logits [tokens, vocabulary] of documents in one row, or in one row each, as training runs it."""
+    rows = [documents] if packed else [[ids] for ids in documents]
+    columns = max(sum(map(len, row)) for row in rows)
+    ids, positions = (torch.zeros(len(rows), columns, dtype=torch.long) for _ in range(2))
+    for number, row in enumerate(rows):
+        tokens = sum(map(len, row))
+        ids[number, :tokens] = torch.cat(row)
+        positions[number] = torch.cat(
+            [*(torch.arange(len(each)) for each in row), torch.arange(columns - tokens)]
+        )
+    lengths = tuple(tuple(map(len, row)) for row in rows)
+    count = sum(map(len, documents))
+    batch = MicroBatch(ids, torch.full_like(ids, IGNORE), positions, lengths, count, 0)
+    hidden = body_forward(model, parts, batch)
+    real = torch.cat([hidden[number, : sum(row)] for number, row in enumerate(lengths)])
+    with head_only(model, parts) as logits_of:
+        return logits_of(real)
+
+
+def _unmodified(model: Any, parts: Anatomy, ids: Tensor) -> Tensor:
+    """Return the logits [tokens, vocabulary] of one document by the model's own forward."""
+    if model.config.get_text_config(decoder=True) is model.config:
+        return model(input_ids=ids[None], use_cache=False).logits[0]
+    hidden = model.get_submodule(parts.body)(input_ids=ids[None], use_cache=False).last_hidden_state
+    with head_only(model, parts) as logits_of:  # the other parts of a model that also sees have no weights
+        return logits_of(hidden[0])
+
+
+def _gradients(one: nn.Module, two: nn.Module) -> float:
+    """Return the largest relative difference of the gradients of two models with the same parameters."""
+    pairs = [
+        (first.grad, second.grad)
+        for first, second in zip(one.parameters(), two.parameters(), strict=True)
+        if first.grad is not None or second.grad is not None
+    ]
+    floor = float(sum(b.square().sum() for _, b in pairs if b is not None)) ** 0.5 / 100
+    none = torch.zeros(())
+    return max(
+        float((none if a is None else a).sub(none if b is None else b).norm())
+        / max(0.0 if b is None else float(b.norm()), floor)
+        for a, b in pairs
+    )
