@@ -173,7 +173,7 @@ def test_documents_reach_the_attention_of_every_block_where_packing_is_promised(
     ("model_type", "why"),
     [
         ("bloom", "computes its attention inside"),
-        ("gptj", "computes its attention inside"),
+        ("xglm", "computes its attention inside"),
         ("nemotron", "do not pass keyword arguments on"),
         ("doge", "attention_mask"),
         ("llama4_text", "chunked_attention"),

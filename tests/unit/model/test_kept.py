@@ -13,7 +13,6 @@ from transformers import (
     AttentionInterface,
     AutoModelForCausalLM,
     BloomConfig,
-    CodeGenConfig,
     FalconConfig,
     Gemma2Config,
     LlamaConfig,
@@ -210,7 +209,6 @@ def test_experts_keep_what_is_routed_to_them():
 OWN_ATTENTION = {
     "bloom": lambda: BloomConfig(hidden_size=64, n_layer=2, n_head=4, vocab_size=256),
     "falcon": lambda: FalconConfig(**SMALL),
-    "codegen": lambda: CodeGenConfig(n_embd=64, n_layer=2, n_head=4, vocab_size=256, rotary_dim=8),
     "xglm": lambda: XGLMConfig(
         d_model=64, num_layers=2, attention_heads=4, ffn_dim=96, vocab_size=256, dropout=0.0,
         attention_dropout=0.0,
