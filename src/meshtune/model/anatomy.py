@@ -21,8 +21,6 @@ from transformers import PreTrainedModel
 
 from meshtune.errors import UserError
 from meshtune.families import see
-from meshtune.model.recorded import modules_of, recorded
-from meshtune.model.small import NoCopy
 
 NOT_CAUSAL = {"xlnet", "cpmant"}  # over permutations, over all tokens, which no flag of the models shows
 MLP_NAMES = ("mlp", "feed_forward", "ffn")
@@ -39,12 +37,16 @@ class Anatomy:
     head: str  # "lm_head"
     attention: str  # "self_attn", inside each block; "" for a family with recurrent blocks
     mlp: str  # "mlp", inside each block; "" where its matrices lie in the block itself (OPT)
+    attentions: tuple[str, ...] = ()  # all modules of attention: "model.layers.0.self_attn"
     mixers: tuple[str, ...] = ()  # recurrent or convolutional ones: "model.layers.0.mamba"
     first_position: int = 0  # position id of a document's first token
 
 
 def anatomy(model: PreTrainedModel) -> Anatomy:
     """Find and verify the parts of `model`. Raises UserError with the reason if it is built differently."""
+    from meshtune.model.recorded import modules_of, recorded  # here: chains of imports stay short
+    from meshtune.model.small import NoCopy
+
     config = model.config.get_text_config()
     paths = {module: path for path, module in model.named_modules()}
 
@@ -81,21 +83,8 @@ def anatomy(model: PreTrainedModel) -> Anatomy:
     except NoCopy as error:
         raise refusal(f"what its blocks do with tokens can't be recorded ({error})") from error
     mixers = modules_of(mixing.mixers, blocks)
-    kinds = {kind for _, kind in mixing.attention}
-    attending = {
-        module for module in blocks.modules() if any(type(part) in kinds for part in module.modules())
-    }
-    if model._is_stateful or mixers:
-        attention = None
-    else:
-        attentions = [name for name, child in blocks[0].named_children() if child in attending]
-        if len(attentions) != 1:
-            found = ", ".join(attentions) or "none"
-            raise refusal(f"its block {type(blocks[0]).__name__} has no single attention, but {found}")
-        attention = attentions[0]
-        without = [index for index, block in enumerate(blocks) if attention not in block._modules]
-        if without:
-            raise refusal(f"block {without[0]} has no {attention!r}")
+    attending = _attending(blocks, {kind for _, kind in mixing.attention})
+    attention = "" if model._is_stateful or mixers else _attention_of(blocks, attending, refusal)
     for path, module in blocks.named_modules():
         flags = (getattr(module, "is_causal", True), getattr(module, "is_decoder", True))
         if module in attending and False in flags:
@@ -108,11 +97,31 @@ def anatomy(model: PreTrainedModel) -> Anatomy:
         blocks=lists[0],
         norm=norms[0] if norms else "",
         head=paths[head],
-        attention=attention or "",
+        attention=attention,
         mlp=mlp or "",
+        attentions=tuple(f"{lists[0]}.{path}" for path in modules_of(mixing.attention, blocks)),
         mixers=tuple(f"{lists[0]}.{path}" for path in mixers),
         first_position=_first_position(model.get_submodule(body)),
     )
+
+
+def _attending(blocks: nn.Module, kinds: set[type[nn.Module]]) -> set[nn.Module]:
+    """Return the modules of blocks that are or have modules of these classes."""
+    return {module for module in blocks.modules() if any(type(part) in kinds for part in module.modules())}
+
+
+def _attention_of(
+    blocks: nn.ModuleList, attending: set[nn.Module], refusal: Callable[[str], UserError]
+) -> str:
+    """Return the name that each block has its attention by. Raises a `refusal` if there is no single one."""
+    names = [name for name, child in blocks[0].named_children() if child in attending]
+    if len(names) != 1:
+        found = ", ".join(names) or "none"
+        raise refusal(f"its block {type(blocks[0]).__name__} has no single attention, but {found}")
+    without = [index for index, block in enumerate(blocks) if names[0] not in block._modules]
+    if without:
+        raise refusal(f"block {without[0]} has no {names[0]!r}")
+    return names[0]
 
 
 def _module_lists(model: nn.Module, body: str) -> dict[str, nn.ModuleList]:

@@ -19,7 +19,6 @@ from transformers.masking_utils import AttentionMaskInterface
 from meshtune.compat import HARMLESS, MUST_BE_OFF
 from meshtune.model.anatomy import Anatomy
 from meshtune.model.mixers import separate_documents
-from meshtune.model.recorded import modules_of, recorded
 
 PROBE = "meshtune_probe"
 
@@ -130,7 +129,7 @@ def _tried(model: PreTrainedModel, parts: Anatomy) -> str | None:
             return "it reads its attention mask, such as to select tokens, and meshtune's attention has none"
         reason = " ".join(str(error).split())[:120]
         return inside or f"it can't run with another attention function ({type(error).__name__}: {reason})"
-    layers = attention_layers(probe, parts)
+    layers = len(parts.attentions)  # one call each in a forward
     if not given.windows and layers:
         return INSIDE
     if len(given.windows) != layers:
@@ -167,16 +166,10 @@ def _mixing_outside(model: PreTrainedModel, parts: Anatomy) -> str | None:
     language: Any = model.get_submodule(parts.body)
     if (model._is_stateful or language._is_stateful) and not parts.mixers:
         return "its attention carries a state besides keys and values"
-    mixing = recorded(model, parts.body, parts.head, parts.blocks)
-    itself = [kind.__name__ for path, kind in mixing.attention if not path]
-    return f"{itself[0]} mixes tokens besides its attention" if itself else None
-
-
-def attention_layers(model: PreTrainedModel, parts: Anatomy) -> int:
-    """Return the calls of attention in a forward, one a module of attention."""
-    blocks = model.get_submodule(parts.blocks)
-    kind = recorded(model, parts.body, parts.head, parts.blocks).attention
-    return len(modules_of(kind, blocks))
+    blocks = model.get_submodule(parts.blocks).children()
+    itself = {f"{parts.blocks}.{number}": type(block).__name__ for number, block in enumerate(blocks)}
+    named = [itself[path] for path in parts.attentions if path in itself]
+    return f"{named[0]} mixes tokens besides its attention" if named else None
 
 
 def mask_only_pattern(config: PretrainedConfig, windows: Sequence[int | None]) -> str | None:

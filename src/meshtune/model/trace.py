@@ -26,7 +26,7 @@ from transformers.pytorch_utils import Conv1D
 
 from meshtune.errors import UserError
 from meshtune.model.anatomy import Anatomy, anatomy, attention_heads
-from meshtune.model.attention_arguments import attention_kinds, attention_layers, attention_problem
+from meshtune.model.attention_arguments import attention_kinds, attention_problem
 from meshtune.model.body import text_forward
 from meshtune.model.fused import STAND_IN, experts_without_values
 from meshtune.model.matmuls import TOKENS, BareMatmul, DispatchedMatmuls, ParameterMatmuls
@@ -271,7 +271,7 @@ def _unsupported_reason(
         return "its matmuls with parameters are not those of its matrices"
     config = model.config.get_text_config(decoder=True)
     kinds = attention_kinds(config)
-    layers = attention_layers(model, parts) if parts else config.num_hidden_layers
+    layers = len(parts.attentions) if parts else config.num_hidden_layers
     if len(cores) != layers:
         return f"{len(cores)} attention cores were traced in {layers} layers"
     if written_out and any("window" in key and value for key, value in config.to_dict().items()):

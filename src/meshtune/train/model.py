@@ -37,7 +37,6 @@ from meshtune.parallel.zero import local
 from meshtune.placement.census import Census
 from meshtune.placement.share import census_stages, stage_of_rank
 from meshtune.precision import PRECISIONS
-from meshtune.train import self_check
 from meshtune.train.loss import head_loss
 from meshtune.train.step import Passes
 from meshtune.train.token_loss import TokenLoss
@@ -227,6 +226,8 @@ def trainable_skeleton(spec: ModelSpec) -> tuple[PreTrainedModel, int]:
     """(The whole model in training mode, its parameters on meta, with adapters and frozen parameters; rows
     that its embedding gained).
     """
+    from meshtune.train.self_check import check  # here: chains of imports stay short
+
     register()
     model = skeleton(
         spec.source,
@@ -237,7 +238,7 @@ def trainable_skeleton(spec: ModelSpec) -> tuple[PreTrainedModel, int]:
         revision=spec.revision,
         overrides=spec.overrides,
     )
-    self_check.check(model, spec.attention)
+    check(model, spec.attention)
     keep_documents_apart(model, anatomy(model), spec.kernels)
     added = grow_embeddings(model, spec.embeddings)
     cast_position_tables(model, spec.compute_dtype)
