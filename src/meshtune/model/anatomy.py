@@ -113,7 +113,7 @@ def _attending(blocks: nn.Module, kinds: set[type[nn.Module]]) -> set[nn.Module]
 def _attention_of(
     blocks: nn.ModuleList, attending: set[nn.Module], refusal: Callable[[str], UserError]
 ) -> str:
-    """Return the name that each block has its attention by. Raises a `refusal` if there is no single one."""
+    """Return the name of the attention in each block. Raises a `refusal` if blocks have none or several."""
     names = [name for name, child in blocks[0].named_children() if child in attending]
     if len(names) != 1:
         found = ", ".join(names) or "none"

@@ -43,11 +43,13 @@ def modules_of(kind: Kind, blocks: nn.Module) -> list[str]:
     ]
 
 
-_recorded: dict[Hashable, Mixing] = {}  # of this process, by class, structure and settings that are no sizes
+_recorded: dict[
+    Hashable, Mixing
+] = {}  # in this process, by class, structure and the settings that are words or flags
 
 
 def recorded(model: PreTrainedModel, body: str, head: str, blocks: str) -> Mixing:
-    """Return what a small copy of `model` does; models that differ in sizes alone are recorded once.
+    """Return what a small copy of `model` does; models that differ only in sizes are recorded once.
 
     body, head, blocks: paths. Raises NoCopy if no copy can run.
     """
@@ -200,7 +202,7 @@ def _keeping_each_token(body: Any, ids: Tensor, modules: set[nn.Module]) -> set[
     if modules:
         with suppress(Exception):  # some families can't make their cache; what was kept until then counts
             output = body(input_ids=ids, use_cache=True)
-            if len(output) == 1 and not body._is_stateful:  # hidden states alone: it has no cache
+            if len(output) == 1 and not body._is_stateful:  # only hidden states: it has no cache
                 found |= modules
     for hook in hooks:
         hook.remove()

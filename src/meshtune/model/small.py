@@ -23,7 +23,7 @@ from transformers.initialization import no_init_weights
 from meshtune.compat import parameters_on_meta
 from meshtune.model.pieces import materialise
 
-HIDDEN = 256  # features of a copy's hidden states at least, where the model has as many
+HIDDEN = 256  # least hidden size of a copy, unless the model's own is smaller
 MOST_DIVIDED = 32
 WINDOW = 16  # tokens of a sliding window or chunk
 VOCABULARY = 256
