@@ -19,10 +19,10 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from meshtune.compat import tested_versions, untested
 from meshtune.errors import UserError
 from meshtune.families import see
 
-NOT_CAUSAL = {"xlnet", "cpmant"}  # over permutations, over all tokens, which no flag of the models shows
 MLP_NAMES = ("mlp", "feed_forward", "ffn")
 
 
@@ -39,6 +39,7 @@ class Anatomy:
     mlp: str  # "mlp", inside each block; "" where its matrices lie in the block itself (OPT)
     attentions: tuple[str, ...] = ()  # all modules of attention: "model.layers.0.self_attn"
     mixers: tuple[str, ...] = ()  # recurrent or convolutional ones: "model.layers.0.mamba"
+    attention_problem: str | None = None  # why meshtune's attention can't be the model's, as "it …"
     first_position: int = 0  # position id of a document's first token
 
 
@@ -51,7 +52,9 @@ def anatomy(model: PreTrainedModel) -> Anatomy:
     paths = {module: path for path, module in model.named_modules()}
 
     def refusal(reason: str, kind: str = "parts") -> UserError:
-        return UserError(f"{type(model).__name__} can't be trained: {reason}. {see(kind)}")
+        beyond = untested(type(model))
+        beyond = beyond and f"Note that {beyond} ({tested_versions()}). "
+        return UserError(f"{type(model).__name__} can't be trained: {reason}. {beyond}{see(kind)}")
 
     embed, head = ends(model)
     if not isinstance(embed, nn.Embedding) or not isinstance(head, nn.Linear):
@@ -61,9 +64,6 @@ def anatomy(model: PreTrainedModel) -> Anatomy:
         raise refusal(
             f"no module around its embedding, {paths[embed]!r}, is its language model alone", "media"
         )
-    bidirectional = getattr(config, "use_bidirectional_attention", None)
-    if config.model_type in NOT_CAUSAL or bidirectional not in (None, False, "vision"):  # no images here
-        raise refusal("its attention is not causal", "causal")
     if config.model_type == "reformer":
         raise refusal("it trains only on sequences of a multiple of its chunks' length", "not-built")
 
@@ -82,14 +82,13 @@ def anatomy(model: PreTrainedModel) -> Anatomy:
         mixing = recorded(model, body, paths[head], lists[0])
     except NoCopy as error:
         raise refusal(f"what its blocks do with tokens can't be recorded ({error})") from error
+    prefix = getattr(config, "use_bidirectional_attention", None) is True  # in training, in its full model
+    if prefix or not mixing.causal:
+        remedy = "; set is_decoder to true in its config.json" * hasattr(config, "is_decoder")
+        raise refusal(f"its attention is not causal{remedy}", "causal")
     mixers = modules_of(mixing.mixers, blocks)
     attending = _attending(blocks, {kind for _, kind in mixing.attention})
     attention = "" if model._is_stateful or mixers else _attention_of(blocks, attending, refusal)
-    for path, module in blocks.named_modules():
-        flags = (getattr(module, "is_causal", True), getattr(module, "is_decoder", True))
-        if module in attending and False in flags:
-            remedy = "; set is_decoder to true in its config.json" * hasattr(config, "is_decoder")
-            raise refusal(f"its attention is not causal ({lists[0]}.{path}){remedy}", "causal")
     mlp = _one_child(blocks[0], lambda name, child: name in MLP_NAMES)
     return Anatomy(
         body=body,
@@ -101,6 +100,7 @@ def anatomy(model: PreTrainedModel) -> Anatomy:
         mlp=mlp or "",
         attentions=tuple(f"{lists[0]}.{path}" for path in modules_of(mixing.attention, blocks)),
         mixers=tuple(f"{lists[0]}.{path}" for path in mixers),
+        attention_problem=mixing.problem,
         first_position=_first_position(model.get_submodule(body)),
     )
 

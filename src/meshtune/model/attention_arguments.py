@@ -1,24 +1,20 @@
-"""Find out what a family gives to its attention function, and whether meshtune's attention can take it.
+"""Decide whether meshtune's attention can take what a family gives to its attention function.
 
-    attention_problem(model)   asked of a forward on meta, in which each layer's attention reports
+    attention_problem(small, language, layers)   asked of a forward of a small copy, whose attention reports
 
 transformers' flag `_supports_attention_backend` alone is not enough: some families that have it drop keyword
 arguments on the way, pass a mask of their own, or add arguments that change the result.
 """
 
-import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel, masking_utils
+from transformers import AttentionInterface, PretrainedConfig
 from transformers.masking_utils import AttentionMaskInterface
 
 from meshtune.compat import HARMLESS, MUST_BE_OFF
-from meshtune.model.anatomy import Anatomy
-from meshtune.model.mixers import separate_documents
 
 PROBE = "meshtune_probe"
 
@@ -92,84 +88,47 @@ class _Given:
         return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 
 
-_answers: dict[Any, str | None] = {}  # of `attention_problem`, which a run asks up to five times, by kind
+@torch.no_grad()
+def attention_problem(language: Any, ids: Tensor, layers: int) -> str | None:
+    """Return why meshtune's attention can't be that of a model, as "it …"; None if it can, also where the
+    model has no attention.
 
-
-def attention_problem(model: PreTrainedModel, parts: Anatomy) -> str | None:
-    """Return why meshtune's attention can't be that of `model`, as "it …"; None if it can, also where `model`
-    has no attention. Models of one class, configuration and structure are tried once in a process.
+    language: body of a small copy that ran with another attention function and a mask; it uses PROBE
+    afterwards. ids: [1, tokens]. layers: number of its modules of attention.
     """
-    modules = tuple((path, type(module)) for path, module in model.named_modules())
-    kind = type(model), model.config.to_json_string(use_diff=False), modules
-    if kind not in _answers:
-        _answers[kind] = _tried(model, parts)
-    return _answers[kind]
-
-
-def _tried(model: PreTrainedModel, parts: Anatomy) -> str | None:
-    language: Any = model.get_submodule(parts.body)
-    if outside := _mixing_outside(model, parts):
-        return outside
     given = _Given()
     AttentionInterface.register(PROBE, given.attend)
     AttentionMaskInterface.register(PROBE, no_mask)
-    probe: Any = copy.deepcopy(model)
-    probe.to(device="meta", dtype=torch.bfloat16)  # experts on meta have no fp32
-    probe.config._attn_implementation = PROBE
-    separate_documents(probe, parts.mixers)  # they get no arguments of attention
+    set_attention(language, PROBE)
     try:
-        _forward(probe.get_submodule(parts.body), given)
-    except Exception as error:  # each family fails in its own way on another attention function
-        inside = None if language._supports_attention_backend else INSIDE
+        language(input_ids=ids, use_cache=False, documents=given.documents)
+    except Exception as error:  # each family fails in its own way without a mask
         if given.problems:
             return f"it gives its attention function {', '.join(given.problems)}"
-        if "meta tensor" in str(error) or "register_meta" in str(error):
-            return inside  # it reads values, such as a router's: its flag has to do
-        if inside is None and _runs_with_a_mask(probe.get_submodule(parts.body)):
-            return "it reads its attention mask, such as to select tokens, and meshtune's attention has none"
+        if not language._supports_attention_backend:
+            return INSIDE
         reason = " ".join(str(error).split())[:120]
-        return inside or f"it can't run with another attention function ({type(error).__name__}: {reason})"
-    layers = len(parts.attentions)  # one call each in a forward
+        if isinstance(error, NotImplementedError) or "documents" in reason:  # no_mask's, or no such argument
+            return f"it can't run with another attention function ({type(error).__name__}: {reason})"
+        return "it reads its attention mask, such as to select tokens, and meshtune's attention has none"
     if not given.windows and layers:
         return INSIDE
     if len(given.windows) != layers:
-        return f"{len(given.windows)} of its {layers} layers call the registered attention function"
+        return "its layers do not call the registered attention function once each"
     if given.problems:
         return f"it gives its attention function {', '.join(given.problems)}"
     if given.dropped:
         return "its blocks do not pass keyword arguments on to their attention"
-    hidden = mask_only_pattern(model.config, given.windows)
+    hidden = mask_only_pattern(language.config, given.windows)
     return f"it has {hidden}, which it does not pass to its attention function" if hidden else None
 
 
-def _forward(body: Any, given: _Given) -> None:
-    """Run a body on meta, its layers reporting to `given`."""
-    ids = torch.zeros(1, 4, dtype=torch.long, device="meta")
-    # transformers looks at values of positions for packed rows, and there are none on meta.
-    unpacked = patch.object(masking_utils, "find_packed_sequence_indices", lambda _: None)
-    with unpacked, torch.no_grad():
-        body(input_ids=ids, use_cache=False, documents=given.documents)
-
-
-def _runs_with_a_mask(body: Any) -> bool:
-    """True if a body that failed without an attention mask runs with that of eager attention."""
-    AttentionMaskInterface.register(PROBE, masking_utils.eager_mask)
-    try:
-        _forward(body, _Given())
-    except Exception:  # it fails for another reason
-        return False
-    return True
-
-
-def _mixing_outside(model: PreTrainedModel, parts: Anatomy) -> str | None:
-    """Return what mixes tokens in the blocks of `model` besides attention and the mixers that were found."""
-    language: Any = model.get_submodule(parts.body)
-    if (model._is_stateful or language._is_stateful) and not parts.mixers:
-        return "its attention carries a state besides keys and values"
-    blocks = model.get_submodule(parts.blocks).children()
-    itself = {f"{parts.blocks}.{number}": type(block).__name__ for number, block in enumerate(blocks)}
-    named = [itself[path] for path in parts.attentions if path in itself]
-    return f"{named[0]} mixes tokens besides its attention" if named else None
+def set_attention(model: nn.Module, name: str) -> None:
+    """Make all parts of a model use the attention function of this name, unchecked."""
+    for module in model.modules():
+        config: Any = vars(module).get("config")
+        if hasattr(config, "_attn_implementation"):
+            config._attn_implementation = name
 
 
 def mask_only_pattern(config: PretrainedConfig, windows: Sequence[int | None]) -> str | None:

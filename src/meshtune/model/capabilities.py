@@ -20,7 +20,6 @@ from meshtune.model.anatomy import (
     attention_heads,
     weight_shape,
 )
-from meshtune.model.attention_arguments import attention_problem
 from meshtune.model.load import on_meta
 from meshtune.model.multimodal import parts_kept
 from meshtune.model.tensor_plan import (
@@ -85,7 +84,7 @@ def traits(model: PreTrainedModel) -> Traits:
             for path, word in split.items()
             if (dim := TENSOR_STYLES[word].dim) is not None and path not in whole_heads
         ),
-        attention=attention_problem(model, parts),
+        attention=parts.attention_problem,
         tensor=plan if isinstance(plan, str) else None,
         pipeline=_pipeline_problem(model, parts),
         context=None if parts.attention else "carries a state from token to token",

@@ -1,6 +1,6 @@
 """Record what the modules of a model's blocks do with tokens, in a forward of a small copy of the model.
 
-    recorded(model, body, head, blocks) -> paths of attention and of mixers, inside a block
+    recorded(model, body, head, blocks) -> paths of attention and of mixers, and what prevents packing
 
 A module mixes tokens if its output at later positions changes with its input at the first. It is attention
 if it calls the attention function that is registered with transformers, or keeps a tensor with one entry a
@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
+from meshtune.model.attention_arguments import attention_problem, set_attention
+from meshtune.model.mixers import separate_documents
 from meshtune.model.small import random_ids, with_small_copy
 
 RECORDER = "meshtune_recorder"  # name of the attention function of the recorded forward
@@ -31,6 +33,8 @@ class Mixing(NamedTuple):
 
     attention: Kind
     mixers: Kind
+    causal: bool  # True if no token sees a later one
+    problem: str | None  # why meshtune's attention can't be the model's, as "it …"
 
 
 def modules_of(kind: Kind, blocks: nn.Module) -> list[str]:
@@ -43,9 +47,7 @@ def modules_of(kind: Kind, blocks: nn.Module) -> list[str]:
     ]
 
 
-_recorded: dict[
-    Hashable, Mixing
-] = {}  # in this process, by class, structure and the settings that are words or flags
+_recorded: dict[Hashable, Mixing] = {}  # in this process, by class, structure and settings without sizes
 
 
 def recorded(model: PreTrainedModel, body: str, head: str, blocks: str) -> Mixing:
@@ -60,8 +62,7 @@ def recorded(model: PreTrainedModel, body: str, head: str, blocks: str) -> Mixin
         if next(module.children(), None) and not type(module).__module__.startswith("meshtune.")
     )
     settings = model.config.get_text_config(decoder=True).to_dict()
-    words = json.dumps({name: value for name, value in settings.items() if isinstance(value, str | bool)})
-    key = (type(model), structure, words)
+    key = (type(model), structure, json.dumps({name: _word(value) for name, value in settings.items()}))
     if key not in _recorded:
         _recorded[key] = with_small_copy(
             model, body, head, blocks, lambda small: _record(small, body, blocks)
@@ -69,8 +70,17 @@ def recorded(model: PreTrainedModel, body: str, head: str, blocks: str) -> Mixin
     return _recorded[key]
 
 
+def _word(value: Any) -> Any:
+    """Return what a setting says besides sizes: words and flags, and whether there is a number."""
+    if isinstance(value, list | tuple):
+        return sorted({str(each) for each in value if isinstance(each, str | bool)})
+    return value if isinstance(value, str | bool) else value is None
+
+
 def _record(small: Any, body: str, blocks: str) -> Mixing:
-    """Return what the modules of `small` do; its attention function is another afterwards."""
+    """Return what the modules of `small` do; its attention and its mixers are others afterwards."""
+    ids = random_ids(small, TOKENS, seed=0)[None]
+    language: Any = small.get_submodule(body)
     calling: set[nn.Module] = set()
 
     def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Any:
@@ -81,23 +91,33 @@ def _record(small: Any, body: str, blocks: str) -> Mixing:
     AttentionInterface.register(RECORDER, attend)
     AttentionMaskInterface.register(RECORDER, eager_mask)
     set_attention(small, RECORDER)
-    ids = random_ids(small, TOKENS, seed=0)[None]
-    language: Any = small.get_submodule(body)
-    with _Watch(small.get_submodule(blocks)) as watch:
+    layers = small.get_submodule(blocks)
+    with _Watch(layers) as watch:
         language(input_ids=ids, use_cache=False)
     attention = {module for module in watch.found if calling & set(module.modules())}
     attention |= _keeping_each_token(language, ids, watch.found.keys() - attention)
-    places = {module: path.partition(".")[2] for path, module in small.get_submodule(blocks).named_modules()}
-    kinds = (attention, watch.found.keys() - attention)
-    return Mixing(*(frozenset((places[module], type(module)) for module in kind) for kind in kinds))
+    places = {module: path.partition(".")[2] for path, module in layers.named_modules()}
+    kinds = [
+        frozenset((places[module], type(module)) for module in kind)
+        for kind in (attention, watch.found.keys() - attention)
+    ]
+    if besides := [each.__name__ for path, each in kinds[0] if not path]:
+        problem = f"{besides[0]} mixes tokens besides its attention"
+    elif (small._is_stateful or language._is_stateful) and not kinds[1]:
+        problem = "its attention carries a state besides keys and values"
+    else:
+        separate_documents(layers, modules_of(kinds[1], layers))  # they get no arguments of attention
+        problem = attention_problem(language, ids, len(modules_of(kinds[0], layers)))
+    return Mixing(*kinds, _is_causal(language, ids), problem)
 
 
-def set_attention(model: nn.Module, name: str) -> None:
-    """Make all parts of a model use the attention function of this name, unchecked."""
-    for module in model.modules():
-        config: Any = vars(module).get("config")
-        if hasattr(config, "_attn_implementation"):
-            config._attn_implementation = name
+@torch.no_grad()
+def _is_causal(language: Any, ids: Tensor) -> bool:
+    """Return True if no token but the last changes with the last, in the family's eager attention."""
+    set_attention(language, "eager")
+    other = torch.cat([ids[:, :-1], ids[:, -1:] - 1], 1)
+    one, two = (language(input_ids=each, use_cache=False)[0].flip(1) for each in (ids, other))
+    return not _later_differ(one, two)
 
 
 class _Watch:

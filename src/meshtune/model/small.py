@@ -30,28 +30,10 @@ VOCABULARY = 256
 MOST = 100e6  # parameters of a copy
 GAIN = 1.5  # of weights drawn: large enough that attention is far from uniform and soft caps bite
 
-SIZES = frozenset(
-    [
-        "size",
-        "dim",
-        "rank",
-        "width",
-        "channels",
-        "inner",
-        "hidden",
-        "embd",
-        "dff",
-        "ff",
-        "ssm",
-        "state",
-        "lru",
-        "lowrank",
-        "section",
-        "model",
-        "d",
-        "headdim",
-    ]
-)  # words of names, between underscores
+SIZE = re.compile(  # whole words of a name
+    r"(^|_)(size|dim|rank|width|channels|inner|hidden|embd|dff|ff|ssm|state|lru|lowrank|section|model|d"
+    r"|headdim)(_|$)"
+)
 NO_SIZE = re.compile(
     r"vocab|kernel|position|window|chunk|patch|token|num_|n_head|image|group_size|block_size|type|pad|local_"
     r"|d_conv|conv(1d)?_(size|width)|max_|factor|axial|top_?k|expand|bucket|hash|byte"
@@ -149,7 +131,7 @@ def small_config(config: PretrainedConfig, layers: int, kept: int, factor: int) 
     for place, name, value in values:
         if _is_by_layer(name, value, layers):
             value = value[:kept]
-        if SIZES.intersection(name.split("_")) and not NO_SIZE.search(name):
+        if SIZE.search(name) and not NO_SIZE.search(name):
             value = (
                 [_divided(each, factor) for each in value]
                 if isinstance(value, list)

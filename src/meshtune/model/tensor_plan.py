@@ -25,7 +25,6 @@ from meshtune.model.anatomy import (
     is_norm,
     weight_shape,
 )
-from meshtune.model.attention_arguments import attention_problem
 from meshtune.placement.split import pieces
 
 
@@ -186,8 +185,8 @@ def _family_problem(model: PreTrainedModel, parts: Anatomy, words: Mapping[str, 
         return "transformers has no plan for this family"
     if unknown := sorted(set(words.values()) - set(TENSOR_STYLES)):
         return f"its plan needs {', '.join(unknown)}, and only dense blocks are cut"
-    if problem := attention_problem(model, parts):
-        return problem
+    if parts.attention_problem:
+        return parts.attention_problem
     if not parts.mlp or not parts.norm:
         return "its blocks have no single mlp, or it has no final norm"
     prefixes = tuple(f"{path}." for path in (parts.embed, parts.blocks, parts.norm, parts.head))

@@ -26,7 +26,7 @@ from transformers.pytorch_utils import Conv1D
 
 from meshtune.errors import UserError
 from meshtune.model.anatomy import Anatomy, anatomy, attention_heads
-from meshtune.model.attention_arguments import attention_kinds, attention_problem
+from meshtune.model.attention_arguments import attention_kinds
 from meshtune.model.body import text_forward
 from meshtune.model.fused import STAND_IN, experts_without_values
 from meshtune.model.matmuls import TOKENS, BareMatmul, DispatchedMatmuls, ParameterMatmuls
@@ -213,7 +213,7 @@ def _forward(
         if reason is None and attention == STAND_IN and not written_out:
             given = partial(inputs, with_mask=with_mask)
             saved = saved_by_block(copy.deepcopy(model), frozen, adapters, dora, given)
-        elif reason is None and attention_problem(model, anatomy(model)):
+        elif reason is None and anatomy(model).attention_problem:
             several, one = (saved_by_own_attention(build, frozen, adapters, dora, rows) for rows in (2, 1))
             saved = (*several, one[0])
     return Traced(model, frozen, adapters, dora, reason, [*recorded.matrices, *recurrent], cores, *saved)

@@ -9,9 +9,9 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, P
 from transformers.masking_utils import AttentionMaskInterface
 
 from meshtune.errors import UserError
-from meshtune.model import attention_arguments
+from meshtune.model import recorded
 from meshtune.model.anatomy import anatomy, left_out_of_loss
-from meshtune.model.attention_arguments import attention_problem, mask_only_pattern
+from meshtune.model.attention_arguments import mask_only_pattern
 from meshtune.model.capabilities import capabilities, traits
 from meshtune.model.tensor_plan import tensor_plan
 
@@ -161,7 +161,7 @@ def test_documents_reach_the_attention_of_every_block_where_packing_is_promised(
     model = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(model_type, **changes), attn_implementation="probe"
     )
-    assert attention_problem(model, anatomy(model)) is None
+    assert anatomy(model).attention_problem is None
     CALLS.clear()
     ids = torch.arange(8)[None]
     model(ids, position_ids=ids, documents=((5, 3),), use_cache=False)
@@ -192,15 +192,14 @@ def test_packing_is_promised_where_each_layer_is_given_what_it_needs(model_type,
     assert why is None or why in row.why
 
 
-def test_models_of_one_kind_are_tried_once_and_another_configuration_again(monkeypatch):
+def test_models_that_differ_in_sizes_are_recorded_once_and_another_setting_again(monkeypatch):
     tried = []
-    run = attention_arguments._forward
-    monkeypatch.setattr(attention_arguments, "_forward", lambda *given: (tried.append(1), run(*given)))
-    monkeypatch.setattr(attention_arguments, "_answers", {})
-    for window in (None, None, 4):
-        config = AutoConfig.for_model("mistral", **SMALL, sliding_window=window)
-        model = AutoModelForCausalLM.from_config(config)
-        assert attention_problem(model, anatomy(model)) is None
+    run = recorded._record
+    monkeypatch.setattr(recorded, "_record", lambda *given: (tried.append(1), run(*given))[1])
+    monkeypatch.setattr(recorded, "_recorded", {})
+    for size, window in ((32, None), (64, None), (32, 4)):
+        config = AutoConfig.for_model("mistral", **SMALL | {"intermediate_size": size}, sliding_window=window)
+        assert anatomy(AutoModelForCausalLM.from_config(config)).attention_problem is None
     assert len(tried) == 2
 
 
