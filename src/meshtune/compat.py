@@ -56,9 +56,14 @@ def untested(kind: type[nn.Module]) -> str:
     return " and ".join(found)
 
 
+def families_tested() -> list[str]:
+    """Return the versions of transformers of which each family was trained next to the unmodified model."""
+    return [_dotted(_number(each)) for each in _tested()["families"]]
+
+
 def every_family_tested() -> bool:
-    """True if each family of this version of transformers was trained next to the unmodified model."""
-    return _number(version("transformers")) in map(_number, _tested()["families"])
+    """True if each family of the installed transformers was trained next to the unmodified model."""
+    return _dotted(_number(version("transformers"))) in families_tested()
 
 
 def _range(name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -149,7 +149,7 @@ def test_the_cross_entropy_as_a_function_is_the_built_in_one(
 
 CONTINUES = {  # recipe -> (layout before, layout after)
     "full, adafactor": [("dp2-pp2-1f1b", ONE), (ONE, "cp2")],
-    "full, muon": [("dp2-pp2-1f1b", ONE), ("dp2", "pp2-zbv")],
+    "full, muon": [("dp2-pp2-1f1b", ONE), ("dp2", "pp2-interleaved1f1b-v2")],
     "full, lion": [("zero3x2-tp2-sp", ONE), ("cp2", "tp2-sp")],
     "rslora, lion": [("zero3x2-tp2-sp", "pp2-1f1b"), ("pp2-1f1b", "zero1x2")],
     "dora, adamw": [("zero3x2-tp2-sp", "pp2-1f1b")],

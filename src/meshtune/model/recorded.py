@@ -97,18 +97,18 @@ def _record(small: Any, body: str, blocks: str) -> Mixing:
     attention = {module for module in watch.found if calling & set(module.modules())}
     attention |= _keeping_each_token(language, ids, watch.found.keys() - attention)
     places = {module: path.partition(".")[2] for path, module in layers.named_modules()}
-    kinds = [
+    attending, mixing = (
         frozenset((places[module], type(module)) for module in kind)
         for kind in (attention, watch.found.keys() - attention)
-    ]
-    if besides := [each.__name__ for path, each in kinds[0] if not path]:
+    )
+    if besides := [each.__name__ for path, each in attending if not path]:
         problem = f"{besides[0]} mixes tokens besides its attention"
-    elif (small._is_stateful or language._is_stateful) and not kinds[1]:
+    elif (small._is_stateful or language._is_stateful) and not mixing:
         problem = "its attention carries a state besides keys and values"
     else:
-        separate_documents(layers, modules_of(kinds[1], layers))  # they get no arguments of attention
-        problem = attention_problem(language, ids, len(modules_of(kinds[0], layers)))
-    return Mixing(*kinds, _is_causal(language, ids), problem)
+        separate_documents(layers, modules_of(mixing, layers))  # they get no arguments of attention
+        problem = attention_problem(language, ids, len(modules_of(attending, layers)))
+    return Mixing(attending, mixing, _is_causal(language, ids), problem)
 
 
 @torch.no_grad()

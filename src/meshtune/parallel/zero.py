@@ -60,7 +60,7 @@ def shard(
     tied = embedding is not None and head is not None and _share(embedding, head)
     sharing = _sharing(blocks)
     for together in sharing:
-        if norm is not None and blocks[-1] in together:
+        if norm is not None and blocks[-1] in together and list(norm.parameters()):
             together.append(norm)
         fully_shard(together, **options)
     if embedding is not None and not tied:

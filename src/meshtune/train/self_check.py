@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from meshtune import compat
 from meshtune.attention.register import keep_documents_apart, register
-from meshtune.compat import every_family_tested, installed_versions, tested_versions, untested
 from meshtune.data.batch import IGNORE, MicroBatch
 from meshtune.errors import UserError
 from meshtune.model.anatomy import Anatomy, anatomy
@@ -36,11 +36,14 @@ def check(model: PreTrainedModel, attention: str) -> None:
     model: as transformers builds it, on any device. attention: name of its attention function in training.
     """
     key = (type(model), model.config.to_json_string(use_diff=False), attention)
-    if key in _agreed or (every_family_tested() and not untested(type(model))):
+    if key in _agreed or (compat.every_family_tested() and not compat.untested(type(model))):
         return
     register()
-    parts, name = anatomy(model), f"{type(model).__name__} of {installed_versions()}"
-    remedy = f"Install versions that were tested ({tested_versions()}), or report what differs."
+    parts, name = anatomy(model), f"{type(model).__name__} of {compat.installed_versions()}"
+    remedy = (
+        f"Tested are {compat.tested_versions()}, every family with transformers "
+        f"{' and '.join(compat.families_tested())}: install these, or report what differs."
+    )
     try:
         worst = with_small_copy(
             model, parts.body, parts.head, parts.blocks, lambda small: differences(small, parts, attention)
@@ -61,10 +64,10 @@ def check(model: PreTrainedModel, attention: str) -> None:
 
 def beyond_tested(model: PreTrainedModel) -> str:
     """Return a sentence on a class or versions that are not tested, of a model that `check` let pass."""
-    reasons = untested(type(model))
+    reasons = compat.untested(type(model))
     return reasons and (
-        f"{reasons[0].upper()}{reasons[1:]} ({tested_versions()}): a packed micro-batch of a small copy "
-        "equals the unmodified model."
+        f"{reasons[0].upper()}{reasons[1:]} ({compat.tested_versions()}): a packed micro-batch of a small "
+        "copy equals the unmodified model."
     )
 
 
@@ -74,12 +77,16 @@ def differences(small: Any, parts: Anatomy, attention: str) -> dict[str, tuple[f
     small: in eager attention and unmodified; it gets gradients. A logit's difference is relative to the
     largest, a gradient's to the larger of its norm and a hundredth of that of all.
     """
-    documents = [random_ids(small, length, seed) for seed, length in enumerate(LENGTHS)]
+    longer, shorter = (random_ids(small, length, seed) for seed, length in enumerate(LENGTHS))
+    # Unpacked also a row without padding: transformers then gives some attentions no mask.
+    micro_batches = (
+        [[[longer, shorter]]] if attention in ATTENTION_NAMES else [[[longer], [shorter]], [[longer]]]
+    )
     trained = copy.deepcopy(small)
-    packed = attention in ATTENTION_NAMES
-    set_attention(trained, attention if packed else "eager")
+    set_attention(trained, attention)
     keep_documents_apart(trained, parts, "cpu")
-    ours = _logits(trained, parts, documents, packed)
+    ours = torch.cat([_logits(trained, parts, rows) for rows in micro_batches])
+    documents = [ids for rows in micro_batches for row in rows for ids in row]
     theirs = torch.cat([_unmodified(small, parts, ids) for ids in documents])
     factors = torch.randn(theirs.shape, generator=torch.Generator().manual_seed(2))
     for logits in (ours, theirs):
@@ -91,9 +98,8 @@ def differences(small: Any, parts: Anatomy, attention: str) -> dict[str, tuple[f
     }
 
 
-def _logits(model: nn.Module, parts: Anatomy, documents: list[Tensor], packed: bool) -> Tensor:
-    """Return logits [tokens, vocabulary] of documents in one row, or in one row each, as training runs it."""
-    rows = [documents] if packed else [[ids] for ids in documents]
+def _logits(model: nn.Module, parts: Anatomy, rows: list[list[Tensor]]) -> Tensor:
+    """Return logits [tokens, vocabulary] of a micro-batch, as training runs it. rows: ids of documents."""
     columns = max(sum(map(len, row)) for row in rows)
     ids, positions = (torch.zeros(len(rows), columns, dtype=torch.long) for _ in range(2))
     for number, row in enumerate(rows):
@@ -103,7 +109,7 @@ def _logits(model: nn.Module, parts: Anatomy, documents: list[Tensor], packed: b
             [*(torch.arange(len(each)) for each in row), torch.arange(columns - tokens)]
         )
     lengths = tuple(tuple(map(len, row)) for row in rows)
-    count = sum(map(len, documents))
+    count = sum(map(sum, lengths))
     batch = MicroBatch(ids, torch.full_like(ids, IGNORE), positions, lengths, count, 0)
     hidden = body_forward(model, parts, batch)
     real = torch.cat([hidden[number, : sum(row)] for number, row in enumerate(lengths)])

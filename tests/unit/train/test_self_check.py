@@ -115,6 +115,15 @@ def test_a_fork_that_computes_something_else_is_refused(
         check(model_of(kind, family), "meshtune")
 
 
+def test_rows_without_padding_are_compared_where_documents_are_not_packed(fork: Any) -> None:
+    """transformers gives their SDPA no mask, for which Doge of 5.17 made one in which all tokens see all."""
+    call = "        attn_output, attn_weights = attention_interface("
+    own = "        if attention_mask is None:\n            attention_mask = query_states.new_zeros(1, 1, 1, 1)\n"
+    module = fork(modeling_llama, replaced((call, own + call)))
+    with pytest.raises(UserError, match="would train wrong"):
+        check(model_of(module.LlamaForCausalLM, "llama"), "sdpa")
+
+
 def test_what_the_cache_is_called_changes_nothing(fork: Any) -> None:
     module = fork(modeling_llama, cache_renamed)
     own, theirs = (anatomy(model_of(each.LlamaForCausalLM, "llama")) for each in (module, modeling_llama))
