@@ -118,8 +118,8 @@ def test_a_fork_that_computes_something_else_is_refused(
 def test_rows_without_padding_are_compared_where_documents_are_not_packed(fork: Any) -> None:
     """transformers gives their SDPA no mask, for which Doge of 5.17 made one in which all tokens see all."""
     call = "        attn_output, attn_weights = attention_interface("
-    own = "        if attention_mask is None:\n            attention_mask = query_states.new_zeros(1, 1, 1, 1)\n"
-    module = fork(modeling_llama, replaced((call, own + call)))
+    own = "        if attention_mask is None: attention_mask = query_states.new_zeros(1, 1, 1, 1)"
+    module = fork(modeling_llama, replaced((call, f"{own}\n{call}")))
     with pytest.raises(UserError, match="would train wrong"):
         check(model_of(module.LlamaForCausalLM, "llama"), "sdpa")
 
