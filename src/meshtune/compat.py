@@ -136,12 +136,33 @@ def partial_sums(module: Any) -> list[Tensor]:
     return [partial for partial in sums if partial is not None]
 
 
+def accumulate_gradients(module: Any) -> None:
+    """Add new unsharded gradients of `module` to their sums in the reduce dtype, as FSDP2 does after a
+    backward. Since torch 2.15 autograd adds them, and FSDP2 casts the first.
+    """
+    for group in _fsdp_groups(module):
+        if hasattr(group, "_set_unsharded_grad_dtypes"):
+            group._set_unsharded_grad_dtypes(defer_upcast=False)
+            continue
+        for parameter in group.fsdp_params:
+            parameter.accumulate_unsharded_grad_if_needed()
+            parameter.to_accumulated_grad_if_needed()
+
+
 def reduce_gradients(module: Any) -> None:
     """Do what FSDP2 does after the backward of the parameters that it gathers with `module`: reduce-scatter
     their gradients, or add them up, and free the gathered weights. It then does not do so once more.
     """
     for group in _fsdp_groups(module):
         group.post_backward()
+
+
+def finish_each_backward(module: Any) -> None:
+    """Let FSDP2 reduce all gradients of `module` in each backward: a stage of torch 2.15 leaves those of a
+    group whose inputs need no gradient to the end of the step.
+    """
+    if hasattr(module, "set_manual_backward_finalization"):
+        module.set_manual_backward_finalization(False)
 
 
 def is_compiled(model: nn.Module) -> bool:
@@ -221,7 +242,11 @@ INSIDES = (
         f"{_PIPELINING}.stage:PipelineStage.backward_maybe_with_nosync",
         "backward_type bwd_kwargs last_backward",
     ),
-    Inside(f"{_PIPELINING}.stage:PipelineStage.perform_reduce_grad", "grad_scale_factor"),
+    Inside(
+        f"{_PIPELINING}.stage:PipelineStage.perform_reduce_grad",
+        "grad_scale_factor",
+        "torch 2.15: also start_gradient_reduction and wait_for_gradient_reduction",
+    ),
     Inside(f"{_PIPELINING}.stage:PipelineStage.clear_runtime_states"),
     Inside(f"{_PIPELINING}._backward:stage_backward", "stage_output output_grads input_values"),
     Inside("torch.distributed.fsdp:FSDPModule._get_fsdp_state"),
@@ -230,6 +255,7 @@ INSIDES = (
     Inside("torch.distributed:all_gather_into_tensor", changed="torch 2.13: all_gather_single"),
     Inside("torch.distributed:reduce_scatter_tensor", changed="torch 2.13: reduce_scatter_single"),
     Inside("torch.nn.attention.varlen:varlen_attn", "window_size", "torch 2.12: enable_gqa"),
+    Inside("torch._dynamo:config.recompile_limit"),
     Inside("torch.utils._python_dispatch:TorchDispatchMode"),
     Inside("torch.utils._python_dispatch:_disable_current_modes"),
     Inside("torch.utils._pytree:tree_leaves"),

@@ -16,6 +16,7 @@ from meshtune.compat import varlen_attention
 
 # Padding is cut into documents of so many tokens: it is computed too, and so costs little.
 PADDING_LENGTH = 128
+FLEX_GRAPHS = 128  # that torch.compile may make of flex attention in a process
 
 
 @lru_cache(maxsize=8)
@@ -103,8 +104,11 @@ def varlen_runs(q: Tensor, k: Tensor, v: Tensor, runs: QueryRuns, scale: float) 
 
 @cache
 def compiled_flex():
+    from torch._dynamo import config
     from torch.nn.attention.flex_attention import flex_attention  # imports the compiler: only where used
 
+    # Each window, softcap and kind of shape is a graph; beyond the limit torch runs it written out, slowly.
+    config.recompile_limit = max(config.recompile_limit, FLEX_GRAPHS)
     return torch.compile(flex_attention)
 
 

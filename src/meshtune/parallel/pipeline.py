@@ -180,6 +180,7 @@ class _ZeroStage(PipelineStage):
         if self.zero < 2 or not isinstance(root, FSDPModule):
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
         assert backward_type == "full", "zero-bubble schedules are refused with ZeRO-2 and -3"
+        compat.finish_each_backward(root)
         root.set_is_last_backward(True)
         root.set_requires_gradient_sync(True)
         root.set_requires_all_reduce(last_backward)
@@ -192,6 +193,17 @@ class _ZeroStage(PipelineStage):
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         if self.zero < 2 or not isinstance(self.submod, FSDPModule):
             super().perform_reduce_grad(grad_scale_factor)
+        else:
+            zero.reshard(self.submod)
+
+    def start_gradient_reduction(self) -> None:
+        """The same in two parts, which schedules of several stages call since torch 2.15."""
+        if self.zero < 2:
+            super().start_gradient_reduction()  # pyright: ignore[reportAttributeAccessIssue]
+
+    def wait_for_gradient_reduction(self, grad_scale_factor: int) -> None:
+        if self.zero < 2:
+            super().wait_for_gradient_reduction(grad_scale_factor)  # pyright: ignore[reportAttributeAccessIssue]
         else:
             zero.reshard(self.submod)
 

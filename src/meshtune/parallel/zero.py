@@ -161,9 +161,7 @@ def accumulate_gradients(root: nn.Module) -> None:
     Needed after a backward of weights alone, which runs none of FSDP2's hooks.
     """
     for module in groups(root):
-        for parameter in compat.fsdp_parameters(module):
-            parameter.accumulate_unsharded_grad_if_needed()
-            parameter.to_accumulated_grad_if_needed()
+        compat.accumulate_gradients(module)
 
 
 def reshard(root: nn.Module) -> None:
