@@ -36,8 +36,8 @@ test-browser: $(STAMP)
 	$(BIN)/python scripts/circles.py ci --again --only "pages in a browser"
 
 # The default tests, parity, the families and the quickstart with the oldest versions that are supported, and with the
-# newest of the index, in environments of their own (6 GB each); src/meshtune/tested.toml gets the versions. Without a network they
-# are skipped, with the reason; with CI=true they fail.
+# newest of the index, in environments of their own (6 GB each); src/meshtune/tested.toml gets the versions. Without a
+# network they are skipped, with the reason; with CI=true they fail.
 test-oldest test-newest:
 	PYTHON=$(PYTHON) TORCH_INDEX=$(TORCH_INDEX) scripts/test_versions $(subst test-,,$@) $(FAMILIES)
 

@@ -255,7 +255,7 @@ INSIDES = (
     Inside("torch.distributed:all_gather_into_tensor", changed="torch 2.13: all_gather_single"),
     Inside("torch.distributed:reduce_scatter_tensor", changed="torch 2.13: reduce_scatter_single"),
     Inside("torch.nn.attention.varlen:varlen_attn", "window_size", "torch 2.12: enable_gqa"),
-    Inside("torch._dynamo:config.recompile_limit"),
+    Inside("torch._dynamo:config"),
     Inside("torch.utils._python_dispatch:TorchDispatchMode"),
     Inside("torch.utils._python_dispatch:_disable_current_modes"),
     Inside("torch.utils._pytree:tree_leaves"),
