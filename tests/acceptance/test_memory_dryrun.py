@@ -4,6 +4,7 @@ validation/memory_dryrun.py, another one each week, and a large one; `make valid
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cases import cases
@@ -24,7 +25,7 @@ from transformers import (
 
 from meshtune.dryrun.world import Job
 from meshtune.layout import Layout
-from meshtune.train.model import ModelSpec, OptimizerSpec
+from meshtune.train.model import LoraSpec, ModelSpec, OptimizerSpec
 
 sys.path.append(str(Path(__file__).parents[2] / "validation"))
 import memory_dryrun
@@ -69,6 +70,34 @@ def test_a_step_holds_what_is_planned(layout: str, kernels: str) -> None:
         layout=Layout.parse(layout), seq_len=512, documents=(512,),
     )  # fmt: skip
     check(layout, job, "small")
+
+
+SETTINGS: dict[str, dict[str, Any]] = {  # what changes what is kept for the backward, or what is trained
+    "lora.dropout": {"lora": LoraSpec(r=8, dropout=0.05)},
+    "of some layers": {"lora": LoraSpec(r=8, dropout=0.05, target_modules=("q_proj", "v_proj"))},
+    "lora.use_dora": {"lora": LoraSpec(r=8, use_dora=True, dropout=0.05)},
+    "lora.use_rslora": {"lora": LoraSpec(r=8, use_rslora=True)},
+    "lora.modules_to_save": {"lora": LoraSpec(r=8, modules_to_save=("embed_tokens", "lm_head"))},
+    "lora.layers_to_transform": {"lora": LoraSpec(r=8, layers_to_transform=(2, 3))},
+    "data.chat_template": {"lora": LoraSpec(r=8), "embeddings": 2080},
+    "model.freeze": {"freeze": ("model.embed_tokens*", "*mlp*")},
+    "train.neftune_alpha": {"neftune_alpha": 5.0},
+    "train.label_smoothing": {"label_smoothing": 0.1},
+}
+
+
+@pytest.mark.parametrize("setting", cases(SETTINGS, ci=1))
+@pytest.mark.parametrize("layout", ["mb2-ga2", "tp2-sp-mb2-ga1"])
+def test_a_setting_is_in_the_plan(setting: str, layout: str) -> None:
+    spec = ModelSpec(source=TINY, init="random", kernels="cuda", **SETTINGS[setting])
+    job = Job(
+        spec=spec, optimizer=OptimizerSpec(), layout=Layout.parse(layout), seq_len=1024, documents=(1024,)
+    )
+    rows = compare(setting, job, memory_dryrun.simulate(job))
+    planned, simulated = (max(getattr(row, name) for row in rows) for name in ("predicted_bytes", "bytes"))
+    # DoRA's tensors of the matrices whose outputs are summed over tp are whole: see TODO.md.
+    allowed = 0.05 if setting == "lora.use_dora" and "tp" in layout else 0.015
+    assert planned == pytest.approx(simulated, rel=allowed)
 
 
 @pytest.mark.ci

@@ -2,6 +2,7 @@
 message holds.
 
     torch's scaled_dot_product_attention   the kernel that CUDA would choose: flash, memory-efficient or math
+    torch's dropout                        saves a mask of one byte an element, as CUDA's does
     flex attention                         saves what the compiled kernel saves; it has no backward on a CPU
     transformers' is_fake_tensor           a fake is no trace, for which other masks would be built
     torch.distributed.isend                holds what it sends, as real process groups do
@@ -28,7 +29,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from transformers.utils import import_utils
 
 from meshtune.attention import cuda
-from meshtune.model.fused import Counts, by_counts, counts, in_any_dtype
+from meshtune.model.fused import Counts, by_counts, counts, cuda_dropout, in_any_dtype
 from meshtune.parallel.zero import local
 
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
@@ -86,6 +87,10 @@ def no_trace(kernels: str) -> Callable[[Any], bool]:
 
 def scaled_dot_product(kernels: str) -> Callable[..., Tensor] | None:
     return cuda_attention(F.scaled_dot_product_attention) if kernels == "cuda" else None
+
+
+def dropout(kernels: str) -> Callable[..., Tensor] | None:
+    return cuda_dropout if kernels == "cuda" else None
 
 
 def cuda_attention(math: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -208,6 +213,7 @@ SUBSTITUTES = (
         ((F, "scaled_dot_product_attention"),),
         scaled_dot_product,
     ),
+    Substitute("torch.nn.functional.dropout", ((F, "dropout"),), dropout),
     Substitute("torch.nn.attention.flex_attention", ((cuda, "compiled_flex"),), flex),
     Substitute(
         "torch.nn.functional.grouped_mm", ((_meta_registrations, "_meta_grouped_mm_common"),), grouped_shapes

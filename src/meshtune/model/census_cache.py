@@ -9,7 +9,7 @@ import inspect
 import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 from meshtune import __version__
 from meshtune.config import Config
-from meshtune.errors import expanded
+from meshtune.errors import UserError, expanded
 from meshtune.model.hub import ask_once, hub_errors, local_path
 from meshtune.placement.census import Census
 from meshtune.placement.numbers import ModelNumbers
@@ -30,9 +30,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class LoraShape:
-    """The settings of LoRA that decide the names and shapes of its parameters."""
+    """The settings of LoRA that decide its parameters and what its forward saves."""
 
     r: int = 16  # rank
+    dropout: float = 0.0
     use_dora: bool = False
     target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"  # or endings of layers' names
     layers_to_transform: tuple[int, ...] | None = None  # blocks with adapters; None: all
@@ -44,22 +45,52 @@ def numbers_of(
 ) -> ModelNumbers:
     """Return the numbers of the model that `config` trains, its adapters and frozen parameters included.
 
-    The data set and the weights need not exist. The numbers are cached in the folder `data.cache`. file, log,
-    errors: see `model_numbers`.
+    The data set and the weights need not exist; the tokenizer is read where tokens of the chat template make
+    the embedding grow, which adapters then train whole. The numbers are cached in the folder `data.cache`.
+    file, log, errors: see `model_numbers`.
     """
-    model, lora = config.model, config.lora
+    model, lora, template = config.model, config.lora, config.data.chat_template
     shape = LoraShape(**{field.name: getattr(lora, field.name) for field in fields(LoraShape)})
-    return model_numbers(
+    grows = config.method == "lora" and template not in (None, "none", "training")
+    rows = _rows_needed(config) if grows else 0
+    numbers = model_numbers(
         model.name,
         revision=model.revision,
         trust_remote_code=model.trust_remote_code,
         overrides=model.overrides,
         freeze=model.freeze,
         lora=shape if config.method == "lora" else None,
+        embeddings=rows or 0,
         cache_dir=expanded(config.data.cache),
         file=file,
         log=log,
     )
+    if rows is not None:
+        return numbers
+    note = (
+        f"data.chat_template={template}: the tokenizer can't be read here. If it lacks tokens of the "
+        "template, embedding and head are trained whole beside the adapters, which this plan leaves out."
+    )
+    return replace(numbers, changes=(*numbers.changes, note))
+
+
+def _rows_needed(config: Config) -> int | None:
+    """Return the rows that the embedding must have for the tokens of the tokenizer and of the chat template;
+    None if the tokenizer can't be read.
+    """
+    from meshtune.data.template import apply_template
+    from meshtune.model.load import load_tokenizer
+    from meshtune.model.trainable import embeddings_needed
+
+    model = config.model
+    try:
+        tokenizer = load_tokenizer(
+            model.name, trust_remote_code=model.trust_remote_code, revision=model.revision
+        )
+        apply_template(tokenizer, config.data.chat_template)
+    except UserError:  # of a model's configuration alone; a run says what is wrong
+        return None
+    return embeddings_needed(tokenizer)
 
 
 def model_numbers(
@@ -70,6 +101,7 @@ def model_numbers(
     overrides: Mapping[str, Any] | None = None,
     freeze: tuple[str, ...] = (),
     lora: LoraShape | None = None,
+    embeddings: int = 0,
     cache_dir: Path,
     file: Path | None = None,
     log: Callable[[str], None] = lambda _: None,
@@ -77,15 +109,20 @@ def model_numbers(
     """Return the numbers of a causal language model, from `cache_dir` or by building it on meta.
 
     name: a hub id, a folder, or a configuration file. overrides: other values in its configuration. freeze:
-    globs of parameter names. lora: None for no adapters. file: its configuration; None: that of
-    `config_file`. log: called with a line before work that takes seconds. The file in `cache_dir` is named by
-    a hash of all that the numbers depend on; one that can't be read is replaced, and a failure to write it is
-    ignored. A model with remote code is not cached. A hub model's config.json is downloaded if it is missing.
+    globs of parameter names. lora: None for no adapters. embeddings: rows that the embedding must have. file:
+    its configuration; None: that of `config_file`. log: called with a line before work that takes seconds.
+    The file in `cache_dir` is named by a hash of all that the numbers depend on; one that can't be read is
+    replaced, and a failure to write it is ignored. A model with remote code is not cached. A hub model's
+    config.json is downloaded if it is missing.
 
     Raises UserError for what is no model, or none that meshtune trains, and as `add_lora` and `freeze`.
     """
     file = file or config_file(name, revision)
-    key = None if trust_remote_code and _has_remote_code(file) else _key(file, overrides, freeze, lora)
+    key = (
+        None
+        if trust_remote_code and _has_remote_code(file)
+        else _key(file, overrides, freeze, lora, embeddings)
+    )
     cached = cache_dir / f"census-{key}.json"
     if key and (numbers := _read(cached)):
         return numbers
@@ -93,8 +130,9 @@ def model_numbers(
     if trust_remote_code and _has_remote_code(file) and not local_path(name):
         file = _config_with_code(name, revision)
     numbers = _build_and_count(
-        name, file, trust_remote_code=trust_remote_code, overrides=overrides or {}, freeze=freeze, lora=lora
-    )
+        name, file, trust_remote_code=trust_remote_code, overrides=overrides or {}, freeze=freeze, lora=lora,
+        embeddings=embeddings,
+    )  # fmt: skip
     if key:
         with suppress(OSError):  # a full or read-only disk costs time, not the answer
             write_text_atomically(cached, json.dumps(asdict(numbers), separators=(",", ":")))
@@ -130,9 +168,13 @@ def _has_remote_code(file: Path) -> bool:
 
 
 def _key(
-    file: Path, overrides: Mapping[str, Any] | None, freeze: tuple[str, ...], lora: LoraShape | None
+    file: Path,
+    overrides: Mapping[str, Any] | None,
+    freeze: tuple[str, ...],
+    lora: LoraShape | None,
+    embeddings: int,
 ) -> str | None:
-    """Hash all that decides the numbers: configuration, overrides, versions, code of model/, freeze, lora.
+    """Hash all that decides the numbers: the arguments, versions, code of model/.
 
     None if `file`, the configuration, can't be read as JSON; `_build_and_count` then raises the error.
     """
@@ -142,7 +184,7 @@ def _key(
         return None
     # A checkout on PYTHONPATH has no metadata of its own.
     versions = [__version__, *map(version, ("transformers", "torch"))]
-    inputs = [content, overrides or {}, versions, freeze, lora and asdict(lora)]
+    inputs = [content, overrides or {}, versions, freeze, lora and asdict(lora), embeddings]
     digest = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode())
     sources = {Path(inspect.getfile(kind)) for kind in (Census, Traits)} | {
         *Path(__file__).parent.glob("*.py")
@@ -160,6 +202,7 @@ def _build_and_count(
     overrides: Mapping[str, Any],
     freeze: tuple[str, ...],
     lora: LoraShape | None,
+    embeddings: int,
 ) -> ModelNumbers:
     """Build the model on meta from its configuration, with adapters and frozen parameters, and count it.
 
@@ -176,6 +219,7 @@ def _build_and_count(
 
     config, changes = read_changed(file, name, trust_remote_code, overrides)
     model = on_meta(config, name=name, trust_remote_code=trust_remote_code)
+    added = trainable.grow_embeddings(model, embeddings)
     model_traits = traits(model)  # of the model without adapters
     text_part = parts_kept(model)
     attention = auto_attention(model, model_traits)
@@ -185,11 +229,14 @@ def _build_and_count(
             model,
             lora_rank=lora.r,
             alpha=1,
+            dropout=lora.dropout,
             target_modules=targets,
             use_dora=lora.use_dora,
             layers_to_transform=lora.layers_to_transform,
             modules_to_save=lora.modules_to_save,
         )
+        if added:
+            trainable.train_tables(model)
     if freeze:
         trainable.freeze(model, freeze)
     return ModelNumbers(census_of(model), model_traits, attention, text_part, context_of(config), changes)

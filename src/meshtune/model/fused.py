@@ -69,17 +69,36 @@ class FusedAttention(TorchFunctionMode):
         return out.transpose(1, 2)
 
 
+def cuda_dropout(
+    input: Tensor,  # torch's name
+    p: float = 0.5,
+    training: bool = True,
+    inplace: bool = False,
+    made: Callable[[Tensor, Tensor, Tensor], None] = lambda *_: None,
+) -> Tensor:
+    """Run torch's dropout as CUDA does, where the mask that it saves has one byte an element.
+
+    made: called with the input, output and mask.
+    """
+    if not p or not training:
+        return input
+    out, mask = torch.native_dropout(input, p, True)
+    made(input, out, mask)
+    return out
+
+
 class FusedDropout(TorchFunctionMode):
-    """Run dropout as on a GPU, where the mask that it saves has one byte per element."""
+    """Run dropout as on a GPU."""
+
+    def __init__(self, made: Callable[[Tensor, Tensor, Tensor], None] = lambda *_: None) -> None:
+        """made: as in `cuda_dropout`."""
+        super().__init__()
+        self.made = made
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not F.dropout:
             return func(*args, **(kwargs or {}))
-        given = dict(zip(("input", "p", "training", "inplace"), args, strict=False)) | (kwargs or {})
-        x, probability = given["input"], given.get("p", 0.5)
-        if not probability or not given.get("training", True):
-            return x
-        return torch.native_dropout(x, probability, True)[0]
+        return cuda_dropout(*args, **(kwargs or {}), made=self.made)
 
 
 def in_any_dtype(grouped_mm: Callable[..., Tensor]) -> Callable[..., Tensor]:

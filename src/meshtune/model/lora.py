@@ -15,8 +15,9 @@ The layer keeps its name, the behaviour of its class and its own parameters; it 
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator
-from typing import Any, Literal
+from collections.abc import Callable, Collection, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -74,6 +75,21 @@ def by_rows(layer: nn.Module, weight: Tensor) -> Tensor:
 def norms(rows: Tensor) -> Tensor:
     """Return the norm of each row, in at least fp32."""
     return torch.linalg.vector_norm(rows, dim=1, dtype=torch.promote_types(rows.dtype, torch.float32))
+
+
+class Adapters(NamedTuple):
+    """The adapters of a model that is counted without weights."""
+
+    ranks: Mapping[str, int] = MappingProxyType({})  # of the pair of each adapted module, by its name
+    dora: bool = False  # True if they have a magnitude vector
+    dropout: bool = False  # True if their inputs go through dropout
+
+    def add_to(self, model: nn.Module) -> None:
+        """Add them to a model, in place."""
+        for module, rank in self.ranks.items():
+            adapt(
+                model.get_submodule(module), rank, alpha=rank, dropout=0.5 * self.dropout, use_dora=self.dora
+            )
 
 
 class LoraLinear(_Lora, nn.Linear):

@@ -1,6 +1,6 @@
 """Activations of families that compute attention themselves: a forward on meta, with their attention."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from functools import partial
 from itertools import product
 
@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from meshtune.model.fused import STAND_IN
+from meshtune.model.lora import Adapters
 from meshtune.model.saved_tensors import Saved, cast_parameters, saved_by_block
 
 Builder = Callable[[str | None], PreTrainedModel]  # attention implementation, None: the family's -> model
@@ -32,20 +33,18 @@ def inputs(rows: int, tokens: int, with_mask: bool) -> dict[str, Tensor]:
     return given
 
 
-def saved_by_own_attention(
-    build: Builder, frozen: Collection[str], adapters: Mapping[str, int], dora: bool, rows: int
-) -> Saved:
+def saved_by_own_attention(build: Builder, frozen: Collection[str], adapters: Adapters, rows: int) -> Saved:
     """Return what `saved_by_block` does, of a family whose attention can't be replaced; empty if untraced.
 
     A run has the family's attention and a mask. Some families read the mask's values, which meta tensors do
-    not have, or want another one. build, frozen, adapters, dora: as in `trace`.
+    not have, or want another one. build, frozen, adapters: as in `trace`.
     """
     for attention, with_mask in product((None, STAND_IN), (False, True)):
         try:
             model = built_on_meta(build, attention, frozen)
         except (KeyError, ValueError):  # it knows no STAND_IN
             continue
-        found = saved_by_block(model, frozen, adapters, dora, partial(inputs, with_mask=with_mask), rows)
+        found = saved_by_block(model, frozen, adapters, partial(inputs, with_mask=with_mask), rows)
         if found[0]:
             return found
     return {}, ()

@@ -30,7 +30,7 @@ from meshtune.model.fused import (
     experts_without_values,
     flash_attention,
 )
-from meshtune.model.lora import adapt
+from meshtune.model.lora import Adapters
 from meshtune.model.positions import cast_position_tables
 from meshtune.placement.census import BlockPeaks, EndBytes, SavedBytes
 
@@ -42,27 +42,25 @@ Inputs = Callable[[int, int], Mapping[str, Tensor]]  # (rows, tokens of each) ->
 Saved = tuple[dict[str, tuple[tuple[int, SavedBytes], ...]], tuple[tuple[int, EndBytes], ...]]
 DTYPES = {2: torch.bfloat16, 4: torch.float32}  # by element size
 # A tensor that several parts save counts in the last one.
-PARTS = ("outside", "mlp", "attention", "entering", "core", "scores")
+PARTS = ("outside", "mlp", "attention", "entering", "dropped", "core", "scores")
 
 
 def saved_by_block(
     model: PreTrainedModel,
     frozen: Collection[str],
-    adapters: Mapping[str, int],
-    dora: bool,
+    adapters: Adapters,
     inputs: Inputs,
     rows: int = 1,
 ) -> Saved:
     """Return what the blocks and the ends of a model save.
 
     The element size is that of the compute dtype, from DTYPES; one that the forward refuses is left out. The
-    model is on meta, built with the attention STAND_IN, and is changed: it gets `adapters` (LoRA rank by
-    module; with `dora` those of DoRA), only parameters named in `frozen` lose their gradient, and it stays in
-    the last dtype. rows: of `inputs`. Raises as `anatomy`.
+    model is on meta, built with the attention STAND_IN, and is changed: it gets `adapters`, only parameters
+    named in `frozen` lose their gradient, and it stays in the last dtype. rows: of `inputs`. Raises as
+    `anatomy`.
     """
     parts = anatomy(model)
-    for module, rank in adapters.items():
-        adapt(model.get_submodule(module), rank, alpha=rank, use_dora=dora)
+    adapters.add_to(model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name not in frozen)
     sizes_by_block: dict[str, list[tuple[int, SavedBytes]]] = {}
@@ -136,7 +134,7 @@ def _saved_storages(model: PreTrainedModel, parts: Anatomy, inputs: Mapping[str,
         recorder.watching(model, parts),
         saved_tensors_hooks(recorder.pack, lambda tensor: tensor),
         torch.device("meta"),
-        FusedDropout(),
+        FusedDropout(recorder.dropped),
         FusedAttention(recorder.attention),
         experts_without_values(),
     ):
@@ -151,6 +149,7 @@ class SavedTensors:
         self.block = ""  # path of the running block; "": before the first, AFTER: behind one
         self.part = "outside"  # of PARTS, that runs
         self.part_inputs: set[int] = set()  # storages given to the running attention or MLP
+        self.of_dropout: set[int] = set()  # storages that dropout makes of them
         self.saved: dict[int, tuple[str, str, int]] = {}  # by storage: block, part, bytes
         self.alive: dict[int, torch.UntypedStorage] = {}  # an id is only unique among living objects
         self.shared = {self._key(tensor) for tensor in (*model.parameters(), *model.buffers())}  # not counted
@@ -176,9 +175,18 @@ class SavedTensors:
 
     def pack(self, tensor: Tensor) -> Tensor:
         """Record a tensor that autograd saves; its pack hook."""
-        entering = self.part in ("attention", "mlp") and self._key(tensor) in self.part_inputs
-        self._record(tensor, "entering" if entering else self.part)
+        part = self.part
+        if part in ("attention", "mlp"):
+            key = self._key(tensor)
+            part = "entering" if key in self.part_inputs else "dropped" if key in self.of_dropout else part
+        self._record(tensor, part)
         return tensor
+
+    def dropped(self, given: Tensor, out: Tensor, mask: Tensor) -> None:
+        """Note what dropout makes of a tensor that enters a part; its mask has been saved by then."""
+        if self._key(given) in self.part_inputs:
+            self.of_dropout.add(self._key(out))
+            self._record(mask, "dropped")
 
     def attention(
         self,

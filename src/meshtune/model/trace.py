@@ -29,6 +29,7 @@ from meshtune.model.anatomy import Anatomy, anatomy, attention_heads
 from meshtune.model.attention_arguments import attention_kinds
 from meshtune.model.body import text_forward
 from meshtune.model.fused import STAND_IN, experts_without_values
+from meshtune.model.lora import Adapters
 from meshtune.model.matmuls import TOKENS, BareMatmul, DispatchedMatmuls, ParameterMatmuls
 from meshtune.model.multimodal import auto_class, set_aside
 from meshtune.model.own_attention import Builder, built_on_meta, inputs, saved_by_own_attention
@@ -65,8 +66,7 @@ class Traced:
 
     model: PreTrainedModel  # on meta
     frozen: Collection[str]  # names of parameters and adapters without gradient
-    adapters: Mapping[str, int]  # LoRA rank by module
-    dora: bool  # True if the adapters have a magnitude vector
+    adapters: Adapters
     unsupported: str | None = None  # why its FLOPs can't be trusted; None if they can
     matrices: Sequence[Matrix] = ()  # in the order of the forward
     cores: Sequence[AttentionCore] = ()
@@ -88,7 +88,7 @@ def census(
         whole = auto_class(config).from_config(copy.deepcopy(config), attn_implementation=attention)
         return set_aside(whole)
 
-    return trace(build, frozenset(frozen), dict(adapters or {}))
+    return trace(build, frozenset(frozen), Adapters(dict(adapters or {})))
 
 
 def census_of(model: PreTrainedModel) -> Census:
@@ -99,7 +99,7 @@ def census_of(model: PreTrainedModel) -> Census:
     # A census depends neither on the dtype nor on where the model was read from.
     settings = model.config.to_dict() | {"dtype": None, "_name_or_path": None}
     shapes = tuple((name, tuple(p.shape), p.requires_grad) for name, p in model.named_parameters())
-    key = (type(model), json.dumps(settings, default=str, sort_keys=True), shapes)
+    key = (type(model), json.dumps(settings, default=str, sort_keys=True), shapes, _drops(model))
     if key not in traced_models:
         while len(traced_models) >= TRACED_MODELS:
             traced_models.pop(next(iter(traced_models)))
@@ -107,8 +107,13 @@ def census_of(model: PreTrainedModel) -> Census:
     return traced_models[key]
 
 
+def _drops(model: nn.Module) -> bool:
+    """Whether adapters of a model drop elements of their inputs."""
+    return any(vars(module).get("lora_dropout") for module in model.modules())
+
+
 def _traced_census(model: PreTrainedModel) -> Census:
-    adapters: dict[str, int] = {}
+    ranks: dict[str, int] = {}
     dora = any(name.endswith(".lora_magnitude_vector") for name, _ in model.named_parameters())
     frozen: set[str] = set()
     shapes: dict[str, tuple[int, ...]] = {}
@@ -119,7 +124,7 @@ def _traced_census(model: PreTrainedModel) -> Census:
         if not adapter:
             shapes[name] = tuple(parameter.shape)
         elif adapter["which"] == "A":
-            adapters[adapter["module"]] = parameter.shape[0]
+            ranks[adapter["module"]] = parameter.shape[0]
 
     def build(attention: str | None) -> PreTrainedModel:
         fresh = set_aside(
@@ -129,20 +134,20 @@ def _traced_census(model: PreTrainedModel) -> Census:
         assert same, "census_of needs the model as its config builds it"
         return fresh
 
-    return trace(build, frozenset(frozen), adapters, dora)
+    return trace(build, frozenset(frozen), Adapters(ranks, dora, _drops(model)))
 
 
-def trace(build: Builder, frozen: frozenset[str], adapters: Mapping[str, int], dora: bool = False) -> Census:
+def trace(build: Builder, frozen: frozenset[str], adapters: Adapters) -> Census:
     """Count the model that `build(attention)` makes, with the attention implementation of that name.
 
     Several implementations are tried, with and without a mask; if none can be counted, `unsupported` of the
-    result says why. frozen: names of parameters and adapters without gradient. adapters: LoRA rank by module;
-    the model is built without them. dora: True if they have a magnitude vector.
+    result says why. frozen: names of parameters and adapters without gradient. adapters: the model is built
+    without them.
     """
     reasons = []
     for attention, with_mask in ((STAND_IN, False), (STAND_IN, True), ("eager", True), ("eager", False)):
         try:
-            traced = _forward(build, attention, with_mask, frozen, adapters, dora)
+            traced = _forward(build, attention, with_mask, frozen, adapters)
             if traced.unsupported is None:
                 return _census(traced)
         except Exception as error:  # each family has its own ways to refuse an implementation or a mask
@@ -151,9 +156,7 @@ def trace(build: Builder, frozen: frozenset[str], adapters: Mapping[str, int], d
                 reasons[-1] = READS_VALUES
             continue
         reasons.insert(0, traced.unsupported)  # tells more than an implementation that was refused
-    return _census(
-        Traced(built_on_meta(build, "eager", frozen), frozen, adapters, dora, unsupported=reasons[0])
-    )
+    return _census(Traced(built_on_meta(build, "eager", frozen), frozen, adapters, unsupported=reasons[0]))
 
 
 def _forward(
@@ -161,12 +164,11 @@ def _forward(
     attention: str,
     with_mask: bool,
     frozen: frozenset[str],
-    adapters: Mapping[str, int],
-    dora: bool,
+    adapters: Adapters,
 ) -> Traced:
     """Run one forward with an attention implementation and record it.
 
-    with_mask: True to pass a 4-d mask. build, frozen, adapters, dora: see `trace`. Registers STAND_IN anew.
+    with_mask: True to pass a 4-d mask. build, frozen, adapters: see `trace`. Registers STAND_IN anew.
     Activations are recorded under STAND_IN, or with the family's attention. Raises as the model's forward.
     """
     cores: list[AttentionCore] = []
@@ -192,7 +194,7 @@ def _forward(
     AttentionInterface.register(STAND_IN, stand_in)
     model = built_on_meta(build, attention, frozen)
     paths |= {module: name for name, module in model.named_modules()}
-    recorded = ParameterMatmuls(model, frozen, adapters)
+    recorded = ParameterMatmuls(model, frozen, adapters.ranks)
     parts = _recurrent_parts(model)
     with ExitStack() as stack:
         stack.enter_context(torch.device("meta"))
@@ -212,11 +214,11 @@ def _forward(
     with suppress(UserError):  # a model that we count but can't train
         if reason is None and attention == STAND_IN and not written_out:
             given = partial(inputs, with_mask=with_mask)
-            saved = saved_by_block(copy.deepcopy(model), frozen, adapters, dora, given)
+            saved = saved_by_block(copy.deepcopy(model), frozen, adapters, given)
         elif reason is None and anatomy(model).attention_problem:
-            several, one = (saved_by_own_attention(build, frozen, adapters, dora, rows) for rows in (2, 1))
+            several, one = (saved_by_own_attention(build, frozen, adapters, rows) for rows in (2, 1))
             saved = (*several, one[0])
-    return Traced(model, frozen, adapters, dora, reason, [*recorded.matrices, *recurrent], cores, *saved)
+    return Traced(model, frozen, adapters, reason, [*recorded.matrices, *recurrent], cores, *saved)
 
 
 def _recurrent_parts(model: PreTrainedModel) -> Anatomy | None:
@@ -405,12 +407,14 @@ def _parameters_by_block(traced: Traced, kinds: Mapping[str, str]) -> dict[str, 
         shapes[name] = parameter.shape
         kind = kinds.get(module, "norm" if parameter.ndim == 1 else "other")
         add(module, leaf, kind, parameter.shape, parameter.requires_grad)
-    for module, rank in traced.adapters.items():
+    for module, rank in traced.adapters.ranks.items():
         rows, cols = shapes[f"{module}.weight"][-2:]
         if isinstance(traced.model.get_submodule(module), Conv1D):  # its weight is [in, out]
             rows, cols = cols, rows
         shapes_of = {"lora_A": (rank, cols), "lora_B": (rows, rank)}
-        for leaf, shape in (shapes_of | ({"lora_magnitude_vector": (rows,)} if traced.dora else {})).items():
+        for leaf, shape in (
+            shapes_of | ({"lora_magnitude_vector": (rows,)} if traced.adapters.dora else {})
+        ).items():
             add(module, leaf, "adapter", shape, f"{module}.{leaf}" not in traced.frozen)
     return parameters
 

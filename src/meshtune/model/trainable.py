@@ -43,6 +43,14 @@ def resize_to(model: PreTrainedModel, rows: int) -> None:
         table.weight.requires_grad_(grad)
 
 
+def train_tables(model: PreTrainedModel) -> None:
+    """Train embedding and head whole, where the embedding of a model with adapters grew: all new rows are the
+    same mean, and untrained, the model could not tell the new tokens apart.
+    """
+    for table in tables(model):
+        table.weight.requires_grad_(True)
+
+
 def tables(model: PreTrainedModel) -> tuple[nn.Embedding, nn.Linear]:
     """The embedding and the output head. Raises UserError for a model without one."""
     embed, head = model.get_input_embeddings(), model.get_output_embeddings()

@@ -142,13 +142,14 @@ class SavedBytes:
     or, where the family takes none, its own attention; nothing recomputed, one rank.
 
     Each tensor counts once, in the block that saves it first; what all blocks share (rotary tables, masks)
-    in none. Dropout of attention and of adapters saves nothing here.
+    in none. Dropout of attention saves nothing here.
     """
 
     outside: float  # norms and residuals: what lies outside attention and MLP, split by sp
     entering: float  # inputs of the first matrices of attention and of MLP: whole under tp
     attention: float  # everything else within attention but the core, split as the heads are
     mlp: float  # everything else within the MLP, split by tp
+    dropped: float  # what dropout of adapters makes of inputs that are whole under tp, and its masks
     core: float  # queries, keys and values as the attention core takes them, its output, its log-sums
     scores: float = 0.0  # bytes per token and key, by attention that writes its scores to memory
     peaks: BlockPeaks | None = None  # of the last block; None: not traced, as with recurrent layers
@@ -156,7 +157,7 @@ class SavedBytes:
     @property
     def total(self) -> float:
         """Without `scores`."""
-        return self.outside + self.entering + self.attention + self.mlp + self.core
+        return self.outside + self.entering + self.attention + self.mlp + self.dropped + self.core
 
 
 @dataclass(frozen=True)

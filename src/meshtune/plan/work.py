@@ -101,6 +101,7 @@ class Kept(NamedTuple):
     keys: Number  # the part of `core` that keys and values take
     statistics: Number  # log-sums or scores, which only a second run of the core gives again; as the heads
     scores: Number = 0.0  # bytes per token and key, by a family that writes attention's scores to memory
+    dropped: Number = 0.0  # inputs as dropout of adapters leaves them, and its masks: whole under tp and sp
 
     def with_keys(self, seq_len: Number) -> Kept:
         """The same with the scores of `seq_len` keys a token, in `attention`."""
@@ -336,16 +337,15 @@ def _kept_by_element_bytes(census: Census, by_block: list[dict[int, SavedBytes]]
         known = [saved[element] for saved in by_block if element in saved]
         if len(known) < n:
             continue
-        outside, entering, attention, mlp, core, scores = (
-            sum(getattr(entry, name) for entry in known) / n
-            for name in ("outside", "entering", "attention", "mlp", "core", "scores")
-        )
-        if scores:  # its own attention, without a core that other ranks or a second run would share
-            kept[element] = Kept(outside, entering, attention, mlp, core, 0.0, 0.0, scores)
+        mean = {
+            name: sum(getattr(entry, name) for entry in known) / n
+            for name in ("outside", "entering", "attention", "mlp", "core", "scores", "dropped")
+        }
+        if mean["scores"]:  # its own attention, without a core that other ranks or a second run would share
+            kept[element] = Kept(**mean, keys=0.0, statistics=0.0)
         else:
-            kept[element] = Kept(
-                outside, entering, attention, mlp, core - statistics, element * keys, statistics
-            )
+            mean["core"] -= statistics
+            kept[element] = Kept(**mean, keys=element * keys, statistics=statistics)
     return kept | ({8: Kept(*(2 * size for size in kept[4]))} if 4 in kept else {})
 
 

@@ -28,7 +28,7 @@ from meshtune.model.multimodal import aside_names, fill_aside
 from meshtune.model.pieces import Piece, StoredTensors, fill, materialise, whole_pieces
 from meshtune.model.positions import cast_position_tables
 from meshtune.model.trace import census_of
-from meshtune.model.trainable import freeze, grow_embeddings, tables
+from meshtune.model.trainable import freeze, grow_embeddings, train_tables
 from meshtune.optim.optimizer import Optimizer, key_of, parts_of
 from meshtune.parallel.apply import Cut, Finish, Parallel, cut, place
 from meshtune.parallel.mesh import World
@@ -48,7 +48,6 @@ class LoraSpec(LoraShape):
 
     alpha: float = 32.0  # an adapter's output is scaled by alpha / r
     use_rslora: bool = False  # by alpha / √r
-    dropout: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,9 +255,8 @@ def trainable_skeleton(spec: ModelSpec) -> tuple[PreTrainedModel, int]:
             modules_to_save=spec.lora.modules_to_save,
             dtype=spec.trained_dtype,
         )
-        if added:  # all new rows are the same mean: untrained, the model could not tell the new tokens apart
-            for table in tables(model):
-                table.weight.requires_grad_(True)
+        if added:
+            train_tables(model)
     if spec.freeze:
         freeze(model, spec.freeze)
     for parameter in model.parameters():

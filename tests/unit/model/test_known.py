@@ -12,7 +12,8 @@ import torch
 from families import FAMILIES, FAMILY_CASES
 from golden import refuses, says
 from huggingface_hub.errors import RemoteEntryNotFoundError
-from transformers import AutoModelForCausalLM, BloomConfig
+from tiny import make_tokenizer
+from transformers import AutoModelForCausalLM, BloomConfig, LlamaConfig
 
 import meshtune.model.trace
 from meshtune import config
@@ -89,6 +90,29 @@ def test_adapters_and_frozen_parameters_are_the_engines(folder, cache, monkeypat
     assert first.census.trainable == sum(p.numel() for p in model.parameters() if p.requires_grad)
     no_trace(monkeypatch)
     assert model_numbers(str(folder), lora=shape, freeze=globs, cache_dir=cache) == first
+
+
+def test_tokens_of_a_chat_template_make_adapters_train_the_embedding(tmp_path, cache):
+    folder = tmp_path / "model"
+    tokenizer = make_tokenizer(["plain words"], 280)
+    config_folder(folder, LlamaConfig(**FAMILIES["llama"]().to_dict() | {"vocab_size": len(tokenizer)}))
+
+    def numbers(template):
+        words = [
+            f"model.name={folder}",
+            "method=lora",
+            f"data.chat_template={template}",
+            f"data.cache={cache}",
+        ]
+        return numbers_of(config.load(None, [*words, "method=lora", "data.train=rows.jsonl"]))
+
+    (alone,) = numbers("chatml").changes  # of a folder without a tokenizer
+    says(alone)
+    tokenizer.save_pretrained(folder)
+    plain, grown = numbers("null"), numbers("chatml")
+    assert not grown.changes and grown.census.vocabulary == len(tokenizer) + 2
+    ends = 2 * grown.census.vocabulary * grown.census.hidden
+    assert grown.census.trainable == plain.census.trainable + ends
 
 
 @pytest.mark.ci

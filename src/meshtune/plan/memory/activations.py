@@ -63,7 +63,7 @@ def saved_by_block(
     def of_tokens(parts: Kept, core: Number) -> Number:
         entering = parts.entering / np.where(regathers_inputs, sequence_shards, 1.0)
         inside = parts.attention / heads + parts.mlp / layouts.tp
-        return tokens * (parts.outside / sequence_shards + entering + inside + core)
+        return tokens * (parts.outside / sequence_shards + entering + parts.dropped + inside + core)
 
     everything = of_tokens(per_token, core + whole_output / layouts.tp)
     block_input = tokens * element * work.hidden / sequence_shards
