@@ -16,6 +16,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForMultimodalLM
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 from meshtune import config
 from meshtune.api.export import exported
@@ -103,8 +104,15 @@ def steps_of_transformers(model: Any, names: list[str], batches: list[Batch]) ->
     ),
 )
 def test_the_language_part_trains_as_in_the_whole_model_and_the_rest_is_kept(
-    family: str, packing: str, folder: Folder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    family: str,
+    packing: str,
+    folder: Folder,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # Llama 4 of transformers 5.24 reads it without images too.
+    monkeypatch.setattr(MoeCausalLMOutputWithPast, "image_outputs", None, raising=False)
     if packing == "true" and family in UNPACKED:
         pytest.xfail("refused, with data.packing=false as the remedy")
     base = folder(family)

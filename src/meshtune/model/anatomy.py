@@ -19,7 +19,6 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from meshtune.compat import tested_versions, untested
 from meshtune.errors import UserError
 from meshtune.families import see
 
@@ -45,7 +44,8 @@ class Anatomy:
 
 def anatomy(model: PreTrainedModel) -> Anatomy:
     """Find and verify the parts of `model`. Raises UserError with the reason if it is built differently."""
-    from meshtune.model.recorded import modules_of, recorded  # here: chains of imports stay short
+    from meshtune.compat import tested_versions, untested  # here: chains of imports stay short
+    from meshtune.model.recorded import modules_of, recorded
     from meshtune.model.small import NoCopy
 
     config = model.config.get_text_config()

@@ -70,20 +70,18 @@ class FusedAttention(TorchFunctionMode):
 
 
 def cuda_dropout(
-    input: Tensor,  # torch's name
-    p: float = 0.5,
-    training: bool = True,
-    inplace: bool = False,
-    made: Callable[[Tensor, Tensor, Tensor], None] = lambda *_: None,
+    *args: Any, made: Callable[[Tensor, Tensor, Tensor], None] = lambda *_: None, **kwargs: Any
 ) -> Tensor:
     """Run torch's dropout as CUDA does, where the mask that it saves has one byte an element.
 
-    made: called with the input, output and mask.
+    made: called with the input, output and mask. The other arguments are those of torch's.
     """
-    if not p or not training:
-        return input
-    out, mask = torch.native_dropout(input, p, True)
-    made(input, out, mask)
+    given = dict(zip(("input", "p", "training", "inplace"), args, strict=False)) | kwargs
+    x, probability = given["input"], given.get("p", 0.5)
+    if not probability or not given.get("training", True):
+        return x
+    out, mask = torch.native_dropout(x, probability, True)
+    made(x, out, mask)
     return out
 
 

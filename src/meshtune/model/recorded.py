@@ -25,6 +25,7 @@ from meshtune.model.small import random_ids, with_small_copy
 
 RECORDER = "meshtune_recorder"  # name of the attention function of the recorded forward
 TOKENS = 13  # of it: a number that no size of a small copy has
+NO_MATTER = ("dtype", "_name_or_path", "transformers_version")  # settings without a meaning here
 Kind = frozenset[tuple[str, type[nn.Module]]]  # path inside a block, and the module's class
 
 
@@ -62,7 +63,8 @@ def recorded(model: PreTrainedModel, body: str, head: str, blocks: str) -> Mixin
         if next(module.children(), None) and not type(module).__module__.startswith("meshtune.")
     )
     settings = model.config.get_text_config(decoder=True).to_dict()
-    key = (type(model), structure, json.dumps({name: _word(value) for name, value in settings.items()}))
+    words = {name: _word(value) for name, value in settings.items() if name not in NO_MATTER}
+    key = (type(model), structure, json.dumps(words))
     if key not in _recorded:
         _recorded[key] = with_small_copy(
             model, body, head, blocks, lambda small: _record(small, body, blocks)
