@@ -149,9 +149,9 @@ class SavedBytes:
     entering: float  # inputs of the first matrices of attention and of MLP: whole under tp
     attention: float  # everything else within attention but the core, split as the heads are
     mlp: float  # everything else within the MLP, split by tp
-    dropped: float  # what dropout of adapters makes of inputs that are whole under tp, and its masks
     core: float  # queries, keys and values as the attention core takes them, its output, its log-sums
     scores: float = 0.0  # bytes per token and key, by attention that writes its scores to memory
+    dropped: float = 0.0  # inputs as dropout of adapters leaves them, and its masks: whole under tp and sp
     peaks: BlockPeaks | None = None  # of the last block; None: not traced, as with recurrent layers
 
     @property
