@@ -28,7 +28,7 @@ FOLDER = TESTS / "golden"
 WRITTEN = TESTS.parent / "build" / "golden"  # what the processes of `make golden` collect, a file each
 REWRITE = bool(os.environ.get("REWRITE_GOLDEN"))
 
-VERSION = re.compile(r"\b(version|torch|transformers) \d+\.\d+\.\d+[^\s,]*")
+VERSION = re.compile(r"\b(version|torch|transformers) \d+\.\d+(?:\.\d+[^\s,]*| to \d+\.\d+)")
 OWN_FOLDER = re.compile(
     r"/[^\s'\"]*?/pytest-of-[^/\s]+/pytest-[^/\s]+(?:/popen-gw\d+)?/[^/\s'\"]*?\d+(?=[/\s'\".,:;)]|$)"
 )

@@ -43,8 +43,9 @@ def installed_versions() -> str:
 
 
 def untested(kind: type[nn.Module]) -> str:
-    """Return what of a model's code is beyond all tests, as "torch 2.16.0 is newer than …"; "" for
-    nothing. kind: the model's class.
+    """Return why a model's code is untested, as "torch 2.16.0 is newer than …"; "" if it is tested.
+
+    kind: the model's class.
     """
     found = [
         f"{name} {version(name)} is newer than those that were tested"
@@ -57,13 +58,13 @@ def untested(kind: type[nn.Module]) -> str:
 
 
 def families_tested() -> list[str]:
-    """Return the versions of transformers of which each family was trained next to the unmodified model."""
-    return [_dotted(_number(each)) for each in _tested()["families"]]
+    """Return the versions of transformers whose families were trained next to the unmodified model."""
+    return _tested()["families"]
 
 
-def every_family_tested() -> bool:
-    """True if each family of the installed transformers was trained next to the unmodified model."""
-    return _dotted(_number(version("transformers"))) in families_tested()
+def family_tested(model_type: str) -> bool:
+    """True if this family of the installed transformers was trained next to the unmodified model."""
+    return version("transformers") in families_tested() and model_type not in _tested()["without"]
 
 
 def _range(name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -72,7 +73,7 @@ def _range(name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _number(version: str) -> tuple[int, ...]:
-    """Return (2, 15) of "2.15.0+cu132": releases that mend only are alike."""
+    """Return (2, 15) of "2.15.0+cu132": patch releases are not distinguished."""
     return tuple(int(part) for part in version.split(".")[:2])
 
 
@@ -161,7 +162,7 @@ def finish_each_backward(module: Any) -> None:
     """Let FSDP2 reduce all gradients of `module` in each backward: a stage of torch 2.15 leaves those of a
     group whose inputs need no gradient to the end of the step.
     """
-    if hasattr(module, "set_manual_backward_finalization"):
+    if hasattr(module, "set_manual_backward_finalization") or _number(version("torch")) >= (2, 15):
         module.set_manual_backward_finalization(False)
 
 

@@ -16,7 +16,7 @@ from meshtune.compat import varlen_attention
 
 # Padding is cut into documents of so many tokens: it is computed too, and so costs little.
 PADDING_LENGTH = 128
-FLEX_GRAPHS = 128  # that torch.compile may make of flex attention in a process
+FLEX_GRAPHS = 128  # most compiled graphs of flex attention in a process
 
 
 @lru_cache(maxsize=8)

@@ -85,7 +85,7 @@ class _Given:
         self.problems |= dict.fromkeys(unsupported(attention_mask, given.get("is_causal"), others))
         self.dropped |= given.get("documents") is not self.documents
         self.windows.append(given.get("sliding_window"))
-        return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
+        return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 
 
 @torch.no_grad()

@@ -97,6 +97,7 @@ def _record(small: Any, body: str, blocks: str) -> Mixing:
     with _Watch(layers) as watch:
         language(input_ids=ids, use_cache=False)
     attention = {module for module in watch.found if calling & set(module.modules())}
+    calling.clear()  # the registered function lives on
     attention |= _keeping_each_token(language, ids, watch.found.keys() - attention)
     places = {module: path.partition(".")[2] for path, module in layers.named_modules()}
     attending, mixing = (

@@ -20,13 +20,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from meshtune.compat import parameters_on_meta
+from meshtune.compat import parameters_on_meta, untested
 from meshtune.model.pieces import materialise
 
 HIDDEN = 256  # least hidden size of a copy, unless the model's own is smaller
 MOST_DIVIDED = 32
 WINDOW = 16  # tokens of a sliding window or chunk
 VOCABULARY = 256
+BY_INDEX = 8  # blocks of a copy of untested code; families repeat their kinds of blocks after 6 at most
 MOST = 100e6  # parameters of a copy
 GAIN = 1.5  # of weights drawn: large enough that attention is far from uniform and soft caps bite
 
@@ -62,7 +63,7 @@ def with_small_copy(model: PreTrainedModel, body: str, head: str, blocks: str, u
     hidden = model.get_input_embeddings().get_parameter("weight").shape[1]
     failures = []
     with _isolated():
-        for factor, number in _attempts(hidden, kept, layers):
+        for factor, number in _attempts(hidden, kept, layers, by_index=bool(untested(type(model)))):
             try:
                 return use(_build(model, parts, blocks, number, factor))
             except Exception as error:  # each family has its own ways to refuse a size
@@ -70,11 +71,16 @@ def with_small_copy(model: PreTrainedModel, body: str, head: str, blocks: str, u
     raise NoCopy("; ".join(dict.fromkeys(failures)))
 
 
-def _attempts(hidden: int, kept: int, layers: int) -> Iterator[tuple[int, int]]:
-    """Yield (factor of the sizes, number of blocks): smaller factors, then all blocks."""
+def _attempts(hidden: int, kept: int, layers: int, *, by_index: bool) -> Iterator[tuple[int, int]]:
+    """Yield (factor of the sizes, number of blocks): smaller factors, then all blocks.
+
+    by_index: True if blocks of one kind may differ by their index; then there are BY_INDEX first.
+    """
     largest = min(MOST_DIVIDED, max(1, hidden // HIDDEN)).bit_length() - 1
-    for power in range(largest, -1, -1):
-        yield 2**power, kept
+    more = max(kept, min(layers, BY_INDEX)) if by_index else kept
+    for number in dict.fromkeys((more, kept)):
+        for power in range(largest, -1, -1):
+            yield 2**power, number
     yield 2**largest, layers
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from families import FAMILIES
+from transformers import Lfm2Config, Lfm2ForCausalLM
 from transformers.models.gemma2 import modeling_gemma2
 from transformers.models.llama import modeling_llama
 
@@ -19,6 +20,12 @@ from meshtune.model.anatomy import anatomy
 from meshtune.train.self_check import beyond_tested, check
 
 Change = Callable[[str], str]  # of a file's text
+
+
+@pytest.fixture(autouse=True)
+def tested(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the installed versions count as tested: only the forks' own code is not."""
+    monkeypatch.setattr(compat, "version", compat.pairs()["development"].__getitem__)
 
 
 @pytest.fixture
@@ -124,7 +131,30 @@ def test_rows_without_padding_are_compared_where_documents_are_not_packed(fork: 
         check(model_of(module.LlamaForCausalLM, "llama"), "sdpa")
 
 
-def test_what_the_cache_is_called_changes_nothing(fork: Any) -> None:
+def test_blocks_that_differ_by_their_index_are_compared(fork: Any) -> None:
+    """Odd blocks add the value of the token before, which packed rows take from another document."""
+    call = "        attn_output, attn_weights = attention_interface("
+    before = "torch.nn.functional.pad(value_states, (0, 0, 1, 0))[:, :, :-1]"
+    own = f"        if self.layer_idx % 2:\n            value_states = value_states + {before}\n"
+    module = fork(modeling_llama, replaced((call, own + call)))
+    with torch.device("meta"):
+        model = module.LlamaForCausalLM._from_config(FAMILIES["llama"](num_hidden_layers=12))
+    with pytest.raises(UserError, match="would train wrong"):
+        check(model, "meshtune")
+
+
+def test_a_hybrid_model_with_many_blocks_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "family_tested", lambda _: False)
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64}
+    kinds = (["conv", "conv", "full_attention"] * 4)[:10]
+    config = Lfm2Config(**sizes, vocab_size=99, num_hidden_layers=10, layer_types=kinds, pad_token_id=0)
+    with torch.device("meta"):
+        model = Lfm2ForCausalLM._from_config(config)
+    assert len(anatomy(model).mixers) == 7
+    check(model, "meshtune")
+
+
+def test_the_cache_name_does_not_matter(fork: Any) -> None:
     module = fork(modeling_llama, cache_renamed)
     own, theirs = (anatomy(model_of(each.LlamaForCausalLM, "llama")) for each in (module, modeling_llama))
     assert own == theirs and own.attention == "self_attn"
