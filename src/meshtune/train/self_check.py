@@ -25,7 +25,7 @@ from meshtune.model.body import ATTENTION_NAMES, body_forward, head_only
 from meshtune.model.small import NoCopy, random_ids, with_small_copy
 
 LENGTHS = (24, 13)  # tokens of the documents: one is longer than the windows of a small copy, which are 16
-# Largest relative differences in fp32: rounding in the scans of Jamba's five kinds of blocks gives 1.2e-4 and 4e-4.
+# Largest relative differences in fp32; rounding in Jamba's scans gives 1.2e-4 and 4e-4.
 LOGITS, GRADIENT = 1e-3, 3e-3
 
 _agreed: set[Hashable] = set()  # in this process
