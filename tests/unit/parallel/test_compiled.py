@@ -33,7 +33,7 @@ def gradients(text: str, compiled: bool) -> dict[str, np.ndarray]:
     return {name: p.grad.full_tensor().numpy() for name, p in root.named_parameters()}
 
 
-@pytest.mark.parametrize("text", cases(["dp2", "zero3x2"], ci=1))
+@pytest.mark.parametrize("text", cases(["dp2", "zero3x2"]))
 def test_compiled_blocks_give_the_same_gradients(text: str) -> None:
     expected = run_ranks(2, gradients, text, False, forked=True)[0]
     for found in run_ranks(2, gradients, text, True, seconds=200, forked=True):
