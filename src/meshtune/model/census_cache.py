@@ -69,7 +69,7 @@ def numbers_of(
         return numbers
     note = (
         f"data.chat_template={template}: the tokenizer can't be read here. If it lacks tokens of the "
-        "template, embedding and head are trained whole beside the adapters, which this plan leaves out."
+        "template, training also updates the whole embedding and head, which this plan leaves out."
     )
     return replace(numbers, changes=(*numbers.changes, note))
 
@@ -88,7 +88,7 @@ def _rows_needed(config: Config) -> int | None:
             model.name, trust_remote_code=model.trust_remote_code, revision=model.revision
         )
         apply_template(tokenizer, config.data.chat_template)
-    except UserError:  # of a model's configuration alone; a run says what is wrong
+    except UserError:  # such as a configuration without a tokenizer; a run says what is wrong
         return None
     return embeddings_needed(tokenizer)
 

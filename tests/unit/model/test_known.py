@@ -106,8 +106,8 @@ def test_tokens_of_a_chat_template_make_adapters_train_the_embedding(tmp_path, c
         ]
         return numbers_of(config.load(None, [*words, "method=lora", "data.train=rows.jsonl"]))
 
-    (alone,) = numbers("chatml").changes  # of a folder without a tokenizer
-    says(alone)
+    (note,) = numbers("chatml").changes  # the folder has no tokenizer
+    says(note)
     tokenizer.save_pretrained(folder)
     plain, grown = numbers("null"), numbers("chatml")
     assert not grown.changes and grown.census.vocabulary == len(tokenizer) + 2
