@@ -12,7 +12,13 @@ from meshtune.config import Config
 from meshtune.errors import UserError
 from meshtune.plan import advice, fits
 from meshtune.plan.advice import Alternative
-from meshtune.plan.batches import batch_sentences, batch_sizes, best_of_batches, nearest_sentences
+from meshtune.plan.batches import (
+    batch_sentences,
+    batch_sizes,
+    best_of_batches,
+    nearest_sentences,
+    reasons_for_none,
+)
 from meshtune.plan.changes import changes
 from meshtune.plan.cluster import Cluster, cluster_for
 from meshtune.plan.cost import NO_BOUNDS, UNPLANNED, Bounds, RunCost, RunLength, run_length, unknown
@@ -21,6 +27,7 @@ from meshtune.plan.fits import Lighter
 from meshtune.plan.offers import GOALS, Offer, check_bounds, compare, in_order, offer_of, remarks
 from meshtune.plan.search import Choice, Plan, search
 from meshtune.plan.sizes import Size, clusters_of
+from meshtune.plan.verdict import verdict
 from meshtune.plan.workload import Workload
 
 
@@ -66,6 +73,10 @@ class Answer:
         return [self.choice, *others][:most]
 
     @cached_property
+    def verdict(self) -> list[str]:
+        return verdict(self.plan, self.choice)
+
+    @cached_property
     def reasoning(self) -> list[str]:
         return advice.reasoning(self.plan, self.choice)
 
@@ -86,9 +97,14 @@ class Answer:
         if self.goal == "memory":
             return []
         current = self.workload.global_batch_size
-        plan, others = self.plan, [size for size in batch_sizes(self.workload) if size != current]
-        choices = best_of_batches(self.workload, plan.cluster, others, plan.fixed)
-        return batch_sentences(self.workload, dict(sorted({**choices, current: plan.choice(0)}.items())))
+        cluster, fixed = self.plan.cluster, self.plan.fixed_of_batches
+        others = [size for size in batch_sizes(self.workload) if size != current]
+        choices = best_of_batches(self.workload, cluster, others, fixed)
+        return batch_sentences(
+            self.workload,
+            dict(sorted({**choices, current: self.plan.choice(0)}.items())),
+            reasons_for_none(self.workload, cluster, choices, fixed),
+        )
 
     @property
     def by_size(self) -> dict[int, Plan]:
@@ -130,6 +146,7 @@ class Answer:
             ],
             "pareto": [str(plan.choice(place).layout) for place in plan.pareto()],
             "rejected": [rejected._asdict() for rejected in plan.rejected],
+            "verdict": self.verdict,
             "reasoning": self.reasoning,
             "alternatives": [
                 {

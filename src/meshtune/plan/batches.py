@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from meshtune.errors import UserError
 from meshtune.plan.candidates import nearest_sizes
 from meshtune.plan.cluster import Cluster
 from meshtune.plan.phrases import memory_need, sequences
-from meshtune.plan.search import Choice, Plan, best_fitting, explained
+from meshtune.plan.search import Choice, Plan, best_fitting, explained, search
 from meshtune.plan.workload import Workload
 from meshtune.units import human, significant
 
@@ -30,7 +31,7 @@ def nearest_sentences(plan: Plan, best: Choice) -> list[str]:
     workload, size = plan.workload, plan.workload.global_batch_size
     gains: dict[bool, tuple[float, int, Choice]] = {}  # by whether the batch is larger
     for other in nearest_sizes(size, plan.cluster, plan.fixed):
-        if choice := best_fitting(workload.of_batch(other), plan.cluster, plan.fixed):
+        if choice := best_fitting(workload.of_batch(other), plan.cluster, plan.fixed_of_batches):
             gain = choice.tokens_per_second_per_gpu / best.tokens_per_second_per_gpu - 1
             if gain > gains.get(other > size, (WORTH,))[0]:
                 gains[other > size] = (gain, other, choice)
@@ -59,11 +60,28 @@ def best_of_batches(
     return {size: best_fitting(workload.of_batch(size), cluster, fixed) for size in sizes}
 
 
-def batch_sentences(workload: Workload, choices: Mapping[int, Choice | None]) -> list[str]:
+def reasons_for_none(
+    workload: Workload, cluster: Cluster, choices: Mapping[int, Choice | None], fixed: Mapping[str, Any]
+) -> dict[int, str]:
+    """Why `choices` has no layout for a size: its memory, or fixed fields that don't make such a batch."""
+    reasons = {}
+    for size in (size for size, choice in choices.items() if choice is None):
+        try:
+            search(workload.of_batch(size), cluster, fixed=fixed)
+            reasons[size] = "no layout fits."
+        except UserError as error:
+            reasons[size] = error.problems[0]
+    return reasons
+
+
+def batch_sentences(
+    workload: Workload, choices: Mapping[int, Choice | None], reasons: Mapping[int, str] | None = None
+) -> list[str]:
     """Speed, updates per token and memory of each global batch size; one sentence if all are as fast.
 
-    choices: the best layout by size, in sequences, ascending; None: none fits. As fast: within 2 % of each
-    other, with a layout for every size. No speeds where predicted times mean nothing.
+    choices: the best layout by size, in sequences, ascending; None: there is none, for the reason in
+    `reasons` (`reasons_for_none`). As fast: within 2 % of each other, with a layout for every size. No speeds
+    where predicted times mean nothing.
     """
     current = choices.get(workload.global_batch_size)
     speeds = [choice.tokens_per_second_per_gpu for choice in choices.values() if choice]
@@ -81,7 +99,7 @@ def batch_sentences(workload: Workload, choices: Mapping[int, Choice | None]) ->
     sentences = []
     for size, choice in choices.items():
         if choice is None:
-            sentences.append(f"{sequences(size)}: no layout fits.")
+            sentences.append(f"{sequences(size)}: {(reasons or {}).get(size, 'no layout fits.')}")
             continue
         speed, facts = choice.tokens_per_second_per_gpu, []
         if choice.cluster.timed:

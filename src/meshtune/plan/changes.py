@@ -54,7 +54,7 @@ def _largest_cost(best: Choice) -> Iterator[str]:
 def _faster(plan: Plan, best: Choice, double_batch: bool) -> Iterator[str]:
     """Yield settings with which the best layout is notably faster than `best`."""
     for setting, workload in variations(plan.workload, double_batch=double_batch):
-        if choice := best_fitting(workload, plan.cluster, plan.fixed):
+        if choice := best_fitting(workload, plan.cluster, plan.fixed_of_batches):
             gain = choice.tokens_per_second_per_gpu / best.tokens_per_second_per_gpu - 1
             if gain > NOTABLE_GAIN:
                 yield (

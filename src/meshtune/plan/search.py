@@ -43,6 +43,7 @@ from meshtune.plan.workload import Workload
 from meshtune.units import human
 
 PEAK_TIE = 0.01  # share of a GPU's memory by which peaks may differ and count as equal
+SAFE_COST = 0.02  # longer that a step may take in a layout that fits safely, and it is still chosen
 TIE_MEMORY_STEP = 0.05  # ties are broken by free memory in steps of 5 % of a GPU, then by less recomputation
 CHUNK = 8192  # layouts that are predicted at a time
 OUTDONE_BY = {"gpipe": "1f1b", "loopedbfs": "interleaved1f1b"}
@@ -73,12 +74,16 @@ class Choice:
     @property
     def accuracy(self) -> Accuracy:
         """Error bars of time and memory."""
-        gpu = self.cluster.gpu
-        return accuracy(self.stack, "cpu" if gpu.processor else gpu.name)
+        return _accuracy(self.stack, self.cluster)
 
     @property
     def fits(self) -> bool:
         return self.memory.peak <= self.cluster.usable_memory
+
+    @property
+    def safe(self) -> bool:
+        """Whether the peak with its error bar is in the GPU's memory."""
+        return self.memory.peak <= safe_peak(self.stack, self.cluster)
 
     def as_dict(self) -> dict[str, Any]:
         """The contract of `plan --json`: bytes and seconds. Times are None where they mean nothing."""
@@ -92,7 +97,7 @@ class Choice:
             "tokens_per_second_per_gpu": self.tokens_per_second_per_gpu if timed else None,
             "step_seconds": self.seconds.total if timed else None,
             "mfu": self.mfu if timed else None,
-            "memory": self.memory.as_dict() | {"capacity": self.cluster.memory},
+            "memory": self.memory.as_dict() | {"capacity": self.cluster.memory, "safe": self.safe},
             "time": time if timed else None,
             "error": self.accuracy.as_dict(),
         }
@@ -129,6 +134,16 @@ class Plan:
         """Layouts that run but do not fit, least memory first; at most 8."""
         places = range(min(most, len(self.near.tp)))
         return [explained(self.workload, self.cluster, layout_at(self.near, place)) for place in places]
+
+    @property
+    def fixed_of_batches(self) -> Mapping[str, Any]:
+        """`fixed` for other global batches: without the accumulation, which follows from the batch."""
+        return {field: value for field, value in self.fixed.items() if field != "gradient_accumulation_steps"}
+
+    @cached_property
+    def safe(self) -> Number:
+        """Mask of the layouts whose peak with its error bar is in the GPU's memory."""
+        return self.memory.peak <= safe_peak(self.workload.stack, self.cluster)
 
     @cached_property
     def uneven(self) -> Number:
@@ -210,7 +225,8 @@ def search(
         seconds = joined([seconds, times(workload, cluster, fewer)])
         held = joined([held, peak(workload, cluster, fewer)])
     uneven = uneven_degrees(workload, cluster, fitting, fixed)
-    order = _ranked(seconds.total, held.peak / cluster.memory, fitting.recompute, uneven)
+    unsafe = held.peak > safe_peak(workload.stack, cluster)
+    order = _ranked(seconds.total, held.peak / cluster.memory, fitting.recompute, uneven, unsafe)
     considered = int(alternatives.sum()) + added
     return Plan(
         workload, cluster, considered, tuple(rejected), rows(fitting, order), rows(seconds, order),
@@ -251,17 +267,22 @@ def _regathering(workload: Workload, too_large: Columns, fixed: Mapping[str, Any
     return rows(added, _allowed(workload, added) & ("sp_regather" not in fixed))
 
 
-def _ranked(seconds: Number, occupied: Number, recompute: Number, uneven: Number) -> Number:
+def _ranked(seconds: Number, occupied: Number, recompute: Number, uneven: Number, unsafe: Number) -> Number:
     """Indices by step time, except that the best of all ties with the quickest comes first.
 
-    Among those, the one with most free memory in steps of TIE_MEMORY_STEP, then with least recomputation.
-    occupied: peak as a share of a GPU's memory. recompute: index of the mode in RECOMPUTE. uneven: mask of
-    the layouts that come after all others.
+    Where the quickest is not safe, one that is and takes SAFE_COST longer at most is in its place; only safe
+    ones tie with it. Among ties, the one with most free memory in steps of TIE_MEMORY_STEP, then with least
+    recomputation. occupied: peak as a share of a GPU's memory. recompute: index of the mode in RECOMPUTE.
+    uneven: mask of the layouts that come after all others. unsafe: mask of those that fit barely.
     """
     order = np.lexsort((occupied, seconds, uneven))
     if len(order):
         first = order[0]
-        ties = order[(seconds[order] <= seconds[first] * math.exp(TIE)) & (uneven[order] == uneven[first])]
+        alike = order[uneven[order] == uneven[first]]
+        safe = alike[~unsafe[alike] & (seconds[alike] <= seconds[first] * (1 + SAFE_COST))]
+        if len(safe):
+            alike, first = alike[~unsafe[alike]], safe[0]
+        ties = alike[seconds[alike] <= seconds[first] * math.exp(TIE)]
         steps = np.floor(occupied[ties] / TIE_MEMORY_STEP)
         best = ties[np.lexsort((occupied[ties], recompute[ties], steps))[0]]
         order = np.concatenate([[best], order[order != best]])
@@ -283,6 +304,16 @@ def choice_of(
     rate = peak_flops(cluster.gpu, workload.precision)
     mfu = speed * workload.flops_per_token / rate
     return Choice(layout, cluster, seconds, memory, speed, mfu, workload.stack, workload.tool)
+
+
+def safe_peak(stack: str, cluster: Cluster) -> float:
+    """Bytes of a predicted peak up to which a layout fits safely: with its error bar in a GPU's memory."""
+    return cluster.memory / (1 + _accuracy(stack, cluster).memory)
+
+
+def _accuracy(stack: str, cluster: Cluster) -> Accuracy:
+    """Error bars of predictions for a stack on the cluster's GPUs."""
+    return accuracy(stack, "cpu" if cluster.gpu.processor else cluster.gpu.name)
 
 
 def outdone(layouts: Columns) -> Number:

@@ -24,6 +24,7 @@ from meshtune.plan.batches import nearest_sentences
 from meshtune.plan.cluster import cluster_here
 from meshtune.plan.fits import Refused
 from meshtune.plan.search import search
+from meshtune.plan.verdict import verdict
 from meshtune.plan.workload import Uncounted, lighter_workloads, workload_of
 from meshtune.units import notice
 
@@ -79,7 +80,8 @@ def layout_of(config: Config, ranks: int) -> Layout:
 def planned_layout(config: Config, ranks: int) -> Layout:
     """The planner's choice; what the config fixes of it is kept. Raises NothingFits, Refused or Uncounted.
 
-    Prints the nearest global batches that more data ranks could share, if they are faster.
+    Prints the nearest global batches that more data ranks could share, if they are faster, and the plan's
+    verdict on what is fixed and on a layout that fits barely.
     """
     workload = workload_of(config, numbers_of(config))
     cluster = cluster_here(config, ranks, gpus_of(device_of(config.train.device)))
@@ -87,7 +89,7 @@ def planned_layout(config: Config, ranks: int) -> Layout:
     if not len(plan):
         raise fits.empty_plan_error(plan, partial(lighter_workloads, config, numbers_of))
     best = plan.choice(0)
-    for sentence in nearest_sentences(plan, best):
+    for sentence in [*verdict(plan, best), *nearest_sentences(plan, best)]:
         notice(f"meshtune: {sentence}")
     return best.layout
 

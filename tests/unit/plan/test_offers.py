@@ -201,11 +201,11 @@ def test_a_deadline_takes_the_cheapest_cluster_that_keeps_it() -> None:
 
 
 def test_a_budget_takes_the_fastest_cluster_that_keeps_it() -> None:
-    found = offers(plan(8), plan(16), plan(32))
+    found = offers(plan(16), plan(64), plan(128))
     costs = {offer.plan.cluster.gpus: offer.run.cost or 0 for offer in found if offer.run}
     budget = sorted(costs.values())[1] * 1.0001
     bounds = Bounds(budget=budget)
-    chosen = chosen_of(plan(8), plan(16), plan(32), bounds=bounds)
+    chosen = chosen_of(plan(16), plan(64), plan(128), bounds=bounds)
     assert chosen.plan.cluster.gpus == max(gpus for gpus, cost in costs.items() if cost <= budget)
     assert costs[chosen.plan.cluster.gpus] > 0.99 * budget
     near = f"The run may exceed --budget: it leaves 0%, less than the error of prediction, {ERROR:.0%}."

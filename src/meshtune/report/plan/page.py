@@ -115,9 +115,10 @@ def recommended(answer: Answer, asked: Asked) -> str:
     tiles = "".join(
         f"<div class='tile'><dt>{name}</dt><dd>{value}</dd></div>" for name, value in figures(answer)
     )
+    verdict = "".join(f"<p>{text(sentence)}</p>" for sentence in answer.verdict)
     return (
         f"<section><h2>Recommended: <code>{text(choice.layout)}</code></h2>"
-        f"<dl class='tiles four'>{tiles}</dl><pre class='command'>{text(command)}</pre></section>"
+        f"<dl class='tiles four'>{tiles}</dl>{verdict}<pre class='command'>{text(command)}</pre></section>"
     )
 
 

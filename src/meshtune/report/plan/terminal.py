@@ -44,7 +44,8 @@ def answer(result: Answer, most: int, written: Written | None = None) -> Rendera
     of_machine = [unmeasured(cluster)] if cluster.gpu.shared else []
     notes = [Text(note) for note in (*result.workload.notes, *filter(None, of_machine))]
     reasoning = section("How it was reached", result.reasoning, numbered=True)
-    parts: list[RenderableType] = [head, target, *notes, reasoning]
+    verdict = [Text(sentence, style="bold") for sentence in result.verdict]
+    parts: list[RenderableType] = [head, *verdict, target, *notes, reasoning]
     if len(result.offers) > 1:
         parts += [
             title("Clusters"),
@@ -103,9 +104,11 @@ def ranking(result: Answer) -> str:
             f"In the order of their speed on {result.choice.cluster.gpu.as_of}. Nobody has measured how fast "
             "a processor computes, so no times are shown. Memory is predicted as on a GPU."
         )
+    safely = " of those that fit safely" if result.choice.safe and not result.plan.safe.all() else ""
     return (
-        f"Row 1: of the layouts within {TIE:.1%} of the shortest step, the one with the lowest peak memory, "
-        f"counted in whole {TIE_MEMORY_STEP:.0%} of a GPU's; of equal ones, the one that recomputes least."
+        f"Row 1: of the layouts within {TIE:.1%} of the shortest step{safely}, the one with the lowest peak "
+        f"memory, counted in whole {TIE_MEMORY_STEP:.0%} of a GPU's; of equal ones, the one that recomputes "
+        "least."
     )
 
 
