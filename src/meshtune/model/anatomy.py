@@ -281,6 +281,15 @@ def draws_random_numbers(modules: Iterable[nn.Module]) -> bool:
     )
 
 
+def attention_drops(model: PreTrainedModel) -> bool:
+    """True if the attention of a model draws random numbers in training; False if it can't be told."""
+    try:
+        paths = anatomy(model).attentions
+    except UserError:
+        return False
+    return draws_random_numbers(part for path in paths for part in model.get_submodule(path).modules())
+
+
 def weight_shape(module: nn.Module, path: str) -> tuple[int, int]:
     """Return (rows, columns) of the weight of a submodule."""
     weight = module.get_submodule(path).weight

@@ -210,6 +210,7 @@ def _build_and_count(
     UserError as `model_numbers`.
     """
     from meshtune.model import trainable
+    from meshtune.model.anatomy import attention_drops
     from meshtune.model.capabilities import auto_attention, traits
     from meshtune.model.generation import context_of
     from meshtune.model.load import on_meta, read_changed
@@ -221,7 +222,7 @@ def _build_and_count(
     model = on_meta(config, name=name, trust_remote_code=trust_remote_code)
     added = trainable.grow_embeddings(model, embeddings)
     model_traits = traits(model)  # of the model without adapters
-    text_part = parts_kept(model)
+    text_part, dropout = parts_kept(model), attention_drops(model)
     attention = auto_attention(model, model_traits)
     if lora:
         targets = lora.target_modules if isinstance(lora.target_modules, str) else list(lora.target_modules)
@@ -239,7 +240,9 @@ def _build_and_count(
             trainable.train_tables(model)
     if freeze:
         trainable.freeze(model, freeze)
-    return ModelNumbers(census_of(model), model_traits, attention, text_part, context_of(config), changes)
+    return ModelNumbers(
+        census_of(model), model_traits, attention, text_part, context_of(config), dropout, changes
+    )
 
 
 # Dataclasses from JSON #

@@ -17,4 +17,5 @@ class ModelNumbers:
     attention: str  # name of the implementation that model.attention=auto means for it
     text_part: str | None  # sentence on what is trained of a model that also sees or hears; None: another one
     positions: int | None  # tokens of the longest document that its positions are made for; None: no limit
+    dropout: bool = False  # True if its attention draws random numbers
     changes: tuple[str, ...] = ()  # sentences on what model.overrides changes in its config.json

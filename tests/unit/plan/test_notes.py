@@ -171,3 +171,24 @@ def test_the_longest_sequence_that_fits_is_compared_with_the_positions(tmp_path:
     assert isinstance(value, int) and value > 512
     assert f"data.seq_len={value} goes beyond the 512 positions" in logged[-1]
     assert sum("positions" in line for line in logged) == 1
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "said"),
+    [
+        ("llama", {}, False),
+        ("llama", {"attention_dropout": 0.1}, True),
+        ("gpt2", {"attn_pdrop": 0.1, "resid_pdrop": 0.0}, True),
+        ("gpt2", {"attn_pdrop": 0.0, "resid_pdrop": 0.0}, False),
+    ],
+)
+def test_dropout_of_attention_is_said_not_to_be_counted(
+    tmp_path: Path, family: str, fields: dict[str, Any], said: bool
+) -> None:
+    AutoConfig.for_model(family, **SIZES | fields).save_pretrained(tmp_path)
+    for method in ("full", "lora"):  # an adapter's dropout, which is counted, is no dropout of the attention
+        words = settings(tmp_path, "data.seq_len=256", f"method={method}")
+        if method == "lora":
+            words.append("lora.dropout=0.1")
+        notes = api.plan(config.load(None, words)).as_dict()["notes"]
+        assert any("dropout" in note for note in notes) == said
