@@ -137,13 +137,14 @@ class Encoder:
         variables = template_variables or {}
         check_variables(variables, str(tokenizer.chat_template) if self.templated else None)
         self._tokens = TextTokenizer(tokenizer)
-        self._renderer = Renderer(
-            tokenizer, self.train_on, self._tokens.special_texts, variables, split_turns=split_turns
-        )
-        if self.templated:
-            self._renderer.try_template()
         eos = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]  # pyright: ignore[reportArgumentType]
         self._known_stops = tuple(dict.fromkeys([*eos, *stops]))
+        self._renderer = Renderer(
+            tokenizer, self.train_on, self._tokens.special_texts, variables,
+            ends=self._tokens.texts_of(self._known_stops), split_turns=split_turns,
+        )  # fmt: skip
+        if self.templated:
+            self._renderer.try_template()
         self._bos = self._tokens.prefix
 
     def split(self, example: Example) -> list[Example]:
@@ -247,6 +248,11 @@ class Encoder:
     def stop_ids(self) -> tuple[int, ...]:
         """Tokens that end an answer: the template's end marker, then the tokenizer's and the model's."""
         return tuple(dict.fromkeys([*self._endings.tokens, *self._known_stops]))
+
+    @cached_property
+    def _openings(self) -> set[int]:
+        """Tokens of the generation prompt, which open a turn of the assistant."""
+        return set(self._tokens.ids([self._renderer.generation_prompt])[0])
 
     @cached_property
     def _endings(self) -> Endings:
@@ -361,10 +367,12 @@ class Encoder:
         """Index behind the end marker of the answer in ids[start:stop]; `stop` if there is no marker.
 
         The end marker is the first token that generation stops at among the markers, else the first one:
-        `Hello<|end|>\\n<|endoftext|>` ends with <|end|>. Without one it is the special token behind the turn.
+        `Hello<|end|>\\n<|endoftext|>` ends with <|end|>. Without one it is the special token behind the turn,
+        unless that opens another turn of the assistant.
         """
         markers = self._tokens.markers(ids, start, stop)
         if not markers:
-            return stop + (stop < len(ids) and ids[stop] in self._tokens.special)
+            behind = ids[stop] if stop < len(ids) and ids[stop] in self._tokens.special else None
+            return stop + (behind is not None and (behind in self.stop_ids or behind not in self._openings))
         stops = [index for index in markers if ids[index] in self.stop_ids]
         return (stops or markers)[0] + 1

@@ -12,12 +12,9 @@ from typing import NamedTuple
 
 from meshtune.data.example import BadRow
 from meshtune.data.probe import TOOL, call_turns
-from meshtune.data.render import Chat, Rendered, Renderer, Turn
+from meshtune.data.render import ANSWER, QUESTION, Rendered, Renderer, Turn
 from meshtune.data.tokens import TextTokenizer, common_prefix
 from meshtune.errors import quoted
-
-QUESTION = {"role": "user", "content": "Hello"}
-ANSWER = {"role": "assistant", "content": "Yes"}
 
 
 class Span(NamedTuple):
@@ -110,7 +107,8 @@ def endings_of(renderer: Renderer, tokens: TextTokenizer, known: Sequence[int]) 
     is the end. Looked at is a turn in the middle, where the template allows one: some templates write another
     token behind the last.
     """
-    answer = _end(renderer, tokens, known, [QUESTION, ANSWER, QUESTION, ANSWER], None)
+    turns = renderer.adapt([QUESTION, ANSWER] * 2)
+    answer = _end(renderer, tokens, known, turns, None)
     if not renderer.can.arguments:
         return Endings(answer, answer)
     calls = renderer.adapt(call_turns("", {"city": "Paris"}))
@@ -136,10 +134,12 @@ def _after(
     renderer: Renderer, tokens: TextTokenizer, messages: list[dict], tools: list | None
 ) -> tuple[list[int], int | None]:
     """(Markers at the end of the first answer, the special token that follows it); nothing if refused."""
-    chat = Chat(messages, tools, [1])
+    whole, upto = (renderer.render(part, False, tools) for part in (messages, messages[:2]))
+    if isinstance(whole, BadRow) or isinstance(upto, BadRow):
+        return [], None
     try:
-        rendered = renderer.rendered(chat, renderer.render_all(list(chat.requests())))
-        cut = Cut(rendered, tokens)
+        stop = len(renderer.up_to(1, upto, whole)) if len(messages) > 2 else len(whole)
+        cut = Cut(Rendered(whole, [Turn(1, "", stop, opens=True)], "answer"), tokens)
         ids, (span,) = cut.spans(tokens.table(cut.texts()))
     except BadRow:
         return [], None

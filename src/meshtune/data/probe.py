@@ -38,20 +38,46 @@ TOOL = {
 class Writes(NamedTuple):
     """Forms of a message that a template writes."""
 
-    parts: bool  # content that is a list of text parts
+    text: bool  # content that is text; False only where it writes a list of text parts
+    parts: int  # text parts of one message: 0, 1 (the first one) or 2 (all)
     arguments: Literal["object", "text"] | None  # of a tool call; None: it writes neither
     call_content: str | None  # content with which it writes tool calls that have none beside them
 
 
 def writes(render: Render) -> Writes:
     """Render small conversations to find out what a template can write."""
-    texts = ["Alpha beta", "gamma delta", "Epsilon", "zeta eta"]
-    parts = [{"type": "text", "text": text} for text in texts]
-    turns = [{"role": "user", "content": parts[:2]}, {"role": "assistant", "content": parts[2:]}]
-    rendered = render(turns, False, None)
-    arrived = isinstance(rendered, str) and all(text in rendered for text in texts)
-    as_a_value = isinstance(rendered, str) and ("'type'" in rendered or '"type"' in rendered)
-    return Writes(arrived and not as_a_value, *_tool_calls(render))
+
+    def arrives(question: Any, answer: Any, *texts: str) -> bool:
+        turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        rendered = render(turns, False, None)
+        return (
+            isinstance(rendered, str)
+            and all(text in rendered for text in texts)
+            and not ("'type'" in rendered or '"type"' in rendered)
+        )
+
+    first, second, third, fourth = texts = ["Alpha beta", "gamma delta", "Epsilon", "zeta eta"]
+    parts = [text_part(text) for text in texts]
+    number = 2 if arrives(parts[:2], parts[2:], *texts) else int(arrives(parts[:1], parts[2:3], first, third))
+    text = number == 0 or arrives(second, fourth, second, fourth)
+    if not text:
+        rendered = render
+
+        def render(messages: list[dict], generation: bool, tools: list | None) -> str | BadRow:
+            return rendered([in_parts(message) for message in messages], generation, tools)
+
+    return Writes(text, number, *_tool_calls(render))
+
+
+def text_part(text: str) -> dict[str, str]:
+    """Return a content part."""
+    return {"type": "text", "text": text}
+
+
+def in_parts(message: dict) -> dict:
+    """Return a message whose text content is a list of one part."""
+    content = message.get("content")
+    return message | {"content": [text_part(content)]} if isinstance(content, str) and content else message
 
 
 def _tool_calls(render: Render) -> tuple[Literal["object", "text"] | None, str | None]:
@@ -84,8 +110,11 @@ def adapted(message: dict, can: Writes) -> dict:
 
     Text parts that it can't write are joined by a space, as transformers' server joins them.
     """
-    if isinstance(message.get("content"), list) and not can.parts:
-        message = message | {"content": " ".join(part["text"] for part in message["content"])}
+    content = message.get("content")
+    if isinstance(content, list) and can.parts < min(2, len(content)):
+        message = message | {"content": " ".join(part["text"] for part in content)}
+    if not can.text:
+        message = in_parts(message)
     if message.get("tool_calls"):
         if can.arguments == "text":
             calls = [with_arguments(call, json.dumps) for call in message["tool_calls"]]
@@ -121,9 +150,12 @@ def unwritten(
 
     for index, message in enumerate(messages):
         role, content, calls = message["role"], message.get("content"), message.get("tool_calls") or []
-        prompt = content if role in ("system", "developer", "tool") else None
-        if prompt and left_out(index, prompt, {"content": OTHER}):
-            yield Unwritten(index, f"messages of the role {role}", False)
+        said = role in ("user", "assistant")
+        # Words of a turn are missing only beside a call, or where they stand nowhere.
+        looked_at = content and (not said or calls or not _stands(content, rendering))
+        if looked_at and left_out(index, content, {"content": OTHER}):
+            what = "text beside tool_calls" if calls else f"messages of the role {role}"
+            yield Unwritten(index, what, role == "assistant")
         if role == "assistant" and index != added:
             for key in REASONING:
                 if message.get(key) and left_out(index, message[key], {key: OTHER}):
@@ -140,6 +172,12 @@ def unwritten(
                 yield Unwritten(index, f"{key} of messages", False)
     if tools and render(list(messages), False, None) == rendering:
         yield Unwritten(None, "tools", False)
+
+
+def _stands(content: Any, rendering: str) -> bool:
+    """Whether all text of a message stands somewhere in the rendering."""
+    texts = [content] if isinstance(content, str) else [part["text"] for part in content]
+    return all(text.strip() in rendering for text in texts)
 
 
 def _is_written(text: str, messages: Sequence[dict], rendering: str) -> bool:

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from meshtune.data.example import BadRow, Example, Mask
 from meshtune.data.limits import TOO_LONG, checked_text, render_limit
 from meshtune.data.probe import Writes, adapted, unwritten, writes
+from meshtune.data.prompt_end import prompt_behind
 from meshtune.data.rows import last_answer, no_answer
 from meshtune.data.thought import opened, thought_in, thought_of, with_thought
 from meshtune.data.tokens import common_prefix
@@ -23,6 +24,8 @@ TrainOn = Literal["assistant", "completion", "all"]
 
 Request = tuple[list[dict], bool, list | None]  # one rendering: messages, with the generation prompt?, tools
 
+QUESTION = {"role": "user", "content": "Hello"}
+ANSWER = {"role": "assistant", "content": "Yes"}
 TOGETHER = 100  # conversations in one call of transformers
 
 
@@ -67,8 +70,8 @@ class Rendered(NamedTuple):
 class Renderer:
     """Renders conversations with the chat template of a tokenizer.
 
-    train_on, split_turns: see `encode.Encoder`. special: texts of the tokenizer's special tokens. variables:
-    of the template, given to every rendering.
+    train_on, split_turns: see `encode.Encoder`. special: texts of the tokenizer's special tokens; ends: of
+    those that generation stops at. variables: of the template, given to every rendering.
     """
 
     def __init__(
@@ -78,9 +81,11 @@ class Renderer:
         special: tuple[str, ...],
         variables: Mapping[str, Any],
         *,
+        ends: tuple[str, ...],
         split_turns: bool,
     ) -> None:
         self.tokenizer, self.train_on, self.special = tokenizer, train_on, special
+        self.ends = ends
         self.split_turns = split_turns
         self.variables = dict(variables)
 
@@ -110,8 +115,7 @@ class Renderer:
 
         Whole batches are rendered next. A template that refuses the conversation may still take others.
         """
-        turns = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Yes"}]
-        text = self.render(turns, False, None)
+        text = self._written([QUESTION, ANSWER], False, None)
         if isinstance(text, BadRow) and text.reason == TOO_LONG:
             raise UserError(f"The chat template makes too much of two words: {text}. See data.chat_template.")
 
@@ -125,7 +129,7 @@ class Renderer:
         They have nothing but content, without a thought. The first labelled turn is never one, so that each
         conversation shows whether the template rewrites what was said before.
         """
-        if self.plain_ending is None:
+        if self.plain_ending is None or not self.can.text:
             return frozenset()
         plain = frozenset(("role", "content"))
         return frozenset(
@@ -158,7 +162,11 @@ class Renderer:
         plain = all(
             isinstance(message.get("content"), str) and "tool_calls" not in message for message in messages
         )
-        return list(messages) if plain else [adapted(message, self.can) for message in messages]
+        return (
+            list(messages)
+            if plain and self.can.text
+            else [adapted(message, self.can) for message in messages]
+        )
 
     def _turns(self, messages: list[dict], masks: Sequence[Mask | None]) -> list[int]:
         """Indices of the messages that are labelled; under train_on=all of those that are not. Raises BadRow.
@@ -203,17 +211,39 @@ class Renderer:
                 except Exception:
                     continue  # the template refuses some row: rendered one by one below, to find out which
                 for i, text in zip(group, rendered, strict=True):
-                    texts[i] = _checked(text)  # pyright: ignore[reportArgumentType]
+                    texts[i] = self._ended(_checked(text), ending)  # pyright: ignore[reportArgumentType]
         return [
             self.render(*request) if text is None else text
             for text, request in zip(texts, requests, strict=True)
         ]
 
     def render(self, messages: list[dict], generation: bool, tools: list | None) -> str | BadRow:
-        """Text of a conversation, with the generation prompt if `generation`; a BadRow if that fails.
+        """Text of a conversation, with the generation prompt if `generation`, else without; a BadRow if that
+        fails.
 
         Raises UserError if the template is too slow: it is so for every row.
         """
+        return self._ended(self._written(messages, generation, tools), generation)
+
+    def _ended(self, text: str | BadRow, generation: bool) -> str | BadRow:
+        """A rendering without a generation prompt that was not asked for."""
+        return text if generation or isinstance(text, BadRow) else text.removesuffix(self._prompt_behind)
+
+    @cached_property
+    def generation_prompt(self) -> str:
+        """What the template writes behind a question before the answer; "" if that can not be told."""
+        question = self.adapt([QUESTION])
+        asked, plain = (self._written(question, generation, None) for generation in (True, False))
+        if isinstance(asked, BadRow) or isinstance(plain, BadRow) or not asked.startswith(plain):
+            return ""
+        return asked[len(plain) :]
+
+    @cached_property
+    def _prompt_behind(self) -> str:
+        return prompt_behind(self._written, self.ends, self.special)
+
+    def _written(self, messages: list[dict], generation: bool, tools: list | None) -> str | BadRow:
+        """What the template writes of a conversation. As `render`."""
         try:
             with render_limit():
                 text = self.tokenizer.apply_chat_template(
@@ -232,7 +262,7 @@ class Renderer:
         """Check that the beginnings of a conversation are those of its text; raise BadRow if one is not.
 
         texts: the renderings of `chat.requests()`, in order; a BadRow among them is raised. A thought that
-        the generation prompt opens and the template leaves out of the answer is written into the text.
+        the generation prompt has and the template leaves out of the answer is written into the text.
         """
         renderings = map(_raise_bad, texts)
         whole = rendering = next(renderings)
@@ -275,7 +305,7 @@ class Renderer:
                 return len(written)
             upto = _raise_bad(self.render(chat.messages[: number + 1], False, chat.tools))
             upto = with_thought(head, upto, chat.messages[number], str(self.tokenizer.chat_template))
-        return len(self._upto(number, upto, whole))
+        return len(self.up_to(number, upto, whole))
 
     def _unwritten(self, chat: Chat, rendering: str, added: int | None) -> tuple[str, ...]:
         """Names of what the template leaves out. Raises BadRow if it was to be trained on.
@@ -298,7 +328,7 @@ class Renderer:
                 names.append(what)
         return tuple(names)
 
-    def _upto(self, number: int, upto: str, whole: str) -> str:
+    def up_to(self, number: int, upto: str, whole: str) -> str:
         """The part of `upto` that ends with the end marker. Raises BadRow if that is no prefix of `whole`.
 
         number: index of the turn, for the error. upto: the conversation rendered up to this turn's answer.

@@ -3,6 +3,9 @@
 <|Assistant|><think>\\n                       generation prompt of DeepSeek-R1's distillations
 <|Assistant|>Yes<eos>                        what their template writes of an answer
 <|Assistant|><think>\\n\\n</think>\\n\\nYes<eos>   what is trained on: the thought is closed first
+
+A prompt may also close an empty thought (Gemma 4, QwQ) that the answers written by its template lack: it is
+written before them.
 """
 
 from typing import NamedTuple
@@ -15,6 +18,7 @@ MARKERS = {  # opening -> closing
     "<seed:think>": "</seed:think>",
     "[THINK]": "[/THINK]",
     "◁think▷": "◁/think▷",
+    "<|channel>thought": "<channel|>",
 }
 
 
@@ -56,17 +60,33 @@ def thought_of(message: dict) -> str:
     return str(next(keys, "")).strip() or thought_in(message.get("content"))
 
 
-def with_thought(prompt: str, text: str, message: dict, template: str) -> str:
-    """Write the opened thought into a text whose answer lacks it: the message's own, or an empty one.
+def closed(prompt: str) -> Opened | None:
+    """The empty thought that a generation prompt ends with, None where it ends with none."""
+    stripped = prompt.rstrip()
+    for marker, closing in MARKERS.items():
+        if stripped.endswith(closing) and (thought := opened(stripped.removesuffix(closing))):
+            return thought if thought.marker == marker else None
+    return None
 
-    prompt: generation prompt of the conversation before `message`. text: the conversation up to and with it.
-    template: source of the chat template. The text is returned as it is if the prompt opens no thought, if
-    the template writes one itself, or if it does not know how a thought is closed.
+
+def with_thought(prompt: str, text: str, message: dict, template: str) -> str:
+    """Write the thought of the generation prompt into a text whose answer lacks it.
+
+    A thought that the prompt opens is the message's own, or empty; of one that the prompt closes, which is
+    empty, the message must have none. prompt: generation prompt of the conversation before `message`. text:
+    the conversation up to and with it. template: source of the chat template. The text is returned as it is
+    if the prompt has no thought, if the template writes one itself, or if it does not know how a thought is
+    closed.
     """
-    thought = opened(prompt)
+    thought = opened(prompt) or closed(prompt)
     if thought is None or MARKERS[thought.marker] not in template or not text.startswith(thought.before):
         return text
     answer = text[len(thought.before) :]
     if answer.startswith(thought.marker):
         return text
-    return prompt + thought_of(message) + thought.closing + answer.lstrip("\n")
+    own = thought_of(message)
+    if opened(prompt) is None:
+        return text if own else prompt + answer
+    if answer.lstrip().startswith(MARKERS[thought.marker]):  # the template closes it (GLM-4.7-Flash)
+        return prompt + own + thought.space * bool(own) + answer.lstrip()
+    return prompt + own + thought.closing + answer.lstrip("\n")

@@ -64,6 +64,10 @@ class TextTokenizer:
         backend.encode_special_tokens = False
         return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
 
+    def texts_of(self, ids: Sequence[int]) -> tuple[str, ...]:
+        """Texts of tokens, of those that are in the vocabulary."""
+        return tuple(str(text) for text in self.tokenizer.convert_ids_to_tokens(list(ids)) if text)
+
     def table(self, texts: Iterable[str]) -> dict[str, list[int]]:
         """ids by text, each text tokenised once."""
         unique = list(dict.fromkeys(texts))
