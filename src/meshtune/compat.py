@@ -5,6 +5,8 @@ insides meshtune uses (INSIDES, which a test goes through), and newer calls with
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
+from datetime import datetime
 from functools import cache
 from importlib import import_module
 from importlib.metadata import version
@@ -224,6 +226,30 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() >= 0
 
 
+class _TemplateClock(datetime):
+    """The clock of chat templates: the day of `template_day`, or now."""
+
+    @classmethod
+    def now(cls, tz: Any = None) -> datetime:
+        return _day.get() or datetime.now(tz)
+
+
+_day: ContextVar[datetime | None] = ContextVar("day of chat templates", default=None)
+
+
+@contextmanager
+def template_day(day: str | None) -> Iterator[None]:
+    """Let chat templates that are rendered in the block write midnight of a day, as 2026-01-31; None: now."""
+    from transformers.utils import chat_template_utils
+
+    chat_template_utils.datetime = _TemplateClock  # pyright: ignore[reportAttributeAccessIssue]
+    token = _day.set(None if day is None else datetime.fromisoformat(day))
+    try:
+        yield
+    finally:
+        _day.reset(token)
+
+
 class Inside(NamedTuple):
     """A name of torch or transformers that is not promised to stay, or whose arguments are not."""
 
@@ -263,6 +289,7 @@ INSIDES = (
     Inside("torch.utils._pytree:tree_flatten"),
     Inside("torch.utils._pytree:tree_unflatten"),
     Inside("torch:_meta_registrations"),
+    Inside("transformers.utils.chat_template_utils:datetime"),
     Inside("torch.distributed.checkpoint.filesystem:_StorageInfo"),
     Inside("torch.utils.flop_counter:flop_registry"),
     Inside("torch._subclasses.fake_tensor:FakeTensor"),

@@ -1,5 +1,6 @@
 """Sections of the settings tree that describe what is trained, on what and where; config.py has the tree."""
 
+from datetime import date
 from typing import Annotated, Any, Literal
 from urllib.parse import urlparse
 
@@ -148,6 +149,14 @@ class DataConfig(Section):
     chat_template_kwargs: dict[str, bool | int | float | str] = Field(
         default={}, description="Variables of the chat template, such as enable_thinking: false."
     )
+    template_date: str | None = Field(
+        default=None,
+        description="Day that a template with a clock writes, as 2026-01-31; null: that of the run's start.",
+    )
+    control_tokens: Literal["auto", "error", "text", "keep"] = Field(
+        default="auto",
+        description="Special tokens in contents: an error, text or kept; auto: an error where trained on.",
+    )
     separator: str = Field(
         default="\n",
         description="Text between prompt and completion where no chat template is in force.",
@@ -183,6 +192,12 @@ class DataConfig(Section):
         default=False, description="Tokenise rows as they are read, without a copy on the disk."
     )
     cache: str = Field(default="~/.cache/meshtune", description="Folder of the tokenised, packed data.")
+
+    @field_validator("template_date", mode="before")
+    @classmethod
+    def _day(cls, value: Any) -> Any:
+        """Accept a day as YAML reads it. Raises ValueError for text that is not one."""
+        return value if value is None else date.fromisoformat(str(value)).isoformat()
 
     @field_validator("train", "eval", mode="before")
     @classmethod

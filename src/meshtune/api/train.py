@@ -271,8 +271,8 @@ def draw(run: RunDir) -> None:
 
 
 def settled(config: Config) -> tuple[Config, bool]:
-    """(The settings with the folder that the run writes as `output`, True if only its report was missing,
-    which is drawn now).
+    """(The settings with the folder that the run writes, as `output`, and the day that its chat template
+    writes; True if only its report was missing, which is drawn now).
 
     A line on stderr says what becomes of a run that is there. Raises UserError as output.decide.
     """
@@ -297,7 +297,9 @@ def settled(config: Config) -> tuple[Config, bool]:
 
         with Claim(decision.run):  # clears what the killed process left
             report.try_report(decision.run)
-    return config.model_copy(update={"output": str(decision.run.path)}), decision.start == "report"
+    data = config.data.model_copy(update={"template_date": output.template_date(config, decision)})
+    settings = {"output": str(decision.run.path), "data": data}
+    return config.model_copy(update=settings), decision.start == "report"
 
 
 def settled_together(config: Config) -> tuple[Config, bool]:

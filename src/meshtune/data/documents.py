@@ -72,6 +72,7 @@ def usable(
     for example, document in _encoded(examples, encoder, tally):
         tally.notes.unwritten.update(document.unwritten)
         tally.notes.unstopped.update(document.unstopped)
+        tally.notes.control.update(document.control)
         ids, labelled = document.ids, document.labelled
         if len(ids) > seq_len:
             if overlong == "error":
@@ -106,7 +107,10 @@ def _encoded(
     longest = {part.origin: part for part in parts}  # the last part of a row has all of its messages
     if encoder.on_bad_row == "error":
         for part, document in zip(parts, encoder.encode(parts), strict=True):
-            yield part, document if part is longest[part.origin] else replace(document, unwritten=())
+            yield (
+                part,
+                document if part is longest[part.origin] else replace(document, unwritten=(), control=()),
+            )
         return
     bad: set[Origin] = set()  # several parts of a row are one bad row
     for part, result in zip(parts, encoder.encode_each(parts), strict=True):
@@ -116,4 +120,4 @@ def _encoded(
                 tally.bad_rows.counts[result.reason] += 1
                 tally.examples -= 1
         else:
-            yield part, result if part is longest[part.origin] else replace(result, unwritten=())
+            yield part, result if part is longest[part.origin] else replace(result, unwritten=(), control=())

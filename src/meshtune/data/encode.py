@@ -19,10 +19,12 @@ reason. Only a generation prompt that opens a thought may go on otherwise than t
 at their longest common prefix of tokens. labels.py says where an answer ends.
 """
 
+import copy
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import date
 from functools import cached_property
 from itertools import chain, islice
 from typing import Any, NamedTuple
@@ -30,23 +32,20 @@ from typing import Any, NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from meshtune.data.example import SHOWN, BadRow, Dropped, Example, Ids, OnBadRow
+from meshtune.data.control import ControlTokens
+from meshtune.data.example import NO_MARKER, SHOWN, BadRow, Dropped, Example, Ids, OnBadRow
 from meshtune.data.labels import Cut, End, Endings, endings_of
 from meshtune.data.limits import checked_text
+from meshtune.data.remedies import remedies
 from meshtune.data.render import Chat, Renderer, TrainOn, not_written
 from meshtune.data.rows import last_answer
 from meshtune.data.template import apply_template, built_in_templates, check_variables
 from meshtune.data.tokens import TextTokenizer, unpadded
 from meshtune.errors import UserError
 
-VERSION = 3  # part of the cache's key: raise it when the same rows become other ids or labels
-NO_MARKER = "no special token"  # in Document.unstopped
+CLOCK = "strftime_now"  # the function with which templates write the time
+VERSION = 4  # part of the cache's key: raise it when the same rows become other ids or labels
 TOKENIZER_ROWS = 1024  # rows in one call of the tokenizer, which bounds its memory
-_REMEDY = (
-    "Make each assistant turn a row of its own with data.split_turns=true, label the last answer only with "
-    "data.train_on=completion, use a template that writes every turn the same whatever follows it "
-    "(data.chat_template={templates}), or leave such rows out with data.on_bad_row=skip."
-)
 
 
 @dataclass(frozen=True)
@@ -57,6 +56,9 @@ class Document:
     labelled: np.ndarray  # bool [tokens], true where the token is to be predicted; never the first
     unwritten: tuple[str, ...] = ()  # what the chat template leaves out, once for each message that has it
     unstopped: tuple[str, ...] = ()  # ends of labelled turns at which generation does not stop
+    control: tuple[
+        str, ...
+    ] = ()  # control tokens in contents, and what became of them, once for each message
 
 
 class _Tokenised(NamedTuple):
@@ -94,7 +96,11 @@ class Encoder:
     the completion), `all` everything but the first token; a message's own mask comes before it. Rows of plain
     text have no parts: all but their first token is labelled. Conversations end with their last assistant
     turn, unless everything is labelled. chat_template: see `apply_template`; template_variables are given to
-    every rendering. split_turns: see `split`. stops: tokens that the model's generation stops at.
+    every rendering. split_turns: see `split`. control_tokens: what becomes of special tokens, and of tokens
+    that turns begin or end with, in the contents of messages: `keep` leaves them, `text` tokenises their
+    characters, `error` refuses the row; `auto` refuses it where the message is trained on, and is `text`
+    elsewhere, where the tokenizer can. template_date: the day, as 2026-01-31, that a template with a clock
+    writes; None: today. stops: tokens that the model's generation stops at.
 
     Under a template, prompt and completion become a user and an assistant message. Without one, the ids are
     bos (where the tokenizer adds one) + prompt and separator + completion + eos, tokenised apart, so that the
@@ -116,6 +122,8 @@ class Encoder:
         on_bad_row: OnBadRow = "error",
         split_turns: bool = False,
         template_variables: Mapping[str, Any] | None = None,
+        control_tokens: ControlTokens = "auto",
+        template_date: str | None = None,
         stops: Sequence[int] = (),
     ) -> None:
         if train_on not in ("assistant", "completion", "all"):
@@ -124,24 +132,26 @@ class Encoder:
         self.split_turns = split_turns
         self.train_on: TrainOn = "completion" if split_turns else train_on
         self.separator = separator
-        self.on_bad_row = on_bad_row
+        self.on_bad_row, self.control_tokens = on_bad_row, control_tokens
         self.dropped = Dropped()
         self.added = apply_template(tokenizer, chat_template)
-        self._other_templates = "chatml" if chat_template == "training" else "training or chatml"
         self.templated = chat_template != "none" and tokenizer.chat_template is not None
         if not self.templated and tokenizer.eos_token_id is None:
             raise UserError(
                 "The tokenizer has no eos token, so an answer could not end. Set data.chat_template=chatml, "
                 "which brings its own end marker, or give the tokenizer an eos_token."
             )
-        variables = template_variables or {}
+        self.template_variables = variables = dict(template_variables or {})
         check_variables(variables, str(tokenizer.chat_template) if self.templated else None)
         self._tokens = TextTokenizer(tokenizer)
         eos = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]  # pyright: ignore[reportArgumentType]
         self._known_stops = tuple(dict.fromkeys([*eos, *stops]))
+        clock = self.templated and CLOCK in str(tokenizer.chat_template)
+        self.template_date = (template_date or date.today().isoformat()) if clock else None
         self._renderer = Renderer(
-            tokenizer, self.train_on, self._tokens.special_texts, variables,
+            tokenizer, self.train_on, self._tokens, variables,
             ends=self._tokens.texts_of(self._known_stops), split_turns=split_turns,
+            control_tokens=control_tokens, day=self.template_date,
         )  # fmt: skip
         if self.templated:
             self._renderer.try_template()
@@ -169,19 +179,37 @@ class Encoder:
         examples.
         """
         documents: list[Document] = []
-        problems: list[str] = []
+        refused: list[tuple[Example, BadRow]] = []
         for example, result in zip(examples, self.encode_each(examples), strict=True):
             if isinstance(result, Document):
                 documents.append(result)
             elif self.on_bad_row == "skip":
                 self.dropped.counts[result.reason] += 1
             else:
-                problems.append(f"{example.origin}: {result}.")
-        if problems:
-            remedy = _REMEDY.format(templates=self._other_templates)
-            bad = f"{len(problems):,} of {len(examples):,} rows can't be labelled exactly. {remedy}"
-            raise UserError([*problems[:SHOWN], bad])
+                refused.append((example, result))
+        if refused:
+            raise UserError(
+                [
+                    *(f"{example.origin}: {bad}." for example, bad in refused[:SHOWN]),
+                    f"{len(refused):,} of {len(examples):,} rows can't be labelled exactly.",
+                    *remedies(self, refused[:SHOWN]),
+                ]
+            )
         return documents
+
+    def changed(self, **settings: Any) -> "Encoder":
+        """An encoder with other settings, and a copy of the tokenizer. Raises UserError as the class."""
+        own = {
+            "train_on": self.train_on,
+            "chat_template": None if self.templated else "none",
+            "separator": self.separator,
+            "split_turns": self.split_turns,
+            "template_variables": self.template_variables,
+            "control_tokens": self.control_tokens,
+            "template_date": self.template_date,
+            "stops": self._known_stops,
+        }
+        return Encoder(copy.deepcopy(self.tokenizer), **own | settings)
 
     def encode_each(self, examples: Sequence[Example]) -> Iterator[Document | BadRow]:
         """For each example its document, or the reason why its labels can't be exact."""
@@ -226,10 +254,11 @@ class Encoder:
 
     def turn_ids(self, messages: Sequence[dict], tools: list | None = None) -> list[int]:
         """The tokens that the assistant's next turn after `messages` starts from. Raises BadRow."""
-        text = self._renderer.render(self._renderer.adapt(messages), True, tools)
+        marked, tools, _ = self._renderer.treatment.of(list(messages), tools)
+        text = self._renderer.render(self._renderer.adapt(marked), True, tools)
         if isinstance(text, BadRow):
             raise text
-        return self._tokens.ids([text])[0]
+        return self._tokens.ids_of(text)
 
     def answer(self, example: Example) -> str:
         """The expected answer: the completion, or the last assistant turn's text; empty for a plain text."""
@@ -273,7 +302,7 @@ class Encoder:
         template = self.tokenizer.chat_template if self.templated else None
         special = {name: str(token) for name, token in self.tokenizer.special_tokens_map.items()}
         settings = [self.train_on, self.separator, self._bos, self.on_bad_row, self.split_turns]
-        settings += [self._renderer.variables, self._known_stops]
+        settings += [self.template_variables, self._known_stops, self.control_tokens, self.template_date]
         parts = [VERSION, vocabulary, template, special, *settings]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
@@ -355,7 +384,10 @@ class Encoder:
             if full[end - 1] not in self.stop_ids:
                 unstopped.append(str(self.tokenizer.decode([full[end - 1]])) if marked else NO_MARKER)
         labelled[:1] = False
-        return Document(np.array(full, np.int32), labelled, cut.rendered.unwritten, tuple(unstopped))
+        rendered = cut.rendered
+        return Document(
+            np.array(full, np.int32), labelled, rendered.unwritten, tuple(unstopped), rendered.control
+        )
 
     def _missing_end(self, cut: Cut, full: list[int]) -> list[int]:
         """The end marker of the last turn, where the template leaves it to the turn after that."""

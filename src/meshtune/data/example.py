@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 from meshtune.errors import UserError
 from meshtune.units import counted
 
+NO_MARKER = "no special token"  # in Notes.unstopped: the template writes none
 SHOWN = 10  # bad rows that one error describes; the rest are only counted
 
 ROWS_FOLDER = "rows"  # of the data cache, for rows that a Python program holds
@@ -140,6 +141,7 @@ class Notes:
     unfound: Counter[str] = field(default_factory=Counter)  # sources by "ours to theirs" of data.columns
     unwritten: Counter[str] = field(default_factory=Counter)  # messages, by what the chat template leaves out
     unstopped: Counter[str] = field(default_factory=Counter)  # labelled turns, by an end that stops nothing
+    control: Counter[str] = field(default_factory=Counter)  # messages, by a control token in their content
 
     def values(self) -> dict[str, dict[str, int]]:
         """The counts as JSON-able values."""
@@ -161,11 +163,22 @@ def notes_sentences(notes: dict[str, dict[str, int]]) -> list[str]:
         for what, count in notes["unwritten"].items()
     ]
     lines += [
-        f"generation does not stop at {end}, with which the chat template ends {count:,} labelled turns; "
-        "data.split_turns=true or data.chat_template=training may give them the end of a last turn"
-        for end, count in notes["unstopped"].items()
+        f"control token in contents, {how}: {counted(count, 'message')}"
+        for how, count in notes["control"].items()
     ]
-    return lines
+    return lines + [
+        _unstopped(end, counted(count, "labelled turn")) for end, count in notes["unstopped"].items()
+    ]
+
+
+def _unstopped(end: str, turns: str) -> str:
+    """A line on labelled turns, by their number, at whose end generation does not stop."""
+    if end == NO_MARKER:
+        return f"the chat template ends {turns} with {end}: generation stops at its length only"
+    return (
+        f"generation does not stop at {end}, with which the chat template ends {turns}; "
+        "data.split_turns=true or data.chat_template=training may give them the end of a last turn"
+    )
 
 
 def bad_rows_error(problems: list[str], total: int, rows: int) -> UserError:

@@ -10,6 +10,7 @@ the special token that opens the next turn ends it (GLM-4.5's <|user|>).
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from meshtune.data.control import unmarked
 from meshtune.data.example import BadRow
 from meshtune.data.probe import TOOL, call_turns
 from meshtune.data.render import ANSWER, QUESTION, Rendered, Renderer, Turn
@@ -77,7 +78,8 @@ class Cut:
         return BadRow(
             "tokens merge across the boundary",
             f"message {turn.number + 1} (assistant) {verb} inside a token: the tokens of "
-            f"{quoted(full[max(0, at - 20) : at])} change when {quoted(full[at : at + 20])} follows, so the "
+            f"{quoted(unmarked(full[max(0, at - 20) : at]))} change when "
+            f"{quoted(unmarked(full[at : at + 20]))} follows, so the "
             "label mask would not be exact",
         )
 

@@ -32,7 +32,7 @@ def message_of(value: Any, number: int, roles: Mapping[str, str]) -> tuple[dict,
 
     The message has `role` and the other keys of `value` that are neither null nor masks; ShareGPT's keys are
     renamed; beside tool calls `content` may be missing. Raises BadRow for wrong types, unknown roles, parts
-    that are no text, arguments that are no JSON object, and an empty answer. number: its place in the
+    that are no text, and arguments that are no JSON object. number: its place in the
     conversation, from 1, for errors. roles: their names to ours, where data.roles maps them.
     """
     if not isinstance(value, dict):
@@ -175,7 +175,7 @@ def with_arguments(call: dict, change: Callable[[Any], Any]) -> dict:
 def _check_content(message: dict, number: int) -> None:
     """Raise BadRow unless content is text, a list of text parts, or nothing beside an assistant's tool calls.
 
-    Without tool calls an assistant's must not be empty. number: see `message_of`.
+    number: see `message_of`.
     """
     content, calls = message.get("content"), message.get("tool_calls")
     assistant = message["role"] == "assistant"
@@ -184,13 +184,17 @@ def _check_content(message: dict, number: int) -> None:
             raise BadRow("message without content", f"message {number} ({message['role']}) has no content")
         return
     if isinstance(content, list):
-        empty = not any(_part_text(part, number).strip() for part in content)
-    elif isinstance(content, str):
-        empty = not content.strip()
-    else:
+        for part in content:
+            _part_text(part, number)
+    elif not isinstance(content, str):
         raise BadRow("wrong type", f"message {number}: content is {type_name(content)}, expected text")
-    if empty and assistant and not calls:
-        raise BadRow("empty answer", f"message {number} (assistant) is empty")
+
+
+def is_empty(message: dict) -> bool:
+    """Whether an assistant's message has neither text nor tool calls."""
+    content = message.get("content")
+    texts = [part["text"] for part in content] if isinstance(content, list) else [content or ""]
+    return not message.get("tool_calls") and not any(text.strip() for text in texts)
 
 
 def _part_text(part: Any, number: int) -> str:

@@ -34,7 +34,7 @@ from meshtune.units import counted
 if TYPE_CHECKING:
     from meshtune.data.encode import Encoder
 
-CACHE_VERSION = 4  # raise it when the files' format or the code that decides their content changes
+CACHE_VERSION = 5  # raise it when the files' format or the code that decides their content changes
 
 
 @dataclass(frozen=True)
@@ -199,6 +199,8 @@ def sentences(stats: dict[str, Any]) -> list[str]:
         lines.append(f"dropped, {reason}: {documents} ({tokens})")
     for reason, rows in stats["bad_rows"].items():
         lines.append(f"bad rows skipped, {reason}: {rows:,}")
+    if day := stats["template_date"]:
+        lines.append(f"the chat template writes the date: {day} in the whole run (data.template_date)")
     return [*lines, *notes_sentences(stats["notes"])]
 
 
@@ -370,7 +372,8 @@ def _sequences(
 
 def _stats(tally: Tally, build: _Build, parts: dict[str, Any]) -> dict[str, Any]:
     """`Prepared.stats` without cache and seconds; `parts` has the figures of train and eval."""
-    return tally.values() | {"seq_len": build.seq_len, "train": parts.get("train"), "eval": parts.get("eval")}
+    facts = {"seq_len": build.seq_len, "template_date": build.encoder.template_date}
+    return tally.values() | facts | {name: parts.get(name) for name in ("train", "eval")}
 
 
 def _open(folder: Path, listing: _Listing) -> Prepared | None:

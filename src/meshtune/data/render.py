@@ -11,13 +11,16 @@ from typing import Any, Literal, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
+from meshtune.compat import template_day
+from meshtune.data.control import ControlTokens, Treatment, unmarked
 from meshtune.data.example import BadRow, Example, Mask
 from meshtune.data.limits import TOO_LONG, checked_text, render_limit
+from meshtune.data.messages import is_empty
 from meshtune.data.probe import Writes, adapted, unwritten, writes
 from meshtune.data.prompt_end import prompt_behind
 from meshtune.data.rows import last_answer, no_answer
-from meshtune.data.thought import opened, thought_in, thought_of, with_thought
-from meshtune.data.tokens import common_prefix
+from meshtune.data.thought import opened, thought_in, with_thought
+from meshtune.data.tokens import TextTokenizer, common_prefix
 from meshtune.errors import UserError, quoted, reason_of
 
 TrainOn = Literal["assistant", "completion", "all"]
@@ -35,6 +38,7 @@ class Chat(NamedTuple):
     messages: list[dict]
     tools: list | None
     turns: list[int]  # indices of the messages that are labelled, or under train_on=all of those that are not
+    control: tuple[str, ...] = ()  # control tokens in its contents, and what becomes of them, once a message
     plain: frozenset[int] = frozenset()  # turns whose end is found without an upto: see `Renderer._plain`
 
     def requests(self) -> Iterator[Request]:
@@ -65,36 +69,54 @@ class Rendered(NamedTuple):
     turns: list[Turn]
     final: Literal["answer", "call", "other"]  # the last message: the assistant's, its tool call, another's
     unwritten: tuple[str, ...] = ()  # see Document
+    control: tuple[str, ...] = ()  # see Document
 
 
 class Renderer:
     """Renders conversations with the chat template of a tokenizer.
 
-    train_on, split_turns: see `encode.Encoder`. special: texts of the tokenizer's special tokens; ends: of
-    those that generation stops at. variables: of the template, given to every rendering.
+    train_on, split_turns, control_tokens: see `encode.Encoder`. tokens: of the tokenizer. ends: texts of the
+    tokens that generation stops at. variables: of the template, given to every rendering. day: that
+    its clock writes; None: now.
     """
 
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
         train_on: TrainOn,
-        special: tuple[str, ...],
+        tokens: TextTokenizer,
         variables: Mapping[str, Any],
         *,
         ends: tuple[str, ...],
         split_turns: bool,
+        control_tokens: ControlTokens,
+        day: str | None = None,
     ) -> None:
-        self.tokenizer, self.train_on, self.special = tokenizer, train_on, special
-        self.ends = ends
-        self.split_turns = split_turns
+        self.tokenizer, self.train_on, self.tokens = tokenizer, train_on, tokens
+        self.special, self.ends, self._control_tokens = tokens.special_texts, ends, control_tokens
+        self.split_turns, self.day = split_turns, day
         self.variables = dict(variables)
 
     def chat(self, example: Example) -> Chat:
         """The conversation of a row, in the form that the template can write. Raises BadRow."""
         messages = self.messages(example)
         turns = self._turns(messages, example.masks or ())
-        plain = self._plain(messages, turns) if len(turns) > 2 and example.tools is None else frozenset()
-        return Chat(self.adapt(messages), example.tools, turns, plain)
+        trained = set(range(len(messages))) - set(turns) if self.train_on == "all" else set(turns)
+        for index in sorted(trained):
+            if messages[index]["role"] == "assistant" and is_empty(messages[index]):
+                raise BadRow("empty answer", f"message {index + 1} (assistant) is empty")
+        messages, tools, control = self.treatment.of(messages, example.tools, trained)
+        plain = self._plain(messages, turns) if len(turns) > 2 and tools is None else frozenset()
+        return Chat(self.adapt(messages), tools, turns, control, plain)
+
+    @cached_property
+    def treatment(self) -> Treatment:
+        """What becomes of control tokens: special tokens, and added ones that turns begin or end with."""
+        added = [str(token) for token in self.tokenizer.added_tokens_decoder.values() if not token.special]
+        turns = self.adapt([QUESTION, ANSWER] * 2)
+        texts = [str(self.render(part, False, None)) for part in (turns, turns[:2])] if added else []
+        of_turns = [token for token in added if any(token in text for text in texts)]
+        return Treatment(self._control_tokens, [*self.special, *of_turns], self.tokens.can_write)
 
     def messages(self, example: Example) -> list[dict]:
         """The conversation, up to its last assistant turn unless everything is labelled; raises BadRow."""
@@ -201,7 +223,7 @@ class Renderer:
             every = [i for i, (_, prompt, tools) in enumerate(requests) if prompt is ending and tools is None]
             for group in (every[start : start + TOGETHER] for start in range(0, len(every), TOGETHER)):
                 try:
-                    with render_limit(len(group)):
+                    with render_limit(len(group)), template_day(self.day):
                         rendered = self.tokenizer.apply_chat_template(
                             [requests[i][0] for i in group],
                             tokenize=False,
@@ -231,7 +253,7 @@ class Renderer:
 
     @cached_property
     def generation_prompt(self) -> str:
-        """What the template writes behind a question before the answer; "" if that can not be told."""
+        """The text between a question and its answer; "" if that can't be told."""
         question = self.adapt([QUESTION])
         asked, plain = (self._written(question, generation, None) for generation in (True, False))
         if isinstance(asked, BadRow) or isinstance(plain, BadRow) or not asked.startswith(plain):
@@ -245,7 +267,7 @@ class Renderer:
     def _written(self, messages: list[dict], generation: bool, tools: list | None) -> str | BadRow:
         """What the template writes of a conversation. As `render`."""
         try:
-            with render_limit():
+            with render_limit(), template_day(self.day):
                 text = self.tokenizer.apply_chat_template(
                     messages, tools=tools, tokenize=False, add_generation_prompt=generation, **self.variables
                 )
@@ -280,7 +302,7 @@ class Renderer:
         for number, head, upto in parts:
             thought = opened(head)
             if not whole.startswith(thought.before + thought.marker if thought else head):
-                raise self._other_prompt(chat, number, head, whole)
+                raise BadRow("prompt is no prefix", _differ("its generation prompt", number, head, whole))
             stop = len(whole) if number == last else self._stop(chat, number, head, upto, whole)
             if stop < len(head) and thought is None:
                 raise not_written(number)
@@ -288,14 +310,7 @@ class Renderer:
         answers = chat.messages[last]["role"] == "assistant"
         final = "other" if not answers else "call" if chat.messages[last].get("tool_calls") else "answer"
         added = last if whole != rendering else None
-        return Rendered(whole, turns, final, self._unwritten(chat, rendering, added))
-
-    def _other_prompt(self, chat: Chat, number: int, head: str, whole: str) -> BadRow:
-        """Return the reason to refuse a turn whose generation prompt does not stand in the conversation."""
-        reason = _differ("its generation prompt", number, head, whole)
-        if thought_of(chat.messages[number]) and "enable_thinking" in str(self.tokenizer.chat_template):
-            reason += "; data.chat_template_kwargs={enable_thinking: true} may let the prompt open a thought"
-        return BadRow("prompt is no prefix", reason)
+        return Rendered(whole, turns, final, self._unwritten(chat, rendering, added), chat.control)
 
     def _stop(self, chat: Chat, number: int, head: str, upto: str | None, whole: str) -> int:
         """Characters of `whole` up to the end of a turn. upto: None if it was not rendered. Raises BadRow."""
@@ -321,8 +336,7 @@ class Renderer:
                 raise BadRow(
                     f"{what} is not written",
                     f"message {index + 1} (assistant): the chat template leaves out its {what}, which was to "
-                    "be trained on; choose another template (data.chat_template), or make each turn a row of "
-                    "its own (data.split_turns=true)",
+                    "be trained on",
                 )
             if not (self.split_turns and answer):
                 names.append(what)
@@ -387,7 +401,12 @@ def _differ(case: str, turn: int, prefix: str, full: str) -> str:
     at = common_prefix(prefix, full)
     start = max(0, at - 20)
     return (
-        f"message {turn + 1} (assistant): the chat template writes {quoted(prefix[start : at + 30])} when "
-        f"{case} follows, but {quoted(full[start : at + 30])} in the whole conversation, so which part is "
+        f"message {turn + 1} (assistant): the chat template writes {_quoted(prefix, start, at + 30)} when "
+        f"{case} follows, but {_quoted(full, start, at + 30)} in the whole conversation, so which part is "
         "the answer is not defined"
     )
+
+
+def _quoted(text: str, start: int, stop: int) -> str:
+    """A part of a text in quotes, without marks of control tokens."""
+    return quoted(unmarked(text[start:stop]))

@@ -7,7 +7,8 @@ pieces, each from one special token to the next:
     └ piece 0 ┘               └ piece 1 ┘        └ piece 2 ┘                        └ piece 3 ┘
 
 The ids of a beginning of the text are those of its whole pieces and of what it has of the next one. Special
-tokens at which that does not hold (found by trying each) cut nothing.
+tokens at which that does not hold (found by trying each) cut nothing. Control tokens that are marked in a
+text (control.py) are pieces of their own, whose ids are those of their characters.
 """
 
 import json
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
+from meshtune.data.control import END, START, unmarked
 from meshtune.data.limits import GROWTH, growth
 from meshtune.errors import UserError
 
@@ -30,7 +32,7 @@ class Pieces(NamedTuple):
 
     text: str
     starts: list[int]  # of each piece; the first is 0
-    ends: list[int]  # of the special token that each piece starts with; 0 for a first piece without one
+    ends: list[int]  # of the special token that each piece starts with; of one without, its beginning
 
     def texts(self) -> list[str]:
         stops = [*self.starts[1:], len(self.text)]
@@ -69,22 +71,64 @@ class TextTokenizer:
         return tuple(str(text) for text in self.tokenizer.convert_ids_to_tokens(list(ids)) if text)
 
     def table(self, texts: Iterable[str]) -> dict[str, list[int]]:
-        """ids by text, each text tokenised once."""
+        """ids by text, each text tokenised once. Of marked tokens, the ids of their characters."""
         unique = list(dict.fromkeys(texts))
-        return dict(zip(unique, self.ids(unique), strict=True))
+        table = dict(zip(unique, self.ids([unmarked(text) for text in unique]), strict=True))
+        for text in unique:
+            if text.startswith(START) and text.endswith(END):
+                table[text] = self._as_characters(unmarked(text))
+        return table
+
+    def ids_of(self, text: str) -> list[int]:
+        """ids of a text, of which control tokens may be marked."""
+        pieces = self.pieces(text).texts() if START in text else [text]
+        table = self.table(pieces)
+        return [id for piece in pieces for id in table[piece]]
+
+    def can_write(self, token: str) -> bool:
+        """Whether the characters of a control token have ids that are not the token's, apart from the text
+        around them.
+        """
+        if self._without_added is None:
+            return False
+        encode = self._as_characters
+        line, own = encode("\n"), self.tokenizer.convert_tokens_to_ids(token)
+        alone = all(
+            encode("\n" + text) == [*line, *encode(text)] for text in (*PROBES, token) if text != "\n"
+        )
+        return alone and own not in encode(token)
+
+    def _as_characters(self, text: str) -> list[int]:
+        """ids of a text in which no added token is recognised."""
+        assert self._without_added is not None
+        return self._without_added.encode(text, add_special_tokens=False).ids
+
+    @cached_property
+    def _without_added(self) -> Any:
+        """The Rust tokenizer without added tokens; None where there is none."""
+        if self.backend is None:
+            return None
+        state = json.loads(unpadded(self.backend).to_str()) | {"added_tokens": [], "post_processor": None}
+        try:
+            return type(self.backend).from_str(json.dumps(state))
+        except Exception:  # the library's only class: a part of the tokenizer needs one of its added tokens
+            return None
 
     def pieces(self, text: str) -> Pieces:
         """Cut a text before each special token in it that splits texts exactly."""
         starts, ends = [0], [0]
-        if self._cuts is not None:
-            for match in self._cuts.finditer(text):
-                if match[0] not in self._exact:
-                    continue
-                if match.start():
-                    starts.append(match.start())
-                    ends.append(match.end())
-                else:
-                    ends[0] = match.end()
+        for match in self._cuts.finditer(text):
+            mark = match[0][0] in (START, END)
+            if not mark and match[0] not in self._exact:
+                continue
+            if match.start():
+                starts.append(match.start())
+                ends.append(match.end())
+            else:
+                ends[0] = match.end()
+            if mark:  # what follows is a piece of its own
+                starts.append(match.end())
+                ends.append(match.end())
         return Pieces(text, starts, ends)
 
     @cached_property
@@ -122,11 +166,14 @@ class TextTokenizer:
         return backend if direct == self.tokenizer(probes, add_special_tokens=False)["input_ids"] else None
 
     @cached_property
-    def _cuts(self) -> re.Pattern | None:
-        """Pattern of every token that is found in a text as it is: the leftmost, of these the longest."""
+    def _cuts(self) -> re.Pattern:
+        """Pattern of every token that is found in a text as it is: the leftmost, of these the longest; and of
+        marked tokens, or of a mark alone.
+        """
         added = self.tokenizer.added_tokens_decoder.values()
         texts = sorted((str(token) for token in added if not token.normalized), key=len, reverse=True)
-        return re.compile("|".join(map(re.escape, texts))) if texts else None
+        marks = [f"{START}[^{START}{END}]*{END}", START, END]
+        return re.compile("|".join([*marks, *map(re.escape, texts)]))
 
     @cached_property
     def _exact(self) -> frozenset[str]:

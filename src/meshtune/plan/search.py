@@ -9,7 +9,6 @@ and cp (`uneven_degrees`) rank after all others.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
@@ -22,7 +21,7 @@ from meshtune.layout import SCHEDULES, V_SCHEDULES, Layout
 from meshtune.placement.columns import Columns, Number, at, joined, layout_at, rows
 from meshtune.placement.share import stage_blocks, stage_of_rank
 from meshtune.plan.accounting import Accounting, accounting_of
-from meshtune.plan.accuracy import Accuracy, accuracy
+from meshtune.plan.accuracy import Accuracy
 from meshtune.plan.candidates import (
     candidates,
     columns_of,
@@ -37,14 +36,13 @@ from meshtune.plan.machine import machine_of, peak_flops
 from meshtune.plan.memory import timeline
 from meshtune.plan.memory.stages import RANKS, Stages, interleaved_share
 from meshtune.plan.memory.timeline import Memory
+from meshtune.plan.ranking import accuracy_of, ranked, safe_peak
 from meshtune.plan.seconds.step import PARTS, TIE, Seconds, step
 from meshtune.plan.tools import MESHTUNE, Tool
 from meshtune.plan.workload import Workload
 from meshtune.units import human
 
 PEAK_TIE = 0.01  # share of a GPU's memory by which peaks may differ and count as equal
-SAFE_COST = 0.02  # longer that a step may take in a layout that fits safely, and it is still chosen
-TIE_MEMORY_STEP = 0.05  # ties are broken by free memory in steps of 5 % of a GPU, then by less recomputation
 CHUNK = 8192  # layouts that are predicted at a time
 OUTDONE_BY = {"gpipe": "1f1b", "loopedbfs": "interleaved1f1b"}
 OUTDONE = "GPipe or looped BFS, where (interleaved) 1F1B has the same bubble and stores fewer activations"
@@ -74,7 +72,7 @@ class Choice:
     @property
     def accuracy(self) -> Accuracy:
         """Error bars of time and memory."""
-        return _accuracy(self.stack, self.cluster)
+        return accuracy_of(self.stack, self.cluster)
 
     @property
     def fits(self) -> bool:
@@ -180,7 +178,7 @@ def search(
     fixed: Mapping[str, Any] | None = None,
     where: Callable[[Columns], Number] | None = None,
 ) -> Plan:
-    """All layouts of the whole cluster, predicted; those that fit ranked by step time (`_ranked`).
+    """All layouts of the whole cluster, predicted; those that fit ranked by step time (`ranking.ranked`).
 
     fixed: fields of Layout that are given; None: none. where: returns a mask of the layouts to consider, from
     all columns but micro-batch size, accumulation and recomputation; None: all. Raises UserError where no
@@ -226,7 +224,7 @@ def search(
         held = joined([held, peak(workload, cluster, fewer)])
     uneven = uneven_degrees(workload, cluster, fitting, fixed)
     unsafe = held.peak > safe_peak(workload.stack, cluster)
-    order = _ranked(seconds.total, held.peak / cluster.memory, fitting.recompute, uneven, unsafe)
+    order = ranked(seconds.total, held.peak / cluster.memory, fitting.recompute, uneven, unsafe)
     considered = int(alternatives.sum()) + added
     return Plan(
         workload, cluster, considered, tuple(rejected), rows(fitting, order), rows(seconds, order),
@@ -267,28 +265,6 @@ def _regathering(workload: Workload, too_large: Columns, fixed: Mapping[str, Any
     return rows(added, _allowed(workload, added) & ("sp_regather" not in fixed))
 
 
-def _ranked(seconds: Number, occupied: Number, recompute: Number, uneven: Number, unsafe: Number) -> Number:
-    """Indices by step time, except that the best of all ties with the quickest comes first.
-
-    Where the quickest is not safe, one that is and takes SAFE_COST longer at most is in its place; only safe
-    ones tie with it. Among ties, the one with most free memory in steps of TIE_MEMORY_STEP, then with least
-    recomputation. occupied: peak as a share of a GPU's memory. recompute: index of the mode in RECOMPUTE.
-    uneven: mask of the layouts that come after all others. unsafe: mask of those that fit barely.
-    """
-    order = np.lexsort((occupied, seconds, uneven))
-    if len(order):
-        first = order[0]
-        alike = order[uneven[order] == uneven[first]]
-        safe = alike[~unsafe[alike] & (seconds[alike] <= seconds[first] * (1 + SAFE_COST))]
-        if len(safe):
-            alike, first = alike[~unsafe[alike]], safe[0]
-        ties = alike[seconds[alike] <= seconds[first] * math.exp(TIE)]
-        steps = np.floor(occupied[ties] / TIE_MEMORY_STEP)
-        best = ties[np.lexsort((occupied[ties], recompute[ties], steps))[0]]
-        order = np.concatenate([[best], order[order != best]])
-    return order
-
-
 def explained(workload: Workload, cluster: Cluster, layout: Layout) -> Choice:
     """The prediction for one layout, whether it fits, and the model can be trained under it, or not."""
     layouts = Columns.of([layout])
@@ -304,16 +280,6 @@ def choice_of(
     rate = peak_flops(cluster.gpu, workload.precision)
     mfu = speed * workload.flops_per_token / rate
     return Choice(layout, cluster, seconds, memory, speed, mfu, workload.stack, workload.tool)
-
-
-def safe_peak(stack: str, cluster: Cluster) -> float:
-    """Bytes of a predicted peak up to which a layout fits safely: with its error bar in a GPU's memory."""
-    return cluster.memory / (1 + _accuracy(stack, cluster).memory)
-
-
-def _accuracy(stack: str, cluster: Cluster) -> Accuracy:
-    """Error bars of predictions for a stack on the cluster's GPUs."""
-    return accuracy(stack, "cpu" if cluster.gpu.processor else cluster.gpu.name)
 
 
 def outdone(layouts: Columns) -> Number:

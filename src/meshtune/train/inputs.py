@@ -74,6 +74,8 @@ def encoder_of(tokenizer: PreTrainedTokenizerBase, data: DataConfig, stops: Sequ
         on_bad_row=data.on_bad_row,
         split_turns=data.split_turns,
         template_variables=data.chat_template_kwargs,
+        control_tokens=data.control_tokens,
+        template_date=data.template_date,
         stops=stops,
     )
 

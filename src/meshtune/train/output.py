@@ -16,6 +16,7 @@ so that the decision is made before anything is loaded, and once more when the f
 """
 
 from collections.abc import Iterable, Iterator
+from datetime import date
 from fnmatch import fnmatch
 from itertools import count
 from pathlib import Path
@@ -31,6 +32,7 @@ from meshtune.units import counted
 
 # Settings that may change when a run goes on. A longer or shorter run continues with the schedule of its new
 # length; the other settings do not change what a step computes.
+KEPT = ("data.template_date",)  # null: that of the run in the folder
 FREE = (
     "train.max_steps", "train.total_tokens", "train.num_epochs", "train.lr_decay_steps", "train.device",
     "eval", "checkpoint", "log", "hub", "layout", "cluster", "output", "output_exists", "data.cache",
@@ -65,6 +67,16 @@ def decide(config: Config, steps: int | None = None) -> Decision:
             return decision._replace(line=f"output_exists=new: {there}; this run {verb} in {run.path}.")
         return decision
     raise AssertionError("candidates never end")
+
+
+def template_date(config: Config, decision: Decision) -> str:
+    """The day that the chat template writes in a run: that of the settings or, where they leave it open, of
+    the run that goes on, else today's.
+    """
+    of_run = None
+    if decision.start in ("continue", "extend"):
+        of_run = load(decision.run.config_file).data.template_date
+    return config.data.template_date or of_run or date.today().isoformat()
 
 
 def decision_at(run: RunDir, config: Config, steps: int | None, *, first: bool) -> Decision | None:
@@ -236,12 +248,12 @@ def settings(config: Config, run: RunDir | None = None) -> dict[str, Any]:
 
 
 def differences(now: Any, before: Any, key: str = "") -> Iterator[str]:
-    """Yield a sentence for each setting that differs and is not FREE.
+    """Yield a sentence for each setting that differs and is not FREE; one in KEPT that is null here is not.
 
     now, before: settings of this run and of the folder's, as plain values; key: their dotted name, "" for all
     settings. A setting that one of them lacks counts as None.
     """
-    if key in FREE:
+    if key in FREE or (now is None and key in KEPT):
         return
     if isinstance(now, dict) and isinstance(before, dict):
         for name in {**before, **now}:

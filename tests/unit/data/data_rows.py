@@ -16,6 +16,7 @@ class Bytes:
     fingerprint = "bytes"
     train_on = "completion"
     on_bad_row = "error"
+    template_date = None
 
     def __init__(self) -> None:
         self.encoded = 0

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 WORDS = [
@@ -11,10 +11,18 @@ WORDS = [
 ]
 
 
-def make_tokenizer(*special: str, **keywords: Any) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer with <s>, </s> and the special tokens given; it adds none by itself."""
+def make_tokenizer(*special: str, lines: bool = False, **keywords: Any) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer with <s>, </s> and the special tokens given; it adds none by itself.
+
+    lines: whether line breaks in a row are one token, as in Qwen's and Llama 3's.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if lines:
+        split = pre_tokenizers.Split(Regex(r"[\r\n]+| ?[^\s]+|\s+"), "isolated")
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        )
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(

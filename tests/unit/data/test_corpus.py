@@ -42,7 +42,8 @@ def encoder_of(name, **settings):
     known = tokenizer.convert_tokens_to_ids(list(STOPS.get(name, ())))
     if name == "gptoss":
         tokenizer.eos_token = "<|return|>"
-    return Encoder(tokenizer, **{"train_on": "assistant", "chat_template": None, "stops": known} | settings)
+    own = {"train_on": "assistant", "chat_template": None, "stops": known, "control_tokens": "keep"}
+    return Encoder(tokenizer, **own | settings)
 
 
 def example_of(conversation):

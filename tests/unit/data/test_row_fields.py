@@ -42,12 +42,6 @@ def test_parts_that_are_no_text_are_refused_by_name(rows_of, kind):
         rows_of({"messages": [{"role": "user", "content": [part]}, ANSWER]})
 
 
-def test_an_answer_whose_parts_are_blank_is_empty(rows_of):
-    parts = [{"type": "text", "text": " "}]
-    with refuses(UserError):
-        rows_of({"messages": [USER, {"role": "assistant", "content": parts}]})
-
-
 # Masks #
 
 

@@ -262,7 +262,6 @@ def test_a_bad_line_is_named_with_its_file_and_what_is_wrong(tmp_path, line):
     [
         [{"role": "robot", "content": "x"}],
         [{"content": "x"}],
-        [TURNS[0], {"role": "assistant", "content": " "}],
         [TURNS[0], {"role": "assistant"}],
         [{"role": "user", "content": 3}],
         ["Hi"],

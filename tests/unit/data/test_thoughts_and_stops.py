@@ -89,8 +89,9 @@ def test_variables_without_a_template_are_refused():
 
 
 def test_a_thought_under_a_prompt_that_closes_it_names_the_variable():
-    row = encode(encoder_of("qwen3_5_nothink"), CONVERSATIONS["a thought"])
-    assert isinstance(row, BadRow) and "data.chat_template_kwargs={enable_thinking: true}" in str(row)
+    with pytest.raises(UserError) as error:
+        encoder_of("qwen3_5_nothink").encode([Example(HERE, messages=tuple(CONVERSATIONS["a thought"]))])
+    assert "data.chat_template_kwargs={enable_thinking: true}" in error.value.problems[-1]
     encoder = encoder_of("qwen3_5_nothink", template_variables={"enable_thinking": True})
     assert "Let me see" in split(encoder, encode(encoder, CONVERSATIONS["a thought"]))[1]
 

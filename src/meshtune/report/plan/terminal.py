@@ -15,7 +15,8 @@ from meshtune.plan.cost import RunCost
 from meshtune.plan.explanation import Explanation
 from meshtune.plan.export import Written
 from meshtune.plan.phrases import device, unmeasured
-from meshtune.plan.search import PEAK_TIE, TIE_MEMORY_STEP, Choice
+from meshtune.plan.ranking import TIE_MEMORY_STEP
+from meshtune.plan.search import PEAK_TIE, Choice
 from meshtune.plan.seconds.step import TIE
 from meshtune.plan.tools import MESHTUNE
 from meshtune.report.plan.clusters import clusters_table
