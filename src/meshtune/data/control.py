@@ -22,7 +22,7 @@ BY_DESIGN = {*MARKERS, *MARKERS.values()}
 
 
 class Treatment:
-    """What becomes of control tokens in the contents of messages."""
+    """Marks, refuses or leaves control tokens in the contents of messages."""
 
     def __init__(self, mode: ControlTokens, tokens: Sequence[str], can_write: Callable[[str], bool]) -> None:
         """mode: see `encode.Encoder`. tokens: texts of the control tokens. can_write: tells whether the

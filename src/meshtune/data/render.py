@@ -111,7 +111,7 @@ class Renderer:
 
     @cached_property
     def treatment(self) -> Treatment:
-        """What becomes of control tokens: special tokens, and added ones that turns begin or end with."""
+        """The treatment of control tokens: special ones, and added ones that turns begin or end with."""
         added = [str(token) for token in self.tokenizer.added_tokens_decoder.values() if not token.special]
         turns = self.adapt([QUESTION, ANSWER] * 2)
         texts = [str(self.render(part, False, None)) for part in (turns, turns[:2])] if added else []
@@ -265,7 +265,7 @@ class Renderer:
         return prompt_behind(self._written, self.ends, self.special)
 
     def _written(self, messages: list[dict], generation: bool, tools: list | None) -> str | BadRow:
-        """What the template writes of a conversation. As `render`."""
+        """The text as the template writes it. As `render`."""
         try:
             with render_limit(), template_day(self.day):
                 text = self.tokenizer.apply_chat_template(

@@ -31,6 +31,7 @@ from meshtune.model.generation import generation_config
 from meshtune.model.lora import lora_layers
 from meshtune.model.multimodal import put_back
 from meshtune.model.pieces import Piece
+from meshtune.model.tokenizer_files import write_tokenizer
 from meshtune.rundir import flush
 
 PROCESSOR_FILES = (  # of a model that also sees or hears; AutoProcessor reads them beside the tokenizer's
@@ -341,7 +342,7 @@ def write_tokenizer_and_card(
     the text `card`, each unless it is None.
     """
     if tokenizer is not None:
-        tokenizer.save_pretrained(folder)  # with its chat template
+        write_tokenizer(tokenizer, folder)
         processor = [*PROCESSOR_FILES]
         if not (folder / "chat_template.jinja").exists():  # a processor would prefer the old one
             processor.append(OLD_PROCESSOR_TEMPLATE)

@@ -224,7 +224,7 @@ def search(
         held = joined([held, peak(workload, cluster, fewer)])
     uneven = uneven_degrees(workload, cluster, fitting, fixed)
     unsafe = held.peak > safe_peak(workload.stack, cluster)
-    order = ranked(seconds.total, held.peak / cluster.memory, fitting.recompute, uneven, unsafe)
+    order = ranked(seconds.total, held.peak / cluster.memory, fitting.recompute, uneven, unsafe, tie=TIE)
     considered = int(alternatives.sum()) + added
     return Plan(
         workload, cluster, considered, tuple(rejected), rows(fitting, order), rows(seconds, order),

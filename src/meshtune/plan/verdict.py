@@ -1,4 +1,4 @@
-"""Sentences that come first in a plan: what a fixed layout costs, and whether the chosen one fits safely.
+"""The sentences that come first in a plan: what a fixed layout costs, whether the chosen one fits safely.
 
 A layout fits safely if its predicted peak with the error bar of memory (accuracy.py) is in a GPU's memory.
 """

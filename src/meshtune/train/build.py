@@ -16,6 +16,7 @@ from meshtune.meter.noise_scale import noise_refusals
 from meshtune.model.anatomy import left_out_of_loss
 from meshtune.model.load import override_sentences, quiet
 from meshtune.model.multimodal import parts_kept
+from meshtune.model.tokenizer_files import check_written
 from meshtune.model.trainable import embeddings_needed
 from meshtune.parallel.mesh import World, join
 from meshtune.plan.cluster import unused_here
@@ -29,7 +30,7 @@ from meshtune.train.choose import Choice, choose_together, device_of, gpus_of
 from meshtune.train.dashboards import Labels
 from meshtune.train.evaluate import Evaluation
 from meshtune.train.export import exporter_of
-from meshtune.train.inputs import Inputs, inputs_of, loader_of, steps_of, stream_sentences
+from meshtune.train.inputs import Inputs, first_texts, inputs_of, loader_of, steps_of, stream_sentences
 from meshtune.train.loop import Run, restore, seed_dropout
 from meshtune.train.measure import Meter
 from meshtune.train.model import LoraSpec, ModelSpec, OptimizerSpec, RankModel, rank_model
@@ -78,6 +79,8 @@ def build(
     torch.manual_seed(config.train.seed)
     quiet()
     inputs = inputs_of(config)
+    if world.main and inputs.encoder.added:  # else the result could not be prompted as it was trained
+        check_written(inputs.tokenizer, first_texts(inputs))
     if config.hub.push_to and world.main:  # after the data: a refused file leaves no empty repository
         try_repository(config.hub.push_to, private=config.hub.private)
     model = rank_model(

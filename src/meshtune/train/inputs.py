@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -10,7 +11,7 @@ from meshtune.config import Config
 from meshtune.data.encode import Encoder
 from meshtune.data.example import Source
 from meshtune.data.loader import Loader
-from meshtune.data.pack import Dataset
+from meshtune.data.pack import LABELLED, Dataset
 from meshtune.data.prepare import Prepared, prepare, sentences
 from meshtune.data.stream import Stream
 from meshtune.data.summary import write_summary
@@ -40,6 +41,15 @@ def inputs_of(config: Config) -> Inputs:
     if isinstance(prepared.train, Dataset) and on_first_rank():
         write_summary(config, prepared.train)
     return Inputs(tokenizer, encoder, prepared)
+
+
+def first_texts(inputs: Inputs, most: int = 20) -> list[str]:
+    """The texts of the first documents of the training data; none of a stream."""
+    train = inputs.prepared.train
+    if not isinstance(train, Dataset):
+        return []
+    documents = (document for place in range(len(train)) for document in train.documents(place))
+    return [str(inputs.tokenizer.decode(document & ~LABELLED)) for document in islice(documents, most)]
 
 
 def tokenizer_of(model: ModelConfig, data: DataConfig) -> PreTrainedTokenizerBase:

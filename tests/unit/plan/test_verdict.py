@@ -1,4 +1,4 @@
-"""What comes first in a plan: the cost of a fixed layout, and whether the chosen one fits safely."""
+"""The first sentences of a plan: the cost of a fixed layout, and whether the chosen one fits safely."""
 
 import pytest
 

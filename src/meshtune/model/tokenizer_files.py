@@ -1,0 +1,78 @@
+"""Write a tokenizer so that it is read back as the one that was trained with.
+
+The base's own files are copied where nothing was added to its vocabulary: `save_pretrained` writes them in
+the form of the installed transformers, which older ones read otherwise, and leaves out settings (`legacy`).
+Where tokens were added, settings that it leaves out are put back.
+"""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from meshtune.errors import UserError, quoted
+
+CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
+FILES = (CONFIG, "tokenizer.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model")
+
+
+def write_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write a tokenizer's files, with the chat template that it has now, to a folder."""
+    tokenizer.save_pretrained(folder)
+    base = Path(tokenizer.name_or_path)
+    if not tokenizer.name_or_path or not (base / CONFIG).is_file():
+        return
+    own, saved = (json.loads((place / CONFIG).read_text("utf-8")) for place in (base, folder))
+    if "auto_map" in own:  # code of its own, which may not be run here
+        return
+    own.pop("chat_template", None)  # it stands in a file of its own
+    names = [
+        name for name in dict.fromkeys([*FILES, *tokenizer.vocab_files_names.values()]) if name != CONFIG
+    ]
+    if _unchanged(tokenizer, base):
+        for name in names:
+            (folder / name).unlink(missing_ok=True)
+            if (base / name).is_file():
+                shutil.copyfile(base / name, folder / name)
+    else:
+        own = {name: value for name, value in own.items() if name != "added_tokens_decoder"} | saved
+    (folder / CONFIG).write_text(json.dumps(own, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def check_written(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> None:
+    """Raise UserError if a tokenizer that is written and read back makes other ids of one of the texts, or of
+    words between its special tokens.
+    """
+    special = [str(token) for token in tokenizer.all_special_tokens]
+    texts = [*texts, *(f"{token}Hello{token} there" for token in special)]
+    with tempfile.TemporaryDirectory() as name:
+        write_tokenizer(tokenizer, Path(name))
+        if "auto_map" in json.loads((Path(name) / CONFIG).read_text("utf-8")):
+            return
+        again = _read(Path(name))
+    for text in texts:
+        ids, others = (one(text, add_special_tokens=False)["input_ids"] for one in (tokenizer, again))
+        if ids != others:
+            raise UserError(
+                f"The tokenizer is saved as another one: {quoted(text[:60])} has {len(ids)} tokens now, "
+                f"and {len(others)} others when it is read back. Save it by transformers, and train with the "
+                "copy."
+            )
+
+
+def _unchanged(tokenizer: PreTrainedTokenizerBase, base: Path) -> bool:
+    """Whether a tokenizer has the tokens of the files that it was read from."""
+
+    def tokens(one: PreTrainedTokenizerBase) -> tuple[Any, ...]:
+        added = {id: (str(token), token.special) for id, token in one.added_tokens_decoder.items()}
+        return len(one), added, {name: str(token) for name, token in one.special_tokens_map.items()}
+
+    return tokens(tokenizer) == tokens(_read(base))
+
+
+def _read(folder: Path) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)

@@ -1,0 +1,86 @@
+"""A tokenizer that is written and read back is the one that was trained with."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from meshtune.data.template import apply_template
+from meshtune.errors import UserError
+from meshtune.model.tokenizer_files import check_written, write_tokenizer
+
+TEMPLATE = "{{ bos_token }}{% for m in messages %}[INST] {{ m.content }} [/INST]{% endfor %}"
+TEXT = "<s>[INST] Hi there [/INST]</s> you"
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    """A tokenizer as Mistral's first: words begin with ▁, and `legacy` puts one behind each special token."""
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=tokens, show_progress=False)
+    tokenizer.train_from_iterator(["▁Hi▁there▁[INST]▁you▁[/INST]▁how▁are▁you"] * 8, trainer)
+    replace = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+    steps = [{"type": "Prepend", "prepend": "▁"}, replace]
+    tree = json.loads(tokenizer.to_str()) | {"normalizer": {"type": "Sequence", "normalizers": steps}}
+    settings: dict[str, Any] = {
+        "tokenizer_class": "LlamaTokenizer",
+        "legacy": True,
+        "chat_template": TEMPLATE,
+    }
+    settings |= {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "own": "kept"}
+    folder = tmp_path / "base"
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text(json.dumps(tree))
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    return folder
+
+
+def read_back(tokenizer: PreTrainedTokenizerBase, folder: Path) -> PreTrainedTokenizerBase:
+    folder.mkdir()
+    write_tokenizer(tokenizer, folder)
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def ids(tokenizer: PreTrainedTokenizerBase, text: str) -> Any:
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def test_where_nothing_was_added_the_files_are_the_bases_own(base: Path, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    again = read_back(tokenizer, tmp_path / "written")
+    assert ids(again, TEXT) == ids(tokenizer, TEXT) and again.chat_template == TEMPLATE
+    assert (tmp_path / "written/tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()
+    own, written = (
+        json.loads((f / "tokenizer_config.json").read_text()) for f in (base, tmp_path / "written")
+    )
+    assert written == {name: value for name, value in own.items() if name != "chat_template"}
+
+
+@pytest.mark.parametrize("template", ["chatml", "mistral", None])
+def test_a_tokenizer_with_another_template_is_read_back(
+    base: Path, tmp_path: Path, template: str | None
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    if template:
+        apply_template(tokenizer, template)
+    else:  # data.chat_template = none
+        tokenizer.chat_template = None
+    again = read_back(tokenizer, tmp_path / "written")
+    assert ids(again, TEXT + "<|im_end|>x") == ids(tokenizer, TEXT + "<|im_end|>x")
+    assert (again.chat_template, again.eos_token) == (tokenizer.chat_template, tokenizer.eos_token)
+    check_written(tokenizer, ["Hi there"])
+
+
+def test_a_tokenizer_that_would_be_another_one_is_refused(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    apply_template(tokenizer, "chatml")
+    tokenizer.name_or_path = ""  # its base is not known, so that `legacy` is lost
+    with pytest.raises(UserError, match=r"is saved as another one: .*<s>"):
+        check_written(tokenizer, [])
