@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: quickstart quickstart-lora test test-ci test-all golden test-browser test-oldest test-newest test-migrate test-exports fuzz families validation validation-dryrun validation-memory validation-why validation-benches study-techniques study-layouts study-batch-size kill-loop style lint docs benchmark gpu-check clean
+.PHONY: quickstart quickstart-lora test test-ci test-all golden test-browser test-oldest test-newest test-migrate test-exports fuzz families templates validation validation-dryrun validation-memory validation-why validation-benches study-techniques study-layouts study-batch-size kill-loop style lint docs benchmark gpu-check clean
 
 # The main job on the embedded model and data: fine-tune, evaluate, write a Hugging Face folder and a report.
 quickstart: $(STAMP)
@@ -61,6 +61,13 @@ kill-loop: $(STAMP)
 SEEDS ?= 250
 fuzz: $(STAMP)
 	$(BIN)/python tests/fuzz/fuzz.py --seeds $(SEEDS) $(if $(KIND),--kind $(KIND),--table validation/fuzz.md)
+
+# Real chat templates, with a table: docs/templates.md. llama.cpp's come from the sources of llama-cpp-python.
+templates: $(STAMP)
+	mkdir -p build/templates
+	[ -x build/templates/venv/bin/pip ] || python3 -m venv build/templates/venv
+	build/templates/venv/bin/pip download -q --no-deps --no-binary llama-cpp-python -d build/templates llama-cpp-python
+	$(BIN)/python validation/templates.py --sdist $$(ls -t build/templates/*.tar.gz | head -1) --page docs/templates.md
 
 # Every model family, tiny, against transformers alone, with a table: docs/families.md. FAMILY_RUNS= keeps the results
 # in a folder, and goes on from there.

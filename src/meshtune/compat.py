@@ -242,7 +242,8 @@ def template_day(day: str | None) -> Iterator[None]:
     """Let chat templates that are rendered in the block write midnight of a day, as 2026-01-31; None: now."""
     from transformers.utils import chat_template_utils
 
-    chat_template_utils.datetime = _TemplateClock  # pyright: ignore[reportAttributeAccessIssue]
+    utils: Any = chat_template_utils
+    utils.datetime = _TemplateClock
     token = _day.set(None if day is None else datetime.fromisoformat(day))
     try:
         yield

@@ -60,13 +60,13 @@ def writes(render: Render) -> Writes:
     parts = [text_part(text) for text in texts]
     number = 2 if arrives(parts[:2], parts[2:], *texts) else int(arrives(parts[:1], parts[2:3], first, third))
     text = number == 0 or arrives(second, fourth, second, fourth)
-    if not text:
-        rendered = render
+    return Writes(
+        text, number, *_tool_calls(render if text else lambda *request: _render_parts(render, *request))
+    )
 
-        def render(messages: list[dict], generation: bool, tools: list | None) -> str | BadRow:
-            return rendered([in_parts(message) for message in messages], generation, tools)
 
-    return Writes(text, number, *_tool_calls(render))
+def _render_parts(render: Render, messages: list[dict], generation: bool, tools: list | None) -> str | BadRow:
+    return render([in_parts(message) for message in messages], generation, tools)
 
 
 def text_part(text: str) -> dict[str, str]:

@@ -19,7 +19,7 @@ from meshtune.data.messages import is_empty
 from meshtune.data.probe import Writes, adapted, unwritten, writes
 from meshtune.data.prompt_end import prompt_behind
 from meshtune.data.rows import last_answer, no_answer
-from meshtune.data.thought import opened, thought_in, with_thought
+from meshtune.data.thought import closed, opened, thought_in, with_thought
 from meshtune.data.tokens import TextTokenizer, common_prefix
 from meshtune.errors import UserError, quoted, reason_of
 
@@ -93,7 +93,8 @@ class Renderer:
         day: str | None = None,
     ) -> None:
         self.tokenizer, self.train_on, self.tokens = tokenizer, train_on, tokens
-        self.special, self.ends, self._control_tokens = tokens.special_texts, ends, control_tokens
+        self.special, self.ends = tokens.special_texts, ends
+        self._control_tokens: ControlTokens = control_tokens
         self.split_turns, self.day = split_turns, day
         self.variables = dict(variables)
 
@@ -299,7 +300,8 @@ class Renderer:
                 upto = with_thought(head, upto, chat.messages[number], template)
             parts.append((number, head, upto))
         turns = []
-        for number, head, upto in parts:
+        for number, prompt, upto in parts:
+            head = self._with_header(prompt, whole)
             thought = opened(head)
             if not whole.startswith(thought.before + thought.marker if thought else head):
                 raise BadRow("prompt is no prefix", _differ("its generation prompt", number, head, whole))
@@ -311,6 +313,22 @@ class Renderer:
         final = "other" if not answers else "call" if chat.messages[last].get("tool_calls") else "answer"
         added = last if whole != rendering else None
         return Rendered(whole, turns, final, self._unwritten(chat, rendering, added), chat.control)
+
+    def _with_header(self, head: str, whole: str) -> str:
+        """`head`, and the assistant's header behind it where the generation prompt lacks that: behind another
+        turn of the assistant, or a tool's result.
+        """
+        usual = self.generation_prompt
+        if not usual.strip() or head.endswith(usual) or not whole.startswith(head):
+            return head
+        thought, rest = opened(usual) or closed(usual), whole[len(head) :]
+        for header in [usual, *([thought.before] if thought else [])]:
+            between, found, _ = rest.partition(header)
+            for token in self.special:
+                between = between.replace(token, "")
+            if found and not between.strip():
+                return whole[: len(head) + rest.index(header) + len(header)]
+        return head
 
     def _stop(self, chat: Chat, number: int, head: str, upto: str | None, whole: str) -> int:
         """Characters of `whole` up to the end of a turn. upto: None if it was not rendered. Raises BadRow."""

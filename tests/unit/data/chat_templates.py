@@ -7,7 +7,7 @@ from pathlib import Path
 OURS = Path(__file__).parent / "own_templates"
 NOT_TEXT_ALONE = ("idefics3", "llava_next", "smolvlm", "diffusion_gemma", "vl", "muse_glimmer")
 SPECIAL = re.compile(
-    r"<[|｜][^<>{}'\"\s]{1,40}[|｜]>|<[a-z_]+\|>|<\|[a-z_]+>|</?start_of_turn>|<end_of_turn>"
+    r"<[|｜][^<>{}'\"\s]{1,40}[|｜]>|<[a-z_]+\|>|<\|[a-z_]+>|</?start_of_turn>|<end_of_[a-z]+>"
 )
 STOPS = {  # tokens that generation stops at, where it is another than the first one behind an answer
     "gptoss": ("<|return|>",),

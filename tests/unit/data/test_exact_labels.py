@@ -86,6 +86,18 @@ def test_a_header_of_the_assistant_ends_no_answer() -> None:
 
 
 @pytest.mark.parametrize("train_on", ["assistant", "completion"])
+def test_a_header_that_the_prompt_lacks_behind_an_answer_is_not_labelled(train_on: str) -> None:
+    asked = CHATML.replace(
+        "if add_generation_prompt", "if add_generation_prompt and messages[-1].role == 'user'"
+    )
+    encoder = encoder_of(asked, train_on=train_on)
+    labelled = runs(
+        encoder.tokenizer, encoded(encoder, [user("Hello?"), assistant("Yes"), assistant("Done")])
+    )
+    assert labelled == ["Yes<|im_end|>", "Done<|im_end|>"][-2 if train_on == "assistant" else -1 :]
+
+
+@pytest.mark.parametrize("train_on", ["assistant", "completion"])
 def test_text_beside_a_call_is_never_lost_without_a_word(train_on: str) -> None:
     encoder = encoder_of(template("drops_text"), train_on=train_on)
     call = {"type": "function", "function": {"name": "look_up", "arguments": {"city": "Paris"}}}
