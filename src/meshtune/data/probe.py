@@ -42,6 +42,7 @@ class Writes(NamedTuple):
     parts: int  # text parts of one message: 0, 1 (the first one) or 2 (all)
     arguments: Literal["object", "text"] | None  # of a tool call; None: it writes neither
     call_content: str | None  # content with which it writes tool calls that have none beside them
+    moved: bool = False  # whether a thought in the content is written right only as reasoning_content
 
 
 def writes(render: Render) -> Writes:
@@ -60,13 +61,23 @@ def writes(render: Render) -> Writes:
     parts = [text_part(text) for text in texts]
     number = 2 if arrives(parts[:2], parts[2:], *texts) else int(arrives(parts[:1], parts[2:3], first, third))
     text = number == 0 or arrives(second, fourth, second, fourth)
-    return Writes(
-        text, number, *_tool_calls(render if text else lambda *request: _render_parts(render, *request))
-    )
+    whole: Render = render if text else lambda *request: _render_parts(render, *request)
+    return Writes(text, number, *_tool_calls(whole), moved=_only_as_a_field(whole))
 
 
 def _render_parts(render: Render, messages: list[dict], generation: bool, tools: list | None) -> str | BadRow:
     return render([in_parts(message) for message in messages], generation, tools)
+
+
+def _only_as_a_field(render: Render) -> bool:
+    """Whether a template writes an empty thought before one in the content, and one in reasoning_content well
+    (Kimi-K2-Thinking).
+    """
+    question = {"role": "user", "content": "Hello"}
+    inside = {"role": "assistant", "content": "<think>\nHm\n</think>\n\nYes"}
+    apart = {"role": "assistant", "content": "Yes", "reasoning_content": "Hm"}
+    first, second = (str(render([question, answer], False, None)) for answer in (inside, apart))
+    return first.count("<think>") == 2 and second.count("<think>") == 1 and "Hm" in second
 
 
 def text_part(text: str) -> dict[str, str]:
@@ -113,6 +124,10 @@ def adapted(message: dict, can: Writes) -> dict:
     content = message.get("content")
     if isinstance(content, list) and can.parts < min(2, len(content)):
         message = message | {"content": " ".join(part["text"] for part in content)}
+    thought = thought_in(content) if can.moved and message["role"] == "assistant" else ""
+    if thought and not any(message.get(key) for key in REASONING):
+        answer = str(content).partition("</think>")[2].lstrip("\n")
+        message = message | {"reasoning_content": thought, "content": answer}
     if not can.text:
         message = in_parts(message)
     if message.get("tool_calls"):

@@ -187,7 +187,7 @@ class Renderer:
         )
         return (
             list(messages)
-            if plain and self.can.text
+            if plain and self.can.text and not self.can.moved
             else [adapted(message, self.can) for message in messages]
         )
 

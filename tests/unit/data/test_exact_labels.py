@@ -124,6 +124,16 @@ def test_a_template_of_parts_gets_text_as_parts(written: str, parts: int) -> Non
     assert run == ("Yesindeed<|im_end|>" if parts == 2 else "Yes indeed<|im_end|>")
 
 
+def test_a_thought_in_the_content_moves_to_the_field_that_the_template_reads() -> None:
+    """As Kimi-K2-Thinking writes answers: a thought from its field, else an empty one."""
+    thought = "('<think>' + (m.reasoning_content or '') + '</think>' if m.role == 'assistant' else '')"
+    encoder = encoder_of(CHATML.replace("m.content", f"{thought} + m.content"))
+    rows = [user("Hello?"), assistant("<think>\nHm.\n</think>\n\nYes"), user("So?"), assistant("Done")]
+    assert runs(encoder.tokenizer, encoded(encoder, rows)) == [
+        "<think>Hm.</think>Yes<|im_end|>", "<think></think>Done<|im_end|>",
+    ]  # fmt: skip
+
+
 def test_an_empty_answer_is_a_fault_only_where_it_is_trained_on() -> None:
     rows = [user("Hello?"), assistant(""), user("So?"), assistant("Done")]
     refused = encoded(encoder_of(CHATML), rows)
