@@ -18,6 +18,7 @@ from meshtune.config import Config
 from meshtune.errors import UserError, check_file, explained, type_name, written
 from meshtune.migrate import model, outputs, sharding, sources, training
 from meshtune.migrate.job import CONVERSIONS, Converted, Job, NoCounterpart, NotNeeded, Refused, flat, is_off
+from meshtune.migrate.other_jobs import other_job
 from meshtune.migrate.pickled import training_arguments
 from meshtune.setting_partners import HELD_OUT, unchecked, unmet
 from meshtune.trainers.table import TOOLS, Entry, Table, table
@@ -82,6 +83,12 @@ def migrate(file: Path, *, tool: str | None = None, gpus: int = 1, overrides: Se
     """
     tree = read(file)
     tree = resolved(tree, tree)
+    other = other_job(tree)
+    if other and not tool:
+        try:
+            tool = tool_of(tree, file)
+        except UserError:  # the keys of another job are not those of a tool
+            raise UserError(f"{file}: {other.sentence}") from None
     tool = tool or tool_of(tree, file)
     given = dict(flat(tree, table(tool)))
     present = {key: value for key, value in given.items() if value not in (None, "")}
@@ -91,6 +98,9 @@ def migrate(file: Path, *, tool: str | None = None, gpus: int = 1, overrides: Se
     defaults = {key: value for key, value in job.table.defaults.items() if _applies(key, result)}
     result.off += [key for key in given if key not in job.given and key not in defaults]
     refused += _convert(result, defaults, default=True)
+    if other:
+        more = [each for each in refused if not each.startswith(other.keys)]
+        raise UserError([f"{file}: {other.sentence}", *more])
     if refused:
         raise UserError(refused)
     _lay_out(result)

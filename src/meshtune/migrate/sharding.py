@@ -136,7 +136,7 @@ def layout_of(settings: dict[str, Any], job: Job) -> Layout:
     if not zero:
         copies, shards = ranks, 1
     elif shards is None:
-        shards = ranks // (copies or 1)
+        shards = max(1, ranks // (copies or 1))
     copies = copies or max(1, ranks // shards)
     if rest or copies * shards != ranks:
         least = split * (shards if zero else 1)

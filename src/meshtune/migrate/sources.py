@@ -145,6 +145,8 @@ def axolotl_sources(setting: str, value: Any, alpaca: bool = False) -> Converted
 def axolotl_format(rows: Mapping[str, Any]) -> tuple[str, dict[str, Any], str]:
     """(Format, our columns -> theirs, remark) of one of axolotl's data sets."""
     kind = rows.get("type")
+    if "type" in rows and kind in (None, ""):  # axolotl takes them for tokens
+        return "tokens", {}, ""
     if isinstance(kind, Mapping):
         question, answer = kind.get("field_instruction"), kind.get("field_output")
         columns = {

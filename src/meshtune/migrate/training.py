@@ -248,3 +248,21 @@ def mix(value: Any, job: Job) -> Converted:
     if value != "concat":
         raise NoCounterpart("sources are concatenated and shuffled; data.train.weight repeats or thins one")
     return Converted({})
+
+
+@conversion
+def answer_tokens(value: Any, job: Job) -> Converted:
+    if value == 0:
+        raise NotNeeded("0: no answers are written")
+    return Converted({"eval.max_new_tokens": value})
+
+
+@conversion
+def batch_of_rank(value: Any, job: Job) -> Converted:
+    """axolotl's batch_size: sequences of a GPU in a step, from which the accumulation follows."""
+    micro = int(job.value("micro_batch_size"))
+    if "gradient_accumulation_steps" in job.given:
+        raise NotNeeded("gradient_accumulation_steps comes before it")
+    if int(value) % micro:
+        raise NoCounterpart(f"micro_batch_size {micro} does not divide it; set train.global_batch_size")
+    return Converted({"layout.gradient_accumulation_steps": int(value) // micro})

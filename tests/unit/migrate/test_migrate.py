@@ -368,6 +368,63 @@ def test_a_setting_that_would_take_no_effect_is_left_out_and_said(
     assert [note.key for note in result.without_effect if note.key == key] == [key]
 
 
+OTHER_JOBS: list[tuple[dict[str, Any], str]] = [
+    (TRL | {"beta": 0.05, "max_prompt_length": 512}, "preference tuning"),
+    (TRL | {"reward_funcs": ["accuracy"], "num_generations": 8}, "reinforcement learning"),
+    (TRL | {"teacher_model_name_or_path": "org/teacher"}, "distillation"),
+    (TRL | {"center_rewards_coefficient": 0.01}, "training of a reward model"),
+    (TRL | {"num_labels": 3}, "training of a classifier"),
+    (AXOLOTL | {"hatchery": {"backend": "tinker"}}, "reinforcement learning"),
+    (AXOLOTL | {"diffusion": {"noise_schedule": "linear"}}, "diffusion"),
+    (TORCHTUNE | {"loss": {"_component_": "torchtune.rlhf.loss.DPOLoss"}}, "preference tuning"),
+    (FACTORY | {"stage": "kto"}, "preference tuning"),
+    (FACTORY | {"do_train": False, "do_predict": True}, "generation"),
+    ({"model_name_or_path": "x", "template": "qwen3", "infer_backend": "vllm"}, "generation"),
+    ({"model_name_or_path": "x", "export_dir": "out", "export_size": 5}, "an export"),
+    (
+        {"model": {"_component_": "torchtune.models.llama2.llama2_7b"}, "tasks": ["truthfulqa_mc2"]},
+        "an evaluation",
+    ),
+    ({"model_name_or_path": "x", "dataset_mixer_list": ["a", "1.0"], "with_tracking": True}, "open-instruct"),
+    ({"model": "x", "model_class": "llm", "dist_config": {"name": "fsdp2"}}, "LLaMA-Factory's version 1"),
+]
+
+
+@pytest.mark.parametrize(("tree", "job"), OTHER_JOBS)
+def test_another_job_is_told_by_its_keys(tree: dict[str, Any], job: str, migrated: Migrate) -> None:
+    with pytest.raises(UserError) as refused:
+        migrated(tree)
+    assert f"this is {job}" in refused.value.problems[0] or job in refused.value.problems[0]
+
+
+@pytest.mark.parametrize("tree", [AXOLOTL, TRL, FACTORY, TORCHTUNE])
+def test_keys_that_are_switched_off_tell_no_other_job(tree: dict[str, Any], migrated: Migrate) -> None:
+    off = {"rl": None, "beta": None, "reward_model": False, "do_predict": False, "export_dir": None}
+    migrated(tree | {key: value for key, value in off.items() if key not in tree})
+
+
+def test_an_axolotl_batch_is_that_of_a_gpu_in_a_step(migrated: Migrate) -> None:
+    own = {key: value for key, value in AXOLOTL.items() if key != "gradient_accumulation_steps"}
+    result = migrated(own | {"micro_batch_size": 2, "batch_size": 8})
+    assert result.settings["layout"].endswith("mb2-ga4") and result.settings["train.global_batch_size"] == 8
+
+
+def test_an_empty_type_is_rows_of_tokens_and_no_answers_are_off(migrated: Migrate) -> None:
+    result = migrated(
+        AXOLOTL | {"datasets": [{"path": "rows.jsonl", "type": None}], "eval_max_new_tokens": 0}
+    )
+    assert result.settings["data.train"] == [{"path": "rows.jsonl", "format": "tokens"}]
+    assert "eval.max_new_tokens" not in result.settings
+
+
+def test_a_layout_of_more_ranks_than_gpus_names_the_number(migrated: Migrate) -> None:
+    with pytest.raises(UserError, match="such as --gpus 4"):
+        migrated(
+            AXOLOTL
+            | {"context_parallel_size": 4, "fsdp_version": 2, "fsdp_config": {"reshard_after_forward": True}}
+        )
+
+
 def test_all_refusals_are_said_at_once(migrated: Migrate) -> None:
     with pytest.raises(UserError) as refused:
         migrated(AXOLOTL, rl="dpo", adapter="ia3", num_epochs="x")

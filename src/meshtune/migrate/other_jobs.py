@@ -1,0 +1,70 @@
+"""Tell files of another job than supervised fine-tuning, by the keys of trainers/jobs.toml."""
+
+import tomllib
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib.resources import files
+from typing import Any, NamedTuple
+
+from meshtune.migrate.job import is_off
+
+COMPONENTS = ("_component_", "_target_")  # keys with the name of a class or a function
+
+
+@cache
+def _jobs() -> list[dict[str, Any]]:
+    text = files("meshtune.trainers").joinpath("jobs.toml").read_text("utf-8")
+    return tomllib.loads(text)["job"]
+
+
+class OtherJob(NamedTuple):
+    """Another job than supervised fine-tuning."""
+
+    keys: tuple[str, ...]  # that tell it
+    sentence: str
+
+
+def other_job(tree: Mapping[str, Any]) -> OtherJob | None:
+    """The job of a file by the keys that tell it; None for supervised fine-tuning.
+
+    Of several jobs it is the one with most such keys.
+    """
+    told = [(list(dict.fromkeys(_signs(tree, job))), job) for job in _jobs()]
+    signs, job = max(told, key=lambda pair: len(pair[0]))
+    if not signs:
+        return None
+    keys = tuple(sign.partition(":")[0] for sign in signs)
+    shown = ", ".join(signs[:4])
+    if job.get("dialect"):
+        return OtherJob(keys, f"{shown}: this is {job['name']}, whose keys are not read.")
+    instead = f" Instead: {job['instead']}." if job["instead"] else ""
+    return OtherJob(keys, f"{shown}: this is {job['name']}, not supervised fine-tuning.{instead}")
+
+
+def _signs(tree: Mapping[str, Any], job: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what of a file tells a job: keys, keys with their value, and components."""
+    trains = tree.get("do_train") is not False
+    if trains and any(not is_off(tree.get(key)) for key in job.get("without", "").split()):
+        return
+    for key in job["keys"].split():
+        if key in tree and not is_off(tree[key]):
+            yield key
+    for key, values in job["values"].items():
+        if str(tree.get(key)).lower() in values:
+            yield f"{key}: {tree[key]}"
+    for key, name in _components(tree):
+        if any(part in name.lower() for part in job["parts"]):
+            yield f"{key}: {name}"
+
+
+def _components(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """Yield (dotted key of its section, name) of each component in a file."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            if key in COMPONENTS and isinstance(inner, str):
+                yield path, inner
+            else:
+                yield from _components(inner, f"{path}.{key}".lstrip("."))
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _components(inner, path)
