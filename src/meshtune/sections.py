@@ -151,6 +151,7 @@ class DataConfig(Section):
     )
     template_date: str | None = Field(
         default=None,
+        pattern=r"^\d{4}-(0[1-9]|1[0-2])-(0[1-9]|[12]\d|3[01])$",
         description="Day that a template with a clock writes, as 2026-01-31; null: that of the run's start.",
     )
     control_tokens: Literal["auto", "error", "text", "keep"] = Field(
@@ -196,8 +197,8 @@ class DataConfig(Section):
     @field_validator("template_date", mode="before")
     @classmethod
     def _day(cls, value: Any) -> Any:
-        """Accept a day as YAML reads it. Raises ValueError for text that is not one."""
-        return value if value is None else date.fromisoformat(str(value)).isoformat()
+        """Accept a day as YAML reads it."""
+        return value.isoformat() if isinstance(value, date) else value
 
     @field_validator("train", "eval", mode="before")
     @classmethod

@@ -10,7 +10,6 @@ import pytest
 from cases import cases
 from transformers import (
     BloomConfig,
-    CodeGenConfig,
     CohereConfig,
     FalconConfig,
     Gemma2Config,
@@ -153,10 +152,6 @@ ENDS = {"vocab_size": 2048, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id"
 OWN_ATTENTION = {
     "bloom": ("eager", BloomConfig(hidden_size=256, n_layer=4, n_head=8, **ENDS)),
     "falcon": ("sdpa", FalconConfig(hidden_size=256, num_hidden_layers=4, num_attention_heads=8, **ENDS)),
-    "codegen": (
-        "eager",
-        CodeGenConfig(n_embd=256, n_layer=4, n_head=8, n_positions=512, rotary_dim=16, **ENDS),
-    ),
     "xglm": (
         "eager",
         XGLMConfig(

@@ -83,6 +83,7 @@ ALONE = """
     data.train data.train.path data.train.weight data.train.split data.train.format data.train.columns
     data.train.roles data.train.where data.eval data.eval.path data.eval.split data.eval.format
     data.eval.columns data.eval.roles data.eval.where data.chat_template data.seq_len
+    data.control_tokens data.template_date
     data.mean_document_tokens data.packing data.overlong data.on_bad_row data.streaming data.max_samples
     data.cache train train.global_batch_size train.max_steps train.learning_rate train.lr_scheduler
     train.lr_scheduler_kwargs train.weight_decay

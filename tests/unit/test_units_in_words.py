@@ -19,6 +19,7 @@ def test_one_document_in_one_sequence_is_told_in_the_singular() -> None:
         "train": {**one, "sequences": 1, "packed": True, "efficiency": 0.5},
         "eval": None,
         "seq_len": 64,
+        "template_date": None,
         "cut": one,
         "dropped": {"empty": one},
         "bad_rows": {},
