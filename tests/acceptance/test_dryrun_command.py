@@ -282,7 +282,7 @@ def test_the_sample_of_the_page_is_what_the_command_prints(
     assert len(sample) > 12 and [line for line in sample if " ".join(line.split()) not in printed] == []
 
 
-@pytest.mark.ci
+@pytest.mark.all
 def test_the_planner_chooses_and_the_path_of_cpus_is_traced(process: Command, words: list[str]) -> None:
     ended = process("dryrun", *words, "--gpu", "cpu", "--gpus", "4", "--json")
     assert ended.code == 0, ended.err
@@ -357,7 +357,7 @@ def test_what_train_refuses_its_dry_run_refuses(
             ["layout=tp2-sp-mb1-ga4-full", "method=lora"],
             ["layout=mb2-ga2", "data.seq_len=50"],
         ],
-        ci=1,
+        ci=[["layout=mb2-ga2", "data.seq_len=50"]],
     ),
 )
 def test_the_first_step_of_the_run_is_the_simulated_one(

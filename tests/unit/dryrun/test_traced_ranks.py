@@ -95,7 +95,7 @@ def test_traces_come_back_whole_and_in_order() -> None:
     assert sorted(lines) == [f"rank {rank} of 8 traced" for rank in (0, 3, 6)]
 
 
-@pytest.mark.ci
+@pytest.mark.all
 def test_spawned_processes_trace_as_forked_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """Machines with GPUs spawn them: neither CUDA nor autograd's threads survive a fork."""
     shape = LlamaConfig(
