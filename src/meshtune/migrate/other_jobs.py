@@ -1,5 +1,6 @@
 """Tell files of another job than supervised fine-tuning, by the keys of trainers/jobs.toml."""
 
+import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -8,6 +9,7 @@ from typing import Any, NamedTuple
 
 from meshtune.migrate.job import is_off
 
+SUPERVISED = ("sft", "pt")  # LLaMA-Factory's stages
 COMPONENTS = ("_component_", "_target_")  # keys with the name of a class or a function
 
 
@@ -43,6 +45,8 @@ def other_job(tree: Mapping[str, Any]) -> OtherJob | None:
 
 def _signs(tree: Mapping[str, Any], job: Mapping[str, Any]) -> Iterator[str]:
     """Yield what of a file tells a job: keys, keys with their value, and components."""
+    if job.get("staged") and str(tree.get("stage")).lower() in SUPERVISED:  # its other keys are defaults
+        return
     trains = tree.get("do_train") is not False
     if trains and any(not is_off(tree.get(key)) for key in job.get("without", "").split()):
         return
@@ -53,8 +57,13 @@ def _signs(tree: Mapping[str, Any], job: Mapping[str, Any]) -> Iterator[str]:
         if str(tree.get(key)).lower() in values:
             yield f"{key}: {tree[key]}"
     for key, name in _components(tree):
-        if any(part in name.lower() for part in job["parts"]):
+        if any(_is_part(part, name.lower()) for part in job["parts"]):
             yield f"{key}: {name}"
+
+
+def _is_part(part: str, name: str) -> bool:
+    """Whether a word of a component's name begins with a part; "support" has no "ppo"."""
+    return part in name if "_" in part else any(word.startswith(part) for word in re.split(r"[._]", name))
 
 
 def _components(value: Any, path: str = "") -> Iterator[tuple[str, str]]:

@@ -403,6 +403,17 @@ def test_keys_that_are_switched_off_tell_no_other_job(tree: dict[str, Any], migr
     migrated(tree | {key: value for key, value in off.items() if key not in tree})
 
 
+@pytest.mark.parametrize(
+    "tree",
+    [
+        FACTORY | {"pref_beta": 0.1, "kl_coef": 0.1},  # left in a file whose stage is sft
+        TORCHTUNE | {"log": {"_component_": "my.support.corpora_logger"}},  # no PPO, no ORPO
+    ],
+)
+def test_words_and_defaults_of_other_jobs_do_not_tell_them(tree: dict[str, Any], migrated: Migrate) -> None:
+    migrated(tree)
+
+
 def test_an_axolotl_batch_is_that_of_a_gpu_in_a_step(migrated: Migrate) -> None:
     own = {key: value for key, value in AXOLOTL.items() if key != "gradient_accumulation_steps"}
     result = migrated(own | {"micro_batch_size": 2, "batch_size": 8})
