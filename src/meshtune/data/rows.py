@@ -106,6 +106,7 @@ def _example(
         return None
     if not _loss_weight(columns, notes):
         return None
+    _refuse_media(row, columns.names)
     if not source.on_purpose:
         _refuse_other_kinds(row, format_name, columns.names, dict(source.where))
     _note_unused(columns, format_name, dict(source.where), notes)
@@ -155,20 +156,24 @@ def _loss_weight(columns: Columns, notes: Notes) -> bool:
     return bool(number)
 
 
-def _refuse_other_kinds(
-    row: Mapping[str, Any], format_name: str, names: Mapping[str, str], where: Mapping[str, Any]
-) -> None:
-    """Raise BadRow for preference data, KTO rows, images, audio and video that would be trained on in part.
-
-    names: of data.columns, with which the user chose. where: of data.where.
-    """
+def _refuse_media(row: Mapping[str, Any], names: Mapping[str, str]) -> None:
+    """Raise BadRow for images, audio and video, which would be left out. names: of data.columns."""
     media = [column for column in MEDIA if row.get(column) not in EMPTY and column not in names.values()]
     if media:
         raise BadRow(
             f"column {media[0]}",
-            f"the row has {media[0]}, and meshtune trains on text; if the text is complete without it, set "
-            f"data.format={format_name}",
+            f"the row has {media[0]}, and meshtune trains on text; if the text is complete without it, take "
+            "that column out of the rows",
         )
+
+
+def _refuse_other_kinds(
+    row: Mapping[str, Any], format_name: str, names: Mapping[str, str], where: Mapping[str, Any]
+) -> None:
+    """Raise BadRow for preference data and KTO rows, which would be trained on in part.
+
+    names: of data.columns, with which the user chose. where: of data.where.
+    """
     sides = [column for column in PREFERENCE if row.get(column) not in EMPTY]
     if sides and not set(names.values()) & set(PREFERENCE):
         ours = FORMATS[format_name].needs[-1]

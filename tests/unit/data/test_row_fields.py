@@ -182,12 +182,12 @@ def test_preference_columns_beside_messages_are_refused_and_a_side_can_be_chosen
 
 
 @pytest.mark.parametrize("column", ["image", "images", "audio", "video"])
-def test_rows_with_images_or_sound_are_refused_unless_the_text_is_meant_alone(rows_of, column):
+def test_rows_with_images_or_sound_are_refused_whatever_the_format(rows_of, column):
     row = {"messages": [USER, ANSWER], column: ["a.png"]}
     with refuses(UserError):
         rows_of(row)
-    examples, notes = rows_of(row, format="messages")
-    assert len(examples) == 1 and column in notes.unused
+    with pytest.raises(UserError, match=f"the row has {column}"):
+        rows_of(row, format="messages")
     assert len(rows_of(row | {column: []})[0]) == 1
 
 
