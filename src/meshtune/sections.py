@@ -179,8 +179,9 @@ class DataConfig(Section):
         default=False,
         description="Make a row of each assistant turn, rendered as when it is generated.",
     )
-    overlong: Literal["cut", "drop", "error"] = Field(
-        default="cut", description="A document longer than seq_len is cut, dropped, or an error."
+    overlong: Literal["auto", "cut", "split", "drop", "error"] = Field(
+        default="auto",
+        description="What becomes of documents longer than seq_len; auto: plain text is split, others cut.",
     )
     max_samples: Positive | None = Field(
         default=None, description="Read only the first rows of each source, at most so many; null: all."

@@ -21,6 +21,7 @@ def test_one_document_in_one_sequence_is_told_in_the_singular() -> None:
         "seq_len": 64,
         "template_date": None,
         "cut": one,
+        "split": {},
         "dropped": {"empty": one},
         "bad_rows": {},
         "notes": Notes().values(),

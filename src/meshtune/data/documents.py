@@ -12,7 +12,7 @@ from meshtune.data.example import SHOWN, BadRow, Dropped, Example, Notes, Origin
 if TYPE_CHECKING:
     from meshtune.data.encode import Document, Encoder
 
-Overlong = Literal["cut", "drop", "error"]
+Overlong = Literal["auto", "cut", "split", "drop", "error"]
 ROWS_AT_ONCE = 1000  # examples encoded together
 
 Usable = tuple[Origin, np.ndarray, np.ndarray]  # origin, ids int32 [tokens], labelled bool [tokens]
@@ -40,6 +40,7 @@ class Tally:
     examples: int = 0  # bad rows are not among them
     bad_rows: Dropped = field(default_factory=Dropped)
     cut: Lost = field(default_factory=Lost)  # documents cut to seq_len, and the tokens behind the cut
+    split: Counter[str] = field(default_factory=Counter)  # "documents" that were split, and their "pieces"
     dropped: dict[str, Lost] = field(default_factory=dict)  # whole documents, by reason
     notes: Notes = field(default_factory=Notes)
     overlong: list[str] = field(default_factory=list)  # the first SHOWN problems under overlong="error"
@@ -50,6 +51,7 @@ class Tally:
             "rows": self.examples + self.bad_rows.total,
             "bad_rows": dict(Counter(self.bad_rows.counts).most_common()),
             "cut": vars(self.cut),
+            "split": dict(self.split),
             "dropped": {reason: vars(lost) for reason, lost in self.dropped.items()},
             "notes": self.notes.values(),
         }
@@ -58,9 +60,11 @@ class Tally:
 def usable(
     examples: Sequence[Example], encoder: "Encoder", *, seq_len: int, overlong: Overlong, tally: Tally
 ) -> list[Usable]:
-    """Encode the examples; cut or leave out documents longer than `seq_len` tokens; count them in `tally`.
+    """Encode the examples; cut, split or leave out documents longer than `seq_len` tokens; count them in
+    `tally`.
 
-    Returns the documents that are left, in order. overlong="error" leaves them out too, and adds the first
+    Returns the documents that are left, in order. overlong="auto" splits plain text and cuts what else there
+    is; "error" leaves them out too, and adds the first
     SHOWN problems to `tally.overlong`, for the caller to raise. Raises UserError for rows that can't be
     labelled if `encoder.on_bad_row` is "error"; under "skip" they are left out and counted.
 
@@ -84,6 +88,11 @@ def usable(
             if overlong == "drop":
                 tally.dropped.setdefault(f"longer than {seq_len:,} tokens", Lost()).add(labelled)
                 continue
+            if overlong == "split" or (overlong == "auto" and example.text is not None):
+                parts = list(_pieces(document, seq_len))
+                tally.split.update(documents=1, pieces=len(parts))
+                documents += [(example.origin, *part) for part in parts]
+                continue
             tally.cut.add(labelled[seq_len:])
         remaining = labelled[:seq_len]
         if not remaining.any():
@@ -93,6 +102,17 @@ def usable(
         assert not remaining[0], "no token precedes a document's first one, so it can't be predicted"
         documents.append((example.origin, ids[:seq_len], remaining))
     return documents
+
+
+def _pieces(document: "Document", seq_len: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield (ids, labelled) of the pieces of a document, each a document of its own: no token precedes its
+    first one, which is therefore not labelled. Pieces without a label are left out.
+    """
+    for start in range(0, len(document.ids), seq_len):
+        labelled = document.labelled[start : start + seq_len].copy()
+        labelled[0] = False
+        if labelled.any():
+            yield document.ids[start : start + seq_len], labelled
 
 
 def _encoded(

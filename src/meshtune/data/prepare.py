@@ -60,7 +60,7 @@ def prepare(
     *,
     seq_len: int,
     packing: bool = True,
-    overlong: Overlong = "cut",
+    overlong: Overlong = "auto",
     seed: int = 0,
     eval_split: float = 0,
     eval_sources: Sequence[Source] = (),
@@ -194,6 +194,9 @@ def sentences(stats: dict[str, Any]) -> list[str]:
             f"cut to {stats['seq_len']:,} tokens: {counted(cut['documents'], 'document')}, which lost "
             f"{counted(cut['tokens'], 'token')} ({cut['label_tokens']:,} of them labelled)"
         )
+    if split := stats["split"]:
+        pieces, documents = counted(split["pieces"], "piece"), counted(split["documents"], "document")
+        lines.append(f"split into pieces of at most {stats['seq_len']:,} tokens: {documents}, into {pieces}")
     for reason, lost in stats["dropped"].items():
         documents, tokens = counted(lost["documents"], "document"), counted(lost["tokens"], "token")
         lines.append(f"dropped, {reason}: {documents} ({tokens})")
@@ -212,7 +215,7 @@ def _write(aside: Path, build: _Build, listing: _Listing) -> dict[str, Any]:
     tally = Tally()
     digest = _write_documents(aside, build, listing, tally)
     if tally.overlong:
-        raise UserError([*tally.overlong, "Raise data.seq_len, or set data.overlong to cut or drop."])
+        raise UserError([*tally.overlong, "Raise data.seq_len, or set data.overlong to cut, split or drop."])
     offsets = mapped(aside / "offsets.npy")
     if len(offsets) == 1:
         raise UserError(["No document is left to train on.", *sentences(_stats(tally, build, {}))])

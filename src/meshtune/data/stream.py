@@ -155,7 +155,7 @@ class Stream:
                 )
         if self.tally.overlong:
             raise UserError(
-                [*self.tally.overlong, "Raise data.seq_len, or set data.overlong to cut or drop."]
+                [*self.tally.overlong, "Raise data.seq_len, or set data.overlong to cut, split or drop."]
             )
         return documents, {"rows": rows, "passes": passes, "taken": taken}
 

@@ -1,10 +1,11 @@
 """Length, rate, optimizer, labels and sequences of other trainers as settings of ours."""
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from meshtune.migrate.job import Converted, Job, NoCounterpart, NotNeeded, Refused, conversion, short
-from meshtune.migrate.sources import has_alpaca_prompts
+from meshtune.migrate.sources import has_alpaca_prompts, listed
 from meshtune.schedules import SCHEDULES
 from meshtune.trainers.values import counterpart
 
@@ -208,7 +209,13 @@ def packs(job: Job) -> bool:
 
 @conversion
 def overlong(value: Any, job: Job) -> Converted:
-    return Converted({"data.overlong": {"truncate": "cut", "raise": "error"}.get(value, value)})
+    rows = job.value("datasets", default=[])
+    kinds = {str(each.get("type")) for each in listed(rows) if isinstance(each, Mapping)}
+    if kinds == {"completion"} or job.on(
+        "pretraining_dataset"
+    ):  # axolotl splits plain text, whatever this says
+        value = "truncate"  # as `auto` does
+    return Converted({"data.overlong": {"truncate": "auto", "raise": "error"}.get(value, value)})
 
 
 @conversion

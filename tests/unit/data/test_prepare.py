@@ -24,8 +24,9 @@ from transformers import PreTrainedTokenizerFast
 from meshtune.data.batch import evaluation_batches
 from meshtune.data.cache import discard
 from meshtune.data.encode import Encoder
-from meshtune.data.example import BadRow, Source
+from meshtune.data.example import BadRow, Example, Origin, Source
 from meshtune.data.files import DataFile
+from meshtune.data.pack import LABELLED
 from meshtune.data.prepare import prepare, sentences
 from meshtune.data.progress import Progress
 from meshtune.errors import UserError
@@ -626,3 +627,27 @@ def test_a_damaged_folder_that_cannot_be_removed_is_out_of_the_way(tmp_path, mon
     monkeypatch.setattr(os, "unlink", refuse)
     discard(tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize(("overlong", "pieces"), [("auto", True), ("split", True), ("cut", False)])
+def test_a_long_text_is_trained_on_whole_in_pieces(
+    tmp_path, tokenizer_of, overlong: str, pieces: bool
+) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"text": "word " * n}) + "\n" for n in (300, 2)))
+    encoder = Encoder(tokenizer_of(), train_on="all", chat_template=None)
+    made = prepare(
+        [Source(str(file))], encoder, seq_len=64, packing=False, overlong=overlong, cache_dir=tmp_path
+    )
+    documents = [document for place in range(len(made.train)) for document in made.train.documents(place)]
+    whole = encoder.encode([Example(Origin("rows.jsonl", n), text="word " * n) for n in (300, 2)])
+    tokens = sum(len(document.ids) for document in whole)
+    if not pieces:
+        assert sorted(map(len, documents)) == sorted([64, len(whole[1].ids)])
+        return
+    assert sum(map(len, documents)) == tokens and max(map(len, documents)) == 64
+    ids = np.concatenate(sorted((d & ~LABELLED for d in documents), key=len, reverse=True))
+    assert sorted(ids.tolist()) == sorted(np.concatenate([d.ids for d in whole]).tolist())
+    assert not any(document[0] & LABELLED for document in documents)
+    assert made.stats["split"] == {"documents": 1, "pieces": len(documents) - 1}
+    assert any("split into pieces of at most 64 tokens: 1 document" in line for line in sentences(made.stats))

@@ -89,7 +89,7 @@ def test_every_key_of_a_file_is_a_setting_or_in_a_comment(file: Path) -> None:
         (AXOLOTL | {"lora_r": 4}, {"lora.r": None}),
         (
             AXOLOTL | {"train_on_inputs": True, "excess_length_strategy": "truncate"},
-            {"data.train_on": "all", "data.overlong": "cut", "data.seq_len": 512, "data.packing": False},
+            {"data.train_on": "all", "data.overlong": "auto", "data.seq_len": 512, "data.packing": False},
         ),
         (
             AXOLOTL | {"val_set_size": 0.1, "evals_per_epoch": 4, "saves_per_epoch": 2},
@@ -532,3 +532,8 @@ def test_a_broken_dump_is_named(content: bytes, tmp_path: Path) -> None:
     file.write_bytes(content)
     with refuses(UserError):
         migrate(file)
+
+
+def test_axolotls_plain_text_is_split_and_not_dropped(migrated: Migrate) -> None:
+    result = migrated(AXOLOTL | {"datasets": [{"path": "rows.jsonl", "type": "completion"}]})
+    assert result.settings["data.overlong"] == "auto" and result.settings["data.train"][0]["format"] == "text"

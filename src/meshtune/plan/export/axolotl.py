@@ -42,6 +42,7 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
     },
     "full": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
 }
+LONGER = {"auto": "truncate", "cut": "truncate", "error": "raise"}  # data.overlong -> excess_length_strategy
 
 
 def write(config: Config, layout: Layout, blocks: int, gpus_per_node: int) -> Exported:
@@ -106,7 +107,7 @@ def data(config: Config) -> dict[str, Any]:
         "sequence_len": config.data.seq_len,
         "sample_packing": config.data.packing,
         "train_on_inputs": config.data.train_on == "all",
-        "excess_length_strategy": {"cut": "truncate", "error": "raise"}.get(config.data.overlong, "drop"),
+        "excess_length_strategy": LONGER.get(config.data.overlong, "drop"),
     }
     if config.data.streaming:
         settings["streaming"] = True

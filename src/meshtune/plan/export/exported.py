@@ -141,7 +141,7 @@ def not_carried_over(tool: str, config: Config, *, random_init: bool = False) ->
     settings = ("samples", "exact_match", "keep_best", "early_stopping")
     if changed := [f"eval.{name}" for name in settings if getattr(config.eval, name)]:
         yield f"{', '.join(changed)} {'is' if len(changed) == 1 else 'are'} not carried over to {tool}."
-    if config.data.overlong != "cut":
+    if config.data.overlong not in ("auto", "cut"):
         yield f"data.overlong={config.data.overlong} is not carried over: {tool} has a rule of its own."
     if any(source.weight != 1 for source in config.data.train):
         yield f"The weights of data.train are not carried over: {tool} reads every source once per epoch."
