@@ -1,5 +1,6 @@
 """Sections of the settings tree that describe what is trained, on what and where; config.py has the tree."""
 
+from contextlib import suppress
 from datetime import date
 from typing import Annotated, Any, Literal
 from urllib.parse import urlparse
@@ -200,6 +201,14 @@ class DataConfig(Section):
     def _day(cls, value: Any) -> Any:
         """Accept a day as YAML reads it."""
         return value.isoformat() if isinstance(value, date) else value
+
+    @field_validator("template_date")
+    @classmethod
+    def _of_the_calendar(cls, value: str | None) -> str | None:
+        """Raise ValueError for a day that no month has."""
+        with suppress(ValueError):
+            return value and date.fromisoformat(value).isoformat()
+        raise ValueError("write a day of the calendar, such as 2026-01-31")
 
     @field_validator("train", "eval", mode="before")
     @classmethod

@@ -88,6 +88,7 @@ def dry_train(config: Config, nproc: int | None = None, *, log: Log = silent) ->
     decision = output.decide(config)
     if decision.start == "report":
         raise UserError(f"{decision.line} Nothing is left to simulate.")
+    config = output.with_template_date(config, decision)
     ranks, device = ranks_of(config, nproc)
     layout = choose(config, ranks).layout
     gpus = gpus_of(device_of(config.train.device))

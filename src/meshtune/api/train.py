@@ -297,9 +297,8 @@ def settled(config: Config) -> tuple[Config, bool]:
 
         with Claim(decision.run):  # clears what the killed process left
             report.try_report(decision.run)
-    data = config.data.model_copy(update={"template_date": output.template_date(config, decision)})
-    settings = {"output": str(decision.run.path), "data": data}
-    return config.model_copy(update=settings), decision.start == "report"
+    config = output.with_template_date(config, decision)
+    return config.model_copy(update={"output": str(decision.run.path)}), decision.start == "report"
 
 
 def settled_together(config: Config) -> tuple[Config, bool]:

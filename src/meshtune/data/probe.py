@@ -132,11 +132,15 @@ def adapted(message: dict, can: Writes) -> dict:
         message = in_parts(message)
     if message.get("tool_calls"):
         if can.arguments == "text":
-            calls = [with_arguments(call, json.dumps) for call in message["tool_calls"]]
+            calls = [with_arguments(call, _as_text) for call in message["tool_calls"]]
             message = message | {"tool_calls": calls}
         if not message.get("content"):
             message = message | {"content": can.call_content}
     return message
+
+
+def _as_text(arguments: Any) -> str:
+    return json.dumps(arguments, ensure_ascii=False)
 
 
 class Unwritten(NamedTuple):

@@ -63,7 +63,7 @@ def _helps(encoder: Encoder, row: Example) -> bool:
 def _candidates(encoder: Encoder) -> Iterator[Remedy]:
     """Yield the changes that are tried, those of the settings first."""
     template = str(encoder.tokenizer.chat_template or "")
-    if not encoder.split_turns:
+    if not encoder.split_turns and encoder.train_on != "all":
         yield Remedy(
             "data.split_turns=true makes each assistant turn a row of its own", {"split_turns": True}
         )

@@ -5,6 +5,7 @@
 Templates run in transformers' immutable Jinja sandbox and nowhere else.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -114,9 +115,14 @@ class Renderer:
     def treatment(self) -> Treatment:
         """The treatment of control tokens: special ones, and added ones that turns begin or end with."""
         added = [str(token) for token in self.tokenizer.added_tokens_decoder.values() if not token.special]
+        marks = [token for token in added if len(token.strip()) > 1 and not token.strip().isalnum()]
         turns = self.adapt([QUESTION, ANSWER] * 2)
-        texts = [str(self.render(part, False, None)) for part in (turns, turns[:2])] if added else []
-        of_turns = [token for token in added if any(token in text for text in texts)]
+        texts = [str(self.render(part, False, None)) for part in (turns, turns[:2])] if marks else []
+        words = re.compile(f"{QUESTION['content']}|{ANSWER['content']}")
+        around = [
+            piece for text in texts for piece in words.split(text)[1:]
+        ]  # what is written around contents
+        of_turns = [token for token in marks if any(token in piece for piece in around)]
         return Treatment(self._control_tokens, [*self.special, *of_turns], self.tokens.can_write)
 
     def messages(self, example: Example) -> list[dict]:

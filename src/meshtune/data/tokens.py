@@ -68,14 +68,15 @@ class TextTokenizer:
 
     def texts_of(self, ids: Sequence[int]) -> tuple[str, ...]:
         """Texts of tokens, of those that are in the vocabulary."""
-        return tuple(str(text) for text in self.tokenizer.convert_ids_to_tokens(list(ids)) if text)
+        known = [id for id in ids if 0 <= id < len(self.tokenizer)]
+        return tuple(str(text) for text in self.tokenizer.convert_ids_to_tokens(known) if text)
 
     def table(self, texts: Iterable[str]) -> dict[str, list[int]]:
         """ids by text, each text tokenised once. Of marked tokens, the ids of their characters."""
         unique = list(dict.fromkeys(texts))
         table = dict(zip(unique, self.ids([unmarked(text) for text in unique]), strict=True))
         for text in unique:
-            if text.startswith(START) and text.endswith(END):
+            if text.startswith(START) and text.endswith(END) and self._without_added is not None:
                 table[text] = self._as_characters(unmarked(text))
         return table
 

@@ -99,7 +99,8 @@ def migrate(file: Path, *, tool: str | None = None, gpus: int = 1, overrides: Se
     result.off += [key for key in given if key not in job.given and key not in defaults]
     refused += _convert(result, defaults, default=True)
     if other:
-        more = [each for each in refused if not each.startswith(other.keys)]
+        said = tuple(f"{key}{end}" for key in other.keys if key for end in (" ", ":"))
+        more = [each for each in refused if not each.startswith(said)]
         raise UserError([f"{file}: {other.sentence}", *more])
     if refused:
         raise UserError(refused)

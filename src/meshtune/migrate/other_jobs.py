@@ -32,6 +32,7 @@ def other_job(tree: Mapping[str, Any]) -> OtherJob | None:
     Of several jobs it is the one with most such keys.
     """
     told = [(list(dict.fromkeys(_signs(tree, job))), job) for job in _jobs()]
+    told = [([] if job.get("dialect") and len(signs) < 2 else signs, job) for signs, job in told]
     signs, job = max(told, key=lambda pair: len(pair[0]))
     if not signs:
         return None
@@ -51,7 +52,7 @@ def _signs(tree: Mapping[str, Any], job: Mapping[str, Any]) -> Iterator[str]:
     if trains and any(not is_off(tree.get(key)) for key in job.get("without", "").split()):
         return
     for key in job["keys"].split():
-        if key in tree and not is_off(tree[key]):
+        if key in tree and (job.get("dialect") or not is_off(tree[key])):
             yield key
     for key, values in job["values"].items():
         if str(tree.get(key)).lower() in values:

@@ -17,6 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from meshtune.errors import UserError, quoted
 
 CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
+READ = ("tokenizer_class", "bos_token", "eos_token", "unk_token", "pad_token")
 FILES = (CONFIG, "tokenizer.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model")
 
 
@@ -34,6 +35,8 @@ def write_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
         name for name in dict.fromkeys([*FILES, *tokenizer.vocab_files_names.values()]) if name != CONFIG
     ]
     if _unchanged(tokenizer, base):
+        # The class and these tokens may follow from config.json, which an adapter's folder has not.
+        own = {name: saved[name] for name in READ if name in saved} | own
         for name in names:
             (folder / name).unlink(missing_ok=True)
             if (base / name).is_file():

@@ -32,7 +32,7 @@ from meshtune.units import counted
 
 # Settings that may change when a run goes on. A longer or shorter run continues with the schedule of its new
 # length; the other settings do not change what a step computes.
-KEPT = ("data.template_date",)  # null: that of the run in the folder
+KEPT = ("data.template_date",)  # null: that of the run in the folder, which has none if it is older
 FREE = (
     "train.max_steps", "train.total_tokens", "train.num_epochs", "train.lr_decay_steps", "train.device",
     "eval", "checkpoint", "log", "hub", "layout", "cluster", "output", "output_exists", "data.cache",
@@ -69,14 +69,15 @@ def decide(config: Config, steps: int | None = None) -> Decision:
     raise AssertionError("candidates never end")
 
 
-def template_date(config: Config, decision: Decision) -> str:
-    """The day that the chat template writes in a run: that of the settings or, where they leave it open, of
-    the run that goes on, else today's.
+def with_template_date(config: Config, decision: Decision) -> Config:
+    """The settings with the day that the chat template writes in a run: where they leave it open, that of the
+    run that goes on, else today's.
     """
     of_run = None
     if decision.start in ("continue", "extend"):
         of_run = load(decision.run.config_file).data.template_date
-    return config.data.template_date or of_run or date.today().isoformat()
+    day = config.data.template_date or of_run or date.today().isoformat()
+    return config.model_copy(update={"data": config.data.model_copy(update={"template_date": day})})
 
 
 def decision_at(run: RunDir, config: Config, steps: int | None, *, first: bool) -> Decision | None:
@@ -248,12 +249,12 @@ def settings(config: Config, run: RunDir | None = None) -> dict[str, Any]:
 
 
 def differences(now: Any, before: Any, key: str = "") -> Iterator[str]:
-    """Yield a sentence for each setting that differs and is not FREE; one in KEPT that is null here is not.
+    """Yield a sentence for each setting that differs and is not FREE, nor in KEPT and null on a side.
 
     now, before: settings of this run and of the folder's, as plain values; key: their dotted name, "" for all
     settings. A setting that one of them lacks counts as None.
     """
-    if key in FREE or (now is None and key in KEPT):
+    if key in FREE or (key in KEPT and None in (now, before)):
         return
     if isinstance(now, dict) and isinstance(before, dict):
         for name in {**before, **now}:

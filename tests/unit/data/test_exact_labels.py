@@ -7,6 +7,7 @@ import pytest
 from chat_templates import names, special_tokens, template
 from corpus import CONVERSATIONS, TOOL, assistant, user
 from small_tokenizer import make_tokenizer
+from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerBase
 
 from meshtune.data.encode import Document, Encoder
@@ -207,6 +208,36 @@ def test_an_added_token_that_begins_a_turn_is_one_even_if_it_is_not_special() ->
     row = encoded(encoder, [user("Hi<|assistant|><tool>"), assistant("Yes")])
     assert isinstance(row, Document) and row.control == ("<|assistant|> (its characters)",)
     assert (row.ids == tokenizer.convert_tokens_to_ids("<|assistant|>")).sum() == 1
+
+
+@pytest.mark.parametrize("added", ["\n", "  ", "Yes"])
+def test_white_space_and_words_that_are_added_tokens_are_no_control_tokens(added: str) -> None:
+    """Gemma's tokenizers have line breaks among their added tokens, others runs of spaces."""
+    tokenizer = make_tokenizer("<|im_start|>", "<|im_end|>")
+    tokenizer.add_tokens([AddedToken(added, special=False)])
+    tokenizer.chat_template = CHATML
+    encoder = Encoder(tokenizer, train_on="completion", chat_template=None)
+    row = encoded(encoder, [user("Hi?"), assistant(f"one{added}two  Yes, sure")])
+    assert isinstance(row, Document) and row.control == ()
+
+
+@pytest.mark.parametrize("key", ["q", "type", "role"])
+@pytest.mark.parametrize("written", ["tojson", "as text"])
+def test_control_tokens_in_arguments_of_calls_are_found(key: str, written: str) -> None:
+    calls = "{% for c in m.tool_calls or [] %}{{ c.function.arguments" + (" | tojson" * (written == "tojson"))
+    text = CHATML.replace("m.content", "(m.content or '')").replace(
+        " + '<|im_end|>", " }}" + calls + " }}{% endfor %}{{ '<|im_end|>"
+    )
+    arguments = {key: "a<|im_end|>é"}
+    call = {"type": "function", "function": {"name": "look_up", "arguments": arguments}}
+    turns = [user("Hi?"), assistant("") | {"tool_calls": [call]}]
+    refused = encoded(encoder_of(text), turns, tools=[TOOL])
+    assert isinstance(refused, BadRow) and refused.reason == "control token in a content"
+    encoder = encoder_of(text, control_tokens="text")
+    row = encoded(encoder, turns, tools=[TOOL])
+    assert isinstance(row, Document) and len(row.control) == 1
+    assert (row.ids == encoder.tokenizer.convert_tokens_to_ids("<|im_end|>")).sum() == 2
+    assert '"a<|im_end|>é"' in str(encoder.tokenizer.decode(row.ids))
 
 
 # Remedies #

@@ -385,7 +385,15 @@ OTHER_JOBS: list[tuple[dict[str, Any], str]] = [
         {"model": {"_component_": "torchtune.models.llama2.llama2_7b"}, "tasks": ["truthfulqa_mc2"]},
         "an evaluation",
     ),
-    ({"model_name_or_path": "x", "dataset_mixer_list": ["a", "1.0"], "with_tracking": True}, "open-instruct"),
+    (
+        {
+            "model_name_or_path": "x",
+            "dataset_mixer": {"a": 1.0},
+            "use_slow_tokenizer": False,
+            "with_tracking": True,
+        },
+        "open-instruct",
+    ),
     ({"model": "x", "model_class": "llm", "dist_config": {"name": "fsdp2"}}, "LLaMA-Factory's version 1"),
 ]
 
@@ -407,6 +415,7 @@ def test_keys_that_are_switched_off_tell_no_other_job(tree: dict[str, Any], migr
     "tree",
     [
         FACTORY | {"pref_beta": 0.1, "kl_coef": 0.1},  # left in a file whose stage is sft
+        AXOLOTL | {"dpo_beta": 0.1, "orpo_alpha": 0.1, "kd_trainer": False, "kd_alpha": 0.5},  # without rl
         TORCHTUNE | {"log": {"_component_": "my.support.corpora_logger"}},  # no PPO, no ORPO
     ],
 )

@@ -84,3 +84,11 @@ def test_a_tokenizer_that_would_be_another_one_is_refused(
     tokenizer.name_or_path = ""  # its base is not known, so that `legacy` is lost
     with pytest.raises(UserError, match=r"is saved as another one: .*<s>"):
         check_written(tokenizer, [])
+
+
+def test_the_class_and_the_ends_are_written_where_config_json_has_them(base: Path, tmp_path: Path) -> None:
+    """An adapter's folder has no config.json, from which the class would follow."""
+    (base / "tokenizer_config.json").write_text(json.dumps({"model_max_length": 1024}))
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    again = read_back(tokenizer, tmp_path / "written")
+    assert type(again) is type(tokenizer) and again.special_tokens_map == tokenizer.special_tokens_map

@@ -1,6 +1,7 @@
 """The table of output.py: which folder a run writes when `output` holds one; how a run is replaced."""
 
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -305,3 +306,26 @@ def test_a_row_that_lacks_the_steps_of_the_schedule_says_nothing_of_the_rate(tmp
     run.append({"kind": "run", "total_steps": 9})
     assert folder.rate_change(run, 1, 4, lambda step: 0.5)
     assert folder.rate_change(run, 4, 4, lambda step: 0.5) is None  # nothing is left to train
+
+
+def test_a_run_keeps_the_day_of_its_start_and_older_runs_go_on_without_one(tmp_path: Path) -> None:
+    run, today = RunDir(tmp_path), date.today().isoformat()
+    free, pinned = (
+        config.load(None, ["model.name=x", *words]) for words in ([], ["data.template_date=2024-02-29"])
+    )
+    continued = output.Decision(run, "continue")
+    run.config_file.write_text(free.to_yaml())  # begun before there was such a setting
+    assert output.with_template_date(free, continued).data.template_date == today
+    run.config_file.write_text(pinned.to_yaml())
+    assert output.with_template_date(free, continued).data.template_date == "2024-02-29"
+    assert output.with_template_date(free, output.Decision(run, "begin")).data.template_date == today
+    for other in (None, "2026-01-31"):
+        trees = [{"data": {"template_date": day}} for day in ("2024-02-29", other)]
+        assert len([*output.differences(*trees)]) == (other is not None)
+        assert len([*output.differences(*reversed(trees))]) == (other is not None)
+
+
+@pytest.mark.parametrize("day", ["2026-02-31", "31.01.2026", "2026-1-3"])
+def test_a_day_that_the_calendar_lacks_is_refused(day: str) -> None:
+    with pytest.raises(UserError, match="template_date"):
+        config.load(None, ["model.name=x", f"data.template_date={day}"])
