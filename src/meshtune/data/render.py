@@ -119,9 +119,8 @@ class Renderer:
         turns = self.adapt([QUESTION, ANSWER] * 2)
         texts = [str(self.render(part, False, None)) for part in (turns, turns[:2])] if marks else []
         words = re.compile(f"{QUESTION['content']}|{ANSWER['content']}")
-        around = [
-            piece for text in texts for piece in words.split(text)[1:]
-        ]  # what is written around contents
+        # The text between and behind the contents; a system prompt of the template's own comes before them.
+        around = [piece for text in texts for piece in words.split(text)[1:]]
         of_turns = [token for token in marks if any(token in piece for piece in around)]
         return Treatment(self._control_tokens, [*self.special, *of_turns], self.tokens.can_write)
 

@@ -71,7 +71,7 @@ def decide(config: Config, steps: int | None = None) -> Decision:
 
 def with_template_date(config: Config, decision: Decision) -> Config:
     """The settings with the day that the chat template writes in a run: where they leave it open, that of the
-    run that goes on, else today's.
+    run that is resumed, else today's.
     """
     of_run = None
     if decision.start in ("continue", "extend"):
