@@ -81,7 +81,7 @@ def test_a_layout_that_does_not_end_in_time_is_named_with_the_reason(tiny: Path,
     assert "did not end within" in ended.json["layouts"][0]["failed"]
 
 
-@pytest.mark.ci
+@pytest.mark.all
 def test_the_largest_micro_batch_is_found_within_a_budget_beside_the_planner_s(
     tiny: Path, meshtune: Command
 ) -> None:
@@ -100,7 +100,7 @@ def test_the_largest_micro_batch_is_found_within_a_budget_beside_the_planner_s(
     assert refused.code == 2 and "cluster.memory_budget_gib" in refused.err
 
 
-@pytest.mark.ci
+@pytest.mark.all
 def test_with_data_the_simulation_has_its_batch_and_traces_are_written(
     tiny: Path, tmp_path: Path, settings: Callable[..., list[str]], meshtune: Command
 ) -> None:

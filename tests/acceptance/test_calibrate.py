@@ -18,7 +18,7 @@ def test_a_folder_without_runs_is_refused(meshtune: Command, tmp_path: Path) -> 
     assert "my-cluster.toml exists" in ended.err
 
 
-@pytest.mark.ci
+@pytest.mark.all
 def test_benched_layouts_calibrate_a_file_that_plans_read(
     tiny: Path, meshtune: Command, tmp_path: Path
 ) -> None:

@@ -85,7 +85,7 @@ class Terminal:
         return self.shown
 
 
-@pytest.mark.ci
+@pytest.mark.all
 def test_ctrl_c_in_a_terminal_stops_an_answer_and_ctrl_d_ends(tiny: Path) -> None:
     terminal = Terminal(
         "chat", str(tiny / "model"), "data.chat_template=chatml", "--max-new-tokens", "480",

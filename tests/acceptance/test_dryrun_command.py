@@ -356,8 +356,7 @@ def test_what_train_refuses_its_dry_run_refuses(
             ["layout=zero3x2-mb2", "data.packing=false", "train.precision=bf16"],
             ["layout=tp2-sp-mb1-ga4-full", "method=lora"],
             ["layout=mb2-ga2", "data.seq_len=50"],
-        ],
-        ci=[["layout=mb2-ga2", "data.seq_len=50"]],
+        ]
     ),
 )
 def test_the_first_step_of_the_run_is_the_simulated_one(

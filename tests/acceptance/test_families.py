@@ -95,7 +95,7 @@ def test_lora_starts_at_the_loss_of_plain_transformers_and_peft_loads_it(
     assert not torch.allclose(before, theirs, atol=1e-3), "two steps must show"
 
 
-@pytest.mark.ci
+@pytest.mark.all
 def test_a_model_with_dropout_resumes_bit_for_bit(
     folder: Callable[..., Path], train: Callable[..., loop.Run], tmp_path: Path
 ) -> None:

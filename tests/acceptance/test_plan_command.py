@@ -289,7 +289,7 @@ def test_the_first_command_of_the_readme_needs_no_hub(meshtune: Command, kept: P
     assert len(ended.err.splitlines()) <= 3
 
 
-@pytest.mark.ci
+@pytest.mark.all
 def test_the_largest_of_each_kind(plan: Plan) -> None:
     small = ["cluster.gpu=l4", "cluster.gpus=2", "train.global_batch_size=2", "--json"]
     length = plan(*small, "--max", "seq_len").json
@@ -444,7 +444,7 @@ def test_train_runs_the_layout_that_the_planner_chose(
 
 @pytest.mark.parametrize(
     "layout",
-    cases(["auto", "{tp: auto, dp_replicate: auto}", "{pp: 2, schedule: auto}"], ci=1),
+    cases(["auto", "{tp: auto, dp_replicate: auto}", "{pp: 2, schedule: auto}"]),
 )
 def test_ranks_run_the_layout_that_the_planner_chose_for_them(
     layout: str, process: Command, settings: Settings, tmp_path: Path

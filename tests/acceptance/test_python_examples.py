@@ -20,7 +20,7 @@ def test_every_script_is_tested() -> None:
     assert {file.name for file in (ROOT / "examples/python").glob("*.py")} == SCRIPTS.keys()
 
 
-@pytest.mark.parametrize("script", cases(SCRIPTS, ci=["plan.py"]))
+@pytest.mark.parametrize("script", cases(SCRIPTS))
 def test_an_example_in_python_runs(script: str, tmp_path: Path) -> None:
     for name in ("quickstart", "examples"):
         (tmp_path / name).symlink_to(ROOT / name)

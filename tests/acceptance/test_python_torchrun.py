@@ -23,7 +23,7 @@ print(f"rank {rank}: {result.summary.status} after {result.summary.steps}", file
 """
 
 
-@pytest.mark.parametrize("differ", cases([0, 1], ci=1))
+@pytest.mark.parametrize("differ", cases([0, 1]))
 def test_under_torchrun_every_rank_gets_the_result_and_all_have_the_same_rows(
     differ: int, settings: Callable[..., list[str]], tmp_path: Path
 ) -> None:

@@ -108,7 +108,7 @@ def test_tasks_of_srun_meet_and_train(
     assert RunDir(tmp_path / "run").rows("run")[0]["layout"].startswith("zero3x2")
 
 
-@pytest.mark.ci
+@pytest.mark.all
 def test_a_signal_saves_on_every_rank_and_one_rank_goes_on(
     begin_fork: Any, meshtune: Command, settings: Settings, tmp_path: Path
 ) -> None:

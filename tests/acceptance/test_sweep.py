@@ -45,7 +45,7 @@ def identity(folder: Path) -> str:
     return json.loads(database.execute("SELECT value FROM sweep WHERE name = 'id'").fetchone()[0])
 
 
-@pytest.mark.ci
+@pytest.mark.all
 def test_a_bench_and_a_refusal_are_results_and_are_not_repeated(
     tiny: Path, meshtune: Command, tmp_path: Path
 ) -> None:
@@ -148,7 +148,7 @@ def test_ctrl_c_says_how_to_go_on_and_no_process_is_left(
     assert not [*marked(identity(out))]
 
 
-@pytest.mark.ci
+@pytest.mark.all
 def test_the_tier_dryrun_simulates_each(tiny: Path, meshtune: Command, tmp_path: Path) -> None:
     tree = {**base(tiny), "cluster": {"gpu": "h100-sxm"}}
     document = {"base": tree, "axes": {"layout": ["zero3x8-mb1-ga1", "tp2-sp-mb2-ga1"]}}

@@ -298,7 +298,7 @@ def test_frozen_parameters_stay_as_they_are(
     assert row["trainable_parameters"] == sum(t.numel() for name, t in before.items() if name not in frozen)
 
 
-@pytest.mark.ci
+@pytest.mark.all
 def test_random_weights_come_from_the_seed_not_from_the_folder(
     meshtune: Command, settings: Settings, tiny: Path, tmp_path: Path
 ) -> None:

@@ -76,8 +76,7 @@ def test_a_table_of_positions_in_a_buffer_is_added_once(tmp_path: Path) -> None:
             ("lfm2", ["dp2", "zero2x2", "zero3x2-full", "pp2-1f1b"]),
             ("mamba2", ["zero1x2", "zero3x2-selective", "pp2-1f1b-full"]),
             ("zamba2", ["zero1x2", "zero3x2-full"]),
-        ],
-        ci=1,
+        ]
     ),
     ids=["lfm2", "mamba2", "zamba2"],
 )

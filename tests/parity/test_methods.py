@@ -176,7 +176,7 @@ dp2 zero3x2 zero1x2-pp2-zbv-mb1-ga8 ulysses2 tp2-sp pp2-dualpipev-mb2-ga8 pp2-zb
 """
 
 
-@pytest.mark.parametrize("layout", cases(BF16.split(), ci=["zero3x2-tp2-sp-pp2-1f1b"]))
+@pytest.mark.parametrize("layout", cases(BF16.split()))
 def test_bf16_is_as_near_to_one_rank_as_its_rounding(
     layout: str, folder: Path, rounded: Trained, reference: Callable[[str], Trained], tmp_path: Path
 ) -> None:

@@ -25,7 +25,7 @@ def test_both_copies_of_a_tied_embedding_go_on(layout: str, tmp_path: Path) -> N
     check(ours, trained(tmp_path, tmp_path / "whole", ONE, "fp64", "train.max_steps=4"), "fp64")
 
 
-@pytest.mark.parametrize("method", cases(["full", "lora"], ci=1))
+@pytest.mark.parametrize("method", cases(["full", "lora"]))
 def test_fused_projections_go_on_in_another_layout(method: str, tmp_path: Path) -> None:
     """A rank of zero3x2-tp2 has rows of keys and of values, which are far apart in the whole matrix."""
     words = ("method=lora", "lora.r=4") if method == "lora" else ()

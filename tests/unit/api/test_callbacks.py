@@ -70,7 +70,7 @@ def test_all_ranks_stop_at_the_same_step(
     assert result.summary.steps == 2 and result.summary.status == "finished"
 
 
-@pytest.mark.ci
+@pytest.mark.all
 def test_an_error_of_a_callback_ends_the_run(settings: Callable[..., list[str]], tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError, match="a bug of the callback"):
         train(config.load(None, settings()), callbacks=[Broken()])

@@ -88,7 +88,7 @@ def test_a_real_step_on_streams(layout: str) -> None:
         assert all("times as long" in text for text in differences(sent, nccl, costs(parsed).collective))
 
 
-@pytest.mark.ci
+@pytest.mark.all
 def test_every_backward_of_a_pipeline_gathers_a_block_ahead() -> None:
     """By itself FSDP2 gathers ahead in the first backward alone, where several forwards wait for theirs."""
     layout = Layout.parse("zero3x2-pp2-gpipe-mb1-ga4")

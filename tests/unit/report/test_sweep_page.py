@@ -262,7 +262,7 @@ def test_the_fastest_of_a_key_is_chosen():
     assert best([], lambda one: one.gpus) == {}
 
 
-@pytest.mark.ci
+@pytest.mark.all
 def test_the_command_takes_a_database_or_its_folder_and_writes_pictures(database, tmp_path, capsys):
     report([database.parent], png=tmp_path / "pictures", as_json=True)
     facts = json.loads(capsys.readouterr().out)
