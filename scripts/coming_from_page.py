@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from meshtune.rundir import write_text_atomically
-from meshtune.trainers.table import Entry, table
+from meshtune.trainers.table import KINDS, Entry, table
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "coming-from.md"
@@ -41,12 +41,15 @@ def section(tool: str) -> Iterator[str]:
         if entry.setting:
             ours.setdefault(entry.setting, []).append(key)
     yield from rows("setting", "its keys", ((f"`{name}`", keys) for name, keys in ours.items()))
-    for title, ignored in (("not supported", False), ("not needed", True)):
+    for kind, title in zip(
+        KINDS, ("not supported", "left out, training is the same", "not needed"), strict=True
+    ):
         reasons: dict[str, list[str]] = {}
         for key, entry in known.own.items():
-            if not entry.setting and entry.ignored == ignored:
+            if entry.kind == kind:
                 reasons.setdefault(sentence(entry), []).append(key)
-        yield from rows(title, "keys", reasons.items())
+        if reasons:
+            yield from rows(title, "keys", reasons.items())
 
 
 def sentence(entry: Entry) -> str:

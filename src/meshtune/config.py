@@ -72,7 +72,7 @@ class TrainConfig(Section):
         default="cosine", description="Course of the learning rate, a name of transformers' get_scheduler."
     )
     min_lr_ratio: float | None = Field(
-        default=None, ge=0, lt=1, description="Last learning rate as a share of the peak; null: 0."
+        default=None, ge=0, le=1, description="Last learning rate as a share of the peak; null: 0."
     )
     lr_scheduler_kwargs: dict[str, int | float | str] = Field(
         default={}, description="Further arguments of the schedule, by transformers' names, such as power: 2."

@@ -86,6 +86,8 @@ def transformers_schedule(
         name = SCHEDULES[kind].floor or kind
         floors = {"polynomial": ("lr_end", peak), "warmup_stable_decay": ("min_lr_ratio", 1.0)}
         argument, unit = floors.get(name, ("min_lr_rate", 1.0))
+        if name == "polynomial" and min_ratio == 1:  # which transformers refuses: its rate would not fall
+            return "constant_with_warmup", {}
         floor = {argument: min_ratio * unit}
     decay = {"num_decay_steps": math.ceil(DECAY_SHARE * total_steps)} if kind == "warmup_stable_decay" else {}
     return name, decay | floor | dict(arguments)

@@ -57,7 +57,8 @@ class LoraConfig(Section):
     )
     target_modules: Literal["all-linear"] | tuple[str, ...] = Field(
         default="all-linear",
-        description="Names of the linear layers that get an adapter, such as [q_proj, v_proj].",
+        description="Names of the linear layers that get an adapter, such as [q_proj, v_proj], or regular "
+        "expressions of whole names.",
     )
     use_rslora: bool = Field(
         default=False,
@@ -145,7 +146,8 @@ class DataConfig(Section):
     )
     chat_template: str | None = Field(
         default=None,
-        description="One of none, a built-in's name, training, or a file; null: the tokenizer's own.",
+        description="One of none, training, a built-in's name, a file, the Jinja text; null: the "
+        "tokenizer's own.",
     )
     chat_template_kwargs: dict[str, bool | int | float | str] = Field(
         default={}, description="Variables of the chat template, such as enable_thinking: false."

@@ -75,6 +75,11 @@ Format = Literal["auto", "text", "prompt-completion", "alpaca", "messages", "sha
 PATHS = ("model.name", "data.train", "data.eval", "data.cache", "data.chat_template", "cluster", "output")
 
 
+def is_template(text: str) -> bool:
+    """True if the text is a Jinja template, not the name of one or of a file."""
+    return "{%" in text or "{{" in text
+
+
 class Section(BaseModel):
     """Settings that belong together: a key that is no field of it is refused."""
 

@@ -40,11 +40,14 @@ def laid(tree: dict[str, Any], path: Sequence[str], value: Any) -> dict[str, Any
     return merge(tree, nested(path, value))
 
 
-def read_yaml(file: Path, settings: Collection[str] = ()) -> dict[str, Any]:
+def read_yaml(
+    file: Path, settings: Collection[str] = (), *, repeated: list[tuple[str, str]] | None = None
+) -> dict[str, Any]:
     """Read the mapping in a YAML file, {} if it is empty.
 
-    settings: as `undotted` takes them. Raises UserError if the file can't be read, is not YAML, writes a key
-    twice or holds no mapping.
+    settings: as `undotted` takes them. repeated: gets (key, value as text) of each key that is written again
+    further down, whose last value is read; None: such a key is refused. Raises UserError if the file can't be
+    read, is not YAML or holds no mapping.
     """
     try:
         if not str(file).startswith(SHELL_INPUT):
@@ -60,7 +63,9 @@ def read_yaml(file: Path, settings: Collection[str] = ()) -> dict[str, Any]:
     except ValueError as error:  # a NUL in the name
         raise UserError(f"Config {written(str(file))} cannot be read: {error}.") from None
     with explained(f"Config {file} is not YAML"):
-        tree = yaml.load(text, Loader=Bounded)
+        loader = Bounded(text)
+        loader.repeated = repeated
+        tree = loader.get_single_data()
     if tree is None:
         return {}
     if not isinstance(tree, dict):
@@ -174,6 +179,7 @@ class Bounded(yaml.SafeLoader):
     """
 
     depth = 0
+    repeated: list[tuple[str, str]] | None = None  # where keys that are written again go; None: refused
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         self.depth += 1
@@ -192,15 +198,19 @@ class Bounded(yaml.SafeLoader):
         return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key, _ in node.value:
+        seen: dict[str, yaml.Node] = {}
+        for key, value in node.value:
             if not isinstance(key, yaml.ScalarNode):
                 raise yaml.constructor.ConstructorError(None, None, "a key is no plain text", key.start_mark)
-            if key.value in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"'{key.value}' is written twice", key.start_mark
+            if (earlier := seen.get(key.value)) is not None:
+                if self.repeated is None:
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"'{key.value}' is written twice", key.start_mark
+                    )
+                self.repeated.append(
+                    (key.value, earlier.value if isinstance(earlier, yaml.ScalarNode) else "…")
                 )
-            seen.add(key.value)
+            seen[key.value] = value
         return super().construct_mapping(node, deep)
 
 

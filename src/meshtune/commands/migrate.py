@@ -21,7 +21,11 @@ def migrate(
     ],
     gpus: Annotated[
         int | None,
-        typer.Option(min=1, help="GPUs of the layout and the global batch; default: 1"),
+        typer.Option(min=1, help="GPUs of the layout and the global batch; default: --with's, or 1"),
+    ] = None,
+    launcher: Annotated[
+        Path | None,
+        typer.Option("--with", help="the accelerate or DeepSpeed file that the trainer is started with"),
     ] = None,
     tool: Annotated[
         str | None, typer.Option("--from", help="the tool, where it can't be told from the keys")
@@ -44,20 +48,20 @@ def migrate(
         raise UserError(f"--from {tool} is no tool; it is one of {', '.join(TOOLS)}.")
     if out is not None and out.exists():
         raise UserError(f"{out} exists; name another file with --out, or remove it.")
-    result = converted(Path(name), tool=tool, gpus=gpus or 1, overrides=overrides)
+    result = converted(Path(name), tool=tool, gpus=gpus, launcher=launcher, overrides=overrides)
     text = text_of(result, Path(name).name)
     if out is not None:
         write_text_atomically(out, f"{EDITOR_LINE}\n{text}")
     if as_json:
         kinds = {"unsupported": result.unsupported, "without_effect": result.without_effect}
-        kinds["ignored"] = result.ignored
+        kinds |= {"left_out": result.left_out, "ignored": result.ignored}
         show_json(
             {"tool": result.job.tool, "config": result.tree}
             | {kind: [note._asdict() for note in notes] for kind, notes in kinds.items()}
         )
     elif out is None:
         print(text, end="")
-    lost = ", ".join(note.key for note in result.unsupported)
+    lost = ", ".join(dict.fromkeys(note.key for note in result.unsupported))
     unused = ", ".join(note.key for note in result.without_effect)
     print(
         f"{f'{out}: ' if out else ''}{counted(len(result.settings), 'setting')} from "
@@ -65,5 +69,5 @@ def migrate(
         f"{f'; without effect: {unused}' if unused else ''}.",
         file=sys.stderr,
     )
-    if gpus is None and shards(result.job):
+    if result.job.gpus == 1 and gpus is None and shards(result.job):
         print(f"{name} shards over GPUs, the layout is for one; name how many with --gpus.", file=sys.stderr)

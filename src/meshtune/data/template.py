@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from meshtune.data.training import training_template
 from meshtune.errors import UserError, check_file, expanded
+from meshtune.setting_types import is_template
 
 BUILT_IN = Path(__file__).parent / "templates"
 
@@ -22,11 +23,11 @@ def built_in_templates() -> list[str]:
 def apply_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None) -> list[str]:
     """Set the tokenizer's chat template; return the tokens added to its vocabulary.
 
-    `chat_template` is a built-in's name, "training" (see training.py) or a file; None (the tokenizer's own)
-    and "none" (no template) change nothing. A template's opening comment may say `special tokens: A B`, which
-    are added where missing, and `an answer ends with: A`, which becomes the tokenizer's eos token, so that
-    generation stops where training ends an answer (`eos` keeps the one there is). The model's embeddings must
-    then be resized. A second call with the same template adds nothing.
+    `chat_template` is a built-in's name, "training" (see training.py), a file or the Jinja text; None (the
+    tokenizer's own) and "none" (no template) change nothing. A template's opening comment may say
+    `special tokens: A B`, which are added where missing, and `an answer ends with: A`, which becomes the
+    tokenizer's eos token, so that generation stops where training ends an answer (`eos` keeps the one there
+    is). The model's embeddings must then be resized. A second call with the same template adds nothing.
 
     Raises UserError for a name that is neither built in nor a file, and if the template needs an eos token
     that the tokenizer lacks.
@@ -82,6 +83,8 @@ def check_variables(variables: Mapping[str, Any], template: str | None) -> None:
 
 
 def _template_text(chat_template: str) -> str:
+    if is_template(chat_template):
+        return chat_template
     if chat_template in built_in_templates():
         return (BUILT_IN / f"{chat_template}.jinja").read_text(encoding="utf-8")
     file = expanded(chat_template)

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,8 +17,18 @@ from pydantic import ValidationError
 from meshtune import config
 from meshtune.config import Config
 from meshtune.errors import UserError, check_file, explained, type_name, written
-from meshtune.migrate import model, outputs, sharding, sources, training
-from meshtune.migrate.job import CONVERSIONS, Converted, Job, NoCounterpart, NotNeeded, Refused, flat, is_off
+from meshtune.migrate import launchers, model, outputs, sharding, sources, training
+from meshtune.migrate.job import (
+    CONVERSIONS,
+    Converted,
+    Job,
+    NoCounterpart,
+    Note,
+    NotNeeded,
+    Refused,
+    flat,
+    is_off,
+)
 from meshtune.migrate.other_jobs import other_job
 from meshtune.migrate.pickled import training_arguments
 from meshtune.setting_partners import HELD_OUT, unchecked, unmet
@@ -27,14 +38,6 @@ from meshtune.yaml_tree import merge, nested, overridden, read_yaml
 
 MODULES = (model, outputs, sharding, sources, training)  # each adds to CONVERSIONS
 ORDER = ("transformers", "trl", *(tool for tool in TOOLS if tool not in ("transformers", "trl")))
-
-
-class Note(NamedTuple):
-    """One key of the file that became no setting."""
-
-    key: str
-    value: Any
-    reason: str
 
 
 class Idle(NamedTuple):
@@ -53,8 +56,9 @@ class Migrated:
     settings: dict[str, Any] = field(default_factory=dict)  # dotted name -> value
     origins: dict[str, str] = field(default_factory=dict)  # setting -> its key in the file, with what differs
     keys: dict[str, list[str]] = field(default_factory=dict)  # setting -> its keys in the file
-    unsupported: list[Note] = field(default_factory=list)
-    ignored: list[Note] = field(default_factory=list)
+    unsupported: list[Note] = field(default_factory=list)  # training is another without them
+    left_out: list[Note] = field(default_factory=list)  # training is the same without them
+    ignored: list[Note] = field(default_factory=list)  # nothing is lost without them
     without_effect: list[Note] = field(default_factory=list)
     idle: dict[str, Idle] = field(default_factory=dict)  # dotted name -> setting that is commented out
     off: list[str] = field(default_factory=list)  # keys that switch off what is not here anyway
@@ -74,15 +78,29 @@ class Migrated:
         return config.load(None, (), self.tree)
 
 
-def migrate(file: Path, *, tool: str | None = None, gpus: int = 1, overrides: Sequence[str] = ()) -> Migrated:
+def migrate(
+    file: Path,
+    *,
+    tool: str | None = None,
+    gpus: int | None = None,
+    launcher: Path | None = None,
+    overrides: Sequence[str] = (),
+) -> Migrated:
     """Convert a file of another trainer; the result is valid for our own settings.
 
-    tool: whose file it is, one of TOOLS; None: the one that has most of its keys. gpus: that it is for.
-    overrides: section.key=value, laid over the result. Raises UserError for a file that can't be read or is
-    of no known tool, for another job than supervised fine-tuning, and where no model is named.
+    tool: whose file it is, one of TOOLS; None: the one that has most of its keys. gpus: that it is for; None:
+    the processes of `launcher`, or 1. launcher: the file of accelerate or DeepSpeed that the trainer is
+    started with. overrides: section.key=value, laid over the result. Raises UserError for a file that can't
+    be read or is of no known tool, for another job than supervised fine-tuning, and where no model is named.
     """
-    tree = read(file)
+    repeated: list[tuple[str, str]] = []
+    tree = read(file, repeated)
     tree = resolved(tree, tree)
+    if launched_by := launchers.kind_of(tree):
+        raise UserError(
+            f"{file} is a file of {launched_by}, which starts a trainer. Name the trainer's file first: "
+            f"meshtune migrate TRAINER.yaml --with {file}."
+        )
     other = other_job(tree)
     if other and not tool:
         try:
@@ -90,10 +108,16 @@ def migrate(file: Path, *, tool: str | None = None, gpus: int = 1, overrides: Se
         except UserError:  # the keys of another job are not those of a tool
             raise UserError(f"{file}: {other.sentence}") from None
     tool = tool or tool_of(tree, file)
-    given = dict(flat(tree, table(tool)))
+    launch = launchers.launch_of(launcher, tree, table(tool)) if launcher else launchers.Launch()
+    given = dict(flat(tree | launch.keys, table(tool)))
     present = {key: value for key, value in given.items() if value not in (None, "")}
-    job = Job(tool, present, file.parent, gpus, tuple(overrides))
+    job = Job(tool, present, file.parent, gpus or launch.processes or 1, tuple(overrides))
     result = Migrated(job)
+    result.unsupported += launch.unsupported
+    result.ignored += launch.ignored
+    result.ignored += [
+        Note(key, value, "the file has the key again, and its last value counts") for key, value in repeated
+    ]
     refused = list(_convert(result, job.given))
     defaults = {key: value for key, value in job.table.defaults.items() if _applies(key, result)}
     result.off += [key for key in given if key not in job.given and key not in defaults]
@@ -111,19 +135,29 @@ def migrate(file: Path, *, tool: str | None = None, gpus: int = 1, overrides: Se
     return result
 
 
-def read(file: Path) -> dict[str, Any]:
-    """Read YAML, JSON or a training_args.bin. Raises UserError for anything else."""
+def read(file: Path, repeated: list[tuple[str, str]] | None = None) -> dict[str, Any]:
+    """Read YAML, JSON or a training_args.bin. repeated: see `read_yaml`. Raises UserError for others."""
     check_file(file)
     if file.suffix == ".bin":
         dump = {key: value for key, value in training_arguments(file).items() if key in table("trl").entries}
         return dict(_set_by_somebody(dump, table(tool_of(dump, file))))
     if file.suffix == ".json":
         with explained(f"{file} is not JSON"):
-            tree = json.loads(file.read_text(encoding="utf-8"))
+            tree = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=partial(_paired, repeated))
             if not isinstance(tree, dict):
                 raise ValueError(f"it holds {type_name(tree)}, not keys and values")
             return tree
-    return read_yaml(file)
+    return read_yaml(file, repeated=repeated)
+
+
+def _paired(repeated: list[tuple[str, str]] | None, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Build an object of JSON; a key that comes again is kept in `repeated` with its earlier value."""
+    made: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in made and repeated is not None:
+            repeated.append((key, written(made[key])))
+        made[key] = value
+    return made
 
 
 def _set_by_somebody(dump: Mapping[str, Any], known: Table) -> Iterator[tuple[str, Any]]:
@@ -138,7 +172,7 @@ def _set_by_somebody(dump: Mapping[str, Any], known: Table) -> Iterator[tuple[st
 def resolved(value: Any, names: Mapping[str, Any]) -> Any:
     """Replace ${key} by what `names` has, as torchtune's OmegaConf does; read 3e-4 as a number."""
     if isinstance(value, Mapping):
-        return {key: resolved(item, names) for key, item in value.items()}
+        return {str(key): resolved(item, names) for key, item in value.items()}  # YAML reads `on:` as true
     if isinstance(value, list):
         return [resolved(item, names) for item in value]
     if isinstance(value, str) and (whole := re.fullmatch(r"\$\{(\w+)\}", value)):
@@ -179,14 +213,13 @@ def _convert(result: Migrated, keys: Mapping[str, Any], default: bool = False) -
         elif not entry.setting:
             if isinstance(value, Mapping) and any(other.startswith(f"{key}.") for other in job.given):
                 continue  # its keys follow
-            if is_off(value) and not entry.ignored:
+            if is_off(value) and entry.kind != "ignored":
                 result.off.append(key)
             elif entry.refused:
                 yield f"{key} makes this another job. {entry.reason[0].upper()}{entry.reason[1:]}."
             else:
-                (result.ignored if entry.ignored else result.unsupported).append(
-                    Note(key, value, entry.reason)
-                )
+                notes: list[Note] = getattr(result, entry.kind)
+                notes.append(Note(key, value, entry.reason))
         else:
             try:
                 made = _converted(entry, value, job)
@@ -203,7 +236,9 @@ def _convert(result: Migrated, keys: Mapping[str, Any], default: bool = False) -
             except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError):
                 yield f"{key} = {written(value)} is not what {job.table.name} takes there; correct it first."
                 continue
-            if not default and not made.settings and entry.conversion not in ("section", "elsewhere"):
+            if made.lost:
+                result.unsupported.append(Note(key, value, made.lost))
+            elif not default and not made.settings and entry.conversion not in ("section", "elsewhere"):
                 _note_without_setting(result, key, value, made.remark)
             for number, (setting, converted) in enumerate(made.settings.items()):
                 result.settings[setting] = converted

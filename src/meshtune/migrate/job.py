@@ -22,11 +22,20 @@ def is_off(value: Any) -> bool:
     return value in OFF or (isinstance(value, Mapping) and value.get("enabled") is False)
 
 
+class Note(NamedTuple):
+    """One key of the file that became no setting."""
+
+    key: str
+    value: Any
+    reason: str
+
+
 class Converted(NamedTuple):
     """Settings that one key makes."""
 
     settings: dict[str, Any]  # by dotted name; empty: the key says what is so anyway
     remark: str = ""  # what differs
+    lost: str = ""  # what has no counterpart, and changes what is trained or whether it fits
 
 
 class NoCounterpart(Exception):

@@ -1,16 +1,24 @@
 """The model, the method and the precision of other trainers as settings of ours."""
 
 import json
+import re
 from typing import Any
 
 from meshtune.migrate.job import OFF, Converted, Job, NoCounterpart, NotNeeded, Refused, conversion, short
 from meshtune.migrate.sharding import shards
+from meshtune.migrate.sources import listed
 from meshtune.migrate.training import packs
+from meshtune.trainers.values import is_pattern
 
 NO_MASTER_WEIGHTS = (
     "with fp32 master weights; axolotl has none unless it shards, which train.precision=bf16-pure is like"
 )
 PEFT_MODULES = ["q_proj", "v_proj"]  # peft's own for llama, mistral, qwen2, qwen3 and gemma
+NOT_QUANTISED = "the frozen weights are in bf16, not in 4 bits, which is about 4 times their memory"
+FUSED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}  # of Phi-3 and -4
 MLP = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -55,7 +63,8 @@ def adapter(value: Any, job: Job) -> Converted:
     if value == "lora":
         return Converted({"method": "lora"})
     if value == "qlora":
-        return Converted({"method": "lora"}, "the base is held in bf16, not in 4 bit: 4 times its memory")
+        named = job.on("load_in_4bit", "load_in_8bit")  # which is noted by itself
+        return Converted({"method": "lora"}, lost="" if named else NOT_QUANTISED)
     raise Refused(f"adapter: {value} is not offered; meshtune trains all weights or LoRA.")
 
 
@@ -74,8 +83,8 @@ def lora_or_full(value: Any, job: Job) -> Converted:
 @conversion
 def torchtune_model(value: Any, job: Job) -> Converted:
     name = short(value)
-    remark = "the base is held in bf16, not in 4 bit" if name.startswith("qlora") else ""
-    return Converted({"method": "lora" if "lora_" in name else "full"}, remark)
+    lost = NOT_QUANTISED if name.startswith("qlora") else ""
+    return Converted({"method": "lora" if "lora_" in name else "full"}, lost=lost)
 
 
 def is_lora(job: Job) -> bool:
@@ -102,7 +111,7 @@ def modules(value: Any, job: Job) -> Converted:
         raise NotNeeded("lora_target_linear takes all linear layers")
     if value == "by the model":
         return Converted({"lora.target_modules": PEFT_MODULES}, "peft's for llama, mistral, qwen and gemma")
-    names = value.split(",") if isinstance(value, str) else list(value)
+    names = value.split(",") if isinstance(value, str) and not is_pattern(value) else listed(value)
     names = [name.strip() for name in names]
     if names in (["all"], ["all-linear"], ["linear"]):
         return Converted({"lora.target_modules": "all-linear"})
@@ -120,10 +129,16 @@ def torchtune_modules(value: Any, job: Job) -> Converted:
     theirs = job.value("model.lora_attn_modules", default=[])
     names = ["o_proj" if name == "output_proj" else name for name in theirs]
     names += MLP if job.on("model.apply_lora_to_mlp") else ()
+    remark = ""
+    if len(names) == 7:
+        names = "all-linear"
+    elif re.search(r"\bphi[34]", str(job.value("model._component_"))):
+        parts = {part: fused for fused, parts in FUSED.items() for part in parts}
+        remark = "Hugging Face's Phi has one matrix for query, key and value, and one for gate and up"
+        names = [*dict.fromkeys(parts.get(name, name) for name in names)]
     head = "without the output layer, which apply_lora_to_output adds"
     return Converted(
-        {"lora.target_modules": "all-linear" if len(names) == 7 else names},
-        head if job.on("model.apply_lora_to_output") else "",
+        {"lora.target_modules": names}, remark, head if job.on("model.apply_lora_to_output") else ""
     )
 
 

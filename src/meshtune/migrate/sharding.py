@@ -8,9 +8,16 @@ from typing import Any
 from meshtune.errors import UserError
 from meshtune.layout import Layout, PartialLayout
 from meshtune.migrate.job import OFF, Converted, Job, NoCounterpart, conversion
+from meshtune.units import counted
 from meshtune.yaml_tree import read_yaml
 
 PER_NODE = 8  # GPUs that hybrid sharding shards over, where a file does not say
+STRATEGIES = {
+    "1": "full_shard",
+    "2": "shard_grad_op",
+    "3": "no_shard",
+    "4": "hybrid_shard",
+}  # accelerate's numbers
 SIZES = {"dp_replicate_size": "dp_replicate", "dp_shard_size": "dp_shard", "tp_size": "tp", "cp_size": "cp"}
 
 
@@ -35,8 +42,8 @@ def zero_of(tree: Mapping[str, Any]) -> Converted:
         for name in ("offload_optimizer", "offload_param")
         if (zero.get(name) or {}).get("device") not in OFF
     ]
-    remark = f"without {' and '.join(offloads)}: nothing is offloaded" if offloads else ""
-    return Converted({"layout.zero": int(zero.get("stage", 0))}, remark)
+    lost = f"{' and '.join(offloads)}: nothing is offloaded to the CPU" if offloads else ""
+    return Converted({"layout.zero": int(zero.get("stage", 0))}, lost=lost)
 
 
 @conversion
@@ -66,9 +73,8 @@ def sharded(job: Job) -> Converted:
     config = json.loads(config) if isinstance(config, str) else config
     config = {str(name).removeprefix("fsdp_"): entry for name, entry in config.items()}
     words = value if isinstance(value, list) else "full_shard" if value is True else str(value)
-    text = " ".join(
-        [*(words if isinstance(words, list) else [words]), str(config.get("sharding_strategy", ""))]
-    )
+    strategy = str(config.get("sharding_strategy", ""))
+    text = " ".join([*(words if isinstance(words, list) else [words]), STRATEGIES.get(strategy, strategy)])
     text = text.lower()
     if not text.strip() and not config:
         return Converted({})
@@ -82,7 +88,8 @@ def sharded(job: Job) -> Converted:
     if config.get("activation_checkpointing") not in OFF:
         settings["layout.recompute"] = "full"
     offloads = "offload" in text or config.get("offload_params") not in OFF
-    return Converted(settings, "nothing is offloaded to the CPU" if offloads else "")
+    noted = "fsdp_config.offload_params" in job.table.entries  # by itself
+    return Converted(settings, lost="nothing is offloaded to the CPU" if offloads and not noted else "")
 
 
 @conversion
@@ -91,7 +98,10 @@ def parallelism_config(value: Any, job: Job) -> Converted:
     settings = {f"layout.{ours}": int(sizes[theirs]) for theirs, ours in SIZES.items() if sizes.get(theirs)}
     if settings.get("layout.dp_shard", 1) > 1:
         settings["layout.zero"] = 3
-    return Converted(settings)
+    left = [
+        name for name, size in sizes.items() if name not in SIZES and str(size).isdigit() and int(size) > 1
+    ]
+    return Converted(settings, lost=f"{', '.join(left)}: there is no such axis" if left else "")
 
 
 @conversion
@@ -133,16 +143,21 @@ def layout_of(settings: dict[str, Any], job: Job) -> Layout:
     ranks, rest = divmod(job.gpus, split)
     zero = fields.pop("zero", 3 if job.tool == "torchtune" or fields.get("dp_shard", 1) > 1 else 0)
     copies, shards = fields.pop("dp_replicate", None), fields.pop("dp_shard", None)
+    least = split * (copies or 1) * (shards or 1)
     if not zero:
-        copies, shards = ranks, 1
+        copies, shards = copies or ranks, 1
     elif shards is None:
         shards = max(1, ranks // (copies or 1))
     copies = copies or max(1, ranks // shards)
     if rest or copies * shards != ranks:
-        least = split * (shards if zero else 1)
+        number = f"--gpus {least}"
         raise UserError(
             f"The file's tp {fields.get('tp', 1)} x cp {fields.get('cp', 1)} x data ranks {copies} x "
-            f"{shards} make no {job.gpus} GPUs; name the number that it is for, such as --gpus {least}."
+            f"{shards} are not {counted(job.gpus, 'GPU')}; name the number that it is for, such as {number}."
         )
-    data = {"dp_replicate": copies, "dp_shard": shards, "zero": zero if shards > 1 else 0}
+    data = {
+        "dp_replicate": copies,
+        "dp_shard": shards,
+        "zero": zero if shards * fields.get("cp", 1) > 1 else 0,
+    }
     return PartialLayout.parse(fields | data).known

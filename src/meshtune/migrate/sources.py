@@ -4,7 +4,7 @@ axolotl's datasets, LLaMA-Factory's names in dataset_info.json, TRL's hub ids, t
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from meshtune.migrate.job import Converted, Job, NoCounterpart, Refused, conversion, short
@@ -36,6 +36,11 @@ BUILDERS: dict[str, tuple[str, str, dict[str, str], str]] = {
     ),
     "cnn_dailymail_articles_dataset": ("ccdv/cnn_dailymail:3.0.0", "text", {"text": "article"}, "all"),
 }  # fmt: skip
+KINDS = {
+    "messages": ("messages",),
+    "prompt-completion": ("prompt", "completion"),
+    "text": ("text",),
+}  # by columns
 ALPACA = {"alpaca_dataset", "alpaca_cleaned_dataset"}
 PROMPTED = ALPACA | {"grammar_dataset", "samsum_dataset"}  # builders that write a prompt around the rows
 
@@ -66,6 +71,14 @@ def source(
     split = None if is_one_file(path) else split
     made = {"path": path, "split": split, "format": kind, "columns": renamed(columns), **more}
     return {key: value for key, value in made.items() if value}
+
+
+NEW_SHARE = "a share (weight) is drawn anew in each epoch"
+
+
+def joined(remarks: Iterable[str]) -> str:
+    """Remarks as one, each once."""
+    return "; ".join(dict.fromkeys(filter(None, remarks)))
 
 
 def lost_split(split: Any, made: Source) -> list[str]:
@@ -202,7 +215,10 @@ def llama_factory_sources(setting: str, value: Any, job: Job) -> Converted:
         names = value.split(",") if isinstance(value, str) else list(value)
         remark = f"{folder}/dataset_info.json is not here, which says where these are; write their paths"
         return Converted({setting: [f"{folder}/{name.strip()}.json" for name in names]}, remark)
-    described = json.loads(found.read_text(encoding="utf-8")) if found else {}
+    try:
+        described = json.loads(found.read_text(encoding="utf-8")) if found else {}
+    except ValueError as error:
+        raise Refused(f"{found}, which describes the data sets, is not JSON: {error}.") from None
     sources: list[Source] = []
     remarks: list[str] = []
     for name in value.split(",") if isinstance(value, str) else value:
@@ -287,6 +303,47 @@ def trl_mixture(value: Any, job: Job) -> Converted:
             sources.append(source(path, split=rows.get("split"), weight=rows.get("fraction")))
             remarks += lost_split(rows.get("split"), sources[-1])
     return Converted({"data.train": sources}, "; ".join(remarks))
+
+
+@conversion
+def handbook_mixer(value: Any, job: Job) -> Converted:
+    """The alignment handbook's {path: share of the rows}, with the same splits for all."""
+    if wrong := {path: share for path, share in value.items() if not 0 <= float(share) <= 1}:
+        raise ValueError(f"shares are from 0 to 1: {wrong}")
+    splits = listed(job.value("dataset_splits", default=["train", "test"]))
+    names = listed(job.value("dataset_configs", default=[])) or [None] * len(value)
+    evaluates = job.on("do_eval") or short(job.value("eval_strategy", "evaluation_strategy")) != "no"
+    settings: dict[str, list[Source]] = {"data.train": [], "data.eval": []}
+    remarks: list[str] = []
+    for (folder, share), name in zip(value.items(), names, strict=True):
+        path = placed(folder, None, name)[0]
+        for split in splits:
+            if "train" in split and float(share):
+                weight = float(share) if float(share) < 1 else None
+                settings["data.train"].append(source(path, split=split, weight=weight))
+                remarks += [NEW_SHARE] if weight else []
+                remarks += lost_split(split, settings["data.train"][-1])
+            elif "test" in split and evaluates and not is_one_file(path):
+                settings["data.eval"].append(source(path, split=split))
+    return Converted({key: made for key, made in settings.items() if made}, joined(remarks))
+
+
+@conversion
+def handbook_mixture(value: Any, job: Job) -> Converted:
+    """Data sets of Open R1, each with a share of its rows (weight) and the columns that are kept."""
+    sources: list[Source] = []
+    remarks: list[str] = []
+    for rows in value["datasets"]:
+        columns = listed(rows.get("columns") or [])
+        kind = next((kind for kind, names in KINDS.items() if {*names} <= {*columns}), "")
+        share = rows.get("weight")
+        weight = None if share is None or float(share) == 1 else float(share)
+        for path in placed(str(rows["id"]), None, rows.get("config")):
+            sources.append(source(path, split=rows.get("split"), kind=kind, weight=weight))
+            remarks += [NEW_SHARE] if weight else []
+            remarks += lost_split(rows.get("split"), sources[-1])
+    held = {"data.eval_split": value["test_split_size"]} if value.get("test_split_size") else {}
+    return Converted({"data.train": sources, **held}, joined(remarks))
 
 
 @conversion

@@ -7,6 +7,8 @@ from typing import Any
 from meshtune.migrate.job import Converted, Job, NoCounterpart, NotNeeded, Refused, conversion, short
 from meshtune.migrate.sources import has_alpaca_prompts, listed
 from meshtune.schedules import SCHEDULES
+from meshtune.sections import DataConfig
+from meshtune.setting_types import is_template
 from meshtune.trainers.values import counterpart
 
 TEMPLATES = ("alpaca", "chatml", "gemma", "llama3", "mistral")  # built-ins of data/templates
@@ -117,7 +119,7 @@ def optimizer(value: Any, job: Job) -> Converted:
     if ours is None:
         raise NoCounterpart(f"there is no optimizer {short(value)}; train.optimizer is adamw")
     setting, _, name = ours.write.partition("=")
-    return Converted({setting: name}, ours.why)
+    return Converted({setting: name}, lost=ours.why)
 
 
 @conversion
@@ -228,21 +230,38 @@ def truncation(value: Any, job: Job) -> Converted:
 @conversion
 def no_limit(value: Any, job: Job) -> Converted:
     if value == "no limit":
-        raise NoCounterpart("rows are cut to data.seq_len, 2048 unless it is set")
+        length = DataConfig.model_fields["seq_len"].default
+        return Converted(
+            {"data.seq_len": length}, "rows have no limit there; meshtune data counts the cut ones"
+        )
     return Converted({"data.seq_len": int(value)})
 
 
 @conversion
 def template_name(value: Any, job: Job) -> Converted:
+    if is_template(str(value)):
+        return Converted({"data.chat_template": value})
     if has_alpaca_prompts(job):
         raise NotNeeded("rows of type alpaca have a prompt of their own")
     name = str(value).removeprefix("tokenizer_default_fallback_")
+    if value != name and name in TEMPLATES:
+        return Converted({}, lost=f"where the tokenizer has no template, set data.chat_template={name}")
     if value == "tokenizer_default" or value != name:
         return Converted({})
+    if job.on("chat_template_jinja"):
+        raise NotNeeded("chat_template_jinja is the template")
     if name not in TEMPLATES:
-        raise NoCounterpart(f"there is no template {name} here; the tokenizer's own chat template is used")
+        raise NoCounterpart(
+            f"there is no template {name} here; the tokenizer's own is used, and where it has none, "
+            "data.chat_template takes a built-in's name, a file or the template itself"
+        )
     alpaca = name == "alpaca" and job.tool == "llama_factory"
     return Converted({"data.chat_template": name}, "without the first line (Below is ...)" if alpaca else "")
+
+
+@conversion
+def jinja(value: Any, job: Job) -> Converted:
+    return Converted({"data.chat_template": str(value)})
 
 
 @conversion

@@ -8,7 +8,8 @@ from typing import Any
 import yaml
 
 from meshtune.config import Config
-from meshtune.migrate.convert import Migrated, Note
+from meshtune.migrate.convert import Migrated
+from meshtune.migrate.job import Note
 from meshtune.units import printable
 
 WIDTH = 110
@@ -37,6 +38,7 @@ def text_of(result: Migrated, source: str) -> str:
         lines += idle(result, name)
     lines += [
         *notes("No counterpart:", result.unsupported),
+        *notes("Left out; what is trained is the same without:", result.left_out),
         *notes("Not needed:", result.ignored),
         *(["", *comment(f"Off, and not here anyway: {', '.join(result.off)}")] if result.off else []),
     ]

@@ -15,7 +15,8 @@ The layer keeps its name, the behaviour of its class and its own parameters; it 
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
@@ -28,6 +29,7 @@ from transformers.pytorch_utils import Conv1D
 from meshtune.errors import UserError
 from meshtune.model.anatomy import anatomy
 from meshtune.nearest import did_you_mean, nearest
+from meshtune.trainers.values import is_pattern
 
 
 class _Lora(nn.Module):
@@ -120,7 +122,8 @@ def add_lora(
     """Freeze `model` and add adapters to the target linear layers, in place; returns the layers' names.
 
     lora_rank, alpha, use_rslora: r and s above. use_dora: True for m. target_modules: names or endings of
-    names ("q_proj", "self_attn.o_proj"), or "all-linear": every linear layer but the output head.
+    names ("q_proj", "self_attn.o_proj"), regular expressions of whole names (".*mlp.(up|down)_proj"), or
+    "all-linear": every linear layer but the output head.
     layers_to_transform: indices of the blocks that get adapters; None: all, and layers outside of blocks too.
     modules_to_save: names or endings of the modules that are trained whole, and get no adapters. dtype: of
     the adapters; None: the weight's, but at least fp32. A is drawn from torch's global generator.
@@ -208,7 +211,13 @@ def _targets(model: PreTrainedModel, target_modules: str | list[str]) -> tuple[l
     problems, selected = [], set()
     for target in targets:
         matches = [name for name in linears if name == target or name.endswith(f".{target}")]
-        if not matches:
+        matches = matches or _matching(target, [*linears])
+        if not matches and is_pattern(target):
+            problems.append(
+                f"lora.target_modules: {target} is neither a linear layer's name nor a regular expression "
+                f"that matches one; names look like {next(iter(linears), 'nothing here')}."
+            )
+        elif not matches:
             leaves = sorted({name.rpartition(".")[2] for name in linears})
             hint = did_you_mean(nearest(target, leaves))
             problems.append(
@@ -227,6 +236,14 @@ def _targets(model: PreTrainedModel, target_modules: str | list[str]) -> tuple[l
             "lora.target_modules: the output head is tied to the embedding and can't be adapted by itself."
         )
     return [name for name in linears if name in selected], problems
+
+
+def _matching(pattern: str, names: Sequence[str]) -> list[str]:
+    """The names that a regular expression matches whole, as peft reads one; none for another text."""
+    try:
+        return [name for name in names if re.fullmatch(pattern, name)]
+    except re.error:
+        return []
 
 
 def adapt(

@@ -28,6 +28,7 @@ from meshtune.errors import UserError, expanded, written
 from meshtune.length import limits
 from meshtune.rundir import Row, RunDir, aside_pattern
 from meshtune.sections import SourceConfig
+from meshtune.setting_types import is_template
 from meshtune.units import counted
 
 # Settings that may change when a run goes on. A longer or shorter run continues with the schedule of its new
@@ -220,11 +221,12 @@ def resolved(config: Config, run: RunDir) -> Config:
         return tuple(source.model_copy(update={"path": absolute(source.path)}) for source in sources)
 
     template = config.data.chat_template  # a folder may have the name of a built-in one
+    is_file = bool(template) and not is_template(template) and Path(template).is_file()
     data = config.data.model_copy(
         update={
             "train": absolute_sources(config.data.train),
             "eval": absolute_sources(config.data.eval),
-            "chat_template": absolute(template) if template and Path(template).is_file() else template,
+            "chat_template": absolute(template) if is_file else template,
         }
     )
     model = config.model.model_copy(update={"name": absolute(config.model.name)})

@@ -23,8 +23,8 @@ def unknown_setting(path: Sequence[str], settings: Sequence[str], sections: Sequ
     exact = [setting for setting in settings if last(setting) == name]
     if exact and (len(exact) == 1 or not section):  # model.path may mean anything
         return f"{key} is no setting{did_you_mean(exact)}"
-    for entry in sorted(known, key=lambda entry: entry.ignored):
-        if entry.ignored:
+    for entry in sorted(known, key=lambda entry: entry.kind == "ignored"):
+        if entry.kind == "ignored":
             return f"{key} is no setting, and not needed: {entry.why}."
         return f"{key} is not supported: {entry.reason}."
     siblings = [each for each in settings if each.rpartition(".")[0] == section] if section else [*sections]

@@ -3,7 +3,9 @@
     [defaults]       the tool's value where its file leaves the key out and ours is another
     [dumped]         values in a dump of arguments (training_args.bin) that nobody has set
     [counterparts]   key = "our.setting", or ["our.setting", "conversion"] (migrate/)
-    [[unsupported]]  why, do (the remedy, if there is one), keys; refused = true: of another job
+    [[unsupported]]  why, do (the remedy, if there is one), keys: training or its memory is another without;
+                     refused = true: of another job
+    [[left_out]]     why, do, keys: training is the same without
     [[ignored]]      why nothing is lost without them, keys
 
 A key with a dot is inside a section of the tool's file; `section.*` stands for the section and all in it.
@@ -20,6 +22,9 @@ from typing import Any, NamedTuple
 TOOLS = ("axolotl", "llama_factory", "trl", "transformers", "torchtune")
 
 
+KINDS = ("unsupported", "left_out", "ignored")  # lists of keys without a counterpart
+
+
 class Entry(NamedTuple):
     """One key of a tool: its counterpart (`setting`), or why it has none."""
 
@@ -27,7 +32,7 @@ class Entry(NamedTuple):
     conversion: str = ""  # of its value; empty: the value is taken as it is
     why: str = ""  # without a counterpart
     remedy: str = ""
-    ignored: bool = False  # nothing is lost without the key
+    kind: str = ""  # without a counterpart: one of KINDS
     refused: bool = False  # with the key, a file is for another job than ours
 
     @property
@@ -65,12 +70,12 @@ def table(tool: str) -> Table:
     own = {}
     for key, value in tree["counterparts"].items():
         own[key] = Entry(value) if isinstance(value, str) else Entry(*value)
-    for kind in ("unsupported", "ignored"):
+    for kind in KINDS:
         for group in tree.get(kind, ()):
             entry = Entry(
                 why=group["why"],
                 remedy=group.get("do", ""),
-                ignored=kind == "ignored",
+                kind=kind,
                 refused=group.get("refused", False),
             )
             for key in group["keys"].split():

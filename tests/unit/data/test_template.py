@@ -318,6 +318,9 @@ def test_chatml_adds_its_tokens_and_ends_answers_with_im_end(tokenizer_of):
     assert apply_template(tokenizer, "chatml") == ["<|im_start|>", "<|im_end|>"]
     assert tokenizer.eos_token == "<|im_end|>"
     assert len(tokenizer("<|im_end|>")["input_ids"]) == 1
+    by_text = tokenizer_of()  # the setting may hold the template itself
+    assert apply_template(by_text, tokenizer.chat_template) == ["<|im_start|>", "<|im_end|>"]
+    assert by_text.chat_template == tokenizer.chat_template
 
 
 @pytest.mark.parametrize("name", built_in_templates())

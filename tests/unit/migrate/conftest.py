@@ -12,11 +12,18 @@ from meshtune.migrate.convert import Migrated, migrate
 
 @pytest.fixture
 def migrated(tmp_path: Path) -> Callable[..., Migrated]:
-    """Function(tree, gpus=…, overrides=…, **more keys) that migrates them as a YAML file."""
+    """Function(tree, gpus=…, launcher=…, overrides=…, **more keys) that migrates trees as YAML files."""
 
-    def of(tree: dict[str, Any], gpus: int = 1, overrides: tuple[str, ...] = (), **more: Any) -> Migrated:
-        file = tmp_path / "theirs.yaml"
+    def of(
+        tree: dict[str, Any],
+        gpus: int | None = None,
+        launcher: dict[str, Any] | None = None,
+        overrides: tuple[str, ...] = (),
+        **more: Any,
+    ) -> Migrated:
+        file, beside = tmp_path / "theirs.yaml", tmp_path / "launcher.yaml"
         file.write_text(yaml.safe_dump({**tree, **more}))
-        return migrate(file, gpus=gpus, overrides=overrides)
+        beside.write_text(yaml.safe_dump(launcher))
+        return migrate(file, gpus=gpus, launcher=beside if launcher else None, overrides=overrides)
 
     return of

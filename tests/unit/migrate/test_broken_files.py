@@ -70,3 +70,13 @@ def test_texts_that_yaml_could_mistake_are_written_on_one_line(text: str, tmp_pa
     ours.write_text(text_of(result, text))
     read = config.load(ours)
     assert read.data.train[0].path == text and read.data.train[0].columns == {"text": text}
+
+
+@pytest.mark.parametrize("suffix", ["yaml", "json"])
+def test_of_a_key_written_twice_the_last_value_counts(suffix: str, tmp_path: Path) -> None:
+    lines = ['"base_model": "m"', '"learning_rate": 0.1', '"sequence_len": 8', '"learning_rate": 0.2']
+    text = f"{{{', '.join(lines)}}}" if suffix == "json" else "\n".join(lines)
+    (file := tmp_path / f"theirs.{suffix}").write_text(text)
+    result = migrate(file, tool="axolotl")
+    assert result.settings["train.learning_rate"] == 0.2
+    assert [(note.key, note.value) for note in result.ignored] == [("learning_rate", "0.1")]

@@ -31,8 +31,8 @@ def test_a_dump_names_no_key_that_nobody_set(name: str, tmp_path: Path) -> None:
     file = tmp_path / "training_args.bin"
     torch.save(kind(output_dir="out", use_cpu=True, bf16=False, adam_beta2=0.95, ddp_timeout=60), file)
     result = migrate(file, overrides=["model.name=m", "data.train=a"])
-    assert [note.key for note in result.unsupported] == ["ddp_timeout"]
-    assert (result.ignored, result.without_effect) == ([], [])
+    assert [note.key for note in result.left_out] == ["ddp_timeout"]
+    assert (result.unsupported, result.ignored, result.without_effect) == ([], [], [])
     assert result.settings["train.adam_betas"] == [0.9, 0.95]
     assert result.origins["train.adam_betas"] == "adam_beta2"
     assert result.origins["train.precision"] == "bf16"

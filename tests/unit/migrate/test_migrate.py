@@ -69,9 +69,8 @@ def test_the_written_file_loads_and_is_what_was_converted(file: Path, tmp_path: 
 def test_every_key_of_a_file_is_a_setting_or_in_a_comment(file: Path) -> None:
     result = migrate(file)
     text = text_of(result, file.name)
-    noted = {note.key for note in (*result.unsupported, *result.ignored, *result.without_effect)} | {
-        *result.off
-    }
+    notes = (*result.unsupported, *result.left_out, *result.ignored, *result.without_effect)
+    noted = {note.key for note in notes} | {*result.off}
     for key, value in result.job.given.items():
         entry = result.job.table.entry(key)
         assert entry is not None
@@ -374,7 +373,8 @@ OTHER_JOBS: list[tuple[dict[str, Any], str]] = [
     (TRL | {"teacher_model_name_or_path": "org/teacher"}, "distillation"),
     (TRL | {"center_rewards_coefficient": 0.01}, "training of a reward model"),
     (TRL | {"num_labels": 3}, "training of a classifier"),
-    (AXOLOTL | {"hatchery": {"backend": "tinker"}}, "reinforcement learning"),
+    (AXOLOTL | {"hatchery": {"backend": "tinker"}}, "training in a service"),
+    (AXOLOTL | {"reward_model": True}, "training of a reward model"),
     (AXOLOTL | {"diffusion": {"noise_schedule": "linear"}}, "diffusion"),
     (TORCHTUNE | {"loss": {"_component_": "torchtune.rlhf.loss.DPOLoss"}}, "preference tuning"),
     (FACTORY | {"stage": "kto"}, "preference tuning"),

@@ -114,6 +114,19 @@ def test_an_ending_means_no_other_module(save, tmp_path):
     assert add_lora(again, lora_rank=2, alpha=4, target_modules=written) == chosen
 
 
+@pytest.mark.parametrize(
+    "pattern", [r"model.layers.[\d]+.(mlp|self_attn).(up|down|q|v)_proj", r"model\.layers\.1\..*k_proj"]
+)
+def test_a_regular_expression_means_the_layers_that_peft_finds(pattern, save):
+    names = add_lora(plain(save("llama")), lora_rank=2, alpha=4, target_modules=[pattern])
+    theirs = peft_model(save("llama"), target_modules=pattern)
+    assert names == [
+        name.removeprefix("base_model.model.")
+        for name, module in theirs.named_modules()
+        if isinstance(module, peft.tuners.lora.LoraLayer)
+    ]
+
+
 def test_rslora_does_not_fall_with_the_rank(save):
     model = plain(save("llama"))
     add_lora(model, lora_rank=16, alpha=8, use_rslora=True)
@@ -125,6 +138,7 @@ def test_rslora_does_not_fall_with_the_rank(save):
     [
         ("llama", {"layers_to_transform": [0, 7]}),
         ("llama", {"layers_to_transform": [0], "target_modules": ["lm_head"]}),
+        ("llama", {"target_modules": ["mlp.(up|down)_proj"]}),
         ("llama", {"modules_to_save": ["embed_token"]}),
         ("llama", {"modules_to_save": ["rotary_emb"]}),
         ("qwen2", {"modules_to_save": ["lm_head"]}),

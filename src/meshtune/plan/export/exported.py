@@ -7,6 +7,7 @@ from pathlib import PurePath
 from meshtune.config import Config
 from meshtune.data.example import is_url
 from meshtune.data.formats import FORMATS
+from meshtune.errors import written
 from meshtune.layout import Layout
 from meshtune.plan.tools import Tool
 from meshtune.schedules import SCHEDULES
@@ -135,7 +136,7 @@ def not_carried_over(tool: str, config: Config, *, random_init: bool = False) ->
         yield f"model.init=random is not carried over: {tool} starts from the pretrained weights."
     if config.data.chat_template:
         yield (
-            f"data.chat_template={config.data.chat_template} is not carried over: {tool} takes the "
+            f"data.chat_template={written(config.data.chat_template)} is not carried over: {tool} takes the "
             "tokenizer's."
         )
     settings = ("samples", "exact_match", "keep_best", "early_stopping")
