@@ -19,6 +19,12 @@ from meshtune.plan.kernels import STANDS_FOR
 from meshtune.yaml_tree import read_toml
 
 WITHOUT_BF16 = {"p100", "t4", "v100"}  # words of GPUs that are too old for the rates of hardware.toml
+NOT_RUN_ON = {  # maker -> words in the names of its accelerators
+    "Intel's": {"intel", "pvc", "max1550", "max1100", "gaudi", "gaudi2", "gaudi3", "hpu", "xpu"},
+    "Huawei's Ascend": {"ascend", "npu", "910a", "910b", "910c"},
+    "Google's TPUs": {"tpu"},
+    "AWS's Trainium": {"trainium", "trn1", "trn2"},
+}
 LINK_KINDS = ("nvlink", "pcie", "xgmi")
 ARCHITECTURES = tuple(STANDS_FOR)
 
@@ -75,6 +81,11 @@ def kind_named(name: str, kinds: Mapping[str, Gpu], setting: str = "cluster.gpu"
             f"{setting} = {name} is no kind of the catalogue: it has no bf16 matrix units. Describe it "
             "in a file named by cluster.hardware, and plan with train.precision=fp32; "
             "docs/planning.md#clusters has the table of a V100."
+        )
+    if others := [maker for maker, words in NOT_RUN_ON.items() if parts & words]:
+        raise UserError(
+            f"{setting} = {name}: meshtune runs on NVIDIA's GPUs, on AMD's with ROCm and on processors, not on "
+            f"{others[0]}. To compare it on paper, describe it in a file named by cluster.hardware."
         )
     near = [kind for kind in kinds if kind.startswith(plain)]
     near = near or nearest(plain, kinds) or _with_most_parts(parts, kinds)

@@ -15,7 +15,7 @@ FACTS = {
 
 
 def test_what_a_user_rents_is_there() -> None:
-    wanted = "a100-40 a100-80 h100-sxm h100-pcie h100-nvl h200 b200 gb200 mi300x l40s l4 a10g rtx-3090"
+    wanted = "a100-40 a100-80 h100-sxm h100-pcie h100-nvl h200 b200 gb200 mi250x mi300x l40s l4 a10g rtx-3090"
     wanted += " rtx-4090 rtx-5090 cpu"
     assert set(wanted.split()) <= catalogue().keys()
 

@@ -48,6 +48,8 @@ def test_a_kind_is_found_by_its_name_and_by_its_drivers(name: str, kind: str) ->
         "H100-80GB",
         "zork",
         "v100",
+        "pvc",
+        "Ascend 910B",
         "Tesla V100-SXM2-32GB",
     ],
 )
