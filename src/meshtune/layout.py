@@ -56,7 +56,7 @@ class Layout:
 
     dp_replicate: int = 1
     dp_shard: int = 1
-    zero: int = 0  # what dp_shard shards: 1 optimizer state, 2 + gradients, 3 + parameters
+    zero: int = 0  # what dp_shard and cp shard: 1 optimizer state, 2 + gradients, 3 + parameters
     cp: int = 1
     cp_method: str = "allgather"
     tp: int = 1
@@ -135,7 +135,7 @@ TOKENS = (
     Token("dp2", r"dp(\d+)", lambda size: {"dp_replicate": int(size)},
           lambda x: f"dp{x.dp_replicate}" if x.dp_replicate > 1 else ""),
     Token("zero3x4", r"zero([123])x(\d+)", lambda stage, size: {"zero": int(stage), "dp_shard": int(size)},
-          lambda x: f"zero{x.zero}x{x.dp_shard}" if x.dp_shard > 1 else ""),
+          lambda x: f"zero{x.zero}x{x.dp_shard}" if x.zero else ""),
     Token("cp2", r"(cp|ulysses)(\d+)",
           lambda kind, size: {"cp": int(size), "cp_method": "ulysses" if kind == "ulysses" else "allgather"},
           lambda x: f"{'ulysses' if x.cp_method == 'ulysses' else 'cp'}{x.cp}" if x.cp > 1 else ""),
@@ -219,10 +219,15 @@ def contradictions(layout: Layout) -> Iterator[str]:
             yield f"{row.name} is {written(value)}; it must be true or false."
     if layout.zero not in (0, 1, 2, 3):
         yield f"zero is {layout.zero}; it must be 0, 1, 2 or 3."
-    elif (layout.zero == 0) != (layout.dp_shard == 1):
+    elif layout.dp_shard > 1 and not layout.zero:
         yield (
-            f"zero={layout.zero} with dp_shard={layout.dp_shard}: zero says what dp_shard shards, so it is 0 "
-            "exactly when dp_shard is 1; write zero3x4 for ZeRO-3 over 4 ranks, dp4 for plain data parallel."
+            f"dp_shard={layout.dp_shard} without zero, which says what it shards; write zero3x4 for ZeRO-3 "
+            "over 4 ranks, dp4 for plain data parallel."
+        )
+    elif layout.zero and layout.dp_shard == 1 and layout.cp == 1:
+        yield (
+            f"zero={layout.zero} with dp_shard=1 and cp=1 has one rank to shard over; write zero3x4 for "
+            "ZeRO-3 over 4 ranks, zero3x1-cp4 for ZeRO-3 over 4 context-parallel ranks, or leave zero out."
         )
     for name, allowed in CHOICES.items():
         if getattr(layout, name) not in allowed:
@@ -256,7 +261,7 @@ def contradictions(layout: Layout) -> Iterator[str]:
 AUTO = "auto"
 BELONGS = {  # field -> what only has a meaning with it
     "dp_shard": ("zero",),
-    "cp": ("cp_method",),
+    "cp": ("cp_method", "zero"),
     "tp": ("sp", "sp_regather"),
     "sp": ("sp_regather",),
     "pp": ("schedule", "virtual_stages"),
@@ -363,7 +368,7 @@ class PartialLayout:
             zero = self.fixed.get("zero", 0) if "dp_shard" in self.open else 0
             copies = self.fixed.get("dp_replicate", 1 if zero else data)
             shards = data // copies if zero else 1
-            if shards > 1:
+            if shards > 1 or (zero and layout.cp > 1):
                 layout = replace(layout, dp_shard=shards, zero=zero)
             layout = replace(layout, dp_replicate=copies)
         each_rank, rest = divmod(global_batch_size, layout.data_ranks)

@@ -34,7 +34,8 @@ SINGLE = ["zero3x2", "tp2-sp", "ulysses2", "pp2-zbv"]  # two ranks and one techn
 GRID = [
     "zero3x2-tp2-sp-selective", "cp2-pp2-zbv", "zero1x2-ulysses2-full2", "tp4-sp", "cp2-tp2-full",
     "cp2-tp2-sp-regather", "dp2-pp2-gpipe-full", "tp2-sp-pp2-loopedbfs-v2", "ulysses2-pp2-zb-v2",
-    "zero3x2-cp2-selective2", "tp2-pp2-dualpipev-mb2-ga8", "dp2-pp2-interleaved1f1b-v2-mb2-ga4-attention",
+    "zero3x2-cp2-selective2", "zero3x1-cp2", "tp2-pp2-dualpipev-mb2-ga8",
+    "dp2-pp2-interleaved1f1b-v2-mb2-ga4-attention",
     "zero3x2-tp2-sp-pp2-1f1b-full", "dp2-zero2x2-pp2-1f1b-selective",
 ]  # fmt: skip
 Grid = Callable[[str, str], Trained]

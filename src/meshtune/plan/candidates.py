@@ -51,7 +51,8 @@ def candidates(workload: Workload, cluster: Cluster, fixed: Given) -> Columns:
     recomputation (none) are placeholders, which `with_micro_batches` replaces.
 
     Hybrids of replicas and shards: beyond EVERY_HYBRID GPUs only those with shards over all data ranks, over
-    those inside a node, or, without a pipeline, over doublings of these. Uneven degrees of tp and cp: up to
+    those inside a node, or, without a pipeline, over doublings of these. Only over context ranks: ZeRO-3, and
+    with one data rank on at most EVERY_HYBRID GPUs the other stages. Uneven degrees of tp and cp: up to
     EVERY_DEGREE GPUs, and where no others make the batch.
     """
     outer = _outer(workload, cluster, fixed)
@@ -258,13 +259,16 @@ def _shardings(
     local = math.gcd(data, max(1, cluster.node // neighbours))
     doubled = (local * 2**n for n in range(1, 12 if sizes["pp"] == 1 else 1))
     replicas = fixed.get("dp_replicate", data)
+    every_stage = (1, 2, 3) if data == 1 and cluster.gpus <= EVERY_HYBRID else (3,)
+    over_context = every_stage if sizes["cp"] > 1 else ()  # ZeRO shards over context ranks too
     few = sorted({1, local, data, max(1, data // replicas), *(n for n in doubled if data % n == 0)})
     return [
         {"dp_replicate": data // shards, "dp_shard": shards, "zero": zero}
         for shards in _allowed(fixed, "dp_shard", divisors(data) if cluster.gpus <= EVERY_HYBRID else few)
         if data % shards == 0
-        for zero in _allowed(fixed, "zero", (1, 2, 3) if shards > 1 else (0,))
-        if (zero == 0) == (shards == 1) and data // shards == fixed.get("dp_replicate", data // shards)
+        for zero in _allowed(fixed, "zero", (1, 2, 3) if shards > 1 else (0, *over_context))
+        if (zero > 0 if shards > 1 else zero == 0 or sizes["cp"] > 1)
+        and data // shards == fixed.get("dp_replicate", data // shards)
     ]
 
 

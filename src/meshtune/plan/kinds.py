@@ -84,8 +84,8 @@ def kind_named(name: str, kinds: Mapping[str, Gpu], setting: str = "cluster.gpu"
         )
     if others := [maker for maker, words in NOT_RUN_ON.items() if parts & words]:
         raise UserError(
-            f"{setting} = {name}: meshtune runs on NVIDIA's GPUs, on AMD's with ROCm and on processors, not on "
-            f"{others[0]}. To compare it on paper, describe it in a file named by cluster.hardware."
+            f"{setting} = {name}: meshtune runs on NVIDIA's GPUs, on AMD's with ROCm and on processors, not "
+            f"on {others[0]}. To compare it on paper, describe it in a file named by cluster.hardware."
         )
     near = [kind for kind in kinds if kind.startswith(plain)]
     near = near or nearest(plain, kinds) or _with_most_parts(parts, kinds)

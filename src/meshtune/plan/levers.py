@@ -168,16 +168,20 @@ def _fields(layout: Layout, blocks: int) -> Iterator[tuple[str, str, dict[str, A
         degree = getattr(layout, axis)
         for other in (2 * degree, degree // 2 if degree % 2 == 0 else 0):
             if other and (data := _other_data_ranks(layout, degree, other)):
-                yield axis, f"{axis} {other} instead of {degree}", data | _axis(layout, axis, other)
+                fields = data | _axis(layout, axis, other)
+                if fields.get("dp_shard", layout.dp_shard) * fields.get("cp", layout.cp) == 1:
+                    fields["zero"] = 0
+                yield axis, f"{axis} {other} instead of {degree}", fields
     ranks = layout.data_ranks
-    for zero in (0, 1, 2, 3) if ranks > 1 else ():
+    now = _sharded(layout.zero, layout.shard_ranks)
+    for zero in (0, 1, 2, 3) if layout.parameter_ranks > 1 else ():
         shards = ranks if zero else 1
         fields = {"zero": zero, "dp_shard": shards, "dp_replicate": ranks // shards}
-        yield "ZeRO", f"{_sharded(zero, shards)} instead of {_sharded(layout.zero, layout.dp_shard)}", fields
+        yield "ZeRO", f"{_sharded(zero, shards * layout.cp)} instead of {now}", fields
     for shards in (2 * layout.dp_shard, layout.dp_shard // 2) if layout.zero else ():
-        if shards > 1 and ranks % shards == 0:
+        if shards * layout.cp > 1 and shards and ranks % shards == 0:
             fields = {"dp_shard": shards, "dp_replicate": ranks // shards}
-            yield "ZeRO", f"{shards} shards instead of {layout.dp_shard}", fields
+            yield "ZeRO", f"{shards * layout.cp} shards instead of {layout.shard_ranks}", fields
 
 
 def _other_data_ranks(layout: Layout, degree: int, other: int) -> dict[str, Any]:
@@ -191,8 +195,6 @@ def _other_data_ranks(layout: Layout, degree: int, other: int) -> dict[str, Any]
     if ranks % other:
         return {}
     fields[axis] = ranks // other
-    if axis == "dp_shard" and fields[axis] == 1:
-        fields["zero"] = 0
     for name in ("gradient_accumulation_steps", "micro_batch_size"):
         sequences = getattr(layout, name) * other
         if sequences % degree == 0:

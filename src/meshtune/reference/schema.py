@@ -18,7 +18,7 @@ SCHEMA_FILE = Path(__file__).with_name("schema.json")
 EDITOR_LINE = f"# yaml-language-server: $schema={SCHEMA_FILE}"  # first line of a file that a command writes
 LAYOUT_FIELDS = {
     "dp_replicate": "Replicas of data parallelism.",
-    "dp_shard": "Data-parallel ranks that ZeRO shards over.",
+    "dp_shard": "Data-parallel ranks that ZeRO shards over, with those of cp.",
     "zero": "Stage: 1 shards optimizer state, 2 gradients too, 3 parameters too.",
     "cp": "Ranks that share a sequence (context parallel).",
     "cp_method": "Context parallelism by all-gathered keys and values, or by all-to-all over heads.",

@@ -181,7 +181,8 @@ def test_what_is_rejected_adds_up_to_what_was_considered(plan: Plan) -> None:
 
 def by_hand(w: Workload, cluster: Cluster) -> Iterator[Layout]:
     """Every layout of the cluster, one by one, without what is left out for a reason: tp without sp,
-    attention recomputed alone, more stages than blocks, one schedule for another.
+    attention recomputed alone, more stages than blocks, one schedule for another, ZeRO-1 and -2 over
+    context ranks beside replicas.
     """
     gpus = cluster.gpus
     axes = (
@@ -193,7 +194,8 @@ def by_hand(w: Workload, cluster: Cluster) -> Iterator[Layout]:
     )
     for tp, cp, pp, data in axes:
         for shards in divisors(data):
-            for zero in (1, 2, 3) if shards > 1 else (0,):
+            over_context = () if cp == 1 else (1, 2, 3) if data == 1 else (3,)
+            for zero in (1, 2, 3) if shards > 1 else (0, *over_context):
                 for method in ("allgather", "ulysses") if cp > 1 else ("allgather",):
                     for schedule, virtual in pipelines(pp, w.traits.blocks):
                         each = w.global_batch_size // data if w.global_batch_size % data == 0 else 0
