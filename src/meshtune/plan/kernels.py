@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from meshtune.plan.hardware import Gpu
 
 STANDS_FOR = {  # architecture -> the one whose kernels stand for its own where these have no table
-    "ada": "ampere", "blackwell": "hopper", "cdna3": "hopper", "cdna2": "cdna3", "volta": "ampere",
-    "cpu": "ampere", "ampere": "hopper", "hopper": "blackwell",
+    "ada": "ampere", "blackwell": "hopper", "cdna3": "hopper", "volta": "ampere", "cpu": "ampere",
+    "ampere": "hopper", "hopper": "blackwell",
 }  # fmt: skip
 
 
