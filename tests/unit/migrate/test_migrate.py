@@ -220,9 +220,26 @@ def test_sharding_becomes_a_layout(
     assert Layout.parse(layout).world == gpus and Layout.parse(layout).global_batch_size == batch
 
 
-def test_sizes_that_do_not_make_the_gpus_are_refused(migrated: Migrate) -> None:
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"tensor_parallel_size": 4},
+        {"dp_replicate_size": 2, "dp_shard_size": 4, "tensor_parallel_size": 2},
+        {"dp_replicate_size": 2},
+    ],
+)
+def test_sizes_that_do_not_make_the_gpus_are_refused(sizes: dict[str, int], migrated: Migrate) -> None:
     with refuses(UserError):
-        migrated(AXOLOTL, tensor_parallel_size=4)
+        migrated(AXOLOTL, **sizes)
+
+
+@pytest.mark.parametrize(
+    "sharding",
+    [{"fsdp_config": {"reshard_after_forward": True}}, {"deepspeed": {"zero_optimization": {"stage": 3}}}],
+)
+def test_parameters_are_sharded_over_context_ranks(sharding: dict[str, Any], migrated: Migrate) -> None:
+    result = migrated(AXOLOTL, gpus=4, context_parallel_size=4, **sharding)
+    assert result.settings["layout"] == "zero3x1-cp4-mb1-ga1"
 
 
 @pytest.mark.parametrize(
