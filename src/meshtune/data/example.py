@@ -142,6 +142,7 @@ class Notes:
     unwritten: Counter[str] = field(default_factory=Counter)  # messages, by what the chat template leaves out
     unstopped: Counter[str] = field(default_factory=Counter)  # labelled turns, by an end that stops nothing
     control: Counter[str] = field(default_factory=Counter)  # messages, by a control token in their content
+    repeated: Counter[str] = field(default_factory=Counter)  # rows, by a token that they hold at an end
 
     def values(self) -> dict[str, dict[str, int]]:
         """The counts as JSON-able values."""
@@ -165,6 +166,10 @@ def notes_sentences(notes: dict[str, dict[str, int]]) -> list[str]:
     lines += [
         f"control token in contents, {how}: {counted(count, 'message')}"
         for how, count in notes["control"].items()
+    ]
+    lines += [
+        f"rows that {what} already, which is not added again: {count:,}"
+        for what, count in notes["repeated"].items()
     ]
     return lines + [
         _unstopped(end, counted(count, "labelled turn")) for end, count in notes["unstopped"].items()
