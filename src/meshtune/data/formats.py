@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from meshtune.data.example import BadRow, Example, Origin, Source, name_of
-from meshtune.data.messages import ROLES, message_of
+from meshtune.data.messages import ROLES, is_absent, message_of
 from meshtune.data.tokenised import MASKS, ids_of
 from meshtune.errors import UserError, type_name
 
 SYSTEM_ROLES = ("system", "developer")
-EMPTY: tuple[Any, ...] = (None, "", [], {})  # values of a column that has nothing in a row
 SUGGESTIONS: tuple[dict[str, str], ...] = (  # our names: those of well-known data sets
     {"instruction": "instruction", "input": "context", "output": "response"},
     {"instruction": "instruction", "output": "response"},
@@ -117,7 +116,7 @@ def _answered(origin: Origin, columns: Columns, prompt: str, answer: str) -> Exa
     """
     completion = columns.text(answer, empty="empty answer")
     turns = _history(columns)
-    if not turns and columns.get("system") in EMPTY and columns.get("tools") in EMPTY:
+    if not turns and is_absent(columns.get("system")) and is_absent(columns.get("tools")):
         return Example(origin, prompt=prompt, completion=completion)
     turns += [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
     return _conversation(origin, columns, turns)
@@ -125,7 +124,7 @@ def _answered(origin: Origin, columns: Columns, prompt: str, answer: str) -> Exa
 
 def _history(columns: Columns) -> list[dict]:
     """Turns of the column history, a list of [prompt, answer] pairs. Raises BadRow for anything else."""
-    if columns.get("history") in EMPTY:
+    if is_absent(columns.get("history")):
         return []
     turns = []
     for pair in columns.items("history"):
@@ -151,7 +150,7 @@ def _conversation(origin: Origin, columns: Columns, turns: list) -> Example:
     read = [message_of(value, number, columns.roles) for number, value in enumerate(turns, 1)]
     messages, masks = [message for message, _ in read], [mask for _, mask in read]
     system = columns.get("system")
-    if system not in EMPTY:
+    if not is_absent(system):
         system = columns.text("system")
         own = messages[0].get("content") if messages and messages[0]["role"] in SYSTEM_ROLES else None
         if own is not None and own != system:
@@ -164,7 +163,7 @@ def _conversation(origin: Origin, columns: Columns, turns: list) -> Example:
             masks.insert(0, None)
     if not messages:
         raise BadRow("no messages", "the conversation is empty")
-    tools = None if columns.get("tools") in EMPTY else columns.items("tools")
+    tools = None if is_absent(columns.get("tools")) else columns.items("tools")
     return Example(origin, messages=tuple(messages), masks=tuple(masks) if any(masks) else None, tools=tools)
 
 

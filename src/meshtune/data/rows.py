@@ -23,7 +23,8 @@ from meshtune.data.example import (
     Source,
     bad_rows_error,
 )
-from meshtune.data.formats import EMPTY, FORMATS, OPTIONAL, Columns, detect
+from meshtune.data.formats import FORMATS, OPTIONAL, Columns, detect
+from meshtune.data.messages import is_absent
 from meshtune.errors import UserError, type_name
 
 RawRow = tuple[Origin, Any]  # the value: a dict of columns, a BadRow from the reader, or any other JSON value
@@ -158,7 +159,7 @@ def _loss_weight(columns: Columns, notes: Notes) -> bool:
 
 def _refuse_media(row: Mapping[str, Any], names: Mapping[str, str]) -> None:
     """Raise BadRow for images, audio and video, which would be left out. names: of data.columns."""
-    media = [column for column in MEDIA if row.get(column) not in EMPTY and column not in names.values()]
+    media = [column for column in MEDIA if not is_absent(row.get(column)) and column not in names.values()]
     if media:
         raise BadRow(
             f"column {media[0]}",
@@ -174,7 +175,7 @@ def _refuse_other_kinds(
 
     names: of data.columns, with which the user chose. where: of data.where.
     """
-    sides = [column for column in PREFERENCE if row.get(column) not in EMPTY]
+    sides = [column for column in PREFERENCE if not is_absent(row.get(column))]
     if sides and not set(names.values()) & set(PREFERENCE):
         ours = FORMATS[format_name].needs[-1]
         raise BadRow(
@@ -197,7 +198,7 @@ def _note_unused(columns: Columns, format_name: str, where: Mapping[str, Any], n
     form = FORMATS[format_name]
     read = {columns.names.get(name, name) for name in (*form.needs, *form.reads, "loss_weight")}
     for column, value in columns.row.items():
-        if column not in read and column not in where and value not in EMPTY:
+        if column not in read and column not in where and not is_absent(value):
             notes.unused[str(column)] += 1
 
 
