@@ -5,6 +5,7 @@ Nothing here reads a file, so planning can import it.
 
 import re
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -112,6 +113,19 @@ class BadRow(Exception):
         """
         self.reason = reason
         super().__init__(detail or reason)
+
+
+def is_absent(value: Any, levels: int = 5) -> bool:
+    """Whether an optional field holds nothing: null, blank, [] or {}, the JSON text of one, or only these.
+
+    levels: of lists and objects that are looked into.
+    """
+    if isinstance(value, str):
+        return "".join(value.split()) in ("", "[]", "{}", "null")
+    if isinstance(value, list | tuple | Mapping):
+        inside = value.values() if isinstance(value, Mapping) else value
+        return levels > 0 and all(is_absent(inner, levels - 1) for inner in inside)
+    return value is None
 
 
 @dataclass

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from meshtune.data.example import BadRow, Mask
+from meshtune.data.example import BadRow, Mask, is_absent
 from meshtune.data.thought import REASONING
 from meshtune.errors import type_name, written
 
@@ -25,15 +25,6 @@ SHAREGPT_ROLES = {
 TEXT_PARTS = ("text", "input_text", "output_text")  # types of content parts, as OpenAI's two APIs name them
 MASKS = ("weight", "train", "training")  # keys of a message: OpenAI's and Mistral's; axolotl's
 MASKS_WITHIN = ("train_detail", "training_detail")  # axolotl's, of parts of a message
-
-
-def is_absent(value: Any) -> bool:
-    """Whether an optional field holds nothing: null, blank, [] or {}, the JSON text of one, or only these."""
-    if isinstance(value, str):
-        return "".join(value.split()) in ("", "[]", "{}", "null")
-    if isinstance(value, list | tuple | Mapping):
-        return all(map(is_absent, value.values() if isinstance(value, Mapping) else value))
-    return value is None
 
 
 def message_of(value: Any, number: int, roles: Mapping[str, str]) -> tuple[dict, Mask | None]:

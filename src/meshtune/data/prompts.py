@@ -9,11 +9,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from meshtune.data.example import SHOWN, BadRow, Example, Origin, Source
+from meshtune.data.columns import Columns, unused_columns
+from meshtune.data.example import SHOWN, BadRow, Example, Origin, Source, is_absent
 from meshtune.data.files import files
-from meshtune.data.formats import FORMATS, Columns, instruction
+from meshtune.data.formats import FORMATS, instruction
 from meshtune.data.limits import checked_text
-from meshtune.data.messages import is_absent
 from meshtune.data.readers import raw_rows
 from meshtune.errors import UserError, type_name
 
@@ -131,4 +131,4 @@ def expected(example: Example) -> str:
 def _unused(columns: Columns) -> Iterator[str]:
     """Yield the columns of a row that have a value and are neither the prompt nor what is expected."""
     read = {columns.names.get(name, name) for name in (*FORMS, *OTHERS)}
-    yield from (str(name) for name, value in columns.row.items() if name not in read and not is_absent(value))
+    yield from unused_columns(columns.row, read)

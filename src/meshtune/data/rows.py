@@ -12,6 +12,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from meshtune.data.columns import Columns, column_names, has, reach, unused_columns
 from meshtune.data.example import (
     SHOWN,
     BadRow,
@@ -22,9 +23,9 @@ from meshtune.data.example import (
     Origin,
     Source,
     bad_rows_error,
+    is_absent,
 )
-from meshtune.data.formats import FORMATS, OPTIONAL, Columns, detect
-from meshtune.data.messages import is_absent
+from meshtune.data.formats import FORMATS, OPTIONAL, detect
 from meshtune.errors import UserError, type_name
 
 RawRow = tuple[Origin, Any]  # the value: a dict of columns, a BadRow from the reader, or any other JSON value
@@ -63,9 +64,9 @@ def examples(
     for origin, row in raw_rows:
         rows += 1
         if unseen and isinstance(row, dict):
-            unseen = {ours: theirs for ours, theirs in unseen.items() if theirs not in row}
+            unseen = {ours: theirs for ours, theirs in unseen.items() if not has(row, theirs)}
         if format_name is None and isinstance(row, dict):  # once per source, on its first row with columns
-            format_name = detect(source, [str(column) for column in row])
+            format_name = detect(source, column_names(row, dict(source.columns).values()))
         try:
             # Without a format yet, the row has no columns, and so it is bad whatever the format is.
             example = _example(origin, row, format_name or "text", source, needs_answer, notes)
@@ -125,9 +126,10 @@ def _where(row: Mapping[str, Any], where: Mapping[str, Any]) -> bool:
     A text in the row, as csv has them, is compared as text: "true", "1.0".
     """
     for column, wanted in where.items():
-        if column not in row:
-            raise BadRow(f"no column {column}", f"column {column} (data.where) is missing")
-        value = row[column]
+        try:
+            value = reach(row, column)
+        except KeyError:
+            raise BadRow(f"no column {column}", f"column {column} (data.where) is missing") from None
         if isinstance(value, str) and not isinstance(wanted, str):
             value, wanted = value.lower(), str(wanted).lower()
         elif isinstance(value, bool) != isinstance(wanted, bool):
@@ -196,10 +198,8 @@ def _refuse_other_kinds(
 def _note_unused(columns: Columns, format_name: str, where: Mapping[str, Any], notes: Notes) -> None:
     """Count the columns of a row that have a value and are not read."""
     form = FORMATS[format_name]
-    read = {columns.names.get(name, name) for name in (*form.needs, *form.reads, "loss_weight")}
-    for column, value in columns.row.items():
-        if column not in read and column not in where and not is_absent(value):
-            notes.unused[str(column)] += 1
+    read = {columns.names.get(name, name) for name in (*form.needs, *form.reads, "loss_weight")} | {*where}
+    notes.unused.update(unused_columns(columns.row, read))
 
 
 def last_answer(messages: Sequence[dict]) -> int | None:
