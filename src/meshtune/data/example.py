@@ -151,6 +151,9 @@ class Notes:
 
     masks: Counter[str] = field(default_factory=Counter)  # messages (rows: loss_weight) by "weight: 0"
     left_out: Counter[str] = field(default_factory=Counter)  # rows, by the rule that leaves them out
+    compared: Counter[str] = field(
+        default_factory=Counter
+    )  # rows, by "rule of data.where\tvalue it differs from"
     unused: Counter[str] = field(default_factory=Counter)  # rows by the name of a column that is not read
     unfound: Counter[str] = field(default_factory=Counter)  # sources by "ours to theirs" of data.columns
     unwritten: Counter[str] = field(default_factory=Counter)  # messages, by what the chat template leaves out
@@ -170,6 +173,10 @@ def notes_sentences(notes: dict[str, dict[str, int]]) -> list[str]:
         counts = ", ".join(f"{count:,} by {rule}" for rule, count in masks.items())
         lines.append(f"trained on, or not, as the rows say: {counts}")
     lines += [f"rows left out by {rule}: {count:,}" for rule, count in notes["left_out"].items()]
+    values: dict[str, list[str]] = {}
+    for key in notes["compared"]:
+        values.setdefault(key.partition("\t")[0], []).append(key.partition("\t")[2])
+    lines += [f"data.where compared {rule}, with {', '.join(others)}" for rule, others in values.items()]
     if unused := notes["unused"]:
         lines.append(f"columns that are not used: {', '.join(unused)}")
     lines += [f"data.columns maps {names}, which no row has" for names in notes["unfound"]]

@@ -103,8 +103,10 @@ def _example(
     if not isinstance(row, dict):
         raise BadRow("wrong type", f"the row is {type_name(row)}, expected an object")
     columns = Columns(row, dict(source.columns), dict(source.roles))
-    if not _where(row, dict(source.where)):
+    if (other := _other(row, dict(source.where))) is not None:
         notes.left_out["data.where"] += 1
+        if other in notes.compared or len(notes.compared) < SHOWN:
+            notes.compared[other] += 1
         return None
     if not _loss_weight(columns, notes):
         return None
@@ -120,8 +122,9 @@ def _example(
     return example
 
 
-def _where(row: Mapping[str, Any], where: Mapping[str, Any]) -> bool:
-    """Whether each column of `where` has its value in the row. Raises BadRow if the row lacks the column.
+def _other(row: Mapping[str, Any], where: Mapping[str, Any]) -> str | None:
+    """The first column of `where` that has another value in the row, as `Notes.compared`; None if all have
+    theirs. Raises BadRow if the row lacks the column.
 
     A text in the row, as csv has them, is compared as text: "true", "1.0".
     """
@@ -131,12 +134,21 @@ def _where(row: Mapping[str, Any], where: Mapping[str, Any]) -> bool:
         except KeyError:
             raise BadRow(f"no column {column}", f"column {column} (data.where) is missing") from None
         if isinstance(value, str) and not isinstance(wanted, str):
-            value, wanted = value.lower(), str(wanted).lower()
-        elif isinstance(value, bool) != isinstance(wanted, bool):
-            return False  # True == 1 in Python, not in JSON
-        if value != wanted:
-            return False
-    return True
+            same = value.lower() == str(wanted).lower()
+        else:  # True == 1 in Python, not in JSON
+            same = isinstance(value, bool) == isinstance(wanted, bool) and value == wanted
+        if not same:
+            texts = [json.dumps(each, ensure_ascii=False, default=str)[:60] for each in (wanted, value)]
+            return f"{column}: {texts[0]}{_reading(wanted) if isinstance(value, str) else ''}\t{texts[1]}"
+    return None
+
+
+def _reading(wanted: Any) -> str:
+    """Clause on what YAML reads where no quotes are; "" for a text."""
+    if isinstance(wanted, bool):
+        words = ("yes", "on") if wanted else ("no", "off")
+        return f' (YAML\'s reading of {" and ".join(words)} too; write "{words[0]}" in quotes for the text)'
+    return "" if isinstance(wanted, str) else " (a number; write it in quotes for the text)"
 
 
 def _loss_weight(columns: Columns, notes: Notes) -> bool:

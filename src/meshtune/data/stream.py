@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from meshtune.data.documents import ROWS_AT_ONCE, Overlong, Tally, Usable, usable
-from meshtune.data.example import Example, Notes, OnBadRow, Source
+from meshtune.data.example import Example, Notes, OnBadRow, Source, notes_sentences
 from meshtune.data.pack import Dataset, in_memory, pack, singles
 from meshtune.data.readers import read
 from meshtune.errors import UserError
@@ -123,7 +123,10 @@ class Stream:
             documents, after = self._documents(after, readers)
             if not documents and min(after["passes"]) > min(place["passes"]) + 1:
                 raise UserError(
-                    "A whole pass through the stream gave no document to train on: check its rows."
+                    [
+                        "A whole pass through the stream gave no document to train on: check its rows.",
+                        *notes_sentences(self.tally.notes.values()),
+                    ]
                 )
         return self._pack(documents, place), after
 

@@ -305,3 +305,17 @@ def test_empty_content_parts_are_left_out(rows_of):
 def test_an_answer_of_empty_json_is_an_answer(rows_of, answer):
     (example,), _ = rows_of({"messages": [USER, ANSWER | {"content": answer}]})
     assert example.messages[1]["content"] == answer
+
+
+# Filters that leave out everything #
+
+
+@pytest.mark.parametrize(
+    ("wanted", "values"),
+    [(False, ["no", "en"]), (True, ["yes", "no"]), (1000, ["1_000", "2"]), ("5", [5, 6]), ("x", range(99))],
+)
+def test_a_filter_says_what_it_compared(rows_of, wanted, values):
+    rows = [{"text": "Hi", "lang": value} for value in values]
+    examples, notes = rows_of(*rows, where=(("lang", wanted),))
+    assert not examples
+    says("\n".join(notes_sentences(notes.values())))
