@@ -9,8 +9,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from meshtune.data.training import training_template
-from meshtune.errors import UserError, check_file, expanded
+from meshtune.errors import UserError, check_file, expanded, written
 
+HEADER = r"^\s*-?\s*(special tokens|an answer ends with):[ \t]*(.*?)\s*$"  # of a template's opening comment
 BUILT_IN = Path(__file__).parent / "templates"
 
 
@@ -28,8 +29,8 @@ def apply_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None
     generation stops where training ends an answer (`eos` keeps the one there is). The model's embeddings must
     then be resized. A second call with the same template adds nothing.
 
-    Raises UserError for a name that is neither built in nor a file, and if the template needs an eos token
-    that the tokenizer lacks.
+    Raises UserError for a name that is neither built in nor a file, if the template needs an eos token that
+    the tokenizer lacks, and for an end token that is in neither the vocabulary nor the comment.
     """
     if chat_template is None or chat_template == "none":
         return []
@@ -37,9 +38,9 @@ def apply_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None
         tokenizer.chat_template = training_template(tokenizer)
         return []
     text = _template_text(chat_template)
-    comment = re.match(r"\s*\{#(.*?)#\}", text, re.DOTALL)
-    entries = r"^\s*-?\s*(special tokens|an answer ends with):[ \t]*(.*?)\s*$"
-    header = dict(re.findall(entries, comment[1], re.M)) if comment else {}
+    comment = re.match(r"\s*\{#[-+]?(.*?)[-+]?#\}", text, re.DOTALL)
+    entries = re.findall(HEADER, comment[1], re.M | re.I) if comment else []
+    header = {name.lower(): value for name, value in entries}
     tokens = header.get("special tokens", "").split()
     end = header.get("an answer ends with", "eos")
     if end == "eos" and tokenizer.eos_token is None and "eos_token" in text:
@@ -48,6 +49,12 @@ def apply_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None
             "Use data.chat_template=chatml, which brings its own."
         )
     before = tokenizer.get_vocab()
+    if end not in ("eos", *tokens, *before):
+        raise UserError(
+            f"The chat template {chat_template} says in its opening comment that an answer ends with "
+            f"{written(end)}, which the tokenizer's vocabulary does not have. Name a token of it, or let the "
+            f"comment add one: special tokens: {end}."
+        )
     special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
     missing = [token for token in tokens if token not in special]
     if missing:

@@ -51,7 +51,9 @@ class TextTokenizer:
         self.tokenizer = tokenizer
         _refuse_growth(tokenizer)
         added = tokenizer.added_tokens_decoder
-        self.special = {id for id, token in added.items() if token.special} | set(tokenizer.all_special_ids)
+        named = [id for id in tokenizer.all_special_ids if id is not None]
+        self.special = {id for id, token in added.items() if token.special}.union(named)
+        _refuse_unknown_end(tokenizer)
         self.special_texts = tuple(tokenizer.convert_ids_to_tokens(sorted(self.special)))
         self.backend = self._fast_backend()
         self._blank: dict[int, bool] = {}  # token id -> True if it is white space only
@@ -191,6 +193,16 @@ class TextTokenizer:
         bad = {after for before, after in pairs if ids[before + after] != ids[before] + ids[after]}
         return frozenset(
             str(token) for token in tokens if not any(str(token) + after in bad for after in PROBES)
+        )
+
+
+def _refuse_unknown_end(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise UserError if the eos token is not in the vocabulary: its id would be null or unk."""
+    eos, id = tokenizer.eos_token, tokenizer.eos_token_id
+    if eos is not None and (id is None or tokenizer.convert_ids_to_tokens(id) != str(eos)):
+        raise UserError(
+            f"The tokenizer's eos_token is {eos}, which its vocabulary does not have; name another in "
+            "tokenizer_config.json, or choose a template that brings its own (data.chat_template=chatml)."
         )
 
 
