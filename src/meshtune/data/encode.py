@@ -44,6 +44,8 @@ from meshtune.data.template import apply_template, built_in_templates, check_var
 from meshtune.data.tokens import TextTokenizer, unpadded
 from meshtune.errors import UserError
 
+UNKNOWN_IDS = "ids that are not in the vocabulary"  # the reason of rows that no setting helps
+FOREIGN = "Train the model whose tokenizer made the ids; data.on_bad_row=skip leaves such rows out."
 CLOCK = "strftime_now"  # the function with which templates write the time
 VERSION = 5  # part of the cache's key: raise it when the same rows become other ids or labels
 TOKENIZER_ROWS = 1024  # rows in one call of the tokenizer, which bounds its memory
@@ -194,7 +196,8 @@ class Encoder:
                 [
                     *(f"{example.origin}: {bad}." for example, bad in refused[:SHOWN]),
                     f"{len(refused):,} of {len(examples):,} rows can't be labelled exactly.",
-                    *remedies(self, refused[:SHOWN]),
+                    *([FOREIGN] if any(bad.reason == UNKNOWN_IDS for _, bad in refused) else []),
+                    *remedies(self, [pair for pair in refused[:SHOWN] if pair[1].reason != UNKNOWN_IDS]),
                 ]
             )
         return documents
@@ -340,11 +343,11 @@ class Encoder:
 
     def _tokenised(self, row: Ids) -> _Tokenised:
         """The row as it is. Raises BadRow if an id is not in the vocabulary."""
-        size = len(self.tokenizer)
+        size = self._tokens.bound
         if outside := [id for id in row.ids if not 0 <= id < size]:
             raise BadRow(
-                "ids that are not in the vocabulary",
-                f"input_ids has {outside[0]}, but the tokenizer has {size:,} tokens; was it another one?",
+                UNKNOWN_IDS,
+                f"input_ids has {outside[0]}, but the tokenizer's ids end at {size - 1:,}",
             )
         return _Tokenised(row)
 

@@ -1,13 +1,15 @@
 """Choose the chat template: the tokenizer's own, a built-in or a file, with the tokens that it declares."""
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from inspect import signature
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from meshtune.data.tokens import id_bound
 from meshtune.data.training import training_template
 from meshtune.errors import UserError, check_file, expanded, written
 
@@ -58,6 +60,7 @@ def apply_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None
     special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
     missing = [token for token in tokens if token not in special]
     if missing:
+        _place_behind(tokenizer, [token for token in missing if token not in before])
         # A token that the vocabulary has as plain text is not split off whole until it is marked special.
         tokenizer.add_special_tokens(
             {"additional_special_tokens": missing}, replace_extra_special_tokens=False
@@ -66,6 +69,28 @@ def apply_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None
         tokenizer.eos_token = end
     tokenizer.chat_template = text
     return [token for token in tokens if token not in before]
+
+
+def _place_behind(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> None:
+    """Give new tokens ids behind the largest one, where the vocabulary has gaps.
+
+    The libraries take the number of tokens as the next id, which another token then has. The new ones are put
+    into the vocabulary itself, since tokenizer.json keeps ids of no others. Raises UserError for a tokenizer
+    to which that can't be done.
+    """
+    bound = id_bound(tokenizer)
+    if not tokens or bound == len(tokenizer):
+        return
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    state = json.loads(backend.to_str()) if backend else {}
+    if not isinstance(state.get("model", {}).get("vocab"), dict):
+        raise UserError(
+            f"The tokenizer has {len(tokenizer):,} tokens and ids up to {bound - 1:,}, so "
+            f"{', '.join(tokens)} can't be added behind them. Use a template without new tokens, such as "
+            "data.chat_template=alpaca."
+        )
+    state["model"]["vocab"] |= {token: bound + number for number, token in enumerate(tokens)}
+    backend.model = type(backend).from_str(json.dumps(state)).model
 
 
 def check_variables(variables: Mapping[str, Any], template: str | None) -> None:
