@@ -37,6 +37,7 @@ READABLE = f"meshtune reads {', '.join(SUFFIXES)}, a folder of these, or a hub d
 BLOCK = 2**24  # bytes that are hashed at a time
 LISTING = "dataset_info.json"  # LLaMA-Factory's list of data sets
 MOST_NAMED = 5  # files that one sentence names
+OUTLINE = 2**18  # bytes of a block of `DataFile.outline`
 HASHES = "hashes.json"  # in the cache: digests of files that have not changed since
 
 
@@ -80,6 +81,28 @@ class DataFile:
             return _digest([self.path, info.get("size"), version])
         with self.open() as stream:
             return digest_of_stream(stream, on_read)
+
+    def outline(self, blocks: int) -> str:
+        """Digest of the size and of up to `blocks` blocks of OUTLINE bytes, evenly spaced; a file that is not
+        larger than these is read whole. Of a file behind a URL, of its size and what the server says of it.
+        """
+        if self.filesystem is not None:
+            info = self.filesystem.info(self.inner)
+            return _digest([info.get("size"), {key: str(info[key]) for key in VERSIONS if info.get(key)}])
+        path = Path(self.path)
+        if path.is_dir():
+            parts = sorted(file for file in path.rglob("*") if file.is_file())
+            return _digest([(str(file.relative_to(path)), _local(file).outline(blocks)) for file in parts])
+        size, digest = path.stat().st_size, hashlib.blake2b(digest_size=16)
+        digest.update(str(size).encode())
+        last = max(0, size - OUTLINE)
+        every = [last * block // max(1, blocks - 1) for block in range(blocks)]
+        starts = range(0, size, OUTLINE) if size <= blocks * OUTLINE else every
+        with path.open("rb") as stream:
+            for start in starts:
+                stream.seek(start)
+                digest.update(stream.read(OUTLINE))
+        return digest.hexdigest()
 
 
 def digest_of_stream(stream: Any, on_read: Callable[[int], None]) -> str:
