@@ -199,7 +199,7 @@ class Stream:
 
 
 def _identity(source: Source) -> list[Any]:
-    """What decides a source's rows: the outline of its files, and how they are read."""
+    """Return what decides a source's rows: the outline of its files, and how they are read."""
     settings = {name: value for name, value in vars(source).items() if name != "path"}
     if is_hub(source.path):
         return [source.path, settings]

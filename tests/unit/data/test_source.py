@@ -455,14 +455,14 @@ def test_files_of_a_folder_that_are_not_read_are_named_with_their_number():
         ("rows/*.jsonl", "10", ""),
         ("rows/**", "120", "README.md"),
         ("rows/[a-d]*.json?", "1", ""),
-        ("memory://rows/*.jsonl", "10", ""),
+        ("memory://patterns/*.jsonl", "10", ""),
     ],
 )
 def test_a_pattern_reads_the_files_that_match(pattern, numbers, left_out):
     if pattern.startswith("memory:"):
         import fsspec
 
-        fsspec.filesystem("memory").put("rows", "/rows", recursive=True)
+        fsspec.filesystem("memory").put("rows/", "/patterns/", recursive=True)
     rows, not_read = read_of(Source(pattern, split="test"))
     assert rows == [f"{number} {i}" for number in numbers for i in (0, 1)]
     assert left_out in "".join(not_read)
