@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 import yaml
 from pydantic import BaseModel, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
-from meshtune.errors import UserError, written
+from meshtune.errors import UserError, expanded, written
 from meshtune.layout import PartialLayout
 from meshtune.optimizers import OPTIMIZERS, constants_of
 from meshtune.precision import PRECISIONS, REDUCE_DTYPES
@@ -30,6 +30,7 @@ from meshtune.setting_types import (
     Section,
     TokenCount,
     unusable,
+    with_path_variables,
 )
 from meshtune.trainers.pasted import unknown_setting
 from meshtune.units import notice, on_first_rank, scientific
@@ -325,7 +326,9 @@ class Config(Section):
         if isinstance(self.cluster, ClusterConfig):
             return self.cluster
         return (
-            ClusterConfig() if self.cluster == "auto" else _cluster_config(read_cluster(Path(self.cluster)))
+            ClusterConfig()
+            if self.cluster == "auto"
+            else _cluster_config(read_cluster(expanded(self.cluster)))
         )
 
     @property
@@ -398,7 +401,7 @@ def load(
                 *(unknown_key([name]) for name in unknown),
             ]
         )
-    config = Config(**tree)
+    config = Config(**with_path_variables(tree))
     if problems := [*without_effect(config, late=True, remedy=remedy)]:
         raise UserError(problems)
     return config

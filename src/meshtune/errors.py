@@ -10,6 +10,8 @@ Anything else that escapes is a bug of ours and exits with 1.
 """
 
 import json
+import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -114,10 +116,31 @@ def type_name(value: Any) -> str:
     return "null" if value is None else TYPES.get(type(value), f"a {type(value).__name__}")
 
 
+def with_variables(path: str) -> str:
+    """A path that a user wrote, $NAME and ${NAME} replaced from the environment.
+
+    A $ before anything but a name stays. Raises UserError for a variable that is not set, or empty.
+    """
+
+    def value(match: re.Match) -> str:
+        name = match[1] or match[2]
+        if text := os.environ.get(name):
+            return text
+        state = "empty" if name in os.environ else "not set"
+        raise UserError(
+            f"{path[:MOST_SHOWN]}: the environment variable {name} is {state}; set it, or write the path."
+        )
+
+    return re.sub(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})", value, path, flags=re.ASCII)
+
+
 def expanded(path: str | Path) -> Path:
-    """A path that a user wrote, ~ and ~user replaced. Raises UserError for a user that does not exist."""
+    """A path that a user wrote, with variables, ~ and ~user replaced.
+
+    Raises UserError for a user that does not exist, and as `with_variables`.
+    """
     try:
-        return Path(path).expanduser()
+        return Path(with_variables(str(path))).expanduser()
     except RuntimeError:
         raise UserError(f"{str(path)[:200]}: there is no such user; write the whole path.") from None
 

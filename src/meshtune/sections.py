@@ -106,7 +106,7 @@ class SourceConfig(Section):
 
     @model_validator(mode="after")
     def _has_splits(self) -> "SourceConfig":
-        """Raise UserError for a split of a single file, whose rows would all be read."""
+        """Raise UserError for a split of a single file or a pattern, whose rows would all be read."""
         if self.split and is_one_file(self.path):
             raise UserError(
                 f"{self.path} has no splits, so split={self.split} would read all its rows: name the file "
@@ -115,9 +115,17 @@ class SourceConfig(Section):
         return self
 
 
+def is_pattern(path: str) -> bool:
+    """True if the path of a source, or its URL, is a pattern of files, such as rows/*.jsonl."""
+    if "://" in path:
+        return "*" in path
+    return any(sign in path for sign in "*?[") and not expanded(path).exists()
+
+
 def is_one_file(path: str) -> bool:
-    """True if the path of a source, or its URL, is that of one data file."""
-    return urlparse(path).path.lower().endswith(SUFFIXES) and not expanded(path).is_dir()
+    """True if the path of a source, or its URL, is that of a file or pattern, which has no splits."""
+    is_file = urlparse(path).path.lower().endswith(SUFFIXES) and not expanded(path).is_dir()
+    return is_file or is_pattern(path)
 
 
 Sources = tuple[SourceConfig, ...]

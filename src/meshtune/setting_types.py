@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
-from meshtune.errors import UserError, expanded, written
+from meshtune.errors import UserError, expanded, with_variables, written
 
 MOST_GPUS = 10**6
 LARGEST = 10**12  # of a setting that counts: beyond it search and arithmetic take for ever
@@ -72,7 +72,10 @@ Prices = Annotated[
 TokenCount = Annotated[int, Field(ge=1, le=MOST_TOKENS), BeforeValidator(whole)]
 Interval = Annotated[NonNegative | Annotated[str, Field(pattern=INTERVAL)], BeforeValidator(interval)]
 Format = Literal["auto", "text", "prompt-completion", "alpaca", "messages", "sharegpt", "tokens"]
-PATHS = ("model.name", "data.train", "data.eval", "data.cache", "data.chat_template", "cluster", "output")
+PATHS = re.compile(  # settings that are paths; a source is one, or has one
+    r"model\.name|output|cluster|cluster\.(hardware|price_per_gpu_hour)|log\.textfile_directory|data\.(cache|chat_template)"
+    r"|data\.(train|eval)(\.\d+)?(\.path)?"
+)
 
 
 def is_template(text: str) -> bool:
@@ -105,8 +108,25 @@ def unusable(value: Any, key: str = "") -> Iterator[str]:
         if any(character == "\0" or "\ud800" <= character <= "\udfff" for character in value):
             shown = written(value)
             yield f"{key} = {shown} has a character that is no text (NUL or a broken one); remove it."
-        elif value.startswith("~") and key.startswith(PATHS):
+        elif (value.startswith("~") or "$" in value) and is_path(value, key):
             try:
                 expanded(value)
             except UserError as error:
                 yield f"{key}: {error}"
+
+
+def is_path(value: str, key: str) -> bool:
+    """True if the text of a setting is a path. key: the setting's dotted name."""
+    return bool(PATHS.fullmatch(key)) and not is_template(value)
+
+
+def with_path_variables(value: Any, key: str = "") -> Any:
+    """A tree of settings whose PATHS have the values of environment variables. key: dotted name of `value`.
+
+    Raises UserError as `with_variables`.
+    """
+    if isinstance(value, Mapping):
+        return {name: with_path_variables(item, f"{key}.{name}".lstrip(".")) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [with_path_variables(item, f"{key}.{number}") for number, item in enumerate(value)]
+    return with_variables(value) if isinstance(value, str) and is_path(value, key) else value

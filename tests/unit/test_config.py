@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from meshtune import config
 from meshtune.config import Config
-from meshtune.errors import UserError
+from meshtune.errors import UserError, expanded
 
 
 def problems(*overrides: str, file: Path | None = None) -> str:
@@ -252,3 +252,52 @@ def test_an_unknown_dotted_key_is_answered_as_on_the_command_line(tmp_path: Path
     with refuses(UserError) as refused:
         config.load(file)
     assert "optim.lr" in str(refused.value)
+
+
+# Variables in paths #
+
+WITH_VARIABLES = """
+model: {name: $BASE/model}
+data:
+  train: [$BASE/a.jsonl, {path: "${BASE}/*.jsonl", where: {price: "$BASE"}}]
+  eval: {path: $BASE/b$5.jsonl}
+  cache: ${BASE}/cache
+  chat_template: $BASE/x.jinja
+  roles: {$BASE: user}
+cluster: $BASE/probe.toml
+log: {to: [prometheus], textfile_directory: $BASE/metrics}
+output: ~/a$BASE
+"""
+
+
+def test_variables_are_replaced_in_paths_and_nowhere_else(tmp_path, monkeypatch):
+    file = tmp_path / "run.yaml"
+    file.write_text(WITH_VARIABLES)
+    monkeypatch.setenv("BASE", "/scratch/ann")
+    read = config.load(file)
+    names = [read.model.name, read.cluster, read.log.textfile_directory, read.output, read.data.cache]
+    assert names == [
+        *(f"/scratch/ann/{name}" for name in ("model", "probe.toml", "metrics")),
+        "~/a/scratch/ann",
+        "/scratch/ann/cache",
+    ]
+    first, second = read.data.train
+    assert (first.path, second.path) == ("/scratch/ann/a.jsonl", "/scratch/ann/*.jsonl")
+    assert (second.where, read.data.roles) == ({"price": "$BASE"}, {"$BASE": "user"})
+    assert (read.data.eval[0].path, read.data.chat_template) == (
+        "/scratch/ann/b$5.jsonl",
+        "/scratch/ann/x.jinja",
+    )
+
+
+@pytest.mark.parametrize("value", ["", None])
+def test_variables_that_are_not_set_are_refused_by_name(value, tmp_path, monkeypatch):
+    file = tmp_path / "run.yaml"
+    file.write_text(WITH_VARIABLES)
+    monkeypatch.delenv("BASE", raising=False)
+    if value is not None:
+        monkeypatch.setenv("BASE", value)
+    with refuses(UserError):
+        config.load(file)
+    with pytest.raises(UserError, match="BASE"):
+        expanded("$BASE/run")

@@ -20,6 +20,7 @@ def test_one_document_in_one_sequence_is_told_in_the_singular() -> None:
         "eval": None,
         "seq_len": 64,
         "template_date": None,
+        "not_read": [],
         "cut": one,
         "split": {},
         "dropped": {"empty": one},

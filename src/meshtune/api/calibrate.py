@@ -6,14 +6,13 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 from meshtune import __version__
 from meshtune.api.measured_runs import StrPath, cluster_of_run, folders_of, read_runs
 from meshtune.api.plan import Log, silent, workload_of_run
 from meshtune.config import Config, load
-from meshtune.errors import UserError
+from meshtune.errors import UserError, expanded
 from meshtune.plan.calibration import CAPPED, CONSTANTS, Calibration, Planned, calibrated, check_one_machine
 from meshtune.plan.cluster import Cluster, cluster_of
 from meshtune.plan.hardware import GIGA, catalogue, kind_table, stacks
@@ -46,7 +45,7 @@ def calibrate(
     from meshtune.api.probe import check_writable
     from meshtune.study.probe_file import text_of
 
-    file = Path(out).expanduser()
+    file = expanded(out)
     check_writable(file)
     measured = read_runs([*runs, *hold_out])
     check_one_machine([run for run, _ in measured])

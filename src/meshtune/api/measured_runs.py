@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from meshtune.config import Config
-from meshtune.errors import UserError
+from meshtune.errors import UserError, expanded
 from meshtune.plan.cluster import Cluster, cluster_here
 from meshtune.plan.hardware import named
 from meshtune.plan.step_parts import MeasuredRun
@@ -33,7 +33,7 @@ def read_runs(paths: Sequence[StrPath]) -> list[tuple[MeasuredRun, RunDir]]:
 def folders_of(paths: Sequence[StrPath]) -> list[Path]:
     """The run folders among these, and in those that hold run folders. Raises UserError for any other."""
     found, problems = [], []
-    for path in (Path(path).expanduser() for path in paths):
+    for path in map(expanded, paths):
         inside = [path] if RunDir(path).metrics_file.exists() else sorted(_runs_in(path))
         found += inside
         if not inside:

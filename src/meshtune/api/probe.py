@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshtune.api.plan import Log, silent
-from meshtune.errors import UserError
+from meshtune.errors import UserError, expanded
 from meshtune.units import counted
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def probe(
     that can't be written, for more ranks than GPUs, without torch.distributed, and under torchrun or srun;
     afterwards if a GPU stopped answering or no matmul could be measured.
     """
-    file = Path(out).expanduser()
+    file = expanded(out)
     check_writable(file)
     from meshtune import launch
 

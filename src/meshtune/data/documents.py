@@ -77,6 +77,7 @@ def usable(
         tally.notes.unwritten.update(document.unwritten)
         tally.notes.unstopped.update(document.unstopped)
         tally.notes.control.update(document.control)
+        tally.notes.repeated.update(document.repeated)
         ids, labelled = document.ids, document.labelled
         if len(ids) > seq_len:
             if overlong == "error":

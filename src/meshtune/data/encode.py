@@ -33,18 +33,21 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from meshtune.data.control import ControlTokens
+from meshtune.data.ends import bare, once
 from meshtune.data.example import NO_MARKER, SHOWN, BadRow, Dropped, Example, Ids, OnBadRow
 from meshtune.data.labels import Cut, End, Endings, endings_of
 from meshtune.data.limits import checked_text
 from meshtune.data.remedies import remedies
-from meshtune.data.render import Chat, Renderer, TrainOn, not_written
+from meshtune.data.render import ANSWER, QUESTION, Chat, Renderer, TrainOn, not_written
 from meshtune.data.rows import last_answer
 from meshtune.data.template import apply_template, built_in_templates, check_variables
 from meshtune.data.tokens import TextTokenizer, unpadded
 from meshtune.errors import UserError
 
+UNKNOWN_IDS = "ids that are not in the vocabulary"  # the reason of rows that no setting helps
+FOREIGN = "Train the model whose tokenizer made the ids; data.on_bad_row=skip leaves such rows out."
 CLOCK = "strftime_now"  # the function with which templates write the time
-VERSION = 4  # part of the cache's key: raise it when the same rows become other ids or labels
+VERSION = 5  # part of the cache's key: raise it when the same rows become other ids or labels
 TOKENIZER_ROWS = 1024  # rows in one call of the tokenizer, which bounds its memory
 
 
@@ -59,6 +62,7 @@ class Document:
     control: tuple[
         str, ...
     ] = ()  # control tokens in contents, and what became of them, once for each message
+    repeated: tuple[str, ...] = ()  # tokens at its ends that the row holds already: written once
 
 
 class _Tokenised(NamedTuple):
@@ -104,7 +108,7 @@ class Encoder:
 
     Under a template, prompt and completion become a user and an assistant message. Without one, the ids are
     bos (where the tokenizer adds one) + prompt and separator + completion + eos, tokenised apart, so that the
-    boundary is exact. Text is bos + text + eos.
+    boundary is exact. Text is bos + text + eos. A row that holds them already (ends.py) gets no second ones.
 
     `apply_template` changes the tokenizer; `added` lists the tokens that it added. Rows whose labels can't be
     exact raise in `encode`; with `on_bad_row="skip"` they are left out and counted in `dropped`.
@@ -192,7 +196,8 @@ class Encoder:
                 [
                     *(f"{example.origin}: {bad}." for example, bad in refused[:SHOWN]),
                     f"{len(refused):,} of {len(examples):,} rows can't be labelled exactly.",
-                    *remedies(self, refused[:SHOWN]),
+                    *([FOREIGN] if any(bad.reason == UNKNOWN_IDS for _, bad in refused) else []),
+                    *remedies(self, [pair for pair in refused[:SHOWN] if pair[1].reason != UNKNOWN_IDS]),
                 ]
             )
         return documents
@@ -248,13 +253,14 @@ class Encoder:
             answer = next((i for i in range(1, len(row.ids)) if row.labelled[i]), len(row.ids))
             return list(row.ids[:answer])
         if example.text is not None or not self.templated:
-            return self._bos + self._tokens.ids([self._plain(example).parts[0]])[0]
+            (first, *_), _ = bare(self._tokens.ids(self._plain(example).parts), self._tokens)
+            return self._bos + first
         messages = example.messages or self._renderer.messages(example)
         return self.turn_ids(messages[: last_answer(messages)], example.tools)
 
     def turn_ids(self, messages: Sequence[dict], tools: list | None = None) -> list[int]:
         """The tokens that the assistant's next turn after `messages` starts from. Raises BadRow."""
-        marked, tools, _ = self._renderer.treatment.of(list(messages), tools)
+        marked, tools, _ = self._renderer.treatment.of(self._once(messages)[0], tools)
         text = self._renderer.render(self._renderer.adapt(marked), True, tools)
         if isinstance(text, BadRow):
             raise text
@@ -314,15 +320,34 @@ class Encoder:
             return self._tokenised(example.ids)
         if example.text is not None or not self.templated:
             return self._plain(example)
-        return self._renderer.chat(example)
+        messages, repeated = self._once(self._renderer.messages(example))
+        chat = self._renderer.chat(replace(example, messages=tuple(messages), prompt=None, completion=None))
+        return chat._replace(control=chat.control + repeated)
+
+    def _once(self, messages: Sequence[dict]) -> tuple[list[dict], tuple[str, ...]]:
+        """(messages without the tokens that the template writes around them, a note on each such message).
+
+        Under control_tokens "text" and "error" they stay, as the user chose.
+        """
+        if self.control_tokens in ("text", "error"):
+            return list(messages), ()
+        return once(messages, *self._edges)
+
+    @cached_property
+    def _edges(self) -> tuple[str, str]:
+        """Texts of the tokens with which the template begins a conversation and ends an answer, or ""."""
+        bos, end = str(self.tokenizer.bos_token or ""), self._endings.answer.token
+        rendering = str(self._renderer.render(self._renderer.adapt([QUESTION, ANSWER]), False, None))
+        texts = self._tokens.texts_of([] if end is None else [end])
+        return bos if rendering.startswith(bos) else "", texts[0] if texts else ""
 
     def _tokenised(self, row: Ids) -> _Tokenised:
         """The row as it is. Raises BadRow if an id is not in the vocabulary."""
-        size = len(self.tokenizer)
+        size = self._tokens.bound
         if outside := [id for id in row.ids if not 0 <= id < size]:
             raise BadRow(
-                "ids that are not in the vocabulary",
-                f"input_ids has {outside[0]}, but the tokenizer has {size:,} tokens; was it another one?",
+                UNKNOWN_IDS,
+                f"input_ids has {outside[0]}, but the tokenizer's ids end at {size - 1:,}",
             )
         return _Tokenised(row)
 
@@ -361,11 +386,15 @@ class Encoder:
             raise UserError(
                 "Rows of plain text end with the eos token, but the tokenizer has none; give it an eos_token."
             )
+        parts, repeated = bare(parts, self._tokens)
+        if repeated and all(map(self._tokens.is_blank, parts[-1])):
+            reason = "empty text" if len(parts) == 1 else "empty answer"
+            raise BadRow(reason, f"{reason}: it holds begin and end tokens only")
         unlabelled = len(self._bos) + (len(parts[0]) if len(parts) == 2 and self.train_on != "all" else 0)
         ids = np.array([*self._bos, *chain.from_iterable(parts), eos], dtype=np.int32)
         labelled = np.ones(len(ids), dtype=bool)
         labelled[: max(1, unlabelled)] = False
-        return Document(ids, labelled)
+        return Document(ids, labelled, repeated=repeated)
 
     def _label(self, cut: Cut, table: dict[str, list[int]]) -> Document:
         """Label the answers of a conversation; `table` has the tokens of its texts.

@@ -5,6 +5,7 @@ Nothing here reads a file, so planning can import it.
 
 import re
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -114,6 +115,19 @@ class BadRow(Exception):
         super().__init__(detail or reason)
 
 
+def is_absent(value: Any, levels: int = 5) -> bool:
+    """Whether an optional field holds nothing: null, blank, [] or {}, the JSON text of one, or only these.
+
+    levels: of lists and objects that are looked into.
+    """
+    if isinstance(value, str):
+        return "".join(value.split()) in ("", "[]", "{}", "null")
+    if isinstance(value, list | tuple | Mapping):
+        inside = value.values() if isinstance(value, Mapping) else value
+        return levels > 0 and all(is_absent(inner, levels - 1) for inner in inside)
+    return value is None
+
+
 @dataclass
 class Dropped:
     """Bad rows left out under on_bad_row="skip"."""
@@ -137,11 +151,15 @@ class Notes:
 
     masks: Counter[str] = field(default_factory=Counter)  # messages (rows: loss_weight) by "weight: 0"
     left_out: Counter[str] = field(default_factory=Counter)  # rows, by the rule that leaves them out
+    compared: Counter[str] = field(
+        default_factory=Counter
+    )  # rows, by "rule of data.where\tvalue it differs from"
     unused: Counter[str] = field(default_factory=Counter)  # rows by the name of a column that is not read
     unfound: Counter[str] = field(default_factory=Counter)  # sources by "ours to theirs" of data.columns
     unwritten: Counter[str] = field(default_factory=Counter)  # messages, by what the chat template leaves out
     unstopped: Counter[str] = field(default_factory=Counter)  # labelled turns, by an end that stops nothing
     control: Counter[str] = field(default_factory=Counter)  # messages, by a control token in their content
+    repeated: Counter[str] = field(default_factory=Counter)  # rows, by a token that they hold at an end
 
     def values(self) -> dict[str, dict[str, int]]:
         """The counts as JSON-able values."""
@@ -155,6 +173,10 @@ def notes_sentences(notes: dict[str, dict[str, int]]) -> list[str]:
         counts = ", ".join(f"{count:,} by {rule}" for rule, count in masks.items())
         lines.append(f"trained on, or not, as the rows say: {counts}")
     lines += [f"rows left out by {rule}: {count:,}" for rule, count in notes["left_out"].items()]
+    values: dict[str, list[str]] = {}
+    for key in notes["compared"]:
+        values.setdefault(key.partition("\t")[0], []).append(key.partition("\t")[2])
+    lines += [f"data.where compared {rule}, with {', '.join(others)}" for rule, others in values.items()]
     if unused := notes["unused"]:
         lines.append(f"columns that are not used: {', '.join(unused)}")
     lines += [f"data.columns maps {names}, which no row has" for names in notes["unfound"]]
@@ -165,6 +187,10 @@ def notes_sentences(notes: dict[str, dict[str, int]]) -> list[str]:
     lines += [
         f"control token in contents, {how}: {counted(count, 'message')}"
         for how, count in notes["control"].items()
+    ]
+    lines += [
+        f"rows that {what} already, which is not added again: {count:,}"
+        for what, count in notes["repeated"].items()
     ]
     return lines + [
         _unstopped(end, counted(count, "labelled turn")) for end, count in notes["unstopped"].items()

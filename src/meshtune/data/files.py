@@ -4,10 +4,11 @@ Source ──> files() ──> DataFile, …   readers.py reads them, and says i
               └──────> content()     a digest, kept beside the cache until the file changes
 """
 
+import glob
 import hashlib
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -18,8 +19,9 @@ from meshtune.data.example import Source, is_url, name_of
 from meshtune.errors import UserError, expanded, reason_of
 from meshtune.nearest import entries, path_meant
 from meshtune.rundir import write_text_atomically
-from meshtune.sections import DataConfig
+from meshtune.sections import DataConfig, is_pattern
 from meshtune.setting_types import SUFFIXES
+from meshtune.units import counted
 
 SPLITS = {  # words in file names -> the split that they name
     "train": "train", "training": "train", "test": "test", "eval": "validation", "dev": "validation",
@@ -33,6 +35,9 @@ PACKAGES = {  # protocols whose package fsspec does not bring
 VERSIONS = ("ETag", "etag", "md5Hash", "LastModified", "last_modified", "mtime", "created")
 READABLE = f"meshtune reads {', '.join(SUFFIXES)}, a folder of these, or a hub data set org/name."
 BLOCK = 2**24  # bytes that are hashed at a time
+LISTING = "dataset_info.json"  # LLaMA-Factory's list of data sets
+MOST_NAMED = 5  # files that one sentence names
+OUTLINE = 2**18  # bytes of a block of `DataFile.outline`
 HASHES = "hashes.json"  # in the cache: digests of files that have not changed since
 
 
@@ -76,6 +81,28 @@ class DataFile:
             return _digest([self.path, info.get("size"), version])
         with self.open() as stream:
             return digest_of_stream(stream, on_read)
+
+    def outline(self, blocks: int) -> str:
+        """Digest of the size and of up to `blocks` blocks of OUTLINE bytes, evenly spaced; a file that is not
+        larger than these is read whole. Of a file behind a URL, of its size and what the server says of it.
+        """
+        if self.filesystem is not None:
+            info = self.filesystem.info(self.inner)
+            return _digest([info.get("size"), {key: str(info[key]) for key in VERSIONS if info.get(key)}])
+        path = Path(self.path)
+        if path.is_dir():
+            parts = sorted(file for file in path.rglob("*") if file.is_file())
+            return _digest([(str(file.relative_to(path)), _local(file).outline(blocks)) for file in parts])
+        size, digest = path.stat().st_size, hashlib.blake2b(digest_size=16)
+        digest.update(str(size).encode())
+        last = max(0, size - OUTLINE)
+        every = [last * block // max(1, blocks - 1) for block in range(blocks)]
+        starts = range(0, size, OUTLINE) if size <= blocks * OUTLINE else every
+        with path.open("rb") as stream:
+            for start in starts:
+                stream.seek(start)
+                digest.update(stream.read(OUTLINE))
+        return digest.hexdigest()
 
 
 def digest_of_stream(stream: Any, on_read: Callable[[int], None]) -> str:
@@ -134,41 +161,76 @@ def is_hub(path: str) -> bool:
 
 
 def check_there(data: DataConfig) -> None:
-    """Raise UserError for all paths of sources that are no file or folder here, and no URL or hub id.
+    """Raise UserError for all paths of sources that are nothing on this machine, and no URL or hub id.
 
     Needs no import that takes seconds, so that a mistyped path is answered at once.
     """
     paths = [source.path for source in (*data.train, *data.eval)]
     local = [expanded(path) for path in paths if not (is_hub(path) or is_url(path))]
-    if absent := [path for path in dict.fromkeys(local) if not path.exists()]:
+    if absent := [path for path in dict.fromkeys(local) if not (path.exists() or matches(path))]:
         raise UserError(map(missing, absent))
+
+
+def matches(pattern: Path) -> list[Path]:
+    """The files that a pattern such as rows/*.jsonl matches, sorted; ** matches folders of any depth."""
+    return [path for path in map(Path, sorted(glob.glob(str(pattern), recursive=True))) if path.is_file()]
+
+
+def pattern_root(pattern: Path) -> Path:
+    """The folder in which a pattern looks for files: its part before the first sign of one."""
+    return next(part for part in pattern.parents if not glob.has_magic(str(part)))
 
 
 def missing(path: Path) -> str:
     """Sentence on a path where there is nothing, with those that it may mean."""
+    if is_pattern(str(path)):
+        root = pattern_root(path)
+        if not root.is_dir():
+            return f"No file matches {path} (from {Path.cwd()}): there is no folder {root}."
+        return (
+            f"No file matches {path} (from {Path.cwd()}); {root} holds {_named(_inside(root)) or 'nothing'}."
+        )
     return f"There is no file or folder {path} (from {Path.cwd()}){data_like(path) or '.'} {READABLE}"
 
 
-def files(source: Source) -> list[DataFile]:
+def _inside(folder: Path) -> list[str]:
+    """Names of the files and folders in a folder, without hidden ones."""
+    return [f"{each.name}/" if each.is_dir() else each.name for each in entries(folder, 1)]
+
+
+def _named(names: Sequence[str]) -> str:
+    """Clause with the first MOST_NAMED names, and the number of the others."""
+    rest = len(names) - MOST_NAMED
+    return ", ".join([*names[:MOST_NAMED], *([f"and {rest:,} more"] if rest > 0 else [])])
+
+
+def files(source: Source, not_read: list[str] | None = None) -> list[DataFile]:
     """The files of a source, in the order in which they are read.
 
-    A hub data set, and a folder written by `save_to_disk`, is returned as it is. Raises UserError if there is
+    not_read: gets a sentence that names the data files of a folder, or of a pattern, that are left out. A hub
+    data set, and a folder written by `save_to_disk`, is returned as it is. Raises UserError if there is
     nothing at the path or URL, or nothing that can be read, or if a package for its protocol is missing.
     """
     if is_hub(source.path):
         return [DataFile(source.path)]
     if is_url(source.path):
-        return _remote(source)
+        return _remote(source, [] if not_read is None else not_read)
     path = expanded(source.path)
     if path.is_file():
-        return [_readable(DataFile(str(path), size=path.stat().st_size))]
+        return [_readable(_local(path))]
+    not_read = [] if not_read is None else not_read
     if not path.is_dir():
-        raise UserError(missing(path))
+        if not (each := matches(path)):
+            raise UserError(missing(path))
+        return _matched(source, {str(file): _local(file) for file in each}, not_read)
     each = [file for file in sorted(path.rglob("*")) if file.is_file()]
     if is_saved(path):
         return [DataFile(str(path), size=sum(file.stat().st_size for file in each))]
-    inside = {str(file.relative_to(path)): DataFile(str(file), size=file.stat().st_size) for file in each}
-    return _chosen(source, inside)
+    return _chosen(source, {str(file.relative_to(path)): _local(file) for file in each}, not_read)
+
+
+def _local(file: Path) -> DataFile:
+    return DataFile(str(file), size=file.stat().st_size)
 
 
 def data_like(path: str | Path) -> str:
@@ -188,16 +250,17 @@ def is_saved(path: Path) -> bool:
     return (path / "state.json").exists() or (path / "dataset_dict.json").exists()
 
 
-def _remote(source: Source) -> list[DataFile]:
-    """The file or the files of the folder at a URL, by fsspec. Raises as `files`."""
+def _remote(source: Source, not_read: list[str]) -> list[DataFile]:
+    """The files of a file, folder or pattern at a URL, by fsspec. Arguments and errors: see `files`."""
     from fsspec.core import url_to_fs
 
     try:
         filesystem, root = url_to_fs(source.path)
-        if (file := DataFile(source.path, filesystem, root)).name.endswith(SUFFIXES):
+        pattern = is_pattern(source.path)
+        if (file := DataFile(source.path, filesystem, root)).name.endswith(SUFFIXES) and not pattern:
             file.size = int(filesystem.size(root) or 0)
             return [file]
-        found = filesystem.find(root, detail=True)
+        found = (filesystem.glob if pattern else filesystem.find)(root, detail=True)
     except (ImportError, ValueError) as error:
         package = PACKAGES.get(source.path.partition("://")[0].lower())
         remedy = f" pip install {package}" if package else ""
@@ -210,8 +273,12 @@ def _remote(source: Source) -> list[DataFile]:
     for path in sorted(found):
         name = path.removeprefix(root).lstrip("/")
         url = f"{source.path.rstrip('/')}/{name}"
+        if pattern:
+            name, url = path, filesystem.unstrip_protocol(path)
         inside[name] = DataFile(url, filesystem, path, int(found[path].get("size") or 0))
-    return _chosen(source, inside)
+    if pattern and not inside:
+        raise UserError(f"No file matches {source.path}.")
+    return (_matched if pattern else _chosen)(source, inside, not_read)
 
 
 def _readable(file: DataFile) -> DataFile:
@@ -221,32 +288,59 @@ def _readable(file: DataFile) -> DataFile:
     return file
 
 
-def _chosen(source: Source, inside: dict[str, DataFile]) -> list[DataFile]:
-    """The files of a folder that are read. inside: files by their name in it.
+def _matched(source: Source, inside: dict[str, DataFile], not_read: list[str]) -> list[DataFile]:
+    """The files that a pattern matches and that can be read; the others are named in `not_read`.
+
+    inside: files by name. Raises UserError for none.
+    """
+    readable = {name: file for name, file in inside.items() if file.kind and file.name != LISTING}
+    if not readable:
+        raise UserError(f"{source.path} matches {_named([*inside])}, which is no data. {READABLE}")
+    _note_not_read(source, inside, readable, "as its suffix is unknown", not_read)
+    return [*readable.values()]
+
+
+def _note_not_read(
+    source: Source,
+    inside: Mapping[str, DataFile],
+    read: Mapping[str, DataFile],
+    why: str,
+    not_read: list[str],
+) -> None:
+    """Add a sentence to `not_read` on the files in `inside` that are not in `read`, if there are any."""
+    if left_out := [name for name in inside if name not in read]:
+        files = f"{len(left_out):,} of {counted(len(inside), 'file')} not read"
+        not_read.append(f"{source.path}: {files} ({_named(left_out)}), {why}")
+
+
+def _chosen(source: Source, inside: dict[str, DataFile], not_read: list[str]) -> list[DataFile]:
+    """The files of a folder that are read. inside: files by their name in it. not_read: see `files`.
 
     Raises UserError for none, and for a split other than train that no name tells.
     """
     data_files = {
         name: file
         for name, file in inside.items()
-        if file.kind
-        and file.name != "dataset_info.json"  # LLaMA-Factory's list of data sets
-        and not any(part.startswith(".") for part in name.split("/"))
+        if file.kind and file.name != LISTING and not any(part.startswith(".") for part in name.split("/"))
     }
     if not data_files:
         raise UserError(f"The folder {source.path} holds no data files. {READABLE}")
     # A README.txt beside rows.jsonl is no data.
     texts = tuple(suffix for suffix in SUFFIXES if ".txt" in suffix)
-    data_files = {n: file for n, file in data_files.items() if not n.lower().endswith(texts)} or data_files
+    rows = {n: file for n, file in data_files.items() if not n.lower().endswith(texts)} or data_files
+    _note_not_read(source, data_files, rows, "as text beside other data is none", not_read)
     # Training must not read the test.jsonl beside train.jsonl: where names tell the split, they choose.
     split = SPLITS.get(source.split, source.split)
-    named = [file for name, file in data_files.items() if _split_of(name) == split]
+    named = {name: file for name, file in rows.items() if _split_of(name) == split}
     if not named and split != "train":  # all rows would be read: held-out rows that are training rows
         raise UserError(
             f"The folder {source.path} has no file of split {source.split}: file names tell splits, as "
             "test.jsonl does. Name the files of that split, or leave split out."
         )
-    return named or list(data_files.values())
+    every = f"{source.path}/{'**' if any('/' in name for name in rows) else '*'}"
+    why = f"as names tell the split {source.split}: {_named([*named])}; the pattern {every} reads all"
+    _note_not_read(source, rows, named or rows, why, not_read)
+    return [*(named or rows).values()]
 
 
 def _split_of(name: str) -> str | None:

@@ -6,19 +6,18 @@
 A new format is one line in `FORMATS`; messages.py reads one message.
 """
 
-import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from contextlib import suppress
+from typing import NamedTuple
 
-from meshtune.data.example import BadRow, Example, Origin, Source, name_of
-from meshtune.data.messages import ROLES, message_of
+from meshtune.data.columns import Columns
+from meshtune.data.example import BadRow, Example, Origin, Source, is_absent, name_of
+from meshtune.data.messages import ROLES, is_list_of_objects, message_of
 from meshtune.data.tokenised import MASKS, ids_of
-from meshtune.errors import UserError, type_name
+from meshtune.errors import UserError
 
 SYSTEM_ROLES = ("system", "developer")
-EMPTY: tuple[Any, ...] = (None, "", [], {})  # values of a column that has nothing in a row
 SUGGESTIONS: tuple[dict[str, str], ...] = (  # our names: those of well-known data sets
     {"instruction": "instruction", "input": "context", "output": "response"},
     {"instruction": "instruction", "output": "response"},
@@ -38,65 +37,28 @@ SUGGESTIONS: tuple[dict[str, str], ...] = (  # our names: those of well-known da
 )
 
 
-@dataclass(frozen=True)
-class Columns:
-    """The columns of one row, looked up by our names; the methods raise BadRow for values of a wrong type."""
-
-    row: Mapping[str, Any]
-    names: Mapping[str, str]  # our name -> theirs, where `data.columns` maps it
-    roles: Mapping[str, str]  # their role -> ours, where `data.roles` maps it
-
-    def get(self, name: str) -> Any:
-        """The value as it was read, None where the column is missing."""
-        return self.row.get(self.names.get(name, name))
-
-    def text(self, name: str, *, empty: str | None = None) -> str:
-        """The text of a column. Raises BadRow if it is missing, null or no text.
-
-        empty: the reason with which blank text is refused; None allows it.
-        """
-        value, theirs = self.get(name), self.names.get(name, name)
-        if value is None:
-            if theirs in self.row:
-                raise BadRow(f"null in column {theirs}", f"column {theirs} is null")
-            raise self._missing(theirs)
-        if not isinstance(value, str):
-            shown = json.dumps(value, default=str)[:40]
-            raise BadRow("wrong type", f"column {theirs} is {type_name(value)} ({shown}), expected text")
-        if empty and not value.strip():
-            raise BadRow(empty, f"column {theirs} is empty")
-        return value
-
-    def items(self, name: str) -> list:
-        """The list in a column, or the list whose JSON text it holds (csv and some parquet files)."""
-        value, theirs = self.get(name), self.names.get(name, name)
-        if isinstance(value, str):
-            try:
-                value = json.loads(value)
-            except (ValueError, RecursionError):
-                raise BadRow(
-                    "wrong type", f"column {theirs} is text that is not JSON, expected a list"
-                ) from None
-        if value is None:
-            raise self._missing(theirs)
-        if not isinstance(value, list):
-            raise BadRow("wrong type", f"column {theirs} is {type_name(value)}, expected a list")
-        return value
-
-    def _missing(self, theirs: str) -> BadRow:
-        columns = ", ".join(map(str, self.row))
-        return BadRow(f"no column {theirs}", f"column {theirs} is missing (there are {columns})")
-
-
 def _text(origin: Origin, columns: Columns) -> Example:
     return Example(origin, text=columns.text("text", empty="empty text"))
 
 
 def _prompt_completion(origin: Origin, columns: Columns) -> Example:
-    if isinstance(columns.get("prompt"), list):  # then both columns hold messages
-        turns = _history(columns) + columns.items("prompt") + columns.items("completion")
-        return _conversation(origin, columns, turns)
+    if isinstance(columns.get("prompt"), list):  # then both columns hold messages, or the answer is text
+        turns = _history(columns) + columns.items("prompt")
+        return _conversation(origin, columns, turns + _answer(columns))
     return _answered(origin, columns, columns.text("prompt"), "completion")
+
+
+def _answer(columns: Columns) -> list:
+    """The messages in the column completion; text behind a prompt is the assistant's, unless it is JSON of
+    messages.
+    """
+    if columns.get("prompt") and isinstance(columns.get("completion"), str):
+        with suppress(BadRow):
+            messages = columns.items("completion")
+            if messages and is_list_of_objects(messages):
+                return messages
+        return [{"role": "assistant", "content": columns.text("completion", empty="empty answer")}]
+    return columns.items("completion")
 
 
 def _alpaca(origin: Origin, columns: Columns) -> Example:
@@ -117,7 +79,7 @@ def _answered(origin: Origin, columns: Columns, prompt: str, answer: str) -> Exa
     """
     completion = columns.text(answer, empty="empty answer")
     turns = _history(columns)
-    if not turns and columns.get("system") in EMPTY and columns.get("tools") in EMPTY:
+    if not turns and is_absent(columns.get("system")) and is_absent(columns.get("tools")):
         return Example(origin, prompt=prompt, completion=completion)
     turns += [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
     return _conversation(origin, columns, turns)
@@ -125,7 +87,7 @@ def _answered(origin: Origin, columns: Columns, prompt: str, answer: str) -> Exa
 
 def _history(columns: Columns) -> list[dict]:
     """Turns of the column history, a list of [prompt, answer] pairs. Raises BadRow for anything else."""
-    if columns.get("history") in EMPTY:
+    if is_absent(columns.get("history")):
         return []
     turns = []
     for pair in columns.items("history"):
@@ -151,7 +113,7 @@ def _conversation(origin: Origin, columns: Columns, turns: list) -> Example:
     read = [message_of(value, number, columns.roles) for number, value in enumerate(turns, 1)]
     messages, masks = [message for message, _ in read], [mask for _, mask in read]
     system = columns.get("system")
-    if system not in EMPTY:
+    if not is_absent(system):
         system = columns.text("system")
         own = messages[0].get("content") if messages and messages[0]["role"] in SYSTEM_ROLES else None
         if own is not None and own != system:
@@ -164,7 +126,7 @@ def _conversation(origin: Origin, columns: Columns, turns: list) -> Example:
             masks.insert(0, None)
     if not messages:
         raise BadRow("no messages", "the conversation is empty")
-    tools = None if columns.get("tools") in EMPTY else columns.items("tools")
+    tools = None if is_absent(columns.get("tools")) else columns.items("tools")
     return Example(origin, messages=tuple(messages), masks=tuple(masks) if any(masks) else None, tools=tools)
 
 
@@ -195,7 +157,7 @@ OPTIONAL = {"loss_weight"}.union(*(form.reads for form in FORMATS.values()))  # 
 
 
 def detect(source: Source, columns: list[str]) -> str:
-    """Name of the format of rows with these `columns`, after `source.columns` has renamed them.
+    """Name of the format of rows whose `column_names` are `columns`, once `source.columns` has renamed them.
 
     An explicit `source.format` wins. Raises UserError if none or several formats fit, with the columns seen
     and the columns that each format needs, if `source.columns` names unknown or missing columns, or columns
@@ -238,7 +200,8 @@ def _detected(source: Source, columns: list[str]) -> str:
 
 def _suggestion(columns: list[str]) -> str:
     """Sentence with the data.columns that make a format of these columns."""
-    found = {column.lower(): column for column in reversed(columns)}
+    found = {column.rpartition(".")[2].lower(): column for column in reversed(columns)}
+    found |= {column.lower(): column for column in reversed(columns)}
     for names in SUGGESTIONS:
         if found.keys() >= set(names.values()):
             renamed = {ours: found[theirs] for ours, theirs in names.items() if found[theirs] != ours}

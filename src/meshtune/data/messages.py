@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from meshtune.data.example import BadRow, Mask
+from meshtune.data.example import BadRow, Mask, is_absent
 from meshtune.data.thought import REASONING
 from meshtune.errors import type_name, written
 
@@ -30,17 +30,17 @@ MASKS_WITHIN = ("train_detail", "training_detail")  # axolotl's, of parts of a m
 def message_of(value: Any, number: int, roles: Mapping[str, str]) -> tuple[dict, Mask | None]:
     """Return (a message as a chat template takes it, its mask or None where it has none).
 
-    The message has `role` and the other keys of `value` that are neither null nor masks; ShareGPT's keys are
-    renamed; beside tool calls `content` may be missing. Raises BadRow for wrong types, unknown roles, parts
-    that are no text, and arguments that are no JSON object. number: its place in the
-    conversation, from 1, for errors. roles: their names to ours, where data.roles maps them.
+    The message has `role` and the other keys of `value` that are neither empty nor masks; ShareGPT's keys are
+    renamed; empty content parts are left out; beside tool calls `content` may be missing. Raises BadRow for
+    wrong types, unknown roles, parts that are no text, and arguments that are no JSON object. number: its
+    place in the conversation, from 1, for errors. roles: their names to ours, where data.roles maps them.
     """
     if not isinstance(value, dict):
         raise BadRow("wrong type", f"message {number} is {type_name(value)}, expected an object")
     if "from" in value and "role" not in value:
         message = _from_sharegpt(value, number, roles)
     else:
-        message = {key: inner for key, inner in value.items() if inner is not None}
+        message = _filled(value)
         if isinstance(message.get("role"), str):
             message["role"] = roles.get(message["role"], message["role"])
         _check_role(message, number)
@@ -54,8 +54,30 @@ def message_of(value: Any, number: int, roles: Mapping[str, str]) -> tuple[dict,
             raise BadRow("wrong type", f"message {number}: {key} is {type_name(message[key])}, expected text")
     _check_content(message, number)
     if isinstance(message.get("content"), list):
-        message["content"] = [{"type": "text", "text": part["text"]} for part in message["content"]]
+        message["content"] = [{"type": "text", "text": part["text"]} for part in message["content"]] or ""
     return message, mask
+
+
+def _filled(message: dict) -> dict:
+    """A message without the keys and the content parts that hold nothing.
+
+    Text of the content stays as it is: "[]" may be an answer.
+    """
+    kept = ("content", *MASKS_WITHIN)
+    filled = {key: inner for key, inner in message.items() if key in kept or not is_absent(inner)}
+    content = filled.pop("content", None)
+    if isinstance(content, list):
+        content = [part for part in content if not _is_empty_part(part)]
+    return filled if content is None else filled | {"content": content}
+
+
+def _is_empty_part(part: Any) -> bool:
+    """Whether a content part is null or {}, or what it has under the name of its type is empty."""
+    if not isinstance(part, Mapping) or not part:
+        return is_absent(part)
+    kind = part.get("type")
+    value = part.get("text" if kind in TEXT_PARTS else kind, part)
+    return value == "" if isinstance(value, str) else is_absent(value)
 
 
 def _from_sharegpt(value: dict, number: int, roles: Mapping[str, str]) -> dict:
@@ -70,10 +92,8 @@ def _from_sharegpt(value: dict, number: int, roles: Mapping[str, str]) -> dict:
             f"message {number} is from {written(sender)}, expected one of {', '.join(known)}; data.roles "
             "maps more",
         )
-    others = {
-        key: inner for key, inner in value.items() if key not in ("from", "value") and inner is not None
-    }
-    message = {"role": known[sender], "content": value.get("value"), **others}
+    others = {key: inner for key, inner in value.items() if key not in ("from", "value")}
+    message = _filled({"role": known[sender], "content": value.get("value"), **others})
     if sender == "function_call" and sender not in roles:
         message["tool_calls"], message["content"] = _function_calls(value.get("value"), number), ""
     return message

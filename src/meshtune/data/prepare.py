@@ -86,6 +86,8 @@ def prepare(
         return _cached(build, expanded(cache_dir))
     stream = Stream(tuple(sources), encoder, seq_len, packing, overlong, seed, on_bad_row)
     stats = _stats(stream.unused_columns(), build, {})
+    for source in sources:
+        files(source, stats["not_read"])
     if not eval_sources:
         return Prepared(stream, None, stats)
     held_out = prepare(
@@ -96,6 +98,7 @@ def prepare(
     both = held_out.stats["notes"]["unused"] | stats["notes"]["unused"]
     notes = held_out.stats["notes"] | {"unused": both}
     counted = held_out.stats | {"train": None, "eval": held_out.stats["train"], "notes": notes}
+    counted["not_read"] = stats["not_read"] + counted["not_read"]
     return Prepared(stream, held_out.train, counted)
 
 
@@ -144,7 +147,10 @@ def _identity(
 def _cached(build: _Build, cache_dir: Path) -> Prepared:
     """Open the cache of these sources, written first if missing or damaged; add cache, seconds to stats."""
     started, state = time.perf_counter(), "found"
-    listing: _Listing = [(source, files(source)) for source in (*build.sources, *build.eval_sources)]
+    not_read: list[str] = []
+    listing: _Listing = [
+        (source, files(source, not_read)) for source in (*build.sources, *build.eval_sources)
+    ]
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
         with _progress(listing) as progress:
@@ -169,7 +175,7 @@ def _cached(build: _Build, cache_dir: Path) -> Prepared:
             "there, or name another folder by data.cache."
         ) from error
     assert prepared is not None, "a cache that was just written must open"
-    prepared.stats.update(cache=state, seconds=time.perf_counter() - started)
+    prepared.stats.update(cache=state, seconds=time.perf_counter() - started, not_read=not_read)
     return prepared
 
 
@@ -204,7 +210,7 @@ def sentences(stats: dict[str, Any]) -> list[str]:
         lines.append(f"bad rows skipped, {reason}: {rows:,}")
     if day := stats["template_date"]:
         lines.append(f"the chat template writes the date: {day} in the whole run (data.template_date)")
-    return [*lines, *notes_sentences(stats["notes"])]
+    return [*stats["not_read"], *lines, *notes_sentences(stats["notes"])]
 
 
 def _write(aside: Path, build: _Build, listing: _Listing) -> dict[str, Any]:
@@ -375,7 +381,7 @@ def _sequences(
 
 def _stats(tally: Tally, build: _Build, parts: dict[str, Any]) -> dict[str, Any]:
     """`Prepared.stats` without cache and seconds; `parts` has the figures of train and eval."""
-    facts = {"seq_len": build.seq_len, "template_date": build.encoder.template_date}
+    facts = {"seq_len": build.seq_len, "template_date": build.encoder.template_date, "not_read": []}
     return tally.values() | facts | {name: parts.get(name) for name in ("train", "eval")}
 
 

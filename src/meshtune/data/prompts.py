@@ -9,9 +9,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from meshtune.data.example import SHOWN, BadRow, Example, Origin, Source
+from meshtune.data.columns import Columns, unused_columns
+from meshtune.data.example import SHOWN, BadRow, Example, Origin, Source, is_absent
 from meshtune.data.files import files
-from meshtune.data.formats import EMPTY, FORMATS, Columns, instruction
+from meshtune.data.formats import FORMATS, instruction
 from meshtune.data.limits import checked_text
 from meshtune.data.readers import raw_rows
 from meshtune.errors import UserError, type_name
@@ -105,7 +106,7 @@ def _example(origin: Origin, columns: Columns) -> Example:
     text = checked_text(instruction(columns) if form == "instruction" else columns.text(form))
     answer = columns.get("output" if form == "instruction" else "completion")
     answer = answer if isinstance(answer, str) else ""
-    if columns.get("system") in EMPTY and columns.get("tools") in EMPTY:
+    if is_absent(columns.get("system")) and is_absent(columns.get("tools")):
         return Example(origin, prompt=text, completion=answer)
     turns = [{"role": "user", "content": text}]
     turns += [{"role": "assistant", "content": answer}] if answer.strip() else []
@@ -130,4 +131,4 @@ def expected(example: Example) -> str:
 def _unused(columns: Columns) -> Iterator[str]:
     """Yield the columns of a row that have a value and are neither the prompt nor what is expected."""
     read = {columns.names.get(name, name) for name in (*FORMS, *OTHERS)}
-    yield from (str(name) for name, value in columns.row.items() if name not in read and value not in EMPTY)
+    yield from unused_columns(columns.row, read)

@@ -12,6 +12,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from meshtune.data.columns import Columns, column_names, has, reach, unused_columns
 from meshtune.data.example import (
     SHOWN,
     BadRow,
@@ -22,8 +23,9 @@ from meshtune.data.example import (
     Origin,
     Source,
     bad_rows_error,
+    is_absent,
 )
-from meshtune.data.formats import EMPTY, FORMATS, OPTIONAL, Columns, detect
+from meshtune.data.formats import FORMATS, OPTIONAL, detect
 from meshtune.errors import UserError, type_name
 
 RawRow = tuple[Origin, Any]  # the value: a dict of columns, a BadRow from the reader, or any other JSON value
@@ -62,9 +64,9 @@ def examples(
     for origin, row in raw_rows:
         rows += 1
         if unseen and isinstance(row, dict):
-            unseen = {ours: theirs for ours, theirs in unseen.items() if theirs not in row}
+            unseen = {ours: theirs for ours, theirs in unseen.items() if not has(row, theirs)}
         if format_name is None and isinstance(row, dict):  # once per source, on its first row with columns
-            format_name = detect(source, [str(column) for column in row])
+            format_name = detect(source, column_names(row, dict(source.columns).values()))
         try:
             # Without a format yet, the row has no columns, and so it is bad whatever the format is.
             example = _example(origin, row, format_name or "text", source, needs_answer, notes)
@@ -101,8 +103,10 @@ def _example(
     if not isinstance(row, dict):
         raise BadRow("wrong type", f"the row is {type_name(row)}, expected an object")
     columns = Columns(row, dict(source.columns), dict(source.roles))
-    if not _where(row, dict(source.where)):
+    if (other := _other(row, dict(source.where))) is not None:
         notes.left_out["data.where"] += 1
+        if other in notes.compared or len(notes.compared) < SHOWN:
+            notes.compared[other] += 1
         return None
     if not _loss_weight(columns, notes):
         return None
@@ -118,22 +122,33 @@ def _example(
     return example
 
 
-def _where(row: Mapping[str, Any], where: Mapping[str, Any]) -> bool:
-    """Whether each column of `where` has its value in the row. Raises BadRow if the row lacks the column.
+def _other(row: Mapping[str, Any], where: Mapping[str, Any]) -> str | None:
+    """The first column of `where` that has another value in the row, as `Notes.compared`; None if all have
+    theirs. Raises BadRow if the row lacks the column.
 
     A text in the row, as csv has them, is compared as text: "true", "1.0".
     """
     for column, wanted in where.items():
-        if column not in row:
-            raise BadRow(f"no column {column}", f"column {column} (data.where) is missing")
-        value = row[column]
+        try:
+            value = reach(row, column)
+        except KeyError:
+            raise BadRow(f"no column {column}", f"column {column} (data.where) is missing") from None
         if isinstance(value, str) and not isinstance(wanted, str):
-            value, wanted = value.lower(), str(wanted).lower()
-        elif isinstance(value, bool) != isinstance(wanted, bool):
-            return False  # True == 1 in Python, not in JSON
-        if value != wanted:
-            return False
-    return True
+            same = value.lower() == str(wanted).lower()
+        else:  # True == 1 in Python, not in JSON
+            same = isinstance(value, bool) == isinstance(wanted, bool) and value == wanted
+        if not same:
+            texts = [json.dumps(each, ensure_ascii=False, default=str)[:60] for each in (wanted, value)]
+            return f"{column}: {texts[0]}{_reading(wanted) if isinstance(value, str) else ''}\t{texts[1]}"
+    return None
+
+
+def _reading(wanted: Any) -> str:
+    """Clause on what YAML reads where no quotes are; "" for a text."""
+    if isinstance(wanted, bool):
+        words = ("yes", "on") if wanted else ("no", "off")
+        return f' (YAML\'s reading of {" and ".join(words)} too; write "{words[0]}" in quotes for the text)'
+    return "" if isinstance(wanted, str) else " (a number; write it in quotes for the text)"
 
 
 def _loss_weight(columns: Columns, notes: Notes) -> bool:
@@ -158,7 +173,7 @@ def _loss_weight(columns: Columns, notes: Notes) -> bool:
 
 def _refuse_media(row: Mapping[str, Any], names: Mapping[str, str]) -> None:
     """Raise BadRow for images, audio and video, which would be left out. names: of data.columns."""
-    media = [column for column in MEDIA if row.get(column) not in EMPTY and column not in names.values()]
+    media = [column for column in MEDIA if not is_absent(row.get(column)) and column not in names.values()]
     if media:
         raise BadRow(
             f"column {media[0]}",
@@ -174,7 +189,7 @@ def _refuse_other_kinds(
 
     names: of data.columns, with which the user chose. where: of data.where.
     """
-    sides = [column for column in PREFERENCE if row.get(column) not in EMPTY]
+    sides = [column for column in PREFERENCE if not is_absent(row.get(column))]
     if sides and not set(names.values()) & set(PREFERENCE):
         ours = FORMATS[format_name].needs[-1]
         raise BadRow(
@@ -195,10 +210,8 @@ def _refuse_other_kinds(
 def _note_unused(columns: Columns, format_name: str, where: Mapping[str, Any], notes: Notes) -> None:
     """Count the columns of a row that have a value and are not read."""
     form = FORMATS[format_name]
-    read = {columns.names.get(name, name) for name in (*form.needs, *form.reads, "loss_weight")}
-    for column, value in columns.row.items():
-        if column not in read and column not in where and value not in EMPTY:
-            notes.unused[str(column)] += 1
+    read = {columns.names.get(name, name) for name in (*form.needs, *form.reads, "loss_weight")} | {*where}
+    notes.unused.update(unused_columns(columns.row, read))
 
 
 def last_answer(messages: Sequence[dict]) -> int | None:

@@ -16,13 +16,15 @@ from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from meshtune.data.documents import ROWS_AT_ONCE, Overlong, Tally, Usable, usable
-from meshtune.data.example import Example, Notes, OnBadRow, Source
+from meshtune.data.example import Example, Notes, OnBadRow, Source, notes_sentences
+from meshtune.data.files import files, is_hub
 from meshtune.data.pack import Dataset, in_memory, pack, singles
 from meshtune.data.readers import read
 from meshtune.errors import UserError
@@ -30,6 +32,7 @@ from meshtune.errors import UserError
 if TYPE_CHECKING:
     from meshtune.data.encode import Encoder
 
+BLOCKS = 1024  # of a source (256 MiB), which are hashed to know it again
 FIRST_ROWS = 100  # of each source, in which columns that are not used are looked for at the start
 
 # A position in the stream, with one number per source. rows: its next row; passes: its passes that have
@@ -56,11 +59,14 @@ class Stream:
     window: int = 2000  # examples, of all sources together
     tally: Tally = field(default_factory=Tally, compare=False)  # grows while windows are read
 
-    @property
+    @cached_property
     def digest(self) -> str:
-        """Digest of the sources' names and the settings, to recognise a state; the rows are not in it."""
+        """Digest of the sources' files and the settings, to recognise a state.
+
+        Of a source of more than BLOCKS blocks only these are read (`DataFile.outline`), of the hub nothing.
+        """
         recipe = [
-            [vars(source) for source in self.sources],
+            [_identity(source) for source in self.sources],
             [
                 self.encoder.fingerprint,
                 self.seq_len,
@@ -123,7 +129,10 @@ class Stream:
             documents, after = self._documents(after, readers)
             if not documents and min(after["passes"]) > min(place["passes"]) + 1:
                 raise UserError(
-                    "A whole pass through the stream gave no document to train on: check its rows."
+                    [
+                        "A whole pass through the stream gave no document to train on: check its rows.",
+                        *notes_sentences(self.tally.notes.values()),
+                    ]
                 )
         return self._pack(documents, place), after
 
@@ -187,6 +196,16 @@ class Stream:
             origins=np.array(origins),
             files=tuple(files),
         )
+
+
+def _identity(source: Source) -> list[Any]:
+    """Return what decides a source's rows: the outline of its files, and how they are read."""
+    settings = {name: value for name, value in vars(source).items() if name != "path"}
+    if is_hub(source.path):
+        return [source.path, settings]
+    data_files = files(source)
+    blocks = max(2, BLOCKS // len(data_files))
+    return [[[file.kind, file.outline(blocks)] for file in data_files], settings]
 
 
 def with_last(examples: Iterator[Example]) -> Iterator[tuple[Example, bool]]:

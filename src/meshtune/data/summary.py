@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshtune.config import Config
+from meshtune.data.example import is_url
+from meshtune.data.files import pattern_root
 from meshtune.errors import expanded
 from meshtune.rundir import write_text_atomically
+from meshtune.sections import is_pattern
 
 if TYPE_CHECKING:
     from meshtune.data.pack import Dataset
@@ -36,7 +39,9 @@ class Summary:
 
 def write_summary(config: Config, train: "Dataset") -> None:
     """Keep the size of the config's training data; a cache that can't be written keeps none."""
-    folders = [path for source in config.data.train if (path := expanded(source.path)).is_dir()]
+    places = [expanded(source.path) for source in config.data.train if not is_url(source.path)]
+    folders = [pattern_root(path) if is_pattern(str(path)) else path for path in places]
+    folders = [path for path in folders if path.is_dir()]
     paths = [str(path.absolute()) for path in [*map(Path, train.files), *folders] if path.exists()]
     files = {path: stamp for path in paths if (stamp := _stamp(path))}
     summary = Summary(len(train), train.token_count, train.mean_document_tokens, files)
@@ -71,6 +76,6 @@ def _file(config: Config) -> Path:
 
 
 def _absolute(name: str) -> Any:
-    """The absolute path of what is on this machine; a hub id, URL or pattern unchanged."""
+    """The absolute path of what is on this machine; a hub id or URL unchanged."""
     path = expanded(name)
-    return str(path.absolute()) if path.exists() else name
+    return str(path.absolute()) if path.exists() or (is_pattern(name) and not is_url(name)) else name

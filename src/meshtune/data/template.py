@@ -1,17 +1,20 @@
 """Choose the chat template: the tokenizer's own, a built-in or a file, with the tokens that it declares."""
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from inspect import signature
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from meshtune.data.tokens import id_bound
 from meshtune.data.training import training_template
-from meshtune.errors import UserError, check_file, expanded
+from meshtune.errors import UserError, check_file, expanded, written
 from meshtune.setting_types import is_template
 
+HEADER = r"^\s*-?\s*(special tokens|an answer ends with):[ \t]*(.*?)\s*$"  # of a template's opening comment
 BUILT_IN = Path(__file__).parent / "templates"
 
 
@@ -29,8 +32,8 @@ def apply_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None
     tokenizer's eos token, so that generation stops where training ends an answer (`eos` keeps the one there
     is). The model's embeddings must then be resized. A second call with the same template adds nothing.
 
-    Raises UserError for a name that is neither built in nor a file, and if the template needs an eos token
-    that the tokenizer lacks.
+    Raises UserError for a name that is neither built in nor a file, if the template needs an eos token that
+    the tokenizer lacks, and for an end token that is in neither the vocabulary nor the comment.
     """
     if chat_template is None or chat_template == "none":
         return []
@@ -38,9 +41,9 @@ def apply_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None
         tokenizer.chat_template = training_template(tokenizer)
         return []
     text = _template_text(chat_template)
-    comment = re.match(r"\s*\{#(.*?)#\}", text, re.DOTALL)
-    entries = r"^\s*-?\s*(special tokens|an answer ends with):[ \t]*(.*?)\s*$"
-    header = dict(re.findall(entries, comment[1], re.M)) if comment else {}
+    comment = re.match(r"\s*\{#[-+]?(.*?)[-+]?#\}", text, re.DOTALL)
+    entries = re.findall(HEADER, comment[1], re.M | re.I) if comment else []
+    header = {name.lower(): value for name, value in entries}
     tokens = header.get("special tokens", "").split()
     end = header.get("an answer ends with", "eos")
     if end == "eos" and tokenizer.eos_token is None and "eos_token" in text:
@@ -49,9 +52,16 @@ def apply_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None
             "Use data.chat_template=chatml, which brings its own."
         )
     before = tokenizer.get_vocab()
+    if end not in ("eos", *tokens, *before):
+        raise UserError(
+            f"The chat template {chat_template} says in its opening comment that an answer ends with "
+            f"{written(end)}, which the tokenizer's vocabulary does not have. Name a token of it, or let the "
+            f"comment add one: special tokens: {end}."
+        )
     special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
     missing = [token for token in tokens if token not in special]
     if missing:
+        _place_behind(tokenizer, [token for token in missing if token not in before])
         # A token that the vocabulary has as plain text is not split off whole until it is marked special.
         tokenizer.add_special_tokens(
             {"additional_special_tokens": missing}, replace_extra_special_tokens=False
@@ -60,6 +70,28 @@ def apply_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None
         tokenizer.eos_token = end
     tokenizer.chat_template = text
     return [token for token in tokens if token not in before]
+
+
+def _place_behind(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> None:
+    """Give new tokens ids behind the largest one, where the vocabulary has gaps.
+
+    The libraries take the number of tokens as the next id, which another token then has. The new ones are put
+    into the vocabulary itself, since tokenizer.json keeps ids of no others. Raises UserError for a tokenizer
+    to which that can't be done.
+    """
+    bound = id_bound(tokenizer)
+    if not tokens or bound == len(tokenizer):
+        return
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    state = json.loads(backend.to_str()) if backend else {}
+    if not isinstance(state.get("model", {}).get("vocab"), dict):
+        raise UserError(
+            f"The tokenizer has {len(tokenizer):,} tokens and ids up to {bound - 1:,}, so "
+            f"{', '.join(tokens)} can't be added behind them. Use a template without new tokens, such as "
+            "data.chat_template=alpaca."
+        )
+    state["model"]["vocab"] |= {token: bound + number for number, token in enumerate(tokens)}
+    backend.model = type(backend).from_str(json.dumps(state)).model
 
 
 def check_variables(variables: Mapping[str, Any], template: str | None) -> None:

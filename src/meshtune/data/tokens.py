@@ -51,7 +51,9 @@ class TextTokenizer:
         self.tokenizer = tokenizer
         _refuse_growth(tokenizer)
         added = tokenizer.added_tokens_decoder
-        self.special = {id for id, token in added.items() if token.special} | set(tokenizer.all_special_ids)
+        named = [id for id in tokenizer.all_special_ids if id is not None]
+        self.special = {id for id, token in added.items() if token.special}.union(named)
+        _refuse_unknown_end(tokenizer)
         self.special_texts = tuple(tokenizer.convert_ids_to_tokens(sorted(self.special)))
         self.backend = self._fast_backend()
         self._blank: dict[int, bool] = {}  # token id -> True if it is white space only
@@ -66,9 +68,13 @@ class TextTokenizer:
         backend.encode_special_tokens = False
         return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
 
+    @cached_property
+    def bound(self) -> int:
+        return id_bound(self.tokenizer)
+
     def texts_of(self, ids: Sequence[int]) -> tuple[str, ...]:
         """Texts of tokens, of those that are in the vocabulary."""
-        known = [id for id in ids if 0 <= id < len(self.tokenizer)]
+        known = [id for id in ids if 0 <= id < self.bound]
         return tuple(str(text) for text in self.tokenizer.convert_ids_to_tokens(known) if text)
 
     def table(self, texts: Iterable[str]) -> dict[str, list[int]]:
@@ -191,6 +197,33 @@ class TextTokenizer:
         bad = {after for before, after in pairs if ids[before + after] != ids[before] + ids[after]}
         return frozenset(
             str(token) for token in tokens if not any(str(token) + after in bad for after in PROBES)
+        )
+
+
+def id_bound(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The largest id + 1. A vocabulary with gaps has fewer tokens.
+
+    Raises UserError if an added token has the id of another one: texts with that one would hold it.
+    """
+    vocabulary = tokenizer.get_vocab()
+    if len(set(vocabulary.values())) < len(vocabulary):
+        added = {id: str(token) for id, token in tokenizer.added_tokens_decoder.items()}
+        for text, id in vocabulary.items():
+            if added.get(id, text) != text:
+                raise UserError(
+                    f"The tokenizer's added token {added[id]} has the id {id:,}, which the token {text} "
+                    "has too. Give it a free id in tokenizer.json, in the model's vocab too."
+                )
+    return max(vocabulary.values(), default=-1) + 1
+
+
+def _refuse_unknown_end(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise UserError if the eos token is not in the vocabulary: its id would be null or unk."""
+    eos, id = tokenizer.eos_token, tokenizer.eos_token_id
+    if eos is not None and (id is None or tokenizer.convert_ids_to_tokens(id) != str(eos)):
+        raise UserError(
+            f"The tokenizer's eos_token is {eos}, which its vocabulary does not have; name another in "
+            "tokenizer_config.json, or choose a template that brings its own (data.chat_template=chatml)."
         )
 
 

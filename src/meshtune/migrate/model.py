@@ -8,7 +8,7 @@ from meshtune.migrate.job import OFF, Converted, Job, NoCounterpart, NotNeeded, 
 from meshtune.migrate.sharding import shards
 from meshtune.migrate.sources import listed
 from meshtune.migrate.training import packs
-from meshtune.trainers.values import is_pattern
+from meshtune.trainers.values import is_regular_expression
 
 NO_MASTER_WEIGHTS = (
     "with fp32 master weights; axolotl has none unless it shards, which train.precision=bf16-pure is like"
@@ -111,7 +111,7 @@ def modules(value: Any, job: Job) -> Converted:
         raise NotNeeded("lora_target_linear takes all linear layers")
     if value == "by the model":
         return Converted({"lora.target_modules": PEFT_MODULES}, "peft's for llama, mistral, qwen and gemma")
-    names = value.split(",") if isinstance(value, str) and not is_pattern(value) else listed(value)
+    names = value.split(",") if isinstance(value, str) and not is_regular_expression(value) else listed(value)
     names = [name.strip() for name in names]
     if names in (["all"], ["all-linear"], ["linear"]):
         return Converted({"lora.target_modules": "all-linear"})

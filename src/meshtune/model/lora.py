@@ -29,7 +29,7 @@ from transformers.pytorch_utils import Conv1D
 from meshtune.errors import UserError
 from meshtune.model.anatomy import anatomy
 from meshtune.nearest import did_you_mean, nearest
-from meshtune.trainers.values import is_pattern
+from meshtune.trainers.values import is_regular_expression
 
 
 class _Lora(nn.Module):
@@ -212,7 +212,7 @@ def _targets(model: PreTrainedModel, target_modules: str | list[str]) -> tuple[l
     for target in targets:
         matches = [name for name in linears if name == target or name.endswith(f".{target}")]
         matches = matches or _matching(target, [*linears])
-        if not matches and is_pattern(target):
+        if not matches and is_regular_expression(target):
             problems.append(
                 f"lora.target_modules: {target} is neither a linear layer's name nor a regular expression "
                 f"that matches one; names look like {next(iter(linears), 'nothing here')}."

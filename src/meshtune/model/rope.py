@@ -73,6 +73,8 @@ def _by_document(module: Any, x: Tensor, position_ids: Tensor, layer_type: str |
     if _type(module, layer_type) == "longrope":
         own[own > 0] = limit + 1  # all long ones have the same
     lengths = own.unique().tolist()
+    # Padding, of length 0, stands with the short documents: its positions must not decide their frequencies.
+    position_ids = position_ids * (module.document_tokens > 0).to(position_ids.device)
     found: RoPE | None = None
     for length in lengths:
         of_length = (own == length).to(position_ids.device)

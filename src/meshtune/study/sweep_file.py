@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from meshtune.config import laid_over
-from meshtune.errors import UserError, written
+from meshtune.errors import UserError, expanded, written
 from meshtune.layout import AUTO, AXES, DATA_AXES, Layout, parse_fields
 from meshtune.nearest import did_you_mean, nearest
 from meshtune.study.axes import Best, Change, changes_of, values_of
@@ -248,7 +248,7 @@ def _base(value: Any, folder: Path, overrides: Sequence[str], problems: list[str
     """The base as a tree of sections, with overrides laid over it; without the settings in OWN."""
     try:
         if isinstance(value, str):
-            tree = read_yaml(folder / Path(value).expanduser(), SETTINGS)
+            tree = read_yaml(folder / expanded(value), SETTINGS)
         elif isinstance(value, Mapping) or value is None:
             tree = undotted(dict(value or {}), SETTINGS, name="base")
         else:

@@ -18,7 +18,7 @@ from meshtune.errors import UserError, expanded
 from meshtune.model.adapter import is_named, save_adapter
 from meshtune.model.pieces import Piece
 from meshtune.model.save import save_model, save_pieces, stored_differently
-from meshtune.model.trainable import tables
+from meshtune.model.trainable import embeddings_needed, tables
 from meshtune.optimizers import OPTIMIZERS
 from meshtune.parallel.mesh import World
 from meshtune.rundir import RunDir
@@ -111,7 +111,7 @@ class Exporter:
         base = f"base_model: {hub_id(self.base_name)}\n"
         resized = (
             "The tokenizer here has tokens that the base model lacks. Before peft loads the adapter: "
-            "`base.resize_token_embeddings(len(tokenizer))`.\n\n"
+            f"`base.resize_token_embeddings({embeddings_needed(self.tokenizer)})`.\n\n"
             if self.adapter and self.adapter["embeddings"]
             else ""
         )

@@ -27,7 +27,7 @@ from meshtune.data.example import rows_name
 from meshtune.errors import UserError, expanded, written
 from meshtune.length import limits
 from meshtune.rundir import Row, RunDir, aside_pattern
-from meshtune.sections import SourceConfig
+from meshtune.sections import SourceConfig, is_pattern
 from meshtune.setting_types import is_template
 from meshtune.units import counted
 
@@ -235,9 +235,10 @@ def resolved(config: Config, run: RunDir) -> Config:
 
 
 def absolute(name: str) -> str:
-    """The absolute path of a local file or folder; any other name (a hub id, a built-in) unchanged."""
+    """The absolute path of local files or a pattern; any other name (a hub id, a built-in) unchanged."""
     path = expanded(name)
-    return str(path.absolute()) if path.exists() else name
+    pattern = is_pattern(name) and "://" not in name
+    return str(path.absolute()) if path.exists() or pattern else name
 
 
 def settings(config: Config, run: RunDir | None = None) -> dict[str, Any]:

@@ -16,7 +16,7 @@ class Counterpart(NamedTuple):
     why: str  # what differs, or why there is no other; empty: nothing to say
 
 
-def is_pattern(target: str) -> bool:
+def is_regular_expression(target: str) -> bool:
     """True if a target of LoRA is a regular expression of whole names of layers, as peft reads a text."""
     return not re.fullmatch(r"[\w., -]+", target)
 

@@ -651,3 +651,23 @@ def test_a_long_text_is_trained_on_whole_in_pieces(
     assert not any(document[0] & LABELLED for document in documents)
     assert made.stats["split"] == {"documents": 1, "pieces": len(documents) - 1}
     assert any("split into pieces of at most 64 tokens: 1 document" in line for line in sentences(made.stats))
+
+
+def test_a_stream_is_known_by_what_its_files_hold(tmp_path, monkeypatch) -> None:
+    source = rows_file(tmp_path)
+    stream = made(tmp_path, [source], streaming=True).train
+
+    def digest(path=source.path) -> str:
+        return replace(stream, sources=(replace(source, path=str(path)),)).digest
+
+    shutil.copy(source.path, tmp_path / "copy.jsonl")
+    assert stream.digest == digest() == digest(tmp_path / "copy.jsonl")
+    content = Path(source.path).read_bytes()
+    monkeypatch.setattr("meshtune.data.files.OUTLINE", 16)
+    monkeypatch.setattr("meshtune.data.stream.BLOCKS", 4)  # the file is larger than that
+    known = digest()
+    for other in (content[:-1] + b" ", b" " + content[1:], content + b"\n", content[:-1]):
+        Path(source.path).write_bytes(other)
+        assert digest() != known
+    Path(source.path).write_bytes(content)
+    assert digest() == known

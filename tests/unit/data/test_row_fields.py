@@ -273,3 +273,49 @@ def test_a_mapped_column_that_no_row_has_is_named(rows_of):
     _, notes = rows_of(row, columns=(("system", "sys_promt"),))
     lines = notes_sentences(notes.values())
     says(lines)
+
+
+# Fields that are there and empty #
+
+
+@pytest.mark.parametrize("nothing", [None, "", " \n", "[]", " [ ] ", "{}", "null", [], {}, [None], [{}]])
+def test_empty_fields_are_absent(rows_of, nothing):
+    """Templates would write a section of tools or a system prompt for them."""
+    row = {"messages": [USER, ANSWER | {"tool_calls": nothing, "name": nothing}]}
+    extra = dict.fromkeys(("tools", "system", "images", "chosen", "other"), nothing)
+    (example,), notes = rows_of(row | extra)
+    assert example.messages == (USER, ANSWER)
+    assert example.tools is None
+    assert not notes.unused
+    (pair,), notes = rows_of({"prompt": "Hi", "completion": "[]", "history": nothing} | extra)
+    assert (pair.prompt, pair.completion, pair.messages) == ("Hi", "[]", None)
+    assert not notes.unused
+
+
+def test_empty_content_parts_are_left_out(rows_of):
+    text = {"type": "text", "text": "Hi"}
+    empty = [None, {}, {"type": "text", "text": ""}, {"type": "image_url", "image_url": {"url": None}}]
+    (example,), _ = rows_of({"messages": [{"role": "user", "content": [*empty, text]}, ANSWER]})
+    assert example.messages[0]["content"] == [text]
+    (example,), _ = rows_of({"messages": [{"role": "user", "content": empty}, ANSWER]})
+    assert example.messages[0]["content"] == ""
+
+
+@pytest.mark.parametrize("answer", ["[]", "{}", "null"])
+def test_an_answer_of_empty_json_is_an_answer(rows_of, answer):
+    (example,), _ = rows_of({"messages": [USER, ANSWER | {"content": answer}]})
+    assert example.messages[1]["content"] == answer
+
+
+# Filters that leave out everything #
+
+
+@pytest.mark.parametrize(
+    ("wanted", "values"),
+    [(False, ["no", "en"]), (True, ["yes", "no"]), (1000, ["1_000", "2"]), ("5", [5, 6]), ("x", range(99))],
+)
+def test_a_filter_says_what_it_compared(rows_of, wanted, values):
+    rows = [{"text": "Hi", "lang": value} for value in values]
+    examples, notes = rows_of(*rows, where=(("lang", wanted),))
+    assert not examples
+    says("\n".join(notes_sentences(notes.values())))

@@ -418,3 +418,59 @@ def test_a_data_set_of_the_hub_is_read_from_any_row(streaming, tmp_path, monkeyp
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: [][0])
     with refuses(UserError):
         examples("me/pairs")
+
+
+# Folders and patterns #
+
+
+def read_of(source):
+    """(rows' completions, sentences on files that are not read) of a source."""
+    not_read = []
+    data_files = files(source, not_read)
+    return [row.completion for row in read(source, on_bad_row="error", data_files=data_files)], not_read
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """rows/ with two rows in each of three files, one of which says train, in the current folder."""
+    (tmp_path / "rows" / "inner").mkdir(parents=True)
+    for number, name in enumerate(("train_math.jsonl", "code.jsonl", "inner/chat.jsonl")):
+        write(tmp_path / "rows", name, [{"prompt": "?", "completion": f"{number} {i}"} for i in (0, 1)])
+    (tmp_path / "rows" / "README.md").write_text("About these rows.")
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.usefixtures("folder")
+def test_files_of_a_folder_that_are_not_read_are_named_with_their_number():
+    rows, not_read = read_of(Source("rows"))
+    assert rows == ["0 0", "0 1"]
+    says("\n".join(not_read))
+    assert read_of(Source("rows/inner")) == (["2 0", "2 1"], [])
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize(
+    ("pattern", "numbers", "left_out"),
+    [
+        ("rows/*.jsonl", "10", ""),
+        ("rows/**", "120", "README.md"),
+        ("rows/[a-d]*.json?", "1", ""),
+        ("memory://patterns/*.jsonl", "10", ""),
+    ],
+)
+def test_a_pattern_reads_the_files_that_match(pattern, numbers, left_out):
+    if pattern.startswith("memory:"):
+        import fsspec
+
+        fsspec.filesystem("memory").put("rows/", "/patterns/", recursive=True)
+    rows, not_read = read_of(Source(pattern, split="test"))
+    assert rows == [f"{number} {i}" for number in numbers for i in (0, 1)]
+    assert left_out in "".join(not_read)
+    assert bool(not_read) == bool(left_out)
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize("pattern", ["rows/*.parquet", "else/*.jsonl", "rows/*.md", "rows/inn*"])
+def test_a_pattern_without_data_says_what_is_there(pattern):
+    with refuses(UserError):
+        files(Source(pattern))

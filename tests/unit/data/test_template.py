@@ -406,3 +406,33 @@ def test_a_tokenizer_without_eos_is_refused_with_a_way_out():
     bare = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, unk_token="a")))
     with refuses(UserError):
         Encoder(bare, train_on="completion", chat_template=None)
+
+
+HEADERS = (
+    "{# special tokens: <|a|> <|b|>\n   an answer ends with: <|b|> #}",
+    "{#- special tokens: <|a|> <|b|>\n   an answer ends with: <|b|> -#}",
+    "\n{#- Ours.\n  - Special tokens: <|a|> <|b|>\n  - An answer ends with: <|b|>\n-#}\n",
+    "{#+ an answer ends with: <|b|>\nspecial tokens: <|a|> <|b|> +#}",
+)
+BODY = "{%- for m in messages %}<|a|>{{ m.role }}\n{{ m.content }}<|b|>{% endfor %}"
+
+
+@pytest.mark.parametrize("header", HEADERS)
+def test_the_opening_comment_of_a_template_may_trim_white_space(header, tokenizer_of, tmp_path):
+    file = tmp_path / "own.jinja"
+    file.write_text(header + BODY)
+    tokenizer = tokenizer_of()
+    assert apply_template(tokenizer, str(file)) == ["<|a|>", "<|b|>"]
+    assert tokenizer.eos_token == "<|b|>"
+
+
+def test_an_end_token_that_is_not_in_the_vocabulary_is_refused(tokenizer_of, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.jinja").write_text("{#- an answer ends with: <|stop|> -#}" + BODY)
+    with refuses(UserError):
+        Encoder(tokenizer_of(), train_on="completion", chat_template="own.jinja")
+    for unknown in (None, "<unk>"):
+        tokenizer = tokenizer_of(unk_token=unknown)
+        tokenizer._special_tokens_map["eos_token"] = "<|stop|>"
+        with refuses(UserError):
+            Encoder(tokenizer, train_on="completion", chat_template=None)

@@ -1,5 +1,8 @@
 """Rotary embeddings that depend on a document's length: packed documents have those that they have alone."""
 
+from collections.abc import Callable
+
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +12,7 @@ from tiny import documents
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from meshtune.attention.register import register
-from meshtune.data.batch import MicroBatch
+from meshtune.data.batch import MicroBatch, micro_batch
 from meshtune.model.anatomy import anatomy
 from meshtune.model.body import body_forward
 from meshtune.model.rope import follow_documents
@@ -47,6 +50,17 @@ def packed() -> MicroBatch:
     return documents(seed=2, vocabulary=256, rows=3, width=40)
 
 
+def padded() -> MicroBatch:
+    """Short documents, each with more padding behind it than a short document has tokens: without packing
+    beside a long one, and in a packed sequence that is half empty.
+    """
+    draw = np.random.default_rng(3)
+    rows = [
+        [draw.integers(1, 256, length, dtype=np.uint32) for length in row] for row in ((8,), (35,), (5, 4))
+    ]
+    return micro_batch(rows, width=40)
+
+
 def alone(config: PretrainedConfig, batch: MicroBatch) -> torch.Tensor:
     """The last hidden states where the plain model reads one document at a time; padding has zeros."""
     rows = []
@@ -69,11 +83,13 @@ def ours(config: PretrainedConfig, batch: MicroBatch, cp: Axis) -> torch.Tensor:
     return out * (batch.document_tokens() > 0)[..., None]
 
 
+@pytest.mark.parametrize("make", [packed, padded])
 @pytest.mark.parametrize("rope", ROPES)
-def test_packed_documents_are_embedded_as_alone(rope: str) -> None:
-    config, batch = ROPES[rope](), packed()
-    lengths = {length for row in batch.documents for length in row}
-    assert min(lengths) <= SHORT < max(lengths) and len([n for n in lengths if n > SHORT]) > 1
+def test_packed_and_padded_documents_are_embedded_as_alone(rope: str, make: Callable[[], MicroBatch]) -> None:
+    config, batch = ROPES[rope](), make()
+    lengths = [length for row in batch.documents for length in row]
+    assert min(lengths) <= SHORT < max(lengths)
+    assert make is padded or len({length for length in lengths if length > SHORT}) > 1
     with exact(), torch.no_grad():
         expected = alone(config, batch)
     found = ours(config, batch, Axis("cp"))

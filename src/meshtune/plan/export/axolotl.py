@@ -25,7 +25,7 @@ from meshtune.plan.export.exported import (
 from meshtune.plan.export.refused import attention_alone, some_blocks
 from meshtune.plan.tools import TOOLS
 from meshtune.sections import SourceConfig
-from meshtune.trainers.values import is_pattern
+from meshtune.trainers.values import is_regular_expression
 
 TOOL = TOOLS["axolotl"].title
 PRECISION = {
@@ -90,7 +90,7 @@ def model(config: Config) -> dict[str, Any]:
         if lora.target_modules == "all-linear":
             settings["lora_target_linear"] = True
         else:
-            patterns = [target for target in lora.target_modules if is_pattern(target)]
+            patterns = [target for target in lora.target_modules if is_regular_expression(target)]
             settings["lora_target_modules"] = patterns[0] if patterns else list(lora.target_modules)
         if lora.use_rslora:
             settings["peft_use_rslora"] = True

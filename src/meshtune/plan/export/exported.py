@@ -11,7 +11,7 @@ from meshtune.errors import written
 from meshtune.layout import Layout
 from meshtune.plan.tools import Tool
 from meshtune.schedules import SCHEDULES
-from meshtune.sections import DataConfig, SourceConfig
+from meshtune.sections import DataConfig, SourceConfig, is_pattern
 from meshtune.setting_types import SUFFIXES, epochs_of
 from meshtune.units import counted
 
@@ -78,6 +78,8 @@ def export_problems(tool: str, config: Config) -> Iterator[str]:
         yield f"Rows of input_ids can't be exported to {tool}; name the rows that they were made from."
     if urls := [source.path for source in sources if is_url(source.path)]:
         yield f"{urls[0]} can't be exported to {tool}; name a file or a hub data set."
+    if patterns := [source.path for source in sources if is_pattern(source.path)]:
+        yield f"The pattern {patterns[0]} can't be exported to {tool}; name files or a hub data set."
     if config.data.chat_template == "training":
         yield f"data.chat_template=training can't be exported to {tool}; save the template to a file."
     if tabs := [source.path for source in sources if ".tsv" in PurePath(source.path).suffixes]:

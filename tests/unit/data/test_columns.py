@@ -1,0 +1,63 @@
+"""Columns inside objects, by dotted names."""
+
+import json
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from meshtune.data.example import Notes, Source
+from meshtune.data.readers import read
+from meshtune.errors import UserError
+
+ROW = {
+    "prompt": [{"role": "user", "content": "Add 1 and 2."}],
+    "extra_info": {"question": "1 + 2?", "answer": "3", "index": 7, "by": {"name": "Ann"}},
+    "answers": {"text": ["3", "three"]},
+}
+
+
+@pytest.fixture(params=["jsonl", "parquet"])
+def rows_of(tmp_path, request):
+    def rows_of(row, columns, **settings):
+        """(example, notes) of a file with one row."""
+        file = tmp_path / f"rows.{request.param}"
+        if request.param == "parquet":
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), file)
+        else:
+            file.write_text(json.dumps(row) + "\n")
+        notes = Notes()
+        source = Source(str(file), columns=tuple(columns.items()), **settings)
+        (example,) = read(source, on_bad_row="error", notes=notes)
+        return example, notes
+
+    return rows_of
+
+
+def test_dotted_names_reach_into_objects(rows_of):
+    example, notes = rows_of(ROW, {"prompt": "extra_info.question", "completion": "extra_info.answer"})
+    assert (example.prompt, example.completion) == ("1 + 2?", "3")
+    assert [*notes.unused] == ["prompt", "extra_info.index", "extra_info.by", "answers"]
+    example, _ = rows_of(ROW, {"prompt": "extra_info.by.name", "completion": "answers.text.1"})
+    assert (example.prompt, example.completion) == ("Ann", "three")
+
+
+def test_a_column_with_the_dot_in_its_name_comes_first(rows_of):
+    row = ROW | {"extra_info.question": "of its own", "a.b": {"c.d": "inside"}}
+    columns = {"prompt": "extra_info.question", "completion": "a.b.c.d"}
+    example, _ = rows_of(row, columns, where=(("extra_info.index", 7),))
+    assert (example.prompt, example.completion) == ("of its own", "inside")
+
+
+def test_a_text_answers_a_prompt_of_messages(rows_of):
+    example, _ = rows_of(ROW, {"completion": "extra_info.answer"})
+    assert example.messages == (*ROW["prompt"], {"role": "assistant", "content": "3"})
+
+
+@pytest.mark.parametrize("columns", [{}, {"prompt": "extra_info.query", "completion": "answers.text.2"}])
+def test_inner_columns_are_named_where_nothing_fits(rows_of, columns, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"extra_info\.question, extra_info\.answer") as error:
+        rows_of(ROW, columns)
+    suggestion = "data.columns={prompt: extra_info.question, completion: extra_info.answer}"
+    assert columns or suggestion in str(error.value)
