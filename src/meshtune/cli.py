@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from meshtune import __version__
+from meshtune import __version__, streams
 from meshtune.commands.bench import bench
 from meshtune.commands.calibrate import calibrate
 from meshtune.commands.chat import chat
@@ -68,6 +68,7 @@ def shared(
 
 def main() -> None:
     """Run the command; turn what ends it into an exit code (errors.py)."""
+    streams.guard()
     try:
         with memory_explained():
             app(prog_name="meshtune")  # also as `python -m meshtune`, so that completion has one name
@@ -84,3 +85,8 @@ def main() -> None:
         sys.exit(UserError.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)
+    except SystemExit as end:
+        if not end.code and (lost := streams.lost_result()):
+            notice(f"meshtune: stdout could not be written: {lost.strerror}. Make room, and run it again.")
+            sys.exit(UserError.exit_code)
+        raise

@@ -8,9 +8,10 @@
       checkpoints/       step-<N>/
       model/             the final Hugging Face folder
       logs/              the trackers' files (TensorBoard's event files, meshtune.prom …), and rank-<n>.log:
-                         stdout and stderr of every rank but the first, since the last start, and of
-                         each rank the traceback behind the sentence that ended it; those of the start
-                         before are in logs/before/
+                         stdout and stderr of every rank but the first, since the last start (of the
+                         first what its terminal, pipe or file did not accept), and of each rank the
+                         traceback behind the sentence that ended it; those of the start before are in
+                         logs/before/
       report.html
 
     runs/.my-run.replaced  a run that is being replaced, until the new one has done a step

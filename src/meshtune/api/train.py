@@ -21,6 +21,7 @@ from meshtune.model.hub import check_name
 from meshtune.report.run.summary import Summary, summarise
 from meshtune.rundir import Row, RunDir
 from meshtune.sections import DataConfig
+from meshtune.streams import guarded
 from meshtune.train.callbacks import Callback, Hooks
 from meshtune.units import counted, notice, on_first_rank
 from meshtune.yaml_tree import merge
@@ -76,7 +77,8 @@ def train(
     settings = load(defaults=tree, remedy="give eval_data=[…], ")
     hooks = Hooks(loss, tuple(callbacks))
     check_call(settings, hooks)
-    run = train_here(settings, nproc, keep_quiet, hooks)
+    with guarded():
+        run = train_here(settings, nproc, keep_quiet, hooks)
     return Result(run.path, run.model, summarise(run))
 
 

@@ -1,6 +1,5 @@
 """One rank: its process group, its log file, and the watch that names a hang."""
 
-import io
 import os
 import shutil
 import socket
@@ -18,6 +17,7 @@ from typing import Any
 from meshtune.errors import UserError
 from meshtune.launch.place import Place
 from meshtune.launch.siblings import rank_before, siblings
+from meshtune.streams import Output, flush, keep_in, text_stream
 from meshtune.watch import HangLimits, Silence, Watch, end_process, process_status, ranks_named, silent_rank
 
 RENDEZVOUS_TIMEOUT = timedelta(minutes=5)  # until every rank has come
@@ -40,11 +40,14 @@ class Rank:
 
     def keep_log(self, folder: Path) -> None:
         """Move this rank's log to `folder`/rank-<n>.log and go on there; the main rank gets one only by
-        `log_cause`.
+        `log_cause`, and where its output can't be written.
         """
         self._logs = folder
-        if self._log is not None:
-            self._log.move(folder / f"rank-{self.number}.log")
+        file = folder / f"rank-{self.number}.log"
+        if self._log is None:
+            keep_in(file)
+        else:
+            self._log.move(file)
 
     def log_cause(self, error: UserError) -> None:
         """Append to this rank's log the traceback of what a sentence was made of, once it has a folder."""
@@ -67,19 +70,6 @@ class Rank:
             self._watch.progress, self._watch.axes, self._watch.spins = progress, axes, spins
 
 
-class LogStream(io.TextIOWrapper):
-    """Text output to a rank's log. What can't be written, as on a full disk, is dropped: the run goes on."""
-
-    def write(self, text: str, /) -> int:
-        with suppress(OSError):
-            super().write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        with suppress(OSError):
-            super().flush()
-
-
 class RankLog:
     """The file that gets this process's stdout and stderr instead of the terminal, native code's included.
 
@@ -92,14 +82,14 @@ class RankLog:
         self._path = file
         self._file = tempfile.TemporaryFile("a+b") if file is None else open(file, "a+b")  # noqa: SIM115
         self._redirect(self._file.fileno(), self._file.fileno())
-        files = (io.FileIO(number, "w", closefd=False) for number in (1, 2))
-        sys.stdout, sys.stderr = (LogStream(io.BufferedWriter(file), line_buffering=True) for file in files)
+        # What a full disk does not accept is dropped: the run goes on.
+        sys.stdout, sys.stderr = (text_stream(Output(number)) for number in (1, 2))
 
     def move(self, file: Path) -> None:
         """Append what was written so far to `file` and go on there; the old path becomes a link to it."""
         file.parent.mkdir(parents=True, exist_ok=True)
         target = open(file, "ab")  # noqa: SIM115 - it stays this process's output
-        flush_output()
+        flush()
         self._file.seek(0)
         shutil.copyfileobj(self._file, target)
         target.flush()
@@ -116,14 +106,9 @@ class RankLog:
 
     @staticmethod
     def _redirect(out: int, err: int) -> None:
-        flush_output()
+        flush()
         os.dup2(out, 1)
         os.dup2(err, 2)
-
-
-def flush_output() -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
 
 
 @contextmanager

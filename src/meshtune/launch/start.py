@@ -23,8 +23,9 @@ from meshtune.errors import Interrupted, NonFinite, RankFailed, UserError
 from meshtune.launch.address import reachable_address
 from meshtune.launch.failure import claims_failure, exit_code, failures_of, raise_first, record_failure
 from meshtune.launch.place import Place, place_of
-from meshtune.launch.rank import Rank, RankLog, connect, flush_output, process_group
+from meshtune.launch.rank import Rank, RankLog, connect, process_group
 from meshtune.launch.scratch import scratch_folder
+from meshtune.streams import flush, guard
 from meshtune.units import notice
 from meshtune.watch import HangLimits, announce
 
@@ -165,6 +166,7 @@ def rank_process(
     folder: where the parent reads the rank's failure and log. parent: the parent's process id, with which
     this process ends (`die_with_parent`).
     """
+    guard()  # a spawned process has its own streams
     die_with_parent(parent)
     os.setpgid(0, 0)  # a terminal's Ctrl-C reaches it through the parent, once
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # no rank holds the store: the parent does
@@ -174,7 +176,7 @@ def rank_process(
 
     def tell(report: str) -> None:
         record_failure(folder, place, RankFailed(report))
-        flush_output()
+        flush()
 
     try:
         with process_group(place, device, log=log, limits=limits, tell=tell, announced=True) as rank:
@@ -183,9 +185,9 @@ def rank_process(
             (folder / RESULT).write_bytes(pickle.dumps(result))
     except BaseException as error:
         record_failure(folder, place, error)
-        flush_output()
+        flush()
         os._exit(exit_code(error))  # no clean-up of what the parent owns, or that waits for other ranks
-    flush_output()
+    flush()
     os._exit(0)
 
 
