@@ -312,6 +312,7 @@ def wait(rank, folder):
     def note(number, frame):
         raise Interrupted(f"stopped by {signal.Signals(number).name}")
     signal.signal(signal.SIGTERM, note)
+    signal.signal(signal.SIGHUP, note)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     (folder / f"{rank.number}").write_text(str(os.getpid()))
     time.sleep(600)
@@ -343,12 +344,12 @@ def started(tmp_path: Path) -> Any:
     process.communicate()
 
 
-@pytest.mark.ci
-def test_a_signal_reaches_every_rank_and_their_exit_code_comes_back(started: Any) -> None:
+@pytest.mark.parametrize("number", cases([signal.SIGTERM, signal.SIGHUP], ci=2))
+def test_a_signal_reaches_every_rank_and_their_exit_code_comes_back(started: Any, number: int) -> None:
     process, _ = started
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(number)
     out, err = process.communicate(timeout=30)
-    assert (process.returncode, out) == (75, "stopped by SIGTERM\n"), err
+    assert (process.returncode, out) == (75, f"stopped by {signal.Signals(number).name}\n"), err
 
 
 @pytest.mark.ci

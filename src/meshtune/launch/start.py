@@ -25,13 +25,13 @@ from meshtune.launch.failure import claims_failure, exit_code, failures_of, rais
 from meshtune.launch.place import Place, place_of
 from meshtune.launch.rank import Rank, RankLog, connect, process_group
 from meshtune.launch.scratch import scratch_folder
+from meshtune.launch.signals import heeded
 from meshtune.streams import flush, guard
 from meshtune.units import notice
 from meshtune.watch import HangLimits, announce
 
 LOCALHOST = "127.0.0.1"
 RESULT = "result"  # file of the scratch folder: what rank 0 returned, pickled
-FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 def run(
@@ -214,7 +214,7 @@ def forwarded_signals(processes: list[BaseProcess]) -> Iterator[list[signal.Sign
                 again = received.count(signal.SIGINT) > 1
                 os.kill(process.pid or 0, signal.SIGKILL if again else number)
 
-    handlers = {number: signal.signal(number, forward) for number in FORWARDED}
+    handlers = {number: signal.signal(number, forward) for number in heeded()}
     try:
         yield received
     finally:
