@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from meshtune.errors import UserError, check_file
+from meshtune.filesystem import replace, sync_open
 
 Row = dict[str, Any]
 
@@ -104,7 +105,7 @@ class RunDir:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # until `lock` is closed
         except BlockingIOError:
             return True
-        except OSError:  # no right to read it, or a file system without locks, on which no run starts
+        except OSError:  # no right to read it, or a file system without locks: not known
             return False
         return False
 
@@ -298,15 +299,6 @@ def _are_sizes(phases: Any) -> bool:
     )
 
 
-def flush(path: Path) -> None:
-    """Sync a file, or a folder's list of names, to the disk: else a machine crash may undo a rename."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def write_text_atomically(file: Path, text: str) -> None:
     """Write `text` in UTF-8, as `write_atomically`."""
     write_atomically(file, text.encode())
@@ -319,7 +311,7 @@ def aside_pattern(file: Path) -> str:
 
 def write_atomically(file: Path, content: bytes) -> None:
     """Write `content` beside `file`, sync it, rename it: `file` holds the old content or the new, never a
-    part. Creates the folder if missing; the rename itself is not synced (see `flush`).
+    part. Creates the folder if missing; the rename itself is not synced (see `filesystem.sync`).
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     aside = file.with_name(f".{file.name}.{os.getpid()}.tmp")
@@ -327,8 +319,8 @@ def write_atomically(file: Path, content: bytes) -> None:
         with open(aside, "wb") as stream:
             stream.write(content)
             stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(aside, file)
+            sync_open(stream.fileno(), file)
+        replace(aside, file)
     except BaseException:
         aside.unlink(missing_ok=True)
         raise

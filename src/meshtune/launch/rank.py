@@ -95,8 +95,9 @@ class RankLog:
         target.flush()
         self._redirect(target.fileno(), target.fileno())
         if self._path is not None:  # a reader of the old path, such as the parent, finds the new file
-            self._path.unlink()
-            self._path.symlink_to(file.absolute())
+            with suppress(OSError):  # a file system without links
+                self._path.unlink()
+                self._path.symlink_to(file.absolute())
         self._file.close()
         self._file = target
 

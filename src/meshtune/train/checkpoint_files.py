@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import stat
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -91,10 +92,11 @@ def size_and_hash(path: Path) -> dict[str, Any]:
 
 
 def free_bytes(folder: Path) -> int:
-    """Free bytes of the disk that holds the folder, or would hold it."""
+    """Free bytes of the disk that holds the folder, or would hold it; no bound for a mount without sizes."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
-    return shutil.disk_usage(folder).free
+    usage = shutil.disk_usage(folder)
+    return usage.free if usage.total else sys.maxsize
 
 
 def reason_of(error: BaseException) -> str:
