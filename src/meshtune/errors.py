@@ -114,12 +114,18 @@ def type_name(value: Any) -> str:
     return "null" if value is None else TYPES.get(type(value), f"a {type(value).__name__}")
 
 
-def expanded(path: str | Path) -> Path:
-    """A path that a user wrote, ~ and ~user replaced. Raises UserError for a user that does not exist."""
+def expanded(path: str | Path, setting: str = "") -> Path:
+    """A path that a user wrote, ~ and ~user replaced. Raises UserError for a user that does not exist.
+
+    setting: that has the path, for the error.
+    """
     try:
         return Path(path).expanduser()
     except RuntimeError:
-        raise UserError(f"{str(path)[:200]}: there is no such user; write the whole path.") from None
+        known = str(path).startswith("~/") or str(path) == "~"
+        reason = "this user has no home (HOME is not set)" if known else "there is no such user"
+        value = f"{setting} = {path}" if setting else str(path)[:200]
+        raise UserError(f"{value}: {reason}; write the whole path.") from None
 
 
 def check_file(path: Path) -> None:

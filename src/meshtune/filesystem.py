@@ -1,22 +1,31 @@
-"""What some file systems lack (Lustre, NFS, SMB, FUSE mounts of buckets, overlays): the work is done without
-it, and one line says what that means.
+"""Do without what some file systems lack (Lustre, NFS, SMB, FUSE mounts of buckets, overlays); one line says
+what that means.
 
     lock      no locks          two processes are not kept apart
     sync      no fsync          a crash of the machine may lose what was written last
     replace   no rename         copied instead: a kill meanwhile may leave a part
     set_mode  no modes          those of the mount stay
 
-Other errors are raised: a full disk, a quota, a device that fails, a path that is gone.
+Other errors are raised: a full disk, a quota, a device that fails, a path that is gone. `paths_named` and
+`chooser` name the setting or the variable that chose a path which can't be used.
 """
 
 import errno
 import fcntl
 import os
 import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
+from meshtune.errors import UserError, expanded
+from meshtune.setting_types import PATHS
 from meshtune.units import notice
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
 
 LACKING = (
     errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL, errno.EPERM, errno.EACCES,
@@ -24,6 +33,10 @@ LACKING = (
 )  # fmt: skip
 # A rename between layers or mounts, of a mount itself, or over something that is there or open elsewhere.
 NOT_RENAMED = (*LACKING, errno.EXDEV, errno.EBUSY, errno.EEXIST, errno.ENOTEMPTY, errno.EISDIR)
+# Of a path that a user named or can change; others are our bugs.
+BAD_PATH = (
+    errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP,
+)  # fmt: skip
 _said: set[str] = set()  # what this process has printed a line about
 
 
@@ -115,3 +128,57 @@ def _lacks(path: Path, what: str, error: OSError, meaning: str) -> None:
     if what not in _said:
         _said.add(what)
         notice(f"meshtune: {path}: its file system refuses {what} ({error.strerror}): {meaning}")
+
+
+def concerns(error: OSError, path: Path) -> bool:
+    """True if an error is about a path, what is in it, or a folder above it."""
+    if not isinstance(error.filename, str | bytes | os.PathLike):
+        return False
+    file, path = Path(os.fsdecode(error.filename)).absolute(), path.absolute()
+    return file.is_relative_to(path) or path.is_relative_to(file)
+
+
+@contextmanager
+def paths_named(config: "BaseModel") -> Iterator[None]:
+    """Turn an OSError about a path that can't be used into a UserError with the setting that chose it.
+
+    config: the settings, a tree of sections.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno in BAD_PATH:
+            for setting, path in _paths_of(config):
+                if concerns(error, path):
+                    raise UserError(
+                        f"{setting} is {path}, but {os.fsdecode(error.filename)} can't be used "
+                        f"({error.strerror}). Change its rights, or name another path by {setting}."
+                    ) from error
+        raise
+
+
+def _paths_of(config: "BaseModel") -> Iterator[tuple[str, Path]]:
+    """(Setting, path) of what is written, and of what is read where it is a path that exists."""
+    tree = config.model_dump(mode="json")
+    for setting in PATHS:
+        section, _, name = setting.partition(".")
+        value = tree[section][name] if name else tree[section]
+        for item in value if isinstance(value, list) else [value]:
+            text = item.get("path") if isinstance(item, dict) else item
+            if isinstance(text, str):
+                path = expanded(text)
+                if setting in ("output", "data.cache") or os.path.lexists(path):
+                    yield setting, path
+
+
+def chooser(error: OSError) -> str:
+    """Sentence that names the environment variable which chose the path of an error; "" for others."""
+    try:
+        temporary = Path(tempfile.gettempdir())
+    except FileNotFoundError:
+        return "Set TMPDIR to a folder that can be written."
+    if concerns(error, temporary):
+        return f"TMPDIR chooses another folder than {temporary} for temporary files."
+    from huggingface_hub.constants import HF_HOME  # a level of imports that only an error needs
+
+    return "HF_HOME chooses another folder for the hub's files." if concerns(error, Path(HF_HOME)) else ""

@@ -334,6 +334,13 @@ def disk_is_full(error: BaseException) -> bool:
     return any(f"os error {number}" in str(error) for number in full)
 
 
+def room(error: BaseException) -> str:
+    """Sentence on how to make room for what found none (`disk_is_full`)."""
+    if isinstance(error, OSError) and error.errno == errno.EFBIG:
+        return "Raise the limit on the size of a file (ulimit -f)."
+    return "Make room."
+
+
 def _finite(value: Any) -> Any:
     """Replace every NaN and infinity in a tree of lists and mappings by None."""
     match value:

@@ -15,6 +15,7 @@ from meshtune.config import Config, load
 from meshtune.data.files import check_there
 from meshtune.data.given import Rows, store_rows
 from meshtune.errors import UserError, expanded, memory_explained
+from meshtune.filesystem import paths_named
 from meshtune.launch import allocator
 from meshtune.layout import Layout
 from meshtune.model.hub import check_name
@@ -77,7 +78,7 @@ def train(
     settings = load(defaults=tree, remedy="give eval_data=[…], ")
     hooks = Hooks(loss, tuple(callbacks))
     check_call(settings, hooks)
-    with guarded():
+    with guarded(), paths_named(settings):
         run = train_here(settings, nproc, keep_quiet, hooks)
     return Result(run.path, run.model, summarise(run))
 

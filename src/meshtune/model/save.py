@@ -33,7 +33,7 @@ from meshtune.model.lora import lora_layers
 from meshtune.model.multimodal import put_back
 from meshtune.model.pieces import Piece
 from meshtune.model.tokenizer_files import write_tokenizer
-from meshtune.rundir import disk_is_full
+from meshtune.rundir import disk_is_full, room
 
 PROCESSOR_FILES = (  # of a model that also sees or hears; AutoProcessor reads them beside the tokenizer's
     "processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json",
@@ -233,8 +233,8 @@ def _on_all_ranks(gather: Callable[[Any], list[Any]], work: Callable[[], Any]) -
     outcomes = gather(outcome)
     for _, error in outcomes:
         if isinstance(error, OSError):
-            first = "Make room" if disk_is_full(error) else "Mend that"
-            remedy = f"{first}, and export it from the run's checkpoint."
+            first = room(error) if disk_is_full(error) else "Mend that."
+            remedy = f"{first} Then export it from the run's checkpoint."
             raise UserError(f"The model could not be written: {error}. {remedy}") from error
         if error is not None:
             raise error

@@ -101,9 +101,13 @@ class Store:
         """Lock and open the file, or make it. Raises UserError if another process sweeps there, and for a
         file that is no such database.
         """
-        file.parent.mkdir(parents=True, exist_ok=True)
         self.file = file
-        self._lock = locked(file.with_name("sweep.lock"), file.parent)
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            self._lock = locked(file.with_name("sweep.lock"), file.parent)
+        except OSError as error:
+            reason = f"The sweep's folder {file.parent} can't be used: {error.strerror}"
+            raise UserError(f"{reason}; name another with --out.") from error
         try:
             address = sqlite_address(file, "rwc", locks=has_locks(file.with_name("sweep.lock")))
             self._database = sqlite3.connect(address, uri=True, isolation_level=None, timeout=LOCKED)

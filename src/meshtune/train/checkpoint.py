@@ -41,6 +41,7 @@ from meshtune.rundir import disk_is_full, write_atomically, write_text_atomicall
 from meshtune.train.checkpoint_files import (
     CANNOT_BE_READ,
     HASH,
+    NotSaved,
     damage,
     free_bytes,
     misnamed,
@@ -66,17 +67,6 @@ from meshtune.units import human
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
-
-
-class _NotSaved(Exception):
-    """A checkpoint could not be written; the message is the reason. The run goes on.
-
-    full: True if the disk is, or may be.
-    """
-
-    def __init__(self, reason: str, *, full: bool) -> None:
-        super().__init__(reason)
-        self.full = full
 
 
 class Checkpoints:
@@ -240,20 +230,11 @@ class Checkpoints:
             files = {name: facts for part in parts for name, facts in part.items()}
             manifest = json.dumps({"hash": HASH, "files": files, "tied": tied}, indent=1)
             self._on_all_ranks(lambda: self._finish(step, temporary, manifest, protect))
-        except _NotSaved as error:
+        except NotSaved as error:
             self._written = None  # `_metadata` may not be of what was written
             if self._rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
-            earlier = ", ".join(str(other) for other in self.steps()) or "none"
-            size, remedy = "", "Write elsewhere (output) if this lasts."
-            if error.full:
-                free = human(free_bytes(self.folder))
-                size = f"It needs about {human(size_bytes)}, and {free} are free in {self.folder}. "
-                remedy = "Free some space, or keep fewer (checkpoint.keep) or write elsewhere (output)."
-            return (
-                f"The checkpoint of step {step} was not saved: {error}. {size}"
-                f"The earlier ones are whole (steps: {earlier}) and the run goes on. {remedy}"
-            )
+            return error.sentence(step, size_bytes, self.folder, self.steps())
         return None
 
     def _make_folder(self, temporary: Path, size_bytes: int) -> None:
@@ -340,7 +321,7 @@ class Checkpoints:
             shutil.rmtree(self._path(step))
 
     def _on_all_ranks(self, work: Callable[[], Result]) -> list[Result]:
-        """Results of `work` by rank; if the disk fails on one rank, all ranks raise _NotSaved."""
+        """Results of `work` by rank; if the disk fails on one rank, all ranks raise NotSaved."""
         try:
             outcome = (work(), None)
         except (OSError, RuntimeError) as error:  # torch's writer raises both for the same full disk
@@ -349,7 +330,7 @@ class Checkpoints:
         for _, failure in outcomes:
             if failure:
                 reason, full = failure
-                raise _NotSaved(reason, full=full)
+                raise NotSaved(reason, full=full)
         return [result for result, _ in outcomes]
 
     def _gather(self, value: Any) -> list[Any]:
