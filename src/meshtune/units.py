@@ -136,4 +136,4 @@ def notice(text: str, *, dim: bool = False) -> None:
 
 def on_first_rank() -> bool:
     """True unless this process is another rank than the first of those that torchrun or srun started."""
-    return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
+    return (os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0").strip() == "0"

@@ -5,6 +5,7 @@ import shutil
 import socket
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -15,12 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from meshtune.errors import UserError
-from meshtune.launch.place import Place
+from meshtune.launch.place import Place, threads_of
 from meshtune.launch.siblings import rank_before, siblings
 from meshtune.streams import Output, flush, keep_in, text_stream
+from meshtune.units import duration, notice
 from meshtune.watch import HangLimits, Silence, Watch, end_process, process_status, ranks_named, silent_rank
 
 RENDEZVOUS_TIMEOUT = timedelta(minutes=5)  # until every rank has come
+QUIET = timedelta(seconds=10)  # of waiting for them, before a line says for whom
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # long, since the main rank may prepare data, or save, meanwhile
 
 
@@ -101,6 +104,12 @@ class RankLog:
         self._file.close()
         self._file = target
 
+    def tell_terminal(self, text: str) -> None:
+        """Write a line on the terminal, as well as in the file."""
+        print(text, file=sys.stderr)
+        with suppress(OSError):
+            os.write(self._terminal[1], f"{text}\n".encode())
+
     def restore_terminal(self) -> None:
         """Write to the terminal again."""
         self._redirect(*self._terminal)
@@ -134,7 +143,8 @@ def process_group(
     ranks.
     """
     os.environ.update(place.environment())
-    threads = int(os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // place.local_world))))
+    threads = threads_of(os.environ, max(1, cores() // place.local_world))
+    os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "").strip() or str(threads)
     import torch
     import torch.distributed as dist
 
@@ -144,11 +154,13 @@ def process_group(
         index = place.local_rank % gpus_for(place.local_world)  # srun may show each task its own GPU alone
         torch.cuda.set_device(index)
         options = {"backend": "cpu:gloo,cuda:nccl", "device_id": torch.device("cuda", index)}
-    store = open_store(place, limits, tell)  # before the watch: on rank 0 of srun it is the store itself
+    say = log.tell_terminal if log else notice
+    # Before the watch: on rank 0 of srun it is the store itself.
+    store = open_store(place, limits, tell, say)
     neighbour = None if announced else partial(rank_before, place)
     connection = connect(place)
     with Watch(place.rank, place.world, connection, limits=limits, tell=tell, neighbour=neighbour) as watch:
-        meet(place, store)
+        meet(place, store, say)
         dist.init_process_group(
             store=store, rank=place.rank, world_size=place.world, timeout=COLLECTIVE_TIMEOUT, **options
         )
@@ -168,17 +180,21 @@ def gpus_for(ranks: int) -> int:
     return gpus
 
 
-def open_store(place: Place, limits: HangLimits, tell: Callable[[str], None]) -> Any:
+def open_store(
+    place: Place, limits: HangLimits, tell: Callable[[str], None], say: Callable[[str], None]
+) -> Any:
     """Connect to the store of the rendezvous, which rank 0 holds unless torchrun or the parent does.
 
-    limits, tell: of a hang of rank 0 before it has made the store. Raises UserError if the store can't be
+    limits, tell: of a hang of rank 0 before it has made the store. say: gets a line where this takes long,
+    and its rank is the first of its machine that waits for rank 0. Raises UserError if the store can't be
     reached in time.
     """
     from torch.distributed import DistError
 
     holds = place.rank == 0 and not held_elsewhere()
     if not holds:
-        wait_for_store(place, limits, tell)
+        first = place.local_rank == 0 or place.rank == 1
+        wait_for_store(place, limits, tell, say if first else lambda line: None)
     try:
         return connect(place, is_master=holds, timeout=RENDEZVOUS_TIMEOUT)
     except DistError as error:
@@ -190,18 +206,25 @@ def held_elsewhere() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def wait_for_store(place: Place, limits: HangLimits, tell: Callable[[str], None]) -> None:
+def wait_for_store(
+    place: Place, limits: HangLimits, tell: Callable[[str], None], say: Callable[[str], None]
+) -> None:
     """Wait until something listens at the address of the store, for at most RENDEZVOUS_TIMEOUT.
 
     Without a store there is no watch, so what it would end is ended here after `limits.silent`: a rank 0 of
     this machine that is stopped or does nothing before it has made the store, and ranks whose torchrun, which
     made it before it started them, is gone. Raises UserError if rank 0 of this machine has ended.
     """
-    silence, until = Silence(), time.monotonic() + RENDEZVOUS_TIMEOUT.total_seconds()
+    silence, began = Silence(), time.monotonic()
+    until, said = began + RENDEZVOUS_TIMEOUT.total_seconds(), False
     ticks, seen = 0, False
     while time.monotonic() < until:
-        with suppress(OSError), socket.create_connection((place.address, place.port), limits.silent):
+        patience = QUIET.total_seconds()
+        with suppress(OSError), socket.create_connection((place.address, place.port), patience):
             return
+        if not said and time.monotonic() - began >= patience:
+            said = True
+            say(waiting_for(place, [0]))
         ticks += 1
         if held_elsewhere():
             if ticks * limits.tick >= limits.silent:
@@ -219,20 +242,46 @@ def wait_for_store(place: Place, limits: HangLimits, tell: Callable[[str], None]
         time.sleep(limits.tick)
 
 
-def meet(place: Place, store: Any) -> None:
-    """Wait for all ranks. Raises UserError, naming them, if some don't come in time."""
+def meet(place: Place, store: Any, say: Callable[[str], None]) -> None:
+    """Wait for all ranks. Raises UserError, naming them, if some don't come in time.
+
+    say: gets a line about those that have not come after QUIET, on the first rank that has.
+    """
     from torch.distributed import DistError
 
     here, all_here = "meshtune/here/{}", "meshtune/all here"
     store.set(here.format(place.rank), "")
     if store.add("meshtune/ranks here", 1) == place.world:
         store.set(all_here, "")
+
+    def absent(store: Any) -> list[int]:
+        return [rank for rank in range(place.world) if not store.check([here.format(rank)])]
+
+    def remind() -> None:
+        with suppress(RuntimeError):  # the store is gone
+            missing = absent(connect(place))  # the other connection is locked by the wait
+            if missing and place.rank == min(set(range(place.world)).difference(missing)):
+                say(waiting_for(place, missing))
+
+    timer = threading.Timer(QUIET.total_seconds(), remind)
+    timer.daemon = True
+    timer.start()
     try:
         store.wait([all_here], RENDEZVOUS_TIMEOUT)
     except DistError as error:
-        missing = [rank for rank in range(place.world) if not store.check([here.format(rank)])]
+        missing = absent(store)
         seconds = RENDEZVOUS_TIMEOUT.total_seconds()
         raise not_met(place, f"{ranks_named(missing)} did not come in {seconds:.0f} s.") from error
+    finally:
+        timer.cancel()
+
+
+def waiting_for(place: Place, missing: list[int]) -> str:
+    """Line about the ranks that have not come yet."""
+    return (
+        f"meshtune: rank {place.rank} of {place.world} waits at {place.address}:{place.port} for "
+        f"{ranks_named(missing)}, for {duration(RENDEZVOUS_TIMEOUT.total_seconds())} at most."
+    )
 
 
 def not_met(place: Place, reason: str) -> UserError:

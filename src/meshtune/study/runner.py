@@ -147,7 +147,7 @@ def environment(task: Task, devices: Devices, gpus: tuple[str, ...]) -> dict[str
     """Variables that give an experiment its GPUs, or its part of the cores where several run at once."""
     if gpus:
         return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
-    if devices.jobs > 1 and "OMP_NUM_THREADS" not in os.environ:
+    if devices.jobs > 1 and not os.environ.get("OMP_NUM_THREADS"):
         return {"OMP_NUM_THREADS": str(max(1, cores() // devices.jobs // task.world))}
     return {}
 
