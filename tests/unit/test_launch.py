@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,7 +32,7 @@ from meshtune.launch import rank as rank_module
 from meshtune.launch.place import threads_of
 from meshtune.launch.rank import meet, open_store
 from meshtune.meter.clock import StepClock
-from meshtune.watch import HangLimits, position_and_wait
+from meshtune.watch import HangLimits, ProcessStatus, Silence, position_and_wait
 
 QUICK = HangLimits(silent=1.0, stuck=1.0, end=2.0, tick=0.1, grace=1.0)
 
@@ -300,6 +301,20 @@ def test_where_waiting_burns_the_processor_a_rank_that_spins_inside_torch_has_no
 
     with pytest.raises(RankFailed, match=r"rank 0 waits for it in all_reduce"):
         launch.run(spin, ranks=2, limits=replace(QUICK, stuck=0.5, end=1.0))
+
+
+def test_silence_is_measured_in_time_and_not_in_ticks_and_a_pause_of_the_job_is_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    times = [0.0, 0.0, 4.0, 8.0, 12.0, 200.0, 201.0, 205.0, 209.0]
+    monkeypatch.setattr("meshtune.watch.time", SimpleNamespace(monotonic=lambda: times.pop(0)))
+    stopped = ProcessStatus("T", 1.0, 2)
+    silence = Silence(tick=1.0)
+    # A busy machine, where a tick of a second takes four; then this process was stopped as well.
+    assert [silence.seconds(7, stopped) for _ in range(5)] == [0, 4, 8, 12, 17]
+    assert silence.seconds(8, stopped) == 0
+    waiting = replace(stopped, state="R")  # for a core
+    assert [silence.seconds(8, waiting) for _ in range(2)] == [0, 0]
 
 
 START = """

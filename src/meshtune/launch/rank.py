@@ -20,7 +20,16 @@ from meshtune.launch.place import Place, threads_of
 from meshtune.launch.siblings import rank_before, siblings
 from meshtune.streams import Output, flush, keep_in, text_stream
 from meshtune.units import duration, notice
-from meshtune.watch import HangLimits, Silence, Watch, end_process, process_status, ranks_named, silent_rank
+from meshtune.watch import (
+    Awake,
+    HangLimits,
+    Silence,
+    Watch,
+    end_process,
+    process_status,
+    ranks_named,
+    silent_rank,
+)
 
 RENDEZVOUS_TIMEOUT = timedelta(minutes=5)  # until every rank has come
 QUIET = timedelta(seconds=10)  # of waiting for them, before a line says for whom
@@ -215,9 +224,9 @@ def wait_for_store(
     this machine that is stopped or does nothing before it has made the store, and ranks whose torchrun, which
     made it before it started them, is gone. Raises UserError if rank 0 of this machine has ended.
     """
-    silence, began = Silence(), time.monotonic()
+    silence, began = Silence(limits.tick), time.monotonic()
     until, said = began + RENDEZVOUS_TIMEOUT.total_seconds(), False
-    ticks, seen = 0, False
+    awake, waited, seen = Awake(limits.tick), 0.0, False
     while time.monotonic() < until:
         patience = QUIET.total_seconds()
         with suppress(OSError), socket.create_connection((place.address, place.port), patience):
@@ -225,9 +234,9 @@ def wait_for_store(
         if not said and time.monotonic() - began >= patience:
             said = True
             say(waiting_for(place, [0]))
-        ticks += 1
+        waited += awake.seconds()
         if held_elsewhere():
-            if ticks * limits.tick >= limits.silent:
+            if waited >= limits.silent:
                 end_process(tell, f"what started rank {place.rank} is gone: its process was killed.")
         else:
             _, pid = siblings(place).get(0, (0, 0))
@@ -235,7 +244,7 @@ def wait_for_store(
             if seen and status is None:
                 raise UserError(f"Rank 0 has ended before rank {place.rank} could meet it.")
             seen = status is not None
-            silent = silence.ticks(0, status) * limits.tick
+            silent = silence.seconds(0, status)
             if status and silent >= limits.silent:
                 report = f"{silent_rank(0, silent, status)}, and the others can't meet without it."
                 end_process(tell, report, pid)
