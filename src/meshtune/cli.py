@@ -3,13 +3,12 @@
 A command imports what it needs inside its function, so that `meshtune --help` answers at once.
 """
 
-import errno
 import sys
 from typing import Annotated
 
 import typer
 
-from meshtune import __version__
+from meshtune import __version__, streams
 from meshtune.commands.bench import bench
 from meshtune.commands.calibrate import calibrate
 from meshtune.commands.chat import chat
@@ -29,11 +28,9 @@ from meshtune.commands.sweep import SimulateAlone, sweep
 from meshtune.commands.train import train
 from meshtune.commands.ui import ui
 from meshtune.errors import Interrupted, NonFinite, RankFailed, UserError, memory_explained
-from meshtune.rundir import disk_is_full
+from meshtune.filesystem import BAD_PATH, chooser
+from meshtune.rundir import disk_is_full, room
 from meshtune.units import notice
-
-# Of a path that a user named; others are our bugs.
-BAD_PATH = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EROFS, errno.ELOOP)
 
 app = typer.Typer(
     name="meshtune",
@@ -68,6 +65,7 @@ def shared(
 
 def main() -> None:
     """Run the command; turn what ends it into an exit code (errors.py)."""
+    streams.guard()
     try:
         with memory_explained():
             app(prog_name="meshtune")  # also as `python -m meshtune`, so that completion has one name
@@ -77,10 +75,16 @@ def main() -> None:
             notice(f"meshtune: {problem}")
         sys.exit(error.exit_code)
     except OSError as error:
-        if not disk_is_full(error) and error.errno not in BAD_PATH:
+        nowhere = "No usable temporary directory" in str(error)
+        if not (disk_is_full(error) or nowhere or error.errno in BAD_PATH):
             raise
-        remedy = "Make room, and run the command" if disk_is_full(error) else "Change the path, and run it"
-        notice(f"meshtune: {error}. {remedy} again.")
+        remedy = room(error) if disk_is_full(error) else chooser(error) or "Change the path."
+        notice(f"meshtune: {error}. {remedy} Then run the command again.")
         sys.exit(UserError.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)
+    except SystemExit as end:
+        if not end.code and (lost := streams.lost_result()):
+            notice(f"meshtune: stdout could not be written: {lost.strerror}. {room(lost)} Then run it again.")
+            sys.exit(UserError.exit_code)
+        raise

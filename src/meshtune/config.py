@@ -193,7 +193,8 @@ class CheckpointConfig(Section):
         default=True, description="Write while training goes on, from a copy in host memory."
     )
     save_on_signal: bool = Field(
-        default=True, description="On SIGTERM or SIGINT finish the step, save, and exit with 75."
+        default=True,
+        description="On a signal to stop (SIGTERM, SIGINT, SIGHUP, …) finish the step, save, exit with 75.",
     )
     resume: Literal["auto", "never"] = Field(
         default="auto", description="Continue the unfinished run in the output folder (auto), or never."

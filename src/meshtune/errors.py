@@ -134,15 +134,18 @@ def with_variables(path: str) -> str:
     return re.sub(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})", value, path, flags=re.ASCII)
 
 
-def expanded(path: str | Path) -> Path:
-    """A path that a user wrote, with variables, ~ and ~user replaced.
+def expanded(path: str | Path, setting: str = "") -> Path:
+    """A path that a user wrote, with variables, ~ and ~user replaced. setting: that has the path, for errors.
 
     Raises UserError for a user that does not exist, and as `with_variables`.
     """
     try:
         return Path(with_variables(str(path))).expanduser()
     except RuntimeError:
-        raise UserError(f"{str(path)[:200]}: there is no such user; write the whole path.") from None
+        known = str(path).startswith("~/") or str(path) == "~"
+        reason = "this user has no home (HOME is not set)" if known else "there is no such user"
+        value = f"{setting} = {path}" if setting else str(path)[:200]
+        raise UserError(f"{value}: {reason}; write the whole path.") from None
 
 
 def check_file(path: Path) -> None:

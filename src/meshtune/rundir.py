@@ -8,9 +8,10 @@
       checkpoints/       step-<N>/
       model/             the final Hugging Face folder
       logs/              the trackers' files (TensorBoard's event files, meshtune.prom …), and rank-<n>.log:
-                         stdout and stderr of every rank but the first, since the last start, and of
-                         each rank the traceback behind the sentence that ended it; those of the start
-                         before are in logs/before/
+                         stdout and stderr of every rank but the first, since the last start (of the
+                         first what its terminal, pipe or file did not accept), and of each rank the
+                         traceback behind the sentence that ended it; those of the start before are in
+                         logs/before/
       report.html
 
     runs/.my-run.replaced  a run that is being replaced, until the new one has done a step
@@ -33,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from meshtune.errors import UserError, check_file
+from meshtune.filesystem import replace, sync_open
 
 Row = dict[str, Any]
 
@@ -103,7 +105,7 @@ class RunDir:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # until `lock` is closed
         except BlockingIOError:
             return True
-        except OSError:  # no right to read it, or a file system without locks, on which no run starts
+        except OSError:  # no right to read it, or a file system without locks: not known
             return False
         return False
 
@@ -297,15 +299,6 @@ def _are_sizes(phases: Any) -> bool:
     )
 
 
-def flush(path: Path) -> None:
-    """Sync a file, or a folder's list of names, to the disk: else a machine crash may undo a rename."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def write_text_atomically(file: Path, text: str) -> None:
     """Write `text` in UTF-8, as `write_atomically`."""
     write_atomically(file, text.encode())
@@ -318,7 +311,7 @@ def aside_pattern(file: Path) -> str:
 
 def write_atomically(file: Path, content: bytes) -> None:
     """Write `content` beside `file`, sync it, rename it: `file` holds the old content or the new, never a
-    part. Creates the folder if missing; the rename itself is not synced (see `flush`).
+    part. Creates the folder if missing; the rename itself is not synced (see `filesystem.sync`).
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     aside = file.with_name(f".{file.name}.{os.getpid()}.tmp")
@@ -326,8 +319,8 @@ def write_atomically(file: Path, content: bytes) -> None:
         with open(aside, "wb") as stream:
             stream.write(content)
             stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(aside, file)
+            sync_open(stream.fileno(), file)
+        replace(aside, file)
     except BaseException:
         aside.unlink(missing_ok=True)
         raise
@@ -339,6 +332,13 @@ def disk_is_full(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.errno in full
     return any(f"os error {number}" in str(error) for number in full)
+
+
+def room(error: BaseException) -> str:
+    """Sentence on how to make room for what found none (`disk_is_full`)."""
+    if isinstance(error, OSError) and error.errno == errno.EFBIG:
+        return "Raise the limit on the size of a file (ulimit -f)."
+    return "Make room."
 
 
 def _finite(value: Any) -> Any:

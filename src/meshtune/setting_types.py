@@ -115,6 +115,17 @@ def unusable(value: Any, key: str = "") -> Iterator[str]:
                 yield f"{key}: {error}"
 
 
+def texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Yield (dotted key, text) of each text in a tree. key: dotted name of `value`."""
+    items = (
+        value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    )
+    for name, item in items:
+        yield from texts(item, f"{key}.{name}".lstrip("."))
+    if isinstance(value, str):
+        yield key, value
+
+
 def is_path(value: str, key: str) -> bool:
     """True if the text of a setting is a path. key: the setting's dotted name."""
     return bool(PATHS.fullmatch(key)) and not is_template(value)

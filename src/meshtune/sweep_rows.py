@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from meshtune.errors import UserError
+from meshtune.filesystem import has_locks
 
 DATABASE = "sweep.db"  # in a sweep's folder
 FORM = 1  # version of the tables that can be read
@@ -48,12 +49,19 @@ def database_of(path: Path) -> Path | None:
         return None
 
 
+def sqlite_address(file: Path, mode: str, *, locks: bool) -> str:
+    """The URI of a database file. mode: rw, or rwc to make a missing one. locks: False for a file system
+    without, where SQLite must not use them.
+    """
+    return f"{file.resolve().as_uri()}?mode={mode}{'' if locks else '&nolock=1'}"
+
+
 @contextmanager
 def opened(file: Path) -> Iterator[sqlite3.Connection]:
     """Open a database to read it. SQLite's errors become UserError."""
     try:
         # "rw" and not "ro": SQLite can't set back a half-written change otherwise. Nothing else is written.
-        address = f"{file.resolve().as_uri()}?mode=rw"
+        address = sqlite_address(file, "rw", locks=has_locks(file))
         with closing(sqlite3.connect(address, uri=True, timeout=30)) as database:
             yield database
     except sqlite3.Error as error:

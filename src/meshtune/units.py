@@ -5,6 +5,7 @@ import os
 import re
 import sys
 import textwrap
+from contextlib import suppress
 from typing import Any
 
 Number = Any  # float | np.ndarray, in any mixture that numpy broadcasts
@@ -124,12 +125,15 @@ def notice(text: str, *, dim: bool = False) -> None:
     """
     terminal = sys.stderr.isatty()
     pale = dim and terminal and not os.environ.get("NO_COLOR")
-    # Columns are 0 in a terminal that was not told its size.
-    width = (os.get_terminal_size(sys.stderr.fileno()).columns or None) if terminal else None
+    width = None
+    if terminal:
+        with suppress(OSError):  # it is closed meanwhile
+            # Columns are 0 in a terminal that was not told its size.
+            width = os.get_terminal_size(sys.stderr.fileno()).columns or None
     lines = at_words(printable(text), width)
     print(f"\033[2m{lines}\033[0m" if pale else lines, file=sys.stderr, flush=True)
 
 
 def on_first_rank() -> bool:
     """True unless this process is another rank than the first of those that torchrun or srun started."""
-    return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
+    return (os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0").strip() == "0"

@@ -1,7 +1,7 @@
 """Detect a hang and name it: the rank, the collective that the others wait in, and its mesh axis.
 
 Each rank has a thread that writes a heartbeat once a tick into the store of the rendezvous: where its main
-thread is, and for how many ticks that thread has neither moved nor computed. It goes on while the main thread
+thread is, and for how long that thread has neither moved nor computed. It goes on while the main thread
 is blocked in gloo or NCCL. Two states are a hang:
 
     silent  the previous rank's heartbeats have stopped, and its process computes nothing (it is stopped, or
@@ -14,8 +14,8 @@ A rank has a heartbeat before it joins the process group. A first one is written
 started it, or, under torchrun and srun, by the next rank of its machine: so a rank that hangs in its start,
 before it could write any, is silent too. Ranks whose torchrun is gone end as well: nobody would stop them.
 
-Time is counted in the ticks of this thread: a machine that slept, or ranks stopped together and continued
-together, are no hang either.
+Time is measured, so that a busy machine, on which a tick takes long, delays nothing. But it is counted only
+while this thread runs (`Awake`): ranks that were stopped together and continued together are no hang either.
 """
 
 import json
@@ -53,6 +53,8 @@ COLLECTIVES = {  # how the name of the function that sends or waits begins -> th
 }  # fmt: skip
 # On CUDA a thread that waits for the device keeps its core busy, so CPU time spent there is no progress.
 SPINNING_MODULES = ("torch", "transformers", "meshtune.parallel")
+# A longer time between two looks was a pause of this process too, as of a job that its queue suspends.
+MOST_TICKS = 5
 FAILED = "meshtune/failed"  # key in the store: how many ranks have failed
 
 
@@ -74,7 +76,7 @@ class Heartbeat:
     number: int  # heartbeats written so far
     place: str  # position of the main thread: "flush, rundir.py line 164"
     waits: str | None  # "all_reduce over dp_shard" while it waits for other ranks
-    still: int  # ticks since it last moved or computed
+    still: float  # seconds since it last moved or computed
     pid: int
     started: int  # start time of the process: tells it from another process with the same pid
     done: bool = False  # the rank has ended well
@@ -114,7 +116,9 @@ class Watch:
         status = process_status("self")
         self._started = status.started if status else 0
         self._number = 0  # of this rank's last heartbeat
-        self._still = self._failed = 0  # ticks: see HangLimits
+        self._awake = Awake(limits.tick)
+        self._seconds = 0.0  # of the last tick
+        self._still = self._failed = 0.0  # seconds: see HangLimits
         self._position: Any = None
         self._cpu_seconds = time.process_time()
         self._neighbour = neighbour
@@ -136,9 +140,10 @@ class Watch:
                 self._write(done=True)
 
     def _run(self) -> None:
-        errors = 0
+        errors, without_store = 0, 0.0  # ticks and seconds without the store
         while not self._stop.wait(self.limits.tick):
-            if self._agent and (os.getppid() != self._parent or self._ticks_reach(errors, 10)):
+            self._seconds = self._awake.seconds()
+            if self._agent and (os.getppid() != self._parent or without_store >= 10):
                 started_by = f"what started rank {self.rank} is gone{self._progress_note()}"
                 end_process(self.tell, f"{started_by}: its process was killed.")
             if errors >= 10 and not self._agent:  # the rank that has the store has ended
@@ -147,21 +152,18 @@ class Watch:
                 self._write_heartbeat()
                 self._check((self.rank - 1) % self.world)
                 self._check_neighbour()
-                if self.rank == 0 and self._ticks_reach(self._still, self.limits.stuck):
+                if self.rank == 0 and self._still >= self.limits.stuck:
                     self._check_all_ranks()
-                self._failed += self.store.check([FAILED])
+                self._failed += self._seconds * self.store.check([FAILED])
                 # A main thread that is blocked on NCCL would wait until its timeout.
-                if self._ticks_reach(self._failed, self.limits.grace):
+                if self._failed >= self.limits.grace:
                     os._exit(1)
-                errors = 0
+                errors, without_store = 0, 0.0
             except Exception:  # reading a moving thread, or a busy store, may fail; the next tick tries again
-                errors += 1
-
-    def _ticks_reach(self, ticks: int, seconds: float) -> bool:
-        return ticks * self.limits.tick >= seconds
+                errors, without_store = errors + 1, without_store + self._seconds
 
     def _write_heartbeat(self) -> None:
-        """Count the ticks without progress of the main thread and write them, with its position."""
+        """Add up the time without progress of the main thread and write it, with its position."""
         position = stack_position(self.main)
         cpu_seconds = time.process_time() - time.thread_time()
         status = process_status(f"self/task/{self.main.native_id}")
@@ -171,7 +173,7 @@ class Watch:
             or (computed and not (self.spins and innermost_module(self.main).startswith(SPINNING_MODULES)))
             or (status is not None and status.state == "D")  # the disk, or a network's
         )
-        self._still = 0 if moved else self._still + 1
+        self._still = 0.0 if moved else self._still + self._seconds
         self._position, self._cpu_seconds = position, cpu_seconds
         self._write()
 
@@ -213,10 +215,11 @@ class Watch:
             status = None
         if status is None and not heartbeat.number:  # in its start there, where its next rank sees it
             return
-        silent = self._silences.setdefault(rank, Silence()).ticks(heartbeat.number, status)
-        if self._ticks_reach(silent, self.limits.silent * (1 if status else 1.5)):
+        silence = self._silences.setdefault(rank, Silence(self.limits.tick))
+        silent = silence.seconds(heartbeat.number, status)
+        if silent >= self.limits.silent * (1 if status else 1.5):
             others = {n: other for n in range(self.world) if n != rank and (other := self._read(n))}
-            report = silent_rank(rank, silent * self.limits.tick, status)
+            report = silent_rank(rank, silent, status)
             report += f"{waiting_ranks(others)}{self._progress_note()}."
             end_process(self.tell, report, heartbeat.pid if status else None)
 
@@ -225,20 +228,19 @@ class Watch:
         heartbeats = {n: last for n in range(self.world) if (last := self._read(n)) and not last.done}
         still = min(heartbeat.still for heartbeat in heartbeats.values())
         not_waiting = {n: heartbeat for n, heartbeat in heartbeats.items() if not heartbeat.waits}
-        if not self._ticks_reach(still, self.limits.stuck) or len(not_waiting) == len(heartbeats):
+        if still < self.limits.stuck or len(not_waiting) == len(heartbeats):
             self._warned = False
             return
-        seconds = still * self.limits.tick
         where = "; ".join(f"rank {n} is in {heartbeat.place}" for n, heartbeat in not_waiting.items())
         has_not = "has not" if len(not_waiting) == 1 else "have not"
         subject = f"{ranks_named(not_waiting)} {has_not}" if not_waiting else "no rank has"
-        report = f"{subject} moved for {seconds:.0f} s{f' ({where})' if where else ''}"
+        report = f"{subject} moved for {still:.0f} s{f' ({where})' if where else ''}"
         report += f"{waiting_ranks(heartbeats)}{self._progress_note()}."
-        if self._ticks_reach(still, self.limits.end):
+        if still >= self.limits.end:
             end_process(self.tell, report)
         elif not self._warned:
             self._warned = True
-            left = self.limits.end - seconds
+            left = self.limits.end - still
             print(f"meshtune: {report} The run is ended if this lasts {left:.0f} s more.", file=sys.stderr)
 
 
@@ -258,23 +260,41 @@ def end_process(tell: Callable[[str], None], report: str, silent: int | None = N
         os._exit(RankFailed.exit_code)
 
 
+class Awake:
+    """Measures the time in which this process ran, between one look and the next."""
+
+    def __init__(self, tick: float) -> None:
+        """tick: seconds between two looks, at least. Of a longer gap MOST_TICKS of them count."""
+        self._most = MOST_TICKS * tick
+        self._last = time.monotonic()
+
+    def seconds(self) -> float:
+        """Seconds since the look before."""
+        before, self._last = self._last, time.monotonic()
+        return min(self._most, self._last - before)
+
+
 class Silence:
-    """Counts the ticks in a row without a sign of life of a process."""
+    """Adds up the time in a row without a sign of life of a process."""
 
-    def __init__(self) -> None:
+    def __init__(self, tick: float) -> None:
+        """tick: seconds between two looks at it, at least."""
         self._signs: tuple[int, float] | None = None
-        self._ticks = 0
+        self._awake = Awake(tick)
+        self._seconds = 0.0
 
-    def ticks(self, number: int, status: "ProcessStatus | None") -> int:
-        """Take this tick's signs and return the count.
+    def seconds(self, number: int, status: "ProcessStatus | None") -> float:
+        """Look at a process, and return for how many seconds there was no sign of it.
 
         number: of its last heartbeat. status: None for a process of another machine.
         """
         signs = number, status.cpu_seconds if status else 0.0
-        waits = status is not None and status.state in "Dt"  # for a disk; a debugger holds it
-        self._ticks = 0 if waits or signs != self._signs else self._ticks + 1
+        # For a disk, or a core of a busy machine; a debugger holds it.
+        waits = status is not None and status.state in "DRt"
+        passed = self._awake.seconds()
+        self._seconds = 0.0 if waits or signs != self._signs else self._seconds + passed
         self._signs = signs
-        return self._ticks
+        return self._seconds
 
 
 def announce(store: Any, rank: int, pid: int) -> None:

@@ -92,6 +92,7 @@ def test_tasks_of_srun_meet_and_train(
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     names = {
+        "SLURM_STEP_ID": "0",
         "SLURM_NTASKS": "2",
         "SLURM_TASKS_PER_NODE": "2",
         "MASTER_ADDR": "127.0.0.1",

@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,9 +29,10 @@ from meshtune import launch
 from meshtune.errors import Interrupted, NonFinite, RankFailed, UserError
 from meshtune.launch import Rank, scratch, start
 from meshtune.launch import rank as rank_module
+from meshtune.launch.place import threads_of
 from meshtune.launch.rank import meet, open_store
 from meshtune.meter.clock import StepClock
-from meshtune.watch import HangLimits, position_and_wait
+from meshtune.watch import HangLimits, ProcessStatus, Silence, position_and_wait
 
 QUICK = HangLimits(silent=1.0, stuck=1.0, end=2.0, tick=0.1, grace=1.0)
 
@@ -301,6 +303,20 @@ def test_where_waiting_burns_the_processor_a_rank_that_spins_inside_torch_has_no
         launch.run(spin, ranks=2, limits=replace(QUICK, stuck=0.5, end=1.0))
 
 
+def test_silence_is_measured_in_time_and_not_in_ticks_and_a_pause_of_the_job_is_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    times = [0.0, 0.0, 4.0, 8.0, 12.0, 200.0, 201.0, 205.0, 209.0]
+    monkeypatch.setattr("meshtune.watch.time", SimpleNamespace(monotonic=lambda: times.pop(0)))
+    stopped = ProcessStatus("T", 1.0, 2)
+    silence = Silence(tick=1.0)
+    # A busy machine, where a tick of a second takes four; then this process was stopped as well.
+    assert [silence.seconds(7, stopped) for _ in range(5)] == [0, 4, 8, 12, 17]
+    assert silence.seconds(8, stopped) == 0
+    waiting = replace(stopped, state="R")  # for a core
+    assert [silence.seconds(8, waiting) for _ in range(2)] == [0, 0]
+
+
 START = """
 import os, signal, sys, time
 from pathlib import Path
@@ -312,6 +328,7 @@ def wait(rank, folder):
     def note(number, frame):
         raise Interrupted(f"stopped by {signal.Signals(number).name}")
     signal.signal(signal.SIGTERM, note)
+    signal.signal(signal.SIGHUP, note)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     (folder / f"{rank.number}").write_text(str(os.getpid()))
     time.sleep(600)
@@ -343,12 +360,12 @@ def started(tmp_path: Path) -> Any:
     process.communicate()
 
 
-@pytest.mark.ci
-def test_a_signal_reaches_every_rank_and_their_exit_code_comes_back(started: Any) -> None:
+@pytest.mark.parametrize("number", cases([signal.SIGTERM, signal.SIGHUP], ci=2))
+def test_a_signal_reaches_every_rank_and_their_exit_code_comes_back(started: Any, number: int) -> None:
     process, _ = started
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(number)
     out, err = process.communicate(timeout=30)
-    assert (process.returncode, out) == (75, "stopped by SIGTERM\n"), err
+    assert (process.returncode, out) == (75, f"stopped by {signal.Signals(number).name}\n"), err
 
 
 @pytest.mark.ci
@@ -499,6 +516,7 @@ def test_a_task_of_srun_that_is_stopped_before_its_first_heartbeat_is_named(
         port = free.getsockname()[1]
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "TORCH"))}
     names = {"SLURM_NTASKS": "3", "SLURM_TASKS_PER_NODE": "3", "MASTER_ADDR": "127.0.0.1"}
+    names |= {"SLURM_STEP_ID": "0"}
     words = [sys.executable, "-c", STOPS_BEFORE_ITS_IMPORTS, str(stopped), str(tmp_path)]
     tasks = [
         subprocess.Popen(
@@ -544,6 +562,7 @@ def test_temporary_folders_of_killed_processes_are_removed_and_no_others(
 
 
 SLURM = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "77"}
+SLURM |= {"SLURM_STEP_ID": "0"}
 
 
 def test_srun_tasks_meet_at_the_first_host_of_the_node_list() -> None:
@@ -571,7 +590,8 @@ def slurm_task(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str
             (folder / "scontrol").write_text(f"#!/bin/sh\n{script}\n")
             (folder / "scontrol").chmod(0o755)
         names = {"PATH": str(folder), "SLURM_JOB_NODELIST": f"{ELSEWHERE},node2.invalid"}
-        for name, value in (SLURM | {"SLURM_NTASKS": "2", "SLURM_TASKS_PER_NODE": "1(x2)"} | names).items():
+        names |= {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_TASKS_PER_NODE": "1(x2)"}
+        for name, value in (SLURM | names).items():
             monkeypatch.setenv(name, value)
         monkeypatch.setenv("SLURM_LOCALID", "0")
 
@@ -657,6 +677,9 @@ def test_one_rank_of_a_machine_reports_that_the_first_node_has_no_address(
         SLURM | {"SLURM_STEP_NUM_TASKS": "1"},  # its shell where that is a step of its own
         SLURM | {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"},
         {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
+        {"RANK": "", "WORLD_SIZE": " ", "SLURM_PROCID": ""},
+        SLURM | {"SLURM_STEP_ID": "", "SLURM_JOB_NUM_NODES": "1"},  # a batch script without srun
+        SLURM | {"SLURM_STEP_ID": "4294967291"},  # the same, where its step has a number
     ],
 )
 def test_one_process_is_no_rank(environ: dict[str, str]) -> None:
@@ -668,11 +691,44 @@ def test_an_environment_that_says_too_little_is_refused() -> None:
         launch.place_of({"RANK": "0", "WORLD_SIZE": "2"})
 
 
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "sentence"),
+    [
+        (TORCHRUN | {"RANK": "one"}, "RANK=one: it must be a whole number from 0 on"),
+        (TORCHRUN | {"WORLD_SIZE": "-2"}, "WORLD_SIZE=-2: it must be a whole number from 1 on"),
+        (TORCHRUN | {"LOCAL_RANK": "0,1"}, "LOCAL_RANK=0,1: it must be"),
+        (TORCHRUN | {"MASTER_PORT": "tcp://10.0.0.1:443"}, "MASTER_PORT=tcp://10.0.0.1:443: it must be"),
+        (TORCHRUN | {"MASTER_PORT": "70000"}, "MASTER_PORT=70000: a port is at most 65535"),
+        (TORCHRUN | {"MASTER_ADDR": ""}, "but MASTER_ADDR is not"),
+        (TORCHRUN | {"RANK": "2"}, "RANK and WORLD_SIZE say rank 2 of 2"),
+        (SLURM | {"SLURM_NTASKS": "8(x2)"}, "SLURM_NTASKS=8(x2): it must be"),
+        (SLURM | {"SLURM_TASKS_PER_NODE": "none"}, "SLURM_TASKS_PER_NODE=none: it must be"),
+        (SLURM | {"SLURM_STEP_ID": "", "SLURM_NNODES": "2"}, "job of 2 nodes .* Put srun before the command"),
+    ],
+)
+def test_a_variable_that_can_not_be_used_is_named(environ: dict[str, str], sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence.replace("(x2)", r"\(x2\)")):
+        launch.place_of(environ)
+
+
+def test_threads_are_read_as_openmp_reads_them() -> None:
+    found = [threads_of({"OMP_NUM_THREADS": text}, 3) for text in ("", " ", "4", "4,2", " 8 ")]
+    assert found == [3, 3, 4, 4, 8]
+    with pytest.raises(UserError, match="OMP_NUM_THREADS=auto: it must be a whole number from 1 on"):
+        threads_of({"OMP_NUM_THREADS": "auto"}, 3)
+
+
 def test_ranks_that_do_not_come_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("meshtune.launch.rank.RENDEZVOUS_TIMEOUT", timedelta(seconds=1))
+    monkeypatch.setattr("meshtune.launch.rank.QUIET", timedelta(seconds=0.5))
     place = launch.Place(0, 2, 0, 2, "127.0.0.1", 29876)
     for name, value in place.environment().items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    said: list[str] = []
     with refuses(UserError):
-        meet(place, open_store(place, HangLimits(), pytest.fail))
+        meet(place, open_store(place, HangLimits(), pytest.fail, pytest.fail), said.append)
+    assert said == ["meshtune: rank 0 of 2 waits at 127.0.0.1:29876 for rank 1, for 1.0 s at most."]

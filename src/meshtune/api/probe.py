@@ -95,10 +95,10 @@ def ranks_of(nproc: int | None, device_type: str) -> int:
 
 def threads_of(ranks: int) -> int:
     """CPU threads of each of so many ranks, as training has them: OMP_NUM_THREADS, or equal parts."""
+    from meshtune.launch import place
     from meshtune.launch.rank import cores
 
-    given = os.environ.get("OMP_NUM_THREADS", "")
-    return int(given) if given.isdecimal() and int(given) else max(1, cores() // ranks)
+    return place.threads_of(os.environ, max(1, cores() // ranks))
 
 
 def device_of(device_type: str, ranks: int, dtype: str) -> Any:

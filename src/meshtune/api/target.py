@@ -20,6 +20,7 @@ from meshtune.config import Config
 from meshtune.data.encode import Encoder
 from meshtune.data.template import apply_template
 from meshtune.errors import UserError, expanded
+from meshtune.filesystem import paths_named
 from meshtune.layout import Layout
 from meshtune.model.adapter import adapter_base, load_adapter
 from meshtune.model.anatomy import anatomy
@@ -158,6 +159,12 @@ def open_model(target: Target, device: str | None = None) -> Opened:
     A LoRA adapter stays unmerged. device: "auto", "cuda" or "cpu"; None: train.device of the target's config.
     Raises UserError if the device is missing or the checkpoint is damaged or does not fit the model.
     """
+    with paths_named(target.config):
+        return _opened(target, device)
+
+
+def _opened(target: Target, device: str | None) -> Opened:
+    """As `open_model`. Raises OSError for a path that can't be used."""
     register()
     quiet()
     config, place = target.config, choose.device_of(device or target.config.train.device)

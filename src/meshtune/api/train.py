@@ -15,12 +15,14 @@ from meshtune.config import Config, load
 from meshtune.data.files import check_there
 from meshtune.data.given import Rows, store_rows
 from meshtune.errors import UserError, expanded, memory_explained
+from meshtune.filesystem import paths_named
 from meshtune.launch import allocator
 from meshtune.layout import Layout
 from meshtune.model.hub import check_name
 from meshtune.report.run.summary import Summary, summarise
 from meshtune.rundir import Row, RunDir
 from meshtune.sections import DataConfig
+from meshtune.streams import guarded
 from meshtune.train.callbacks import Callback, Hooks
 from meshtune.units import counted, notice, on_first_rank
 from meshtune.yaml_tree import merge
@@ -76,7 +78,8 @@ def train(
     settings = load(defaults=tree, remedy="give eval_data=[…], ")
     hooks = Hooks(loss, tuple(callbacks))
     check_call(settings, hooks)
-    run = train_here(settings, nproc, keep_quiet, hooks)
+    with guarded(), paths_named(settings):
+        run = train_here(settings, nproc, keep_quiet, hooks)
     return Result(run.path, run.model, summarise(run))
 
 

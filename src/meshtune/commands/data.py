@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from meshtune.commands.options import AsJson, Settings, announce, show_json, split
+from meshtune.filesystem import paths_named
 
 
 def data(
@@ -28,8 +29,9 @@ def data(
     from meshtune.data import inspect
     from meshtune.train import inputs
 
-    tokenizer, _, prepared = inputs.inputs_of(resolved)
-    description = inspect.describe(prepared, tokenizer, samples=samples)
+    with paths_named(resolved):
+        tokenizer, _, prepared = inputs.inputs_of(resolved)
+        description = inspect.describe(prepared, tokenizer, samples=samples)
     if as_json:
         show_json(description)
     else:

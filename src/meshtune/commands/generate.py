@@ -22,6 +22,7 @@ from meshtune.commands.options import (
 )
 from meshtune.errors import UserError, expanded, explained, reason_of
 from meshtune.rundir import append_line
+from meshtune.streams import lost
 from meshtune.units import printable
 
 
@@ -72,6 +73,8 @@ def generate(
     else:
         for row in rows:
             print(printable(row["answer"]) if sys.stdout.isatty() else row["answer"], flush=True)
+            if lost(1):  # nobody reads them
+                break
 
 
 def conversation_of(text: str) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ import typer
 from meshtune import __version__
 from meshtune.commands.complete import complete_settings
 from meshtune.errors import UserError, expanded
+from meshtune.streams import encodes
 from meshtune.units import notice, on_first_rank
 
 Settings = Annotated[
@@ -132,5 +133,6 @@ def show(facts: Any, renderable: Any, *, as_json: bool) -> None:
 
 
 def show_json(value: Any) -> None:
-    """Print one JSON document on stdout."""
-    print(json.dumps(value, indent=2, ensure_ascii=False))
+    """Print one JSON document on stdout; signs that stdout's encoding lacks are JSON's escapes."""
+    text = json.dumps(value, indent=2, ensure_ascii=False)
+    print(text if encodes(text) else json.dumps(value, indent=2))

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from meshtune.commands.options import AsJson, Settings, announce, show, show_json, split
+from meshtune.filesystem import paths_named
 from meshtune.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -41,7 +42,9 @@ def train(
         return
     from meshtune.api.train import train_here
 
-    train_here(config.load(file, overrides), nproc, partial(show_run, as_json=as_json))
+    settings_of_run = config.load(file, overrides)
+    with paths_named(settings_of_run):
+        train_here(settings_of_run, nproc, partial(show_run, as_json=as_json))
 
 
 def show_dry_run(config: "Config", nproc: int | None, *, as_json: bool) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from meshtune.rundir import flush
+from meshtune.filesystem import replace, sync
 
 STALE_SECONDS = 24 * 3600  # age at which an unfinished folder must be that of a killed process
 MANIFEST = "manifest.json"
@@ -45,14 +45,14 @@ def write_folder(folder: Path, write: Callable[[Path], dict[str, Any]]) -> None:
         manifest |= {"sizes": {path.name: path.stat().st_size for path in sorted(aside.iterdir())}}
         (aside / MANIFEST).write_text(json.dumps(manifest))
         for path in [*aside.iterdir(), aside]:
-            flush(path)
+            sync(path)
         try:
-            aside.rename(folder)
+            replace(aside, folder)
         except OSError:
             if not folder.is_dir():
                 raise
             return  # another process has written it meanwhile, from the same recipe
-        flush(folder.parent)
+        sync(folder.parent)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 

@@ -34,9 +34,15 @@ def store_rows(rows: Rows, name: str, cache: str) -> Path:
     """
     suffix, content = _content(rows, name)
     digest = hashlib.blake2b(content, digest_size=8).hexdigest()
-    file = (expanded(cache) / ROWS_FOLDER / f"{name}-{digest}{suffix}").absolute()
-    if not file.exists():
-        write_atomically(file, content)
+    file = (expanded(cache, "data.cache") / ROWS_FOLDER / f"{name}-{digest}{suffix}").absolute()
+    try:
+        if not file.exists():
+            write_atomically(file, content)
+    except OSError as error:
+        raise UserError(
+            f"{name} can't be kept in {file.parent} ({error.strerror or error}); name another folder by "
+            "data.cache."
+        ) from error
     return file
 
 

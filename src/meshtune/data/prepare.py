@@ -29,6 +29,8 @@ from meshtune.data.progress import Progress
 from meshtune.data.readers import read
 from meshtune.data.stream import Stream
 from meshtune.errors import UserError, expanded
+from meshtune.filesystem import concerns
+from meshtune.rundir import disk_is_full, room
 from meshtune.units import counted
 
 if TYPE_CHECKING:
@@ -168,11 +170,12 @@ def _cached(build: _Build, cache_dir: Path) -> Prepared:
                     prepared = _open(folder, listing)
                     state = "made"
     except OSError as error:
-        if error.filename is not None and not str(error.filename).startswith(str(cache_dir)):
+        if error.filename is not None and not concerns(error, cache_dir):
             raise
+        remedy = f"{room(error)} Or name" if disk_is_full(error) else "Name"
         raise UserError(
-            f"The data cache in {cache_dir} cannot be written ({error.strerror or error}): make room "
-            "there, or name another folder by data.cache."
+            f"The data cache in {cache_dir} cannot be written ({error.strerror or error}). {remedy} another "
+            "folder by data.cache."
         ) from error
     assert prepared is not None, "a cache that was just written must open"
     prepared.stats.update(cache=state, seconds=time.perf_counter() - started, not_read=not_read)

@@ -72,7 +72,7 @@ def _file(config: Config) -> Path:
     model = [_absolute(config.model.name), config.model.revision]
     recipe = json.dumps([model, data, config.train.seed], sort_keys=True)
     digest = hashlib.blake2b(recipe.encode(), digest_size=16).hexdigest()
-    return expanded(config.data.cache) / f"summary-{digest}.json"
+    return expanded(config.data.cache, "data.cache") / f"summary-{digest}.json"
 
 
 def _absolute(name: str) -> Any:

@@ -25,7 +25,7 @@ import psutil
 from meshtune.errors import UserError
 from meshtune.launch.failure import Failure, end_of_log, exit_code, how_it_ended, raise_first, record_failure
 from meshtune.launch.place import Place
-from meshtune.launch.rank import RankLog, cores, flush_output
+from meshtune.launch.rank import RankLog, cores
 from meshtune.launch.scratch import scratch_folder
 from meshtune.launch.start import die_with_parent
 from meshtune.layout import AXES, Layout
@@ -34,6 +34,7 @@ from meshtune.placement.census import Census
 from meshtune.placement.ranks import coordinates, rank_at
 from meshtune.placement.share import census_stages, stage_of_rank
 from meshtune.report.dryrun.living import ranges
+from meshtune.streams import flush
 from meshtune.units import counted, duration
 
 SILENCE = 60.0  # seconds without CPU time after which a child counts as hung
@@ -189,9 +190,9 @@ def _child(trace: Callable[[int], RankTrace], place: Place, folder: Path, parent
         aside.rename(folder / f"trace-{place.rank}")
     except BaseException as error:
         record_failure(folder, place, error)
-        flush_output()
+        flush()
         os._exit(exit_code(error))
-    flush_output()
+    flush()
     os._exit(0)  # no clean-up of what the parent owns
 
 

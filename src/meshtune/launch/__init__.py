@@ -11,6 +11,7 @@
     address.py   an address of that name, also where the names of Slurm's nodes do not resolve
     rank.py      one rank: its process group, its log, the watch over it
     failure.py   the failure that the others followed from: who prints it, what is raised
+    signals.py   the signals that ask a run to stop
     scratch.py   the temporary folder of ranks started here
     start.py     `run`: start the ranks, forward signals to them, wait for them
     allocator.py torch's CUDA allocator, from the environment: expandable segments by default

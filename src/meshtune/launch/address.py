@@ -31,7 +31,7 @@ def reachable_address(name: str) -> str:
     for address in addresses:
         if resolves(address):
             return address
-    source = "MASTER_ADDR" if "MASTER_ADDR" in os.environ else "the first node of this Slurm job"
+    source = "MASTER_ADDR" if os.environ.get("MASTER_ADDR") else "the first node of this Slurm job"
     raise UserError(
         f"The ranks are to meet at {name} ({source}), but this name does not resolve on "
         f"{socket.gethostname()}{reason}. Set MASTER_ADDR to an IP address of the machine of rank 0, or to a "

@@ -34,19 +34,49 @@ def joined() -> bool:
     return place_of(os.environ) is not None
 
 
+# SLURM_STEP_ID in the shell of sbatch, in that of salloc, and of a daemon (slurm.h): not a task of srun.
+SHELLS_OF_SLURM = ("4294967291", "4294967290", "4294967292")
+
+
 def place_of(environ: Mapping[str, str]) -> Place | None:
     """Read the place that torchrun or srun gave this process; None if they started one rank, or none.
 
-    Raises UserError if variables that the rendezvous needs are missing.
+    An empty variable counts as unset. Raises UserError for a value that is none, for missing variables that
+    the rendezvous needs, and for a batch script of several nodes, which runs on the first of them only.
     """
-    if {"RANK", "WORLD_SIZE"} <= environ.keys():
-        world = int(environ["WORLD_SIZE"])
-        return torchrun_place(environ, world) if world > 1 else None
-    if {"SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"} <= environ.keys():
+    given = {name: value for name, value in environ.items() if value.strip()}
+    if {"RANK", "WORLD_SIZE"} <= given.keys():
+        world = number(given, "WORLD_SIZE", 1)
+        return torchrun_place(given, world) if world > 1 else None
+    if "SLURM_PROCID" not in given:
+        return None
+    if given.get("SLURM_STEP_ID", SHELLS_OF_SLURM[0]) in SHELLS_OF_SLURM:
+        nodes = number(given, "SLURM_JOB_NUM_NODES", 1, number(given, "SLURM_NNODES", 1, 1))
+        if nodes > 1:
+            raise UserError(
+                f"This is the batch script of a Slurm job of {nodes} nodes (SLURM_PROCID is set, but not by "
+                "srun), which runs on the first node only. Put srun before the command; or unset "
+                "SLURM_PROCID, to use only this node."
+            )
+        return None
+    if {"SLURM_NTASKS", "SLURM_LOCALID"} <= given.keys():
         # The tasks of this srun; SLURM_NTASKS is the whole allocation's in the shell of salloc or sbatch.
-        world = int(environ.get("SLURM_STEP_NUM_TASKS", environ["SLURM_NTASKS"]))
-        return srun_place(environ, world) if world > 1 else None
+        world = number(given, "SLURM_STEP_NUM_TASKS", 1, number(given, "SLURM_NTASKS", 1))
+        return srun_place(given, world) if world > 1 else None
     return None
+
+
+def number(environ: Mapping[str, str], name: str, least: int, default: int | None = None) -> int:
+    """The whole number in a variable; `default` where it is not set. Raises UserError for another value and
+    for one below `least`.
+    """
+    text = environ.get(name, "" if default is None else str(default)).strip()
+    if not text.isdecimal() or int(text) < least:
+        raise UserError(
+            f"{name}={text}: it must be a whole number from {least} on. Whatever starts the ranks sets it "
+            "(torchrun, srun or a platform); mend it there, or unset it."
+        )
+    return int(text)
 
 
 def torchrun_place(environ: Mapping[str, str], world: int) -> Place:
@@ -56,14 +86,17 @@ def torchrun_place(environ: Mapping[str, str], world: int) -> Place:
             f"{'is' if len(missing) == 1 else 'are'} not: start the ranks by torchrun, or unset both to "
             "start them here (--nproc)."
         )
-    rank = int(environ["RANK"])
-    return Place(
-        rank=rank,
-        world=world,
-        local_rank=int(environ.get("LOCAL_RANK", rank)),
-        local_world=int(environ.get("LOCAL_WORLD_SIZE", world)),
-        address=environ["MASTER_ADDR"],
-        port=int(environ["MASTER_PORT"]),
+    rank = number(environ, "RANK", 0)
+    return checked(
+        Place(
+            rank=rank,
+            world=world,
+            local_rank=number(environ, "LOCAL_RANK", 0, rank),
+            local_world=number(environ, "LOCAL_WORLD_SIZE", 1, world),
+            address=environ["MASTER_ADDR"].strip(),
+            port=number(environ, "MASTER_PORT", 1),
+        ),
+        "RANK and WORLD_SIZE",
     )
 
 
@@ -71,16 +104,37 @@ def srun_place(environ: Mapping[str, str], world: int) -> Place:
     node_lists = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
     nodes = next((environ[name] for name in node_lists if name in environ), socket.gethostname())
     tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", str(world)))
-    job, step = (int(environ.get(name, 0)) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
-    return Place(
-        rank=int(environ["SLURM_PROCID"]),
-        world=world,
-        local_rank=int(environ["SLURM_LOCALID"]),
-        local_world=tasks_on(tasks, int(environ.get("SLURM_NODEID", 0))),
-        address=environ.get("MASTER_ADDR", first_host(nodes)),
-        # Every rank computes the same port; it lies below the ephemeral ports that the kernel hands out.
-        port=int(environ.get("MASTER_PORT", 10000 + (job * 7 + step) % 20000)),
+    job, step = (number(environ, name, 0, 0) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    return checked(
+        Place(
+            rank=number(environ, "SLURM_PROCID", 0),
+            world=world,
+            local_rank=number(environ, "SLURM_LOCALID", 0),
+            local_world=tasks_on(tasks, number(environ, "SLURM_NODEID", 0, 0)),
+            address=environ.get("MASTER_ADDR", first_host(nodes)).strip(),
+            # Every rank computes the same port; it lies below the ephemeral ports that the kernel hands out.
+            port=number(environ, "MASTER_PORT", 1, 10000 + (job * 7 + step) % 20000),
+        ),
+        "SLURM_PROCID and SLURM_STEP_NUM_TASKS",
     )
+
+
+def checked(place: Place, names: str) -> Place:
+    """The place. Raises UserError, with the names of the variables, for a rank or a port that can't be."""
+    if place.rank >= place.world:
+        raise UserError(f"{names} say rank {place.rank} of {place.world}; ranks count from 0.")
+    if place.port > 65535:
+        raise UserError(f"MASTER_PORT={place.port}: a port is at most 65535.")
+    return place
+
+
+def threads_of(environ: Mapping[str, str], default: int) -> int:
+    """CPU threads of a rank by OMP_NUM_THREADS; of a list (for nested regions) the first. Raises UserError.
+
+    default: where it is empty or not set.
+    """
+    first = environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return number({"OMP_NUM_THREADS": first} if first else {}, "OMP_NUM_THREADS", 1, default)
 
 
 def first_host(nodes: str) -> str:
@@ -97,4 +151,6 @@ def tasks_on(tasks: str, node: int) -> int:
     counts: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks):
         counts += [int(count)] * int(times or 1)
+    if not counts:
+        raise UserError(f"SLURM_TASKS_PER_NODE={tasks}: it must be numbers such as 4(x2),3.")
     return counts[min(node, len(counts) - 1)]

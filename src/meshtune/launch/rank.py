@@ -1,11 +1,11 @@
 """One rank: its process group, its log file, and the watch that names a hang."""
 
-import io
 import os
 import shutil
 import socket
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -16,11 +16,23 @@ from pathlib import Path
 from typing import Any
 
 from meshtune.errors import UserError
-from meshtune.launch.place import Place
+from meshtune.launch.place import Place, threads_of
 from meshtune.launch.siblings import rank_before, siblings
-from meshtune.watch import HangLimits, Silence, Watch, end_process, process_status, ranks_named, silent_rank
+from meshtune.streams import Output, flush, keep_in, text_stream
+from meshtune.units import duration, notice
+from meshtune.watch import (
+    Awake,
+    HangLimits,
+    Silence,
+    Watch,
+    end_process,
+    process_status,
+    ranks_named,
+    silent_rank,
+)
 
 RENDEZVOUS_TIMEOUT = timedelta(minutes=5)  # until every rank has come
+QUIET = timedelta(seconds=10)  # of waiting for them, before a line says for whom
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # long, since the main rank may prepare data, or save, meanwhile
 
 
@@ -40,11 +52,14 @@ class Rank:
 
     def keep_log(self, folder: Path) -> None:
         """Move this rank's log to `folder`/rank-<n>.log and go on there; the main rank gets one only by
-        `log_cause`.
+        `log_cause`, and where its output can't be written.
         """
         self._logs = folder
-        if self._log is not None:
-            self._log.move(folder / f"rank-{self.number}.log")
+        file = folder / f"rank-{self.number}.log"
+        if self._log is None:
+            keep_in(file)
+        else:
+            self._log.move(file)
 
     def log_cause(self, error: UserError) -> None:
         """Append to this rank's log the traceback of what a sentence was made of, once it has a folder."""
@@ -67,19 +82,6 @@ class Rank:
             self._watch.progress, self._watch.axes, self._watch.spins = progress, axes, spins
 
 
-class LogStream(io.TextIOWrapper):
-    """Text output to a rank's log. What can't be written, as on a full disk, is dropped: the run goes on."""
-
-    def write(self, text: str, /) -> int:
-        with suppress(OSError):
-            super().write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        with suppress(OSError):
-            super().flush()
-
-
 class RankLog:
     """The file that gets this process's stdout and stderr instead of the terminal, native code's included.
 
@@ -92,23 +94,30 @@ class RankLog:
         self._path = file
         self._file = tempfile.TemporaryFile("a+b") if file is None else open(file, "a+b")  # noqa: SIM115
         self._redirect(self._file.fileno(), self._file.fileno())
-        files = (io.FileIO(number, "w", closefd=False) for number in (1, 2))
-        sys.stdout, sys.stderr = (LogStream(io.BufferedWriter(file), line_buffering=True) for file in files)
+        # What a full disk does not accept is dropped: the run goes on.
+        sys.stdout, sys.stderr = (text_stream(Output(number)) for number in (1, 2))
 
     def move(self, file: Path) -> None:
         """Append what was written so far to `file` and go on there; the old path becomes a link to it."""
         file.parent.mkdir(parents=True, exist_ok=True)
         target = open(file, "ab")  # noqa: SIM115 - it stays this process's output
-        flush_output()
+        flush()
         self._file.seek(0)
         shutil.copyfileobj(self._file, target)
         target.flush()
         self._redirect(target.fileno(), target.fileno())
         if self._path is not None:  # a reader of the old path, such as the parent, finds the new file
-            self._path.unlink()
-            self._path.symlink_to(file.absolute())
+            with suppress(OSError):  # a file system without links
+                self._path.unlink()
+                self._path.symlink_to(file.absolute())
         self._file.close()
         self._file = target
+
+    def tell_terminal(self, text: str) -> None:
+        """Write a line on the terminal, as well as in the file."""
+        print(text, file=sys.stderr)
+        with suppress(OSError):
+            os.write(self._terminal[1], f"{text}\n".encode())
 
     def restore_terminal(self) -> None:
         """Write to the terminal again."""
@@ -116,14 +125,9 @@ class RankLog:
 
     @staticmethod
     def _redirect(out: int, err: int) -> None:
-        flush_output()
+        flush()
         os.dup2(out, 1)
         os.dup2(err, 2)
-
-
-def flush_output() -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
 
 
 @contextmanager
@@ -148,7 +152,8 @@ def process_group(
     ranks.
     """
     os.environ.update(place.environment())
-    threads = int(os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // place.local_world))))
+    threads = threads_of(os.environ, max(1, cores() // place.local_world))
+    os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "").strip() or str(threads)
     import torch
     import torch.distributed as dist
 
@@ -158,11 +163,13 @@ def process_group(
         index = place.local_rank % gpus_for(place.local_world)  # srun may show each task its own GPU alone
         torch.cuda.set_device(index)
         options = {"backend": "cpu:gloo,cuda:nccl", "device_id": torch.device("cuda", index)}
-    store = open_store(place, limits, tell)  # before the watch: on rank 0 of srun it is the store itself
+    say = log.tell_terminal if log else notice
+    # Before the watch: on rank 0 of srun it is the store itself.
+    store = open_store(place, limits, tell, say)
     neighbour = None if announced else partial(rank_before, place)
     connection = connect(place)
     with Watch(place.rank, place.world, connection, limits=limits, tell=tell, neighbour=neighbour) as watch:
-        meet(place, store)
+        meet(place, store, say)
         dist.init_process_group(
             store=store, rank=place.rank, world_size=place.world, timeout=COLLECTIVE_TIMEOUT, **options
         )
@@ -182,17 +189,21 @@ def gpus_for(ranks: int) -> int:
     return gpus
 
 
-def open_store(place: Place, limits: HangLimits, tell: Callable[[str], None]) -> Any:
+def open_store(
+    place: Place, limits: HangLimits, tell: Callable[[str], None], say: Callable[[str], None]
+) -> Any:
     """Connect to the store of the rendezvous, which rank 0 holds unless torchrun or the parent does.
 
-    limits, tell: of a hang of rank 0 before it has made the store. Raises UserError if the store can't be
+    limits, tell: of a hang of rank 0 before it has made the store. say: gets a line where this takes long,
+    and its rank is the first of its machine that waits for rank 0. Raises UserError if the store can't be
     reached in time.
     """
     from torch.distributed import DistError
 
     holds = place.rank == 0 and not held_elsewhere()
     if not holds:
-        wait_for_store(place, limits, tell)
+        first = place.local_rank == 0 or place.rank == 1
+        wait_for_store(place, limits, tell, say if first else lambda line: None)
     try:
         return connect(place, is_master=holds, timeout=RENDEZVOUS_TIMEOUT)
     except DistError as error:
@@ -204,21 +215,28 @@ def held_elsewhere() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def wait_for_store(place: Place, limits: HangLimits, tell: Callable[[str], None]) -> None:
+def wait_for_store(
+    place: Place, limits: HangLimits, tell: Callable[[str], None], say: Callable[[str], None]
+) -> None:
     """Wait until something listens at the address of the store, for at most RENDEZVOUS_TIMEOUT.
 
     Without a store there is no watch, so what it would end is ended here after `limits.silent`: a rank 0 of
     this machine that is stopped or does nothing before it has made the store, and ranks whose torchrun, which
     made it before it started them, is gone. Raises UserError if rank 0 of this machine has ended.
     """
-    silence, until = Silence(), time.monotonic() + RENDEZVOUS_TIMEOUT.total_seconds()
-    ticks, seen = 0, False
+    silence, began = Silence(limits.tick), time.monotonic()
+    until, said = began + RENDEZVOUS_TIMEOUT.total_seconds(), False
+    awake, waited, seen = Awake(limits.tick), 0.0, False
     while time.monotonic() < until:
-        with suppress(OSError), socket.create_connection((place.address, place.port), limits.silent):
+        patience = QUIET.total_seconds()
+        with suppress(OSError), socket.create_connection((place.address, place.port), patience):
             return
-        ticks += 1
+        if not said and time.monotonic() - began >= patience:
+            said = True
+            say(waiting_for(place, [0]))
+        waited += awake.seconds()
         if held_elsewhere():
-            if ticks * limits.tick >= limits.silent:
+            if waited >= limits.silent:
                 end_process(tell, f"what started rank {place.rank} is gone: its process was killed.")
         else:
             _, pid = siblings(place).get(0, (0, 0))
@@ -226,27 +244,53 @@ def wait_for_store(place: Place, limits: HangLimits, tell: Callable[[str], None]
             if seen and status is None:
                 raise UserError(f"Rank 0 has ended before rank {place.rank} could meet it.")
             seen = status is not None
-            silent = silence.ticks(0, status) * limits.tick
+            silent = silence.seconds(0, status)
             if status and silent >= limits.silent:
                 report = f"{silent_rank(0, silent, status)}, and the others can't meet without it."
                 end_process(tell, report, pid)
         time.sleep(limits.tick)
 
 
-def meet(place: Place, store: Any) -> None:
-    """Wait for all ranks. Raises UserError, naming them, if some don't come in time."""
+def meet(place: Place, store: Any, say: Callable[[str], None]) -> None:
+    """Wait for all ranks. Raises UserError, naming them, if some don't come in time.
+
+    say: gets a line about those that have not come after QUIET, on the first rank that has.
+    """
     from torch.distributed import DistError
 
     here, all_here = "meshtune/here/{}", "meshtune/all here"
     store.set(here.format(place.rank), "")
     if store.add("meshtune/ranks here", 1) == place.world:
         store.set(all_here, "")
+
+    def absent(store: Any) -> list[int]:
+        return [rank for rank in range(place.world) if not store.check([here.format(rank)])]
+
+    def remind() -> None:
+        with suppress(RuntimeError):  # the store is gone
+            missing = absent(connect(place))  # the other connection is locked by the wait
+            if missing and place.rank == min(set(range(place.world)).difference(missing)):
+                say(waiting_for(place, missing))
+
+    timer = threading.Timer(QUIET.total_seconds(), remind)
+    timer.daemon = True
+    timer.start()
     try:
         store.wait([all_here], RENDEZVOUS_TIMEOUT)
     except DistError as error:
-        missing = [rank for rank in range(place.world) if not store.check([here.format(rank)])]
+        missing = absent(store)
         seconds = RENDEZVOUS_TIMEOUT.total_seconds()
         raise not_met(place, f"{ranks_named(missing)} did not come in {seconds:.0f} s.") from error
+    finally:
+        timer.cancel()
+
+
+def waiting_for(place: Place, missing: list[int]) -> str:
+    """Line about the ranks that have not come yet."""
+    return (
+        f"meshtune: rank {place.rank} of {place.world} waits at {place.address}:{place.port} for "
+        f"{ranks_named(missing)}, for {duration(RENDEZVOUS_TIMEOUT.total_seconds())} at most."
+    )
 
 
 def not_met(place: Place, reason: str) -> UserError:

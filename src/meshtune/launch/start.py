@@ -23,14 +23,15 @@ from meshtune.errors import Interrupted, NonFinite, RankFailed, UserError
 from meshtune.launch.address import reachable_address
 from meshtune.launch.failure import claims_failure, exit_code, failures_of, raise_first, record_failure
 from meshtune.launch.place import Place, place_of
-from meshtune.launch.rank import Rank, RankLog, connect, flush_output, process_group
+from meshtune.launch.rank import Rank, RankLog, connect, process_group
 from meshtune.launch.scratch import scratch_folder
+from meshtune.launch.signals import heeded
+from meshtune.streams import flush, guard
 from meshtune.units import notice
 from meshtune.watch import HangLimits, announce
 
 LOCALHOST = "127.0.0.1"
 RESULT = "result"  # file of the scratch folder: what rank 0 returned, pickled
-FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 def run(
@@ -165,6 +166,7 @@ def rank_process(
     folder: where the parent reads the rank's failure and log. parent: the parent's process id, with which
     this process ends (`die_with_parent`).
     """
+    guard()  # a spawned process has its own streams
     die_with_parent(parent)
     os.setpgid(0, 0)  # a terminal's Ctrl-C reaches it through the parent, once
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # no rank holds the store: the parent does
@@ -174,7 +176,7 @@ def rank_process(
 
     def tell(report: str) -> None:
         record_failure(folder, place, RankFailed(report))
-        flush_output()
+        flush()
 
     try:
         with process_group(place, device, log=log, limits=limits, tell=tell, announced=True) as rank:
@@ -183,9 +185,9 @@ def rank_process(
             (folder / RESULT).write_bytes(pickle.dumps(result))
     except BaseException as error:
         record_failure(folder, place, error)
-        flush_output()
+        flush()
         os._exit(exit_code(error))  # no clean-up of what the parent owns, or that waits for other ranks
-    flush_output()
+    flush()
     os._exit(0)
 
 
@@ -212,7 +214,7 @@ def forwarded_signals(processes: list[BaseProcess]) -> Iterator[list[signal.Sign
                 again = received.count(signal.SIGINT) > 1
                 os.kill(process.pid or 0, signal.SIGKILL if again else number)
 
-    handlers = {number: signal.signal(number, forward) for number in FORWARDED}
+    handlers = {number: signal.signal(number, forward) for number in heeded()}
     try:
         yield received
     finally:

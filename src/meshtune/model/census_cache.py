@@ -61,7 +61,7 @@ def numbers_of(
         freeze=model.freeze,
         lora=shape if config.method == "lora" else None,
         embeddings=rows or 0,
-        cache_dir=expanded(config.data.cache),
+        cache_dir=expanded(config.data.cache, "data.cache"),
         file=file,
         log=log,
     )

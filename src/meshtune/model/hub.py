@@ -69,7 +69,7 @@ def is_stored(name: str) -> bool:
     """True if the hub's cache on this machine has a folder for the model."""
     home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface")
     folder = os.environ.get("HF_HUB_CACHE") or Path(home, "hub")
-    return Path(folder, f"models--{name.replace('/', '--')}").expanduser().is_dir()
+    return Path(os.path.expanduser(folder), f"models--{name.replace('/', '--')}").is_dir()
 
 
 @cache

@@ -26,13 +26,14 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from meshtune.errors import UserError
+from meshtune.filesystem import replace, set_mode, sync, sync_open
 from meshtune.model.files import ADAPTER_CONFIG, INDEX, SAFETENSORS_DTYPES, WEIGHTS
 from meshtune.model.generation import generation_config
 from meshtune.model.lora import lora_layers
 from meshtune.model.multimodal import put_back
 from meshtune.model.pieces import Piece
 from meshtune.model.tokenizer_files import write_tokenizer
-from meshtune.rundir import flush
+from meshtune.rundir import disk_is_full, room
 
 PROCESSOR_FILES = (  # of a model that also sees or hears; AutoProcessor reads them beside the tokenizer's
     "processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json",
@@ -65,16 +66,16 @@ def complete_folder(folder: Path) -> Iterator[Path]:
         yield aside
         mode = aside.stat().st_mode & 0o666
         for path in [path for path in aside.rglob("*") if path.is_file()]:
-            path.chmod(mode)
-            flush(path)
-        flush(aside)
+            set_mode(path, mode)
+            sync(path)
+        sync(aside)
         if folder.exists():
-            folder.rename(old)
-        aside.rename(folder)
-        flush(folder.parent)
+            replace(folder, old)
+        replace(aside, folder)
+        sync(folder.parent)
     except BaseException:
         if old.exists() and not folder.exists():
-            old.rename(folder)
+            replace(old, folder)
         shutil.rmtree(aside, ignore_errors=True)
         raise
     shutil.rmtree(old, ignore_errors=True)
@@ -232,7 +233,8 @@ def _on_all_ranks(gather: Callable[[Any], list[Any]], work: Callable[[], Any]) -
     outcomes = gather(outcome)
     for _, error in outcomes:
         if isinstance(error, OSError):
-            remedy = "Make room, and export it from the run's checkpoint."
+            first = room(error) if disk_is_full(error) else "Mend that."
+            remedy = f"{first} Then export it from the run's checkpoint."
             raise UserError(f"The model could not be written: {error}. {remedy}") from error
         if error is not None:
             raise error
@@ -279,7 +281,7 @@ def _write_pieces(
             for name in names:
                 for block in pieces[name].blocks():
                     _write_block(descriptor, file.offsets[name], block, dtype)
-            os.fsync(descriptor)
+            sync_open(descriptor, aside / file.name)
         finally:
             os.close(descriptor)
 

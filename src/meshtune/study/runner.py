@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from meshtune.errors import Interrupted
 from meshtune.launch.rank import cores
+from meshtune.launch.signals import heeded
 from meshtune.study.children import TO_STOP, TO_STOP_OTHERS, Child, Task
 from meshtune.study.packing import Devices, Estimate
 from meshtune.study.store import DONE, FINISHED, REFUSED, Outcome, Row, Store
@@ -79,7 +80,7 @@ def run_all(
 ) -> None:
     """Run the experiments of `tasks`, by number, and write how each ended.
 
-    sweep: id of the sweep, the mark of its processes. Raises Interrupted at Ctrl-C or SIGTERM, after the
+    sweep: id of the sweep, the mark of its processes. Raises Interrupted at one of `Signals`, after the
     running experiments have been stopped and set to waiting.
     """
     waiting = [row for row in store.rows() if row.number in tasks]
@@ -146,14 +147,15 @@ def environment(task: Task, devices: Devices, gpus: tuple[str, ...]) -> dict[str
     """Variables that give an experiment its GPUs, or its part of the cores where several run at once."""
     if gpus:
         return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
-    if devices.jobs > 1 and "OMP_NUM_THREADS" not in os.environ:
+    if devices.jobs > 1 and not os.environ.get("OMP_NUM_THREADS"):
         return {"OMP_NUM_THREADS": str(max(1, cores() // devices.jobs // task.world))}
     return {}
 
 
 class Signals:
-    """Counts Ctrl-C and SIGTERM in a `with` block, so that they never come between two lines that belong
-    together, such as starting a process and keeping it. In another thread than the main one none come.
+    """Counts SIGTERM, Ctrl-C and a closed terminal's SIGHUP in a `with` block, so that they never come
+    between two lines that belong together, such as starting a process and keeping it. In another thread than
+    the main one none come.
     """
 
     count = 0
@@ -161,7 +163,7 @@ class Signals:
     def __enter__(self) -> "Signals":
         self._before = {}
         if threading.current_thread() is threading.main_thread():
-            numbers = (signal.SIGTERM, signal.SIGINT)
+            numbers = heeded((signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
             self._before = {number: signal.signal(number, self._came) for number in numbers}
         return self
 
@@ -169,8 +171,9 @@ class Signals:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def _came(self, *_: object) -> None:
-        self.count += 1
+    def _came(self, number: int, *_: object) -> None:
+        if number != signal.SIGHUP or not self.count:  # kernel and shell may both send one
+            self.count += 1
 
     def sleep(self, seconds: float) -> bool:
         """Sleep, not longer than until the next signal; True if there was one since the block began."""

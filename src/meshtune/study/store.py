@@ -8,7 +8,6 @@ Each change is one transaction with the rollback journal synced, so that a kill 
 that was finished. One process writes: it holds `sweep.lock` beside the file.
 """
 
-import fcntl
 import json
 import os
 import sqlite3
@@ -19,11 +18,12 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from meshtune.errors import UserError
+from meshtune.filesystem import has_locks, lock
 from meshtune.meter.rows import time_now
 
 if TYPE_CHECKING:
     from meshtune.study.sweep_file import Experiment
-from meshtune.sweep_rows import FORM, LISTED
+from meshtune.sweep_rows import FORM, LISTED, sqlite_address
 from meshtune.units import duration
 
 WAITING, RUNNING, DONE = "waiting", "running", "done"
@@ -101,11 +101,16 @@ class Store:
         """Lock and open the file, or make it. Raises UserError if another process sweeps there, and for a
         file that is no such database.
         """
-        file.parent.mkdir(parents=True, exist_ok=True)
         self.file = file
-        self._lock = locked(file.with_name("sweep.lock"), file.parent)
         try:
-            self._database = sqlite3.connect(file, isolation_level=None, timeout=LOCKED)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            self._lock = locked(file.with_name("sweep.lock"), file.parent)
+        except OSError as error:
+            reason = f"The sweep's folder {file.parent} can't be used: {error.strerror}"
+            raise UserError(f"{reason}; name another with --out.") from error
+        try:
+            address = sqlite_address(file, "rwc", locks=has_locks(file.with_name("sweep.lock")))
+            self._database = sqlite3.connect(address, uri=True, isolation_level=None, timeout=LOCKED)
             self._database.execute("PRAGMA synchronous = FULL")
             tables = {name for (name,) in self._database.execute("SELECT name FROM sqlite_master")}
             if not tables:
@@ -303,18 +308,14 @@ def locked(file: Path, folder: Path) -> IO[str]:
     """
     handle = open(file, "a+", encoding="utf-8")  # noqa: SIM115
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
+        lock(handle, file)
+    except BlockingIOError:
         handle.seek(0)
         holder = handle.read().strip() or "unknown"
         handle.close()
-        if isinstance(error, BlockingIOError):
-            raise UserError(
-                f"{folder} is being swept by process {holder}; wait for its end, stop it with Ctrl-C, or "
-                "name another folder with --out."
-            ) from None
         raise UserError(
-            f"{file} can't be locked ({error.strerror}); choose a folder on another disk."
+            f"{folder} is being swept by process {holder}; wait for its end, stop it with Ctrl-C, or "
+            "name another folder with --out."
         ) from None
     handle.truncate(0)
     handle.write(f"{os.getpid()}\n")

@@ -16,6 +16,7 @@ The hashes find damage, not malice: whoever can change a file can change the man
 checkpoint is not trusted either: see unpickle.py.
 """
 
+import errno
 import json
 import logging
 import os
@@ -34,11 +35,13 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from meshtune.errors import UserError
+from meshtune.filesystem import replace, sync
 from meshtune.model.pieces import Piece
-from meshtune.rundir import flush, write_atomically, write_text_atomically
+from meshtune.rundir import disk_is_full, write_atomically, write_text_atomically
 from meshtune.train.checkpoint_files import (
     CANNOT_BE_READ,
     HASH,
+    NotSaved,
     damage,
     free_bytes,
     misnamed,
@@ -64,10 +67,6 @@ from meshtune.units import human
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
-
-
-class _NotSaved(Exception):
-    """A checkpoint could not be written; the message is the reason. The run goes on."""
 
 
 class Checkpoints:
@@ -231,18 +230,11 @@ class Checkpoints:
             files = {name: facts for part in parts for name, facts in part.items()}
             manifest = json.dumps({"hash": HASH, "files": files, "tied": tied}, indent=1)
             self._on_all_ranks(lambda: self._finish(step, temporary, manifest, protect))
-        except _NotSaved as error:
+        except NotSaved as error:
             self._written = None  # `_metadata` may not be of what was written
             if self._rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
-            earlier = ", ".join(str(other) for other in self.steps()) or "none"
-            free = human(free_bytes(self.folder))
-            return (
-                f"The checkpoint of step {step} was not saved: {error}. "
-                f"It needs about {human(size_bytes)}, and {free} are free in {self.folder}. "
-                f"The earlier ones are whole (steps: {earlier}) and the run goes on. "
-                "Free some space, or keep fewer (checkpoint.keep) or write elsewhere (output)."
-            )
+            return error.sentence(step, size_bytes, self.folder, self.steps())
         return None
 
     def _make_folder(self, temporary: Path, size_bytes: int) -> None:
@@ -255,7 +247,7 @@ class Checkpoints:
             self.clear_leftovers()
             temporary.mkdir()
         if free_bytes(self.folder) < size_bytes:
-            raise OSError("no space left on the disk")
+            raise OSError(errno.ENOSPC, "no space left on the disk")
 
     def _write_tensors(self, temporary: Path, pieces: dict[str, Piece]) -> None:
         """Write this rank's pieces into `temporary`; where another rank's or these are not those of the last
@@ -298,11 +290,11 @@ class Checkpoints:
         if self._rank != 0:
             return
         write_text_atomically(temporary / "manifest.json", manifest)
-        flush(temporary)
+        sync(temporary)
         if self._path(step).exists():
             self._discard(step)
-        temporary.rename(self._path(step))
-        flush(self.folder)
+        replace(temporary, self._path(step))
+        sync(self.folder)
         # Later steps belong to a run that this one did not resume: resuming from them would mix two runs.
         for other in self.steps():
             if other > step and other not in protect:
@@ -323,18 +315,22 @@ class Checkpoints:
 
     def _discard(self, step: int) -> None:
         """Rename a checkpoint that is to be deleted: a kill while deleting must not leave half of one."""
-        self._path(step).rename(self.folder / f".tmp-gone-step-{step}")
+        try:
+            self._path(step).rename(self.folder / f".tmp-gone-step-{step}")
+        except OSError:  # a layer below, as in a container
+            shutil.rmtree(self._path(step))
 
     def _on_all_ranks(self, work: Callable[[], Result]) -> list[Result]:
-        """Results of `work` by rank; if the disk fails on one rank, all ranks raise _NotSaved."""
+        """Results of `work` by rank; if the disk fails on one rank, all ranks raise NotSaved."""
         try:
             outcome = (work(), None)
         except (OSError, RuntimeError) as error:  # torch's writer raises both for the same full disk
-            outcome = (None, reason_of(error))
+            outcome = (None, (reason_of(error), not isinstance(error, OSError) or disk_is_full(error)))
         outcomes = self._gather(outcome)
-        for _, reason in outcomes:
-            if reason:
-                raise _NotSaved(reason)
+        for _, failure in outcomes:
+            if failure:
+                reason, full = failure
+                raise NotSaved(reason, full=full)
         return [result for result, _ in outcomes]
 
     def _gather(self, value: Any) -> list[Any]:

@@ -10,6 +10,8 @@ import json
 import os
 import shutil
 import stat
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import xxhash
 from torch.distributed.checkpoint.api import CheckpointException
 
 from meshtune.errors import UserError, explained
+from meshtune.units import human
 
 HASH = "xxh3_128"  # finds damage; sha256 takes 20 times as long where the CPU has no SHA instructions
 CANNOT_BE_READ = "cannot be read"  # unlike damage, this may pass: a network disk, permissions
@@ -90,11 +93,35 @@ def size_and_hash(path: Path) -> dict[str, Any]:
         return {"size": file.tell(), "hash": digest}
 
 
+class NotSaved(Exception):
+    """A checkpoint could not be written; the message is the reason. The run goes on.
+
+    full: True if the disk is, or may be.
+    """
+
+    def __init__(self, reason: str, *, full: bool) -> None:
+        super().__init__(reason)
+        self.full = full
+
+    def sentence(self, step: int, size_bytes: int, folder: Path, earlier: Sequence[int]) -> str:
+        """Sentences for the log. size_bytes: of the checkpoint; earlier: steps of whole ones in `folder`."""
+        size, remedy = "", "Write elsewhere (output) if this lasts."
+        if self.full:
+            free = human(free_bytes(folder))
+            size = f"It needs about {human(size_bytes)}, and {free} are free in {folder}. "
+            remedy = "Free some space, or keep fewer (checkpoint.keep) or write elsewhere (output)."
+        return (
+            f"The checkpoint of step {step} was not saved: {self}. {size}The earlier ones are whole (steps: "
+            f"{', '.join(map(str, earlier)) or 'none'}) and the run goes on. {remedy}"
+        )
+
+
 def free_bytes(folder: Path) -> int:
-    """Free bytes of the disk that holds the folder, or would hold it."""
+    """Free bytes of the disk that holds the folder, or would hold it; no bound for a mount without sizes."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
-    return shutil.disk_usage(folder).free
+    usage = shutil.disk_usage(folder)
+    return usage.free if usage.total else sys.maxsize
 
 
 def reason_of(error: BaseException) -> str:

@@ -41,6 +41,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.storage import StorageReader, WriteResult
 
+from meshtune.filesystem import sync
 from meshtune.model.pieces import Piece
 
 
@@ -99,17 +100,20 @@ def write(folder: Path, pieces: Mapping[str, Piece], rank: int) -> Written:
     """Write this rank's pieces into `folder`, as __<rank>_0.distcp. Raises the error of the file system, or
     torch's RuntimeError because of it.
     """
-    writer = FileSystemWriter(folder)
+    writer = FileSystemWriter(folder, sync_files=False)  # `sync` also where there is no fsync
     items = [_write_item(name, block) for name, block in _blocks(pieces)]
     # The writer names files by the place of a plan among all ranks'.
     plans = writer.prepare_global_plan([SavePlan([])] * rank + [SavePlan(items)])
-    return Written(items, writer.write_data(plans[rank], _Pieces(pieces)).value())
+    written = Written(items, writer.write_data(plans[rank], _Pieces(pieces)).value())
+    for file in folder.glob(f"__{rank}_*"):
+        sync(file)
+    return written
 
 
 def metadata(folder: Path, parts: Sequence[Written]) -> bytes:
     """Write `.metadata` into `folder` for what all ranks wrote; returns its bytes."""
     _, table = create_default_global_save_plan([SavePlan(part.items) for part in parts])
-    FileSystemWriter(folder).finish(table, [part.results for part in parts])
+    FileSystemWriter(folder, sync_files=False).finish(table, [part.results for part in parts])
     return (folder / ".metadata").read_bytes()
 
 

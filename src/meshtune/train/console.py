@@ -13,6 +13,7 @@ from rich.text import Text
 
 from meshtune.meter.rows import memory_table
 from meshtune.rundir import Row
+from meshtune.streams import lost
 from meshtune.units import at_words, count, duration, human
 
 BAR_WIDTH = 20  # columns of the terminal
@@ -150,6 +151,9 @@ class ConsoleTracker:
         self._began = now if self._began is None else self._began
         left = self._left.train(step, row["tokens"], now)
         pause = min(60.0, max(1.0, 0.01 * (now - self._began)))
+        if self._live is not None and lost(2):  # the terminal was closed
+            self._live.stop()
+            self._live, self.console.is_interactive = None, False
         if self.console.is_interactive:
             self._shown = row, None if left is None else now + left
             if self._live is None:

@@ -1,6 +1,5 @@
 """Claim the run folder that output.py chose: lock it, begin or go on in it, set a replaced run aside."""
 
-import fcntl
 import os
 import shutil
 from collections.abc import Callable, Mapping
@@ -8,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
+from meshtune import filesystem
 from meshtune.config import Config
 from meshtune.errors import UserError, check_file
 from meshtune.rundir import RunDir, write_text_atomically
@@ -125,7 +125,7 @@ class Claim:
         check_file(self.run.lock_file)
         lock = open(self.run.lock_file, "w")  # noqa: SIM115 - open as long as the run
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            filesystem.lock(lock, self.run.lock_file)
         except BlockingIOError:
             lock.close()
             raise UserError(

@@ -110,7 +110,7 @@ def data_of(data: DataConfig, encoder: Encoder, *, seed: int) -> Prepared:
         eval_split=data.eval_split,
         eval_sources=[source_of(source, data, "test") for source in data.eval],
         on_bad_row=data.on_bad_row,
-        cache_dir=expanded(data.cache),
+        cache_dir=expanded(data.cache, "data.cache"),
         streaming=data.streaming,
     )
 

@@ -20,7 +20,7 @@ from meshtune.meter.causes import causes
 from meshtune.meter.noise_scale import with_measurement
 from meshtune.meter.rows import time_now
 from meshtune.parallel.mesh import World
-from meshtune.rundir import RunDir, disk_is_full
+from meshtune.rundir import RunDir, disk_is_full, room
 from meshtune.train.step import Counts
 from meshtune.units import counted
 
@@ -432,8 +432,8 @@ def full_disk_explained(run: Run) -> Iterator[None]:
             raise
         run.checkpoints.wait()
         raise UserError(
-            f"After step {run.progress.step} of {run.steps}: {reason}. {last_checkpoint(run)} Make room for "
-            f"{run.folder.path} "
+            f"After step {run.progress.step} of {run.steps}: {reason}. {last_checkpoint(run)} "
+            f"{room(reason).rstrip('.')} for {run.folder.path} "
             "(checkpoint.keep=1 needs less); the same command then goes on."
         ) from error
 

@@ -1,22 +1,21 @@
-"""Stop on SIGTERM and Ctrl-C: finish the step, save a checkpoint, end with exit code 75."""
+"""Stop on a signal such as SIGTERM, SIGHUP or Ctrl-C: finish the step, save, end with exit code 75."""
 
 import signal
 from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
+from meshtune.launch.signals import STOPPING, heeded
+
 
 class StopRequest:
     """Context that puts the name of a received signal into `requested`.
 
-    A second SIGINT raises KeyboardInterrupt. signals: those that are noted. enabled: False leaves the
-    signals' handlers as they are.
+    A second SIGINT raises KeyboardInterrupt. signals: those that are noted, but not a SIGHUP that is ignored.
+    enabled: False leaves the signals' handlers as they are.
     """
 
-    # Slurm can send SIGUSR1 before the time limit.
-    SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
-
-    def __init__(self, *, enabled: bool = True, signals: Sequence[signal.Signals] = SIGNALS) -> None:
+    def __init__(self, *, enabled: bool = True, signals: Sequence[signal.Signals] = STOPPING) -> None:
         self.enabled = enabled
         self.signals = signals
         self.requested: str | None = None
@@ -24,7 +23,7 @@ class StopRequest:
 
     def __enter__(self) -> "StopRequest":
         if self.enabled:
-            self._handlers = {number: signal.signal(number, self._note) for number in self.signals}
+            self._handlers = {number: signal.signal(number, self._note) for number in heeded(self.signals)}
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from meshtune import config
 from meshtune.errors import Interrupted, NonFinite, NothingFits, UserError
+from meshtune.launch.signals import STOPPING
 from meshtune.parallel.mesh import Axis
 from meshtune.report.compare.runs import compare
 from meshtune.report.run.summary import summarise
@@ -30,6 +31,7 @@ from meshtune.report.run.tables import headline
 from meshtune.rundir import RunDir
 from meshtune.train import build, loop, trackers
 from meshtune.train.checkpoint_files import size_and_hash
+from meshtune.train.signals import StopRequest
 from meshtune.units import duration
 
 Train = Callable[..., loop.Run]
@@ -220,7 +222,7 @@ def test_two_processes_do_not_train_in_one_folder(settings: Callable[..., list[s
     loop.train(first)  # undisturbed
 
 
-@pytest.mark.parametrize("number", cases([signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], test=1, ci=2))
+@pytest.mark.parametrize("number", cases(STOPPING, test=1, ci=3))
 def test_a_signal_finishes_the_step_and_saves(
     number: int, settings: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,6 +240,19 @@ def test_a_signal_finishes_the_step_and_saves(
     assert run.checkpoints.steps() == [3]
     assert [row["step"] for row in run.folder.rows("train")] == [1, 2, 3]
     assert Interrupted.exit_code == 75
+
+
+def test_a_hangup_that_is_ignored_as_under_nohup_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequest() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert stop.requested is None
+            os.kill(os.getpid(), signal.SIGXCPU)
+            assert stop.requested == "SIGXCPU"
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.ci

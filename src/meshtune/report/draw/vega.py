@@ -4,6 +4,7 @@ JavaScript for pages. Neither needs a browser or a network.
 Both are imported only when something is drawn. Without them `NotDrawn` says how to install them.
 """
 
+import os
 import re
 from contextlib import suppress
 from functools import cache
@@ -56,7 +57,7 @@ def javascript() -> str:
     import vl_convert
 
     name = f"vega-{version('vl-convert-python')}-{vega_lite_version()}.js"
-    file = (SCRIPTS / name).expanduser()
+    file = Path(os.path.expanduser(SCRIPTS), name)
     with suppress(OSError, ValueError):  # not there yet, or damaged
         text = file.read_text(encoding="utf-8")
         if "window.vegaEmbed=" in text:

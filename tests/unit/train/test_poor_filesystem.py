@@ -1,0 +1,88 @@
+"""A run on a file system that lacks locks, syncs, modes, and renames over what is there."""
+
+import errno
+import fcntl
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from meshtune import config, filesystem
+from meshtune.filesystem import replace, sync
+from meshtune.rundir import write_text_atomically
+from meshtune.study.store import Store
+from meshtune.sweep_rows import opened
+from meshtune.train import build, loop
+
+
+@pytest.fixture
+def poor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refuse what Lustre without locks, a FUSE mount or vfat refuse."""
+    rename = os.rename
+
+    def refuse(number: int) -> Callable[..., Any]:
+        def call(*_: Any, **__: Any) -> None:
+            raise OSError(number, os.strerror(number))
+
+        return call
+
+    def move(source: Path, target: Path) -> None:
+        if os.path.isdir(source) or os.path.exists(target):
+            refuse(errno.EXDEV)()
+        rename(source, target)
+
+    for module, name, call in (
+        (fcntl, "flock", refuse(errno.ENOSYS)), (os, "fsync", refuse(errno.EINVAL)),
+        (os, "chmod", refuse(errno.EPERM)), (os, "symlink", refuse(errno.EPERM)),
+        (os, "rename", move), (os, "replace", move),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, call)
+    filesystem._said.clear()
+
+
+@pytest.mark.ci
+def test_a_run_trains_saves_resumes_and_exports_there_with_a_line_for_each_lack(
+    settings: Callable[..., list[str]], poor: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for steps in (2, 4):
+        words = settings(f"train.max_steps={steps}", "train.lr_scheduler=constant", "checkpoint.every=1")
+        run = build.build(config.load(None, [*words, "checkpoint.keep=1"]))
+        loop.train(run)
+    assert run.folder.rows("run")[-1]["resumed_from"] == 2
+    assert run.checkpoints.steps() == [4]
+    AutoModelForCausalLM.from_pretrained(run.folder.model)
+    lines = [line for line in capsys.readouterr().err.splitlines() if "its file system refuses" in line]
+    lacks = [line.split("refuses ")[1].split(" (")[0] for line in lines]
+    assert sorted(lacks) == ["file locks", "fsync", "such a rename"]
+
+
+def test_a_sweeps_database_is_written_and_read_there(tmp_path: Path, poor: None) -> None:
+    with Store(tmp_path / "sweep.db") as store:
+        assert store.rows() == []
+    with opened(tmp_path / "sweep.db") as database:
+        assert database.execute("SELECT count(*) FROM experiments").fetchone() == (0,)
+
+
+def test_a_disk_that_fails_or_is_full_is_still_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    for number in (errno.EIO, errno.ENOSPC):
+
+        def fail(*_: Any, number: int = number) -> None:
+            raise OSError(number, os.strerror(number))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", fail)
+            patch.setattr(os, "replace", fail)
+            for work in (
+                lambda: sync(tmp_path / "file"),
+                lambda: replace(tmp_path / "file", tmp_path / "other"),
+                lambda: write_text_atomically(tmp_path / "file", "new"),
+            ):
+                with pytest.raises(OSError, match=os.strerror(number)):
+                    work()
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
