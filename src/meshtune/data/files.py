@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import urlparse
 
 from meshtune.data.example import Source, is_url, name_of
-from meshtune.errors import UserError, expanded, reason_of
+from meshtune.errors import UserError, check_fetched, expanded, reason_of
 from meshtune.nearest import entries, path_meant
 from meshtune.rundir import write_text_atomically
 from meshtune.sections import DataConfig
@@ -153,7 +153,8 @@ def files(source: Source) -> list[DataFile]:
     """The files of a source, in the order in which they are read.
 
     A hub data set, and a folder written by `save_to_disk`, is returned as it is. Raises UserError if there is
-    nothing at the path or URL, or nothing that can be read, or if a package for its protocol is missing.
+    nothing at the path or URL, or nothing that can be read, if a package for its protocol is missing, and as
+    `check_fetched`.
     """
     if is_hub(source.path):
         return [DataFile(source.path)]
@@ -161,14 +162,18 @@ def files(source: Source) -> list[DataFile]:
         return _remote(source)
     path = expanded(source.path)
     if path.is_file():
+        check_fetched([path])
         return [_readable(DataFile(str(path), size=path.stat().st_size))]
     if not path.is_dir():
         raise UserError(missing(path))
     each = [file for file in sorted(path.rglob("*")) if file.is_file()]
     if is_saved(path):
+        check_fetched(each)
         return [DataFile(str(path), size=sum(file.stat().st_size for file in each))]
     inside = {str(file.relative_to(path)): DataFile(str(file), size=file.stat().st_size) for file in each}
-    return _chosen(source, inside)
+    chosen = _chosen(source, inside)
+    check_fetched(Path(file.path) for file in chosen)
+    return chosen
 
 
 def data_like(path: str | Path) -> str:
