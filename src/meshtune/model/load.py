@@ -53,7 +53,7 @@ from meshtune.model.generation import read_generation_config
 from meshtune.model.multimodal import auto_class, set_aside
 from meshtune.model.overrides import SETTING, absurd, overridden_config
 from meshtune.model.pieces import StoredTensors, fill, materialise, whole_pieces
-from meshtune.model.stored import refuse_misfits, refuse_types, stored_types
+from meshtune.model.stored import refuse_misfits, refuse_types, stored_types, untied
 from meshtune.nearest import did_you_mean, nearest
 from meshtune.sections import ModelConfig
 from meshtune.units import counted
@@ -417,7 +417,7 @@ def _load_pretrained(
         problems.append(f"{folder}: {key} has shape {list(shape)}, but {made_by} makes it {list(expected)}.")
     if any(list(shape) == [0] for _, shape, _ in report["mismatched_keys"]):
         problems.append("Tensors of shape [0] come from ZeRO-3: save the model again, its shards gathered.")
-    if problems:
+    if problems := problems + untied(folder, model):
         raise UserError(problems)
     if unexpected := sorted(report["unexpected_keys"]):
         logger.warning(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
-from torch import nn
+from transformers import PreTrainedModel
 
 from meshtune.errors import UserError
 from meshtune.model.files import SAFETENSORS_DTYPES, few, quantised
@@ -58,7 +58,7 @@ def refuse_types(folder: Path, stored: Mapping[str, Collection[str]]) -> None:
 
 def refuse_misfits(
     folder: Path,
-    model: nn.Module,
+    model: PreTrainedModel,
     stored: Mapping[str, Collection[str]],
     report: Mapping[str, Collection[Any]],
 ) -> None:
@@ -79,6 +79,19 @@ def refuse_misfits(
         )
     if missing and (sentence := with_prefix(unused, missing)):
         raise UserError(f"{folder} is not saved under the model's names: {sentence}.")
+
+
+def untied(folder: Path, model: PreTrainedModel) -> list[str]:
+    """Sentences on tensors that the model's configuration ties, and of which the files hold unlike ones.
+
+    transformers leaves them apart, unlike the model that is built from the configuration alone.
+    """
+    return [
+        f"{folder}: config.json ties {target} to {source} (tie_word_embeddings), but the files hold both, "
+        "and they differ. If both are meant, set model.overrides.tie_word_embeddings=false."
+        for target, source in model.get_expanded_tied_weights_keys(all_submodels=True).items()
+        if model.get_parameter_or_buffer(target) is not model.get_parameter_or_buffer(source)
+    ]
 
 
 def whole_numbers(stored: Mapping[str, Collection[str]], weights: Collection[str]) -> dict[str, list[str]]:

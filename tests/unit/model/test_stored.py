@@ -195,3 +195,21 @@ def test_weights_that_are_pointers_do_not_matter_where_they_are_not_read(save):
     (folder / "model.safetensors").write_text(POINTER)
     load_config(str(folder))
     load(str(folder), init="random", dtype=torch.float32, attention="eager")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", ["qwen2", "gemma2", "gpt2"])
+def test_unlike_tensors_that_the_configuration_ties_are_named(family, save, ids):
+    """transformers leaves them apart; so does the override that the sentence names."""
+    folder = save(family)
+    head = next(name for name, _ in plain(folder).named_parameters() if "embed" in name or "wte" in name)
+    rewrite(folder, lambda tensors: tensors | {"lm_head.weight": tensors[head].clone()})
+    model = read(folder)
+    assert model.lm_head.weight is model.get_input_embeddings().weight  # two equal ones are one
+    rewrite(folder, lambda tensors: tensors | {"lm_head.weight": tensors[head] + 0.1 * tensors[head].flip(0)})
+    with refuses(UserError):
+        read(folder)
+    untied = {"tie_word_embeddings": False}
+    model = load(str(folder), dtype=torch.float32, attention="eager", overrides=untied).eval()
+    assert torch.equal(model(ids).logits, plain(folder)(ids).logits)
+    assert not model.config.tie_word_embeddings
