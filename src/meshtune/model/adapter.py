@@ -16,7 +16,14 @@ from meshtune.errors import UserError, check_fetched
 from meshtune.model.anatomy import anatomy
 from meshtune.model.files import ADAPTER_CONFIG, read_json
 from meshtune.model.generation import generation_config
-from meshtune.model.lora import add_lora, lora_layers, shortest_endings
+from meshtune.model.lora import (
+    add_lora,
+    is_named,
+    lora_layers,
+    modules_named,
+    shortest_endings,
+    tied_tables,
+)
 from meshtune.model.multimodal import aside_names
 from meshtune.model.save import complete_folder, write_tokenizer_and_card
 from meshtune.model.trainable import resize_to, tables, untie
@@ -67,7 +74,8 @@ def save_adapter(
 ) -> None:
     """Write the adapters of `model` as a peft adapter of the model `base_name`.
 
-    lora_rank … modules_to_save: of `add_lora`; the saved modules are written whole. embeddings: True to write
+    lora_rank … modules_to_save: of `add_lora`; the saved modules are written whole, a tied embedding and head
+    both, since peft keeps them tied only if it has both. embeddings: True to write
     the embedding and the head with it, whole, under the names that peft gives them (tokens were added, and
     they are trained); peft then demands that the base is resized before it loads the adapter,
     `base.resize_token_embeddings(len(tokenizer))`, which `load_adapter` does by itself. overrides: of the
@@ -83,10 +91,11 @@ def save_adapter(
             tensors[f"{PREFIX}{name}.lora_magnitude_vector"] = layer.lora_magnitude_vector
     if embeddings:
         tensors |= {PREFIX + name: tensor for name, tensor in embedding_and_head(model).items()}
-    saved = [path for path, _ in model.named_modules() if is_named(path, modules_to_save)]
+    saved = modules_named(model, modules_to_save)
+    tied = bool(tied_tables(model) & {*saved})
     for path in saved:
         for name, tensor in model.get_submodule(path).named_parameters(prefix=f"{PREFIX}{path}"):
-            tensors[name] = tensor
+            tensors[name] = tensor.clone() if tied else tensor  # safetensors has no shared tensors
     settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -102,6 +111,7 @@ def save_adapter(
         "fan_in_fan_out": any(isinstance(layer, Conv1D) for layer in layers.values()),
         "bias": "none",
         "inference_mode": True,
+        **({"ensure_weight_tying": True} if tied else {}),
         **({BASE_OVERRIDES: dict(overrides)} if overrides else {}),
     }
     with complete_folder(Path(folder)) as aside:
@@ -110,11 +120,6 @@ def save_adapter(
         (aside / ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2), encoding="utf-8")
         generation_config(model, stop_ids).save_pretrained(aside)
         write_tokenizer_and_card(aside, tokenizer, card)
-
-
-def is_named(path: str, names: Sequence[str]) -> bool:
-    """True if a module is meant by one of `names`, whole names or endings at a dot."""
-    return any(path == name or path.endswith(f".{name}") for name in names)
 
 
 def others(
@@ -156,7 +161,8 @@ def load_adapter(model: PreTrainedModel, folder: str | Path) -> dict[str, Any]:
     folder = Path(folder)
     settings, tensors = read_adapter(folder)
     saved = settings.get("modules_to_save") or []
-    saved = _settle_ties(model, folder, [saved] if isinstance(saved, str) else saved, tensors)
+    saved = [saved] if isinstance(saved, str) else saved
+    _settle_ties(model, folder, saved, tensors)
     names = sorted({name.rpartition(".lora_")[0] for name in tensors if ".lora_" in name})
     try:
         add_lora(
@@ -202,35 +208,29 @@ def load_adapter(model: PreTrainedModel, folder: str | Path) -> dict[str, Any]:
 
 def _settle_ties(
     model: PreTrainedModel, folder: Path, modules_to_save: Sequence[str], tensors: dict[str, Tensor]
-) -> Sequence[str]:
+) -> None:
     """Untie embedding and head, in place, where the adapter has a copy of one of them, or adapts the head.
 
-    Two equal tensors are one: the head's is removed from `tensors`. Returns the names of `modules_to_save`
-    that are to be copied. Raises UserError for tensors of the head that the base, which ties it, has no place
-    for.
+    Two equal tensors are one: the head's is removed from `tensors`. Raises UserError for tensors of the head
+    that the base, which ties it, has no place for.
     """
     embed, head = tables(model)
     if head.weight is not embed.weight:
-        return modules_to_save
+        return
     paths = {module: path for path, module in model.named_modules()}
     embed_name, head_name = f"{paths[embed]}.weight", f"{paths[head]}.weight"
     both = embed_name in tensors and head_name in tensors
-    copied = [
-        name for name in modules_to_save if any(is_named(paths[table], [name]) for table in (embed, head))
-    ]
     if any(name.startswith(f"{paths[head]}.lora_") for name in tensors):
         untie(model)
     elif both and torch.equal(tensors[embed_name], tensors[head_name]):
         del tensors[head_name]
-        return [name for name in modules_to_save if name not in copied]
-    elif copied:
+    elif any(is_named(paths[table], modules_to_save) for table in (embed, head)):
         untie(model)
     elif head_name in tensors:
         raise UserError(
             f"{folder} holds {head_name}{f' and {embed_name}, which differ' if both else ''}, but its base "
             "ties the two (tie_word_embeddings in its config.json): it was trained on another base."
         )
-    return modules_to_save
 
 
 def extensions_of(settings: Mapping[str, Any]) -> list[str]:

@@ -15,7 +15,8 @@ import meshtune
 from meshtune.config import Config
 from meshtune.data.encode import Encoder
 from meshtune.errors import UserError, expanded
-from meshtune.model.adapter import is_named, save_adapter
+from meshtune.model.adapter import save_adapter
+from meshtune.model.lora import modules_named
 from meshtune.model.pieces import Piece
 from meshtune.model.save import save_model, save_pieces, stored_differently
 from meshtune.model.trainable import tables
@@ -156,9 +157,9 @@ def exporter_of(
     model: the whole one, its parameters may be on meta. encoder: has the stop tokens. pieces, world, dtype:
     as Exporter has them.
     """
-    named, paths = config.lora.modules_to_save, {module: path for path, module in model.named_modules()}
+    named = [model.get_submodule(path) for path in modules_named(model, config.lora.modules_to_save)]
     embeddings = any(
-        table.weight.requires_grad and not is_named(paths[table], named) for table in tables(model)
+        table.weight.requires_grad and table not in named for table in tables(model)
     )  # added rows, which are trained
     lora = config.lora
     adapter = {
