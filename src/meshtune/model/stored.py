@@ -7,10 +7,13 @@ names that the model has no place for ─┬─> scales        those of a quanti
 
 import re
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from meshtune.errors import UserError
@@ -43,6 +46,37 @@ def stored_types(files: Iterable[Path]) -> dict[str, set[str]]:
             for key in tensors.keys():  # noqa: SIM118 (not a dict)
                 stored.setdefault(tensors.get_slice(key).get_dtype(), set()).add(key)
     return stored
+
+
+@dataclass(frozen=True)
+class StoredTable:
+    """A matrix in a safetensors file, of which rows are read one by one."""
+
+    file: Path
+    name: str  # there
+    length: int  # its rows
+
+    def __len__(self) -> int:
+        return self.length
+
+    @classmethod
+    def find(cls, files: Iterable[Path], name: str) -> "StoredTable | None":
+        """The table that a model calls `name`, also under a name with another beginning; None without one."""
+        ending = ".".join(name.split(".")[-2:])
+        similar = []
+        for file in files:
+            with safe_open(file, framework="pt") as tensors:
+                for key in tensors.keys():  # noqa: SIM118 (not a dict)
+                    if key == ending or key.endswith(f".{ending}"):
+                        similar.append(cls(file, key, tensors.get_slice(key).get_shape()[0]))
+        exact = [table for table in similar if table.name == name]
+        return (exact or similar)[0] if exact or len(similar) == 1 else None
+
+    def rows(self, numbers: Iterable[int]) -> Tensor:
+        """Rows [number of them, columns], in the stored dtype."""
+        with safe_open(self.file, framework="pt") as tensors:
+            stored = tensors.get_slice(self.name)
+            return torch.cat([stored[number : number + 1] for number in numbers])
 
 
 def refuse_types(folder: Path, stored: Mapping[str, Collection[str]]) -> None:
