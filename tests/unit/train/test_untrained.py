@@ -48,7 +48,7 @@ def base(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def sentences(base: Path, folder: Path, change: Any, *words: str, stream: bool = False) -> list[str]:
-    """What is printed where the document has the first three of the four tokens, the third one as a label."""
+    """Sentences on a document with the first three of the four tokens, of which the third is labelled."""
     shutil.copytree(base, folder)
     file, tokenizer = folder / "model.safetensors", AutoTokenizer.from_pretrained(folder)
     ids, tensors = tokenizer.convert_tokens_to_ids([f"<|t{number}|>" for number in range(4)]), load_file(file)
