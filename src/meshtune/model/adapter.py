@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -16,6 +16,7 @@ from meshtune.errors import UserError, check_fetched
 from meshtune.model.anatomy import anatomy
 from meshtune.model.files import ADAPTER_CONFIG, read_json
 from meshtune.model.generation import generation_config
+from meshtune.model.identity import BASE_DIGEST
 from meshtune.model.lora import (
     add_lora,
     is_named,
@@ -69,6 +70,8 @@ def save_adapter(
     modules_to_save: Sequence[str] = (),
     embeddings: bool = False,
     overrides: Mapping[str, Any] | None = None,
+    revision: str | None = None,
+    base_digest: str | None = None,
     card: str | None = None,
     stop_ids: Sequence[int] = (),
 ) -> None:
@@ -79,16 +82,12 @@ def save_adapter(
     the embedding and the head with it, whole, under the names that peft gives them (tokens were added, and
     they are trained); peft then demands that the base is resized before it loads the adapter,
     `base.resize_token_embeddings(len(tokenizer))`, which `load_adapter` does by itself. overrides: of the
-    base's config.json; peft, which has no word for them, warns of the key. tokenizer, card,
+    base's config.json; peft, which has no word for them, warns of the key. revision: of a base on the hub.
+    base_digest: see identity.py. tokenizer, card,
     stop_ids: see `save_model`; stop_ids go into a generation_config.json. folder: see `complete_folder`.
     """
     layers = lora_layers(model)
-    tensors: dict[str, Tensor] = {}
-    for name, layer in layers.items():
-        tensors[f"{PREFIX}{name}.lora_A.weight"] = layer.lora_A
-        tensors[f"{PREFIX}{name}.lora_B.weight"] = layer.lora_B
-        if layer.lora_magnitude_vector is not None:
-            tensors[f"{PREFIX}{name}.lora_magnitude_vector"] = layer.lora_magnitude_vector
+    tensors = {PREFIX + name: tensor for name, tensor in adapter_tensors(model).items()}
     if embeddings:
         tensors |= {PREFIX + name: tensor for name, tensor in embedding_and_head(model).items()}
     saved = modules_named(model, modules_to_save)
@@ -100,6 +99,7 @@ def save_adapter(
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base_name,
+        **({"revision": revision} if revision else {}),
         "r": lora_rank,
         "lora_alpha": alpha,
         "lora_dropout": dropout,
@@ -116,10 +116,21 @@ def save_adapter(
     }
     with complete_folder(Path(folder)) as aside:
         stored = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        save_file(stored, aside / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+        identity = {BASE_DIGEST: base_digest} if base_digest else {}
+        save_file(stored, aside / ADAPTER_WEIGHTS, metadata={"format": "pt"} | identity)
         (aside / ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2), encoding="utf-8")
         generation_config(model, stop_ids).save_pretrained(aside)
         write_tokenizer_and_card(aside, tokenizer, card)
+
+
+def adapter_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return the matrices and magnitude vectors of a model's adapters, by the names that peft gives them."""
+    tensors: dict[str, Tensor] = {}
+    for name, layer in lora_layers(model).items():
+        tensors |= {f"{name}.lora_A.weight": layer.lora_A, f"{name}.lora_B.weight": layer.lora_B}
+        if layer.lora_magnitude_vector is not None:
+            tensors[f"{name}.lora_magnitude_vector"] = layer.lora_magnitude_vector
+    return tensors
 
 
 def others(
@@ -182,11 +193,7 @@ def load_adapter(model: PreTrainedModel, folder: str | Path) -> dict[str, Any]:
     stored_rows = [len(tensors[name]) for name in embedding_and_head(model) if name in tensors]
     if stored_rows and stored_rows[0] != tables(model)[0].num_embeddings:
         resize_to(model, stored_rows[0])
-    adapters: dict[str, Tensor] = {}
-    for name, layer in lora_layers(model).items():
-        adapters |= {f"{name}.lora_A.weight": layer.lora_A, f"{name}.lora_B.weight": layer.lora_B}
-        if layer.lora_magnitude_vector is not None:
-            adapters[f"{name}.lora_magnitude_vector"] = layer.lora_magnitude_vector
+    adapters = adapter_tensors(model)
     parameters = dict(model.named_parameters()) | embedding_and_head(model) | adapters
     missing = [name for name in adapters if name not in tensors]
     problems = [f"{folder} lacks {name}." for name in missing[:10]]
@@ -299,8 +306,23 @@ def _plain_name(key: str) -> str | None:
     return name.replace(".base_layer.", ".")
 
 
-def adapter_base(folder: str | Path) -> tuple[str, dict[str, Any]]:
-    """Return the base model's name and the overrides of its config.json from adapter_config.json.
+def digest_of_base(folder: Path) -> str | None:
+    """Return the digest of the weights that the adapter in `folder` was trained on; None if it has none.
+
+    Raises UserError if the adapter is damaged.
+    """
+    try:
+        with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as stored:
+            return (stored.metadata() or {}).get(BASE_DIGEST)
+    except FileNotFoundError:  # `read_adapter` refuses it
+        return None
+    except SafetensorError as error:
+        raise UserError(f"The adapter in {folder} is damaged: {error}") from error
+
+
+def adapter_base(folder: str | Path) -> dict[str, Any]:
+    """Return the settings of section `model` for the base, from adapter_config.json: its name, its revision
+    on the hub, and the overrides of its config.json.
 
     Raises UserError if there is no name.
     """
@@ -308,4 +330,8 @@ def adapter_base(folder: str | Path) -> tuple[str, dict[str, Any]]:
     base = settings.get("base_model_name_or_path")
     if not base:
         raise UserError(f"{Path(folder) / ADAPTER_CONFIG} names no base_model_name_or_path; add it.")
-    return base, settings.get(BASE_OVERRIDES) or {}
+    return {
+        "name": base,
+        "revision": settings.get("revision"),
+        "overrides": settings.get(BASE_OVERRIDES) or {},
+    }
