@@ -154,6 +154,28 @@ def check_file(path: Path) -> None:
         raise UserError(f"{path} is no file: it is a folder, a pipe or a device.")
 
 
+POINTER = b"version https://git-lfs"  # first bytes of what Git LFS leaves where a file was not fetched
+
+
+def check_fetched(files: Iterable[Path]) -> None:
+    """Raise UserError if some of the files are pointers of Git LFS, a text of three lines, instead of what
+    they point to. Others, and missing ones, pass.
+    """
+    pointers = [file for file in files if file.is_file() and file.stat().st_size < 1024 and _is_pointer(file)]
+    if pointers:
+        names = ", ".join(file.name for file in pointers[1:6]) + (" and more" if len(pointers) > 6 else "")
+        raise UserError(
+            f"{pointers[0]} is a Git LFS pointer, not the file itself"
+            f"{f' (so are {names})' if names else ''}: the repository was cloned without its large files. "
+            f"Run `git lfs pull` in {pointers[0].parent}, or download the files again (`hf download`)."
+        )
+
+
+def _is_pointer(file: Path) -> bool:
+    with file.open("rb") as content:
+        return content.read(len(POINTER)) == POINTER
+
+
 class Table(dict[str, Row]):
     """Rows by the value of a setting; `table[value]` raises UserError, with the nearest, if it has no row.
 

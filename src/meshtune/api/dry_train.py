@@ -28,6 +28,7 @@ from meshtune.train.loop import progress_of
 from meshtune.train.model import ModelSpec, trainable_skeleton
 from meshtune.train.positions import position_sentences
 from meshtune.train.trackers import tracker_problems
+from meshtune.train.untrained import untrained_sentences
 from meshtune.train.updates import length_sentences
 from meshtune.units import counted
 
@@ -146,6 +147,12 @@ def check_here(config: Config) -> None:
 
 
 def notes_on_model(config: Config, spec: ModelSpec, inputs: Inputs) -> Iterator[str]:
-    """Sentences on documents beyond the model's positions. Raises UserError as `position_sentences`."""
+    """Sentences on documents beyond the model's positions, and on tokens that it was never trained on.
+
+    Raises UserError as `position_sentences`.
+    """
     whole, _ = trainable_skeleton(spec)
     yield from position_sentences(config, whole, anatomy(whole), inputs.prepared)
+    yield from untrained_sentences(
+        config, whole, inputs.prepared.train, inputs.tokenizer, inputs.encoder.stop_ids
+    )

@@ -1,24 +1,38 @@
 """Export: write a run's model as a Hugging Face folder."""
 
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from meshtune.errors import UserError, expanded
 
+BASE = ("model.name", "model.revision")  # settings of an export: where the base is now
 
-def exported(name: Path, to: Path, *, merge: bool, step: int | None, push_to: str | None) -> Path:
+
+def exported(
+    name: Path,
+    to: Path,
+    *,
+    merge: bool,
+    step: int | None,
+    push_to: str | None,
+    overrides: Sequence[str] = (),
+) -> Path:
     """Write the folder `to` from `name`, a run or an adapter folder, upload it if asked, and return it.
 
     merge: add the LoRA adapter to the base model's weights, in their dtype; else an adapter is written as an
     adapter. step: the checkpoint to take instead of model/; None: model/, or, if there is none, the newest
     whole checkpoint. push_to: a hub id; None: no upload. A run's model/ and an adapter folder are copied as
-    they are, anything else is loaded on the CPU.
+    they are, anything else is loaded on the CPU. overrides: section.key=value of BASE, for a base that has
+    moved.
 
     Raises UserError if `to` exists and is not an empty folder, if `name` holds no model, if there is nothing
     to merge, and if the hub refuses (`to` stays).
     """
     to = expanded(to)
+    if others := [word for word in overrides if word.partition("=")[0].strip() not in BASE]:
+        raise UserError(f"{others[0]}: an export has no settings but {' and '.join(BASE)}; leave it out.")
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
         raise UserError(f"{to} exists and is not empty; name a new folder.")
     import torch
@@ -33,7 +47,7 @@ def exported(name: Path, to: Path, *, merge: bool, step: int | None, push_to: st
     from meshtune.train.export import exporter_of
     from meshtune.train.upload import push
 
-    target = target_of(str(name), (), step=step)
+    target = target_of(str(name), overrides, step=step)
     config = target.config
     adapted = target.adapted or (target.step is not None and config.method == "lora")
     if merge and not adapted:

@@ -22,17 +22,19 @@ from meshtune.data.template import apply_template
 from meshtune.errors import UserError, expanded
 from meshtune.filesystem import paths_named
 from meshtune.layout import Layout
-from meshtune.model.adapter import adapter_base, load_adapter
+from meshtune.model.adapter import adapter_base, digest_of_base, load_adapter
 from meshtune.model.anatomy import anatomy
 from meshtune.model.files import ADAPTER_CONFIG
+from meshtune.model.identity import check_base
 from meshtune.model.load import load_config, load_tokenizer, override_sentences, quiet
 from meshtune.model.trainable import embeddings_needed
 from meshtune.parallel.apply import Parallel, cut, place
 from meshtune.parallel.mesh import join
 from meshtune.precision import PRECISIONS, UNMIXED
 from meshtune.rundir import RunDir
-from meshtune.train import build, choose, inputs
+from meshtune.train import build, choose, inputs, output
 from meshtune.train.checkpoint import Checkpoints
+from meshtune.train.folder import frozen_base
 from meshtune.train.loss import head_loss
 from meshtune.train.model import single_model
 from meshtune.units import notice
@@ -50,6 +52,7 @@ class Target:
     folder: Path | None = None  # of a whole model or an adapter
     run: RunDir | None = None  # None: the target is no run folder
     step: int | None = None  # of the run's checkpoint to use
+    base_named: bool = False  # True if the user named the base, in the place of the recorded one
 
     @property
     def adapted(self) -> bool:
@@ -79,23 +82,57 @@ def target_of(name: str | None, overrides: Sequence[str], *, step: int | None = 
         # A base is read for an adapter and a checkpoint; model.name is where it is now.
         of_base = ("model.name", "model.revision") if whole else ()
         refuse_decided(path, overrides, ("model.init", "model.overrides", *of_base))
-        config = settings.load(run.config_file, overrides)
+        named = "name" in given_model(overrides)
+        config = output.at_its_place(settings.load(run.config_file, overrides), run)
+        if not whole:
+            refuse_moved(str(path), config.model.name)
         if step is None and run.model.exists():
-            return Target(config, run.model, run)
+            return Target(config, run.model, run, base_named=named)
         damaged: list[str] = []
         step = Checkpoints(run.checkpoints, report=damaged.append).newest_good() if step is None else step
         if step is None:
             raise UserError([f"{path} holds neither model/ nor a whole checkpoint; train first.", *damaged])
         for sentence in damaged:  # an older checkpoint stands in for a damaged one: print why
             notice(sentence)
-        return Target(config, None, run, step)
+        return Target(config, None, run, step, base_named=named)
     folder = path if path.is_dir() else None
     adapter = folder is not None and is_adapter(folder)
     refuse_decided(folder or str(name), overrides, ("model.init",) if adapter else ("model.name",))
-    base, changes = adapter_base(folder) if adapter and folder else (str(name), {})
-    precision = stored_precision(base)
-    defaults = {"model": {"name": base, "overrides": changes}, "train": {"precision": precision}}
-    return Target(settings.load(None, overrides, defaults), folder if adapter else None)
+    given = given_model(overrides)
+    recorded = adapter_base(folder) if adapter and folder else {"name": str(name)}
+    if "name" in given:
+        recorded.pop("revision", None)  # of the base that it names
+    base = {**recorded, **given}
+    if adapter:
+        refuse_moved(str(name), base["name"])
+    precision = stored_precision(base["name"], base.get("revision"))
+    defaults = {"model": recorded, "train": {"precision": precision}}
+    config = settings.load(None, overrides, defaults)
+    return Target(config, folder if adapter else None, base_named="name" in given)
+
+
+def given_settings(overrides: Sequence[str]) -> dict[str, Any]:
+    """The section.key=value words as nested values."""
+    given: dict[str, Any] = {}
+    for override in overrides:
+        given = overridden(given, override)
+    return given
+
+
+def given_model(overrides: Sequence[str]) -> dict[str, Any]:
+    """The settings of section `model` among section.key=value words."""
+    model = given_settings(overrides).get("model")
+    return model if isinstance(model, dict) else {}
+
+
+def refuse_moved(name: str, base: str) -> None:
+    """Raise UserError if the base that a run or an adapter records is a path where nothing is any more."""
+    path = expanded(base)
+    if path.is_absolute() and not path.exists():
+        raise UserError(
+            f"{name} was trained on {base}, where nothing is now. Name the folder that the base is in: "
+            "model.name=FOLDER."
+        )
 
 
 def is_adapter(folder: Path) -> bool:
@@ -109,10 +146,7 @@ def refuse_decided(name: str | Path, overrides: Sequence[str], more: Sequence[st
     those that all do.
     """
     decided = ("method", "lora", "model.freeze", *more)
-    given: dict[str, Any] = {}
-    for override in overrides:
-        given = overridden(given, override)
-    keys = [".".join(map(str, leaf.path)) for leaf in leaves(given, ())]
+    keys = [".".join(map(str, leaf.path)) for leaf in leaves(given_settings(overrides), ())]
     if problems := [
         f"{key} has no effect on {name}: its weights are there already; leave it out."
         for key in keys
@@ -121,12 +155,12 @@ def refuse_decided(name: str | Path, overrides: Sequence[str], more: Sequence[st
         raise UserError(problems)
 
 
-def stored_precision(name: str) -> str:
+def stored_precision(name: str, revision: str | None = None) -> str:
     """The precision whose weights are held in the dtype of the model's config.json; bf16-pure without one.
 
     For a dtype that nothing is computed in (float16) it is bf16-pure too, with a line on stderr.
     """
-    dtype = load_config(name).dtype or torch.bfloat16
+    dtype = load_config(name, revision=revision).dtype or torch.bfloat16
     stored = str(dtype).removeprefix("torch.")
     if stored not in UNMIXED:
         notice(f"{name} is stored in {stored}; it is computed in bfloat16.")
@@ -153,6 +187,20 @@ class Opened(NamedTuple):
         return place(made, world)
 
 
+def recorded_base(target: Target) -> str | None:
+    """Digest of the base that the target's adapter, or its checkpoint, was trained on; None if it needs none,
+    or if it was not recorded.
+    """
+    if target.folder and target.adapted:
+        return digest_of_base(target.folder)
+    return frozen_base(target.config, target.run) if target.run and target.step is not None else None
+
+
+def subject_of(target: Target) -> str:
+    """Name of the target's folder, for a sentence."""
+    return str(target.run.path if target.run else target.folder)
+
+
 def open_model(target: Target, device: str | None = None) -> Opened:
     """Load the target's model on one device, in the compute dtype, whatever layout it was trained with.
 
@@ -171,6 +219,7 @@ def _opened(target: Target, device: str | None) -> Opened:
     if target.folder and not target.adapted:  # the model that it was trained from may be gone
         of_folder = {"name": str(target.folder), "init": "pretrained", "revision": None, "overrides": {}}
         config = config.model_copy(update={"model": config.model.model_copy(update=of_folder)})
+    check_base(config.model, recorded_base(target), subject_of(target), named=target.base_named)
     for sentence in override_sentences(config.model):
         notice(sentence)
     unpacked = config.data.model_copy(update={"packing": False})  # generating packs nothing

@@ -11,6 +11,10 @@ from meshtune.commands.options import AsJson, announce, check_target, show_json
 def export(
     run: Annotated[Path, typer.Argument(help="a run folder, or an adapter folder")],
     to: Annotated[Path, typer.Argument(help="the folder to write")],
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="model.name=FOLDER, of a base that has moved"),
+    ] = None,
     merge: Annotated[bool, typer.Option("--merge", help="fold the LoRA adapter into the weights")] = False,
     step: Annotated[
         int | None, typer.Option(help="export this checkpoint instead of the final model")
@@ -23,5 +27,5 @@ def export(
     check_target(str(run))
     from meshtune.api.export import exported
 
-    folder = exported(run, to, merge=merge, step=step, push_to=push_to)
+    folder = exported(run, to, merge=merge, step=step, push_to=push_to, overrides=settings or ())
     show_json({"folder": str(folder)}) if as_json else print(folder)

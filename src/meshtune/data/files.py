@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import urlparse
 
 from meshtune.data.example import Source, is_url, name_of
-from meshtune.errors import UserError, expanded, reason_of
+from meshtune.errors import UserError, check_fetched, expanded, reason_of
 from meshtune.nearest import entries, path_meant
 from meshtune.rundir import write_text_atomically
 from meshtune.sections import DataConfig, is_pattern
@@ -209,7 +209,8 @@ def files(source: Source, not_read: list[str] | None = None) -> list[DataFile]:
 
     not_read: gets a sentence that names the data files of a folder, or of a pattern, that are left out. A hub
     data set, and a folder written by `save_to_disk`, is returned as it is. Raises UserError if there is
-    nothing at the path or URL, or nothing that can be read, or if a package for its protocol is missing.
+    nothing at the path or URL, or nothing that can be read, if a package for its protocol is missing, and as
+    `check_fetched`.
     """
     if is_hub(source.path):
         return [DataFile(source.path)]
@@ -217,20 +218,28 @@ def files(source: Source, not_read: list[str] | None = None) -> list[DataFile]:
         return _remote(source, [] if not_read is None else not_read)
     path = expanded(source.path)
     if path.is_file():
+        check_fetched([path])
         return [_readable(_local(path))]
     not_read = [] if not_read is None else not_read
     if not path.is_dir():
         if not (each := matches(path)):
             raise UserError(missing(path))
-        return _matched(source, {str(file): _local(file) for file in each}, not_read)
+        return _fetched(_matched(source, {str(file): _local(file) for file in each}, not_read))
     each = [file for file in sorted(path.rglob("*")) if file.is_file()]
     if is_saved(path):
+        check_fetched(each)
         return [DataFile(str(path), size=sum(file.stat().st_size for file in each))]
-    return _chosen(source, {str(file.relative_to(path)): _local(file) for file in each}, not_read)
+    return _fetched(_chosen(source, {str(file.relative_to(path)): _local(file) for file in each}, not_read))
 
 
 def _local(file: Path) -> DataFile:
     return DataFile(str(file), size=file.stat().st_size)
+
+
+def _fetched(chosen: list[DataFile]) -> list[DataFile]:
+    """Return the files. Raises UserError as `check_fetched`."""
+    check_fetched(Path(file.path) for file in chosen)
+    return chosen
 
 
 def data_like(path: str | Path) -> str:

@@ -6,35 +6,53 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
-from meshtune.errors import UserError
+from meshtune.errors import UserError, check_fetched
 from meshtune.model.anatomy import anatomy
 from meshtune.model.files import ADAPTER_CONFIG, read_json
 from meshtune.model.generation import generation_config
-from meshtune.model.lora import add_lora, lora_layers, shortest_endings
+from meshtune.model.identity import BASE_DIGEST
+from meshtune.model.lora import (
+    add_lora,
+    is_named,
+    lora_layers,
+    modules_named,
+    shortest_endings,
+    tied_tables,
+)
 from meshtune.model.multimodal import aside_names
 from meshtune.model.save import complete_folder, write_tokenizer_and_card
-from meshtune.model.trainable import resize_to, tables
+from meshtune.model.trainable import resize_to, tables, untie
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 BASE_OVERRIDES = "base_overrides"  # key of adapter_config.json: model.overrides of the base that was trained
 PREFIX = "base_model.model."  # peft's two wrappers put it before every name
 
-# Settings of peft that change what an adapter computes, and the values under which it is plain LoRA.
+# Keys of adapter_config.json: those that are read, and those without an effect on what an adapter computes.
+READ = {"peft_type", "base_model_name_or_path", "r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora"}
+READ |= {"modules_to_save", "revision", BASE_OVERRIDES}
+WITHOUT_EFFECT = {
+    "task_type", "auto_mapping", "peft_version", "inference_mode", "runtime_config",
+    # the tensors' names say which layers are adapted, the layers' classes how their weights lie, and the
+    # tensors of modules_to_save whether embedding and head are tied
+    "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "fan_in_fan_out",
+    "ensure_weight_tying",
+    # of initialisations, which init_lora_weights names, or without effect unless another key is set
+    "loftq_config", "eva_config", "corda_config", "lora_ga_config", "megatron_core", "qalora_group_size",
+}  # fmt: skip
+# Values under which other keys are plain LoRA. Those of init_lora_weights leave the base as it is: PiSSA,
+# OLoRA, CorDA, LoftQ and LoRA-GA move a part of it into the adapter.
 PLAIN_LORA: dict[str, tuple[Any, ...]] = {
-    "bias": (None, "none"),
-    "lora_bias": (None, False),
-    "rank_pattern": (None, {}),
-    "alpha_pattern": (None, {}),
-    "exclude_modules": (None, []),
-    "trainable_token_indices": (None,),
-    "target_parameters": (None, []),
+    "init_lora_weights": ("gaussian", "eva", "orthogonal", "mica"),
+    "bias": ("none",),
 }
+EMPTY: tuple[Any, ...] = (None, False, {}, [])  # values under which any key has no effect
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def save_adapter(
@@ -52,35 +70,36 @@ def save_adapter(
     modules_to_save: Sequence[str] = (),
     embeddings: bool = False,
     overrides: Mapping[str, Any] | None = None,
+    revision: str | None = None,
+    base_digest: str | None = None,
     card: str | None = None,
     stop_ids: Sequence[int] = (),
 ) -> None:
     """Write the adapters of `model` as a peft adapter of the model `base_name`.
 
-    lora_rank … modules_to_save: of `add_lora`; the saved modules are written whole. embeddings: True to write
+    lora_rank … modules_to_save: of `add_lora`; the saved modules are written whole, a tied embedding and head
+    both, since peft keeps them tied only if it has both. embeddings: True to write
     the embedding and the head with it, whole, under the names that peft gives them (tokens were added, and
     they are trained); peft then demands that the base is resized before it loads the adapter,
     `base.resize_token_embeddings(len(tokenizer))`, which `load_adapter` does by itself. overrides: of the
-    base's config.json; peft, which has no word for them, warns of the key. tokenizer, card,
+    base's config.json; peft, which has no word for them, warns of the key. revision: of a base on the hub.
+    base_digest: see identity.py. tokenizer, card,
     stop_ids: see `save_model`; stop_ids go into a generation_config.json. folder: see `complete_folder`.
     """
     layers = lora_layers(model)
-    tensors: dict[str, Tensor] = {}
-    for name, layer in layers.items():
-        tensors[f"{PREFIX}{name}.lora_A.weight"] = layer.lora_A
-        tensors[f"{PREFIX}{name}.lora_B.weight"] = layer.lora_B
-        if layer.lora_magnitude_vector is not None:
-            tensors[f"{PREFIX}{name}.lora_magnitude_vector"] = layer.lora_magnitude_vector
+    tensors = {PREFIX + name: tensor for name, tensor in adapter_tensors(model).items()}
     if embeddings:
         tensors |= {PREFIX + name: tensor for name, tensor in embedding_and_head(model).items()}
-    saved = [path for path, _ in model.named_modules() if is_named(path, modules_to_save)]
+    saved = modules_named(model, modules_to_save)
+    tied = bool(tied_tables(model) & {*saved})
     for path in saved:
         for name, tensor in model.get_submodule(path).named_parameters(prefix=f"{PREFIX}{path}"):
-            tensors[name] = tensor
+            tensors[name] = tensor.clone() if tied else tensor  # safetensors has no shared tensors
     settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base_name,
+        **({"revision": revision} if revision else {}),
         "r": lora_rank,
         "lora_alpha": alpha,
         "lora_dropout": dropout,
@@ -92,19 +111,26 @@ def save_adapter(
         "fan_in_fan_out": any(isinstance(layer, Conv1D) for layer in layers.values()),
         "bias": "none",
         "inference_mode": True,
+        **({"ensure_weight_tying": True} if tied else {}),
         **({BASE_OVERRIDES: dict(overrides)} if overrides else {}),
     }
     with complete_folder(Path(folder)) as aside:
         stored = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        save_file(stored, aside / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+        identity = {BASE_DIGEST: base_digest} if base_digest else {}
+        save_file(stored, aside / ADAPTER_WEIGHTS, metadata={"format": "pt"} | identity)
         (aside / ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2), encoding="utf-8")
         generation_config(model, stop_ids).save_pretrained(aside)
         write_tokenizer_and_card(aside, tokenizer, card)
 
 
-def is_named(path: str, names: Sequence[str]) -> bool:
-    """True if a module is meant by one of `names`, whole names or endings at a dot."""
-    return any(path == name or path.endswith(f".{name}") for name in names)
+def adapter_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return the matrices and magnitude vectors of a model's adapters, by the names that peft gives them."""
+    tensors: dict[str, Tensor] = {}
+    for name, layer in lora_layers(model).items():
+        tensors |= {f"{name}.lora_A.weight": layer.lora_A, f"{name}.lora_B.weight": layer.lora_B}
+        if layer.lora_magnitude_vector is not None:
+            tensors[f"{name}.lora_magnitude_vector"] = layer.lora_magnitude_vector
+    return tensors
 
 
 def others(
@@ -139,30 +165,35 @@ def load_adapter(model: PreTrainedModel, folder: str | Path) -> dict[str, Any]:
     """Add the peft LoRA adapter in `folder` to the plain model `model`, in place, and freeze all else.
 
     Returns the settings in adapter_config.json. If embeddings were saved with it, the model's are resized and
-    overwritten. Raises UserError for a folder that is not a LoRA adapter, holds a pickle, uses more of peft
-    than plain LoRA, or does not fit the model (which is left with adapters then).
+    overwritten, and untied where peft would have trained a copy. Raises UserError for a folder that is not a
+    LoRA adapter, holds a pickle, uses more of peft than plain LoRA, or does not fit the model (which is left
+    with adapters then).
     """
     folder = Path(folder)
     settings, tensors = read_adapter(folder)
+    saved = settings.get("modules_to_save") or []
+    saved = [saved] if isinstance(saved, str) else saved
+    _settle_ties(model, folder, saved, tensors)
     names = sorted({name.rpartition(".lora_")[0] for name in tensors if ".lora_" in name})
-    add_lora(
-        model,
-        lora_rank=settings["r"],
-        alpha=settings["lora_alpha"],
-        dropout=settings.get("lora_dropout", 0.0),
-        target_modules=names,
-        use_rslora=bool(settings.get("use_rslora")),
-        use_dora=bool(settings.get("use_dora")),
-        modules_to_save=settings.get("modules_to_save") or (),
-    )
-    embed_name = next(iter(embedding_and_head(model)))
-    if embed_name in tensors and len(tensors[embed_name]) != tables(model)[0].num_embeddings:
-        resize_to(model, len(tensors[embed_name]))
-    adapters: dict[str, Tensor] = {}
-    for name, layer in lora_layers(model).items():
-        adapters |= {f"{name}.lora_A.weight": layer.lora_A, f"{name}.lora_B.weight": layer.lora_B}
-        if layer.lora_magnitude_vector is not None:
-            adapters[f"{name}.lora_magnitude_vector"] = layer.lora_magnitude_vector
+    try:
+        add_lora(
+            model,
+            lora_rank=settings.get("r", 8),  # peft's defaults
+            alpha=settings.get("lora_alpha", 8),
+            dropout=settings.get("lora_dropout", 0.0),
+            target_modules=names,
+            use_rslora=bool(settings.get("use_rslora")),
+            use_dora=bool(settings.get("use_dora")),
+            modules_to_save=saved,
+        )
+    except UserError as error:  # its problems name the settings of a run
+        raise UserError(
+            f"{folder} does not fit its base: {problem.removeprefix('lora.')}" for problem in error.problems
+        ) from error
+    stored_rows = [len(tensors[name]) for name in embedding_and_head(model) if name in tensors]
+    if stored_rows and stored_rows[0] != tables(model)[0].num_embeddings:
+        resize_to(model, stored_rows[0])
+    adapters = adapter_tensors(model)
     parameters = dict(model.named_parameters()) | embedding_and_head(model) | adapters
     missing = [name for name in adapters if name not in tensors]
     problems = [f"{folder} lacks {name}." for name in missing[:10]]
@@ -182,6 +213,47 @@ def load_adapter(model: PreTrainedModel, folder: str | Path) -> dict[str, Any]:
     return settings
 
 
+def _settle_ties(
+    model: PreTrainedModel, folder: Path, modules_to_save: Sequence[str], tensors: dict[str, Tensor]
+) -> None:
+    """Untie embedding and head, in place, where the adapter has a copy of one of them, or adapts the head.
+
+    Two equal tensors are one: the head's is removed from `tensors`. Raises UserError for tensors of the head
+    that the base, which ties it, has no place for.
+    """
+    embed, head = tables(model)
+    if head.weight is not embed.weight:
+        return
+    paths = {module: path for path, module in model.named_modules()}
+    embed_name, head_name = f"{paths[embed]}.weight", f"{paths[head]}.weight"
+    both = embed_name in tensors and head_name in tensors
+    if any(name.startswith(f"{paths[head]}.lora_") for name in tensors):
+        untie(model)
+    elif both and torch.equal(tensors[embed_name], tensors[head_name]):
+        del tensors[head_name]
+    elif any(is_named(paths[table], modules_to_save) for table in (embed, head)):
+        untie(model)
+    elif head_name in tensors:
+        raise UserError(
+            f"{folder} holds {head_name}{f' and {embed_name}, which differ' if both else ''}, but its base "
+            "ties the two (tie_word_embeddings in its config.json): it was trained on another base."
+        )
+
+
+def extensions_of(settings: Mapping[str, Any]) -> list[str]:
+    """Return key=value of each setting in adapter_config.json with which an adapter is more than plain LoRA.
+
+    So are keys that are not known, as those of a later peft, unless they are null, false or empty.
+    """
+    return [
+        f"{key}={json.dumps(value)}"
+        for key, value in settings.items()
+        if key not in READ | WITHOUT_EFFECT
+        and not (value in EMPTY or value in PLAIN_LORA.get(key, ()))
+        and not (key == "init_lora_weights" and value is True)
+    ]
+
+
 def adapter_settings(folder: Path) -> dict[str, Any]:
     """Read adapter_config.json. Raises UserError if it is missing or no JSON."""
     if not (folder / ADAPTER_CONFIG).is_file():
@@ -195,24 +267,62 @@ def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if not (folder / ADAPTER_WEIGHTS).is_file():
         note = " (its adapter_model.bin is a pickle, which is not read)" if list(folder.glob("*.bin")) else ""
         raise UserError(f"{folder} has no {ADAPTER_WEIGHTS}{note}; save the adapter again with peft ≥ 0.6.")
+    check_fetched([folder / ADAPTER_WEIGHTS])
     try:
         tensors = load_file(folder / ADAPTER_WEIGHTS)
     except SafetensorError as error:
         raise UserError(f"The adapter in {folder} is damaged: {error}") from error
     if settings.get("peft_type") != "LORA":
         raise UserError(f"{folder} is a {settings.get('peft_type')} adapter; meshtune loads LoRA.")
-    extensions = [
-        f"{key}={settings[key]}" for key, plain in PLAIN_LORA.items() if settings.get(key) not in plain
-    ]
-    if extensions:
+    if extensions := extensions_of(settings):
+        initialised = any(extension.startswith("init_lora_weights") for extension in extensions)
         raise UserError(
-            f"{folder} uses {', '.join(extensions)}, which meshtune's LoRA has not; merge it with peft first."
+            f"{folder} uses {', '.join(extensions)}"
+            + (
+                ": this initialisation took a part out of the base, so that the adapter is wrong on the base "
+                "as published. Save it converted where it was trained (peft's save_pretrained with "
+                "path_initial_model_for_weight_conversion); peft can also merge PiSSA and OLoRA."
+                if initialised
+                else ", which meshtune's LoRA has not; merge it with peft first."
+            )
         )
-    return settings, {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
+    if odd := sorted(name for name, tensor in tensors.items() if tensor.dtype not in FLOATS):
+        raise UserError(
+            f"{folder} holds tensors in {tensors[odd[0]].dtype}, such as {odd[0]}: it is quantised. Take the "
+            "adapter as it was trained."
+        )
+    return settings, {name: tensor for key, tensor in tensors.items() if (name := _plain_name(key))}
 
 
-def adapter_base(folder: str | Path) -> tuple[str, dict[str, Any]]:
-    """Return the base model's name and the overrides of its config.json from adapter_config.json.
+def _plain_name(key: str) -> str | None:
+    """Return a tensor's name without peft's wrappers; None for one that is there twice, or has no effect.
+
+    Where peft saves embedding and head it writes what its wrappers hold: the layer under an adapter, the
+    module that a copy stands in for, and the copy, which it writes under its plain name too.
+    """
+    name = key.removeprefix(PREFIX)
+    if ".original_module." in name or ".modules_to_save." in name:
+        return None
+    return name.replace(".base_layer.", ".")
+
+
+def digest_of_base(folder: Path) -> str | None:
+    """Return the digest of the weights that the adapter in `folder` was trained on; None if it has none.
+
+    Raises UserError if the adapter is damaged.
+    """
+    try:
+        with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as stored:
+            return (stored.metadata() or {}).get(BASE_DIGEST)
+    except FileNotFoundError:  # `read_adapter` refuses it
+        return None
+    except SafetensorError as error:
+        raise UserError(f"The adapter in {folder} is damaged: {error}") from error
+
+
+def adapter_base(folder: str | Path) -> dict[str, Any]:
+    """Return the settings of section `model` for the base, from adapter_config.json: its name, its revision
+    on the hub, and the overrides of its config.json.
 
     Raises UserError if there is no name.
     """
@@ -220,4 +330,8 @@ def adapter_base(folder: str | Path) -> tuple[str, dict[str, Any]]:
     base = settings.get("base_model_name_or_path")
     if not base:
         raise UserError(f"{Path(folder) / ADAPTER_CONFIG} names no base_model_name_or_path; add it.")
-    return base, settings.get(BASE_OVERRIDES) or {}
+    return {
+        "name": base,
+        "revision": settings.get("revision"),
+        "overrides": settings.get(BASE_OVERRIDES) or {},
+    }

@@ -8,16 +8,21 @@ safetensors only, index files stay inside their folder, and Python files are use
 
 import fnmatch
 import json
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from huggingface_hub import HfApi, snapshot_download
+from safetensors import safe_open
 from transformers import PretrainedConfig
 
-from meshtune.errors import UserError, reason_of, type_name
+from meshtune.errors import UserError, check_fetched, reason_of, type_name
 from meshtune.model.hub import hub_errors, local_path, reachable
+from meshtune.units import counted
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER_CONFIG = "adapter_config.json"  # of a folder with a peft adapter
@@ -26,7 +31,14 @@ SAFETENSORS_DTYPES = {  # the word of a safetensors header for each dtype
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
     torch.bool: "BOOL",
 }  # fmt: skip
+# Where tools write that weights are quantised: transformers, MLX, llm-compressor; ModelOpt, AutoGPTQ, AWQ.
+QUANTISED_KEYS = ("quantization_config", "quantization", "compression_config")
+QUANTISED_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
+SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")  # what transformers calls a file of several
+ORIGINAL = "consolidated*"  # the same weights under the names of Meta's and Mistral's own code
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+STATES = ("training_args*", "optimizer*", "scheduler*", "rng_state*", "random_states*")  # no weights
+OTHERS = ("*.h5", "*.msgpack", "*.npz", "*.onnx", "*.distcp", "*.nemo")
 # Configuration and tokenizer files of a hub repository.
 SMALL = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 
@@ -46,7 +58,7 @@ def resolve(
     wanted = [*SMALL, *(["*.safetensors"] if weights else []), *(["*.py"] if trust_remote_code else [])]
     with hub_errors(name, revision):
         # Sub-folders and "consolidated" files hold the same weights again in other formats.
-        ignored = ["*/*", "consolidated*"]
+        ignored = ["*/*", ORIGINAL]
         folder = Path(
             snapshot_download(
                 name,
@@ -77,6 +89,7 @@ def _refuse_other_formats(name: str, revision: str | None) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
+    check_fetched([path])
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError, RecursionError) as error:
@@ -87,10 +100,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model folder, index followed.
+    """The safetensors files of a model folder, index followed; without one, all the shards of one model.
 
-    Raises UserError where there are none (naming the remedy for pickles), one is missing, or one lies
-    elsewhere.
+    Raises UserError where there are none (naming what is there instead), one is missing, is a pointer of Git
+    LFS, or lies elsewhere.
     """
     if (folder / WEIGHTS).is_file():
         names = [WEIGHTS]
@@ -99,12 +112,13 @@ def weight_files(folder: Path) -> list[Path]:
         if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
             raise UserError(f"{folder / INDEX} has no `weight_map` from tensor names to file names.")
         names = sorted(set(weight_map.values()))
-    else:
-        names = [path.name for path in folder.iterdir()]
-        nothing = f"{folder} holds no weights ({WEIGHTS} or {INDEX}). To start from random ones: "
+    elif not (names := _shards(folder)):
+        inside = [path.name for path in folder.iterdir()]
         raise UserError(
-            _unread_weights(str(folder), names, str(folder), f"{folder}-safetensors")
-            or f"{nothing}model.init=random."
+            _unread_weights(str(folder), inside, str(folder), f"{folder}-safetensors")
+            or _elsewhere(folder)
+            or f"{folder} holds no weights ({WEIGHTS} or {INDEX}). To start from random ones: "
+            "model.init=random."
         )
     # Files of the hub's cache are links from snapshots/<revision>/ to blobs/ of the same repository.
     root = (folder.parent.parent if folder.parent.name == "snapshots" else folder).resolve()
@@ -125,7 +139,55 @@ def weight_files(folder: Path) -> list[Path]:
             )
     if problems:
         raise UserError(problems)
+    check_fetched(folder / name for name in names)
     return [folder / name for name in names]
+
+
+def _shards(folder: Path) -> list[str]:
+    """Names of the shards of one model in a folder without an index; [] if they are not complete."""
+    names = sorted(path.name for path in folder.iterdir())
+    shards = [name for name in names if SHARD.fullmatch(name) and not fnmatch.fnmatch(name, ORIGINAL)]
+    return [] if not shards or _absent_shards(shards) else shards
+
+
+def _absent_shards(shards: list[str]) -> str | None:
+    """Clause on what is missing of shards to make one model; None if nothing is. shards: at least one."""
+    parts = [match.groups() for match in map(SHARD.fullmatch, shards) if match]
+    if len(stems := {(stem, count) for stem, _, count in parts}) > 1:
+        return f"the index ({INDEX}): these are shards of {len(stems)} models"
+    stem, count = stems.pop()
+    there = {int(number) for _, number, _ in parts}
+    absent = [number for number in range(1, int(count) + 1) if number not in there]
+    return few([f"{stem}-{number:05}-of-{count}.safetensors" for number in absent]) or None
+
+
+@contextmanager
+def with_index(folder: Path, files: list[Path]) -> Iterator[Path]:
+    """Give a folder from which transformers reads the weights `files` of a model folder: itself, or, if these
+    are shards without an index, a temporary one with links to its files and an index.
+    """
+    if files == [folder / WEIGHTS] or (folder / INDEX).is_file():
+        yield folder
+        return
+    weight_map = {}
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            weight_map.update(dict.fromkeys(tensors.keys(), file.name))
+    with TemporaryDirectory() as linked:
+        for path in folder.iterdir():
+            Path(linked, path.name).symlink_to(path.resolve())
+        Path(linked, INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}), "utf-8")
+        yield Path(linked)
+
+
+def _elsewhere(folder: Path) -> str | None:
+    """A sentence on weights in the folders inside `folder`; None if there are none."""
+    kinds = ("*.safetensors", *PICKLES)
+    inside = sorted({path.parent for kind in kinds for path in folder.glob(f"*/{kind}")})
+    if not inside:
+        return None
+    names = ", ".join(str(path) for path in inside[:3])
+    return f"{folder} itself holds no weights, but {names} {'does' if len(inside) == 1 else 'do'}: name that."
 
 
 def _unread_weights(
@@ -136,8 +198,32 @@ def _unread_weights(
     subject: of the sentence. name_or_folder: hub id or folder to convert. output_folder: the folder to write;
     both stand in the command that the sentence gives as the remedy.
     """
+
+    def of(*patterns: str) -> list[str]:
+        return [file for file in files if any(fnmatch.fnmatch(file, pattern) for pattern in patterns)]
+
     files = sorted(files)
-    pickles = [file for file in files if any(fnmatch.fnmatch(file, pattern) for pattern in PICKLES)]
+    original = [file for file in of(ORIGINAL) if file.endswith((".safetensors", ".pth"))]
+    safetensors = [file for file in of("*.safetensors") if file not in original]
+    if shards := [file for file in safetensors if SHARD.fullmatch(file)]:
+        return (
+            f"{subject} holds {counted(len(shards), 'shard')} of a model ({few(shards, 3)}), and lacks "
+            f"{_absent_shards(shards) or INDEX}; the download is incomplete."
+        )
+    if safetensors:
+        remedy = (
+            f"no {WEIGHTS}: rename it if it is the whole model."
+            if len(safetensors) == 1
+            else f"no index ({INDEX}) of them; take it from where the files are from."
+        )
+        return f"{subject} holds {few(safetensors, 3)}, but {remedy}"
+    pickles = [file for file in of(*PICKLES) if file not in {*original, *of(*STATES)}]
+    if original and not pickles:
+        return (
+            f"{subject} holds its weights in their makers' own format ({few(original, 3)}), with other names "
+            "than Hugging Face's; take the repository that has them for transformers (its id often ends in "
+            "-hf), or convert them with the family's script in transformers (convert_…_weights_to_hf.py)."
+        )
     if pickles:
         return (
             f"{subject} holds its weights as a pickle ({', '.join(pickles[:3])}), which can run code; "
@@ -149,7 +235,17 @@ def _unread_weights(
         )
     if any(file.endswith(".gguf") for file in files):
         return f"{subject} holds GGUF weights, which are for inference; name the safetensors they came from."
+    if others := of(*OTHERS):
+        return (
+            f"{subject} holds its weights in a format that is not read ({few(others, 3)}); meshtune reads "
+            "safetensors: name a folder that holds them."
+        )
     return None
+
+
+def few(names: Sequence[str], most: int = 5) -> str:
+    """The first names of a list, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def checked_weight_files(folder: Path, config: PretrainedConfig) -> list[Path]:
@@ -170,9 +266,42 @@ def checked_weight_files(folder: Path, config: PretrainedConfig) -> list[Path]:
     settings = config.to_dict()
     if settings.get("transformers_weights"):
         problems.append(f"{folder}/config.json redirects `transformers_weights`; remove that key.")
-    if settings.get("quantization_config"):
-        method = settings["quantization_config"].get("quant_method", "an unknown method")
-        problems.append(f"{folder} is quantised ({method}); train the unquantised model it was made from.")
+    if method := _quantisation(folder, settings):
+        problems.append(quantised(folder, method))
     if problems:
         raise UserError(problems)
     return weight_files(folder)
+
+
+def quantised(folder: Path, what: str) -> str:
+    """Sentence that refuses quantised weights. what: the method, or what was found of it."""
+    return f"{folder} is quantised ({what}); train the unquantised model it was made from."
+
+
+def _quantisation(folder: Path, settings: Mapping[str, Any]) -> str | None:
+    """The method by which a model's configuration, or a file beside it, says that its weights are quantised;
+    None if none does. settings: config.json's.
+    """
+    text = settings.get("text_config")
+    for part in (settings, text if isinstance(text, dict) else {}):
+        for key in QUANTISED_KEYS:
+            if part.get(key):
+                return _method_of(part[key]) or f"{key} in config.json"
+    for name in QUANTISED_FILES:
+        if (folder / name).is_file():
+            values = read_json(folder / name)
+            values = values.get("quantization", values)
+            # ModelOpt also writes its file where the cache of keys and values alone is quantised.
+            if not isinstance(values, dict) or values.get("quant_algo", name):
+                return (isinstance(values, dict) and _method_of(values)) or name
+    return None
+
+
+def _method_of(values: Any) -> str | None:
+    """The method's name in the settings of a quantisation, as the tools write it; None without one."""
+    if not isinstance(values, dict):
+        return None
+    names = (values.get(key) for key in ("quant_method", "quant_algo", "format", "mode"))
+    if name := next((name for name in names if name), None):
+        return str(name)
+    return f"{values['bits']} bits" if "bits" in values else None

@@ -15,7 +15,7 @@ dtype it would hold wrong constants (Gemma's scale of the embeddings, rounded to
 
 import copy
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import reduce
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +23,7 @@ from typing import Any, Literal
 import torch
 import transformers
 from huggingface_hub.utils import enable_progress_bars
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -36,14 +36,24 @@ from transformers.initialization import no_init_weights
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from meshtune.compat import parameters_on_meta
-from meshtune.errors import UserError, explained
+from meshtune.errors import UserError, check_fetched, explained
 from meshtune.families import see
 from meshtune.model.draw import Receive, draw
-from meshtune.model.files import ADAPTER_CONFIG, SAFETENSORS_DTYPES, checked_weight_files, read_json, resolve
+from meshtune.model.files import (
+    ADAPTER_CONFIG,
+    SAFETENSORS_DTYPES,
+    SMALL,
+    checked_weight_files,
+    few,
+    read_json,
+    resolve,
+    with_index,
+)
 from meshtune.model.generation import read_generation_config
 from meshtune.model.multimodal import auto_class, set_aside
 from meshtune.model.overrides import SETTING, absurd, overridden_config
 from meshtune.model.pieces import StoredTensors, fill, materialise, whole_pieces
+from meshtune.model.stored import refuse_misfits, refuse_types, stored_types, untied
 from meshtune.nearest import did_you_mean, nearest
 from meshtune.sections import ModelConfig
 from meshtune.units import counted
@@ -166,6 +176,7 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """The tokenizer of a model (or of an adapter's folder). Raises UserError if it can't be read."""
     folder = resolve(name, revision=revision, weights=False, trust_remote_code=trust_remote_code)
+    check_fetched(path for pattern in SMALL for path in folder.glob(pattern))
     if (folder / "tokenizer.json").is_file():
         _refuse_far_ids(folder / "tokenizer.json")
     remedy = "It needs tokenizer.json and tokenizer_config.json, or the family's own vocabulary files."
@@ -378,55 +389,38 @@ def _load_pretrained(
     """
     files = checked_weight_files(folder, config)
     try:
-        words = _stored_dtypes(files)
-        integers = sorted(words.keys() & {"I8", "I16", "I32", "I64", "U8", "U16", "U32", "U64", "BOOL"})
+        words = stored_types(files)
+        refuse_types(folder, words)
         stored = [key for key, word in SAFETENSORS_DTYPES.items() if word in words and key.is_floating_point]
-        loaded: Any = auto_class(config).from_pretrained(
-            folder,
-            config=config,
-            dtype=reduce(torch.promote_types, stored or [torch.float32]),
-            attn_implementation="eager",
-            trust_remote_code=trust_remote_code,
-            use_safetensors=True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # so that they are reported below, in our words
-        )
+        with with_index(folder, files) as indexed:
+            loaded: Any = auto_class(config).from_pretrained(
+                indexed,
+                config=config,
+                dtype=reduce(torch.promote_types, stored or [torch.float32]),
+                attn_implementation="eager",
+                trust_remote_code=trust_remote_code,
+                use_safetensors=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # so that they are reported below, in our words
+            )
     except (SafetensorError, EOFError) as error:
         raise UserError(f"The weights in {folder} are damaged: {_first_line(error)}") from error
     model, report = loaded
+    refuse_misfits(folder, model, words, report)
     problems = []
     if missing := sorted(report["missing_keys"]):
         problems.append(
             f"{folder} lacks {counted(len(missing), 'tensor')} of a {config.model_type} model as "
-            f"{made_by} makes it: {_few(missing)}."
+            f"{made_by} makes it: {few(missing)}."
         )
     for key, shape, expected in sorted(report["mismatched_keys"])[:10]:
         problems.append(f"{folder}: {key} has shape {list(shape)}, but {made_by} makes it {list(expected)}.")
-    weights = {name for name, p in model.named_parameters() if p.is_floating_point()}
-    for word in integers:
-        if whole := sorted(words[word] & weights):
-            problems.append(
-                f"{folder} stores {len(whole)} weights as {word}, which is no floating-point type: "
-                f"{_few(whole)}; take the unquantised model."
-            )
-    if problems:
+    if any(list(shape) == [0] for _, shape, _ in report["mismatched_keys"]):
+        problems.append("Tensors of shape [0] come from ZeRO-3: save the model again, its shards gathered.")
+    if problems := problems + untied(folder, model):
         raise UserError(problems)
     if unexpected := sorted(report["unexpected_keys"]):
         logger.warning(
-            "%s holds %d tensors that the model has no use for: %s", folder, len(unexpected), _few(unexpected)
+            "%s holds %d tensors that the model has no use for: %s", folder, len(unexpected), few(unexpected)
         )
     return model
-
-
-def _few(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-
-
-def _stored_dtypes(files: Iterable[Path]) -> dict[str, set[str]]:
-    """Names of the tensors in safetensors files, by the format's word for their dtype."""
-    stored: dict[str, set[str]] = {}
-    for file in files:
-        with safe_open(file, framework="pt") as tensors:
-            for key in tensors.keys():  # noqa: SIM118 (not a dict)
-                stored.setdefault(tensors.get_slice(key).get_dtype(), set()).add(key)
-    return stored

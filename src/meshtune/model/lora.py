@@ -125,7 +125,8 @@ def add_lora(
     names ("q_proj", "self_attn.o_proj"), regular expressions of whole names (".*mlp.(up|down)_proj"), or
     "all-linear": every linear layer but the output head.
     layers_to_transform: indices of the blocks that get adapters; None: all, and layers outside of blocks too.
-    modules_to_save: names or endings of the modules that are trained whole, and get no adapters. dtype: of
+    modules_to_save: names or endings of the modules that are trained whole, and get no adapters; one of a
+    tied embedding and head means both, which stay tied. dtype: of
     the adapters; None: the weight's, but at least fp32. A is drawn from torch's global generator.
 
     Raises UserError for a rank below 1, a dropout outside [0, 1), names of no linear layer or module, blocks
@@ -153,31 +154,55 @@ def add_lora(
     return names
 
 
+def is_named(path: str, names: Collection[str]) -> bool:
+    """True if a module is meant by one of `names`, whole names or endings at a dot."""
+    return any(path == name or path.endswith(f".{name}") for name in names)
+
+
+def tied_tables(model: PreTrainedModel) -> set[str]:
+    """Return the paths of embedding and head if they share their weight, else none."""
+    embed, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if head is None or head.weight is not embed.weight:
+        return set()
+    return {path for path, module in model.named_modules() if module is embed or module is head}
+
+
+def modules_named(model: PreTrainedModel, names: Collection[str]) -> list[str]:
+    """Return the paths of the modules that `names` mean, in the model's order.
+
+    Of an embedding and a head that share their weight, both, if one is meant.
+    """
+    paths = [path for path, _ in model.named_modules()]
+    meant = {path for path in paths if is_named(path, names)}
+    meant |= pair if (pair := tied_tables(model)) & meant else set()
+    return [path for path in paths if path in meant]
+
+
 def _saved(model: PreTrainedModel, modules_to_save: Collection[str]) -> tuple[list[str], list[str]]:
     """Return (paths of the modules that `modules_to_save` means, problems): a sentence for a name without a
-    module, a module without parameters, and one whose parameter is another module's too.
+    module, a module without parameters, and one whose parameter is another module's too, unless the two are
+    embedding and head.
     """
     owners: dict[int, set[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), set()).add(name)
-    paths, problems = [], []
+    pair, problems = tied_tables(model), []
     for name in modules_to_save:
-        found = [path for path, _ in model.named_modules() if path == name or path.endswith(f".{name}")]
+        found = modules_named(model, [name])
         if not any([*model.get_submodule(path).parameters()] for path in found):
             leaves = sorted(
                 {name.rpartition(".")[0].rpartition(".")[2] for name, _ in model.named_parameters()}
             )
             hint = did_you_mean(nearest(name, leaves))
             problems.append(f"lora.modules_to_save: no module with parameters is called {name}{hint}")
-        for path in found:
+        for path in (path for path in found if path not in pair):
             for shared in (owners[id(p)] for p in model.get_submodule(path).parameters()):
                 if outside := [other for other in shared if not other.startswith(f"{path}.")]:
                     problems.append(
                         f"lora.modules_to_save: {path} shares its weight with {outside[0]}, and peft would "
                         "train a copy that is no longer shared; leave it out."
                     )
-        paths += found
-    return paths, problems
+    return modules_named(model, modules_to_save), problems
 
 
 def _in_layers(

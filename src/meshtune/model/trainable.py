@@ -51,6 +51,18 @@ def train_tables(model: PreTrainedModel) -> None:
         table.weight.requires_grad_(True)
 
 
+def untie(model: PreTrainedModel) -> None:
+    """Give the head of a model that shares its embedding's weight a copy of its own, in place.
+
+    The configuration no longer ties them.
+    """
+    embed, head = tables(model)
+    head.weight = nn.Parameter(embed.weight.detach().clone(), requires_grad=head.weight.requires_grad)
+    for config in (model.config, model.config.get_text_config()):
+        config.tie_word_embeddings = False
+    model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
+
+
 def tables(model: PreTrainedModel) -> tuple[nn.Embedding, nn.Linear]:
     """The embedding and the output head. Raises UserError for a model without one."""
     embed, head = model.get_input_embeddings(), model.get_output_embeddings()

@@ -41,6 +41,7 @@ from meshtune.train.self_check import beyond_tested
 from meshtune.train.signals import StopRequest
 from meshtune.train.token_loss import TokenLoss, check_same
 from meshtune.train.trackers import Metrics, tracker_problems
+from meshtune.train.untrained import untrained_sentences
 from meshtune.train.updates import (
     course_of,
     length_sentences,
@@ -191,7 +192,8 @@ def announce(
     Every rank calls it. resumed: step of the checkpoint that the run goes on from, None for a new run.
     notices: sentences to print.
     """
-    metrics = run.metrics
+    metrics, export = run.metrics, run.exporter
+    notices += untrained_sentences(config, model.whole, prepared.train, export.tokenizer, export.stop_ids)
     metrics.start(**run_row(config, run, model, prepared, resumed))
     metrics.log_line(f"Learning rate: {rate_in_words(config)}.")
     if caution := PRECISIONS[config.train.precision].caution:

@@ -15,7 +15,9 @@ import meshtune
 from meshtune.config import Config
 from meshtune.data.encode import Encoder
 from meshtune.errors import UserError, expanded
-from meshtune.model.adapter import is_named, save_adapter
+from meshtune.model.adapter import save_adapter
+from meshtune.model.identity import base_digest
+from meshtune.model.lora import modules_named
 from meshtune.model.pieces import Piece
 from meshtune.model.save import save_model, save_pieces, stored_differently
 from meshtune.model.trainable import embeddings_needed, tables
@@ -42,6 +44,7 @@ class Exporter:
     dtype: torch.dtype  # of the weights in the files
     tokenizer: PreTrainedTokenizerBase
     base_name: str  # of the model before training: a hub id, or a local path
+    base_digest: str | None  # of its weights; None of random ones, and on ranks other than the main one
     adapter: dict[str, Any] | None  # LoRA's r, alpha, dropout, embeddings; None: a whole model
     recipe: dict[str, str]  # for the card
     stop_ids: tuple[int, ...] = ()  # tokens that end an answer: generation_config.json names them
@@ -67,7 +70,7 @@ class Exporter:
             if self.adapter is None:
                 save_model(folder, self.model, self.tokenizer, **options)
             else:
-                base = {"base_name": self.base_name, **self.adapter}
+                base = {"base_name": self.base_name, "base_digest": self.base_digest, **self.adapter}
                 save_adapter(folder, self.model, self.tokenizer, **base, **options)
         for before, collected in replaced:
             put(self.model, before, instead_of=collected)
@@ -156,9 +159,9 @@ def exporter_of(
     model: the whole one, its parameters may be on meta. encoder: has the stop tokens. pieces, world, dtype:
     as Exporter has them.
     """
-    named, paths = config.lora.modules_to_save, {module: path for path, module in model.named_modules()}
+    named = [model.get_submodule(path) for path in modules_named(model, config.lora.modules_to_save)]
     embeddings = any(
-        table.weight.requires_grad and not is_named(paths[table], named) for table in tables(model)
+        table.weight.requires_grad and table not in named for table in tables(model)
     )  # added rows, which are trained
     lora = config.lora
     adapter = {
@@ -171,6 +174,7 @@ def exporter_of(
         "modules_to_save": lora.modules_to_save,
         "embeddings": embeddings,
         "overrides": config.model.overrides,
+        "revision": config.model.revision,
     }
     return Exporter(
         model=model,
@@ -179,6 +183,7 @@ def exporter_of(
         dtype=dtype,
         tokenizer=tokenizer,
         base_name=absolute(config.model.name),
+        base_digest=base_digest(config.model) if world.main else None,
         adapter=adapter if config.method == "lora" else None,
         recipe=recipe(config),
         stop_ids=encoder.stop_ids,

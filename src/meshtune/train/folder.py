@@ -10,6 +10,7 @@ from typing import IO
 from meshtune import filesystem
 from meshtune.config import Config
 from meshtune.errors import UserError, check_file
+from meshtune.model.identity import BASE_DIGEST, check_base
 from meshtune.rundir import RunDir, write_text_atomically
 from meshtune.train.checkpoint import Checkpoints
 from meshtune.train.output import Decision, decide, resolved
@@ -33,7 +34,18 @@ def choose_folder(config: Config, steps: int, report: Callable[[str], None]) -> 
         report(decision.line)
     if decision.start in ("begin", "replace"):
         return decision, None
-    return decision, step_to_resume(decision.run, report, finished=decision.start == "extend")
+    resumed = step_to_resume(decision.run, report, finished=decision.start == "extend")
+    if resumed is not None and decision.start != "report":
+        check_base(config.model, frozen_base(config, decision.run), str(decision.run.path), named=False)
+    return decision, resumed
+
+
+def frozen_base(config: Config, run: RunDir) -> str | None:
+    """Digest of the base that a run's checkpoints need, since a part of it is frozen; None if it is not
+    known, or if they hold all weights.
+    """
+    digests = [row.get(BASE_DIGEST) for row in run.rows("run")]
+    return digests[-1] if digests and (config.method == "lora" or config.model.freeze) else None
 
 
 def step_to_resume(run: RunDir, report: Callable[[str], None], *, finished: bool) -> int | None:

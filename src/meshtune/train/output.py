@@ -15,7 +15,8 @@ A replaced run is renamed, and deleted once the new one has done a step (folder.
 so that the decision is made before anything is loaded, and once more when the folder is claimed.
 """
 
-from collections.abc import Iterable, Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator
 from datetime import date
 from fnmatch import fnmatch
 from itertools import count
@@ -90,7 +91,7 @@ def decision_at(run: RunDir, config: Config, steps: int | None, *, first: bool) 
             raise UserError(f"output = {config.output} is not empty and holds no run; name another folder.")
         return None
     choice, never = config.output_exists, config.checkpoint.resume == "never"
-    before, ended = load(run.config_file), end_of(run)
+    before, ended = at_its_place(load(run.config_file), run, config), end_of(run)
     differing = list(differences(settings(config), settings(before)))
     continues = not never and not differing
     if ended is None and continues:
@@ -217,21 +218,58 @@ def resolved(config: Config, run: RunDir) -> Config:
     would delete the run that it describes.
     """
 
-    def absolute_sources(sources: Iterable[SourceConfig]) -> tuple[SourceConfig, ...]:
-        return tuple(source.model_copy(update={"path": absolute(source.path)}) for source in sources)
+    def absolute_template(name: str) -> str:  # a folder may have the name of a built-in one
+        return absolute(name) if not is_template(name) and Path(name).is_file() else name
 
-    template = config.data.chat_template  # a folder may have the name of a built-in one
-    is_file = bool(template) and not is_template(template) and Path(template).is_file()
+    paths = _with_paths(config, absolute, absolute_template)
+    return paths.model_copy(update={"output": str(run.path), "output_exists": None})
+
+
+def _with_paths(
+    config: Config, change: Callable[[str], str], change_template: Callable[[str], str]
+) -> Config:
+    """The settings with the paths of model and data changed, and that of the chat template."""
+
+    def sources(before: Iterable[SourceConfig]) -> tuple[SourceConfig, ...]:
+        return tuple(source.model_copy(update={"path": change(source.path)}) for source in before)
+
+    template = config.data.chat_template
     data = config.data.model_copy(
         update={
-            "train": absolute_sources(config.data.train),
-            "eval": absolute_sources(config.data.eval),
-            "chat_template": absolute(template) if is_file else template,
+            "train": sources(config.data.train),
+            "eval": sources(config.data.eval),
+            "chat_template": template and change_template(template),
         }
     )
-    model = config.model.model_copy(update={"name": absolute(config.model.name)})
-    changed = {"data": data, "model": model, "output": str(run.path), "output_exists": None}
-    return config.model_copy(update=changed)
+    model = config.model.model_copy(update={"name": change(config.model.name)})
+    return config.model_copy(update={"data": data, "model": model})
+
+
+def at_its_place(before: Config, run: RunDir, now: Config | None = None) -> Config:
+    """The settings of a run that is there, with the paths that its model and data have now.
+
+    Where the run's folder was moved with what is around it, they are where they were as seen from the folder.
+    now: settings that go on with it; their model is the same one if the old path is gone and the weights are
+    those that the run recorded.
+    """
+    old, here = Path(before.output), run.path.absolute()
+
+    def moved(name: str) -> str:
+        path = Path(name)
+        if not path.is_absolute() or path.exists() or not old.is_absolute():
+            return name
+        place = Path(os.path.normpath(here / os.path.relpath(path, old)))
+        return str(place) if place.exists() else name
+
+    placed = _with_paths(before, moved, moved) if old != here else before
+    if now and Path(placed.model.name).is_absolute() and not Path(placed.model.name).exists():
+        from meshtune.model.identity import BASE_DIGEST, base_digest  # imports torch
+
+        recorded = [row.get(BASE_DIGEST) for row in run.rows("run")][-1:]
+        if recorded[:1] != [None] and recorded == [base_digest(now.model)]:
+            model = placed.model.model_copy(update={"name": absolute(now.model.name)})
+            return placed.model_copy(update={"model": model})
+    return placed
 
 
 def absolute(name: str) -> str:

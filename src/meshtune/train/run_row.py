@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshtune.launch.rank import cores
 from meshtune.meter.rows import time_now
+from meshtune.model.identity import BASE_DIGEST
 from meshtune.train.provenance import device_name, git_facts, versions
 from meshtune.train.updates import rate_in_words
 from meshtune.yaml_tree import read_yaml
@@ -33,6 +34,7 @@ def run_row(config: Config, run: Run, model: RankModel, prepared: Prepared, resu
         **identity(run.folder),
         **facts_of(config, model, prepared),
         "total_steps": run.steps,
+        BASE_DIGEST: run.exporter.base_digest,
         "learning_rate": rate_in_words(config),
         "schedule_steps": config.train.lr_decay_steps or run.steps,
         "resumed_from": resumed,

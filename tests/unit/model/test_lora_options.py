@@ -85,6 +85,32 @@ def test_forward_gradients_and_files_equal_peft(options, targets, save, ids, tmp
         torch.testing.assert_close(again(ids).logits, logits, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("named", ["embed_tokens", "lm_head"])
+def test_a_tied_embedding_and_head_are_trained_as_one_as_by_peft(named, save, ids, tmp_path):
+    folder = save("qwen2")
+    tied = {"target_modules": LINEAR, "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}
+    ours, theirs = plain(folder), peft_model(folder, **tied).eval()
+    options = {"lora_rank": 4, "alpha": 8, "modules_to_save": [named]}
+    add_lora(ours, **options)
+    copy = theirs.base_model.model.model.embed_tokens.modules_to_save["default"].weight
+    with torch.no_grad():
+        ours.lm_head.weight.add_(0.05 * torch.randn_like(ours.lm_head.weight))
+        copy.copy_(ours.lm_head.weight)
+    for model in (ours, theirs):
+        model(ids, labels=ids).loss.backward()
+    assert ours.lm_head.weight is ours.model.embed_tokens.weight
+    torch.testing.assert_close(ours.lm_head.weight.grad, copy.grad)
+
+    fill(ours)
+    expected = ours(ids).logits
+    save_adapter(tmp_path / "ours", ours, None, base_name=str(folder), **options)
+    loaded = peft.PeftModel.from_pretrained(plain(folder), tmp_path / "ours").eval()
+    assert torch.equal(loaded(ids).logits, expected)
+    again = plain(folder)
+    load_adapter(again, tmp_path / "ours")
+    assert torch.equal(again(ids).logits, expected) and again.config.tie_word_embeddings
+
+
 @pytest.mark.ci
 @pytest.mark.parametrize("family", FAMILY_CASES)
 def test_target_modules_are_as_short_as_peft_writes_them(family, save, tmp_path):
@@ -141,8 +167,7 @@ def test_rslora_does_not_fall_with_the_rank(save):
         ("llama", {"target_modules": ["mlp.(up|down)_proj"]}),
         ("llama", {"modules_to_save": ["embed_token"]}),
         ("llama", {"modules_to_save": ["rotary_emb"]}),
-        ("qwen2", {"modules_to_save": ["lm_head"]}),
-        ("qwen2", {"modules_to_save": ["embed_tokens"]}),
+        ("qwen2", {"target_modules": ["lm_head"]}),
     ],
 )  # fmt: skip
 def test_what_can_not_be_done_is_refused(family, options, save):

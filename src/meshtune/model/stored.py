@@ -1,0 +1,181 @@
+"""Tensors in the files of a model that are no weights to train from: quantised ones, and misnamed ones.
+
+headers ─> stored_types ─> refuse_types     types that no weight is trained from: before transformers reads
+names that the model has no place for ─┬─> scales        those of a quantisation
+                                       └─> with_prefix   what a wrapper put into every name
+"""
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from meshtune.errors import UserError
+from meshtune.model.files import SAFETENSORS_DTYPES, few, quantised
+from meshtune.units import counted
+
+FLOATS = {word for dtype, word in SAFETENSORS_DTYPES.items() if dtype.is_floating_point}
+INTEGERS = {"I8", "I16", "I32", "I64", "U8", "U16", "U32", "U64", "BOOL"}  # positions and masks may have them
+# Tensors of GPTQ, AWQ, bitsandbytes, compressed-tensors, ModelOpt, HQQ and mxfp4, by the ends of their names.
+QUANTISED = re.compile(
+    r"(^|\.)(qweight|qzeros|g_idx|SCB|weight_format|weight_packed|weight_shape|quant_state(\..*)?|quant_map"
+    r"|nested_quant_map|(\w+_)?absmax|\w*amax|(\w+_)?zero_points?|zeros|W_q|codebooks|\w*proj_(blocks|scales))$"
+)
+OF_CACHE = re.compile(
+    r"(^|[._])(k|v|q|kv|prob|prob_output)_scale$"
+)  # of quantised keys: the weights are whole
+WRAPPERS = {  # parts that wrappers put into the names of a model's tensors
+    "_orig_mod": "torch.compile",
+    "module": "DistributedDataParallel or DeepSpeed",
+    "_fsdp_wrapped_module": "FSDP",
+    "_checkpoint_wrapped_module": "activation checkpointing",
+}
+
+
+def stored_types(files: Iterable[Path]) -> dict[str, set[str]]:
+    """Names of the tensors in safetensors files, by the format's word for their type."""
+    stored: dict[str, set[str]] = {}
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            for key in tensors.keys():  # noqa: SIM118 (not a dict)
+                stored.setdefault(tensors.get_slice(key).get_dtype(), set()).add(key)
+    return stored
+
+
+@dataclass(frozen=True)
+class StoredTable:
+    """A matrix in a safetensors file, of which rows are read one by one."""
+
+    file: Path
+    name: str  # there
+    length: int  # its rows
+
+    def __len__(self) -> int:
+        return self.length
+
+    @classmethod
+    def find(cls, files: Iterable[Path], name: str) -> "StoredTable | None":
+        """The table that a model calls `name`, also under a name with another beginning; None without one."""
+        ending = ".".join(name.split(".")[-2:])
+        similar = []
+        for file in files:
+            with safe_open(file, framework="pt") as tensors:
+                for key in tensors.keys():  # noqa: SIM118 (not a dict)
+                    if key == ending or key.endswith(f".{ending}"):
+                        similar.append(cls(file, key, tensors.get_slice(key).get_shape()[0]))
+        exact = [table for table in similar if table.name == name]
+        return (exact or similar)[0] if exact or len(similar) == 1 else None
+
+    def rows(self, numbers: Iterable[int]) -> Tensor:
+        """Rows [number of them, columns], in the stored dtype."""
+        with safe_open(self.file, framework="pt") as tensors:
+            stored = tensors.get_slice(self.name)
+            return torch.cat([stored[number : number + 1] for number in numbers])
+
+
+def refuse_types(folder: Path, stored: Mapping[str, Collection[str]]) -> None:
+    """Raise UserError if tensors are stored in a type that is neither a weight's nor a position's or mask's.
+
+    stored: of `stored_types`.
+    """
+    if other := {word: names for word, names in stored.items() if word not in FLOATS | INTEGERS}:
+        kinds = [f"{counted(len(names), 'tensor')} in {word}" for word, names in sorted(other.items())]
+        first = sorted(name for names in other.values() for name in names)
+        raise UserError(quantised(folder, f"{', '.join(kinds)}: {few(first)}"))
+
+
+def refuse_misfits(
+    folder: Path,
+    model: PreTrainedModel,
+    stored: Mapping[str, Collection[str]],
+    report: Mapping[str, Collection[Any]],
+) -> None:
+    """Raise UserError if a model was loaded from quantised tensors, or from tensors under other names.
+
+    stored: of `stored_types`. report: transformers' loading info.
+    """
+    weights = {name for name, parameter in model.named_parameters() if parameter.is_floating_point()}
+    names = {name for names in stored.values() for name in names}
+    unused, missing = {*report["unexpected_keys"]}, {*report["missing_keys"]}
+    if whole := whole_numbers(stored, weights):
+        kinds = [f"{counted(len(found), 'weight')} in {word}" for word, found in sorted(whole.items())]
+        first = sorted(name for found in whole.values() for name in found)
+        raise UserError(quantised(folder, f"{', '.join(kinds)}: {few(first)}"))
+    if found := scales(unused, names):
+        raise UserError(
+            quantised(folder, f"it holds {counted(len(found), 'tensor')} of scales: {few(found)}")
+        )
+    if missing and (sentence := with_prefix(unused, missing)):
+        raise UserError(f"{folder} is not saved under the model's names: {sentence}.")
+
+
+def untied(folder: Path, model: PreTrainedModel) -> list[str]:
+    """Sentences on tensors that the model's configuration ties, and of which the files hold unlike ones.
+
+    transformers leaves them apart, unlike the model that is built from the configuration alone.
+    """
+    return [
+        f"{folder}: config.json ties {target} to {source} (tie_word_embeddings), but the files hold both, "
+        "and they differ. If both are meant, set model.overrides.tie_word_embeddings=false."
+        for target, source in model.get_expanded_tied_weights_keys(all_submodels=True).items()
+        if model.get_parameter_or_buffer(target) is not model.get_parameter_or_buffer(source)
+    ]
+
+
+def whole_numbers(stored: Mapping[str, Collection[str]], weights: Collection[str]) -> dict[str, list[str]]:
+    """Names of the weights that are stored as whole numbers, by the word for their type.
+
+    weights: names of the model's parameters of floating point.
+    """
+    found = {
+        word: sorted(name for name in names if name in weights or name.endswith(".weight"))
+        for word, names in stored.items()
+        if word in INTEGERS
+    }
+    return {word: names for word, names in found.items() if names}
+
+
+def scales(unused: Iterable[str], stored: Collection[str]) -> list[str]:
+    """Tensors of a quantisation, such as scales and zero points, among those that a model has no place for.
+
+    stored: names of all tensors in the files. A scale counts where what it scales is stored too.
+    """
+
+    def scales_one(name: str) -> bool:
+        parent, _, leaf = name.rpartition(".")
+        before, scale, _ = leaf.partition("scale")
+        owners = (parent, f"{parent}.weight", f"{parent}._data", f"{parent}.{before.rstrip('_')}")
+        return bool(scale) and not OF_CACHE.search(name) and any(owner in stored for owner in owners)
+
+    return sorted(name for name in unused if QUANTISED.search(name) or scales_one(name))
+
+
+def with_prefix(unused: Collection[str], missing: Collection[str]) -> str | None:
+    """Clause on what stands before or in the names of a model's own tensors; None if nothing does.
+
+    unused: names that the model has no place for. missing: names of its tensors that the files lack.
+    """
+    for name in sorted(unused)[:20]:  # others are like them
+        parts = name.split(".")
+        plain = ".".join(part for part in parts if part not in WRAPPERS)
+        if plain != name and plain in missing:
+            wrapper = next(part for part in parts if part in WRAPPERS)
+            return (
+                f"its tensors have `{wrapper}.` in their names, which {WRAPPERS[wrapper]} puts there "
+                f"({name} for {plain}); save it from the model inside of that wrapper"
+            )
+        for own in missing:
+            if name.endswith(f".{own}"):
+                prefix = name.removesuffix(own)
+                if all(other.startswith(prefix) for other in unused):
+                    return (
+                        f"its tensors have `{prefix}` before their names ({name} for {own}); save it again "
+                        "without that prefix"
+                    )
+    return None

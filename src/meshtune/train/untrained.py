@@ -1,0 +1,122 @@
+"""Added tokens that the rows use, while their rows of a frozen embedding or head were never trained.
+
+Pretraining leaves the rows of reserved tokens as they were drawn, or weight decay takes them to zero.
+Adapters can't make up for it: the model can't tell such tokens apart, and never learns to write them.
+"""
+
+from collections.abc import Sequence
+from itertools import islice
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from meshtune.config import Config
+from meshtune.data.pack import LABELLED, Dataset
+from meshtune.data.stream import Stream
+from meshtune.model.files import few, resolve, weight_files
+from meshtune.model.lora import lora_layers
+from meshtune.model.stored import StoredTable
+from meshtune.model.trainable import tables
+from meshtune.units import on_first_rank
+
+SEQUENCES = 1_000  # of the training data, in which tokens are looked for
+SAMPLE = 1_000  # rows of a table whose median norm is a trained row's
+SMALL = 0.05  # of the median norm: a row below it was never trained
+
+
+def untrained_sentences(
+    config: Config,
+    whole: PreTrainedModel,
+    train: Dataset | Stream,
+    tokenizer: PreTrainedTokenizerBase,
+    stop_ids: Sequence[int],
+) -> list[str]:
+    """A sentence that names such tokens and the remedy, if there are any; on the first rank alone.
+
+    whole: the model to train, with what is frozen; a few rows of its files are read. stop_ids: tokens that
+    end an answer.
+    """
+    embed, head = tables(whole)
+    adapted = lora_layers(whole)
+    frozen = {
+        path: module
+        for path, module in whole.named_modules()
+        if module in (embed, head) and path not in adapted and not module.weight.requires_grad
+    }
+    if config.model.init == "random" or not frozen or not on_first_rank():
+        return []
+    used, labelled = used_tokens(tokenizer, train, stop_ids)
+    model = config.model
+    folder = resolve(
+        model.name, revision=model.revision, weights=True, trust_remote_code=model.trust_remote_code
+    )
+    files, ids = weight_files(folder), added_tokens(tokenizer)
+    found: dict[int, None] = {}
+    to_train = []
+    for path, module in frozen.items():
+        table = StoredTable.find(files, f"{path}.weight")  # none of a head that is tied to the embedding
+        if table and (rows := untrained(table, ids, used if module is embed else labelled)):
+            found |= dict.fromkeys(rows)
+            to_train.append(path)
+    if not found:
+        return []
+    tokens = [str(token) for token in tokenizer.convert_ids_to_tokens(sorted(found))]
+    if config.method == "lora":
+        leaves = [path.rpartition(".")[2] for path in to_train]
+        names = dict.fromkeys([*config.lora.modules_to_save, *leaves])
+        remedy = f"Train them: lora.modules_to_save=[{', '.join(names)}]."
+    else:
+        remedy = f"Take {' and '.join(f'{path}.weight' for path in to_train)} out of model.freeze."
+    return [
+        f"The rows use {few(tokens)}, which the model was never trained on (rows of {' and '.join(to_train)} "
+        "that are zero, alike or far smaller than others), and which stay frozen: it can't tell them apart, "
+        f"or learn to write them. {remedy}"
+    ]
+
+
+def added_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The ids of special and added tokens."""
+    return sorted({*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids})
+
+
+def used_tokens(
+    tokenizer: PreTrainedTokenizerBase, train: Dataset | Stream, stop_ids: Sequence[int]
+) -> tuple[set[int], set[int]]:
+    """(Ids in the training data; those that are labelled), from its first sequences.
+
+    Of a stream, whose rows are not known, the added tokens in the chat template and those that end an answer.
+    """
+    if not isinstance(train, Dataset):
+        template, ids = str(tokenizer.chat_template or ""), added_tokens(tokenizer)
+        texts, stops = tokenizer.convert_ids_to_tokens(ids), {*stop_ids}
+        return stops | {id for id, text in zip(ids, texts, strict=True) if str(text) in template}, stops
+    used, labelled = set[int](), set[int]()
+    documents = (document for place in range(len(train)) for document in train.documents(place))
+    for document in islice(documents, SEQUENCES):
+        for stored in np.unique(document).tolist():
+            used.add(stored & ~int(LABELLED))
+            if stored >= LABELLED:
+                labelled.add(stored & ~int(LABELLED))
+    return used, labelled
+
+
+def untrained(table: StoredTable, added: list[int], used: set[int]) -> list[int]:
+    """The ids among `added` and `used` whose rows of a table were never trained.
+
+    Their rows are zero, far smaller than others, or equal to the row of another added token.
+    """
+    added = [id for id in added if id < len(table)]
+    if not used.intersection(added):
+        return []
+    typical = float(norms(table.rows(range(0, len(table), max(1, len(table) // SAMPLE)))).median())
+    rows = table.rows(added)
+    small = (norms(rows) <= SMALL * typical).tolist()
+    _, group, sizes = rows.float().unique(dim=0, return_inverse=True, return_counts=True)
+    alike = (sizes[group] > 1).tolist()
+    return [id for id, one, other in zip(added, small, alike, strict=True) if id in used and (one or other)]
+
+
+def norms(rows: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(rows.float(), dim=1)
