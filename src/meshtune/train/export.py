@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -115,10 +116,11 @@ class Exporter:
             if self.adapter and self.adapter["embeddings"]
             else ""
         )
+        versions = f"transformers {transformers.__version__} and torch {torch.__version__}"
         return (
             f"---\nlibrary_name: {library}\n{base}tags:\n- meshtune\n---\n\n"
             f"# {shown(self.base_name)}, {verb}\n\n"
-            f"Trained with meshtune {meshtune.__version__}.\n\n{resized}"
+            f"Written by meshtune {meshtune.__version__} with {versions}.\n\n{resized}"
             f"| setting | value |\n| --- | --- |\n{rows}\n"
         )
 
