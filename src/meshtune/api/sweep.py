@@ -294,7 +294,7 @@ def settle(store: Store, folder: Path) -> None:
 
 def finished_outcome(run: RunDir, since: str) -> Outcome | None:
     """The outcome of a training run that began at `since` or later and has finished; None of others: one that
-    began before is an earlier attempt's. Raises UserError for damaged rows.
+    began before is an earlier attempt's.
     """
     if not run.metrics_file.exists():
         return None

@@ -67,6 +67,16 @@ class Comparison:
     caution: str  # a sentence on figures that do not compare; "" where they do
     facts: tuple[Mapping[str, Any], ...]  # of each run's last "run" row, by dotted name
 
+    @property
+    def notes(self) -> list[str]:
+        """Sentences below the figures."""
+        left_out = (
+            f"{name}: {one.left_out}"
+            for name, one in zip(self.names, self.summaries, strict=True)
+            if one.left_out
+        )
+        return [*([self.caution] if self.caution else []), *left_out]
+
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         return {

@@ -100,7 +100,7 @@ def run_page(run: RunDir, rows: Sequence[Row] | None = None, summary: Summary | 
         _samples(run),
         _memory(of_kind(rows, "memory")),
         _facts("What was run", shown),
-        _facts("What the planner predicted", _prediction(facts.get(PREDICTED, {}))),
+        _facts("What the planner predicted", _prediction(facts.get(PREDICTED) or {})),
         _settings(run),
         _facts("Environment", environment),
     ]
@@ -130,7 +130,7 @@ class LiveHeadline:
         rows: each given once, in order; what the page was drawn with does not count again.
         """
         seen = {"train": self._summary.steps, "eval": self._evaluated}
-        new = [row for row in rows if row.get("step", -1) > seen.get(row.get("kind", ""), 2**63)]
+        new = [row for row in rows if (kind := row.get("kind")) in seen and row["step"] > seen[kind]]
         if not new:
             return {}
         self._evaluated = max((row["step"] for row in of_kind(new, "eval")), default=self._evaluated)
@@ -191,13 +191,14 @@ def _headline(summary: Summary) -> str:
         process = summary.peak_resident_bytes
         beside = f"of tensors; process {human(process)}" if process else "of tensors"
         tiles.append(("Peak memory", human(summary.peak_memory_bytes), beside))
+    note = f"<p class='note'>{text(summary.left_out)}</p>" if summary.left_out else ""
     if not tiles:
-        return "<p class='empty'>Nothing has been measured yet.</p>"
+        return f"<p class='empty'>Nothing has been measured yet.</p>{note}"
     cells = (
         f"<div class='tile'><dt>{label}</dt><dd>{value}</dd><small>{beside}</small></div>"
         for label, value, beside in tiles
     )
-    return f"<dl class='tiles'>{''.join(cells)}</dl>"
+    return f"<dl class='tiles'>{''.join(cells)}</dl>{note}"
 
 
 def _causes(summary: Summary) -> str:
@@ -247,7 +248,7 @@ def _facts(title: str, facts: Iterable[tuple[str, str]]) -> str:
 
 def _prediction(predicted: Row) -> Iterable[tuple[str, str]]:
     """Yield (part, bytes or seconds as text) of a plan's memory and step time, less the parts that are 0."""
-    for name, size in predicted.get("memory", {}).items():
+    for name, size in (predicted.get("memory") or {}).items():
         if isinstance(size, float) and size:
             yield f"memory: {name.replace('_', ' ')}", human(size)
     for name, seconds in (predicted.get("time") or {}).items():
