@@ -7,7 +7,7 @@ file.
 
 import json
 import sqlite3
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,16 +113,16 @@ def _facts(database: sqlite3.Connection) -> tuple[dict[str, Any], list[str]]:
     return {name: value for name, value in facts.items() if value is not None}, left_out
 
 
-def fault_of_experiment(row: Mapping[str, Any]) -> str | None:
+def fault_of_experiment(row: Mapping[str, Any], *, only: Container[str] | None = None) -> str | None:
     """Clause on what no sweep writes in a row of `experiments`, or of its view; None for a row that fits.
 
-    row: settings and document as plain values.
+    row: settings and document as plain values. only: columns that are looked at; None: all.
     """
     name = f"experiment {row.get('number')}"
     if type(row.get("number")) is not int or not isinstance(row.get("status"), str):
         return f"{name} has no number or no status"
     for column, value in row.items():
-        if value is None:
+        if value is None or (only is not None and column not in only):
             continue
         if column == "settings" or column == "document":
             fits = isinstance(value, dict) and isinstance(value.get("measured") or {}, dict)

@@ -114,7 +114,7 @@ def sweep(
         check_sbatch(plan.slurm)
     folder = expanded(str(out)) if out else Path("runs") / plan.name
     here = place_of(simulate, slurm=slurm)
-    with Store(folder / DATABASE) as store:
+    with Store(folder / DATABASE, log) as store:
         prepared = prepare(store, plan, folder, here, simulate, slurm=slurm, log=log)
         if slurm:  # first: what has a result is not submitted again, and a retry gets no result of before
             collect(store, folder)
