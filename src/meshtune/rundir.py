@@ -27,10 +27,12 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from meshtune.addresses import has_secret
 from meshtune.errors import UserError, check_file
 from meshtune.row_types import Row, fault_of, fault_of_sample
 from meshtune.units import counted
@@ -304,19 +306,29 @@ def write_text_atomically(file: Path, text: str) -> None:
     write_atomically(file, text.encode())
 
 
+def write_settings(file: Path, text: str) -> None:
+    """Write settings as `write_text_atomically`; with a secret in an address only the owner may read them."""
+    write_atomically(file, text.encode(), private=has_secret(text))
+
+
 def aside_pattern(file: Path) -> str:
     """Pattern of the names under which `write_atomically` writes `file` in any process, for fnmatch."""
     return f".{file.name}.*.tmp"
 
 
-def write_atomically(file: Path, content: bytes) -> None:
+def write_atomically(file: Path, content: bytes, *, private: bool = False) -> None:
     """Write `content` beside `file`, sync it, rename it: `file` holds the old content or the new, never a
     part. Creates the folder if missing; the rename itself is not synced (see `flush`).
+
+    private: only the owner may read it, on file systems that have modes.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     aside = file.with_name(f".{file.name}.{os.getpid()}.tmp")
     try:
         with open(aside, "wb") as stream:
+            if private:
+                with suppress(OSError):
+                    os.chmod(aside, 0o600)
             stream.write(content)
             stream.flush()
             os.fsync(stream.fileno())

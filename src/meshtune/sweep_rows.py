@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from meshtune.addresses import public
 from meshtune.errors import UserError
 from meshtune.row_types import is_number
 from meshtune.units import counted
@@ -107,7 +108,7 @@ def _facts(database: sqlite3.Connection) -> tuple[dict[str, Any], list[str]]:
             left_out.append(f"{name} is not JSON")
             continue
         if value is None or isinstance(value, FACT_TYPES.get(name, object)):
-            facts[name] = value
+            facts[name] = public(value)
         else:
             left_out.append(f"{name} is {type(value).__name__}")
     return {name: value for name, value in facts.items() if value is not None}, left_out
@@ -148,7 +149,7 @@ def read_sweep_rows(file: Path) -> SweepRows:
     fit = []
     for row in rows:
         try:
-            row |= {name: json.loads(row[name]) if row.get(name) else None for name in JSON_COLUMNS}
+            row |= {name: public(json.loads(row[name])) if row.get(name) else None for name in JSON_COLUMNS}
             fault = fault_of_experiment(row)
         except (ValueError, TypeError, RecursionError):
             fault = f"settings or document of experiment {row.get('number')} are not JSON"

@@ -21,7 +21,7 @@ from meshtune.plan.cluster import Cluster, cluster_for, cluster_here, gpus_here
 from meshtune.plan.fits import empty_plan_error
 from meshtune.plan.search import search
 from meshtune.plan.workload import Workload
-from meshtune.rundir import RunDir, write_text_atomically
+from meshtune.rundir import RunDir, write_settings
 from meshtune.study.children import DRYRUN, Task, kill_marked
 from meshtune.study.judge import Here, Judged, judge
 from meshtune.study.outcomes import train_outcome
@@ -245,7 +245,7 @@ def prepare(
     new, unlisted = store.add([*experiments.values()], plan.axes)
     store.describe(facts_of(plan, simulate, sweep_id, before, slurm=slurm))
     text = yaml.safe_dump(plain(plan.document), sort_keys=False, allow_unicode=True)
-    write_text_atomically(folder / "sweep.yaml", text)
+    write_settings(folder / "sweep.yaml", text)
     counts = store.counts(experiments)
     done = sum(number for status, number in counts.items() if status in FINISHED)
     log(f"{counted(len(experiments), 'experiment')} ({new:,} new, {done:,} with a result) in {store.file}")

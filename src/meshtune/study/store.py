@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from meshtune.addresses import public
 from meshtune.errors import UserError
 from meshtune.meter.rows import time_now
 
@@ -239,7 +240,7 @@ class Store:
             database.executemany(
                 "INSERT INTO experiments (key, number, settings, status) VALUES (?, ?, ?, ?)",
                 [
-                    (one.key, number + place, json.dumps(one.settings, default=str), WAITING)
+                    (one.key, number + place, json.dumps(public(one.settings), default=str), WAITING)
                     for place, one in enumerate(new, 1)
                 ],
             )
@@ -293,9 +294,10 @@ class Store:
     def _record(self) -> None:
         with self._transaction() as database:
             for number, outcome in self._unrecorded.items():
-                text = None if outcome.document is None else json.dumps(outcome.document, default=str)
+                document = public(outcome.document)
+                text = None if document is None else json.dumps(document, default=str)
                 values = {
-                    **(outcome.figures or {}), "status": outcome.status, "reason": outcome.reason,
+                    **(outcome.figures or {}), "status": outcome.status, "reason": public(outcome.reason),
                     "seconds": outcome.seconds, "ended": time_now(), "document": text, "job": None,
                 }  # fmt: skip
                 self._set(database, number, values)
@@ -335,7 +337,7 @@ class Store:
     def _describe(database: sqlite3.Connection, facts: Mapping[str, Any]) -> None:
         database.executemany(
             "INSERT OR REPLACE INTO sweep VALUES (?, ?)",
-            [(name, json.dumps(value, default=str)) for name, value in facts.items()],
+            [(name, json.dumps(public(value), default=str)) for name, value in facts.items()],
         )
 
     @staticmethod

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from meshtune.addresses import public
 from meshtune.config import LEARNING_RATES
 from meshtune.errors import UserError
 from meshtune.report.draw.theme import OTHERS
@@ -217,7 +218,7 @@ def _config(run: RunDir) -> dict[str, Any]:
     """The settings by dotted key, the default learning rate as a number; {} for a run without config.yaml."""
     if not run.config_file.exists():
         return {}
-    settings = dict(leaves(read_yaml(run.config_file)))
+    settings = dict(leaves(public(read_yaml(run.config_file))))
     if settings.get("train.learning_rate") is None:
         settings["train.learning_rate"] = LEARNING_RATES.get(settings.get("method", "full"))
     return settings

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from meshtune.addresses import public
 from meshtune.errors import UserError, check_file
 from meshtune.meter.rows import memory_table
 from meshtune.report.draw.kinds import Panel
@@ -265,7 +266,7 @@ def _settings(run: RunDir) -> str:
     settings = run.config_file.read_text(encoding="utf-8", errors="replace")
     return (
         f"<section><h2>Settings</h2><p>Run it again, in the folder NEW, with <code>{text(again)}</code></p>"
-        f"<details><summary>config.yaml</summary><pre>{text(settings)}</pre></details></section>"
+        f"<details><summary>config.yaml</summary><pre>{text(public(settings))}</pre></details></section>"
     )
 
 

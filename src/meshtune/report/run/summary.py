@@ -11,6 +11,7 @@ from statistics import median
 from typing import Any
 
 from meshtune import units
+from meshtune.addresses import public
 from meshtune.meter.causes import Cause
 from meshtune.rundir import Row, RunDir
 
@@ -204,7 +205,7 @@ def facts_of(run: RunDir, rows: Sequence[Row] | None = None) -> Row:
     rows: as `summarise` takes them.
     """
     starts = run.rows("run") if rows is None else of_kind(rows, "run")
-    return {key: value for key, value in (starts or [{}])[-1].items() if key not in ("kind", "step")}
+    return {key: public(value) for key, value in (starts or [{}])[-1].items() if key not in ("kind", "step")}
 
 
 def speed_unit(rows: Sequence[Row]) -> str:
