@@ -30,6 +30,10 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and abs(value) <= sys.float_info.max
 
 
+def _is_number_or_null(value: Any) -> bool:
+    return value is None or is_number(value)
+
+
 def _is_step(value: Any) -> bool:
     return type(value) is int and 0 <= value < 2**63
 
@@ -52,11 +56,14 @@ def _is_prediction(value: Any) -> bool:
     """Whether a value is the `predicted` of a run's row: bytes and seconds by part."""
     if not isinstance(value, dict):
         return False
-    parts = [value.get(name) for name in ("memory", "time", "parts")]
-    numbers = _by_name(lambda number: number is None or is_number(number))
-    seconds = value.get("step_seconds")
-    timed = is_number(seconds) if parts[1] else seconds is None or is_number(seconds)
-    return timed and all(part is None or numbers(part) for part in parts)
+    numbers, seconds = _by_name(_is_number_or_null), value.get("step_seconds")
+    memory, time, parts = (value.get(name) or {} for name in ("memory", "time", "parts"))
+    if isinstance(memory, dict):
+        memory = {
+            name: size for name, size in memory.items() if name != "event"
+        }  # where the peak is, in words
+    timed = is_number(seconds) if time else _is_number_or_null(seconds)
+    return timed and numbers(memory) and numbers(time) and numbers(parts)
 
 
 NUMBER = Type(is_number, "is no number")
@@ -155,10 +162,6 @@ def _other_than_numbers(row: Row, kind: str) -> str | None:
     names = sorted(row.keys() - {"kind"})
     faults = (f"its {name} {NUMBER.fault}" for name in names if not _is_number_or_null(row[name]))
     return next(faults, None)
-
-
-def _is_number_or_null(value: Any) -> bool:
-    return value is None or is_number(value)
 
 
 def _are_numbers(values: Sequence[Any]) -> bool:

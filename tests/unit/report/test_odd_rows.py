@@ -18,6 +18,7 @@ from meshtune.report.run.points import Points
 from meshtune.report.run.report import run_page
 from meshtune.report.run.summary import samples_of
 from meshtune.report.run.tables import run_summary, samples_table
+from meshtune.row_types import fault_of
 from meshtune.rundir import RunDir
 from meshtune.web.folders import Folders
 from meshtune.web.pages import RunLines, list_page, page_of_run
@@ -53,7 +54,8 @@ def step_row() -> dict[str, Any]:
 @pytest.fixture
 def rows(train: Callable[..., Any], evaluation: Callable[..., Any]) -> dict[str, dict[str, Any]]:
     """A whole row of each kind."""
-    parts = {"memory": MEMORY, "time": {"compute": 0.5}, "parts": {"forward": 0.5}, "step_seconds": 1.0}
+    memory = MEMORY | {"event": "loss", "safe": True, "capacity": None}
+    parts = {"memory": memory, "time": {"compute": 0.5}, "parts": {"forward": 0.5}, "step_seconds": 1.0}
     run = {"kind": "run", "model": "tiny", "method": "full", "world": 2, "nodes": 1, "layout": "dp2-mb1-ga1"}
     run |= {"total_steps": 9, "global_batch_size": 2, "seq_len": 8, "device_type": "cpu", "host": "a"}
     device = {"kind": "device", "step": 3, "gpu": "0", "clock": 1.0, "full_clock": 2.0, "limits": ["heat"]}
@@ -107,6 +109,7 @@ LEAST = (None, True, -1, 2.5, "x", ["x"], {"x": "x"}, {"memory": None, "time": {
 def test_every_page_shows_the_rows_around_odd_ones(
     kind: str, run: RunDir, rows: dict[str, dict[str, Any]], tmp_path: Path
 ) -> None:
+    assert [fault_of(row) for row in rows.values()] == [None] * len(rows)
     other, before = copied(run, tmp_path / "other"), len(run.rows())
     run.append(rows["run"])
     with open(run.metrics_file, "a") as file:
