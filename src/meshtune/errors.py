@@ -26,8 +26,10 @@ class UserError(ValueError):
     exit_code = 2
 
     def __init__(self, problems: str | Iterable[str]) -> None:
-        """problems: one sentence each, with numbers and a remedy."""
-        self.problems = (problems,) if isinstance(problems, str) else tuple(problems)
+        """problems: one sentence each, with numbers and a remedy; addresses lose their secrets."""
+        from meshtune.addresses import public  # a level of imports that only an error needs
+
+        self.problems = public((problems,) if isinstance(problems, str) else tuple(problems))
         super().__init__("\n".join(self.problems))
 
 

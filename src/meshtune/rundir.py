@@ -18,7 +18,7 @@
 
 A row is one line of strict JSON: NaN and infinities become null, because the parsers of browsers and of most
 languages refuse them. A line is a row once its newline is written: readers skip the incomplete last line of a
-killed run, and the next writer cuts it off.
+killed run, and the next writer cuts it off. Lines that no run writes (row_types.py) are left out and counted.
 """
 
 import errno
@@ -27,16 +27,16 @@ import json
 import math
 import os
 import shutil
-import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from meshtune.addresses import has_secret
 from meshtune.errors import UserError, check_file
-from meshtune.filesystem import replace, sync_open
-
-Row = dict[str, Any]
+from meshtune.filesystem import replace, set_mode, sync_open
+from meshtune.row_types import Row, fault_of, fault_of_sample
+from meshtune.units import counted
 
 
 @dataclass(frozen=True)
@@ -131,13 +131,25 @@ class RunDir:
         """Add one row to samples.jsonl."""
         append_line(self.samples_file, row)
 
-    def rows(self, kind: str | None = None) -> list[Row]:
+    def rows(self, kind: str | None = None) -> "RowList":
         """Read metrics.jsonl in the order written; [] if it is missing. kind: "train" …; None: all."""
-        return [row for row in read_lines(self.metrics_file) if kind is None or row.get("kind") == kind]
+        rows = read_lines(self.metrics_file)
+        return rows if kind is None else rows.of_kind(kind)
 
-    def samples(self) -> list[Row]:
+    def samples(self) -> "RowList":
         """Read samples.jsonl in the order written; [] if it is missing."""
-        return list(read_lines(self.samples_file))
+        return read_lines(self.samples_file, fault_of_sample)
+
+    def left_out(self, metrics: Sequence[str], samples: Sequence[str] = ()) -> str:
+        """A sentence on the lines of both files that are left out, with the first one; "" without any.
+
+        metrics, samples: as RowList has them.
+        """
+        files = {self.metrics_file.name: metrics, self.samples_file.name: samples}
+        parts = [
+            f"{counted(len(some), 'line')} of {name} ({some[0]})" for name, some in files.items() if some
+        ]
+        return f"Left out, since no run writes them: {', '.join(parts)}." if parts else ""
 
     def clear_leftovers(self) -> None:
         """Remove what killed processes left half written, and set the ranks' logs of the start before aside.
@@ -159,17 +171,18 @@ class RunDir:
     def drop_after(self, step: int) -> None:
         """Remove the rows and samples of steps after `step`, for a run that resumes from its checkpoint.
 
-        So is the row that says that the run has finished. Rows without a step (kind "run") stay. Files are
-        written aside and renamed.
+        So is the row that says that the run has finished. Rows without a step (kind "run") stay, and so do
+        lines that no run writes, which readers leave out. Files are written aside and renamed.
         """
-        for file in (self.metrics_file, self.samples_file):
+        for file, fault in ((self.metrics_file, fault_of), (self.samples_file, fault_of_sample)):
             if file.exists():
-                rows = [
-                    row
-                    for row in read_lines(file)
-                    if (row.get("step") is None or row["step"] <= step) and row.get("status") != "finished"
-                ]
-                write_text_atomically(file, "".join(map(json_line, rows)))
+                lines = [line for line in _lines_of(file) if not _is_later(_row(line, fault)[0], step)]
+                write_atomically(file, b"".join(_bytes(line) + b"\n" for line in lines))
+
+
+def _is_later(row: Row | None, step: int) -> bool:
+    """True for the row of a step after `step`, and for that of a finished run; False for no row."""
+    return row is not None and ((row.get("step") or 0) > step or row.get("status") == "finished")
 
 
 def json_line(row: Mapping[str, Any]) -> str:
@@ -200,28 +213,56 @@ def append_line(file: Path, row: Mapping[str, Any]) -> None:
             )
 
 
-def read_lines(file: Path) -> Iterator[Row]:
-    """Yield the rows of a jsonl file, without an incomplete last line; nothing if the file is missing.
+class RowList(list[Row]):
+    """Rows of a file, in the order written, without those that no run writes."""
 
-    Raises UserError for any other line that is no row (`fault_of`), and for what is no file.
+    def __init__(self, rows: Iterable[Row] = (), left_out: Sequence[str] = ()) -> None:
+        super().__init__(rows)
+        self.left_out = [*left_out]  # "line 3: its step is no whole number", of each line that was left out
+
+    def of_kind(self, kind: str) -> "RowList":
+        return RowList((row for row in self if row.get("kind") == kind), self.left_out)
+
+
+def read_lines(file: Path, fault: Callable[[Any], str | None] = fault_of) -> RowList:
+    """Read a jsonl file without an incomplete last line; no rows if it is missing.
+
+    fault: clause on a line's value that is no row, which is left out, as a line is that is no JSON. Raises
+    UserError for what is no file.
     """
+    return rows_of(_lines_of(file), fault)
+
+
+def rows_of(lines: Iterable[str] | Iterable[bytes], fault: Callable[[Any], str | None] = fault_of) -> RowList:
+    """The rows of whole lines, as `read_lines` reads them."""
+    rows = RowList()
+    for number, line in enumerate(lines, start=1):
+        row, reason = _row(line, fault)
+        if row is not None:
+            rows.append(row)
+        elif reason:
+            rows.left_out.append(f"line {number}: {reason}")
+    return rows
+
+
+def _lines_of(file: Path) -> list[str] | list[bytes]:
+    """The whole lines of a file; none if it is missing. Raises UserError for what is no file."""
     if not file.exists():
-        return
+        return []
     check_file(file)
-    for number, line in enumerate(_lines(file.read_bytes()), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = _json(line)
-        except (ValueError, RecursionError) as error:
-            raise UserError(
-                f"{file}, line {number} is not JSON ({error}); mend or remove that line."
-            ) from error
-        if not isinstance(row, dict):
-            raise UserError(f"{file}, line {number} is not a JSON object; mend or remove that line.")
-        if fault := fault_of(row):
-            raise UserError(f"{file}, line {number}: {fault}; mend or remove that line.")
-        yield row
+    return _lines(file.read_bytes())
+
+
+def _row(line: str | bytes, fault: Callable[[Any], str | None]) -> tuple[Row | None, str]:
+    """(The row, or None; the clause on why it is none). Both are empty for a blank line."""
+    if not line.strip():
+        return None, ""
+    try:
+        row = _json(line)
+    except (ValueError, RecursionError) as error:
+        return None, f"it is not JSON ({error})"
+    reason = fault(row)
+    return (None, reason) if reason else (row, "")
 
 
 def _lines(content: bytes) -> list[str] | list[bytes]:
@@ -233,6 +274,10 @@ def _lines(content: bytes) -> list[str] | list[bytes]:
         return whole.split(b"\n")[:-1]
 
 
+def _bytes(line: str | bytes) -> bytes:
+    return line.encode("utf-8", "surrogatepass") if isinstance(line, str) else line
+
+
 def _json(line: str | bytes) -> Any:
     """The value of a line, as json.loads reads its bytes, in less time for each call."""
     if isinstance(line, str):
@@ -242,61 +287,10 @@ def _json(line: str | bytes) -> Any:
             end = -1
         if end == len(line):
             return value
-        line = line.encode("utf-8", "surrogatepass")
-    return json.loads(line)
+    return json.loads(_bytes(line))
 
 
 _DECODER = json.JSONDecoder()
-# Values of rows that are numbers; in rows of kind train and eval all but the kind are.
-_NUMBERS_OF_OTHERS = ("world", "total_steps", "tokens", "seconds")
-
-
-def fault_of(row: Row) -> str | None:
-    """Clause on what no run writes in a row: a step, or a number of a measurement, that is none."""
-    kind, step = row.get("kind", ""), row.get("step")
-    if not isinstance(kind, str):
-        return "its kind is no text"
-    if (step is not None or kind in ("train", "eval", "memory", "end")) and (
-        type(step) is not int or not 0 <= step < 2**63
-    ):
-        return "its step is no whole number"
-    if kind in ("train", "eval"):
-        values = [*row.values()]
-        values.remove(kind)
-    else:
-        values = [row[name] for name in _NUMBERS_OF_OTHERS if name in row]
-    if not _are_numbers(values):
-        for name in sorted(row.keys() - {"kind"} if kind in ("train", "eval") else _NUMBERS_OF_OTHERS):
-            if row.get(name) is not None and not _is_number(row[name]):
-                return f"its {name} is no number"
-    if kind == "memory" and not _are_sizes(row.get("phases")):
-        return "its phases have no sizes"
-    return None
-
-
-def _are_numbers(values: Sequence[Any]) -> bool:
-    """True only where every value is None or a number (`_is_number`), which is seen for a whole row at once;
-    False where the sum of them is beyond the largest float, too.
-    """
-    try:
-        return {*map(type, values)} <= _NUMBERS and math.isfinite(math.fsum(filter(None, values)))
-    except (OverflowError, ValueError):
-        return False
-
-
-_NUMBERS = {int, float, bool, type(None)}
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and abs(value) <= sys.float_info.max
-
-
-def _are_sizes(phases: Any) -> bool:
-    """True for {phase: {"peak": bytes, category: bytes, …}, …}."""
-    return isinstance(phases, dict) and all(
-        isinstance(sizes, dict) and "peak" in sizes and all(map(_is_number, sizes.values()))
-        for sizes in phases.values()
-    )
 
 
 def write_text_atomically(file: Path, text: str) -> None:
@@ -304,19 +298,28 @@ def write_text_atomically(file: Path, text: str) -> None:
     write_atomically(file, text.encode())
 
 
+def write_settings(file: Path, text: str) -> None:
+    """Write settings as `write_text_atomically`; with a secret in an address only the owner may read them."""
+    write_atomically(file, text.encode(), private=has_secret(text))
+
+
 def aside_pattern(file: Path) -> str:
     """Pattern of the names under which `write_atomically` writes `file` in any process, for fnmatch."""
     return f".{file.name}.*.tmp"
 
 
-def write_atomically(file: Path, content: bytes) -> None:
+def write_atomically(file: Path, content: bytes, *, private: bool = False) -> None:
     """Write `content` beside `file`, sync it, rename it: `file` holds the old content or the new, never a
     part. Creates the folder if missing; the rename itself is not synced (see `filesystem.sync`).
+
+    private: only the owner may read it, on file systems that have modes.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     aside = file.with_name(f".{file.name}.{os.getpid()}.tmp")
     try:
         with open(aside, "wb") as stream:
+            if private:
+                set_mode(aside, 0o600)
             stream.write(content)
             stream.flush()
             sync_open(stream.fileno(), file)

@@ -7,19 +7,33 @@ file.
 
 import json
 import sqlite3
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from meshtune.addresses import public
 from meshtune.errors import UserError
 from meshtune.filesystem import has_locks
+from meshtune.row_types import is_number
+from meshtune.units import counted
 
 DATABASE = "sweep.db"  # in a sweep's folder
 FORM = 1  # version of the tables that can be read
 SQLITE = b"SQLite format 3\x00"  # first bytes of a database
 JSON_COLUMNS = ("settings", "document")
+TEXT_COLUMNS = (
+    "key",
+    "layout",
+    "status",
+    "reason",
+    "started",
+    "ended",
+    "job",
+    "model",
+)  # others have numbers
+FACT_TYPES = {"axes": list, "unlisted": list, "machine": dict, "versions": dict, "gpus": int}
 # SQL condition: the sweep's file lists the experiment. Results that it no longer lists stay in the database;
 # another base may have made them, so that they can't be compared with the others by their settings.
 LISTED = "number NOT IN (SELECT value FROM json_each((SELECT value FROM sweep WHERE name = 'unlisted')))"
@@ -33,6 +47,15 @@ class SweepRows:
     facts: Mapping[str, Any]  # of the table `sweep`: name, axes, machine, versions, simulated …
     # Of `experiments`, those that the file lists, by number; settings and document as plain values.
     rows: tuple[dict[str, Any], ...]
+    left_out: tuple[str, ...] = ()  # clauses on rows that no sweep writes, which are not among these
+
+    @property
+    def left_out_sentence(self) -> str:
+        """A sentence on the rows that are left out, with the first one; "" without any."""
+        if not self.left_out:
+            return ""
+        rows = counted(len(self.left_out), "row")
+        return f"Left out, since no sweep writes them: {rows} of {self.file.name} ({self.left_out[0]})."
 
     @property
     def folder(self) -> Path:
@@ -80,18 +103,50 @@ def counts_by_status(file: Path) -> dict[str, int]:
 def read_facts(file: Path) -> dict[str, Any]:
     """Facts of a sweep, as `SweepRows` has them. Raises UserError as `read_sweep_rows`."""
     with opened(file) as database:
-        return _facts(database)
+        return _facts(database)[0]
 
 
-def _facts(database: sqlite3.Connection) -> dict[str, Any]:
-    return {name: json.loads(value) for name, value in database.execute("SELECT name, value FROM sweep")}
+def _facts(database: sqlite3.Connection) -> tuple[dict[str, Any], list[str]]:
+    """(Facts by name, clauses on those that no sweep writes)."""
+    facts, left_out = {}, []
+    for name, text in database.execute("SELECT name, value FROM sweep"):
+        try:
+            value = json.loads(text)
+        except (ValueError, TypeError, RecursionError):
+            left_out.append(f"{name} is not JSON")
+            continue
+        if value is None or isinstance(value, FACT_TYPES.get(name, object)):
+            facts[name] = public(value)
+        else:
+            left_out.append(f"{name} is {type(value).__name__}")
+    return {name: value for name, value in facts.items() if value is not None}, left_out
+
+
+def fault_of_experiment(row: Mapping[str, Any], *, only: Container[str] | None = None) -> str | None:
+    """Clause on what no sweep writes in a row of `experiments`, or of its view; None for a row that fits.
+
+    row: settings and document as plain values. only: columns that are looked at; None: all.
+    """
+    name = f"experiment {row.get('number')}"
+    if type(row.get("number")) is not int or not isinstance(row.get("status"), str):
+        return f"{name} has no number or no status"
+    for column, value in row.items():
+        if value is None or (only is not None and column not in only):
+            continue
+        if column == "settings" or column == "document":
+            fits = isinstance(value, dict) and isinstance(value.get("measured") or {}, dict)
+        else:
+            fits = isinstance(value, str) if column in TEXT_COLUMNS else is_number(value)
+        if not fits:
+            return f"{column} of {name} is {type(value).__name__}"
+    return None
 
 
 def read_sweep_rows(file: Path) -> SweepRows:
     """Read a database. Raises UserError for a file that is no sweep's, or one of another version."""
     with opened(file) as database:
         database.row_factory = sqlite3.Row
-        facts = _facts(database)
+        facts, left_out = _facts(database)
         asked = f"SELECT * FROM experiments WHERE {LISTED} ORDER BY number"
         rows = [dict(row) for row in database.execute(asked)]
     if facts.get("form") != FORM:
@@ -99,6 +154,13 @@ def read_sweep_rows(file: Path) -> SweepRows:
             f"{file} has tables of version {facts.get('form')}, and this meshtune reads version {FORM}; read "
             "it with the version that wrote it."
         )
+    fit = []
     for row in rows:
-        row |= {name: json.loads(row[name]) if row.get(name) else None for name in JSON_COLUMNS}
-    return SweepRows(file, facts, tuple(rows))
+        try:
+            row |= {name: public(json.loads(row[name])) if row.get(name) else None for name in JSON_COLUMNS}
+            fault = fault_of_experiment(row)
+        except (ValueError, TypeError, RecursionError):
+            fault = f"settings or document of experiment {row.get('number')} are not JSON"
+        left_out += [fault] if fault else []
+        fit += [] if fault else [row]
+    return SweepRows(file, facts, tuple(fit), tuple(left_out))

@@ -123,6 +123,8 @@ def notice(text: str, *, dim: bool = False) -> None:
 
     dim: pale on a terminal, beside text that matters more.
     """
+    from meshtune.addresses import public  # here: everything imports this file
+
     terminal = sys.stderr.isatty()
     pale = dim and terminal and not os.environ.get("NO_COLOR")
     width = None
@@ -130,7 +132,7 @@ def notice(text: str, *, dim: bool = False) -> None:
         with suppress(OSError):  # it is closed meanwhile
             # Columns are 0 in a terminal that was not told its size.
             width = os.get_terminal_size(sys.stderr.fileno()).columns or None
-    lines = at_words(printable(text), width)
+    lines = at_words(printable(public(text)), width)
     print(f"\033[2m{lines}\033[0m" if pale else lines, file=sys.stderr, flush=True)
 
 

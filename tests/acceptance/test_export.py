@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from command import Command
 from golden import says
 from peft import PeftModel
@@ -77,7 +78,8 @@ def test_an_export_holds_the_trained_weights(
     assert trained.keys() == exported.keys()
     assert all(torch.equal(trained[name], exported[name]) for name in trained)
     assert AutoTokenizer.from_pretrained(tmp_path / "out").eos_token == "</s>"
-    assert "meshtune" in (tmp_path / "out" / "README.md").read_text()
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert f"with transformers {transformers.__version__} and torch {torch.__version__}" in card
 
 
 @pytest.mark.ci

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
-from golden import refuses
+from golden import refuses, says
 
 from meshtune.errors import UserError
 from meshtune.rundir import RunDir, write_text_atomically
@@ -54,9 +54,10 @@ def test_what_is_not_finite_is_written_as_null_in_strict_json(run, value):
 
 
 def test_a_row_is_one_line_whatever_it_holds(run):
-    run.append_sample({"step": 0, "answer": "two\nlines, ünï\u2028code \udcff"})
+    sample = {"step": 0, "prompt": "", "answer": "two\nlines, ünï\u2028code \udcff"}
+    run.append_sample(sample)
     assert run.samples_file.read_bytes().count(b"\n") == 1
-    assert run.samples() == [{"step": 0, "answer": "two\nlines, ünï\u2028code \udcff"}]
+    assert run.samples() == [sample]
 
 
 def test_a_torn_last_line_is_no_row_and_the_next_append_cuts_it_off(run):
@@ -74,21 +75,22 @@ def test_a_file_of_one_torn_line_starts_anew(run):
     assert run.metrics_file.read_text() == '{"step": 1}\n'
 
 
-def test_a_broken_line_inside_is_named(run):
+def test_a_broken_line_inside_is_left_out(run):
     run.metrics_file.write_text('{"step": 1}\n{"step": \n{"step": 3}\n')
-    with refuses(UserError):
-        run.rows()
+    assert run.rows() == [{"step": 1}, {"step": 3}]
+    says(run.left_out(run.rows().left_out))
 
 
 @pytest.mark.parametrize(
     "line", ['{"step": 1} {"step": 2}', '{"step": 1}}', '{"step":', '1}, {"step": 1', '{"text": "\udcff"}']
 )
 def test_every_line_is_read_alone(run, line):
-    """A line that is no JSON is named, although its neighbours would make it JSON, or it is no UTF-8."""
+    """A line that is no JSON is left out, although its neighbours would make it JSON, or it is no UTF-8."""
     content = "{}\n" * 3 + line + '\n"step": 1}\n'
     run.metrics_file.write_bytes(content.encode("utf-8", "surrogateescape"))
-    with refuses(UserError):
-        run.rows()
+    rows = run.rows()
+    assert rows == [{}, {}, {}] and len(rows.left_out) == 2
+    says(rows.left_out[0])
 
 
 def test_white_space_a_mark_of_the_encoding_and_large_numbers_are_no_fault(run):
@@ -117,10 +119,11 @@ def test_white_space_a_mark_of_the_encoding_and_large_numbers_are_no_fault(run):
         '{"kind": ["train"], "step": 1}',
     ],
 )
-def test_a_line_that_no_run_writes_is_named(run, line):
-    run.metrics_file.write_text('{"kind": "run"}\n' + line + "\n")
-    with refuses(UserError):
-        run.rows()
+def test_a_line_that_no_run_writes_is_left_out_and_named(run, line):
+    run.metrics_file.write_text('{"kind": "run"}\n' + line + '\n{"kind": "save", "step": 1, "seconds": 1}\n')
+    rows = run.rows()
+    assert [row["kind"] for row in rows] == ["run", "save"]
+    says(rows.left_out)
 
 
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
@@ -133,11 +136,13 @@ def test_rows_are_read_from_files_alone(run, make):
 def test_drop_after_removes_later_steps_from_rows_and_samples_and_keeps_what_has_no_step(run):
     for row in [{"kind": "run"}, {"step": 1}, {"step": 2}, {"step": 3}]:
         run.append(row)
-        run.append_sample(row)
+        run.append_sample({"prompt": "", "answer": ""} | row)
     with open(run.metrics_file, "a") as stream:
-        stream.write('{"step": 4')
+        stream.write('[3]\n{"step": 4')
     run.drop_after(2)
-    assert run.rows() == run.samples() == [{"kind": "run"}, {"step": 1}, {"step": 2}]
+    assert run.rows() == [{"kind": "run"}, {"step": 1}, {"step": 2}]
+    assert [row.get("step") for row in run.samples()] == [None, 1, 2]
+    assert run.metrics_file.read_text().endswith("\n[3]\n")  # it may be more than a page understands
     assert run.metrics_file.read_bytes().endswith(b"\n")
     assert sorted(os.listdir(run.path)) == ["metrics.jsonl", "samples.jsonl"]
 

@@ -20,7 +20,7 @@ from meshtune.layout import AUTO, Layout
 from meshtune.plan.cluster import Cluster, cluster_here, gpus_here, unused_here
 from meshtune.plan.fits import empty_plan_error
 from meshtune.plan.search import explained, search
-from meshtune.rundir import RunDir, write_text_atomically
+from meshtune.rundir import RunDir, write_settings
 from meshtune.study.micro_batch import Tried, largest
 from meshtune.units import duration, human
 
@@ -175,7 +175,7 @@ def check_new(folders: Sequence[Path]) -> None:
 def record(folder: RunDir, config: Config, document: Document) -> None:
     """Write a measured layout as a run folder: its settings, and its rows as `train` writes them."""
     folder.create()
-    write_text_atomically(folder.config_file, config.to_yaml())
+    write_settings(folder.config_file, config.to_yaml())
     measured, predicted = document["measured"], document["predicted"] or {}
     names = ("step_seconds", "time", "parts", "memory")
     run = measured["run_row"] | {

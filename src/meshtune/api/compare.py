@@ -51,6 +51,7 @@ def _compared(run: MeasuredRun, folder: RunDir, overrides: Sequence[str], log: L
         "parts": facts.get("parts"),
         "memory": tensors(facts["memory"]) if facts.get("memory") else None,
     }
+    caused = folder.rows("cause")
     document: Document = {
         "run": run.name,
         "layout": str(run.layout),
@@ -62,8 +63,10 @@ def _compared(run: MeasuredRun, folder: RunDir, overrides: Sequence[str], log: L
         },
         "at_start": at_start if facts else None,
         "missing": {},
-        "causes": [row["cause"] for row in folder.rows("cause")],
+        "causes": [row["cause"] for row in caused],
     }
+    if left_out := folder.left_out(caused.left_out):
+        document["missing"]["rows"] = left_out
     if not facts:
         document["missing"]["at_start"] = STARTED_UNPLANNED
     elif at_start["parts"] is None:

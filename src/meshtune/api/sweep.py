@@ -21,7 +21,7 @@ from meshtune.plan.cluster import Cluster, cluster_for, cluster_here, gpus_here
 from meshtune.plan.fits import empty_plan_error
 from meshtune.plan.search import search
 from meshtune.plan.workload import Workload
-from meshtune.rundir import RunDir, write_text_atomically
+from meshtune.rundir import RunDir, write_settings
 from meshtune.study.children import DRYRUN, Task, kill_marked
 from meshtune.study.judge import Here, Judged, judge
 from meshtune.study.outcomes import train_outcome
@@ -114,7 +114,7 @@ def sweep(
         check_sbatch(plan.slurm)
     folder = expanded(str(out)) if out else Path("runs") / plan.name
     here = place_of(simulate, slurm=slurm)
-    with Store(folder / DATABASE) as store:
+    with Store(folder / DATABASE, log) as store:
         prepared = prepare(store, plan, folder, here, simulate, slurm=slurm, log=log)
         if slurm:  # first: what has a result is not submitted again, and a retry gets no result of before
             collect(store, folder)
@@ -245,7 +245,7 @@ def prepare(
     new, unlisted = store.add([*experiments.values()], plan.axes)
     store.describe(facts_of(plan, simulate, sweep_id, before, slurm=slurm))
     text = yaml.safe_dump(plain(plan.document), sort_keys=False, allow_unicode=True)
-    write_text_atomically(folder / "sweep.yaml", text)
+    write_settings(folder / "sweep.yaml", text)
     counts = store.counts(experiments)
     done = sum(number for status, number in counts.items() if status in FINISHED)
     log(f"{counted(len(experiments), 'experiment')} ({new:,} new, {done:,} with a result) in {store.file}")
@@ -294,7 +294,7 @@ def settle(store: Store, folder: Path) -> None:
 
 def finished_outcome(run: RunDir, since: str) -> Outcome | None:
     """The outcome of a training run that began at `since` or later and has finished; None of others: one that
-    began before is an earlier attempt's. Raises UserError for damaged rows.
+    began before is an earlier attempt's.
     """
     if not run.metrics_file.exists():
         return None

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from meshtune.addresses import public
 from meshtune.errors import UserError
 from meshtune.units import counted
 
@@ -58,7 +59,7 @@ def name_of(path: str) -> str:
 
 def place_of(path: str, line: int, between: str = ", line ") -> str:
     """The place of a row as errors name it. line: from 1; rows in memory count from 0, as Python does."""
-    return f"{name_of(path)}, row {line - 1}" if rows_name(path) else f"{path}{between}{line}"
+    return f"{name_of(path)}, row {line - 1}" if rows_name(path) else f"{public(path)}{between}{line}"
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from meshtune.addresses import public
 from meshtune.data.cache import GrowingArray, discard, lock, mapped, open_folder, write_folder
 from meshtune.data.documents import ROWS_AT_ONCE, Overlong, Tally, Usable, usable
 from meshtune.data.example import SHOWN, OnBadRow, Source, notes_sentences
@@ -251,7 +252,7 @@ def _write(aside: Path, build: _Build, listing: _Listing) -> dict[str, Any]:
         }
     return {
         "version": CACHE_VERSION,
-        "files": _names(listing),
+        "files": public(_names(listing)),
         "stats": _stats(tally, build, parts),
     }
 

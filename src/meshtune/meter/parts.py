@@ -21,11 +21,8 @@ from typing import Any
 
 from meshtune.layout import Layout
 from meshtune.placement.ranks import coordinates
+from meshtune.row_types import PARTS
 
-PARTS = (
-    "forward", "backward", "recomputation", "communication", "bubble", "waiting", "optimizer", "loading",
-    "rest",
-)  # fmt: skip
 COMPUTED = ("forward", "backward", "recomputation", "optimizer", "loading")  # measured as they are
 AXIS_PARTS = {  # axis of the layout -> part of the planner's time that its collectives are
     "tp": "tensor", "cp": "context", "pp": "pipeline", "dp_shard": "data", "dp_replicate": "data"

@@ -32,6 +32,7 @@ from meshtune.model.generation import generation_config
 from meshtune.model.lora import lora_layers
 from meshtune.model.multimodal import put_back
 from meshtune.model.pieces import Piece
+from meshtune.model.rope_names import add_old_rope_names
 from meshtune.model.tokenizer_files import write_tokenizer
 from meshtune.rundir import disk_is_full, room
 
@@ -106,6 +107,7 @@ def save_model(
             if stop_ids:
                 model.config.eos_token_id = stop_ids[0]
             model.save_pretrained(aside, max_shard_size=max_shard_size)
+            add_old_rope_names(aside / "config.json", model.config)
         finally:
             model.config, model.generation_config = config, generation
         write_tokenizer_and_card(aside, tokenizer, card)
@@ -318,14 +320,15 @@ def _write_configs(
 ) -> None:
     """Write config.json, generation_config.json and, if there are several files, their index to `aside`.
 
-    They are those of transformers' `save_pretrained`. dtype: recorded as the model's. stop_ids: see
-    `save_model`.
+    They are those of transformers' `save_pretrained`, with older names of the rotary settings. dtype:
+    recorded as the model's. stop_ids: see `save_model`.
     """
     config = copy.deepcopy(model.config)
     config.dtype, config.architectures = str(dtype).removeprefix("torch."), [type(model).__name__]
     if stop_ids:
         config.eos_token_id = stop_ids[0]
     config.save_pretrained(aside)
+    add_old_rope_names(aside / "config.json", config)
     if model.can_generate():
         generation_config(model, stop_ids).save_pretrained(aside)
     if len(files) > 1:

@@ -18,32 +18,58 @@ from meshtune.errors import UserError, quoted
 
 CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 READ = ("tokenizer_class", "bos_token", "eos_token", "unk_token", "pad_token")
+READING = ("is_local", "local_files_only")  # how and where transformers read it: nothing of the tokenizer
 FILES = (CONFIG, "tokenizer.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model")
 
 
 def write_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write a tokenizer's files, with the chat template that it has now, to a folder."""
     tokenizer.save_pretrained(folder)
-    base = Path(tokenizer.name_or_path)
+    base, saved = Path(tokenizer.name_or_path), _settings(folder)
+    _write(saved, folder)
     if not tokenizer.name_or_path or not (base / CONFIG).is_file():
         return
-    own, saved = (json.loads((place / CONFIG).read_text("utf-8")) for place in (base, folder))
+    own = _settings(base)
     if "auto_map" in own:  # code of its own, which may not be run here
         return
     own.pop("chat_template", None)  # it stands in a file of its own
     names = [
         name for name in dict.fromkeys([*FILES, *tokenizer.vocab_files_names.values()]) if name != CONFIG
     ]
-    if _unchanged(tokenizer, base):
+    if _same(tokenizer, base):
         # The class and these tokens may follow from config.json, which an adapter's folder has not.
         own = {name: saved[name] for name in READ if name in saved} | own
         for name in names:
             (folder / name).unlink(missing_ok=True)
             if (base / name).is_file():
                 shutil.copyfile(base / name, folder / name)
-    else:
-        own = {name: value for name, value in own.items() if name != "added_tokens_decoder"} | saved
-    (folder / CONFIG).write_text(json.dumps(own, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        _write(own, folder)
+        return
+    both = {name: value for name, value in own.items() if name != "added_tokens_decoder"} | saved
+    for settings in (_older(both, own), both):  # the older form where it is read as the same tokenizer
+        _write(settings, folder)
+        if _same(tokenizer, folder):
+            return
+
+
+def _older(settings: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """The settings with the class of the base's, `own`, and the name of added special tokens that
+    transformers 4 reads, if the base's have no newer name.
+    """
+    older = settings | {name: own[name] for name in ("tokenizer_class",) if name in own}
+    if "extra_special_tokens" not in own and isinstance(older.get("extra_special_tokens"), list):
+        older["additional_special_tokens"] = older.pop("extra_special_tokens")
+    return older
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    settings = json.loads((folder / CONFIG).read_text("utf-8"))
+    return {name: value for name, value in settings.items() if name not in READING}
+
+
+def _write(settings: dict[str, Any], folder: Path) -> None:
+    text = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
+    (folder / CONFIG).write_text(text, encoding="utf-8")
 
 
 def check_written(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> None:
@@ -67,14 +93,19 @@ def check_written(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> N
             )
 
 
-def _unchanged(tokenizer: PreTrainedTokenizerBase, base: Path) -> bool:
-    """Whether a tokenizer has the tokens of the files that it was read from."""
+def _same(tokenizer: PreTrainedTokenizerBase, folder: Path) -> bool:
+    """Whether a tokenizer has the class and the tokens of that in a folder."""
 
     def tokens(one: PreTrainedTokenizerBase) -> tuple[Any, ...]:
         added = {id: (str(token), token.special) for id, token in one.added_tokens_decoder.items()}
-        return len(one), added, {name: str(token) for name, token in one.special_tokens_map.items()}
+        return (
+            type(one),
+            len(one),
+            added,
+            {name: str(token) for name, token in one.special_tokens_map.items()},
+        )
 
-    return tokens(tokenizer) == tokens(_read(base))
+    return tokens(tokenizer) == tokens(_read(folder))
 
 
 def _read(folder: Path) -> PreTrainedTokenizerBase:

@@ -60,7 +60,7 @@ def median_parts(rows: Sequence[Row]) -> tuple[float, dict[str, float]]:
     """
     seconds = median(row["seconds"] for row in rows)
     means = {part: fmean([row["parts"][part] for row in rows]) for part in PARTS}
-    scale = seconds / sum(means.values())
+    scale = seconds / (sum(means.values()) or 1.0)
     return seconds, {part: scale * value for part, value in means.items()}
 
 

@@ -22,7 +22,7 @@ import yaml
 
 from meshtune.errors import Interrupted, NonFinite, NothingFits, UserError
 from meshtune.layout import Layout
-from meshtune.rundir import RunDir, write_text_atomically
+from meshtune.rundir import RunDir, write_settings
 from meshtune.study.outcomes import bench_outcome, dryrun_outcome, train_outcome
 from meshtune.study.store import CRASHED, DIVERGED, DOES_NOT_FIT, OUT_OF_MEMORY, REFUSED, TIMED_OUT, Outcome
 from meshtune.units import duration
@@ -114,7 +114,7 @@ class Child:
         """
         self.task, self.folder, self.mark = task, folder, f"{sweep}/{task.number}"
         text = yaml.safe_dump(task.settings(folder), sort_keys=False, allow_unicode=True)
-        write_text_atomically(task.config_file(folder), text)
+        write_settings(task.config_file(folder), text)
         log = task.log_file(folder)
         log.parent.mkdir(parents=True, exist_ok=True)
         self._out = log.with_suffix(".out")

@@ -91,6 +91,7 @@ def run_all(
         return devices.next(waiting, [one.gpus for one in running], on_processor)
 
     with Signals() as signals:
+        store.hurry = lambda: signals.count > 0
         try:
             while (waiting or running) and not signals.count:
                 while (chosen := choice()) and not signals.count:

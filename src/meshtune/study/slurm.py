@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from meshtune.errors import Interrupted, UserError
-from meshtune.rundir import write_text_atomically
+from meshtune.rundir import write_settings, write_text_atomically
 from meshtune.study.children import Child, Task
 from meshtune.study.runner import POLL, Log, Progress, Signals, stop
 from meshtune.study.store import (
@@ -115,7 +115,7 @@ def _submitted(
     """Submit one array, write its id down, release it; returns the id."""
     folder = script.parent
     for task in tasks:
-        write_text_atomically(task_file(folder, task.number), task.as_json())
+        write_settings(task_file(folder, task.number), task.as_json())
     listing = folder / "slurm" / f"{tasks[0].number}-{time.time_ns()}.txt"
     write_text_atomically(listing, "".join(f"{task.number}\n" for task in tasks))
     array = f"0-{len(tasks) - 1}" + (f"%{jobs}" if jobs else "")

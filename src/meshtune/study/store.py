@@ -5,25 +5,28 @@
     results      a view of it with a column for each axis
 
 Each change is one transaction with the rollback journal synced, so that a kill at any moment loses nothing
-that was finished. One process writes: it holds `sweep.lock` beside the file.
+that was finished. One process writes: it holds `sweep.lock` beside the file. Where another program locks the
+database (a viewer, a backup), statements wait for it; every other error of SQLite ends the sweep with a
+sentence, and what was recorded before stays.
 """
 
 import json
 import os
 import sqlite3
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from meshtune.addresses import public
 from meshtune.errors import UserError
 from meshtune.filesystem import has_locks, lock
 from meshtune.meter.rows import time_now
 
 if TYPE_CHECKING:
     from meshtune.study.sweep_file import Experiment
-from meshtune.sweep_rows import FORM, LISTED, sqlite_address
+from meshtune.sweep_rows import FORM, LISTED, fault_of_experiment, sqlite_address
 from meshtune.units import duration
 
 WAITING, RUNNING, DONE = "waiting", "running", "done"
@@ -33,7 +36,8 @@ STATUSES = (
     WAITING, RUNNING, DONE, OUT_OF_MEMORY, CRASHED, REFUSED, TIMED_OUT, DOES_NOT_FIT, DIVERGED
 )  # fmt: skip
 FINISHED = STATUSES[2:]
-LOCKED, TRIES = 60.0, 10  # seconds for which a commit waits for readers, and how often
+LOCKED, TRIES = 1.0, 600  # seconds for which a statement waits for other programs, and how often
+SAID = 5.0  # seconds of waiting after which it is printed
 FIGURES = {  # column -> its type
     "step_seconds": "REAL",  # median
     "spread": "REAL",  # distance of the quartiles of the steps, of the median
@@ -97,11 +101,15 @@ class Row:
 class Store:
     """The database of one sweep, open for writing; use as a context manager."""
 
-    def __init__(self, file: Path) -> None:
-        """Lock and open the file, or make it. Raises UserError if another process sweeps there, and for a
-        file that is no such database.
+    def __init__(self, file: Path, log: Callable[[str], None] = lambda _: None) -> None:
+        """Lock and open the file, or make it. log: gets a line where the file is locked for long.
+
+        Raises UserError if another process sweeps there, and for a file that is no such database. So do all
+        methods where the file can't be read or written.
         """
-        self.file = file
+        self.file, self._log = file, log
+        self.hurry: Callable[[], bool] = bool  # True once nobody waits for long any more (Ctrl-C)
+        self._unrecorded: dict[int, Outcome] = {}  # how experiments ended, as far as it is not in the file
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             self._lock = locked(file.with_name("sweep.lock"), file.parent)
@@ -112,16 +120,16 @@ class Store:
             address = sqlite_address(file, "rwc", locks=has_locks(file.with_name("sweep.lock")))
             self._database = sqlite3.connect(address, uri=True, isolation_level=None, timeout=LOCKED)
             self._database.execute("PRAGMA synchronous = FULL")
-            tables = {name for (name,) in self._database.execute("SELECT name FROM sqlite_master")}
+            tables = {name for (name,) in self._read("SELECT name FROM sqlite_master")}
             if not tables:
-                self._database.executescript(f"BEGIN IMMEDIATE; {SCHEMA} COMMIT;")
+                with self._transaction() as database:
+                    for statement in SCHEMA.strip().rstrip(";").split(";"):
+                        database.execute(statement)
             elif "experiments" not in tables or self.description().get("form") != FORM:
                 raise UserError(f"{file} is no sweep of this version; name another folder with --out.")
-        except sqlite3.DatabaseError as error:
+        except sqlite3.Error as error:
             self._lock.close()
-            raise UserError(
-                f"{file} can't be read as a database ({error}); name another folder with --out."
-            ) from None
+            raise self._failed(error) from error
         except BaseException:
             self._lock.close()
             raise
@@ -129,40 +137,85 @@ class Store:
     def __enter__(self) -> "Store":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._database.close()
-        self._lock.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self.hurry = lambda: True
+        try:
+            if self._unrecorded:  # the lock, or the full disk, may have gone
+                self._record()
+        finally:
+            self._database.close()
+            self._lock.close()
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        self._database.execute("BEGIN IMMEDIATE")
+        self._patiently(lambda: self._database.execute("BEGIN IMMEDIATE"))
         try:
             yield self._database
-        except BaseException:
-            self._database.execute("ROLLBACK")
-            raise
-        self._commit()
+            self._patiently(lambda: self._database.execute("COMMIT"))
+        except sqlite3.Error as error:
+            raise self._failed(error) from error
+        finally:
+            if self._database.in_transaction:
+                with suppress(sqlite3.Error):  # what SQLite could not write is rolled back by the next one
+                    self._database.execute("ROLLBACK")
 
-    def _commit(self) -> None:
-        """Commit once no other program reads. Raises UserError if one does so for minutes."""
-        for _ in range(TRIES):
+    def _read(self, query: str, values: Sequence[Any] = ()) -> list[Any]:
+        return self._patiently(lambda: self._database.execute(query, values).fetchall())
+
+    def _patiently(self, statement: Callable[[], Any]) -> Any:
+        """Result of a statement, once no other program locks the file. Raises UserError if one does so for
+        minutes, and for each other error.
+        """
+        for attempt in range(TRIES):
             try:
-                self._database.execute("COMMIT")
-                return
-            except sqlite3.OperationalError as error:
+                return statement()
+            except sqlite3.Error as error:
                 if "locked" not in str(error):
-                    raise
-        self._database.execute("ROLLBACK")
+                    raise self._failed(error) from error
+            waited = (attempt + 1) * LOCKED
+            if waited >= SAID and self.hurry():
+                break
+            if waited - LOCKED < SAID <= waited:
+                self._log(
+                    f"{self.file} is locked by another program, such as a viewer or a backup. Waiting for "
+                    f"it, at most {duration(TRIES * LOCKED)}.{self._kept('in memory until then')}"
+                )
         raise UserError(
-            f"{self.file} could not be written for {duration(TRIES * LOCKED)}, since another program reads "
-            "it: end its query; the same command goes on."
+            f"{self.file} could not be used for {duration(waited)}, since another program has it locked: end "
+            f"that program.{self._kept('not recorded yet')} The same command goes on."
         )
+
+    def _failed(self, error: sqlite3.Error) -> UserError:
+        """A sentence on an error that is no lock, with the remedy."""
+        text = str(error)
+        if isinstance(error, sqlite3.DatabaseError) and not isinstance(error, sqlite3.OperationalError):
+            return UserError(
+                f"{self.file} can't be read as a database ({text}); name another folder with --out."
+            )
+        remedy = "Mend its disk"
+        if not self.file.exists():
+            text, remedy = f"it is no longer there; {text}", "Put it back, or begin anew"
+        elif "full" in text:
+            remedy = "Make room"
+        elif "readonly" in text or "unable to open" in text:
+            remedy = "Make the file and its folder writable"
+        return UserError(
+            f"{self.file} can't be written ({text}). What was recorded before is kept."
+            f"{self._kept('not recorded yet')} {remedy}; the same command goes on."
+        )
+
+    def _kept(self, where: str) -> str:
+        """A sentence on results that are not in the file yet, behind a space; "" without any."""
+        names = ", ".join(map(str, self._unrecorded))
+        word = "experiment" if len(self._unrecorded) == 1 else "experiments"
+        return f" The result of {word} {names} is {where}." if names else ""
 
     # the sweep #
 
     def description(self) -> dict[str, Any]:
         """The table `sweep`."""
-        rows = self._database.execute("SELECT name, value FROM sweep")
+        rows = self._read("SELECT name, value FROM sweep")
         return {name: json.loads(value) for name, value in rows}
 
     def describe(self, facts: Mapping[str, Any]) -> None:
@@ -192,7 +245,7 @@ class Store:
             database.executemany(
                 "INSERT INTO experiments (key, number, settings, status) VALUES (?, ?, ?, ?)",
                 [
-                    (one.key, number + place, json.dumps(one.settings, default=str), WAITING)
+                    (one.key, number + place, json.dumps(public(one.settings), default=str), WAITING)
                     for place, one in enumerate(new, 1)
                 ],
             )
@@ -213,7 +266,7 @@ class Store:
         wanted = None if keys is None else set(keys)
         return [
             Row(number, key, json.loads(settings), *rest)
-            for number, key, settings, *rest in self._database.execute(f"{query} ORDER BY number", statuses)
+            for number, key, settings, *rest in self._read(f"{query} ORDER BY number", statuses)
             if wanted is None or key in wanted
         ]
 
@@ -235,15 +288,25 @@ class Store:
                 )
 
     def finish(self, outcomes: Mapping[int, Outcome]) -> None:
-        """Write how experiments ended: number -> outcome. All in one transaction."""
+        """Write how experiments ended: number -> outcome. All in one transaction.
+
+        An outcome that can't be written is kept, and tried again before the store is closed.
+        """
+        self._unrecorded |= outcomes
+        if self._unrecorded:
+            self._record()
+
+    def _record(self) -> None:
         with self._transaction() as database:
-            for number, outcome in outcomes.items():
-                text = None if outcome.document is None else json.dumps(outcome.document, default=str)
+            for number, outcome in self._unrecorded.items():
+                document = public(outcome.document)
+                text = None if document is None else json.dumps(document, default=str)
                 values = {
-                    **(outcome.figures or {}), "status": outcome.status, "reason": outcome.reason,
+                    **(outcome.figures or {}), "status": outcome.status, "reason": public(outcome.reason),
                     "seconds": outcome.seconds, "ended": time_now(), "document": text, "job": None,
                 }  # fmt: skip
                 self._set(database, number, values)
+        self._unrecorded = {}
 
     def wait_again(self, numbers: Iterable[int]) -> None:
         """Set experiments that were stopped, or are to be tried again, to waiting."""
@@ -263,7 +326,7 @@ class Store:
             f"SELECT status, reason, count(*) FROM experiments WHERE reason IS NOT NULL AND {LISTED} "
             "GROUP BY status, reason ORDER BY count(*), number DESC"
         )
-        return {status: reason for status, reason, _ in self._database.execute(query)}
+        return {status: reason for status, reason, _ in self._read(query)}
 
     def best(self, order: str, most: int) -> list[dict[str, Any]]:
         """The first listed rows of the view `results` that have the figure `order`: a column, with " DESC"
@@ -271,15 +334,15 @@ class Store:
         """
         known = f"{order.split()[0]} IS NOT NULL"
         query = f"SELECT * FROM results WHERE {known} AND status = ? AND {LISTED} ORDER BY {order} LIMIT ?"
-        found = self._database.execute(query, (DONE, most))
-        names = [name for name, *_ in found.description]
-        return [dict(zip(names, values, strict=True)) for values in found]
+        names = [name for _, name, *_ in self._read("PRAGMA table_info(results)")]
+        rows = (dict(zip(names, values, strict=True)) for values in self._read(query, (DONE, most)))
+        return [row for row in rows if fault_of_experiment(row, only=FIGURES) is None]
 
     @staticmethod
     def _describe(database: sqlite3.Connection, facts: Mapping[str, Any]) -> None:
         database.executemany(
             "INSERT OR REPLACE INTO sweep VALUES (?, ?)",
-            [(name, json.dumps(value, default=str)) for name, value in facts.items()],
+            [(name, json.dumps(public(value), default=str)) for name, value in facts.items()],
         )
 
     @staticmethod

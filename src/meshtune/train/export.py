@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import meshtune
+from meshtune.addresses import public
 from meshtune.config import Config
 from meshtune.data.encode import Encoder
 from meshtune.errors import UserError, expanded
@@ -118,10 +120,11 @@ class Exporter:
             if self.adapter and self.adapter["embeddings"]
             else ""
         )
+        versions = f"transformers {transformers.__version__} and torch {torch.__version__}"
         return (
             f"---\nlibrary_name: {library}\n{base}tags:\n- meshtune\n---\n\n"
             f"# {shown(self.base_name)}, {verb}\n\n"
-            f"Trained with meshtune {meshtune.__version__}.\n\n{resized}"
+            f"Written by meshtune {meshtune.__version__} with {versions}.\n\n{resized}"
             f"| setting | value |\n| --- | --- |\n{rows}\n"
         )
 
@@ -198,7 +201,7 @@ def recipe(config: Config) -> dict[str, str]:
     row, betas = OPTIMIZERS[train.optimizer], f"betas {train.adam_betas}"
     rest = f", {row.rest} with {betas} for the rest" if row.rest else ""
     constants = f", {betas}" if "betas" in row.constants else rest
-    changes = {"changes to its config.json": f"`{json.dumps(config.model.overrides)}`"}
+    changes = {"changes to its config.json": f"`{json.dumps(public(config.model.overrides))}`"}
     return {
         "base model": shown(config.model.name),
         **(changes if config.model.overrides else {}),
@@ -228,5 +231,10 @@ def hub_id(name: str) -> str:
 
 
 def shown(name: str) -> str:
-    """A hub id as it is; only the last part of a local path, since the rest is private to the machine."""
-    return Path(name).name if expanded(name).exists() else name
+    """A hub id as it is; of an address what `public` leaves, and of a local path the last part alone, since
+    the rest is private to the machine, also where nothing is there any more.
+    """
+    if "://" in name:
+        return public(name)
+    local = name.startswith(("/", ".", "~")) or expanded(name).exists()
+    return Path(name).name if local else name

@@ -11,7 +11,7 @@ from meshtune import filesystem
 from meshtune.config import Config
 from meshtune.errors import UserError, check_file
 from meshtune.model.identity import BASE_DIGEST, check_base
-from meshtune.rundir import RunDir, write_text_atomically
+from meshtune.rundir import RunDir, write_settings
 from meshtune.train.checkpoint import Checkpoints
 from meshtune.train.output import Decision, decide, resolved
 
@@ -111,7 +111,7 @@ class Claim:
         """Write the files that make the folder a run, by their text."""
         self._texts = dict(texts)
         for file, text in self._texts.items():
-            write_text_atomically(file, text)
+            write_settings(file, text)
 
     def renew(self) -> bool:
         """Make the folder a run again if it was deleted or moved away; returns whether it was.

@@ -6,6 +6,7 @@ import socket
 import uuid
 from typing import TYPE_CHECKING, Any
 
+from meshtune.addresses import public
 from meshtune.launch.rank import cores
 from meshtune.meter.rows import time_now
 from meshtune.model.identity import BASE_DIGEST
@@ -51,7 +52,7 @@ def facts_of(config: Config, model: RankModel, prepared: Prepared | None) -> Row
     world = model.parallel.world
     return {
         "started": time_now(),
-        "model": config.model.name,
+        "model": public(config.model.name),
         "method": config.method,
         "parameters": model.census.total,
         "trainable_parameters": model.census.trainable,
@@ -61,7 +62,7 @@ def facts_of(config: Config, model: RankModel, prepared: Prepared | None) -> Row
         "global_batch_size": config.global_batch_size,
         "seq_len": config.data.seq_len,
         "seed": config.train.seed,
-        "data": [source.path for source in config.data.train],
+        "data": [public(source.path) for source in config.data.train],
         "data_digest": prepared and prepared.digest,
         "label_share": prepared and prepared.train.label_share,
         "loss_function": model.passes.token_loss and model.passes.token_loss.name,

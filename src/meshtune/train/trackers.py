@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from rich.console import Console
 from rich.markup import escape
 
+from meshtune.addresses import public
 from meshtune.errors import UserError
 from meshtune.meter.rows import eval_row, train_row
 from meshtune.rundir import Row, RunDir
@@ -119,16 +120,16 @@ class Metrics:
         names = list(dict.fromkeys(to))
         if problems := tracker_problems(names):
             raise UserError(problems)
-        console = console or Console(stderr=True)
+        console, shown = console or Console(stderr=True), public(settings or {})
         start = {
             "console": lambda: ConsoleTracker(
                 console, course=course, speed_unit=speed_unit(world, device), memory=memory
             ),
             "jsonl": lambda: JsonlTracker(run),
             "tensorboard": lambda: TensorBoardTracker(run.logs / "tensorboard", start_step=course.start),
-            "wandb": lambda: WandbTracker(run, labels, settings or {}),
-            "mlflow": lambda: MlflowTracker(run, labels, settings or {}),
-            "trackio": lambda: TrackioTracker(run, labels, settings or {}),
+            "wandb": lambda: WandbTracker(run, labels, shown),
+            "mlflow": lambda: MlflowTracker(run, labels, shown),
+            "trackio": lambda: TrackioTracker(run, labels, shown),
             "prometheus": lambda: PrometheusTracker(run, labels.textfile_directory),
         }
         metrics = cls(
@@ -162,7 +163,7 @@ class Metrics:
 
     def start(self, **facts: Any) -> None:
         """Log a row of kind "run" before the first step: model, method, layout, device, versions …"""
-        self.log({"kind": "run", **facts})
+        self.log({"kind": "run", **public(facts)})
 
     def train(self, **numbers: Any) -> None:
         """Log one update's row, if due, skipped or with the gradient noise; callbacks get each. `numbers` are
@@ -186,13 +187,15 @@ class Metrics:
 
     def end(self, **facts: Any) -> None:
         """Log a row of kind "end": the step, and whether the run finished or what stopped it."""
-        self.log({"kind": "end", **facts})
+        self.log({"kind": "end", **public(facts)})
 
     def log_line(self, text: str) -> None:
         """Print a line on the terminal, above the progress bar; nothing on ranks other than 0."""
         if self.console is not None:
             width = self.console.width if self.console.is_terminal else None
-            self.console.print(escape(at_words(printable(text), width)), soft_wrap=True, highlight=False)
+            self.console.print(
+                escape(at_words(printable(public(text)), width)), soft_wrap=True, highlight=False
+            )
 
     def close(self, *, failed: bool = False) -> None:
         """Close every tracker, and print which can't be closed; safe to call twice."""

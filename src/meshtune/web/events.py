@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 from meshtune.errors import UserError
 from meshtune.report.draw.page import Page
 from meshtune.report.run.points import Points
-from meshtune.rundir import Row
-from meshtune.web.states import rows_in
+from meshtune.rundir import Row, rows_of
+from meshtune.web.states import whole_lines
 
 POLL = 0.5  # seconds between two looks at a run's files
 QUIET = 15.0  # seconds without an event after which a comment is sent: proxies end silent connections
@@ -209,7 +209,7 @@ class Followed:
         except OSError:
             return []
         drawing.offset += piece.rfind(b"\n") + 1
-        return rows_in(piece)
+        return rows_of(whole_lines(piece))
 
 
 def _pause(old: Drawing, stamp: Stamp) -> float:

@@ -86,7 +86,7 @@ def listed(entry: Entry) -> Listed:
     """A run's line, from its first and last rows."""
     run = RunDir(entry.path)
     rows = first_and_last_rows(run.metrics_file)
-    summary = summarise(run, rows)
+    summary = summarise(run, rows, samples=False)
     changed = [stamp[2] for file in (run.metrics_file, run.config_file) if (stamp := _stamp(file))]
     return Listed(
         entry,
@@ -142,6 +142,7 @@ def _row(line: Listed) -> str:
     )
     name, identifier = text(line.entry.name), line.entry.id
     why = f" <small>{text(state.why)}</small>" if state.why else ""
+    why += f" <small>{text(summary.left_out)}</small>" if summary.left_out else ""
     return (
         f"<tr><td><input type='checkbox' name='run' value='{identifier}' aria-label='choose {name}'></td>"
         f"<td class='left'><a href='/runs/{identifier}'>{name}</a></td>"

@@ -1,13 +1,12 @@
 """A run's state in the list, from its files: summary.status in one word, with the reason beside it."""
 
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from meshtune.report.run.summary import of_kind, of_last_start
-from meshtune.rundir import Row, RunDir, fault_of
+from meshtune.rundir import Row, RowList, RunDir, rows_of
 from meshtune.units import printable
 
 ENDS = 48 * 1024  # bytes of metrics.jsonl at its start and at its end that the list reads
@@ -48,9 +47,9 @@ def last_log_line(run: RunDir) -> str:
     return line and f"{newest.name}: {line}"[:LONGEST]
 
 
-def first_and_last_rows(file: Path) -> list[Row]:
-    """Rows at the start and at the end of metrics.jsonl, all of a short one; lines that are no rows are left
-    out. A list of many runs is made from them at once.
+def first_and_last_rows(file: Path) -> RowList:
+    """Rows at the start and at the end of metrics.jsonl, all of a short one. A list of many runs is made from
+    them at once.
     """
     try:
         size = file.stat().st_size
@@ -60,21 +59,13 @@ def first_and_last_rows(file: Path) -> list[Row]:
         elif size > ENDS:
             pieces = [_piece(file, size)]
     except OSError:  # it has not been written yet
-        return []
-    return [row for piece in pieces for row in rows_in(piece)]
+        return RowList()
+    return rows_of(line for piece in pieces for line in whole_lines(piece))
 
 
-def rows_in(piece: bytes) -> list[Row]:
-    """The rows of whole lines; others are left out."""
-    rows = []
-    for line in piece[: piece.rfind(b"\n") + 1].splitlines():
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(row, dict) and fault_of(row) is None:
-            rows.append(row)
-    return rows
+def whole_lines(piece: bytes) -> list[bytes]:
+    """The lines of a part of a file, without an incomplete last one."""
+    return piece.split(b"\n")[:-1]
 
 
 def _piece(file: Path, length: int) -> bytes:

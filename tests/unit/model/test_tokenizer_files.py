@@ -1,6 +1,7 @@
 """A tokenizer that is written and read back is the one that was trained with."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -92,3 +93,34 @@ def test_the_class_and_the_ends_are_written_where_config_json_has_them(base: Pat
     tokenizer = AutoTokenizer.from_pretrained(base)
     again = read_back(tokenizer, tmp_path / "written")
     assert type(again) is type(tokenizer) and again.special_tokens_map == tokenizer.special_tokens_map
+
+
+@pytest.mark.parametrize("added", [False, True])
+def test_the_files_depend_on_the_tokenizer_only(base: Path, tmp_path: Path, added: bool) -> None:
+    """Neither on how it was read nor on where: the hub switched off, another folder of the same files."""
+    shutil.copytree(base, tmp_path / "moved")
+    folders = []
+    for place, offline in ((base, False), (base, True), (tmp_path / "moved", True)):
+        tokenizer = AutoTokenizer.from_pretrained(place, local_files_only=offline)
+        if added:
+            apply_template(tokenizer, "chatml")
+        folders.append(tmp_path / f"written-{len(folders)}")
+        write_tokenizer(tokenizer, folders[-1])
+    first, *others = ({file.name: file.read_bytes() for file in folder.iterdir()} for folder in folders)
+    assert others == [first, first]
+    assert b"local_files_only" not in first["tokenizer_config.json"]
+
+
+def test_added_tokens_are_written_in_the_form_of_the_bases_files(base: Path, tmp_path: Path) -> None:
+    """transformers 4 knows neither the class that 5 writes nor a list of extra_special_tokens."""
+    own = json.loads((base / "tokenizer_config.json").read_text())
+    older = own | {"tokenizer_class": "PreTrainedTokenizerFast", "additional_special_tokens": ["[INST]"]}
+    (base / "tokenizer_config.json").write_text(json.dumps(older))
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    apply_template(tokenizer, "chatml")
+    again = read_back(tokenizer, tmp_path / "written")
+    settings = json.loads((tmp_path / "written/tokenizer_config.json").read_text())
+    assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert settings["additional_special_tokens"] == ["[INST]", "<|im_start|>", "<|im_end|>"]
+    assert "extra_special_tokens" not in settings
+    assert again.get_added_vocab() == tokenizer.get_added_vocab()

@@ -318,3 +318,19 @@ def test_plans_are_pages_too(tmp_path, capsys):
     assert "<larger>" not in html
     report([file, of_run], out=tmp_path / "two.html")
     assert [panel.key for panel in document_panels([read_plan(file), read_plan(of_run)])] == ["memory"]
+
+
+def test_odd_rows_of_a_database_are_left_out_and_counted(tmp_path):
+    """Each column with a value of another type, and damaged JSON: SQLite takes any value in any column."""
+    whole = [bench_row("small", 1, 1), bench_row("small", 2, 1)]
+    odd = [whole[0] | {name: "x"} for name in whole[0] if name not in ("layout", "model", "attempts")]
+    odd += [
+        whole[0] | {name: 3.5} for name in ("layout", "model", "status", "reason", "settings", "document")
+    ]
+    odd += [whole[0] | {"document": {"measured": 3}}, whole[0] | {"settings": "[1]"}]
+    database = write_sweep(tmp_path, [*whole, *odd], axes="x", machine=3, unlisted=[])
+    source = read_sweep_rows(database)
+    assert [row["number"] for row in source.rows] == [1, 2] and len(source.left_out) == len(odd) + 2
+    made = sweep_page(database)
+    assert made.counts == {"done": 2} and source.left_out_sentence in made.page.before
+    made.page.html()

@@ -11,7 +11,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
-from golden import refuses
+from golden import refuses, says
 
 from meshtune.errors import UserError
 from meshtune.study import store as store_module
@@ -155,3 +155,57 @@ def test_killed_at_any_moment_no_finished_result_is_lost(tmp_path: Path) -> None
     database = sqlite3.connect(file)
     assert database.execute("PRAGMA integrity_check").fetchone() == ("ok",)
     assert database.execute("SELECT max(attempts) FROM experiments").fetchone()[0] <= 2
+
+
+DONE_WITH = Outcome(DONE, None, {"loss": 1.0}, {"text": "x" * 100_000})
+
+
+@pytest.mark.parametrize("fault", ["PRAGMA max_page_count = 1", "PRAGMA query_only = 1", "moved"])
+def test_a_result_that_cant_be_written_is_named_and_what_was_recorded_stays(
+    tmp_path: Path, fault: str
+) -> None:
+    """The disk is full, the file can't be written any more, or it is gone."""
+    file = tmp_path / "sweep.db"
+    with suppress(UserError), Store(file) as store:  # which tries once more
+        store.add(listed(1, 2), AXES)
+        store.finish({1: DONE_WITH})
+        if fault == "moved":
+            file.rename(tmp_path / "elsewhere.db")
+        else:
+            store._database.execute(fault)
+        with refuses(UserError):
+            store.finish({2: DONE_WITH})
+    (tmp_path / "elsewhere.db").exists() and (tmp_path / "elsewhere.db").rename(file)
+    with Store(file) as store:  # the same command goes on
+        assert store.counts() == {WAITING: 1, DONE: 1}
+        store.finish({2: DONE_WITH})
+
+
+def test_a_result_is_recorded_at_the_end_where_the_disk_has_room_again(tmp_path: Path) -> None:
+    with Store(tmp_path / "sweep.db") as store:
+        store.add(listed(1), AXES)
+        store._database.execute("PRAGMA max_page_count = 1")
+        with pytest.raises(UserError):
+            store.finish({1: DONE_WITH})
+        store._database.execute("PRAGMA max_page_count = 1000000")
+    with Store(tmp_path / "sweep.db") as store:
+        assert store.counts() == {DONE: 1}
+
+
+def test_a_locked_database_is_waited_for_and_the_line_says_for_what(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "LOCKED", 0.01)
+    monkeypatch.setattr(store_module, "SAID", 0.03)
+    file = tmp_path / "sweep.db"
+    with closing(sqlite3.connect(file, isolation_level=None)) as viewer:
+
+        def log(line: str) -> None:
+            says(line)
+            viewer.execute("ROLLBACK")
+
+        with Store(file, log) as store:
+            store.add(listed(1), AXES)
+            viewer.execute("BEGIN EXCLUSIVE")
+            store.finish({1: DONE_WITH})
+            assert store.counts() == {DONE: 1}

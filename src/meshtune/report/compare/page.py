@@ -50,7 +50,7 @@ COLUMNS = (  # a new panel is one row
 def comparison_page(comparison: Comparison) -> Page:
     """The comparison's parts."""
     environment = [*map(in_words, comparison.environment)]
-    caution = f"<p class='note'>{text(comparison.caution)}</p>" if comparison.caution else ""
+    notes = "".join(f"<p class='note'>{text(note)}</p>" for note in comparison.notes)
     after = (
         _table("Settings that differ", comparison.names, comparison.settings, "All settings are the same."),
         _table("Model and environment that differ", comparison.names, environment, ""),
@@ -61,7 +61,7 @@ def comparison_page(comparison: Comparison) -> Page:
         kind="comparison",
         subtitle=text(f"{len(comparison.names)} runs: {', '.join(str(run.path) for run in comparison.runs)}"),
         panels=panels(comparison),
-        before=_table("", comparison.names, comparison.figures, "Nothing has been measured yet.") + caution,
+        before=_table("", comparison.names, comparison.figures, "Nothing has been measured yet.") + notes,
         after="\n".join(section for section in after if section),
         footer=text(
             "Made by meshtune from the files of these runs' folders. " + conventions(comparison.facts)
@@ -118,8 +118,8 @@ def comparison_tables(comparison: Comparison) -> RenderableType:
             )
         if lines:
             parts += [table, Text()]
-    if comparison.caution:
-        parts += [Text(comparison.caution, style="yellow"), Text()]
+    for note in comparison.notes:
+        parts += [Text(note, style="yellow"), Text()]
     return Group(*parts)
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from meshtune.addresses import public
 from meshtune.config import LEARNING_RATES
 from meshtune.errors import UserError
 from meshtune.report.draw.theme import OTHERS
@@ -66,6 +67,16 @@ class Comparison:
     samples: tuple[Answers, ...]
     caution: str  # a sentence on figures that do not compare; "" where they do
     facts: tuple[Mapping[str, Any], ...]  # of each run's last "run" row, by dotted name
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences below the figures."""
+        left_out = (
+            f"{name}: {one.left_out}"
+            for name, one in zip(self.names, self.summaries, strict=True)
+            if one.left_out
+        )
+        return [*([self.caution] if self.caution else []), *left_out]
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -207,7 +218,7 @@ def _config(run: RunDir) -> dict[str, Any]:
     """The settings by dotted key, the default learning rate as a number; {} for a run without config.yaml."""
     if not run.config_file.exists():
         return {}
-    settings = dict(leaves(read_yaml(run.config_file)))
+    settings = dict(leaves(public(read_yaml(run.config_file))))
     if settings.get("train.learning_rate") is None:
         settings["train.learning_rate"] = LEARNING_RATES.get(settings.get("method", "full"))
     return settings

@@ -92,6 +92,8 @@ def _counts(sweep: Sweep, counts: Mapping[str, int]) -> str:
             f"{counted(len(unlisted), 'result')} that the sweep's file no longer lists: in the database, but "
             "not here."
         )
+    if left_out := sweep.source.left_out_sentence:
+        notes.append(left_out)
     if not counts.get(DONE):
         notes.append("No experiment is done yet, so there is no picture.")
     lines = "".join(f"<p class='note'>{text(note)}</p>" for note in notes)

@@ -70,7 +70,9 @@ class Experiment:
     @property
     def micro_batch(self) -> int | None:
         """Sequences of a micro-batch."""
-        words = [word[2:] for word in self.layout.split("-") if word.startswith("mb")]
+        words = [
+            word[2:] for word in self.layout.split("-") if word.startswith("mb") and word[2:].isdecimal()
+        ]
         return int(words[0]) if words else None
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from meshtune.addresses import public
 from meshtune.errors import UserError, check_file
 from meshtune.meter.rows import memory_table
 from meshtune.report.draw.kinds import Panel
@@ -100,7 +101,7 @@ def run_page(run: RunDir, rows: Sequence[Row] | None = None, summary: Summary | 
         _samples(run),
         _memory(of_kind(rows, "memory")),
         _facts("What was run", shown),
-        _facts("What the planner predicted", _prediction(facts.get(PREDICTED, {}))),
+        _facts("What the planner predicted", _prediction(facts.get(PREDICTED) or {})),
         _settings(run),
         _facts("Environment", environment),
     ]
@@ -130,7 +131,7 @@ class LiveHeadline:
         rows: each given once, in order; what the page was drawn with does not count again.
         """
         seen = {"train": self._summary.steps, "eval": self._evaluated}
-        new = [row for row in rows if row.get("step", -1) > seen.get(row.get("kind", ""), 2**63)]
+        new = [row for row in rows if (kind := row.get("kind")) in seen and row["step"] > seen[kind]]
         if not new:
             return {}
         self._evaluated = max((row["step"] for row in of_kind(new, "eval")), default=self._evaluated)
@@ -191,13 +192,14 @@ def _headline(summary: Summary) -> str:
         process = summary.peak_resident_bytes
         beside = f"of tensors; process {human(process)}" if process else "of tensors"
         tiles.append(("Peak memory", human(summary.peak_memory_bytes), beside))
+    note = f"<p class='note'>{text(summary.left_out)}</p>" if summary.left_out else ""
     if not tiles:
-        return "<p class='empty'>Nothing has been measured yet.</p>"
+        return f"<p class='empty'>Nothing has been measured yet.</p>{note}"
     cells = (
         f"<div class='tile'><dt>{label}</dt><dd>{value}</dd><small>{beside}</small></div>"
         for label, value, beside in tiles
     )
-    return f"<dl class='tiles'>{''.join(cells)}</dl>"
+    return f"<dl class='tiles'>{''.join(cells)}</dl>{note}"
 
 
 def _causes(summary: Summary) -> str:
@@ -247,7 +249,7 @@ def _facts(title: str, facts: Iterable[tuple[str, str]]) -> str:
 
 def _prediction(predicted: Row) -> Iterable[tuple[str, str]]:
     """Yield (part, bytes or seconds as text) of a plan's memory and step time, less the parts that are 0."""
-    for name, size in predicted.get("memory", {}).items():
+    for name, size in (predicted.get("memory") or {}).items():
         if isinstance(size, float) and size:
             yield f"memory: {name.replace('_', ' ')}", human(size)
     for name, seconds in (predicted.get("time") or {}).items():
@@ -264,7 +266,7 @@ def _settings(run: RunDir) -> str:
     settings = run.config_file.read_text(encoding="utf-8", errors="replace")
     return (
         f"<section><h2>Settings</h2><p>Run it again, in the folder NEW, with <code>{text(again)}</code></p>"
-        f"<details><summary>config.yaml</summary><pre>{text(settings)}</pre></details></section>"
+        f"<details><summary>config.yaml</summary><pre>{text(public(settings))}</pre></details></section>"
     )
 
 

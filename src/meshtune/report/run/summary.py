@@ -3,6 +3,7 @@
 The terminal's summary, the page and `--json` all show this value, so they can't disagree.
 """
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -10,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from meshtune import units
-from meshtune.errors import UserError
+from meshtune.addresses import public
 from meshtune.meter.causes import Cause
 from meshtune.rundir import Row, RunDir
 
@@ -18,8 +19,14 @@ from meshtune.rundir import Row, RunDir
 class Rows(tuple[Row, ...]):
     """Rows of metrics.jsonl, sorted by kind once: a run may have a hundred thousand of them."""
 
+    left_out: Sequence[str]  # as RowList has them
+
     def __new__(cls, rows: Iterable[Row] = ()) -> "Rows":
-        return rows if isinstance(rows, cls) else super().__new__(cls, rows)
+        if isinstance(rows, cls):
+            return rows
+        sorted_once = super().__new__(cls, rows)
+        sorted_once.left_out = getattr(rows, "left_out", ())
+        return sorted_once
 
     @cached_property
     def kinds(self) -> dict[str, list[Row]]:
@@ -67,6 +74,7 @@ class Summary:
     model_folder: str | None = None  # None until it exists
     report: str | None = None  # None until it exists
     causes: tuple[Cause, ...] = ()  # that make the run slow, the costliest first; empty where it is healthy
+    left_out: str = ""  # a sentence on lines of its files that are no rows; "" where all are
 
     def as_dict(self) -> dict[str, Any]:
         """The fields as plain values, for JSON."""
@@ -88,10 +96,11 @@ class Sample:
         return self.expected is not None and answer.strip() == self.expected.strip()
 
 
-def summarise(run: RunDir, rows: Sequence[Row] | None = None) -> Summary:
+def summarise(run: RunDir, rows: Sequence[Row] | None = None, *, samples: bool = True) -> Summary:
     """Headline numbers of a run, which may still be running or have no rows yet.
 
-    rows: of metrics.jsonl, where they have been read already.
+    rows: of metrics.jsonl, where they have been read already. samples: read samples.jsonl, too, for
+    `left_out`.
     """
     rows = Rows(run.rows() if rows is None else rows)
     end = last(of_kind(rows.last_start, "end")) or {}  # a "run" row after it: the run was resumed
@@ -103,6 +112,7 @@ def summarise(run: RunDir, rows: Sequence[Row] | None = None) -> Summary:
         model_folder=str(run.model) if run.model.exists() else None,
         report=str(run.report_file) if run.report_file.exists() else None,
         causes=causes_of(rows),
+        left_out=run.left_out(rows.left_out, run.samples().left_out if samples else ()),
     )
     known = grown(known, rows)
     train = of_kind(rows, "train")
@@ -168,25 +178,25 @@ def causes_of(rows: Sequence[Row]) -> tuple[Cause, ...]:
 
 
 def samples_of(run: RunDir) -> list[Sample]:
-    """Each sampled prompt once, in the order of first answers, with the answer of step 0 and the last one.
-
-    Raises UserError for a row without the two texts.
-    """
+    """Each sampled prompt once, in the order of first answers, with the answer of step 0 and the last one."""
     rows_of_prompt: dict[str, list[Row]] = {}
-    for number, row in enumerate(run.samples(), 1):
-        if not isinstance(row.get("prompt"), str) or not isinstance(row.get("answer"), str):
-            raise UserError(f"{run.samples_file}, row {number} lacks a prompt or an answer; remove it.")
+    for row in run.samples():
         rows_of_prompt.setdefault(row["prompt"], []).append(row)
     return [
         Sample(
             prompt=prompt,
             question=str(rows[-1].get("question") or prompt),
-            expected=rows[-1].get("expected"),
+            expected=as_text(rows[-1].get("expected")),
             before=rows[0]["answer"] if len(rows) > 1 and rows[0].get("step") == 0 else None,
             after=rows[-1]["answer"],
         )
         for prompt, rows in rows_of_prompt.items()
     ]
+
+
+def as_text(expected: str | float | None) -> str | None:
+    """An expected answer as text: data sets have numbers, too."""
+    return expected if expected is None or isinstance(expected, str) else json.dumps(expected)
 
 
 def facts_of(run: RunDir, rows: Sequence[Row] | None = None) -> Row:
@@ -195,7 +205,7 @@ def facts_of(run: RunDir, rows: Sequence[Row] | None = None) -> Row:
     rows: as `summarise` takes them.
     """
     starts = run.rows("run") if rows is None else of_kind(rows, "run")
-    return {key: value for key, value in (starts or [{}])[-1].items() if key not in ("kind", "step")}
+    return {key: public(value) for key, value in (starts or [{}])[-1].items() if key not in ("kind", "step")}
 
 
 def speed_unit(rows: Sequence[Row]) -> str:

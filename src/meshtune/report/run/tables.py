@@ -31,7 +31,8 @@ def run_summary(run: RunDir, *, curve_width: int = 60) -> RenderableType:
     grid.add_column(overflow="fold")
     for label, value in headline(summary):
         grid.add_row(label, Text(value, style="bold" if label == "exact match" else ""))
-    return Padding(Group(*parts, grid, *cause_lines(summary.causes)), (1, 2))
+    notes = [Text(), Text(summary.left_out, style="yellow")] if summary.left_out else []
+    return Padding(Group(*parts, grid, *cause_lines(summary.causes), *notes), (1, 2))
 
 
 def cause_lines(causes: Sequence[Cause], title: str = "why it is slow") -> list[RenderableType]:
