@@ -18,6 +18,9 @@ from meshtune.data.tokenised import MASKS, ids_of
 from meshtune.errors import UserError
 
 SYSTEM_ROLES = ("system", "developer")
+PREFERENCE = (  # columns of preference data, as DPO trains on
+    "chosen", "rejected", "chosen_messages", "rejected_messages", "chosen_response", "rejected_response",
+)  # fmt: skip
 SUGGESTIONS: tuple[dict[str, str], ...] = (  # our names: those of well-known data sets
     {"instruction": "instruction", "input": "context", "output": "response"},
     {"instruction": "instruction", "output": "response"},
@@ -32,6 +35,13 @@ SUGGESTIONS: tuple[dict[str, str], ...] = (  # our names: those of well-known da
     {"messages": "conversation"},
     {"messages": "chat"},
     {"messages": "dialog"},
+    {"prompt": "prompt", "completion": "chosen"},
+    {"prompt": "question", "completion": "chosen"},
+    {"prompt": "instruction", "completion": "chosen"},
+    {"prompt": "prompt", "completion": "chosen_response"},
+    {"prompt": "question", "completion": "chosen_response"},
+    {"messages": "chosen"},
+    {"messages": "chosen_messages"},
     {"text": "content"},
     {"text": "document"},
 )
@@ -58,7 +68,10 @@ def _answer(columns: Columns) -> list:
             if messages and is_list_of_objects(messages):
                 return messages
         return [{"role": "assistant", "content": columns.text("completion", empty="empty answer")}]
-    return columns.items("completion")
+    completion = columns.get("completion")
+    return (
+        [completion] if isinstance(completion, dict) else columns.items("completion")
+    )  # one message, or more
 
 
 def _alpaca(origin: Origin, columns: Columns) -> Example:
@@ -206,7 +219,12 @@ def _suggestion(columns: list[str]) -> str:
         if found.keys() >= set(names.values()):
             renamed = {ours: found[theirs] for ours, theirs in names.items() if found[theirs] != ours}
             written = ", ".join(f"{ours}: {theirs}" for ours, theirs in renamed.items())
-            return f"Set data.columns={{{written}}}."
+            pairs = (
+                "It is preference data. To fine-tune on one side, "
+                if {*PREFERENCE} & {*names.values()}
+                else ""
+            )
+            return f"{pairs}{'set' if pairs else 'Set'} data.columns={{{written}}}."
     return "Map their names to ours, for example data.columns={prompt: question, completion: answer}."
 
 

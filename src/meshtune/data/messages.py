@@ -231,7 +231,8 @@ def _part_text(part: Any, number: int) -> str:
     if not isinstance(part.get("text"), str):
         raise BadRow(
             "wrong type",
-            f"message {number}: a text part's text is {type_name(part.get('text'))}, expected text",
+            f"message {number}: a text part's text is {type_name(part.get('text'))}, expected text (the part "
+            f"has {', '.join(map(str, part))})",
         )
     return part["text"]
 

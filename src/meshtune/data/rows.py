@@ -25,14 +25,13 @@ from meshtune.data.example import (
     bad_rows_error,
     is_absent,
 )
-from meshtune.data.formats import FORMATS, OPTIONAL, detect
+from meshtune.data.formats import FORMATS, OPTIONAL, PREFERENCE, detect
 from meshtune.errors import UserError, type_name
 
 RawRow = tuple[Origin, Any]  # the value: a dict of columns, a BadRow from the reader, or any other JSON value
 
 LOOK_AHEAD = 10_000  # rows read after the first bad one, so that one error names more of them
 MEDIA = ("image", "images", "audio", "audios", "video", "videos")  # columns that are not text
-PREFERENCE = ("chosen", "rejected")  # columns of preference data, as DPO trains on
 
 
 def examples(
@@ -112,7 +111,7 @@ def _example(
         return None
     _refuse_media(row, columns.names)
     if not source.on_purpose:
-        _refuse_other_kinds(row, format_name, columns.names, dict(source.where))
+        _refuse_other_kinds(columns, format_name, dict(source.where))
     _note_unused(columns, format_name, dict(source.where), notes)
     example = FORMATS[format_name].example(origin, columns)
     if needs_answer and example.messages is not None and last_answer(example.messages) is None:
@@ -182,20 +181,20 @@ def _refuse_media(row: Mapping[str, Any], names: Mapping[str, str]) -> None:
         )
 
 
-def _refuse_other_kinds(
-    row: Mapping[str, Any], format_name: str, names: Mapping[str, str], where: Mapping[str, Any]
-) -> None:
+def _refuse_other_kinds(columns: Columns, format_name: str, where: Mapping[str, Any]) -> None:
     """Raise BadRow for preference data and KTO rows, which would be trained on in part.
 
-    names: of data.columns, with which the user chose. where: of data.where.
+    columns: of the row, with the names of data.columns, by which the user chose. where: of data.where.
     """
+    row = columns.row
     sides = [column for column in PREFERENCE if not is_absent(row.get(column))]
-    if sides and not set(names.values()) & set(PREFERENCE):
+    if sides and not set(columns.names.values()) & set(PREFERENCE):
         ours = FORMATS[format_name].needs[-1]
+        remedies = "; ".join(_of_one_side(columns, format_name, sides[0]))
         raise BadRow(
             "preference data",
-            f"the row has {' and '.join(sides)} beside {ours}: it is preference data. To fine-tune on one "
-            f"side, set data.columns={{{ours}: {sides[0]}}}; to use {ours} alone, data.format={format_name}",
+            f"the row has {' and '.join(sides)} next to {ours}: it is preference data. "
+            f"{remedies or 'Write rows with one side, as messages'}",
         )
     label = row.get("label")
     boolean = isinstance(label, bool) or str(label).lower() in ("true", "false")
@@ -205,6 +204,31 @@ def _refuse_other_kinds(
             "the row has a label, true or false, beside its answer: it is KTO data, of good and bad answers. "
             "To fine-tune on the good ones, set data.where={label: true}",
         )
+
+
+def _of_one_side(columns: Columns, format_name: str, side: str) -> Iterator[str]:
+    """Yield the settings with which the row is trained on: with the answer of one side, or without both."""
+    ours = FORMATS[format_name].needs[-1]
+    theirs = columns.names.get(ours, ours)
+    for names, form in (
+        ({ours: side}, format_name),
+        ({"prompt": theirs, "completion": side}, "prompt-completion"),
+    ):
+        if _has_answer(Columns(columns.row, {**columns.names, **names}, columns.roles), form):
+            written = ", ".join(f"{name}: {column}" for name, column in names.items())
+            yield f"To fine-tune on one side, set data.columns={{{written}}}"
+            break
+    if _has_answer(columns, format_name):
+        yield f"to use only {ours}, data.format={format_name}"
+
+
+def _has_answer(columns: Columns, format_name: str) -> bool:
+    """True if a row can be read in a format, and has a question and an answer."""
+    try:
+        messages = FORMATS[format_name].example(Origin("", 0), columns).messages
+    except BadRow:
+        return False
+    return messages is None or {"user", "assistant"} <= {message["role"] for message in messages}
 
 
 def _note_unused(columns: Columns, format_name: str, where: Mapping[str, Any], notes: Notes) -> None:

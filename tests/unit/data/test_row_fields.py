@@ -1,6 +1,7 @@
 """Read the fields of rows beside their text: content parts, masks, tool calls, columns of other data."""
 
 import json
+import re
 
 import pytest
 from golden import refuses, says
@@ -179,6 +180,24 @@ def test_preference_columns_beside_messages_are_refused_and_a_side_can_be_chosen
     with_answer = row | {"messages": [USER, ANSWER]}
     (example,), notes = rows_of(with_answer, format="messages")
     assert set(notes.unused) == {"chosen", "rejected"}
+
+
+@pytest.mark.parametrize(
+    ("row", "columns"),
+    [
+        ({"conversations": [USER], "chosen": ANSWER}, {"prompt": "conversations", "completion": "chosen"}),
+        ({"prompt": "Hi", "chosen": "Hello"}, {"completion": "chosen"}),
+        ({"chosen_messages": [USER, ANSWER]}, {"messages": "chosen_messages"}),
+    ],
+)
+def test_the_columns_that_a_refusal_of_preferences_names_train_on_one_side(row, columns, rows_of):
+    other = {name.replace("chosen", "rejected"): value for name, value in row.items() if "chosen" in name}
+    written = ", ".join(f"{ours}: {theirs}" for ours, theirs in columns.items())
+    with pytest.raises(UserError, match=re.escape(f"set data.columns={{{written}}}")):
+        rows_of(row | other)
+    (example,), notes = rows_of(row | other, columns=tuple(columns.items()))
+    assert notes.unused.keys() == other.keys()
+    assert example.messages is None or [m["role"] for m in example.messages] == ["user", "assistant"]
 
 
 @pytest.mark.parametrize("column", ["image", "images", "audio", "video"])
