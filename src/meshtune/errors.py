@@ -136,7 +136,7 @@ def with_variables(path: str) -> str:
     return re.sub(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})", value, path, flags=re.ASCII)
 
 
-def expanded(path: str | Path, setting: str = "") -> Path:
+def expanded(path: str | os.PathLike[str], setting: str = "") -> Path:
     """A path that a user wrote, with variables, ~ and ~user replaced. setting: that has the path, for errors.
 
     Raises UserError for a user that does not exist, and as `with_variables`.

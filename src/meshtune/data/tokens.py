@@ -220,7 +220,7 @@ def id_bound(tokenizer: PreTrainedTokenizerBase) -> int:
 def _refuse_unknown_end(tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise UserError if the eos token is not in the vocabulary: its id would be null or unk."""
     eos, id = tokenizer.eos_token, tokenizer.eos_token_id
-    if eos is not None and (id is None or tokenizer.convert_ids_to_tokens(id) != str(eos)):
+    if eos is not None and (not isinstance(id, int) or tokenizer.convert_ids_to_tokens(id) != str(eos)):
         raise UserError(
             f"The tokenizer's eos_token is {eos}, which its vocabulary does not have; name another in "
             "tokenizer_config.json, or choose a template that brings its own (data.chat_template=chatml)."
