@@ -113,7 +113,7 @@ def write_run(folder: Path) -> RunDir:
         run.append({"kind": "train", "step": step, "loss": 1 / 3, "step_seconds": 0.5})
     run.append({"kind": "eval", "step": 2, "loss": 0.25, "seconds": 0.1})
     run.append({"kind": "end", "step": 2, "status": "finished"})
-    run.append_sample({"step": 2, "answer": "yes"})
+    run.append_sample({"step": 2, "row": 0, "prompt": "Is it?", "answer": "yes"})
     for file, content in (("model/model.safetensors", b"12345678"), ("report.html", b"<html>")):
         (run.path / file).parent.mkdir(exist_ok=True)
         (run.path / file).write_bytes(content)

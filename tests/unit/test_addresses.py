@@ -1,5 +1,6 @@
 """Secrets of addresses stay in a run's config.yaml, which only its owner may read."""
 
+import errno
 import json
 from pathlib import Path
 
@@ -78,8 +79,8 @@ def test_settings_without_a_secret_have_the_usual_mode(
     (tmp_path / "other").touch()
     assert (tmp_path / "usual").stat().st_mode == (tmp_path / "other").stat().st_mode
 
-    def refused(*_: object) -> None:
-        raise OSError("a file system without modes")
+    def refused(*_: object, **__: object) -> None:
+        raise OSError(errno.EPERM, "a file system without modes")
 
     monkeypatch.setattr("os.chmod", refused)
     write_settings(tmp_path / "config.yaml", SECRET)

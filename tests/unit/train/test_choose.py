@@ -34,7 +34,7 @@ def test_a_batch_that_the_gpus_cannot_share_is_answered_with_the_nearest(
     chosen: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     layout = chosen(7)
-    assert layout.world == 7 and layout.pp == 7
+    assert layout.world == 7 and layout.cp == 7
     said = capsys.readouterr().err.splitlines()
     says(said[0])
     says(said[1])

@@ -177,7 +177,7 @@ def test_the_remedies_for_few_updates_give_twenty() -> None:
         ["lr_scheduler=constant", "warmup_ratio=0.1"],
         ["lr_scheduler=linear", "lr_scheduler_kwargs={power: 2}"],
         ["lr_scheduler_kwargs={powr: 2}"],
-        ["min_lr_ratio=1.0"],
+        ["min_lr_ratio=1.5"],
     ],
 )
 def test_a_setting_that_the_schedule_does_not_use_is_refused(overrides: list[str]) -> None:
