@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases import cases
 
 from meshtune.streams import Output, text_stream
 
@@ -28,7 +29,7 @@ cli.main()
 
 
 @pytest.mark.parametrize(
-    "redirection", ["| head -1", "2>&1 | head -1", ">&-", "2>&- >&-", "> /dev/full 2>&1"]
+    "redirection", cases(["2>&1 | head -1", "| head -1", ">&-", "2>&- >&-", "> /dev/full 2>&1"], test=1, ci=4)
 )
 def test_a_command_whose_output_is_lost_ends_well_with_its_lines_in_a_log(
     tmp_path: Path, redirection: str

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases import cases
 from families import FAMILIES
 from golden import says
 from transformers import AutoConfig, Gemma3Config, Gemma3TextConfig, MptConfig, PreTrainedConfig
@@ -175,12 +176,15 @@ def test_the_longest_sequence_that_fits_is_compared_with_the_positions(tmp_path:
 
 @pytest.mark.parametrize(
     ("family", "fields", "said"),
-    [
-        ("llama", {}, False),
-        ("llama", {"attention_dropout": 0.1}, True),
-        ("gpt2", {"attn_pdrop": 0.1, "resid_pdrop": 0.0}, True),
-        ("gpt2", {"attn_pdrop": 0.0, "resid_pdrop": 0.0}, False),
-    ],
+    cases(
+        [
+            ("llama", {"attention_dropout": 0.1}, True),
+            ("gpt2", {"attn_pdrop": 0.1, "resid_pdrop": 0.0}, True),
+            ("gpt2", {"attn_pdrop": 0.0, "resid_pdrop": 0.0}, False),
+        ],
+        test=1,
+        ci=2,
+    ),
 )
 def test_dropout_of_attention_is_said_not_to_be_counted(
     tmp_path: Path, family: str, fields: dict[str, Any], said: bool

@@ -607,8 +607,7 @@ def changed(w: Workload, cluster: Cluster, key: str, value: str) -> tuple[Worklo
             (workload("qwen3-4b", 1, 262144), machines(3, "rtx-4090")),
             (workload("llama-3.1-405b", 512), machines(8, "l4")),
         ],
-        test=1,
-        ci=3,
+        ci=4,
     ),
     ids=["70b on 8", "8b in fp32", "3 of 4 cards", "hopeless"],
 )

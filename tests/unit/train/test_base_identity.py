@@ -58,6 +58,7 @@ def test_other_weights_at_the_path_of_a_base_are_refused(project: Any, tmp_path:
     project.train("train.max_steps=3", "method=full", "checkpoint.resume=never", "output_exists=replace")
 
 
+@pytest.mark.ci
 def test_a_run_of_before_and_another_base_that_is_named_are_used(
     project: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -91,6 +92,7 @@ def test_a_base_that_moved_is_asked_for_and_the_setting_works(project: Any, tmp_
     project.train("train.max_steps=3", f"model.name={moved}")  # the same run
 
 
+@pytest.mark.ci
 def test_a_project_that_moved_as_a_whole_goes_on(project: Any, tmp_path: Path) -> None:
     there = project.folder.rename(tmp_path / "elsewhere")
     exported(there / "run", tmp_path / "merged", merge=True, step=None, push_to=None)
