@@ -192,8 +192,8 @@ def tool_of(tree: Mapping[str, Any], file: Path) -> str:
     if known[best] < max(1, len(tree) / 2):
         names = ", ".join(table(tool).name for tool in ORDER)
         raise UserError(
-            f"{file} has {counted(len(tree), 'key')}, of which {table(best).name} knows {known[best]}; it is "
-            f"no configuration of {names}. Name the tool with --from if it is."
+            f"{file} has {counted(len(tree), 'key')}; {table(best).name} knows {known[best]} of them. It is "
+            f"not a configuration of {names}. If it is, name the tool with --from."
         )
     return best
 

@@ -80,3 +80,19 @@ def test_of_a_key_written_twice_the_last_value_counts(suffix: str, tmp_path: Pat
     result = migrate(file, tool="axolotl")
     assert result.settings["train.learning_rate"] == 0.2
     assert [(note.key, note.value) for note in result.ignored] == [("learning_rate", "0.1")]
+
+
+def test_a_description_of_data_sets_that_is_not_json_is_named(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "dataset_info.json").write_text('{"identity": {"file_name": "identity.json"},}')
+    (file := tmp_path / "sft.yaml").write_text(
+        "{model_name_or_path: m, stage: sft, dataset: identity, template: llama3, cutoff_len: 8}"
+    )
+    with pytest.raises(UserError, match=r"dataset_info\.json, which describes the data sets, is not JSON"):
+        migrate(file)
+
+
+def test_keys_that_yaml_reads_as_no_text_are_keys(tmp_path: Path) -> None:
+    (file := tmp_path / "workflow.yml").write_text("on: push\n2: two\njobs: {test: {steps: []}}\n")
+    with pytest.raises(UserError, match="has 3 keys"):
+        migrate(file)
