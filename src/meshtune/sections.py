@@ -13,6 +13,7 @@ from meshtune.setting_types import (
     Format,
     Fraction,
     GpuCount,
+    LayerNames,
     Margin,
     NonNegative,
     Positive,
@@ -55,7 +56,7 @@ class LoraConfig(Section):
     dropout: float = Field(
         default=0.0, ge=0, lt=1, description="Share of the adapter's inputs that are dropped."
     )
-    target_modules: Literal["all-linear"] | tuple[str, ...] = Field(
+    target_modules: LayerNames = Field(
         default="all-linear",
         description="Names of the linear layers that get an adapter, such as [q_proj, v_proj], or regular "
         "expressions of whole names.",

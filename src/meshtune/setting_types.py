@@ -10,6 +10,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from meshtune.errors import UserError, expanded, with_variables, written
+from meshtune.trainers.values import is_regular_expression
 
 MOST_GPUS = 10**6
 LARGEST = 10**12  # of a setting that counts: beyond it search and arithmetic take for ever
@@ -69,6 +70,12 @@ def prices(value: Any) -> Any:
 Prices = Annotated[
     Annotated[float, Field(gt=0)] | dict[str, float | str] | str | None, BeforeValidator(prices)
 ]
+def layer_names(value: Any) -> Any:
+    """A regular expression of names as a list of one; any other value as it is."""
+    return (value,) if isinstance(value, str) and is_regular_expression(value) else value
+
+
+LayerNames = Annotated[Literal["all-linear"] | tuple[str, ...], BeforeValidator(layer_names)]
 TokenCount = Annotated[int, Field(ge=1, le=MOST_TOKENS), BeforeValidator(whole)]
 Interval = Annotated[NonNegative | Annotated[str, Field(pattern=INTERVAL)], BeforeValidator(interval)]
 Format = Literal["auto", "text", "prompt-completion", "alpaca", "messages", "sharegpt", "tokens"]
