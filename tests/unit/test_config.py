@@ -306,6 +306,6 @@ def test_variables_that_are_not_set_are_refused_by_name(value, tmp_path, monkeyp
 def test_a_regular_expression_of_layers_needs_no_list() -> None:
     words = ["model.name=m", "method=lora"]
     pattern = r"model\.layers\.\d+\.mlp\.(up|down)_proj"
-    assert load(None, [*words, f"lora.target_modules={pattern}"]).lora.target_modules == (pattern,)
+    assert config.load(None, [*words, f"lora.target_modules={pattern}"]).lora.target_modules == (pattern,)
     with pytest.raises(UserError, match="write all-linear or a list"):
-        load(None, [*words, "lora.target_modules=q_proj"])
+        config.load(None, [*words, "lora.target_modules=q_proj"])
