@@ -17,7 +17,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -55,8 +55,11 @@ def lock(file: "IO[str] | IO[bytes]", path: Path) -> None:
 
 
 def has_locks(file: Path) -> bool:
-    """True if the file system of a readable file has locks, whoever holds one."""
-    with open(file, "rb") as stream:
+    """True if the file system of a file has locks, whoever holds one; also where nobody can tell.
+
+    Not for a file of SQLite's: closing it here would release the locks that SQLite has on it.
+    """
+    with suppress(OSError), open(file, "rb") as stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except OSError as error:

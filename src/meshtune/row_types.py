@@ -66,11 +66,11 @@ def _is_prediction(value: Any) -> bool:
     return timed and numbers(memory) and numbers(time) and numbers(parts)
 
 
-NUMBER = Type(is_number, "is no number")
-STEP = Type(_is_step, "is no whole number", required=True, nullable=False)
-COUNT = Type(lambda value: _is_step(value) and value > 0, "is no number of 1 or more", nullable=False)
-TEXT = Type(_is_text, "is no text")
-NUMBERS = Type(_are(is_number), "is no list of numbers")
+NUMBER = Type(is_number, "is not a number")
+STEP = Type(_is_step, "is not a whole number", required=True, nullable=False)
+COUNT = Type(lambda value: _is_step(value) and value > 0, "is not a number of 1 or more", nullable=False)
+TEXT = Type(_is_text, "is not text")
+NUMBERS = Type(_are(is_number), "is not a list of numbers")
 BY_NAME = Type(_by_name(is_number), "has no numbers")
 ANSWER = Type(lambda value: isinstance(value, str) or is_number(value), "is neither text nor a number")
 
@@ -131,16 +131,16 @@ ALL_NUMBERS = ("train", "eval")
 def fault_of(row: Any) -> str | None:
     """Clause on what no run writes in a row of metrics.jsonl; None for a row that fits."""
     if not isinstance(row, dict):
-        return "it is no JSON object"
+        return "it is not a JSON object"
     kind = row.get("kind", "")
     if not isinstance(kind, str):
-        return "its kind is no text"
+        return "its kind is not text"
     return next(_faults(row, COLUMNS.get(kind, OTHERS)), None) or _other_than_numbers(row, kind)
 
 
 def fault_of_sample(row: Any) -> str | None:
     """Clause on what no run writes in a row of samples.jsonl; None for a row that fits."""
-    return next(_faults(row, SAMPLE), None) if isinstance(row, dict) else "it is no JSON object"
+    return next(_faults(row, SAMPLE), None) if isinstance(row, dict) else "it is not a JSON object"
 
 
 def _faults(row: Row, columns: Mapping[str, Type]) -> Iterator[str]:

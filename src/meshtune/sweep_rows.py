@@ -19,7 +19,7 @@ from meshtune.filesystem import has_locks
 from meshtune.row_types import is_number
 from meshtune.units import counted
 
-DATABASE = "sweep.db"  # in a sweep's folder
+DATABASE, LOCK = "sweep.db", "sweep.lock"  # in a sweep's folder
 FORM = 1  # version of the tables that can be read
 SQLITE = b"SQLite format 3\x00"  # first bytes of a database
 JSON_COLUMNS = ("settings", "document")
@@ -84,7 +84,7 @@ def opened(file: Path) -> Iterator[sqlite3.Connection]:
     """Open a database to read it. SQLite's errors become UserError."""
     try:
         # "rw" and not "ro": SQLite can't set back a half-written change otherwise. Nothing else is written.
-        address = sqlite_address(file, "rw", locks=has_locks(file))
+        address = sqlite_address(file, "rw", locks=has_locks(file.with_name(LOCK)))
         with closing(sqlite3.connect(address, uri=True, timeout=30)) as database:
             yield database
     except sqlite3.Error as error:

@@ -29,7 +29,7 @@ from meshtune import launch
 from meshtune.errors import Interrupted, NonFinite, RankFailed, UserError
 from meshtune.launch import Rank, scratch, start
 from meshtune.launch import rank as rank_module
-from meshtune.launch.place import threads_of
+from meshtune.launch.place import refuse_batch_script, threads_of
 from meshtune.launch.rank import meet, open_store
 from meshtune.meter.clock import StepClock
 from meshtune.watch import HangLimits, ProcessStatus, Silence, position_and_wait
@@ -706,12 +706,18 @@ TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "
         (TORCHRUN | {"RANK": "2"}, "RANK and WORLD_SIZE say rank 2 of 2"),
         (SLURM | {"SLURM_NTASKS": "8(x2)"}, "SLURM_NTASKS=8(x2): it must be"),
         (SLURM | {"SLURM_TASKS_PER_NODE": "none"}, "SLURM_TASKS_PER_NODE=none: it must be"),
-        (SLURM | {"SLURM_STEP_ID": "", "SLURM_NNODES": "2"}, "job of 2 nodes .* Put srun before the command"),
     ],
 )
 def test_a_variable_that_can_not_be_used_is_named(environ: dict[str, str], sentence: str) -> None:
     with pytest.raises(UserError, match=sentence.replace("(x2)", r"\(x2\)")):
         launch.place_of(environ)
+
+
+def test_several_ranks_are_not_started_in_a_batch_script_of_several_nodes() -> None:
+    refuse_batch_script(SLURM | {"SLURM_STEP_ID": "4294967290", "SLURM_NNODES": "2"})  # the shell of salloc
+    refuse_batch_script(SLURM | {"SLURM_STEP_ID": "0", "SLURM_NNODES": "2"})  # a task of srun
+    with pytest.raises(UserError, match=r"job of 2 nodes .* Put srun before the command"):
+        refuse_batch_script(SLURM | {"SLURM_STEP_ID": "", "SLURM_NNODES": "2"})
 
 
 def test_threads_are_read_as_openmp_reads_them() -> None:

@@ -41,8 +41,8 @@ SHELLS_OF_SLURM = ("4294967291", "4294967290", "4294967292")
 def place_of(environ: Mapping[str, str]) -> Place | None:
     """Read the place that torchrun or srun gave this process; None if they started one rank, or none.
 
-    An empty variable counts as unset. Raises UserError for a value that is none, for missing variables that
-    the rendezvous needs, and for a batch script of several nodes, which runs on the first of them only.
+    An empty variable counts as unset. Raises UserError for a value that is none, and for missing variables
+    that the rendezvous needs.
     """
     given = {name: value for name, value in environ.items() if value.strip()}
     if {"RANK", "WORLD_SIZE"} <= given.keys():
@@ -51,19 +51,30 @@ def place_of(environ: Mapping[str, str]) -> Place | None:
     if "SLURM_PROCID" not in given:
         return None
     if given.get("SLURM_STEP_ID", SHELLS_OF_SLURM[0]) in SHELLS_OF_SLURM:
-        nodes = number(given, "SLURM_JOB_NUM_NODES", 1, number(given, "SLURM_NNODES", 1, 1))
-        if nodes > 1:
-            raise UserError(
-                f"This is the batch script of a Slurm job of {nodes} nodes (SLURM_PROCID is set, but not by "
-                "srun), which runs on the first node only. Put srun before the command; or unset "
-                "SLURM_PROCID, to use only this node."
-            )
         return None
     if {"SLURM_NTASKS", "SLURM_LOCALID"} <= given.keys():
         # The tasks of this srun; SLURM_NTASKS is the whole allocation's in the shell of salloc or sbatch.
         world = number(given, "SLURM_STEP_NUM_TASKS", 1, number(given, "SLURM_NTASKS", 1))
         return srun_place(given, world) if world > 1 else None
     return None
+
+
+def nodes_of_job(environ: Mapping[str, str]) -> int:
+    """Nodes of the Slurm job that this process is in; 1 outside of one."""
+    given = {name: value for name, value in environ.items() if value.strip()}
+    return number(given, "SLURM_JOB_NUM_NODES", 1, number(given, "SLURM_NNODES", 1, 1))
+
+
+def refuse_batch_script(environ: Mapping[str, str]) -> None:
+    """Raise UserError in the batch script of a Slurm job of several nodes, which runs on the first one."""
+    step = environ.get("SLURM_STEP_ID", "").strip() or SHELLS_OF_SLURM[0]
+    is_script = bool(environ.get("SLURM_PROCID", "").strip()) and step == SHELLS_OF_SLURM[0]
+    if is_script and (nodes := nodes_of_job(environ)) > 1:
+        raise UserError(
+            f"This is the batch script of a Slurm job of {nodes} nodes (SLURM_PROCID is set, but not by "
+            "srun), which runs on the first node only. Put srun before the command; or unset "
+            "SLURM_PROCID, to use only this node."
+        )
 
 
 def number(environ: Mapping[str, str], name: str, least: int, default: int | None = None) -> int:

@@ -22,7 +22,7 @@ from typing import Any
 from meshtune.errors import Interrupted, NonFinite, RankFailed, UserError
 from meshtune.launch.address import reachable_address
 from meshtune.launch.failure import claims_failure, exit_code, failures_of, raise_first, record_failure
-from meshtune.launch.place import Place, place_of
+from meshtune.launch.place import Place, place_of, refuse_batch_script
 from meshtune.launch.rank import Rank, RankLog, connect, process_group
 from meshtune.launch.scratch import scratch_folder
 from meshtune.launch.signals import heeded
@@ -56,6 +56,7 @@ def run(
         return run_joined(place, function, args, device, limits)
     if ranks == 1:
         return function(Rank(), *args)
+    refuse_batch_script(os.environ)
     return run_here(ranks, function, args, device, limits)
 
 

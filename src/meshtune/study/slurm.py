@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from meshtune.errors import Interrupted, UserError
+from meshtune.launch.place import nodes_of_job
 from meshtune.rundir import write_settings, write_text_atomically
 from meshtune.study.children import Child, Task
 from meshtune.study.runner import POLL, Log, Progress, Signals, stop
@@ -345,7 +346,7 @@ def job_ids(store: Store) -> list[str]:
 def run_in_job(task: Task, folder: Path) -> Outcome:
     """Run an experiment inside a task, and write its result. SIGTERM and Ctrl-C end it without a result."""
     job = f"slurm-{os.environ.get('SLURM_JOB_ID', os.getpid())}"
-    nodes = int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
+    nodes = nodes_of_job(os.environ)
     if nodes > 1 and task.run != "train":
         outcome = Outcome(
             REFUSED,

@@ -26,7 +26,7 @@ from meshtune.meter.rows import time_now
 
 if TYPE_CHECKING:
     from meshtune.study.sweep_file import Experiment
-from meshtune.sweep_rows import FORM, LISTED, fault_of_experiment, sqlite_address
+from meshtune.sweep_rows import FORM, LISTED, LOCK, fault_of_experiment, sqlite_address
 from meshtune.units import duration
 
 WAITING, RUNNING, DONE = "waiting", "running", "done"
@@ -112,12 +112,12 @@ class Store:
         self._unrecorded: dict[int, Outcome] = {}  # how experiments ended, as far as it is not in the file
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            self._lock = locked(file.with_name("sweep.lock"), file.parent)
+            self._lock = locked(file.with_name(LOCK), file.parent)
         except OSError as error:
             reason = f"The sweep's folder {file.parent} can't be used: {error.strerror}"
             raise UserError(f"{reason}; name another with --out.") from error
         try:
-            address = sqlite_address(file, "rwc", locks=has_locks(file.with_name("sweep.lock")))
+            address = sqlite_address(file, "rwc", locks=has_locks(file.with_name(LOCK)))
             self._database = sqlite3.connect(address, uri=True, isolation_level=None, timeout=LOCKED)
             self._database.execute("PRAGMA synchronous = FULL")
             tables = {name for (name,) in self._read("SELECT name FROM sqlite_master")}
@@ -183,7 +183,7 @@ class Store:
                 )
         raise UserError(
             f"{self.file} could not be used for {duration(waited)}, since another program has it locked: end "
-            f"that program.{self._kept('not recorded yet')} The same command goes on."
+            f"that program.{self._kept('not recorded yet')} The same command continues."
         )
 
     def _failed(self, error: sqlite3.Error) -> UserError:
@@ -195,14 +195,14 @@ class Store:
             )
         remedy = "Mend its disk"
         if not self.file.exists():
-            text, remedy = f"it is no longer there; {text}", "Put it back, or begin anew"
+            text, remedy = f"it is gone; {text}", "Put it back, or begin anew"
         elif "full" in text:
             remedy = "Make room"
         elif "readonly" in text or "unable to open" in text:
             remedy = "Make the file and its folder writable"
         return UserError(
             f"{self.file} can't be written ({text}). What was recorded before is kept."
-            f"{self._kept('not recorded yet')} {remedy}; the same command goes on."
+            f"{self._kept('not recorded yet')} {remedy}; the same command continues."
         )
 
     def _kept(self, where: str) -> str:

@@ -1,5 +1,6 @@
 """Configurations of the alignment handbook and of Open R1, whose scripts are TRL's."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 from fewest_keys import AXOLOTL, TORCHTUNE, TRL
 
 from meshtune.migrate.convert import Migrated
+from meshtune.plan.export.axolotl import targets
 
 Migrate = Callable[..., Migrated]
 TEMPLATE = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
@@ -62,6 +64,18 @@ def test_a_template_in_the_file_is_the_template(keys: dict[str, Any], migrated: 
     result = migrated(keys)
     assert result.settings["data.chat_template"] == TEMPLATE
     assert result.unsupported == []
+
+
+def test_exported_patterns_mean_the_same_layers() -> None:
+    names = [
+        "model.layers.0.self_attn.q_proj",
+        "model.layers.0.mlp.up_proj",
+        "model.layers.0.self_attn.k_proj",
+    ]
+    pattern = targets(("q_proj", r".*mlp\.(up|down)_proj"))
+    assert isinstance(pattern, str)
+    assert [bool(re.fullmatch(pattern, name)) for name in names] == [True, True, False]
+    assert targets(("q_proj", "v_proj")) == ["q_proj", "v_proj"]
 
 
 def test_a_regular_expression_of_layers_stays_one(migrated: Migrate) -> None:

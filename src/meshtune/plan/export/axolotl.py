@@ -1,6 +1,7 @@
 """axolotl: its YAML. It trains through accelerate, so what accelerate's FSDP can't run, it can't."""
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import yaml
@@ -90,8 +91,7 @@ def model(config: Config) -> dict[str, Any]:
         if lora.target_modules == "all-linear":
             settings["lora_target_linear"] = True
         else:
-            patterns = [target for target in lora.target_modules if is_regular_expression(target)]
-            settings["lora_target_modules"] = patterns[0] if patterns else list(lora.target_modules)
+            settings["lora_target_modules"] = targets(lora.target_modules)
         if lora.use_rslora:
             settings["peft_use_rslora"] = True
         if lora.use_dora:
@@ -230,6 +230,14 @@ def recomputation(config: Config, layout: Layout) -> dict[str, Any]:
 
 def selective_lora(config: Config, layout: Layout) -> bool:
     return config.method == "lora" and layout.recompute == "selective"
+
+
+def targets(names: Sequence[str]) -> list[str] | str:
+    """Names of layers, or, where some are regular expressions, one expression of all, which peft reads."""
+    if not any(map(is_regular_expression, names)):
+        return list(names)
+    each = [name if is_regular_expression(name) else rf"(.*\.)?{re.escape(name)}" for name in names]
+    return each[0] if len(each) == 1 else "|".join(f"({one})" for one in each)
 
 
 def problems(config: Config) -> Iterator[str]:

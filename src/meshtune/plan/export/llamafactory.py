@@ -25,6 +25,7 @@ from meshtune.plan.export.exported import (
 )
 from meshtune.plan.tools import TOOLS
 from meshtune.sections import SourceConfig
+from meshtune.trainers.values import is_regular_expression
 
 TOOL = TOOLS["llamafactory"].title
 OPENAI_TAGS = {
@@ -164,6 +165,9 @@ def dataset(config: Config, source: SourceConfig) -> dict[str, Any]:
 
 def problems(config: Config) -> Iterator[str]:
     """Sentences on settings that this tool alone can't have."""
+    targets = config.lora.target_modules if config.method == "lora" else "all-linear"
+    if targets != "all-linear" and any(map(is_regular_expression, targets)):
+        yield f"{TOOL} has no regular expressions of layers: name them in lora.target_modules."
     kinds = {row_format(config.data, source) for source in config.data.train}
     if "text" in kinds and len(kinds) > 1:
         yield (
