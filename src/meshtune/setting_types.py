@@ -70,6 +70,8 @@ def prices(value: Any) -> Any:
 Prices = Annotated[
     Annotated[float, Field(gt=0)] | dict[str, float | str] | str | None, BeforeValidator(prices)
 ]
+
+
 def layer_names(value: Any) -> Any:
     """A regular expression of names as a list of one; any other value as it is."""
     return (value,) if isinstance(value, str) and is_regular_expression(value) else value

@@ -48,9 +48,9 @@ UNKNOWN_IDS = "ids that are not in the vocabulary"
 ENDS_ONLY = "begin and end tokens only"
 NO_SETTING = (UNKNOWN_IDS, ENDS_ONLY)  # reasons of rows that no setting helps
 FOREIGN = "Train the model whose tokenizer made the ids; data.on_bad_row=skip leaves such rows out."
-EMPTY = "Give such rows a text, or data.on_bad_row=skip leaves them out."
+EMPTY = "Give such rows a text; data.on_bad_row=skip leaves them out."
 CLOCK = "strftime_now"  # the function with which templates write the time
-VERSION = 5  # part of the cache's key: raise it when the same rows become other ids or labels
+VERSION = 6  # part of the cache's key: raise it when the same rows become other ids or labels
 TOKENIZER_ROWS = 1024  # rows in one call of the tokenizer, which bounds its memory
 
 

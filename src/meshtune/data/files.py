@@ -324,7 +324,7 @@ def _matched(source: Source, inside: dict[str, DataFile], not_read: list[str]) -
     """
     readable = {name: file for name, file in inside.items() if file.kind and file.name != LISTING}
     if not readable:
-        raise UserError(f"{source.path} matches {_named([*inside])}, which is no data. {READABLE}")
+        raise UserError(f"{source.path} matches no data file, only {_named([*inside])}. {READABLE}")
     _note_not_read(source, inside, readable, "as its suffix is unknown", not_read)
     return [*readable.values()]
 
@@ -354,10 +354,10 @@ def _chosen(source: Source, inside: dict[str, DataFile], not_read: list[str]) ->
     }
     if not data_files:
         raise UserError(f"The folder {source.path} holds no data files. {READABLE}")
-    # A README.txt beside rows.jsonl is no data.
+    # A README.txt beside rows.jsonl is about the data.
     texts = tuple(suffix for suffix in SUFFIXES if ".txt" in suffix)
     rows = {n: file for n, file in data_files.items() if not n.lower().endswith(texts)} or data_files
-    _note_not_read(source, data_files, rows, "as text beside other data is none", not_read)
+    _note_not_read(source, data_files, rows, "as the folder has data files that are not .txt", not_read)
     # Training must not read the test.jsonl beside train.jsonl: where names tell the split, they choose.
     split = SPLITS.get(source.split, source.split)
     named = {name: file for name, file in rows.items() if _split_of(name) == split}
