@@ -121,8 +121,11 @@ def type_name(value: Any) -> str:
 def with_variables(path: str) -> str:
     """A path that a user wrote, $NAME and ${NAME} replaced from the environment.
 
-    A $ before anything but a name stays. Raises UserError for a variable that is not set, or empty.
+    A $ before anything but a name stays, and so does each in an address (?$limit=5) or in the name of what
+    exists. Raises UserError for a variable that is not set, or empty.
     """
+    if "://" in path or ("$" in path and os.path.lexists(os.path.expanduser(path))):
+        return path
 
     def value(match: re.Match) -> str:
         name = match[1] or match[2]

@@ -290,6 +290,16 @@ def test_variables_are_replaced_in_paths_and_nowhere_else(tmp_path, monkeypatch)
     )
 
 
+def test_addresses_and_names_of_what_exists_have_no_variables(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RUNS", raising=False)
+    Path("$RUNS/one").mkdir(parents=True)
+    address = "https://data.example.org/rows.csv?$limit=500"
+    read = config.load(None, ["model.name=x", f"data.train={address}", "output=$RUNS/one"])
+    assert (read.data.train[0].path, read.output) == (address, "$RUNS/one")
+    assert expanded("$RUNS/one") == Path("$RUNS/one")
+
+
 @pytest.mark.parametrize("value", ["", None])
 def test_variables_that_are_not_set_are_refused_by_name(value, tmp_path, monkeypatch):
     file = tmp_path / "run.yaml"

@@ -17,6 +17,25 @@ from meshtune.errors import type_name
 MOST_INNER = 20  # names inside one column that an error lists
 
 
+class ArrowRow(dict[str, Any]):
+    """A row without null values, with which Arrow fills keys that a struct lacks (`tool_calls` of messages).
+
+    stored: the row with them, for filters on a column that may be null.
+    """
+
+    def __init__(self, stored: dict[str, Any]) -> None:
+        super().__init__(_without_nulls(stored))
+        self.stored = stored
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    if isinstance(value, list):
+        return [_without_nulls(inner) for inner in value]
+    return value
+
+
 def reach(value: Any, name: str) -> Any:
     """The value of a column, or of one inside objects by its dotted name. Raises KeyError without one."""
     if isinstance(value, Mapping):

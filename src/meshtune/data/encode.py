@@ -44,10 +44,13 @@ from meshtune.data.template import apply_template, built_in_templates, check_var
 from meshtune.data.tokens import TextTokenizer, unpadded
 from meshtune.errors import UserError
 
-UNKNOWN_IDS = "ids that are not in the vocabulary"  # the reason of rows that no setting helps
+UNKNOWN_IDS = "ids that are not in the vocabulary"
+ENDS_ONLY = "begin and end tokens only"
+NO_SETTING = (UNKNOWN_IDS, ENDS_ONLY)  # reasons of rows that no setting helps
 FOREIGN = "Train the model whose tokenizer made the ids; data.on_bad_row=skip leaves such rows out."
+EMPTY = "Give such rows a text; data.on_bad_row=skip leaves them out."
 CLOCK = "strftime_now"  # the function with which templates write the time
-VERSION = 5  # part of the cache's key: raise it when the same rows become other ids or labels
+VERSION = 6  # part of the cache's key: raise it when the same rows become other ids or labels
 TOKENIZER_ROWS = 1024  # rows in one call of the tokenizer, which bounds its memory
 
 
@@ -197,7 +200,8 @@ class Encoder:
                     *(f"{example.origin}: {bad}." for example, bad in refused[:SHOWN]),
                     f"{len(refused):,} of {len(examples):,} rows can't be labelled exactly.",
                     *([FOREIGN] if any(bad.reason == UNKNOWN_IDS for _, bad in refused) else []),
-                    *remedies(self, [pair for pair in refused[:SHOWN] if pair[1].reason != UNKNOWN_IDS]),
+                    *([EMPTY] if any(bad.reason == ENDS_ONLY for _, bad in refused) else []),
+                    *remedies(self, [pair for pair in refused[:SHOWN] if pair[1].reason not in NO_SETTING]),
                 ]
             )
         return documents
@@ -388,8 +392,8 @@ class Encoder:
             )
         parts, repeated = bare(parts, self._tokens)
         if repeated and all(map(self._tokens.is_blank, parts[-1])):
-            reason = "empty text" if len(parts) == 1 else "empty answer"
-            raise BadRow(reason, f"{reason}: it holds begin and end tokens only")
+            kind = "text" if len(parts) == 1 else "answer"
+            raise BadRow(ENDS_ONLY, f"empty {kind}: it holds {ENDS_ONLY}")
         unlabelled = len(self._bos) + (len(parts[0]) if len(parts) == 2 and self.train_on != "all" else 0)
         ids = np.array([*self._bos, *chain.from_iterable(parts), eos], dtype=np.int32)
         labelled = np.ones(len(ids), dtype=bool)

@@ -1,6 +1,7 @@
 """Begin and end tokens that rows hold already and that are added to them: each is written once.
 
     {"text": "<s>Hello</s>"}           bos and eos are added          ──> <s> Hello </s>
+    prompt "<s>Q</s>", completion "<s>A</s>"                          ──> <s> Q A </s>
     {"content": "Hello<|im_end|>\\n"}   the template ends the answer   ──> "Hello"
 
 Such rows were rendered before. White space outside of these tokens goes with them.
@@ -13,19 +14,25 @@ from meshtune.data.tokens import TextTokenizer
 
 
 def bare(parts: Sequence[list[int]], tokens: TextTokenizer) -> tuple[list[list[int]], tuple[str, ...]]:
-    """(ids of a row's texts without bos and eos at the row's ends, a note on each that was there).
+    """(ids of a row's texts without bos and eos at their ends, a note on each that was there).
 
     parts: ids of (text,) or (prompt, completion). bos: what the tokenizer adds before every text, or nothing.
     """
     begin, end = tokens.prefix, tokens.tokenizer.eos_token_id
-    *prompt, last = [_without_begin(parts[0], begin, tokens.is_blank), *parts[1:]]
-    stop = _end(last, end, tokens.is_blank)
-    notes = []
-    if (prompt or [last])[0] != parts[0]:
-        notes.append(f"begin with {tokens.tokenizer.decode(begin)}")
-    if stop < len(last):
-        notes.append(f"end with {tokens.tokenizer.eos_token}")
-    return [*prompt, last[:stop]], tuple(notes)
+    result, notes = [], []
+    for number, part in enumerate(parts):
+        ids = _without_begin(part, begin, tokens.is_blank)
+        if len(ids) < len(part):
+            notes.append(f"begin {'the completion ' if number else ''}with {tokens.tokenizer.decode(begin)}")
+        stop = _end(ids, end, tokens.is_blank)
+        behind: list[int] = []
+        if stop < len(ids):
+            prompt = number < len(parts) - 1
+            notes.append(f"end {'the prompt ' if prompt else ''}with {tokens.tokenizer.eos_token}")
+            if prompt:  # the separator stays
+                behind = ids[len(ids) - ids[::-1].index(end) :]
+        result.append(ids[:stop] + behind)
+    return result, tuple(notes)
 
 
 def _without_begin(ids: list[int], begin: list[int], is_blank: Callable[[int], bool]) -> list[int]:

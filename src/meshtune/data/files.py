@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import urlparse
@@ -50,6 +50,7 @@ class DataFile:
     inner: str = ""  # its path in that filesystem
     size: int = 0  # bytes; of a hub data set 0 until it is open
     share: float = 0.0  # of it that has been read
+    details: Mapping[str, Any] = field(default_factory=dict)  # what a listing of its server said of it
 
     def __str__(self) -> str:
         return name_of(self.path)
@@ -87,12 +88,13 @@ class DataFile:
         larger than these is read whole. Of a file behind a URL, of its size and what the server says of it.
         """
         if self.filesystem is not None:
-            info = self.filesystem.info(self.inner)
+            listed = any(self.details.get(key) for key in VERSIONS)
+            info = self.details if listed else self.filesystem.info(self.inner)
             return _digest([info.get("size"), {key: str(info[key]) for key in VERSIONS if info.get(key)}])
         path = Path(self.path)
         if path.is_dir():
             parts = sorted(file for file in path.rglob("*") if file.is_file())
-            return _digest([(str(file.relative_to(path)), _local(file).outline(blocks)) for file in parts])
+            return outline([*map(_local, parts)], blocks)
         size, digest = path.stat().st_size, hashlib.blake2b(digest_size=16)
         digest.update(str(size).encode())
         last = max(0, size - OUTLINE)
@@ -103,6 +105,23 @@ class DataFile:
                 stream.seek(start)
                 digest.update(stream.read(OUTLINE))
         return digest.hexdigest()
+
+
+def outline(data_files: Sequence[DataFile], blocks: int) -> str:
+    """Digest of the sizes of files and of up to `blocks` blocks of OUTLINE bytes, evenly spread over them.
+
+    Of more than `blocks` files it is that of all names and sizes, and of a block of `blocks` of the files.
+    """
+    count = len(data_files)
+    few = count <= blocks
+    opened = range(count) if few else {number * count // blocks for number in range(blocks)}
+    each = max(1, blocks // max(1, count))
+    return _digest(
+        [
+            (file.kind if few else file.name, file.size, file.outline(each) if number in opened else "")
+            for number, file in enumerate(data_files)
+        ]
+    )
 
 
 def digest_of_stream(stream: Any, on_read: Callable[[int], None]) -> str:
@@ -284,7 +303,8 @@ def _remote(source: Source, not_read: list[str]) -> list[DataFile]:
         url = f"{source.path.rstrip('/')}/{name}"
         if pattern:
             name, url = path, filesystem.unstrip_protocol(path)
-        inside[name] = DataFile(url, filesystem, path, int(found[path].get("size") or 0))
+        size = int(found[path].get("size") or 0)
+        inside[name] = DataFile(url, filesystem, path, size, details=found[path])
     if pattern and not inside:
         raise UserError(f"No file matches {source.path}.")
     return (_matched if pattern else _chosen)(source, inside, not_read)
@@ -304,7 +324,7 @@ def _matched(source: Source, inside: dict[str, DataFile], not_read: list[str]) -
     """
     readable = {name: file for name, file in inside.items() if file.kind and file.name != LISTING}
     if not readable:
-        raise UserError(f"{source.path} matches {_named([*inside])}, which is no data. {READABLE}")
+        raise UserError(f"{source.path} matches no data file, only {_named([*inside])}. {READABLE}")
     _note_not_read(source, inside, readable, "as its suffix is unknown", not_read)
     return [*readable.values()]
 
@@ -334,10 +354,10 @@ def _chosen(source: Source, inside: dict[str, DataFile], not_read: list[str]) ->
     }
     if not data_files:
         raise UserError(f"The folder {source.path} holds no data files. {READABLE}")
-    # A README.txt beside rows.jsonl is no data.
+    # A README.txt beside rows.jsonl is about the data.
     texts = tuple(suffix for suffix in SUFFIXES if ".txt" in suffix)
     rows = {n: file for n, file in data_files.items() if not n.lower().endswith(texts)} or data_files
-    _note_not_read(source, data_files, rows, "as text beside other data is none", not_read)
+    _note_not_read(source, data_files, rows, "as the folder has data files that are not .txt", not_read)
     # Training must not read the test.jsonl beside train.jsonl: where names tell the split, they choose.
     split = SPLITS.get(source.split, source.split)
     named = {name: file for name, file in rows.items() if _split_of(name) == split}

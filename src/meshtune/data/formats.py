@@ -65,7 +65,8 @@ def _answer(columns: Columns) -> list:
     if columns.get("prompt") and isinstance(columns.get("completion"), str):
         with suppress(BadRow):
             messages = columns.items("completion")
-            if messages and is_list_of_objects(messages):
+            are_objects = messages and is_list_of_objects(messages)
+            if are_objects and all("role" in each or "from" in each for each in messages):
                 return messages
         return [{"role": "assistant", "content": columns.text("completion", empty="empty answer")}]
     completion = columns.get("completion")

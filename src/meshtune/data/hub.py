@@ -3,19 +3,11 @@
 from collections.abc import Iterator
 from typing import Any
 
+from meshtune.data.columns import ArrowRow
 from meshtune.data.example import Origin, Source
 from meshtune.data.files import DataFile, data_like
 from meshtune.data.rows import RawRow
 from meshtune.errors import UserError, reason_of
-
-
-def without_nulls(value: Any) -> Any:
-    """Remove null values: Arrow fills keys that a struct lacks with null (`tool_calls` of every message)."""
-    if isinstance(value, dict):
-        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
-    if isinstance(value, list):
-        return [without_nulls(inner) for inner in value]
-    return value
 
 
 def hub_rows(source: Source, file: DataFile, streaming: bool, start: int) -> Iterator[RawRow]:
@@ -33,7 +25,7 @@ def hub_rows(source: Source, file: DataFile, streaming: bool, start: int) -> Ite
     for number, value in enumerate(rows, start):
         if not streaming:
             file.share = number / len(dataset)
-        yield Origin(source.path, number + 1, number), without_nulls(value)
+        yield Origin(source.path, number + 1, number), ArrowRow(value)
 
 
 def _load_hub(source: Source, streaming: bool) -> Any:
@@ -69,7 +61,7 @@ def saved_rows(source: Source, file: DataFile, start: int) -> Iterator[RawRow]:
         )
     for number in range(start, len(saved)):
         file.share = number / len(saved)
-        yield Origin(file.path, number + 1, number), without_nulls(saved[number])
+        yield Origin(file.path, number + 1, number), ArrowRow(saved[number])
 
 
 def hub_revision(source: Source) -> str:

@@ -212,6 +212,13 @@ def _check_state(state: dict[str, Any], identity: dict[str, Any]) -> None:
             "the order of samples would change. Use that seed, or start a new run in another folder."
         )
     if state["data"] != identity["data"]:
+        if "window" in state:  # of a stream, whose digest may differ between versions
+            raise UserError(
+                "The checkpoint was written with another stream, so its position is not valid here: files "
+                "have changed, a setting has (sources, tokenizer, template, seq_len, packing, overlong or "
+                "on_bad_row), or another version of meshtune wrote it. Use those files, settings and "
+                "version, or start a new run in another folder."
+            )
         raise UserError(
             "The checkpoint was written with other data (rows, tokenizer, template, seq_len or packing), so "
             "its position in the data is not valid here. Use those settings, or start a new run in another "

@@ -22,9 +22,10 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+from meshtune.data.columns import ArrowRow
 from meshtune.data.example import BadRow, Dropped, Example, Notes, OnBadRow, Origin, Source
 from meshtune.data.files import DataFile, files, is_hub, is_saved
-from meshtune.data.hub import hub_rows, saved_rows, without_nulls
+from meshtune.data.hub import hub_rows, saved_rows
 from meshtune.data.limits import LINE_BYTES, TOO_LONG
 from meshtune.data.rows import RawRow, examples
 from meshtune.errors import UserError, reason_of, type_name
@@ -271,7 +272,7 @@ def _parquet(file: DataFile, first: int, start: int) -> Generator[RawRow, None, 
             file.share = number / max(1, table.metadata.num_rows)
             for value in batch.to_pylist():
                 if first + number >= start:
-                    yield Origin(file.path, number + 1, first + number), without_nulls(value)
+                    yield Origin(file.path, number + 1, first + number), ArrowRow(value)
                 number += 1
     return number
 

@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from meshtune.data.columns import Columns, column_names, has, reach, unused_columns
+from meshtune.data.columns import ArrowRow, Columns, column_names, has, reach, unused_columns
 from meshtune.data.example import (
     SHOWN,
     BadRow,
@@ -123,15 +123,18 @@ def _example(
 
 def _other(row: Mapping[str, Any], where: Mapping[str, Any]) -> str | None:
     """The first column of `where` that has another value in the row, as `Notes.compared`; None if all have
-    theirs. Raises BadRow if the row lacks the column.
+    theirs. Raises BadRow if the row lacks the column; what is inside null is null.
 
     A text in the row, as csv has them, is compared as text: "true", "1.0".
     """
+    row = row.stored if isinstance(row, ArrowRow) else row
     for column, wanted in where.items():
         try:
             value = reach(row, column)
         except KeyError:
-            raise BadRow(f"no column {column}", f"column {column} (data.where) is missing") from None
+            if not _below_null(row, column):
+                raise BadRow(f"no column {column}", f"column {column} (data.where) is missing") from None
+            value = None
         if isinstance(value, str) and not isinstance(wanted, str):
             same = value.lower() == str(wanted).lower()
         else:  # True == 1 in Python, not in JSON
@@ -140,6 +143,13 @@ def _other(row: Mapping[str, Any], where: Mapping[str, Any]) -> str | None:
             texts = [json.dumps(each, ensure_ascii=False, default=str)[:60] for each in (wanted, value)]
             return f"{column}: {texts[0]}{_reading(wanted) if isinstance(value, str) else ''}\t{texts[1]}"
     return None
+
+
+def _below_null(row: Mapping[str, Any], column: str) -> bool:
+    """Whether an object that the dotted name of a column leads through is null."""
+    names = column.split(".")
+    outer = [".".join(names[:count]) for count in range(1, len(names))]
+    return any(has(row, name) and reach(row, name) is None for name in outer)
 
 
 def _reading(wanted: Any) -> str:

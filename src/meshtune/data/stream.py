@@ -24,7 +24,7 @@ import numpy as np
 
 from meshtune.data.documents import ROWS_AT_ONCE, Overlong, Tally, Usable, usable
 from meshtune.data.example import Example, Notes, OnBadRow, Source, notes_sentences
-from meshtune.data.files import files, is_hub
+from meshtune.data.files import files, is_hub, outline
 from meshtune.data.pack import Dataset, in_memory, pack, singles
 from meshtune.data.readers import read
 from meshtune.errors import UserError
@@ -63,7 +63,7 @@ class Stream:
     def digest(self) -> str:
         """Digest of the sources' files and the settings, to recognise a state.
 
-        Of a source of more than BLOCKS blocks only these are read (`DataFile.outline`), of the hub nothing.
+        Of a source of more than BLOCKS blocks only BLOCKS are read (see `outline`), of the hub nothing.
         """
         recipe = [
             [_identity(source) for source in self.sources],
@@ -203,9 +203,7 @@ def _identity(source: Source) -> list[Any]:
     settings = {name: value for name, value in vars(source).items() if name != "path"}
     if is_hub(source.path):
         return [source.path, settings]
-    data_files = files(source)
-    blocks = max(2, BLOCKS // len(data_files))
-    return [[[file.kind, file.outline(blocks)] for file in data_files], settings]
+    return [outline(files(source), BLOCKS), settings]
 
 
 def with_last(examples: Iterator[Example]) -> Iterator[tuple[Example, bool]]:

@@ -61,3 +61,12 @@ def test_inner_columns_are_named_where_nothing_fits(rows_of, columns, monkeypatc
         rows_of(ROW, columns)
     suggestion = "data.columns={prompt: extra_info.question, completion: extra_info.answer}"
     assert columns or suggestion in str(error.value)
+
+
+def test_a_filter_knows_null_from_a_missing_column(rows_of):
+    row = {"text": "Hi", "lang": None, "m": None, "n": {"lang": None, "of": 1}}
+    for column in ("lang", "m.lang", "n.lang"):
+        example, _ = rows_of(row, {}, where=((column, None),))
+        assert example.text == "Hi"
+    with pytest.raises(UserError, match="is missing"):
+        rows_of(row, {}, where=(("n.land", None),))

@@ -1,6 +1,7 @@
 """Rows that hold begin and end tokens already: one of each, labelled once, and counted."""
 
 import pytest
+from golden import refuses
 from small_tokenizer import make_tokenizer
 from tokenizers import processors
 
@@ -52,6 +53,11 @@ def messages(question: str, answer: str) -> dict:
             {"prompt": "<s>Hi", "completion": "Hello</s>\n"},
             ("begin with <s>", "end with </s>"),
         ),
+        (
+            {"prompt": "Hi", "completion": "Hello"},
+            {"prompt": "<s>Hi</s>", "completion": "<s>Hello</s>"},
+            ("begin with <s>", "end the prompt with </s>", "begin the completion with <s>", "end with </s>"),
+        ),
     ],
 )
 def test_plain_rows_have_each_end_token_once(bare, rendered, named, suffix):
@@ -91,5 +97,5 @@ def test_tokens_that_are_not_added_there_stay():
 
 @pytest.mark.parametrize("row", [{"text": "<s></s>"}, {"prompt": "Hi", "completion": " </s>"}])
 def test_rows_of_end_tokens_only_are_bad(row):
-    with pytest.raises(UserError):
-        encoded(encoder_of(), **row)
+    with refuses(UserError):
+        encoder_of().encode([Example(HERE, **row)])

@@ -240,7 +240,7 @@ def test_sizes_that_do_not_divide_are_refused_with_ones_that_do() -> None:
         Loader(memory([3], seq_len=4), global_batch_size=64, micro_batch_size=3, data_ranks=8, seed=0)
 
 
-@pytest.mark.parametrize("change", [{"seed": 9}, {"data": "other"}])
+@pytest.mark.parametrize("change", [{"seed": 9}, {"data": "other"}, {"data": "other", "window": {}}])
 def test_a_state_of_another_seed_or_other_data_is_refused(change: dict) -> None:
     dataset = memory(LENGTHS, seq_len=32)
     _, _, state = run(dataset, 1)

@@ -671,3 +671,13 @@ def test_a_stream_is_known_by_what_its_files_hold(tmp_path, monkeypatch) -> None
         assert digest() != known
     Path(source.path).write_bytes(content)
     assert digest() == known
+    shards = tmp_path / "shards"
+    shards.mkdir()
+    for number in range(9):
+        (shards / f"{number}.jsonl").write_text("x" * 99)
+    blocks, outline = [], DataFile.outline
+    monkeypatch.setattr(DataFile, "outline", lambda file, most: blocks.append(most) or outline(file, most))
+    known = digest(shards)
+    assert blocks == [1, 1, 1, 1]
+    (shards / "8.jsonl").rename(shards / "9.jsonl")
+    assert known != digest(shards)

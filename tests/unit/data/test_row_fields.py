@@ -215,6 +215,23 @@ def test_a_column_of_where_must_be_there(rows_of):
         rows_of({"prompt": "Hi", "completion": "Hello"}, where=(("label", True),))
 
 
+def test_what_is_inside_null_is_null(rows_of):
+    rows = [{"text": "a", "m": None}, {"text": "b", "m": {"lang": "en"}}, {"text": "c", "m": {"of": None}}]
+    (example,), notes = rows_of(*rows[:2], where=(("m.lang", "en"),))
+    assert (example.text, notes.left_out["data.where"]) == ("b", 1)
+    with pytest.raises(UserError):  # another key than the one that is null
+        rows_of(*rows, where=(("m.lang", "en"),))
+
+
+def test_an_answer_that_is_json_of_calls_is_text(rows_of):
+    calls = json.dumps([{"name": "get_weather", "arguments": {"city": "Rome"}}])
+    of_calls, of_messages = rows_of(
+        {"prompt": [USER], "completion": calls}, {"prompt": [USER], "completion": json.dumps([ANSWER])}
+    )[0]
+    assert of_calls.messages[1] == {"role": "assistant", "content": calls}
+    assert of_messages.messages[1]["content"] == ANSWER["content"]
+
+
 # What a template leaves out, where the text stands in the conversation all the same #
 
 
