@@ -96,6 +96,19 @@ def test_an_adapter_gives_pefts_logits_and_so_does_its_merged_model(family, sett
     torch.testing.assert_close(plain(tmp_path / "merged")(ids).logits, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("wrapper", ["modules_to_save.", "modules_to_save.default."])
+def test_a_trained_copy_is_read_under_its_wrappers_name(wrapper, save, ids, tmp_path):
+    expected = made(tmp_path, base := save("llama"), ids, modules_to_save=["lm_head"])
+    file = tmp_path / "adapter_model.safetensors"
+    tensors = load_file(file)
+    head = tensors.pop("base_model.model.lm_head.weight")
+    save_file(tensors | {f"base_model.model.lm_head.{wrapper}weight": head}, file)
+    model = plain(base)
+    load_adapter(model, tmp_path)
+    torch.testing.assert_close(model(ids).logits, expected)
+
+
 def unlike_tables(folder):
     tensors = load_file(folder / "adapter_model.safetensors")
     rows = torch.zeros(256, 64)
@@ -128,6 +141,7 @@ CHANGES = {
     "pissa": with_settings(init_lora_weights="pissa_niter_16"),
     "replicated layers": with_settings(layer_replication=[[0, 2], [1, 2]]),
     "of a later peft": with_settings(use_newlora={"k": 3}),
+    "no saved module": with_settings(modules_to_save=["norm"]),
     "no such module": with_settings(modules_to_save=["lm_hed"]),
     "a pointer": lambda folder: (folder / "adapter_model.safetensors").write_text("version https://git-lfs…"),
 }
