@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
-from meshtune.errors import UserError, check_fetched
+from meshtune.errors import UserError, check_fetched, expanded
 from meshtune.model.anatomy import anatomy
 from meshtune.model.files import ADAPTER_CONFIG, read_json
 from meshtune.model.generation import generation_config
@@ -345,6 +345,6 @@ def adapter_base(folder: str | Path) -> dict[str, Any]:
         raise UserError(f"{Path(folder) / ADAPTER_CONFIG} names no base_model_name_or_path; add it.")
     return {
         "name": base,
-        "revision": settings.get("revision"),
+        "revision": None if expanded(base).exists() else settings.get("revision"),  # of a hub model only
         "overrides": settings.get(BASE_OVERRIDES) or {},
     }

@@ -13,7 +13,7 @@ from model_folders import plain
 from safetensors.torch import load_file, save_file
 
 from meshtune.errors import UserError
-from meshtune.model.adapter import PLAIN_LORA, READ, WITHOUT_EFFECT, extensions_of, load_adapter
+from meshtune.model.adapter import PLAIN_LORA, READ, WITHOUT_EFFECT, adapter_base, extensions_of, load_adapter
 from meshtune.model.lora import merge_lora
 from meshtune.model.save import save_model
 
@@ -33,6 +33,13 @@ def test_every_field_of_the_installed_peft_is_classified():
     assert not extensions_of(peft.LoraConfig(base_model_name_or_path="base").to_dict())
     for key in REFUSED:
         assert extensions_of({key: [1]}) == [f"{key}=[1]"]
+
+
+@pytest.mark.parametrize(("base", "revision"), [("", None), ("org/base", "main")])
+def test_a_revision_is_of_a_hub_model(base, revision, tmp_path):
+    settings = {"base_model_name_or_path": base or str(tmp_path), "revision": "main"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+    assert adapter_base(tmp_path)["revision"] == revision
 
 
 HINTS = get_args(get_type_hints(peft.LoraConfig)["init_lora_weights"])
