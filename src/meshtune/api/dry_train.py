@@ -14,7 +14,7 @@ from meshtune.data.prepare import sentences
 from meshtune.dryrun.simulation import Simulation
 from meshtune.errors import UserError
 from meshtune.model.anatomy import anatomy
-from meshtune.model.files import checked_weight_files
+from meshtune.model.files import checked_weight_files, weights_here
 from meshtune.model.hub import check_name, local_path
 from meshtune.model.load import load_config, quiet
 from meshtune.plan.cluster import cluster_here, unused_here
@@ -147,12 +147,14 @@ def check_here(config: Config) -> None:
 
 
 def notes_on_model(config: Config, spec: ModelSpec, inputs: Inputs) -> Iterator[str]:
-    """Sentences on documents beyond the model's positions, and on tokens that it was never trained on.
+    """Sentences on documents beyond the model's positions, and, where its weights are on this machine, on
+    tokens that it was never trained on.
 
     Raises UserError as `position_sentences`.
     """
     whole, _ = trainable_skeleton(spec)
     yield from position_sentences(config, whole, anatomy(whole), inputs.prepared)
+    files = weights_here(config.model.name, config.model.revision)
     yield from untrained_sentences(
-        config, whole, inputs.prepared.train, inputs.tokenizer, inputs.encoder.stop_ids
+        config, whole, inputs.prepared.train, inputs.tokenizer, inputs.encoder.stop_ids, files=files
     )

@@ -1,6 +1,7 @@
 """Save the LoRA layers of a model as a folder in peft's format, and load such a folder. Safetensors only."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
-from meshtune.errors import UserError, check_fetched
+from meshtune.errors import UserError, check_fetched, expanded
 from meshtune.model.anatomy import anatomy
 from meshtune.model.files import ADAPTER_CONFIG, read_json
 from meshtune.model.generation import generation_config
@@ -31,6 +32,7 @@ from meshtune.model.trainable import resize_to, tables, untie
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 BASE_OVERRIDES = "base_overrides"  # key of adapter_config.json: model.overrides of the base that was trained
+OF_COPY = re.compile(r"\.modules_to_save\.(default\.)?")  # in the name of a module's trained copy
 PREFIX = "base_model.model."  # peft's two wrappers put it before every name
 
 # Keys of adapter_config.json: those that are read, and those without an effect on what an adapter computes.
@@ -195,7 +197,13 @@ def load_adapter(model: PreTrainedModel, folder: str | Path) -> dict[str, Any]:
         resize_to(model, stored_rows[0])
     adapters = adapter_tensors(model)
     parameters = dict(model.named_parameters()) | embedding_and_head(model) | adapters
-    missing = [name for name in adapters if name not in tensors]
+    stored = {id(parameters[name]) for name in tensors if name in parameters}  # once of a tied pair
+    needed = adapters | {
+        name: parameter
+        for path in modules_named(model, saved)
+        for name, parameter in model.get_submodule(path).named_parameters(prefix=path)
+    }
+    missing = [name for name, parameter in needed.items() if id(parameter) not in stored]
     problems = [f"{folder} lacks {name}." for name in missing[:10]]
     for name, tensor in tensors.items():
         if name not in parameters:
@@ -291,19 +299,24 @@ def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             f"{folder} holds tensors in {tensors[odd[0]].dtype}, such as {odd[0]}: it is quantised. Take the "
             "adapter as it was trained."
         )
-    return settings, {name: tensor for key, tensor in tensors.items() if (name := _plain_name(key))}
+    return settings, _plain_names(tensors)
 
 
-def _plain_name(key: str) -> str | None:
-    """Return a tensor's name without peft's wrappers; None for one that is there twice, or has no effect.
+def _plain_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors by their names without peft's wrappers, those without an effect left out.
 
     Where peft saves embedding and head it writes what its wrappers hold: the layer under an adapter, the
-    module that a copy stands in for, and the copy, which it writes under its plain name too.
+    module that a copy stands in for, and the copy, which it writes under its plain name too. An older peft,
+    and a state dict of the wrapped model, have the copy under the wrapper's name alone.
     """
-    name = key.removeprefix(PREFIX)
-    if ".original_module." in name or ".modules_to_save." in name:
-        return None
-    return name.replace(".base_layer.", ".")
+    plain: dict[str, Tensor] = {}
+    copies: dict[str, Tensor] = {}
+    for key, tensor in tensors.items():
+        name = key.removeprefix(PREFIX).replace(".base_layer.", ".")
+        if ".original_module." not in name:
+            own = OF_COPY.sub(".", name)
+            (plain if own == name else copies)[own] = tensor
+    return copies | plain
 
 
 def digest_of_base(folder: Path) -> str | None:
@@ -332,6 +345,6 @@ def adapter_base(folder: str | Path) -> dict[str, Any]:
         raise UserError(f"{Path(folder) / ADAPTER_CONFIG} names no base_model_name_or_path; add it.")
     return {
         "name": base,
-        "revision": settings.get("revision"),
+        "revision": None if expanded(base).exists() else settings.get("revision"),  # of a hub model only
         "overrides": settings.get(BASE_OVERRIDES) or {},
     }

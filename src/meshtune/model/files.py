@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import HfApi, snapshot_download
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from transformers import PretrainedConfig
 
 from meshtune.errors import UserError, check_fetched, reason_of, type_name
@@ -71,6 +71,22 @@ def resolve(
     if weights and not list(folder.glob("*.safetensors")):
         _refuse_other_formats(name, revision)
     return folder
+
+
+def weights_here(name: str, revision: str | None = None) -> list[Path]:
+    """The safetensors files of a local folder, or of a hub model as far as its cache has it: never downloads.
+
+    [] if some are missing or damaged.
+    """
+    try:
+        folder = local_path(name) or snapshot_download(name, revision=revision, local_files_only=True)
+        files = weight_files(Path(folder))
+        for file in files:
+            with safe_open(file, framework="pt"):
+                pass  # its header is whole
+    except (UserError, SafetensorError, OSError, ValueError):  # of the hub: nothing is stored, no such name
+        return []
+    return files
 
 
 def _refuse_other_formats(name: str, revision: str | None) -> None:

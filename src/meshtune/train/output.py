@@ -250,8 +250,8 @@ def at_its_place(before: Config, run: RunDir, now: Config | None = None) -> Conf
     """The settings of a run that is there, with the paths that its model and data have now.
 
     Where the run's folder was moved with what is around it, they are where they were as seen from the folder.
-    now: settings that go on with it; their model is the same one if the old path is gone and the weights are
-    those that the run recorded.
+    now: settings that go on with it; a model under another name or revision is the same one if its weights
+    are those that the run recorded.
     """
     old, here = Path(before.output), run.path.absolute()
 
@@ -263,13 +263,15 @@ def at_its_place(before: Config, run: RunDir, now: Config | None = None) -> Conf
         return str(place) if place.exists() else name
 
     placed = _with_paths(before, moved, moved) if old != here else before
-    if now and Path(placed.model.name).is_absolute() and not Path(placed.model.name).exists():
+    if now is None:
+        return placed
+    own = {"name": absolute(now.model.name), "revision": now.model.revision}
+    if own != placed.model.model_dump(include={*own}):
         from meshtune.model.identity import BASE_DIGEST, base_digest  # imports torch
 
         recorded = [row.get(BASE_DIGEST) for row in run.rows("run")][-1:]
-        if recorded[:1] != [None] and recorded == [base_digest(now.model)]:
-            model = placed.model.model_copy(update={"name": absolute(now.model.name)})
-            return placed.model_copy(update={"model": model})
+        if recorded[:1] not in ([], [None]) and recorded == [base_digest(now.model)]:
+            return placed.model_copy(update={"model": placed.model.model_copy(update=own)})
     return placed
 
 

@@ -6,6 +6,7 @@ Adapters can't make up for it: the model can't tell such tokens apart, and never
 
 from collections.abc import Sequence
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -32,11 +33,13 @@ def untrained_sentences(
     train: Dataset | Stream,
     tokenizer: PreTrainedTokenizerBase,
     stop_ids: Sequence[int],
+    *,
+    files: Sequence[Path] | None = None,
 ) -> list[str]:
     """A sentence that names such tokens and the remedy, if there are any; on the first rank alone.
 
     whole: the model to train, with what is frozen; a few rows of its files are read. stop_ids: tokens that
-    end an answer.
+    end an answer. files: the model's safetensors; None: they are resolved, which may download them.
     """
     embed, head = tables(whole)
     adapted = lora_layers(whole)
@@ -48,11 +51,10 @@ def untrained_sentences(
     if config.model.init == "random" or not frozen or not on_first_rank():
         return []
     used, labelled = used_tokens(tokenizer, train, stop_ids)
-    model = config.model
-    folder = resolve(
-        model.name, revision=model.revision, weights=True, trust_remote_code=model.trust_remote_code
-    )
-    files, ids = weight_files(folder), added_tokens(tokenizer)
+    if files is None:
+        name, revision, trust = config.model.name, config.model.revision, config.model.trust_remote_code
+        files = weight_files(resolve(name, revision=revision, weights=True, trust_remote_code=trust))
+    ids = added_tokens(tokenizer)
     found: dict[int, None] = {}
     to_train = []
     for path, module in frozen.items():

@@ -13,7 +13,7 @@ from model_folders import plain
 from safetensors.torch import load_file, save_file
 
 from meshtune.errors import UserError
-from meshtune.model.adapter import PLAIN_LORA, READ, WITHOUT_EFFECT, extensions_of, load_adapter
+from meshtune.model.adapter import PLAIN_LORA, READ, WITHOUT_EFFECT, adapter_base, extensions_of, load_adapter
 from meshtune.model.lora import merge_lora
 from meshtune.model.save import save_model
 
@@ -33,6 +33,13 @@ def test_every_field_of_the_installed_peft_is_classified():
     assert not extensions_of(peft.LoraConfig(base_model_name_or_path="base").to_dict())
     for key in REFUSED:
         assert extensions_of({key: [1]}) == [f"{key}=[1]"]
+
+
+@pytest.mark.parametrize(("base", "revision"), [("", None), ("org/base", "main")])
+def test_a_revision_is_of_a_hub_model(base, revision, tmp_path):
+    settings = {"base_model_name_or_path": base or str(tmp_path), "revision": "main"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+    assert adapter_base(tmp_path)["revision"] == revision
 
 
 HINTS = get_args(get_type_hints(peft.LoraConfig)["init_lora_weights"])
@@ -96,6 +103,19 @@ def test_an_adapter_gives_pefts_logits_and_so_does_its_merged_model(family, sett
     torch.testing.assert_close(plain(tmp_path / "merged")(ids).logits, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("wrapper", ["modules_to_save.", "modules_to_save.default."])
+def test_a_trained_copy_is_read_under_its_wrappers_name(wrapper, save, ids, tmp_path):
+    expected = made(tmp_path, base := save("llama"), ids, modules_to_save=["lm_head"])
+    file = tmp_path / "adapter_model.safetensors"
+    tensors = load_file(file)
+    head = tensors.pop("base_model.model.lm_head.weight")
+    save_file(tensors | {f"base_model.model.lm_head.{wrapper}weight": head}, file)
+    model = plain(base)
+    load_adapter(model, tmp_path)
+    torch.testing.assert_close(model(ids).logits, expected)
+
+
 def unlike_tables(folder):
     tensors = load_file(folder / "adapter_model.safetensors")
     rows = torch.zeros(256, 64)
@@ -128,6 +148,7 @@ CHANGES = {
     "pissa": with_settings(init_lora_weights="pissa_niter_16"),
     "replicated layers": with_settings(layer_replication=[[0, 2], [1, 2]]),
     "of a later peft": with_settings(use_newlora={"k": 3}),
+    "no saved module": with_settings(modules_to_save=["norm"]),
     "no such module": with_settings(modules_to_save=["lm_hed"]),
     "a pointer": lambda folder: (folder / "adapter_model.safetensors").write_text("version https://git-lfs…"),
 }

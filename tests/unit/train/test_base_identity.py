@@ -49,12 +49,14 @@ def change_weights(base: Path) -> None:
 def test_other_weights_at_the_path_of_a_base_are_refused(project: Any, tmp_path: Path) -> None:
     adapter = shutil.copytree(project.run / "model", tmp_path / "adapter")
     assert digest_of_base(adapter) == digest(weight_files(project.base))
+    before = shutil.copytree(project.base, tmp_path / "before")
     change_weights(project.base)
     for name, step in ((project.run, None), (project.run, 2), (adapter, None)):
         with refuses(UserError):
             exported(name, tmp_path / "merged", merge=True, step=step, push_to=None)
     with refuses(UserError):
         project.train("train.max_steps=3")
+    project.train("train.max_steps=3", f"model.name={before}")  # what the sentence asks for
     project.train("train.max_steps=3", "method=full", "checkpoint.resume=never", "output_exists=replace")
 
 

@@ -2,17 +2,21 @@
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from golden import says
+from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from meshtune import config
+from meshtune.api import dry_train
 from meshtune.data.pack import LABELLED, Dataset
+from meshtune.model import files
 from meshtune.train.build import model_spec
 from meshtune.train.model import trainable_skeleton
 from meshtune.train.untrained import untrained_sentences
@@ -105,3 +109,28 @@ def test_trained_rows_and_unused_tokens_are_no_matter(
     change: Any, words: list[str], base: Path, tmp_path: Path
 ) -> None:
     assert sentences(base, tmp_path / "model", change, *words) == []
+
+
+def test_a_dry_run_reads_the_weights_that_are_here_and_downloads_none(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(files, "reachable", lambda: False)
+    monkeypatch.setattr(dry_train, "position_sentences", lambda *_: [])
+    stored = tmp_path / "models--someone--tiny"
+    snapshot = stored / "snapshots" / ("0" * 40)
+    sentences(base, snapshot, zero)
+    (stored / "refs").mkdir()
+    (stored / "refs" / "main").write_text(snapshot.name)
+    settings = config.load(None, ["model.name=someone/tiny", "data.train=rows.jsonl", "method=lora"])
+    spec, tokenizer = model_spec(settings, "eager", "cpu"), AutoTokenizer.from_pretrained(snapshot)
+    train = OneDocument([len(tokenizer) - 1])
+    inputs: Any = SimpleNamespace(
+        prepared=SimpleNamespace(train=train), tokenizer=tokenizer, encoder=SimpleNamespace(stop_ids=[])
+    )
+    assert len([*dry_train.notes_on_model(settings, spec, inputs)]) == 1
+    (snapshot / "model.safetensors").write_bytes(b"damaged")
+    assert [*dry_train.notes_on_model(settings, spec, inputs)] == []
+    (snapshot / "model.safetensors").unlink()
+    assert [*dry_train.notes_on_model(settings, spec, inputs)] == []
+    assert files.weights_here("someone/other") == []
