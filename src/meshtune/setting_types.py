@@ -10,7 +10,6 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from meshtune.errors import UserError, expanded, with_variables, written
-from meshtune.trainers.values import is_regular_expression
 
 MOST_GPUS = 10**6
 LARGEST = 10**12  # of a setting that counts: beyond it search and arithmetic take for ever
@@ -70,6 +69,11 @@ def prices(value: Any) -> Any:
 Prices = Annotated[
     Annotated[float, Field(gt=0)] | dict[str, float | str] | str | None, BeforeValidator(prices)
 ]
+
+
+def is_regular_expression(target: str) -> bool:
+    """True if a target of LoRA is a regular expression of whole names of layers, as peft reads a text."""
+    return not re.fullmatch(r"[\w., -]+", target)
 
 
 def layer_names(value: Any) -> Any:

@@ -8,7 +8,7 @@ from meshtune.migrate.job import OFF, Converted, Job, NoCounterpart, NotNeeded, 
 from meshtune.migrate.sharding import shards
 from meshtune.migrate.sources import listed
 from meshtune.migrate.training import packs
-from meshtune.trainers.values import is_regular_expression
+from meshtune.setting_types import is_regular_expression
 
 NO_MASTER_WEIGHTS = (
     "with fp32 master weights; axolotl has none unless it shards, which train.precision=bf16-pure is like"

@@ -16,11 +16,6 @@ class Counterpart(NamedTuple):
     why: str  # what differs, or why there is no other; empty: nothing to say
 
 
-def is_regular_expression(target: str) -> bool:
-    """True if a target of LoRA is a regular expression of whole names of layers, as peft reads a text."""
-    return not re.fullmatch(r"[\w., -]+", target)
-
-
 @cache
 def patterns() -> dict[str, list[dict[str, str]]]:
     """Setting -> rows of values.toml."""

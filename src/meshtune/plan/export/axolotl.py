@@ -26,7 +26,7 @@ from meshtune.plan.export.exported import (
 from meshtune.plan.export.refused import attention_alone, some_blocks
 from meshtune.plan.tools import TOOLS
 from meshtune.sections import SourceConfig
-from meshtune.trainers.values import is_regular_expression
+from meshtune.setting_types import is_regular_expression
 
 TOOL = TOOLS["axolotl"].title
 PRECISION = {

@@ -25,7 +25,7 @@ from meshtune.plan.export.exported import (
 )
 from meshtune.plan.tools import TOOLS
 from meshtune.sections import SourceConfig
-from meshtune.trainers.values import is_regular_expression
+from meshtune.setting_types import is_regular_expression
 
 TOOL = TOOLS["llamafactory"].title
 OPENAI_TAGS = {
