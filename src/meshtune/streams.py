@@ -36,6 +36,7 @@ class Output(io.FileIO):
         super().__init__(number if descriptor is None else descriptor, "w", closefd=False)
         self.number = number
         self.lost: OSError | None = None  # the first error of a write
+        self.replaces: Any = None  # the stream before, which would close the descriptor when it is freed
         self._file: Path | None = None
         self._kept = b""
 
@@ -142,7 +143,9 @@ def _guarded(stream: Any, number: int) -> Any:
     raw = getattr(getattr(stream, "buffer", None), "raw", None) or getattr(stream, "buffer", None)
     if type(raw) is not io.FileIO or raw.closed or raw.fileno() != number:
         return stream  # a notebook's, a test's, or guarded already
-    text = text_stream(Output(number), stream)
+    output = Output(number)
+    output.replaces = stream
+    text = text_stream(output, stream)
     with suppress(OSError):
         stream.flush()
     return text
