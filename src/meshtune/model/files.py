@@ -129,9 +129,9 @@ def weight_files(folder: Path) -> list[Path]:
             raise UserError(f"{folder / INDEX} has no `weight_map` from tensor names to file names.")
         names = sorted(set(weight_map.values()))
     elif not (names := _shards(folder)):
-        inside = [path.name for path in folder.iterdir()]
         raise UserError(
-            _unread_weights(str(folder), inside, str(folder), f"{folder}-safetensors")
+            _unread_here(folder)
+            or ((folder / ADAPTER_CONFIG).is_file() and adapter_alone(folder, str(folder)))
             or _elsewhere(folder)
             or f"{folder} holds no weights ({WEIGHTS} or {INDEX}). To start from random ones: "
             "model.init=random."
@@ -159,6 +159,22 @@ def weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
+def _unread_here(folder: Path) -> str | None:
+    """The sentence of `_unread_weights` on a model's files in `folder`, an adapter's left out."""
+    adapter = (folder / ADAPTER_CONFIG).is_file()
+    inside = [path.name for path in folder.iterdir() if not (adapter and path.match("adapter_model.*"))]
+    return _unread_weights(str(folder), inside, str(folder), f"{folder}-safetensors")
+
+
+def adapter_alone(folder: Path, name: str) -> str:
+    """Sentence that refuses a folder with an adapter as a model. name: of the folder as the user wrote it."""
+    base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
+    return (
+        f"{name} is a LoRA adapter, not a model: name its base ({base}) as the model, or merge the two with "
+        "`meshtune export --merge` first."
+    )
+
+
 def _shards(folder: Path) -> list[str]:
     """Names of the shards of one model in a folder without an index; [] if they are not complete."""
     names = sorted(path.name for path in folder.iterdir())
@@ -174,7 +190,8 @@ def _absent_shards(shards: list[str]) -> str | None:
     stem, count = stems.pop()
     there = {int(number) for _, number, _ in parts}
     absent = [number for number in range(1, int(count) + 1) if number not in there]
-    return few([f"{stem}-{number:05}-of-{count}.safetensors" for number in absent]) or None
+    names = few([f"{stem}-{number:05}-of-{count}.safetensors" for number in absent])
+    return f"{names}; the download is incomplete" if names else None
 
 
 @contextmanager
@@ -224,7 +241,7 @@ def _unread_weights(
     if shards := [file for file in safetensors if SHARD.fullmatch(file)]:
         return (
             f"{subject} holds {counted(len(shards), 'shard')} of a model ({few(shards, 3)}), and lacks "
-            f"{_absent_shards(shards) or INDEX}; the download is incomplete."
+            f"{_absent_shards(shards) or INDEX}."
         )
     if safetensors:
         remedy = (
@@ -271,7 +288,8 @@ def checked_weight_files(folder: Path, config: PretrainedConfig) -> list[Path]:
     weights.
     """
     problems = []
-    if (folder / ADAPTER_CONFIG).is_file():
+    whole = (folder / WEIGHTS).is_file() or (folder / INDEX).is_file() or _shards(folder)
+    if (folder / ADAPTER_CONFIG).is_file() and (whole or _unread_here(folder)):
         # from_pretrained would also load the adapter, and through it whatever base it names.
         problems.append(f"{folder} holds a peft adapter beside a model; move adapter_config.json elsewhere.")
     if (folder / ".metadata").exists():

@@ -43,6 +43,7 @@ from meshtune.model.files import (
     ADAPTER_CONFIG,
     SAFETENSORS_DTYPES,
     SMALL,
+    adapter_alone,
     checked_weight_files,
     few,
     read_json,
@@ -120,11 +121,7 @@ def read_changed(
     folder = file.parent
     if not file.is_file():
         if (folder / ADAPTER_CONFIG).is_file():
-            base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
-            raise UserError(
-                f"{name} is a LoRA adapter, not a model: name its base ({base}) as the model, or merge the "
-                f"two with `meshtune export --merge` first."
-            )
+            raise UserError(adapter_alone(folder, name))
         raise UserError(
             f"{name} has no config.json, so it is not a model in Hugging Face's format; name the folder that "
             "holds one."

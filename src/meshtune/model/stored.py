@@ -27,9 +27,9 @@ QUANTISED = re.compile(
     r"(^|\.)(qweight|qzeros|g_idx|SCB|weight_format|weight_packed|weight_shape|quant_state(\..*)?|quant_map"
     r"|nested_quant_map|(\w+_)?absmax|\w*amax|(\w+_)?zero_points?|zeros|W_q|codebooks|\w*proj_(blocks|scales))$"
 )
-OF_CACHE = re.compile(
-    r"(^|[._])(k|v|q|kv|prob|prob_output)_scale$"
-)  # of quantised keys: the weights are whole
+OF_CACHE = re.compile(r"(^|[._])(k|v|q|kv|prob|output)_scale$")  # of quantised keys: the weights are whole
+OF_TOOL = re.compile(r"((\w+_)?weight_scale(_inv|_2)?|input_scale|scales)$")  # names of quantisations alone
+EIGHT_BITS = ("I8", "U8")  # beside the types that `refuse_types` refuses before
 WRAPPERS = {  # parts that wrappers put into the names of a model's tensors
     "_orig_mod": "torch.compile",
     "module": "DistributedDataParallel or DeepSpeed",
@@ -101,13 +101,12 @@ def refuse_misfits(
     stored: of `stored_types`. report: transformers' loading info.
     """
     weights = {name for name, parameter in model.named_parameters() if parameter.is_floating_point()}
-    names = {name for names in stored.values() for name in names}
     unused, missing = {*report["unexpected_keys"]}, {*report["missing_keys"]}
     if whole := whole_numbers(stored, weights):
         kinds = [f"{counted(len(found), 'weight')} in {word}" for word, found in sorted(whole.items())]
         first = sorted(name for found in whole.values() for name in found)
         raise UserError(quantised(folder, f"{', '.join(kinds)}: {few(first)}"))
-    if found := scales(unused, names):
+    if found := scales(unused, stored):
         raise UserError(
             quantised(folder, f"it holds {counted(len(found), 'tensor')} of scales: {few(found)}")
         )
@@ -141,17 +140,21 @@ def whole_numbers(stored: Mapping[str, Collection[str]], weights: Collection[str
     return {word: names for word, names in found.items() if names}
 
 
-def scales(unused: Iterable[str], stored: Collection[str]) -> list[str]:
+def scales(unused: Iterable[str], stored: Mapping[str, Collection[str]]) -> list[str]:
     """Tensors of a quantisation, such as scales and zero points, among those that a model has no place for.
 
-    stored: names of all tensors in the files. A scale counts where what it scales is stored too.
+    stored: of `stored_types`. A scale counts where what it scales is stored too, in at most 8 bits unless the
+    scale has a name that only tools of quantisation give: models have scales of their own.
     """
+    all_names = {name for names in stored.values() for name in names}
+    narrow = {name for word in EIGHT_BITS for name in stored.get(word, ())}
 
     def scales_one(name: str) -> bool:
         parent, _, leaf = name.rpartition(".")
         before, scale, _ = leaf.partition("scale")
         owners = (parent, f"{parent}.weight", f"{parent}._data", f"{parent}.{before.rstrip('_')}")
-        return bool(scale) and not OF_CACHE.search(name) and any(owner in stored for owner in owners)
+        scaled = all_names if OF_TOOL.match(leaf) else narrow
+        return bool(scale) and not OF_CACHE.search(name) and any(owner in scaled for owner in owners)
 
     return sorted(name for name in unused if QUANTISED.search(name) or scales_one(name))
 

@@ -90,13 +90,18 @@ def test_positions_masks_and_scales_of_other_things_are_no_quantisation(save):
         "model.position_ids": torch.arange(4),
         "logit_scale": torch.ones(1),
         f"{own}k_scale": torch.ones(1),
+        f"{own}k_proj.output_scale": torch.ones(1),
+        "model.embed_tokens.embed_scale": torch.ones(1),
+        "model.norm.scale": torch.ones(1),
+        "model.norm.scale_shift_table": torch.ones(2),
     }
     rewrite(folder, lambda tensors: tensors | more | {f"{own}masked_bias": torch.ones(2, dtype=torch.bool)})
     (folder / "hf_quant_config.json").write_text(
         json.dumps({"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}})
     )
     read(folder)
-    assert not scales(["layers.0.layer_scale", "norm.scale"], {"layers.0.attn.weight"})
+    assert not scales(["layers.0.layer_scale", "norm.scale"], {"F32": {"layers.0.attn.weight"}})
+    assert scales(["mlp.up_proj._scale"], {"I8": {"mlp.up_proj._data"}})
 
 
 def shards(folder, names=("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")):
@@ -119,6 +124,8 @@ INSTEAD = {
     "a shard is missing": ["model-00001-of-00003.safetensors", "model-00003-of-00003.safetensors"],
     "shards of two models": ["model-00001-of-00001.safetensors", "other-00001-of-00001.safetensors"],
     "another name": ["weights.safetensors"],
+    "an adapter alone": ["adapter_config.json", "adapter_model.safetensors", "optimizer.pt"],
+    "an adapter and a pickle": ["adapter_config.json", "adapter_model.safetensors", "pytorch_model.bin"],
     "several": ["a.safetensors", "b.safetensors"],
     "the makers' format": ["consolidated.safetensors", "params.json"],
     "its pickle": ["consolidated.00.pth", "params.json"],
@@ -135,7 +142,7 @@ def test_weights_that_are_not_read_are_named(names, save):
     (folder := save("llama")).joinpath("model.safetensors").unlink()
     for name in names:
         (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_bytes(b"x")
+        (folder / name).write_text('{"base_model_name_or_path": "base"}')
     with refuses(UserError) as caught:
         read(folder)
     assert ("model.init=random" in str(caught.value)) == (names == INSTEAD["states alone"])
