@@ -73,7 +73,7 @@ Prices = Annotated[
 
 def is_regular_expression(target: str) -> bool:
     """True if a target of LoRA is a regular expression of whole names of layers, as peft reads a text."""
-    return not re.fullmatch(r"[\w., -]+", target)
+    return not re.fullmatch(r"[\w., -]*", target)
 
 
 def layer_names(value: Any) -> Any:

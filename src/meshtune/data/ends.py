@@ -30,7 +30,7 @@ def bare(parts: Sequence[list[int]], tokens: TextTokenizer) -> tuple[list[list[i
             prompt = number < len(parts) - 1
             notes.append(f"end {'the prompt ' if prompt else ''}with {tokens.tokenizer.eos_token}")
             if prompt:  # the separator stays
-                behind = ids[len(ids) - ids[::-1].index(end) :]
+                behind = ids[len(ids) - ids[::-1].index(ids[stop]) :]
         result.append(ids[:stop] + behind)
     return result, tuple(notes)
 

@@ -138,7 +138,7 @@ def test_what_ends_while_the_sweep_is_stopped_is_a_result(
         with pytest.raises(Interrupted, match="1 experiment to run"):
             swept(tmp_path, ["late", "sleep"], jobs=1)
     else:
-        swept(tmp_path, ["late"])[0].__exit__()
+        swept(tmp_path, ["late"])[0].__exit__(None)
     monkeypatch.undo()
     with Store(tmp_path / "sweep.db") as store:
         assert store.counts() == {DONE: 1} | ({WAITING: 1} if others else {})
