@@ -24,7 +24,7 @@ from meshtune.train.inputs import inputs_of
 Settings = Callable[..., list[str]]
 Train = Callable[..., loop.Run]
 TYPES: dict[str, type | tuple[type, ...]] = {
-    "base_digest": str | None,
+    "base_digest": (str, type(None)),
     "id": str, "start": int, "started": str, "model": str, "method": str, "parameters": int,
     "trainable_parameters": int, "precision": str, "layout": str, "world": int, "global_batch_size": int,
     "seq_len": int, "total_steps": int, "learning_rate": str, "schedule_steps": int, "seed": int,
