@@ -5,6 +5,7 @@ import os
 import re
 import sys
 import textwrap
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -139,3 +140,8 @@ def notice(text: str, *, dim: bool = False) -> None:
 def on_first_rank() -> bool:
     """True unless this process is another rank than the first of those that torchrun or srun started."""
     return (os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0").strip() == "0"
+
+
+def few(names: Sequence[str], most: int = 5) -> str:
+    """The first names of a list, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most:,} more" if len(names) > most else "")

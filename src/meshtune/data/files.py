@@ -21,7 +21,7 @@ from meshtune.nearest import entries, path_meant
 from meshtune.rundir import write_text_atomically
 from meshtune.sections import DataConfig, is_pattern
 from meshtune.setting_types import SUFFIXES
-from meshtune.units import counted
+from meshtune.units import counted, few
 
 SPLITS = {  # words in file names -> the split that they name
     "train": "train", "training": "train", "test": "test", "eval": "validation", "dev": "validation",
@@ -36,7 +36,6 @@ VERSIONS = ("ETag", "etag", "md5Hash", "LastModified", "last_modified", "mtime",
 READABLE = f"meshtune reads {', '.join(SUFFIXES)}, a folder of these, or a hub data set org/name."
 BLOCK = 2**24  # bytes that are hashed at a time
 LISTING = "dataset_info.json"  # LLaMA-Factory's list of data sets
-MOST_NAMED = 5  # files that one sentence names
 OUTLINE = 2**18  # bytes of a block of `DataFile.outline`
 HASHES = "hashes.json"  # in the cache: digests of files that have not changed since
 
@@ -206,21 +205,13 @@ def missing(path: Path) -> str:
         root = pattern_root(path)
         if not root.is_dir():
             return f"No file matches {path} (from {Path.cwd()}): there is no folder {root}."
-        return (
-            f"No file matches {path} (from {Path.cwd()}); {root} holds {_named(_inside(root)) or 'nothing'}."
-        )
+        return f"No file matches {path} (from {Path.cwd()}); {root} holds {few(_inside(root)) or 'nothing'}."
     return f"There is no file or folder {path} (from {Path.cwd()}){data_like(path) or '.'} {READABLE}"
 
 
 def _inside(folder: Path) -> list[str]:
     """Names of the files and folders in a folder, without hidden ones."""
     return [f"{each.name}/" if each.is_dir() else each.name for each in entries(folder, 1)]
-
-
-def _named(names: Sequence[str]) -> str:
-    """Clause with the first MOST_NAMED names, and the number of the others."""
-    rest = len(names) - MOST_NAMED
-    return ", ".join([*names[:MOST_NAMED], *([f"and {rest:,} more"] if rest > 0 else [])])
 
 
 def files(source: Source, not_read: list[str] | None = None) -> list[DataFile]:
@@ -324,7 +315,7 @@ def _matched(source: Source, inside: dict[str, DataFile], not_read: list[str]) -
     """
     readable = {name: file for name, file in inside.items() if file.kind and file.name != LISTING}
     if not readable:
-        raise UserError(f"{source.path} matches no data file, only {_named([*inside])}. {READABLE}")
+        raise UserError(f"{source.path} matches no data file, only {few([*inside])}. {READABLE}")
     _note_not_read(source, inside, readable, "as its suffix is unknown", not_read)
     return [*readable.values()]
 
@@ -339,7 +330,7 @@ def _note_not_read(
     """Add a sentence to `not_read` on the files in `inside` that are not in `read`, if there are any."""
     if left_out := [name for name in inside if name not in read]:
         files = f"{len(left_out):,} of {counted(len(inside), 'file')} not read"
-        not_read.append(f"{source.path}: {files} ({_named(left_out)}), {why}")
+        not_read.append(f"{source.path}: {files} ({few(left_out)}), {why}")
 
 
 def _chosen(source: Source, inside: dict[str, DataFile], not_read: list[str]) -> list[DataFile]:
@@ -367,7 +358,7 @@ def _chosen(source: Source, inside: dict[str, DataFile], not_read: list[str]) ->
             "test.jsonl does. Name the files of that split, or leave split out."
         )
     every = f"{source.path}/{'**' if any('/' in name for name in rows) else '*'}"
-    why = f"as names tell the split {source.split}: {_named([*named])}; the pattern {every} reads all"
+    why = f"as names tell the split {source.split}: {few([*named])}; the pattern {every} reads all"
     _note_not_read(source, rows, named or rows, why, not_read)
     return [*(named or rows).values()]
 

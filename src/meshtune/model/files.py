@@ -9,7 +9,7 @@ safetensors only, index files stay inside their folder, and Python files are use
 import fnmatch
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,7 +22,7 @@ from transformers import PretrainedConfig
 
 from meshtune.errors import UserError, check_fetched, reason_of, type_name
 from meshtune.model.hub import hub_errors, local_path, reachable
-from meshtune.units import counted
+from meshtune.units import counted, few
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER_CONFIG = "adapter_config.json"  # of a folder with a peft adapter
@@ -274,11 +274,6 @@ def _unread_weights(
             "safetensors: name a folder that holds them."
         )
     return None
-
-
-def few(names: Sequence[str], most: int = 5) -> str:
-    """The first names of a list, and how many more there are."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def checked_weight_files(folder: Path, config: PretrainedConfig) -> list[Path]:

@@ -45,7 +45,6 @@ from meshtune.model.files import (
     SMALL,
     adapter_alone,
     checked_weight_files,
-    few,
     read_json,
     resolve,
     with_index,
@@ -57,7 +56,7 @@ from meshtune.model.pieces import StoredTensors, fill, materialise, whole_pieces
 from meshtune.model.stored import refuse_misfits, refuse_types, stored_types, untied
 from meshtune.nearest import did_you_mean, nearest
 from meshtune.sections import ModelConfig
-from meshtune.units import counted
+from meshtune.units import counted, few
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from meshtune.errors import UserError
-from meshtune.model.files import SAFETENSORS_DTYPES, few, quantised
-from meshtune.units import counted
+from meshtune.model.files import SAFETENSORS_DTYPES, quantised
+from meshtune.units import counted, few
 
 FLOATS = {word for dtype, word in SAFETENSORS_DTYPES.items() if dtype.is_floating_point}
 INTEGERS = {"I8", "I16", "I32", "I64", "U8", "U16", "U32", "U64", "BOOL"}  # positions and masks may have them
