@@ -66,7 +66,9 @@ def attend_documents(
     window: int | None, *, kernel: Kernel | None = None, sinks: Tensor | None = None,
     kernels: str | None = None,
 ) -> Tensor:  # fmt: skip
-    """Causal attention inside each document: q [batch, heads, seq, head_dim] -> the same, zeros for padding.
+    """Causal attention inside each document: q [batch, heads, seq, head_dim] -> the same.
+
+    Padding gets zeros, from the varlen kernel other finite values; no document sees it.
 
     k, v: [batch, kv_heads, seq, head_dim], where kv_heads divides heads. documents: each row's document
     lengths from column 0 on; the rest of a row is padding. scale: factor of q · k. dropout, softcap: as in

@@ -46,8 +46,9 @@ def _document_ids(documents: Lengths, seq: int, device: torch.device) -> Tensor:
 def varlen(q: Tensor, k: Tensor, v: Tensor, documents: Lengths, scale: float, window: int | None) -> Tensor:
     """Causal attention by one variable-length flash call: q [batch, heads, seq, head_dim] -> the same.
 
-    bf16 or fp16; k and v may have fewer heads. Padding gets zeros. window: keys that a query sees at most,
-    its own included; None: all earlier ones of its document.
+    bf16 or fp16; k and v may have fewer heads. Padding gets finite values: zeros would need a copy of the
+    output, which o_proj would save. window: keys that a query sees at most, its own included; None: all
+    earlier ones of its document.
     """
     batch, heads, seq, head_dim = q.shape
     boundaries, longest = _boundaries(documents, seq, q.device)
@@ -56,10 +57,7 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, documents: Lengths, scale: float, wi
     out = varlen_attention(
         flat_q, flat_k, flat_v, boundaries, boundaries, longest, longest, scale=scale, window_size=(left, 0)
     )
-    out = out.view(batch, seq, heads, head_dim).transpose(1, 2)
-    if any(sum(row) < seq for row in documents):
-        out = out.masked_fill((_document_ids(documents, seq, q.device) < 0)[:, None, :, None], 0)
-    return out
+    return out.view(batch, seq, heads, head_dim).transpose(1, 2)
 
 
 class _Flat(NamedTuple):

@@ -6,7 +6,7 @@
 
 `documents[b]` holds the lengths of row b's documents from column 0 on; what lies beyond their sum is
 padding. A token sees the earlier tokens of its own document (the last `sliding_window` ones, itself
-included), nothing else; padding gives zeros. No mask of seq × seq is ever built, and keys and values are
+included), nothing else; no document sees padding. No mask of seq × seq is ever built, and keys and values are
 never expanded to the number of query heads. The kernels are in core.py.
 
 "meshtune_recompute" is the same function, but what happens inside is recomputed in the backward.

@@ -115,21 +115,39 @@ def block_peaks(
         saved: set[int] = set()
         args, kwargs = tree_unflatten(given, spec)
         stack.enter_context(saving := LivingBytes(tokens, rows))
-        with saved_tensors_hooks(lambda tensor: _seen(tensor, saved), lambda tensor: tensor):
+        until_saved, until_needed = (
+            [NOTHING],
+            [],
+        )  # most when each tensor is saved, what lives when one is needed
+
+        def save(tensor: Tensor) -> Tensor:
+            saved.add(tensor.untyped_storage()._cdata)
+            until_saved.append(saving.most)
+            return tensor
+
+        def needed(tensor: Tensor) -> Tensor:
+            until_needed.append(saving.living)
+            return tensor
+
+        with saved_tensors_hooks(save, needed):
             out = tree_leaves(block(*args, **kwargs))[0]
         forward = saving.most
         edge, gradient = get_gradient_edge(out), torch.empty_like(out)
         del out  # the next block holds it no more
-        kept = _sum(saving.living, hidden, -1)  # without the gradient
-        saving.fullest = [saving.living]
+        started = saving.living
+        kept = _sum(started, hidden, -1)  # without the gradient
+        saving.fullest = [started]
         torch.autograd.backward([edge], [gradient])
     trained = [parameter for parameter in block.parameters() if parameter.grad is not None]
     gradients = sum(parameter.nbytes for parameter in trained)
     for parameter in trained:
         parameter.grad = None
     beside = [_sum(size, kept, -1) for size in saving.fullest]
+    # A second forward runs when the first saved tensor is needed, and ends once the last one has been saved.
+    again = _sum(until_saved[-1], _sum(until_needed[0], started, -1)) if until_needed else kept
     return BlockPeaks(
         forward=_sum(forward, kept, -1)[:2],
+        forward_again=_sum(again, kept, -1)[:2],
         forward_alone=_sum(_sum(alone.most, hidden), (0.0, returned, 0.0))[:2],
         # What is left below zero is no gradient: the forward saved it, whatever the number of tokens.
         backward=tuple(
@@ -143,11 +161,6 @@ def block_peaks(
 def _in_dtype(value: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a mask in the dtype of the block, as a run has it; token ids as they are."""
     return value.to(dtype) if value.is_floating_point() else value
-
-
-def _seen(tensor: Tensor, storages: set[int]) -> Tensor:
-    storages.add(tensor.untyped_storage()._cdata)
-    return tensor
 
 
 def _scores(values: list[Any], meter: LivingBytes) -> float:

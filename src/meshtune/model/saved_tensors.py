@@ -42,7 +42,7 @@ Inputs = Callable[[int, int], Mapping[str, Tensor]]  # (rows, tokens of each) ->
 Saved = tuple[dict[str, tuple[tuple[int, SavedBytes], ...]], tuple[tuple[int, EndBytes], ...]]
 DTYPES = {2: torch.bfloat16, 4: torch.float32}  # by element size
 # A tensor that several parts save counts in the last one.
-PARTS = ("outside", "mlp", "attention", "entering", "dropped", "core", "scores")
+PARTS = ("outside", "mlp", "attention", "entering", "whole", "core", "scores")
 
 
 def saved_by_block(
@@ -178,15 +178,18 @@ class SavedTensors:
         part = self.part
         if part in ("attention", "mlp"):
             key = self._key(tensor)
-            part = "entering" if key in self.part_inputs else "dropped" if key in self.of_dropout else part
+            part = "entering" if key in self.part_inputs else "whole" if key in self.of_dropout else part
         self._record(tensor, part)
         return tensor
 
     def dropped(self, given: Tensor, out: Tensor, mask: Tensor) -> None:
-        """Note what dropout makes of a tensor that enters a part; its mask has been saved by then."""
+        """Note what dropout makes of a tensor that enters a part. Its mask has been saved by then, unless the
+        tensor needs no gradient, as the first block's input.
+        """
         if self._key(given) in self.part_inputs:
             self.of_dropout.add(self._key(out))
-            self._record(mask, "dropped")
+            if self._key(mask) in self.saved:
+                self._record(mask, "whole")
 
     def attention(
         self,

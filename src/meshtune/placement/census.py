@@ -128,6 +128,9 @@ class BlockPeaks:
     """Most bytes that a block's passes hold at once on one rank: (per token, per token and key)."""
 
     forward: tuple[float, float]  # of one that saves for a backward, beside what it saves and its input
+    forward_again: tuple[
+        float, float
+    ]  # of one that runs again in the backward, beside the output's gradient too
     forward_alone: tuple[float, float]  # of one that saves nothing, with its input
     # At each time of the backward that may be the fullest, beside what the forward saved: (per token, per
     # token and key, gradients of weights over those that the block leaves: above 1 where one is summed up)
@@ -151,13 +154,13 @@ class SavedBytes:
     mlp: float  # everything else within the MLP, split by tp
     core: float  # queries, keys and values as the attention core takes them, its output, its log-sums
     scores: float = 0.0  # bytes per token and key, by attention that writes its scores to memory
-    dropped: float = 0.0  # inputs as dropout of adapters leaves them, and its masks: whole under tp and sp
+    whole: float = 0.0  # inputs of adapters as dropout leaves them, and its masks: whole under tp and sp
     peaks: BlockPeaks | None = None  # of the last block; None: not traced, as with recurrent layers
 
     @property
     def total(self) -> float:
         """Without `scores`."""
-        return self.outside + self.entering + self.attention + self.mlp + self.dropped + self.core
+        return self.outside + self.entering + self.attention + self.mlp + self.whole + self.core
 
 
 @dataclass(frozen=True)

@@ -78,6 +78,7 @@ class Peaks(NamedTuple):
     """Bytes per token of `BlockPeaks`, for a number of keys."""
 
     forward: Number
+    forward_again: Number
     forward_alone: Number
     backward: tuple[tuple[Number, float], ...]  # each with the gradients of weights of `BlockPeaks`
     masks: Number
@@ -86,16 +87,17 @@ class Peaks(NamedTuple):
     @property
     def numbers(self) -> tuple[Number, ...]:
         """All but those of the backward."""
-        return self.forward, self.forward_alone, self.masks, self.saves_input
+        return self.forward, self.forward_again, self.forward_alone, self.masks, self.saves_input
 
     @classmethod
     def of(cls, traced: BlockPeaks, keys: Number) -> Peaks:
         """Return them with `keys` a token."""
-        forward, forward_alone = (
-            per_token + per_key * keys for per_token, per_key in (traced.forward, traced.forward_alone)
+        forward, again, alone = (
+            per_token + per_key * keys
+            for per_token, per_key in (traced.forward, traced.forward_again, traced.forward_alone)
         )
         backward = tuple((per_token + per_key * keys, made) for per_token, per_key, made in traced.backward)
-        return cls(forward, forward_alone, backward, traced.masks * keys, float(traced.saves_input))
+        return cls(forward, again, alone, backward, traced.masks * keys, float(traced.saves_input))
 
 
 def _by_rows(layouts: Columns, one: Iterable[Number], several: Iterable[Number]) -> Iterator[Number]:
@@ -163,11 +165,18 @@ class Accounting:
         """True where the inputs of attention and MLP are saved split by sp and gathered in the backward."""
         return (layouts.sp > 0) & ((layouts.sp_regather > 0) | self.regathers_inputs)
 
-    def saved_per_token(self, work: Work, layouts: Columns, seq_len: Number) -> Kept:
-        """Bytes per token that a block saves: as `saved` has it, without that as it was traced, or EAGER."""
+    def saved_per_token(
+        self, work: Work, layouts: Columns, seq_len: Number, *, fullest: bool = False
+    ) -> Kept:
+        """Bytes per token that a block saves: as `saved` has it, without that as it was traced, or EAGER.
+
+        fullest: of the block that saves most, not of the average one.
+        """
         several = None if self.saved else work.kept.get(int(self.element))
         if several is None:
             return (self.saved or EAGER).per_token(work, seq_len)
+        if fullest and int(self.element) in work.fullest and not work.kept_of_one_row:
+            return work.fullest[int(self.element)].with_keys(seq_len)
         one = work.kept_of_one_row.get(int(self.element), several)
         return Kept(*_by_rows(layouts, one, several)).with_keys(seq_len)
 
@@ -182,11 +191,11 @@ class Accounting:
         found, of_one = Peaks.of(several, seq_len), Peaks.of(one, seq_len)
         if one is several:
             return found
-        forward, alone, masks, saves_input = _by_rows(layouts, of_one.numbers, found.numbers)
+        forward, again, alone, masks, saves_input = _by_rows(layouts, of_one.numbers, found.numbers)
         rows = layouts.micro_batch_size > 1
         backward = [(np.where(rows, -np.inf, size), made) for size, made in of_one.backward]
         backward += [(np.where(rows, size, -np.inf), made) for size, made in found.backward]
-        return Peaks(forward, alone, tuple(backward), masks, saves_input)
+        return Peaks(forward, again, alone, tuple(backward), masks, saves_input)
 
     def gradient_replicas(self, layouts: Columns) -> Number:
         """Ranks that all-reduce each block's gradients; 1 where FSDP reduces them."""

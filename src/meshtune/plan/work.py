@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
 
 from meshtune.placement.census import (
+    Block,
     BlockPeaks,
     Census,
     EndBytes,
@@ -101,7 +102,7 @@ class Kept(NamedTuple):
     keys: Number  # the part of `core` that keys and values take
     statistics: Number  # log-sums or scores, which only a second run of the core gives again; as the heads
     scores: Number = 0.0  # bytes per token and key, by a family that writes attention's scores to memory
-    dropped: Number = 0.0  # inputs as dropout of adapters leaves them, and its masks: whole under tp and sp
+    whole: Number = 0.0  # of adapters, see `SavedBytes`; neither tp nor sp splits it
 
     def with_keys(self, seq_len: Number) -> Kept:
         """The same with the scores of `seq_len` keys a token, in `attention`."""
@@ -132,7 +133,10 @@ class Work:
     ends: Mapping[int, EndBytes] = field(default_factory=dict)  # by element size; without it: not traced
     whole_heads: tuple[int, ...] | None = None  # of a block with attention, see census.Block
     peaks: Mapping[int, BlockPeaks] = field(default_factory=dict)  # of a block's passes, by element size
-    # The same two with one row a micro-batch, where they differ
+    # As `kept`, of the block that keeps most; without it: all blocks keep as much
+    fullest: Mapping[int, Kept] = field(default_factory=dict)
+    backward: Number = 1.0  # share of the blocks that have one: frozen ones before all that is trained do not
+    # `kept` and `peaks` with one row a micro-batch, where they differ
     kept_of_one_row: Mapping[int, Kept] = field(default_factory=dict)
     peaks_of_one_row: Mapping[int, BlockPeaks] = field(default_factory=dict)
 
@@ -166,6 +170,7 @@ class Work:
             )
             for a, k in census.attentions.items()
         )
+        kept, of_one_row = (_kept_by_element_bytes(census.blocks, of_one_row=one) for one in (False, True))
         wide = sum(
             m.rows * m.count
             for b in census.blocks
@@ -187,12 +192,12 @@ class Work:
             tied=float(census.tied),
             trainable=census.trainable / census.total,
             head_trainable=float(census.head.trainable) if census.head else 1.0,
-            kept=_kept_by_element_bytes(census, [dict(block.saved) for block in census.blocks]),
+            kept={element: mean for element, (mean, _) in kept.items()},
+            fullest={element: fullest for element, (mean, fullest) in kept.items() if fullest != mean},
+            backward=sum(_has_backward(block) for block in census.blocks) / n,
             ends=dict(census.ends),
-            peaks={size: kept.peaks for size, kept in census.blocks[-1].saved if kept.peaks},
-            kept_of_one_row=_kept_by_element_bytes(
-                census, [dict(block.saved_of_one_row) for block in census.blocks]
-            ),
+            peaks=_peaks(census.blocks[-1]),
+            kept_of_one_row={element: mean for element, (mean, _) in of_one_row.items()},
             peaks_of_one_row={
                 size: kept.peaks for size, kept in census.blocks[-1].saved_of_one_row if kept.peaks
             },
@@ -323,30 +328,66 @@ def _adapters(matrix: Gemm, lora_rank: int) -> tuple[Gemm, Gemm]:
     return a, Gemm(matrix.rows, lora_rank, matrix.count, b_cut, adapter="B")
 
 
-def _kept_by_element_bytes(census: Census, by_block: list[dict[int, SavedBytes]]) -> dict[int, Kept]:
-    """Saved bytes of the average block, by bytes of an element (2, 4 and 8).
+def _kept_by_element_bytes(
+    blocks: Sequence[Block], *, of_one_row: bool = False
+) -> dict[int, tuple[Kept, Kept]]:
+    """Saved bytes (of the average block, of the block that saves most), by bytes of an element (2, 4 and 8).
 
-    by_block: of each block, by bytes of an element. Without a size that a block lacks; those of 8 are twice
-    those of 4.
+    Without a size that a block lacks; those of 8 are twice those of 4.
     """
-    n, kept = len(census.blocks), {}
-    cores = [(core, layers / n) for core, layers in census.attentions.items()]
-    statistics = sum(4 * core.query_heads * count for core, count in cores)
-    keys = sum(core.key_heads * (core.qk_dim + core.v_dim) * count for core, count in cores)
+    saved = [dict(block.saved_of_one_row if of_one_row else block.saved) for block in blocks]
+    found: dict[int, tuple[Kept, Kept]] = {}
     for element in (2, 4):
-        known = [saved[element] for saved in by_block if element in saved]
-        if len(known) < n:
-            continue
-        mean = {
-            name: sum(getattr(entry, name) for entry in known) / n
-            for name in ("outside", "entering", "attention", "mlp", "core", "scores", "dropped")
-        }
-        if mean["scores"]:  # its own attention, without a core that other ranks or a second run would share
-            kept[element] = Kept(**mean, keys=0.0, statistics=0.0)
-        else:
-            mean["core"] -= statistics
-            kept[element] = Kept(**mean, keys=element * keys, statistics=statistics)
-    return kept | ({8: Kept(*(2 * size for size in kept[4]))} if 4 in kept else {})
+        if all(element in of_block for of_block in saved):
+            kept = [_kept(block, each[element], element) for block, each in zip(blocks, saved, strict=True)]
+            found[element] = (
+                Kept(*(sum(part) / len(kept) for part in zip(*kept, strict=True))),
+                max(kept, key=sum),
+            )
+    if 4 in found:
+        mean, fullest = found[4]
+        found[8] = Kept(*(2 * size for size in mean)), Kept(*(2 * size for size in fullest))
+    return found
+
+
+def _peaks(block: Block) -> dict[int, BlockPeaks]:
+    """Peaks of a block's passes, by bytes of an element. A run gives a mask to a family's own attention only,
+    which `saved_of_one_row` tells; a trace may have given one to others.
+    """
+    own = bool(block.saved_of_one_row)
+    return {
+        element: replace(saved.peaks, masks=saved.peaks.masks * own)
+        for element, saved in block.saved
+        if saved.peaks
+    }
+
+
+def _has_backward(block: Block) -> bool:
+    """False for a frozen block before all that is trained, which saves nothing; True if none was traced."""
+    return not block.saved or any(saved.total + saved.scores for _, saved in block.saved)
+
+
+def _kept(block: Block, saved: SavedBytes, element: int) -> Kept:
+    """The bytes that one block saves, split as the ranks of tp and cp split them."""
+    parts = {name: getattr(saved, name) for name in ("attention", "mlp", "whole")}
+    kinds = {m.name.rpartition(".")[0]: m.kind for m in block.matrices if m.kind in parts}
+    row_split = {p.name.rpartition(".")[0] for p in block.parameters if p.cut == 1 and p.kind != "adapter"}
+    for p in block.parameters if saved.total else ():
+        module, _, leaf = p.name.rpartition(".")
+        # What A makes, and what DoRA multiplies with m before tp's sum: whole on each rank
+        before_sum = leaf == "lora_magnitude_vector" and module in row_split
+        if module in kinds and (leaf == "lora_A" or before_sum):
+            size = element * p.shape[0]
+            parts[kinds[module]] -= size
+            parts["whole"] += size
+    # Its own attention, that writes scores, has no core that other ranks or a second run would share.
+    cores = block.attention if saved.core and not saved.scores else ()
+    statistics = sum(4 * core.query_heads for core in cores)
+    return Kept(
+        outside=saved.outside, entering=saved.entering, **parts, core=saved.core - statistics,
+        keys=element * sum(core.key_heads * (core.qk_dim + core.v_dim) for core in cores),
+        statistics=statistics, scores=saved.scores,
+    )  # fmt: skip
 
 
 def _is_norm(parameter: Parameter, hidden: int) -> bool:

@@ -95,8 +95,11 @@ class Workload:
 
     def compiled(self) -> Workload:
         """The same under train.compile: `work.kept` is what compiled blocks save."""
-        kept = {element: compiled(saved) for element, saved in self.work.kept.items()}
-        return replace(self, work=replace(self.work, kept=kept), compile=True)
+        kept, fullest = (
+            {element: compiled(saved) for element, saved in traced.items()}
+            for traced in (self.work.kept, self.work.fullest)
+        )
+        return replace(self, work=replace(self.work, kept=kept, fullest=fullest), compile=True)
 
     def run_by(self, tool: Tool) -> Workload:
         """The same, run by another program: predicted with its constants, under its layouts alone."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class BlockBytes(NamedTuple):
-    """Bytes of an average block's activations on a rank for one micro-batch."""
+    """Bytes of a block's activations on a rank for one micro-batch."""
 
     everything: Number  # held from forward to backward by a block that recomputes nothing
     saved: Number  # the same, by a block that recomputes as its layout says
@@ -63,7 +63,7 @@ def saved_by_block(
     def of_tokens(parts: Kept, core: Number) -> Number:
         entering = parts.entering / np.where(regathers_inputs, sequence_shards, 1.0)
         inside = parts.attention / heads + parts.mlp / layouts.tp
-        return tokens * (parts.outside / sequence_shards + entering + parts.dropped + inside + core)
+        return tokens * (parts.outside / sequence_shards + entering + parts.whole + inside + core)
 
     everything = of_tokens(per_token, core + whole_output / layouts.tp)
     block_input = tokens * element * work.hidden / sequence_shards
@@ -78,7 +78,7 @@ def saved_by_block(
         "everything": everything,
         "all but statistics": everything - tokens * of_core,
         "outputs": under_selective,
-        "block input": block_input,
+        "block input": block_input * work.backward,
     }
     saved = everything
     for name, mode in RECOMPUTATIONS.items():

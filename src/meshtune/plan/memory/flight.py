@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -92,11 +93,15 @@ def activations_in_flight(
     """
     sizes = MicroBatchSizes.of(work, layouts, accounting, seq_len)
     selective = None if accounting.selected is None else accounting.selected.per_token(work, seq_len)
-    block = saved_by_block(
-        accounting.saved_per_token(work, layouts, seq_len), work, layouts, sizes.tokens,
-        element=accounting.element, regathers_inputs=accounting.regathers(layouts),
-        context=accounting.context_keys, selective=selective,
+    saved = partial(
+        saved_by_block, work=work, layouts=layouts, tokens=sizes.tokens, element=accounting.element,
+        regathers_inputs=accounting.regathers(layouts), context=accounting.context_keys, selective=selective,
     )  # fmt: skip
+    block, fullest_block = (
+        saved(accounting.saved_per_token(work, layouts, seq_len, fullest=of_fullest))
+        for of_fullest in (False, True)
+    )
+    block = block._replace(recomputed=fullest_block.recomputed)
     virtual = layouts.virtual_stages
     recomputing = stages.recomputing(layouts)
     saving = stages.blocks - recomputing  # blocks that recompute nothing, behind those that do

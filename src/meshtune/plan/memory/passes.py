@@ -54,8 +54,9 @@ def block_passes(
     recomputed = block.recomputed - saved_anyway
     if peaks is None:
         return BlockPasses(False, 0.0, 0.0, recomputed, backward, 1.0, 0.0)
-    in_forward, alone, masks = (
-        sizes.tokens * size / layouts.tp for size in (peaks.forward, peaks.forward_alone, peaks.masks)
+    in_forward, again, alone, masks = (
+        sizes.tokens * size / layouts.tp
+        for size in (peaks.forward, peaks.forward_again, peaks.forward_alone, peaks.masks)
     )
     recomputes = layouts.recomputation("block")
     whole = layouts.recomputation("matmuls") | ~(recomputes > 0)
@@ -68,7 +69,7 @@ def block_passes(
     # What sp gathers for the MLP's first matrices is there until the last of their gradients is made.
     made_by_then = np.where(layouts.sp > 0, 1.0, made_when_fullest)
     times.append((np.where(traced, 0.0, backward), made_by_then))
-    times.append((np.where(recomputes, in_forward + output_gradient, 0.0), 0.0))  # the second forward
+    times.append((np.where(recomputes, again + output_gradient, 0.0), 0.0))  # the second forward
     own = work.trained_block_parameters / layouts.tp * accounting.precision.gradient
     size, made = fullest_time(times, leaves_gradients(layouts, accounting) * own)
     return BlockPasses(
