@@ -124,8 +124,12 @@ def text_stream(output: Output, like: Any = None) -> io.TextIOWrapper:
 
 def guard() -> None:
     """Make stdout and stderr of this process such streams, where they are Python's own; open the standard
-    descriptors that are closed, since the next file to be opened would get their number.
+    descriptors that are closed, since the next file to be opened would get their number; remove a width or
+    height of 0, as terminals of containers have it, under which rich prints nothing.
     """
+    for name in ("COLUMNS", "LINES"):
+        if os.environ.get(name) == "0":
+            del os.environ[name]
     for number in range(3):
         try:
             os.fstat(number)

@@ -185,6 +185,7 @@ def check_there(data: DataConfig) -> None:
     """
     paths = [source.path for source in (*data.train, *data.eval)]
     local = [expanded(path) for path in paths if not (is_hub(path) or is_url(path))]
+    check_fetched(path for path in local if path.is_symlink())
     if absent := [path for path in dict.fromkeys(local) if not (path.exists() or matches(path))]:
         raise UserError(map(missing, absent))
 
@@ -235,7 +236,9 @@ def files(source: Source, not_read: list[str] | None = None) -> list[DataFile]:
         if not (each := matches(path)):
             raise UserError(missing(path))
         return _fetched(_matched(source, {str(file): _local(file) for file in each}, not_read))
-    each = [file for file in sorted(path.rglob("*")) if file.is_file()]
+    there = sorted(path.rglob("*"))
+    check_fetched(file for file in there if file.is_symlink() and file.name.lower().endswith(SUFFIXES))
+    each = [file for file in there if file.is_file()]
     if is_saved(path):
         check_fetched(each)
         return [DataFile(str(path), size=sum(file.stat().st_size for file in each))]
