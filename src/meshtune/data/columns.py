@@ -116,11 +116,12 @@ class Columns:
     roles: Mapping[str, str]  # their role -> ours, where `data.roles` maps it
 
     def get(self, name: str) -> Any:
-        """The value as it was read, None where the column is missing."""
+        """The value as it was read, None where the column is missing or NaN, as pandas writes it."""
         try:
-            return reach(self.row, self.names.get(name, name))
+            value = reach(self.row, self.names.get(name, name))
         except KeyError:
             return None
+        return None if isinstance(value, float) and value != value else value
 
     def text(self, name: str, *, empty: str | None = None) -> str:
         """The text of a column. Raises BadRow if it is missing, null or no text.

@@ -219,11 +219,6 @@ def load_adapter(model: PreTrainedModel, folder: str | Path) -> dict[str, Any]:
                 f"{folder}: {name} has shape {stored}, but this model needs {expected}: is its base another?"
             )
     if problems:
-        if any(tensor.shape == (0,) for tensor in tensors.values()):
-            problems = [
-                "Tensors of shape (0,) come from ZeRO-3: save it again, its shards gathered.",
-                *problems,
-            ]
         raise UserError(problems[:10])
     with torch.no_grad():
         for name, tensor in tensors.items():
@@ -305,6 +300,11 @@ def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             )
         )
     _check_numbers(folder, settings)
+    if empty := sorted(name for name, tensor in tensors.items() if tensor.shape == (0,)):
+        raise UserError(
+            f"{folder} holds {counted(len(empty), 'tensor')} of shape [0] ({few(empty, 3)}), as ZeRO-3 "
+            "leaves them: save it again, its shards gathered."
+        )
     if bad := sorted(name for name, tensor in tensors.items() if not _finite(tensor)):
         raise UserError(
             f"{folder} holds NaN or infinity in {counted(len(bad), 'tensor')} of {len(tensors)} "
