@@ -88,6 +88,7 @@ TYPES = {
     bool: "true or false",
     int: "a number",
     float: "a number",
+    bytes: "bytes",
 }
 
 
@@ -121,14 +122,19 @@ def type_name(value: Any) -> str:
 def with_variables(path: str) -> str:
     """A path that a user wrote, $NAME and ${NAME} replaced from the environment.
 
-    A $ before anything but a name stays, and so does each in an address (?$limit=5) or in the name of what
-    exists. Raises UserError for a variable that is not set, or empty.
+    A $ before anything else stays, and so does each in an address (?$limit=5) or in the name of what exists.
+    Raises UserError for a variable that is not set, or empty, and for more of a shell's or another tool's
+    language: ${NAME:-default}, ${oc.env:NAME}, $(command).
     """
     if "://" in path or ("$" in path and os.path.lexists(os.path.expanduser(path))):
         return path
 
     def value(match: re.Match) -> str:
         name = match[1] or match[2]
+        if not name:
+            raise UserError(
+                f"{path[:MOST_SHOWN]}: {match[0]} can't be replaced; in a path only $NAME and ${{NAME}} are."
+            )
         if text := os.environ.get(name):
             return text
         state = "empty" if name in os.environ else "not set"
@@ -136,7 +142,8 @@ def with_variables(path: str) -> str:
             f"{path[:MOST_SHOWN]}: the environment variable {name} is {state}; set it, or write the path."
         )
 
-    return re.sub(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})", value, path, flags=re.ASCII)
+    pattern = r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\}|\{[^}]*\}|\([^)]*\))"
+    return re.sub(pattern, value, path, flags=re.ASCII)
 
 
 def expanded(path: str | os.PathLike[str], setting: str = "") -> Path:
@@ -160,25 +167,67 @@ def check_file(path: Path) -> None:
 
 
 POINTER = b"version https://git-lfs"  # first bytes of what Git LFS leaves where a file was not fetched
+ANNEX = re.compile(rb"\S*/annex/objects/\S+\s*")  # the same of git-annex (DataLad)
+WEB_PAGE = re.compile(rb"\s*<(!doctype|html|\?xml)", re.IGNORECASE)
+BINARY = {  # first bytes of files that have another suffix than theirs: what they are, and the suffix
+    b"\x1f\x8b\x08": ("compressed by gzip", ".gz"),
+    b"\x28\xb5\x2f\xfd": ("compressed by zstd; unpack it", ".zst"),
+    b"BZh91AY&SY": ("compressed by bzip2; unpack it", ".bz2"),
+    b"\xfd7zXZ\x00": ("compressed by xz; unpack it", ".xz"),
+    b"PK\x03\x04": ("a zip archive, as torch.save and spreadsheets write", ".zip"),
+    b"PAR1": ("a parquet file", ".parquet"),
+    b"\xff\xfe": ("text in UTF-16; save it as UTF-8", ""),
+    b"\xfe\xff": ("text in UTF-16; save it as UTF-8", ""),
+}
+PAGE_OR_ROW = (".json", ".jsonl", ".ndjson", ".safetensors", ".parquet")  # never begin as a web page does
 
 
 def check_fetched(files: Iterable[Path]) -> None:
-    """Raise UserError if some of the files are pointers of Git LFS, a text of three lines, instead of what
-    they point to. Others, and missing ones, pass.
+    """Raise UserError if some of the files are not what their names say: pointers of Git LFS, links to
+    nothing, web pages of a failed download, or files of another kind. Others, and missing ones, pass.
     """
-    pointers = [file for file in files if file.is_file() and file.stat().st_size < 1024 and _is_pointer(file)]
-    if pointers:
+    files = list(files)
+    if pointers := [file for file in files if _begins(file, POINTER)]:
         names = ", ".join(file.name for file in pointers[1:6]) + (" and more" if len(pointers) > 6 else "")
         raise UserError(
             f"{pointers[0]} is a Git LFS pointer, not the file itself"
             f"{f' (so are {names})' if names else ''}: the repository was cloned without its large files. "
             f"Run `git lfs pull` in {pointers[0].parent}, or download the files again (`hf download`)."
         )
+    if problems := [f"{file} {problem}" for file in files if (problem := _instead(file))]:
+        raise UserError(problems[:10])
 
 
-def _is_pointer(file: Path) -> bool:
+def _begins(file: Path, beginning: bytes) -> bool:
+    return file.is_file() and _beginning(file).startswith(beginning)
+
+
+def _beginning(file: Path) -> bytes:
     with file.open("rb") as content:
-        return content.read(len(POINTER)) == POINTER
+        return content.read(256)
+
+
+def _instead(file: Path) -> str | None:
+    """Predicate on what a file is instead of what its name says; None if nothing is wrong with it."""
+    if not file.is_file():
+        if file.is_symlink() and not file.exists():
+            return f"is a link to {os.readlink(file)}, where nothing is; copy the file itself there (cp -rL)."
+        return None
+    start, name = _beginning(file), file.name.lower()
+    if name.endswith(".safetensors") and start[8:9] == b"{":  # after the length of its header
+        return None
+    if ANNEX.fullmatch(start):
+        return f"is a pointer of git-annex, not the file itself; run `git annex get` in {file.parent}."
+    if name.endswith(PAGE_OR_ROW) and WEB_PAGE.match(start):
+        return "is a web page, not the file itself: its download failed. Download it again."
+    for beginning, (kind, suffix) in BINARY.items():
+        if start.startswith(beginning) and not (suffix and name.endswith(suffix)):
+            return (
+                f"is {kind}{f' (rename it to end with {suffix})' if suffix in ('.gz', '.parquet') else ''}."
+            )
+    if name.endswith(".safetensors") and 0 < len(start) < 256 and start.isascii():
+        return f"holds the text {quoted(start.decode().strip())} instead of weights. Download it again."
+    return None
 
 
 class Table(dict[str, Row]):

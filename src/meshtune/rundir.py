@@ -160,13 +160,13 @@ class RunDir:
         for path in [*self.path.glob(".*.tmp"), *self.path.glob(".*.writing-*")]:
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         for old in self.path.glob(".model.old-*"):
-            shutil.rmtree(old) if self.model.exists() else old.rename(self.model)
+            shutil.rmtree(old) if self.model.exists() else replace(old, self.model)
         if logs := self.rank_logs:
             before = self.logs / "before"
             shutil.rmtree(before, ignore_errors=True)
             before.mkdir()
             for log in logs:
-                log.rename(before / log.name)
+                replace(log, before / log.name)
 
     def drop_after(self, step: int) -> None:
         """Remove the rows and samples of steps after `step`, for a run that resumes from its checkpoint.

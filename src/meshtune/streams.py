@@ -15,7 +15,7 @@ import io
 import os
 import select
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -126,6 +126,7 @@ def guard() -> None:
     """Make stdout and stderr of this process such streams, where they are Python's own; open the standard
     descriptors that are closed, since the next file to be opened would get their number.
     """
+    forget_zero_sizes(os.environ)
     for number in range(3):
         try:
             os.fstat(number)
@@ -134,6 +135,13 @@ def guard() -> None:
     if sys.stdin is None:
         sys.stdin = open(os.devnull)  # noqa: SIM115 - as long as the process
     sys.stdout, sys.stderr = _guarded(sys.stdout, 1), _guarded(sys.stderr, 2)
+
+
+def forget_zero_sizes(environ: MutableMapping[str, str]) -> None:
+    """Remove a terminal's width or height of 0, as containers set it, under which rich prints nothing."""
+    for name in ("COLUMNS", "LINES"):
+        if environ.get(name) == "0":
+            del environ[name]
 
 
 def _guarded(stream: Any, number: int) -> Any:

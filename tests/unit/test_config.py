@@ -300,6 +300,13 @@ def test_addresses_and_names_of_what_exists_have_no_variables(tmp_path, monkeypa
     assert expanded("$RUNS/one") == Path("$RUNS/one")
 
 
+@pytest.mark.parametrize("path", ["${BASE:-/tmp}/run", "${oc.env:BASE}/run", "runs/$(date +%F)"])
+def test_more_of_a_shells_language_is_refused(path, monkeypatch):
+    monkeypatch.setenv("BASE", "/scratch/ann")
+    with refuses(UserError):
+        expanded(path)
+
+
 @pytest.mark.parametrize("value", ["", None])
 def test_variables_that_are_not_set_are_refused_by_name(value, tmp_path, monkeypatch):
     file = tmp_path / "run.yaml"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from cases import cases
 
-from meshtune.streams import Output, text_stream
+from meshtune.streams import Output, forget_zero_sizes, text_stream
 
 PRINTING = """
 import sys
@@ -68,3 +68,9 @@ def test_signs_that_the_encoding_lacks_are_replaced(encoding: str, text: bytes) 
         print("step 1 · loss 2 → 1 … ü € 你 \udcff", file=text_stream(Output(1, write), like), flush=True)
         like.close()
         assert reader.read() == text + b"\n"
+
+
+def test_a_terminal_of_no_width_is_not_believed() -> None:
+    environ = {"COLUMNS": "0", "LINES": "40"}
+    forget_zero_sizes(environ)
+    assert environ == {"LINES": "40"}

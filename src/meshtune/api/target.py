@@ -27,6 +27,7 @@ from meshtune.model.anatomy import anatomy
 from meshtune.model.files import ADAPTER_CONFIG
 from meshtune.model.identity import check_base
 from meshtune.model.load import load_config, load_tokenizer, override_sentences, quiet
+from meshtune.model.tokenizer_files import FILES
 from meshtune.model.trainable import embeddings_needed
 from meshtune.parallel.apply import Parallel, cut, place
 from meshtune.parallel.mesh import join
@@ -128,9 +129,10 @@ def given_model(overrides: Sequence[str]) -> dict[str, Any]:
 def refuse_moved(name: str, base: str) -> None:
     """Raise UserError if the base that a run or an adapter records is a path where nothing is any more."""
     path = expanded(base)
-    if path.is_absolute() and not path.exists():
+    if not path.exists() and (path.is_absolute() or base.startswith(".") or base.count("/") > 1):
+        here = "" if path.is_absolute() else f" (from {Path.cwd()})"
         raise UserError(
-            f"{name} was trained on {base}, where nothing is now. Name the folder that the base is in: "
+            f"{name} was trained on {base}, where nothing is now{here}. Name the folder that the base is in: "
             "model.name=FOLDER."
         )
 
@@ -196,6 +198,12 @@ def recorded_base(target: Target) -> str | None:
     return frozen_base(target.config, target.run) if target.run and target.step is not None else None
 
 
+def tokenizer_name(target: Target) -> str:
+    """Folder or hub id of the target's tokenizer: its base's for an adapter without one, as peft saves it."""
+    without = target.folder and target.adapted and not any((target.folder / name).is_file() for name in FILES)
+    return target.config.model.name if without or not target.folder else str(target.folder)
+
+
 def subject_of(target: Target) -> str:
     """Name of the target's folder, for a sentence."""
     return str(target.run.path if target.run else target.folder)
@@ -235,7 +243,9 @@ def _opened(target: Target, device: str | None) -> Opened:
             parameter.data = parameter.data.to(spec.compute_dtype)
     else:
         tokenizer = load_tokenizer(
-            str(target.folder or config.model.name), trust_remote_code=config.model.trust_remote_code
+            tokenizer_name(target),
+            trust_remote_code=config.model.trust_remote_code,
+            revision=config.model.revision,
         )
         apply_template(tokenizer, config.data.chat_template)  # its tokens need rows of the embedding
         precision = UNMIXED[PRECISIONS[spec.precision].compute]

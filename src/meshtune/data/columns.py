@@ -54,6 +54,17 @@ def reach(value: Any, name: str) -> Any:
     raise KeyError(name)
 
 
+def _transposed(value: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """Objects from one object of lists of equal length, as which `datasets` before version 4 stored a list of
+    objects ({"role": ["user", …], "content": ["Hi", …]}); None for any other. Nulls are left out.
+    """
+    columns = [*value.values()]
+    if not columns or not all(isinstance(each, list) and len(each) == len(columns[0]) for each in columns):
+        return None
+    rows = zip(*columns, strict=True)
+    return [{key: inner for key, inner in zip(value, row, strict=True) if inner is not None} for row in rows]
+
+
 def has(row: Mapping[str, Any], name: str) -> bool:
     """Whether a row has a column of this name, or one inside objects."""
     try:
@@ -105,11 +116,12 @@ class Columns:
     roles: Mapping[str, str]  # their role -> ours, where `data.roles` maps it
 
     def get(self, name: str) -> Any:
-        """The value as it was read, None where the column is missing."""
+        """The value as it was read, None where the column is missing or NaN, as pandas writes it."""
         try:
-            return reach(self.row, self.names.get(name, name))
+            value = reach(self.row, self.names.get(name, name))
         except KeyError:
             return None
+        return None if isinstance(value, float) and value != value else value
 
     def text(self, name: str, *, empty: str | None = None) -> str:
         """The text of a column. Raises BadRow if it is missing, null or no text.
@@ -140,6 +152,8 @@ class Columns:
                 ) from None
         if value is None:
             raise self._missing(theirs)
+        if isinstance(value, Mapping) and (rows := _transposed(value)) is not None:
+            return rows
         if not isinstance(value, list):
             shown = f" ({inside})" if (inside := self._inside(theirs, value)) else ""
             raise BadRow("wrong type", f"column {theirs} is {type_name(value)}{shown}, expected a list")

@@ -117,16 +117,16 @@ class BadRow(Exception):
 
 
 def is_absent(value: Any, levels: int = 5) -> bool:
-    """Whether an optional field holds nothing: null, blank, [] or {}, the JSON text of one, or only these.
+    """Whether an optional field holds nothing: null, NaN, blank, [] or {}, the text of one, or only these.
 
     levels: of lists and objects that are looked into.
     """
     if isinstance(value, str):
-        return "".join(value.split()) in ("", "[]", "{}", "null")
+        return "".join(value.split()) in ("", "[]", "{}", "null", "None", "NaN", "nan")
     if isinstance(value, list | tuple | Mapping):
         inside = value.values() if isinstance(value, Mapping) else value
         return levels > 0 and all(is_absent(inner, levels - 1) for inner in inside)
-    return value is None
+    return value is None or value != value  # NaN, as pandas writes what is missing
 
 
 @dataclass

@@ -35,7 +35,11 @@ PACKAGES = {  # protocols whose package fsspec does not bring
 VERSIONS = ("ETag", "etag", "md5Hash", "LastModified", "last_modified", "mtime", "created")
 READABLE = f"meshtune reads {', '.join(SUFFIXES)}, a folder of these, or a hub data set org/name."
 BLOCK = 2**24  # bytes that are hashed at a time
-LISTING = "dataset_info.json"  # LLaMA-Factory's list of data sets
+LISTING = ("dataset_info.json", "dataset_infos.json")  # lists of data sets, of LLaMA-Factory and the hub
+UNREAD = (  # suffixes of data files that are not read
+    ".zst", ".bz2", ".xz", ".zip", ".tar", ".tar.gz", ".tgz", ".arrow", ".feather", ".avro", ".orc", ".xlsx",
+)  # fmt: skip
+SHARD = re.compile(r"(.*-)(\d{5})(-of-)(\d{5})(\..*)")  # train-00000-of-00002.parquet, as the hub names parts
 OUTLINE = 2**18  # bytes of a block of `DataFile.outline`
 HASHES = "hashes.json"  # in the cache: digests of files that have not changed since
 
@@ -185,6 +189,7 @@ def check_there(data: DataConfig) -> None:
     """
     paths = [source.path for source in (*data.train, *data.eval)]
     local = [expanded(path) for path in paths if not (is_hub(path) or is_url(path))]
+    check_fetched(path for path in local if path.is_symlink())
     if absent := [path for path in dict.fromkeys(local) if not (path.exists() or matches(path))]:
         raise UserError(map(missing, absent))
 
@@ -235,7 +240,9 @@ def files(source: Source, not_read: list[str] | None = None) -> list[DataFile]:
         if not (each := matches(path)):
             raise UserError(missing(path))
         return _fetched(_matched(source, {str(file): _local(file) for file in each}, not_read))
-    each = [file for file in sorted(path.rglob("*")) if file.is_file()]
+    there = sorted(path.rglob("*"))
+    check_fetched(file for file in there if file.is_symlink() and file.name.lower().endswith(SUFFIXES))
+    each = [file for file in there if file.is_file()]
     if is_saved(path):
         check_fetched(each)
         return [DataFile(str(path), size=sum(file.stat().st_size for file in each))]
@@ -313,7 +320,7 @@ def _matched(source: Source, inside: dict[str, DataFile], not_read: list[str]) -
 
     inside: files by name. Raises UserError for none.
     """
-    readable = {name: file for name, file in inside.items() if file.kind and file.name != LISTING}
+    readable = {name: file for name, file in inside.items() if file.kind and file.name not in LISTING}
     if not readable:
         raise UserError(f"{source.path} matches no data file, only {few([*inside])}. {READABLE}")
     _note_not_read(source, inside, readable, "as its suffix is unknown", not_read)
@@ -341,13 +348,17 @@ def _chosen(source: Source, inside: dict[str, DataFile], not_read: list[str]) ->
     data_files = {
         name: file
         for name, file in inside.items()
-        if file.kind and file.name != LISTING and not any(part.startswith(".") for part in name.split("/"))
+        if file.kind
+        and file.name not in LISTING
+        and not any(part.startswith(".") for part in name.split("/"))
     }
     if not data_files:
         raise UserError(f"The folder {source.path} holds no data files. {READABLE}")
     # A README.txt beside rows.jsonl is about the data.
     texts = tuple(suffix for suffix in SUFFIXES if ".txt" in suffix)
     rows = {n: file for n, file in data_files.items() if not n.lower().endswith(texts)} or data_files
+    unread = {name: file for name, file in inside.items() if file.name.endswith(UNREAD) and not file.kind}
+    _note_not_read(source, data_files | unread, data_files, "as such files can't be", not_read)
     _note_not_read(source, data_files, rows, "as the folder has data files that are not .txt", not_read)
     # Training must not read the test.jsonl beside train.jsonl: where names tell the split, they choose.
     split = SPLITS.get(source.split, source.split)
@@ -360,7 +371,29 @@ def _chosen(source: Source, inside: dict[str, DataFile], not_read: list[str]) ->
     every = f"{source.path}/{'**' if any('/' in name for name in rows) else '*'}"
     why = f"as names tell the split {source.split}: {few([*named])}; the pattern {every} reads all"
     _note_not_read(source, rows, named or rows, why, not_read)
-    return [*(named or rows).values()]
+    chosen = named or rows
+    others = [name for name in chosen if (_split_of(name) or split) != split]
+    if others and len(others) < len(chosen):
+        not_read.append(
+            f"{source.path}: files whose names tell another split are read for {source.split} too "
+            f"({few(others)}), as no name tells that one; list the files if these are held out"
+        )
+    if absent := _absent_shards([*chosen]):
+        not_read.append(
+            f"{source.path}: {counted(len(absent), 'shard')} missing, and not read: {few(absent)}"
+        )
+    return [*chosen.values()]
+
+
+def _absent_shards(names: Sequence[str]) -> list[str]:
+    """Names of the shards that lack in what the others' names count."""
+    parts = [match.groups() for match in map(SHARD.fullmatch, names) if match]
+    every = {
+        f"{stem}{number:05}{of}{count}{suffix}"
+        for stem, _, of, count, suffix in parts
+        for number in range(min(int(count), 10_000))
+    }
+    return sorted(every - {*names})
 
 
 def _split_of(name: str) -> str | None:

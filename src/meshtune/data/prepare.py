@@ -32,7 +32,7 @@ from meshtune.data.stream import Stream
 from meshtune.errors import UserError, expanded
 from meshtune.filesystem import concerns
 from meshtune.rundir import disk_is_full, room
-from meshtune.units import counted
+from meshtune.units import counted, few
 
 if TYPE_CHECKING:
     from meshtune.data.encode import Encoder
@@ -228,7 +228,10 @@ def _write(aside: Path, build: _Build, listing: _Listing) -> dict[str, Any]:
         raise UserError([*tally.overlong, "Raise data.seq_len, or set data.overlong to cut, split or drop."])
     offsets = mapped(aside / "offsets.npy")
     if len(offsets) == 1:
-        raise UserError(["No document is left to train on.", *sentences(_stats(tally, build, {}))])
+        read = tally.examples + tally.bad_rows.total + tally.notes.left_out.total()
+        paths = [str(file) for _, data_files in listing for file in data_files]
+        empty = [] if read else [f"There are no rows in {few(paths)}."]
+        raise UserError(["No document is left to train on.", *empty, *sentences(_stats(tally, build, {}))])
     length, labels = np.diff(offsets).astype(np.int32), mapped(aside / "labels.npy")
     source_number = mapped(aside / "sources.npy")
     train, held_out = _split(source_number, mapped(aside / "origins.npy"), build)

@@ -14,7 +14,8 @@ from meshtune.data.training import training_template
 from meshtune.errors import UserError, check_file, expanded, written
 from meshtune.setting_types import is_template
 
-HEADER = r"^\s*-?\s*(special tokens|an answer ends with):[ \t]*(.*?)\s*$"  # of a template's opening comment
+HEADER = r"^\s*-?\s*(special tokens|an answer ends with):[ \t]*(.*?)\s*$"  # of a template's opening comments
+COMMENT = r"\s*\{#[-+]?(.*?)[-+]?#\}"
 BUILT_IN = Path(__file__).parent / "templates"
 
 
@@ -27,7 +28,7 @@ def apply_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None
     """Set the tokenizer's chat template; return the tokens added to its vocabulary.
 
     `chat_template` is a built-in's name, "training" (see training.py), a file or the Jinja text; None (the
-    tokenizer's own) and "none" (no template) change nothing. A template's opening comment may say
+    tokenizer's own) and "none" (no template) change nothing. The comments at its beginning may say
     `special tokens: A B`, which are added where missing, and `an answer ends with: A`, which becomes the
     tokenizer's eos token, so that generation stops where training ends an answer (`eos` keeps the one there
     is). The model's embeddings must then be resized. A second call with the same template adds nothing.
@@ -41,10 +42,8 @@ def apply_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None
         tokenizer.chat_template = training_template(tokenizer)
         return []
     text = _template_text(chat_template)
-    comment = re.match(r"\s*\{#[-+]?(.*?)[-+]?#\}", text, re.DOTALL)
-    entries = re.findall(HEADER, comment[1], re.M | re.I) if comment else []
-    header = {name.lower(): value for name, value in entries}
-    tokens = header.get("special tokens", "").split()
+    header = _header(text)
+    tokens = header.get("special tokens", "").replace(",", " ").split()
     end = header.get("an answer ends with", "eos")
     if end == "eos" and tokenizer.eos_token is None and "eos_token" in text:
         raise UserError(
@@ -54,7 +53,7 @@ def apply_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None
     before = tokenizer.get_vocab()
     if end not in ("eos", *tokens, *before):
         raise UserError(
-            f"The chat template {chat_template} says in its opening comment that an answer ends with "
+            f"The chat template {chat_template} says in its opening comments that an answer ends with "
             f"{written(end)}, which the tokenizer's vocabulary does not have. Name a token of it, or let the "
             f"comment add one: special tokens: {end}."
         )
@@ -70,6 +69,15 @@ def apply_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None
         tokenizer.eos_token = end
     tokenizer.chat_template = text
     return [token for token in tokens if token not in before]
+
+
+def _header(text: str) -> dict[str, str]:
+    """The entries of HEADER in the comments at the beginning of a template, by their names."""
+    entries, at = [], 0
+    while comment := re.compile(COMMENT, re.DOTALL).match(text, at):
+        entries += re.findall(HEADER, comment[1], re.M | re.I)
+        at = comment.end()
+    return {name.lower(): value for name, value in entries}
 
 
 def _place_behind(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> None:
@@ -122,7 +130,7 @@ def _template_text(chat_template: str) -> str:
     file = expanded(chat_template)
     try:
         check_file(file)
-        return file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
         raise UserError(f"The chat template {file} is not UTF-8 text.") from None
     except OSError:

@@ -29,10 +29,15 @@ from meshtune.model.lora import (
 from meshtune.model.multimodal import aside_names
 from meshtune.model.save import complete_folder, write_tokenizer_and_card
 from meshtune.model.trainable import resize_to, tables, untie
+from meshtune.units import counted, few
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 BASE_OVERRIDES = "base_overrides"  # key of adapter_config.json: model.overrides of the base that was trained
 OF_COPY = re.compile(r"\.modules_to_save\.(default\.)?")  # in the name of a module's trained copy
+# In names of a state dict of the wrapped model, which peft's `save_pretrained` takes out: the adapter's own
+# name, and torch's wrappers.
+OF_WRAPPED = re.compile(r"(?<=\.lora_[AB])\.default(?=\.)|(?<=\.lora_magnitude_vector)\.default\.weight$")
+OF_TORCH = re.compile(r"(?<![^.])_(orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)\.")
 PREFIX = "base_model.model."  # peft's two wrappers put it before every name
 
 # Keys of adapter_config.json: those that are read, and those without an effect on what an adapter computes.
@@ -294,12 +299,48 @@ def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
                 else ", which meshtune's LoRA has not; merge it with peft first."
             )
         )
+    _check_numbers(folder, settings)
+    if empty := sorted(name for name, tensor in tensors.items() if tensor.shape == (0,)):
+        raise UserError(
+            f"{folder} holds {counted(len(empty), 'tensor')} of shape [0] ({few(empty, 3)}), as ZeRO-3 "
+            "leaves them: save it again, its shards gathered."
+        )
+    if bad := sorted(name for name, tensor in tensors.items() if not _finite(tensor)):
+        raise UserError(
+            f"{folder} holds NaN or infinity in {counted(len(bad), 'tensor')} of {len(tensors)} "
+            f"({few(bad, 3)}): its training diverged. Take an earlier checkpoint of it."
+        )
     if odd := sorted(name for name, tensor in tensors.items() if tensor.dtype not in FLOATS):
         raise UserError(
             f"{folder} holds tensors in {tensors[odd[0]].dtype}, such as {odd[0]}: it is quantised. Take the "
             "adapter as it was trained."
         )
     return settings, _plain_names(tensors)
+
+
+def _check_numbers(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Raise UserError for rank, alpha or dropout in adapter_config.json that is no number."""
+    problems = [
+        f"{folder / ADAPTER_CONFIG}: {key} is {json.dumps(value)}, which must be "
+        f"{'a whole number from 1 on' if key == 'r' else 'a number'}."
+        for key, kinds, least in (
+            ("r", int, 1),
+            ("lora_alpha", (int, float), None),
+            ("lora_dropout", (int, float), 0),
+        )
+        if key in settings
+        and (
+            isinstance(value := settings[key], bool)
+            or not isinstance(value, kinds)
+            or (least is not None and value < least)
+        )
+    ]
+    if problems:
+        raise UserError(problems)
+
+
+def _finite(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() or bool(tensor.float().isfinite().all())
 
 
 def _plain_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -312,7 +353,8 @@ def _plain_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     plain: dict[str, Tensor] = {}
     copies: dict[str, Tensor] = {}
     for key, tensor in tensors.items():
-        name = key.removeprefix(PREFIX).replace(".base_layer.", ".")
+        name = OF_TORCH.sub("", key).removeprefix(PREFIX).replace(".base_layer.", ".")
+        name = OF_WRAPPED.sub("", name)
         if ".original_module." not in name:
             own = OF_COPY.sub(".", name)
             (plain if own == name else copies)[own] = tensor

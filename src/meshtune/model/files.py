@@ -38,6 +38,7 @@ SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")  # what transformers
 ORIGINAL = "consolidated*"  # the same weights under the names of Meta's and Mistral's own code
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 STATES = ("training_args*", "optimizer*", "scheduler*", "rng_state*", "random_states*")  # no weights
+PARTS = ("*.incomplete", "*.part", "*.partial", "*.crdownload", "*.aria2", "*.tmp")  # of downloads
 OTHERS = ("*.h5", "*.msgpack", "*.npz", "*.onnx", "*.distcp", "*.nemo")
 # Configuration and tokenizer files of a hub repository.
 SMALL = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
@@ -53,6 +54,7 @@ def resolve(
     """
     if folder := local_path(name):
         if folder.is_dir():
+            check_fetched(path for path in folder.iterdir() if path.is_symlink())
             return folder
         raise UserError(f"{name} is a file; name the folder that holds config.json.")
     wanted = [*SMALL, *(["*.safetensors"] if weights else []), *(["*.py"] if trust_remote_code else [])]
@@ -215,12 +217,30 @@ def with_index(folder: Path, files: list[Path]) -> Iterator[Path]:
 
 def _elsewhere(folder: Path) -> str | None:
     """A sentence on weights in the folders inside `folder`; None if there are none."""
+    if (folder / "zero_to_fp32.py").is_file():
+        return (
+            f"{folder} is a checkpoint of DeepSpeed, not a model. Gather its weights: "
+            f"python {folder}/zero_to_fp32.py {folder} {folder} --safe_serialization"
+        )
+    parents = {path.parent for path in folder.glob("*/*.distcp")}
+    if sharded := sorted(path for path in parents if not any(map(path.match, STATES))):
+        return (
+            f"{folder} holds its weights as a distributed checkpoint in {sharded[0]}. Gather them: "
+            f"accelerate merge-weights {sharded[0]} {folder}"
+        )
     kinds = ("*.safetensors", *PICKLES)
-    inside = sorted({path.parent for kind in kinds for path in folder.glob(f"*/{kind}")})
-    if not inside:
-        return None
-    names = ", ".join(str(path) for path in inside[:3])
-    return f"{folder} itself holds no weights, but {names} {'does' if len(inside) == 1 else 'do'}: name that."
+    weights = (path for kind in kinds for path in folder.glob(f"*/{kind}"))
+    inside = sorted({path.parent for path in weights if not any(map(path.match, STATES))})
+    models = [path for path in inside if (path / "config.json").is_file()]
+    if not models:
+        return (
+            f"{folder} itself holds no weights; those in {few([str(path) for path in inside], 3)} have no "
+            "config.json with them: name a folder that holds both."
+            if inside
+            else None
+        )
+    names = few([str(path) for path in models], 3)
+    return f"{folder} itself holds no weights, but {names} {'does' if len(models) == 1 else 'do'}: name that."
 
 
 def _unread_weights(
@@ -268,6 +288,8 @@ def _unread_weights(
         )
     if any(file.endswith(".gguf") for file in files):
         return f"{subject} holds GGUF weights, which are for inference; name the safetensors they came from."
+    if parts := of(*PARTS):
+        return f"{subject} holds a download that did not end ({few(parts, 3)}); download it again."
     if others := of(*OTHERS):
         return (
             f"{subject} holds its weights in a format that is not read ({few(others, 3)}); meshtune reads "

@@ -260,7 +260,9 @@ def _create_files(aside: Path, files: Sequence[_WeightFile], model: PreTrainedMo
     for file in files:
         with open(aside / file.name, "wb") as stream:
             stream.write(file.header)
-            stream.truncate(file.bytes)
+            if file.bytes > len(file.header):  # some file systems can't lengthen a file by truncate
+                stream.seek(file.bytes - 1)
+                stream.write(b"\0")
     state = model.state_dict()
     buffers = {name: state[name] for file in files for name in file.offsets if name not in parameters}
     whole = {name: Piece(tuple(buffer.shape), (0,) * buffer.ndim, buffer) for name, buffer in buffers.items()}

@@ -39,10 +39,22 @@ WRAPPERS = {  # parts that wrappers put into the names of a model's tensors
 
 
 def stored_types(files: Iterable[Path]) -> dict[str, set[str]]:
-    """Names of the tensors in safetensors files, by the format's word for their type."""
+    """Names of the tensors in safetensors files, by the format's word for their type.
+
+    Raises UserError for a file system that can't map files into memory.
+    """
     stored: dict[str, set[str]] = {}
     for file in files:
-        with safe_open(file, framework="pt") as tensors:
+        try:
+            opened = safe_open(file, framework="pt")
+        except OSError as error:
+            if "os error 19" not in str(error):  # ENODEV
+                raise
+            raise UserError(
+                f"{file} can't be mapped into memory ({error}), as on some mounts of buckets; copy the model "
+                "to a local disk."
+            ) from error
+        with opened as tensors:
             for key in tensors.keys():  # noqa: SIM118 (not a dict)
                 stored.setdefault(tensors.get_slice(key).get_dtype(), set()).add(key)
     return stored

@@ -41,7 +41,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.storage import StorageReader, WriteResult
 
-from meshtune.filesystem import sync
+from meshtune.filesystem import replace, sync
 from meshtune.model.pieces import Piece
 
 
@@ -113,7 +113,11 @@ def write(folder: Path, pieces: Mapping[str, Piece], rank: int) -> Written:
 def metadata(folder: Path, parts: Sequence[Written]) -> bytes:
     """Write `.metadata` into `folder` for what all ranks wrote; returns its bytes."""
     _, table = create_default_global_save_plan([SavePlan(part.items) for part in parts])
-    FileSystemWriter(folder, sync_files=False).finish(table, [part.results for part in parts])
+    writer = FileSystemWriter(folder, sync_files=False)
+    writer.fs.rename = lambda source, target: replace(
+        Path(source), Path(target)
+    )  # also where nothing is renamed
+    writer.finish(table, [part.results for part in parts])
     return (folder / ".metadata").read_bytes()
 
 

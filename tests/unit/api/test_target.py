@@ -1,13 +1,17 @@
 """Settings beside a target: those that its weights decide are refused, others are used."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
+import peft
 import pytest
+from transformers import AutoModelForCausalLM
 
 from meshtune import config
 from meshtune.api.target import open_model, target_of
 from meshtune.errors import UserError
+from meshtune.model.load import load_tokenizer
 
 Run = Callable[..., Path]
 
@@ -62,3 +66,20 @@ def test_a_run_of_whole_weights_needs_no_model_that_it_was_trained_from(run: Run
     folder = run(f"model.name={tmp_path / 'gone'}")
     opened = open_model(target_of(str(folder), ["model.attention=eager"]), "cpu")
     assert opened.model.config._attn_implementation == "eager"
+
+
+def test_an_adapter_without_a_tokenizer_has_that_of_its_base(tiny: Path, tmp_path: Path) -> None:
+    config = peft.LoraConfig(target_modules=["q_proj"])
+    adapted = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(tiny / "model"), config)
+    adapted.save_pretrained(tmp_path)  # writes none
+    opened = open_model(target_of(str(tmp_path), ()), "cpu")
+    assert opened.tokenizer.get_vocab() == load_tokenizer(str(tiny / "model")).get_vocab()
+
+
+def test_a_base_that_a_relative_path_names_is_asked_for(tmp_path: Path) -> None:
+    settings = {"peft_type": "LORA", "base_model_name_or_path": "../models/base"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+    with pytest.raises(
+        UserError, match=r"was trained on \.\./models/base, where nothing is now .*model\.name="
+    ):
+        target_of(str(tmp_path), ())

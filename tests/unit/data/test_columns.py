@@ -54,6 +54,16 @@ def test_a_text_answers_a_prompt_of_messages(rows_of):
     assert example.messages == (*ROW["prompt"], {"role": "assistant", "content": "3"})
 
 
+def test_lists_that_were_stored_by_key_are_lists_of_objects(rows_of):
+    messages = {"role": ["user", "assistant"], "content": ["Hi", "Hello"], "name": ["Ann", None]}
+    example, _ = rows_of({"messages": messages}, {})
+    assert example.messages == (
+        {"role": "user", "content": "Hi", "name": "Ann"}, {"role": "assistant", "content": "Hello"}
+    )  # fmt: skip
+    with pytest.raises(UserError, match="expected a list"):
+        rows_of({"messages": messages | {"content": ["Hi"]}}, {})
+
+
 @pytest.mark.parametrize("columns", [{}, {"prompt": "extra_info.query", "completion": "answers.text.2"}])
 def test_inner_columns_are_named_where_nothing_fits(rows_of, columns, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)

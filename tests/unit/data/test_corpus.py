@@ -155,4 +155,4 @@ def test_a_broken_file_is_refused_with_a_sentence(case, tmp_path):
     with pytest.raises(UserError) as error:
         prepare([Source(str(file))], encoder, seq_len=64, cache_dir=tmp_path / "cache")
     assert sentence in str(error.value)
-    assert "No document is left" in sentence or str(file) in str(error.value)
+    assert "No document is left" in str(error.value) or str(file) in str(error.value)

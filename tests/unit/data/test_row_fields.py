@@ -313,8 +313,12 @@ def test_a_mapped_column_that_no_row_has_is_named(rows_of):
 
 # Fields that are there and empty #
 
+NAN = float("nan")  # as pandas writes a missing value
 
-@pytest.mark.parametrize("nothing", [None, "", " \n", "[]", " [ ] ", "{}", "null", [], {}, [None], [{}]])
+
+@pytest.mark.parametrize(
+    "nothing", [None, "", " \n", "[]", " [ ] ", "{}", "null", "None", [], {}, [None], [{}], NAN]
+)
 def test_empty_fields_are_absent(rows_of, nothing):
     """Templates would write a section of tools or a system prompt for them."""
     row = {"messages": [USER, ANSWER | {"tool_calls": nothing, "name": nothing}]}

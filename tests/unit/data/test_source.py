@@ -3,6 +3,7 @@
 import csv
 import gzip
 import json
+from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
@@ -446,6 +447,18 @@ def test_files_of_a_folder_that_are_not_read_are_named_with_their_number():
     assert rows == ["0 0", "0 1"]
     says("\n".join(not_read))
     assert read_of(Source("rows/inner")) == (["2 0", "2 1"], [])
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_folder_that_may_not_be_what_it_seems_is_said():
+    inner = Path("rows/inner")
+    for name in ("test.jsonl", "part-00000-of-00002.jsonl"):
+        (inner / name).write_text('{"prompt": "?", "completion": "!"}\n')
+    for name in ("more.jsonl.zst", "old.arrow", "dataset_infos.json"):
+        (inner / name).write_text("{}")
+    rows, not_read = read_of(Source("rows/inner"))
+    assert rows == ["2 0", "2 1", "!", "!"]
+    says("\n".join(not_read))
 
 
 @pytest.mark.usefixtures("folder")

@@ -413,6 +413,7 @@ HEADERS = (
     "{#- special tokens: <|a|> <|b|>\n   an answer ends with: <|b|> -#}",
     "\n{#- Ours.\n  - Special tokens: <|a|> <|b|>\n  - An answer ends with: <|b|>\n-#}\n",
     "{#+ an answer ends with: <|b|>\nspecial tokens: <|a|> <|b|> +#}",
+    "\ufeff{#- Copyright -#}\r\n{#- special tokens: <|a|>, <|b|>\r\nan answer ends with: <|b|>\r\n-#}",
 )
 BODY = "{%- for m in messages %}<|a|>{{ m.role }}\n{{ m.content }}<|b|>{% endfor %}"
 
@@ -423,7 +424,7 @@ def test_the_opening_comment_of_a_template_may_trim_white_space(header, tokenize
     file.write_text(header + BODY)
     tokenizer = tokenizer_of()
     assert apply_template(tokenizer, str(file)) == ["<|a|>", "<|b|>"]
-    assert tokenizer.eos_token == "<|b|>"
+    assert tokenizer.eos_token == "<|b|>" and not str(tokenizer.chat_template).startswith("\ufeff")
 
 
 def test_an_end_token_that_is_not_in_the_vocabulary_is_refused(tokenizer_of, tmp_path, monkeypatch):

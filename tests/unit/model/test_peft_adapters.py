@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -116,6 +117,30 @@ def test_a_trained_copy_is_read_under_its_wrappers_name(wrapper, save, ids, tmp_
     torch.testing.assert_close(model(ids).logits, expected)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_the_names_of_a_wrapped_models_state_dict_are_read(save, ids, tmp_path):
+    expected = made(tmp_path, base := save("llama"), ids, use_dora=True)
+    file = tmp_path / "adapter_model.safetensors"
+
+    def wrapped(name):
+        name = re.sub(r"(lora_[AB])\.", r"\1.default.", name)
+        name = name.replace("lora_magnitude_vector", "lora_magnitude_vector.default.weight")
+        return "_orig_mod." + name.replace("layers.0.", "layers.0._fsdp_wrapped_module.")
+
+    save_file({wrapped(name): tensor for name, tensor in load_file(file).items()}, file)
+    model = plain(base)
+    load_adapter(model, tmp_path)
+    torch.testing.assert_close(model(ids).logits, expected)
+
+
+def with_tensors(change):
+    def changed(folder):
+        file = folder / "adapter_model.safetensors"
+        save_file({name: change(tensor) for name, tensor in load_file(file).items()}, file)
+
+    return changed
+
+
 def unlike_tables(folder):
     tensors = load_file(folder / "adapter_model.safetensors")
     rows = torch.zeros(256, 64)
@@ -124,14 +149,6 @@ def unlike_tables(folder):
         "base_model.model.model.embed_tokens.weight": rows + 1,
     }
     save_file(tensors, folder / "adapter_model.safetensors")
-
-
-def in_eight_bits(folder):
-    tensors = load_file(folder / "adapter_model.safetensors")
-    save_file(
-        {name: tensor.to(torch.float8_e4m3fn) for name, tensor in tensors.items()},
-        folder / "adapter_model.safetensors",
-    )
 
 
 def with_settings(**settings):
@@ -144,7 +161,10 @@ def with_settings(**settings):
 
 CHANGES = {
     "unlike tables": unlike_tables,
-    "eight bits": in_eight_bits,
+    "eight bits": with_tensors(lambda tensor: tensor.to(torch.float8_e4m3fn)),
+    "not finite": with_tensors(lambda tensor: tensor / 0),
+    "ZeRO-3": with_tensors(lambda tensor: tensor.new_empty(0)),
+    "no number": with_settings(r="4", lora_alpha=None),
     "pissa": with_settings(init_lora_weights="pissa_niter_16"),
     "replicated layers": with_settings(layer_replication=[[0, 2], [1, 2]]),
     "of a later peft": with_settings(use_newlora={"k": 3}),

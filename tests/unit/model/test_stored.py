@@ -132,7 +132,11 @@ INSTEAD = {
     "its shards": ["consolidated-00001-of-00002.safetensors", "consolidated-00002-of-00002.safetensors"],
     "a pickle and states": ["pytorch_model.bin", "optimizer.pt", "training_args.bin"],
     "tensorflow": ["tf_model.h5"],
-    "a folder inside": ["checkpoint-5/model.safetensors"],
+    "a folder inside": ["checkpoint-5/model.safetensors", "checkpoint-5/config.json"],
+    "weights without their configuration": ["original/consolidated.00.pth", "checkpoint-5/optimizer.pt"],
+    "DeepSpeed": ["zero_to_fp32.py", "latest", "global_step5/mp_rank_00_model_states.pt"],
+    "FSDP": ["pytorch_model_fsdp_0/__0_0.distcp", "optimizer_0/__0_0.distcp"],
+    "a download that did not end": ["model.safetensors.incomplete"],
     "states alone": ["optimizer.pt", "rng_state.pth"],
 }
 
@@ -195,6 +199,43 @@ def test_a_pointer_of_git_lfs_is_named(name, save):
     (at / name).write_text(POINTER)
     with refuses(UserError):
         READERS[name](folder)
+
+
+def link_to_nothing(file):
+    file.symlink_to("../../blobs/1234")
+
+
+IN_ITS_PLACE = {
+    "a link to nothing": ("model.safetensors", link_to_nothing),
+    "an error of a server": ("model.safetensors", b"Entry not found"),
+    "a web page": ("config.json", b"<!DOCTYPE html><html>Log in</html>"),
+    "torch.save": ("model.safetensors", b"PK\3\4\0\0\10\10" + bytes(20)),
+    "gzip": ("rows.jsonl", b"\x1f\x8b\x08\0\0\0"),
+    "UTF-16": ("rows.jsonl", "{}".encode("utf-16")),
+    "parquet": ("rows.jsonl", b"PAR1\x15\0"),
+    "git-annex": ("rows.jsonl", b"/annex/objects/MD5E-s5--0123.jsonl\n"),
+    "a link in a folder": ("part.parquet", link_to_nothing),
+}
+
+
+@pytest.mark.parametrize(("name", "content"), IN_ITS_PLACE.values(), ids=IN_ITS_PLACE)
+def test_a_file_of_another_kind_is_named(name, content, save):
+    folder = save("llama")
+    (folder / "data").mkdir()
+    file = (folder / "data" if name == "part.parquet" else folder) / name
+    file.unlink(missing_ok=True)
+    content(file) if callable(content) else file.write_bytes(content)
+    with refuses(UserError):
+        READERS[name](folder)
+
+
+def test_a_header_that_begins_as_another_kind_of_file_does_is_read(save, ids):
+    folder = save("llama")
+    content = (folder / "model.safetensors").read_bytes()
+    old, length = int.from_bytes(content[:8], "little"), 0x088B1F  # as gzip begins
+    header = content[8 : 8 + old].ljust(length)
+    (folder / "model.safetensors").write_bytes(length.to_bytes(8, "little") + header + content[8 + old :])
+    read(folder)
 
 
 def test_weights_that_are_pointers_do_not_matter_where_they_are_not_read(save):
