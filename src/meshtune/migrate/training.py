@@ -152,7 +152,56 @@ def plain_loss(value: Any, job: Job) -> Converted:
     return Converted({})
 
 
+PLUGINS = ("cutcrossentropy", "liger", "kernels", "expertparallel", "swanlab", "lmeval")  # train the same
+
+
+@conversion
+def plugins(value: Any, job: Job) -> Converted:
+    others = [str(name) for name in listed(value) if short(name).removesuffix("plugin") not in PLUGINS]
+    if others:
+        raise NoCounterpart(f"what {', '.join(others)} changes in training is left out")
+    raise NotNeeded("the forward, its attention, loss and kernels are chosen by meshtune")
+
+
+@conversion
+def torchtune_loss(value: Any, job: Job) -> Converted:
+    if "crossentropy" not in short(value) and not short(value).startswith("ce"):
+        raise NoCounterpart(f"there is no loss {short(value)}; it is the mean cross-entropy of label tokens")
+    raise NotNeeded("the loss is the chunked mean cross-entropy of label tokens")
+
+
+@conversion
+def trains(value: Any, job: Job) -> Converted:
+    if not value:
+        raise Refused(f"do_train: {value} trains nothing. meshtune eval and meshtune generate run a model.")
+    raise NotNeeded("a run trains")
+
+
 # Labels and sequences
+
+
+LABELS = "the template and data.train_on alone say which tokens are labelled; rows can say weight or train"
+
+
+def of_rows(key: str, job: Job) -> list[Any]:
+    """The values of a key in axolotl's data sets."""
+    rows = [each for each in listed(job.value("datasets")) if isinstance(each, Mapping)]
+    return [each[key] for each in rows if each.get(key) is not None]
+
+
+@conversion
+def labelled_roles(value: Any, job: Job) -> Converted:
+    roles = {role for each in of_rows("roles_to_train", job) for role in listed(each)}
+    if not roles <= {"assistant", "gpt", "model"}:
+        raise NoCounterpart(f"{LABELS}; see docs/data.md")
+    return Converted({})
+
+
+@conversion
+def labelled_ends(value: Any, job: Job) -> Converted:
+    if {*of_rows("train_on_eos", job), *of_rows("train_on_eot", job)} - {"turn"}:  # axolotl's default
+        raise NoCounterpart(f"{LABELS}; an answer's end is labelled with it")
+    return Converted({})
 
 
 @conversion
@@ -246,7 +295,9 @@ def template_name(value: Any, job: Job) -> Converted:
     name = str(value).removeprefix("tokenizer_default_fallback_")
     if value != name and name in TEMPLATES:
         return Converted({}, lost=f"where the tokenizer has no template, set data.chat_template={name}")
-    if value == "tokenizer_default" or value != name:
+    if value != name:
+        return Converted({}, lost=f"where the tokenizer has no template: there is no template {name} here")
+    if value == "tokenizer_default":
         return Converted({})
     if job.on("chat_template_jinja"):
         raise NotNeeded("chat_template_jinja is the template")
