@@ -171,6 +171,27 @@ def torchtune_loss(value: Any, job: Job) -> Converted:
 
 
 @conversion
+def always(value: Any, job: Job) -> Converted:
+    if not value:
+        raise NoCounterpart("it is always on here")
+    return Converted({})
+
+
+@conversion
+def never(value: Any, job: Job) -> Converted:
+    if value:
+        raise NoCounterpart("it is never on here")
+    return Converted({})
+
+
+@conversion
+def packing_strategy(value: Any, job: Job) -> Converted:
+    if str(value) == "wrapped" and packs(job):
+        raise NoCounterpart("documents of a sequence do not see each other, and are cut only where too long")
+    return Converted({})
+
+
+@conversion
 def trains(value: Any, job: Job) -> Converted:
     if not value:
         raise Refused(f"do_train: {value} trains nothing. meshtune eval and meshtune generate run a model.")
