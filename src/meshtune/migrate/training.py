@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from meshtune.data.thought import REASONING
 from meshtune.migrate.job import Converted, Job, NoCounterpart, NotNeeded, Refused, conversion, short
 from meshtune.migrate.sources import has_alpaca_prompts, listed
 from meshtune.schedules import SCHEDULES
@@ -215,6 +216,13 @@ def labelled_roles(value: Any, job: Job) -> Converted:
     roles = {role for each in of_rows("roles_to_train", job) for role in listed(each)}
     if not roles <= {"assistant", "gpt", "model"}:
         raise NoCounterpart(f"{LABELS}; see docs/data.md")
+    return Converted({})
+
+
+@conversion
+def thought_field(value: Any, job: Job) -> Converted:
+    if value not in REASONING:
+        raise NoCounterpart(f"the thought of a message is its {', '.join(REASONING[:-1])} or {REASONING[-1]}")
     return Converted({})
 
 

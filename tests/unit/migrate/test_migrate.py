@@ -501,6 +501,7 @@ def test_all_refusals_are_said_at_once(migrated: Migrate) -> None:
         (AXOLOTL | {"datasets": [{"path": "x", "roles_to_train": ["user"]}]}, "datasets.roles_to_train"),
         (AXOLOTL | {"datasets": [{"path": "x", "shards": 9}, {"path": "y", "shards": 0}]}, "datasets.shards"),
         (AXOLOTL | {"datasets": [{"path": "x", "train_on_eos": "all"}]}, "datasets.train_on_eos"),
+        (AXOLOTL | {"datasets": [{"path": "x", "field_thinking": "hm"}]}, "datasets.field_thinking"),
         (AXOLOTL | {"datasets": [{"path": "x", "type": "input_output"}]}, "datasets"),
         (AXOLOTL | {"datasets": [{"path": "x", "type": "sharegpt", "conversation": "vicuna"}]}, "datasets"),
         (AXOLOTL | {"pretraining_dataset": {"path": "x", "skip": 9}, "max_steps": 9}, "pretraining_dataset"),
@@ -532,6 +533,7 @@ def test_what_has_no_counterpart_is_named_with_the_reason(
     [
         AXOLOTL | {"datasets": [{"path": "x", "roles_to_train": ["assistant"], "train_on_eos": "turn"}]},
         AXOLOTL | {"shuffle_merged_datasets": True},
+        AXOLOTL | {"datasets": [{"path": "x", "field_thinking": "thinking"}]},
         TRL | {"packing": True, "packing_strategy": "bfd", "average_tokens_across_devices": True},
         AXOLOTL | {"plugins": ["axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"]},
         TORCHTUNE | {"loss": {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"}},
