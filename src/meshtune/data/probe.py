@@ -71,13 +71,13 @@ def _render_parts(render: Render, messages: list[dict], generation: bool, tools:
 
 def _only_as_a_field(render: Render) -> bool:
     """Whether a template writes an empty thought before one in the content, and one in reasoning_content well
-    (Kimi-K2-Thinking).
+    (Kimi-K2-Thinking). Where the generation prompt opens the thought, the empty one is </think> alone.
     """
     question = {"role": "user", "content": "Hello"}
     inside = {"role": "assistant", "content": "<think>\nHm\n</think>\n\nYes"}
     apart = {"role": "assistant", "content": "Yes", "reasoning_content": "Hm"}
     first, second = (str(render([question, answer], False, None)) for answer in (inside, apart))
-    return first.count("<think>") == 2 and second.count("<think>") == 1 and "Hm" in second
+    return first.count("</think>") == second.count("</think>") + 1 and "Hm" in second
 
 
 def text_part(text: str) -> dict[str, str]:

@@ -27,13 +27,14 @@ def prompt_behind(render: Render, ends: Sequence[str], special: Sequence[str]) -
     if any(isinstance(text, BadRow) for text in texts):
         return ""
     last, asked, head, whole = map(str, texts)
-    if last != asked or whole.startswith(last) or not all(text in whole for text in TURNS):
+    more = asked.removeprefix(last)  # of the prompt, where it is asked for (Command A's <|START_RESPONSE|>)
+    if last + more != asked or whole.startswith(last) or not all(text in whole for text in TURNS):
         return ""
     start = whole.partition(TURNS[0])[0]
     middle = whole.partition(TURNS[1])[2].partition(TURNS[2])[0]
-    behind, before = last.partition(TURNS[1])[2], head.partition(TURNS[0])[2]
+    behind, before = last.partition(TURNS[1])[2], head.removesuffix(more).partition(TURNS[0])[2]
     prompt = behind[end_of_answer(behind, before, middle, start, ends, special) :]
-    return prompt if prompt.strip() and head.endswith(prompt) else ""
+    return prompt if prompt.strip() and head.endswith(prompt + more) else ""
 
 
 def end_of_answer(

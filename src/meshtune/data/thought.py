@@ -69,6 +69,16 @@ def closed(prompt: str) -> Opened | None:
     return None
 
 
+def _empty_before(answer: str) -> str:
+    """The empty thought that an answer begins with before another thought; "" where it has none."""
+    for marker, closing in MARKERS.items():
+        begin, found, rest = answer.partition(marker)
+        inside, end, rest = rest.partition(closing) if found and not begin.strip() else ("", "", "")
+        if end and not inside.strip() and rest.lstrip().startswith(marker):
+            return answer[: len(answer) - len(rest.lstrip())]
+    return ""
+
+
 def with_thought(prompt: str, text: str, message: dict, template: str) -> str:
     """Write the thought of the generation prompt into a text whose answer lacks it.
 
@@ -76,9 +86,11 @@ def with_thought(prompt: str, text: str, message: dict, template: str) -> str:
     empty, the message must have none. prompt: generation prompt of the conversation before `message`. text:
     the conversation up to and with it. template: source of the chat template. The text is returned as it is
     if the prompt has no thought, if the template writes one itself, or if it does not know how a thought is
-    closed.
+    closed. An empty thought that the template writes before one in the content is left out.
     """
     thought = opened(prompt) or closed(prompt)
+    if thought is None and text.startswith(prompt) and thought_in(message.get("content")):
+        return prompt + text[len(prompt) :].removeprefix(_empty_before(text[len(prompt) :]))
     if thought is None or MARKERS[thought.marker] not in template or not text.startswith(thought.before):
         return text
     answer = text[len(thought.before) :]

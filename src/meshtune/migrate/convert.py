@@ -109,7 +109,10 @@ def migrate(
             raise UserError(f"{file}: {other.sentence}") from None
     tool = tool or tool_of(tree, file)
     launch = launchers.launch_of(launcher, tree, table(tool)) if launcher else launchers.Launch()
-    given = dict(flat(tree | launch.keys, table(tool)))
+    given: dict[str, Any] = {}
+    for key, value in flat(tree | launch.keys, table(tool)):
+        if key not in given or not is_off(value):  # of a list of sections, one may leave it off
+            given[key] = value
     present = {key: value for key, value in given.items() if value not in (None, "")}
     job = Job(tool, present, file.parent, gpus or launch.processes or 1, tuple(overrides))
     result = Migrated(job)
@@ -236,15 +239,21 @@ def _convert(result: Migrated, keys: Mapping[str, Any], default: bool = False) -
             except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError):
                 yield f"{key} = {written(value)} is not what {job.table.name} takes there; correct it first."
                 continue
-            if made.lost:
+            if made.lost and not _said(result, made.lost, entry.conversion):
                 result.unsupported.append(Note(key, value, made.lost))
-            elif not default and not made.settings and entry.conversion not in ("section", "elsewhere"):
+            elif not (default or made.lost or made.settings or entry.conversion in ("section", "elsewhere")):
                 _note_without_setting(result, key, value, made.remark)
             for number, (setting, converted) in enumerate(made.settings.items()):
                 result.settings[setting] = converted
                 result.keys.setdefault(setting, []).append(f"{job.table.name}'s default" if default else key)
                 origin = ", ".join(dict.fromkeys(result.keys[setting]))
                 result.origins[setting] = f"{origin}: {made.remark}" if made.remark and not number else origin
+
+
+def _said(result: Migrated, lost: str, conversion: str) -> bool:
+    """True if another key, which the same conversion reads, has said what is lost."""
+    entries = ((note, result.job.table.entry(note.key)) for note in result.unsupported)
+    return any(entry and entry.conversion == conversion and note.reason == lost for note, entry in entries)
 
 
 def _note_without_setting(result: Migrated, key: str, value: Any, remark: str) -> None:

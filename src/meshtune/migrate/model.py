@@ -76,7 +76,8 @@ def lora_if(value: Any, job: Job) -> Converted:
 @conversion
 def lora_or_full(value: Any, job: Job) -> Converted:
     if value not in ("lora", "full"):
-        raise Refused(f"finetuning_type: {value} is not offered; meshtune trains all weights or LoRA.")
+        part = "; model.freeze keeps some weights as they are" if value == "freeze" else ""
+        raise Refused(f"finetuning_type: {value} is not offered; meshtune trains all weights or LoRA{part}.")
     return Converted({"method": value})
 
 

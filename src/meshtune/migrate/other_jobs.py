@@ -11,6 +11,7 @@ from meshtune.migrate.job import is_off
 
 SUPERVISED = ("sft", "pt")  # LLaMA-Factory's stages
 COMPONENTS = ("_component_", "_target_")  # keys with the name of a class or a function
+NAMED = ("datasets.type", "plugins")  # axolotl's
 
 
 @cache
@@ -33,7 +34,7 @@ def other_job(tree: Mapping[str, Any]) -> OtherJob | None:
     """
     told = [(list(dict.fromkeys(_signs(tree, job))), job) for job in _jobs()]
     told = [([] if job.get("dialect") and len(signs) < 2 else signs, job) for signs, job in told]
-    signs, job = max(told, key=lambda pair: len(pair[0]))
+    signs, job = max(told, key=lambda pair: min(len(pair[0]), 1) if pair[1].get("weak") else len(pair[0]))
     if not signs:
         return None
     keys = tuple(sign.partition(":")[0] for sign in signs)
@@ -48,15 +49,16 @@ def _signs(tree: Mapping[str, Any], job: Mapping[str, Any]) -> Iterator[str]:
     """Yield what of a file tells a job: keys, keys with their value, and components."""
     if job.get("staged") and str(tree.get("stage")).lower() in SUPERVISED:  # its other keys are defaults
         return
-    trains = tree.get("do_train") is not False
+    trains = tree.get("do_train") in (None, True)
     if trains and any(not is_off(tree.get(key)) for key in job.get("without", "").split()):
         return
     for key in job["keys"].split():
         if key in tree and (job.get("dialect") or not is_off(tree[key])):
             yield key
     for key, values in job["values"].items():
-        if str(tree.get(key)).lower() in values:
-            yield f"{key}: {tree[key]}"
+        given = tree.get(key)
+        if any(str(each).lower() in values for each in (given if isinstance(given, list) else [given])):
+            yield f"{key}: {given}"
     for key, name in _components(tree):
         if any(_is_part(part, name.lower()) for part in job["parts"]):
             yield f"{key}: {name}"
@@ -69,7 +71,9 @@ def _is_part(part: str, name: str) -> bool:
 
 def _components(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
     """Yield (dotted key of its section, name) of each component in a file."""
-    if isinstance(value, Mapping):
+    if isinstance(value, str) and path in NAMED:
+        yield path, value
+    elif isinstance(value, Mapping):
         for key, inner in value.items():
             if key in COMPONENTS and isinstance(inner, str):
                 yield path, inner

@@ -42,8 +42,15 @@ def zero_of(tree: Mapping[str, Any]) -> Converted:
         for name in ("offload_optimizer", "offload_param")
         if (zero.get(name) or {}).get("device") not in OFF
     ]
-    lost = f"{' and '.join(offloads)}: nothing is offloaded to the CPU" if offloads else ""
-    return Converted({"layout.zero": int(zero.get("stage", 0))}, lost=lost)
+    lost = [f"{' and '.join(offloads)}: nothing is offloaded to the CPU"] if offloads else []
+    for name in ("optimizer", "scheduler"):
+        own = tree.get(name) or {}
+        given = [value for value in (own.get("params") or {}).values() if value != "auto"]
+        if own and (given or str(own.get("type")).lower() not in ("adam", "adamw")):
+            lost.append(f"not its {name} {own.get('type')}, but the one of the trainer's file")
+    if (tree.get("fp16") or {}).get("enabled") is True:
+        lost.append("fp16 needs loss scaling, which is not offered")
+    return Converted({"layout.zero": int(zero.get("stage", 0))}, lost="; ".join(lost))
 
 
 @conversion

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from meshtune.migrate.job import Converted, Job, NoCounterpart, Refused, conversion, short
+from meshtune.migrate.job import Converted, Job, NoCounterpart, Refused, conversion, is_off, short
 from meshtune.sections import is_one_file
 
 Source = dict[str, Any]
@@ -95,8 +95,8 @@ def axolotl_train(value: Any, job: Job) -> Converted:
     converted = axolotl_sources("data.train", value, has_alpaca_prompts(job))
     if not has_alpaca_prompts(job):
         return converted
-    remarks = [remark for remark in (converted.remark, ALPACA_REMARK.format(tool="axolotl")) if remark]
-    return Converted(converted.settings | ALPACA_TEMPLATE, "; ".join(remarks))
+    remark = joined([converted.remark, ALPACA_REMARK.format(tool="axolotl")])
+    return Converted(converted.settings | ALPACA_TEMPLATE, remark, converted.lost)
 
 
 @conversion
@@ -108,7 +108,8 @@ def axolotl_eval(value: Any, job: Job) -> Converted:
                     f"{path} is a file without a split {rows['split']}; write these rows to another file, "
                     "or set data.eval_split"
                 )
-    return axolotl_sources("data.eval", value, has_alpaca_prompts(job))
+    converted = axolotl_sources("data.eval", value, has_alpaca_prompts(job))
+    return converted._replace(lost=joined([converted.lost, unread(value)]))
 
 
 def has_alpaca_prompts(job: Job) -> bool:
@@ -125,18 +126,21 @@ def axolotl_pretraining(value: Any, job: Job) -> Converted:
     for row in rows:
         row["type"] = "completion" if row["type"] == "pretrain" else row["type"]
     converted = axolotl_sources("data.train", rows)
-    return Converted(converted.settings | {"data.streaming": True, "data.train_on": "all"}, converted.remark)
+    settings = converted.settings | {"data.streaming": True, "data.train_on": "all"}
+    return Converted(settings, converted.remark, joined([converted.lost, unread(value)]))
 
 
 def axolotl_sources(setting: str, value: Any, alpaca: bool = False) -> Converted:
     """Sources of axolotl's data sets. alpaca: data.chat_template writes the prompt of rows of that type."""
     sources: list[Source] = []
     remarks: list[str] = []
+    lost: list[str] = []
     for rows in listed(value):
-        kind, columns, remark = axolotl_format(rows)
+        kind, columns, left = axolotl_format(rows)
         name = str(rows.get("type"))
         if name.startswith("alpaca") and not (name == "alpaca" and alpaca):
-            remark = f"without the prompt of {name} rows: set data.chat_template"
+            left = f"without the prompt of {name} rows: set data.chat_template"
+        lost.append(left)
         roles = {
             theirs: ours
             for ours, names in (rows.get("roles") or {}).items()
@@ -151,12 +155,25 @@ def axolotl_sources(setting: str, value: Any, alpaca: bool = False) -> Converted
                 source(path, split=None if plain else split, kind=kind, columns=columns, roles=roles)
             )
             remarks += lost_split(split, sources[-1])
-        remarks += [remark] if remark else []
-    return Converted({setting: sources}, "; ".join(dict.fromkeys(remarks)))
+    return Converted({setting: sources}, joined(remarks), joined(lost))
+
+
+READ = """
+path data_files name ds_type split type text_column conversation field field_messages field_tools roles
+message_property_mappings message_field_role message_field_content roles_to_train train_on_eos train_on_eot
+"""  # keys of pretraining_dataset and test_datasets
+
+
+def unread(value: Any) -> str:
+    """Name the keys of pretraining_dataset or test_datasets that nothing reads, as lost."""
+    sections = [each for each in listed(value) if isinstance(each, Mapping)]
+    read = READ.split()
+    left = [key for rows in sections for key, given in rows.items() if key not in read and not is_off(given)]
+    return f"without {', '.join(dict.fromkeys(left))}" if left else ""
 
 
 def axolotl_format(rows: Mapping[str, Any]) -> tuple[str, dict[str, Any], str]:
-    """(Format, our columns -> theirs, remark) of one of axolotl's data sets."""
+    """(Format, our columns -> theirs, what is lost) of one of axolotl's data sets."""
     kind = rows.get("type")
     if "type" in rows and kind in (None, ""):  # axolotl takes them for tokens
         return "tokens", {}, ""
@@ -183,11 +200,14 @@ def axolotl_format(rows: Mapping[str, Any]) -> tuple[str, dict[str, Any], str]:
         remark = ""
         if role not in ("role", "from") or content not in (None, CONTENT.get(role)):
             remark = f"messages have role and content, or from and value, not {role} and {content}"
+        elif rows.get("conversation"):
+            remark = f"without the prompt {rows['conversation']}: set data.chat_template"
         field = rows.get("field_messages")
+        tools = {"tools": rows.get("field_tools")}
         if role == "from":
             unnamed = "conversations" if name == "sharegpt" else "messages"
-            return "sharegpt", {"conversations": field or unnamed}, remark
-        return "messages", {"messages": field}, remark
+            return "sharegpt", {"conversations": field or unnamed} | tools, remark
+        return "messages", {"messages": field} | tools, remark
     if name == "completion":
         return "text", {"text": rows.get("field")}, ""
     if name.startswith("alpaca"):
@@ -300,6 +320,7 @@ def trl_mixture(value: Any, job: Job) -> Converted:
     for rows in value:
         folder = f"{rows['path']}/{rows['data_dir']}" if rows.get("data_dir") else rows["path"]
         for path in placed(folder, rows.get("data_files"), rows.get("name")):
+            refuse_pairs(rows.get("columns"))
             sources.append(source(path, split=rows.get("split"), weight=rows.get("fraction")))
             remarks += lost_split(rows.get("split"), sources[-1])
     return Converted({"data.train": sources}, "; ".join(remarks))
@@ -335,6 +356,7 @@ def handbook_mixture(value: Any, job: Job) -> Converted:
     remarks: list[str] = []
     for rows in value["datasets"]:
         columns = listed(rows.get("columns") or [])
+        refuse_pairs(columns)
         kind = next((kind for kind, names in KINDS.items() if {*names} <= {*columns}), "")
         share = rows.get("weight")
         weight = None if share is None or float(share) == 1 else float(share)
@@ -344,6 +366,11 @@ def handbook_mixture(value: Any, job: Job) -> Converted:
             remarks += lost_split(rows.get("split"), sources[-1])
     held = {"data.eval_split": value["test_split_size"]} if value.get("test_split_size") else {}
     return Converted({"data.train": sources, **held}, joined(remarks))
+
+
+def refuse_pairs(columns: Any) -> None:
+    if "rejected" in (columns or ()):
+        raise Refused(f"columns {', '.join(columns)} hold preferences; meshtune trains on answers alone.")
 
 
 @conversion
@@ -360,6 +387,7 @@ def torchtune_dataset(value: Any, job: Job) -> Converted:
     sources: list[Source] = []
     labels: list[str] = []
     remarks: list[str] = []
+    lost = ""
     for rows in listed(job.value("dataset")):
         made, labelled = torchtune_sources(rows)
         sources += made
@@ -374,8 +402,8 @@ def torchtune_dataset(value: Any, job: Job) -> Converted:
         settings |= ALPACA_TEMPLATE
         remarks.append(ALPACA_REMARK.format(tool="torchtune"))
     elif prompted:
-        remarks.append(f"without torchtune's prompts of {', '.join(prompted)}: set data.chat_template")
-    return Converted(settings, "; ".join(remarks))
+        lost = f"without torchtune's prompts of {', '.join(prompted)}: set data.chat_template"
+    return Converted(settings, "; ".join(remarks), lost)
 
 
 @conversion

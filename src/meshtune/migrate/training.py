@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from meshtune.data.thought import REASONING
 from meshtune.migrate.job import Converted, Job, NoCounterpart, NotNeeded, Refused, conversion, short
 from meshtune.migrate.sources import has_alpaca_prompts, listed
 from meshtune.schedules import SCHEDULES
@@ -152,7 +153,84 @@ def plain_loss(value: Any, job: Job) -> Converted:
     return Converted({})
 
 
+PLUGINS = ("cutcrossentropy", "liger", "kernels", "expertparallel", "swanlab", "lmeval")  # train the same
+
+
+@conversion
+def plugins(value: Any, job: Job) -> Converted:
+    others = [str(name) for name in listed(value) if short(name).removesuffix("plugin") not in PLUGINS]
+    if others:
+        raise NoCounterpart(f"what {', '.join(others)} changes in training is left out")
+    raise NotNeeded("the forward, its attention, loss and kernels are chosen by meshtune")
+
+
+@conversion
+def torchtune_loss(value: Any, job: Job) -> Converted:
+    if "crossentropy" not in short(value) and not short(value).startswith("ce"):
+        raise NoCounterpart(f"there is no loss {short(value)}; it is the mean cross-entropy of label tokens")
+    raise NotNeeded("the loss is the chunked mean cross-entropy of label tokens")
+
+
+@conversion
+def always(value: Any, job: Job) -> Converted:
+    if not value:
+        raise NoCounterpart("it is always on here")
+    return Converted({})
+
+
+@conversion
+def never(value: Any, job: Job) -> Converted:
+    if value:
+        raise NoCounterpart("it is never on here")
+    return Converted({})
+
+
+@conversion
+def packing_strategy(value: Any, job: Job) -> Converted:
+    if str(value) == "wrapped" and packs(job):
+        raise NoCounterpart("documents of a sequence do not see each other, and are cut only where too long")
+    return Converted({})
+
+
+@conversion
+def trains(value: Any, job: Job) -> Converted:
+    if not value:
+        raise Refused(f"do_train: {value} trains nothing. meshtune eval and meshtune generate run a model.")
+    raise NotNeeded("a run trains")
+
+
 # Labels and sequences
+
+
+LABELS = "the template and data.train_on alone say which tokens are labelled; rows can say weight or train"
+
+
+def of_rows(key: str, job: Job) -> list[Any]:
+    """The values of a key in axolotl's data sets."""
+    rows = [each for each in listed(job.value("datasets")) if isinstance(each, Mapping)]
+    return [each[key] for each in rows if each.get(key) is not None]
+
+
+@conversion
+def labelled_roles(value: Any, job: Job) -> Converted:
+    roles = {role for each in of_rows("roles_to_train", job) for role in listed(each)}
+    if not roles <= {"assistant", "gpt", "model"}:
+        raise NoCounterpart(f"{LABELS}; see docs/data.md")
+    return Converted({})
+
+
+@conversion
+def thought_field(value: Any, job: Job) -> Converted:
+    if value not in REASONING:
+        raise NoCounterpart(f"the thought of a message is its {', '.join(REASONING[:-1])} or {REASONING[-1]}")
+    return Converted({})
+
+
+@conversion
+def labelled_ends(value: Any, job: Job) -> Converted:
+    if {*of_rows("train_on_eos", job), *of_rows("train_on_eot", job)} - {"turn"}:  # axolotl's default
+        raise NoCounterpart(f"{LABELS}; an answer's end is labelled with it")
+    return Converted({})
 
 
 @conversion
@@ -246,7 +324,9 @@ def template_name(value: Any, job: Job) -> Converted:
     name = str(value).removeprefix("tokenizer_default_fallback_")
     if value != name and name in TEMPLATES:
         return Converted({}, lost=f"where the tokenizer has no template, set data.chat_template={name}")
-    if value == "tokenizer_default" or value != name:
+    if value != name:
+        return Converted({}, lost=f"where the tokenizer has no template: there is no template {name} here")
+    if value == "tokenizer_default":
         return Converted({})
     if job.on("chat_template_jinja"):
         raise NotNeeded("chat_template_jinja is the template")

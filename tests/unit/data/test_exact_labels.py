@@ -65,7 +65,9 @@ def test_a_thought_that_the_template_closes_is_closed_once_and_the_turn_ends() -
     encoder = encoder_of(template("closes_thoughts"), train_on="completion")
     assert runs(encoder.tokenizer, encoded(encoder, TURNS)) == ["</think>Done<|user|>"]
     thought = [user("Hello?"), assistant("Yes", reasoning_content="Hm.")]
-    assert runs(encoder.tokenizer, encoded(encoder, thought)) == ["Hm.</think>Yes<|user|>"]
+    inside = [user("Hello?"), assistant("<think>\nHm.\n</think>\n\nYes")]
+    for messages in (thought, inside):
+        assert runs(encoder.tokenizer, encoded(encoder, messages)) == ["Hm.</think>Yes<|user|>"]
 
 
 def test_an_empty_thought_of_the_prompt_is_written_before_the_answer() -> None:
@@ -133,6 +135,27 @@ def test_a_thought_in_the_content_moves_to_the_field_that_the_template_reads() -
     assert runs(encoder.tokenizer, encoded(encoder, rows)) == [
         "<think>Hm.</think>Yes<|im_end|>", "<think></think>Done<|im_end|>",
     ]  # fmt: skip
+
+
+def test_an_empty_thought_before_one_in_the_content_is_left_out() -> None:
+    """As Kimi-K2-Thinking writes its last answer: an empty thought, and none of the field."""
+    thought = "('<think></think>' if m.role == 'assistant' else '')"
+    encoder = encoder_of(CHATML.replace("m.content", f"{thought} + m.content"), train_on="completion")
+    rows = [user("Hello?"), assistant("<think>\nHm.\n</think>\n\nYes")]
+    assert runs(encoder.tokenizer, encoded(encoder, rows)) == ["<think>\nHm.\n</think>\n\nYes<|im_end|>"]
+    assert runs(encoder.tokenizer, encoded(encoder, TURNS)) == ["<think></think>Done<|im_end|>"]
+
+
+@pytest.mark.parametrize("end", ["<|end|>", "</s>"])
+def test_a_part_of_the_prompt_that_is_always_written_is_not_a_part_of_the_answer(end: str) -> None:
+    """As Command A, which writes <|assistant|> always, and <|answer|> behind it if it is asked for."""
+    answer = "{{ '<|answer|>' if m.role == 'assistant' else '' }}"
+    turns = f"{{% for m in messages %}}<|{{{{ m.role }}}}|>{answer}{{{{ m.content }}}}<|end|>{{% endfor %}}"
+    prompt = "<|assistant|>{% if add_generation_prompt %}<|answer|>{% endif %}{# <|user|> #}"
+    encoder = encoder_of(turns + prompt, end)
+    document = encoded(encoder, TURNS)
+    assert runs(encoder.tokenizer, document) == ["Yes<|end|>", "Done<|end|>"]
+    assert isinstance(document, Document) and document.labelled[-1]
 
 
 def test_an_empty_answer_is_a_fault_only_where_it_is_trained_on() -> None:

@@ -66,6 +66,22 @@ def test_what_a_launcher_changes_and_is_not_here_is_named(migrated: Migrate) -> 
 
 
 @pytest.mark.parametrize(
+    ("more", "lost"),
+    [
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}}, "WarmupLR"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}}, "AdamW"),
+        ({"fp16": {"enabled": True}}, "fp16"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}, "fp16": {"enabled": "auto"}}, ""),
+    ],
+)
+def test_parts_of_deepspeed_s_file_that_are_not_read_are_named(
+    more: dict[str, Any], lost: str, migrated: Migrate
+) -> None:
+    result = migrated(TRL, launcher={"zero_optimization": {"stage": 2}} | more)
+    assert [lost in note.reason for note in result.unsupported] == [True] * bool(lost)
+
+
+@pytest.mark.parametrize(
     ("trainer", "launcher"), [(TRL, {"lr": 1}), (TORCHTUNE, ACCELERATE)], ids=["neither", "torchtune"]
 )
 def test_other_files_beside_are_refused(

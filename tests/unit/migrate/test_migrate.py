@@ -272,6 +272,10 @@ def test_parameters_are_sharded_over_context_ranks(sharding: dict[str, Any], mig
             {"path": "hf://datasets/org/x/a.parquet", "format": "messages"},
         ),
         (
+            {"path": "org/x", "type": "chat_template", "field_tools": "functions"},
+            {"path": "org/x", "format": "messages", "columns": {"tools": "functions"}},
+        ),
+        (
             {"path": "x", "type": {"field_instruction": "q", "field_output": "a"}},
             {"path": "x", "format": "alpaca", "columns": {"instruction": "q", "output": "a"}},
         ),
@@ -334,7 +338,7 @@ def test_several_components_of_torchtune_are_several_sources(migrated: Migrate) 
         {"path": "yahma/alpaca-cleaned", "format": "alpaca"},
         {"path": "a.txt", "format": "text"},
     ]
-    says(result.origins["data.train"])
+    says([result.origins["data.train"], *(note.reason for note in result.unsupported)])
     assert result.settings["data.train_on"] == "assistant"
 
 
@@ -348,6 +352,9 @@ def test_torchtunes_references_are_replaced(migrated: Migrate) -> None:
     [
         AXOLOTL | {"rl": "dpo"},
         AXOLOTL | {"adapter": "ia3"},
+        FACTORY | {"do_train": False},
+        FACTORY | {"finetuning_type": "freeze"},
+        TRL | {"dataset_mixture": {"datasets": [{"id": "x", "columns": ["chosen", "rejected"]}]}},
         FACTORY | {"stage": "dpo"},
         FACTORY | {"finetuning_type": "oft"},
         AXOLOTL | {"warmup_ratio": "much"},
@@ -396,6 +403,21 @@ OTHER_JOBS: list[tuple[dict[str, Any], str]] = [
     (TORCHTUNE | {"loss": {"_component_": "torchtune.rlhf.loss.DPOLoss"}}, "preference tuning"),
     (FACTORY | {"stage": "kto"}, "preference tuning"),
     (FACTORY | {"do_train": False, "do_predict": True}, "generation"),
+    (FACTORY | {"do_train": 0, "do_eval": True}, "an evaluation"),
+    (TRL | {"loss_type": ["sigmoid", "sft"]}, "preference tuning"),
+    (TRL | {"loss_type": "dapo"}, "reinforcement learning"),
+    (TRL | {"vllm_mode": "colocate", "use_vllm": True, "teacher_model_name_or_path": "t"}, "distillation"),
+    (TRL | {"vllm_mode": "colocate", "temperature": 0.9, "top_p": 1.0}, "training on answers that vLLM"),
+    (TRL | {"lora_task_type": "SEQ_2_SEQ_LM"}, "training of a model that is no causal"),
+    (
+        AXOLOTL | {"model_type": "AutoModelForSequenceClassification", "num_labels": 1, "reward_model": True},
+        "training of a reward model",
+    ),
+    (AXOLOTL | {"datasets": [{"path": "x", "type": "bradley_terry.llama3"}]}, "training of a reward model"),
+    (AXOLOTL | {"plugins": ["axolotl.integrations.diffusion.DiffusionPlugin"]}, "training of a diffusion"),
+    (TORCHTUNE | {"loss": {"_component_": "torchtune.modules.loss.ForwardKLLoss"}}, "distillation"),
+    ({"model_name_or_path": "x", "template": "qwen3", "finetuning_type": "lora"}, "generation"),
+    ({"model_name_or_path": "x", "template": "qwen3", "export_dir": "out"}, "an export"),
     ({"model_name_or_path": "x", "template": "qwen3", "infer_backend": "vllm"}, "generation"),
     ({"model_name_or_path": "x", "export_dir": "out", "export_size": 5}, "an export"),
     (
@@ -432,6 +454,7 @@ def test_keys_that_are_switched_off_tell_no_other_job(tree: dict[str, Any], migr
     "tree",
     [
         FACTORY | {"pref_beta": 0.1, "kl_coef": 0.1},  # left in a file whose stage is sft
+        TRL | {"loss_type": "nll", "do_eval": True},
         AXOLOTL | {"dpo_beta": 0.1, "orpo_alpha": 0.1, "kd_trainer": False, "kd_alpha": 0.5},  # without rl
         TORCHTUNE | {"log": {"_component_": "my.support.corpora_logger"}},  # no PPO, no ORPO
     ],
@@ -476,6 +499,22 @@ def test_all_refusals_are_said_at_once(migrated: Migrate) -> None:
         (AXOLOTL | {"fp16": True}, "fp16"),
         (AXOLOTL | {"not_a_key": 1}, "not_a_key"),
         (AXOLOTL | {"datasets": [{"path": "x", "roles_to_train": ["user"]}]}, "datasets.roles_to_train"),
+        (AXOLOTL | {"datasets": [{"path": "x", "shards": 9}, {"path": "y", "shards": 0}]}, "datasets.shards"),
+        (AXOLOTL | {"datasets": [{"path": "x", "train_on_eos": "all"}]}, "datasets.train_on_eos"),
+        (AXOLOTL | {"datasets": [{"path": "x", "field_thinking": "hm"}]}, "datasets.field_thinking"),
+        (AXOLOTL | {"datasets": [{"path": "x", "type": "input_output"}]}, "datasets"),
+        (AXOLOTL | {"datasets": [{"path": "x", "type": "sharegpt", "conversation": "vicuna"}]}, "datasets"),
+        (AXOLOTL | {"pretraining_dataset": {"path": "x", "skip": 9}, "max_steps": 9}, "pretraining_dataset"),
+        (AXOLOTL | {"chat_template": "tokenizer_default_fallback_phi_4"}, "chat_template"),
+        (AXOLOTL | {"plugins": ["axolotl.integrations.liger.LigerPlugin", "mine.Plugin"]}, "plugins"),
+        (AXOLOTL | {"dense_mixer": True}, "dense_mixer"),
+        (AXOLOTL | {"shuffle_merged_datasets": False}, "shuffle_merged_datasets"),
+        (TORCHTUNE | {"shuffle": False}, "shuffle"),
+        (FACTORY | {"disable_shuffling": True}, "disable_shuffling"),
+        (FACTORY | {"freeze_language_model": True}, "freeze_language_model"),
+        (TRL | {"average_tokens_across_devices": False}, "average_tokens_across_devices"),
+        (TRL | {"packing": True, "packing_strategy": "wrapped"}, "packing_strategy"),
+        (TORCHTUNE | {"loss": {"_component_": "mine.FocalLoss"}}, "loss._component_"),
         (TRL | {"loss_type": "dft"}, "loss_type"),
         (TRL | {"resume_from_checkpoint": "out/checkpoint-5"}, "resume_from_checkpoint"),
         (TORCHTUNE | {"dataset": {"_component_": "torchtune.datasets.multimodal.x"}}, "dataset._component_"),
@@ -487,6 +526,22 @@ def test_what_has_no_counterpart_is_named_with_the_reason(
     result = migrated(tree)
     assert [note.key for note in result.unsupported if note.key == key] == [key]
     assert f"{key}: " in text_of(result, "theirs.yaml")
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        AXOLOTL | {"datasets": [{"path": "x", "roles_to_train": ["assistant"], "train_on_eos": "turn"}]},
+        AXOLOTL | {"shuffle_merged_datasets": True},
+        AXOLOTL | {"datasets": [{"path": "x", "field_thinking": "thinking"}]},
+        TRL | {"packing": True, "packing_strategy": "bfd", "average_tokens_across_devices": True},
+        AXOLOTL | {"plugins": ["axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"]},
+        TORCHTUNE | {"loss": {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"}},
+        TORCHTUNE | {"loss": {"_component_": "torch.nn.CrossEntropyLoss"}},
+    ],
+)
+def test_what_is_so_anyway_is_not_lost(tree: dict[str, Any], migrated: Migrate) -> None:
+    assert migrated(tree).unsupported == []
 
 
 def test_the_command_line_completes_a_file_without_model_or_rows(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def test_alpaca_rows_are_asked_by_their_prompt(
 ) -> None:
     result = migrated(tree)
     assert result.settings.get("data.chat_template") == template
-    says(result.origins["data.train"])
+    says([result.origins["data.train"], *(note.reason for note in result.unsupported)])
 
 
 def test_llama_factorys_alpaca_lacks_its_first_line(migrated: Migrate) -> None:
