@@ -219,7 +219,7 @@ def _opened(target: Target, device: str | None) -> Opened:
     if target.folder and not target.adapted:  # the model that it was trained from may be gone
         of_folder = {"name": str(target.folder), "init": "pretrained", "revision": None, "overrides": {}}
         config = config.model_copy(update={"model": config.model.model_copy(update=of_folder)})
-    check_base(config.model, recorded_base(target), subject_of(target), named=target.base_named)
+    check_base(config, recorded_base(target), subject_of(target), named=target.base_named)
     for sentence in override_sentences(config.model):
         notice(sentence)
     unpacked = config.data.model_copy(update={"packing": False})  # generating packs nothing

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
+from threading import Lock
 from typing import Any
 from urllib.parse import urlparse
 
@@ -38,6 +39,7 @@ BLOCK = 2**24  # bytes that are hashed at a time
 LISTING = "dataset_info.json"  # LLaMA-Factory's list of data sets
 OUTLINE = 2**18  # bytes of a block of `DataFile.outline`
 HASHES = "hashes.json"  # in the cache: digests of files that have not changed since
+_WRITING = Lock()  # of HASHES, between threads
 
 
 @dataclass
@@ -144,13 +146,22 @@ def digest_of(path: Path, folder: Path, on_read: Callable[[int], None]) -> str:
     if path.is_dir():
         each = sorted(file for file in path.rglob("*") if file.is_file())
         return _digest([(str(file.relative_to(path)), digest_of(file, folder, on_read)) for file in each])
-    status, key = path.stat(), str(path.resolve())
+
+    def whole() -> str:
+        with path.open("rb") as stream:
+            return digest_of_stream(stream, on_read)
+
+    return kept_digest(path, folder, whole)
+
+
+def kept_digest(path: Path, folder: Path, compute: Callable[[], str], kind: str = "") -> str:
+    """Digest of a file, computed once: see `digest_of`. kind: of digest, where a file has several."""
+    status, key = path.stat(), f"{kind}{path.resolve()}"
     kept = _read_hashes(folder / HASHES)
     state = [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
     if kept.get(key, [])[:3] == state:
         return kept[key][3]
-    with path.open("rb") as stream:
-        digest = digest_of_stream(stream, on_read)
+    digest = compute()
     _write_hashes(folder / HASHES, {key: [*state, digest]})
     return digest
 
@@ -168,7 +179,7 @@ def _write_hashes(file: Path, new: dict[str, list]) -> None:
 
     A folder that can't be written, as a cache of others, is left as it is.
     """
-    with suppress(OSError):
+    with suppress(OSError), _WRITING:
         write_text_atomically(file, json.dumps(_read_hashes(file) | new))
 
 

@@ -186,7 +186,7 @@ def exporter_of(
         dtype=dtype,
         tokenizer=tokenizer,
         base_name=absolute(config.model.name),
-        base_digest=base_digest(config.model) if world.main else None,
+        base_digest=base_digest(config) if world.main else None,
         adapter=adapter if config.method == "lora" else None,
         recipe=recipe(config),
         stop_ids=encoder.stop_ids,
