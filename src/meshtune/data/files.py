@@ -20,7 +20,7 @@ from meshtune.data.example import Source, is_url, name_of
 from meshtune.errors import UserError, check_fetched, expanded, reason_of
 from meshtune.nearest import entries, path_meant
 from meshtune.rundir import write_text_atomically
-from meshtune.sections import DataConfig, is_pattern
+from meshtune.sections import HUB_FILES, DataConfig, hub_pattern, is_pattern
 from meshtune.setting_types import SUFFIXES
 from meshtune.units import counted, few
 
@@ -33,7 +33,7 @@ PACKAGES = {  # protocols whose package fsspec does not bring
     "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs", "sftp": "paramiko",
 }  # fmt: skip
 # What servers say of a file's version.
-VERSIONS = ("ETag", "etag", "md5Hash", "LastModified", "last_modified", "mtime", "created")
+VERSIONS = ("ETag", "etag", "md5Hash", "blob_id", "LastModified", "last_modified", "mtime", "created")
 READABLE = f"meshtune reads {', '.join(SUFFIXES)}, a folder of these, or a hub data set org/name."
 BLOCK = 2**24  # bytes that are hashed at a time
 LISTING = "dataset_info.json"  # LLaMA-Factory's list of data sets
@@ -296,9 +296,13 @@ def _remote(source: Source, not_read: list[str]) -> list[DataFile]:
         remedy = f" pip install {package}" if package else ""
         raise UserError(f"{source.path} can't be read: {error}.{remedy}") from error
     except FileNotFoundError as error:
-        raise UserError(f"{source.path} can't be read: there is no such file.") from error
+        raise UserError(
+            f"{source.path} can't be read: there is no such file{_taken_for(source.path)}."
+        ) from error
     except Exception as error:  # each filesystem has errors of its own: no access, no network
-        raise UserError(f"{source.path} can't be read: {reason_of(error)}") from error
+        raise UserError(
+            f"{source.path} can't be read{_taken_for(source.path)}: {reason_of(error)}"
+        ) from error
     inside = {}
     for path in sorted(found):
         name = path.removeprefix(root).lstrip("/")
@@ -308,8 +312,16 @@ def _remote(source: Source, not_read: list[str]) -> list[DataFile]:
         size = int(found[path].get("size") or 0)
         inside[name] = DataFile(url, filesystem, path, size, details=found[path])
     if pattern and not inside:
-        raise UserError(f"No file matches {source.path}.")
+        raise UserError(f"No file matches {source.path}{_taken_for(source.path)}.")
     return (_matched if pattern else _chosen)(source, inside, not_read)
+
+
+def _taken_for(path: str) -> str:
+    """Clause on a pattern that was taken for one of a hub data set; "" for other paths and addresses."""
+    name = path.removeprefix(HUB_FILES)
+    if hub_pattern(name) != path:
+        return ""
+    return f" (there is no folder {name.split('/')[0]} here, so {name} was looked for on the hub)"
 
 
 def _readable(file: DataFile) -> DataFile:
