@@ -319,7 +319,7 @@ def _remote(source: Source, not_read: list[str]) -> list[DataFile]:
 def _taken_for(path: str) -> str:
     """Clause on a pattern that was taken for one of a hub data set; "" for other paths and addresses."""
     name = path.removeprefix(HUB_FILES)
-    if hub_pattern(name) != path:
+    if name == path or hub_pattern(name) != path:
         return ""
     return f" (there is no folder {name.split('/')[0]} here, so {name} was looked for on the hub)"
 

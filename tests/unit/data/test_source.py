@@ -239,6 +239,7 @@ BAD_LINES = {
     b'{"prompt": "a"}': "column completion is missing .there are prompt.",
     b'{"prompt": "a", "completion": "  "}': "column completion is empty",
     b'{"prompt": "a", "completion": null}': "column completion is null",
+    b'{"prompt": [{}], "completion": null}': "column completion is null",
     b'{"prompt": 7, "completion": "b"}': "column prompt is a number .7., expected text",
     b'["a", "b"]': "the row is a list, expected an object",
     b'{"prompt": "\xff", "completion": "b"}': "not UTF-8: byte 0xff at position 13",
