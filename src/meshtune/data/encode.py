@@ -37,8 +37,9 @@ from meshtune.data.ends import bare, once
 from meshtune.data.example import NO_MARKER, SHOWN, BadRow, Dropped, Example, Ids, OnBadRow
 from meshtune.data.labels import Cut, End, Endings, endings_of
 from meshtune.data.limits import checked_text
+from meshtune.data.probe import ANSWER, QUESTION
 from meshtune.data.remedies import ENDS_ONLY, UNKNOWN_IDS, remedies
-from meshtune.data.render import ANSWER, QUESTION, Chat, Renderer, TrainOn, not_written
+from meshtune.data.render import Chat, Renderer, TrainOn, not_written
 from meshtune.data.rows import last_answer
 from meshtune.data.template import apply_template, built_in_templates, check_variables
 from meshtune.data.tokens import TextTokenizer, unpadded
