@@ -5,8 +5,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from meshtune.data.tokens import id_bound
 from meshtune.model.load import fill_whole, mapped, skeleton
-from meshtune.model.trainable import embeddings_needed, grow_embeddings, tables
+from meshtune.model.trainable import grow_embeddings, tables
 
 
 def load(
@@ -20,7 +21,7 @@ def load(
 def resize_embeddings(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> int:
     """Give the tokenizer's new tokens the mean of the old rows, computed in fp64; return their number."""
     rows = tables(model)[0].num_embeddings
-    added = grow_embeddings(model, embeddings_needed(tokenizer))
+    added = grow_embeddings(model, id_bound(tokenizer))
     embed, head = tables(model)
     changed = {id(table): table for table in (embed.weight, head.weight, head.bias) if table is not None}
     with torch.no_grad():

@@ -12,6 +12,7 @@ Anything else that escapes is a bug of ours and exits with 1.
 import json
 import os
 import re
+import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,6 +32,13 @@ class UserError(ValueError):
 
         self.problems = public((problems,) if isinstance(problems, str) else tuple(problems))
         super().__init__("\n".join(self.problems))
+
+
+def traceback_of(error: BaseException) -> str:
+    """Text of an error, its traceback and its causes, for a log; addresses lose their secrets."""
+    from meshtune.addresses import public
+
+    return public("".join(traceback.format_exception(error)))
 
 
 @contextmanager

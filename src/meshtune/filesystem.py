@@ -17,9 +17,9 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 from meshtune.errors import UserError, expanded
 from meshtune.setting_types import is_path, texts
@@ -41,30 +41,41 @@ BAD_PATH = (
 _said: set[str] = set()  # what this process has printed a line about
 
 
-def lock(file: "IO[str] | IO[bytes]", path: Path) -> None:
-    """Lock an open file until it is closed, if its file system has locks.
+def try_lock(file: IO[Any] | int, *, shared: bool = False, wait: bool = False) -> OSError | None:
+    """Lock an open file or folder until it is closed; returns the error of a file system without locks.
 
-    path: of the file, for the line. Raises BlockingIOError if another process has the lock.
+    shared: other processes may hold it shared, too. wait: until no other holds it. Else raises
+    BlockingIOError if another does.
     """
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
         raise
     except OSError as error:
+        return error
+    return None
+
+
+def lock(file: IO[Any], path: Path) -> None:
+    """Lock an open file until it is closed; one line says if its file system has no locks.
+
+    path: of the file, for the line. Raises BlockingIOError if another process has the lock.
+    """
+    if error := try_lock(file):
         _lacks(path, "file locks", error, "a second process that writes there is not noticed.")
 
 
-def has_locks(file: Path) -> bool:
-    """True if the file system of a file has locks, whoever holds one; also where nobody can tell.
+def is_locked(file: Path) -> bool | None:
+    """True if a process holds the lock of a file; None where its file system has no locks.
 
-    Not for a file of SQLite's: closing it here would release the locks that SQLite has on it.
+    Not for a file of SQLite's: closing it here would release the locks that SQLite has on it. Raises OSError
+    if the file can't be opened.
     """
-    with suppress(OSError), open(file, "rb") as stream:
+    with open(file, "rb") as stream:
         try:
-            fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError as error:
-            return isinstance(error, BlockingIOError)
-    return True
+            return None if try_lock(stream, shared=True) else False
+        except BlockingIOError:
+            return True
 
 
 def sync(path: Path) -> None:
@@ -82,12 +93,8 @@ def sync(path: Path) -> None:
 
 def sync_open(descriptor: int, path: Path) -> None:
     """Sync the open file or folder `path`."""
-    try:
+    with _lacking(path, "fsync", "a crash of the machine may lose what was written last."):
         os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in LACKING:
-            raise
-        _lacks(path, "fsync", error, "a crash of the machine may lose what was written last.")
 
 
 def replace(source: Path, target: Path) -> None:
@@ -109,11 +116,20 @@ def replace(source: Path, target: Path) -> None:
 
 def set_mode(path: Path, mode: int) -> None:
     """Set the mode of a file, where its file system has modes that this user may change."""
-    try:
+    with _lacking(path):
         path.chmod(mode)
+
+
+@contextmanager
+def _lacking(path: Path, what: str = "", meaning: str = "") -> Iterator[None]:
+    """Do without what the file system lacks in the block; with a `meaning`, a line says what that is."""
+    try:
+        yield
     except OSError as error:
         if error.errno not in LACKING:
             raise
+        if meaning:
+            _lacks(path, what, error, meaning)
 
 
 def _copy(source: Path, target: Path) -> None:

@@ -22,7 +22,6 @@ killed run, and the next writer cuts it off. Lines that no run writes (row_types
 """
 
 import errno
-import fcntl
 import json
 import math
 import os
@@ -34,7 +33,7 @@ from typing import Any
 
 from meshtune.addresses import has_secret
 from meshtune.errors import UserError, check_file
-from meshtune.filesystem import replace, set_mode, sync_open
+from meshtune.filesystem import is_locked, replace, set_mode, sync_open
 from meshtune.row_types import Row, fault_of, fault_of_sample
 from meshtune.units import counted
 
@@ -96,18 +95,14 @@ class RunDir:
         return self.path / ".lock"
 
     @property
-    def is_training(self) -> bool:
-        """True while a process trains in the folder, on this machine or on one that shares its locks."""
-        if not self.lock_file.is_file():
-            return False
+    def is_training(self) -> bool | None:
+        """True while a process trains in the folder, on this machine or on one that shares its locks; None
+        where that is not known: a file system without locks, or no right to read the lock's file.
+        """
         try:
-            with open(self.lock_file) as lock:
-                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # until `lock` is closed
-        except BlockingIOError:
-            return True
-        except OSError:  # no right to read it, or a file system without locks: not known
-            return False
-        return False
+            return self.lock_file.is_file() and is_locked(self.lock_file)
+        except OSError:
+            return None
 
     @property
     def replaced(self) -> Path:

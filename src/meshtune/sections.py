@@ -1,11 +1,13 @@
 """Sections of the settings tree that describe what is trained, on what and where; config.py has the tree."""
 
+import re
 from contextlib import suppress
 from datetime import date
+from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlparse
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from meshtune.errors import UserError, expanded
 from meshtune.setting_types import (
@@ -77,6 +79,18 @@ class LoraConfig(Section):
     )
 
 
+HUB_FILES = "hf://datasets/"  # how the address of a hub data set's file begins
+
+
+def hub_pattern(path: str) -> str:
+    """The address of a pattern of files of a hub data set, org/name/*.parquet; any other path unchanged.
+
+    A pattern below a folder that is here is of its files.
+    """
+    is_one = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*/[^$]*[*\[][^$]*", path)
+    return f"{HUB_FILES}{path}" if is_one and not Path(path.split("/")[0]).exists() else path
+
+
 class SourceConfig(Section):
     """One source of rows.
 
@@ -84,7 +98,7 @@ class SourceConfig(Section):
     test in data.eval.
     """
 
-    path: str = Field(
+    path: Annotated[str, AfterValidator(hub_pattern)] = Field(
         min_length=1,
         description="File, folder, pattern, URL, or hub data set (its configuration after a colon).",
     )
@@ -119,7 +133,7 @@ class SourceConfig(Section):
 def is_pattern(path: str) -> bool:
     """True if the path of a source, or its URL, is a pattern of files, such as rows/*.jsonl."""
     if "://" in path:
-        return "*" in path
+        return "*" in path or ("[" in path and path.startswith(HUB_FILES))
     return any(sign in path for sign in "*?[") and not expanded(path).exists()
 
 

@@ -8,14 +8,14 @@ file.
 import json
 import sqlite3
 from collections.abc import Container, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from meshtune.addresses import public
 from meshtune.errors import UserError
-from meshtune.filesystem import has_locks
+from meshtune.filesystem import is_locked
 from meshtune.row_types import is_number
 from meshtune.units import counted
 
@@ -72,10 +72,13 @@ def database_of(path: Path) -> Path | None:
         return None
 
 
-def sqlite_address(file: Path, mode: str, *, locks: bool) -> str:
-    """The URI of a database file. mode: rw, or rwc to make a missing one. locks: False for a file system
-    without, where SQLite must not use them.
+def sqlite_address(file: Path, mode: str) -> str:
+    """The URI of a database file. mode: rw, or rwc to make a missing one. On a file system without locks
+    SQLite is told not to use them.
     """
+    locks = True
+    with suppress(OSError):
+        locks = is_locked(file.with_name(LOCK)) is not None
     return f"{file.resolve().as_uri()}?mode={mode}{'' if locks else '&nolock=1'}"
 
 
@@ -84,8 +87,7 @@ def opened(file: Path) -> Iterator[sqlite3.Connection]:
     """Open a database to read it. SQLite's errors become UserError."""
     try:
         # "rw" and not "ro": SQLite can't set back a half-written change otherwise. Nothing else is written.
-        address = sqlite_address(file, "rw", locks=has_locks(file.with_name(LOCK)))
-        with closing(sqlite3.connect(address, uri=True, timeout=30)) as database:
+        with closing(sqlite3.connect(sqlite_address(file, "rw"), uri=True, timeout=30)) as database:
             yield database
     except sqlite3.Error as error:
         raise UserError(f"{file} can't be read as the database of a sweep: {error}.") from error

@@ -38,7 +38,7 @@ def test_the_traceback_behind_a_sentence_is_in_the_runs_log(
     def fails(*_: object, claimed: Callable[[RunDir], None], **options: object) -> None:
         claimed(RunDir(tmp_path / "run").create())
         try:
-            {}["axes"]
+            {}["axes https://host/rows.jsonl?key=SECRET"]
         except KeyError as error:
             raise UserError("The checkpoint has no axes.") from error
 
@@ -46,4 +46,4 @@ def test_the_traceback_behind_a_sentence_is_in_the_runs_log(
     with refuses(UserError):
         command.train_rank(Rank(), config.load(None, settings()), None, lambda run: None, Hooks())
     log = (tmp_path / "run" / "logs" / "rank-0.log").read_text()
-    assert "KeyError: 'axes'" in log and "The checkpoint has no axes." in log
+    assert "KeyError: 'axes https://host/rows.jsonl?…'" in log and "The checkpoint has no axes." in log

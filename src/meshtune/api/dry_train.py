@@ -117,7 +117,7 @@ def checkpoint_of(
 
     steps: updates of the whole run. note: gets sentences for the user. Raises as `choose_folder`.
     """
-    decision, resumed = choose_folder(config, steps, note)
+    decision, resumed = choose_folder(config, steps, note, download=False)
     if resumed is None:
         return None, None
     note(

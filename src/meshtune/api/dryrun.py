@@ -18,6 +18,7 @@ from meshtune.api.model_file import model_file
 from meshtune.api.plan import Log, silent
 from meshtune.api.settings import Settings, config_of
 from meshtune.config import Config
+from meshtune.data.tokens import id_bound
 from meshtune.dryrun.ranks import distinct_ranks, pipeline_copies, ranks_to_trace, trace_ranks
 from meshtune.dryrun.simulation import Simulation
 from meshtune.dryrun.world import Job, trace_rank
@@ -26,7 +27,6 @@ from meshtune.launch import allocator
 from meshtune.layout import AUTO, Layout, PartialLayout
 from meshtune.model.census_cache import numbers_of
 from meshtune.model.load import read_config
-from meshtune.model.trainable import embeddings_needed
 from meshtune.placement.numbers import READS_VALUES, ModelNumbers
 from meshtune.placement.ranks import process_groups
 from meshtune.placement.rules import refusals
@@ -205,9 +205,7 @@ class Subject:
         batches = iter(loader_of(self.config_of(layout), inputs.prepared.train, layout, 0, state))
         batch, _ = next(islice(batches, number - 1, None))
         job = self.job(layout, batch.micro_batches[0].documents[0])
-        return replace(
-            job, batch=batch, spec=replace(job.spec, embeddings=embeddings_needed(inputs.tokenizer))
-        )
+        return replace(job, batch=batch, spec=replace(job.spec, embeddings=id_bound(inputs.tokenizer)))
 
     def simulate(
         self, job: Job, cluster: Cluster, log: Log, *, ranks: Iterable[int] = (), notes: Iterable[str] = ()

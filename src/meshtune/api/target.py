@@ -19,6 +19,7 @@ from meshtune.attention.register import register
 from meshtune.config import Config
 from meshtune.data.encode import Encoder
 from meshtune.data.template import apply_template
+from meshtune.data.tokens import id_bound
 from meshtune.errors import UserError, expanded
 from meshtune.filesystem import paths_named
 from meshtune.layout import Layout
@@ -28,7 +29,6 @@ from meshtune.model.files import ADAPTER_CONFIG
 from meshtune.model.identity import check_base
 from meshtune.model.load import load_config, load_tokenizer, override_sentences, quiet
 from meshtune.model.tokenizer_files import FILES
-from meshtune.model.trainable import embeddings_needed
 from meshtune.parallel.apply import Parallel, cut, place
 from meshtune.parallel.mesh import join
 from meshtune.precision import PRECISIONS, UNMIXED
@@ -227,7 +227,7 @@ def _opened(target: Target, device: str | None) -> Opened:
     if target.folder and not target.adapted:  # the model that it was trained from may be gone
         of_folder = {"name": str(target.folder), "init": "pretrained", "revision": None, "overrides": {}}
         config = config.model_copy(update={"model": config.model.model_copy(update=of_folder)})
-    check_base(config.model, recorded_base(target), subject_of(target), named=target.base_named)
+    check_base(config, recorded_base(target), subject_of(target), named=target.base_named)
     for sentence in override_sentences(config.model):
         notice(sentence)
     unpacked = config.data.model_copy(update={"packing": False})  # generating packs nothing
@@ -236,7 +236,7 @@ def _opened(target: Target, device: str | None) -> Opened:
     if target.step is not None and target.run is not None:
         tokenizer = inputs.tokenizer_of(config.model, config.data)
         apply_template(tokenizer, config.data.chat_template)
-        model = single_model(replace(spec, embeddings=embeddings_needed(tokenizer)), place)
+        model = single_model(replace(spec, embeddings=id_bound(tokenizer)), place)
         weights = {f"model.{name}": p.data for name, p in model.named_parameters() if p.requires_grad}
         Checkpoints(target.run.checkpoints).load(target.step, weights)
         for parameter in model.parameters():
@@ -254,7 +254,7 @@ def _opened(target: Target, device: str | None) -> Opened:
             model = single_model(spec, place)
             load_adapter(model, target.folder)
         else:
-            model = single_model(replace(spec, embeddings=embeddings_needed(tokenizer)), place)
+            model = single_model(replace(spec, embeddings=id_bound(tokenizer)), place)
     eos = model.generation_config.eos_token_id if model.generation_config else None
     stops = [eos] if isinstance(eos, int) else eos or []
-    return Opened(model.eval(), tokenizer, inputs.encoder_of(tokenizer, config.data, stops))
+    return Opened(model.eval(), tokenizer, inputs.encoder_of(tokenizer, config, stops))

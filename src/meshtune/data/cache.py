@@ -7,7 +7,6 @@ file; a folder that does not match its manifest counts as absent. No file here c
 allow_pickle=False.
 """
 
-import fcntl
 import hashlib
 import json
 import re
@@ -22,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from meshtune.filesystem import replace, sync
+from meshtune.filesystem import replace, sync, try_lock
 
 STALE_SECONDS = 24 * 3600  # age at which an unfinished folder must be that of a killed process
 MANIFEST = "manifest.json"
@@ -88,8 +87,7 @@ def mapped(file: Path) -> np.ndarray:
 def lock(folder: Path) -> Iterator[None]:
     """Hold the lock file of `folder`; the system releases it when the process dies."""
     with (folder.parent / f".{folder.name}.lock").open("wb") as file:
-        with suppress(OSError):  # no locks on some network file systems; the rename keeps the folder whole
-            fcntl.flock(file, fcntl.LOCK_EX)
+        try_lock(file, wait=True)  # without locks the rename keeps the folder whole
         yield
 
 

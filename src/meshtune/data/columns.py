@@ -130,8 +130,6 @@ class Columns:
         """
         value, theirs = self.get(name), self.names.get(name, name)
         if value is None:
-            if has(self.row, theirs):
-                raise BadRow(f"null in column {theirs}", f"column {theirs} is null")
             raise self._missing(theirs)
         if not isinstance(value, str):
             shown = self._inside(theirs, value) or json.dumps(value, default=str)[:40]
@@ -141,7 +139,9 @@ class Columns:
         return value
 
     def items(self, name: str) -> list:
-        """The list in a column, or the list whose JSON text it holds (csv and some parquet files)."""
+        """The list in a column, or the list whose JSON text it holds (csv and some parquet files). Raises
+        BadRow as `text`.
+        """
         value, theirs = self.get(name), self.names.get(name, name)
         if isinstance(value, str):
             try:
@@ -164,5 +164,8 @@ class Columns:
         return ", ".join(column_names({theirs: value})[1:])
 
     def _missing(self, theirs: str) -> BadRow:
+        """The reason to refuse a row without a value in a column."""
+        if has(self.row, theirs):
+            return BadRow(f"null in column {theirs}", f"column {theirs} is null")
         columns = ", ".join(column_names(self.row))
         return BadRow(f"no column {theirs}", f"column {theirs} is missing (there are {columns})")

@@ -78,6 +78,7 @@ def usable(
         tally.notes.unstopped.update(document.unstopped)
         tally.notes.control.update(document.control)
         tally.notes.repeated.update(document.repeated)
+        tally.notes.tokenless.update(document.tokenless)
         ids, labelled = document.ids, document.labelled
         if len(ids) > seq_len:
             if overlong == "error":

@@ -37,20 +37,16 @@ from meshtune.data.ends import bare, once
 from meshtune.data.example import NO_MARKER, SHOWN, BadRow, Dropped, Example, Ids, OnBadRow
 from meshtune.data.labels import Cut, End, Endings, endings_of
 from meshtune.data.limits import checked_text
-from meshtune.data.remedies import remedies
-from meshtune.data.render import ANSWER, QUESTION, Chat, Renderer, TrainOn, not_written
+from meshtune.data.probe import ANSWER, QUESTION
+from meshtune.data.remedies import ENDS_ONLY, UNKNOWN_IDS, remedies
+from meshtune.data.render import Chat, Renderer, TrainOn, not_written
 from meshtune.data.rows import last_answer
 from meshtune.data.template import apply_template, built_in_templates, check_variables
 from meshtune.data.tokens import TextTokenizer, unpadded
 from meshtune.errors import UserError
 
-UNKNOWN_IDS = "ids that are not in the vocabulary"
-ENDS_ONLY = "begin and end tokens only"
-NO_SETTING = (UNKNOWN_IDS, ENDS_ONLY)  # reasons of rows that no setting helps
-FOREIGN = "Train the model whose tokenizer made the ids; data.on_bad_row=skip leaves such rows out."
-EMPTY = "Give such rows a text; data.on_bad_row=skip leaves them out."
 CLOCK = "strftime_now"  # the function with which templates write the time
-VERSION = 6  # part of the cache's key: raise it when the same rows become other ids or labels
+VERSION = 7  # part of the cache's key: raise it when the same rows become other ids or labels
 TOKENIZER_ROWS = 1024  # rows in one call of the tokenizer, which bounds its memory
 
 
@@ -62,16 +58,16 @@ class Document:
     labelled: np.ndarray  # bool [tokens], true where the token is to be predicted; never the first
     unwritten: tuple[str, ...] = ()  # what the chat template leaves out, once for each message that has it
     unstopped: tuple[str, ...] = ()  # ends of labelled turns at which generation does not stop
-    control: tuple[
-        str, ...
-    ] = ()  # control tokens in contents, and what became of them, once for each message
+    control: tuple[str, ...] = ()  # control tokens in contents and what became of them, one per message
     repeated: tuple[str, ...] = ()  # tokens at its ends that the row holds already: written once
+    tokenless: tuple[str, ...] = ()  # given ids of the model that are no tokens of the tokenizer
 
 
 class _Tokenised(NamedTuple):
     """A row whose tokens are given."""
 
     ids: Ids
+    tokenless: tuple[str, ...]  # as Document has them
 
     def texts(self) -> tuple[str, ...]:
         return ()
@@ -107,7 +103,8 @@ class Encoder:
     that turns begin or end with, in the contents of messages: `keep` leaves them, `text` tokenises their
     characters, `error` refuses the row; `auto` refuses it where the message is trained on, and is `text`
     elsewhere, where the tokenizer can. template_date: the day, as 2026-01-31, that a template with a clock
-    writes; None: today. stops: tokens that the model's generation stops at.
+    writes; None: today. stops: tokens that the model's generation stops at. embedding_rows: returns the rows
+    of its embedding; rows of ids may have those, too, for which the tokenizer has no token.
 
     Under a template, prompt and completion become a user and an assistant message. Without one, the ids are
     bos (where the tokenizer adds one) + prompt and separator + completion + eos, tokenised apart, so that the
@@ -132,6 +129,7 @@ class Encoder:
         control_tokens: ControlTokens = "auto",
         template_date: str | None = None,
         stops: Sequence[int] = (),
+        embedding_rows: Callable[[], int] = int,
     ) -> None:
         if train_on not in ("assistant", "completion", "all"):
             raise UserError(f"data.train_on={train_on} is unknown; it is assistant, completion or all.")
@@ -140,6 +138,7 @@ class Encoder:
         self.train_on: TrainOn = "completion" if split_turns else train_on
         self.separator = separator
         self.on_bad_row, self.control_tokens = on_bad_row, control_tokens
+        self.embedding_rows = embedding_rows
         self.dropped = Dropped()
         self.added = apply_template(tokenizer, chat_template)
         self.templated = chat_template != "none" and tokenizer.chat_template is not None
@@ -199,9 +198,7 @@ class Encoder:
                 [
                     *(f"{example.origin}: {bad}." for example, bad in refused[:SHOWN]),
                     f"{len(refused):,} of {len(examples):,} rows can't be labelled exactly.",
-                    *([FOREIGN] if any(bad.reason == UNKNOWN_IDS for _, bad in refused) else []),
-                    *([EMPTY] if any(bad.reason == ENDS_ONLY for _, bad in refused) else []),
-                    *remedies(self, [pair for pair in refused[:SHOWN] if pair[1].reason not in NO_SETTING]),
+                    *remedies(self, refused),
                 ]
             )
         return documents
@@ -217,6 +214,7 @@ class Encoder:
             "control_tokens": self.control_tokens,
             "template_date": self.template_date,
             "stops": self._known_stops,
+            "embedding_rows": self.embedding_rows,
         }
         return Encoder(copy.deepcopy(self.tokenizer), **own | settings)
 
@@ -346,14 +344,16 @@ class Encoder:
         return bos if rendering.startswith(bos) else "", texts[0] if texts else ""
 
     def _tokenised(self, row: Ids) -> _Tokenised:
-        """The row as it is. Raises BadRow if an id is not in the vocabulary."""
-        size = self._tokens.bound
-        if outside := [id for id in row.ids if not 0 <= id < size]:
-            raise BadRow(
-                UNKNOWN_IDS,
-                f"input_ids has {outside[0]}, but the tokenizer's ids end at {size - 1:,}",
-            )
-        return _Tokenised(row)
+        """The row as it is. Raises BadRow if the model's embedding has no row for an id."""
+        tokenless = sorted({*row.ids} - self._tokens.all_ids)
+        if bad := next((id for id in tokenless if not 0 <= id < self._rows), None):
+            raise BadRow(UNKNOWN_IDS, f"input_ids has {bad}, but the model's ids end at {self._rows - 1:,}")
+        return _Tokenised(row, tuple(map(str, tokenless)))
+
+    @cached_property
+    def _rows(self) -> int:
+        """Number of ids that a row of tokens may have: the tokenizer's, or the model's where it has more."""
+        return max(self._tokens.bound, self.embedding_rows())
 
     def _plain(self, example: Example) -> _Plain:
         if example.text is not None:
@@ -378,7 +378,7 @@ class Encoder:
         if isinstance(row, _Tokenised):
             ids, labelled = np.array(row.ids.ids, np.int32), np.array(row.ids.labelled)
             labelled[:1] = False
-            return Document(ids, labelled)
+            return Document(ids, labelled, tokenless=row.tokenless)
         if isinstance(row, _Plain):
             return self._label_plain([table[text] for text in row.parts])
         return self._label(row, table)

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from meshtune.addresses import public
 from meshtune.errors import UserError
-from meshtune.units import counted
+from meshtune.units import counted, few
 
 NO_MARKER = "no special token"  # in Notes.unstopped: the template writes none
 SHOWN = 10  # bad rows that one error describes; the rest are only counted
@@ -161,6 +161,7 @@ class Notes:
     unstopped: Counter[str] = field(default_factory=Counter)  # labelled turns, by an end that stops nothing
     control: Counter[str] = field(default_factory=Counter)  # messages, by a control token in their content
     repeated: Counter[str] = field(default_factory=Counter)  # rows, by a token that they hold at an end
+    tokenless: Counter[str] = field(default_factory=Counter)  # rows of tokens, by an id without a token
 
     def values(self) -> dict[str, dict[str, int]]:
         """The counts as JSON-able values."""
@@ -193,6 +194,8 @@ def notes_sentences(notes: dict[str, dict[str, int]]) -> list[str]:
         f"rows that {what} already, which is not added again: {count:,}"
         for what, count in notes["repeated"].items()
     ]
+    if ids := sorted(notes["tokenless"], key=int):
+        lines.append(f"rows of tokens have {counted(len(ids), 'id')} without a token: {few(ids)}")
     return lines + [
         _unstopped(end, counted(count, "labelled turn")) for end, count in notes["unstopped"].items()
     ]

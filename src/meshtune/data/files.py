@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
+from threading import Lock
 from typing import Any
 from urllib.parse import urlparse
 
@@ -19,7 +20,7 @@ from meshtune.data.example import Source, is_url, name_of
 from meshtune.errors import UserError, check_fetched, expanded, reason_of
 from meshtune.nearest import entries, path_meant
 from meshtune.rundir import write_text_atomically
-from meshtune.sections import DataConfig, is_pattern
+from meshtune.sections import HUB_FILES, DataConfig, hub_pattern, is_pattern
 from meshtune.setting_types import SUFFIXES
 from meshtune.units import counted, few
 
@@ -32,7 +33,7 @@ PACKAGES = {  # protocols whose package fsspec does not bring
     "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs", "sftp": "paramiko",
 }  # fmt: skip
 # What servers say of a file's version.
-VERSIONS = ("ETag", "etag", "md5Hash", "LastModified", "last_modified", "mtime", "created")
+VERSIONS = ("ETag", "etag", "md5Hash", "blob_id", "LastModified", "last_modified", "mtime", "created")
 READABLE = f"meshtune reads {', '.join(SUFFIXES)}, a folder of these, or a hub data set org/name."
 BLOCK = 2**24  # bytes that are hashed at a time
 LISTING = ("dataset_info.json", "dataset_infos.json")  # lists of data sets, of LLaMA-Factory and the hub
@@ -42,6 +43,7 @@ UNREAD = (  # suffixes of data files that are not read
 SHARD = re.compile(r"(.*-)(\d{5})(-of-)(\d{5})(\..*)")  # train-00000-of-00002.parquet, as the hub names parts
 OUTLINE = 2**18  # bytes of a block of `DataFile.outline`
 HASHES = "hashes.json"  # in the cache: digests of files that have not changed since
+_WRITING = Lock()  # of HASHES, between threads
 
 
 @dataclass
@@ -148,13 +150,22 @@ def digest_of(path: Path, folder: Path, on_read: Callable[[int], None]) -> str:
     if path.is_dir():
         each = sorted(file for file in path.rglob("*") if file.is_file())
         return _digest([(str(file.relative_to(path)), digest_of(file, folder, on_read)) for file in each])
-    status, key = path.stat(), str(path.resolve())
+
+    def whole() -> str:
+        with path.open("rb") as stream:
+            return digest_of_stream(stream, on_read)
+
+    return kept_digest(path, folder, whole)
+
+
+def kept_digest(path: Path, folder: Path, compute: Callable[[], str], kind: str = "") -> str:
+    """Digest of a file, computed once: see `digest_of`. kind: of digest, where a file has several."""
+    status, key = path.stat(), f"{kind}{path.resolve()}"
     kept = _read_hashes(folder / HASHES)
     state = [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
     if kept.get(key, [])[:3] == state:
         return kept[key][3]
-    with path.open("rb") as stream:
-        digest = digest_of_stream(stream, on_read)
+    digest = compute()
     _write_hashes(folder / HASHES, {key: [*state, digest]})
     return digest
 
@@ -172,7 +183,7 @@ def _write_hashes(file: Path, new: dict[str, list]) -> None:
 
     A folder that can't be written, as a cache of others, is left as it is.
     """
-    with suppress(OSError):
+    with suppress(OSError), _WRITING:
         write_text_atomically(file, json.dumps(_read_hashes(file) | new))
 
 
@@ -292,9 +303,13 @@ def _remote(source: Source, not_read: list[str]) -> list[DataFile]:
         remedy = f" pip install {package}" if package else ""
         raise UserError(f"{source.path} can't be read: {error}.{remedy}") from error
     except FileNotFoundError as error:
-        raise UserError(f"{source.path} can't be read: there is no such file.") from error
+        raise UserError(
+            f"{source.path} can't be read: there is no such file{_taken_for(source.path)}."
+        ) from error
     except Exception as error:  # each filesystem has errors of its own: no access, no network
-        raise UserError(f"{source.path} can't be read: {reason_of(error)}") from error
+        raise UserError(
+            f"{source.path} can't be read{_taken_for(source.path)}: {reason_of(error)}"
+        ) from error
     inside = {}
     for path in sorted(found):
         name = path.removeprefix(root).lstrip("/")
@@ -304,8 +319,16 @@ def _remote(source: Source, not_read: list[str]) -> list[DataFile]:
         size = int(found[path].get("size") or 0)
         inside[name] = DataFile(url, filesystem, path, size, details=found[path])
     if pattern and not inside:
-        raise UserError(f"No file matches {source.path}.")
+        raise UserError(f"No file matches {source.path}{_taken_for(source.path)}.")
     return (_matched if pattern else _chosen)(source, inside, not_read)
+
+
+def _taken_for(path: str) -> str:
+    """Clause on a pattern that was taken for one of a hub data set; "" for other paths and addresses."""
+    name = path.removeprefix(HUB_FILES)
+    if name == path or hub_pattern(name) != path:
+        return ""
+    return f" (there is no folder {name.split('/')[0]} here, so {name} was looked for on the hub)"
 
 
 def _readable(file: DataFile) -> DataFile:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from meshtune.data.columns import Columns
 from meshtune.data.example import BadRow, Example, Origin, Source, is_absent, name_of
-from meshtune.data.messages import ROLES, is_list_of_objects, message_of
+from meshtune.data.messages import ROLES, is_list_of_objects, message_of, turns_of
 from meshtune.data.tokenised import MASKS, ids_of
 from meshtune.errors import UserError
 
@@ -95,8 +95,7 @@ def _answered(origin: Origin, columns: Columns, prompt: str, answer: str) -> Exa
     turns = _history(columns)
     if not turns and is_absent(columns.get("system")) and is_absent(columns.get("tools")):
         return Example(origin, prompt=prompt, completion=completion)
-    turns += [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
-    return _conversation(origin, columns, turns)
+    return _conversation(origin, columns, turns + turns_of(prompt, completion))
 
 
 def _history(columns: Columns) -> list[dict]:
@@ -107,7 +106,7 @@ def _history(columns: Columns) -> list[dict]:
     for pair in columns.items("history"):
         if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
             raise BadRow("wrong type", "column history is not a list of [prompt, answer] pairs of texts")
-        turns += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
+        turns += turns_of(*pair)
     return turns
 
 

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from meshtune.data.control import unmarked
 from meshtune.data.example import BadRow
-from meshtune.data.probe import TOOL, call_turns
-from meshtune.data.render import ANSWER, QUESTION, Rendered, Renderer, Turn
+from meshtune.data.probe import ANSWER, QUESTION, TOOL, call_turns
+from meshtune.data.render import Rendered, Renderer, Turn
 from meshtune.data.tokens import TextTokenizer, common_prefix
 from meshtune.errors import quoted
 

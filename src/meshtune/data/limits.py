@@ -20,7 +20,7 @@ ROW_CHARACTERS = 2**22  # of one row's text: a million tokens, for which a token
 LINE_BYTES = 4 * ROW_CHARACTERS  # of a line of a file, or of a csv field, which is read whole
 RENDER_SECONDS = 3  # of processor time: a conversation takes milliseconds, and a template can be a loop
 GROWTH = 100  # characters that normalizers may make of one; NFKD makes up to 18
-TOO_LONG = "too long"  # reason of a BadRow
+TOO_LONG, NOT_UTF8 = "too long", "not UTF-8"  # reasons of a BadRow
 
 
 def bounded_product(one: Any, other: Any) -> Any:
@@ -78,7 +78,7 @@ def checked_text(text: str) -> str:
         try:
             text.encode()
         except UnicodeEncodeError:
-            raise BadRow("not UTF-8", "its text is not UTF-8: it has half of a surrogate pair") from None
+            raise BadRow(NOT_UTF8, "its text is not UTF-8: it has half of a surrogate pair") from None
     return text
 
 

@@ -8,6 +8,7 @@ weight, train, training                         ───> Mask: train on this m
 
 import json
 from collections.abc import Callable, Mapping
+from itertools import cycle
 from typing import Any
 
 from meshtune.data.example import BadRow, Mask, is_absent
@@ -25,6 +26,12 @@ SHAREGPT_ROLES = {
 TEXT_PARTS = ("text", "input_text", "output_text")  # types of content parts, as OpenAI's two APIs name them
 MASKS = ("weight", "train", "training")  # keys of a message: OpenAI's and Mistral's; axolotl's
 MASKS_WITHIN = ("train_detail", "training_detail")  # axolotl's, of parts of a message
+
+
+def turns_of(*contents: Any) -> list[dict[str, Any]]:
+    """Messages of the user and the assistant in turn."""
+    roles = cycle(("user", "assistant"))
+    return [{"role": role, "content": content} for role, content in zip(roles, contents, strict=False)]
 
 
 def message_of(value: Any, number: int, roles: Mapping[str, str]) -> tuple[dict, Mask | None]:

@@ -10,13 +10,15 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 from meshtune.data.example import BadRow
-from meshtune.data.messages import with_arguments
+from meshtune.data.messages import turns_of, with_arguments
 from meshtune.data.thought import REASONING, thought_in
 
 Render = Callable[
     [list[dict], bool, list | None], str | BadRow
 ]  # messages, with the generation prompt?, tools
 
+CONVERSATION = turns_of("Hello", "Yes", "Again", "No")
+QUESTION, ANSWER = CONVERSATION[:2]
 OTHER = "zqx"  # a value that stands for another text, to see whether a field is written at all
 LONG = 12  # characters from which a text stands nowhere by chance
 KNOWN = {"role", "content", "tool_calls", "tool_call_id", *REASONING}  # keys that are looked at one by one
@@ -49,8 +51,7 @@ def writes(render: Render) -> Writes:
     """Render small conversations to find out what a template can write."""
 
     def arrives(question: Any, answer: Any, *texts: str) -> bool:
-        turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-        rendered = render(turns, False, None)
+        rendered = render(turns_of(question, answer), False, None)
         return (
             isinstance(rendered, str)
             and all(text in rendered for text in texts)
@@ -73,10 +74,8 @@ def _only_as_a_field(render: Render) -> bool:
     """Whether a template writes an empty thought before one in the content, and one in reasoning_content well
     (Kimi-K2-Thinking). Where the generation prompt opens the thought, the empty one is </think> alone.
     """
-    question = {"role": "user", "content": "Hello"}
-    inside = {"role": "assistant", "content": "<think>\nHm\n</think>\n\nYes"}
-    apart = {"role": "assistant", "content": "Yes", "reasoning_content": "Hm"}
-    first, second = (str(render([question, answer], False, None)) for answer in (inside, apart))
+    answers = {"content": "<think>\nHm\n</think>\n\nYes"}, {"reasoning_content": "Hm"}
+    first, second = (str(render([QUESTION, ANSWER | more], False, None)) for more in answers)
     return first.count("</think>") == second.count("</think>") + 1 and "Hm" in second
 
 
@@ -109,10 +108,10 @@ def call_turns(content: str | None, arguments: Any) -> list[dict]:
     function = {"name": "look_up", "arguments": arguments}
     call = {"id": CALL_ID, "type": "function", "function": function}
     return [
-        {"role": "user", "content": "Hello"},
+        QUESTION,
         {"role": "assistant", "content": content, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": CALL_ID, "name": "look_up", "content": "Sunny"},
-        {"role": "assistant", "content": "Yes"},
+        ANSWER,
     ]
 
 

@@ -7,10 +7,8 @@
 from collections.abc import Sequence
 
 from meshtune.data.example import BadRow
-from meshtune.data.probe import Render
+from meshtune.data.probe import CONVERSATION, Render
 from meshtune.data.tokens import common_prefix
-
-TURNS = ("Hello", "Yes", "Again", "No")  # of the user and the assistant in turn
 
 
 def prompt_behind(render: Render, ends: Sequence[str], special: Sequence[str]) -> str:
@@ -20,19 +18,18 @@ def prompt_behind(render: Render, ends: Sequence[str], special: Sequence[str]) -
     of a conversation, where the next user's turn follows the answer, it shares the end marker and perhaps the
     beginning of a header: `end_of_answer` tells where one ends and the other begins.
     """
-    roles = ("user", "assistant") * 2
-    messages = [{"role": role, "content": text} for role, text in zip(roles, TURNS, strict=True)]
-    requests = [(messages[:2], False), (messages[:2], True), (messages[:1], True), (messages, False)]
-    texts = [render(part, generation, None) for part, generation in requests]
+    requests = [(2, False), (2, True), (1, True), (4, False)]
+    texts = [render(CONVERSATION[:number], generation, None) for number, generation in requests]
+    said = [message["content"] for message in CONVERSATION]
     if any(isinstance(text, BadRow) for text in texts):
         return ""
     last, asked, head, whole = map(str, texts)
     more = asked.removeprefix(last)  # of the prompt, where it is asked for (Command A's <|START_RESPONSE|>)
-    if last + more != asked or whole.startswith(last) or not all(text in whole for text in TURNS):
+    if last + more != asked or whole.startswith(last) or not all(text in whole for text in said):
         return ""
-    start = whole.partition(TURNS[0])[0]
-    middle = whole.partition(TURNS[1])[2].partition(TURNS[2])[0]
-    behind, before = last.partition(TURNS[1])[2], head.removesuffix(more).partition(TURNS[0])[2]
+    start = whole.partition(said[0])[0]
+    middle = whole.partition(said[1])[2].partition(said[2])[0]
+    behind, before = last.partition(said[1])[2], head.removesuffix(more).partition(said[0])[2]
     prompt = behind[end_of_answer(behind, before, middle, start, ends, special) :]
     return prompt if prompt.strip() and head.endswith(prompt + more) else ""
 

@@ -26,7 +26,7 @@ from meshtune.data.columns import ArrowRow
 from meshtune.data.example import BadRow, Dropped, Example, Notes, OnBadRow, Origin, Source
 from meshtune.data.files import DataFile, files, is_hub, is_saved
 from meshtune.data.hub import hub_rows, saved_rows
-from meshtune.data.limits import LINE_BYTES, TOO_LONG
+from meshtune.data.limits import LINE_BYTES, NOT_UTF8, TOO_LONG
 from meshtune.data.rows import RawRow, examples
 from meshtune.errors import UserError, reason_of, type_name
 
@@ -153,7 +153,7 @@ def _lines(
                 detail = (
                     f"not UTF-8: byte 0x{line[error.start]:02x} at position {error.start + 1} of the line"
                 )
-                yield origin, BadRow("not UTF-8", detail)
+                yield origin, BadRow(NOT_UTF8, detail)
                 continue
             if not text.strip():
                 continue
@@ -178,7 +178,7 @@ def _json_value(text: str) -> Any:
     except (ValueError, RecursionError) as error:
         return BadRow("broken JSON", f"broken JSON: {json_fault(error)}")
     if "\\ud" in text.lower() and _has_lone_surrogate(value):
-        return BadRow("not UTF-8", "not UTF-8: half of a surrogate pair (\\ud800 to \\udfff) by itself")
+        return BadRow(NOT_UTF8, "not UTF-8: half of a surrogate pair (\\ud800 to \\udfff) by itself")
     return value
 
 
@@ -239,7 +239,7 @@ def _json_list(file: DataFile, first: int, start: int) -> Generator[RawRow, None
     for number in range(max(0, start - first), len(value)):
         file.share = number / len(value)
         bad = escaped and _has_lone_surrogate(value[number])
-        yield Origin(file.path, number + 1, first + number), BadRow("not UTF-8") if bad else value[number]
+        yield Origin(file.path, number + 1, first + number), BadRow(NOT_UTF8) if bad else value[number]
     return len(value)
 
 

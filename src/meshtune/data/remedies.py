@@ -6,13 +6,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from meshtune.data.example import BadRow, Example, Mask
+from meshtune.data.example import SHOWN, BadRow, Example, Mask
+from meshtune.data.limits import NOT_UTF8, TOO_LONG
 from meshtune.errors import UserError
 
 if TYPE_CHECKING:
     from meshtune.data.encode import Encoder
 
 THINKING = ("enable_thinking", "thinking")  # variables of templates that open or close a thought
+UNKNOWN_IDS = "ids that are not in the vocabulary"
+ENDS_ONLY = "begin and end tokens only"
+NO_SETTING = {  # what helps rows that no setting helps, by their reason
+    UNKNOWN_IDS: "Train the model whose tokenizer made the ids",
+    ENDS_ONLY: "Give them a text",
+    NOT_UTF8: "Write them anew in whole characters",
+    TOO_LONG: "Split them",
+}
 SKIP = "data.on_bad_row=skip leaves such rows out"
 
 
@@ -27,8 +36,11 @@ class Remedy(NamedTuple):
 def remedies(encoder: Encoder, refused: Sequence[tuple[Example, BadRow]]) -> list[str]:
     """Sentences on what would help, one for each reason that rows were refused for.
 
-    Named is what helps all of these rows that have the reason.
+    Settings are tried with the first SHOWN rows; named is what helps all of these that have the reason.
     """
+    every = {bad.reason for _, bad in refused}
+    sentences = [f"{remedy}; {SKIP}." for reason, remedy in NO_SETTING.items() if reason in every]
+    refused = [pair for pair in refused[:SHOWN] if pair[1].reason not in NO_SETTING]
     reasons = list(dict.fromkeys(bad.reason for _, bad in refused))
     helpful: dict[str, list[str]] = {reason: [] for reason in reasons}
     for remedy in _candidates(encoder):
@@ -41,8 +53,10 @@ def remedies(encoder: Encoder, refused: Sequence[tuple[Example, BadRow]]) -> lis
             if all(_helps(changed, remedy.change(row) if remedy.change else row) for row in rows):
                 helpful[reason].append(remedy.clause)
     if len(reasons) == 1:
-        return [_sentence("", helpful[reasons[0]])]
-    return [_sentence(f"Of rows with the reason {reason}: ", clauses) for reason, clauses in helpful.items()]
+        return [*sentences, _sentence("", helpful[reasons[0]])]
+    return sentences + [
+        _sentence(f"Of rows with the reason {reason}: ", clauses) for reason, clauses in helpful.items()
+    ]
 
 
 def _sentence(subject: str, clauses: Sequence[str]) -> str:

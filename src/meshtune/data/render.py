@@ -16,8 +16,8 @@ from meshtune.compat import template_day
 from meshtune.data.control import ControlTokens, Treatment, unmarked
 from meshtune.data.example import BadRow, Example, Mask
 from meshtune.data.limits import TOO_LONG, checked_text, render_limit
-from meshtune.data.messages import is_empty
-from meshtune.data.probe import Writes, adapted, unwritten, writes
+from meshtune.data.messages import is_empty, turns_of
+from meshtune.data.probe import ANSWER, QUESTION, Writes, adapted, unwritten, writes
 from meshtune.data.prompt_end import prompt_behind
 from meshtune.data.rows import last_answer, no_answer
 from meshtune.data.thought import closed, opened, thought_in, with_thought
@@ -28,8 +28,6 @@ TrainOn = Literal["assistant", "completion", "all"]
 
 Request = tuple[list[dict], bool, list | None]  # one rendering: messages, with the generation prompt?, tools
 
-QUESTION = {"role": "user", "content": "Hello"}
-ANSWER = {"role": "assistant", "content": "Yes"}
 TOGETHER = 100  # conversations in one call of transformers
 
 
@@ -127,10 +125,7 @@ class Renderer:
     def messages(self, example: Example) -> list[dict]:
         """The conversation, up to its last assistant turn unless everything is labelled; raises BadRow."""
         if example.messages is None:
-            return [
-                {"role": "user", "content": example.prompt},
-                {"role": "assistant", "content": example.completion},
-            ]
+            return turns_of(example.prompt, example.completion)
         if self.train_on == "all":
             return list(example.messages)
         last = last_answer(example.messages)
@@ -175,7 +170,7 @@ class Renderer:
         None if the template writes an answer otherwise while it is the last, or not behind its generation
         prompt.
         """
-        messages = [{"role": role, "content": role} for role in ("user", "assistant") * 2]
+        messages = turns_of(*["user", "assistant"] * 2)
         try:
             chat = Chat(messages, None, [1])
             rendered = self.rendered(chat, [self.render(*request) for request in chat.requests()])

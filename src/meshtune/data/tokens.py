@@ -72,6 +72,11 @@ class TextTokenizer:
     def bound(self) -> int:
         return id_bound(self.tokenizer)
 
+    @cached_property
+    def all_ids(self) -> frozenset[int]:
+        """The ids of its tokens, which may have gaps."""
+        return frozenset(self.tokenizer.get_vocab().values())
+
     def texts_of(self, ids: Sequence[int]) -> tuple[str, ...]:
         """Texts of tokens, of those that are in the vocabulary."""
         known = [id for id in ids if 0 <= id < self.bound]
@@ -201,7 +206,7 @@ class TextTokenizer:
 
 
 def id_bound(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The largest id + 1. A vocabulary with gaps has fewer tokens.
+    """The largest id + 1: the rows that an embedding must have. A vocabulary with gaps has fewer tokens.
 
     Raises UserError if an added token has the id of another one: texts with that one would hold it.
     """

@@ -10,6 +10,7 @@ import re
 from transformers import PreTrainedTokenizerBase
 
 from meshtune.data.limits import render_limit
+from meshtune.data.probe import ANSWER, QUESTION
 from meshtune.errors import UserError
 
 # Each rule: a pattern in the source of a template, and what stands there in the changed one.
@@ -34,7 +35,7 @@ RULES: tuple[tuple[str, str], ...] = (
     ),
 )
 SINGLE_TURNS = tuple(
-    ({"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Yes"} | extra)
+    (QUESTION, ANSWER | extra)
     for extra in ({}, {"reasoning_content": "Hm."}, {"content": "<think>\nHm.\n</think>\n\nYes"})
 )
 

@@ -12,14 +12,13 @@ import re
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from meshtune.errors import Interrupted, NonFinite, RankFailed, UserError
+from meshtune.errors import Interrupted, NonFinite, RankFailed, UserError, traceback_of
 from meshtune.launch.place import Place
 from meshtune.launch.rank import connect
 from meshtune.watch import FAILED
@@ -86,7 +85,7 @@ def record_failure(folder: Path, place: Place, error: BaseException) -> None:
     has a log then prints the message there.
     """
     expected = isinstance(error, UserError | NonFinite | Interrupted | RankFailed | KeyboardInterrupt)
-    message = str(error) if expected else "".join(traceback.format_exception(error))
+    message = str(error) if expected else traceback_of(error)
     text = f"rank {place.rank} of {place.world} failed:\n{message}{end_of_log(folder, place.rank)}"
     raised = error if expected or isinstance(error, OSError) else None
     failure = Failure(time.time(), text, raised, consequence=lost_connection(error))

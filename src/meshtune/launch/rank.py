@@ -7,7 +7,6 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -15,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from meshtune.errors import UserError
+from meshtune.errors import UserError, traceback_of
 from meshtune.launch.place import Place, threads_of
 from meshtune.launch.siblings import rank_before, siblings
 from meshtune.streams import Output, flush, keep_in, text_stream
@@ -68,7 +67,7 @@ class Rank:
         with suppress(OSError):  # the sentence itself is shown whatever the disk does
             self._logs.mkdir(exist_ok=True)
             with open(self._logs / f"rank-{self.number}.log", "a", errors="backslashreplace") as log:
-                log.write("".join(traceback.format_exception(error)))
+                log.write(traceback_of(error))
 
     def set_hang_facts(
         self, progress: Callable[[], str], axes: Mapping[str, str], *, spins: bool = False

@@ -1,6 +1,5 @@
 """A temporary folder of one process and its ranks; those of killed processes are removed."""
 
-import fcntl
 import os
 import shutil
 import tempfile
@@ -8,6 +7,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from meshtune.filesystem import try_lock
 
 PREFIX = "meshtune-ranks-"
 YOUNG_SECONDS = 60  # a younger folder may not be locked yet
@@ -18,14 +19,13 @@ def scratch_folder() -> Iterator[Path]:
     """Yield a new temporary folder, which is removed at the end of the block.
 
     It is locked as long as this process or one forked from it lives, whatever kills them: a folder whose
-    lock is free is a killed process's, and is removed here.
+    lock is free is a killed process's, and is removed here. Without locks none is.
     """
     remove_abandoned()
     with tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as name:
         handle = os.open(name, os.O_RDONLY)
         try:
-            with suppress(OSError):  # a file system without locks; the folder then counts as abandoned
-                fcntl.flock(handle, fcntl.LOCK_SH)
+            try_lock(handle, shared=True)
             yield Path(name)
         finally:
             os.close(handle)
@@ -40,7 +40,7 @@ def remove_abandoned() -> None:
                 continue
             handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: it is in use
-                shutil.rmtree(folder, ignore_errors=True)
+                if not try_lock(handle):  # BlockingIOError: it is in use
+                    shutil.rmtree(folder, ignore_errors=True)
             finally:
                 os.close(handle)

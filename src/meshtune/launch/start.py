@@ -7,7 +7,6 @@ import signal
 import socket
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from meshtune.errors import Interrupted, NonFinite, RankFailed, UserError
+from meshtune.errors import Interrupted, NonFinite, RankFailed, UserError, traceback_of
 from meshtune.launch.address import reachable_address
 from meshtune.launch.failure import claims_failure, exit_code, failures_of, raise_first, record_failure
 from meshtune.launch.place import Place, place_of, refuse_batch_script
@@ -97,7 +96,7 @@ def run_joined(
     except Exception as error:
         if not claims_failure(place, error, limits.grace / 2):
             if log:
-                traceback.print_exc()
+                print(traceback_of(error), end="", file=sys.stderr)
             raise SystemExit(exit_code(error)) from None
         if log:
             log.restore_terminal()

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from meshtune.migrate.job import Converted, Job, NoCounterpart, Refused, conversion, is_off, short
-from meshtune.sections import is_one_file
+from meshtune.sections import HUB_FILES, is_one_file
 
 Source = dict[str, Any]
 CONTENT = {"role": "content", "from": "value"}  # key of the role in a message -> that of its text
@@ -55,7 +55,7 @@ def placed(path: str, data_files: Any = None, name: Any = None) -> list[str]:
     if files and path in LOADERS:
         return files
     if files:
-        return [f"hf://datasets/{path}/{file}" for file in files]
+        return [f"{HUB_FILES}{path}/{file}" for file in files]
     return [f"{path}:{name}" if name else path]
 
 

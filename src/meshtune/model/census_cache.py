@@ -79,8 +79,8 @@ def _rows_needed(config: Config) -> int | None:
     None if the tokenizer can't be read.
     """
     from meshtune.data.template import apply_template
+    from meshtune.data.tokens import id_bound
     from meshtune.model.load import load_tokenizer
-    from meshtune.model.trainable import embeddings_needed
 
     model = config.model
     try:
@@ -90,7 +90,7 @@ def _rows_needed(config: Config) -> int | None:
         apply_template(tokenizer, config.data.chat_template)
     except UserError:  # such as a configuration without a tokenizer; a run says what is wrong
         return None
-    return embeddings_needed(tokenizer)
+    return id_bound(tokenizer)
 
 
 def model_numbers(

@@ -5,17 +5,12 @@ from collections.abc import Iterable
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from meshtune.errors import UserError
 from meshtune.model.multimodal import aside_names
 from meshtune.nearest import nearest
 from meshtune.units import counted
-
-
-def embeddings_needed(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Rows that the embedding must have for every token id of `tokenizer`."""
-    return max(tokenizer.get_vocab().values()) + 1
 
 
 def grow_embeddings(model: PreTrainedModel, needed: int) -> int:

@@ -19,13 +19,13 @@ from transformers import PretrainedConfig
 from meshtune.config import Config
 from meshtune.data.batch import Batch, micro_batch
 from meshtune.data.pack import LABELLED
+from meshtune.data.tokens import id_bound
 from meshtune.launch import Rank
 from meshtune.meter.mfu import flops_of, peak_flops
 from meshtune.meter.phases import WATCHED_STEPS
 from meshtune.meter.rows import fullest_memory, possible, share_of_peak, time_now
 from meshtune.meter.trace import CATEGORIES
 from meshtune.model.load import quiet
-from meshtune.model.trainable import embeddings_needed
 from meshtune.parallel.mesh import World, join
 from meshtune.plan.hardware import datasheet_flops
 from meshtune.plan.step_parts import median_parts
@@ -128,7 +128,7 @@ def bench_rank(rank: Rank, trial: Trial) -> Measured | None:
     device = device_of(config.train.device)
     world = join(choice.layout, device)
     inputs = inputs_of(config) if config.data.train else None
-    embeddings = embeddings_needed(inputs.tokenizer) if inputs else 0
+    embeddings = id_bound(inputs.tokenizer) if inputs else 0
     spec = model_spec(config, choice.attention, device.type, embeddings=embeddings)
     if trial.source is not None:
         spec = replace(spec, source=trial.source, overrides={}, init="random", draw_on=str(device))

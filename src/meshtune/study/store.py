@@ -21,7 +21,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from meshtune.addresses import public
 from meshtune.errors import UserError
-from meshtune.filesystem import has_locks, lock
+from meshtune.filesystem import lock
 from meshtune.meter.rows import time_now
 
 if TYPE_CHECKING:
@@ -117,8 +117,9 @@ class Store:
             reason = f"The sweep's folder {file.parent} can't be used: {error.strerror}"
             raise UserError(f"{reason}; name another with --out.") from error
         try:
-            address = sqlite_address(file, "rwc", locks=has_locks(file.with_name(LOCK)))
-            self._database = sqlite3.connect(address, uri=True, isolation_level=None, timeout=LOCKED)
+            self._database = sqlite3.connect(
+                sqlite_address(file, "rwc"), uri=True, isolation_level=None, timeout=LOCKED
+            )
             self._database.execute("PRAGMA synchronous = FULL")
             tables = {name for (name,) in self._read("SELECT name FROM sqlite_master")}
             if not tables:

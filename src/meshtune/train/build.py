@@ -10,6 +10,7 @@ import torch
 
 from meshtune.config import Config
 from meshtune.data.prepare import Prepared, sentences
+from meshtune.data.tokens import id_bound
 from meshtune.errors import UserError, expanded
 from meshtune.meter.mfu import flops_of, peak_flops
 from meshtune.meter.noise_scale import noise_refusals
@@ -17,7 +18,6 @@ from meshtune.model.anatomy import left_out_of_loss
 from meshtune.model.load import override_sentences, quiet
 from meshtune.model.multimodal import parts_kept
 from meshtune.model.tokenizer_files import check_written
-from meshtune.model.trainable import embeddings_needed
 from meshtune.parallel.mesh import World, join
 from meshtune.plan.cluster import unused_here
 from meshtune.plan.hardware import datasheet_flops
@@ -85,7 +85,7 @@ def build(
     if config.hub.push_to and world.main:  # after the data: a refused file leaves no empty repository
         try_repository(config.hub.push_to, private=config.hub.private)
     model = rank_model(
-        model_spec(config, choice.attention, device.type, embeddings=embeddings_needed(inputs.tokenizer)),
+        model_spec(config, choice.attention, device.type, embeddings=id_bound(inputs.tokenizer)),
         world,
         optimizer=optimizer_spec(config),
         tokens_per_sequence=config.data.seq_len,

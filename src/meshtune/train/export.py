@@ -16,13 +16,14 @@ import meshtune
 from meshtune.addresses import public
 from meshtune.config import Config
 from meshtune.data.encode import Encoder
+from meshtune.data.tokens import id_bound
 from meshtune.errors import UserError, expanded
 from meshtune.model.adapter import save_adapter
 from meshtune.model.identity import base_digest
 from meshtune.model.lora import modules_named
 from meshtune.model.pieces import Piece
 from meshtune.model.save import save_model, save_pieces, stored_differently
-from meshtune.model.trainable import embeddings_needed, tables
+from meshtune.model.trainable import tables
 from meshtune.optimizers import OPTIMIZERS
 from meshtune.parallel.mesh import World
 from meshtune.rundir import RunDir
@@ -116,7 +117,7 @@ class Exporter:
         base = f"base_model: {hub_id(self.base_name)}\n"
         resized = (
             "The tokenizer here has tokens that the base model lacks. Before peft loads the adapter: "
-            f"`base.resize_token_embeddings({embeddings_needed(self.tokenizer)})`.\n\n"
+            f"`base.resize_token_embeddings({id_bound(self.tokenizer)})`.\n\n"
             if self.adapter and self.adapter["embeddings"]
             else ""
         )
@@ -186,7 +187,7 @@ def exporter_of(
         dtype=dtype,
         tokenizer=tokenizer,
         base_name=absolute(config.model.name),
-        base_digest=base_digest(config.model) if world.main else None,
+        base_digest=base_digest(config) if world.main else None,
         adapter=adapter if config.method == "lora" else None,
         recipe=recipe(config),
         stop_ids=encoder.stop_ids,

@@ -21,13 +21,15 @@ HEADER = """\
 """
 
 
-def choose_folder(config: Config, steps: int, report: Callable[[str], None]) -> tuple[Decision, int | None]:
+def choose_folder(
+    config: Config, steps: int, report: Callable[[str], None], *, download: bool = True
+) -> tuple[Decision, int | None]:
     """(What output.decide chooses, the step to resume from); writes nothing.
 
     The step is None for a run that begins, and for an unfinished one that saved no checkpoint. steps: updates
     of the whole run. report: gets a sentence for each damaged checkpoint that is skipped, for rows that are
-    missing, and on a folder that was not named. Raises UserError as output.decide, and if the run's
-    checkpoints are all damaged.
+    missing, and on a folder that was not named. download: as `check_base` takes it. Raises UserError as
+    output.decide, and if the run's checkpoints are all damaged.
     """
     decision = decide(config, steps)
     if decision.line and decision.start != "replace" and str(decision.run.path) != config.output:
@@ -36,7 +38,8 @@ def choose_folder(config: Config, steps: int, report: Callable[[str], None]) -> 
         return decision, None
     resumed = step_to_resume(decision.run, report, finished=decision.start == "extend")
     if resumed is not None and decision.start != "report":
-        check_base(config.model, frozen_base(config, decision.run), str(decision.run.path), named=False)
+        recorded = frozen_base(config, decision.run)
+        check_base(config, recorded, str(decision.run.path), named=False, download=download)
     return decision, resumed
 
 

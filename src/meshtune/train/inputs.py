@@ -19,7 +19,7 @@ from meshtune.errors import UserError, expanded, explained
 from meshtune.layout import Layout
 from meshtune.length import limits
 from meshtune.model.generation import stop_tokens
-from meshtune.model.load import load_tokenizer
+from meshtune.model.load import load_config, load_tokenizer
 from meshtune.parallel.apply import width_multiple
 from meshtune.sections import DataConfig, ModelConfig, SourceConfig
 from meshtune.units import on_first_rank
@@ -36,7 +36,7 @@ class Inputs(NamedTuple):
 def inputs_of(config: Config) -> Inputs:
     """Tokenizer, encoder and prepared data of a config, whose size is kept for the planner."""
     tokenizer = tokenizer_of(config.model, config.data)
-    encoder = encoder_of(tokenizer, config.data, stops_of(config.model))
+    encoder = encoder_of(tokenizer, config, stops_of(config.model))
     prepared = data_of(config.data, encoder, seed=config.train.seed)
     if isinstance(prepared.train, Dataset) and on_first_rank():
         write_summary(config, prepared.train)
@@ -70,12 +70,24 @@ def stops_of(model: ModelConfig) -> list[int]:
     return stop_tokens(model.name, trust_remote_code=model.trust_remote_code, revision=model.revision)
 
 
-def encoder_of(tokenizer: PreTrainedTokenizerBase, data: DataConfig, stops: Sequence[int]) -> Encoder:
-    """Encoder of rows to labelled tokens, by the settings of `data`. stops: see `stops_of`.
+def embedding_rows(model: ModelConfig) -> int:
+    """Rows of the embedding of the model to train, as its config.json has them."""
+    config = load_config(
+        model.name,
+        trust_remote_code=model.trust_remote_code,
+        revision=model.revision,
+        overrides=model.overrides,
+    )
+    return int(getattr(config.get_text_config(), "vocab_size", None) or 0)
+
+
+def encoder_of(tokenizer: PreTrainedTokenizerBase, config: Config, stops: Sequence[int]) -> Encoder:
+    """Encoder of rows to labelled tokens, by the settings of the data. stops: see `stops_of`.
 
     Sets the tokenizer's chat template and adds the tokens that the template needs, in place. Raises UserError
     for an unknown template, or an eos token that is needed and missing.
     """
+    data = config.data
     return Encoder(
         tokenizer,
         train_on=data.train_on,
@@ -87,6 +99,7 @@ def encoder_of(tokenizer: PreTrainedTokenizerBase, data: DataConfig, stops: Sequ
         control_tokens=data.control_tokens,
         template_date=data.template_date,
         stops=stops,
+        embedding_rows=partial(embedding_rows, config.model),
     )
 
 

@@ -94,6 +94,11 @@ def decision_at(run: RunDir, config: Config, steps: int | None, *, first: bool) 
     choice, never = config.output_exists, config.checkpoint.resume == "never"
     before, ended = at_its_place(load(run.config_file), run, config), end_of(run)
     differing = list(differences(settings(config), settings(before)))
+    if differing and _other_base(config, before) and _base_here(config, run) is None:
+        differing.append(
+            f"The weights of {config.model.name} are not on this machine and were not compared with the "
+            f"run's. If they are the same: `hf download {config.model.name}`, then the run continues."
+        )
     continues = not never and not differing
     if ended is None and continues:
         return Decision(run, "continue")
@@ -251,7 +256,7 @@ def at_its_place(before: Config, run: RunDir, now: Config | None = None) -> Conf
 
     Where the run's folder was moved with what is around it, they are where they were as seen from the folder.
     now: settings that go on with it; a model under another name or revision is the same one if its weights
-    are those that the run recorded.
+    are on this machine and are those that the run recorded.
     """
     old, here = Path(before.output), run.path.absolute()
 
@@ -265,14 +270,27 @@ def at_its_place(before: Config, run: RunDir, now: Config | None = None) -> Conf
     placed = _with_paths(before, moved, moved) if old != here else before
     if now is None:
         return placed
-    own = {"name": absolute(now.model.name), "revision": now.model.revision}
-    if own != placed.model.model_dump(include={*own}):
-        from meshtune.model.identity import BASE_DIGEST, base_digest  # imports torch
-
-        recorded = [row.get(BASE_DIGEST) for row in run.rows("run")][-1:]
-        if recorded[:1] not in ([], [None]) and recorded == [base_digest(now.model)]:
-            return placed.model_copy(update={"model": placed.model.model_copy(update=own)})
+    if _other_base(now, placed) and _base_here(now, run):
+        own = {"name": absolute(now.model.name), "revision": now.model.revision}
+        return placed.model_copy(update={"model": placed.model.model_copy(update=own)})
     return placed
+
+
+def _other_base(now: Config, before: Config) -> bool:
+    """True if the models of two settings have other names or revisions."""
+    names = [(absolute(each.model.name), each.model.revision) for each in (now, before)]
+    return names[0] != names[1]
+
+
+def _base_here(now: Config, run: RunDir) -> bool | None:
+    """True if a model's weights are those that a run recorded; None if a hub model's are not here."""
+    from meshtune.model.identity import BASE_DIGEST, base_digest  # imports torch
+
+    recorded = [row.get(BASE_DIGEST) for row in run.rows("run")][-1:]
+    if recorded in ([], [None]) or now.model.init == "random":
+        return False
+    here = base_digest(now, download=False)
+    return recorded == [here] if here or expanded(now.model.name).exists() else None
 
 
 def absolute(name: str) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from meshtune.report.run.summary import of_kind, of_last_start
+from meshtune.report.run.summary import UNKNOWN, of_kind, of_last_start
 from meshtune.rundir import Row, RowList, RunDir, rows_of
 from meshtune.units import printable
 
@@ -16,8 +16,8 @@ LONGEST = 160  # characters of a reason
 class State(NamedTuple):
     """A run's state."""
 
-    word: str  # waiting (for its first step), running, finished, stopped or failed
-    why: str  # of stopped and failed; ""
+    word: str  # waiting (for its first step), running, finished, stopped, failed or unknown
+    why: str  # of stopped, failed and unknown; ""
 
 
 def state_of(run: RunDir, status: str, rows: Sequence[Row]) -> State:
@@ -29,10 +29,12 @@ def state_of(run: RunDir, status: str, rows: Sequence[Row]) -> State:
         return State("running" if began else "waiting", "" if began else "for its first step")
     if status.startswith("stopped by"):
         return State("stopped", status.removeprefix("stopped "))
-    if status != "stopped without an end":
+    if status not in ("stopped without an end", UNKNOWN):
         return State("failed", status.removeprefix("stopped: "))
     if not rows:
         return State("waiting", "to be started")
+    if status == UNKNOWN:
+        return State("unknown", status)
     return State("failed", last_log_line(run) or "it wrote no end: it was killed, or its machine is gone")
 
 

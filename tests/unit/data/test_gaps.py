@@ -3,13 +3,14 @@
 import json
 
 import pytest
-from golden import refuses
+from golden import refuses, says
 from small_tokenizer import make_tokenizer
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from meshtune.data.encode import Encoder
-from meshtune.data.example import Example, Ids, Origin
+from meshtune.data.example import Example, Ids, Origin, Source
+from meshtune.data.prepare import prepare, sentences
 from meshtune.data.template import built_in_templates
 from meshtune.errors import UserError
 from meshtune.model.tokenizer_files import write_tokenizer
@@ -58,3 +59,18 @@ def test_an_added_token_with_the_id_of_another_is_refused(tokenizer):
     for template in ("alpaca", "chatml"):
         with pytest.raises(UserError, match=r"<\|a\|> has the id"):
             Encoder(tokenizer, train_on="completion", chat_template=template)
+
+
+def test_rows_of_ids_may_have_rows_of_the_embedding_without_a_token_which_are_counted(tokenizer, tmp_path):
+    last = max(tokenizer.get_vocab().values())
+    encoder = Encoder(tokenizer, train_on="all", chat_template=None, embedding_rows=lambda: last + 4)
+    rows = [[0, last + 3], [last - 20, last + 3], [0, last]]  # padded; in the gap too; all are tokens
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows))
+    prepared = prepare([Source(str(file))], encoder, seq_len=8, cache_dir=tmp_path)
+    assert prepared.train.token_count == 6
+    assert prepared.stats["notes"]["tokenless"] == {str(last + 3): 2, str(last - 20): 1}
+    says("\n".join(sentences(prepared.stats)))
+    for outside in (last + 4, -1):
+        with refuses(UserError):
+            encoder.encode([Example(HERE, ids=Ids((0, outside), (False, True)))])

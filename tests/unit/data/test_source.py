@@ -3,6 +3,7 @@
 import csv
 import gzip
 import json
+from io import BytesIO
 from pathlib import Path
 
 import pyarrow
@@ -15,6 +16,7 @@ from meshtune.data.files import files, is_hub
 from meshtune.data.formats import detect
 from meshtune.data.readers import read
 from meshtune.errors import UserError
+from meshtune.sections import DataConfig
 
 PAIRS = [{"prompt": f'question {n}, "é"\n', "completion": f"answer {n}"} for n in range(5)]
 TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
@@ -237,6 +239,7 @@ BAD_LINES = {
     b'{"prompt": "a"}': "column completion is missing .there are prompt.",
     b'{"prompt": "a", "completion": "  "}': "column completion is empty",
     b'{"prompt": "a", "completion": null}': "column completion is null",
+    b'{"prompt": [{}], "completion": null}': "column completion is null",
     b'{"prompt": 7, "completion": "b"}': "column prompt is a number .7., expected text",
     b'["a", "b"]': "the row is a list, expected an object",
     b'{"prompt": "\xff", "completion": "b"}': "not UTF-8: byte 0xff at position 13",
@@ -480,6 +483,37 @@ def test_a_pattern_reads_the_files_that_match(pattern, numbers, left_out):
     assert rows == [f"{number} {i}" for number in numbers for i in (0, 1)]
     assert left_out in "".join(not_read)
     assert bool(not_read) == bool(left_out)
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_pattern_of_an_organisation_that_is_no_folder_here_is_of_the_hub(monkeypatch):
+    from huggingface_hub import HfFileSystem, hf_api
+
+    there = {"data/1.jsonl": b'{"text": "a"}\n', "data/2.jsonl": b'{"text": "b"}\n', "data/README.md": b""}
+
+    def listed(api, repo, path_in_repo="", **_):
+        assert repo == "org/name"
+        if not path_in_repo:
+            yield hf_api.RepoFolder(path="data", oid="0")
+        for name, content in there.items() if path_in_repo else ():
+            yield hf_api.RepoFile(path=name, size=len(content), oid=f"{name} 1")
+
+    monkeypatch.setattr(hf_api.HfApi, "repo_info", lambda *_, **__: None)
+    monkeypatch.setattr(hf_api.HfApi, "list_repo_tree", listed)
+    monkeypatch.setattr(
+        HfFileSystem, "open", lambda self, path, mode: BytesIO(there[path.removeprefix("datasets/org/name/")])
+    )
+    HfFileSystem.clear_instance_cache()
+    (chosen,) = DataConfig(train="org/name/data/*.jsonl").train
+    assert chosen.path == "hf://datasets/org/name/data/*.jsonl"
+    assert DataConfig(train="rows/inner/*.jsonl").train[0].path == "rows/inner/*.jsonl"
+    assert [row.text for row in read(Source(chosen.path), on_bad_row="error")] == ["a", "b"]
+    first, _ = files(Source(chosen.path))
+    assert first.content(Path("none"), print) == first.content(Path("none"), print)  # without reading it
+    there.clear()
+    HfFileSystem.clear_instance_cache()
+    with refuses(UserError):
+        files(Source(chosen.path))
 
 
 @pytest.mark.usefixtures("folder")

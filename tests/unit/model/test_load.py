@@ -15,10 +15,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import meshtune.model.files as module
 import meshtune.model.load as load_module
+from meshtune.data.tokens import id_bound
 from meshtune.errors import UserError
 from meshtune.model.generation import generation_config, stop_tokens
 from meshtune.model.load import load_config, load_tokenizer
-from meshtune.model.trainable import embeddings_needed, freeze, grow_embeddings
+from meshtune.model.trainable import freeze, grow_embeddings
 from meshtune.train.model import ModelSpec, single_model
 
 
@@ -353,7 +354,7 @@ def test_a_folder_that_is_no_model_is_explained(tmp_path):
 @pytest.mark.ci
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2", "cohere"])
 def test_added_tokens_get_the_mean_of_the_rows_on_both_sides(family, save, tokenizer, ids):
-    folder, needed = save(family), embeddings_needed(tokenizer)
+    folder, needed = save(family), id_bound(tokenizer)
     short = plain(folder)
     before, rows = short(ids).logits, short.get_input_embeddings().weight
     head = short.get_output_embeddings().weight
@@ -373,7 +374,7 @@ def test_added_tokens_get_the_mean_of_the_rows_on_both_sides(family, save, token
 
 def test_embeddings_never_shrink(save, tokenizer):
     model = load(str(save("llama", vocab_size=300)), dtype=torch.float32, attention="eager")
-    assert grow_embeddings(model, embeddings_needed(tokenizer)) == 0
+    assert grow_embeddings(model, id_bound(tokenizer)) == 0
     assert model.config.vocab_size == 300
 
 

@@ -1053,6 +1053,7 @@ SAID = [
     ("llamafactory", "mb1-ga1", ["data.train=[]"]),
     ("axolotl", "mb1-ga1", ["data.train=[]"]),
     ("llamafactory", "mb1-ga1", ["data.format=text", "data.columns={}"]),
+    ("llamafactory", "mb1-ga1", ["data.columns={prompt: extra.question, completion: answer}"]),
 ]  # fmt: skip
 
 

@@ -16,10 +16,12 @@ from meshtune import config
 from meshtune.api.export import exported
 from meshtune.api.target import open_model, target_of
 from meshtune.errors import UserError
+from meshtune.model import files
 from meshtune.model.adapter import digest_of_base
 from meshtune.model.files import weight_files
-from meshtune.model.identity import digest
+from meshtune.model.identity import check_base, digest
 from meshtune.train import build, loop
+from meshtune.train.folder import choose_folder
 
 LORA = ("method=lora", "train.max_steps=2", "checkpoint.every=2", "data.eval=null")
 
@@ -48,7 +50,7 @@ def change_weights(base: Path) -> None:
 
 def test_other_weights_at_the_path_of_a_base_are_refused(project: Any, tmp_path: Path) -> None:
     adapter = shutil.copytree(project.run / "model", tmp_path / "adapter")
-    assert digest_of_base(adapter) == digest(weight_files(project.base))
+    assert digest_of_base(adapter) == digest(weight_files(project.base), tmp_path / "cache")
     before = shutil.copytree(project.base, tmp_path / "before")
     change_weights(project.base)
     for name, step in ((project.run, None), (project.run, 2), (adapter, None)):
@@ -103,11 +105,33 @@ def test_a_project_that_moved_as_a_whole_goes_on(project: Any, tmp_path: Path) -
     assert len(steps) == 3
 
 
-def test_the_digest_is_of_the_weights_and_not_of_their_files(tiny: Path, tmp_path: Path) -> None:
-    whole = digest(weight_files(tiny / "model"))
+def test_the_digest_is_of_all_weights_and_not_of_their_files(tiny: Path, tmp_path: Path) -> None:
+    def digest_of(folder: Path) -> str:
+        return digest(weight_files(folder), tmp_path / "cache")
+
+    whole = digest_of(tiny / "model")
     AutoModelForCausalLM.from_pretrained(tiny / "model").save_pretrained(
         tmp_path / "m", max_shard_size="99KB"
     )
-    assert len(weight_files(tmp_path / "m")) > 1 and digest(weight_files(tmp_path / "m")) == whole
-    change_weights(shutil.copytree(tiny / "model", tmp_path / "other"))
-    assert digest(weight_files(tmp_path / "other")) != whole
+    assert len(weight_files(tmp_path / "m")) > 1 and digest_of(tmp_path / "m") == whole
+    file = shutil.copytree(tiny / "model", tmp_path / "other") / "model.safetensors"
+    assert digest_of(tmp_path / "other") == whole
+    tensors = load_file(file)
+    next(iter(tensors.values())).flatten()[77] += 1  # one element
+    save_file(tensors, file, {"format": "pt"})
+    assert digest_of(tmp_path / "other") != whole
+
+
+def test_nothing_is_downloaded_to_compare_another_name(
+    project: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def download(name: str, *, local_files_only: bool = False, **_: Any) -> str:
+        assert local_files_only
+        raise OSError("not here")
+
+    monkeypatch.setattr(files, "snapshot_download", download)
+    settings = config.load(project.run / "config.yaml", ["model.name=org/same"])
+    with refuses(UserError):
+        choose_folder(settings, 2, print, download=False)
+    check_base(settings, digest_of_base(project.run / "model"), "runs/x", named=False, download=False)
+    assert "org/same are not on this machine: whether runs/x was" in capsys.readouterr().err

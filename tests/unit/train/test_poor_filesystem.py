@@ -8,14 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from live_runs import end_row, write_run
 from transformers import AutoModelForCausalLM
 
 from meshtune import config, filesystem
 from meshtune.filesystem import replace, sync
+from meshtune.launch import scratch
+from meshtune.report.run.summary import UNKNOWN, summarise
 from meshtune.rundir import write_text_atomically
 from meshtune.study.store import Store
 from meshtune.sweep_rows import opened
 from meshtune.train import build, loop
+from meshtune.train.folder import Claim
+from meshtune.web.states import state_of
 
 
 @pytest.fixture
@@ -58,6 +63,25 @@ def test_a_sweeps_database_is_written_and_read_there(tmp_path: Path, poor: None)
         assert store.rows() == []
     with opened(tmp_path / "sweep.db") as database:
         assert database.execute("SELECT count(*) FROM experiments").fetchone() == (0,)
+
+
+def test_a_run_without_an_end_is_not_called_stopped_there(tmp_path: Path, poor: None) -> None:
+    run = write_run(tmp_path / "run", 2)
+    with Claim(run):
+        summary = summarise(run)
+    assert (summary.status, state_of(run, summary.status, run.rows()).word) == (UNKNOWN, "unknown")
+    run.append(end_row(2, "finished"))
+    assert summarise(run).status == "finished"
+
+
+def test_the_folders_of_other_processes_stay_there(
+    tmp_path: Path, poor: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(scratch, "YOUNG_SECONDS", -60)
+    with scratch.scratch_folder() as used:
+        scratch.remove_abandoned()
+        assert used.is_dir()
 
 
 def test_a_disk_that_fails_or_is_full_is_still_an_error(

@@ -16,11 +16,11 @@ from meshtune.plan.export.exported import (
     column_name,
     evaluation_differences,
     file_kind,
-    guessed_formats,
     is_file,
     nodes,
     not_carried_over,
     row_format,
+    row_notes,
     whole_logits,
 )
 from meshtune.plan.export.refused import attention_alone, some_blocks
@@ -298,4 +298,4 @@ def differences(config: Config, layout: Layout) -> Iterator[str]:
         )
     yield whole_logits(TOOL, "liger_fused_linear_cross_entropy: true with its LigerPlugin")
     yield from evaluation_differences(TOOL, config)
-    yield from guessed_formats(config.data)
+    yield from row_notes(config.data, TOOL)

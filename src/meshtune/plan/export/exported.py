@@ -176,8 +176,16 @@ def row_format(data: DataConfig, source: SourceConfig) -> str:
     return next(fitting, "messages")
 
 
-def guessed_formats(data: DataConfig) -> Iterator[str]:
-    """Sentences on sources whose format is auto and whose columns do not tell it."""
+def row_notes(data: DataConfig, tool: str) -> Iterator[str]:
+    """Sentences on sources whose format is auto and whose columns do not tell it, and on columns that may be
+    inside objects (`columns.reach`), where the tool does not look.
+    """
+    tables = [data.columns, *(source.columns or {} for source in data.train)]
+    for ours, name in dict.fromkeys(pair for table in tables for pair in table.items() if "." in pair[1]):
+        yield (
+            f"data.columns maps {ours} to {name}: {tool} reads only a column of that whole name. If it is "
+            "inside an object, write it to a column of its own."
+        )
     for source in data.train:
         if (source.format or data.format) == "auto" and not (source.columns or data.columns):
             yield f"data.format is auto: the rows of {source.path} are taken as messages; set data.format."

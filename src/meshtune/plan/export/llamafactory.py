@@ -16,11 +16,11 @@ from meshtune.plan.export.exported import (
     Exported,
     column_name,
     evaluation_differences,
-    guessed_formats,
     is_file,
     nodes,
     not_carried_over,
     row_format,
+    row_notes,
     whole_logits,
 )
 from meshtune.plan.tools import TOOLS
@@ -218,4 +218,4 @@ def differences(config: Config, layout: Layout) -> Iterator[str]:
         )
     yield whole_logits(TOOL, "enable_liger_kernel: true")
     yield from evaluation_differences(TOOL, config)
-    yield from guessed_formats(config.data)
+    yield from row_notes(config.data, TOOL)

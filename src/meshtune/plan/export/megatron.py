@@ -12,10 +12,10 @@ from meshtune.placement.columns import Columns, Number
 from meshtune.placement.rules import Rule
 from meshtune.plan.export.exported import (
     Exported,
-    guessed_formats,
     nodes,
     not_carried_over,
     row_format,
+    row_notes,
     schedule_refusals,
     torchrun,
     warmup_steps,
@@ -347,4 +347,4 @@ def differences(config: Config, layout: Layout, blocks: int) -> Iterator[str]:
     others = {row_format(config.data, source) for source in config.data.train} - ROWS
     if others:
         yield f"{TOOL} has no reader for {', '.join(sorted(others))} rows: rewrite them as messages."
-    yield from guessed_formats(config.data)
+    yield from row_notes(config.data, TOOL)

@@ -19,10 +19,10 @@ from meshtune.plan.export.exported import (
     Exported,
     column_name,
     file_kind,
-    guessed_formats,
     is_file,
     not_carried_over,
     row_format,
+    row_notes,
     schedule_refusals,
     torchrun,
     warmup_steps,
@@ -364,4 +364,4 @@ def differences(config: Config, layout: Layout) -> Iterator[str]:
         yield (
             f"{TOOL} is given the first of the {len(data.train)} sources of data.train: {data.train[0].path}."
         )
-    yield from guessed_formats(data)
+    yield from row_notes(data, TOOL)

@@ -15,6 +15,8 @@ from meshtune.addresses import public
 from meshtune.meter.causes import Cause
 from meshtune.rundir import Row, RunDir
 
+UNKNOWN = "running, or stopped without an end (its folder has no file locks that tell)"
+
 
 class Rows(tuple[Row, ...]):
     """Rows of metrics.jsonl, sorted by kind once: a run may have a hundred thousand of them."""
@@ -52,7 +54,9 @@ class Summary:
     """
 
     name: str
-    status: str  # running | finished | what the last "end" row says | stopped without an end (killed)
+    status: (
+        str  # running | finished | what the last "end" row says | stopped without an end (killed) | UNKNOWN
+    )
     steps: int = 0  # optimizer steps done
     skipped: int = 0  # of these, not applied because loss or gradients were not finite
     speed_unit: str = "tokens/s"  # or tokens/s/GPU, or on a processor tokens/s/rank
@@ -104,7 +108,7 @@ def summarise(run: RunDir, rows: Sequence[Row] | None = None, *, samples: bool =
     """
     rows = Rows(run.rows() if rows is None else rows)
     end = last(of_kind(rows.last_start, "end")) or {}  # a "run" row after it: the run was resumed
-    unended = "running" if run.is_training else "stopped without an end"
+    unended = {True: "running", False: "stopped without an end", None: UNKNOWN}[run.is_training]
     known = Summary(
         name=run.path.resolve().name,
         status=end.get("status", "finished") if end else unended,
