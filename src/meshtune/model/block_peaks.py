@@ -79,6 +79,25 @@ class LivingBytes(TorchDispatchMode):
         self.living = _sum(self.living, size, -1)
 
 
+class SavingBytes(LivingBytes):
+    """Follow also what autograd saves in one forward, by its hooks, and needs in the backward."""
+
+    def __init__(self, tokens: int, rows: int) -> None:
+        super().__init__(tokens, rows)
+        self.saved: set[int] = set()  # storages
+        self.when_saved = NOTHING  # the most that had lived when the last tensor was saved
+        self.when_needed: Size | None = None  # that lived when the first one was needed; None: none was
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        self.saved.add(tensor.untyped_storage()._cdata)
+        self.when_saved = self.most
+        return tensor
+
+    def unpack(self, tensor: Tensor) -> Tensor:
+        self.when_needed = self.when_needed or self.living
+        return tensor
+
+
 def block_peaks(
     model: PreTrainedModel, parts: Anatomy, inputs: Mapping[str, Tensor], rows: int, tokens: int
 ) -> BlockPeaks:
@@ -112,24 +131,9 @@ def block_peaks(
         masks, returned = (_scores(values[1:], alone) for values in (given, tree_leaves(out)))
         del out
         given[0] = given[0].detach().requires_grad_()
-        saved: set[int] = set()
         args, kwargs = tree_unflatten(given, spec)
-        stack.enter_context(saving := LivingBytes(tokens, rows))
-        until_saved, until_needed = (
-            [NOTHING],
-            [],
-        )  # most when each tensor is saved, what lives when one is needed
-
-        def save(tensor: Tensor) -> Tensor:
-            saved.add(tensor.untyped_storage()._cdata)
-            until_saved.append(saving.most)
-            return tensor
-
-        def needed(tensor: Tensor) -> Tensor:
-            until_needed.append(saving.living)
-            return tensor
-
-        with saved_tensors_hooks(save, needed):
+        stack.enter_context(saving := SavingBytes(tokens, rows))
+        with saved_tensors_hooks(saving.pack, saving.unpack):
             out = tree_leaves(block(*args, **kwargs))[0]
         forward = saving.most
         edge, gradient = get_gradient_edge(out), torch.empty_like(out)
@@ -144,7 +148,7 @@ def block_peaks(
         parameter.grad = None
     beside = [_sum(size, kept, -1) for size in saving.fullest]
     # A second forward runs when the first saved tensor is needed, and ends once the last one has been saved.
-    again = _sum(until_saved[-1], _sum(until_needed[0], started, -1)) if until_needed else kept
+    again = _sum(saving.when_saved, _sum(saving.when_needed or started, started, -1))
     return BlockPeaks(
         forward=_sum(forward, kept, -1)[:2],
         forward_again=_sum(again, kept, -1)[:2],
@@ -154,7 +158,7 @@ def block_peaks(
             (token, key, max(made, 0.0) / gradients if gradients else 0.0) for token, key, made in beside
         ),
         masks=masks,
-        saves_input=given[0].untyped_storage()._cdata in saved,
+        saves_input=given[0].untyped_storage()._cdata in saving.saved,
     )
 
 

@@ -114,9 +114,8 @@ def metadata(folder: Path, parts: Sequence[Written]) -> bytes:
     """Write `.metadata` into `folder` for what all ranks wrote; returns its bytes."""
     _, table = create_default_global_save_plan([SavePlan(part.items) for part in parts])
     writer = FileSystemWriter(folder, sync_files=False)
-    writer.fs.rename = lambda source, target: replace(
-        Path(source), Path(target)
-    )  # also where nothing is renamed
+    # also where nothing is renamed
+    writer.fs.rename = lambda path, new_path: replace(Path(path), Path(new_path))
     writer.finish(table, [part.results for part in parts])
     return (folder / ".metadata").read_bytes()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -23,7 +22,7 @@ from meshtune.units import Number
 if TYPE_CHECKING:
     from meshtune.placement.columns import Columns
     from meshtune.plan.accounting import Accounting
-    from meshtune.plan.memory.activations import LossBytes
+    from meshtune.plan.memory.activations import BlockBytes, LossBytes
     from meshtune.plan.work import Work
 
 
@@ -92,16 +91,7 @@ def activations_in_flight(
     loss: of the rank with the head.
     """
     sizes = MicroBatchSizes.of(work, layouts, accounting, seq_len)
-    selective = None if accounting.selected is None else accounting.selected.per_token(work, seq_len)
-    saved = partial(
-        saved_by_block, work=work, layouts=layouts, tokens=sizes.tokens, element=accounting.element,
-        regathers_inputs=accounting.regathers(layouts), context=accounting.context_keys, selective=selective,
-    )  # fmt: skip
-    block, fullest_block = (
-        saved(accounting.saved_per_token(work, layouts, seq_len, fullest=of_fullest))
-        for of_fullest in (False, True)
-    )
-    block = block._replace(recomputed=fullest_block.recomputed)
+    block = _block(work, layouts, accounting, seq_len, sizes)
     virtual = layouts.virtual_stages
     recomputing = stages.recomputing(layouts)
     saving = stages.blocks - recomputing  # blocks that recompute nothing, behind those that do
@@ -155,6 +145,22 @@ def activations_in_flight(
         received=hidden * messages.received,
         micro_batches=most,
     )
+
+
+def _block(
+    work: Work, layouts: Columns, accounting: Accounting, seq_len: Number, sizes: MicroBatchSizes
+) -> BlockBytes:
+    """Bytes of an average block's activations; of what runs again, those of the block that saves most."""
+    selective = None if accounting.selected is None else accounting.selected.per_token(work, seq_len)
+    average, fullest_block = (
+        saved_by_block(
+            accounting.saved_per_token(work, layouts, seq_len, fullest=of_fullest), work, layouts,
+            sizes.tokens, element=accounting.element, regathers_inputs=accounting.regathers(layouts),
+            context=accounting.context_keys, selective=selective,
+        )
+        for of_fullest in (False, True)
+    )  # fmt: skip
+    return average._replace(recomputed=fullest_block.recomputed)
 
 
 def input_backward(
