@@ -3,6 +3,7 @@
 import gc
 import importlib.util
 import os
+import signal
 from collections.abc import Callable, Generator
 from functools import cache
 from pathlib import Path
@@ -21,6 +22,9 @@ collect_ignore = [] if torch.cuda.is_available() else ["gpu"]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # under nohup runs would ignore it too
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 settings.register_profile("any machine", deadline=None)  # a busy one is no failure
 settings.load_profile("any machine")

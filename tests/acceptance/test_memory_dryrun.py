@@ -3,6 +3,7 @@ validation/memory_dryrun.py, another one each week, and a large one; `make valid
 """
 
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -89,8 +90,13 @@ SETTINGS: dict[str, dict[str, Any]] = {  # what changes what is kept for the bac
 PADDED = {"data.packing=false": (1000,)}  # documents of each sequence, of 1024 tokens; others are full
 
 
-@pytest.mark.parametrize("setting", cases(SETTINGS, ci=1))
-@pytest.mark.parametrize("layout", ["mb2-ga2", "tp2-sp-mb2-ga1", "zero3x2-mb2-ga1-full"])
+@pytest.mark.parametrize(
+    ("setting", "layout"),
+    cases(
+        [*product(SETTINGS, ["zero3x2-mb2-ga1-full", "tp2-sp-mb2-ga1", "mb2-ga2"])],
+        ci=[("lora.dropout", "zero3x2-mb2-ga1-full"), ("lora.use_dora", "tp2-sp-mb2-ga1")],
+    ),
+)
 def test_a_setting_is_in_the_plan(setting: str, layout: str) -> None:
     spec = ModelSpec(source=TINY, init="random", kernels="cuda", **SETTINGS[setting])
     job = Job(
@@ -102,7 +108,7 @@ def test_a_setting_is_in_the_plan(setting: str, layout: str) -> None:
     assert planned == pytest.approx(simulated, rel=0.01)
 
 
-@pytest.mark.ci
+@pytest.mark.all
 def test_a_block_s_gradients_come_while_its_activations_go() -> None:
     """Gradients of weights are most where tokens are few: all of them are there at the end alone."""
     small = LlamaConfig(**TINY.to_dict() | {"num_hidden_layers": 2})
@@ -113,7 +119,7 @@ def test_a_block_s_gradients_come_while_its_activations_go() -> None:
     check("two blocks", job, "small", "backward", categories=True)
 
 
-@pytest.mark.ci
+@pytest.mark.all
 def test_a_tied_head_s_gradient_stays_until_the_embedding_s() -> None:
     tied = LlamaConfig(**TINY.to_dict() | {"vocab_size": 32000, "tie_word_embeddings": True})
     job = Job(
@@ -123,7 +129,7 @@ def test_a_tied_head_s_gradient_stays_until_the_embedding_s() -> None:
     check("tied", job, "small")
 
 
-@pytest.mark.parametrize("mode", cases(["", "-attention"], ci=1))
+@pytest.mark.parametrize("mode", cases(["", "-attention"]))
 def test_ranks_that_compute_all_heads_hold_what_is_planned(mode: str) -> None:
     """OLMo 2 gathers queries, keys and values, whose norms go over all heads."""
     ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}

@@ -59,7 +59,7 @@ def test_each_replay_has_its_column():
     assert "| - (target) | - | 41.0 |\n" in reserved.page([untraced])
 
 
-@pytest.mark.ci
+@pytest.mark.all
 def test_the_last_column_is_the_step_that_dryrun_traces(tmp_path: Path):
     shape = reserved.Shape(layers=2, hidden=64, ffn=128, heads=4, kv_heads=2, vocab=512)
     own, _ = reserved.replays(reserved.ours, shape, Layout.parse("zero3x2-mb1-ga1-full"), 256, "hopper")

@@ -200,7 +200,7 @@ def test_a_deadline_takes_the_cheapest_cluster_that_keeps_it() -> None:
     assert [offer.plan.cluster.gpus for offer in in_order(every, ranked)] == [8, 16, 32]
 
 
-@pytest.mark.ci
+@pytest.mark.all
 def test_a_budget_takes_the_fastest_cluster_that_keeps_it() -> None:
     found = offers(plan(16), plan(64), plan(128))
     costs = {offer.plan.cluster.gpus: offer.run.cost or 0 for offer in found if offer.run}

@@ -438,7 +438,7 @@ def test_no_more_blocks_recompute_than_the_memory_asks_for(w: Workload, cluster:
     assert search(w, cluster, fixed=given("auto")).considered == plan.considered
 
 
-@pytest.mark.ci
+@pytest.mark.all
 def test_inputs_are_gathered_again_only_where_they_do_not_fit_otherwise() -> None:
     w, cluster = workload("llama-3.1-70b", 256, 8192), machines(64)
     plan = search(w, cluster)
@@ -564,7 +564,7 @@ def test_the_largest_batch_fits_at_once_and_the_next_does_not() -> None:
     assert not len(search(w.of_batch(size + cluster.gpus), cluster, fixed=once))
 
 
-@pytest.mark.ci
+@pytest.mark.all
 def test_the_largest_model_fits_and_no_larger_one() -> None:
     w, cluster = workload("qwen3-0.6b", 8), machines(1)
     name, choice = fits.largest(w, cluster, "model")
