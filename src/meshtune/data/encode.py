@@ -60,7 +60,7 @@ class Document:
     unstopped: tuple[str, ...] = ()  # ends of labelled turns at which generation does not stop
     control: tuple[str, ...] = ()  # control tokens in contents and what became of them, one per message
     repeated: tuple[str, ...] = ()  # tokens at its ends that the row holds already: written once
-    tokenless: tuple[str, ...] = ()  # given ids of the model that are no tokens of the tokenizer
+    tokenless: tuple[str, ...] = ()  # given ids that the model has and the tokenizer lacks
 
 
 class _Tokenised(NamedTuple):

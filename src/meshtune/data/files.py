@@ -304,7 +304,7 @@ def _remote(source: Source, not_read: list[str]) -> list[DataFile]:
         raise UserError(f"{source.path} can't be read: {error}.{remedy}") from error
     except FileNotFoundError as error:
         raise UserError(
-            f"{source.path} can't be read: there is no such file{_taken_for(source.path)}."
+            f"{source.path} can't be read: the file does not exist{_taken_for(source.path)}."
         ) from error
     except Exception as error:  # each filesystem has errors of its own: no access, no network
         raise UserError(
@@ -328,7 +328,7 @@ def _taken_for(path: str) -> str:
     name = path.removeprefix(HUB_FILES)
     if name == path or hub_pattern(name) != path:
         return ""
-    return f" (there is no folder {name.split('/')[0]} here, so {name} was looked for on the hub)"
+    return f" (no local folder {name.split('/')[0]} exists, so {name} was searched for on the hub)"
 
 
 def _readable(file: DataFile) -> DataFile:
@@ -377,7 +377,7 @@ def _chosen(source: Source, inside: dict[str, DataFile], not_read: list[str]) ->
     }
     if not data_files:
         raise UserError(f"The folder {source.path} holds no data files. {READABLE}")
-    # A README.txt beside rows.jsonl is about the data.
+    # A README.txt next to rows.jsonl describes the data.
     texts = tuple(suffix for suffix in SUFFIXES if ".txt" in suffix)
     rows = {n: file for n, file in data_files.items() if not n.lower().endswith(texts)} or data_files
     unread = {name: file for name, file in inside.items() if file.name.endswith(UNREAD) and not file.kind}

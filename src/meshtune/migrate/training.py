@@ -202,7 +202,9 @@ def trains(value: Any, job: Job) -> Converted:
 # Labels and sequences
 
 
-LABELS = "the template and data.train_on alone say which tokens are labelled; rows can say weight or train"
+LABELS = (
+    "only the template and data.train_on decide which tokens are labelled, and weight or train in the rows"
+)
 
 
 def of_rows(key: str, job: Job) -> list[Any]:

@@ -202,7 +202,7 @@ def test_the_cache_of_a_url_is_found_until_the_file_changes(served, tmp_path):
         ("s3://bucket/rows.jsonl", "pip install s3fs"),
         ("gs://bucket/rows.jsonl", "pip install gcsfs"),
         ("nosuch://bucket/rows.jsonl", "can't be read: Protocol not known"),
-        ("memory://nowhere/rows.jsonl", "can't be read: there is no such file"),
+        ("memory://nowhere/rows.jsonl", "can't be read: the file does not exist"),
     ],
 )
 def test_a_url_that_cannot_be_read_says_why(path, sentence):

@@ -152,15 +152,18 @@ def _block(
 ) -> BlockBytes:
     """Bytes of an average block's activations; of what runs again, those of the block that saves most."""
     selective = None if accounting.selected is None else accounting.selected.per_token(work, seq_len)
-    average, fullest_block = (
+    saved = [accounting.saved_per_token(work, layouts, seq_len)]
+    if int(accounting.element) in work.fullest:  # else all blocks save as much
+        saved.append(accounting.saved_per_token(work, layouts, seq_len, fullest=True))
+    blocks = [
         saved_by_block(
-            accounting.saved_per_token(work, layouts, seq_len, fullest=of_fullest), work, layouts,
-            sizes.tokens, element=accounting.element, regathers_inputs=accounting.regathers(layouts),
-            context=accounting.context_keys, selective=selective,
+            each, work, layouts, sizes.tokens, element=accounting.element,
+            regathers_inputs=accounting.regathers(layouts), context=accounting.context_keys,
+            selective=selective,
         )
-        for of_fullest in (False, True)
-    )  # fmt: skip
-    return average._replace(recomputed=fullest_block.recomputed)
+        for each in saved
+    ]  # fmt: skip
+    return blocks[0]._replace(recomputed=blocks[-1].recomputed)
 
 
 def input_backward(
