@@ -134,7 +134,10 @@ def test_a_processor_that_nobody_probed_gets_its_plan_from_a_file(written: Writt
     assert document["off"][0]["explanations"][0]["constant"] == "memory"
 
 
-def test_a_run_that_can_not_be_planned_says_why(written: Written) -> None:
+def test_a_run_that_can_not_be_planned_says_why(
+    written: Written, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path_factory.mktemp("without runs"))  # whose names are near
     folder = RunDir(written("gone", {}))
     folder.config_file.unlink()
     first, *others = folder.rows()

@@ -164,7 +164,10 @@ def test_a_mistake_is_named(document: dict[str, Any]) -> None:
     says(problems(document))
 
 
-def test_a_file_names_its_base_beside_it_and_key_value_changes_that(tmp_path: Path) -> None:
+def test_a_file_names_its_base_beside_it_and_key_value_changes_that(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path_factory.mktemp("without runs"))  # whose names are near
     (tmp_path / "config.yaml").write_text("model: {name: a}\ntrain.seed: 7\noutput: runs/x\n")
     file = tmp_path / "study.yaml"
     file.write_text("base: config.yaml\naxes: {data.seq_len: [64]}\n")
