@@ -18,12 +18,20 @@ from meshtune.config import Config, keys
 SRC = Path(__file__).parents[1] / "src" / "meshtune"
 FILES = sorted(SRC.rglob("*.py"))
 TREES = {str(file.relative_to(SRC)): ast.parse(file.read_text(encoding="utf-8")) for file in FILES}
-FILE_LINES, FUNCTION_LINES, POSITIONAL, CHAIN = 450, 70, 6, 12
+FILE_LINES, FUNCTION_LINES, POSITIONAL, CHAIN = 600, 70, 6, 12
 SHORTER_FILES = {"train/build.py": 300}  # it reads every setting, and so attracts code
 # Functions of attention/ on q, k and v share one signature: tensors, what sees what, scale, dropout, softcap.
 ATTENTION_POSITIONAL = 9
 OPENINGS = re.compile(r"(Of|What|Whose|Who|Where|And|With)\b")
 ONE_LETTER = set("qkvx_")
+
+# The whole: each number is lowered by the change that makes it smaller, down to the goal in the comment.
+WHOLE = {
+    "lines of src": 69_400,  # 52,000
+    "files of src": 438,  # 280
+    "files in one folder of src": 38,  # 22
+    "lines of tests": 50_600,  # 36,000
+}
 
 ATTEND = "the signature of core.attend_documents, which it stands in for on the ranks of cp"
 # What may exceed a budget, and why; no more than eight.
@@ -128,6 +136,17 @@ def test_an_exception_is_needed_and_has_a_reason(name: str) -> None:
 
 def test_no_file_is_longer_than_its_budget() -> None:
     assert [name for name in long_files() if name not in EXCEPTIONS] == []
+
+
+def test_the_whole_is_within_its_budget() -> None:
+    tests = Path(__file__).parent.rglob("*.py")
+    measured = {
+        "lines of src": sum(len(file.read_text("utf-8").splitlines()) for file in FILES),
+        "files of src": len(FILES),
+        "files in one folder of src": max(Counter(file.parent for file in FILES).values()),
+        "lines of tests": sum(len(file.read_text("utf-8").splitlines()) for file in tests),
+    }
+    assert {name: (n, WHOLE[name]) for name, n in measured.items() if n > WHOLE[name]} == {}
 
 
 def test_no_function_is_longer_than_its_budget() -> None:
