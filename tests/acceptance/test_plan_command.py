@@ -281,7 +281,7 @@ def test_clusters_are_compared_and_the_goal_chooses(plan: Plan) -> None:
 @pytest.mark.ci
 def test_the_first_command_of_the_readme_needs_no_hub(meshtune: Command, kept: Path) -> None:
     readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    (line,) = re.findall(r"^\$ meshtune (plan model.*)$", readme, re.M)
+    (line,) = re.findall(r"^\$ meshtune (plan model.*)$", readme.replace("\\\n", ""), re.M)
     ended = meshtune(*line.split(), f"data.cache={kept}", "--json")
     assert ended.code == 0, ended.err
     assert ended.json["model"]["parameters"] == 8_030_261_248
