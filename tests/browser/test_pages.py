@@ -48,15 +48,6 @@ def test_a_page_is_drawn_again_when_the_window_or_the_theme_changes(opened, page
     )
 
 
-def test_sliders_of_a_plan_show_another_plan(opened, pages):
-    window = opened(pages["plan"])
-    before = window.texts("#what-if-tiles dd")
-    window.page.locator("#what-if input").first.evaluate(
-        "input => { input.value = 0; input.dispatchEvent(new Event('input')); }"
-    )
-    assert window.texts("#what-if-tiles dd") != before
-
-
 def shown(window) -> list[list[str]]:
     """Cells of the rows that the table of a sweep shows, without the box to choose the row."""
     rows = "[...document.querySelectorAll('#experiments tbody tr')]"

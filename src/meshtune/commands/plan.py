@@ -331,7 +331,7 @@ def draw(answer: "Answer", file: Path, *, top: int, compare_sizes: bool, setting
     from meshtune.report.plan.page import Asked
 
     asked = Asked(shlex.join(["meshtune", *sys.argv[1:]]), shlex.join(settings))
-    notice("searching for other batches, cluster sizes and sequence lengths to draw …")
+    notice("searching for other batches and cluster sizes to draw …")
     pictures.write(file, answer, top, compare_sizes=compare_sizes, asked=asked)
     notice(f"pictures in {file}")
 

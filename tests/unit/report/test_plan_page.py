@@ -1,7 +1,6 @@
 """The page of a plan: what stands on it, and how its charts are drawn for a phone."""
 
 import html
-import json
 import re
 from dataclasses import replace
 from itertools import combinations
@@ -16,7 +15,6 @@ from meshtune.plan.explanation import Explanation
 from meshtune.plan.models import models
 from meshtune.plan.offers import offer_of
 from meshtune.plan.search import explained, search
-from meshtune.plan.what_if import WhatIf
 from meshtune.plan.workload import Workload
 from meshtune.report.draw.charts import specification
 from meshtune.report.draw.colours import COLOURS
@@ -35,7 +33,6 @@ from meshtune.report.plan.page import (
 )
 from meshtune.report.plan.panels import memory_stacks, panels, time_stacks
 from meshtune.report.plan.pictures import rows
-from meshtune.report.plan.sliders import sliders
 from meshtune.sections import ClusterConfig
 
 MODEL = models()["llama-3.2-1b"]
@@ -190,22 +187,6 @@ def test_a_kind_without_a_price_has_an_empty_cost(answer):
     _, priced, other = re.findall(r"<tr.*?</tr>", clusters(both))
     assert re.search(r"data-name='cost'>[\d.]+<", priced)
     assert "data-name='cost'><" in other and str(unpriced.choice.layout) in other
-
-
-def test_the_sliders_table_has_every_plan_and_starts_at_the_answer(answer):
-    key = (8, 32, 4096)
-    around = WhatIf((8, 16), (32,), (4096, 8192), {key: answer.choice, (16, 32, 4096): None})
-    found = sliders(answer, around)
-    data = json.loads(re.search(r"^const WHAT_IF = (.*);$", found, re.MULTILINE)[1])  # pyright: ignore[reportOptionalSubscript]
-    layout, speed, step, mfu, peak = data["plans"]["8-32-4096"]
-    choice = answer.choice
-    assert layout == str(choice.layout) and mfu == pytest.approx(choice.mfu, abs=1e-4)
-    assert speed == pytest.approx(choice.tokens_per_second_per_gpu, abs=0.1)
-    assert (step, peak) == pytest.approx((choice.seconds.total, choice.memory.peak / 2**30), rel=1e-3)
-    assert data["plans"]["16-32-4096"] is None
-    assert (data["tokens"], data["price"]) == (LENGTH.tokens, 2.0)
-    assert re.findall(r"max='(\d)' value='(\d)'", found) == [("1", "0"), ("0", "0"), ("1", "0")]
-    assert "innerHTML" not in found  # names are set as text
 
 
 def test_error_bars_stand_in_the_heads_of_tables_and_the_titles_of_charts(answer):

@@ -167,8 +167,7 @@ def test_page_and_picture_draw_the_same_numbers(drawn):
 
 
 @pytest.mark.ci
-def test_the_page_is_one_file_that_asks_nobody_and_obeys_no_name(answer, tmp_path, monkeypatch):
-    monkeypatch.setattr("meshtune.report.plan.pictures.what_if", lambda *_: None)  # test_what_if.py
+def test_the_page_is_one_file_that_asks_nobody_and_obeys_no_name(answer, tmp_path):
     file = write(tmp_path / "new" / "plan.html", answer, asked=Asked("plan <x>", "a=<x>"))
     text = file.read_text()
     own = text[: text.index("<script")] + text[text.index("</script>") :]

@@ -194,10 +194,6 @@ code, pre, .samples td { font-family: var(--mono); font-size: 13px; }
 .tile dt { color: var(--soft); font-size: 13px; }
 .tile dd { margin: 2px 0 0; font-size: 25px; line-height: 1.25; font-weight: 600; letter-spacing: -0.02em; }
 
-.sliders { display: grid; grid-template-columns: repeat(auto-fit, minmax(230px, 1fr)); gap: 8px 28px; }
-.sliders label { margin: 0; }
-.sliders output { color: var(--ink); font-weight: 600; margin-left: 4px; }
-.sliders input { display: block; width: 100%; accent-color: var(--ink); margin: 6px 0; }
 .tiles.four { grid-template-columns: repeat(auto-fit, minmax(230px, 1fr)); margin-top: 16px; }
 pre.command { white-space: pre-wrap; overflow-wrap: anywhere; }
 

@@ -15,14 +15,12 @@ from meshtune.report.draw.page import Page, text
 from meshtune.report.draw.words import model_title
 from meshtune.report.plan.clusters import mark
 from meshtune.report.plan.numbers import common_error, number, plus_minus, seconds
-from meshtune.report.plan.sliders import sliders
 from meshtune.units import GIB, counted, duration, human
 
 if TYPE_CHECKING:
     from meshtune.plan.answer import Answer
     from meshtune.plan.explanation import Explanation
     from meshtune.plan.search import Choice
-    from meshtune.plan.what_if import WhatIf
     from meshtune.report.draw.kinds import Panel
 
 IN_WORDS = {"": "", "→": "recommended", "=": "a tie, within the error bar", "×": "beyond what was asked for"}
@@ -52,11 +50,10 @@ def plan_page(
     choices: Sequence[Choice],
     drawn: Sequence[Panel],
     asked: Asked,
-    around: WhatIf | None = None,
 ) -> str:
     """The answer as the HTML text of a page.
 
-    choices: rows of its table. drawn: its charts. around: plans for its sliders; None: it has none.
+    choices: rows of its table. drawn: its charts.
     """
     return Page(
         name=model_title(answer.workload.model),
@@ -67,7 +64,6 @@ def plan_page(
             (
                 recommended(answer, asked),
                 clusters(answer),
-                sliders(answer, around) if around else "",
                 layouts(answer, choices),
             )
         ),

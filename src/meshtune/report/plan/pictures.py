@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshtune.plan.what_if import what_if
 from meshtune.report.draw import vega
 from meshtune.report.draw.kinds import Panel, Scatter, Stacks
 from meshtune.report.draw.picture import SUFFIXES, known_suffix
@@ -38,8 +37,7 @@ def write(
     batches = answer.batches()
     drawn = panels(answer, choices, answer.by_size if compare_sizes else None, batches)
     if suffix == ".html":
-        around = what_if(answer, batches) if answer.choice.cluster.timed else None
-        write_text_atomically(file, plan_page(answer, choices, drawn, asked, around))
+        write_text_atomically(file, plan_page(answer, choices, drawn, asked))
     else:
         title = f"{model_title(answer.workload.model)} · {subject(answer)}"
         write_picture(file, rows(drawn), title=title)
