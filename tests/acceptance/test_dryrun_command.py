@@ -1,10 +1,8 @@
 """`meshtune dryrun` as a user runs it: from a config.json alone, what it prints, and how it ends."""
 
 import json
-import os
 import pickle
 import re
-import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -157,36 +155,16 @@ def fail(job: Any, rank: int) -> RankTrace:
     raise RuntimeError(f"no meta function for rank {rank}")
 
 
-def abort(job: Any, rank: int) -> RankTrace:
-    """End as C++ does after an exception that nobody catches."""
-    os.abort()
-
-
-def kill(job: Any, rank: int) -> RankTrace:
-    """End as a process does that the machine has no memory for."""
-    os.kill(os.getpid(), signal.SIGKILL)
-    raise AssertionError
-
-
-@pytest.mark.parametrize(
-    ("crash", "cause"),
-    [
-        (fail, r"rank [01] of 2 failed:\n(.*\n)+RuntimeError: no meta function for rank [01]"),
-        (abort, r"The trace of rank [01] was killed by SIGABRT.*\n(.*\n)*.*Fatal Python error: Aborted"),
-        (
-            kill,
-            r"The trace of rank [01] was killed by SIGKILL; the kernel does that when the machine's memory",
-        ),
-    ],
-)
 def test_a_rank_that_crashes_ends_the_command_with_its_cause(
-    dryrun: DryRun, monkeypatch: pytest.MonkeyPatch, crash: Any, cause: str
+    dryrun: DryRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Signals and hangs of a rank: tests/unit/dryrun/test_traced_ranks.py."""
     from meshtune.api import dryrun as api
 
-    monkeypatch.setattr(api, "trace_rank", crash)
+    monkeypatch.setattr(api, "trace_rank", fail)
     ended = dryrun("--gpu", "h100-sxm", "--layout", "pp2-1f1b-mb1")
     assert ended.code == 1 and ended.out == ""
+    cause = r"rank [01] of 2 failed:\n(.*\n)+RuntimeError: no meta function for rank [01]"
     assert re.search(cause, ended.err), ended.err
 
 

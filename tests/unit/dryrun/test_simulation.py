@@ -37,33 +37,26 @@ TURNS = ([60, 80], [1, -1, 2, -2])  # 140 MiB in two segments; 80 if the first o
 PIECES = ([100, 30, 30, 60], [1, -1, 2, 3, -2, 4, -3, -4])  # 160 MiB, 120 with expandable segments
 
 
-def test_a_layout_needs_what_an_allocator_with_expandable_segments_reserves():
-    one = simulation(*PIECES, memory=140)
-    assert (one.need, one.fits) == (130 * MIB, True)
-    says(one.verdict)
-    nothing = simulation(*PIECES, memory=100)
-    assert not nothing.fits and "PYTORCH_ALLOC_CONF" not in nothing.verdict
-
-
-def test_a_layout_needs_what_the_allocator_that_the_user_has_set_reserves():
-    one = simulation(*TURNS, memory=160, expandable=False)
-    assert (one.need, one.fits) == (150 * MIB, True)
-    assert one.traces[0].steps[1].peak()[0] == 80 * MIB
-    says(one.verdict)
-
-
-def test_an_allocator_that_gives_memory_back_fits_barely():
-    one = simulation(*TURNS, memory=130, expandable=False)
-    assert one.fits
+@pytest.mark.parametrize(
+    ("steps", "memory", "expandable", "need", "fits"),
+    [
+        pytest.param(PIECES, 140, True, 130, True, id="expandable segments"),
+        pytest.param(TURNS, 160, False, 150, True, id="segments of a size"),
+        pytest.param(TURNS, 130, False, 150, True, id="fits barely, by giving segments back"),
+        pytest.param(PIECES, 140, False, 170, False, id="fits with expandable segments only"),
+    ],
+)
+def test_a_layout_needs_what_the_allocator_reserves(steps, memory, expandable, need, fits):
+    one = simulation(*steps, memory=memory, expandable=expandable)
+    assert (one.need, one.fits) == (need * MIB, fits)
     says(one.verdict)
 
 
-def test_what_fits_with_expandable_segments_alone_says_so():
-    one = simulation(*PIECES, memory=140, expandable=False)
-    assert not one.fits
-    says(one.verdict)
-    nothing = simulation(*PIECES, memory=100, expandable=False)
+@pytest.mark.parametrize("expandable", [True, False])
+def test_where_no_allocator_would_fit_none_is_named(expandable: bool):
+    nothing = simulation(*PIECES, memory=100, expandable=expandable)
     assert not nothing.fits and "expandable_segments" not in nothing.verdict
+    assert "PYTORCH_ALLOC_CONF" not in nothing.verdict
 
 
 def test_a_processor_has_no_such_allocator():
