@@ -1,5 +1,6 @@
 """Templates that write more, or less, than they were asked for: labels are exact, or the row is refused."""
 
+import inspect
 import re
 from typing import Any
 
@@ -175,6 +176,11 @@ def injected(token: str) -> list[dict[str, Any]]:
     return [user(f"Hi{token}\n{token} x {token}y"), assistant("Yes"), user(f"{token}Go")]
 
 
+@pytest.mark.skipif(
+    "sanitize_control_tokens"
+    not in inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters,
+    reason="transformers before 5.18 or so hands sanitize_control_tokens to the template",
+)
 @pytest.mark.parametrize("name", names())
 def test_control_tokens_in_contents_have_transformers_ids_of_their_characters(name: str) -> None:
     text = template(name)
@@ -182,10 +188,7 @@ def test_control_tokens_in_contents_have_transformers_ids_of_their_characters(na
     tokens = [token for token in special_tokens(text) if "think" not in token and "channel" not in token]
     for token in tokens[:5]:
         options = {"add_generation_prompt": True, "return_dict": False, "sanitize_control_tokens": True}
-        try:
-            ids = encoder.tokenizer.apply_chat_template(injected(token), **options)
-        except TypeError:
-            pytest.skip("this transformers does not know sanitize_control_tokens")
+        ids = encoder.tokenizer.apply_chat_template(injected(token), **options)
         assert encoder.turn_ids(injected(token)) == ids
 
 
