@@ -21,6 +21,7 @@ ALWAYS_PROMPT = {
     "always_prompts_words": "<|EOT|>",
 }
 CHATML = template("plain_chatml")
+TEMPLATE_OPTIONS = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
 FIRST_PART = "{{ m.content[0].text }}"  # of several
 ALL_PARTS = "{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}"
 TURNS = [user("Hello?"), assistant("Yes"), user("So?"), assistant("Done")]
@@ -177,9 +178,8 @@ def injected(token: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.skipif(
-    "sanitize_control_tokens"
-    not in inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters,
-    reason="transformers before 5.18 or so hands sanitize_control_tokens to the template",
+    "sanitize_control_tokens" not in TEMPLATE_OPTIONS,
+    reason="this transformers does not know sanitize_control_tokens and would pass it to the template",
 )
 @pytest.mark.parametrize("name", names())
 def test_control_tokens_in_contents_have_transformers_ids_of_their_characters(name: str) -> None:
