@@ -35,7 +35,7 @@ PACKAGES = {  # protocols whose package fsspec does not bring
 # What servers say of a file's version.
 VERSIONS = ("ETag", "etag", "md5Hash", "blob_id", "LastModified", "last_modified", "mtime", "created")
 READABLE = f"meshtune reads {', '.join(SUFFIXES)}, a folder of these, or a hub data set org/name."
-BLOCK = 2**24  # bytes that are hashed at a time
+BLOCK = 2**20  # bytes that are hashed at a time; eight files are read at once
 LISTING = ("dataset_info.json", "dataset_infos.json")  # lists of data sets, of LLaMA-Factory and the hub
 UNREAD = (  # suffixes of data files that are not read
     ".zst", ".bz2", ".xz", ".zip", ".tar", ".tar.gz", ".tgz", ".arrow", ".feather", ".avro", ".orc", ".xlsx",
