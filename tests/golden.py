@@ -187,6 +187,8 @@ def main(words: list[str]) -> int:
     files = [str(file.relative_to(TESTS.parent)) for file in sorted(TESTS.rglob("test_*.py"))]
     files = [file for file in files if not words or any(word in file for word in words)]
     tests = [f"{file}::{name}" for file in files for name in users(TESTS.parent / file)]
+    if not tests:
+        sys.exit(f"No test with golden texts is in a file whose path has {' or '.join(words)}.")
     outcomes = Outcomes()
     options = ["-n", "2", "--dist", "loadfile", "-m", "not gpu and not browser", "-q"]
     code = pytest.main([*options, *tests], plugins=[outcomes])
@@ -194,6 +196,8 @@ def main(words: list[str]) -> int:
         return code  # interrupted: which cases did not run is not known
     unsure = outcomes.others | (set(tests) - outcomes.passed)
     new = collected()
+    if not new:
+        sys.exit("No process wrote a text: the files stay as they are.")
     FOLDER.mkdir(exist_ok=True)
     for name in sorted(new.keys() | {file.stem for file in FOLDER.glob("*.txt")}):
         file = FOLDER / f"{name}.txt"
