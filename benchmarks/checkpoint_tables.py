@@ -18,8 +18,8 @@ import torch
 from torch.distributed.checkpoint.storage import WriteResult
 
 from meshtune.model.pieces import Piece
-from meshtune.train import checkpoint, checkpoint_tables
-from meshtune.train.checkpoint_tables import Written
+from meshtune.train import checkpoint, checkpoint_files
+from meshtune.train.checkpoint_files import Written
 
 
 class FirstOfMany(checkpoint.Checkpoints):
@@ -42,7 +42,7 @@ class FirstOfMany(checkpoint.Checkpoints):
 def _moved(written: Written, rank: int) -> Written:
     """The same pieces, of another rank."""
     names = [item.index.fqn for item in written.items]
-    items = [checkpoint_tables._write_item(name, Piece((2**20,), (rank,), torch.empty(1))) for name in names]
+    items = [checkpoint_files._write_item(name, Piece((2**20,), (rank,), torch.empty(1))) for name in names]
     results = [
         WriteResult(item.index, result.size_in_bytes, result.storage_data)
         for item, result in zip(items, written.results, strict=True)

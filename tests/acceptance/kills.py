@@ -25,8 +25,8 @@ from command import TORCHRUN, Ended, end, fork, start
 from tiny import short_run
 
 from meshtune.data import cache as data_cache
+from meshtune.launch.place import children
 from meshtune.launch.scratch import PREFIX, remove_abandoned
-from meshtune.launch.siblings import children
 from meshtune.rundir import RunDir
 from meshtune.train.checkpoint import Checkpoints
 from meshtune.watch import process_status

@@ -19,7 +19,7 @@ from meshtune.meter import phases
 from meshtune.rundir import RunDir
 from meshtune.train import build, loop
 from meshtune.train.callbacks import Hooks
-from meshtune.train.token_loss import LossFunction
+from meshtune.train.loss import LossFunction
 
 GLOBAL_BATCH = 16
 

@@ -20,7 +20,7 @@ from meshtune.model.capabilities import traits
 from meshtune.model.load import on_meta
 from meshtune.placement.rules import refusals
 from meshtune.rundir import RunDir
-from meshtune.train.token_loss import LossFunction
+from meshtune.train.loss import LossFunction
 
 ONE = "mb4-ga4"
 

@@ -16,7 +16,7 @@ from meshtune.study.store import Store
 from meshtune.study.sweep_file import Experiment
 from meshtune.sweep_rows import read_sweep_rows
 from meshtune.train.export import recipe
-from meshtune.train.folder import Claim
+from meshtune.train.output import Claim
 
 SECRET = "https://alice:PASSWORD@host/a/rows.jsonl?X-Amz-Signature=PASSWORD&part=1"
 SHOWN = "https://host/a/rows.jsonl?…"

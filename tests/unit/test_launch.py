@@ -478,7 +478,7 @@ def test_other_ranks_of_this_machine_are_found_by_their_environment_from_their_f
         tasks[rank] = subprocess.Popen(["sleep", "600"], env=names)
     try:
         script = (
-            "import sys; from meshtune.launch import Place; from meshtune.launch.siblings import *\n"
+            "import sys; from meshtune.launch import Place; from meshtune.launch.place import *\n"
             f"place = {place!r}\nprint(siblings(place), rank_before(place))"
         )
         seen = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

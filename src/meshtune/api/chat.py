@@ -9,8 +9,8 @@ from meshtune.api.answer import Answerer
 from meshtune.data.example import Example
 from meshtune.data.prompts import Given, prompts_of
 from meshtune.errors import UserError
+from meshtune.launch.signals import StopRequest
 from meshtune.train.generate import GREEDY, Sampling, TextStream
-from meshtune.train.signals import StopRequest
 
 
 class Conversation:

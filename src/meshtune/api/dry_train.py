@@ -22,13 +22,12 @@ from meshtune.report.dryrun.page import TOP
 from meshtune.train import output
 from meshtune.train.checkpoint import Checkpoints
 from meshtune.train.choose import choose, device_of, gpus_of
-from meshtune.train.folder import choose_folder
 from meshtune.train.inputs import Inputs, inputs_of, steps_of
 from meshtune.train.loop import progress_of
 from meshtune.train.model import ModelSpec, trainable_skeleton
-from meshtune.train.positions import position_sentences
+from meshtune.train.output import choose_folder
 from meshtune.train.trackers import tracker_problems
-from meshtune.train.untrained import untrained_sentences
+from meshtune.train.untrained import position_sentences, untrained_sentences
 from meshtune.train.updates import length_sentences
 from meshtune.units import counted
 

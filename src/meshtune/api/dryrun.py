@@ -40,8 +40,8 @@ from meshtune.plan.phrases import unmeasured
 from meshtune.plan.search import explained
 from meshtune.plan.workload import Uncounted, Workload, lighter_workloads, workload_of
 from meshtune.train.build import model_spec, optimizer_spec
+from meshtune.train.choose import SMALLER
 from meshtune.train.inputs import Inputs, loader_of
-from meshtune.train.predict import SMALLER
 from meshtune.units import counted
 
 COMPILED = (

@@ -44,8 +44,7 @@ def exported(
     from meshtune.model.pieces import whole_pieces
     from meshtune.parallel.mesh import join
     from meshtune.precision import UNMIXED
-    from meshtune.train.export import exporter_of
-    from meshtune.train.upload import push
+    from meshtune.train.export import exporter_of, push
 
     target = target_of(str(name), overrides, step=step)
     config = target.config

@@ -109,7 +109,7 @@ def device_of(device_type: str, ranks: int, dtype: str) -> Any:
     from meshtune.launch.rank import cores
     from meshtune.plan.hardware import named
     from meshtune.study.probe_kind import Device, like_of
-    from meshtune.train.provenance import device_name
+    from meshtune.train.run_row import device_name
 
     name = device_name(torch.device(device_type))
     if device_type == "cpu":
@@ -127,7 +127,7 @@ def provenance(device: str, threads: dict[int, int]) -> dict[str, Any]:
     import psutil
 
     from meshtune.launch.rank import cores
-    from meshtune.train.provenance import versions
+    from meshtune.train.run_row import versions
 
     return versions() | {
         "date": datetime.now().astimezone().isoformat(timespec="minutes"),

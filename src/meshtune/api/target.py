@@ -35,9 +35,9 @@ from meshtune.precision import PRECISIONS, UNMIXED
 from meshtune.rundir import RunDir
 from meshtune.train import build, choose, inputs, output
 from meshtune.train.checkpoint import Checkpoints
-from meshtune.train.folder import frozen_base
 from meshtune.train.loss import head_loss
 from meshtune.train.model import single_model
+from meshtune.train.output import frozen_base
 from meshtune.units import notice
 from meshtune.yaml_tree import leaves, overridden
 

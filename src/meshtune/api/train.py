@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from meshtune.launch import Rank
     from meshtune.train.choose import Choice
     from meshtune.train.loop import Run
-    from meshtune.train.token_loss import LossFunction
+    from meshtune.train.loss import LossFunction
 
 Show = Callable[[RunDir], None]  # called with the run folder on the main rank at the end, also after an error
 
@@ -66,7 +66,7 @@ def train(
 
     config: a Config, a mapping of its sections, or a YAML file. overrides: section.key=value each.
     train_data, eval_data: rows in a form that data.format knows, a list of dicts or a datasets.Dataset;
-    instead of data.train and data.eval. loss: instead of the cross entropy, see train/token_loss.py.
+    instead of data.train and data.eval. loss: instead of the cross entropy, see train/loss.py.
     callbacks: called on the main rank. layout: instead of config's. nproc: ranks to start here; None: as many
     as the layout has, or as there are GPUs.
 
@@ -287,7 +287,7 @@ def settled(config: Config) -> tuple[Config, bool]:
     tell = partial(Console(stderr=True).print, soft_wrap=True)
     named = RunDir(expanded(config.output).absolute())
     if named.replaced.exists():
-        from meshtune.train.folder import put_back
+        from meshtune.train.output import put_back
 
         if put_back(named):
             tell(Text(f"{named.path} is the earlier run again: the one that was to replace it did no step."))
@@ -296,7 +296,7 @@ def settled(config: Config) -> tuple[Config, bool]:
         tell(Text(decision.line, style="bold"))
     if decision.start == "report":
         from meshtune.report.run import report
-        from meshtune.train.folder import Claim
+        from meshtune.train.output import Claim
 
         with Claim(decision.run):  # clears what the killed process left
             report.try_report(decision.run)

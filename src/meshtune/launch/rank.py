@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from meshtune.errors import UserError, traceback_of
-from meshtune.launch.place import Place, threads_of
-from meshtune.launch.siblings import rank_before, siblings
+from meshtune.launch.place import Place, rank_before, siblings, threads_of
 from meshtune.streams import Output, flush, keep_in, text_stream
 from meshtune.units import duration, notice
 from meshtune.watch import (

@@ -1,7 +1,9 @@
 """The signals that ask a run to stop: from a user, a closed terminal, or a queue."""
 
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from types import FrameType
+from typing import Any
 
 # SIGHUP: the terminal was closed, or ssh lost its connection. SIGUSR1, SIGUSR2 and SIGXCPU: before the time
 # limit, from Slurm (--signal), LSF and Grid Engine (-notify, s_cpu).
@@ -17,3 +19,34 @@ def heeded(signals: Iterable[signal.Signals] = STOPPING) -> list[signal.Signals]
         for number in signals
         if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
     ]
+
+
+# Stop on a signal #
+
+
+class StopRequest:
+    """Context that puts the name of a received signal into `requested`.
+
+    A second SIGINT raises KeyboardInterrupt. signals: those that are noted, but not a SIGHUP that is ignored.
+    enabled: False leaves the signals' handlers as they are.
+    """
+
+    def __init__(self, *, enabled: bool = True, signals: Sequence[signal.Signals] = STOPPING) -> None:
+        self.enabled = enabled
+        self.signals = signals
+        self.requested: str | None = None
+        self._handlers: dict[signal.Signals, Any] = {}  # of before
+
+    def __enter__(self) -> "StopRequest":
+        if self.enabled:
+            self._handlers = {number: signal.signal(number, self._note) for number in heeded(self.signals)}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.requested and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.requested = signal.Signals(number).name

@@ -37,8 +37,7 @@ from meshtune.train.inputs import inputs_of, loader_of
 from meshtune.train.loop import seed_dropout
 from meshtune.train.measure import Meter
 from meshtune.train.model import RankModel, rank_model
-from meshtune.train.provenance import device_name
-from meshtune.train.run_row import facts_of, hosts_of
+from meshtune.train.run_row import device_name, facts_of, hosts_of
 from meshtune.train.step import Counts
 
 WARM_UP = WATCHED_STEPS + 1  # steps before those that are timed: memory is watched, kernels are chosen

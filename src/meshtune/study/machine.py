@@ -6,7 +6,7 @@ from typing import Any
 from meshtune.launch.rank import cores
 from meshtune.meter.rows import time_now
 from meshtune.plan.cluster import gpus_here
-from meshtune.train.provenance import git_facts, processor_name, versions
+from meshtune.train.run_row import git_facts, processor_name, versions
 
 
 def machine_facts(simulated: str | None, *, on_processor: bool) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from meshtune.config import Config
 from meshtune.data.prepare import Prepared, sentences
 from meshtune.data.tokens import id_bound
 from meshtune.errors import UserError, expanded
+from meshtune.launch.signals import StopRequest
 from meshtune.meter.mfu import flops_of, peak_flops
 from meshtune.meter.noise_scale import noise_refusals
 from meshtune.model.anatomy import left_out_of_loss
@@ -23,25 +24,22 @@ from meshtune.plan.cluster import unused_here
 from meshtune.plan.hardware import datasheet_flops
 from meshtune.precision import PRECISIONS
 from meshtune.rundir import RunDir
-from meshtune.train import folder, output
+from meshtune.train import output
 from meshtune.train.callbacks import Callback, Callbacks, Hooks, Training
 from meshtune.train.checkpoint import Checkpoints
-from meshtune.train.choose import Choice, choose_together, device_of, gpus_of
+from meshtune.train.choose import Choice, choose_together, device_of, gpus_of, out_of_memory, prediction
 from meshtune.train.dashboards import Labels
 from meshtune.train.evaluate import Evaluation
-from meshtune.train.export import exporter_of
+from meshtune.train.export import exporter_of, try_repository
 from meshtune.train.inputs import Inputs, first_texts, inputs_of, loader_of, steps_of, stream_sentences
 from meshtune.train.loop import Run, restore, seed_dropout
+from meshtune.train.loss import TokenLoss, check_same
 from meshtune.train.measure import Meter
 from meshtune.train.model import LoraSpec, ModelSpec, OptimizerSpec, RankModel, rank_model
-from meshtune.train.positions import position_sentences
-from meshtune.train.predict import out_of_memory, prediction
 from meshtune.train.run_row import run_row
 from meshtune.train.self_check import beyond_tested
-from meshtune.train.signals import StopRequest
-from meshtune.train.token_loss import TokenLoss, check_same
 from meshtune.train.trackers import Metrics, tracker_problems
-from meshtune.train.untrained import untrained_sentences
+from meshtune.train.untrained import position_sentences, untrained_sentences
 from meshtune.train.updates import (
     course_of,
     length_sentences,
@@ -49,7 +47,6 @@ from meshtune.train.updates import (
     schedule_of,
     steps_between,
 )
-from meshtune.train.upload import try_repository
 from meshtune.units import counted
 
 Claimed = Callable[[RunDir], None]
@@ -159,7 +156,7 @@ def assemble(
         training=training,
     )
     if resumed is not None:
-        notices += filter(None, [folder.rate_change(run_folder, resumed, steps, run.learning_rate)])
+        notices += filter(None, [output.rate_change(run_folder, resumed, steps, run.learning_rate)])
         restore(run, resumed)
         run.loader = loader_of(config, prepared.train, world.layout, world.data_rank, run.progress.data)
     notices += length_sentences(config, prepared.train, steps, resumed)
@@ -218,7 +215,7 @@ def claim_together(
     steps: int,
     report: Callable[[str], None],
     label_share: float | None,
-) -> tuple[RunDir, int | None, folder.Claim | None]:
+) -> tuple[RunDir, int | None, output.Claim | None]:
     """(The run folder; the step to go on from, None without a checkpoint; the claim, None on other ranks).
 
     Every rank calls it; the main rank claims the folder, writes config.yaml and plan.yaml, and broadcasts it.
@@ -228,11 +225,11 @@ def claim_together(
     """
     claim, place, world = None, None, model.parallel.world
     if world.main:
-        chosen, resumed = folder.choose_folder(config, steps, report)
+        chosen, resumed = output.choose_folder(config, steps, report)
         if resumed is not None:
             check_same(model.passes.token_loss, chosen.run)
         plan = prediction(config, world.layout, gpus_of(world.device), label_share)
-        claim = folder.begin(chosen.run, config, plan, resumed, replace=chosen.start == "replace")
+        claim = output.begin(chosen.run, config, plan, resumed, replace=chosen.start == "replace")
         place = chosen.run, resumed
     run_folder, resumed = world.broadcast_object(place)
     missing = [

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from meshtune.rundir import Row
 
 if TYPE_CHECKING:
-    from meshtune.train.token_loss import LossFunction
+    from meshtune.train.loss import LossFunction
 
 
 @dataclass

@@ -25,6 +25,7 @@ import socket
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,35 +35,33 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
+from meshtune import filesystem
 from meshtune.errors import UserError
-from meshtune.filesystem import replace, sync
+from meshtune.filesystem import sync
 from meshtune.model.pieces import Piece
 from meshtune.rundir import disk_is_full, write_atomically, write_text_atomically
 from meshtune.train.checkpoint_files import (
     CANNOT_BE_READ,
     HASH,
     NotSaved,
+    SafeReader,
+    Written,
     damage,
+    dealt,
+    empty_here,
     free_bytes,
+    metadata,
+    mismatch,
     misnamed,
+    piece_of,
+    read,
     read_manifest,
     reason_of,
     saved_steps,
-    size_and_hash,
-)
-from meshtune.train.checkpoint_tables import (
-    Written,
-    dealt,
-    empty_here,
-    metadata,
-    mismatch,
-    piece_of,
-    read,
     separate_tied,
+    size_and_hash,
     write,
 )
-from meshtune.train.host_copies import HostCopies
-from meshtune.train.unpickle import SafeReader
 from meshtune.units import human
 
 logger = logging.getLogger(__name__)
@@ -293,7 +292,7 @@ class Checkpoints:
         sync(temporary)
         if self._path(step).exists():
             self._discard(step)
-        replace(temporary, self._path(step))
+        filesystem.replace(temporary, self._path(step))
         sync(self.folder)
         # Later steps belong to a run that this one did not resume: resuming from them would mix two runs.
         for other in self.steps():
@@ -436,3 +435,41 @@ class Checkpoints:
 
     def _path(self, step: int) -> Path:
         return self.folder / f"step-{step}"
+
+
+# Copies in host memory #
+
+
+class HostCopies:
+    """One buffer for each piece, page-locked where it lies on a GPU; every save uses them again."""
+
+    def __init__(self) -> None:
+        self.buffers: dict[str, Tensor] = {}
+
+    def allocate(self, pieces: Mapping[str, Piece], *, touch: bool = False) -> str | None:
+        """Have a buffer for each piece, by its name, and for no others.
+
+        touch: write to it too, so that the system provides the memory now. Returns the reason if the memory
+        can't be allocated, else None.
+        """
+        for name in self.buffers.keys() - pieces.keys():
+            del self.buffers[name]
+        for name, tensor in ((name, piece.tensor) for name, piece in pieces.items()):
+            old = self.buffers.get(name)
+            if old is None or (old.shape, old.dtype) != (tensor.shape, tensor.dtype):
+                pinned = tensor.is_cuda and tensor.numel() > 0  # page-locked: copied at the bus's speed
+                try:
+                    fresh = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+                except (RuntimeError, MemoryError) as error:
+                    return str(error).strip().split("\n")[0].rstrip(".") or type(error).__name__
+                self.buffers[name] = fresh.zero_() if touch else fresh
+        return None
+
+    @torch.no_grad()
+    def copy(self, pieces: Mapping[str, Piece]) -> dict[str, Piece]:
+        """Copy pieces that have a buffer; returns the copies, once they are whole."""
+        for name, piece in pieces.items():
+            self.buffers[name].copy_(piece.tensor, non_blocking=True)
+        if any(piece.tensor.is_cuda for piece in pieces.values()):
+            torch.cuda.current_stream().synchronize()
+        return {name: replace(piece, tensor=self.buffers[name]) for name, piece in pieces.items()}

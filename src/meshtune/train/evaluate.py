@@ -21,7 +21,7 @@ from meshtune.train.loss import head_loss
 
 if TYPE_CHECKING:
     from meshtune.parallel.apply import Parallel
-    from meshtune.train.token_loss import TokenLoss
+    from meshtune.train.loss import TokenLoss
     from meshtune.train.trackers import Metrics
 
 

@@ -25,15 +25,15 @@ from meshtune.train.step import Counts
 from meshtune.units import counted
 
 if TYPE_CHECKING:
+    from meshtune.launch.signals import StopRequest
     from meshtune.model.pieces import Piece
     from meshtune.optim.optimizer import Optimizer
     from meshtune.train.callbacks import Training
     from meshtune.train.checkpoint import Checkpoints
     from meshtune.train.evaluate import Evaluation
     from meshtune.train.export import Exporter
-    from meshtune.train.folder import Claim
     from meshtune.train.measure import Meter
-    from meshtune.train.signals import StopRequest
+    from meshtune.train.output import Claim
     from meshtune.train.step import Outcome, Passes
     from meshtune.train.trackers import Metrics
 

@@ -37,9 +37,8 @@ from meshtune.parallel.zero import local
 from meshtune.placement.census import Census
 from meshtune.placement.share import census_stages, stage_of_rank
 from meshtune.precision import PRECISIONS
-from meshtune.train.loss import head_loss
+from meshtune.train.loss import TokenLoss, head_loss
 from meshtune.train.step import Passes
-from meshtune.train.token_loss import TokenLoss
 
 
 @dataclass(frozen=True, kw_only=True)

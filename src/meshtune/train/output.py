@@ -16,21 +16,26 @@ so that the decision is made before anything is loaded, and once more when the f
 """
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from datetime import date
 from fnmatch import fnmatch
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import IO, Any, Literal, NamedTuple
 
+from meshtune import filesystem
 from meshtune.addresses import public
 from meshtune.config import Config, load
 from meshtune.data.example import rows_name
-from meshtune.errors import UserError, expanded, written
+from meshtune.errors import UserError, check_file, expanded, written
 from meshtune.length import limits
-from meshtune.rundir import Row, RunDir, aside_pattern
+from meshtune.model.identity import BASE_DIGEST, check_base
+from meshtune.rundir import Row, RunDir, aside_pattern, write_settings
 from meshtune.sections import SourceConfig, is_pattern
 from meshtune.setting_types import is_template
+from meshtune.train.checkpoint import Checkpoints
 from meshtune.units import counted
 
 # Settings that may change when a run goes on. A longer or shorter run continues with the schedule of its new
@@ -335,3 +340,222 @@ def differences(now: Any, before: Any, key: str = "") -> Iterator[str]:
             yield f"{argument} has other rows here ({mine}) than there ({theirs})."
     elif now != before and not same_address(now, before):
         yield f"{key} is {written(now)} here and {written(before)} there."
+
+
+# The run folder #
+
+
+HEADER = """\
+# Settings of the run in this folder. `meshtune train config.yaml output=NEW` repeats it in the folder NEW;
+# without output=NEW the command goes on with this run, or refuses if it has finished.
+"""
+
+
+def choose_folder(
+    config: Config, steps: int, report: Callable[[str], None], *, download: bool = True
+) -> tuple[Decision, int | None]:
+    """(What output.decide chooses, the step to resume from); writes nothing.
+
+    The step is None for a run that begins, and for an unfinished one that saved no checkpoint. steps: updates
+    of the whole run. report: gets a sentence for each damaged checkpoint that is skipped, for rows that are
+    missing, and on a folder that was not named. download: as `check_base` takes it. Raises UserError as
+    output.decide, and if the run's checkpoints are all damaged.
+    """
+    decision = decide(config, steps)
+    if decision.line and decision.start != "replace" and str(decision.run.path) != config.output:
+        report(decision.line)
+    if decision.start in ("begin", "replace"):
+        return decision, None
+    resumed = step_to_resume(decision.run, report, finished=decision.start == "extend")
+    if resumed is not None and decision.start != "report":
+        recorded = frozen_base(config, decision.run)
+        check_base(config, recorded, str(decision.run.path), named=False, download=download)
+    return decision, resumed
+
+
+def frozen_base(config: Config, run: RunDir) -> str | None:
+    """Digest of the base that a run's checkpoints need, since a part of it is frozen; None if it is not
+    known, or if they hold all weights.
+    """
+    digests = [row.get(BASE_DIGEST) for row in run.rows("run")]
+    return digests[-1] if digests and (config.method == "lora" or config.model.freeze) else None
+
+
+def step_to_resume(run: RunDir, report: Callable[[str], None], *, finished: bool) -> int | None:
+    """The newest whole checkpoint's step; None if the run was killed before its first checkpoint.
+
+    report: gets a sentence for each damaged checkpoint that is skipped, for rows that are missing, and where
+    a run that has rows begins again. finished: True for a finished run that is to be made longer.
+
+    Raises UserError if no checkpoint is whole: starting again at step 1 would delete them and the rows. So
+    too if a file can't be read, or if a finished run has no checkpoint.
+    """
+    damage: list[str] = []
+    checkpoints = Checkpoints(run.checkpoints, report=damage.append)
+    there = checkpoints.steps()
+    step = checkpoints.newest_good()
+    rows = [row["step"] for row in run.rows("train")]
+    if step is None and (there or finished):
+        which = (
+            f"none of its checkpoints (steps {', '.join(map(str, there))}) is whole"
+            if there
+            else (f"it has no checkpoint in {run.checkpoints}")
+        )
+        state = "a finished run that would go on" if finished else "an unfinished run"
+        raise UserError(
+            [
+                f"{run.path} holds {state}, but {which}. Nothing was changed. Restore a checkpoint, or set "
+                "checkpoint.resume=never and output_exists=new to train from step 1 in another folder.",
+                *damage,
+            ]
+        )
+    for sentence in damage:
+        report(sentence)
+    if step is None and rows:
+        report(
+            f"{run.path} has rows up to step {max(rows)} and no checkpoint: training begins again at step 1."
+        )
+    elif step is not None and not rows:
+        report(
+            f"{run.metrics_file} has no rows of steps 1 to {step}, which were trained: the report begins at "
+            f"step {step + 1}."
+        )
+    return step
+
+
+class Claim:
+    """A run folder that this process trains in: its lock, and the files that make the folder a run.
+
+    Use as a context manager, which releases the lock; so does the end of the process.
+    """
+
+    def __init__(self, run: RunDir) -> None:
+        """Lock the folder and clear it of what killed processes left.
+
+        Raises UserError if another process has the lock.
+        """
+        self.run = run
+        self._texts: dict[Path, str] = {}
+        self._lock = self._locked()
+        self._replaced = run.replaced.exists()
+        self.run.clear_leftovers()
+
+    def write(self, texts: Mapping[Path, str]) -> None:
+        """Write the files that make the folder a run, by their text."""
+        self._texts = dict(texts)
+        for file, text in self._texts.items():
+            write_settings(file, text)
+
+    def renew(self) -> bool:
+        """Make the folder a run again if it was deleted or moved away; returns whether it was.
+
+        Raises UserError if another process has begun a run there.
+        """
+        with suppress(OSError):
+            if os.path.samestat(os.fstat(self._lock.fileno()), self.run.lock_file.stat()):
+                return False
+        self._lock.close()
+        self._lock = self._locked()
+        self.write(self._texts)
+        return True
+
+    def drop_replaced(self) -> None:
+        """Delete the run that this one has replaced, if there is one."""
+        if self._replaced:
+            shutil.rmtree(self.run.replaced)
+            self._replaced = False
+
+    def _locked(self) -> IO[str]:
+        self.run.create()
+        check_file(self.run.lock_file)
+        lock = open(self.run.lock_file, "w")  # noqa: SIM115 - open as long as the run
+        try:
+            filesystem.lock(lock, self.run.lock_file)
+        except BlockingIOError:
+            lock.close()
+            raise UserError(
+                f"Another process is training in {self.run.path}; wait for it, or change `output`."
+            ) from None
+        return lock
+
+    def __enter__(self) -> "Claim":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.close()
+
+
+def begin(run: RunDir, config: Config, plan: str, resumed: int | None, *, replace: bool = False) -> Claim:
+    """Claim the folder, drop the rows of steps that are run again, and write config.yaml and plan.yaml.
+
+    plan: text of plan.yaml; resumed: step of the checkpoint that the run starts from. None: from the
+    beginning; an old metrics.jsonl and samples.jsonl are deleted. So is report.html, which would not be of
+    this start. replace: set the run that is there aside first. Raises UserError if another process trains
+    there, or if the folder can't be renamed.
+    """
+    if replace:
+        set_aside(run)
+    claim = Claim(run)
+    run.report_file.unlink(missing_ok=True)  # a finished run that has one is not touched again
+    if resumed is not None:  # before config.yaml: killed in between, it is an unfinished run of before
+        run.drop_after(resumed)
+    else:  # rows of a run that was killed before its first checkpoint
+        for file in (run.metrics_file, run.samples_file):
+            file.unlink(missing_ok=True)
+    claim.write({run.config_file: HEADER + resolved(config, run).to_yaml(), run.plan_file: plan})
+    return claim
+
+
+def set_aside(run: RunDir) -> None:
+    """Rename the folder of a run that is to be replaced.
+
+    One that was set aside before is deleted: the run there now did a step (`put_back`).
+    """
+    with Claim(run) as claim:
+        claim.drop_replaced()
+        try:
+            if run.path.is_symlink():
+                raise OSError(0, "it is a link")
+            run.path.rename(run.replaced)
+        except OSError as error:
+            raise UserError(
+                f"output_exists=replace: {run.path} can't be renamed ({error.strerror}); name another "
+                "`output`, or empty it yourself."
+            ) from error
+
+
+def put_back(run: RunDir) -> bool:
+    """Give a run that was set aside its name again if the one that was to replace it did no step; returns
+    whether it did.
+
+    Raises UserError if another process trains there.
+    """
+    stepped = any(not row.get("skipped") for row in run.rows("train"))
+    if stepped or not run.replaced.exists():
+        return False
+    with Claim(run):
+        shutil.rmtree(run.path)
+    run.replaced.rename(run.path)
+    return True
+
+
+def rate_change(run: RunDir, resumed: int, steps: int, rate: Callable[[int], float]) -> str | None:
+    """Sentence on a learning rate that does not go on where the earlier start of a run left it; None if it
+    does.
+
+    resumed: step of the checkpoint that the run starts from; steps: updates of the whole run; rate: learning
+    rate of an update, from 1.
+    """
+    starts, rows = run.rows("run"), [row for row in run.rows("train") if row["step"] <= resumed]
+    if not starts or not rows or resumed >= steps:
+        return None
+    step, before = rows[-1]["step"], rows[-1].get("learning_rate")
+    spanned = starts[-1].get("schedule_steps") or starts[-1].get("total_steps")
+    if not before or not spanned or abs(rate(step) / before - 1) < 0.01:
+        return None
+    return (
+        f"The learning rate was {before:.2g} at step {step} and is {rate(resumed + 1):.2g} at step "
+        f"{resumed + 1}: the schedule spanned {spanned} steps and now spans {steps}. "
+        f"train.lr_decay_steps={spanned} keeps the rate: it follows the schedule of {spanned} steps, then "
+        "stays at its last value."
+    )

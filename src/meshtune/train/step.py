@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from meshtune.data.batch import Batch, MicroBatch
     from meshtune.meter.phases import Phase
     from meshtune.parallel.apply import Parallel
-    from meshtune.train.token_loss import TokenLoss
+    from meshtune.train.loss import TokenLoss
 
 
 @dataclass(frozen=True)

@@ -27,11 +27,11 @@ from meshtune.train.console import ConsoleTracker, Course
 from meshtune.train.dashboards import (
     Labels,
     MlflowTracker,
+    PrometheusTracker,
     TensorBoardTracker,
     TrackioTracker,
     WandbTracker,
 )
-from meshtune.train.prometheus import PrometheusTracker
 from meshtune.units import at_words, printable, speed_unit
 
 TRACKERS = {  # name in `log.to` -> (module it needs, how to get it)

@@ -10,16 +10,21 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from meshtune.config import Config
 from meshtune.data.pack import LABELLED, Dataset
+from meshtune.data.prepare import Prepared
 from meshtune.data.stream import Stream
+from meshtune.errors import UserError
+from meshtune.model.anatomy import Anatomy
 from meshtune.model.files import few, resolve, weight_files
+from meshtune.model.generation import context_of
 from meshtune.model.lora import lora_layers
 from meshtune.model.stored import StoredTable
 from meshtune.model.trainable import tables
+from meshtune.plan.workload import positions_note
 from meshtune.units import on_first_rank
 
 SEQUENCES = 1_000  # of the training data, in which tokens are looked for
@@ -122,3 +127,42 @@ def untrained(table: StoredTable, added: list[int], used: set[int]) -> list[int]
 
 def norms(rows: Tensor) -> Tensor:
     return torch.linalg.vector_norm(rows.float(), dim=1)
+
+
+# Documents longer than the model's positions #
+
+
+def position_sentences(
+    config: Config, model: PreTrainedModel, parts: Anatomy, prepared: Prepared
+) -> list[str]:
+    """Sentences on documents beyond the model's positions; they depend neither on the rank nor on the layout.
+
+    parts: of the whole model. Raises UserError for documents beyond a table of learned positions, and for a
+    stream that allows them, whose documents are not known.
+    """
+    positions = context_of(model.config)
+    if positions is not None:
+        positions -= parts.first_position
+    datasets = [data for data in (prepared.train, prepared.eval) if isinstance(data, Dataset)]
+    lengths = [data.longest_document for data in datasets]
+    longest = max(lengths) if isinstance(prepared.train, Dataset) else None
+    note = positions_note(config, positions, longest)
+    if note is None or positions is None:
+        return []
+    if has_position_table(model, parts, positions):
+        tokens = config.data.seq_len if longest is None else longest
+        raise UserError(
+            f"{config.model.name} has a table of {positions:,} positions, so that no document can be longer: "
+            f"{'a stream may have' if longest is None else 'one has'} {tokens:,} tokens. Set "
+            f"data.seq_len={positions}."
+        )
+    return [note]
+
+
+def has_position_table(model: PreTrainedModel, parts: Anatomy, positions: int) -> bool:
+    """True if the model adds a learned embedding of each position to its tokens', as GPT-2 and OPT do."""
+    return any(
+        isinstance(module, nn.Embedding) and module.num_embeddings >= positions
+        for path, module in model.get_submodule(parts.body).named_modules(prefix=parts.body)
+        if path != parts.embed and not path.startswith(f"{parts.blocks}.")
+    )

@@ -24,7 +24,7 @@ from meshtune.web.events import Stamp
 from meshtune.web.folders import Entry, Folders
 from meshtune.web.states import State, first_and_last_rows, state_of
 
-STOP = "USR1"  # signal on which a run ends after a step and its checkpoint (train/signals.py)
+STOP = "USR1"  # signal on which a run ends after a step and its checkpoint (launch/signals.py)
 FOOTER = (
     "Made by meshtune from the files of the folders that `meshtune ui` was given. Nothing here changes them."
 )

@@ -21,7 +21,7 @@ from meshtune.model.adapter import digest_of_base
 from meshtune.model.files import weight_files
 from meshtune.model.identity import check_base, digest
 from meshtune.train import build, loop
-from meshtune.train.folder import choose_folder
+from meshtune.train.output import choose_folder
 
 LORA = ("method=lora", "train.max_steps=2", "checkpoint.every=2", "data.eval=null")
 

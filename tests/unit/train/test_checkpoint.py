@@ -27,7 +27,7 @@ from meshtune.model.pieces import Piece
 from meshtune.placement.split import piece, pieces
 from meshtune.train import checkpoint
 from meshtune.train.checkpoint import Checkpoints
-from meshtune.train.unpickle import SafeReader, read_metadata
+from meshtune.train.checkpoint_files import SafeReader, read_metadata
 
 sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
 import checkpoint_tables as checkpoint_tables_benchmark

@@ -12,7 +12,7 @@ from golden import refuses, says
 from meshtune import config
 from meshtune.errors import UserError
 from meshtune.rundir import RunDir
-from meshtune.train import folder
+from meshtune.train import output
 from meshtune.train.checkpoint import Checkpoints
 
 Settings = Callable[..., list[str]]
@@ -22,7 +22,7 @@ Settings = Callable[..., list[str]]
 def unfinished(settings: Settings, tmp_path: Path) -> RunDir:
     """A run of 9 steps, killed in step 8, with checkpoints of steps 3 and 6."""
     run = RunDir(tmp_path / "run")
-    folder.begin(run, wanted(settings), "layout: mb1-ga4\n", None).__exit__()
+    output.begin(run, wanted(settings), "layout: mb1-ga4\n", None).__exit__()
     for step in range(1, 8):
         run.append({"kind": "train", "step": step, "loss": 1.0})
     saver = Checkpoints(run.checkpoints, asynchronous=False)
@@ -38,7 +38,7 @@ def wanted(settings: Settings, *more: str) -> config.Config:
 def choose(settings: Settings, *more: str) -> tuple[Path, int | None, list[str]]:
     """(folder, step to resume from, sentences) of the same command."""
     told: list[str] = []
-    decision, step = folder.choose_folder(wanted(settings, *more), 9, told.append)
+    decision, step = output.choose_folder(wanted(settings, *more), 9, told.append)
     return decision.run.path, step, told
 
 
@@ -158,7 +158,7 @@ def test_a_lock_that_is_no_file_is_named(
     (unfinished.path / ".lock").unlink()
     make(unfinished.path / ".lock")
     with refuses(UserError):
-        folder.begin(unfinished, wanted(settings), "", 6)
+        output.begin(unfinished, wanted(settings), "", 6)
 
 
 def test_leftovers_of_killed_processes_go_and_logs_are_those_of_one_start(
@@ -174,7 +174,7 @@ def test_leftovers_of_killed_processes_go_and_logs_are_those_of_one_start(
         log = unfinished.logs / "rank-1.log"
         log.parent.mkdir(exist_ok=True)
         log.write_text(f"{start} start")
-        folder.begin(unfinished, wanted(settings), "", 6).__exit__()
+        output.begin(unfinished, wanted(settings), "", 6).__exit__()
         assert not log.exists()
         assert (unfinished.logs / "before" / "rank-1.log").read_text() == f"{start} start"
     names = {path.name for path in unfinished.path.iterdir()}

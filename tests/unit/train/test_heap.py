@@ -8,8 +8,8 @@ import torch
 
 from meshtune.meter.phases import PhaseMemory
 from meshtune.optim.optimizer import Optimizer
-from meshtune.train import heap
-from meshtune.train.heap import release_free_heap, releasing
+from meshtune.train import measure
+from meshtune.train.measure import release_free_heap, releasing
 from meshtune.units import MIB
 
 
@@ -32,8 +32,8 @@ def test_free_pages_of_the_heap_go_back_where_there_are_many():
 @pytest.mark.parametrize("watched", [True, False])
 def test_the_heap_is_released_after_every_so_many_backwards_watched_or_not(watched, monkeypatch):
     released = []
-    monkeypatch.setattr(heap, "RELEASED_EVERY", 3)
-    monkeypatch.setattr(heap, "release_free_heap", lambda: released.append(backwards))
+    monkeypatch.setattr(measure, "RELEASED_EVERY", 3)
+    monkeypatch.setattr(measure, "release_free_heap", lambda: released.append(backwards))
     model = torch.nn.Linear(2, 2)
     optimizer = Optimizer(model.named_parameters(), betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
     memory = PhaseMemory(model, optimizer, torch.device("cpu"))

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from meshtune import config
 from meshtune.errors import Interrupted, NonFinite, NothingFits, UserError
-from meshtune.launch.signals import STOPPING
+from meshtune.launch.signals import STOPPING, StopRequest
 from meshtune.parallel.mesh import Axis
 from meshtune.report.compare.runs import compare
 from meshtune.report.run.summary import summarise
@@ -31,7 +31,6 @@ from meshtune.report.run.tables import headline
 from meshtune.rundir import RunDir
 from meshtune.train import build, loop, trackers
 from meshtune.train.checkpoint_files import size_and_hash
-from meshtune.train.signals import StopRequest
 from meshtune.units import duration
 
 Train = Callable[..., loop.Run]

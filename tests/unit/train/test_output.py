@@ -10,7 +10,7 @@ from golden import refuses, says
 from meshtune import config
 from meshtune.errors import UserError
 from meshtune.rundir import RunDir
-from meshtune.train import folder, output
+from meshtune.train import output
 
 Settings = Callable[..., list[str]]
 Make = Callable[..., RunDir]
@@ -25,7 +25,7 @@ def make(settings: Settings, tmp_path: Path) -> Make:
         run = RunDir(tmp_path / name)
         length = () if any("num_epochs" in word for word in overrides) else ("train.max_steps=9",)
         wanted = config.load(None, settings("train.max_steps=null", *length, *overrides))
-        folder.begin(run, wanted, "layout: mb1-ga4\n", None).__exit__()
+        output.begin(run, wanted, "layout: mb1-ga4\n", None).__exit__()
         run.append({"kind": "run", "total_steps": 9})
         run.append({"kind": "train", "step": finished or 5, "loss": 1.0, "learning_rate": 1e-5})
         if finished:
@@ -81,7 +81,7 @@ def test_a_run_that_did_no_step_leaves_its_folder_free_for_other_settings(
 ) -> None:
     """Its trackers could not start, or the model did not fit."""
     run = RunDir(tmp_path / "run")
-    folder.begin(run, config.load(None, settings("train.max_steps=9")), "", None).__exit__()
+    output.begin(run, config.load(None, settings("train.max_steps=9")), "", None).__exit__()
     run.append({"kind": "run", "total_steps": 9})
     if left == "nothing":
         for words in ((), (LEARNING_RATE,), (LEARNING_RATE, "output_exists=new")):
@@ -222,8 +222,8 @@ def test_a_runs_own_config_repeats_it_only_in_another_folder(make, tmp_path: Pat
     assert (decision.run.path, decision.start) == (tmp_path / "new", "begin")
 
 
-def replaced(run: RunDir) -> folder.Claim:
-    return folder.begin(run, config.load(run.config_file, ["output_exists=replace"]), "", None, replace=True)
+def replaced(run: RunDir) -> output.Claim:
+    return output.begin(run, config.load(run.config_file, ["output_exists=replace"]), "", None, replace=True)
 
 
 def test_a_replaced_run_is_deleted_only_once_the_new_one_has_done_a_step(make) -> None:
@@ -245,9 +245,9 @@ def test_a_replaced_run_gets_its_folder_back_if_the_new_one_was_killed_before_a_
     replaced(run).__exit__()
     if skipped:
         run.append({"kind": "train", "step": 1, "loss": None, "skipped": True})
-    assert folder.put_back(run) and not run.replaced.exists()
+    assert output.put_back(run) and not run.replaced.exists()
     assert run.metrics_file.read_bytes() == before
-    assert not folder.put_back(run)
+    assert not output.put_back(run)
 
 
 def test_a_replaced_run_stays_away_once_the_new_one_has_done_a_step(make) -> None:
@@ -255,14 +255,14 @@ def test_a_replaced_run_stays_away_once_the_new_one_has_done_a_step(make) -> Non
     run = make(finished=9)
     replaced(run).__exit__()
     run.append({"kind": "train", "step": 1, "loss": 1.0})
-    assert not folder.put_back(run)
+    assert not output.put_back(run)
     with replaced(run):  # and a third run replaces the second
         assert [row["step"] for row in RunDir(run.replaced).rows("train")] == [1]
 
 
 def test_a_run_that_is_being_trained_is_not_replaced(make) -> None:
     run = make(finished=9)
-    with folder.Claim(run), refuses(UserError):
+    with output.Claim(run), refuses(UserError):
         replaced(run)
     assert run.rows("end")
 
@@ -289,7 +289,7 @@ def test_a_longer_run_says_that_its_learning_rate_jumps_and_how_to_keep_it(
     last = rate(steps=9)(9)
     run.append({"kind": "train", "step": 9, "loss": 1.0, "learning_rate": last})
     longer = rate(f"train.lr_decay_steps={kept}", steps=18)
-    sentence = folder.rate_change(run, 9, 18, longer)
+    sentence = output.rate_change(run, 9, 18, longer)
     assert (sentence is not None) == said
     if sentence:
         assert f"was {last:.2g} at step 9 and is {longer(10):.2g} at step 10" in sentence
@@ -302,10 +302,10 @@ def test_a_row_that_lacks_the_steps_of_the_schedule_says_nothing_of_the_rate(tmp
     run = RunDir(tmp_path / "run").create()
     run.append({"kind": "run"})
     run.append({"kind": "train", "step": 1, "loss": 1.0, "learning_rate": 1.0})
-    assert folder.rate_change(run, 1, 4, lambda step: 0.5) is None
+    assert output.rate_change(run, 1, 4, lambda step: 0.5) is None
     run.append({"kind": "run", "total_steps": 9})
-    assert folder.rate_change(run, 1, 4, lambda step: 0.5)
-    assert folder.rate_change(run, 4, 4, lambda step: 0.5) is None  # nothing is left to train
+    assert output.rate_change(run, 1, 4, lambda step: 0.5)
+    assert output.rate_change(run, 4, 4, lambda step: 0.5) is None  # nothing is left to train
 
 
 def test_a_run_keeps_the_day_of_its_start_and_older_runs_go_on_without_one(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from meshtune.rundir import write_text_atomically
 from meshtune.study.store import Store
 from meshtune.sweep_rows import opened
 from meshtune.train import build, loop
-from meshtune.train.folder import Claim
+from meshtune.train.output import Claim
 from meshtune.web.states import state_of
 
 

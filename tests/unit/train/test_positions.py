@@ -16,7 +16,7 @@ from meshtune.data.pack import Dataset
 from meshtune.errors import UserError
 from meshtune.model.anatomy import anatomy
 from meshtune.train import build
-from meshtune.train.positions import has_position_table, position_sentences
+from meshtune.train.untrained import has_position_table, position_sentences
 
 TABLES = {"gpt2"}  # of FAMILIES
 

@@ -18,7 +18,7 @@ from meshtune.commands.env import environment
 from meshtune.errors import Interrupted
 from meshtune.launch.rank import cores
 from meshtune.report.run.report import report_page
-from meshtune.train import build, loop, provenance, run_row
+from meshtune.train import build, loop, run_row
 from meshtune.train.inputs import inputs_of
 
 Settings = Callable[..., list[str]]
@@ -57,7 +57,7 @@ def test_a_run_row_has_every_fact_in_its_type(train: Train, repository: Path) ->
     for name, kind in TYPES.items():
         assert isinstance(row[name], kind), name
     assert row["start"] == row["nodes"] == 1 and row["seed"] == 7
-    assert row["device"] == provenance.processor_name() and row["cores"] == cores() >= 1
+    assert row["device"] == run_row.processor_name() and row["cores"] == cores() >= 1
     started, ended = (datetime.fromisoformat(text) for text in (row["started"], end["ended"]))
     assert started.tzinfo and started <= ended and (ended - started).seconds < 600
     assert row["predicted"] == yaml.safe_load(run.folder.plan_file.read_text())["predicted"]
@@ -127,53 +127,53 @@ def test_nodes_are_the_hosts_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_changed_file_makes_a_repository_dirty_and_a_new_one_does_not(repository: Path) -> None:
     head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
     (repository / "new").write_text("")
-    assert provenance.git_facts() == {"git_commit": head, "git_dirty": False}
+    assert run_row.git_facts() == {"git_commit": head, "git_dirty": False}
     (repository / "file").write_text("2")
-    assert provenance.git_facts() == {"git_commit": head, "git_dirty": True}
+    assert run_row.git_facts() == {"git_commit": head, "git_dirty": True}
 
 
 def test_without_git_a_repository_or_a_commit_there_are_no_facts_of_it(
     tmp_path: Path, repository: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.rmtree(repository / ".git")
-    assert provenance.git_facts() == {}
+    assert run_row.git_facts() == {}
     subprocess.run(["git", "init", "--quiet"], check=True)
-    assert provenance.git_facts() == {}, "no commit yet"
+    assert run_row.git_facts() == {}, "no commit yet"
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert provenance.git_facts() == {}
+    assert run_row.git_facts() == {}
 
 
 def test_no_program_keeps_a_run_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program(tmp_path / "git", 'test "$1" = rev-parse && echo 1a2b || exec sleep 600')
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.setattr(provenance, "PATIENCE", 0.2)
-    assert provenance.git_facts() == {"git_commit": "1a2b"}
+    monkeypatch.setattr(run_row, "PATIENCE", 0.2)
+    assert run_row.git_facts() == {"git_commit": "1a2b"}
 
 
 def test_processors_have_the_model_that_the_system_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(provenance, "PROCESSOR", tmp_path / "cpuinfo")
-    assert provenance.processor_name(), "a system without the file"
+    monkeypatch.setattr(run_row, "PROCESSOR", tmp_path / "cpuinfo")
+    assert run_row.processor_name(), "a system without the file"
     (tmp_path / "cpuinfo").write_text("processor\t: 0\nmodel name\t: Xeon 8480+\nmodel name\t: Xeon 8480+\n")
-    assert provenance.processor_name() == "Xeon 8480+" == provenance.device_name(torch.device("cpu"))
+    assert run_row.processor_name() == "Xeon 8480+" == run_row.device_name(torch.device("cpu"))
     assert environment(None)["devices"]["cpu"].startswith(f"Xeon 8480+, {cores()} cores, ")
 
 
 def test_versions_of_cuda_nccl_and_the_driver_are_there_with_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = provenance.versions()
+    plain = run_row.versions()
     assert not {"cuda", "nccl", "driver"} & plain.keys() or torch.cuda.is_available()
     program(tmp_path / "nvidia-smi", "echo 570.86.15; echo 570.86.15")
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.version, "cuda", "12.8")
-    monkeypatch.setattr(provenance.dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(run_row.dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 5))
-    assert provenance.versions() == plain | {"cuda": "12.8", "nccl": "2.27.5", "driver": "570.86.15"}
+    assert run_row.versions() == plain | {"cuda": "12.8", "nccl": "2.27.5", "driver": "570.86.15"}
     program(tmp_path / "nvidia-smi", "exit 9")
-    assert provenance.gpu_versions() == {"cuda": "12.8", "nccl": "2.27.5"}
+    assert run_row.gpu_versions() == {"cuda": "12.8", "nccl": "2.27.5"}
 
 
 def program(file: Path, script: str) -> None:

@@ -14,7 +14,7 @@ from meshtune.errors import UserError
 from meshtune.rundir import RunDir
 from meshtune.train import build, loop
 from meshtune.train.callbacks import Hooks
-from meshtune.train.token_loss import TokenLoss, check_same
+from meshtune.train.loss import TokenLoss, check_same
 
 LOGITS, LABELS = torch.randn(6, 5), torch.tensor([0, 1, 2, 3, 4, 0])
 

@@ -17,8 +17,7 @@ from meshtune.api.train import settled
 from meshtune.errors import UserError
 from meshtune.rundir import RunDir
 from meshtune.train import build
-from meshtune.train.export import Exporter
-from meshtune.train.upload import push, try_repository
+from meshtune.train.export import Exporter, push, try_repository
 
 
 class Hub(ThreadingHTTPServer):
