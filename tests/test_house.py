@@ -27,8 +27,8 @@ ONE_LETTER = set("qkvx_")
 
 # The whole: each number is lowered by the change that makes it smaller, down to the goal in the comment.
 WHOLE = {
-    "lines of src": 69_093,  # 52,000
-    "files of src": 423,  # 280
+    "lines of src": 69_071,  # 52,000
+    "files of src": 412,  # 280
     "files in one folder of src": 38,  # 22
     "lines of tests": 50_400,  # 36,000
 }

@@ -35,7 +35,7 @@ from small_tokenizer import make_tokenizer  # noqa: E402
 
 from meshtune.data.encode import Document, Encoder  # noqa: E402
 from meshtune.data.example import BadRow, Example, Origin  # noqa: E402
-from meshtune.data.thought import MARKERS  # noqa: E402
+from meshtune.data.messages import MARKERS  # noqa: E402
 from meshtune.errors import UserError  # noqa: E402
 
 ROWS = {name: turns for name, turns in CONVERSATIONS.items() if name != "special tokens as text"}

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from meshtune.api.settings import Settings, tree_of
 from meshtune.config import Config, load
 from meshtune.data.files import check_there
-from meshtune.data.given import Rows, store_rows
+from meshtune.data.rows import Rows, store_rows
 from meshtune.errors import UserError, expanded, memory_explained
 from meshtune.filesystem import paths_named
 from meshtune.launch import allocator

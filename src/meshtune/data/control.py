@@ -15,7 +15,7 @@ from functools import cache
 from typing import Any, Literal
 
 from meshtune.data.example import BadRow
-from meshtune.data.thought import MARKERS
+from meshtune.data.messages import MARKERS
 
 ControlTokens = Literal["auto", "error", "text", "keep"]
 START, END = "\U0010fffe", "\U0010ffff"  # around a marked token: noncharacters, which no text has

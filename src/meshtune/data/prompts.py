@@ -9,11 +9,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from meshtune.data.columns import Columns, unused_columns
-from meshtune.data.example import SHOWN, BadRow, Example, Origin, Source, is_absent
+from meshtune.data.example import SHOWN, BadRow, Example, Origin, Source, checked_text, is_absent
 from meshtune.data.files import files
-from meshtune.data.formats import FORMATS, instruction
-from meshtune.data.limits import checked_text
+from meshtune.data.formats import FORMATS, Columns, instruction, unused_columns
 from meshtune.data.readers import raw_rows
 from meshtune.errors import UserError, type_name
 

@@ -14,13 +14,10 @@ from transformers import PreTrainedTokenizerBase
 
 from meshtune.compat import template_day
 from meshtune.data.control import ControlTokens, Treatment, unmarked
-from meshtune.data.example import BadRow, Example, Mask
-from meshtune.data.limits import TOO_LONG, checked_text, render_limit
-from meshtune.data.messages import is_empty, turns_of
-from meshtune.data.probe import ANSWER, QUESTION, Writes, adapted, unwritten, writes
-from meshtune.data.prompt_end import prompt_behind
+from meshtune.data.example import TOO_LONG, BadRow, Example, Mask, checked_text, render_limit
+from meshtune.data.messages import closed, is_empty, opened, thought_in, turns_of, with_thought
+from meshtune.data.probe import ANSWER, QUESTION, Writes, adapted, prompt_behind, unwritten, writes
 from meshtune.data.rows import last_answer, no_answer
-from meshtune.data.thought import closed, opened, thought_in, with_thought
 from meshtune.data.tokens import TextTokenizer, common_prefix
 from meshtune.errors import UserError, quoted, reason_of
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from meshtune.data.thought import REASONING
+from meshtune.data.messages import REASONING
 from meshtune.migrate.job import Converted, Job, NoCounterpart, NotNeeded, Refused, conversion, short
 from meshtune.migrate.sources import has_alpaca_prompts, listed
 from meshtune.schedules import SCHEDULES

@@ -17,7 +17,7 @@ import meshtune
 from meshtune import Config, Layout, config, generate, plan, train
 from meshtune.api.settings import config_of, tree_of
 from meshtune.api.train import with_rows
-from meshtune.data.given import store_rows
+from meshtune.data.rows import store_rows
 from meshtune.errors import UserError
 from meshtune.train.output import differences
 

@@ -12,8 +12,8 @@ from small_tokenizer import make_tokenizer
 
 from meshtune.data.encode import Document, Encoder
 from meshtune.data.example import BadRow, Example, Origin, Source
+from meshtune.data.messages import with_thought
 from meshtune.data.prepare import prepare
-from meshtune.data.thought import with_thought
 from meshtune.errors import UserError
 
 TEMPLATES = cases(

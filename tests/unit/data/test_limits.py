@@ -7,10 +7,9 @@ import pytest
 from golden import refuses
 from tokenizers import Regex, normalizers
 
-from meshtune.data import limits, readers
+from meshtune.data import example, readers
 from meshtune.data.encode import Encoder
-from meshtune.data.example import Dropped, Example, Origin, Source
-from meshtune.data.limits import growth
+from meshtune.data.example import Dropped, Example, Origin, Source, growth
 from meshtune.data.readers import read
 from meshtune.errors import UserError
 
@@ -38,7 +37,7 @@ def conversation(*turns: dict[str, Any]) -> Example:
 def test_a_template_without_end_is_refused_before_any_row(
     template: str, tokenizer_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "RENDER_SECONDS", 0.2)
+    monkeypatch.setattr(example, "RENDER_SECONDS", 0.2)
     tokenizer = tokenizer_of()
     tokenizer.chat_template = template
     with refuses(UserError):
@@ -48,7 +47,7 @@ def test_a_template_without_end_is_refused_before_any_row(
 def test_a_template_that_is_slow_on_a_row_alone_is_refused_there(
     tokenizer_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "RENDER_SECONDS", 0.2)
+    monkeypatch.setattr(example, "RENDER_SECONDS", 0.2)
     tokenizer = tokenizer_of()
     tokenizer.chat_template = "{% if messages|length > 2 %}" + LOOP + "{% endif %}x"
     encoder = Encoder(tokenizer, train_on="all", chat_template=None)
@@ -87,9 +86,9 @@ def test_a_long_row_is_named_and_the_others_are_used(
         Example(Origin("rows.jsonl", n), prompt="say", completion="x" * n, messages=None) for n in (9, 4000)
     ]
     assert len(encoder.encode(rows)) == 2
-    monkeypatch.setattr(limits, "ROW_CHARACTERS", 3000)
+    monkeypatch.setattr(example, "ROW_CHARACTERS", 3000)
     assert len(encoder.encode(rows)) == 1
-    assert encoder.dropped.counts == {limits.TOO_LONG: 1}
+    assert encoder.dropped.counts == {example.TOO_LONG: 1}
 
 
 def test_a_long_line_is_passed_over_in_parts(rows_file: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +97,7 @@ def test_a_long_line_is_passed_over_in_parts(rows_file: Any, monkeypatch: pytest
     dropped = Dropped()
     rows = [*read(Source(str(file)), on_bad_row="skip", dropped=dropped)]
     assert [(row.text, row.origin.row) for row in rows] == [("one", 0), ("two", 2)]
-    assert dropped.counts == {limits.TOO_LONG: 1}
+    assert dropped.counts == {example.TOO_LONG: 1}
 
 
 def test_an_open_quote_ends_the_reading_of_a_csv_file(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

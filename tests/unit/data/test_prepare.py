@@ -27,8 +27,7 @@ from meshtune.data.encode import Encoder
 from meshtune.data.example import BadRow, Example, Origin, Source
 from meshtune.data.files import DataFile
 from meshtune.data.pack import LABELLED
-from meshtune.data.prepare import prepare, sentences
-from meshtune.data.progress import Progress
+from meshtune.data.prepare import Progress, prepare, sentences
 from meshtune.errors import UserError
 
 
@@ -502,8 +501,8 @@ def test_progress_goes_from_nothing_to_everything(tmp_path, kind, monkeypatch, c
     else:
         text = json.dumps(rows) if kind == "json" else "".join(json.dumps(row) + "\n" for row in rows)
         file.write_bytes(gzip.compress(text.encode()) if kind.endswith("gz") else text.encode())
-    monkeypatch.setattr("meshtune.data.progress.SOON", 0)
-    monkeypatch.setattr("meshtune.data.progress.EVERY", 0)
+    monkeypatch.setattr("meshtune.data.prepare.SOON", 0)
+    monkeypatch.setattr("meshtune.data.prepare.EVERY", 0)
     made(tmp_path, [Source(str(file))])
     hashed, *lines = capsys.readouterr().err.splitlines()
     assert hashed == "preparing data: 100% of the files hashed"
@@ -523,8 +522,8 @@ def test_progress_tells_the_time_that_is_left() -> None:
 
 
 def test_progress_tells_the_share_of_the_bytes_that_are_hashed(monkeypatch, capsys) -> None:
-    monkeypatch.setattr("meshtune.data.progress.SOON", 0)
-    monkeypatch.setattr("meshtune.data.progress.EVERY", 0)
+    monkeypatch.setattr("meshtune.data.prepare.SOON", 0)
+    monkeypatch.setattr("meshtune.data.prepare.EVERY", 0)
     progress = Progress([DataFile("a", size=4)])
     progress.hashed(1)
     progress.hashed(2)
