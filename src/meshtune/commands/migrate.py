@@ -16,7 +16,7 @@ def migrate(
         list[str],
         typer.Argument(
             metavar="FILE [KEY=VALUE]...",
-            help="a YAML of axolotl, LLaMA-Factory, TRL or torchtune, arguments as JSON, a training_args.bin",
+            help="a YAML of axolotl, LLaMA-Factory, TRL or torchtune, or arguments of transformers as JSON",
         ),
     ],
     gpus: Annotated[

@@ -30,9 +30,8 @@ from meshtune.migrate.job import (
     is_off,
 )
 from meshtune.migrate.other_jobs import other_job
-from meshtune.migrate.pickled import training_arguments
 from meshtune.setting_partners import HELD_OUT, unchecked, unmet
-from meshtune.trainers.table import TOOLS, Entry, Table, table
+from meshtune.trainers.table import TOOLS, Entry, table
 from meshtune.units import counted
 from meshtune.yaml_tree import merge, nested, overridden, read_yaml
 
@@ -139,11 +138,13 @@ def migrate(
 
 
 def read(file: Path, repeated: list[tuple[str, str]] | None = None) -> dict[str, Any]:
-    """Read YAML, JSON or a training_args.bin. repeated: see `read_yaml`. Raises UserError for others."""
+    """Read YAML or JSON. repeated: see `read_yaml`. Raises UserError for others."""
     check_file(file)
-    if file.suffix == ".bin":
-        dump = {key: value for key, value in training_arguments(file).items() if key in table("trl").entries}
-        return dict(_set_by_somebody(dump, table(tool_of(dump, file))))
+    if file.name == "training_args.bin":
+        raise UserError(
+            f"{file} is a pickle of a Trainer's arguments, which only their own classes can read; use the "
+            "YAML or JSON that the run was started with, or write its command-line arguments as YAML."
+        )
     if file.suffix == ".json":
         with explained(f"{file} is not JSON"):
             tree = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=partial(_paired, repeated))
@@ -161,15 +162,6 @@ def _paired(repeated: list[tuple[str, str]] | None, pairs: list[tuple[str, Any]]
             repeated.append((key, written(made[key])))
         made[key] = value
     return made
-
-
-def _set_by_somebody(dump: Mapping[str, Any], known: Table) -> Iterator[tuple[str, Any]]:
-    """Yield the arguments of a dump, which has all, without those at a value that changes nothing."""
-    for key, value in dump.items():
-        entry = known.entries[key]
-        off = value is None or (is_off(value) and not entry.setting)
-        if not off and (key not in known.dumped or value != known.dumped[key]):
-            yield key, value
 
 
 def resolved(value: Any, names: Mapping[str, Any]) -> Any:

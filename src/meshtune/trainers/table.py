@@ -1,7 +1,6 @@
 """Keys of other trainers' settings: what each is here. One TOML file a tool, read when it is asked for.
 
     [defaults]       the tool's value where its file leaves the key out and ours is another
-    [dumped]         values in a dump of arguments (training_args.bin) that nobody has set
     [counterparts]   key = "our.setting", or ["our.setting", "conversion"] (migrate/)
     [[unsupported]]  why, do (the remedy, if there is one), keys: training or its memory is another without;
                      refused = true: of another job
@@ -47,7 +46,6 @@ class Table(NamedTuple):
     name: str  # as people write it
     beyond: frozenset[str]
     defaults: Mapping[str, Any]
-    dumped: Mapping[str, Any]
     own: Mapping[str, Entry]  # without what it inherits
     entries: Mapping[str, Entry]
 
@@ -82,8 +80,7 @@ def table(tool: str) -> Table:
                 assert key not in own, f"{tool}.toml has {key} twice"
                 own[key] = entry
     beyond = frozenset(tree.get("beyond", "").split())
-    defaults, dumped, entries = tree.get("defaults", {}), tree.get("dumped", {}), own
+    defaults, entries = tree.get("defaults", {}), own
     if base := table(tree["inherits"]) if "inherits" in tree else None:
-        defaults, dumped = {**base.defaults, **defaults}, {**base.dumped, **dumped}
-        entries = {**base.entries, **own}
-    return Table(tree["name"], beyond, defaults, dumped, own, entries)
+        defaults, entries = {**base.defaults, **defaults}, {**base.entries, **own}
+    return Table(tree["name"], beyond, defaults, own, entries)

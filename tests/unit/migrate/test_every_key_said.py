@@ -7,11 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import transformers
-import trl
 import yaml
-from cases import cases
 from fewest_keys import AXOLOTL, FACTORY, TORCHTUNE
 from golden import refuses, says
 from typer.testing import CliRunner
@@ -23,20 +19,6 @@ from meshtune.migrate.convert import Migrated, migrate
 from meshtune.migrate.write import text_of
 
 Migrate = Callable[..., Migrated]
-
-
-@pytest.mark.parametrize("name", cases(["TrainingArguments", "SFTConfig"], test=["TrainingArguments"]))
-def test_a_dump_names_no_key_that_nobody_set(name: str, tmp_path: Path) -> None:
-    kind = getattr(trl if name == "SFTConfig" else transformers, name)
-    file = tmp_path / "training_args.bin"
-    torch.save(kind(output_dir="out", use_cpu=True, bf16=False, adam_beta2=0.95, ddp_timeout=60), file)
-    result = migrate(file, overrides=["model.name=m", "data.train=a"])
-    assert [note.key for note in result.left_out] == ["ddp_timeout"]
-    assert (result.unsupported, result.ignored, result.without_effect) == ([], [], [])
-    assert result.settings["train.adam_betas"] == [0.9, 0.95]
-    assert result.origins["train.adam_betas"] == "adam_beta2"
-    assert result.origins["train.precision"] == "bf16"
-    assert result.settings.get("log.every") == (10 if name == "SFTConfig" else None)
 
 
 def test_a_setting_of_two_keys_names_both(migrated: Migrate) -> None:
