@@ -12,12 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from meshtune.meter.trace import GATHERED
+from meshtune.meter.trace import ACTIVATIONS, COMMUNICATION, GATHERED, LOGITS, TEMPORARY
 from meshtune.placement.columns import Columns, Number
+from meshtune.placement.ranks import process_groups
 from meshtune.plan.accounting import Accounting
-from meshtune.plan.memory.activations import MicroBatchSizes, loss_bytes
-from meshtune.plan.memory.flight import activations_in_flight
-from meshtune.plan.memory.reserved import TRANSIENT, overhead, stream_bytes, transient
+from meshtune.plan.memory.flight import InFlight, activations_in_flight
 from meshtune.plan.memory.stages import Stages
 from meshtune.plan.memory.states import Step
 from meshtune.plan.memory.tensors import EVENTS, HEAD_REDUCE, OVERHEAD, POINTS, TIED, tensors
@@ -59,29 +58,27 @@ CATEGORY_NAMES = {name: name.replace("_", " ") for name in CATEGORIES} | {
     "communication": "communication buffers",
     "temporary": "temporaries of the update",
 }
-EVENT_OF = np.array([EVENTS.index(event) for event in POINTS.values()])
+EVENT_OF = np.array([-1, *(EVENTS.index(event) for event in list(POINTS.values())[1:])])
 
 
-class Table:
-    """Tensors of a step, added up by category and by the points between which they are alive."""
+class Liveness:
+    """Tensors of a step, added up by category and by the points from which to which they are alive.
 
-    def __init__(self, step: Step) -> None:
-        self.step, inputs = step, (step.work, step.layouts, step.accounting)
-        sizes = MicroBatchSizes.of(*inputs, step.seq_len)
-        self.loss = loss_bytes(*inputs, sizes)
-        self.flight = activations_in_flight(*inputs, step.seq_len, step.stages, self.loss)
-        self.shape = np.shape(self.flight.total)
-        streams = stream_bytes(*inputs, step.elements, step.stages)
-        self.sums = added(
-            ((category, *alive), size)
-            for _, category, *alive, size in tensors(step, self.loss, self.flight, streams)
-        )
+    flight: None: as many micro-batches as a rank has at most.
+    """
+
+    def __init__(self, step: Step, flight: InFlight | None = None) -> None:
+        self.step, flight = step, flight or activations_in_flight(step)
+        self.shape = np.shape(flight.total)
+        self.sums = added(((category, *alive), size) for _, category, *alive, size in tensors(step, flight))
         self.totals = added((alive, size) for (_, *alive), size in self.sums.items())
-        moving = {**dict.fromkeys(TRANSIENT, 1.0), GATHERED: step.layouts.zero == 3}
+        # What comes and goes within a step; weights that ZeRO-1 and -2 gather stay.
+        transient = dict.fromkeys((ACTIVATIONS, LOGITS, COMMUNICATION, TEMPORARY), 1.0)
+        self.transient = transient | {GATHERED: step.layouts.zero == 3}
         self.moving = added(
-            (alive, size * moving[category])
+            (alive, size * self.transient[category])
             for (category, *alive), size in self.sums.items()
-            if category in moving
+            if category in self.transient
         )
 
     def fullest(self) -> Iterator[tuple[Number, Number]]:
@@ -103,15 +100,24 @@ class Table:
             yield point, most + reserved * moving
 
     def parts(self, point: Number, rank: Number | None = None) -> dict[str, Number]:
-        """Bytes by category at a point, overhead included, on all ranks or on `rank` of each layout."""
-        parts: dict[str, Number] = {}
+        """Bytes by category at a point, on all ranks or on `rank` of each layout.
+
+        Overhead is what streams hold unused, the context, communicators and the allocator's reserve for what
+        comes and goes.
+        """
+        accounting, layouts, parts = self.step.accounting, self.step.layouts, {}
         for (category, born, dies), size in self.sums.items():
             size = size if rank is None else _of_rank(np.broadcast_to(size, self.shape), rank)
             size = np.where((born <= point) & (point <= dies), size, 0.0)
             parts[category] = parts[category] + size if category in parts else size
-        layouts = self.step.layouts
-        parts[OVERHEAD] = parts[OVERHEAD] + overhead(layouts, self.step.accounting, transient(parts, layouts))
-        return parts
+        moving = sum(parts[category] * share for category, share in self.transient.items())
+        communicators = accounting.communicator * process_groups(layouts)
+        overhead = accounting.reserved * moving + accounting.context + communicators
+        return parts | {OVERHEAD: parts[OVERHEAD] + overhead}
+
+    def timeline(self) -> dict[str, dict[str, Number]]:
+        """Bytes that each pipeline rank holds at each of EVENTS, by category: [RANKS, layouts] each."""
+        return {event: self.parts(point) for event, (point, _) in zip(EVENTS, self.fullest(), strict=True)}
 
 
 def added(rows: Iterable[tuple[Iterable[Any], Number]]) -> dict[tuple[Any, ...], Number]:
@@ -128,37 +134,34 @@ def alive(sums: Mapping[tuple[Any, ...], Number], point: int) -> Number:
 
 
 def step_timeline(
-    work: Work, layouts: Columns, accounting: Accounting, seq_len: Number, stages: Stages, **flags: bool
-) -> dict[str, dict[str, Number]]:
-    """Bytes that each pipeline rank holds at each of EVENTS, by category: [RANKS, layouts] each.
-
-    flags: of `Step`.
-    """
-    table = Table(Step(work, layouts, accounting, seq_len, stages, **flags))
-    return {event: table.parts(point) for event, (point, _) in zip(EVENTS, table.fullest(), strict=True)}
-
-
-def peak(
     work: Work,
     layouts: Columns,
     accounting: Accounting,
     seq_len: Number,
-    stages: Stages | None = None,
-    **flags: bool,
+    stages: Stages,
+    *,
+    first_step: bool = False,
+) -> dict[str, dict[str, Number]]:
+    """`Liveness.timeline` of a step. first_step: as in `Step`."""
+    return Liveness(Step(work, layouts, accounting, seq_len, stages, first_step=first_step)).timeline()
+
+
+def peak(
+    work: Work, layouts: Columns, accounting: Accounting, seq_len: Number, stages: Stages | None = None
 ) -> Memory:
     """The most that any pipeline rank holds at any event of a step, overhead included.
 
-    stages: blocks of each pipeline rank; None: as the stack cuts them. flags: of `Step`.
+    stages: blocks of each pipeline rank; None: as the stack cuts them.
     """
     stages = stages or Stages.cut(work, layouts, accounting.stage_cut)
-    table = Table(Step(work, layouts, accounting, seq_len, stages, **flags))
+    liveness = Liveness(Step(work, layouts, accounting, seq_len, stages))
     point, most = 0, -np.inf
-    for fullest, size in table.fullest():
+    for fullest, size in liveness.fullest():
         higher = size > most
         point, most = np.where(higher, fullest, point), np.where(higher, size, most)
     rank = np.argmax(most, 0)
     point = _of_rank(point, rank)
-    return Memory(**table.parts(point, rank), event=EVENT_OF[point], rank=rank)
+    return Memory(**liveness.parts(point, rank), event=EVENT_OF[point], rank=rank)
 
 
 def _of_rank(values: Number, rank: Number) -> Number:
