@@ -204,7 +204,7 @@ class Held(NamedTuple):
     parts: dict[str, float]  # categories of Memory
 
 
-class Moment(NamedTuple):
+class Sample(NamedTuple):
     """A time at which the bytes that a rank holds are computed."""
 
     seconds: float
@@ -226,9 +226,8 @@ def memory_over_time(workload: Workload, choice: Choice, drawn: StepOverTime) ->
     times = list(_times(drawn, rank, choice.layout))
     in_flight, started = np.array([[time.micro_batches for time in times], [time.started for time in times]])
     step = Step(workload.work, columns, accounting, workload.seq_len, stages)
-    started = (
-        started + accounting.precision.beside > 0
-    )  # a sum in addition to gradients is there from the start
+    # A sum in addition to the gradients is there from the start.
+    started = started + accounting.precision.beside > 0
     liveness = Liveness(step, activations_in_flight(step).holding(in_flight[None], started[None]))
     timeline = liveness.timeline() | {FORWARD: liveness.parts(np.array(START))}
     held = []
@@ -247,30 +246,30 @@ def _number(sizes: Number, number: int) -> float:
     return float(flat[number if len(flat) > 1 else 0])
 
 
-def _times(drawn: StepOverTime, rank: int, layout: Layout) -> Iterator[Moment]:
+def _times(drawn: StepOverTime, rank: int, layout: Layout) -> Iterator[Sample]:
     """Yield the ends of a rank's passes and the events inside them."""
     in_flight, started, share = 0.0, False, 1 / layout.stages_per_rank
     last_stage, timed = drawn.layout.stages - 1, drawn.of_rank(rank)
     last = max(place for place, one in enumerate(timed) if one.kind in "BW")
     for place, one in enumerate(timed):
         if one.kind == "F":
-            yield Moment(one.start, (FORWARD,), in_flight, started)
+            yield Sample(one.start, (FORWARD,), in_flight, started)
             in_flight += share
-            yield Moment(one.end, (FORWARD,), in_flight, started)
+            yield Sample(one.end, (FORWARD,), in_flight, started)
             if one.stage == last_stage:
-                yield Moment(one.end, ("loss",), in_flight, started)
+                yield Sample(one.end, ("loss",), in_flight, started)
         elif one.kind in "BI":
             if one.stage == last_stage:
-                yield Moment(one.start, ("backward of the head",), in_flight, started)
-            yield Moment(one.start, ("backward of a block",), in_flight, started)
+                yield Sample(one.start, ("backward of the head",), in_flight, started)
+            yield Sample(one.start, ("backward of a block",), in_flight, started)
             started = True
             if one.kind == "I":
-                yield Moment(one.end, (FORWARD,), in_flight, started)
+                yield Sample(one.end, (FORWARD,), in_flight, started)
         if one.kind in "BW":
             in_flight -= share
             # Before the last one others are in flight, which only some ends of a backward count.
             events = (END,) if place == last else (FORWARD, END) if layout.pp > 1 else (FORWARD,)
-            yield Moment(one.end, events, in_flight, started)
+            yield Sample(one.end, events, in_flight, started)
         if one.kind == "optimizer":
-            yield Moment(one.start, ("update",), 0.0, started)
-            yield Moment(one.end, ("update",), 0.0, started)
+            yield Sample(one.start, ("update",), 0.0, started)
+            yield Sample(one.end, ("update",), 0.0, started)

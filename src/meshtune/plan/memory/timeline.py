@@ -6,7 +6,7 @@ comes and goes, is added to that.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -62,42 +62,43 @@ EVENT_OF = np.array([-1, *(EVENTS.index(event) for event in list(POINTS.values()
 
 
 class Liveness:
-    """Tensors of a step, added up by category and by the points from which to which they are alive.
+    """Tensors of a step, and what of them is alive at its points.
 
     flight: None: as many micro-batches as a rank has at most.
     """
 
     def __init__(self, step: Step, flight: InFlight | None = None) -> None:
         self.step, flight = step, flight or activations_in_flight(step)
-        self.shape = np.shape(flight.total)
-        self.sums = added(((category, *alive), size) for _, category, *alive, size in tensors(step, flight))
-        self.totals = added((alive, size) for (_, *alive), size in self.sums.items())
-        # What comes and goes within a step; weights that ZeRO-1 and -2 gather stay.
+        self.shape, self.tensors = np.shape(flight.total), list(tensors(step, flight))
+        # Shares that come and go within a step; weights that ZeRO-1 and -2 gather stay.
         transient = dict.fromkeys((ACTIVATIONS, LOGITS, COMMUNICATION, TEMPORARY), 1.0)
         self.transient = transient | {GATHERED: step.layouts.zero == 3}
-        self.moving = added(
-            (alive, size * self.transient[category])
-            for (category, *alive), size in self.sums.items()
-            if category in self.transient
-        )
+
+    def at(self, point: int) -> tuple[Number, Number]:
+        """Bytes at a point of (all tensors, those that come and go)."""
+        total, moving = 0.0, 0.0
+        for _, category, born, dies, size in self.tensors:
+            if born <= point <= dies:
+                total = total + size
+                if category in self.transient:
+                    moving = moving + size * self.transient[category]
+        return total, moving
 
     def fullest(self) -> Iterator[tuple[Number, Number]]:
         """Yield for each event (its fullest point, bytes with the allocator's reserve at it)."""
-        step, reserved = self.step, self.step.accounting.reserved
+        step = self.step
         occurs = {
             HEAD_REDUCE: step.reduced_head * step.accounting.reduce_bytes > 0,
             TIED: step.tied * step.accounting.precision.gradient > 0,
         }
         for index in range(len(EVENTS)):
-            first, *points = np.flatnonzero(index == EVENT_OF).tolist()
-            point: Number = np.full(self.shape, first)
-            most, moving = (alive(sums, first) for sums in (self.totals, self.moving))
-            for other in points:
-                size = alive(self.totals, other)
-                fuller = (size > most) & occurs.get(other, True)
-                point, most = np.where(fuller, other, point), np.where(fuller, size, most)
-                moving = np.where(fuller, alive(self.moving, other), moving)
-            yield point, most + reserved * moving
+            point, most, moving = 0, -np.inf, 0.0
+            for other in np.flatnonzero(index == EVENT_OF).tolist():
+                total, transient = self.at(other)
+                fuller = (total > most) & occurs.get(other, True)
+                point, most = np.where(fuller, other, point), np.where(fuller, total, most)
+                moving = np.where(fuller, transient, moving)
+            yield point, most + step.accounting.reserved * moving
 
     def parts(self, point: Number, rank: Number | None = None) -> dict[str, Number]:
         """Bytes by category at a point, on all ranks or on `rank` of each layout.
@@ -106,7 +107,7 @@ class Liveness:
         comes and goes.
         """
         accounting, layouts, parts = self.step.accounting, self.step.layouts, {}
-        for (category, born, dies), size in self.sums.items():
+        for _, category, born, dies, size in self.tensors:
             size = size if rank is None else _of_rank(np.broadcast_to(size, self.shape), rank)
             size = np.where((born <= point) & (point <= dies), size, 0.0)
             parts[category] = parts[category] + size if category in parts else size
@@ -118,19 +119,6 @@ class Liveness:
     def timeline(self) -> dict[str, dict[str, Number]]:
         """Bytes that each pipeline rank holds at each of EVENTS, by category: [RANKS, layouts] each."""
         return {event: self.parts(point) for event, (point, _) in zip(EVENTS, self.fullest(), strict=True)}
-
-
-def added(rows: Iterable[tuple[Iterable[Any], Number]]) -> dict[tuple[Any, ...], Number]:
-    """Add up rows of (key, bytes) by key."""
-    sums: dict[tuple[Any, ...], Number] = {}
-    for key, size in rows:
-        sums[tuple(key)] = sums[tuple(key)] + size if tuple(key) in sums else size
-    return sums
-
-
-def alive(sums: Mapping[tuple[Any, ...], Number], point: int) -> Number:
-    """Bytes at a point. sums: by the first and the last point at which they are alive."""
-    return sum(size for (born, dies), size in sums.items() if born <= point <= dies)
 
 
 def step_timeline(
