@@ -26,12 +26,12 @@ from meshtune.plan.memory.flight import activations_in_flight
 from meshtune.plan.memory.states import Step
 from meshtune.plan.memory.tensors import START
 from meshtune.plan.memory.timeline import Liveness
+from meshtune.plan.programs import MESHTUNE
 from meshtune.plan.search import Choice, end_costs, ranks_of
 from meshtune.plan.seconds.block import Blocks
 from meshtune.plan.seconds.collectives import gradient_collectives, optimizer_update
 from meshtune.plan.seconds.ends import Ends, end_seconds
 from meshtune.plan.seconds.pipeline import pipeline_seconds
-from meshtune.plan.tools import MESHTUNE
 from meshtune.plan.workload import Workload
 
 MOST_PASSES = 2400  # that are drawn

@@ -11,7 +11,7 @@ from meshtune.errors import UserError, written
 from meshtune.layout import AUTO, CHOICES, Layout, PartialLayout
 from meshtune.nearest import did_you_mean, nearest
 from meshtune.setting_types import unusable
-from meshtune.trainers.pasted import unknown_setting
+from meshtune.tools.table import unknown_setting
 from meshtune.yaml_tree import leaves, merge, nested
 
 SETTINGS = tuple(keys(Config))
