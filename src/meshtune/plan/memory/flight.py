@@ -46,11 +46,12 @@ class InFlight(NamedTuple):
     head_gradients: Number  # of the head, of all micro-batches in flight but one
     earlier_gradients: tuple[Number, Number]  # allocated (in the last loss, when the fullest backward starts)
     received: Number  # buffers that hidden states and their gradients are received in
+    started: Number = 1  # 0 before the first backward of a step, so without gradients of earlier ones
 
     def holding(self, micro_batches: Number, started: Number) -> InFlight:
         """The same with other numbers of micro-batches in flight, or left at the end of a backward.
 
-        started: False before the first backward of a step, so without gradients.
+        started: 0 before the first backward of a step.
         """
         total = micro_batches * self.per_micro_batch
         added = total - self.total
@@ -59,8 +60,7 @@ class InFlight(NamedTuple):
             others=total,
             at_loss=self.at_loss + added,
             in_block_forward=np.where(self.in_block_forward > 0, self.in_block_forward + added, 0.0),
-            head_gradients=started * self.head_gradients,
-            earlier_gradients=(started * self.earlier_gradients[0], started * self.earlier_gradients[1]),
+            started=started,
         )
 
 

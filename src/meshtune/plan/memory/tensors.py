@@ -143,11 +143,11 @@ def gradient_tensors(step: Step, flight: InFlight) -> Iterator[Tensor]:
 
     at_loss, before_backward = flight.earlier_gradients
     name = "gradients of earlier micro-batches"
-    yield Tensor(name, GRADIENTS, START, LOSS, at_loss)
-    yield Tensor(name, GRADIENTS, HEAD, SECOND, before_backward)
+    yield Tensor(name, GRADIENTS, START, LOSS, flight.started * at_loss)
+    yield Tensor(name, GRADIENTS, HEAD, SECOND, flight.started * before_backward)
 
     name = "the head's gradient"
-    yield Tensor(name, GRADIENTS, START, SECOND, flight.head_gradients)
+    yield Tensor(name, GRADIENTS, START, SECOND, flight.started * flight.head_gradients)
     whole = np.where(step.sums_whole, 0.0, step.reduced_head * precision.gradient)  # else it is the sum
     yield Tensor(name, GRADIENTS, HEAD_REDUCE, HEAD_REDUCE, whole + step.head_shard * precision.trained)
     yield Tensor("shards of gradients", GRADIENTS, LAST, SECOND, step.new_head)
