@@ -193,7 +193,7 @@ def _inputs(one: Pass, layout: Layout) -> list[list[Pass]]:
 
 # memory #
 
-FORWARD, END = "forward", "end of backward"
+FORWARD, END, EARLIER_END = "forward", "end of backward", "end of an earlier backward"
 
 
 class Held(NamedTuple):
@@ -208,7 +208,7 @@ class Sample(NamedTuple):
     """A time at which the bytes that a rank holds are computed."""
 
     seconds: float
-    events: tuple[str, ...]  # the fullest counts
+    event: str
     micro_batches: float  # in flight; a share of one that is in some of a rank's stages
     started: bool  # gradients are there: a backward has begun
 
@@ -230,13 +230,14 @@ def memory_over_time(workload: Workload, choice: Choice, drawn: StepOverTime) ->
     started = started + accounting.precision.beside > 0
     liveness = Liveness(step, activations_in_flight(step).holding(in_flight[None], started[None]))
     timeline = liveness.timeline() | {FORWARD: liveness.parts(np.array(START))}
+    # Others are in flight behind all backwards but the last: their ends are shown where they count those.
+    counts_others = choice.layout.pp > 1 and np.ptp(timeline[END]["activations"]) > 0
+    events = {EARLIER_END: END if counts_others else FORWARD}
     held = []
     for number, time in enumerate(times):
-        at_events = [
-            Held(time.seconds, event, {name: _number(size, number) for name, size in timeline[event].items()})
-            for event in time.events
-        ]
-        held.append(max(at_events, key=lambda one: sum(one.parts.values())))
+        event = events.get(time.event, time.event)
+        parts = {name: _number(size, number) for name, size in timeline[event].items()}
+        held.append(Held(time.seconds, event, parts))
     return rank, held
 
 
@@ -253,23 +254,21 @@ def _times(drawn: StepOverTime, rank: int, layout: Layout) -> Iterator[Sample]:
     last = max(place for place, one in enumerate(timed) if one.kind in "BW")
     for place, one in enumerate(timed):
         if one.kind == "F":
-            yield Sample(one.start, (FORWARD,), in_flight, started)
+            yield Sample(one.start, FORWARD, in_flight, started)
             in_flight += share
-            yield Sample(one.end, (FORWARD,), in_flight, started)
+            yield Sample(one.end, FORWARD, in_flight, started)
             if one.stage == last_stage:
-                yield Sample(one.end, ("loss",), in_flight, started)
+                yield Sample(one.end, "loss", in_flight, started)
         elif one.kind in "BI":
             if one.stage == last_stage:
-                yield Sample(one.start, ("backward of the head",), in_flight, started)
-            yield Sample(one.start, ("backward of a block",), in_flight, started)
+                yield Sample(one.start, "backward of the head", in_flight, started)
+            yield Sample(one.start, "backward of a block", in_flight, started)
             started = True
             if one.kind == "I":
-                yield Sample(one.end, (FORWARD,), in_flight, started)
+                yield Sample(one.end, FORWARD, in_flight, started)
         if one.kind in "BW":
             in_flight -= share
-            # Before the last one others are in flight, which only some ends of a backward count.
-            events = (END,) if place == last else (FORWARD, END) if layout.pp > 1 else (FORWARD,)
-            yield Sample(one.end, events, in_flight, started)
+            yield Sample(one.end, END if place == last else EARLIER_END, in_flight, started)
         if one.kind == "optimizer":
-            yield Sample(one.start, ("update",), 0.0, started)
-            yield Sample(one.end, ("update",), 0.0, started)
+            yield Sample(one.start, "update", 0.0, started)
+            yield Sample(one.end, "update", 0.0, started)
