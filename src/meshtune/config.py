@@ -9,10 +9,10 @@ train/build.py: below it functions take the values they use.
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from meshtune.errors import UserError, expanded, written
 from meshtune.layout import PartialLayout
@@ -20,6 +20,7 @@ from meshtune.optimizers import OPTIMIZERS, constants_of
 from meshtune.precision import PRECISIONS, REDUCE_DTYPES
 from meshtune.schedules import SCHEDULES, schedule_problems
 from meshtune.sections import ClusterConfig, DataConfig, LoraConfig, ModelConfig
+from meshtune.setting import Section, declared, setting, unusable, with_path_variables
 from meshtune.setting_errors import sentences
 from meshtune.setting_partners import switched_off, without_effect
 from meshtune.setting_types import (
@@ -27,21 +28,12 @@ from meshtune.setting_types import (
     Interval,
     NonNegative,
     Positive,
-    Section,
     TokenCount,
-    unusable,
-    with_path_variables,
 )
 from meshtune.trainers.pasted import unknown_setting
 from meshtune.units import notice, on_first_rank, scientific
 from meshtune.yaml_tree import merge, overridden, read_cluster, read_yaml, undotted, without
 
-TABLES = {
-    "precision": PRECISIONS,
-    "reduce_dtype": REDUCE_DTYPES,
-    "optimizer": OPTIMIZERS,
-    "lr_scheduler": SCHEDULES,
-}  # of train
 # Adapters start at zero and are few: they take a rate at which all weights would diverge.
 LEARNING_RATES = {"full": 1e-5, "lora": 2e-4}  # default peak, by method
 
@@ -49,96 +41,80 @@ LEARNING_RATES = {"full": 1e-5, "lora": 2e-4}  # default peak, by method
 class TrainConfig(Section):
     """Batch, length, learning rate, precision and optimizer."""
 
-    global_batch_size: Annotated[int, Field(ge=1, le=10**7)] | None = Field(
-        default=None, description="Sequences per optimizer step, in every layout; null: 64."
+    global_batch_size: Annotated[int, Field(ge=1, le=10**7)] | None = setting(
+        None, "Sequences per optimizer step, in every layout; null: 64.", unit="sequences"
     )
-    global_batch_tokens: Positive | None = Field(
-        default=None,
-        description="Tokens per optimizer step, instead of global_batch_size; a multiple of data.seq_len.",
+    global_batch_tokens: Positive | None = setting(
+        None,
+        "Tokens per optimizer step, instead of global_batch_size; a multiple of data.seq_len.",
+        unit="tokens",
     )
-    max_steps: Positive | None = Field(
-        default=None, description="Optimizer steps of the run; of several limits the smallest ends it."
+    max_steps: Positive | None = setting(
+        None, "Optimizer steps of the run; of several limits the smallest ends it.", unit="steps"
     )
-    total_tokens: TokenCount | None = Field(
-        default=None,
-        description="Tokens of the run: it ends with the step whose global batches reach so many.",
+    total_tokens: TokenCount | None = setting(
+        None, "Tokens of the run: it ends with the step whose global batches reach so many.", unit="tokens"
     )
-    num_epochs: float | None = Field(
-        default=None, gt=0, description="Passes through the data; null is 1 where nothing else ends the run."
+    num_epochs: float | None = setting(
+        None, "Passes through the data; null is 1 where nothing else ends the run.", unit="epochs", gt=0
     )
-    learning_rate: float | None = Field(
-        default=None, gt=0, description="Peak learning rate; null: 1e-5 for method full, 2e-4 for lora."
+    learning_rate: float | None = setting(
+        None, "Peak learning rate; null: 1e-5 for method full, 2e-4 for lora.", gt=0
     )
-    lr_scheduler: str = Field(
-        default="cosine", description="Course of the learning rate, a name of transformers' get_scheduler."
+    lr_scheduler: str = setting(
+        "cosine", "Course of the learning rate, a name of transformers' get_scheduler.", table=SCHEDULES
     )
-    min_lr_ratio: float | None = Field(
-        default=None, ge=0, le=1, description="Last learning rate as a share of the peak; null: 0."
+    min_lr_ratio: float | None = setting(
+        None, "Last learning rate as a share of the peak; null: 0.", ge=0, le=1
     )
-    lr_scheduler_kwargs: dict[str, int | float | str] = Field(
-        default={}, description="Further arguments of the schedule, by transformers' names, such as power: 2."
+    lr_scheduler_kwargs: dict[str, int | float | str] = setting(
+        {}, "Further arguments of the schedule, by transformers' names, such as power: 2."
     )
-    lr_decay_steps: Positive | None = Field(
-        default=None,
-        description="Steps that the schedule spans, after which the learning rate stays; null: all.",
+    lr_decay_steps: Positive | None = setting(
+        None, "Steps that the schedule spans, after which the learning rate stays; null: all.", unit="steps"
     )
-    warmup_ratio: Fraction = Field(
-        default=0.03, description="Share of the steps in which the learning rate rises to its peak."
+    warmup_ratio: Fraction = setting(0.03, "Share of the steps in which the learning rate rises to its peak.")
+    warmup_steps: NonNegative | None = setting(
+        None, "Steps in which the learning rate rises to its peak, instead of warmup_ratio.", unit="steps"
     )
-    warmup_steps: NonNegative | None = Field(
-        default=None,
-        description="Steps in which the learning rate rises to its peak, instead of warmup_ratio.",
+    weight_decay: float = setting(
+        0.0, "Decoupled weight decay of matrices; norms and biases have none.", ge=0
     )
-    weight_decay: float = Field(
-        default=0.0, ge=0, description="Decoupled weight decay of matrices; norms and biases have none."
-    )
-    max_grad_norm: float = Field(
-        default=1.0, ge=0, description="Norm that gradients are clipped to; 0: no clipping."
-    )
-    label_smoothing: float = Field(
-        default=0.0,
+    max_grad_norm: float = setting(1.0, "Norm that gradients are clipped to; 0: no clipping.", ge=0)
+    label_smoothing: float = setting(
+        0.0,
+        "Share of the target spread over the vocabulary; training alone, evaluation has none.",
         ge=0,
         lt=1,
-        description="Share of the target spread over the vocabulary; training alone, evaluation has none.",
     )
-    neftune_alpha: float = Field(
-        default=0.0,
-        ge=0,
-        description="Noise on the embeddings in training, up to alpha / sqrt(document's tokens * width).",
+    neftune_alpha: float = setting(
+        0.0, "Noise on the embeddings in training, up to alpha / sqrt(document's tokens * width).", ge=0
     )
-    precision: str = Field(
-        default="bf16",
-        description="Compute and master dtypes: fp32, bf16 (fp32 master weights), bf16-pure or fp64.",
+    precision: str = setting(
+        "bf16",
+        "Compute and master dtypes: fp32, bf16 (fp32 master weights), bf16-pure or fp64.",
+        table=PRECISIONS,
     )
-    reduce_dtype: str = Field(
-        default="fp32", description="Dtype that gradients of several micro-batches add up in."
+    reduce_dtype: str = setting(
+        "fp32", "Dtype that gradients of several micro-batches add up in.", table=REDUCE_DTYPES
     )
-    optimizer: str = Field(
-        default="adamw",
-        description="Rule of the update: adamw, lion; adafactor and muon need whole tensors (dp, pp, cp).",
+    optimizer: str = setting(
+        "adamw",
+        "Rule of the update: adamw, lion; adafactor and muon need whole tensors (dp, pp, cp).",
+        table=OPTIMIZERS,
     )
-    adam_betas: tuple[Fraction, Fraction] = Field(
-        default=(0.9, 0.999), description="Decay of AdamW's two moments, or the two of Lion's one."
+    adam_betas: tuple[Fraction, Fraction] = setting(
+        (0.9, 0.999), "Decay of AdamW's two moments, or the two of Lion's one."
     )
-    adam_eps: float = Field(default=1.0e-8, gt=0, description="Term in AdamW's denominator.")
-    seed: NonNegative = Field(
-        default=42, description="Seed of the order of samples, dropout and random weights."
+    adam_eps: float = setting(1.0e-8, "Term in AdamW's denominator.", gt=0)
+    seed: NonNegative = setting(42, "Seed of the order of samples, dropout and random weights.")
+    compile: bool = setting(False, "Compile the blocks with torch.compile.")
+    max_nonfinite_steps: Positive = setting(
+        5, "Steps in a row without a finite loss, after which the run stops with exit code 4.", unit="steps"
     )
-    compile: bool = Field(default=False, description="Compile the blocks with torch.compile.")
-    max_nonfinite_steps: Positive = Field(
-        default=5,
-        description="Steps in a row without a finite loss, after which the run stops with exit code 4.",
+    device: Literal["auto", "cuda", "cpu"] = setting(
+        "auto", "Device to train on; auto: CUDA if there is one."
     )
-    device: Literal["auto", "cuda", "cpu"] = Field(
-        default="auto", description="Device to train on; auto: CUDA if there is one."
-    )
-
-    @field_validator("precision", "reduce_dtype", "optimizer", "lr_scheduler", mode="before")
-    @classmethod
-    def _in_its_table(cls, value: Any, info: ValidationInfo) -> Any:
-        """Return `value`. Raises UserError, with the nearest name, if the setting's table lacks it."""
-        TABLES[str(info.field_name)][value if isinstance(value, str) else written(value)]
-        return value
 
     @model_validator(mode="after")
     def _one_of(self) -> "TrainConfig":
@@ -163,41 +139,36 @@ class TrainConfig(Section):
 class EvalConfig(Section):
     """Evaluation on held-out rows."""
 
-    every: Interval = Field(
-        default=0, description="Steps, or epochs (0.5 epoch), between evaluations; 0: at the end only."
+    every: Interval = setting(
+        0, "Steps, or epochs (0.5 epoch), between evaluations; 0: at the end only.", unit="steps"
     )
-    at_start: bool = Field(default=False, description="Evaluate before the first step too.")
-    samples: NonNegative = Field(
-        default=0, description="Held-out prompts that are answered greedily and shown."
+    at_start: bool = setting(False, "Evaluate before the first step too.")
+    samples: NonNegative = setting(
+        0, "Held-out prompts that are answered greedily and shown.", unit="prompts"
     )
-    exact_match: NonNegative = Field(
-        default=0, description="Held-out prompts whose greedy answer is compared word for word."
+    exact_match: NonNegative = setting(
+        0, "Held-out prompts whose greedy answer is compared word for word.", unit="prompts"
     )
-    max_new_tokens: Positive = Field(default=64, description="Longest answer, in tokens.")
-    keep_best: bool = Field(
-        default=False, description="Export the checkpoint with the lowest evaluation loss as model/."
-    )
-    early_stopping: NonNegative = Field(
-        default=0, description="Evaluations without a lower loss, after which the run stops; 0: never."
+    max_new_tokens: Positive = setting(64, "Longest answer, in tokens.", unit="tokens")
+    keep_best: bool = setting(False, "Export the checkpoint with the lowest evaluation loss as model/.")
+    early_stopping: NonNegative = setting(
+        0, "Evaluations without a lower loss, after which the run stops; 0: never.", unit="evaluations"
     )
 
 
 class CheckpointConfig(Section):
     """Checkpoints, and going on from them."""
 
-    every: Interval = Field(
-        default=100, description="Steps, or epochs (0.5 epoch), between checkpoints; 0: at the end only."
+    every: Interval = setting(
+        100, "Steps, or epochs (0.5 epoch), between checkpoints; 0: at the end only.", unit="steps"
     )
-    keep: Positive = Field(default=3, description="Newest checkpoints that are kept.")
-    async_save: bool = Field(
-        default=True, description="Write while training goes on, from a copy in host memory."
+    keep: Positive = setting(3, "Newest checkpoints that are kept.", unit="checkpoints")
+    async_save: bool = setting(True, "Write while training goes on, from a copy in host memory.")
+    save_on_signal: bool = setting(
+        True, "On a signal to stop (SIGTERM, SIGINT, SIGHUP, …) finish the step, save, exit with 75."
     )
-    save_on_signal: bool = Field(
-        default=True,
-        description="On a signal to stop (SIGTERM, SIGINT, SIGHUP, …) finish the step, save, exit with 75.",
-    )
-    resume: Literal["auto", "never"] = Field(
-        default="auto", description="Continue the unfinished run in the output folder (auto), or never."
+    resume: Literal["auto", "never"] = setting(
+        "auto", "Continue the unfinished run in the output folder (auto), or never."
     )
 
 
@@ -207,78 +178,70 @@ Tracker = Literal["console", "jsonl", "tensorboard", "wandb", "mlflow", "trackio
 class LogConfig(Section):
     """Rows of the run, and the dashboards that get them."""
 
-    every: Positive = Field(default=1, description="Steps between two rows.")
-    to: tuple[Tracker, ...] = Field(
-        default=("console", "jsonl", "tensorboard"),
-        description="Where rows are shown or sent; metrics.jsonl (jsonl) is always written.",
+    every: Positive = setting(1, "Steps between two rows.", unit="steps")
+    to: tuple[Tracker, ...] = setting(
+        ("console", "jsonl", "tensorboard"),
+        "Where rows are shown or sent; metrics.jsonl (jsonl) is always written.",
     )
-    project: str | None = Field(
-        default=None, min_length=1,
-        description="Project in W&B and Trackio, MLflow's experiment; null: the environment's, or meshtune.",
-    )  # fmt: skip
-    name: str | None = Field(
-        default=None,
+    project: str | None = setting(
+        None,
+        "Project in W&B and Trackio, MLflow's experiment; null: the environment's, or meshtune.",
         min_length=1,
-        description="Name of the run in W&B, MLflow and Trackio; null: its folder's.",
     )
-    tags: tuple[str, ...] = Field(
-        default=(),
-        description="Tags in W&B, MLflow and Trackio; in MLflow key=value is a tag with a value.",
+    name: str | None = setting(
+        None, "Name of the run in W&B, MLflow and Trackio; null: its folder's.", min_length=1
     )
-    group: str | None = Field(
-        default=None, description="Group of runs in W&B and Trackio, and MLflow's tag group."
+    tags: tuple[str, ...] = setting(
+        (), "Tags in W&B, MLflow and Trackio; in MLflow key=value is a tag with a value."
     )
-    textfile_directory: str | None = Field(
-        default=None, min_length=1,
-        description="Folder that Prometheus' node exporter reads; null: logs/ of the run folder.",
-    )  # fmt: skip
-    gradient_noise_scale: NonNegative = Field(
-        default=0, description="Steps between two measurements of the gradient noise scale; 0: never."
+    group: str | None = setting(None, "Group of runs in W&B and Trackio, and MLflow's tag group.")
+    textfile_directory: str | None = setting(
+        None,
+        "Folder that Prometheus' node exporter reads; null: logs/ of the run folder.",
+        path=True,
+        min_length=1,
     )
-    memory: bool = Field(
-        default=False,
-        description="Print a table of the memory of the first two steps, by phase and category.",
+    gradient_noise_scale: NonNegative = setting(
+        0, "Steps between two measurements of the gradient noise scale; 0: never.", unit="steps"
+    )
+    memory: bool = setting(
+        False, "Print a table of the memory of the first two steps, by phase and category."
     )
 
 
 class HubConfig(Section):
     """Upload of the trained model."""
 
-    push_to: str | None = Field(
-        default=None,
-        description="Hub id that model/ is uploaded to at the end; it is tried once the data are read.",
+    push_to: str | None = setting(
+        None, "Hub id that model/ is uploaded to at the end; it is tried once the data are read."
     )
-    private: bool = Field(default=True, description="Create the hub repository as a private one.")
+    private: bool = setting(True, "Create the hub repository as a private one.")
 
 
 class Config(Section):
     """Every setting of a run."""
 
     model: ModelConfig
-    method: Literal["full", "lora"] = Field(
-        default="full", description="Train all weights, or low-rank adapters beside them."
-    )
+    method: Literal["full", "lora"] = setting("full", "Train all weights, or low-rank adapters beside them.")
     lora: LoraConfig = LoraConfig()
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig()
     eval: EvalConfig = EvalConfig()
-    layout: Any = Field(
-        default="auto",
-        description="Parallel layout: auto, a layout string, or a mapping of its fields, each may be auto.",
+    layout: Any = setting(
+        "auto", "Parallel layout: auto, a layout string, or a mapping of its fields, each may be auto."
     )
-    cluster: ClusterConfig | str = Field(
-        default="auto",
-        description="Machines: auto, the section, a YAML file that has it, or the TOML file of a probe.",
+    cluster: ClusterConfig | str = setting(
+        "auto",
+        "Machines: auto, the section, a YAML file that has it, or the TOML file of a probe.",
+        path=True,
     )
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
     hub: HubConfig = HubConfig()
-    output: str = Field(
-        default="runs/run", description="Folder of the run: model, report, metrics and checkpoints."
-    )
-    output_exists: Literal["new", "extend", "replace"] | None = Field(
-        default=None,
-        description="Start where output holds a run that is not to be continued: write the next free name, "
+    output: str = setting("runs/run", "Folder of the run: model, report, metrics and checkpoints.", path=True)
+    output_exists: Literal["new", "extend", "replace"] | None = setting(
+        None,
+        "Start where output holds a run that is not to be continued: write the next free name, "
         "make that run longer, or delete it; null: refused.",
     )
 
@@ -392,7 +355,7 @@ def load(
     known = [*keys(Config)]
     tree = merge(undotted(dict(defaults or {}), known), read_yaml(Path(file), known) if file else {})
     tree = laid_over(tree, overrides)
-    if problems := [*unusable(tree)]:
+    if problems := [*unusable(tree, Config)]:
         raise UserError(problems)
     if "model" not in tree:
         unknown = [name for name in tree if name not in Config.model_fields]
@@ -402,7 +365,7 @@ def load(
                 *(unknown_key([name]) for name in unknown),
             ]
         )
-    config = Config(**with_path_variables(tree))
+    config = Config(**with_path_variables(tree, Config))
     if problems := [*without_effect(config, late=True, remedy=remedy)]:
         raise UserError(problems)
     return config
@@ -429,12 +392,5 @@ def unknown_key(path: Sequence[str]) -> str:
 
 
 def keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Yield the dotted key of every field of `section` and, recursively, of the sections in it.
-
-    prefix: begins every key; the section's own path with a dot at the end, "train.".
-    """
-    for name, info in section.model_fields.items():
-        yield prefix + name
-        for kind in (info.annotation, *get_args(info.annotation)):
-            if isinstance(kind, type) and issubclass(kind, BaseModel):
-                yield from keys(kind, f"{prefix}{name}.")
+    """Yield the dotted keys of `declared`."""
+    return (key for key, _ in declared(section, prefix))

@@ -13,7 +13,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from meshtune.errors import UserError, expanded
 from meshtune.schedules import SCHEDULES, Schedule
-from meshtune.setting_types import Section, epochs_of
+from meshtune.setting import Section
+from meshtune.setting_types import epochs_of
 from meshtune.yaml_tree import merge, without
 
 HELD_OUT = "there are no held-out rows", "set data.eval or data.eval_split, or leave it out"

@@ -2,14 +2,12 @@
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from decimal import Decimal
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
-
-from meshtune.errors import UserError, expanded, with_variables, written
 
 MOST_GPUS = 10**6
 LARGEST = 10**12  # of a setting that counts: beyond it search and arithmetic take for ever
@@ -85,72 +83,8 @@ LayerNames = Annotated[Literal["all-linear"] | tuple[str, ...], BeforeValidator(
 TokenCount = Annotated[int, Field(ge=1, le=MOST_TOKENS), BeforeValidator(whole)]
 Interval = Annotated[NonNegative | Annotated[str, Field(pattern=INTERVAL)], BeforeValidator(interval)]
 Format = Literal["auto", "text", "prompt-completion", "alpaca", "messages", "sharegpt", "tokens"]
-PATHS = re.compile(  # settings that are paths; a source is one, or has one
-    r"model\.name|output|cluster|cluster\.(hardware|price_per_gpu_hour)|log\.textfile_directory|data\.(cache|chat_template)"
-    r"|data\.(train|eval)(\.\d+)?(\.path)?"
-)
 
 
 def is_template(text: str) -> bool:
     """True if the text is a Jinja template, not the name of one or of a file."""
     return "{%" in text or "{{" in text
-
-
-class Section(BaseModel):
-    """Settings that belong together: a key that is no field of it is refused."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
-
-
-def unusable(value: Any, key: str = "") -> Iterator[str]:
-    """Yield a sentence for each key or text of a tree that no file name, model or encoding can take.
-
-    key: dotted name of `value`.
-    """
-    if isinstance(value, Mapping):
-        for name, item in value.items():
-            if isinstance(name, str):
-                yield from unusable(name, f"the key {written(name)}")
-                yield from unusable(item, f"{key}.{name}".lstrip("."))
-            else:
-                yield f"{f'{key}: ' if key else ''}the key {written(name)} is no text; write it in quotes."
-    elif isinstance(value, list | tuple):
-        for number, item in enumerate(value):
-            yield from unusable(item, f"{key}.{number}")
-    elif isinstance(value, str):
-        if any(character == "\0" or "\ud800" <= character <= "\udfff" for character in value):
-            shown = written(value)
-            yield f"{key} = {shown} has a character that is no text (NUL or a broken one); remove it."
-        elif (value.startswith("~") or "$" in value) and is_path(value, key):
-            try:
-                expanded(value)
-            except UserError as error:
-                yield f"{key}: {error}"
-
-
-def texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (dotted key, text) of each text in a tree. key: dotted name of `value`."""
-    items = (
-        value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
-    )
-    for name, item in items:
-        yield from texts(item, f"{key}.{name}".lstrip("."))
-    if isinstance(value, str):
-        yield key, value
-
-
-def is_path(value: str, key: str) -> bool:
-    """True if the text of a setting is a path. key: the setting's dotted name."""
-    return bool(PATHS.fullmatch(key)) and not is_template(value)
-
-
-def with_path_variables(value: Any, key: str = "") -> Any:
-    """A tree of settings whose PATHS have the values of environment variables. key: dotted name of `value`.
-
-    Raises UserError as `with_variables`.
-    """
-    if isinstance(value, Mapping):
-        return {name: with_path_variables(item, f"{key}.{name}".lstrip(".")) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [with_path_variables(item, f"{key}.{number}") for number, item in enumerate(value)]
-    return with_variables(value) if isinstance(value, str) and is_path(value, key) else value
