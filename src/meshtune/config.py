@@ -7,7 +7,8 @@ the nearest setting, or with our name of what another trainer calls so (trainers
 train/build.py: below it functions take the values they use.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -18,24 +19,87 @@ from meshtune.errors import UserError, expanded, written
 from meshtune.layout import PartialLayout
 from meshtune.optimizers import OPTIMIZERS, constants_of
 from meshtune.precision import PRECISIONS, REDUCE_DTYPES
-from meshtune.schedules import SCHEDULES, schedule_problems
+from meshtune.schedules import ARGUMENTS, SCHEDULES, Schedule, schedule_problems
 from meshtune.sections import ClusterConfig, DataConfig, LoraConfig, ModelConfig
-from meshtune.setting import Section, declared, setting, unusable, with_path_variables
-from meshtune.setting_errors import sentences
-from meshtune.setting_partners import switched_off, without_effect
-from meshtune.setting_types import (
-    Fraction,
-    Interval,
-    NonNegative,
-    Positive,
-    TokenCount,
+from meshtune.setting import (
+    Need,
+    Section,
+    declared,
+    setting,
+    shown,
+    unchecked,
+    unmet,
+    unusable,
+    with_path_variables,
+    without_effect,
 )
+from meshtune.setting_errors import sentences
+from meshtune.setting_types import Fraction, Interval, NonNegative, Positive, TokenCount, epochs_of
 from meshtune.trainers.pasted import unknown_setting
 from meshtune.units import notice, on_first_rank, scientific
 from meshtune.yaml_tree import merge, overridden, read_cluster, read_yaml, undotted, without
 
 # Adapters start at zero and are few: they take a rate at which all weights would diverge.
 LEARNING_RATES = {"full": 1e-5, "lora": 2e-4}  # default peak, by method
+
+
+STREAMED = "with data.streaming the length of an epoch is unknown"
+HELD_OUT = Need(
+    lambda config: not config.data.train or config.data.eval or config.data.eval_split,  # a plan needs none
+    "there are no held-out rows",
+    "set data.eval or data.eval_split, or leave it out",
+    late=True,
+)
+EVALUATED_OFTEN = Need(
+    lambda config: config.eval.every,
+    "with eval.every=0 there is only the last evaluation",
+    "set eval.every, such as eval.every=100",
+)
+TRACKERS = Need(
+    lambda config: not {"wandb", "mlflow", "trackio"}.isdisjoint(config.log.to),
+    "only W&B, MLflow and Trackio show it, and log.to names none of them",
+    "add wandb, mlflow or trackio to log.to",
+)
+
+
+def counted_in_steps(section: str) -> Need:
+    """An interval of a section in steps where rows are streamed."""
+    return Need(
+        lambda config: not (config.data.streaming and epochs_of(getattr(config, section).every)),
+        STREAMED,
+        f"give it in steps, such as {section}.every=200",
+        relied_on=True,
+    )
+
+
+def constant(name: str) -> Need:
+    """An optimizer with the constant."""
+    return Need(lambda config: name in config.train.constants, f"train.optimizer has no {name}")
+
+
+def warm_up(name: str) -> Need:
+    """A schedule with a warm-up, unless the setting `name` is 0."""
+    return Need(
+        lambda config: SCHEDULES[config.train.lr_scheduler].warmup or not getattr(config.train, name),
+        "train.lr_scheduler has no warm-up",
+        "leave it out, or use constant_with_warmup",
+    )
+
+
+def schedule(fits: Callable[[Schedule], Any], lacking: str, part: str = "") -> Need:
+    """A schedule that fits. lacking: predicate on the others; part: as Need has it."""
+    names = ", ".join(name for name, row in SCHEDULES.items() if fits(row))
+    return Need(
+        lambda config: fits(SCHEDULES[config.train.lr_scheduler]),
+        f"train.lr_scheduler {lacking}",
+        f"leave it out, or use {names}",
+        part,
+    )
+
+
+def schedule_has_a_length(config: Any) -> bool:
+    kind, fixed = config.train.lr_scheduler, config.train.warmup_steps is not None
+    return kind != "constant" and not (kind == "constant_with_warmup" and fixed)
 
 
 class TrainConfig(Section):
@@ -47,16 +111,37 @@ class TrainConfig(Section):
     global_batch_tokens: Positive | None = setting(
         None,
         "Tokens per optimizer step, instead of global_batch_size; a multiple of data.seq_len.",
+        Need(
+            lambda config: not config.train.global_batch_size,
+            "train.global_batch_size sets the batch",
+            "keep one",
+        ),
         unit="tokens",
     )
     max_steps: Positive | None = setting(
         None, "Optimizer steps of the run; of several limits the smallest ends it.", unit="steps"
     )
     total_tokens: TokenCount | None = setting(
-        None, "Tokens of the run: it ends with the step whose global batches reach so many.", unit="tokens"
+        None,
+        "Tokens of the run: it ends with the step whose global batches reach so many.",
+        Need(
+            lambda config: config.data.packing,
+            "without data.packing sequences differ in length, so the tokens of a step are unknown",
+            "set train.max_steps or train.num_epochs instead",
+            relied_on=True,
+        ),
+        unit="tokens",
     )
     num_epochs: float | None = setting(
-        None, "Passes through the data; null is 1 where nothing else ends the run.", unit="epochs", gt=0
+        None,
+        "Passes through the data; null is 1 where nothing else ends the run.",
+        Need(
+            lambda config: not config.data.streaming,
+            STREAMED,
+            "set train.max_steps or train.total_tokens instead",
+        ),
+        unit="epochs",
+        gt=0,
     )
     learning_rate: float | None = setting(
         None, "Peak learning rate; null: 1e-5 for method full, 2e-4 for lora.", gt=0
@@ -65,17 +150,41 @@ class TrainConfig(Section):
         "cosine", "Course of the learning rate, a name of transformers' get_scheduler.", table=SCHEDULES
     )
     min_lr_ratio: float | None = setting(
-        None, "Last learning rate as a share of the peak; null: 0.", ge=0, le=1
+        None,
+        "Last learning rate as a share of the peak; null: 0.",
+        schedule(lambda row: row.floor, "has no lowest rate"),
+        ge=0,
+        le=1,
     )
     lr_scheduler_kwargs: dict[str, int | float | str] = setting(
-        {}, "Further arguments of the schedule, by transformers' names, such as power: 2."
+        {},
+        "Further arguments of the schedule, by transformers' names, such as power: 2.",
+        *(
+            schedule(lambda row, name=name: name in row.arguments, f"takes no {name}", name)
+            for name in ARGUMENTS
+        ),
     )
     lr_decay_steps: Positive | None = setting(
-        None, "Steps that the schedule spans, after which the learning rate stays; null: all.", unit="steps"
+        None,
+        "Steps that the schedule spans, after which the learning rate stays; null: all.",
+        Need(schedule_has_a_length, "the learning rate does not depend on the length of its schedule"),
+        unit="steps",
     )
-    warmup_ratio: Fraction = setting(0.03, "Share of the steps in which the learning rate rises to its peak.")
+    warmup_ratio: Fraction = setting(
+        0.03,
+        "Share of the steps in which the learning rate rises to its peak.",
+        Need(
+            lambda config: config.train.warmup_steps is None,
+            "train.warmup_steps sets the warm-up",
+            "keep one",
+        ),
+        warm_up("warmup_ratio"),
+    )
     warmup_steps: NonNegative | None = setting(
-        None, "Steps in which the learning rate rises to its peak, instead of warmup_ratio.", unit="steps"
+        None,
+        "Steps in which the learning rate rises to its peak, instead of warmup_ratio.",
+        warm_up("warmup_steps"),
+        unit="steps",
     )
     weight_decay: float = setting(
         0.0, "Decoupled weight decay of matrices; norms and biases have none.", ge=0
@@ -104,9 +213,9 @@ class TrainConfig(Section):
         table=OPTIMIZERS,
     )
     adam_betas: tuple[Fraction, Fraction] = setting(
-        (0.9, 0.999), "Decay of AdamW's two moments, or the two of Lion's one."
+        (0.9, 0.999), "Decay of AdamW's two moments, or the two of Lion's one.", constant("betas")
     )
-    adam_eps: float = setting(1.0e-8, "Term in AdamW's denominator.", gt=0)
+    adam_eps: float = setting(1.0e-8, "Term in AdamW's denominator.", constant("eps"), gt=0)
     seed: NonNegative = setting(42, "Seed of the order of samples, dropout and random weights.")
     compile: bool = setting(False, "Compile the blocks with torch.compile.")
     max_nonfinite_steps: Positive = setting(
@@ -140,19 +249,38 @@ class EvalConfig(Section):
     """Evaluation on held-out rows."""
 
     every: Interval = setting(
-        0, "Steps, or epochs (0.5 epoch), between evaluations; 0: at the end only.", unit="steps"
+        0,
+        "Steps, or epochs (0.5 epoch), between evaluations; 0: at the end only.",
+        HELD_OUT,
+        counted_in_steps("eval"),
+        unit="steps",
     )
-    at_start: bool = setting(False, "Evaluate before the first step too.")
+    at_start: bool = setting(False, "Evaluate before the first step too.", HELD_OUT)
     samples: NonNegative = setting(
-        0, "Held-out prompts that are answered greedily and shown.", unit="prompts"
+        0, "Held-out prompts that are answered greedily and shown.", HELD_OUT, unit="prompts"
     )
     exact_match: NonNegative = setting(
-        0, "Held-out prompts whose greedy answer is compared word for word.", unit="prompts"
+        0, "Held-out prompts whose greedy answer is compared word for word.", HELD_OUT, unit="prompts"
     )
-    max_new_tokens: Positive = setting(64, "Longest answer, in tokens.", unit="tokens")
-    keep_best: bool = setting(False, "Export the checkpoint with the lowest evaluation loss as model/.")
+    max_new_tokens: Positive = setting(
+        64,
+        "Longest answer, in tokens.",
+        Need(
+            lambda config: config.eval.samples or config.eval.exact_match,
+            "no answers are asked for",
+            "set eval.samples or eval.exact_match",
+        ),
+        unit="tokens",
+    )
+    keep_best: bool = setting(
+        False, "Export the checkpoint with the lowest evaluation loss as model/.", HELD_OUT, EVALUATED_OFTEN
+    )
     early_stopping: NonNegative = setting(
-        0, "Evaluations without a lower loss, after which the run stops; 0: never.", unit="evaluations"
+        0,
+        "Evaluations without a lower loss, after which the run stops; 0: never.",
+        HELD_OUT,
+        EVALUATED_OFTEN,
+        unit="evaluations",
     )
 
 
@@ -160,7 +288,10 @@ class CheckpointConfig(Section):
     """Checkpoints, and going on from them."""
 
     every: Interval = setting(
-        100, "Steps, or epochs (0.5 epoch), between checkpoints; 0: at the end only.", unit="steps"
+        100,
+        "Steps, or epochs (0.5 epoch), between checkpoints; 0: at the end only.",
+        counted_in_steps("checkpoint"),
+        unit="steps",
     )
     keep: Positive = setting(3, "Newest checkpoints that are kept.", unit="checkpoints")
     async_save: bool = setting(True, "Write while training goes on, from a copy in host memory.")
@@ -186,18 +317,24 @@ class LogConfig(Section):
     project: str | None = setting(
         None,
         "Project in W&B and Trackio, MLflow's experiment; null: the environment's, or meshtune.",
+        TRACKERS,
         min_length=1,
     )
     name: str | None = setting(
-        None, "Name of the run in W&B, MLflow and Trackio; null: its folder's.", min_length=1
+        None, "Name of the run in W&B, MLflow and Trackio; null: its folder's.", TRACKERS, min_length=1
     )
     tags: tuple[str, ...] = setting(
-        (), "Tags in W&B, MLflow and Trackio; in MLflow key=value is a tag with a value."
+        (), "Tags in W&B, MLflow and Trackio; in MLflow key=value is a tag with a value.", TRACKERS
     )
-    group: str | None = setting(None, "Group of runs in W&B and Trackio, and MLflow's tag group.")
+    group: str | None = setting(None, "Group of runs in W&B and Trackio, and MLflow's tag group.", TRACKERS)
     textfile_directory: str | None = setting(
         None,
         "Folder that Prometheus' node exporter reads; null: logs/ of the run folder.",
+        Need(
+            lambda config: "prometheus" in config.log.to,
+            "log.to has no prometheus",
+            "add prometheus to log.to",
+        ),
         path=True,
         min_length=1,
     )
@@ -205,7 +342,9 @@ class LogConfig(Section):
         0, "Steps between two measurements of the gradient noise scale; 0: never.", unit="steps"
     )
     memory: bool = setting(
-        False, "Print a table of the memory of the first two steps, by phase and category."
+        False,
+        "Print a table of the memory of the first two steps, by phase and category.",
+        Need(lambda config: "console" in config.log.to, "log.to has no console", "add console to log.to"),
     )
 
 
@@ -215,7 +354,15 @@ class HubConfig(Section):
     push_to: str | None = setting(
         None, "Hub id that model/ is uploaded to at the end; it is tried once the data are read."
     )
-    private: bool = setting(True, "Create the hub repository as a private one.")
+    private: bool = setting(
+        True,
+        "Create the hub repository as a private one.",
+        Need(
+            lambda config: config.hub.push_to is not None,
+            "nothing is uploaded",
+            "set hub.push_to, or leave it out",
+        ),
+    )
 
 
 class Config(Section):
@@ -223,7 +370,16 @@ class Config(Section):
 
     model: ModelConfig
     method: Literal["full", "lora"] = setting("full", "Train all weights, or low-rank adapters beside them.")
-    lora: LoraConfig = LoraConfig()
+    lora: LoraConfig = setting(
+        LoraConfig(),
+        None,
+        Need(
+            lambda config: config.method == "lora",
+            "method is full",
+            "set method=lora, or leave it out",
+            part="*",
+        ),
+    )
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig()
     eval: EvalConfig = EvalConfig()
@@ -243,6 +399,11 @@ class Config(Section):
         None,
         "Start where output holds a run that is not to be continued: write the next free name, "
         "make that run longer, or delete it; null: refused.",
+        Need(
+            lambda config: config.output_exists != "extend" or config.checkpoint.resume != "never",
+            "checkpoint.resume=never forbids to go on with a run",
+            "leave one out",
+        ),
     )
 
     @field_validator("layout")
@@ -380,11 +541,49 @@ def laid_over(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, An
     changed, given = dict(tree), dict[str, Any]()
     for override in overrides:
         changed, given = overridden(changed, override), overridden(given, override)
-    for key, sentence in switched_off(Config, tree, changed, given).items():
+    for key, sentence in switched_off(tree, changed, given).items():
         changed = without(changed, key.split("."))
         if on_first_rank():
             notice(sentence)
     return changed
+
+
+def switched_off(
+    before: Mapping[str, Any], after: Mapping[str, Any], given: Mapping[str, Any]
+) -> dict[str, str]:
+    """Dotted key -> sentence, for each setting that lost its effect when settings were laid over a tree, and
+    for those that need one of these.
+
+    Excluded (they stay errors): settings given in `given`, settings that already had no effect, and settings
+    marked `relied_on`. before, after: without and with the settings `given`.
+    """
+    lost: dict[str, str] = {}
+    if not given or "model" not in after:
+        return lost
+    with suppress(ValidationError, UserError):  # a wrong value, which is reported with all others
+        errors = {key for key, *_ in unmet(unchecked(Config, merge({"model": after["model"]}, before)))}
+        left_out = True
+        while left_out:  # it may be what another setting needs
+            left_out = [
+                (key, f"{key}={shown(value)} of the config is left out: {need.reason}.")
+                for key, value, need in unmet(unchecked(Config, after))
+                if not (need.relied_on or key in errors or key in lost or sets(given, key.split(".")))
+            ]
+            for key, sentence in left_out:
+                lost.setdefault(key, sentence)
+                after = without(after, key.split("."))
+    return lost
+
+
+def sets(tree: Any, path: Sequence[str]) -> bool:
+    """True if the tree has a value at `path`, or one that is no mapping in place of what is above it."""
+    for name in path:
+        if not isinstance(tree, Mapping):
+            return True
+        if name not in tree:
+            return False
+        tree = tree[name]
+    return True
 
 
 def unknown_key(path: Sequence[str]) -> str:

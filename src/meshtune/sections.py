@@ -10,7 +10,7 @@ from urllib.parse import urlparse
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from meshtune.errors import UserError, expanded
-from meshtune.setting import Section, setting
+from meshtune.setting import Need, Section, setting
 from meshtune.setting_types import (
     SUFFIXES,
     Format,
@@ -22,6 +22,27 @@ from meshtune.setting_types import (
     Positive,
     Prices,
 )
+
+HAVE_CONVERSATIONS = {"messages", "sharegpt", "prompt-completion", "alpaca", "auto"}  # formats that may
+CONVERSATIONS = Need(
+    lambda config: formats(config) & HAVE_CONVERSATIONS, "rows of data.format are no conversations"
+)
+
+
+def formats(config: Any) -> set[str]:
+    """The formats that the rows are read in; "auto" where a source's is found from its columns."""
+    sources = (*config.data.train, *config.data.eval)
+    return {source.format or config.data.format for source in sources} or {config.data.format}
+
+
+def source_without(name: str) -> Need:
+    """A source, or none at all, that has no setting `name` of its own."""
+
+    def met(config: Any) -> bool:
+        sources = (*config.data.train, *config.data.eval)
+        return not sources or any(getattr(source, name) is None for source in sources)
+
+    return Need(met, "each source has its own")
 
 
 class ModelConfig(Section):
@@ -36,7 +57,11 @@ class ModelConfig(Section):
         "Attention code: ours, which packs documents, or one of transformers'; auto takes ours "
         "where the model can.",
     )
-    revision: str | None = setting(None, "Branch, tag or commit of a hub model.")
+    revision: str | None = setting(
+        None,
+        "Branch, tag or commit of a hub model.",
+        Need(lambda config: not expanded(config.model.name).exists(), "model.name is a local folder"),
+    )
     trust_remote_code: bool = setting(False, "Run Python code that the model's repository brings.")
     overrides: dict[str, Any] = setting(
         {}, "Other values of keys of the model's config.json, such as num_hidden_layers: 8."
@@ -136,18 +161,41 @@ class DataConfig(Section):
     train: Sources = setting(
         (), "Training rows: a path, a source with its settings, or a list of either.", path=True
     )
-    eval: Sources = setting((), "Held-out rows, written as data.train.", path=True)
+    eval: Sources = setting(
+        (),
+        "Held-out rows, written as data.train.",
+        Need(lambda config: False, "held-out rows are evaluated once each", part="weight"),
+        path=True,
+    )
     eval_split: float = setting(
         0,
         "Documents of data.train held out: below 1 a fraction of all, else their number.",
+        Need(lambda config: not config.data.eval, "data.eval names the held-out rows", "keep one of them"),
+        Need(
+            lambda config: not config.data.streaming,
+            "data.streaming does not know the number of documents",
+            "give data.eval instead",
+            relied_on=True,
+        ),
         unit="documents",
         ge=0,
     )
-    format: Format = setting("auto", "Form of the rows; auto finds it from their columns.")
-    columns: dict[str, str] = setting({}, "Column of each field, such as prompt: question.")
-    roles: dict[str, str] = setting({}, "Our role for each role of the rows, such as bot: assistant.")
+    format: Format = setting(
+        "auto", "Form of the rows; auto finds it from their columns.", source_without("format")
+    )
+    columns: dict[str, str] = setting(
+        {}, "Column of each field, such as prompt: question.", source_without("columns")
+    )
+    roles: dict[str, str] = setting(
+        {},
+        "Our role for each role of the rows, such as bot: assistant.",
+        source_without("roles"),
+        CONVERSATIONS,
+    )
     where: dict[str, bool | int | float | str] = setting(
-        {}, "Rows to train on, by a column's value; the others are left out and counted."
+        {},
+        "Rows to train on, by a column's value; the others are left out and counted.",
+        source_without("where"),
     )
     chat_template: str | None = setting(
         None,
@@ -155,7 +203,13 @@ class DataConfig(Section):
         path=True,
     )
     chat_template_kwargs: dict[str, bool | int | float | str] = setting(
-        {}, "Variables of the chat template, such as enable_thinking: false."
+        {},
+        "Variables of the chat template, such as enable_thinking: false.",
+        Need(
+            lambda config: config.data.chat_template != "none",
+            "data.chat_template is none",
+            "leave it out, or name a template",
+        ),
     )
     template_date: str | None = setting(
         None,
@@ -165,7 +219,13 @@ class DataConfig(Section):
     control_tokens: Literal["auto", "error", "text", "keep"] = setting(
         "auto", "Special tokens in contents: an error, text or kept; auto: an error where trained on."
     )
-    separator: str = setting("\n", "Text between prompt and completion where no chat template is in force.")
+    separator: str = setting(
+        "\n",
+        "Text between prompt and completion where no chat template is in force.",
+        Need(
+            lambda config: config.data.chat_template in (None, "none"), "data.chat_template names a template"
+        ),
+    )
     seq_len: Annotated[int, Field(ge=2)] = setting(2048, "Length of a sequence in tokens.", unit="tokens")
     mean_document_tokens: float | None = setting(
         None,
@@ -177,8 +237,14 @@ class DataConfig(Section):
     train_on: Literal["assistant", "completion", "all"] = setting(
         "completion",
         "Tokens whose loss counts: of all assistant turns, of the last one (completion), or all.",
+        Need(lambda config: formats(config) != {"tokens"}, "rows of input_ids have their labels"),
     )
-    split_turns: bool = setting(False, "Make a row of each assistant turn, rendered as when it is generated.")
+    split_turns: bool = setting(
+        False,
+        "Make a row of each assistant turn, rendered as when it is generated.",
+        CONVERSATIONS,
+        Need(lambda config: config.data.train_on != "all", "data.train_on=all labels everything", "give one"),
+    )
     overlong: Literal["auto", "cut", "split", "drop", "error"] = setting(
         "auto", "What becomes of documents longer than seq_len; auto: plain text is split, others cut."
     )

@@ -1,16 +1,19 @@
-"""The declaration of a setting: its default, sentence, unit and limits, and whether its text is a path.
+"""The declaration of a setting: its default, sentence, what it needs to take effect, its unit and limits.
 
-    max_steps: int | None = setting(None, "Optimizer steps of the run.", unit="steps", ge=1)
+    lr_decay_steps: int | None = setting(None, "Steps that the schedule spans.", LENGTH, unit="steps", ge=1)
 
-The settings page, schema, starter, completion and the answers to wrong keys read the declarations.
+The settings page, schema, starter, completion and the answers to wrong keys read the declarations. A setting
+whose need isn't met is refused where it is written, and left out where the command line took the need away.
+Fields of a layout that need others are in layout.py.
 """
 
+import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple, TypeVar, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter
 from pydantic.fields import FieldInfo
 
 from meshtune.errors import Table, UserError, expanded, with_variables, written
@@ -23,16 +26,39 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
 
+Settings = TypeVar("Settings", bound=Section)
+
+
+class Need(NamedTuple):
+    """Condition on other settings without which a setting, given another value than its default, has no
+    effect.
+    """
+
+    met: Callable[[Any], Any]  # by the Config
+    reason: str  # clause on why it has no effect
+    remedy: str = "leave it out"  # imperative
+    part: str = ""  # key below the setting that needs it, in a mapping, section or sources; *: every one
+    # True: refused even where an override took the effect: it did not switch the feature off, and without the
+    # setting the run would do something else.
+    relied_on: bool = False
+    late: bool = False  # judged by `load`, not by Config: train(eval_data=…) gives a Config its rows
+
+    @property
+    def answer(self) -> str:
+        return f"{self.reason}; {self.remedy}"
+
+
 class Facts(NamedTuple):
     """Facts of a setting that pydantic has no place for."""
 
+    needs: tuple[Need, ...] = ()
     path: bool = False  # its text is a path, in which environment variables are replaced
 
 
 def setting(
     default: Any,
-    description: str,
-    *,
+    description: str | None,
+    *needs: Need,
     unit: str = "",
     path: bool = False,
     table: Table | None = None,
@@ -40,12 +66,13 @@ def setting(
 ) -> Any:
     """Declare a setting.
 
-    default: ... for a setting that must be given. unit: of a number. table: its rows are the choices.
-    limits: as pydantic's `Field` takes them.
+    default: ... for a setting that must be given. description: None for a section, which has its docstring.
+    needs: of a value that is not the default. unit: of a number. table: its rows are the choices. limits: as
+    pydantic's `Field` takes them.
     """
     extra: dict[str, Any] = ({"unit": unit} if unit else {}) | ({"enum": list(table)} if table else {})
     field = Field(default, description=description, json_schema_extra=extra or None, **limits)
-    field.metadata.append(Facts(path))
+    field.metadata.append(Facts(needs, path))
     if table:
         field.metadata.append(BeforeValidator(partial(in_table, table)))
     return field
@@ -137,3 +164,57 @@ def with_path_variables(value: Any, kind: type[BaseModel], key: str = "") -> Any
     if isinstance(value, list | tuple):
         return [with_path_variables(item, kind, f"{key}.{number}") for number, item in enumerate(value)]
     return with_variables(value) if isinstance(value, str) and is_path(value, key, kind) else value
+
+
+def without_effect(config: Section, *, late: bool, remedy: str = "") -> Iterator[str]:
+    """Yield a sentence for each setting that lacks what it needs to take effect.
+
+    late: of the needs that are late, or of the others. remedy: another one, before that of the need.
+    """
+    for key, value, need in unmet(config):
+        if need.late == late:
+            yield f"{key}={shown(value)} has no effect: {need.reason}; {remedy}{need.remedy}."
+
+
+def unmet(config: Section) -> Iterator[tuple[str, Any, Need]]:
+    """Yield (dotted key, value, its need) for each setting that lacks what it needs to take effect."""
+    for key, field in declared(type(config)):
+        for need in facts(field).needs:
+            for part, value in changed(config, [*key.split("."), *([need.part] if need.part else [])]):
+                if not need.met(config):
+                    yield part, value, need
+
+
+def unchecked(kind: type[Settings], tree: Mapping[str, Any]) -> Settings:
+    """The settings of a tree, each validated, but not whether they take effect beside each other."""
+    fields = {
+        name: TypeAdapter(info.annotation).validate_python(tree[name])
+        for name, info in kind.model_fields.items()
+        if name in tree and info.annotation
+    }
+    return kind.model_construct(**fields)
+
+
+def changed(
+    section: Section | Mapping[str, Any], path: Sequence[str], prefix: str = ""
+) -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value) at `path` if the value is not the default; of sources, for each one."""
+    first, *rest = path
+    if isinstance(section, Mapping):
+        if first in section:
+            yield f"{prefix}{first}", section[first]
+        return
+    fields = type(section).model_fields
+    for name in fields if first == "*" else [first]:
+        value = getattr(section, name)
+        if not rest:
+            if value != fields[name].get_default(call_default_factory=True):
+                yield f"{prefix}{name}", value
+            continue
+        for inner in value if isinstance(value, tuple) else (value,):
+            yield from changed(inner, rest, f"{prefix}{name}.")
+
+
+def shown(value: Any) -> str:
+    """The value as it is written on the command line."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from meshtune import config
-from meshtune.config import Config
+from meshtune.config import HELD_OUT, Config
 from meshtune.errors import UserError, check_file, explained, type_name, written
 from meshtune.migrate import launchers, model, outputs, sharding, sources, training
 from meshtune.migrate.job import (
@@ -30,7 +30,7 @@ from meshtune.migrate.job import (
     is_off,
 )
 from meshtune.migrate.other_jobs import other_job
-from meshtune.setting_partners import HELD_OUT, unchecked, unmet
+from meshtune.setting import unchecked, unmet
 from meshtune.trainers.table import TOOLS, Entry, table
 from meshtune.units import counted
 from meshtune.yaml_tree import merge, nested, overridden, read_yaml
@@ -271,11 +271,11 @@ def _without_effect(result: Migrated) -> None:
             _drop(result, name, "method is full; set method=lora")
     with suppress(ValidationError):  # a wrong value, which `config` reports with all others
         for setting, _, need in unmet(unchecked(Config, result.tree)):
-            _drop(result, setting, f"{need.reason}; {need.remedy}")
+            _drop(result, setting, need.answer)
         data = unchecked(Config, result.tree).data
         for setting, value in [*result.settings.items()]:  # also where the file names no rows at all
             if setting.startswith("eval.") and not (data.eval or data.eval_split or is_off(value)):
-                _drop(result, setting, "; ".join(HELD_OUT))
+                _drop(result, setting, HELD_OUT.answer)
 
 
 def _drop(result: Migrated, setting: str, reason: str) -> None:
