@@ -41,7 +41,7 @@ test-browser: $(STAMP)
 test-oldest test-newest:
 	PYTHON=$(PYTHON) TORCH_INDEX=$(TORCH_INDEX) scripts/test_versions $(subst test-,,$@) $(FAMILIES)
 
-# The keys of the newest wheels of other trainers, against the tables of src/meshtune/trainers. Without a network it is
+# The keys of the newest wheels of other trainers, against the tables of src/meshtune/tools. Without a network it is
 # skipped, with the reason; with CI=true it fails.
 test-migrate: $(STAMP)
 	$(BIN)/python scripts/trainer_keys.py

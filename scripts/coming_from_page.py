@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from meshtune.rundir import write_text_atomically
-from meshtune.trainers.table import KINDS, Entry, table
+from meshtune.tools.table import KINDS, Entry, table
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "coming-from.md"

@@ -1,6 +1,6 @@
 """Read exported plans with the tools' own settings classes: `make test-exports`.
 
-    python scripts/export_readers.py [TOOL …]     all tools of plan/export without a name
+    python scripts/export_readers.py [TOOL …]     all tools that plans are exported to without a name
 
     tests/unit/plan/test_plan_export.py, in .venv-exports/TOOL ──> degrees, batch and stages of every layout
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import yaml
 
-from meshtune.trainers.table import TOOLS, table
+from meshtune.tools.table import TOOLS, table
 
 LIST = Path(__file__).parents[1] / "tests" / "data" / "trainer_keys.json"
 # Tool -> its distribution, and the classes whose fields are its keys (module:Class). torchtune has none: its

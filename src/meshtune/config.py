@@ -3,7 +3,7 @@
     config = load("run.yaml", ["train.max_steps=100"])
 
 Defaults < file < command line. All unknown keys and wrong values are reported at once, an unknown key with
-the nearest setting, or with our name of what another trainer calls so (trainers/). The tree stops at
+the nearest setting, or with our name of what another trainer calls so (tools/). The tree stops at
 train/build.py: below it functions take the values they use.
 """
 
@@ -35,7 +35,7 @@ from meshtune.setting import (
 )
 from meshtune.setting_errors import sentences
 from meshtune.setting_types import Fraction, Interval, NonNegative, Positive, TokenCount, epochs_of
-from meshtune.trainers.pasted import unknown_setting
+from meshtune.tools.table import unknown_setting
 from meshtune.units import notice, on_first_rank, scientific
 from meshtune.yaml_tree import merge, overridden, read_cluster, read_yaml, undotted, without
 

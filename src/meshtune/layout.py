@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from meshtune.errors import UserError, written
 from meshtune.nearest import did_you_mean, nearest
 from meshtune.recomputation import RECOMPUTATIONS
-from meshtune.trainers.pasted import unknown_setting
+from meshtune.tools.table import unknown_setting
 
 CP_METHODS = ("allgather", "ulysses")
 TORCH_SCHEDULES = {  # ours -> what torch.distributed.pipelining calls them

@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from meshtune.errors import UserError, written
 from meshtune.nearest import nearest
-from meshtune.trainers.values import pasted_value
+from meshtune.tools.table import pasted_value
 
 # Pydantic's kind of an error -> what to write instead; {…} are numbers of its context.
 REMEDIES = {

@@ -20,10 +20,10 @@ from command import Command, Ended
 from golden import says
 
 from meshtune.layout import Layout
-from meshtune.plan.export import EXPORTERS
 from meshtune.plan.models import models
 from meshtune.plan.search import PEAK_TIE
 from meshtune.rundir import RunDir
+from meshtune.tools.export import EXPORTERS
 
 Settings = Callable[..., list[str]]
 Plan = Callable[..., Ended]

@@ -79,11 +79,11 @@ def import_everything() -> None:
     import meshtune.launch
     import meshtune.model.census_cache
     import meshtune.plan.answer
-    import meshtune.plan.export
     import meshtune.report.compare.page
     import meshtune.report.plan.terminal
     import meshtune.report.run.report
     import meshtune.report.run.tables
+    import meshtune.tools.export
     import meshtune.train.loop  # noqa: F401
 
 

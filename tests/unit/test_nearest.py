@@ -6,7 +6,7 @@ from golden import refuses
 from meshtune.errors import UserError
 from meshtune.nearest import did_you_mean, edits, nearest
 from meshtune.optimizers import OPTIMIZERS
-from meshtune.plan.export import check_tool
+from meshtune.tools.export import check_tool
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from cases import cases
 
 from meshtune.config import load
 from meshtune.errors import UserError, type_name, written
-from meshtune.trainers.values import patterns
+from meshtune.tools.table import patterns
 
 SETTINGS = [
     line

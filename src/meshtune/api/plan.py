@@ -16,14 +16,14 @@ from meshtune.plan.answer import Answer
 from meshtune.plan.cluster import with_memory_budget
 from meshtune.plan.cost import bounds_of
 from meshtune.plan.explanation import Explanation, explain
-from meshtune.plan.export import tool_for
 from meshtune.plan.fits import Lighter
 from meshtune.plan.other_units import other_units
+from meshtune.plan.programs import MESHTUNE
 from meshtune.plan.search import Choice
 from meshtune.plan.sizes import sizes_of
 from meshtune.plan.step_parts import MeasuredRun
-from meshtune.plan.tools import MESHTUNE
 from meshtune.plan.workload import Workload, lighter_workloads, positions_note, workload_of
+from meshtune.tools.export import tool_for
 
 Log = Callable[[str], None]  # gets sentences on the model, and one while its numbers are derived
 

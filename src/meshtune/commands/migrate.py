@@ -35,12 +35,12 @@ def migrate(
 ) -> None:
     """Write another trainer's configuration as ours, with a comment for each key that has no counterpart."""
     name, overrides = split(file)
-    from meshtune.migrate.convert import migrate as converted
-    from meshtune.migrate.sharding import shards
-    from meshtune.migrate.write import text_of
     from meshtune.reference.schema import EDITOR_LINE
     from meshtune.rundir import write_text_atomically
-    from meshtune.trainers.table import TOOLS
+    from meshtune.tools.migrate import migrate as converted
+    from meshtune.tools.sharding import shards
+    from meshtune.tools.table import TOOLS
+    from meshtune.tools.write import text_of
 
     if name is None:
         raise UserError("Name the file to migrate, such as meshtune migrate axolotl.yaml.")

@@ -17,7 +17,7 @@ from meshtune.errors import UserError, expanded
 if TYPE_CHECKING:
     from meshtune.config import Config
     from meshtune.plan.answer import Answer
-    from meshtune.plan.export import Written
+    from meshtune.tools.export import Written
 
 PLANNING = "counting the model and ranking layouts"
 MOST_COMPARED = 6  # layouts in one table
@@ -172,8 +172,8 @@ def compare_layouts(
     UserError, before anything is predicted, for settings that can't be exported.
     """
     from meshtune.api import plan as api
-    from meshtune.plan.export import check
     from meshtune.report.plan import terminal
+    from meshtune.tools.export import check
 
     if export_to:
         check(tool, config)
@@ -203,8 +203,8 @@ def tool_of(tool: str | None, export: str | None, verify: int | None = None) -> 
     tool, export, verify: as in --for, --export and --verify; None: not given. Raises UserError for a name
     that is unknown, or two that differ, and for another tool's plan that is to be verified.
     """
-    from meshtune.plan.export import check_tool
-    from meshtune.plan.tools import MESHTUNE
+    from meshtune.plan.programs import MESHTUNE
+    from meshtune.tools.export import check_tool
 
     if export:
         check_tool(export)
@@ -341,7 +341,7 @@ def write_export(config: "Config", answer: "Answer", folder: Path) -> "Written":
 
     Raises UserError, with nothing written, if a file exists already.
     """
-    from meshtune.plan.export import export, write
+    from meshtune.tools.export import export, write
 
     tool, choice = answer.workload.tool, answer.choice
     blocks, node = int(answer.workload.work.blocks), choice.cluster.node

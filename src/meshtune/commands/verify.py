@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshtune.errors import NothingFits, UserError
-from meshtune.plan.tools import MESHTUNE
+from meshtune.plan.programs import MESHTUNE
 from meshtune.units import GIB
 
 if TYPE_CHECKING:

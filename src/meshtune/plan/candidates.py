@@ -32,7 +32,7 @@ from meshtune.recomputation import RECOMPUTATIONS
 from meshtune.units import counted
 
 if TYPE_CHECKING:
-    from meshtune.plan.tools import Tool
+    from meshtune.plan.programs import Tool
     from meshtune.plan.workload import Workload
 
 NEAREST = 2  # other global batches, below and above one that the data ranks don't divide

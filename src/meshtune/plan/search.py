@@ -36,9 +36,9 @@ from meshtune.plan.machine import machine_of, peak_flops
 from meshtune.plan.memory import timeline
 from meshtune.plan.memory.stages import RANKS, Stages, interleaved_share
 from meshtune.plan.memory.timeline import Memory
+from meshtune.plan.programs import MESHTUNE, Tool
 from meshtune.plan.ranking import accuracy_of, ranked, safe_peak
 from meshtune.plan.seconds.step import PARTS, TIE, Seconds, step
-from meshtune.plan.tools import MESHTUNE, Tool
 from meshtune.plan.workload import Workload
 from meshtune.units import human
 

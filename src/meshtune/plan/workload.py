@@ -12,7 +12,7 @@ from meshtune.errors import UserError
 from meshtune.layout import Layout
 from meshtune.placement.rules import Rule, Traits, rules, sentences
 from meshtune.plan.memory.activations import compiled
-from meshtune.plan.tools import MESHTUNE, Tool
+from meshtune.plan.programs import MESHTUNE, Tool
 from meshtune.plan.work import Work, attended
 from meshtune.precision import DTYPE_BYTES, PRECISIONS
 from meshtune.units import count

@@ -9,7 +9,7 @@ from meshtune.errors import UserError, written
 from meshtune.layout import AUTO, CHOICES, Layout, PartialLayout
 from meshtune.nearest import did_you_mean, nearest
 from meshtune.setting import declared, section_in, unusable
-from meshtune.trainers.pasted import unknown_setting
+from meshtune.tools.table import unknown_setting
 from meshtune.yaml_tree import leaves, merge, nested
 
 SETTINGS = dict(declared(Config))

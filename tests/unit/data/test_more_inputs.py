@@ -17,7 +17,7 @@ from meshtune.data.files import files
 from meshtune.data.prepare import prepare
 from meshtune.data.readers import read
 from meshtune.errors import UserError
-from meshtune.plan.export.exported import export_problems
+from meshtune.tools.exported import export_problems
 
 
 def write(tmp_path, rows, name="rows.jsonl"):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from meshtune.migrate.convert import Migrated, migrate
+from meshtune.tools.migrate import Migrated, migrate
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 from meshtune import config
 from meshtune.cli import app
 from meshtune.errors import UserError
-from meshtune.migrate.convert import Migrated, migrate
-from meshtune.migrate.write import text_of
+from meshtune.tools.migrate import Migrated, migrate
+from meshtune.tools.write import text_of
 
 Migrate = Callable[..., Migrated]
 

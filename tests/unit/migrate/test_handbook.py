@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from fewest_keys import AXOLOTL, TORCHTUNE, TRL
 
-from meshtune.migrate.convert import Migrated
-from meshtune.plan.export.axolotl import targets
+from meshtune.tools.axolotl import targets
+from meshtune.tools.migrate import Migrated
 
 Migrate = Callable[..., Migrated]
 TEMPLATE = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"

@@ -10,7 +10,7 @@ from fewest_keys import AXOLOTL, FACTORY, TORCHTUNE, TRL
 from golden import refuses
 
 from meshtune.errors import UserError
-from meshtune.migrate.convert import Migrated, migrate
+from meshtune.tools.migrate import Migrated, migrate
 
 Migrate = Callable[..., Migrated]
 ACCELERATE = {  # as `accelerate config` writes one

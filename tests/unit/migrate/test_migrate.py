@@ -16,11 +16,11 @@ from jsonschema import Draft202012Validator
 from meshtune import config
 from meshtune.errors import UserError
 from meshtune.layout import Layout
-from meshtune.migrate.convert import Migrated, migrate
-from meshtune.migrate.job import CONVERSIONS
-from meshtune.migrate.write import text_of
 from meshtune.reference.schema import schema
-from meshtune.trainers.table import TOOLS, table
+from meshtune.tools.job import CONVERSIONS
+from meshtune.tools.migrate import Migrated, migrate
+from meshtune.tools.table import TOOLS, table
+from meshtune.tools.write import text_of
 
 FILES = Path(__file__).parents[2] / "data" / "migrate"
 Migrate = Callable[..., Migrated]

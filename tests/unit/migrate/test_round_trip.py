@@ -6,8 +6,8 @@ import pytest
 
 from meshtune.config import load
 from meshtune.layout import Layout
-from meshtune.migrate.convert import migrate
-from meshtune.plan.export import export
+from meshtune.tools.export import export
+from meshtune.tools.migrate import migrate
 
 COMMON = [
     "model.name=org/m", "model.revision=abc", "data.train=[{path: rows.jsonl, format: messages}]",

@@ -11,7 +11,7 @@ from golden import says
 from typer.testing import CliRunner
 
 from meshtune.cli import app
-from meshtune.migrate.convert import Migrated
+from meshtune.tools.migrate import Migrated
 
 FILES = Path(__file__).parents[2] / "data" / "migrate"
 Migrate = Callable[..., Migrated]

@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from meshtune.plan.export import EXPORTERS
+from meshtune.tools.export import EXPORTERS
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "export_readers.py"
 

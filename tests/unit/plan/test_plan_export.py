@@ -25,11 +25,12 @@ from meshtune.config import Config, load
 from meshtune.data import rows
 from meshtune.errors import UserError
 from meshtune.layout import Layout
-from meshtune.plan.export import EXPORTERS, Exported, export, refused
-from meshtune.plan.export import exported as shared
-from meshtune.plan.export.megatron import stage_layers
 from meshtune.plan.hardware import attention_kernel
-from meshtune.plan.tools import TOOLS
+from meshtune.plan.programs import TOOLS
+from meshtune.tools import exported as shared
+from meshtune.tools import refused
+from meshtune.tools.export import EXPORTERS, Exported, export
+from meshtune.tools.megatron import stage_layers
 
 COLUMNS = "data.columns={prompt: question, completion: answer}"
 PARALLEL = {  # what each tool runs; gpus_per_node is 8
@@ -1117,7 +1118,7 @@ def test_the_files_are_those_that_were_reviewed(tool: str, text: str) -> None:
 
 def test_exporting_needs_no_torch() -> None:
     code = (
-        "import sys, meshtune.plan.export; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+        "import sys, meshtune.tools.export; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

@@ -18,18 +18,18 @@ from meshtune.plan.accounting import accounting_of, stack_accounting
 from meshtune.plan.answer import Answer
 from meshtune.plan.cluster import Cluster, cluster_of
 from meshtune.plan.explanation import Explanation
-from meshtune.plan.export import EXPORTERS, check, export, tool_for, write
 from meshtune.plan.hardware import stacks
 from meshtune.plan.machine import machine_of
 from meshtune.plan.memory.stages import Stages
 from meshtune.plan.models import models
 from meshtune.plan.offers import offer_of
+from meshtune.plan.programs import MESHTUNE, TOOLS, Tool
 from meshtune.plan.search import Plan, explained, search
-from meshtune.plan.tools import MESHTUNE, TOOLS, Tool
 from meshtune.plan.work import Work
 from meshtune.plan.workload import Workload, lighter_workloads
 from meshtune.report.plan import terminal
 from meshtune.sections import ClusterConfig
+from meshtune.tools.export import EXPORTERS, check, export, tool_for, write
 from meshtune.units import GIB
 
 TEXT = ["model.name=m", "data.train=rows.jsonl", "data.format=text", "train.max_steps=10"]

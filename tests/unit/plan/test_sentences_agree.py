@@ -14,11 +14,11 @@ from meshtune.plan.accuracy import accuracy
 from meshtune.plan.changes import changes
 from meshtune.plan.cluster import Cluster, cluster_of
 from meshtune.plan.explanation import explain
-from meshtune.plan.export import tool_for
 from meshtune.plan.models import models
 from meshtune.plan.search import Plan, search
 from meshtune.plan.workload import Workload
 from meshtune.sections import ClusterConfig
+from meshtune.tools.export import tool_for
 from meshtune.units import duration
 
 

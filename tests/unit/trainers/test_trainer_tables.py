@@ -15,7 +15,7 @@ from meshtune import config
 from meshtune.config import Config, keys, unknown_key
 from meshtune.errors import UserError
 from meshtune.layout import Layout, PartialLayout
-from meshtune.trainers.table import TOOLS, table
+from meshtune.tools.table import TOOLS, table
 
 ROOT = Path(__file__).parents[3]
 LISTED = json.loads((ROOT / "tests" / "data" / "trainer_keys.json").read_text())

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from meshtune import __version__
 from meshtune.plan.advice import comparison
 from meshtune.plan.cost import RunCost, money
-from meshtune.plan.tools import MESHTUNE
+from meshtune.plan.programs import MESHTUNE
 from meshtune.report.draw.page import Page, text
 from meshtune.report.draw.words import model_title
 from meshtune.report.plan.clusters import mark

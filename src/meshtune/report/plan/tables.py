@@ -15,8 +15,8 @@ from rich.text import Text
 
 from meshtune.plan.memory import EVENTS, RANKS
 from meshtune.plan.phrases import spent
+from meshtune.plan.programs import MESHTUNE
 from meshtune.plan.seconds.step import PARTS
-from meshtune.plan.tools import MESHTUNE
 from meshtune.report.draw.colours import MEMORY_PARTS
 from meshtune.report.plan.bars import Column, Fitted, Legend, Name
 from meshtune.report.plan.clusters import cost_columns

@@ -13,15 +13,15 @@ from rich.text import Text
 from meshtune.plan.answer import Answer
 from meshtune.plan.cost import RunCost
 from meshtune.plan.explanation import Explanation
-from meshtune.plan.export import Written
 from meshtune.plan.phrases import device, unmeasured
+from meshtune.plan.programs import MESHTUNE
 from meshtune.plan.ranking import TIE_MEMORY_STEP
 from meshtune.plan.search import PEAK_TIE, Choice
 from meshtune.plan.seconds.step import TIE
-from meshtune.plan.tools import MESHTUNE
 from meshtune.report.plan.clusters import clusters_table
 from meshtune.report.plan.side_by_side import side_by_side
 from meshtune.report.plan.tables import explanation, layouts_table
+from meshtune.tools.export import Written
 from meshtune.units import counted, human
 
 MOST_REASONS = 6  # groups of layouts left out that are listed

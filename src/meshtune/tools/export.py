@@ -21,11 +21,11 @@ from meshtune.layout import Layout
 from meshtune.length import in_steps
 from meshtune.nearest import did_you_mean, nearest
 from meshtune.placement.rules import Rule, sentences
-from meshtune.plan.export import accelerate, axolotl, deepspeed, llamafactory, megatron, torchtitan
-from meshtune.plan.export.exported import Exported, export_problems, training_problems, world_problems
-from meshtune.plan.export.refused import unknown_fields
-from meshtune.plan.tools import MESHTUNE, TOOLS, Tool
+from meshtune.plan.programs import MESHTUNE, TOOLS, Tool
 from meshtune.rundir import write_text_atomically
+from meshtune.tools import accelerate, axolotl, deepspeed, llamafactory, megatron, torchtitan
+from meshtune.tools.exported import Exported, export_problems, training_problems, world_problems
+from meshtune.tools.refused import unknown_fields
 
 __all__ = ["EXPORTERS", "Exported", "Written", "check", "export", "tool_for", "write"]
 

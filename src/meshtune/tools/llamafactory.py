@@ -10,9 +10,12 @@ from meshtune.config import Config
 from meshtune.launch.allocator import SETTING
 from meshtune.layout import Layout
 from meshtune.placement.rules import Rule
-from meshtune.plan.export import deepspeed
-from meshtune.plan.export.arguments import training_arguments
-from meshtune.plan.export.exported import (
+from meshtune.plan.programs import TOOLS
+from meshtune.sections import SourceConfig
+from meshtune.setting_types import is_regular_expression
+from meshtune.tools import deepspeed
+from meshtune.tools.arguments import training_arguments
+from meshtune.tools.exported import (
     Exported,
     column_name,
     evaluation_differences,
@@ -23,9 +26,6 @@ from meshtune.plan.export.exported import (
     row_notes,
     whole_logits,
 )
-from meshtune.plan.tools import TOOLS
-from meshtune.sections import SourceConfig
-from meshtune.setting_types import is_regular_expression
 
 TOOL = TOOLS["llamafactory"].title
 OPENAI_TAGS = {

@@ -7,7 +7,7 @@ from typing import Any
 
 from meshtune.errors import UserError
 from meshtune.layout import Layout, PartialLayout
-from meshtune.migrate.job import OFF, Converted, Job, NoCounterpart, conversion
+from meshtune.tools.job import OFF, Converted, Job, NoCounterpart, conversion
 from meshtune.units import counted
 from meshtune.yaml_tree import read_yaml
 

@@ -7,8 +7,8 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from meshtune.migrate.job import Converted, Job, NoCounterpart, Refused, conversion, is_off, short
 from meshtune.sections import HUB_FILES, is_one_file
+from meshtune.tools.job import Converted, Job, NoCounterpart, Refused, conversion, is_off, short
 
 Source = dict[str, Any]
 CONTENT = {"role": "content", "from": "value"}  # key of the role in a message -> that of its text

@@ -5,12 +5,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshtune.data.messages import REASONING
-from meshtune.migrate.job import Converted, Job, NoCounterpart, NotNeeded, Refused, conversion, short
-from meshtune.migrate.sources import has_alpaca_prompts, listed
 from meshtune.schedules import SCHEDULES
 from meshtune.sections import DataConfig
 from meshtune.setting_types import is_template
-from meshtune.trainers.values import counterpart
+from meshtune.tools.job import Converted, Job, NoCounterpart, NotNeeded, Refused, conversion, short
+from meshtune.tools.sources import has_alpaca_prompts, listed
+from meshtune.tools.table import counterpart
 
 TEMPLATES = ("alpaca", "chatml", "gemma", "llama3", "mistral")  # built-ins of data/templates
 

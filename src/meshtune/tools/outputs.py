@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from meshtune.migrate.job import OFF, Converted, Job, NoCounterpart, NotNeeded, conversion, short
-from meshtune.migrate.training import ended_by_steps
+from meshtune.tools.job import OFF, Converted, Job, NoCounterpart, NotNeeded, conversion, short
+from meshtune.tools.training import ended_by_steps
 
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from meshtune.errors import UserError
-from meshtune.migrate.job import OFF, Note
-from meshtune.trainers.table import Table
+from meshtune.tools.job import OFF, Note
+from meshtune.tools.table import Table
 from meshtune.yaml_tree import read_yaml
 
 ACCELERATE, DEEPSPEED = "accelerate", "DeepSpeed"

@@ -4,11 +4,11 @@ import json
 import re
 from typing import Any
 
-from meshtune.migrate.job import OFF, Converted, Job, NoCounterpart, NotNeeded, Refused, conversion, short
-from meshtune.migrate.sharding import shards
-from meshtune.migrate.sources import listed
-from meshtune.migrate.training import packs
 from meshtune.setting_types import is_regular_expression
+from meshtune.tools.job import OFF, Converted, Job, NoCounterpart, NotNeeded, Refused, conversion, short
+from meshtune.tools.sharding import shards
+from meshtune.tools.sources import listed
+from meshtune.tools.training import packs
 
 NO_MASTER_WEIGHTS = (
     "with fp32 master weights; axolotl has none unless it shards, which train.precision=bf16-pure is like"

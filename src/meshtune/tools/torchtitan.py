@@ -15,7 +15,9 @@ from meshtune.launch.allocator import SETTING
 from meshtune.layout import SCHEDULES, TORCH_SCHEDULES, V_SCHEDULES, VIRTUAL_SCHEDULES, Layout
 from meshtune.placement.columns import Columns, Number
 from meshtune.placement.rules import Rule
-from meshtune.plan.export.exported import (
+from meshtune.plan.programs import TOOLS
+from meshtune.sections import SourceConfig
+from meshtune.tools.exported import (
     Exported,
     column_name,
     file_kind,
@@ -27,9 +29,7 @@ from meshtune.plan.export.exported import (
     torchrun,
     warmup_steps,
 )
-from meshtune.plan.export.refused import attention_alone, some_blocks, zero1
-from meshtune.plan.tools import TOOLS
-from meshtune.sections import SourceConfig
+from meshtune.tools.refused import attention_alone, some_blocks, zero1
 
 TOOL = TOOLS["torchtitan"].title
 LOOPED = (*VIRTUAL_SCHEDULES, *V_SCHEDULES)  # that torch runs with several stages a rank

@@ -1,4 +1,4 @@
-"""One file of another trainer while it is migrated, and conversions of values, by their names in trainers/.
+"""One file of another trainer while it is migrated, and conversions of values, by their names in the tables.
 
     @conversion
     def warmup(value, job): ...        warmup_steps = ["train.warmup_steps", "warmup"]
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from meshtune.trainers.table import Table, table
+from meshtune.tools.table import Table, table
 
 OFF: tuple[Any, ...] = (None, "", False, [], {}, "none", "no", "None")  # values that switch a key off
 

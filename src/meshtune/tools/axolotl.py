@@ -9,9 +9,12 @@ import yaml
 from meshtune.config import Config
 from meshtune.layout import Layout
 from meshtune.placement.rules import Rule
-from meshtune.plan.export.accelerate import SHARDED_SUMS, fsdp_differences, fsdp_rules, sharded
-from meshtune.plan.export.arguments import evaluation, schedule, trackers
-from meshtune.plan.export.exported import (
+from meshtune.plan.programs import TOOLS
+from meshtune.sections import SourceConfig
+from meshtune.setting_types import is_regular_expression
+from meshtune.tools.accelerate import SHARDED_SUMS, fsdp_differences, fsdp_rules, sharded
+from meshtune.tools.arguments import evaluation, schedule, trackers
+from meshtune.tools.exported import (
     Exported,
     column_name,
     evaluation_differences,
@@ -23,10 +26,7 @@ from meshtune.plan.export.exported import (
     row_notes,
     whole_logits,
 )
-from meshtune.plan.export.refused import attention_alone, some_blocks
-from meshtune.plan.tools import TOOLS
-from meshtune.sections import SourceConfig
-from meshtune.setting_types import is_regular_expression
+from meshtune.tools.refused import attention_alone, some_blocks
 
 TOOL = TOOLS["axolotl"].title
 PRECISION = {

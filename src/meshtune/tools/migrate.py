@@ -17,8 +17,9 @@ from pydantic import ValidationError
 from meshtune import config
 from meshtune.config import HELD_OUT, Config
 from meshtune.errors import UserError, check_file, explained, type_name, written
-from meshtune.migrate import launchers, model, outputs, sharding, sources, training
-from meshtune.migrate.job import (
+from meshtune.setting import unchecked, unmet
+from meshtune.tools import launchers, model, outputs, sharding, sources, training
+from meshtune.tools.job import (
     CONVERSIONS,
     Converted,
     Job,
@@ -29,9 +30,8 @@ from meshtune.migrate.job import (
     flat,
     is_off,
 )
-from meshtune.migrate.other_jobs import other_job
-from meshtune.setting import unchecked, unmet
-from meshtune.trainers.table import TOOLS, Entry, table
+from meshtune.tools.other_jobs import other_job
+from meshtune.tools.table import TOOLS, Entry, table
 from meshtune.units import counted
 from meshtune.yaml_tree import merge, nested, overridden, read_yaml
 

@@ -8,15 +8,15 @@ from meshtune.config import Config
 from meshtune.launch.allocator import SETTING
 from meshtune.layout import Layout
 from meshtune.placement.rules import Rule
-from meshtune.plan.export.exported import (
+from meshtune.plan.programs import TOOLS
+from meshtune.tools.exported import (
     Exported,
     nodes,
     not_carried_over,
     schedule_refusals,
     warmup_steps,
 )
-from meshtune.plan.export.refused import parts_of_blocks, sequence_parallelism
-from meshtune.plan.tools import TOOLS
+from meshtune.tools.refused import parts_of_blocks, sequence_parallelism
 
 TOOL = TOOLS["deepspeed"].title
 SCHEDULERS = {

@@ -10,7 +10,10 @@ from meshtune.config import Config
 from meshtune.layout import Layout
 from meshtune.placement.columns import Columns, Number
 from meshtune.placement.rules import Rule
-from meshtune.plan.export.exported import (
+from meshtune.plan.programs import TOOLS
+from meshtune.recomputation import RECOMPUTATIONS
+from meshtune.schedules import SCHEDULES
+from meshtune.tools.exported import (
     Exported,
     nodes,
     not_carried_over,
@@ -20,10 +23,7 @@ from meshtune.plan.export.exported import (
     torchrun,
     warmup_steps,
 )
-from meshtune.plan.export.refused import selective
-from meshtune.plan.tools import TOOLS
-from meshtune.recomputation import RECOMPUTATIONS
-from meshtune.schedules import SCHEDULES
+from meshtune.tools.refused import selective
 
 TOOL = TOOLS["megatron"].title
 Flags = dict[str, str | int | float | bool]  # flag -> value; True: the flag alone

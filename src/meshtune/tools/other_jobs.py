@@ -1,4 +1,4 @@
-"""Tell files of another job than supervised fine-tuning, by the keys of trainers/jobs.toml."""
+"""Tell files of another job than supervised fine-tuning, by the keys of jobs.toml."""
 
 import re
 import tomllib
@@ -7,7 +7,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, NamedTuple
 
-from meshtune.migrate.job import is_off
+from meshtune.tools.job import is_off
 
 SUPERVISED = ("sft", "pt")  # LLaMA-Factory's stages
 COMPONENTS = ("_component_", "_target_")  # keys with the name of a class or a function
@@ -16,7 +16,7 @@ NAMED = ("datasets.type", "plugins")  # axolotl's
 
 @cache
 def _jobs() -> list[dict[str, Any]]:
-    text = files("meshtune.trainers").joinpath("jobs.toml").read_text("utf-8")
+    text = files("meshtune.tools").joinpath("jobs.toml").read_text("utf-8")
     return tomllib.loads(text)["job"]
 
 

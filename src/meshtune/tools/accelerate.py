@@ -11,16 +11,16 @@ from meshtune.config import Config
 from meshtune.launch.allocator import SETTING
 from meshtune.layout import Layout
 from meshtune.placement.rules import Rule
-from meshtune.plan.export.arguments import training_arguments
-from meshtune.plan.export.exported import (
+from meshtune.plan.programs import TOOLS
+from meshtune.tools.arguments import training_arguments
+from meshtune.tools.exported import (
     Exported,
     evaluation_differences,
     nodes,
     not_carried_over,
     whole_logits,
 )
-from meshtune.plan.export.refused import parts_of_blocks, sequence_parallelism, zero1
-from meshtune.plan.tools import TOOLS
+from meshtune.tools.refused import parts_of_blocks, sequence_parallelism, zero1
 
 TOOL = TOOLS["accelerate"].title
 

@@ -8,8 +8,8 @@ from typing import Any
 import yaml
 
 from meshtune.config import Config
-from meshtune.migrate.convert import Migrated
-from meshtune.migrate.job import Note
+from meshtune.tools.job import Note
+from meshtune.tools.migrate import Migrated
 from meshtune.units import printable
 
 WIDTH = 110

@@ -9,7 +9,7 @@ from meshtune.data.example import is_url
 from meshtune.data.formats import FORMATS
 from meshtune.errors import written
 from meshtune.layout import Layout
-from meshtune.plan.tools import Tool
+from meshtune.plan.programs import Tool
 from meshtune.schedules import SCHEDULES
 from meshtune.sections import DataConfig, SourceConfig, is_pattern
 from meshtune.setting_types import SUFFIXES, epochs_of

@@ -1,0 +1,173 @@
+"""Keys of other trainers' settings: what each is here. One TOML file a tool, read when it is asked for.
+
+    [defaults]       the tool's value where its file leaves the key out and ours is another
+    [counterparts]   key = "our.setting", or ["our.setting", "conversion"]
+    [[unsupported]]  why, do (the remedy, if there is one), keys: training or its memory is another without;
+                     refused = true: of another job
+    [[left_out]]     why, do, keys: training is the same without
+    [[ignored]]      why nothing is lost without them, keys
+
+A key with a dot is inside a section of the tool's file; `section.*` stands for the section and all in it.
+`inherits` names the tool whose table has the other keys, `beyond` the keys that are in no list of its newest
+wheel (tests/data/trainer_keys.json): earlier names, and arguments of components.
+"""
+
+import re
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from importlib.resources import files
+from typing import Any, NamedTuple
+
+from meshtune.errors import written
+from meshtune.nearest import did_you_mean, nearest
+
+TOOLS = ("axolotl", "llama_factory", "trl", "transformers", "torchtune")
+
+
+KINDS = ("unsupported", "left_out", "ignored")  # lists of keys without a counterpart
+
+
+class Entry(NamedTuple):
+    """One key of a tool: its counterpart (`setting`), or why it has none."""
+
+    setting: str = ""  # dotted; empty: the key has no counterpart
+    conversion: str = ""  # of its value; empty: the value is taken as it is
+    why: str = ""  # without a counterpart
+    remedy: str = ""
+    kind: str = ""  # without a counterpart: one of KINDS
+    refused: bool = False  # with the key, a file is for another job than ours
+
+    @property
+    def reason(self) -> str:
+        """The why, with the remedy where there is one."""
+        return f"{self.why}; {self.remedy}" if self.remedy else self.why
+
+
+class Table(NamedTuple):
+    """The keys of one tool, those that it inherits too."""
+
+    name: str  # as people write it
+    beyond: frozenset[str]
+    defaults: Mapping[str, Any]
+    own: Mapping[str, Entry]  # without what it inherits
+    entries: Mapping[str, Entry]
+
+    def entry(self, key: str) -> Entry | None:
+        """The entry of a dotted key; None if the tool has no such key."""
+        return entry_of(self.entries, key)
+
+
+def entry_of(entries: Mapping[str, Entry], key: str) -> Entry | None:
+    """Find a dotted key in a table, or the `section.*` that it falls under; None if it has neither."""
+    parts = key.split(".")
+    under = (".".join([*parts[:length], "*"]) for length in range(len(parts), 0, -1))
+    return next((entries[name] for name in (key, *under) if name in entries), None)
+
+
+@cache
+def table(tool: str) -> Table:
+    """Read one tool's table. tool: one of TOOLS, or "other"."""
+    tree = tomllib.loads((files("meshtune.tools") / f"{tool}.toml").read_text(encoding="utf-8"))
+    own = {}
+    for key, value in tree["counterparts"].items():
+        own[key] = Entry(value) if isinstance(value, str) else Entry(*value)
+    for kind in KINDS:
+        for group in tree.get(kind, ()):
+            entry = Entry(
+                why=group["why"],
+                remedy=group.get("do", ""),
+                kind=kind,
+                refused=group.get("refused", False),
+            )
+            for key in group["keys"].split():
+                assert key not in own, f"{tool}.toml has {key} twice"
+                own[key] = entry
+    beyond = frozenset(tree.get("beyond", "").split())
+    defaults, entries = tree.get("defaults", {}), own
+    if base := table(tree["inherits"]) if "inherits" in tree else None:
+        defaults, entries = {**base.defaults, **defaults}, {**base.entries, **own}
+    return Table(tree["name"], beyond, defaults, own, entries)
+
+
+# Values (values.toml) #
+
+
+class Counterpart(NamedTuple):
+    """Values of ours that another trainer's value stands for."""
+
+    write: str  # setting=value, separated by spaces, as on the command line
+    why: str  # what differs, or why there is no other; empty: nothing to say
+
+
+@cache
+def patterns() -> dict[str, list[dict[str, str]]]:
+    """Setting -> rows of values.toml."""
+    return tomllib.loads((files("meshtune.tools") / "values.toml").read_text(encoding="utf-8"))
+
+
+def counterpart(setting: str, value: Any) -> Counterpart | None:
+    """Our value for one of another trainer; None if no row has it. setting: ours, dotted."""
+    text = written(value).rpartition(".")[2].lower()
+    for row in patterns().get(setting, ()):
+        if match := re.fullmatch(row["pattern"], text):
+            return Counterpart(match.expand(row["write"]), row.get("why", ""))
+    return None
+
+
+def pasted_value(setting: str, value: Any) -> str:
+    """Sentence about a wrong value that another trainer has; "" if none has it."""
+    if (theirs := counterpart(setting, value)) is None:
+        return ""
+    why = f" ({theirs.why})" if theirs.why else ""
+    return f"{setting} = {written(value)}: write {theirs.write}{why}."
+
+
+# Answers to keys that are no settings #
+
+SOURCES = ("data.train", "data.eval")  # lists of sources: the keys in them are those of axolotl's datasets
+
+
+def unknown_setting(path: Sequence[str], settings: Sequence[str], sections: Sequence[str]) -> str:
+    """Return a sentence that says what to write instead of the unknown key at `path`.
+
+    That is its counterpart if another trainer has the key, why it has none, or else the nearest setting, if
+    it is at most two edits away. path: ["train", "lr"]. settings: every key of the tree, dotted. sections:
+    the keys of its top level, which the sentence lists if no setting is near.
+    """
+    name, key = path[-1], ".".join(path)
+    section = ".".join(part for part in path[:-1] if not part.isdigit())  # data.train.0.path: no list indices
+    known = [*theirs(path)]
+    if counterparts := dict.fromkeys(entry.setting for entry in known if entry.setting):
+        return f"{key} is no setting{did_you_mean([*counterparts])}"
+    exact = [setting for setting in settings if last(setting) == name]
+    if exact and (len(exact) == 1 or not section):  # model.path may mean anything
+        return f"{key} is no setting{did_you_mean(exact)}"
+    for entry in sorted(known, key=lambda entry: entry.kind == "ignored"):
+        if entry.kind == "ignored":
+            return f"{key} is no setting, and not needed: {entry.why}."
+        return f"{key} is not supported: {entry.reason}."
+    siblings = [each for each in settings if each.rpartition(".")[0] == section] if section else [*sections]
+    for names in (siblings, settings):
+        near = nearest(name, names, part=last)
+        if near and (names is siblings or not section or len(near) == 1):
+            return f"{key} is no setting{did_you_mean(near)}"
+    if section and siblings:
+        return f"{key} is no setting; {section} has: {', '.join(map(last, siblings))}."
+    return f"{key} is no setting; sections: {', '.join(sections)}."
+
+
+def last(setting: str) -> str:
+    """Return the name after the last dot."""
+    return setting.rpartition(".")[2]
+
+
+def theirs(path: Sequence[str]) -> Iterator[Entry]:
+    """Yield the entry of each tool that has the key: at `path`, or at the end of it."""
+    names = [".".join(path[start:]) for start in range(len(path))]
+    if ".".join(path[:2]) in SOURCES:
+        names.append(f"datasets.{path[-1]}")
+    for tool in (*TOOLS, "other"):
+        found = (entry_of(table(tool).own, name) for name in names)
+        if entry := next(filter(None, found), None):
+            yield entry
