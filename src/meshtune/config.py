@@ -7,13 +7,13 @@ the nearest setting, or with our name of what another trainer calls so (tools/).
 train/build.py: below it functions take the values they use.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from meshtune.errors import UserError, expanded, written
 from meshtune.layout import PartialLayout
@@ -22,19 +22,22 @@ from meshtune.precision import PRECISIONS, REDUCE_DTYPES
 from meshtune.schedules import ARGUMENTS, SCHEDULES, Schedule, schedule_problems
 from meshtune.sections import ClusterConfig, DataConfig, LoraConfig, ModelConfig
 from meshtune.setting import (
+    Fraction,
+    Interval,
     Need,
+    NonNegative,
+    Positive,
     Section,
+    TokenCount,
     declared,
+    epochs_of,
     setting,
     shown,
-    unchecked,
     unmet,
-    unusable,
-    with_path_variables,
+    usable,
     without_effect,
 )
 from meshtune.setting_errors import sentences
-from meshtune.setting_types import Fraction, Interval, NonNegative, Positive, TokenCount, epochs_of
 from meshtune.tools.table import unknown_setting
 from meshtune.units import notice, on_first_rank, scientific
 from meshtune.yaml_tree import merge, overridden, read_cluster, read_yaml, undotted, without
@@ -51,10 +54,9 @@ HELD_OUT = Need(
     late=True,
 )
 EVALUATED_OFTEN = Need(
-    lambda config: config.eval.every,
-    "with eval.every=0 there is only the last evaluation",
+    lambda config: config.eval.every, "with eval.every=0 there is only the last evaluation",
     "set eval.every, such as eval.every=100",
-)
+)  # fmt: skip
 TRACKERS = Need(
     lambda config: not {"wandb", "mlflow", "trackio"}.isdisjoint(config.log.to),
     "only W&B, MLflow and Trackio show it, and log.to names none of them",
@@ -109,40 +111,24 @@ class TrainConfig(Section):
         None, "Sequences per optimizer step, in every layout; null: 64.", unit="sequences"
     )
     global_batch_tokens: Positive | None = setting(
-        None,
-        "Tokens per optimizer step, instead of global_batch_size; a multiple of data.seq_len.",
-        Need(
-            lambda config: not config.train.global_batch_size,
-            "train.global_batch_size sets the batch",
-            "keep one",
-        ),
-        unit="tokens",
-    )
+        None, "Tokens per optimizer step, instead of global_batch_size; a multiple of data.seq_len.",
+        Need(lambda config: not config.train.global_batch_size, "train.global_batch_size sets the batch",
+             "keep one"), unit="tokens",
+    )  # fmt: skip
     max_steps: Positive | None = setting(
         None, "Optimizer steps of the run; of several limits the smallest ends it.", unit="steps"
     )
     total_tokens: TokenCount | None = setting(
-        None,
-        "Tokens of the run: it ends with the step whose global batches reach so many.",
-        Need(
-            lambda config: config.data.packing,
-            "without data.packing sequences differ in length, so the tokens of a step are unknown",
-            "set train.max_steps or train.num_epochs instead",
-            relied_on=True,
-        ),
-        unit="tokens",
-    )
+        None, "Tokens of the run: it ends with the step whose global batches reach so many.",
+        Need(lambda config: config.data.packing,
+             "without data.packing sequences differ in length, so the tokens of a step are unknown",
+             "set train.max_steps or train.num_epochs instead", relied_on=True), unit="tokens",
+    )  # fmt: skip
     num_epochs: float | None = setting(
-        None,
-        "Passes through the data; null is 1 where nothing else ends the run.",
-        Need(
-            lambda config: not config.data.streaming,
-            STREAMED,
-            "set train.max_steps or train.total_tokens instead",
-        ),
-        unit="epochs",
-        gt=0,
-    )
+        None, "Passes through the data; null is 1 where nothing else ends the run.",
+        Need(lambda config: not config.data.streaming, STREAMED,
+             "set train.max_steps or train.total_tokens instead"), unit="epochs", gt=0,
+    )  # fmt: skip
     learning_rate: float | None = setting(
         None, "Peak learning rate; null: 1e-5 for method full, 2e-4 for lora.", gt=0
     )
@@ -150,12 +136,9 @@ class TrainConfig(Section):
         "cosine", "Course of the learning rate, a name of transformers' get_scheduler.", table=SCHEDULES
     )
     min_lr_ratio: float | None = setting(
-        None,
-        "Last learning rate as a share of the peak; null: 0.",
-        schedule(lambda row: row.floor, "has no lowest rate"),
-        ge=0,
-        le=1,
-    )
+        None, "Last learning rate as a share of the peak; null: 0.",
+        schedule(lambda row: row.floor, "has no lowest rate"), ge=0, le=1,
+    )  # fmt: skip
     lr_scheduler_kwargs: dict[str, int | float | str] = setting(
         {},
         "Further arguments of the schedule, by transformers' names, such as power: 2.",
@@ -165,53 +148,41 @@ class TrainConfig(Section):
         ),
     )
     lr_decay_steps: Positive | None = setting(
-        None,
-        "Steps that the schedule spans, after which the learning rate stays; null: all.",
+        None, "Steps that the schedule spans, after which the learning rate stays; null: all.",
         Need(schedule_has_a_length, "the learning rate does not depend on the length of its schedule"),
         unit="steps",
-    )
+    )  # fmt: skip
     warmup_ratio: Fraction = setting(
-        0.03,
-        "Share of the steps in which the learning rate rises to its peak.",
-        Need(
-            lambda config: config.train.warmup_steps is None,
-            "train.warmup_steps sets the warm-up",
-            "keep one",
-        ),
-        warm_up("warmup_ratio"),
-    )
+        0.03, "Share of the steps in which the learning rate rises to its peak.",
+        Need(lambda config: config.train.warmup_steps is None, "train.warmup_steps sets the warm-up",
+             "keep one"), warm_up("warmup_ratio"),
+    )  # fmt: skip
     warmup_steps: NonNegative | None = setting(
-        None,
-        "Steps in which the learning rate rises to its peak, instead of warmup_ratio.",
-        warm_up("warmup_steps"),
-        unit="steps",
-    )
+        None, "Steps in which the learning rate rises to its peak, instead of warmup_ratio.",
+        warm_up("warmup_steps"), unit="steps",
+    )  # fmt: skip
     weight_decay: float = setting(
         0.0, "Decoupled weight decay of matrices; norms and biases have none.", ge=0
     )
     max_grad_norm: float = setting(1.0, "Norm that gradients are clipped to; 0: no clipping.", ge=0)
     label_smoothing: float = setting(
-        0.0,
-        "Share of the target spread over the vocabulary; training alone, evaluation has none.",
-        ge=0,
+        0.0, "Share of the target spread over the vocabulary; training alone, evaluation has none.", ge=0,
         lt=1,
-    )
+    )  # fmt: skip
     neftune_alpha: float = setting(
         0.0, "Noise on the embeddings in training, up to alpha / sqrt(document's tokens * width).", ge=0
     )
     precision: str = setting(
-        "bf16",
-        "Compute and master dtypes: fp32, bf16 (fp32 master weights), bf16-pure or fp64.",
+        "bf16", "Compute and master dtypes: fp32, bf16 (fp32 master weights), bf16-pure or fp64.",
         table=PRECISIONS,
-    )
+    )  # fmt: skip
     reduce_dtype: str = setting(
         "fp32", "Dtype that gradients of several micro-batches add up in.", table=REDUCE_DTYPES
     )
     optimizer: str = setting(
-        "adamw",
-        "Rule of the update: adamw, lion; adafactor and muon need whole tensors (dp, pp, cp).",
+        "adamw", "Rule of the update: adamw, lion; adafactor and muon need whole tensors (dp, pp, cp).",
         table=OPTIMIZERS,
-    )
+    )  # fmt: skip
     adam_betas: tuple[Fraction, Fraction] = setting(
         (0.9, 0.999), "Decay of AdamW's two moments, or the two of Lion's one.", constant("betas")
     )
@@ -249,12 +220,9 @@ class EvalConfig(Section):
     """Evaluation on held-out rows."""
 
     every: Interval = setting(
-        0,
-        "Steps, or epochs (0.5 epoch), between evaluations; 0: at the end only.",
-        HELD_OUT,
-        counted_in_steps("eval"),
-        unit="steps",
-    )
+        0, "Steps, or epochs (0.5 epoch), between evaluations; 0: at the end only.", HELD_OUT,
+        counted_in_steps("eval"), unit="steps",
+    )  # fmt: skip
     at_start: bool = setting(False, "Evaluate before the first step too.", HELD_OUT)
     samples: NonNegative = setting(
         0, "Held-out prompts that are answered greedily and shown.", HELD_OUT, unit="prompts"
@@ -263,36 +231,26 @@ class EvalConfig(Section):
         0, "Held-out prompts whose greedy answer is compared word for word.", HELD_OUT, unit="prompts"
     )
     max_new_tokens: Positive = setting(
-        64,
-        "Longest answer, in tokens.",
-        Need(
-            lambda config: config.eval.samples or config.eval.exact_match,
-            "no answers are asked for",
-            "set eval.samples or eval.exact_match",
-        ),
-        unit="tokens",
-    )
+        64, "Longest answer, in tokens.",
+        Need(lambda config: config.eval.samples or config.eval.exact_match, "no answers are asked for",
+             "set eval.samples or eval.exact_match"), unit="tokens",
+    )  # fmt: skip
     keep_best: bool = setting(
         False, "Export the checkpoint with the lowest evaluation loss as model/.", HELD_OUT, EVALUATED_OFTEN
     )
     early_stopping: NonNegative = setting(
-        0,
-        "Evaluations without a lower loss, after which the run stops; 0: never.",
-        HELD_OUT,
-        EVALUATED_OFTEN,
-        unit="evaluations",
-    )
+        0, "Evaluations without a lower loss, after which the run stops; 0: never.", HELD_OUT,
+        EVALUATED_OFTEN, unit="evaluations",
+    )  # fmt: skip
 
 
 class CheckpointConfig(Section):
     """Checkpoints, and going on from them."""
 
     every: Interval = setting(
-        100,
-        "Steps, or epochs (0.5 epoch), between checkpoints; 0: at the end only.",
-        counted_in_steps("checkpoint"),
-        unit="steps",
-    )
+        100, "Steps, or epochs (0.5 epoch), between checkpoints; 0: at the end only.",
+        counted_in_steps("checkpoint"), unit="steps",
+    )  # fmt: skip
     keep: Positive = setting(3, "Newest checkpoints that are kept.", unit="checkpoints")
     async_save: bool = setting(True, "Write while training goes on, from a copy in host memory.")
     save_on_signal: bool = setting(
@@ -315,11 +273,9 @@ class LogConfig(Section):
         "Where rows are shown or sent; metrics.jsonl (jsonl) is always written.",
     )
     project: str | None = setting(
-        None,
-        "Project in W&B and Trackio, MLflow's experiment; null: the environment's, or meshtune.",
-        TRACKERS,
-        min_length=1,
-    )
+        None, "Project in W&B and Trackio, MLflow's experiment; null: the environment's, or meshtune.",
+        TRACKERS, min_length=1,
+    )  # fmt: skip
     name: str | None = setting(
         None, "Name of the run in W&B, MLflow and Trackio; null: its folder's.", TRACKERS, min_length=1
     )
@@ -328,24 +284,17 @@ class LogConfig(Section):
     )
     group: str | None = setting(None, "Group of runs in W&B and Trackio, and MLflow's tag group.", TRACKERS)
     textfile_directory: str | None = setting(
-        None,
-        "Folder that Prometheus' node exporter reads; null: logs/ of the run folder.",
-        Need(
-            lambda config: "prometheus" in config.log.to,
-            "log.to has no prometheus",
-            "add prometheus to log.to",
-        ),
-        path=True,
-        min_length=1,
-    )
+        None, "Folder that Prometheus' node exporter reads; null: logs/ of the run folder.",
+        Need(lambda config: "prometheus" in config.log.to, "log.to has no prometheus",
+             "add prometheus to log.to"), path=True, min_length=1,
+    )  # fmt: skip
     gradient_noise_scale: NonNegative = setting(
         0, "Steps between two measurements of the gradient noise scale; 0: never.", unit="steps"
     )
     memory: bool = setting(
-        False,
-        "Print a table of the memory of the first two steps, by phase and category.",
+        False, "Print a table of the memory of the first two steps, by phase and category.",
         Need(lambda config: "console" in config.log.to, "log.to has no console", "add console to log.to"),
-    )
+    )  # fmt: skip
 
 
 class HubConfig(Section):
@@ -355,14 +304,10 @@ class HubConfig(Section):
         None, "Hub id that model/ is uploaded to at the end; it is tried once the data are read."
     )
     private: bool = setting(
-        True,
-        "Create the hub repository as a private one.",
-        Need(
-            lambda config: config.hub.push_to is not None,
-            "nothing is uploaded",
-            "set hub.push_to, or leave it out",
-        ),
-    )
+        True, "Create the hub repository as a private one.",
+        Need(lambda config: config.hub.push_to is not None, "nothing is uploaded",
+             "set hub.push_to, or leave it out"),
+    )  # fmt: skip
 
 
 class Config(Section):
@@ -371,15 +316,10 @@ class Config(Section):
     model: ModelConfig
     method: Literal["full", "lora"] = setting("full", "Train all weights, or low-rank adapters beside them.")
     lora: LoraConfig = setting(
-        LoraConfig(),
-        None,
-        Need(
-            lambda config: config.method == "lora",
-            "method is full",
-            "set method=lora, or leave it out",
-            part="*",
-        ),
-    )
+        LoraConfig(), None,
+        Need(lambda config: config.method == "lora", "method is full", "set method=lora, or leave it out",
+             part="*"),
+    )  # fmt: skip
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig()
     eval: EvalConfig = EvalConfig()
@@ -387,10 +327,9 @@ class Config(Section):
         "auto", "Parallel layout: auto, a layout string, or a mapping of its fields, each may be auto."
     )
     cluster: ClusterConfig | str = setting(
-        "auto",
-        "Machines: auto, the section, a YAML file that has it, or the TOML file of a probe.",
+        "auto", "Machines: auto, the section, a YAML file that has it, or the TOML file of a probe.",
         path=True,
-    )
+    )  # fmt: skip
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
     hub: HubConfig = HubConfig()
@@ -399,12 +338,9 @@ class Config(Section):
         None,
         "Start where output holds a run that is not to be continued: write the next free name, "
         "make that run longer, or delete it; null: refused.",
-        Need(
-            lambda config: config.output_exists != "extend" or config.checkpoint.resume != "never",
-            "checkpoint.resume=never forbids to go on with a run",
-            "leave one out",
-        ),
-    )
+        Need(lambda config: config.output_exists != "extend" or config.checkpoint.resume != "never",
+             "checkpoint.resume=never forbids to go on with a run", "leave one out"),
+    )  # fmt: skip
 
     @field_validator("layout")
     @classmethod
@@ -432,18 +368,16 @@ class Config(Section):
     if not TYPE_CHECKING:  # type checkers make the signature of the fields
 
         def __init__(self, /, **tree: Any) -> None:
-            """Validate a tree of sections. Raises UserError, with a sentence for each problem."""
+            """Validate a tree of sections, and that each setting takes effect, whatever rows there will be.
+
+            Raises UserError, with a sentence for each problem.
+            """
             try:
                 super().__init__(**tree)
             except ValidationError as error:
                 raise UserError(sentences(error, unknown_key)) from None
-
-    @model_validator(mode="after")
-    def _takes_effect(self) -> "Config":
-        """Raise UserError for settings that have no effect beside the others, whatever rows there will be."""
-        if problems := [*without_effect(self, late=False)]:
-            raise UserError(problems)
-        return self
+            if problems := [*without_effect(self, late=False)]:
+                raise UserError(problems)
 
     @property
     def cluster_config(self) -> ClusterConfig:
@@ -490,6 +424,16 @@ class Config(Section):
         return text.replace(f"{unset}\n", f"{unset}  # {default}\n")
 
 
+SETTINGS = dict(declared(Config))  # by dotted key
+
+
+def unchecked(tree: Mapping[str, Any]) -> Config:
+    """The settings of a tree, validated, but not whether each takes effect. Raises ValidationError."""
+    config = Config.__new__(Config)
+    super(Config, config).__init__(**tree)
+    return config
+
+
 def _cluster_config(tree: Mapping[str, Any]) -> ClusterConfig:
     try:
         return ClusterConfig.model_validate(tree)
@@ -513,10 +457,10 @@ def load(
     keys and wrong values at once (values of one section that contradict each other: once each is valid; those
     that lack held-out rows: once all else is valid).
     """
-    known = [*keys(Config)]
-    tree = merge(undotted(dict(defaults or {}), known), read_yaml(Path(file), known) if file else {})
-    tree = laid_over(tree, overrides)
-    if problems := [*unusable(tree, Config)]:
+    tree = merge(undotted(dict(defaults or {}), SETTINGS), read_yaml(Path(file), SETTINGS) if file else {})
+    problems: list[str] = []
+    tree = usable(laid_over(tree, overrides), Config, problems)
+    if problems:
         raise UserError(problems)
     if "model" not in tree:
         unknown = [name for name in tree if name not in Config.model_fields]
@@ -526,7 +470,7 @@ def load(
                 *(unknown_key([name]) for name in unknown),
             ]
         )
-    config = Config(**with_path_variables(tree, Config))
+    config = Config(**tree)
     if problems := [*without_effect(config, late=True, remedy=remedy)]:
         raise UserError(problems)
     return config
@@ -561,12 +505,12 @@ def switched_off(
     if not given or "model" not in after:
         return lost
     with suppress(ValidationError, UserError):  # a wrong value, which is reported with all others
-        errors = {key for key, *_ in unmet(unchecked(Config, merge({"model": after["model"]}, before)))}
+        errors = {key for key, *_ in unmet(unchecked(merge({"model": after["model"]}, before)))}
         left_out = True
         while left_out:  # it may be what another setting needs
             left_out = [
                 (key, f"{key}={shown(value)} of the config is left out: {need.reason}.")
-                for key, value, need in unmet(unchecked(Config, after))
+                for key, value, need in unmet(unchecked(after))
                 if not (need.relied_on or key in errors or key in lost or sets(given, key.split(".")))
             ]
             for key, sentence in left_out:
@@ -587,9 +531,4 @@ def sets(tree: Any, path: Sequence[str]) -> bool:
 
 
 def unknown_key(path: Sequence[str]) -> str:
-    return unknown_setting(path, list(keys(Config)), list(Config.model_fields))
-
-
-def keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Yield the dotted keys of `declared`."""
-    return (key for key, _ in declared(section, prefix))
+    return unknown_setting(path, [*SETTINGS], [*Config.model_fields])

@@ -10,17 +10,19 @@ from urllib.parse import urlparse
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from meshtune.errors import UserError, expanded
-from meshtune.setting import Need, Section, setting
-from meshtune.setting_types import (
+from meshtune.setting import (
     SUFFIXES,
     Format,
     Fraction,
     GpuCount,
     LayerNames,
     Margin,
+    Need,
     NonNegative,
     Positive,
     Prices,
+    Section,
+    setting,
 )
 
 HAVE_CONVERSATIONS = {"messages", "sharegpt", "prompt-completion", "alpaca", "auto"}  # formats that may
@@ -58,10 +60,9 @@ class ModelConfig(Section):
         "where the model can.",
     )
     revision: str | None = setting(
-        None,
-        "Branch, tag or commit of a hub model.",
+        None, "Branch, tag or commit of a hub model.",
         Need(lambda config: not expanded(config.model.name).exists(), "model.name is a local folder"),
-    )
+    )  # fmt: skip
     trust_remote_code: bool = setting(False, "Run Python code that the model's repository brings.")
     overrides: dict[str, Any] = setting(
         {}, "Other values of keys of the model's config.json, such as num_hidden_layers: 8."
@@ -114,11 +115,9 @@ class SourceConfig(Section):
     """
 
     path: Annotated[str, AfterValidator(hub_pattern)] = setting(
-        ...,
-        "File, folder, pattern, URL, or hub data set (its configuration after a colon).",
-        path=True,
+        ..., "File, folder, pattern, URL, or hub data set (its configuration after a colon).", path=True,
         min_length=1,
-    )
+    )  # fmt: skip
     weight: float = setting(1.0, "Passes through this source per epoch.", unit="epochs", gt=0)
     split: str | None = setting(None, "Split of a hub data set; null: train, and test in data.eval.")
     format: Format | None = setting(None, "As data.format, for this source; null: data.format.")
@@ -162,24 +161,15 @@ class DataConfig(Section):
         (), "Training rows: a path, a source with its settings, or a list of either.", path=True
     )
     eval: Sources = setting(
-        (),
-        "Held-out rows, written as data.train.",
-        Need(lambda config: False, "held-out rows are evaluated once each", part="weight"),
-        path=True,
-    )
+        (), "Held-out rows, written as data.train.",
+        Need(lambda config: False, "held-out rows are evaluated once each", part="weight"), path=True,
+    )  # fmt: skip
     eval_split: float = setting(
-        0,
-        "Documents of data.train held out: below 1 a fraction of all, else their number.",
+        0, "Documents of data.train held out: below 1 a fraction of all, else their number.",
         Need(lambda config: not config.data.eval, "data.eval names the held-out rows", "keep one of them"),
-        Need(
-            lambda config: not config.data.streaming,
-            "data.streaming does not know the number of documents",
-            "give data.eval instead",
-            relied_on=True,
-        ),
-        unit="documents",
-        ge=0,
-    )
+        Need(lambda config: not config.data.streaming, "data.streaming does not know the number of documents",
+             "give data.eval instead", relied_on=True), unit="documents", ge=0,
+    )  # fmt: skip
     format: Format = setting(
         "auto", "Form of the rows; auto finds it from their columns.", source_without("format")
     )
@@ -187,52 +177,39 @@ class DataConfig(Section):
         {}, "Column of each field, such as prompt: question.", source_without("columns")
     )
     roles: dict[str, str] = setting(
-        {},
-        "Our role for each role of the rows, such as bot: assistant.",
-        source_without("roles"),
+        {}, "Our role for each role of the rows, such as bot: assistant.", source_without("roles"),
         CONVERSATIONS,
-    )
+    )  # fmt: skip
     where: dict[str, bool | int | float | str] = setting(
-        {},
-        "Rows to train on, by a column's value; the others are left out and counted.",
+        {}, "Rows to train on, by a column's value; the others are left out and counted.",
         source_without("where"),
-    )
+    )  # fmt: skip
     chat_template: str | None = setting(
-        None,
-        "One of none, training, a built-in's name, a file, the Jinja text; null: the tokenizer's own.",
+        None, "One of none, training, a built-in's name, a file, the Jinja text; null: the tokenizer's own.",
         path=True,
-    )
+    )  # fmt: skip
     chat_template_kwargs: dict[str, bool | int | float | str] = setting(
-        {},
-        "Variables of the chat template, such as enable_thinking: false.",
-        Need(
-            lambda config: config.data.chat_template != "none",
-            "data.chat_template is none",
-            "leave it out, or name a template",
-        ),
-    )
+        {}, "Variables of the chat template, such as enable_thinking: false.",
+        Need(lambda config: config.data.chat_template != "none", "data.chat_template is none",
+             "leave it out, or name a template"),
+    )  # fmt: skip
     template_date: str | None = setting(
-        None,
-        "Day that a template with a clock writes, as 2026-01-31; null: that of the run's start.",
+        None, "Day that a template with a clock writes, as 2026-01-31; null: that of the run's start.",
         pattern=r"^\d{4}-(0[1-9]|1[0-2])-(0[1-9]|[12]\d|3[01])$",
-    )
+    )  # fmt: skip
     control_tokens: Literal["auto", "error", "text", "keep"] = setting(
         "auto", "Special tokens in contents: an error, text or kept; auto: an error where trained on."
     )
     separator: str = setting(
-        "\n",
-        "Text between prompt and completion where no chat template is in force.",
-        Need(
-            lambda config: config.data.chat_template in (None, "none"), "data.chat_template names a template"
-        ),
-    )
+        "\n", "Text between prompt and completion where no chat template is in force.",
+        Need(lambda config: config.data.chat_template in (None, "none"),
+             "data.chat_template names a template"),
+    )  # fmt: skip
     seq_len: Annotated[int, Field(ge=2)] = setting(2048, "Length of a sequence in tokens.", unit="tokens")
     mean_document_tokens: float | None = setting(
-        None,
-        "Length of a token's document, averaged over tokens, for the planner; null: seq_len.",
-        unit="tokens",
-        gt=0,
-    )
+        None, "Length of a token's document, averaged over tokens, for the planner; null: seq_len.",
+        unit="tokens", gt=0,
+    )  # fmt: skip
     packing: bool = setting(True, "Put several documents into one sequence; they do not see each other.")
     train_on: Literal["assistant", "completion", "all"] = setting(
         "completion",
@@ -240,11 +217,9 @@ class DataConfig(Section):
         Need(lambda config: formats(config) != {"tokens"}, "rows of input_ids have their labels"),
     )
     split_turns: bool = setting(
-        False,
-        "Make a row of each assistant turn, rendered as when it is generated.",
-        CONVERSATIONS,
+        False, "Make a row of each assistant turn, rendered as when it is generated.", CONVERSATIONS,
         Need(lambda config: config.data.train_on != "all", "data.train_on=all labels everything", "give one"),
-    )
+    )  # fmt: skip
     overlong: Literal["auto", "cut", "split", "drop", "error"] = setting(
         "auto", "What becomes of documents longer than seq_len; auto: plain text is split, others cut."
     )
@@ -292,9 +267,8 @@ class ClusterConfig(Section):
     price_per_gpu_hour: Prices = setting(
         None,
         "Price of a GPU for an hour: a number, prices by kind such as {h100-sxm: 2.5, currency: "
-        "USD}, or a TOML or YAML file of these.",
-        path=True,
-    )
+        "USD}, or a TOML or YAML file of these.", path=True,
+    )  # fmt: skip
     memory_margin: Margin | None = setting(
         None, "Share of each GPU's memory that a plan leaves free; null: 0.04 or 0.1."
     )

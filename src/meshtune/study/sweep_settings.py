@@ -4,15 +4,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any, get_args, get_origin
 
-from meshtune.config import Config
+from meshtune.config import SETTINGS, Config
 from meshtune.errors import UserError, written
 from meshtune.layout import AUTO, CHOICES, Layout, PartialLayout
 from meshtune.nearest import did_you_mean, nearest
-from meshtune.setting import declared, section_in, unusable
+from meshtune.setting import section_in, usable
 from meshtune.tools.table import unknown_setting
 from meshtune.yaml_tree import leaves, merge, nested
 
-SETTINGS = dict(declared(Config))
 LAYOUT_FIELDS = tuple(f"layout.{row.name}" for row in fields(Layout))
 LEFT_TO_THE_SWEEP = ("output", "output_exists")
 ANY_MODEL = {"model": {"name": "any"}}  # beside one setting that is checked alone
@@ -77,7 +76,9 @@ def _wrong_values(tree: Mapping[str, Any]) -> Iterator[str]:
     the experiments.
     """
     whole = merge(ANY_MODEL, tree)
-    if problems := [*unusable(whole, Config)]:
+    problems: list[str] = []
+    whole = usable(whole, Config, problems)
+    if problems:
         yield from problems
         return
     names = tuple(f"{'.'.join(map(str, leaf.path))} = " for leaf in leaves(tree, SETTINGS))
