@@ -14,7 +14,7 @@ from meshtune.plan.cluster import Cluster, cluster_for
 from meshtune.plan.cost import UNPLANNED, RunCost, RunLength, run_length
 from meshtune.plan.levers import Lever, levers
 from meshtune.plan.phrases import documents, memory_limit
-from meshtune.plan.search import OUTDONE_BY, Choice, explained, outdone, search
+from meshtune.plan.search import OUTDONE_BY, Choice, explained, outdone, search, tensors_at_peak
 from meshtune.plan.workload import Workload
 from meshtune.units import counted, human
 
@@ -33,17 +33,26 @@ class Explanation:
         """The three single changes that gain most time or memory."""
         return levers(self.workload, self.choice)
 
+    @cached_property
+    def tensors(self) -> dict[tuple[str, str], float]:
+        """Bytes at the memory peak by (category, kind of tensor), the largest first."""
+        return tensors_at_peak(self.workload, self.choice.cluster, self.choice.layout)
+
     @property
     def run(self) -> RunCost:
         """The whole run under the layout."""
         return RunCost.of(self.choice, self.length)
 
     def as_dict(self) -> dict[str, Any]:
-        """An entry of `layouts` in the JSON document, with `against` and `levers`."""
+        """An entry of `layouts` in the JSON document, with `against`, `levers` and `tensors`."""
         return self.choice.as_dict() | {
             "run": vars(self.run),
             "against": list(self.against),
             "levers": [lever.as_dict() for lever in self.levers],
+            "tensors": [
+                {"name": name, "category": category, "bytes": size}
+                for (category, name), size in self.tensors.items()
+            ],
         }
 
 

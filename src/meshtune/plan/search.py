@@ -35,10 +35,12 @@ from meshtune.plan.fewest_blocks import with_fewest_blocks
 from meshtune.plan.machine import machine_of, peak_flops
 from meshtune.plan.memory import timeline
 from meshtune.plan.memory.stages import RANKS, Stages, interleaved_share
+from meshtune.plan.memory.states import Step
 from meshtune.plan.memory.timeline import Memory
 from meshtune.plan.programs import MESHTUNE, Tool
 from meshtune.plan.ranking import accuracy_of, ranked, safe_peak
 from meshtune.plan.seconds.step import PARTS, TIE, Seconds, step
+from meshtune.plan.work import Work
 from meshtune.plan.workload import Workload
 from meshtune.units import human
 
@@ -304,9 +306,20 @@ def times(workload: Workload, cluster: Cluster, layouts: Columns) -> Seconds:
 
 def peak(workload: Workload, cluster: Cluster, layouts: Columns) -> Memory:
     """Predicted memory of the fullest rank of each layout, with the accounting of the workload's stack."""
+    return timeline.peak(*_step(workload, cluster, layouts))
+
+
+def tensors_at_peak(workload: Workload, cluster: Cluster, layout: Layout) -> dict[tuple[str, str], float]:
+    """Predicted bytes of the tensors of the fullest rank at its peak: `Liveness.by_name`."""
+    return timeline.Liveness(Step(*_step(workload, cluster, Columns.of([layout])))).by_name()
+
+
+def _step(
+    workload: Workload, cluster: Cluster, layouts: Columns
+) -> tuple[Work, Columns, Accounting, Number, Stages]:
+    """Return the arguments of a `Step`."""
     accounting = accounting_of(workload, cluster)
-    stages = ranks_of(workload, accounting, layouts)
-    return timeline.peak(workload.work, layouts, accounting, workload.seq_len, stages)
+    return workload.work, layouts, accounting, workload.seq_len, ranks_of(workload, accounting, layouts)
 
 
 def peaks_of_ranks(workload: Workload, cluster: Cluster, layout: Layout) -> dict[int, Memory]:

@@ -9,7 +9,7 @@ from meshtune.plan.cluster import cluster_of
 from meshtune.plan.memory.timeline import CATEGORIES, EVENTS
 from meshtune.plan.models import models
 from meshtune.plan.over_time import MOST_PASSES, memory_over_time, step_over_time
-from meshtune.plan.search import Choice, explained
+from meshtune.plan.search import Choice, explained, tensors_at_peak
 from meshtune.plan.workload import Workload
 from meshtune.sections import ClusterConfig
 
@@ -60,6 +60,17 @@ def test_the_peak_of_the_curve_is_the_layouts(text):
         assert top.parts[name] == pytest.approx(getattr(choice.memory, name), rel=1e-6, abs=1)
     assert [one.seconds for one in held] == sorted(one.seconds for one in held)
     assert min(min(one.parts.values()) for one in held) >= 0
+
+
+@pytest.mark.parametrize("text", [*ALONE, *PIPELINES, *ZERO_3])
+def test_the_tensors_at_the_peak_add_up_to_its_categories(text):
+    workload, choice = planned(text)
+    sums = dict.fromkeys(CATEGORIES, 0.0)
+    for (category, _), size in tensors_at_peak(workload, choice.cluster, choice.layout).items():
+        assert size > 0
+        sums[category] += size
+    assert sums.pop("overhead") <= choice.memory.overhead  # with the context and the allocator's share
+    assert sums == pytest.approx({name: getattr(choice.memory, name) for name in sums})
 
 
 @pytest.mark.parametrize("text", [*PIPELINES, *ZERO_3])

@@ -116,9 +116,31 @@ class Liveness:
         overhead = accounting.reserved * moving + accounting.context + communicators
         return parts | {OVERHEAD: parts[OVERHEAD] + overhead}
 
+    def peak(self) -> tuple[Number, Number]:
+        """(Point, index of the rank) at which most is held, reserve included, for each layout."""
+        point, most = 0, -np.inf
+        for fullest, size in self.fullest():
+            higher = size > most
+            point, most = np.where(higher, fullest, point), np.where(higher, size, most)
+        rank = np.argmax(most, 0)
+        return _of_rank(point, rank), rank
+
     def timeline(self) -> dict[str, dict[str, Number]]:
         """Bytes that each pipeline rank holds at each of EVENTS, by category: [RANKS, layouts] each."""
         return {event: self.parts(point) for event, (point, _) in zip(EVENTS, self.fullest(), strict=True)}
+
+    def by_name(self) -> dict[tuple[str, str], float]:
+        """Bytes by (category, name) of what is alive at the peak of the only layout, the largest first.
+
+        The allocator's reserve, the context and communicators are left out.
+        """
+        (point,), (rank,) = self.peak()
+        sizes: dict[tuple[str, str], float] = {}
+        for name, category, born, dies, size in self.tensors:
+            if born <= point <= dies:
+                number = float(np.broadcast_to(size, self.shape)[rank, 0])
+                sizes[category, name] = sizes.get((category, name), 0.0) + number
+        return dict(sorted(((key, size) for key, size in sizes.items() if size), key=lambda pair: -pair[1]))
 
 
 def step_timeline(
@@ -143,12 +165,7 @@ def peak(
     """
     stages = stages or Stages.cut(work, layouts, accounting.stage_cut)
     liveness = Liveness(Step(work, layouts, accounting, seq_len, stages))
-    point, most = 0, -np.inf
-    for fullest, size in liveness.fullest():
-        higher = size > most
-        point, most = np.where(higher, fullest, point), np.where(higher, size, most)
-    rank = np.argmax(most, 0)
-    point = _of_rank(point, rank)
+    point, rank = liveness.peak()
     return Memory(**liveness.parts(point, rank), event=EVENT_OF[point], rank=rank)
 
 
