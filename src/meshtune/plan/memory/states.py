@@ -128,6 +128,7 @@ class Step:
         self.head = work.vocabulary * work.hidden / layouts.tp * work.head_trainable  # on any rank
         self.head_gradient = has_head * self.head
         self.reduced_head = np.where(self.reduces & ends_apart, (1 - work.tied) * self.head_gradient, 0.0)
+        self.head_reduce = self.reduced_head * accounting.reduce_bytes  # bytes of its input
         self.head_shard = self.reduced_head / np.maximum(layouts.shard_ranks, 1.0)
         embedding, outside = elements.before_blocks, elements.outside
         self.last_reduced = np.where(self.apart > 0, embedding.trained, outside.trained)

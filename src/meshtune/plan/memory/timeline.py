@@ -87,10 +87,7 @@ class Liveness:
     def fullest(self) -> Iterator[tuple[Number, Number]]:
         """Yield for each event (its fullest point, bytes with the allocator's reserve at it)."""
         step = self.step
-        occurs = {
-            HEAD_REDUCE: step.reduced_head * step.accounting.reduce_bytes > 0,
-            TIED: step.tied * step.accounting.precision.gradient > 0,
-        }
+        occurs = {HEAD_REDUCE: step.head_reduce > 0, TIED: step.tied > 0}
         for index in range(len(EVENTS)):
             point, most, moving = 0, -np.inf, 0.0
             for other in np.flatnonzero(index == EVENT_OF).tolist():
