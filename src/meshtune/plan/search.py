@@ -324,11 +324,10 @@ def _step(
 
 def peaks_of_ranks(workload: Workload, cluster: Cluster, layout: Layout) -> dict[int, Memory]:
     """Predicted memory of each pipeline rank that `peak` compares, by its index in the pipeline."""
-    layouts, accounting = Columns.of([layout]), accounting_of(workload, cluster)
-    stages = ranks_of(workload, accounting, layouts)
+    work, columns, accounting, seq_len, stages = _step(workload, cluster, Columns.of([layout]))
     alone = [rows(stages, slice(place, place + 1)) for place in range(len(stages.rank))]
-    peaks = [timeline.peak(workload.work, layouts, accounting, workload.seq_len, one) for one in alone]
-    return {int(one.rank[0, 0]): at(memory, 0) for one, memory in zip(alone, peaks, strict=True)}
+    peaks = [timeline.peak(work, columns, accounting, seq_len, rank) for rank in alone]
+    return {int(rank.rank[0, 0]): at(memory, 0) for rank, memory in zip(alone, peaks, strict=True)}
 
 
 def ranks_of(workload: Workload, accounting: Accounting, layouts: Columns) -> Stages:
