@@ -205,9 +205,8 @@ def block_backward(step: Step) -> Number:
     gathered = np.where(accounting.regathers(layouts), step.whole_hidden, 0.0)
     inside = 2 * accounting.element * step.tokens * widest
     if not accounting.fused_norms:
-        inside = np.maximum(
-            inside, work.last_norm * step.hidden * max(4 / accounting.element, 1.0)
-        )  # in fp32
+        wide = step.hidden * max(4 / accounting.element, 1.0)  # in fp32
+        inside = np.maximum(inside, work.last_norm * wide)
     return inside + gathered
 
 

@@ -139,7 +139,9 @@ def behind(name: str, category: str, flight: InFlight, of_block: Number) -> Iter
 def gradient_tensors(step: Step, flight: InFlight) -> Iterator[Tensor]:
     """Yield gradients, whole and in shards, and their sums."""
     precision, elements, block = step.accounting.precision, step.elements, step.elements.block
-    yield Tensor("flat buffers of gradients", GRADIENTS, START, UPDATE, gradient_buffers(step))
+    flat = elements.total.trained * step.accounting.flat_buffers
+    flat = flat + (block.matrices + step.head_gradient) * step.accounting.shape_buffers
+    yield Tensor("contiguous buffers of gradients", GRADIENTS, START, UPDATE, flat)
 
     at_loss, before_backward = flight.earlier_gradients
     name = "gradients of earlier micro-batches"
@@ -173,13 +175,6 @@ def gradient_tensors(step: Step, flight: InFlight) -> Iterator[Tensor]:
     yield Tensor("the embedding's gradient", GRADIENTS, TIED, TIED, copies * step.tied)
     last = np.where(step.sharded & ~step.sums_whole, step.last_reduced * precision.gradient, 0.0)
     yield Tensor("the embedding's gradient", GRADIENTS, LAST_REDUCE, LAST_REDUCE, last)
-
-
-def gradient_buffers(step: Step) -> Number:
-    """Bytes of contiguous buffers of gradients, and of the tensors that have their shapes."""
-    shapes = step.elements.block.matrices + step.head_gradient
-    flat = step.elements.total.trained * step.accounting.flat_buffers
-    return flat + shapes * step.accounting.shape_buffers
 
 
 def activation_tensors(step: Step, flight: InFlight) -> Iterator[Tensor]:

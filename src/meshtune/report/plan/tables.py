@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from meshtune.plan.memory import EVENTS, RANKS
+from meshtune.plan.memory.stages import RANKS
+from meshtune.plan.memory.tensors import EVENTS
 from meshtune.plan.phrases import spent
 from meshtune.plan.programs import MESHTUNE
 from meshtune.plan.seconds.step import PARTS
