@@ -11,7 +11,7 @@ from meshtune.layout import Layout
 from meshtune.placement.rules import Rule
 from meshtune.plan.programs import TOOLS
 from meshtune.sections import SourceConfig
-from meshtune.setting_types import is_regular_expression
+from meshtune.setting import is_regular_expression
 from meshtune.tools.accelerate import SHARDED_SUMS, fsdp_differences, fsdp_rules, sharded
 from meshtune.tools.arguments import evaluation, schedule, trackers
 from meshtune.tools.exported import (

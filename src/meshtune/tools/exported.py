@@ -12,7 +12,7 @@ from meshtune.layout import Layout
 from meshtune.plan.programs import Tool
 from meshtune.schedules import SCHEDULES
 from meshtune.sections import DataConfig, SourceConfig, is_pattern
-from meshtune.setting_types import SUFFIXES, epochs_of
+from meshtune.setting import SUFFIXES, epochs_of
 from meshtune.units import counted
 
 EXPORTED_OPTIMIZERS = ("adamw",)  # anything else is refused for all, so that none leaves it out

@@ -12,7 +12,7 @@ from meshtune.layout import Layout
 from meshtune.placement.rules import Rule
 from meshtune.plan.programs import TOOLS
 from meshtune.sections import SourceConfig
-from meshtune.setting_types import is_regular_expression
+from meshtune.setting import is_regular_expression
 from meshtune.tools import deepspeed
 from meshtune.tools.arguments import training_arguments
 from meshtune.tools.exported import (

@@ -4,7 +4,7 @@ import json
 import re
 from typing import Any
 
-from meshtune.setting_types import is_regular_expression
+from meshtune.setting import is_regular_expression
 from meshtune.tools.job import OFF, Converted, Job, NoCounterpart, NotNeeded, Refused, conversion, short
 from meshtune.tools.sharding import shards
 from meshtune.tools.sources import listed

@@ -7,7 +7,7 @@ from typing import Any
 from meshtune.data.messages import REASONING
 from meshtune.schedules import SCHEDULES
 from meshtune.sections import DataConfig
-from meshtune.setting_types import is_template
+from meshtune.setting import is_template
 from meshtune.tools.job import Converted, Job, NoCounterpart, NotNeeded, Refused, conversion, short
 from meshtune.tools.sources import has_alpaca_prompts, listed
 from meshtune.tools.table import counterpart
