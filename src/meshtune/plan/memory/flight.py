@@ -29,7 +29,7 @@ class InFlight(NamedTuple):
     """Bytes of micro-batches between their forward and their backward, on each pipeline rank."""
 
     in_block_forward: Number  # in a block's last forward, all micro-batches included; 0: not traced
-    in_block_backward: Number  # that a block's backward has at once beside `total`
+    in_block_backward: Number  # that a block's backward has in addition to `total`
     made: Number  # by then, of the gradients that the block leaves, a share
     traced: bool  # False: `made` is not known, and 1
     behind_second: Number  # blocks behind the second, at least 1; 1 in pipelines, or if blocks differ
@@ -195,7 +195,7 @@ def block_bytes(step: Step) -> BlockBytes:
 
 
 def input_backward(step: Step) -> Number:
-    """Bytes at the end of a backward of a stage's input alone, beside what was saved: gradients that wait for
+    """Bytes at the end of a backward of only a stage's input, without what was saved: gradients that wait for
     those of weights, and temporaries of the first norm's backward. 0 for schedules without such backwards,
     and for a rank that has but the first stage, whose input has no gradient.
     """
@@ -213,10 +213,10 @@ class BlockPasses(NamedTuple):
     """Bytes that the passes of an average block have at once for one micro-batch."""
 
     traced: bool  # False: the forwards and masks are not known, and 0
-    forward: Number  # beside what it saves
-    recomputed_forward: Number  # beside what it saves, by a block that recomputes all
+    forward: Number  # without what it saves
+    recomputed_forward: Number  # without what it saves, by a block that recomputes all
     recomputed: Number  # BlockBytes.recomputed, without the input of a block that is saved anyway
-    backward: Number  # beside what was saved and recomputed, when that and the block's gradients are most
+    backward: Number  # without what was saved and recomputed, when that and the block's gradients are most
     made: Number  # of the gradients that the block leaves, a share by then; above 1 where one is summed up
     masks: Number  # of attention, which all blocks share
 

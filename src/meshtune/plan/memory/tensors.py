@@ -352,14 +352,14 @@ def stream_bytes(step: Step) -> tuple[Number, Number]:
         of_block[0] + of_block[1],
         gather_pool(of_root, of_embedding, of_block, stages, last_norm=norm),
     ])  # fmt: skip
-    # A new shard lies beside the sums until it is added, and beside its cast.
+    # A new shard exists next to the sums until it is added, and next to its cast.
     shards = [block.trained_shard, apart * embedding.trained_shard]
     shards.append(outside.trained_shard - shards[1])
     largest = np.maximum.reduce(np.broadcast_arrays(*shards))
     added = (step.layouts.zero >= 2) & step.accumulates
     reduce_bytes = step.accounting.reduce_bytes
-    beside = largest * (precision.trained * added + reduce_bytes * (reduce_bytes != precision.trained))
-    reduce = elements.total.trained_shard * precision.sharded_gradient + beside
+    added_shard = largest * (precision.trained * added + reduce_bytes * (reduce_bytes != precision.trained))
+    reduce = elements.total.trained_shard * precision.sharded_gradient + added_shard
     sharded = step.sharded * np.asarray(step.accounting.own_streams) > 0
     return np.where(sharded, gather, 0.0), np.where(sharded, reduce, 0.0)
 
@@ -377,7 +377,7 @@ def gather_pool(
     A gather takes its cast shards and its flat buffer, each in the smallest gap that has room, else at the
     end; the shards are freed behind it, the flat buffer once the next one has been gathered. So the root's,
     the embedding's and the first block's lie in a row, the latter in the root's place if it has room, and
-    blocks from then on in turn in two places, of which the lower one ends where the upper one begins. A last
+    blocks from then on in turn in two places: the lower one ends where the upper one begins. A last
     block that comes to the lower place finds no room there, since it is gathered with the last norm.
 
     root, embedding, block: (bytes of the flat buffer, the same with the cast shards). last_norm: its bytes.

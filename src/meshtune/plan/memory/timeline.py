@@ -6,6 +6,7 @@ comes and goes, is added to that.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
@@ -97,16 +98,20 @@ class Liveness:
                 moving = np.where(fuller, transient, moving)
             yield point, most + step.accounting.reserved * moving
 
+    def alive(self, point: Number, rank: Number | None = None) -> Iterator[tuple[str, str, Number]]:
+        """Yield (name, category, bytes at a point) on all ranks or on `rank` of each layout; 0: not alive."""
+        for name, category, born, dies, size in self.tensors:
+            size = size if rank is None else _of_rank(np.broadcast_to(size, self.shape), rank)
+            yield name, category, np.where((born <= point) & (point <= dies), size, 0.0)
+
     def parts(self, point: Number, rank: Number | None = None) -> dict[str, Number]:
-        """Bytes by category at a point, on all ranks or on `rank` of each layout.
+        """Bytes by category at a point, as in `alive`.
 
         Overhead is what streams hold unused, the context, communicators and the allocator's reserve for what
         comes and goes.
         """
         accounting, layouts, parts = self.step.accounting, self.step.layouts, {}
-        for _, category, born, dies, size in self.tensors:
-            size = size if rank is None else _of_rank(np.broadcast_to(size, self.shape), rank)
-            size = np.where((born <= point) & (point <= dies), size, 0.0)
+        for _, category, size in self.alive(point, rank):
             parts[category] = parts[category] + size if category in parts else size
         moving = sum(parts[category] * share for category, share in self.transient.items())
         communicators = accounting.communicator * process_groups(layouts)
@@ -131,13 +136,10 @@ class Liveness:
 
         The allocator's reserve, the context and communicators are left out.
         """
-        (point,), (rank,) = self.peak()
-        sizes: dict[tuple[str, str], float] = {}
-        for name, category, born, dies, size in self.tensors:
-            if born <= point <= dies:
-                number = float(np.broadcast_to(size, self.shape)[rank, 0])
-                sizes[category, name] = sizes.get((category, name), 0.0) + number
-        return dict(sorted(((key, size) for key, size in sizes.items() if size), key=lambda pair: -pair[1]))
+        sizes: Counter[tuple[str, str]] = Counter()
+        for name, category, size in self.alive(*self.peak()):
+            sizes[category, name] += size.item()
+        return {key: size for key, size in sizes.most_common() if size}
 
 
 def step_timeline(
