@@ -14,7 +14,7 @@ from meshtune.plan.cluster import Cluster, cluster_for
 from meshtune.plan.cost import UNPLANNED, RunCost, RunLength, run_length
 from meshtune.plan.levers import Lever, levers
 from meshtune.plan.phrases import documents, memory_limit
-from meshtune.plan.search import OUTDONE_BY, Choice, explained, outdone, search, tensors_at_peak
+from meshtune.plan.search import OUTDONE_BY, Choice, explained, outdone, peaks_of_ranks, search
 from meshtune.plan.workload import Workload
 from meshtune.units import counted, human
 
@@ -34,9 +34,10 @@ class Explanation:
         return levers(self.workload, self.choice)
 
     @cached_property
-    def tensors(self) -> dict[tuple[str, str], float]:
-        """Bytes at the memory peak by (category, kind of tensor), the largest first."""
-        return tensors_at_peak(self.workload, self.choice.cluster, self.choice.layout)
+    def tensors(self) -> list[dict[str, Any]]:
+        """Kinds of tensors at the memory peak, as `Liveness.at_peak`."""
+        ranks = peaks_of_ranks(self.workload, self.choice.cluster, self.choice.layout)
+        return max(ranks.values(), key=lambda rank: float(rank.memory().peak[0])).at_peak()
 
     @property
     def run(self) -> RunCost:
@@ -49,10 +50,7 @@ class Explanation:
             "run": vars(self.run),
             "against": list(self.against),
             "levers": [lever.as_dict() for lever in self.levers],
-            "tensors": [
-                {"name": name, "category": category, "bytes": size}
-                for (category, name), size in self.tensors.items()
-            ],
+            "tensors": self.tensors,
         }
 
 

@@ -36,11 +36,10 @@ from meshtune.plan.machine import machine_of, peak_flops
 from meshtune.plan.memory import timeline
 from meshtune.plan.memory.stages import RANKS, Stages, interleaved_share
 from meshtune.plan.memory.states import Step
-from meshtune.plan.memory.timeline import Memory
+from meshtune.plan.memory.timeline import Liveness, Memory
 from meshtune.plan.programs import MESHTUNE, Tool
 from meshtune.plan.ranking import accuracy_of, ranked, safe_peak
 from meshtune.plan.seconds.step import PARTS, TIE, Seconds, step
-from meshtune.plan.work import Work
 from meshtune.plan.workload import Workload
 from meshtune.units import human
 
@@ -306,28 +305,18 @@ def times(workload: Workload, cluster: Cluster, layouts: Columns) -> Seconds:
 
 def peak(workload: Workload, cluster: Cluster, layouts: Columns) -> Memory:
     """Predicted memory of the fullest rank of each layout, with the accounting of the workload's stack."""
-    return timeline.peak(*_step(workload, cluster, layouts))
-
-
-def tensors_at_peak(workload: Workload, cluster: Cluster, layout: Layout) -> dict[tuple[str, str], float]:
-    """Predicted bytes of the tensors of the fullest rank at its peak: `Liveness.by_name`."""
-    return timeline.Liveness(Step(*_step(workload, cluster, Columns.of([layout])))).by_name()
-
-
-def _step(
-    workload: Workload, cluster: Cluster, layouts: Columns
-) -> tuple[Work, Columns, Accounting, Number, Stages]:
-    """Return the arguments of a `Step`."""
     accounting = accounting_of(workload, cluster)
-    return workload.work, layouts, accounting, workload.seq_len, ranks_of(workload, accounting, layouts)
+    stages = ranks_of(workload, accounting, layouts)
+    return timeline.peak(workload.work, layouts, accounting, workload.seq_len, stages)
 
 
-def peaks_of_ranks(workload: Workload, cluster: Cluster, layout: Layout) -> dict[int, Memory]:
-    """Predicted memory of each pipeline rank that `peak` compares, by its index in the pipeline."""
-    work, columns, accounting, seq_len, stages = _step(workload, cluster, Columns.of([layout]))
+def peaks_of_ranks(workload: Workload, cluster: Cluster, layout: Layout) -> dict[int, Liveness]:
+    """Memory of each pipeline rank that `peak` compares, by its index in the pipeline."""
+    layouts, accounting = Columns.of([layout]), accounting_of(workload, cluster)
+    stages = ranks_of(workload, accounting, layouts)
     alone = [rows(stages, slice(place, place + 1)) for place in range(len(stages.rank))]
-    peaks = [timeline.peak(work, columns, accounting, seq_len, rank) for rank in alone]
-    return {int(rank.rank[0, 0]): at(memory, 0) for rank, memory in zip(alone, peaks, strict=True)}
+    steps = [Step(workload.work, layouts, accounting, workload.seq_len, rank) for rank in alone]
+    return {int(step.stages.rank[0, 0]): Liveness(step) for step in steps}
 
 
 def ranks_of(workload: Workload, accounting: Accounting, layouts: Columns) -> Stages:

@@ -6,10 +6,11 @@ import pytest
 
 from meshtune.layout import Layout
 from meshtune.plan.cluster import cluster_of
+from meshtune.plan.explanation import Explanation
 from meshtune.plan.memory.timeline import CATEGORIES, EVENTS
 from meshtune.plan.models import models
 from meshtune.plan.over_time import MOST_PASSES, memory_over_time, step_over_time
-from meshtune.plan.search import Choice, explained, tensors_at_peak
+from meshtune.plan.search import Choice, explained
 from meshtune.plan.workload import Workload
 from meshtune.sections import ClusterConfig
 
@@ -66,9 +67,9 @@ def test_the_peak_of_the_curve_is_the_layouts(text):
 def test_the_tensors_at_the_peak_add_up_to_its_categories(text):
     workload, choice = planned(text)
     sums = dict.fromkeys(CATEGORIES, 0.0)
-    for (category, _), size in tensors_at_peak(workload, choice.cluster, choice.layout).items():
-        assert size > 0
-        sums[category] += size
+    for tensor in Explanation(workload, choice, ()).tensors:
+        assert tensor["bytes"] > 0
+        sums[tensor["category"]] += tensor["bytes"]
     assert sums.pop("overhead") <= choice.memory.overhead  # with the context and the allocator's share
     assert sums == pytest.approx({name: getattr(choice.memory, name) for name in sums})
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -118,6 +119,7 @@ class Liveness:
         overhead = accounting.reserved * moving + accounting.context + communicators
         return parts | {OVERHEAD: parts[OVERHEAD] + overhead}
 
+    @cached_property
     def peak(self) -> tuple[Number, Number]:
         """(Point, index of the rank) at which most is held, reserve included, for each layout."""
         point, most = 0, -np.inf
@@ -127,19 +129,25 @@ class Liveness:
         rank = np.argmax(most, 0)
         return _of_rank(point, rank), rank
 
+    def memory(self) -> Memory:
+        """Bytes by category at the peak."""
+        point, rank = self.peak
+        return Memory(**self.parts(point, rank), event=EVENT_OF[point], rank=rank)
+
     def timeline(self) -> dict[str, dict[str, Number]]:
         """Bytes that each pipeline rank holds at each of EVENTS, by category: [RANKS, layouts] each."""
         return {event: self.parts(point) for event, (point, _) in zip(EVENTS, self.fullest(), strict=True)}
 
-    def by_name(self) -> dict[tuple[str, str], float]:
-        """Bytes by (category, name) of what is alive at the peak of the only layout, the largest first.
+    def at_peak(self) -> list[dict[str, Any]]:
+        """Name, category and bytes of each kind of tensor at the peak of the only layout, the largest first.
 
         The allocator's reserve, the context and communicators are left out.
         """
         sizes: Counter[tuple[str, str]] = Counter()
-        for name, category, size in self.alive(*self.peak()):
-            sizes[category, name] += size.item()
-        return {key: size for key, size in sizes.most_common() if size}
+        for name, category, size in self.alive(*self.peak):
+            sizes[name, category] += size.item()
+        largest = [(key, size) for key, size in sizes.most_common() if size]
+        return [{"name": name, "category": category, "bytes": size} for (name, category), size in largest]
 
 
 def step_timeline(
@@ -163,9 +171,7 @@ def peak(
     stages: blocks of each pipeline rank; None: as the stack cuts them.
     """
     stages = stages or Stages.cut(work, layouts, accounting.stage_cut)
-    liveness = Liveness(Step(work, layouts, accounting, seq_len, stages))
-    point, rank = liveness.peak()
-    return Memory(**liveness.parts(point, rank), event=EVENT_OF[point], rank=rank)
+    return Liveness(Step(work, layouts, accounting, seq_len, stages)).memory()
 
 
 def _of_rank(values: Number, rank: Number) -> Number:

@@ -133,7 +133,7 @@ def compared(explanations: Sequence[Explanation]) -> RenderableType:
 def reasons(one: Explanation, letter: str = "") -> list[RenderableType]:
     """Sections of an explained layout. letter: that it has in a table of several; "": none."""
     name = f" ({letter})" if letter else ""
-    tensors = (f"{human(size)}: {tensor}" for (_, tensor), size in list(one.tensors.items())[:MOST_TENSORS])
+    tensors = (f"{human(tensor['bytes'])}: {tensor['name']}" for tensor in one.tensors[:MOST_TENSORS])
     return [
         section(f"Against it{name}", one.against),
         section(f"Largest at the memory peak{name}", tensors),
