@@ -59,19 +59,12 @@ def test_the_peak_of_the_curve_is_the_layouts(text):
     assert top.event == EVENTS[int(choice.memory.event)]
     for name in CATEGORIES:
         assert top.parts[name] == pytest.approx(getattr(choice.memory, name), rel=1e-6, abs=1)
+    tensors = Explanation(workload, choice, ()).tensors
+    for name in CATEGORIES[:-1]:  # of the overhead, tensors lack the context and the allocator's share
+        sizes = [tensor["bytes"] for tensor in tensors if tensor["category"] == name]
+        assert sum(sizes) == pytest.approx(top.parts[name], rel=1e-6, abs=1)
     assert [one.seconds for one in held] == sorted(one.seconds for one in held)
     assert min(min(one.parts.values()) for one in held) >= 0
-
-
-@pytest.mark.parametrize("text", [*ALONE, *PIPELINES, *ZERO_3])
-def test_the_tensors_at_the_peak_add_up_to_its_categories(text):
-    workload, choice = planned(text)
-    sums = dict.fromkeys(CATEGORIES, 0.0)
-    for tensor in Explanation(workload, choice, ()).tensors:
-        assert tensor["bytes"] > 0
-        sums[tensor["category"]] += tensor["bytes"]
-    assert sums.pop("overhead") <= choice.memory.overhead  # with the context and the allocator's share
-    assert sums == pytest.approx({name: getattr(choice.memory, name) for name in sums})
 
 
 @pytest.mark.parametrize("text", [*PIPELINES, *ZERO_3])
