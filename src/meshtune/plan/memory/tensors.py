@@ -1,9 +1,9 @@
 """Tensors of a training step on a rank, a row each: bytes and the points between which it is alive.
 
-    states.py                   `Step`: parameters, model states, sizes of a micro-batch   ┐
-    activations.py, stages.py   what one micro-batch saves, how many are in flight         ├─> `tensors`
-    flight.py                   `InFlight`: activations of all, and of a block's passes    ┘       │
-    timeline.py                 events of a step and its peak                          <───────────┘
+    states.py                   `Step`: parameters, model states, sizes of a micro-batch ┐
+    activations.py, stages.py   what one micro-batch saves, how many are in flight       ├─> rows ─┐
+    flight.py                   `InFlight`: activations of all, and of a block's passes  ┘         │
+    timeline.py                 events of a step, and its peak                         <───────────┘
 
 A new technique is a row, or a term in one. Bytes of a row are a float or an array, one element per layout or
 [RANKS, layouts]. Rows below 0 are the part of another row that is already freed, or not there yet.
