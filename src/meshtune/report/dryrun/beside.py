@@ -6,7 +6,7 @@ layouts_table  several: peak and step time, a row each
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from meshtune.plan.memory.timeline import CATEGORIES, CATEGORY_NAMES
@@ -16,6 +16,7 @@ from meshtune.units import duration, human
 
 Document = dict[str, Any]  # of one layout
 DIFFERENCE = "off by: the prediction, from the simulation"
+LEAST_OFF = 0.01  # share of the peak
 OVERHEAD = "overhead: memory that the allocator holds unused, CUDA and NCCL"
 
 
@@ -64,8 +65,19 @@ def _events(document: Document) -> Iterator[str]:
     rank, whole = fullest(document), document["predicted"]["memory"]
     predicted = rank["predicted"]
     yield peaks(rank["rank"], predicted["event"], peak_event(rank))
+    yield from _most_off(predicted, simulated_memory(document))
     if whole["peak"] > predicted["peak"]:
         yield f"The planner predicts most, {human(whole['peak'])}, on another pipeline rank."
+
+
+def _most_off(predicted: Document, held: Mapping[str, float]) -> Iterator[str]:
+    """Yield a sentence on the tensors that were predicted in the category that is off by most bytes."""
+    off = {name: abs(predicted[name] - held.get(name, 0)) for name in CATEGORIES if name != "overhead"}
+    category = max(off, key=lambda name: off[name])
+    tensors = [tensor for tensor in predicted.get("tensors", ()) if tensor["category"] == category]
+    if off[category] > LEAST_OFF * predicted["peak"] and tensors:
+        parts = ", ".join(f"{tensor['name']} ({human(tensor['bytes'])})" for tensor in tensors)
+        yield f"The largest difference is in {CATEGORY_NAMES[category]}. The planner counts: {parts}."
 
 
 def _rows(document: Document) -> Iterator[tuple[str, str, str, str]]:

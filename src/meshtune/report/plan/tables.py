@@ -16,7 +16,8 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from meshtune.plan.cost import RunCost, money
-from meshtune.plan.memory import EVENTS, RANKS
+from meshtune.plan.memory.stages import RANKS
+from meshtune.plan.memory.tensors import EVENTS
 from meshtune.plan.offers import Offer
 from meshtune.plan.phrases import spent
 from meshtune.plan.programs import MESHTUNE
