@@ -1,34 +1,19 @@
 """axolotl: its YAML. It trains through accelerate, so what accelerate's FSDP can't run, it can't."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import yaml
 
 from meshtune.config import Config
 from meshtune.layout import Layout
-from meshtune.placement.rules import Rule
-from meshtune.plan.programs import TOOLS
 from meshtune.sections import SourceConfig
 from meshtune.setting_types import is_regular_expression
-from meshtune.tools.accelerate import SHARDED_SUMS, fsdp_differences, fsdp_rules, sharded
+from meshtune.tools.accelerate import SHARDED_SUMS
 from meshtune.tools.arguments import evaluation, schedule, trackers
-from meshtune.tools.exported import (
-    Exported,
-    column_name,
-    evaluation_differences,
-    file_kind,
-    is_file,
-    nodes,
-    not_carried_over,
-    row_format,
-    row_notes,
-    whole_logits,
-)
-from meshtune.tools.refused import attention_alone, some_blocks
+from meshtune.tools.planned import Exported, Planned, column_name, file_kind, is_file, row_format
 
-TOOL = TOOLS["axolotl"].title
 PRECISION = {
     "fp32": {"bf16": False, "float32": True},
     "bf16": {"bf16": True},
@@ -47,19 +32,17 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
 LONGER = {"auto": "truncate", "cut": "truncate", "error": "raise"}  # data.overlong -> excess_length_strategy
 
 
-def write(config: Config, layout: Layout, blocks: int, gpus_per_node: int) -> Exported:
-    """Return the layout and workload in this tool's form; nothing is written to disk.
-
-    blocks: of the model.
-    """
+def write(plan: Planned) -> Exported:
+    """Return the layout and workload in this tool's form; nothing is written to disk."""
+    config, layout = plan.config, plan.layout
     settings = {
         **model(config),
         **data(config),
         **training(config, layout),
-        **parallelism(layout),
+        **parallelism(plan),
         **recomputation(config, layout),
     }
-    count = nodes(layout, gpus_per_node)
+    count = plan.nodes
     rendezvous = " --node_rank $NODE_RANK --master_addr $MASTER_ADDR --master_port 29500" if count > 1 else ""
     return Exported(
         files={"axolotl.yaml": yaml.safe_dump(settings, sort_keys=False, allow_unicode=True)},
@@ -67,7 +50,6 @@ def write(config: Config, layout: Layout, blocks: int, gpus_per_node: int) -> Ex
             f"axolotl train axolotl.yaml --launcher torchrun -- --nnodes {count} --nproc_per_node "
             f"{layout.world // count}{rendezvous}"
         ),
-        missing=(*differences(config, layout), *not_carried_over(TOOL, config)),
     )
 
 
@@ -197,7 +179,8 @@ def saving(config: Config) -> dict[str, Any]:
     return {"save_strategy": "no"}
 
 
-def parallelism(layout: Layout) -> dict[str, Any]:
+def parallelism(plan: Planned) -> dict[str, Any]:
+    layout = plan.layout
     if layout.world == layout.dp_replicate:
         return {}  # plain data parallelism is its default
     settings: dict[str, Any] = {
@@ -206,9 +189,9 @@ def parallelism(layout: Layout) -> dict[str, Any]:
         "tensor_parallel_size": layout.tp,
         "context_parallel_size": layout.cp,
     }
-    if sharded(layout) and layout.gradient_accumulation_steps > 1:
+    if plan.sharded and layout.gradient_accumulation_steps > 1:
         settings["accelerator_config"] = SHARDED_SUMS
-    if sharded(layout):
+    if plan.sharded:
         settings["fsdp_version"] = 2
         settings["fsdp_config"] = {
             "reshard_after_forward": layout.zero == 3,
@@ -238,64 +221,3 @@ def targets(names: Sequence[str]) -> list[str] | str:
         return list(names)
     each = [name if is_regular_expression(name) else rf"(.*\.)?{re.escape(name)}" for name in names]
     return each[0] if len(each) == 1 else "|".join(f"({one})" for one in each)
-
-
-def problems(config: Config) -> Iterator[str]:
-    """Sentences on settings that this tool alone can't have."""
-    if config.method == "lora" and config.lora.alpha != int(config.lora.alpha):
-        yield f"{TOOL} takes a whole lora_alpha, not {config.lora.alpha}; try {round(config.lora.alpha)}."
-
-
-def rules(config: Config, _blocks: int, _seq_len: int) -> Iterator[Rule]:
-    """Rules on layouts that the tool can't run."""
-    yield from fsdp_rules(TOOL)
-    yield attention_alone(TOOL)
-    yield some_blocks(TOOL)
-    if config.data.packing:
-        yield Rule(
-            f"{TOOL} packs under context parallelism with one sequence per micro-batch",
-            lambda layouts: (layouts.cp > 1) & (layouts.micro_batch_size > 1),
-            lambda layout: (
-                f"{TOOL} packs under context parallelism with one sequence per micro-batch; write "
-                f"mb1-ga{layout.micro_batch_size * layout.gradient_accumulation_steps} instead of "
-                f"mb{layout.micro_batch_size}-ga{layout.gradient_accumulation_steps}."
-            ),
-        )
-    if config.train.precision == "fp32":
-        yield Rule(
-            f"{TOOL}'s context parallelism is ring flash attention, which has no fp32",
-            lambda layouts: layouts.cp > 1,
-            lambda _: (
-                f"{TOOL}'s context parallelism is ring flash attention, which has no fp32; set "
-                "train.precision=bf16."
-            ),
-        )
-
-
-def differences(config: Config, layout: Layout) -> Iterator[str]:
-    """Sentences on what the tool runs differently, or leaves to be done by hand."""
-    kinds = {row_format(config.data, source) for source in config.data.train}
-    yield from fsdp_differences(TOOL, config, layout)
-    if not config.data.train:
-        yield "data.train is empty: fill in the key datasets."
-    if selective_lora(config, layout):
-        yield f"{TOOL} saves attention but no matmuls with LoRA: recompute=selective recomputes more."
-    if layout.cp > 1:
-        yield (
-            f"{TOOL} runs cp{layout.cp} as ring attention and needs ring-flash-attn; each step sends as much."
-        )
-    if config.train.precision == "bf16" and not sharded(layout):
-        yield (
-            f"{TOOL} loads bf16 weights and keeps no fp32 copy without FSDP: precision=bf16 runs as "
-            "bf16-pure."
-        )
-    if kinds - {"text"} and config.data.train_on == "completion":
-        yield f"{TOOL} labels every assistant turn; train_on=completion differs where rows have several."
-    if kinds & {"prompt-completion", "alpaca"}:
-        yield (
-            f"{TOOL} puts no chat template around prompts and completions; rewrite the rows as messages for "
-            "one."
-        )
-    yield whole_logits(TOOL, "liger_fused_linear_cross_entropy: true with its LigerPlugin")
-    yield from evaluation_differences(TOOL, config)
-    yield from row_notes(config.data, TOOL)

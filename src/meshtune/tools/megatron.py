@@ -4,28 +4,10 @@ import shlex
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import numpy as np
-
-from meshtune.config import Config
 from meshtune.layout import Layout
-from meshtune.placement.columns import Columns, Number
-from meshtune.placement.rules import Rule
-from meshtune.plan.programs import TOOLS
-from meshtune.recomputation import RECOMPUTATIONS
 from meshtune.schedules import SCHEDULES
-from meshtune.tools.exported import (
-    Exported,
-    nodes,
-    not_carried_over,
-    row_format,
-    row_notes,
-    schedule_refusals,
-    torchrun,
-    warmup_steps,
-)
-from meshtune.tools.refused import selective
+from meshtune.tools.planned import Exported, Planned, torchrun
 
-TOOL = TOOLS["megatron"].title
 Flags = dict[str, str | int | float | bool]  # flag -> value; True: the flag alone
 
 SHARDING = {2: "optim_grads", 3: "optim_grads_params"}
@@ -38,18 +20,13 @@ RECOMPUTE: dict[str, Flags] = {
 }
 
 
-def write(config: Config, layout: Layout, blocks: int, gpus_per_node: int) -> Exported:
-    """Return the layout and workload in this tool's form; nothing is written to disk.
-
-    blocks: of the model.
-    """
+def write(plan: Planned) -> Exported:
+    """Return the layout and workload in this tool's form; nothing is written to disk."""
+    config, layout = plan.config, plan.layout
     flags = "".join(
         f"\n    --{name}" + ("" if value is True else f" {value}")
         for name, value in (
-            arguments(config, layout)
-            | uneven_stages(blocks, layout)
-            | performance(config, layout, gpus_per_node)
-            | recomputation(layout)
+            arguments(plan) | uneven_stages(plan.blocks, layout) | performance(plan) | recomputation(layout)
         ).items()
         if value is not False
     )
@@ -58,8 +35,8 @@ def write(config: Config, layout: Layout, blocks: int, gpus_per_node: int) -> Ex
     queues = "unset CUDA_DEVICE_MAX_CONNECTIONS" if fsdp(layout) else "export CUDA_DEVICE_MAX_CONNECTIONS=1"
     names = ["CHECKPOINT", "DATA"]
     names += [] if config.train.max_steps else ["TRAIN_STEPS"]
-    names += ["NODE_RANK", "MASTER_ADDR"] if nodes(layout, gpus_per_node) > 1 else []
-    start = torchrun(layout, gpus_per_node, 'pretrain_gpt.py "${ARGUMENTS[@]}"')
+    names += ["NODE_RANK", "MASTER_ADDR"] if plan.nodes > 1 else []
+    start = torchrun(plan, 'pretrain_gpt.py "${ARGUMENTS[@]}"')
     script = "\n".join(
         [
             "#!/usr/bin/env bash",
@@ -75,7 +52,7 @@ def write(config: Config, layout: Layout, blocks: int, gpus_per_node: int) -> Ex
     return Exported(
         files={"megatron.sh": script},
         command=" ".join([*(f"{name}=…" for name in names), "bash megatron.sh"]),
-        missing=(*differences(config, layout, blocks), *not_carried_over(TOOL, config)),
+        missing=(*uneven_sentence(plan.blocks, layout),),
     )
 
 
@@ -86,7 +63,8 @@ def recomputation(layout: Layout) -> Flags:
     return flags
 
 
-def arguments(config: Config, layout: Layout) -> Flags:
+def arguments(plan: Planned) -> Flags:
+    config, layout = plan.config, plan.layout
     train, data = config.train, config.data
     flags: Flags = {
         "tensor-model-parallel-size": layout.tp,
@@ -100,9 +78,9 @@ def arguments(config: Config, layout: Layout) -> Flags:
         "use-checkpoint-args": True,
         "pretrained-checkpoint": '"$CHECKPOINT"',
         "finetune": True,
-        "tokenizer-type": "SFTTokenizer" if fine_tuning(config) else "HuggingFaceTokenizer",
+        "tokenizer-type": "SFTTokenizer" if fine_tuning(plan) else "HuggingFaceTokenizer",
         "tokenizer-model": shlex.quote(config.model.name),
-        "sft": fine_tuning(config),
+        "sft": fine_tuning(plan),
         "data-path": '"$DATA"',
         "split": "100,0,0",
         "eval-iters": 0,
@@ -128,12 +106,12 @@ def arguments(config: Config, layout: Layout) -> Flags:
     if train.warmup_steps is None and SCHEDULES[train.lr_scheduler].warmup:
         flags["lr-warmup-fraction"] = train.warmup_ratio
     else:
-        flags["lr-warmup-iters"] = warmup_steps(config) or 0
+        flags["lr-warmup-iters"] = plan.warmup_steps or 0
     if "tensorboard" in config.log.to:
         flags["tensorboard-dir"] = shlex.quote(f"{config.output}/tensorboard")
     if layout.cp > 1:
         # Most releases of Transformer Engine gather keys and values of unpacked sequences alone.
-        gathered = "p2p" if fine_tuning(config) else "all_gather"
+        gathered = "p2p" if fine_tuning(plan) else "all_gather"
         flags["cp-comm-type"] = "a2a" if layout.cp_method == "ulysses" else gathered
     if layout.stages_per_rank > 1:
         flags["num-virtual-stages-per-pipeline-rank"] = layout.stages_per_rank
@@ -155,19 +133,20 @@ def fsdp(layout: Layout) -> bool:
     return layout.zero in SHARDING
 
 
-def fine_tuning(config: Config) -> bool:
+def fine_tuning(plan: Planned) -> bool:
     """True if the rows are conversations, for --sft."""
-    return all(row_format(config.data, source) != "text" for source in config.data.train)
+    return "text" not in plan.rows
 
 
-def performance(config: Config, layout: Layout, gpus_per_node: int) -> Flags:
+def performance(plan: Planned) -> Flags:
     """Flags for overlap, kernels and sums that the plan's stack counts on; all are off by default."""
+    config, layout = plan.config, plan.layout
     flags: Flags = {
         "cross-entropy-loss-fusion": True,
         "cross-entropy-fusion-impl": "te",  # 2 bytes a logit instead of 6
         "overlap-grad-reduce": layout.data_ranks * layout.cp > 1,
         "overlap-param-gather": layout.zero > 0,
-        "tp-comm-overlap": layout.sp and layout.tp <= gpus_per_node,  # its buffers are one node's
+        "tp-comm-overlap": layout.sp and layout.tp <= plan.gpus_per_node,  # its buffers are one node's
     }
     if config.train.precision != "fp32":
         flags["attention-backend"] = "fused"  # cuDNN's, the stack's kernel: no fp32, and no scores in memory
@@ -208,97 +187,8 @@ def uneven_stages(blocks: int, layout: Layout) -> Flags:
     }
 
 
-def problems(config: Config) -> Iterator[str]:
-    """Sentences on settings that this tool alone can't have."""
-    yield from schedule_refusals(TOOL, config, with_floor=["cosine", "linear"])
-
-
-def rules(config: Config, blocks: int, seq_len: int) -> Iterator[Rule]:
-    """Rules on layouts that the tool can't run."""
-    yield Rule(
-        f"Megatron-FSDP, {TOOL}'s ZeRO-2 and -3, runs without pipeline stages",
-        lambda layouts: (layouts.zero >= 2) & (layouts.pp > 1),
-        lambda layout: (
-            f"Megatron-FSDP, {TOOL}'s ZeRO-{layout.zero}, runs without pipeline stages; with pp{layout.pp} "
-            f"write zero1x{layout.dp_shard}, or zero{layout.zero}x{layout.dp_shard * layout.pp} without pp."
-        ),
-    )
-    yield Rule(
-        f"{TOOL} cuts a sequence into 2 x cp pieces, which do not divide data.seq_len",
-        lambda layouts: (layouts.cp > 1) & (seq_len % (2 * layouts.cp) != 0),
-        lambda layout: (
-            f"{TOOL} cuts a sequence into 2 x cp = {2 * layout.cp} pieces, which do not divide data.seq_len "
-            f"= {seq_len}; try {max(1, round(seq_len / (2 * layout.cp))) * 2 * layout.cp}."
-        ),
-    )
-    if fine_tuning(config):
-        yield Rule(
-            f"{TOOL}'s --sft takes one sequence per micro-batch",
-            lambda layouts: layouts.micro_batch_size > 1,
-            lambda layout: (
-                f"{TOOL}'s --sft takes one sequence per micro-batch; write "
-                f"mb1-ga{layout.micro_batch_size * layout.gradient_accumulation_steps} instead of "
-                f"mb{layout.micro_batch_size}-ga{layout.gradient_accumulation_steps}."
-            ),
-        )
-    yield selective(TOOL, "recomputes the attention core or whole blocks")
-    yield from pipeline_rules(blocks)
-
-
-def pipeline_rules(blocks: int) -> Iterator[Rule]:
-    """Rules on schedules, and on the layers and micro-batches that they take."""
-    yield Rule(
-        f"{TOOL} has no schedules but 1F1B and interleaved 1F1B",
-        lambda layouts: (layouts.pp > 1) & ~layouts.runs(*PIPELINES),
-        lambda layout: (
-            f"{TOOL} has no schedule {layout.schedule}; write 1f1b, or interleaved1f1b with "
-            f"v{max(2, layout.stages_per_rank)}."
-        ),
-    )
-    yield Rule(
-        f"{TOOL} gives all stages of a rank as many layers, and {blocks} can't be cut so",
-        lambda layouts: ~cuts(blocks, layouts.pp, layouts.virtual_stages),
-        lambda layout: (
-            f"{TOOL} gives all stages of a rank as many layers: {blocks} can't be cut evenly into "
-            f"{layout.pp} x {layout.stages_per_rank} stages; write {nearest_stages(blocks, layout)}."
-        ),
-    )
-
-    def broken_rounds(layouts: Columns) -> Number:
-        steps = layouts.gradient_accumulation_steps
-        return (layouts.pp > 1) & (layouts.virtual_stages > 1) & (np.fmod(steps, layouts.pp) != 0)
-
-    yield Rule(
-        f"{TOOL} interleaves stages over groups of pp micro-batches",
-        broken_rounds,
-        lambda layout: (
-            f"{TOOL} interleaves stages over groups of pp = {layout.pp} micro-batches; "
-            f"ga{layout.gradient_accumulation_steps} is no multiple, try "
-            f"ga{-(-layout.gradient_accumulation_steps // layout.pp) * layout.pp}."
-        ),
-    )
-
-
-def cuts(blocks: int, pp: Number, stages_per_rank: Number) -> Number:
-    """True if as many stages per rank have whole layers, without more of them on the fullest rank."""
-    fullest = stages_per_rank * np.ceil(blocks / (pp * stages_per_rank))
-    whole = (blocks % stages_per_rank == 0) & (blocks >= pp * stages_per_rank)
-    return whole & (fullest == np.ceil(blocks / pp))
-
-
-def nearest_stages(blocks: int, layout: Layout) -> str:
-    """Return a number of stages per rank that cuts the layers, as a token, or the plain schedule."""
-    fitting = [count for count in range(2, blocks // layout.pp + 1) if cuts(blocks, layout.pp, count)]
-    nearest = min(fitting, key=lambda count: abs(count - layout.stages_per_rank), default=None)
-    return f"v{nearest}" if nearest else "1f1b"
-
-
-def differences(config: Config, layout: Layout, blocks: int) -> Iterator[str]:
-    """Sentences on what the tool runs differently, or leaves to be done by hand. blocks: of the model."""
-    yield (
-        f"{TOOL} loads its own checkpoints: convert {config.model.name} with Megatron-Bridge; layers and "
-        "widths are read from the checkpoint (--use-checkpoint-args)."
-    )
+def uneven_sentence(blocks: int, layout: Layout) -> Iterator[str]:
+    """Yield the sentence on ranks with other numbers of layers, if there are such."""
     if uneven_stages(blocks, layout):
         first, middle, last = stage_layers(blocks, layout.pp, layout.stages_per_rank)
         between = f", {middle} on each between" if layout.pp > 2 else ""
@@ -306,45 +196,3 @@ def differences(config: Config, layout: Layout, blocks: int) -> Iterator[str]:
             f"pp{layout.pp} does not divide {blocks} layers evenly: the first pipeline rank has {first}, the "
             f"last {last}{between} (--decoder-first-pipeline-num-layers and --decoder-last-…)."
         )
-    if layout.cp > 1 and fine_tuning(config):
-        if layout.cp_method == "ulysses":
-            yield (
-                f"ulysses{layout.cp} over --sft's packed rows needs a recent Transformer Engine (a2a with "
-                "thd)."
-            )
-        else:
-            yield f"cp{layout.cp} over --sft's packed rows is written as ring attention (--cp-comm-type p2p)."
-    if layout.sp and not layout.sp_regather and not RECOMPUTATIONS[layout.recompute].block:
-        yield (
-            "With --sequence-parallel the backward always gathers the inputs of attention and MLP again, as "
-            f"the layout does with tp{layout.tp}-sp-regather: less memory, two more all-gathers in a block."
-        )
-    if layout.recompute == "attention":
-        yield (
-            "recompute=attention is --recompute-modules core_attn; a fused attention kernel keeps no scores "
-            "anyway."
-        )
-    if not config.train.max_steps:
-        yield f"{TOOL} counts steps, not epochs: set TRAIN_STEPS, as train.max_steps is not set."
-    if config.train.compile:
-        yield f"train.compile is not carried over: {TOOL} has fused kernels of its own."
-    if fine_tuning(config):
-        yield (
-            f"With --sft {TOOL} reads JSON Lines of messages and labels assistant turns in its own prompt "
-            "format: set --sft-tokenizer-prompt-format; train_on and the model's chat template are not "
-            "carried over."
-        )
-        if config.data.packing:
-            yield (
-                f"{TOOL} packs nothing by itself: one row is one sequence of {config.data.seq_len} tokens, "
-                "so put several conversations into a row, each beginning with its system message."
-            )
-    else:
-        yield (
-            f"{TOOL} reads text as .bin and .idx files: DATA is the prefix that tools/preprocess_data.py "
-            "wrote."
-        )
-    others = {row_format(config.data, source) for source in config.data.train} - ROWS
-    if others:
-        yield f"{TOOL} has no reader for {', '.join(sorted(others))} rows: rewrite them as messages."
-    yield from row_notes(config.data, TOOL)

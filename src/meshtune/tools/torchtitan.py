@@ -4,36 +4,16 @@ Its command line can't name the optimizer's groups, and it has no configuration 
 the unchanged Hugging Face one, through torchtitan's Transformers backend.
 """
 
-from collections.abc import Iterator
 from textwrap import indent
 from typing import Any
 
-import numpy as np
-
 from meshtune.config import Config
 from meshtune.launch.allocator import SETTING
-from meshtune.layout import SCHEDULES, TORCH_SCHEDULES, V_SCHEDULES, VIRTUAL_SCHEDULES, Layout
-from meshtune.placement.columns import Columns, Number
-from meshtune.placement.rules import Rule
-from meshtune.plan.programs import TOOLS
+from meshtune.layout import TORCH_SCHEDULES, Layout
 from meshtune.sections import SourceConfig
-from meshtune.tools.exported import (
-    Exported,
-    column_name,
-    file_kind,
-    is_file,
-    not_carried_over,
-    row_format,
-    row_notes,
-    schedule_refusals,
-    torchrun,
-    warmup_steps,
-)
-from meshtune.tools.refused import attention_alone, some_blocks, zero1
+from meshtune.tools.planned import Exported, Planned, column_name, file_kind, is_file, row_format, torchrun
+from meshtune.tools.rules import ENDS, default_stages
 
-TOOL = TOOLS["torchtitan"].title
-LOOPED = (*VIRTUAL_SCHEDULES, *V_SCHEDULES)  # that torch runs with several stages a rank
-ENDS = 2  # layers that embedding and head count as, one each, when it cuts stages
 RECOMPUTE = {
     "none": "None",
     "selective": "SelectiveAC.Config()",
@@ -96,13 +76,11 @@ TURNS = {  # the expressions for a row's two turns
 }
 
 
-def write(config: Config, layout: Layout, blocks: int, gpus_per_node: int) -> Exported:
-    """Return the layout and workload in this tool's form; nothing is written to disk.
-
-    blocks: of the model.
-    """
+def write(plan: Planned) -> Exported:
+    """Return the layout and workload in this tool's form; nothing is written to disk."""
+    config, layout = plan.config, plan.layout
     program = "-m torchtitan.train --module meshtune_torchtitan --config run"
-    command = f"{SETTING} PYTHONPATH=. " + torchrun(layout, gpus_per_node, program)
+    command = f"{SETTING} PYTHONPATH=. " + torchrun(plan, program)
     if not config.train.max_steps:
         command = f"TRAIN_STEPS=… {command}"
     source = config.data.train[0] if config.data.train else SourceConfig(path="train.jsonl")
@@ -111,23 +89,17 @@ def write(config: Config, layout: Layout, blocks: int, gpus_per_node: int) -> Ex
         command=command,
         steps=config.train.max_steps or 'int(os.environ["TRAIN_STEPS"])',
         rows=rows(config, source),
-        fields=indent(
-            "\n".join(f"{k}={v}," for k, v in fields(config, layout, blocks, source).items()), " " * 8
-        ),
+        fields=indent("\n".join(f"{k}={v}," for k, v in fields(plan, source).items()), " " * 8),
     )
     return Exported(
         {"meshtune_torchtitan.py": text},
         command,
-        (*differences(config, layout), *not_carried_over(TOOL, config, random_init=True)),
     )
 
 
-def fields(config: Config, layout: Layout, blocks: int, source: SourceConfig) -> dict[str, str]:
-    """The configuration's fields as Python expressions, by name.
-
-    blocks: of the model. source: the one that is trained on.
-    """
-    train = config.train
+def fields(plan: Planned, source: SourceConfig) -> dict[str, str]:
+    """The configuration's fields as Python expressions, by name. source: the one that is trained on."""
+    config, layout, train = plan.config, plan.layout, plan.config.train
     text = row_format(config.data, source) == "text"
     data_files = {"data_files": source.path, "split": source.split or "train"}
     pretrained = config.model.init == "pretrained"
@@ -158,13 +130,13 @@ def fields(config: Config, layout: Layout, blocks: int, source: SourceConfig) ->
         "lr_scheduler": call(
             "LRSchedulersContainer.Config",
             warmup_steps=Name(f"round({train.warmup_ratio} * STEPS)")
-            if warmup_steps(config) is None
-            else warmup_steps(config),
+            if plan.warmup_steps is None
+            else plan.warmup_steps,
             decay_type="cosine" if train.lr_scheduler == "cosine" else "linear",
             min_lr_factor=1.0 if train.lr_scheduler.startswith("constant") else train.min_lr_ratio or 0.0,
         ),
         "training": call("TrainingConfig", **training(config, layout)),
-        "parallelism": call("ParallelismConfig", **parallelism(layout, blocks)),
+        "parallelism": call("ParallelismConfig", **parallelism(layout, plan.blocks)),
         "activation_checkpoint": RECOMPUTE[layout.recompute],
         "compile": call("CompileConfig", enable=train.compile),
         "checkpoint": call(
@@ -251,117 +223,6 @@ def rows(config: Config, source: SourceConfig) -> str:
     return CHAT_ROWS.format(prompt=prompt, answer=answer)
 
 
-def default_stages(schedule: str) -> int:
-    """Stages per rank unless layers per stage are set."""
-    return 2 if schedule in LOOPED else 1
-
-
 def layers_per_stage(blocks: int, stages: int) -> int:
     """The setting from which torchtitan derives the number of stages; embedding and head count as layers."""
     return -(-(blocks + ENDS) // stages)
-
-
-def problems(config: Config) -> Iterator[str]:
-    """Sentences on settings that this tool alone can't have."""
-    yield from schedule_refusals(TOOL, config, with_floor=["cosine", "linear"])
-
-
-def rules(_config: Config, blocks: int, seq_len: int) -> Iterator[Rule]:
-    """Rules on layouts that the tool can't run."""
-    yield Rule(
-        f"{TOOL}'s context parallelism gathers keys and values, so no ulysses",
-        lambda layouts: (layouts.cp > 1) & layouts.ulysses,
-        lambda layout: (
-            f"{TOOL}'s context parallelism gathers keys and values; for ulysses{layout.cp} use --export "
-            f"deepspeed or megatron, or plan cp{layout.cp}."
-        ),
-    )
-    yield zero1(TOOL)
-    yield Rule(
-        f"{TOOL}'s Transformers backend always splits sequences with tp",
-        lambda layouts: (layouts.tp > 1) & (layouts.sp == 0),
-        lambda layout: (
-            f"{TOOL}'s Transformers backend always splits sequences with tp; write tp{layout.tp}-sp."
-        ),
-    )
-    yield Rule(
-        f"{TOOL} keeps what it gathers for attention and MLP until their backward, so no regather",
-        lambda layouts: layouts.sp_regather > 0,
-        lambda layout: (
-            f"{TOOL} keeps what it gathers for attention and MLP until their backward; write "
-            f"tp{layout.tp}-sp without regather."
-        ),
-    )
-    yield attention_alone(TOOL)
-    yield some_blocks(TOOL)
-    yield stages_rule(blocks)
-    yield pieces_rule(seq_len)
-
-
-def stages_rule(blocks: int) -> Rule:
-    """Numbers of stages that no number of layers per stage gives, or that leave a stage without a layer."""
-
-    def refuses(layouts: Columns) -> Number:
-        stages = layouts.pp * layouts.virtual_stages
-        per_stage = np.ceil((blocks + ENDS) / stages)
-        default = np.where(layouts.runs(*(name for name in SCHEDULES if name in LOOPED)), 2, 1)
-        counted = np.ceil((blocks + ENDS) / per_stage) != stages
-        return (layouts.pp > 1) & (layouts.virtual_stages != default) & counted
-
-    def sentence(layout: Layout) -> str:
-        return (
-            f"{TOOL} derives stages from layers per stage, and no number of them cuts {blocks} layers, "
-            f"embedding and head into {layout.stages} stages; write v{default_stages(layout.schedule)} "
-            f"instead of v{layout.virtual_stages}."
-        )
-
-    return Rule(
-        f"{TOOL} can't cut {blocks} layers, embedding and head into that many stages", refuses, sentence
-    )
-
-
-def pieces_rule(seq_len: int) -> Rule:
-    """Sequences that its pieces for tp and cp don't divide."""
-
-    def pieces(layout: Layout) -> int:
-        return layout.tp * (2 * layout.cp if layout.cp > 1 else 1)
-
-    return Rule(
-        f"{TOOL} cuts a sequence into tp x 2 cp pieces, which do not divide data.seq_len",
-        lambda layouts: seq_len % (layouts.tp * np.where(layouts.cp > 1, 2 * layouts.cp, 1)) != 0,
-        lambda layout: (
-            f"{TOOL} cuts a sequence into tp x 2 cp = {pieces(layout)} pieces, which do not divide "
-            f"data.seq_len = {seq_len}; try {max(1, round(seq_len / pieces(layout))) * pieces(layout)}."
-        ),
-    )
-
-
-def differences(config: Config, layout: Layout) -> Iterator[str]:
-    """Sentences on what the tool runs differently, or leaves to be done by hand."""
-    data, train = config.data, config.train
-    yield (
-        f"{TOOL} reads weights and tokenizer from a folder: set hf_assets_path to a local copy of "
-        f"{config.model.name}."
-    )
-    if layout.zero == 0 and layout.cp > 1:
-        yield f"{TOOL} shards over the {layout.cp} context ranks, as ZeRO-2 does; the layout replicates."
-    if layout.recompute == "selective":
-        yield f"{TOOL}'s SelectiveAC keeps every second matmul's output alone, as the plan counts."
-    if layout.pp > 1:
-        yield f"{TOOL} counts embedding and head as one layer each when it cuts stages."
-    if train.precision == "bf16" and train.reduce_dtype == "bf16":
-        yield f"{TOOL} reduces gradients in fp32; train.reduce_dtype=bf16 has no key."
-    if not train.max_steps:
-        yield f"{TOOL} counts steps, not epochs: set TRAIN_STEPS, as train.max_steps is not set."
-    if not data.packing:
-        yield f"data.packing=false has no key: {TOOL} always packs, with attention within documents."
-    kinds = {row_format(data, source) for source in data.train}
-    if kinds - {"text"} and data.train_on != "completion":
-        yield f"{TOOL} labels the answer alone; train_on={data.train_on} has no key."
-    if kinds & {"messages", "sharegpt"}:
-        yield f"{TOOL} takes conversations of one user's and one assistant's turn; later turns are dropped."
-    if len(data.train) > 1:
-        yield (
-            f"{TOOL} is given the first of the {len(data.train)} sources of data.train: {data.train[0].path}."
-        )
-    yield from row_notes(data, TOOL)

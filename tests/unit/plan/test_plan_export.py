@@ -27,8 +27,8 @@ from meshtune.errors import UserError
 from meshtune.layout import Layout
 from meshtune.plan.hardware import attention_kernel
 from meshtune.plan.programs import TOOLS
-from meshtune.tools import exported as shared
-from meshtune.tools import refused
+from meshtune.tools import planned as shared
+from meshtune.tools import rules as layout_rules
 from meshtune.tools.export import EXPORTERS, Exported, export
 from meshtune.tools.megatron import stage_layers
 
@@ -987,7 +987,7 @@ def test_an_axis_or_an_optimizer_that_no_export_writes_is_refused(
     text = f"zero3x2-tp2{'-sp' * (tool == 'torchtitan')}-mb1-ga1"
     exported(tool, text)
     monkeypatch.setattr(shared, "EXPORTED_OPTIMIZERS", ("sgd",))
-    monkeypatch.setattr(refused, "EXPORTED_AXES", ("dp_replicate", "dp_shard"))
+    monkeypatch.setattr(layout_rules, "EXPORTED_AXES", ("dp_replicate", "dp_shard"))
     with pytest.raises(UserError) as error:
         exported(tool, text)
     optimizer, axis = error.value.problems
