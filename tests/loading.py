@@ -6,8 +6,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from meshtune.data.tokens import id_bound
-from meshtune.model.load import fill_whole, mapped, skeleton
-from meshtune.model.trainable import grow_embeddings, tables
+from meshtune.model.load import fill_whole, grow_embeddings, mapped, skeleton, tables
 
 
 def load(

@@ -49,7 +49,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from meshtune import config  # noqa: E402
 from meshtune.errors import UserError  # noqa: E402
 from meshtune.meter import phases  # noqa: E402
-from meshtune.model.multimodal import auto_class, has_text_part  # noqa: E402
+from meshtune.model.anatomy import auto_class, has_text_part  # noqa: E402
 from meshtune.rundir import RunDir  # noqa: E402
 from meshtune.train import build, choose, loop  # noqa: E402
 

@@ -54,8 +54,8 @@ from meshtune.layout import Layout
 from meshtune.meter.ledger import storage_bytes
 from meshtune.meter.phases import PhaseMemory
 from meshtune.meter.trace import GATHERED
+from meshtune.model.anatomy import auto_class
 from meshtune.model.load import read_config
-from meshtune.model.multimodal import auto_class
 from meshtune.precision import PRECISIONS
 from meshtune.rundir import write_text_atomically
 from meshtune.train import build, loop

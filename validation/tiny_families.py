@@ -15,7 +15,7 @@ from multimodal import MULTIMODAL
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from meshtune.model.multimodal import auto_class
+from meshtune.model.anatomy import auto_class
 
 VOCABULARY = 304  # tokens; the tokenizer has fewer
 WINDOW = 16  # tokens

@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoTokenizer, GptOssConfig, PretrainedConf
 
 from meshtune import config
 from meshtune.data.batch import micro_batch
+from meshtune.model.anatomy import auto_class
 from meshtune.model.body import body_forward, head_only
-from meshtune.model.multimodal import auto_class
 from meshtune.train import build, loop
 
 QUICKSTART = Path(__file__).parents[2] / "quickstart"

@@ -28,7 +28,7 @@ from meshtune.model.anatomy import anatomy
 from meshtune.model.files import ADAPTER_CONFIG
 from meshtune.model.identity import check_base
 from meshtune.model.load import load_config, load_tokenizer, override_sentences, quiet
-from meshtune.model.tokenizer_files import FILES
+from meshtune.model.save import FILES
 from meshtune.parallel.apply import Parallel, cut, place
 from meshtune.parallel.mesh import join
 from meshtune.precision import PRECISIONS, UNMIXED

@@ -14,10 +14,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
 from meshtune.errors import UserError, check_fetched, expanded
-from meshtune.model.anatomy import anatomy
+from meshtune.model.anatomy import anatomy, aside_names
 from meshtune.model.files import ADAPTER_CONFIG, read_json
 from meshtune.model.generation import generation_config
 from meshtune.model.identity import BASE_DIGEST
+from meshtune.model.load import resize_to, tables, untie
 from meshtune.model.lora import (
     add_lora,
     is_named,
@@ -26,9 +27,7 @@ from meshtune.model.lora import (
     shortest_endings,
     tied_tables,
 )
-from meshtune.model.multimodal import aside_names
 from meshtune.model.save import complete_folder, write_tokenizer_and_card
-from meshtune.model.trainable import resize_to, tables, untie
 from meshtune.units import counted, few
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"

@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from meshtune.model import mixers, rope
-from meshtune.model.anatomy import Anatomy, anatomy, head_runner
-from meshtune.model.multimodal import aside_of
+from meshtune.model.anatomy import Anatomy, anatomy, aside_of, head_runner
 
 if TYPE_CHECKING:
     from meshtune.data.batch import MicroBatch
@@ -123,3 +123,20 @@ def head_only(model: nn.Module, anatomy: Anatomy) -> Iterator[Callable[[Tensor],
         yield logits_of
     finally:
         runner._modules[name] = body
+
+
+# Tables of positions #
+
+
+def cast_position_tables(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Cast the tables of positions that are added to embeddings (XGLM's) to the passes' dtype, in place.
+
+    transformers computes them in the dtype that a model is built in. In fp32 they would make all hidden
+    states fp32, which matrices in bf16 can't be multiplied with.
+    """
+    columns = model.get_input_embeddings().get_parameter("weight").shape[-1]
+    for module in model.modules():
+        for name in module._non_persistent_buffers_set:
+            buffer = module._buffers[name]
+            if buffer is not None and buffer.is_floating_point() and buffer.shape[1:] == (columns,):
+                module._buffers[name] = buffer.to(dtype)

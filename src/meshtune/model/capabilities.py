@@ -18,10 +18,10 @@ from meshtune.model.anatomy import (
     StandIn,
     anatomy,
     attention_heads,
+    parts_kept,
     weight_shape,
 )
 from meshtune.model.load import on_meta
-from meshtune.model.multimodal import parts_kept
 from meshtune.model.tensor_plan import (
     TENSOR_STYLES,
     cuts_heads,

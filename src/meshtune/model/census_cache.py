@@ -209,18 +209,17 @@ def _build_and_count(
     file: its configuration, config.json. name: as the user wrote it, for errors. Writes nothing. Raises
     UserError as `model_numbers`.
     """
-    from meshtune.model import trainable
-    from meshtune.model.anatomy import attention_drops
+    from meshtune.model import load
+    from meshtune.model.anatomy import attention_drops, parts_kept
     from meshtune.model.capabilities import auto_attention, traits
     from meshtune.model.generation import context_of
     from meshtune.model.load import on_meta, read_changed
     from meshtune.model.lora import add_lora
-    from meshtune.model.multimodal import parts_kept
     from meshtune.model.trace import census_of
 
     config, changes = read_changed(file, name, trust_remote_code, overrides)
     model = on_meta(config, name=name, trust_remote_code=trust_remote_code)
-    added = trainable.grow_embeddings(model, embeddings)
+    added = load.grow_embeddings(model, embeddings)
     model_traits = traits(model)  # of the model without adapters
     text_part, dropout = parts_kept(model), attention_drops(model)
     attention = auto_attention(model, model_traits)
@@ -237,9 +236,9 @@ def _build_and_count(
             modules_to_save=lora.modules_to_save,
         )
         if added:
-            trainable.train_tables(model)
+            load.train_tables(model)
     if freeze:
-        trainable.freeze(model, freeze)
+        load.freeze(model, freeze)
     return ModelNumbers(
         census_of(model), model_traits, attention, text_part, context_of(config), dropout, changes
     )

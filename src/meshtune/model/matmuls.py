@@ -6,7 +6,8 @@
 Two views of the same forward check each other: the FLOPs of both must agree (trace.py).
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +16,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
+from transformers import PreTrainedModel
 
+from meshtune.model.anatomy import Anatomy
 from meshtune.placement.census import Matrix
 
 TOKENS = 13  # of the traced forward; a prime that is no head size, so that shapes with it are recognised
@@ -148,3 +151,64 @@ class DispatchedMatmuls(TorchDispatchMode):
         elif packet in flop_registry and not self.apart:
             self.unknown.add(str(packet))
         return func(*args, **(kwargs or {}))
+
+
+# Recurrent and convolutional mixers #
+
+
+# FLOPs of a scan, per token and element of the state: Megatron-LM, megatron/training/training.py,
+# mamba_layer_flops. A gated delta rule has as many: decay 1, read 2, write 2, output 2.
+SCAN_FLOPS = 7
+
+
+@contextmanager
+def mixers_apart(model: PreTrainedModel, parts: Anatomy, dispatched: DispatchedMatmuls) -> Iterator[None]:
+    """Leave what mixers compute with activations alone out of `dispatched`; `recurrent_matrices` has it."""
+    hooks = []
+    for path in parts.mixers:
+        mixer = model.get_submodule(path)
+        hooks.append(mixer.register_forward_pre_hook(lambda *_: setattr(dispatched, "apart", True)))
+        hooks.append(mixer.register_forward_hook(lambda *_: setattr(dispatched, "apart", False)))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def recurrent_matrices(model: PreTrainedModel, parts: Anatomy) -> list[Matrix] | str:
+    """Return the convolutions and scans of the mixers of a model on meta; a reason where a state is unknown.
+
+    A scan is a matrix of half as many elements as it has FLOPs a token.
+    """
+    states = _states(model)
+    if isinstance(states, str):
+        return states
+    matrices = []
+    for path in parts.mixers:
+        for name, module in model.get_submodule(path).named_modules(prefix=path):
+            if isinstance(module, nn.Conv1d):
+                columns = module.in_channels // module.groups * module.kernel_size[0]
+                trained = module.weight.requires_grad
+                matrices.append(Matrix(f"{name}.weight", "other", module.out_channels, columns, 1, trained))
+    for index, elements in states.items():
+        name = f"{parts.blocks}.{index}.state"
+        matrices.append(Matrix(name, "other", elements, 1, SCAN_FLOPS / 2))
+    return matrices
+
+
+@torch.no_grad()
+def _states(model: Any) -> dict[int, int] | str:
+    """Return the elements of each recurrent layer's state, by its number; a reason where they are unknown."""
+    try:
+        with torch.device("meta"):
+            output = model(input_ids=torch.zeros(1, 4, dtype=torch.long), use_cache=True)
+        cache: Any = next(value for value in output.values() if hasattr(value, "layers"))
+        layers = [vars(layer).get("recurrent_states") for layer in cache.layers]
+    except Exception as error:  # each family has its own cache
+        return f"its recurrent state can't be read from a cache ({type(error).__name__}: {error})"
+    return {
+        index: sum(state.numel() for state in states.values() if state is not None)
+        for index, states in enumerate(layers)
+        if states and any(state is not None for state in states.values())
+    }

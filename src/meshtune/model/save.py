@@ -14,7 +14,8 @@ import math
 import os
 import pickle
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,17 +24,16 @@ from typing import Any
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
 
-from meshtune.errors import UserError
+from meshtune.errors import UserError, quoted
 from meshtune.filesystem import replace, set_mode, sync, sync_open
+from meshtune.model.anatomy import put_back
 from meshtune.model.files import ADAPTER_CONFIG, INDEX, SAFETENSORS_DTYPES, WEIGHTS
 from meshtune.model.generation import generation_config
 from meshtune.model.lora import lora_layers
-from meshtune.model.multimodal import put_back
 from meshtune.model.pieces import Piece
-from meshtune.model.rope_names import add_old_rope_names
-from meshtune.model.tokenizer_files import write_tokenizer
 from meshtune.rundir import disk_is_full, room
 
 PROCESSOR_FILES = (  # of a model that also sees or hears; AutoProcessor reads them beside the tokenizer's
@@ -358,3 +358,214 @@ def write_tokenizer_and_card(
                 shutil.copyfile(file, folder / file.name)
     if card is not None:
         (folder / "README.md").write_text(card, encoding="utf-8")
+
+
+# Rotary settings under older names #
+
+# transformers 5 writes only `rope_parameters`. Without `rope_theta` and `rope_scaling` older readers use the
+# defaults of the model's class, and don't report it.
+
+
+# Families of which transformers 4 refuses a rope_scaling with any other keys; "type" is the name of its kind.
+EXACT_KEYS = {
+    **dict.fromkeys(("phi3", "phi4_multimodal"), ("type", "short_factor", "long_factor")),
+    **dict.fromkeys(("olmo", "olmo2", "chameleon", "fuyu", "persimmon"), ("type", "factor")),
+}
+NOT_SCALING = ("rope_theta", "partial_rotary_factor")  # they stand beside rope_scaling in transformers 4
+KINDS = {"default", "linear", "dynamic", "yarn", "longrope", "llama3"}  # that transformers 4 knows
+OLD_NAMES = (
+    "rope_theta", "rope_scaling", "partial_rotary_factor", "rotary_emb_base", "rotary_pct",
+    "rope_local_base_freq", "global_rope_theta", "local_rope_theta",
+)  # fmt: skip
+
+
+def add_old_rope_names(file: Path, config: PreTrainedConfig) -> None:
+    """Add the older names to a config.json that was written from `config`, and to its parts.
+
+    Each part gets them only if transformers reads them, with and without `rope_parameters`, as what it has.
+    """
+    tree = json.loads(file.read_text("utf-8"))
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # each class warns of keys that it doesn't know
+    try:
+        changed = _add(tree, config)
+    finally:
+        logging.set_verbosity(verbosity)
+    if changed:
+        file.write_text(json.dumps(tree, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _add(tree: dict[str, Any], config: PreTrainedConfig) -> bool:
+    """Add the older names to one part of a config.json and those in it; returns whether it has changed."""
+    changed = False
+    for name in config.sub_configs:
+        part, inner = getattr(config, name, None), tree.get(name)
+        if isinstance(part, PreTrainedConfig) and isinstance(inner, dict):
+            changed |= _add(inner, part)
+    parameters = tree.get("rope_parameters")
+    if not isinstance(parameters, dict) or not parameters:
+        return changed
+    before, rest = _rope(config, tree), {key: tree[key] for key in tree if key != "rope_parameters"}
+    for names in _candidates(parameters, str(config.model_type)):
+        if before == _rope(config, {**rest, **names}) == _rope(config, {**tree, **names}):
+            tree |= names
+            return True
+    return changed
+
+
+def _rope(config: PreTrainedConfig, tree: Mapping[str, Any]) -> Any:
+    """The whole configuration that transformers makes of a config.json's part, without the older name of the
+    kind (`type`); the error's type if it refuses it.
+    """
+    try:
+        read = type(config).from_dict(json.loads(json.dumps(tree))).to_dict()
+    except Exception as error:  # each family's class checks itself in its own way
+        return type(error)
+    rope = read.get("rope_parameters") or {}
+    for parameters in (rope, *rope.values()):
+        if isinstance(parameters, dict):
+            parameters.pop("type", None)
+    # It computes with `rope_parameters`; some classes keep older names as attributes.
+    return {key: value for key, value in read.items() if key not in OLD_NAMES}
+
+
+def _candidates(parameters: Mapping[str, Any], model_type: str) -> Iterator[dict[str, Any]]:
+    """Yield sets of older names and their values for `rope_parameters`, the likelier ones first."""
+    by_layer = {key: value for key, value in parameters.items() if isinstance(value, dict)}
+    full, local = by_layer.get("full_attention"), by_layer.get("sliding_attention")
+    if by_layer and not (full and local):
+        return  # no family of transformers 4
+    kinds = {kind.get("rope_type") for kind in by_layer.values() or [parameters]}
+    if not kinds <= KINDS:
+        return
+    scaling = {"rope_scaling": _scaling(full or parameters, model_type)}
+    theta, part = ((full or parameters).get(key) for key in NOT_SCALING)
+    if full and local:
+        local_theta = local.get("rope_theta")
+        if model_type.startswith("modernbert"):
+            yield {"global_rope_theta": theta, "local_rope_theta": local_theta}
+        if theta == local_theta:
+            yield {"rope_theta": theta, **scaling}  # OLMo 3
+        yield {"rope_theta": theta, "rope_local_base_freq": local_theta, **scaling}  # Gemma 3
+    elif model_type.startswith("gpt_neox"):
+        yield {"rotary_emb_base": theta, "rotary_pct": part, **scaling}
+    else:
+        if part in (None, 1):  # most families have no name for it
+            yield {"rope_theta": theta, **scaling}
+        yield {"rope_theta": theta, "partial_rotary_factor": part, **scaling}
+
+
+def _scaling(parameters: Mapping[str, Any], model_type: str) -> dict[str, Any] | None:
+    """transformers 4's `rope_scaling`; None where the frequencies are not scaled."""
+    scaling = {key: value for key, value in parameters.items() if key not in NOT_SCALING}
+    kind = scaling.get("rope_type", "default")
+    if kind == "default" and set(scaling) <= {"rope_type", "type"}:
+        return None
+    if model_type in EXACT_KEYS:
+        return {
+            key: value for key, value in {**scaling, "type": kind}.items() if key in EXACT_KEYS[model_type]
+        }
+    return scaling
+
+
+# The tokenizer #
+
+# The base's own files are copied where nothing was added to its vocabulary: `save_pretrained` writes them in
+# the form of the installed transformers, which older ones read otherwise, and leaves out settings (`legacy`).
+# Where tokens were added, settings that it leaves out are put back.
+
+
+CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
+READ = ("tokenizer_class", "bos_token", "eos_token", "unk_token", "pad_token")
+READING = ("is_local", "local_files_only")  # how and where transformers read it: nothing of the tokenizer
+FILES = (CONFIG, "tokenizer.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model")
+
+
+def write_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write a tokenizer's files, with the chat template that it has now, to a folder."""
+    tokenizer.save_pretrained(folder)
+    base, saved = Path(tokenizer.name_or_path), _settings(folder)
+    _write(saved, folder)
+    if not tokenizer.name_or_path or not (base / CONFIG).is_file():
+        return
+    own = _settings(base)
+    if "auto_map" in own:  # code of its own, which may not be run here
+        return
+    own.pop("chat_template", None)  # it stands in a file of its own
+    names = [
+        name for name in dict.fromkeys([*FILES, *tokenizer.vocab_files_names.values()]) if name != CONFIG
+    ]
+    if _same(tokenizer, base):
+        # The class and these tokens may follow from config.json, which an adapter's folder has not.
+        own = {name: saved[name] for name in READ if name in saved} | own
+        for name in names:
+            (folder / name).unlink(missing_ok=True)
+            if (base / name).is_file():
+                shutil.copyfile(base / name, folder / name)
+        _write(own, folder)
+        return
+    both = {name: value for name, value in own.items() if name != "added_tokens_decoder"} | saved
+    for settings in (_older(both, own), both):  # the older form where it is read as the same tokenizer
+        _write(settings, folder)
+        if _same(tokenizer, folder):
+            return
+
+
+def _older(settings: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """The settings with the class of the base's, `own`, and the name of added special tokens that
+    transformers 4 reads, if the base's have no newer name.
+    """
+    older = settings | {name: own[name] for name in ("tokenizer_class",) if name in own}
+    if "extra_special_tokens" not in own and isinstance(older.get("extra_special_tokens"), list):
+        older["additional_special_tokens"] = older.pop("extra_special_tokens")
+    return older
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    settings = json.loads((folder / CONFIG).read_text("utf-8"))
+    return {name: value for name, value in settings.items() if name not in READING}
+
+
+def _write(settings: dict[str, Any], folder: Path) -> None:
+    text = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
+    (folder / CONFIG).write_text(text, encoding="utf-8")
+
+
+def check_written(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> None:
+    """Raise UserError if a tokenizer that is written and read back makes other ids of one of the texts, or of
+    words between its special tokens.
+    """
+    special = [str(token) for token in tokenizer.all_special_tokens]
+    texts = [*texts, *(f"{token}Hello{token} there" for token in special)]
+    with tempfile.TemporaryDirectory() as name:
+        write_tokenizer(tokenizer, Path(name))
+        if "auto_map" in json.loads((Path(name) / CONFIG).read_text("utf-8")):
+            return
+        again = _read(Path(name))
+    for text in texts:
+        ids, others = (one(text, add_special_tokens=False)["input_ids"] for one in (tokenizer, again))
+        if ids != others:
+            raise UserError(
+                f"The tokenizer is saved as another one: {quoted(text[:60])} has {len(ids)} tokens now, "
+                f"and {len(others)} others when it is read back. Save it by transformers, and train with the "
+                "copy."
+            )
+
+
+def _same(tokenizer: PreTrainedTokenizerBase, folder: Path) -> bool:
+    """Whether a tokenizer has the class and the tokens of that in a folder."""
+
+    def tokens(one: PreTrainedTokenizerBase) -> tuple[Any, ...]:
+        added = {id: (str(token), token.special) for id, token in one.added_tokens_decoder.items()}
+        return (
+            type(one),
+            len(one),
+            added,
+            {name: str(token) for name, token in one.special_tokens_map.items()},
+        )
+
+    return tokens(tokenizer) == tokens(_read(folder))
+
+
+def _read(folder: Path) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)

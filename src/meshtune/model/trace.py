@@ -25,16 +25,26 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from meshtune.errors import UserError
-from meshtune.model.anatomy import Anatomy, anatomy, attention_heads
-from meshtune.model.attention_arguments import attention_kinds
+from meshtune.model.anatomy import Anatomy, anatomy, attention_heads, auto_class, set_aside
 from meshtune.model.body import text_forward
 from meshtune.model.fused import STAND_IN, experts_without_values
 from meshtune.model.lora import Adapters
-from meshtune.model.matmuls import TOKENS, BareMatmul, DispatchedMatmuls, ParameterMatmuls
-from meshtune.model.multimodal import auto_class, set_aside
-from meshtune.model.own_attention import Builder, built_on_meta, inputs, saved_by_own_attention
-from meshtune.model.recurrence import mixers_apart, recurrent_matrices
-from meshtune.model.saved_tensors import saved_by_block
+from meshtune.model.matmuls import (
+    TOKENS,
+    BareMatmul,
+    DispatchedMatmuls,
+    ParameterMatmuls,
+    mixers_apart,
+    recurrent_matrices,
+)
+from meshtune.model.recorded import attention_kinds
+from meshtune.model.saved_tensors import (
+    Builder,
+    built_on_meta,
+    inputs,
+    saved_by_block,
+    saved_by_own_attention,
+)
 from meshtune.model.tensor_plan import (
     TENSOR_STYLES,
     TensorStyle,

@@ -22,11 +22,10 @@ from meshtune.placement.schedules import Pass, orders
 from meshtune.placement.share import stage_blocks
 from meshtune.plan.accounting import accounting_of
 from meshtune.plan.machine import machine_of
-from meshtune.plan.memory.activations import MicroBatchSizes, loss_bytes
-from meshtune.plan.memory.flight import activations_in_flight
 from meshtune.plan.memory.reserved import transient
-from meshtune.plan.memory.states import rank_elements
-from meshtune.plan.memory.timeline import gradient_buffers, step_timeline
+from meshtune.plan.memory.states import Step
+from meshtune.plan.memory.tensors import gradient_buffers
+from meshtune.plan.memory.timeline import Table, step_timeline
 from meshtune.plan.programs import MESHTUNE
 from meshtune.plan.search import Choice, end_costs, ranks_of
 from meshtune.plan.seconds.block import Blocks
@@ -258,11 +257,9 @@ class _RankMemory:
         columns, work, tokens = Columns.of([choice.layout]), workload.work, workload.seq_len
         accounting = accounting_of(workload, choice.cluster)
         stages, place = ranks_of(workload, accounting, columns), int(choice.memory.rank)
-        sizes = MicroBatchSizes.of(work, columns, accounting, tokens)
-        loss = loss_bytes(work, columns, accounting, sizes)
-        flight = activations_in_flight(work, columns, accounting, tokens, stages, loss)
-        elements = rank_elements(work, columns, stages)
-        shape = np.shape(flight.total)
+        step = Step(work, columns, accounting, tokens, stages)
+        table = Table(step)
+        loss, flight, shape = table.loss, table.flight, table.shape
 
         def number(values: object) -> float:
             return float(np.broadcast_to(np.asarray(values), shape)[place, 0])
@@ -272,7 +269,7 @@ class _RankMemory:
         events = {
             event: {name: number(of) for name, of in parts.items()} for event, parts in timeline.items()
         }
-        flat = number(gradient_buffers(accounting, elements, stages.has_head * sizes.head_gradient))
+        flat = number(gradient_buffers(step))
         earlier = events["loss"]["gradients"] - number(stages.has_head * loss.gradients)
         before = earlier if accounting.precision.beside else flat
         return cls(

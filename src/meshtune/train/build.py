@@ -15,10 +15,9 @@ from meshtune.errors import UserError, expanded
 from meshtune.launch.signals import StopRequest
 from meshtune.meter.mfu import flops_of, peak_flops
 from meshtune.meter.noise_scale import noise_refusals
-from meshtune.model.anatomy import left_out_of_loss
+from meshtune.model.anatomy import left_out_of_loss, parts_kept
 from meshtune.model.load import override_sentences, quiet
-from meshtune.model.multimodal import parts_kept
-from meshtune.model.tokenizer_files import check_written
+from meshtune.model.save import check_written
 from meshtune.parallel.mesh import World, join
 from meshtune.plan.cluster import unused_here
 from meshtune.plan.hardware import datasheet_flops

@@ -20,15 +20,13 @@ from transformers import PretrainedConfig, PreTrainedModel
 from meshtune.attention.register import keep_documents_apart, register
 from meshtune.layout import ZERO_BUBBLE, Layout
 from meshtune.meter.phases import PhaseMemory
-from meshtune.model.anatomy import anatomy
+from meshtune.model.anatomy import anatomy, aside_names, fill_aside
+from meshtune.model.body import cast_position_tables
 from meshtune.model.census_cache import LoraShape
-from meshtune.model.load import drawn, mapped, skeleton
+from meshtune.model.load import drawn, freeze, grow_embeddings, mapped, skeleton, train_tables
 from meshtune.model.lora import add_lora, initial_adapters, initial_magnitude, lora_layers
-from meshtune.model.multimodal import aside_names, fill_aside
 from meshtune.model.pieces import Piece, StoredTensors, fill, materialise, whole_pieces
-from meshtune.model.positions import cast_position_tables
 from meshtune.model.trace import census_of
-from meshtune.model.trainable import freeze, grow_embeddings, train_tables
 from meshtune.optim.optimizer import Optimizer, key_of, parts_of
 from meshtune.parallel.apply import Cut, Finish, Parallel, cut, place
 from meshtune.parallel.mesh import World

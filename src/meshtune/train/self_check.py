@@ -20,8 +20,8 @@ from meshtune.attention.register import keep_documents_apart, register
 from meshtune.data.batch import IGNORE, MicroBatch
 from meshtune.errors import UserError
 from meshtune.model.anatomy import Anatomy, anatomy
-from meshtune.model.attention_arguments import set_attention
 from meshtune.model.body import ATTENTION_NAMES, body_forward, head_only
+from meshtune.model.recorded import set_attention
 from meshtune.model.small import NoCopy, random_ids, with_small_copy
 
 LENGTHS = (24, 13)  # tokens of the documents: one is longer than the windows of a small copy, which are 16

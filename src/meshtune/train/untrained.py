@@ -21,9 +21,9 @@ from meshtune.errors import UserError
 from meshtune.model.anatomy import Anatomy
 from meshtune.model.files import few, resolve, weight_files
 from meshtune.model.generation import context_of
+from meshtune.model.load import tables
 from meshtune.model.lora import lora_layers
 from meshtune.model.stored import StoredTable
-from meshtune.model.trainable import tables
 from meshtune.plan.workload import positions_note
 from meshtune.units import on_first_rank
 

@@ -13,7 +13,7 @@ from meshtune.data.example import Example, Ids, Origin, Source
 from meshtune.data.prepare import prepare, sentences
 from meshtune.data.template import built_in_templates
 from meshtune.errors import UserError
-from meshtune.model.tokenizer_files import write_tokenizer
+from meshtune.model.save import write_tokenizer
 
 HERE = Origin("rows.jsonl", 1)
 GAP = 10

@@ -11,8 +11,8 @@ from transformers.masking_utils import AttentionMaskInterface
 from meshtune.errors import UserError
 from meshtune.model import recorded
 from meshtune.model.anatomy import anatomy, left_out_of_loss
-from meshtune.model.attention_arguments import mask_only_pattern
 from meshtune.model.capabilities import capabilities, traits
+from meshtune.model.recorded import mask_only_pattern
 from meshtune.model.tensor_plan import tensor_plan
 
 DENSE = [

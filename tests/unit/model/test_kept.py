@@ -24,9 +24,9 @@ from transformers import (
 )
 
 from meshtune.model.anatomy import anatomy
+from meshtune.model.load import freeze
 from meshtune.model.lora import add_lora
 from meshtune.model.trace import census, census_of
-from meshtune.model.trainable import freeze
 from meshtune.placement.census import SavedBytes
 
 TOKENS = 29  # a prime that divides no size of these models

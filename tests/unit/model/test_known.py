@@ -21,9 +21,9 @@ from meshtune.errors import UserError
 from meshtune.model.capabilities import traits
 from meshtune.model.census_cache import LoraShape, ModelNumbers, from_json, model_numbers, numbers_of
 from meshtune.model.hub import hub_errors
+from meshtune.model.load import freeze
 from meshtune.model.lora import add_lora
 from meshtune.model.trace import census, census_of
-from meshtune.model.trainable import freeze
 from meshtune.placement.census import Census
 
 

@@ -8,7 +8,7 @@ import pytest
 from families import FAMILIES
 from transformers import AutoConfig
 
-from meshtune.model.rope_names import OLD_NAMES, add_old_rope_names
+from meshtune.model.save import OLD_NAMES, add_old_rope_names
 
 LLAMA3 = {
     "factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,

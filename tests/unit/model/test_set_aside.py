@@ -7,12 +7,10 @@ from multimodal import MULTIMODAL
 from transformers import AutoModelForMultimodalLM
 
 from meshtune.errors import UserError
-from meshtune.model.anatomy import anatomy
+from meshtune.model.anatomy import anatomy, aside_names, aside_of, put_back
 from meshtune.model.capabilities import capabilities
-from meshtune.model.load import on_meta
-from meshtune.model.multimodal import aside_names, aside_of, put_back
+from meshtune.model.load import freeze, on_meta
 from meshtune.model.trace import census
-from meshtune.model.trainable import freeze
 
 SEEING = ["model.vision_tower", "model.multi_modal_projector"]
 

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from meshtune.data.template import apply_template
 from meshtune.errors import UserError
-from meshtune.model.tokenizer_files import check_written, write_tokenizer
+from meshtune.model.save import check_written, write_tokenizer
 
 TEMPLATE = "{{ bos_token }}{% for m in messages %}[INST] {{ m.content }} [/INST]{% endfor %}"
 TEXT = "<s>[INST] Hi there [/INST]</s> you"

@@ -26,7 +26,6 @@ from meshtune.units import Number
 if TYPE_CHECKING:
     from meshtune.placement.columns import Columns
     from meshtune.plan.accounting import Accounting
-    from meshtune.plan.memory.buffers import DataParallelBuffers
     from meshtune.plan.memory.stages import Stages
     from meshtune.plan.memory.states import RankElements
     from meshtune.plan.work import Work
@@ -39,36 +38,6 @@ class StreamBytes(NamedTuple):
 
     gather: Number
     reduce: Number
-
-    def idle(
-        self,
-        layouts: Columns,
-        accounting: Accounting,
-        buffers: DataParallelBuffers,
-        *,
-        at_loss: Number,
-        before_backward: Number,
-        at_end: Number,
-        hole: Number,
-    ) -> dict[str, Number]:
-        """Bytes that are held without a tensor at each event of a step.
-
-        In the backward of a block those that it reduces are still missing. at_loss, before_backward, at_end:
-        bytes of reduced gradients in the loss, when the fullest backward starts, and at its end. hole: of
-        `LossBytes`.
-        """
-        by_micro_batch = layouts.zero >= 2  # ZeRO-1 sums whole gradients, on the stream that computes
-        once = layouts.gradient_accumulation_steps == 1
-        in_use = {
-            "loss": buffers.last_gather + by_micro_batch * at_loss,
-            "backward of the head": buffers.gathered_block + by_micro_batch * before_backward,
-            "backward of a block": (accounting.gathered_groups - 1) * buffers.gathered_block
-            + by_micro_batch * before_backward,
-            "end of backward": (by_micro_batch | once) * at_end,
-            "update": self.reduce,
-        }
-        idle = {event: np.maximum(sum(self) - size, 0.0) for event, size in in_use.items()}
-        return idle | {"loss": idle["loss"] + hole * np.asarray(accounting.own_streams)}
 
 
 def stream_bytes(
@@ -143,23 +112,6 @@ def gather_pool(
     third = (last_norm > 0) & ~has_room & (blocks > 2) & (blocks % 2 == np.where(behind, 0, 1))
     places = np.where(has_room, before, cast) + 2 * block[0] + np.where(third, block[0] + last_norm, 0.0)
     return np.maximum(before + np.where(behind, block[0], 0.0), places)
-
-
-def with_overhead(
-    events: Mapping[str, Mapping[str, Number]],
-    idle: Mapping[str, Number],
-    layouts: Columns,
-    accounting: Accounting,
-) -> dict[str, dict[str, Number]]:
-    """Return the events' bytes by category with their overhead. idle: by event, where the event has none."""
-    return {
-        event: {
-            **parts,
-            "overhead": parts.get("overhead", idle[event])
-            + overhead(layouts, accounting, transient(parts, layouts)),
-        }
-        for event, parts in events.items()
-    }
 
 
 def transient(parts: Mapping[str, Number], layouts: Columns) -> Number:

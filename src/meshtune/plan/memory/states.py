@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from meshtune.placement.states import Elements
+from meshtune.placement.states import Elements, held_states
 from meshtune.units import Number
 
 if TYPE_CHECKING:
     from meshtune.placement.columns import Columns
+    from meshtune.plan.accounting import Accounting
     from meshtune.plan.memory.stages import Stages
     from meshtune.plan.work import Weight, Work
 
@@ -72,3 +73,65 @@ def rank_elements(work: Work, layouts: Columns, stages: Stages) -> RankElements:
     )
     total = Elements(*(stages.blocks * inside + rest for inside, rest in zip(block, outside, strict=True)))
     return RankElements(block, outside, before, total)
+
+
+class Step:
+    """A step of each layout, and the sizes that its tensors are made of: elements, bytes, or a mask.
+
+    first_step: of a run; before its update, of the optimizer state only masters are allocated. last_backward:
+    True for an end of backward that is the step's last: no other micro-batch is in flight.
+    """
+
+    def __init__(
+        self,
+        work: Work,
+        layouts: Columns,
+        accounting: Accounting,
+        seq_len: Number,
+        stages: Stages,
+        *,
+        first_step: bool = False,
+        last_backward: bool = False,
+    ) -> None:
+        self.work, self.layouts, self.accounting, self.stages = work, layouts, accounting, stages
+        self.seq_len, self.first_step, self.last_backward = seq_len, first_step, last_backward
+        precision, has_embedding, has_head = accounting.precision, stages.has_embedding, stages.has_head
+        self.elements = elements = rank_elements(work, layouts, stages)
+        self.states = held_states(
+            precision, elements.total, layouts, shards_masters=accounting.shards_masters
+        )
+
+        self.sharded = sharded = accounting.gathers_shards(layouts)  # by FSDP
+        self.accumulates = layouts.gradient_accumulation_steps > 1
+        self.replicated = accounting.gradient_replicas(layouts) > 1  # gradients are all-reduced
+        self.once = sharded & ~self.accumulates  # sharded gradients are made late
+        self.zero3 = sharded & (layouts.zero == 3)
+        self.sums_whole = (layouts.zero == 1) & self.accumulates  # a sum of whole gradients is reduced
+        self.reduced_after = (layouts.zero == 1) & (
+            layouts.pp > 1
+        )  # by torch's stages, when all passes are over
+        self.reduces = sharded & ~self.reduced_after  # gradients, in each backward
+        # A block's backward leaves its gradients whole; else a sum over micro-batches or replicas takes them
+        # while the block's activations go.
+        summed = self.accumulates | self.replicated
+        self.leaves_gradients = np.where(sharded, self.reduces, ~summed)
+        ends_apart = np.asarray(accounting.ends_apart)
+        # The embedding is gathered and reduced separately from all else outside the blocks.
+        self.apart = (1 - work.tied) * ends_apart * has_embedding
+        self.gathered_block = np.where(self.zero3, elements.block.whole * precision.weight, 0.0)
+        last_gather = np.where(self.zero3 | self.once, elements.block.whole * precision.weight, 0.0)
+        self.last_gather = last_gather  # of several, the fullest micro-batch of ZeRO-1 and -2 gathers nothing
+
+        # Elements of gradients: the head's, its part that is reduced before the last block's backward, the
+        # shard of that, what is reduced last, and the head's where it is the rank's embedding too.
+        self.head_gradient = has_head * (work.vocabulary * work.hidden / layouts.tp * work.head_trainable)
+        self.reduced_head = np.where(self.reduces & ends_apart, (1 - work.tied) * self.head_gradient, 0.0)
+        self.head_shard = self.reduced_head / np.maximum(layouts.shard_ranks, 1.0)
+        embedding, outside = elements.before_blocks, elements.outside
+        self.last_reduced = np.where(self.apart > 0, embedding.trained, outside.trained)
+        self.tied = work.tied * accounting.shards_masters * has_embedding * self.head_gradient
+        self.last_reduce = np.where(self.reduces, self.last_reduced * accounting.reduce_bytes, 0.0)
+        # Bytes of shards that only a step of one micro-batch makes: others add to those that are there.
+        width = np.where(self.once, precision.sharded_gradient, 0.0)
+        self.new_head, self.new_block = self.head_shard * width, elements.block.trained_shard * width
+        self.new_embedding = embedding.trained_shard * has_embedding * width

@@ -1,0 +1,315 @@
+"""Tensors of a training step on a rank, a row each: bytes and the points between which it is alive.
+
+    parameters             states.py                              ┐
+    activations, logits    activations.py, stages.py, flight.py   ├─> `Step` ──> `tensors` ──> timeline.py
+    memory of streams      reserved.py                            ┘
+
+A new technique is a row, or a term in one. Bytes of a row are a float or an array, one element per layout or
+[RANKS, layouts]. Rows below 0 are the part of another row that is already freed, or not there yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from meshtune.meter.trace import CATEGORIES
+from meshtune.units import Number
+
+if TYPE_CHECKING:
+    from meshtune.plan.memory.activations import LossBytes
+    from meshtune.plan.memory.flight import InFlight
+    from meshtune.plan.memory.reserved import StreamBytes
+    from meshtune.plan.memory.states import Step
+
+POINTS = {  # in the order in which a step comes to them -> event
+    "forward of the last block": "loss",
+    "loss": "loss",
+    "start of the head's backward": "backward of the head",  # no sum has taken the gradient of the loss yet
+    "backward of the last norm": "backward of the head",
+    "reduce-scatter of the head's gradient": "backward of the head",
+    "backward of the last block": "backward of a block",
+    "backward of the block before the last": "backward of a block",
+    "backward of the second block": "backward of a block",
+    "backward of the first block": "end of backward",
+    "backward of the tied embedding": "end of backward",
+    "last reduce-scatter": "end of backward",  # of the embedding's gradient
+    "update": "update",
+}
+EVENTS = tuple(dict.fromkeys(POINTS.values()))
+FORWARD, LOSS, HEAD, NORM, HEAD_REDUCE, LAST, BEFORE_LAST, SECOND, FIRST, TIED, LAST_REDUCE = range(11)
+UPDATE = len(POINTS) - 1
+WEIGHTS, GATHERED, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOGITS, COMMUNICATION, TEMPORARY = CATEGORIES
+OVERHEAD = "overhead"  # what no trace has: held by the allocator, CUDA and NCCL
+
+
+class Tensor(NamedTuple):
+    """One kind of tensor; its memory is used at all points from `born` to `dies`."""
+
+    name: str
+    category: str
+    born: int  # index in POINTS
+    dies: int  # the last one at which it is alive
+    bytes: Number
+
+
+def tensors(step: Step, loss: LossBytes, flight: InFlight, streams: StreamBytes) -> Iterator[Tensor]:
+    """Yield every kind of tensor of a step."""
+    yield from state_tensors(step)
+    yield from gathered_weights(step, flight)
+    yield from gradient_tensors(step, loss, flight)
+    yield from activation_tensors(step, loss, flight)
+    yield from collective_buffers(step, flight)
+    yield from idle_memory(step, loss, flight, streams)
+
+
+def state_tensors(step: Step) -> Iterator[Tensor]:
+    """Yield weights, optimizer state and temporaries of the update. FSDP's masters are the weights."""
+    precision, total = step.accounting.precision, step.elements.total
+    updated = np.where(step.layouts.zero > 0, total.trained_shard, total.trained)
+    masters = np.where(step.sharded, 0.0, updated * precision.master)
+    optimizer = step.states.optimizer + updated * step.accounting.flat_shard_buffers
+    before = masters if step.first_step else optimizer
+    yield Tensor("weights", WEIGHTS, FORWARD, UPDATE, step.states.weights)
+    yield Tensor("optimizer state", OPTIMIZER, FORWARD, LAST_REDUCE, before)
+    yield Tensor("optimizer state", OPTIMIZER, UPDATE, UPDATE, optimizer)
+    yield Tensor("gradients in the masters' width", TEMPORARY, UPDATE, UPDATE, converted_gradients(step))
+
+
+def converted_gradients(step: Step) -> Number:
+    """Bytes that the update adds to convert gradients to the trained weights' width (optim/optimizer.py).
+
+    One bucket at a time; 0 where gradients were summed over micro-batches or ranks as wide as that. Sums that
+    are wider are converted one tensor at a time, each freed before the next: only the first one counts, the
+    embedding. But replicas sum a block's in one buffer (parallel/replicas.py), which is there until the last
+    of them is converted; the sum of the embedding has then been freed, and is taken off.
+    """
+    accounting, precision, elements = step.accounting, step.accounting.precision, step.elements
+    before, narrows = elements.before_blocks, precision.trained < precision.accumulated
+    first = np.where(step.sharded, before.trained_shard, before.trained)
+    narrowed = step.stages.has_embedding * first * precision.trained * narrows
+    first_block = step.stages.has_embedding * before.trained * (precision.trained - precision.accumulated)
+    first_block = first_block + elements.block.trained * precision.trained
+    in_buffers = step.replicated & np.asarray(accounting.shards_masters)
+    narrowed = np.where(in_buffers & narrows, np.maximum(narrowed, first_block), narrowed)
+    missing = np.maximum(precision.trained - precision.gradient, 0.0)
+    bucket = np.minimum(elements.total.trained, accounting.bucket_elements) * missing
+    return np.where(step.sharded | step.accumulates | step.replicated, narrowed, bucket)
+
+
+def gathered_weights(step: Step, flight: InFlight) -> Iterator[Tensor]:
+    """Yield whole weights next to their shards."""
+    block, outside, before = step.elements.block, step.elements.outside, step.elements.before_blocks
+    weight, ends_apart = step.accounting.precision.weight, np.asarray(step.accounting.ends_apart)
+    whole, once = step.states.gathered, step.once & (step.layouts.zero < 3)
+    name = "weights that ZeRO-1 and -2 gathered"
+    yield Tensor(name, GATHERED, FORWARD, SECOND, whole)
+    yield Tensor(name, GATHERED, FIRST, LAST_REDUCE, np.where(once, 0.0, whole))
+    first_block = (block.whole + before.whole * step.stages.has_embedding) * weight
+    yield Tensor(name, GATHERED, FIRST, FIRST, np.where(once, first_block, 0.0))
+    yield Tensor(name, GATHERED, TIED, TIED, once * step.tied * weight)
+    # Of the last micro-batch, or of the only one, what is reduced needs its weights no more.
+    summed = (step.once | (step.sharded & step.sums_whole)) & ~(step.zero3 | step.reduced_after)
+    freed = np.where(summed, weight, 0.0)
+    yield Tensor(name, GATHERED, HEAD_REDUCE, SECOND, -step.reduced_head * freed)
+    yield from behind(name, GATHERED, flight, -block.whole * freed)
+
+    # The loss made the head's gradient in the forward, and the last norm is gathered with the last block.
+    name, in_loss = "weights outside the blocks", outside.whole - step.apart * before.whole
+    gathered = np.where(step.zero3, in_loss * weight, 0.0)
+    yield Tensor(name, GATHERED, FORWARD, LOSS, gathered)
+    yield Tensor(name, GATHERED, HEAD, FIRST, (1 - ends_apart) * gathered)
+    yield Tensor("a block's weights", GATHERED, FORWARD, FORWARD, step.gathered_block)
+    yield Tensor("a block's weights", GATHERED, HEAD, HEAD_REDUCE, ends_apart * step.gathered_block)
+    yield Tensor("a block's weights", GATHERED, LAST, FIRST, step.gathered_block)
+
+
+def behind(name: str, category: str, flight: InFlight, of_block: Number) -> Iterator[Tensor]:
+    """Yield rows of what each block leaves, or frees, when its backward is over."""
+    yield Tensor(name, category, BEFORE_LAST, SECOND, of_block)
+    yield Tensor(name, category, SECOND, SECOND, (flight.behind_second - 1) * of_block)
+
+
+def gradient_tensors(step: Step, loss: LossBytes, flight: InFlight) -> Iterator[Tensor]:
+    """Yield gradients, whole and in shards, and their sums."""
+    precision, elements = step.accounting.precision, step.elements
+    block, has_head = elements.block, step.stages.has_head
+    yield Tensor("flat buffers of gradients", GRADIENTS, FORWARD, UPDATE, gradient_buffers(step))
+
+    at_loss, before_backward = earlier_gradients(step, flight)
+    name = "gradients of earlier micro-batches"
+    yield Tensor(name, GRADIENTS, FORWARD, LOSS, at_loss)
+    yield Tensor(name, GRADIENTS, HEAD, SECOND, before_backward)
+
+    name = "the head's gradient"
+    yield Tensor(name, GRADIENTS, FORWARD, SECOND, flight.head_gradients)
+    yield Tensor(name, GRADIENTS, LOSS, LOSS, has_head * loss.gradients)
+    handed = np.maximum(loss.gradients_in_backward, loss.gradients_per_extra)
+    yield Tensor(name, GRADIENTS, HEAD, HEAD, has_head * handed)
+    yield Tensor(name, GRADIENTS, NORM, NORM, has_head * loss.gradients_in_backward)
+    whole = np.where(step.sums_whole, 0.0, step.reduced_head * precision.gradient)  # else it is the sum
+    yield Tensor(name, GRADIENTS, HEAD_REDUCE, HEAD_REDUCE, whole + step.head_shard * precision.trained)
+    reduced = step.reduced_head * step.accounting.reduce_bytes > 0
+    pending = has_head * np.where(reduced, 0.0, loss.gradients_pending)
+    yield Tensor(name, GRADIENTS, LAST, SECOND, pending)
+    at_end = step.sharded & ~step.sums_whole & ~(step.reduced_head > 0)  # reduced with the embedding's
+    yield Tensor(name, GRADIENTS, FIRST, FIRST, at_end * pending)
+    yield Tensor("shards of gradients", GRADIENTS, LAST, SECOND, step.new_head)
+    yield from behind("shards of gradients", GRADIENTS, flight, step.new_block)
+
+    name, own = "a block's gradients", block.trained * precision.gradient
+    leaves = step.leaves_gradients * own
+    made = flight.made * leaves
+    yield Tensor(name, GRADIENTS, LAST, LAST, flight.traced * made)
+    yield Tensor(name, GRADIENTS, BEFORE_LAST, SECOND, np.where(step.sharded, made, flight.traced * made))
+    share = np.where(leaves > 0, flight.made, 1.0)  # below 0: of those among the states, what is missing
+    of_first = np.where(step.sharded, share * own, (share - 1) * leaves)
+    yield Tensor(name, GRADIENTS, FIRST, FIRST, of_first)
+
+    name, states = "gradients of all micro-batches", step.states.gradients
+    yield Tensor(name, GRADIENTS, FIRST, LAST_REDUCE, states)
+    yield Tensor(name, GRADIENTS, FIRST, FIRST, -step.new_block)
+    yield Tensor(name, GRADIENTS, FIRST, TIED, -step.new_embedding)
+    reduced = np.where(step.sharded, elements.total.trained_shard * precision.sharded_gradient, states)
+    yield Tensor(name, GRADIENTS, UPDATE, UPDATE, reduced)
+    # the head's, and the sum of both unless the states have it
+    copies = np.where(step.sharded | step.accumulates, 2.0, 1.0) * precision.gradient
+    yield Tensor("the embedding's gradient", GRADIENTS, TIED, TIED, copies * step.tied)
+    last = np.where(step.sharded & ~step.sums_whole, step.last_reduced * precision.gradient, 0.0)
+    yield Tensor("the embedding's gradient", GRADIENTS, LAST_REDUCE, LAST_REDUCE, last)
+
+
+def earlier_gradients(step: Step, flight: InFlight) -> tuple[Number, Number]:
+    """Bytes of gradients already allocated (in the last loss, when the fullest backward starts), without
+    those of the head in flight.
+
+    If all micro-batches are in flight (GPipe), gradients appear only after the first backward, which has
+    freed one micro-batch's activations: only what exceeds those counts, and the head's, which are there
+    before a block's. Without a pipeline, 0 for a step of one micro-batch. Where a sum lies next to the
+    gradients (`Copies.beside`), it is there from the start.
+    """
+    precision, gradients = step.accounting.precision, step.states.gradients
+    if precision.beside:
+        both = precision.accumulated + precision.beside * precision.gradient
+        sums = gradients * precision.accumulated / both
+        frees = step.accounting.frees_added_gradients
+        earlier = sums if frees else np.where(step.accumulates, gradients, sums)
+        return earlier, earlier
+    layouts, elements, micro_batches = step.layouts, step.elements, step.layouts.gradient_accumulation_steps
+    # Under DualPipeV the first rank's first stage has its first backward behind the fullest loss, if a step
+    # has no more micro-batches than it needs.
+    late = layouts.runs("dualpipev") & (micro_batches <= 2 * layouts.pp) & (step.stages.rank == 0)
+    blocks = elements.block.trained * step.stages.blocks / layouts.virtual_stages
+    share = (elements.before_blocks.trained + blocks) / np.maximum(elements.total.trained, 1.0)
+    missing = np.where(late, share, 0.0) * gradients
+    freed = np.minimum(missing, flight.per_micro_batch / layouts.virtual_stages)
+    earlier = np.where(step.accumulates, gradients, 0.0)
+    exceeding = np.maximum(gradients - flight.per_micro_batch, step.head_gradient * precision.accumulated)
+    all_in_flight = (layouts.pp > 1) & (flight.micro_batches >= micro_batches)
+    return np.where(all_in_flight, 0.0, earlier - missing), np.where(
+        all_in_flight, exceeding, earlier - freed
+    )
+
+
+def gradient_buffers(step: Step) -> Number:
+    """Bytes of contiguous buffers of gradients, and of the tensors that have their shapes."""
+    shapes = step.elements.block.matrices + step.head_gradient
+    flat = step.elements.total.trained * step.accounting.flat_buffers
+    return flat + shapes * step.accounting.shape_buffers
+
+
+def activation_tensors(step: Step, loss: LossBytes, flight: InFlight) -> Iterator[Tensor]:
+    """Yield what forward and backward passes save and make, and the logits."""
+    has_head = step.stages.has_head
+    others = 0 * flight.total if step.last_backward else flight.others
+    name = "activations of micro-batches in flight"
+    yield Tensor(name, ACTIVATIONS, LOSS, HEAD_REDUCE, flight.at_loss)
+    yield Tensor(name, ACTIVATIONS, LAST, SECOND, flight.total)
+    yield from behind(name, ACTIVATIONS, flight, -flight.of_block)
+
+    yield Tensor("a block's forward", ACTIVATIONS, FORWARD, FORWARD, flight.in_block_forward)
+    yield Tensor("a block's backward", ACTIVATIONS, LAST, SECOND, flight.in_block_backward)
+    element, whole = step.accounting.element, step.accounting.whole_vocabulary_gradients
+    embedding = step.stages.has_embedding * step.elements.before_blocks.trained * element
+    first = np.maximum(flight.first_block, whole * (others + embedding))
+    yield Tensor("a block's backward", ACTIVATIONS, FIRST, FIRST, first)
+
+    name = "last norm and hidden states of the loss"
+    yield Tensor(name, ACTIVATIONS, LOSS, LOSS, has_head * loss.activations)
+    yield Tensor(name, ACTIVATIONS, HEAD, HEAD, has_head * loss.per_extra_micro_batch)
+    yield Tensor(name, ACTIVATIONS, NORM, NORM, has_head * loss.norm_backward)
+    yield Tensor(name, ACTIVATIONS, HEAD_REDUCE, HEAD_REDUCE, has_head * loss.hidden_gradient)
+    yield Tensor("logits", LOGITS, LOSS, LOSS, has_head * loss.logits)
+    yield Tensor("logits", LOGITS, HEAD, HEAD_REDUCE, has_head * loss.logits_in_backward)
+
+    name, gradient = "other micro-batches in flight", step.accounting.precision.gradient
+    yield Tensor(name, ACTIVATIONS, TIED, TIED, others)
+    yield Tensor("the embedding's gradient", ACTIVATIONS, TIED, TIED, step.tied * gradient)
+    others = np.where(step.last_reduce > 0, others, 0.0)
+    yield Tensor(name, ACTIVATIONS, LAST_REDUCE, LAST_REDUCE, others)
+    yield Tensor("gradients of stages' inputs", ACTIVATIONS, UPDATE, UPDATE, flight.input_gradients)
+
+
+def collective_buffers(step: Step, flight: InFlight) -> Iterator[Tensor]:
+    """Yield inputs and outputs of collectives, as they were counted in FSDP2.
+
+    FSDP2 keeps a reduce-scatter's input until the next one, and an all-gather's output likewise. Between
+    replicas a block's sums are all-reduced when its backward is over (parallel/replicas.py).
+    """
+    accounting, block, reduce_bytes = step.accounting, step.elements.block, step.accounting.reduce_bytes
+    yield Tensor("receive buffers", COMMUNICATION, FORWARD, UPDATE, flight.received)
+    yield Tensor("output of the last all-gather", COMMUNICATION, FORWARD, LOSS, step.last_gather)
+    yield Tensor("the next block's weights", COMMUNICATION, HEAD, HEAD_REDUCE, step.gathered_block)
+    prefetched = (accounting.gathered_groups - 1) * step.gathered_block  # but for the first block of a stage
+    for first, last, blocks in ((LAST, LAST, 1), (BEFORE_LAST, SECOND, 2)):
+        there = np.where(flight.stage_blocks > blocks, prefetched, 0.0)
+        yield Tensor("the next block's weights", COMMUNICATION, first, last, there)
+
+    head = step.reduced_head * reduce_bytes
+    name = "input of the reduce-scatter before"
+    by_micro_batch = step.sharded & (step.layouts.zero >= 2) & step.accumulates
+    earlier = np.where(by_micro_batch, step.last_reduced * reduce_bytes, 0.0)
+    yield Tensor(name, COMMUNICATION, FORWARD, NORM, earlier)
+    yield Tensor(name, COMMUNICATION, LAST, LAST, np.where(head > 0, 0.0, earlier))
+    yield Tensor("input of the head's reduce-scatter", COMMUNICATION, HEAD_REDUCE, LAST, head)
+    casts = reduce_bytes != accounting.precision.trained
+    shard = step.head_shard * reduce_bytes * casts
+    yield Tensor("output of the head's reduce-scatter", COMMUNICATION, HEAD_REDUCE, HEAD_REDUCE, shard)
+
+    reduce_scatter = np.where(step.reduces, block.trained * reduce_bytes, 0.0)
+    yield Tensor("input of a block's reduce-scatter", COMMUNICATION, BEFORE_LAST, TIED, reduce_scatter)
+    all_reduce = np.where(step.replicated, block.trained * reduce_bytes, 0.0)
+    if not accounting.shards_masters:
+        yield Tensor("a block's all-reduce", COMMUNICATION, LAST, SECOND, all_reduce)
+    yield Tensor("a block's all-reduce", COMMUNICATION, FIRST, FIRST, all_reduce)
+    yield Tensor(
+        "input of the last reduce-scatter", COMMUNICATION, LAST_REDUCE, LAST_REDUCE, step.last_reduce
+    )
+
+
+def idle_memory(step: Step, loss: LossBytes, flight: InFlight, streams: StreamBytes) -> Iterator[Tensor]:
+    """Yield what torch's allocator holds for streams and does not use.
+
+    In the backward of a block those that it reduces are still missing.
+    """
+    accounting, layouts, name = step.accounting, step.layouts, "idle memory of FSDP2's streams"
+    by_micro_batch = layouts.zero >= 2  # ZeRO-1 sums whole gradients, on the stream that computes
+    at_loss, before_backward = (by_micro_batch * size for size in earlier_gradients(step, flight))
+    at_end = step.states.gradients - step.new_block - step.new_embedding
+    at_end = (by_micro_batch | ~step.accumulates) * at_end
+    prefetched = (accounting.gathered_groups - 1) * step.gathered_block
+    for born, dies, used in (
+        (FORWARD, LOSS, step.last_gather + at_loss),
+        (HEAD, HEAD_REDUCE, step.gathered_block + before_backward),
+        (LAST, SECOND, prefetched + before_backward),
+        (FIRST, LAST_REDUCE, at_end),
+        (UPDATE, UPDATE, streams.reduce),
+    ):
+        yield Tensor(name, OVERHEAD, born, dies, np.maximum(sum(streams) - used, 0.0))
+    own = np.asarray(accounting.own_streams)
+    yield Tensor(name, OVERHEAD, LAST, SECOND, -own * step.new_head)
+    yield from behind(name, OVERHEAD, flight, -own * step.new_block)
+    hole = own * step.stages.has_head * loss.hole
+    yield Tensor("place of a chunk's logits", OVERHEAD, FORWARD, LOSS, hole)
