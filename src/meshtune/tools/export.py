@@ -22,7 +22,7 @@ from meshtune.nearest import did_you_mean, nearest
 from meshtune.placement.rules import sentences
 from meshtune.plan.programs import MESHTUNE, TOOLS, Tool
 from meshtune.rundir import write_text_atomically
-from meshtune.tools import accelerate, axolotl, deepspeed, llamafactory, megatron, torchtitan
+from meshtune.tools import exporters
 from meshtune.tools.planned import (
     Exported,
     Planned,
@@ -35,12 +35,12 @@ from meshtune.tools.planned import (
 from meshtune.tools.rules import rules_of
 
 EXPORTERS: Mapping[str, Callable[[Planned], Exported]] = {
-    "accelerate": accelerate.write,
-    "deepspeed": deepspeed.write,
-    "torchtitan": torchtitan.write,
-    "megatron": megatron.write,
-    "axolotl": axolotl.write,
-    "llamafactory": llamafactory.write,
+    "accelerate": exporters.accelerate,
+    "deepspeed": exporters.deepspeed,
+    "torchtitan": exporters.torchtitan,
+    "megatron": exporters.megatron,
+    "axolotl": exporters.axolotl,
+    "llamafactory": exporters.llamafactory,
 }
 
 

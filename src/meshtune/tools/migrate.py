@@ -18,10 +18,9 @@ from meshtune import config
 from meshtune.config import Config
 from meshtune.errors import UserError, check_file, explained, type_name, written
 from meshtune.setting_partners import HELD_OUT, unchecked, unmet
-from meshtune.tools import launchers, model, outputs, sharding, sources, training
+from meshtune.tools import layouts
+from meshtune.tools.exporters import conversion_of
 from meshtune.tools.job import (
-    CONVERSIONS,
-    Converted,
     Job,
     NoCounterpart,
     Note,
@@ -31,11 +30,10 @@ from meshtune.tools.job import (
     is_off,
 )
 from meshtune.tools.other_jobs import other_job
-from meshtune.tools.table import TOOLS, Entry, table
+from meshtune.tools.table import TOOLS, table
 from meshtune.units import counted
 from meshtune.yaml_tree import merge, nested, overridden, read_yaml
 
-MODULES = (model, outputs, sharding, sources, training)  # each adds to CONVERSIONS
 ORDER = ("transformers", "trl", *(tool for tool in TOOLS if tool not in ("transformers", "trl")))
 
 
@@ -95,7 +93,7 @@ def migrate(
     repeated: list[tuple[str, str]] = []
     tree = read(file, repeated)
     tree = resolved(tree, tree)
-    if launched_by := launchers.kind_of(tree):
+    if launched_by := layouts.launcher_of(tree):
         raise UserError(
             f"{file} is a file of {launched_by}, which starts a trainer. Name the trainer's file first: "
             f"meshtune migrate TRAINER.yaml --with {file}."
@@ -107,7 +105,7 @@ def migrate(
         except UserError:  # the keys of another job are not those of a tool
             raise UserError(f"{file}: {other.sentence}") from None
     tool = tool or tool_of(tree, file)
-    launch = launchers.launch_of(launcher, tree, table(tool)) if launcher else launchers.Launch()
+    launch = layouts.launch_of(launcher, tree, table(tool)) if launcher else layouts.Launch()
     given: dict[str, Any] = {}
     for key, value in flat(tree | launch.keys, table(tool)):
         if key not in given or not is_off(value):  # of a list of sections, one may leave it off
@@ -217,7 +215,7 @@ def _convert(result: Migrated, keys: Mapping[str, Any], default: bool = False) -
                 notes.append(Note(key, value, entry.reason))
         else:
             try:
-                made = _converted(entry, value, job)
+                made = conversion_of(entry).converted(value, job)
             except Refused as refusal:
                 yield str(refusal)
                 continue
@@ -258,12 +256,6 @@ def _note_without_setting(result: Migrated, key: str, value: Any, remark: str) -
         result.ignored.append(Note(key, value, "it is so here without a setting"))
 
 
-def _converted(entry: Entry, value: Any, job: Job) -> Converted:
-    if not entry.conversion:
-        return Converted({entry.setting: value})
-    return CONVERSIONS[entry.conversion](value, job)
-
-
 def _without_effect(result: Migrated) -> None:
     """Drop settings that can take no effect, and note those that the file has."""
     if result.tree.get("method", "full") == "full":
@@ -291,7 +283,7 @@ def _drop(result: Migrated, setting: str, reason: str) -> None:
 def _lay_out(result: Migrated) -> None:
     """Make one layout string of the settings `layout.*`, and the global batch of its data ranks."""
     names = [name for name in result.settings if name.startswith("layout.")]
-    layout = sharding.layout_of({name: result.settings.pop(name) for name in names}, result.job)
+    layout = layouts.layout_of({name: result.settings.pop(name) for name in names}, result.job)
     result.settings["layout"] = str(layout)
     result.origins["layout"] = "; ".join(dict.fromkeys(result.origins.pop(name) for name in names))
     result.settings["train.global_batch_size"] = layout.global_batch_size

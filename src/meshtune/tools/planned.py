@@ -1,14 +1,11 @@
 """A config with the layout that it is exported with: its values by name, its rows, what tools lack."""
 
 import re
-import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache, cached_property
-from importlib.resources import files
 from operator import attrgetter
 from pathlib import PurePath
-from typing import Any
+from typing import Any, NamedTuple
 
 from meshtune.config import Config
 from meshtune.data.example import is_url
@@ -19,6 +16,7 @@ from meshtune.recomputation import RECOMPUTATIONS
 from meshtune.schedules import SCHEDULES
 from meshtune.sections import DataConfig, SourceConfig, is_pattern
 from meshtune.setting_types import SUFFIXES, epochs_of, is_regular_expression
+from meshtune.tools.table import toml
 from meshtune.units import counted
 
 EXPORTED_OPTIMIZERS = ("adamw",)  # anything else is refused for all, so that none leaves it out
@@ -52,10 +50,10 @@ class Planned:
         section, _, key = name.rpartition(".")
         if not section:
             return getattr(self, key) if hasattr(type(self), key) else getattr(self.config, key)
-        if section == "layout":
-            return getattr(self.layout, key)
-        if name == "train.learning_rate":
-            return self.config.learning_rate
+        if section in ("layout", "stage_layers"):
+            return getattr(getattr(self, section), key)
+        if name in ("train.learning_rate", "train.global_batch_size"):
+            return getattr(self.config, key)
         value = attrgetter(name)(self.config)
         own = [getattr(source, key, None) for source in self.sources] if section == "data" else []
         return value or next(filter(None, own), value)
@@ -68,7 +66,7 @@ class Planned:
         name, sign, value = re.split("([=>]|$)", word, maxsplit=1)
         actual = self.setting(name)
         if sign == "=":
-            values = actual if isinstance(actual, frozenset) else {str(actual)}
+            values = {*actual} if isinstance(actual, frozenset | tuple) else {str(actual)}
             return not values.isdisjoint(value.split("|"))
         number = len(actual) if isinstance(actual, tuple) else actual
         return number > int(value) if sign else bool(actual)
@@ -82,6 +80,15 @@ class Planned:
         return kinds_of_rows(self.config)
 
     @property
+    def first(self) -> SourceConfig:
+        """The source that tools which take only one are given."""
+        return next(iter(self.config.data.train), SourceConfig(path="train.jsonl"))
+
+    @property
+    def first_rows(self) -> str:
+        return row_format(self.config.data, self.first)
+
+    @property
     def chats(self) -> bool:
         return bool(self.rows - {"text"})
 
@@ -89,6 +96,11 @@ class Planned:
     def sharded(self) -> bool:
         """True if FSDP wraps the model: for ZeRO, and for cp, which shards parameters over context ranks."""
         return self.layout.dp_shard > 1 or self.layout.cp > 1
+
+    @property
+    def meshed(self) -> bool:
+        """True if the layout is more than plain data parallelism."""
+        return self.layout.world > self.layout.dp_replicate
 
     @property
     def engine(self) -> bool:
@@ -127,7 +139,41 @@ class Planned:
     def fractional_alpha(self) -> bool:
         return self.config.lora.alpha != int(self.config.lora.alpha)
 
-    @cached_property
+    @property
+    def tp_in_node(self) -> bool:
+        return self.layout.tp <= self.gpus_per_node
+
+    @property
+    def uneven_stages(self) -> bool:
+        """True if the ranks of the pipeline can't all have equal numbers of layers."""
+        return self.blocks % self.layout.pp > 0
+
+    @property
+    def stage_layers(self) -> "StageLayers":
+        return stage_layers(self.blocks, self.layout.pp, self.layout.stages_per_rank)
+
+    @property
+    def least_share(self) -> float:
+        """The learning rate at the end of the run, as a share of the highest."""
+        return self.config.train.min_lr_ratio or 0.0
+
+    @property
+    def least_rate(self) -> float:
+        return float(f"{self.config.learning_rate * self.least_share:.12g}")
+
+    @property
+    def warmup_from_1(self) -> int:
+        """Warm-up in steps for schedules that count at least one."""
+        return max(1, self.warmup_steps or 0)
+
+    @property
+    def warmup_ratio(self) -> float | None:
+        """Warm-up as a share of all steps; None: it is given in steps, or there is none."""
+        train = self.config.train
+        has = train.warmup_steps is None and SCHEDULES[train.lr_scheduler].warmup
+        return train.warmup_ratio if has else None
+
+    @property
     def warmup_steps(self) -> int | None:
         """Warm-up in optimizer steps; None: it is a ratio, and train.max_steps is not set."""
         train = self.config.train
@@ -138,17 +184,34 @@ class Planned:
         return round(train.warmup_ratio * train.max_steps) if train.max_steps else None
 
 
+class StageLayers(NamedTuple):
+    """Layers on a pipeline rank."""
+
+    first: int
+    middle: int
+    last: int
+
+
+def stage_layers(blocks: int, pp: int, stages_per_rank: int) -> StageLayers:
+    """Split layers so that the fullest rank has fewest: all ranks but the first and the last are equal.
+
+    A rank's layers are a multiple of its stages, so `stages_per_rank` must divide `blocks`.
+    """
+    units = blocks // stages_per_rank
+    splits = []
+    for middle in {units // pp, -(-units // pp)}:
+        ends = units - middle * (pp - 2)
+        if ends >= 2:
+            splits.append((-(-ends // 2), middle, ends // 2))
+    return StageLayers(*(stages_per_rank * size for size in min(splits, key=max)))
+
+
 # Sentences #
-
-
-@cache
-def _rows() -> list[dict[str, Any]]:
-    return tomllib.loads((files("meshtune.tools") / "differences.toml").read_text(encoding="utf-8"))["row"]
 
 
 def differences(tool: Tool, plan: Planned, *, refused: bool = False) -> Iterator[str]:
     """Sentences on what a tool runs differently or leaves to be done; refused: on what it can't have."""
-    for row in _rows():
+    for row in toml("differences")["row"]:
         if tool.name not in row.get("tools", tool.name).split() or row.get("refused", False) is not refused:
             continue
         for setting in row.get("settings", "").split() or [""]:

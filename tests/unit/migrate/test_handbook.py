@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from fewest_keys import AXOLOTL, TORCHTUNE, TRL
 
-from meshtune.tools.axolotl import targets
 from meshtune.tools.migrate import Migrated
+from meshtune.tools.training import patterns
 
 Migrate = Callable[..., Migrated]
 TEMPLATE = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
@@ -72,10 +72,10 @@ def test_exported_patterns_mean_the_same_layers() -> None:
         "model.layers.0.mlp.up_proj",
         "model.layers.0.self_attn.k_proj",
     ]
-    pattern = targets(("q_proj", r".*mlp\.(up|down)_proj"))
+    pattern = patterns(("q_proj", r".*mlp\.(up|down)_proj"))
     assert isinstance(pattern, str)
     assert [bool(re.fullmatch(pattern, name)) for name in names] == [True, True, False]
-    assert targets(("q_proj", "v_proj")) == ["q_proj", "v_proj"]
+    assert patterns(("q_proj", "v_proj")) == ["q_proj", "v_proj"]
 
 
 def test_a_regular_expression_of_layers_stays_one(migrated: Migrate) -> None:

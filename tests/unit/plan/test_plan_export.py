@@ -30,7 +30,7 @@ from meshtune.plan.programs import TOOLS
 from meshtune.tools import planned as shared
 from meshtune.tools import rules as layout_rules
 from meshtune.tools.export import EXPORTERS, Exported, export
-from meshtune.tools.megatron import stage_layers
+from meshtune.tools.planned import stage_layers
 
 COLUMNS = "data.columns={prompt: question, completion: answer}"
 PARALLEL = {  # what each tool runs; gpus_per_node is 8
@@ -1080,14 +1080,7 @@ def test_every_reason_is_given_at_once() -> None:
     assert len(error.value.problems) == 5
 
 
-@pytest.mark.parametrize(
-    "tool",
-    [
-        "deep-speed",
-        "LLaMA-Factory",
-        "x",
-    ],
-)
+@pytest.mark.parametrize("tool", ["deep-speed", "LLaMA-Factory", "x"])
 def test_an_unknown_tool_names_the_nearest(tool: str) -> None:
     with refuses(UserError):
         export(tool, config(Layout()), Layout(), blocks=61, gpus_per_node=8)
