@@ -14,29 +14,6 @@ from meshtune.rundir import write_text_atomically
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "settings.md"
 SINCE = ROOT / "tests" / "data" / "settings.txt"  # settings below the version that they came in
-UNITS = {  # of numbers; "": a number without one
-    "steps": "train.max_steps train.lr_decay_steps train.warmup_steps train.max_nonfinite_steps eval.every "
-    "checkpoint.every log.every log.gradient_noise_scale",
-    "epochs": "train.num_epochs data.train.weight data.eval.weight",
-    "tokens": "train.global_batch_tokens train.total_tokens data.seq_len data.mean_document_tokens "
-    "eval.max_new_tokens",
-    "sequences": "train.global_batch_size layout.micro_batch_size",
-    "micro-batches": "layout.gradient_accumulation_steps",
-    "documents": "data.eval_split",
-    "rows": "data.max_samples",
-    "prompts": "eval.samples eval.exact_match",
-    "evaluations": "eval.early_stopping",
-    "checkpoints": "checkpoint.keep",
-    "GPUs": "cluster.gpus cluster.gpus_per_node",
-    "GiB": "cluster.memory_gib cluster.memory_budget_gib",
-    "GB/s": "cluster.link cluster.network",
-    "ranks": "layout.dp_replicate layout.dp_shard layout.cp layout.tp layout.pp",
-    "stages": "layout.virtual_stages",
-    "blocks": "layout.recompute_blocks",
-    "": "train.learning_rate train.min_lr_ratio train.warmup_ratio train.weight_decay train.max_grad_norm "
-    "train.adam_eps train.label_smoothing train.neftune_alpha train.seed lora.r lora.alpha lora.dropout "
-    "layout.zero cluster.gpu cluster.memory_margin cluster.network_share cluster.price_per_gpu_hour",
-}
 TYPES = {
     "string": "text",
     "integer": "whole number",
@@ -60,32 +37,22 @@ which an editor completes and checks one.
 
 
 def page() -> str:
-    """Text of docs/settings.md. Raises SystemExit for a number whose unit is not in UNITS."""
-    tree = schema()
-    since, units = versions(), {key: unit for unit, keys in UNITS.items() for key in keys.split()}
+    """Text of docs/settings.md."""
+    tree, since = schema(), versions()
     every = [*settings(tree)]
-    numbers = [setting.key for setting in every if is_number(setting.schema)]
-    if missing := [key for key in numbers if key not in units]:
-        raise SystemExit(f"Add the unit of {', '.join(missing)} to UNITS in scripts/settings_page.py.")
-    if gone := units.keys() - numbers:
-        raise SystemExit(
-            f"{', '.join(sorted(gone))} of UNITS in scripts/settings_page.py is no number setting."
-        )
     parts = [INTRODUCTION]
     plain = [setting for setting in every if "." not in setting.key and not is_section(setting)]
-    parts.append(table("Top level", "", plain, units, since))
+    parts.append(table("Top level", "", plain, since))
     for section in every:
         inner = [setting for setting in every if setting.key.rpartition(".")[0] == section.key]
         if inner and section.key != "data.eval":  # its settings are those of data.train
             described = tree["$defs"][section.section].get("description") or section.schema["description"]
             heading = section.key if section.key != "data.train" else "data.train and data.eval"
-            parts.append(table(heading, described.partition("\n\n")[0], inner, units, since))
+            parts.append(table(heading, described.partition("\n\n")[0], inner, since))
     return "\n".join(parts)
 
 
-def table(
-    heading: str, introduction: str, rows: list[Setting], units: Mapping[str, str], since: Mapping[str, str]
-) -> str:
+def table(heading: str, introduction: str, rows: list[Setting], since: Mapping[str, str]) -> str:
     """A heading, a sentence, and the table of one section's settings."""
     lines = [f"## {heading}", "", *([" ".join(introduction.split()), ""] if introduction else [])]
     lines += [
@@ -97,7 +64,7 @@ def table(
             f"`{key}`",
             " or ".join(forms(form)),
             default_of(form),
-            units.get(key, ""),
+            form.get("unit", ""),
             form["description"],
             since.get(key) or since[key.partition(".")[0]],  # fields of a layout have that of `layout`
         )
@@ -115,12 +82,6 @@ def default_of(form: Mapping[str, Any]) -> str:
 
 def is_section(setting: Setting) -> bool:
     return "$ref" in setting.schema
-
-
-def is_number(form: Mapping[str, Any]) -> bool:
-    kinds = [form, *form.get("anyOf", ())]
-    choices = [choice for kind in kinds for choice in kind.get("enum", ())]
-    return int in map(type, choices) or any(kind.get("type") in ("integer", "number") for kind in kinds)
 
 
 def forms(form: Mapping[str, Any]) -> Iterator[str]:

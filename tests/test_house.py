@@ -13,7 +13,7 @@ import grimp
 import pytest
 
 from meshtune import __version__
-from meshtune.config import Config, keys
+from meshtune.config import SETTINGS
 
 SRC = Path(__file__).parents[1] / "src" / "meshtune"
 FILES = sorted(SRC.rglob("*.py"))
@@ -27,10 +27,10 @@ ONE_LETTER = set("qkvx_")
 
 # The whole: each number is lowered by the change that makes it smaller, down to the goal in the comment.
 WHOLE = {
-    "lines of src": 68_794,  # 52,000
-    "files of src": 397,  # 280
+    "lines of src": 68_520,  # 52,000
+    "files of src": 378,  # 280
     "files in one folder of src": 37,  # 22
-    "lines of tests": 50_316,  # 36,000
+    "lines of tests": 50_296,  # 36,000
 }
 
 ATTEND = "the signature of core.attend_documents, which it stands in for on the ranks of cp"
@@ -275,7 +275,7 @@ def test_the_settings_are_these() -> None:
     """A new setting is a decision: add it here too, below the version that it comes in."""
     lines = (Path(__file__).parent / "data" / "settings.txt").read_text().splitlines()
     assert lines[0].startswith("# ") and lines.count(f"# {__version__}") <= 1
-    assert sorted(keys(Config)) == sorted(line for line in lines if not line.startswith("# "))
+    assert sorted(SETTINGS) == sorted(line for line in lines if not line.startswith("# "))
 
 
 def test_the_pages_written_from_the_settings_are_up_to_date() -> None:

@@ -7,138 +7,194 @@ the nearest setting, or with our name of what another trainer calls so (tools/).
 train/build.py: below it functions take the values they use.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from meshtune.errors import UserError, expanded, written
 from meshtune.layout import PartialLayout
 from meshtune.optimizers import OPTIMIZERS, constants_of
 from meshtune.precision import PRECISIONS, REDUCE_DTYPES
-from meshtune.schedules import SCHEDULES, schedule_problems
+from meshtune.schedules import ARGUMENTS, SCHEDULES, Schedule, schedule_problems
 from meshtune.sections import ClusterConfig, DataConfig, LoraConfig, ModelConfig
-from meshtune.setting_errors import sentences
-from meshtune.setting_partners import switched_off, without_effect
-from meshtune.setting_types import (
+from meshtune.setting import (
     Fraction,
     Interval,
+    Need,
     NonNegative,
     Positive,
     Section,
     TokenCount,
-    unusable,
-    with_path_variables,
+    declared,
+    epochs_of,
+    setting,
+    shown,
+    unmet,
+    usable,
+    without_effect,
 )
+from meshtune.setting_errors import sentences
 from meshtune.tools.table import unknown_setting
 from meshtune.units import notice, on_first_rank, scientific
 from meshtune.yaml_tree import merge, overridden, read_cluster, read_yaml, undotted, without
 
-TABLES = {
-    "precision": PRECISIONS,
-    "reduce_dtype": REDUCE_DTYPES,
-    "optimizer": OPTIMIZERS,
-    "lr_scheduler": SCHEDULES,
-}  # of train
 # Adapters start at zero and are few: they take a rate at which all weights would diverge.
 LEARNING_RATES = {"full": 1e-5, "lora": 2e-4}  # default peak, by method
+
+
+STREAMED = "with data.streaming the length of an epoch is unknown"
+HELD_OUT = Need(
+    lambda config: not config.data.train or config.data.eval or config.data.eval_split,  # a plan needs none
+    "there are no held-out rows",
+    "set data.eval or data.eval_split, or leave it out",
+    late=True,
+)
+EVALUATED_OFTEN = Need(
+    lambda config: config.eval.every, "with eval.every=0 there is only the last evaluation",
+    "set eval.every, such as eval.every=100",
+)  # fmt: skip
+TRACKERS = Need(
+    lambda config: not {"wandb", "mlflow", "trackio"}.isdisjoint(config.log.to),
+    "only W&B, MLflow and Trackio show it, and log.to names none of them",
+    "add wandb, mlflow or trackio to log.to",
+)
+
+
+def counted_in_steps(section: str) -> Need:
+    """An interval of a section in steps where rows are streamed."""
+    return Need(
+        lambda config: not (config.data.streaming and epochs_of(getattr(config, section).every)),
+        STREAMED,
+        f"give it in steps, such as {section}.every=200",
+        relied_on=True,
+    )
+
+
+def constant(name: str) -> Need:
+    """An optimizer with the constant."""
+    return Need(lambda config: name in config.train.constants, f"train.optimizer has no {name}")
+
+
+def warm_up(name: str) -> Need:
+    """A schedule with a warm-up, unless the setting `name` is 0."""
+    return Need(
+        lambda config: SCHEDULES[config.train.lr_scheduler].warmup or not getattr(config.train, name),
+        "train.lr_scheduler has no warm-up",
+        "leave it out, or use constant_with_warmup",
+    )
+
+
+def schedule(fits: Callable[[Schedule], Any], lacking: str, part: str = "") -> Need:
+    """A schedule that fits. lacking: predicate on the others; part: as Need has it."""
+    names = ", ".join(name for name, row in SCHEDULES.items() if fits(row))
+    return Need(
+        lambda config: fits(SCHEDULES[config.train.lr_scheduler]),
+        f"train.lr_scheduler {lacking}",
+        f"leave it out, or use {names}",
+        part,
+    )
+
+
+def schedule_has_a_length(config: Any) -> bool:
+    kind, fixed = config.train.lr_scheduler, config.train.warmup_steps is not None
+    return kind != "constant" and not (kind == "constant_with_warmup" and fixed)
 
 
 class TrainConfig(Section):
     """Batch, length, learning rate, precision and optimizer."""
 
-    global_batch_size: Annotated[int, Field(ge=1, le=10**7)] | None = Field(
-        default=None, description="Sequences per optimizer step, in every layout; null: 64."
+    global_batch_size: Annotated[int, Field(ge=1, le=10**7)] | None = setting(
+        None, "Sequences per optimizer step, in every layout; null: 64.", unit="sequences"
     )
-    global_batch_tokens: Positive | None = Field(
-        default=None,
-        description="Tokens per optimizer step, instead of global_batch_size; a multiple of data.seq_len.",
+    global_batch_tokens: Positive | None = setting(
+        None, "Tokens per optimizer step, instead of global_batch_size; a multiple of data.seq_len.",
+        Need(lambda config: not config.train.global_batch_size, "train.global_batch_size sets the batch",
+             "keep one"), unit="tokens",
+    )  # fmt: skip
+    max_steps: Positive | None = setting(
+        None, "Optimizer steps of the run; of several limits the smallest ends it.", unit="steps"
     )
-    max_steps: Positive | None = Field(
-        default=None, description="Optimizer steps of the run; of several limits the smallest ends it."
+    total_tokens: TokenCount | None = setting(
+        None, "Tokens of the run: it ends with the step whose global batches reach so many.",
+        Need(lambda config: config.data.packing,
+             "without data.packing sequences differ in length, so the tokens of a step are unknown",
+             "set train.max_steps or train.num_epochs instead", relied_on=True), unit="tokens",
+    )  # fmt: skip
+    num_epochs: float | None = setting(
+        None, "Passes through the data; null is 1 where nothing else ends the run.",
+        Need(lambda config: not config.data.streaming, STREAMED,
+             "set train.max_steps or train.total_tokens instead"), unit="epochs", gt=0,
+    )  # fmt: skip
+    learning_rate: float | None = setting(
+        None, "Peak learning rate; null: 1e-5 for method full, 2e-4 for lora.", gt=0
     )
-    total_tokens: TokenCount | None = Field(
-        default=None,
-        description="Tokens of the run: it ends with the step whose global batches reach so many.",
+    lr_scheduler: str = setting(
+        "cosine", "Course of the learning rate, a name of transformers' get_scheduler.", table=SCHEDULES
     )
-    num_epochs: float | None = Field(
-        default=None, gt=0, description="Passes through the data; null is 1 where nothing else ends the run."
+    min_lr_ratio: float | None = setting(
+        None, "Last learning rate as a share of the peak; null: 0.",
+        schedule(lambda row: row.floor, "has no lowest rate"), ge=0, le=1,
+    )  # fmt: skip
+    lr_scheduler_kwargs: dict[str, int | float | str] = setting(
+        {},
+        "Further arguments of the schedule, by transformers' names, such as power: 2.",
+        *(
+            schedule(lambda row, name=name: name in row.arguments, f"takes no {name}", name)
+            for name in ARGUMENTS
+        ),
     )
-    learning_rate: float | None = Field(
-        default=None, gt=0, description="Peak learning rate; null: 1e-5 for method full, 2e-4 for lora."
+    lr_decay_steps: Positive | None = setting(
+        None, "Steps that the schedule spans, after which the learning rate stays; null: all.",
+        Need(schedule_has_a_length, "the learning rate does not depend on the length of its schedule"),
+        unit="steps",
+    )  # fmt: skip
+    warmup_ratio: Fraction = setting(
+        0.03, "Share of the steps in which the learning rate rises to its peak.",
+        Need(lambda config: config.train.warmup_steps is None, "train.warmup_steps sets the warm-up",
+             "keep one"), warm_up("warmup_ratio"),
+    )  # fmt: skip
+    warmup_steps: NonNegative | None = setting(
+        None, "Steps in which the learning rate rises to its peak, instead of warmup_ratio.",
+        warm_up("warmup_steps"), unit="steps",
+    )  # fmt: skip
+    weight_decay: float = setting(
+        0.0, "Decoupled weight decay of matrices; norms and biases have none.", ge=0
     )
-    lr_scheduler: str = Field(
-        default="cosine", description="Course of the learning rate, a name of transformers' get_scheduler."
-    )
-    min_lr_ratio: float | None = Field(
-        default=None, ge=0, le=1, description="Last learning rate as a share of the peak; null: 0."
-    )
-    lr_scheduler_kwargs: dict[str, int | float | str] = Field(
-        default={}, description="Further arguments of the schedule, by transformers' names, such as power: 2."
-    )
-    lr_decay_steps: Positive | None = Field(
-        default=None,
-        description="Steps that the schedule spans, after which the learning rate stays; null: all.",
-    )
-    warmup_ratio: Fraction = Field(
-        default=0.03, description="Share of the steps in which the learning rate rises to its peak."
-    )
-    warmup_steps: NonNegative | None = Field(
-        default=None,
-        description="Steps in which the learning rate rises to its peak, instead of warmup_ratio.",
-    )
-    weight_decay: float = Field(
-        default=0.0, ge=0, description="Decoupled weight decay of matrices; norms and biases have none."
-    )
-    max_grad_norm: float = Field(
-        default=1.0, ge=0, description="Norm that gradients are clipped to; 0: no clipping."
-    )
-    label_smoothing: float = Field(
-        default=0.0,
-        ge=0,
+    max_grad_norm: float = setting(1.0, "Norm that gradients are clipped to; 0: no clipping.", ge=0)
+    label_smoothing: float = setting(
+        0.0, "Share of the target spread over the vocabulary; training alone, evaluation has none.", ge=0,
         lt=1,
-        description="Share of the target spread over the vocabulary; training alone, evaluation has none.",
+    )  # fmt: skip
+    neftune_alpha: float = setting(
+        0.0, "Noise on the embeddings in training, up to alpha / sqrt(document's tokens * width).", ge=0
     )
-    neftune_alpha: float = Field(
-        default=0.0,
-        ge=0,
-        description="Noise on the embeddings in training, up to alpha / sqrt(document's tokens * width).",
+    precision: str = setting(
+        "bf16", "Compute and master dtypes: fp32, bf16 (fp32 master weights), bf16-pure or fp64.",
+        table=PRECISIONS,
+    )  # fmt: skip
+    reduce_dtype: str = setting(
+        "fp32", "Dtype that gradients of several micro-batches add up in.", table=REDUCE_DTYPES
     )
-    precision: str = Field(
-        default="bf16",
-        description="Compute and master dtypes: fp32, bf16 (fp32 master weights), bf16-pure or fp64.",
+    optimizer: str = setting(
+        "adamw", "Rule of the update: adamw, lion; adafactor and muon need whole tensors (dp, pp, cp).",
+        table=OPTIMIZERS,
+    )  # fmt: skip
+    adam_betas: tuple[Fraction, Fraction] = setting(
+        (0.9, 0.999), "Decay of AdamW's two moments, or the two of Lion's one.", constant("betas")
     )
-    reduce_dtype: str = Field(
-        default="fp32", description="Dtype that gradients of several micro-batches add up in."
+    adam_eps: float = setting(1.0e-8, "Term in AdamW's denominator.", constant("eps"), gt=0)
+    seed: NonNegative = setting(42, "Seed of the order of samples, dropout and random weights.")
+    compile: bool = setting(False, "Compile the blocks with torch.compile.")
+    max_nonfinite_steps: Positive = setting(
+        5, "Steps in a row without a finite loss, after which the run stops with exit code 4.", unit="steps"
     )
-    optimizer: str = Field(
-        default="adamw",
-        description="Rule of the update: adamw, lion; adafactor and muon need whole tensors (dp, pp, cp).",
+    device: Literal["auto", "cuda", "cpu"] = setting(
+        "auto", "Device to train on; auto: CUDA if there is one."
     )
-    adam_betas: tuple[Fraction, Fraction] = Field(
-        default=(0.9, 0.999), description="Decay of AdamW's two moments, or the two of Lion's one."
-    )
-    adam_eps: float = Field(default=1.0e-8, gt=0, description="Term in AdamW's denominator.")
-    seed: NonNegative = Field(
-        default=42, description="Seed of the order of samples, dropout and random weights."
-    )
-    compile: bool = Field(default=False, description="Compile the blocks with torch.compile.")
-    max_nonfinite_steps: Positive = Field(
-        default=5,
-        description="Steps in a row without a finite loss, after which the run stops with exit code 4.",
-    )
-    device: Literal["auto", "cuda", "cpu"] = Field(
-        default="auto", description="Device to train on; auto: CUDA if there is one."
-    )
-
-    @field_validator("precision", "reduce_dtype", "optimizer", "lr_scheduler", mode="before")
-    @classmethod
-    def _in_its_table(cls, value: Any, info: ValidationInfo) -> Any:
-        """Return `value`. Raises UserError, with the nearest name, if the setting's table lacks it."""
-        TABLES[str(info.field_name)][value if isinstance(value, str) else written(value)]
-        return value
 
     @model_validator(mode="after")
     def _one_of(self) -> "TrainConfig":
@@ -163,41 +219,45 @@ class TrainConfig(Section):
 class EvalConfig(Section):
     """Evaluation on held-out rows."""
 
-    every: Interval = Field(
-        default=0, description="Steps, or epochs (0.5 epoch), between evaluations; 0: at the end only."
+    every: Interval = setting(
+        0, "Steps, or epochs (0.5 epoch), between evaluations; 0: at the end only.", HELD_OUT,
+        counted_in_steps("eval"), unit="steps",
+    )  # fmt: skip
+    at_start: bool = setting(False, "Evaluate before the first step too.", HELD_OUT)
+    samples: NonNegative = setting(
+        0, "Held-out prompts that are answered greedily and shown.", HELD_OUT, unit="prompts"
     )
-    at_start: bool = Field(default=False, description="Evaluate before the first step too.")
-    samples: NonNegative = Field(
-        default=0, description="Held-out prompts that are answered greedily and shown."
+    exact_match: NonNegative = setting(
+        0, "Held-out prompts whose greedy answer is compared word for word.", HELD_OUT, unit="prompts"
     )
-    exact_match: NonNegative = Field(
-        default=0, description="Held-out prompts whose greedy answer is compared word for word."
+    max_new_tokens: Positive = setting(
+        64, "Longest answer, in tokens.",
+        Need(lambda config: config.eval.samples or config.eval.exact_match, "no answers are asked for",
+             "set eval.samples or eval.exact_match"), unit="tokens",
+    )  # fmt: skip
+    keep_best: bool = setting(
+        False, "Export the checkpoint with the lowest evaluation loss as model/.", HELD_OUT, EVALUATED_OFTEN
     )
-    max_new_tokens: Positive = Field(default=64, description="Longest answer, in tokens.")
-    keep_best: bool = Field(
-        default=False, description="Export the checkpoint with the lowest evaluation loss as model/."
-    )
-    early_stopping: NonNegative = Field(
-        default=0, description="Evaluations without a lower loss, after which the run stops; 0: never."
-    )
+    early_stopping: NonNegative = setting(
+        0, "Evaluations without a lower loss, after which the run stops; 0: never.", HELD_OUT,
+        EVALUATED_OFTEN, unit="evaluations",
+    )  # fmt: skip
 
 
 class CheckpointConfig(Section):
     """Checkpoints, and going on from them."""
 
-    every: Interval = Field(
-        default=100, description="Steps, or epochs (0.5 epoch), between checkpoints; 0: at the end only."
+    every: Interval = setting(
+        100, "Steps, or epochs (0.5 epoch), between checkpoints; 0: at the end only.",
+        counted_in_steps("checkpoint"), unit="steps",
+    )  # fmt: skip
+    keep: Positive = setting(3, "Newest checkpoints that are kept.", unit="checkpoints")
+    async_save: bool = setting(True, "Write while training goes on, from a copy in host memory.")
+    save_on_signal: bool = setting(
+        True, "On a signal to stop (SIGTERM, SIGINT, SIGHUP, …) finish the step, save, exit with 75."
     )
-    keep: Positive = Field(default=3, description="Newest checkpoints that are kept.")
-    async_save: bool = Field(
-        default=True, description="Write while training goes on, from a copy in host memory."
-    )
-    save_on_signal: bool = Field(
-        default=True,
-        description="On a signal to stop (SIGTERM, SIGINT, SIGHUP, …) finish the step, save, exit with 75.",
-    )
-    resume: Literal["auto", "never"] = Field(
-        default="auto", description="Continue the unfinished run in the output folder (auto), or never."
+    resume: Literal["auto", "never"] = setting(
+        "auto", "Continue the unfinished run in the output folder (auto), or never."
     )
 
 
@@ -207,80 +267,80 @@ Tracker = Literal["console", "jsonl", "tensorboard", "wandb", "mlflow", "trackio
 class LogConfig(Section):
     """Rows of the run, and the dashboards that get them."""
 
-    every: Positive = Field(default=1, description="Steps between two rows.")
-    to: tuple[Tracker, ...] = Field(
-        default=("console", "jsonl", "tensorboard"),
-        description="Where rows are shown or sent; metrics.jsonl (jsonl) is always written.",
+    every: Positive = setting(1, "Steps between two rows.", unit="steps")
+    to: tuple[Tracker, ...] = setting(
+        ("console", "jsonl", "tensorboard"),
+        "Where rows are shown or sent; metrics.jsonl (jsonl) is always written.",
     )
-    project: str | None = Field(
-        default=None, min_length=1,
-        description="Project in W&B and Trackio, MLflow's experiment; null: the environment's, or meshtune.",
+    project: str | None = setting(
+        None, "Project in W&B and Trackio, MLflow's experiment; null: the environment's, or meshtune.",
+        TRACKERS, min_length=1,
     )  # fmt: skip
-    name: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Name of the run in W&B, MLflow and Trackio; null: its folder's.",
+    name: str | None = setting(
+        None, "Name of the run in W&B, MLflow and Trackio; null: its folder's.", TRACKERS, min_length=1
     )
-    tags: tuple[str, ...] = Field(
-        default=(),
-        description="Tags in W&B, MLflow and Trackio; in MLflow key=value is a tag with a value.",
+    tags: tuple[str, ...] = setting(
+        (), "Tags in W&B, MLflow and Trackio; in MLflow key=value is a tag with a value.", TRACKERS
     )
-    group: str | None = Field(
-        default=None, description="Group of runs in W&B and Trackio, and MLflow's tag group."
-    )
-    textfile_directory: str | None = Field(
-        default=None, min_length=1,
-        description="Folder that Prometheus' node exporter reads; null: logs/ of the run folder.",
+    group: str | None = setting(None, "Group of runs in W&B and Trackio, and MLflow's tag group.", TRACKERS)
+    textfile_directory: str | None = setting(
+        None, "Folder that Prometheus' node exporter reads; null: logs/ of the run folder.",
+        Need(lambda config: "prometheus" in config.log.to, "log.to has no prometheus",
+             "add prometheus to log.to"), path=True, min_length=1,
     )  # fmt: skip
-    gradient_noise_scale: NonNegative = Field(
-        default=0, description="Steps between two measurements of the gradient noise scale; 0: never."
+    gradient_noise_scale: NonNegative = setting(
+        0, "Steps between two measurements of the gradient noise scale; 0: never.", unit="steps"
     )
-    memory: bool = Field(
-        default=False,
-        description="Print a table of the memory of the first two steps, by phase and category.",
-    )
+    memory: bool = setting(
+        False, "Print a table of the memory of the first two steps, by phase and category.",
+        Need(lambda config: "console" in config.log.to, "log.to has no console", "add console to log.to"),
+    )  # fmt: skip
 
 
 class HubConfig(Section):
     """Upload of the trained model."""
 
-    push_to: str | None = Field(
-        default=None,
-        description="Hub id that model/ is uploaded to at the end; it is tried once the data are read.",
+    push_to: str | None = setting(
+        None, "Hub id that model/ is uploaded to at the end; it is tried once the data are read."
     )
-    private: bool = Field(default=True, description="Create the hub repository as a private one.")
+    private: bool = setting(
+        True, "Create the hub repository as a private one.",
+        Need(lambda config: config.hub.push_to is not None, "nothing is uploaded",
+             "set hub.push_to, or leave it out"),
+    )  # fmt: skip
 
 
 class Config(Section):
     """Every setting of a run."""
 
     model: ModelConfig
-    method: Literal["full", "lora"] = Field(
-        default="full", description="Train all weights, or low-rank adapters beside them."
-    )
-    lora: LoraConfig = LoraConfig()
+    method: Literal["full", "lora"] = setting("full", "Train all weights, or low-rank adapters beside them.")
+    lora: LoraConfig = setting(
+        LoraConfig(), None,
+        Need(lambda config: config.method == "lora", "method is full", "set method=lora, or leave it out",
+             part="*"),
+    )  # fmt: skip
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig()
     eval: EvalConfig = EvalConfig()
-    layout: Any = Field(
-        default="auto",
-        description="Parallel layout: auto, a layout string, or a mapping of its fields, each may be auto.",
+    layout: Any = setting(
+        "auto", "Parallel layout: auto, a layout string, or a mapping of its fields, each may be auto."
     )
-    cluster: ClusterConfig | str = Field(
-        default="auto",
-        description="Machines: auto, the section, a YAML file that has it, or the TOML file of a probe.",
-    )
+    cluster: ClusterConfig | str = setting(
+        "auto", "Machines: auto, the section, a YAML file that has it, or the TOML file of a probe.",
+        path=True,
+    )  # fmt: skip
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
     hub: HubConfig = HubConfig()
-    output: str = Field(
-        default="runs/run", description="Folder of the run: model, report, metrics and checkpoints."
-    )
-    output_exists: Literal["new", "extend", "replace"] | None = Field(
-        default=None,
-        description="Start where output holds a run that is not to be continued: write the next free name, "
+    output: str = setting("runs/run", "Folder of the run: model, report, metrics and checkpoints.", path=True)
+    output_exists: Literal["new", "extend", "replace"] | None = setting(
+        None,
+        "Start where output holds a run that is not to be continued: write the next free name, "
         "make that run longer, or delete it; null: refused.",
-    )
+        Need(lambda config: config.output_exists != "extend" or config.checkpoint.resume != "never",
+             "checkpoint.resume=never forbids to go on with a run", "leave one out"),
+    )  # fmt: skip
 
     @field_validator("layout")
     @classmethod
@@ -308,18 +368,16 @@ class Config(Section):
     if not TYPE_CHECKING:  # type checkers make the signature of the fields
 
         def __init__(self, /, **tree: Any) -> None:
-            """Validate a tree of sections. Raises UserError, with a sentence for each problem."""
+            """Validate a tree of sections, and that each setting takes effect, whatever rows there will be.
+
+            Raises UserError, with a sentence for each problem.
+            """
             try:
                 super().__init__(**tree)
             except ValidationError as error:
                 raise UserError(sentences(error, unknown_key)) from None
-
-    @model_validator(mode="after")
-    def _takes_effect(self) -> "Config":
-        """Raise UserError for settings that have no effect beside the others, whatever rows there will be."""
-        if problems := [*without_effect(self, late=False)]:
-            raise UserError(problems)
-        return self
+            if problems := [*without_effect(self, late=False)]:
+                raise UserError(problems)
 
     @property
     def cluster_config(self) -> ClusterConfig:
@@ -366,6 +424,16 @@ class Config(Section):
         return text.replace(f"{unset}\n", f"{unset}  # {default}\n")
 
 
+SETTINGS = dict(declared(Config))  # by dotted key
+
+
+def unchecked(tree: Mapping[str, Any]) -> Config:
+    """The settings of a tree, validated, but not whether each takes effect. Raises ValidationError."""
+    config = Config.__new__(Config)
+    super(Config, config).__init__(**tree)
+    return config
+
+
 def _cluster_config(tree: Mapping[str, Any]) -> ClusterConfig:
     try:
         return ClusterConfig.model_validate(tree)
@@ -389,10 +457,10 @@ def load(
     keys and wrong values at once (values of one section that contradict each other: once each is valid; those
     that lack held-out rows: once all else is valid).
     """
-    known = [*keys(Config)]
-    tree = merge(undotted(dict(defaults or {}), known), read_yaml(Path(file), known) if file else {})
-    tree = laid_over(tree, overrides)
-    if problems := [*unusable(tree)]:
+    tree = merge(undotted(dict(defaults or {}), SETTINGS), read_yaml(Path(file), SETTINGS) if file else {})
+    problems: list[str] = []
+    tree = usable(laid_over(tree, overrides), Config, problems)
+    if problems:
         raise UserError(problems)
     if "model" not in tree:
         unknown = [name for name in tree if name not in Config.model_fields]
@@ -402,7 +470,7 @@ def load(
                 *(unknown_key([name]) for name in unknown),
             ]
         )
-    config = Config(**with_path_variables(tree))
+    config = Config(**tree)
     if problems := [*without_effect(config, late=True, remedy=remedy)]:
         raise UserError(problems)
     return config
@@ -417,24 +485,50 @@ def laid_over(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, An
     changed, given = dict(tree), dict[str, Any]()
     for override in overrides:
         changed, given = overridden(changed, override), overridden(given, override)
-    for key, sentence in switched_off(Config, tree, changed, given).items():
+    for key, sentence in switched_off(tree, changed, given).items():
         changed = without(changed, key.split("."))
         if on_first_rank():
             notice(sentence)
     return changed
 
 
-def unknown_key(path: Sequence[str]) -> str:
-    return unknown_setting(path, list(keys(Config)), list(Config.model_fields))
+def switched_off(
+    before: Mapping[str, Any], after: Mapping[str, Any], given: Mapping[str, Any]
+) -> dict[str, str]:
+    """Dotted key -> sentence, for each setting that lost its effect when settings were laid over a tree, and
+    for those that need one of these.
 
-
-def keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Yield the dotted key of every field of `section` and, recursively, of the sections in it.
-
-    prefix: begins every key; the section's own path with a dot at the end, "train.".
+    Excluded (they stay errors): settings given in `given`, settings that already had no effect, and settings
+    marked `relied_on`. before, after: without and with the settings `given`.
     """
-    for name, info in section.model_fields.items():
-        yield prefix + name
-        for kind in (info.annotation, *get_args(info.annotation)):
-            if isinstance(kind, type) and issubclass(kind, BaseModel):
-                yield from keys(kind, f"{prefix}{name}.")
+    lost: dict[str, str] = {}
+    if not given or "model" not in after:
+        return lost
+    with suppress(ValidationError, UserError):  # a wrong value, which is reported with all others
+        errors = {key for key, *_ in unmet(unchecked(merge({"model": after["model"]}, before)))}
+        left_out = True
+        while left_out:  # it may be what another setting needs
+            left_out = [
+                (key, f"{key}={shown(value)} of the config is left out: {need.reason}.")
+                for key, value, need in unmet(unchecked(after))
+                if not (need.relied_on or key in errors or key in lost or sets(given, key.split(".")))
+            ]
+            for key, sentence in left_out:
+                lost.setdefault(key, sentence)
+                after = without(after, key.split("."))
+    return lost
+
+
+def sets(tree: Any, path: Sequence[str]) -> bool:
+    """True if the tree has a value at `path`, or one that is no mapping in place of what is above it."""
+    for name in path:
+        if not isinstance(tree, Mapping):
+            return True
+        if name not in tree:
+            return False
+        tree = tree[name]
+    return True
+
+
+def unknown_key(path: Sequence[str]) -> str:
+    return unknown_setting(path, [*SETTINGS], [*Config.model_fields])

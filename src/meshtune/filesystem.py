@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from meshtune.errors import UserError, expanded
-from meshtune.setting_types import is_path, texts
+from meshtune.setting import is_path
 from meshtune.units import notice
 
 if TYPE_CHECKING:
@@ -179,11 +179,20 @@ def paths_named(config: "BaseModel") -> Iterator[None]:
 
 def _paths_of(config: "BaseModel") -> Iterator[tuple[str, Path]]:
     """(Setting, path) of what is written, and of what is read where it is a path that exists."""
-    for key, text in texts(config.model_dump(mode="json")):
-        if is_path(text, key):
+    for key, text in _texts(config.model_dump(mode="json")):
+        if is_path(text, key, type(config)):
             setting, path = re.sub(r"(\.\d+)?(\.path)?$", "", key), expanded(text)
             if setting in ("output", "data.cache") or os.path.lexists(path):
                 yield setting, path
+
+
+def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Yield (dotted key, text) of each text in a tree. key: dotted name of `value`."""
+    if isinstance(value, str):
+        yield key, value
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, item in items:
+        yield from _texts(item, f"{key}.{name}".lstrip("."))
 
 
 def chooser(error: OSError) -> str:

@@ -45,6 +45,7 @@ SCHEDULES = Table(
         ),
     },
 )
+ARGUMENTS = sorted({name for row in SCHEDULES.values() for name in row.arguments})
 
 
 def schedule_problems(kind: str, min_ratio: float | None, arguments: Mapping[str, Any]) -> Iterator[str]:
@@ -52,13 +53,12 @@ def schedule_problems(kind: str, min_ratio: float | None, arguments: Mapping[str
     schedule takes.
 
     min_ratio, arguments: as `transformers_schedule` takes them. An argument of another schedule has no effect
-    (setting_partners.py).
+    (config.schedule).
     """
     row = SCHEDULES[kind]
     if row.needs_floor and min_ratio is None:
         yield f"train.lr_scheduler={kind} needs train.min_lr_ratio; set it, such as train.min_lr_ratio=0.1."
-    known = {name for other in SCHEDULES.values() for name in other.arguments}
-    if unknown := [name for name in arguments if name not in known]:
+    if unknown := [name for name in arguments if name not in ARGUMENTS]:
         yield (
             f"train.lr_scheduler_kwargs: {kind} takes no {', '.join(unknown)}; it takes "
             f"{', '.join(row.arguments) or 'none'}."

@@ -10,72 +10,88 @@ from urllib.parse import urlparse
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from meshtune.errors import UserError, expanded
-from meshtune.setting_types import (
+from meshtune.setting import (
     SUFFIXES,
     Format,
     Fraction,
     GpuCount,
     LayerNames,
     Margin,
+    Need,
     NonNegative,
     Positive,
     Prices,
     Section,
+    setting,
 )
+
+HAVE_CONVERSATIONS = {"messages", "sharegpt", "prompt-completion", "alpaca", "auto"}  # formats that may
+CONVERSATIONS = Need(
+    lambda config: formats(config) & HAVE_CONVERSATIONS, "rows of data.format are no conversations"
+)
+
+
+def formats(config: Any) -> set[str]:
+    """The formats that the rows are read in; "auto" where a source's is found from its columns."""
+    sources = (*config.data.train, *config.data.eval)
+    return {source.format or config.data.format for source in sources} or {config.data.format}
+
+
+def source_without(name: str) -> Need:
+    """A source, or none at all, that has no setting `name` of its own."""
+
+    def met(config: Any) -> bool:
+        sources = (*config.data.train, *config.data.eval)
+        return not sources or any(getattr(source, name) is None for source in sources)
+
+    return Need(met, "each source has its own")
 
 
 class ModelConfig(Section):
     """The model to train, and how it is loaded."""
 
-    name: str = Field(min_length=1, description="Hub id or local folder of the model.")
-    init: Literal["pretrained", "random"] = Field(
-        default="pretrained", description="Start from the model's weights, or from random ones."
+    name: str = setting(..., "Hub id or local folder of the model.", path=True, min_length=1)
+    init: Literal["pretrained", "random"] = setting(
+        "pretrained", "Start from the model's weights, or from random ones."
     )
-    attention: Literal["auto", "meshtune", "sdpa", "eager"] = Field(
-        default="auto",
-        description="Attention code: ours, which packs documents, or one of transformers'; auto takes ours "
+    attention: Literal["auto", "meshtune", "sdpa", "eager"] = setting(
+        "auto",
+        "Attention code: ours, which packs documents, or one of transformers'; auto takes ours "
         "where the model can.",
     )
-    revision: str | None = Field(default=None, description="Branch, tag or commit of a hub model.")
-    trust_remote_code: bool = Field(
-        default=False, description="Run Python code that the model's repository brings."
+    revision: str | None = setting(
+        None, "Branch, tag or commit of a hub model.",
+        Need(lambda config: not expanded(config.model.name).exists(), "model.name is a local folder"),
+    )  # fmt: skip
+    trust_remote_code: bool = setting(False, "Run Python code that the model's repository brings.")
+    overrides: dict[str, Any] = setting(
+        {}, "Other values of keys of the model's config.json, such as num_hidden_layers: 8."
     )
-    overrides: dict[str, Any] = Field(
-        default={},
-        description="Other values of keys of the model's config.json, such as num_hidden_layers: 8.",
-    )
-    freeze: tuple[str, ...] = Field(
-        default=(),
-        description="Patterns of the names of parameters that are not trained, such as model.embed_tokens.*.",
+    freeze: tuple[str, ...] = setting(
+        (), "Patterns of the names of parameters that are not trained, such as model.embed_tokens.*."
     )
 
 
 class LoraConfig(Section):
     """Low-rank adapters, for `method: lora`."""
 
-    r: Positive = Field(default=16, description="Rank of the two matrices beside each weight.")
-    alpha: float = Field(default=32, gt=0, description="The adapter's output is scaled by alpha / r.")
-    dropout: float = Field(
-        default=0.0, ge=0, lt=1, description="Share of the adapter's inputs that are dropped."
-    )
-    target_modules: LayerNames = Field(
-        default="all-linear",
-        description="Names of the linear layers that get an adapter, such as [q_proj, v_proj], or regular "
+    r: Positive = setting(16, "Rank of the two matrices beside each weight.")
+    alpha: float = setting(32, "The adapter's output is scaled by alpha / r.", gt=0)
+    dropout: float = setting(0.0, "Share of the adapter's inputs that are dropped.", ge=0, lt=1)
+    target_modules: LayerNames = setting(
+        "all-linear",
+        "Names of the linear layers that get an adapter, such as [q_proj, v_proj], or regular "
         "expressions of whole names.",
     )
-    use_rslora: bool = Field(
-        default=False,
-        description="Scale the adapter's output by alpha / sqrt(r), so that it does not fall with r.",
+    use_rslora: bool = setting(
+        False, "Scale the adapter's output by alpha / sqrt(r), so that it does not fall with r."
     )
-    use_dora: bool = Field(
-        default=False, description="Train the norm of each output row apart from its direction (DoRA)."
+    use_dora: bool = setting(False, "Train the norm of each output row apart from its direction (DoRA).")
+    layers_to_transform: tuple[NonNegative, ...] | None = setting(
+        None, "Numbers of the blocks that get adapters, from 0; null: all."
     )
-    layers_to_transform: tuple[NonNegative, ...] | None = Field(
-        default=None, description="Numbers of the blocks that get adapters, from 0; null: all."
-    )
-    modules_to_save: tuple[str, ...] = Field(
-        default=(),
-        description="Names of modules trained whole beside the adapters, such as [embed_tokens, lm_head].",
+    modules_to_save: tuple[str, ...] = setting(
+        (), "Names of modules trained whole beside the adapters, such as [embed_tokens, lm_head]."
     )
 
 
@@ -98,25 +114,17 @@ class SourceConfig(Section):
     test in data.eval.
     """
 
-    path: Annotated[str, AfterValidator(hub_pattern)] = Field(
+    path: Annotated[str, AfterValidator(hub_pattern)] = setting(
+        ..., "File, folder, pattern, URL, or hub data set (its configuration after a colon).", path=True,
         min_length=1,
-        description="File, folder, pattern, URL, or hub data set (its configuration after a colon).",
-    )
-    weight: float = Field(default=1.0, gt=0, description="Passes through this source per epoch.")
-    split: str | None = Field(
-        default=None, description="Split of a hub data set; null: train, and test in data.eval."
-    )
-    format: Format | None = Field(
-        default=None, description="As data.format, for this source; null: data.format."
-    )
-    columns: dict[str, str] | None = Field(
-        default=None, description="As data.columns, for this source; null: data.columns."
-    )
-    roles: dict[str, str] | None = Field(
-        default=None, description="As data.roles, for this source; null: data.roles."
-    )
-    where: dict[str, bool | int | float | str] | None = Field(
-        default=None, description="As data.where, for this source; null: data.where."
+    )  # fmt: skip
+    weight: float = setting(1.0, "Passes through this source per epoch.", unit="epochs", gt=0)
+    split: str | None = setting(None, "Split of a hub data set; null: train, and test in data.eval.")
+    format: Format | None = setting(None, "As data.format, for this source; null: data.format.")
+    columns: dict[str, str] | None = setting(None, "As data.columns, for this source; null: data.columns.")
+    roles: dict[str, str] | None = setting(None, "As data.roles, for this source; null: data.roles.")
+    where: dict[str, bool | int | float | str] | None = setting(
+        None, "As data.where, for this source; null: data.where."
     )
 
     @model_validator(mode="after")
@@ -149,77 +157,80 @@ Sources = tuple[SourceConfig, ...]
 class DataConfig(Section):
     """The rows, how they become tokens, and which of them are trained on."""
 
-    train: Sources = Field(
-        default=(), description="Training rows: a path, a source with its settings, or a list of either."
+    train: Sources = setting(
+        (), "Training rows: a path, a source with its settings, or a list of either.", path=True
     )
-    eval: Sources = Field(default=(), description="Held-out rows, written as data.train.")
-    eval_split: float = Field(
-        default=0,
-        ge=0,
-        description="Documents of data.train held out: below 1 a fraction of all, else their number.",
+    eval: Sources = setting(
+        (), "Held-out rows, written as data.train.",
+        Need(lambda config: False, "held-out rows are evaluated once each", part="weight"), path=True,
+    )  # fmt: skip
+    eval_split: float = setting(
+        0, "Documents of data.train held out: below 1 a fraction of all, else their number.",
+        Need(lambda config: not config.data.eval, "data.eval names the held-out rows", "keep one of them"),
+        Need(lambda config: not config.data.streaming, "data.streaming does not know the number of documents",
+             "give data.eval instead", relied_on=True), unit="documents", ge=0,
+    )  # fmt: skip
+    format: Format = setting(
+        "auto", "Form of the rows; auto finds it from their columns.", source_without("format")
     )
-    format: Format = Field(default="auto", description="Form of the rows; auto finds it from their columns.")
-    columns: dict[str, str] = Field(default={}, description="Column of each field, such as prompt: question.")
-    roles: dict[str, str] = Field(
-        default={}, description="Our role for each role of the rows, such as bot: assistant."
+    columns: dict[str, str] = setting(
+        {}, "Column of each field, such as prompt: question.", source_without("columns")
     )
-    where: dict[str, bool | int | float | str] = Field(
-        default={},
-        description="Rows to train on, by a column's value; the others are left out and counted.",
-    )
-    chat_template: str | None = Field(
-        default=None,
-        description="One of none, training, a built-in's name, a file, the Jinja text; null: the "
-        "tokenizer's own.",
-    )
-    chat_template_kwargs: dict[str, bool | int | float | str] = Field(
-        default={}, description="Variables of the chat template, such as enable_thinking: false."
-    )
-    template_date: str | None = Field(
-        default=None,
+    roles: dict[str, str] = setting(
+        {}, "Our role for each role of the rows, such as bot: assistant.", source_without("roles"),
+        CONVERSATIONS,
+    )  # fmt: skip
+    where: dict[str, bool | int | float | str] = setting(
+        {}, "Rows to train on, by a column's value; the others are left out and counted.",
+        source_without("where"),
+    )  # fmt: skip
+    chat_template: str | None = setting(
+        None, "One of none, training, a built-in's name, a file, the Jinja text; null: the tokenizer's own.",
+        path=True,
+    )  # fmt: skip
+    chat_template_kwargs: dict[str, bool | int | float | str] = setting(
+        {}, "Variables of the chat template, such as enable_thinking: false.",
+        Need(lambda config: config.data.chat_template != "none", "data.chat_template is none",
+             "leave it out, or name a template"),
+    )  # fmt: skip
+    template_date: str | None = setting(
+        None, "Day that a template with a clock writes, as 2026-01-31; null: that of the run's start.",
         pattern=r"^\d{4}-(0[1-9]|1[0-2])-(0[1-9]|[12]\d|3[01])$",
-        description="Day that a template with a clock writes, as 2026-01-31; null: that of the run's start.",
+    )  # fmt: skip
+    control_tokens: Literal["auto", "error", "text", "keep"] = setting(
+        "auto", "Special tokens in contents: an error, text or kept; auto: an error where trained on."
     )
-    control_tokens: Literal["auto", "error", "text", "keep"] = Field(
-        default="auto",
-        description="Special tokens in contents: an error, text or kept; auto: an error where trained on.",
+    separator: str = setting(
+        "\n", "Text between prompt and completion where no chat template is in force.",
+        Need(lambda config: config.data.chat_template in (None, "none"),
+             "data.chat_template names a template"),
+    )  # fmt: skip
+    seq_len: Annotated[int, Field(ge=2)] = setting(2048, "Length of a sequence in tokens.", unit="tokens")
+    mean_document_tokens: float | None = setting(
+        None, "Length of a token's document, averaged over tokens, for the planner; null: seq_len.",
+        unit="tokens", gt=0,
+    )  # fmt: skip
+    packing: bool = setting(True, "Put several documents into one sequence; they do not see each other.")
+    train_on: Literal["assistant", "completion", "all"] = setting(
+        "completion",
+        "Tokens whose loss counts: of all assistant turns, of the last one (completion), or all.",
+        Need(lambda config: formats(config) != {"tokens"}, "rows of input_ids have their labels"),
     )
-    separator: str = Field(
-        default="\n",
-        description="Text between prompt and completion where no chat template is in force.",
+    split_turns: bool = setting(
+        False, "Make a row of each assistant turn, rendered as when it is generated.", CONVERSATIONS,
+        Need(lambda config: config.data.train_on != "all", "data.train_on=all labels everything", "give one"),
+    )  # fmt: skip
+    overlong: Literal["auto", "cut", "split", "drop", "error"] = setting(
+        "auto", "What becomes of documents longer than seq_len; auto: plain text is split, others cut."
     )
-    seq_len: Annotated[int, Field(ge=2)] = Field(default=2048, description="Length of a sequence in tokens.")
-    mean_document_tokens: float | None = Field(
-        default=None,
-        gt=0,
-        description="Length of a token's document, averaged over tokens, for the planner; null: seq_len.",
+    max_samples: Positive | None = setting(
+        None, "Read only the first rows of each source, at most so many; null: all.", unit="rows"
     )
-    packing: bool = Field(
-        default=True, description="Put several documents into one sequence; they do not see each other."
+    on_bad_row: Literal["error", "skip"] = setting(
+        "error", "A row that can't be read or rendered is an error, or is skipped and counted."
     )
-    train_on: Literal["assistant", "completion", "all"] = Field(
-        default="completion",
-        description="Tokens whose loss counts: of all assistant turns, of the last one (completion), or all.",
-    )
-    split_turns: bool = Field(
-        default=False,
-        description="Make a row of each assistant turn, rendered as when it is generated.",
-    )
-    overlong: Literal["auto", "cut", "split", "drop", "error"] = Field(
-        default="auto",
-        description="What becomes of documents longer than seq_len; auto: plain text is split, others cut.",
-    )
-    max_samples: Positive | None = Field(
-        default=None, description="Read only the first rows of each source, at most so many; null: all."
-    )
-    on_bad_row: Literal["error", "skip"] = Field(
-        default="error",
-        description="A row that can't be read or rendered is an error, or is skipped and counted.",
-    )
-    streaming: bool = Field(
-        default=False, description="Tokenise rows as they are read, without a copy on the disk."
-    )
-    cache: str = Field(default="~/.cache/meshtune", description="Folder of the tokenised, packed data.")
+    streaming: bool = setting(False, "Tokenise rows as they are read, without a copy on the disk.")
+    cache: str = setting("~/.cache/meshtune", "Folder of the tokenised, packed data.", path=True)
 
     @field_validator("template_date", mode="before")
     @classmethod
@@ -246,32 +257,27 @@ class DataConfig(Section):
 class ClusterConfig(Section):
     """The machines; a setting left out has the value of the GPU kind's usual machine (plan/hardware.toml)."""
 
-    gpu: str | None = Field(
-        default=None, description="A GPU kind of the catalogue; null: this machine's GPUs."
+    gpu: str | None = setting(None, "A GPU kind of the catalogue; null: this machine's GPUs.")
+    gpus: GpuCount | None = setting(None, "Number of GPUs.", unit="GPUs")
+    gpus_per_node: GpuCount | None = setting(None, "GPUs of a node.", unit="GPUs")
+    memory_gib: float | None = setting(None, "Memory of each GPU, in GiB.", unit="GiB", gt=0)
+    link: float | None = setting(None, "GB/s from a GPU to the others of its node.", unit="GB/s", gt=0)
+    network: float | None = setting(None, "GB/s per GPU to other nodes.", unit="GB/s", gt=0)
+    network_share: Fraction | None = setting(None, "Share of `network` that collectives reach.")
+    price_per_gpu_hour: Prices = setting(
+        None,
+        "Price of a GPU for an hour: a number, prices by kind such as {h100-sxm: 2.5, currency: "
+        "USD}, or a TOML or YAML file of these.", path=True,
+    )  # fmt: skip
+    memory_margin: Margin | None = setting(
+        None, "Share of each GPU's memory that a plan leaves free; null: 0.04 or 0.1."
     )
-    gpus: GpuCount | None = Field(default=None, description="Number of GPUs.")
-    gpus_per_node: GpuCount | None = Field(default=None, description="GPUs of a node.")
-    memory_gib: float | None = Field(default=None, gt=0, description="Memory of each GPU, in GiB.")
-    link: float | None = Field(default=None, gt=0, description="GB/s from a GPU to the others of its node.")
-    network: float | None = Field(default=None, gt=0, description="GB/s per GPU to other nodes.")
-    network_share: Fraction | None = Field(
-        default=None, description="Share of `network` that collectives reach."
+    memory_budget_gib: float | None = setting(
+        None, "The most that a plan fills of each GPU, in GiB, below the margin.", unit="GiB", gt=0
     )
-    price_per_gpu_hour: Prices = Field(
-        default=None,
-        description="Price of a GPU for an hour: a number, prices by kind such as {h100-sxm: 2.5, currency: "
-        "USD}, or a TOML or YAML file of these.",
-    )
-    memory_margin: Margin | None = Field(
-        default=None, description="Share of each GPU's memory that a plan leaves free; null: 0.04 or 0.1."
-    )
-    memory_budget_gib: float | None = Field(
-        default=None, gt=0, description="The most that a plan fills of each GPU, in GiB, below the margin."
-    )
-    hardware: str | None = Field(default=None, description="A TOML file with more kinds of GPUs.")
-    efficiency: dict[str, float] = Field(
-        default={},
-        description="Measured efficiencies, by hardware.toml's names; shares of a peak are at most 1.",
+    hardware: str | None = setting(None, "A TOML file with more kinds of GPUs.", path=True)
+    efficiency: dict[str, float] = setting(
+        {}, "Measured efficiencies, by hardware.toml's names; shares of a peak are at most 1."
     )
 
     @field_validator("gpu", mode="before", json_schema_input_type=str | int | None)

@@ -192,7 +192,7 @@ def _literals(annotation: Any) -> list[Any]:
 def _keys() -> list[str]:
     from meshtune import config
 
-    return list(config.keys(config.Config))
+    return list(config.SETTINGS)
 
 
 def argument(text: Any) -> str:

@@ -188,7 +188,7 @@ def described(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str,
 
 def test_every_setting_is_described_in_one_sentence() -> None:
     texts = dict(described(Config))
-    assert {key for key in config.keys(Config) if key not in texts} == {
+    assert {key for key in config.SETTINGS if key not in texts} == {
         "model", "lora", "data", "train", "eval", "checkpoint", "log", "hub"
     }  # fmt: skip
     assert [key for key, text in texts.items() if not re.fullmatch(r"[A-Z][^.]*(\.\S[^.]*)*\.", text)] == []

@@ -9,15 +9,16 @@ import pytest
 import typer
 import yaml
 
+from meshtune import config
 from meshtune.cli import app
-from meshtune.config import Config, keys
+from meshtune.config import Config
 from meshtune.layout import Layout
 
 ROOT = Path(__file__).parents[2]
 FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md")),
          *sorted(ROOT.glob("examples/*.yaml"))]  # fmt: skip
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-SETTINGS = {*keys(Config), *(f"layout.{field}" for field in Layout.__dataclass_fields__)}
+SETTINGS = {*config.SETTINGS, *(f"layout.{field}" for field in Layout.__dataclass_fields__)}
 FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
 INLINE = re.compile(r"`([^`]+)`")
 CALL = re.compile(r"(?:^|(?<=[\s$(]))meshtune +((?:--)?[a-z][\w-]*)(?= |$|\n)([^\n]*)", re.MULTILINE)

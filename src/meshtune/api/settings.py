@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from meshtune.config import Config, keys, laid_over, load
+from meshtune.config import SETTINGS, Config, laid_over, load
 from meshtune.errors import expanded
 from meshtune.layout import Layout
 from meshtune.yaml_tree import read_yaml, undotted
@@ -23,11 +23,10 @@ def config_of(settings: Settings, overrides: Sequence[str] = ()) -> Config:
 
 def tree_of(settings: Settings, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """The settings as a tree of sections that is not validated yet, with `overrides` laid over them."""
-    known = [*keys(Config)]
     if isinstance(settings, Config | Mapping):
-        tree = undotted(plain(settings), known)
+        tree = undotted(plain(settings), SETTINGS)
     else:
-        tree = read_yaml(expanded(str(settings)), known)
+        tree = read_yaml(expanded(str(settings)), SETTINGS)
     return laid_over(tree, overrides)
 
 

@@ -21,7 +21,7 @@ from meshtune.errors import UserError, check_fetched, expanded, reason_of
 from meshtune.nearest import entries, path_meant
 from meshtune.rundir import write_text_atomically
 from meshtune.sections import HUB_FILES, DataConfig, hub_pattern, is_pattern
-from meshtune.setting_types import SUFFIXES
+from meshtune.setting import SUFFIXES
 from meshtune.units import counted, few
 
 SPLITS = {  # words in file names -> the split that they name

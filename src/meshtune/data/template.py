@@ -13,7 +13,7 @@ from meshtune.data.example import render_limit
 from meshtune.data.probe import ANSWER, QUESTION
 from meshtune.data.tokens import id_bound
 from meshtune.errors import UserError, check_file, expanded, written
-from meshtune.setting_types import is_template
+from meshtune.setting import is_template
 
 HEADER = r"^\s*-?\s*(special tokens|an answer ends with):[ \t]*(.*?)\s*$"  # of a template's opening comments
 COMMENT = r"\s*\{#[-+]?(.*?)[-+]?#\}"

@@ -29,7 +29,7 @@ from transformers.pytorch_utils import Conv1D
 from meshtune.errors import UserError
 from meshtune.model.anatomy import anatomy
 from meshtune.nearest import did_you_mean, nearest
-from meshtune.setting_types import is_regular_expression
+from meshtune.setting import is_regular_expression
 
 
 class _Lora(nn.Module):

@@ -10,22 +10,22 @@ Nothing is added to the formulas: where a step has more micro-batches than are d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 import numpy as np
 
 from meshtune.layout import ALL_AHEAD, Layout
-from meshtune.placement.columns import Columns
+from meshtune.placement.columns import Columns, Number, rows
 from meshtune.placement.schedules import Pass, orders
 from meshtune.placement.share import stage_blocks
 from meshtune.plan.accounting import accounting_of
 from meshtune.plan.machine import machine_of
-from meshtune.plan.memory.reserved import transient
+from meshtune.plan.memory.flight import activations_in_flight
 from meshtune.plan.memory.states import Step
-from meshtune.plan.memory.tensors import gradient_buffers
-from meshtune.plan.memory.timeline import Table, step_timeline
+from meshtune.plan.memory.tensors import START
+from meshtune.plan.memory.timeline import Liveness
 from meshtune.plan.programs import MESHTUNE
 from meshtune.plan.search import Choice, end_costs, ranks_of
 from meshtune.plan.seconds.block import Blocks
@@ -193,7 +193,7 @@ def _inputs(one: Pass, layout: Layout) -> list[list[Pass]]:
 
 # memory #
 
-END, LAST = "end of backward", "end of the last backward"  # the latter with no micro-batch in flight
+FORWARD, END, EARLIER_END = "forward", "end of backward", "end of an earlier backward"
 
 
 class Held(NamedTuple):
@@ -204,113 +204,71 @@ class Held(NamedTuple):
     parts: dict[str, float]  # categories of Memory
 
 
+class Sample(NamedTuple):
+    """A time at which the bytes that a rank holds are computed."""
+
+    seconds: float
+    event: str
+    micro_batches: float  # in flight; a share of one that is in some of a rank's stages
+    started: bool  # gradients are there: a backward has begun
+
+
 def memory_over_time(workload: Workload, choice: Choice, drawn: StepOverTime) -> tuple[int, list[Held]]:
     """(Fullest pipeline rank, bytes that it holds at the ends of its passes and at the events inside them).
 
     Their peak is the layout's: the events are those of `step_timeline`, with as many micro-batches in flight
     as the rank has then.
     """
-    at_rank = _RankMemory.of(workload, choice)
-    held, started, found = 0.0, False, []
-    share = 1 / choice.layout.stages_per_rank
-    last_stage, timed = drawn.layout.stages - 1, drawn.of_rank(at_rank.rank)
+    columns, accounting = Columns.of([choice.layout]), accounting_of(workload, choice.cluster)
+    place = int(choice.memory.rank)
+    stages = rows(ranks_of(workload, accounting, columns), slice(place, place + 1))
+    rank = int(stages.rank[0, 0])
+    times = list(_times(drawn, rank, choice.layout))
+    in_flight, started = np.array([[time.micro_batches for time in times], [time.started for time in times]])
+    step = Step(workload.work, columns, accounting, workload.seq_len, stages)
+    # A sum in addition to the gradients is there from the start.
+    started = started + accounting.precision.beside > 0
+    liveness = Liveness(step, activations_in_flight(step).holding(in_flight[None], started[None]))
+    timeline = liveness.timeline() | {FORWARD: liveness.parts(np.array(START))}
+    # Others are in flight behind all backwards but the last: their ends are shown where they count those.
+    counts_others = choice.layout.pp > 1 and np.ptp(timeline[END]["activations"]) > 0
+    events = {EARLIER_END: END if counts_others else FORWARD}
+    held = []
+    for number, time in enumerate(times):
+        event = events.get(time.event, time.event)
+        parts = {name: _number(size, number) for name, size in timeline[event].items()}
+        held.append(Held(time.seconds, event, parts))
+    return rank, held
+
+
+def _number(sizes: Number, number: int) -> float:
+    """Return one of the sizes of a rank, [1, times], or the only one."""
+    flat = np.ravel(sizes)
+    return float(flat[number if len(flat) > 1 else 0])
+
+
+def _times(drawn: StepOverTime, rank: int, layout: Layout) -> Iterator[Sample]:
+    """Yield the ends of a rank's passes and the events inside them."""
+    in_flight, started, share = 0.0, False, 1 / layout.stages_per_rank
+    last_stage, timed = drawn.layout.stages - 1, drawn.of_rank(rank)
     last = max(place for place, one in enumerate(timed) if one.kind in "BW")
     for place, one in enumerate(timed):
-        ends_stage = one.stage == last_stage
         if one.kind == "F":
-            found.append(at_rank.held(one.start, "forward", held, started))
-            held += share
-            found.append(at_rank.held(one.end, "forward", held, started))
-            if ends_stage:
-                found.append(at_rank.held(one.end, "loss", held, started))
+            yield Sample(one.start, FORWARD, in_flight, started)
+            in_flight += share
+            yield Sample(one.end, FORWARD, in_flight, started)
+            if one.stage == last_stage:
+                yield Sample(one.end, "loss", in_flight, started)
         elif one.kind in "BI":
-            if ends_stage:
-                found.append(at_rank.held(one.start, "backward of the head", held, started))
-            found.append(at_rank.held(one.start, "backward of a block", held, started))
+            if one.stage == last_stage:
+                yield Sample(one.start, "backward of the head", in_flight, started)
+            yield Sample(one.start, "backward of a block", in_flight, started)
             started = True
             if one.kind == "I":
-                found.append(at_rank.held(one.end, "forward", held, started))
+                yield Sample(one.end, FORWARD, in_flight, started)
         if one.kind in "BW":
-            held -= share
-            event = at_rank.end_of_backward(last=place == last)
-            found.append(at_rank.held(one.end, event, held, started))
+            in_flight -= share
+            yield Sample(one.end, END if place == last else EARLIER_END, in_flight, started)
         if one.kind == "optimizer":
-            found += [at_rank.held(time, "update", 0.0, started) for time in (one.start, one.end)]
-    return at_rank.rank, found
-
-
-@dataclass(frozen=True)
-class _RankMemory:
-    """Bytes of one rank at each event, and how they change with the micro-batches in flight."""
-
-    rank: int  # in the pipeline
-    events: dict[str, dict[str, float]]  # event, or LAST -> category -> bytes
-    in_flight: float  # activations of all micro-batches in flight at these events
-    micro_batch: float  # of one of them
-    no_gradients: float  # bytes of gradients before the first backward
-    earlier_gradients: float  # of gradients that earlier micro-batches have left
-    reserved: Callable[[Mapping[str, float]], float]  # overhead that grows with what comes and goes
-
-    @classmethod
-    def of(cls, workload: Workload, choice: Choice) -> _RankMemory:
-        """Return the fullest rank's."""
-        columns, work, tokens = Columns.of([choice.layout]), workload.work, workload.seq_len
-        accounting = accounting_of(workload, choice.cluster)
-        stages, place = ranks_of(workload, accounting, columns), int(choice.memory.rank)
-        step = Step(work, columns, accounting, tokens, stages)
-        table = Table(step)
-        loss, flight, shape = table.loss, table.flight, table.shape
-
-        def number(values: object) -> float:
-            return float(np.broadcast_to(np.asarray(values), shape)[place, 0])
-
-        alone = step_timeline(work, columns, accounting, tokens, stages, last_backward=True)
-        timeline = step_timeline(work, columns, accounting, tokens, stages) | {LAST: alone[END]}
-        events = {
-            event: {name: number(of) for name, of in parts.items()} for event, parts in timeline.items()
-        }
-        flat = number(gradient_buffers(step))
-        earlier = events["loss"]["gradients"] - number(stages.has_head * loss.gradients)
-        before = earlier if accounting.precision.beside else flat
-        return cls(
-            rank=int(number(stages.rank)),
-            events=events,
-            in_flight=number(flight.total),
-            micro_batch=number(flight.per_micro_batch),
-            no_gradients=before,
-            earlier_gradients=earlier,
-            reserved=lambda parts: accounting.reserved * float(np.squeeze(transient(parts, columns))),
-        )
-
-    def end_of_backward(self, *, last: bool) -> str:
-        """Name the event at the end of a backward. last: True for the step's; another one's holds more than
-        what is in flight where an embedding's gradient is whole by then.
-        """
-        if last:
-            return LAST
-        return END if self.events[END] != self.events[LAST] else "forward"
-
-    def held(self, seconds: float, event: str, micro_batches: float, started: bool) -> Held:
-        """Bytes at an event with so many micro-batches in flight.
-
-        event: of EVENTS, LAST, or "forward": none of them. started: whether a backward has made gradients.
-        """
-        at_event = self.events["loss" if event == "forward" else event]
-        parts = dict(at_event)
-        in_flight = micro_batches * self.micro_batch
-        if event == "forward":
-            parts |= {
-                "activations": in_flight, "logits": 0.0, "gradients": self.earlier_gradients,
-            }  # fmt: skip
-        elif event == LAST:
-            parts["activations"] += in_flight
-        elif event == END:
-            parts["activations"] += in_flight + self.micro_batch - self.in_flight
-        elif event != "update":
-            parts["activations"] += in_flight - self.in_flight
-        if not started:
-            parts["gradients"] += self.no_gradients - self.earlier_gradients
-        elif event != "update":
-            parts["gradients"] = max(parts["gradients"], self.earlier_gradients)
-        parts["overhead"] += self.reserved(parts) - self.reserved(at_event)
-        return Held(seconds, END if event == LAST else event, parts)
+            yield Sample(one.start, "update", 0.0, started)
+            yield Sample(one.end, "update", 0.0, started)

@@ -15,7 +15,7 @@ from meshtune.errors import UserError
 from meshtune.plan.cluster import Cluster, cluster_for, cluster_of
 from meshtune.plan.kinds import kind_named, kinds_of
 from meshtune.sections import ClusterConfig
-from meshtune.setting_types import MOST_GPUS
+from meshtune.setting import MOST_GPUS
 
 # Settings that describe the machines of one kind.
 OF_ONE_KIND = ("gpus_per_node", "memory_gib", "link", "network", "efficiency")

@@ -1,7 +1,7 @@
 """JSON schema (draft 2020-12) of a config file, for editors: `schema.json` in this package.
 
-Pydantic writes it from the settings tree. Added here: what validators in Python accept (layouts, sources,
-names of tables), and the dotted form of each key (`train.max_steps: 5`). It knows one value at a time: values
+Pydantic writes it from the settings tree. Added here: what validators in Python accept (layouts, sources),
+and the dotted form of each key (`train.max_steps: 5`). It knows one value at a time: values
 that contradict each other are refused by `config.load` alone.
 """
 
@@ -11,27 +11,27 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from meshtune.config import TABLES, Config
+from meshtune.config import Config
 from meshtune.layout import AUTO, CHOICES, TOKENS, Layout
 
 SCHEMA_FILE = Path(__file__).with_name("schema.json")
 EDITOR_LINE = f"# yaml-language-server: $schema={SCHEMA_FILE}"  # first line of a file that a command writes
-LAYOUT_FIELDS = {
-    "dp_replicate": "Replicas of data parallelism.",
-    "dp_shard": "Data-parallel ranks that ZeRO shards over, with those of cp.",
-    "zero": "Stage: 1 shards optimizer state, 2 gradients too, 3 parameters too.",
-    "cp": "Ranks that share a sequence (context parallel).",
-    "cp_method": "Context parallelism by all-gathered keys and values, or by all-to-all over heads.",
-    "tp": "Ranks that share each matrix (tensor parallel).",
-    "sp": "Sequence parallelism over the tensor-parallel ranks.",
-    "sp_regather": "Gather the inputs of sequence parallelism again in the backward.",
-    "pp": "Pipeline ranks.",
-    "schedule": "Pipeline schedule.",
-    "virtual_stages": "Pipeline stages of each rank.",
-    "micro_batch_size": "Sequences in one forward of a rank.",
-    "gradient_accumulation_steps": "Micro-batches summed in one optimizer step.",
-    "recompute": "Activations computed again in the backward instead of saved.",
-    "recompute_blocks": "Blocks of each pipeline stage that do, from its first on; null: all.",
+LAYOUT_FIELDS = {  # sentence, and unit of a number
+    "dp_replicate": ("Replicas of data parallelism.", "ranks"),
+    "dp_shard": ("Data-parallel ranks that ZeRO shards over, with those of cp.", "ranks"),
+    "zero": ("Stage: 1 shards optimizer state, 2 gradients too, 3 parameters too.", ""),
+    "cp": ("Ranks that share a sequence (context parallel).", "ranks"),
+    "cp_method": ("Context parallelism by all-gathered keys and values, or by all-to-all over heads.", ""),
+    "tp": ("Ranks that share each matrix (tensor parallel).", "ranks"),
+    "sp": ("Sequence parallelism over the tensor-parallel ranks.", ""),
+    "sp_regather": ("Gather the inputs of sequence parallelism again in the backward.", ""),
+    "pp": ("Pipeline ranks.", "ranks"),
+    "schedule": ("Pipeline schedule.", ""),
+    "virtual_stages": ("Pipeline stages of each rank.", "stages"),
+    "micro_batch_size": ("Sequences in one forward of a rank.", "sequences"),
+    "gradient_accumulation_steps": ("Micro-batches summed in one optimizer step.", "micro-batches"),
+    "recompute": ("Activations computed again in the backward instead of saved.", ""),
+    "recompute_blocks": ("Blocks of each pipeline stage that do, from its first on; null: all.", "blocks"),
 }
 
 
@@ -43,8 +43,6 @@ def schema() -> dict[str, Any]:
         part.pop("title", None)
         for setting in part["properties"].values():
             tidy(setting)
-    for name, table in TABLES.items():
-        sections["TrainConfig"]["properties"][name]["enum"] = list(table)
     for name in ("train", "eval"):
         source = {"anyOf": [{"type": "string", "minLength": 1}, {"$ref": "#/$defs/SourceConfig"}]}
         sections["DataConfig"]["properties"][name] |= {
@@ -88,11 +86,12 @@ def layout_mapping() -> dict[str, Any]:
             value = {"type": "boolean"}
         elif field.name in CHOICES:
             value = {"enum": list(CHOICES[field.name])}
+        sentence, unit = LAYOUT_FIELDS[field.name]
         properties[field.name] = {
             "anyOf": [value, {"const": AUTO}, *[{"type": "null"}] * (field.default is None)],
             "default": field.default,
-            "description": LAYOUT_FIELDS[field.name],
-        }
+            "description": sentence,
+        } | ({"unit": unit} if unit else {})
     return {"type": "object", "additionalProperties": False, "properties": properties}
 
 

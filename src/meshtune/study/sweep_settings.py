@@ -4,32 +4,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any, get_args, get_origin
 
-from pydantic import BaseModel
-
-from meshtune.config import Config, keys
+from meshtune.config import SETTINGS, Config
 from meshtune.errors import UserError, written
 from meshtune.layout import AUTO, CHOICES, Layout, PartialLayout
 from meshtune.nearest import did_you_mean, nearest
-from meshtune.setting_types import unusable
+from meshtune.setting import section_in, usable
 from meshtune.tools.table import unknown_setting
 from meshtune.yaml_tree import leaves, merge, nested
 
-SETTINGS = tuple(keys(Config))
 LAYOUT_FIELDS = tuple(f"layout.{row.name}" for row in fields(Layout))
 LEFT_TO_THE_SWEEP = ("output", "output_exists")
 ANY_MODEL = {"model": {"name": "any"}}  # beside one setting that is checked alone
-
-
-def section_of(path: str) -> type[BaseModel] | None:
-    """The class of the section at a dotted path; None for a setting."""
-    section: type[BaseModel] | None = Config
-    for part in path.split("."):
-        info = section.model_fields.get(part) if section else None
-        kinds = (info.annotation, *get_args(info.annotation)) if info else ()
-        section = next(
-            (kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None
-        )
-    return section
 
 
 def key_problems(key: str) -> list[str]:
@@ -49,19 +34,14 @@ def _entry_of_a_table(key: str) -> bool:
 
 
 def _is_table(key: str) -> bool:
-    before, _, name = key.rpartition(".")
-    section = section_of(before) if before else Config
-    info = section.model_fields.get(name) if section else None
-    kinds = (info.annotation, *get_args(info.annotation)) if info else ()
+    kinds = (field.annotation, *get_args(field.annotation)) if (field := SETTINGS.get(key)) else ()
     return any(get_origin(kind) is dict or kind is dict for kind in kinds)
 
 
 def default_of(key: str) -> Any:
     """The default of a setting; None where it has none, and for an entry of a table."""
-    before, _, name = key.rpartition(".")
-    section = section_of(before) if before else Config
-    info = section.model_fields.get(name) if section else None
-    return None if info is None or info.is_required() else info.default
+    field = SETTINGS.get(key)
+    return None if field is None or field.is_required() else field.default
 
 
 def value_problems(key: str, value: Any) -> list[str]:
@@ -88,7 +68,7 @@ def _setting_in(name: str) -> str:
     """The setting that a leaf belongs to: a list of sources has keys below it."""
     parts = name.split(".")
     return next((key for end in range(len(parts), 0, -1) if (key := ".".join(parts[:end])) in SETTINGS
-                 and section_of(key) is None), name)  # fmt: skip
+                 and not section_in(SETTINGS[key])), name)  # fmt: skip
 
 
 def _wrong_values(tree: Mapping[str, Any]) -> Iterator[str]:
@@ -96,7 +76,9 @@ def _wrong_values(tree: Mapping[str, Any]) -> Iterator[str]:
     the experiments.
     """
     whole = merge(ANY_MODEL, tree)
-    if problems := [*unusable(whole)]:
+    problems: list[str] = []
+    whole = usable(whole, Config, problems)
+    if problems:
         yield from problems
         return
     names = tuple(f"{'.'.join(map(str, leaf.path))} = " for leaf in leaves(tree, SETTINGS))

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from meshtune import config
-from meshtune.config import Config
+from meshtune.config import HELD_OUT, Config, unchecked
 from meshtune.errors import UserError, check_file, explained, type_name, written
-from meshtune.setting_partners import HELD_OUT, unchecked, unmet
+from meshtune.setting import unmet
 from meshtune.tools import layouts
 from meshtune.tools.exporters import conversion_of
 from meshtune.tools.job import (
@@ -262,12 +262,12 @@ def _without_effect(result: Migrated) -> None:
         for name in [name for name in result.settings if name.startswith("lora.")]:
             _drop(result, name, "method is full; set method=lora")
     with suppress(ValidationError):  # a wrong value, which `config` reports with all others
-        for setting, _, need in unmet(unchecked(Config, result.tree)):
-            _drop(result, setting, f"{need.reason}; {need.remedy}")
-        data = unchecked(Config, result.tree).data
+        for setting, _, need in unmet(unchecked(result.tree)):
+            _drop(result, setting, need.answer)
+        data = unchecked(result.tree).data
         for setting, value in [*result.settings.items()]:  # also where the file names no rows at all
             if setting.startswith("eval.") and not (data.eval or data.eval_split or is_off(value)):
-                _drop(result, setting, "; ".join(HELD_OUT))
+                _drop(result, setting, HELD_OUT.answer)
 
 
 def _drop(result: Migrated, setting: str, reason: str) -> None:

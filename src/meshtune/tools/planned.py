@@ -15,7 +15,7 @@ from meshtune.plan.programs import Tool
 from meshtune.recomputation import RECOMPUTATIONS
 from meshtune.schedules import SCHEDULES
 from meshtune.sections import DataConfig, SourceConfig, is_pattern
-from meshtune.setting_types import SUFFIXES, epochs_of, is_regular_expression
+from meshtune.setting import SUFFIXES, epochs_of, is_regular_expression
 from meshtune.tools.table import toml
 from meshtune.units import counted
 

@@ -9,7 +9,7 @@ from typing import Any
 from meshtune.data.messages import REASONING
 from meshtune.schedules import SCHEDULES, transformers_schedule
 from meshtune.sections import DataConfig
-from meshtune.setting_types import is_regular_expression, is_template
+from meshtune.setting import is_regular_expression, is_template
 from meshtune.tools.job import (
     OFF,
     Conversion,

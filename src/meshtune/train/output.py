@@ -34,7 +34,7 @@ from meshtune.length import limits
 from meshtune.model.identity import BASE_DIGEST, check_base
 from meshtune.rundir import Row, RunDir, aside_pattern, write_settings
 from meshtune.sections import SourceConfig, is_pattern
-from meshtune.setting_types import is_template
+from meshtune.setting import is_template
 from meshtune.train.checkpoint import Checkpoints
 from meshtune.units import counted
 

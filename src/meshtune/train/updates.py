@@ -10,7 +10,7 @@ from meshtune.data.stream import Stream
 from meshtune.length import ending, limits
 from meshtune.optim.schedule import learning_rates
 from meshtune.schedules import warmup
-from meshtune.setting_types import epochs_of
+from meshtune.setting import epochs_of
 from meshtune.train.console import Course
 from meshtune.units import counted, scientific
 

@@ -12,14 +12,14 @@ from cases import cases
 from golden import refuses, says
 
 from meshtune import config
-from meshtune.config import Config, keys, unknown_key
+from meshtune.config import unknown_key
 from meshtune.errors import UserError
 from meshtune.layout import Layout, PartialLayout
 from meshtune.tools.table import OTHERS, TOOLS, table
 
 ROOT = Path(__file__).parents[3]
 LISTED = json.loads((ROOT / "tests" / "data" / "trainer_keys.json").read_text())
-SETTINGS = {*keys(Config), *(f"layout.{row.name}" for row in fields(Layout))}
+SETTINGS = {*config.SETTINGS, *(f"layout.{row.name}" for row in fields(Layout))}
 
 
 @pytest.mark.parametrize("tool", TOOLS)

@@ -12,7 +12,8 @@ from meshtune.units import Number
 
 if TYPE_CHECKING:
     from meshtune.placement.columns import Columns
-    from meshtune.plan.accounting import Accounting, Context
+    from meshtune.plan.accounting import Context
+    from meshtune.plan.memory.states import Step
     from meshtune.plan.work import Kept, Work
 
 
@@ -130,17 +131,17 @@ def from_other_ranks(
     return added * per_token.keys / keys
 
 
-def output_gradients(work: Work, layouts: Columns, tokens: Number, *, element: float) -> Number:
+def output_gradients(step: Step) -> Number:
     """Bytes of the gradients of what an average block's matmuls and norms return, for one micro-batch.
 
     A zero-bubble schedule holds them from the backward of a stage's input to that of its weights: those of
-    norms where they are multiplied with the weight. tokens, element: as in `saved_by_block`.
+    norms where they are multiplied with the weight.
     """
-    sequence_shards = np.where(layouts.sp > 0, layouts.tp, 1.0)
+    work, element, shards = step.work, step.accounting.element, step.sequence_shards
     cut = sum(matrix.count * matrix.rows for matrix in work.matrices if matrix.cut == "rows")
     uncut = sum(matrix.count * matrix.rows for matrix in work.matrices if matrix.cut != "rows")
-    norms = work.norms * norm_gradient(work, element)
-    return tokens * (element * (cut / layouts.tp + uncut / sequence_shards) + norms / sequence_shards)
+    norms = work.norms * norm_gradient(work, element) / shards
+    return step.tokens * (element * (cut / step.layouts.tp + uncut / shards) + norms)
 
 
 def norm_gradient(work: Work, element: float) -> Number:
@@ -164,136 +165,53 @@ def compiled(per_token: Kept) -> Kept:
     )
 
 
-class MicroBatchSizes(NamedTuple):
-    """Tokens and bytes of one micro-batch on a rank."""
-
-    tokens: Number  # after cp
-    sequence_shards: Number  # parts that sp splits the sequence into; 1 without sp
-    hidden_bytes: Number  # bytes of the hidden states of all these tokens, not split by sp
-    head_gradient: Number  # elements of the head's gradient on a tp rank, 0 where the head is frozen
-
-    @classmethod
-    def of(cls, work: Work, layouts: Columns, accounting: Accounting, seq_len: Number) -> MicroBatchSizes:
-        """Return the sizes for micro-batches of whole sequences of `seq_len` tokens."""
-        tokens = layouts.rank_tokens(seq_len)
-        head = work.vocabulary * work.hidden / layouts.tp * work.head_trainable
-        sequence_shards = np.where(layouts.sp > 0, layouts.tp, 1.0)
-        return cls(tokens, sequence_shards, accounting.element * work.hidden * tokens, head)
-
-
-class LossBytes(NamedTuple):
-    """Bytes that the rank with the head holds for the last norm, the logits and the loss."""
-
-    logits: Number  # at most, with their gradients and copies in the loss
-    activations: Number  # beside them: the last norm's, hidden states and their gradient
-    gradients: Number  # beside them: the head's gradient and its sum over chunks
-    per_extra_micro_batch: Number  # activations of each micro-batch in flight but the one in the loss
-    gradients_per_extra: Number  # the same of the head's gradient
-    norm_backward: Number  # activations of the last norm, in its backward
-    hidden_gradient: Number  # that the backward of the last norm returns
-    logits_in_backward: Number  # not freed yet in the head's backward
-    gradients_in_backward: Number  # of the head, in its backward
-    gradients_pending: Number  # of the head that no sum has taken yet, in the blocks' backward
-    hole: Number  # where a chunk's logits were in fp32, too small for the head's gradient behind them
-
-
-def loss_bytes(work: Work, layouts: Columns, accounting: Accounting, sizes: MicroBatchSizes) -> LossBytes:
-    """Bytes for the last norm, the logits and the loss on the rank with the head.
-
-    With a finite `loss_chunk` the loss makes its gradients in the forward, a chunk of tokens at a time
-    (train/loss.py): logits, a copy of their hidden states and its gradient, the head's gradient. sp gathers
-    the last norm's output.
-
-    sizes: of one micro-batch. Every layout is counted as if its rank had the head.
-    """
-    precision, element = accounting.precision, accounting.element
-    head_gradient = sizes.head_gradient * precision.gradient
-    labels = sizes.tokens * work.labelled
-    chunk_tokens = np.ceil(labels / np.maximum(np.ceil(labels / accounting.loss_chunk), 1.0))
-    one_copy = chunk_tokens * work.vocabulary / (1.0 if accounting.gathers_logits else layouts.tp)
-    kept, changes = (ends.logit, ends.changes) if (ends := work.ends.get(int(element))) else (0.0, False)
-    logits = one_copy * (accounting.logit + np.where(layouts.tp > 1, accounting.logit_split, 0.0) + kept)
-    hidden, gradients, in_flight, gradients_in_flight, hole = 0.0, 0.0, 0.0, 0.0, 0.0
-    if math.isfinite(accounting.loss_chunk):
-        copy = chunk_tokens * element * work.hidden
-        # The logits, their gradient and, where the head changes its matrix's output, the gradient of that,
-        # in the backward of what it does to logits and in that of the matrix, which makes its gradient.
-        copies = 3 if changes else 2
-        in_head = (copies * element + 2 * kept) * one_copy
-        in_matmul = copies * element * one_copy
-        logits = np.maximum(logits, in_head)
-        ends = in_matmul + copy + head_gradient > logits
-        logits = np.where(ends, in_matmul, logits)
-        hidden = copy + sizes.hidden_bytes + np.where(ends, copy, 0.0)
-        head_sum = np.where(chunk_tokens < labels, 4.0 * sizes.head_gradient, 0.0)  # fp32, over chunks
-        gradients = head_sum + np.where(ends, head_gradient, 0.0)
-        in_flight, gradients_in_flight = sizes.hidden_bytes, head_gradient  # made in the forward
-        wide = 2 * 4.0 * one_copy * (element < 4)  # the logits cast, and their softmax
-        hole = np.where(ends & (head_sum > 0) & (head_gradient >= wide), wide, 0.0)
-
-    norm, norm_backward = last_norm_bytes(work, accounting, sizes)
-    sharded, accumulates = accounting.gathers_shards(layouts), layouts.gradient_accumulation_steps > 1
-    unsummed = ~(accumulates | (accounting.gradient_replicas(layouts) > 1))
-    pending = np.where(sharded | unsummed, head_gradient, 0.0)
-    in_backward = np.where(sharded | unsummed | accounting.whole_vocabulary_gradients, head_gradient, 0.0)
-    if accounting.shards_masters:  # replicas that do not accumulate have no sum before this backward
-        first_sum = np.where(
-            sharded | unsummed | accumulates, 0.0, sizes.head_gradient * precision.accumulated
-        )
-        pending, in_backward = pending + first_sum, in_backward + first_sum
-    return LossBytes(
-        logits=logits,
-        activations=hidden + norm + sizes.hidden_bytes,
-        gradients=gradients,
-        per_extra_micro_batch=in_flight + norm,
-        gradients_per_extra=gradients_in_flight,
-        norm_backward=norm_backward,
-        hidden_gradient=sizes.hidden_bytes / sizes.sequence_shards,
-        logits_in_backward=one_copy * accounting.logit_head_backward,
-        gradients_in_backward=in_backward,
-        gradients_pending=pending,
-        hole=hole,
-    )
-
-
-def last_norm_bytes(work: Work, accounting: Accounting, sizes: MicroBatchSizes) -> tuple[Number, Number]:
+def last_norm_bytes(step: Step) -> tuple[Number, Number]:
     """Bytes that the last norm keeps, and the most in its backward: as traced, else those of Llama's, which
     keeps its input in fp32 and the normalised states.
     """
-    output, element = sizes.hidden_bytes / sizes.sequence_shards, accounting.element
-    if accounting.fused_norms:
+    hidden, element = step.hidden, step.accounting.element
+    if step.accounting.fused_norms:
         # in the head's backward: the norm's input and output and their gradient, under sp gathered too
-        return 2 * output, 3 * output + np.where(sizes.sequence_shards > 1, 2 * sizes.hidden_bytes, 0.0)
-    if ends := work.ends.get(int(element)):
-        tokens = sizes.tokens / sizes.sequence_shards
+        return 2 * hidden, 3 * hidden + np.where(step.sequence_shards > 1, 2 * step.whole_hidden, 0.0)
+    if ends := step.work.ends.get(int(element)):
+        tokens = step.tokens / step.sequence_shards
         return tokens * ends.norm, tokens * ends.norm_backward
-    wide = output * max(4 / element, 1.0)
-    return wide + output, 6 * wide
+    wide = hidden * max(4 / element, 1.0)
+    return wide + hidden, 6 * wide
 
 
-def block_backward(work: Work, layouts: Columns, accounting: Accounting, sizes: MicroBatchSizes) -> Number:
+def kept_for_head(step: Step) -> tuple[Number, Number]:
+    """Bytes of (activations, the head's gradient) of each micro-batch between its loss and its backward.
+
+    With a finite `loss_chunk` the loss makes its gradients in the forward.
+    """
+    norm, _ = last_norm_bytes(step)
+    if not math.isfinite(step.accounting.loss_chunk):
+        return norm, 0.0
+    return step.whole_hidden + norm, step.head * step.accounting.precision.gradient
+
+
+def block_backward(step: Step) -> Number:
     """Bytes of temporaries of one block's backward on a rank for one micro-batch, beside what it saved and
     recomputed, and the gradient of its output.
 
-    Two tensors [tokens, widest matmul input], split by
-    tp, or [tokens, output of the attention core] where each rank has all heads; with regather the gathered
-    input [tokens, hidden].
+    Two tensors [tokens, widest matmul input], split by tp, or [tokens, output of the attention core] where
+    each rank has all heads; with regather the gathered input [tokens, hidden].
     """
-    heads = work.head_shards(layouts.tp)
+    work, layouts, accounting = step.work, step.layouts, step.accounting
     widths = [matrix.cols / layouts.tp for matrix in work.matrices]
-    widths += [core.query_heads * core.v_dim / heads for core in work.cores]
-    widest = np.max(np.broadcast_arrays(sizes.tokens, *widths)[1:], axis=0)
-    gathered = np.where(accounting.regathers(layouts), sizes.hidden_bytes, 0.0)
-    inside = 2 * accounting.element * sizes.tokens * widest
+    widths += [core.query_heads * core.v_dim / work.head_shards(layouts.tp) for core in work.cores]
+    widest = np.max(np.broadcast_arrays(step.tokens, *widths)[1:], axis=0)
+    gathered = np.where(accounting.regathers(layouts), step.whole_hidden, 0.0)
+    inside = 2 * accounting.element * step.tokens * widest
     if not accounting.fused_norms:
-        wide = sizes.hidden_bytes / sizes.sequence_shards * max(4 / accounting.element, 1.0)  # in fp32
-        inside = np.maximum(inside, work.last_norm * wide)
+        inside = np.maximum(
+            inside, work.last_norm * step.hidden * max(4 / accounting.element, 1.0)
+        )  # in fp32
     return inside + gathered
 
 
-def recomputation_start(
-    work: Work, layouts: Columns, accounting: Accounting, sizes: MicroBatchSizes
-) -> Number:
+def recomputation_start(step: Step) -> Number:
     """Bytes that a block's selective recomputation has when it has come to the queries, beside what was saved
     and the gradient of the block's output. With adapters, of which outputs are saved that no backward needs,
     a rank never has more.
@@ -302,11 +220,11 @@ def recomputation_start(
     and as sp gathers it; the norm of queries, in fp32, of which the inputs have been freed where adapters
     added them up. Queries without a norm: their rotary embedding.
     """
-    element, wide, tokens = accounting.element, max(4, accounting.element), sizes.tokens
-    adapted = any(matrix.adapter for matrix in work.matrices)
-    gathered = np.where(sizes.sequence_shards > 1, sizes.hidden_bytes, 0.0)
-    first_norm = sizes.hidden_bytes / sizes.sequence_shards * (wide / element + 1)
+    work, element = step.work, step.accounting.element
+    wide, adapted = max(4, element), any(matrix.adapter for matrix in work.matrices)
+    gathered = np.where(step.sequence_shards > 1, step.whole_hidden, 0.0)
+    first_norm = step.hidden * (wide / element + 1)
     queries = sum(core.count * core.query_heads * core.qk_dim for core in work.cores)
     of_query = np.where(work.normed_heads > 0, 2 * (wide + element), 3 * element) - element * adapted
-    of_queries = tokens * queries * of_query / work.head_shards(layouts.tp)
-    return gathered + adapted * sizes.hidden_bytes + first_norm + gathered + of_queries
+    of_queries = step.tokens * queries * of_query / work.head_shards(step.layouts.tp)
+    return gathered + adapted * step.whole_hidden + first_norm + gathered + of_queries

@@ -10,21 +10,19 @@ import numpy as np
 
 from meshtune.layout import V_SCHEDULES, ZERO_BUBBLE
 from meshtune.plan.memory.activations import (
-    MicroBatchSizes,
     block_backward,
+    kept_for_head,
     norm_gradient,
     output_gradients,
     recomputation_start,
     saved_by_block,
 )
-from meshtune.plan.memory.stages import Stages, fullest, in_flight, in_flight_in_head, kept_input_gradients
+from meshtune.plan.memory.stages import fullest, in_flight, in_flight_in_head, kept_input_gradients
 from meshtune.units import Number
 
 if TYPE_CHECKING:
-    from meshtune.placement.columns import Columns
-    from meshtune.plan.accounting import Accounting
-    from meshtune.plan.memory.activations import BlockBytes, LossBytes
-    from meshtune.plan.work import Work
+    from meshtune.plan.memory.activations import BlockBytes
+    from meshtune.plan.memory.states import Step
 
 
 class InFlight(NamedTuple):
@@ -43,30 +41,37 @@ class InFlight(NamedTuple):
     total: Number  # of all micro-batches in flight: saved by blocks, sent, held for the loss
     at_loss: Number  # the same in the loss, and in the backward of the head
     per_micro_batch: Number  # of one of them
+    others: Number  # of all but one
     input_gradients: Number  # of stages' inputs that a split backward leaves until the next step
     head_gradients: Number  # of the head, of all micro-batches in flight but one
+    earlier_gradients: tuple[Number, Number]  # allocated (in the last loss, when the fullest backward starts)
     received: Number  # buffers that hidden states and their gradients are received in
-    micro_batches: Number  # in flight, at most
+    started: Number = 1  # 0 before the first backward of a step, so without gradients of earlier ones
 
-    @property
-    def others(self) -> Number:
-        """Bytes of all micro-batches in flight but one."""
-        return self.total - self.per_micro_batch
+    def holding(self, micro_batches: Number, started: Number) -> InFlight:
+        """The same with other numbers of micro-batches in flight, or left at the end of a backward.
+
+        started: 0 before the first backward of a step.
+        """
+        total = micro_batches * self.per_micro_batch
+        added = total - self.total
+        return self._replace(
+            total=total,
+            others=total,
+            at_loss=self.at_loss + added,
+            in_block_forward=np.where(self.in_block_forward > 0, self.in_block_forward + added, 0.0),
+            started=started,
+        )
 
 
-class Messages(NamedTuple):
-    """Hidden states, or gradients of them, of micro-batches between stages that a pipeline rank holds."""
+def stage_messages(step: Step, micro_batches: Number, keeps_input: Number) -> tuple[Number, Number]:
+    """Count the hidden states, or gradients of them, that a rank holds for other stages: (in receive buffers,
+    sent ones, less what blocks keep that lies in a receive buffer).
 
-    received: Number  # in receive buffers
-    kept: Number  # sent ones, less what blocks keep that lies in a receive buffer
-
-
-def messages_of_stages(
-    layouts: Columns, accounting: Accounting, stages: Stages, micro_batches: Number, keeps_input: Number
-) -> Messages:
-    """Count the messages that a rank holds. micro_batches: in flight. keeps_input: True where the first block
-    of a stage keeps its input as it is: what was received.
+    micro_batches: in flight. keeps_input: True where the first block of a stage keeps its input as it is:
+    what was received.
     """
+    layouts, accounting, stages = step.layouts, step.accounting, step.stages
     virtual, steps = layouts.virtual_stages, layouts.gradient_accumulation_steps
     buffers = np.minimum(steps, accounting.receive_buffers)
     received = buffers * (2 * virtual - stages.has_embedding - stages.has_head)  # from both neighbours
@@ -81,23 +86,17 @@ def messages_of_stages(
         # Fewer are used again, while blocks keep what was received.
         kept = kept - np.where(keeps_input, micro_batches * (virtual - stages.has_embedding), 0.0)
         kept = kept + layouts.runs("1f1b")  # the one sent a pass ago
-    return Messages(received, kept)
+    return received, kept
 
 
-def activations_in_flight(
-    work: Work, layouts: Columns, accounting: Accounting, seq_len: Number, stages: Stages, loss: LossBytes
-) -> InFlight:
-    """Bytes of activations of all micro-batches that a rank has in flight, and its receive buffers.
-
-    loss: of the rank with the head.
-    """
-    sizes = MicroBatchSizes.of(work, layouts, accounting, seq_len)
-    block = _block(work, layouts, accounting, seq_len, sizes)
-    virtual = layouts.virtual_stages
+def activations_in_flight(step: Step) -> InFlight:
+    """Bytes of activations of all micro-batches that a rank has in flight, and its receive buffers."""
+    work, layouts, accounting, stages = step.work, step.layouts, step.accounting, step.stages
+    block, virtual = block_bytes(step), layouts.virtual_stages
     recomputing = stages.recomputing(layouts)
     saving = stages.blocks - recomputing  # blocks that recompute nothing, behind those that do
     of_micro_batch = recomputing * block.saved + saving * block.everything
-    waiting = stages.blocks * output_gradients(work, layouts, sizes.tokens, element=accounting.element)
+    waiting = stages.blocks * output_gradients(step)
     most = in_flight(layouts, stages.rank)
     micro_batches, without_weights = fullest(layouts, stages.rank, of_micro_batch, waiting)
     of_blocks = micro_batches * of_micro_batch
@@ -105,31 +104,30 @@ def activations_in_flight(
     fuller = np.where(unequal, stages.interleaved, 1.0)
     less_at_loss = of_blocks * (fuller - np.where(unequal, stages.interleaved_at_loss, 1.0))
     ends = None if accounting.saved else work.ends.get(int(accounting.element))
-    tables = sizes.tokens * ends.tables if ends else 0.0  # of each stage
-    before = stages.has_embedding * sizes.tokens / sizes.sequence_shards * (ends.before if ends else 0.0)
+    tables = step.tokens * ends.tables if ends else 0.0  # of each stage
+    before = stages.has_embedding * step.tokens / step.sequence_shards * (ends.before if ends else 0.0)
     keeps_input = (recomputing > 0) & layouts.recomputation("block") | (accounting.element >= 4)
-    hidden = np.where(layouts.pp > 1, sizes.hidden_bytes / sizes.sequence_shards, 0.0)
-    messages = messages_of_stages(layouts, accounting, stages, micro_batches, keeps_input)
+    hidden = np.where(layouts.pp > 1, step.hidden, 0.0)
+    received, kept = stage_messages(step, micro_batches, keeps_input)
     in_head = stages.has_head * in_flight_in_head(layouts, micro_batches)
-    total = of_blocks * fuller + micro_batches * (virtual * tables + before) + hidden * messages.kept
-    total = total + in_head * loss.per_extra_micro_batch + without_weights * waiting
-    of_stage = input_backward(work, layouts, accounting, sizes, stages, loss)
+    kept_activations, kept_gradients = kept_for_head(step)
+    total = of_blocks * fuller + micro_batches * (virtual * tables + before) + hidden * kept
+    total = total + in_head * kept_activations + without_weights * waiting
     lies_in_buffer = (layouts.pp > 1) & (stages.has_head == 0) & math.isinf(accounting.receive_buffers)
-    output_gradient = np.where(lies_in_buffer, 0.0, sizes.hidden_bytes / sizes.sequence_shards)
-    passes = block_passes(work, layouts, accounting, seq_len, sizes, block, output_gradient=output_gradient)
+    output_gradient = np.where(lies_in_buffer, 0.0, step.hidden)
+    passes = block_passes(step, block, output_gradient)
     masks = np.where(layouts.recomputation("block"), passes.masks, 0.0)  # held for the second forward
     total = total + micro_batches * masks
     in_forward = np.where(saving > 0, passes.forward, passes.recomputed_forward) + passes.masks - masks
     # The blocks that recompute nothing come first in the backward, and free what they saved.
     at_once = np.maximum(passes.recomputed - saving / virtual * block.everything, 0.0)
     starts = layouts.recomputation("by_operation") & (saving <= 0) & (accounting.selected is None)
-    start = output_gradient + recomputation_start(work, layouts, accounting, sizes)
-    of_stage = np.maximum(of_stage, np.where(starts, start, 0.0))
-    in_backward = np.maximum(passes.backward + at_once, of_stage)
-    first = np.maximum(passes.backward + passes.recomputed, of_stage)
+    start = np.where(starts, output_gradient + recomputation_start(step), 0.0)
+    of_stage = np.maximum(input_backward(step), start)
+    per_micro_batch = total / np.maximum(most, 1.0)
     return InFlight(
         in_block_forward=np.where(passes.traced, total + in_forward, 0.0),
-        in_block_backward=in_backward,
+        in_block_backward=np.maximum(passes.backward + at_once, of_stage),
         made=passes.made,
         traced=passes.traced,
         behind_second=np.where(
@@ -137,55 +135,81 @@ def activations_in_flight(
         ),
         stage_blocks=stages.blocks / virtual,
         of_block=np.where(saving > 0, block.everything, block.saved),
-        first_block=block.saved + tables + masks + first,
+        first_block=block.saved + tables + masks + np.maximum(passes.backward + passes.recomputed, of_stage),
         total=total,
         at_loss=total - less_at_loss,
-        per_micro_batch=total / np.maximum(most, 1.0),
+        per_micro_batch=per_micro_batch,
+        others=total - per_micro_batch,
         input_gradients=kept_input_gradients(layouts, stages) * accounting.keeps_sent * hidden,
-        head_gradients=in_head * loss.gradients_per_extra,
-        received=hidden * messages.received,
-        micro_batches=most,
+        head_gradients=in_head * kept_gradients,
+        earlier_gradients=earlier_gradients(step, most, per_micro_batch),
+        received=hidden * received,
     )
 
 
-def _block(
-    work: Work, layouts: Columns, accounting: Accounting, seq_len: Number, sizes: MicroBatchSizes
-) -> BlockBytes:
+def earlier_gradients(step: Step, in_flight: Number, per_micro_batch: Number) -> tuple[Number, Number]:
+    """Bytes of gradients already allocated (in the last loss, when the fullest backward starts), without
+    those of the head in flight.
+
+    If all micro-batches are in flight (GPipe), gradients appear only after the first backward, which has
+    freed one micro-batch's activations: only what exceeds those counts, and the head's, which are there
+    before a block's. Without a pipeline, 0 for a step of one micro-batch. Where a sum lies next to the
+    gradients (`Copies.beside`), it is there from the start.
+
+    in_flight: micro-batches, at most. per_micro_batch: bytes of one of them.
+    """
+    precision, gradients = step.accounting.precision, step.states.gradients
+    if precision.beside:
+        both = precision.accumulated + precision.beside * precision.gradient
+        sums = gradients * precision.accumulated / both
+        frees = step.accounting.frees_added_gradients
+        earlier = sums if frees else np.where(step.accumulates, gradients, sums)
+        return earlier, earlier
+    layouts, elements, micro_batches = step.layouts, step.elements, step.layouts.gradient_accumulation_steps
+    # Under DualPipeV the first rank's first stage has its first backward behind the fullest loss, if a step
+    # has no more micro-batches than it needs.
+    late = layouts.runs("dualpipev") & (micro_batches <= 2 * layouts.pp) & (step.stages.rank == 0)
+    blocks = elements.block.trained * step.stages.blocks / layouts.virtual_stages
+    share = (elements.before_blocks.trained + blocks) / np.maximum(elements.total.trained, 1.0)
+    missing = np.where(late, share, 0.0) * gradients
+    freed = np.minimum(missing, per_micro_batch / layouts.virtual_stages)
+    earlier = np.where(step.accumulates, gradients, 0.0)
+    exceeding = np.maximum(gradients - per_micro_batch, step.head_gradient * precision.accumulated)
+    all_in_flight = (layouts.pp > 1) & (in_flight >= micro_batches)
+    return np.where(all_in_flight, 0.0, earlier - missing), np.where(
+        all_in_flight, exceeding, earlier - freed
+    )
+
+
+def block_bytes(step: Step) -> BlockBytes:
     """Bytes of an average block's activations; of what runs again, those of the block that saves most."""
+    work, layouts, accounting, seq_len = step.work, step.layouts, step.accounting, step.seq_len
     selective = None if accounting.selected is None else accounting.selected.per_token(work, seq_len)
     saved = [accounting.saved_per_token(work, layouts, seq_len)]
     if int(accounting.element) in work.fullest:  # else all blocks save as much
         saved.append(accounting.saved_per_token(work, layouts, seq_len, fullest=True))
     blocks = [
         saved_by_block(
-            each, work, layouts, sizes.tokens, element=accounting.element,
+            per_token, work, layouts, step.tokens, element=accounting.element,
             regathers_inputs=accounting.regathers(layouts), context=accounting.context_keys,
             selective=selective,
         )
-        for each in saved
+        for per_token in saved
     ]  # fmt: skip
     return blocks[0]._replace(recomputed=blocks[-1].recomputed)
 
 
-def input_backward(
-    work: Work,
-    layouts: Columns,
-    accounting: Accounting,
-    sizes: MicroBatchSizes,
-    stages: Stages,
-    loss: LossBytes,
-) -> Number:
+def input_backward(step: Step) -> Number:
     """Bytes at the end of a backward of a stage's input alone, beside what was saved: gradients that wait for
     those of weights, and temporaries of the first norm's backward. 0 for schedules without such backwards,
     and for a rank that has but the first stage, whose input has no gradient.
     """
-    blocks = stages.blocks / layouts.virtual_stages
-    waiting = blocks * output_gradients(work, layouts, sizes.tokens, element=accounting.element)
-    hidden = sizes.hidden_bytes / sizes.sequence_shards
-    norm = 5 * max(4 / accounting.element, 1.0) * hidden  # in fp32
+    layouts, stages, element = step.layouts, step.stages, step.accounting.element
+    waiting = stages.blocks / layouts.virtual_stages * output_gradients(step)
+    norm = 5 * max(4 / element, 1.0) * step.hidden  # in fp32
     # The last norm waits too, and a second backward keeps the first one's gradient of hidden states.
-    last_norm = sizes.tokens / sizes.sequence_shards * norm_gradient(work, accounting.element)
-    of_head = stages.has_head * (loss.per_extra_micro_batch + last_norm)
+    last_norm = step.tokens / step.sequence_shards * norm_gradient(step.work, element)
+    of_head = stages.has_head * (kept_for_head(step)[0] + last_norm)
     split = layouts.runs("zb", "zbv") & (layouts.virtual_stages > stages.has_embedding)
     return np.where(split, waiting + norm + of_head, 0.0)
 
@@ -202,56 +226,45 @@ class BlockPasses(NamedTuple):
     masks: Number  # of attention, which all blocks share
 
 
-def block_passes(
-    work: Work,
-    layouts: Columns,
-    accounting: Accounting,
-    seq_len: Number,
-    sizes: MicroBatchSizes,
-    block: BlockBytes,
-    *,
-    output_gradient: Number,
-) -> BlockPasses:
+def block_passes(step: Step, block: BlockBytes, output_gradient: Number) -> BlockPasses:
     """Bytes of a block's passes: of the backward as it was traced. Its closed form counts where it has more
     and tp, cp or a recomputation of parts, which the trace does not have, and where there is none.
 
     tp is taken to split all of what was traced. output_gradient: bytes of the gradient that a backward
     starts from; 0 where it lies in a receive buffer.
     """
-    backward = output_gradient + block_backward(work, layouts, accounting, sizes)
-    peaks = accounting.traced_peaks(work, layouts, seq_len)
-    block_input = sizes.hidden_bytes / sizes.sequence_shards
+    layouts, accounting = step.layouts, step.accounting
+    backward = output_gradient + block_backward(step)
+    peaks = accounting.traced_peaks(step.work, layouts, step.seq_len)
     saves_input = peaks.saves_input if peaks else accounting.element >= 4  # as a norm in fp32 does
-    saved_anyway = np.where(layouts.recomputation("matmuls"), saves_input * block_input, 0.0)
+    saved_anyway = np.where(layouts.recomputation("matmuls"), saves_input * step.hidden, 0.0)
     recomputed = block.recomputed - saved_anyway
     if peaks is None:
         return BlockPasses(False, 0.0, 0.0, recomputed, backward, 1.0, 0.0)
-    in_forward, again, alone, masks = (
-        sizes.tokens * size / layouts.tp
-        for size in (peaks.forward, peaks.forward_again, peaks.forward_alone, peaks.masks)
-    )
+    tokens = step.tokens / layouts.tp
     recomputes = layouts.recomputation("block")
     whole = layouts.recomputation("matmuls") | ~(recomputes > 0)
     traced = whole & (layouts.tp == 1) & (layouts.cp == 1)
     times: list[tuple[Number, Number]] = [
-        (sizes.tokens * size / layouts.tp - block_input + output_gradient, made)
-        for size, made in peaks.backward
+        (tokens * size - step.hidden + output_gradient, made) for size, made in peaks.backward
     ]
     _, made_when_fullest = fullest_time(times, 0.0)
     # What sp gathers for the MLP's first matrices is there until the last of their gradients is made.
     made_by_then = np.where(layouts.sp > 0, 1.0, made_when_fullest)
     times.append((np.where(traced, 0.0, backward), made_by_then))
-    times.append((np.where(recomputes, again + output_gradient, 0.0), 0.0))  # the second forward
-    own = work.trained_block_parameters / layouts.tp * accounting.precision.gradient
-    size, made = fullest_time(times, leaves_gradients(layouts, accounting) * own)
+    second_forward = tokens * peaks.forward_again + output_gradient
+    times.append((np.where(recomputes, second_forward, 0.0), 0.0))
+    own = step.work.trained_block_parameters / layouts.tp * accounting.precision.gradient
+    size, made = fullest_time(times, step.leaves_gradients * own)
+    in_forward = tokens * peaks.forward
     return BlockPasses(
         traced=True,
-        forward=in_forward + (1 - peaks.saves_input) * block_input,
-        recomputed_forward=np.where(recomputes, alone - block.saved, in_forward),
+        forward=in_forward + (1 - peaks.saves_input) * step.hidden,
+        recomputed_forward=np.where(recomputes, tokens * peaks.forward_alone - block.saved, in_forward),
         recomputed=recomputed,
         backward=size,
         made=made,
-        masks=masks,
+        masks=tokens * peaks.masks,
     )
 
 
@@ -262,16 +275,3 @@ def fullest_time(times: Sequence[tuple[Number, Number]], gradients: Number) -> t
         more = other + other_made * gradients > size + made * gradients
         size, made = np.where(more, other, size), np.where(more, other_made, made)
     return size, made
-
-
-def leaves_gradients(layouts: Columns, accounting: Accounting) -> Number:
-    """True where a block's backward leaves its gradients whole; else a sum over micro-batches or replicas
-    takes them while the block's activations go.
-    """
-    summed = (layouts.gradient_accumulation_steps > 1) | (accounting.gradient_replicas(layouts) > 1)
-    return np.where(accounting.gathers_shards(layouts), ~reduced_after(layouts), ~summed)
-
-
-def reduced_after(layouts: Columns) -> Number:
-    """True where torch's stages reduce gradients when all passes are over: ZeRO-1's."""
-    return (layouts.zero == 1) & (layouts.pp > 1)

@@ -14,23 +14,15 @@ does not lie where they were. What else is lost between tensors is a share, `Acc
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from meshtune.meter.trace import ACTIVATIONS, COMMUNICATION, LOGITS, TEMPORARY
-from meshtune.placement.ranks import process_groups
 from meshtune.units import Number
 
 if TYPE_CHECKING:
-    from meshtune.placement.columns import Columns
-    from meshtune.plan.accounting import Accounting
     from meshtune.plan.memory.stages import Stages
-    from meshtune.plan.memory.states import RankElements
-    from meshtune.plan.work import Work
-
-TRANSIENT = (ACTIVATIONS, LOGITS, COMMUNICATION, TEMPORARY)
+    from meshtune.plan.memory.states import Step
 
 
 class StreamBytes(NamedTuple):
@@ -40,15 +32,10 @@ class StreamBytes(NamedTuple):
     reduce: Number
 
 
-def stream_bytes(
-    work: Work, layouts: Columns, accounting: Accounting, elements: RankElements, stages: Stages
-) -> StreamBytes:
-    """Return the most bytes of each stream. elements: of the pipeline ranks, see `rank_elements`."""
-    precision, block = accounting.precision, elements.block
-    embedding, outside = elements.before_blocks, elements.outside
-    sharded = accounting.gathers_shards(layouts) * np.asarray(accounting.own_streams) > 0
-    ends_apart = np.asarray(accounting.ends_apart)
-    apart = (1 - work.tied) * ends_apart * stages.has_embedding
+def stream_bytes(step: Step) -> StreamBytes:
+    """Return the most bytes of each stream."""
+    precision, stages, elements, apart = step.accounting.precision, step.stages, step.elements, step.apart
+    block, embedding, outside = elements.block, elements.before_blocks, elements.outside
     cast = np.where(precision.trained != precision.weight, precision.weight, 0.0)
 
     def gathered(whole: Number, shard: Number) -> tuple[Number, Number]:
@@ -58,7 +45,7 @@ def stream_bytes(
 
     of_block = gathered(block.whole, block.shard)
     of_embedding = gathered(apart * embedding.whole, apart * embedding.shard)
-    norm = stages.has_head * ends_apart * precision.weight * work.last_norm_elements
+    norm = stages.has_head * step.ends_apart * precision.weight * step.work.last_norm_elements
     of_root = gathered(
         outside.whole - apart * embedding.whole, outside.shard - apart * embedding.shard
     )  # the head
@@ -76,10 +63,11 @@ def stream_bytes(
     shards = [block.trained_shard, apart * embedding.trained_shard]
     shards.append(outside.trained_shard - shards[1])
     largest = np.maximum.reduce(np.broadcast_arrays(*shards))
-    added = (layouts.zero >= 2) & (layouts.gradient_accumulation_steps > 1)
-    casts = accounting.reduce_bytes != precision.trained
-    beside = largest * (precision.trained * added + accounting.reduce_bytes * casts)
+    added = (step.layouts.zero >= 2) & step.accumulates
+    reduce_bytes = step.accounting.reduce_bytes
+    beside = largest * (precision.trained * added + reduce_bytes * (reduce_bytes != precision.trained))
     reduce = elements.total.trained_shard * precision.sharded_gradient + beside
+    sharded = step.sharded * np.asarray(step.accounting.own_streams) > 0
     return StreamBytes(np.where(sharded, gather, 0.0), np.where(sharded, reduce, 0.0))
 
 
@@ -112,15 +100,3 @@ def gather_pool(
     third = (last_norm > 0) & ~has_room & (blocks > 2) & (blocks % 2 == np.where(behind, 0, 1))
     places = np.where(has_room, before, cast) + 2 * block[0] + np.where(third, block[0] + last_norm, 0.0)
     return np.maximum(before + np.where(behind, block[0], 0.0), places)
-
-
-def transient(parts: Mapping[str, Number], layouts: Columns) -> Number:
-    """Bytes that come and go within a step; weights that ZeRO-1 and -2 gather stay. parts: by category."""
-    gathered = np.where(layouts.zero == 3, parts["gathered_weights"], 0.0)
-    return gathered + sum(parts[name] for name in TRANSIENT)
-
-
-def overhead(layouts: Columns, accounting: Accounting, moving: Number) -> Number:
-    """Bytes of context, communicators and the allocator's reserve for `moving` bytes that come and go."""
-    communicators = accounting.communicator * process_groups(layouts)
-    return accounting.reserved * moving + accounting.context + communicators

@@ -78,8 +78,7 @@ def rank_elements(work: Work, layouts: Columns, stages: Stages) -> RankElements:
 class Step:
     """A step of each layout, and the sizes that its tensors are made of: elements, bytes, or a mask.
 
-    first_step: of a run; before its update, of the optimizer state only masters are allocated. last_backward:
-    True for an end of backward that is the step's last: no other micro-batch is in flight.
+    first_step: of a run; before its update, of the optimizer state only masters are allocated.
     """
 
     def __init__(
@@ -91,15 +90,18 @@ class Step:
         stages: Stages,
         *,
         first_step: bool = False,
-        last_backward: bool = False,
     ) -> None:
         self.work, self.layouts, self.accounting, self.stages = work, layouts, accounting, stages
-        self.seq_len, self.first_step, self.last_backward = seq_len, first_step, last_backward
+        self.seq_len, self.first_step = seq_len, first_step
         precision, has_embedding, has_head = accounting.precision, stages.has_embedding, stages.has_head
         self.elements = elements = rank_elements(work, layouts, stages)
         self.states = held_states(
             precision, elements.total, layouts, shards_masters=accounting.shards_masters
         )
+        self.tokens = layouts.rank_tokens(seq_len)  # of a micro-batch, after cp
+        self.sequence_shards = np.where(layouts.sp > 0, layouts.tp, 1.0)
+        self.whole_hidden = accounting.element * work.hidden * self.tokens  # bytes, not split by sp
+        self.hidden = self.whole_hidden / self.sequence_shards
 
         self.sharded = sharded = accounting.gathers_shards(layouts)  # by FSDP
         self.accumulates = layouts.gradient_accumulation_steps > 1
@@ -107,15 +109,14 @@ class Step:
         self.once = sharded & ~self.accumulates  # sharded gradients are made late
         self.zero3 = sharded & (layouts.zero == 3)
         self.sums_whole = (layouts.zero == 1) & self.accumulates  # a sum of whole gradients is reduced
-        self.reduced_after = (layouts.zero == 1) & (
-            layouts.pp > 1
-        )  # by torch's stages, when all passes are over
-        self.reduces = sharded & ~self.reduced_after  # gradients, in each backward
+        # torch's stages reduce gradients of ZeRO-1 when all passes are over; else each backward does.
+        self.reduced_after = (layouts.zero == 1) & (layouts.pp > 1)
+        self.reduces = sharded & ~self.reduced_after
         # A block's backward leaves its gradients whole; else a sum over micro-batches or replicas takes them
         # while the block's activations go.
-        summed = self.accumulates | self.replicated
-        self.leaves_gradients = np.where(sharded, self.reduces, ~summed)
-        ends_apart = np.asarray(accounting.ends_apart)
+        self.summed = self.accumulates | self.replicated
+        self.leaves_gradients = np.where(sharded, self.reduces, ~self.summed)
+        self.ends_apart = ends_apart = np.asarray(accounting.ends_apart)
         # The embedding is gathered and reduced separately from all else outside the blocks.
         self.apart = (1 - work.tied) * ends_apart * has_embedding
         self.gathered_block = np.where(self.zero3, elements.block.whole * precision.weight, 0.0)
@@ -124,7 +125,8 @@ class Step:
 
         # Elements of gradients: the head's, its part that is reduced before the last block's backward, the
         # shard of that, what is reduced last, and the head's where it is the rank's embedding too.
-        self.head_gradient = has_head * (work.vocabulary * work.hidden / layouts.tp * work.head_trainable)
+        self.head = work.vocabulary * work.hidden / layouts.tp * work.head_trainable  # on any rank
+        self.head_gradient = has_head * self.head
         self.reduced_head = np.where(self.reduces & ends_apart, (1 - work.tied) * self.head_gradient, 0.0)
         self.head_shard = self.reduced_head / np.maximum(layouts.shard_ranks, 1.0)
         embedding, outside = elements.before_blocks, elements.outside

@@ -10,21 +10,23 @@ A new technique is a row, or a term in one. Bytes of a row are a float or an arr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from meshtune.meter.trace import CATEGORIES
+from meshtune.plan.memory.activations import kept_for_head, last_norm_bytes
+from meshtune.plan.memory.reserved import stream_bytes
 from meshtune.units import Number
 
 if TYPE_CHECKING:
-    from meshtune.plan.memory.activations import LossBytes
     from meshtune.plan.memory.flight import InFlight
-    from meshtune.plan.memory.reserved import StreamBytes
     from meshtune.plan.memory.states import Step
 
 POINTS = {  # in the order in which a step comes to them -> event
+    "between passes": "forward",
     "forward of the last block": "loss",
     "loss": "loss",
     "start of the head's backward": "backward of the head",  # no sum has taken the gradient of the loss yet
@@ -38,8 +40,8 @@ POINTS = {  # in the order in which a step comes to them -> event
     "last reduce-scatter": "end of backward",  # of the embedding's gradient
     "update": "update",
 }
-EVENTS = tuple(dict.fromkeys(POINTS.values()))
-FORWARD, LOSS, HEAD, NORM, HEAD_REDUCE, LAST, BEFORE_LAST, SECOND, FIRST, TIED, LAST_REDUCE = range(11)
+EVENTS = tuple(dict.fromkeys(POINTS.values()))[1:]
+START, FORWARD, LOSS, HEAD, NORM, HEAD_REDUCE, LAST, BEFORE_LAST, SECOND, FIRST, TIED, LAST_REDUCE = range(12)
 UPDATE = len(POINTS) - 1
 WEIGHTS, GATHERED, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOGITS, COMMUNICATION, TEMPORARY = CATEGORIES
 OVERHEAD = "overhead"  # what no trace has: held by the allocator, CUDA and NCCL
@@ -55,14 +57,15 @@ class Tensor(NamedTuple):
     bytes: Number
 
 
-def tensors(step: Step, loss: LossBytes, flight: InFlight, streams: StreamBytes) -> Iterator[Tensor]:
+def tensors(step: Step, flight: InFlight) -> Iterator[Tensor]:
     """Yield every kind of tensor of a step."""
     yield from state_tensors(step)
     yield from gathered_weights(step, flight)
-    yield from gradient_tensors(step, loss, flight)
-    yield from activation_tensors(step, loss, flight)
+    yield from gradient_tensors(step, flight)
+    yield from activation_tensors(step, flight)
+    yield from head_tensors(step)
     yield from collective_buffers(step, flight)
-    yield from idle_memory(step, loss, flight, streams)
+    yield from idle_memory(step, flight)
 
 
 def state_tensors(step: Step) -> Iterator[Tensor]:
@@ -72,8 +75,8 @@ def state_tensors(step: Step) -> Iterator[Tensor]:
     masters = np.where(step.sharded, 0.0, updated * precision.master)
     optimizer = step.states.optimizer + updated * step.accounting.flat_shard_buffers
     before = masters if step.first_step else optimizer
-    yield Tensor("weights", WEIGHTS, FORWARD, UPDATE, step.states.weights)
-    yield Tensor("optimizer state", OPTIMIZER, FORWARD, LAST_REDUCE, before)
+    yield Tensor("weights", WEIGHTS, START, UPDATE, step.states.weights)
+    yield Tensor("optimizer state", OPTIMIZER, START, LAST_REDUCE, before)
     yield Tensor("optimizer state", OPTIMIZER, UPDATE, UPDATE, optimizer)
     yield Tensor("gradients in the masters' width", TEMPORARY, UPDATE, UPDATE, converted_gradients(step))
 
@@ -102,10 +105,10 @@ def converted_gradients(step: Step) -> Number:
 def gathered_weights(step: Step, flight: InFlight) -> Iterator[Tensor]:
     """Yield whole weights next to their shards."""
     block, outside, before = step.elements.block, step.elements.outside, step.elements.before_blocks
-    weight, ends_apart = step.accounting.precision.weight, np.asarray(step.accounting.ends_apart)
+    weight, ends_apart = step.accounting.precision.weight, step.ends_apart
     whole, once = step.states.gathered, step.once & (step.layouts.zero < 3)
     name = "weights that ZeRO-1 and -2 gathered"
-    yield Tensor(name, GATHERED, FORWARD, SECOND, whole)
+    yield Tensor(name, GATHERED, START, SECOND, whole)
     yield Tensor(name, GATHERED, FIRST, LAST_REDUCE, np.where(once, 0.0, whole))
     first_block = (block.whole + before.whole * step.stages.has_embedding) * weight
     yield Tensor(name, GATHERED, FIRST, FIRST, np.where(once, first_block, 0.0))
@@ -119,7 +122,7 @@ def gathered_weights(step: Step, flight: InFlight) -> Iterator[Tensor]:
     # The loss made the head's gradient in the forward, and the last norm is gathered with the last block.
     name, in_loss = "weights outside the blocks", outside.whole - step.apart * before.whole
     gathered = np.where(step.zero3, in_loss * weight, 0.0)
-    yield Tensor(name, GATHERED, FORWARD, LOSS, gathered)
+    yield Tensor(name, GATHERED, START, LOSS, gathered)
     yield Tensor(name, GATHERED, HEAD, FIRST, (1 - ends_apart) * gathered)
     yield Tensor("a block's weights", GATHERED, FORWARD, FORWARD, step.gathered_block)
     yield Tensor("a block's weights", GATHERED, HEAD, HEAD_REDUCE, ends_apart * step.gathered_block)
@@ -132,30 +135,21 @@ def behind(name: str, category: str, flight: InFlight, of_block: Number) -> Iter
     yield Tensor(name, category, SECOND, SECOND, (flight.behind_second - 1) * of_block)
 
 
-def gradient_tensors(step: Step, loss: LossBytes, flight: InFlight) -> Iterator[Tensor]:
+def gradient_tensors(step: Step, flight: InFlight) -> Iterator[Tensor]:
     """Yield gradients, whole and in shards, and their sums."""
     precision, elements = step.accounting.precision, step.elements
-    block, has_head = elements.block, step.stages.has_head
-    yield Tensor("flat buffers of gradients", GRADIENTS, FORWARD, UPDATE, gradient_buffers(step))
+    block = elements.block
+    yield Tensor("flat buffers of gradients", GRADIENTS, START, UPDATE, gradient_buffers(step))
 
-    at_loss, before_backward = earlier_gradients(step, flight)
+    at_loss, before_backward = flight.earlier_gradients
     name = "gradients of earlier micro-batches"
-    yield Tensor(name, GRADIENTS, FORWARD, LOSS, at_loss)
-    yield Tensor(name, GRADIENTS, HEAD, SECOND, before_backward)
+    yield Tensor(name, GRADIENTS, START, LOSS, flight.started * at_loss)
+    yield Tensor(name, GRADIENTS, HEAD, SECOND, flight.started * before_backward)
 
     name = "the head's gradient"
-    yield Tensor(name, GRADIENTS, FORWARD, SECOND, flight.head_gradients)
-    yield Tensor(name, GRADIENTS, LOSS, LOSS, has_head * loss.gradients)
-    handed = np.maximum(loss.gradients_in_backward, loss.gradients_per_extra)
-    yield Tensor(name, GRADIENTS, HEAD, HEAD, has_head * handed)
-    yield Tensor(name, GRADIENTS, NORM, NORM, has_head * loss.gradients_in_backward)
+    yield Tensor(name, GRADIENTS, START, SECOND, flight.started * flight.head_gradients)
     whole = np.where(step.sums_whole, 0.0, step.reduced_head * precision.gradient)  # else it is the sum
     yield Tensor(name, GRADIENTS, HEAD_REDUCE, HEAD_REDUCE, whole + step.head_shard * precision.trained)
-    reduced = step.reduced_head * step.accounting.reduce_bytes > 0
-    pending = has_head * np.where(reduced, 0.0, loss.gradients_pending)
-    yield Tensor(name, GRADIENTS, LAST, SECOND, pending)
-    at_end = step.sharded & ~step.sums_whole & ~(step.reduced_head > 0)  # reduced with the embedding's
-    yield Tensor(name, GRADIENTS, FIRST, FIRST, at_end * pending)
     yield Tensor("shards of gradients", GRADIENTS, LAST, SECOND, step.new_head)
     yield from behind("shards of gradients", GRADIENTS, flight, step.new_block)
 
@@ -181,38 +175,6 @@ def gradient_tensors(step: Step, loss: LossBytes, flight: InFlight) -> Iterator[
     yield Tensor("the embedding's gradient", GRADIENTS, LAST_REDUCE, LAST_REDUCE, last)
 
 
-def earlier_gradients(step: Step, flight: InFlight) -> tuple[Number, Number]:
-    """Bytes of gradients already allocated (in the last loss, when the fullest backward starts), without
-    those of the head in flight.
-
-    If all micro-batches are in flight (GPipe), gradients appear only after the first backward, which has
-    freed one micro-batch's activations: only what exceeds those counts, and the head's, which are there
-    before a block's. Without a pipeline, 0 for a step of one micro-batch. Where a sum lies next to the
-    gradients (`Copies.beside`), it is there from the start.
-    """
-    precision, gradients = step.accounting.precision, step.states.gradients
-    if precision.beside:
-        both = precision.accumulated + precision.beside * precision.gradient
-        sums = gradients * precision.accumulated / both
-        frees = step.accounting.frees_added_gradients
-        earlier = sums if frees else np.where(step.accumulates, gradients, sums)
-        return earlier, earlier
-    layouts, elements, micro_batches = step.layouts, step.elements, step.layouts.gradient_accumulation_steps
-    # Under DualPipeV the first rank's first stage has its first backward behind the fullest loss, if a step
-    # has no more micro-batches than it needs.
-    late = layouts.runs("dualpipev") & (micro_batches <= 2 * layouts.pp) & (step.stages.rank == 0)
-    blocks = elements.block.trained * step.stages.blocks / layouts.virtual_stages
-    share = (elements.before_blocks.trained + blocks) / np.maximum(elements.total.trained, 1.0)
-    missing = np.where(late, share, 0.0) * gradients
-    freed = np.minimum(missing, flight.per_micro_batch / layouts.virtual_stages)
-    earlier = np.where(step.accumulates, gradients, 0.0)
-    exceeding = np.maximum(gradients - flight.per_micro_batch, step.head_gradient * precision.accumulated)
-    all_in_flight = (layouts.pp > 1) & (flight.micro_batches >= micro_batches)
-    return np.where(all_in_flight, 0.0, earlier - missing), np.where(
-        all_in_flight, exceeding, earlier - freed
-    )
-
-
 def gradient_buffers(step: Step) -> Number:
     """Bytes of contiguous buffers of gradients, and of the tensors that have their shapes."""
     shapes = step.elements.block.matrices + step.head_gradient
@@ -220,11 +182,10 @@ def gradient_buffers(step: Step) -> Number:
     return flat + shapes * step.accounting.shape_buffers
 
 
-def activation_tensors(step: Step, loss: LossBytes, flight: InFlight) -> Iterator[Tensor]:
+def activation_tensors(step: Step, flight: InFlight) -> Iterator[Tensor]:
     """Yield what forward and backward passes save and make, and the logits."""
-    has_head = step.stages.has_head
-    others = 0 * flight.total if step.last_backward else flight.others
     name = "activations of micro-batches in flight"
+    yield Tensor(name, ACTIVATIONS, START, START, flight.total)
     yield Tensor(name, ACTIVATIONS, LOSS, HEAD_REDUCE, flight.at_loss)
     yield Tensor(name, ACTIVATIONS, LAST, SECOND, flight.total)
     yield from behind(name, ACTIVATIONS, flight, -flight.of_block)
@@ -233,23 +194,74 @@ def activation_tensors(step: Step, loss: LossBytes, flight: InFlight) -> Iterato
     yield Tensor("a block's backward", ACTIVATIONS, LAST, SECOND, flight.in_block_backward)
     element, whole = step.accounting.element, step.accounting.whole_vocabulary_gradients
     embedding = step.stages.has_embedding * step.elements.before_blocks.trained * element
-    first = np.maximum(flight.first_block, whole * (others + embedding))
+    first = np.maximum(flight.first_block, whole * (flight.others + embedding))
     yield Tensor("a block's backward", ACTIVATIONS, FIRST, FIRST, first)
 
-    name = "last norm and hidden states of the loss"
-    yield Tensor(name, ACTIVATIONS, LOSS, LOSS, has_head * loss.activations)
-    yield Tensor(name, ACTIVATIONS, HEAD, HEAD, has_head * loss.per_extra_micro_batch)
-    yield Tensor(name, ACTIVATIONS, NORM, NORM, has_head * loss.norm_backward)
-    yield Tensor(name, ACTIVATIONS, HEAD_REDUCE, HEAD_REDUCE, has_head * loss.hidden_gradient)
-    yield Tensor("logits", LOGITS, LOSS, LOSS, has_head * loss.logits)
-    yield Tensor("logits", LOGITS, HEAD, HEAD_REDUCE, has_head * loss.logits_in_backward)
-
     name, gradient = "other micro-batches in flight", step.accounting.precision.gradient
-    yield Tensor(name, ACTIVATIONS, TIED, TIED, others)
+    yield Tensor(name, ACTIVATIONS, TIED, TIED, flight.others)
     yield Tensor("the embedding's gradient", ACTIVATIONS, TIED, TIED, step.tied * gradient)
-    others = np.where(step.last_reduce > 0, others, 0.0)
+    others = np.where(step.last_reduce > 0, flight.others, 0.0)
     yield Tensor(name, ACTIVATIONS, LAST_REDUCE, LAST_REDUCE, others)
     yield Tensor("gradients of stages' inputs", ACTIVATIONS, UPDATE, UPDATE, flight.input_gradients)
+
+
+def head_tensors(step: Step) -> Iterator[Tensor]:
+    """Yield logits, and what the last norm, the loss and the head's backward make, on the rank with the head.
+
+    With a finite `loss_chunk` the loss makes its gradients in the forward, a chunk of tokens at a time
+    (train/loss.py): logits, a copy of their hidden states and its gradient, the head's gradient. sp gathers
+    the last norm's output.
+    """
+    work, accounting, has_head = step.work, step.accounting, step.stages.has_head
+    element, precision = accounting.element, accounting.precision
+    gradient, labels = step.head * precision.gradient, step.tokens * work.labelled
+    chunk_tokens = np.ceil(labels / np.maximum(np.ceil(labels / accounting.loss_chunk), 1.0))
+    one_copy = chunk_tokens * work.vocabulary / (1.0 if accounting.gathers_logits else step.layouts.tp)
+    kept, changes = (ends.logit, ends.changes) if (ends := work.ends.get(int(element))) else (0.0, False)
+    split = np.where(step.layouts.tp > 1, accounting.logit_split, 0.0)
+    logits, hidden, gradients, hole = one_copy * (accounting.logit + split + kept), 0.0, 0.0, 0.0
+    if math.isfinite(accounting.loss_chunk):
+        copy = chunk_tokens * element * work.hidden
+        # The logits, their gradient and, where the head changes its matrix's output, the gradient of that,
+        # in the backward of what it does to logits and in that of the matrix, which makes its gradient.
+        copies = 3 if changes else 2
+        in_matmul = copies * element * one_copy
+        logits = np.maximum(logits, in_matmul + 2 * kept * one_copy)
+        ends = in_matmul + copy + gradient > logits
+        logits = np.where(ends, in_matmul, logits)
+        hidden = copy + step.whole_hidden + np.where(ends, copy, 0.0)
+        head_sum = np.where(chunk_tokens < labels, 4.0 * step.head, 0.0)  # fp32, over chunks
+        gradients = head_sum + np.where(ends, gradient, 0.0)
+        wide = 2 * 4.0 * one_copy * (element < 4)  # the logits cast, and their softmax
+        hole = np.where(ends & (head_sum > 0) & (gradient >= wide), wide, 0.0)
+    held = one_copy * accounting.logit_head_backward
+    yield Tensor("logits", LOGITS, LOSS, LOSS, has_head * logits)
+    yield Tensor("logits", LOGITS, HEAD, HEAD_REDUCE, has_head * held)
+    hole = np.asarray(accounting.own_streams) * has_head * hole  # too small for the head's gradient behind it
+    yield Tensor("place of a chunk's logits in fp32", OVERHEAD, START, LOSS, hole)
+
+    name, (norm, norm_backward) = "last norm and hidden states of the loss", last_norm_bytes(step)
+    kept, kept_gradients = kept_for_head(step)
+    yield Tensor(name, ACTIVATIONS, LOSS, LOSS, has_head * (hidden + norm + step.whole_hidden))
+    yield Tensor(name, ACTIVATIONS, HEAD, HEAD, has_head * kept)
+    yield Tensor(name, ACTIVATIONS, NORM, NORM, has_head * norm_backward)
+    yield Tensor(name, ACTIVATIONS, HEAD_REDUCE, HEAD_REDUCE, has_head * step.hidden)
+
+    name, unsummed = "the head's gradient", np.where(step.sharded | ~step.summed, gradient, 0.0)
+    in_backward = np.where(accounting.whole_vocabulary_gradients, gradient, unsummed)
+    pending, first = unsummed, step.replicated & ~step.accumulates & np.asarray(accounting.shards_masters)
+    first = np.where(
+        first, step.head * precision.accumulated, 0.0
+    )  # replicas have no sum before this backward
+    pending, in_backward = pending + first, in_backward + first
+    yield Tensor(name, GRADIENTS, LOSS, LOSS, has_head * gradients)
+    yield Tensor(name, GRADIENTS, HEAD, HEAD, has_head * np.maximum(in_backward, kept_gradients))
+    yield Tensor(name, GRADIENTS, NORM, NORM, has_head * in_backward)
+    reduced = step.reduced_head * accounting.reduce_bytes > 0
+    pending = has_head * np.where(reduced, 0.0, pending)
+    yield Tensor(name, GRADIENTS, LAST, SECOND, pending)
+    at_end = step.sharded & ~step.sums_whole & ~(step.reduced_head > 0)  # reduced with the embedding's
+    yield Tensor(name, GRADIENTS, FIRST, FIRST, at_end * pending)
 
 
 def collective_buffers(step: Step, flight: InFlight) -> Iterator[Tensor]:
@@ -259,8 +271,8 @@ def collective_buffers(step: Step, flight: InFlight) -> Iterator[Tensor]:
     replicas a block's sums are all-reduced when its backward is over (parallel/replicas.py).
     """
     accounting, block, reduce_bytes = step.accounting, step.elements.block, step.accounting.reduce_bytes
-    yield Tensor("receive buffers", COMMUNICATION, FORWARD, UPDATE, flight.received)
-    yield Tensor("output of the last all-gather", COMMUNICATION, FORWARD, LOSS, step.last_gather)
+    yield Tensor("receive buffers", COMMUNICATION, START, UPDATE, flight.received)
+    yield Tensor("output of the last all-gather", COMMUNICATION, START, LOSS, step.last_gather)
     yield Tensor("the next block's weights", COMMUNICATION, HEAD, HEAD_REDUCE, step.gathered_block)
     prefetched = (accounting.gathered_groups - 1) * step.gathered_block  # but for the first block of a stage
     for first, last, blocks in ((LAST, LAST, 1), (BEFORE_LAST, SECOND, 2)):
@@ -271,7 +283,7 @@ def collective_buffers(step: Step, flight: InFlight) -> Iterator[Tensor]:
     name = "input of the reduce-scatter before"
     by_micro_batch = step.sharded & (step.layouts.zero >= 2) & step.accumulates
     earlier = np.where(by_micro_batch, step.last_reduced * reduce_bytes, 0.0)
-    yield Tensor(name, COMMUNICATION, FORWARD, NORM, earlier)
+    yield Tensor(name, COMMUNICATION, START, NORM, earlier)
     yield Tensor(name, COMMUNICATION, LAST, LAST, np.where(head > 0, 0.0, earlier))
     yield Tensor("input of the head's reduce-scatter", COMMUNICATION, HEAD_REDUCE, LAST, head)
     casts = reduce_bytes != accounting.precision.trained
@@ -289,19 +301,20 @@ def collective_buffers(step: Step, flight: InFlight) -> Iterator[Tensor]:
     )
 
 
-def idle_memory(step: Step, loss: LossBytes, flight: InFlight, streams: StreamBytes) -> Iterator[Tensor]:
+def idle_memory(step: Step, flight: InFlight) -> Iterator[Tensor]:
     """Yield what torch's allocator holds for streams and does not use.
 
     In the backward of a block those that it reduces are still missing.
     """
     accounting, layouts, name = step.accounting, step.layouts, "idle memory of FSDP2's streams"
+    streams = stream_bytes(step)
     by_micro_batch = layouts.zero >= 2  # ZeRO-1 sums whole gradients, on the stream that computes
-    at_loss, before_backward = (by_micro_batch * size for size in earlier_gradients(step, flight))
+    at_loss, before_backward = (by_micro_batch * size for size in flight.earlier_gradients)
     at_end = step.states.gradients - step.new_block - step.new_embedding
     at_end = (by_micro_batch | ~step.accumulates) * at_end
     prefetched = (accounting.gathered_groups - 1) * step.gathered_block
     for born, dies, used in (
-        (FORWARD, LOSS, step.last_gather + at_loss),
+        (START, LOSS, step.last_gather + at_loss),
         (HEAD, HEAD_REDUCE, step.gathered_block + before_backward),
         (LAST, SECOND, prefetched + before_backward),
         (FIRST, LAST_REDUCE, at_end),
@@ -311,5 +324,3 @@ def idle_memory(step: Step, loss: LossBytes, flight: InFlight, streams: StreamBy
     own = np.asarray(accounting.own_streams)
     yield Tensor(name, OVERHEAD, LAST, SECOND, -own * step.new_head)
     yield from behind(name, OVERHEAD, flight, -own * step.new_block)
-    hole = own * step.stages.has_head * loss.hole
-    yield Tensor("place of a chunk's logits", OVERHEAD, FORWARD, LOSS, hole)

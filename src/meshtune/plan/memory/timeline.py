@@ -6,18 +6,17 @@ comes and goes, is added to that.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 
-from meshtune.meter.trace import GATHERED
+from meshtune.meter.trace import ACTIVATIONS, COMMUNICATION, GATHERED, LOGITS, TEMPORARY
 from meshtune.placement.columns import Columns, Number
+from meshtune.placement.ranks import process_groups
 from meshtune.plan.accounting import Accounting
-from meshtune.plan.memory.activations import MicroBatchSizes, loss_bytes
-from meshtune.plan.memory.flight import activations_in_flight
-from meshtune.plan.memory.reserved import TRANSIENT, overhead, stream_bytes, transient
+from meshtune.plan.memory.flight import InFlight, activations_in_flight
 from meshtune.plan.memory.stages import Stages
 from meshtune.plan.memory.states import Step
 from meshtune.plan.memory.tensors import EVENTS, HEAD_REDUCE, OVERHEAD, POINTS, TIED, tensors
@@ -59,106 +58,98 @@ CATEGORY_NAMES = {name: name.replace("_", " ") for name in CATEGORIES} | {
     "communication": "communication buffers",
     "temporary": "temporaries of the update",
 }
-EVENT_OF = np.array([EVENTS.index(event) for event in POINTS.values()])
+EVENT_OF = np.array([-1, *(EVENTS.index(event) for event in list(POINTS.values())[1:])])
 
 
-class Table:
-    """Tensors of a step, added up by category and by the points between which they are alive."""
+class Liveness:
+    """Tensors of a step, and what of them is alive at its points.
 
-    def __init__(self, step: Step) -> None:
-        self.step, inputs = step, (step.work, step.layouts, step.accounting)
-        sizes = MicroBatchSizes.of(*inputs, step.seq_len)
-        self.loss = loss_bytes(*inputs, sizes)
-        self.flight = activations_in_flight(*inputs, step.seq_len, step.stages, self.loss)
-        self.shape = np.shape(self.flight.total)
-        streams = stream_bytes(*inputs, step.elements, step.stages)
-        self.sums = added(
-            ((category, *alive), size)
-            for _, category, *alive, size in tensors(step, self.loss, self.flight, streams)
-        )
-        self.totals = added((alive, size) for (_, *alive), size in self.sums.items())
-        moving = {**dict.fromkeys(TRANSIENT, 1.0), GATHERED: step.layouts.zero == 3}
-        self.moving = added(
-            (alive, size * moving[category])
-            for (category, *alive), size in self.sums.items()
-            if category in moving
-        )
+    flight: None: as many micro-batches as a rank has at most.
+    """
+
+    def __init__(self, step: Step, flight: InFlight | None = None) -> None:
+        self.step, flight = step, flight or activations_in_flight(step)
+        self.shape, self.tensors = np.shape(flight.total), list(tensors(step, flight))
+        # Shares that come and go within a step; weights that ZeRO-1 and -2 gather stay.
+        transient = dict.fromkeys((ACTIVATIONS, LOGITS, COMMUNICATION, TEMPORARY), 1.0)
+        self.transient = transient | {GATHERED: step.layouts.zero == 3}
+
+    def at(self, point: int) -> tuple[Number, Number]:
+        """Bytes at a point of (all tensors, those that come and go)."""
+        total, moving = 0.0, 0.0
+        for _, category, born, dies, size in self.tensors:
+            if born <= point <= dies:
+                total = total + size
+                if category in self.transient:
+                    moving = moving + size * self.transient[category]
+        return total, moving
 
     def fullest(self) -> Iterator[tuple[Number, Number]]:
         """Yield for each event (its fullest point, bytes with the allocator's reserve at it)."""
-        step, reserved = self.step, self.step.accounting.reserved
+        step = self.step
         occurs = {
             HEAD_REDUCE: step.reduced_head * step.accounting.reduce_bytes > 0,
             TIED: step.tied * step.accounting.precision.gradient > 0,
         }
         for index in range(len(EVENTS)):
-            first, *points = np.flatnonzero(index == EVENT_OF).tolist()
-            point: Number = np.full(self.shape, first)
-            most, moving = (alive(sums, first) for sums in (self.totals, self.moving))
-            for other in points:
-                size = alive(self.totals, other)
-                fuller = (size > most) & occurs.get(other, True)
-                point, most = np.where(fuller, other, point), np.where(fuller, size, most)
-                moving = np.where(fuller, alive(self.moving, other), moving)
-            yield point, most + reserved * moving
+            point, most, moving = 0, -np.inf, 0.0
+            for other in np.flatnonzero(index == EVENT_OF).tolist():
+                total, transient = self.at(other)
+                fuller = (total > most) & occurs.get(other, True)
+                point, most = np.where(fuller, other, point), np.where(fuller, total, most)
+                moving = np.where(fuller, transient, moving)
+            yield point, most + step.accounting.reserved * moving
 
     def parts(self, point: Number, rank: Number | None = None) -> dict[str, Number]:
-        """Bytes by category at a point, overhead included, on all ranks or on `rank` of each layout."""
-        parts: dict[str, Number] = {}
-        for (category, born, dies), size in self.sums.items():
+        """Bytes by category at a point, on all ranks or on `rank` of each layout.
+
+        Overhead is what streams hold unused, the context, communicators and the allocator's reserve for what
+        comes and goes.
+        """
+        accounting, layouts, parts = self.step.accounting, self.step.layouts, {}
+        for _, category, born, dies, size in self.tensors:
             size = size if rank is None else _of_rank(np.broadcast_to(size, self.shape), rank)
             size = np.where((born <= point) & (point <= dies), size, 0.0)
             parts[category] = parts[category] + size if category in parts else size
-        layouts = self.step.layouts
-        parts[OVERHEAD] = parts[OVERHEAD] + overhead(layouts, self.step.accounting, transient(parts, layouts))
-        return parts
+        moving = sum(parts[category] * share for category, share in self.transient.items())
+        communicators = accounting.communicator * process_groups(layouts)
+        overhead = accounting.reserved * moving + accounting.context + communicators
+        return parts | {OVERHEAD: parts[OVERHEAD] + overhead}
 
-
-def added(rows: Iterable[tuple[Iterable[Any], Number]]) -> dict[tuple[Any, ...], Number]:
-    """Add up rows of (key, bytes) by key."""
-    sums: dict[tuple[Any, ...], Number] = {}
-    for key, size in rows:
-        sums[tuple(key)] = sums[tuple(key)] + size if tuple(key) in sums else size
-    return sums
-
-
-def alive(sums: Mapping[tuple[Any, ...], Number], point: int) -> Number:
-    """Bytes at a point. sums: by the first and the last point at which they are alive."""
-    return sum(size for (born, dies), size in sums.items() if born <= point <= dies)
+    def timeline(self) -> dict[str, dict[str, Number]]:
+        """Bytes that each pipeline rank holds at each of EVENTS, by category: [RANKS, layouts] each."""
+        return {event: self.parts(point) for event, (point, _) in zip(EVENTS, self.fullest(), strict=True)}
 
 
 def step_timeline(
-    work: Work, layouts: Columns, accounting: Accounting, seq_len: Number, stages: Stages, **flags: bool
-) -> dict[str, dict[str, Number]]:
-    """Bytes that each pipeline rank holds at each of EVENTS, by category: [RANKS, layouts] each.
-
-    flags: of `Step`.
-    """
-    table = Table(Step(work, layouts, accounting, seq_len, stages, **flags))
-    return {event: table.parts(point) for event, (point, _) in zip(EVENTS, table.fullest(), strict=True)}
-
-
-def peak(
     work: Work,
     layouts: Columns,
     accounting: Accounting,
     seq_len: Number,
-    stages: Stages | None = None,
-    **flags: bool,
+    stages: Stages,
+    *,
+    first_step: bool = False,
+) -> dict[str, dict[str, Number]]:
+    """`Liveness.timeline` of a step. first_step: as in `Step`."""
+    return Liveness(Step(work, layouts, accounting, seq_len, stages, first_step=first_step)).timeline()
+
+
+def peak(
+    work: Work, layouts: Columns, accounting: Accounting, seq_len: Number, stages: Stages | None = None
 ) -> Memory:
     """The most that any pipeline rank holds at any event of a step, overhead included.
 
-    stages: blocks of each pipeline rank; None: as the stack cuts them. flags: of `Step`.
+    stages: blocks of each pipeline rank; None: as the stack cuts them.
     """
     stages = stages or Stages.cut(work, layouts, accounting.stage_cut)
-    table = Table(Step(work, layouts, accounting, seq_len, stages, **flags))
+    liveness = Liveness(Step(work, layouts, accounting, seq_len, stages))
     point, most = 0, -np.inf
-    for fullest, size in table.fullest():
+    for fullest, size in liveness.fullest():
         higher = size > most
         point, most = np.where(higher, fullest, point), np.where(higher, size, most)
     rank = np.argmax(most, 0)
     point = _of_rank(point, rank)
-    return Memory(**table.parts(point, rank), event=EVENT_OF[point], rank=rank)
+    return Memory(**liveness.parts(point, rank), event=EVENT_OF[point], rank=rank)
 
 
 def _of_rank(values: Number, rank: Number) -> Number:

@@ -1,4 +1,4 @@
-"""Each row of setting_partners.py: a setting without its partner is refused, with it the setting is taken."""
+"""Each need of a setting (setting.Need): the setting is refused without it, and accepted with it."""
 
 from fnmatch import fnmatch
 from pathlib import Path
@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from golden import refuses, says
 
-from meshtune import config, setting_partners
+from meshtune import config
 from meshtune.api.settings import config_of
 from meshtune.errors import UserError
-from meshtune.setting_partners import NEEDS
+from meshtune.setting import Need, declared, facts, unmet
 
 CONSTANT = ("train.lr_scheduler=constant",)
 DATA = ("data.train=rows.jsonl", "data.eval=held.jsonl")
@@ -76,26 +76,11 @@ CASES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     ("hub.private=false", (), ("hub.push_to=me/tuned",)),
     ("output_exists=extend", ("checkpoint.resume=never",), ("output_exists=new",)),
 ]  # fmt: skip
-# Settings that take effect by themselves, or that are judged where their table is: layout.py, precision.py.
-ALONE = """
-    model model.name model.init model.attention model.trust_remote_code model.overrides model.freeze method
-    lora data
-    data.train data.train.path data.train.weight data.train.split data.train.format data.train.columns
-    data.train.roles data.train.where data.eval data.eval.path data.eval.split data.eval.format
-    data.eval.columns data.eval.roles data.eval.where data.chat_template data.seq_len
-    data.control_tokens data.template_date
-    data.mean_document_tokens data.packing data.overlong data.on_bad_row data.streaming data.max_samples
-    data.cache train train.global_batch_size train.max_steps train.learning_rate train.lr_scheduler
-    train.lr_scheduler_kwargs train.weight_decay
-    train.max_grad_norm train.neftune_alpha train.label_smoothing train.precision train.reduce_dtype
-    train.optimizer
-    train.seed train.compile train.max_nonfinite_steps train.device eval layout cluster cluster.gpu
-    cluster.gpus cluster.gpus_per_node cluster.memory_gib cluster.memory_margin
-    cluster.memory_budget_gib cluster.link cluster.network
-    cluster.network_share cluster.price_per_gpu_hour cluster.hardware cluster.efficiency checkpoint
-    checkpoint.keep checkpoint.async_save checkpoint.save_on_signal checkpoint.resume log log.every
-    log.gradient_noise_scale log.to hub hub.push_to output
-"""
+NEEDS = [
+    (f"{key}.{need.part}" if need.part else key, need)
+    for key, field in declared(config.Config)
+    for need in facts(field).needs
+]
 
 
 def load(*words: str) -> config.Config:
@@ -109,7 +94,7 @@ def test_a_setting_that_can_not_take_effect_is_refused_with_the_remedy(
     with pytest.raises(UserError) as refused:
         load(*beside, idle)
     name = "data.eval.weight" if "weight" in idle else idle.partition("=")[0]
-    said = [f": {need.reason}; {need.remedy}." for need in NEEDS if fnmatch(name, need.setting)]
+    said = [f": {need.answer}." for pattern, need in NEEDS if fnmatch(name, pattern)]
     (sentence,) = [problem for problem in refused.value.problems if problem.startswith(f"{name}=")]
     assert sentence.endswith(tuple(said))
     if mended:
@@ -175,9 +160,9 @@ def test_a_setting_that_can_not_take_effect_is_refused_with_the_remedy(
             ("train.lr_scheduler=constant",),
             [
                 "train.min_lr_ratio=0.1 of the config is left out: train.lr_scheduler has no lowest rate.",
-                "train.warmup_steps=5 of the config is left out: train.lr_scheduler has no warm-up.",
                 "train.lr_scheduler_kwargs.num_cycles=2 of the config is left out: train.lr_scheduler takes "
                 "no num_cycles.",
+                "train.warmup_steps=5 of the config is left out: train.lr_scheduler has no warm-up.",
             ],
         ),
         (
@@ -243,30 +228,23 @@ def test_streaming_over_rows_that_are_held_out_asks_for_others_and_says_nothing_
 
 
 @pytest.mark.ci
-def test_every_row_has_a_case() -> None:
-    met = {id(need) for need in NEEDS for idle, beside, _ in CASES if is_refused_by(need, *beside, idle)}
-    assert [need.setting for need in NEEDS if id(need) not in met] == []
+def test_every_need_has_a_case() -> None:
+    untested = [
+        name
+        for name, need in NEEDS
+        if not any(is_refused_by(name, need, *beside, idle) for idle, beside, _ in CASES)
+    ]
+    assert len(NEEDS) > 50 and untested == []
 
 
-def is_refused_by(need: setting_partners.Need, *words: str) -> bool:
+def is_refused_by(name: str, need: Need, *words: str) -> bool:
     with pytest.raises(UserError) as refused:
         load(*words)
-    beginning, end = need.setting.removesuffix("*"), f": {need.reason}; {need.remedy}."
+    beginning, end = name.removesuffix("*"), f": {need.answer}."
     return any(text.startswith(beginning) and text.endswith(end) for text in refused.value.problems)
 
 
-def test_every_setting_has_a_row_or_takes_effect_alone() -> None:
-    """A new setting: a row of NEEDS with a case here, or a name in ALONE."""
-    rows = {need.setting for need in NEEDS}
-    listed = (Path(__file__).parents[1] / "data" / "settings.txt").read_text().split("\n")
-    settings = {line for line in listed if line and not line.startswith("#")}
-    rowed = {name for name in settings for pattern in rows if fnmatch(name, pattern)}
-    assert settings - rowed - set(ALONE.split()) == set()
-    arguments = {name for name in rows if name.startswith("train.lr_scheduler_kwargs.")}
-    assert (rows - {"lora.*"} - arguments) | set(ALONE.split()) <= settings
-
-
 def test_the_defaults_ask_for_nothing() -> None:
-    assert [*setting_partners.unmet(load())] == []
+    assert [*unmet(load())] == []
     read = load(*DATA, "eval.every=5")
     assert config.Config.model_validate(read.model_dump(mode="json")) == read
