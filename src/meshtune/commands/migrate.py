@@ -38,8 +38,8 @@ def migrate(
     from meshtune.reference.schema import EDITOR_LINE
     from meshtune.rundir import write_text_atomically
     from meshtune.tools.migrate import migrate as converted
+    from meshtune.tools.migrate import text_of
     from meshtune.tools.table import TOOLS
-    from meshtune.tools.write import text_of
 
     if name is None:
         raise UserError("Name the file to migrate, such as meshtune migrate axolotl.yaml.")

@@ -333,28 +333,17 @@ def torchtune_loss(value: Any, job: Job) -> Converted:
 # Labels #
 
 
-def unlabelled(job: Job) -> NoCounterpart:
-    """The reason that the table gives for keys which choose the labels by other means."""
-    return NoCounterpart(job.table.entries["datasets.message_field_training"].reason)
+def labels_of_rows(_: str, keys: list[str], usual: list[str]) -> Conversion:
+    """Labels that axolotl's data sets choose by `keys`; usual: the values that label tokens as here."""
 
+    def read(value: Any, job: Job) -> dict[str, Any]:
+        rows = [each for each in listed(job.value("datasets")) if isinstance(each, Mapping)]
+        chosen = {label for each in rows for key in keys for label in listed(each.get(key) or [])}
+        if chosen - {*usual}:
+            raise NoCounterpart(job.table.entries["datasets.message_field_training"].reason)
+        return {}
 
-def of_rows(key: str, job: Job) -> list[Any]:
-    """The values of a key in axolotl's data sets."""
-    rows = [each for each in listed(job.value("datasets")) if isinstance(each, Mapping)]
-    return [each[key] for each in rows if each.get(key) is not None]
-
-
-def labelled_roles(value: Any, job: Job) -> dict[str, Any]:
-    roles = {role for each in of_rows("roles_to_train", job) for role in listed(each)}
-    if not roles <= {"assistant", "gpt", "model"}:
-        raise unlabelled(job)
-    return {}
-
-
-def labelled_ends(value: Any, job: Job) -> dict[str, Any]:
-    if {*of_rows("train_on_eos", job), *of_rows("train_on_eot", job)} - {"turn"}:  # axolotl's default
-        raise unlabelled(job)
-    return {}
+    return Conversion(read)
 
 
 def thought_field(value: Any, job: Job) -> dict[str, Any]:
@@ -466,12 +455,12 @@ def elsewhere(setting: str, there: Any = None) -> Conversion:
 
 READ = (
     model_arguments, torchtune_model, torchtune_modules, fp16, torchtune_dtype, least_rate, steps_per_epoch,
-    weight_decay, plugins, torchtune_loss, labelled_roles, labelled_ends, thought_field, completion_only,
+    weight_decay, plugins, torchtune_loss, thought_field, completion_only,
     trains, packing_strategy, no_limit, template_name, answer_tokens,
 )  # fmt: skip
 MAKERS = {
     make.__name__: make
-    for make in (attention_kernel, attention_switch, precision, beta, label_switch, elsewhere)
+    for make in (attention_kernel, attention_switch, precision, beta, label_switch, labels_of_rows, elsewhere)
 }
 CONVERSIONS = {
     **{read.__name__: Conversion(read) for read in READ},
@@ -498,14 +487,9 @@ CONVERSIONS = {
             plan.config.data.overlong, "drop"
         ),
     ),
-    "train_on_inputs": Conversion(
-        lambda value, job: {"data.train_on": "all" if value else "assistant"},
-        lambda plan: plan.config.data.train_on == "all",
-    ),
     "thinking": Conversion(
         lambda value, job: {} if value else {"data.chat_template_kwargs": {"enable_thinking": False}}
     ),
-    "jinja": Conversion(lambda value, job: {"data.chat_template": str(value)}),
     "device": Conversion(lambda value, job: {"train.device": "cpu"} if value == "cpu" else {}),
     "compiled": Conversion(
         lambda value, job: {"train.compile": value is True} if value != "auto" else {},

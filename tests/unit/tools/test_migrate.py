@@ -19,9 +19,8 @@ from meshtune.layout import Layout
 from meshtune.reference.schema import schema
 from meshtune.tools.exporters import CONVERSIONS, MAKERS, conversion_of
 from meshtune.tools.job import Conversion
-from meshtune.tools.migrate import Migrated, migrate
+from meshtune.tools.migrate import Migrated, migrate, text_of
 from meshtune.tools.table import OTHERS, TOOLS, table
-from meshtune.tools.write import text_of
 
 FILES = Path(__file__).parents[2] / "data" / "migrate"
 Migrate = Callable[..., Migrated]

@@ -15,9 +15,8 @@ from typer.testing import CliRunner
 from meshtune import config
 from meshtune.cli import app
 from meshtune.errors import UserError
-from meshtune.tools.migrate import Migrated, migrate
+from meshtune.tools.migrate import Migrated, migrate, text_of
 from meshtune.tools.training import patterns
-from meshtune.tools.write import text_of
 
 FILES = Path(__file__).parents[2] / "data" / "migrate"
 Migrate = Callable[..., Migrated]
