@@ -116,7 +116,7 @@ def fsdp_rules(tool: str) -> Iterator[Rule]:
         f"{tool} trains without pipeline parallelism",
         lambda layouts: layouts.pp > 1,
         lambda layout: (
-            f"{tool} trains without pipeline parallelism; pp{layout.pp} needs --export torchtitan or "
+            f"{tool} trains without pipeline parallelism; pp{layout.pp} needs torchtitan or "
             f"megatron, or a layout such as zero3x{layout.dp_shard * layout.pp}."
         ),
     )
@@ -125,7 +125,7 @@ def fsdp_rules(tool: str) -> Iterator[Rule]:
         lambda layouts: (layouts.cp > 1) & layouts.ulysses,
         lambda layout: (
             f"{tool}'s context parallelism with FSDP gathers keys and values; for ulysses{layout.cp} use "
-            f"--export deepspeed, or plan cp{layout.cp}."
+            f"deepspeed, or plan cp{layout.cp}."
         ),
     )
     yield Rule(

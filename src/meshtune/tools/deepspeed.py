@@ -117,7 +117,7 @@ def rules(_config: Config, _blocks: int, _seq_len: int) -> Iterator[Rule]:
         f"{TOOL}'s context parallelism is Ulysses",
         lambda layouts: (layouts.cp > 1) & ~layouts.ulysses,
         lambda layout: (
-            f"{TOOL}'s context parallelism is Ulysses; for cp{layout.cp} use --export accelerate or "
+            f"{TOOL}'s context parallelism is Ulysses; for cp{layout.cp} use accelerate or "
             f"torchtitan, or plan ulysses{layout.cp}."
         ),
     )
@@ -138,7 +138,7 @@ def engine_rules(tool: str) -> Iterator[Rule]:
         lambda layouts: layouts.pp > 1,
         lambda layout: (
             f"{tool} pipelines models written as its PipelineModule, not Hugging Face models; for "
-            f"pp{layout.pp} use --export torchtitan or megatron, or a layout such as "
+            f"pp{layout.pp} use torchtitan or megatron, or a layout such as "
             f"zero3x{layout.dp_shard * layout.pp}."
         ),
     )

@@ -187,7 +187,7 @@ def rules(config: Config, _blocks: int, _seq_len: int) -> Iterator[Rule]:
         lambda layouts: layouts.cp > 1,
         lambda layout: (
             f"{TOOL}'s trainer has no context parallelism; for "
-            f"{'ulysses' if layout.cp_method == 'ulysses' else 'cp'}{layout.cp} use --export accelerate or "
+            f"{'ulysses' if layout.cp_method == 'ulysses' else 'cp'}{layout.cp} use accelerate or "
             "deepspeed."
         ),
     )

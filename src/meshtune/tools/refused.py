@@ -51,7 +51,7 @@ def zero1(tool: str) -> Rule:
         lambda layouts: layouts.zero == 1,
         lambda layout: (
             f"{tool}'s FSDP has no ZeRO-1; write zero2x{layout.dp_shard}, which needs less memory and "
-            "reduces gradients once per micro-batch, or use --export deepspeed."
+            "reduces gradients once per micro-batch, or use deepspeed."
         ),
     )
 

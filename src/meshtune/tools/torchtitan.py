@@ -272,7 +272,7 @@ def rules(_config: Config, blocks: int, seq_len: int) -> Iterator[Rule]:
         f"{TOOL}'s context parallelism gathers keys and values, so no ulysses",
         lambda layouts: (layouts.cp > 1) & layouts.ulysses,
         lambda layout: (
-            f"{TOOL}'s context parallelism gathers keys and values; for ulysses{layout.cp} use --export "
+            f"{TOOL}'s context parallelism gathers keys and values; for ulysses{layout.cp} use "
             f"deepspeed or megatron, or plan cp{layout.cp}."
         ),
     )

@@ -1,4 +1,4 @@
-"""Layouts beside each other: `meshtune plan --compare A,B`.
+"""Layouts beside each other: `meshtune plan compare A,B`.
 
 A  zero3x64-mb1-ga4
 B  zero2x64-mb1-ga4
