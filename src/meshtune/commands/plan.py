@@ -84,6 +84,7 @@ def in_new_words(args: list[str]) -> list[str]:
 
 def plan(
     settings: Settings = None,
+    *,
     gpus: Gpus = None,
     goal: Goal = "speed",
     by: By = None,
@@ -113,6 +114,7 @@ def plan(
 def explain(
     layouts: Annotated[str, typer.Argument(metavar="LAYOUT,…", autocompletion=complete_layout)],
     settings: Settings = None,
+    *,
     params: Params = None,
     tool: For = MESHTUNE.name,
     memory_budget: MemoryBudget = None,
@@ -133,6 +135,7 @@ def compare(
         str, typer.Argument(metavar="LAYOUT,…|RUN,…", help="runs: the folders of finished ones")
     ],
     settings: Settings = None,
+    *,
     params: Params = None,
     tool: For = MESHTUNE.name,
     memory_budget: MemoryBudget = None,
@@ -162,6 +165,7 @@ def compare(
 def largest(
     quantity: Annotated[str, typer.Argument(metavar="WHAT", help="model, seq_len or batch")],
     settings: Settings = None,
+    *,
     params: Params = None,
     tool: For = MESHTUNE.name,
     memory_budget: MemoryBudget = None,
@@ -181,6 +185,7 @@ def largest(
 def export(
     tool: Annotated[str, typer.Argument(metavar="TOOL", help="that will run it, such as deepspeed")],
     settings: Settings = None,
+    *,
     to: Annotated[Path, typer.Option(help="the folder to write into")] = FOLDER,
     gpus: Gpus = None,
     goal: Goal = "speed",
