@@ -34,9 +34,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from meshtune.dryrun.collectives import Groups
-from meshtune.dryrun.flops import visible_pairs
-from meshtune.dryrun.recorder import Recorder
+from meshtune.dryrun.recorder import Groups, Recorder, visible_pairs
 from meshtune.dryrun.substitutes import installed
 from meshtune.dryrun.world import CPU, made_up
 from meshtune.layout import Layout
@@ -219,7 +217,7 @@ def unseen_propagation() -> Iterator[None]:
 
 
 def causal_pairs(name: str, args: Any) -> float:
-    """(Query, key) pairs of a call of attention over whole rows, for one head; as dryrun/flops.py asks."""
+    """(Query, key) pairs of a call of attention over whole rows, for one head; as dryrun/recorder.py asks."""
     rows, _, seq_len, _ = args["backward" in name].shape
     return rows * visible_pairs([seq_len], None)
 

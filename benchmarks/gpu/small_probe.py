@@ -5,11 +5,11 @@ import sys
 from dataclasses import replace
 
 from meshtune.api.probe import probe
-from meshtune.study import probe_figures
-from meshtune.study.probe_tasks import CPU, MIB
+from meshtune.study import probe_kind
+from meshtune.study.probe import CPU, MIB
 
 if __name__ == "__main__":
-    probe_figures.REFUSED = 1e9  # any spread: a trial's figures are not used
+    probe_kind.REFUSED = 1e9  # any spread: a trial's figures are not used
     few = replace(
         CPU, squares=(64, 128, 256), blocks=((64, 128),), attended=256, lengths=(64, 256),
         copied=(MIB,), exchanged=(MIB // 4, MIB), sample=0.002, shared_sample=0.004, rounds=3,

@@ -7,6 +7,7 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from contextlib import suppress
+from statistics import median, quantiles
 from typing import Any
 
 Number = Any  # float | np.ndarray, in any mixture that numpy broadcasts
@@ -145,3 +146,14 @@ def on_first_rank() -> bool:
 def few(names: Sequence[str], most: int = 5) -> str:
     """The first names of a list, and how many more there are."""
     return ", ".join(names[:most]) + (f" and {len(names) - most:,} more" if len(names) > most else "")
+
+
+# Spread #
+
+
+def spread(values: Sequence[float]) -> float:
+    """Distance of the quartiles, as a share of the median; 0 for fewer than 2 values."""
+    if len(values) < 2:
+        return 0.0
+    first, _, third = quantiles(values, n=4, method="inclusive")
+    return (third - first) / median(values)

@@ -26,7 +26,7 @@ from tiny import short_run
 
 from meshtune.data import cache as data_cache
 from meshtune.launch.place import children
-from meshtune.launch.scratch import PREFIX, remove_abandoned
+from meshtune.launch.start import PREFIX, remove_abandoned
 from meshtune.rundir import RunDir
 from meshtune.train.checkpoint import Checkpoints
 from meshtune.watch import process_status

@@ -10,8 +10,8 @@ import torch
 from meshtune import config
 from meshtune.api.probe import probe
 from meshtune.plan.cluster import cluster_for
-from meshtune.study import probe_figures
-from meshtune.study.probe_tasks import CUDA, MIB
+from meshtune.study import probe_kind
+from meshtune.study.probe import CUDA, MIB
 
 pytestmark = [
     pytest.mark.gpu,
@@ -26,7 +26,7 @@ FEW = replace(
 
 def test_a_probe_of_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rates of a GPU below its peaks, launches of some microseconds, collectives between all GPUs."""
-    monkeypatch.setattr(probe_figures, "REFUSED", 1e9)
+    monkeypatch.setattr(probe_kind, "REFUSED", 1e9)
     file, gpus = tmp_path / "gpus.toml", torch.cuda.device_count()
     document = probe(file, sizes=FEW)
     assert document == tomllib.loads(file.read_text())

@@ -27,7 +27,7 @@ from golden import refuses
 
 from meshtune import launch
 from meshtune.errors import Interrupted, NonFinite, RankFailed, UserError
-from meshtune.launch import Rank, scratch, start
+from meshtune.launch import Rank, start
 from meshtune.launch import rank as rank_module
 from meshtune.launch.place import refuse_batch_script, threads_of
 from meshtune.launch.rank import meet, open_store
@@ -552,13 +552,13 @@ def test_temporary_folders_of_killed_processes_are_removed_and_no_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(scratch, "YOUNG_SECONDS", -60)
-    (tmp_path / f"{scratch.PREFIX}dead").mkdir()
-    (tmp_path / f"{scratch.PREFIX}dead" / "rank-1.log").touch()
+    monkeypatch.setattr(start, "YOUNG_SECONDS", -60)
+    (tmp_path / f"{start.PREFIX}dead").mkdir()
+    (tmp_path / f"{start.PREFIX}dead" / "rank-1.log").touch()
     (tmp_path / "meshtune-of-others").mkdir()
-    with scratch.scratch_folder() as used:
+    with start.scratch_folder() as used:
         assert {path.name for path in tmp_path.iterdir()} == {used.name, "meshtune-of-others"}
-        scratch.remove_abandoned()
+        start.remove_abandoned()
         assert used.exists()
     assert not used.exists()
 

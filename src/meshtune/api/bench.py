@@ -21,7 +21,7 @@ from meshtune.plan.cluster import Cluster, cluster_here, gpus_here, unused_here
 from meshtune.plan.fits import empty_plan_error
 from meshtune.plan.search import explained, search
 from meshtune.rundir import RunDir, write_settings
-from meshtune.study.micro_batch import Tried, largest
+from meshtune.study.beside import Tried, largest
 from meshtune.units import duration, human
 
 if TYPE_CHECKING:

@@ -43,7 +43,7 @@ def calibrate(
     folders without timed steps, runs of several machines, and for too few; for processors without a file.
     """
     from meshtune.api.probe import check_writable
-    from meshtune.study.probe_file import text_of
+    from meshtune.study.probe_kind import text_of
 
     file = expanded(out)
     check_writable(file)

@@ -12,7 +12,7 @@ from meshtune.errors import UserError, expanded
 from meshtune.units import counted
 
 if TYPE_CHECKING:
-    from meshtune.study.probe_tasks import Sizes
+    from meshtune.study.probe import Sizes
 
 SECONDS = 125.0  # after which no round begins
 CPU_RANKS = 8  # at most, unless asked for otherwise: more are seldom trained with on one machine
@@ -45,14 +45,13 @@ def probe(
     import torch
 
     from meshtune.rundir import write_text_atomically
-    from meshtune.study import probe_tasks
+    from meshtune.study import probe
     from meshtune.study.probe import probe_rank, rank_counts
-    from meshtune.study.probe_file import document_of, text_of
-    from meshtune.study.probe_kind import kind_of
+    from meshtune.study.probe_kind import document_of, kind_of, text_of
 
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     ranks = ranks_of(nproc, device_type)
-    sizes = sizes or (probe_tasks.CUDA if device_type == "cuda" else probe_tasks.CPU)
+    sizes = sizes or (probe.CUDA if device_type == "cuda" else probe.CPU)
     threads = {count: threads_of(count) for count in rank_counts(ranks)}
     device = device_of(device_type, ranks, sizes.dtype)
     before = provenance(device.name, threads)

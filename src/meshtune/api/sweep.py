@@ -25,8 +25,7 @@ from meshtune.rundir import RunDir, write_settings
 from meshtune.study.children import DRYRUN, Task, kill_marked
 from meshtune.study.judge import Here, Judged, judge
 from meshtune.study.outcomes import train_outcome
-from meshtune.study.packing import Devices
-from meshtune.study.runner import Progress, run_all
+from meshtune.study.runner import Devices, Progress, run_all
 from meshtune.study.slurm import (
     cancel_unknown,
     check_sbatch,
@@ -265,7 +264,7 @@ def facts_of(
         "simulated": simulate,
     }  # fmt: skip
     if "started" not in before:
-        from meshtune.study.machine import facts_elsewhere, machine_facts
+        from meshtune.study.runner import facts_elsewhere, machine_facts
 
         on_processor = (plan.base.get("train") or {}).get("device") == "cpu"
         facts |= (

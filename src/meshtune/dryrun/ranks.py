@@ -26,8 +26,7 @@ from meshtune.errors import UserError
 from meshtune.launch.failure import Failure, end_of_log, exit_code, how_it_ended, raise_first, record_failure
 from meshtune.launch.place import Place
 from meshtune.launch.rank import RankLog, cores
-from meshtune.launch.scratch import scratch_folder
-from meshtune.launch.start import die_with_parent
+from meshtune.launch.start import die_with_parent, scratch_folder
 from meshtune.layout import AXES, Layout
 from meshtune.meter.trace import RankTrace
 from meshtune.placement.census import Census

@@ -11,20 +11,21 @@ It works on real tensors as on fake ones. An operation belongs to
 import math
 import sys
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils.flop_counter import flop_registry
 
-from meshtune.dryrun.collectives import Groups, is_collective
-from meshtune.dryrun.costs import is_attention
-from meshtune.dryrun.flops import flops_of
+from meshtune.dryrun.costs import ATTENTION, is_attention
 from meshtune.errors import UserError
+from meshtune.layout import AXES, Layout
 from meshtune.meter.ledger import ACTIVATIONS, COMMUNICATION, Entry, Ledger, storages_of
 from meshtune.meter.trace import (
     BACKWARD,
@@ -32,12 +33,94 @@ from meshtune.meter.trace import (
     RECOMPUTATION,
     UPDATE,
     Change,
+    Collective,
     Operation,
     StepTrace,
     Storage,
 )
 from meshtune.optim.optimizer import parts_of
 from meshtune.parallel.pipeline import Stage
+from meshtune.placement.census import attended_pairs
+from meshtune.placement.ranks import coordinates
+
+# Collectives #
+
+
+# Operator -> (name, position of the argument with the whole tensor, or all that is sent).
+OPERATORS = {
+    "_allgather_base_": ("all_gather", 0),
+    "allgather_into_tensor_coalesced_": ("all_gather", 0),
+    "_reduce_scatter_base_": ("reduce_scatter", 1),
+    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
+    "allreduce_": ("all_reduce", 0),
+    "alltoall_base_": ("all_to_all", 1),
+    "broadcast_": ("broadcast", 0),
+    "send": ("send", 0),
+    "recv_": ("receive", 0),
+}
+PEER = {"send": "dst", "recv_": "src"}  # argument with the other rank's number in the group
+
+
+class Groups:
+    """The process groups of a layout's ranks, as axes. layout: of all ranks."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.members: dict[str, tuple[str, list[int], int]] = {}  # see `_members`, by the group's name
+
+    def collective(self, func: Any, args: Any, kwargs: Any) -> Collective | None:
+        """The collective that a c10d operator runs with these arguments; None: it sends no tensor.
+
+        Raises KeyError for an operator that is not known.
+        """
+        given = bound(func, args, kwargs)
+        if func._opname == "barrier":
+            return None
+        op, position = OPERATORS[func._opname]
+        group = dist.ProcessGroup.unbox(given["process_group"])
+        if group.group_name not in self.members:
+            self.members[group.group_name] = self._members(group)
+        axis, ranks, stride = self.members[group.group_name]
+        peer = PEER.get(func._opname)
+        return Collective(
+            op=op,
+            axis=axis,
+            ranks=len(ranks),
+            bytes=tensor_bytes(args[position]),
+            stride=stride,
+            peer=None if peer is None else ranks[given[peer]],
+            waits=not given.get("async_op", peer is not None),
+        )
+
+    def _members(self, group: dist.ProcessGroup) -> tuple[str, list[int], int]:
+        """(Axes along which a group's ranks differ, its ranks in the world, distance of the first two)."""
+        ranks = dist.get_process_group_ranks(group)
+        places = [coordinates(self.layout, rank) for rank in ranks]
+        axes = [name for name in AXES if len({place[name] for place in places}) > 1]
+        return "+".join(axes), ranks, ranks[1] - ranks[0] if len(ranks) > 1 else 1
+
+
+def bound(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """Arguments of an operator's call by name, those that were left out with their defaults."""
+    given = {}
+    for position, argument in enumerate(func._schema.arguments):
+        if position < len(args):
+            given[argument.name] = args[position]
+        else:
+            given[argument.name] = kwargs.get(argument.name, argument.default_value)
+    return given
+
+
+def tensor_bytes(values: Any) -> int:
+    """Bytes of a tensor, or of all in a nest of lists of them."""
+    if isinstance(values, Tensor):
+        return values.numel() * values.element_size()
+    return sum(tensor_bytes(value) for value in values)
+
+
+def is_collective(func: Any) -> bool:
+    return func.namespace == torch.ops.c10d.name
+
 
 READ = torch.ops.aten._local_scalar_dense.default  # the host waits for one number of a device
 DEVICE = torch.ops.prim.device.default  # the device of a fake tensor: no operation
@@ -362,3 +445,44 @@ def line_outside_torch() -> str:
             return f"{file}:{frame.f_lineno} {frame.f_code.co_name}"
         frame = frame.f_back
     return ""
+
+
+# FLOPs #
+
+# torch counts attention as if every query saw every key. Here a query counts the keys that it sees: 4 FLOPs a
+# pair and element of a head in the forward (two matmuls), 10 in the backward of a flash kernel, which
+# computes the scores again (Dao 2023, arXiv:2307.08691).
+
+
+def visible_pairs(documents: Sequence[int], window: int | None, columns: Iterable[int] | None = None) -> int:
+    """(Query, key) pairs of causal attention inside the documents of one row.
+
+    window: keys that a query sees at most, its own included; None: all earlier ones of its document.
+    columns: of the queries that count; None: all. Padding beyond the documents sees nothing.
+    """
+    if columns is None:
+        return attended_pairs(documents, window)
+    starts, position = [], 0
+    for length in documents:
+        starts += [position] * length
+        position += length
+    seen = (column - starts[column] + 1 for column in columns if column < position)
+    return sum(seen if window is None else (min(keys, window) for keys in seen))
+
+
+def flops_of(func: Any, args: Any, kwargs: Any, out: Any, pairs: Callable[[Any, Any], float]) -> int:
+    """FLOPs of one call of an operator.
+
+    pairs: (name of an attention operator, its arguments) -> (query, key) pairs of the call, over its rows.
+    """
+    name = f"{func.namespace}.{func._opname}"
+    if name in ATTENTION:
+        query, key, matmuls = ATTENTION[name]
+        q, v = args[query], args[key + 1]
+        heads = q.shape[1]  # of [rows, heads, seq, head_dim] as of [tokens, heads, head_dim]
+        width = (q.shape[-1] + v.shape[-1]) / 2  # of the matmuls with keys and of those with values
+        return round(matmuls * 2 * pairs(name, args) * heads * width)
+    if name == "aten._grouped_mm":  # [tokens, inner] @ [groups, inner, cols], each token in one group
+        return 2 * args[0].numel() * args[1].shape[-1]
+    formula = flop_registry.get(func._overloadpacket)
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))

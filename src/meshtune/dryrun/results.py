@@ -9,8 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from meshtune.dryrun.kernels import BLOCKS, Kernels
-from meshtune.dryrun.perfetto import write_trace
-from meshtune.dryrun.pictures import drawable
+from meshtune.dryrun.pictures import drawable, write_trace
 from meshtune.dryrun.simulation import Simulation
 from meshtune.dryrun.snapshot import write_snapshot
 from meshtune.report.dryrun.beside import side_by_side

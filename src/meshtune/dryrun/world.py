@@ -12,6 +12,7 @@ process where torch was built without CUDA. Which kernels run is the model's own
 
 import random
 import time
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,14 +28,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from meshtune.data.batch import Batch, MicroBatch, micro_batch
 from meshtune.data.pack import LABELLED
-from meshtune.dryrun.collectives import Groups
-from meshtune.dryrun.flops import visible_pairs
-from meshtune.dryrun.left_out import Growth, add_left_out
-from meshtune.dryrun.recorder import Recorder
+from meshtune.dryrun.recorder import Groups, Recorder, visible_pairs
 from meshtune.dryrun.substitutes import installed
 from meshtune.layout import Layout
 from meshtune.meter.phases import PhaseMemory
-from meshtune.meter.trace import RankTrace, StepTrace
+from meshtune.meter.trace import Change, RankTrace, StepTrace, Storage
 from meshtune.parallel.apply import place, width_multiple
 from meshtune.parallel.context import spans
 from meshtune.parallel.mesh import Axis, World, join
@@ -42,6 +40,45 @@ from meshtune.placement.census import Census
 from meshtune.placement.ranks import coordinates
 from meshtune.train.model import ModelSpec, OptimizerSpec, RankModel, ready, structure
 from meshtune.train.step import Counts
+
+# What is left out #
+
+# Each adds as many bytes as the one before it (`world.growth` measures how many). They lie in one storage a
+# category from the step's beginning: the peak is right; when during the passes it is filled is not known.
+
+
+Growth = Mapping[str, int]  # bytes of one more micro-batch by category
+PASSES, UPDATE = "forward and backward", "optimizer"  # the phases of a pipeline's step
+
+
+def add_left_out(step: StepTrace, growth: Mapping[str, Growth], left_out: int) -> None:
+    """Add the memory of `left_out` micro-batches to a trace, in place. growth: by phase."""
+    for phase, (size, parts) in step.peaks.items():
+        more = {category: each * left_out for category, each in growth[phase].items()}
+        step.peaks[phase] = (
+            size + sum(more.values()),
+            {category: parts.get(category, 0) + more.get(category, 0) for category in {**parts, **more}},
+        )
+    end = next((at for at, name in step.phases if name == UPDATE), len(step.operations))
+    until = bisect_left(step.changes, end, key=lambda change: change.at)
+    in_update = growth.get(UPDATE, {})
+    for category, each in growth.get(PASSES, {}).items():
+        stays = min(each, in_update.get(category, 0)) * left_out
+        for size, leaves in ((stays, False), (each * left_out - stays, True)):
+            if size <= 0:
+                continue
+            number = len(step.storages)
+            step.storages.append(
+                Storage(size, category, "", "", "", name=f"{left_out:,} micro-batches that were not traced")
+            )
+            if leaves:
+                step.changes.insert(until, Change(end - 1, number, allocated=False))
+            step.changes.insert(0, Change(-1, number, allocated=True))
+            until += 1
+
+
+# The world #
+
 
 CPU = torch.device("cpu")
 TRACED_STEPS = 2  # the optimizer has its states from the second on: later ones are alike

@@ -3,13 +3,15 @@
 import faulthandler
 import os
 import pickle
+import shutil
 import signal
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from multiprocessing import get_context
 from multiprocessing.connection import wait
@@ -19,11 +21,11 @@ from types import FrameType
 from typing import Any
 
 from meshtune.errors import Interrupted, NonFinite, RankFailed, UserError, traceback_of
+from meshtune.filesystem import try_lock
 from meshtune.launch.address import reachable_address
 from meshtune.launch.failure import claims_failure, exit_code, failures_of, raise_first, record_failure
 from meshtune.launch.place import Place, place_of, refuse_batch_script
 from meshtune.launch.rank import Rank, RankLog, connect, process_group
-from meshtune.launch.scratch import scratch_folder
 from meshtune.launch.signals import heeded
 from meshtune.streams import flush, guard
 from meshtune.units import notice
@@ -248,3 +250,42 @@ def wait_for(processes: list[BaseProcess], grace: float) -> dict[int, float]:
             if deadline is None and processes[rank].exitcode not in no_failure:
                 deadline = time.monotonic() + grace
     return ended
+
+
+# A folder of the ranks #
+
+
+PREFIX = "meshtune-ranks-"
+YOUNG_SECONDS = 60  # a younger folder may not be locked yet
+
+
+@contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """Yield a new temporary folder, which is removed at the end of the block.
+
+    It is locked as long as this process or one forked from it lives, whatever kills them: a folder whose
+    lock is free is a killed process's, and is removed here. Without locks none is.
+    """
+    remove_abandoned()
+    with tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as name:
+        handle = os.open(name, os.O_RDONLY)
+        try:
+            try_lock(handle, shared=True)
+            yield Path(name)
+        finally:
+            os.close(handle)
+
+
+def remove_abandoned() -> None:
+    """Remove the folders of killed processes of this user from the temporary directory."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with suppress(OSError):
+            status = folder.lstat()
+            if status.st_uid != os.geteuid() or time.time() - status.st_mtime < YOUNG_SECONDS:
+                continue
+            handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                if not try_lock(handle):  # BlockingIOError: it is in use
+                    shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(handle)

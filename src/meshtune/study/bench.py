@@ -30,7 +30,6 @@ from meshtune.parallel.mesh import World, join
 from meshtune.plan.hardware import datasheet_flops
 from meshtune.plan.step_parts import median_parts
 from meshtune.rundir import Row
-from meshtune.study.spread import spread
 from meshtune.train.build import model_spec, optimizer_spec
 from meshtune.train.choose import Choice, device_of
 from meshtune.train.inputs import inputs_of, loader_of
@@ -39,6 +38,7 @@ from meshtune.train.measure import Meter
 from meshtune.train.model import RankModel, rank_model
 from meshtune.train.run_row import device_name, facts_of, hosts_of
 from meshtune.train.step import Counts
+from meshtune.units import spread
 
 WARM_UP = WATCHED_STEPS + 1  # steps before those that are timed: memory is watched, kernels are chosen
 LEARNING_RATE = 1e-6  # the values do not matter; they must stay finite

@@ -6,8 +6,8 @@ from typing import Any
 
 from meshtune.meter.noise_scale import late_scale
 from meshtune.rundir import Row, RunDir
-from meshtune.study.spread import spread
 from meshtune.study.store import CRASHED, DOES_NOT_FIT, DONE, OUT_OF_MEMORY, TIMED_OUT, Outcome
+from meshtune.units import spread
 
 # Beginnings of bench's sentences on what failed -> status; anything else crashed.
 FAILURES = {

@@ -10,17 +10,23 @@ computing is measured with each number of them; GPUs share nothing but links, so
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from math import ceil
+from dataclasses import dataclass
+from functools import partial
+from math import ceil, prod
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
 
+from meshtune.attention.core import attend_documents
+from meshtune.compat import all_gather_single, reduce_scatter_single
 from meshtune.errors import UserError, is_out_of_memory, reason_of
 from meshtune.launch import Rank
-from meshtune.study.probe_figures import Figure
-from meshtune.study.probe_tasks import Group, Operation, Sizes, Task, tasks_of
+from meshtune.study.probe_kind import Figure
 from meshtune.units import counted, duration, notice
 
 MOST_OPERATIONS = 500  # of a sample: a GPU's queue holds about a thousand
@@ -134,3 +140,230 @@ def answering() -> Iterator[None]:
             f"A GPU stopped answering while it was measured: {reason_of(error)} Nothing was written; look at "
             "nvidia-smi, and run the probe again."
         ) from error
+
+
+# Tasks #
+
+# matmul      forward, gradients of inputs and of weights, as F.linear and its backward compute them
+# attention   through attention/core.py, causal, one document a row
+# memory      a copy, and a sum of two tensors
+# collective  all_reduce, all_gather, reduce_scatter over 2, 4 … ranks; a send between two
+# host        small operations, whose time is Python's, torch's and, on CUDA, the launch's
+
+
+Operation = Callable[[], object]  # runs it once
+Group = Any  # a process group, or None for a rank alone
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+BLOCKS = ((512, 1408), (576, 1536), (2048, 8192), (4096, 14336))  # (hidden, MLP): 28 M, 135 M, 1 B, 8 B
+WIDTH = 512  # features of queries in an attention: as many heads as it takes
+MUCH = 2048  # hidden size from which gradients of inputs, as large a matmul as the forward, are left out
+DRAWN = 2**16  # random values
+SMALL = 64  # elements of the tensors of host's operations
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of the operations that are measured on a kind of device."""
+
+    dtype: str  # of most matmuls and of attention: what a run's precision is likely to be
+    other: str  # the other dtype, of a few matmuls
+    tokens: int  # of a block's matmuls
+    squares: tuple[int, ...]  # of square matmuls
+    blocks: tuple[tuple[int, int], ...]  # (hidden size, MLP size)
+    attended: int  # tokens of an attention, in rows of each length
+    lengths: tuple[int, ...]  # of documents
+    copied: tuple[int, ...]  # bytes of a tensor that is copied
+    exchanged: tuple[int, ...]  # bytes of a whole tensor that is exchanged
+    sample: float = 0.04  # seconds of a sample, at least
+    shared_sample: float = 0.12  # the same of several ranks, some tens of a scheduler's time slices
+    rounds: int = 7  # of samples, as far as the time allows
+    least_rounds: int = 3
+
+
+MIB = 2**20
+CPU = Sizes(
+    "fp32", "bf16", 256, (128, 256, 512, 1024), BLOCKS, 2048, (128, 512, 2048), (8 * MIB, 64 * MIB),
+    (MIB // 16, MIB, 16 * MIB),
+)  # fmt: skip
+CUDA = Sizes(
+    "bf16", "fp32", 8192, (512, 1024, 2048, 4096, 8192), BLOCKS, 16384, (512, 2048, 8192),
+    (256 * MIB, 1024 * MIB), (MIB // 4, 4 * MIB, 64 * MIB, 256 * MIB), sample=0.02,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Task:
+    """An operation that `ranks` ranks run at once."""
+
+    kind: str
+    what: Mapping[str, Any]
+    ranks: int
+    prepare: Callable[[torch.device, Group], Operation]  # makes its tensors on a rank of the group
+    host: bool = False  # True: timed until it is launched, not until it is through
+
+
+def tasks_of(sizes: Sizes, counts: Sequence[int], device_type: str) -> Iterator[Task]:
+    """Yield every task for these numbers of ranks; GPUs compute alone."""
+    for ranks in counts:
+        if ranks == 1:
+            yield from _computing(sizes)
+        elif device_type == "cpu":
+            yield from _computing_together(sizes, ranks)
+        if ranks > 1:
+            yield from _collectives(sizes, ranks)
+
+
+def _computing(sizes: Sizes) -> Iterator[Task]:
+    """Tasks of a rank alone."""
+    tokens = sizes.tokens
+    for size in sizes.squares:
+        yield matmul(1, "forward", sizes.dtype, size, size, size)
+    for hidden, wide in sizes.blocks:
+        yield matmul(1, "forward", sizes.dtype, tokens, hidden, hidden)
+        yield matmul(1, "forward", sizes.dtype, tokens, wide, hidden)
+        if hidden < MUCH:
+            yield matmul(1, "inputs", sizes.dtype, tokens, wide, hidden)
+        yield matmul(1, "weights", sizes.dtype, tokens, wide, hidden)
+    middle = sizes.squares[len(sizes.squares) // 2]
+    for odd in (8, 1):  # rows of operands that are no multiples of 128 bytes, and not even of 16
+        yield matmul(1, "forward", sizes.dtype, middle, middle + odd, middle + odd)
+    for size in sizes.squares[-2:]:
+        yield matmul(1, "forward", sizes.other, size, size, size)
+    for head in (64, 128, 256):
+        for length in sizes.lengths if head < 256 else sizes.lengths[-2:]:
+            yield attention(1, sizes, head, length, "forward")
+            yield attention(1, sizes, head, length, "backward")
+    yield from _memory_and_host(sizes, 1)
+
+
+def _computing_together(sizes: Sizes, ranks: int) -> Iterator[Task]:
+    """A part of the tasks of a rank alone, which ranks that share the cores run at once."""
+    hidden, wide = sizes.blocks[0]
+    middle = sizes.squares[len(sizes.squares) // 2]
+    yield matmul(ranks, "forward", sizes.dtype, middle, middle, middle)
+    yield matmul(ranks, "forward", sizes.dtype, sizes.tokens, wide, hidden)
+    yield matmul(ranks, "weights", sizes.dtype, sizes.tokens, wide, hidden)
+    for pass_ in ("forward", "backward"):
+        yield attention(ranks, sizes, 64, sizes.lengths[len(sizes.lengths) // 2], pass_)
+    yield from _memory_and_host(sizes, ranks)
+
+
+def _memory_and_host(sizes: Sizes, ranks: int) -> Iterator[Task]:
+    for size in sizes.copied:
+        yield Task("memory", {"form": "copy", "bytes": size}, ranks, partial(_copy, size))
+        yield Task("memory", {"form": "add", "bytes": size}, ranks, partial(_add, size))
+    for form in HOST:
+        yield Task("host", {"form": form}, ranks, HOST[form], host=True)
+
+
+def _collectives(sizes: Sizes, ranks: int) -> Iterator[Task]:
+    for size in sizes.exchanged:
+        for form in COLLECTIVES if ranks > 2 else (*COLLECTIVES, "send"):
+            prepare = partial(_send if form == "send" else COLLECTIVES[form], size)
+            yield Task("collective", {"form": form, "bytes": size}, ranks, prepare)
+
+
+# operations #
+
+
+def values(device: torch.device, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Normal values in a tensor, the same again and again, which is quick; a GPU's matmuls of zeros take less
+    power than real ones.
+    """
+    some = torch.randn(DRAWN, device=device, dtype=dtype)
+    return some.repeat(ceil(prod(shape) / DRAWN))[: prod(shape)].view(shape)
+
+
+def matmul(ranks: int, form: str, dtype: str, tokens: int, rows: int, cols: int) -> Task:
+    """A pass of a linear layer with weights [rows, cols]; form: forward, inputs or weights."""
+    what = {"form": form, "dtype": dtype, "tokens": tokens, "rows": rows, "cols": cols}
+    return Task("matmul", what, ranks, partial(_matmul, form, dtype, (tokens, rows, cols)))
+
+
+def _matmul(form: str, dtype: str, sizes: tuple[int, int, int], device: torch.device, _: Group) -> Operation:
+    tokens, rows, cols = sizes
+    of_dtype = DTYPES[dtype]
+    if form == "forward":
+        return partial(
+            F.linear, values(device, tokens, cols, dtype=of_dtype), values(device, rows, cols, dtype=of_dtype)
+        )
+    gradient = values(device, tokens, rows, dtype=of_dtype)
+    if form == "inputs":
+        return partial(torch.mm, gradient, values(device, rows, cols, dtype=of_dtype))
+    return partial(torch.mm, gradient.t(), values(device, tokens, cols, dtype=of_dtype))
+
+
+def attention(ranks: int, sizes: Sizes, head: int, length: int, form: str) -> Task:
+    """Causal attention of documents of one length, each a row; form: forward or backward."""
+    tokens = max(length, sizes.attended)
+    what = {"form": form, "dtype": sizes.dtype, "tokens": tokens, "length": length, "head": head}
+    what["width"] = 2 * head * max(1, WIDTH // head)  # of queries and of values, all heads
+    return Task("attention", what, ranks, partial(_attention, form, sizes.dtype, (tokens, length, head)))
+
+
+def _attention(
+    form: str, dtype: str, sizes: tuple[int, int, int], device: torch.device, _: Group
+) -> Operation:
+    tokens, length, head = sizes
+    rows, heads = tokens // length, max(1, WIDTH // head)
+    q, k, v = (
+        values(device, rows, heads, length, head, dtype=DTYPES[dtype]).requires_grad_() for _ in range(3)
+    )
+    attend = partial(attend_documents, q, k, v, ((length,),) * rows, head**-0.5, 0.0, None, None)
+    if form == "forward":
+        return attend
+    out = attend()
+    return partial(torch.autograd.grad, out, (q, k, v), torch.randn_like(out), retain_graph=True)
+
+
+def _copy(size: int, device: torch.device, _: Group) -> Operation:
+    source = values(device, size // 4)
+    return partial(torch.empty_like(source).copy_, source)
+
+
+def _add(size: int, device: torch.device, _: Group) -> Operation:
+    one, other = values(device, size // 4), values(device, size // 4)
+    return partial(torch.add, one, other, out=torch.empty_like(one))
+
+
+def _all_reduce(size: int, device: torch.device, group: Group) -> Operation:
+    return partial(dist.all_reduce, torch.zeros(size // 4, device=device), group=group)
+
+
+def _all_gather(size: int, device: torch.device, group: Group) -> Operation:
+    whole, part = _whole_and_part(size, device, group)
+    return partial(all_gather_single, whole, part, group)
+
+
+def _reduce_scatter(size: int, device: torch.device, group: Group) -> Operation:
+    whole, part = _whole_and_part(size, device, group)
+    return partial(reduce_scatter_single, part, whole, group)
+
+
+def _whole_and_part(size: int, device: torch.device, group: Group) -> tuple[Tensor, Tensor]:
+    part = torch.zeros(size // 4 // dist.get_world_size(group), device=device)
+    return torch.zeros(part.numel() * dist.get_world_size(group), device=device), part
+
+
+def _send(size: int, device: torch.device, group: Group) -> Operation:
+    tensor = torch.zeros(size // 4, device=device)
+    first = dist.get_rank() == 0
+    return partial(dist.send, tensor, 1, group=group) if first else partial(dist.recv, tensor, 0, group=group)
+
+
+COLLECTIVES = {"all_reduce": _all_reduce, "all_gather": _all_gather, "reduce_scatter": _reduce_scatter}
+
+
+def _host_add(device: torch.device, _: Group) -> Operation:
+    return partial(values(device, SMALL).add_, 1.0)
+
+
+def _host_multiply(device: torch.device, _: Group) -> Operation:
+    return partial(torch.mul, values(device, SMALL).requires_grad_(), values(device, SMALL))
+
+
+def _host_linear(device: torch.device, _: Group) -> Operation:
+    return partial(F.linear, values(device, 1, SMALL).requires_grad_(), values(device, SMALL, SMALL))
+
+
+HOST = {"add": _host_add, "multiply": _host_multiply, "linear": _host_linear}

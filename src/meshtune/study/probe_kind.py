@@ -11,8 +11,11 @@ Figures that were refused are left out; a constant that has none left is another
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import exp, log
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -24,8 +27,7 @@ from meshtune.plan.machine import Machine
 from meshtune.plan.seconds.collectives import ring_collectives, tree_all_reduce
 from meshtune.plan.seconds.gpu import matmul
 from meshtune.plan.work import attended
-from meshtune.study.probe_figures import REFUSED, Figure, geometric_mean, significant, slowdown
-from meshtune.units import GIB, TERA, counted
+from meshtune.units import GIB, TERA, counted, human, spread
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2}
 SHARES = np.geomspace(0.1, 1.0, 70)  # that a fit tries, as do the next ones
@@ -360,3 +362,163 @@ def like_of(name: str, gpu: Gpu | None) -> Gpu:
     name: "cpu", or the driver's of a GPU. gpu: the kind of that name, None for an unknown one.
     """
     return catalogue()["cpu"] if name == "cpu" else gpu or catalogue()["a100-80"]
+
+
+# Figures #
+
+
+MARKED, REFUSED = 0.10, 0.30  # spread above which a figure is marked, and above which it is left out
+SPREAD = "distance of the quartiles of all repeats, as a share of their median"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """An operation's seconds on each of the ranks that run it at once, from several repeats."""
+
+    kind: str  # matmul, attention, memory, collective or host
+    what: Mapping[str, Any]  # its sizes, dtype and form
+    ranks: int  # that run it at once, on one machine
+    repeats: Sequence[float]  # seconds of one operation, in each round
+
+    @property
+    def seconds(self) -> float:
+        """Median of the repeats."""
+        return median(self.repeats)
+
+    @property
+    def spread(self) -> float:
+        """Spread of the repeats."""
+        return spread(self.repeats)
+
+    @property
+    def marked(self) -> bool:
+        """True if it is kept, with a spread that a reader should know."""
+        return MARKED < self.spread <= REFUSED
+
+    @property
+    def refused(self) -> bool:
+        """True if its repeats differ too much to say anything."""
+        return self.spread > REFUSED
+
+    @property
+    def name(self) -> str:
+        """Kind, form, sizes and ranks: "collective all_reduce, 1.00 MiB, 4 ranks"."""
+        words = [value for value in self.what.values() if isinstance(value, str)]
+        sizes = [
+            human(value) if key == "bytes" else f"{key} {value}"
+            for key, value in self.what.items()
+            if not isinstance(value, str)
+        ]
+        return ", ".join([" ".join([self.kind, *words]), *sizes, counted(self.ranks, "rank")])
+
+    def as_dict(self) -> dict[str, Any]:
+        """The figure's entry in the file and in `--json`."""
+        marks = {name: True for name in ("marked", "refused") if getattr(self, name)}
+        return {
+            **self.what, "ranks": self.ranks, "seconds": significant(self.seconds),
+            "spread": significant(self.spread), **marks,
+        }  # fmt: skip
+
+
+def significant(value: float, digits: int = 4) -> float:
+    """The value rounded to so many digits that count."""
+    return float(f"{value:.{digits}g}")
+
+
+def geometric_mean(values: Iterable[float]) -> float | None:
+    """Geometric mean; None of no values."""
+    logs = [log(value) for value in values]
+    return exp(sum(logs) / len(logs)) if logs else None
+
+
+def slowdown(figures: Sequence[Figure], kind: str, ranks: int) -> float | None:
+    """Seconds of a kind's operations with `ranks` ranks at work over those of a rank alone: the geometric
+    mean over operations that both have; None without any.
+    """
+    alone = {
+        frozenset(one.what.items()): one.seconds for one in figures if one.kind == kind and one.ranks == 1
+    }
+    pairs = ((one, alone.get(frozenset(one.what.items()))) for one in figures)
+    return geometric_mean(
+        one.seconds / single for one, single in pairs if single and one.kind == kind and one.ranks == ranks
+    )
+
+
+# The file of a probe #
+
+# [cluster]    settings of the cluster section
+# [kind]       the device, in hardware.toml's form
+# [measured]   versions, date, machine, and every figure with its spread
+# [calibrated] by `meshtune calibrate` alone: what was fitted, and the runs
+
+
+def document_of(
+    figures: Sequence[Figure], device: Device, fitted: Fitted, provenance: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The tables of the file, which `probe --json` prints too.
+
+    provenance: versions, date and machine, as [measured] has them.
+    """
+    name = f"this-{device.like.name if device.known or device.processor else 'gpu'}"
+    cluster: dict[str, Any] = {"gpu": name, "gpus_per_node": device.ranks}
+    if not device.processor:
+        cluster |= {"gpus": device.ranks}
+    by_kind: dict[str, list[dict[str, Any]]] = {}
+    for one in figures:
+        by_kind.setdefault(one.kind, []).append(one.as_dict())
+    network = f"The network, which was not measured, is that of {device.like.name}."
+    source = f"meshtune probe, {provenance['date']}, {device.name}. {network}"
+    return {
+        "cluster": cluster,
+        "kind": fitted.table | {"source": source},
+        "measured": {
+            **provenance,
+            "repeats": max(len(one.repeats) for one in figures),
+            "spread": SPREAD,
+            "marked_above": MARKED,
+            "refused_above": REFUSED,
+            "marked": [f"{one.name}: {one.spread:.0%}" for one in figures if one.marked],
+            "refused": [f"{one.name}: {one.spread:.0%}" for one in figures if one.refused],
+            "not_measured": list(fitted.borrowed),
+            "off": fitted.off,
+            "figures": by_kind,
+        },
+    }
+
+
+def text_of(document: Mapping[str, Any], file: str) -> str:
+    """The document as TOML. file: its name, for the first line."""
+    lines = [f"# `cluster: {file}` in a config, or cluster={file} on the command line, plans with it."]
+    if by := document.get("measured"):
+        lines.insert(0, f"# Measured by meshtune {by['meshtune']} on {by['date']}: {by['device']}.")
+    for name, table in document.items():
+        lines += ["", *_table(name, table)]
+    return "\n".join(lines) + "\n"
+
+
+def _table(name: str, table: Mapping[str, Any]) -> list[str]:
+    """Lines of a table: plain values, then its tables and lists of tables."""
+    lines, after = [f"[{name}]"], []
+    for key, value in table.items():
+        if key in ("efficiency", "figures"):
+            after += ["", *_table(f"{name}.{key}", value)]
+        elif key == "shared":
+            after += [line for one in value for line in ("", *_table(f"[{name}.{key}]", one))]
+        else:
+            lines.append(f"{key} = {_value(value)}")
+    return lines + after
+
+
+def _key(key: str) -> str:
+    return json.dumps(key) if key[:1].isdigit() else key
+
+
+def _value(value: Any) -> str:
+    """A value in TOML; a list of tables or texts has a line for each."""
+    if isinstance(value, Mapping):
+        return f"{{ {', '.join(f'{_key(key)} = {_value(one)}' for key, one in value.items())} }}"
+    if isinstance(value, list | tuple):
+        if value and isinstance(value[0], Mapping | str) and len(value) > 1:
+            return "[\n" + "".join(f"    {_value(one)},\n" for one in value) + "]"
+        return f"[{', '.join(map(_value, value))}]"
+    return json.dumps(value, ensure_ascii=False)

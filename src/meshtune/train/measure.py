@@ -19,8 +19,7 @@ import torch.distributed as dist
 from meshtune import compat
 from meshtune.data.batch import MicroBatch
 from meshtune.meter.clock import StepClock
-from meshtune.meter.driver import DriverWatch
-from meshtune.meter.host import OperationCost
+from meshtune.meter.host import DriverWatch, OperationCost
 from meshtune.meter.parts import AXIS_PARTS, MEASURED, step_time, time_row
 from meshtune.meter.phases import Phase, PhaseMemory, peak_resident_bytes
 from meshtune.meter.rows import memory_row

@@ -16,9 +16,8 @@ from meshtune.api.probe import probe
 from meshtune.commands.probe import probe as command
 from meshtune.errors import UserError
 from meshtune.plan.cluster import cluster_for
-from meshtune.study import probe_figures
-from meshtune.study.probe import answering
-from meshtune.study.probe_tasks import CPU, MIB
+from meshtune.study import probe_kind
+from meshtune.study.probe import CPU, MIB, answering
 
 FEW = replace(
     CPU, tokens=64, squares=(64, 128, 192), blocks=((64, 128), (128, 256)), attended=256,
@@ -30,7 +29,7 @@ FEW = replace(
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep every figure: tests share the machine, and are not about how quiet it is."""
-    monkeypatch.setattr(probe_figures, "REFUSED", 1e9)
+    monkeypatch.setattr(probe_kind, "REFUSED", 1e9)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 

@@ -75,7 +75,7 @@ def test_a_killed_sweep_settles_what_was_running(tmp_path: Path) -> None:
 
 def test_the_machine_is_that_which_runs_the_experiments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not the login node that submits them, nor GPUs that they leave unused."""
-    monkeypatch.setattr("meshtune.study.machine.gpus_here", lambda: [("a GPU", 1)])
+    monkeypatch.setattr("meshtune.study.runner.gpus_here", lambda: [("a GPU", 1)])
 
     def facts(device: str, *, slurm: bool) -> dict[str, Any]:
         document = {**TOO_LARGE, "base": {**TOO_LARGE["base"], "train": {"device": device}}}

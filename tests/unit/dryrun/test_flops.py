@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from meshtune.dryrun.flops import flops_of, visible_pairs
+from meshtune.dryrun.recorder import flops_of, visible_pairs
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 100])

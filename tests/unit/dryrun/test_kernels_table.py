@@ -6,8 +6,8 @@ import pytest
 from made_traces import SIZE, cluster, collective, matmul, step_of, trace_of, workload
 
 from meshtune.dryrun.costs import Costs, moved_bytes
-from meshtune.dryrun.facts import phases
 from meshtune.dryrun.kernels import BLOCKS, COMMUNICATION, EMBEDDING, HEAD, UPDATES, block_of, kernel_table
+from meshtune.dryrun.simulation import phases
 from meshtune.meter.trace import BACKWARD, FORWARD, RECOMPUTATION, UPDATE, Operation
 
 COSTS = Costs.of(workload(), cluster(8))

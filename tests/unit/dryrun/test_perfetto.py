@@ -10,9 +10,8 @@ import pytest
 from made_traces import cluster, pipeline, workload
 
 from meshtune.dryrun.costs import Costs
-from meshtune.dryrun.perfetto import write_trace
+from meshtune.dryrun.pictures import busy, passes, starts, write_trace
 from meshtune.dryrun.streams import StepTime, simulate
-from meshtune.dryrun.timeline import busy, passes, starts
 from meshtune.layout import Layout
 from meshtune.meter.trace import CATEGORIES, Change, RankTrace
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from meshtune.meter.driver import DriverWatch, device_row
+from meshtune.meter.host import DriverWatch, device_row
 
 
 def test_an_answer_names_what_limits_the_clock() -> None:

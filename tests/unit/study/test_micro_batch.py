@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshtune.study.micro_batch import MOST, Tried, largest
+from meshtune.study.beside import MOST, Tried, largest
 
 
 @pytest.mark.parametrize("first", [1, 4, 7])

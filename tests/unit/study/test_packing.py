@@ -2,7 +2,7 @@
 
 import pytest
 
-from meshtune.study.packing import Devices, Estimate
+from meshtune.study.runner import Devices, Estimate
 from meshtune.study.store import DONE, WAITING, Row
 
 

@@ -20,11 +20,17 @@ from meshtune.plan.seconds.collectives import ring_collectives, tree_all_reduce
 from meshtune.plan.seconds.gpu import matmul
 from meshtune.plan.work import attended
 from meshtune.report.probe import sentences, summary
-from meshtune.study.probe import rank_counts
-from meshtune.study.probe_figures import Figure, slowdown
-from meshtune.study.probe_file import document_of, text_of
-from meshtune.study.probe_kind import Device, Fitted, kind_of, shape_of
-from meshtune.study.probe_tasks import CPU, tasks_of
+from meshtune.study.probe import CPU, rank_counts, tasks_of
+from meshtune.study.probe_kind import (
+    Device,
+    Figure,
+    Fitted,
+    document_of,
+    kind_of,
+    shape_of,
+    slowdown,
+    text_of,
+)
 
 DEVICE = Device("Made-up CPU", True, 8 * 2**30, 4, 4, "fp32", catalogue()["cpu"])
 FP32, BF16 = 0.1e12, 0.2e12  # FLOP/s of the fastest matmul

@@ -7,9 +7,8 @@ import pytest
 from meshtune.plan.hardware import catalogue, gpu_of
 from meshtune.plan.kinds import table_problems
 from meshtune.plan.work import attended
-from meshtune.study.probe_figures import Figure
-from meshtune.study.probe_kind import Device, kind_of, like_of
-from meshtune.study.probe_tasks import CUDA, tasks_of
+from meshtune.study.probe import CUDA, tasks_of
+from meshtune.study.probe_kind import Device, Figure, kind_of, like_of
 
 H100 = catalogue()["h100-sxm"]
 RATES = {"bf16": 700e12, "fp32": 50e12}  # FLOP/s of every matmul

@@ -14,8 +14,7 @@ from meshtune.errors import Interrupted
 from meshtune.layout import Layout
 from meshtune.study import children
 from meshtune.study.children import MARK, Child, Task, failure, kill_marked, marked
-from meshtune.study.packing import Devices
-from meshtune.study.runner import Progress, run_all
+from meshtune.study.runner import Devices, Progress, run_all
 from meshtune.study.store import (
     CRASHED,
     DIVERGED,

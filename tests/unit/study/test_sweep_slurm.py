@@ -15,8 +15,7 @@ from meshtune.errors import UserError
 from meshtune.layout import Layout
 from meshtune.study import slurm
 from meshtune.study.children import Task
-from meshtune.study.packing import Devices
-from meshtune.study.runner import Progress
+from meshtune.study.runner import Devices, Progress
 from meshtune.study.slurm import (
     cancel_unknown,
     check_sbatch,

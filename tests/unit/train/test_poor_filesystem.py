@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from meshtune import config, filesystem
 from meshtune.filesystem import replace, sync
-from meshtune.launch import scratch
+from meshtune.launch import start
 from meshtune.report.run.summary import UNKNOWN, summarise
 from meshtune.rundir import write_text_atomically
 from meshtune.study.store import Store
@@ -78,9 +78,9 @@ def test_the_folders_of_other_processes_stay_there(
     tmp_path: Path, poor: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(scratch, "YOUNG_SECONDS", -60)
-    with scratch.scratch_folder() as used:
-        scratch.remove_abandoned()
+    monkeypatch.setattr(start, "YOUNG_SECONDS", -60)
+    with start.scratch_folder() as used:
+        start.remove_abandoned()
         assert used.is_dir()
 
 
