@@ -84,8 +84,8 @@ def test_numbers_of_gpus_are_bounded(words: str) -> None:
 @pytest.mark.parametrize(
     "run",
     [
-        lambda words: explain(*words, ["model.name=llama-3.1-8b"]),
-        lambda words: compare(*words, ["model.name=llama-3.1-8b"]),
+        lambda words: explain(words[0], ["model.name=llama-3.1-8b"]),
+        lambda words: compare(words[0], ["model.name=llama-3.1-8b"]),
         lambda words: dryrun(["model.name=llama-3.1-8b"], layout=words),
         lambda words: bench(["model.name=llama-3.1-8b"], layouts=words),
     ],
