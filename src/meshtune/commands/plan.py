@@ -13,11 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from meshtune import units
 from meshtune.commands import verify as verification
 from meshtune.commands.complete import complete_layout
-from meshtune.commands.options import AsJson, Settings, announce, layout_words, show, split
-from meshtune.commands.working import working
+from meshtune.commands.options import AsJson, Settings, announce, layout_words, log, show, split, working
 from meshtune.errors import UserError, expanded
 from meshtune.plan.programs import MESHTUNE
 
@@ -78,7 +76,7 @@ def in_new_words(args: list[str]) -> list[str]:
     if not name:
         return args
     new = f"{name} {','.join(values)}"
-    notice(f"--{name} is read for the last version; write `meshtune plan {new} …`.")
+    log(f"--{name} is read for the last version; write `meshtune plan {new} …`.")
     return [name, ",".join(values), *others]
 
 
@@ -177,7 +175,7 @@ def largest(
     from meshtune.report.plan import terminal
 
     with working(PLANNING):
-        value, choice = largest(config, quantity, tool=tool, log=notice)
+        value, choice = largest(config, quantity, tool=tool, log=log)
     facts = {quantity: value} | choice.as_dict()
     show(facts, terminal.largest(quantity, value, choice), as_json=as_json)
 
@@ -257,7 +255,7 @@ def search(
 
         pictures.check(plot := expanded(plot))
     with working(PLANNING):
-        best = api.plan(config, **clusters, tool=tool, log=notice)
+        best = api.plan(config, **clusters, tool=tool, log=log)
     written = write_export(config, best, export_to) if export_to else None
     facts = best.as_dict(top) | ({"export": written.as_dict()} if written else {})
     if not as_json or not verify:
@@ -270,9 +268,9 @@ def search(
         from meshtune.report.plan.page import Asked
 
         asked = Asked(shlex.join(["meshtune", *sys.argv[1:]]), shlex.join(settings))
-        notice("searching for other batches and cluster sizes to draw …")
+        log("searching for other batches and cluster sizes to draw …")
         pictures.write(plot, best, top, compare_sizes=bool(clusters["gpus"]), asked=asked)
-        notice(f"pictures in {plot}")
+        log(f"pictures in {plot}")
 
 
 def explain_layouts(
@@ -295,14 +293,14 @@ def explain_layouts(
     if plot:
         pictures.check(plot := expanded(plot))
     with working(PLANNING):
-        explanations = explained(config, layouts, tool=tool, log=notice)
+        explanations = explained(config, layouts, tool=tool, log=log)
     entries = [one.as_dict() for one in explanations]
     facts = entries[0] if len(entries) == 1 else {"layouts": entries}
     printed = terminal.compared(explanations) if side_by_side else terminal.explained(explanations)
     show(facts, printed, as_json=as_json)
     if plot:
         pictures.write_explained(plot, explanations)
-        notice(f"pictures in {plot}")
+        log(f"pictures in {plot}")
 
 
 def runs_of(words: Sequence[str]) -> list[str]:
@@ -347,7 +345,7 @@ def compare_runs(
     from meshtune.report.comparison import tables
 
     with working(PLANNING):
-        documents = compared(runs, overrides, log=notice)
+        documents = compared(runs, overrides, log=log)
     facts = documents[0] if len(documents) == 1 else {"runs": documents}
     printed = (table.rendered() for document in documents for table in tables(document))
     show(facts, Group(*printed), as_json=as_json)
@@ -364,8 +362,3 @@ def write_export(config: "Config", answer: "Answer", folder: Path) -> "Written":
     blocks, node = int(answer.workload.work.blocks), choice.cluster.node
     exported = export(tool.name, config, choice.layout, blocks=blocks, gpus_per_node=node)
     return write(tool, exported, choice.layout, folder)
-
-
-def notice(text: str) -> None:
-    """Print a line of the planner on stderr."""
-    units.notice(f"meshtune: {text}")
