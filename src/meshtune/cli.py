@@ -20,7 +20,7 @@ from meshtune.commands.evaluate import evaluate
 from meshtune.commands.export import export
 from meshtune.commands.generate import generate
 from meshtune.commands.migrate import migrate
-from meshtune.commands.plan import Questions, plan
+from meshtune.commands.plan import WithSubcommands, plan
 from meshtune.commands.probe import probe
 from meshtune.commands.report import report
 from meshtune.commands.schema import schema
@@ -38,7 +38,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-CLASSES = {plan: Questions, sweep: SimulateAlone}
+CLASSES = {plan: WithSubcommands, sweep: SimulateAlone}
 for command in (config, data, plan, dryrun, probe, bench, calibrate, train, sweep):
     app.command(cls=CLASSES.get(command))(command)
 app.command("eval")(evaluate)

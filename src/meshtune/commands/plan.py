@@ -49,13 +49,12 @@ Top = Annotated[int, typer.Option(min=1, help="layouts to show")]
 Plot = Annotated[Path | None, typer.Option(help="pictures: a file ending in .html, .png or .svg")]
 
 
-class Questions(TyperCommand):
+class WithSubcommands(TyperCommand):
     """`meshtune plan`, whose first word may be one of SUBCOMMANDS."""
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
-        if not (args and args[0] in SUBCOMMANDS):
-            args = in_new_words(args)
-        if not (args and args[0] in SUBCOMMANDS):
+        args = in_new_words(args)
+        if not args or args[0] not in SUBCOMMANDS:
             return super().make_context(info_name, args, parent, **extra)
         commands = typer.Typer(add_completion=False)
         commands.command(args[0])(SUBCOMMANDS[args[0]])
@@ -66,9 +65,10 @@ class Questions(TyperCommand):
 def in_new_words(args: list[str]) -> list[str]:
     """The words with an earlier version's option (--explain LAYOUT) as the sub-command that replaced it."""
     name, values, others, words = "", [], [], iter(args)
+    old = {} if args and args[0] in SUBCOMMANDS else SUBCOMMANDS
     for word in words:
         option, equals, value = word.partition("=")
-        if option.startswith("--") and option[2:] in ({name} if name else SUBCOMMANDS):
+        if option.startswith("--") and option[2:] in ({name} if name else old):
             name = option[2:]
             values.append(value if equals else next(words, ""))
         else:
@@ -76,7 +76,7 @@ def in_new_words(args: list[str]) -> list[str]:
     if not name:
         return args
     new = f"{name} {','.join(values)}"
-    log(f"--{name} is read for the last version; write `meshtune plan {new} …`.")
+    log(f"--{name} is read in this version, not in the next; write `meshtune plan {new} …`.")
     return [name, ",".join(values), *others]
 
 
