@@ -37,28 +37,32 @@ def plan(
     overrides: Sequence[str] = (),
     *,
     gpus: int | str | Sequence[int | str] = (),
-    goal: str = "speed",
+    sort: str = "speed",
+    goal: str | None = None,
     by: str | timedelta | None = None,
     budget: float | None = None,
     tool: str = MESHTUNE.name,
     memory_budget: str | float | None = None,
     log: Log = silent,
 ) -> Answer:
-    """Predict every layout on the config's cluster, or on several clusters; choose by the goal: speed, cost,
-    gpus or memory.
+    """Predict every layout on the config's cluster, or on several clusters; choose the first by a column:
+    speed, cost, gpus or memory.
 
     config: a Config, a mapping of its sections, or a YAML file. overrides: section.key=value each. gpus:
     numbers of GPUs, alone or with a kind ("8xh100-sxm"). by: the longest time of the run, a timedelta or a
     text such as "48h"; budget: the most that it may cost. tool: that runs the layout, as in --for: memory and
     time are predicted for it, and only its layouts are considered. memory_budget: the most that is filled of
-    each GPU, as "70GiB" or in GiB; None: what the margin leaves. `Answer.choice` is the chosen layout with
-    its memory (bytes) and step time (seconds), `Answer.best(n)` the n best, `Answer.offers` all clusters.
-    Raises UserError for bad settings, NothingFits if no layout fits or no run keeps `by` and `budget`.
+    each GPU, as "70GiB" or in GiB; None: what the margin leaves. goal: the old name of `sort`.
+    `Answer.choice` is the chosen layout with its memory (bytes) and step time (seconds), `Answer.best(n)` the
+    n best, `Answer.offers` all clusters. Raises UserError for bad settings, NothingFits if no layout fits or
+    no run keeps `by` and `budget`.
     """
+    if goal:
+        log(f"--goal is now --sort and will go in the next version: write --sort {goal}.")
     config = with_memory_budget(config_of(config, overrides), memory_budget)
     bounds, sizes = bounds_of(by, budget), sizes_of(gpus, config)
     with workloads(config, tool, log) as (workload, lighter):
-        return answer.ask(config, workload, sizes=sizes, goal=goal, bounds=bounds, lighter=lighter)
+        return answer.ask(config, workload, sizes=sizes, sort=goal or sort, bounds=bounds, lighter=lighter)
 
 
 def explained(

@@ -47,7 +47,8 @@ def plan(
         list[str] | None, typer.Option(metavar="LAYOUT,…|RUN,…", help="side by side; runs: beside their plan")
     ] = None,
     gpus: Gpus = None,
-    goal: Annotated[str, typer.Option(help="speed, cost, gpus or memory")] = "speed",
+    sort: Annotated[str, typer.Option(help="what the first is best in: speed, cost, gpus, memory")] = "speed",
+    goal: Annotated[str | None, typer.Option(hidden=True)] = None,
     by: By = None,
     budget: Annotated[float | None, typer.Option(help="the most that the run may cost")] = None,
     most: Most = None,
@@ -81,7 +82,7 @@ def plan(
 
     runs = [] if explain else runs_of(compare)
     layouts = [] if runs else layouts_of(explain, compare)
-    comparing = bool(gpus or by or budget is not None or goal != "speed")
+    comparing = bool(gpus or by or budget is not None or goal or sort != "speed")
     check_options(
         bool(layouts or runs), most, export, comparing=comparing, plot=plot, top=top, to=to, verify=verify
     )
@@ -101,8 +102,8 @@ def plan(
         show_largest(resolved, most, tool=runner, as_json=as_json)
     else:
         best = compare_layouts(
-            resolved, Clusters(gpus or (), goal, by, budget), tool=runner, export_to=to if export else None,
-            top=top or TOP, verify=verify or 0, as_json=as_json,
+            resolved, Clusters(gpus or (), sort, goal, by, budget), tool=runner,
+            export_to=to if export else None, top=top or TOP, verify=verify or 0, as_json=as_json,
         )  # fmt: skip
         if plot:
             draw(best, plot, top=top or TOP, compare_sizes=bool(gpus), settings=settings or [])
@@ -121,14 +122,14 @@ def check_options(
 ) -> None:
     """Raise UserError for options that the question asked has no use for.
 
-    layouts: whether --explain or --compare name any. comparing: whether clusters are compared or judged by a
-    goal. Others: as the options; None: not given.
+    layouts: whether --explain or --compare name any. comparing: whether clusters are compared or sorted.
+    Others: as the options; None: not given.
     """
     problems = []
     if (layouts and (export or comparing or most)) or (most and (plot or export or comparing)):
         problems.append(
             "--explain, --compare and --max answer one question: --plot goes with the first two; ask for "
-            "--export, --gpus, --goal, --by and --budget without them."
+            "--export, --gpus, --sort, --by and --budget without them."
         )
     if top and (layouts or most):
         problems.append(
@@ -150,7 +151,8 @@ class Clusters(NamedTuple):
     """Options on the clusters that are compared, as `api.plan.plan` takes them."""
 
     gpus: str | tuple[()]
-    goal: str
+    sort: str
+    goal: str | None  # the old name of `sort`
     by: str | None
     budget: float | None
 

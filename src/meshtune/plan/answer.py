@@ -24,7 +24,7 @@ from meshtune.plan.cluster import Cluster, cluster_for
 from meshtune.plan.cost import NO_BOUNDS, UNPLANNED, Bounds, RunCost, RunLength, run_length, unknown
 from meshtune.plan.facts import cluster_facts, model_facts, workload_facts
 from meshtune.plan.fits import Lighter
-from meshtune.plan.offers import GOALS, Offer, check_bounds, compare, in_order, offer_of, remarks
+from meshtune.plan.offers import SORTS, Offer, check_bounds, compare, in_order, offer_of, remarks
 from meshtune.plan.search import Choice, Plan, search
 from meshtune.plan.sizes import Size, clusters_of
 from meshtune.plan.verdict import verdict
@@ -36,9 +36,9 @@ class Answer:
     """The clusters that were asked about, and the layout chosen from their plans."""
 
     workload: Workload
-    offers: tuple[Offer, ...]  # of one kind by size; of several the chosen one first, as the goal ranks them
+    offers: tuple[Offer, ...]  # of one kind by size; of several the chosen one first, as sorted
     chosen: Offer
-    goal: str = "speed"  # one of GOALS
+    sort: str = "speed"  # one of SORTS
     bounds: Bounds = NO_BOUNDS
     length: RunLength = UNPLANNED
     left_out: tuple[str, ...] = ()  # sentences on cluster sizes that are impossible
@@ -51,7 +51,7 @@ class Answer:
 
     @property
     def choice(self) -> Choice:
-        """The best layout of the chosen cluster, by the goal."""
+        """The best layout of the chosen cluster, by the column that is sorted by."""
         assert self.chosen.choice is not None
         return self.chosen.choice
 
@@ -62,12 +62,12 @@ class Answer:
 
     @cached_property
     def comparison(self) -> list[str]:
-        """Sentences on the clusters compared: ties, kinds that were not measured, near bounds, prices."""
-        return [*remarks(self.offers, self.chosen, self.goal, self.bounds), *self.unused]
+        """Sentences on the clusters compared: kinds that were not measured, near bounds, prices."""
+        return [*remarks(self.offers, self.chosen, self.sort, self.bounds), *self.unused]
 
     def best(self, most: int) -> list[Choice]:
-        """The chosen layout, then the others by step time, for the goal memory by peak: `most` in all."""
-        places = self.plan.by_memory() if self.goal == "memory" else range(len(self.plan))
+        """The chosen layout, then the others by step time, sorted by memory by peak: `most` in all."""
+        places = self.plan.by_memory() if self.sort == "memory" else range(len(self.plan))
         ranked = (self.plan.choice(place) for place in islice(places, most))
         others = [choice for choice in ranked if choice.layout != self.choice.layout]
         return [self.choice, *others][:most]
@@ -86,15 +86,15 @@ class Answer:
 
     @cached_property
     def changes(self) -> list[str]:
-        if self.goal == "memory":  # faster ones need more of what is to be low
+        if self.sort == "memory":  # faster ones need more of what is to be low
             return changes(self.plan, self.choice, faster=False)
         nearest = nearest_sentences(self.plan, self.choice)
         return [*nearest, *changes(self.plan, self.choice, double_batch=not nearest)]
 
     @cached_property
     def batch_advice(self) -> list[str]:
-        """Sentences on the fastest layouts of smaller and larger global batches; none for the goal memory."""
-        if self.goal == "memory":
+        """Sentences on the fastest layouts of other global batches; none sorted by memory."""
+        if self.sort == "memory":
             return []
         current = self.workload.global_batch_size
         cluster, fixed = self.plan.cluster, self.plan.fixed_of_batches
@@ -133,7 +133,8 @@ class Answer:
             "workload": workload_facts(self.workload),
             "tool": self.workload.tool.name,
             "stack": self.workload.stack,
-            "goal": self.goal,
+            "goal": self.sort,
+            "sort": self.sort,
             "by": self.bounds.by,
             "budget": self.bounds.budget,
             "considered": plan.considered,
@@ -171,27 +172,27 @@ def ask(
     workload: Workload,
     *,
     sizes: Sequence[Size] = (),
-    goal: str = "speed",
+    sort: str = "speed",
     bounds: Bounds = NO_BOUNDS,
     lighter: Lighter = dict,
 ) -> Answer:
-    """Plan the workload on the config's cluster, or on clusters of these sizes, and choose by the goal.
+    """Plan the workload on the config's cluster, or on clusters of these sizes; choose the first by a column.
 
-    sizes: empty: the config's; for the goals cost and gpus, and with a budget, all `cluster_sizes` up to it.
-    Those that are impossible are left out (`Answer.left_out`). goal, lighter: as in `offers.compare`. Raises
+    sizes: empty: the config's; sorted by cost or gpus, and with a budget, all `cluster_sizes` up to it.
+    Those that are impossible are left out (`Answer.left_out`). sort, lighter: as in `offers.compare`. Raises
     UserError for bad settings and if every size is impossible, and as `compare`.
     """
-    if goal not in GOALS:
-        raise UserError(f"--goal {goal} is no goal; goals: {', '.join(GOALS)}.")
+    if sort not in SORTS:
+        raise UserError(f"--sort {sort}: there is no such column; write {', '.join(SORTS)}.")
     length = run_length(config)
     if bounds != NO_BOUNDS and length.steps is None:
         raise UserError(unknown(length.missing))
     if not sizes:
         cluster = cluster_for(config)
-        smaller = goal in ("cost", "gpus") or bounds.budget is not None
+        smaller = sort in ("cost", "gpus") or bounds.budget is not None
         sizes = [Size(gpus) for gpus in (cluster_sizes(cluster) if smaller else [cluster.gpus])]
     clusters, problems, unused = clusters_of(sizes, config)
-    check_bounds(clusters, goal, bounds)
+    check_bounds(clusters, sort, bounds)
     if config.cluster_config.price_per_gpu_hour and not any(cluster.price for cluster in clusters):
         kinds = ", ".join(dict.fromkeys(cluster.gpu.name for cluster in clusters))
         unused.append(f"cluster.price_per_gpu_hour has no price of {kinds}.")
@@ -199,14 +200,14 @@ def ask(
     for cluster in clusters:
         try:
             plan = search(workload, cluster, fixed=config.partial_layout.given)
-            offers.append(offer_of(plan, goal, length, bounds))
+            offers.append(offer_of(plan, sort, length, bounds))
         except UserError as error:
             problems += error.problems
     if not offers:
         raise UserError(problems)
-    ranked = compare(offers, goal, bounds, lighter)
+    ranked = compare(offers, sort, bounds, lighter)
     return Answer(
-        workload, in_order(offers, ranked), ranked[0], goal, bounds, length, tuple(problems), tuple(unused)
+        workload, in_order(offers, ranked), ranked[0], sort, bounds, length, tuple(problems), tuple(unused)
     )
 
 
@@ -236,5 +237,5 @@ def offer_facts(offer: Offer) -> dict[str, Any]:
         "best": offer.choice and offer.choice.as_dict(),
         "run": offer.run and vars(offer.run),
         "misses": list(offer.misses),
-        "tie": offer.tie,
+        "tie": False,  # kept for readers of older documents
     }

@@ -23,9 +23,9 @@ from meshtune.sections import ClusterConfig
 from meshtune.units import human
 
 
-def answered(found: Plan, goal: str = "speed") -> Answer:
-    offer = offer_of(found, goal)
-    return Answer(found.workload, (offer,), offer, goal)
+def answered(found: Plan, sort: str = "speed") -> Answer:
+    offer = offer_of(found, sort)
+    return Answer(found.workload, (offer,), offer, sort)
 
 
 def machines(gpus: int, gpu: str = "h100-sxm", **settings: Any) -> Cluster:
@@ -166,7 +166,7 @@ def test_reasons_that_several_kinds_share_are_said_once() -> None:
 
 
 @pytest.mark.parametrize("size", [8, 64])
-def test_the_goal_memory_sorts_rows_by_peak_after_the_fastest_of_the_lowest(size: int) -> None:
+def test_sorting_by_memory_sorts_rows_by_peak_after_the_fastest_of_the_lowest(size: int) -> None:
     found = plan("llama-3.1-8b", 8, size)
     answer = answered(found, "memory")
     first, *others = answer.best(50)

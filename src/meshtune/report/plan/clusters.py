@@ -2,7 +2,7 @@
 
    GPUs          best layout         tokens/s/GPU  hours  GPU-hours  USD  USD/M tokens  speed-up  efficiency
 →  8 x h100-sxm  zero3x8-mb1-ga32           7,547   19.3        154  386        0.0920    1.00 ×      100.0%
-=  8 x h200      …
+   8 x h200      …
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from meshtune.plan.search import Choice
 from meshtune.report.plan.bars import Column, Fitted
 from meshtune.report.plan.numbers import common_error, number, of_capacity, plus_minus, seconds, speed_head
 
-MARKS = {"→": "chosen", "=": "ties with it", "×": "misses --by or --budget"}
+MARKS = {"→": "chosen", "×": "misses --by or --budget"}
 
 
 def clusters_table(offers: Sequence[Offer], chosen: Offer, *, memory: bool = False) -> RenderableType:
@@ -115,7 +115,7 @@ def mark(offer: Offer, chosen: Offer) -> str:
     """Sign of MARKS of an offer; "" for an offer without a layout and one that is merely worse."""
     if offer.plan is chosen.plan:
         return "→"
-    return "=" if offer.tie else "×" if offer.misses else ""
+    return "×" if offer.misses else ""
 
 
 def speed(offer: Offer) -> float:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from meshtune.plan.search import Choice
     from meshtune.report.draw.kinds import Panel
 
-IN_WORDS = {"": "", "→": "recommended", "=": "a tie, within the error bar", "×": "beyond what was asked for"}
+IN_WORDS = {"": "", "→": "recommended", "×": "beyond what was asked for"}
 FOOTER = "Predicted by meshtune; nothing here was measured."
 
 
