@@ -13,10 +13,10 @@ from meshtune.errors import UserError
 from meshtune.model.census_cache import numbers_of
 from meshtune.plan import answer
 from meshtune.plan.answer import Answer
-from meshtune.plan.cluster import with_memory_budget
+from meshtune.plan.changes import Lighter
+from meshtune.plan.cluster import cluster_for, with_memory_budget
 from meshtune.plan.cost import bounds_of
 from meshtune.plan.explanation import Explanation, explain
-from meshtune.plan.fits import Lighter
 from meshtune.plan.other_units import other_units
 from meshtune.plan.programs import MESHTUNE
 from meshtune.plan.search import Choice
@@ -93,7 +93,7 @@ def largest(
     tool: that runs it, as in --for. Raises NothingFits if not even the smallest fits.
     """
     with workloads(config, tool, log) as (workload, _):
-        value, choice = answer.largest(config, workload, quantity)
+        value, choice = answer.largest(workload, cluster_for(config), quantity)
         say(workload.notes, log)
         if quantity == "seq_len":
             data = config.data.model_copy(update={"seq_len": value})

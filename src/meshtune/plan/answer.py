@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 from typing import Any
 
 from meshtune.config import Config
-from meshtune.errors import UserError
-from meshtune.plan import advice, fits
+from meshtune.errors import NothingFits, UserError
+from meshtune.plan import advice
 from meshtune.plan.advice import Alternative
-from meshtune.plan.batches import (
-    batch_sentences,
-    batch_sizes,
-    best_of_batches,
-    nearest_sentences,
-    reasons_for_none,
-)
-from meshtune.plan.changes import changes
+from meshtune.plan.changes import Lighter, empty_plan_error
 from meshtune.plan.cluster import Cluster, cluster_for
 from meshtune.plan.cost import NO_BOUNDS, UNPLANNED, Bounds, RunCost, RunLength, run_length, unknown
 from meshtune.plan.facts import cluster_facts, model_facts, workload_facts
-from meshtune.plan.fits import Lighter
+from meshtune.plan.models import models
 from meshtune.plan.offers import SORTS, Offer, check_bounds, compare, in_order, offer_of, remarks
-from meshtune.plan.search import Choice, Plan, search
+from meshtune.plan.search import Choice, Plan, best_fitting, search
 from meshtune.plan.sizes import Size, clusters_of
-from meshtune.plan.verdict import verdict
 from meshtune.plan.workload import Workload
 
 
@@ -74,7 +66,7 @@ class Answer:
 
     @cached_property
     def verdict(self) -> list[str]:
-        return verdict(self.plan, self.choice)
+        return advice.verdict(self.plan, self.choice)
 
     @cached_property
     def reasoning(self) -> list[str]:
@@ -86,25 +78,12 @@ class Answer:
 
     @cached_property
     def changes(self) -> list[str]:
-        if self.sort == "memory":  # faster ones need more of what is to be low
-            return changes(self.plan, self.choice, faster=False)
-        nearest = nearest_sentences(self.plan, self.choice)
-        return [*nearest, *changes(self.plan, self.choice, double_batch=not nearest)]
+        return advice.advised(self.plan, self.choice, faster=self.sort != "memory")  # those need more memory
 
     @cached_property
     def batch_advice(self) -> list[str]:
         """Sentences on the fastest layouts of other global batches; none sorted by memory."""
-        if self.sort == "memory":
-            return []
-        current = self.workload.global_batch_size
-        cluster, fixed = self.plan.cluster, self.plan.fixed_of_batches
-        others = [size for size in batch_sizes(self.workload) if size != current]
-        choices = best_of_batches(self.workload, cluster, others, fixed)
-        return batch_sentences(
-            self.workload,
-            dict(sorted({**choices, current: self.plan.choice(0)}.items())),
-            reasons_for_none(self.workload, cluster, choices, fixed),
-        )
+        return [] if self.sort == "memory" else advice.batch_sentences(self.plan)
 
     @property
     def by_size(self) -> dict[int, Plan]:
@@ -119,8 +98,8 @@ class Answer:
         return {
             (size, gpus): choice
             for gpus in sizes
-            for size, choice in best_of_batches(
-                self.workload, self.plan.cluster.of_size(gpus), batch_sizes(self.workload)
+            for size, choice in advice.best_of_batches(
+                self.workload, self.plan.cluster.of_size(gpus), advice.batch_sizes(self.workload)
             ).items()
         }
 
@@ -211,14 +190,6 @@ def ask(
     )
 
 
-def largest(config: Config, workload: Workload, what: str) -> tuple[Any, Choice]:
-    """(value, best layout) of the largest `what` that fits the config's cluster: see `fits.largest`.
-
-    The config's layout is not regarded.
-    """
-    return fits.largest(workload, cluster_for(config), what)
-
-
 def cluster_sizes(cluster: Cluster) -> list[int]:
     """Cluster sizes up to the cluster's own, in GPUs: halves of a node, and doublings of nodes."""
     inside = [cluster.node // 2**power for power in range(8) if cluster.node % 2**power == 0]
@@ -239,3 +210,94 @@ def offer_facts(offer: Offer) -> dict[str, Any]:
         "misses": list(offer.misses),
         "tie": False,  # kept for readers of older documents
     }
+
+
+# the largest that fits #
+
+
+def largest(workload: Workload, cluster: Cluster, what: str) -> tuple[Any, Choice]:
+    """(value, best layout) of the largest `what` that fits; no field of the layout is fixed.
+
+    what: "seq_len", in tokens, 256, 512 or a multiple of 1024; "batch", in sequences of a global batch
+    without accumulation; "model", the name in models.toml of the one with most parameters. Raises NothingFits
+    (for "batch" Refused, if no layout can run) if not even the smallest fits, UserError for another `what`.
+    """
+    if what == "seq_len":
+        return _largest_seq_len(workload, cluster)
+    if what == "batch":
+        return _largest_batch(workload, cluster)
+    if what == "model":
+        by_size = sorted(models().items(), key=lambda item: -float(item[1].work.parameters))
+        for name, model in by_size:
+            if 2 * model.work.parameters > cluster.memory * cluster.gpus:  # not even its weights in bf16
+                continue
+            work = model.work if workload.lora_r is None else model.work.adapted(workload.lora_r)
+            if choice := best_fitting(replace(workload, model=name, work=work, traits=model.traits), cluster):
+                return name, choice
+        raise NothingFits(f"None of {', '.join(models())} fits {cluster.gpus} x {cluster.gpu.name}.")
+    raise UserError(
+        f"--max {what} is unknown: the largest of it can't be searched for. Write --max seq_len, --max batch "
+        "or --max model."
+    )
+
+
+def _largest_batch(workload: Workload, cluster: Cluster) -> tuple[int, Choice]:
+    """(sequences, layout) of the largest global batch that fits without accumulation.
+
+    It is a power of two, or a multiple of the cluster's GPUs. Raises NothingFits or Refused if none fits.
+    """
+    fitting: dict[int, Choice] = {}
+
+    def fits(size: int) -> bool:
+        choice = best_fitting(workload.of_batch(size), cluster, {"gradient_accumulation_steps": 1})
+        if choice:
+            fitting[size] = choice
+        return choice is not None
+
+    for size in (2**power for power in range(24)):
+        # a batch smaller than the cluster may need layouts that fit less well: go on
+        if not fits(size) and (fitting or size > cluster.gpus):
+            break
+    if not fitting:
+        raise empty_plan_error(search(workload, cluster))
+    low = _bisect(fits, max(fitting), 2 * max(fitting), cluster.gpus)
+    return low, fitting[low]
+
+
+def _largest_seq_len(workload: Workload, cluster: Cluster) -> tuple[int, Choice]:
+    """(tokens, layout) of the longest sequence: by doubling from 256, then by bisection in steps of 1024.
+
+    256, 512 or a multiple of 1024, below 2^25. Raises NothingFits if 256 tokens don't fit.
+    """
+    shortest, longest, step = 256, 2**24, 1024
+    fitting: dict[int, Choice] = {}
+
+    def fits(seq_len: int) -> bool:
+        choice = best_fitting(replace(workload, seq_len=seq_len), cluster)
+        if choice:
+            fitting[seq_len] = choice
+        return choice is not None
+
+    if not fits(shortest):
+        raise NothingFits(f"Not even sequences of {shortest} tokens fit.")
+    low = shortest
+    while low * 2 <= longest and fits(low * 2):
+        low *= 2
+    low = _bisect(fits, low, 2 * low, step)
+    return low, fitting[low]
+
+
+def _bisect(fits: Callable[[int], bool], low: int, high: int, step: int) -> int:
+    """The largest multiple of `step` that fits between low, which fits, and high, taken not to; else low.
+
+    Sizes between them are taken to fit up to some size and no further.
+    """
+    while high - low > step:
+        middle = (low + high) // 2 // step * step
+        if middle <= low:
+            break
+        if fits(middle):
+            low = middle
+        else:
+            high = middle
+    return low

@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshtune.errors import NothingFits, UserError
-from meshtune.plan import fits
+from meshtune.plan.changes import Lighter, empty_plan_error
 from meshtune.plan.cluster import Cluster
 from meshtune.plan.cost import NO_BOUNDS, UNPLANNED, Bounds, RunCost, RunLength, money
-from meshtune.plan.fits import Lighter
 from meshtune.plan.hardware import GIGA
 from meshtune.plan.search import Choice, Plan
 from meshtune.units import duration, significant
@@ -69,13 +68,13 @@ def compare(
 ) -> list[Offer]:
     """The offers that fit and are within the bounds, sorted by a column of SORTS; the first one is chosen.
 
-    Raises NothingFits where no offer is within the bounds, and as `fits.empty_plan_error` (which uses
+    Raises NothingFits where no offer is within the bounds, and as `empty_plan_error` (which uses
     `lighter`) where no layout of any cluster fits.
     """
     fitting = [offer for offer in offers if offer.choice]
     fitting = [offer for offer in fitting if offer.plan.cluster.timed] or fitting
     if not fitting:
-        raise fits.empty_plan_error(max((offer.plan for offer in offers), key=_memory), lighter)
+        raise empty_plan_error(max((offer.plan for offer in offers), key=_memory), lighter)
     within = [offer for offer in fitting if not offer.misses]
     if not within:
         raise NothingFits(_nearest_miss(fitting, bounds))
