@@ -11,7 +11,7 @@ from typing import Any
 
 from meshtune.plan.memory.timeline import CATEGORIES, CATEGORY_NAMES
 from meshtune.plan.seconds.step import PARTS
-from meshtune.report.dryrun.listing import Listing
+from meshtune.report.draw.table import Table
 from meshtune.units import duration, human
 
 Document = dict[str, Any]  # of one layout
@@ -32,11 +32,11 @@ def simulated_memory(document: Document) -> dict[str, int]:
     return rank["steps"][1]["by_category"] | {"overhead": overhead}
 
 
-def side_by_side(document: Document) -> Listing:
+def side_by_side(document: Document) -> Table:
     """Memory by category of the fullest simulated rank and time by part of one layout, which the planner has
     predicted.
     """
-    return Listing(
+    return Table.of_rows(
         f"Predicted and simulated, {document['layout']}",
         ("", "predicted", "simulated", "off by"),
         tuple(_rows(document)),
@@ -101,7 +101,7 @@ def _row(
     return name, written(predicted), written(simulated), difference(predicted, simulated, written)
 
 
-def layouts_table(documents: Sequence[Document]) -> Listing:
+def layouts_table(documents: Sequence[Document]) -> Table:
     """Peak and step time of several layouts, in their order."""
     timed = all(document["time"] for document in documents)
     heads = ("layout", "memory\npredicted", "\nsimulated", "\noff by")
@@ -116,7 +116,7 @@ def layouts_table(documents: Sequence[Document]) -> Listing:
             row += [*map(duration, pair), difference(*pair, duration)]
         rows.append((*row, "yes" if document["fits"] else "no"))
     title = "Predicted and simulated"
-    return Listing(title, (*heads, "fits"), tuple(rows), ("layout",), (DIFFERENCE,))
+    return Table.of_rows(title, (*heads, "fits"), tuple(rows), ("layout",), (DIFFERENCE,))
 
 
 def difference(predicted: float, simulated: float, written: Callable[[float], str]) -> str:

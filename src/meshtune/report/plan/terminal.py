@@ -18,9 +18,7 @@ from meshtune.plan.programs import MESHTUNE
 from meshtune.plan.ranking import TIE_MEMORY_STEP
 from meshtune.plan.search import PEAK_TIE, Choice
 from meshtune.plan.seconds.step import TIE
-from meshtune.report.plan.clusters import clusters_table
-from meshtune.report.plan.side_by_side import side_by_side
-from meshtune.report.plan.tables import explanation, layouts_table
+from meshtune.report.plan.tables import clusters_table, explanation, layouts_table, side_by_side
 from meshtune.tools.export import Written
 from meshtune.units import counted, human
 
