@@ -35,8 +35,6 @@ TORCHTUNE = {
     "batch_size": 2,
     "optimizer": {"_component_": "torch.optim.AdamW", "lr": "3e-4"},
 }
-
-
 ENTRIES = {tool: table(tool).own.values() for tool in (*TOOLS, *OTHERS)}
 
 
@@ -505,6 +503,7 @@ def test_all_refusals_are_said_at_once(migrated: Migrate) -> None:
         (AXOLOTL | {"datasets": [{"path": "x", "type": "sharegpt", "conversation": "vicuna"}]}, "datasets"),
         (AXOLOTL | {"pretraining_dataset": {"path": "x", "skip": 9}, "max_steps": 9}, "pretraining_dataset"),
         (AXOLOTL | {"chat_template": "tokenizer_default_fallback_phi_4"}, "chat_template"),
+        (FACTORY | {"template": "x" * 300}, "template"),
         (AXOLOTL | {"plugins": ["axolotl.integrations.liger.LigerPlugin", "mine.Plugin"]}, "plugins"),
         (AXOLOTL | {"dense_mixer": True}, "dense_mixer"),
         (AXOLOTL | {"shuffle_merged_datasets": False}, "shuffle_merged_datasets"),
