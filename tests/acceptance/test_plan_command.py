@@ -200,6 +200,7 @@ def test_several_layouts_are_explained_compared_and_drawn(plan: Plan, tmp_path: 
         assert 1 <= len(each["levers"]) <= 3
         for lever in each["levers"]:
             assert {"change", "setting", "speed", "freed", "fits"} == set(lever)
+        assert {"name", "category", "bytes"} == set(each["tensors"][0])
     shown = plan(*EIGHT, "--compare", ",".join(both))
     assert shown.code == 0, shown.err
     assert "B - A" in shown.out and "The largest levers (B)" in shown.out

@@ -36,5 +36,5 @@ def calibrate(
         notice(f"meshtune: {line}")
 
     document = run(runs, cluster=cluster, out=out, hold_out=hold_out or (), log=log)
-    show(document, Group(*(table.rendered() for table in tables(document))), as_json=as_json)
+    show(document, Group(*tables(document)), as_json=as_json)
     notice(f"meshtune: {out} is written; plan with it by cluster={out}.")

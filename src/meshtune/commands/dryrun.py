@@ -147,7 +147,7 @@ def answer(done: Sequence["Simulation"], pages: Sequence["DryRun"]) -> "Renderab
         parts += [Text(simulation.verdict, style=style), *(Text(line) for line in headlines(simulation))]
         parts += [Text(), *tables(page, simulation.fullest)]
     if len(done) > 1 and all(simulation.predicted for simulation in done):
-        parts.append(layouts_table([simulation.as_dict() for simulation in done]).rendered())
+        parts.append(layouts_table([simulation.as_dict() for simulation in done]))
     return Group(*parts)
 
 
@@ -179,10 +179,4 @@ def tables(page: "DryRun", fullest: "RankTrace") -> "Iterator[RenderableType]":
     pairs = (page.traces[first : first + 2] for first in range(0, len(page.traces), 2))  # of 80 columns
     peaks = [peak_table(pair, page.reserved) for pair in pairs]
     substitutes = substitutes_table(page.traces)
-    for table in (
-        *peaks,
-        *page.others,
-        *rank_listings(page, fullest),
-        *[substitutes] * bool(substitutes.rows),
-    ):
-        yield table.rendered()
+    yield from (*peaks, *page.others, *rank_listings(page, fullest), *[substitutes] * bool(substitutes.rows))

@@ -303,7 +303,7 @@ def compare_runs(runs: Sequence[str], overrides: Sequence[str], *, as_json: bool
     with working(PLANNING):
         documents = compared(runs, overrides, log=notice)
     facts = documents[0] if len(documents) == 1 else {"runs": documents}
-    printed = (table.rendered() for document in documents for table in tables(document))
+    printed = (table for document in documents for table in tables(document))
     show(facts, Group(*printed), as_json=as_json)
 
 

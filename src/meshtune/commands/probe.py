@@ -24,5 +24,5 @@ def probe(
     from meshtune.report.probe import sentences, summary
 
     document = run(out, nproc=nproc, log=lambda line: notice(f"meshtune: {line}"))
-    show(document, Group(summary(document).rendered(), *sentences(document)), as_json=as_json)
+    show(document, Group(summary(document), *sentences(document)), as_json=as_json)
     notice(f"meshtune: {out} is written; plan with it by cluster={out}.")

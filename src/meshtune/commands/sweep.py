@@ -86,4 +86,4 @@ def sweep(
     if done.best:
         tables.append(best_table(done.best, done.axes, done.ranked_by, on_processor=done.on_processor))
     lines = [f"Results: {done.database} (view `results`)"]
-    show(done.as_dict(), Group(*(table.rendered() for table in tables), *lines), as_json=as_json)
+    show(done.as_dict(), Group(*tables, *lines), as_json=as_json)

@@ -61,7 +61,7 @@ def shown(documents: Sequence[Document]) -> "RenderableType":
     from meshtune.report.dryrun.beside import layouts_table, side_by_side
 
     tables = [layouts_table(documents), *map(side_by_side, documents)]
-    return Group(Text(), *(table.rendered() for table in tables), *map(Text, conclusions(documents)))
+    return Group(Text(), *tables, *map(Text, conclusions(documents)))
 
 
 def conclusions(documents: Sequence[Document]) -> Iterator[str]:
