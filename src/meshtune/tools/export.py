@@ -78,7 +78,7 @@ def check_tool(name: str, option: str = "--export") -> str:
     """
     if name not in EXPORTERS:
         hint = did_you_mean(nearest(name, EXPORTERS), f"; tools: {', '.join(EXPORTERS)}.")
-        raise UserError(f"{option} {name} is no tool that plans are written for{hint}")
+        raise UserError(f"{option} {name} is not a tool that plans are written for{hint}")
     return name
 
 

@@ -365,7 +365,7 @@ def label_switch(_: str, ours: str) -> Conversion:
 
 def stage(value: Any, job: Job) -> dict[str, Any]:
     if value not in ("sft", "pt"):
-        raise Refused(f"stage: {value} is no supervised fine-tuning; meshtune trains the stages sft and pt.")
+        raise Refused(f"stage: {value} is not supervised fine-tuning; meshtune trains the stages sft and pt.")
     return train_on_prompt(job)
 
 
