@@ -6,9 +6,9 @@ from typing import Annotated
 import typer
 
 from meshtune.commands.complete import complete_layout
-from meshtune.commands.options import AsJson, Settings, announce, folder_of, layout_words, show, split
+from meshtune.commands.options import AsJson, Settings, announce, folder_of, layout_words, log, show, split
 from meshtune.errors import NothingFits, UserError
-from meshtune.units import notice, speed_unit
+from meshtune.units import speed_unit
 
 
 def bench(
@@ -50,9 +50,6 @@ def bench(
     from meshtune.meter.causes import Cause
     from meshtune.report.bench import layouts_table, micro_batches_table, side_by_side
     from meshtune.report.run.tables import cause_lines
-
-    def log(line: str) -> None:
-        notice(f"meshtune: {line}")
 
     if find_micro_batch:
         if folder or runs:

@@ -71,14 +71,11 @@ class Written(NamedTuple):
         }
 
 
-def check_tool(name: str, option: str = "--export") -> str:
-    """Return `name` if plans can be exported for it, else raise UserError with the nearest name.
-
-    option: that names it, for the sentence.
-    """
+def check_tool(name: str) -> str:
+    """Return `name` if plans can be exported for it, else raise UserError with the nearest name."""
     if name not in EXPORTERS:
         hint = did_you_mean(nearest(name, EXPORTERS), f"; tools: {', '.join(EXPORTERS)}.")
-        raise UserError(f"{option} {name} is not a tool that plans are written for{hint}")
+        raise UserError(f"{name} is not a tool that plans are written for{hint}")
     return name
 
 
@@ -89,7 +86,7 @@ def tool_for(name: str, config: Config) -> Tool:
     """
     if name == MESHTUNE.name:
         return MESHTUNE
-    tool = TOOLS[check_tool(name, "--for")]
+    tool = TOOLS[check_tool(name)]
     if problems := [*training_problems(tool, config)]:
         raise UserError(problems)
     return replace(tool, rules=partial(rules_of, name, config))

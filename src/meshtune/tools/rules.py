@@ -78,7 +78,7 @@ def zero1(tool: str) -> Rule:
         lambda layouts: layouts.zero == 1,
         lambda layout: (
             f"write zero2x{layout.dp_shard}, which needs less memory and reduces gradients once per "
-            "micro-batch, or use --export deepspeed"
+            "micro-batch, or use deepspeed"
         ),
     )
 
@@ -133,14 +133,14 @@ def fsdp_rules(tool: str) -> Iterator[Rule]:
         f"{tool} trains without pipeline parallelism",
         lambda layouts: layouts.pp > 1,
         lambda layout: (
-            f"pp{layout.pp} needs --export torchtitan or megatron, or a layout such as "
+            f"pp{layout.pp} needs torchtitan or megatron, or a layout such as "
             f"zero3x{layout.dp_shard * layout.pp}"
         ),
     )
     yield rule(
         f"{tool}'s context parallelism with FSDP gathers keys and values, so no ulysses",
         lambda layouts: (layouts.cp > 1) & layouts.ulysses,
-        lambda layout: f"for ulysses{layout.cp} use --export deepspeed, or plan cp{layout.cp}",
+        lambda layout: f"for ulysses{layout.cp} use deepspeed, or plan cp{layout.cp}",
     )
     yield rule(
         f"{tool} combines tp and cp only with sharded data parallelism",
@@ -172,7 +172,7 @@ def engine_rules(tool: str) -> Iterator[Rule]:
         f"{tool} pipelines models written as its PipelineModule, not Hugging Face models",
         lambda layouts: layouts.pp > 1,
         lambda layout: (
-            f"for pp{layout.pp} use --export torchtitan or megatron, or a layout such as "
+            f"for pp{layout.pp} use torchtitan or megatron, or a layout such as "
             f"zero3x{layout.dp_shard * layout.pp}"
         ),
     )
@@ -193,7 +193,7 @@ def ulysses_rules(tool: str) -> Iterator[Rule]:
     yield rule(
         f"{tool}'s context parallelism is Ulysses",
         lambda layouts: (layouts.cp > 1) & ~layouts.ulysses,
-        lambda layout: f"for cp{layout.cp} use --export accelerate or torchtitan, or plan ulysses{layout.cp}",
+        lambda layout: f"for cp{layout.cp} use accelerate or torchtitan, or plan ulysses{layout.cp}",
     )
     yield rule(
         f"{tool} runs Ulysses or AutoTP, not both",
@@ -207,7 +207,7 @@ def llama_factory_rules(tool: str, config: Config) -> Iterator[Rule]:
         f"{tool}'s trainer has no context parallelism",
         lambda layouts: layouts.cp > 1,
         lambda layout: (
-            f"for {'ulysses' if layout.cp_method == 'ulysses' else 'cp'}{layout.cp} use --export accelerate "
+            f"for {'ulysses' if layout.cp_method == 'ulysses' else 'cp'}{layout.cp} use accelerate "
             "or deepspeed"
         ),
     )
@@ -300,7 +300,7 @@ def torchtitan_rules(tool: str) -> Iterator[Rule]:
     yield rule(
         f"{tool}'s context parallelism gathers keys and values, so no ulysses",
         lambda layouts: (layouts.cp > 1) & layouts.ulysses,
-        lambda layout: f"for ulysses{layout.cp} use --export deepspeed or megatron, or plan cp{layout.cp}",
+        lambda layout: f"for ulysses{layout.cp} use deepspeed or megatron, or plan cp{layout.cp}",
     )
     yield zero1(tool)
     yield rule(

@@ -2,7 +2,7 @@
 
     [defaults]       the tool's value where its file leaves the key out and ours is another
     [counterparts]   key = "our.setting", or ["our.setting", "conversion", its arguments]
-    [[export]]       keys that plan --export writes, in their order (`key?`: not without a value), constants;
+    [[export]]       keys that plan export writes, in their order (`key?`: not without a value), constants;
                      when: a condition, as in differences.toml
     [[unsupported]]  why, do (the remedy, if there is one), keys: training or its memory is another without;
                      refused = true: of another job

@@ -106,7 +106,7 @@ def recommended(answer: Answer, asked: Asked) -> str:
     command = (
         f"meshtune train {settings} layout={choice.layout}"
         if tool is MESHTUNE
-        else f"meshtune plan {settings} layout={choice.layout} --export {tool.name}"
+        else f"meshtune plan export {tool.name} {settings} layout={choice.layout}"
     )
     tiles = "".join(
         f"<div class='tile'><dt>{name}</dt><dd>{value}</dd></div>" for name, value in figures(answer)

@@ -89,7 +89,7 @@ def command(result: Answer, written: Written | None) -> str:
         return written.sentence
     if tool is MESHTUNE:
         return f"meshtune train … layout={layout}"
-    return f"meshtune plan … layout={layout} --export {tool.name}"
+    return f"meshtune plan export {tool.name} … layout={layout}"
 
 
 def ranking(result: Answer) -> str:
