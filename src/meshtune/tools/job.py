@@ -146,7 +146,7 @@ def unless_zero(setting: str) -> Conversion:
 
 
 def above_zero(setting: str) -> Conversion:
-    """The same whole number; one up to 0, such as -1, is none."""
+    """The same whole number; 0 and less, such as -1, switch it off."""
     return Conversion(
         lambda value, job: {setting: int(value)} if int(value) > 0 else {}, lambda plan: plan.setting(setting)
     )
@@ -180,7 +180,7 @@ def truth(setting: str) -> Conversion:
 
 
 def only(setting: str, values: list[Any], reason: str) -> Conversion:
-    """Nothing, where the value is one of those that stand for what is so anyway. reason: why no other is."""
+    """No setting: one of `values`, which change nothing. reason: why any other has no counterpart."""
 
     def read(value: Any, job: Job) -> dict[str, Any]:
         if value not in values:
