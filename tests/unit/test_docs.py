@@ -55,3 +55,19 @@ def test_the_layers_on_the_map_of_the_code_are_those_that_are_checked() -> None:
 def test_the_readme_leads_to_every_page() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert [page.name for page in ROOT.glob("docs/*.md") if f"](docs/{page.name})" not in readme] == []
+
+
+# A page that a script writes says so in its head; in coming-from.md, where its tables begin.
+GENERATED = re.compile(r"(?:wrote|writes) this page|<!-- (?:Written|What follows is written) by `")
+
+
+def hand_written_words(page: Path) -> int:
+    """Number of words that no script wrote."""
+    text = page.read_text(encoding="utf-8")
+    marked = GENERATED.search(text)
+    return len((text[: marked.start()] if marked else text).split())
+
+
+def test_pages_are_short() -> None:
+    assert hand_written_words(ROOT / "docs" / "planning.md") <= 3_200
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 90
