@@ -35,7 +35,7 @@ V_SCHEDULES = ("zbv", "dualpipev")  # two stages a rank: down the ranks and up a
 ALL_AHEAD = ("gpipe", "loopedbfs")  # all forwards of a step before its backwards
 ZERO_BUBBLE = ("zb", *V_SCHEDULES)  # the backward of weights runs later than that of activations
 RECOMPUTE = tuple(RECOMPUTATIONS)
-BY_BLOCK = tuple(name for name, mode in RECOMPUTATIONS.items() if mode.block)  # may be of some blocks alone
+BY_BLOCK = tuple(name for name, mode in RECOMPUTATIONS.items() if mode.block)  # may be only of some blocks
 CHOICES = {
     "cp_method": CP_METHODS,
     "schedule": SCHEDULES,
@@ -183,7 +183,7 @@ def parse_fields(text: str) -> dict[str, Any]:
 
 
 def misread(word: str) -> str:
-    """Clause on a word that is no token: its size is missing, or which tokens are near."""
+    """Clause on a word that isn't a token: its size is missing, or which tokens are near."""
     for sized in (f"{word}2", f"{word}x2"):
         if _is_token(sized):
             size = "number" if word in ("v", "mb", "ga") else "number of ranks"
@@ -302,7 +302,7 @@ class PartialLayout:
     """
 
     fixed: Mapping[str, Any] = field(default_factory=dict)  # field -> value, where one was named
-    open: frozenset[str] = frozenset()  # fields to choose, beside micro-batch and accumulation
+    open: frozenset[str] = frozenset()  # fields to choose, besides micro-batch and accumulation
 
     @classmethod
     def parse(cls, value: "str | Mapping[str, Any]") -> "PartialLayout":

@@ -145,7 +145,7 @@ def fault_of_experiment(row: Mapping[str, Any], *, only: Container[str] | None =
 
 
 def read_sweep_rows(file: Path) -> SweepRows:
-    """Read a database. Raises UserError for a file that is no sweep's, or one of another version."""
+    """Read a database. Raises UserError for a file that isn't a sweep's, or one of another version."""
     with opened(file) as database:
         database.row_factory = sqlite3.Row
         facts, left_out = _facts(database)

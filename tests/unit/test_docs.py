@@ -57,7 +57,7 @@ def test_the_readme_leads_to_every_page() -> None:
     assert [page.name for page in ROOT.glob("docs/*.md") if f"](docs/{page.name})" not in readme] == []
 
 
-# A generated page names its script in its head (coming-from.md above its tables); parts have a begin and an end.
+# A generated page names its script in its head (coming-from.md above its tables); parts have begin and end.
 GENERATED = re.compile(r"(?:wrote|writes) this page|<!-- (?:Written|What follows is written) by `")
 GENERATED_PART = re.compile(r"<!-- (?:begin|results).*?<!-- end[^>]*>", re.DOTALL)
 

@@ -62,7 +62,7 @@ def dryrun(
     """Run two training steps of a layout on fake tensors, for each kind of rank in a process of its own.
 
     config: a Config, a mapping of its sections, or a YAML file. overrides: section.key=value each. layout:
-    instead of the config's; without either, the planner's choice. ranks: traced beside the first, a middle
+    instead of the config's; without either, the planner's choice. ranks: traced besides the first, a middle
     and the last pipeline rank. documents: lengths of those in each sequence; (): as
     data.mean_document_tokens says, else one. `Simulation.traces` has every operation, storage and collective
     of both steps. Raises UserError for bad settings and layouts, NothingFits if the planner finds no layout
@@ -210,7 +210,7 @@ class Subject:
     def simulate(
         self, job: Job, cluster: Cluster, log: Log, *, ranks: Iterable[int] = (), notes: Iterable[str] = ()
     ) -> Simulation:
-        """Trace each kind of rank of the job's layout and put them beside the prediction.
+        """Trace each kind of rank of the job's layout and put them next to the prediction.
 
         cluster: with as many devices as the layout has ranks. ranks: to be traced too. notes: more sentences
         that the answer says.

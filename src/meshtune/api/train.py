@@ -62,7 +62,7 @@ def train(
     nproc: int | None = None,
 ) -> Result:
     """Train as `meshtune train` does, and return the finished run. A run folder that holds an unfinished run
-    of these settings and rows goes on.
+    of these settings and rows continues.
 
     config: a Config, a mapping of its sections, or a YAML file. overrides: section.key=value each.
     train_data, eval_data: rows in a form that data.format knows, a list of dicts or a datasets.Dataset;

@@ -43,7 +43,7 @@ class Writes(NamedTuple):
     text: bool  # content that is text; False only where it writes a list of text parts
     parts: int  # text parts of one message: 0, 1 (the first one) or 2 (all)
     arguments: Literal["object", "text"] | None  # of a tool call; None: it writes neither
-    call_content: str | None  # content with which it writes tool calls that have none beside them
+    call_content: str | None  # content with which it writes tool calls that have none with them
     moved: bool = False  # whether a thought in the content is written right only as reasoning_content
 
 
@@ -104,7 +104,7 @@ def _tool_calls(render: Render) -> tuple[Literal["object", "text"] | None, str |
 
 
 def call_turns(content: str | None, arguments: Any) -> list[dict]:
-    """A conversation in which the assistant calls TOOL. content: beside the call."""
+    """A conversation in which the assistant calls TOOL. content: next to the call."""
     function = {"name": "look_up", "arguments": arguments}
     call = {"id": CALL_ID, "type": "function", "function": function}
     return [
@@ -169,7 +169,7 @@ def unwritten(
     for index, message in enumerate(messages):
         role, content, calls = message["role"], message.get("content"), message.get("tool_calls") or []
         said = role in ("user", "assistant")
-        # Words of a turn are missing only beside a call, or where they stand nowhere.
+        # Words of a turn are missing only with a call, or where they stand nowhere.
         looked_at = content and (not said or calls or not _stands(content, rendering))
         if looked_at and left_out(index, content, {"content": OTHER}):
             what = "text beside tool_calls" if calls else f"messages of the role {role}"

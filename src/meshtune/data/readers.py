@@ -262,7 +262,7 @@ def is_row(value: dict[str, Any]) -> bool:
 def _parquet(file: DataFile, first: int, start: int) -> Generator[RawRow, None, int]:
     """Read the row groups that reach beyond `start`, without null values; the others are not read.
 
-    first, start, result: see `Reader`. Raises UserError if the file is no parquet.
+    first, start, result: see `Reader`. Raises UserError if the file isn't parquet.
     """
     import pyarrow
     import pyarrow.parquet

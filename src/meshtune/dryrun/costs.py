@@ -132,7 +132,7 @@ class Costs:
         match collective.op:
             case "send" | "receive":
                 return float(send_seconds(size, collective.stride, machine))
-            case "all_reduce" if not collective.waits:  # of gradients, beside the backward
+            case "all_reduce" if not collective.waits:  # of gradients, while the backward runs
                 return float(2 * ring_collectives(machine, size, ranks, in_node))
             case "all_reduce":
                 return float(tree_all_reduce(machine, size, ranks, in_node))

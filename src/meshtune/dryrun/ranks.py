@@ -45,7 +45,7 @@ TICK = 0.05  # seconds of CPU time that a waiting process may use meanwhile
 def pipeline_copies(census: Census, layout: Layout, seq_len: int) -> dict[int, int]:
     """Index in the pipeline of each rank -> that of the rank whose trace it runs.
 
-    The first and the last rank have their own. In the middle those with as many blocks in each stage are
+    The first and the last rank have their own. In the middle those with equally many blocks in each stage are
     alike: the one with most parameters stands for them and, of several, the first, which has most
     micro-batches in flight.
     """
@@ -177,7 +177,7 @@ def _child(trace: Callable[[int], RankTrace], place: Place, folder: Path, parent
     """
     die_with_parent(parent)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a trace touches no GPU: torch's optimizers would ask it
-    os.setpgid(0, 0)  # a terminal's Ctrl-C reaches the parent alone, which ends its children
+    os.setpgid(0, 0)  # a terminal's Ctrl-C reaches only the parent, which ends its children
     log = folder / f"rank-{place.rank}.log"
     RankLog(log)
     faulthandler.enable()  # a crash in native code leaves its stack in the log

@@ -36,7 +36,7 @@ def page_of(simulation: Simulation, *, top: int = TOP) -> DryRun:
 
 
 def tables(simulation: Simulation) -> Iterator[Listing]:
-    """Yield the tables on time: the prediction beside the simulation, kernels, collectives by two models."""
+    """Yield the tables on time: the prediction next to the simulation, kernels, collectives by two models."""
     if simulation.predicted:
         yield side_by_side(simulation.as_dict())
     if simulation.costs is None:

@@ -92,11 +92,11 @@ class RankLog:
         self._path = file
         self._file = tempfile.TemporaryFile("a+b") if file is None else open(file, "a+b")  # noqa: SIM115
         self._redirect(self._file.fileno(), self._file.fileno())
-        # What a full disk does not accept is dropped: the run goes on.
+        # What a full disk does not accept is dropped: the run continues.
         sys.stdout, sys.stderr = (text_stream(Output(number)) for number in (1, 2))
 
     def move(self, file: Path) -> None:
-        """Append what was written so far to `file` and go on there; the old path becomes a link to it."""
+        """Append what was written so far to `file` and continue there; the old path becomes a link to it."""
         file.parent.mkdir(parents=True, exist_ok=True)
         target = open(file, "ab")  # noqa: SIM115 - it stays this process's output
         flush()

@@ -1,6 +1,6 @@
 """The parts of a step in time, from what each rank measured (clock.py): they add up to the step.
 
-    forward, backward     computation alone, recomputation apart
+    forward, backward     only computation, recomputation apart
     recomputation         what a backward repeats of the forward
     communication         collectives of tensor, context and data parallelism that nothing hides
     bubble                waiting in a pipeline for hidden states and their gradients, sends included

@@ -330,7 +330,7 @@ def quantised(folder: Path, what: str) -> str:
 
 
 def _quantisation(folder: Path, settings: Mapping[str, Any]) -> str | None:
-    """The method by which a model's configuration, or a file beside it, says that its weights are quantised;
+    """The method by which a model's configuration, or a file next to it, says that its weights are quantised;
     None if none does. settings: config.json's.
     """
     text = settings.get("text_config")

@@ -117,7 +117,7 @@ def fill(pieces: Iterable[tuple[str, Piece]], weights: StoredTensors, *, free: b
     """Overwrite each (name of a parameter, this rank's piece of it) with stored values in the piece's dtype.
 
     free: True to remove a tensor from `weights`, under all its names, after its last piece, so that tensors
-    which are no mapping of a file (drawn, or cast) never double a rank's memory. Raises UserError, naming
+    which aren't a mapping of a file (drawn, or cast) never double a rank's memory. Raises UserError, naming
     them, if tensors have values that are NaN or infinite in the piece's dtype.
     """
     named, broken = list(pieces), dict[str, None]()

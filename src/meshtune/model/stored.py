@@ -1,4 +1,4 @@
-"""Tensors in the files of a model that are no weights to train from: quantised ones, and misnamed ones.
+"""Tensors in the files of a model that aren't weights to train from: quantised ones, and misnamed ones.
 
 headers ─> stored_types ─> refuse_types     types that no weight is trained from: before transformers reads
 names that the model has no place for ─┬─> scales        those of a quantisation
@@ -29,7 +29,7 @@ QUANTISED = re.compile(
 )
 OF_CACHE = re.compile(r"(^|[._])(k|v|q|kv|prob|output)_scale$")  # of quantised keys: the weights are whole
 OF_TOOL = re.compile(r"((\w+_)?weight_scale(_inv|_2)?|input_scale|scales)$")  # names of quantisations alone
-EIGHT_BITS = ("I8", "U8")  # beside the types that `refuse_types` refuses before
+EIGHT_BITS = ("I8", "U8")  # besides the types that `refuse_types` refuses before
 WRAPPERS = {  # parts that wrappers put into the names of a model's tensors
     "_orig_mod": "torch.compile",
     "module": "DistributedDataParallel or DeepSpeed",

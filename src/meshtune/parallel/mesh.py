@@ -156,7 +156,7 @@ def join(layout: Layout, device: torch.device, *, host_backend: str = "gloo") ->
         else Axis(name)
         for name in AXES
     )
-    # Checkpoints are written while training goes on: in a group of their own, or collectives would mix.
+    # Checkpoints are written while training continues: in a group of their own, or collectives would mix.
     host_group, checkpoint_group = (
         dist.new_group(backend=host_backend, timeout=timedelta(minutes=30)) for _ in range(2)
     )

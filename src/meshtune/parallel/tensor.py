@@ -125,7 +125,7 @@ def _enter_part(
 
 
 def _regathering_forward(state: _TensorState, part: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Forward of attention or mlp that enters by itself, and saves its input as this rank's tokens alone."""
+    """Forward of attention or mlp that enters by itself, and saves its input as only this rank's tokens."""
     shard = args[0] if args else kwargs["hidden_states"]
     args, kwargs = _enter_part(state, part, args, kwargs)
     whole = args[0] if args else kwargs["hidden_states"]
@@ -178,7 +178,7 @@ def _repeated_forward(state: _TensorState, kv_heads: int, module: nn.Module, x: 
 
 def _column_forward(state: _TensorState, style: TensorStyle, module: Any, x: Tensor) -> Tensor:
     """Forward of a linear layer of which this rank has some columns: all output features, summed over the
-    ranks (`leave`), so with sp those of this rank's tokens alone. The bias is added after the sum.
+    ranks (`leave`), so with sp those of only this rank's tokens. The bias is added after the sum.
 
     x: the input features of the rank's columns; with `style.whole` all of them, of which it takes its shard.
     """
@@ -199,7 +199,7 @@ def _embedding_forward(
     state: _TensorState, vocabulary: Vocabulary, draws_after: bool, module: nn.Module, ids: Tensor
 ) -> Tensor:
     """Forward of an embedding of which this rank has the rows of `vocabulary`: [batch, seq, hidden], summed
-    over the ranks (`leave`), so with sp this rank's tokens alone.
+    over the ranks (`leave`), so with sp only this rank's tokens.
 
     ids: of all tokens. draws_after: dropout follows before the first block. Under sp it must mask each rank's
     tokens differently: the generators are seeded per rank until `_restore_states`. Raises ValueError if sp
@@ -230,7 +230,7 @@ def _restore_states(state: _TensorState, block: nn.Module, args: tuple) -> None:
 
 def _seeded_forward(state: _TensorState, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Forward of a block that draws random numbers, in training from one number of the CPU generator (see the
-    module's docstring); the generators go on afterwards as if the block had drawn only that.
+    module's docstring); the generators continue afterwards as if the block had drawn only that.
     """
     if not block.training:
         return type(block).forward(block, *args, **kwargs)
@@ -308,7 +308,7 @@ def split_model(
 
 
 def _linear_splits(style: TensorStyle, sequence: bool) -> dict[str, Split]:
-    """Splits of a linear layer's parameters by name, adapters (B · A beside the weight) included.
+    """Splits of a linear layer's parameters by name, adapters (B · A next to the weight) included.
 
     style: one whose dim is 0 or 1. sequence: with sequence parallelism.
     """

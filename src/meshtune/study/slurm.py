@@ -274,7 +274,7 @@ def state_of(job: str) -> str:
 
 def follow(store: Store, folder: Path, progress: Progress, log: Log) -> None:
     """Collect results until no task is left. Raises Interrupted at Ctrl-C, and UserError once Slurm has not
-    answered for PATIENCE; the jobs go on.
+    answered for PATIENCE; the jobs continue.
     """
     missed: dict[int, int] = {}
     for job in job_ids(store):  # held, if the sweep was killed before it released them

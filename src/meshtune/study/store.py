@@ -5,7 +5,7 @@
     results      a view of it with a column for each axis
 
 Each change is one transaction with the rollback journal synced, so that a kill at any moment loses nothing
-that was finished. One process writes: it holds `sweep.lock` beside the file. Where another program locks the
+that was finished. One process writes: it holds `sweep.lock` next to the file. Where another program locks the
 database (a viewer, a backup), statements wait for it; every other error of SQLite ends the sweep with a
 sentence, and what was recorded before stays.
 """
@@ -188,7 +188,7 @@ class Store:
         )
 
     def _failed(self, error: sqlite3.Error) -> UserError:
-        """A sentence on an error that is no lock, with the remedy."""
+        """A sentence on an error that isn't a lock, with the remedy."""
         text = str(error)
         if isinstance(error, sqlite3.DatabaseError) and not isinstance(error, sqlite3.OperationalError):
             return UserError(

@@ -102,7 +102,7 @@ class TimeLeft:
 class ConsoleTracker:
     """Shows a bar with the last row's numbers on a terminal, else plain lines; an evaluation always gets one.
 
-    Plain lines (a log file, a pipe) come at most once a second; as the run goes on, once per 1 % of the
+    Plain lines (a log file, a pipe) come at most once a second; as the run continues, once per 1 % of the
     elapsed time, at least once a minute. The first and the last step always have one.
 
     speed_unit: of a row's tokens per second and device. memory: print the memory of the first steps.

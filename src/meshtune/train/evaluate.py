@@ -1,4 +1,4 @@
-"""Evaluation on held-out data: the loss per label token, and greedy answers beside the expected ones."""
+"""Evaluation on held-out data: the loss per label token, and greedy answers next to the expected ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decide which folder a run writes, and whether it begins, goes on or replaces another one there.
+"""Decide which folder a run writes, and whether it begins, continues or replaces another one there.
 
 `output` holds                     output_exists: unset     new          extend       replace
 nothing, or a run without a step   begun                    begun        begun        begun
@@ -151,7 +151,7 @@ def refusal(run: RunDir, config: Config, before: Config, differing: list[str]) -
 
 
 def to_be_longer(config: Config, before: Config, ended: Row) -> list[str]:
-    """Phrases on the settings that let a finished run go on: those that ended it, or would end it here.
+    """Phrases on the settings that let a finished run continue: those that ended it, or would end it here.
 
     before: settings of the finished run; ended: its last row.
     """
@@ -176,7 +176,7 @@ def state_of(run: RunDir) -> str:
 
 
 def end_of(run: RunDir) -> Row | None:
-    """The row that says that the run has finished; None if it has not, or if it goes on."""
+    """The row that says that the run has finished; None if it has not, or if it continues."""
     finished = [row for row in run.rows("end") if row.get("status") == "finished"]
     return finished[-1] if finished else None
 
@@ -260,7 +260,7 @@ def at_its_place(before: Config, run: RunDir, now: Config | None = None) -> Conf
     """The settings of a run that is there, with the paths that its model and data have now.
 
     Where the run's folder was moved with what is around it, they are where they were as seen from the folder.
-    now: settings that go on with it; a model under another name or revision is the same one if its weights
+    now: settings that continue with it; a model under another name or revision is the same one if its weights
     are on this machine and are those that the run recorded.
     """
     old, here = Path(before.output), run.path.absolute()
@@ -540,7 +540,7 @@ def put_back(run: RunDir) -> bool:
 
 
 def rate_change(run: RunDir, resumed: int, steps: int, rate: Callable[[int], float]) -> str | None:
-    """Sentence on a learning rate that does not go on where the earlier start of a run left it; None if it
+    """Sentence on a learning rate that does not continue where the earlier start of a run left it; None if it
     does.
 
     resumed: step of the checkpoint that the run starts from; steps: updates of the whole run; rate: learning

@@ -35,7 +35,7 @@ class Listed(NamedTuple):
 
     entry: Entry
     state: State
-    summary: Summary  # of its first and last rows alone
+    summary: Summary  # only of its first and last rows
     facts: Row  # of its last start
     changed: float  # seconds since 1970
 
