@@ -293,7 +293,7 @@ def _known(fixed: Mapping[str, Any], open_fields: Collection[str]) -> Layout:
 
 @dataclass(frozen=True)
 class PartialLayout:
-    """A layout of which only some fields are fixed.
+    """A layout with only some fields fixed.
 
     A string fixes all fields (those it leaves out have their defaults: sizes of 1) but micro-batch and
     accumulation, which are open unless it names them; `auto` fixes nothing; a mapping fixes what it names,
@@ -356,7 +356,7 @@ class PartialLayout:
         Where a data axis is open, the data ranks are `devices` over the other axes, rounded down: as dp_shard
         if that is open and zero is fixed above 0, else as dp_replicate. Other open fields get their defaults.
         If micro-batch and accumulation are open, micro-batch is the largest of 1 to 4 that divides a data
-        rank's sequences and leaves at least as many micro-batches as pipeline stages, else 1. Accumulation is
+        rank's sequences and leaves no fewer micro-batches than pipeline stages, else 1. Accumulation is
         the rest; if only one of the two is open, it is the rest.
 
         devices: not compared with the size of a layout whose axes are all fixed. global_batch_size: sequences
@@ -380,7 +380,7 @@ class PartialLayout:
             )
         micro, accumulation = (self.fixed.get(n) for n in ("micro_batch_size", "gradient_accumulation_steps"))
         if micro is None:
-            # A pipeline wants at least as many micro-batches as it has stages.
+            # A pipeline needs no fewer micro-batches than it has stages.
             fitting = [n for n in range(1, 5) if each_rank % n == 0]
             filling = [n for n in fitting if each_rank // n >= layout.stages]
             micro = each_rank // accumulation if accumulation else max(filling or fitting[:1])

@@ -34,7 +34,7 @@ TEXT_COLUMNS = (
     "model",
 )  # others have numbers
 FACT_TYPES = {"axes": list, "unlisted": list, "machine": dict, "versions": dict, "gpus": int}
-# SQL condition: the sweep's file lists the experiment. Results that it no longer lists stay in the database;
+# SQL condition: the sweep's file lists the experiment. Results that it doesn't list stay in the database;
 # another base may have made them, so that they can't be compared with the others by their settings.
 LISTED = "number NOT IN (SELECT value FROM json_each((SELECT value FROM sweep WHERE name = 'unlisted')))"
 

@@ -66,7 +66,7 @@ class HangLimits:
     stuck: float = 45.0  # without progress on any rank: a warning is printed
     end: float = 300.0  # without progress on any rank: the run is ended
     tick: float = 1.0  # between two heartbeats
-    grace: float = 5.0  # that the other ranks have to end by themselves after one has failed
+    grace: float = 5.0  # that the other ranks have to end after one has failed
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from meshtune.train.generate import GREEDY, Sampling, TextStream
 class Conversation:
     """Turns of a user and a model. Without a chat template each message is answered separately.
 
-    system: the first message; None: none, or what the template writes by itself. sampling: turn after turn
+    system: the first message; None: none, or what the template writes without it. sampling: turn after turn
     draws from seeds that follow each other. Raises UserError for a system message that the template refuses,
     or that no template can write.
     """

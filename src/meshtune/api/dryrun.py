@@ -212,7 +212,7 @@ class Subject:
     ) -> Simulation:
         """Trace each kind of rank of the job's layout and put them next to the prediction.
 
-        cluster: with as many devices as the layout has ranks. ranks: to be traced too. notes: more sentences
+        cluster: with a device for each of the layout's ranks. ranks: to be traced too. notes: more sentences
         that the answer says.
         """
         layout = job.layout
@@ -288,7 +288,7 @@ def subject_of(config: Config, log: Log, device: str | None = None) -> Iterator[
 def documents_of(config: Config, given: Sequence[int]) -> tuple[int, ...]:
     """Lengths of the documents in each sequence.
 
-    given: as the user wrote them; (): as many equal ones as data.mean_document_tokens says, which fill the
+    given: as the user wrote them; (): equal ones, by data.mean_document_tokens, which fill the
     sequence, else one. Raises UserError for lengths that no sequence has.
     """
     seq_len = config.data.seq_len

@@ -1,7 +1,7 @@
 """The data files of a source: on this machine or behind a URL, found, opened, and known by their content.
 
 Source ──> files() ──> DataFile, …   readers.py reads them, and says in `share` how far it is
-              └──────> content()     a digest, kept beside the cache until the file changes
+              └──────> content()     a digest, kept in the cache until the file changes
 """
 
 import glob

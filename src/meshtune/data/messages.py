@@ -199,7 +199,7 @@ def with_arguments(call: dict, change: Callable[[Any], Any]) -> dict:
 
 
 def _check_content(message: dict, number: int) -> None:
-    """Raise BadRow unless content is text, a list of text parts, or nothing beside an assistant's tool calls.
+    """Raise BadRow unless content is text, a list of text parts, or nothing with an assistant's tool calls.
 
     number: see `message_of`.
     """

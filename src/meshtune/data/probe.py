@@ -72,7 +72,7 @@ def _render_parts(render: Render, messages: list[dict], generation: bool, tools:
 
 def _only_as_a_field(render: Render) -> bool:
     """Whether a template writes an empty thought before one in the content, and one in reasoning_content well
-    (Kimi-K2-Thinking). Where the generation prompt opens the thought, the empty one is </think> alone.
+    (Kimi-K2-Thinking). Where the generation prompt opens the thought, the empty one is only </think>.
     """
     answers = {"content": "<think>\nHm\n</think>\n\nYes"}, {"reasoning_content": "Hm"}
     first, second = (str(render([QUESTION, ANSWER | more], False, None)) for more in answers)
@@ -153,10 +153,10 @@ class Unwritten(NamedTuple):
 def unwritten(
     messages: Sequence[dict], tools: list | None, rendering: str, added: int | None, render: Render
 ) -> Iterator[Unwritten]:
-    """Yield what the template leaves out of a conversation, of which it writes `rendering`.
+    """Yield what the template leaves out of a conversation that it writes as `rendering`.
 
-    added: the message whose thought is written into the text beside the template (`with_thought`), or None. A
-    field is replaced by another value and rendered again: if nothing changes, the template leaves it out.
+    added: the message whose thought is written into the text without the template (`with_thought`), or None.
+    A field is replaced by another value and rendered again: if nothing changes, the template leaves it out.
     That is spared where a long text surely stands in the rendering.
     """
 

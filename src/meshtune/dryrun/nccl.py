@@ -222,7 +222,7 @@ class Nccl:
         return BASE_LATENCY["tree"][protocol] + latency, bus / 2 * _corrected(protocol, size)
 
     def _switched(self, group: Group, op: str) -> float:
-        """GB/s of each of a node's channels through its switch, of which each rank has one."""
+        """GB/s of each of a node's channels through its switch; each rank has one."""
         heads = int(group.local)
         speed = next((s for s in SPEEDS[self.generation] if s * heads <= self.link), 0)
         speed = speed * NVLS_EFFICIENCY[self.generation] * (heads - 1) / heads
@@ -267,8 +267,9 @@ def differences(
 ) -> list[str]:
     """A sentence for each kind of collective that the two models predict differently, the longest first.
 
-    counts: how often each runs in a step. seconds: the planner's, of each alone. A kind has one operation,
-    one axis, and one size in the digits that are printed: those that differ by a norm's weight are one.
+    counts: how often each runs in a step. seconds: the planner's, of each separately. A kind has one
+    operation, one axis, and one size in the digits that are printed: those that differ by a norm's weight are
+    one.
     """
     kinds: defaultdict[tuple, Counter[Collective]] = defaultdict(Counter)
     for each, count in counts.items():

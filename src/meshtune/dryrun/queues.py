@@ -17,7 +17,7 @@ class Task:
     """One task of one rank."""
 
     queue: tuple[int, str]  # rank, and name of the stream
-    seconds: float  # alone on its GPU
+    seconds: float  # without others on its GPU
     host: float = 0.0  # seconds of the host to issue it
     after: list[int] = field(default_factory=list)  # numbers of the tasks that it waits for
     reads: int = -1  # number of the task that the host waits for before it issues this one; -1: none

@@ -1,6 +1,6 @@
 """Which ranks of a layout differ, and a trace of each, made in a process of its own.
 
-    layout ─> distinct_ranks ─> a child process for each, as many at a time as there are cores
+    layout ─> distinct_ranks ─> a child process for each, one a core at a time
                                     └─> file with its RankTrace ─> trace_ranks
 
 A trace patches torch, and an error in it may abort the process (C++): a child keeps both away from here.
@@ -64,7 +64,7 @@ def pipeline_copies(census: Census, layout: Layout, seq_len: int) -> dict[int, i
 
 
 def distinct_ranks(census: Census, layout: Layout, seq_len: int) -> dict[int, str]:
-    """Rank -> which pipeline ranks it stands for (`pipeline_copies`); rank 0 alone without a pipeline.
+    """Rank -> which pipeline ranks it stands for (`pipeline_copies`); only rank 0 without a pipeline.
 
     On the other axes index 0 is taken: pieces that are not equally long are longest there
     (placement/split.py; FSDP2's shards), replicas are alike, and so are ranks of cp: the zigzag gives each as
@@ -163,7 +163,7 @@ def trace_ranks(
 def start_method() -> str:
     """Name of the way to start the processes that trace, one of multiprocessing's.
 
-    Neither CUDA nor autograd's threads, of which there is one for each GPU, survive a fork.
+    Neither CUDA nor autograd's threads, one for each GPU, survive a fork.
     """
     import torch
 

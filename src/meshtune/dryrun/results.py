@@ -58,7 +58,7 @@ def tables(simulation: Simulation) -> Iterator[Listing]:
 
 
 def kernels_listing(title: str, rows: list[Kernels], note: str = "") -> Listing:
-    """A table of kernels: launches, FLOPs, bytes moved, FLOPs per byte, seconds alone on the GPU."""
+    """A table of kernels: launches, FLOPs, bytes moved, FLOPs per byte, seconds without others on the GPU."""
     lines = tuple(
         (
             operation(row.name),

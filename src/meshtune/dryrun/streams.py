@@ -104,7 +104,7 @@ def simulate(
 ) -> StepTime:
     """Run a step of the traced ranks on streams. step, copies: as in `programs`."""
     collects = gc.isenabled()
-    gc.disable()  # it takes half the time to look for cycles, of which tasks have none
+    gc.disable()  # it takes half the time to look for cycles, which tasks don't have
     try:
         world = _World(layout, costs)
         for pp, program in enumerate(programs(traces, layout, step, copies)):

@@ -49,7 +49,7 @@ class Rank:
         return self.number == 0
 
     def keep_log(self, folder: Path) -> None:
-        """Move this rank's log to `folder`/rank-<n>.log and go on there; the main rank gets one only by
+        """Move this rank's log to `folder`/rank-<n>.log and continue there; the main rank gets one only by
         `log_cause`, and where its output can't be written.
         """
         self._logs = folder
@@ -158,7 +158,7 @@ def process_group(
     torch.set_num_threads(threads)
     options: dict[str, Any] = {"backend": "gloo"}
     if device == "cuda":
-        index = place.local_rank % gpus_for(place.local_world)  # srun may show each task its own GPU alone
+        index = place.local_rank % gpus_for(place.local_world)  # srun may show each task only its own GPU
         torch.cuda.set_device(index)
         options = {"backend": "cpu:gloo,cuda:nccl", "device_id": torch.device("cuda", index)}
     say = log.tell_terminal if log else notice
@@ -300,7 +300,7 @@ def not_met(place: Place, reason: str) -> UserError:
 
 
 def connect(place: Place, *, is_master: bool = False, **options: Any) -> Any:
-    """Open one more connection to the store at `place`; its keys are those of this start of the ranks alone,
+    """Open one more connection to the store at `place`; its keys are those only of this start of the ranks,
     where torchrun has started them again.
 
     Does not wait for other ranks. is_master: True to hold the store in this process. options: of

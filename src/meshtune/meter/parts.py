@@ -29,7 +29,7 @@ AXIS_PARTS = {  # axis of the layout -> part of the planner's time that its coll
 }  # fmt: skip
 WAITS = (*dict.fromkeys(AXIS_PARTS.values()), "other")  # other: collectives of all ranks
 MEASURED = (*COMPUTED, *(f"wait {axis}" for axis in WAITS))  # by a clock, on each rank
-SHOWN_RANKS = 64  # up to so many, each has its own numbers in a row
+SHOWN_RANKS = 64  # up to this many, each has its own numbers in a row
 
 
 @dataclass(frozen=True)

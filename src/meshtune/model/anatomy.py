@@ -407,7 +407,7 @@ def _owners(model: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
 def fill_aside(model: nn.Module, values: Mapping[str, Tensor], *, keep: bool) -> None:
     """Give the tensors that were set aside those of `values`, by name, without a copy; others stay.
 
-    keep: False to take the dtype alone, on a rank that does not export them.
+    keep: False to take only the dtype, on a rank that does not export them.
     """
     for name, owner, key in _owners(model):
         if name in values:

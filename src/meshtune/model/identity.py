@@ -1,6 +1,6 @@
 """Identity of a base model: a digest of its weights, whatever folder they are in.
 
-An adapter, and a checkpoint of a model of which a part is frozen, fit the weights that they were trained on.
+An adapter, and a checkpoint of a partly frozen model, fit the weights that they were trained on.
 A run records the digest of its base in its row, an adapter in the metadata of its safetensors file.
 """
 

@@ -297,7 +297,7 @@ def adapt(
     module.lora_all_reduce = None
     magnitude = nn.Parameter(norms(by_rows(module, weight.detach())).to(dtype)) if use_dora else None
     module.register_parameter("lora_magnitude_vector", magnitude)
-    # A change of class, not a patched method: deepcopy, pickling and torch.compile follow it by themselves.
+    # A change of class, not a patched method: deepcopy, pickling and torch.compile follow it automatically.
     module.__class__ = ADAPTED[type(module)]
 
 

@@ -39,7 +39,7 @@ class Piece:
             yield Piece(self.shape, (rows.start, *self.offsets[1:]), tensor)
 
     def of(self, whole: Tensor) -> Tensor:
-        """Return a view of the same block of `whole`, another tensor of that shape. For one block alone."""
+        """Return a view of the same block of `whole`, another tensor of that shape. Only for one block."""
         assert not self.rows
         for dim, (start, size) in enumerate(zip(self.offsets, self.tensor.shape, strict=True)):
             whole = whole.narrow(dim, min(start, whole.shape[dim]), size)

@@ -250,7 +250,7 @@ def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
 
 #     attention_problem(small, language, layers)   asked of a forward of a small copy, whose attention reports
 #
-# transformers' flag `_supports_attention_backend` alone is not enough: some families that have it drop
+# transformers' flag `_supports_attention_backend` is not enough: some families that have it drop
 # keyword arguments on the way, pass a mask of their own, or add arguments that change the result.
 
 

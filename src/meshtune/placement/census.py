@@ -30,7 +30,7 @@ def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
 
 @dataclass(frozen=True)
 class Matrix:
-    """A parameter that every token is multiplied with, `count` times (of experts: as many as are active).
+    """A parameter that every token is multiplied with, `count` times (of experts: those that are active).
 
     Sizes are those of the whole model, before tp.
 
@@ -53,7 +53,7 @@ class Matrix:
 
     @property
     def backward(self) -> float:
-        """FLOPs per token: as many as forward for the input's gradient and for the weight's, where needed."""
+        """FLOPs per token: the forward's for the input's gradient and for the weight's, where needed."""
         return self.forward * (self.input_gradient + self.trainable)
 
 
@@ -311,7 +311,7 @@ def attended_pairs(lengths: Iterable[int], window: int | None = None) -> int:
 def step_flops(census: Census, documents: Collection[int], label_tokens: int) -> StepFlops | None:
     """The FLOPs of one forward and backward pass over documents; None where `census.unsupported` says why.
 
-    The head counts at labelled positions alone, attention once per attended pair, recomputation never
+    The head counts only at labelled positions, attention once per attended pair, recomputation never
     (docs/mfu.md). documents: tokens of each. label_tokens: labelled positions of all documents together.
     """
     if census.unsupported or census.head is None:

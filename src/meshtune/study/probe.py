@@ -155,7 +155,7 @@ Operation = Callable[[], object]  # runs it once
 Group = Any  # a process group, or None for a single rank
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 BLOCKS = ((512, 1408), (576, 1536), (2048, 8192), (4096, 14336))  # (hidden, MLP): 28 M, 135 M, 1 B, 8 B
-WIDTH = 512  # features of queries in an attention: as many heads as it takes
+WIDTH = 512  # features of queries in an attention: by the number of heads
 MUCH = 2048  # hidden size from which gradients of inputs, as large a matmul as the forward, are left out
 DRAWN = 2**16  # random values
 SMALL = 64  # elements of the tensors of host's operations
@@ -203,7 +203,7 @@ class Task:
 
 
 def tasks_of(sizes: Sizes, counts: Sequence[int], device_type: str) -> Iterator[Task]:
-    """Yield every task for these numbers of ranks; GPUs compute alone."""
+    """Yield every task for these numbers of ranks; GPUs compute separately."""
     for ranks in counts:
         if ranks == 1:
             yield from _computing(sizes)

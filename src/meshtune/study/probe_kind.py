@@ -279,7 +279,7 @@ def _memory(alone: Sequence[Figure], device: Device) -> tuple[float, dict[str, f
 
 
 def _host(kept: Sequence[Figure], ranks: int, device: Device) -> dict[str, float]:
-    """Seconds in which the host runs or launches a small operation; on a processor nothing runs beside it."""
+    """Seconds in which the host runs or launches a small operation; on a processor nothing runs meanwhile."""
     seconds = [one.seconds for one in kept if one.kind == "host" and one.ranks == ranks]
     if not seconds:
         return {}
@@ -333,7 +333,7 @@ def _link(ranks: int, links: Mapping[int, tuple[float, float]], link: float) -> 
 def _shared(
     ranks: int, kept: Sequence[Figure], alone: Mapping[str, float], device: Device
 ) -> dict[str, float]:
-    """Efficiencies of each of several ranks that share a processor: a rank's alone over the slowdown of the
+    """Efficiencies of each of several ranks that share a processor: a single rank's over the slowdown of the
     operations that both ran.
     """
     table: dict[str, float] = {"ranks": ranks}

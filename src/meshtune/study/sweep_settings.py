@@ -14,7 +14,7 @@ from meshtune.yaml_tree import leaves, merge, nested
 
 LAYOUT_FIELDS = tuple(f"layout.{row.name}" for row in fields(Layout))
 LEFT_TO_THE_SWEEP = ("output", "output_exists")
-ANY_MODEL = {"model": {"name": "any"}}  # next to one setting that is checked alone
+ANY_MODEL = {"model": {"name": "any"}}  # next to one setting that is checked
 
 
 def key_problems(key: str) -> list[str]:

@@ -248,7 +248,7 @@ def model_spec(config: Config, attention: str, kernels: str, *, embeddings: int 
     """The model of a config as plain values.
 
     attention: of Choice, never "auto". kernels: torch's name of the kind of device. embeddings: rows that the
-    tokenizer needs; 0: as many as there are.
+    tokenizer needs; 0: all that there are.
     """
     train = config.train
     return ModelSpec(

@@ -163,7 +163,7 @@ def train(run: Run) -> None:
 def check_finite(run: Run, done: Outcome, nonfinite: int, batch: Batch) -> int:
     """Say that a step was not applied, if it was not. Returns how many were not in a row.
 
-    nonfinite: before this step. Raises NonFinite after as many as the run bears, or where none was applied.
+    nonfinite: before this step. Raises NonFinite after those that the run bears, or where none was applied.
     """
     if done.finite:
         return 0

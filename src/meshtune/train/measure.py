@@ -218,7 +218,7 @@ def releasing(phase: Phase, device: torch.device) -> Phase:
 
 
 def release_free_heap(at_least: int = RELEASED_BYTES) -> None:
-    """Give the heap's free pages back to the operating system, if `at_least` so many bytes are free.
+    """Give the heap's free pages back to the operating system, if `at_least` bytes are free.
 
     Nothing where the C library isn't a glibc of 2.33 or newer.
     """

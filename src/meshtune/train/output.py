@@ -8,8 +8,8 @@ a finished run, asked to be longer extended                 next name    extende
 ... stopped only before its report the report is drawn, with every choice
 any other finished run             refused                  next name    refused      replaced
 
-Settings in FREE may differ. The next name is the first of runs/x-2, runs/x-3 … of which the table says that
-it is begun or continued. checkpoint.resume=never takes every run for one that can't be continued.
+Settings in FREE may differ. The next name is the first of runs/x-2, runs/x-3 … that the table says
+is begun or continued. checkpoint.resume=never takes every run for one that can't be continued.
 
 A replaced run is renamed, and deleted once the new one has done a step (folder.py). Nothing here needs torch,
 so that the decision is made before anything is loaded, and once more when the folder is claimed.
@@ -182,7 +182,7 @@ def end_of(run: RunDir) -> Row | None:
 
 
 def may_be_longer(config: Config, before: Config, ended: Row, steps: int | None) -> bool:
-    """True unless the finished run surely has as many steps as the settings ask for.
+    """True unless the finished run surely has the steps that the settings ask for.
 
     before: settings of the finished run; ended: its last row. steps: as `decide` takes it.
     """
@@ -225,7 +225,7 @@ def resolved(config: Config, run: RunDir) -> Config:
     """The settings with absolute paths, so that the file works from any folder; output is `run`'s path.
 
     A learning rate that nobody set stays so: where the file is run with another method, it is that one's.
-    output_exists is left out: it says how the run was started, and a file that repeats `replace` by itself
+    output_exists is left out: it says how the run was started, and a file that repeats `replace`
     would delete the run that it describes.
     """
 

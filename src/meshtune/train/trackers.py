@@ -207,7 +207,7 @@ class Metrics:
                 self.log_line(f"log.to: {name_of(tracker)} could not be closed: {error}")
 
     def log(self, row: Row, takers: Iterable[Tracker] | None = None) -> None:
-        """Hand a row to every tracker, or to `takers` of them alone."""
+        """Hand a row to every tracker, or only to `takers` of them."""
         for tracker in self.trackers if takers is None else takers:
             try:
                 tracker.log(row)
