@@ -31,8 +31,8 @@ from meshtune.plan.offers import (
 from meshtune.plan.search import Plan, search
 from meshtune.plan.sizes import Size, clusters_of, sizes_of
 from meshtune.plan.workload import Workload
-from meshtune.report.plan.clusters import clusters_table
 from meshtune.report.plan.numbers import number, of_capacity
+from meshtune.report.plan.tables import clusters_table
 from meshtune.sections import ClusterConfig
 from meshtune.units import significant
 

@@ -19,7 +19,7 @@ from meshtune.placement.rules import Traits
 from meshtune.plan.answer import Answer
 from meshtune.plan.cluster import cluster_of
 from meshtune.plan.cost import RunLength
-from meshtune.plan.memory import gpt_parameters
+from meshtune.plan.memory.states import gpt_parameters
 from meshtune.plan.offers import offer_of
 from meshtune.plan.search import Workload, search
 from meshtune.plan.work import Work
