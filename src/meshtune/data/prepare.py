@@ -418,8 +418,8 @@ def _passes(
 ) -> Iterator[np.ndarray]:
     """Yield the documents of each pass of an epoch, from the sources whose weight exceeds the passes so far.
 
-    `documents` are indices into `source_number`, whose values are indices into `weights`. The rest of a
-    weight below one pass takes that fraction of the source's documents, chosen by the seed.
+    `documents` are indices into `source_number`, whose values are indices into `weights`. A fractional
+    rest (0.3 of weight 2.3) takes 30 % of the source's documents, chosen by the seed.
     """
     remaining = dict(enumerate(weights))
     while any(weight > 0 for weight in remaining.values()):

@@ -267,9 +267,8 @@ def differences(
 ) -> list[str]:
     """A sentence for each kind of collective that the two models predict differently, the longest first.
 
-    counts: how often each runs in a step. seconds: the planner's, of each separately. A kind has one
-    operation, one axis, and one size in the digits that are printed: those that differ by a norm's weight are
-    one.
+    counts: how often each runs in a step. seconds: the planner's, of one. A kind has one operation,
+    one axis, and one size in the digits that are printed: those that differ by a norm's weight are one.
     """
     kinds: defaultdict[tuple, Counter[Collective]] = defaultdict(Counter)
     for each, count in counts.items():

@@ -67,7 +67,8 @@ def stage_blocks(
 def _even_stages(blocks: int, stages: int, cost: float, first: float, last: float) -> list[int]:
     """Number of blocks of each of two or more stages where each block costs `cost`, in O(blocks).
 
-    first, last: what the first and the last stage cost besides their blocks; -cost <= first <= 0.
+    first, last: cost of the first and the last stage besides their blocks. first is at most 0, and negative
+    (down to -cost) where the first block is cheaper than the others.
     """
     inner = stages - 2
 

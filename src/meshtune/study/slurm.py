@@ -168,7 +168,7 @@ def read_task(folder: Path, number: int) -> Task:
 
 def resources(task: Task, options: Mapping[str, Any]) -> list[str]:
     """Options of sbatch for an experiment: its time, its machines, a task and a GPU for each rank; `options`
-    go before these.
+    override these.
     """
     given = long_options(options)
     kind, colon, number = str(given.pop(PER_NODE, task.world)).rpartition(":")
