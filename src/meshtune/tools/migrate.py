@@ -40,7 +40,7 @@ ORDER = ("transformers", "trl", *(tool for tool in TOOLS if tool not in ("transf
 
 
 class Idle(NamedTuple):
-    """A setting that takes no effect beside the others."""
+    """A setting that takes no effect with the others."""
 
     value: Any
     reason: str  # with the remedy
@@ -296,7 +296,7 @@ def _lay_out(result: Migrated) -> None:
     )
 
 
-# The settings as YAML: a comment beside each says which key it is from; the other keys follow #
+# The settings as YAML: a comment next to each says which key it is from; the other keys follow #
 
 WIDTH = 110
 SHOWN = 60  # characters of a value in a comment
