@@ -49,7 +49,7 @@ class NoCounterpart(Exception):
 
 
 class NotNeeded(Exception):
-    """Another key, or the value, makes this key have no effect; the text says so."""
+    """Another key, or the value, makes this key have no effect; the text reports it."""
 
 
 class Refused(Exception):
@@ -92,7 +92,7 @@ class Job:
         return int(self.value("max_steps", default=-1)) > 0 or "max_steps_per_epoch" in self.given
 
     def read(self, name: str) -> Path | None:
-        """Find a file that the job names: beside its own file, else in the working directory, else None."""
+        """Find a file that the job names: next to its own file, else in the working directory, else None."""
         paths = (self.folder / name, Path(name))
         return next((path for path in paths if path.is_file()), None)
 

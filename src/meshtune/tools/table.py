@@ -128,7 +128,7 @@ def pasted_value(setting: str, value: Any) -> str:
     return f"{setting} = {written(value)}: write {theirs.write}{why}."
 
 
-# Answers to keys that are no settings #
+# Answers to keys that aren't settings #
 
 SOURCES = ("data.train", "data.eval")  # lists of sources: the keys in them are those of axolotl's datasets
 
