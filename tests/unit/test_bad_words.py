@@ -17,7 +17,7 @@ from meshtune.commands.export import export
 from meshtune.commands.plan import plan
 from meshtune.commands.report import report
 from meshtune.errors import UserError
-from meshtune.plan.sizes import sizes_of
+from meshtune.plan.cluster import sizes_of
 
 NOT_UTF8 = os.fsdecode(b"a\xff")
 

@@ -378,7 +378,7 @@ def with_typical_model(overrides: Sequence[str], parameters: str, export: str | 
     parameters: as text, 13e9 or 13B. Raises UserError for a model among `overrides`, and for an export, which
     needs one that exists.
     """
-    from meshtune.plan.typical import PREFIX
+    from meshtune.plan.models import PREFIX
 
     problems = [
         f"--params plans a typical Llama instead of a model; leave {override} out."

@@ -8,15 +8,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import RenderableType
 from rich.text import Text
 
-from meshtune.plan.cost import RunCost, money
-from meshtune.plan.offers import Offer
-from meshtune.plan.search import Choice
+from meshtune.plan.cost import money
 from meshtune.report.plan.bars import Column, Fitted
 from meshtune.report.plan.numbers import common_error, number, of_capacity, plus_minus, seconds, speed_head
+
+if TYPE_CHECKING:
+    from meshtune.plan.answer import Offer
+    from meshtune.plan.cost import RunCost
+    from meshtune.plan.search import Choice
 
 MARKS = {"→": "chosen", "×": "misses --by or --budget"}
 
