@@ -2,7 +2,7 @@
 
     python scripts/export_readers.py [TOOL …]     all tools that plans are exported to without a name
 
-    tests/unit/plan/test_plan_export.py, in .venv-exports/TOOL ──> degrees, batch and stages of every layout
+    tests/unit/tools/test_plan_export.py, in .venv-exports/TOOL ──> degrees, batch and stages of every layout
 
 Each tool has an environment with its newest release and of its requirements only what its settings classes
 import and this environment lacks. Everything else (torch, pytest) is taken from the environment that
@@ -27,7 +27,7 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / ".venv-exports"
-TESTS = "tests/unit/plan/test_plan_export.py"
+TESTS = "tests/unit/tools/test_plan_export.py"
 READ_BACK = "test_the_tool_reads_back_the_layout"
 LEAST_LAYOUTS, MOST_MISSING = 8, 1
 PINNED = ("transformers", "tokenizers", "huggingface_hub", "accelerate", "peft")

@@ -13,7 +13,7 @@ from pathlib import Path
 from meshtune.meter.trace import CATEGORIES
 from meshtune.report.draw.kinds import Areas, Timeline
 from meshtune.report.draw.picture import write
-from meshtune.report.dryrun.listing import Listing
+from meshtune.report.draw.table import Table
 from meshtune.report.dryrun.page import DryRun, panels
 from meshtune.report.dryrun.panels import memory_panel, shown
 from meshtune.report.dryrun.tables import largest_table, module_table, peak_notes, peak_table
@@ -60,14 +60,6 @@ def streams_picture(file: Path, run: DryRun) -> Path:
     return write(file, [[streams]], title=f"Llama 3.1 8B, {run.layout}: a later step", width=WIDTH)
 
 
-def markdown(table: Listing) -> str:
-    """A table as Markdown, its notes below it."""
-    rules = ("---" if head in table.words else "---:" for head in table.heads)
-    lines = [table.heads, tuple(rules), *table.rows]
-    notes = "".join(f"\n{note}" for note in table.notes)
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + notes
-
-
 def peaks(runs: dict[str, DryRun]) -> str:
     """Table of the peaks by category of all runs, as Markdown, without categories below a MiB."""
     tables = {mode: peak_table(run.traces, run.reserved) for mode, run in runs.items()}
@@ -82,7 +74,7 @@ def peaks(runs: dict[str, DryRun]) -> str:
     large = [row for row in rows if "iB" in "".join(row[1:])]
     seconds = (duration(ends[-1]) for run in runs.values() for ends in run.starts[run.traces[0].rank])
     large.append(("the step takes", *seconds))
-    return markdown(Listing("", heads, tuple(large), ("",)))
+    return Table.of_rows("", heads, tuple(large), ("",)).markdown()
 
 
 def main(folder: str = "docs/images") -> None:
@@ -93,8 +85,8 @@ def main(folder: str = "docs/images") -> None:
     for run in runs.values():
         notes = peak_notes(run.traces[0])
         print("\n".join(("", *notes)))
-        print(f"\n{run.layout}\n{markdown(largest_table(run.traces[0], run.layout, TOP))}")
-        print(markdown(module_table(run.traces[0])))
+        print(f"\n{run.layout}\n{largest_table(run.traces[0], run.layout, TOP).markdown()}")
+        print(module_table(run.traces[0]).markdown())
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import numpy as np
 
 from meshtune.layout import Layout
 from meshtune.plan.cluster import cluster_of
-from meshtune.plan.memory import gpt_parameters
+from meshtune.plan.memory.states import gpt_parameters
 from meshtune.plan.models import models
 from meshtune.plan.search import explained, search
 from meshtune.plan.workload import Workload

@@ -27,8 +27,8 @@ ONE_LETTER = set("qkvx_")
 
 # The whole: each number is lowered by the change that makes it smaller, down to the goal in the comment.
 WHOLE = {
-    "lines of src": 68_520,  # 52,000
-    "files of src": 378,  # 280
+    "lines of src": 68_440,  # 52,000
+    "files of src": 376,  # 280
     "files in one folder of src": 37,  # 22
     "lines of tests": 50_296,  # 36,000
 }

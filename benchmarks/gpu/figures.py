@@ -118,7 +118,7 @@ class Check:
         if not self.probed.exists():
             return None
         given = [*given, f"cluster={self.probed}", "cluster.gpus=1"]
-        words = ["-m", "meshtune", "plan", *given, "--explain", layout, "--json"]
+        words = ["-m", "meshtune", "plan", "explain", layout, *given, "--json"]
         try:
             done = command(*words, seconds=seconds)
         except subprocess.TimeoutExpired as late:  # what was measured is kept

@@ -20,7 +20,7 @@ from meshtune.commands.evaluate import evaluate
 from meshtune.commands.export import export
 from meshtune.commands.generate import generate
 from meshtune.commands.migrate import migrate
-from meshtune.commands.plan import plan
+from meshtune.commands.plan import WithSubcommands, plan
 from meshtune.commands.probe import probe
 from meshtune.commands.report import report
 from meshtune.commands.schema import schema
@@ -38,9 +38,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-for command in (config, data, plan, dryrun, probe, bench, calibrate, train):
-    app.command()(command)
-app.command(cls=SimulateAlone)(sweep)
+CLASSES = {plan: WithSubcommands, sweep: SimulateAlone}
+for command in (config, data, plan, dryrun, probe, bench, calibrate, train, sweep):
+    app.command(cls=CLASSES.get(command))(command)
 app.command("eval")(evaluate)
 for command in (generate, chat, export, report, ui, migrate, schema, env):
     app.command()(command)

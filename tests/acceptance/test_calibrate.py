@@ -39,7 +39,7 @@ def test_benched_layouts_calibrate_a_file_that_plans_read(
     assert written["calibrated"]["runs"] == document["runs"]
     [(name, one)] = document["fitted"].items()
     assert written["kind"]["efficiency"][name] == one["after"] != one["before"]
-    compared = meshtune("plan", "--compare", runs / "mb8-ga1", "--json").json
+    compared = meshtune("plan", "compare", runs / "mb8-ga1", "--json").json
     assert compared["missing"] == {}
     assert compared["at_start"]["parts"] == pytest.approx(compared["today"]["parts"])
     planned = meshtune("plan", *words[:-1], f"cluster={file}", "cluster.gpus=1", "--json")
@@ -47,14 +47,14 @@ def test_benched_layouts_calibrate_a_file_that_plans_read(
 
 
 def test_a_folder_is_compared_as_a_run_or_refused(meshtune: Command, tmp_path: Path) -> None:
-    ended = meshtune("plan", "--compare", tmp_path)
+    ended = meshtune("plan", "compare", tmp_path)
     assert ended.code == 2
     assert "no run, there is no metrics.jsonl in it" in ended.err
     (tmp_path / "metrics.jsonl").touch()
-    ended = meshtune("plan", "a.yaml", "--compare", tmp_path, "--params", "1e9")
+    ended = meshtune("plan", "compare", tmp_path, "a.yaml", "--params", "1e9")
     assert ended.code == 2
-    assert "a.yaml has no use in --compare of runs" in ended.err
-    assert "--params has no use in --compare of runs" in ended.err
-    ended = meshtune("plan", "--compare", f"{tmp_path},dp8")
-    assert f"--compare names the run {tmp_path} beside dp8" in ended.err
-    assert "has no run row" in meshtune("plan", "--compare", tmp_path).err
+    assert "a.yaml has no use in plan compare of runs" in ended.err
+    assert "--params has no use in plan compare of runs" in ended.err
+    ended = meshtune("plan", "compare", f"{tmp_path},dp8")
+    assert f"plan compare names the run {tmp_path} beside dp8" in ended.err
+    assert "has no run row" in meshtune("plan", "compare", tmp_path).err

@@ -59,7 +59,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def plan(meshtune: Command, bare: Path, kept: Path) -> Plan:
     """Plan the bare model with these words."""
-    return lambda *words: meshtune("plan", f"model.name={bare}", f"data.cache={kept}", *words)
+    return lambda *words: meshtune("plan", *words, f"model.name={bare}", f"data.cache={kept}")
 
 
 def is_choice(each: dict[str, Any]) -> None:
@@ -174,25 +174,25 @@ def test_a_config_file_and_words_after_it_plan_alike(
 @pytest.mark.ci
 def test_explain_takes_one_layout_apart(plan: Plan) -> None:
     for text in ("zero3x8-mb2-ga4", "tp2-sp-zero1x2-pp2-1f1b-mb1-ga32-full"):
-        found = plan(*EIGHT, "--explain", text, "--json").json
+        found = plan("explain", text, *EIGHT, "--json").json
         is_choice(found)
         assert found["layout"] == str(Layout.parse(text)) and found["against"] == []
-    shown = plan(*EIGHT, "--explain", "zero3x8-mb1-ga8")
+    shown = plan("explain", "zero3x8-mb1-ga8", *EIGHT)
     assert shown.code == 0 and all(name in shown.out for name in ("weights", "activations", "optimizer"))
-    best = plan(*EIGHT, "--explain", "zero2x8", "--json").json["layout"]
+    best = plan("explain", "zero2x8", *EIGHT, "--json").json["layout"]
     assert best.startswith("zero2x8-mb") and Layout.parse(best).global_batch_size == 64
-    refused = plan(*EIGHT, "--explain", "tp8-sp-ulysses3-mb1-ga64", "cluster.gpus_per_node=24", "--json").json
+    refused = plan("explain", "tp8-sp-ulysses3-mb1-ga64", *EIGHT, "cluster.gpus_per_node=24", "--json").json
     says(refused["against"])
-    small = plan(*EIGHT, "--explain", "dp8-mb8-ga1", "cluster.memory_gib=1", "--json").json
+    small = plan("explain", "dp8-mb8-ga1", *EIGHT, "cluster.memory_gib=1", "--json").json
     says(small["against"])
-    assert plan(*EIGHT, "--explain", "auto", "--json").json["world"] == 8
+    assert plan("explain", "auto", *EIGHT, "--json").json["world"] == 8
 
 
 @pytest.mark.ci
 def test_several_layouts_are_explained_compared_and_drawn(plan: Plan, tmp_path: Path) -> None:
     both = ["zero3x8-mb2-ga4", "tp2-sp-zero1x4-mb1-ga16-full"]
     picture = tmp_path / "two.png"
-    found = plan(*EIGHT, "--explain", both[0], "--explain", both[1], "--plot", picture, "--json").json
+    found = plan("explain", ",".join(both), *EIGHT, "--plot", picture, "--json").json
     assert [each["layout"] for each in found["layouts"]] == [str(Layout.parse(text)) for text in both]
     assert picture.read_bytes()[:4] == b"\x89PNG"
     for each in found["layouts"]:
@@ -200,13 +200,55 @@ def test_several_layouts_are_explained_compared_and_drawn(plan: Plan, tmp_path: 
         assert 1 <= len(each["levers"]) <= 3
         for lever in each["levers"]:
             assert {"change", "setting", "speed", "freed", "fits"} == set(lever)
-    shown = plan(*EIGHT, "--compare", ",".join(both))
+        assert {"name", "category", "bytes"} == set(each["tensors"][0])
+    shown = plan("compare", ",".join(both), *EIGHT)
     assert shown.code == 0, shown.err
     assert "B - A" in shown.out and "The largest levers (B)" in shown.out
-    for words in (["--compare", both[0]], ["--explain", ","], ["--explain", both[0], "--compare", both[1]]):
-        refused = plan(*EIGHT, *words)
-        assert refused.code == 2
-        assert "zero3x8-mb1-ga8" in refused.err or "use one of them" in refused.err
+    for words in (["compare", both[0]], ["explain", ","]):
+        refused = plan(*words, *EIGHT)
+        assert refused.code == 2 and "zero3x8-mb1-ga8" in refused.err
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["explain", "zero3x8", "--top", "3"], ["explain", "zero3x8", "--verify", "2"],
+        ["compare", "dp8,dp4", "--gpus", "8"], ["max", "batch", "--top", "3"], ["max", "batch", "--by", "3h"],
+        ["max", "batch", "--plot", "x.html"], ["export", "megatron", "--for", "axolotl"], ["--to", "x"],
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_a_question_has_its_own_options(words: list[str], plan: Plan) -> None:
+    ended = plan(*words, *EIGHT)
+    assert ended.code == 2 and "No such option" in ended.err
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (["--explain", "zero3x8-mb1", "--explain=dp8-mb1"], ["explain", "zero3x8-mb1,dp8-mb1"]),
+        (["--compare", "zero3x8-mb1,dp8-mb1"], ["compare", "zero3x8-mb1,dp8-mb1"]),
+        (["--max=batch"], ["max", "batch"]),
+    ],
+    ids=" ".join,
+)
+def test_an_option_of_earlier_versions_is_answered_with_its_new_spelling(
+    old: list[str], new: list[str], plan: Plan
+) -> None:
+    before, after = plan(*EIGHT, *old, "--json"), plan(*new, *EIGHT, "--json")
+    assert before.json == after.json
+    assert f"write `meshtune plan {' '.join(new)} …`" in before.err and "write" not in after.err
+
+
+def test_a_config_file_called_as_a_sub_command_is_named_by_its_path(
+    meshtune: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("max").write_text("train.lr: 1")
+    assert "train.lr is no setting" in meshtune("plan", "./max", "model.name=x").err
+    assert meshtune("plan", "max").code == 2  # without what is to be largest
 
 
 @pytest.mark.ci
@@ -228,7 +270,6 @@ def test_kinds_are_compared_by_price_and_a_deadline_that_none_keeps_ends_with_3(
     wrong = plan(*words[:2], "--gpus", "2xfoo,0")
     assert wrong.code == 2
     says(wrong.err)
-    assert plan(*EIGHT, "--by", "3h", "--max", "batch").code == 2
 
 
 @pytest.mark.ci
@@ -239,8 +280,8 @@ def test_a_memory_budget_bounds_every_question(plan: Plan) -> None:
     assert all(layout["memory"]["peak"] <= 2 * 2**30 for layout in answer["layouts"])
     large = max(free["layouts"], key=lambda layout: layout["memory"]["peak"])
     assert large["memory"]["peak"] > 2 * 2**30
-    assert plan(*words, "--max", "batch").json["memory"]["peak"] <= 2 * 2**30
-    tight = plan(*words, "--explain", large["layout"]).json
+    assert plan("max", "batch", *words).json["memory"]["peak"] <= 2 * 2**30
+    tight = plan("explain", large["layout"], *words).json
     says(tight["against"])
     says(plan(*EIGHT, "--memory-budget", "much").err)
 
@@ -293,14 +334,14 @@ def test_the_first_command_of_the_readme_needs_no_hub(meshtune: Command, kept: P
 @pytest.mark.all
 def test_the_largest_of_each_kind(plan: Plan) -> None:
     small = ["cluster.gpu=l4", "cluster.gpus=2", "train.global_batch_size=2", "--json"]
-    length = plan(*small, "--max", "seq_len").json
+    length = plan("max", "seq_len", *small).json
     is_choice(length)
     assert length["seq_len"] >= 2048
     fits = plan(*small, f"data.seq_len={length['seq_len']}")
     assert fits.code == 0 and fits.json["fitting"] > 0
     assert plan(*small, f"data.seq_len={length['seq_len'] + 1024}").code == 3
-    assert plan(*small, "--max", "batch").json["batch"] >= 2
-    assert plan(*small, "--max", "model").json["model"] in models()
+    assert plan("max", "batch", *small).json["batch"] >= 2
+    assert plan("max", "model", *small).json["model"] in models()
 
 
 @pytest.mark.parametrize("suffix", cases(["png", "html"], ci=["html"]))
@@ -318,9 +359,9 @@ def test_a_plan_is_drawn(suffix: str, plan: Plan, tmp_path: Path) -> None:
 def test_a_plan_is_exported_once(tool: str, plan: Plan, tiny: Path, tmp_path: Path) -> None:
     words = [
         *EIGHT, "layout=zero3x8-mb1-ga8", "train.max_steps=10", f"data.train={tiny / 'train.jsonl'}",
-        "data.format=prompt-completion", "--export", tool, "--to", tmp_path / "out", "--json",
+        "data.format=prompt-completion", "--to", tmp_path / "out", "--json",
     ]  # fmt: skip
-    ended = plan(*words)
+    ended = plan("export", tool, *words)
     assert ended.code == 0, ended.err
     assert ended.json["layouts"][0]["layout"] == "zero3x8-mb1-ga8"
     assert ended.json["tool"] == tool and "start it with" not in ended.err
@@ -329,7 +370,7 @@ def test_a_plan_is_exported_once(tool: str, plan: Plan, tiny: Path, tmp_path: Pa
     assert said["command"] and said["missing"] and said["files"]
     files = {file: file.read_bytes() for file in (tmp_path / "out").rglob("*") if file.is_file()}
     assert files and all(files.values())
-    again = plan(*words)
+    again = plan("export", tool, *words)
     assert again.code == 2
     says(again.err)
     assert {file: file.read_bytes() for file in (tmp_path / "out").rglob("*") if file.is_file()} == files
@@ -346,20 +387,20 @@ def test_a_plan_is_exported_once(tool: str, plan: Plan, tiny: Path, tmp_path: Pa
         [*EIGHT, "--gpus", "12"],
         [*EIGHT, "--gpus", "8,many"],
         [*EIGHT, "--sort", "fun"],
-        [*EIGHT, "--max", "everything"],
-        [*EIGHT, "--explain", "tpp8"],
-        [*EIGHT, "--explain", "tpp8,dp2-tp3"],
-        [*EIGHT, "--explain", "zero3x8-mb3"],
+        ["max", "everything", *EIGHT],
+        ["explain", "tpp8", *EIGHT],
+        ["explain", "tpp8,dp2-tp3", *EIGHT],
+        ["explain", "zero3x8-mb3", *EIGHT],
         [*EIGHT, "layout=dp8", "train.global_batch_size=12"],
         [*EIGHT, "layout=dp4"],
         [*EIGHT, "layout={tp: 16, dp_shard: auto}"],
         [*EIGHT, "train.global_batch_tokens=1000"],
-        [*EIGHT, "--export", "deepsped"],
+        ["export", "deepsped", *EIGHT],
         [*EIGHT, "--plot", "plan.jpeg"],
         [*EIGHT, "cluster.efficiency={matmull: 0.5}"],
         [*EIGHT, "cluster.node=8"],
     ],
-    ids=lambda value: " ".join(value[-2:]) if isinstance(value, list) else None,
+    ids=lambda value: " ".join(value[:2] if value[0].isalpha() else value[-2:]),
 )  # fmt: skip
 def test_bad_words_are_refused_with_a_remedy(words: list[str], plan: Plan) -> None:
     ended = plan(*words)
@@ -402,7 +443,7 @@ def test_where_nothing_fits_the_nearest_is_named_and_what_would_fit_does(plan: P
     says(ended.err)
     nearest = re.search(r"The layout that needs least is (\S+): ", ended.err)
     assert nearest
-    against = plan(*tight, "--explain", nearest[1]).json["against"]
+    against = plan("explain", nearest[1], *tight).json["against"]
     says(against[0])
     assert len(against) == 1
     remedies = re.findall(r"([a-z]+(?:\.\w+)?=\S+) layout=(\S+) \(", ended.err)

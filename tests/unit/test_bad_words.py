@@ -14,7 +14,8 @@ from meshtune.commands.bench import bench
 from meshtune.commands.dryrun import dryrun
 from meshtune.commands.env import env
 from meshtune.commands.export import export
-from meshtune.commands.plan import plan
+from meshtune.commands.plan import compare, explain, plan
+from meshtune.commands.plan import export as export_plan
 from meshtune.commands.report import report
 from meshtune.errors import UserError
 from meshtune.plan.cluster import sizes_of
@@ -52,7 +53,7 @@ NOBODY = "~nosuchuser/x"
         lambda run: report([Path(NOBODY)]),
         lambda run: export(Path(NOBODY), run / "to"),
         lambda run: export(run, Path(NOBODY)),
-        lambda run: plan(["model.name=llama-3.1-8b"], export="megatron", to=Path(NOBODY)),
+        lambda run: export_plan("megatron", ["model.name=llama-3.1-8b"], to=Path(NOBODY)),
         lambda run: plan(["model.name=llama-3.1-8b"], plot=Path(f"{NOBODY}.png")),
         lambda run: dryrun(["model.name=llama-3.1-8b"], plot=Path(NOBODY)),
         lambda run: bench(["model.name=llama-3.1-8b"], profile=Path(NOBODY)),
@@ -83,12 +84,12 @@ def test_numbers_of_gpus_are_bounded(words: str) -> None:
 @pytest.mark.parametrize(
     "run",
     [
-        lambda words: plan(["model.name=llama-3.1-8b"], explain=words),
-        lambda words: plan(["model.name=llama-3.1-8b"], compare=words),
+        lambda words: explain(words[0], ["model.name=llama-3.1-8b"]),
+        lambda words: compare(words[0], ["model.name=llama-3.1-8b"]),
         lambda words: dryrun(["model.name=llama-3.1-8b"], layout=words),
         lambda words: bench(["model.name=llama-3.1-8b"], layouts=words),
     ],
-    ids=["plan --explain", "plan --compare", "dryrun", "bench"],
+    ids=["plan explain", "plan compare", "dryrun", "bench"],
 )
 def test_an_option_that_names_no_layout_is_refused(run: Callable[[list[str]], object]) -> None:
     with refuses(UserError):

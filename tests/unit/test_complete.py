@@ -45,6 +45,14 @@ def test_sections_follow_a_config_and_files_come_first(complete):
     assert {"train.", "data.", "layout"} < set(complete("train", "config.yaml", ""))
 
 
+def test_sub_commands_of_plan_are_completed_and_their_words(complete):
+    assert complete("plan", "exp") == ["explain", "export"]
+    assert {"max", "model.name="} < set(complete("plan", "m"))
+    assert complete("plan", "explain", "dp2-zero3") == ["dp2-zero3x"]
+    assert "cluster.gpus=" in complete("plan", "explain", "dp2", "cluster.gpus")
+    assert "explain" not in complete("plan", "examples/plan.yaml", "e")
+
+
 def test_layouts_are_completed_token_by_token(complete):
     assert {"auto", "dp", "zero3x", "tp"} < set(complete("plan", "layout", "="))
     assert complete("plan", "layout", "=", "dp2-zero") == ["dp2-zero1x", "dp2-zero2x", "dp2-zero3x"]

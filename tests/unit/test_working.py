@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from meshtune.commands.working import working
+from meshtune.commands.options import working
 from meshtune.units import notice
 
 

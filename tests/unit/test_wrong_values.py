@@ -8,7 +8,7 @@ from cases import cases
 
 from meshtune.config import load
 from meshtune.errors import UserError, type_name, written
-from meshtune.tools.table import patterns
+from meshtune.tools.table import toml
 
 SETTINGS = [
     line
@@ -87,7 +87,7 @@ def test_a_wrong_value_is_named_with_what_to_write(override: str, sentence: str)
 
 
 UNQUANTISED = "its states are not quantised: more memory, same updates"
-LOSS_SCALING = "fp16 needs loss scaling, which there is none of here; bf16 has the range of fp32"
+LOSS_SCALING = "fp16 needs loss scaling, which meshtune does not do; bf16 has the range of fp32"
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_another_trainers_value_is_answered_with_ours(override: str, remedy: str
 
 
 def test_what_stands_for_another_trainers_value_is_valid() -> None:
-    for setting, rows in patterns().items():
+    for setting, rows in toml("values").items():
         assert setting in SETTINGS
         for row in rows:
             named = ("adamw", "lion", "adafactor", "muon") if r"\1" in row["write"] else ("",)

@@ -56,7 +56,7 @@ def plan(
     no run keeps `by` and `budget`.
     """
     if goal:
-        log(f"--goal is now --sort and will go in the next version: write --sort {goal}.")
+        log("plan(goal=…) is read in this version, not in the next; write sort=….")
     config = with_memory_budget(config_of(config, overrides), memory_budget)
     bounds, sizes = bounds_of(by, budget), sizes_of(gpus, config)
     with workloads(config, tool, log) as (workload, lighter):

@@ -6,9 +6,9 @@ from typing import Annotated
 import typer
 
 from meshtune.commands.complete import complete_layout
-from meshtune.commands.options import AsJson, Settings, announce, folder_of, layout_words, show, split
+from meshtune.commands.options import AsJson, Settings, announce, folder_of, layout_words, log, show, split
 from meshtune.errors import NothingFits, UserError
-from meshtune.units import notice, speed_unit
+from meshtune.units import speed_unit
 
 
 def bench(
@@ -51,15 +51,12 @@ def bench(
     from meshtune.report.bench import layouts_table, micro_batches_table, side_by_side
     from meshtune.report.run.tables import cause_lines
 
-    def log(line: str) -> None:
-        notice(f"meshtune: {line}")
-
     if find_micro_batch:
         if folder or runs:
             raise UserError("--profile and --out are of timed layouts; leave them or --find-micro-batch out.")
         sizes = api.find_micro_batch(load(file, overrides), layouts=words, limit=limit, log=log)
         tables = [micro_batches_table(one) for one in sizes]
-        show({"layouts": sizes}, Group(*(table.rendered() for table in tables)), as_json=as_json)
+        show({"layouts": sizes}, Group(*tables), as_json=as_json)
         return
     config = load(file, overrides)
     done = api.bench(config, layouts=words, steps=steps, limit=limit, profile=folder, out=runs, log=log)
@@ -71,6 +68,6 @@ def bench(
         for one in done
         for line in cause_lines([Cause(**cause) for cause in one["causes"]], f"why {one['layout']} is slow")
     ]
-    show({"layouts": done}, Group(*(table.rendered() for table in tables), *why), as_json=as_json)
+    show({"layouts": done}, Group(*tables, *why), as_json=as_json)
     if not any(one["measured"] for one in done):
         raise NothingFits(f"{one['layout']}: {one['failed']}" for one in done)

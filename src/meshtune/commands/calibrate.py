@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from meshtune.commands.options import AsJson, announce, show
-from meshtune.units import counted, notice
+from meshtune.commands.options import AsJson, announce, log, show
+from meshtune.units import counted
 
 
 def calibrate(
@@ -32,9 +32,6 @@ def calibrate(
     from meshtune.api.calibrate import calibrate as run
     from meshtune.report.calibration import tables
 
-    def log(line: str) -> None:
-        notice(f"meshtune: {line}")
-
     document = run(runs, cluster=cluster, out=out, hold_out=hold_out or (), log=log)
-    show(document, Group(*(table.rendered() for table in tables(document))), as_json=as_json)
-    notice(f"meshtune: {out} is written; plan with it by cluster={out}.")
+    show(document, Group(*tables(document)), as_json=as_json)
+    log(f"{out} is written; plan with it by cluster={out}.")

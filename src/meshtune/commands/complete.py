@@ -14,7 +14,9 @@ Word = tuple[str, str]  # (a word, its sentence), as typer's completion takes th
 
 
 def complete_settings(context: typer.Context, incomplete: str) -> list[Word]:
-    """Settings, or values of the one that is written; [], for the shell's file names, in the first place."""
+    """Settings, or values of the one that is written; [], for the shell's file names, in the first place,
+    where `plan` also has its sub-commands.
+    """
     before = [
         str(word) for words in context.params.values() if isinstance(words, list | tuple) for word in words
     ]
@@ -29,11 +31,17 @@ def complete_settings(context: typer.Context, incomplete: str) -> list[Word]:
     if not incomplete:
         sections = dict.fromkeys(re.sub(r"(?<=\.).*", "", key) for key in options)
         return [(word, "") for word in sections] if before else []
+    names: list[str] = []
+    if context.info_name == "plan" and not before:
+        from meshtune.commands.plan import SUBCOMMANDS
+
+        names = [name for name in SUBCOMMANDS if name.startswith(incomplete)]
     keys = [key for key in options if key.startswith(incomplete)]
-    if len(keys) == 1:  # two words at least, after whose common part the shell writes no space
+    if len(keys) == 1 and not names:  # two words at least, after whose common part the shell writes no space
         words = values(keys[0], "", options[keys[0]]) or [(_yaml(options[keys[0]].get("default")), "")]
         return [(f"{keys[0]}={word}", text) for word, text in [("", ""), *words]]
-    return [(f"{key}=", options[key].get("description", "")) for key in keys]
+    written = [(f"{key}=", options[key].get("description", "")) for key in keys]
+    return [*((name, "") for name in names), *written]
 
 
 def settings() -> dict[str, dict[str, Any]]:

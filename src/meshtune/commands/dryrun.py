@@ -7,9 +7,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from meshtune.commands.complete import complete_layout
-from meshtune.commands.options import AsJson, Settings, announce, folder_of, layout_words, show_json, split
+from meshtune.commands.options import (
+    AsJson,
+    Settings,
+    announce,
+    folder_of,
+    layout_words,
+    log,
+    show_json,
+    split,
+)
 from meshtune.errors import NothingFits, UserError
-from meshtune.units import duration, notice
+from meshtune.units import duration
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -70,7 +79,7 @@ def dryrun(
         layout_words("--layout", layout),
         ranks=rank or [],
         documents=lengths,
-        log=progress,
+        log=log,
     )
     pages = [page_of(simulation, top=top) for simulation in done] if plot or not as_json else []
     if as_json:
@@ -92,9 +101,9 @@ def write_plots(done: Sequence["Simulation"], pages: Sequence["DryRun"], folder:
 
     for simulation, page in zip(done, pages, strict=True):
         into = folder / str(simulation.layout) if len(done) > 1 else folder
-        progress(f"drawing {simulation.layout} …")
+        log(f"drawing {simulation.layout} …")
         files = write_files(into, simulation, page)
-        progress(f"{', '.join(file.name for file in files)} in {into}")
+        log(f"{', '.join(file.name for file in files)} in {into}")
 
 
 def check_fits(done: Sequence["Simulation"]) -> None:
@@ -126,11 +135,6 @@ def on_cluster(overrides: Sequence[str], gpus: int | None, gpu: str | None) -> l
     return [*overrides, *(f"{name}={value}" for name, value in given.items())]
 
 
-def progress(line: str) -> None:
-    """Print a line of the dry run on stderr."""
-    notice(f"meshtune: {line}")
-
-
 def answer(done: Sequence["Simulation"], pages: Sequence["DryRun"]) -> "RenderableType":
     """Print-ready: of each layout whether it fits and how long a step takes, then tables.
 
@@ -147,7 +151,7 @@ def answer(done: Sequence["Simulation"], pages: Sequence["DryRun"]) -> "Renderab
         parts += [Text(simulation.verdict, style=style), *(Text(line) for line in headlines(simulation))]
         parts += [Text(), *tables(page, simulation.fullest)]
     if len(done) > 1 and all(simulation.predicted for simulation in done):
-        parts.append(layouts_table([simulation.as_dict() for simulation in done]).rendered())
+        parts.append(layouts_table([simulation.as_dict() for simulation in done]))
     return Group(*parts)
 
 
@@ -179,10 +183,4 @@ def tables(page: "DryRun", fullest: "RankTrace") -> "Iterator[RenderableType]":
     pairs = (page.traces[first : first + 2] for first in range(0, len(page.traces), 2))  # of 80 columns
     peaks = [peak_table(pair, page.reserved) for pair in pairs]
     substitutes = substitutes_table(page.traces)
-    for table in (
-        *peaks,
-        *page.others,
-        *rank_listings(page, fullest),
-        *[substitutes] * bool(substitutes.rows),
-    ):
-        yield table.rendered()
+    yield from (*peaks, *page.others, *rank_listings(page, fullest), *[substitutes] * bool(substitutes.rows))

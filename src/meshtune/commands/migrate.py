@@ -38,9 +38,8 @@ def migrate(
     from meshtune.reference.schema import EDITOR_LINE
     from meshtune.rundir import write_text_atomically
     from meshtune.tools.migrate import migrate as converted
-    from meshtune.tools.sharding import shards
+    from meshtune.tools.migrate import text_of
     from meshtune.tools.table import TOOLS
-    from meshtune.tools.write import text_of
 
     if name is None:
         raise UserError("Name the file to migrate, such as meshtune migrate axolotl.yaml.")
@@ -69,5 +68,5 @@ def migrate(
         f"{f'; without effect: {unused}' if unused else ''}.",
         file=sys.stderr,
     )
-    if result.job.gpus == 1 and gpus is None and shards(result.job):
+    if result.job.gpus == 1 and gpus is None and result.job.shards:
         print(f"{name} shards over GPUs, the layout is for one; name how many with --gpus.", file=sys.stderr)

@@ -5,6 +5,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -91,7 +92,29 @@ def announce(reading: str | None) -> None:
     reading: a file or folder; None: the command line alone names the settings. Only the first rank prints.
     """
     if on_first_rank():
-        notice(f"meshtune: version {__version__}, reading {reading or 'the settings of the command line'} …")
+        log(f"version {__version__}, reading {reading or 'the settings of the command line'} …")
+
+
+def log(line: str) -> None:
+    """Print a line of a command on stderr."""
+    notice(f"meshtune: {line}")
+
+
+@contextmanager
+def working(text: str) -> Iterator[None]:
+    """Show `text` and the time so far on stderr during the block, if stderr is a terminal; it is gone before
+    the answer comes.
+    """
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn("line"), TextColumn(text), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
+        shown.add_task("", total=None)
+        yield
 
 
 def target_of(words: list[str], remedy: str = "name one.") -> tuple[str | None, list[str]]:

@@ -5,8 +5,7 @@ from typing import Annotated
 
 import typer
 
-from meshtune.commands.options import AsJson, announce, show
-from meshtune.units import notice
+from meshtune.commands.options import AsJson, announce, log, show
 
 
 def probe(
@@ -23,6 +22,6 @@ def probe(
     from meshtune.api.probe import probe as run
     from meshtune.report.probe import sentences, summary
 
-    document = run(out, nproc=nproc, log=lambda line: notice(f"meshtune: {line}"))
-    show(document, Group(summary(document).rendered(), *sentences(document)), as_json=as_json)
-    notice(f"meshtune: {out} is written; plan with it by cluster={out}.")
+    document = run(out, nproc=nproc, log=log)
+    show(document, Group(summary(document), *sentences(document)), as_json=as_json)
+    log(f"{out} is written; plan with it by cluster={out}.")

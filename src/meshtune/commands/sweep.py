@@ -6,9 +6,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from meshtune.commands.options import AsJson, announce, folder_of, show, split
+from meshtune.commands.options import AsJson, announce, folder_of, log, show, split
 from meshtune.errors import UserError
-from meshtune.units import notice
 
 SWEEP = Annotated[
     list[str],
@@ -71,9 +70,6 @@ def sweep(
     from meshtune.api import sweep as api
     from meshtune.report.sweep import best_table, counts_table
 
-    def log(line: str) -> None:
-        notice(f"meshtune: {line}")
-
     if task is not None:
         api.run_task(file, folder, task)
         return
@@ -86,4 +82,4 @@ def sweep(
     if done.best:
         tables.append(best_table(done.best, done.axes, done.ranked_by, on_processor=done.on_processor))
     lines = [f"Results: {done.database} (view `results`)"]
-    show(done.as_dict(), Group(*(table.rendered() for table in tables), *lines), as_json=as_json)
+    show(done.as_dict(), Group(*tables, *lines), as_json=as_json)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshtune.commands.options import AsJson, Settings, announce, show, show_json, split
+from meshtune.commands.options import AsJson, Settings, announce, log, show, show_json, split
 from meshtune.filesystem import paths_named
 from meshtune.rundir import RunDir
 
@@ -53,10 +53,10 @@ def show_dry_run(config: "Config", nproc: int | None, *, as_json: bool) -> None:
     from rich.text import Text
 
     from meshtune.api.dry_train import dry_train
-    from meshtune.commands.dryrun import answer, check_fits, progress
+    from meshtune.commands.dryrun import answer, check_fits
     from meshtune.dryrun.results import page_of
 
-    dry = dry_train(config, nproc, log=progress)
+    dry = dry_train(config, nproc, log=log)
     lines = [Text(line) for line in (dry.headline, *dry.notes)]
     show(dry.as_dict(), Group(*lines, answer([dry.simulation], [page_of(dry.simulation)])), as_json=as_json)
     check_fits([dry.simulation])

@@ -28,9 +28,7 @@ Document = dict[str, Any]  # of `dryrun --json`, of one layout
 def check(tool: str) -> None:
     """Raise UserError for a plan for another tool, whose step can't be simulated."""
     if tool != MESHTUNE.name:
-        raise UserError(
-            f"--verify runs meshtune's own training step, not that of {tool}; leave --for and --export out."
-        )
+        raise UserError(f"--verify runs meshtune's own training step, not that of {tool}; leave --for out.")
 
 
 def verified(config: "Config", choices: Sequence["Choice"]) -> list[Document]:
@@ -61,7 +59,7 @@ def shown(documents: Sequence[Document]) -> "RenderableType":
     from meshtune.report.dryrun.beside import layouts_table, side_by_side
 
     tables = [layouts_table(documents), *map(side_by_side, documents)]
-    return Group(Text(), *(table.rendered() for table in tables), *map(Text, conclusions(documents)))
+    return Group(Text(), *tables, *map(Text, conclusions(documents)))
 
 
 def conclusions(documents: Sequence[Document]) -> Iterator[str]:

@@ -12,8 +12,8 @@ from meshtune.dryrun.kernels import BLOCKS, Kernels
 from meshtune.dryrun.pictures import drawable, write_trace
 from meshtune.dryrun.simulation import Simulation
 from meshtune.dryrun.snapshot import write_snapshot
+from meshtune.report.draw.table import Table
 from meshtune.report.dryrun.beside import side_by_side
-from meshtune.report.dryrun.listing import Listing
 from meshtune.report.dryrun.page import TOP, DryRun, write
 from meshtune.report.dryrun.tables import operation
 from meshtune.units import count, counted, duration, human, significant
@@ -35,7 +35,7 @@ def page_of(simulation: Simulation, *, top: int = TOP) -> DryRun:
     return replace(run, others=[table for table in tables(simulation) if table.rows], top=top)
 
 
-def tables(simulation: Simulation) -> Iterator[Listing]:
+def tables(simulation: Simulation) -> Iterator[Table]:
     """Yield the tables on time: the prediction beside the simulation, kernels, collectives by two models."""
     if simulation.predicted:
         yield side_by_side(simulation.as_dict())
@@ -54,10 +54,10 @@ def tables(simulation: Simulation) -> Iterator[Listing]:
     lines = tuple((line,) for line in every[:MOST_COLLECTIVES])
     note = (f"Left out: {counted(rest, 'kind')} of collectives with less time.",) * (rest > 0)
     title = "Collectives that NCCL's tables predict otherwise"
-    yield Listing(title, ("collective",), lines, ("collective",), note)
+    yield Table.of_rows(title, ("collective",), lines, ("collective",), note)
 
 
-def kernels_listing(title: str, rows: list[Kernels], note: str = "") -> Listing:
+def kernels_listing(title: str, rows: list[Kernels], note: str = "") -> Table:
     """A table of kernels: launches, FLOPs, bytes moved, FLOPs per byte, seconds alone on the GPU."""
     lines = tuple(
         (
@@ -73,7 +73,7 @@ def kernels_listing(title: str, rows: list[Kernels], note: str = "") -> Listing:
     )
     name = "operation" if rows and rows[0].place == BLOCKS and rows[0].name != BLOCKS else "place"
     heads = (name, "phase", "kernels", "FLOP", "moved", "FLOP/B", "seconds alone")
-    return Listing(title, heads, lines, (name, "phase"), (note,) if note else ())
+    return Table.of_rows(title, heads, lines, (name, "phase"), (note,) if note else ())
 
 
 def write_files(folder: Path, simulation: Simulation, run: DryRun) -> list[Path]:

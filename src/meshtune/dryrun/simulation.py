@@ -15,9 +15,10 @@ from meshtune.dryrun.workspaces import Workspaces
 from meshtune.launch.allocator import SETTING
 from meshtune.layout import Layout
 from meshtune.meter.trace import PHASES, RankTrace, StepTrace
+from meshtune.placement.columns import at
 from meshtune.plan.cluster import Cluster
 from meshtune.plan.facts import cluster_facts
-from meshtune.plan.memory.timeline import Memory
+from meshtune.plan.memory.timeline import Liveness
 from meshtune.plan.search import Choice, peaks_of_ranks
 from meshtune.plan.workload import Workload
 from meshtune.report.dryrun.living import Peak, alike, levels
@@ -159,7 +160,7 @@ class Simulation:
         return [simulate(self.traces, self.layout, self.costs, step, copies=self.copies) for step in (1, 2)]
 
     @cached_property
-    def predicted_peaks(self) -> Mapping[int, Memory]:
+    def predicted_peaks(self) -> Mapping[int, Liveness]:
         """The planner's memory by index in the pipeline: the first, a middle and the last rank; empty for a
         model that it can't count.
         """
@@ -168,14 +169,15 @@ class Simulation:
         return peaks_of_ranks(self.workload, self.cluster, self.layout)
 
     def predicted_memory(self, trace: RankTrace) -> dict[str, Any] | None:
-        """Bytes by category that the planner predicts on the pipeline rank of a trace, as Memory.as_dict; on
-        one in the middle those of the fullest there.
+        """Bytes that the planner predicts on the pipeline rank of a trace, by category as Memory.as_dict and
+        by kind of tensor as Liveness.at_peak; on one in the middle those of the fullest there.
         """
         if not (peaks := self.predicted_peaks):
             return None
         index = trace.coordinates.get("pp", 0)
         middle = next((other for other in peaks if 0 < other < self.layout.pp - 1), 0)
-        return peaks[index if index in peaks else middle].as_dict()
+        peak = peaks[index if index in peaks else middle]
+        return at(peak.memory(), 0).as_dict() | {"tensors": peak.at_peak()}
 
     @cached_property
     def disagreements(self) -> list[str]:

@@ -3,7 +3,7 @@
     Traits, settings ──> rules ─┬─> refuses(columns): which of tens of thousands of layouts, for a search
                                 └─> sentence(layout): why one can't be, with what works, in `refusals`
 
-model/capabilities.py makes the Traits. A run, `meshtune env`, `meshtune plan --explain` and the tables of
+model/capabilities.py makes the Traits. A run, `meshtune env`, `meshtune plan explain` and the tables of
 docs/parallelism.md ask `refusals`.
 """
 

@@ -153,7 +153,7 @@ class Accounting:
     stage_cut: str = "blocks"  # how a pipeline is cut, see Stages.cut: blocks, slots or matmuls
 
     reserved: float = 0.0  # share of activations, logits and communication that the allocator holds on top
-    own_streams: float = 0.0  # 1: and what FSDP2's streams keep for themselves (memory/reserved.py)
+    own_streams: float = 0.0  # 1: and what FSDP2's streams keep for themselves (memory/tensors.py)
     context: float = 0.0  # bytes outside the allocator
     communicator: float = 0.0  # bytes of each process group (placement/ranks.py)
 

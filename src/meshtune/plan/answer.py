@@ -240,8 +240,8 @@ def largest(workload: Workload, cluster: Cluster, what: str) -> tuple[Any, Choic
                 return name, choice
         raise NothingFits(f"None of {', '.join(models())} fits {cluster.gpus} x {cluster.gpu.name}.")
     raise UserError(
-        f"--max {what} is unknown: the largest of it can't be searched for. Write --max seq_len, --max batch "
-        "or --max model."
+        f"plan max {what}: the largest of it can't be searched for. Write plan max seq_len, plan max batch "
+        "or plan max model."
     )
 
 

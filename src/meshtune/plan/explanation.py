@@ -13,7 +13,7 @@ from meshtune.plan.changes import Outcome, Refused, levers, refusals
 from meshtune.plan.cluster import Cluster, cluster_for
 from meshtune.plan.cost import UNPLANNED, RunCost, RunLength, run_length
 from meshtune.plan.phrases import documents, memory_limit
-from meshtune.plan.search import OUTDONE_BY, Choice, explained, outdone, search
+from meshtune.plan.search import OUTDONE_BY, Choice, explained, outdone, peaks_of_ranks, search
 from meshtune.plan.workload import Workload
 from meshtune.units import counted, human
 
@@ -32,17 +32,24 @@ class Explanation:
         """The three single changes that gain most time or memory."""
         return levers(self.workload, self.choice)
 
+    @cached_property
+    def tensors(self) -> list[dict[str, Any]]:
+        """Kinds of tensors at the memory peak, as `Liveness.at_peak`."""
+        ranks = peaks_of_ranks(self.workload, self.choice.cluster, self.choice.layout)
+        return max(ranks.values(), key=lambda rank: float(rank.memory().peak[0])).at_peak()
+
     @property
     def run(self) -> RunCost:
         """The whole run under the layout."""
         return RunCost.of(self.choice, self.length)
 
     def as_dict(self) -> dict[str, Any]:
-        """An entry of `layouts` in the JSON document, with `against` and `levers`."""
+        """An entry of `layouts` in the JSON document, with `against`, `levers` and `tensors`."""
         return self.choice.as_dict() | {
             "run": vars(self.run),
             "against": list(self.against),
             "levers": [lever.as_dict() for lever in self.levers],
+            "tensors": self.tensors,
         }
 
 

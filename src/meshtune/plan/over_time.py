@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from meshtune.layout import ALL_AHEAD, Layout
-from meshtune.placement.columns import Columns, Number, rows
+from meshtune.placement.columns import Columns, rows
 from meshtune.placement.schedules import Pass, orders
 from meshtune.placement.share import stage_blocks
 from meshtune.plan.accounting import accounting_of
@@ -229,22 +229,19 @@ def memory_over_time(workload: Workload, choice: Choice, drawn: StepOverTime) ->
     # A sum in addition to the gradients is there from the start.
     started = started + accounting.precision.beside > 0
     liveness = Liveness(step, activations_in_flight(step).holding(in_flight[None], started[None]))
-    timeline = liveness.timeline() | {FORWARD: liveness.parts(np.array(START))}
+    timeline = {
+        event: {name: np.broadcast_to(size, liveness.shape)[0] for name, size in parts.items()}
+        for event, parts in [*liveness.timeline().items(), (FORWARD, liveness.parts(np.array(START)))]
+    }
     # Others are in flight behind all backwards but the last: their ends are shown where they count those.
     counts_others = choice.layout.pp > 1 and np.ptp(timeline[END]["activations"]) > 0
     events = {EARLIER_END: END if counts_others else FORWARD}
     held = []
     for number, time in enumerate(times):
         event = events.get(time.event, time.event)
-        parts = {name: _number(size, number) for name, size in timeline[event].items()}
+        parts = {name: float(sizes[number]) for name, sizes in timeline[event].items()}
         held.append(Held(time.seconds, event, parts))
     return rank, held
-
-
-def _number(sizes: Number, number: int) -> float:
-    """Return one of the sizes of a rank, [1, times], or the only one."""
-    flat = np.ravel(sizes)
-    return float(flat[number if len(flat) > 1 else 0])
 
 
 def _times(drawn: StepOverTime, rank: int, layout: Layout) -> Iterator[Sample]:

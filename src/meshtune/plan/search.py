@@ -36,7 +36,8 @@ from meshtune.plan.cluster import Cluster
 from meshtune.plan.machine import machine_of, peak_flops
 from meshtune.plan.memory import timeline
 from meshtune.plan.memory.stages import RANKS, Stages, interleaved_share
-from meshtune.plan.memory.timeline import Memory
+from meshtune.plan.memory.states import Step
+from meshtune.plan.memory.timeline import Liveness, Memory
 from meshtune.plan.programs import MESHTUNE, Tool
 from meshtune.plan.seconds.step import PARTS, TIE, Seconds, step
 from meshtune.plan.workload import Workload
@@ -305,13 +306,13 @@ def peak(workload: Workload, cluster: Cluster, layouts: Columns) -> Memory:
     return timeline.peak(workload.work, layouts, accounting, workload.seq_len, stages)
 
 
-def peaks_of_ranks(workload: Workload, cluster: Cluster, layout: Layout) -> dict[int, Memory]:
-    """Predicted memory of each pipeline rank that `peak` compares, by its index in the pipeline."""
+def peaks_of_ranks(workload: Workload, cluster: Cluster, layout: Layout) -> dict[int, Liveness]:
+    """Memory of each pipeline rank that `peak` compares, by its index in the pipeline."""
     layouts, accounting = Columns.of([layout]), accounting_of(workload, cluster)
     stages = ranks_of(workload, accounting, layouts)
     alone = [rows(stages, slice(place, place + 1)) for place in range(len(stages.rank))]
-    peaks = [timeline.peak(workload.work, layouts, accounting, workload.seq_len, one) for one in alone]
-    return {int(one.rank[0, 0]): at(memory, 0) for one, memory in zip(alone, peaks, strict=True)}
+    steps = [Step(workload.work, layouts, accounting, workload.seq_len, rank) for rank in alone]
+    return {int(step.stages.rank[0, 0]): Liveness(step) for step in steps}
 
 
 def ranks_of(workload: Workload, accounting: Accounting, layouts: Columns) -> Stages:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from meshtune.plan.memory.timeline import CATEGORY_NAMES
+from meshtune.report.draw.table import Table
 from meshtune.report.dryrun.beside import difference, peaks
-from meshtune.report.dryrun.listing import Listing
 from meshtune.units import duration, human
 
 Document = Mapping[str, Any]  # of one layout
@@ -21,7 +21,7 @@ PART_NAMES = {
 }
 
 
-def layouts_table(documents: Sequence[Document], speed_unit: str) -> Listing:
+def layouts_table(documents: Sequence[Document], speed_unit: str) -> Table:
     """One row a layout, the fastest first; those that failed last, with the reason."""
     ran = [one for one in documents if one["measured"]]
     ran.sort(key=lambda one: -one["measured"]["tokens_per_second_per_gpu"])
@@ -42,10 +42,10 @@ def layouts_table(documents: Sequence[Document], speed_unit: str) -> Listing:
         else []
     )
     notes += [f"{one['layout']}: {one['failed']}" for one in documents if one["failed"]]
-    return Listing("Measured", tuple(heads), tuple(rows), ("layout",), tuple(notes))
+    return Table.of_rows("Measured", tuple(heads), tuple(rows), ("layout",), tuple(notes))
 
 
-def side_by_side(document: Document) -> list[Listing]:
+def side_by_side(document: Document) -> list[Table]:
     """Time by part and memory by category of one layout, as they are predicted, simulated and measured."""
     notes = (OFF,)
     if document["predicted"] and document["simulated"]:
@@ -57,8 +57,8 @@ def side_by_side(document: Document) -> list[Listing]:
     memory = [*_rows(document, "memory", CATEGORY_NAMES | {"peak": "memory"}, human)]
     memory.sort(key=lambda row: row[0] == "memory")  # the sum comes last
     return [
-        Listing(f"{title}, time", heads, tuple(time), ("",), totals=1),
-        Listing(
+        Table.of_rows(f"{title}, time", heads, tuple(time), ("",), totals=1),
+        Table.of_rows(
             f"{title}, memory of tensors on its fullest rank", heads, tuple(memory), ("",), notes, totals=1
         ),
     ]
@@ -81,7 +81,7 @@ def _row(name: str, values: Sequence[float | None], written: Callable[[float], s
     return (name, *("" if one is None else written(one) for one in values), *off)
 
 
-def micro_batches_table(document: Mapping[str, Any]) -> Listing:
+def micro_batches_table(document: Mapping[str, Any]) -> Table:
     """The micro-batch sizes of one layout that were tried, in their order, and the largest that runs."""
     rows = tuple(
         (f"{one['size']:,}", "yes" if one["runs"] else "no", human(one["peak"]) if one["peak"] else "",
@@ -93,4 +93,4 @@ def micro_batches_table(document: Mapping[str, Any]) -> Listing:
     if planned is not None:
         verdict += f" The planner says {planned:,}."
     heads = ("micro-batch", "runs", "memory", "why not")
-    return Listing(str(document["layout"]), heads, rows, ("runs", "why not"), (verdict,))
+    return Table.of_rows(str(document["layout"]), heads, rows, ("runs", "why not"), (verdict,))

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from meshtune.plan.calibration import CONSTANTS
-from meshtune.report.dryrun.listing import Listing
+from meshtune.report.draw.table import Table
 from meshtune.units import counted
 
 Document = Mapping[str, Any]  # of api.calibrate.calibrate
 
 
-def tables(document: Document) -> Iterator[Listing]:
+def tables(document: Document) -> Iterator[Table]:
     """Yield the tables of a calibration."""
     fitted = tuple(
         (name, f"{one['before']:.4g}", f"{one['after']:.4g}", f"{one['factor']:.2f}", f"{len(one['runs'])}",
@@ -22,7 +22,7 @@ def tables(document: Document) -> Iterator[Listing]:
     left = tuple(f"{name} stays: {why}." for name, why in document["left"].items())
     heads = ("constant", "before", "after", "factor", "runs", "what it is")
     fitted_to = counted(len(document["runs"]), "run")
-    yield Listing(f"Constants fitted to {fitted_to}", heads, fitted, ("constant", "what it is"), left)
+    yield Table.of_rows(f"Constants fitted to {fitted_to}", heads, fitted, ("constant", "what it is"), left)
     rows = tuple(
         (name, f"{score['after']['runs']}", *_cells(score["before"]), *_cells(score["after"]))
         for name, score in document["held_out"].items()
@@ -33,7 +33,7 @@ def tables(document: Document) -> Iterator[Listing]:
         "number",
         *(f"{name} {when}" for when in ("before", "after") for name in scores),
     )
-    yield Listing("Error of the predicted step on runs that were left out of the fit", heads, rows,
+    yield Table.of_rows("Error of the predicted step on runs that were left out of the fit", heads, rows,
                   ("runs left out",))  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""A finished run beside its predictions as tables, from documents of `plan --compare RUN --json`."""
+"""A finished run beside its predictions as tables, from documents of `plan compare RUN --json`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 from meshtune.plan.calibration import CONSTANTS, FACTOR, NOTABLE
 from meshtune.plan.memory.timeline import CATEGORY_NAMES
 from meshtune.report.bench import PART_NAMES
+from meshtune.report.draw.table import Table
 from meshtune.report.dryrun.beside import difference
-from meshtune.report.dryrun.listing import Listing
 from meshtune.units import counted, duration, human
 
 Document = Mapping[str, Any]  # of one run
@@ -17,25 +17,25 @@ PREDICTIONS = ("at_start", "today")
 HEADS = ("", "measured", "predicted\nat start", "\noff by", "planned\ntoday", "\noff by")
 
 
-def tables(document: Document) -> Iterator[Listing]:
+def tables(document: Document) -> Iterator[Table]:
     """Yield the tables of one run: time, memory, and the constants that are off."""
     name, layout = document["run"], document["layout"]
     steps = [(document[one] or {}).get("step_seconds") for one in ("measured", *PREDICTIONS)]
     notes = (f"Medians of {counted(document['steps'], 'step')}.", *document["missing"].values())
     time = (*_rows(document, "parts", PART_NAMES, duration), _row("step", steps, duration))
-    yield Listing(f"{name} ({layout}), time", HEADS, time, ("",), notes, totals=1)
+    yield Table.of_rows(f"{name} ({layout}), time", HEADS, time, ("",), notes, totals=1)
     memory = sorted(
         _rows(document, "memory", CATEGORY_NAMES | {"peak": "memory"}, human),
         key=lambda row: row[0] == "memory",
     )
     title = f"{name}, memory of tensors on its fullest rank"
     counted_not = () if document["measured"]["memory"] else ("It was not counted in this run.",)
-    yield Listing(title, HEADS, tuple(memory), ("",), counted_not, totals=1)
+    yield Table.of_rows(title, HEADS, tuple(memory), ("",), counted_not, totals=1)
     if document["off"] is not None:
         yield _constants(document)
 
 
-def _constants(document: Document) -> Listing:
+def _constants(document: Document) -> Table:
     """One row for each group of parts that is off and each constant that explains it; then the remedy."""
     rows = [
         (words, _off(group), one["constant"], f"{one['factor']:.3g}", CONSTANTS[one["constant"]])
@@ -60,7 +60,7 @@ def _constants(document: Document) -> Listing:
             "three runs or more."
         )
     heads = ("parts", "off by", "constant", "factor", "what it is")
-    return Listing(f"{document['run']}, constants with which the parts of today's plan agree", heads,
+    return Table.of_rows(f"{document['run']}, constants with which the parts of today's plan agree", heads,
                    tuple(rows), ("parts", "constant", "what it is"), tuple(notes))  # fmt: skip
 
 

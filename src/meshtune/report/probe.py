@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from meshtune.report.dryrun.listing import Listing
+from meshtune.report.draw.table import Table
 from meshtune.units import counted
 
 BUSY = 0.25  # processes at work for each core, from which a machine is not idle
 Document = Mapping[str, Any]  # the tables of the cluster file
 
 
-def summary(document: Document) -> Listing:
+def summary(document: Document) -> Table:
     """One row a constant, one column a number of ranks."""
     kind = document["kind"]
     alone = {name: value for name, value in kind["efficiency"].items() if not name.startswith("link")}
@@ -36,7 +36,7 @@ def summary(document: Document) -> Listing:
     }
     heads = ("each of", *(counted(ranks, "rank") for ranks in tables))
     lines = tuple((name, *cells) for name, cells in rows.items())
-    return Listing(f"{document['measured']['device']}", heads, lines, ("each of",), ())
+    return Table.of_rows(f"{document['measured']['device']}", heads, lines, ("each of",), ())
 
 
 def sentences(document: Document) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from meshtune.report.dryrun.listing import Listing
+from meshtune.report.draw.table import Table
 from meshtune.units import duration, human
 
 SHOWN = 160  # characters of a reason
@@ -24,19 +24,19 @@ UNITS = {  # figure -> how it is written
 }
 
 
-def counts_table(counts: Mapping[str, int], reasons: Mapping[str, str], simulated: str | None) -> Listing:
+def counts_table(counts: Mapping[str, int], reasons: Mapping[str, str], simulated: str | None) -> Table:
     """Number of experiments by status, with the most frequent reason of each."""
     rows = tuple(
         (status, f"{number:,}", _short(reasons.get(status, ""))) for status, number in counts.items()
     )
     note = (f"All figures are simulated ({simulated}); nothing was measured.",) if simulated else ()
     heads = ("status", "experiments", "most frequent reason")
-    return Listing("Sweep", heads, rows, ("status", "most frequent reason"), note)
+    return Table.of_rows("Sweep", heads, rows, ("status", "most frequent reason"), note)
 
 
 def best_table(
     best: Sequence[Mapping[str, Any]], axes: Sequence[str], ranked_by: str, *, on_processor: bool = False
-) -> Listing:
+) -> Table:
     """The best experiments by one figure: their number, layout, axes and the figures that they have."""
 
     def head(name: str) -> str:
@@ -55,7 +55,7 @@ def best_table(
         )
         for row in best
     )
-    return Listing(f"Best by {head(ranked_by)}", heads, rows, ("layout", *varied))
+    return Table.of_rows(f"Best by {head(ranked_by)}", heads, rows, ("layout", *varied))
 
 
 def _short(text: str) -> str:

@@ -4,15 +4,14 @@
                         files of that tool · the command that starts it · what is missing, as sentences
 
 A layout that a tool can't run, or would run as another one, is refused, every reason at once: the planner
-refuses it before it ranks (`tool_for`), by the rules of the tool's module. A sentence names what the tool
-runs differently under the layouts that are left.
+refuses it before it ranks (`tool_for`), by rules.py. Sentences of differences.toml name what the tool runs
+differently under the layouts that are left.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 from meshtune.config import Config
@@ -20,24 +19,28 @@ from meshtune.errors import UserError
 from meshtune.layout import Layout
 from meshtune.length import in_steps
 from meshtune.nearest import did_you_mean, nearest
-from meshtune.placement.rules import Rule, sentences
+from meshtune.placement.rules import sentences
 from meshtune.plan.programs import MESHTUNE, TOOLS, Tool
 from meshtune.rundir import write_text_atomically
-from meshtune.tools import accelerate, axolotl, deepspeed, llamafactory, megatron, torchtitan
-from meshtune.tools.exported import Exported, export_problems, training_problems, world_problems
-from meshtune.tools.refused import unknown_fields
+from meshtune.tools import exporters
+from meshtune.tools.planned import (
+    Exported,
+    Planned,
+    differences,
+    row_notes,
+    setting_problems,
+    training_problems,
+    world_problems,
+)
+from meshtune.tools.rules import rules_of
 
-__all__ = ["EXPORTERS", "Exported", "Written", "check", "export", "tool_for", "write"]
-
-# Each has write(config, layout, blocks, gpus_per_node) -> Exported; rules(config, blocks, seq_len) on layouts
-# that the tool can't run; problems(config): sentences on settings that it can't have.
-EXPORTERS: Mapping[str, ModuleType] = {
-    "accelerate": accelerate,
-    "deepspeed": deepspeed,
-    "torchtitan": torchtitan,
-    "megatron": megatron,
-    "axolotl": axolotl,
-    "llamafactory": llamafactory,
+EXPORTERS: Mapping[str, Callable[[Planned], Exported]] = {
+    "accelerate": exporters.accelerate,
+    "deepspeed": exporters.deepspeed,
+    "torchtitan": exporters.torchtitan,
+    "megatron": exporters.megatron,
+    "axolotl": exporters.axolotl,
+    "llamafactory": exporters.llamafactory,
 }
 
 
@@ -68,14 +71,11 @@ class Written(NamedTuple):
         }
 
 
-def check_tool(name: str, option: str = "--export") -> str:
-    """Return `name` if plans can be exported for it, else raise UserError with the nearest name.
-
-    option: that names it, for the sentence.
-    """
+def check_tool(name: str) -> str:
+    """Return `name` if plans can be exported for it, else raise UserError with the nearest name."""
     if name not in EXPORTERS:
         hint = did_you_mean(nearest(name, EXPORTERS), f"; tools: {', '.join(EXPORTERS)}.")
-        raise UserError(f"{option} {name} is no tool that plans are written for{hint}")
+        raise UserError(f"{name} is no tool that plans are written for{hint}")
     return name
 
 
@@ -86,32 +86,16 @@ def tool_for(name: str, config: Config) -> Tool:
     """
     if name == MESHTUNE.name:
         return MESHTUNE
-    tool = TOOLS[check_tool(name, "--for")]
+    tool = TOOLS[check_tool(name)]
     if problems := [*training_problems(tool, config)]:
         raise UserError(problems)
     return replace(tool, rules=partial(rules_of, name, config))
 
 
-def rules_of(name: str, config: Config, blocks: int, seq_len: int) -> Iterator[Rule]:
-    """Every rule on the layouts that a tool runs. blocks: of the model. seq_len: in tokens."""
-    yield from EXPORTERS[name].rules(config, blocks, seq_len)
-    yield from unknown_fields(TOOLS[name].title)
-
-
 def check(name: str, config: Config) -> None:
     """Raise UserError with every setting that can't be exported to a tool. name: of the tool."""
-    if problems := setting_problems(check_tool(name), in_steps(config)):
+    if problems := [*setting_problems(TOOLS[check_tool(name)], in_steps(config))]:
         raise UserError(problems)
-
-
-def setting_problems(name: str, config: Config) -> list[str]:
-    """Sentences on settings that can't be exported to a tool. name: of the tool."""
-    tool = TOOLS[name]
-    return [
-        *EXPORTERS[name].problems(config),
-        *training_problems(tool, config),
-        *export_problems(tool.title, config),
-    ]
 
 
 def export(name: str, config: Config, layout: Layout, *, blocks: int, gpus_per_node: int) -> Exported:
@@ -121,15 +105,18 @@ def export(name: str, config: Config, layout: Layout, *, blocks: int, gpus_per_n
     the steps that it gives. Raises UserError for an unknown tool, and for a layout that it can't run, with
     every reason.
     """
-    module, config = EXPORTERS[check_tool(name)], in_steps(config)
+    tool, config = TOOLS[check_tool(name)], in_steps(config)
     problems = [
-        *setting_problems(name, config),
+        *setting_problems(tool, config),
         *sentences(rules_of(name, config, blocks, config.data.seq_len), layout),
         *world_problems(config, layout, gpus_per_node),
     ]
     if problems:
         raise UserError(problems)
-    return module.write(config, layout, blocks, gpus_per_node)
+    plan = Planned(config, layout, blocks, gpus_per_node)
+    written = EXPORTERS[name](plan)
+    notes = [] if name in ("accelerate", "deepspeed") else row_notes(config.data, tool.title)
+    return replace(written, missing=(*written.missing, *differences(tool, plan), *notes))
 
 
 def write(tool: Tool, exported: Exported, layout: Layout, folder: Path) -> Written:

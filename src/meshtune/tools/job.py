@@ -1,10 +1,11 @@
-"""One file of another trainer while it is migrated, and conversions of values, by their names in the tables.
+"""Conversions between a key of another trainer and settings, and the file that a key is read from.
 
-    @conversion
-    def warmup(value, job): ...        warmup_steps = ["train.warmup_steps", "warmup"]
+    warmup_steps = ["train.warmup_steps", "warmup"]        in a tool's table
+    CONVERSIONS["warmup"].read(value, job) -> settings     migrate
+    CONVERSIONS["warmup"].write(plan) -> value             plan --export
 
-A conversion takes the value of a key and the whole job, whose other keys may matter, and returns the settings
-that it makes. It raises NoCounterpart, NotNeeded or Refused where it makes none.
+`read` takes the value of the key and the whole job, whose other keys may matter, and returns the settings
+that it makes; it raises NoCounterpart, NotNeeded or Refused where it makes none.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -12,8 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from meshtune.tools.planned import Planned
 from meshtune.tools.table import Table, table
 
+SHARDING = ("deepspeed", "fsdp", "fsdp_config", "dp_shard_size", "parallelism_config")  # keys
+DISTRIBUTED = (  # keys that only torchtune's distributed recipes have
+    "fsdp_cpu_offload", "custom_sharded_layers", "tensor_parallel_dim", "memory_efficient_fsdp_wrap",
+)  # fmt: skip
 OFF: tuple[Any, ...] = (None, "", False, [], {}, "none", "no", "None")  # values that switch a key off
 
 
@@ -54,10 +60,8 @@ class Refused(Exception):
 class Job:
     """A file of another trainer."""
 
-    tool: str  # one of trainers.table.TOOLS
-    given: Mapping[
-        str, Any
-    ]  # dotted key -> value, keys of sections and of what is in them; null values left out
+    tool: str  # one of table.TOOLS
+    given: Mapping[str, Any]  # by dotted key, sections and what is in them; null values left out
     folder: Path  # that the file is in, for the files that it names
     gpus: int
     overrides: tuple[str, ...] = ()  # section.key=value of ours, laid over the result
@@ -78,6 +82,15 @@ class Job:
         """True if one of `keys` is given, or a default, and not switched off."""
         return any(self.value(key) not in OFF for key in keys)
 
+    @property
+    def shards(self) -> bool:
+        """True if the file is for several GPUs that share the parameters or their optimizer states."""
+        return self.on(*SHARDING) or any(key in self.given for key in DISTRIBUTED)
+
+    @property
+    def ended_by_steps(self) -> bool:
+        return int(self.value("max_steps", default=-1)) > 0 or "max_steps_per_epoch" in self.given
+
     def read(self, name: str) -> Path | None:
         """Find a file that the job names: beside its own file, else in the working directory, else None."""
         paths = (self.folder / name, Path(name))
@@ -94,32 +107,109 @@ def flat(tree: Mapping[str, Any], known: Table, prefix: str = "") -> Iterator[tu
         yield key, value
         if f"{key}.*" in known.entries or not any(entry.startswith(f"{key}.") for entry in known.entries):
             continue
-        for section in value if isinstance(value, list) else [value]:
+        for section in listed(value):
             if isinstance(section, Mapping):
                 yield from flat(section, known, f"{key}.")
 
 
-Conversion = Callable[[Any, Job], Converted]
-CONVERSIONS: dict[str, Conversion] = {}
-
-
-def conversion(function: Conversion) -> Conversion:
-    CONVERSIONS[function.__name__] = function
-    return function
+def listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def short(value: Any) -> str:
     """The last part of a component's name in lower case: torch.optim.AdamW is adamw."""
-    return str(getattr(value, "value", value)).rpartition(".")[2].lower()
+    return str(value).rpartition(".")[2].lower()
 
 
-@conversion
-def section(value: Any, job: Job) -> Converted:
-    """Give nothing: the keys in the section are converted one by one."""
-    return Converted({})
+class Conversion(NamedTuple):
+    """A key's value and settings, each as the other."""
+
+    read: Callable[[Any, Job], Converted | dict[str, Any]]
+    write: Callable[[Planned], Any] = lambda plan: None  # only keys that a table exports are asked
+
+    def converted(self, value: Any, job: Job) -> Converted:
+        """Read a key's value. Raises NoCounterpart, NotNeeded or Refused."""
+        made = self.read(value, job)
+        return made if isinstance(made, Converted) else Converted(made)
 
 
-@conversion
-def elsewhere(value: Any, job: Job) -> Converted:
-    """Give nothing: the conversion of another key reads this one."""
-    return Converted({})
+# Conversions for any setting: its name, and the arguments of the table #
+
+
+def same(setting: str) -> Conversion:
+    return Conversion(lambda value, job: {setting: value}, lambda plan: plan.setting(setting))
+
+
+def unless_zero(setting: str) -> Conversion:
+    """The same value; 0 is not written."""
+    return Conversion(same(setting).read, lambda plan: plan.setting(setting) or None)
+
+
+def above_zero(setting: str) -> Conversion:
+    """The same whole number; one up to 0, such as -1, is none."""
+    return Conversion(
+        lambda value, job: {setting: int(value)} if int(value) > 0 else {}, lambda plan: plan.setting(setting)
+    )
+
+
+def whole(setting: str) -> Conversion:
+    return Conversion(same(setting).read, lambda plan: int(plan.setting(setting)))
+
+
+def on(setting: str, there: Any, otherwise: Any = None) -> Conversion:
+    """A switch: `there` is the setting's value where it is on, `otherwise` where it is off."""
+    off = {} if otherwise is None else {setting: otherwise}
+    return Conversion(
+        lambda value, job: {setting: there} if value else off, lambda plan: plan.setting(setting) == there
+    )
+
+
+def off(setting: str, there: Any) -> Conversion:
+    """A switch that is off where the setting has the value `there`; only written."""
+    return Conversion(lambda value, job: {}, lambda plan: plan.setting(setting) != there)
+
+
+def fact(_: str, name: str) -> Conversion:
+    """The value of Planned.setting(name); only written."""
+    return Conversion(lambda value, job: {}, lambda plan: plan.setting(name))
+
+
+def truth(setting: str) -> Conversion:
+    """True where the setting has a value; only written."""
+    return Conversion(lambda value, job: {}, lambda plan: bool(plan.setting(setting)))
+
+
+def only(setting: str, values: list[Any], reason: str) -> Conversion:
+    """Nothing, where the value is one of those that stand for what is so anyway. reason: why no other is."""
+
+    def read(value: Any, job: Job) -> dict[str, Any]:
+        if value not in values:
+            raise NoCounterpart(reason.format(value=value))
+        return {}
+
+    return Conversion(read)
+
+
+def choice(setting: str, theirs: dict[str, Any]) -> Conversion:
+    """One of several values. theirs: by ours; other values are the same there."""
+    ours = {value: key for key, value in reversed(theirs.items())}
+    return Conversion(
+        lambda value, job: {setting: ours.get(value, value)},
+        lambda plan: theirs.get(str(plan.setting(setting)), plan.setting(setting)),
+    )
+
+
+def names(setting: str) -> Conversion:
+    """A list of names, with commas between them."""
+    return Conversion(
+        lambda value, job: {setting: comma_separated(value)},
+        lambda plan: ",".join(plan.setting(setting) or ()),
+    )
+
+
+def comma_separated(value: Any) -> list[str]:
+    return [name.strip() for name in (value.split(",") if isinstance(value, str) else listed(value))]
+
+
+MADE = (unless_zero, above_zero, whole, on, off, fact, truth, only, choice, names)
+MAKERS: dict[str, Callable[..., Conversion]] = {"": same, **{make.__name__: make for make in MADE}}

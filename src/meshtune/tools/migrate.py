@@ -1,10 +1,11 @@
 """A file of another trainer as settings of ours, with what became of each of its keys.
 
-file ── read ──> Job ── table, conversions ──> Migrated(settings, notes) ── write.py ──> commented YAML
+file ── read ──> Job ── table, conversions ──> Migrated(settings, notes) ── text_of ──> commented YAML
 """
 
 import json
 import re
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -12,16 +13,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import yaml
 from pydantic import ValidationError
 
 from meshtune import config
 from meshtune.config import HELD_OUT, Config, unchecked
 from meshtune.errors import UserError, check_file, explained, type_name, written
 from meshtune.setting import unmet
-from meshtune.tools import launchers, model, outputs, sharding, sources, training
+from meshtune.tools import layouts
+from meshtune.tools.exporters import conversion_of
 from meshtune.tools.job import (
-    CONVERSIONS,
-    Converted,
     Job,
     NoCounterpart,
     Note,
@@ -31,11 +32,10 @@ from meshtune.tools.job import (
     is_off,
 )
 from meshtune.tools.other_jobs import other_job
-from meshtune.tools.table import TOOLS, Entry, table
-from meshtune.units import counted
+from meshtune.tools.table import TOOLS, table
+from meshtune.units import counted, printable
 from meshtune.yaml_tree import merge, nested, overridden, read_yaml
 
-MODULES = (model, outputs, sharding, sources, training)  # each adds to CONVERSIONS
 ORDER = ("transformers", "trl", *(tool for tool in TOOLS if tool not in ("transformers", "trl")))
 
 
@@ -95,7 +95,7 @@ def migrate(
     repeated: list[tuple[str, str]] = []
     tree = read(file, repeated)
     tree = resolved(tree, tree)
-    if launched_by := launchers.kind_of(tree):
+    if launched_by := layouts.launcher_of(tree):
         raise UserError(
             f"{file} is a file of {launched_by}, which starts a trainer. Name the trainer's file first: "
             f"meshtune migrate TRAINER.yaml --with {file}."
@@ -107,7 +107,7 @@ def migrate(
         except UserError:  # the keys of another job are not those of a tool
             raise UserError(f"{file}: {other.sentence}") from None
     tool = tool or tool_of(tree, file)
-    launch = launchers.launch_of(launcher, tree, table(tool)) if launcher else launchers.Launch()
+    launch = layouts.launch_of(launcher, tree, table(tool)) if launcher else layouts.Launch()
     given: dict[str, Any] = {}
     for key, value in flat(tree | launch.keys, table(tool)):
         if key not in given or not is_off(value):  # of a list of sections, one may leave it off
@@ -217,7 +217,7 @@ def _convert(result: Migrated, keys: Mapping[str, Any], default: bool = False) -
                 notes.append(Note(key, value, entry.reason))
         else:
             try:
-                made = _converted(entry, value, job)
+                made = conversion_of(entry).converted(value, job)
             except Refused as refusal:
                 yield str(refusal)
                 continue
@@ -258,12 +258,6 @@ def _note_without_setting(result: Migrated, key: str, value: Any, remark: str) -
         result.ignored.append(Note(key, value, "it is so here without a setting"))
 
 
-def _converted(entry: Entry, value: Any, job: Job) -> Converted:
-    if not entry.conversion:
-        return Converted({entry.setting: value})
-    return CONVERSIONS[entry.conversion](value, job)
-
-
 def _without_effect(result: Migrated) -> None:
     """Drop settings that can take no effect, and note those that the file has."""
     if result.tree.get("method", "full") == "full":
@@ -291,7 +285,7 @@ def _drop(result: Migrated, setting: str, reason: str) -> None:
 def _lay_out(result: Migrated) -> None:
     """Make one layout string of the settings `layout.*`, and the global batch of its data ranks."""
     names = [name for name in result.settings if name.startswith("layout.")]
-    layout = sharding.layout_of({name: result.settings.pop(name) for name in names}, result.job)
+    layout = layouts.layout_of({name: result.settings.pop(name) for name in names}, result.job)
     result.settings["layout"] = str(layout)
     result.origins["layout"] = "; ".join(dict.fromkeys(result.origins.pop(name) for name in names))
     result.settings["train.global_batch_size"] = layout.global_batch_size
@@ -300,3 +294,106 @@ def _lay_out(result: Migrated) -> None:
         f"micro-batches of {micro}, {accumulated} accumulated, {layout.data_ranks} data "
         f"rank{'s' * (layout.data_ranks > 1)}"
     )
+
+
+# The settings as YAML: a comment beside each says which key it is from; the other keys follow #
+
+WIDTH = 110
+SHOWN = 60  # characters of a value in a comment
+
+
+def text_of(result: Migrated, source: str) -> str:
+    """Write the whole file. source: name of the file that it was made from."""
+    job, tree = result.job, result.tree
+    gpus = f"{job.gpus} GPU{'s' * (job.gpus > 1)}"
+    head = (
+        f"Made by `meshtune migrate` from {source}, a configuration of {job.table.name}, for {gpus} "
+        "(--gpus). `layout: auto` lets the planner choose instead. Comments name the key that a setting is "
+        "from; a setting that is commented out would have no effect, for the reason above it."
+    )
+    lines = [*comment(head), ""]
+    if not tree.get("data", {}).get("train"):
+        lines += [*comment("The file names no rows: add data.train.")]
+    for name in Config.model_fields:
+        if isinstance(tree.get(name), Mapping):
+            lines.append(f"{name}:")
+            for key, value in tree[name].items():
+                lines += setting(key, value, origin(result, f"{name}.{key}"), "  ")
+        elif name in tree:
+            lines += setting(name, tree[name], origin(result, name), "")
+        lines += idle(result, name)
+    lines += [
+        *notes("No counterpart:", result.unsupported),
+        *notes("Left out; what is trained is the same without:", result.left_out),
+        *notes("Not needed:", result.ignored),
+        *(["", *comment(f"Off, and not here anyway: {', '.join(result.off)}")] if result.off else []),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def origin(result: Migrated, name: str) -> str:
+    if any(override.partition("=")[0].startswith(name) for override in result.job.overrides):
+        return "the command line"
+    return result.origins.get(name, "")
+
+
+def idle(result: Migrated, section: str) -> Iterator[str]:
+    """Yield the settings of a section that would have no effect, as comments."""
+    rows = {name: row for name, row in result.idle.items() if name.partition(".")[0] == section}
+    lead = "  # " if section in result.tree else "#   "
+    if rows and section not in result.tree:
+        yield f"# {section}:"
+    for reason in dict.fromkeys(row.reason for row in rows.values()):  # `# #`: uncommented it is a comment
+        yield from (f"{lead}{line}" for line in comment(f"No effect: {reason}."))
+        for name, row in rows.items():
+            if row.reason == reason:
+                lines = setting(name.rpartition(".")[2], row.value, row.origin, "")
+                yield from (f"{lead}{line}" for line in lines)
+
+
+def setting(key: str, value: Any, said: str, indent: str) -> Iterator[str]:
+    """Yield the lines of one setting; a list of sources has a line for each."""
+    if (
+        isinstance(value, Sequence)
+        and not isinstance(value, str)
+        and any(isinstance(each, Mapping) for each in value)
+    ):
+        yield from setting(key, None, said, indent)
+        yield from (f"{indent}  - {flow(each)}" for each in value)
+        return
+    line = f"{indent}{key}:" if value is None else f"{indent}{key}: {flow(value)}"
+    said = "" if said == key else " ".join(printable(said).split())
+    if said and len(line) + len(said) + 4 > WIDTH:
+        yield from (f"{indent}{above}" for above in comment(said))
+        said = ""
+    yield f"{line}  # {said}" if said else line
+
+
+def flow(value: Any) -> str:
+    """Write a value as YAML on one line."""
+    text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True, sort_keys=False)
+    text = text.removesuffix("...\n").strip()
+    return json.dumps(value) if "\n" in text else text  # JSON is YAML, and has no line breaks
+
+
+def notes(title: str, keys: Sequence[Note]) -> Iterator[str]:
+    """Yield comments that give the keys without a setting, those of one reason together."""
+    by_reason: dict[str, list[Note]] = {}
+    for note in keys:
+        by_reason.setdefault(note.reason, []).append(note)
+    if by_reason:
+        yield from ("", f"# {title}")
+    for reason, group in by_reason.items():
+        yield from comment(f"{', '.join(shown(note) for note in group)}", "- ")
+        yield from comment(f"{reason}.", "    ")
+
+
+def shown(note: Note) -> str:
+    value = flow(note.value)
+    return f"{note.key}: {value if len(value) <= SHOWN else value[: SHOWN - 1] + '…'}"
+
+
+def comment(text: str, lead: str = "") -> list[str]:
+    """Text as comment lines; the first begins with `lead`, the others are indented as far."""
+    wrapped = textwrap.wrap(printable(text), WIDTH - 10, break_long_words=False, break_on_hyphens=False)
+    return [f"# {lead if not number else ' ' * len(lead)}{line}" for number, line in enumerate(wrapped)]

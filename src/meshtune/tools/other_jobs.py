@@ -1,23 +1,15 @@
 """Tell files of another job than supervised fine-tuning, by the keys of jobs.toml."""
 
 import re
-import tomllib
 from collections.abc import Iterator, Mapping
-from functools import cache
-from importlib.resources import files
 from typing import Any, NamedTuple
 
 from meshtune.tools.job import is_off
+from meshtune.tools.table import toml
 
 SUPERVISED = ("sft", "pt")  # LLaMA-Factory's stages
 COMPONENTS = ("_component_", "_target_")  # keys with the name of a class or a function
 NAMED = ("datasets.type", "plugins")  # axolotl's
-
-
-@cache
-def _jobs() -> list[dict[str, Any]]:
-    text = files("meshtune.tools").joinpath("jobs.toml").read_text("utf-8")
-    return tomllib.loads(text)["job"]
 
 
 class OtherJob(NamedTuple):
@@ -32,7 +24,7 @@ def other_job(tree: Mapping[str, Any]) -> OtherJob | None:
 
     Of several jobs it is the one with most such keys.
     """
-    told = [(list(dict.fromkeys(_signs(tree, job))), job) for job in _jobs()]
+    told = [(list(dict.fromkeys(_signs(tree, job))), job) for job in toml("jobs")["job"]]
     told = [([] if job.get("dialect") and len(signs) < 2 else signs, job) for signs, job in told]
     signs, job = max(told, key=lambda pair: min(len(pair[0]), 1) if pair[1].get("weak") else len(pair[0]))
     if not signs:

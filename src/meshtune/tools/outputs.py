@@ -1,12 +1,18 @@
-"""Evaluation, checkpoints, log and hub of other trainers as settings of ours."""
+"""Conversions of evaluation, checkpoints, log and hub."""
 
 from collections.abc import Sequence
 from typing import Any
 
-from meshtune.tools.job import OFF, Converted, Job, NoCounterpart, NotNeeded, conversion, short
-from meshtune.tools.training import ended_by_steps
+from meshtune.tools.job import Conversion, Converted, Job, NoCounterpart, NotNeeded, short
+from meshtune.tools.planned import Planned
 
-TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
+TRACKERS = {  # name in log.to -> axolotl's key that switches it on by naming a project
+    "tensorboard": "",
+    "wandb": "wandb_project",
+    "mlflow": "mlflow_experiment_name",
+    "trackio": "trackio_project_name",
+}
+NO_TRACKERS = (*TRACKERS, "all", "none", "no", "disklogger", "stdoutlogger")
 
 
 def interval(share: float) -> str:
@@ -14,162 +20,146 @@ def interval(share: float) -> str:
     return f"{share:g} epoch"
 
 
-def every(setting: str, value: Any, job: Job) -> Converted:
+def every(setting: str, value: Any, job: Job) -> dict[str, Any]:
     """An interval of `value` steps, or, below 1, of that share of the run."""
     if float(value) >= 1:
-        return Converted({setting: int(float(value))})
-    if ended_by_steps(job):
-        return Converted({setting: max(1, int(float(value) * int(job.value("max_steps"))))})
-    return Converted({setting: interval(float(value) * float(job.value("num_train_epochs", "num_epochs")))})
+        return {setting: int(float(value))}
+    if job.ended_by_steps:
+        return {setting: max(1, int(float(value) * int(job.value("max_steps"))))}
+    return {setting: interval(float(value) * float(job.value("num_train_epochs", "num_epochs")))}
 
 
-def strategy(setting: str, key: str, value: Any, job: Job) -> Converted:
+def strategy(setting: str, key: str, value: Any, job: Job) -> dict[str, Any]:
     """An interval from a strategy and the number of steps of `key`."""
     match short(value):
         case "no":
-            return Converted({setting: 0} if setting == "checkpoint.every" else {})
+            return {setting: 0} if setting == "checkpoint.every" else {}
         case "epoch":
-            return Converted({setting: interval(1)})
+            return {setting: interval(1)}
         case "steps":
             return every(setting, job.value(key, "logging_steps", default=500), job)
     raise NoCounterpart(f"there is no strategy {value}; {setting} takes steps or epochs")
 
 
-def evaluations(converted: Converted, job: Job) -> Converted:
+def evaluations(settings: dict[str, Any], job: Job) -> dict[str, Any]:
     """Add the evaluation before the first step, which axolotl has whenever it evaluates in between."""
-    first = job.tool == "axolotl" and bool(converted.settings)
-    return Converted(converted.settings | ({"eval.at_start": True} if first else {}), converted.remark)
+    return settings | ({"eval.at_start": True} if job.tool == "axolotl" and settings else {})
 
 
-@conversion
-def eval_strategy(value: Any, job: Job) -> Converted:
+def eval_strategy(value: Any, job: Job) -> dict[str, Any]:
     return evaluations(strategy("eval.every", "eval_steps", value, job), job)
 
 
-@conversion
-def eval_steps(value: Any, job: Job) -> Converted:
-    chosen = job.value("eval_strategy", "evaluation_strategy", default="steps")
-    if short(chosen) != "steps":
-        raise NotNeeded(f"eval_strategy is {short(chosen)}")
+def evaluation_strategy(plan: Planned) -> str | None:
+    """A Trainer's evaluation schedule: it has steps and epochs, but not "only at the end"."""
+    return ("steps" if plan.config.eval.every else "epoch") if plan.held_out else None
+
+
+def eval_steps(value: Any, job: Job) -> dict[str, Any]:
+    chosen = short(job.value("eval_strategy", "evaluation_strategy", default="steps"))
+    if chosen != "steps":
+        raise NotNeeded(f"eval_strategy is {chosen}")
     return evaluations(every("eval.every", value, job), job)
 
 
-@conversion
-def evals_per_epoch(value: Any, job: Job) -> Converted:
-    return evaluations(Converted({"eval.every": interval(1 / float(value))} if value else {}), job)
+def evals_per_epoch(value: Any, job: Job) -> dict[str, Any]:
+    return evaluations({"eval.every": interval(1 / float(value))} if value else {}, job)
 
 
-@conversion
-def keep_best(value: Any, job: Job) -> Converted:
-    return Converted({"eval.keep_best": True} if value else {})
-
-
-@conversion
-def best_by_loss(value: Any, job: Job) -> Converted:
-    if value not in ("loss", "eval_loss"):
-        raise NoCounterpart("the best checkpoint is the one with the lowest loss on held-out rows")
-    return Converted({})
-
-
-@conversion
-def save_strategy(value: Any, job: Job) -> Converted:
+def save_strategy(value: Any, job: Job) -> dict[str, Any]:
     return strategy("checkpoint.every", "save_steps", value, job)
 
 
-@conversion
-def save_steps(value: Any, job: Job) -> Converted:
-    chosen = job.given.get("save_strategy", "steps")  # steps alone make it their strategy
-    if short(chosen) != "steps":
-        raise NotNeeded(f"save_strategy is {short(chosen)}")
+def save_steps(value: Any, job: Job) -> dict[str, Any]:
+    chosen = short(job.given.get("save_strategy", "steps"))  # only steps make it their strategy
+    if chosen != "steps":
+        raise NotNeeded(f"save_strategy is {chosen}")
     return every("checkpoint.every", value, job)
 
 
-@conversion
-def saves_per_epoch(value: Any, job: Job) -> Converted:
-    return Converted({"checkpoint.every": interval(1 / float(value)) if value else 0})
+def saves_per_epoch(value: Any, job: Job) -> dict[str, Any]:
+    return {"checkpoint.every": interval(1 / float(value)) if value else 0}
 
 
-@conversion
-def resume(value: Any, job: Job) -> Converted:
-    if value not in (*OFF, True):
-        raise NoCounterpart("a run goes on from the checkpoints of its own output folder; set output")
-    return Converted({})  # checkpoint.resume: auto is the default
+# Log and hub #
 
 
-@conversion
-def replace_if(value: Any, job: Job) -> Converted:
-    return Converted({"output_exists": "replace"} if value else {})
-
-
-@conversion
-def log_every(value: Any, job: Job) -> Converted:
+def log_every(value: Any, job: Job) -> dict[str, Any]:
     if float(value) < 1:
         raise NoCounterpart("log.every takes steps, 1 unless it is set")
-    return Converted({"log.every": int(float(value))})
+    return {"log.every": int(float(value))}
 
 
-def logged(names: Sequence[str]) -> Converted:
+def logged(found: Sequence[str]) -> Converted:
     """log.to for other trainers' names of trackers."""
-    kept = TRACKERS if "all" in names else [name for name in TRACKERS if name in names]
-    left = [
-        name for name in names if name not in (*TRACKERS, "all", "none", "no", "disklogger", "stdoutlogger")
-    ]
+    kept = TRACKERS if "all" in found else [name for name in TRACKERS if name in found]
+    left = [name for name in found if name not in NO_TRACKERS]
     remark = f"without {', '.join(left)}" if left else ""
     return Converted({"log.to": ["console", "jsonl", *kept]}, remark)
 
 
-def logged_names(value: Any) -> list[str]:
+def reported(value: Any) -> list[str]:
     """The trackers that report_to names."""
     return [value] if isinstance(value, str) else list(value or ["none"])
 
 
-@conversion
-def trackers(value: Any, job: Job) -> Converted:
-    return logged(logged_names(value))
+def trackers(plan: Planned) -> list[str] | str:
+    return [name for name in plan.config.log.to if name in TRACKERS] or "none"
 
 
-@conversion
-def tracker(value: Any, job: Job) -> Converted:
+def switched_trackers(job: Job) -> Converted:
+    """axolotl's trackers: switched on by a key of their own, or by naming their project."""
     used = [name for name in TRACKERS if job.on(f"use_{name}")]
-    used += [name for name, key in NAMED if job.on(key) and name not in used]
+    used += [name for name, key in TRACKERS.items() if key and job.on(key) and name not in used]
     return logged(used)
 
 
-@conversion
-def tracked_project(value: Any, job: Job) -> Converted:
-    return Converted({"log.project": str(value), **tracker(True, job).settings})
+def tracker(_: str, name: str) -> Conversion:
+    return Conversion(lambda value, job: switched_trackers(job), lambda plan: name in plan.config.log.to)
 
 
-@conversion
-def trackio_project(value: Any, job: Job) -> Converted:
-    if "trackio" not in logged_names(job.value("report_to")):
+def tracked_project(value: Any, job: Job) -> dict[str, Any]:
+    return {"log.project": str(value), **switched_trackers(job).settings}
+
+
+def trackio_project(value: Any, job: Job) -> dict[str, Any]:
+    if "trackio" not in reported(job.value("report_to")):
         raise NotNeeded("only Trackio reads it, and report_to does not name it")
-    return Converted({"log.project": str(value)})
+    return {"log.project": str(value)}
 
 
-NAMED = (
-    ("wandb", "wandb_project"),
-    ("mlflow", "mlflow_experiment_name"),
-    ("trackio", "trackio_project_name"),
-)  # axolotl: naming one switches it on
-
-
-@conversion
 def metric_logger(value: Any, job: Job) -> Converted:
     name = short(value)
     return logged([name.removesuffix("logger")] if "disk" not in name and "stdout" not in name else [])
 
 
-@conversion
-def push_to_hub(value: Any, job: Job) -> Converted:
+def push_to_hub(value: Any, job: Job) -> dict[str, Any]:
     if not value:
-        return Converted({})
+        return {}
     name = job.value("hub_model_id") or str(job.value("output_dir")).rstrip("/").rpartition("/")[2]
-    return Converted({"hub.push_to": name})
+    return {"hub.push_to": name}
 
 
-@conversion
-def hub_model_id(value: Any, job: Job) -> Converted:
+def hub_model_id(value: Any, job: Job) -> dict[str, Any]:
     if not job.on("push_to_hub"):
         raise NotNeeded("push_to_hub is off")
-    return Converted({})
+    return {}
+
+
+MAKERS = {"tracker": tracker}
+READ = (evals_per_epoch, saves_per_epoch, tracked_project, trackio_project, metric_logger)
+CONVERSIONS = {
+    **{read.__name__: Conversion(read) for read in READ},
+    "eval_strategy": Conversion(eval_strategy, evaluation_strategy),
+    "eval_steps": Conversion(
+        eval_steps, lambda plan: plan.config.eval.every or None if plan.held_out else None
+    ),
+    "save_strategy": Conversion(
+        save_strategy, lambda plan: "steps" if plan.config.checkpoint.every else "no"
+    ),
+    "save_steps": Conversion(save_steps, lambda plan: plan.config.checkpoint.every or None),
+    "log_every": Conversion(log_every, lambda plan: plan.config.log.every),
+    "trackers": Conversion(lambda value, job: logged(reported(value)), trackers),
+    "push_to_hub": Conversion(push_to_hub, lambda plan: bool(plan.config.hub.push_to)),
+    "hub_model_id": Conversion(hub_model_id, lambda plan: plan.config.hub.push_to),
+}

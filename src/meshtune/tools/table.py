@@ -1,7 +1,9 @@
 """Keys of other trainers' settings: what each is here. One TOML file a tool, read when it is asked for.
 
     [defaults]       the tool's value where its file leaves the key out and ours is another
-    [counterparts]   key = "our.setting", or ["our.setting", "conversion"]
+    [counterparts]   key = "our.setting", or ["our.setting", "conversion", its arguments]
+    [[export]]       keys that plan export writes, in their order (`key?`: not without a value), constants;
+                     when: a condition, as in differences.toml
     [[unsupported]]  why, do (the remedy, if there is one), keys: training or its memory is another without;
                      refused = true: of another job
     [[left_out]]     why, do, keys: training is the same without
@@ -22,9 +24,8 @@ from typing import Any, NamedTuple
 from meshtune.errors import written
 from meshtune.nearest import did_you_mean, nearest
 
-TOOLS = ("axolotl", "llama_factory", "trl", "transformers", "torchtune")
-
-
+TOOLS = ("axolotl", "llama_factory", "trl", "transformers", "torchtune")  # whose files are migrated
+OTHERS = ("accelerate", "deepspeed", "megatron", "torchtitan", "other")
 KINDS = ("unsupported", "left_out", "ignored")  # lists of keys without a counterpart
 
 
@@ -33,6 +34,7 @@ class Entry(NamedTuple):
 
     setting: str = ""  # dotted; empty: the key has no counterpart
     conversion: str = ""  # of its value; empty: the value is taken as it is
+    arguments: tuple[Any, ...] = ()  # of the conversion
     why: str = ""  # without a counterpart
     remedy: str = ""
     kind: str = ""  # without a counterpart: one of KINDS
@@ -52,6 +54,7 @@ class Table(NamedTuple):
     defaults: Mapping[str, Any]
     own: Mapping[str, Entry]  # without what it inherits
     entries: Mapping[str, Entry]
+    tree: Mapping[str, Any]  # the file itself
 
     def entry(self, key: str) -> Entry | None:
         """The entry of a dotted key; None if the tool has no such key."""
@@ -66,20 +69,22 @@ def entry_of(entries: Mapping[str, Entry], key: str) -> Entry | None:
 
 
 @cache
+def toml(name: str) -> dict[str, Any]:
+    """Read a TOML file of this folder."""
+    return tomllib.loads((files("meshtune.tools") / f"{name}.toml").read_text(encoding="utf-8"))
+
+
+@cache
 def table(tool: str) -> Table:
-    """Read one tool's table. tool: one of TOOLS, or "other"."""
-    tree = tomllib.loads((files("meshtune.tools") / f"{tool}.toml").read_text(encoding="utf-8"))
-    own = {}
+    """Read one tool's table. tool: one of TOOLS or OTHERS."""
+    tree, own = toml(tool), {}
     for key, value in tree["counterparts"].items():
-        own[key] = Entry(value) if isinstance(value, str) else Entry(*value)
+        setting, conversion, *arguments = [value, ""] if isinstance(value, str) else value
+        own[key] = Entry(setting, conversion, tuple(arguments))
     for kind in KINDS:
         for group in tree.get(kind, ()):
-            entry = Entry(
-                why=group["why"],
-                remedy=group.get("do", ""),
-                kind=kind,
-                refused=group.get("refused", False),
-            )
+            more = {"remedy": group.get("do", ""), "refused": group.get("refused", False)}
+            entry = Entry(why=group["why"], kind=kind, **more)
             for key in group["keys"].split():
                 assert key not in own, f"{tool}.toml has {key} twice"
                 own[key] = entry
@@ -87,7 +92,7 @@ def table(tool: str) -> Table:
     defaults, entries = tree.get("defaults", {}), own
     if base := table(tree["inherits"]) if "inherits" in tree else None:
         defaults, entries = {**base.defaults, **defaults}, {**base.entries, **own}
-    return Table(tree["name"], beyond, defaults, own, entries)
+    return Table(tree["name"], beyond, defaults, own, entries, tree)
 
 
 # Values (values.toml) #
@@ -100,19 +105,19 @@ class Counterpart(NamedTuple):
     why: str  # what differs, or why there is no other; empty: nothing to say
 
 
-@cache
-def patterns() -> dict[str, list[dict[str, str]]]:
-    """Setting -> rows of values.toml."""
-    return tomllib.loads((files("meshtune.tools") / "values.toml").read_text(encoding="utf-8"))
-
-
 def counterpart(setting: str, value: Any) -> Counterpart | None:
     """Our value for one of another trainer; None if no row has it. setting: ours, dotted."""
     text = written(value).rpartition(".")[2].lower()
-    for row in patterns().get(setting, ()):
+    for row in toml("values").get(setting, ()):
         if match := re.fullmatch(row["pattern"], text):
             return Counterpart(match.expand(row["write"]), row.get("why", ""))
     return None
+
+
+def reason(setting: str, value: Any) -> str:
+    """Why our value differs from one of another trainer; "" if it does not."""
+    theirs = counterpart(setting, value)
+    return theirs.why if theirs else ""
 
 
 def pasted_value(setting: str, value: Any) -> str:
@@ -167,7 +172,7 @@ def theirs(path: Sequence[str]) -> Iterator[Entry]:
     names = [".".join(path[start:]) for start in range(len(path))]
     if ".".join(path[:2]) in SOURCES:
         names.append(f"datasets.{path[-1]}")
-    for tool in (*TOOLS, "other"):
+    for tool in (*TOOLS, *OTHERS):
         found = (entry_of(table(tool).own, name) for name in names)
         if entry := next(filter(None, found), None):
             yield entry

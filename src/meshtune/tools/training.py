@@ -1,21 +1,202 @@
-"""Length, rate, optimizer, labels and sequences of other trainers as settings of ours."""
+"""Conversions of the model, the method, the training, labels and sequences."""
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
 from typing import Any
 
 from meshtune.data.messages import REASONING
-from meshtune.schedules import SCHEDULES
+from meshtune.schedules import SCHEDULES, transformers_schedule
 from meshtune.sections import DataConfig
-from meshtune.setting import is_template
-from meshtune.tools.job import Converted, Job, NoCounterpart, NotNeeded, Refused, conversion, short
-from meshtune.tools.sources import has_alpaca_prompts, listed
-from meshtune.tools.table import counterpart
+from meshtune.setting import is_regular_expression, is_template
+from meshtune.tools.job import (
+    OFF,
+    Conversion,
+    Converted,
+    Job,
+    NoCounterpart,
+    NotNeeded,
+    Refused,
+    comma_separated,
+    listed,
+    short,
+)
+from meshtune.tools.planned import Planned
+from meshtune.tools.rows import has_alpaca_prompts
+from meshtune.tools.table import counterpart, reason
 
-TEMPLATES = ("alpaca", "chatml", "gemma", "llama3", "mistral")  # built-ins of data/templates
+NO_MASTER_WEIGHTS = (
+    "with fp32 master weights; axolotl has none unless it shards, which train.precision=bf16-pure is like"
+)
+PEFT_MODULES = ["q_proj", "v_proj"]  # peft's own for llama, mistral, qwen2, qwen3 and gemma
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}  # Phi-3, -4
+MLP = ("gate_proj", "up_proj", "down_proj")
+PLUGINS = ("cutcrossentropy", "liger", "kernels", "expertparallel", "swanlab", "lmeval")  # train the same
 
 
-@conversion
+def mapping(value: Any) -> dict[str, Any]:
+    """A mapping that may be written as JSON."""
+    return json.loads(value) if isinstance(value, str) else dict(value)
+
+
+# Model #
+
+
+def attention(value: Any, job: Job) -> dict[str, Any]:
+    name = {"disabled": "eager"}.get(str(value), str(value))
+    if name == "eager" or (name == "sdpa" and not packs(job)):
+        return {"model.attention": name}
+    return {}  # auto: the fastest that keeps packed documents apart
+
+
+def packs(job: Job) -> bool:
+    return job.on("packing", "neat_packing", "sample_packing", "dataset.packed")
+
+
+def attention_kernel(_: str, fp32: str, flash: str) -> Conversion:
+    """The kernel of attention. fp32: the tool's for fp32, which flash attention lacks. flash: its other."""
+    return Conversion(attention, lambda plan: fp32 if plan.config.train.precision == "fp32" else flash)
+
+
+def attention_switch(_: str, kernel: str) -> Conversion:
+    return Conversion(lambda value, job: attention(kernel if value else "auto", job))
+
+
+def model_arguments(value: Any, job: Job) -> Converted:
+    arguments = mapping(value)
+    settings = attention(arguments.pop("attn_implementation", "auto"), job)
+    for name in ("revision", "trust_remote_code"):
+        if name in arguments:
+            settings[f"model.{name}"] = arguments.pop(name)
+    left = [name for name in arguments if name not in ("dtype", "torch_dtype", "use_cache", "device_map")]
+    return Converted(settings, f"without {', '.join(left)}: the model is run unchanged" if left else "")
+
+
+# Method #
+
+
+def adapter(value: Any, job: Job) -> Converted:
+    if value not in ("lora", "qlora"):
+        raise Refused(f"adapter: {value} is not offered; meshtune trains all weights or LoRA.")
+    noted = value == "lora" or job.on("load_in_4bit", "load_in_8bit")  # which is noted itself
+    return Converted({"method": "lora"}, lost="" if noted else reason("method", "qlora"))
+
+
+def lora_or_full(value: Any, job: Job) -> dict[str, Any]:
+    if value not in ("lora", "full"):
+        part = "; model.freeze keeps some weights as they are" if value == "freeze" else ""
+        raise Refused(f"finetuning_type: {value} is not offered; meshtune trains all weights or LoRA{part}.")
+    return {"method": value}
+
+
+def torchtune_model(value: Any, job: Job) -> Converted:
+    name = short(value)
+    lost = reason("method", "qlora") if name.startswith("qlora") else ""
+    return Converted({"method": "lora" if "lora_" in name else "full"}, lost=lost)
+
+
+def is_lora(job: Job) -> bool:
+    """True if the file trains an adapter."""
+    model = job.value("model._component_")
+    chosen = job.value("adapter") or job.value("finetuning_type") or short(model)
+    return bool(job.value("use_peft")) or "lora" in str(chosen)
+
+
+def llama_factory_rank(value: Any, job: Job) -> dict[str, Any]:
+    alpha = {} if "lora_alpha" in job.given else {"lora.alpha": 2 * value}
+    return {"lora.r": value, **alpha}
+
+
+def modules(value: Any, job: Job) -> Converted:
+    if job.on("lora_target_linear"):
+        raise NotNeeded("lora_target_linear takes all linear layers")
+    if value == "by the model":
+        return Converted({"lora.target_modules": PEFT_MODULES}, "peft's for llama, mistral, qwen and gemma")
+    pattern = isinstance(value, str) and is_regular_expression(value)
+    named = [value.strip()] if pattern else comma_separated(value)
+    everywhere = named in (["all"], ["all-linear"], ["linear"])
+    return Converted({"lora.target_modules": "all-linear" if everywhere else named})
+
+
+def patterns(targets: str | Sequence[str]) -> list[str] | str | None:
+    """Names of layers; where some are regular expressions, one expression of all, which peft reads."""
+    if isinstance(targets, str):
+        return None
+    if not any(map(is_regular_expression, targets)):
+        return list(targets)
+    each = [name if is_regular_expression(name) else rf"(.*\.)?{re.escape(name)}" for name in targets]
+    return each[0] if len(each) == 1 else "|".join(f"({pattern})" for pattern in each)
+
+
+def named_modules(plan: Planned) -> str:
+    targets = plan.config.lora.target_modules
+    return "all" if isinstance(targets, str) else ",".join(targets)
+
+
+def torchtune_modules(value: Any, job: Job) -> Converted:
+    theirs = job.value("model.lora_attn_modules", default=[])
+    found: Any = ["o_proj" if name == "output_proj" else name for name in theirs]
+    found += MLP if job.on("model.apply_lora_to_mlp") else ()
+    remark = ""
+    if len(found) == 7:
+        found = "all-linear"
+    elif re.search(r"\bphi[34]", str(job.value("model._component_"))):
+        parts = {part: fused for fused, parts in FUSED.items() for part in parts}
+        remark = "Hugging Face's Phi has one matrix for query, key and value, and one for gate and up"
+        found = [*dict.fromkeys(parts.get(name, name) for name in found)]
+    head = "without the output layer, which apply_lora_to_output adds"
+    return Converted(
+        {"lora.target_modules": found}, remark, head if job.on("model.apply_lora_to_output") else ""
+    )
+
+
+# Precision #
+
+
+def precision(_: str, *names: str) -> Conversion:
+    """A flag of the precision, which the file's flags and the dtype of its weights make together."""
+    return Conversion(lambda value, job: precision_of(job), lambda plan: plan.config.train.precision in names)
+
+
+def precision_of(job: Job) -> Converted:
+    dtype = short(job.value("dtype", "torch_dtype"))
+    if job.on("pure_bf16", "bfloat16"):
+        return Converted({"train.precision": "bf16-pure"})
+    if job.on("bf16", "fp16", "float16") and not job.on("float32"):
+        pure = dtype == "bfloat16" and not is_lora(job)
+        remark = NO_MASTER_WEIGHTS if job.tool == "axolotl" and not (is_lora(job) or job.shards) else ""
+        return Converted({"train.precision": "bf16-pure" if pure else "bf16"}, remark)
+    return Converted({"train.precision": "bf16-pure" if dtype == "bfloat16" else "fp32"})
+
+
+def fp16(value: Any, job: Job) -> Converted:
+    if value not in OFF:
+        raise NoCounterpart(f"{reason('train.precision', 'fp16')}; train.precision is bf16")
+    return Converted({}) if "bf16" in job.given else precision_of(job)
+
+
+def torchtune_dtype(value: Any, job: Job) -> dict[str, Any]:
+    if value == "fp16":
+        raise NoCounterpart(f"{reason('train.precision', 'fp16')}; train.precision is bf16")
+    return {"train.precision": "bf16-pure" if value == "bf16" else str(value)}
+
+
+# Length and learning rate #
+
+
+def transformers_arguments(plan: Planned) -> tuple[str, dict[str, Any]]:
+    """(lr_scheduler_type, lr_scheduler_kwargs) of the learning-rate schedule."""
+    train = plan.config.train
+    return transformers_schedule(
+        train.lr_scheduler,
+        peak=plan.config.learning_rate,
+        total_steps=train.max_steps or 0,
+        min_ratio=train.min_lr_ratio,
+        arguments=train.lr_scheduler_kwargs,
+    )
+
+
 def schedule(value: Any, job: Job) -> Converted:
     name = short(value).removeprefix("get_").replace("_schedule_with_warmup", "").replace("_schedule", "")
     if name not in SCHEDULES:
@@ -29,14 +210,13 @@ def scheduled(job: Job) -> str:
     """Name of the schedule that `schedule` gives, "" for none."""
     value = job.value("lr_scheduler_type", "lr_scheduler", "lr_scheduler._component_", default="")
     try:
-        return schedule(value, job).settings.get("train.lr_scheduler", "")
+        return schedule(value, job).settings["train.lr_scheduler"]
     except NoCounterpart:
         return ""
 
 
-@conversion
 def schedule_arguments(value: Any, job: Job) -> Converted:
-    arguments = json.loads(value) if isinstance(value, str) else dict(value)
+    arguments = mapping(value)
     settings: dict[str, Any] = floors(job)
     for name in ("min_lr", "min_lr_rate", "min_lr_ratio"):
         arguments.pop(name, None)
@@ -49,37 +229,33 @@ def schedule_arguments(value: Any, job: Job) -> Converted:
 
 def floors(job: Job) -> dict[str, float]:
     """{"train.min_lr_ratio": ...} where the arguments of the schedule say how low the rate ends."""
-    value = job.value("lr_scheduler_kwargs", default={})
-    arguments = json.loads(value) if isinstance(value, str) else dict(value)
+    arguments = mapping(job.value("lr_scheduler_kwargs", default={}))
     if "min_lr" in arguments and job.value("learning_rate"):
         return {"train.min_lr_ratio": float(arguments["min_lr"]) / float(job.value("learning_rate"))}
     given = arguments.get("min_lr_rate", arguments.get("min_lr_ratio"))
     return {} if given is None else {"train.min_lr_ratio": float(given)}
 
 
-@conversion
-def least_rate(value: Any, job: Job) -> Converted:
+def least_rate(value: Any, job: Job) -> dict[str, Any]:
     if SCHEDULES[scheduled(job) or "cosine"].floor is None:
         raise NotNeeded(f"the schedule {scheduled(job)} has no least rate")
-    return Converted({"train.min_lr_ratio": float(value)})
+    return {"train.min_lr_ratio": float(value)}
 
 
-@conversion
-def warmup(value: Any, job: Job) -> Converted:
+def warmup(value: Any, job: Job) -> dict[str, Any]:
     no_warmup_for_constant(job)
     if not value and job.value("warmup_ratio"):
-        return Converted({})
+        return {}
     if 0 < float(value) < 1:
-        return Converted({"train.warmup_ratio": float(value)})
-    return Converted({"train.warmup_steps": int(value)})
+        return {"train.warmup_ratio": float(value)}
+    return {"train.warmup_steps": int(value)}
 
 
-@conversion
-def warmup_ratio(value: Any, job: Job) -> Converted:
+def warmup_ratio(value: Any, job: Job) -> dict[str, Any]:
     no_warmup_for_constant(job)
     if job.value("warmup_steps"):
         raise NotNeeded("warmup_steps says how long to warm up")
-    return Converted({"train.warmup_ratio": float(value)})
+    return {"train.warmup_ratio": float(value)}
 
 
 def no_warmup_for_constant(job: Job) -> None:
@@ -88,31 +264,32 @@ def no_warmup_for_constant(job: Job) -> None:
         raise NotNeeded(f"the schedule {name} has no warm-up")
 
 
-@conversion
-def above_zero(value: Any, job: Job) -> Converted:
-    return Converted({"train.max_steps": int(value)} if int(value) > 0 else {})
+def warmup_share(plan: Planned) -> float | None:
+    return plan.config.train.warmup_ratio if plan.config.train.warmup_steps is None else None
 
 
-@conversion
+def warmup_below_1(plan: Planned) -> float | None:
+    """Warm-up in steps, or as a share of all steps."""
+    share = warmup_share(plan)
+    return plan.config.train.warmup_steps if share is None else share
+
+
 def epochs(value: Any, job: Job) -> Converted:
     if "max_steps_per_epoch" in job.given:
         return steps_per_epoch(job.given["max_steps_per_epoch"], job)
-    if ended_by_steps(job):
+    if job.ended_by_steps:
         raise NotNeeded("the number of steps ends the run")
     return Converted({"train.num_epochs": float(value)})
 
 
-@conversion
 def steps_per_epoch(value: Any, job: Job) -> Converted:
     number = int(job.value("epochs", default=1))
     return Converted({"train.max_steps": int(value) * number}, f"{value} steps in each of {number} epochs")
 
 
-def ended_by_steps(job: Job) -> bool:
-    return int(job.value("max_steps", default=-1)) > 0 or "max_steps_per_epoch" in job.given
+# Optimizer and loss #
 
 
-@conversion
 def optimizer(value: Any, job: Job) -> Converted:
     if job.on("use_muon"):
         raise NotNeeded("use_muon chooses the optimizer")
@@ -123,40 +300,23 @@ def optimizer(value: Any, job: Job) -> Converted:
     return Converted({setting: name}, lost=ours.why)
 
 
-@conversion
-def weight_decay(value: Any, job: Job) -> Converted:
+def weight_decay(value: Any, job: Job) -> dict[str, Any]:
     """Convert torchtune's, whose default is AdamW's own: other optimizers have none."""
     if "optimizer.weight_decay" not in job.given and "adamw" not in short(job.value("optimizer._component_")):
         raise NotNeeded("the optimizer has no weight decay of its own")
-    return Converted({"train.weight_decay": float(value)})
+    return {"train.weight_decay": float(value)}
 
 
-@conversion
-def use_muon(value: Any, job: Job) -> Converted:
-    return Converted({"train.optimizer": "muon"} if value else {})
+def beta(_: str, place: int) -> Conversion:
+    """One of AdamW's two."""
+
+    def read(value: Any, job: Job) -> dict[str, Any]:
+        betas = [job.value("adam_beta1", default=0.9), job.value("adam_beta2", default=0.999)]
+        return {"train.adam_betas": [float(each) for each in betas]}
+
+    return Conversion(read, lambda plan: plan.config.train.adam_betas[place])
 
 
-@conversion
-def first_beta(value: Any, job: Job) -> Converted:
-    return Converted({"train.adam_betas": [float(value), float(job.value("adam_beta2", default=0.999))]})
-
-
-@conversion
-def second_beta(value: Any, job: Job) -> Converted:
-    return Converted({"train.adam_betas": [float(job.value("adam_beta1", default=0.9)), float(value)]})
-
-
-@conversion
-def plain_loss(value: Any, job: Job) -> Converted:
-    if value not in ("nll", "chunked_nll"):
-        raise NoCounterpart(f"there is no loss {value}; it is the mean cross-entropy of label tokens")
-    return Converted({})
-
-
-PLUGINS = ("cutcrossentropy", "liger", "kernels", "expertparallel", "swanlab", "lmeval")  # train the same
-
-
-@conversion
 def plugins(value: Any, job: Job) -> Converted:
     others = [str(name) for name in listed(value) if short(name).removesuffix("plugin") not in PLUGINS]
     if others:
@@ -164,107 +324,51 @@ def plugins(value: Any, job: Job) -> Converted:
     raise NotNeeded("the forward, its attention, loss and kernels are chosen by meshtune")
 
 
-@conversion
 def torchtune_loss(value: Any, job: Job) -> Converted:
     if "crossentropy" not in short(value) and not short(value).startswith("ce"):
         raise NoCounterpart(f"there is no loss {short(value)}; it is the mean cross-entropy of label tokens")
     raise NotNeeded("the loss is the chunked mean cross-entropy of label tokens")
 
 
-@conversion
-def always(value: Any, job: Job) -> Converted:
-    if not value:
-        raise NoCounterpart("it is always on here")
-    return Converted({})
+# Labels #
 
 
-@conversion
-def never(value: Any, job: Job) -> Converted:
-    if value:
-        raise NoCounterpart("it is never on here")
-    return Converted({})
+def labels_of_rows(_: str, keys: list[str], usual: list[str]) -> Conversion:
+    """Labels that axolotl's data sets choose by `keys`; usual: the values that label tokens as here."""
+
+    def read(value: Any, job: Job) -> dict[str, Any]:
+        rows = [each for each in listed(job.value("datasets")) if isinstance(each, Mapping)]
+        chosen = {label for each in rows for key in keys for label in listed(each.get(key) or [])}
+        if chosen - {*usual}:
+            raise NoCounterpart(job.table.entries["datasets.message_field_training"].reason)
+        return {}
+
+    return Conversion(read)
 
 
-@conversion
-def packing_strategy(value: Any, job: Job) -> Converted:
-    if str(value) == "wrapped" and packs(job):
-        raise NoCounterpart("documents of a sequence do not see each other, and are cut only where too long")
-    return Converted({})
-
-
-@conversion
-def trains(value: Any, job: Job) -> Converted:
-    if not value:
-        raise Refused(f"do_train: {value} trains nothing. meshtune eval and meshtune generate run a model.")
-    raise NotNeeded("a run trains")
-
-
-# Labels and sequences
-
-
-LABELS = (
-    "only the template and data.train_on decide which tokens are labelled, and weight or train in the rows"
-)
-
-
-def of_rows(key: str, job: Job) -> list[Any]:
-    """The values of a key in axolotl's data sets."""
-    rows = [each for each in listed(job.value("datasets")) if isinstance(each, Mapping)]
-    return [each[key] for each in rows if each.get(key) is not None]
-
-
-@conversion
-def labelled_roles(value: Any, job: Job) -> Converted:
-    roles = {role for each in of_rows("roles_to_train", job) for role in listed(each)}
-    if not roles <= {"assistant", "gpt", "model"}:
-        raise NoCounterpart(f"{LABELS}; see docs/data.md")
-    return Converted({})
-
-
-@conversion
-def thought_field(value: Any, job: Job) -> Converted:
+def thought_field(value: Any, job: Job) -> dict[str, Any]:
     if value not in REASONING:
         raise NoCounterpart(f"the thought of a message is its {', '.join(REASONING[:-1])} or {REASONING[-1]}")
-    return Converted({})
+    return {}
 
 
-@conversion
-def labelled_ends(value: Any, job: Job) -> Converted:
-    if {*of_rows("train_on_eos", job), *of_rows("train_on_eot", job)} - {"turn"}:  # axolotl's default
-        raise NoCounterpart(f"{LABELS}; an answer's end is labelled with it")
-    return Converted({})
+def train_on_prompt(job: Job) -> dict[str, Any]:
+    """data.train_on by LLaMA-Factory's stage, train_on_prompt and mask_history."""
+    if job.value("stage") == "pt" or job.on("train_on_prompt"):
+        return {"data.train_on": "all"}
+    return {"data.train_on": "completion" if job.on("mask_history") else "assistant"}
 
 
-@conversion
-def train_on_inputs(value: Any, job: Job) -> Converted:
-    return Converted({"data.train_on": "all" if value else "assistant"})
+def label_switch(_: str, ours: str) -> Conversion:
+    return Conversion(lambda value, job: train_on_prompt(job), lambda plan: plan.config.data.train_on == ours)
 
 
-@conversion
-def train_on_prompt(value: Any, job: Job) -> Converted:
-    if job.value("stage") == "pt" or value:
-        return Converted({"data.train_on": "all"})
-    return Converted({"data.train_on": "completion" if job.on("mask_history") else "assistant"})
-
-
-@conversion
-def mask_history(value: Any, job: Job) -> Converted:
-    return train_on_prompt(job.value("train_on_prompt"), job)
-
-
-@conversion
-def stage(value: Any, job: Job) -> Converted:
+def stage(value: Any, job: Job) -> dict[str, Any]:
     if value not in ("sft", "pt"):
         raise Refused(f"stage: {value} is no supervised fine-tuning; meshtune trains the stages sft and pt.")
-    return train_on_prompt(job.value("train_on_prompt"), job)
+    return train_on_prompt(job)
 
 
-@conversion
-def assistant_only(value: Any, job: Job) -> Converted:
-    return Converted({"data.train_on": "assistant"} if value else {})
-
-
-@conversion
 def completion_only(value: Any, job: Job) -> Converted:
     if job.on("assistant_only_loss"):
         raise NotNeeded("assistant_only_loss says which tokens are labelled")
@@ -276,38 +380,36 @@ def completion_only(value: Any, job: Job) -> Converted:
     return Converted({"data.train_on": "completion" if value else "all"})
 
 
-@conversion
+def trains(value: Any, job: Job) -> Converted:
+    if not value:
+        raise Refused(f"do_train: {value} trains nothing. meshtune eval and meshtune generate run a model.")
+    raise NotNeeded("a run trains")
+
+
+# Sequences and templates #
+
+
 def llama_factory_packing(value: Any, job: Job) -> Converted:
-    given = job.given.get("packing", job.value("stage") == "pt")
-    remark = "" if job.on("neat_packing") else "documents of a sequence do not see each other"
-    if given or job.on("neat_packing"):
-        return Converted({"data.packing": True}, remark)
-    return Converted({"data.packing": False})
+    if job.on("neat_packing"):
+        return Converted({"data.packing": True})
+    given = bool(job.given.get("packing", job.value("stage") == "pt"))
+    remark = "documents of a sequence do not see each other" if given else ""
+    return Converted({"data.packing": given}, remark)
 
 
-def packs(job: Job) -> bool:
-    return job.on("packing", "neat_packing", "sample_packing", "dataset.packed")
+def packing_strategy(value: Any, job: Job) -> dict[str, Any]:
+    if str(value) == "wrapped" and packs(job):
+        raise NoCounterpart("documents of a sequence do not see each other, and are cut only where too long")
+    return {}
 
 
-@conversion
-def overlong(value: Any, job: Job) -> Converted:
-    rows = job.value("datasets", default=[])
-    kinds = {str(each.get("type")) for each in listed(rows) if isinstance(each, Mapping)}
-    if kinds == {"completion"} or job.on(
-        "pretraining_dataset"
-    ):  # axolotl splits plain text, whatever this says
-        value = "truncate"  # as `auto` does
-    return Converted({"data.overlong": {"truncate": "auto", "raise": "error"}.get(value, value)})
+def overlong(value: Any, job: Job) -> dict[str, Any]:
+    rows = [each for each in listed(job.value("datasets", default=[])) if isinstance(each, Mapping)]
+    plain = {str(each.get("type")) for each in rows} == {"completion"} or job.on("pretraining_dataset")
+    value = "truncate" if plain else value  # axolotl splits plain text, as `auto` does, whatever this says
+    return {"data.overlong": {"truncate": "auto", "raise": "error"}.get(value, value)}
 
 
-@conversion
-def truncation(value: Any, job: Job) -> Converted:
-    if value != "keep_start":
-        raise NoCounterpart("rows that are too long keep their start; data.overlong: drop leaves them out")
-    return Converted({})
-
-
-@conversion
 def no_limit(value: Any, job: Job) -> Converted:
     if value == "no limit":
         length = DataConfig.model_fields["seq_len"].default
@@ -317,22 +419,21 @@ def no_limit(value: Any, job: Job) -> Converted:
     return Converted({"data.seq_len": int(value)})
 
 
-@conversion
 def template_name(value: Any, job: Job) -> Converted:
+    name = str(value).removeprefix("tokenizer_default_fallback_")
+    known = (files("meshtune.data") / "templates" / f"{name}.jinja").is_file()
     if is_template(str(value)):
         return Converted({"data.chat_template": value})
     if has_alpaca_prompts(job):
         raise NotNeeded("rows of type alpaca have a prompt of their own")
-    name = str(value).removeprefix("tokenizer_default_fallback_")
-    if value != name and name in TEMPLATES:
-        return Converted({}, lost=f"where the tokenizer has no template, set data.chat_template={name}")
     if value != name:
-        return Converted({}, lost=f"where the tokenizer has no template: there is no template {name} here")
+        lacking = f"set data.chat_template={name}" if known else f"there is no template {name} here"
+        return Converted({}, lost=f"where the tokenizer has no template: {lacking}")
     if value == "tokenizer_default":
         return Converted({})
     if job.on("chat_template_jinja"):
         raise NotNeeded("chat_template_jinja is the template")
-    if name not in TEMPLATES:
+    if not known:
         raise NoCounterpart(
             f"there is no template {name} here; the tokenizer's own is used, and where it has none, "
             "data.chat_template takes a built-in's name, a file or the template itself"
@@ -341,36 +442,57 @@ def template_name(value: Any, job: Job) -> Converted:
     return Converted({"data.chat_template": name}, "without the first line (Below is ...)" if alpaca else "")
 
 
-@conversion
-def jinja(value: Any, job: Job) -> Converted:
-    return Converted({"data.chat_template": str(value)})
-
-
-@conversion
-def thinking(value: Any, job: Job) -> Converted:
-    return Converted({} if value else {"data.chat_template_kwargs": {"enable_thinking": False}})
-
-
-@conversion
-def mix(value: Any, job: Job) -> Converted:
-    if value != "concat":
-        raise NoCounterpart("sources are concatenated and shuffled; data.train.weight repeats or thins one")
-    return Converted({})
-
-
-@conversion
-def answer_tokens(value: Any, job: Job) -> Converted:
+def answer_tokens(value: Any, job: Job) -> dict[str, Any]:
     if value == 0:
         raise NotNeeded("0: no answers are written")
-    return Converted({"eval.max_new_tokens": value})
+    return {"eval.max_new_tokens": value}
 
 
-@conversion
-def batch_of_rank(value: Any, job: Job) -> Converted:
-    """axolotl's batch_size: sequences of a GPU in a step, from which the accumulation follows."""
-    micro = int(job.value("micro_batch_size"))
-    if "gradient_accumulation_steps" in job.given:
-        raise NotNeeded("gradient_accumulation_steps comes before it")
-    if int(value) % micro:
-        raise NoCounterpart(f"micro_batch_size {micro} does not divide it; set train.global_batch_size")
-    return Converted({"layout.gradient_accumulation_steps": int(value) // micro})
+def elsewhere(setting: str, there: Any = None) -> Conversion:
+    """Nothing: the conversion of another key reads this one. there: the setting's value where it is on."""
+    return Conversion(lambda value, job: {}, lambda plan: plan.setting(setting) == there)
+
+
+READ = (
+    model_arguments, torchtune_model, torchtune_modules, fp16, torchtune_dtype, least_rate, steps_per_epoch,
+    weight_decay, plugins, torchtune_loss, thought_field, completion_only,
+    trains, packing_strategy, no_limit, template_name, answer_tokens,
+)  # fmt: skip
+MAKERS = {
+    make.__name__: make
+    for make in (attention_kernel, attention_switch, precision, beta, label_switch, labels_of_rows, elsewhere)
+}
+CONVERSIONS = {
+    **{read.__name__: Conversion(read) for read in READ},
+    "section": Conversion(lambda value, job: {}),  # the keys in the section are converted one by one
+    "adapter": Conversion(adapter, lambda plan: "lora" if plan.config.method == "lora" else None),
+    "lora_or_full": Conversion(lora_or_full, lambda plan: plan.config.method),
+    "llama_factory_rank": Conversion(llama_factory_rank, lambda plan: plan.config.lora.r),
+    "modules": Conversion(modules, lambda plan: patterns(plan.config.lora.target_modules)),
+    "named_modules": Conversion(modules, named_modules),
+    "schedule": Conversion(schedule, lambda plan: transformers_arguments(plan)[0]),
+    "schedule_arguments": Conversion(schedule_arguments, lambda plan: transformers_arguments(plan)[1]),
+    "warmup": Conversion(warmup, lambda plan: plan.config.train.warmup_steps),
+    "warmup_ratio": Conversion(warmup_ratio, warmup_share),
+    "warmup_below_1": Conversion(warmup, warmup_below_1),
+    "epochs": Conversion(
+        epochs, lambda plan: None if plan.config.train.max_steps else plan.config.train.num_epochs or 1.0
+    ),
+    "optimizer": Conversion(optimizer, lambda plan: "adamw_torch_fused"),
+    "stage": Conversion(stage, lambda plan: "pt" if plan.rows == {"text"} else "sft"),
+    "llama_factory_packing": Conversion(llama_factory_packing, lambda plan: plan.config.data.packing),
+    "overlong": Conversion(
+        overlong,
+        lambda plan: {"auto": "truncate", "cut": "truncate", "error": "raise"}.get(
+            plan.config.data.overlong, "drop"
+        ),
+    ),
+    "thinking": Conversion(
+        lambda value, job: {} if value else {"data.chat_template_kwargs": {"enable_thinking": False}}
+    ),
+    "device": Conversion(lambda value, job: {"train.device": "cpu"} if value == "cpu" else {}),
+    "compiled": Conversion(
+        lambda value, job: {"train.compile": value is True} if value != "auto" else {},
+        lambda plan: plan.config.train.compile,
+    ),
+}

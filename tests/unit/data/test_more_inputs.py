@@ -17,7 +17,8 @@ from meshtune.data.files import files
 from meshtune.data.prepare import prepare
 from meshtune.data.readers import read
 from meshtune.errors import UserError
-from meshtune.tools.exported import export_problems
+from meshtune.plan.programs import TOOLS
+from meshtune.tools.planned import setting_problems
 
 
 def write(tmp_path, rows, name="rows.jsonl"):
@@ -232,5 +233,5 @@ def test_a_url_that_cannot_be_read_says_why(path, sentence):
 )
 def test_what_other_tools_cannot_do_is_not_exported(setting, sentence):
     config = load(None, ["model.name=org/name", "data.train=rows.jsonl", "layout=dp2", setting])
-    problems = export_problems("axolotl", config)
+    problems = [*setting_problems(TOOLS["axolotl"], config)]
     assert any(sentence in problem for problem in problems)

@@ -153,7 +153,7 @@ def test_a_run_that_can_not_be_planned_says_why(
 
 def test_runs_and_layouts_are_told_apart(written: Written, tmp_path: Path) -> None:
     run = str(written("one", {}))
-    assert runs_of([f"{run},{run}"]) == [run, run]
+    assert runs_of([run, run]) == [run, run]
     assert runs_of(["zero3x8-mb1-ga8", "dp8"]) == []
     with refuses(UserError):
         runs_of([run, "dp8"])

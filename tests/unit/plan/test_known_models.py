@@ -278,7 +278,6 @@ def test_numbers_of_parameters_are_read(text: str, number: float) -> None:
     ("words", "options"),
     [
         (["model.name=x"], {"params": "13B"}),
-        ([], {"params": "13B", "export": "axolotl"}),
         ([], {"params": "many"}),
         ([], {"params": "13"}),
         (["cluster.gpu=h100-sxm"], {"params": "1e30"}),

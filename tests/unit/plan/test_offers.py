@@ -30,8 +30,8 @@ from meshtune.plan.hardware import catalogue
 from meshtune.plan.models import models
 from meshtune.plan.search import Plan, search
 from meshtune.plan.workload import Workload
-from meshtune.report.plan.clusters import clusters_table
 from meshtune.report.plan.numbers import number, of_capacity
+from meshtune.report.plan.tables import clusters_table
 from meshtune.sections import ClusterConfig
 from meshtune.units import significant
 

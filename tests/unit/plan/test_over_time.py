@@ -6,6 +6,7 @@ import pytest
 
 from meshtune.layout import Layout
 from meshtune.plan.cluster import cluster_of
+from meshtune.plan.explanation import Explanation
 from meshtune.plan.memory.timeline import CATEGORIES, EVENTS
 from meshtune.plan.models import models
 from meshtune.plan.over_time import MOST_PASSES, memory_over_time, step_over_time
@@ -58,6 +59,10 @@ def test_the_peak_of_the_curve_is_the_layouts(text):
     assert top.event == EVENTS[int(choice.memory.event)]
     for name in CATEGORIES:
         assert top.parts[name] == pytest.approx(getattr(choice.memory, name), rel=1e-6, abs=1)
+    tensors = Explanation(workload, choice, ()).tensors
+    for name in CATEGORIES[:-1]:  # of the overhead, tensors lack the context and the allocator's share
+        sizes = [tensor["bytes"] for tensor in tensors if tensor["category"] == name]
+        assert sum(sizes) == pytest.approx(top.parts[name], rel=1e-6, abs=1)
     assert [one.seconds for one in held] == sorted(one.seconds for one in held)
     assert min(min(one.parts.values()) for one in held) >= 0
 

@@ -11,9 +11,9 @@ import pytest
 from meshtune.layout import Layout
 from meshtune.placement.columns import Columns
 from meshtune.plan.accounting import stack_accounting
-from meshtune.plan.memory.reserved import gather_pool, stream_bytes
 from meshtune.plan.memory.stages import Stages
 from meshtune.plan.memory.states import Step
+from meshtune.plan.memory.tensors import gather_pool, stream_bytes
 from meshtune.plan.memory.timeline import step_timeline
 from meshtune.plan.models import models
 from meshtune.plan.search import stages_of
@@ -74,11 +74,11 @@ def test_streams_hold_two_gathers_and_all_shards_of_gradients() -> None:
     columns = Columns.of([Layout.parse("zero3x8-mb1-ga1"), Layout.parse("zero3x8-mb1-ga2")])
     accounting, stages = stack_accounting("meshtune", "bf16"), Stages.even(32, columns)
     step = Step(EIGHT_B.work, columns, accounting, 8192, stages)
-    streams = stream_bytes(step)
+    gather, reduce = stream_bytes(step)
     table = 128256 * 4096
-    assert streams.gather[0] == pytest.approx(2 * table * 2 + table / 8 * 2, rel=1e-3)  # and the cast shard
+    assert gather[0] == pytest.approx(2 * table * 2 + table / 8 * 2, rel=1e-3)  # and the cast shard
     of_all = step.elements.total.trained_shard[0] * 4
-    assert streams.reduce[0] == pytest.approx([of_all[0], of_all[1] + table / 8 * 4], rel=1e-3)
+    assert reduce[0] == pytest.approx([of_all[0], of_all[1] + table / 8 * 4], rel=1e-3)
 
 
 def test_a_last_block_in_the_lower_place_takes_a_third_one_with_its_norm() -> None:

@@ -1,13 +1,9 @@
 """Sentences of one answer agree with its other parts, and options without use are refused."""
 
-from pathlib import Path
-
 import pytest
-from golden import refuses, says
+from golden import says
 
-from meshtune.commands.plan import check_options
 from meshtune.config import Config, load
-from meshtune.errors import UserError
 from meshtune.layout import PartialLayout
 from meshtune.plan import advice
 from meshtune.plan.accuracy import accuracy
@@ -81,29 +77,6 @@ def test_a_stack_with_measured_times_alone_is_not_called_unmeasured() -> None:
     assert "nobody has published 5 peaks of megatron-core on h100-sxm" in said
     peaks_alone = accuracy("megatron-core", "h100-sxm")._replace(time_rows=0, memory_rows=5)
     assert "nobody has published 5 step times of s on g" in peaks_alone.sentence("s", "g")
-
-
-NONE = {"comparing": False, "plot": None, "top": None, "to": None, "verify": None}
-
-
-@pytest.mark.parametrize(
-    ("layouts", "most", "more"),
-    [
-        (True, None, {"top": 3}),
-        (True, None, {"verify": 2}),
-        (False, "batch", {"top": 3}),
-        (False, None, {"to": Path("x")}),
-        (True, None, {"comparing": True}),
-    ],
-)
-def test_options_without_use_are_refused(layouts: bool, most: str | None, more: dict) -> None:
-    with refuses(UserError):
-        check_options(layouts, most, None, **(NONE | more))
-
-
-def test_options_with_use_are_taken() -> None:
-    check_options(False, None, "megatron", **(NONE | {"to": Path("x"), "top": 3, "comparing": True}))
-    check_options(True, None, None, **(NONE | {"plot": Path("x.html")}))
 
 
 def test_a_short_part_of_a_long_time_has_no_minutes() -> None:

@@ -73,6 +73,20 @@ def test_a_rank_is_compared_with_the_prediction_for_the_same_one() -> None:
     says(listing.notes[1])
 
 
+def test_the_tensors_of_the_category_that_is_off_most_are_named() -> None:
+    one = document("dp2-mb1-ga1")
+    parts = [
+        ("logits", "logits", 4),
+        ("a block's forward", "activations", 2),
+        ("last norm", "activations", 1),
+    ]
+    one["ranks"][1]["predicted"] |= {"logits": 4 * GIB, "activations": 3 * GIB} | {
+        "tensors": [{"name": name, "category": part, "bytes": size * GIB} for name, part, size in parts]
+    }
+    one["ranks"][1]["steps"][1]["by_category"]["logits"] = 4 * GIB
+    says(side_by_side(one).notes[1])
+
+
 def test_several_layouts_have_a_row_each_and_no_times_where_one_has_none() -> None:
     listing = layouts_table([document("dp2-mb1-ga1"), document("mb2-ga1")])
     assert listing.rows[0] == (

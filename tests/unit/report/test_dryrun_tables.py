@@ -48,7 +48,7 @@ def cells(table) -> dict[str, tuple[str, ...]]:
 
 def text_of(table, width: int = 120) -> str:
     console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(table.rendered())
+    console.print(table)
     return console.export_text()
 
 

@@ -19,7 +19,7 @@ from meshtune.placement.rules import Traits
 from meshtune.plan.answer import Answer, offer_of
 from meshtune.plan.cluster import cluster_of
 from meshtune.plan.cost import RunLength
-from meshtune.plan.memory import gpt_parameters
+from meshtune.plan.memory.states import gpt_parameters
 from meshtune.plan.search import Workload, search
 from meshtune.plan.work import Work
 from meshtune.report.draw import vega

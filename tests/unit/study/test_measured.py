@@ -58,7 +58,7 @@ def test_memory_is_the_fullest_rank_s_in_the_last_watched_step() -> None:
 def rendered(*tables: Any) -> str:
     console = Console(width=110, record=True, file=io.StringIO())
     for table in tables:
-        console.print(table.rendered())
+        console.print(table)
     return console.export_text()
 
 

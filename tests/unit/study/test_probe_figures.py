@@ -199,7 +199,7 @@ def test_the_written_file_is_read_by_a_config(figures: list[Figure], tmp_path: P
     assert unmeasured(cluster) == ""
     assert cluster.gpu.efficiency_among(4) == gpu_of("a", document["kind"]).efficiency_among(4)
     console = Console(width=120, record=True, file=(tmp_path / "out").open("w"))
-    console.print(summary(document).rendered(), *sentences(document))
+    console.print(summary(document), *sentences(document))
     shown = console.export_text()
     assert "GFLOP/s" in shown
     assert "300 µs" in shown

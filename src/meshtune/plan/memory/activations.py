@@ -22,7 +22,7 @@ class BlockBytes(NamedTuple):
 
     everything: Number  # held from forward to backward by a block that recomputes nothing
     saved: Number  # the same, by a block that recomputes as its layout says
-    recomputed: Number  # what such a block's backward has at once, beside `saved`, once it ran again
+    recomputed: Number  # in addition to `saved`, in such a block's backward, once it ran again
 
 
 def saved_by_block(
@@ -146,7 +146,7 @@ def output_gradients(step: Step) -> Number:
 
 def norm_gradient(work: Work, element: float) -> Number:
     """Bytes per token of the gradient that a norm's weight is multiplied with: as wide as the normalised
-    states, which the last norm keeps beside its input in fp32. Frozen norms keep none.
+    states, which the last norm keeps next to its input in fp32. Frozen norms keep none.
 
     element: as in `saved_by_block`.
     """
@@ -192,7 +192,7 @@ def kept_for_head(step: Step) -> tuple[Number, Number]:
 
 
 def block_backward(step: Step) -> Number:
-    """Bytes of temporaries of one block's backward on a rank for one micro-batch, beside what it saved and
+    """Bytes of temporaries of one block's backward on a rank for one micro-batch, without what it saved and
     recomputed, and the gradient of its output.
 
     Two tensors [tokens, widest matmul input], split by tp, or [tokens, output of the attention core] where
@@ -205,20 +205,19 @@ def block_backward(step: Step) -> Number:
     gathered = np.where(accounting.regathers(layouts), step.whole_hidden, 0.0)
     inside = 2 * accounting.element * step.tokens * widest
     if not accounting.fused_norms:
-        inside = np.maximum(
-            inside, work.last_norm * step.hidden * max(4 / accounting.element, 1.0)
-        )  # in fp32
+        wide = step.hidden * max(4 / accounting.element, 1.0)  # in fp32
+        inside = np.maximum(inside, work.last_norm * wide)
     return inside + gathered
 
 
 def recomputation_start(step: Step) -> Number:
-    """Bytes that a block's selective recomputation has when it has come to the queries, beside what was saved
-    and the gradient of the block's output. With adapters, of which outputs are saved that no backward needs,
-    a rank never has more.
+    """Bytes that a block's selective recomputation has when it has come to the queries, without what was
+    saved and the gradient of the block's output. With adapters, whose outputs are saved though no backward
+    needs them, a rank never has more.
 
     That gradient as sp gathers it and as adapters scale it; the first norm's input in fp32 and its output,
-    and as sp gathers it; the norm of queries, in fp32, of which the inputs have been freed where adapters
-    added them up. Queries without a norm: their rotary embedding.
+    and as sp gathers it; the norm of queries, in fp32, whose inputs have been freed where adapters added
+    them up. Queries without a norm: their rotary embedding.
     """
     work, element = step.work, step.accounting.element
     wide, adapted = max(4, element), any(matrix.adapter for matrix in work.matrices)

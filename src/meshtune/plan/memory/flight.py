@@ -29,12 +29,10 @@ class InFlight(NamedTuple):
     """Bytes of micro-batches between their forward and their backward, on each pipeline rank."""
 
     in_block_forward: Number  # in a block's last forward, all micro-batches included; 0: not traced
-    in_block_backward: Number  # that a block's backward has at once beside `total`
+    in_block_backward: Number  # that a block's backward has in addition to `total`
     made: Number  # by then, of the gradients that the block leaves, a share
     traced: bool  # False: `made` is not known, and 1
-    behind_second: (
-        Number  # blocks behind the second, at least 1; 1 in pipelines and if they save unlike bytes
-    )
+    behind_second: Number  # blocks behind the second, at least 1; 1 in pipelines, or if blocks differ
     stage_blocks: Number  # blocks of each of the rank's stages
     of_block: Number  # that the last block of a stage saved, for one micro-batch
     first_block: Number  # that the backward of a stage's first block has, with nothing else in flight
@@ -125,14 +123,13 @@ def activations_in_flight(step: Step) -> InFlight:
     start = np.where(starts, output_gradient + recomputation_start(step), 0.0)
     of_stage = np.maximum(input_backward(step), start)
     per_micro_batch = total / np.maximum(most, 1.0)
+    unlike = (layouts.pp > 1) | (saving * recomputing > 0)
     return InFlight(
         in_block_forward=np.where(passes.traced, total + in_forward, 0.0),
         in_block_backward=np.maximum(passes.backward + at_once, of_stage),
         made=passes.made,
         traced=passes.traced,
-        behind_second=np.where(
-            (layouts.pp > 1) | (saving * recomputing > 0), 1.0, np.maximum(stages.blocks - 2, 1.0)
-        ),
+        behind_second=np.where(unlike, 1.0, np.maximum(stages.blocks - 2, 1.0)),
         stage_blocks=stages.blocks / virtual,
         of_block=np.where(saving > 0, block.everything, block.saved),
         first_block=block.saved + tables + masks + np.maximum(passes.backward + passes.recomputed, of_stage),
@@ -175,10 +172,8 @@ def earlier_gradients(step: Step, in_flight: Number, per_micro_batch: Number) ->
     freed = np.minimum(missing, per_micro_batch / layouts.virtual_stages)
     earlier = np.where(step.accumulates, gradients, 0.0)
     exceeding = np.maximum(gradients - per_micro_batch, step.head_gradient * precision.accumulated)
-    all_in_flight = (layouts.pp > 1) & (in_flight >= micro_batches)
-    return np.where(all_in_flight, 0.0, earlier - missing), np.where(
-        all_in_flight, exceeding, earlier - freed
-    )
+    at_once = (layouts.pp > 1) & (in_flight >= micro_batches)
+    return np.where(at_once, 0.0, earlier - missing), np.where(at_once, exceeding, earlier - freed)
 
 
 def block_bytes(step: Step) -> BlockBytes:
@@ -200,7 +195,7 @@ def block_bytes(step: Step) -> BlockBytes:
 
 
 def input_backward(step: Step) -> Number:
-    """Bytes at the end of a backward of a stage's input alone, beside what was saved: gradients that wait for
+    """Bytes at the end of a backward of only a stage's input, without what was saved: gradients that wait for
     those of weights, and temporaries of the first norm's backward. 0 for schedules without such backwards,
     and for a rank that has but the first stage, whose input has no gradient.
     """
@@ -218,10 +213,10 @@ class BlockPasses(NamedTuple):
     """Bytes that the passes of an average block have at once for one micro-batch."""
 
     traced: bool  # False: the forwards and masks are not known, and 0
-    forward: Number  # beside what it saves
-    recomputed_forward: Number  # beside what it saves, by a block that recomputes all
+    forward: Number  # without what it saves
+    recomputed_forward: Number  # without what it saves, by a block that recomputes all
     recomputed: Number  # BlockBytes.recomputed, without the input of a block that is saved anyway
-    backward: Number  # beside what was saved and recomputed, when that and the block's gradients are most
+    backward: Number  # without what was saved and recomputed, when that and the block's gradients are most
     made: Number  # of the gradients that the block leaves, a share by then; above 1 where one is summed up
     masks: Number  # of attention, which all blocks share
 

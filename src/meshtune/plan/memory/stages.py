@@ -84,7 +84,7 @@ class Stages:
 def in_flight(layouts: Columns, rank: Number = 0.0) -> Number:
     """Micro-batches whose activations pipeline rank `rank` (0: the first) holds at most.
 
-    A micro-batch that is in one of a rank's v stages alone counts as 1/v. Never more than a step has; 1
+    A micro-batch that is in only one of a rank's v stages counts as 1/v. Never more than a step has; 1
     without a pipeline.
 
     GPipe, looped BFS: all.

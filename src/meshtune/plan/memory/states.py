@@ -95,9 +95,8 @@ class Step:
         self.seq_len, self.first_step = seq_len, first_step
         precision, has_embedding, has_head = accounting.precision, stages.has_embedding, stages.has_head
         self.elements = elements = rank_elements(work, layouts, stages)
-        self.states = held_states(
-            precision, elements.total, layouts, shards_masters=accounting.shards_masters
-        )
+        masters = accounting.shards_masters
+        self.states = held_states(precision, elements.total, layouts, shards_masters=masters)
         self.tokens = layouts.rank_tokens(seq_len)  # of a micro-batch, after cp
         self.sequence_shards = np.where(layouts.sp > 0, layouts.tp, 1.0)
         self.whole_hidden = accounting.element * work.hidden * self.tokens  # bytes, not split by sp
@@ -112,12 +111,11 @@ class Step:
         # torch's stages reduce gradients of ZeRO-1 when all passes are over; else each backward does.
         self.reduced_after = (layouts.zero == 1) & (layouts.pp > 1)
         self.reduces = sharded & ~self.reduced_after
-        # A block's backward leaves its gradients whole; else a sum over micro-batches or replicas takes them
-        # while the block's activations go.
+        # A block's backward leaves its gradients whole, unless a sum takes them while its activations go.
         self.summed = self.accumulates | self.replicated
         self.leaves_gradients = np.where(sharded, self.reduces, ~self.summed)
+        # Whether embedding and head are gathered and reduced separately; 1 on a rank with such an embedding.
         self.ends_apart = ends_apart = np.asarray(accounting.ends_apart)
-        # The embedding is gathered and reduced separately from all else outside the blocks.
         self.apart = (1 - work.tied) * ends_apart * has_embedding
         self.gathered_block = np.where(self.zero3, elements.block.whole * precision.weight, 0.0)
         last_gather = np.where(self.zero3 | self.once, elements.block.whole * precision.weight, 0.0)
@@ -128,10 +126,11 @@ class Step:
         self.head = work.vocabulary * work.hidden / layouts.tp * work.head_trainable  # on any rank
         self.head_gradient = has_head * self.head
         self.reduced_head = np.where(self.reduces & ends_apart, (1 - work.tied) * self.head_gradient, 0.0)
+        self.head_reduce = self.reduced_head * accounting.reduce_bytes  # bytes of its input
         self.head_shard = self.reduced_head / np.maximum(layouts.shard_ranks, 1.0)
         embedding, outside = elements.before_blocks, elements.outside
         self.last_reduced = np.where(self.apart > 0, embedding.trained, outside.trained)
-        self.tied = work.tied * accounting.shards_masters * has_embedding * self.head_gradient
+        self.tied = work.tied * masters * has_embedding * self.head_gradient
         self.last_reduce = np.where(self.reduces, self.last_reduced * accounting.reduce_bytes, 0.0)
         # Bytes of shards that only a step of one micro-batch makes: others add to those that are there.
         width = np.where(self.once, precision.sharded_gradient, 0.0)

@@ -1,8 +1,9 @@
 """Tensors of a training step on a rank, a row each: bytes and the points between which it is alive.
 
-    parameters             states.py                              ┐
-    activations, logits    activations.py, stages.py, flight.py   ├─> `Step` ──> `tensors` ──> timeline.py
-    memory of streams      reserved.py                            ┘
+    states.py                   `Step`: parameters, model states, sizes of a micro-batch ┐
+    activations.py, stages.py   what one micro-batch saves, how many are in flight       ├─> rows ─┐
+    flight.py                   `InFlight`: activations of all, and of a block's passes  ┘         │
+    timeline.py                 events of a step, and its peak                         <───────────┘
 
 A new technique is a row, or a term in one. Bytes of a row are a float or an array, one element per layout or
 [RANKS, layouts]. Rows below 0 are the part of another row that is already freed, or not there yet.
@@ -18,11 +19,11 @@ import numpy as np
 
 from meshtune.meter.trace import CATEGORIES
 from meshtune.plan.memory.activations import kept_for_head, last_norm_bytes
-from meshtune.plan.memory.reserved import stream_bytes
 from meshtune.units import Number
 
 if TYPE_CHECKING:
     from meshtune.plan.memory.flight import InFlight
+    from meshtune.plan.memory.stages import Stages
     from meshtune.plan.memory.states import Step
 
 POINTS = {  # in the order in which a step comes to them -> event
@@ -137,9 +138,10 @@ def behind(name: str, category: str, flight: InFlight, of_block: Number) -> Iter
 
 def gradient_tensors(step: Step, flight: InFlight) -> Iterator[Tensor]:
     """Yield gradients, whole and in shards, and their sums."""
-    precision, elements = step.accounting.precision, step.elements
-    block = elements.block
-    yield Tensor("flat buffers of gradients", GRADIENTS, START, UPDATE, gradient_buffers(step))
+    precision, elements, block = step.accounting.precision, step.elements, step.elements.block
+    flat = elements.total.trained * step.accounting.flat_buffers
+    flat = flat + (block.matrices + step.head_gradient) * step.accounting.shape_buffers
+    yield Tensor("contiguous buffers of gradients", GRADIENTS, START, UPDATE, flat)
 
     at_loss, before_backward = flight.earlier_gradients
     name = "gradients of earlier micro-batches"
@@ -173,13 +175,6 @@ def gradient_tensors(step: Step, flight: InFlight) -> Iterator[Tensor]:
     yield Tensor("the embedding's gradient", GRADIENTS, TIED, TIED, copies * step.tied)
     last = np.where(step.sharded & ~step.sums_whole, step.last_reduced * precision.gradient, 0.0)
     yield Tensor("the embedding's gradient", GRADIENTS, LAST_REDUCE, LAST_REDUCE, last)
-
-
-def gradient_buffers(step: Step) -> Number:
-    """Bytes of contiguous buffers of gradients, and of the tensors that have their shapes."""
-    shapes = step.elements.block.matrices + step.head_gradient
-    flat = step.elements.total.trained * step.accounting.flat_buffers
-    return flat + shapes * step.accounting.shape_buffers
 
 
 def activation_tensors(step: Step, flight: InFlight) -> Iterator[Tensor]:
@@ -237,7 +232,8 @@ def head_tensors(step: Step) -> Iterator[Tensor]:
     held = one_copy * accounting.logit_head_backward
     yield Tensor("logits", LOGITS, LOSS, LOSS, has_head * logits)
     yield Tensor("logits", LOGITS, HEAD, HEAD_REDUCE, has_head * held)
-    hole = np.asarray(accounting.own_streams) * has_head * hole  # too small for the head's gradient behind it
+    # The head's gradient is not smaller than a chunk's logits in fp32, so it does not lie where they were.
+    hole = np.asarray(accounting.own_streams) * has_head * hole
     yield Tensor("place of a chunk's logits in fp32", OVERHEAD, START, LOSS, hole)
 
     name, (norm, norm_backward) = "last norm and hidden states of the loss", last_norm_bytes(step)
@@ -249,16 +245,14 @@ def head_tensors(step: Step) -> Iterator[Tensor]:
 
     name, unsummed = "the head's gradient", np.where(step.sharded | ~step.summed, gradient, 0.0)
     in_backward = np.where(accounting.whole_vocabulary_gradients, gradient, unsummed)
-    pending, first = unsummed, step.replicated & ~step.accumulates & np.asarray(accounting.shards_masters)
-    first = np.where(
-        first, step.head * precision.accumulated, 0.0
-    )  # replicas have no sum before this backward
-    pending, in_backward = pending + first, in_backward + first
+    # Replicas that do not accumulate have no sum before this backward.
+    makes_sum = step.replicated & ~step.accumulates & np.asarray(accounting.shards_masters)
+    new_sum = np.where(makes_sum, step.head * precision.accumulated, 0.0)
+    pending, in_backward = unsummed + new_sum, in_backward + new_sum
     yield Tensor(name, GRADIENTS, LOSS, LOSS, has_head * gradients)
     yield Tensor(name, GRADIENTS, HEAD, HEAD, has_head * np.maximum(in_backward, kept_gradients))
     yield Tensor(name, GRADIENTS, NORM, NORM, has_head * in_backward)
-    reduced = step.reduced_head * accounting.reduce_bytes > 0
-    pending = has_head * np.where(reduced, 0.0, pending)
+    pending = has_head * np.where(step.head_reduce > 0, 0.0, pending)
     yield Tensor(name, GRADIENTS, LAST, SECOND, pending)
     at_end = step.sharded & ~step.sums_whole & ~(step.reduced_head > 0)  # reduced with the embedding's
     yield Tensor(name, GRADIENTS, FIRST, FIRST, at_end * pending)
@@ -279,15 +273,13 @@ def collective_buffers(step: Step, flight: InFlight) -> Iterator[Tensor]:
         there = np.where(flight.stage_blocks > blocks, prefetched, 0.0)
         yield Tensor("the next block's weights", COMMUNICATION, first, last, there)
 
-    head = step.reduced_head * reduce_bytes
     name = "input of the reduce-scatter before"
     by_micro_batch = step.sharded & (step.layouts.zero >= 2) & step.accumulates
     earlier = np.where(by_micro_batch, step.last_reduced * reduce_bytes, 0.0)
     yield Tensor(name, COMMUNICATION, START, NORM, earlier)
-    yield Tensor(name, COMMUNICATION, LAST, LAST, np.where(head > 0, 0.0, earlier))
-    yield Tensor("input of the head's reduce-scatter", COMMUNICATION, HEAD_REDUCE, LAST, head)
-    casts = reduce_bytes != accounting.precision.trained
-    shard = step.head_shard * reduce_bytes * casts
+    yield Tensor(name, COMMUNICATION, LAST, LAST, np.where(step.head_reduce > 0, 0.0, earlier))
+    yield Tensor("input of the head's reduce-scatter", COMMUNICATION, HEAD_REDUCE, LAST, step.head_reduce)
+    shard = step.head_shard * reduce_bytes * (reduce_bytes != accounting.precision.trained)  # else in place
     yield Tensor("output of the head's reduce-scatter", COMMUNICATION, HEAD_REDUCE, HEAD_REDUCE, shard)
 
     reduce_scatter = np.where(step.reduces, block.trained * reduce_bytes, 0.0)
@@ -296,18 +288,26 @@ def collective_buffers(step: Step, flight: InFlight) -> Iterator[Tensor]:
     if not accounting.shards_masters:
         yield Tensor("a block's all-reduce", COMMUNICATION, LAST, SECOND, all_reduce)
     yield Tensor("a block's all-reduce", COMMUNICATION, FIRST, FIRST, all_reduce)
-    yield Tensor(
-        "input of the last reduce-scatter", COMMUNICATION, LAST_REDUCE, LAST_REDUCE, step.last_reduce
-    )
+    name = "input of the last reduce-scatter"
+    yield Tensor(name, COMMUNICATION, LAST_REDUCE, LAST_REDUCE, step.last_reduce)
 
 
 def idle_memory(step: Step, flight: InFlight) -> Iterator[Tensor]:
-    """Yield what torch's allocator holds for streams and does not use.
+    """Yield what torch's caching allocator holds for this engine's streams while no tensor uses it.
 
-    In the backward of a block those that it reduces are still missing.
+    What is freed on a stream stays that stream's. So the allocator holds the most that each stream ever had,
+    all together, not the most that they had at one time. FSDP2 has two streams in addition to the one that
+    computes (dryrun/requests.py):
+
+        all-gather      flat buffers of gathered weights, the one before until the next is copied out, and the
+                        shards in the compute dtype that a gather starts from
+        reduce-scatter  shards of gradients, from the reduce-scatter to the update
+
+    In the backward of a block the shards that it makes are still missing. What else is lost between tensors
+    is a share, `Accounting.reserved`.
     """
     accounting, layouts, name = step.accounting, step.layouts, "idle memory of FSDP2's streams"
-    streams = stream_bytes(step)
+    gather, reduce = stream_bytes(step)
     by_micro_batch = layouts.zero >= 2  # ZeRO-1 sums whole gradients, on the stream that computes
     at_loss, before_backward = (by_micro_batch * size for size in flight.earlier_gradients)
     at_end = step.states.gradients - step.new_block - step.new_embedding
@@ -318,9 +318,78 @@ def idle_memory(step: Step, flight: InFlight) -> Iterator[Tensor]:
         (HEAD, HEAD_REDUCE, step.gathered_block + before_backward),
         (LAST, SECOND, prefetched + before_backward),
         (FIRST, LAST_REDUCE, at_end),
-        (UPDATE, UPDATE, streams.reduce),
+        (UPDATE, UPDATE, reduce),
     ):
-        yield Tensor(name, OVERHEAD, born, dies, np.maximum(sum(streams) - used, 0.0))
+        yield Tensor(name, OVERHEAD, born, dies, np.maximum(gather + reduce - used, 0.0))
     own = np.asarray(accounting.own_streams)
     yield Tensor(name, OVERHEAD, LAST, SECOND, -own * step.new_head)
     yield from behind(name, OVERHEAD, flight, -own * step.new_block)
+
+
+def stream_bytes(step: Step) -> tuple[Number, Number]:
+    """Most bytes of the streams of (all-gathers, reduce-scatters); 0 for what FSDP2 does not run."""
+    precision, stages, elements, apart = step.accounting.precision, step.stages, step.elements, step.apart
+    block, embedding, outside = elements.block, elements.before_blocks, elements.outside
+    cast = np.where(precision.trained != precision.weight, precision.weight, 0.0)
+
+    def gathered(whole: Number, shard: Number) -> tuple[Number, Number]:
+        """(Bytes of the flat buffer, the same with the cast shards)."""
+        flat = np.broadcast_to(whole * precision.weight, np.shape(outside.whole))
+        return flat, np.where(flat > 0, flat + shard * cast, 0.0)
+
+    of_block = gathered(block.whole, block.shard)
+    of_embedding = gathered(apart * embedding.whole, apart * embedding.shard)
+    norm = stages.has_head * step.ends_apart * precision.weight * step.work.last_norm_elements
+    root = outside.whole - apart * embedding.whole, outside.shard - apart * embedding.shard
+    of_root = gathered(*root)  # the head
+    # Of a forward: the root, the embedding, the blocks; the last block's is there until the next root's.
+    behind_root = np.where(of_root[0] > 0, of_root[0], of_block[0])
+    behind_embedding = np.where(of_embedding[0] > 0, of_embedding[0], behind_root)
+    gather = np.maximum.reduce([
+        of_block[0] + of_root[1],
+        np.where(of_embedding[1] > 0, behind_root + of_embedding[1], 0.0),
+        behind_embedding + of_block[1],
+        of_block[0] + of_block[1],
+        gather_pool(of_root, of_embedding, of_block, stages, last_norm=norm),
+    ])  # fmt: skip
+    # A new shard exists next to the sums until it is added, and next to its cast.
+    shards = [block.trained_shard, apart * embedding.trained_shard]
+    shards.append(outside.trained_shard - shards[1])
+    largest = np.maximum.reduce(np.broadcast_arrays(*shards))
+    added = (step.layouts.zero >= 2) & step.accumulates
+    reduce_bytes = step.accounting.reduce_bytes
+    added_shard = largest * (precision.trained * added + reduce_bytes * (reduce_bytes != precision.trained))
+    reduce = elements.total.trained_shard * precision.sharded_gradient + added_shard
+    sharded = step.sharded * np.asarray(step.accounting.own_streams) > 0
+    return np.where(sharded, gather, 0.0), np.where(sharded, reduce, 0.0)
+
+
+def gather_pool(
+    root: tuple[Number, Number],
+    embedding: tuple[Number, Number],
+    block: tuple[Number, Number],
+    stages: Stages,
+    *,
+    last_norm: Number,
+) -> Number:
+    """Bytes of memory in which a forward's gathers find room one after the other.
+
+    A gather takes its cast shards and its flat buffer, each in the smallest gap that has room, else at the
+    end; the shards are freed behind it, the flat buffer once the next one has been gathered. So the root's,
+    the embedding's and the first block's lie in a row, the latter in the root's place if it has room, and
+    blocks from then on in turn in two places: the lower one ends where the upper one begins. A last
+    block that comes to the lower place finds no room there, since it is gathered with the last norm.
+
+    root, embedding, block: (bytes of the flat buffer, the same with the cast shards). last_norm: its bytes.
+    """
+    cast_root, cast_embedding, cast = (with_cast - flat for flat, with_cast in (root, embedding, block))
+    next_cast = np.where(embedding[0] > 0, cast_embedding, cast)
+    before = root[1] + embedding[0]
+    before = before + np.where((before > 0) & (next_cast > cast_root), next_cast, 0.0)
+    in_place_of_root = (embedding[0] > 0) & (root[0] > 0) & (block[1] <= root[1])
+    behind = ~in_place_of_root & (before > 0)
+    has_room = behind & (before < block[1])  # the lower place begins where the first block lay
+    blocks = np.round(stages.blocks)
+    third = (last_norm > 0) & ~has_room & (blocks > 2) & (blocks % 2 == np.where(behind, 0, 1))
+    places = np.where(has_room, before, cast) + 2 * block[0] + np.where(third, block[0] + last_norm, 0.0)
+    return np.maximum(before + np.where(behind, block[0], 0.0), places)

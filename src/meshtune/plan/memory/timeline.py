@@ -6,8 +6,10 @@ comes and goes, is added to that.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -87,10 +89,7 @@ class Liveness:
     def fullest(self) -> Iterator[tuple[Number, Number]]:
         """Yield for each event (its fullest point, bytes with the allocator's reserve at it)."""
         step = self.step
-        occurs = {
-            HEAD_REDUCE: step.reduced_head * step.accounting.reduce_bytes > 0,
-            TIED: step.tied * step.accounting.precision.gradient > 0,
-        }
+        occurs = {HEAD_REDUCE: step.head_reduce > 0, TIED: step.tied > 0}
         for index in range(len(EVENTS)):
             point, most, moving = 0, -np.inf, 0.0
             for other in np.flatnonzero(index == EVENT_OF).tolist():
@@ -100,25 +99,55 @@ class Liveness:
                 moving = np.where(fuller, transient, moving)
             yield point, most + step.accounting.reserved * moving
 
+    def alive(self, point: Number, rank: Number | None = None) -> Iterator[tuple[str, str, Number]]:
+        """Yield (name, category, bytes at a point) on all ranks or on `rank` of each layout; 0: not alive."""
+        for name, category, born, dies, size in self.tensors:
+            size = size if rank is None else _of_rank(np.broadcast_to(size, self.shape), rank)
+            yield name, category, np.where((born <= point) & (point <= dies), size, 0.0)
+
     def parts(self, point: Number, rank: Number | None = None) -> dict[str, Number]:
-        """Bytes by category at a point, on all ranks or on `rank` of each layout.
+        """Bytes by category at a point, as in `alive`.
 
         Overhead is what streams hold unused, the context, communicators and the allocator's reserve for what
         comes and goes.
         """
         accounting, layouts, parts = self.step.accounting, self.step.layouts, {}
-        for _, category, born, dies, size in self.tensors:
-            size = size if rank is None else _of_rank(np.broadcast_to(size, self.shape), rank)
-            size = np.where((born <= point) & (point <= dies), size, 0.0)
+        for _, category, size in self.alive(point, rank):
             parts[category] = parts[category] + size if category in parts else size
         moving = sum(parts[category] * share for category, share in self.transient.items())
         communicators = accounting.communicator * process_groups(layouts)
         overhead = accounting.reserved * moving + accounting.context + communicators
         return parts | {OVERHEAD: parts[OVERHEAD] + overhead}
 
+    @cached_property
+    def peak(self) -> tuple[Number, Number]:
+        """(Point, index of the rank) at which most is held, reserve included, for each layout."""
+        point, most = 0, -np.inf
+        for fullest, size in self.fullest():
+            higher = size > most
+            point, most = np.where(higher, fullest, point), np.where(higher, size, most)
+        rank = np.argmax(most, 0)
+        return _of_rank(point, rank), rank
+
+    def memory(self) -> Memory:
+        """Bytes by category at the peak."""
+        point, rank = self.peak
+        return Memory(**self.parts(point, rank), event=EVENT_OF[point], rank=rank)
+
     def timeline(self) -> dict[str, dict[str, Number]]:
         """Bytes that each pipeline rank holds at each of EVENTS, by category: [RANKS, layouts] each."""
         return {event: self.parts(point) for event, (point, _) in zip(EVENTS, self.fullest(), strict=True)}
+
+    def at_peak(self) -> list[dict[str, Any]]:
+        """Name, category and bytes of each kind of tensor at the peak of the only layout, the largest first.
+
+        The allocator's reserve, the context and communicators are left out.
+        """
+        sizes: Counter[tuple[str, str]] = Counter()
+        for name, category, size in self.alive(*self.peak):
+            sizes[name, category] += size.item()
+        largest = [(key, size) for key, size in sizes.most_common() if size]
+        return [{"name": name, "category": category, "bytes": size} for (name, category), size in largest]
 
 
 def step_timeline(
@@ -142,14 +171,7 @@ def peak(
     stages: blocks of each pipeline rank; None: as the stack cuts them.
     """
     stages = stages or Stages.cut(work, layouts, accounting.stage_cut)
-    liveness = Liveness(Step(work, layouts, accounting, seq_len, stages))
-    point, most = 0, -np.inf
-    for fullest, size in liveness.fullest():
-        higher = size > most
-        point, most = np.where(higher, fullest, point), np.where(higher, size, most)
-    rank = np.argmax(most, 0)
-    point = _of_rank(point, rank)
-    return Memory(**liveness.parts(point, rank), event=EVENT_OF[point], rank=rank)
+    return Liveness(Step(work, layouts, accounting, seq_len, stages)).memory()
 
 
 def _of_rank(values: Number, rank: Number) -> Number:

@@ -6,16 +6,17 @@ layouts_table  several: peak and step time, a row each
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from meshtune.plan.memory.timeline import CATEGORIES, CATEGORY_NAMES
 from meshtune.plan.seconds.step import PARTS
-from meshtune.report.dryrun.listing import Listing
+from meshtune.report.draw.table import Table
 from meshtune.units import duration, human
 
 Document = dict[str, Any]  # of one layout
 DIFFERENCE = "off by: the prediction, from the simulation"
+LEAST_OFF = 0.01  # share of the peak
 OVERHEAD = "overhead: memory that the allocator holds unused, CUDA and NCCL"
 
 
@@ -31,11 +32,11 @@ def simulated_memory(document: Document) -> dict[str, int]:
     return rank["steps"][1]["by_category"] | {"overhead": overhead}
 
 
-def side_by_side(document: Document) -> Listing:
+def side_by_side(document: Document) -> Table:
     """Memory by category of the fullest simulated rank and time by part of one layout, which the planner has
     predicted.
     """
-    return Listing(
+    return Table.of_rows(
         f"Predicted and simulated, {document['layout']}",
         ("", "predicted", "simulated", "off by"),
         tuple(_rows(document)),
@@ -64,8 +65,19 @@ def _events(document: Document) -> Iterator[str]:
     rank, whole = fullest(document), document["predicted"]["memory"]
     predicted = rank["predicted"]
     yield peaks(rank["rank"], predicted["event"], peak_event(rank))
+    yield from _most_off(predicted, simulated_memory(document))
     if whole["peak"] > predicted["peak"]:
         yield f"The planner predicts most, {human(whole['peak'])}, on another pipeline rank."
+
+
+def _most_off(predicted: Document, held: Mapping[str, float]) -> Iterator[str]:
+    """Yield a sentence on the tensors that were predicted in the category that is off by most bytes."""
+    off = {name: abs(predicted[name] - held.get(name, 0)) for name in CATEGORIES if name != "overhead"}
+    category = max(off, key=lambda name: off[name])
+    tensors = [tensor for tensor in predicted.get("tensors", ()) if tensor["category"] == category]
+    if off[category] > LEAST_OFF * predicted["peak"] and tensors:
+        parts = ", ".join(f"{tensor['name']} ({human(tensor['bytes'])})" for tensor in tensors)
+        yield f"The largest difference is in {CATEGORY_NAMES[category]}. The planner counts: {parts}."
 
 
 def _rows(document: Document) -> Iterator[tuple[str, str, str, str]]:
@@ -89,7 +101,7 @@ def _row(
     return name, written(predicted), written(simulated), difference(predicted, simulated, written)
 
 
-def layouts_table(documents: Sequence[Document]) -> Listing:
+def layouts_table(documents: Sequence[Document]) -> Table:
     """Peak and step time of several layouts, in their order."""
     timed = all(document["time"] for document in documents)
     heads = ("layout", "memory\npredicted", "\nsimulated", "\noff by")
@@ -104,7 +116,7 @@ def layouts_table(documents: Sequence[Document]) -> Listing:
             row += [*map(duration, pair), difference(*pair, duration)]
         rows.append((*row, "yes" if document["fits"] else "no"))
     title = "Predicted and simulated"
-    return Listing(title, (*heads, "fits"), tuple(rows), ("layout",), (DIFFERENCE,))
+    return Table.of_rows(title, (*heads, "fits"), tuple(rows), ("layout",), (DIFFERENCE,))
 
 
 def difference(predicted: float, simulated: float, written: Callable[[float], str]) -> str:

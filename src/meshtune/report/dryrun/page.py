@@ -13,7 +13,7 @@ from meshtune.report.draw.kinds import Panel
 from meshtune.report.draw.page import Page, text
 from meshtune.report.draw.picture import SUFFIXES
 from meshtune.report.draw.picture import write as write_picture
-from meshtune.report.dryrun.listing import Listing
+from meshtune.report.draw.table import Table
 from meshtune.report.dryrun.panels import (
     Starts,
     memory_panel,
@@ -59,7 +59,7 @@ class DryRun:
         default_factory=dict
     )  # see its table
     timed: Sequence[Timed] = ()  # passes of the pipeline
-    others: Sequence[Listing] = ()  # tables that are made elsewhere
+    others: Sequence[Table] = ()  # tables that are made elsewhere
     notes: Sequence[str] = ()
     top: int = TOP  # groups of the largest tensors of each rank
 
@@ -81,7 +81,7 @@ def panels(run: DryRun) -> list[Panel]:
     ]
 
 
-def listings(run: DryRun) -> list[Listing]:
+def listings(run: DryRun) -> list[Table]:
     """Every table that has a row: the peaks of all ranks beside each other, then all else of each rank."""
     tables = [peak_table(run.traces, run.reserved), *run.others]
     for trace in run.traces:
@@ -89,7 +89,7 @@ def listings(run: DryRun) -> list[Listing]:
     return [table for table in (*tables, substitutes_table(run.traces)) if table.rows]
 
 
-def rank_listings(run: DryRun, trace: RankTrace) -> list[Listing]:
+def rank_listings(run: DryRun, trace: RankTrace) -> list[Table]:
     """Every table of one rank that has a row, but for its peak."""
     tables = (
         largest_table(trace, run.layout, run.top),

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from meshtune.layout import Layout
 from meshtune.meter.trace import CATEGORIES, GATHERED, OPTIMIZER, RankTrace
-from meshtune.report.dryrun.listing import Listing
+from meshtune.report.draw.table import Table
 from meshtune.report.dryrun.living import Alike, Peak, Row, alike, by_module
 from meshtune.report.dryrun.panels import rank_title, shown
 from meshtune.report.dryrun.remedies import is_received, remedy
@@ -17,7 +17,7 @@ STEPS = ("first step", "later steps")
 
 def peak_table(
     traces: Sequence[RankTrace], reserved: Mapping[str, Mapping[int, Sequence[int]]] | None = None
-) -> Listing:
+) -> Table:
     """Bytes at the peak by category, of the first step beside later ones, for each rank.
 
     reserved: title -> rank -> bytes that an allocator holds at most in each step: a row for each title.
@@ -45,7 +45,7 @@ def peak_table(
     rows.append(line("peak", [peak.bytes for peak in peaks], blank))
     for title, held in (reserved or {}).items():
         rows.append(line(title, [bytes for trace in traces for bytes in held[trace.rank]], blank))
-    return Listing(
+    return Table.of_rows(
         "Memory at the peak" if several else f"Memory at the peak, {rank_title(traces[0])}",
         ("category", *(cell for head in heads for cell in ((head,) if several else (head, "%")))),
         tuple(rows),
@@ -71,7 +71,7 @@ def peak_notes(trace: RankTrace) -> list[str]:
     return notes
 
 
-def module_table(trace: RankTrace) -> Listing:
+def module_table(trace: RankTrace) -> Table:
     """Bytes at the peak of later steps by module and category; the blocks are one row, their mean another."""
     peak = Peak.of(trace.steps[-1])
     every = by_module(peak.storages)
@@ -86,7 +86,7 @@ def module_table(trace: RankTrace) -> Listing:
         if row.blocks > 1:
             rows.append(line(f"{row.name}, mean", mean(row)))
     rows.append(line("peak", peak.parts()))
-    return Listing(
+    return Table.of_rows(
         f"By module, {rank_title(trace)}, later steps",
         ("module", "in all", *(shown(name).replace(" ", "\n") for name in names)),
         tuple(rows),
@@ -100,7 +100,7 @@ def mean(row: Row) -> dict[str, float]:
     return {name: bytes / row.blocks for name, bytes in row.parts.items()}
 
 
-def largest_table(trace: RankTrace, layout: Layout, top: int) -> Listing:
+def largest_table(trace: RankTrace, layout: Layout, top: int) -> Table:
     """The largest tensors at the peak of later steps, each with the setting that removes or shrinks it.
 
     Those that differ in the number of the block alone are one row.
@@ -122,7 +122,7 @@ def largest_table(trace: RankTrace, layout: Layout, top: int) -> Listing:
         for tensors in some
     )
     others = f"{counted(len(every) - len(some), 'other group')} of tensors: {human(rest)}."
-    return Listing(
+    return Table.of_rows(
         f"The largest tensors at the peak, {rank_title(trace)}, later steps",
         ("bytes", "count", "tensor", "made by", "shape", "category", "setting that shrinks it"),
         rows,
@@ -149,7 +149,7 @@ def operation(name: str) -> str:
     return name.removeprefix("aten.").removesuffix(".default")
 
 
-def collectives_table(trace: RankTrace) -> Listing:
+def collectives_table(trace: RankTrace) -> Table:
     """Number and bytes of the collectives of a later step, by operation and axis.
 
     Micro-batches that were not traced are counted as the steady one.
@@ -167,7 +167,7 @@ def collectives_table(trace: RankTrace) -> Listing:
     )
     untraced = trace.of - trace.micro_batches
     note = f"{untraced:,} of its {trace.of:,} micro-batches were not traced: they count as the steady one."
-    return Listing(
+    return Table.of_rows(
         f"Collectives of a step, {rank_title(trace)}",
         ("collective", "axis", "ranks", "count", "bytes", "mean"),
         rows,
@@ -176,9 +176,9 @@ def collectives_table(trace: RankTrace) -> Listing:
     )
 
 
-def workspaces_table(trace: RankTrace, rows: Iterable[tuple[str, int, int, str]]) -> Listing:
+def workspaces_table(trace: RankTrace, rows: Iterable[tuple[str, int, int, str]]) -> Table:
     """Memory that kernels take for themselves. rows: name, operations that take it, bytes, source."""
-    return Listing(
+    return Table.of_rows(
         f"Workspaces of kernels, {rank_title(trace)}",
         ("workspace", "operations", "bytes", "source"),
         tuple((name, f"{number:,}", human(bytes), source) for name, number, bytes, source in rows),
@@ -186,11 +186,11 @@ def workspaces_table(trace: RankTrace, rows: Iterable[tuple[str, int, int, str]]
     )
 
 
-def host_reads_table(trace: RankTrace) -> Listing:
+def host_reads_table(trace: RankTrace) -> Table:
     """Lines that wait for a number from the GPU, with how often in a step."""
     first, later = (step.host_reads for step in trace.steps)
     lines = sorted(first | later, key=lambda line: -later[line])
-    return Listing(
+    return Table.of_rows(
         f"Reads from the GPU by the host, {rank_title(trace)}",
         ("line", *STEPS),
         tuple((line, f"{first[line]:,}", f"{later[line]:,}") for line in lines),
@@ -198,10 +198,10 @@ def host_reads_table(trace: RankTrace) -> Listing:
     )
 
 
-def substitutes_table(traces: Sequence[RankTrace]) -> Listing:
+def substitutes_table(traces: Sequence[RankTrace]) -> Table:
     """Operations that ran as a stand-in, since torch has no implementation of them on fake tensors."""
     names = sorted({name for trace in traces for name in trace.substitutes})
-    return Listing(
+    return Table.of_rows(
         "Operations run by a stand-in", ("operation",), tuple((name,) for name in names), ("operation",)
     )
 

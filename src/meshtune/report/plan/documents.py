@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,10 @@ from meshtune.plan.memory.timeline import CATEGORIES
 from meshtune.plan.seconds.step import PARTS
 from meshtune.report.draw.kinds import Panel
 from meshtune.report.draw.page import Page, text
+from meshtune.report.draw.table import Column, Table
 from meshtune.report.draw.words import model_title
 from meshtune.report.plan.numbers import named, number, seconds
-from meshtune.report.plan.page import FOOTER, sentences, table
+from meshtune.report.plan.page import FOOTER, sentences
 from meshtune.report.plan.panels import memory_bars, predicted, time_bars
 from meshtune.units import GIB
 from meshtune.yaml_tree import read_yaml
@@ -91,12 +92,14 @@ def document_page(plans: Sequence[PlanDocument]) -> Page:
     after = []
     for plan in plans:
         tree = plan.tree
-        title = f" of {text(plan.name)}" if len(plans) > 1 else ""
+        title = f" of {plan.name}" if len(plans) > 1 else ""
         after += [
-            _layouts(plan, title),
-            sentences(f"Why this layout{title}", _lines(tree.get("reasoning"))),
-            sentences(f"What to change first{title}", _lines(tree.get("changes"))),
-            sentences(f"Layouts left out{title}", [_left_out(one) for one in tree.get("rejected") or ()]),
+            replace(_layouts(plan), title=f"Layouts{title}").html("layouts"),
+            sentences(f"Why this layout{text(title)}", _lines(tree.get("reasoning"))),
+            sentences(f"What to change first{text(title)}", _lines(tree.get("changes"))),
+            sentences(
+                f"Layouts left out{text(title)}", [_left_out(one) for one in tree.get("rejected") or ()]
+            ),
         ]
     return Page(
         name=" · ".join(dict.fromkeys(model_title(plan.model) for plan in plans)),
@@ -116,25 +119,21 @@ def _cluster(tree: Tree) -> str:
     return f"{words}, global batch {batch:,} × {length:,} tokens" if batch and length else words
 
 
-def _layouts(plan: PlanDocument, title: str) -> str:
-    """Table of the layouts, as HTML."""
-    heads = ("tokens/s/GPU", "step", "MFU", "peak GiB")
-    rows = []
-    for place, one in enumerate(plan.layouts, 1):
-        timed = one.get("step_seconds") is not None
-        figures = (
-            number(one["tokens_per_second_per_gpu"]) if timed else "",
-            seconds(one["step_seconds"]) if timed else "",
-            f"{one['mfu']:.1%}" if timed else "",
-            f"{one['memory']['peak'] / GIB:.1f}",
-        )
-        cells = "".join(
-            f"<td data-name='{name}'>{text(value)}</td>" for name, value in zip(heads, figures, strict=True)
-        )
-        rows.append(
-            f"<tr><td>{place}</td><td class='layout'><code>{text(one['layout'])}</code></td>{cells}</tr>"
-        )
-    return f"<section><h2>Layouts{title}</h2>{table(['', 'layout', *heads], rows)}</section>"
+def _layouts(plan: PlanDocument) -> Table:
+    """Table of the layouts."""
+    rows, timed = plan.layouts, plan.layouts[0].get("step_seconds") is not None
+    columns = [
+        Column("", [f"{place}" for place in range(1, len(rows) + 1)]),
+        Column("layout", [str(one["layout"]) for one in rows], words=True, code=True),
+    ]
+    if timed:
+        columns += [
+            Column("tokens/s/GPU", [number(one["tokens_per_second_per_gpu"]) for one in rows]),
+            Column("step", [seconds(one["step_seconds"]) for one in rows]),
+            Column("MFU", [f"{one['mfu']:.1%}" for one in rows]),
+        ]
+    columns.append(Column("peak GiB", [f"{one['memory']['peak'] / GIB:.1f}" for one in rows]))
+    return Table("Layouts", tuple(columns))
 
 
 def _lines(value: Any) -> list[str]:

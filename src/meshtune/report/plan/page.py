@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import date
 from typing import TYPE_CHECKING
@@ -12,9 +12,10 @@ from meshtune.plan.advice import comparison
 from meshtune.plan.cost import RunCost, money
 from meshtune.plan.programs import MESHTUNE
 from meshtune.report.draw.page import Page, text
+from meshtune.report.draw.table import Column, Table
 from meshtune.report.draw.words import model_title
-from meshtune.report.plan.clusters import mark
-from meshtune.report.plan.numbers import common_error, number, plus_minus, seconds
+from meshtune.report.plan.numbers import number, plus_minus, seconds
+from meshtune.report.plan.tables import clusters_table, layouts_table
 from meshtune.units import GIB, counted, duration, human
 
 if TYPE_CHECKING:
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from meshtune.plan.search import Choice
     from meshtune.report.draw.kinds import Panel
 
-IN_WORDS = {"": "", "→": "recommended", "×": "beyond what was asked for"}
 FOOTER = "Predicted by meshtune; nothing here was measured."
 
 
@@ -106,7 +106,7 @@ def recommended(answer: Answer, asked: Asked) -> str:
     command = (
         f"meshtune train {settings} layout={choice.layout}"
         if tool is MESHTUNE
-        else f"meshtune plan {settings} layout={choice.layout} --export {tool.name}"
+        else f"meshtune plan export {tool.name} {settings} layout={choice.layout}"
     )
     tiles = "".join(
         f"<div class='tile'><dt>{name}</dt><dd>{value}</dd></div>" for name, value in figures(answer)
@@ -139,82 +139,26 @@ def figures(answer: Answer) -> Iterable[tuple[str, str]]:
 
 def layouts(answer: Answer, choices: Sequence[Choice]) -> str:
     """Table of the layouts with speed, memory, cost, and why the others are not first, as HTML."""
-    forms, rows = columns(answer, choices), []
-    for place, choice in enumerate(choices, 1):
-        run = RunCost.of(choice, answer.length)
-        chosen = choice.layout == answer.choice.layout
-        why = "" if chosen else comparison(answer.workload, choice, answer.choice)
-        note = "<strong>recommended</strong>" if chosen else text(why[:1].upper() + why[1:])
-        cells = "".join(
-            f"<td data-name='{text(name)}'>{text(form(choice, run))}</td>" for name, form in forms.items()
-        )
-        rows.append(
-            f"<tr{' class=chosen' if chosen else ''}><td>{place}</td>"
-            f"<td class='layout'><code>{text(choice.layout)}</code><div class='why'>{note}</div></td>"
-            f"{cells}</tr>"
-        )
-    return f"<section><h2>The best layouts</h2>{table(['', 'layout', *forms], rows)}</section>"
+    why = [
+        "recommended"
+        if choice.layout == answer.choice.layout
+        else capitalised(comparison(answer.workload, choice, answer.choice))
+        for choice in choices
+    ]
+    runs = [RunCost.of(choice, answer.length) for choice in choices]
+    return layouts_table(choices, runs, why, "The best layouts").html("layouts")
 
 
 def clusters(answer: Answer) -> str:
     """Table of the clusters that were compared, and sentences on them, as HTML; "" if there are neither."""
     lines = "".join(f"<li>{text(line)}</li>" for line in (*answer.comparison, *answer.left_out))
-    lines = f"<ul>{lines}</ul>" if lines else ""
-    if len(answer.offers) < 2:
-        return f"<section>{lines}</section>" if lines else ""
-    forms, rows = columns(answer, [offer.choice for offer in answer.offers]), []
-    for offer in answer.offers:
-        layout, cells = "nothing fits", f"<td colspan='{len(forms)}'></td>"
-        if offer.choice and offer.run:
-            layout = f"<code>{text(offer.choice.layout)}</code>"
-            cells = "".join(
-                f"<td data-name='{text(name)}'>{text(form(offer.choice, offer.run))}</td>"
-                for name, form in forms.items()
-            )
-        rows.append(
-            f"<tr{' class=chosen' if offer is answer.chosen else ''}><td>{text(offer.title)}</td>"
-            f"<td class='layout'>{layout} <strong>{IN_WORDS[mark(offer, answer.chosen)]}</strong></td>"
-            f"{cells}</tr>"
-        )
-    return f"<section><h2>Clusters</h2>{table(['', 'best layout', *forms], rows)}{lines}</section>"
+    table = clusters_table(answer.offers, answer.chosen, memory=True, title="Clusters")
+    compared = table.html("layouts") if len(answer.offers) > 1 else ""
+    return compared + (f"<section><ul>{lines}</ul></section>" if lines else "")
 
 
-def table(heads: Sequence[str], rows: Sequence[str]) -> str:
-    """Table of layouts, as HTML. heads: of its columns, the second one of layouts. rows: as HTML."""
-    cells = "".join(
-        f"<th{' class=layout' if place == 1 else ''}>{text(head)}</th>" for place, head in enumerate(heads)
-    )
-    return (
-        f"<table class='facts numbers layouts'><thead><tr>{cells}</tr></thead>"
-        f"<tbody>{''.join(rows)}</tbody></table>"
-    )
-
-
-def columns(answer: Answer, choices: Sequence[Choice | None]) -> dict[str, Callable[[Choice, RunCost], str]]:
-    """Columns of a table of layouts: name -> function that formats a layout's cell; only what is known.
-
-    choices: the layouts, whose error bars stand in the names where they share them.
-    """
-    time, memory = (f" {common_error(choices, quantity)}".rstrip() for quantity in ("time", "memory"))
-    forms: dict[str, Callable[[Choice, RunCost], str]] = {}
-    run, cluster = answer.run, answer.choice.cluster
-    if cluster.timed:
-        forms[cluster.speed_unit] = lambda choice, _: number(choice.tokens_per_second_per_gpu)
-        forms[f"step{time}"] = lambda choice, _: seconds(choice.seconds.total)
-        forms["MFU"] = lambda choice, _: f"{choice.mfu:.1%}"
-    forms[f"peak GiB{memory}"] = lambda choice, _: f"{choice.memory.peak / GIB:.1f}"
-    if run.seconds is not None:
-        forms["hours"] = lambda _, run: number((run.seconds or 0.0) / 3600)
-    if run.cost is not None:
-        forms["cost"] = lambda _, run: _price(run.cost, run)
-    if run.cost_per_million_tokens is not None:
-        forms["a million tokens"] = lambda _, run: _price(run.cost_per_million_tokens, run)
-    return forms
-
-
-def _price(amount: float | None, run: RunCost) -> str:
-    """An amount in the run's currency; "" where its kind has no price."""
-    return "" if amount is None else money(amount, run.currency)
+def capitalised(sentence: str) -> str:
+    return sentence[:1].upper() + sentence[1:]
 
 
 def sentences(title: str, lines: Sequence[str]) -> str:
@@ -229,24 +173,20 @@ def sentences(title: str, lines: Sequence[str]) -> str:
 def usual_layouts(answer: Answer) -> str:
     """The usual kinds of layout, each with why it is not first, as HTML."""
     lines = [f"{one.name} {one.sentence}" for one in answer.alternatives]
-    return sentences("Why the usual ones are not first", [line[:1].upper() + line[1:] for line in lines])
+    return sentences("Why the usual ones are not first", [*map(capitalised, lines)])
 
 
 def left_out(answer: Answer) -> str:
     """Table of the reasons that layouts were left out for, with counts and examples, as HTML."""
-    plan = answer.plan
-    if not plan.rejected:
+    groups = sorted(answer.plan.rejected, key=lambda group: -group.count)
+    if not groups:
         return ""
-    body = "".join(
-        f"<tr><td>{group.count:,}</td><td>{text(group.reason)}</td>"
-        f"<td><code>{text(group.example)}</code></td></tr>"
-        for group in sorted(plan.rejected, key=lambda group: -group.count)
+    columns = (
+        Column("layouts", [f"{group.count:,}" for group in groups]),
+        Column("why", [group.reason for group in groups], words=True),
+        Column("one of them", [str(group.example) for group in groups], words=True, code=True),
     )
-    return (
-        "<section><h2>Layouts left out</h2><div class='wide'><table class='facts left-out'><thead>"
-        "<tr><th>layouts</th><th>why</th><th>one of them</th></tr></thead>"
-        f"<tbody>{body}</tbody></table></div></section>"
-    )
+    return Table("Layouts left out", columns).html("left-out")
 
 
 def provenance(answer: Answer, asked: Asked) -> str:

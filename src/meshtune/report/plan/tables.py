@@ -6,20 +6,24 @@
 
 from __future__ import annotations
 
+import string
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from meshtune.plan.memory import EVENTS, RANKS
+from meshtune.plan.cost import money
+from meshtune.plan.memory.stages import RANKS
+from meshtune.plan.memory.tensors import EVENTS
 from meshtune.plan.phrases import spent
 from meshtune.plan.programs import MESHTUNE
 from meshtune.plan.seconds.step import PARTS
+from meshtune.report.draw.bars import Legend, Name, Segments
 from meshtune.report.draw.colours import MEMORY_PARTS
-from meshtune.report.plan.bars import Column, Fitted, Legend, Name
-from meshtune.report.plan.clusters import cost_columns
+from meshtune.report.draw.table import Column, Table
 from meshtune.report.plan.numbers import (
     common_error,
     memory_parts,
@@ -29,11 +33,13 @@ from meshtune.report.plan.numbers import (
     plus_minus,
     seconds,
     speed_head,
+    speed_unit,
     time_parts,
 )
-from meshtune.units import GIB, human
+from meshtune.units import GIB, counted, human
 
 if TYPE_CHECKING:
+    from meshtune.plan.answer import Offer
     from meshtune.plan.cost import RunCost
     from meshtune.plan.search import Choice
 
@@ -51,67 +57,45 @@ MEMORY_MEANING = {  # parts of a rank's memory
 }
 
 
-def layouts_table(choices: Sequence[Choice], runs: Sequence[RunCost] = ()) -> RenderableType:
+def layouts_table(
+    choices: Sequence[Choice], runs: Sequence[RunCost] = (), why: Sequence[str] = (), title: str = ""
+) -> Table:
     """Table of layouts in the order given, with speed, memory and time; peaks that do not fit are red.
 
-    Where predicted times mean nothing, memory alone. A narrow terminal gets fewer columns, and names that are
-    cut; speed, step and MFU always stay. runs: of the layouts, for columns of hours and price; none: no such
-    columns.
+    Where predicted times mean nothing, memory only. Speed, step, MFU and peak always stay. runs: of the
+    layouts, for columns of hours and price; none: no such columns. why: a sentence on each, for a page.
     """
     room = max((max(c.cluster.memory, c.memory.peak) for c in choices), default=1)
     longest = max((c.seconds.total for c in choices), default=1)
     time_error, memory_error = common_error(choices, "time"), common_error(choices, "memory")
-    columns = {
-        "rank": Column("", [f"{place}" for place in range(1, len(choices) + 1)], style="dim"),
-        "layout": Column(
-            "layout",
-            [Text(str(c.layout), style="" if place else "bold") for place, c in enumerate(choices)],
-            justify="left",
-            cut=True,
-        ),
-        "speed": Column(speed_head(choices), [number(c.tokens_per_second_per_gpu) for c in choices]),
-        "step": Column(f"step\n{time_error}", [seconds(c.seconds.total) for c in choices]),
-        "mfu": Column("MFU", [f"{c.mfu:.1%}" for c in choices]),
-        **cost_columns(runs),
-        "bar": Column(
-            "memory",
-            bars=[(memory_parts(c), room, c.cluster.memory) for c in choices],
-            justify="left",
-        ),
-        "memory": Column(memory_error, [red_unless_fits(c, of_capacity(c)) for c in choices]),
-        "peak": Column(
-            f"GiB\n{memory_error}", [red_unless_fits(c, f"{c.memory.peak / GIB:.1f}") for c in choices]
-        ),
-        "time": Column("time", bars=[(time_parts(c), longest, 0) for c in choices], justify="left"),
+    names = [Text(str(c.layout), style="" if place else "bold") for place, c in enumerate(choices)]
+    peaks = [red_unless_fits(c, f"{c.memory.peak / GIB:.1f}") for c in choices]
+    peak = Column(f"GiB\n{memory_error}", peaks, name=f"peak GiB {memory_error}".strip())
+    of_gpu = [red_unless_fits(c, of_capacity(c)) for c in choices]
+    held = [Segments(memory_parts(c), room, c.cluster.memory) for c in choices]
+    spent = [Segments(time_parts(c), longest) for c in choices]
+    legends = {
+        "memory": Legend("memory", nonzero(MEMORY_PARTS, map(memory_parts, choices)), dots="free"),
+        "time": Legend("time", nonzero(PARTS, map(time_parts, choices))),
     }
-
-    def legends(names: Sequence[str]) -> Iterator[RenderableType]:
-        yield Text()
-        if "bar" in names:
-            yield Legend("memory", nonzero(MEMORY_PARTS, map(memory_parts, choices)), dots="free")
-        if "time" in names:
-            yield Legend("time", nonzero(PARTS, map(time_parts, choices)))
-
-    if not all(choice.cluster.timed for choice in choices):
-        start = ("rank", "layout")
-        return Fitted(columns, ((*start, "bar", "memory"), (*start, "peak"), ("layout", "peak")), legends)
-    start = ("rank", "layout", "speed", "step", "mfu")
-    costs = [name for name in ("hours", "cost") if name in columns] or [*{"million"} & columns.keys()]
-    return Fitted(
-        columns,
-        (
-            (*start, *costs, "bar", "memory", "time"),
-            (*start, *costs, "bar", "memory"),
-            (*start, *costs, "bar", "peak"),
-            (*start, *costs, "peak"),
-            (*start, "bar", "memory", "time"),
-            (*start, "bar", "memory"),
-            (*start, "bar", "peak"),
-            (*start, "peak"),
-            start[1:],
-        ),
-        legends,
-    )
+    timed = all(choice.cluster.timed for choice in choices)
+    costs = cost_columns(runs)
+    shown = [name for name in ("hours", "cost") if name in costs] or [*{"million"} & costs.keys()]
+    columns = (
+        Column("", [f"{place}" for place in range(1, len(choices) + 1)], style="dim", priority=1),
+        Column("layout", names, words=True, more=why, code=True),
+        *((
+            Column(speed_head(choices), [number(c.tokens_per_second_per_gpu) for c in choices]),
+            Column(f"step\n{time_error}", [seconds(c.seconds.total) for c in choices]),
+            Column("MFU", [f"{c.mfu:.1%}" for c in choices]),
+            *(replace(costs[name], priority=2) for name in shown),
+        ) if timed else ()),
+        Column("memory", held, priority=3),
+        Column(memory_error, of_gpu, priority=4, replaces=peak),
+        peak,
+        *((Column("time", spent, priority=5),) if timed else ()),
+    )  # fmt: skip
+    return Table(title, columns, chosen=0, legends=legends)
 
 
 def explanation(choice: Choice) -> RenderableType:
@@ -153,7 +137,7 @@ def explanation(choice: Choice) -> RenderableType:
 
 def shares(
     parts: Mapping[str, float], meanings: Mapping[str, str], form: Callable[[float], str], total_name: str
-) -> Fitted:
+) -> Table:
     """Table of parts with size, share of the sum and a bar, which begins where the one above ended.
 
     parts: name -> size, the sum above 0. meanings: name -> phrase, for each part. form: formats a size.
@@ -162,26 +146,18 @@ def shares(
     total = sum(parts.values())
     starts = [0.0, *accumulate(parts.values())]
     bars = [
-        ({"": start, name: size}, total, 0.0)
+        Segments({"": start, name: size}, total)
         for start, (name, size) in zip(starts, parts.items(), strict=False)
     ]
-    whole = [Text(text, style="bold") for text in (total_name, f"{form(total):>10}", f"{1:.1%}")]
     dim = ["" if size else "dim" for size in parts.values()]
-    columns = {
-        "name": Column("", [*map(Name, parts), whole[0]], justify="left"),
-        "size": Column("", [*map(Text, map(form, parts.values()), dim), whole[1]]),
-        "share": Column("", [*map(Text, (f"{size / total:.1%}" for size in parts.values()), dim), whole[2]]),
-        "bar": Column("", bars=[*bars, (parts, total, 0.0)], justify="left"),
-        "meaning": Column("", [*(meanings[name] for name in parts), ""], justify="left", style="dim"),
-    }
-    return Fitted(
-        columns,
-        (
-            ("name", "size", "share", "bar", "meaning"),
-            ("name", "size", "share", "bar"),
-            ("name", "size", "share"),
-        ),
+    columns = (
+        Column("", [*map(Name, parts), total_name], words=True),
+        Column("", [*map(Text, map(form, parts.values()), dim), f"{form(total):>10}"]),
+        Column("", [*map(Text, (f"{size / total:.1%}" for size in parts.values()), dim), f"{1:.1%}"]),
+        Column("", [*bars, Segments(parts, total)], priority=1),
+        Column("", [*(meanings[name] for name in parts), ""], words=True, style="dim", priority=2),
     )
+    return Table("", columns, totals=1)
 
 
 def red_unless_fits(choice: Choice, text: str) -> Text:
@@ -200,3 +176,200 @@ def does_not_fit_sentence(choice: Choice) -> Iterator[Text]:
     elif not choice.fits:
         too_much = human(choice.memory.peak - choice.cluster.usable_memory)
         yield Text(f"does not fit: {too_much} more than the planner fills", style="red")
+
+
+# Clusters #
+
+#    GPUs          best layout         tokens/s/GPU  hours  GPU-hours  USD  USD/M tokens  speed-up  efficiency
+# →  8 x h100-sxm  zero3x8-mb1-ga32           7,547   19.3        154  386        0.0920    1.00 ×      100.0%
+# =  8 x h200      …
+
+
+IN_WORDS = {"": "", "→": "recommended", "×": "beyond what was asked for"}
+COSTS = {"million": 0, "hours": 2, "cost": 2, "gpu_hours": 4}  # column -> its priority
+MARKS = {"→": "chosen", "×": "misses --by or --budget"}
+
+
+def clusters_table(offers: Sequence[Offer], chosen: Offer, *, memory: bool = False, title: str = "") -> Table:
+    """Table of the best layout of each cluster, in the order given.
+
+    "speed-up" compares tokens/s of whole clusters with the first that has a layout, "efficiency" tokens/s/GPU
+    with the smallest cluster of the same kind. Hours and prices have a column where they are known.
+    memory: whether peaks have one, as they have beside processors, whose times mean nothing.
+    """
+    marks = [mark(offer, chosen) for offer in offers]
+    choices = [offer.choice for offer in offers]
+    several = len({offer.plan.cluster.gpu.name for offer in offers}) > 1
+    named = several or not chosen.plan.cluster.gpu.measured
+
+    def texts(form: Callable[[Offer, Choice, RunCost], str], *, timed: bool = True) -> list[str]:
+        """form(offer, its layout, its run) for each, "" where nothing fits and, if `timed`, where predicted
+        times mean nothing.
+        """
+        return [
+            form(offer, offer.choice, offer.run)
+            if offer.choice and offer.run and (offer.plan.cluster.timed or not timed)
+            else ""
+            for offer in offers
+        ]
+
+    costs = cost_columns([offer.run for offer in offers])
+    timed = [offer.plan.cluster.timed for offer in offers]
+    speeds = texts(lambda _, choice, run: number(choice.tokens_per_second_per_gpu))
+    steps = texts(lambda _, choice, run: seconds(choice.seconds.total))
+    peaks = texts(lambda _, choice, run: of_capacity(choice), timed=False)
+    gains = texts(lambda offer, *_: f"{speed(offer) / speed(_first(offers)):.2f} ×")
+    names = [Text(str(c.layout)) if c else Text("nothing fits", style="dim") for c in choices]
+    titles = [offer.title if named else f"{offer.plan.cluster.gpus:,}" for offer in offers]
+    columns = [Column("", marks), Column("GPUs", titles, words=named)]
+    columns.append(
+        Column("best layout", names, words=True, more=[IN_WORDS[sign] for sign in marks], code=True)
+    )
+    if any(timed):
+        columns.append(Column(speed_head(choices), speeds, priority=3))
+        columns.append(Column(f"step\n{common_error(choices, 'time')}", steps))
+    if memory or not all(timed):
+        columns.append(Column("memory", peaks))
+    if any(timed):
+        columns += [replace(column, priority=COSTS[name]) for name, column in costs.items()]
+        columns.append(Column("speed-up", gains, priority=6))
+        columns.append(
+            Column("efficiency", texts(lambda offer, *_: f"{efficiency(offer, offers):.1%}"), priority=5)
+        )
+    used = [f"{sign} {meaning}" for sign, meaning in MARKS.items() if sign in marks]
+    return Table(title, tuple(columns), (" · ".join(used),), chosen=marks.index("→"))
+
+
+def cost_columns(runs: Sequence[RunCost | None]) -> dict[str, Column]:
+    """Columns hours, gpu_hours, cost and million: each where a run has it; a currency is in the head."""
+    currency = next((run.currency for run in runs if run and run.currency), "")
+    errors = {run.error for run in runs if run}
+    error = plus_minus(errors.pop()) if len(errors) == 1 else ""
+    heads = {
+        "hours": (f"hours\n{error}", "hours", [run and run.seconds and run.seconds / 3600 for run in runs]),
+        "gpu_hours": ("GPU-\nhours", "", [run and run.gpu_hours for run in runs]),
+        "cost": (currency or "cost", "cost", [run and run.cost for run in runs]),
+        "million": (
+            f"{currency or 'cost'}/M\ntokens", "a million tokens",
+            [run and run.cost_per_million_tokens for run in runs],
+        ),
+    }  # fmt: skip
+    forms = {"cost": money, "million": money}
+    return {
+        key: Column(head, ["" if n is None else forms.get(key, number)(n) for n in values], name=name)
+        for key, (head, name, values) in heads.items()
+        if any(value is not None for value in values)
+    }
+
+
+def mark(offer: Offer, chosen: Offer) -> str:
+    """Sign of MARKS of an offer; "" for an offer without a layout and one that is merely worse."""
+    if offer.plan is chosen.plan:
+        return "→"
+    return "×" if offer.misses else ""
+
+
+def speed(offer: Offer) -> float:
+    """Tokens/s of the whole cluster under its best layout."""
+    assert offer.choice is not None
+    return offer.choice.tokens_per_second_per_gpu * offer.plan.cluster.gpus
+
+
+def efficiency(offer: Offer, offers: Sequence[Offer]) -> float:
+    """Tokens/s/GPU as a share of those of the smallest cluster of the same kind that has a layout."""
+    kind = offer.plan.cluster.gpu.name
+    same = [other for other in offers if other.choice and other.plan.cluster.gpu.name == kind]
+    smallest = min(same, key=lambda other: other.plan.cluster.gpus)
+    sizes = offer.plan.cluster.gpus / smallest.plan.cluster.gpus
+    return speed(offer) / speed(smallest) / sizes
+
+
+def _first(offers: Sequence[Offer]) -> Offer:
+    return next(offer for offer in offers if offer.choice and offer.plan.cluster.timed)
+
+
+# Layouts next to each other #
+
+# A  zero3x64-mb1-ga4
+# B  zero2x64-mb1-ga4
+#                       A         B       B - A
+# tokens/s/GPU      7,375     7,424         +49
+# W weights       479 MiB  15.4 GiB  +14.9 GiB*
+
+
+if TYPE_CHECKING:
+    from meshtune.plan.search import Choice
+
+NOTABLE = 0.01  # share of the first layout's speed, peak or step from which a difference is marked
+NOTE = f"* at least {NOTABLE:.0%} of A's speed, peak or step"
+
+
+class Row(NamedTuple):
+    """One quantity of every layout."""
+
+    name: Text | Name
+    values: Sequence[float]  # one per layout
+    form: Callable[[float], str]  # of a value, and of a difference without its sign
+    notable: float  # difference that is marked; 0: none is
+
+
+def side_by_side(choices: Sequence[Choice]) -> RenderableType:
+    """Table of speed, memory by category and time by part, with one column for each layout; of memory
+    alone where predicted times mean nothing.
+
+    Behind the other layouts stand their differences from the first. choices: 2 to 26 layouts.
+    """
+    letters = string.ascii_uppercase[: len(choices)]
+    sizes = {choice.layout.world for choice in choices}
+    names = [
+        Text.assemble(
+            (letter, "bold"),
+            f"  {choice.layout}",
+            f"  on {counted(choice.layout.world, 'GPU')}" if len(sizes) > 1 else "",
+            ("" if choice.fits else "  does not fit", "red"),
+        )
+        for letter, choice in zip(letters, choices, strict=True)
+    ]
+    timed = all(choice.cluster.timed for choice in choices)
+    rows = [*(_speed(choices) if timed else ()), *_memory(choices), *(_time(choices) if timed else ())]
+    columns = [Column("", [row.name for row in rows], words=True)]
+    for place, letter in enumerate(letters):
+        columns.append(Column(letter, [row.form(row.values[place]) for row in rows]))
+        if place:
+            columns.append(Column(f"{letter} - A", [difference(row, place) for row in rows], priority=1))
+    return Group(*names, Text(), Table("", tuple(columns), (NOTE,)))
+
+
+def difference(row: Row, place: int) -> Text:
+    """A layout's value less the first one's; with a mark if it is notable, "" if it prints as nothing."""
+    more = row.values[place] - row.values[0]
+    if row.form(row.values[place]) == row.form(row.values[0]):
+        return Text("")
+    mark = bool(row.notable) and abs(more) >= row.notable
+    text = f"{'+' if more > 0 else '-'}{row.form(abs(more))}{'*' if mark else ' '}"
+    return Text(text, style="bold" if mark else "dim")
+
+
+def _speed(choices: Sequence[Choice]) -> Iterator[Row]:
+    """Rows of speed and MFU; of the speed, a difference is marked."""
+    speeds = [choice.tokens_per_second_per_gpu for choice in choices]
+    yield Row(Text(speed_unit(choices), style="bold"), speeds, number, NOTABLE * speeds[0])
+    yield Row(Text("MFU", style="bold"), [choice.mfu for choice in choices], "{:.1%}".format, 0.0)
+
+
+def _memory(choices: Sequence[Choice]) -> Iterator[Row]:
+    """Rows of the peak and of its categories that any layout has."""
+    peaks, parts = [choice.memory.peak for choice in choices], [memory_parts(choice) for choice in choices]
+    peak = Text.assemble(("peak memory", "bold"), (f" {common_error(choices, 'memory')}", "dim"))
+    yield Row(peak, peaks, human, NOTABLE * peaks[0])
+    for name in nonzero(MEMORY_PARTS, parts):
+        yield Row(Name(name), [part[name] for part in parts], human, NOTABLE * peaks[0])
+
+
+def _time(choices: Sequence[Choice]) -> Iterator[Row]:
+    """Rows of the step and of its parts that any layout has."""
+    steps, parts = [choice.seconds.total for choice in choices], [time_parts(choice) for choice in choices]
+    step = Text.assemble(("step", "bold"), (f" {common_error(choices, 'time')}", "dim"))
+    yield Row(step, steps, seconds, NOTABLE * steps[0])
+    for name in nonzero(PARTS, parts):
+        yield Row(Name(name), [part[name] for part in parts], seconds, NOTABLE * steps[0])

@@ -17,13 +17,12 @@ from meshtune.plan.phrases import device, unmeasured
 from meshtune.plan.programs import MESHTUNE
 from meshtune.plan.search import PEAK_TIE, TIE_MEMORY_STEP, Choice
 from meshtune.plan.seconds.step import TIE
-from meshtune.report.plan.clusters import clusters_table
-from meshtune.report.plan.side_by_side import side_by_side
-from meshtune.report.plan.tables import explanation, layouts_table
+from meshtune.report.plan.tables import clusters_table, explanation, layouts_table, side_by_side
 from meshtune.tools.export import Written
 from meshtune.units import counted, human
 
 MOST_REASONS = 6  # groups of layouts left out that are listed
+MOST_TENSORS = 6  # kinds of tensors that are listed
 
 
 def answer(result: Answer, most: int, written: Written | None = None) -> RenderableType:
@@ -89,7 +88,7 @@ def command(result: Answer, written: Written | None) -> str:
         return written.sentence
     if tool is MESHTUNE:
         return f"meshtune train … layout={layout}"
-    return f"meshtune plan … layout={layout} --export {tool.name}"
+    return f"meshtune plan export {tool.name} … layout={layout}"
 
 
 def ranking(result: Answer) -> str:
@@ -131,8 +130,10 @@ def compared(explanations: Sequence[Explanation]) -> RenderableType:
 def reasons(one: Explanation, letter: str = "") -> list[RenderableType]:
     """Sections of an explained layout. letter: that it has in a table of several; "": none."""
     name = f" ({letter})" if letter else ""
+    tensors = (f"{human(tensor['bytes'])}: {tensor['name']}" for tensor in one.tensors[:MOST_TENSORS])
     return [
         section(f"Against it{name}", one.against),
+        section(f"Largest at the memory peak{name}", tensors),
         section(f"The largest levers{name}", (lever.sentence() for lever in one.levers), numbered=True),
         section(f"The run{name}", filter(None, (one.run.sentence(), *one.length.notes))),
     ]

@@ -10,9 +10,8 @@ from cases import cases
 
 from meshtune import config
 from meshtune.errors import UserError
-from meshtune.tools.migrate import migrate
+from meshtune.tools.migrate import migrate, text_of
 from meshtune.tools.table import TOOLS, table
-from meshtune.tools.write import text_of
 
 FILES = sorted(path for path in (Path(__file__).parents[2] / "data" / "migrate").iterdir() if path.is_file())
 VALUES: list[Any] = [

@@ -7,7 +7,6 @@ from functools import cache, partial
 import pytest
 from golden import refuses, says
 
-from meshtune.commands.plan import tool_of
 from meshtune.config import Config, load
 from meshtune.errors import UserError
 from meshtune.layout import Layout
@@ -167,7 +166,7 @@ def test_megatron_is_asked_for_stages_that_it_can_cut(layers: int, text: str, ru
 
 
 def test_rules_follow_the_model_that_is_asked_about() -> None:
-    """--max model tries other models, with other numbers of layers, in the same workload."""
+    """plan max model tries other models, with other numbers of layers, in the same workload."""
     workload = shaped(61, 64, "megatron")
     layout = Layout.parse("pp4-interleaved1f1b-v2-mb1-ga64")
     other = replace(workload, work=shaped(80, 64, "megatron").work)
@@ -213,27 +212,9 @@ def test_remedies_are_ones_that_the_tool_has() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("tool", "exported", "found"),
-    [
-        (None, None, "meshtune"),
-        ("meshtune", None, "meshtune"),
-        ("axolotl", None, "axolotl"),
-        (None, "megatron", "megatron"),
-        ("megatron", "megatron", "megatron"),
-    ],
-)
-def test_an_export_implies_its_tool(tool: str | None, exported: str | None, found: str) -> None:
-    assert tool_of(tool, exported) == found
-
-
-def test_unknown_and_contradicting_tools_are_refused() -> None:
-    with refuses(UserError):
-        tool_of("megatrn", None)
+def test_an_unknown_tool_is_refused() -> None:
     with refuses(UserError):
         tool_for("megatrn", settings(8))
-    with refuses(UserError):
-        tool_of("axolotl", "megatron")
 
 
 def answer(tool: str) -> Answer:
@@ -259,7 +240,7 @@ def test_the_answer_names_the_tool_and_ends_with_what_runs_the_layout(tmp_path) 
     lines = text_of(terminal.answer(best, 3))
     assert "Memory and time are predicted for Megatron-LM (constants of megatron-core)." in lines
     layout = best.choice.layout
-    assert lines[-1] == f"meshtune plan … layout={layout} --export megatron"
+    assert lines[-1] == f"meshtune plan export megatron … layout={layout}"
     assert {"tool": "megatron", "stack": "megatron-core"}.items() <= best.as_dict(1).items()
     assert best.as_dict(1)["layouts"][0]["tool"] == "megatron"
 

@@ -1,4 +1,4 @@
-"""Rows that other trainers name, as sources of ours: where they are, their split, format and columns.
+"""Rows of other trainers as sources of ours, and back: where they are, their split, format and columns.
 
 axolotl's datasets, LLaMA-Factory's names in dataset_info.json, TRL's hub ids, torchtune's dataset components.
 """
@@ -7,8 +7,10 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from meshtune.sections import HUB_FILES, is_one_file
-from meshtune.tools.job import Converted, Job, NoCounterpart, Refused, conversion, is_off, short
+from meshtune.config import Config
+from meshtune.sections import HUB_FILES, SourceConfig, is_one_file
+from meshtune.tools.job import Conversion, Converted, Job, NoCounterpart, Refused, is_off, listed, short
+from meshtune.tools.planned import column_name, file_kind, is_file, row_format
 
 Source = dict[str, Any]
 CONTENT = {"role": "content", "from": "value"}  # key of the role in a message -> that of its text
@@ -17,41 +19,15 @@ ALPACA_REMARK = (
     "without the first line (Below is an instruction ...) and the heading ### Input: of {tool}'s prompt"
 )
 LOADERS = ("json", "csv", "parquet", "text", "arrow", "jsonl")  # names of readers in the place of a path
-# torchtune's builders: (source, format, our column -> theirs, train_on)
-BUILDERS: dict[str, tuple[str, str, dict[str, str], str]] = {
-    "alpaca_dataset": ("tatsu-lab/alpaca", "alpaca", {}, "all"),
-    "alpaca_cleaned_dataset": ("yahma/alpaca-cleaned", "alpaca", {}, "all"),
-    "instruct_dataset": ("", "prompt-completion", {"prompt": "input", "completion": "output"}, "completion"),
-    "grammar_dataset": (
-        "liweili/c4_200m", "prompt-completion", {"prompt": "input", "completion": "output"}, "completion"
-    ),
-    "samsum_dataset": (
-        "Samsung/samsum", "prompt-completion", {"prompt": "dialogue", "completion": "summary"}, "completion"
-    ),
-    "chat_dataset": ("", "sharegpt", {}, "assistant"),
-    "slimorca_dataset": ("Open-Orca/SlimOrca-Dedup", "sharegpt", {}, "assistant"),
-    "text_completion_dataset": ("", "text", {}, "all"),
-    "wikitext_dataset": (
-        "EleutherAI/wikitext_document_level:wikitext-103-v1", "text", {"text": "page"}, "all"
-    ),
-    "cnn_dailymail_articles_dataset": ("ccdv/cnn_dailymail:3.0.0", "text", {"text": "article"}, "all"),
-}  # fmt: skip
-KINDS = {
-    "messages": ("messages",),
-    "prompt-completion": ("prompt", "completion"),
-    "text": ("text",),
-}  # by columns
+KINDS = {"messages": ("messages",), "prompt-completion": ("prompt", "completion"), "text": ("text",)}
 ALPACA = {"alpaca_dataset", "alpaca_cleaned_dataset"}
 PROMPTED = ALPACA | {"grammar_dataset", "samsum_dataset"}  # builders that write a prompt around the rows
-
-
-def listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
+NEW_SHARE = "a share (weight) is drawn anew in each epoch"
 
 
 def placed(path: str, data_files: Any = None, name: Any = None) -> list[str]:
     """Paths of ours for a hub id or folder, files in it, and a configuration of it."""
-    files = data_files if isinstance(data_files, list) else [data_files] if data_files else []
+    files = listed(data_files) if data_files else []
     if files and path in LOADERS:
         return files
     if files:
@@ -59,21 +35,14 @@ def placed(path: str, data_files: Any = None, name: Any = None) -> list[str]:
     return [f"{path}:{name}" if name else path]
 
 
-def renamed(columns: Mapping[str, Any]) -> dict[str, str]:
-    """Columns of ours -> theirs, those that are named alike left out."""
-    return {ours: theirs for ours, theirs in columns.items() if theirs and theirs != ours}
-
-
 def source(
     path: str, *, split: Any = None, kind: str = "", columns: Mapping[str, Any] = {}, **more: Any
 ) -> Source:
-    """A source of ours without what is so by default."""
+    """A source of ours without what is so by default. columns: ours -> theirs."""
+    renamed = {ours: theirs for ours, theirs in columns.items() if theirs and theirs != ours}
     split = None if is_one_file(path) else split
-    made = {"path": path, "split": split, "format": kind, "columns": renamed(columns), **more}
+    made = {"path": path, "split": split, "format": kind, "columns": renamed, **more}
     return {key: value for key, value in made.items() if value}
-
-
-NEW_SHARE = "a share (weight) is drawn anew in each epoch"
 
 
 def joined(remarks: Iterable[str]) -> str:
@@ -81,16 +50,19 @@ def joined(remarks: Iterable[str]) -> str:
     return "; ".join(dict.fromkeys(filter(None, remarks)))
 
 
-def lost_split(split: Any, made: Source) -> list[str]:
+def lost_split(split: Any, made: Source) -> str:
     """Remark on a split, other than train, that a source of ours does not have: it is a single file."""
     lost = split not in (None, "", "train") and "split" not in made
-    return [f"all rows of the file {made['path']}, not split {split}"] if lost else []
+    return f"all rows of the file {made['path']}, not split {split}" if lost else ""
 
 
-# axolotl
+def evaluates(job: Job) -> bool:
+    return short(job.value("eval_strategy", "evaluation_strategy")) != "no"
 
 
-@conversion
+# axolotl #
+
+
 def axolotl_train(value: Any, job: Job) -> Converted:
     converted = axolotl_sources("data.train", value, has_alpaca_prompts(job))
     if not has_alpaca_prompts(job):
@@ -99,7 +71,6 @@ def axolotl_train(value: Any, job: Job) -> Converted:
     return Converted(converted.settings | ALPACA_TEMPLATE, remark, converted.lost)
 
 
-@conversion
 def axolotl_eval(value: Any, job: Job) -> Converted:
     for rows in listed(value):
         for path in placed(str(rows["path"]), rows.get("data_files")):
@@ -115,11 +86,9 @@ def axolotl_eval(value: Any, job: Job) -> Converted:
 def has_alpaca_prompts(job: Job) -> bool:
     """True if all of an axolotl file's rows are of type alpaca, which has a prompt of its own."""
     rows = [*listed(job.value("datasets", default=[])), *listed(job.value("test_datasets", default=[]))]
-    kinds = {str(each.get("type")) if isinstance(each, Mapping) else "" for each in rows}
-    return kinds == {"alpaca"}
+    return {str(each.get("type")) if isinstance(each, Mapping) else "" for each in rows} == {"alpaca"}
 
 
-@conversion
 def axolotl_pretraining(value: Any, job: Job) -> Converted:
     rows = [entry if isinstance(entry, Mapping) else {"path": entry} for entry in listed(value)]
     rows = [{"type": "completion", "field": row.get("text_column"), **row} for row in rows]
@@ -147,14 +116,13 @@ def axolotl_sources(setting: str, value: Any, alpaca: bool = False) -> Converted
             for theirs in listed(names)
             if theirs != ours
         }
-        files = rows.get("data_files")
-        split = rows.get("split")
+        files, split = rows.get("data_files"), rows.get("split")
         plain = split == "train" and (setting == "data.train" or files or rows.get("ds_type"))
         for path in placed(str(rows["path"]), files, rows.get("name")):
             sources.append(
                 source(path, split=None if plain else split, kind=kind, columns=columns, roles=roles)
             )
-            remarks += lost_split(split, sources[-1])
+            remarks.append(lost_split(split, sources[-1]))
     return Converted({setting: sources}, joined(remarks), joined(lost))
 
 
@@ -178,36 +146,13 @@ def axolotl_format(rows: Mapping[str, Any]) -> tuple[str, dict[str, Any], str]:
     if "type" in rows and kind in (None, ""):  # axolotl takes them for tokens
         return "tokens", {}, ""
     if isinstance(kind, Mapping):
-        question, answer = kind.get("field_instruction"), kind.get("field_output")
-        columns = {
-            "instruction": question,
-            "output": answer,
-            "input": kind.get("field_input"),
-            "system": kind.get("field_system"),
-        }
-        return (
-            "alpaca",
-            columns,
-            "rows are asked by data.separator or the chat template, not by a format of their own",
-        )
+        names = {"instruction": "instruction", "output": "output", "input": "input", "system": "system"}
+        columns = {ours: kind.get(f"field_{theirs}") for ours, theirs in names.items()}
+        lost = "rows are asked by data.separator or the chat template, not by a format of their own"
+        return "alpaca", columns, lost
     name = str(kind or "chat_template").partition(".")[0].partition(":")[0]
     if name in ("chat_template", "sharegpt"):
-        names = rows.get("message_property_mappings") or {}
-        role = (
-            names.get("role") or rows.get("message_field_role") or ("from" if name == "sharegpt" else "role")
-        )
-        content = names.get("content") or rows.get("message_field_content")
-        remark = ""
-        if role not in ("role", "from") or content not in (None, CONTENT.get(role)):
-            remark = f"messages have role and content, or from and value, not {role} and {content}"
-        elif rows.get("conversation"):
-            remark = f"without the prompt {rows['conversation']}: set data.chat_template"
-        field = rows.get("field_messages")
-        tools = {"tools": rows.get("field_tools")}
-        if role == "from":
-            unnamed = "conversations" if name == "sharegpt" else "messages"
-            return "sharegpt", {"conversations": field or unnamed} | tools, remark
-        return "messages", {"messages": field} | tools, remark
+        return axolotl_messages(rows, shared=name == "sharegpt")
     if name == "completion":
         return "text", {"text": rows.get("field")}, ""
     if name.startswith("alpaca"):
@@ -215,50 +160,84 @@ def axolotl_format(rows: Mapping[str, Any]) -> tuple[str, dict[str, Any], str]:
     return "", {}, f"rows of type {kind} are read by their columns; meshtune data shows how"
 
 
-# LLaMA-Factory
+def axolotl_messages(rows: Mapping[str, Any], shared: bool) -> tuple[str, dict[str, Any], str]:
+    """`axolotl_format` of conversations. shared: in ShareGPT's form, unless the rows say otherwise."""
+    names = rows.get("message_property_mappings") or {}
+    role = names.get("role") or rows.get("message_field_role") or ("from" if shared else "role")
+    content = names.get("content") or rows.get("message_field_content")
+    lost = ""
+    if role not in ("role", "from") or content not in (None, CONTENT.get(role)):
+        lost = f"messages have role and content, or from and value, not {role} and {content}"
+    elif rows.get("conversation"):
+        lost = f"without the prompt {rows['conversation']}: set data.chat_template"
+    field, tools = rows.get("field_messages"), {"tools": rows.get("field_tools")}
+    if role == "from":
+        unnamed = "conversations" if shared else "messages"
+        return "sharegpt", {"conversations": field or unnamed} | tools, lost
+    return "messages", {"messages": field} | tools, lost
 
 
-@conversion
-def llama_factory_train(value: Any, job: Job) -> Converted:
-    return llama_factory_sources("data.train", value, job)
+def axolotl_rows(config: Config, source: SourceConfig) -> dict[str, Any]:
+    """A source as one of axolotl's data sets."""
+
+    def named(name: str) -> str:
+        return column_name(config.data, source, name)
+
+    rows: dict[str, Any] = {"path": source.path}
+    if is_file(source):
+        rows["ds_type"] = file_kind(source)
+    if source.split or is_file(source):
+        rows["split"] = source.split or "train"
+    asked = "{instruction}" + config.data.separator
+    prompter = {"format": asked, "no_input_format": asked}
+    match row_format(config.data, source):
+        case "text":
+            return rows | {"type": "completion", "field": named("text")}
+        case "messages":
+            return rows | {"type": "chat_template", "field_messages": named("messages")}
+        case "sharegpt":
+            mapping = {"role": "from", "content": "value"}
+            turns = {"field_messages": named("conversations"), "message_property_mappings": mapping}
+            return rows | {"type": "chat_template"} | turns
+        case "alpaca":
+            names = {f"field_{name}": named(name) for name in ("instruction", "output", "input")}
+            prompter["format"] = "{instruction}\n{input}" + config.data.separator
+        case _:
+            names = {"field_instruction": named("prompt"), "field_output": named("completion")}
+    return rows | {"type": names | prompter}
 
 
-@conversion
-def llama_factory_eval(value: Any, job: Job) -> Converted:
-    return llama_factory_sources("data.eval", value, job)
+# LLaMA-Factory #
 
 
 def llama_factory_sources(setting: str, value: Any, job: Job) -> Converted:
     folder = str(job.value("dataset_dir", default="data"))
     found = job.read(f"{folder}/dataset_info.json")
+    names = [name.strip() for name in (value.split(",") if isinstance(value, str) else value)]
     if found is None and folder != "ONLINE":
-        names = value.split(",") if isinstance(value, str) else list(value)
         remark = f"{folder}/dataset_info.json is not here, which says where these are; write their paths"
-        return Converted({setting: [f"{folder}/{name.strip()}.json" for name in names]}, remark)
+        return Converted({setting: [f"{folder}/{name}.json" for name in names]}, remark)
     try:
         described = json.loads(found.read_text(encoding="utf-8")) if found else {}
     except ValueError as error:
         raise Refused(f"{found}, which describes the data sets, is not JSON: {error}.") from None
     sources: list[Source] = []
     remarks: list[str] = []
-    for name in value.split(",") if isinstance(value, str) else value:
-        name = name.strip()
+    for name in names:
         entry = described.get(name)
         if entry is None:
             sources.append(source(name if found is None else f"{folder}/{name}.json"))
             if found is not None:
                 remarks.append(f"{folder}/dataset_info.json does not describe {name}; write its path")
             continue
-        if entry.get("ranking") or "kto_tag" in entry.get("columns", {}):
-            raise Refused(f"dataset {name} has preferences; meshtune trains on answers alone.")
+        columns = entry.get("columns", {})
+        if entry.get("ranking") or "kto_tag" in columns:
+            raise Refused(f"dataset {name} has preferences; meshtune trains only on answers.")
         if entry.get("num_samples"):
             remarks.append(f"{name}: all rows, not {entry['num_samples']}; data.max_samples takes the first")
         made = llama_factory_source(entry, f"{found.parent}/" if found else "")
         if job.value("stage") == "pt":  # its text is what prompts are otherwise
-            made |= {
-                "format": "text",
-                "columns": {"text": entry.get("columns", {}).get("prompt", "instruction")},
-            }
+            made |= {"format": "text", "columns": {"text": columns.get("prompt", "instruction")}}
         sources.append(made)
     return Converted({setting: sources}, "; ".join(remarks))
 
@@ -267,73 +246,97 @@ def llama_factory_source(entry: Mapping[str, Any], folder: str) -> Source:
     """A source of ours for an entry of dataset_info.json. folder: that the files are in."""
     hub = entry.get("hf_hub_url") or entry.get("ms_hub_url") or entry.get("om_hub_url")
     path = placed(str(hub), None, entry.get("subset"))[0] if hub else f"{folder}{entry['file_name']}"
-    columns, tags = entry.get("columns", {}), entry.get("tags", {})
+    columns, tags, split = entry.get("columns", {}), entry.get("tags", {}), entry.get("split")
     more = {"system": columns.get("system"), "tools": columns.get("tools")}
-    split = entry.get("split")
     if entry.get("formatting", "alpaca") == "alpaca":
-        names = {
-            "instruction": columns.get("prompt"),
-            "input": columns.get("query"),
-            "output": columns.get("response"),
-        }
-        return source(
-            path, split=split, kind="alpaca", columns=names | {"history": columns.get("history")} | more
-        )
-    theirs = columns.get("messages", "conversations")
+        theirs = {"instruction": "prompt", "input": "query", "output": "response", "history": "history"}
+        names = {ours: columns.get(name) for ours, name in theirs.items()}
+        return source(path, split=split, kind="alpaca", columns=names | more)
+    messages = columns.get("messages", "conversations")
+    named = {"user": "user", "assistant": "assistant", "system": "system", "observation": "tool"}
     roles = {
-        tags[f"{ours}_tag"]: ours
-        for ours in ("user", "assistant", "system")
-        if tags.get(f"{ours}_tag", ours) != ours
+        tags[f"{theirs}_tag"]: ours
+        for theirs, ours in named.items()
+        if tags.get(f"{theirs}_tag", ours) != ours
     }
-    if tags.get("observation_tag", "tool") != "tool":
-        roles[tags["observation_tag"]] = "tool"
     if tags.get("role_tag", "from") != "from" or entry["formatting"] == "openai":
-        return source(path, split=split, kind="messages", columns={"messages": theirs} | more, roles=roles)
-    return source(path, split=split, kind="sharegpt", columns={"conversations": theirs} | more, roles=roles)
+        return source(path, split=split, kind="messages", columns={"messages": messages} | more, roles=roles)
+    return source(path, split=split, kind="sharegpt", columns={"conversations": messages} | more, roles=roles)
 
 
-# TRL
+OPENAI_TAGS = {
+    "role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant",
+    "observation_tag": "tool", "function_tag": "function_call", "system_tag": "system",
+}  # fmt: skip
 
 
-@conversion
+def llama_factory_rows(config: Config, source: SourceConfig) -> dict[str, Any]:
+    """A source as an entry of dataset_info.json: where it is, its format and its names of columns."""
+
+    def named(**columns: str) -> dict[str, str]:
+        return {theirs: column_name(config.data, source, ours) for theirs, ours in columns.items()}
+
+    rows: dict[str, Any] = {"file_name" if is_file(source) else "hf_hub_url": source.path}
+    if source.split:
+        rows["split"] = source.split
+    match row_format(config.data, source):
+        case "text":
+            return rows | {"columns": named(prompt="text")}
+        case "messages":
+            tagged = {"columns": named(messages="messages"), "tags": OPENAI_TAGS}
+            return rows | {"formatting": "sharegpt"} | tagged
+        case "sharegpt":
+            return rows | {"formatting": "sharegpt", "columns": named(messages="conversations")}
+        case "alpaca":
+            return rows | {"columns": named(prompt="instruction", query="input", response="output")}
+    return rows | {"columns": named(prompt="prompt", response="completion")}
+
+
+def dataset_info(config: Config) -> dict[str, Any]:
+    """LLaMA-Factory's dataset_info.json: train_0, … and eval_0, …"""
+    return {
+        f"{name}_{index}": llama_factory_rows(config, source)
+        for name, sources in (("train", config.data.train), ("eval", config.data.eval))
+        for index, source in enumerate(sources)
+    }
+
+
+# TRL #
+
+
 def trl_dataset(value: Any, job: Job) -> Converted:
     if not job.on("dataset_name"):
         raise NoCounterpart("no dataset_name says of which data set; set data.train")
     path = placed(str(job.value("dataset_name")), None, job.value("dataset_config"))[0]
     if is_one_file(path):
         remark = "a file has no test split: name held-out rows in data.eval, or set data.eval_split"
-        evaluates = short(job.value("eval_strategy", "evaluation_strategy")) != "no"
-        split = job.on("test_split_size") or not evaluates
+        split = job.on("test_split_size") or not evaluates(job)
         return Converted({"data.train": [source(path)]}, "" if split else remark)
-    settings = {"data.train": [source(path, split=job.value("dataset_train_split"))]}
-    if job.value("dataset_train_split") == "train":
-        settings = {"data.train": [source(path)]}
+    split = job.value("dataset_train_split")
+    settings = {"data.train": [source(path, split=None if split == "train" else split)]}
     if job.on("eval_strategy", "evaluation_strategy"):
         settings["data.eval"] = [source(path, split=job.value("dataset_test_split", default="test"))]
     return Converted(settings)
 
 
-@conversion
 def trl_mixture(value: Any, job: Job) -> Converted:
     sources: list[Source] = []
     remarks: list[str] = []
     for rows in value:
+        refuse_pairs(rows.get("columns"))
         folder = f"{rows['path']}/{rows['data_dir']}" if rows.get("data_dir") else rows["path"]
         for path in placed(folder, rows.get("data_files"), rows.get("name")):
-            refuse_pairs(rows.get("columns"))
             sources.append(source(path, split=rows.get("split"), weight=rows.get("fraction")))
-            remarks += lost_split(rows.get("split"), sources[-1])
-    return Converted({"data.train": sources}, "; ".join(remarks))
+            remarks.append(lost_split(rows.get("split"), sources[-1]))
+    return Converted({"data.train": sources}, joined(remarks))
 
 
-@conversion
 def handbook_mixer(value: Any, job: Job) -> Converted:
     """The alignment handbook's {path: share of the rows}, with the same splits for all."""
     if wrong := {path: share for path, share in value.items() if not 0 <= float(share) <= 1}:
         raise ValueError(f"shares are from 0 to 1: {wrong}")
     splits = listed(job.value("dataset_splits", default=["train", "test"]))
     names = listed(job.value("dataset_configs", default=[])) or [None] * len(value)
-    evaluates = job.on("do_eval") or short(job.value("eval_strategy", "evaluation_strategy")) != "no"
     settings: dict[str, list[Source]] = {"data.train": [], "data.eval": []}
     remarks: list[str] = []
     for (folder, share), name in zip(value.items(), names, strict=True):
@@ -342,14 +345,12 @@ def handbook_mixer(value: Any, job: Job) -> Converted:
             if "train" in split and float(share):
                 weight = float(share) if float(share) < 1 else None
                 settings["data.train"].append(source(path, split=split, weight=weight))
-                remarks += [NEW_SHARE] if weight else []
-                remarks += lost_split(split, settings["data.train"][-1])
-            elif "test" in split and evaluates and not is_one_file(path):
+                remarks += [NEW_SHARE if weight else "", lost_split(split, settings["data.train"][-1])]
+            elif "test" in split and (job.on("do_eval") or evaluates(job)) and not is_one_file(path):
                 settings["data.eval"].append(source(path, split=split))
     return Converted({key: made for key, made in settings.items() if made}, joined(remarks))
 
 
-@conversion
 def handbook_mixture(value: Any, job: Job) -> Converted:
     """Data sets of Open R1, each with a share of its rows (weight) and the columns that are kept."""
     sources: list[Source] = []
@@ -362,65 +363,57 @@ def handbook_mixture(value: Any, job: Job) -> Converted:
         weight = None if share is None or float(share) == 1 else float(share)
         for path in placed(str(rows["id"]), None, rows.get("config")):
             sources.append(source(path, split=rows.get("split"), kind=kind, weight=weight))
-            remarks += [NEW_SHARE] if weight else []
-            remarks += lost_split(rows.get("split"), sources[-1])
+            remarks += [NEW_SHARE if weight else "", lost_split(rows.get("split"), sources[-1])]
     held = {"data.eval_split": value["test_split_size"]} if value.get("test_split_size") else {}
     return Converted({"data.train": sources, **held}, joined(remarks))
 
 
 def refuse_pairs(columns: Any) -> None:
     if "rejected" in (columns or ()):
-        raise Refused(f"columns {', '.join(columns)} hold preferences; meshtune trains on answers alone.")
+        raise Refused(f"columns {', '.join(columns)} hold preferences; meshtune trains only on answers.")
 
 
-@conversion
-def text_column(value: Any, job: Job) -> Converted:
-    return Converted({"data.columns": {"text": value}} if value != "text" else {})
+# torchtune #
 
 
-# torchtune
-
-
-@conversion
 def torchtune_dataset(value: Any, job: Job) -> Converted:
     """Read the whole section, or each of a list of them, whichever of its keys is asked for."""
-    sources: list[Source] = []
-    labels: list[str] = []
-    remarks: list[str] = []
-    lost = ""
-    for rows in listed(job.value("dataset")):
-        made, labelled = torchtune_sources(rows)
-        sources += made
-        labels.append(labelled)
-        remarks += [remark for each in made for remark in lost_split(rows.get("split"), each)]
-    settings = {"data.train": sources, "data.train_on": labels[0]}
+    sections = listed(job.value("dataset"))
+    made = [torchtune_sources(rows, job) for rows in sections]
+    labels = [labelled for _, labelled in made]
+    remarks = [
+        lost_split(rows.get("split"), each)
+        for rows, (sources, _) in zip(sections, made, strict=True)
+        for each in sources
+    ]
+    settings = {"data.train": [each for sources, _ in made for each in sources], "data.train_on": labels[0]}
     if len({*labels}) > 1:
         remarks.append(f"data.train_on is that of the first source; the others label {', '.join(labels[1:])}")
-    names = [short(rows["_component_"]) for rows in listed(job.value("dataset"))]
+    names = [short(rows["_component_"]) for rows in sections]
     prompted = [name for name in names if name in PROMPTED]
+    lost = ""
     if prompted == names and {*names} <= ALPACA:
         settings |= ALPACA_TEMPLATE
         remarks.append(ALPACA_REMARK.format(tool="torchtune"))
     elif prompted:
         lost = f"without torchtune's prompts of {', '.join(prompted)}: set data.chat_template"
-    return Converted(settings, "; ".join(remarks), lost)
+    return Converted(settings, joined(remarks), lost)
 
 
-@conversion
 def torchtune_eval(value: Any, job: Job) -> Converted:
-    made = [(rows, each) for rows in listed(value) for each in torchtune_sources(rows)[0]]
+    made = [(rows, each) for rows in listed(value) for each in torchtune_sources(rows, job)[0]]
     for rows, each in made:
         if lost := lost_split(rows.get("split"), each):
-            raise NoCounterpart(f"it would be {lost[0]}; write these to another file, or set data.eval_split")
+            raise NoCounterpart(f"it would be {lost}; write these to another file, or set data.eval_split")
     return Converted({"data.eval": [each for _, each in made]})
 
 
-def torchtune_sources(rows: Mapping[str, Any]) -> tuple[list[Source], str]:
+def torchtune_sources(rows: Mapping[str, Any], job: Job) -> tuple[list[Source], str]:
     """(Sources, data.train_on) of one of torchtune's dataset components."""
     name = short(rows.get("_component_", ""))
-    if name not in BUILDERS:
+    if name not in job.table.tree["builders"]:
         raise NoCounterpart(f"torchtune's {name or 'data set'} has no counterpart; set data.train")
-    path, kind, columns, labels = BUILDERS[name]
+    path, kind, columns, labels = job.table.tree["builders"][name]
     column = str(rows.get("conversation_column") or rows.get("column") or "")
     if kind == "sharegpt":
         kind = "messages" if rows.get("conversation_style") == "openai" else kind
@@ -435,3 +428,32 @@ def torchtune_sources(rows: Mapping[str, Any]) -> tuple[list[Source], str]:
     split = rows.get("split") if rows.get("split") != "train" else None
     paths = placed(str(rows.get("source") or path), rows.get("data_files"), rows.get("subset"))
     return [source(each, split=split, kind=kind, columns=columns) for each in paths], labels
+
+
+def text_column(value: Any, job: Job) -> dict[str, Any]:
+    return {"data.columns": {"text": value}} if value != "text" else {}
+
+
+CONVERSIONS = {
+    **{
+        read.__name__: Conversion(read)
+        for read in (
+            axolotl_pretraining, trl_dataset, trl_mixture, handbook_mixer, handbook_mixture, text_column,
+            torchtune_dataset, torchtune_eval,
+        )
+    },
+    "axolotl_train": Conversion(
+        axolotl_train, lambda plan: [axolotl_rows(plan.config, each) for each in plan.config.data.train]
+    ),
+    "axolotl_eval": Conversion(
+        axolotl_eval, lambda plan: [axolotl_rows(plan.config, each) for each in plan.config.data.eval]
+    ),
+    "llama_factory_train": Conversion(
+        lambda value, job: llama_factory_sources("data.train", value, job),
+        lambda plan: ",".join(name for name in dataset_info(plan.config) if name.startswith("train")),
+    ),
+    "llama_factory_eval": Conversion(
+        lambda value, job: llama_factory_sources("data.eval", value, job),
+        lambda plan: ",".join(name for name in dataset_info(plan.config) if name.startswith("eval")),
+    ),
+}  # fmt: skip

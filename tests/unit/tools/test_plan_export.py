@@ -27,10 +27,10 @@ from meshtune.errors import UserError
 from meshtune.layout import Layout
 from meshtune.plan.hardware import attention_kernel
 from meshtune.plan.programs import TOOLS
-from meshtune.tools import exported as shared
-from meshtune.tools import refused
+from meshtune.tools import planned as shared
+from meshtune.tools import rules as layout_rules
 from meshtune.tools.export import EXPORTERS, Exported, export
-from meshtune.tools.megatron import stage_layers
+from meshtune.tools.planned import stage_layers
 
 COLUMNS = "data.columns={prompt: question, completion: answer}"
 PARALLEL = {  # what each tool runs; gpus_per_node is 8
@@ -987,7 +987,7 @@ def test_an_axis_or_an_optimizer_that_no_export_writes_is_refused(
     text = f"zero3x2-tp2{'-sp' * (tool == 'torchtitan')}-mb1-ga1"
     exported(tool, text)
     monkeypatch.setattr(shared, "EXPORTED_OPTIMIZERS", ("sgd",))
-    monkeypatch.setattr(refused, "EXPORTED_AXES", ("dp_replicate", "dp_shard"))
+    monkeypatch.setattr(layout_rules, "EXPORTED_AXES", ("dp_replicate", "dp_shard"))
     with pytest.raises(UserError) as error:
         exported(tool, text)
     optimizer, axis = error.value.problems
@@ -1080,14 +1080,7 @@ def test_every_reason_is_given_at_once() -> None:
     assert len(error.value.problems) == 5
 
 
-@pytest.mark.parametrize(
-    "tool",
-    [
-        "deep-speed",
-        "LLaMA-Factory",
-        "x",
-    ],
-)
+@pytest.mark.parametrize("tool", ["deep-speed", "LLaMA-Factory", "x"])
 def test_an_unknown_tool_names_the_nearest(tool: str) -> None:
     with refuses(UserError):
         export(tool, config(Layout()), Layout(), blocks=61, gpus_per_node=8)

@@ -15,7 +15,7 @@ from meshtune import config
 from meshtune.config import unknown_key
 from meshtune.errors import UserError
 from meshtune.layout import Layout, PartialLayout
-from meshtune.tools.table import TOOLS, table
+from meshtune.tools.table import OTHERS, TOOLS, table
 
 ROOT = Path(__file__).parents[3]
 LISTED = json.loads((ROOT / "tests" / "data" / "trainer_keys.json").read_text())
@@ -41,7 +41,7 @@ def test_every_key_of_a_table_is_one_of_the_tool_or_named_as_an_earlier_one(tool
     assert [name for name in sections if not any(f"{key}.".startswith(f"{name}.") for key in known)] == []
 
 
-@pytest.mark.parametrize("tool", [*TOOLS, "other"])
+@pytest.mark.parametrize("tool", [*TOOLS, *OTHERS])
 def test_every_counterpart_is_a_setting(tool: str) -> None:
     entries = table(tool).own
     assert {entry.setting for entry in entries.values() if entry.setting} - SETTINGS == set()

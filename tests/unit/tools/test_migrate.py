@@ -17,10 +17,10 @@ from meshtune import config
 from meshtune.errors import UserError
 from meshtune.layout import Layout
 from meshtune.reference.schema import schema
-from meshtune.tools.job import CONVERSIONS
-from meshtune.tools.migrate import Migrated, migrate
-from meshtune.tools.table import TOOLS, table
-from meshtune.tools.write import text_of
+from meshtune.tools.exporters import CONVERSIONS, MAKERS, conversion_of
+from meshtune.tools.job import Conversion
+from meshtune.tools.migrate import Migrated, migrate, text_of
+from meshtune.tools.table import OTHERS, TOOLS, table
 
 FILES = Path(__file__).parents[2] / "data" / "migrate"
 Migrate = Callable[..., Migrated]
@@ -37,14 +37,18 @@ TORCHTUNE = {
 }
 
 
-@pytest.mark.parametrize("tool", TOOLS)
+ENTRIES = {tool: table(tool).own.values() for tool in (*TOOLS, *OTHERS)}
+
+
+@pytest.mark.parametrize("tool", ENTRIES)
 def test_every_conversion_of_a_table_exists(tool: str) -> None:
-    assert {entry.conversion for entry in table(tool).own.values() if entry.conversion} <= CONVERSIONS.keys()
+    for entry in ENTRIES[tool]:
+        assert not entry.setting or isinstance(conversion_of(entry), Conversion)
 
 
 def test_every_conversion_is_of_a_table() -> None:
-    used = {entry.conversion for tool in TOOLS for entry in table(tool).own.values()}
-    assert CONVERSIONS.keys() - used == set()
+    used = {entry.conversion for entries in ENTRIES.values() for entry in entries}
+    assert (CONVERSIONS | MAKERS).keys() - used == set()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,278 @@
+"""A table: columns of cells, drawn by a terminal of any width, a page, and Markdown.
+
+    Column.priority 0    always there
+           1, 2, …       added in this order while a line has room for all of it; others are left out
+
+Where not even the required columns fit, words wrap, then texts of the last column of words go below those of
+the one before, and numbers without room into a table of their own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.measure import Measurement
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from meshtune.report.draw.bars import WIDEST, Bar, Legend, Name, Segments
+from meshtune.report.draw.page import text
+
+LEAST = 24  # terminal columns down to which words wrap, where they are as long
+NARROWEST = 8  # terminal columns of a bar
+GAP = 2  # terminal columns between columns
+PIECE = re.compile(r"[^\s-]*-+|\S+\s*|\s+")  # lines of words end behind these: spaces, and hyphens of names
+
+Cell = str | Text | Name | Segments
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column; all columns of a table have the same number of cells."""
+
+    head: str
+    cells: Sequence[Cell] = ()
+    words: bool = False  # begins at the left and wraps; others are numbers
+    priority: int = 0
+    replaces: Column | None = None  # that it is drawn in place of
+    style: str = ""
+    more: Sequence[str] = ()  # a line below each cell, on a page
+    code: bool = False  # names, which a page draws as code
+    name: str = ""  # of the column on a page, "": its head in one line
+
+    @property
+    def bars(self) -> bool:
+        """True if its cells are bars, which shrink down to NARROWEST and stand in the terminal only."""
+        return any(isinstance(cell, Segments) for cell in self.cells)
+
+    @property
+    def width(self) -> int:
+        """Terminal columns of its longest line, of bars the fewest."""
+        return NARROWEST if self.bars else max(map(_length, (self.head, *self.cells)))
+
+    @property
+    def least(self) -> int:
+        """Terminal columns that it needs."""
+        return min(LEAST, self.width) if self.words else self.width
+
+    def texts(self) -> list[str]:
+        """Its cells as plain texts; "" for a bar."""
+        return [_plain(cell) for cell in self.cells]
+
+
+@dataclass(frozen=True)
+class Table:
+    """A title, columns, and sentences below them."""
+
+    title: str
+    columns: tuple[Column, ...]
+    notes: tuple[str, ...] = ()
+    totals: int = 0  # how many rows at the end are sums, in bold
+    chosen: int | None = None  # row that a page marks
+    legends: Mapping[str, Legend] = field(
+        default_factory=dict
+    )  # head of a column -> legend, where it is drawn
+
+    @classmethod
+    def of_rows(
+        cls,
+        title: str,
+        heads: Sequence[str],
+        rows: Iterable[Sequence[str]],
+        words: Sequence[str] = (),
+        notes: Sequence[str] = (),
+        *,
+        totals: int = 0,
+    ) -> Table:
+        """A table of texts, a row each. words: heads of the columns of words."""
+        cells = [*zip(*rows, strict=True)] or [()] * len(heads)
+        columns = (Column(head, column, head in words) for head, column in zip(heads, cells, strict=True))
+        return cls(title, tuple(columns), tuple(notes), totals)
+
+    @property
+    def heads(self) -> tuple[str, ...]:
+        return tuple(column.head for column in self.columns)
+
+    @property
+    def rows(self) -> tuple[tuple[str, ...], ...]:
+        """Its rows as plain texts."""
+        return tuple(zip(*(column.texts() for column in self.columns), strict=True))
+
+    # Terminal #
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if self.title:
+            yield Text(self.title, style="bold")
+        for part in (parts := self.fitted(options.max_width)):
+            yield part._drawn(options.max_width)
+        drawn = {column.head for part in parts for column in part.columns}
+        yield from (legend for head, legend in self.legends.items() if head in drawn)
+        yield from (Text(note, style="dim") for note in self.notes)
+        if self.title:
+            yield Text()
+
+    def fitted(self, width: int) -> list[Table]:
+        """Tables of at most `width` terminal columns, where that can be."""
+        chosen = [column for column in self.columns if not column.priority]
+        for optional in sorted((c for c in self.columns if c.priority), key=lambda column: column.priority):
+            some = [c for c in self.columns if c is optional or (c in chosen and c is not optional.replaces)]
+            if _room(column.width for column in some) <= width:
+                chosen = some
+        return replace(self, columns=tuple(chosen))._narrowed(width)
+
+    def _narrowed(self, width: int) -> list[Table]:
+        columns = [*self.columns]
+        if _room(column.least for column in columns) <= width:
+            return [self]
+        words = [place for place, column in enumerate(columns) if column.words]
+        if len(words) > 1:
+            *_, upper, lower = words
+            pairs = zip(columns[upper].texts(), columns[lower].texts(), strict=True)
+            head = "\n".join((columns[upper].head, columns[lower].head))
+            columns[upper] = Column(head, [*map("\n".join, pairs)], words=True)
+            del columns[lower]
+            return replace(self, columns=tuple(columns))._narrowed(width)
+        parts: list[list[Column]] = [[]]
+        left = most = width - sum(columns[place].least + GAP for place in words)
+        for column in columns:
+            if column.words:
+                continue
+            if column.least > left and parts[-1]:
+                parts.append([])
+                left = most
+            parts[-1].append(column)
+            left -= column.least + GAP
+        return [replace(self, columns=(*(columns[place] for place in words), *part)) for part in parts]
+
+    def _drawn(self, width: int) -> RichTable:
+        """Its heads and rows alone; all bars are equally wide, as wide as fits."""
+        bars = [column for column in self.columns if column.bars]
+        spare = width - _room(column.width for column in self.columns) + NARROWEST * len(bars)
+        bar = min(WIDEST, max(NARROWEST, spare // max(1, len(bars))))
+        table = RichTable(box=None, padding=(0, GAP // 2), pad_edge=False, header_style="dim")
+        table.show_header = any(self.heads)
+        for column in self.columns:
+            left = column.words or column.bars
+            table.add_column(
+                column.head, justify="left" if left else "right", style=column.style, no_wrap=not column.words
+            )
+        for number, row in enumerate(zip(*(column.cells for column in self.columns), strict=True)):
+            total = number >= len(column.cells) - self.totals if self.columns else False
+            table.add_row(*map(_rendered, row, self.columns, [bar] * len(row)), style="bold" if total else "")
+        return table
+
+    # Page #
+
+    def html(self, kind: str = "listing") -> str:
+        """The table as a section of a page, without bars. kind: its class, listing or layouts."""
+        columns = [column for column in self.columns if not column.bars and not column.replaces]
+        heads = "".join(f"<th{_left(column)}>{text(_name(column))}</th>" for column in columns)
+        rows = "".join(
+            f"<tr{self._class(number)}>{''.join(_cell(column, number) for column in columns)}</tr>"
+            for number in range(len(columns[0].cells))
+        )
+        notes = "".join(f"<p class='note'>{text(note)}</p>" for note in self.notes)
+        return (
+            f"<section><h2>{text(self.title)}</h2><div class='wide'><table class='facts numbers {kind}'>"
+            f"<thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table></div>{notes}</section>"
+        )
+
+    def _class(self, number: int) -> str:
+        if number == self.chosen:
+            return " class=chosen"
+        return " class=total" if number >= len(self.columns[0].cells) - self.totals else ""
+
+    # Markdown #
+
+    def markdown(self) -> str:
+        """The table as Markdown, its notes below it."""
+        rules = tuple("---" if column.words else "---:" for column in self.columns)
+        notes = "".join(f"\n{note}" for note in self.notes)
+        return "\n".join(f"| {' | '.join(cells)} |" for cells in (self.heads, rules, *self.rows)) + notes
+
+
+@dataclass(frozen=True)
+class Wrapped:
+    """Words whose lines end behind a space or a hyphen."""
+
+    words: Text
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for line in self.words.split("\n", allow_blank=True):
+            yield from _lines(line, options.max_width)
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        longest = _length(self.words)
+        return Measurement(min(LEAST, longest), longest)
+
+
+def _lines(line: Text, width: int) -> Iterator[Text]:
+    """Yield lines of at most `width` terminal columns; a piece that is longer is cut."""
+    start = end = 0
+    for piece in PIECE.finditer(line.plain):
+        if line[start : piece.end()].cell_len - (piece[0] != piece[0].rstrip()) > width and end > start:
+            yield line[start:end]
+            start = end
+        end = piece.end()
+        while end - start > width and len(piece[0].rstrip()) > width:
+            yield line[start : start + width]
+            start += width
+    yield line[start:]
+
+
+def _rendered(cell: Cell, column: Column, bar: int) -> RenderableType:
+    if isinstance(cell, Segments):
+        return Bar(*cell[:2], width=bar, until=cell.until)
+    if column.words and not isinstance(cell, Name):
+        return Wrapped(cell if isinstance(cell, Text) else Text(cell))
+    return Text(cell) if isinstance(cell, str) else cell
+
+
+def _plain(cell: Cell) -> str:
+    if isinstance(cell, Segments):
+        return ""
+    return cell.name if isinstance(cell, Name) else cell.plain if isinstance(cell, Text) else cell
+
+
+def _length(cell: Cell) -> int:
+    """Terminal columns of the longest line of a cell."""
+    mark = Name.MARK if isinstance(cell, Name) else 0
+    return mark + max(Text(line).cell_len for line in _plain(cell).split("\n"))
+
+
+def _room(widths: Iterable[int]) -> int:
+    sizes = [*widths]
+    return sum(sizes) + GAP * (len(sizes) - 1)
+
+
+def _name(column: Column) -> str:
+    """A column's name in one line: "tokens/s/GPU", "GPU-hours", "step ±5%"."""
+    return column.name or re.sub(r"\n(?=/)|(?<=-)\n", "", column.head).replace("\n", " ").strip()
+
+
+def _left(column: Column) -> str:
+    return f" class='{'layout' if column.code else 'left'}'" if column.words else ""
+
+
+def _cell(column: Column, number: int) -> str:
+    content = text(column.texts()[number])
+    content = f"<code>{content}</code>" if column.code and content else content
+    if column.more and column.more[number]:
+        content += f"<div class='why'>{text(column.more[number])}</div>"
+    name = f" data-name='{text(_name(column))}'" if column.head and not column.words else ""
+    return f"<td{_left(column)}{name}>{content}</td>"
+
+
+def facts(rows: Mapping[str, Any], title: str = "") -> Table:
+    """A table of names and values, those of an inner mapping as `name.inner`; without heads."""
+    pairs = [
+        (f"{name}.{inner}" if inner else name, str(leaf))
+        for name, value in rows.items()
+        for inner, leaf in (value.items() if isinstance(value, Mapping) else [("", value)])
+    ]
+    names, values = [*zip(*pairs, strict=True)] or [(), ()]
+    return Table(title, (Column("", names, style="dim"), Column("", values, words=True)))

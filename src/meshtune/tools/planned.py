@@ -1,0 +1,342 @@
+"""A config with the layout that it is exported with: its values by name, its rows, what tools lack."""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from operator import attrgetter
+from pathlib import PurePath
+from typing import Any, NamedTuple
+
+from meshtune.config import Config
+from meshtune.data.example import is_url
+from meshtune.data.formats import FORMATS
+from meshtune.layout import Layout
+from meshtune.plan.programs import Tool
+from meshtune.recomputation import RECOMPUTATIONS
+from meshtune.schedules import SCHEDULES
+from meshtune.sections import DataConfig, SourceConfig, is_pattern
+from meshtune.setting import SUFFIXES, epochs_of, is_regular_expression
+from meshtune.tools.table import toml
+from meshtune.units import counted
+
+EXPORTED_OPTIMIZERS = ("adamw",)  # anything else is refused for all, so that none leaves it out
+# Those of tools with schedules of their own.
+EXPORTED_SCHEDULES = ("cosine", "linear", "constant", "constant_with_warmup")
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A layout and its workload as another tool's configuration."""
+
+    files: Mapping[str, str]  # text by file name
+    command: str  # that starts the tool with these files, in their folder; to be run on every node
+    missing: tuple[str, ...] = ()  # sentences on what the tool can't express or runs differently
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A config and the layout that it is exported with."""
+
+    config: Config
+    layout: Layout
+    blocks: int  # of the model
+    gpus_per_node: int
+
+    def setting(self, name: str) -> Any:
+        """Value of a setting by its dotted name, of a layout's field, or of an attribute of this class.
+
+        A setting of data that its sources may have too: the first source's that has one.
+        """
+        section, _, key = name.rpartition(".")
+        if not section:
+            return getattr(self, key) if hasattr(type(self), key) else getattr(self.config, key)
+        if section in ("layout", "stage_layers"):
+            return getattr(getattr(self, section), key)
+        if name in ("train.learning_rate", "train.global_batch_size"):
+            return getattr(self.config, key)
+        value = attrgetter(name)(self.config)
+        own = [getattr(source, key, None) for source in self.sources] if section == "data" else []
+        return value or next(filter(None, own), value)
+
+    def holds(self, when: str) -> bool:
+        """True if every word of a condition holds, as differences.toml describes them."""
+        return all(self._word(word.removeprefix("!")) is not word.startswith("!") for word in when.split())
+
+    def _word(self, word: str) -> bool:
+        name, sign, value = re.split("([=>]|$)", word, maxsplit=1)
+        actual = self.setting(name)
+        if sign == "=":
+            values = {*actual} if isinstance(actual, frozenset | tuple) else {str(actual)}
+            return not values.isdisjoint(value.split("|"))
+        number = len(actual) if isinstance(actual, tuple) else actual
+        return number > int(value) if sign else bool(actual)
+
+    @property
+    def sources(self) -> tuple[SourceConfig, ...]:
+        return (*self.config.data.train, *self.config.data.eval)
+
+    @property
+    def rows(self) -> frozenset[str]:
+        return kinds_of_rows(self.config)
+
+    @property
+    def first(self) -> SourceConfig:
+        """The source that tools which take only one are given."""
+        return next(iter(self.config.data.train), SourceConfig(path="train.jsonl"))
+
+    @property
+    def first_rows(self) -> str:
+        return row_format(self.config.data, self.first)
+
+    @property
+    def chats(self) -> bool:
+        return bool(self.rows - {"text"})
+
+    @property
+    def sharded(self) -> bool:
+        """True if FSDP wraps the model: for ZeRO, and for cp, which shards parameters over context ranks."""
+        return self.layout.dp_shard > 1 or self.layout.cp > 1
+
+    @property
+    def meshed(self) -> bool:
+        """True if the layout is more than plain data parallelism."""
+        return self.layout.world > self.layout.dp_replicate
+
+    @property
+    def engine(self) -> bool:
+        """True if LLaMA-Factory needs DeepSpeed for the layout: for ZeRO and tensor parallelism."""
+        return self.layout.zero > 0 or self.layout.tp > 1
+
+    @property
+    def nodes(self) -> int:
+        """Nodes that the layout's ranks fill; 1 for a part of one."""
+        return max(1, self.layout.world // self.gpus_per_node)
+
+    @property
+    def recomputes_blocks(self) -> bool:
+        return RECOMPUTATIONS[self.layout.recompute].block
+
+    @property
+    def held_out(self) -> bool:
+        return bool(self.config.data.eval or self.config.data.eval_split)
+
+    @property
+    def weighted(self) -> bool:
+        return any(source.weight != 1 for source in self.config.data.train)
+
+    @property
+    def other_schedule(self) -> bool:
+        """True for a learning-rate schedule that tools with schedules of their own lack."""
+        train = self.config.train
+        return train.lr_scheduler not in EXPORTED_SCHEDULES or bool(train.lr_scheduler_kwargs)
+
+    @property
+    def patterns_of_layers(self) -> bool:
+        targets = self.config.lora.target_modules
+        return targets != "all-linear" and any(map(is_regular_expression, targets))
+
+    @property
+    def fractional_alpha(self) -> bool:
+        return self.config.lora.alpha != int(self.config.lora.alpha)
+
+    @property
+    def tp_in_node(self) -> bool:
+        return self.layout.tp <= self.gpus_per_node
+
+    @property
+    def uneven_stages(self) -> bool:
+        """True if the ranks of the pipeline can't all have equal numbers of layers."""
+        return self.blocks % self.layout.pp > 0
+
+    @property
+    def stage_layers(self) -> "StageLayers":
+        return stage_layers(self.blocks, self.layout.pp, self.layout.stages_per_rank)
+
+    @property
+    def least_share(self) -> float:
+        """The learning rate at the end of the run, as a share of the highest."""
+        return self.config.train.min_lr_ratio or 0.0
+
+    @property
+    def least_rate(self) -> float:
+        return float(f"{self.config.learning_rate * self.least_share:.12g}")
+
+    @property
+    def warmup_from_1(self) -> int:
+        """Warm-up in steps for schedules that count at least one."""
+        return max(1, self.warmup_steps or 0)
+
+    @property
+    def warmup_ratio(self) -> float | None:
+        """Warm-up as a share of all steps; None: it is given in steps, or there is none."""
+        train = self.config.train
+        has = train.warmup_steps is None and SCHEDULES[train.lr_scheduler].warmup
+        return train.warmup_ratio if has else None
+
+    @property
+    def warmup_steps(self) -> int | None:
+        """Warm-up in optimizer steps; None: it is a ratio, and train.max_steps is not set."""
+        train = self.config.train
+        if not SCHEDULES[train.lr_scheduler].warmup:
+            return 0
+        if train.warmup_steps is not None:
+            return train.warmup_steps
+        return round(train.warmup_ratio * train.max_steps) if train.max_steps else None
+
+
+class StageLayers(NamedTuple):
+    """Layers on a pipeline rank."""
+
+    first: int
+    middle: int
+    last: int
+
+
+def stage_layers(blocks: int, pp: int, stages_per_rank: int) -> StageLayers:
+    """Split layers so that the fullest rank has fewest: all ranks but the first and the last are equal.
+
+    A rank's layers are a multiple of its stages, so `stages_per_rank` must divide `blocks`.
+    """
+    units = blocks // stages_per_rank
+    splits = []
+    for middle in {units // pp, -(-units // pp)}:
+        ends = units - middle * (pp - 2)
+        if ends >= 2:
+            splits.append((-(-ends // 2), middle, ends // 2))
+    return StageLayers(*(stages_per_rank * size for size in min(splits, key=max)))
+
+
+# Sentences #
+
+
+def differences(tool: Tool, plan: Planned, *, refused: bool = False) -> Iterator[str]:
+    """Sentences on what a tool runs differently or leaves to be done; refused: on what it can't have."""
+    for row in toml("differences")["row"]:
+        if tool.name not in row.get("tools", tool.name).split() or row.get("refused", False) is not refused:
+            continue
+        for setting in row.get("settings", "").split() or [""]:
+            if plan.holds(f"{row.get('when', '')} {setting}"):
+                yield row["text"].format(
+                    tool=tool.title, setting=setting, plan=plan, config=plan.config, layout=plan.layout
+                )
+
+
+def training_problems(tool: Tool, config: Config) -> Iterator[str]:
+    """Sentences on why the tool can't train as the settings say, under whatever layout."""
+    train = config.train
+    if train.precision not in tool.precisions:
+        yield f"{tool.title} doesn't train in train.precision={train.precision}; use fp32 or bf16."
+    if config.method not in tool.methods:
+        yield (
+            f"{tool.title} trains every parameter; axolotl and llamafactory train with "
+            f"method={config.method}."
+        )
+    if train.optimizer not in EXPORTED_OPTIMIZERS:
+        yield (
+            f"train.optimizer={train.optimizer} can't be exported to {tool.title}; use "
+            f"{' or '.join(EXPORTED_OPTIMIZERS)}."
+        )
+
+
+def setting_problems(tool: Tool, config: Config) -> Iterator[str]:
+    """Sentences on settings that can't be exported to a tool, under whatever layout."""
+    yield from differences(tool, Planned(config, Layout(), 1, 1), refused=True)
+    yield from training_problems(tool, config)
+    for name, every in (("eval", config.eval.every), ("checkpoint", config.checkpoint.every)):
+        if epochs_of(every):
+            yield f"{name}.every={every} can't be exported to {tool.title}; give it in steps."
+    for source in (*config.data.train, *config.data.eval):
+        if row_format(config.data, source) == "tokens":
+            yield (f"Rows of input_ids can't be exported to {tool.title}; name the rows that made them.")
+        if is_url(source.path):
+            yield f"{source.path} can't be exported to {tool.title}; name a file or a hub data set."
+        elif is_pattern(source.path):
+            yield (
+                f"The pattern {source.path} can't be exported to {tool.title}; name files or a hub data set."
+            )
+        if ".tsv" in PurePath(source.path).suffixes:
+            yield f"{source.path} can't be exported to {tool.title}, which reads commas; convert it to .csv."
+
+
+def world_problems(config: Config, layout: Layout, gpus_per_node: int) -> Iterator[str]:
+    """Sentences on partly filled nodes and on another global batch than the settings'."""
+    if layout.world > gpus_per_node and layout.world % gpus_per_node:
+        yield (
+            f"{layout.world} GPUs do not fill nodes of {gpus_per_node}; choose a layout of "
+            f"{layout.world // gpus_per_node * gpus_per_node} GPUs, or set cluster.gpus_per_node."
+        )
+    if layout.global_batch_size != config.global_batch_size:
+        yield (
+            f"{layout} makes {counted(layout.global_batch_size, 'sequence')} per step, but "
+            f"train.global_batch_size is {config.global_batch_size}; change one of them."
+        )
+
+
+def torchrun(plan: Planned, program: str) -> str:
+    """The command, for each node, that starts `program` on its ranks; one node's needs no address.
+
+    program: with its arguments. Several nodes: each must set NODE_RANK and MASTER_ADDR.
+    """
+    if plan.nodes == 1:
+        return f"torchrun --standalone --nproc-per-node {plan.layout.world} {program}"
+    return (
+        f"torchrun --nnodes {plan.nodes} --nproc-per-node {plan.gpus_per_node} --node-rank $NODE_RANK "
+        f"--master-addr $MASTER_ADDR --master-port 29500 {program}"
+    )
+
+
+# Rows #
+
+
+def row_format(data: DataConfig, source: SourceConfig) -> str:
+    """The format of a source's rows; for `auto`, the first whose columns the config names, else `messages`.
+
+    What `source` sets goes before `data`. The data are not read.
+    """
+    row_format = source.format or data.format
+    if row_format != "auto":
+        return row_format
+    fitting = (
+        name for name, form in FORMATS.items() if set(form.needs) <= (source.columns or data.columns).keys()
+    )
+    return next(fitting, "messages")
+
+
+def kinds_of_rows(config: Config) -> frozenset[str]:
+    """Formats of the sources that are trained on."""
+    return frozenset(row_format(config.data, source) for source in config.data.train)
+
+
+def row_notes(data: DataConfig, tool: str) -> Iterator[str]:
+    """Sentences on sources whose format is auto and whose columns do not tell it, and on columns that may be
+    inside objects (`columns.reach`), where the tool does not look.
+    """
+    tables = [data.columns, *(source.columns or {} for source in data.train)]
+    for ours, name in dict.fromkeys(pair for table in tables for pair in table.items() if "." in pair[1]):
+        yield (
+            f"data.columns maps {ours} to {name}: {tool} reads only a column of that whole name. If it is "
+            "inside an object, write it to a column of its own."
+        )
+    for source in data.train:
+        if (source.format or data.format) == "auto" and not (source.columns or data.columns):
+            yield f"data.format is auto: the rows of {source.path} are taken as messages; set data.format."
+
+
+def column_name(data: DataConfig, source: SourceConfig, name: str) -> str:
+    """Return the source's name for our column `name`: `name` itself, unless the config maps it.
+
+    `source.columns` replaces `data.columns` as a whole.
+    """
+    return (data.columns if source.columns is None else source.columns).get(name, name)
+
+
+def is_file(source: SourceConfig) -> bool:
+    """True if a source is a file, False if it is a hub data set."""
+    return source.path.endswith(SUFFIXES)
+
+
+def file_kind(source: SourceConfig) -> str:
+    """The loader of Hugging Face datasets for a file: json, csv, parquet or text."""
+    suffixes = PurePath(source.path).suffixes
+    kinds = {".parquet": "parquet", ".csv": "csv", ".txt": "text"}
+    return next((kind for suffix, kind in kinds.items() if suffix in suffixes), "json")
