@@ -182,7 +182,7 @@ def does_not_fit_sentence(choice: Choice) -> Iterator[Text]:
 
 #    GPUs          best layout         tokens/s/GPU  hours  GPU-hours  USD  USD/M tokens  speed-up  efficiency
 # →  8 x h100-sxm  zero3x8-mb1-ga32           7,547   19.3        154  386        0.0920    1.00 ×      100.0%
-# =  8 x h200      …
+#    8 x h200      …
 
 
 IN_WORDS = {"": "", "→": "recommended", "×": "beyond what was asked for"}
