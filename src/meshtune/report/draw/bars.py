@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import NamedTuple
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.measure import Measurement
@@ -13,20 +12,12 @@ from rich.text import Text
 
 from meshtune.plan.seconds.step import PARTS
 from meshtune.report.draw.colours import COLOURS, MEMORY_PARTS
+from meshtune.report.draw.table import WIDEST
 
 LETTERS = {name: name[0].upper() for name in (*MEMORY_PARTS, *PARTS)}
 LETTERS |= {"gathered weights": "w", "context": "X", "overhead": "V"}
 FREE = "·"
-WIDEST = 26  # terminal columns of a bar
 EIGHTHS = " ▏▎▍▌▋▊▉█"
-
-
-class Segments(NamedTuple):
-    """The lengths that a bar shows, however wide it is drawn."""
-
-    parts: Mapping[str, float]  # name -> length; the name "" is drawn blank
-    scale: float  # length that fills the width
-    until: float = 0.0  # length up to which dots follow the segments
 
 
 @dataclass(frozen=True)
@@ -124,18 +115,3 @@ class Legend:
     @staticmethod
     def mark(name: str, console: Console) -> Text:
         return Text("█", style=COLOURS[name]) if colourful(console) else Text(LETTERS[name])
-
-
-@dataclass(frozen=True)
-class Name:
-    """A segment's name next to its colour or letter."""
-
-    MARK = 2  # terminal columns before the name
-
-    name: str
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield Text.assemble(Legend.mark(self.name, console), " ", self.name, no_wrap=True)
-
-    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        return Measurement(width := self.MARK + len(self.name), width)

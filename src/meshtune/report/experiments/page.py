@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from meshtune.report.draw.page import Page, text
+from meshtune.report.draw.table import facts as facts_of
 from meshtune.report.draw.words import MFU
 from meshtune.report.experiments.panels import panels
 from meshtune.report.experiments.rows import DONE, Sweep, sweep_of
@@ -104,12 +105,8 @@ def _where(sweep: Sweep) -> str:
     """The sweep's file, and what is known of machine and software, as HTML."""
     facts = dict(sweep.source.facts)
     file = facts.pop("file", None)
-    known = {
-        name: value
-        for name, value in facts.items()
-        if name not in ("form", "axes", "name", "unlisted") and value is not None
-    }
-    rows = "".join(f"<tr><th>{text(name)}</th><td>{text(value)}</td></tr>" for name, value in _leaves(known))
+    hidden = ("form", "axes", "name", "unlisted")
+    known = {name: value for name, value in facts.items() if name not in hidden}
     settings = yaml.safe_dump(file, sort_keys=False, allow_unicode=True) if file else ""
     shown = (
         f"<section><h2>The sweep's file</h2><details><summary>{text(sweep.name)}.yaml</summary>"
@@ -117,17 +114,7 @@ def _where(sweep: Sweep) -> str:
         if settings
         else ""
     )
-    return f"{shown}<section><h2>Environment</h2><table class='facts'>{rows}</table></section>"
-
-
-def _leaves(facts: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    leaves = []
-    for name, value in facts.items():
-        if isinstance(value, Mapping):
-            leaves += _leaves(value, f"{prefix}{name}.")
-        else:
-            leaves.append((f"{prefix}{name}", str(value)))
-    return leaves
+    return shown + facts_of(known, "Environment").html()
 
 
 def _footer(sweep: Sweep) -> str:

@@ -94,7 +94,7 @@ def document_page(plans: Sequence[PlanDocument]) -> Page:
         tree = plan.tree
         title = f" of {plan.name}" if len(plans) > 1 else ""
         after += [
-            replace(_layouts(plan), title=f"Layouts{title}").html("layouts"),
+            replace(_layouts(plan), title=f"Layouts{title}").html("numbers layouts"),
             sentences(f"Why this layout{text(title)}", _lines(tree.get("reasoning"))),
             sentences(f"What to change first{text(title)}", _lines(tree.get("changes"))),
             sentences(

@@ -12,7 +12,7 @@ from meshtune.plan.advice import comparison
 from meshtune.plan.cost import RunCost, money
 from meshtune.plan.programs import MESHTUNE
 from meshtune.report.draw.page import Page, text
-from meshtune.report.draw.table import Column, Table
+from meshtune.report.draw.table import Column, Table, facts
 from meshtune.report.draw.words import model_title
 from meshtune.report.plan.numbers import number, plus_minus, seconds
 from meshtune.report.plan.tables import clusters_table, layouts_table
@@ -146,14 +146,14 @@ def layouts(answer: Answer, choices: Sequence[Choice]) -> str:
         for choice in choices
     ]
     runs = [RunCost.of(choice, answer.length) for choice in choices]
-    return layouts_table(choices, runs, why, "The best layouts").html("layouts")
+    return layouts_table(choices, runs, why, "The best layouts").html("numbers layouts")
 
 
 def clusters(answer: Answer) -> str:
     """Table of the clusters that were compared, and sentences on them, as HTML; "" if there are neither."""
     lines = "".join(f"<li>{text(line)}</li>" for line in (*answer.comparison, *answer.left_out))
     table = clusters_table(answer.offers, answer.chosen, memory=True, title="Clusters")
-    compared = table.html("layouts") if len(answer.offers) > 1 else ""
+    compared = table.html("numbers layouts") if len(answer.offers) > 1 else ""
     return compared + (f"<section><ul>{lines}</ul></section>" if lines else "")
 
 
@@ -186,32 +186,27 @@ def left_out(answer: Answer) -> str:
         Column("why", [group.reason for group in groups], words=True),
         Column("one of them", [str(group.example) for group in groups], words=True, code=True),
     )
-    return Table("Layouts left out", columns).html("left-out")
+    return Table("Layouts left out", columns).html("numbers left-out")
 
 
 def provenance(answer: Answer, asked: Asked) -> str:
     """Command, version, date, constants and error bars, as HTML."""
     choice, cluster = answer.choice, answer.choice.cluster
     gpu, efficiency = cluster.gpu, cluster.gpu.efficiency
+    as_of = f"as of {gpu.as_of}: " if gpu.as_of and gpu.as_of != gpu.name else ""
     rows = {
-        "command": f"<code>{text(asked.command)}</code>" if asked.command else "",
-        "written": f"{date.today().isoformat()} by meshtune {text(__version__)}",
-        "model": text(answer.workload.model),
-        "error bars": text(choice.accuracy.sentence(choice.stack, gpu.name)),
-        "machine": text(
+        "command": asked.command or None,
+        "written": f"{date.today().isoformat()} by meshtune {__version__}",
+        "model": answer.workload.model,
+        "error bars": choice.accuracy.sentence(choice.stack, gpu.name) or None,
+        "machine": (
             f"{human(cluster.memory)} a GPU; {cluster.link / 1e9:g} GB/s between the {cluster.node} GPUs of "
             f"a machine; {cluster.network / 1e9:g} GB/s a GPU between machines, of which collectives reach "
             f"{cluster.network_share:.0%}"
         ),
-        f"{text(gpu.name)}": text(gpu.source),
-        "efficiency": text(
-            f"{'as of ' + gpu.as_of + ': ' if gpu.as_of and gpu.as_of != gpu.name else ''}"
-            + ", ".join(f"{name} {value:.4g}" for name, value in efficiency.items())
-        ),
-        "software": text(f"constants of the stack {choice.stack} in stacks.toml"),
-        "notes": "<br>".join(text(note) for note in answer.workload.notes),
+        gpu.name: gpu.source or None,
+        "efficiency": as_of + ", ".join(f"{name} {value:.4g}" for name, value in efficiency.items()),
+        "software": f"constants of the stack {choice.stack} in stacks.toml",
+        "notes": "\n".join(answer.workload.notes) or None,
     }
-    body = "".join(f"<tr><th>{name}</th><td>{value}</td></tr>" for name, value in rows.items() if value)
-    return (
-        f"<section><h2>Where this comes from</h2><table class='facts'><tbody>{body}</tbody></table></section>"
-    )
+    return facts(rows, "Where this comes from").html()

@@ -23,9 +23,9 @@ from meshtune.plan.phrases import spent
 from meshtune.plan.programs import MESHTUNE
 from meshtune.plan.search import Choice
 from meshtune.plan.seconds.step import PARTS
-from meshtune.report.draw.bars import Legend, Name, Segments
+from meshtune.report.draw.bars import Legend
 from meshtune.report.draw.colours import MEMORY_PARTS
-from meshtune.report.draw.table import Column, Table
+from meshtune.report.draw.table import Column, Name, Segments, Table
 from meshtune.report.plan.numbers import (
     common_error,
     memory_parts,
