@@ -257,12 +257,12 @@ def test_kinds_are_compared_by_price_and_a_deadline_that_none_keeps_ends_with_3(
         "cluster.gpu=h100-sxm", "train.max_steps=1000", "--gpus", "2,2xmi300x,4xa100-80",
         "cluster.price_per_gpu_hour={h100-sxm: 2.5, mi300x: 2, a100-80: 1.5, currency: EUR}",
     ]  # fmt: skip
-    found = plan(*words, "--goal", "cost", "--by", "2d", "--json").json
+    found = plan(*words, "--sort", "cost", "--by", "2d", "--json").json
     assert {each["gpu"]: each["measured"] for each in found["clusters"]}["h100-sxm"] is True
     costs = [each["run"]["cost"] for each in found["clusters"]]
     assert costs[1:] == sorted(costs[1:]) and found["by"] == 172_800
     assert sum(each["chosen"] for each in found["clusters"]) == 1
-    shown = plan(*words, "--goal", "cost")
+    shown = plan(*words, "--sort", "cost")
     assert "EUR" in shown.out and "→ chosen" in shown.out
     late = plan(*words, "--budget", "0.0001")
     assert late.code == 3
@@ -287,7 +287,7 @@ def test_a_memory_budget_bounds_every_question(plan: Plan) -> None:
 
 
 @pytest.mark.ci
-def test_clusters_are_compared_and_the_goal_chooses(plan: Plan) -> None:
+def test_clusters_are_compared_and_sorted(plan: Plan) -> None:
     sizes = [
         "cluster.gpu=h100-sxm",
         "train.global_batch_size=64",
@@ -303,12 +303,13 @@ def test_clusters_are_compared_and_the_goal_chooses(plan: Plan) -> None:
         assert each["best"]["world"] == each["gpus"]
     seconds = {each["gpus"]: each["best"]["step_seconds"] for each in speed["clusters"]}
     assert speed["goal"] == "speed" and seconds[speed["cluster"]["gpus"]] == min(seconds.values())
-    cost = plan(*sizes, "--goal", "cost").json
-    ties = [each["gpus"] for each in cost["clusters"] if each["tie"] or each["chosen"]]
-    assert cost["cluster"]["gpus"] == min(ties)
-    assert min(seconds, key=lambda gpus: gpus * seconds[gpus]) in ties
-    assert plan(*sizes, "--goal", "gpus").json["cluster"]["gpus"] == 1
-    memory = plan(*sizes, "--goal", "memory").json
+    cost = plan(*sizes, "--sort", "cost").json
+    assert cost["cluster"]["gpus"] == min(seconds, key=lambda gpus: gpus * seconds[gpus])
+    old = plan(*sizes, "--goal", "cost")
+    assert old.json["cluster"] == cost["cluster"]
+    says(old.err)
+    assert plan(*sizes, "--sort", "gpus").json["cluster"]["gpus"] == 1
+    memory = plan(*sizes, "--sort", "memory").json
     peaks = [each["memory"]["peak"] for found in (speed, cost, memory) for each in found["layouts"]]
     chosen = memory["layouts"][0]["memory"]
     assert chosen["peak"] <= min(peaks) + PEAK_TIE * chosen["capacity"]
@@ -385,7 +386,7 @@ def test_a_plan_is_exported_once(tool: str, plan: Plan, tiny: Path, tmp_path: Pa
         ["cluster.gpu=h100-sxm", "cluster.gpus=12"],
         [*EIGHT, "--gpus", "12"],
         [*EIGHT, "--gpus", "8,many"],
-        [*EIGHT, "--goal", "fun"],
+        [*EIGHT, "--sort", "fun"],
         ["max", "everything", *EIGHT],
         ["explain", "tpp8", *EIGHT],
         ["explain", "tpp8,dp2-tp3", *EIGHT],

@@ -17,8 +17,8 @@ from meshtune.api.train import ranks_of, set_allocator
 from meshtune.config import Config
 from meshtune.errors import NothingFits, UserError
 from meshtune.layout import AUTO, Layout
+from meshtune.plan.changes import empty_plan_error
 from meshtune.plan.cluster import Cluster, cluster_here, gpus_here, unused_here
-from meshtune.plan.fits import empty_plan_error
 from meshtune.plan.search import explained, search
 from meshtune.rundir import RunDir, write_settings
 from meshtune.study.beside import Tried, largest

@@ -30,11 +30,11 @@ from meshtune.model.load import read_config
 from meshtune.placement.numbers import READS_VALUES, ModelNumbers
 from meshtune.placement.ranks import process_groups
 from meshtune.placement.rules import refusals
-from meshtune.plan import answer, fits
+from meshtune.plan import answer
 from meshtune.plan.accounting import stack_accounting
+from meshtune.plan.changes import Lighter, out_of_memory
 from meshtune.plan.cluster import Cluster, cluster_for
 from meshtune.plan.explanation import explain
-from meshtune.plan.fits import Lighter
 from meshtune.plan.other_units import other_units
 from meshtune.plan.phrases import unmeasured
 from meshtune.plan.search import explained
@@ -254,7 +254,7 @@ class Subject:
         simulation = replace(simulation, predicted=choice, workload=workload)
         if simulation.fits:
             return simulation
-        return replace(simulation, instead=tuple(fits.out_of_memory(choice, workload, self.lighter)))
+        return replace(simulation, instead=tuple(out_of_memory(choice, workload, self.lighter)))
 
 
 @contextmanager

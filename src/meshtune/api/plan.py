@@ -13,10 +13,10 @@ from meshtune.errors import UserError
 from meshtune.model.census_cache import numbers_of
 from meshtune.plan import answer
 from meshtune.plan.answer import Answer
-from meshtune.plan.cluster import with_memory_budget
+from meshtune.plan.changes import Lighter
+from meshtune.plan.cluster import cluster_for, with_memory_budget
 from meshtune.plan.cost import bounds_of
 from meshtune.plan.explanation import Explanation, explain
-from meshtune.plan.fits import Lighter
 from meshtune.plan.other_units import other_units
 from meshtune.plan.programs import MESHTUNE
 from meshtune.plan.search import Choice
@@ -37,28 +37,32 @@ def plan(
     overrides: Sequence[str] = (),
     *,
     gpus: int | str | Sequence[int | str] = (),
-    goal: str = "speed",
+    sort: str = "speed",
+    goal: str | None = None,
     by: str | timedelta | None = None,
     budget: float | None = None,
     tool: str = MESHTUNE.name,
     memory_budget: str | float | None = None,
     log: Log = silent,
 ) -> Answer:
-    """Predict every layout on the config's cluster, or on several clusters; choose by the goal: speed, cost,
-    gpus or memory.
+    """Predict every layout on the config's cluster, or on several clusters; choose the first by a column:
+    speed, cost, gpus or memory.
 
     config: a Config, a mapping of its sections, or a YAML file. overrides: section.key=value each. gpus:
     numbers of GPUs, alone or with a kind ("8xh100-sxm"). by: the longest time of the run, a timedelta or a
     text such as "48h"; budget: the most that it may cost. tool: that runs the layout, as in --for: memory and
     time are predicted for it, and only its layouts are considered. memory_budget: the most that is filled of
-    each GPU, as "70GiB" or in GiB; None: what the margin leaves. `Answer.choice` is the chosen layout with
-    its memory (bytes) and step time (seconds), `Answer.best(n)` the n best, `Answer.offers` all clusters.
-    Raises UserError for bad settings, NothingFits if no layout fits or no run keeps `by` and `budget`.
+    each GPU, as "70GiB" or in GiB; None: what the margin leaves. goal: the old name of `sort`.
+    `Answer.choice` is the chosen layout with its memory (bytes) and step time (seconds), `Answer.best(n)` the
+    n best, `Answer.offers` all clusters. Raises UserError for bad settings, NothingFits if no layout fits or
+    no run keeps `by` and `budget`.
     """
+    if goal:
+        log(f"--goal is now --sort and will go in the next version: write --sort {goal}.")
     config = with_memory_budget(config_of(config, overrides), memory_budget)
     bounds, sizes = bounds_of(by, budget), sizes_of(gpus, config)
     with workloads(config, tool, log) as (workload, lighter):
-        return answer.ask(config, workload, sizes=sizes, goal=goal, bounds=bounds, lighter=lighter)
+        return answer.ask(config, workload, sizes=sizes, sort=goal or sort, bounds=bounds, lighter=lighter)
 
 
 def explained(
@@ -89,7 +93,7 @@ def largest(
     tool: that runs it, as in --for. Raises NothingFits if not even the smallest fits.
     """
     with workloads(config, tool, log) as (workload, _):
-        value, choice = answer.largest(config, workload, quantity)
+        value, choice = answer.largest(workload, cluster_for(config), quantity)
         say(workload.notes, log)
         if quantity == "seq_len":
             data = config.data.model_copy(update={"seq_len": value})

@@ -17,8 +17,8 @@ from meshtune.api.settings import plain
 from meshtune.config import Config, load
 from meshtune.errors import UserError, expanded
 from meshtune.nearest import did_you_mean, nearest
+from meshtune.plan.changes import empty_plan_error
 from meshtune.plan.cluster import Cluster, cluster_for, cluster_here, gpus_here
-from meshtune.plan.fits import empty_plan_error
 from meshtune.plan.search import search
 from meshtune.plan.workload import Workload
 from meshtune.rundir import RunDir, write_settings

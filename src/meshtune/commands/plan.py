@@ -32,7 +32,8 @@ Gpus = Annotated[
     str | None,
     typer.Option(metavar="N,NxKIND,…", help="compare clusters, such as 16,32 or 8xh100-sxm,8xmi300x"),
 ]
-Goal = Annotated[str, typer.Option(help="speed, cost, gpus or memory")]
+Sort = Annotated[str, typer.Option(help="what the first is best in: speed, cost, gpus, memory")]
+Goal = Annotated[str | None, typer.Option(hidden=True)]  # the old name of --sort
 By = Annotated[
     str | None, typer.Option(metavar="TIME", help="the longest time of the run, such as 48h or 2d12h")
 ]
@@ -84,7 +85,8 @@ def plan(
     settings: Settings = None,
     *,
     gpus: Gpus = None,
-    goal: Goal = "speed",
+    sort: Sort = "speed",
+    goal: Goal = None,
     by: By = None,
     budget: Budget = None,
     params: Params = None,
@@ -105,7 +107,7 @@ def plan(
     config = config_of(settings, memory_budget, params)
     search(
         config, settings or [], tool=tool, top=top, verify=verify, plot=plot, as_json=as_json,
-        gpus=gpus or (), goal=goal, by=by, budget=budget,
+        gpus=gpus or (), sort=sort, goal=goal, by=by, budget=budget,
     )  # fmt: skip
 
 
@@ -186,7 +188,8 @@ def export(
     *,
     to: Annotated[Path, typer.Option(help="the folder to write into")] = FOLDER,
     gpus: Gpus = None,
-    goal: Goal = "speed",
+    sort: Sort = "speed",
+    goal: Goal = None,
     by: By = None,
     budget: Budget = None,
     memory_budget: MemoryBudget = None,
@@ -201,7 +204,7 @@ def export(
     check(tool, config)
     search(
         config, settings or [], tool=tool, export_to=expanded(to), top=top, plot=plot, as_json=as_json,
-        gpus=gpus or (), goal=goal, by=by, budget=budget,
+        gpus=gpus or (), sort=sort, goal=goal, by=by, budget=budget,
     )  # fmt: skip
 
 
@@ -244,7 +247,7 @@ def search(
 
     settings: words of the command line that `meshtune train` takes too. tool: that runs the layout. plot: a
     file for charts; None: none. export_to: the folder that gets the tool's configuration; None: none. verify:
-    how many of the best layouts are dry-run, 0 or more. clusters: gpus, goal, by and budget, as
+    how many of the best layouts are dry-run, 0 or more. clusters: gpus, sort, goal, by and budget, as
     `api.plan.plan` takes them. Raises as that, and as `verify.verified`.
     """
     from meshtune.api import plan as api

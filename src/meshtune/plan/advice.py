@@ -1,4 +1,4 @@
-"""A plan in sentences: how it was reached, why the usual alternatives lost.
+"""A plan in sentences: how it was reached, why the usual alternatives lost, what to change first.
 
 Every sentence carries numbers of layouts that were predicted, says what they are compared with, and names a
 cause only if the parts of both predictions show it.
@@ -7,9 +7,9 @@ cause only if the parts of both predictions show it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +18,8 @@ from meshtune.errors import UserError
 from meshtune.layout import MODEL_AXES, Layout
 from meshtune.placement.columns import Columns, Number
 from meshtune.plan.candidates import is_uneven
+from meshtune.plan.changes import NOTABLE_SAVING, Outcome, changes, searched
+from meshtune.plan.cluster import Cluster
 from meshtune.plan.machine import machine_of
 from meshtune.plan.phrases import (
     device,
@@ -30,11 +32,15 @@ from meshtune.plan.phrases import (
     sequences,
     spent,
 )
-from meshtune.plan.search import Choice, Plan, explained, search
+from meshtune.plan.search import Choice, Plan, best_fitting, explained, search
 from meshtune.plan.seconds.step import PARTS, TIE, compute_parts
 from meshtune.plan.workload import Workload
-from meshtune.units import count, duration, human
+from meshtune.precision import PRECISIONS
+from meshtune.units import count, duration, human, significant
 
+FASTER = ("batch", "compile", "precision")  # the first only where no nearest batch is faster
+NOTABLE_COST, NOTABLE_GAIN = 0.01, 0.02  # shares of a step, of speed
+MOST_LIGHTER = 2  # layouts that need less memory
 NOTABLE = 0.1  # share of a difference in compute from which a kind of work is named as its cause
 NAMED = 3  # parts of a step that one comparison names at most
 
@@ -55,6 +61,64 @@ CAUSES = {
     "recomputation": Cause("recomputation", "it recomputes more"),
     "head": Cause("head and loss", "its head and loss take longer"),
 }
+
+
+# what comes first: a fixed layout, and one that fits barely #
+
+
+def verdict(plan: Plan, choice: Choice) -> list[str]:
+    """At most one sentence on fixed fields of the layout, and one on a chosen layout that fits barely or
+    stands in the place of one that does.
+
+    choice: the chosen layout, one of the plan's.
+    """
+    return [*_of_fixed(plan, choice), *_of_safety(plan, choice)]
+
+
+def barely(choice: Choice) -> str:
+    """A clause on a peak that may exceed the memory: "fits barely: 75.9 GiB ± 3.8 GiB of 79.1"."""
+    peak, cluster = choice.memory.peak, choice.cluster
+    return (
+        f"fits barely: {human(peak)} ± {human(peak * choice.accuracy.memory)} of a {device(cluster)}'s "
+        f"{human(cluster.memory)}"
+    )
+
+
+def _of_fixed(plan: Plan, choice: Choice) -> Iterator[str]:
+    """Yield how much faster the best layout is without the fixed fields, or less memory it needs."""
+    if not plan.fixed or not (free := best_fitting(plan.workload, plan.cluster)):
+        return
+    more = choice.seconds.total / free.seconds.total - 1
+    needs = f"{human(free.memory.peak)} instead of {human(choice.memory.peak)}"
+    if not plan.cluster.timed:
+        if free.layout != choice.layout:
+            yield f"The layout is fixed, at least in part; without that {free.layout} is first: {needs}."
+    elif more > TIE:
+        yield (
+            f"The layout is fixed, at least in part: a step takes {more:.0%} longer than in the best of all "
+            f"layouts, {free.layout} ({needs}). layout=auto chooses it."
+        )
+
+
+def _of_safety(plan: Plan, choice: Choice) -> Iterator[str]:
+    """Yield a sentence if the chosen layout fits barely, or a faster one that does was passed over."""
+    seconds = plan.seconds.total
+    if choice.safe:
+        faster = np.flatnonzero(~plan.safe & (plan.uneven == plan.uneven[:1]))
+        if len(faster) and plan.cluster.timed and len(plan):
+            other = plan.choice(int(faster[seconds[faster].argmin()]))
+            gain = 1 - other.seconds.total / choice.seconds.total
+            if gain > TIE:
+                yield f"{other.layout} would take {gain:.1%} less time, but {barely(other)}."
+        return
+    places = np.flatnonzero(plan.safe)
+    if not len(places):
+        yield f"{choice.layout} {barely(choice)}; no layout that was ranked fits safely."
+        return
+    safe = plan.choice(int(places[seconds[places].argmin()]))
+    costs = f"; a step {longer(safe.seconds.total / choice.seconds.total)}" if plan.cluster.timed else ""
+    needs = f"needs {human(safe.memory.peak)}{costs}"
+    yield f"{choice.layout} {barely(choice)}. The nearest that is safe, {safe.layout}, {needs}."
 
 
 # how it was reached #
@@ -321,3 +385,166 @@ def compute_cause(workload: Workload, other: Choice, best: Choice, *, like: floa
 
 def _signed(seconds: float, like: float) -> str:
     return f"{'+' if seconds >= 0 else '-'}{duration(abs(seconds), like=like)}"
+
+
+# what to change first #
+
+
+def advised(plan: Plan, best: Choice, *, faster: bool = True) -> list[str]:
+    """Faster batches near one that the data ranks can't share, a caution of the precision, the largest cost
+    besides compute, then settings that are faster and layouts that need less memory.
+
+    best: the chosen layout, which all are compared with. faster: whether to try what may be faster. Nothing
+    on speed where predicted times mean nothing.
+    """
+    caution, timed = PRECISIONS[plan.workload.precision].caution, plan.cluster.timed
+    nearest = nearest_batches(plan, best) if faster else []
+    return [
+        *nearest,
+        *([caution] if caution else []),
+        *(_largest_cost(best) if timed else []),
+        *(_faster(plan, best, FASTER[1:] if nearest else FASTER) if timed and faster else []),
+        *islice(_lighter(plan, best), MOST_LIGHTER),
+    ]
+
+
+def nearest_batches(plan: Plan, best: Choice) -> list[str]:
+    """The faster of the `nearest_sizes` below and above the plan's batch, each with its gain and layout.
+
+    best: the chosen layout, which they are compared with. Gains below NOTABLE_GAIN are left out, and all
+    where times mean nothing.
+    """
+    if not plan.cluster.timed:
+        return []
+    size, of_plan = plan.workload.global_batch_size, changes(plan.workload, plan.cluster, fixed=plan.fixed)
+    near = (change for change in of_plan if change.kind == "nearest batch")
+    gains: dict[bool, Outcome] = {}  # by whether the batch is larger
+    for outcome in searched(near, plan.fixed_of_batches, best):
+        larger = outcome.change.workload.global_batch_size > size
+        if outcome.speed > (gains[larger].speed if larger in gains else NOTABLE_GAIN):
+            gains[larger] = outcome
+    return [outcome.sentence() for outcome in sorted(gains.values(), key=lambda one: -round(one.speed, 2))]
+
+
+def _largest_cost(best: Choice) -> Iterator[str]:
+    """Yield a sentence on the part of a step, but compute, that takes longest, if it is notable."""
+    beside_compute = (part for part in PARTS if part != "compute")
+    largest = max(beside_compute, key=lambda part: getattr(best.seconds, part))
+    seconds = getattr(best.seconds, largest)
+    share = seconds / best.seconds.total
+    if share >= NOTABLE_COST:
+        what = spent(largest, best.layout)
+        yield f"Largest cost besides compute: {what}, {duration(seconds)} a step ({share:.0%})."
+
+
+def _faster(plan: Plan, best: Choice, kinds: Sequence[str]) -> Iterator[str]:
+    """Yield settings with which the best layout is notably faster than `best`; updates stay as exact."""
+    trained = PRECISIONS[plan.workload.precision].trained
+    some = (
+        change
+        for change in changes(plan.workload, plan.cluster)
+        if change.kind in kinds and PRECISIONS[change.workload.precision].trained == trained
+    )
+    for outcome in searched(some, plan.fixed_of_batches, best):
+        if outcome.speed > NOTABLE_GAIN:
+            yield outcome.sentence()
+
+
+def _lighter(plan: Plan, best: Choice) -> Iterator[str]:
+    """Yield layouts that need notably less memory than `best`, the fastest first.
+
+    None whose step takes longer by a larger factor than its peak is smaller. Of those whose times differ by
+    less than a percent, the one with least memory.
+    """
+    smaller: dict[str, Choice] = {}  # by its time against the best one's
+    for place in plan.pareto():
+        lower = best.memory.peak / plan.memory.peak[place]
+        ratio = plan.seconds.total[place] / best.seconds.total
+        if lower > 1 / (1 - NOTABLE_SAVING) and (ratio < lower or not plan.cluster.timed):
+            smaller[longer(ratio) if plan.cluster.timed else ""] = plan.choice(place)
+    for choice in smaller.values():
+        yield Outcome.of_layout("less memory", plan.workload, choice, best).sentence()
+
+
+# other global batches: a quarter to four times #
+
+
+def batch_sizes(workload: Workload) -> list[int]:
+    """Global batch sizes to compare, in sequences: a quarter to four times the workload's."""
+    size = workload.global_batch_size
+    return [other for other in (size // 4, size // 2, size, 2 * size, 4 * size) if other >= 1]
+
+
+def best_of_batches(
+    workload: Workload, cluster: Cluster, sizes: Sequence[int], fixed: Mapping[str, Any] | None = None
+) -> dict[int, Choice | None]:
+    """The best layout for each global batch size in `sizes`; None where none fits. fixed: as in `search`."""
+    return {size: best_fitting(workload.of_batch(size), cluster, fixed) for size in sizes}
+
+
+def batch_sentences(plan: Plan, choices: Mapping[int, Choice | None] | None = None) -> list[str]:
+    """Speed, updates per token and memory of each global batch size; one sentence if all are as fast.
+
+    choices: the best layout by size, in sequences, ascending; None: those of `batch_sizes`. As fast: within
+    NOTABLE_GAIN of each other, with a layout for every size. No speeds where predicted times mean nothing.
+    """
+    workload, batch = plan.workload, plan.workload.global_batch_size
+    if choices is None:
+        others = [size for size in batch_sizes(workload) if size != batch]
+        best = best_of_batches(workload, plan.cluster, others, plan.fixed_of_batches)
+        choices = dict(sorted({**best, batch: plan.choice(0)}.items()))
+    current = choices.get(batch)
+    speeds = [choice.tokens_per_second_per_gpu for choice in choices.values() if choice]
+    updates = {
+        size: f"{significant(1e6 / (size * workload.seq_len), 2)} optimizer updates per million tokens"
+        for size in choices
+    }
+    timed = plan.cluster.timed
+    if current and timed and None not in choices.values() and max(speeds) / min(speeds) < 1 + NOTABLE_GAIN:
+        fewest, most = min(choices), max(choices)
+        return [
+            f"From {fewest} to {most} sequences the speed differs by less than {NOTABLE_GAIN:.0%}; choose by "
+            f"convergence: {updates[fewest]} with {fewest} sequences, {updates[most].split()[0]} with {most}."
+        ]
+    sentences = []
+    for size, choice in choices.items():
+        if choice is None:
+            sentences.append(f"{sequences(size)}: {_reason_for_none(plan, size)}")
+            continue
+        speed, facts = choice.tokens_per_second_per_gpu, []
+        if timed:
+            ratio = ""
+            if current and size != batch:
+                ratio = f" ({speed / current.tokens_per_second_per_gpu:.2f} x that of {batch})"
+            facts.append(f"{speed:,.0f} {choice.cluster.speed_unit}{ratio}")
+        facts += [updates[size], f"{human(choice.memory.peak)} ({choice.layout})"]
+        sentence = f"{sequences(size)}: {', '.join(facts)}."
+        sentences.append(sentence + (_outgrown(workload, size, choice, current) if current else ""))
+    return sentences
+
+
+def _reason_for_none(plan: Plan, size: int) -> str:
+    """Why a global batch has no layout: its memory, or fixed fields that don't make such a batch."""
+    try:
+        search(plan.workload.of_batch(size), plan.cluster, fixed=plan.fixed_of_batches)
+    except UserError as error:
+        return error.problems[0]
+    return "no layout fits."
+
+
+def _outgrown(workload: Workload, size: int, choice: Choice, current: Choice) -> str:
+    """A sentence on the memory that the current pipeline would need with a larger batch, which is slower
+    because of it; else "". Each micro-batch of a step has a receive buffer.
+
+    size: of the larger batch. choice: its best layout.
+    """
+    steps, rest = divmod(size, current.layout.data_ranks * current.layout.micro_batch_size)
+    slower = choice.tokens_per_second_per_gpu < current.tokens_per_second_per_gpu
+    if rest or current.layout.pp == 1 or size <= workload.global_batch_size or not slower:
+        return ""
+    layout = replace(current.layout, gradient_accumulation_steps=steps)
+    larger = explained(workload.of_batch(size), current.cluster, layout)
+    need = memory_need(larger.memory)
+    return (
+        "" if larger.fits else f" The pipeline of {workload.global_batch_size} ({layout}) would need {need}."
+    )

@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 from typing import Any
 
 from meshtune.config import Config
-from meshtune.errors import UserError
-from meshtune.plan import advice, fits
+from meshtune.errors import NothingFits, UserError
+from meshtune.plan import advice
 from meshtune.plan.advice import Alternative
-from meshtune.plan.batches import (
-    batch_sentences,
-    batch_sizes,
-    best_of_batches,
-    nearest_sentences,
-    reasons_for_none,
-)
-from meshtune.plan.changes import changes
+from meshtune.plan.changes import Lighter, empty_plan_error
 from meshtune.plan.cluster import Cluster, cluster_for
 from meshtune.plan.cost import NO_BOUNDS, UNPLANNED, Bounds, RunCost, RunLength, run_length, unknown
 from meshtune.plan.facts import cluster_facts, model_facts, workload_facts
-from meshtune.plan.fits import Lighter
-from meshtune.plan.offers import GOALS, Offer, check_bounds, compare, in_order, offer_of, remarks
-from meshtune.plan.search import Choice, Plan, search
+from meshtune.plan.models import models
+from meshtune.plan.offers import SORTS, Offer, check_bounds, compare, in_order, offer_of, remarks
+from meshtune.plan.search import Choice, Plan, best_fitting, search
 from meshtune.plan.sizes import Size, clusters_of
-from meshtune.plan.verdict import verdict
 from meshtune.plan.workload import Workload
 
 
@@ -36,9 +28,9 @@ class Answer:
     """The clusters that were asked about, and the layout chosen from their plans."""
 
     workload: Workload
-    offers: tuple[Offer, ...]  # of one kind by size; of several the chosen one first, as the goal ranks them
+    offers: tuple[Offer, ...]  # of one kind by size; of several the chosen one first, as sorted
     chosen: Offer
-    goal: str = "speed"  # one of GOALS
+    sort: str = "speed"  # one of SORTS
     bounds: Bounds = NO_BOUNDS
     length: RunLength = UNPLANNED
     left_out: tuple[str, ...] = ()  # sentences on cluster sizes that are impossible
@@ -51,7 +43,7 @@ class Answer:
 
     @property
     def choice(self) -> Choice:
-        """The best layout of the chosen cluster, by the goal."""
+        """The best layout of the chosen cluster, by the column that is sorted by."""
         assert self.chosen.choice is not None
         return self.chosen.choice
 
@@ -62,19 +54,19 @@ class Answer:
 
     @cached_property
     def comparison(self) -> list[str]:
-        """Sentences on the clusters compared: ties, kinds that were not measured, near bounds, prices."""
-        return [*remarks(self.offers, self.chosen, self.goal, self.bounds), *self.unused]
+        """Sentences on the clusters compared: kinds that were not measured, near bounds, prices."""
+        return [*remarks(self.offers, self.chosen, self.sort, self.bounds), *self.unused]
 
     def best(self, most: int) -> list[Choice]:
-        """The chosen layout, then the others by step time, for the goal memory by peak: `most` in all."""
-        places = self.plan.by_memory() if self.goal == "memory" else range(len(self.plan))
+        """The chosen layout, then the others by step time, sorted by memory by peak: `most` in all."""
+        places = self.plan.by_memory() if self.sort == "memory" else range(len(self.plan))
         ranked = (self.plan.choice(place) for place in islice(places, most))
         others = [choice for choice in ranked if choice.layout != self.choice.layout]
         return [self.choice, *others][:most]
 
     @cached_property
     def verdict(self) -> list[str]:
-        return verdict(self.plan, self.choice)
+        return advice.verdict(self.plan, self.choice)
 
     @cached_property
     def reasoning(self) -> list[str]:
@@ -86,25 +78,12 @@ class Answer:
 
     @cached_property
     def changes(self) -> list[str]:
-        if self.goal == "memory":  # faster ones need more of what is to be low
-            return changes(self.plan, self.choice, faster=False)
-        nearest = nearest_sentences(self.plan, self.choice)
-        return [*nearest, *changes(self.plan, self.choice, double_batch=not nearest)]
+        return advice.advised(self.plan, self.choice, faster=self.sort != "memory")  # those need more memory
 
     @cached_property
     def batch_advice(self) -> list[str]:
-        """Sentences on the fastest layouts of smaller and larger global batches; none for the goal memory."""
-        if self.goal == "memory":
-            return []
-        current = self.workload.global_batch_size
-        cluster, fixed = self.plan.cluster, self.plan.fixed_of_batches
-        others = [size for size in batch_sizes(self.workload) if size != current]
-        choices = best_of_batches(self.workload, cluster, others, fixed)
-        return batch_sentences(
-            self.workload,
-            dict(sorted({**choices, current: self.plan.choice(0)}.items())),
-            reasons_for_none(self.workload, cluster, choices, fixed),
-        )
+        """Sentences on the fastest layouts of other global batches; none sorted by memory."""
+        return [] if self.sort == "memory" else advice.batch_sentences(self.plan)
 
     @property
     def by_size(self) -> dict[int, Plan]:
@@ -119,8 +98,8 @@ class Answer:
         return {
             (size, gpus): choice
             for gpus in sizes
-            for size, choice in best_of_batches(
-                self.workload, self.plan.cluster.of_size(gpus), batch_sizes(self.workload)
+            for size, choice in advice.best_of_batches(
+                self.workload, self.plan.cluster.of_size(gpus), advice.batch_sizes(self.workload)
             ).items()
         }
 
@@ -133,7 +112,8 @@ class Answer:
             "workload": workload_facts(self.workload),
             "tool": self.workload.tool.name,
             "stack": self.workload.stack,
-            "goal": self.goal,
+            "goal": self.sort,
+            "sort": self.sort,
             "by": self.bounds.by,
             "budget": self.bounds.budget,
             "considered": plan.considered,
@@ -171,27 +151,27 @@ def ask(
     workload: Workload,
     *,
     sizes: Sequence[Size] = (),
-    goal: str = "speed",
+    sort: str = "speed",
     bounds: Bounds = NO_BOUNDS,
     lighter: Lighter = dict,
 ) -> Answer:
-    """Plan the workload on the config's cluster, or on clusters of these sizes, and choose by the goal.
+    """Plan the workload on the config's cluster, or on clusters of these sizes; choose the first by a column.
 
-    sizes: empty: the config's; for the goals cost and gpus, and with a budget, all `cluster_sizes` up to it.
-    Those that are impossible are left out (`Answer.left_out`). goal, lighter: as in `offers.compare`. Raises
+    sizes: empty: the config's; sorted by cost or gpus, and with a budget, all `cluster_sizes` up to it.
+    Those that are impossible are left out (`Answer.left_out`). sort, lighter: as in `offers.compare`. Raises
     UserError for bad settings and if every size is impossible, and as `compare`.
     """
-    if goal not in GOALS:
-        raise UserError(f"--goal {goal} is no goal; goals: {', '.join(GOALS)}.")
+    if sort not in SORTS:
+        raise UserError(f"--sort {sort}: there is no such column; write {', '.join(SORTS)}.")
     length = run_length(config)
     if bounds != NO_BOUNDS and length.steps is None:
         raise UserError(unknown(length.missing))
     if not sizes:
         cluster = cluster_for(config)
-        smaller = goal in ("cost", "gpus") or bounds.budget is not None
+        smaller = sort in ("cost", "gpus") or bounds.budget is not None
         sizes = [Size(gpus) for gpus in (cluster_sizes(cluster) if smaller else [cluster.gpus])]
     clusters, problems, unused = clusters_of(sizes, config)
-    check_bounds(clusters, goal, bounds)
+    check_bounds(clusters, sort, bounds)
     if config.cluster_config.price_per_gpu_hour and not any(cluster.price for cluster in clusters):
         kinds = ", ".join(dict.fromkeys(cluster.gpu.name for cluster in clusters))
         unused.append(f"cluster.price_per_gpu_hour has no price of {kinds}.")
@@ -199,23 +179,15 @@ def ask(
     for cluster in clusters:
         try:
             plan = search(workload, cluster, fixed=config.partial_layout.given)
-            offers.append(offer_of(plan, goal, length, bounds))
+            offers.append(offer_of(plan, sort, length, bounds))
         except UserError as error:
             problems += error.problems
     if not offers:
         raise UserError(problems)
-    ranked = compare(offers, goal, bounds, lighter)
+    ranked = compare(offers, sort, bounds, lighter)
     return Answer(
-        workload, in_order(offers, ranked), ranked[0], goal, bounds, length, tuple(problems), tuple(unused)
+        workload, in_order(offers, ranked), ranked[0], sort, bounds, length, tuple(problems), tuple(unused)
     )
-
-
-def largest(config: Config, workload: Workload, what: str) -> tuple[Any, Choice]:
-    """(value, best layout) of the largest `what` that fits the config's cluster: see `fits.largest`.
-
-    The config's layout is not regarded.
-    """
-    return fits.largest(workload, cluster_for(config), what)
 
 
 def cluster_sizes(cluster: Cluster) -> list[int]:
@@ -236,5 +208,96 @@ def offer_facts(offer: Offer) -> dict[str, Any]:
         "best": offer.choice and offer.choice.as_dict(),
         "run": offer.run and vars(offer.run),
         "misses": list(offer.misses),
-        "tie": offer.tie,
+        "tie": False,  # kept for readers of older documents
     }
+
+
+# the largest that fits #
+
+
+def largest(workload: Workload, cluster: Cluster, what: str) -> tuple[Any, Choice]:
+    """(value, best layout) of the largest `what` that fits; no field of the layout is fixed.
+
+    what: "seq_len", in tokens, 256, 512 or a multiple of 1024; "batch", in sequences of a global batch
+    without accumulation; "model", the name in models.toml of the one with most parameters. Raises NothingFits
+    (for "batch" Refused, if no layout can run) if not even the smallest fits, UserError for another `what`.
+    """
+    if what == "seq_len":
+        return _largest_seq_len(workload, cluster)
+    if what == "batch":
+        return _largest_batch(workload, cluster)
+    if what == "model":
+        by_size = sorted(models().items(), key=lambda item: -float(item[1].work.parameters))
+        for name, model in by_size:
+            if 2 * model.work.parameters > cluster.memory * cluster.gpus:  # not even its weights in bf16
+                continue
+            work = model.work if workload.lora_r is None else model.work.adapted(workload.lora_r)
+            if choice := best_fitting(replace(workload, model=name, work=work, traits=model.traits), cluster):
+                return name, choice
+        raise NothingFits(f"None of {', '.join(models())} fits {cluster.gpus} x {cluster.gpu.name}.")
+    raise UserError(
+        f"plan max {what}: the largest of it can't be searched for. Write plan max seq_len, plan max batch "
+        "or plan max model."
+    )
+
+
+def _largest_batch(workload: Workload, cluster: Cluster) -> tuple[int, Choice]:
+    """(sequences, layout) of the largest global batch that fits without accumulation.
+
+    It is a power of two, or a multiple of the cluster's GPUs. Raises NothingFits or Refused if none fits.
+    """
+    fitting: dict[int, Choice] = {}
+
+    def fits(size: int) -> bool:
+        choice = best_fitting(workload.of_batch(size), cluster, {"gradient_accumulation_steps": 1})
+        if choice:
+            fitting[size] = choice
+        return choice is not None
+
+    for size in (2**power for power in range(24)):
+        # a batch smaller than the cluster may need layouts that fit less well: go on
+        if not fits(size) and (fitting or size > cluster.gpus):
+            break
+    if not fitting:
+        raise empty_plan_error(search(workload, cluster))
+    low = _bisect(fits, max(fitting), 2 * max(fitting), cluster.gpus)
+    return low, fitting[low]
+
+
+def _largest_seq_len(workload: Workload, cluster: Cluster) -> tuple[int, Choice]:
+    """(tokens, layout) of the longest sequence: by doubling from 256, then by bisection in steps of 1024.
+
+    256, 512 or a multiple of 1024, below 2^25. Raises NothingFits if 256 tokens don't fit.
+    """
+    shortest, longest, step = 256, 2**24, 1024
+    fitting: dict[int, Choice] = {}
+
+    def fits(seq_len: int) -> bool:
+        choice = best_fitting(replace(workload, seq_len=seq_len), cluster)
+        if choice:
+            fitting[seq_len] = choice
+        return choice is not None
+
+    if not fits(shortest):
+        raise NothingFits(f"Not even sequences of {shortest} tokens fit.")
+    low = shortest
+    while low * 2 <= longest and fits(low * 2):
+        low *= 2
+    low = _bisect(fits, low, 2 * low, step)
+    return low, fitting[low]
+
+
+def _bisect(fits: Callable[[int], bool], low: int, high: int, step: int) -> int:
+    """The largest multiple of `step` that fits between low, which fits, and high, taken not to; else low.
+
+    Sizes between them are taken to fit up to some size and no further.
+    """
+    while high - low > step:
+        middle = (low + high) // 2 // step * step
+        if middle <= low:
+            break
+        if fits(middle):
+            low = middle
+        else:
+            high = middle
+    return low

@@ -1,97 +1,418 @@
-"""Settings and layouts to change first, in sentences; each was predicted."""
+"""Change one thing, predict it, print it in one sentence.
+
+    changes ──> Change ──> predicted, searched ──> Outcome ──> levers, remedies; advice.advised
+
+A Change with a layout is predicted under it, many in one call: another micro-batch, recomputation, schedule,
+degree of tp, cp, pp or ZeRO (accumulation and data ranks follow, so that the global batch and the number of
+GPUs stay), or a setting under which the layout stays. The others are settings under which the best layout is
+searched for, one by one: a search for the first that fits stops there.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import groupby, islice, product
+from typing import Any, NamedTuple
 
-from meshtune.plan.phrases import longer, spent
-from meshtune.plan.search import Choice, Plan, best_fitting
-from meshtune.plan.seconds.step import PARTS
+from meshtune.errors import NothingFits, UserError
+from meshtune.layout import MODEL_AXES, RECOMPUTE, SCHEDULES, VIRTUAL_SCHEDULES, Layout
+from meshtune.placement.columns import Columns, at
+from meshtune.plan.candidates import nearest_sizes
+from meshtune.plan.cluster import Cluster
+from meshtune.plan.hardware import GIGA, catalogue
+from meshtune.plan.memory.timeline import CATEGORIES, CATEGORY_NAMES, EVENTS
+from meshtune.plan.phrases import memory_limit, memory_need, sequences
+from meshtune.plan.search import Choice, Plan, best_fitting, choice_of, peak, search, times
+from meshtune.plan.seconds.step import TIE
 from meshtune.plan.workload import Workload
 from meshtune.precision import PRECISIONS, narrower
-from meshtune.units import duration, human
+from meshtune.units import counted, human
 
-NOTABLE_COST, NOTABLE_GAIN, NOTABLE_SAVING = 0.01, 0.02, 0.05  # shares of a step, of speed, of the peak
-MOST_LIGHTER = 2  # layouts that need less memory
+Lighter = Callable[[], Mapping[str, Workload]]  # returns workloads that need less, by the setting for them
+FACTORS = (2, 4, 8)  # of the micro-batch size, up and down
+VIRTUAL_STAGES = (2, 4, 8)
+MORE_GPUS = (2, 3, 4, 6, 8, 12, 16)  # times the cluster's
+SHORTER = (2, 4, 8, 16)  # parts of the sequence length
+REMEDIES = ("budget", "nearest batch", "GPUs", "sequence", "precision", "method", "kind")
+NOTABLE_SAVING = 0.05  # of the peak
+NEXT_TRY = 0.85  # of the predicted peak of a run that ran out of memory: the most that another may need
+
+
+class Change(NamedTuple):
+    """One change, not yet predicted."""
+
+    kind: str  # changes of one kind are alternatives to each other
+    words: str  # "recomputation none instead of full"
+    setting: str  # "train.compile=true"; "": only the layout changes
+    workload: Workload
+    cluster: Cluster
+    layout: Layout | None = None  # None: the best one is searched for
+
+
+class Outcome(NamedTuple):
+    """A predicted change."""
+
+    change: Change
+    choice: Choice
+    before: Choice | None = None  # what it is compared with; None: nothing
+
+    @classmethod
+    def of_layout(cls, words: str, workload: Workload, choice: Choice, before: Choice | None) -> Outcome:
+        """Only another layout, as a search predicted it."""
+        return cls(Change("layout", words, "", workload, choice.cluster, choice.layout), choice, before)
+
+    @property
+    def setting(self) -> str:
+        """Overrides that ask for it, "train.compile=true layout=zero3x8-mb1-ga8"; no layout if it stays."""
+        setting, same = self.change.setting, self.before and self.before.layout == self.choice.layout
+        return setting if setting and same else f"{setting} layout={self.choice.layout}".strip()
+
+    @property
+    def remedy(self) -> str:
+        """Overrides, the memory they need and the change of step time: "layout=… (63.3 GiB, +2% time)"."""
+        time = ""
+        if self.before and self.choice.cluster.timed:
+            time = f", {self.choice.seconds.total / self.before.seconds.total - 1:+.0%} time"
+        return f"{self.setting} ({human(self.choice.memory.peak)}{time})"
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second and GPU over those before, less 1."""
+        assert self.before
+        return self.choice.tokens_per_second_per_gpu / self.before.tokens_per_second_per_gpu - 1
+
+    @property
+    def freed(self) -> float:
+        """Bytes of the peak that the change saves; below 0: more are needed."""
+        assert self.before
+        return self.before.memory.peak - self.choice.memory.peak
+
+    def sentence(self) -> str:
+        """The change, how to ask for it, and what it gains and costs."""
+        tokens = "as many tokens per second"
+        if abs(self.speed) >= TIE:
+            tokens = f"{abs(self.speed):.1%} {'more' if self.speed > 0 else 'fewer'} tokens per second"
+        needed, before = human(self.choice.memory.peak), human(self.choice.memory.peak + self.freed)
+        memory = f"{needed} instead of {before}" if needed != before else f"{needed} as before"
+        fits = "" if self.choice.fits else ", which does not fit"
+        gain = f"{tokens}, {memory}" if self.choice.cluster.timed else memory
+        return f"{self.change.words} ({self.setting}): {gain}{fits}."
+
+    def as_dict(self) -> dict[str, Any]:
+        """The change as a lever in the JSON document; shares and bytes."""
+        return {
+            "change": self.change.words,
+            "setting": self.setting,
+            "speed": self.speed if self.choice.cluster.timed else None,
+            "freed": self.freed,
+            "fits": self.choice.fits,
+        }
+
+
+# what can be changed #
 
 
 def changes(
-    plan: Plan, best: Choice | None = None, *, faster: bool = True, double_batch: bool = True
-) -> list[str]:
-    """A caution of the precision, the largest cost beside compute, then settings that are faster and layouts
-    that need less memory.
+    workload: Workload,
+    cluster: Cluster,
+    layout: Layout | None = None,
+    *,
+    fixed: Mapping[str, Any] | None = None,
+    lighter: Lighter = dict,
+) -> Iterator[Change]:
+    """Yield every change, the least of each kind first.
 
-    best: the chosen layout, which all are compared with; None: the plan's first. faster: whether to try
-    settings that may be faster, double_batch: also twice the global batch. Nothing on
-    speed where predicted times mean nothing.
+    layout: yield changes to it that the model can be trained under, and settings under which it stays; None:
+    yield settings under each of which the layout is searched for. fixed: as in `search`. lighter: is called
+    when its turn comes.
     """
-    if not len(plan):
-        return []
-    best = best or plan.choice(0)
-    caution = PRECISIONS[plan.workload.precision].caution
-    timed = plan.cluster.timed
+    for kind, words, other in neighbours(layout, int(workload.work.blocks)) if layout else ():
+        if not workload.refusals(other):
+            yield Change(kind, words, "", workload, cluster, other)
+    size = 2 * workload.global_batch_size
+    more = layout and replace(layout, gradient_accumulation_steps=2 * layout.gradient_accumulation_steps)
+    setting = f"train.global_batch_size={size}"
+    yield Change("batch", "twice the global batch", setting, workload.of_batch(size), cluster, more)
+    compiled = workload.compiled()
+    if not workload.compile and not (layout and compiled.refusals(layout)):
+        yield Change("compile", "compiled blocks", "train.compile=true", compiled, cluster, layout)
+    if cluster.nodes > 1 and layout:
+        twice = replace(cluster, network=2 * cluster.network)
+        setting = f"cluster.network={twice.network / GIGA:g}"
+        yield Change("network", "twice the network", setting, workload, twice, layout)
+    if not layout:
+        yield from _reshaping(workload, cluster, fixed or {}, lighter)
+
+
+def _reshaping(
+    workload: Workload, cluster: Cluster, fixed: Mapping[str, Any], lighter: Lighter
+) -> Iterator[Change]:
+    """Yield changes of settings that usually need another layout."""
+    if cluster.memory_budget:
+        unbounded = replace(cluster, memory_budget=None)
+        yield Change("budget", "no memory budget", "cluster.memory_budget_gib=null", workload, unbounded)
+    batch = workload.global_batch_size
+    for size in sorted(nearest_sizes(batch, cluster, fixed), key=lambda size: abs(size - batch)):
+        words = f"{sequences(size)} instead of {batch}, shared by more data ranks"
+        setting = f"train.global_batch_size={size}"
+        yield Change("nearest batch", words, setting, workload.of_batch(size), cluster)
+    for factor in () if cluster.gpu.processor else MORE_GPUS:  # processors share one memory
+        more = replace(cluster, gpus=cluster.gpus * factor)
+        yield Change("GPUs", f"{factor} x the GPUs", f"cluster.gpus={more.gpus}", workload, more)
+    for parts in (parts for parts in SHORTER if workload.seq_len % parts == 0):
+        shorter = replace(workload, seq_len=workload.seq_len // parts)
+        words = f"sequences of {shorter.seq_len} tokens"
+        yield Change("sequence", words, f"data.seq_len={shorter.seq_len}", shorter, cluster)
+    for name in narrower(workload.precision):
+        if name in workload.tool.precisions:
+            other = replace(workload, precision=name)
+            yield Change("precision", f"precision {name}", f"train.precision={name}", other, cluster)
+    for setting, other in lighter().items():
+        yield Change("method", setting, setting, other, cluster)
+    for gpu in sorted(catalogue().values(), key=lambda gpu: gpu.memory):
+        if gpu.memory > 1.1 * cluster.memory and not gpu.processor:
+            node = gpu.node if cluster.node == cluster.gpu.node else cluster.node
+            larger = replace(
+                cluster, gpu=gpu, memory=gpu.memory, link=gpu.link, network=gpu.network, node=node,
+                host_memory=None,
+            )  # fmt: skip
+            yield Change("kind", f"GPUs of {human(gpu.memory)}", f"cluster.gpu={gpu.name}", workload, larger)
+
+
+def neighbours(layout: Layout, blocks: int) -> Iterator[tuple[str, str, Layout]]:
+    """(kind, change, layout) for layouts with the same GPUs and global batch that differ in one thing.
+
+    blocks: of the model.
+    """
+    for kind, change, fields in _fields(layout, blocks):
+        try:
+            other = replace(layout, **fields)
+        except UserError:  # such as regather under full recomputation
+            continue
+        if other != layout:
+            yield kind, change, other
+
+
+def _fields(layout: Layout, blocks: int) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """(kind, change, fields of the layout that it sets) of each neighbour, contradictory ones among them."""
+    size, steps = layout.micro_batch_size, layout.gradient_accumulation_steps
+    sizes = [(size * n, steps // n) for n in FACTORS if steps % n == 0]
+    sizes += [(size // n, steps * n) for n in FACTORS if size % n == 0]
+    for micro, rest in sizes:
+        fields = {"micro_batch_size": micro, "gradient_accumulation_steps": rest}
+        yield "micro-batch", f"micro-batch {micro} instead of {size}", fields
+    for mode, some in product(RECOMPUTE, (None, *range(1, math.ceil(blocks / layout.stages)))):
+        change = f"recomputation {mode}{some or ''} instead of {layout.recomputation}"
+        yield "recomputation", change, {"recompute": mode, "recompute_blocks": some}
+    for schedule in SCHEDULES if layout.pp > 1 else ():
+        for virtual in VIRTUAL_STAGES if schedule in VIRTUAL_SCHEDULES else (1,):
+            stages = f" with {virtual} stages a rank" if virtual > 1 else ""
+            fields = {"schedule": schedule, "virtual_stages": virtual}
+            yield "schedule", f"schedule {schedule}{stages} instead of {layout.schedule}", fields
+    for axis in MODEL_AXES:
+        degree = getattr(layout, axis)
+        for other in (2 * degree, degree // 2 if degree % 2 == 0 else 0):
+            if other and (data := _other_data_ranks(layout, degree, other)):
+                fields = data | _axis(layout, axis, other)
+                if fields.get("dp_shard", layout.dp_shard) * fields.get("cp", layout.cp) == 1:
+                    fields["zero"] = 0
+                yield axis, f"{axis} {other} instead of {degree}", fields
+    ranks = layout.data_ranks
+    now = _sharded(layout.zero, layout.shard_ranks)
+    for zero in (0, 1, 2, 3) if layout.parameter_ranks > 1 else ():
+        shards = ranks if zero else 1
+        fields = {"zero": zero, "dp_shard": shards, "dp_replicate": ranks // shards}
+        yield "ZeRO", f"{_sharded(zero, shards * layout.cp)} instead of {now}", fields
+    for shards in (2 * layout.dp_shard, layout.dp_shard // 2) if layout.zero else ():
+        if shards * layout.cp > 1 and shards and ranks % shards == 0:
+            fields = {"dp_shard": shards, "dp_replicate": ranks // shards}
+            yield "ZeRO", f"{shards * layout.cp} shards instead of {layout.shard_ranks}", fields
+
+
+def _other_data_ranks(layout: Layout, degree: int, other: int) -> dict[str, Any]:
+    """Fields that keep GPUs and global batch where an axis goes from `degree` to `other`.
+
+    Accumulation changes, else the micro-batch; {} if neither can.
+    """
+    fields: dict[str, Any] = {}
+    axis = "dp_shard" if layout.zero else "dp_replicate"
+    ranks = getattr(layout, axis) * degree
+    if ranks % other:
+        return {}
+    fields[axis] = ranks // other
+    for name in ("gradient_accumulation_steps", "micro_batch_size"):
+        sequences = getattr(layout, name) * other
+        if sequences % degree == 0:
+            return fields | {name: sequences // degree}
+    return {}
+
+
+def _axis(layout: Layout, axis: str, degree: int) -> dict[str, Any]:
+    """The axis's degree, and the fields that belong to it."""
+    if axis == "tp":
+        return {"tp": degree, "sp": degree > 1, "sp_regather": layout.sp_regather and degree > 1}
+    if degree > 1:
+        return {axis: degree}
+    belongs = {"cp": {"cp_method": "allgather"}, "pp": {"schedule": "1f1b", "virtual_stages": 1}}
+    return {axis: 1} | belongs[axis]
+
+
+def _sharded(zero: int, shards: int) -> str:
+    return f"ZeRO-{zero} in {shards} shards" if zero else "no ZeRO"
+
+
+# predictions #
+
+
+def searched(
+    some: Iterable[Change], fixed: Mapping[str, Any] | None = None, before: Choice | None = None
+) -> Iterator[Outcome]:
+    """Yield the best layout under each change, one by one; none where nothing fits. fixed: as in `search`."""
+    for change in some:
+        if choice := best_fitting(change.workload, change.cluster, fixed):
+            yield Outcome(change, choice, before)
+
+
+def predicted(some: Sequence[Change], before: Choice) -> Iterator[Outcome]:
+    """Yield each change of `before` under its layout; neighbours with the same settings are one call."""
+    for _, group in groupby(some, key=lambda change: (id(change.workload), id(change.cluster))):
+        alike = list(group)
+        workload, cluster = alike[0].workload, alike[0].cluster
+        layouts = [change.layout or before.layout for change in alike]
+        columns = Columns.of(layouts)
+        seconds, memory = times(workload, cluster, columns), peak(workload, cluster, columns)
+        for place, (change, layout) in enumerate(zip(alike, layouts, strict=True)):
+            choice = choice_of(workload, cluster, layout, at(seconds, place), at(memory, place))
+            yield Outcome(change, choice, before)
+
+
+# filters and sorts: the three levers of a layout #
+
+
+def levers(workload: Workload, choice: Choice, most: int = 3) -> list[Outcome]:
+    """The changes that gain most, at most `most`, each of another kind.
+
+    Of a layout that fits: the fastest that fit, then, if fewer than `most` gain TIE, those that free most.
+    Of one that does not: the fastest that then fit, then those that free most. Where predicted times mean
+    nothing: only those that free most. workload: with the layout's global batch.
+    """
+    outcomes = list(predicted(list(changes(workload, choice.cluster, choice.layout)), choice))
+    least_speed = TIE if choice.fits else -1.0
+    fast = [one for one in outcomes if one.choice.fits and one.speed >= least_speed]
+    faster = _best_of_kinds(fast if choice.cluster.timed else [], lambda outcome: outcome.speed)
+    kinds, least = {outcome.change.kind for outcome in faster}, NOTABLE_SAVING * choice.memory.peak
+    light = [one for one in outcomes if one.freed >= least and one.change.kind not in kinds]
+    return [*faster, *_best_of_kinds(light, lambda outcome: outcome.freed)][:most]
+
+
+def _best_of_kinds(outcomes: Iterable[Outcome], value: Callable[[Outcome], float]) -> list[Outcome]:
+    """The outcome with the largest value of each kind, the largest first; the first of equal ones."""
+    best: dict[str, Outcome] = {}
+    for outcome in sorted(outcomes, key=value, reverse=True):
+        best.setdefault(outcome.change.kind, outcome)
+    return list(best.values())
+
+
+# nothing fits, or a run was out of memory #
+
+
+def remedies(workload: Workload, cluster: Cluster, lighter: Lighter = dict) -> Iterator[Outcome]:
+    """Yield the least change of each kind of REMEDIES under which something fits; nothing is fixed."""
+    some = (change for change in changes(workload, cluster, lighter=lighter) if change.kind in REMEDIES)
+    for _, alternatives in groupby(some, key=lambda change: change.kind):
+        yield from islice(searched(alternatives), 1)
+
+
+class Refused(UserError):
+    """Error: every layout is refused, whatever memory it needs."""
+
+
+def empty_plan_error(plan: Plan, lighter: Lighter = dict) -> UserError:
+    """Return the error for an empty plan: NothingFits, or Refused with the reasons if no layout can run.
+
+    lighter: as in `remedies`.
+    """
+    if len(plan.near.tp):
+        return NothingFits(nothing_fits(plan, lighter))
+    where = f"{plan.cluster.gpus} x {plan.cluster.gpu.name}"
+    if plan.fixed:
+        refused = f"No layout of {where} with the fields of it that are fixed can train {plan.workload.model}"
+        return Refused(f"{refused}: {sentence}" for sentence in refusals(plan))
+    return Refused(
+        f"{plan.workload.model} can't be trained under any layout of {where}: {'; '.join(_reasons(plan))}."
+    )
+
+
+def refusals(plan: Plan) -> list[str]:
+    """Sentences that refuse the examples of a plan in which every layout is refused, each once."""
+    examples = [Layout.parse(rejected.example) for rejected in plan.rejected]
+    return list(dict.fromkeys(sentence for one in examples for sentence in plan.workload.refusals(one)))
+
+
+def nothing_fits(plan: Plan, lighter: Lighter = dict) -> list[str]:
+    """Sentences that say how much the smallest layout needs, and which `remedies` would fit.
+
+    Where the plan has fixed fields, the best layout without them is one more.
+    """
+    workload, cluster = plan.workload, plan.cluster
+    sentences = [
+        f"No layout of {cluster.gpus} x {cluster.gpu.name} fits {workload.model} at {workload.seq_len} tokens"
+        f"{' with the fields of it that are fixed' * bool(plan.fixed)}; {memory_limit(cluster)}."
+    ]
+    if nearest := plan.nearest(1):
+        need = memory_need(nearest[0].memory)
+        sentences.append(f"The layout that needs least is {nearest[0].layout}: {need}.")
+    else:
+        sentences += [f"{reason}." for reason in _reasons(plan)[:4]]
+    fitting = list(remedies(workload, cluster, lighter))
+    if plan.fixed and (free := best_fitting(workload, cluster)):
+        fitting.insert(0, Outcome.of_layout("no field fixed", workload, free, None))
+    sentences.append(
+        f"What would fit: {'; '.join(outcome.remedy for outcome in fitting)}."
+        if fitting
+        else "None of the changes that were tried would fit."
+    )
+    return [*sentences, *_cautions(fitting)]
+
+
+def _reasons(plan: Plan) -> list[str]:
+    """Reasons for which layouts were refused, each with their number and an example."""
     return [
-        *([caution] if caution else []),
-        *(_largest_cost(best) if timed else []),
-        *(_faster(plan, best, double_batch) if timed and faster else []),
-        *islice(_lighter(plan, best), MOST_LIGHTER),
+        f"{rejected.reason.rstrip('.')} ({counted(rejected.count, 'layout')}, such as {rejected.example})"
+        for rejected in plan.rejected
     ]
 
 
-def _largest_cost(best: Choice) -> Iterator[str]:
-    """Yield a sentence on the part of a step, but compute, that takes longest, if it is notable."""
-    beside_compute = (part for part in PARTS if part != "compute")
-    largest = max(beside_compute, key=lambda part: getattr(best.seconds, part))
-    seconds = getattr(best.seconds, largest)
-    share = seconds / best.seconds.total
-    if share >= NOTABLE_COST:
-        what = spent(largest, best.layout)
-        yield f"Largest cost besides compute: {what}, {duration(seconds)} a step ({share:.0%})."
+def _cautions(outcomes: Sequence[Outcome]) -> list[str]:
+    """The cautions of precisions that the outcomes offer."""
+    precisions = (one.change.workload.precision for one in outcomes if one.change.kind == "precision")
+    return list(filter(None, (PRECISIONS[name].caution for name in precisions)))
 
 
-def _faster(plan: Plan, best: Choice, double_batch: bool) -> Iterator[str]:
-    """Yield settings with which the best layout is notably faster than `best`."""
-    for setting, workload in variations(plan.workload, double_batch=double_batch):
-        if choice := best_fitting(workload, plan.cluster, plan.fixed_of_batches):
-            gain = choice.tokens_per_second_per_gpu / best.tokens_per_second_per_gpu - 1
-            if gain > NOTABLE_GAIN:
-                yield (
-                    f"{setting}, layout={choice.layout}: {gain:.0%} more tokens per second than the chosen "
-                    "layout."
-                )
+def out_of_memory(failed: Choice, workload: Workload, lighter: Lighter = dict) -> list[str]:
+    """Sentences for a run that ran out of memory: its predicted peak by category, and what needs less.
 
-
-def _lighter(plan: Plan, best: Choice) -> Iterator[str]:
-    """Yield layouts that need notably less memory than `best`, the fastest first.
-
-    None whose step takes longer by a larger factor than its peak is smaller. Of those whose times
-    print as the same, the one with least memory.
+    That is at most NEXT_TRY of the predicted peak: up to two other layouts or, if there is none, `remedies`.
+    failed: the run's layout and what was predicted for it. lighter: as in `remedies`.
     """
-    smaller: dict[str, Choice] = {}  # by the clause on its time
-    for place in plan.pareto():
-        lower = best.memory.peak / plan.memory.peak[place]
-        ratio = plan.seconds.total[place] / best.seconds.total
-        if lower > 1 / (1 - NOTABLE_SAVING) and (ratio < lower or not plan.cluster.timed):
-            choice, time = plan.choice(place), longer(ratio)
-            smaller[f"; a step {time}" if plan.cluster.timed else ""] = choice
-    for time, choice in smaller.items():
-        needs = f"{human(choice.memory.peak)} instead of {human(best.memory.peak)}"
-        yield f"Less memory: {choice.layout} needs {needs}{time}."
-
-
-def variations(workload: Workload, *, double_batch: bool = True) -> Iterator[tuple[str, Workload]]:
-    """(setting, workload with it) of settings that may be faster.
-
-    double_batch: whether twice the global batch is one of them.
-    """
-    if double_batch:
-        size = 2 * workload.global_batch_size
-        yield f"train.global_batch_size={size}", workload.of_batch(size)
-    if not workload.compile:
-        yield "train.compile=true", workload.compiled()
-    trained = PRECISIONS[workload.precision].trained
-    for precision in narrower(workload.precision):
-        if PRECISIONS[precision].trained == trained:  # updates stay as exact
-            yield f"train.precision={precision}", replace(workload, precision=precision)
+    memory = failed.memory
+    bytes_of = {category: getattr(memory, category) for category in CATEGORIES}
+    largest_first = sorted(CATEGORIES, key=lambda category: -bytes_of[category])
+    listed = ", ".join(
+        f"{CATEGORY_NAMES[category]} {human(bytes_of[category])}"
+        for category in largest_first
+        if bytes_of[category] >= 1
+    )
+    predicted = (
+        f"Predicted for {failed.layout}: a peak of {human(memory.peak)} (at: {EVENTS[int(memory.event)]}): "
+        f"{listed}. The largest part is {CATEGORY_NAMES[largest_first[0]]}."
+    )
+    smaller = replace(failed.cluster, memory=min(failed.cluster.memory, NEXT_TRY * memory.peak))
+    others = search(workload, replace(smaller, memory_margin=0.0)).best(2)
+    fitting = [Outcome.of_layout("less memory", workload, choice, failed) for choice in others]
+    if not (fitting := fitting or list(remedies(workload, smaller, lighter))):
+        return [predicted, "None of the changes that were tried needs less."]
+    listed = "; ".join(outcome.remedy for outcome in fitting)
+    return [predicted, f"What needs less, fastest first: {listed}.", *_cautions(fitting)]

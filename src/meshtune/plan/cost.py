@@ -158,38 +158,21 @@ class Bounds:
             longest = min(longest, self.budget / cluster.price / cluster.gpus * 3600 / length.steps)
         return longest
 
-    def exceeded(self, run: RunCost) -> tuple[str, ...]:
-        """Names of the fields that the run exceeds."""
-        return tuple(name for name, factor in self.factors(run).items() if factor > 1)
-
-    def factor(self, run: RunCost | None) -> float:
-        """Largest factor by which the run exceeds a bound; up to 1 it exceeds none."""
-        return max(self.factors(run).values(), default=0) if run else math.inf
-
-    def factors(self, run: RunCost) -> dict[str, float]:
-        """By field, what the run takes over what it may take."""
+    def shares(self, run: RunCost) -> dict[str, float]:
+        """By field, what the run takes as a share of the bound; more than 1 exceeds it."""
         pairs = {"by": (run.seconds, self.by), "budget": (run.cost, self.budget)}
         return {
             name: used / most for name, (used, most) in pairs.items() if used is not None and most is not None
         }
 
-    def wanted(self, currency: str) -> str:
-        """Clause on what a run has to do."""
+    def clause(self, currency: str) -> str:
+        """A clause with the bounds: "ends the run within 2 h and costs at most 9.00 EUR"."""
         clauses = []
         if self.by is not None:
             clauses.append(f"ends the run within {duration(self.by)}")
         if self.budget is not None:
             clauses.append(f"costs at most {money(self.budget, currency)}")
         return " and ".join(clauses)
-
-    def remedy(self, run: RunCost) -> str:
-        """The bounds as options that the run would keep."""
-        options = []
-        if "by" in self.exceeded(run) and run.seconds:
-            options.append(f"--by {math.ceil(run.seconds / 3600)}h")
-        if "budget" in self.exceeded(run) and run.cost:
-            options.append(f"--budget {math.ceil(run.cost)}")
-        return " ".join(options)
 
 
 NO_BOUNDS = Bounds()

@@ -9,10 +9,9 @@ from typing import Any
 from meshtune.config import Config
 from meshtune.layout import Layout, PartialLayout
 from meshtune.placement.columns import Columns
-from meshtune.plan import fits
+from meshtune.plan.changes import Outcome, Refused, levers, refusals
 from meshtune.plan.cluster import Cluster, cluster_for
 from meshtune.plan.cost import UNPLANNED, RunCost, RunLength, run_length
-from meshtune.plan.levers import Lever, levers
 from meshtune.plan.phrases import documents, memory_limit
 from meshtune.plan.search import OUTDONE_BY, Choice, explained, outdone, peaks_of_ranks, search
 from meshtune.plan.workload import Workload
@@ -29,7 +28,7 @@ class Explanation:
     length: RunLength = UNPLANNED  # of the run; UNPLANNED for another global batch than the config's
 
     @cached_property
-    def levers(self) -> list[Lever]:
+    def levers(self) -> list[Outcome]:
         """The three single changes that gain most time or memory."""
         return levers(self.workload, self.choice)
 
@@ -68,9 +67,9 @@ def explain(config: Config, workload: Workload, text: str) -> Explanation:
     if not partial.whole:
         plan = search(workload, cluster, fixed=partial.given)
         if not (best := plan.best(1) or plan.nearest(1)):
-            raise fits.Refused(
+            raise Refused(
                 f"{text} can't run on {cluster.gpus} x {cluster.gpu.name}: {sentence}"
-                for sentence in fits.refusals(plan)
+                for sentence in refusals(plan)
             )
         layout = best[0].layout
     elif {"micro_batch_size", "gradient_accumulation_steps"} - partial.fixed.keys():

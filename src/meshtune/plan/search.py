@@ -234,18 +234,14 @@ def search(
 
 
 def best_fitting(
-    workload: Workload,
-    cluster: Cluster,
-    fixed: Mapping[str, Any] | None = None,
-    *,
-    gpus: int | None = None,
+    workload: Workload, cluster: Cluster, fixed: Mapping[str, Any] | None = None
 ) -> Choice | None:
     """The best layout that fits; None if none does, no layout makes the global batch or nodes are not full.
 
-    fixed: as in `search`. gpus: instead of the cluster's number; None: that.
+    fixed: as in `search`.
     """
     try:
-        plan = search(workload, cluster.of_size(gpus or cluster.gpus), fixed=fixed)
+        plan = search(workload, cluster.of_size(cluster.gpus), fixed=fixed)
     except UserError:
         return None
     return plan.choice(0) if len(plan) else None

@@ -16,9 +16,9 @@ from meshtune.config import Config, load
 from meshtune.errors import NothingFits, UserError
 from meshtune.layout import AUTO, DATA_AXES, Layout, PartialLayout
 from meshtune.placement.columns import Columns, at, joined, rows
+from meshtune.plan.changes import empty_plan_error
 from meshtune.plan.cluster import Cluster
 from meshtune.plan.facts import model_facts
-from meshtune.plan.fits import empty_plan_error
 from meshtune.plan.phrases import memory_limit
 from meshtune.plan.search import Choice, choice_of, chunks, peak, search, times
 from meshtune.plan.workload import Uncounted, Workload

@@ -2,7 +2,7 @@
 
     warmup_steps = ["train.warmup_steps", "warmup"]        in a tool's table
     CONVERSIONS["warmup"].read(value, job) -> settings     migrate
-    CONVERSIONS["warmup"].write(plan) -> value             plan --export
+    CONVERSIONS["warmup"].write(plan) -> value             plan export
 
 `read` takes the value of the key and the whole job, whose other keys may matter, and returns the settings
 that it makes; it raises NoCounterpart, NotNeeded or Refused where it makes none.

@@ -21,13 +21,12 @@ from meshtune.model.capabilities import auto_attention, traits
 from meshtune.model.census_cache import numbers_of
 from meshtune.model.load import load_config, on_meta
 from meshtune.placement.rules import refusals
-from meshtune.plan import fits
-from meshtune.plan.batches import nearest_sentences
+from meshtune.plan import changes
+from meshtune.plan.advice import nearest_batches, verdict
+from meshtune.plan.changes import Refused
 from meshtune.plan.cluster import cluster_here
 from meshtune.plan.facts import plan_yaml
-from meshtune.plan.fits import Refused
 from meshtune.plan.search import explained, search
-from meshtune.plan.verdict import verdict
 from meshtune.plan.workload import Uncounted, lighter_workloads, workload_of
 from meshtune.units import notice
 
@@ -90,9 +89,9 @@ def planned_layout(config: Config, ranks: int) -> Layout:
     cluster = cluster_here(config, ranks, gpus_of(device_of(config.train.device)))
     plan = search(workload, cluster, fixed=config.partial_layout.given)
     if not len(plan):
-        raise fits.empty_plan_error(plan, partial(lighter_workloads, config, numbers_of))
+        raise changes.empty_plan_error(plan, partial(lighter_workloads, config, numbers_of))
     best = plan.choice(0)
-    for sentence in [*verdict(plan, best), *nearest_sentences(plan, best)]:
+    for sentence in [*verdict(plan, best), *nearest_batches(plan, best)]:
         notice(f"meshtune: {sentence}")
     return best.layout
 
@@ -205,4 +204,4 @@ def out_of_memory(config: Config, layout: Layout, gpus: Sequence[tuple[str, floa
     except UserError:
         return [SMALLER]
     choice = explained(workload, cluster, layout)
-    return fits.out_of_memory(choice, workload, partial(lighter_workloads, config, numbers_of))
+    return changes.out_of_memory(choice, workload, partial(lighter_workloads, config, numbers_of))

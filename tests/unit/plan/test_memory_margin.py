@@ -10,7 +10,9 @@ from own_kind import OWN_KIND
 from meshtune.config import Config
 from meshtune.errors import UserError
 from meshtune.layout import Layout
-from meshtune.plan import advice, fits
+from meshtune.plan import advice
+from meshtune.plan.answer import largest
+from meshtune.plan.changes import remedies
 from meshtune.plan.cluster import Cluster, cluster_here, cluster_of, with_memory_budget
 from meshtune.plan.facts import cluster_facts
 from meshtune.plan.hardware import catalogue
@@ -30,6 +32,10 @@ def machines(gpu: str = "h100-sxm", gpus: int = 8, **settings: Any) -> Cluster:
 def workload(size: int = 64, model: str = "llama-3.1-8b") -> Workload:
     shape = models()[model]
     return Workload(model, shape.work, shape.traits, 4096, size)
+
+
+def remedies_of(w: Workload, cluster: Cluster) -> list[str]:
+    return [outcome.remedy for outcome in remedies(w, cluster)]
 
 
 @pytest.mark.parametrize(("gpu", "margin"), [("h100-sxm", 0.04), ("a100-80", 0.04), (UNMEASURED, 0.1)])
@@ -55,8 +61,8 @@ def test_a_margin_that_is_set_holds_in_every_question() -> None:
             assert alternative.choice and alternative.choice.memory.peak > half
     tight = next(choice for choice in search(w, machines()).best(200) if choice.memory.peak > half)
     assert not explained(w, cluster, tight.layout).fits
-    assert fits.largest(w, cluster, "batch")[1].memory.peak <= half
-    for remedy in fits.remedies(workload(8, "llama-3.2-3b"), machines(gpus=1, memory_margin=0.5)):
+    assert largest(w, cluster, "batch")[1].memory.peak <= half
+    for remedy in remedies_of(workload(8, "llama-3.2-3b"), machines(gpus=1, memory_margin=0.5)):
         layout = remedy.split("layout=")[1].split(" ")[0]
         assert Layout.parse(layout)
         gib = float(remedy.rsplit("(", 1)[1].split(" ")[0])
@@ -64,7 +70,7 @@ def test_a_margin_that_is_set_holds_in_every_question() -> None:
 
 
 def test_another_kind_of_gpu_has_its_own_margin_in_a_remedy() -> None:
-    for remedy in fits.remedies(workload(8, "llama-3.2-3b"), machines("rtx-4090", gpus=1)):
+    for remedy in remedies_of(workload(8, "llama-3.2-3b"), machines("rtx-4090", gpus=1)):
         if remedy.startswith("cluster.gpu="):
             kind, need = catalogue()[remedy[12:].split(" ")[0]], float(remedy.rsplit("(", 1)[1].split(" ")[0])
             assert need * 2**30 <= kind.memory * (0.96 if kind.measured else 0.9) * 1.01
@@ -105,7 +111,7 @@ def test_a_budget_bounds_every_answer() -> None:
     assert len(plan) and plan.memory.peak.max() <= budget
     assert search(workload(), machines()).memory.peak.max() > budget
     says(advice.reasoning(plan, plan.choice(0))[1])
-    assert fits.largest(workload(), cluster, "batch")[1].memory.peak <= budget
+    assert largest(workload(), cluster, "batch")[1].memory.peak <= budget
     assert cluster_facts(cluster)["memory_budget"] == cluster_facts(cluster)["usable_memory"] == budget
 
 
@@ -118,9 +124,9 @@ def test_a_budget_beyond_what_the_margin_leaves_is_named() -> None:
 
 @pytest.mark.ci
 def test_where_only_the_budget_is_in_the_way_going_without_is_offered_first() -> None:
-    remedy = next(fits.remedies(workload(), machines(memory_budget_gib=15)))
+    remedy = remedies_of(workload(), machines(memory_budget_gib=15))[0]
     assert remedy.startswith("cluster.memory_budget_gib=null layout=")
-    unbounded = fits.remedies(workload(8, "llama-3.2-3b"), machines("rtx-4090", gpus=1))
+    unbounded = remedies_of(workload(8, "llama-3.2-3b"), machines("rtx-4090", gpus=1))
     assert not any("budget" in remedy for remedy in unbounded)
 
 

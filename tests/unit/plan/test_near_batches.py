@@ -10,10 +10,11 @@ import pytest
 from golden import says
 
 from meshtune.layout import Layout
-from meshtune.plan import advice, fits
+from meshtune.plan import advice
+from meshtune.plan.advice import batch_sentences, best_of_batches, nearest_batches
 from meshtune.plan.answer import Answer
-from meshtune.plan.batches import batch_sentences, best_of_batches, nearest_sentences
 from meshtune.plan.candidates import is_uneven, nearest_sizes
+from meshtune.plan.changes import remedies
 from meshtune.plan.cluster import Cluster, cluster_of
 from meshtune.plan.models import models
 from meshtune.plan.offers import offer_of
@@ -23,9 +24,9 @@ from meshtune.sections import ClusterConfig
 from meshtune.units import human
 
 
-def answered(found: Plan, goal: str = "speed") -> Answer:
-    offer = offer_of(found, goal)
-    return Answer(found.workload, (offer,), offer, goal)
+def answered(found: Plan, sort: str = "speed") -> Answer:
+    offer = offer_of(found, sort)
+    return Answer(found.workload, (offer,), offer, sort)
 
 
 def machines(gpus: int, gpu: str = "h100-sxm", **settings: Any) -> Cluster:
@@ -84,36 +85,34 @@ def test_a_batch_that_does_not_divide_gets_the_nearest_with_speed_and_layout(
     """The three cases of a review, whose answers were cp25, pp7 and cp2-tp4 without another word."""
     found = plan(model, gpus, size)
     best = found.choice(0)
-    sentences = nearest_sentences(found, best)
+    sentences = nearest_batches(found, best)
     changes = answered(found).changes
-    assert sentences[0].startswith(f"{first} sequences instead of {size}: ")
+    assert sentences[0].startswith(f"{first} sequences instead of {size}, ")
     assert changes[: len(sentences)] == sentences
     assert not any("train.global_batch_size" in said for said in changes[len(sentences) :])
     for said in sentences:
-        parts = re.match(
-            r"(\d+) sequences instead of \d+: (\d+)% faster \((\S+)\), ([\d,]+) tokens/s/GPU", said
-        )
+        parts = re.search(r"\(train.global_batch_size=(\d+) layout=(\S+)\): ([\d.]+)% more tokens", said)
         assert parts
-        layout = Layout.parse(parts[3])
+        layout = Layout.parse(parts[2])
         assert layout.global_batch_size == int(parts[1]) and layout.world == gpus
         other = explained(found.workload.of_batch(int(parts[1])), found.cluster, layout)
         assert other.fits
         gain = other.tokens_per_second_per_gpu / best.tokens_per_second_per_gpu - 1
-        assert gain > 0.02 and 100 * gain == pytest.approx(int(parts[2]), abs=0.51)
-        assert int(parts[4].replace(",", "")) == round(other.tokens_per_second_per_gpu)
+        assert gain > 0.02 and 100 * gain == pytest.approx(float(parts[3]), abs=0.051)
+        assert said.endswith(f", {human(other.memory.peak)} instead of {human(best.memory.peak)}.")
 
 
 def test_a_batch_that_divides_gets_none() -> None:
     found = plan("llama-3.1-8b", 8, 64)
-    assert nearest_sentences(found, found.choice(0)) == []
+    assert nearest_batches(found, found.choice(0)) == []
 
 
 def test_a_nearest_batch_is_a_remedy_where_nothing_fits() -> None:
     """ZeRO-3 over 7 GPUs of 35 GiB fits; the pipeline that 64 sequences leave does not."""
     found = search(workload("llama-3.1-8b", 64), machines(7, memory_gib=35), fixed={"cp": 1})
     assert not len(found)
-    remedies = list(fits.remedies(found.workload, found.cluster))
-    setting = re.match(r"train\.global_batch_size=(63) layout=(\S+) ", remedies[0])
+    first = next(remedies(found.workload, found.cluster))
+    setting = re.match(r"train\.global_batch_size=(63) layout=(\S+) ", first.remedy)
     assert setting
     w = found.workload.of_batch(int(setting[1]))
     assert explained(w, found.cluster, Layout.parse(setting[2])).fits
@@ -166,7 +165,7 @@ def test_reasons_that_several_kinds_share_are_said_once() -> None:
 
 
 @pytest.mark.parametrize("size", [8, 64])
-def test_the_goal_memory_sorts_rows_by_peak_after_the_fastest_of_the_lowest(size: int) -> None:
+def test_sorting_by_memory_sorts_rows_by_peak_after_the_fastest_of_the_lowest(size: int) -> None:
     found = plan("llama-3.1-8b", 8, size)
     answer = answered(found, "memory")
     first, *others = answer.best(50)
@@ -185,7 +184,7 @@ def test_a_pipeline_that_a_larger_batch_drops_is_named_with_its_memory() -> None
     found = plan("llama-3.1-8b", 7, 64)
     sizes = [64, 256]
     choices = best_of_batches(found.workload, found.cluster, sizes)
-    said = dict(zip(sizes, batch_sentences(found.workload, choices), strict=True))
+    said = dict(zip(sizes, batch_sentences(found, choices), strict=True))
     assert "would need" not in said[64]
     for size in sizes[1:]:
         layout = replace(found.choice(0).layout, gradient_accumulation_steps=size)
@@ -199,5 +198,5 @@ def test_a_pipeline_that_a_larger_batch_drops_is_named_with_its_memory() -> None
     assert slower, "at least the largest batch is slower"
     apart = plan("llama-3.1-8b", 8, 64)
     assert "would need" not in " ".join(
-        batch_sentences(apart.workload, best_of_batches(apart.workload, apart.cluster, [64, 128]))
+        batch_sentences(apart, best_of_batches(apart.workload, apart.cluster, [64, 128]))
     )

@@ -11,8 +11,9 @@ from rich.console import Console
 from meshtune.config import Config
 from meshtune.errors import UserError
 from meshtune.layout import Layout
-from meshtune.plan import advice, fits
+from meshtune.plan import advice
 from meshtune.plan.answer import Answer
+from meshtune.plan.changes import out_of_memory
 from meshtune.plan.cluster import Cluster, cluster_of
 from meshtune.plan.cost import RunLength
 from meshtune.plan.explanation import Explanation, explain
@@ -110,7 +111,7 @@ def test_the_page_of_a_processor_draws_memory_alone(processor: Plan) -> None:
 
 def test_a_processor_out_of_memory_is_told_memory_alone(processor: Plan) -> None:
     failed = explained(processor.workload, processor.cluster, processor.choice(0).layout)
-    assert " time" not in " ".join(fits.out_of_memory(failed, processor.workload))
+    assert " time" not in " ".join(out_of_memory(failed, processor.workload))
 
 
 # documents #

@@ -3,13 +3,13 @@
 import pytest
 
 from meshtune.layout import PartialLayout
+from meshtune.plan.advice import verdict
 from meshtune.plan.answer import Answer
 from meshtune.plan.cluster import cluster_of
 from meshtune.plan.models import models
 from meshtune.plan.offers import offer_of
 from meshtune.plan.ranking import SAFE_COST
 from meshtune.plan.search import Plan, search
-from meshtune.plan.verdict import verdict
 from meshtune.plan.workload import Workload
 from meshtune.sections import ClusterConfig
 

@@ -12,9 +12,9 @@ from meshtune.errors import UserError
 from meshtune.layout import Layout
 from meshtune.placement.columns import Columns
 from meshtune.placement.rules import Traits, sentences
-from meshtune.plan import fits
 from meshtune.plan.accounting import accounting_of, stack_accounting
 from meshtune.plan.answer import Answer
+from meshtune.plan.changes import remedies
 from meshtune.plan.cluster import Cluster, cluster_of
 from meshtune.plan.explanation import Explanation
 from meshtune.plan.hardware import stacks
@@ -200,8 +200,11 @@ def test_settings_that_only_an_export_needs_do_not_stop_a_plan() -> None:
 
 
 def test_remedies_are_ones_that_the_tool_has() -> None:
-    remedies = partial(fits.remedies, cluster=cluster_of(ClusterConfig(gpu="l4", gpus=1)))
-    small = {tool: list(remedies(llama("llama-3.2-1b", 8, tool, 512))) for tool in ("deepspeed", "megatron")}
+    cluster = cluster_of(ClusterConfig(gpu="l4", gpus=1))
+    small = {
+        tool: [outcome.remedy for outcome in remedies(llama("llama-3.2-1b", 8, tool, 512), cluster)]
+        for tool in ("deepspeed", "megatron")
+    }
     assert any("bf16-pure" in each for each in small["deepspeed"])
     assert small["megatron"] and not any("bf16-pure" in each for each in small["megatron"])
     config = settings(8)

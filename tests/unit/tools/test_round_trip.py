@@ -1,4 +1,4 @@
-"""Configurations that `plan --export` writes for another trainer come back unchanged from `migrate`."""
+"""Configurations that `plan export` writes for another trainer come back unchanged from `migrate`."""
 
 from pathlib import Path
 

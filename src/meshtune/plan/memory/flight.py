@@ -17,7 +17,7 @@ from meshtune.plan.memory.activations import (
     recomputation_start,
     saved_by_block,
 )
-from meshtune.plan.memory.stages import fullest, in_flight, in_flight_in_head, kept_input_gradients
+from meshtune.plan.memory.stages import fullest, in_flight, in_flight_in_head
 from meshtune.units import Number
 
 if TYPE_CHECKING:
@@ -32,18 +32,14 @@ class InFlight(NamedTuple):
     in_block_backward: Number  # that a block's backward has in addition to `total`
     made: Number  # by then, of the gradients that the block leaves, a share
     traced: bool  # False: `made` is not known, and 1
-    behind_second: Number  # blocks behind the second, at least 1; 1 in pipelines, or if blocks differ
-    stage_blocks: Number  # blocks of each of the rank's stages
     of_block: Number  # that the last block of a stage saved, for one micro-batch
     first_block: Number  # that the backward of a stage's first block has, with nothing else in flight
     total: Number  # of all micro-batches in flight: saved by blocks, sent, held for the loss
     at_loss: Number  # the same in the loss, and in the backward of the head
     per_micro_batch: Number  # of one of them
     others: Number  # of all but one
-    input_gradients: Number  # of stages' inputs that a split backward leaves until the next step
     head_gradients: Number  # of the head, of all micro-batches in flight but one
     earlier_gradients: tuple[Number, Number]  # allocated (in the last loss, when the fullest backward starts)
-    received: Number  # buffers that hidden states and their gradients are received in
     started: Number = 1  # 0 before the first backward of a step, so without gradients of earlier ones
 
     def holding(self, micro_batches: Number, started: Number) -> InFlight:
@@ -62,17 +58,15 @@ class InFlight(NamedTuple):
         )
 
 
-def stage_messages(step: Step, micro_batches: Number, keeps_input: Number) -> tuple[Number, Number]:
-    """Count the hidden states, or gradients of them, that a rank holds for other stages: (in receive buffers,
-    sent ones, less what blocks keep that lies in a receive buffer).
+def sent_messages(step: Step, micro_batches: Number, keeps_input: Number) -> Number:
+    """Count the hidden states, or gradients of them, that a rank sent and still holds, less what blocks keep
+    that lies in a receive buffer.
 
     micro_batches: in flight. keeps_input: True where the first block of a stage keeps its input as it is:
     what was received.
     """
     layouts, accounting, stages = step.layouts, step.accounting, step.stages
     virtual, steps = layouts.virtual_stages, layouts.gradient_accumulation_steps
-    buffers = np.minimum(steps, accounting.receive_buffers)
-    received = buffers * (2 * virtual - stages.has_embedding - stages.has_head)  # from both neighbours
     # Hidden states that a V schedule's last rank hands to itself lie in a receive buffer.
     to_itself = layouts.runs(*V_SCHEDULES) & (stages.rank == layouts.pp - 1)
     sent = accounting.keeps_sent * (virtual - stages.has_head - to_itself)
@@ -84,15 +78,14 @@ def stage_messages(step: Step, micro_batches: Number, keeps_input: Number) -> tu
         # Fewer are used again, while blocks keep what was received.
         kept = kept - np.where(keeps_input, micro_batches * (virtual - stages.has_embedding), 0.0)
         kept = kept + layouts.runs("1f1b")  # the one sent a pass ago
-    return received, kept
+    return kept
 
 
 def activations_in_flight(step: Step) -> InFlight:
-    """Bytes of activations of all micro-batches that a rank has in flight, and its receive buffers."""
+    """Bytes of activations of all micro-batches that a rank has in flight, and of a block's passes."""
     work, layouts, accounting, stages = step.work, step.layouts, step.accounting, step.stages
     block, virtual = block_bytes(step), layouts.virtual_stages
-    recomputing = stages.recomputing(layouts)
-    saving = stages.blocks - recomputing  # blocks that recompute nothing, behind those that do
+    recomputing, saving = step.recomputing, step.saving
     of_micro_batch = recomputing * block.saved + saving * block.everything
     waiting = stages.blocks * output_gradients(step)
     most = in_flight(layouts, stages.rank)
@@ -105,42 +98,35 @@ def activations_in_flight(step: Step) -> InFlight:
     tables = step.tokens * ends.tables if ends else 0.0  # of each stage
     before = stages.has_embedding * step.tokens / step.sequence_shards * (ends.before if ends else 0.0)
     keeps_input = (recomputing > 0) & layouts.recomputation("block") | (accounting.element >= 4)
-    hidden = np.where(layouts.pp > 1, step.hidden, 0.0)
-    received, kept = stage_messages(step, micro_batches, keeps_input)
+    sent = step.messages * sent_messages(step, micro_batches, keeps_input)
     in_head = stages.has_head * in_flight_in_head(layouts, micro_batches)
     kept_activations, kept_gradients = kept_for_head(step)
-    total = of_blocks * fuller + micro_batches * (virtual * tables + before) + hidden * kept
+    total = of_blocks * fuller + micro_batches * (virtual * tables + before) + sent
     total = total + in_head * kept_activations + without_weights * waiting
     lies_in_buffer = (layouts.pp > 1) & (stages.has_head == 0) & math.isinf(accounting.receive_buffers)
     output_gradient = np.where(lies_in_buffer, 0.0, step.hidden)
     passes = block_passes(step, block, output_gradient)
     masks = np.where(layouts.recomputation("block"), passes.masks, 0.0)  # held for the second forward
     total = total + micro_batches * masks
-    in_forward = np.where(saving > 0, passes.forward, passes.recomputed_forward) + passes.masks - masks
     # The blocks that recompute nothing come first in the backward, and free what they saved.
     at_once = np.maximum(passes.recomputed - saving / virtual * block.everything, 0.0)
     starts = layouts.recomputation("by_operation") & (saving <= 0) & (accounting.selected is None)
     start = np.where(starts, output_gradient + recomputation_start(step), 0.0)
     of_stage = np.maximum(input_backward(step), start)
     per_micro_batch = total / np.maximum(most, 1.0)
-    unlike = (layouts.pp > 1) | (saving * recomputing > 0)
     return InFlight(
-        in_block_forward=np.where(passes.traced, total + in_forward, 0.0),
+        in_block_forward=np.where(passes.traced, total + passes.forward + passes.masks - masks, 0.0),
         in_block_backward=np.maximum(passes.backward + at_once, of_stage),
         made=passes.made,
         traced=passes.traced,
-        behind_second=np.where(unlike, 1.0, np.maximum(stages.blocks - 2, 1.0)),
-        stage_blocks=stages.blocks / virtual,
         of_block=np.where(saving > 0, block.everything, block.saved),
         first_block=block.saved + tables + masks + np.maximum(passes.backward + passes.recomputed, of_stage),
         total=total,
         at_loss=total - less_at_loss,
         per_micro_batch=per_micro_batch,
         others=total - per_micro_batch,
-        input_gradients=kept_input_gradients(layouts, stages) * accounting.keeps_sent * hidden,
         head_gradients=in_head * kept_gradients,
         earlier_gradients=earlier_gradients(step, most, per_micro_batch),
-        received=hidden * received,
     )
 
 
@@ -213,8 +199,7 @@ class BlockPasses(NamedTuple):
     """Bytes that the passes of an average block have at once for one micro-batch."""
 
     traced: bool  # False: the forwards and masks are not known, and 0
-    forward: Number  # without what it saves
-    recomputed_forward: Number  # without what it saves, by a block that recomputes all
+    forward: Number  # without what it saves, of a rank's last block
     recomputed: Number  # BlockBytes.recomputed, without the input of a block that is saved anyway
     backward: Number  # without what was saved and recomputed, when that and the block's gradients are most
     made: Number  # of the gradients that the block leaves, a share by then; above 1 where one is summed up
@@ -235,7 +220,7 @@ def block_passes(step: Step, block: BlockBytes, output_gradient: Number) -> Bloc
     saved_anyway = np.where(layouts.recomputation("matmuls"), saves_input * step.hidden, 0.0)
     recomputed = block.recomputed - saved_anyway
     if peaks is None:
-        return BlockPasses(False, 0.0, 0.0, recomputed, backward, 1.0, 0.0)
+        return BlockPasses(False, 0.0, recomputed, backward, 1.0, 0.0)
     tokens = step.tokens / layouts.tp
     recomputes = layouts.recomputation("block")
     whole = layouts.recomputation("matmuls") | ~(recomputes > 0)
@@ -251,11 +236,12 @@ def block_passes(step: Step, block: BlockBytes, output_gradient: Number) -> Bloc
     times.append((np.where(recomputes, second_forward, 0.0), 0.0))
     own = step.work.trained_block_parameters / layouts.tp * accounting.precision.gradient
     size, made = fullest_time(times, step.leaves_gradients * own)
-    in_forward = tokens * peaks.forward
+    forward = tokens * peaks.forward
+    recomputing_forward = np.where(recomputes, tokens * peaks.forward_alone - block.saved, forward)
+    saving_forward = forward + (1 - peaks.saves_input) * step.hidden
     return BlockPasses(
         traced=True,
-        forward=in_forward + (1 - peaks.saves_input) * step.hidden,
-        recomputed_forward=np.where(recomputes, tokens * peaks.forward_alone - block.saved, in_forward),
+        forward=np.where(step.saving > 0, saving_forward, recomputing_forward),
         recomputed=recomputed,
         backward=size,
         made=made,

@@ -101,6 +101,13 @@ class Step:
         self.sequence_shards = np.where(layouts.sp > 0, layouts.tp, 1.0)
         self.whole_hidden = accounting.element * work.hidden * self.tokens  # bytes, not split by sp
         self.hidden = self.whole_hidden / self.sequence_shards
+        self.messages = np.where(layouts.pp > 1, self.hidden, 0.0)  # bytes of hidden states between stages
+        # Blocks that recompute, those behind them that do not, and those behind the second block: at least 1;
+        # 1 in pipelines, or if blocks differ.
+        self.recomputing = stages.recomputing(layouts)
+        self.saving = stages.blocks - self.recomputing
+        differ = (layouts.pp > 1) | (self.saving * self.recomputing > 0)
+        self.behind_second = np.where(differ, 1.0, np.maximum(stages.blocks - 2, 1.0))
 
         self.sharded = sharded = accounting.gathers_shards(layouts)  # by FSDP
         self.accumulates = layouts.gradient_accumulation_steps > 1

@@ -19,6 +19,7 @@ import numpy as np
 
 from meshtune.meter.trace import CATEGORIES
 from meshtune.plan.memory.activations import kept_for_head, last_norm_bytes
+from meshtune.plan.memory.stages import kept_input_gradients
 from meshtune.units import Number
 
 if TYPE_CHECKING:
@@ -61,11 +62,11 @@ class Tensor(NamedTuple):
 def tensors(step: Step, flight: InFlight) -> Iterator[Tensor]:
     """Yield every kind of tensor of a step."""
     yield from state_tensors(step)
-    yield from gathered_weights(step, flight)
+    yield from gathered_weights(step)
     yield from gradient_tensors(step, flight)
     yield from activation_tensors(step, flight)
     yield from head_tensors(step)
-    yield from collective_buffers(step, flight)
+    yield from collective_buffers(step)
     yield from idle_memory(step, flight)
 
 
@@ -103,7 +104,7 @@ def converted_gradients(step: Step) -> Number:
     return np.where(step.sharded | step.accumulates | step.replicated, narrowed, bucket)
 
 
-def gathered_weights(step: Step, flight: InFlight) -> Iterator[Tensor]:
+def gathered_weights(step: Step) -> Iterator[Tensor]:
     """Yield whole weights next to their shards."""
     block, outside, before = step.elements.block, step.elements.outside, step.elements.before_blocks
     weight, ends_apart = step.accounting.precision.weight, step.ends_apart
@@ -118,7 +119,7 @@ def gathered_weights(step: Step, flight: InFlight) -> Iterator[Tensor]:
     summed = (step.once | (step.sharded & step.sums_whole)) & ~(step.zero3 | step.reduced_after)
     freed = np.where(summed, weight, 0.0)
     yield Tensor(name, GATHERED, HEAD_REDUCE, SECOND, -step.reduced_head * freed)
-    yield from behind(name, GATHERED, flight, -block.whole * freed)
+    yield from behind(name, GATHERED, step, -block.whole * freed)
 
     # The loss made the head's gradient in the forward, and the last norm is gathered with the last block.
     name, in_loss = "weights outside the blocks", outside.whole - step.apart * before.whole
@@ -130,10 +131,10 @@ def gathered_weights(step: Step, flight: InFlight) -> Iterator[Tensor]:
     yield Tensor("a block's weights", GATHERED, LAST, FIRST, step.gathered_block)
 
 
-def behind(name: str, category: str, flight: InFlight, of_block: Number) -> Iterator[Tensor]:
+def behind(name: str, category: str, step: Step, of_block: Number) -> Iterator[Tensor]:
     """Yield rows of what each block leaves, or frees, when its backward is over."""
     yield Tensor(name, category, BEFORE_LAST, SECOND, of_block)
-    yield Tensor(name, category, SECOND, SECOND, (flight.behind_second - 1) * of_block)
+    yield Tensor(name, category, SECOND, SECOND, (step.behind_second - 1) * of_block)
 
 
 def gradient_tensors(step: Step, flight: InFlight) -> Iterator[Tensor]:
@@ -153,7 +154,7 @@ def gradient_tensors(step: Step, flight: InFlight) -> Iterator[Tensor]:
     whole = np.where(step.sums_whole, 0.0, step.reduced_head * precision.gradient)  # else it is the sum
     yield Tensor(name, GRADIENTS, HEAD_REDUCE, HEAD_REDUCE, whole + step.head_shard * precision.trained)
     yield Tensor("shards of gradients", GRADIENTS, LAST, SECOND, step.new_head)
-    yield from behind("shards of gradients", GRADIENTS, flight, step.new_block)
+    yield from behind("shards of gradients", GRADIENTS, step, step.new_block)
 
     name, own = "a block's gradients", block.trained * precision.gradient
     leaves = step.leaves_gradients * own
@@ -183,7 +184,7 @@ def activation_tensors(step: Step, flight: InFlight) -> Iterator[Tensor]:
     yield Tensor(name, ACTIVATIONS, START, START, flight.total)
     yield Tensor(name, ACTIVATIONS, LOSS, HEAD_REDUCE, flight.at_loss)
     yield Tensor(name, ACTIVATIONS, LAST, SECOND, flight.total)
-    yield from behind(name, ACTIVATIONS, flight, -flight.of_block)
+    yield from behind(name, ACTIVATIONS, step, -flight.of_block)
 
     yield Tensor("a block's forward", ACTIVATIONS, FORWARD, FORWARD, flight.in_block_forward)
     yield Tensor("a block's backward", ACTIVATIONS, LAST, SECOND, flight.in_block_backward)
@@ -197,7 +198,8 @@ def activation_tensors(step: Step, flight: InFlight) -> Iterator[Tensor]:
     yield Tensor("the embedding's gradient", ACTIVATIONS, TIED, TIED, step.tied * gradient)
     others = np.where(step.last_reduce > 0, flight.others, 0.0)
     yield Tensor(name, ACTIVATIONS, LAST_REDUCE, LAST_REDUCE, others)
-    yield Tensor("gradients of stages' inputs", ACTIVATIONS, UPDATE, UPDATE, flight.input_gradients)
+    kept = kept_input_gradients(step.layouts, step.stages) * step.accounting.keeps_sent * step.messages
+    yield Tensor("gradients of stages' inputs", ACTIVATIONS, UPDATE, UPDATE, kept)
 
 
 def head_tensors(step: Step) -> Iterator[Tensor]:
@@ -258,23 +260,26 @@ def head_tensors(step: Step) -> Iterator[Tensor]:
     yield Tensor(name, GRADIENTS, FIRST, FIRST, at_end * pending)
 
 
-def collective_buffers(step: Step, flight: InFlight) -> Iterator[Tensor]:
+def collective_buffers(step: Step) -> Iterator[Tensor]:
     """Yield inputs and outputs of collectives, as they were counted in FSDP2.
 
     FSDP2 keeps a reduce-scatter's input until the next one, and an all-gather's output likewise. Between
     replicas a block's sums are all-reduced when its backward is over (parallel/replicas.py).
     """
     accounting, block, reduce_bytes = step.accounting, step.elements.block, step.accounting.reduce_bytes
-    yield Tensor("receive buffers", COMMUNICATION, START, UPDATE, flight.received)
+    layouts, stages = step.layouts, step.stages
+    buffers = np.minimum(layouts.gradient_accumulation_steps, accounting.receive_buffers)
+    neighbours = 2 * layouts.virtual_stages - stages.has_embedding - stages.has_head  # of all its stages
+    yield Tensor("receive buffers", COMMUNICATION, START, UPDATE, step.messages * (buffers * neighbours))
     yield Tensor("output of the last all-gather", COMMUNICATION, START, LOSS, step.last_gather)
     yield Tensor("the next block's weights", COMMUNICATION, HEAD, HEAD_REDUCE, step.gathered_block)
     prefetched = (accounting.gathered_groups - 1) * step.gathered_block  # but for the first block of a stage
     for first, last, blocks in ((LAST, LAST, 1), (BEFORE_LAST, SECOND, 2)):
-        there = np.where(flight.stage_blocks > blocks, prefetched, 0.0)
+        there = np.where(stages.blocks / layouts.virtual_stages > blocks, prefetched, 0.0)
         yield Tensor("the next block's weights", COMMUNICATION, first, last, there)
 
     name = "input of the reduce-scatter before"
-    by_micro_batch = step.sharded & (step.layouts.zero >= 2) & step.accumulates
+    by_micro_batch = step.sharded & (layouts.zero >= 2) & step.accumulates
     earlier = np.where(by_micro_batch, step.last_reduced * reduce_bytes, 0.0)
     yield Tensor(name, COMMUNICATION, START, NORM, earlier)
     yield Tensor(name, COMMUNICATION, LAST, LAST, np.where(step.head_reduce > 0, 0.0, earlier))
@@ -323,7 +328,7 @@ def idle_memory(step: Step, flight: InFlight) -> Iterator[Tensor]:
         yield Tensor(name, OVERHEAD, born, dies, np.maximum(gather + reduce - used, 0.0))
     own = np.asarray(accounting.own_streams)
     yield Tensor(name, OVERHEAD, LAST, SECOND, -own * step.new_head)
-    yield from behind(name, OVERHEAD, flight, -own * step.new_block)
+    yield from behind(name, OVERHEAD, step, -own * step.new_block)
 
 
 def stream_bytes(step: Step) -> tuple[Number, Number]:

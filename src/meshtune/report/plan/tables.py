@@ -183,12 +183,12 @@ def does_not_fit_sentence(choice: Choice) -> Iterator[Text]:
 
 #    GPUs          best layout         tokens/s/GPU  hours  GPU-hours  USD  USD/M tokens  speed-up  efficiency
 # →  8 x h100-sxm  zero3x8-mb1-ga32           7,547   19.3        154  386        0.0920    1.00 ×      100.0%
-# =  8 x h200      …
+#    8 x h200      …
 
 
-IN_WORDS = {"": "", "→": "recommended", "=": "a tie, within the error bar", "×": "beyond what was asked for"}
+IN_WORDS = {"": "", "→": "recommended", "×": "beyond what was asked for"}
 COSTS = {"million": 0, "hours": 2, "cost": 2, "gpu_hours": 4}  # column -> its priority
-MARKS = {"→": "chosen", "=": "ties with it", "×": "misses --by or --budget"}
+MARKS = {"→": "chosen", "×": "misses --by or --budget"}
 
 
 def clusters_table(offers: Sequence[Offer], chosen: Offer, *, memory: bool = False, title: str = "") -> Table:
@@ -267,7 +267,7 @@ def mark(offer: Offer, chosen: Offer) -> str:
     """Sign of MARKS of an offer; "" for an offer without a layout and one that is merely worse."""
     if offer.plan is chosen.plan:
         return "→"
-    return "=" if offer.tie else "×" if offer.misses else ""
+    return "×" if offer.misses else ""
 
 
 def speed(offer: Offer) -> float:

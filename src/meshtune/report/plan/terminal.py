@@ -49,7 +49,7 @@ def answer(result: Answer, most: int, written: Written | None = None) -> Rendera
     if len(result.offers) > 1:
         parts += [
             title("Clusters"),
-            clusters_table(result.offers, result.chosen, memory=result.goal == "memory"),
+            clusters_table(result.offers, result.chosen, memory=result.sort == "memory"),
         ]
     parts += [Padding(Text(sentence), (0, 0, 0, 2)) for sentence in (*result.comparison, *result.left_out)]
     parts += [
@@ -94,7 +94,7 @@ def command(result: Answer, written: Written | None) -> str:
 
 def ranking(result: Answer) -> str:
     """A sentence on the order of the best layouts."""
-    if result.goal == "memory":
+    if result.sort == "memory":
         return (
             f"Row 1: the fastest of the layouts whose peak is at most {PEAK_TIE:.0%} of a "
             f"{device(result.choice.cluster)}'s memory above the lowest; the others by peak."
