@@ -9,7 +9,7 @@ from rich.text import Text
 
 from meshtune.report.compare.runs import Comparison, Line, in_words
 from meshtune.report.draw.kinds import Lines, Series
-from meshtune.report.draw.page import Page, text
+from meshtune.report.draw.page import Page, notes, text
 from meshtune.report.draw.table import BEST, Column, Table
 from meshtune.report.draw.theme import OTHERS
 from meshtune.report.run.panels import series, smoothed
@@ -52,7 +52,6 @@ def comparison_page(comparison: Comparison) -> Page:
     """The comparison's parts."""
     environment = [*map(in_words, comparison.environment)]
     nothing = "<section><p class='empty'>Nothing has been measured yet.</p></section>"
-    notes = "".join(f"<p class='note'>{text(note)}</p>" for note in comparison.notes)
     names, settings = comparison.names, _table("Settings that differ", comparison.names, comparison.settings)
     after = (
         settings.html("compared") or "<section><p class='empty'>All settings are the same.</p></section>",
@@ -64,7 +63,7 @@ def comparison_page(comparison: Comparison) -> Page:
         kind="comparison",
         subtitle=text(f"{len(comparison.names)} runs: {', '.join(str(run.path) for run in comparison.runs)}"),
         panels=panels(comparison),
-        before=(_table("", names, comparison.figures).html("compared") or nothing) + notes,
+        before=(_table("", names, comparison.figures).html("compared") or nothing) + notes(comparison.notes),
         after="\n".join(section for section in after if section),
         footer=text(
             "Made by meshtune from the files of these runs' folders. " + conventions(comparison.facts)

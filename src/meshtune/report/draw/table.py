@@ -19,7 +19,7 @@ from rich.measure import Measurement
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from meshtune.report.draw.page import text
+from meshtune.report.draw.page import notes, text
 from meshtune.units import printable
 
 if TYPE_CHECKING:
@@ -219,11 +219,10 @@ class Table:
             f"<tr{self._class(number)}>{''.join(_cell(column, number) for column in columns)}</tr>"
             for number in range(len(columns[0].cells))
         )
-        notes = "".join(f"<p class='note'>{text(note)}</p>" for note in self.notes)
         classes = f"facts {kind}" if heads else "facts"
         return (
             f"<section>{title}<div class='wide'><table class='{classes}'>"
-            f"{heads}<tbody>{rows}</tbody></table></div>{notes}</section>"
+            f"{heads}<tbody>{rows}</tbody></table></div>{notes(self.notes)}</section>"
         )
 
     def _class(self, number: int) -> str:

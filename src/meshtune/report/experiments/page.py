@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from meshtune.report.draw.page import Page, text
+from meshtune.report.draw.page import Page, notes, text, tiles
 from meshtune.report.draw.table import facts as facts_of
 from meshtune.report.draw.words import MFU
 from meshtune.report.experiments.panels import panels
@@ -83,22 +83,17 @@ def device_of(rows: Iterable[Mapping[str, Any]]) -> str:
 
 def _counts(sweep: Sweep, counts: Mapping[str, int]) -> str:
     """Tiles with the number of experiments by status, and a sentence where nothing was run, as HTML."""
-    tiles = "".join(
-        f"<div class='tile'><dt>{text(status)}</dt><dd>{number:,}</dd></div>"
-        for status, number in counts.items()
-    )
-    notes = [SIMULATED.get(sweep.simulated, "")] if sweep.simulated else []
+    lines = [SIMULATED.get(sweep.simulated, "")] if sweep.simulated else []
     if unlisted := sweep.source.facts.get("unlisted"):
-        notes.append(
+        lines.append(
             f"{counted(len(unlisted), 'result')} that the sweep's file no longer lists: in the database, but "
             "not here."
         )
     if left_out := sweep.source.left_out_sentence:
-        notes.append(left_out)
+        lines.append(left_out)
     if not counts.get(DONE):
-        notes.append("No experiment is done yet, so there is no picture.")
-    lines = "".join(f"<p class='note'>{text(note)}</p>" for note in notes)
-    return f"<dl class='tiles'>{tiles}</dl>{lines}"
+        lines.append("No experiment is done yet, so there is no picture.")
+    return tiles((status, f"{number:,}") for status, number in counts.items()) + notes(lines)
 
 
 def _where(sweep: Sweep) -> str:

@@ -11,7 +11,7 @@ from meshtune import __version__
 from meshtune.plan.advice import comparison
 from meshtune.plan.cost import RunCost, money
 from meshtune.plan.programs import MESHTUNE
-from meshtune.report.draw.page import Page, text
+from meshtune.report.draw.page import Page, notes, sentences, text, tiles
 from meshtune.report.draw.table import Column, Table, facts
 from meshtune.report.draw.words import model_title
 from meshtune.report.plan.numbers import number, plus_minus, seconds
@@ -45,12 +45,7 @@ def subject(answer: Answer) -> str:
     )
 
 
-def plan_page(
-    answer: Answer,
-    choices: Sequence[Choice],
-    drawn: Sequence[Panel],
-    asked: Asked,
-) -> str:
+def plan_page(answer: Answer, choices: Sequence[Choice], drawn: Sequence[Panel], asked: Asked) -> str:
     """The answer as the HTML text of a page.
 
     choices: rows of its table. drawn: its charts.
@@ -60,13 +55,7 @@ def plan_page(
         kind="plan",
         subtitle=text(subject(answer)),
         panels=drawn,
-        before="".join(
-            (
-                recommended(answer, asked),
-                clusters(answer),
-                layouts(answer, choices),
-            )
-        ),
+        before=recommended(answer, asked) + clusters(answer) + layouts(answer, choices),
         after="".join(
             (
                 sentences("What to change first", answer.changes),
@@ -85,14 +74,12 @@ def explained_page(
 ) -> str:
     """Explained layouts as the HTML text of a page: charts, and the reasons against each and its levers."""
     after = "".join(
-        sentences(f"Against {text(one.choice.layout)}", one.against)
-        + sentences(
-            f"The largest levers of {text(one.choice.layout)}", [lever.sentence() for lever in one.levers]
-        )
+        sentences(f"Against {one.choice.layout}", one.against)
+        + sentences(f"The largest levers of {one.choice.layout}", (lever.sentence() for lever in one.levers))
         for one in explanations
     )
     choice = explanations[0].choice
-    note = f"<p class='note'>{text(choice.accuracy.sentence(choice.stack, choice.cluster.gpu.name))}</p>"
+    note = notes([choice.accuracy.sentence(choice.stack, choice.cluster.gpu.name)])
     return Page(
         name=name, kind="plan", subtitle=text(subtitle), panels=drawn, before="", after=after + note,
         footer=FOOTER,
@@ -108,33 +95,30 @@ def recommended(answer: Answer, asked: Asked) -> str:
         if tool is MESHTUNE
         else f"meshtune plan export {tool.name} {settings} layout={choice.layout}"
     )
-    tiles = "".join(
-        f"<div class='tile'><dt>{name}</dt><dd>{value}</dd></div>" for name, value in figures(answer)
-    )
     verdict = "".join(f"<p>{text(sentence)}</p>" for sentence in answer.verdict)
     return (
         f"<section><h2>Recommended: <code>{text(choice.layout)}</code></h2>"
-        f"<dl class='tiles four'>{tiles}</dl>{verdict}<pre class='command'>{text(command)}</pre></section>"
+        f"{tiles(figures(answer), wide=True)}{verdict}<pre class='command'>{text(command)}</pre></section>"
     )
 
 
-def figures(answer: Answer) -> Iterable[tuple[str, str]]:
-    """(name, value) of the chosen layout's figures, as HTML."""
+def figures(answer: Answer) -> Iterable[tuple[str, ...]]:
+    """(name, value, error bar where there is one) of the chosen layout's figures."""
     choice, run = answer.choice, answer.run
     if choice.cluster.timed:
-        error = f" <small>{plus_minus(choice.accuracy.time)}</small>"
-        yield text(choice.cluster.speed_unit), number(choice.tokens_per_second_per_gpu) + error
-        yield "a step", seconds(choice.seconds.total) + error
+        error = plus_minus(choice.accuracy.time)
+        yield choice.cluster.speed_unit, number(choice.tokens_per_second_per_gpu), error
+        yield "a step", seconds(choice.seconds.total), error
         yield "MFU", f"{choice.mfu:.1%}"
-    error = f" <small>{plus_minus(choice.accuracy.memory)} of {choice.cluster.memory / GIB:.1f}</small>"
-    yield "peak memory, GiB", f"{choice.memory.peak / GIB:.1f}{error}"
+    error = f"{plus_minus(choice.accuracy.memory)} of {choice.cluster.memory / GIB:.1f}"
+    yield "peak memory, GiB", f"{choice.memory.peak / GIB:.1f}", error
     if run.seconds is not None and run.gpu_hours is not None:
         yield f"{counted(run.steps or 0, 'step')}", duration(run.seconds)
         yield "GPU-hours", number(run.gpu_hours)
     if run.cost is not None:
-        yield "cost", text(money(run.cost, run.currency))
+        yield "cost", money(run.cost, run.currency)
     if run.cost_per_million_tokens is not None:
-        yield "a million tokens", text(money(run.cost_per_million_tokens, run.currency))
+        yield "a million tokens", money(run.cost_per_million_tokens, run.currency)
 
 
 def layouts(answer: Answer, choices: Sequence[Choice]) -> str:
@@ -151,23 +135,13 @@ def layouts(answer: Answer, choices: Sequence[Choice]) -> str:
 
 def clusters(answer: Answer) -> str:
     """Table of the clusters that were compared, and sentences on them, as HTML; "" if there are neither."""
-    lines = "".join(f"<li>{text(line)}</li>" for line in (*answer.comparison, *answer.left_out))
     table = clusters_table(answer.offers, answer.chosen, memory=True, title="Clusters")
     compared = table.html("numbers layouts") if len(answer.offers) > 1 else ""
-    return compared + (f"<section><ul>{lines}</ul></section>" if lines else "")
+    return compared + sentences("", (*answer.comparison, *answer.left_out))
 
 
 def capitalised(sentence: str) -> str:
     return sentence[:1].upper() + sentence[1:]
-
-
-def sentences(title: str, lines: Sequence[str]) -> str:
-    """A heading and a list, as HTML; "" without lines."""
-    if not lines:
-        return ""
-    return (
-        f"<section><h2>{title}</h2><ul>{''.join(f'<li>{text(line)}</li>' for line in lines)}</ul></section>"
-    )
 
 
 def usual_layouts(answer: Answer) -> str:

@@ -10,7 +10,7 @@ import string
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -39,10 +39,6 @@ from meshtune.report.plan.numbers import (
     time_parts,
 )
 from meshtune.units import GIB, counted, human
-
-if TYPE_CHECKING:
-    from meshtune.plan.cost import RunCost
-    from meshtune.plan.search import Choice
 
 NO_TIMES = "No times: nobody has measured how fast a processor computes. Memory is predicted as on a GPU."
 MEMORY_MEANING = {  # parts of a rank's memory
@@ -296,10 +292,6 @@ def _first(offers: Sequence[Offer]) -> Offer:
 #                       A         B       B - A
 # tokens/s/GPU      7,375     7,424         +49
 # W weights       479 MiB  15.4 GiB  +14.9 GiB*
-
-
-if TYPE_CHECKING:
-    from meshtune.plan.search import Choice
 
 NOTABLE = 0.01  # share of the first layout's speed, peak or step from which a difference is marked
 NOTE = f"* at least {NOTABLE:.0%} of A's speed, peak or step"

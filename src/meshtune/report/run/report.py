@@ -12,7 +12,7 @@ from meshtune.addresses import public
 from meshtune.errors import UserError, check_file
 from meshtune.meter.rows import memory_table
 from meshtune.report.draw.kinds import Panel
-from meshtune.report.draw.page import Page, text
+from meshtune.report.draw.page import Page, notes, text, tiles
 from meshtune.report.draw.picture import write
 from meshtune.report.draw.table import Table
 from meshtune.report.draw.table import facts as facts_table
@@ -170,13 +170,13 @@ def _subtitle(summary: Summary, facts: Row) -> str:
 
 def _headline(summary: Summary) -> str:
     """The headline numbers as tiles."""
-    tiles: list[tuple[str, str, str]] = []  # (label, value, small text beside it)
+    figures: list[tuple[str, str, str]] = []  # (label, value, small text beside it)
     if summary.last_exact_match is not None:
         before = "" if summary.first_exact_match is None else f"from {summary.first_exact_match:.1%}"
-        tiles.append(("Exact match", f"{summary.last_exact_match:.1%}", before))
+        figures.append(("Exact match", f"{summary.last_exact_match:.1%}", before))
     if summary.last_eval_loss is not None:
         changed = summary.first_eval_loss is not None and summary.first_eval_loss != summary.last_eval_loss
-        tiles.append(
+        figures.append(
             (
                 "Held-out loss",
                 f"{summary.last_eval_loss:.4f}",
@@ -184,24 +184,18 @@ def _headline(summary: Summary) -> str:
             )
         )
     if summary.last_loss is not None:
-        tiles.append(("Training loss", f"{summary.last_loss:.4f}", f"from {summary.first_loss:.4f}"))
+        figures.append(("Training loss", f"{summary.last_loss:.4f}", f"from {summary.first_loss:.4f}"))
     if summary.tokens_per_second_per_gpu is not None:
         mfu = "median" if summary.mfu is None else f"MFU {summary.mfu:.1%}"
-        tiles.append(
+        figures.append(
             (summary.speed_unit.replace("t", "T", 1), f"{summary.tokens_per_second_per_gpu:,.0f}", mfu)
         )
     if summary.peak_memory_bytes is not None:
         process = summary.peak_resident_bytes
         beside = f"of tensors; process {human(process)}" if process else "of tensors"
-        tiles.append(("Peak memory", human(summary.peak_memory_bytes), beside))
-    note = f"<p class='note'>{text(summary.left_out)}</p>" if summary.left_out else ""
-    if not tiles:
-        return f"<p class='empty'>Nothing has been measured yet.</p>{note}"
-    cells = (
-        f"<div class='tile'><dt>{label}</dt><dd>{value}</dd><small>{beside}</small></div>"
-        for label, value, beside in tiles
-    )
-    return f"<dl class='tiles'>{''.join(cells)}</dl>{note}"
+        figures.append(("Peak memory", human(summary.peak_memory_bytes), beside))
+    empty = "<p class='empty'>Nothing has been measured yet.</p>"
+    return (tiles(figures) if figures else empty) + notes(filter(None, [summary.left_out]))
 
 
 def _causes(summary: Summary) -> str:
