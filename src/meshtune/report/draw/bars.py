@@ -12,11 +12,11 @@ from rich.text import Text
 
 from meshtune.plan.seconds.step import PARTS
 from meshtune.report.draw.colours import COLOURS, MEMORY_PARTS
-from meshtune.report.draw.table import WIDEST
 
 LETTERS = {name: name[0].upper() for name in (*MEMORY_PARTS, *PARTS)}
 LETTERS |= {"gathered weights": "w", "context": "X", "overhead": "V"}
 FREE = "·"
+WIDEST = 26  # terminal columns of a bar
 EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
@@ -115,3 +115,16 @@ class Legend:
     @staticmethod
     def mark(name: str, console: Console) -> Text:
         return Text("█", style=COLOURS[name]) if colourful(console) else Text(LETTERS[name])
+
+
+@dataclass(frozen=True)
+class Marked:
+    """A segment's name next to its colour or letter."""
+
+    name: str
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Text.assemble(Legend.mark(self.name, console), " ", self.name, no_wrap=True)
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(width := 2 + len(self.name), width)

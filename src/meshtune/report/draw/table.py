@@ -41,21 +41,10 @@ class Segments(NamedTuple):
     until: float = 0.0  # length up to which dots follow the segments
 
 
-@dataclass(frozen=True)
-class Name:
-    """A segment's name next to its colour or letter."""
-
-    MARK = 2  # terminal columns before the name
+class Name(NamedTuple):
+    """A segment's name, which the terminal draws with its colour or letter in front."""
 
     name: str
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        from meshtune.report.draw.bars import Legend  # here: colours of a plan's parts need numpy
-
-        yield Text.assemble(Legend.mark(self.name, console), " ", self.name, no_wrap=True)
-
-    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        return Measurement(width := self.MARK + len(self.name), width)
 
 
 Cell = str | Text | Name | Segments
@@ -272,11 +261,13 @@ def _lines(line: Text, width: int) -> Iterator[Text]:
 
 
 def _rendered(cell: Cell, column: Column, bar: int) -> RenderableType:
-    if isinstance(cell, Segments):
-        from meshtune.report.draw.bars import Bar
+    from meshtune.report.draw.bars import Bar, Marked  # which import the planner's names of parts
 
+    if isinstance(cell, Segments):
         return Bar(*cell[:2], width=bar, until=cell.until)
-    if (column.words or column.wraps) and not isinstance(cell, Name):
+    if isinstance(cell, Name):
+        return Marked(cell.name)
+    if column.words or column.wraps:
         return Wrapped(cell if isinstance(cell, Text) else Text(cell))
     return Text(cell) if isinstance(cell, str) else cell
 
@@ -289,7 +280,7 @@ def _plain(cell: Cell) -> str:
 
 def _length(cell: Cell) -> int:
     """Terminal columns of the longest line of a cell."""
-    mark = Name.MARK if isinstance(cell, Name) else 0
+    mark = 2 if isinstance(cell, Name) else 0
     return mark + max(Text(line).cell_len for line in _plain(cell).split("\n"))
 
 

@@ -192,7 +192,7 @@ def clusters_table(offers: Sequence[Offer], chosen: Offer, *, memory: bool = Fal
 
     "speed-up" compares tokens/s of whole clusters with the first that has a layout, "efficiency" tokens/s/GPU
     with the smallest cluster of the same kind. Hours and prices have a column where they are known.
-    memory: whether peaks have one, as they have beside processors, whose times mean nothing.
+    memory: whether peaks have one, as on processors, whose times mean nothing.
     """
     marks = [mark(offer, chosen) for offer in offers]
     choices = [offer.choice for offer in offers]
