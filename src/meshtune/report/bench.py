@@ -12,6 +12,7 @@ from meshtune.units import duration, human
 
 Document = Mapping[str, Any]  # of one layout
 COLUMNS = ("predicted", "simulated", "measured")
+MEMORY_NAMES = CATEGORY_NAMES | {"peak": "memory"}
 OFF = "off by: from what was measured, as a share of it"
 PART_NAMES = {
     "communication": "exposed communication",
@@ -53,8 +54,9 @@ def side_by_side(document: Document) -> list[Table]:
         notes = (peaks(simulated["rank"], document["predicted"]["event"], simulated["event"]), OFF)
     title, heads = str(document["layout"]), ("", *COLUMNS, "predicted\noff by", "simulated\noff by")
     step = [(document[name] or {}).get("step_seconds") for name in COLUMNS]
-    time = [*_rows(document, "parts", PART_NAMES, duration), _row("step", step, duration)]
-    memory = [*_rows(document, "memory", CATEGORY_NAMES | {"peak": "memory"}, human)]
+    time = [_row(*part, duration) for part in part_values(document, "parts", COLUMNS, PART_NAMES)]
+    time.append(_row("step", step, duration))
+    memory = [_row(*part, human) for part in part_values(document, "memory", COLUMNS, MEMORY_NAMES)]
     memory.sort(key=lambda row: row[0] == "memory")  # the sum comes last
     return [
         Table.of_rows(f"{title}, time", heads, tuple(time), ("",), totals=1),
@@ -64,15 +66,15 @@ def side_by_side(document: Document) -> list[Table]:
     ]
 
 
-def _rows(
-    document: Document, key: str, names: Mapping[str, str], written: Callable[[float], str]
-) -> Iterator[tuple[str, ...]]:
-    """Yield a row for each part under `key` that one of the columns has."""
-    sources = [(document[column] or {}).get(key) for column in COLUMNS]
+def part_values(
+    document: Document, key: str, columns: Sequence[str], names: Mapping[str, str]
+) -> Iterator[tuple[str, list[float | None]]]:
+    """Yield (name, its value in each column) of each part under `key` that a column has above 0."""
+    sources = [(document[column] or {}).get(key) for column in columns]
     for name in dict.fromkeys(name for source in sources for name in source or ()):
         values = [None if source is None else source.get(name, 0.0) for source in sources]
         if any(values):
-            yield _row(names.get(name, name), values, written)
+            yield names.get(name, name), values
 
 
 def _row(name: str, values: Sequence[float | None], written: Callable[[float], str]) -> tuple[str, ...]:

@@ -6,31 +6,29 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from meshtune.plan.calibration import CONSTANTS, FACTOR, NOTABLE
-from meshtune.plan.memory.timeline import CATEGORY_NAMES
-from meshtune.report.bench import PART_NAMES
+from meshtune.report.bench import MEMORY_NAMES, PART_NAMES, part_values
 from meshtune.report.draw.table import Table
 from meshtune.report.dryrun.beside import difference
 from meshtune.units import counted, duration, human
 
 Document = Mapping[str, Any]  # of one run
-PREDICTIONS = ("at_start", "today")
+COLUMNS = ("measured", "at_start", "today")
 HEADS = ("", "measured", "predicted\nat start", "\noff by", "planned\ntoday", "\noff by")
 
 
 def tables(document: Document) -> Iterator[Table]:
     """Yield the tables of one run: time, memory, and the constants that are off."""
     name, layout = document["run"], document["layout"]
-    steps = [(document[one] or {}).get("step_seconds") for one in ("measured", *PREDICTIONS)]
+    steps = [(document[column] or {}).get("step_seconds") for column in COLUMNS]
     notes = (f"Medians of {counted(document['steps'], 'step')}.", *document["missing"].values())
-    time = (*_rows(document, "parts", PART_NAMES, duration), _row("step", steps, duration))
+    time = [_row(*part, duration) for part in part_values(document, "parts", COLUMNS, PART_NAMES)]
+    time.append(_row("step", steps, duration))
     yield Table.of_rows(f"{name} ({layout}), time", HEADS, time, ("",), notes, totals=1)
-    memory = sorted(
-        _rows(document, "memory", CATEGORY_NAMES | {"peak": "memory"}, human),
-        key=lambda row: row[0] == "memory",
-    )
+    memory = [_row(*part, human) for part in part_values(document, "memory", COLUMNS, MEMORY_NAMES)]
+    memory.sort(key=lambda row: row[0] == "memory")  # the sum comes last
     title = f"{name}, memory of tensors on its fullest rank"
     counted_not = () if document["measured"]["memory"] else ("It was not counted in this run.",)
-    yield Table.of_rows(title, HEADS, tuple(memory), ("",), counted_not, totals=1)
+    yield Table.of_rows(title, HEADS, memory, ("",), counted_not, totals=1)
     if document["off"] is not None:
         yield _constants(document)
 
@@ -71,17 +69,6 @@ def _named(group: Document) -> str:
 
 def _off(group: Document) -> str:
     return difference(group["predicted"], group["measured"], duration)
-
-
-def _rows(
-    document: Document, key: str, names: Mapping[str, str], written: Callable[[float], str]
-) -> Iterator[tuple[str, ...]]:
-    """Yield a row for each part under `key` that one of the columns has."""
-    sources = [(document[column] or {}).get(key) for column in ("measured", *PREDICTIONS)]
-    for name in dict.fromkeys(name for source in sources for name in source or ()):
-        values = [None if source is None else source.get(name, 0.0) for source in sources]
-        if any(values):
-            yield _row(names.get(name, name), values, written)
 
 
 def _row(name: str, values: list[float | None], written: Callable[[float], str]) -> tuple[str, ...]:

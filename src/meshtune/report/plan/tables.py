@@ -296,10 +296,6 @@ def _first(offers: Sequence[Offer]) -> Offer:
 # tokens/s/GPU      7,375     7,424         +49
 # W weights       479 MiB  15.4 GiB  +14.9 GiB*
 
-
-if TYPE_CHECKING:
-    from meshtune.plan.search import Choice
-
 NOTABLE = 0.01  # share of the first layout's speed, peak or step from which a difference is marked
 NOTE = f"* at least {NOTABLE:.0%} of A's speed, peak or step"
 

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from meshtune.meter.causes import Cause
+from meshtune.report.draw.table import facts
 from meshtune.report.run.curve import curve
 from meshtune.report.run.summary import Summary, samples_of, summarise, values
 from meshtune.rundir import RunDir
@@ -26,13 +26,12 @@ def run_summary(run: RunDir, *, curve_width: int = 60) -> RenderableType:
     if losses := values(train, "loss"):
         steps = (train[0]["step"], train[-1]["step"])
         parts += [Text("loss", style="bold"), curve(losses, steps=steps, width=curve_width), Text()]
-    grid = Table.grid(padding=(0, 3))
-    grid.add_column(style="dim", no_wrap=True, min_width=LABEL_WIDTH - 3)
-    grid.add_column(overflow="fold")
-    for label, value in headline(summary):
-        grid.add_row(label, Text(value, style="bold" if label == "exact match" else ""))
+    lines = {
+        f"{label:<{LABEL_WIDTH - 2}}": Text(value, style="bold" if label == "exact match" else "")
+        for label, value in headline(summary)
+    }
     notes = [Text(), Text(summary.left_out, style="yellow")] if summary.left_out else []
-    return Padding(Group(*parts, grid, *cause_lines(summary.causes), *notes), (1, 2))
+    return Padding(Group(*parts, facts(lines), *cause_lines(summary.causes), *notes), (1, 2))
 
 
 def cause_lines(causes: Sequence[Cause], title: str = "why it is slow") -> list[RenderableType]:
@@ -114,14 +113,12 @@ def samples_table(run: RunDir, *, limit: int = 5) -> RenderableType:
     twice = any(sample.before is not None for sample in samples)
     blocks = []
     for sample in samples:
-        block = Table.grid(padding=(0, 2))
-        block.add_column(style="dim", min_width=len("expected"), no_wrap=True)
-        block.add_column(overflow="fold")
-        block.add_row("prompt", Text(printable(sample.question)))
-        block.add_row("expected", Text(printable(sample.expected or "")))
-        before = {"before": sample.before or ""} if twice else {}
-        for name, answer in (before | {"after" if twice else "answer": sample.after}).items():
-            style = "green" if sample.matches(answer) else "yellow"
-            block.add_row(name, Text(printable(answer), style=style))
-        blocks.append(Padding(block, (0, 2, 1, 2)))
+        answers = {"before": sample.before or ""} if twice else {}
+        answers |= {"after" if twice else "answer": sample.after}
+        coloured = {
+            name: Text(printable(answer), style="green" if sample.matches(answer) else "yellow")
+            for name, answer in answers.items()
+        }
+        block = {"prompt": sample.question, "expected": sample.expected or ""} | coloured
+        blocks.append(Padding(facts(block), (0, 2, 1, 2)))
     return Group(*blocks)
