@@ -41,7 +41,7 @@ CAPPED = SHARES | {"network_share"}  # constants that are at most 1
 GROUPS = (  # parts whose errors count; between the parts of one, clocks and formulas draw lines elsewhere
     ("forward", "backward", "recomputation", "rest"), ("communication", "bubble", "waiting"), ("optimizer",),
 )  # fmt: skip
-PART = 0.3  # weight of a group's error, as a share of the step, beside the logarithm of the whole step's
+PART = 0.3  # weight of a group's error, as a share of the step, next to the logarithm of the whole step's
 FACTOR = 8.0  # by which a constant changes at most
 EFFECT = 0.02  # change of a step, as a share, that a constant must make to be determined by it; e-fold
 RUNS_EACH = 3  # runs that a constant needs
@@ -434,7 +434,7 @@ def _ranks(values: np.ndarray) -> np.ndarray:
     return below + (equal + 1) / 2
 
 
-# A finished run beside its prediction #
+# A finished run next to its prediction #
 
 # For each constant the planner predicts the run's step with the constant times SWEPT factors. Of those with
 # which a group of parts takes the seconds that were measured, the one that leaves the other parts nearest is

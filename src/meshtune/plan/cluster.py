@@ -260,7 +260,7 @@ def with_memory_budget(config: Config, budget: str | float | None) -> Config:
     """The config with `cluster.memory_budget_gib`.
 
     budget: such as "70GiB" or "75 GB"; a number is in GiB; None: the config as it is. Raises UserError for
-    something that is no size.
+    something that isn't a size.
     """
     if budget is None:
         return config
@@ -313,7 +313,7 @@ def _read(file: str) -> Mapping[str, Any]:
 
 
 def _problems(table: Mapping[str, Any], source: str, kinds: Collection[str]) -> Iterator[str]:
-    """Yield a sentence for each entry that is no price of a known kind and not the currency."""
+    """Yield a sentence for each entry that isn't a price of a known kind and not the currency."""
     for name, price in table.items():
         if name == "currency":
             if not isinstance(price, str):
