@@ -116,23 +116,20 @@ def explanation(choice: Choice) -> RenderableType:
         f" {plus_minus(share)}".rstrip() for share in (accuracy.time, accuracy.memory)
     )
     time_meaning = {part: spent(part, choice.layout) for part in PARTS}
-    step = Text.assemble(
-        f"{speed} · {seconds(total)} a step", (time_error, "dim"), f" · MFU {choice.mfu:.1%}"
-    )
-    speeds: list[RenderableType] = [step, Text()]
-    times: list[RenderableType] = [
-        Text(),
-        Text.assemble(("Time  ", "bold"), f"{seconds(total)} a step, by what a rank waits for"),
+    step = f"{speed} · {seconds(total)} a step"
+    speeds = (Text.assemble(step, (time_error, "dim"), f" · MFU {choice.mfu:.1%}"), Text())
+    times = (
+        Text.assemble(("\nTime  ", "bold"), f"{seconds(total)} a step, by what a rank waits for"),
         shares(time_parts(choice), time_meaning, seconds, "step"),
-    ]
+    )
     timed = choice.cluster.timed
     return Group(
         Text.assemble((str(choice.layout), "bold"), (f"  on {choice.cluster.title}{runner}", "dim")),
-        *(speeds if timed else []),
+        *(speeds if timed else ()),
         Text.assemble(("Memory  ", "bold"), peak, (memory_error, "dim"), f" at the peak: {event}{where}"),
         *does_not_fit_sentence(choice),
         shares(memory_parts(choice), MEMORY_MEANING, human, "peak"),
-        *(times if timed else [Text(NO_TIMES, style="dim")]),
+        *(times if timed else (Text(NO_TIMES, style="dim"),)),
     )
 
 
