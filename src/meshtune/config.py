@@ -245,7 +245,7 @@ class EvalConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """Checkpoints, and going on from them."""
+    """Checkpoints, and continuing from them."""
 
     every: Interval = setting(
         100, "Steps, or epochs (0.5 epoch), between checkpoints; 0: at the end only.",
@@ -398,7 +398,7 @@ class Config(Section):
     def global_batch_size(self) -> int:
         """Sequences per optimizer step.
 
-        Raises UserError if train.global_batch_tokens is no multiple of data.seq_len.
+        Raises UserError if train.global_batch_tokens isn't a multiple of data.seq_len.
         """
         if tokens := self.train.global_batch_tokens:
             size, rest = divmod(tokens, self.data.seq_len)
@@ -479,7 +479,7 @@ def load(
 def laid_over(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """Lay section.key=value texts over a tree, in their order.
 
-    A setting of the tree that they leave without effect (method=full beside lora.r) is left out, with a line
+    A setting of the tree that they leave without effect (method=full with lora.r) is left out, with a line
     on stderr; so is one that needs it. Raises UserError for a malformed override.
     """
     changed, given = dict(tree), dict[str, Any]()
@@ -520,7 +520,7 @@ def switched_off(
 
 
 def sets(tree: Any, path: Sequence[str]) -> bool:
-    """True if the tree has a value at `path`, or one that is no mapping in place of what is above it."""
+    """True if the tree has a value at `path`, or one that isn't a mapping in place of what is above it."""
     for name in path:
         if not isinstance(tree, Mapping):
             return True

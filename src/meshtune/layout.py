@@ -35,7 +35,7 @@ V_SCHEDULES = ("zbv", "dualpipev")  # two stages a rank: down the ranks and up a
 ALL_AHEAD = ("gpipe", "loopedbfs")  # all forwards of a step before its backwards
 ZERO_BUBBLE = ("zb", *V_SCHEDULES)  # the backward of weights runs later than that of activations
 RECOMPUTE = tuple(RECOMPUTATIONS)
-BY_BLOCK = tuple(name for name, mode in RECOMPUTATIONS.items() if mode.block)  # may be of some blocks alone
+BY_BLOCK = tuple(name for name, mode in RECOMPUTATIONS.items() if mode.block)  # may be only of some blocks
 CHOICES = {
     "cp_method": CP_METHODS,
     "schedule": SCHEDULES,
@@ -183,7 +183,7 @@ def parse_fields(text: str) -> dict[str, Any]:
 
 
 def misread(word: str) -> str:
-    """Clause on a word that is no token: its size is missing, or which tokens are near."""
+    """Clause on a word that isn't a token: its size is missing, or which tokens are near."""
     for sized in (f"{word}2", f"{word}x2"):
         if _is_token(sized):
             size = "number" if word in ("v", "mb", "ga") else "number of ranks"
@@ -293,7 +293,7 @@ def _known(fixed: Mapping[str, Any], open_fields: Collection[str]) -> Layout:
 
 @dataclass(frozen=True)
 class PartialLayout:
-    """A layout of which only some fields are fixed.
+    """A layout with only some fields fixed.
 
     A string fixes all fields (those it leaves out have their defaults: sizes of 1) but micro-batch and
     accumulation, which are open unless it names them; `auto` fixes nothing; a mapping fixes what it names,
@@ -302,7 +302,7 @@ class PartialLayout:
     """
 
     fixed: Mapping[str, Any] = field(default_factory=dict)  # field -> value, where one was named
-    open: frozenset[str] = frozenset()  # fields to choose, beside micro-batch and accumulation
+    open: frozenset[str] = frozenset()  # fields to choose, besides micro-batch and accumulation
 
     @classmethod
     def parse(cls, value: "str | Mapping[str, Any]") -> "PartialLayout":
@@ -356,7 +356,7 @@ class PartialLayout:
         Where a data axis is open, the data ranks are `devices` over the other axes, rounded down: as dp_shard
         if that is open and zero is fixed above 0, else as dp_replicate. Other open fields get their defaults.
         If micro-batch and accumulation are open, micro-batch is the largest of 1 to 4 that divides a data
-        rank's sequences and leaves at least as many micro-batches as pipeline stages, else 1. Accumulation is
+        rank's sequences and leaves no fewer micro-batches than pipeline stages, else 1. Accumulation is
         the rest; if only one of the two is open, it is the rest.
 
         devices: not compared with the size of a layout whose axes are all fixed. global_batch_size: sequences
@@ -380,7 +380,7 @@ class PartialLayout:
             )
         micro, accumulation = (self.fixed.get(n) for n in ("micro_batch_size", "gradient_accumulation_steps"))
         if micro is None:
-            # A pipeline wants at least as many micro-batches as it has stages.
+            # A pipeline needs no fewer micro-batches than it has stages.
             fitting = [n for n in range(1, 5) if each_rank % n == 0]
             filling = [n for n in fitting if each_rank // n >= layout.stages]
             micro = each_rank // accumulation if accumulation else max(filling or fitting[:1])

@@ -54,7 +54,7 @@ def limits(config: Config, sequences: int | None) -> list[Limit]:
 
 
 def ending(limits: list[Limit]) -> str:
-    """Sentence on the number of steps and the limits that give it; "" for steps or epochs alone.
+    """Sentence on the number of steps and the limits that give it; "" only for steps or epochs.
 
     limits: as the function `limits` returns them, at least one.
     """

@@ -11,7 +11,7 @@ MOST_NAMED = 3
 
 
 def nearest(name: str, choices: Iterable[str], part: Callable[[str], str] = str) -> list[str]:
-    """The choices with the fewest edits, in their order; [] if those are too many. Case is no edit.
+    """The choices with the fewest edits, in their order; [] if those are too many. Case isn't an edit.
 
     part: the part of a choice that is compared with `name`; all of it by default.
     """
@@ -44,7 +44,7 @@ def edits(first: str, second: str) -> int:
 def path_meant(path: str, wanted: Callable[[Path], bool]) -> str:
     """Clause `; did you mean a or b?` with the paths that are wanted and end alike; "" where none does.
 
-    Looks below the current folder and beside the path, for the last name and then for it without its suffix.
+    Looks below the current folder and next to the path, for the last name and then for it without its suffix.
     """
     beside = Path(path).parent
     roots = [Path("."), *([beside] if beside.is_dir() and beside != Path(".") else [])]

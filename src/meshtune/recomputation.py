@@ -22,7 +22,7 @@ class Recomputation:
     saves: str  # what a block's forward saves: its bytes are in plan/memory/activations.py
     attention: bool = False  # the backward runs the attention core again
     block: bool = False  # the backward goes through the block's forward again, but for what was saved
-    matmuls: bool = False  # and through all its matmuls; with `block` alone, a share (Machine.selective)
+    matmuls: bool = False  # and through all its matmuls; only with `block`, a share (Machine.selective)
     searched: bool = True  # the planner's search offers it
 
     @property

@@ -213,7 +213,7 @@ class RowList(list[Row]):
 
     def __init__(self, rows: Iterable[Row] = (), left_out: Sequence[str] = ()) -> None:
         super().__init__(rows)
-        self.left_out = [*left_out]  # "line 3: its step is no whole number", of each line that was left out
+        self.left_out = [*left_out]  # "line 3: its step isn't a whole number", of each line that was left out
 
     def of_kind(self, kind: str) -> "RowList":
         return RowList((row for row in self if row.get("kind") == kind), self.left_out)
@@ -222,8 +222,8 @@ class RowList(list[Row]):
 def read_lines(file: Path, fault: Callable[[Any], str | None] = fault_of) -> RowList:
     """Read a jsonl file without an incomplete last line; no rows if it is missing.
 
-    fault: clause on a line's value that is no row, which is left out, as a line is that is no JSON. Raises
-    UserError for what is no file.
+    fault: clause on a line's value that isn't a row, which is left out, as a line is that isn't JSON. Raises
+    UserError for what isn't a file.
     """
     return rows_of(_lines_of(file), fault)
 
@@ -241,7 +241,7 @@ def rows_of(lines: Iterable[str] | Iterable[bytes], fault: Callable[[Any], str |
 
 
 def _lines_of(file: Path) -> list[str] | list[bytes]:
-    """The whole lines of a file; none if it is missing. Raises UserError for what is no file."""
+    """The whole lines of a file; none if it is missing. Raises UserError for what isn't a file."""
     if not file.exists():
         return []
     check_file(file)
@@ -261,7 +261,7 @@ def _row(line: str | bytes, fault: Callable[[Any], str | None]) -> tuple[Row | N
 
 
 def _lines(content: bytes) -> list[str] | list[bytes]:
-    """Lines up to the last newline, as bytes where one of them is no UTF-8; behind it may be a torn line."""
+    """Lines up to the last newline, as bytes where one of them isn't UTF-8; behind it may be a torn line."""
     whole = content[: content.rfind(b"\n") + 1]
     try:
         return whole.decode("utf-8", "surrogatepass").split("\n")[:-1]
@@ -304,7 +304,7 @@ def aside_pattern(file: Path) -> str:
 
 
 def write_atomically(file: Path, content: bytes, *, private: bool = False) -> None:
-    """Write `content` beside `file`, sync it, rename it: `file` holds the old content or the new, never a
+    """Write `content` next to `file`, sync it, rename it: `file` holds the old content or the new, never a
     part. Creates the folder if missing; the rename itself is not synced (see `filesystem.sync`).
 
     private: only the owner may read it, on file systems that have modes.

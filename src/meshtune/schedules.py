@@ -75,7 +75,7 @@ def warmup(total_steps: int, *, ratio: float, steps: int | None) -> int:
 def transformers_schedule(
     kind: str, *, peak: float, total_steps: int, min_ratio: float | None, arguments: Mapping[str, Any]
 ) -> tuple[str, dict[str, Any]]:
-    """(name, arguments beside warm-up and length) of a schedule for `get_scheduler`.
+    """(name, arguments besides warm-up and length) of a schedule for `get_scheduler`.
 
     kind: a key of SCHEDULES. min_ratio: the last rate as a share of `peak`; None: transformers' default.
     arguments: of train.lr_scheduler_kwargs.

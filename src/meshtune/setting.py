@@ -103,7 +103,7 @@ def is_template(text: str) -> bool:
 
 
 class Section(BaseModel):
-    """Settings that belong together: a key that is no field of it is refused."""
+    """Settings that belong together: a key that isn't a field of it is refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 

@@ -36,7 +36,7 @@ def sentences(
 ) -> Iterator[str]:
     """Yield pydantic's problems as sentences with a remedy; a UserError of a validator yields its own.
 
-    unknown: sentence about a key that is no setting, by its path. section: dotted path of the section that
+    unknown: sentence about a key that isn't a setting, by its path. section: dotted path of the section that
     was validated; "" for the whole tree.
     """
     wrong: dict[str, tuple[Any, list[str]]] = {}  # key -> its value, and what could be written instead

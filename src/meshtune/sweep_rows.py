@@ -34,7 +34,7 @@ TEXT_COLUMNS = (
     "model",
 )  # others have numbers
 FACT_TYPES = {"axes": list, "unlisted": list, "machine": dict, "versions": dict, "gpus": int}
-# SQL condition: the sweep's file lists the experiment. Results that it no longer lists stay in the database;
+# SQL condition: the sweep's file lists the experiment. Results that it doesn't list stay in the database;
 # another base may have made them, so that they can't be compared with the others by their settings.
 LISTED = "number NOT IN (SELECT value FROM json_each((SELECT value FROM sweep WHERE name = 'unlisted')))"
 
@@ -145,7 +145,7 @@ def fault_of_experiment(row: Mapping[str, Any], *, only: Container[str] | None =
 
 
 def read_sweep_rows(file: Path) -> SweepRows:
-    """Read a database. Raises UserError for a file that is no sweep's, or one of another version."""
+    """Read a database. Raises UserError for a file that isn't a sweep's, or one of another version."""
     with opened(file) as database:
         database.row_factory = sqlite3.Row
         facts, left_out = _facts(database)

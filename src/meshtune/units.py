@@ -1,4 +1,4 @@
-"""Binary units, and numbers and text formatted for people; lines that are no part of a result."""
+"""Binary units, and numbers and text formatted for people; lines that aren't part of a result."""
 
 import math
 import os
@@ -121,9 +121,9 @@ def printable(text: str) -> str:
 
 
 def notice(text: str, *, dim: bool = False) -> None:
-    """Print lines on stderr, where they are no part of the result; on a terminal they break at words.
+    """Print lines on stderr, where they aren't part of the result; on a terminal they break at words.
 
-    dim: pale on a terminal, beside text that matters more.
+    dim: pale on a terminal, next to text that matters more.
     """
     from meshtune.addresses import public  # here: everything imports this file
 

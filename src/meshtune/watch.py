@@ -1,14 +1,14 @@
 """Detect a hang and name it: the rank, the collective that the others wait in, and its mesh axis.
 
 Each rank has a thread that writes a heartbeat once a tick into the store of the rendezvous: where its main
-thread is, and for how long that thread has neither moved nor computed. It goes on while the main thread
+thread is, and for how long that thread has neither moved nor computed. It continues while the main thread
 is blocked in gloo or NCCL. Two states are a hang:
 
     silent  the previous rank's heartbeats have stopped, and its process computes nothing (it is stopped, or
             its machine is gone): the run is ended.
     stuck   all heartbeats arrive, but no rank has moved or computed for long, and some wait for others: a
             warning is printed, and the run is ended if it lasts. A slow forward, save or evaluation on some
-            rank is no hang.
+            rank isn't a hang.
 
 A rank has a heartbeat before it joins the process group. A first one is written for it by the process that
 started it, or, under torchrun and srun, by the next rank of its machine: so a rank that hangs in its start,
@@ -44,7 +44,7 @@ WAITING_MODULES = (
 )
 # Their frames call what waits: operators, and the clock that measures waits.
 CALLING_MODULES = ("torch._ops", "meshtune.meter.clock")
-PIPELINE_MODULES = ("torch.distributed.pipelining", "meshtune.parallel.pipeline")  # communicate over pp alone
+PIPELINE_MODULES = ("torch.distributed.pipelining", "meshtune.parallel.pipeline")  # communicate only over pp
 COLLECTIVES = {  # how the name of the function that sends or waits begins -> the collective
     "all_gather": "all_gather", "foreach_all_gather": "all_gather", "reduce_scatter": "reduce_scatter",
     "foreach_reduce": "reduce_scatter", "all_reduce": "all_reduce", "all_to_all": "all_to_all",
@@ -66,7 +66,7 @@ class HangLimits:
     stuck: float = 45.0  # without progress on any rank: a warning is printed
     end: float = 300.0  # without progress on any rank: the run is ended
     tick: float = 1.0  # between two heartbeats
-    grace: float = 5.0  # that the other ranks have to end by themselves after one has failed
+    grace: float = 5.0  # that the other ranks have to end after one has failed
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Watch:
         tell: Callable[[str], None],
         neighbour: Callable[[], tuple[int, int] | None] | None = None,
     ) -> None:
-        """rank: this rank. world: number of ranks. store: a connection for this thread alone to the store of
+        """rank: this rank. world: number of ranks. store: a connection only for this thread to the store of
         all ranks (a shared one is locked while the main thread waits in it). tell: called with the report of
         a hang, from this thread, before this process is ended. neighbour: returns (rank, process id) of
         another rank of this machine, which may not have written a heartbeat; called until it has. None: all

@@ -109,7 +109,7 @@ def configs_like(file: Path) -> str:
 
 
 class Written(NamedTuple):
-    """A value of a tree that is no mapping, or an empty one."""
+    """A value of a tree that isn't a mapping, or an empty one."""
 
     path: tuple[Any, ...]  # the keys from the top to it, dotted ones in their parts
     value: Any
@@ -174,7 +174,7 @@ def place(value: Written, line: int) -> str:
 
 class Bounded(yaml.SafeLoader):
     """YAML loader that refuses a key written twice in one mapping, where PyYAML keeps the later value, keys
-    that are no plain values, and more than MAX_DEPTH levels or MAX_VALUES values, aliases counted as often
+    that aren't plain values, and more than MAX_DEPTH levels or MAX_VALUES values, aliases counted as often
     as they are used.
     """
 

@@ -55,3 +55,22 @@ def test_the_layers_on_the_map_of_the_code_are_those_that_are_checked() -> None:
 def test_the_readme_leads_to_every_page() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert [page.name for page in ROOT.glob("docs/*.md") if f"](docs/{page.name})" not in readme] == []
+
+
+# A generated page names its script in its head (coming-from.md above its tables); parts have begin and end.
+GENERATED = re.compile(r"(?:wrote|writes) this page|<!-- (?:Written|What follows is written) by `")
+GENERATED_PART = re.compile(r"<!-- (?:begin|results).*?<!-- end[^>]*>", re.DOTALL)
+
+
+def hand_written(page: Path) -> str:
+    """Text of a page without what scripts write."""
+    text = page.read_text(encoding="utf-8")
+    marked = GENERATED.search(text)
+    return GENERATED_PART.sub("", text[: marked.start()] if marked else text)
+
+
+def test_pages_are_short() -> None:
+    words = {page.name: len(hand_written(page).split()) for page in ROOT.glob("docs/*.md")}
+    assert words["planning.md"] <= 3_200
+    assert sum(words.values()) <= 35_000
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 90

@@ -22,7 +22,7 @@ class Answerer:
     def __init__(self, opened: "Opened") -> None:
         self.opened = opened
         self.encoder = opened.encoder
-        if not self.encoder.templated and self.encoder.train_on == "all":  # trained to go on with a text
+        if not self.encoder.templated and self.encoder.train_on == "all":  # trained to continue with a text
             self.encoder.separator = ""
         size, first = context_of(opened.model.config), anatomy(opened.model).first_position
         self.context = size and size - first  # tokens of prompt and answer; None: no limit

@@ -1,4 +1,4 @@
-"""Bench: timed steps of layouts on this machine, beside the planner's prediction and the dry run."""
+"""Bench: timed steps of layouts on this machine, next to the planner's prediction and the dry run."""
 
 import os
 import signal
@@ -47,7 +47,7 @@ def bench(
     out: Path | None = None,
     log: Log = silent,
 ) -> list[Document]:
-    """Time training steps of each layout on this machine's devices, beside what is predicted and simulated.
+    """Time training steps of each layout on this machine's devices, next to what is predicted and simulated.
 
     config: a Config, a mapping of its sections, or a YAML file; without data.train sequences are random
     tokens. overrides: section.key=value each. layouts: ["auto:N"] for the planner's N best; (): the config's,
@@ -80,7 +80,7 @@ def find_micro_batch(
     limit: float = LIMIT,
     log: Log = silent,
 ) -> list[Document]:
-    """Find the largest micro-batch of each layout that runs on this machine's devices, beside the planner's.
+    """Find the largest micro-batch of each layout that runs on this machine's devices, next to the planner's.
 
     Sizes are doubled from the layout's own until one does not run, then bisected; each runs in processes of
     its own. One that fills more than cluster.memory_budget_gib counts as too large, too. The arguments are

@@ -14,9 +14,9 @@ from meshtune.train.generate import GREEDY, Sampling, TextStream
 
 
 class Conversation:
-    """Turns of a user and a model. Without a chat template each message is answered by itself.
+    """Turns of a user and a model. Without a chat template each message is answered separately.
 
-    system: the first message; None: none, or what the template writes by itself. sampling: turn after turn
+    system: the first message; None: none, or what the template writes without it. sampling: turn after turn
     draws from seeds that follow each other. Raises UserError for a system message that the template refuses,
     or that no template can write.
     """
@@ -98,7 +98,7 @@ class Conversation:
     def _prompt(self, asked: Example) -> tuple[list[int], int]:
         """(Tokens that the answer follows, the number of old messages left out for it).
 
-        The oldest turns are left out until an answer of max_new_tokens fits; for the last message alone a
+        The oldest turns are left out until an answer of max_new_tokens fits; only for the last message a
         shorter answer will do. asked: the last message. Raises UserError if no token of an answer fits.
         """
         context, turns, templated = self.answerer.context, list(self.turns), self.answerer.templated

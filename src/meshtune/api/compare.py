@@ -1,4 +1,4 @@
-"""Compare: finished runs beside what was predicted for them, and the planner's constant that is off."""
+"""Compare: finished runs next to what was predicted for them, and the planner's constant that is off."""
 
 from __future__ import annotations
 

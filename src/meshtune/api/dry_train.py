@@ -40,7 +40,7 @@ class DryTraining:
     output: str  # the run folder that it would write
     start: str  # of output.decide: begin, continue, …
     steps: int  # updates of the whole run
-    resumed: int | None  # step of the checkpoint that the run goes on from; None: it begins
+    resumed: int | None  # step of the checkpoint that the run resumes from; None: it begins
     batch: Batch  # of data rank 0 in the first step that would run
     notes: tuple[str, ...]  # on the data, the model and the length of the run
 
@@ -112,7 +112,7 @@ def dry_train(config: Config, nproc: int | None = None, *, log: Log = silent) ->
 def checkpoint_of(
     config: Config, steps: int, note: Callable[[str], None]
 ) -> tuple[int | None, dict[str, Any] | None]:
-    """(Step of the checkpoint that the run would go on from, its position in the data); None without one.
+    """(Step of the checkpoint that the run would resume from, its position in the data); None without one.
 
     steps: updates of the whole run. note: gets sentences for the user. Raises as `choose_folder`.
     """

@@ -62,7 +62,7 @@ def dryrun(
     """Run two training steps of a layout on fake tensors, for each kind of rank in a process of its own.
 
     config: a Config, a mapping of its sections, or a YAML file. overrides: section.key=value each. layout:
-    instead of the config's; without either, the planner's choice. ranks: traced beside the first, a middle
+    instead of the config's; without either, the planner's choice. ranks: traced besides the first, a middle
     and the last pipeline rank. documents: lengths of those in each sequence; (): as
     data.mean_document_tokens says, else one. `Simulation.traces` has every operation, storage and collective
     of both steps. Raises UserError for bad settings and layouts, NothingFits if the planner finds no layout
@@ -210,9 +210,9 @@ class Subject:
     def simulate(
         self, job: Job, cluster: Cluster, log: Log, *, ranks: Iterable[int] = (), notes: Iterable[str] = ()
     ) -> Simulation:
-        """Trace each kind of rank of the job's layout and put them beside the prediction.
+        """Trace each kind of rank of the job's layout and put them next to the prediction.
 
-        cluster: with as many devices as the layout has ranks. ranks: to be traced too. notes: more sentences
+        cluster: with a device for each of the layout's ranks. ranks: to be traced too. notes: more sentences
         that the answer says.
         """
         layout = job.layout
@@ -288,7 +288,7 @@ def subject_of(config: Config, log: Log, device: str | None = None) -> Iterator[
 def documents_of(config: Config, given: Sequence[int]) -> tuple[int, ...]:
     """Lengths of the documents in each sequence.
 
-    given: as the user wrote them; (): as many equal ones as data.mean_document_tokens says, which fill the
+    given: as the user wrote them; (): equal ones, by data.mean_document_tokens, which fill the
     sequence, else one. Raises UserError for lengths that no sequence has.
     """
     seq_len = config.data.seq_len

@@ -47,7 +47,7 @@ def model_file(config: Config) -> Iterator[tuple[Path, tuple[str, ...]]]:
 
 
 def _known(name: str, error: NotFromHub) -> tuple[dict, str]:
-    """The fields of config.json that models.toml has, and a sentence that says so.
+    """The fields of config.json that models.toml has, and a sentence that reports it.
 
     error: why the hub gave none; raised, with a remedy, if models.toml has none either.
     """

@@ -93,7 +93,7 @@ def ranks_of(nproc: int | None, device_type: str) -> int:
 
 
 def threads_of(ranks: int) -> int:
-    """CPU threads of each of so many ranks, as training has them: OMP_NUM_THREADS, or equal parts."""
+    """CPU threads of each of this many ranks, as training has them: OMP_NUM_THREADS, or equal parts."""
     from meshtune.launch import place
     from meshtune.launch.rank import cores
 

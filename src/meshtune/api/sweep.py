@@ -283,7 +283,7 @@ def settle(store: Store, folder: Path) -> None:
         if row.job:
             continue
         outcome = None
-        with suppress(UserError):  # its rows are damaged: it is for the experiment to say so
+        with suppress(UserError):  # its rows are damaged: it is for the experiment to report it
             outcome = finished_outcome(RunDir(folder / "runs" / str(row.number)), str(row.started))
         if outcome:
             store.finish({row.number: outcome})

@@ -51,7 +51,7 @@ class Target:
 
     config: Config
     folder: Path | None = None  # of a whole model or an adapter
-    run: RunDir | None = None  # None: the target is no run folder
+    run: RunDir | None = None  # None: the target isn't a run folder
     step: int | None = None  # of the run's checkpoint to use
     base_named: bool = False  # True if the user named the base, in the place of the recorded one
 
@@ -144,7 +144,7 @@ def is_adapter(folder: Path) -> bool:
 def refuse_decided(name: str | Path, overrides: Sequence[str], more: Sequence[str]) -> None:
     """Raise UserError for the overrides that have no effect on weights that are there.
 
-    name: of a run, model or adapter folder, or a hub id. more: settings that these weights decide, beside
+    name: of a run, model or adapter folder, or a hub id. more: settings that these weights decide, besides
     those that all do.
     """
     decided = ("method", "lora", "model.freeze", *more)

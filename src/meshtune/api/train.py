@@ -62,13 +62,13 @@ def train(
     nproc: int | None = None,
 ) -> Result:
     """Train as `meshtune train` does, and return the finished run. A run folder that holds an unfinished run
-    of these settings and rows goes on.
+    of these settings and rows continues.
 
     config: a Config, a mapping of its sections, or a YAML file. overrides: section.key=value each.
     train_data, eval_data: rows in a form that data.format knows, a list of dicts or a datasets.Dataset;
     instead of data.train and data.eval. loss: instead of the cross entropy, see train/loss.py.
-    callbacks: called on the main rank. layout: instead of config's. nproc: ranks to start here; None: as many
-    as the layout has, or as there are GPUs.
+    callbacks: called on the main rank. layout: instead of config's. nproc: ranks to start here; None: those
+    of the layout, or as there are GPUs.
 
     Raises UserError (every problem, as sentences), NothingFits, NonFinite, Interrupted, and RankFailed for a
     bug on one of several ranks. A process that torchrun or srun started is one rank: all call this alike.
@@ -84,7 +84,7 @@ def train(
 
 
 def check_call(config: Config, hooks: Hooks) -> None:
-    """Raise UserError for a call that can't work, or of which a part would be without effect."""
+    """Raise UserError for a call that can't work, or has a part that would be without effect."""
     problems = []
     if not config.data.train:
         problems.append(

@@ -104,7 +104,7 @@ def attend_runs(
     """
     kernels = kernels or q.device.type
     if not runs.runs:
-        # Padding alone. The other ranks gather in their backward, so this one needs a backward too, and
+        # Only padding. The other ranks gather in their backward, so this one needs a backward too, and
         # something saved, or recomputation would not gather again.
         return fused(q, k, v, (), True, scale, softcap, sinks)
     match kernel_for(q, v, dropout, softcap, sinks, kernels, kernel=kernel):
@@ -134,7 +134,7 @@ def _plain(
 ) -> Tensor:  # fmt: skip
     """Attention of one run, q [batch, heads, queries, head_dim] -> the same, under plain autograd.
 
-    q, k, v: the columns of this run alone; `run` is only read for its mask. With a softcap, or sinks, the
+    q, k, v: the columns only of this run; `run` is only read for its mask. With a softcap, or sinks, the
     scores [queries, keys] are saved for the backward.
     """
     mask = additive_mask(run, q.dtype, q.device)

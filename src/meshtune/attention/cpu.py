@@ -66,7 +66,7 @@ class _PerRun(torch.autograd.Function):
 
     Saves q, k, v, the output and its log-sum-exp, each once.
 
-    Autograd over slices would instead save every document's output beside their concatenation and fill a
+    Autograd over slices would instead save every document's output next to their concatenation and fill a
     gradient of the whole length for every slice.
 
     A sink is one more key with a value of zero, which no kernel has: its score is added to the log-sum-exp

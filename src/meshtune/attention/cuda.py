@@ -14,7 +14,7 @@ from torch import Tensor
 from meshtune.attention.runs import Lengths, QueryRuns
 from meshtune.compat import varlen_attention
 
-# Padding is cut into documents of so many tokens: it is computed too, and so costs little.
+# Padding is cut into documents of this many tokens: it is computed too, and so costs little.
 PADDING_LENGTH = 128
 FLEX_GRAPHS = 128  # most compiled graphs of flex attention in a process
 

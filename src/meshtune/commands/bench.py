@@ -1,4 +1,4 @@
-"""`meshtune bench`: time layouts on this machine, beside what was predicted and simulated."""
+"""`meshtune bench`: time layouts on this machine, next to what was predicted and simulated."""
 
 from pathlib import Path
 from typing import Annotated

@@ -43,7 +43,7 @@ def chat(
     """Talk with a run, a model or an adapter: turns are kept, answers appear as they are generated.
 
     A line is a message, from the terminal or from a pipe. /reset forgets the conversation, /exit or Ctrl-D
-    ends, Ctrl-C stops an answer. Without a chat template each message is answered by itself.
+    ends, Ctrl-C stops an answer. Without a chat template each message is answered separately.
     """
     name, overrides = target_of(target, "name one; what you say is typed, or read from stdin.")
     from meshtune.api.answer import open_answerer

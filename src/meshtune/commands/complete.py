@@ -1,4 +1,4 @@
-"""Completion of settings and layouts in a shell, from the tree of settings alone: it imports no torch.
+"""Completion of settings and layouts in a shell, only from the tree of settings: it imports no torch.
 
 bash cuts words at "=": `layout=dp2-` arrives as the words "layout", "=", "dp2-", of which the last is
 completed; other shells pass the whole word.

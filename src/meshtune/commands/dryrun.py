@@ -113,7 +113,7 @@ def check_fits(done: Sequence["Simulation"]) -> None:
 
 
 def lengths_of(documents: str | None) -> list[int]:
-    """The lengths of --documents; [] without it. Raises UserError for a word that is no whole number."""
+    """The lengths of --documents; [] without it. Raises UserError for a word that isn't a whole number."""
     words = [word.strip() for word in documents.split(",")] if documents else []
     if wrong := [word for word in words if not word.isdecimal()]:
         raise UserError(

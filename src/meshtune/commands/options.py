@@ -89,7 +89,7 @@ def stdin_lines() -> Iterator[str]:
 def announce(reading: str | None) -> None:
     """Print on stderr the version and what is read, before the imports of a command, which take seconds.
 
-    reading: a file or folder; None: the command line alone names the settings. Only the first rank prints.
+    reading: a file or folder; None: only the command line names the settings. Only the first rank prints.
     """
     if on_first_rank():
         log(f"version {__version__}, reading {reading or 'the settings of the command line'} …")
@@ -123,7 +123,7 @@ def target_of(words: list[str], remedy: str = "name one.") -> tuple[str | None, 
 
     remedy: clause that follows the names where there are two.
     """
-    names = [word for word in words if not re.match(r"\s*[\w.-]+\s*=", word)]  # "2+2=" is no setting
+    names = [word for word in words if not re.match(r"\s*[\w.-]+\s*=", word)]  # "2+2=" isn't a setting
     if len(names) > 1:
         raise UserError(f"Several targets are named: {', '.join(names)}; {remedy}")
     name, overrides = split(words)
@@ -134,7 +134,7 @@ def target_of(words: list[str], remedy: str = "name one.") -> tuple[str | None, 
 
 
 def check_target(name: str) -> None:
-    """Raise UserError, with what it may mean, for a name that is no run folder, model or config file."""
+    """Raise UserError, with what it may mean, for a name that isn't a run folder, model or config file."""
     if expanded(name).exists():
         return
     from meshtune.model.hub import MODEL_OR_RUN, check_name

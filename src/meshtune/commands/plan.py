@@ -214,7 +214,7 @@ SUBCOMMANDS = {"explain": explain, "compare": compare, "max": largest, "export":
 def config_of(settings: list[str] | None, memory_budget: str | None, params: str | None = None) -> "Config":
     """The settings of the command line. memory_budget, params: as the options.
 
-    Raises UserError as `config.load`, and for a model that is named beside --params.
+    Raises UserError as `config.load`, and for a model that is named with --params.
     """
     file, overrides = split(settings)
     announce(file)
@@ -288,7 +288,7 @@ def explain_layouts(
     """Print memory and time of each layout, part by part, the reasons against it, and its levers.
 
     layouts: as text; what they leave open, the planner chooses. tool: that runs them. side_by_side: in one
-    table. plot: a file for charts of them; None: no charts. Raises UserError for a text that is no layout.
+    table. plot: a file for charts of them; None: no charts. Raises UserError for a text that isn't a layout.
     """
     from meshtune.api.plan import explained
     from meshtune.report.plan import pictures, terminal
@@ -309,7 +309,7 @@ def explain_layouts(
 def runs_of(words: Sequence[str]) -> list[str]:
     """The run folders among the words; [] where they are layouts.
 
-    Raises UserError for runs and layouts in one list, and for folders that are no run.
+    Raises UserError for runs and layouts in one list, and for folders that are not runs.
     """
     from meshtune.rundir import RunDir
 
@@ -330,7 +330,7 @@ def runs_of(words: Sequence[str]) -> list[str]:
 def compare_runs(
     runs: Sequence[str], overrides: Sequence[str], *, unused: Sequence[str], as_json: bool
 ) -> None:
-    """Print each finished run's measured parts beside the predicted ones, and the constants that are off.
+    """Print each finished run's measured parts next to the predicted ones, and the constants that are off.
 
     overrides: settings of the cluster, for today's plan. unused: words that runs have no use for, which are
     refused. Raises UserError as `api.compare.compared`.

@@ -1,4 +1,4 @@
-"""`meshtune report`: a page of a run, of several runs beside each other, of a sweep, or of plan documents."""
+"""`meshtune report`: a page of a run, of several runs side by side, of a sweep, or of plan documents."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +21,7 @@ RUN, SWEEP, PLAN = "run folder", "sweep", "plan"
 
 
 class Made(NamedTuple):
-    """A page that was made, with what is printed beside its path."""
+    """A page that was made, with what is printed next to its path."""
 
     title: str  # of its pictures
     file: Path  # default of --out

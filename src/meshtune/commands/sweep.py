@@ -58,7 +58,7 @@ def sweep(
     as_json: AsJson = False,
 ) -> None:
     """Run many experiments from one file: a base config, axes of settings and layouts, conditions. Results
-    go to one SQLite database; stopped or killed, the same command goes on where it was.
+    go to one SQLite database; stopped or killed, the same command continues where it was.
     """
     file, overrides = split(settings)
     if file is None:

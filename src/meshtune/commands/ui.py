@@ -1,4 +1,4 @@
-"""`meshtune ui`: pages of runs and sweeps in a browser, which go on while these write."""
+"""`meshtune ui`: pages of runs and sweeps in a browser, which continue while these write."""
 
 from pathlib import Path
 from typing import Annotated

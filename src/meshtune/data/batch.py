@@ -88,7 +88,7 @@ def micro_batch(rows: Sequence[Sequence[np.ndarray]], width: int = 0, multiple: 
         positions[row] = np.arange(width) - np.repeat(starts, np.diff(starts, append=width))
     labelled = (stored & LABELLED) != 0
     ids = (stored & ~LABELLED).astype(np.int64)
-    # A document's first token is never labelled, so the shift alone keeps labels from crossing documents.
+    # A document's first token is never labelled, so only the shift keeps labels from crossing documents.
     labels = np.where(labelled[:, 1:], ids[:, 1:], IGNORE)
     return MicroBatch(
         input_ids=torch.from_numpy(np.ascontiguousarray(ids[:, :-1])),

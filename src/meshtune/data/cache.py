@@ -1,6 +1,6 @@
 """Folders of arrays that are whole or absent, whoever writes them and whenever that ends.
 
-A folder is written beside under another name, flushed to disk and renamed: of two processes that write it at
+A folder is written under another name, flushed to disk and renamed: of two processes that write it at
 the same time, one wins and the other uses the winner's. A lock lets the second wait instead of doing the work
 twice; without locks (some network file systems) the result is the same. manifest.json holds the size of each
 file; a folder that does not match its manifest counts as absent. No file here can hold code: arrays load with
@@ -31,7 +31,7 @@ TEMPORARY = re.compile(r"\.([0-9a-f]{32}|hashes(\.json)?|(census|summary)-\w+\.j
 
 
 def write_folder(folder: Path, write: Callable[[Path], dict[str, Any]]) -> None:
-    """Make `folder` whole: `write` fills another one, which is renamed; unfinished old ones beside it, of
+    """Make `folder` whole: `write` fills another one, which is renamed; unfinished old ones next to it, of
     any folder, are deleted.
 
     write: writes arrays into the folder that it gets and returns the manifest, to which the sizes are added.

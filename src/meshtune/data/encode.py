@@ -15,8 +15,8 @@ renderings of the conversation's beginning:
 
 Both must be prefixes of `full` as text, and their tokens must be prefixes of `full`'s tokens. Where either
 fails (a template that rewrites earlier turns, a merge across the boundary) the row is refused with the
-reason. Only a generation prompt that opens a thought may go on otherwise than the answer: labels then start
-at their longest common prefix of tokens. labels.py says where an answer ends.
+reason. Only a generation prompt that opens a thought may continue otherwise than the answer: labels then
+start at their longest common prefix of tokens. labels.py says where an answer ends.
 """
 
 from __future__ import annotations
@@ -414,7 +414,7 @@ class Encoder:
     def _label(self, cut: Cut, table: dict[str, list[int]]) -> Document:
         """Label the answers of a conversation; `table` has the tokens of its texts.
 
-        Raises BadRow if the tokens of a prefix are no prefix of the whole's tokens, or an answer is blank.
+        Raises BadRow if the tokens of a prefix aren't a prefix of the whole's tokens, or an answer is blank.
         """
         full, spans = cut.spans(table)
         full += self._missing_end(cut, full)

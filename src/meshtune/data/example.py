@@ -43,7 +43,7 @@ class Source:
 
     @property
     def on_purpose(self) -> bool:
-        """True if the user named the format, and so means its columns alone."""
+        """True if the user named the format, and so means only its columns."""
         return self.format.lower() != "auto"
 
 
@@ -75,7 +75,7 @@ class Origin:
 
     file: str  # or the hub data set
     line: int  # from 1: lines of jsonl and csv (the line on which the row ends), else rows of the file
-    row: int = 0  # from 0 over the whole source: `read(source, start=origin.row + 1)` goes on after it
+    row: int = 0  # from 0 over the whole source: `read(source, start=origin.row + 1)` continues after it
 
     def __str__(self) -> str:
         return place_of(self.file, self.line)

@@ -1,7 +1,7 @@
 """The data files of a source: on this machine or behind a URL, found, opened, and known by their content.
 
 Source ──> files() ──> DataFile, …   readers.py reads them, and says in `share` how far it is
-              └──────> content()     a digest, kept beside the cache until the file changes
+              └──────> content()     a digest, kept in the cache until the file changes
 """
 
 import glob
@@ -383,7 +383,7 @@ def _chosen(source: Source, inside: dict[str, DataFile], not_read: list[str]) ->
     unread = {name: file for name, file in inside.items() if file.name.endswith(UNREAD) and not file.kind}
     _note_not_read(source, data_files | unread, data_files, "as such files can't be", not_read)
     _note_not_read(source, data_files, rows, "as the folder has data files that are not .txt", not_read)
-    # Training must not read the test.jsonl beside train.jsonl: where names tell the split, they choose.
+    # Training must not read the test.jsonl next to train.jsonl: where names tell the split, they choose.
     split = SPLITS.get(source.split, source.split)
     named = {name: file for name, file in rows.items() if _split_of(name) == split}
     if not named and split != "train":  # all rows would be read: held-out rows that are training rows

@@ -441,7 +441,7 @@ def _detected(source: Source, columns: list[str]) -> str:
     names = dict(source.columns)
     seen = f"{name_of(source.path)} has the columns {', '.join(columns) or '(none)'}"
     _check_names(names, columns, seen)
-    # A column that was renamed is no longer there under its own name, unless it is ours already.
+    # A column that was renamed isn't there under its own name, unless it is ours already.
     present = (set(columns) - set(names.values())) | set(names)
     if source.format.lower() != "auto":
         return _chosen(source, present, seen)

@@ -110,8 +110,8 @@ def runs(stored: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> list[tuple[s
     """(text, labelled) of each run of equally labelled tokens; the texts join to the text of the whole.
 
     stored: uint32 [tokens], as in `Dataset.tokens`; at least one. The whole is decoded, then cut where the
-    text of the tokens before the cut ends: a run decoded alone would lose the space before its first word
-    under some tokenizers, or half of a character that two tokens share.
+    text of the tokens before the cut ends: a run decoded separately would lose the space before its first
+    word under some tokenizers, or half of a character that two tokens share.
     """
     ids, labelled = (stored & ~LABELLED).astype(np.int64).tolist(), stored >= LABELLED
     ends = [*(np.flatnonzero(np.diff(labelled)) + 1).tolist(), len(ids)]

@@ -46,7 +46,7 @@ class Cut:
     def spans(self, table: Mapping[str, list[int]]) -> tuple[list[int], list[Span]]:
         """(ids of the whole, the tokens of each labelled turn). table: ids by text.
 
-        Raises BadRow if the tokens of a turn's beginning or end are no prefix of the whole's.
+        Raises BadRow if the tokens of a turn's beginning or end aren't a prefix of the whole's.
         """
         full: list[int] = []
         counts = []  # of tokens before each piece

@@ -35,14 +35,14 @@ GROUPED = 16  # global batches whose sequences are sorted together when there is
 class Loader:
     """Yields (Batch, state) of `dataset` for data rank `data_rank` of `data_ranks`.
 
-    A yielded state is a JSON-able dict; a loader that gets it goes on exactly after its batch. state: None
+    A yielded state is a JSON-able dict; a loader that gets it continues exactly after its batch. state: None
     for the beginning; each `iter()` starts from it again. global_batch_size: sequences of a step on all data
     ranks together. micro_batch_size: sequences of one micro-batch on one rank. epochs: of the whole training,
     those before `state` included; None never ends. multiple: every width is padded to a multiple of it
     (sequence and context parallelism cut the sequence). uniform: True to make the micro-batches of a step
     equally wide without packing (pipelines need it); packed ones always are.
 
-    Raises UserError if global_batch_size is no multiple of micro_batch_size · data_ranks, or if the state
+    Raises UserError if global_batch_size isn't a multiple of micro_batch_size · data_ranks, or if the state
     belongs to other data or another seed.
     """
 
@@ -114,7 +114,7 @@ Pick = tuple[Dataset, int, State]  # a sequence by its number, and the state to 
 def shuffled(dataset: Dataset, seed: int, state: State, *, group: int | None) -> Generator[Pick, None, None]:
     """Yield the sequences of epoch after epoch without end, each epoch shuffled, from `state` on.
 
-    The states that are yielded have epoch and position alone; Loader adds seed and data. group: the global
+    The states that are yielded have only epoch and position; Loader adds seed and data. group: the global
     batch size within which lengths are made alike (see `grouped`); None, as with packing, leaves the order.
     """
     epoch, position = state["epoch"], state["position"]

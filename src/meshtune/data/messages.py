@@ -37,8 +37,8 @@ def message_of(value: Any, number: int, roles: Mapping[str, str]) -> tuple[dict,
     """Return (a message as a chat template takes it, its mask or None where it has none).
 
     The message has `role` and the other keys of `value` that are neither empty nor masks; ShareGPT's keys are
-    renamed; empty content parts are left out; beside tool calls `content` may be missing. Raises BadRow for
-    wrong types, unknown roles, parts that are no text, and arguments that are no JSON object. number: its
+    renamed; empty content parts are left out; with tool calls `content` may be missing. Raises BadRow for
+    wrong types, unknown roles, parts that aren't text, and arguments that aren't JSON object. number: its
     place in the conversation, from 1, for errors. roles: their names to ours, where data.roles maps them.
     """
     if not isinstance(value, dict):
@@ -199,7 +199,7 @@ def with_arguments(call: dict, change: Callable[[Any], Any]) -> dict:
 
 
 def _check_content(message: dict, number: int) -> None:
-    """Raise BadRow unless content is text, a list of text parts, or nothing beside an assistant's tool calls.
+    """Raise BadRow unless content is text, a list of text parts, or nothing with an assistant's tool calls.
 
     number: see `message_of`.
     """

@@ -169,7 +169,7 @@ def permutation(size: int, purpose: str, *key: int) -> np.ndarray:
 
 
 def random_bits(size: int, purpose: str, *key: int) -> np.ndarray:
-    """Random bits, uint64 [size]: a function of purpose and key alone."""
+    """Random bits, uint64 [size]: a function only of purpose and key."""
     name = "/".join((purpose, *map(str, key))).encode()
     philox = np.random.Philox(key=int.from_bytes(hashlib.blake2b(name, digest_size=16).digest(), "little"))
     return philox.random_raw(size).astype(np.uint64)

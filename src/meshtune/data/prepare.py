@@ -418,8 +418,8 @@ def _passes(
 ) -> Iterator[np.ndarray]:
     """Yield the documents of each pass of an epoch, from the sources whose weight exceeds the passes so far.
 
-    `documents` are indices into `source_number`, whose values are indices into `weights`. The rest of a
-    weight below one pass takes that fraction of the source's documents, chosen by the seed.
+    `documents` are indices into `source_number`, whose values are indices into `weights`. A fractional
+    rest (0.3 of weight 2.3) takes 30 % of the source's documents, chosen by the seed.
     """
     remaining = dict(enumerate(weights))
     while any(weight > 0 for weight in remaining.values()):
@@ -439,7 +439,7 @@ def _passes(
 def _sequences(
     rounds: Sequence[np.ndarray], lengths: np.ndarray, build: _Build
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Pack each pass in `rounds` by itself, so that a document and its copy never share a sequence.
+    """Pack each pass in `rounds` separately, so that a document and its copy never share a sequence.
 
     rounds: document indices of each pass. lengths: tokens of every document, by its index. Returns (members,
     starts) of all passes, as in `Dataset`.
@@ -495,7 +495,7 @@ def _digest(tokens: str, *arrays: np.ndarray) -> str:
 
 
 def _check_settings(sources: Sequence[Source], eval_split: float, seq_len: int) -> None:
-    """Raise UserError with every setting of `prepare` that is invalid by itself."""
+    """Raise UserError with every setting of `prepare` that is invalid without the others."""
     problems = [f"{s.path}: weight {s.weight:g} must be above 0." for s in sources if s.weight <= 0]
     if not sources:
         problems.append("There is no training data: name a file, a folder or a hub data set in data.train.")

@@ -43,7 +43,7 @@ class Writes(NamedTuple):
     text: bool  # content that is text; False only where it writes a list of text parts
     parts: int  # text parts of one message: 0, 1 (the first one) or 2 (all)
     arguments: Literal["object", "text"] | None  # of a tool call; None: it writes neither
-    call_content: str | None  # content with which it writes tool calls that have none beside them
+    call_content: str | None  # content with which it writes tool calls that have none with them
     moved: bool = False  # whether a thought in the content is written right only as reasoning_content
 
 
@@ -72,7 +72,7 @@ def _render_parts(render: Render, messages: list[dict], generation: bool, tools:
 
 def _only_as_a_field(render: Render) -> bool:
     """Whether a template writes an empty thought before one in the content, and one in reasoning_content well
-    (Kimi-K2-Thinking). Where the generation prompt opens the thought, the empty one is </think> alone.
+    (Kimi-K2-Thinking). Where the generation prompt opens the thought, the empty one is only </think>.
     """
     answers = {"content": "<think>\nHm\n</think>\n\nYes"}, {"reasoning_content": "Hm"}
     first, second = (str(render([QUESTION, ANSWER | more], False, None)) for more in answers)
@@ -104,7 +104,7 @@ def _tool_calls(render: Render) -> tuple[Literal["object", "text"] | None, str |
 
 
 def call_turns(content: str | None, arguments: Any) -> list[dict]:
-    """A conversation in which the assistant calls TOOL. content: beside the call."""
+    """A conversation in which the assistant calls TOOL. content: next to the call."""
     function = {"name": "look_up", "arguments": arguments}
     call = {"id": CALL_ID, "type": "function", "function": function}
     return [
@@ -153,10 +153,10 @@ class Unwritten(NamedTuple):
 def unwritten(
     messages: Sequence[dict], tools: list | None, rendering: str, added: int | None, render: Render
 ) -> Iterator[Unwritten]:
-    """Yield what the template leaves out of a conversation, of which it writes `rendering`.
+    """Yield what the template leaves out of a conversation that it writes as `rendering`.
 
-    added: the message whose thought is written into the text beside the template (`with_thought`), or None. A
-    field is replaced by another value and rendered again: if nothing changes, the template leaves it out.
+    added: the message whose thought is written into the text without the template (`with_thought`), or None.
+    A field is replaced by another value and rendered again: if nothing changes, the template leaves it out.
     That is spared where a long text surely stands in the rendering.
     """
 
@@ -169,7 +169,7 @@ def unwritten(
     for index, message in enumerate(messages):
         role, content, calls = message["role"], message.get("content"), message.get("tool_calls") or []
         said = role in ("user", "assistant")
-        # Words of a turn are missing only beside a call, or where they stand nowhere.
+        # Words of a turn are missing only with a call, or where they stand nowhere.
         looked_at = content and (not said or calls or not _stands(content, rendering))
         if looked_at and left_out(index, content, {"content": OTHER}):
             what = "text beside tool_calls" if calls else f"messages of the role {role}"

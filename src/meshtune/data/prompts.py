@@ -17,7 +17,7 @@ from meshtune.errors import UserError, type_name
 
 Prompt = str | Sequence[dict]  # a text, or messages {role, content}
 FORMS = ("messages", "conversations", "prompt", "instruction", "text")  # columns with the prompt: one a row
-OTHERS = ("input", "completion", "output", "system", "tools")  # columns that are read beside it
+OTHERS = ("input", "completion", "output", "system", "tools")  # columns that are read next to it
 
 
 class Given(Origin):

@@ -253,7 +253,7 @@ def _json_list(file: DataFile, first: int, start: int) -> Generator[RawRow, None
 
 
 def is_row(value: dict[str, Any]) -> bool:
-    """True for a row by itself, without a list or with one of messages or tokens; False around rows."""
+    """True for a single row, without a list or with one of messages or tokens; False around rows."""
     firsts = [inner[0] if inner else {} for inner in value.values() if isinstance(inner, list)]
     in_rows = (not isinstance(first, dict) or bool(first.keys() & {"role", "from"}) for first in firsts)
     return not firsts or any(in_rows)
@@ -262,7 +262,7 @@ def is_row(value: dict[str, Any]) -> bool:
 def _parquet(file: DataFile, first: int, start: int) -> Generator[RawRow, None, int]:
     """Read the row groups that reach beyond `start`, without null values; the others are not read.
 
-    first, start, result: see `Reader`. Raises UserError if the file is no parquet.
+    first, start, result: see `Reader`. Raises UserError if the file isn't parquet.
     """
     import pyarrow
     import pyarrow.parquet

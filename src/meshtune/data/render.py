@@ -53,7 +53,7 @@ class Turn(NamedTuple):
     """A labelled turn of a rendered conversation."""
 
     number: int  # from 0
-    head: str  # a prefix of the conversation's text; if `opens`, it may go on otherwise
+    head: str  # a prefix of the conversation's text; if `opens`, it may continue otherwise
     stop: int  # characters of the conversation's text up to the end of the turn
     opens: bool  # whether the generation prompt opens a thought: then labels start where the two part
 
@@ -358,7 +358,7 @@ class Renderer:
         return tuple(names)
 
     def up_to(self, number: int, upto: str, whole: str) -> str:
-        """The part of `upto` that ends with the end marker. Raises BadRow if that is no prefix of `whole`.
+        """The part of `upto` that ends with the end marker. Raises BadRow if that isn't a prefix of `whole`.
 
         number: index of the turn, for the error. upto: the conversation rendered up to this turn's answer.
         """
@@ -409,7 +409,7 @@ def _mask_of_another(turn: int, roles: list[str], masks: Sequence[Mask | None], 
 
 
 def _differ(case: str, turn: int, prefix: str, full: str) -> str:
-    """Clause that quotes the first place where `prefix`, a rendering up to a turn, is no prefix of `full`.
+    """Clause that quotes the first place where `prefix`, a rendering up to a turn, isn't a prefix of `full`.
 
     case: what follows the turn in `prefix`. turn: its index, from 0.
     """

@@ -279,7 +279,7 @@ def no_answer(messages: Sequence[dict]) -> BadRow:
 #     datasets.Dataset        ─> CACHE/rows/train_data-<digest>.parquet
 #
 # The name holds the digest of the rows: the same rows are the same file in every process, other rows have
-# another name, which a run that goes on compares with the one in its config.yaml.
+# another name, which a run that continues compares with the one in its config.yaml.
 
 
 if TYPE_CHECKING:

@@ -121,7 +121,7 @@ class Stream:
     def _window(self, place: Place, readers: Readers) -> tuple[Dataset, Place]:
         """The window at `place` and the place after it; rows without a usable document are passed over.
 
-        readers: the open sources, which go on from where they are; updated. Raises UserError as `windows`.
+        readers: the open sources, which resume from where they are; updated. Raises UserError as `windows`.
         """
         documents: list[Usable] = []
         after = place

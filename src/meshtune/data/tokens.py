@@ -24,7 +24,7 @@ from meshtune.data.control import END, START, unmarked
 from meshtune.data.example import GROWTH, growth
 from meshtune.errors import UserError
 
-PROBES = ("Hello  world", " a\n\nb", "x", "\n", "▁1 ")  # texts beside which a special token is tried
+PROBES = ("Hello  world", " a\n\nb", "x", "\n", "▁1 ")  # texts next to which a special token is tried
 
 
 class Pieces(NamedTuple):

@@ -125,7 +125,7 @@ class Replay:
 
 
 class OutOfMemory(Exception):
-    """The allocator may not reserve as many bytes as a request needs."""
+    """The allocator may not reserve the bytes that a request needs."""
 
 
 class Allocator:

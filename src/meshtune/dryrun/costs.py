@@ -132,7 +132,7 @@ class Costs:
         match collective.op:
             case "send" | "receive":
                 return float(send_seconds(size, collective.stride, machine))
-            case "all_reduce" if not collective.waits:  # of gradients, beside the backward
+            case "all_reduce" if not collective.waits:  # of gradients, while the backward runs
                 return float(2 * ring_collectives(machine, size, ranks, in_node))
             case "all_reduce":
                 return float(tree_all_reduce(machine, size, ranks, in_node))
@@ -169,7 +169,7 @@ def moved_bytes(operation: Operation) -> int:
         return max(read - written, 0) + written
     if name.startswith("_fused_adam"):  # its schema writes gradients too, one of four tensors: unscaled here
         return read + written * 3 // 4
-    if name == "all_gather_copy_in":  # its last argument is the whole buffer, of which it fills one shard
+    if name == "all_gather_copy_in":  # its last argument is the whole buffer; it fills one shard of it
         sizes = [math.prod(shape) for shape in operation.shapes]
         return 2 * read * sum(sizes[:-1]) // sum(sizes)
     return read + written

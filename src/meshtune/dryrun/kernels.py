@@ -33,7 +33,7 @@ class Kernels:
     launches: float = 0.0
     flops: float = 0.0
     bytes: float = 0.0  # read and written in the GPU's memory; of collectives, of the whole tensor
-    seconds: float = 0.0  # predicted, alone on the GPU
+    seconds: float = 0.0  # predicted, without others on the GPU
 
     @property
     def intensity(self) -> float:

@@ -1,11 +1,11 @@
-"""Seconds of a collective by NCCL's own tuning model: a second opinion beside the planner's formulas.
+"""Seconds of a collective by NCCL's own tuning model: a second opinion next to the planner's formulas.
 
 NCCL predicts each of its algorithms and protocols from tables, and runs the fastest. The tables and formulas
 are those of NVIDIA/nccl src/tuning/cost_model.cc, ring.cc and nvls.cc (commit 1fc949c of 2026; 2.28 has the
 same tables in src/graph/tuning.cc), speeds and channels those of src/graph/topo.h and search.cc:
 
     channels of a group     as many of the fastest as the links carry; nothing else is on the links
-    ring, tree              in the protocols LL, LL128 and Simple; trees for all-reduces alone
+    ring, tree              in the protocols LL, LL128 and Simple; trees only for all-reduces
     NVLS, NVLS tree         the switch of a node adds up, from Hopper on
     PAT                     groups with one rank in each node
     all-to-alls, sends      are not in NCCL's model
@@ -79,7 +79,7 @@ ACROSS = (  # the same between nodes
     (96, 48, 45.1, 42, 40, 30, 24, 22, 20, 17.5, 15, 12, 6, 3, 2.4, 1.2, 0.24, 0.12),
 )
 NETWORK_OVERHEAD = 1.0  # of each step on a host with Intel's processors, or ARM's
-PLATEAU = 1.4  # latency of rings over the network beside the model's, from Ampere on
+PLATEAU = 1.4  # latency of rings over the network next to the model's, from Ampere on
 MOST_CHANNELS = 32  # of a search; MAXCHANNELS is 64, and each is doubled
 
 
@@ -222,7 +222,7 @@ class Nccl:
         return BASE_LATENCY["tree"][protocol] + latency, bus / 2 * _corrected(protocol, size)
 
     def _switched(self, group: Group, op: str) -> float:
-        """GB/s of each of a node's channels through its switch, of which each rank has one."""
+        """GB/s of each of a node's channels through its switch; each rank has one."""
         heads = int(group.local)
         speed = next((s for s in SPEEDS[self.generation] if s * heads <= self.link), 0)
         speed = speed * NVLS_EFFICIENCY[self.generation] * (heads - 1) / heads
@@ -267,7 +267,7 @@ def differences(
 ) -> list[str]:
     """A sentence for each kind of collective that the two models predict differently, the longest first.
 
-    counts: how often each runs in a step. seconds: the planner's, of each alone. A kind has one operation,
+    counts: how often each runs in a step. seconds: the planner's, of one. A kind has one operation,
     one axis, and one size in the digits that are printed: those that differ by a norm's weight are one.
     """
     kinds: defaultdict[tuple, Counter[Collective]] = defaultdict(Counter)

@@ -17,17 +17,17 @@ class Task:
     """One task of one rank."""
 
     queue: tuple[int, str]  # rank, and name of the stream
-    seconds: float  # alone on its GPU
+    seconds: float  # without others on its GPU
     host: float = 0.0  # seconds of the host to issue it
     after: list[int] = field(default_factory=list)  # numbers of the tasks that it waits for
     reads: int = -1  # number of the task that the host waits for before it issues this one; -1: none
-    slows: bool = False  # what is computed beside it takes longer
-    computes: bool = False  # it takes longer beside such a task
+    slows: bool = False  # what is computed meanwhile takes longer
+    computes: bool = False  # it takes longer while such a task runs
     begin: float = -1.0
     end: float = -1.0
     issued: float = -1.0  # when the host had issued it
     cause: int = -1  # number of the last of `after` to end, if the task waited for it longest; -1: it did not
-    slowed: dict[int, float] | None = None  # seconds that it lost, by the task beside it; None: none
+    slowed: dict[int, float] | None = None  # seconds that it lost, by the task that ran meanwhile; None: none
 
 
 class Stuck(Exception):
@@ -37,7 +37,7 @@ class Stuck(Exception):
 class Run:
     """All tasks of all ranks, run together.
 
-    contention: share of the time beside a task that `slows` by which computation takes longer.
+    contention: share of the time during a task that `slows` by which computation takes longer.
     """
 
     def __init__(self, tasks: list[Task], contention: float) -> None:

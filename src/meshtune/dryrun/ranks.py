@@ -1,6 +1,6 @@
 """Which ranks of a layout differ, and a trace of each, made in a process of its own.
 
-    layout ─> distinct_ranks ─> a child process for each, as many at a time as there are cores
+    layout ─> distinct_ranks ─> a child process for each, one a core at a time
                                     └─> file with its RankTrace ─> trace_ranks
 
 A trace patches torch, and an error in it may abort the process (C++): a child keeps both away from here.
@@ -45,7 +45,7 @@ TICK = 0.05  # seconds of CPU time that a waiting process may use meanwhile
 def pipeline_copies(census: Census, layout: Layout, seq_len: int) -> dict[int, int]:
     """Index in the pipeline of each rank -> that of the rank whose trace it runs.
 
-    The first and the last rank have their own. In the middle those with as many blocks in each stage are
+    The first and the last rank have their own. In the middle those with equally many blocks in each stage are
     alike: the one with most parameters stands for them and, of several, the first, which has most
     micro-batches in flight.
     """
@@ -64,7 +64,7 @@ def pipeline_copies(census: Census, layout: Layout, seq_len: int) -> dict[int, i
 
 
 def distinct_ranks(census: Census, layout: Layout, seq_len: int) -> dict[int, str]:
-    """Rank -> which pipeline ranks it stands for (`pipeline_copies`); rank 0 alone without a pipeline.
+    """Rank -> which pipeline ranks it stands for (`pipeline_copies`); only rank 0 without a pipeline.
 
     On the other axes index 0 is taken: pieces that are not equally long are longest there
     (placement/split.py; FSDP2's shards), replicas are alike, and so are ranks of cp: the zigzag gives each as
@@ -163,7 +163,7 @@ def trace_ranks(
 def start_method() -> str:
     """Name of the way to start the processes that trace, one of multiprocessing's.
 
-    Neither CUDA nor autograd's threads, of which there is one for each GPU, survive a fork.
+    Neither CUDA nor autograd's threads, one for each GPU, survive a fork.
     """
     import torch
 
@@ -177,7 +177,7 @@ def _child(trace: Callable[[int], RankTrace], place: Place, folder: Path, parent
     """
     die_with_parent(parent)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a trace touches no GPU: torch's optimizers would ask it
-    os.setpgid(0, 0)  # a terminal's Ctrl-C reaches the parent alone, which ends its children
+    os.setpgid(0, 0)  # a terminal's Ctrl-C reaches only the parent, which ends its children
     log = folder / f"rank-{place.rank}.log"
     RankLog(log)
     faulthandler.enable()  # a crash in native code leaves its stack in the log

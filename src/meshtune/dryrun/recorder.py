@@ -131,7 +131,7 @@ STAND_INS = (
     "model/fused.py",
 )  # files between torch and the step
 MASTER = "master"  # name of the optimizer's own copy of a parameter
-NO_KERNEL = {  # operators that launch nothing on a GPU, beside views and collectives
+NO_KERNEL = {  # operators that launch nothing on a GPU, besides views and collectives
     "aten.empty", "aten.new_empty", "aten.empty_like", "aten.empty_strided", "aten.new_empty_strided",
     "aten.lift_fresh", "aten._local_scalar_dense", "aten._unsafe_view", "aten.detach", "aten.set_",
     "aten.lift", "aten.resize_",

@@ -47,7 +47,7 @@ def page_of(simulation: Simulation, *, top: int = TOP) -> DryRun:
 
 
 def tables(simulation: Simulation) -> Iterator[Table]:
-    """Yield the tables on time: the prediction beside the simulation, kernels, collectives by two models."""
+    """Yield the tables on time: the prediction next to the simulation, kernels, collectives by two models."""
     if simulation.predicted:
         yield side_by_side(simulation.as_dict())
     if simulation.costs is None:
@@ -69,7 +69,7 @@ def tables(simulation: Simulation) -> Iterator[Table]:
 
 
 def kernels_listing(title: str, rows: list[Kernels], note: str = "") -> Table:
-    """A table of kernels: launches, FLOPs, bytes moved, FLOPs per byte, seconds alone on the GPU."""
+    """A table of kernels: launches, FLOPs, bytes moved, FLOPs per byte, seconds without others on the GPU."""
     lines = tuple(
         (
             operation(row.name),

@@ -20,7 +20,7 @@ from meshtune.meter.trace import StepTrace
 
 Frames = list[dict[str, Any]]
 POOL = (0, 0)  # torch's default one
-OUTSIDE = "unknown"  # category of what is no tensor; the viewer looks for this word
+OUTSIDE = "unknown"  # category of what isn't a tensor; the viewer looks for this word
 
 
 def write_snapshot(

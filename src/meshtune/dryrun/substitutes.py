@@ -4,10 +4,10 @@ message holds.
     torch's scaled_dot_product_attention   the kernel that CUDA would choose: flash, memory-efficient or math
     torch's dropout                        saves a mask of one byte an element, as CUDA's does
     flex attention                         saves what the compiled kernel saves; it has no backward on a CPU
-    transformers' is_fake_tensor           a fake is no trace, for which other masks would be built
+    transformers' is_fake_tensor           a fake isn't a trace, for which other masks would be built
     torch.distributed.isend                holds what it sends, as real process groups do
     FSDPParam.reset_sharded_param          pads a shard once; FSDP2 looks at addresses, which fakes lack
-    shapes of grouped matmuls              of any dtype, as the real ones; torch has those of bf16 alone
+    shapes of grouped matmuls              of any dtype, as the real ones; torch has only those of bf16
     Tensor.tolist, Tensor.split            as many rows of each expert, where a router reads their numbers
 
 Each has the shapes, strides and saved tensors of the real one; the trace names those that were called
@@ -133,7 +133,7 @@ class WithLse(NamedTuple):
 
 @torch.library.custom_op("meshtune_dryrun::flex_attention", mutates_args=())
 def flex_attention(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """(Output, shaped and in memory as q; log-sum-exp [batch, heads, queries] in fp32). On fakes alone."""
+    """(Output, shaped and in memory as q; log-sum-exp [batch, heads, queries] in fp32). Only on fakes."""
     raise NotImplementedError("a stand-in for fake tensors")
 
 
@@ -149,7 +149,7 @@ def _(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 def flex_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v. On fakes alone."""
+    """Gradients of q, k and v. Only on fakes."""
     raise NotImplementedError("a stand-in for fake tensors")
 
 

@@ -43,7 +43,7 @@ from meshtune.train.step import Counts
 
 # What is left out #
 
-# Each adds as many bytes as the one before it (`world.growth` measures how many). They lie in one storage a
+# Each adds the same number of bytes (`world.growth` measures how many). They lie in one storage a
 # category from the step's beginning: the peak is right; when during the passes it is filled is not known.
 
 

@@ -107,7 +107,7 @@ def end_of_log(folder: Path, rank: int, lines: int = 20) -> str:
 def failures_of(processes: list[BaseProcess], ended: Mapping[int, float], folder: Path) -> Iterator[Failure]:
     """Yield the failures of the ranks: those recorded in `folder`, else by exit code.
 
-    processes: of all ranks, in rank order. ended: rank -> when its process ended by itself, in seconds since
+    processes: of all ranks, in rank order. ended: rank -> when its process ended unasked, in seconds since
     the epoch. A rank without a record yields none if its exit code is 0 or it was killed here; one with a
     record may have been killed here before it could end.
     """

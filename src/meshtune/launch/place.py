@@ -180,7 +180,7 @@ def siblings(place: Place) -> dict[int, tuple[int, int]]:
     """
     found: dict[int, tuple[int, int]] = {}
     for pid in children(os.getppid()):
-        with suppress(OSError, UserError, ValueError):  # it has ended meanwhile, or is no rank
+        with suppress(OSError, UserError, ValueError):  # it has ended meanwhile, or isn't a rank
             words = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
             other = place_of(dict(word.split("=", 1) for word in words if "=" in word))
             if other and other.rank != place.rank and (other.world, other.port) == (place.world, place.port):

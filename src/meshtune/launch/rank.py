@@ -49,7 +49,7 @@ class Rank:
         return self.number == 0
 
     def keep_log(self, folder: Path) -> None:
-        """Move this rank's log to `folder`/rank-<n>.log and go on there; the main rank gets one only by
+        """Move this rank's log to `folder`/rank-<n>.log and continue there; the main rank gets one only by
         `log_cause`, and where its output can't be written.
         """
         self._logs = folder
@@ -92,11 +92,11 @@ class RankLog:
         self._path = file
         self._file = tempfile.TemporaryFile("a+b") if file is None else open(file, "a+b")  # noqa: SIM115
         self._redirect(self._file.fileno(), self._file.fileno())
-        # What a full disk does not accept is dropped: the run goes on.
+        # What a full disk does not accept is dropped: the run continues.
         sys.stdout, sys.stderr = (text_stream(Output(number)) for number in (1, 2))
 
     def move(self, file: Path) -> None:
-        """Append what was written so far to `file` and go on there; the old path becomes a link to it."""
+        """Append what was written so far to `file` and continue there; the old path becomes a link to it."""
         file.parent.mkdir(parents=True, exist_ok=True)
         target = open(file, "ab")  # noqa: SIM115 - it stays this process's output
         flush()
@@ -158,7 +158,7 @@ def process_group(
     torch.set_num_threads(threads)
     options: dict[str, Any] = {"backend": "gloo"}
     if device == "cuda":
-        index = place.local_rank % gpus_for(place.local_world)  # srun may show each task its own GPU alone
+        index = place.local_rank % gpus_for(place.local_world)  # srun may show each task only its own GPU
         torch.cuda.set_device(index)
         options = {"backend": "cpu:gloo,cuda:nccl", "device_id": torch.device("cuda", index)}
     say = log.tell_terminal if log else notice
@@ -300,7 +300,7 @@ def not_met(place: Place, reason: str) -> UserError:
 
 
 def connect(place: Place, *, is_master: bool = False, **options: Any) -> Any:
-    """Open one more connection to the store at `place`; its keys are those of this start of the ranks alone,
+    """Open one more connection to the store at `place`; its keys are those only of this start of the ranks,
     where torchrun has started them again.
 
     Does not wait for other ranks. is_master: True to hold the store in this process. options: of

@@ -225,7 +225,7 @@ def forwarded_signals(processes: list[BaseProcess]) -> Iterator[list[signal.Sign
 
 
 def wait_for(processes: list[BaseProcess], grace: float) -> dict[int, float]:
-    """Wait for all ranks; return rank -> when it ended by itself, in seconds since the epoch.
+    """Wait for all ranks; return rank -> when it ended unasked, in seconds since the epoch.
 
     processes: in rank order. Ranks that still run `grace` seconds after the first failure are killed, and are
     not in the result. The exit codes of Interrupted and NonFinite do not count as a failure here: those reach

@@ -1,9 +1,9 @@
-"""The likeliest causes of a slow run, from its rows alone, with their evidence and the remedy.
+"""The likeliest causes of a slow run, only from its rows, with their evidence and the remedy.
 
     rows of kind run, time, save ──> causes ──> [Cause, …], the costliest first
 
 Every number is a median over the warm steps unless its threshold says otherwise. A part that was planned is
-held against its plan; what has no plan, against the thresholds alone.
+held against its plan; what has no plan, only against the thresholds.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

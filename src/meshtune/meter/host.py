@@ -58,7 +58,7 @@ class OperationCost:
 # The driver #
 
 # A thread asks, so that no step waits for the answer. Without nvidia-smi, or where it does not answer, there
-# are no rows.
+# aren't rows.
 
 
 EVERY = 60.0  # seconds between two questions

@@ -83,7 +83,7 @@ class Ledger(TorchDispatchMode):
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.device = device
-        self.default = ACTIVATIONS  # category of new storages of which nothing more is known
+        self.default = ACTIVATIONS  # category of new storages that nothing more is known of
         self.logit_columns: int | None = None  # of the head's output
         self.head_shape: torch.Size | None = None  # of the head's weight on this rank, unsharded
         self.entries: dict[int, Entry] = {}  # by the address of the storage's C++ object
@@ -108,8 +108,8 @@ class Ledger(TorchDispatchMode):
     def tag_logits(self, logits: Tensor, head_shape: torch.Size | None = None) -> None:
         """Move the head's output, [..., vocabulary of this rank], to logits.
 
-        Results of later operations on it that have as many columns become logits too, those of `head_shape`,
-        the shape of the head's weight, gradients.
+        Results of later operations on it that have equally many columns become logits too, those of
+        `head_shape`, the shape of the head's weight, gradients.
         """
         self.logit_columns, self.head_shape = logits.shape[-1], head_shape
         self.tag([logits], LOGITS)

@@ -17,8 +17,8 @@ steps, and the ratio is taken of the averages.
 Label tokens. The loss of a step is a mean per label token, and micro-batches have unequal numbers of them:
 n_j of N. So g_j is micro-batch j's own mean per label token, and |g_small|² the mean of |g_j|² weighted by
 n_j / N. The equations then hold without bias if the variance of g_j is in inverse proportion to its label
-tokens, which for equal numbers is no assumption, and to first order in K/B for any sequences that are drawn
-independently (the variance of a ratio estimator).
+tokens, which for equal numbers isn't an assumption, and to first order in K/B for any sequences that are
+drawn independently (the variance of a ratio estimator).
 """
 
 import math

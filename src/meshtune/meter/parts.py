@@ -1,6 +1,6 @@
 """The parts of a step in time, from what each rank measured (clock.py): they add up to the step.
 
-    forward, backward     computation alone, recomputation apart
+    forward, backward     only computation, recomputation apart
     recomputation         what a backward repeats of the forward
     communication         collectives of tensor, context and data parallelism that nothing hides
     bubble                waiting in a pipeline for hidden states and their gradients, sends included
@@ -29,7 +29,7 @@ AXIS_PARTS = {  # axis of the layout -> part of the planner's time that its coll
 }  # fmt: skip
 WAITS = (*dict.fromkeys(AXIS_PARTS.values()), "other")  # other: collectives of all ranks
 MEASURED = (*COMPUTED, *(f"wait {axis}" for axis in WAITS))  # by a clock, on each rank
-SHOWN_RANKS = 64  # up to so many, each has its own numbers in a row
+SHOWN_RANKS = 64  # up to this many, each has its own numbers in a row
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,7 @@ def save_adapter(
     both, since peft keeps them tied only if it has both. embeddings: True to write
     the embedding and the head with it, whole, under the names that peft gives them (tokens were added, and
     they are trained); peft then demands that the base is resized before it loads the adapter,
-    `base.resize_token_embeddings(len(tokenizer))`, which `load_adapter` does by itself. overrides: of the
+    `base.resize_token_embeddings(len(tokenizer))`, which `load_adapter` does automatically. overrides: of the
     base's config.json; peft, which has no word for them, warns of the key. revision: of a base on the hub.
     base_digest: see identity.py. tokenizer, card,
     stop_ids: see `save_model`; stop_ids go into a generation_config.json. folder: see `complete_folder`.
@@ -318,7 +318,7 @@ def read_adapter(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _check_numbers(folder: Path, settings: Mapping[str, Any]) -> None:
-    """Raise UserError for rank, alpha or dropout in adapter_config.json that is no number."""
+    """Raise UserError for rank, alpha or dropout in adapter_config.json that isn't a number."""
     problems = [
         f"{folder / ADAPTER_CONFIG}: {key} is {json.dumps(value)}, which must be "
         f"{'a whole number from 1 on' if key == 'r' else 'a number'}."
@@ -347,7 +347,7 @@ def _plain_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
     Where peft saves embedding and head it writes what its wrappers hold: the layer under an adapter, the
     module that a copy stands in for, and the copy, which it writes under its plain name too. An older peft,
-    and a state dict of the wrapped model, have the copy under the wrapper's name alone.
+    and a state dict of the wrapped model, have the copy only under the wrapper's name.
     """
     plain: dict[str, Tensor] = {}
     copies: dict[str, Tensor] = {}

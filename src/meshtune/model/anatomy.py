@@ -137,7 +137,7 @@ def _module_lists(model: nn.Module, body: str) -> dict[str, nn.ModuleList]:
 
 
 def _lists(model: nn.Module, container: str, body: str, layers: int | None) -> list[str]:
-    """Return the paths of the lists of `layers` modules beside the embedding, or if there is none, anywhere
+    """Return the paths of the lists of `layers` modules next to the embedding, or if there is none, anywhere
     in the body. container: path of the module that has the embedding.
     """
     paths = [path for path, modules in _module_lists(model, body).items() if len(modules) == layers]
@@ -145,7 +145,7 @@ def _lists(model: nn.Module, container: str, body: str, layers: int | None) -> l
 
 
 def _norms(model: nn.Module, trunk: str, body: str) -> list[str]:
-    """Return the paths of what may be the final norm, beside the blocks or directly in the body.
+    """Return the paths of what may be the final norm, next to the blocks or directly in the body.
 
     trunk: path of the module that has the list of blocks.
     """
@@ -407,7 +407,7 @@ def _owners(model: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
 def fill_aside(model: nn.Module, values: Mapping[str, Tensor], *, keep: bool) -> None:
     """Give the tensors that were set aside those of `values`, by name, without a copy; others stay.
 
-    keep: False to take the dtype alone, on a rank that does not export them.
+    keep: False to take only the dtype, on a rank that does not export them.
     """
     for name, owner, key in _owners(model):
         if name in values:

@@ -57,7 +57,7 @@ def body_forward(
 
 
 def text_forward(model: PreTrainedModel, **inputs: Tensor) -> None:
-    """Run one forward on text alone, without a cache: the whole model's, or, where parts of it were set
+    """Run one forward only on text, without a cache: the whole model's, or, where parts of it were set
     aside, that of its body and then of its head.
     """
     if not aside_of(model):
@@ -100,7 +100,7 @@ class _Stub(nn.Module):
 def head_only(model: nn.Module, anatomy: Anatomy) -> Iterator[Callable[[Tensor], Tensor]]:
     """Yield a function: hidden [tokens, hidden] -> logits [tokens, vocabulary], by the model's own forward.
 
-    A head split by tp gives the logits of its vocabulary entries alone. While the context is open, the body
+    A head split by tp gives only the logits of its vocabulary entries. While the context is open, the body
     of `model` is replaced by a stub, in a model that also sees or hears with all that lies around it.
 
     `forward` and not a call: hooks on the model, such as those of a sharded root, have run or will run around

@@ -115,7 +115,7 @@ def model_numbers(
     replaced, and a failure to write it is ignored. A model with remote code is not cached. A hub model's
     config.json is downloaded if it is missing.
 
-    Raises UserError for what is no model, or none that meshtune trains, and as `add_lora` and `freeze`.
+    Raises UserError for what isn't a model, or none that meshtune trains, and as `add_lora` and `freeze`.
     """
     file = file or config_file(name, revision)
     key = (
@@ -157,7 +157,7 @@ def config_file(name: str, revision: str | None = None) -> Path:
 
 
 def _config_with_code(name: str, revision: str | None) -> Path:
-    """Download a hub model's small files and code; return its config.json, which lies beside the code."""
+    """Download a hub model's small files and code; return its config.json, which lies next to the code."""
     from meshtune.model.files import resolve
 
     return resolve(name, revision=revision, weights=False, trust_remote_code=True) / "config.json"

@@ -1,6 +1,6 @@
 """Random weights (model.init=random), module by module: transformers' own values, never all at once.
 
-    rehearsal on meta  ─> which parameters each call of `_init_weights` writes; None: not drawn by these alone
+    rehearsal on meta  ─> which parameters each call of `_init_weights` writes; None: not drawn only by these
     the same build     ─> a parameter has memory while its module's constructor draws, and from its module's
                           `_init_weights` to the last call that writes it; it is handed over, and freed
 

@@ -330,7 +330,7 @@ def quantised(folder: Path, what: str) -> str:
 
 
 def _quantisation(folder: Path, settings: Mapping[str, Any]) -> str | None:
-    """The method by which a model's configuration, or a file beside it, says that its weights are quantised;
+    """The method by which a model's configuration, or a file next to it, says that its weights are quantised;
     None if none does. settings: config.json's.
     """
     text = settings.get("text_config")
@@ -342,7 +342,7 @@ def _quantisation(folder: Path, settings: Mapping[str, Any]) -> str | None:
         if (folder / name).is_file():
             values = read_json(folder / name)
             values = values.get("quantization", values)
-            # ModelOpt also writes its file where the cache of keys and values alone is quantised.
+            # ModelOpt also writes its file where only the cache of keys and values is quantised.
             if not isinstance(values, dict) or values.get("quant_algo", name):
                 return (isinstance(values, dict) and _method_of(values)) or name
     return None

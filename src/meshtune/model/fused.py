@@ -149,7 +149,7 @@ def by_counts(split: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def experts_without_values() -> Iterator[None]:
-    """Let experts run on meta: grouped matmuls in any dtype, and as many rows of each expert."""
+    """Let experts run on meta: grouped matmuls in any dtype, with equal rows of each expert."""
     places = (
         (_meta_registrations, "_meta_grouped_mm_common", in_any_dtype), (Tensor, "tolist", counts),
         (Tensor, "split", by_counts),

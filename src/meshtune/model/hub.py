@@ -57,7 +57,7 @@ def folders_like(name: str, holding: str = MODEL) -> str:
 
 
 def check_name(name: str, revision: str | None = None, holding: str = MODEL) -> None:
-    """Raise UserError if `name` is no folder, nothing is stored of a hub model of that name, and the hub
+    """Raise UserError if `name` isn't a folder, nothing is stored of a hub model of that name, and the hub
     can't be reached. Needs no import that takes seconds, so that a mistyped name is answered at once.
     holding: as `folders_like` takes it.
     """
@@ -110,7 +110,7 @@ def ask_once(name: str, revision: str | None = None) -> None:
 def in_time(work: Callable[[], T]) -> T:
     """Return what `work` returns. Raises TimeoutError after PATIENCE, and what `work` raises.
 
-    Late work goes on in its thread: looking up a host's name has no time limit of its own.
+    Late work continues in its thread: looking up a host's name has no time limit of its own.
     """
     outcome: Future[T] = Future()
 
@@ -125,7 +125,7 @@ def in_time(work: Callable[[], T]) -> T:
 
 
 def not_here(name: str, revision: str | None = None, holding: str = MODEL) -> str:
-    """Sentence about a name that is no folder, where the hub can't be asked.
+    """Sentence about a name that isn't a folder, where the hub can't be asked.
 
     holding: as `folders_like` takes it.
     """

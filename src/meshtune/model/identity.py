@@ -1,6 +1,6 @@
 """Identity of a base model: a digest of its weights, whatever folder they are in.
 
-An adapter, and a checkpoint of a model of which a part is frozen, fit the weights that they were trained on.
+An adapter, and a checkpoint of a partly frozen model, fit the weights that they were trained on.
 A run records the digest of its base in its row, an adapter in the metadata of its safetensors file.
 """
 
@@ -90,7 +90,7 @@ def check_base(
 
     recorded: their digest; None: not known, as of adapters by peft, and nothing is compared. named: True if
     the user chose the base for this command: another one is then used, with a line on stderr. download: see
-    `base_digest`; weights that are not on this machine are not compared, and a line says so.
+    `base_digest`; weights that are not on this machine are not compared, and a line reports it.
 
     Raises UserError for another one where its name was recorded with the adapter or the run.
     """

@@ -7,7 +7,7 @@
 
 transformers' own `from_pretrained` does the reading: it builds on meta, renames keys where a family has
 changed since its checkpoint was written, and ties embeddings. Asked for the dtype that the files hold, it
-leaves the weights a mapping of the files, which is no anonymous memory. Values are copied out of the mapping
+leaves the weights a mapping of the files, not anonymous memory. Values are copied out of the mapping
 and cast while copying: memory peaks at the model itself, and whoever rewrites a file in place does not
 change the run that has read it. The skeleton is built in the dtype that is asked for: built in the files'
 dtype it would hold wrong constants (Gemma's scale of the embeddings, rounded to bf16, in an fp32 model).
@@ -67,7 +67,7 @@ CPU = torch.device("cpu")
 
 def quiet() -> None:
     """Switch transformers' progress bars off, which would break ours (downloads from the hub keep theirs),
-    and its report on loaded weights, of which `mapped` tells each part.
+    and its report on loaded weights, where `mapped` tells each part.
     """
     transformers.utils.logging.disable_progress_bar()
     logging.getLogger("transformers.modeling_utils").addFilter(is_no_loading_report)

@@ -1,4 +1,4 @@
-"""LoRA: a low-rank addition beside linear layers that stay as they are (Hu et al. 2021, arXiv:2106.09685).
+"""LoRA: a low-rank addition next to linear layers that stay as they are (Hu et al. 2021, arXiv:2106.09685).
 
     y = W x + b + s · B A dropout(x)    A [r, in] random, B [out, r] zero: no change at first
 
@@ -297,7 +297,7 @@ def adapt(
     module.lora_all_reduce = None
     magnitude = nn.Parameter(norms(by_rows(module, weight.detach())).to(dtype)) if use_dora else None
     module.register_parameter("lora_magnitude_vector", magnitude)
-    # A change of class, not a patched method: deepcopy, pickling and torch.compile follow it by themselves.
+    # A change of class, not a patched method: deepcopy, pickling and torch.compile follow it automatically.
     module.__class__ = ADAPTED[type(module)]
 
 

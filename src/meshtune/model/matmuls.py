@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from meshtune.model.anatomy import Anatomy
 from meshtune.placement.census import Matrix
 
-TOKENS = 13  # of the traced forward; a prime that is no head size, so that shapes with it are recognised
+TOKENS = 13  # of the traced forward; a prime that isn't a head size, so that shapes with it are recognised
 
 A = torch.ops.aten
 FROM_0 = slice(0, 2)  # positions of the two operands among the tensors
@@ -113,7 +113,7 @@ class ParameterMatmuls(TorchFunctionMode):
         return out
 
     def _adapter(self, matrix: Matrix, rank: int) -> tuple[Matrix, Matrix]:
-        """Return (lora_A, lora_B), the matrices of the LoRA pair of this rank beside `matrix`."""
+        """Return (lora_A, lora_B), the matrices of the LoRA pair of this rank next to `matrix`."""
         names = [f"{matrix.name.rpartition('.')[0]}.lora_{which}" for which in "AB"]
         lora_a, lora_b = (
             replace(matrix, name=name, kind="adapter", trainable=name not in self.frozen) for name in names

@@ -2,7 +2,7 @@
 document begins with an empty state.
 
 A mixer carries a state from token to token and knows nothing of documents. Those of packed rows are given to
-it as rows of their own, so that it computes what it would for each document alone:
+it as rows of their own, so that it computes what it would for each document separately:
 
     anatomy(model).mixers                their paths, from a recorded forward (recorded.py)
     separate_documents(model, paths)     once: their forwards follow `documents_of`
@@ -50,7 +50,7 @@ def current_documents() -> Lengths | None:
 
 
 def separate_documents(model: nn.Module, paths: Sequence[str]) -> None:
-    """Make the mixers at `paths` of `model` compute each document of `documents_of` by itself, in place."""
+    """Make the mixers at `paths` of `model` compute each document of `documents_of` separately, in place."""
     for path in paths:
         mixer = model.get_submodule(path)
         parameters = inspect.signature(type(mixer).forward).parameters.values()

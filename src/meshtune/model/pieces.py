@@ -39,7 +39,7 @@ class Piece:
             yield Piece(self.shape, (rows.start, *self.offsets[1:]), tensor)
 
     def of(self, whole: Tensor) -> Tensor:
-        """Return a view of the same block of `whole`, another tensor of that shape. For one block alone."""
+        """Return a view of the same block of `whole`, another tensor of that shape. Only for one block."""
         assert not self.rows
         for dim, (start, size) in enumerate(zip(self.offsets, self.tensor.shape, strict=True)):
             whole = whole.narrow(dim, min(start, whole.shape[dim]), size)
@@ -117,7 +117,7 @@ def fill(pieces: Iterable[tuple[str, Piece]], weights: StoredTensors, *, free: b
     """Overwrite each (name of a parameter, this rank's piece of it) with stored values in the piece's dtype.
 
     free: True to remove a tensor from `weights`, under all its names, after its last piece, so that tensors
-    which are no mapping of a file (drawn, or cast) never double a rank's memory. Raises UserError, naming
+    which aren't a mapping of a file (drawn, or cast) never double a rank's memory. Raises UserError, naming
     them, if tensors have values that are NaN or infinite in the piece's dtype.
     """
     named, broken = list(pieces), dict[str, None]()

@@ -250,7 +250,7 @@ def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
 
 #     attention_problem(small, language, layers)   asked of a forward of a small copy, whose attention reports
 #
-# transformers' flag `_supports_attention_backend` alone is not enough: some families that have it drop
+# transformers' flag `_supports_attention_backend` is not enough: some families that have it drop
 # keyword arguments on the way, pass a mask of their own, or add arguments that change the result.
 
 
@@ -263,8 +263,8 @@ KNOWN = {"documents", "scaling", "dropout", "sliding_window", "softcap", "s_aux"
 def unsupported(attention_mask: Any, is_causal: bool | None, others: Mapping[str, Any]) -> list[str]:
     """Return the arguments that would change the result and that meshtune's attention does not know.
 
-    others: keyword arguments beside those in KNOWN; None and the HARMLESS ones pass, and those in MUST_BE_OFF
-    if they are False.
+    others: keyword arguments besides those in KNOWN; None and the HARMLESS ones pass, and those in
+    MUST_BE_OFF if they are False.
     """
     found = [
         f"{name}={value!r}" if isinstance(value, bool | int | float | str) else name

@@ -36,7 +36,7 @@ from meshtune.model.lora import lora_layers
 from meshtune.model.pieces import Piece
 from meshtune.rundir import disk_is_full, room
 
-PROCESSOR_FILES = (  # of a model that also sees or hears; AutoProcessor reads them beside the tokenizer's
+PROCESSOR_FILES = (  # of a model that also sees or hears; AutoProcessor reads them next to the tokenizer's
     "processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json",
     "audio_tokenizer_config.json",
 )  # fmt: skip
@@ -150,7 +150,7 @@ def save_pieces(
         _on_all_ranks(gather, lambda: _write_pieces(aside, files, pieces, dtype))
         _on_all_ranks(gather, lambda: describe() if main else None)
         complete = stack.pop_all()
-    _on_all_ranks(gather, complete.close)  # renames the folder; no rank goes on before
+    _on_all_ranks(gather, complete.close)  # renames the folder; no rank continues before
 
 
 def stored_differently(model: PreTrainedModel) -> bool:
@@ -371,7 +371,7 @@ EXACT_KEYS = {
     **dict.fromkeys(("phi3", "phi4_multimodal"), ("type", "short_factor", "long_factor")),
     **dict.fromkeys(("olmo", "olmo2", "chameleon", "fuyu", "persimmon"), ("type", "factor")),
 }
-NOT_SCALING = ("rope_theta", "partial_rotary_factor")  # they stand beside rope_scaling in transformers 4
+NOT_SCALING = ("rope_theta", "partial_rotary_factor")  # they stand next to rope_scaling in transformers 4
 KINDS = {"default", "linear", "dynamic", "yarn", "longrope", "llama3"}  # that transformers 4 knows
 OLD_NAMES = (
     "rope_theta", "rope_scaling", "partial_rotary_factor", "rotary_emb_base", "rotary_pct",

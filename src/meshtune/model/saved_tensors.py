@@ -153,7 +153,7 @@ class SavedTensors:
         self.saved: dict[int, tuple[str, str, int]] = {}  # by storage: block, part, bytes
         self.alive: dict[int, torch.UntypedStorage] = {}  # an id is only unique among living objects
         self.shared = {self._key(tensor) for tensor in (*model.parameters(), *model.buffers())}  # not counted
-        self.given: set[int] = set()  # storages that all blocks are given, beside hidden states
+        self.given: set[int] = set()  # storages that all blocks are given, besides hidden states
         self.tables: set[int] = set()  # those of them that are saved
 
     def bytes(self, tokens: int) -> Counter[tuple[str, str]]:
@@ -229,7 +229,7 @@ class SavedTensors:
         def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self.block = path
             hidden, *rest = tree_leaves((args, kwargs))
-            # All blocks are given the same tensors beside hidden states: rotary tables, a mask.
+            # All blocks are given the same tensors besides hidden states: rotary tables, a mask.
             given = {self._key(t) for t in rest if isinstance(t, Tensor)} - {self._key(hidden)} - self.shared
             self.given |= given
             self.shared |= given
@@ -397,7 +397,7 @@ def block_peaks(
         forward=_sum(forward, kept, -1)[:2],
         forward_again=_sum(again, kept, -1)[:2],
         forward_alone=_sum(_sum(alone.most, hidden), (0.0, returned, 0.0))[:2],
-        # What is left below zero is no gradient: the forward saved it, whatever the number of tokens.
+        # What is left below zero isn't a gradient: the forward saved it, whatever the number of tokens.
         backward=tuple(
             (token, key, max(made, 0.0) / gradients if gradients else 0.0) for token, key, made in beside
         ),
@@ -450,7 +450,7 @@ def end_bytes(
 
 
 def _per_logit(model: PreTrainedModel, parts: Anatomy, hidden: Tensor) -> tuple[float, bool]:
-    """(Bytes per logit that the head keeps beside its output: a softcap its tanh, a cast to fp32 2 more than
+    """(Bytes per logit that the head keeps besides its output: a softcap its tanh, a cast to fp32 2 more than
     an output in bf16; whether the logits are another tensor than its matrix's output).
     """
     outputs: list[Tensor] = []  # of the matrix

@@ -1,4 +1,4 @@
-"""Tensors in the files of a model that are no weights to train from: quantised ones, and misnamed ones.
+"""Tensors in the files of a model that aren't weights to train from: quantised ones, and misnamed ones.
 
 headers ─> stored_types ─> refuse_types     types that no weight is trained from: before transformers reads
 names that the model has no place for ─┬─> scales        those of a quantisation
@@ -28,8 +28,8 @@ QUANTISED = re.compile(
     r"|nested_quant_map|(\w+_)?absmax|\w*amax|(\w+_)?zero_points?|zeros|W_q|codebooks|\w*proj_(blocks|scales))$"
 )
 OF_CACHE = re.compile(r"(^|[._])(k|v|q|kv|prob|output)_scale$")  # of quantised keys: the weights are whole
-OF_TOOL = re.compile(r"((\w+_)?weight_scale(_inv|_2)?|input_scale|scales)$")  # names of quantisations alone
-EIGHT_BITS = ("I8", "U8")  # beside the types that `refuse_types` refuses before
+OF_TOOL = re.compile(r"((\w+_)?weight_scale(_inv|_2)?|input_scale|scales)$")  # names only of quantisations
+EIGHT_BITS = ("I8", "U8")  # besides the types that `refuse_types` refuses before
 WRAPPERS = {  # parts that wrappers put into the names of a model's tensors
     "_orig_mod": "torch.compile",
     "module": "DistributedDataParallel or DeepSpeed",
@@ -62,7 +62,7 @@ def stored_types(files: Iterable[Path]) -> dict[str, set[str]]:
 
 @dataclass(frozen=True)
 class StoredTable:
-    """A matrix in a safetensors file, of which rows are read one by one."""
+    """A matrix in a safetensors file, read row by row."""
 
     file: Path
     name: str  # there
@@ -129,7 +129,7 @@ def refuse_misfits(
 def untied(folder: Path, model: PreTrainedModel) -> list[str]:
     """Sentences on tensors that the model's configuration ties, and of which the files hold unlike ones.
 
-    transformers leaves them apart, unlike the model that is built from the configuration alone.
+    transformers leaves them apart, unlike the model that is built only from the configuration.
     """
     return [
         f"{folder}: config.json ties {target} to {source} (tie_word_embeddings), but the files hold both, "

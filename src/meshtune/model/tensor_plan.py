@@ -115,7 +115,7 @@ class Fused:
         return tuple(units * self.unit_rows for units in self.units)
 
     def fits(self, tp: int) -> bool:
-        """True if each of `tp` ranks can have as many units of every projection."""
+        """True if each of `tp` ranks can have equal units of every projection."""
         return all(units % tp == 0 for units in self.units)
 
 

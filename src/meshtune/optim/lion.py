@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-SLICE_ELEMENTS = 2**24  # of a parameter that are updated at a time: the update is no copy of the whole
+SLICE_ELEMENTS = 2**24  # of a parameter that are updated at a time: the update isn't a copy of the whole
 
 
 class Lion(torch.optim.Optimizer):

@@ -13,7 +13,7 @@ time and frees them as it goes; the bf16 parameters are rounded from the masters
 forward pass.
 
 Parameters that ZeRO shards (zero.py) hold fp32 shards, from which FSDP2 gathers them in bf16: the shards are
-the masters, so that this is the case of the first line. An update acts on each element by itself, so that
+the masters, so that this is the case of the first line. An update acts on each element separately, so that
 everything here is this rank's own shard, a plain tensor.
 
 An optimizer of another kind is a row of optimizers.OPTIMIZERS (its states and their bytes), a file here and a
@@ -64,7 +64,7 @@ class Optimizer:
     """Masters, gradient sums and updates of those of `named_parameters` that require gradients.
 
     name: a row of OPTIMIZERS. weight_decay: decoupled, on the parameters for which `decays` is true.
-    blocks: prefix of the names of the blocks' parameters, for a row that updates their matrices alone.
+    blocks: prefix of the names of the blocks' parameters, for a row that updates only their matrices.
     compute_dtype: the parameters are cast to it at once, in place, and their old storage becomes the master
     weights; None: no masters, the parameters are trained as they are.
     sum_dtype: dtype in which the gradients of several micro-batches add up. Where a parameter has another, a
@@ -114,7 +114,7 @@ class Optimizer:
     ) -> Bucket:
         """Make a bucket of (name, parameter) pairs, cast to compute_dtype in place if it is given.
 
-        row: of OPTIMIZERS. constants: betas and eps, of which the row's are used.
+        row: of OPTIMIZERS. constants: betas and eps; the row's are used.
         """
         names, parameters = [name for name, _ in named], [p for _, p in named]
         trained: list[Tensor] = [p.data if compute_dtype else local(p) for p in parameters]
@@ -297,7 +297,7 @@ def buckets(
 ) -> Iterator[list[tuple[str, nn.Parameter]]]:
     """Yield runs of neighbouring (name, parameter) pairs of at most `elements` elements together.
 
-    A larger parameter is a run by itself. None: all parameters in one run. No parameters: no run.
+    A larger parameter is a run of its own. None: all parameters in one run. No parameters: no run.
     """
     run: list[tuple[str, nn.Parameter]] = []
     size = 0

@@ -161,7 +161,7 @@ class Parallel:
         """Return `finish` of each micro-batch's last hidden states, without gradients, on the ranks of the
         last stage; an empty list on other ranks.
 
-        micro_batches: of this data rank, not yet split by cp. Every rank calls it with as many of them.
+        micro_batches: of this data rank, not yet split by cp. Every rank calls it with equally many.
         Parameters that ZeRO gathered for it are freed.
         """
         local_batches = [self.localise(micro_batch) for micro_batch in micro_batches]
@@ -192,7 +192,7 @@ class Cut:
 
     stages: list[Stage]
     anatomy: Anatomy
-    mesh: DeviceMesh | None  # of the ranks that share this rank's parameters; None: it is alone
+    mesh: DeviceMesh | None  # of the ranks that share this rank's parameters; None: no other does
     shapes: Mapping[str, tuple[int, ...]]  # as in Parallel
     splits: Mapping[str, Split]
     compute_dtype: torch.dtype  # of hidden states that are sent between stages
@@ -215,7 +215,7 @@ def cut(
     this rank's stages. blocks: index of a stage -> numbers of its blocks, for this rank's stages in their
     order. finish: computes the summed loss from the last hidden states. compute_dtype: of the passes, set
     here only under ZeRO, and of hidden states sent between stages. reduce_dtype: in which gradients are
-    summed over data ranks; None: their own. compile: True to torch.compile each block by itself. Raises
+    summed over data ranks; None: their own. compile: True to torch.compile each block separately. Raises
     UserError if tp can't split the model.
     """
     layout, mesh = world.layout, parameter_mesh(world)

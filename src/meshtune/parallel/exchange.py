@@ -4,7 +4,7 @@
     identity         all_reduce       a copy that each rank uses for its own part (Megatron's f)
     all_reduce       identity         the sum of the ranks' addends, which all use alike (Megatron's g)
     all_gather       reduce_scatter   shards made whole, and each rank uses the whole for its own part
-    reduce_scatter   all_gather       the sum of the ranks' addends, of which each keeps its own shard
+    reduce_scatter   all_gather       the sum of the ranks' addends; each keeps its own shard
     all_gather       take_shard       shards made whole, which all use alike
     take_shard       all_gather       this rank's shard of what all have alike
 

@@ -2,7 +2,7 @@
 
     pp  dp_replicate  dp_shard  cp  tp        outer to inner: neighbours in the world are neighbours in tp
 
-Ranks that differ in one index alone form that axis' group. Ranks of one data rank (all of `cp`, `tp`, `pp`)
+Ranks that differ only in one index form that axis' group. Ranks of one data rank (all of `cp`, `tp`, `pp`)
 read the same sequences; `cp` cuts them, `tp` and `pp` cut the model. For parameters a context rank is one
 more data rank: it sees other tokens.
 """
@@ -156,7 +156,7 @@ def join(layout: Layout, device: torch.device, *, host_backend: str = "gloo") ->
         else Axis(name)
         for name in AXES
     )
-    # Checkpoints are written while training goes on: in a group of their own, or collectives would mix.
+    # Checkpoints are written while training continues: in a group of their own, or collectives would mix.
     host_group, checkpoint_group = (
         dist.new_group(backend=host_backend, timeout=timedelta(minutes=30)) for _ in range(2)
     )
@@ -164,9 +164,9 @@ def join(layout: Layout, device: torch.device, *, host_backend: str = "gloo") ->
 
 
 def parameter_mesh(world: World) -> DeviceMesh | None:
-    """Mesh of the ranks that share this rank's parameters, for ZeRO and replicas; None when it is alone.
+    """Mesh of the ranks that share this rank's parameters, for ZeRO and replicas; None without others.
 
-    1-D for replicas alone or shards alone; (replicas, shards) for a hybrid. Its groups are those of the axes;
+    1-D for only replicas or only shards; (replicas, shards) for a hybrid. Its groups are those of the axes;
     one is made where context ranks, which see other tokens, join data ranks in an axis. A collective call:
     every rank of the world makes it.
     """
@@ -188,9 +188,9 @@ def parameter_mesh(world: World) -> DeviceMesh | None:
 
 
 def _joined(world: World, names: Sequence[str]) -> tuple[torch.Tensor, dist.ProcessGroup]:
-    """(Ranks, process group) of those that differ from this one in the axes `names` alone.
+    """(Ranks, process group) of those that differ from this one only in the axes `names`.
 
-    An axis by itself has its group, and so have all ranks; others get a new one. A collective call.
+    A single axis has its group, and so have all ranks; others get a new one. A collective call.
     """
     several = [name for name in names if world.axis(name).size > 1]
     others = [name for name in AXES if name not in several]

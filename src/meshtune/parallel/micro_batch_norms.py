@@ -57,7 +57,7 @@ class MicroBatchNorms:
             self._handles.append(parameter.register_hook(partial(self._hook, name)))
 
     def _where_gradients_arrive(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield (name, tensor that a backward pass reaches) of each trained parameter."""
+        """Yield (name, tensor whose gradient autograd computes) of each trained parameter."""
         groups = zero.groups(self.parallel.stages[0])
         gathered = {
             record.sharded_param: record.unsharded_param

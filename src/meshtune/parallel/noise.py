@@ -27,7 +27,7 @@ SLICE_COLUMNS = 256  # whose noise is made at a time: 64-bit numbers are larger 
 
 @dataclass(frozen=True)
 class Neftune:
-    """Noise of a run."""
+    """NEFTune (Jain et al. 2023): alpha and seed of the uniform noise added to embeddings in training."""
 
     alpha: float
     seed: int

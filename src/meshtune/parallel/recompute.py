@@ -72,7 +72,7 @@ def _recompute_each_block(
 ) -> None:
     """Make the forward of the blocks `numbers` (None: all) run under torch's checkpoint, in place.
 
-    contexts: its context_fn, which says what is kept; None: the block's inputs alone.
+    contexts: its context_fn, which says what is kept; None: only the block's inputs.
     """
     options: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
     for number, block in enumerate(model.get_submodule(anatomy.blocks).children()):

@@ -2,7 +2,7 @@
 
 A group of parameters (a block, or all that lies outside the blocks) is one flat buffer and one all-reduce per
 optimizer step: as soon as the step's last backward pass has computed its gradients, and while that pass
-goes on to the next group (Li et al. 2020, arXiv:2006.15704). Nothing is stored twice: the gradients become
+continues to the next group (Li et al. 2020, arXiv:2006.15704). Nothing is stored twice: the gradients become
 views of it.
 
 Context ranks see other tokens with the same parameters, so here they are data ranks.
@@ -69,7 +69,7 @@ class Replicas:
     def finish(self) -> None:
         """Wait until the gradients are the sums over all replicas; call it after the step's passes.
 
-        Groups without a hook's call for every gradient (backward passes of weights alone run none) are
+        Groups without a hook's call for every gradient (backward passes of only weights run none) are
         all-reduced now.
         """
         while len(self.in_flight) < len(self.groups):

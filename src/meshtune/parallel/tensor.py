@@ -125,7 +125,7 @@ def _enter_part(
 
 
 def _regathering_forward(state: _TensorState, part: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Forward of attention or mlp that enters by itself, and saves its input as this rank's tokens alone."""
+    """Forward of attention or mlp that enters separately, and saves its input as only this rank's tokens."""
     shard = args[0] if args else kwargs["hidden_states"]
     args, kwargs = _enter_part(state, part, args, kwargs)
     whole = args[0] if args else kwargs["hidden_states"]
@@ -151,7 +151,7 @@ def _leave_body(state: _TensorState, norm: nn.Module, args: tuple, hidden: Tenso
 
 
 def _row_forward(state: _TensorState, style: TensorStyle, module: nn.Module, x: Tensor) -> Tensor:
-    """Forward of a linear layer of which this rank has some rows: their output features [batch, seq, …].
+    """Forward of a linear layer with some rows on this rank: their output features [batch, seq, …].
 
     x: hidden states of all tokens. `style.whole`: all-gather the output features. Reseeds dropout for what
     follows.
@@ -177,10 +177,10 @@ def _repeated_forward(state: _TensorState, kv_heads: int, module: nn.Module, x: 
 
 
 def _column_forward(state: _TensorState, style: TensorStyle, module: Any, x: Tensor) -> Tensor:
-    """Forward of a linear layer of which this rank has some columns: all output features, summed over the
-    ranks (`leave`), so with sp those of this rank's tokens alone. The bias is added after the sum.
+    """Forward of a linear layer with some columns on this rank: all output features, summed over the
+    ranks (`leave`), so with sp those of only this rank's tokens. The bias is added after the sum.
 
-    x: the input features of the rank's columns; with `style.whole` all of them, of which it takes its shard.
+    x: the input features of the rank's columns; with `style.whole` all of them; it takes its shard.
     """
     if style.whole:
         x = exchange(x, state.tp, FEATURES, take_shard, all_gather)
@@ -198,8 +198,8 @@ def _column_forward(state: _TensorState, style: TensorStyle, module: Any, x: Ten
 def _embedding_forward(
     state: _TensorState, vocabulary: Vocabulary, draws_after: bool, module: nn.Module, ids: Tensor
 ) -> Tensor:
-    """Forward of an embedding of which this rank has the rows of `vocabulary`: [batch, seq, hidden], summed
-    over the ranks (`leave`), so with sp this rank's tokens alone.
+    """Forward of an embedding with this rank's rows of `vocabulary`: [batch, seq, hidden], summed
+    over the ranks (`leave`), so with sp only this rank's tokens.
 
     ids: of all tokens. draws_after: dropout follows before the first block. Under sp it must mask each rank's
     tokens differently: the generators are seeded per rank until `_restore_states`. Raises ValueError if sp
@@ -230,7 +230,7 @@ def _restore_states(state: _TensorState, block: nn.Module, args: tuple) -> None:
 
 def _seeded_forward(state: _TensorState, block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Forward of a block that draws random numbers, in training from one number of the CPU generator (see the
-    module's docstring); the generators go on afterwards as if the block had drawn only that.
+    module's docstring); the generators continue afterwards as if the block had drawn only that.
     """
     if not block.training:
         return type(block).forward(block, *args, **kwargs)
@@ -308,7 +308,7 @@ def split_model(
 
 
 def _linear_splits(style: TensorStyle, sequence: bool) -> dict[str, Split]:
-    """Splits of a linear layer's parameters by name, adapters (B · A beside the weight) included.
+    """Splits of a linear layer's parameters by name, adapters (B · A next to the weight) included.
 
     style: one whose dim is 0 or 1. sequence: with sequence parallelism.
     """
@@ -351,7 +351,7 @@ def _block_splits(
 
 
 def _cut_vocabulary(model: PreTrainedModel, anatomy: Anatomy, state: _TensorState) -> None:
-    """Make the embedding and the head work with this rank's rows alone, in place, by hooks and attributes.
+    """Make the embedding and the head work only with this rank's rows, in place, by hooks and attributes.
 
     Their parameters are cut later, by `_cut_parameters`.
     """

@@ -30,7 +30,7 @@ def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
 
 @dataclass(frozen=True)
 class Matrix:
-    """A parameter that every token is multiplied with, `count` times (of experts: as many as are active).
+    """A parameter that every token is multiplied with, `count` times (of experts: those that are active).
 
     Sizes are those of the whole model, before tp.
 
@@ -53,7 +53,7 @@ class Matrix:
 
     @property
     def backward(self) -> float:
-        """FLOPs per token: as many as forward for the input's gradient and for the weight's, where needed."""
+        """FLOPs per token: the forward's for the input's gradient and for the weight's, where needed."""
         return self.forward * (self.input_gradient + self.trainable)
 
 
@@ -127,12 +127,12 @@ class Parameters:
 class BlockPeaks:
     """Most bytes that a block's passes hold at once on one rank: (per token, per token and key)."""
 
-    forward: tuple[float, float]  # of one that saves for a backward, beside what it saves and its input
+    forward: tuple[float, float]  # of one that saves for a backward, besides what it saves and its input
     forward_again: tuple[
         float, float
-    ]  # of one that runs again in the backward, beside the output's gradient too
+    ]  # of one that runs again in the backward, besides the output's gradient too
     forward_alone: tuple[float, float]  # of one that saves nothing, with its input
-    # At each time of the backward that may be the fullest, beside what the forward saved: (per token, per
+    # At each time of the backward that may be the fullest, besides what the forward saved: (per token, per
     # token and key, gradients of weights over those that the block leaves: above 1 where one is summed up)
     backward: tuple[tuple[float, float, float], ...]
     masks: float  # per token and key, of a mask that all blocks share
@@ -167,7 +167,7 @@ class SavedBytes:
 class EndBytes:
     """Bytes outside the blocks that a forward keeps for its backward, on one rank."""
 
-    logit: float  # per logit, that the head keeps beside its output
+    logit: float  # per logit, that the head keeps besides its output
     norm: float = 0.0  # per token, that the last norm keeps; 0: there is none
     norm_backward: float = 0.0  # per token, the most in its backward, `norm` included
     tables: float = 0.0  # per token, that all blocks share: rotary tables
@@ -223,7 +223,7 @@ class Census:
     vocabulary: int  # rows of the embedding
     blocks: tuple[Block, ...]
     outside: tuple[Matrix, ...]  # multiplied with every token, but in no block; without the head
-    head: Matrix | None  # None: it has none that is known, and `unsupported` says so
+    head: Matrix | None  # None: it has none that is known, and `unsupported` reports it
     parameters_outside: tuple[Parameter, ...]  # embedding, last norm, a head of its own …
     tied: bool  # head and embedding are one parameter, counted as embedding
     unsupported: str | None = None  # why the FLOPs of this model are unknown
@@ -311,7 +311,7 @@ def attended_pairs(lengths: Iterable[int], window: int | None = None) -> int:
 def step_flops(census: Census, documents: Collection[int], label_tokens: int) -> StepFlops | None:
     """The FLOPs of one forward and backward pass over documents; None where `census.unsupported` says why.
 
-    The head counts at labelled positions alone, attention once per attended pair, recomputation never
+    The head counts only at labelled positions, attention once per attended pair, recomputation never
     (docs/mfu.md). documents: tokens of each. label_tokens: labelled positions of all documents together.
     """
     if census.unsupported or census.head is None:

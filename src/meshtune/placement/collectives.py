@@ -158,7 +158,7 @@ def tensor_collectives(
     ends = (0 in stages) + (layout.stages - 1 in stages)  # after the lookup, before the head
     # Attention and mlp are entered and left, forward and backward. What runs again ends with the last matrix:
     # the sum of its outputs is not needed (but by families that normalise it, such as Olmo2 and Gemma2).
-    # regather enters both once more, alone.
+    # regather enters both once more, separately.
     whole = layout.recompute in BY_BLOCK
     again = [block for stage in recomputed(layout, blocks) for block in stage] if whole else []
     if layout.sp:

@@ -141,7 +141,7 @@ def _zbv(layout: Layout, rank: int, stages: tuple[int, ...]) -> list[Pass]:
 
 
 def _dualpipev(layout: Layout, rank: int, stages: tuple[int, ...]) -> list[Pass]:
-    """DualPipeV in its eight steps; a forward beside a backward comes before it."""
+    """DualPipeV in its eight steps; a forward with a backward comes before it."""
     pp, (down, up), order = layout.pp, stages, _Order()
     behind = pp - rank - 1
     for _ in range(2 * behind):

@@ -49,14 +49,14 @@ def stage_blocks(
     """The blocks of each stage: contiguous, at least one each, the largest stage cost as small as can be.
 
     costs: of each block, in any unit; first and last: what the first stage (embedding) and the last one
-    (norm, head, loss) cost beside their blocks, possibly below 0. Among the cuts with the same largest cost,
+    (norm, head, loss) cost besides their blocks, possibly below 0. Among the cuts with the same largest cost,
     that with the smallest sum of squares; among those, that whose later stages have more blocks, exactly so
     where the costs are integers. Raises ValueError for fewer blocks than stages.
     """
     if not 1 <= stages <= len(costs):
         raise ValueError(f"{len(costs)} blocks do not make {stages} stages of at least one block each.")
     cost = costs[-1]
-    lead = first + (costs[0] - cost)  # of the first stage beside as many equal blocks
+    lead = first + (costs[0] - cost)  # of the first stage, compared with as many equal blocks
     if stages > 1 and -cost <= lead <= 0 and all(other == cost for other in costs[1:]):
         cuts = tuple(accumulate(_even_stages(len(costs), stages, cost, lead, last), initial=0))
     else:
@@ -67,7 +67,8 @@ def stage_blocks(
 def _even_stages(blocks: int, stages: int, cost: float, first: float, last: float) -> list[int]:
     """Number of blocks of each of two or more stages where each block costs `cost`, in O(blocks).
 
-    first, last: what the first and the last stage cost beside their blocks; -cost <= first <= 0.
+    first, last: cost of the first and the last stage besides their blocks. first is at most 0, and negative
+    (down to -cost) where the first block is cheaper than the others.
     """
     inner = stages - 2
 

@@ -16,7 +16,7 @@ class Split:
 
     dim: int | None = None  # the tensor dimension that is cut; None: every rank holds all of it
     partial: bool = False  # each rank's gradient is a part of the sum over the tp ranks
-    parts: tuple[int, ...] = ()  # sizes along `dim` of what is fused in it, each cut by itself; (): one
+    parts: tuple[int, ...] = ()  # sizes along `dim` of what is fused in it, each cut separately; (): one
 
 
 def piece(size: int, parts: int, index: int) -> tuple[int, int]:

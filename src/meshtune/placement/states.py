@@ -17,7 +17,7 @@ from meshtune.precision import DTYPE_BYTES, PRECISIONS
 if TYPE_CHECKING:
     from meshtune.placement.columns import Columns, Number
 
-LOSS_CHUNK_TOKENS = 1024  # whose logits exist at a time on a rank: the one large tensor beside the states
+LOSS_CHUNK_TOKENS = 1024  # whose logits exist at a time on a rank: the one large tensor next to the states
 
 
 class Copies(NamedTuple):
@@ -28,7 +28,7 @@ class Copies(NamedTuple):
     accumulated: float  # of the gradients' sum over micro-batches and ranks
     master: float  # of the wider copy that the optimizer updates; 0: it updates the weight itself
     optimizer: float  # state of the optimizer, masters aside
-    beside: float = 0.0  # 1: the sum is a buffer beside the gradient, from the start; 0: it replaces it
+    beside: float = 0.0  # 1: the sum is a buffer next to the gradient, from the start; 0: it replaces it
     matrix_saving: float = 0.0  # by which `optimizer` is less in the blocks' matrices (census.is_matrix)
 
     @property
@@ -76,8 +76,8 @@ class States(NamedTuple):
 
     weights: Number  # that stay on the rank: all of them, or its ZeRO shard, which in FSDP is the masters
     gradients: Number
-    optimizer: Number  # the optimizer's state, and masters that lie beside the weights
-    gathered: Number = 0.0  # whole compute weights that ZeRO-1 and -2 of FSDP hold beside the shard
+    optimizer: Number  # the optimizer's state, and masters that lie next to the weights
+    gathered: Number = 0.0  # whole compute weights that ZeRO-1 and -2 of FSDP hold next to the shard
 
     @property
     def total(self) -> Number:
@@ -90,7 +90,7 @@ def held_states(
     """Bytes of model states on a rank at the end of a step's last backward.
 
     elements: of the rank. shards_masters: ZeRO's shards are the masters, from which weights are gathered, as
-    in FSDP and this engine: they count as `weights`, not as `optimizer`. False: weights stay beside sharded
+    in FSDP and this engine: they count as `weights`, not as `optimizer`. False: weights stay next to sharded
     masters, which count as `optimizer`. Without ZeRO both are the same.
     """
     zero = layouts.zero

@@ -120,7 +120,7 @@ class Accounting:
     element: float = 2  # bytes of an element of activations
     bucket_elements: float = BUCKET_ELEMENTS  # whose gradients an update converts at a time
     shards_masters: bool = True  # ZeRO's shards are the masters; weights are gathered from them (FSDP)
-    frees_added_gradients: bool = False  # beside a sum: freed once added, else kept until the next ones
+    frees_added_gradients: bool = False  # with a sum: freed once added, else kept until the next ones
     whole_vocabulary_gradients: bool = False  # embedding's and head's: made whole, then added to a sum
 
     # Bytes per parameter, and per parameter of ZeRO's shard, of contiguous communication and optimizer

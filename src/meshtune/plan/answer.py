@@ -255,7 +255,7 @@ def _largest_batch(workload: Workload, cluster: Cluster) -> tuple[int, Choice]:
         return choice is not None
 
     for size in (2**power for power in range(24)):
-        # a batch smaller than the cluster may need layouts that fit less well: go on
+        # a batch smaller than the cluster may need layouts that fit less well: continue
         if not fits(size) and (fitting or size > cluster.gpus):
             break
     if not fitting:

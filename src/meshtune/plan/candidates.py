@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 NEAREST = 2  # other global batches, below and above one that the data ranks don't divide
 EVERY_HYBRID = 128  # GPUs, up to which all hybrids of replicas and shards are considered
-EVERY_DEGREE = 1024  # GPUs, up to which uneven degrees of tp and cp are considered beside even ones
+EVERY_DEGREE = 1024  # GPUs, up to which uneven degrees of tp and cp are considered besides even ones
 EVERY_MICRO_BATCH = 32  # micro-batch sizes of a data rank, up to which all are considered, not powers of two
 
 Option = Mapping[str, Any]  # values for some fields of Layout, by name

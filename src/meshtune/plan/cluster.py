@@ -255,7 +255,7 @@ def with_memory_budget(config: Config, budget: str | float | None) -> Config:
     """The config with `cluster.memory_budget_gib`.
 
     budget: such as "70GiB" or "75 GB"; a number is in GiB; None: the config as it is. Raises UserError for
-    something that is no size.
+    something that isn't a size.
     """
     if budget is None:
         return config

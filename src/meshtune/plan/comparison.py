@@ -1,4 +1,4 @@
-"""A finished run beside its prediction, and the constants that explain parts of its step that are off.
+"""A finished run next to its prediction, and the constants that explain parts of its step that are off.
 
 For each constant the planner predicts the run's step with the constant times SWEPT factors. Of those with
 which a group of parts takes the seconds that were measured, the one that leaves the other parts nearest is

@@ -91,8 +91,8 @@ def explain(config: Config, workload: Workload, text: str) -> Explanation:
 def _explained(workload: Workload, cluster: Cluster, layout: Layout) -> Explanation:
     """The prediction for a whole layout, and reasons why the layout can't run (none: it can).
 
-    With another global batch than the workload's, the layout's is predicted, and a sentence says so; another
-    one says that the search leaves it out.
+    With another global batch than the workload's, the layout's is predicted, and a sentence reports it;
+    another one says that the search leaves it out.
     """
     against = workload.refusals(layout)
     if workload.mean_document_tokens and workload.mean_document_tokens > workload.seq_len:

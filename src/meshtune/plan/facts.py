@@ -39,7 +39,7 @@ def plan_yaml(choice: Choice, workload: Workload) -> str:
 
 
 def tensors(memory: Mapping[str, Any]) -> dict[str, float]:
-    """Bytes by category without what is no tensor (overhead), and their sum as "peak"."""
+    """Bytes by category without what isn't a tensor (overhead), and their sum as "peak"."""
     sizes: dict[str, float] = {
         name: memory[name] for name in CATEGORIES if name != "overhead" and memory.get(name)
     }

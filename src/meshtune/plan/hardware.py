@@ -17,7 +17,7 @@ from meshtune.errors import Table
 from meshtune.precision import PRECISIONS
 from meshtune.units import GIB, TERA
 
-OTHER_CHIP_WORDS = {"MIG", "Laptop", "D"}  # a driver's name with one of these is no GPU of the catalogue
+OTHER_CHIP_WORDS = {"MIG", "Laptop", "D"}  # a driver's name with one of these isn't a GPU of the catalogue
 GIGA = 10**9
 SHARES = {"clock", "matmul", "attention", "memory", "link_share"}  # efficiencies that are parts of a peak
 MEASURED_BY_RUNS = {"matmul", "clock"}  # a kind has them of its own only if runs on it were measured
@@ -56,7 +56,7 @@ class Gpu:
     as_of: str | None = None  # kind whose efficiencies stand for those that this kind has not measured
     attention_kernel: Mapping[str, Any] | None = None  # measured on this machine; None: as in kernels.toml
     borrowed: tuple[str, ...] = ()  # its efficiencies that are those of `as_of`
-    # ranks at work on one machine -> efficiencies of each, where they are other than those of a rank alone
+    # ranks at work on one machine -> efficiencies of each, where they are other than those of a single rank
     shared: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
 
     @property

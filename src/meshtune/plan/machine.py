@@ -41,14 +41,14 @@ class Machine:
     attention_64: Number
     attention_128: Number
     attention_256: Number
-    attention_keys: Number  # time of a query beside that of the keys that it sees, in keys
+    attention_keys: Number  # time of a query compared with that of the keys that it sees, in keys
     attention_backward: Number  # time per FLOP of the backward, over the forward's
     # efficiencies of the GPU kind
     clock: Number  # share of the fastest matmul's rate that its power limit sustains
     matmul: Number  # share of the fastest matmul's rate that large matmuls of a step reach
     depth: Number  # inner size at which a matmul reaches half of that
     tiles: Number  # cost of an incomplete last wave of tiles, in waves
-    misaligned: Number  # slowdown of matmuls whose rows are no multiples of 128 bytes
+    misaligned: Number  # slowdown of matmuls whose rows aren't multiples of 128 bytes
     unloaded: Number  # slowdown of matmuls whose rows are not even multiples of 16 bytes
     attention: Number  # share of the rate of attention kernels measured alone that those of a step reach
     memory: Number  # share of the memory's bandwidth that is reached
@@ -75,7 +75,7 @@ class Machine:
     rotary_backward: Number  # the same of elementwise_rotary
     adapter_passes: Number  # tensors that move as B's outputs are scaled and added, in the forward
     logit_bytes: Number  # moved for each logit, forward and backward
-    split_logit_bytes: Number  # moved beside them where tp splits the vocabulary
+    split_logit_bytes: Number  # moved next to them where tp splits the vocabulary
     selective: Number  # share of the forward's matmuls that selective recomputation repeats
     launch: Number  # seconds in which the host launches a kernel
     block_launches: Number  # kernels of a block's forward, without adapters
@@ -85,14 +85,14 @@ class Machine:
     gradient_bytes: Number  # of an element of gradients that data parallelism and ZeRO-1 reduce
     scatter_bytes: Number  # of an element of gradients that ZeRO-2 and -3 reduce-scatter
     tensor_overlap: Number  # share of tensor-parallel collectives that computation hides
-    context_overlap: Number  # share of context-parallel collectives that runs beside attention
-    shard_overlap: Number  # share of ZeRO-2's and -3's collectives that runs beside computation
+    context_overlap: Number  # share of context-parallel collectives that runs during attention
+    shard_overlap: Number  # share of ZeRO-2's and -3's collectives that runs during computation
     shard_share: Number  # of the links' speed that ZeRO-2's and -3's collectives reach
-    ends_apart: Number  # 1: ZeRO gathers embedding and head once, and reduces the head beside the backward
-    gather_overlap: Number  # share of ZeRO-1's and -2's weight gathers that runs beside the forward
-    data_overlap: Number  # share of the gradients' all-reduce that runs beside the backward
+    ends_apart: Number  # 1: ZeRO gathers embedding and head once, and reduces the head during the backward
+    gather_overlap: Number  # share of ZeRO-1's and -2's weight gathers that runs during the forward
+    data_overlap: Number  # share of the gradients' all-reduce that runs during the backward
     torch_stages: Number  # 1: a pipeline's are torch's, which reduce ZeRO-1's gradients after all backwards
-    contention: Number  # share of the time beside a collective by which computation takes longer
+    contention: Number  # share of the time of a collective by which computation takes longer
     optimizer_bytes: Number  # that an update of a ZeRO shard reads and writes per parameter
     rounding_bytes: Number  # that it moves without ZeRO to round weights from their masters, per parameter
     counted: Number  # 1: this engine's copies, sums and updates, by their dtypes; 0: in fitted constants

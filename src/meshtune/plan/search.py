@@ -356,7 +356,7 @@ def stages_of(workload: Workload, layouts: Columns) -> Stages:
 
 
 def end_costs(workload: Workload) -> tuple[float, float]:
-    """Costs of the first and the last stage beside their blocks, in blocks; the first one's is 0 or less."""
+    """Costs of the first and the last stage besides their blocks, in blocks; the first one's is 0 or less."""
     work, blocks = workload.work, int(workload.work.blocks)
     lacking = sum(2 * m.rows * m.cols * m.count * (1 - m.input_gradient) for m in work.matrices) * blocks
     block = workload.block_flops() + lacking / blocks
@@ -367,7 +367,7 @@ def end_costs(workload: Workload) -> tuple[float, float]:
 def _stages(blocks: int, first: float, last: float, pp: int, v_shaped: bool, virtual: int) -> Stages:
     """The first, the fullest middle and the last rank of one pipeline: tuples in the order of RANKS.
 
-    first, last: what the first and the last stage cost beside their blocks, in blocks. virtual: stages per
+    first, last: what the first and the last stage cost besides their blocks, in blocks. virtual: stages per
     rank; v_shaped: as V schedules place them. A placeholder if there are more stages than blocks.
     """
     count = pp * virtual

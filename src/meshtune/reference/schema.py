@@ -2,7 +2,7 @@
 
 Pydantic writes it from the settings tree. Added here: what validators in Python accept (layouts, sources),
 and the dotted form of each key (`train.max_steps: 5`). It knows one value at a time: values
-that contradict each other are refused by `config.load` alone.
+that contradict each other are refused only by `config.load`.
 """
 
 import json

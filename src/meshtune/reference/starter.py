@@ -105,7 +105,7 @@ def sentence(form: dict[str, Any]) -> str:
 
 
 def commented(line: str, comment: str) -> Iterator[str]:
-    """Yield `line` with `comment` beside it, in as many lines as it needs."""
+    """Yield `line` with `comment` next to it, in the lines that it needs."""
     first, *others = textwrap.wrap(comment, WIDTH - COLUMN - 2)
     yield f"{line:<{COLUMN - 1}} # {first}"
     yield from (f"{'':<{COLUMN - 1}} # {other}" for other in others)

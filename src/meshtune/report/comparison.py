@@ -1,4 +1,4 @@
-"""A finished run beside its predictions as tables, from documents of `plan compare RUN --json`."""
+"""A finished run next to its predictions as tables, from documents of `plan compare RUN --json`."""
 
 from __future__ import annotations
 

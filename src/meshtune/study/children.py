@@ -280,7 +280,7 @@ def kill_marked(mark: str) -> int:
 
 
 def marked(mark: str) -> Iterator[int]:
-    """Yield the ids of the processes that have a mark, as `kill_marked` takes it; not this one's."""
+    """Yield the ids of processes whose environment has the mark (`kill_marked`), except this one's."""
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
             if process.pid == os.getpid() or process.uids().real != os.getuid():

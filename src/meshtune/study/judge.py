@@ -215,7 +215,7 @@ def _chosen(partial: PartialLayout, config: Config, workload: Workload | None, h
 def _batch_problem(asked: Asked, layout: Layout, run: str) -> str | None:
     """A sentence for a layout whose micro-batches make another global batch than the experiment asks for.
 
-    The base's is no question of it where layouts are benched, as under `meshtune bench --layouts`.
+    The base's isn't a question of it where layouts are benched, as under `meshtune bench --layouts`.
     """
     own = any(key in asked.experiment.settings for key in BATCH)
     train = asked.config.train

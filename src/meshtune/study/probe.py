@@ -152,10 +152,10 @@ def answering() -> Iterator[None]:
 
 
 Operation = Callable[[], object]  # runs it once
-Group = Any  # a process group, or None for a rank alone
+Group = Any  # a process group, or None for a single rank
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 BLOCKS = ((512, 1408), (576, 1536), (2048, 8192), (4096, 14336))  # (hidden, MLP): 28 M, 135 M, 1 B, 8 B
-WIDTH = 512  # features of queries in an attention: as many heads as it takes
+WIDTH = 512  # features of queries in an attention: by the number of heads
 MUCH = 2048  # hidden size from which gradients of inputs, as large a matmul as the forward, are left out
 DRAWN = 2**16  # random values
 SMALL = 64  # elements of the tensors of host's operations
@@ -203,7 +203,7 @@ class Task:
 
 
 def tasks_of(sizes: Sizes, counts: Sequence[int], device_type: str) -> Iterator[Task]:
-    """Yield every task for these numbers of ranks; GPUs compute alone."""
+    """Yield every task for these numbers of ranks; GPUs compute separately."""
     for ranks in counts:
         if ranks == 1:
             yield from _computing(sizes)
@@ -214,7 +214,7 @@ def tasks_of(sizes: Sizes, counts: Sequence[int], device_type: str) -> Iterator[
 
 
 def _computing(sizes: Sizes) -> Iterator[Task]:
-    """Tasks of a rank alone."""
+    """Tasks of a single rank."""
     tokens = sizes.tokens
     for size in sizes.squares:
         yield matmul(1, "forward", sizes.dtype, size, size, size)
@@ -225,7 +225,7 @@ def _computing(sizes: Sizes) -> Iterator[Task]:
             yield matmul(1, "inputs", sizes.dtype, tokens, wide, hidden)
         yield matmul(1, "weights", sizes.dtype, tokens, wide, hidden)
     middle = sizes.squares[len(sizes.squares) // 2]
-    for odd in (8, 1):  # rows of operands that are no multiples of 128 bytes, and not even of 16
+    for odd in (8, 1):  # rows of operands that aren't multiples of 128 bytes, and not even of 16
         yield matmul(1, "forward", sizes.dtype, middle, middle + odd, middle + odd)
     for size in sizes.squares[-2:]:
         yield matmul(1, "forward", sizes.other, size, size, size)
@@ -237,7 +237,7 @@ def _computing(sizes: Sizes) -> Iterator[Task]:
 
 
 def _computing_together(sizes: Sizes, ranks: int) -> Iterator[Task]:
-    """A part of the tasks of a rank alone, which ranks that share the cores run at once."""
+    """A part of the tasks of a single rank, which ranks that share the cores run at once."""
     hidden, wide = sizes.blocks[0]
     middle = sizes.squares[len(sizes.squares) // 2]
     yield matmul(ranks, "forward", sizes.dtype, middle, middle, middle)

@@ -138,7 +138,7 @@ def _facts(device: Device, peaks: Mapping[str, float], bandwidth: float, link: f
     return facts
 
 
-# a rank alone #
+# a single rank #
 
 
 def _rate(one: Figure) -> float:
@@ -164,7 +164,7 @@ def _peaks(figures: Sequence[Figure], alone: Sequence[Figure], device: Device) -
 def _alignment(
     alone: Sequence[Figure], dtype: str, machine: Machine, fitted: Mapping[str, float]
 ) -> dict[str, float]:
-    """Slowdown of matmuls whose rows are no multiples of 64 elements, and of 8: their seconds over those of
+    """Slowdown of matmuls whose rows aren't multiples of 64 elements, and of 8: their seconds over those of
     the formula.
 
     fitted: of aligned shapes; {} for none.
@@ -279,11 +279,11 @@ def _memory(alone: Sequence[Figure], device: Device) -> tuple[float, dict[str, f
 
 
 def _host(kept: Sequence[Figure], ranks: int, device: Device) -> dict[str, float]:
-    """Seconds in which the host runs or launches a small operation; on a processor nothing runs beside it."""
+    """Seconds in which the host runs or launches a small operation; on a processor nothing runs meanwhile."""
     seconds = [one.seconds for one in kept if one.kind == "host" and one.ranks == ranks]
     if not seconds:
         return {}
-    # gloo's threads compute on the cores of the ranks: what runs beside a collective takes as much longer
+    # gloo's threads compute on the cores of the ranks: what runs during a collective takes as much longer
     blocking = {"launch_blocking": 1.0, "contention": 1.0} if device.processor and ranks == 1 else {}
     return {"launch": float(np.mean(seconds)), **blocking}
 
@@ -323,7 +323,7 @@ def _collective(machine: Machine, one: Figure) -> float:
 
 
 def _link(ranks: int, links: Mapping[int, tuple[float, float]], link: float) -> dict[str, float]:
-    """Efficiencies of the links between so many ranks; {} where none are known."""
+    """Efficiencies of the links between this many ranks; {} where none are known."""
     if ranks not in links:
         return {}
     speed, latency = links[ranks]
@@ -333,7 +333,7 @@ def _link(ranks: int, links: Mapping[int, tuple[float, float]], link: float) -> 
 def _shared(
     ranks: int, kept: Sequence[Figure], alone: Mapping[str, float], device: Device
 ) -> dict[str, float]:
-    """Efficiencies of each of several ranks that share a processor: a rank's alone over the slowdown of the
+    """Efficiencies of each of several ranks that share a processor: a single rank's over the slowdown of the
     operations that both ran.
     """
     table: dict[str, float] = {"ranks": ranks}
@@ -421,7 +421,7 @@ class Figure:
 
 
 def significant(value: float, digits: int = 4) -> float:
-    """The value rounded to so many digits that count."""
+    """The value rounded to this many significant digits."""
     return float(f"{value:.{digits}g}")
 
 
@@ -432,7 +432,7 @@ def geometric_mean(values: Iterable[float]) -> float | None:
 
 
 def slowdown(figures: Sequence[Figure], kind: str, ranks: int) -> float | None:
-    """Seconds of a kind's operations with `ranks` ranks at work over those of a rank alone: the geometric
+    """Seconds of a kind's operations with `ranks` ranks at work over those of a single rank: the geometric
     mean over operations that both have; None without any.
     """
     alone = {
@@ -449,7 +449,7 @@ def slowdown(figures: Sequence[Figure], kind: str, ranks: int) -> float | None:
 # [cluster]    settings of the cluster section
 # [kind]       the device, in hardware.toml's form
 # [measured]   versions, date, machine, and every figure with its spread
-# [calibrated] by `meshtune calibrate` alone: what was fitted, and the runs
+# [calibrated] only by `meshtune calibrate`: what was fitted, and the runs
 
 
 def document_of(

@@ -1,4 +1,4 @@
-"""Run a sweep's waiting experiments on this machine: as many at once as its devices take."""
+"""Run a sweep's waiting experiments on this machine: at once those that its devices take."""
 
 import os
 import signal
@@ -301,8 +301,8 @@ def machine_facts(simulated: str | None, *, on_processor: bool) -> dict[str, Any
 
 
 def facts_elsewhere(*, on_processor: bool) -> dict[str, Any]:
-    """The rows where Slurm's nodes run the experiments, whose devices are not known here: of this machine is
-    its name alone. on_processor: as of `machine_facts`.
+    """The rows where Slurm's nodes run the experiments, whose devices are not known here: only its name is
+    known of this machine. on_processor: as of `machine_facts`.
     """
     return {"submitted_from": socket.gethostname(), "gpus": 0 if on_processor else None, **software_facts()}
 

@@ -51,7 +51,7 @@ PER_NODE = "gpus-per-node"  # option: a number, or kind:number
 # Options that the sweep sets itself.
 OURS = ("array", "chdir", "hold", "output", "parsable", "job-name", "nodes", "ntasks", "ntasks-per-node")
 COLLECTS = "the same command collects their results"
-FORGOTTEN = "Invalid job id"  # in the error for a job that the controller no longer has
+FORGOTTEN = "Invalid job id"  # in the error for a job that the controller has dropped
 HELD = "JobHeldUser"  # Slurm's reason of a job that was submitted held
 
 
@@ -97,7 +97,7 @@ def submit(
     store: Store, tasks: Mapping[int, Task], folder: Path, *, name: str, options: Mapping[str, Any], jobs: int
 ) -> list[str]:
     """Submit tasks as arrays, one for each number of ranks; returns their ids. jobs: tasks of an array that
-    run at once, 0: as many as Slurm gives.
+    run at once, 0: Slurm's number.
     """
     script = script_file(folder)
     write_text_atomically(script, script_of(folder, name))
@@ -168,7 +168,7 @@ def read_task(folder: Path, number: int) -> Task:
 
 def resources(task: Task, options: Mapping[str, Any]) -> list[str]:
     """Options of sbatch for an experiment: its time, its machines, a task and a GPU for each rank; `options`
-    go before these.
+    override these.
     """
     given = long_options(options)
     kind, colon, number = str(given.pop(PER_NODE, task.world)).rpartition(":")
@@ -274,7 +274,7 @@ def state_of(job: str) -> str:
 
 def follow(store: Store, folder: Path, progress: Progress, log: Log) -> None:
     """Collect results until no task is left. Raises Interrupted at Ctrl-C, and UserError once Slurm has not
-    answered for PATIENCE; the jobs go on.
+    answered for PATIENCE; the jobs continue.
     """
     missed: dict[int, int] = {}
     for job in job_ids(store):  # held, if the sweep was killed before it released them
@@ -357,7 +357,7 @@ def run_in_job(task: Task, folder: Path) -> Outcome:
     prefix: list[str] = []
     if nodes > 1:
         prefix = ["srun", f"--nodes={nodes}", f"--ntasks-per-node={task.world // nodes}"]
-        if cores := os.environ.get("SLURM_CPUS_PER_TASK"):  # which srun does not take over by itself
+        if cores := os.environ.get("SLURM_CPUS_PER_TASK"):  # which srun does not take over
             prefix.append(f"--cpus-per-task={cores}")
     # Without Slurm's variables the command starts its ranks itself; srun needs them.
     hidden = () if prefix else ("SLURM_", "PMI")

@@ -5,7 +5,7 @@
     results      a view of it with a column for each axis
 
 Each change is one transaction with the rollback journal synced, so that a kill at any moment loses nothing
-that was finished. One process writes: it holds `sweep.lock` beside the file. Where another program locks the
+that was finished. One process writes: it holds `sweep.lock` next to the file. Where another program locks the
 database (a viewer, a backup), statements wait for it; every other error of SQLite ends the sweep with a
 sentence, and what was recorded before stays.
 """
@@ -104,7 +104,7 @@ class Store:
     def __init__(self, file: Path, log: Callable[[str], None] = lambda _: None) -> None:
         """Lock and open the file, or make it. log: gets a line where the file is locked for long.
 
-        Raises UserError if another process sweeps there, and for a file that is no such database. So do all
+        Raises UserError if another process sweeps there, and for a file that isn't such a database. So do all
         methods where the file can't be read or written.
         """
         self.file, self._log = file, log
@@ -188,7 +188,7 @@ class Store:
         )
 
     def _failed(self, error: sqlite3.Error) -> UserError:
-        """A sentence on an error that is no lock, with the remedy."""
+        """A sentence on an error that isn't a lock, with the remedy."""
         text = str(error)
         if isinstance(error, sqlite3.DatabaseError) and not isinstance(error, sqlite3.OperationalError):
             return UserError(
@@ -227,9 +227,9 @@ class Store:
     def add(self, experiments: Sequence["Experiment"], axes: Sequence[str]) -> tuple[int, int]:
         """Make the experiments of the file rows, in its order, and the view with its axes.
 
-        Rows of the same key stay as they are. Rows that the file no longer lists are removed where they have
+        Rows of the same key stay as they are. Rows that the file doesn't list are removed where they have
         no result, else `unlisted` in the table `sweep` has their numbers. Returns (number of new rows, number
-        of results that the file no longer lists).
+        of results that the file doesn't list).
         """
         listed = {experiment.key for experiment in experiments}
         with self._transaction() as database:

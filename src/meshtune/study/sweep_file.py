@@ -180,7 +180,7 @@ class SweepFile:
     steps: int  # timed steps of a bench
     limit: float  # seconds for one experiment
     factors: tuple[tuple[Change, ...], ...]  # changes of each axis; their product is the grid
-    explicit: tuple[Change, ...]  # experiments beside the grid
+    explicit: tuple[Change, ...]  # experiments besides the grid
     where: tuple[Condition, ...]
     slurm: Mapping[str, Any]  # long options of sbatch
     document: Mapping[str, Any]  # the file, with its base written out

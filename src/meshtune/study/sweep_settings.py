@@ -14,11 +14,11 @@ from meshtune.yaml_tree import leaves, merge, nested
 
 LAYOUT_FIELDS = tuple(f"layout.{row.name}" for row in fields(Layout))
 LEFT_TO_THE_SWEEP = ("output", "output_exists")
-ANY_MODEL = {"model": {"name": "any"}}  # beside one setting that is checked alone
+ANY_MODEL = {"model": {"name": "any"}}  # next to one setting that is checked
 
 
 def key_problems(key: str) -> list[str]:
-    """Sentences on a dotted key that is no setting, or one that the sweep sets itself; none: it is one."""
+    """Sentences on a dotted key that isn't a setting, or one that the sweep sets itself; none: it is one."""
     if key in LEFT_TO_THE_SWEEP:
         return [f"{key}: each experiment has a folder of its own; leave it out."]
     if key in SETTINGS or key in LAYOUT_FIELDS or _entry_of_a_table(key):
@@ -56,7 +56,7 @@ def value_problems(key: str, value: Any) -> list[str]:
 
 
 def base_problems(base: Mapping[str, Any]) -> list[str]:
-    """Sentences on the keys of a base that are no settings, and on values that they can't have."""
+    """Sentences on the keys of a base that aren't settings, and on values that they can't have."""
     names = [".".join(map(str, leaf.path)) for leaf in leaves(base, SETTINGS)]
     names = ["layout" if name.split(".")[0] == "layout" else name for name in names]
     unknown = [problem for name in dict.fromkeys(names) for problem in key_problems(_setting_in(name))]

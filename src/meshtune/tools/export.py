@@ -75,7 +75,7 @@ def check_tool(name: str) -> str:
     """Return `name` if plans can be exported for it, else raise UserError with the nearest name."""
     if name not in EXPORTERS:
         hint = did_you_mean(nearest(name, EXPORTERS), f"; tools: {', '.join(EXPORTERS)}.")
-        raise UserError(f"{name} is no tool that plans are written for{hint}")
+        raise UserError(f"{name} is not a tool that plans are written for{hint}")
     return name
 
 

@@ -49,7 +49,7 @@ class NoCounterpart(Exception):
 
 
 class NotNeeded(Exception):
-    """Another key, or the value, makes this key have no effect; the text says so."""
+    """Another key, or the value, makes this key have no effect; the text reports it."""
 
 
 class Refused(Exception):
@@ -92,7 +92,7 @@ class Job:
         return int(self.value("max_steps", default=-1)) > 0 or "max_steps_per_epoch" in self.given
 
     def read(self, name: str) -> Path | None:
-        """Find a file that the job names: beside its own file, else in the working directory, else None."""
+        """Find a file that the job names: next to its own file, else in the working directory, else None."""
         paths = (self.folder / name, Path(name))
         return next((path for path in paths if path.is_file()), None)
 
@@ -146,7 +146,7 @@ def unless_zero(setting: str) -> Conversion:
 
 
 def above_zero(setting: str) -> Conversion:
-    """The same whole number; one up to 0, such as -1, is none."""
+    """The same whole number; 0 and less, such as -1, switch it off."""
     return Conversion(
         lambda value, job: {setting: int(value)} if int(value) > 0 else {}, lambda plan: plan.setting(setting)
     )
@@ -180,7 +180,7 @@ def truth(setting: str) -> Conversion:
 
 
 def only(setting: str, values: list[Any], reason: str) -> Conversion:
-    """Nothing, where the value is one of those that stand for what is so anyway. reason: why no other is."""
+    """No setting: one of `values`, which change nothing. reason: why any other has no counterpart."""
 
     def read(value: Any, job: Job) -> dict[str, Any]:
         if value not in values:

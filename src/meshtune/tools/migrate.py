@@ -40,7 +40,7 @@ ORDER = ("transformers", "trl", *(tool for tool in TOOLS if tool not in ("transf
 
 
 class Idle(NamedTuple):
-    """A setting that takes no effect beside the others."""
+    """A setting that takes no effect with the others."""
 
     value: Any
     reason: str  # with the remedy
@@ -179,7 +179,7 @@ def resolved(value: Any, names: Mapping[str, Any]) -> Any:
 
 
 def tool_of(tree: Mapping[str, Any], file: Path) -> str:
-    """The tool that knows most keys of a file; of tools that know as many, the first of ORDER."""
+    """The tool that knows most keys of a file; of several with the same number, the first of ORDER."""
     known = {tool: sum(table(tool).entry(key) is not None for key in tree) for tool in ORDER}
     best = max(ORDER, key=lambda tool: known[tool])
     if tree and all(key.partition(".")[0] in Config.model_fields for key in tree):
@@ -204,7 +204,7 @@ def _convert(result: Migrated, keys: Mapping[str, Any], default: bool = False) -
     for key, value in keys.items():
         entry = job.table.entry(key)
         if entry is None:
-            result.unsupported.append(Note(key, value, f"it is no key of {job.table.name}"))
+            result.unsupported.append(Note(key, value, f"it is not a key of {job.table.name}"))
         elif not entry.setting:
             if isinstance(value, Mapping) and any(other.startswith(f"{key}.") for other in job.given):
                 continue  # its keys follow
@@ -296,7 +296,7 @@ def _lay_out(result: Migrated) -> None:
     )
 
 
-# The settings as YAML: a comment beside each says which key it is from; the other keys follow #
+# The settings as YAML: a comment next to each says which key it is from; the other keys follow #
 
 WIDTH = 110
 SHOWN = 60  # characters of a value in a comment

@@ -280,7 +280,7 @@ def pipeline_rules(tool: str, blocks: int) -> Iterator[Rule]:
 
 
 def cuts(blocks: int, pp: Number, stages_per_rank: Number) -> Number:
-    """True if as many stages per rank have whole layers, without more of them on the fullest rank."""
+    """True if such a number of stages per rank has whole layers, without more of them on the fullest rank."""
     fullest = stages_per_rank * np.ceil(blocks / (pp * stages_per_rank))
     whole = (blocks % stages_per_rank == 0) & (blocks >= pp * stages_per_rank)
     return whole & (fullest == np.ceil(blocks / pp))

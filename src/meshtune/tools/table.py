@@ -16,7 +16,7 @@ wheel (tests/data/trainer_keys.json): earlier names, and arguments of components
 
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from typing import Any, NamedTuple
@@ -128,7 +128,7 @@ def pasted_value(setting: str, value: Any) -> str:
     return f"{setting} = {written(value)}: write {theirs.write}{why}."
 
 
-# Answers to keys that are no settings #
+# Answers to keys that aren't settings #
 
 SOURCES = ("data.train", "data.eval")  # lists of sources: the keys in them are those of axolotl's datasets
 
@@ -142,7 +142,7 @@ def unknown_setting(path: Sequence[str], settings: Sequence[str], sections: Sequ
     """
     name, key = path[-1], ".".join(path)
     section = ".".join(part for part in path[:-1] if not part.isdigit())  # data.train.0.path: no list indices
-    known = [*theirs(path)]
+    known = theirs(path)
     if counterparts := dict.fromkeys(entry.setting for entry in known if entry.setting):
         return f"{key} is no setting{did_you_mean([*counterparts])}"
     exact = [setting for setting in settings if last(setting) == name]
@@ -167,12 +167,11 @@ def last(setting: str) -> str:
     return setting.rpartition(".")[2]
 
 
-def theirs(path: Sequence[str]) -> Iterator[Entry]:
-    """Yield the entry of each tool that has the key: at `path`, or at the end of it."""
+def theirs(path: Sequence[str]) -> list[Entry]:
+    """Entries of the tools that have the key: at `path`, or else at the longest end of it that one has."""
     names = [".".join(path[start:]) for start in range(len(path))]
     if ".".join(path[:2]) in SOURCES:
         names.append(f"datasets.{path[-1]}")
-    for tool in (*TOOLS, *OTHERS):
-        found = (entry_of(table(tool).own, name) for name in names)
-        if entry := next(filter(None, found), None):
-            yield entry
+    owned = [table(tool).own for tool in (*TOOLS, *OTHERS)]
+    found = ([entry for own in owned if (entry := entry_of(own, name))] for name in names)
+    return next(filter(None, found), [])

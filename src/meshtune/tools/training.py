@@ -308,7 +308,7 @@ def weight_decay(value: Any, job: Job) -> dict[str, Any]:
 
 
 def beta(_: str, place: int) -> Conversion:
-    """One of AdamW's two."""
+    """One of AdamW's two betas. place: 0 or 1."""
 
     def read(value: Any, job: Job) -> dict[str, Any]:
         betas = [job.value("adam_beta1", default=0.9), job.value("adam_beta2", default=0.999)]
@@ -365,7 +365,7 @@ def label_switch(_: str, ours: str) -> Conversion:
 
 def stage(value: Any, job: Job) -> dict[str, Any]:
     if value not in ("sft", "pt"):
-        raise Refused(f"stage: {value} is no supervised fine-tuning; meshtune trains the stages sft and pt.")
+        raise Refused(f"stage: {value} is not supervised fine-tuning; meshtune trains the stages sft and pt.")
     return train_on_prompt(job)
 
 
@@ -421,7 +421,8 @@ def no_limit(value: Any, job: Job) -> Converted:
 
 def template_name(value: Any, job: Job) -> Converted:
     name = str(value).removeprefix("tokenizer_default_fallback_")
-    known = (files("meshtune.data") / "templates" / f"{name}.jinja").is_file()
+    built_in = [file.name for file in (files("meshtune.data") / "templates").iterdir()]
+    known = f"{name}.jinja" in built_in
     if is_template(str(value)):
         return Converted({"data.chat_template": value})
     if has_alpaca_prompts(job):
@@ -449,7 +450,7 @@ def answer_tokens(value: Any, job: Job) -> dict[str, Any]:
 
 
 def elsewhere(setting: str, there: Any = None) -> Conversion:
-    """Nothing: the conversion of another key reads this one. there: the setting's value where it is on."""
+    """No setting: another key's conversion reads this one. there: the value that is written as true."""
     return Conversion(lambda value, job: {}, lambda plan: plan.setting(setting) == there)
 
 

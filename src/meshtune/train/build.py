@@ -183,9 +183,9 @@ def checkpoints_of(config: Config, world: World, run_folder: RunDir, metrics: Me
 def announce(
     config: Config, run: Run, model: RankModel, prepared: Prepared, resumed: int | None, notices: list[str]
 ) -> None:
-    """Write the run row, and print what a user must know before the first step; rank 0 alone does both.
+    """Write the run row, and print what a user must know before the first step; only rank 0 does both.
 
-    Every rank calls it. resumed: step of the checkpoint that the run goes on from, None for a new run.
+    Every rank calls it. resumed: step of the checkpoint that the run resumes from, None for a new run.
     notices: sentences to print.
     """
     metrics, export = run.metrics, run.exporter
@@ -215,7 +215,7 @@ def claim_together(
     report: Callable[[str], None],
     label_share: float | None,
 ) -> tuple[RunDir, int | None, output.Claim | None]:
-    """(The run folder; the step to go on from, None without a checkpoint; the claim, None on other ranks).
+    """(The run folder; the step to resume from, None without a checkpoint; the claim, None on other ranks).
 
     Every rank calls it; the main rank claims the folder, writes config.yaml and plan.yaml, and broadcasts it.
     steps: updates of the whole run. report: called, on the main rank, with a sentence for each damaged
@@ -248,7 +248,7 @@ def model_spec(config: Config, attention: str, kernels: str, *, embeddings: int 
     """The model of a config as plain values.
 
     attention: of Choice, never "auto". kernels: torch's name of the kind of device. embeddings: rows that the
-    tokenizer needs; 0: as many as there are.
+    tokenizer needs; 0: all that there are.
     """
     train = config.train
     return ModelSpec(

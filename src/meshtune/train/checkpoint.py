@@ -1,10 +1,10 @@
-"""Checkpoints: whole or absent, checked before anything is applied, written beside the training loop.
+"""Checkpoints: whole or absent, checked before anything is applied, written next to the training loop.
 
     checkpoints/
       step-20/
         __0_0.distcp     tensors of rank 0, written by torch.distributed.checkpoint (one file a rank)
         .metadata        file and place of each piece of each tensor
-        values.json      everything that is no tensor: step, loader state, schedule, layout, fingerprints
+        values.json      everything that isn't a tensor: step, loader state, schedule, layout, fingerprints
         manifest.json    size and hash of each file above, written last; names of tied tensors
       .tmp-step-30/      being written; renamed to step-30 when every byte is on the disk
 
@@ -217,7 +217,7 @@ class Checkpoints:
         Returns why the checkpoint was not saved, with the remedy; None if it was.
         """
         temporary = self.folder / f".tmp-step-{step}"
-        header = 2048  # bytes that torch writes beside each tensor, at most
+        header = 2048  # bytes that torch writes next to each tensor, at most
         size_bytes = sum(self._gather(sum(piece.tensor.nbytes + header for piece in pieces.values())))
         try:
             self._on_all_ranks(lambda: self._make_folder(temporary, size_bytes))
@@ -303,7 +303,7 @@ class Checkpoints:
     def prune(self, step: int, protect: Collection[int] = ()) -> None:
         """Delete the steps beyond the newest `keep` up to `step`, but none in `protect`, and leftovers.
 
-        Rank 0 alone does. Saves call it; so does a run that resumes, since the process before may have been
+        Only rank 0 does. Saves call it; so does a run that resumes, since the process before may have been
         killed in between.
         """
         if self._rank == 0:

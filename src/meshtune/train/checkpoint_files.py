@@ -126,7 +126,7 @@ def size_and_hash(path: Path) -> dict[str, Any]:
 
 
 class NotSaved(Exception):
-    """A checkpoint could not be written; the message is the reason. The run goes on.
+    """A checkpoint could not be written; the message is the reason. The run continues.
 
     full: True if the disk is, or may be.
     """
@@ -208,7 +208,7 @@ def read_metadata(data: bytes, files: Collection[str], where: str) -> Metadata:
     """Read and check the content of a `.metadata` file.
 
     files: names of the files that data may be in; where: name of the metadata file in errors. Raises
-    UserError if `data` is no pickle of plain checkpoint metadata, has anything but tensors, or names any
+    UserError if `data` isn't a pickle of plain checkpoint metadata, has anything but tensors, or names any
     other file.
     """
     try:

@@ -106,7 +106,7 @@ def _completed(config: Config, ranks: int) -> Layout:
         return fields.complete(devices=ranks, global_batch_size=config.global_batch_size)
     except UserError as error:
         known = fields.known
-        if "gradient_accumulation_steps" not in fields.fixed:  # as many as any schedule takes
+        if "gradient_accumulation_steps" not in fields.fixed:  # the most that any schedule takes
             known = replace(known, gradient_accumulation_steps=2 * known.stages)
         _, others = attention_and_refusals(config, known, None)
         raise UserError([*error.problems, *others]) from None
@@ -125,7 +125,7 @@ def attention_of(config: Config, layout: Layout, ranks: int) -> str:
 def attention_and_refusals(config: Config, layout: Layout, ranks: int | None) -> tuple[str, list[str]]:
     """(The attention that the model is built with, every reason why it can't be trained under the layout).
 
-    No reasons: an empty list. ranks: how many are started; None: as many as the layout has. The model is
+    No reasons: an empty list. ranks: how many are started; None: those of the layout. The model is
     built on meta for it. Raises UserError if the model's configuration can't be read.
     """
     settings, trust = config.model, config.model.trust_remote_code
@@ -178,7 +178,7 @@ SMALLER = (
 def prediction(
     config: Config, layout: Layout, gpus: Sequence[tuple[str, float]], label_share: float | None
 ) -> str:
-    """A run's plan.yaml: its layout, and memory and time that are predicted for it; the layout alone for a
+    """A run's plan.yaml: its layout, and memory and time that are predicted for it; only the layout for a
     model or devices that the planner can't predict.
 
     gpus: (name, bytes) of each GPU of this machine; none: the run is on the processor. label_share: labelled

@@ -65,7 +65,7 @@ class TimeLeft:
     """Predicts the seconds that a run still takes: its steps, evaluations and checkpoints.
 
     `train`, `evaluated` and `saved` are called as these happen. An evaluation that has not happened yet is
-    taken to need a third of the time of training on as many tokens, the forward's share; a checkpoint none.
+    taken to need a third of the time of training on these tokens, the forward's share; a checkpoint none.
     """
 
     def __init__(self, course: Course) -> None:
@@ -102,7 +102,7 @@ class TimeLeft:
 class ConsoleTracker:
     """Shows a bar with the last row's numbers on a terminal, else plain lines; an evaluation always gets one.
 
-    Plain lines (a log file, a pipe) come at most once a second; as the run goes on, once per 1 % of the
+    Plain lines (a log file, a pipe) come at most once a second; as the run continues, once per 1 % of the
     elapsed time, at least once a minute. The first and the last step always have one.
 
     speed_unit: of a row's tokens per second and device. memory: print the memory of the first steps.
@@ -221,7 +221,7 @@ def eval_parts(row: Row) -> list[str]:
 
 
 def joined(parts: Sequence[str], width: int) -> str:
-    """The parts with a dot between, in as many lines of at most `width` as they need; no part is cut."""
+    """The parts with a dot between, in lines of at most `width`; no part is cut."""
     lines: list[str] = []
     for part in parts:
         if lines and len(lines[-1]) + 3 + len(part) <= width:

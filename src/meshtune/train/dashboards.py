@@ -1,8 +1,8 @@
 """Trackers that other programs show: TensorBoard, Weights & Biases, MLflow, Trackio. Each takes rows
 (trackers.py).
 
-A run folder is one tracked run, however often it goes on: the id is in logs/ before the tracked run is made,
-so a kill at any moment loses neither.
+A run folder is one tracked run, however often it continues: the id is in logs/ before the tracked run is
+made, so a kill at any moment loses neither.
 """
 
 import hashlib
@@ -94,7 +94,7 @@ class WandbTracker:
         self.run.finish(exit_code=int(failed))
 
     def _add_config(self, values: Mapping[str, Any]) -> None:
-        """Add values to the config; a run that goes on may have others than before."""
+        """Add values to the config; a run that continues may have others than before."""
         self.run.config.update(dict(values), allow_val_change=True)
 
 
@@ -102,14 +102,14 @@ class MlflowTracker:
     """Logs to MLflow, at MLFLOW_TRACKING_URI: the settings and the run row as parameters, train and eval rows
     as metrics.
 
-    settings: the resolved config as plain values. A parameter can't change: where a run goes on with another
-    value, a tag of the parameter's name has it.
+    settings: the resolved config as plain values. A parameter can't change: where a run continues with
+    another value, a tag of the parameter's name has it.
     """
 
     def __init__(self, run: RunDir, labels: Labels, settings: Mapping[str, Any]) -> None:
         import mlflow  # pyright: ignore[reportMissingImports]
 
-        if "MLFLOW_LOGGING_LEVEL" not in os.environ:  # tables and experiments that it makes are no news
+        if "MLFLOW_LOGGING_LEVEL" not in os.environ:  # tables and experiments that it makes aren't news
             logging.getLogger("mlflow").setLevel(logging.WARNING)
         self.mlflow = mlflow
         key = kept_id(run.logs / "mlflow.id")
@@ -151,7 +151,7 @@ class MlflowTracker:
 class TrackioTracker:
     """Logs to Trackio: the settings, the tags and the run row as config, train and eval rows as metrics.
 
-    settings: the resolved config as plain values. Trackio finds a run by its name alone, so the name ends
+    settings: the resolved config as plain values. Trackio finds a run only by its name, so the name ends
     with eight random digits that no other run folder has. Rows go to Trackio's own folder, or where its
     environment variables say.
     """

@@ -1,4 +1,4 @@
-"""Evaluation on held-out data: the loss per label token, and greedy answers beside the expected ones."""
+"""Evaluation on held-out data: the loss per label token, and greedy answers next to the expected ones."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class Evaluation:
 def questions(
     dataset: Dataset, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int], number: int
 ) -> list[Question]:
-    """Questions from the first `number` documents with a label, fewer if there are not as many: the last run
+    """Questions from the first `number` documents with a label, fewer if there aren't enough: the last run
     of labelled tokens is the answer, without stop_ids, and all before it the prompt.
 
     Where every token but the first is labelled (plain text), the prompt is the first quarter.

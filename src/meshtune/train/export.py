@@ -38,7 +38,7 @@ class Exporter:
 
     No rank ever holds the whole: each writes its pieces into the files. Adapters, which are small, the main
     rank collects and writes; so it does, tensor by tensor, for a family whose checkpoints have other tensors
-    than its modules, which transformers alone can write.
+    than its modules, which only transformers can write.
     """
 
     model: PreTrainedModel  # the whole one; its parameters may be on meta
@@ -232,7 +232,7 @@ def hub_id(name: str) -> str:
 
 
 def shown(name: str) -> str:
-    """A hub id as it is; of an address what `public` leaves, and of a local path the last part alone, since
+    """A hub id as it is; of an address what `public` leaves, and of a local path only the last part, since
     the rest is private to the machine, also where nothing is there any more.
     """
     if "://" in name:

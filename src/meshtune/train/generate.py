@@ -138,7 +138,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def uncompiled(model: nn.Module) -> Iterator[None]:
-    """Run compiled blocks of a model without the compiler; a model without any is left alone.
+    """Run compiled blocks of a model without the compiler; a model without any isn't changed.
 
     Every width that generation passes through would be compiled anew, until torch reaches its limit of
     recompilations and never compiles these blocks again, in training neither.
@@ -278,7 +278,7 @@ def forward_answers(
     greedily by all ranks of any layout together; every rank passes all prompts and gets all answers, in their
     order.
 
-    Data ranks take turns of as many prompts as a micro-batch has rows. All ranks run the same number of
+    Data ranks take turns of a prompt for each of a micro-batch's rows. All ranks run the same number of
     forward passes, since those that share parameters gather them together: a rank without a prompt left runs
     a dummy prompt and drops the answer. stream: see `answers`.
     """

@@ -168,7 +168,7 @@ def loader_of(
 ) -> Loader:
     """Loader of a data rank's batches under a layout.
 
-    state: a checkpoint's, to go on after it; None: from the beginning.
+    state: a checkpoint's, to continue after it; None: from the beginning.
 
     Raises UserError if the state belongs to other data or another seed.
     """

@@ -47,7 +47,7 @@ UNUSABLE = (
 
 @dataclass
 class Progress:
-    """State beside tensors that is saved with every checkpoint and read back."""
+    """State besides tensors that is saved with every checkpoint and read back."""
 
     step: int = 0  # updates done
     data: dict[str, Any] | None = None  # the loader's state
@@ -163,7 +163,7 @@ def train(run: Run) -> None:
 def check_finite(run: Run, done: Outcome, nonfinite: int, batch: Batch) -> int:
     """Say that a step was not applied, if it was not. Returns how many were not in a row.
 
-    nonfinite: before this step. Raises NonFinite after as many as the run bears, or where none was applied.
+    nonfinite: before this step. Raises NonFinite after those that the run bears, or where none was applied.
     """
     if done.finite:
         return 0
@@ -248,12 +248,12 @@ def save(run: Run) -> None:
 
 
 def protected(run: Run) -> set[int]:
-    """The steps whose checkpoints are kept beside the newest ones."""
+    """The steps whose checkpoints are kept besides the newest ones."""
     return {run.progress.best_step} if run.keep_best and run.progress.best_step else set()
 
 
 def keep_folder(run: Run) -> None:
-    """Write a run folder that was deleted or moved away anew, and say so; only the main rank does."""
+    """Write a run folder that was deleted or moved away anew, and report it; only the main rank does."""
     if run.claim and run.claim.renew():
         run.metrics.log_line(
             f"The run folder {run.folder.path} was deleted or moved while this run was training. It was made "
@@ -286,7 +286,7 @@ def restore(run: Run, step: int) -> None:
 
 
 def progress_of(values: Mapping[str, Any], step: int) -> Progress:
-    """The progress in the values of the checkpoint of `step`. Raises UserError if they are no run's."""
+    """The progress in the values of the checkpoint of `step`. Raises UserError if they aren't a run's."""
     # From an earlier version's checkpoint.
     absent: dict[str, Any] = {"tokens": None, "seconds": None, "gradient_noise": (0.0, 0.0)}
     with explained(NO_RUNS.format(step=step), UNUSABLE):
@@ -421,7 +421,7 @@ def failures_explained(run: Run) -> Iterator[None]:
 
 @contextmanager
 def full_disk_explained(run: Run) -> Iterator[None]:
-    """Turn a write that found no room into what is there and how to go on (a checkpoint that finds none is
+    """Turn a write that found no room into what is there and how to continue (a checkpoint that finds none is
     only reported).
     """
     try:

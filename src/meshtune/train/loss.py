@@ -43,7 +43,7 @@ from meshtune.rundir import RunDir
 #         return losses.sum(), len(labels)       # sum of the token losses, their count
 #
 # The loss of a step is the sum over the global batch divided by the count over the global batch. The function
-# gets labelled tokens alone, some thousand at a time, in no particular grouping into rows or micro-batches: a
+# gets only labelled tokens, some thousand at a time, in no particular grouping into rows or micro-batches: a
 # sum over tokens is the same in every layout, however these are cut. Under tensor parallelism it gets the
 # logits of the whole vocabulary.
 
@@ -108,7 +108,7 @@ def whole_logits(logits: Tensor, vocabulary: Vocabulary | None) -> Tensor:
 
 
 def check_same(token_loss: TokenLoss | None, run: RunDir) -> None:
-    """Raise UserError if the run, which is to go on, was trained with another loss function."""
+    """Raise UserError if the run, which is to continue, was trained with another loss function."""
     before = (run.rows("run") or [{}])[-1].get("loss_function")
     now = token_loss and token_loss.name
     if before != now:

@@ -77,7 +77,7 @@ class Meter:
             yield
 
     def begin(self) -> None:
-        """Begin a step. What was measured since the last one, such as an evaluation, is no step's."""
+        """Begin a step. What was measured since the last one, such as an evaluation, isn't a step's."""
         self.clock.take()
         self.clock.take_facts()
         self._counts = self._counted()
@@ -171,7 +171,7 @@ def gpu_id(device: torch.device) -> str:
 
 def group_parts(world: World) -> dict[str, str | None]:
     """Part of a step's time that the collectives of each group are, by the group's name: of parts.WAITS; None
-    for groups of hosts, which are no part of it. Groups that are not here are those of data parallelism.
+    for groups of hosts, which aren't part of it. Groups that are not here are those of data parallelism.
     """
     if world.mesh is None:
         return {}
@@ -218,9 +218,9 @@ def releasing(phase: Phase, device: torch.device) -> Phase:
 
 
 def release_free_heap(at_least: int = RELEASED_BYTES) -> None:
-    """Give the heap's free pages back to the operating system, if `at_least` so many bytes are free.
+    """Give the heap's free pages back to the operating system, if `at_least` bytes are free.
 
-    Nothing where the C library is no glibc of 2.33 or newer.
+    Nothing where the C library isn't a glibc of 2.33 or newer.
     """
     library = _glibc()
     if library is not None and library.mallinfo2().fordblks >= at_least:

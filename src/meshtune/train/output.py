@@ -1,4 +1,4 @@
-"""Decide which folder a run writes, and whether it begins, goes on or replaces another one there.
+"""Decide which folder a run writes, and whether it begins, continues or replaces another one there.
 
 `output` holds                     output_exists: unset     new          extend       replace
 nothing, or a run without a step   begun                    begun        begun        begun
@@ -8,8 +8,8 @@ a finished run, asked to be longer extended                 next name    extende
 ... stopped only before its report the report is drawn, with every choice
 any other finished run             refused                  next name    refused      replaced
 
-Settings in FREE may differ. The next name is the first of runs/x-2, runs/x-3 … of which the table says that
-it is begun or continued. checkpoint.resume=never takes every run for one that can't be continued.
+Settings in FREE may differ. The next name is the first of runs/x-2, runs/x-3 … that the table says
+is begun or continued. checkpoint.resume=never takes every run for one that can't be continued.
 
 A replaced run is renamed, and deleted once the new one has done a step (folder.py). Nothing here needs torch,
 so that the decision is made before anything is loaded, and once more when the folder is claimed.
@@ -151,7 +151,7 @@ def refusal(run: RunDir, config: Config, before: Config, differing: list[str]) -
 
 
 def to_be_longer(config: Config, before: Config, ended: Row) -> list[str]:
-    """Phrases on the settings that let a finished run go on: those that ended it, or would end it here.
+    """Phrases on the settings that let a finished run continue: those that ended it, or would end it here.
 
     before: settings of the finished run; ended: its last row.
     """
@@ -176,13 +176,13 @@ def state_of(run: RunDir) -> str:
 
 
 def end_of(run: RunDir) -> Row | None:
-    """The row that says that the run has finished; None if it has not, or if it goes on."""
+    """The row that says that the run has finished; None if it has not, or if it continues."""
     finished = [row for row in run.rows("end") if row.get("status") == "finished"]
     return finished[-1] if finished else None
 
 
 def may_be_longer(config: Config, before: Config, ended: Row, steps: int | None) -> bool:
-    """True unless the finished run surely has as many steps as the settings ask for.
+    """True unless the finished run surely has the steps that the settings ask for.
 
     before: settings of the finished run; ended: its last row. steps: as `decide` takes it.
     """
@@ -225,7 +225,7 @@ def resolved(config: Config, run: RunDir) -> Config:
     """The settings with absolute paths, so that the file works from any folder; output is `run`'s path.
 
     A learning rate that nobody set stays so: where the file is run with another method, it is that one's.
-    output_exists is left out: it says how the run was started, and a file that repeats `replace` by itself
+    output_exists is left out: it says how the run was started, and a file that repeats `replace`
     would delete the run that it describes.
     """
 
@@ -260,7 +260,7 @@ def at_its_place(before: Config, run: RunDir, now: Config | None = None) -> Conf
     """The settings of a run that is there, with the paths that its model and data have now.
 
     Where the run's folder was moved with what is around it, they are where they were as seen from the folder.
-    now: settings that go on with it; a model under another name or revision is the same one if its weights
+    now: settings that continue with it; a model under another name or revision is the same one if its weights
     are on this machine and are those that the run recorded.
     """
     old, here = Path(before.output), run.path.absolute()
@@ -540,7 +540,7 @@ def put_back(run: RunDir) -> bool:
 
 
 def rate_change(run: RunDir, resumed: int, steps: int, rate: Callable[[int], float]) -> str | None:
-    """Sentence on a learning rate that does not go on where the earlier start of a run left it; None if it
+    """Sentence on a learning rate that does not continue where the earlier start of a run left it; None if it
     does.
 
     resumed: step of the checkpoint that the run starts from; steps: updates of the whole run; rate: learning

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 def run_row(config: Config, run: Run, model: RankModel, prepared: Prepared, resumed: int | None) -> Row:
     """Facts of one start of a run; {} on ranks other than the main one. Every rank calls it.
 
-    resumed: step of the checkpoint that the run goes on from, None for a new run.
+    resumed: step of the checkpoint that the run resumes from, None for a new run.
     """
     hosts = hosts_of(run.world)
     if not run.world.main:
@@ -89,7 +89,7 @@ def hosts_of(world: World) -> dict[str, Any]:
 
 
 def identity(folder: RunDir) -> dict[str, Any]:
-    """Id of the run in a folder, which it keeps however often it goes on, and the number of this start."""
+    """Id of the run in a folder, which it keeps however often it continues, and the number of this start."""
     starts = folder.rows("run")
     before = starts[-1] if starts else {}
     return {"id": before.get("id") or uuid.uuid4().hex, "start": len(starts) + 1}

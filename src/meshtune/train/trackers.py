@@ -112,7 +112,7 @@ class Metrics:
 
         `course`: the steps to come; `device`: torch's type, cuda or cpu; `memory`: print the memory of the
         first steps; `settings`: the resolved config as plain values, which some trackers show under `labels`;
-        `more`: trackers beside the named ones; `console` is None for stderr. The rest is as in the class.
+        `more`: trackers besides the named ones; `console` is None for stderr. The rest is as in the class.
         Raises UserError when a tracker is unknown, its library is missing, or it can't start.
         """
         if rank != 0:
@@ -207,7 +207,7 @@ class Metrics:
                 self.log_line(f"log.to: {name_of(tracker)} could not be closed: {error}")
 
     def log(self, row: Row, takers: Iterable[Tracker] | None = None) -> None:
-        """Hand a row to every tracker, or to `takers` of them alone."""
+        """Hand a row to every tracker, or only to `takers` of them."""
         for tracker in self.trackers if takers is None else takers:
             try:
                 tracker.log(row)

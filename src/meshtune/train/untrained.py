@@ -41,7 +41,7 @@ def untrained_sentences(
     *,
     files: Sequence[Path] | None = None,
 ) -> list[str]:
-    """A sentence that names such tokens and the remedy, if there are any; on the first rank alone.
+    """A sentence that names such tokens and the remedy, if there are any; only on the first rank.
 
     whole: the model to train, with what is frozen; a few rows of its files are read. stop_ids: tokens that
     end an answer. files: the model's safetensors; None: they are resolved, which may download them.

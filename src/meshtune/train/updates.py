@@ -43,7 +43,7 @@ def rate_in_words(config: Config) -> str:
 
 def length_sentences(config: Config, train: Dataset | Stream, steps: int, resumed: int | None) -> list[str]:
     """Sentences on the length of a run. steps: updates of the whole run; resumed: step of the checkpoint that
-    it goes on from, None for a new run.
+    it resumes from, None for a new run.
     """
     if resumed is not None and (done := nothing_left(config, resumed, steps)):
         return [done]
@@ -97,7 +97,7 @@ def nothing_left(config: Config, resumed: int, steps: int) -> str:
 def few_updates(config: Config, train: Dataset | Stream, steps: int, *, resumed: bool = False) -> str:
     """Sentence if the data and the global batch leave the run under FEW_UPDATES of its `steps`; else "".
 
-    resumed: True for a run that goes on, with the global batch that it has.
+    resumed: True for a run that continues, with the global batch that it has.
     """
     asked_for = any(limit.steps == steps for limit in limits(config, None))
     if isinstance(train, Stream) or steps >= FEW_UPDATES or asked_for:

@@ -258,7 +258,7 @@ async def gone(request: Request, error: Exception) -> Response:
 
 
 class Guard:
-    """Passes on requests to read, for a host name of this server, with the token where there is one."""
+    """Middleware: allow only GET and HEAD, known Host headers and, if set, the token; else 4xx."""
 
     def __init__(self, app: ASGIApp, *, host: str, token: str | None = None) -> None:
         """host: the address that is listened on. token: that a request must have; None: none."""

@@ -37,7 +37,7 @@ class Folders:
     """The given paths: folders of runs, run folders, sweeps' folders or databases."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
-        """Raises UserError for a path that does not exist, and for a file that is no sweep's database."""
+        """Raises UserError for a path that does not exist, and for a file that isn't a sweep's database."""
         for path in paths:
             if not path.exists():
                 raise UserError(f"{path} does not exist; name run folders, folders of runs, or sweeps.")

@@ -35,7 +35,7 @@ class Listed(NamedTuple):
 
     entry: Entry
     state: State
-    summary: Summary  # of its first and last rows alone
+    summary: Summary  # only of its first and last rows
     facts: Row  # of its last start
     changed: float  # seconds since 1970
 
@@ -213,7 +213,7 @@ def _stop(run: RunDir, facts: Row) -> str:
 def holder_of(lock: Path) -> int | None:
     """Id of the process that holds a file locked and open, on this machine; None where that is not known.
 
-    The table of locks has inodes, of which each disk has its own: a process without the file open is another
+    The table of locks has inodes, numbered by each disk: a process without the file open is another
     file's, and must get no signal.
     """
     try:

@@ -1,4 +1,4 @@
-"""A run's state in the list, from its files: summary.status in one word, with the reason beside it."""
+"""A run's state in the list, from its files: summary.status in one word, with the reason next to it."""
 
 import os
 from collections.abc import Sequence

@@ -6,10 +6,12 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import fewest_keys
 import pytest
 import transformers
 import trl
 import yaml
+from fewest_keys import AXOLOTL, TRL
 from golden import refuses, says
 from jsonschema import Draft202012Validator
 
@@ -24,19 +26,9 @@ from meshtune.tools.table import OTHERS, TOOLS, table
 
 FILES = Path(__file__).parents[2] / "data" / "migrate"
 Migrate = Callable[..., Migrated]
-AXOLOTL = {"base_model": "m", "datasets": [{"path": "rows.jsonl"}], "learning_rate": 1e-4}
-TRL = {"model_name_or_path": "m", "dataset_name": "org/rows", "max_length": 64, "output_dir": "out"}
-FACTORY = {"model_name_or_path": "m", "stage": "sft", "dataset": "a", "template": "llama3", "cutoff_len": 64}
-TORCHTUNE = {
-    "model": {"_component_": "torchtune.models.qwen2.qwen2_0_5b"},
-    "checkpointer": {"checkpoint_dir": "m"},
-    "tokenizer": {"max_seq_len": 128},
-    "dataset": {"_component_": "torchtune.datasets.alpaca_dataset"},
-    "batch_size": 2,
-    "optimizer": {"_component_": "torch.optim.AdamW", "lr": "3e-4"},
-}
-
-
+FACTORY = fewest_keys.FACTORY | {"template": "llama3"}
+OPTIMIZER = {"_component_": "torch.optim.AdamW", "lr": "3e-4"}
+TORCHTUNE = fewest_keys.TORCHTUNE | {"tokenizer": {"max_seq_len": 128}, "optimizer": OPTIMIZER}
 ENTRIES = {tool: table(tool).own.values() for tool in (*TOOLS, *OTHERS)}
 
 
@@ -407,7 +399,7 @@ OTHER_JOBS: list[tuple[dict[str, Any], str]] = [
     (TRL | {"loss_type": "dapo"}, "reinforcement learning"),
     (TRL | {"vllm_mode": "colocate", "use_vllm": True, "teacher_model_name_or_path": "t"}, "distillation"),
     (TRL | {"vllm_mode": "colocate", "temperature": 0.9, "top_p": 1.0}, "training on answers that vLLM"),
-    (TRL | {"lora_task_type": "SEQ_2_SEQ_LM"}, "training of a model that is no causal"),
+    (TRL | {"lora_task_type": "SEQ_2_SEQ_LM"}, "training of a model that is not a causal"),
     (
         AXOLOTL | {"model_type": "AutoModelForSequenceClassification", "num_labels": 1, "reward_model": True},
         "training of a reward model",
@@ -505,6 +497,7 @@ def test_all_refusals_are_said_at_once(migrated: Migrate) -> None:
         (AXOLOTL | {"datasets": [{"path": "x", "type": "sharegpt", "conversation": "vicuna"}]}, "datasets"),
         (AXOLOTL | {"pretraining_dataset": {"path": "x", "skip": 9}, "max_steps": 9}, "pretraining_dataset"),
         (AXOLOTL | {"chat_template": "tokenizer_default_fallback_phi_4"}, "chat_template"),
+        (FACTORY | {"template": "x" * 300}, "template"),
         (AXOLOTL | {"plugins": ["axolotl.integrations.liger.LigerPlugin", "mine.Plugin"]}, "plugins"),
         (AXOLOTL | {"dense_mixer": True}, "dense_mixer"),
         (AXOLOTL | {"shuffle_merged_datasets": False}, "shuffle_merged_datasets"),

@@ -507,6 +507,8 @@ def test_accelerate_wraps_by_zero_stage_and_recomputes_in_one_place(
     alone = exported("accelerate", "dp2-mb1-ga1-full", "train.num_epochs=2", "train.max_steps=null")
     values = yaml.safe_load(alone.files["training_arguments.yaml"])
     assert values["gradient_checkpointing"] and values["num_train_epochs"] == 2
+    once = exported("llamafactory", "mb1-ga1", "train.max_steps=null").files["llamafactory.yaml"]
+    assert yaml.safe_load(once)["num_train_epochs"] == 1  # its default is 3
 
 
 @needs("deepspeed")

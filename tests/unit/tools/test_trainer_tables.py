@@ -147,6 +147,8 @@ def test_without_a_network_the_wheels_are_skipped_with_the_reason_but_required_i
         "train.muon_lr",
         "train.momentum",
         "train.nproc",
+        "zero_optimization.stage",
+        "parallelism.tensor_parallel_degree",
     ],
 )
 def test_a_pasted_key_gets_its_counterpart_or_the_reason_and_never_a_guess(key: str) -> None:

@@ -1,4 +1,4 @@
-"""Seconds of one block and one micro-batch on a rank: computation, and the collectives beside it."""
+"""Seconds of one block and one micro-batch on a rank: computation, and the collectives next to it."""
 
 from __future__ import annotations
 

@@ -88,10 +88,10 @@ def ranks_in_node(ranks: Number, stride: Number, machine: Machine) -> Number:
 
 
 def exposed(machine: Machine, computing: Number, collective: Number, overlap: Number) -> Number:
-    """Seconds that a collective adds to the computation beside it.
+    """Seconds that a collective adds to the computation next to it.
 
-    computing, collective: seconds of each alone. overlap: share, 0 to 1, that runs beside the computation of
-    the time in which both could. What is longer than the computation is always exposed, and beside it the
+    computing, collective: seconds of each alone. overlap: share, 0 to 1, that runs during the computation of
+    the time in which both could. What is longer than the computation is always exposed, and next to it the
     computation takes `contention` longer: collectives take multiprocessors, memory bandwidth and power.
     """
     return collective - overlap * np.minimum(computing, collective / (1 + machine.contention))
@@ -143,7 +143,7 @@ def context_collectives(
     All-gathers of keys and values, or with ulysses all-to-alls of sequences for heads (Jacobs et al. 2023,
     arXiv:2309.14509); once in the forward, once in the backward, once where the forward is repeated.
 
-    attention: seconds of its forward in one block; its backward's are more. A ring can run beside it, an
+    attention: seconds of its forward in one block; its backward's are more. A ring can run meanwhile, an
     all-to-all before and after it.
     """
     tokens, cp = layouts.rank_tokens(seq_len), layouts.cp
@@ -204,7 +204,7 @@ def gradient_collectives(work: Work, layouts: Columns, machine: Machine, block: 
 
     Gradients are all-reduced between replicas and under ZeRO-1 reduce-scattered, a share of it hidden behind
     the last backward, none with a zero-bubble schedule or by torch's stages under ZeRO-1. ZeRO-1 and -2
-    gather weights once, a share of it beside the first forward. ZeRO-2's and -3's collectives of what is
+    gather weights once, a share of it during the first forward. ZeRO-2's and -3's collectives of what is
     outside the blocks come with each micro-batch and have nothing to hide behind.
 
     block: a mean block of the rank, for one micro-batch, whose passes hide a part of them.
@@ -229,7 +229,7 @@ def gradient_collectives(work: Work, layouts: Columns, machine: Machine, block: 
     last = machine.counted * outside / layouts.tp * work.trained_outside / np.maximum(trained, 1.0)
     beside = (1 - last) * reducing
     hidden = beside - exposed(machine, backward, beside, machine.data_overlap)
-    # Their last backward is of weights alone, and runs no hooks that could start a collective.
+    # Their last backward is of only weights, and runs no hooks that could start a collective.
     behind = layouts.runs(*ZERO_BUBBLE)
     # torch's stages reduce in an action of their own, once all micro-batches are through (REDUCE_GRAD).
     behind = behind | ((machine.torch_stages > 0) & (layouts.pp > 1) & (zero == 1))
@@ -243,7 +243,7 @@ def gradient_collectives(work: Work, layouts: Columns, machine: Machine, block: 
     root = outside / layouts.tp / machine.shard_share
     times = np.where(machine.ends_apart > 0, 1.0, 2.0)
     root_gather = ring_collectives(machine, times * machine.weight_bytes * root, shards, shards_in_node)
-    # A head of its own is half of it, reduced beside the backward; with a pipeline the first rank's counts.
+    # A head of its own is half of it, reduced during the backward; with a pipeline the first rank's counts.
     beside = np.where((machine.ends_apart > 0) & (layouts.pp == 1), 0.5 * (1 - work.tied), 0.0)
     root_gradients = machine.scatter_bytes * root * work.trained_outside * (1 - beside)
     root_scatter = ring_collectives(machine, root_gradients, shards, shards_in_node)

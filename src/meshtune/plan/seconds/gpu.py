@@ -123,7 +123,7 @@ def elementwise(machine: Machine, tokens: Number, work: Work, layouts: Columns) 
 
 
 def adapter_sums(machine: Machine, tokens: Number, work: Work, layouts: Columns) -> tuple[Number, Number]:
-    """Seconds of (forward, backward) in a block of what LoRA adds beside its matmuls: memory traffic.
+    """Seconds of (forward, backward) in a block of what LoRA adds to its matmuls: memory traffic.
 
     The outputs of B are scaled and added to those of the adapted matrix; in the backward gradients are scaled
     again, and those of its inputs are added up. tokens: of a micro-batch on this rank.

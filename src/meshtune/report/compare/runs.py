@@ -56,7 +56,7 @@ class Answers:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Runs beside each other; every tuple of cells is in the order of `names`."""
+    """Runs side by side; every tuple of cells is in the order of `names`."""
 
     names: tuple[str, ...]
     runs: tuple[RunDir, ...]

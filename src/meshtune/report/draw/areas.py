@@ -18,7 +18,7 @@ from meshtune.report.draw.encode import (
 from meshtune.report.draw.kinds import Areas, Mark, Point
 
 STRIP, TEXTS = 9, 16  # px of height of the bands, and of the sections' names below them
-EDGE = 0.05  # share of the width beside the end of a section in which a peak's text is not centred
+EDGE = 0.05  # share of the width next to the end of a section in which a peak's text is not centred
 DASHED = {"strokeDash": [5, 3], "strokeWidth": 1.3}
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import NamedTuple
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.measure import Measurement
@@ -19,14 +18,6 @@ LETTERS |= {"gathered weights": "w", "context": "X", "overhead": "V"}
 FREE = "·"
 WIDEST = 26  # terminal columns of a bar
 EIGHTHS = " ▏▎▍▌▋▊▉█"
-
-
-class Segments(NamedTuple):
-    """The lengths that a bar shows, however wide it is drawn."""
-
-    parts: Mapping[str, float]  # name -> length; the name "" is drawn blank
-    scale: float  # length that fills the width
-    until: float = 0.0  # length up to which dots follow the segments
 
 
 @dataclass(frozen=True)
@@ -127,10 +118,8 @@ class Legend:
 
 
 @dataclass(frozen=True)
-class Name:
+class Marked:
     """A segment's name next to its colour or letter."""
-
-    MARK = 2  # terminal columns before the name
 
     name: str
 
@@ -138,4 +127,4 @@ class Name:
         yield Text.assemble(Legend.mark(self.name, console), " ", self.name, no_wrap=True)
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        return Measurement(width := self.MARK + len(self.name), width)
+        return Measurement(width := 2 + len(self.name), width)

@@ -54,7 +54,7 @@ def specification(
 @lru_cache(maxsize=256)
 def _of_curves(empty: Lines, dots: Sequence[bool], width: Width, title_offset: int | None) -> str:
     """Specification, as JSON, of a panel of curves without their points: Altair takes longest for it, and
-    the page of a run that goes on needs it again and again.
+    the page of a run that continues needs it again and again.
     """
     with debug_mode(False):
         return json.dumps(_specification(lines(empty, dots), empty, width, title_offset))

@@ -35,10 +35,10 @@ class Lines:
 
     key: str
     title: str
-    unit: str  # of y; shown beside the title
+    unit: str  # of y; shown next to the title
     series: tuple[Series, ...]
     form: str  # d3 format of a value in the tooltip, such as ".4f"
-    y_title: str  # name or unit of the y axis, beside it
+    y_title: str  # name or unit of the y axis, next to it
     from_zero: bool = False  # whether the y axis begins at 0
     x_title: str = "step"
     x_end: float | None = None  # end of the x axis, which charts side by side share; None: the last point
@@ -47,7 +47,7 @@ class Lines:
 
 @dataclass(frozen=True)
 class Mark:
-    """A dashed line across a chart, at `value` of a number axis, with `text` beside it."""
+    """A dashed line across a chart, at `value` of a number axis, with `text` next to it."""
 
     value: float
     text: str
@@ -62,7 +62,7 @@ class Stacks:
 
     key: str
     title: str
-    unit: str  # of all sizes; shown beside the title and in tooltips
+    unit: str  # of all sizes; shown next to the title and in tooltips
     names: tuple[str, ...]  # of the bars, top to bottom
     parts: Mapping[str, tuple[float, ...]]  # part -> its size in each bar, in the order of `names`
     ends: tuple[str, ...] = ()  # a text behind each bar, in the order of `names`; (): none
@@ -76,7 +76,7 @@ class Stacks:
 class Axis:
     """A number axis of `Scatter`."""
 
-    title: str  # beside the axis and in tooltips, with its unit
+    title: str  # next to the axis and in tooltips, with its unit
     ends: tuple[float, float]  # lowest and highest value; both above 0 if `log`
     log: bool = False
     ticks: tuple[float, ...] = ()  # values; empty: round values
@@ -112,7 +112,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Label:
-    """The text of `point`, drawn beside it; `\\n` begins a new line."""
+    """The text of `point`, drawn next to it; `\\n` begins a new line."""
 
     point: Point
     align: Literal["left", "center", "right"] = "center"  # left: the text begins at the point
@@ -135,7 +135,7 @@ class Scatter:
 
     key: str
     title: str
-    unit: str  # shown beside the title
+    unit: str  # shown next to the title
     groups: tuple[Group, ...]
     x: Axis
     y: Axis
@@ -164,7 +164,7 @@ class HeatMap:
 
     key: str
     title: str
-    unit: str  # of the values; shown beside the title and in tooltips
+    unit: str  # of the values; shown next to the title and in tooltips
     columns: tuple[str, ...]
     rows: tuple[str, ...]  # top to bottom
     cells: tuple[tuple[Cell | None, ...], ...]  # [row][column]; None: nothing is drawn
@@ -191,7 +191,7 @@ class Timeline:
 
     key: str
     title: str
-    unit: str  # of start and end; shown beside the title and in tooltips
+    unit: str  # of start and end; shown next to the title and in tooltips
     lanes: tuple[str, ...]  # top to bottom
     intervals: tuple[Interval, ...]
 
@@ -214,7 +214,7 @@ class Areas:
 
     key: str
     title: str
-    unit: str  # of all sizes; beside the y axis and in tooltips
+    unit: str  # of all sizes; next to the y axis and in tooltips
     x: tuple[float, ...]  # ascending; two equal ones are a jump
     parts: Mapping[str, tuple[float, ...]]  # part -> its size at each x
     texts: tuple[str, ...]  # of each x, in tooltips

@@ -30,7 +30,7 @@ def dotted(panel: Lines) -> tuple[bool, ...]:
 
 
 def end_of(panel: Lines) -> tuple[str, float]:
-    """Name and value of the parameter that ends the x axis. A page which goes on sets it."""
+    """Name and value of the parameter that ends the x axis. A page which continues sets it."""
     last = max((one.x[-1] for one in panel.series if one.x), default=1)
     return f"end_{panel.key}", panel.x_end or last or 1
 

@@ -130,7 +130,7 @@ def _guide(guide: Guide, across: alt.X, up: alt.Y) -> list[alt.Chart]:
 
 
 def _labels(labels: Sequence[Label], across: alt.X, up: alt.Y) -> alt.Chart:
-    """Texts beside points. labels: not empty, all with equal align and above. across, up: see `_alike`."""
+    """Texts next to points. labels: not empty, all with equal align and above. across, up: see `_alike`."""
     columns = {
         "x": [float(label.point.x) for label in labels],
         "y": [float(label.point.y) for label in labels],

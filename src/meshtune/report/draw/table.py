@@ -12,20 +12,37 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.measure import Measurement
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from meshtune.report.draw.bars import WIDEST, Bar, Legend, Name, Segments
 from meshtune.report.draw.page import text
 
+if TYPE_CHECKING:
+    from meshtune.report.draw.bars import Legend
+
 LEAST = 24  # terminal columns down to which words wrap, where they are as long
-NARROWEST = 8  # terminal columns of a bar
+NARROWEST, WIDEST = 8, 26  # terminal columns of a bar
 GAP = 2  # terminal columns between columns
 PIECE = re.compile(r"[^\s-]*-+|\S+\s*|\s+")  # lines of words end behind these: spaces, and hyphens of names
+
+
+class Segments(NamedTuple):
+    """The lengths that a bar shows, however wide it is drawn."""
+
+    parts: Mapping[str, float]  # name -> length; the name "" is drawn blank
+    scale: float  # length that fills the width
+    until: float = 0.0  # length up to which dots follow the segments
+
+
+class Name(NamedTuple):
+    """A segment's name, which the terminal draws with its colour or letter in front."""
+
+    name: str
+
 
 Cell = str | Text | Name | Segments
 
@@ -225,9 +242,13 @@ def _lines(line: Text, width: int) -> Iterator[Text]:
 
 
 def _rendered(cell: Cell, column: Column, bar: int) -> RenderableType:
+    from meshtune.report.draw.bars import Bar, Marked  # which import the planner's names of parts
+
     if isinstance(cell, Segments):
         return Bar(*cell[:2], width=bar, until=cell.until)
-    if column.words and not isinstance(cell, Name):
+    if isinstance(cell, Name):
+        return Marked(cell.name)
+    if column.words:
         return Wrapped(cell if isinstance(cell, Text) else Text(cell))
     return Text(cell) if isinstance(cell, str) else cell
 
@@ -240,7 +261,7 @@ def _plain(cell: Cell) -> str:
 
 def _length(cell: Cell) -> int:
     """Terminal columns of the longest line of a cell."""
-    mark = Name.MARK if isinstance(cell, Name) else 0
+    mark = 2 if isinstance(cell, Name) else 0
     return mark + max(Text(line).cell_len for line in _plain(cell).split("\n"))
 
 

@@ -1,4 +1,4 @@
-"""The planner's prediction beside the dry run, from documents of `dryrun --json`.
+"""The planner's prediction next to the dry run, from documents of `dryrun --json`.
 
 side_by_side   one layout: memory by category, time by part
 layouts_table  several: peak and step time, a row each

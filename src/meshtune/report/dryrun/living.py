@@ -107,7 +107,7 @@ class Row(NamedTuple):
     """Bytes by category of one module, or of all blocks together."""
 
     name: str
-    blocks: int  # how many; 0: it is no block
+    blocks: int  # how many; 0: it isn't a block
     parts: dict[str, int]
 
 

@@ -82,7 +82,7 @@ def panels(run: DryRun) -> list[Panel]:
 
 
 def listings(run: DryRun) -> list[Table]:
-    """Every table that has a row: the peaks of all ranks beside each other, then all else of each rank."""
+    """Every table that has a row: the peaks of all ranks side by side, then all else of each rank."""
     tables = [peak_table(run.traces, run.reserved), *run.others]
     for trace in run.traces:
         tables += rank_listings(run, trace)

@@ -18,7 +18,7 @@ STEPS = ("first step", "later steps")
 def peak_table(
     traces: Sequence[RankTrace], reserved: Mapping[str, Mapping[int, Sequence[int]]] | None = None
 ) -> Table:
-    """Bytes at the peak by category, of the first step beside later ones, for each rank.
+    """Bytes at the peak by category, of the first step and of later ones, for each rank.
 
     reserved: title -> rank -> bytes that an allocator holds at most in each step: a row for each title.
     """

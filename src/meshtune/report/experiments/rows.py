@@ -119,8 +119,8 @@ class Sweep:
 
     @cached_property
     def label(self) -> Callable[[Experiment], str]:
-        """Function that names the workload of an experiment: its model, and the settings beside it that the
-        sweep changes and that are no question of speed (layout, GPUs, seed). Of more than MOST_LABELS
+        """Function that names the workload of an experiment: its model, and the settings besides it that the
+        sweep changes and that are not questions of speed (layout, GPUs, seed). Of more than MOST_LABELS
         workloads the names are those of the models alone.
         """
         whole = self.naming(())

@@ -248,7 +248,7 @@ def scaling(best: Mapping[int, Choice]) -> Scatter:
         last = place == len(points) - 1
         neighbour = speeds[place - 1 if last else place + 1] if len(points) > 1 else 0.0
         text = Point(point.x, point.y, f"{number(speed)}\n{point.text}")
-        labels.append(Label(text, "right" if last else "left", above=speed >= neighbour))  # beside the line
+        labels.append(Label(text, "right" if last else "left", above=speed >= neighbour))  # next to the line
     reach = (sizes[-1] / sizes[0]) ** 0.04 if len(sizes) > 1 else 2
     return Scatter(
         "scaling",

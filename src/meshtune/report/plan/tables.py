@@ -23,9 +23,9 @@ from meshtune.plan.phrases import spent
 from meshtune.plan.programs import MESHTUNE
 from meshtune.plan.search import Choice
 from meshtune.plan.seconds.step import PARTS
-from meshtune.report.draw.bars import Legend, Name, Segments
+from meshtune.report.draw.bars import Legend
 from meshtune.report.draw.colours import MEMORY_PARTS
-from meshtune.report.draw.table import Column, Table
+from meshtune.report.draw.table import Column, Name, Segments, Table
 from meshtune.report.plan.numbers import (
     common_error,
     memory_parts,
@@ -193,7 +193,7 @@ def clusters_table(offers: Sequence[Offer], chosen: Offer, *, memory: bool = Fal
 
     "speed-up" compares tokens/s of whole clusters with the first that has a layout, "efficiency" tokens/s/GPU
     with the smallest cluster of the same kind. Hours and prices have a column where they are known.
-    memory: whether peaks have one, as they have beside processors, whose times mean nothing.
+    memory: whether peaks have one, as on processors, whose times mean nothing.
     """
     marks = [mark(offer, chosen) for offer in offers]
     choices = [offer.choice for offer in offers]

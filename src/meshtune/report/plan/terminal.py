@@ -121,7 +121,7 @@ def explained(explanations: Sequence[Explanation]) -> RenderableType:
 
 
 def compared(explanations: Sequence[Explanation]) -> RenderableType:
-    """Layouts beside each other, then the reasons against each and its levers."""
+    """Layouts side by side, then the reasons against each and its levers."""
     parts: list[RenderableType] = [side_by_side([one.choice for one in explanations])]
     for letter, one in zip(string.ascii_uppercase, explanations, strict=False):
         parts += reasons(one, letter)

@@ -19,7 +19,7 @@ class Curve(Series):
     kind: str = ""  # of the rows
     column: str = ""
     per: float = 1  # divides the values
-    last: tuple[float, ...] = ()  # values of which the mean at the end is; (): the curve is no mean
+    last: tuple[float, ...] = ()  # values of which the mean at the end is; (): the curve isn't a mean
 
 
 def panels(rows: Sequence[Row]) -> list[Lines]:

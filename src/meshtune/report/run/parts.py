@@ -1,4 +1,4 @@
-"""A run's time by part and memory by category as panels, over its steps and beside the prediction.
+"""A run's time by part and memory by category as panels, over its steps and next to the prediction.
 
 All of them are of the run's last start. What was not measured, or not predicted, has no panel.
 """

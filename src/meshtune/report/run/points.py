@@ -1,4 +1,4 @@
-"""Points that rows add to a run's curves once these are drawn, so that a page which stays open goes on."""
+"""Points that rows add to a run's curves once these are drawn, so that a page which stays open continues."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ Point = dict[str, float]  # "x": step, "y0": value of a panel's first curve …
 
 
 class Points:
-    """The curves of a page, as they go on."""
+    """The curves of a page, as they continue."""
 
     def __init__(self, panels: Sequence[Panel]) -> None:
         drawn = [panel for panel in panels if isinstance(panel, Lines)]

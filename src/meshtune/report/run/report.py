@@ -168,7 +168,7 @@ def _subtitle(summary: Summary, facts: Row) -> str:
 
 def _headline(summary: Summary) -> str:
     """The headline numbers as tiles."""
-    tiles: list[tuple[str, str, str]] = []  # (label, value, small text beside it)
+    tiles: list[tuple[str, str, str]] = []  # (label, value, small text next to it)
     if summary.last_exact_match is not None:
         before = "" if summary.first_exact_match is None else f"from {summary.first_exact_match:.1%}"
         tiles.append(("Exact match", f"{summary.last_exact_match:.1%}", before))
@@ -283,7 +283,7 @@ def _leaves(facts: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, s
 
 
 def _fact(value: Any) -> str:
-    """A fact as text; large counts get a short form beside the exact one."""
+    """A fact as text; large counts get a short form next to the exact one."""
     if isinstance(value, list):
         return ", ".join(map(_fact, value))
     if isinstance(value, int) and not isinstance(value, bool) and value >= 10**6:

@@ -43,7 +43,7 @@ SWITCH = (
 
 
 def _cells(names: Sequence[str], row: Asked) -> str:
-    """HTML of a table row's cells. names: of the columns, which a narrow screen shows beside each cell."""
+    """HTML of a table row's cells. names: of the columns, which a narrow screen shows next to each cell."""
     prompt = text(row.question)
     if row.prompt != row.question:
         prompt = f"<span class='plain'>{prompt}</span><span class='exact'>{text(row.prompt)}</span>"

@@ -69,7 +69,7 @@ class Summary:
     first_exact_match: float | None = None  # share of the prompts, 0 to 1
     last_exact_match: float | None = None
     prompts: int | None = None  # number of prompts that exact match was measured on
-    tokens_per_second_per_gpu: float | None = None  # median over steps that are no warm-up
+    tokens_per_second_per_gpu: float | None = None  # median over steps that aren't warm-up
     mfu: float | None = None  # median over the same steps, 0 to 1
     tokens: int | None = None  # trained on, without padding
     seconds: float | None = None  # of training steps
@@ -78,7 +78,7 @@ class Summary:
     model_folder: str | None = None  # None until it exists
     report: str | None = None  # None until it exists
     causes: tuple[Cause, ...] = ()  # that make the run slow, the costliest first; empty where it is healthy
-    left_out: str = ""  # a sentence on lines of its files that are no rows; "" where all are
+    left_out: str = ""  # a sentence on lines of its files that aren't rows; "" where all are
 
     def as_dict(self) -> dict[str, Any]:
         """The fields as plain values, for JSON."""
