@@ -15,13 +15,11 @@ from typing import TYPE_CHECKING, NamedTuple
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from meshtune.plan.cost import RunCost, money
+from meshtune.plan.cost import money
 from meshtune.plan.memory.stages import RANKS
 from meshtune.plan.memory.tensors import EVENTS
-from meshtune.plan.offers import Offer
 from meshtune.plan.phrases import spent
 from meshtune.plan.programs import MESHTUNE
-from meshtune.plan.search import Choice
 from meshtune.plan.seconds.step import PARTS
 from meshtune.report.draw.bars import Legend
 from meshtune.report.draw.colours import MEMORY_PARTS
@@ -41,6 +39,7 @@ from meshtune.report.plan.numbers import (
 from meshtune.units import GIB, counted, human
 
 if TYPE_CHECKING:
+    from meshtune.plan.answer import Offer
     from meshtune.plan.cost import RunCost
     from meshtune.plan.search import Choice
 
