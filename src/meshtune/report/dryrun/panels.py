@@ -19,7 +19,7 @@ from meshtune.meter.trace import CATEGORIES, RankTrace, StepTrace
 from meshtune.report.draw.kinds import Areas, Band, Interval, Mark, Point, Timeline
 from meshtune.report.draw.thin import MOST_ROWS
 from meshtune.report.dryrun.living import described, levels
-from meshtune.report.plan.over_time import passes_panel
+from meshtune.report.plan.passes import passes_panel
 from meshtune.units import GIB, human
 
 if TYPE_CHECKING:

@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from meshtune.plan.over_time import StepOverTime, Timed, memory_over_time, step_over_time
+from meshtune.plan.over_time import StepOverTime, memory_over_time, step_over_time
 from meshtune.plan.search import Choice
 from meshtune.plan.workload import Workload
 from meshtune.report.draw.colours import MEMORY_PARTS
-from meshtune.report.draw.kinds import Areas, Interval, Mark, Panel, Timeline
+from meshtune.report.draw.kinds import Areas, Mark, Panel, Timeline
 from meshtune.report.plan.numbers import named, nonzero
+from meshtune.report.plan.passes import passes_panel
 from meshtune.units import GIB
-
-PASSES = {
-    "F": "forward",
-    "B": "backward",
-    "I": "backward of inputs",
-    "W": "backward of weights",
-    "data": "data",
-    "optimizer": "optimizer",
-}
 
 
 def over_time(workload: Workload, choice: Choice) -> list[Panel]:
@@ -61,23 +51,3 @@ def _span(drawn: StepOverTime) -> str:
     """Name what is drawn: a step, or one of fewer micro-batches."""
     every, some = (one.gradient_accumulation_steps for one in (drawn.whole, drawn.layout))
     return "one step" if some == every else f"a step, {some} of its {every} micro-batches"
-
-
-def passes_panel(timed: Sequence[Timed], title: str) -> Timeline:
-    """Passes of pipeline ranks, a lane for each rank; gaps are the bubble."""
-    lanes = {rank: f"rank {rank}" for rank in sorted({one.rank for one in timed})}
-    return Timeline(
-        "pipeline",
-        title,
-        "seconds",
-        tuple(lanes.values()),
-        tuple(
-            Interval(lanes[one.rank], one.start, one.end, PASSES[one.kind], _detail(one))
-            for one in timed
-            if one.end > one.start
-        ),
-    )
-
-
-def _detail(one: Timed) -> str:
-    return f"micro-batch {one.micro_batch}, stage {one.stage}" if one.stage >= 0 else ""
