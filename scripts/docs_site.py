@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 OUTSIDE = (
     *("CHANGELOG.md", "CONTRIBUTING.md", "CITATION.cff", "LICENSE", "quickstart/README.md"),
     *("examples/*.yaml", "examples/sweeps/*.yaml", "examples/*.toml"),
-    *("src/meshtune/plan/*.toml", "src/meshtune/plan/typical.py"),
+    *("src/meshtune/plan/*.toml", "src/meshtune/plan/models.py"),
     *("src/meshtune/dryrun/*.toml", "src/meshtune/dryrun/allocator.py", "src/meshtune/dryrun/streams.py"),
     *("validation/*", "validation/data/*.md"),
     *("benchmarks/**/*.md", "benchmarks/results/*"),

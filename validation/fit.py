@@ -37,7 +37,7 @@ from measured import (
     work_of,
 )
 
-from meshtune.plan.fitting import fitted, folds, left_out
+from meshtune.plan.calibration import fitted, folds, left_out
 from meshtune.plan.hardware import catalogue, stacks
 from meshtune.plan.seconds.step import step
 

@@ -63,7 +63,7 @@ def whole(value: Any) -> Any:
 
 
 def prices(value: Any) -> Any:
-    """Return a value that can be a price or several; plan/prices.py judges the entries of a mapping."""
+    """Return a value that can be a price or several; plan/cluster.py judges the entries of a mapping."""
     number = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
     table = isinstance(value, Mapping) and all(
         isinstance(price, int | float | str) for price in value.values()

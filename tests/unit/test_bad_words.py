@@ -18,7 +18,7 @@ from meshtune.commands.plan import compare, explain, plan
 from meshtune.commands.plan import export as export_plan
 from meshtune.commands.report import report
 from meshtune.errors import UserError
-from meshtune.plan.sizes import sizes_of
+from meshtune.plan.cluster import sizes_of
 
 NOT_UTF8 = os.fsdecode(b"a\xff")
 

@@ -15,8 +15,7 @@ from meshtune.config import Config, load
 from meshtune.errors import UserError, expanded
 from meshtune.plan.calibration import CAPPED, CONSTANTS, Calibration, Planned, calibrated, check_one_machine
 from meshtune.plan.cluster import Cluster, cluster_of
-from meshtune.plan.hardware import GIGA, catalogue, kind_table, stacks
-from meshtune.plan.kinds import cluster_table
+from meshtune.plan.hardware import GIGA, catalogue, cluster_table, kind_table, stacks
 from meshtune.plan.step_parts import MeasuredRun
 from meshtune.rundir import RunDir, write_text_atomically
 from meshtune.sections import ClusterConfig

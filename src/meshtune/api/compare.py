@@ -9,8 +9,7 @@ from meshtune.api.measured_runs import StrPath, cluster_of_run, read_runs
 from meshtune.api.plan import Log, silent, workload_of_run
 from meshtune.config import Config, load
 from meshtune.errors import UserError
-from meshtune.plan.calibration import Planned
-from meshtune.plan.comparison import parts_off
+from meshtune.plan.calibration import Planned, parts_off
 from meshtune.plan.facts import tensors
 from meshtune.plan.search import explained
 from meshtune.plan.step_parts import MeasuredRun, predicted_parts

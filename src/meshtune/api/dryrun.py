@@ -33,9 +33,8 @@ from meshtune.placement.rules import refusals
 from meshtune.plan import answer
 from meshtune.plan.accounting import stack_accounting
 from meshtune.plan.changes import Lighter, out_of_memory
-from meshtune.plan.cluster import Cluster, cluster_for
+from meshtune.plan.cluster import Cluster, cluster_for, other_units
 from meshtune.plan.explanation import explain
-from meshtune.plan.other_units import other_units
 from meshtune.plan.phrases import unmeasured
 from meshtune.plan.search import explained
 from meshtune.plan.workload import Uncounted, Workload, lighter_workloads, workload_of

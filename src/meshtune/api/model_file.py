@@ -3,7 +3,7 @@
 model.name ─┬─ folder, or the hub's cache ──────────────────> its config.json
             ├─ the hub, asked once ─────────────────────────> its config.json
             └─ the hub doesn't answer, or the model is gated ─> models.toml, and a sentence that says so
---params ─────> typical.py, and a sentence with the shape
+--params ─────> models.py, and a sentence with the shape
 """
 
 import json
@@ -18,8 +18,7 @@ from meshtune.errors import UserError
 from meshtune.model.census_cache import config_file
 from meshtune.model.hub import NotFromHub
 from meshtune.nearest import nearest
-from meshtune.plan.models import known_config, known_names
-from meshtune.plan.typical import typical_config, typical_parameters
+from meshtune.plan.models import known_config, known_names, typical_config, typical_parameters
 
 
 @contextmanager

@@ -14,13 +14,11 @@ from meshtune.model.census_cache import numbers_of
 from meshtune.plan import answer
 from meshtune.plan.answer import Answer
 from meshtune.plan.changes import Lighter
-from meshtune.plan.cluster import cluster_for, with_memory_budget
+from meshtune.plan.cluster import cluster_for, other_units, sizes_of, with_memory_budget
 from meshtune.plan.cost import bounds_of
 from meshtune.plan.explanation import Explanation, explain
-from meshtune.plan.other_units import other_units
 from meshtune.plan.programs import MESHTUNE
 from meshtune.plan.search import Choice
-from meshtune.plan.sizes import sizes_of
 from meshtune.plan.step_parts import MeasuredRun
 from meshtune.plan.workload import Workload, lighter_workloads, positions_note, workload_of
 from meshtune.tools.export import tool_for
@@ -58,7 +56,7 @@ def plan(
     no run keeps `by` and `budget`.
     """
     if goal:
-        log(f"--goal is now --sort and will go in the next version: write --sort {goal}.")
+        log("plan(goal=…) is read in this version, not in the next; write sort=….")
     config = with_memory_budget(config_of(config, overrides), memory_budget)
     bounds, sizes = bounds_of(by, budget), sizes_of(gpus, config)
     with workloads(config, tool, log) as (workload, lighter):

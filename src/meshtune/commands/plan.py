@@ -4,6 +4,7 @@ Other questions on the same settings are sub-commands with options of their own 
 `meshtune plan explain LAYOUT`, `compare`, `max` and `export`.
 """
 
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -33,7 +34,6 @@ Gpus = Annotated[
     typer.Option(metavar="N,NxKIND,…", help="compare clusters, such as 16,32 or 8xh100-sxm,8xmi300x"),
 ]
 Sort = Annotated[str, typer.Option(help="what the first is best in: speed, cost, gpus, memory")]
-Goal = Annotated[str | None, typer.Option(hidden=True)]  # the old name of --sort
 By = Annotated[
     str | None, typer.Option(metavar="TIME", help="the longest time of the run, such as 48h or 2d12h")
 ]
@@ -64,7 +64,11 @@ class WithSubcommands(TyperCommand):
 
 
 def in_new_words(args: list[str]) -> list[str]:
-    """The words with an earlier version's option (--explain LAYOUT) as the sub-command that replaced it."""
+    """The words with an earlier version's options (--explain LAYOUT, --goal) as what replaced them."""
+    renamed = [re.sub(r"^--goal(?=$|=)", "--sort", word) for word in args]
+    if renamed != args:
+        log("--goal is read in this version, not in the next; write --sort.")
+    args = renamed
     name, values, others, words = "", [], [], iter(args)
     old = {} if args and args[0] in SUBCOMMANDS else SUBCOMMANDS
     for word in words:
@@ -86,7 +90,6 @@ def plan(
     *,
     gpus: Gpus = None,
     sort: Sort = "speed",
-    goal: Goal = None,
     by: By = None,
     budget: Budget = None,
     params: Params = None,
@@ -107,7 +110,7 @@ def plan(
     config = config_of(settings, memory_budget, params)
     search(
         config, settings or [], tool=tool, top=top, verify=verify, plot=plot, as_json=as_json,
-        gpus=gpus or (), sort=sort, goal=goal, by=by, budget=budget,
+        gpus=gpus or (), sort=sort, by=by, budget=budget,
     )  # fmt: skip
 
 
@@ -189,7 +192,6 @@ def export(
     to: Annotated[Path, typer.Option(help="the folder to write into")] = FOLDER,
     gpus: Gpus = None,
     sort: Sort = "speed",
-    goal: Goal = None,
     by: By = None,
     budget: Budget = None,
     memory_budget: MemoryBudget = None,
@@ -204,7 +206,7 @@ def export(
     check(tool, config)
     search(
         config, settings or [], tool=tool, export_to=expanded(to), top=top, plot=plot, as_json=as_json,
-        gpus=gpus or (), sort=sort, goal=goal, by=by, budget=budget,
+        gpus=gpus or (), sort=sort, by=by, budget=budget,
     )  # fmt: skip
 
 
@@ -220,7 +222,7 @@ def config_of(settings: list[str] | None, memory_budget: str | None, params: str
     announce(file)
     from meshtune import config
     from meshtune.plan.cluster import with_memory_budget
-    from meshtune.plan.typical import PREFIX
+    from meshtune.plan.models import PREFIX
 
     if params:
         if named := [override for override in overrides if override.startswith("model.name=")]:
@@ -247,7 +249,7 @@ def search(
 
     settings: words of the command line that `meshtune train` takes too. tool: that runs the layout. plot: a
     file for charts; None: none. export_to: the folder that gets the tool's configuration; None: none. verify:
-    how many of the best layouts are dry-run, 0 or more. clusters: gpus, sort, goal, by and budget, as
+    how many of the best layouts are dry-run, 0 or more. clusters: gpus, sort, by and budget, as
     `api.plan.plan` takes them. Raises as that, and as `verify.verified`.
     """
     from meshtune.api import plan as api

@@ -8,8 +8,8 @@ A constant has one factor for all numbers of ranks: how it changes with them, th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import compress
 from typing import Any, NamedTuple
 
@@ -19,10 +19,9 @@ from meshtune.errors import UserError
 from meshtune.meter.parts import PARTS
 from meshtune.placement.columns import Columns
 from meshtune.plan.cluster import Cluster
-from meshtune.plan.fitting import determined, fitted, folds, left_out, spearman
 from meshtune.plan.hardware import SHARES
 from meshtune.plan.machine import Machine, machine_of
-from meshtune.plan.step_parts import MeasuredRun, parts_of_layouts
+from meshtune.plan.step_parts import MeasuredRun, parts_of_layouts, predicted_parts
 from meshtune.plan.workload import Workload
 from meshtune.units import counted
 
@@ -307,3 +306,223 @@ def _left_out(runs: Sequence[Planned], after: np.ndarray) -> list[LeftOut]:
         LeftOut(run.name, str(run.layout), run.layout.world, run.seconds, float(old), float(new))
         for run, old, new in zip((each.measured for each in runs), before, after, strict=True)
     ]
+
+
+# Fitting constants #
+
+#     fitted ─> constants by name      folds, left_out ─> predictions of each part by the others' constants
+#
+# `meshtune calibrate` fits those of a machine, validation/fit.py those that are shipped.
+
+
+Errors = Callable[[Mapping[str, float]], np.ndarray]  # constants -> errors, such as logarithms of ratios
+# lowest, as one would guess before any fit, highest
+Range = tuple[float, float, float]
+
+
+def fitted(
+    errors: Errors,
+    free: Mapping[str, Range],
+    weights: np.ndarray,
+    *,
+    scale: float,
+    ridge: float = 1e-4,
+    rounds: int = 40,
+) -> dict[str, float]:
+    """Values of the free constants that fit best, by Levenberg-Marquardt on logits between their bounds.
+
+    errors: of constants by name. free: bounds and guess of each. weights: of each error. scale: of an error
+    that counts linearly (a pseudo-Huber loss), or a few broken runs would decide. ridge: weight of the
+    distance from the guess, so that what no measurement tells stays there. rounds: iterations at most; it
+    ends before when the cost falls by less than 1e-6 of itself.
+    """
+    names = list(free)
+    low, first, high = (np.array([free[name][end] for name in names]) for end in range(3))
+    logits = np.clip(np.log((first - low + 1e-12) / np.maximum(high - first, 1e-12)), -4, 4)
+    origin = logits.copy()
+
+    def values(logits: np.ndarray) -> dict[str, float]:
+        found = low + (high - low) / (1 + np.exp(-logits))
+        return {name: float(value) for name, value in zip(names, found, strict=True)}
+
+    def cost(wrong: np.ndarray, logits: np.ndarray) -> float:
+        huber = 2 * scale**2 * (np.sqrt(1 + (wrong / scale) ** 2) - 1)
+        return float(weights @ huber + ridge * np.sum((logits - origin) ** 2))
+
+    damping, wrong = 1e-2, errors(values(logits))
+    now = cost(wrong, logits)
+    for _ in range(rounds):
+        slope = np.stack(
+            [(errors(values(logits + 1e-3 * unit)) - wrong) / 1e-3 for unit in np.eye(len(logits))], axis=1
+        )
+        w = weights / np.sqrt(1 + (wrong / scale) ** 2)
+        normal = slope.T @ (slope * w[:, None]) + ridge * np.eye(len(logits))
+        right = slope.T @ (w * wrong) + ridge * (logits - origin)
+        before = now
+        for _ in range(8):
+            move = np.linalg.solve(normal + damping * np.diag(np.diag(normal) + 1e-6), right)
+            there = logits - np.clip(move, -1.5, 1.5)
+            wrong_there = errors(values(there))
+            if (then := cost(wrong_there, there)) < now:
+                logits, wrong, now, damping = there, wrong_there, then, max(damping / 3, 1e-7)
+                break
+            damping *= 4
+        if before - now < 1e-6 * before:
+            break
+    return values(logits)
+
+
+def determined(slopes: Mapping[str, np.ndarray], least: float) -> list[str]:
+    """Names of constants that can be told apart, the clearest first.
+
+    A constant is left out where its effect is that of those before it, in some mixture, up to less than
+    `least` (the length of a vector): Gram-Schmidt with pivots.
+
+    slopes: change of every error with each constant.
+    """
+    left, found = dict(slopes), []
+    while left:
+        name = max(left, key=lambda name: float(np.linalg.norm(left[name])))
+        length = float(np.linalg.norm(left[name]))
+        if length < least:
+            break
+        unit = left.pop(name) / length
+        found.append(name)
+        left = {other: slope - (slope @ unit) * unit for other, slope in left.items()}
+    return found
+
+
+def folds(kinds: np.ndarray, count: int) -> np.ndarray:
+    """Number of a part, below `count`, for each measurement, at random; each kind is spread evenly over the
+    parts.
+
+    kinds: of each measurement. The seed is fixed: the same kinds get the same parts.
+    """
+    found, draw = np.zeros(len(kinds), dtype=int), np.random.default_rng(0)
+    for kind in dict.fromkeys(kinds):
+        own = draw.permutation(np.flatnonzero(kinds == kind))
+        found[own] = (np.arange(len(own)) + draw.integers(count)) % count
+    return found
+
+
+def left_out(labels: np.ndarray, predict: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> np.ndarray:
+    """Predictions of every measurement by constants fitted to those with other labels.
+
+    labels: of each measurement, such as its part of `folds`; one fit for each distinct label. predict: from
+    two masks, those to fit to and those to predict, to the predictions of the latter.
+    """
+    found = np.zeros(len(labels))
+    for label in dict.fromkeys(labels):
+        found[labels == label] = predict(labels != label, labels == label)
+    return found
+
+
+def spearman(one: np.ndarray, other: np.ndarray) -> float:
+    """Spearman's correlation: that of the ranks, equal values sharing their mean rank. NaN where either does
+    not vary.
+    """
+    ranks = [_ranks(np.asarray(values, dtype=float)) for values in (one, other)]
+    deviations = [each - each.mean() for each in ranks]
+    size = float(np.prod([np.linalg.norm(each) for each in deviations]))
+    return float(deviations[0] @ deviations[1]) / size if size else float("nan")
+
+
+def _ranks(values: np.ndarray) -> np.ndarray:
+    """Rank of each value from 1, the mean of ranks for equal values."""
+    below = (values[:, None] > values).sum(1)
+    equal = (values[:, None] == values).sum(1)
+    return below + (equal + 1) / 2
+
+
+# A finished run beside its prediction #
+
+# For each constant the planner predicts the run's step with the constant times SWEPT factors. Of those with
+# which a group of parts takes the seconds that were measured, the one that leaves the other parts nearest is
+# named; of equals, the one that changes least.
+
+
+SWEPT = 257  # factors of a constant, from 1 / FACTOR to FACTOR
+NOTABLE = 0.02  # of the measured step: smaller errors need no other constant
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """A constant that makes a group of parts agree."""
+
+    constant: str
+    before: float
+    factor: float
+    left: float  # seconds by which all parts are still off, with the constant changed
+
+
+@dataclass(frozen=True)
+class Off:
+    """A group of parts whose prediction is off."""
+
+    parts: Sequence[str]
+    measured: float  # seconds of all of them
+    predicted: float
+    # the best first, with those as good up to NOTABLE; none: no constant within FACTOR makes the parts agree
+    explanations: Sequence[Explanation]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for `--json`."""
+        return asdict(self) | {"parts": list(self.parts)}
+
+
+def parts_off(planned: Planned) -> list[Off]:
+    """The groups of parts that are off by NOTABLE of the measured step or more, the largest error first."""
+    run = planned.measured
+    predicted = predicted_parts(planned.workload, run.layout, planned.machine)
+    sums = {
+        group: [sum(parts[name] for name in group) for parts in (run.parts, predicted)]
+        for group in (*GROUPS, ("loading",))
+    }
+    off = {group: pair for group, pair in sums.items() if abs(pair[0] - pair[1]) >= NOTABLE * run.seconds}
+    if not off:
+        return []
+    sweeps = {name: _swept(planned, name) for name in CONSTANTS if getattr(planned.machine, name)}
+    return [
+        Off(
+            _present(group, run.parts, predicted),
+            measured=off[group][0],
+            predicted=off[group][1],
+            explanations=_explanations(planned, group, sweeps),
+        )
+        for group in sorted(off, key=lambda group: -abs(off[group][0] - off[group][1]))
+    ]
+
+
+def _present(group: Sequence[str], *seconds: Mapping[str, float]) -> list[str]:
+    """Parts of the group that take time."""
+    return [name for name in group if any(parts[name] for parts in seconds)]
+
+
+def _swept(planned: Planned, name: str) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """(Logarithms of factors of a constant, predicted seconds by part with each). A share stays at most 1."""
+    value = float(getattr(planned.machine, name))
+    most = max(1.0, min(FACTOR, 1 / value)) if name in CAPPED else FACTOR
+    factors = np.geomspace(1 / FACTOR, most, SWEPT)
+    machine = replace(planned.machine, **{name: value * factors})
+    parts = parts_of_layouts(planned.workload, Columns.of([planned.measured.layout] * SWEPT), machine)
+    return np.log(factors), {part: np.broadcast_to(parts[part], SWEPT) for part in PARTS}
+
+
+def _explanations(
+    planned: Planned, group: Sequence[str], sweeps: Mapping[str, tuple[np.ndarray, dict[str, np.ndarray]]]
+) -> list[Explanation]:
+    """Constants with which the group takes the measured seconds, the one that leaves least error first."""
+    run, found = planned.measured, []
+    for name, (logs, parts) in sweeps.items():
+        error = np.sum([parts[part] - run.parts[part] for part in group], axis=0)
+        places = np.flatnonzero(np.sign(error[:-1]) != np.sign(error[1:]))
+        if not len(places):
+            continue
+        place = min(places, key=lambda place: abs(logs[place]))
+        share = error[place] / (error[place] - error[place + 1])
+        log = logs[place] + share * (logs[place + 1] - logs[place])
+        left = sum(abs(np.interp(log, logs, parts[part]) - run.parts[part]) for part in PARTS)
+        before = float(getattr(planned.machine, name))
+        found.append(Explanation(name, before, float(np.exp(log)), float(left)))
+    found.sort(key=lambda one: (round(one.left / run.seconds, 3), abs(np.log(one.factor))))
+    return [one for one in found if one.left <= found[0].left + NOTABLE * run.seconds]

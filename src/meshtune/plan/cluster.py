@@ -1,4 +1,5 @@
-"""The cluster of a run: GPUs of one kind in equal nodes, from the settings or from this machine's driver.
+"""The cluster of a run: GPUs of one kind in equal nodes, from the settings or from this machine's driver;
+its prices, and other sizes to compare.
 
 cluster: {gpu: h100-sxm, gpus: 64}      a kind of hardware.toml, in its usual machine
 cluster: my-cluster.yaml                the same keys in a file, such as one that was measured
@@ -8,21 +9,25 @@ cluster: auto                           the GPUs of this machine, times its node
 
 from __future__ import annotations
 
+import math
 import os
+import re
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
+from typing import Any, NamedTuple
 
 import psutil
 
 from meshtune.config import Config
-from meshtune.errors import UserError
-from meshtune.plan.hardware import GIGA, Gpu, named
-from meshtune.plan.kinds import kind_named, kinds_of, out_of_range
-from meshtune.plan.prices import prices_of
+from meshtune.errors import UserError, expanded, written
+from meshtune.nearest import did_you_mean, nearest
+from meshtune.plan.hardware import GIGA, Gpu, kind_named, kinds_of, named, out_of_range
 from meshtune.sections import ClusterConfig
+from meshtune.setting import MOST_GPUS
 from meshtune.units import GIB, bytes_of, counted, speed_unit
+from meshtune.yaml_tree import read_toml, read_yaml
 
 MARGIN = 0.04  # share of a GPU's memory that a plan leaves free, on a kind with a measured matmul rate
 UNMEASURED_MARGIN = 0.10  # on any other kind
@@ -264,3 +269,183 @@ def with_memory_budget(config: Config, budget: str | float | None) -> Config:
         raise UserError(f"--memory-budget {budget} is no size; write --memory-budget 70GiB, or 75GB.")
     cluster = config.cluster_config.model_copy(update={"memory_budget_gib": size / GIB})
     return config.model_copy(update={"cluster": cluster})
+
+
+# Prices of a GPU-hour #
+
+# price_per_gpu_hour: 2.5                            of cluster.gpu
+# price_per_gpu_hour: {h100-sxm: 2.5, mi300x: 1.9, currency: USD}
+# price_per_gpu_hour: prices.toml                    the same keys in a file, TOML or YAML
+
+
+SETTING = "cluster.price_per_gpu_hour"
+
+
+class Prices(NamedTuple):
+    """Prices of a GPU-hour."""
+
+    of_kind: Mapping[str, float]
+    currency: str = ""  # as the user wrote it; "": not named
+
+
+def prices_of(given: float | Mapping[str, Any] | str | None, kind: str, kinds: Collection[str]) -> Prices:
+    """The prices that the setting gives. A number is that of `kind`.
+
+    kinds: all names that a price may have. Raises UserError for a file that can't be read, and with every
+    name and price that is wrong.
+    """
+    if given is None:
+        return Prices({})
+    if isinstance(given, int | float):
+        return Prices({kind: given})
+    table, source = (given, SETTING) if isinstance(given, Mapping) else (_read(given), f"{SETTING} = {given}")
+    if problems := list(_problems(table, source, kinds)):
+        raise UserError(problems)
+    prices = {name: float(price) for name, price in table.items() if name != "currency"}
+    return Prices(prices, table.get("currency", ""))
+
+
+def _read(file: str) -> Mapping[str, Any]:
+    path = expanded(file)
+    if path.suffix.lower() != ".toml":
+        return read_yaml(path)
+    return read_toml(path, SETTING)
+
+
+def _problems(table: Mapping[str, Any], source: str, kinds: Collection[str]) -> Iterator[str]:
+    """Yield a sentence for each entry that is no price of a known kind and not the currency."""
+    for name, price in table.items():
+        if name == "currency":
+            if not isinstance(price, str):
+                yield f"{source}: currency = {written(price)} is no text; write it as USD."
+            continue
+        if name not in kinds:
+            word = str(name).lower().replace("_", "-")
+            near = [kind for kind in kinds if kind.startswith(word)] or nearest(word, kinds)
+            yield f"{source}: {written(name)} is no GPU kind{did_you_mean(near)}"
+        number = isinstance(price, int | float) and not isinstance(price, bool)
+        if not (number and 0 < price < math.inf):
+            yield f"{source}: {written(name)} = {written(price)}: write a number above 0."
+
+
+# Sizes that are compared #
+
+# A number alone is of the config's kind. Settings of the cluster describe the config's kind: another one
+# comes in its usual machine.
+
+
+# Settings that describe the machines of one kind.
+OF_ONE_KIND = ("gpus_per_node", "memory_gib", "link", "network", "efficiency")
+
+
+class Size(NamedTuple):
+    """A number of GPUs of one kind."""
+
+    gpus: int
+    kind: str | None = None  # None: the config's
+
+
+def sizes_of(given: int | str | Iterable[int | str], config: Config) -> list[Size]:
+    """`8,16x mi300x` as sizes, each once, ascending within a kind, the kinds in their order.
+
+    Raises UserError with every number that is not from 1 to MOST_GPUS and every unknown kind.
+    """
+    parts = [given] if isinstance(given, int | str) else list(given)
+    words = [word.strip() for part in parts for word in str(part).split(",") if word.strip()]
+    settings = config.cluster_config
+    kinds, sizes, problems = kinds_of(settings.hardware), [], []
+    for word in words:
+        match = re.fullmatch(r"(\d+)(?:\s*x\s*(\S.*))?", word)
+        if not match or len(match[1]) > len(str(MOST_GPUS)) or not 1 <= int(match[1]) <= MOST_GPUS:
+            problems.append(
+                f"--gpus: '{word}' is no number of GPUs, 1 to {MOST_GPUS:,}; write --gpus 8,16,32 or "
+                "8xh100-sxm,8xmi300x."
+            )
+            continue
+        try:
+            kind = match[2] and kind_named(match[2], kinds, "--gpus").name
+        except UserError as error:
+            problems += error.problems
+        else:
+            sizes.append(Size(int(match[1]), kind))
+    if problems:
+        raise UserError(dict.fromkeys(problems))
+    own = settings.gpu and kind_named(settings.gpu, kinds).name
+    sizes = [size._replace(kind=None) if size.kind == own else size for size in sizes]
+    order = list(dict.fromkeys(size.kind for size in sizes))
+    return sorted(set(sizes), key=lambda size: (order.index(size.kind), size.gpus))
+
+
+def clusters_of(sizes: Sequence[Size], config: Config) -> tuple[list[Cluster], list[str], list[str]]:
+    """(The clusters that are possible, sentences on those that are not, sentences on settings not used)."""
+    settings, clusters, problems, unused = config.cluster_config, [], [], []
+    bases = {kind: _base(kind, config, several=len({size.kind for size in sizes}) > 1) for _, kind in sizes}
+    for size in sizes:
+        try:
+            clusters.append(bases[size.kind].of_size(size.gpus))
+        except UserError as error:
+            problems += error.problems
+    others = [kind for kind in bases if kind]
+    if others and settings.gpu:
+        given = [f"cluster.{name}" for name in OF_ONE_KIND if getattr(settings, name)]
+        if given:
+            describe = "describes" if len(given) == 1 else "describe"
+            unused.append(
+                f"{', '.join(given)} {describe} {settings.gpu} alone; {', '.join(others)}: as in the kind's "
+                "usual machine."
+            )
+    return clusters, problems, unused
+
+
+def _base(kind: str | None, config: Config, *, several: bool) -> Cluster:
+    """A cluster of one kind, of any size. several: several kinds are compared."""
+    if kind is None:
+        return cluster_for(config)
+    settings = config.cluster_config
+    changed: dict[str, object] = {"gpu": kind, "gpus": None}
+    if settings.gpu:
+        changed |= {name: ClusterConfig.model_fields[name].get_default() for name in OF_ONE_KIND}
+    if isinstance(settings.price_per_gpu_hour, float) and (settings.gpu or several):
+        changed["price_per_gpu_hour"] = None  # it is the price of another kind
+    return cluster_of(settings.model_copy(update=changed))
+
+
+# Settings that are probably in other units #
+
+
+# More than any GPU has; a kind's own limits are lower.
+NETWORK = 100.0  # GB/s to other machines: 800 Gb/s
+LINK = 1000.0  # GB/s to the others of its machine
+MEMORY = 1000.0  # GiB
+SLACK = 1.5  # times a kind's memory, which varies with the driver and the board
+
+
+def other_units(settings: ClusterConfig) -> tuple[str, ...]:
+    """Sentences on network, link and memory that are larger than the kind has, with what may be meant.
+
+    Raises UserError for an unknown kind, and as `kinds_of`.
+    """
+    gpu = kind_named(settings.gpu, kinds_of(settings.hardware)) if settings.gpu else None
+    if gpu is not None and gpu.processor:
+        return ()
+    name = f"a usual {gpu.name}" if gpu else "no GPU"
+    link, memory = (gpu.link / GIGA, gpu.memory / GIB * SLACK) if gpu else (LINK, MEMORY)
+    sentences = []
+    if settings.network and settings.network > min(NETWORK, link):
+        limit = f"{name} has {link:g} in its own machine" if link < NETWORK else "800 Gb/s are 100"
+        sentences.append(
+            f"cluster.network={settings.network:g} is in GB/s per GPU; {limit}. If Gb/s are meant, write "
+            f"cluster.network={settings.network / 8:g}."
+        )
+    if settings.link and settings.link > link:
+        sentences.append(
+            f"cluster.link={settings.link:g} is in GB/s in one direction; {name} has "
+            f"{'more than ' * (gpu is None)}{link:g}. Halve a rate of both directions, and divide Gb/s by 8."
+        )
+    if settings.memory_gib and settings.memory_gib > memory:
+        has = "has as much" if gpu is None else f"has {gpu.memory / GIB:.4g}"
+        sentences.append(
+            f"cluster.memory_gib={settings.memory_gib:g} is in GiB; {name} {has}. If MiB are meant, write "
+            f"cluster.memory_gib={settings.memory_gib / 1024:.4g}."
+        )
+    return tuple(sentences)

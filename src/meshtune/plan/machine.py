@@ -10,8 +10,7 @@ import numpy as np
 from meshtune.optimizers import OPTIMIZERS
 from meshtune.placement.states import Copies, copies_of
 from meshtune.plan.cluster import NETWORK_SHARE
-from meshtune.plan.hardware import Gpu, attention_kernel, catalogue, stacks
-from meshtune.plan.kernels import kernel_on
+from meshtune.plan.hardware import Gpu, attention_kernel, catalogue, kernel_on, stacks
 from meshtune.precision import PRECISIONS
 from meshtune.units import Number
 

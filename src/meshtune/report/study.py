@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from meshtune.plan.calibration import CONSTANTS, FACTOR
-from meshtune.plan.comparison import NOTABLE
+from meshtune.plan.calibration import CONSTANTS, FACTOR, NOTABLE
 from meshtune.plan.memory.timeline import CATEGORY_NAMES
 from meshtune.report.draw.table import Table
 from meshtune.report.dryrun.beside import difference, peaks

@@ -1,4 +1,4 @@
-"""Constants of a machine from a probe's figures: a kind in hardware.toml's form (plan/kinds.py).
+"""Constants of a machine from a probe's figures: a kind in hardware.toml's form (plan/hardware.py).
 
     matmul, depth, tiles    least squares of the planner's own formula (plan/seconds/gpu.py) over all shapes
     attention_kernel        the same of its formula of attention, over lengths and head sizes
@@ -21,8 +21,7 @@ from typing import Any
 import numpy as np
 
 from meshtune.errors import UserError
-from meshtune.plan.hardware import GIGA, Gpu, catalogue
-from meshtune.plan.kinds import EFFICIENCIES
+from meshtune.plan.hardware import EFFICIENCIES, GIGA, Gpu, catalogue
 from meshtune.plan.machine import Machine
 from meshtune.plan.seconds.collectives import ring_collectives, tree_all_reduce
 from meshtune.plan.seconds.gpu import matmul

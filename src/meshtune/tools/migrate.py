@@ -296,7 +296,7 @@ def _lay_out(result: Migrated) -> None:
     )
 
 
-# The settings as YAML: a comment next to each says which key it is from; the other keys follow #
+# The settings as YAML: a comment on each says which key it is from; the other keys follow #
 
 WIDTH = 110
 SHOWN = 60  # characters of a value in a comment

@@ -17,9 +17,8 @@ from meshtune.commands.plan import runs_of
 from meshtune.config import load
 from meshtune.errors import UserError
 from meshtune.meter.parts import PARTS
-from meshtune.plan.calibration import Planned, Runs
+from meshtune.plan.calibration import Planned, Runs, parts_off
 from meshtune.plan.cluster import Cluster, cluster_of
-from meshtune.plan.comparison import parts_off
 from meshtune.plan.step_parts import MeasuredRun
 from meshtune.report.study import compared_tables
 from meshtune.rundir import RunDir

@@ -11,12 +11,11 @@ from rich.console import Console
 from meshtune import config
 from meshtune.config import Config
 from meshtune.errors import UserError
-from meshtune.plan.cluster import cluster_of
+from meshtune.plan.cluster import cluster_of, prices_of
 from meshtune.plan.cost import money, run_length
 from meshtune.plan.explanation import explain
 from meshtune.plan.hardware import catalogue
 from meshtune.plan.models import models
-from meshtune.plan.prices import prices_of
 from meshtune.plan.workload import Workload
 from meshtune.report.plan.terminal import explained
 from meshtune.sections import ClusterConfig

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from meshtune.plan.fitting import determined, fitted, folds, left_out, spearman
+from meshtune.plan.calibration import determined, fitted, folds, left_out, spearman
 
 X = np.linspace(1.0, 4.0, 12)
 

@@ -13,8 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from meshtune.layout import Layout
 from meshtune.model.lora import add_lora
 from meshtune.placement.columns import Columns
-from meshtune.plan.hardware import catalogue, stacks
-from meshtune.plan.kernels import kernel_on
+from meshtune.plan.hardware import catalogue, kernel_on, stacks
 from meshtune.plan.machine import Machine
 from meshtune.plan.seconds.collectives import exposed
 from meshtune.plan.seconds.gpu import adapter_sums, attention_passes, elementwise, launch_seconds

@@ -13,9 +13,8 @@ from transformers import LlamaConfig
 from meshtune import config
 from meshtune.api.plan import workloads
 from meshtune.errors import UserError
-from meshtune.plan.hardware import catalogue
-from meshtune.plan.kinds import kind_named, kinds_of, table_problems
-from meshtune.plan.other_units import other_units
+from meshtune.plan.cluster import other_units
+from meshtune.plan.hardware import catalogue, kind_named, kinds_of, table_problems
 from meshtune.sections import ClusterConfig
 
 PAGE = Path(__file__).parents[3] / "docs" / "planning.md"

@@ -24,8 +24,7 @@ from meshtune.model import hub
 from meshtune.model.census_cache import model_numbers
 from meshtune.model.load import on_meta, read_config
 from meshtune.plan import models as module
-from meshtune.plan.models import known_config, models
-from meshtune.plan.typical import typical_config, typical_parameters
+from meshtune.plan.models import known_config, models, typical_config, typical_parameters
 from meshtune.plan.workload import Workload
 
 ENTRIES = module.tables()

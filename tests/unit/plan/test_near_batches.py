@@ -12,12 +12,11 @@ from golden import says
 from meshtune.layout import Layout
 from meshtune.plan import advice
 from meshtune.plan.advice import batch_sentences, best_of_batches, nearest_batches
-from meshtune.plan.answer import Answer
+from meshtune.plan.answer import Answer, offer_of
 from meshtune.plan.candidates import is_uneven, nearest_sizes
 from meshtune.plan.changes import remedies
 from meshtune.plan.cluster import Cluster, cluster_of
 from meshtune.plan.models import models
-from meshtune.plan.offers import offer_of
 from meshtune.plan.search import PEAK_TIE, Plan, explained, search
 from meshtune.plan.workload import Workload
 from meshtune.sections import ClusterConfig

@@ -14,13 +14,9 @@ from meshtune import config
 from meshtune.config import Config
 from meshtune.errors import NothingFits, UserError
 from meshtune.plan.accuracy import accuracy
-from meshtune.plan.answer import ask
-from meshtune.plan.cluster import Cluster, cluster_of
-from meshtune.plan.cost import NO_BOUNDS, Bounds, RunLength, bounds_of, seconds_of
-from meshtune.plan.hardware import catalogue
-from meshtune.plan.models import models
-from meshtune.plan.offers import (
+from meshtune.plan.answer import (
     Offer,
+    ask,
     check_bounds,
     compare,
     in_order,
@@ -28,8 +24,11 @@ from meshtune.plan.offers import (
     remarks,
     slow_network,
 )
+from meshtune.plan.cluster import Cluster, Size, cluster_of, clusters_of, sizes_of
+from meshtune.plan.cost import NO_BOUNDS, Bounds, RunLength, bounds_of, seconds_of
+from meshtune.plan.hardware import catalogue
+from meshtune.plan.models import models
 from meshtune.plan.search import Plan, search
-from meshtune.plan.sizes import Size, clusters_of, sizes_of
 from meshtune.plan.workload import Workload
 from meshtune.report.plan.numbers import number, of_capacity
 from meshtune.report.plan.tables import clusters_table

@@ -32,7 +32,7 @@ from meshtune.placement.columns import Columns, layout_at, rows
 from meshtune.placement.rules import Traits, refusals
 from meshtune.plan import advice
 from meshtune.plan.advice import advised
-from meshtune.plan.answer import largest
+from meshtune.plan.answer import compare, largest, offer_of
 from meshtune.plan.candidates import divisors
 from meshtune.plan.changes import Refused, empty_plan_error
 from meshtune.plan.cluster import Cluster, cluster_of, gpus_here
@@ -41,10 +41,8 @@ from meshtune.plan.hardware import catalogue
 from meshtune.plan.machine import machine_of
 from meshtune.plan.memory.timeline import CATEGORIES, CATEGORY_NAMES
 from meshtune.plan.models import models
-from meshtune.plan.offers import compare, offer_of
 from meshtune.plan.phrases import largest_category, spent
-from meshtune.plan.ranking import SAFE_COST
-from meshtune.plan.search import PEAK_TIE, Choice, Plan, explained, search
+from meshtune.plan.search import PEAK_TIE, SAFE_COST, Choice, Plan, explained, search
 from meshtune.plan.seconds.step import TIE, Seconds, compute_parts
 from meshtune.plan.work import Work
 from meshtune.plan.workload import Workload

@@ -12,14 +12,13 @@ from meshtune.config import Config
 from meshtune.errors import UserError
 from meshtune.layout import Layout
 from meshtune.plan import advice
-from meshtune.plan.answer import Answer
+from meshtune.plan.answer import Answer, offer_of
 from meshtune.plan.changes import out_of_memory
 from meshtune.plan.cluster import Cluster, cluster_of
 from meshtune.plan.cost import RunLength
 from meshtune.plan.explanation import Explanation, explain
 from meshtune.plan.facts import workload_facts
 from meshtune.plan.models import models
-from meshtune.plan.offers import offer_of
 from meshtune.plan.search import Plan, explained, search
 from meshtune.plan.workload import Workload
 from meshtune.report.plan import terminal

@@ -4,12 +4,10 @@ import pytest
 
 from meshtune.layout import PartialLayout
 from meshtune.plan.advice import verdict
-from meshtune.plan.answer import Answer
+from meshtune.plan.answer import Answer, offer_of
 from meshtune.plan.cluster import cluster_of
 from meshtune.plan.models import models
-from meshtune.plan.offers import offer_of
-from meshtune.plan.ranking import SAFE_COST
-from meshtune.plan.search import Plan, search
+from meshtune.plan.search import SAFE_COST, Plan, search
 from meshtune.plan.workload import Workload
 from meshtune.sections import ClusterConfig
 

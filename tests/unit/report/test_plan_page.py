@@ -8,12 +8,11 @@ from itertools import combinations
 import pytest
 
 from meshtune.layout import Layout
-from meshtune.plan.answer import Answer
+from meshtune.plan.answer import Answer, offer_of
 from meshtune.plan.cluster import Cluster, cluster_of
 from meshtune.plan.cost import RunLength
 from meshtune.plan.explanation import Explanation
 from meshtune.plan.models import models
-from meshtune.plan.offers import offer_of
 from meshtune.plan.search import explained, search
 from meshtune.plan.workload import Workload
 from meshtune.report.draw.charts import specification

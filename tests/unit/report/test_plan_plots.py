@@ -16,11 +16,10 @@ from page_data import charts_of, valid
 from meshtune.errors import UserError
 from meshtune.layout import Layout
 from meshtune.placement.rules import Traits
-from meshtune.plan.answer import Answer
+from meshtune.plan.answer import Answer, offer_of
 from meshtune.plan.cluster import cluster_of
 from meshtune.plan.cost import RunLength
 from meshtune.plan.memory.states import gpt_parameters
-from meshtune.plan.offers import offer_of
 from meshtune.plan.search import Workload, search
 from meshtune.plan.work import Work
 from meshtune.report.draw import vega

@@ -12,8 +12,7 @@ from rich.console import Console
 from meshtune import config
 from meshtune.errors import UserError
 from meshtune.plan.cluster import cluster_for
-from meshtune.plan.hardware import catalogue, gpu_of
-from meshtune.plan.kinds import table_problems
+from meshtune.plan.hardware import catalogue, gpu_of, table_problems
 from meshtune.plan.machine import Machine
 from meshtune.plan.phrases import unmeasured
 from meshtune.plan.seconds.collectives import ring_collectives, tree_all_reduce

@@ -4,8 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from meshtune.plan.hardware import catalogue, gpu_of
-from meshtune.plan.kinds import table_problems
+from meshtune.plan.hardware import catalogue, gpu_of, table_problems
 from meshtune.plan.work import attended
 from meshtune.study.probe import CUDA, tasks_of
 from meshtune.study.probe_kind import Device, Figure, kind_of, like_of

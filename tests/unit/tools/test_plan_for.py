@@ -13,7 +13,7 @@ from meshtune.layout import Layout
 from meshtune.placement.columns import Columns
 from meshtune.placement.rules import Traits, sentences
 from meshtune.plan.accounting import accounting_of, stack_accounting
-from meshtune.plan.answer import Answer
+from meshtune.plan.answer import Answer, offer_of
 from meshtune.plan.changes import remedies
 from meshtune.plan.cluster import Cluster, cluster_of
 from meshtune.plan.explanation import Explanation
@@ -21,7 +21,6 @@ from meshtune.plan.hardware import stacks
 from meshtune.plan.machine import machine_of
 from meshtune.plan.memory.stages import Stages
 from meshtune.plan.models import models
-from meshtune.plan.offers import offer_of
 from meshtune.plan.programs import MESHTUNE, TOOLS, Tool
 from meshtune.plan.search import Plan, explained, search
 from meshtune.plan.work import Work

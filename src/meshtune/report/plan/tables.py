@@ -10,18 +10,16 @@ import string
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from meshtune.plan.cost import RunCost, money
+from meshtune.plan.cost import money
 from meshtune.plan.memory.stages import RANKS
 from meshtune.plan.memory.tensors import EVENTS
-from meshtune.plan.offers import Offer
 from meshtune.plan.phrases import spent
 from meshtune.plan.programs import MESHTUNE
-from meshtune.plan.search import Choice
 from meshtune.plan.seconds.step import PARTS
 from meshtune.report.draw.bars import Legend
 from meshtune.report.draw.colours import MEMORY_PARTS
@@ -39,6 +37,11 @@ from meshtune.report.plan.numbers import (
     time_parts,
 )
 from meshtune.units import GIB, counted, human
+
+if TYPE_CHECKING:
+    from meshtune.plan.answer import Offer
+    from meshtune.plan.cost import RunCost
+    from meshtune.plan.search import Choice
 
 NO_TIMES = "No times: nobody has measured how fast a processor computes. Memory is predicted as on a GPU."
 MEMORY_MEANING = {  # parts of a rank's memory

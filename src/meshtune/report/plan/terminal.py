@@ -15,8 +15,7 @@ from meshtune.plan.cost import RunCost
 from meshtune.plan.explanation import Explanation
 from meshtune.plan.phrases import device, unmeasured
 from meshtune.plan.programs import MESHTUNE
-from meshtune.plan.ranking import TIE_MEMORY_STEP
-from meshtune.plan.search import PEAK_TIE, Choice
+from meshtune.plan.search import PEAK_TIE, TIE_MEMORY_STEP, Choice
 from meshtune.plan.seconds.step import TIE
 from meshtune.report.plan.tables import clusters_table, explanation, layouts_table, side_by_side
 from meshtune.tools.export import Written
