@@ -101,7 +101,7 @@ def sweep(
     file: a YAML file, or the mapping that it holds (docs/sweep.md). overrides: section.key=value each, laid
     over its base. out: folder of the results; None: runs/<name of the file>. everything: run those too that
     the planner says do not fit. simulate: "planner" or "dryrun" instead of running them. jobs: experiments at
-    once; None: one on a processor, as many as fit on GPUs. slurm: submit them as job arrays, and collect.
+    once; None: one on a processor, all that fit on GPUs. slurm: submit them as job arrays, and collect.
     retry: statuses whose experiments are run again. Running out of memory, a crash, a refusal and a time-out
     are results. Raises UserError for a bad file, and for a folder that another sweep writes; Interrupted at
     Ctrl-C.

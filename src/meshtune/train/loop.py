@@ -55,7 +55,7 @@ class Progress:
     best_step: int = 0
     stale: int = 0  # evaluations since the best one
     saved_step: int = 0  # of the newest checkpoint
-    # Of all steps done, for the end row: with log.every the rows don't add up to them. None: the run goes on
+    # Of all steps done, for the end row: with log.every the rows don't add up to them. None: it continues
     # from a checkpoint that does not have them.
     tokens: int | None = 0
     seconds: float | None = 0.0

@@ -1,7 +1,7 @@
 """The server's addresses, and what every request must pass.
 
     /                    the list of runs and sweeps        /runs/<id>, /sweeps/<id>     their pages
-    /compare?run=<id>&…  runs beside each other             /scripts/<digest>/<name>     the pages' code
+    /compare?run=<id>&…  runs side by side                  /scripts/<digest>/<name>     the pages' code
 
 Each page has its stream of server-sent events at its address + "/events" ("/events" for the list). Nothing
 is written, whatever is asked; an answer that refuses names files from the given folders on.
