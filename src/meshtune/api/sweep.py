@@ -249,7 +249,7 @@ def prepare(
     done = sum(number for status, number in counts.items() if status in FINISHED)
     log(f"{counted(len(experiments), 'experiment')} ({new:,} new, {done:,} with a result) in {store.file}")
     if unlisted:
-        log(f"{counted(unlisted, 'result')} that the file no longer lists stay in the database.")
+        log(f"{counted(unlisted, 'result')} that the file doesn't list any more stay in the database.")
     return experiments
 
 

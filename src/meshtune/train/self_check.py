@@ -61,7 +61,7 @@ def check(model: PreTrainedModel, attention: str) -> None:
     ]:
         raise UserError(
             f"{name} would train wrong: {' and '.join(problems)} between documents of one micro-batch and "
-            f"each by itself, unmodified and in eager attention. {remedy}"
+            f"each separately, unmodified and in eager attention. {remedy}"
         )
     _agreed.add(key)
 

@@ -281,7 +281,7 @@ class Guard:
             return PlainTextResponse("Only GET and HEAD are answered.\n", 405, {"allow": "GET, HEAD"})
         hosts = headers.getlist("host")
         if len(hosts) != 1 or not self._is_own(hosts[0]):
-            return PlainTextResponse("This is no name of the server: open it by its address.\n", 400)
+            return PlainTextResponse("This isn't a name of the server: open it by its address.\n", 400)
         if self._token is None:
             return None
         return self._without_token(scope, headers)
