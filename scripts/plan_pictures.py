@@ -20,8 +20,7 @@ from meshtune.plan.workload import Workload
 from meshtune.report.draw.colours import COLOURS
 from meshtune.report.draw.picture import known_suffix, save, write
 from meshtune.report.draw.theme import LIGHT
-from meshtune.report.plan.over_time import over_time
-from meshtune.report.plan.panels import memory_and_time
+from meshtune.report.plan.panels import memory_and_time, over_time
 from meshtune.sections import ClusterConfig
 from meshtune.units import count
 

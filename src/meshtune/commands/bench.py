@@ -48,8 +48,8 @@ def bench(
     from meshtune.api import bench as api
     from meshtune.config import load
     from meshtune.meter.causes import Cause
-    from meshtune.report.bench import layouts_table, micro_batches_table, side_by_side
     from meshtune.report.run.tables import cause_lines
+    from meshtune.report.study import layouts_table, micro_batches_table, side_by_side
 
     if find_micro_batch:
         if folder or runs:

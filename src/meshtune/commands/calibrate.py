@@ -30,8 +30,8 @@ def calibrate(
     from rich.console import Group
 
     from meshtune.api.calibrate import calibrate as run
-    from meshtune.report.calibration import tables
+    from meshtune.report.study import calibration_tables
 
     document = run(runs, cluster=cluster, out=out, hold_out=hold_out or (), log=log)
-    show(document, Group(*tables(document)), as_json=as_json)
+    show(document, Group(*calibration_tables(document)), as_json=as_json)
     log(f"{out} is written; plan with it by cluster={out}.")

@@ -20,16 +20,21 @@ def env(
         show_json(description)
         return
     from rich.console import Console
-    from rich.markup import escape
+    from rich.text import Text
 
-    from meshtune.report.facts import capability_table, facts_table
+    from meshtune.report.draw.table import Column, Table, facts
 
     console = Console()
-    console.print(facts_table(description["versions"] | description["devices"], title="environment"))
+    console.print(facts(description["versions"] | description["devices"], title="environment"))
     if model:
-        rows = [(row["feature"], row["supported"], row["why"]) for row in description["features"]]
-        title = escape(f"{model} ({description['type']})")
-        console.print(capability_table(rows, title=title))
+        rows = description["features"]
+        supported = {True: Text("yes", style="green"), False: Text("no", style="yellow")}
+        columns = (
+            Column("", [row["feature"] for row in rows], heading=True),
+            Column("", [supported[row["supported"]] for row in rows]),
+            Column("", [row["why"] for row in rows], words=True, style="dim"),
+        )
+        console.print(Table(f"{model} ({description['type']})", columns))
 
 
 def environment(model: str | None) -> dict[str, Any]:

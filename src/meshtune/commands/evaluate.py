@@ -23,9 +23,9 @@ def evaluate(target: TargetWords, as_json: AsJson = False) -> None:
     from meshtune.api.evaluate import evaluated
 
     figures = evaluated(name, overrides)
-    from meshtune.report.facts import facts_table
+    from meshtune.report.draw.table import facts
 
-    show(figures, facts_table(rounded(figures), title="evaluation"), as_json=as_json)
+    show(figures, facts(rounded(figures), title="evaluation"), as_json=as_json)
 
 
 def rounded(figures: dict[str, Any]) -> dict[str, str]:

@@ -347,12 +347,12 @@ def compare_runs(
     from rich.console import Group
 
     from meshtune.api.compare import compared
-    from meshtune.report.comparison import tables
+    from meshtune.report.study import compared_tables
 
     with working(PLANNING):
         documents = compared(runs, overrides, log=log)
     facts = documents[0] if len(documents) == 1 else {"runs": documents}
-    printed = (table for document in documents for table in tables(document))
+    printed = (table for document in documents for table in compared_tables(document))
     show(facts, Group(*printed), as_json=as_json)
 
 

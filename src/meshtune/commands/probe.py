@@ -20,8 +20,8 @@ def probe(
     from rich.console import Group
 
     from meshtune.api.probe import probe as run
-    from meshtune.report.probe import sentences, summary
+    from meshtune.report.study import probe_sentences, probe_table
 
     document = run(out, nproc=nproc, log=log)
-    show(document, Group(summary(document), *sentences(document)), as_json=as_json)
+    show(document, Group(probe_table(document), *probe_sentences(document)), as_json=as_json)
     log(f"{out} is written; plan with it by cluster={out}.")

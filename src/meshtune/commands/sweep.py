@@ -68,7 +68,7 @@ def sweep(
     from rich.console import Group
 
     from meshtune.api import sweep as api
-    from meshtune.report.sweep import best_table, counts_table
+    from meshtune.report.study import best_table, counts_table
 
     if task is not None:
         api.run_task(file, folder, task)

@@ -21,9 +21,8 @@ from meshtune.plan.facts import cluster_facts
 from meshtune.plan.memory.timeline import Liveness
 from meshtune.plan.search import Choice, peaks_of_ranks
 from meshtune.plan.workload import Workload
-from meshtune.report.dryrun.living import Peak, alike, levels
+from meshtune.report.dryrun.living import Peak, alike, levels, made_by
 from meshtune.report.dryrun.remedies import remedy
-from meshtune.report.dryrun.tables import made_by
 from meshtune.units import counted, human
 
 

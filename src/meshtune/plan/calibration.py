@@ -434,7 +434,7 @@ def _ranks(values: np.ndarray) -> np.ndarray:
     return below + (equal + 1) / 2
 
 
-# A finished run beside its prediction #
+# A finished run next to its prediction #
 
 # For each constant the planner predicts the run's step with the constant times SWEPT factors. Of those with
 # which a group of parts takes the seconds that were measured, the one that leaves the other parts nearest is

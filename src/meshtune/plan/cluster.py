@@ -313,7 +313,7 @@ def _read(file: str) -> Mapping[str, Any]:
 
 
 def _problems(table: Mapping[str, Any], source: str, kinds: Collection[str]) -> Iterator[str]:
-    """Yield a sentence for each entry that is no price of a known kind and not the currency."""
+    """Yield a sentence for each entry that isn't a price of a known kind and not the currency."""
     for name, price in table.items():
         if name == "currency":
             if not isinstance(price, str):

@@ -242,7 +242,7 @@ class Kernel:
     heads_64: float
     heads_128: float
     heads_256: float
-    keys: float  # time of a query beside that of the keys that it sees, in keys
+    keys: float  # time of a query compared with that of the keys that it sees, in keys
     backward: float  # time per FLOP of the backward, over the forward's
 
 

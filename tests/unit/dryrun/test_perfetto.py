@@ -10,7 +10,7 @@ import pytest
 from made_traces import cluster, pipeline, workload
 
 from meshtune.dryrun.costs import Costs
-from meshtune.dryrun.pictures import busy, passes, starts, write_trace
+from meshtune.dryrun.results import busy, passes, starts, write_trace
 from meshtune.dryrun.streams import StepTime, simulate
 from meshtune.layout import Layout
 from meshtune.meter.trace import CATEGORIES, Change, RankTrace

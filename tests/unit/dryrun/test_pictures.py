@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from made_traces import workload
 
-from meshtune.dryrun.pictures import drawable
+from meshtune.dryrun.results import drawable
 from meshtune.dryrun.simulation import Simulation
 from meshtune.dryrun.streams import COMPUTE, Interval, RankTime, StepTime
 from meshtune.layout import Layout

@@ -12,8 +12,8 @@ from transformers import LlamaConfig
 from meshtune.dryrun.costs import Costs, runs
 from meshtune.dryrun.kernels import COMMUNICATION, kernel_table
 from meshtune.dryrun.nccl import Nccl, differences
-from meshtune.dryrun.pictures import passes
 from meshtune.dryrun.ranks import trace_ranks
+from meshtune.dryrun.results import passes
 from meshtune.dryrun.streams import COMPUTE, cut, is_message, simulate
 from meshtune.dryrun.world import Job, trace_rank
 from meshtune.layout import Layout

@@ -20,7 +20,7 @@ from meshtune.meter.parts import PARTS
 from meshtune.plan.calibration import Planned, Runs, parts_off
 from meshtune.plan.cluster import Cluster, cluster_of
 from meshtune.plan.step_parts import MeasuredRun
-from meshtune.report.comparison import tables
+from meshtune.report.study import compared_tables
 from meshtune.rundir import RunDir
 from meshtune.sections import ClusterConfig
 
@@ -115,7 +115,7 @@ def test_a_run_stands_beside_its_prediction_at_the_start_and_todays(written: Wri
     )
     named = document["off"][0]["explanations"][0]
     assert (named["constant"], named["factor"]) == ("matmul", pytest.approx(0.5, rel=0.005))
-    time, memory, constants = tables(document)
+    time, memory, constants = compared_tables(document)
     assert time.rows[-1][0] == "step"
     assert float(time.rows[-1][-1].rstrip("%")) < 0
     assert memory.rows[-1][:4] == ("memory", "100 B", "80 B", "-20.0%")
@@ -129,7 +129,7 @@ def test_a_processor_that_nobody_probed_gets_its_plan_from_a_file(written: Writt
     assert document["missing"]["today"] == UNTIMED
     assert document["off"] is None
     assert document["today"]["memory"]["peak"] > 0
-    assert len([*tables(document)]) == 2
+    assert len([*compared_tables(document)]) == 2
     [document] = compared([folder], [f"cluster={probe}"])
     assert document["off"][0]["explanations"][0]["constant"] == "memory"
 

@@ -6,11 +6,13 @@ import pytest
 from golden import refuses, says
 from page_data import charts_of
 from rich.console import Console
+from rich.text import Text
 
 from meshtune.commands.report import report
 from meshtune.errors import UserError
-from meshtune.report.compare.page import at_slashes, comparison_page, comparison_tables, panels
+from meshtune.report.compare.page import comparison_page, comparison_tables, panels
 from meshtune.report.compare.runs import compare
+from meshtune.report.draw.table import Wrapped
 from meshtune.rundir import RunDir
 
 CONFIG = """\
@@ -179,10 +181,17 @@ def test_facts_are_words_and_a_long_path_breaks_after_a_slash(run, other, monkey
 
 @pytest.mark.parametrize(
     ("text", "lines"),
-    [("a/b", ["a/b"]), ("/data/rows/a.jsonl", ["/data/", "rows/", "a.jsonl"]), ("a" * 12, ["a" * 12])],
+    [
+        ("a/b", ["a/b"]),
+        ("/data/rows/a.jsonl", ["/data/", "rows/", "a.jsonl"]),
+        ("a" * 12, ["a" * 8, "a" * 4]),
+    ],
 )
 def test_lines_end_after_slashes(text, lines):
-    assert at_slashes(text, 8).split("\n") == lines
+    console = Console(width=8)
+    with console.capture() as capture:
+        console.print(Wrapped(Text(text)))
+    assert capture.get().split() == lines
 
 
 def test_what_an_earlier_version_lacked_and_is_off_is_no_difference(run, other):

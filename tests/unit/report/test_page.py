@@ -82,7 +82,7 @@ def test_the_report_has_the_memory_of_the_last_start_as_a_table(run):
         sizes = {"weights": 5 * 2**20, "gathered_weights": 0, "activations": activations * 2**20}
         run.append(memory_row(step, {"forward": ((5 + activations) * 2**20, sizes)}))
     text = Elements(report_page(run)).text
-    assert "step 3forward" in text and "step 4forward" in text and "step 2forward" not in text
+    assert "step 3 forward" in text and "step 4 forward" in text and "step 2 forward" not in text
     assert "activations3040" in text and "peak3545" in text and "gathered" not in text
 
 

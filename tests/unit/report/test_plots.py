@@ -132,7 +132,7 @@ def test_every_axis_has_its_name_once(run, train, tmp_path):
 @pytest.mark.ci
 def test_importing_the_report_loads_no_torch_and_no_plotting_library():
     code = (
-        "import sys; from meshtune.report import facts; from meshtune.report.run import report, tables; "
+        "import sys; from meshtune.report.run import report, tables; "
         "from meshtune.report.plan import pictures, terminal; print(*sys.modules)"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -4,7 +4,7 @@ import re
 import pytest
 from rich.console import Console
 
-from meshtune.report.facts import capability_table, facts_table
+from meshtune.report.draw.table import facts
 from meshtune.report.run.summary import samples_of, summarise
 from meshtune.report.run.tables import headline, places, run_summary, samples_table
 
@@ -77,10 +77,7 @@ def test_only_an_expected_answer_is_right(empty):
 
 
 def test_tables_show_what_they_are_given():
-    assert "no  plan" in " ".join(
-        shown(capability_table([("tensor", False, "plan is missing")])).split(" ")
-    ).replace("    ", "  ")
-    assert shown(facts_table({"versions": {"torch": "2.13"}, "gpus": 0})).split() == [
+    assert shown(facts({"versions": {"torch": "2.13"}, "gpus": 0})).split() == [
         "versions.torch",
         "2.13",
         "gpus",

@@ -4,7 +4,7 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 from rich.text import Text
 
-from meshtune.report.run.curve import curve, resampled
+from meshtune.report.run.tables import curve, resampled
 
 
 def test_a_falling_curve_starts_at_the_top_left_and_ends_at_the_bottom_right():

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from meshtune.meter.parts import PARTS
-from meshtune.report.bench import layouts_table, side_by_side
+from meshtune.report.study import layouts_table, side_by_side
 from meshtune.study.bench import Measured
 
 

@@ -1,17 +1,16 @@
 """A comparison as a page and in the terminal: curves of all runs over each other, tables of what differs."""
 
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from rich.console import Console, Group, RenderableType
-from rich.table import Table
+from rich.console import Group, RenderableType
 from rich.text import Text
 
 from meshtune.report.compare.runs import Comparison, Line, in_words
 from meshtune.report.draw.kinds import Lines, Series
-from meshtune.report.draw.page import Page, text
+from meshtune.report.draw.page import Page, notes, text
+from meshtune.report.draw.table import BEST, Column, Table
 from meshtune.report.draw.theme import OTHERS
 from meshtune.report.run.panels import series, smoothed
 from meshtune.report.run.report import conventions
@@ -20,8 +19,10 @@ from meshtune.report.run.summary import of_kind
 from meshtune.rundir import Row
 from meshtune.units import GIB, printable
 
+ENVIRONMENT = "Model and environment that differ"
 
-class Column(NamedTuple):
+
+class Curve(NamedTuple):
     """A column of rows that becomes a panel."""
 
     key: str  # of the panel
@@ -35,25 +36,26 @@ class Column(NamedTuple):
     per: float = 1  # divides the values
 
 
-COLUMNS = (  # a new panel is one row
-    Column("loss", "Training loss", "per label token", "train", "loss", ".4f", False, True),
-    Column("eval", "Held-out loss", "per label token", "eval", "loss", ".4f", False),
-    Column("exact_match", "Exact match", "of held-out prompts", "eval", "exact_match", ".1%"),
-    Column("learning_rate", "Learning rate", "", "train", "learning_rate", ".2e"),
-    Column("speed", "Speed", "tokens/s per device", "train", "tokens_per_second_per_gpu", ",.0f", noisy=True),
-    Column("grad_norm", "Gradient norm", "before clipping", "train", "grad_norm", ".3f", noisy=True),
-    Column("time", "Step time", "seconds", "train", "step_seconds", ".3f", noisy=True),
-    Column("memory", "Peak memory", "GiB", "train", "peak_memory_bytes", ".2f", per=GIB),
+CURVES = (  # a new panel is one row
+    Curve("loss", "Training loss", "per label token", "train", "loss", ".4f", False, True),
+    Curve("eval", "Held-out loss", "per label token", "eval", "loss", ".4f", False),
+    Curve("exact_match", "Exact match", "of held-out prompts", "eval", "exact_match", ".1%"),
+    Curve("learning_rate", "Learning rate", "", "train", "learning_rate", ".2e"),
+    Curve("speed", "Speed", "tokens/s per device", "train", "tokens_per_second_per_gpu", ",.0f", noisy=True),
+    Curve("grad_norm", "Gradient norm", "before clipping", "train", "grad_norm", ".3f", noisy=True),
+    Curve("time", "Step time", "seconds", "train", "step_seconds", ".3f", noisy=True),
+    Curve("memory", "Peak memory", "GiB", "train", "peak_memory_bytes", ".2f", per=GIB),
 )
 
 
 def comparison_page(comparison: Comparison) -> Page:
     """The comparison's parts."""
     environment = [*map(in_words, comparison.environment)]
-    notes = "".join(f"<p class='note'>{text(note)}</p>" for note in comparison.notes)
+    nothing = "<section><p class='empty'>Nothing has been measured yet.</p></section>"
+    names, settings = comparison.names, _table("Settings that differ", comparison.names, comparison.settings)
     after = (
-        _table("Settings that differ", comparison.names, comparison.settings, "All settings are the same."),
-        _table("Model and environment that differ", comparison.names, environment, ""),
+        settings.html("compared") or "<section><p class='empty'>All settings are the same.</p></section>",
+        _table(ENVIRONMENT, names, environment).html("compared"),
         _samples(comparison),
     )
     return Page(
@@ -61,7 +63,7 @@ def comparison_page(comparison: Comparison) -> Page:
         kind="comparison",
         subtitle=text(f"{len(comparison.names)} runs: {', '.join(str(run.path) for run in comparison.runs)}"),
         panels=panels(comparison),
-        before=_table("", comparison.names, comparison.figures, "Nothing has been measured yet.") + notes,
+        before=(_table("", names, comparison.figures).html("compared") or nothing) + notes(comparison.notes),
         after="\n".join(section for section in after if section),
         footer=text(
             "Made by meshtune from the files of these runs' folders. " + conventions(comparison.facts)
@@ -73,7 +75,7 @@ def panels(comparison: Comparison) -> list[Lines]:
     """Every panel that any run has values for, with a curve for each run that has."""
     rows = [run.rows() for run in comparison.runs]
     drawn = []
-    for one in COLUMNS:
+    for one in CURVES:
         curves, averaged = [], False
         for name, colour, of_run in zip(comparison.names, OTHERS, rows, strict=False):
             parts = _curves(one, of_kind(of_run, one.kind))
@@ -89,7 +91,7 @@ def panels(comparison: Comparison) -> list[Lines]:
     return [replace(panel, x_end=end) for panel in drawn if panel.series]
 
 
-def _curves(one: Column, rows: Sequence[Row]) -> tuple[Series, ...]:
+def _curves(one: Curve, rows: Sequence[Row]) -> tuple[Series, ...]:
     """(The values of one run,), or (they, their running mean) of a noisy column of many values."""
     if one.noisy:  # compiling in the first step would flatten all the others
         return smoothed("", rows[1:] if one.key != "loss" and len(rows) > 10 else rows, one.column)
@@ -98,57 +100,30 @@ def _curves(one: Column, rows: Sequence[Row]) -> tuple[Series, ...]:
 
 def comparison_tables(comparison: Comparison) -> RenderableType:
     """Final figures and settings that differ, in the terminal."""
+    tables = (
+        _table("", comparison.names, comparison.figures),
+        _table("Settings that differ", comparison.names, comparison.settings),
+        _table(ENVIRONMENT, comparison.names, [*map(in_words, comparison.environment)]),
+    )
     parts: list[RenderableType] = []
-    for title, lines in (
-        ("", comparison.figures),
-        ("settings that differ", comparison.settings),
-        ("model and environment that differ", [*map(in_words, comparison.environment)]),
-    ):
-        labels = max((len(line.name) for line in lines), default=0)
-        width = (Console().width - labels - 4) // len(comparison.names) - 4
-        table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2))
-        table.add_column("", style="dim", no_wrap=True)
-        for name in comparison.names:
-            table.add_column(Text(at_slashes(printable(name), width)), overflow="fold")
-        for line in lines:
-            cells = zip(line.cells, line.best or [False] * len(line.cells), strict=True)
-            table.add_row(
-                Text(line.name),
-                *(Text(at_slashes(printable(c), width), style="green" if b else "") for c, b in cells),
-            )
-        if lines:
-            parts += [table, Text()]
+    for table in tables:
+        if table.rows:
+            parts += [table] if table.title else [table, Text()]
     for note in comparison.notes:
         parts += [Text(note, style="yellow"), Text()]
     return Group(*parts)
 
 
-def at_slashes(path: str, width: int) -> str:
-    """The text on lines of at most `width` characters where it can be broken after a slash."""
-    lines = [""]
-    for part in re.split("(?<=/)", path):
-        if lines[-1] and len(lines[-1]) + len(part) > width:
-            lines.append("")
-        lines[-1] += part
-    return "\n".join(lines)
-
-
-def _table(title: str, names: Sequence[str], lines: Sequence[Line], empty: str) -> str:
-    """HTML of a section with a column per run; a sentence, or "" without it, where there are no lines."""
-    heading = f"<h2>{title}</h2>" if title else ""
-    if not lines:
-        return f"<section>{heading}<p class='empty'>{text(empty)}</p></section>" if empty else ""
-    head = "".join(f"<th>{text(name)}</th>" for name in names)
-    rows = "".join(f"<tr><th>{text(line.name)}</th>{''.join(_cells(line))}</tr>" for line in lines)
-    table = (
-        f"<table class='facts compared'><thead><tr><th></th>{head}</tr></thead><tbody>{rows}</tbody></table>"
-    )
-    return f"<section>{heading}<div class='wide'>{table}</div></section>"
-
-
-def _cells(line: Line) -> Iterator[str]:
-    for cell, best in zip(line.cells, line.best or [False] * len(line.cells), strict=True):
-        yield f"<td{' class=best' if best else ''}>{text(cell)}</td>"
+def _table(title: str, names: Sequence[str], lines: Sequence[Line]) -> Table:
+    """A line a quantity or setting, a column a run."""
+    columns = [Column("", [line.name for line in lines], heading=True, style="dim")]
+    for place, name in enumerate(names):
+        cells = [
+            Text(printable(line.cells[place]), style=BEST if line.best and line.best[place] else "")
+            for line in lines
+        ]
+        columns.append(Column(printable(name), cells, wraps=True))
+    return Table(title, tuple(columns))
 
 
 def _samples(comparison: Comparison) -> str:

@@ -12,11 +12,11 @@ from rich.text import Text
 
 from meshtune.plan.seconds.step import PARTS
 from meshtune.report.draw.colours import COLOURS, MEMORY_PARTS
+from meshtune.report.draw.table import WIDEST
 
 LETTERS = {name: name[0].upper() for name in (*MEMORY_PARTS, *PARTS)}
 LETTERS |= {"gathered weights": "w", "context": "X", "overhead": "V"}
 FREE = "·"
-WIDEST = 26  # terminal columns of a bar
 EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 

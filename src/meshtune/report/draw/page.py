@@ -9,7 +9,7 @@ scripts are the same on every page: `meshtune ui` serves the same page with the 
 
 import html
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -85,6 +85,28 @@ class Page:
 def text(value: Any) -> str:
     """Convert a value to str and escape it for HTML, quotes too."""
     return html.escape(str(value))
+
+
+def tiles(figures: Iterable[Sequence[str]], *, wide: bool = False) -> str:
+    """HTML of headline figures. figures: (name, value, small text below it or nothing)."""
+    cells = "".join(
+        f"<div class='tile'><dt>{text(name)}</dt><dd>{text(value)}</dd>"
+        f"{''.join(f'<small>{text(line)}</small>' for line in small if line)}</div>"
+        for name, value, *small in figures
+    )
+    return f"<dl class='tiles{' four' * wide}'>{cells}</dl>"
+
+
+def notes(lines: Iterable[str]) -> str:
+    """HTML of pale paragraphs; "" without lines."""
+    return "".join(f"<p class='note'>{text(line)}</p>" for line in lines)
+
+
+def sentences(title: str, lines: Iterable[str]) -> str:
+    """HTML of a heading, if there is one, and a list; "" without lines."""
+    items = "".join(f"<li>{text(line)}</li>" for line in lines)
+    heading = f"<h2>{text(title)}</h2>" if title else ""
+    return f"<section>{heading}<ul>{items}</ul></section>" if items else ""
 
 
 def script_json(value: Any) -> str:

@@ -10,7 +10,7 @@ the one before, and numbers without room into a table of their own.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,7 +19,8 @@ from rich.measure import Measurement
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from meshtune.report.draw.page import text
+from meshtune.report.draw.page import notes, text
+from meshtune.units import printable
 
 if TYPE_CHECKING:
     from meshtune.report.draw.bars import Legend
@@ -27,7 +28,9 @@ if TYPE_CHECKING:
 LEAST = 24  # terminal columns down to which words wrap, where they are as long
 NARROWEST, WIDEST = 8, 26  # terminal columns of a bar
 GAP = 2  # terminal columns between columns
-PIECE = re.compile(r"[^\s-]*-+|\S+\s*|\s+")  # lines of words end behind these: spaces, and hyphens of names
+WORD = re.compile(r"\S+\s*|\s+")
+PART = re.compile(r"[^/-]*[/-]+|[^/-]+")  # of a layout's name or a path
+BEST = "green"  # style of a cell that is better than the others of its row
 
 
 class Segments(NamedTuple):
@@ -54,6 +57,8 @@ class Column:
     head: str
     cells: Sequence[Cell] = ()
     words: bool = False  # begins at the left and wraps; others are numbers
+    heading: bool = False  # names of the rows, at the left
+    wraps: bool = False  # texts that wrap, but have a table of their own where they have no room
     priority: int = 0
     replaces: Column | None = None  # that it is drawn in place of
     style: str = ""
@@ -74,7 +79,12 @@ class Column:
     @property
     def least(self) -> int:
         """Terminal columns that it needs."""
-        return min(LEAST, self.width) if self.words else self.width
+        return min(LEAST, self.width) if self.words or self.wraps else self.width
+
+    @property
+    def left(self) -> bool:
+        """True if its cells begin at the left in the terminal."""
+        return self.words or self.heading or self.wraps or self.bars
 
     def texts(self) -> list[str]:
         """Its cells as plain texts; "" for a bar."""
@@ -154,16 +164,17 @@ class Table:
             del columns[lower]
             return replace(self, columns=tuple(columns))._narrowed(width)
         parts: list[list[Column]] = [[]]
-        left = most = width - sum(columns[place].least + GAP for place in words)
+        fixed = [column for column in columns if column.words or column.heading]
+        left = most = width - sum(column.least + GAP for column in fixed)
         for column in columns:
-            if column.words:
+            if column in fixed:
                 continue
             if column.least > left and parts[-1]:
                 parts.append([])
                 left = most
             parts[-1].append(column)
             left -= column.least + GAP
-        return [replace(self, columns=(*(columns[place] for place in words), *part)) for part in parts]
+        return [replace(self, columns=(*fixed, *part)) for part in parts]
 
     def _drawn(self, width: int) -> RichTable:
         """Its heads and rows alone; all bars are equally wide, as wide as fits."""
@@ -173,10 +184,11 @@ class Table:
         table = RichTable(box=None, padding=(0, GAP // 2), pad_edge=False, header_style="dim")
         table.show_header = any(self.heads)
         for column in self.columns:
-            left = column.words or column.bars
+            wraps, head = column.words or column.wraps, column.head
             table.add_column(
-                column.head, justify="left" if left else "right", style=column.style, no_wrap=not column.words
-            )
+                Wrapped(Text(head)) if column.wraps else head,
+                justify="left" if column.left else "right", style=column.style, no_wrap=not wraps,
+            )  # fmt: skip
         for number, row in enumerate(zip(*(column.cells for column in self.columns), strict=True)):
             total = number >= len(column.cells) - self.totals if self.columns else False
             table.add_row(*map(_rendered, row, self.columns, [bar] * len(row)), style="bold" if total else "")
@@ -184,18 +196,22 @@ class Table:
 
     # Page #
 
-    def html(self, kind: str = "listing") -> str:
-        """The table as a section of a page, without bars. kind: its class, listing or layouts."""
+    def html(self, kind: str = "numbers listing") -> str:
+        """The table as a section of a page, without bars; "" without rows. kind: its classes."""
         columns = [column for column in self.columns if not column.bars and not column.replaces]
+        if not columns[0].cells:
+            return ""
         heads = "".join(f"<th{_left(column)}>{text(_name(column))}</th>" for column in columns)
+        heads = f"<thead><tr>{heads}</tr></thead>" if any(self.heads) else ""
+        title = f"<h2>{text(self.title)}</h2>" if self.title else ""
         rows = "".join(
             f"<tr{self._class(number)}>{''.join(_cell(column, number) for column in columns)}</tr>"
             for number in range(len(columns[0].cells))
         )
-        notes = "".join(f"<p class='note'>{text(note)}</p>" for note in self.notes)
+        classes = f"facts {kind}" if heads else "facts"
         return (
-            f"<section><h2>{text(self.title)}</h2><div class='wide'><table class='facts numbers {kind}'>"
-            f"<thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table></div>{notes}</section>"
+            f"<section>{title}<div class='wide'><table class='{classes}'>"
+            f"{heads}<tbody>{rows}</tbody></table></div>{notes(self.notes)}</section>"
         )
 
     def _class(self, number: int) -> str:
@@ -214,7 +230,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Wrapped:
-    """Words whose lines end behind a space or a hyphen."""
+    """Words whose lines end behind a space or, within a long name, behind a hyphen or slash."""
 
     words: Text
 
@@ -228,16 +244,19 @@ class Wrapped:
 
 
 def _lines(line: Text, width: int) -> Iterator[Text]:
-    """Yield lines of at most `width` terminal columns; a piece that is longer is cut."""
+    """Yield lines of at most `width` terminal columns, cut between words; PART and then any place cuts a word
+    that is longer.
+    """
     start = end = 0
-    for piece in PIECE.finditer(line.plain):
-        if line[start : piece.end()].cell_len - (piece[0] != piece[0].rstrip()) > width and end > start:
-            yield line[start:end]
-            start = end
-        end = piece.end()
-        while end - start > width and len(piece[0].rstrip()) > width:
-            yield line[start : start + width]
-            start += width
+    for word in WORD.findall(line.plain):
+        for piece in PART.findall(word) if len(word.rstrip()) > width else [word]:
+            if line[start : end + len(piece.rstrip())].cell_len > width and end > start:
+                yield line[start:end]
+                start = end
+            end += len(piece)
+            while end - start > width and len(piece.rstrip()) > width:
+                yield line[start : start + width]
+                start += width
     yield line[start:]
 
 
@@ -248,7 +267,7 @@ def _rendered(cell: Cell, column: Column, bar: int) -> RenderableType:
         return Bar(*cell[:2], width=bar, until=cell.until)
     if isinstance(cell, Name):
         return Marked(cell.name)
-    if column.words:
+    if column.words or column.wraps:
         return Wrapped(cell if isinstance(cell, Text) else Text(cell))
     return Text(cell) if isinstance(cell, str) else cell
 
@@ -280,20 +299,30 @@ def _left(column: Column) -> str:
 
 
 def _cell(column: Column, number: int) -> str:
-    content = text(column.texts()[number])
+    content = text(_plain(column.cells[number])).replace("\n", "<br>")
+    if column.heading:
+        return f"<th>{content}</th>"
     content = f"<code>{content}</code>" if column.code and content else content
     if column.more and column.more[number]:
         content += f"<div class='why'>{text(column.more[number])}</div>"
     name = f" data-name='{text(_name(column))}'" if column.head and not column.words else ""
-    return f"<td{_left(column)}{name}>{content}</td>"
+    best = " class=best" if getattr(column.cells[number], "style", "") == BEST else ""
+    return f"<td{_left(column) or best}{name}>{content}</td>"
 
 
-def facts(rows: Mapping[str, Any], title: str = "") -> Table:
-    """A table of names and values, those of an inner mapping as `name.inner`; without heads."""
-    pairs = [
-        (f"{name}.{inner}" if inner else name, str(leaf))
-        for name, value in rows.items()
-        for inner, leaf in (value.items() if isinstance(value, Mapping) else [("", value)])
-    ]
-    names, values = [*zip(*pairs, strict=True)] or [(), ()]
-    return Table(title, (Column("", names, style="dim"), Column("", values, words=True)))
+def facts(rows: Mapping[str, Any], title: str = "", form: Callable[[Any], str] = str) -> Table:
+    """A table of names and values, those of an inner mapping as `name.inner`, without those that are None.
+
+    form: writes a value that isn't a Text.
+    """
+    names, values = [*zip(*_leaves(rows), strict=True)] or [(), ()]
+    cells = [value if isinstance(value, Text) else printable(form(value)) for value in values]
+    return Table(title, (Column("", names, heading=True, style="dim"), Column("", cells, words=True)))
+
+
+def _leaves(rows: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in rows.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{name}.")
+        elif value is not None:
+            yield f"{prefix}{name}", value

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import NamedTuple
 
-from meshtune.meter.trace import CATEGORIES, LOGITS, Operation, StepTrace, Storage
+from meshtune.meter.trace import CATEGORIES, COMMUNICATION, GATHERED, LOGITS, Operation, StepTrace, Storage
 from meshtune.report.draw.thin import thinned
 
 NUMBERED = re.compile(r"^(.+?)\.(\d+)(?=\.|$)(.*)$")  # a module in a list, as blocks are
@@ -182,6 +182,31 @@ def _group(members: Sequence[tuple[Place, Storage]]) -> Alike:
         count=len(members),
         bytes=sum(storage.bytes for _, storage in members),
     )
+
+
+def is_received(tensors: Alike) -> bool:
+    """True for the buffer of a receive between stages, which the ledger sees first when it is viewed."""
+    return tensors.category == COMMUNICATION and tensors.made_by in (
+        "receive over pp", "aten.view.default", "aten.detach.default",
+    )  # fmt: skip
+
+
+def made_by(tensors: Alike) -> str:
+    """Operation and phase that made tensors: "mm, forward"; for the optimizer's the names of its states."""
+    if tensors.states:
+        return ", ".join(tensors.states)
+    if not tensors.made_by and tensors.category != GATHERED:
+        return "before the step"
+    if tensors.category == GATHERED:  # the ledger sees it when it gets its memory, or is first read
+        name = "all_gather"
+    else:
+        name = "receive" if is_received(tensors) else operation(tensors.made_by)
+    return f"{name}, {tensors.phase}" if tensors.phase else name
+
+
+def operation(name: str) -> str:
+    """An operator without what most of them have in common: "mm" of "aten.mm.default"."""
+    return name.removeprefix("aten.").removesuffix(".default")
 
 
 def levels(step: StepTrace, most: int) -> list[tuple[int, dict[str, int]]]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from meshtune.layout import Layout
 from meshtune.meter.trace import RankTrace
 from meshtune.report.draw.kinds import Panel
-from meshtune.report.draw.page import Page, text
+from meshtune.report.draw.page import Page, notes, text, tiles
 from meshtune.report.draw.picture import SUFFIXES
 from meshtune.report.draw.picture import write as write_picture
 from meshtune.report.draw.table import Table
@@ -109,18 +109,13 @@ def dryrun_page(run: DryRun, drawn: Sequence[Panel]) -> str:
         facts[title] = human(max(max(sizes) for sizes in held.values()))
     if run.capacity:
         facts["a GPU has"] = human(run.capacity)
-    tiles = "".join(
-        f"<div class='tile'><dt>{text(name)}</dt><dd>{text(value)}</dd></div>"
-        for name, value in facts.items()
-    )
     verdict = f"<p>{text(run.verdict)}</p>" if run.verdict else ""
-    notes = "".join(f"<p class='note'>{text(note)}</p>" for note in run.notes)
     return Page(
         name=run.model,
         kind="dry run",
         subtitle=f"<code>{text(run.layout)}</code> on {text(run.cluster)}",
         panels=drawn,
-        before=f"<section><dl class='tiles four'>{tiles}</dl>{verdict}{notes}</section>",
+        before=f"<section>{tiles(facts.items(), wide=True)}{verdict}{notes(run.notes)}</section>",
         after="".join(table.html() for table in listings(run)),
         footer=FOOTER,
     ).html()

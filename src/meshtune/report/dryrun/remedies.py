@@ -23,7 +23,7 @@ from meshtune.meter.trace import (
 )
 from meshtune.placement.states import LOSS_CHUNK_TOKENS
 from meshtune.recomputation import RECOMPUTATIONS, SAVED_OPERATORS
-from meshtune.report.dryrun.living import Alike
+from meshtune.report.dryrun.living import Alike, is_received
 from meshtune.units import counted
 
 Advice = Iterator[str]
@@ -80,13 +80,6 @@ def _communication(tensors: Alike, layout: Layout) -> Advice:
     if layout.zero or layout.data_ranks > 1:
         yield f"{_more_tensor(layout)}: smaller collectives"
     yield "none: it lasts as long as the collective"
-
-
-def is_received(tensors: Alike) -> bool:
-    """True for the buffer of a receive between stages, which the ledger sees first when it is viewed."""
-    return tensors.category == COMMUNICATION and tensors.made_by in (
-        "receive over pp", "aten.view.default", "aten.detach.default",
-    )  # fmt: skip
 
 
 def _temporary(tensors: Alike, layout: Layout) -> Advice:

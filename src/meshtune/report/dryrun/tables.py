@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from meshtune.layout import Layout
-from meshtune.meter.trace import CATEGORIES, GATHERED, OPTIMIZER, RankTrace
+from meshtune.meter.trace import CATEGORIES, OPTIMIZER, RankTrace
 from meshtune.report.draw.table import Table
-from meshtune.report.dryrun.living import Alike, Peak, Row, alike, by_module
+from meshtune.report.dryrun.living import Peak, Row, alike, by_module, made_by
 from meshtune.report.dryrun.panels import rank_title, shown
-from meshtune.report.dryrun.remedies import is_received, remedy
+from meshtune.report.dryrun.remedies import remedy
 from meshtune.units import counted, human
 
 STEPS = ("first step", "later steps")
@@ -129,24 +129,6 @@ def largest_table(trace: RankTrace, layout: Layout, top: int) -> Table:
         ("tensor", "made by", "shape", "category", "setting that shrinks it"),
         (others,) if rest else (),
     )
-
-
-def made_by(tensors: Alike) -> str:
-    """Operation and phase that made tensors: "mm, forward"; for the optimizer's the names of its states."""
-    if tensors.states:
-        return ", ".join(tensors.states)
-    if not tensors.made_by and tensors.category != GATHERED:
-        return "before the step"
-    if tensors.category == GATHERED:  # the ledger sees it when it gets its memory, or is first read
-        name = "all_gather"
-    else:
-        name = "receive" if is_received(tensors) else operation(tensors.made_by)
-    return f"{name}, {tensors.phase}" if tensors.phase else name
-
-
-def operation(name: str) -> str:
-    """An operator without what most of them have in common: "mm" of "aten.mm.default"."""
-    return name.removeprefix("aten.").removesuffix(".default")
 
 
 def collectives_table(trace: RankTrace) -> Table:

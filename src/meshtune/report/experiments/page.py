@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from meshtune.report.draw.page import Page, text
+from meshtune.report.draw.page import Page, notes, text, tiles
+from meshtune.report.draw.table import facts as facts_of
 from meshtune.report.draw.words import MFU
 from meshtune.report.experiments.panels import panels
 from meshtune.report.experiments.rows import DONE, Sweep, sweep_of
@@ -82,34 +83,25 @@ def device_of(rows: Iterable[Mapping[str, Any]]) -> str:
 
 def _counts(sweep: Sweep, counts: Mapping[str, int]) -> str:
     """Tiles with the number of experiments by status, and a sentence where nothing was run, as HTML."""
-    tiles = "".join(
-        f"<div class='tile'><dt>{text(status)}</dt><dd>{number:,}</dd></div>"
-        for status, number in counts.items()
-    )
-    notes = [SIMULATED.get(sweep.simulated, "")] if sweep.simulated else []
+    lines = [SIMULATED.get(sweep.simulated, "")] if sweep.simulated else []
     if unlisted := sweep.source.facts.get("unlisted"):
-        notes.append(
+        lines.append(
             f"{counted(len(unlisted), 'result')} that the sweep's file no longer lists: in the database, but "
             "not here."
         )
     if left_out := sweep.source.left_out_sentence:
-        notes.append(left_out)
+        lines.append(left_out)
     if not counts.get(DONE):
-        notes.append("No experiment is done yet, so there is no picture.")
-    lines = "".join(f"<p class='note'>{text(note)}</p>" for note in notes)
-    return f"<dl class='tiles'>{tiles}</dl>{lines}"
+        lines.append("No experiment is done yet, so there is no picture.")
+    return tiles((status, f"{number:,}") for status, number in counts.items()) + notes(lines)
 
 
 def _where(sweep: Sweep) -> str:
     """The sweep's file, and what is known of machine and software, as HTML."""
     facts = dict(sweep.source.facts)
     file = facts.pop("file", None)
-    known = {
-        name: value
-        for name, value in facts.items()
-        if name not in ("form", "axes", "name", "unlisted") and value is not None
-    }
-    rows = "".join(f"<tr><th>{text(name)}</th><td>{text(value)}</td></tr>" for name, value in _leaves(known))
+    hidden = ("form", "axes", "name", "unlisted")
+    known = {name: value for name, value in facts.items() if name not in hidden}
     settings = yaml.safe_dump(file, sort_keys=False, allow_unicode=True) if file else ""
     shown = (
         f"<section><h2>The sweep's file</h2><details><summary>{text(sweep.name)}.yaml</summary>"
@@ -117,17 +109,7 @@ def _where(sweep: Sweep) -> str:
         if settings
         else ""
     )
-    return f"{shown}<section><h2>Environment</h2><table class='facts'>{rows}</table></section>"
-
-
-def _leaves(facts: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    leaves = []
-    for name, value in facts.items():
-        if isinstance(value, Mapping):
-            leaves += _leaves(value, f"{prefix}{name}.")
-        else:
-            leaves.append((f"{prefix}{name}", str(value)))
-    return leaves
+    return shown + facts_of(known, "Environment").html()
 
 
 def _footer(sweep: Sweep) -> str:

@@ -58,8 +58,8 @@ def best_layouts(sweep: Sweep) -> HeatMap | None:
     if any(one.shown.mfu is not None for one in fastest.values()):
         value, unit, form = (lambda one: one.shown.mfu), "MFU", ".1%"
     elif all(one.parameters for one in fastest.values()):
-        power, name = power_of([one.utilisation or 0 for one in fastest.values()])
-        value, form = (lambda one: one.utilisation / power), ",.3~g"
+        power, name = power_of([one.tokens_parameters_per_second or 0 for one in fastest.values()])
+        value, form = (lambda one: one.tokens_parameters_per_second / power), ",.3~g"
         unit = f"{name} {sweep.speed_unit} × parameters"
     else:
         value, unit, form = (lambda one: one.shown.speed), sweep.speed_unit, ",.0f"
@@ -124,11 +124,16 @@ def by_gpus(sweep: Sweep) -> list[Panel]:
     all_names = [name for name in sweep.labels(fastest) for one in fastest if sweep.label(one) == name]
     names = most_frequent(all_names)
     note = left_out(names, all_names, "workloads")
-    power, power_name = power_of([one.utilisation or 0 for one in fastest])
+    power, power_name = power_of([one.tokens_parameters_per_second or 0 for one in fastest])
     unit = f"{power_name} {sweep.speed_unit} × parameters".strip()
     quantities = (
         ("speed", "Speed of the fastest layout", sweep.speed_unit, lambda one: one.shown.speed),
-        ("utilisation", "Speed by model size", unit, lambda one: one.utilisation and one.utilisation / power),
+        (
+            "utilisation",
+            "Speed by model size",
+            unit,
+            lambda one: one.tokens_parameters_per_second and one.tokens_parameters_per_second / power,
+        ),
     )
     drawn: list[Panel] = []
     for key, title, y_title, y_of in quantities:

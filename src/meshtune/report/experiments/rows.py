@@ -13,6 +13,7 @@ from statistics import median
 from typing import Any
 
 from meshtune import units
+from meshtune.layout import Layout
 from meshtune.report.draw.words import model_title
 from meshtune.sweep_rows import SweepRows
 
@@ -61,19 +62,16 @@ class Experiment:
     repeats: int = 1  # experiments that this one is the median of
 
     @property
-    def utilisation(self) -> float | None:
-        """tokens/s/GPU × parameters."""
+    def tokens_parameters_per_second(self) -> float | None:
+        """tokens/s/GPU × parameters: speed that models of several sizes can be compared by."""
         if self.shown.speed is None or self.parameters is None:
             return None
         return self.shown.speed * self.parameters
 
     @property
     def micro_batch(self) -> int | None:
-        """Sequences of a micro-batch."""
-        words = [
-            word[2:] for word in self.layout.split("-") if word.startswith("mb") and word[2:].isdecimal()
-        ]
-        return int(words[0]) if words else None
+        """Sequences of a micro-batch; None where the layout was not resolved."""
+        return Layout.parse(self.layout).micro_batch_size if self.layout else None
 
 
 @dataclass(frozen=True)

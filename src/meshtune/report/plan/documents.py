@@ -16,11 +16,11 @@ from meshtune.errors import UserError, check_file
 from meshtune.plan.memory.timeline import CATEGORIES
 from meshtune.plan.seconds.step import PARTS
 from meshtune.report.draw.kinds import Panel
-from meshtune.report.draw.page import Page, text
+from meshtune.report.draw.page import Page, sentences, text
 from meshtune.report.draw.table import Column, Table
 from meshtune.report.draw.words import model_title
 from meshtune.report.plan.numbers import named, number, seconds
-from meshtune.report.plan.page import FOOTER, sentences
+from meshtune.report.plan.page import FOOTER
 from meshtune.report.plan.panels import memory_bars, predicted, time_bars
 from meshtune.units import GIB
 from meshtune.yaml_tree import read_yaml
@@ -94,12 +94,10 @@ def document_page(plans: Sequence[PlanDocument]) -> Page:
         tree = plan.tree
         title = f" of {plan.name}" if len(plans) > 1 else ""
         after += [
-            replace(_layouts(plan), title=f"Layouts{title}").html("layouts"),
-            sentences(f"Why this layout{text(title)}", _lines(tree.get("reasoning"))),
-            sentences(f"What to change first{text(title)}", _lines(tree.get("changes"))),
-            sentences(
-                f"Layouts left out{text(title)}", [_left_out(one) for one in tree.get("rejected") or ()]
-            ),
+            replace(_layouts(plan), title=f"Layouts{title}").html("numbers layouts"),
+            sentences(f"Why this layout{title}", _lines(tree.get("reasoning"))),
+            sentences(f"What to change first{title}", _lines(tree.get("changes"))),
+            sentences(f"Layouts left out{title}", map(_left_out, tree.get("rejected") or ())),
         ]
     return Page(
         name=" · ".join(dict.fromkeys(model_title(plan.model) for plan in plans)),

@@ -11,8 +11,8 @@ from meshtune import __version__
 from meshtune.plan.advice import comparison
 from meshtune.plan.cost import RunCost, money
 from meshtune.plan.programs import MESHTUNE
-from meshtune.report.draw.page import Page, text
-from meshtune.report.draw.table import Column, Table
+from meshtune.report.draw.page import Page, notes, sentences, text, tiles
+from meshtune.report.draw.table import Column, Table, facts
 from meshtune.report.draw.words import model_title
 from meshtune.report.plan.numbers import number, plus_minus, seconds
 from meshtune.report.plan.tables import clusters_table, layouts_table
@@ -45,12 +45,7 @@ def subject(answer: Answer) -> str:
     )
 
 
-def plan_page(
-    answer: Answer,
-    choices: Sequence[Choice],
-    drawn: Sequence[Panel],
-    asked: Asked,
-) -> str:
+def plan_page(answer: Answer, choices: Sequence[Choice], drawn: Sequence[Panel], asked: Asked) -> str:
     """The answer as the HTML text of a page.
 
     choices: rows of its table. drawn: its charts.
@@ -60,13 +55,7 @@ def plan_page(
         kind="plan",
         subtitle=text(subject(answer)),
         panels=drawn,
-        before="".join(
-            (
-                recommended(answer, asked),
-                clusters(answer),
-                layouts(answer, choices),
-            )
-        ),
+        before=recommended(answer, asked) + clusters(answer) + layouts(answer, choices),
         after="".join(
             (
                 sentences("What to change first", answer.changes),
@@ -85,14 +74,12 @@ def explained_page(
 ) -> str:
     """Explained layouts as the HTML text of a page: charts, and the reasons against each and its levers."""
     after = "".join(
-        sentences(f"Against {text(one.choice.layout)}", one.against)
-        + sentences(
-            f"The largest levers of {text(one.choice.layout)}", [lever.sentence() for lever in one.levers]
-        )
+        sentences(f"Against {one.choice.layout}", one.against)
+        + sentences(f"The largest levers of {one.choice.layout}", (lever.sentence() for lever in one.levers))
         for one in explanations
     )
     choice = explanations[0].choice
-    note = f"<p class='note'>{text(choice.accuracy.sentence(choice.stack, choice.cluster.gpu.name))}</p>"
+    note = notes([choice.accuracy.sentence(choice.stack, choice.cluster.gpu.name)])
     return Page(
         name=name, kind="plan", subtitle=text(subtitle), panels=drawn, before="", after=after + note,
         footer=FOOTER,
@@ -108,33 +95,30 @@ def recommended(answer: Answer, asked: Asked) -> str:
         if tool is MESHTUNE
         else f"meshtune plan export {tool.name} {settings} layout={choice.layout}"
     )
-    tiles = "".join(
-        f"<div class='tile'><dt>{name}</dt><dd>{value}</dd></div>" for name, value in figures(answer)
-    )
     verdict = "".join(f"<p>{text(sentence)}</p>" for sentence in answer.verdict)
     return (
         f"<section><h2>Recommended: <code>{text(choice.layout)}</code></h2>"
-        f"<dl class='tiles four'>{tiles}</dl>{verdict}<pre class='command'>{text(command)}</pre></section>"
+        f"{tiles(figures(answer), wide=True)}{verdict}<pre class='command'>{text(command)}</pre></section>"
     )
 
 
-def figures(answer: Answer) -> Iterable[tuple[str, str]]:
-    """(name, value) of the chosen layout's figures, as HTML."""
+def figures(answer: Answer) -> Iterable[tuple[str, ...]]:
+    """(name, value, error bar where there is one) of the chosen layout's figures."""
     choice, run = answer.choice, answer.run
     if choice.cluster.timed:
-        error = f" <small>{plus_minus(choice.accuracy.time)}</small>"
-        yield text(choice.cluster.speed_unit), number(choice.tokens_per_second_per_gpu) + error
-        yield "a step", seconds(choice.seconds.total) + error
+        error = plus_minus(choice.accuracy.time)
+        yield choice.cluster.speed_unit, number(choice.tokens_per_second_per_gpu), error
+        yield "a step", seconds(choice.seconds.total), error
         yield "MFU", f"{choice.mfu:.1%}"
-    error = f" <small>{plus_minus(choice.accuracy.memory)} of {choice.cluster.memory / GIB:.1f}</small>"
-    yield "peak memory, GiB", f"{choice.memory.peak / GIB:.1f}{error}"
+    error = f"{plus_minus(choice.accuracy.memory)} of {choice.cluster.memory / GIB:.1f}"
+    yield "peak memory, GiB", f"{choice.memory.peak / GIB:.1f}", error
     if run.seconds is not None and run.gpu_hours is not None:
         yield f"{counted(run.steps or 0, 'step')}", duration(run.seconds)
         yield "GPU-hours", number(run.gpu_hours)
     if run.cost is not None:
-        yield "cost", text(money(run.cost, run.currency))
+        yield "cost", money(run.cost, run.currency)
     if run.cost_per_million_tokens is not None:
-        yield "a million tokens", text(money(run.cost_per_million_tokens, run.currency))
+        yield "a million tokens", money(run.cost_per_million_tokens, run.currency)
 
 
 def layouts(answer: Answer, choices: Sequence[Choice]) -> str:
@@ -146,28 +130,18 @@ def layouts(answer: Answer, choices: Sequence[Choice]) -> str:
         for choice in choices
     ]
     runs = [RunCost.of(choice, answer.length) for choice in choices]
-    return layouts_table(choices, runs, why, "The best layouts").html("layouts")
+    return layouts_table(choices, runs, why, "The best layouts").html("numbers layouts")
 
 
 def clusters(answer: Answer) -> str:
     """Table of the clusters that were compared, and sentences on them, as HTML; "" if there are neither."""
-    lines = "".join(f"<li>{text(line)}</li>" for line in (*answer.comparison, *answer.left_out))
     table = clusters_table(answer.offers, answer.chosen, memory=True, title="Clusters")
-    compared = table.html("layouts") if len(answer.offers) > 1 else ""
-    return compared + (f"<section><ul>{lines}</ul></section>" if lines else "")
+    compared = table.html("numbers layouts") if len(answer.offers) > 1 else ""
+    return compared + sentences("", (*answer.comparison, *answer.left_out))
 
 
 def capitalised(sentence: str) -> str:
     return sentence[:1].upper() + sentence[1:]
-
-
-def sentences(title: str, lines: Sequence[str]) -> str:
-    """A heading and a list, as HTML; "" without lines."""
-    if not lines:
-        return ""
-    return (
-        f"<section><h2>{title}</h2><ul>{''.join(f'<li>{text(line)}</li>' for line in lines)}</ul></section>"
-    )
 
 
 def usual_layouts(answer: Answer) -> str:
@@ -186,32 +160,27 @@ def left_out(answer: Answer) -> str:
         Column("why", [group.reason for group in groups], words=True),
         Column("one of them", [str(group.example) for group in groups], words=True, code=True),
     )
-    return Table("Layouts left out", columns).html("left-out")
+    return Table("Layouts left out", columns).html("numbers left-out")
 
 
 def provenance(answer: Answer, asked: Asked) -> str:
     """Command, version, date, constants and error bars, as HTML."""
     choice, cluster = answer.choice, answer.choice.cluster
     gpu, efficiency = cluster.gpu, cluster.gpu.efficiency
+    as_of = f"as of {gpu.as_of}: " if gpu.as_of and gpu.as_of != gpu.name else ""
     rows = {
-        "command": f"<code>{text(asked.command)}</code>" if asked.command else "",
-        "written": f"{date.today().isoformat()} by meshtune {text(__version__)}",
-        "model": text(answer.workload.model),
-        "error bars": text(choice.accuracy.sentence(choice.stack, gpu.name)),
-        "machine": text(
+        "command": asked.command or None,
+        "written": f"{date.today().isoformat()} by meshtune {__version__}",
+        "model": answer.workload.model,
+        "error bars": choice.accuracy.sentence(choice.stack, gpu.name) or None,
+        "machine": (
             f"{human(cluster.memory)} a GPU; {cluster.link / 1e9:g} GB/s between the {cluster.node} GPUs of "
             f"a machine; {cluster.network / 1e9:g} GB/s a GPU between machines, of which collectives reach "
             f"{cluster.network_share:.0%}"
         ),
-        f"{text(gpu.name)}": text(gpu.source),
-        "efficiency": text(
-            f"{'as of ' + gpu.as_of + ': ' if gpu.as_of and gpu.as_of != gpu.name else ''}"
-            + ", ".join(f"{name} {value:.4g}" for name, value in efficiency.items())
-        ),
-        "software": text(f"constants of the stack {choice.stack} in stacks.toml"),
-        "notes": "<br>".join(text(note) for note in answer.workload.notes),
+        gpu.name: gpu.source or None,
+        "efficiency": as_of + ", ".join(f"{name} {value:.4g}" for name, value in efficiency.items()),
+        "software": f"constants of the stack {choice.stack} in stacks.toml",
+        "notes": "\n".join(answer.workload.notes) or None,
     }
-    body = "".join(f"<tr><th>{name}</th><td>{value}</td></tr>" for name, value in rows.items() if value)
-    return (
-        f"<section><h2>Where this comes from</h2><table class='facts'><tbody>{body}</tbody></table></section>"
-    )
+    return facts(rows, "Where this comes from").html()

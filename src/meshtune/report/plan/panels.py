@@ -1,4 +1,5 @@
-"""A plan as panels: what fills memory and a step's time, time against memory, cluster sizes, global batches.
+"""A plan as panels: what fills memory and a step's time, one step over time, time against memory, cluster
+sizes, global batches.
 
 Everything shown was predicted for a layout that the search listed; what was not searched has no panel.
 """
@@ -13,10 +14,13 @@ import numpy as np
 
 from meshtune.layout import Layout
 from meshtune.placement.columns import layout_at
+from meshtune.plan.over_time import StepOverTime, memory_over_time, step_over_time
 from meshtune.plan.search import Choice, Plan
 from meshtune.plan.seconds.step import PARTS
+from meshtune.plan.workload import Workload
 from meshtune.report.draw.colours import MEMORY_PARTS
 from meshtune.report.draw.kinds import (
+    Areas,
     Axis,
     Cell,
     Group,
@@ -33,13 +37,14 @@ from meshtune.report.draw.words import short
 from meshtune.report.plan.numbers import (
     common_error,
     memory_parts,
+    named,
     nonzero,
     number,
     seconds,
     speed_unit,
     time_parts,
 )
-from meshtune.report.plan.over_time import over_time
+from meshtune.report.plan.passes import passes_panel
 from meshtune.units import GIB, counted
 
 if TYPE_CHECKING:
@@ -288,3 +293,39 @@ def cell_of(choice: Choice | None) -> Cell:
         return Cell(None, (NO_LAYOUT,))
     speed = choice.tokens_per_second_per_gpu
     return Cell(speed, (number(speed), *short(choice.layout)), str(choice.layout))
+
+
+def over_time(workload: Workload, choice: Choice) -> list[Panel]:
+    """Memory over one step and, with a pipeline, the passes of each rank; [] for more than can be drawn.
+
+    Where predicted times mean nothing, none of them.
+    """
+    if not choice.cluster.timed or not (drawn := step_over_time(workload, choice)):
+        return []
+    passes = [passes_panel(drawn.timed, f"The pipeline over {_span(drawn)}")] if choice.layout.pp > 1 else []
+    return [memory_panel(workload, choice, drawn), *passes]
+
+
+def memory_panel(workload: Workload, choice: Choice, drawn: StepOverTime) -> Areas:
+    """Bytes of the fullest rank over the step, by category."""
+    fullest, held = memory_over_time(workload, choice, drawn)
+    capacity = choice.cluster.memory / GIB
+    parts = [named(one.parts) for one in held]
+    names = nonzero(MEMORY_PARTS, parts)
+    rank = f", on the fullest pipeline rank ({fullest})" if choice.layout.pp > 1 else ""
+    return Areas(
+        "memory_over_time",
+        f"Memory over {_span(drawn)}{rank}",
+        "GiB",
+        tuple(one.seconds for one in held),
+        {name: tuple(sizes[name] / GIB for sizes in parts) for name in names},
+        tuple(one.event for one in held),
+        "seconds",
+        Mark(capacity, f"capacity {capacity:.1f} GiB"),
+    )
+
+
+def _span(drawn: StepOverTime) -> str:
+    """Name what is drawn: a step, or one of fewer micro-batches."""
+    every, some = (one.gradient_accumulation_steps for one in (drawn.whole, drawn.layout))
+    return "one step" if some == every else f"a step, {some} of its {every} micro-batches"

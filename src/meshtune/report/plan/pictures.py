@@ -11,9 +11,8 @@ from meshtune.report.draw.kinds import Panel, Scatter, Stacks
 from meshtune.report.draw.picture import SUFFIXES, known_suffix
 from meshtune.report.draw.picture import write as write_picture
 from meshtune.report.draw.words import model_title
-from meshtune.report.plan.over_time import over_time
 from meshtune.report.plan.page import Asked, explained_page, plan_page, subject
-from meshtune.report.plan.panels import memory_and_time, panels, predicted
+from meshtune.report.plan.panels import memory_and_time, over_time, panels, predicted
 from meshtune.rundir import write_text_atomically
 from meshtune.units import counted
 

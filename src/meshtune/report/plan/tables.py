@@ -115,23 +115,20 @@ def explanation(choice: Choice) -> RenderableType:
         f" {plus_minus(share)}".rstrip() for share in (accuracy.time, accuracy.memory)
     )
     time_meaning = {part: spent(part, choice.layout) for part in PARTS}
-    step = Text.assemble(
-        f"{speed} · {seconds(total)} a step", (time_error, "dim"), f" · MFU {choice.mfu:.1%}"
-    )
-    speeds: list[RenderableType] = [step, Text()]
-    times: list[RenderableType] = [
-        Text(),
-        Text.assemble(("Time  ", "bold"), f"{seconds(total)} a step, by what a rank waits for"),
+    step = f"{speed} · {seconds(total)} a step"
+    speeds = (Text.assemble(step, (time_error, "dim"), f" · MFU {choice.mfu:.1%}"), Text())
+    times = (
+        Text.assemble(("\nTime  ", "bold"), f"{seconds(total)} a step, by what a rank waits for"),
         shares(time_parts(choice), time_meaning, seconds, "step"),
-    ]
+    )
     timed = choice.cluster.timed
     return Group(
         Text.assemble((str(choice.layout), "bold"), (f"  on {choice.cluster.title}{runner}", "dim")),
-        *(speeds if timed else []),
+        *(speeds if timed else ()),
         Text.assemble(("Memory  ", "bold"), peak, (memory_error, "dim"), f" at the peak: {event}{where}"),
         *does_not_fit_sentence(choice),
         shares(memory_parts(choice), MEMORY_MEANING, human, "peak"),
-        *(times if timed else [Text(NO_TIMES, style="dim")]),
+        *(times if timed else (Text(NO_TIMES, style="dim"),)),
     )
 
 
@@ -202,40 +199,32 @@ def clusters_table(offers: Sequence[Offer], chosen: Offer, *, memory: bool = Fal
     several = len({offer.plan.cluster.gpu.name for offer in offers}) > 1
     named = several or not chosen.plan.cluster.gpu.measured
 
-    def texts(form: Callable[[Offer, Choice, RunCost], str], *, timed: bool = True) -> list[str]:
-        """form(offer, its layout, its run) for each, "" where nothing fits and, if `timed`, where predicted
-        times mean nothing.
-        """
+    def times(form: Callable[[Offer, Choice], str]) -> list[str]:
+        """form(offer, its layout) for each; "" where nothing fits, and where predicted times mean nothing."""
         return [
-            form(offer, offer.choice, offer.run)
-            if offer.choice and offer.run and (offer.plan.cluster.timed or not timed)
-            else ""
-            for offer in offers
+            form(offer, offer.choice) if offer.choice and offer.plan.cluster.timed else "" for offer in offers
         ]
 
     costs = cost_columns([offer.run for offer in offers])
-    timed = [offer.plan.cluster.timed for offer in offers]
-    speeds = texts(lambda _, choice, run: number(choice.tokens_per_second_per_gpu))
-    steps = texts(lambda _, choice, run: seconds(choice.seconds.total))
-    peaks = texts(lambda _, choice, run: of_capacity(choice), timed=False)
-    gains = texts(lambda offer, *_: f"{speed(offer) / speed(_first(offers)):.2f} ×")
+    speeds = times(lambda _, choice: number(choice.tokens_per_second_per_gpu))
+    steps = times(lambda _, choice: seconds(choice.seconds.total))
+    peaks = [of_capacity(choice) if choice else "" for choice in choices]
+    gains = times(lambda offer, _: f"{speed(offer) / speed(_first(offers)):.2f} ×")
+    efficiencies = times(lambda offer, _: f"{efficiency(offer, offers):.1%}")
     names = [Text(str(c.layout)) if c else Text("nothing fits", style="dim") for c in choices]
     titles = [offer.title if named else f"{offer.plan.cluster.gpus:,}" for offer in offers]
     columns = [Column("", marks), Column("GPUs", titles, words=named)]
     columns.append(
         Column("best layout", names, words=True, more=[IN_WORDS[sign] for sign in marks], code=True)
     )
-    if any(timed):
+    if any(speeds):
         columns.append(Column(speed_head(choices), speeds, priority=3))
         columns.append(Column(f"step\n{common_error(choices, 'time')}", steps))
-    if memory or not all(timed):
+    if memory or not all(offer.plan.cluster.timed for offer in offers):
         columns.append(Column("memory", peaks))
-    if any(timed):
-        columns += [replace(column, priority=COSTS[name]) for name, column in costs.items()]
-        columns.append(Column("speed-up", gains, priority=6))
-        columns.append(
-            Column("efficiency", texts(lambda offer, *_: f"{efficiency(offer, offers):.1%}"), priority=5)
-        )
+    columns += [replace(column, priority=COSTS[name]) for name, column in costs.items()]
+    if any(speeds):
+        columns += [Column("speed-up", gains, priority=6), Column("efficiency", efficiencies, priority=5)]
     used = [f"{sign} {meaning}" for sign, meaning in MARKS.items() if sign in marks]
     return Table(title, tuple(columns), (" · ".join(used),), chosen=marks.index("→"))
 
@@ -295,10 +284,6 @@ def _first(offers: Sequence[Offer]) -> Offer:
 #                       A         B       B - A
 # tokens/s/GPU      7,375     7,424         +49
 # W weights       479 MiB  15.4 GiB  +14.9 GiB*
-
-
-if TYPE_CHECKING:
-    from meshtune.plan.search import Choice
 
 NOTABLE = 0.01  # share of the first layout's speed, peak or step from which a difference is marked
 NOTE = f"* at least {NOTABLE:.0%} of A's speed, peak or step"

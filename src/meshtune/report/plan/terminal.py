@@ -17,7 +17,7 @@ from meshtune.plan.phrases import device, unmeasured
 from meshtune.plan.programs import MESHTUNE
 from meshtune.plan.search import PEAK_TIE, TIE_MEMORY_STEP, Choice
 from meshtune.plan.seconds.step import TIE
-from meshtune.report.plan.tables import clusters_table, explanation, layouts_table, side_by_side
+from meshtune.report.plan.tables import NO_TIMES, clusters_table, explanation, layouts_table, side_by_side
 from meshtune.tools.export import Written
 from meshtune.units import counted, human
 
@@ -99,10 +99,7 @@ def ranking(result: Answer) -> str:
             f"{device(result.choice.cluster)}'s memory above the lowest; the others by peak."
         )
     if not result.choice.cluster.timed:
-        return (
-            f"In the order of their speed on {result.choice.cluster.gpu.as_of}. Nobody has measured how fast "
-            "a processor computes, so no times are shown. Memory is predicted as on a GPU."
-        )
+        return f"In the order of their speed on {result.choice.cluster.gpu.as_of}. {NO_TIMES}"
     safely = " of those that fit safely" if result.choice.safe and not result.plan.safe.all() else ""
     return (
         f"Row 1: of the layouts within {TIE:.1%} of the shortest step{safely}, the one with the lowest peak "

@@ -12,8 +12,10 @@ from meshtune.addresses import public
 from meshtune.errors import UserError, check_file
 from meshtune.meter.rows import memory_table
 from meshtune.report.draw.kinds import Panel
-from meshtune.report.draw.page import Page, text
+from meshtune.report.draw.page import Page, notes, text, tiles
 from meshtune.report.draw.picture import write
+from meshtune.report.draw.table import Table
+from meshtune.report.draw.table import facts as facts_table
 from meshtune.report.draw.vega import NotDrawn
 from meshtune.report.draw.words import MFU
 from meshtune.report.run.panels import panels
@@ -94,16 +96,16 @@ def run_page(run: RunDir, rows: Sequence[Row] | None = None, summary: Summary | 
     """The report's parts. rows: of metrics.jsonl, summary: of these, where they are at hand."""
     rows = Rows(run.rows() if rows is None else rows)
     summary, facts = summary or summarise(run, rows), facts_of(run, rows)
-    shown = [(label, _fact(facts[key])) for key, label in LABELS.items() if facts.get(key) is not None]
-    environment = _leaves({key: value for key, value in facts.items() if key not in (*LABELS, PREDICTED)})
+    shown = {label: facts.get(key) for key, label in LABELS.items()}
+    environment = {key: value for key, value in facts.items() if key not in (*LABELS, PREDICTED)}
     after = [
         _causes(summary),
         _samples(run),
         _memory(of_kind(rows, "memory")),
-        _facts("What was run", shown),
-        _facts("What the planner predicted", _prediction(facts.get(PREDICTED) or {})),
+        facts_table(shown, "What was run", _fact).html(),
+        facts_table(dict(_prediction(facts.get(PREDICTED) or {})), "What the planner predicted").html(),
         _settings(run),
-        _facts("Environment", environment),
+        facts_table(environment, "Environment", _fact).html(),
     ]
     return Page(
         name=summary.name,
@@ -168,13 +170,13 @@ def _subtitle(summary: Summary, facts: Row) -> str:
 
 def _headline(summary: Summary) -> str:
     """The headline numbers as tiles."""
-    tiles: list[tuple[str, str, str]] = []  # (label, value, small text next to it)
+    figures: list[tuple[str, str, str]] = []  # (label, value, small text below it)
     if summary.last_exact_match is not None:
         before = "" if summary.first_exact_match is None else f"from {summary.first_exact_match:.1%}"
-        tiles.append(("Exact match", f"{summary.last_exact_match:.1%}", before))
+        figures.append(("Exact match", f"{summary.last_exact_match:.1%}", before))
     if summary.last_eval_loss is not None:
         changed = summary.first_eval_loss is not None and summary.first_eval_loss != summary.last_eval_loss
-        tiles.append(
+        figures.append(
             (
                 "Held-out loss",
                 f"{summary.last_eval_loss:.4f}",
@@ -182,24 +184,18 @@ def _headline(summary: Summary) -> str:
             )
         )
     if summary.last_loss is not None:
-        tiles.append(("Training loss", f"{summary.last_loss:.4f}", f"from {summary.first_loss:.4f}"))
+        figures.append(("Training loss", f"{summary.last_loss:.4f}", f"from {summary.first_loss:.4f}"))
     if summary.tokens_per_second_per_gpu is not None:
         mfu = "median" if summary.mfu is None else f"MFU {summary.mfu:.1%}"
-        tiles.append(
+        figures.append(
             (summary.speed_unit.replace("t", "T", 1), f"{summary.tokens_per_second_per_gpu:,.0f}", mfu)
         )
     if summary.peak_memory_bytes is not None:
         process = summary.peak_resident_bytes
         beside = f"of tensors; process {human(process)}" if process else "of tensors"
-        tiles.append(("Peak memory", human(summary.peak_memory_bytes), beside))
-    note = f"<p class='note'>{text(summary.left_out)}</p>" if summary.left_out else ""
-    if not tiles:
-        return f"<p class='empty'>Nothing has been measured yet.</p>{note}"
-    cells = (
-        f"<div class='tile'><dt>{label}</dt><dd>{value}</dd><small>{beside}</small></div>"
-        for label, value, beside in tiles
-    )
-    return f"<dl class='tiles'>{''.join(cells)}</dl>{note}"
+        figures.append(("Peak memory", human(summary.peak_memory_bytes), beside))
+    empty = "<p class='empty'>Nothing has been measured yet.</p>"
+    return (tiles(figures) if figures else empty) + notes(filter(None, [summary.left_out]))
 
 
 def _causes(summary: Summary) -> str:
@@ -228,23 +224,9 @@ def _memory(rows: list[Row]) -> str:
     rows = [row for row in rows if row.get("rank", 0) == 0 and "step" not in row["phases"]]
     if not rows:
         return ""
-    head, lines = memory_table(rows[-2:])
-    titles = "".join(f"<th>{text(name).replace(chr(10), '<br>')}</th>" for name in head)
-    cells = "".join(
-        f"<tr><th>{text(name)}</th>{''.join(f'<td>{value}</td>' for value in sizes)}</tr>"
-        for name, *sizes in lines
-    )
-    return (
-        "<section><h2>Memory of the first steps <small>MiB on rank 0, at the peak of each phase</small>"
-        f"</h2><div class='wide'><table class='facts numbers'><thead><tr>{titles}</tr></thead>"
-        f"<tbody>{cells}</tbody></table></div></section>"
-    )
-
-
-def _facts(title: str, facts: Iterable[tuple[str, str]]) -> str:
-    """HTML of a section with a table of (name, value), which are escaped; "" without facts. title: HTML."""
-    rows = [f"<tr><th>{text(name)}</th><td>{text(value)}</td></tr>" for name, value in facts]
-    return f"<section><h2>{title}</h2><table class='facts'>{''.join(rows)}</table></section>" if rows else ""
+    heads, lines = memory_table(rows[-2:])
+    note = "MiB on rank 0, at the peak of each phase."
+    return Table.of_rows("Memory of the first steps", heads, lines, ("",), (note,), totals=1).html()
 
 
 def _prediction(predicted: Row) -> Iterable[tuple[str, str]]:
@@ -268,18 +250,6 @@ def _settings(run: RunDir) -> str:
         f"<section><h2>Settings</h2><p>Run it again, in the folder NEW, with <code>{text(again)}</code></p>"
         f"<details><summary>config.yaml</summary><pre>{text(public(settings))}</pre></details></section>"
     )
-
-
-def _leaves(facts: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
-    """Yield (dotted name, text) of each fact at any depth, those that are None left out.
-
-    prefix: of all names, with its dot at the end.
-    """
-    for key, value in facts.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}.")
-        elif value is not None:
-            yield f"{prefix}{key}", _fact(value)
 
 
 def _fact(value: Any) -> str:

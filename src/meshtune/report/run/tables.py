@@ -1,14 +1,15 @@
 """A run in the terminal: its loss curve, headline numbers and samples, at any width."""
 
 from collections.abc import Sequence
+from itertools import pairwise
+from statistics import fmean
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from meshtune.meter.causes import Cause
-from meshtune.report.run.curve import curve
+from meshtune.report.draw.table import facts
 from meshtune.report.run.summary import Summary, samples_of, summarise, values
 from meshtune.rundir import RunDir
 from meshtune.units import count, counted, duration, human, printable
@@ -26,13 +27,12 @@ def run_summary(run: RunDir, *, curve_width: int = 60) -> RenderableType:
     if losses := values(train, "loss"):
         steps = (train[0]["step"], train[-1]["step"])
         parts += [Text("loss", style="bold"), curve(losses, steps=steps, width=curve_width), Text()]
-    grid = Table.grid(padding=(0, 3))
-    grid.add_column(style="dim", no_wrap=True, min_width=LABEL_WIDTH - 3)
-    grid.add_column(overflow="fold")
-    for label, value in headline(summary):
-        grid.add_row(label, Text(value, style="bold" if label == "exact match" else ""))
+    lines = {
+        f"{label:<{LABEL_WIDTH - 2}}": Text(value, style="bold" if label == "exact match" else "")
+        for label, value in headline(summary)
+    }
     notes = [Text(), Text(summary.left_out, style="yellow")] if summary.left_out else []
-    return Padding(Group(*parts, grid, *cause_lines(summary.causes), *notes), (1, 2))
+    return Padding(Group(*parts, facts(lines), *cause_lines(summary.causes), *notes), (1, 2))
 
 
 def cause_lines(causes: Sequence[Cause], title: str = "why it is slow") -> list[RenderableType]:
@@ -114,14 +114,64 @@ def samples_table(run: RunDir, *, limit: int = 5) -> RenderableType:
     twice = any(sample.before is not None for sample in samples)
     blocks = []
     for sample in samples:
-        block = Table.grid(padding=(0, 2))
-        block.add_column(style="dim", min_width=len("expected"), no_wrap=True)
-        block.add_column(overflow="fold")
-        block.add_row("prompt", Text(printable(sample.question)))
-        block.add_row("expected", Text(printable(sample.expected or "")))
-        before = {"before": sample.before or ""} if twice else {}
-        for name, answer in (before | {"after" if twice else "answer": sample.after}).items():
-            style = "green" if sample.matches(answer) else "yellow"
-            block.add_row(name, Text(printable(answer), style=style))
-        blocks.append(Padding(block, (0, 2, 1, 2)))
+        answers = {"before": sample.before or ""} if twice else {}
+        answers |= {"after" if twice else "answer": sample.after}
+        coloured = {
+            name: Text(printable(answer), style="green" if sample.matches(answer) else "yellow")
+            for name, answer in answers.items()
+        }
+        block = {"prompt": sample.question, "expected": sample.expected or ""} | coloured
+        blocks.append(Padding(facts(block), (0, 2, 1, 2)))
     return Group(*blocks)
+
+
+# The loss curve, made of characters #
+
+# 5.60 ┤╮
+#      │╰─╮
+#      │  ╰──╮
+# 0.06 ┤     ╰───────────
+#      └ 1 ────────── 300
+
+
+def curve(values: Sequence[float], *, steps: tuple[int, int], width: int = 64, height: int = 7) -> Text:
+    """A line of box-drawing characters through `values`, with both axes; without values a sentence.
+
+    values: in order, evenly spaced, finite. More values than columns are averaged column by column; fewer are
+    spread out. steps: (first, last) step, written at the ends of the x axis. width, height: terminal columns
+    and rows of the line, without the axes.
+    """
+    if not values:
+        return Text("no values yet", style="dim")
+    columns = resampled(values, width)
+    low, high = min(columns), max(columns)
+    scale = (height - 1) / (high - low) if high > low else 0.0
+    levels = [round((value - low) * scale) for value in columns]  # 0: the bottom row
+    cells = [[" "] * width for _ in range(height)]
+    previous = levels[0]
+    for column, level in enumerate(levels):
+        if level == previous:
+            cells[level][column] = "─"
+        else:
+            upper, lower = max(level, previous), min(level, previous)
+            for between in range(lower + 1, upper):
+                cells[between][column] = "│"
+            cells[previous][column] = "╮" if level < previous else "╯"
+            cells[level][column] = "╰" if level < previous else "╭"
+        previous = level
+    ends = {0: f"{low:.3g}", height - 1: f"{high:.3g}"}
+    margin = max(map(len, ends.values()))
+    picture = Text()
+    for row in reversed(range(height)):
+        picture.append(f"{ends.get(row, ''):>{margin}} {'┤' if row in ends else '│'}", style="dim")
+        picture.append("".join(cells[row]) + "\n", style="blue")
+    first, last = f" {steps[0]} ", f" {steps[1]}"
+    axis = "└" + first + "─" * (width - len(first) - len(last)) + last
+    return picture.append(" " * (margin + 1) + axis, style="dim")
+
+
+def resampled(values: Sequence[float], width: int) -> list[float]:
+    """`width` numbers: means of equal slices of `values`; with fewer values, values are repeated."""
+    edges = [column * len(values) / width for column in range(width + 1)]
+    slices = (values[int(start) : max(int(start) + 1, int(end))] for start, end in pairwise(edges))
+    return [fmean(part) for part in slices]
