@@ -35,9 +35,9 @@ def unset(monkeypatch: pytest.MonkeyPatch) -> None:
         ({NAME: ""}, False, [f"{NAME}= is without"]),
         (
             {NAME: EXPANDABLE, OLD: "expandable_segments: False"}, False,
-            [f"torch reads {OLD} alone; unset {NAME}.", f"{OLD}=expandable_segments: False is without"],
+            [f"torch reads only {OLD}; unset {NAME}.", f"{OLD}=expandable_segments: False is without"],
         ),
-        ({NAME: "a:1", OLD: EXPANDABLE}, True, [f"torch reads {OLD} alone; unset {NAME}."]),
+        ({NAME: "a:1", OLD: EXPANDABLE}, True, [f"torch reads only {OLD}; unset {NAME}."]),
     ],
 )  # fmt: skip
 def test_what_the_user_has_set_stays(given: dict[str, str], expandable: bool, said: list[str]) -> None:

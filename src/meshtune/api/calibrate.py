@@ -109,7 +109,7 @@ def highest_shares(document: Mapping[str, Any], cluster: Cluster) -> dict[str, f
 def changed_constants(
     document: Mapping[str, Any], cluster: Cluster, found: Calibration
 ) -> dict[str, tuple[float, float]]:
-    """Value of each fitted constant before and after, for a rank alone where it differs with their number."""
+    """Value of each fitted constant before and after, for one rank where it differs with their number."""
     usual = {"update_memory": 1.0, "network_share": cluster.network_share}
     usual |= stacks()["meshtune"] | dict(cluster.gpu.efficiency)
     return {name: (usual[name], significant(usual[name] * factor)) for name, factor in found.factors.items()}

@@ -29,12 +29,12 @@ def generate(
 ) -> list[str]:
     """Answers in the order of the prompts, without the prompts and the stop token.
 
-    model: a run, model or adapter folder, a hub id or a config file; None: `overrides` (section.key=value,
-    as in train.device=cpu) alone name the model. prompts: texts, conversations (lists of messages {role,
-    content}), or one of these. A text is wrapped as in training: by the chat template, or followed by the
-    separator, which a model that was trained on whole texts does not get. temperature: 0 is greedy. top_p,
-    seed: see `Sampling`. Raises UserError without prompts, for those that the model can't take, and where
-    `model` holds none.
+    model: a run, model or adapter folder, a hub id or a config file; None: only `overrides`
+    (section.key=value, as in train.device=cpu) name the model. prompts: texts, conversations (lists of
+    messages {role, content}), or one of these. A text is wrapped as in training: by the chat template, or
+    followed by the separator, which a model that was trained on whole texts does not get. temperature: 0
+    is greedy. top_p, seed: see `Sampling`. Raises UserError without prompts, for those that the model
+    can't take, and where `model` holds none.
     """
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], Mapping)):
         prompts = cast("list[Prompt]", [prompts])

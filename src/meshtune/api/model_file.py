@@ -2,7 +2,7 @@
 
 model.name ─┬─ folder, or the hub's cache ──────────────────> its config.json
             ├─ the hub, asked once ─────────────────────────> its config.json
-            └─ the hub doesn't answer, or the model is gated ─> models.toml, and a sentence that says so
+            └─ the hub doesn't answer, or the model is gated ─> models.toml, and a sentence about it
 --params ─────> models.py, and a sentence with the shape
 """
 

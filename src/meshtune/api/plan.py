@@ -47,7 +47,7 @@ def plan(
     speed, cost, gpus or memory.
 
     config: a Config, a mapping of its sections, or a YAML file. overrides: section.key=value each. gpus:
-    numbers of GPUs, alone or with a kind ("8xh100-sxm"). by: the longest time of the run, a timedelta or a
+    numbers of GPUs, with or without a kind ("8xh100-sxm"). by: the longest time of the run, a timedelta or a
     text such as "48h"; budget: the most that it may cost. tool: that runs the layout, as in --for: memory and
     time are predicted for it, and only its layouts are considered. memory_budget: the most that is filled of
     each GPU, as "70GiB" or in GiB; None: what the margin leaves. goal: the old name of `sort`.

@@ -101,7 +101,7 @@ def sweep(
     file: a YAML file, or the mapping that it holds (docs/sweep.md). overrides: section.key=value each, laid
     over its base. out: folder of the results; None: runs/<name of the file>. everything: run those too that
     the planner says do not fit. simulate: "planner" or "dryrun" instead of running them. jobs: experiments at
-    once; None: one on a processor, as many as fit on GPUs. slurm: submit them as job arrays, and collect.
+    once; None: one on a processor, all that fit on GPUs. slurm: submit them as job arrays, and collect.
     retry: statuses whose experiments are run again. Running out of memory, a crash, a refusal and a time-out
     are results. Raises UserError for a bad file, and for a folder that another sweep writes; Interrupted at
     Ctrl-C.
@@ -249,7 +249,7 @@ def prepare(
     done = sum(number for status, number in counts.items() if status in FINISHED)
     log(f"{counted(len(experiments), 'experiment')} ({new:,} new, {done:,} with a result) in {store.file}")
     if unlisted:
-        log(f"{counted(unlisted, 'result')} that the file no longer lists stay in the database.")
+        log(f"{counted(unlisted, 'result')} that the file doesn't list any more stay in the database.")
     return experiments
 
 

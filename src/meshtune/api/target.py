@@ -64,9 +64,9 @@ class Target:
 def target_of(name: str | None, overrides: Sequence[str], *, step: int | None = None) -> Target:
     """Find the settings and weights that `name` names; no weights are loaded.
 
-    name: a run, model or adapter folder, a config file, a hub id; RUN/model means the run; None: `overrides`
-    alone name the model. overrides: section.key=value, which change the run's or file's settings. step: of
-    the run's checkpoint to use; None: model/, or without it the newest whole checkpoint (damaged ones that
+    name: a run, model or adapter folder, a config file, a hub id; RUN/model means the run; None: only
+    `overrides` name the model. overrides: section.key=value, which change the run's or file's settings. step:
+    of the run's checkpoint to use; None: model/, or without it the newest whole checkpoint (damaged ones that
     are newer are printed on stderr). Raises UserError if a run has neither, if `step` is given and `name` is
     no run folder, and for overrides of what weights that are there decide.
     """

@@ -70,7 +70,7 @@ class _Flat(NamedTuple):
 
 @lru_cache(maxsize=8)
 def _flat(runs: QueryRuns, side: Literal["queries", "keys"], columns: int, device: torch.device) -> _Flat:
-    """Flatten one side of the runs, each of which must be in one row. columns: in a row of that side."""
+    """Flatten one side of the runs; each must be in one row. columns: in a row of that side."""
     spans = [(run.rows.start * columns, getattr(run, side)) for run in runs.runs]
     tokens = torch.cat([torch.arange(row + span.start, row + span.stop) for row, span in spans])
     lengths = [span.stop - span.start for _, span in spans]

@@ -92,7 +92,7 @@ class TextTokenizer:
         return table
 
     def ids_of(self, text: str) -> list[int]:
-        """ids of a text, of which control tokens may be marked."""
+        """ids of a text; its control tokens may be marked."""
         pieces = self.pieces(text).texts() if START in text else [text]
         table = self.table(pieces)
         return [id for piece in pieces for id in table[piece]]
@@ -180,7 +180,7 @@ class TextTokenizer:
     @cached_property
     def _cuts(self) -> re.Pattern:
         """Pattern of every token that is found in a text as it is: the leftmost, of these the longest; and of
-        marked tokens, or of a mark alone.
+        marked tokens, or of only a mark.
         """
         added = self.tokenizer.added_tokens_decoder.values()
         texts = sorted((str(token) for token in added if not token.normalized), key=len, reverse=True)

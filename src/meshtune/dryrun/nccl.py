@@ -4,7 +4,7 @@ NCCL predicts each of its algorithms and protocols from tables, and runs the fas
 are those of NVIDIA/nccl src/tuning/cost_model.cc, ring.cc and nvls.cc (commit 1fc949c of 2026; 2.28 has the
 same tables in src/graph/tuning.cc), speeds and channels those of src/graph/topo.h and search.cc:
 
-    channels of a group     as many of the fastest as the links carry; nothing else is on the links
+    channels of a group     the fastest, up to what the links carry; nothing else is on the links
     ring, tree              in the protocols LL, LL128 and Simple; trees only for all-reduces
     NVLS, NVLS tree         the switch of a node adds up, from Hopper on
     PAT                     groups with one rank in each node

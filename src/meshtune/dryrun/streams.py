@@ -12,7 +12,7 @@ Rules of the streams
                              fills their buffers runs on their stream
     FSDP2's reduce-scatters  before the next one the compute stream waits for the one before; what is added to
                              their results runs on their stream
-    computation beside one   takes longer by the machine's `contention`
+    computation next to one  takes longer by the machine's `contention`
 
 All ranks of a pipeline run together; ranks of the other axes are alike, so that one of each stage stands for
 them. Without torch.

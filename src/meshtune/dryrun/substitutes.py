@@ -8,7 +8,7 @@ message holds.
     torch.distributed.isend                holds what it sends, as real process groups do
     FSDPParam.reset_sharded_param          pads a shard once; FSDP2 looks at addresses, which fakes lack
     shapes of grouped matmuls              of any dtype, as the real ones; torch has only those of bf16
-    Tensor.tolist, Tensor.split            as many rows of each expert, where a router reads their numbers
+    Tensor.tolist, Tensor.split            equal rows of each expert, where a router reads their numbers
 
 Each has the shapes, strides and saved tensors of the real one; the trace names those that were called
 (`RankTrace.substitutes`).

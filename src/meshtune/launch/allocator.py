@@ -33,7 +33,7 @@ def conflicts(environ: Mapping[str, str]) -> list[str]:
     if len(set(given.values())) > 1:
         first, *others = given
         sentences.append(
-            f"{', '.join(f'{name}={value}' for name, value in given.items())}: torch reads {first} alone; "
+            f"{', '.join(f'{name}={value}' for name, value in given.items())}: torch reads only {first}; "
             f"unset {' and '.join(others)}."
         )
     if not expands(environ):

@@ -13,7 +13,7 @@ its category
                       gradients whose result has the head's shape: the gradient of the head that the chunked
                       loss makes in the forward, and its sum over chunks
     optimizer         from its owner: masters and AdamW's state
-    logits            from the head, whose output it is, or from an operation on logits that gives as many
+    logits            from the head, whose output it is, or from an operation on logits that has their
                       columns: their logarithms, their softmax, their gradient
     communication     from the operators of FSDP2 that fill the flat input of a collective; as output of a
                       collective with such an input; or as the buffer of a receive

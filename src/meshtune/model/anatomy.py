@@ -65,7 +65,7 @@ def anatomy(model: PreTrainedModel) -> Anatomy:
     body = _body(model, paths[embed], paths[head])
     if not body:
         raise refusal(
-            f"no module around its embedding, {paths[embed]!r}, is its language model alone", "media"
+            f"no module around its embedding, {paths[embed]!r}, is only its language model", "media"
         )
     if config.model_type == "reformer":
         raise refusal("it trains only on sequences of a multiple of its chunks' length", "not-built")

@@ -462,7 +462,7 @@ def train_tables(model: PreTrainedModel) -> None:
 def untie(model: PreTrainedModel) -> None:
     """Give the head of a model that shares its embedding's weight a copy of its own, in place.
 
-    The configuration no longer ties them.
+    The configuration doesn't tie them any more.
     """
     embed, head = tables(model)
     head.weight = nn.Parameter(embed.weight.detach().clone(), requires_grad=head.weight.requires_grad)

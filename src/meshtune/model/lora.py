@@ -200,7 +200,7 @@ def _saved(model: PreTrainedModel, modules_to_save: Collection[str]) -> tuple[li
                 if outside := [other for other in shared if not other.startswith(f"{path}.")]:
                     problems.append(
                         f"lora.modules_to_save: {path} shares its weight with {outside[0]}, and peft would "
-                        "train a copy that is no longer shared; leave it out."
+                        "train a copy that isn't shared any more; leave it out."
                     )
     return modules_named(model, modules_to_save), problems
 

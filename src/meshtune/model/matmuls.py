@@ -134,7 +134,7 @@ class DispatchedMatmuls(TorchDispatchMode):
         self.parameter_flops = 0  # of recorded matmuls
         self.bare: list[BareMatmul] = []
         self.unknown: set[str] = set()  # other operations that cost FLOPs
-        self.apart = False  # while a recurrent mixer runs, whose work with activations is counted by itself
+        self.apart = False  # while a recurrent mixer runs, whose work with activations is counted separately
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one ATen operator; count it if it is a matmul."""
@@ -157,13 +157,13 @@ class DispatchedMatmuls(TorchDispatchMode):
 
 
 # FLOPs of a scan, per token and element of the state: Megatron-LM, megatron/training/training.py,
-# mamba_layer_flops. A gated delta rule has as many: decay 1, read 2, write 2, output 2.
+# mamba_layer_flops. A gated delta rule has the same number: decay 1, read 2, write 2, output 2.
 SCAN_FLOPS = 7
 
 
 @contextmanager
 def mixers_apart(model: PreTrainedModel, parts: Anatomy, dispatched: DispatchedMatmuls) -> Iterator[None]:
-    """Leave what mixers compute with activations alone out of `dispatched`; `recurrent_matrices` has it."""
+    """Leave what mixers compute only from activations out of `dispatched`; `recurrent_matrices` has it."""
     hooks = []
     for path in parts.mixers:
         mixer = model.get_submodule(path)
@@ -179,7 +179,7 @@ def mixers_apart(model: PreTrainedModel, parts: Anatomy, dispatched: DispatchedM
 def recurrent_matrices(model: PreTrainedModel, parts: Anatomy) -> list[Matrix] | str:
     """Return the convolutions and scans of the mixers of a model on meta; a reason where a state is unknown.
 
-    A scan is a matrix of half as many elements as it has FLOPs a token.
+    A scan is a matrix with one element per two FLOPs of a token.
     """
     states = _states(model)
     if isinstance(states, str):

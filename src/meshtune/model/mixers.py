@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 Lengths = tuple[tuple[int, ...], ...]
 
-NARROW = 64  # tokens: documents up to here are in one group; mixers compute in chunks of as many
+NARROW = 64  # tokens: documents up to here are in one group; mixers compute in chunks of this size
 
 _lengths: ContextVar[Lengths | None] = ContextVar("lengths", default=None)
 

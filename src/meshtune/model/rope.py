@@ -2,7 +2,7 @@
 
 transformers takes the frequencies from the largest position of a whole micro-batch (`dynamic_rope_update`):
 one long document would change its neighbours, and a loss would depend on what a document is packed with. Here
-each document has those of its own length, as it has alone:
+each document has those of its own length, as without packing:
 
     follow_documents(model)                     once
     with documents_of(model, micro_batch):      around a forward

@@ -47,7 +47,7 @@ OLD_PROCESSOR_TEMPLATE = "chat_template.json"
 def complete_folder(folder: Path) -> Iterator[Path]:
     """Yield an empty folder that is renamed to `folder` when the block ends, and removed if it fails.
 
-    Its files get the mode that the umask gives, whoever wrote them: safetensors' are the owner's alone. An
+    Its files get the mode that the umask gives, whoever wrote them: safetensors' are only the owner's. An
     old model or adapter in `folder` is replaced. Raises UserError if `folder` holds something else.
     """
     if folder.exists():
@@ -126,7 +126,7 @@ def save_pieces(
     stop_ids: Sequence[int] = (),
     max_shard_bytes: int = 5 * 10**9,
 ) -> None:
-    """Write the folder of `save_model` by several ranks, each of which writes its pieces of the files.
+    """Write the folder of `save_model` by several ranks; each writes its pieces of the files.
 
     All ranks call it, on one file system. model: the whole one, its parameters on meta. pieces: this rank's
     part of each parameter, by name; together the ranks' pieces cover each parameter once. dtype: of the
@@ -225,7 +225,7 @@ def _weight_file(name: str, tensors: Mapping[str, Tensor], dtype: torch.dtype) -
 def _on_all_ranks(gather: Callable[[Any], list[Any]], work: Callable[[], Any]) -> list[Any]:
     """Call `work` and return the ranks' results, in rank order; if it fails on one rank, all raise its error.
 
-    A rank that raised alone would leave the others waiting in their next collective. An OSError becomes the
+    If only one rank raised, the others would wait in their next collective. An OSError becomes the
     cause of a UserError. gather: see `save_pieces`; results are pickled.
     """
     try:
@@ -366,7 +366,7 @@ def write_tokenizer_and_card(
 # defaults of the model's class, and don't report it.
 
 
-# Families of which transformers 4 refuses a rope_scaling with any other keys; "type" is the name of its kind.
+# transformers 4 refuses a rope_scaling of these families with any other keys; "type" is the name of its kind.
 EXACT_KEYS = {
     **dict.fromkeys(("phi3", "phi4_multimodal"), ("type", "short_factor", "long_factor")),
     **dict.fromkeys(("olmo", "olmo2", "chameleon", "fuyu", "persimmon"), ("type", "factor")),

@@ -33,7 +33,7 @@ class TensorStyle:
     """Sharding of a linear layer (weight [out, in]) by one word of transformers' tensor-parallel plans."""
 
     # Dimension of the weight that is sharded. None: the weight is replicated and multiplied with this rank's
-    # part of the activations alone, so that its gradients are summed over the ranks.
+    # part of the activations only, so that its gradients are summed over the ranks.
     dim: int | None
     # dim 0: the output is all-gathered. dim 1: the input is whole on each rank, which takes its part of it.
     whole: bool = False
@@ -93,7 +93,7 @@ def _words(model: PreTrainedModel, parts: Anatomy) -> dict[str, str]:
     plan = model.config.get_text_config().base_model_tp_plan or {}
     inside = f"{parts.blocks.removeprefix(f'{parts.body}.')}.*."
     words = {path.removeprefix(inside): word for path, word in plan.items() if path.startswith(inside)}
-    if words.get(parts.attention) == "local_params":  # its own parameters, each of which has a word
+    if words.get(parts.attention) == "local_params":  # its own parameters; each has a word
         del words[parts.attention]
     return words
 

@@ -62,7 +62,7 @@ def check_sbatch(options: Mapping[str, Any]) -> None:
     names = long_options(options)
     problems = [f"slurm.{name} is set by the sweep; leave it out." for name in names if name in OURS]
     problems += [
-        f"slurm.{name} is no long option of sbatch; write it as in partition: gpu."
+        f"slurm.{name} isn't a long option of sbatch; write it as in partition: gpu."
         for name in names
         if not re.fullmatch(r"[a-z][a-z-]+", name)
     ]

@@ -235,7 +235,7 @@ def _problems(metadata: Any, files: Collection[str]) -> Iterator[str]:
             yield f"{name!r} is a pickled object, not a tensor"
     for index, info in metadata.storage_data.items():
         if not isinstance(index, MetadataIndex) or not isinstance(info, _StorageInfo):
-            yield "its table of places has entries that are no places"
+            yield "its table of places has entries that aren't places"
         elif info.relative_path not in files:
             yield f"it puts {index.fqn!r} in {info.relative_path!r}, which is no file of this checkpoint"
         elif info.transform_descriptors:

@@ -55,7 +55,7 @@ class Sampling:
 
     def _problems(self) -> Iterator[str]:
         if not 0 <= self.temperature < math.inf:
-            yield f"temperature {self.temperature:g} is no temperature; use 0 or more."
+            yield f"temperature {self.temperature:g} is not a temperature; use 0 or more."
         elif 0 < self.temperature < LOWEST_TEMPERATURE:
             yield (
                 f"temperature {self.temperature:g} is below {LOWEST_TEMPERATURE:g}, and logits divided by it "
@@ -197,7 +197,7 @@ def answer_ids(
         # transformers' generate counts positions from 0, which is not where every family begins.
         cached = parallel.world.size == 1 and not parallel.anatomy.first_position
         if sampling.temperature and not cached:
-            raise UserError("Tokens are sampled by one rank with a KV cache alone; set the temperature to 0.")
+            raise UserError("Tokens are sampled only by one rank with a KV cache; set the temperature to 0.")
         if cached:
             with sampling.seeded(parallel.world.device):
                 return cached_answers(

@@ -55,7 +55,7 @@ class Progress:
     best_step: int = 0
     stale: int = 0  # evaluations since the best one
     saved_step: int = 0  # of the newest checkpoint
-    # Of all steps done, for the end row: with log.every the rows don't add up to them. None: the run goes on
+    # Of all steps done, for the end row: with log.every the rows don't add up to them. None: it continues
     # from a checkpoint that does not have them.
     tokens: int | None = 0
     seconds: float | None = 0.0
@@ -293,9 +293,9 @@ def progress_of(values: Mapping[str, Any], step: int) -> Progress:
         values = absent | {**values}
         now = Progress(**{key: values[key] for key in vars(Progress())})
         if not isinstance(now.data, dict):  # None would begin the data again
-            raise ValueError("data is no position in the data")
+            raise ValueError("data isn't a position in the data")
         if any(type(n) is not int or n < 0 for n in (now.step, now.best_step, now.stale, now.saved_step)):
-            raise ValueError("a step is no whole number")
+            raise ValueError("a step isn't a whole number")
         now.best_loss = float(now.best_loss)
         squared_norm, variance = now.gradient_noise
         now.gradient_noise = float(squared_norm), float(variance)
@@ -434,7 +434,7 @@ def full_disk_explained(run: Run) -> Iterator[None]:
         raise UserError(
             f"After step {run.progress.step} of {run.steps}: {reason}. {last_checkpoint(run)} "
             f"{room(reason).rstrip('.')} for {run.folder.path} "
-            "(checkpoint.keep=1 needs less); the same command then goes on."
+            "(checkpoint.keep=1 needs less); the same command then resumes."
         ) from error
 
 

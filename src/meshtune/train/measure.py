@@ -27,7 +27,7 @@ from meshtune.parallel.mesh import World
 from meshtune.rundir import Row
 from meshtune.units import MIB
 
-LAUNCHES = 12  # steps of a start after each of which the cost of an operation is measured
+LAUNCHES = 12  # steps of a start; the cost of an operation is measured after each
 NEW_PEAK = 1.01  # times the rank's highest peak so far, from which a later step's has a row of its own
 
 

@@ -38,7 +38,7 @@ from meshtune.setting import is_template
 from meshtune.train.checkpoint import Checkpoints
 from meshtune.units import counted
 
-# Settings that may change when a run goes on. A longer or shorter run continues with the schedule of its new
+# Settings that may change when a run resumes. A longer or shorter run continues with the schedule of its new
 # length; the other settings do not change what a step computes.
 KEPT = ("data.template_date",)  # null: that of the run in the folder, which has none if it is older
 FREE = (
@@ -347,7 +347,7 @@ def differences(now: Any, before: Any, key: str = "") -> Iterator[str]:
 
 HEADER = """\
 # Settings of the run in this folder. `meshtune train config.yaml output=NEW` repeats it in the folder NEW;
-# without output=NEW the command goes on with this run, or refuses if it has finished.
+# without output=NEW the command resumes this run, or refuses if it has finished.
 """
 
 

@@ -3,7 +3,7 @@
     check(model, attention)   at the build, unless `make families` has trained the family with this version
 
 On a small copy of the model (small.py) one micro-batch of two documents runs as training runs it, and each
-document by itself through the unmodified model in eager attention. Logits and all gradients must agree.
+document separately through the unmodified model in eager attention. Logits and all gradients must agree.
 """
 
 import copy
@@ -61,7 +61,7 @@ def check(model: PreTrainedModel, attention: str) -> None:
     ]:
         raise UserError(
             f"{name} would train wrong: {' and '.join(problems)} between documents of one micro-batch and "
-            f"each by itself, unmodified and in eager attention. {remedy}"
+            f"each separately, unmodified and in eager attention. {remedy}"
         )
     _agreed.add(key)
 

@@ -1,7 +1,7 @@
 """The server's addresses, and what every request must pass.
 
     /                    the list of runs and sweeps        /runs/<id>, /sweeps/<id>     their pages
-    /compare?run=<id>&…  runs beside each other             /scripts/<digest>/<name>     the pages' code
+    /compare?run=<id>&…  runs side by side                  /scripts/<digest>/<name>     the pages' code
 
 Each page has its stream of server-sent events at its address + "/events" ("/events" for the list). Nothing
 is written, whatever is asked; an answer that refuses names files from the given folders on.
@@ -281,7 +281,7 @@ class Guard:
             return PlainTextResponse("Only GET and HEAD are answered.\n", 405, {"allow": "GET, HEAD"})
         hosts = headers.getlist("host")
         if len(hosts) != 1 or not self._is_own(hosts[0]):
-            return PlainTextResponse("This is no name of the server: open it by its address.\n", 400)
+            return PlainTextResponse("This isn't a name of the server: open it by its address.\n", 400)
         if self._token is None:
             return None
         return self._without_token(scope, headers)

@@ -7,7 +7,7 @@
 Rows of metrics.jsonl become points of the curves that are on the page, and change its heading and tiles. All
 else (tables, the other pictures, curves that begin later) comes with the next drawing, for which at most a
 50th of a core is used, or a fifth for a while where a run starts or ends. An event's id is "<number of the
-drawing>.<number of the event>", so that a stream goes on where it broke off.
+drawing>.<number of the event>", so that a stream continues where it broke off.
 """
 
 import asyncio
@@ -90,7 +90,7 @@ class Followed:
         closing: Callable[[], bool] = bool,
     ) -> None:
         """page: reads the files and makes the page; raises UserError. stamp: of the files; raises Hidden.
-        served: page and position -> HTML. rows: metrics.jsonl, whose rows go on the page. Both of the first
+        served: page and position -> HTML. rows: metrics.jsonl, whose rows are on the page. Both of the first
         are called in a thread. poll: seconds between two looks at the files. closing: True once all streams
         must end.
         """

@@ -206,7 +206,7 @@ def _stop(run: RunDir, facts: Row) -> str:
     other = "" if pid else " (JOB is its Slurm job; without Slurm press Ctrl-C where it runs)"
     return (
         f"<section><h2>Stop it</h2><p>This command{where} lets it finish its step, save a checkpoint and "
-        f"end; the same <code>meshtune train</code> goes on from there{other}.</p>{how}</section>"
+        f"end; the same <code>meshtune train</code> resumes from there{other}.</p>{how}</section>"
     )
 
 
