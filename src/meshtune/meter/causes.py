@@ -38,7 +38,7 @@ THRESHOLDS = {
     ),
     "waiting for data": Threshold(
         0.10, 0.0, "none: seconds without the longest wait",
-        "prepared data take less than 1 % of a step; a single hiccup is no cause",
+        "prepared data take less than 1 % of a step; a single hiccup isn't a cause",
     ),
     "small micro-batches": Threshold(
         0.25, 0.01, "on a GPU, share of the passes that is left when the host has started them all, below",
@@ -67,7 +67,7 @@ THRESHOLDS = {
     ),
     "slow saving": Threshold(
         0.10, 2, "checkpoints before the last step, at least",
-        "a checkpoint is written beside the training: the run waits for a copy alone",
+        "a checkpoint is written during training: the run waits only for a copy",
     ),
     "slowed GPU": Threshold(
         0.25, 0.5, "share of the driver's answers that name a limit of heat or power, at least",
