@@ -201,6 +201,7 @@ def test_several_layouts_are_explained_compared_and_drawn(plan: Plan, tmp_path: 
         for lever in each["levers"]:
             assert {"change", "setting", "speed", "freed", "fits"} == set(lever)
         assert {"name", "category", "bytes"} == set(each["tensors"][0])
+    assert plan("--json", "compare", ",".join(both), *EIGHT).json["layouts"][0]["layout"] == both[0]
     shown = plan("compare", ",".join(both), *EIGHT)
     assert shown.code == 0, shown.err
     assert "B - A" in shown.out and "The largest levers (B)" in shown.out

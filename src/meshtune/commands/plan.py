@@ -8,6 +8,7 @@ import re
 import shlex
 import sys
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -55,6 +56,9 @@ class WithSubcommands(TyperCommand):
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
         args = in_new_words(args)
+        flags = [*takewhile(lambda word: word.startswith("-"), args)]  # --json explain LAYOUT
+        if args[len(flags) : len(flags) + 1] and args[len(flags)] in SUBCOMMANDS:
+            args = [*args[len(flags) :], *flags]
         if not args or args[0] not in SUBCOMMANDS:
             return super().make_context(info_name, args, parent, **extra)
         commands = typer.Typer(add_completion=False)
