@@ -27,7 +27,8 @@ from meshtune.layout import AXES, Layout
 from meshtune.placement.columns import Columns
 from meshtune.placement.ranks import rank_at
 from meshtune.plan.accounting import stack_accounting
-from meshtune.plan.memory.timeline import step_timeline
+from meshtune.plan.memory.states import Step
+from meshtune.plan.memory.timeline import Liveness
 from meshtune.plan.search import stages_of
 from meshtune.plan.workload import Workload
 from meshtune.rundir import write_text_atomically
@@ -78,7 +79,7 @@ def predict(workload: Workload, layout: Layout) -> float:
     accounting = stack_accounting(workload.stack, workload.precision)
     accounting = replace(accounting, context=0.0, communicator=0.0)
     stages = stages_of(workload, columns)
-    events = step_timeline(workload.work, columns, accounting, workload.seq_len, stages)
+    events = Liveness(Step(workload.work, columns, accounting, workload.seq_len, stages)).timeline()
     return max(float(np.max(sum(parts.values()))) for parts in events.values())
 
 

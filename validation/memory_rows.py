@@ -30,6 +30,7 @@ from meshtune.plan.accounting import accounting_of, stack_accounting
 from meshtune.plan.cluster import cluster_of
 from meshtune.plan.memory import timeline
 from meshtune.plan.memory.stages import RANKS
+from meshtune.plan.memory.states import Step
 from meshtune.plan.search import stages_of
 from meshtune.plan.work import Work
 from meshtune.plan.workload import Workload
@@ -121,7 +122,7 @@ def workload_of(job: Job) -> Workload:
 
 
 def planned(job: Job, *, first_step: bool = False) -> Planned:
-    """Predict a job's memory on each kind of pipeline rank. first_step: see `step_timeline`."""
+    """Predict a job's memory on each kind of pipeline rank. first_step: see `Step`."""
     layout, workload = job.layout, workload_of(job)
     layouts = Columns.of([layout])
     accounting = accounting_of(workload, cluster_of(ClusterConfig(gpu="cpu"), gpus=layout.world))
@@ -129,9 +130,8 @@ def planned(job: Job, *, first_step: bool = False) -> Planned:
         of_gpu = stack_accounting(workload.stack, workload.precision)
         accounting = replace(accounting, context_keys=of_gpu.context_keys)
     stages = stages_of(workload, layouts)
-    found = timeline.step_timeline(
-        workload.work, layouts, accounting, job.seq_len, stages, first_step=first_step
-    )
+    step = Step(workload.work, layouts, accounting, job.seq_len, stages, first_step=first_step)
+    found = timeline.Liveness(step).timeline()
     shape = len(RANKS), 1
     kinds = {1: (0,), 2: (0, 2)}.get(layout.pp, (0, 1, 2))
     names = tuple((RANKS[kind] if layout.pp > 1 else "", int(stages.rank[kind, 0])) for kind in kinds)

@@ -49,12 +49,12 @@ def test_benched_layouts_calibrate_a_file_that_plans_read(
 def test_a_folder_is_compared_as_a_run_or_refused(meshtune: Command, tmp_path: Path) -> None:
     ended = meshtune("plan", "compare", tmp_path)
     assert ended.code == 2
-    assert "no run, there is no metrics.jsonl in it" in ended.err
+    assert "there is no metrics.jsonl in it" in ended.err
     (tmp_path / "metrics.jsonl").touch()
     ended = meshtune("plan", "compare", tmp_path, "a.yaml", "--params", "1e9")
     assert ended.code == 2
     assert "a.yaml has no use in plan compare of runs" in ended.err
     assert "--params has no use in plan compare of runs" in ended.err
     ended = meshtune("plan", "compare", f"{tmp_path},dp8")
-    assert f"plan compare names the run {tmp_path} beside dp8" in ended.err
+    assert f"plan compare names the run {tmp_path} and dp8" in ended.err
     assert "has no run row" in meshtune("plan", "compare", tmp_path).err

@@ -37,7 +37,7 @@ def compared(runs: Sequence[StrPath], overrides: Sequence[str] = (), *, log: Log
     if others := [word for word in overrides if word.partition("=")[0].strip().split(".")[0] != "cluster"]:
         raise UserError(
             f"plan compare of a run plans its own config.yaml; leave {', '.join(others)} out. Settings of "
-            "the cluster alone may differ, such as cluster=my-cluster.toml."
+            "the cluster can be given, such as cluster=my-cluster.toml."
         )
     return [_compared(run, folder, overrides, log) for run, folder in read_runs(runs)]
 

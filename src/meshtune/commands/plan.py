@@ -100,7 +100,7 @@ def plan(
     tool: For = MESHTUNE.name,
     memory_budget: MemoryBudget = None,
     top: Top = TOP,
-    verify: Annotated[int, typer.Option(min=0, help="best layouts to dry-run beside it")] = 0,
+    verify: Annotated[int, typer.Option(min=0, help="how many of the best layouts to simulate too")] = 0,
     plot: Plot = None,
     as_json: AsJson = False,
 ) -> None:
@@ -322,13 +322,12 @@ def runs_of(words: Sequence[str]) -> list[str]:
     runs = [word for word in words if RunDir(expanded(word)).metrics_file.is_file()]
     if folders := [word for word in words if word not in runs and expanded(word).is_dir()]:
         raise UserError(
-            f"plan compare {', '.join(folders)}: no run, there is no metrics.jsonl in it; name a run's "
-            "folder."
+            f"plan compare {', '.join(folders)}: there is no metrics.jsonl in it; name a run's folder."
         )
     if runs and (others := [word for word in words if word not in runs]):
         raise UserError(
-            f"plan compare names the run {', '.join(runs)} beside {', '.join(others)}: name run folders, "
-            "which hold metrics.jsonl, or layouts alone."
+            f"plan compare names the run {', '.join(runs)} and {', '.join(others)}: name either run "
+            "folders, which hold metrics.jsonl, or layouts."
         )
     return runs
 

@@ -216,8 +216,8 @@ class Sample(NamedTuple):
 def memory_over_time(workload: Workload, choice: Choice, drawn: StepOverTime) -> tuple[int, list[Held]]:
     """(Fullest pipeline rank, bytes that it holds at the ends of its passes and at the events inside them).
 
-    Their peak is the layout's: the events are those of `step_timeline`, with as many micro-batches in flight
-    as the rank has then.
+    Their peak is the layout's: the events are those of `Liveness.timeline`, with the micro-batches that the
+    rank has in flight then.
     """
     columns, accounting = Columns.of([choice.layout]), accounting_of(workload, choice.cluster)
     place = int(choice.memory.rank)

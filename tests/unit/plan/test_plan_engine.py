@@ -27,8 +27,8 @@ from meshtune.placement.states import held_states
 from meshtune.plan.accounting import Accounting, accounting_of, engine_accounting
 from meshtune.plan.cluster import cluster_of
 from meshtune.plan.memory.stages import Stages
-from meshtune.plan.memory.states import rank_elements, weight_elements
-from meshtune.plan.memory.timeline import step_timeline
+from meshtune.plan.memory.states import Step, rank_elements, weight_elements
+from meshtune.plan.memory.timeline import Liveness
 from meshtune.plan.search import stages_of
 from meshtune.plan.work import Work
 from meshtune.plan.workload import Workload
@@ -115,7 +115,7 @@ def planned_states(workload: Workload, c: Columns, a: Accounting, stages: Stages
     ZeRO-1's sums over micro-batches are there before the update, beside the last block's gradients; the
     shards of others when it begins.
     """
-    events = step_timeline(workload.work, c, a, workload.seq_len, stages)
+    events = Liveness(Step(workload.work, c, a, workload.seq_len, stages)).timeline()
     before, update = events["end of backward"], events["update"]
     summed = (c.zero == 1) & (c.gradient_accumulation_steps > 1)
     sums = held_states(a.precision, rank_elements(workload.work, c, stages).total, c).gradients

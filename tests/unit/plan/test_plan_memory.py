@@ -15,8 +15,8 @@ from meshtune.placement.states import Copies, Elements, held_states
 from meshtune.plan.accounting import EAGER, MEGATRON, MIXED, MIXED_BESIDE, engine_accounting
 from meshtune.plan.memory.activations import saved_by_block
 from meshtune.plan.memory.stages import Stages, in_flight
-from meshtune.plan.memory.states import gpt_parameters
-from meshtune.plan.memory.timeline import peak, step_timeline
+from meshtune.plan.memory.states import Step, gpt_parameters
+from meshtune.plan.memory.timeline import Liveness, peak
 from meshtune.plan.work import Work
 
 GB = 1e9
@@ -141,7 +141,9 @@ def test_some_recomputed_blocks_hold_their_share_of_the_activations(
 
     def activations(mode: str) -> dict[str, float]:
         columns = Columns.of([Layout.parse(text + mode)])
-        found = step_timeline(work, columns, engine_accounting("bf16"), 2048, Stages.even(32, columns))
+        found = Liveness(
+            Step(work, columns, engine_accounting("bf16"), 2048, Stages.even(32, columns))
+        ).timeline()
         return {event: float(parts["activations"][0, 0]) for event, parts in found.items()}
 
     none = activations("")

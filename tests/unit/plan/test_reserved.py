@@ -14,7 +14,7 @@ from meshtune.plan.accounting import stack_accounting
 from meshtune.plan.memory.stages import Stages
 from meshtune.plan.memory.states import Step
 from meshtune.plan.memory.tensors import gather_pool, stream_bytes
-from meshtune.plan.memory.timeline import step_timeline
+from meshtune.plan.memory.timeline import Liveness
 from meshtune.plan.models import models
 from meshtune.plan.search import stages_of
 from meshtune.plan.workload import Workload
@@ -41,7 +41,7 @@ def reserved(model: str, layout: str) -> float:
     )  # fmt: skip
     accounting = replace(stack_accounting("meshtune", "bf16"), context=0.0, communicator=0.0)
     stages = stages_of(workload, columns)
-    events = step_timeline(workload.work, columns, accounting, 8192, stages)
+    events = Liveness(Step(workload.work, columns, accounting, 8192, stages)).timeline()
     return max(float(np.max(sum(parts.values()))) for parts in events.values()) / GIB
 
 

@@ -15,7 +15,7 @@ from meshtune.plan.memory.flight import activations_in_flight
 from meshtune.plan.memory.stages import Stages
 from meshtune.plan.memory.states import Step
 from meshtune.plan.memory.tensors import POINTS, tensors
-from meshtune.plan.memory.timeline import CATEGORIES, EVENTS, step_timeline
+from meshtune.plan.memory.timeline import CATEGORIES, EVENTS, Liveness
 from meshtune.plan.models import models
 from meshtune.plan.search import stages_of
 from meshtune.plan.workload import Workload
@@ -42,7 +42,9 @@ def test_the_page_has_the_numbers_of_the_formula() -> None:
     rows = dict(ROW.findall(PAGE.read_text(encoding="utf-8")))
     assert len(rows) == 4
     layouts = Columns.of([Layout.parse(text) for text in rows])
-    timeline = step_timeline(WORKLOAD.work, layouts, ACCOUNTING, 8192, stages_of(WORKLOAD, layouts))
+    timeline = Liveness(
+        Step(WORKLOAD.work, layouts, ACCOUNTING, 8192, stages_of(WORKLOAD, layouts))
+    ).timeline()
     computed = [
         np.broadcast_to(sum(without_overhead(timeline[event])), (3, len(rows))).max(0) / GIB
         for event in EVENTS

@@ -150,19 +150,6 @@ class Liveness:
         return [{"name": name, "category": category, "bytes": size} for (name, category), size in largest]
 
 
-def step_timeline(
-    work: Work,
-    layouts: Columns,
-    accounting: Accounting,
-    seq_len: Number,
-    stages: Stages,
-    *,
-    first_step: bool = False,
-) -> dict[str, dict[str, Number]]:
-    """`Liveness.timeline` of a step. first_step: as in `Step`."""
-    return Liveness(Step(work, layouts, accounting, seq_len, stages, first_step=first_step)).timeline()
-
-
 def peak(
     work: Work, layouts: Columns, accounting: Accounting, seq_len: Number, stages: Stages | None = None
 ) -> Memory:

@@ -190,7 +190,7 @@ class Table:
                 justify="left" if column.left else "right", style=column.style, no_wrap=not wraps,
             )  # fmt: skip
         for number, row in enumerate(zip(*(column.cells for column in self.columns), strict=True)):
-            total = number >= len(column.cells) - self.totals if self.columns else False
+            total = number >= len(self.columns[0].cells) - self.totals
             table.add_row(*map(_rendered, row, self.columns, [bar] * len(row)), style="bold" if total else "")
         return table
 

@@ -344,17 +344,24 @@ def _speed(choices: Sequence[Choice]) -> Iterator[Row]:
 
 def _memory(choices: Sequence[Choice]) -> Iterator[Row]:
     """Rows of the peak and of its categories that any layout has."""
-    peaks, parts = [choice.memory.peak for choice in choices], [memory_parts(choice) for choice in choices]
-    peak = Text.assemble(("peak memory", "bold"), (f" {common_error(choices, 'memory')}", "dim"))
-    yield Row(peak, peaks, human, NOTABLE * peaks[0])
-    for name in nonzero(MEMORY_PARTS, parts):
-        yield Row(Name(name), [part[name] for part in parts], human, NOTABLE * peaks[0])
+    title = Text.assemble(("peak memory", "bold"), (f" {common_error(choices, 'memory')}", "dim"))
+    return _parts(title, [c.memory.peak for c in choices], MEMORY_PARTS, [*map(memory_parts, choices)], human)
 
 
 def _time(choices: Sequence[Choice]) -> Iterator[Row]:
     """Rows of the step and of its parts that any layout has."""
-    steps, parts = [choice.seconds.total for choice in choices], [time_parts(choice) for choice in choices]
-    step = Text.assemble(("step", "bold"), (f" {common_error(choices, 'time')}", "dim"))
-    yield Row(step, steps, seconds, NOTABLE * steps[0])
-    for name in nonzero(PARTS, parts):
-        yield Row(Name(name), [part[name] for part in parts], seconds, NOTABLE * steps[0])
+    title = Text.assemble(("step", "bold"), (f" {common_error(choices, 'time')}", "dim"))
+    return _parts(title, [c.seconds.total for c in choices], PARTS, [*map(time_parts, choices)], seconds)
+
+
+def _parts(
+    title: Text,
+    wholes: Sequence[float],
+    names: Sequence[str],
+    parts: Sequence[Mapping[str, float]],
+    form: Callable[[float], str],
+) -> Iterator[Row]:
+    """Yield a row of wholes and one for each part that is not 0 in all layouts."""
+    yield Row(title, wholes, form, NOTABLE * wholes[0])
+    for name in nonzero(names, parts):
+        yield Row(Name(name), [part[name] for part in parts], form, NOTABLE * wholes[0])
