@@ -38,7 +38,7 @@ def message_of(value: Any, number: int, roles: Mapping[str, str]) -> tuple[dict,
 
     The message has `role` and the other keys of `value` that are neither empty nor masks; ShareGPT's keys are
     renamed; empty content parts are left out; with tool calls `content` may be missing. Raises BadRow for
-    wrong types, unknown roles, parts that aren't text, and arguments that aren't JSON object. number: its
+    wrong types, unknown roles, parts that aren't text, and arguments that aren't a JSON object. number: its
     place in the conversation, from 1, for errors. roles: their names to ours, where data.roles maps them.
     """
     if not isinstance(value, dict):

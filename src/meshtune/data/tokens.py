@@ -180,7 +180,7 @@ class TextTokenizer:
     @cached_property
     def _cuts(self) -> re.Pattern:
         """Pattern of every token that is found in a text as it is: the leftmost, of these the longest; and of
-        marked tokens, or of only a mark.
+        marked tokens, or if they are nothing but a mark.
         """
         added = self.tokenizer.added_tokens_decoder.values()
         texts = sorted((str(token) for token in added if not token.normalized), key=len, reverse=True)

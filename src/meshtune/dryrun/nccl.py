@@ -1,4 +1,4 @@
-"""Seconds of a collective by NCCL's own tuning model: a second opinion next to the planner's formulas.
+"""Seconds of a collective by NCCL's own tuning model: a second opinion on the planner's formulas.
 
 NCCL predicts each of its algorithms and protocols from tables, and runs the fastest. The tables and formulas
 are those of NVIDIA/nccl src/tuning/cost_model.cc, ring.cc and nvls.cc (commit 1fc949c of 2026; 2.28 has the
@@ -79,7 +79,7 @@ ACROSS = (  # the same between nodes
     (96, 48, 45.1, 42, 40, 30, 24, 22, 20, 17.5, 15, 12, 6, 3, 2.4, 1.2, 0.24, 0.12),
 )
 NETWORK_OVERHEAD = 1.0  # of each step on a host with Intel's processors, or ARM's
-PLATEAU = 1.4  # latency of rings over the network next to the model's, from Ampere on
+PLATEAU = 1.4  # latency of rings over the network, times the model's, from Ampere on
 MOST_CHANNELS = 32  # of a search; MAXCHANNELS is 64, and each is doubled
 
 

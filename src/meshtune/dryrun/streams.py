@@ -8,11 +8,11 @@ Rules of the streams
     a blocking collective    begins where the compute stream has come to, which waits for its end
     any other                begins when the storages that it reads are written; who reads its result, waits
     collectives of one axis  run one after the other: NCCL orders those of a communicator as they were issued
-    FSDP2's all-gathers      in the forward two, in the backward one next to that which is copied out; what
+    FSDP2's all-gathers      in the forward two, in the backward one besides the one copied out; what
                              fills their buffers runs on their stream
     FSDP2's reduce-scatters  before the next one the compute stream waits for the one before; what is added to
                              their results runs on their stream
-    computation next to one  takes longer by the machine's `contention`
+    computation during one   takes longer by the machine's `contention`
 
 All ranks of a pipeline run together; ranks of the other axes are alike, so that one of each stage stands for
 them. Without torch.
@@ -202,7 +202,7 @@ class _World:
             self._operation(pp, rank, number, NO_PASS)
 
     def _together(self, run: Pass, after: Pass) -> bool:
-        """True for a forward and the backward next to it in DualPipeV, which are one action of torch's."""
+        """True for a forward and the backward paired in DualPipeV, which are one action of torch's."""
         return self.layout.schedule == "dualpipev" and (run.kind, after.kind) == ("F", "B")
 
     def _received(self, pp: int, run: Pass) -> tuple | None:
@@ -424,7 +424,7 @@ def _reading(program: Program) -> set[int]:
 
 
 def _only_copies(each: Operation, program: Program) -> bool:
-    """True for a kernel that reads shards of only weights, and writes them into a buffer."""
+    """True for a kernel that reads only shards of weights, and writes them into a buffer."""
     storages = program.step.storages
     return all(storages[number].category in (WEIGHTS, COMMUNICATION, OPTIMIZER) for number in each.reads)
 

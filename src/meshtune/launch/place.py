@@ -1,4 +1,4 @@
-"""Rank, world and rendezvous address of this process, from the environment of torchrun or srun."""
+"""Rank, world and rendezvous address of this process, of torchrun or srun, and the other ranks."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""The signals that ask a run to stop: from a user, a closed terminal, or a queue."""
+"""The signals that ask a run to stop, from a user, a closed terminal or a queue, and the answer to them."""
 
 import signal
 from collections.abc import Iterable, Sequence

@@ -4,7 +4,7 @@
     recomputation   what a backward repeats of the forward; called where a checkpoint runs a part again
     collectives     how long this rank stands still for one, by the part of parallelism
 
-On a CPU by the host's clock. On CUDA by events on the stream that computes, so that a collective next to
+On a CPU by the host's clock. On CUDA by events on the stream that computes, so that a collective during
 computation costs nothing, and the host is not held up; they are read when the step's work is done.
 
 A collective's time is that between the call of its `wait` and its return. On CUDA, as the compute stream sees

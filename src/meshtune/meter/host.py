@@ -1,4 +1,4 @@
-"""Seconds that the host needs to start one operation of a model, whatever it computes."""
+"""Seconds that the host needs to start one operation; the state of the GPU from its driver."""
 
 import queue
 import subprocess
@@ -58,7 +58,7 @@ class OperationCost:
 # The driver #
 
 # A thread asks, so that no step waits for the answer. Without nvidia-smi, or where it does not answer, there
-# aren't rows.
+# are no rows.
 
 
 EVERY = 60.0  # seconds between two questions

@@ -1,4 +1,4 @@
-"""LoRA: a low-rank addition next to linear layers that stay as they are (Hu et al. 2021, arXiv:2106.09685).
+"""LoRA: a low-rank addition to linear layers that stay as they are (Hu et al. 2021, arXiv:2106.09685).
 
     y = W x + b + s · B A dropout(x)    A [r, in] random, B [out, r] zero: no change at first
 

@@ -113,7 +113,7 @@ class ParameterMatmuls(TorchFunctionMode):
         return out
 
     def _adapter(self, matrix: Matrix, rank: int) -> tuple[Matrix, Matrix]:
-        """Return (lora_A, lora_B), the matrices of the LoRA pair of this rank next to `matrix`."""
+        """Return (lora_A, lora_B), the matrices of the LoRA pair of this rank on `matrix`."""
         names = [f"{matrix.name.rpartition('.')[0]}.lora_{which}" for which in "AB"]
         lora_a, lora_b = (
             replace(matrix, name=name, kind="adapter", trainable=name not in self.frozen) for name in names

@@ -1,4 +1,4 @@
-"""Activation bytes that each block saves for its backward: one forward on meta under autograd's pack hook.
+"""Bytes that blocks and head save for the backward, and their passes hold at most: traced on meta.
 
     pack hook of autograd ──> storage, once each ──> (running block, running part of it) ──> SavedBytes
 

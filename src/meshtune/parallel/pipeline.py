@@ -236,7 +236,7 @@ class Pipeline:
         """Leave the gradients of (sum of the losses) · scale on the parameters.
 
         Returns that number, a scalar: 0 on ranks without the last stage. micro_batches: this rank's columns
-        (cp), as many on every pp rank. add_up: called after each backward of only weights, which runs no
+        (cp), as many on every pp rank. add_up: called after each backward for weights only, which runs no
         hooks of their gradients. Raises ValueError if the micro-batches have several shapes.
         """
         shapes = {tuple(micro_batch.input_ids.shape) for micro_batch in micro_batches}

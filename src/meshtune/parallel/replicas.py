@@ -69,7 +69,7 @@ class Replicas:
     def finish(self) -> None:
         """Wait until the gradients are the sums over all replicas; call it after the step's passes.
 
-        Groups without a hook's call for every gradient (backward passes of only weights run none) are
+        Groups without a hook's call for every gradient (backward passes for weights only run none) are
         all-reduced now.
         """
         while len(self.in_flight) < len(self.groups):

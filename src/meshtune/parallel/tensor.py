@@ -178,7 +178,7 @@ def _repeated_forward(state: _TensorState, kv_heads: int, module: nn.Module, x: 
 
 def _column_forward(state: _TensorState, style: TensorStyle, module: Any, x: Tensor) -> Tensor:
     """Forward of a linear layer with some columns on this rank: all output features, summed over the
-    ranks (`leave`), so with sp those of only this rank's tokens. The bias is added after the sum.
+    ranks (`leave`), so with sp only those of this rank's tokens. The bias is added after the sum.
 
     x: the input features of the rank's columns; with `style.whole` all of them; it takes its shard.
     """
@@ -308,7 +308,7 @@ def split_model(
 
 
 def _linear_splits(style: TensorStyle, sequence: bool) -> dict[str, Split]:
-    """Splits of a linear layer's parameters by name, adapters (B · A next to the weight) included.
+    """Splits of a linear layer's parameters by name, adapters (B · A added to the weight) included.
 
     style: one whose dim is 0 or 1. sequence: with sequence parallelism.
     """

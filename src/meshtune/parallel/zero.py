@@ -158,7 +158,7 @@ def before_backward(root: nn.Module, zero: int, *, last: bool) -> None:
 def accumulate_gradients(root: nn.Module) -> None:
     """Add new unsharded gradients to their sums in the reduce dtype.
 
-    Needed after a backward of only weights, which runs none of FSDP2's hooks.
+    Needed after a backward for weights only, which runs none of FSDP2's hooks.
     """
     for module in groups(root):
         compat.accumulate_gradients(module)

@@ -41,7 +41,7 @@ CAPPED = SHARES | {"network_share"}  # constants that are at most 1
 GROUPS = (  # parts whose errors count; between the parts of one, clocks and formulas draw lines elsewhere
     ("forward", "backward", "recomputation", "rest"), ("communication", "bubble", "waiting"), ("optimizer",),
 )  # fmt: skip
-PART = 0.3  # weight of a group's error, as a share of the step, next to the logarithm of the whole step's
+PART = 0.3  # weight of a group's error, as a share of the step, against the logarithm of the whole step's
 FACTOR = 8.0  # by which a constant changes at most
 EFFECT = 0.02  # change of a step, as a share, that a constant must make to be determined by it; e-fold
 RUNS_EACH = 3  # runs that a constant needs

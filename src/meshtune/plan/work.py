@@ -237,7 +237,7 @@ class Work:
         )
 
     def adapted(self, lora_rank: int, adapters: Number = 1.0) -> Work:
-        """The same frozen, with LoRA adapters of rank `lora_rank` next to every matrix of the blocks.
+        """The same frozen, with LoRA adapters of rank `lora_rank` on every matrix of the blocks.
 
         adapters: 0 where the model stays as it is. `kept` is empty: what adapters save was not traced.
         """

@@ -1,4 +1,4 @@
-"""The planner's prediction and the dry run in the parts that a run measures (meter/parts.py)."""
+"""Layouts of a bench: prediction and dry run in the parts that a run measures; the largest micro-batch."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass

@@ -95,7 +95,7 @@ def sequence_parallelism(tool: str) -> Rule:
 def parts_of_blocks(tool: str) -> Iterator[Rule]:
     """Recomputation of the attention core, or of whole blocks in some blocks only."""
     yield rule(
-        f"{tool} has no recomputation of only the attention core",
+        f"{tool} can't recompute the attention core only",
         lambda layouts: layouts.recomputes("attention"),
         lambda layout: f"fused kernels never keep the scores, so write {replace(layout, recompute='none')}",
     )

@@ -1,4 +1,4 @@
-"""Checkpoints: whole or absent, checked before anything is applied, written next to the training loop.
+"""Checkpoints: whole or absent, checked before anything is applied, written while training continues.
 
     checkpoints/
       step-20/

@@ -1,4 +1,4 @@
-"""The device, the layout and the attention of a run: chosen once, before anything is loaded.
+"""The device, layout and attention of a run, chosen once before anything is loaded, and what is predicted.
 
     config ─> device ─> layout (what it leaves open: the planner) ─> attention ─> refused, or Choice
 

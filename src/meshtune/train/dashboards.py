@@ -1,5 +1,5 @@
-"""Trackers that other programs show: TensorBoard, Weights & Biases, MLflow, Trackio. Each takes rows
-(trackers.py).
+"""Trackers that other programs show: TensorBoard, Weights & Biases, MLflow, Trackio, and a file for
+Prometheus. Each takes rows (trackers.py).
 
 A run folder is one tracked run, however often it continues: the id is in logs/ before the tracked run is
 made, so a kill at any moment loses neither.

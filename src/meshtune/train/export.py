@@ -1,4 +1,4 @@
-"""Export of a trained model: a Hugging Face folder, or an adapter, that loads anywhere, with a model card."""
+"""Export of a trained model: a Hugging Face folder or an adapter, with a model card; upload to the hub."""
 
 import json
 import re

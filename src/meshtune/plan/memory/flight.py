@@ -181,7 +181,7 @@ def block_bytes(step: Step) -> BlockBytes:
 
 
 def input_backward(step: Step) -> Number:
-    """Bytes at the end of a backward of only a stage's input, without what was saved: gradients that wait for
+    """Bytes at the end of a backward for an input only, without what was saved: gradients that wait for
     those of weights, and temporaries of the first norm's backward. 0 for schedules without such backwards,
     and for a rank that has but the first stage, whose input has no gradient.
     """

@@ -1,4 +1,4 @@
-"""Seconds of one block and one micro-batch on a rank: computation, and the collectives next to it."""
+"""Seconds of one block and one micro-batch on a rank: computation, and the collectives during it."""
 
 from __future__ import annotations
 

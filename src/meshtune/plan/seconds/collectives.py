@@ -88,10 +88,10 @@ def ranks_in_node(ranks: Number, stride: Number, machine: Machine) -> Number:
 
 
 def exposed(machine: Machine, computing: Number, collective: Number, overlap: Number) -> Number:
-    """Seconds that a collective adds to the computation next to it.
+    """Seconds that a collective adds to the computation that it overlaps with.
 
     computing, collective: seconds of each alone. overlap: share, 0 to 1, that runs during the computation of
-    the time in which both could. What is longer than the computation is always exposed, and next to it the
+    the time in which both could. What is longer than the computation is always exposed, and while it runs the
     computation takes `contention` longer: collectives take multiprocessors, memory bandwidth and power.
     """
     return collective - overlap * np.minimum(computing, collective / (1 + machine.contention))
@@ -229,7 +229,7 @@ def gradient_collectives(work: Work, layouts: Columns, machine: Machine, block: 
     last = machine.counted * outside / layouts.tp * work.trained_outside / np.maximum(trained, 1.0)
     beside = (1 - last) * reducing
     hidden = beside - exposed(machine, backward, beside, machine.data_overlap)
-    # Their last backward is of only weights, and runs no hooks that could start a collective.
+    # Their last backward is for weights only, and runs no hooks that could start a collective.
     behind = layouts.runs(*ZERO_BUBBLE)
     # torch's stages reduce in an action of their own, once all micro-batches are through (REDUCE_GRAD).
     behind = behind | ((machine.torch_stages > 0) & (layouts.pp > 1) & (zero == 1))
