@@ -15,7 +15,7 @@ from meshtune.sweep_rows import database_of
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from meshtune.report.draw.page import Page
+    from meshtune.report.draw.document import Document
 
 RUN, SWEEP, PLAN = "run folder", "sweep", "plan"
 
@@ -25,7 +25,7 @@ class Made(NamedTuple):
 
     title: str  # of its pictures
     file: Path  # default of --out
-    page: "Page"
+    page: "Document"
     facts: dict[str, Any]  # for --json
     tables: "RenderableType | None" = None  # in the terminal
 

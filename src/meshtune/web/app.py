@@ -30,7 +30,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from meshtune.errors import UserError
 from meshtune.report.compare.runs import MOST_RUNS
 from meshtune.report.draw import vega
-from meshtune.report.draw.page import DRAW, Page, text
+from meshtune.report.draw.document import DRAW, Document
+from meshtune.report.draw.page import text
 from meshtune.report.experiments.table import SCRIPT as TABLE
 from meshtune.rundir import RunDir
 from meshtune.web.events import Followed, Hidden, Stamp
@@ -131,7 +132,7 @@ class Pages:
             self.folders.find()
             return Stamp(tuple((one.id, stamp_of(one)) for one in self._shown()))
 
-        def page() -> Page:
+        def page() -> Document:
             return list_page(self._lines.all(), [one for one in self._shown() if one.kind == "sweep"])
 
         return self._followed(("list",), page, look, "/events", poll=LIST_POLL)
@@ -182,13 +183,13 @@ class Pages:
         return Stamp(tuple(one.files for one in stamps), tuple(one.state for one in stamps))
 
     def _followed(
-        self, key: tuple[str, ...], page: Callable[[], Page], stamp: Callable[[], Stamp],
+        self, key: tuple[str, ...], page: Callable[[], Document], stamp: Callable[[], Stamp],
         events: str, *, rows: Path | None = None, **options: float,
     ) -> Followed:  # fmt: skip
         """The page that is kept under a key; the oldest ones that nobody looks at are dropped."""
         if key not in self._kept:
             links = "" if events == "/events" else "<nav><a href='/'>all runs</a></nav>"
-            served = partial(Page.served, links=links, scripts=f"/scripts/{digest()}", events=events)
+            served = partial(Document.served, links=links, scripts=f"/scripts/{digest()}", events=events)
             self._kept[key] = Followed(
                 page, stamp, lambda shown, position: served(shown, position=position),
                 rows=rows, closing=lambda: self.closing, **options,

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from meshtune.errors import UserError
-from meshtune.report.draw.page import Page
+from meshtune.report.draw.document import Document
 from meshtune.report.run.points import Points
 from meshtune.rundir import Row, rows_of
 from meshtune.web.states import whole_lines
@@ -81,9 +81,9 @@ class Followed:
 
     def __init__(
         self,
-        page: Callable[[], Page],
+        page: Callable[[], Document],
         stamp: Callable[[], Stamp],
-        served: Callable[[Page, str], str],
+        served: Callable[[Document, str], str],
         *,
         rows: Path | None = None,
         poll: float = POLL,

@@ -13,7 +13,8 @@ from meshtune.errors import UserError
 from meshtune.plan.facts import tensors
 from meshtune.report.compare.page import comparison_page
 from meshtune.report.compare.runs import MOST_RUNS, NONE, compare
-from meshtune.report.draw.page import Page, text
+from meshtune.report.draw.document import Document, OnPage, Pictures
+from meshtune.report.draw.page import text
 from meshtune.report.experiments.page import sweep_page
 from meshtune.report.run.report import run_page
 from meshtune.report.run.summary import Rows, Summary, facts_of, summarise
@@ -97,12 +98,12 @@ def listed(entry: Entry) -> Listed:
     )
 
 
-def list_page(lines: Sequence[Listed], sweeps: Sequence[Entry]) -> Page:
+def list_page(lines: Sequence[Listed], sweeps: Sequence[Entry]) -> Document:
     """The list of runs, to be compared, and of sweeps."""
     states = [line.state.word for line in lines]
     counts = " · ".join(f"{states.count(word):,} {word}" for word in dict.fromkeys(states))
     body = _runs(lines) + _sweeps(sweeps) or "<p class='empty'>There is no run and no sweep yet.</p>"
-    return Page("Runs", "", text(counts), (), body, "", FOOTER)
+    return Document("Runs", (OnPage(body),), subtitle=text(counts), footer=FOOTER)
 
 
 def _runs(lines: Sequence[Listed]) -> str:
@@ -183,7 +184,7 @@ def _sweeps(sweeps: Iterable[Entry]) -> str:
     return f"<section><h2>Sweeps</h2><ul>{''.join(items)}</ul></section>" if items else ""
 
 
-def page_of_run(entry: Entry) -> Page:
+def page_of_run(entry: Entry) -> Document:
     """A run's page: its report, with its state and the command that stops it."""
     run = RunDir(entry.path)
     rows = Rows(run.rows())
@@ -192,7 +193,9 @@ def page_of_run(entry: Entry) -> Page:
     state = state_of(run, summary.status, rows)
     why = f" · {text(state.why)}" if state.why and state.why not in summary.status else ""
     stop = _stop(run, facts_of(run, rows)) if run.is_training else ""
-    return replace(page, subtitle=page.subtitle + why, after=stop + page.after)
+    first = next(n for n, part in enumerate(page.parts) if isinstance(part, Pictures)) + 1
+    parts = (*page.parts[:first], OnPage(stop), *page.parts[first:])
+    return replace(page, subtitle=page.subtitle + why, parts=parts)
 
 
 def _stop(run: RunDir, facts: Row) -> str:
@@ -243,11 +246,11 @@ def has_open(pid: int, status: stat_result) -> bool:
     return False
 
 
-def page_of_sweep(entry: Entry, may_read: Callable[[Path], bool]) -> Page:
+def page_of_sweep(entry: Entry, may_read: Callable[[Path], bool]) -> Document:
     """A sweep's page, as report draws it. may_read: True for files of its runs that may be shown."""
     return sweep_page(entry.path, may_read).page
 
 
-def page_of_several(entries: Sequence[Entry]) -> Page:
+def page_of_several(entries: Sequence[Entry]) -> Document:
     """The comparison of runs. Raises UserError for fewer than two, or for too many."""
     return comparison_page(compare([one.path for one in entries]))

@@ -8,8 +8,9 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from meshtune.report.compare.runs import Comparison, Line, in_words
+from meshtune.report.draw.document import Document, OnPage, Pictures
 from meshtune.report.draw.kinds import Lines, Series
-from meshtune.report.draw.page import Page, notes, text
+from meshtune.report.draw.page import notes, text
 from meshtune.report.draw.table import BEST, Column, Table
 from meshtune.report.draw.theme import OTHERS
 from meshtune.report.run.panels import series, smoothed
@@ -48,7 +49,7 @@ CURVES = (  # a new panel is one row
 )
 
 
-def comparison_page(comparison: Comparison) -> Page:
+def comparison_page(comparison: Comparison) -> Document:
     """The comparison's parts."""
     environment = [*map(in_words, comparison.environment)]
     nothing = "<section><p class='empty'>Nothing has been measured yet.</p></section>"
@@ -58,13 +59,16 @@ def comparison_page(comparison: Comparison) -> Page:
         _table(ENVIRONMENT, names, environment).html("compared"),
         _samples(comparison),
     )
-    return Page(
+    return Document(
         name=" · ".join(comparison.names),
         kind="comparison",
         subtitle=text(f"{len(comparison.names)} runs: {', '.join(str(run.path) for run in comparison.runs)}"),
-        panels=panels(comparison),
-        before=(_table("", names, comparison.figures).html("compared") or nothing) + notes(comparison.notes),
-        after="\n".join(section for section in after if section),
+        parts=(
+            OnPage(_table("", names, comparison.figures).html("compared") or nothing),
+            OnPage(notes(comparison.notes)),
+            Pictures(panels(comparison)),
+            *map(OnPage, after),
+        ),
         footer=text(
             "Made by meshtune from the files of these runs' folders. " + conventions(comparison.facts)
         ),

@@ -1,85 +1,9 @@
-"""The page that runs and plans are shown on: one HTML file that opens from a disk, without a network.
-
-The JavaScript of Vega is inside it, once, however many charts there are. All text from data, settings or a
-model's answers is escaped by `text` or `script_json`. Light or dark follows the reader's system. The page's
-content security policy forbids it to load anything and to make code from text, so Vega interprets its
-expressions (`ast`) and the page reads its tables itself. All data stand in elements of JSON, so that the
-scripts are the same on every page: `meshtune ui` serves the same page with the scripts as files.
-"""
+"""HTML of the pages that runs and plans are shown on: parts of them, the frame, and the style."""
 
 import html
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 from typing import Any
-
-from meshtune.report.draw import vega
-from meshtune.report.draw.kinds import Lines, Panel
-from meshtune.report.draw.theme import DARK, LIGHT, config
-from meshtune.report.draw.thin import MOST_ROWS, THINNED
-
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"  # of a file
-SERVED = ("vega.js", "draw.js", "follow.js")  # scripts of a served page with charts, in this order
-DRAW = Path(__file__).with_name("draw.js")
-
-
-@dataclass(frozen=True)
-class Page:
-    """A page's parts. `Lines` stand two a row, but for the first, which takes the whole width as all other
-    panels do.
-    """
-
-    name: str  # plain text: the heading, and the beginning of the title
-    kind: str  # plain text behind it in the title, such as "plan"; may be ""
-    subtitle: str  # HTML, as are `before`, `after` and `footer`: the caller escapes it
-    panels: Sequence[Panel]
-    before: str  # above the charts
-    after: str  # below them
-    footer: str
-    scripts: Mapping[str, Path] = field(default_factory=dict)  # of the page's own elements: name -> file
-    # Rows that came later, each given once -> HTML of the elements `subtitle` and `before` where they change.
-    later: Callable[[Sequence[Any]], Mapping[str, str]] | None = None
-
-    def html(self) -> str:
-        """One file. Raises NotDrawn where there are panels and Altair is missing."""
-        meta = f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
-        own = [f"<script>\n{_code(file)}</script>" for file in self.scripts.values()]
-        draws = [f"<script type='module'>{vega.javascript()}</script>"] if self.panels else []
-        data = self._charts()
-        draws += [data, f"<script type='module'>\n{_code(DRAW)}</script>"] if self.panels else []
-        return self._filled(meta, "", [*own, *draws])
-
-    def served(self, links: str, *, scripts: str, events: str, position: str) -> str:
-        """The page as `meshtune ui` serves it: without code inside.
-
-        links: HTML above the heading. scripts: address of the folder of scripts. events: address of the
-        stream that tells of changes. position: what is sent to it, so that it begins where this page ends.
-        """
-        names = [*self.scripts, *(SERVED if self.panels else SERVED[-1:])]
-        code = [f"<script type='module' src='{text(scripts)}/{text(name)}'></script>" for name in names]
-        follows = f" data-events='{text(events)}' data-position='{text(position)}'"
-        return self._filled('<link rel="icon" href="data:,">', follows, [self._charts(), *code], links)
-
-    def _filled(self, head: str, follows: str, scripts: Sequence[str], links: str = "") -> str:
-        return PAGE.format(
-            head=head,
-            title=" · ".join(text(part) for part in (self.name, self.kind, "meshtune") if part),
-            style=STYLE,
-            follows=follows,
-            links=links,
-            heading=text(self.name),
-            subtitle=self.subtitle,
-            before=self.before,
-            charts=_figures(self.panels),
-            after=self.after,
-            footer=self.footer,
-            scripts="\n".join(scripts),
-        )
-
-    def _charts(self) -> str:
-        """An element with the charts' specifications as JSON; "" without charts."""
-        return data_element("charts", _specifications(self.panels)) if self.panels else ""
 
 
 def text(value: Any) -> str:
@@ -102,11 +26,11 @@ def notes(lines: Iterable[str]) -> str:
     return "".join(f"<p class='note'>{text(line)}</p>" for line in lines)
 
 
-def sentences(title: str, lines: Iterable[str]) -> str:
+def sentences(title: str, lines: Iterable[str], *, numbered: bool = False) -> str:
     """HTML of a heading, if there is one, and a list; "" without lines."""
     items = "".join(f"<li>{text(line)}</li>" for line in lines)
-    heading = f"<h2>{text(title)}</h2>" if title else ""
-    return f"<section>{heading}<ul>{items}</ul></section>" if items else ""
+    heading, kind = f"<h2>{text(title)}</h2>" if title else "", "ol" if numbered else "ul"
+    return f"<section>{heading}<{kind}>{items}</{kind}></section>" if items else ""
 
 
 def script_json(value: Any) -> str:
@@ -117,46 +41,6 @@ def script_json(value: Any) -> str:
 def data_element(name: str, value: Any) -> str:
     """An element with the id `name` that holds a value as JSON, for the page's scripts."""
     return f"<script type='application/json' id='{name}'>\n{script_json(value)}\n</script>"
-
-
-def _figures(panels: Sequence[Panel]) -> str:
-    """HTML of an empty element with a caption for each chart, which the page's script fills; "" for none."""
-    if not panels:
-        return ""
-    cells = "".join(
-        f"<figure{'' if isinstance(panel, Lines) else ' class=whole'}>"
-        f"<figcaption>{text(panel.title)} <small>{text(panel.unit)}</small></figcaption>"
-        f"<div class='chart' id='chart-{panel.key}'></div></figure>"
-        for panel in panels
-    )
-    long = [
-        one for panel in panels if isinstance(panel, Lines) for one in panel.series if len(one.x) > MOST_ROWS
-    ]
-    note = f"<p class='note'>{THINNED}</p>" if long else ""
-    return f"<section class='plots'>{cells}</section>{note}"
-
-
-def _specifications(panels: Sequence[Panel]) -> dict[str, Any]:
-    """Specifications of the charts by key, those that differ on a phone, and the two themes."""
-    vega.require()
-    from meshtune.report.draw.charts import specification
-
-    charts = {panel.key: specification(panel, width="container") for panel in panels}
-    of_phones = {
-        panel.key: specification(panel, width="container", narrow=True)
-        for panel in panels
-        if not isinstance(panel, Lines)
-    }
-    narrow = {key: chart for key, chart in of_phones.items() if chart != charts[key]}
-    themes = {
-        name: config(colours, background="transparent")
-        for name, colours in (("light", LIGHT), ("dark", DARK))
-    }
-    return {"charts": charts, "narrow": narrow, "themes": themes}
-
-
-def _code(file: Path) -> str:
-    return file.read_text(encoding="utf-8")
 
 
 PAGE = """\
@@ -286,7 +170,7 @@ label { color: var(--soft); font-size: 13px; margin-left: 6px; }
 .layouts td.layout { white-space: normal; }
 .layouts { width: 100%; }
 h2 code { font-size: 16px; }
-ul { padding-left: 20px; margin: 0; }
+ul, ol { padding-left: 20px; margin: 0; }
 li { margin: 4px 0; overflow-wrap: anywhere; }
 .facts.left-out th, .facts.left-out td { width: auto; }
 .facts.left-out td:first-child { text-align: right; white-space: nowrap; }

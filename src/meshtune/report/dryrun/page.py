@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 from meshtune.layout import Layout
 from meshtune.meter.trace import RankTrace
+from meshtune.report.draw.document import Document, OnPage, Pictures
 from meshtune.report.draw.kinds import Panel
-from meshtune.report.draw.page import Page, notes, text, tiles
+from meshtune.report.draw.page import notes, text, tiles
 from meshtune.report.draw.picture import SUFFIXES
 from meshtune.report.draw.picture import write as write_picture
 from meshtune.report.draw.table import Table
@@ -110,13 +111,15 @@ def dryrun_page(run: DryRun, drawn: Sequence[Panel]) -> str:
     if run.capacity:
         facts["a GPU has"] = human(run.capacity)
     verdict = f"<p>{text(run.verdict)}</p>" if run.verdict else ""
-    return Page(
+    return Document(
         name=run.model,
         kind="dry run",
         subtitle=f"<code>{text(run.layout)}</code> on {text(run.cluster)}",
-        panels=drawn,
-        before=f"<section>{tiles(facts.items(), wide=True)}{verdict}{notes(run.notes)}</section>",
-        after="".join(table.html() for table in listings(run)),
+        parts=(
+            OnPage(f"<section>{tiles(facts.items(), wide=True)}{verdict}{notes(run.notes)}</section>"),
+            Pictures(drawn),
+            *listings(run),
+        ),
         footer=FOOTER,
     ).html()
 

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from meshtune.report.draw.page import Page, notes, text, tiles
+from meshtune.report.draw.document import Document, OnPage, Pictures
+from meshtune.report.draw.page import notes, text, tiles
 from meshtune.report.draw.table import facts as facts_of
 from meshtune.report.draw.words import MFU
 from meshtune.report.experiments.panels import panels
@@ -27,7 +28,7 @@ class SweepPage(NamedTuple):
     """A sweep's page and the pictures on it."""
 
     name: str
-    page: Page
+    page: Document
     counts: dict[str, int]  # experiments by status
 
 
@@ -37,13 +38,16 @@ def sweep_page(database: Path, may_read: Callable[[Path], bool] = lambda _: True
     """
     sweep = replace(sweep_of(read_sweep_rows(database)), may_read=may_read)
     counts = dict(Counter(one.status for one in sweep.experiments).most_common())
-    made = Page(
+    made = Document(
         name=sweep.name + (" (simulated)" if sweep.simulated else ""),
         kind="sweep",
         subtitle=_subtitle(sweep),
-        panels=panels(sweep),
-        before=_counts(sweep, counts),
-        after=table(sweep) + _where(sweep) if sweep.experiments else _where(sweep),
+        parts=(
+            OnPage(_counts(sweep, counts)),
+            Pictures(panels(sweep)),
+            OnPage(table(sweep) if sweep.experiments else ""),
+            OnPage(_where(sweep)),
+        ),
         footer=_footer(sweep),
         scripts={SCRIPT.name: SCRIPT} if sweep.experiments else {},
     )

@@ -15,8 +15,9 @@ from typing import Any
 from meshtune.errors import UserError, check_file
 from meshtune.plan.memory.timeline import CATEGORIES
 from meshtune.plan.seconds.step import PARTS
+from meshtune.report.draw.document import Document, OnPage, Pictures
 from meshtune.report.draw.kinds import Panel
-from meshtune.report.draw.page import Page, sentences, text
+from meshtune.report.draw.page import sentences, text
 from meshtune.report.draw.table import Column, Table
 from meshtune.report.draw.words import model_title
 from meshtune.report.plan.numbers import named, number, seconds
@@ -87,7 +88,7 @@ def document_panels(plans: Sequence[PlanDocument]) -> list[Panel]:
     return predicted(drawn)
 
 
-def document_page(plans: Sequence[PlanDocument]) -> Page:
+def document_page(plans: Sequence[PlanDocument]) -> Document:
     """The page's parts. plans: at least one."""
     after = []
     for plan in plans:
@@ -99,13 +100,11 @@ def document_page(plans: Sequence[PlanDocument]) -> Page:
             sentences(f"What to change first{title}", _lines(tree.get("changes"))),
             sentences(f"Layouts left out{title}", map(_left_out, tree.get("rejected") or ())),
         ]
-    return Page(
+    return Document(
         name=" · ".join(dict.fromkeys(model_title(plan.model) for plan in plans)),
         kind="plan",
         subtitle=text(", ".join(f"{plan.name}: {_cluster(plan.tree)}" for plan in plans)),
-        panels=document_panels(plans),
-        before="",
-        after="".join(after),
+        parts=(Pictures(document_panels(plans)), *map(OnPage, after)),
         footer=FOOTER,
     )
 

@@ -11,7 +11,8 @@ from meshtune import __version__
 from meshtune.plan.advice import comparison
 from meshtune.plan.cost import RunCost, money
 from meshtune.plan.programs import MESHTUNE
-from meshtune.report.draw.page import Page, notes, sentences, text, tiles
+from meshtune.report.draw.document import Document, OnPage, Pictures
+from meshtune.report.draw.page import notes, sentences, text, tiles
 from meshtune.report.draw.table import Column, Table, facts
 from meshtune.report.draw.words import model_title
 from meshtune.report.plan.numbers import number, plus_minus, seconds
@@ -50,21 +51,19 @@ def plan_page(answer: Answer, choices: Sequence[Choice], drawn: Sequence[Panel],
 
     choices: rows of its table. drawn: its charts.
     """
-    return Page(
+    before = (recommended(answer, asked), clusters(answer), layouts(answer, choices))
+    after = (
+        sentences("What to change first", answer.changes),
+        sentences("The global batch", answer.batch_advice),
+        usual_layouts(answer),
+        left_out(answer),
+        provenance(answer, asked),
+    )
+    return Document(
         name=model_title(answer.workload.model),
+        parts=(*map(OnPage, before), Pictures(drawn), *map(OnPage, after)),
         kind="plan",
         subtitle=text(subject(answer)),
-        panels=drawn,
-        before=recommended(answer, asked) + clusters(answer) + layouts(answer, choices),
-        after="".join(
-            (
-                sentences("What to change first", answer.changes),
-                sentences("The global batch", answer.batch_advice),
-                usual_layouts(answer),
-                left_out(answer),
-                provenance(answer, asked),
-            )
-        ),
         footer=FOOTER,
     ).html()
 
@@ -80,9 +79,8 @@ def explained_page(
     )
     choice = explanations[0].choice
     note = notes([choice.accuracy.sentence(choice.stack, choice.cluster.gpu.name)])
-    return Page(
-        name=name, kind="plan", subtitle=text(subtitle), panels=drawn, before="", after=after + note,
-        footer=FOOTER,
+    return Document(
+        name, (Pictures(drawn), OnPage(after + note)), kind="plan", subtitle=text(subtitle), footer=FOOTER
     ).html()  # fmt: skip
 
 

@@ -11,8 +11,9 @@ from typing import Any
 from meshtune.addresses import public
 from meshtune.errors import UserError, check_file
 from meshtune.meter.rows import memory_table
+from meshtune.report.draw.document import Document, OnPage, Pictures
 from meshtune.report.draw.kinds import Panel
-from meshtune.report.draw.page import Page, notes, text, tiles
+from meshtune.report.draw.page import notes, text, tiles
 from meshtune.report.draw.picture import write
 from meshtune.report.draw.table import Table
 from meshtune.report.draw.table import facts as facts_table
@@ -92,7 +93,7 @@ def report_page(run: RunDir) -> str:
     return run_page(run).html()
 
 
-def run_page(run: RunDir, rows: Sequence[Row] | None = None, summary: Summary | None = None) -> Page:
+def run_page(run: RunDir, rows: Sequence[Row] | None = None, summary: Summary | None = None) -> Document:
     """The report's parts. rows: of metrics.jsonl, summary: of these, where they are at hand."""
     rows = Rows(run.rows() if rows is None else rows)
     summary, facts = summary or summarise(run, rows), facts_of(run, rows)
@@ -107,14 +108,12 @@ def run_page(run: RunDir, rows: Sequence[Row] | None = None, summary: Summary | 
         _settings(run),
         facts_table(environment, "Environment", _fact).html(),
     ]
-    return Page(
+    return Document(
         name=summary.name,
         kind="",
         subtitle=_subtitle(summary, facts),
-        panels=run_panels(rows),
-        before=_headline(summary),
+        parts=(OnPage(_headline(summary)), Pictures(run_panels(rows)), *map(OnPage, after)),
         later=LiveHeadline(summary, facts, rows).of,
-        after="\n".join(section for section in after if section),
         footer=text(f"Made by meshtune from the files of this run's folder. {conventions([facts])}"),
     )
 
