@@ -248,7 +248,7 @@ def test_a_config_file_called_as_a_sub_command_is_named_by_its_path(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("max").write_text("train.lr: 1")
-    assert "train.lr is no setting" in meshtune("plan", "./max", "model.name=x").err
+    assert "train.lr is not a setting" in meshtune("plan", "./max", "model.name=x").err
     assert meshtune("plan", "max").code == 2  # without what is to be largest
 
 

@@ -145,8 +145,12 @@ def check_target(name: str) -> None:
     check_name(name, holding=MODEL_OR_RUN)
 
 
-def show(facts: Any, renderable: Any, *, as_json: bool) -> None:
-    """Print one result on stdout: `facts` as JSON if as_json, else rich's `renderable`, the same as text."""
+def show(document: Any, renderable: Any = None, *, as_json: bool) -> None:
+    """Print a Document on stdout: its facts as JSON if as_json, else its parts.
+
+    renderable: the terminal's text, where `document` is only its facts.
+    """
+    facts, renderable = (document.facts, document) if renderable is None else (document, renderable)
     if as_json:
         show_json(facts)
     else:

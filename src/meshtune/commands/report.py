@@ -132,11 +132,11 @@ def of_sweep(path: Path) -> Made:
 
 
 def of_plans(paths: Sequence[Path]) -> Made:
-    from meshtune.report.plan.documents import document_page, read_plan
+    from meshtune.report.plan.documents import of_files, read_plan
 
     plans = [plan for plan in map(read_plan, paths) if plan]
     file = paths[0].resolve().with_suffix(".html")
-    return Made(" · ".join(plan.name for plan in plans), file, document_page(plans), {})
+    return Made(" · ".join(plan.name for plan in plans), file, of_files(plans), {})
 
 
 def write_pictures(made: Made, folder: Path) -> list[Path]:

@@ -21,7 +21,7 @@ from meshtune.plan.facts import workload_facts
 from meshtune.plan.models import models
 from meshtune.plan.search import Plan, explained, search
 from meshtune.plan.workload import Workload
-from meshtune.report.plan import tables, terminal
+from meshtune.report.plan import documents, tables
 from meshtune.report.plan.panels import panels
 from meshtune.sections import ClusterConfig
 from meshtune.units import significant
@@ -70,17 +70,18 @@ def processor() -> Plan:
 def test_no_times_of_a_processor_are_printed(processor: Plan) -> None:
     answer = answered(processor)
     assert len(answer.alternatives) > 4 and answer.batch_advice
-    text = printed(terminal.answer(answer, 10))
+    text = printed(documents.answer(answer, 10))
     assert not [word for word in TIMES if word in text.replace("a step", "")]
     assert tables.NO_TIMES in " ".join(text.split()) and "GiB" in text
-    gpu = printed(terminal.answer(answered(search(workload(), machines(8, "h100-sxm"))), 10))
+    gpu = printed(documents.answer(answered(search(workload(), machines(8, "h100-sxm"))), 10))
     assert [word for word in TIMES if word in gpu.replace("a step", "")] != []
 
 
 def test_an_explained_layout_on_a_processor_has_memory_alone(processor: Plan) -> None:
     w, choice = processor.workload, processor.choice(0)
     one = Explanation(w, choice, ())
-    for text in (printed(terminal.explained([one])), printed(terminal.compared([one, one]))):
+    for document in (documents.explained([one]), documents.explained([one, one], in_one_table=True)):
+        text = printed(document)
         assert "weights" in text and "GiB" in text
         assert not [
             word for word in ("tokens/s", "MFU", "optimizer's update", "tokens per second") if word in text

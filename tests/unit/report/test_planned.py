@@ -14,9 +14,9 @@ from meshtune.plan.search import Choice
 from meshtune.plan.seconds.step import PARTS, Seconds
 from meshtune.report.draw.bars import LETTERS, Bar, blocks
 from meshtune.report.draw.colours import COLOURS, MEMORY, MEMORY_PARTS, TIME
+from meshtune.report.draw.document import Section
 from meshtune.report.plan.numbers import of_capacity, seconds
 from meshtune.report.plan.tables import cost_columns, explanation, layouts_table, side_by_side
-from meshtune.report.plan.terminal import section
 from meshtune.sections import ClusterConfig
 from meshtune.units import GIB
 
@@ -196,8 +196,8 @@ def test_three_layouts_side_by_side_are_no_wider_than_the_terminal(width):
 
 
 def test_a_section_without_lines_has_no_title():
-    assert shown(section("Why the usual ones are not first", [])) == ""
-    assert shown(section("One", ["line"])).split() == ["One", "line"]
+    assert shown(Section("Why the usual ones are not first", [])) == ""
+    assert shown(Section("One", ["line"])).split() == ["One", "line"]
 
 
 def test_error_bars_stand_once_in_the_heads_of_a_table_and_behind_the_figures_of_an_explanation():

@@ -1,5 +1,6 @@
 """Panels as one .png or .svg picture, in rows, drawn without a browser."""
 
+import html
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,11 +8,13 @@ from typing import Any
 
 from meshtune.errors import UserError
 from meshtune.report.draw import vega
+from meshtune.report.draw.document import Document
 from meshtune.report.draw.kinds import Areas, HeatMap, Lines, Panel, Scatter, Stacks, Timeline
 from meshtune.report.draw.theme import DARK, LIGHT, config
 from meshtune.rundir import write_text_atomically
 
 SUFFIXES = (".png", ".svg")
+PAGE = ".html"
 WIDTH, GAP = 1200, 44  # px of a picture, and between charts side by side
 NUMBERS, UNNAMED = 52, 8  # px left of a chart for the labels of a number axis, or for none
 CHARACTER = 6.7  # px of a name's monospaced characters
@@ -28,6 +31,32 @@ def known_suffix(file: Path, known: Sequence[str] = SUFFIXES) -> str:
             f"{', '.join(known)}, such as {file.with_suffix(known[0])}."
         )
     return suffix
+
+
+def check(file: Path) -> str:
+    """Suffix in lower case of a file that `write_document` can write. Raises UserError for another one, and
+    without Altair.
+    """
+    suffix = known_suffix(file, (PAGE, *SUFFIXES))
+    vega.require()
+    return suffix
+
+
+def write_document(file: Path, document: Document) -> None:
+    """Write a document as a page, or its pictures as one picture, by the file's suffix. Raises as `check`."""
+    if check(file) == PAGE:
+        write_text_atomically(file, document.html())
+    else:
+        title = f"{document.name} · {html.unescape(document.subtitle)}"
+        write(file, in_rows(document.panels), title=title)
+
+
+def in_rows(panels: Sequence[Panel]) -> list[list[Panel]]:
+    """Panels of a picture by row: stacks side by side, then a row for each other one, then scatter charts."""
+    stacks: list[Panel] = [panel for panel in panels if isinstance(panel, Stacks)]
+    scatters: list[Panel] = [panel for panel in panels if isinstance(panel, Scatter)]
+    others: list[list[Panel]] = [[panel] for panel in panels if not isinstance(panel, Stacks | Scatter)]
+    return [row for row in (stacks, *others, scatters) if row]
 
 
 def write(

@@ -103,6 +103,7 @@ class Table:
     legends: Mapping[str, Legend] = field(
         default_factory=dict
     )  # head of a column -> legend, where it is drawn
+    kind: str = "numbers listing"  # classes of a page's table
 
     @classmethod
     def of_rows(
@@ -196,7 +197,7 @@ class Table:
 
     # Page #
 
-    def html(self, kind: str = "numbers listing") -> str:
+    def html(self, kind: str = "") -> str:
         """The table as a section of a page, without bars; "" without rows. kind: its classes."""
         columns = [column for column in self.columns if not column.bars and not column.replaces]
         if not columns[0].cells:
@@ -208,7 +209,7 @@ class Table:
             f"<tr{self._class(number)}>{''.join(_cell(column, number) for column in columns)}</tr>"
             for number in range(len(columns[0].cells))
         )
-        classes = f"facts {kind}" if heads else "facts"
+        classes = f"facts {kind or self.kind}" if heads else "facts"
         return (
             f"<section>{title}<div class='wide'><table class='{classes}'>"
             f"{heads}<tbody>{rows}</tbody></table></div>{notes(self.notes)}</section>"

@@ -57,9 +57,7 @@ MEMORY_MEANING = {  # parts of a rank's memory
 }
 
 
-def layouts_table(
-    choices: Sequence[Choice], runs: Sequence[RunCost] = (), why: Sequence[str] = (), title: str = ""
-) -> Table:
+def layouts_table(choices: Sequence[Choice], runs: Sequence[RunCost] = (), why: Sequence[str] = ()) -> Table:
     """Table of layouts in the order given, with speed, memory and time; peaks that do not fit are red.
 
     Where predicted times mean nothing, memory only. Speed, step, MFU and peak always stay. runs: of the
@@ -95,7 +93,7 @@ def layouts_table(
         peak,
         *((Column("time", spent, priority=5),) if timed else ()),
     )  # fmt: skip
-    return Table(title, columns, chosen=0, legends=legends)
+    return Table("", columns, chosen=0, legends=legends, kind="numbers layouts")
 
 
 def explanation(choice: Choice) -> RenderableType:
@@ -187,7 +185,7 @@ COSTS = {"million": 0, "hours": 2, "cost": 2, "gpu_hours": 4}  # column -> its p
 MARKS = {"→": "chosen", "×": "misses --by or --budget"}
 
 
-def clusters_table(offers: Sequence[Offer], chosen: Offer, *, memory: bool = False, title: str = "") -> Table:
+def clusters_table(offers: Sequence[Offer], chosen: Offer, *, memory: bool = False) -> Table:
     """Table of the best layout of each cluster, in the order given.
 
     "speed-up" compares tokens/s of whole clusters with the first that has a layout, "efficiency" tokens/s/GPU
@@ -226,7 +224,7 @@ def clusters_table(offers: Sequence[Offer], chosen: Offer, *, memory: bool = Fal
     if any(speeds):
         columns += [Column("speed-up", gains, priority=6), Column("efficiency", efficiencies, priority=5)]
     used = [f"{sign} {meaning}" for sign, meaning in MARKS.items() if sign in marks]
-    return Table(title, tuple(columns), (" · ".join(used),), chosen=marks.index("→"))
+    return Table("", tuple(columns), (" · ".join(used),), chosen=marks.index("→"), kind="numbers layouts")
 
 
 def cost_columns(runs: Sequence[RunCost | None]) -> dict[str, Column]:
