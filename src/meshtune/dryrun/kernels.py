@@ -15,8 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from meshtune.dryrun.costs import Costs, moved_bytes, runs
-from meshtune.meter.trace import FORWARD, UPDATE, Operation, RankTrace, StepTrace
-from meshtune.report.dryrun.living import module_place
+from meshtune.meter.trace import FORWARD, UPDATE, Operation, RankTrace, StepTrace, module_place
 
 BLOCKS, EMBEDDING, HEAD, COMMUNICATION, UPDATES = PLACES = (
     "blocks", "embedding", "head and loss", "communication", "optimizer",

@@ -32,9 +32,8 @@ from meshtune.meter.trace import RankTrace
 from meshtune.placement.census import Census
 from meshtune.placement.ranks import coordinates, rank_at
 from meshtune.placement.share import census_stages, stage_of_rank
-from meshtune.report.dryrun.living import ranges
 from meshtune.streams import flush
-from meshtune.units import counted, duration
+from meshtune.units import counted, duration, ranges
 
 SILENCE = 60.0  # seconds without CPU time after which a child counts as hung
 TICK = 0.05  # seconds of CPU time that a waiting process may use meanwhile

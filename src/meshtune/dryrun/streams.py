@@ -84,6 +84,10 @@ class StepTime:
     ranks: list[RankTime]  # of the pipeline
     parts: Seconds  # of the mean rank
 
+    def of_trace(self, rank: int) -> RankTime | None:
+        """The first rank of the pipeline that runs the trace of `rank`; None: there is none."""
+        return next((each for each in self.ranks if each.trace == rank), None)
+
     @property
     def exposed(self) -> dict[str, float]:
         """Seconds in which the mean rank waits for collectives, by part."""

@@ -22,9 +22,8 @@ from typing import Any
 
 from meshtune.errors import Interrupted, NonFinite, RankFailed, UserError, traceback_of
 from meshtune.filesystem import try_lock
-from meshtune.launch.address import reachable_address
 from meshtune.launch.failure import claims_failure, exit_code, failures_of, raise_first, record_failure
-from meshtune.launch.place import Place, place_of, refuse_batch_script
+from meshtune.launch.place import Place, place_of, reachable_address, refuse_batch_script
 from meshtune.launch.rank import Rank, RankLog, connect, process_group
 from meshtune.launch.signals import heeded
 from meshtune.streams import flush, guard
