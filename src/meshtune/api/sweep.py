@@ -320,7 +320,7 @@ def pending(
     verdicts = judge([experiments[row.key] for row in waiting], plan.run, here)
     outcomes, known, tasks = {}, {}, {}
     for row, verdict in zip(waiting, verdicts, strict=True):
-        known[row.number] = verdict.columns
+        known[row.number] = verdict.figures
         if verdict.status == WAITING and simulate == PLANNER:
             outcomes[row.number] = of_planner(verdict)
         elif verdict.status == WAITING or (everything and verdict.status == DOES_NOT_FIT and verdict.choice):
