@@ -1,7 +1,7 @@
 """Dry-run what `train` would start on this machine: its settings, data and layout. Touches no run folder."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from meshtune import launch
@@ -18,7 +18,8 @@ from meshtune.model.files import checked_weight_files, weights_here
 from meshtune.model.hub import check_name, local_path
 from meshtune.model.load import load_config, quiet
 from meshtune.plan.cluster import cluster_here, unused_here
-from meshtune.report.dryrun.page import TOP
+from meshtune.report.draw.document import Document, Notes
+from meshtune.report.dryrun.document import document
 from meshtune.train import output
 from meshtune.train.checkpoint import Checkpoints
 from meshtune.train.choose import choose, device_of, gpus_of
@@ -61,18 +62,19 @@ class DryTraining:
             f"{counted(batch.tokens, 'token')}, {batch.label_tokens:,} of them labelled. {run}"
         )
 
-    def as_dict(self) -> dict[str, Any]:
-        """The document of `train --dry-run --json`: `dryrun --json`'s, and `run`."""
-        return self.simulation.as_dict(TOP) | {
-            "run": {
-                "output": self.output,
-                "start": self.start,
-                "steps": self.steps,
-                "resumed": self.resumed,
-                "first_batch": {"tokens": self.batch.tokens, "label_tokens": self.batch.label_tokens},
-                "notes": list(self.notes),
-            }
+    def document(self) -> Document:
+        """The answer of `train --dry-run`: that of `dryrun`, below what would run."""
+        answer = document(self.simulation)
+        run = {
+            "output": self.output,
+            "start": self.start,
+            "steps": self.steps,
+            "resumed": self.resumed,
+            "first_batch": {"tokens": self.batch.tokens, "label_tokens": self.batch.label_tokens},
+            "notes": list(self.notes),
         }
+        lines = Notes((self.headline, *self.notes), style="")
+        return replace(answer, parts=(lines, *answer.parts), facts={**answer.facts, "run": run})
 
 
 def dry_train(config: Config, nproc: int | None = None, *, log: Log = silent) -> DryTraining:

@@ -49,16 +49,12 @@ def train(
 
 def show_dry_run(config: "Config", nproc: int | None, *, as_json: bool) -> None:
     """Print what `train` would start here, and what its first steps need. Raises as `check_fits`."""
-    from rich.console import Group
-    from rich.text import Text
-
     from meshtune.api.dry_train import dry_train
-    from meshtune.commands.dryrun import answer, check_fits
-    from meshtune.dryrun.results import page_of
+    from meshtune.commands.dryrun import check_fits
 
     dry = dry_train(config, nproc, log=log)
-    lines = [Text(line) for line in (dry.headline, *dry.notes)]
-    show(dry.as_dict(), Group(*lines, answer([dry.simulation], [page_of(dry.simulation)])), as_json=as_json)
+    answer = dry.document()
+    show(answer.facts, answer, as_json=as_json)
     check_fits([dry.simulation])
 
 

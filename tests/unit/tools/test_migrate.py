@@ -105,12 +105,8 @@ def test_every_key_of_a_file_is_a_setting_or_in_a_comment(file: Path) -> None:
         (
             TRL,
             {
-                "train.learning_rate": 2e-5,
-                "train.num_epochs": 3.0,
-                "train.lr_scheduler": "linear",
-                "train.warmup_steps": 0,
-                "data.packing": False,
-                "layout": "mb8-ga1-full",
+                "train.learning_rate": 2e-5, "train.num_epochs": 3.0, "train.lr_scheduler": "linear",
+                "train.warmup_steps": 0, "data.packing": False, "layout": "mb8-ga1-full",
             },
         ),
         (
@@ -158,12 +154,8 @@ def test_every_key_of_a_file_is_a_setting_or_in_a_comment(file: Path) -> None:
         (
             TORCHTUNE,
             {
-                "train.learning_rate": 3e-4,
-                "train.lr_scheduler": "constant",
-                "train.max_grad_norm": 0.0,
-                "data.train_on": "all",
-                "data.seq_len": 128,
-                "method": "full",
+                "train.learning_rate": 3e-4, "train.lr_scheduler": "constant", "train.max_grad_norm": 0.0,
+                "data.train_on": "all", "data.seq_len": 128, "method": "full",
             },
         ),
         (TORCHTUNE | {"epochs": 2, "max_steps_per_epoch": 5}, {"train.max_steps": 10}),
@@ -180,7 +172,7 @@ def test_every_key_of_a_file_is_a_setting_or_in_a_comment(file: Path) -> None:
             {"method": "lora", "lora.target_modules": ["q_proj", "o_proj"]},
         ),
     ],
-)
+)  # fmt: skip
 def test_a_key_becomes_its_setting(tree: dict[str, Any], expected: dict[str, Any], migrated: Migrate) -> None:
     settings = migrated(tree).settings
     assert {name: settings.get(name) for name in expected} == expected

@@ -14,25 +14,25 @@ from meshtune.plan.seconds.step import PARTS
 from meshtune.report.draw.table import Table
 from meshtune.units import duration, human
 
-Document = dict[str, Any]  # of one layout
+Facts = Mapping[str, Any]  # of one layout
 DIFFERENCE = "off by: the prediction, from the simulation"
 LEAST_OFF = 0.01  # share of the peak
 OVERHEAD = "overhead: memory that the allocator holds unused, CUDA and NCCL"
 
 
-def fullest(document: Document) -> dict[str, Any]:
+def fullest(document: Facts) -> dict[str, Any]:
     """The traced rank that needs most in a later step."""
     return next(rank for rank in document["ranks"] if rank["rank"] == document["fullest_rank"])
 
 
-def simulated_memory(document: Document) -> dict[str, int]:
+def simulated_memory(document: Facts) -> dict[str, int]:
     """Bytes by category at the fullest rank's peak in a later step; overhead is the rest of what it needs."""
     rank = fullest(document)
     overhead = document["need_bytes"] - rank["peak_bytes"]
     return rank["steps"][1]["by_category"] | {"overhead": overhead}
 
 
-def side_by_side(document: Document) -> Table:
+def side_by_side(document: Facts) -> Table:
     """Memory by category of the fullest simulated rank and time by part of one layout, which the planner has
     predicted.
     """
@@ -46,7 +46,7 @@ def side_by_side(document: Document) -> Table:
     )
 
 
-def peak_event(rank: Document) -> str:
+def peak_event(rank: Facts) -> str:
     """Phase, module and operation of the peak of a traced rank's later steps."""
     event, _ = max(rank["steps"][1]["timeline"], key=lambda entry: sum(entry[1].values()))
     return event
@@ -60,7 +60,7 @@ def peaks(rank: int, predicted: str, simulated: str) -> str:
     )
 
 
-def _events(document: Document) -> Iterator[str]:
+def _events(document: Facts) -> Iterator[str]:
     """Yield sentences on the rank and the events of the peaks that are compared."""
     rank, whole = fullest(document), document["predicted"]["memory"]
     predicted = rank["predicted"]
@@ -70,7 +70,7 @@ def _events(document: Document) -> Iterator[str]:
         yield f"The planner predicts most, {human(whole['peak'])}, on another pipeline rank."
 
 
-def _most_off(predicted: Document, held: Mapping[str, float]) -> Iterator[str]:
+def _most_off(predicted: Facts, held: Mapping[str, float]) -> Iterator[str]:
     """Yield a sentence on the tensors that were predicted in the category that is off by most bytes."""
     off = {name: abs(predicted[name] - held.get(name, 0)) for name in CATEGORIES if name != "overhead"}
     category = max(off, key=lambda name: off[name])
@@ -80,7 +80,7 @@ def _most_off(predicted: Document, held: Mapping[str, float]) -> Iterator[str]:
         yield f"The largest difference is in {CATEGORY_NAMES[category]}. The planner counts: {parts}."
 
 
-def _rows(document: Document) -> Iterator[tuple[str, str, str, str]]:
+def _rows(document: Facts) -> Iterator[tuple[str, str, str, str]]:
     memory, held = fullest(document)["predicted"], simulated_memory(document)
     for name in CATEGORIES:
         if (sizes := (memory[name], held.get(name, 0))) != (0, 0):
@@ -101,7 +101,7 @@ def _row(
     return name, written(predicted), written(simulated), difference(predicted, simulated, written)
 
 
-def layouts_table(documents: Sequence[Document]) -> Table:
+def layouts_table(documents: Sequence[Facts]) -> Table:
     """Peak and step time of several layouts, in their order."""
     timed = all(document["time"] for document in documents)
     heads = ("layout", "memory\npredicted", "\nsimulated", "\noff by")

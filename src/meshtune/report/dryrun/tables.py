@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from meshtune.dryrun.workspaces import Row as Workspace
 from meshtune.layout import Layout
 from meshtune.meter.trace import CATEGORIES, OPTIMIZER, RankTrace
 from meshtune.report.draw.table import Table
-from meshtune.report.dryrun.living import Peak, Row, alike, by_module, made_by
+from meshtune.report.dryrun.living import Peak, Row, by_module
 from meshtune.report.dryrun.panels import rank_title, shown
-from meshtune.report.dryrun.remedies import remedy
+from meshtune.report.dryrun.remedies import largest
 from meshtune.units import counted, human
 
 STEPS = ("first step", "later steps")
@@ -105,23 +106,21 @@ def largest_table(trace: RankTrace, layout: Layout, top: int) -> Table:
 
     Those that differ in the number of the block alone are one row.
     """
-    peak = Peak.of(trace.steps[-1])
-    every = alike(peak.storages)
-    some = every[:top]
-    rest = sum(tensors.bytes for tensors in every[top:])
+    every = largest(trace, layout)
+    rest = sum(group["bytes"] for group in every[top:])
     rows = tuple(
         (
-            human(tensors.bytes),
-            f"{tensors.count} × {human(tensors.bytes / tensors.count)}" if tensors.count > 1 else "",
-            tensors.name,
-            made_by(tensors),
-            f"{'×'.join(map(str, tensors.shape))} {tensors.dtype}".strip(),
-            shown(tensors.category),
-            remedy(tensors, layout, peak.vocabulary),
+            human(group["bytes"]),
+            f"{group['count']} × {human(group['bytes'] / group['count'])}" if group["count"] > 1 else "",
+            group["tensor"],
+            group["made_by"],
+            f"{'×'.join(map(str, group['shape']))} {group['dtype']}".strip(),
+            shown(group["category"]),
+            group["setting"],
         )
-        for tensors in some
+        for group in every[:top]
     )
-    others = f"{counted(len(every) - len(some), 'other group')} of tensors: {human(rest)}."
+    others = f"{counted(len(every) - top, 'other group')} of tensors: {human(rest)}."
     return Table.of_rows(
         f"The largest tensors at the peak, {rank_title(trace)}, later steps",
         ("bytes", "count", "tensor", "made by", "shape", "category", "setting that shrinks it"),
@@ -158,12 +157,12 @@ def collectives_table(trace: RankTrace) -> Table:
     )
 
 
-def workspaces_table(trace: RankTrace, rows: Iterable[tuple[str, int, int, str]]) -> Table:
-    """Memory that kernels take for themselves. rows: name, operations that take it, bytes, source."""
+def workspaces_table(trace: RankTrace, rows: Iterable[Workspace]) -> Table:
+    """Memory that kernels take for themselves."""
     return Table.of_rows(
         f"Workspaces of kernels, {rank_title(trace)}",
         ("workspace", "operations", "bytes", "source"),
-        tuple((name, f"{number:,}", human(bytes), source) for name, number, bytes, source in rows),
+        tuple((row.name, f"{row.operations:,}", human(row.bytes), row.source) for row in rows),
         ("workspace", "source"),
     )
 
