@@ -249,8 +249,8 @@ def _alternative(plan: Plan, best: Choice, kind: Change) -> Alternative:
 def comparison(workload: Workload, other: Choice, best: Choice) -> str:
     """Compare step times with the chosen layout `best`, and name the parts whose time grows most.
 
-    At most NAMED of them, until what is left is no more than the last one named. Where `other` is no slower,
-    within TIE: compare memory instead. The result continues the name of `other`.
+    At most NAMED of them, until the rest is at most the last one named. Where `other` isn't slower, within
+    TIE: compare memory instead. The result continues the name of `other`.
     """
     more = other.seconds.total / best.seconds.total - 1
     needs = f"{human(other.memory.peak)} instead of {human(best.memory.peak)}"
@@ -406,10 +406,10 @@ def batch_sentences(plan: Plan) -> list[str]:
         ]
     sentences = []
     for change, choice, reason in predicted:
-        size = change.workload.global_batch_size
-        gain = f"{change.words} {reason}"
+        sentence = f"{change.words} {reason}"
         if choice and not reason:
-            gain = Outcome(change, choice, best).sentence()
-        instead = f"instead of {updates[workload.global_batch_size]}"
-        sentences.append(f"{gain} {updates[size]} optimizer updates per million tokens {instead}.")
+            update = f"{updates[change.workload.global_batch_size]} optimizer updates per million tokens"
+            instead = f"instead of {updates[workload.global_batch_size]}"
+            sentence = f"{Outcome(change, choice, best).sentence()} {update} {instead}."
+        sentences.append(sentence)
     return sentences

@@ -96,7 +96,7 @@ class MeasuredRun:
         warm = [row for row in timed if not row.get("warm_up")]
         if not warm:
             raise UserError(
-                f"{name} has warm-up steps alone ({counted(len(timed), 'step')}), whose times say nothing. "
+                f"{name} has only warm-up steps ({counted(len(timed), 'step')}), whose times say nothing. "
                 "Run more steps."
             )
         facts = rows[starts[-1]]

@@ -2,7 +2,7 @@
 
     a block's matmuls, attention, elementwise passes   gpu.py          roofline on one GPU
     embedding, head and loss                           ends.py         the same
-    + collectives of tp, cp, ZeRO beside it            collectives.py  rings, on the link or the network
+    + collectives of tp, cp, ZeRO with it              collectives.py  rings, on the link or the network
     x blocks x micro-batches + sends and bubble        pipeline.py
     + gradients of data parallelism, + the optimizer   collectives.py
 
