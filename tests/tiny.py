@@ -99,6 +99,14 @@ def documents(*, seed: int, vocabulary: int, rows: int = 2, width: int = 32) -> 
     return micro_batch(made, width)
 
 
+def positions_of(documents: Any, seq: int) -> Any:
+    """Position of each token in its document, of rows padded to `seq` tokens."""
+    import torch
+
+    rows = [[torch.arange(length) for length in (*row, seq - sum(row))] for row in documents]
+    return torch.stack(list(map(torch.cat, rows)))
+
+
 def packed(documents: Any, seq: int, shares: Sequence[float], vocabulary: int = 256) -> Any:
     """A MicroBatch of random tokens in rows of packed documents, each padded to `seq` tokens.
 
@@ -110,9 +118,7 @@ def packed(documents: Any, seq: int, shares: Sequence[float], vocabulary: int = 
 
     torch.manual_seed(3)
     ids = torch.randint(3, vocabulary, (len(documents), seq))
-    positions = torch.stack(
-        [torch.cat([torch.arange(n) for n in (*row, seq - sum(row))]) for row in documents]
-    )
+    positions = positions_of(documents, seq)
     drawn = torch.rand(ids.shape) < torch.tensor(shares)[:, None]
     labels = torch.where(drawn, torch.randint(3, vocabulary, ids.shape), IGNORE)
     for row, lengths in enumerate(documents):
