@@ -231,9 +231,9 @@ def test_in_dualpipev_a_forward_sends_after_the_backward_that_follows_it() -> No
         sent = {}
         for each in rank.intervals:
             if each.stream == "compute":
-                ends[each.kind, each.stage, each.micro_batch] = each.end
+                ends[each.run] = each.end
             elif each.stream == "pp send forward":
-                sent[each.stage, each.micro_batch] = each.begin
+                sent[each.run.stage, each.run.micro_batch] = each.begin
         for one, after in pairwise(passes):
             place = (one.stage, one.micro_batch)
             if (one.kind, after.kind) == ("F", "B") and place in sent:
