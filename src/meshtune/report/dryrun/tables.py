@@ -104,7 +104,7 @@ def mean(row: Row) -> dict[str, float]:
 def largest_table(trace: RankTrace, layout: Layout, top: int) -> Table:
     """The largest tensors at the peak of later steps, each with the setting that removes or shrinks it.
 
-    Those that differ in the number of the block alone are one row.
+    Those that differ only in the number of the block are one row.
     """
     every = largest(trace, layout)
     rest = sum(group["bytes"] for group in every[top:])
