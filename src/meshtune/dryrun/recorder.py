@@ -407,7 +407,7 @@ def refuse_unlike(module: str, factors: list[Tensor]) -> None:
 
 
 def distinct_bytes(tensors: list[Tensor]) -> int:
-    """Bytes of the tensors' elements; repeated tensors, and what an expanded dimension repeats, count once."""
+    """Bytes of the tensors' elements; repeated tensors and expanded dimensions count once."""
     total = 0
     for tensor in {id(tensor): tensor for tensor in tensors}.values():
         dims = zip(tensor.shape, tensor.stride(), strict=True)
