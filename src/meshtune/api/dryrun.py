@@ -215,7 +215,7 @@ class Subject:
         that the answer says.
         """
         layout = job.layout
-        stands_for, borrowed = self.ranks(layout, ranks), unmeasured(cluster)
+        stands_for, borrowed = self.ranks(layout, ranks), cluster.timed and unmeasured(cluster)
         names = ", ".join(f"{rank:,}" for rank in stands_for)
         log(f"tracing two steps of {layout}: rank{'s' * (len(stands_for) > 1)} {names} of {layout.world:,} …")
         traces = trace_ranks(partial(trace_rank, job), [*stands_for], layout.world, tell=log)

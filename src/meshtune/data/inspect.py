@@ -201,7 +201,7 @@ def _explained(description: dict[str, Any]) -> Iterator[str]:
     train, seq_len = description["train"], description["seq_len"]
     yield (
         "A document is a row (or a turn of it) as the model reads it; the loss is over its labelled tokens "
-        "alone."
+        "only."
     )
     if train["packed"]:
         yield (

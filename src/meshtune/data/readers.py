@@ -187,7 +187,9 @@ def _json_value(text: str) -> Any:
     except (ValueError, RecursionError) as error:
         return BadRow("broken JSON", f"broken JSON: {json_fault(error)}")
     if "\\ud" in text.lower() and _has_lone_surrogate(value):
-        return BadRow(NOT_UTF8, "not UTF-8: half of a surrogate pair (\\ud800 to \\udfff) by itself")
+        return BadRow(
+            NOT_UTF8, "not UTF-8: half of a surrogate pair (\\ud800 to \\udfff) without the other half"
+        )
     return value
 
 
@@ -405,7 +407,7 @@ def saved_rows(source: Source, file: DataFile, start: int) -> Iterator[RawRow]:
     try:
         saved = datasets.load_from_disk(file.path)
     except Exception as error:
-        raise UserError(f"{file} is no folder that datasets can load: {reason_of(error)}") from error
+        raise UserError(f"datasets can't load the folder {file}: {reason_of(error)}") from error
     if isinstance(saved, datasets.DatasetDict):
         if source.split not in saved:
             raise UserError(f"{file} has no split {source.split}; it has {', '.join(map(str, saved))}.")

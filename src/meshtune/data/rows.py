@@ -226,8 +226,8 @@ def _refuse_other_kinds(columns: Columns, format_name: str, where: Mapping[str, 
     if boolean and "label" not in where and format_name not in ("text", "tokens"):
         raise BadRow(
             "KTO data",
-            "the row has a label, true or false, beside its answer: it is KTO data, of good and bad answers. "
-            "To fine-tune on the good ones, set data.where={label: true}",
+            "the row has a label, true or false, next to its answer: it is KTO data, of good and bad "
+            "answers. To fine-tune on the good ones, set data.where={label: true}",
         )
 
 
@@ -337,5 +337,5 @@ def _line(row: Any, place: str) -> str:
         line = json.dumps(dict(row), ensure_ascii=False, allow_nan=False)
         line.encode()
     except (TypeError, ValueError, RecursionError) as error:
-        raise UserError(f"{place} holds what is no JSON value: {error}.") from None
+        raise UserError(f"{place} holds a value that JSON does not have: {error}.") from None
     return f"{line}\n"

@@ -90,10 +90,7 @@ def _of_fixed(plan: Plan, choice: Choice) -> Iterator[str]:
         return
     more = choice.seconds.total / free.seconds.total - 1
     needs = f"{human(free.memory.peak)} instead of {human(choice.memory.peak)}"
-    if not plan.cluster.timed:
-        if free.layout != choice.layout:
-            yield f"The layout is fixed, at least in part; without that {free.layout} is first: {needs}."
-    elif more > TIE:
+    if more > TIE:
         yield (
             f"The layout is fixed, at least in part: a step takes {more:.0%} longer than in the best of all "
             f"layouts, {free.layout} ({needs}). layout=auto chooses it."
@@ -105,7 +102,7 @@ def _of_safety(plan: Plan, choice: Choice) -> Iterator[str]:
     seconds = plan.seconds.total
     if choice.safe:
         faster = np.flatnonzero(~plan.safe & (plan.uneven == plan.uneven[:1]))
-        if len(faster) and plan.cluster.timed and len(plan):
+        if len(faster):
             other = plan.choice(int(faster[seconds[faster].argmin()]))
             gain = 1 - other.seconds.total / choice.seconds.total
             if gain > TIE:
@@ -116,9 +113,8 @@ def _of_safety(plan: Plan, choice: Choice) -> Iterator[str]:
         yield f"{choice.layout} {barely(choice)}; no layout that was ranked fits safely."
         return
     safe = plan.choice(int(places[seconds[places].argmin()]))
-    costs = f"; a step {longer(safe.seconds.total / choice.seconds.total)}" if plan.cluster.timed else ""
-    needs = f"needs {human(safe.memory.peak)}{costs}"
-    yield f"{choice.layout} {barely(choice)}. The nearest that is safe, {safe.layout}, {needs}."
+    costs = f"needs {human(safe.memory.peak)}; a step {longer(safe.seconds.total / choice.seconds.total)}"
+    yield f"{choice.layout} {barely(choice)}. The nearest that is safe, {safe.layout}, {costs}."
 
 
 # how it was reached #
@@ -176,7 +172,7 @@ def _uneven(plan: Plan, choice: Choice) -> Iterator[str]:
     faster = 1 - fastest.seconds.total / choice.seconds.total
     if plan.uneven.all():
         yield f"Degrees: {why}; all layouts that fit have such a degree."
-    elif faster > TIE and plan.cluster.timed:
+    elif faster > TIE:
         yield f"Degrees: {fastest.layout} would take {faster:.1%} less time, but ranks last: {why}."
 
 
@@ -198,8 +194,6 @@ def _larger_micro_batch(plan: Plan, choice: Choice) -> str:
     if not other.fits:
         need, limit = human(other.memory.peak), memory_limit(plan.cluster)
         return f". The same layout with {2 * micro_batch} would need {need} a rank; {limit}."
-    if not plan.cluster.timed:
-        return f". {2 * micro_batch} would fit."
     ratio = other.seconds.total / choice.seconds.total
     return f". {2 * micro_batch} would fit; a step {longer(ratio)}."
 
@@ -327,12 +321,10 @@ def comparison(workload: Workload, other: Choice, best: Choice) -> str:
     """Compare step times with the chosen layout `best`, and name the parts whose time grows most.
 
     At most NAMED of them, until what is left is no more than the last one named. Where `other` is no slower,
-    within TIE, or times mean nothing: compare memory instead. The result continues the name of `other`.
+    within TIE: compare memory instead. The result continues the name of `other`.
     """
     more = other.seconds.total / best.seconds.total - 1
     needs = f"{human(other.memory.peak)} instead of {human(best.memory.peak)}"
-    if not best.cluster.timed:
-        return f"needs {needs}."
     if more < -TIE:
         joined = "but" if other.memory.peak > best.memory.peak else "and"
         return f"takes {-more:.0%} less time than the chosen layout, {joined} needs {needs}."
@@ -394,16 +386,15 @@ def advised(plan: Plan, best: Choice, *, faster: bool = True) -> list[str]:
     """Faster batches near one that the data ranks can't share, a caution of the precision, the largest cost
     besides compute, then settings that are faster and layouts that need less memory.
 
-    best: the chosen layout, which all are compared with. faster: whether to try what may be faster. Nothing
-    on speed where predicted times mean nothing.
+    best: the chosen layout, which all are compared with. faster: whether to try what may be faster.
     """
-    caution, timed = PRECISIONS[plan.workload.precision].caution, plan.cluster.timed
+    caution = PRECISIONS[plan.workload.precision].caution
     nearest = nearest_batches(plan, best) if faster else []
     return [
         *nearest,
         *([caution] if caution else []),
-        *(_largest_cost(best) if timed else []),
-        *(_faster(plan, best, FASTER[1:] if nearest else FASTER) if timed and faster else []),
+        *_largest_cost(best),
+        *(_faster(plan, best, FASTER[1:] if nearest else FASTER) if faster else []),
         *islice(_lighter(plan, best), MOST_LIGHTER),
     ]
 
@@ -411,11 +402,8 @@ def advised(plan: Plan, best: Choice, *, faster: bool = True) -> list[str]:
 def nearest_batches(plan: Plan, best: Choice) -> list[str]:
     """The faster of the `nearest_sizes` below and above the plan's batch, each with its gain and layout.
 
-    best: the chosen layout, which they are compared with. Gains below NOTABLE_GAIN are left out, and all
-    where times mean nothing.
+    best: the chosen layout, which they are compared with. Gains below NOTABLE_GAIN are left out.
     """
-    if not plan.cluster.timed:
-        return []
     size, of_plan = plan.workload.global_batch_size, changes(plan.workload, plan.cluster, fixed=plan.fixed)
     near = (change for change in of_plan if change.kind == "nearest batch")
     gains: dict[bool, Outcome] = {}  # by whether the batch is larger
@@ -460,8 +448,8 @@ def _lighter(plan: Plan, best: Choice) -> Iterator[str]:
     for place in plan.pareto():
         lower = best.memory.peak / plan.memory.peak[place]
         ratio = plan.seconds.total[place] / best.seconds.total
-        if lower > 1 / (1 - NOTABLE_SAVING) and (ratio < lower or not plan.cluster.timed):
-            smaller[longer(ratio) if plan.cluster.timed else ""] = plan.choice(place)
+        if ratio < lower > 1 / (1 - NOTABLE_SAVING):
+            smaller[longer(ratio)] = plan.choice(place)
     for choice in smaller.values():
         yield Outcome.of_layout("less memory", plan.workload, choice, best).sentence()
 
@@ -486,7 +474,7 @@ def batch_sentences(plan: Plan, choices: Mapping[int, Choice | None] | None = No
     """Speed, updates per token and memory of each global batch size; one sentence if all are as fast.
 
     choices: the best layout by size, in sequences, ascending; None: those of `batch_sizes`. As fast: within
-    NOTABLE_GAIN of each other, with a layout for every size. No speeds where predicted times mean nothing.
+    NOTABLE_GAIN of each other, with a layout for every size.
     """
     workload, batch = plan.workload, plan.workload.global_batch_size
     if choices is None:
@@ -499,8 +487,7 @@ def batch_sentences(plan: Plan, choices: Mapping[int, Choice | None] | None = No
         size: f"{significant(1e6 / (size * workload.seq_len), 2)} optimizer updates per million tokens"
         for size in choices
     }
-    timed = plan.cluster.timed
-    if current and timed and None not in choices.values() and max(speeds) / min(speeds) < 1 + NOTABLE_GAIN:
+    if current and None not in choices.values() and max(speeds) / min(speeds) < 1 + NOTABLE_GAIN:
         fewest, most = min(choices), max(choices)
         return [
             f"From {fewest} to {most} sequences the speed differs by less than {NOTABLE_GAIN:.0%}; choose by "
@@ -511,14 +498,13 @@ def batch_sentences(plan: Plan, choices: Mapping[int, Choice | None] | None = No
         if choice is None:
             sentences.append(f"{sequences(size)}: {_reason_for_none(plan, size)}")
             continue
-        speed, facts = choice.tokens_per_second_per_gpu, []
-        if timed:
-            ratio = ""
-            if current and size != batch:
-                ratio = f" ({speed / current.tokens_per_second_per_gpu:.2f} x that of {batch})"
-            facts.append(f"{speed:,.0f} {choice.cluster.speed_unit}{ratio}")
-        facts += [updates[size], f"{human(choice.memory.peak)} ({choice.layout})"]
-        sentence = f"{sequences(size)}: {', '.join(facts)}."
+        speed, ratio = choice.tokens_per_second_per_gpu, ""
+        if current and size != batch:
+            ratio = f" ({speed / current.tokens_per_second_per_gpu:.2f} x that of {batch})"
+        sentence = (
+            f"{sequences(size)}: {speed:,.0f} {choice.cluster.speed_unit}{ratio}, {updates[size]}, "
+            f"{human(choice.memory.peak)} ({choice.layout})."
+        )
         sentences.append(sentence + (_outgrown(workload, size, choice, current) if current else ""))
     return sentences
 

@@ -365,7 +365,6 @@ def compare(
     `lighter`) where no layout of any cluster fits.
     """
     fitting = [offer for offer in offers if offer.choice]
-    fitting = [offer for offer in fitting if offer.plan.cluster.timed] or fitting
     if not fitting:
         raise empty_plan_error(max((offer.plan for offer in offers), key=_memory), lighter)
     within = [offer for offer in fitting if not offer.misses]
@@ -422,13 +421,7 @@ def in_order(offers: Sequence[Offer], ranked: Sequence[Offer]) -> tuple[Offer, .
 
 
 def check_bounds(clusters: Sequence[Cluster], sort: str, bounds: Bounds) -> None:
-    """Raise UserError where times or prices are compared that a kind does not have."""
-    untimed = {cluster.gpu.name for cluster in clusters if not cluster.timed}
-    if untimed and bounds != NO_BOUNDS:
-        raise UserError(
-            f"--by and --budget need times, and nobody has measured the speed of {', '.join(untimed)}; leave "
-            "them out, or name a GPU kind."
-        )
+    """Raise UserError where prices are compared that a kind does not have."""
     lacking = list(dict.fromkeys(cluster.gpu.name for cluster in clusters if cluster.price is None))
     several = len({cluster.gpu.name for cluster in clusters}) > 1
     if lacking and (bounds.budget is not None or (sort == "cost" and several)):
@@ -445,7 +438,7 @@ def slow_network(cluster: Cluster) -> str:
     is slow; else "".
     """
     usual = (cluster.node, cluster.network) == (cluster.gpu.node, cluster.gpu.network)
-    if cluster.nodes == 1 or not usual or not cluster.timed or cluster.network >= SLOW_NETWORK:
+    if cluster.nodes == 1 or not usual or cluster.network >= SLOW_NETWORK:
         return ""
     return (
         f"{cluster.title} are taken for {cluster.nodes} machines of {cluster.node} with "

@@ -72,10 +72,9 @@ class Outcome(NamedTuple):
     @property
     def remedy(self) -> str:
         """Overrides, the memory they need and the change of step time: "layout=… (63.3 GiB, +2% time)"."""
-        time = ""
-        if self.before and self.choice.cluster.timed:
-            time = f", {self.choice.seconds.total / self.before.seconds.total - 1:+.0%} time"
-        return f"{self.setting} ({human(self.choice.memory.peak)}{time})"
+        before = self.before
+        time = before and f", {self.choice.seconds.total / before.seconds.total - 1:+.0%} time"
+        return f"{self.setting} ({human(self.choice.memory.peak)}{time or ''})"
 
     @property
     def speed(self) -> float:
@@ -97,15 +96,14 @@ class Outcome(NamedTuple):
         needed, before = human(self.choice.memory.peak), human(self.choice.memory.peak + self.freed)
         memory = f"{needed} instead of {before}" if needed != before else f"{needed} as before"
         fits = "" if self.choice.fits else ", which does not fit"
-        gain = f"{tokens}, {memory}" if self.choice.cluster.timed else memory
-        return f"{self.change.words} ({self.setting}): {gain}{fits}."
+        return f"{self.change.words} ({self.setting}): {tokens}, {memory}{fits}."
 
     def as_dict(self) -> dict[str, Any]:
         """The change as a lever in the JSON document; shares and bytes."""
         return {
             "change": self.change.words,
             "setting": self.setting,
-            "speed": self.speed if self.choice.cluster.timed else None,
+            "speed": self.speed,
             "freed": self.freed,
             "fits": self.choice.fits,
         }
@@ -295,13 +293,13 @@ def levers(workload: Workload, choice: Choice, most: int = 3) -> list[Outcome]:
     """The changes that gain most, at most `most`, each of another kind.
 
     Of a layout that fits: the fastest that fit, then, if fewer than `most` gain TIE, those that free most.
-    Of one that does not: the fastest that then fit, then those that free most. Where predicted times mean
-    nothing: only those that free most. workload: with the layout's global batch.
+    Of one that does not: the fastest that then fit, then those that free most. workload: with the layout's
+    global batch.
     """
     outcomes = list(predicted(list(changes(workload, choice.cluster, choice.layout)), choice))
     least_speed = TIE if choice.fits else -1.0
     fast = [one for one in outcomes if one.choice.fits and one.speed >= least_speed]
-    faster = _best_of_kinds(fast if choice.cluster.timed else [], lambda outcome: outcome.speed)
+    faster = _best_of_kinds(fast, lambda outcome: outcome.speed)
     kinds, least = {outcome.change.kind for outcome in faster}, NOTABLE_SAVING * choice.memory.peak
     light = [one for one in outcomes if one.freed >= least and one.change.kind not in kinds]
     return [*faster, *_best_of_kinds(light, lambda outcome: outcome.freed)][:most]

@@ -23,7 +23,7 @@ TEMPLATES = cases(
 )
 # What a template that is given such a row may be refused for; each is tested in a test of its own.
 REASONS = {
-    "prompt is no prefix", "turn is no prefix", "turn not written", "starts with the assistant",
+    "prompt is not a prefix", "turn is not a prefix", "turn not written", "starts with the assistant",
     "refused by the chat template", "reasoning_content is not written", "tool_calls is not written",
     "thought in the content is not written", "tokens merge across the boundary",
 }  # fmt: skip

@@ -80,7 +80,7 @@ def test_an_empty_thought_of_the_prompt_is_written_before_the_answer() -> None:
     prompt = encoder.turn_ids(TURNS[:3])
     assert document.ids[: len(prompt)].tolist() == prompt
     thought = encoded(encoder, [user("Hello?"), assistant("Yes", reasoning_content="Hm.")])
-    assert isinstance(thought, BadRow) and thought.reason == "prompt is no prefix"
+    assert isinstance(thought, BadRow) and thought.reason == "prompt is not a prefix"
 
 
 def test_a_header_of_the_assistant_ends_no_answer() -> None:
@@ -109,9 +109,9 @@ def test_text_beside_a_call_is_never_lost_without_a_word(train_on: str) -> None:
     beside = assistant("Let me see.") | {"tool_calls": [call]}
     row = encoded(encoder, [user("Hello?"), beside, user("So?"), assistant("Done")], tools=[TOOL])
     if train_on == "assistant":
-        assert isinstance(row, BadRow) and row.reason == "text beside tool_calls is not written"
+        assert isinstance(row, BadRow) and row.reason == "text next to tool_calls is not written"
     else:
-        assert isinstance(row, Document) and row.unwritten[:1] == ("text beside tool_calls",)
+        assert isinstance(row, Document) and row.unwritten[:1] == ("text next to tool_calls",)
 
 
 def test_the_words_of_a_user_that_the_template_leaves_out_are_named() -> None:
@@ -269,13 +269,13 @@ def test_control_tokens_in_arguments_of_calls_are_found(key: str, written: str) 
 # Remedies #
 
 REFUSED: dict[str, tuple[str, list[dict[str, Any]], dict[str, Any]]] = {  # reason -> template, row, settings
-    "turn is no prefix": (template("qwen3"), CONVERSATIONS["two turns"], {}),
-    "prompt is no prefix": (template("qwen3_5_nothink"), CONVERSATIONS["a thought"], {}),
+    "turn is not a prefix": (template("qwen3"), CONVERSATIONS["two turns"], {}),
+    "prompt is not a prefix": (template("qwen3_5_nothink"), CONVERSATIONS["a thought"], {}),
     "tokens merge across the boundary": (CHATML, [user("Hi"), assistant("\nYes")], {"lines": True}),
     "empty answer": (CHATML, [user("Hi"), assistant(""), user("So?"), assistant("Yes")], {}),
     "starts with the assistant": (CHATML, [assistant("Hi"), user("So?"), assistant("Yes")], {}),
     "control token in a content": (CHATML, [user("Hi"), assistant("a <|im_end|> b")], {}),
-    "text beside tool_calls is not written": (
+    "text next to tool_calls is not written": (
         template("drops_text"),
         [
             user("Hi"),

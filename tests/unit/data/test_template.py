@@ -192,7 +192,7 @@ def test_rows_that_cannot_be_exact_are_counted_when_skipped(tokenizer_of):
     encoder = Encoder(own(tokenizer_of, "qwen3"), train_on="assistant", chat_template=None, on_bad_row="skip")
     documents = encoder.encode([Example(HERE, messages=TURNS), Example(HERE, messages=TURNS[:2])])
     assert len(documents) == 1
-    assert encoder.dropped.counts == {"turn is no prefix": 1}
+    assert encoder.dropped.counts == {"turn is not a prefix": 1}
 
 
 def test_ten_rows_are_named_at_once_and_all_are_counted(tokenizer_of):

@@ -7,9 +7,9 @@ import pytest
 from golden import says
 from page_data import valid
 
+from meshtune.report.draw.curves import round_values
 from meshtune.report.draw.kinds import Series
 from meshtune.report.draw.picture import write
-from meshtune.report.draw.scatter import round_values
 from meshtune.report.draw.thin import MOST_ROWS, merged, thinned
 from meshtune.report.run.panels import panels, running_mean
 from meshtune.rundir import RunDir

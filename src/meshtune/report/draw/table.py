@@ -112,19 +112,20 @@ class Table:
     )  # head of a column -> legend, where it is drawn
     kind: str = "numbers listing"  # classes of a page's table
     above: str = ""  # HTML between the title and a page's table
+    tall: bool = False  # whether a page scrolls it below its heads
 
     @classmethod
     def of_rows(
         cls,
         title: str,
         heads: Sequence[str],
-        rows: Iterable[Sequence[str]],
+        rows: Iterable[Sequence[str | Markup]],
         words: Sequence[str] = (),
         notes: Sequence[str] = (),
         *,
         totals: int = 0,
     ) -> Table:
-        """A table of texts, a row each. words: heads of the columns of words."""
+        """A table of texts, row by row. words: heads of the columns of words."""
         cells = [*zip(*rows, strict=True)] or [()] * len(heads)
         columns = (Column(head, column, head in words) for head, column in zip(heads, cells, strict=True))
         return cls(title, tuple(columns), tuple(notes), totals)
@@ -219,7 +220,7 @@ class Table:
         )
         classes = f"facts {kind or self.kind}" if heads else "facts"
         return (
-            f"<section>{title}{self.above}<div class='wide'><table class='{classes}'>"
+            f"<section>{title}{self.above}<div class='wide{' tall' * self.tall}'><table class='{classes}'>"
             f"{heads}<tbody>{rows}</tbody></table></div>{notes(self.notes)}</section>"
         )
 
