@@ -28,7 +28,7 @@ from meshtune.plan.phrases import (
     spent,
 )
 from meshtune.plan.search import Choice, Plan, best_fitting, explained
-from meshtune.plan.seconds.step import PARTS, TIE, compute_parts
+from meshtune.plan.seconds.step import PARTS, TIE, StepTime
 from meshtune.plan.workload import Workload
 from meshtune.precision import PRECISIONS
 from meshtune.units import count, duration, human, significant
@@ -40,7 +40,7 @@ NOTABLE = 0.1  # share of a difference in compute from which a kind of work is n
 NAMED = 3  # parts of a step that one comparison names at most
 
 
-COMPUTE = {  # kinds of work of `compute_parts`
+COMPUTE = {  # kinds of work of `StepTime.compute_parts`
     "matmuls": "matmuls",
     "attention": "attention",
     "elementwise": "elementwise operations",
@@ -282,14 +282,14 @@ def comparison(workload: Workload, other: Choice, best: Choice) -> str:
 def compute_cause(workload: Workload, other: Choice, best: Choice, *, like: float) -> str:
     """The kinds of work that make `other` compute longer than `best`, as the end of a sentence.
 
-    Compares the `compute_parts` of both; kinds below NOTABLE of the difference are left out, those that take
-    less are among them. like: see `duration`.
+    Kinds below NOTABLE of the difference are left out; those that take less are among them. like: see
+    `duration`.
     """
     parts = [
-        compute_parts(
+        StepTime(
             workload.work, Columns.of([choice.layout]), machine_of(workload, choice.cluster),
             workload.seq_len, workload.document_tokens,
-        )
+        ).compute_parts
         for choice in (other, best)
     ]  # fmt: skip
     more = {kind: float(np.squeeze(parts[0][kind] - parts[1][kind])) for kind in parts[0]}
