@@ -65,9 +65,9 @@ def distinct_ranks(census: Census, layout: Layout, seq_len: int) -> dict[int, st
     """Rank -> which pipeline ranks it stands for (`pipeline_copies`); only rank 0 without a pipeline.
 
     On the other axes index 0 is taken: pieces that are not equally long are longest there
-    (placement/split.py; FSDP2's shards), replicas are alike, and so are ranks of cp: the zigzag gives each as
-    many columns and (query, key) pairs, Ulysses as many heads. Only with packed documents the lengths of the
-    pieces that their attention runs over differ.
+    (placement/split.py; FSDP2's shards), replicas are alike, and so are ranks of cp: the zigzag gives each
+    the same number of columns and (query, key) pairs, Ulysses of heads. Only with packed documents the
+    lengths of the pieces that their attention runs over differ.
     """
     if layout.pp == 1:
         return {0: "all ranks"}
@@ -109,8 +109,8 @@ def ranks_to_trace(distinct: Mapping[int, str], layout: Layout, asked: Iterable[
 
 def _place(layout: Layout, rank: int) -> str:
     """Index on each axis of several ranks, as "pp 1, tp 3"."""
-    places = coordinates(layout, rank).items()
-    return ", ".join(f"{axis} {index}" for axis, index in places if getattr(layout, axis) > 1) or "alone"
+    places = [place for place in coordinates(layout, rank).items() if getattr(layout, place[0]) > 1]
+    return ", ".join(f"{axis} {index}" for axis, index in places) or "the only rank"
 
 
 # Trace them #

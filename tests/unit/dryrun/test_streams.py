@@ -138,16 +138,8 @@ def sharded_step(blocks: int) -> StepTrace:
         step.operations += [copy_in, gather, copy_out, matmul(reads=(0, whole), writes=(0,))]
     for _ in range(blocks):
         sent, shard, summed = buffer(), buffer(GRADIENTS), buffer(GRADIENTS)
-        scatter = collective(
-            "reduce_scatter",
-            "dp_shard",
-            2**25,
-            8,
-            waits=False,
-            phase=BACKWARD,
-            reads=(sent,),
-            writes=(shard,),
-        )
+        place = {"phase": BACKWARD, "reads": (sent,), "writes": (shard,)}
+        scatter = collective("reduce_scatter", "dp_shard", 2**25, 8, waits=False, **place)
         added = Operation("aten.add_.Tensor", BACKWARD, "", -1, -1, (), "float32", reads=(shard, summed))
         added.writes = (summed,)
         step.operations += [matmul(BACKWARD, writes=(sent,)), scatter, added]

@@ -213,7 +213,7 @@ def kernels_table(title: str, rows: list[Kernels], note: str = "") -> Table:
         for row in rows
     )
     name = "operation" if rows and rows[0].name != rows[0].place else "place"
-    heads = (name, "phase", "kernels", "FLOP", "moved", "FLOP/B", "seconds alone")
+    heads = (name, "phase", "kernels", "FLOP", "moved", "FLOP/B", "isolated\nseconds")
     return Table.of_rows(title, heads, lines, (name, "phase"), (note,) if note else ())
 
 
