@@ -853,7 +853,6 @@ def test_several_nodes_are_started_from_each(tool: str) -> None:
 # What is refused, and what is said --------------------------------------------------------------------
 
 
-
 def exports(table: str) -> list[tuple[str, str, list[str]]]:
     """(Tool, layout, settings) of each line `tools: layout settings`."""
     cases = []
