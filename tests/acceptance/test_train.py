@@ -68,19 +68,9 @@ def test_a_config_on_gsm8k_trains_a_model_that_transformers_loads_and_the_run_ca
     assert rows[-1]["loss"] < rows[0]["loss"] - 0.1
     for row in rows:
         assert row.keys() >= {
-            "kind",
-            "step",
-            "loss",
-            "grad_norm",
-            "learning_rate",
-            "tokens",
-            "label_tokens",
-            "step_seconds",
-            "data_seconds",
-            "tokens_per_second_per_gpu",
-            "mfu",
-            "peak_memory_bytes",
-        }
+            "kind", "step", "loss", "grad_norm", "learning_rate", "tokens", "label_tokens", "step_seconds",
+            "data_seconds", "tokens_per_second_per_gpu", "mfu", "peak_memory_bytes",
+        }  # fmt: skip
         assert 4 * 1024 * 0.9 < row["tokens"] <= 4 * 1024
         assert 0 < row["label_tokens"] < row["tokens"]
         assert row["tokens_per_second_per_gpu"] == pytest.approx(row["tokens"] / row["step_seconds"])
@@ -93,7 +83,7 @@ def test_a_config_on_gsm8k_trains_a_model_that_transformers_loads_and_the_run_ca
         "samples.jsonl",
         "logs",
     ):
-        assert (run.path / name).exists(), name
+        assert (run.path / name).exists(), name  # fmt: skip
 
     model = AutoModelForCausalLM.from_pretrained(run.model)
     tokenizer: Any = AutoTokenizer.from_pretrained(run.model)

@@ -634,15 +634,10 @@ def test_megatron_sets_the_queues_that_its_flags_need(text: str, queues: str | N
 @pytest.mark.parametrize(
     ("blocks", "pp", "stages", "cut"),
     [
-        (126, 16, 1, (7, 8, 7)),
-        (126, 16, 2, (8, 8, 6)),
-        (61, 16, 1, (3, 4, 2)),
-        (61, 4, 1, (15, 16, 14)),
-        (61, 2, 1, (31, 30, 30)),
-        (80, 4, 5, (20, 20, 20)),
-        (10, 8, 1, (2, 1, 2)),
+        (126, 16, 1, (7, 8, 7)), (126, 16, 2, (8, 8, 6)), (61, 16, 1, (3, 4, 2)), (61, 4, 1, (15, 16, 14)),
+        (61, 2, 1, (31, 30, 30)), (80, 4, 5, (20, 20, 20)), (10, 8, 1, (2, 1, 2)),
     ],
-)
+)  # fmt: skip
 def test_megatron_cuts_layers_that_do_not_divide(
     blocks: int, pp: int, stages: int, cut: tuple[int, int, int]
 ) -> None:
