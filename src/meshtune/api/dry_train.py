@@ -55,7 +55,7 @@ class DryTraining:
         if self.resumed is not None:
             steps = f"the {counted(max(0, self.steps - self.resumed), 'step')} left of {self.steps}, each"
             first = f"step {self.resumed + 1}"
-            run = f"The run goes on from the checkpoint of step {self.resumed} in {self.output}."
+            run = f"The run resumes from the checkpoint of step {self.resumed} in {self.output}."
         return (
             f"`meshtune train` would train {simulation.model} {where} of {simulation.cluster.gpu.name} with "
             f"{layout}: {steps} of {counted(layout.global_batch_size, 'sequence')}, {first} with "
@@ -133,9 +133,7 @@ def check_here(config: Config) -> None:
     damaged; and under torchrun or srun.
     """
     if launch.joined():
-        raise UserError(
-            "--dry-run simulates all ranks from one process; run it by itself, without torchrun or srun."
-        )
+        raise UserError("--dry-run simulates all ranks from one process; run it without torchrun or srun.")
     if problems := tracker_problems(config.log.to):
         raise UserError(problems)
     check_name(config.model.name, config.model.revision)

@@ -17,9 +17,7 @@ def train(
     settings: Settings = None,
     nproc: Annotated[
         int | None,
-        typer.Option(
-            min=1, help="ranks to start here; default: as many as the layout has, or as there are GPUs"
-        ),
+        typer.Option(min=1, help="ranks to start here; default: the world of the layout, or all GPUs"),
     ] = None,
     dry_run: Annotated[
         bool,

@@ -200,8 +200,8 @@ def _explained(description: dict[str, Any]) -> Iterator[str]:
     """Yield sentences that tell figures apart that look alike."""
     train, seq_len = description["train"], description["seq_len"]
     yield (
-        "A document is a row (or a turn of it) as the model reads it; the loss is over its labelled tokens "
-        "alone."
+        "A document is a row (or a turn of it) as the model reads it; the loss is only over its labelled "
+        "tokens."
     )
     if train["packed"]:
         yield (

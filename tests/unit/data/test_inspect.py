@@ -90,7 +90,7 @@ def test_figures_that_look_alike_are_told_apart_in_whole_words(tmp_path, tokeniz
         texts.append(console.file.getvalue())  # type: ignore[attr-defined]
     narrow, wide = texts
     for name, explained in (
-        ("labelled tokens", "the loss is over its labelled tokens alone"),
+        ("labelled tokens", "the loss is only over its labelled tokens"),
         ("sequences", "documents packed into at most 64 tokens. train.global_batch_size counts sequences"),
         ("tokens per document", "is the mean over documents"),
         ("data.mean_document_tokens", "is the mean over tokens, in which long documents count more"),

@@ -71,7 +71,7 @@ def panels(
     choices: layouts of the answer whose memory and time are shown, the chosen one first. sizes: number of
     GPUs -> plan; those where nothing fits are left out. batches: (global batch size, GPUs) -> best layout, or
     None where nothing fits. Without sizes or batches there is no panel of them. Times of a processor mean
-    nothing: there memory alone is drawn.
+    nothing: there only memory is drawn.
     """
     panels = memory_and_time(choices, chosen=0)
     if not answer.plan.cluster.timed:

@@ -99,7 +99,7 @@ def layouts_table(choices: Sequence[Choice], runs: Sequence[RunCost] = (), why: 
 def explanation(choice: Choice) -> RenderableType:
     """One layout's memory by category and time by part, and the event and rank of its memory peak.
 
-    Where predicted times mean nothing, memory alone.
+    Only memory where predicted times mean nothing.
     """
     memory, total = choice.memory, choice.seconds.total
     rank = f"{RANKS[int(memory.rank)]} pipeline rank" if choice.layout.pp > 1 else ""
@@ -297,8 +297,8 @@ class Row(NamedTuple):
 
 
 def side_by_side(choices: Sequence[Choice]) -> RenderableType:
-    """Table of speed, memory by category and time by part, with one column for each layout; of memory
-    alone where predicted times mean nothing.
+    """Table of speed, memory by category and time by part, with one column for each layout; only
+    of memory where predicted times mean nothing.
 
     Behind the other layouts stand their differences from the first. choices: 2 to 26 layouts.
     """
