@@ -43,7 +43,7 @@ def dryrun(
         ),
     ] = None,
     rank: Annotated[
-        list[int] | None, typer.Option(metavar="RANK", help="trace this rank too, beside one of each kind")
+        list[int] | None, typer.Option(metavar="RANK", help="trace this rank too, besides one of each kind")
     ] = None,
     documents: Annotated[
         str | None,
@@ -77,7 +77,7 @@ def dryrun(
     )
     answers = [document(simulation, top) for simulation in done]
     answer = joined(answers)
-    show(answer.facts, answer, as_json=as_json)
+    show(answer, as_json=as_json)
     if plot:
         for simulation, page in zip(done, answers, strict=True):
             into = plot / str(simulation.layout) if len(done) > 1 else plot
@@ -98,7 +98,8 @@ def lengths_of(documents: str | None) -> list[int]:
     words = [word.strip() for word in documents.split(",")] if documents else []
     if wrong := [word for word in words if not word.isdecimal()]:
         raise UserError(
-            f"--documents {documents}: {', '.join(wrong)} is no number of tokens; write --documents 512,1024."
+            f"--documents {documents}: {', '.join(wrong)} isn't a number of tokens; write "
+            "--documents 512,1024."
         )
     return [int(word) for word in words]
 

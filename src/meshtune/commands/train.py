@@ -17,7 +17,9 @@ def train(
     settings: Settings = None,
     nproc: Annotated[
         int | None,
-        typer.Option(min=1, help="ranks to start here; default: the world of the layout, or all GPUs"),
+        typer.Option(
+            min=1, help="ranks to start here; default: the ranks of the layout, or one for each GPU"
+        ),
     ] = None,
     dry_run: Annotated[
         bool,
@@ -51,8 +53,7 @@ def show_dry_run(config: "Config", nproc: int | None, *, as_json: bool) -> None:
     from meshtune.commands.dryrun import check_fits
 
     dry = dry_train(config, nproc, log=log)
-    answer = dry.document()
-    show(answer.facts, answer, as_json=as_json)
+    show(dry.document(), as_json=as_json)
     check_fits([dry.simulation])
 
 

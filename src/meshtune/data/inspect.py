@@ -17,7 +17,7 @@ from meshtune.data.example import place_of
 from meshtune.data.loader import Loader
 from meshtune.data.pack import LABELLED, Dataset, permutation
 from meshtune.data.prepare import Prepared, sentences
-from meshtune.data.stream import Stream
+from meshtune.data.recipe import Stream
 from meshtune.data.tokens import common_prefix
 from meshtune.errors import quoted
 from meshtune.units import counted, printable
@@ -200,8 +200,8 @@ def _explained(description: dict[str, Any]) -> Iterator[str]:
     """Yield sentences that tell figures apart that look alike."""
     train, seq_len = description["train"], description["seq_len"]
     yield (
-        "A document is a row (or a turn of it) as the model reads it; the loss is only over its labelled "
-        "tokens."
+        "A document is a row (or a turn of it) as the model reads it; the loss is over its labelled tokens "
+        "only."
     )
     if train["packed"]:
         yield (

@@ -18,7 +18,6 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from meshtune.errors import UserError
 
@@ -193,13 +192,17 @@ def siblings(place: Place) -> dict[int, tuple[int, int]]:
     A rank is found from its first instruction on, by its environment, while it imports or is stopped; not
     where a shell script stands between it and srun, or in another container. place: of this rank.
     """
+    import psutil  # here: commands that start no ranks don't wait for it
+
     found: dict[int, tuple[int, int]] = {}
-    for pid in children(os.getppid()):
-        with suppress(OSError, UserError, ValueError):  # it has ended meanwhile, or isn't a rank
-            words = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
-            other = place_of(dict(word.split("=", 1) for word in words if "=" in word))
+    children = []
+    with suppress(psutil.Error):  # the parent is gone
+        children = psutil.Process(os.getppid()).children()
+    for process in children:
+        with suppress(psutil.Error, OSError, UserError):  # it has ended meanwhile, or isn't a rank
+            other = place_of(process.environ())
             if other and other.rank != place.rank and (other.world, other.port) == (place.world, place.port):
-                found[other.rank] = other.local_rank, pid
+                found[other.rank] = other.local_rank, process.pid
     return found
 
 
@@ -210,15 +213,6 @@ def rank_before(place: Place) -> tuple[int, int] | None:
     wanted = (place.local_rank - 1) % place.local_world
     pids = {rank: pid for rank, (local_rank, pid) in siblings(place).items() if local_rank == wanted}
     return next(iter(pids.items()), None)
-
-
-def children(pid: int) -> list[int]:
-    """Process ids of a process's children; [] if they can't be read, as on systems without /proc."""
-    pids: list[int] = []
-    with suppress(OSError):
-        for file in Path(f"/proc/{pid}/task").glob("*/children"):
-            pids += map(int, file.read_text().split())
-    return pids
 
 
 # Address of the first machine #

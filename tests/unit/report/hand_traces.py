@@ -26,6 +26,7 @@ from meshtune.meter.trace import (
     StepTrace,
     Storage,
 )
+from meshtune.placement.schedules import Pass
 from meshtune.plan.cluster import cluster_of
 from meshtune.plan.seconds.step import PARTS, Seconds
 from meshtune.sections import ClusterConfig
@@ -111,9 +112,10 @@ def trace_of(rank: int = 0, *, of: int = 1, stages: tuple[int, ...] = (0,)) -> R
 def time_of(*ranks: int) -> StepTime:
     """A step of two seconds whose pipeline runs these traces, with a kernel and an all-gather each."""
     nothing = Seconds(**dict.fromkeys(PARTS, 0.0))
+    mm = step_of(1).operations[1]
     intervals = [
-        Interval(COMPUTE, 0.0, 1.0, 1, "mm", FORWARD, "", "F", 0, 0, "compute"),
-        Interval("dp_shard", 0.2, 0.5, 0, "all_gather", FORWARD, "", "F", 0, 0, "data"),
+        Interval((0, stream), 0.0, begin=begin, end=end, name="mm", part=part, of=mm, run=Pass("F", 0, 0))
+        for stream, part, begin, end in ((COMPUTE, "compute", 0.0, 1.0), ("dp_shard", "data", 0.2, 0.5))
     ]
     return StepTime(2.0, [RankTime(pp, rank, intervals, nothing) for pp, rank in enumerate(ranks)], nothing)
 

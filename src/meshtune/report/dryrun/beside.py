@@ -11,6 +11,7 @@ from typing import Any
 
 from meshtune.plan.memory.timeline import CATEGORIES, CATEGORY_NAMES
 from meshtune.plan.seconds.step import PARTS
+from meshtune.report.draw.document import Document, Notes
 from meshtune.report.draw.table import Table
 from meshtune.units import duration, human
 
@@ -126,3 +127,34 @@ def difference(predicted: float, simulated: float, written: Callable[[float], st
     if simulated:
         return f"{predicted / simulated - 1:+.1%}"
     return f"+{written(predicted)}" if predicted else ""
+
+
+# Several layouts #
+
+
+def verified(documents: Sequence[Facts]) -> Document:
+    """The answer of `plan --verify`: a row for each simulated layout, each by category and part, and where
+    the simulation does not confirm the plan's order.
+    """
+    tables = [layouts_table(documents), *map(side_by_side, documents)]
+    return Document("", [Notes([""]), *tables, Notes(conclusions(documents), style="")])
+
+
+def conclusions(documents: Sequence[Facts]) -> Iterator[str]:
+    """Yield sentences where the simulation does not confirm the plan's order."""
+    best, fitting = documents[0], [document for document in documents if document["fits"]]
+    if not fitting:
+        yield "None of these layouts fits when simulated; verify more of them, or plan with --memory-budget."
+        return
+    if not best["fits"]:
+        yield (
+            f"{best['layout']} does not fit when simulated; the best one that does is {fitting[0]['layout']}."
+        )
+    if all(document["time"] for document in fitting):
+        quickest = min(fitting, key=lambda document: document["time"]["seconds"])
+        if quickest is not fitting[0]:
+            less = 1 - quickest["time"]["seconds"] / fitting[0]["time"]["seconds"]
+            yield (
+                f"Simulated, {quickest['layout']} is the fastest that fits, {less:.1%} less time than "
+                f"{fitting[0]['layout']}."
+            )

@@ -8,12 +8,11 @@ write_files  DIR/dryrun.html, a picture each; trace.json for Perfetto; rank-<R>.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from rich.text import Text
 
-from meshtune.dryrun.kernels import BLOCKS, Kernels
+from meshtune.dryrun.kernels import Kernels
 from meshtune.dryrun.simulation import Simulation
 from meshtune.dryrun.snapshot import write_snapshot
 from meshtune.meter.trace import RankTrace
@@ -184,7 +183,7 @@ def time_tables(simulation: Simulation, facts: Facts) -> Iterator[Table]:
     if simulation.costs is None:
         return
     kernels = simulation.kernels_of[simulation.fullest.rank]
-    yield kernels_table("Kernels of a step", [replace(row, name=row.place) for row in kernels.totals()])
+    yield kernels_table("Kernels of a step", kernels.totals())
     of_block = kernels.of_block()
     rest = len(of_block) - MOST_KERNELS
     note = f"Left out: {counted(rest, 'operation')} with less time."
@@ -213,8 +212,8 @@ def kernels_table(title: str, rows: list[Kernels], note: str = "") -> Table:
         )
         for row in rows
     )
-    name = "operation" if rows and rows[0].place == BLOCKS and rows[0].name != BLOCKS else "place"
-    heads = (name, "phase", "kernels", "FLOP", "moved", "FLOP/B", "seconds alone")
+    name = "operation" if rows and rows[0].name != rows[0].place else "place"
+    heads = (name, "phase", "kernels", "FLOP", "moved", "FLOP/B", "isolated\nseconds")
     return Table.of_rows(title, heads, lines, (name, "phase"), (note,) if note else ())
 
 

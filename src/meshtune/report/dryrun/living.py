@@ -113,7 +113,7 @@ def by_module(storages: Iterable[Storage]) -> list[Row]:
 
 @dataclass(frozen=True)
 class Alike:
-    """Living tensors that differ in the number of the block or micro-batch alone."""
+    """Living tensors that differ only in the number of the block or micro-batch."""
 
     before: str  # name of their module, up to the block's number; "": outside of modules
     after: str  # what follows the number

@@ -193,13 +193,13 @@ def passes(rank: RankTime) -> list[Timed]:
     """Passes of a rank, each from its first kernel to its last one, in the order in which they begin."""
     found: list[Timed] = []
     for each in rank.intervals:
-        if each.stream != COMPUTE or not each.kind:
+        kind, stage, micro_batch = each.run
+        if each.stream != COMPUTE or not kind:
             continue
-        key = each.kind, each.stage, each.micro_batch
-        if found and (found[-1].kind, found[-1].stage, found[-1].micro_batch) == key:
+        if found and (found[-1].kind, found[-1].stage, found[-1].micro_batch) == each.run:
             found[-1] = found[-1]._replace(end=each.end)
         else:
-            found.append(Timed(rank.pp, each.kind, each.begin, each.end, each.stage, each.micro_batch))
+            found.append(Timed(rank.pp, kind, each.begin, each.end, stage, micro_batch))
     return found
 
 

@@ -46,8 +46,8 @@ def events_of(time: StepTime, traces: Sequence[RankTrace], step: int) -> Iterato
         for each in rank.intervals:
             event = _complete(rank.pp, threads[each.stream], each.name, each.part, each.begin, each.end)
             event["args"] = {
-                "module": each.module, "phase": each.phase, "stage": each.stage,
-                "micro-batch": each.micro_batch, "operation": each.operation,
+                "module": each.module, "phase": each.phase, "stage": each.run.stage,
+                "micro-batch": each.run.micro_batch, "operation": each.operation,
             }  # fmt: skip
             yield event
         if itself:

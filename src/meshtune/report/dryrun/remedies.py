@@ -77,7 +77,7 @@ def _weights(tensors: Alike, layout: Layout) -> Advice:
 def _gathered(tensors: Alike, layout: Layout) -> Advice:
     if layout.zero < 3:
         yield "zero3: gathered block by block"
-    yield f"{_more_tensor(layout)}: a rank gathers its part alone"
+    yield f"{_more_tensor(layout)}: a rank gathers only its part"
 
 
 def _gradients(tensors: Alike, layout: Layout) -> Advice:
