@@ -25,7 +25,7 @@ import numpy as np
 
 from meshtune.data.batch import Batch, micro_batch
 from meshtune.data.pack import Dataset, permutation
-from meshtune.data.stream import Stream
+from meshtune.data.recipe import Stream
 from meshtune.errors import UserError
 
 State = dict[str, Any]  # JSON-able

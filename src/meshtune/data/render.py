@@ -8,18 +8,19 @@ Templates run in transformers' immutable Jinja sandbox and nowhere else.
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
 from meshtune.compat import template_day
-from meshtune.data.control import ControlTokens, Treatment, unmarked
-from meshtune.data.example import TOO_LONG, BadRow, Example, Mask, checked_text, render_limit
+from meshtune.data.example import TOO_LONG, BadRow, Example, Mask, Note, checked_text
 from meshtune.data.messages import closed, is_empty, opened, turns_of, with_thought
 from meshtune.data.probe import ANSWER, QUESTION, Writes, adapted, prompt_behind, unwritten, writes
 from meshtune.data.rows import last_answer, no_answer
-from meshtune.data.tokens import TextTokenizer, common_prefix
+from meshtune.data.template import render_limit
+from meshtune.data.tokens import ControlTokens, TextTokenizer, Treatment, common_prefix, unmarked
 from meshtune.errors import UserError, quoted, reason_of
 
 TrainOn = Literal["assistant", "completion", "all"]
@@ -35,7 +36,7 @@ class Chat(NamedTuple):
     messages: list[dict]
     tools: list | None
     turns: list[int]  # indices of the messages that are labelled, or under train_on=all of those that are not
-    control: tuple[str, ...] = ()  # control tokens in its contents, and what becomes of them, once a message
+    notes: tuple[Note, ...] = ()  # on control tokens in its contents, one for each in a message
 
     def requests(self) -> Iterator[Request]:
         """The whole, then head and upto of each labelled turn; the upto of the last message is the whole."""
@@ -61,35 +62,25 @@ class Rendered(NamedTuple):
     full: str
     turns: list[Turn]
     final: Literal["answer", "call", "other"]  # the last message: the assistant's, its tool call, another's
-    unwritten: tuple[str, ...] = ()  # see Document
-    control: tuple[str, ...] = ()  # see Document
+    notes: tuple[Note, ...] = ()
 
 
+@dataclass(eq=False)
 class Renderer:
     """Renders conversations with the chat template of a tokenizer.
 
-    train_on, split_turns, control_tokens: see `encode.Encoder`. tokens: of the tokenizer. ends: texts of the
-    tokens that generation stops at. variables: of the template, given to every rendering. day: that
-    its clock writes; None: now.
+    train_on, split_turns, control_tokens: see `encode.Encoder`.
     """
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        train_on: TrainOn,
-        tokens: TextTokenizer,
-        variables: Mapping[str, Any],
-        *,
-        ends: tuple[str, ...],
-        split_turns: bool,
-        control_tokens: ControlTokens,
-        day: str | None = None,
-    ) -> None:
-        self.tokenizer, self.train_on, self.tokens = tokenizer, train_on, tokens
-        self.special, self.ends = tokens.special_texts, ends
-        self._control_tokens: ControlTokens = control_tokens
-        self.split_turns, self.day = split_turns, day
-        self.variables = dict(variables)
+    tokenizer: PreTrainedTokenizerBase
+    train_on: TrainOn
+    tokens: TextTokenizer  # of the tokenizer
+    variables: Mapping[str, Any]  # of the template, given to every rendering
+    _: KW_ONLY
+    ends: tuple[str, ...]  # texts of the tokens that generation stops at
+    split_turns: bool
+    control_tokens: ControlTokens
+    day: str | None = None  # that the template's clock writes; None: now
 
     def chat(self, example: Example) -> Chat:
         """The conversation of a row, in the form that the template can write. Raises BadRow."""
@@ -113,7 +104,7 @@ class Renderer:
         # The text between and behind the contents; a system prompt of the template's own comes before them.
         around = [piece for text in texts for piece in words.split(text)[1:]]
         of_turns = [token for token in marks if any(token in piece for piece in around)]
-        return Treatment(self._control_tokens, [*self.special, *of_turns], self.tokens.can_write)
+        return Treatment(self.control_tokens, [*self.tokens.special_texts, *of_turns], self.tokens.can_write)
 
     def messages(self, example: Example) -> list[dict]:
         """The conversation, up to its last assistant turn unless everything is labelled; raises BadRow."""
@@ -222,7 +213,7 @@ class Renderer:
 
     @cached_property
     def _prompt_behind(self) -> str:
-        return prompt_behind(self._written, self.ends, self.special)
+        return prompt_behind(self._written, self.ends, self.tokens.special_texts)
 
     def _written(self, messages: list[dict], generation: bool, tools: list | None) -> str | BadRow:
         """The text as the template writes it. As `render`."""
@@ -268,7 +259,7 @@ class Renderer:
         answers = chat.messages[last]["role"] == "assistant"
         final = "other" if not answers else "call" if chat.messages[last].get("tool_calls") else "answer"
         added = last if whole != rendering else None
-        return Rendered(whole, turns, final, self._unwritten(chat, rendering, added), chat.control)
+        return Rendered(whole, turns, final, self._unwritten(chat, rendering, added) + chat.notes)
 
     def _with_header(self, head: str, whole: str) -> str:
         """`head`, and the assistant's header behind it where the generation prompt lacks that: behind another
@@ -280,19 +271,19 @@ class Renderer:
         thought, rest = opened(usual) or closed(usual), whole[len(head) :]
         for header in [usual, *([thought.before] if thought else [])]:
             between, found, _ = rest.partition(header)
-            for token in self.special:
+            for token in self.tokens.special_texts:
                 between = between.replace(token, "")
             if found and not between.strip():
                 return whole[: len(head) + rest.index(header) + len(header)]
         return head
 
-    def _unwritten(self, chat: Chat, rendering: str, added: int | None) -> tuple[str, ...]:
-        """Names of what the template leaves out. Raises BadRow if it was to be trained on.
+    def _unwritten(self, chat: Chat, rendering: str, added: int | None) -> tuple[Note, ...]:
+        """Notes on what the template leaves out. Raises BadRow if it was to be trained on.
 
         rendering, added: see `probe.unwritten`. Under split_turns what is left out of an earlier answer is
         not named: it is trained on in a row of its own.
         """
-        names = []
+        notes: list[Note] = []
         for index, what, learnable in unwritten(chat.messages, chat.tools, rendering, added, self.render):
             answer = index is not None and chat.messages[index]["role"] == "assistant"
             trained = answer and (index in chat.turns) != (self.train_on == "all")
@@ -303,8 +294,8 @@ class Renderer:
                     "be trained on",
                 )
             if not (self.split_turns and answer):
-                names.append(what)
-        return tuple(names)
+                notes.append(("unwritten", what))
+        return tuple(notes)
 
     def up_to(self, number: int, upto: str, whole: str) -> str:
         """The part of `upto` that ends with the end marker. Raises BadRow if that isn't a prefix of `whole`.
@@ -323,7 +314,7 @@ class Renderer:
     def _up_to_marker(self, text: str) -> str:
         """`text` without white space after a final special token: its tokens depend on what follows."""
         stripped = text.rstrip()
-        return stripped if stripped.endswith(self.special) else text
+        return stripped if stripped.endswith(self.tokens.special_texts) else text
 
 
 def _checked(text: str) -> str | BadRow:

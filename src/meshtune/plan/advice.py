@@ -6,33 +6,28 @@ cause only if the parts of both predictions show it.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby, islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from meshtune.errors import UserError
 from meshtune.layout import MODEL_AXES, Layout
-from meshtune.placement.columns import Columns, Number
+from meshtune.placement.columns import Columns
 from meshtune.plan.candidates import is_uneven
-from meshtune.plan.changes import NOTABLE_SAVING, Outcome, changes, searched
-from meshtune.plan.cluster import Cluster
+from meshtune.plan.changes import BATCHES, NOTABLE_SAVING, Change, Outcome, best_layout, changes, searched
 from meshtune.plan.machine import machine_of
 from meshtune.plan.phrases import (
     device,
     documents,
-    indivisible,
     longer,
     memory_limit,
     memory_margin,
-    memory_need,
     sequences,
     spent,
 )
-from meshtune.plan.search import Choice, Plan, best_fitting, explained, search
+from meshtune.plan.search import Choice, Plan, best_fitting, explained
 from meshtune.plan.seconds.step import PARTS, TIE, compute_parts
 from meshtune.plan.workload import Workload
 from meshtune.precision import PRECISIONS
@@ -45,21 +40,14 @@ NOTABLE = 0.1  # share of a difference in compute from which a kind of work is n
 NAMED = 3  # parts of a step that one comparison names at most
 
 
-class Cause(NamedTuple):
-    """A kind of work in `compute_parts`, as a reason for more compute than another layout's."""
-
-    name: str  # in a list of several with their seconds
-    clause: str  # after "because", where it is the only one
-
-
-CAUSES = {
-    "matmuls": Cause("matmuls", "its matmuls are less efficient"),
-    "attention": Cause("attention", "attention is slower under context parallelism"),
-    "elementwise": Cause("elementwise operations", "its elementwise operations are split over fewer ranks"),
-    "copies": Cause("copying into and out of ZeRO's buffers", "copies around ZeRO's collectives take longer"),
-    "accumulation": Cause("adding up gradients", "adding up gradients of micro-batches takes longer"),
-    "recomputation": Cause("recomputation", "it recomputes more"),
-    "head": Cause("head and loss", "its head and loss take longer"),
+COMPUTE = {  # kinds of work of `compute_parts`
+    "matmuls": "matmuls",
+    "attention": "attention",
+    "elementwise": "elementwise operations",
+    "copies": "copying into and out of ZeRO's buffers",
+    "accumulation": "adding up gradients",
+    "recomputation": "recomputation",
+    "head": "head and loss",
 }
 
 
@@ -209,8 +197,7 @@ def _sharding(layout: Layout) -> str:
 # why others lost #
 
 
-@dataclass(frozen=True)
-class Alternative:
+class Alternative(NamedTuple):
     """A well-known kind of layout, against the chosen layout."""
 
     name: str
@@ -218,103 +205,45 @@ class Alternative:
     sentence: str  # continues the name
 
 
-class Kind(NamedTuple):
-    """A well-known kind of layout, as what a search for it fixes and filters."""
-
-    name: str
-    fixed: Mapping[str, Any]  # fields of Layout
-    where: Callable[[Columns], Number] | None = None  # mask of its layouts; None: all with `fixed`
-
-
 def alternatives(plan: Plan, best: Choice | None = None) -> list[Alternative]:
     """The well-known kinds of layout, each with why it is not the chosen one.
 
-    best: the chosen layout; None: the plan's first. Empty for one GPU, and if nothing fits.
+    Neighbours that one reason makes impossible are one, with both names. best: the chosen layout; None: the
+    plan's first. Empty for one GPU, and if nothing fits.
     """
-    gpus, node = plan.cluster.gpus, plan.cluster.node
-    if not len(plan) or gpus == 1:
+    if not len(plan) or plan.cluster.gpus == 1:
         return []
-    alone = dict.fromkeys(MODEL_AXES, 1)
-    kinds = (
-        Kind("plain data parallel", alone | {"dp_shard": 1}, lambda layouts: layouts.zero == 0),
-        *(Kind(f"ZeRO-{zero} alone", alone | {"zero": zero, "dp_replicate": 1}) for zero in (1, 2, 3)),
-        Kind(
-            "HSDP with ZeRO-3 shards inside a node",
-            alone | {"zero": 3},
-            lambda layouts: (layouts.dp_replicate > 1) & (layouts.dp_shard <= node),
-        ),
-        Kind("tensor parallel over the whole node", alone | {"tp": min(node, gpus)}),
-        Kind("pipeline parallel without cp", {"cp": 1}, lambda layouts: layouts.pp > 1),
-        Kind("context parallel without tp or pp", {"pp": 1, "tp": 1}, lambda layouts: layouts.cp > 1),
-    )
-    return [*_grouped(_alternative(plan, best or plan.choice(0), kind) for kind in kinds)]
+    usual = (change for change in changes(plan.workload, plan.cluster) if change.kind == "usual")
+    found = [_alternative(plan, best or plan.choice(0), change) for change in usual]
+    several = [list(alike) for _, alike in groupby(found, key=lambda alternative: alternative.sentence)]
+    return [_together(alike) if len(alike) > 1 else alike[0] for alike in several]
 
 
-def _grouped(alternatives: Iterable[Alternative]) -> Iterator[Alternative]:
-    """Yield the alternatives; neighbours that one reason makes impossible become one, with both names."""
-    for sentence, several in groupby(alternatives, key=lambda one: one.sentence):
-        group = list(several)
-        if len(group) == 1:
-            yield group[0]
-        else:
-            *names, last = (one.name for one in group)
-            name = f"{', '.join(names)} and {last}"
-            yield Alternative(name, None, sentence.replace("is not", "are not", 1))
+def _together(alike: Sequence[Alternative]) -> Alternative:
+    """Alternatives that one reason makes impossible, as one with all names."""
+    *names, last = (one.name for one in alike)
+    sentence = alike[0].sentence.replace("is not", "are not", 1)
+    return Alternative(f"{', '.join(names)} and {last}", None, sentence)
 
 
-def _alternative(plan: Plan, best: Choice, kind: Kind) -> Alternative:
+def _alternative(plan: Plan, best: Choice, kind: Change) -> Alternative:
     """The kind's best layout against `best`, or why there is none that fits.
 
     It is the plan's, or if it has none of this kind the best with the plan's fixed fields left open.
     """
-    mask = np.ones(len(plan), bool)
+    mask = np.ones(len(plan), bool) if kind.where is None else kind.where(plan.columns)
     for field, value in kind.fixed.items():
-        mask &= getattr(plan.columns, field) == value
-    if kind.where is not None:
-        mask &= kind.where(plan.columns)
-    places = np.flatnonzero(mask)
-    if len(places):
-        return _compared(plan.workload, kind, plan.choice(int(places[0])), best)
-    try:
-        others = search(plan.workload, plan.cluster, fixed=kind.fixed, where=kind.where)
-    except UserError as error:
-        model_ranks = math.prod(kind.fixed.get(axis, 1) for axis in MODEL_AXES)
-        data_ranks, batch = plan.cluster.gpus // model_ranks, plan.workload.global_batch_size
-        reason = error.problems[0]
-        if batch % data_ranks:
-            reason = indivisible(batch, data_ranks)
-        return Alternative(kind.name, None, f"is not possible: {reason}")
-    if len(others):  # the plan's own fixed fields kept it out
-        return _compared(plan.workload, kind, others.choice(0), best)
-    if nearest := others.nearest(1):
-        choice = nearest[0]
-        need, limit = memory_need(choice.memory), memory_limit(plan.cluster)
-        return Alternative(kind.name, choice, f"does not fit: {choice.layout} needs {need}; {limit}.")
-    return Alternative(kind.name, None, f"is not possible{_most_refused(others)}")
-
-
-def _most_refused(plan: Plan) -> str:
-    """The end of a sentence: what refuses most layouts of a plan without any that needs too much memory.
-
-    Where the GPUs can't share the global batch and no degree of tp was fixed, the sentence says that only
-    data ranks that divide the batch were considered.
-    """
-    refused = max(plan.rejected, key=lambda rejected: rejected.count, default=None)
-    if not refused:
-        return " here."
-    batch = plan.workload.global_batch_size
-    limited = batch % plan.cluster.gpus and "tp" not in plan.fixed
-    where = f"where the data ranks divide {sequences(batch)}, " if limited else ""
-    return f": {where}{refused.reason.rstrip('.')}."
-
-
-def _compared(workload: Workload, kind: Kind, choice: Choice, best: Choice) -> Alternative:
-    """`choice`, the kind's best layout, against `best`, the chosen one."""
+        mask = mask & (getattr(plan.columns, field) == value)
+    choice, reason = plan.choice(int(mask.argmax())) if mask.any() else None, ""
+    if choice is None:
+        choice, reason = best_layout(kind)
+    if choice is None or reason:
+        return Alternative(kind.words, choice, reason)
     if choice.layout == best.layout:
         whole = all(kind.fixed.get(axis) == 1 for axis in MODEL_AXES)
         sentence = f"is {'' if whole else 'part of '}the chosen layout ({best.layout})."
-        return Alternative(kind.name, choice, sentence)
-    return Alternative(kind.name, choice, f"({choice.layout}) {comparison(workload, choice, best)}")
+        return Alternative(kind.words, choice, sentence)
+    return Alternative(kind.words, choice, f"({choice.layout}) {comparison(plan.workload, choice, best)}")
 
 
 def comparison(workload: Workload, other: Choice, best: Choice) -> str:
@@ -353,8 +282,8 @@ def comparison(workload: Workload, other: Choice, best: Choice) -> str:
 def compute_cause(workload: Workload, other: Choice, best: Choice, *, like: float) -> str:
     """The kinds of work that make `other` compute longer than `best`, as the end of a sentence.
 
-    Compares the `compute_parts` of both; kinds below NOTABLE of the difference are left out. One kind is
-    named as the cause, several with their seconds, those that take less among them. like: see `duration`.
+    Compares the `compute_parts` of both; kinds below NOTABLE of the difference are left out, those that take
+    less are among them. like: see `duration`.
     """
     parts = [
         compute_parts(
@@ -366,9 +295,7 @@ def compute_cause(workload: Workload, other: Choice, best: Choice, *, like: floa
     more = {kind: float(np.squeeze(parts[0][kind] - parts[1][kind])) for kind in parts[0]}
     least = NOTABLE * sum(more.values())
     notable = sorted((kind for kind in more if abs(more[kind]) >= least), key=lambda kind: -more[kind])
-    if len(notable) == 1:
-        return f", because {CAUSES[notable[0]].clause}"
-    names = {kind: CAUSES[kind].name for kind in notable}
+    names = {kind: COMPUTE[kind] for kind in notable}
     slower = more["attention"] > 0 and other.layout.cp > best.layout.cp == 1
     if slower and "attention" in names:
         names["attention"] += ", slower under context parallelism"
@@ -457,80 +384,32 @@ def _lighter(plan: Plan, best: Choice) -> Iterator[str]:
 # other global batches: a quarter to four times #
 
 
-def batch_sizes(workload: Workload) -> list[int]:
-    """Global batch sizes to compare, in sequences: a quarter to four times the workload's."""
-    size = workload.global_batch_size
-    return [other for other in (size // 4, size // 2, size, 2 * size, 4 * size) if other >= 1]
-
-
-def best_of_batches(
-    workload: Workload, cluster: Cluster, sizes: Sequence[int], fixed: Mapping[str, Any] | None = None
-) -> dict[int, Choice | None]:
-    """The best layout for each global batch size in `sizes`; None where none fits. fixed: as in `search`."""
-    return {size: best_fitting(workload.of_batch(size), cluster, fixed) for size in sizes}
-
-
-def batch_sentences(plan: Plan, choices: Mapping[int, Choice | None] | None = None) -> list[str]:
-    """Speed, updates per token and memory of each global batch size; one sentence if all are as fast.
-
-    choices: the best layout by size, in sequences, ascending; None: those of `batch_sizes`. As fast: within
+def batch_sentences(plan: Plan) -> list[str]:
+    """Speed, memory and updates per token of other global batches; one sentence if all are as fast: within
     NOTABLE_GAIN of each other, with a layout for every size.
     """
-    workload, batch = plan.workload, plan.workload.global_batch_size
-    if choices is None:
-        others = [size for size in batch_sizes(workload) if size != batch]
-        best = best_of_batches(workload, plan.cluster, others, plan.fixed_of_batches)
-        choices = dict(sorted({**best, batch: plan.choice(0)}.items()))
-    current = choices.get(batch)
-    speeds = [choice.tokens_per_second_per_gpu for choice in choices.values() if choice]
+    workload, best = plan.workload, plan.choice(0)
+    others = [change for change in changes(workload, plan.cluster) if change.kind in BATCHES]
+    predicted = [(change, *best_layout(change, plan.fixed_of_batches)) for change in others]
     updates = {
-        size: f"{significant(1e6 / (size * workload.seq_len), 2)} optimizer updates per million tokens"
-        for size in choices
+        size: significant(1e6 / (size * workload.seq_len), 2)
+        for size in (workload.global_batch_size, *(change.workload.global_batch_size for change in others))
     }
-    if current and None not in choices.values() and max(speeds) / min(speeds) < 1 + NOTABLE_GAIN:
-        fewest, most = min(choices), max(choices)
+    speeds = [best.tokens_per_second_per_gpu]
+    speeds += [choice.tokens_per_second_per_gpu for _, choice, reason in predicted if choice and not reason]
+    if len(speeds) > len(others) and max(speeds) / min(speeds) < 1 + NOTABLE_GAIN:
+        fewest, most = min(updates), max(updates)
         return [
             f"From {fewest} to {most} sequences the speed differs by less than {NOTABLE_GAIN:.0%}; choose by "
-            f"convergence: {updates[fewest]} with {fewest} sequences, {updates[most].split()[0]} with {most}."
+            f"convergence: {updates[fewest]} optimizer updates per million tokens with {fewest} sequences, "
+            f"{updates[most]} with {most}."
         ]
     sentences = []
-    for size, choice in choices.items():
-        if choice is None:
-            sentences.append(f"{sequences(size)}: {_reason_for_none(plan, size)}")
-            continue
-        speed, ratio = choice.tokens_per_second_per_gpu, ""
-        if current and size != batch:
-            ratio = f" ({speed / current.tokens_per_second_per_gpu:.2f} x that of {batch})"
-        sentence = (
-            f"{sequences(size)}: {speed:,.0f} {choice.cluster.speed_unit}{ratio}, {updates[size]}, "
-            f"{human(choice.memory.peak)} ({choice.layout})."
-        )
-        sentences.append(sentence + (_outgrown(workload, size, choice, current) if current else ""))
+    for change, choice, reason in predicted:
+        size = change.workload.global_batch_size
+        gain = f"{change.words} {reason}"
+        if choice and not reason:
+            gain = Outcome(change, choice, best).sentence()
+        instead = f"instead of {updates[workload.global_batch_size]}"
+        sentences.append(f"{gain} {updates[size]} optimizer updates per million tokens {instead}.")
     return sentences
-
-
-def _reason_for_none(plan: Plan, size: int) -> str:
-    """Why a global batch has no layout: its memory, or fixed fields that don't make such a batch."""
-    try:
-        search(plan.workload.of_batch(size), plan.cluster, fixed=plan.fixed_of_batches)
-    except UserError as error:
-        return error.problems[0]
-    return "no layout fits."
-
-
-def _outgrown(workload: Workload, size: int, choice: Choice, current: Choice) -> str:
-    """A sentence on the memory that the current pipeline would need with a larger batch, which is slower
-    because of it; else "". Each micro-batch of a step has a receive buffer.
-
-    size: of the larger batch. choice: its best layout.
-    """
-    steps, rest = divmod(size, current.layout.data_ranks * current.layout.micro_batch_size)
-    slower = choice.tokens_per_second_per_gpu < current.tokens_per_second_per_gpu
-    if rest or current.layout.pp == 1 or size <= workload.global_batch_size or not slower:
-        return ""
-    layout = replace(current.layout, gradient_accumulation_steps=steps)
-    larger = explained(workload.of_batch(size), current.cluster, layout)
-    need = memory_need(larger.memory)
-    return (
-        "" if larger.fits else f" The pipeline of {workload.global_batch_size} ({layout}) would need {need}."
-    )

@@ -16,7 +16,7 @@ from meshtune.config import Config
 from meshtune.errors import NothingFits, UserError
 from meshtune.plan import advice
 from meshtune.plan.advice import Alternative
-from meshtune.plan.changes import Lighter, empty_plan_error
+from meshtune.plan.changes import Lighter, empty_plan_error, other_batches
 from meshtune.plan.cluster import Cluster, Size, cluster_for, clusters_of
 from meshtune.plan.cost import NO_BOUNDS, UNPLANNED, Bounds, RunCost, RunLength, money, run_length, unknown
 from meshtune.plan.facts import cluster_facts, model_facts, workload_facts
@@ -98,13 +98,11 @@ class Answer:
 
     def batches(self) -> dict[tuple[int, int], Choice | None]:
         """The best layout by (global batch size, GPUs), around the workload's batch; None: none fits."""
-        sizes = sorted({*self.by_size, *cluster_sizes(self.plan.cluster)[-4:]})
+        batch = self.workload.global_batch_size
         return {
-            (size, gpus): choice
-            for gpus in sizes
-            for size, choice in advice.best_of_batches(
-                self.workload, self.plan.cluster.of_size(gpus), advice.batch_sizes(self.workload)
-            ).items()
+            (size, gpus): best_fitting(self.workload.of_batch(size), self.plan.cluster.of_size(gpus))
+            for gpus in sorted({*self.by_size, *cluster_sizes(self.plan.cluster)[-4:]})
+            for size in sorted({batch, *other_batches(batch).values()})
         }
 
     def as_dict(self, most: int = 10) -> dict[str, Any]:

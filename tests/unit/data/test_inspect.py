@@ -6,14 +6,13 @@ import re
 
 import numpy as np
 import pytest
-from data_rows import Bytes, numbered, write_rows
+from data_rows import Bytes, numbered, prepare, write_rows
 from rich.console import Console
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from meshtune.data.inspect import describe, padding_share, runs, show
 from meshtune.data.pack import stored
-from meshtune.data.prepare import prepare
 
 
 @pytest.fixture
