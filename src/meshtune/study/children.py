@@ -214,7 +214,7 @@ def failure(code: int, lines: Sequence[str], seconds: float) -> Outcome:
     if code == NonFinite.exit_code:
         return Outcome(DIVERGED, said or "Its loss was not finite.", seconds=seconds)
     if code == Interrupted.exit_code:
-        reason = "It was interrupted from outside (exit code 75); `--retry crashed` goes on with it."
+        reason = "It was interrupted from outside (exit code 75); `--retry crashed` continues it."
         return Outcome(CRASHED, reason, seconds=seconds)
     if code in (-signal.SIGKILL, 128 + signal.SIGKILL):
         reason = "It was killed (signal 9), as the system does where memory runs out."

@@ -222,7 +222,7 @@ def run_all(
             raise
     left = len(waiting) + len(running)
     raise Interrupted(
-        f"Stopped with {counted(left, 'experiment')} to run; the same command goes on with them."
+        f"Stopped with {counted(left, 'experiment')} to run; the same command continues with them."
     )
 
 
