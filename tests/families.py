@@ -42,35 +42,17 @@ from transformers import (
 WINDOW = 8  # tokens, of the families that have a sliding window
 
 COMMON: dict[str, Any] = {
-    "vocab_size": 256,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.15,
-    "attention_dropout": 0.0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": None,
-    "tie_word_embeddings": False,
-}
+    "vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
+    "initializer_range": 0.15, "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2,
+    "pad_token_id": None, "tie_word_embeddings": False,
+}  # fmt: skip
 WINDOWED: dict[str, Any] = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 HEAD_DIM: dict[str, Any] = {"head_dim": 16}
 GPT2: dict[str, Any] = {
-    "vocab_size": 256,
-    "n_positions": 256,
-    "n_embd": 64,
-    "n_layer": 2,
-    "n_head": 4,
-    "initializer_range": 0.15,
-    "resid_pdrop": 0.0,
-    "embd_pdrop": 0.0,
-    "attn_pdrop": 0.0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+    "vocab_size": 256, "n_positions": 256, "n_embd": 64, "n_layer": 2, "n_head": 4, "initializer_range": 0.15,
+    "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
 
 
 def _family(

@@ -17,14 +17,9 @@ from transformers import AutoConfig, PretrainedConfig
 
 IMAGE, IMAGE_SIDE = 250, 16  # the token that stands for a piece of an image, where there is one; pixels
 TOWER: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "image_size": IMAGE_SIDE,
-    "patch_size": 4,
-    "initializer_range": 0.15,
-}
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "image_size": IMAGE_SIDE, "patch_size": 4, "initializer_range": 0.15,
+}  # fmt: skip
 LLAMA: dict[str, Any] = COMMON | {"model_type": "llama"}
 QWEN2: dict[str, Any] = COMMON | {"model_type": "qwen2"}
 QWEN_TOWER: dict[str, Any] = {
@@ -136,15 +131,8 @@ MULTIMODAL: dict[str, Callable[..., PretrainedConfig]] = {
         "glm4v",
         COMMON | HEAD_DIM | MROPE,
         vision_config={
-            "depth": 2,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_heads": 2,
-            "patch_size": 4,
-            "image_size": 16,
-            "spatial_merge_size": 2,
-            "temporal_patch_size": 2,
-            "out_hidden_size": 64,
+            "depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "patch_size": 4,
+            "image_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 64,
             "initializer_range": 0.15,
         },
         image_token_id=IMAGE,
@@ -163,23 +151,12 @@ MULTIMODAL: dict[str, Callable[..., PretrainedConfig]] = {
         "kimi_k25",
         COMMON
         | {
-            "model_type": "deepseek_v3",
-            "num_key_value_heads": 4,
-            "q_lora_rank": 16,
-            "kv_lora_rank": 16,
-            "qk_nope_head_dim": 16,
-            "qk_rope_head_dim": 16,
-            "v_head_dim": 16,
-            "first_k_dense_replace": 2,
+            "model_type": "deepseek_v3", "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16,
+            "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16, "first_k_dense_replace": 2,
         },
         vision_config={
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "patch_size": 4,
-            "pos_emb_height": 4,
-            "pos_emb_width": 4,
+            "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+            "patch_size": 4, "pos_emb_height": 4, "pos_emb_width": 4,
         },
         image_token_id=IMAGE,
     ),
@@ -207,21 +184,12 @@ MULTIMODAL: dict[str, Callable[..., PretrainedConfig]] = {
         | HEAD_DIM
         | WINDOWED
         | {
-            "pad_token_id": 0,
-            "hidden_size_per_layer_input": 8,
-            "vocab_size_per_layer_input": 301,
-            "use_bidirectional_attention": "vision",
-            "global_head_dim": 16,
-            "num_kv_shared_layers": 0,
+            "pad_token_id": 0, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 301,
+            "use_bidirectional_attention": "vision", "global_head_dim": 16, "num_kv_shared_layers": 0,
         },
         vision_config={
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 2,
-            "head_dim": 16,
-            "patch_size": 4,
+            "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+            "num_key_value_heads": 2, "head_dim": 16, "patch_size": 4,
         },
         audio_config=None,
         image_token_id=IMAGE,
@@ -230,13 +198,8 @@ MULTIMODAL: dict[str, Callable[..., PretrainedConfig]] = {
         "qwen2_audio",
         QWEN2,
         audio_config={
-            "model_type": "qwen2_audio_encoder",
-            "d_model": 32,
-            "encoder_layers": 2,
-            "num_mel_bins": 8,
-            "encoder_attention_heads": 2,
-            "encoder_ffn_dim": 48,
-            "max_source_positions": 16,
+            "model_type": "qwen2_audio_encoder", "d_model": 32, "encoder_layers": 2, "num_mel_bins": 8,
+            "encoder_attention_heads": 2, "encoder_ffn_dim": 48, "max_source_positions": 16,
         },
         audio_token_index=IMAGE,
     ),
@@ -244,18 +207,12 @@ MULTIMODAL: dict[str, Callable[..., PretrainedConfig]] = {
         "voxtral",
         LLAMA,
         audio_config={
-            "hidden_size": 32,
-            "intermediate_size": 128,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "num_mel_bins": 8,
-            "max_source_positions": 16,
-            "head_dim": 16,
-            "num_key_value_heads": 2,
+            "hidden_size": 32, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
+            "num_mel_bins": 8, "max_source_positions": 16, "head_dim": 16, "num_key_value_heads": 2,
         },
         audio_token_id=IMAGE,
     ),
-}
+}  # fmt: skip
 
 
 def _seen(pieces: int, pixels: tuple[int, ...], **others: Any) -> Callable[[], dict[str, torch.Tensor]]:

@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,3 +97,32 @@ def documents(*, seed: int, vocabulary: int, rows: int = 2, width: int = 32) -> 
             tokens[1:] |= np.where(draw.random(length - 1) < share, LABELLED, 0).astype(np.uint32)
             made[-1].append(tokens)
     return micro_batch(made, width)
+
+
+def positions_of(documents: Any, seq: int) -> Any:
+    """Position of each token in its document, of rows padded to `seq` tokens."""
+    import torch
+
+    rows = [[torch.arange(length) for length in (*row, seq - sum(row))] for row in documents]
+    return torch.stack(list(map(torch.cat, rows)))
+
+
+def packed(documents: Any, seq: int, shares: Sequence[float], vocabulary: int = 256) -> Any:
+    """A MicroBatch of random tokens in rows of packed documents, each padded to `seq` tokens.
+
+    documents: lengths in each row. shares: of the tokens of each row that are labelled; 0 is one of them.
+    """
+    import torch
+
+    from meshtune.data.batch import IGNORE, MicroBatch
+
+    torch.manual_seed(3)
+    ids = torch.randint(3, vocabulary, (len(documents), seq))
+    positions = positions_of(documents, seq)
+    drawn = torch.rand(ids.shape) < torch.tensor(shares)[:, None]
+    labels = torch.where(drawn, torch.randint(3, vocabulary, ids.shape), IGNORE)
+    for row, lengths in enumerate(documents):
+        labels[row, 7] = labels[row, 7] if shares[row] else 42
+        labels[row, sum(lengths) :] = IGNORE
+    tokens = sum(map(sum, documents))
+    return MicroBatch(ids, labels, positions, documents, tokens, int((labels != IGNORE).sum()))

@@ -16,9 +16,12 @@ Process = subprocess.Popen[str]
 
 @pytest.fixture
 def meshtune(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
-    """Run a command in this process, through the function that the console script calls."""
+    """Run a command in this process, through the function that the console script calls.
 
-    def run(*words: object) -> Ended:
+    It must end with exit code 0, or with the one that the caller names.
+    """
+
+    def run(*words: object, code: int | None = 0) -> Ended:
         from meshtune import cli
 
         capfd.readouterr()
@@ -26,7 +29,7 @@ def meshtune(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
         with pytest.raises(SystemExit) as ended:
             cli.main()
         out, err = capfd.readouterr()
-        return Ended(int(ended.value.code or 0), out, err)
+        return Ended(int(ended.value.code or 0), out, err).checked(code)
 
     return run
 
@@ -61,7 +64,7 @@ def begin_fork() -> Iterator[Callable[..., Process]]:
 @pytest.fixture
 def process(begin: Any) -> Command:
     """Run a command in a process of its own to its end."""
-    return lambda *words: end(begin(*words))
+    return lambda *words, code=0: end(begin(*words), code=code)
 
 
 @pytest.fixture(scope="session")

@@ -54,25 +54,11 @@ def test_the_documented_example() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "tpp2-mb1",
-        "tp2-tp4",
-        "sp-mb1",
-        "tp2-regather",
-        "tp2-sp-regather-full",
-        "tp2-sp-regather-selective",
-        "pp1-gpipe",
-        "pp2-1f1b-v2",
-        "tp0",
-        "ful8",
-        "ful-mb1",
-        "full0",
-        "attention8",
-        "none8",
-        "full8-full",
-        "tp2-sp-regather-full8",
-        "zero3x1",
+        "tpp2-mb1", "tp2-tp4", "sp-mb1", "tp2-regather", "tp2-sp-regather-full", "tp2-sp-regather-selective",
+        "pp1-gpipe", "pp2-1f1b-v2", "tp0", "ful8", "ful-mb1", "full0", "attention8", "none8", "full8-full",
+        "tp2-sp-regather-full8", "zero3x1",
     ],
-)
+)  # fmt: skip
 def test_a_wrong_layout_is_refused_with_the_remedy(text: str) -> None:
     with refuses(UserError):
         Layout.parse(text)

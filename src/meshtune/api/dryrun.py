@@ -215,7 +215,7 @@ class Subject:
         that the answer says.
         """
         layout = job.layout
-        stands_for, borrowed = self.ranks(layout, ranks), unmeasured(cluster)
+        stands_for, borrowed = self.ranks(layout, ranks), cluster.timed and unmeasured(cluster)
         names = ", ".join(f"{rank:,}" for rank in stands_for)
         log(f"tracing two steps of {layout}: rank{'s' * (len(stands_for) > 1)} {names} of {layout.world:,} …")
         traces = trace_ranks(partial(trace_rank, job), [*stands_for], layout.world, tell=log)
@@ -232,7 +232,7 @@ class Subject:
             expandable=allocator.expands(os.environ),
             notes=(
                 *self.notes,
-                *notes_on(self.config),
+                *([COMPILED] if self.config.train.compile else []),
                 *([borrowed] if self.workload and borrowed else []),
                 *(() if cluster.gpu.processor else allocator.conflicts(os.environ)),
                 *notes,
@@ -308,12 +308,6 @@ def documents_of(config: Config, given: Sequence[int]) -> tuple[int, ...]:
     mean = config.data.mean_document_tokens if config.data.packing else None
     number = max(1, round(seq_len / mean)) if mean else 1
     return tuple(seq_len * (index + 1) // number - seq_len * index // number for index in range(number))
-
-
-def notes_on(config: Config) -> Iterator[str]:
-    """Sentences on settings that the dry run has otherwise."""
-    if config.train.compile:
-        yield COMPILED
 
 
 def notes_on_layout(config: Config, layout: Layout) -> Iterator[str]:

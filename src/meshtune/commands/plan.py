@@ -257,6 +257,7 @@ def search(
     """
     from meshtune.api import plan as api
     from meshtune.report.draw import picture
+    from meshtune.report.dryrun import beside
     from meshtune.report.plan import documents, panels
 
     if plot:
@@ -270,7 +271,7 @@ def search(
     if verify:
         simulated = verification.verified(config, best.best(verify))
         facts = {**document.facts, "verified": simulated}
-        show(facts, verification.shown(simulated), as_json=as_json)
+        show(facts, beside.verified(simulated), as_json=as_json)
     if plot:
         log("searching for other batches and cluster sizes to draw …")
         sizes = best.by_size if clusters["gpus"] else None

@@ -172,7 +172,7 @@ def unwritten(
         # Words of a turn are missing only with a call, or where they stand nowhere.
         looked_at = content and (not said or calls or not _stands(content, rendering))
         if looked_at and left_out(index, content, {"content": OTHER}):
-            what = "text beside tool_calls" if calls else f"messages of the role {role}"
+            what = "text next to tool_calls" if calls else f"messages of the role {role}"
             yield Unwritten(index, what, role == "assistant")
         if role == "assistant" and index != added:
             for key in REASONING:

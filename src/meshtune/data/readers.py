@@ -27,12 +27,11 @@ from meshtune.data.example import (
     NOT_UTF8,
     TOO_LONG,
     BadRow,
-    Dropped,
     Example,
-    Notes,
     OnBadRow,
     Origin,
     Source,
+    Tally,
 )
 from meshtune.data.files import DataFile, data_like, files, is_hub, is_saved
 from meshtune.data.formats import ArrowRow
@@ -51,8 +50,7 @@ def read(
     streaming: bool = False,
     start: int = 0,
     needs_answer: bool = True,
-    dropped: Dropped | None = None,
-    notes: Notes | None = None,
+    tally: Tally | None = None,
 ) -> Iterator[Example]:
     """Yield the examples of a source's rows, of its first `max_samples` rows if it has a number, in order.
 
@@ -63,14 +61,7 @@ def read(
     rows = raw_rows(source, files(source) if data_files is None else data_files, streaming, start)
     if source.max_samples is not None:
         rows = islice(rows, max(0, source.max_samples - start))
-    return examples(
-        rows,
-        source,
-        on_bad_row=on_bad_row,
-        needs_answer=needs_answer,
-        dropped=dropped,
-        notes=notes,
-    )
+    return examples(rows, source, on_bad_row=on_bad_row, needs_answer=needs_answer, tally=tally)
 
 
 def raw_rows(source: Source, data_files: Sequence[DataFile], streaming: bool, start: int) -> Iterator[RawRow]:
@@ -187,7 +178,9 @@ def _json_value(text: str) -> Any:
     except (ValueError, RecursionError) as error:
         return BadRow("broken JSON", f"broken JSON: {json_fault(error)}")
     if "\\ud" in text.lower() and _has_lone_surrogate(value):
-        return BadRow(NOT_UTF8, "not UTF-8: half of a surrogate pair (\\ud800 to \\udfff) by itself")
+        return BadRow(
+            NOT_UTF8, "not UTF-8: half of a surrogate pair (\\ud800 to \\udfff) without the other half"
+        )
     return value
 
 
@@ -405,7 +398,7 @@ def saved_rows(source: Source, file: DataFile, start: int) -> Iterator[RawRow]:
     try:
         saved = datasets.load_from_disk(file.path)
     except Exception as error:
-        raise UserError(f"{file} is no folder that datasets can load: {reason_of(error)}") from error
+        raise UserError(f"datasets can't load the folder {file}: {reason_of(error)}") from error
     if isinstance(saved, datasets.DatasetDict):
         if source.split not in saved:
             raise UserError(f"{file} has no split {source.split}; it has {', '.join(map(str, saved))}.")

@@ -90,7 +90,7 @@ class Cluster:
 
     @property
     def timed(self) -> bool:
-        """Whether predicted times mean anything: on processors only after `meshtune probe`."""
+        """Whether times compare with measured ones: those of a processor only after `meshtune probe`."""
         return self.gpu.measured or not self.gpu.processor
 
     @property

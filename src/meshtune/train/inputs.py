@@ -13,7 +13,7 @@ from meshtune.data.example import Source
 from meshtune.data.loader import Loader
 from meshtune.data.pack import LABELLED, Dataset
 from meshtune.data.prepare import Prepared, prepare, sentences
-from meshtune.data.stream import Stream
+from meshtune.data.recipe import Recipe, Stream
 from meshtune.data.summary import write_summary
 from meshtune.errors import UserError, expanded, explained
 from meshtune.layout import Layout
@@ -113,19 +113,18 @@ def data_of(data: DataConfig, encoder: Encoder, *, seed: int) -> Prepared:
         raise UserError(
             "No data is named; add data: {train: rows.jsonl} to the config, or data.train=… to the command."
         )
-    return prepare(
-        [source_of(source, data, "train") for source in data.train],
+    recipe = Recipe(
+        tuple(source_of(source, data, "train") for source in data.train),
         encoder,
         seq_len=data.seq_len,
         packing=data.packing,
         overlong=data.overlong,
         seed=seed,
         eval_split=data.eval_split,
-        eval_sources=[source_of(source, data, "test") for source in data.eval],
+        eval_sources=tuple(source_of(source, data, "test") for source in data.eval),
         on_bad_row=data.on_bad_row,
-        cache_dir=expanded(data.cache, "data.cache"),
-        streaming=data.streaming,
     )
+    return prepare(recipe, expanded(data.cache, "data.cache"), streaming=data.streaming)
 
 
 def source_of(source: SourceConfig, data: DataConfig, split: str) -> Source:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from meshtune.config import Config
 from meshtune.data.pack import Dataset
-from meshtune.data.stream import Stream
+from meshtune.data.recipe import Stream
 from meshtune.length import ending, limits
 from meshtune.optim.schedule import learning_rates
 from meshtune.schedules import warmup

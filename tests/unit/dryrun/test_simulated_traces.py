@@ -13,7 +13,6 @@ from meshtune.dryrun.costs import Costs, runs
 from meshtune.dryrun.kernels import COMMUNICATION, kernel_table
 from meshtune.dryrun.nccl import Nccl, differences
 from meshtune.dryrun.ranks import trace_ranks
-from meshtune.dryrun.results import passes
 from meshtune.dryrun.streams import COMPUTE, cut, is_message, simulate
 from meshtune.dryrun.world import Job, trace_rank
 from meshtune.layout import Layout
@@ -22,6 +21,7 @@ from meshtune.model.trace import census
 from meshtune.placement.schedules import orders
 from meshtune.plan.work import Work
 from meshtune.plan.workload import Workload
+from meshtune.report.dryrun.panels import passes
 from meshtune.train.model import ModelSpec, OptimizerSpec
 
 MODEL = LlamaConfig(

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import cases
+from collectives import Collectives
 from families import COMMON, FAMILIES, exact
 from forward import summed_loss
 from golden import refuses
@@ -58,17 +59,6 @@ def test_torchs_schedules_still_take_lists_of_micro_batches() -> None:
         taken = signature(get_schedule_class(name)._step_microbatches).parameters
         assert list(taken)[1:5] == ["arg_mbs", "kwarg_mbs", "target_mbs", "losses"]
         assert "return_outputs" in taken
-
-
-class Collectives(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.count: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional"):
-            self.count[func.__name__.split(".")[0].strip("_").removesuffix("_")] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def make(family: str, meta: bool = False) -> Any:

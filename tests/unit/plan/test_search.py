@@ -20,7 +20,6 @@ from own_kind import OWN_KIND
 
 from meshtune.errors import NothingFits, UserError
 from meshtune.layout import (
-    RECOMPUTE,
     SCHEDULES,
     V_SCHEDULES,
     VIRTUAL_SCHEDULES,
@@ -707,31 +706,18 @@ def check_cause(said: str, other: Choice, best: Choice, w: Workload) -> None:
     more = {kind: float(np.squeeze(parts[0][kind] - parts[1][kind])) for kind in parts[0]}
     total = other.seconds.compute - best.seconds.compute
     assert sum(more.values()) == pytest.approx(total)
-    named = [
-        kind
-        for kind, cause in advice.CAUSES.items()
-        if cause.clause in said or re.search(rf"\b{cause.name}[:,]", said)
-    ]
+    named = [kind for kind, name in advice.COMPUTE.items() if re.search(rf"\b{name}[:,]", said)]
     assert named and max(more, key=lambda kind: more[kind]) in named
-    if "because" in said:
-        assert more[named[0]] == pytest.approx(total, rel=0.5)
     if "under context parallelism" in said:
         assert other.layout.cp > best.layout.cp == 1
-    if "recomputes" in said:
-        assert recomputed(other.layout) > recomputed(best.layout)
-
-
-def recomputed(layout: Layout) -> tuple[int, float]:
-    """(Place of the mode among RECOMPUTE, blocks of a stage that it is for)."""
-    return RECOMPUTE.index(layout.recompute), layout.recompute_blocks or math.inf
 
 
 NODES = {cluster.gpus: cluster.node for _, cluster in WORKLOADS.values()}
 KINDS = {
     "plain data parallel": lambda x: x.zero == 0 and x.tp == x.cp == x.pp == 1,
-    "ZeRO-1 alone": lambda x: x.zero == 1 and x.dp_shard == x.world,
-    "ZeRO-2 alone": lambda x: x.zero == 2 and x.dp_shard == x.world,
-    "ZeRO-3 alone": lambda x: x.zero == 3 and x.dp_shard == x.world,
+    "ZeRO-1 over all GPUs": lambda x: x.zero == 1 and x.dp_shard == x.world,
+    "ZeRO-2 over all GPUs": lambda x: x.zero == 2 and x.dp_shard == x.world,
+    "ZeRO-3 over all GPUs": lambda x: x.zero == 3 and x.dp_shard == x.world,
     "HSDP with ZeRO-3 shards inside a node": lambda x: (
         x.zero == 3 and x.dp_replicate > 1 == x.tp == x.cp == x.pp and x.dp_shard <= NODES[x.world]
     ),

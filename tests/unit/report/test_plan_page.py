@@ -15,9 +15,8 @@ from meshtune.plan.explanation import Explanation
 from meshtune.plan.models import models
 from meshtune.plan.search import explained, search
 from meshtune.plan.workload import Workload
-from meshtune.report.draw.charts import specification
+from meshtune.report.draw.charts import heat_map, specification
 from meshtune.report.draw.colours import COLOURS
-from meshtune.report.draw.heat_map import heat_map
 from meshtune.report.draw.kinds import Cell, HeatMap
 from meshtune.report.draw.picture import in_rows
 from meshtune.report.draw.theme import DARK, LIGHT, SHADES

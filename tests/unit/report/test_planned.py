@@ -132,15 +132,6 @@ def test_a_layout_that_does_not_fit_is_red_and_its_bar_goes_beyond_the_capacity(
     assert f"does not fit: {100 - CLUSTER.memory / GIB:.1f} GiB more than a GPU has" in plain
 
 
-def test_a_processor_has_no_speeds_and_times():
-    cpu = cluster_of(ClusterConfig(gpu="cpu", gpus=8))
-    on_cpu = [replace(one, cluster=cpu) for one in CHOICES]
-    shown_all = [layouts_table(on_cpu), explanation(on_cpu[0])]
-    text = "".join(" ".join(shown(one, 160).split()) for one in shown_all)
-    assert not [word for word in ("tokens/s", "/GPU", "MFU", "a step", "efficiency", "CCC") if word in text]
-    assert text.count("GiB") > 8
-
-
 def test_an_explanation_sums_to_the_peak_and_the_step():
     text = shown(explanation(CHOICES[2]), 120)
     rows = {line.split()[1]: line.split() for line in text.splitlines() if len(line.split()) > 3}

@@ -105,12 +105,8 @@ def test_every_key_of_a_file_is_a_setting_or_in_a_comment(file: Path) -> None:
         (
             TRL,
             {
-                "train.learning_rate": 2e-5,
-                "train.num_epochs": 3.0,
-                "train.lr_scheduler": "linear",
-                "train.warmup_steps": 0,
-                "data.packing": False,
-                "layout": "mb8-ga1-full",
+                "train.learning_rate": 2e-5, "train.num_epochs": 3.0, "train.lr_scheduler": "linear",
+                "train.warmup_steps": 0, "data.packing": False, "layout": "mb8-ga1-full",
             },
         ),
         (
@@ -158,12 +154,8 @@ def test_every_key_of_a_file_is_a_setting_or_in_a_comment(file: Path) -> None:
         (
             TORCHTUNE,
             {
-                "train.learning_rate": 3e-4,
-                "train.lr_scheduler": "constant",
-                "train.max_grad_norm": 0.0,
-                "data.train_on": "all",
-                "data.seq_len": 128,
-                "method": "full",
+                "train.learning_rate": 3e-4, "train.lr_scheduler": "constant", "train.max_grad_norm": 0.0,
+                "data.train_on": "all", "data.seq_len": 128, "method": "full",
             },
         ),
         (TORCHTUNE | {"epochs": 2, "max_steps_per_epoch": 5}, {"train.max_steps": 10}),
@@ -180,7 +172,7 @@ def test_every_key_of_a_file_is_a_setting_or_in_a_comment(file: Path) -> None:
             {"method": "lora", "lora.target_modules": ["q_proj", "o_proj"]},
         ),
     ],
-)
+)  # fmt: skip
 def test_a_key_becomes_its_setting(tree: dict[str, Any], expected: dict[str, Any], migrated: Migrate) -> None:
     settings = migrated(tree).settings
     assert {name: settings.get(name) for name in expected} == expected
@@ -339,26 +331,6 @@ def test_torchtunes_references_are_replaced(migrated: Migrate) -> None:
 
 
 @pytest.mark.parametrize(
-    "tree",
-    [
-        AXOLOTL | {"rl": "dpo"},
-        AXOLOTL | {"adapter": "ia3"},
-        FACTORY | {"do_train": False},
-        FACTORY | {"finetuning_type": "freeze"},
-        TRL | {"dataset_mixture": {"datasets": [{"id": "x", "columns": ["chosen", "rejected"]}]}},
-        FACTORY | {"stage": "dpo"},
-        FACTORY | {"finetuning_type": "oft"},
-        AXOLOTL | {"warmup_ratio": "much"},
-        {"a": 1, "b": 2, "learning_rate": 1},
-        {key: value for key, value in TRL.items() if key != "model_name_or_path"},
-    ],
-)
-def test_another_job_is_refused(tree: dict[str, Any], migrated: Migrate) -> None:
-    with refuses(UserError):
-        migrated(tree)
-
-
-@pytest.mark.parametrize(
     ("tree", "key", "setting"),
     [
         (AXOLOTL | {"lora_r": 4}, "lora_r", "lora.r"),
@@ -382,57 +354,52 @@ def test_a_setting_that_would_take_no_effect_is_left_out_and_said(
     assert [note.key for note in result.without_effect if note.key == key] == [key]
 
 
-OTHER_JOBS: list[tuple[dict[str, Any], str]] = [
-    (TRL | {"beta": 0.05, "max_prompt_length": 512}, "preference tuning"),
-    (TRL | {"reward_funcs": ["accuracy"], "num_generations": 8}, "reinforcement learning"),
-    (TRL | {"teacher_model_name_or_path": "org/teacher"}, "distillation"),
-    (TRL | {"center_rewards_coefficient": 0.01}, "training of a reward model"),
-    (TRL | {"num_labels": 3}, "training of a classifier"),
-    (AXOLOTL | {"hatchery": {"backend": "tinker"}}, "training in a service"),
-    (AXOLOTL | {"reward_model": True}, "training of a reward model"),
-    (AXOLOTL | {"diffusion": {"noise_schedule": "linear"}}, "diffusion"),
-    (TORCHTUNE | {"loss": {"_component_": "torchtune.rlhf.loss.DPOLoss"}}, "preference tuning"),
-    (FACTORY | {"stage": "kto"}, "preference tuning"),
-    (FACTORY | {"do_train": False, "do_predict": True}, "generation"),
-    (FACTORY | {"do_train": 0, "do_eval": True}, "an evaluation"),
-    (TRL | {"loss_type": ["sigmoid", "sft"]}, "preference tuning"),
-    (TRL | {"loss_type": "dapo"}, "reinforcement learning"),
-    (TRL | {"vllm_mode": "colocate", "use_vllm": True, "teacher_model_name_or_path": "t"}, "distillation"),
-    (TRL | {"vllm_mode": "colocate", "temperature": 0.9, "top_p": 1.0}, "training on answers that vLLM"),
-    (TRL | {"lora_task_type": "SEQ_2_SEQ_LM"}, "training of a model that is not a causal"),
-    (
-        AXOLOTL | {"model_type": "AutoModelForSequenceClassification", "num_labels": 1, "reward_model": True},
-        "training of a reward model",
-    ),
-    (AXOLOTL | {"datasets": [{"path": "x", "type": "bradley_terry.llama3"}]}, "training of a reward model"),
-    (AXOLOTL | {"plugins": ["axolotl.integrations.diffusion.DiffusionPlugin"]}, "training of a diffusion"),
-    (TORCHTUNE | {"loss": {"_component_": "torchtune.modules.loss.ForwardKLLoss"}}, "distillation"),
-    ({"model_name_or_path": "x", "template": "qwen3", "finetuning_type": "lora"}, "generation"),
-    ({"model_name_or_path": "x", "template": "qwen3", "export_dir": "out"}, "an export"),
-    ({"model_name_or_path": "x", "template": "qwen3", "infer_backend": "vllm"}, "generation"),
-    ({"model_name_or_path": "x", "export_dir": "out", "export_size": 5}, "an export"),
-    (
-        {"model": {"_component_": "torchtune.models.llama2.llama2_7b"}, "tasks": ["truthfulqa_mc2"]},
-        "an evaluation",
-    ),
-    (
-        {
-            "model_name_or_path": "x",
-            "dataset_mixer": {"a": 1.0},
-            "use_slow_tokenizer": False,
-            "with_tracking": True,
-        },
-        "open-instruct",
-    ),
-    ({"model": "x", "model_class": "llm", "dist_config": {"name": "fsdp2"}}, "LLaMA-Factory's version 1"),
+OTHER_JOBS: list[dict[str, Any]] = [
+    TRL | {"beta": 0.05, "max_prompt_length": 512},
+    TRL | {"reward_funcs": ["accuracy"], "num_generations": 8},
+    TRL | {"teacher_model_name_or_path": "org/teacher"},
+    TRL | {"center_rewards_coefficient": 0.01},
+    TRL | {"num_labels": 3},
+    TRL | {"loss_type": ["sigmoid", "sft"]},
+    TRL | {"loss_type": "dapo"},
+    TRL | {"vllm_mode": "colocate", "use_vllm": True, "teacher_model_name_or_path": "t"},
+    TRL | {"vllm_mode": "colocate", "temperature": 0.9, "top_p": 1.0},
+    TRL | {"lora_task_type": "SEQ_2_SEQ_LM"},
+    TRL | {"dataset_mixture": {"datasets": [{"id": "x", "columns": ["chosen", "rejected"]}]}},
+    {key: value for key, value in TRL.items() if key != "model_name_or_path"},
+    AXOLOTL | {"rl": "dpo"},
+    AXOLOTL | {"adapter": "ia3"},
+    AXOLOTL | {"hatchery": {"backend": "tinker"}},
+    AXOLOTL | {"reward_model": True},
+    AXOLOTL | {"diffusion": {"noise_schedule": "linear"}},
+    AXOLOTL | {"model_type": "AutoModelForSequenceClassification", "num_labels": 1, "reward_model": True},
+    AXOLOTL | {"datasets": [{"path": "x", "type": "bradley_terry.llama3"}]},
+    AXOLOTL | {"plugins": ["axolotl.integrations.diffusion.DiffusionPlugin"]},
+    AXOLOTL | {"warmup_ratio": "much"},
+    FACTORY | {"stage": "kto"},
+    FACTORY | {"stage": "dpo"},
+    FACTORY | {"do_train": False},
+    FACTORY | {"do_train": False, "do_predict": True},
+    FACTORY | {"do_train": 0, "do_eval": True},
+    FACTORY | {"finetuning_type": "freeze"},
+    FACTORY | {"finetuning_type": "oft"},
+    TORCHTUNE | {"loss": {"_component_": "torchtune.rlhf.loss.DPOLoss"}},
+    TORCHTUNE | {"loss": {"_component_": "torchtune.modules.loss.ForwardKLLoss"}},
+    {"model": {"_component_": "torchtune.models.llama2.llama2_7b"}, "tasks": ["truthfulqa_mc2"]},
+    {"model_name_or_path": "x", "template": "qwen3", "finetuning_type": "lora"},
+    {"model_name_or_path": "x", "template": "qwen3", "export_dir": "out"},
+    {"model_name_or_path": "x", "template": "qwen3", "infer_backend": "vllm"},
+    {"model_name_or_path": "x", "export_dir": "out", "export_size": 5},
+    {"model_name_or_path": "x", "dataset_mixer": {"a": 1.0}, "use_slow_tokenizer": 0, "with_tracking": True},
+    {"model": "x", "model_class": "llm", "dist_config": {"name": "fsdp2"}},
+    {"a": 1, "b": 2, "learning_rate": 1},
 ]
 
 
-@pytest.mark.parametrize(("tree", "job"), OTHER_JOBS)
-def test_another_job_is_told_by_its_keys(tree: dict[str, Any], job: str, migrated: Migrate) -> None:
-    with pytest.raises(UserError) as refused:
+@pytest.mark.parametrize("tree", OTHER_JOBS)
+def test_another_job_is_refused(tree: dict[str, Any], migrated: Migrate) -> None:
+    with refuses(UserError):
         migrated(tree)
-    assert f"this is {job}" in refused.value.problems[0] or job in refused.value.problems[0]
 
 
 @pytest.mark.parametrize("tree", [AXOLOTL, TRL, FACTORY, TORCHTUNE])

@@ -14,7 +14,7 @@ from golden import refuses, says
 from meshtune import config
 from meshtune.config import Config
 from meshtune.data.pack import Dataset
-from meshtune.data.stream import Stream
+from meshtune.data.recipe import Stream
 from meshtune.errors import UserError
 from meshtune.optim.schedule import learning_rates
 from meshtune.rundir import RunDir

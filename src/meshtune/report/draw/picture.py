@@ -10,7 +10,7 @@ from meshtune.errors import UserError
 from meshtune.report.draw import vega
 from meshtune.report.draw.document import Document
 from meshtune.report.draw.kinds import Areas, HeatMap, Lines, Panel, Scatter, Stacks, Timeline
-from meshtune.report.draw.theme import DARK, LIGHT, config
+from meshtune.report.draw.theme import LIGHT, config
 from meshtune.rundir import write_text_atomically
 
 SUFFIXES = (".png", ".svg")
@@ -64,18 +64,17 @@ def write(
     rows: Sequence[Sequence[Panel]],
     *,
     title: str,
-    dark: bool = False,
     width: int = WIDTH,
 ) -> Path:
     """Write panels as one picture, .png or .svg by the file's suffix, and return `file`.
 
     rows: panels from top to bottom, those of a row side by side; at least one row, and no row empty. In a row
     only the first panel shows the names of `Stacks`, so all `Stacks` of a row must have the same names.
-    title: above all panels. dark: draw with the dark theme. width: px of the whole picture, about; a .png has
-    PNG_SCALE times as many pixels. Raises UserError for another suffix, and without Altair.
+    title: above all panels. width: px of the whole picture, about; a .png has PNG_SCALE times that.
+    Raises UserError for another suffix, and without Altair.
     """
     known_suffix(file)
-    save(specification(rows, title=title, width=width), file, dark=dark)
+    save(specification(rows, title=title, width=width), file)
     return file
 
 
@@ -140,14 +139,14 @@ def _labels_width(panel: Panel, named: bool = True) -> float:
             return NUMBERS
 
 
-def save(spec: dict[str, Any], file: Path, *, dark: bool = False) -> None:
-    """Write a specification with the light or dark theme as .png or .svg, by the file's suffix.
+def save(spec: dict[str, Any], file: Path) -> None:
+    """Write a specification with the light theme as .png or .svg, by the file's suffix.
 
     spec: without `config`; it is not changed. The file is replaced atomically, and its folder is made. The
     same specification gives the same bytes. Raises UserError for another suffix.
     """
-    suffix, colours = known_suffix(file), DARK if dark else LIGHT
-    themed = {**spec, "config": config(colours, background=colours["paper"])}
+    suffix = known_suffix(file)
+    themed = {**spec, "config": config(LIGHT, background=LIGHT["paper"])}
     if suffix == ".svg":
         write_text_atomically(file, vega.svg(themed))
         return

@@ -32,7 +32,7 @@ from meshtune.report.draw.table import facts as facts_table
 from meshtune.report.draw.words import model_title
 from meshtune.report.plan.numbers import named, number, plus_minus, seconds
 from meshtune.report.plan.panels import memory_and_time, memory_bars, over_time, predicted, time_bars
-from meshtune.report.plan.tables import NO_TIMES, clusters_table, explanation, layouts_table, side_by_side
+from meshtune.report.plan.tables import clusters_table, explanation, layouts_table, side_by_side
 from meshtune.units import GIB, counted, duration, human
 from meshtune.yaml_tree import read_yaml
 
@@ -108,9 +108,8 @@ def heading(result: Answer) -> Iterator[Text]:
     on = f" on {cluster.title} ({human(cluster.memory)} each, {machines}), in {workload.precision}"
     yield Text.assemble((workload.model, "bold"), on)
     yield from (Text(sentence, style="bold") for sentence in result.verdict)
-    predicted = "Memory and time are" if result.choice.cluster.timed else "Memory is"
-    yield Text(f"{predicted} predicted for {workload.tool.title} (constants of {workload.stack}).")
-    of_machine = unmeasured(cluster) if cluster.gpu.shared else ""
+    yield Text(f"Memory and time are predicted for {workload.tool.title} (constants of {workload.stack}).")
+    of_machine = unmeasured(cluster) if cluster.gpu.processor else ""
     yield from map(Text, filter(None, (*workload.notes, of_machine)))
 
 
@@ -134,11 +133,10 @@ def recommended(result: Answer, line: CommandLine) -> str:
 def figures(result: Answer) -> Iterator[tuple[str, ...]]:
     """Yield (name, value, error bar where there is one) of the chosen layout's figures."""
     choice, run = result.choice, result.run
-    if choice.cluster.timed:
-        error = plus_minus(choice.accuracy.time)
-        yield choice.cluster.speed_unit, number(choice.tokens_per_second_per_gpu), error
-        yield "a step", seconds(choice.seconds.total), error
-        yield "MFU", f"{choice.mfu:.1%}"
+    error = plus_minus(choice.accuracy.time)
+    yield choice.cluster.speed_unit, number(choice.tokens_per_second_per_gpu), error
+    yield "a step", seconds(choice.seconds.total), error
+    yield "MFU", f"{choice.mfu:.1%}"
     error = f"{plus_minus(choice.accuracy.memory)} of {choice.cluster.memory / GIB:.1f}"
     yield "peak memory, GiB", f"{choice.memory.peak / GIB:.1f}", error
     if run.seconds is not None and run.gpu_hours is not None:
@@ -188,8 +186,6 @@ def ranking(result: Answer) -> str:
             f"Row 1: the fastest of the layouts whose peak is at most {PEAK_TIE:.0%} of a "
             f"{device(result.choice.cluster)}'s memory above the lowest; the others by peak."
         )
-    if not result.choice.cluster.timed:
-        return f"In the order of their speed on {result.choice.cluster.gpu.as_of}. {NO_TIMES}"
     safely = " of those that fit safely" if result.choice.safe and not result.plan.safe.all() else ""
     return (
         f"Row 1: of the layouts within {TIE:.1%} of the shortest step{safely}, the one with the lowest peak "
