@@ -180,7 +180,7 @@ class Accounting:
         return Kept(*_by_rows(layouts, one.kept, several.kept)).with_keys(seq_len)
 
     def _traced(self, work: Work) -> tuple[Traced | None, Traced | None]:
-        """What was traced with (several rows, one row) a micro-batch; None if nothing was, or the stack saves
+        """Traces with (several rows, one row) a micro-batch; None if nothing was, or the stack saves
         by its own rule.
         """
         several = None if self.saved else work.traced.get(int(self.element))

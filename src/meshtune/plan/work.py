@@ -110,7 +110,7 @@ class Kept(NamedTuple):
 
 
 class Traced(NamedTuple):
-    """What a trace of the blocks gave, for one size of an element."""
+    """Saved bytes and peaks of a trace of the blocks, for one size of an element."""
 
     kept: Kept  # by an average block
     fullest: Kept  # by the block that keeps most
@@ -332,7 +332,7 @@ def _adapters(matrix: Gemm, lora_rank: int) -> tuple[Gemm, Gemm]:
 def _traced(
     blocks: Sequence[Block], saved: Sequence[Iterable[tuple[int, SavedBytes]]], *, masked: bool = True
 ) -> dict[int, Traced]:
-    """What the traces of the blocks gave, by bytes of an element (2, 4 and 8).
+    """Saved bytes and peaks of the traced blocks, by bytes of an element (2, 4 and 8).
 
     Without a size that a block lacks; saved bytes of 8 are twice those of 4. saved: of each block, by bytes
     of an element. masked: whether a run gives a mask to attention.
