@@ -473,8 +473,7 @@ def test_train_runs_the_layout_that_the_planner_chose(
 
 
 @pytest.mark.parametrize(
-    "layout",
-    cases(["auto", "{tp: auto, dp_replicate: auto}", "{pp: 2, schedule: auto}"]),
+    "layout", cases(["auto", "{tp: auto, dp_replicate: auto}", "{pp: 2, schedule: auto}"])
 )
 def test_ranks_run_the_layout_that_the_planner_chose_for_them(
     layout: str, process: Command, settings: Settings, tmp_path: Path

@@ -233,10 +233,7 @@ def test_a_stream_is_trained_on_and_resumed(meshtune: Command, settings: Setting
     tokens = 4 * 128  # of a step
     lengths = ("train.max_steps=6", "train.max_steps=3", f"train.total_tokens={6 * tokens - 1}")
     for length, name in zip(lengths, ("whole", "parts", "parts"), strict=True):
-        meshtune(
-            "train",
-            *settings("train.max_steps=null", *lasting, length, f"output={tmp_path / name}"),
-        )
+        meshtune("train", *settings("train.max_steps=null", *lasting, length, f"output={tmp_path / name}"))
     assert len(losses(tmp_path / "whole")) == 6
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
 
