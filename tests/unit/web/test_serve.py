@@ -22,14 +22,7 @@ def runs(tmp_path):
     return tmp_path / "runs"
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"host": "0.0.0.0"},
-        {"host": "::"},
-        {"token": "short"},
-    ],
-)
+@pytest.mark.parametrize("options", [{"host": "0.0.0.0"}, {"host": "::"}, {"token": "short"}])
 def test_what_is_refused(runs, options):
     with refuses(UserError):
         ui([runs], **({"host": "127.0.0.1", "port": 0, "token": None} | options))
