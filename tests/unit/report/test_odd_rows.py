@@ -12,9 +12,8 @@ from rich.console import Console
 from meshtune.meter.causes import Cause
 from meshtune.meter.parts import PARTS, StepTime, time_row
 from meshtune.meter.rows import memory_row
-from meshtune.report.compare.page import comparison_page
-from meshtune.report.compare.runs import compare
-from meshtune.report.run.points import Points
+from meshtune.report.compare import compare, comparison_page
+from meshtune.report.run.panels import Points
 from meshtune.report.run.report import run_page
 from meshtune.report.run.summary import samples_of
 from meshtune.report.run.tables import run_summary, samples_table

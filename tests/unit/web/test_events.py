@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import pytest
 from live_runs import end_row, locked, step_row, write_run
 
-from meshtune.report.run.points import Points
+from meshtune.report.run.panels import Points
 from meshtune.report.run.report import run_page, run_panels
 from meshtune.web import events
 from meshtune.web.events import Drawing, Followed, Hidden, Stamp
