@@ -247,8 +247,8 @@ def prepare(
 def facts_of(
     plan: SweepFile, simulate: str | None, sweep_id: str, before: Mapping[str, Any], *, slurm: bool
 ) -> dict[str, Any]:
-    """Rows of the table `sweep`; those of the machine are of the first start. slurm: of which the nodes run
-    the experiments.
+    """Rows of the table `sweep`; those of the machine are of the first start. slurm: its nodes run the
+    experiments.
     """
     facts: dict[str, Any] = {
         "id": sweep_id, "name": plan.name, "file": plain(plan.document), "axes": plan.axes, "run": plan.run,
