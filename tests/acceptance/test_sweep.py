@@ -140,7 +140,7 @@ def test_ctrl_c_says_how_to_go_on_and_no_process_is_left(
     assert f"being swept by process {sweeping.pid}" in second.err
     sweeping.send_signal(signal.SIGINT)
     stopped = end(sweeping, timeout=60, code=75)
-    assert "2 experiments to run; the same command goes on" in stopped.err
+    assert "2 experiments to run; the same command continues" in stopped.err
     assert results(out, "status") == [("waiting",), ("waiting",)]
     assert not [*marked(identity(out))]
 
