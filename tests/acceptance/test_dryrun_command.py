@@ -187,18 +187,9 @@ def test_layouts_of_every_axis_from_a_shell(
     process: Command, words: list[str], layout: str, ranks: Any
 ) -> None:
     ended = process(
-        "dryrun",
-        *words,
-        "--gpu",
-        "h100-sxm",
-        "--layout",
-        layout,
-        "--rank",
-        "3",
-        "--documents",
-        "60,40,20",
+        "dryrun", *words, "--gpu", "h100-sxm", "--layout", layout, "--rank", "3", "--documents", "60,40,20",
         "--json",
-    )
+    )  # fmt: skip
     check_contract(ended.json, layout)
     assert [rank["rank"] for rank in ended.json["ranks"]] == [*ranks]
     assert ended.json["documents"] == [60, 40, 20]
@@ -207,17 +198,9 @@ def test_layouts_of_every_axis_from_a_shell(
 @pytest.mark.all
 def test_tables_pictures_and_traces(process: Command, words: list[str], tmp_path: Path) -> None:
     ended = process(
-        "dryrun",
-        *words,
-        "--gpu",
-        "h100-sxm",
-        "--layout",
-        "zero3x2-pp2-1f1b-mb1",
-        "--plot",
-        tmp_path,
-        "--top",
-        "3",
-    )
+        "dryrun", *words, "--gpu", "h100-sxm", "--layout", "zero3x2-pp2-1f1b-mb1", "--plot", tmp_path,
+        "--top", "3",
+    )  # fmt: skip
     assert ended.out.startswith("zero3x2-pp2-1f1b-mb1-ga4 fits: ")
     for title in (
         "Memory at the peak",

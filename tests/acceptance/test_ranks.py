@@ -48,12 +48,6 @@ def test_a_rank_that_torchrun_started_starts_none(
     says(ended.err)
 
 
-def test_a_layout_that_the_model_can_not_take_is_refused_once(meshtune: Command, settings: Settings) -> None:
-    ended = meshtune("train", *settings("layout=tp3"), code=2)
-    assert ended.err.count("tp=3 does not divide 4 attention heads") == 1
-    assert "Traceback" not in ended.err
-
-
 @pytest.mark.all
 def test_two_ranks_train_as_one_started_here_or_by_torchrun(
     process: Command, settings: Settings, tmp_path: Path

@@ -42,7 +42,7 @@ from meshtune.plan.memory.timeline import CATEGORIES, CATEGORY_NAMES
 from meshtune.plan.models import models
 from meshtune.plan.phrases import largest_category, spent
 from meshtune.plan.search import PEAK_TIE, SAFE_COST, Choice, Plan, explained, search
-from meshtune.plan.seconds.step import TIE, Seconds, compute_parts
+from meshtune.plan.seconds.step import TIE, Seconds, StepTime
 from meshtune.plan.work import Work
 from meshtune.plan.workload import Workload
 from meshtune.sections import ClusterConfig
@@ -698,9 +698,9 @@ def check(each: advice.Alternative, best: Choice, plan: Plan) -> None:
 def check_cause(said: str, other: Choice, best: Choice, w: Workload) -> None:
     """Check that the named cause of extra compute is a part whose time is longer."""
     parts = [
-        compute_parts(
+        StepTime(
             w.work, Columns.of([choice.layout]), machine_of(w, choice.cluster), w.seq_len, w.document_tokens
-        )
+        ).compute_parts
         for choice in (other, best)
     ]
     more = {kind: float(np.squeeze(parts[0][kind] - parts[1][kind])) for kind in parts[0]}

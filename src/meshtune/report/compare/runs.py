@@ -161,7 +161,7 @@ def figures(summaries: Sequence[Summary], *, losses_compare: bool) -> Iterator[L
 
 
 def _speed(summaries: Sequence[Summary]) -> str:
-    """Unit of the runs' speed: per GPU if any run has several, of which tokens/s is the case of one."""
+    """Unit of the runs' speed: per GPU if any run has several; tokens/s is the case of one GPU."""
     return max((summary.speed_unit for summary in summaries), key=len)
 
 

@@ -22,7 +22,7 @@ class Curve(Series):
     kind: str = ""  # of the rows
     column: str = ""
     per: float = 1  # divides the values
-    last: tuple[float, ...] = ()  # values of which the mean at the end is; (): the curve isn't a mean
+    last: tuple[float, ...] = ()  # values whose mean is at the end; (): the curve isn't a mean
 
 
 class Quantity(NamedTuple):
@@ -128,9 +128,9 @@ def smoothed(name: str, rows: Sequence[Row], column: str) -> tuple[Curve, ...]:
 
 
 def running_mean(values: Sequence[float], window: int) -> tuple[float, ...]:
-    """Mean of the `window` (odd) values around each value; as many means as values.
+    """Mean of the `window` (odd) values around each value.
 
-    Near an end it takes as many values on each side as there are up to the end, but on the inner side at
+    Near an end its two sides are as long as the way to the end, but on the inner side at
     least window // END: a one-sided mean of all `window` values would change the trend at the ends, and fewer
     values would show noise as a trend.
     """
