@@ -209,7 +209,7 @@ class Subject:
     def simulate(
         self, job: Job, cluster: Cluster, log: Log, *, ranks: Iterable[int] = (), notes: Iterable[str] = ()
     ) -> Simulation:
-        """Trace each kind of rank of the job's layout and put them next to the prediction.
+        """Trace each kind of rank of the job's layout and put them next to the planner's prediction.
 
         cluster: with a device for each of the layout's ranks. ranks: to be traced too. notes: more sentences
         that the answer says.
@@ -219,6 +219,9 @@ class Subject:
         names = ", ".join(f"{rank:,}" for rank in stands_for)
         log(f"tracing two steps of {layout}: rank{'s' * (len(stands_for) > 1)} {names} of {layout.world:,} …")
         traces = trace_ranks(partial(trace_rank, job), [*stands_for], layout.world, tell=log)
+        workload = self.workload and self.workload.of_batch(layout.global_batch_size)
+        workload = workload and workload.of_labels(job.label_share)
+        choice = workload and explained(workload, cluster, layout)
         simulation = Simulation(
             model=self.config.model.name,
             layout=layout,
@@ -229,6 +232,8 @@ class Subject:
             stands_for=stands_for,
             copies=pipeline_copies(self.numbers.census, layout, self.config.data.seq_len),
             outside=0 if cluster.gpu.processor else outside_of(layout, self.config.train.precision),
+            workload=workload,
+            predicted=choice,
             expandable=allocator.expands(os.environ),
             notes=(
                 *self.notes,
@@ -238,22 +243,10 @@ class Subject:
                 *notes,
             ),
         )
-        return self.predicted(simulation, job.label_share)
-
-    def predicted(self, simulation: Simulation, label_share: float | None) -> Simulation:
-        """The simulation with what the planner knows: a prediction and, if it does not fit, what would.
-
-        label_share: labelled tokens as a share of sequences that are all data.seq_len long; None: all.
-        """
-        if self.workload is None:
-            return replace(simulation, instead=() if simulation.fits else (SMALLER,))
-        layout, cluster = simulation.layout, simulation.cluster
-        workload = self.workload.of_batch(layout.global_batch_size).of_labels(label_share)
-        choice = explained(workload, cluster, layout)
-        simulation = replace(simulation, predicted=choice, workload=workload)
         if simulation.fits:
             return simulation
-        return replace(simulation, instead=tuple(out_of_memory(choice, workload, self.lighter)))
+        instead = out_of_memory(choice, workload, self.lighter) if choice and workload else [SMALLER]
+        return replace(simulation, instead=tuple(instead))
 
 
 @contextmanager
@@ -314,13 +307,13 @@ def notes_on_layout(config: Config, layout: Layout) -> Iterator[str]:
     """Sentences on numbers of the layout that the settings have otherwise."""
     if (gpus := config.cluster_config.gpus) not in (None, layout.world):
         yield (
-            f"{layout} has {counted(layout.world, 'rank')}, but cluster.gpus is {gpus}; the layout's are "
-            "simulated."
+            f"{layout} has {counted(layout.world, 'rank')}, but cluster.gpus is {gpus}; the layout's "
+            "number is simulated."
         )
     if layout.global_batch_size != config.global_batch_size:
         yield (
             f"{layout} makes {counted(layout.global_batch_size, 'sequence')} a step, but "
-            f"train.global_batch_size is {config.global_batch_size}; the layout's are simulated."
+            f"train.global_batch_size is {config.global_batch_size}; the layout's number is simulated."
         )
 
 

@@ -13,6 +13,7 @@ import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -61,43 +62,33 @@ OPERATORS = {
 PEER = {"send": "dst", "recv_": "src"}  # argument with the other rank's number in the group
 
 
-class Groups:
-    """The process groups of a layout's ranks, as axes. layout: of all ranks."""
+def collective_of(layout: Layout, func: Any, args: Any, kwargs: Any) -> Collective | None:
+    """The collective that a c10d operator runs with these arguments; None: it sends no tensor.
 
-    def __init__(self, layout: Layout) -> None:
-        self.layout = layout
-        self.members: dict[str, tuple[str, list[int], int]] = {}  # see `_members`, by the group's name
+    layout: of all ranks. Raises KeyError for an operator that is not known.
+    """
+    if func._opname == "barrier":
+        return None
+    given = {argument.name: value for argument, value in arguments(func, args, kwargs)}
+    op, position = OPERATORS[func._opname]
+    ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(given["process_group"]))
+    peer = PEER.get(func._opname)
+    return Collective(
+        op=op,
+        axis=axis_of(layout, tuple(ranks)),
+        ranks=len(ranks),
+        bytes=sum(tensor.nbytes for tensor in tree_leaves(args[position])),
+        stride=ranks[1] - ranks[0] if len(ranks) > 1 else 1,
+        peer=None if peer is None else ranks[given[peer]],
+        waits=not given.get("async_op", peer is not None),
+    )
 
-    def collective(self, func: Any, args: Any, kwargs: Any) -> Collective | None:
-        """The collective that a c10d operator runs with these arguments; None: it sends no tensor.
 
-        Raises KeyError for an operator that is not known.
-        """
-        given = {argument.name: value for argument, value in arguments(func, args, kwargs)}
-        if func._opname == "barrier":
-            return None
-        op, position = OPERATORS[func._opname]
-        group = dist.ProcessGroup.unbox(given["process_group"])
-        if group.group_name not in self.members:
-            self.members[group.group_name] = self._members(group)
-        axis, ranks, stride = self.members[group.group_name]
-        peer = PEER.get(func._opname)
-        return Collective(
-            op=op,
-            axis=axis,
-            ranks=len(ranks),
-            bytes=sum(tensor.nbytes for tensor in tree_leaves(args[position])),
-            stride=stride,
-            peer=None if peer is None else ranks[given[peer]],
-            waits=not given.get("async_op", peer is not None),
-        )
-
-    def _members(self, group: dist.ProcessGroup) -> tuple[str, list[int], int]:
-        """(Axes along which a group's ranks differ, its ranks in the world, distance of the first two)."""
-        ranks = dist.get_process_group_ranks(group)
-        places = [coordinates(self.layout, rank) for rank in ranks]
-        axes = [name for name in AXES if len({place[name] for place in places}) > 1]
-        return "+".join(axes), ranks, ranks[1] - ranks[0] if len(ranks) > 1 else 1
+@cache
+def axis_of(layout: Layout, ranks: tuple[int, ...]) -> str:
+    """The axes along which these ranks of a layout differ, joined by "+"."""
+    places = [coordinates(layout, rank) for rank in ranks]
+    return "+".join(name for name in AXES if len({place[name] for place in places}) > 1)
 
 
 def arguments(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
@@ -140,7 +131,7 @@ NOWHERE = Place("", -1, -1)
 class Recorder(Ledger):
     """Writes `trace`, the trace of one step, while it is entered.
 
-    model: this rank's stages. groups: of its layout. pairs: see flops_of. read: makes up the number that the
+    model: this rank's stages. layout: of all ranks. pairs: see flops_of. read: makes up the number that the
     host reads from a tensor; None: it is read.
     """
 
@@ -149,12 +140,12 @@ class Recorder(Ledger):
         device: torch.device,
         trace: StepTrace,
         model: nn.Module,
-        groups: Groups,
+        layout: Layout,
         *,
         pairs: Callable[[str, Any], float],
         read: Callable[[Tensor], Any] | None = None,
     ) -> None:
-        self.trace, self.model, self.groups, self.pairs, self.read = trace, model, groups, pairs, read
+        self.trace, self.model, self.layout, self.pairs, self.read = trace, model, layout, pairs, read
         self.names = module_names(model)
         self.parameter_names = {id(p): name for name, p in named_parameters(model)}
         self.numbers: dict[int, int] = {}  # address of a living storage -> its number in the trace
@@ -277,7 +268,7 @@ class Recorder(Ledger):
             self._host_read()
 
     def _message(self, operation: Operation, func: Any, args: Any, kwargs: Any) -> None:
-        collective = self.groups.collective(func, args, kwargs)
+        collective = collective_of(self.layout, func, args, kwargs)
         if collective is None:
             return
         buffers = {self.trace.storages[number].category for number in operation.reads}

@@ -98,7 +98,7 @@ class StepTime:
         return next((each for each in self.ranks if each.trace == rank), None)
 
     def host(self, phase: str) -> float:
-        """Seconds in which the mean rank waits for its host in a phase of the step, but for its start."""
+        """Seconds in which the mean rank waits for its host in a phase, without the start of the step."""
         return sum(rank.host.get(phase, 0.0) for rank in self.ranks) / len(self.ranks)
 
 
@@ -176,8 +176,6 @@ class _World:
         """Make the tasks of one rank of the pipeline."""
         rank = _Rank(pp, program, _feeds(program), _reading(program), self.costs.machine.host_step)
         self.ranks.append(rank)
-        for number in program.cut.before:
-            self._operation(rank, number, NO_PASS)
         late: list[Pass] = []  # their messages leave with those of the next pass
         following = [run for run, _ in program.order[1:]] + [NO_PASS]
         for (run, numbers), after in zip(program.order, following, strict=True):
@@ -193,8 +191,6 @@ class _World:
                 for each in late:
                     self._send(rank, each)
                 late = []
-        for number in program.cut.after:
-            self._operation(rank, number, NO_PASS)
 
     def _together(self, run: Pass, after: Pass) -> bool:
         """True for a forward and the backward paired in DualPipeV, which are one action of torch's."""
@@ -202,7 +198,7 @@ class _World:
 
     def _received(self, pp: int, run: Pass) -> tuple | None:
         """Key of the message that a pass waits for; None: there is none, or it comes from the same rank."""
-        if run.kind == "W":
+        if run.kind in ("", "W"):
             return None
         forward = run.kind == "F"
         sender = self.pp_of_stage.get(run.stage + (-1 if forward else 1))
@@ -210,9 +206,9 @@ class _World:
 
     def _send(self, rank: _Rank, run: Pass) -> None:
         """Make the task of the message that a pass sends to the next stage, if that is on another rank."""
-        forward, size = run.kind == "F", rank.program.cut.message
+        forward, size = run.kind == "F", rank.program.message
         to = run.stage + (1 if forward else -1)
-        if run.kind == "W" or self.pp_of_stage.get(to, rank.pp) == rank.pp:
+        if run.kind in ("", "W") or self.pp_of_stage.get(to, rank.pp) == rank.pp:
             return
         stride = self.layout.world // self.layout.pp
         message = Collective("send", "pp", self.layout.pp, size, stride)
@@ -407,7 +403,7 @@ def _only_copies(each: Operation, program: Program) -> bool:
 
 
 def _mean(parts: Sequence[Seconds]) -> Seconds:
-    """Mean rank of a pipeline; what the busiest has more to do than the mean one is its `imbalance`."""
+    """Mean of the ranks' parts; their bubble is that of the busiest rank, the rest of it `imbalance`."""
     mean = {name: sum(getattr(each, name) for each in parts) / len(parts) for name in vars(parts[0])}
     least = min(each.bubble for each in parts)
     return Seconds(**mean | {"bubble": least, "imbalance": mean["bubble"] - least})
@@ -501,12 +497,12 @@ def _end_of_passes(step: StepTrace) -> int:
 
 @dataclass
 class Program:
-    """Passes of one rank of the pipeline in a step."""
+    """A step of one rank of the pipeline."""
 
     trace: RankTrace  # its own, or of the rank that stands for it
     step: StepTrace
-    cut: Cut
-    order: list[tuple[Pass, list[int]]]  # passes with their operations, in order
+    order: list[tuple[Pass, list[int]]]  # passes with their operations; NO_PASS before and after them
+    message: int  # as Cut.message
 
 
 def programs(
@@ -535,7 +531,8 @@ def programs(
             (each, found.run(each.kind, of_like[stages.index(each.stage)], traced_number(trace, each)))
             for each in passes
         ]
-        made.append(Program(trace, step_of(trace, step), found, order))
+        order = [(NO_PASS, found.before), *order, (NO_PASS, found.after)]
+        made.append(Program(trace, step_of(trace, step), order, found.message))
     return made
 
 
@@ -544,7 +541,7 @@ def step_of(trace: RankTrace, number: int) -> StepTrace:
 
 
 def traced_number(trace: RankTrace, each: Pass) -> int:
-    """Number in the trace of the micro-batch that stands for a pass's."""
+    """Number of the traced micro-batch that stands for the micro-batch of a pass."""
     left_out = trace.of - trace.micro_batches
     if left_out <= 0 or trace.steady < 0 or each.micro_batch <= trace.steady:
         return each.micro_batch

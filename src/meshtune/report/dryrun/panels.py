@@ -27,7 +27,7 @@ COLUMNS = 400  # of bands over one step: where more phases follow each other, th
 MOST_INTERVALS = 2000  # of one timeline
 NEAR = 0.3  # share of a GPU's memory from which a peak is drawn below its capacity
 FINEST = 2000  # pixels of a timeline, about
-SECTIONS = ("first step", "later steps")
+STEPS, END = ("first step", "later steps"), "end of the step"
 
 Starts = Sequence[float]  # of each operation of a step in seconds, ascending, then the step's end
 
@@ -52,36 +52,28 @@ def memory_panel(
     capacity: bytes of a GPU, which are marked if the peak comes near them; 0: not known. starts: for each
     step; (): the axis counts its operations. most: levels of a step that are drawn.
     """
-    parts: dict[str, list[float]] = {category: [] for category in CATEGORIES}
-    x: list[float] = []
-    texts: list[str] = []
+    rows: list[tuple[float, dict[str, int], str]] = []  # x, bytes by category, event
     bands, sections, peaks = [], [], []
     begin = 0.0
     for number, step in enumerate(trace.steps):
         times = starts[number] if starts else [float(at) for at in range(len(step.operations) + 1)]
         for at, sizes in levels(step, most):
-            x.append(begin + times[min(at, len(times) - 1)])
-            texts.append(_event(step, at))
-            for category in CATEGORIES:
-                parts[category].append(sizes[category] / GIB)
+            rows.append((begin + times[min(at, len(times) - 1)], sizes, _event(step, at)))
         bands += [Band(begin + one.start, begin + one.end, one.name) for one in _bands(step, times)]
-        sections.append(Mark(begin, SECTIONS[number]))
+        sections.append(Mark(begin, STEPS[number]))
         size, at = step.peak()
         peaks.append(Point(begin + times[max(at, 0)], size / GIB, f"peak {human(size)}"))
         begin += times[-1]
-        x.append(begin)  # the last level lasts until the step ends
-        texts.append("end of the step")
-        for sizes_of_one in parts.values():
-            sizes_of_one.append(sizes_of_one[-1])
+        rows.append((begin, rows[-1][1], END))  # the last level lasts until the step ends
     near = capacity and max(point.y for point in peaks) * GIB > NEAR * capacity
-    names = [name for name in CATEGORIES if any(parts[name])]
+    parts = {name: tuple(sizes[name] / GIB for _, sizes, _ in rows) for name in CATEGORIES}
     return Areas(
         f"memory_of_rank_{trace.rank}",
         f"Memory of {rank_title(trace)} over a step{_some(trace)}",
         "GiB",
-        tuple(x),
-        {shown(name): tuple(parts[name]) for name in names},
-        tuple(texts),
+        tuple(x for x, _, _ in rows),
+        {shown(name): sizes for name, sizes in parts.items() if any(sizes)},
+        tuple(event for _, _, event in rows),
         "seconds" if starts else "operations",
         Mark(capacity / GIB, f"capacity {capacity / GIB:.1f} GiB") if near else None,
         height=320,
@@ -99,7 +91,7 @@ def _some(trace: RankTrace) -> str:
 
 
 def _event(step: StepTrace, at: int) -> str:
-    return described(step.operations[at]) if at < len(step.operations) else "end of the step"
+    return described(step.operations[at]) if at < len(step.operations) else END
 
 
 def _bands(step: StepTrace, times: Starts) -> list[Band]:

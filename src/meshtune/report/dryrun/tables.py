@@ -9,11 +9,9 @@ from meshtune.layout import Layout
 from meshtune.meter.trace import CATEGORIES, OPTIMIZER, RankTrace
 from meshtune.report.draw.table import Column, Table
 from meshtune.report.dryrun.living import Peak, by_module
-from meshtune.report.dryrun.panels import rank_title, shown
+from meshtune.report.dryrun.panels import STEPS, rank_title, shown
 from meshtune.report.dryrun.remedies import largest
 from meshtune.units import counted, human
-
-STEPS = ("first step", "later steps")
 
 
 def peak_table(
