@@ -68,12 +68,8 @@ FAMILIES: dict[str, Callable[..., PretrainedConfig]] = {
     "qwen3": _family(Qwen3Config, COMMON | HEAD_DIM),
     "mistral": _family(MistralConfig, COMMON | HEAD_DIM, sliding_window=WINDOW),
     "gemma2": _family(
-        Gemma2Config,
-        COMMON | HEAD_DIM | WINDOWED,
-        tie_word_embeddings=True,
-        query_pre_attn_scalar=16,
-        attn_logit_softcapping=1.0,
-        final_logit_softcapping=2.0,
+        Gemma2Config, COMMON | HEAD_DIM | WINDOWED, tie_word_embeddings=True, query_pre_attn_scalar=16,
+        attn_logit_softcapping=1.0, final_logit_softcapping=2.0,
     ),
     "gemma3": _family(
         Gemma3TextConfig,
@@ -87,11 +83,7 @@ FAMILIES: dict[str, Callable[..., PretrainedConfig]] = {
     ),
     "olmo2": _family(Olmo2Config, COMMON),
     "starcoder2": _family(
-        Starcoder2Config,
-        COMMON,
-        sliding_window=WINDOW,
-        residual_dropout=0.0,
-        embedding_dropout=0.0,
+        Starcoder2Config, COMMON, sliding_window=WINDOW, residual_dropout=0.0, embedding_dropout=0.0,
         tie_word_embeddings=True,
     ),
     "cohere": _family(CohereConfig, COMMON, tie_word_embeddings=True, use_qk_norm=False, logit_scale=0.5),
@@ -99,7 +91,7 @@ FAMILIES: dict[str, Callable[..., PretrainedConfig]] = {
     "gpt_neox": _family(
         GPTNeoXConfig, {k: v for k, v in COMMON.items() if k != "num_key_value_heads"}, hidden_dropout=0.0
     ),
-}
+}  # fmt: skip
 
 LINEAR_LAYERS: dict[str, Any] = {
     "linear_num_value_heads": 4,
@@ -136,9 +128,8 @@ RECURRENT: dict[str, Callable[..., PretrainedConfig]] = {
         n_mamba_heads=8, mamba_d_state=16, adapter_rank=8, chunk_size=16,
     ),
     "recurrent_gemma": _family(
-        RecurrentGemmaConfig,
-        COMMON,
-        lru_width=64, attention_window_size=WINDOW, block_types=["recurrent", "attention"],
+        RecurrentGemmaConfig, COMMON, lru_width=64, attention_window_size=WINDOW,
+        block_types=["recurrent", "attention"],
     ),
 }  # fmt: skip
 

@@ -47,22 +47,28 @@ def write_rows(file: Path, rows: list[dict[str, Any]]) -> Path:
     return file
 
 
-def make_folder(folder: Path) -> Path:
-    """Write a tiny random Llama with its tokenizer (`model/`), train.jsonl, test.jsonl; returns `folder`."""
+def make_llama(**changes: Any) -> Any:
+    """A tiny Llama with random weights, the same at each making. changes: of its configuration."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": 300, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
+        "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+    }  # fmt: skip
+    return LlamaForCausalLM(LlamaConfig(**sizes | changes))
+
+
+def make_folder(folder: Path) -> Path:
+    """Write a tiny random Llama with its tokenizer (`model/`), train.jsonl, test.jsonl; returns `folder`."""
     train, test = make_rows(120), make_rows(20, seed=1)
     write_rows(folder / "train.jsonl", train)
     write_rows(folder / "test.jsonl", test)
     tokenizer = make_tokenizer([f"{row['prompt']}\n{row['completion']}" for row in train], 300)
     tokenizer.save_pretrained(folder / "model")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=300, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=512, bos_token_id=1, eos_token_id=2, pad_token_id=0,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    make_llama().save_pretrained(folder / "model")
     return folder
 
 

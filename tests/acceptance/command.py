@@ -73,13 +73,9 @@ def fork(*words: object) -> "subprocess.Popen[str]":
             os._exit(code)
 
     return subprocess.Popen(
-        ["never run"],
-        preexec_fn=command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+        ["never run"], preexec_fn=command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
 
 
 def end(process: "subprocess.Popen[str]", *, timeout: float = 240, code: int | None = 0) -> Ended:

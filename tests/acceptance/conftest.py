@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from command import Command, Ended, end, fork, start
-from tiny import make_tokenizer
+from tiny import make_llama, make_tokenizer
 
 Process = subprocess.Popen[str]
 
@@ -70,26 +70,10 @@ def process(begin: Any) -> Command:
 @pytest.fixture(scope="session")
 def gsm8k_model(gsm8k: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder made by save_pretrained: a tiny random Llama, and a tokenizer trained on GSM8K."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     folder = tmp_path_factory.mktemp("gsm8k") / "base"
     rows = [json.loads(line) for line in (gsm8k / "train.jsonl").read_text().splitlines()]
     tokenizer = make_tokenizer([f"{row['question']}\n{row['answer']}" for row in rows], 4096)
     tokenizer.save_pretrained(folder)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=4096,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-        tie_word_embeddings=True,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 1024}
+    make_llama(vocab_size=4096, tie_word_embeddings=True, **sizes).save_pretrained(folder)
     return folder

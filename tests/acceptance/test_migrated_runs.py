@@ -93,7 +93,7 @@ def test_the_command_prints_a_config_and_names_what_has_no_counterpart(meshtune:
     ("words", "said"),
     [
         (["nowhere.yaml"], "cannot be read"),
-        ([FILES / "trl-sft.json", "--from", "trl2"], "--from trl2 is no tool; it is one of axolotl"),
+        ([FILES / "trl-sft.json", "--from", "trl2"], "--from trl2 is not a tool; it is one of axolotl"),
         ([FILES / "trl-sft.json", "--out", FILES / "trl-sft.json"], "exists; name another file with --out"),
         (["train.seed=1"], "Name the file to migrate"),
     ],

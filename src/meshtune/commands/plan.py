@@ -8,6 +8,7 @@ import re
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -271,7 +272,7 @@ def search(
     if verify:
         simulated = verification.verified(config, best.best(verify))
         facts = {**document.facts, "verified": simulated}
-        show(facts, beside.verified(simulated), as_json=as_json)
+        show(replace(beside.verified(simulated), facts=facts), as_json=as_json)
     if plot:
         log("searching for other batches and cluster sizes to draw …")
         sizes = best.by_size if clusters["gpus"] else None

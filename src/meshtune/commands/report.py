@@ -29,7 +29,7 @@ def report(
     ],
     out: Annotated[
         Path | None,
-        typer.Option(help="the page; default: report.html in the folder, or beside the first of several"),
+        typer.Option(help="the page; default: report.html in the folder, or next to the first of several"),
     ] = None,
     png: Annotated[
         Path | None,
@@ -86,7 +86,9 @@ def kind_of(path: Path) -> str | None:
 def nothing_there(path: Path) -> str:
     """A sentence on a path that is none of RUN, SWEEP and PLAN."""
     if path.is_file():
-        return f"{path} is no sweep's database, and no plan that meshtune plan --json or a run has written."
+        return (
+            f"{path} is neither a sweep's database nor a plan that meshtune plan --json or a run has written."
+        )
     meant = path_meant(str(path), lambda near: RunDir(near).holds_run or database_of(near) is not None)
     files = "config.yaml, metrics.jsonl and sweep.db"
     return f"{path} holds no run and no sweep: none of {files} is there{meant or '.'}"
@@ -99,8 +101,7 @@ def of_run(run: RunDir) -> tuple["Document", Path]:
 
 
 def of_runs(paths: Sequence[Path]) -> tuple["Document", Path]:
-    from meshtune.report.compare.page import comparison_page
-    from meshtune.report.compare.runs import compare
+    from meshtune.report.compare import compare, comparison_page
 
     return comparison_page(compare(paths)), paths[0].resolve().parent / "comparison.html"
 

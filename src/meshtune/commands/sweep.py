@@ -43,7 +43,7 @@ def sweep(
     ] = None,
     jobs: Annotated[
         int | None,
-        typer.Option(min=1, help="experiments at once; default: 1 on a processor, as many as fit on GPUs"),
+        typer.Option(min=1, help="experiments at once; default: 1 on a processor, all that fit on GPUs"),
     ] = None,
     slurm: Annotated[
         bool, typer.Option(help="submit the experiments as Slurm job arrays, and collect")

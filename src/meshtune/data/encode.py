@@ -439,17 +439,12 @@ def remedies(encoder: Encoder, refused: Sequence[tuple[Example, BadRow]]) -> lis
             rows = [example for example, bad in refused if bad.reason == reason]
             if all(_helps(changed, remedy.change(row) if remedy.change else row) for row in rows):
                 helpful[reason].append(remedy.clause)
-    if len(reasons) == 1:
-        return [*sentences, _sentence("", helpful[reasons[0]])]
-    return sentences + [
-        _sentence(f"Of rows with the reason {reason}: ", clauses) for reason, clauses in helpful.items()
-    ]
-
-
-def _sentence(subject: str, clauses: Sequence[str]) -> str:
-    if not clauses:
-        return f"{subject}No setting that was tried would help; {SKIP}."
-    return f"{subject}What would help: {'; '.join([*clauses, SKIP])}."
+    for reason, clauses in helpful.items():
+        subject = f"Of rows with the reason {reason}: " if len(reasons) > 1 else ""
+        helps = f"What would help: {'; '.join([*clauses, SKIP])}."
+        no_help = f"No setting that was tried would help; {SKIP}."
+        sentences.append(subject + (helps if clauses else no_help))
+    return sentences
 
 
 def _helps(encoder: Encoder, row: Example) -> bool:
@@ -470,18 +465,13 @@ def _candidates(encoder: Encoder) -> Iterator[Remedy]:
         )
         if encoder.train_on != "completion":
             yield Remedy("data.train_on=completion labels the last answer only", {"train_on": "completion"})
-    yield Remedy(
-        "data.chat_template=training writes every turn as the last one", {"chat_template": "training"}
-    )
-    for name in THINKING:
-        given = encoder.template_variables
-        for value in (True, False):
-            if name in template and given.get(name) is not value:
-                written = str(value).lower()
-                yield Remedy(
-                    f"data.chat_template_kwargs={{{name}: {written}}}",
-                    {"template_variables": {**given, name: value}},
-                )
+    training = "data.chat_template=training writes every turn as the last one"
+    yield Remedy(training, {"chat_template": "training"})
+    given = encoder.template_variables
+    for name in (name for name in THINKING if name in template):
+        for value in (value for value in (True, False) if given.get(name) is not value):
+            clause = f"data.chat_template_kwargs={{{name}: {str(value).lower()}}}"
+            yield Remedy(clause, {"template_variables": {**given, name: value}})
     if encoder.control_tokens != "text":
         yield Remedy("data.control_tokens=text trains on their characters", {"control_tokens": "text"})
     if encoder.control_tokens != "keep":
@@ -495,15 +485,13 @@ def _stripped(row: Example) -> Example:
     """A row whose answers begin without white space."""
     if row.messages is None:
         return replace(row, completion=(row.completion or "").lstrip())
-    return replace(
-        row,
-        messages=tuple(
-            message | {"content": message["content"].lstrip()}
-            if message["role"] == "assistant" and isinstance(message.get("content"), str)
-            else message
-            for message in row.messages
-        ),
-    )
+    begun = [
+        message | {"content": message["content"].lstrip()}
+        if message["role"] == "assistant" and isinstance(message.get("content"), str)
+        else message
+        for message in row.messages
+    ]
+    return replace(row, messages=tuple(begun))
 
 
 def _untrained(row: Example, index: int) -> Example:

@@ -28,7 +28,7 @@ from meshtune.plan.phrases import (
     spent,
 )
 from meshtune.plan.search import Choice, Plan, best_fitting, explained
-from meshtune.plan.seconds.step import PARTS, TIE, compute_parts
+from meshtune.plan.seconds.step import PARTS, TIE, StepTime
 from meshtune.plan.workload import Workload
 from meshtune.precision import PRECISIONS
 from meshtune.units import count, duration, human, significant
@@ -40,7 +40,7 @@ NOTABLE = 0.1  # share of a difference in compute from which a kind of work is n
 NAMED = 3  # parts of a step that one comparison names at most
 
 
-COMPUTE = {  # kinds of work of `compute_parts`
+COMPUTE = {  # kinds of work of `StepTime.compute_parts`
     "matmuls": "matmuls",
     "attention": "attention",
     "elementwise": "elementwise operations",
@@ -249,8 +249,8 @@ def _alternative(plan: Plan, best: Choice, kind: Change) -> Alternative:
 def comparison(workload: Workload, other: Choice, best: Choice) -> str:
     """Compare step times with the chosen layout `best`, and name the parts whose time grows most.
 
-    At most NAMED of them, until what is left is no more than the last one named. Where `other` is no slower,
-    within TIE: compare memory instead. The result continues the name of `other`.
+    At most NAMED of them, until the rest is at most the last one named. Where `other` isn't slower, within
+    TIE: compare memory instead. The result continues the name of `other`.
     """
     more = other.seconds.total / best.seconds.total - 1
     needs = f"{human(other.memory.peak)} instead of {human(best.memory.peak)}"
@@ -282,14 +282,14 @@ def comparison(workload: Workload, other: Choice, best: Choice) -> str:
 def compute_cause(workload: Workload, other: Choice, best: Choice, *, like: float) -> str:
     """The kinds of work that make `other` compute longer than `best`, as the end of a sentence.
 
-    Compares the `compute_parts` of both; kinds below NOTABLE of the difference are left out, those that take
-    less are among them. like: see `duration`.
+    Kinds below NOTABLE of the difference are left out; those that take less are among them. like: see
+    `duration`.
     """
     parts = [
-        compute_parts(
+        StepTime(
             workload.work, Columns.of([choice.layout]), machine_of(workload, choice.cluster),
             workload.seq_len, workload.document_tokens,
-        )
+        ).compute_parts
         for choice in (other, best)
     ]  # fmt: skip
     more = {kind: float(np.squeeze(parts[0][kind] - parts[1][kind])) for kind in parts[0]}
@@ -406,10 +406,10 @@ def batch_sentences(plan: Plan) -> list[str]:
         ]
     sentences = []
     for change, choice, reason in predicted:
-        size = change.workload.global_batch_size
-        gain = f"{change.words} {reason}"
+        sentence = f"{change.words} {reason}"
         if choice and not reason:
-            gain = Outcome(change, choice, best).sentence()
-        instead = f"instead of {updates[workload.global_batch_size]}"
-        sentences.append(f"{gain} {updates[size]} optimizer updates per million tokens {instead}.")
+            update = f"{updates[change.workload.global_batch_size]} optimizer updates per million tokens"
+            instead = f"instead of {updates[workload.global_batch_size]}"
+            sentence = f"{Outcome(change, choice, best).sentence()} {update} {instead}."
+        sentences.append(sentence)
     return sentences

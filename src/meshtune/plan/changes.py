@@ -127,7 +127,7 @@ def changes(
     """Yield every change, the least of each kind first.
 
     layout: yield changes to it that the model can be trained under, and settings under which it stays; None:
-    yield settings under each of which the layout is searched for. fixed: as in `search`. lighter: is called
+    yield settings; the layout is searched for under each of them. fixed: as in `search`. lighter: is called
     when its turn comes.
     """
     for kind, words, other in neighbours(layout, int(workload.work.blocks)) if layout else ():

@@ -25,6 +25,7 @@ from meshtune.nearest import did_you_mean, nearest
 from meshtune.study.conditions import Condition
 from meshtune.study.sweep_settings import (
     LAYOUT_FIELDS,
+    LEFT_TO_THE_SWEEP,
     SETTINGS,
     base_problems,
     default_of,
@@ -56,7 +57,7 @@ def values_of(key: str, value: Any, problems: list[str]) -> list[Any]:
         problems += unknown
         return []
     if isinstance(value, Mapping) and key == "layout" and value.keys() == {"best"}:
-        return [*_best(value, problems)]
+        return [_best(value, problems)]
     if isinstance(value, Mapping):
         try:
             return [*_range(key, value)]
@@ -88,7 +89,7 @@ def changes_of(name: str, entries: Any, problems: list[str]) -> list[Change]:
             if unknown := key_problems(key):
                 problems += unknown
             elif name == "experiments" and key == "layout" and isinstance(value, Mapping) and "best" in value:
-                change[key] = next(iter(_best(value, problems)), value)
+                change[key] = _best(value, problems)
             else:
                 problems += value_problems(key, value)
         changes.append(change)
@@ -102,12 +103,11 @@ def number_of(value: Any) -> Any:
     return value
 
 
-def _best(value: Mapping[str, Any], problems: list[str]) -> Iterator[Best]:
+def _best(value: Mapping[str, Any], problems: list[str]) -> Best:
     number = value["best"]
-    if type(number) is int and number > 0:
-        yield Best(number)
-    else:
+    if type(number) is not int or number < 1:
         problems.append(f"layout.best = {written(number)}: write a number of layouts, such as 3.")
+    return Best(number)
 
 
 def _range(key: str, value: Mapping[str, Any]) -> Iterator[Any]:
@@ -157,7 +157,6 @@ KEYS = {
 }
 MOST = 100_000  # experiments of a sweep
 MOST_COMBINATIONS = 2_000_000  # of the axes, before the conditions
-OWN = ("output", "output_exists")  # settings that the sweep sets itself
 DERIVED = ("layout.world", "layout.data_ranks")  # further names that a condition may have
 
 
@@ -346,14 +345,14 @@ def unknown_key(key: Any) -> str:
     """Sentence on a key of the file that is none of KEYS."""
     known = ", ".join(KEYS)
     if near := nearest(str(key), KEYS):
-        return f"{key} is no key of a sweep{did_you_mean(near)}"
+        return f"{key} is not a key of a sweep{did_you_mean(near)}"
     if not key_problems(str(key)) or str(key).split(".")[0] in SETTINGS:
-        return f"{key} is no key of a sweep: settings go into `base` or `axes`. Its keys: {known}."
-    return f"{key} is no key of a sweep; its keys: {known}."
+        return f"{key} is not a key of a sweep: settings go into `base` or `axes`. Its keys: {known}."
+    return f"{key} is not a key of a sweep; its keys: {known}."
 
 
 def _base(value: Any, folder: Path, overrides: Sequence[str], problems: list[str]) -> Tree:
-    """The base as a tree of sections, with overrides laid over it; without the settings in OWN."""
+    """The base as a tree of sections, with overrides laid over it, but for LEFT_TO_THE_SWEEP."""
     try:
         if isinstance(value, str):
             tree = read_yaml(folder / expanded(value), SETTINGS)
@@ -366,7 +365,7 @@ def _base(value: Any, folder: Path, overrides: Sequence[str], problems: list[str
     except UserError as error:
         problems += error.problems
         return {}
-    for key in OWN:
+    for key in LEFT_TO_THE_SWEEP:
         tree = without(tree, [key])
     problems += base_problems(tree)
     return tree

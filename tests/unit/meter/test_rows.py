@@ -48,12 +48,8 @@ def test_mfu_is_never_above_one(flops, expected):
 def test_perplexity_is_the_exponential_of_the_loss():
     row = eval_row(step=3, loss=2.0, label_tokens=10)
     assert row == {
-        "kind": "eval",
-        "step": 3,
-        "loss": 2.0,
-        "perplexity": pytest.approx(7.389056),
-        "label_tokens": 10,
-    }
+        "kind": "eval", "step": 3, "loss": 2.0, "perplexity": pytest.approx(7.389056), "label_tokens": 10,
+    }  # fmt: skip
 
 
 def test_perplexity_of_a_huge_loss_is_infinite_and_not_an_error():

@@ -282,14 +282,10 @@ def test_the_kernel_under_a_private_name_still_equals_scaled_dot_product_attenti
 @pytest.mark.parametrize(
     "bad",
     [
-        {"attention_mask": torch.zeros(1)},
-        {"is_causal": False},
-        {"head_mask": torch.ones(4)},
-        {"output_attentions": True},
-        {"use_cache": True},
-        {"something_new": 3},
+        {"attention_mask": torch.zeros(1)}, {"is_causal": False}, {"head_mask": torch.ones(4)},
+        {"output_attentions": True}, {"use_cache": True}, {"something_new": 3},
     ],
-)
+)  # fmt: skip
 def test_an_argument_that_would_change_the_result_is_refused_by_name(bad):
     q, k, v = tensors(SEQ)
     with pytest.raises(NotImplementedError, match=next(iter(bad))):

@@ -190,16 +190,12 @@ TWO = "pp2-gpipe pp2-1f1b pp2-interleaved1f1b-v2 pp2-loopedbfs-v2 pp2-zb-v2 pp2-
     ("family", "text"),
     cases(
         [
-            *(("llama", text) for text in TWO.split()),
-            ("llama-tied", "pp2-1f1b"),
-            ("llama-tied", "pp2-zbv"),
-            ("gemma2", "pp2-1f1b"),
-            ("granite", "pp2-zbv"),
-            ("cohere", "pp2-zb-v2"),
+            *(("llama", text) for text in TWO.split()), ("llama-tied", "pp2-1f1b"), ("llama-tied",
+            "pp2-zbv"), ("gemma2", "pp2-1f1b"), ("granite", "pp2-zbv"), ("cohere", "pp2-zb-v2"),
         ],
         ci=[("llama", "pp2-interleaved1f1b-v2"), ("llama-tied", "pp2-zbv")],
     ),
-)
+)  # fmt: skip
 def test_gradients_are_those_of_one_rank(family: str, text: str) -> None:
     """The second step has another shape, the third the first one's again."""
     check(family, text, [batches(4), batches(4, 48, seed=9), batches(4, seed=20)])

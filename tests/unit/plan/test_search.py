@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from cases import cases
 from golden import refuses, says
+from made_plans import machines, workload
 from own_kind import OWN_KIND
 
 from meshtune.errors import NothingFits, UserError
@@ -42,21 +43,12 @@ from meshtune.plan.memory.timeline import CATEGORIES, CATEGORY_NAMES
 from meshtune.plan.models import models
 from meshtune.plan.phrases import largest_category, spent
 from meshtune.plan.search import PEAK_TIE, SAFE_COST, Choice, Plan, explained, search
-from meshtune.plan.seconds.step import TIE, Seconds, compute_parts
+from meshtune.plan.seconds.step import TIE, Seconds, StepTime
 from meshtune.plan.work import Work
 from meshtune.plan.workload import Workload
 from meshtune.sections import ClusterConfig
 
 EVERYTHING = -1e6  # a memory_margin that lets every layout fit
-
-
-def machines(gpus: int, gpu: str = "h100-sxm", **settings: Any) -> Cluster:
-    return cluster_of(ClusterConfig(gpu=gpu, gpus=gpus, **settings))
-
-
-def workload(model: str, size: int, seq_len: int = 4096, **settings: Any) -> Workload:
-    shape = models()[model]
-    return Workload(model, shape.work, shape.traits, seq_len, size, **settings)
 
 
 def little(size: int, **traits: Any) -> Workload:
@@ -698,9 +690,9 @@ def check(each: advice.Alternative, best: Choice, plan: Plan) -> None:
 def check_cause(said: str, other: Choice, best: Choice, w: Workload) -> None:
     """Check that the named cause of extra compute is a part whose time is longer."""
     parts = [
-        compute_parts(
+        StepTime(
             w.work, Columns.of([choice.layout]), machine_of(w, choice.cluster), w.seq_len, w.document_tokens
-        )
+        ).compute_parts
         for choice in (other, best)
     ]
     more = {kind: float(np.squeeze(parts[0][kind] - parts[1][kind])) for kind in parts[0]}

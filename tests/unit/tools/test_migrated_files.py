@@ -89,34 +89,6 @@ def test_trl_labels_all_tokens_of_messages(migrated: Migrate) -> None:
     assert mixture.settings["data.train_on"] == "completion"
 
 
-@pytest.mark.parametrize(
-    ("tree", "expected"),
-    [
-        (TUNED, {"train.weight_decay": 0.01}),
-        (TUNED | {"optimizer": {"_component_": "bnb.optim.Lion8bit"}}, {"train.weight_decay": None}),
-        (AXOLOTL, {"checkpoint.keep": 4, "eval.at_start": None}),
-        (AXOLOTL | {"val_set_size": 0.1, "evals_per_epoch": 4}, {"eval.at_start": True}),
-        (AXOLOTL | {"val_set_size": 0.1, "eval_steps": 4}, {"eval.at_start": True}),
-        (AXOLOTL | {"val_set_size": 0.1, "eval_strategy": "no"}, {"eval.at_start": None}),
-        (TRL | {"eval_strategy": "epoch"}, {"eval.at_start": None}),
-        (FACTORY, {"log.every": None}),
-        (FACTORY | {"eval_strategy": "steps", "val_size": 0.1}, {"eval.every": 500}),
-        # beside keys that are off
-        (TRL | {"assistant_only_loss": False}, {"data.train_on": "all"}),
-        (
-            AXOLOTL | {"adapter": "lora", "lora_target_linear": False},
-            {"lora.target_modules": ["q_proj", "v_proj"]},
-        ),
-        (TRL | {"warmup_ratio": 0.0}, {"train.warmup_steps": 0}),
-    ],
-)
-def test_defaults_of_the_tool_are_kept(
-    tree: dict[str, Any], expected: dict[str, Any], migrated: Migrate
-) -> None:
-    settings = migrated(tree).settings
-    assert {name: settings.get(name) for name in expected} == expected
-
-
 def test_axolotl_has_master_weights_only_where_it_shards(migrated: Migrate) -> None:
     said = {
         name: "axolotl has none" in migrated(AXOLOTL | more).origins["train.precision"]
@@ -223,9 +195,7 @@ def test_the_command_names_what_takes_no_effect(tmp_path: Path) -> None:
     assert "#   early_stopping: 3" in ended.stdout
 
 
-def test_evaluation_without_held_out_rows_is_commented_out_and_takes_effect_with_them(
-    tmp_path: Path,
-) -> None:
+def test_evaluation_without_held_out_rows_is_commented_out_and_takes_effect_with_them(tmp_path: Path) -> None:
     file, ours = tmp_path / "trl.json", tmp_path / "ours.yaml"
     evaluating = {"eval_strategy": "steps", "eval_steps": 100, "load_best_model_at_end": True}
     theirs = {"model_name_or_path": "m", "dataset_name": "rows.jsonl", "output_dir": "out", **evaluating}

@@ -634,15 +634,10 @@ def test_megatron_sets_the_queues_that_its_flags_need(text: str, queues: str | N
 @pytest.mark.parametrize(
     ("blocks", "pp", "stages", "cut"),
     [
-        (126, 16, 1, (7, 8, 7)),
-        (126, 16, 2, (8, 8, 6)),
-        (61, 16, 1, (3, 4, 2)),
-        (61, 4, 1, (15, 16, 14)),
-        (61, 2, 1, (31, 30, 30)),
-        (80, 4, 5, (20, 20, 20)),
-        (10, 8, 1, (2, 1, 2)),
+        (126, 16, 1, (7, 8, 7)), (126, 16, 2, (8, 8, 6)), (61, 16, 1, (3, 4, 2)), (61, 4, 1, (15, 16, 14)),
+        (61, 2, 1, (31, 30, 30)), (80, 4, 5, (20, 20, 20)), (10, 8, 1, (2, 1, 2)),
     ],
-)
+)  # fmt: skip
 def test_megatron_cuts_layers_that_do_not_divide(
     blocks: int, pp: int, stages: int, cut: tuple[int, int, int]
 ) -> None:
@@ -852,58 +847,56 @@ def test_several_nodes_are_started_from_each(tool: str) -> None:
 
 # What is refused, and what is said --------------------------------------------------------------------
 
-REFUSED = [
-    ("accelerate", "zero3x2-pp2-1f1b-mb1-ga2", []),
-    ("accelerate", "ulysses4-mb1-ga1", []),
-    ("accelerate", "dp2-tp2-mb1-ga1", []),
-    ("deepspeed", "zero1x2-pp2-1f1b-mb1-ga2", []),
-    ("deepspeed", "cp2-mb1-ga1", []),
-    ("deepspeed", "ulysses2-tp2-mb1-ga1", []),
-    ("deepspeed", "dp2-zero3x4-mb1-ga1", []),
-    ("torchtitan", "mb1-ga1", ["method=lora"]),
-    ("torchtitan", "ulysses2-mb1-ga1", []),
-    ("torchtitan", "pp16-interleaved1f1b-v3-mb1-ga16", []),
-    ("torchtitan", "cp2-tp2-mb1-ga1", ["data.seq_len=100"]),
-    ("megatron", "mb1-ga1", ["method=lora"]),
-    ("megatron", "zero3x2-pp2-1f1b-mb1-ga2", []),
-    ("megatron", "cp2-mb1-ga1", ["data.seq_len=102"]),
-    ("megatron", "mb2-ga3", []),
-    ("megatron", "pp4-interleaved1f1b-v2-mb1-ga6", []),
-    ("megatron", "pp2-interleaved1f1b-v2-mb1-ga4", []),
-    ("megatron", "pp64-1f1b-mb1-ga64", []),
-    ("megatron", "pp2-zb-mb1-ga4", []),
-    ("megatron", "pp2-zbv-mb1-ga4", []),
-    ("megatron", "pp2-gpipe-mb1-ga4", []),
-    ("megatron", "mb1-ga1-selective", []),
-    ("megatron", "mb1-ga1", ["train.precision=bf16-pure"]),
-    ("torchtitan", "tp2-mb1-ga1", []),
-    ("torchtitan", "tp2-sp-regather-mb1-ga1", []),
-    ("accelerate", "tp2-sp-regather-mb1-ga1", []),
-    *(
-        (tool, "zero3x4-mb1-ga1-full8", [])
-        for tool in ("accelerate", "torchtitan", "axolotl", "llamafactory", "deepspeed")
-    ),
-    ("megatron", "mb1-ga1-selective8", []),
-    *((tool, "mb1-ga1-selective", []) for tool in ("accelerate", "deepspeed", "llamafactory")),
-    *(
-        (tool, "mb1-ga1-attention", [])
-        for tool in ("accelerate", "deepspeed", "torchtitan", "axolotl", "llamafactory")
-    ),
-    *((tool, "zero1x4-mb1-ga1", []) for tool in ("accelerate", "axolotl", "torchtitan")),
-    *((tool, "tp2-sp-mb1-ga1", []) for tool in ("accelerate", "axolotl", "deepspeed", "llamafactory")),
-    ("axolotl", "pp2-1f1b-mb1-ga2", []),
-    ("axolotl", "cp2-mb2-ga1", []),
-    ("axolotl", "zero3x2-cp2-mb1-ga1", ["train.precision=fp32"]),
-    ("axolotl", "mb1-ga1", ["method=lora", "lora.alpha=8.5"]),
-    ("llamafactory", "pp2-1f1b-mb1-ga2", []),
-    ("llamafactory", "cp2-mb1-ga1", []),
-    ("llamafactory", "mb1-ga1", ["data.train=[{path: a.jsonl, format: text}, b.jsonl]"]),
-    ("llamafactory", "mb1-ga1", ["method=lora", "lora.alpha=8.5"]),
-    ("llamafactory", "zero2x2-mb1-ga1", ["train.precision=bf16-pure"]),
-    *((tool, "mb1-ga1", ["train.precision=fp64"]) for tool in EXPORTERS),
-    *((tool, "dp12-mb1-ga1", []) for tool in EXPORTERS),
-    *((tool, "mb1-ga3", ["train.global_batch_size=4"]) for tool in EXPORTERS),
-]
+
+def exports(table: str) -> list[tuple[str, str, list[str]]]:
+    """(Tool, layout, settings) of each line `tools: layout settings`."""
+    cases = []
+    for line in table.strip().splitlines():
+        tools, _, words = line.partition(": ")
+        text, *settings = re.split(r" (?=[a-z]+\.[a-z_.]+=|method=)", words)
+        cases += [(tool, text, settings) for tool in (EXPORTERS if tools == "all" else tools.split())]
+    return cases
+
+
+REFUSED = """
+accelerate megatron: zero3x2-pp2-1f1b-mb1-ga2
+accelerate: ulysses4-mb1-ga1
+accelerate: dp2-tp2-mb1-ga1
+deepspeed: zero1x2-pp2-1f1b-mb1-ga2
+deepspeed llamafactory: cp2-mb1-ga1
+deepspeed: ulysses2-tp2-mb1-ga1
+deepspeed: dp2-zero3x4-mb1-ga1
+torchtitan megatron: mb1-ga1 method=lora
+torchtitan: ulysses2-mb1-ga1
+torchtitan: pp16-interleaved1f1b-v3-mb1-ga16
+torchtitan: cp2-tp2-mb1-ga1 data.seq_len=100
+megatron: cp2-mb1-ga1 data.seq_len=102
+megatron: mb2-ga3
+megatron: pp4-interleaved1f1b-v2-mb1-ga6
+megatron: pp2-interleaved1f1b-v2-mb1-ga4
+megatron: pp64-1f1b-mb1-ga64
+megatron: pp2-zb-mb1-ga4
+megatron: pp2-zbv-mb1-ga4
+megatron: pp2-gpipe-mb1-ga4
+megatron accelerate deepspeed llamafactory: mb1-ga1-selective
+megatron: mb1-ga1 train.precision=bf16-pure
+torchtitan: tp2-mb1-ga1
+torchtitan accelerate: tp2-sp-regather-mb1-ga1
+accelerate torchtitan axolotl llamafactory deepspeed: zero3x4-mb1-ga1-full8
+megatron: mb1-ga1-selective8
+accelerate deepspeed torchtitan axolotl llamafactory: mb1-ga1-attention
+accelerate axolotl torchtitan: zero1x4-mb1-ga1
+accelerate axolotl deepspeed llamafactory: tp2-sp-mb1-ga1
+axolotl llamafactory: pp2-1f1b-mb1-ga2
+axolotl: cp2-mb2-ga1
+axolotl: zero3x2-cp2-mb1-ga1 train.precision=fp32
+axolotl llamafactory: mb1-ga1 method=lora lora.alpha=8.5
+llamafactory: mb1-ga1 data.train=[{path: a.jsonl, format: text}, b.jsonl]
+llamafactory: zero2x2-mb1-ga1 train.precision=bf16-pure
+all: mb1-ga1 train.precision=fp64
+all: dp12-mb1-ga1
+all: mb1-ga3 train.global_batch_size=4
+"""
 
 
 @pytest.mark.parametrize("tool", EXPORTERS)
@@ -921,78 +914,57 @@ def test_an_axis_or_an_optimizer_that_no_export_writes_is_refused(
     says(axis)
 
 
-EPOCHS = ["train.max_steps=null", "train.num_epochs=1"]
-PURE = ["train.precision=bf16-pure"]
-BEST = ["eval.keep_best=true", "eval.every=5", "data.eval=held.jsonl"]
-MESSAGES = ["data.format=messages", "data.columns={}"]
-SAID = [
-    *((tool, "mb1-ga1", ["model.freeze=[model.embed_tokens.*]"]) for tool in EXPORTERS),
-    *((tool, "mb1-ga1", ["data.chat_template=chatml"]) for tool in EXPORTERS),
-    *((tool, "mb1-ga1", ["eval.samples=2", *BEST]) for tool in EXPORTERS),
-    *((tool, "mb1-ga1", ["data.overlong=drop"]) for tool in EXPORTERS),
-    *((tool, "mb1-ga1", ["data.train=[{path: a.jsonl, weight: 2}]"]) for tool in EXPORTERS),
-    *((tool, "mb1-ga1", ["model.overrides.use_cache=false"]) for tool in EXPORTERS),
-    *((tool, "mb1-ga1", ["model.init=random"]) for tool in EXPORTERS if tool != "torchtitan"),
-    *(
-        (tool, "mb1-ga1", ["data.columns={}"])
-        for tool in ("torchtitan", "megatron", "axolotl", "llamafactory")
-    ),
-    *((tool, "cp2-mb1-ga1", []) for tool in ("accelerate", "axolotl", "torchtitan")),
-    *((tool, "zero3x2-mb1-ga1", []) for tool in ("accelerate", "axolotl")),
-    ("accelerate", "mb1-ga1", []),
-    ("axolotl", "mb1-ga1", []),
-    ("llamafactory", "mb1-ga1", []),
-    ("accelerate", "mb1-ga1", PURE),
-    ("accelerate", "tp2-mb1-ga1", []),
-    ("accelerate", "zero3x2-cp2-mb1-ga1", []),
-    ("deepspeed", "mb1-ga1", []),
-    ("deepspeed", "mb1-ga1-full", []),
-    ("deepspeed", "mb1-ga1", EPOCHS),
-    ("deepspeed", "ulysses2-mb1-ga1", []),
-    ("deepspeed", "dp2-mb1-ga1", []),
-    ("deepspeed", "dp2-mb1-ga1", PURE),
-    ("deepspeed", "dp2-mb1-ga1", ["train.compile=true"]),
-    ("torchtitan", "mb1-ga1", []),
-    ("megatron", "tp2-sp-mb1-ga1", []),
-    ("torchtitan", "mb1-ga1-selective", []),
-    ("torchtitan", "pp2-1f1b-mb1-ga2", []),
-    ("torchtitan", "mb1-ga1", ["train.reduce_dtype=bf16"]),
-    ("torchtitan", "mb1-ga1", EPOCHS),
-    ("torchtitan", "mb1-ga1", ["data.packing=false"]),
-    ("torchtitan", "mb1-ga1", ["data.train_on=all"]),
-    ("torchtitan", "mb1-ga1", MESSAGES),
-    ("torchtitan", "mb1-ga1", ["data.train=[a.jsonl, b.jsonl]"]),
-    ("megatron", "mb1-ga1", []),
-    ("megatron", "cp2-mb1-ga1", []),
-    ("megatron", "ulysses2-mb1-ga1", []),
-    ("megatron", "mb1-ga1-attention", []),
-    ("megatron", "pp4-1f1b-mb1-ga4", []),
-    ("megatron", "pp2-1f1b-mb1-ga4", []),
-    ("megatron", "mb1-ga1", EPOCHS),
-    ("megatron", "mb1-ga1", ["train.compile=true"]),
-    ("megatron", "mb1-ga1", ["data.format=text", "data.columns={}"]),
-    ("axolotl", "zero3x2-cp2-mb1-ga1", []),
-    ("axolotl", "dp2-mb1-ga1", []),
-    ("axolotl", "mb1-ga1-selective", ["method=lora"]),
-    ("axolotl", "mb1-ga1", MESSAGES),
-    *((tool, "mb1-ga1", ["data.eval=test.jsonl"]) for tool in ("accelerate", "axolotl", "llamafactory")),
-    ("llamafactory", "mb1-ga1", ["method=lora", "train.precision=fp32"]),
-    ("llamafactory", "mb1-ga1", ["data.train=[]"]),
-    ("axolotl", "mb1-ga1", ["data.train=[]"]),
-    ("llamafactory", "mb1-ga1", ["data.format=text", "data.columns={}"]),
-    ("llamafactory", "mb1-ga1", ["data.columns={prompt: extra.question, completion: answer}"]),
-]  # fmt: skip
+SAID = """
+all: mb1-ga1 model.freeze=[model.embed_tokens.*]
+all: mb1-ga1 data.chat_template=chatml
+all: mb1-ga1 eval.samples=2 eval.keep_best=true eval.every=5 data.eval=held.jsonl
+all: mb1-ga1 data.overlong=drop
+all: mb1-ga1 data.train=[{path: a.jsonl, weight: 2}]
+all: mb1-ga1 model.overrides.use_cache=false
+accelerate deepspeed megatron axolotl llamafactory: mb1-ga1 model.init=random
+torchtitan megatron axolotl llamafactory: mb1-ga1 data.columns={}
+accelerate axolotl torchtitan megatron: cp2-mb1-ga1
+accelerate axolotl: zero3x2-mb1-ga1
+all: mb1-ga1
+accelerate: mb1-ga1 train.precision=bf16-pure
+accelerate: tp2-mb1-ga1
+accelerate axolotl: zero3x2-cp2-mb1-ga1
+deepspeed: mb1-ga1-full
+deepspeed torchtitan megatron: mb1-ga1 train.max_steps=null train.num_epochs=1
+deepspeed megatron: ulysses2-mb1-ga1
+deepspeed axolotl: dp2-mb1-ga1
+deepspeed: dp2-mb1-ga1 train.precision=bf16-pure
+deepspeed: dp2-mb1-ga1 train.compile=true
+megatron: tp2-sp-mb1-ga1
+torchtitan: mb1-ga1-selective
+torchtitan: pp2-1f1b-mb1-ga2
+torchtitan: mb1-ga1 train.reduce_dtype=bf16
+torchtitan: mb1-ga1 data.packing=false
+torchtitan: mb1-ga1 data.train_on=all
+torchtitan axolotl: mb1-ga1 data.format=messages data.columns={}
+torchtitan: mb1-ga1 data.train=[a.jsonl, b.jsonl]
+megatron: mb1-ga1-attention
+megatron: pp4-1f1b-mb1-ga4
+megatron: pp2-1f1b-mb1-ga4
+megatron: mb1-ga1 train.compile=true
+megatron llamafactory: mb1-ga1 data.format=text data.columns={}
+axolotl: mb1-ga1-selective method=lora
+accelerate axolotl llamafactory: mb1-ga1 data.eval=test.jsonl
+llamafactory: mb1-ga1 method=lora train.precision=fp32
+llamafactory axolotl: mb1-ga1 data.train=[]
+llamafactory: mb1-ga1 data.columns={prompt: extra.question, completion: answer}
+"""
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(("tool", "text", "settings"), REFUSED)
+@pytest.mark.parametrize(("tool", "text", "settings"), exports(REFUSED))
 def test_what_the_tool_cannot_run_is_refused(tool: str, text: str, settings: list[str]) -> None:
     with refuses(UserError):
         exported(tool, text, *settings)
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(("tool", "text", "settings"), SAID)
+@pytest.mark.parametrize(("tool", "text", "settings"), exports(SAID))
 def test_what_the_tool_expresses_otherwise_is_said(tool: str, text: str, settings: list[str]) -> None:
     usual = exported(tool, "mb1-ga1").missing if settings or text != "mb1-ga1" else ()
     says(said for said in exported(tool, text, *settings).missing if said not in usual)

@@ -2,7 +2,7 @@
 harmless.
 
 Text from data or settings is only ever a value of the data (quoted CSV), of a scale's domain or of a JSON
-string, never a field's name. Names go to domains and not to `sort`, of which Vega-Lite makes an expression.
+string, never a field's name. Names go to domains and not to `sort`: Vega-Lite makes an expression of it.
 Numbers keep six digits.
 """
 

@@ -187,7 +187,7 @@ class Table:
         return [replace(self, columns=(*fixed, *part)) for part in parts]
 
     def _drawn(self, width: int) -> RichTable:
-        """Its heads and rows alone; all bars are equally wide, as wide as fits."""
+        """Its heads and rows, without title and notes; all bars are equally wide, as wide as fits."""
         bars = [column for column in self.columns if column.bars]
         spare = width - _room(column.width for column in self.columns) + NARROWEST * len(bars)
         bar = min(WIDEST, max(NARROWEST, spare // max(1, len(bars))))

@@ -38,7 +38,7 @@ class Asked(NamedTuple):
 def samples_table(columns: Sequence[str], rows: Sequence[Asked], more: str) -> Table:
     """Table of the prompts, with a switch that shows their control tokens.
 
-    columns: names of the answers. more: what has the prompts that no longer fit on the page.
+    columns: names of the answers. more: what has the prompts that the page has no room for.
     """
     listed = _within_budget(rows)
     rest = len(rows) - len(listed)
