@@ -26,15 +26,7 @@ from meshtune.study.children import DRYRUN, Task, kill_marked
 from meshtune.study.judge import Here, Judged, judge
 from meshtune.study.outcomes import train_outcome
 from meshtune.study.runner import Devices, Progress, machine_facts, run_all
-from meshtune.study.slurm import (
-    cancel_unknown,
-    check_sbatch,
-    collect,
-    follow,
-    read_task,
-    run_in_job,
-    submit,
-)
+from meshtune.study.slurm import cancel_unknown, check_sbatch, collect, follow, read_task, run_in_job, submit
 from meshtune.study.store import DOES_NOT_FIT, DONE, FINISHED, REFUSED, RUNNING, WAITING, Outcome, Store
 from meshtune.study.sweep_file import Experiment, SweepFile, read_sweep
 from meshtune.sweep_rows import DATABASE
@@ -213,14 +205,7 @@ def best_layouts(here: Here, tree: Mapping[str, Any], number: int) -> list[str]:
 
 
 def prepare(
-    store: Store,
-    plan: SweepFile,
-    folder: Path,
-    here: Here,
-    simulate: str | None,
-    *,
-    slurm: bool,
-    log: Log,
+    store: Store, plan: SweepFile, folder: Path, here: Here, simulate: str | None, *, slurm: bool, log: Log
 ) -> dict[str, Experiment]:
     """Make the database hold the experiments of the file, and settle what a killed sweep has left; returns
     the experiments by key.

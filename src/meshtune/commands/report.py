@@ -1,7 +1,6 @@
 """`meshtune report`: a page of a run, of several runs side by side, of a sweep, or of plan documents."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -111,9 +110,7 @@ def of_sweep(path: Path) -> tuple["Document", Path]:
 
     database = database_of(path)
     assert database is not None
-    sweep = sweep_page(database)
-    page = replace(sweep.page, facts={"experiments": sweep.counts})
-    return page, database.resolve().parent / "report.html"
+    return sweep_page(database), database.resolve().parent / "report.html"
 
 
 def of_plans(paths: Sequence[Path]) -> tuple["Document", Path]:

@@ -235,7 +235,7 @@ def has_open(pid: int, status: stat_result) -> bool:
 
 def page_of_sweep(entry: Entry, may_read: Callable[[Path], bool]) -> Document:
     """A sweep's page, as report draws it. may_read: True for files of its runs that may be shown."""
-    return sweep_page(entry.path, may_read).page
+    return sweep_page(entry.path, may_read)
 
 
 def page_of_several(entries: Sequence[Entry]) -> Document:
