@@ -136,7 +136,7 @@ def test_ctrl_c_says_how_to_go_on_and_no_process_is_left(
         time.sleep(0.2)
     assert f"being swept by process {sweeping.pid}" in end(begin("sweep", file, "--out", out), code=2).err
     sweeping.send_signal(signal.SIGINT)
-    assert "2 experiments to run; the same command goes on" in end(sweeping, timeout=60, code=75).err
+    assert "2 experiments to run; the same command continues" in end(sweeping, timeout=60, code=75).err
     assert results(out, "status") == [("waiting",), ("waiting",)]
     assert not [*marked(identity(out))]
 

@@ -101,8 +101,7 @@ def of_run(run: RunDir) -> tuple["Document", Path]:
 
 
 def of_runs(paths: Sequence[Path]) -> tuple["Document", Path]:
-    from meshtune.report.compare.page import comparison_page
-    from meshtune.report.compare.runs import compare
+    from meshtune.report.compare import compare, comparison_page
 
     return comparison_page(compare(paths)), paths[0].resolve().parent / "comparison.html"
 

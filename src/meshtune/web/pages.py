@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 from meshtune.errors import UserError
 from meshtune.plan.facts import tensors
-from meshtune.report.compare.page import comparison_page
-from meshtune.report.compare.runs import MOST_RUNS, NONE, compare
+from meshtune.report.compare import MOST_RUNS, NONE, compare, comparison_page
 from meshtune.report.draw.document import Document, OnPage, Pictures
 from meshtune.report.draw.page import EMPTY, text
 from meshtune.report.draw.table import Markup, Table

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import pytest
 from live_runs import end_row, locked, step_row, write_run
 
-from meshtune.report.run.points import Points
+from meshtune.report.run.panels import Points
 from meshtune.report.run.report import run_page, run_panels
 from meshtune.web import events
 from meshtune.web.events import Drawing, Followed, Hidden, Stamp
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
-def anyio_backend():
+def anyio_backend() -> str:
     return "asyncio"
 
 
@@ -110,6 +110,7 @@ async def test_a_stream_goes_on_where_it_broke_off(run):
 async def test_the_page_is_drawn_again_and_its_streams_are_told(run, monkeypatch):
     monkeypatch.setattr(events, "LEAST_PAUSE", 0.2)
     monkeypatch.setattr(events, "SHARE", 0)
+
     page = followed(run)
     before = await page.html()
     stream = page.stream(position_of(before))
@@ -133,6 +134,7 @@ async def test_the_page_is_drawn_again_and_its_streams_are_told(run, monkeypatch
 async def test_a_costly_page_is_drawn_at_once_where_the_run_starts_or_ends(run, monkeypatch, how):
     monkeypatch.setattr(events, "LEAST_PAUSE", 0.2)
     monkeypatch.setattr(events, "SHARE", 10**6)
+
     page = followed(run)
     with locked(run) if how == "killed" else nullcontext():
         stream = page.stream(position_of(await page.html()))
@@ -170,11 +172,13 @@ def test_heading_and_tiles_go_on_as_a_new_drawing_has_them(tmp_path):
 async def test_drawing_takes_a_small_share_of_the_time(run):
     """A page that is costly is drawn seldom, however often it is asked for."""
     drawn = []
+
     page = followed(run, stamp=lambda: Stamp(len(drawn) + run.metrics_file.stat().st_size))
     page._page, real = lambda: drawn.append(1) or real(), page._page  # type: ignore[func-returns-value]
     for step in range(61, 81):
         run.append(step_row(step))
         await page.html()
+
     assert len(drawn) == 1
 
 
@@ -197,11 +201,8 @@ def test_the_newest_heading_alone_is_kept():
     kept = drawing()
     for number in range(3):
         kept.add([{"kind": "train", "step": number}])
-    assert [event["html"] for event in kept.events] == [
-        {},
-        {},
-        {"subtitle": str([{"kind": "train", "step": 2}])},
-    ]
+    newest = {"subtitle": str([{"kind": "train", "step": 2}])}
+    assert [event["html"] for event in kept.events] == [{}, {}, newest]
 
 
 async def test_streams_of_a_run_that_may_not_be_shown_any_more_end(run):
