@@ -235,30 +235,21 @@ STANDS_FOR = {  # architecture -> the one whose kernels stand for its own where 
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Kernel:
-    """An attention kernel on a GPU kind: FLOP/s of the forward of long causal sequences, by head size."""
+def kernel_on(name: str, gpu: Gpu) -> dict[str, float]:
+    """Fields of Machine that a kernel of kernels.toml on a GPU kind decides.
 
-    heads_64: float
-    heads_128: float
-    heads_256: float
-    keys: float  # time of a query compared with that of the keys that it sees, in keys
-    backward: float  # time per FLOP of the backward, over the forward's
-
-
-def kernel_on(name: str, gpu: Gpu, kinds: Mapping[str, Gpu]) -> Kernel:
-    """A kernel of kernels.toml on a GPU kind, scaled by the rate of its fastest matmul where it was measured
-    on another one of `kinds`, the catalogue. A kernel that was measured on this machine stands for all.
+    Scaled by the rate of the kind's fastest matmul where it was measured on another one. A kernel that was
+    measured on this machine stands for all.
     """
-    if own := gpu.attention_kernel:
-        rates = (share * gpu.matmul_max for share in own["forward"])
-        return Kernel(*rates, keys=own["keys"], backward=own["backward"])
-    architecture = gpu.architecture
-    while (table := _tables("kernels.toml")[name].get(architecture)) is None:
-        architecture = STANDS_FOR[architecture]
-    faster = gpu.matmul_max / kinds[table["on"]].matmul_max
-    rates = (rate * TERA * faster for rate in table["forward"])
-    return Kernel(*rates, keys=table["keys"], backward=table["backward"])
+    table, architecture = gpu.attention_kernel, gpu.architecture
+    unit = gpu.matmul_max
+    if table is None:
+        while (table := _tables("kernels.toml")[name].get(architecture)) is None:
+            architecture = STANDS_FOR[architecture]
+        unit = TERA * gpu.matmul_max / catalogue()[table["on"]].matmul_max
+    rates = zip((64, 128, 256), table["forward"], strict=True)
+    fields = {f"attention_{size}": rate * unit for size, rate in rates}
+    return fields | {"attention_keys": table["keys"], "attention_backward": table["backward"]}
 
 
 # Kinds as a user names and describes them #
