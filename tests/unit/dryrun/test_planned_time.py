@@ -16,7 +16,7 @@ from meshtune.dryrun.streams import simulate
 from meshtune.layout import Layout
 from meshtune.model.trace import census
 from meshtune.placement.columns import Columns
-from meshtune.plan.seconds.step import PARTS, Seconds, compute_parts, step
+from meshtune.plan.seconds.step import PARTS, Seconds, StepTime
 from meshtune.plan.work import Work
 from meshtune.plan.workload import Workload
 
@@ -89,8 +89,8 @@ def both_ways(
     workload = Workload("llama", Work.of(numbers), None, SEQ_LEN, layout.global_batch_size)  # type: ignore[arg-type]
     costs = Costs.of(workload, step_time.cluster("h100-sxm", layout.world))
     columns = Columns.of([layout])
-    planned = step(workload.work, columns, costs.machine, SEQ_LEN)
-    parts = compute_parts(workload.work, columns, costs.machine, SEQ_LEN)
+    time = StepTime(workload.work, columns, costs.machine, SEQ_LEN)
+    planned, parts = time.seconds, time.compute_parts
     return (
         Seconds(**{part: float(np.ravel(getattr(planned, part))[0]) for part in PARTS}),
         {name: float(np.ravel(value)[0]) for name, value in parts.items()},
