@@ -1,4 +1,4 @@
-"""Folders of arrays that are whole or absent, whoever writes them and whenever that ends.
+"""The data cache: folders of arrays that are whole or absent, whoever writes them and whenever that ends.
 
 A folder is written under another name, flushed to disk and renamed: of two processes that write it at
 the same time, one wins and the other uses the winner's. A lock lets the second wait instead of doing the work

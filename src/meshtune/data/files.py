@@ -151,11 +151,8 @@ def digest_of(path: Path, folder: Path, on_read: Callable[[int], None]) -> str:
         each = sorted(file for file in path.rglob("*") if file.is_file())
         return _digest([(str(file.relative_to(path)), digest_of(file, folder, on_read)) for file in each])
 
-    def whole() -> str:
-        with path.open("rb") as stream:
-            return digest_of_stream(stream, on_read)
-
-    return kept_digest(path, folder, whole)
+    with path.open("rb") as stream:
+        return kept_digest(path, folder, lambda: digest_of_stream(stream, on_read))
 
 
 def kept_digest(path: Path, folder: Path, compute: Callable[[], str], kind: str = "") -> str:
@@ -238,36 +235,34 @@ def files(source: Source, not_read: list[str] | None = None) -> list[DataFile]:
     nothing at the path or URL, or nothing that can be read, if a package for its protocol is missing, and as
     `check_fetched`.
     """
+    not_read = [] if not_read is None else not_read
     if is_hub(source.path):
         return [DataFile(source.path)]
     if is_url(source.path):
-        return _remote(source, [] if not_read is None else not_read)
+        return _remote(source, not_read)
     path = expanded(source.path)
     if path.is_file():
-        check_fetched([path])
-        return [_readable(_local(path))]
-    not_read = [] if not_read is None else not_read
-    if not path.is_dir():
+        chosen = [_local(path)]
+        if not chosen[0].kind:
+            raise UserError(f"{chosen[0]} has an unknown suffix. {READABLE}")
+    elif path.is_dir():
+        there = sorted(path.rglob("*"))
+        check_fetched(file for file in there if file.is_symlink() and file.name.lower().endswith(SUFFIXES))
+        each = [file for file in there if file.is_file()]
+        if is_saved(path):
+            check_fetched(each)
+            return [DataFile(str(path), size=sum(file.stat().st_size for file in each))]
+        chosen = _chosen(source, {str(file.relative_to(path)): _local(file) for file in each}, not_read)
+    else:
         if not (each := matches(path)):
             raise UserError(missing(path))
-        return _fetched(_matched(source, {str(file): _local(file) for file in each}, not_read))
-    there = sorted(path.rglob("*"))
-    check_fetched(file for file in there if file.is_symlink() and file.name.lower().endswith(SUFFIXES))
-    each = [file for file in there if file.is_file()]
-    if is_saved(path):
-        check_fetched(each)
-        return [DataFile(str(path), size=sum(file.stat().st_size for file in each))]
-    return _fetched(_chosen(source, {str(file.relative_to(path)): _local(file) for file in each}, not_read))
+        chosen = _matched(source, {str(file): _local(file) for file in each}, not_read)
+    check_fetched(Path(file.path) for file in chosen)
+    return chosen
 
 
 def _local(file: Path) -> DataFile:
     return DataFile(str(file), size=file.stat().st_size)
-
-
-def _fetched(chosen: list[DataFile]) -> list[DataFile]:
-    """Return the files. Raises UserError as `check_fetched`."""
-    check_fetched(Path(file.path) for file in chosen)
-    return chosen
 
 
 def data_like(path: str | Path) -> str:
@@ -329,13 +324,6 @@ def _taken_for(path: str) -> str:
     if name == path or hub_pattern(name) != path:
         return ""
     return f" (no local folder {name.split('/')[0]} exists, so {name} was searched for on the hub)"
-
-
-def _readable(file: DataFile) -> DataFile:
-    """The file itself. Raises UserError if its suffix is unknown."""
-    if not file.name.endswith(SUFFIXES):
-        raise UserError(f"{file} has an unknown suffix. {READABLE}")
-    return file
 
 
 def _matched(source: Source, inside: dict[str, DataFile], not_read: list[str]) -> list[DataFile]:

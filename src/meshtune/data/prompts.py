@@ -5,7 +5,7 @@
 a row {prompt} | {messages}   ─┘
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -66,7 +66,8 @@ def _examples(
             columns = Columns(row, names, roles)
             examples.append(_example(origin, columns))
             if unused is not None:
-                unused |= dict.fromkeys(_unused(columns))
+                read = {names.get(name, name) for name in (*FORMS, *OTHERS)}
+                unused |= dict.fromkeys(unused_columns(row, read))
         except BadRow as bad:
             problems.append(f"{origin}: {bad}.")
     if problems:
@@ -126,9 +127,3 @@ def expected(example: Example) -> str:
     rest = example.messages[len(question(example)) :]
     content = rest[0].get("content") if rest else ""
     return content if isinstance(content, str) else "".join(part["text"] for part in content or ())
-
-
-def _unused(columns: Columns) -> Iterator[str]:
-    """Yield the columns of a row that have a value and are neither the prompt nor what is expected."""
-    read = {columns.names.get(name, name) for name in (*FORMS, *OTHERS)}
-    yield from unused_columns(columns.row, read)

@@ -34,8 +34,8 @@ def built_in_templates() -> list[str]:
 def apply_template(tokenizer: PreTrainedTokenizerBase, chat_template: str | None) -> list[str]:
     """Set the tokenizer's chat template; return the tokens added to its vocabulary.
 
-    `chat_template` is a built-in's name, "training" (see training.py), a file or the Jinja text; None (the
-    tokenizer's own) and "none" (no template) change nothing. The comments at its beginning may say
+    `chat_template` is a built-in's name, "training" (see `training_template`), a file or the Jinja text; None
+    (the tokenizer's own) and "none" (no template) change nothing. The comments at its beginning may say
     `special tokens: A B`, which are added where missing, and `an answer ends with: A`, which becomes the
     tokenizer's eos token, so that generation stops where training ends an answer (`eos` keeps the one there
     is). The model's embeddings must then be resized. A second call with the same template adds nothing.
