@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from meshtune.config import Config
+from meshtune.data.cache import write_summary
 from meshtune.data.encode import Encoder
 from meshtune.data.example import Source
 from meshtune.data.loader import Loader
 from meshtune.data.pack import LABELLED, Dataset
 from meshtune.data.prepare import Prepared, prepare, sentences
 from meshtune.data.recipe import Recipe, Stream
-from meshtune.data.summary import write_summary
 from meshtune.errors import UserError, expanded, explained
 from meshtune.layout import Layout
 from meshtune.length import limits

@@ -4,22 +4,18 @@ from dataclasses import replace
 
 import pytest
 from golden import says
+from made_plans import machines
+from made_plans import workload as workload_of
 
 from meshtune import config
 from meshtune.layout import Layout
 from meshtune.plan.changes import Refused, changes, levers, neighbours
-from meshtune.plan.cluster import cluster_of
 from meshtune.plan.explanation import explain
-from meshtune.plan.models import models
 from meshtune.plan.search import explained
 from meshtune.plan.seconds.step import TIE
-from meshtune.plan.work import Kept
-from meshtune.plan.workload import Workload
-from meshtune.sections import ClusterConfig
+from meshtune.plan.work import Kept, Traced
 
-LLAMA = models()["llama-3.1-8b"]
-CLUSTER = cluster_of(ClusterConfig(gpu="h100-sxm", gpus=64))
-WORKLOAD = Workload("llama-3.1-8b", LLAMA.work, LLAMA.traits, seq_len=8192, global_batch_size=256)
+CLUSTER, WORKLOAD = machines(64), workload_of(size=256, seq_len=8192)
 LAYOUTS = (
     "zero3x64-mb1-ga4",
     "dp8-tp2-sp-regather-pp4-interleaved1f1b-v2-mb1-ga32",
@@ -121,9 +117,9 @@ def test_recomputation_of_as_few_blocks_as_fit_is_a_lever():
 def test_the_compile_lever_counts_what_compiled_blocks_save():
     """As workload_of does for train.compile=true: it was counted as eager blocks save it."""
     traced = Kept(outside=12, entering=4, attention=4, mlp=8, core=6, keys=2, statistics=1)
-    workload = replace(WORKLOAD, work=replace(WORKLOAD.work, kept={2: traced}))
+    workload = replace(WORKLOAD, work=replace(WORKLOAD.work, traced={2: Traced(traced, traced)}))
     compiled = workload.compiled()
     assert compiled.compile
-    assert compiled.work.kept[2] == traced._replace(outside=4, attention=3, mlp=6)
+    assert compiled.work.traced[2].kept == traced._replace(outside=4, attention=3, mlp=6)
     offered = {change.kind: change.workload for change in changes(workload, CLUSTER)}
     assert offered["compile"] == compiled
