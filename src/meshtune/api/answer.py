@@ -7,7 +7,7 @@ from meshtune.data.example import BadRow, Example
 from meshtune.data.prompts import question, several
 from meshtune.errors import UserError
 from meshtune.model.anatomy import anatomy
-from meshtune.model.generation import context_of
+from meshtune.model.files import context_of
 from meshtune.train.generate import GREEDY, Sampling, TextStream, answer_ids, decoded
 
 if TYPE_CHECKING:

@@ -26,9 +26,9 @@ from meshtune.layout import Layout
 from meshtune.model.adapter import adapter_base, digest_of_base, load_adapter
 from meshtune.model.anatomy import anatomy
 from meshtune.model.files import ADAPTER_CONFIG
-from meshtune.model.identity import check_base
 from meshtune.model.load import load_config, load_tokenizer, override_sentences, quiet
 from meshtune.model.save import FILES
+from meshtune.model.stored import check_base
 from meshtune.parallel.apply import Parallel, cut, place
 from meshtune.parallel.mesh import join
 from meshtune.precision import PRECISIONS, UNMIXED

@@ -15,9 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from meshtune.errors import UserError, check_fetched, expanded
 from meshtune.model.anatomy import anatomy, aside_names
-from meshtune.model.files import ADAPTER_CONFIG, read_json
-from meshtune.model.generation import generation_config
-from meshtune.model.identity import BASE_DIGEST
+from meshtune.model.files import ADAPTER_CONFIG, generation_config, read_json
 from meshtune.model.load import resize_to, tables, untie
 from meshtune.model.lora import (
     add_lora,
@@ -28,6 +26,7 @@ from meshtune.model.lora import (
     tied_tables,
 )
 from meshtune.model.save import complete_folder, write_tokenizer_and_card
+from meshtune.model.stored import BASE_DIGEST
 from meshtune.units import counted, few
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -89,7 +88,7 @@ def save_adapter(
     they are trained); peft then demands that the base is resized before it loads the adapter,
     `base.resize_token_embeddings(len(tokenizer))`, which `load_adapter` does automatically. overrides: of the
     base's config.json; peft, which has no word for them, warns of the key. revision: of a base on the hub.
-    base_digest: see identity.py. tokenizer, card,
+    base_digest: see stored.py. tokenizer, card,
     stop_ids: see `save_model`; stop_ids go into a generation_config.json. folder: see `complete_folder`.
     """
     layers = lora_layers(model)

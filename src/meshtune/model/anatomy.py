@@ -48,8 +48,7 @@ class Anatomy:
 def anatomy(model: PreTrainedModel) -> Anatomy:
     """Find and verify the parts of `model`. Raises UserError with the reason if it is built differently."""
     from meshtune.compat import tested_versions, untested  # here: chains of imports stay short
-    from meshtune.model.recorded import modules_of, recorded
-    from meshtune.model.small import NoCopy
+    from meshtune.model.recorded import NoCopy, modules_of, recorded
 
     config = model.config.get_text_config()
     paths = {module: path for path, module in model.named_modules()}

@@ -210,7 +210,7 @@ def _build_and_count(
     from meshtune.model import load
     from meshtune.model.anatomy import attention_drops, parts_kept
     from meshtune.model.capabilities import auto_attention, traits
-    from meshtune.model.generation import context_of
+    from meshtune.model.files import context_of
     from meshtune.model.load import on_meta, read_changed
     from meshtune.model.lora import add_lora
     from meshtune.model.trace import census_of

@@ -6,10 +6,12 @@ safetensors only, index files stay inside their folder, and Python files are use
 `trust_remote_code`.
 """
 
+import copy
 import fnmatch
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+import reprlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,7 +20,7 @@ from typing import Any
 import torch
 from huggingface_hub import HfApi, snapshot_download
 from safetensors import SafetensorError, safe_open
-from transformers import PretrainedConfig
+from transformers import GenerationConfig, PreTrainedConfig, PretrainedConfig, PreTrainedModel
 
 from meshtune.errors import UserError, check_fetched, reason_of, type_name
 from meshtune.model.hub import hub_errors, local_path, reachable
@@ -83,12 +85,30 @@ def weights_here(name: str, revision: str | None = None) -> list[Path]:
     try:
         folder = local_path(name) or snapshot_download(name, revision=revision, local_files_only=True)
         files = weight_files(Path(folder))
-        for file in files:
-            with safe_open(file, framework="pt"):
-                pass  # its header is whole
+        list(tensors_in(files))  # their headers are whole
     except (UserError, SafetensorError, OSError, ValueError):  # of the hub: nothing is stored, no such name
         return []
     return files
+
+
+def tensors_in(files: Iterable[Path]) -> Iterator[tuple[Path, str, Any]]:
+    """Yield (file, name, slice) of each tensor in safetensors files; the slice reads nothing until indexed.
+
+    Raises UserError for a file system that can't map files into memory.
+    """
+    for file in files:
+        try:
+            opened = safe_open(file, framework="pt")
+        except OSError as error:
+            if "os error 19" not in str(error):  # ENODEV
+                raise
+            raise UserError(
+                f"{file} can't be mapped into memory ({error}), as on some mounts of buckets; copy the model "
+                "to a local disk."
+            ) from error
+        with opened as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (not a dict)
+                yield file, name, tensors.get_slice(name)
 
 
 def _refuse_other_formats(name: str, revision: str | None) -> None:
@@ -204,10 +224,7 @@ def with_index(folder: Path, files: list[Path]) -> Iterator[Path]:
     if files == [folder / WEIGHTS] or (folder / INDEX).is_file():
         yield folder
         return
-    weight_map = {}
-    for file in files:
-        with safe_open(file, framework="pt") as tensors:
-            weight_map.update(dict.fromkeys(tensors.keys(), file.name))
+    weight_map = {name: file.name for file, name, _ in tensors_in(files)}
     with TemporaryDirectory() as linked:
         for path in folder.iterdir():
             Path(linked, path.name).symlink_to(path.resolve())
@@ -356,3 +373,81 @@ def _method_of(values: Any) -> str | None:
     if name := next((name for name in names if name), None):
         return str(name)
     return f"{values['bits']} bits" if "bits" in values else None
+
+
+# Settings of generation, and the length of the context #
+
+
+def stop_tokens(name: str, *, trust_remote_code: bool = False, revision: str | None = None) -> list[int]:
+    """The ids that a model's generation_config.json names as eos_token_id; [] without such a file."""
+    folder = resolve(name, revision=revision, weights=False, trust_remote_code=trust_remote_code)
+    if not (folder / "generation_config.json").is_file():
+        return []
+    eos = read_generation_config(folder).eos_token_id
+    return [eos] if isinstance(eos, int) else list(eos or [])
+
+
+def context_of(config: PreTrainedConfig) -> int | None:
+    """Tokens of the longest document that a model's positions are made for; None without such a limit.
+
+    Scaled rotary embeddings reach as far as their factor times the length they were trained with.
+    """
+    text = config.get_text_config()
+    size = getattr(text, "max_position_embeddings", None)
+    if not isinstance(size, int) or size <= 0:
+        return None
+    rope = getattr(text, "rope_parameters", None) or {}
+    kinds = [kind for kind in rope.values() if isinstance(kind, dict)] or [rope]  # by kind of layer
+    reach = [
+        int(kind["factor"] * (kind.get("original_max_position_embeddings") or size))
+        for kind in kinds
+        if kind.get("factor")
+    ]
+    return max([size, *reach])
+
+
+def read_generation_config(folder: Path) -> GenerationConfig:
+    """The generation settings in a model's folder. Raises UserError if its file is damaged."""
+    file = folder / "generation_config.json"
+    read_json(file)  # its own check, in our words
+    try:
+        generation = GenerationConfig.from_pretrained(folder)
+        savable(generation).validate(strict=True)  # as save_pretrained, which comes after training
+    except Exception as error:  # it checks itself in many ways
+        raise UserError(f"transformers can't use {file}: {reason_of(error)} Mend or remove it.") from error
+    eos = generation.eos_token_id
+    ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if not all(type(number) is int and number >= 0 for number in ids):
+        raise UserError(
+            f"{file}: eos_token_id is {reprlib.repr(eos)}; it must be a token's id, or a list of them."
+        )
+    return generation
+
+
+def generation_config(model: PreTrainedModel, stop_ids: Sequence[int]) -> GenerationConfig:
+    """Return a copy of the model's generation settings whose end tokens are `stop_ids`, then the old ones.
+
+    do_sample becomes True where settings of sampling differ from transformers' defaults.
+    """
+    generation = savable(model.generation_config or GenerationConfig())
+    if stop_ids:
+        old = generation.eos_token_id
+        ends = list(dict.fromkeys([*stop_ids, *([old] if isinstance(old, int) else old or [])]))
+        generation.eos_token_id = ends if len(ends) > 1 else ends[0]
+    return generation
+
+
+def savable(generation: GenerationConfig) -> GenerationConfig:
+    """Return a copy that transformers saves: do_sample is True where settings of sampling are there, as the
+    base model's author meant it.
+    """
+    copied = copy.deepcopy(generation)
+    if copied.do_sample is not True:
+        defaults = ((copied.temperature, 1.0), (copied.top_p, 1.0), (copied.top_k, 50))
+        sampling = any(value is not None and value != default for value, default in defaults)
+        try:
+            copied.validate(strict=True)
+        except ValueError:
+            sampling = True
+        copied.do_sample = True if sampling else copied.do_sample
+    return copied

@@ -47,11 +47,11 @@ from meshtune.model.files import (
     SMALL,
     adapter_alone,
     checked_weight_files,
+    read_generation_config,
     read_json,
     resolve,
     with_index,
 )
-from meshtune.model.generation import read_generation_config
 from meshtune.model.overrides import SETTING, absurd, overridden_config
 from meshtune.model.pieces import StoredTensors, fill, materialise, whole_pieces
 from meshtune.model.stored import refuse_misfits, refuse_types, stored_types, untied

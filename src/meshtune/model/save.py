@@ -30,8 +30,7 @@ from transformers.utils import logging
 from meshtune.errors import UserError, quoted
 from meshtune.filesystem import replace, set_mode, sync, sync_open
 from meshtune.model.anatomy import put_back
-from meshtune.model.files import ADAPTER_CONFIG, INDEX, SAFETENSORS_DTYPES, WEIGHTS
-from meshtune.model.generation import generation_config
+from meshtune.model.files import ADAPTER_CONFIG, INDEX, SAFETENSORS_DTYPES, WEIGHTS, generation_config
 from meshtune.model.lora import lora_layers
 from meshtune.model.pieces import Piece
 from meshtune.rundir import disk_is_full, room

@@ -1,24 +1,40 @@
-"""Tensors in the files of a model that aren't weights to train from: quantised ones, and misnamed ones.
+"""Tensors in the files of a model: the digest that identifies them, and those that aren't weights to train
+from, quantised ones and misnamed ones.
 
 headers ─> stored_types ─> refuse_types     types that no weight is trained from: before transformers reads
 names that the model has no place for ─┬─> scales        those of a quantisation
                                        └─> with_prefix   what a wrapper put into every name
 """
 
+from __future__ import annotations
+
+import json
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import xxhash
 from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from meshtune.errors import UserError
-from meshtune.model.files import SAFETENSORS_DTYPES, quantised
-from meshtune.units import counted, few
+from meshtune.errors import UserError, expanded, explained
+from meshtune.model.files import (
+    SAFETENSORS_DTYPES,
+    quantised,
+    resolve,
+    tensors_in,
+    weight_files,
+    weights_here,
+)
+from meshtune.units import counted, few, notice
+
+if TYPE_CHECKING:
+    from meshtune.config import Config
 
 FLOATS = {word for dtype, word in SAFETENSORS_DTYPES.items() if dtype.is_floating_point}
 INTEGERS = {"I8", "I16", "I32", "I64", "U8", "U16", "U32", "U64", "BOOL"}  # positions and masks may have them
@@ -39,24 +55,10 @@ WRAPPERS = {  # parts that wrappers put into the names of a model's tensors
 
 
 def stored_types(files: Iterable[Path]) -> dict[str, set[str]]:
-    """Names of the tensors in safetensors files, by the format's word for their type.
-
-    Raises UserError for a file system that can't map files into memory.
-    """
+    """Names of the tensors in safetensors files, by the format's word for their type."""
     stored: dict[str, set[str]] = {}
-    for file in files:
-        try:
-            opened = safe_open(file, framework="pt")
-        except OSError as error:
-            if "os error 19" not in str(error):  # ENODEV
-                raise
-            raise UserError(
-                f"{file} can't be mapped into memory ({error}), as on some mounts of buckets; copy the model "
-                "to a local disk."
-            ) from error
-        with opened as tensors:
-            for key in tensors.keys():  # noqa: SIM118 (not a dict)
-                stored.setdefault(tensors.get_slice(key).get_dtype(), set()).add(key)
+    for _, name, tensor in tensors_in(files):
+        stored.setdefault(tensor.get_dtype(), set()).add(name)
     return stored
 
 
@@ -72,15 +74,14 @@ class StoredTable:
         return self.length
 
     @classmethod
-    def find(cls, files: Iterable[Path], name: str) -> "StoredTable | None":
+    def find(cls, files: Iterable[Path], name: str) -> StoredTable | None:
         """The table that a model calls `name`, also under a name with another beginning; None without one."""
         ending = ".".join(name.split(".")[-2:])
-        similar = []
-        for file in files:
-            with safe_open(file, framework="pt") as tensors:
-                for key in tensors.keys():  # noqa: SIM118 (not a dict)
-                    if key == ending or key.endswith(f".{ending}"):
-                        similar.append(cls(file, key, tensors.get_slice(key).get_shape()[0]))
+        similar = [
+            cls(file, key, tensor.get_shape()[0])
+            for file, key, tensor in tensors_in(files)
+            if f".{key}".endswith(f".{ending}")
+        ]
         exact = [table for table in similar if table.name == name]
         return (exact or similar)[0] if exact or len(similar) == 1 else None
 
@@ -194,3 +195,108 @@ def with_prefix(unused: Collection[str], missing: Collection[str]) -> str | None
                         "without that prefix"
                     )
     return None
+
+
+# Identity of a base model: a digest of its weights, whatever folder they are in #
+
+# An adapter, and a checkpoint of a partly frozen model, fit the weights that they were trained on. A run
+# records the digest of its base in its row, an adapter in the metadata of its safetensors file.
+
+
+BASE_DIGEST = "base_digest"  # key in the metadata of an adapter's file, and in the row of a run
+BLOCK = 2**20  # bytes that are hashed at a time
+FORM = "xxh3-"  # first letters of a digest; those of other forms (versions before 2026-12) are not compared
+
+
+class Entry(NamedTuple):
+    """A tensor in a safetensors file."""
+
+    text: str  # name, type and shape
+    begin: int  # its first byte in the file
+    size: int  # in bytes
+
+
+def base_digest(config: Config, *, download: bool = True) -> str | None:
+    """Digest of the weights that a run starts from; None for random ones. Raises UserError as `resolve`.
+
+    download: False returns None for weights that are not on this machine.
+    """
+    model = config.model
+    if model.init == "random":
+        return None
+    if download:
+        trust = model.trust_remote_code
+        files = weight_files(
+            resolve(model.name, revision=model.revision, weights=True, trust_remote_code=trust)
+        )
+    else:
+        files = weights_here(model.name, model.revision)
+    return digest(files, expanded(config.data.cache, "data.cache")) if files else None
+
+
+def digest(files: Iterable[Path], cache: Path) -> str:
+    """Digest of the names, types, shapes and all bytes of the tensors in safetensors files.
+
+    It does not depend on which file a tensor is in. cache: folder that keeps the digests of files; each file
+    is read once (1 to 4 GB/s on a core), and again after a change.
+    """
+    from meshtune.data.files import kept_digest  # here: chains of imports stay short
+
+    with ThreadPoolExecutor(8) as pool:
+        sums = pool.map(lambda file: int(kept_digest(file, cache, lambda: _digest(file), FORM), 16), files)
+    return f"{FORM}{sum(sums) % 2**128:032x}"
+
+
+def _digest(file: Path) -> str:
+    """Sum of the digests of a file's tensors."""
+    total = 0
+    with file.open("rb") as stream:
+        for entry in sorted(entries_of(file), key=lambda entry: entry.begin):
+            tensor, left = xxhash.xxh3_128(entry.text.encode()), entry.size
+            stream.seek(entry.begin)
+            while left and (block := stream.read(min(left, BLOCK))):
+                tensor.update(block)
+                left -= len(block)
+            total += tensor.intdigest()
+    return f"{total % 2**128:032x}"
+
+
+def entries_of(file: Path) -> Iterator[Entry]:
+    """Yield the tensors in a safetensors file. Raises UserError if its header is damaged."""
+    with explained(f"{file} is damaged"), file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        for name, facts in json.loads(stream.read(length)).items():
+            if name != "__metadata__":
+                begin, end = facts["data_offsets"]
+                yield Entry(f"{name} {facts['dtype']} {facts['shape']}", 8 + length + begin, end - begin)
+
+
+def check_base(
+    config: Config, recorded: str | None, subject: str, *, named: bool, download: bool = True
+) -> None:
+    """Compare the base with the weights that `subject`, an adapter or a run, was trained on.
+
+    recorded: their digest; None: not known, as of adapters by peft, and nothing is compared. named: True if
+    the user chose the base for this command: another one is then used, with a line on stderr. download: see
+    `base_digest`; weights that are not on this machine are not compared, and a line reports it.
+
+    Raises UserError for another one where its name was recorded with the adapter or the run.
+    """
+    model = config.model
+    if recorded is None or not recorded.startswith(FORM) or model.init == "random":
+        return
+    here = base_digest(config, download=download)
+    if here is None:
+        notice(
+            f"The weights of {model.name} are not on this machine: whether {subject} was trained on them was "
+            "not compared."
+        )
+    if here in (None, recorded):
+        return
+    other = f"{subject} was trained on other weights than {model.name} holds now"
+    if not named:
+        raise UserError(
+            f"{other}: they were changed or replaced since. Name a folder with the weights of before: "
+            "model.name=FOLDER (of a hub model, model.revision=REVISION)."
+        )
+    notice(f"{other}; they are used, since model.name names them.")

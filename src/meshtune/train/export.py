@@ -20,11 +20,11 @@ from meshtune.data.encode import Encoder
 from meshtune.data.tokens import id_bound
 from meshtune.errors import UserError, expanded
 from meshtune.model.adapter import save_adapter
-from meshtune.model.identity import base_digest
 from meshtune.model.load import tables
 from meshtune.model.lora import modules_named
 from meshtune.model.pieces import Piece
 from meshtune.model.save import save_model, save_pieces, stored_differently
+from meshtune.model.stored import base_digest
 from meshtune.optimizers import OPTIMIZERS
 from meshtune.parallel.mesh import World
 from meshtune.rundir import RunDir

@@ -18,7 +18,7 @@ from meshtune.data.recipe import Recipe, Stream
 from meshtune.errors import UserError, expanded, explained
 from meshtune.layout import Layout
 from meshtune.length import limits
-from meshtune.model.generation import stop_tokens
+from meshtune.model.files import stop_tokens
 from meshtune.model.load import load_config, load_tokenizer
 from meshtune.parallel.apply import width_multiple
 from meshtune.sections import DataConfig, ModelConfig, SourceConfig

@@ -31,7 +31,7 @@ from meshtune.config import Config, load
 from meshtune.data.example import rows_name
 from meshtune.errors import UserError, check_file, expanded, written
 from meshtune.length import limits
-from meshtune.model.identity import BASE_DIGEST, check_base
+from meshtune.model.stored import BASE_DIGEST, check_base
 from meshtune.rundir import Row, RunDir, aside_pattern, write_settings
 from meshtune.sections import SourceConfig, is_pattern
 from meshtune.setting import is_template
@@ -289,7 +289,7 @@ def _other_base(now: Config, before: Config) -> bool:
 
 def _base_here(now: Config, run: RunDir) -> bool | None:
     """True if a model's weights are those that a run recorded; None if a hub model's are not here."""
-    from meshtune.model.identity import BASE_DIGEST, base_digest  # imports torch
+    from meshtune.model.stored import BASE_DIGEST, base_digest  # imports torch
 
     recorded = [row.get(BASE_DIGEST) for row in run.rows("run")][-1:]
     if recorded in ([], [None]) or now.model.init == "random":

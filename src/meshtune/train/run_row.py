@@ -18,7 +18,7 @@ import meshtune
 from meshtune.addresses import public
 from meshtune.launch.rank import cores
 from meshtune.meter.rows import time_now
-from meshtune.model.identity import BASE_DIGEST
+from meshtune.model.stored import BASE_DIGEST
 from meshtune.train.updates import rate_in_words
 from meshtune.yaml_tree import read_yaml
 

@@ -2,7 +2,7 @@
 
     check(model, attention)   at the build, unless `make families` has trained the family with this version
 
-On a small copy of the model (small.py) one micro-batch of two documents runs as training runs it, and each
+On a small copy of the model (recorded.py) one micro-batch of two documents runs as training runs it, and each
 document separately through the unmodified model in eager attention. Logits and all gradients must agree.
 """
 
@@ -21,8 +21,7 @@ from meshtune.data.batch import IGNORE, MicroBatch
 from meshtune.errors import UserError
 from meshtune.model.anatomy import Anatomy, anatomy
 from meshtune.model.body import ATTENTION_NAMES, body_forward, head_only
-from meshtune.model.recorded import set_attention
-from meshtune.model.small import NoCopy, random_ids, with_small_copy
+from meshtune.model.recorded import NoCopy, random_ids, set_attention, with_small_copy
 
 LENGTHS = (24, 13)  # tokens of the documents: one is longer than the windows of a small copy, which are 16
 # Largest relative differences in fp32; rounding in Jamba's scans gives 1.2e-4 and 4e-4.

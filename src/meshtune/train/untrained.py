@@ -19,8 +19,7 @@ from meshtune.data.prepare import Prepared
 from meshtune.data.recipe import Stream
 from meshtune.errors import UserError
 from meshtune.model.anatomy import Anatomy
-from meshtune.model.files import few, resolve, weight_files
-from meshtune.model.generation import context_of
+from meshtune.model.files import context_of, few, resolve, weight_files
 from meshtune.model.load import tables
 from meshtune.model.lora import lora_layers
 from meshtune.model.stored import StoredTable

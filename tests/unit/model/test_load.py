@@ -17,7 +17,7 @@ import meshtune.model.files as module
 import meshtune.model.load as load_module
 from meshtune.data.tokens import id_bound
 from meshtune.errors import UserError
-from meshtune.model.generation import generation_config, stop_tokens
+from meshtune.model.files import generation_config, stop_tokens
 from meshtune.model.load import freeze, grow_embeddings, load_config, load_tokenizer
 from meshtune.train.model import ModelSpec, single_model
 

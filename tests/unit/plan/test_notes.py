@@ -15,7 +15,7 @@ from meshtune import config
 from meshtune.api import plan as api
 from meshtune.commands.plan import plan as command
 from meshtune.errors import UserError
-from meshtune.model.generation import context_of
+from meshtune.model.files import context_of
 from meshtune.model.trace import census
 from meshtune.plan.workload import positions_note, untraced_note
 

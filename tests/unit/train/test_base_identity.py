@@ -19,7 +19,7 @@ from meshtune.errors import UserError
 from meshtune.model import files
 from meshtune.model.adapter import digest_of_base
 from meshtune.model.files import weight_files
-from meshtune.model.identity import check_base, digest
+from meshtune.model.stored import check_base, digest
 from meshtune.train import build, loop
 from meshtune.train.output import choose_folder
 
