@@ -22,7 +22,7 @@ from meshtune.data.example import Source
 from meshtune.data.loader import Loader
 from meshtune.data.pack import Dataset, pack
 from meshtune.data.prepare import Prepared, prepare
-from meshtune.data.stream import Stream
+from meshtune.data.recipe import Recipe, Stream
 from meshtune.model.load import load_tokenizer
 
 SEQ_LENS, STREAMED, MILLION = (512, 1024, 2048), 1024, 10**6
@@ -32,10 +32,8 @@ def prepared_rows(work: Path, seq_len: int, *, packing: bool = True, streaming: 
     """GSM8K in sequences of `seq_len` tokens, with nothing cached. work: written by `set_up`."""
     encoder = Encoder(load_tokenizer(str(work / "model")), train_on="completion", chat_template=None)
     source = Source(str(work / "train.jsonl"), columns=(("prompt", "question"), ("completion", "answer")))
-    return prepare(
-        [source], encoder, seq_len=seq_len, packing=packing, streaming=streaming,
-        cache_dir=tempfile.mkdtemp(dir=work),
-    )  # fmt: skip
+    recipe = Recipe((source,), encoder, seq_len=seq_len, packing=packing)
+    return prepare(recipe, tempfile.mkdtemp(dir=work), streaming=streaming)
 
 
 def packing_seconds(lengths: np.ndarray, seq_len: int) -> float:

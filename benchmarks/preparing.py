@@ -34,12 +34,9 @@ CHATML = (  # TRL needs the marks of generation to label answers
 
 def prepare_meshtune(work: Path, rows: Path) -> tuple[int, float]:
     """(Tokens, seconds of processor time) of meshtune, with nothing cached."""
-    try:
-        from meshtune.data.encode import Encoder
-    except ImportError:  # of a checkout before the split of data/template.py
-        from meshtune.data.template import Encoder  # pyright: ignore[reportAttributeAccessIssue]
     from transformers import AutoTokenizer
 
+    from meshtune.data.encode import Encoder
     from meshtune.data.example import Source
     from meshtune.data.prepare import prepare
 
@@ -47,7 +44,12 @@ def prepare_meshtune(work: Path, rows: Path) -> tuple[int, float]:
     encoder = Encoder(tokenizer, train_on="assistant", chat_template=None)
     cache = Path(tempfile.mkdtemp(dir=work))
     started = time.process_time()
-    prepared = prepare([Source(str(rows))], encoder, seq_len=SEQ_LEN, cache_dir=cache)
+    try:
+        from meshtune.data.recipe import Recipe
+
+        prepared = prepare(Recipe((Source(str(rows)),), encoder, seq_len=SEQ_LEN), cache)
+    except ImportError:  # of a checkout before Recipe
+        prepared: Any = prepare([Source(str(rows))], encoder, seq_len=SEQ_LEN, cache_dir=cache)  # pyright: ignore
     return prepared.stats["train"]["tokens"], time.process_time() - started
 
 
@@ -130,10 +132,9 @@ def memory(rows: int) -> float:
     import threading
 
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "unit" / "data"))
-    from data_rows import Bytes  # pyright: ignore[reportMissingImports]
+    from data_rows import Bytes, prepare  # pyright: ignore[reportMissingImports]
 
     from meshtune.data.example import Source
-    from meshtune.data.prepare import prepare
 
     def held() -> int:
         status = Path("/proc/self/status").read_text()

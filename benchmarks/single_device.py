@@ -225,15 +225,14 @@ def prepare_meshtune(work: Path) -> dict[str, Any]:
     from meshtune.data.encode import Encoder
     from meshtune.data.example import Source
     from meshtune.data.prepare import prepare
+    from meshtune.data.recipe import Recipe
     from meshtune.model.load import load_tokenizer
 
     encoder = Encoder(load_tokenizer(str(work / "model")), train_on="completion", chat_template=None)
     source = Source(str(work / "train.jsonl"), columns=(("prompt", "question"), ("completion", "answer")))
     started = time.perf_counter()
-    prepared = prepare(
-        [source], encoder, seq_len=SEQ_LEN, packing=True, overlong="cut", seed=0, on_bad_row="error",
-        cache_dir=Path(tempfile.mkdtemp(dir=work)),
-    )  # fmt: skip
+    recipe = Recipe((source,), encoder, seq_len=SEQ_LEN, overlong="cut")
+    prepared = prepare(recipe, tempfile.mkdtemp(dir=work))
     seconds = time.perf_counter() - started
     return {"seconds": [seconds], "tokens": [prepared.stats["train"]["tokens"]]}
 

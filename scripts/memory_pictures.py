@@ -10,12 +10,13 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from meshtune.dryrun.simulation import Simulation
 from meshtune.meter.trace import CATEGORIES
 from meshtune.report.draw.kinds import Areas, Timeline
 from meshtune.report.draw.picture import write
 from meshtune.report.draw.table import Table
-from meshtune.report.dryrun.page import DryRun, panels
-from meshtune.report.dryrun.panels import memory_panel, shown
+from meshtune.report.dryrun.document import panels, reserved
+from meshtune.report.dryrun.panels import memory_panel, shown, starts_of
 from meshtune.report.dryrun.tables import largest_table, module_table, peak_notes, peak_table
 from meshtune.units import duration
 
@@ -24,10 +25,9 @@ MODES = {"none": "", "selective": "-selective", "full": "-full"}  # recomputatio
 LEVELS, WIDTH, HEIGHT, TOP = 160, 1000, 190, 12  # levels of a step; px; rows of the table of tensors
 
 
-def simulated(mode: str) -> DryRun:
-    """Values to draw of the dry run with this recomputation."""
+def simulated(mode: str) -> Simulation:
+    """The dry run with this recomputation."""
     from meshtune.api.dryrun import dryrun  # torch is needed for nothing else here
-    from meshtune.dryrun.results import page_of
 
     settings = {
         "model": {"name": MODEL},
@@ -35,10 +35,10 @@ def simulated(mode: str) -> DryRun:
         "cluster": {"gpu": "h100-sxm", "gpus": GPUS},
         "train": {"global_batch_size": GPUS},
     }
-    return page_of(dryrun(settings, layout=f"zero3x{GPUS}-mb1-ga1{MODES[mode]}"))
+    return dryrun(settings, layout=f"zero3x{GPUS}-mb1-ga1{MODES[mode]}")
 
 
-def memory_picture(file: Path, runs: dict[str, DryRun]) -> Path:
+def memory_picture(file: Path, runs: dict[str, Simulation]) -> Path:
     """Draw memory over the first and later steps of each run, over axes of equal length."""
     drawn = [titled(mode, run) for mode, run in runs.items()]
     highest = max(sum(sizes) for panel in drawn for sizes in zip(*panel.parts.values(), strict=True))
@@ -47,22 +47,22 @@ def memory_picture(file: Path, runs: dict[str, DryRun]) -> Path:
     return write(file, rows, title=title, width=WIDTH)
 
 
-def titled(mode: str, run: DryRun) -> Areas:
+def titled(mode: str, run: Simulation) -> Areas:
     """Memory of the run's rank, with the recomputation as its title."""
     trace = run.traces[0]
-    panel = memory_panel(trace, starts=run.starts[trace.rank], most=LEVELS)
+    panel = memory_panel(trace, starts=starts_of(trace, run.times), most=LEVELS)
     return replace(panel, key=mode, title=f"recompute: {mode}", height=HEIGHT)
 
 
-def streams_picture(file: Path, run: DryRun) -> Path:
+def streams_picture(file: Path, run: Simulation) -> Path:
     """Draw the streams of one rank over a later step."""
     (streams,) = (panel for panel in panels(run) if isinstance(panel, Timeline))
     return write(file, [[streams]], title=f"Llama 3.1 8B, {run.layout}: a later step", width=WIDTH)
 
 
-def peaks(runs: dict[str, DryRun]) -> str:
+def peaks(runs: dict[str, Simulation]) -> str:
     """Table of the peaks by category of all runs, as Markdown, without categories below a MiB."""
-    tables = {mode: peak_table(run.traces, run.reserved) for mode, run in runs.items()}
+    tables = {mode: peak_table(run.traces, reserved(run)) for mode, run in runs.items()}
     cells = {mode: {row[0]: row for row in table.rows} for mode, table in tables.items()}
     parts = [*map(shown, CATEGORIES)]
     names = [*parts, *(name for name in cells["none"] if name not in parts)]
@@ -72,7 +72,7 @@ def peaks(runs: dict[str, DryRun]) -> str:
         for name in names
     ]
     large = [row for row in rows if "iB" in "".join(row[1:])]
-    seconds = (duration(ends[-1]) for run in runs.values() for ends in run.starts[run.traces[0].rank])
+    seconds = (duration(step.seconds) for run in runs.values() for step in run.times)
     large.append(("the step takes", *seconds))
     return Table.of_rows("", heads, tuple(large), ("",)).markdown()
 

@@ -42,35 +42,17 @@ from transformers import (
 WINDOW = 8  # tokens, of the families that have a sliding window
 
 COMMON: dict[str, Any] = {
-    "vocab_size": 256,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.15,
-    "attention_dropout": 0.0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": None,
-    "tie_word_embeddings": False,
-}
+    "vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
+    "initializer_range": 0.15, "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2,
+    "pad_token_id": None, "tie_word_embeddings": False,
+}  # fmt: skip
 WINDOWED: dict[str, Any] = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
 HEAD_DIM: dict[str, Any] = {"head_dim": 16}
 GPT2: dict[str, Any] = {
-    "vocab_size": 256,
-    "n_positions": 256,
-    "n_embd": 64,
-    "n_layer": 2,
-    "n_head": 4,
-    "initializer_range": 0.15,
-    "resid_pdrop": 0.0,
-    "embd_pdrop": 0.0,
-    "attn_pdrop": 0.0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+    "vocab_size": 256, "n_positions": 256, "n_embd": 64, "n_layer": 2, "n_head": 4, "initializer_range": 0.15,
+    "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
 
 
 def _family(
@@ -86,12 +68,8 @@ FAMILIES: dict[str, Callable[..., PretrainedConfig]] = {
     "qwen3": _family(Qwen3Config, COMMON | HEAD_DIM),
     "mistral": _family(MistralConfig, COMMON | HEAD_DIM, sliding_window=WINDOW),
     "gemma2": _family(
-        Gemma2Config,
-        COMMON | HEAD_DIM | WINDOWED,
-        tie_word_embeddings=True,
-        query_pre_attn_scalar=16,
-        attn_logit_softcapping=1.0,
-        final_logit_softcapping=2.0,
+        Gemma2Config, COMMON | HEAD_DIM | WINDOWED, tie_word_embeddings=True, query_pre_attn_scalar=16,
+        attn_logit_softcapping=1.0, final_logit_softcapping=2.0,
     ),
     "gemma3": _family(
         Gemma3TextConfig,
@@ -105,11 +83,7 @@ FAMILIES: dict[str, Callable[..., PretrainedConfig]] = {
     ),
     "olmo2": _family(Olmo2Config, COMMON),
     "starcoder2": _family(
-        Starcoder2Config,
-        COMMON,
-        sliding_window=WINDOW,
-        residual_dropout=0.0,
-        embedding_dropout=0.0,
+        Starcoder2Config, COMMON, sliding_window=WINDOW, residual_dropout=0.0, embedding_dropout=0.0,
         tie_word_embeddings=True,
     ),
     "cohere": _family(CohereConfig, COMMON, tie_word_embeddings=True, use_qk_norm=False, logit_scale=0.5),
@@ -117,7 +91,7 @@ FAMILIES: dict[str, Callable[..., PretrainedConfig]] = {
     "gpt_neox": _family(
         GPTNeoXConfig, {k: v for k, v in COMMON.items() if k != "num_key_value_heads"}, hidden_dropout=0.0
     ),
-}
+}  # fmt: skip
 
 LINEAR_LAYERS: dict[str, Any] = {
     "linear_num_value_heads": 4,
@@ -154,9 +128,8 @@ RECURRENT: dict[str, Callable[..., PretrainedConfig]] = {
         n_mamba_heads=8, mamba_d_state=16, adapter_rank=8, chunk_size=16,
     ),
     "recurrent_gemma": _family(
-        RecurrentGemmaConfig,
-        COMMON,
-        lru_width=64, attention_window_size=WINDOW, block_types=["recurrent", "attention"],
+        RecurrentGemmaConfig, COMMON, lru_width=64, attention_window_size=WINDOW,
+        block_types=["recurrent", "attention"],
     ),
 }  # fmt: skip
 

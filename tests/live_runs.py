@@ -14,41 +14,20 @@ GIB = 2**30
 
 def start_row(**other: Any) -> dict[str, Any]:
     return {
-        "kind": "run",
-        "id": "1",
-        "start": 1,
-        "model": "tiny",
-        "method": "full",
-        "world": 2,
-        "total_steps": 500,
-        "device_type": "cuda",
-        "global_batch_size": 8,
-        "seq_len": 1000,
-        "host": "node1",
+        "kind": "run", "id": "1", "start": 1, "model": "tiny", "method": "full", "world": 2,
+        "total_steps": 500, "device_type": "cuda", "global_batch_size": 8, "seq_len": 1000, "host": "node1",
         "predicted": {"step_seconds": 0.25, "memory": {"weights": 2.0 * GIB, "activations": 1.0 * GIB}},
-    } | other
+    } | other  # fmt: skip
 
 
 def step_row(step: int, **other: Any) -> dict[str, Any]:
     """A train row whose loss follows from its step."""
     return {
-        "kind": "train",
-        "step": step,
-        "loss": 4.0 / step,
-        "grad_norm": 1.0,
-        "learning_rate": 1e-3,
-        "tokens": 8000,
-        "label_tokens": 4000,
-        "step_seconds": 0.5,
-        "data_seconds": 0.01,
-        "tokens_per_second_per_gpu": 8000.0,
-        "tflops_per_second": 0.1,
-        "mfu": 0.4,
-        "mfu_6n": 0.38,
-        "peak_memory_bytes": 3 * GIB,
-        "peak_resident_bytes": 4 * GIB,
-        "epoch": step / 100,
-    } | other
+        "kind": "train", "step": step, "loss": 4.0 / step, "grad_norm": 1.0, "learning_rate": 1e-3,
+        "tokens": 8000, "label_tokens": 4000, "step_seconds": 0.5, "data_seconds": 0.01,
+        "tokens_per_second_per_gpu": 8000.0, "tflops_per_second": 0.1, "mfu": 0.4, "mfu_6n": 0.38,
+        "peak_memory_bytes": 3 * GIB, "peak_resident_bytes": 4 * GIB, "epoch": step / 100,
+    } | other  # fmt: skip
 
 
 def end_row(step: int, status: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,22 +47,28 @@ def write_rows(file: Path, rows: list[dict[str, Any]]) -> Path:
     return file
 
 
-def make_folder(folder: Path) -> Path:
-    """Write a tiny random Llama with its tokenizer (`model/`), train.jsonl, test.jsonl; returns `folder`."""
+def make_llama(**changes: Any) -> Any:
+    """A tiny Llama with random weights, the same at each making. changes: of its configuration."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": 300, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
+        "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+    }  # fmt: skip
+    return LlamaForCausalLM(LlamaConfig(**sizes | changes))
+
+
+def make_folder(folder: Path) -> Path:
+    """Write a tiny random Llama with its tokenizer (`model/`), train.jsonl, test.jsonl; returns `folder`."""
     train, test = make_rows(120), make_rows(20, seed=1)
     write_rows(folder / "train.jsonl", train)
     write_rows(folder / "test.jsonl", test)
     tokenizer = make_tokenizer([f"{row['prompt']}\n{row['completion']}" for row in train], 300)
     tokenizer.save_pretrained(folder / "model")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=300, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=512, bos_token_id=1, eos_token_id=2, pad_token_id=0,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    make_llama().save_pretrained(folder / "model")
     return folder
 
 
@@ -96,3 +103,32 @@ def documents(*, seed: int, vocabulary: int, rows: int = 2, width: int = 32) -> 
             tokens[1:] |= np.where(draw.random(length - 1) < share, LABELLED, 0).astype(np.uint32)
             made[-1].append(tokens)
     return micro_batch(made, width)
+
+
+def positions_of(documents: Any, seq: int) -> Any:
+    """Position of each token in its document, of rows padded to `seq` tokens."""
+    import torch
+
+    rows = [[torch.arange(length) for length in (*row, seq - sum(row))] for row in documents]
+    return torch.stack(list(map(torch.cat, rows)))
+
+
+def packed(documents: Any, seq: int, shares: Sequence[float], vocabulary: int = 256) -> Any:
+    """A MicroBatch of random tokens in rows of packed documents, each padded to `seq` tokens.
+
+    documents: lengths in each row. shares: of the tokens of each row that are labelled; 0 is one of them.
+    """
+    import torch
+
+    from meshtune.data.batch import IGNORE, MicroBatch
+
+    torch.manual_seed(3)
+    ids = torch.randint(3, vocabulary, (len(documents), seq))
+    positions = positions_of(documents, seq)
+    drawn = torch.rand(ids.shape) < torch.tensor(shares)[:, None]
+    labels = torch.where(drawn, torch.randint(3, vocabulary, ids.shape), IGNORE)
+    for row, lengths in enumerate(documents):
+        labels[row, 7] = labels[row, 7] if shares[row] else 42
+        labels[row, sum(lengths) :] = IGNORE
+    tokens = sum(map(sum, documents))
+    return MicroBatch(ids, labels, positions, documents, tokens, int((labels != IGNORE).sum()))

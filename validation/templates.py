@@ -116,7 +116,8 @@ def faults_of(encoder: Encoder, row: str, document: Document) -> Iterator[str]:
     if header and text.lstrip().startswith(header):
         yield "a header is labelled"
     end = int(document.ids[labels[-1]])
-    if encoder._endings.answer.token is not None and end not in encoder.stop_ids and not document.unstopped:
+    unstopped = any(name == "unstopped" for name, _ in document.notes)
+    if encoder._endings.answer.token is not None and end not in encoder.stop_ids and not unstopped:
         yield "the labels do not end at a stop"
 
 

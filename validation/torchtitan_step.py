@@ -34,7 +34,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from meshtune.dryrun.recorder import Groups, Recorder, visible_pairs
+from meshtune.dryrun.recorder import Recorder, visible_pairs
 from meshtune.dryrun.substitutes import installed
 from meshtune.dryrun.world import CPU, made_up
 from meshtune.layout import Layout
@@ -231,7 +231,7 @@ def trace(shape: Shape, layout: Layout, *, seq_len: int) -> list[StepTrace]:
     with torch.device("meta"):
         model = Transformer(shape, seq_len)
     parallelise(model, mesh, layout.recompute)
-    steps, groups = [StepTrace(1), StepTrace(2)], Groups(layout)
+    steps = [StepTrace(1), StepTrace(2)]
     with unseen_propagation(), installed("cuda"), FakeTensorMode(allow_non_fake_inputs=True):
         model.to_empty(device="cpu")
         optimizer = torch.optim.AdamW(
@@ -239,7 +239,7 @@ def trace(shape: Shape, layout: Layout, *, seq_len: int) -> list[StepTrace]:
         )
         tokens, labels = (torch.zeros(layout.micro_batch_size, seq_len, dtype=torch.long) for _ in range(2))
         for step in steps:
-            recorder = Recorder(CPU, step, model, groups, pairs=causal_pairs, read=made_up)
+            recorder = Recorder(CPU, step, model, layout, pairs=causal_pairs, read=made_up)
             with recorder:
                 recorder.tag([*model.parameters(), *model.buffers()], WEIGHTS)
                 states = [value for state in optimizer.state.values() for value in state.values()]

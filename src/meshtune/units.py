@@ -5,7 +5,7 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from statistics import median, quantiles
 from typing import Any
@@ -157,3 +157,14 @@ def spread(values: Sequence[float]) -> float:
         return 0.0
     first, _, third = quantiles(values, n=4, method="inclusive")
     return (third - first) / median(values)
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Numbers as text: `ranges([0, 1, 2, 5]) == "0-2,5"`."""
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(f"{first}-{last}" if last > first else f"{first}" for first, last in runs)

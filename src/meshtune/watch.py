@@ -15,7 +15,8 @@ started it, or, under torchrun and srun, by the next rank of its machine: so a r
 before it could write any, is silent too. Ranks whose torchrun is gone end as well: nobody would stop them.
 
 Time is measured, so that a busy machine, on which a tick takes long, delays nothing. But it is counted only
-while this thread runs (`Awake`): ranks that were stopped together and continued together are no hang either.
+while this thread runs (`Awake`): ranks that were stopped together and continued together are not a hang
+either.
 """
 
 import json

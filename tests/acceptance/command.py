@@ -23,6 +23,11 @@ class Ended:
         """The one JSON document on stdout; fails where anything else is there."""
         return json.loads(self.out)
 
+    def checked(self, code: int | None) -> "Ended":
+        """Return this if the command ended with `code`, or if that is None."""
+        assert code in (None, self.code), self.err
+        return self
+
 
 Command = Callable[..., Ended]
 
@@ -68,21 +73,17 @@ def fork(*words: object) -> "subprocess.Popen[str]":
             os._exit(code)
 
     return subprocess.Popen(
-        ["never run"],
-        preexec_fn=command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+        ["never run"], preexec_fn=command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
 
 
-def end(process: "subprocess.Popen[str]", *, timeout: float = 240) -> Ended:
-    """Wait for a command's end."""
+def end(process: "subprocess.Popen[str]", *, timeout: float = 240, code: int | None = 0) -> Ended:
+    """Wait for a command's end. code: with which it must end; None for any."""
     try:
         out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
         process.kill()
         process.communicate()
         raise
-    return Ended(process.returncode, out, err)
+    return Ended(process.returncode, out, err).checked(code)

@@ -9,16 +9,19 @@ from typing import Any
 
 import pytest
 from command import Command, Ended, end, fork, start
-from tiny import make_tokenizer
+from tiny import make_llama, make_tokenizer
 
 Process = subprocess.Popen[str]
 
 
 @pytest.fixture
 def meshtune(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
-    """Run a command in this process, through the function that the console script calls."""
+    """Run a command in this process, through the function that the console script calls.
 
-    def run(*words: object) -> Ended:
+    It must end with exit code 0, or with the one that the caller names.
+    """
+
+    def run(*words: object, code: int | None = 0) -> Ended:
         from meshtune import cli
 
         capfd.readouterr()
@@ -26,7 +29,7 @@ def meshtune(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
         with pytest.raises(SystemExit) as ended:
             cli.main()
         out, err = capfd.readouterr()
-        return Ended(int(ended.value.code or 0), out, err)
+        return Ended(int(ended.value.code or 0), out, err).checked(code)
 
     return run
 
@@ -61,32 +64,16 @@ def begin_fork() -> Iterator[Callable[..., Process]]:
 @pytest.fixture
 def process(begin: Any) -> Command:
     """Run a command in a process of its own to its end."""
-    return lambda *words: end(begin(*words))
+    return lambda *words, code=0: end(begin(*words), code=code)
 
 
 @pytest.fixture(scope="session")
 def gsm8k_model(gsm8k: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder made by save_pretrained: a tiny random Llama, and a tokenizer trained on GSM8K."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     folder = tmp_path_factory.mktemp("gsm8k") / "base"
     rows = [json.loads(line) for line in (gsm8k / "train.jsonl").read_text().splitlines()]
     tokenizer = make_tokenizer([f"{row['question']}\n{row['answer']}" for row in rows], 4096)
     tokenizer.save_pretrained(folder)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=4096,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-        tie_word_embeddings=True,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 1024}
+    make_llama(vocab_size=4096, tie_word_embeddings=True, **sizes).save_pretrained(folder)
     return folder

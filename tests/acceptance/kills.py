@@ -268,7 +268,7 @@ def straight_run(case: str, tiny: Path, folder: Path, how: str = "fork") -> Stra
     while not first and process.poll() is None:
         first = time.monotonic() - begun if run.rows("train") else 0.0
         time.sleep(0.01)
-    ended = end(process)
+    ended = end(process, code=None)
     if ended.code:
         raise Failed(f"{case}, not killed, ended with exit code {ended.code}: {ended.err[-2000:]}")
     return Straight(run, first)

@@ -61,7 +61,6 @@ def test_each_turn_that_is_trained_on_has_its_thought_and_its_end(
     meshtune: Command, settings: Settings, chats: list[str]
 ) -> None:
     ended = meshtune("data", *settings(*chats, "data.split_turns=true"), "--json", "--samples", "48")
-    assert ended.code == 0, ended.err
     assert {tuple(labelled(sample)) for sample in ended.json["samples"]} == {
         ("two and two is four</think>four<|user|>",),
         ("four and three is seven</think>seven<|user|>",),
@@ -78,13 +77,11 @@ def test_each_turn_that_is_trained_on_has_its_thought_and_its_end(
 def test_several_turns_of_a_template_that_rewrites_them_name_the_ways_out(
     meshtune: Command, settings: Settings, chats: list[str]
 ) -> None:
-    refused = meshtune("data", *settings(*chats, "data.train_on=assistant"))
-    assert refused.code == 2
+    refused = meshtune("data", *settings(*chats, "data.train_on=assistant"), code=2)
     assert "data.split_turns=true" in refused.err and "data.chat_template=training" in refused.err
     ended = meshtune(
         "data", *settings(*chats, "data.train_on=assistant", "data.chat_template=training"), "--json"
     )
-    assert ended.code == 0, ended.err
     assert labelled(ended.json["samples"][0]) == [
         "two and two is four</think>four<|user|>",
         "four and three is seven</think>seven<|user|>",
@@ -96,11 +93,10 @@ def test_a_trained_model_stops_where_its_answers_ended(
     meshtune: Command, settings: Settings, chats: list[str], tmp_path: Path
 ) -> None:
     steps = ("train.max_steps=2", "data.chat_template_kwargs={quick: true}", "data.split_turns=true")
-    refused = meshtune("train", *settings(*chats, *steps))
-    assert refused.code == 2 and "was to be trained on" not in refused.out
+    refused = meshtune("train", *settings(*chats, *steps), code=2)
+    assert "was to be trained on" not in refused.out
     assert "generation prompt" in refused.err, "a prompt that closes the thought, and rows with thoughts"
-    ended = meshtune("train", *settings(*chats, steps[0], steps[2]))
-    assert ended.code == 0, ended.err
+    meshtune("train", *settings(*chats, steps[0], steps[2]))
     folder = tmp_path / "run" / "model"
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     ends = GenerationConfig.from_pretrained(folder).eos_token_id

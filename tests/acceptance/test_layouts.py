@@ -6,8 +6,8 @@ import pytest
 import torch
 from cases import cases
 from command import end, start
-from tiny import make_tokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from tiny import make_llama, make_tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from meshtune.rundir import RunDir
 
@@ -23,12 +23,7 @@ def settings(gsm8k: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]
     (folder / "train.jsonl").write_text("\n".join(text[:300]) + "\n", "utf-8")
     (folder / "eval.jsonl").write_text("\n".join(text[300:340]) + "\n", "utf-8")
     make_tokenizer(text, 1000).save_pretrained(folder / "model")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=1000, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=512, bos_token_id=1, eos_token_id=2, pad_token_id=0,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    make_llama(vocab_size=1000, intermediate_size=96, num_hidden_layers=4).save_pretrained(folder / "model")
     return [
         f"model.name={folder / 'model'}", f"data.train={folder / 'train.jsonl'}",
         f"data.eval={folder / 'eval.jsonl'}", "data.columns={prompt: question, completion: answer}",
@@ -41,8 +36,7 @@ def settings(gsm8k: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]
 @pytest.fixture(scope="module")
 def one(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     run = RunDir(tmp_path_factory.mktemp("one") / "run")
-    ended = end(start("train", *settings, f"output={run.path}"))
-    assert ended.code == 0, ended.err
+    end(start("train", *settings, f"output={run.path}"))
     return run
 
 
@@ -52,7 +46,6 @@ def test_a_layout_gives_the_losses_samples_and_model_of_one_rank(
 ) -> None:
     run = RunDir(tmp_path / "run")
     ended = end(start("train", *settings, f"layout={layout}", f"output={run.path}", "--json"))
-    assert ended.code == 0, ended.err
     assert ended.json["steps"] == STEPS
     for kind, steps in (("train", STEPS), ("eval", 1)):
         ours, theirs = run.rows(kind), one.rows(kind)

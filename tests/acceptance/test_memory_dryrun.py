@@ -3,6 +3,7 @@ validation/memory_dryrun.py, another one each week, and a large one; `make valid
 """
 
 import sys
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,14 @@ TINY = LlamaConfig(
 SHAPE = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 
+def job_of(layout: str, source: PretrainedConfig = TINY, seq_len: int = 512, **spec: Any) -> Job:
+    """A step of full sequences with random weights. spec: fields of ModelSpec."""
+    return Job(
+        spec=ModelSpec(source=source, init="random", **spec), optimizer=OptimizerSpec(),
+        layout=Layout.parse(layout), seq_len=seq_len, documents=(seq_len,),
+    )  # fmt: skip
+
+
 def check(name: str, job: Job, kind: str, phase: str = "", *, categories: bool = False) -> None:
     """Assert that each phase's peak is within the limit; the message names the categories that are off.
 
@@ -65,11 +74,7 @@ def check(name: str, job: Job, kind: str, phase: str = "", *, categories: bool =
     ],
 )
 def test_a_step_holds_what_is_planned(layout: str, kernels: str) -> None:
-    job = Job(
-        spec=ModelSpec(source=TINY, init="random", kernels=kernels), optimizer=OptimizerSpec(),
-        layout=Layout.parse(layout), seq_len=512, documents=(512,),
-    )  # fmt: skip
-    check(layout, job, "small")
+    check(layout, job_of(layout, kernels=kernels), "small")
 
 
 SETTINGS: dict[str, dict[str, Any]] = {  # what changes what is kept for the backward, or what is trained
@@ -98,11 +103,8 @@ PADDED = {"data.packing=false": (1000,)}  # documents of each sequence, of 1024 
     ),
 )
 def test_a_setting_is_in_the_plan(setting: str, layout: str) -> None:
-    spec = ModelSpec(source=TINY, init="random", kernels="cuda", **SETTINGS[setting])
-    job = Job(
-        spec=spec, optimizer=OptimizerSpec(), layout=Layout.parse(layout), seq_len=1024,
-        documents=PADDED.get(setting, (1024,)),
-    )  # fmt: skip
+    job = job_of(layout, seq_len=1024, kernels="cuda", **SETTINGS[setting])
+    job = replace(job, documents=PADDED.get(setting, job.documents))
     rows = compare(setting, job, memory_dryrun.simulate(job))
     planned, simulated = (max(getattr(row, name) for row in rows) for name in ("predicted_bytes", "bytes"))
     assert planned == pytest.approx(simulated, rel=0.01)
@@ -112,21 +114,13 @@ def test_a_setting_is_in_the_plan(setting: str, layout: str) -> None:
 def test_a_block_s_gradients_come_while_its_activations_go() -> None:
     """Gradients of weights are most where tokens are few: all of them are there at the end alone."""
     small = LlamaConfig(**TINY.to_dict() | {"num_hidden_layers": 2})
-    job = Job(
-        spec=ModelSpec(source=small, init="random"), optimizer=OptimizerSpec(),
-        layout=Layout.parse("zero3x8-mb1-ga1-full"), seq_len=512, documents=(512,),
-    )  # fmt: skip
-    check("two blocks", job, "small", "backward", categories=True)
+    check("two blocks", job_of("zero3x8-mb1-ga1-full", small), "small", "backward", categories=True)
 
 
 @pytest.mark.all
 def test_a_tied_head_s_gradient_stays_until_the_embedding_s() -> None:
     tied = LlamaConfig(**TINY.to_dict() | {"vocab_size": 32000, "tie_word_embeddings": True})
-    job = Job(
-        spec=ModelSpec(source=tied, init="random"), optimizer=OptimizerSpec(),
-        layout=Layout.parse("zero3x8-mb1-ga1-full"), seq_len=512, documents=(512,),
-    )  # fmt: skip
-    check("tied", job, "small")
+    check("tied", job_of("zero3x8-mb1-ga1-full", tied), "small")
 
 
 @pytest.mark.parametrize("mode", cases(["", "-attention"]))
@@ -134,11 +128,7 @@ def test_ranks_that_compute_all_heads_hold_what_is_planned(mode: str) -> None:
     """OLMo 2 gathers queries, keys and values, whose norms go over all heads."""
     ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     shape = {name: getattr(TINY, name) for name in SHAPE} | {"num_key_value_heads": 2} | ends
-    job = Job(
-        spec=ModelSpec(source=Olmo2Config(**shape), init="random"), optimizer=OptimizerSpec(),
-        layout=Layout.parse(f"tp4-sp-mb4-ga1{mode}"), seq_len=512, documents=(512,),
-    )  # fmt: skip
-    check(f"olmo2{mode}", job, "small")
+    check(f"olmo2{mode}", job_of(f"tp4-sp-mb4-ga1{mode}", Olmo2Config(**shape)), "small")
 
 
 @pytest.mark.all
@@ -150,10 +140,7 @@ def test_heads_hold_what_is_planned(family: type[PretrainedConfig], precision: s
     """
     shape = {name: getattr(TINY, name) for name in SHAPE} | {"num_key_value_heads": 4, "head_dim": 32}
     wide = {"vocab_size": 16000, "num_hidden_layers": 2, "pad_token_id": 0, "tie_word_embeddings": False}
-    job = Job(
-        spec=ModelSpec(source=family(**shape | wide), init="random", precision=precision),
-        optimizer=OptimizerSpec(), layout=Layout.parse("mb2-ga1"), seq_len=512, documents=(512,),
-    )  # fmt: skip
+    job = job_of("mb2-ga1", family(**shape | wide), precision=precision)
     check(f"{family.__name__} {precision}", job, "small", "forward")
 
 
@@ -183,11 +170,7 @@ OWN_ATTENTION = {
 )
 def test_attention_that_writes_its_scores_holds_what_is_planned(family: str, layout: str) -> None:
     attention, config = OWN_ATTENTION[family]
-    job = Job(
-        spec=ModelSpec(source=config, init="random", attention=attention), optimizer=OptimizerSpec(),
-        layout=Layout.parse(layout), seq_len=512, documents=(512,),
-    )  # fmt: skip
-    check(family, job, "small")
+    check(family, job_of(layout, config, attention=attention), "small")
 
 
 EXPERTS = {
@@ -229,19 +212,12 @@ ROUTED = [
 )
 def test_experts_hold_what_is_planned(family: str, layout: str, precision: str) -> None:
     """Rows of tokens' experts are as many as tokens times experts a token, however they are routed."""
-    job = Job(
-        spec=ModelSpec(source=EXPERTS[family], init="random", precision=precision), optimizer=OptimizerSpec(),
-        layout=Layout.parse(layout), seq_len=512, documents=(512,),
-    )  # fmt: skip
-    check(family, job, "small")
+    check(family, job_of(layout, EXPERTS[family], precision=precision), "small")
 
 
 @pytest.mark.ci
 def test_a_wrong_formula_is_named() -> None:
-    job = Job(
-        spec=ModelSpec(source=TINY, init="random"), optimizer=OptimizerSpec(), layout=Layout.parse("mb1-ga1"),
-        seq_len=512, documents=(512,),
-    )  # fmt: skip
+    job = job_of("mb1-ga1")
     held = memory_dryrun.simulate(job)
     for step in held[0]["steps"]:
         step["parts"]["logits"] = 2 * step["parts"].get("logits", 0)

@@ -67,7 +67,6 @@ def test_a_configuration_of_another_trainer_trains_after_one_command(
     rows.write_text("".join(json.dumps(ROWS[name] | {"n": n}) + "\n" for n in range(40)))
     run = tmp_path / "run.yaml"
     migrated = end(begin_fork("migrate", FILES / name, "--out", run, "--json"))
-    assert migrated.code == 0, migrated.err
 
     # In place of hub ids with splits, a large model and a tracker with an account; nothing else changes.
     data = migrated.json["config"]["data"]
@@ -76,15 +75,14 @@ def test_a_configuration_of_another_trainer_trains_after_one_command(
     small += [f"data.{key}={json.dumps(value)}" for key, value in sources.items()]
     small += [f"output={tmp_path / 'run'}", "train.max_steps=2", "train.num_epochs=null", "train.device=cpu"]
     small += ["log.to=[console]", "log.project=null"]
-    trained = end(begin_fork("train", run, *small))
-    assert trained.code == 0, trained.err
+    end(begin_fork("train", run, *small))
     steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in steps if row["kind"] == "train"] == [1, 2]
 
 
 def test_the_command_prints_a_config_and_names_what_has_no_counterpart(meshtune: Command) -> None:
     printed = meshtune("migrate", FILES / "axolotl-qlora.yaml", "--gpus", "4")
-    assert printed.code == 0 and yaml.safe_load(printed.out)["layout"] == "zero3x4-mb2-ga4-full"
+    assert yaml.safe_load(printed.out)["layout"] == "zero3x4-mb2-ga4-full"
     assert "# - load_in_4bit: true\n#     weights are not quantised" in printed.out
     assert "without a counterpart: load_in_4bit, fsdp_config.fsdp_offload_params;" in printed.err
     assert printed.err.endswith("; without effect: evals_per_epoch.\n")
@@ -95,11 +93,11 @@ def test_the_command_prints_a_config_and_names_what_has_no_counterpart(meshtune:
     ("words", "said"),
     [
         (["nowhere.yaml"], "cannot be read"),
-        ([FILES / "trl-sft.json", "--from", "trl2"], "--from trl2 is no tool; it is one of axolotl"),
+        ([FILES / "trl-sft.json", "--from", "trl2"], "--from trl2 is not a tool; it is one of axolotl"),
         ([FILES / "trl-sft.json", "--out", FILES / "trl-sft.json"], "exists; name another file with --out"),
         (["train.seed=1"], "Name the file to migrate"),
     ],
 )
 def test_what_the_command_can_not_do_is_said(words: list[object], said: str, meshtune: Command) -> None:
-    ended = meshtune("migrate", *words)
-    assert ended.code == 2 and said in ended.err and ended.out == ""
+    ended = meshtune("migrate", *words, code=2)
+    assert said in ended.err and ended.out == ""

@@ -47,11 +47,7 @@ def test_rows_are_predicted_or_skipped_with_a_reason(tmp_path: Path) -> None:
         tmp_path / "rows.csv",
         {},
         {
-            "id": "foundry-901",
-            "gpus": 16,
-            "dp": 16,
-            "global_batch": 896,
-            "tokens_per_s_per_gpu": "",
+            "id": "foundry-901", "gpus": 16, "dp": 16, "global_batch": 896, "tokens_per_s_per_gpu": "",
             "mfu_pct": 60,
         },
         {"id": "foundry-902", "tokens_per_s_per_gpu": ""},  # predicted, nothing to compare with
@@ -59,7 +55,7 @@ def test_rows_are_predicted_or_skipped_with_a_reason(tmp_path: Path) -> None:
         {"id": "foundry-904", "notes": "WARNING: swapped"},
         {"id": "foundry-905", "gpu": "abacus"},
         {"id": "nobodys-1"},
-    )
+    )  # fmt: skip
     out, picture = tmp_path / "out.csv", tmp_path / "out.svg"
     found = validated(file, "--predictions", str(out), "--picture", str(picture))
     assert "Predicted against measured" in picture.read_text()

@@ -43,21 +43,12 @@ def test_a_family_learns_the_quickstart_and_is_loaded_with_its_logits(family: st
     base.save_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
     words = [
-        f"model.name={tmp_path / 'base'}",
-        f"data.train={QUICKSTART / 'train.jsonl'}",
-        f"data.eval={QUICKSTART / 'test.jsonl'}",
-        f"data.cache={tmp_path / 'cache'}",
-        "data.seq_len=128",
-        "train.max_steps=8",
-        "train.global_batch_size=2",
-        "train.learning_rate=3e-3",
-        "train.precision=fp32",
-        "eval.every=8",
-        "eval.samples=1",
-        "eval.exact_match=2",
-        "eval.max_new_tokens=4",
+        f"model.name={tmp_path / 'base'}", f"data.train={QUICKSTART / 'train.jsonl'}",
+        f"data.eval={QUICKSTART / 'test.jsonl'}", f"data.cache={tmp_path / 'cache'}", "data.seq_len=128",
+        "train.max_steps=8", "train.global_batch_size=2", "train.learning_rate=3e-3", "train.precision=fp32",
+        "eval.every=8", "eval.samples=1", "eval.exact_match=2", "eval.max_new_tokens=4",
         f"output={tmp_path / 'run'}",
-    ]
+    ]  # fmt: skip
     run = build.build(config.load(None, words))
     loop.train(run)
     losses = [row["loss"] for row in run.folder.rows("train")]

@@ -61,8 +61,7 @@ def gsm8k_config(gsm8k: Path, gsm8k_model: Path, cache: Path, tmp_path: Path) ->
 def test_a_config_on_gsm8k_trains_a_model_that_transformers_loads_and_the_run_can_be_repeated(
     process: Command, meshtune: Command, gsm8k_config: Path, tmp_path: Path
 ) -> None:
-    ended = process("train", gsm8k_config)
-    assert ended.code == 0, ended.err
+    process("train", gsm8k_config)
     run = RunDir(tmp_path / "runs" / "x")
     rows = run.rows("train")
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
@@ -70,19 +69,9 @@ def test_a_config_on_gsm8k_trains_a_model_that_transformers_loads_and_the_run_ca
     assert rows[-1]["loss"] < rows[0]["loss"] - 0.1
     for row in rows:
         assert row.keys() >= {
-            "kind",
-            "step",
-            "loss",
-            "grad_norm",
-            "learning_rate",
-            "tokens",
-            "label_tokens",
-            "step_seconds",
-            "data_seconds",
-            "tokens_per_second_per_gpu",
-            "mfu",
-            "peak_memory_bytes",
-        }
+            "kind", "step", "loss", "grad_norm", "learning_rate", "tokens", "label_tokens", "step_seconds",
+            "data_seconds", "tokens_per_second_per_gpu", "mfu", "peak_memory_bytes",
+        }  # fmt: skip
         assert 4 * 1024 * 0.9 < row["tokens"] <= 4 * 1024
         assert 0 < row["label_tokens"] < row["tokens"]
         assert row["tokens_per_second_per_gpu"] == pytest.approx(row["tokens"] / row["step_seconds"])
@@ -95,17 +84,16 @@ def test_a_config_on_gsm8k_trains_a_model_that_transformers_loads_and_the_run_ca
         "samples.jsonl",
         "logs",
     ):
-        assert (run.path / name).exists(), name
+        assert (run.path / name).exists(), name  # fmt: skip
 
     model = AutoModelForCausalLM.from_pretrained(run.model)
     tokenizer: Any = AutoTokenizer.from_pretrained(run.model)
     ids = tokenizer("How many apples?\n", return_tensors="pt").input_ids
     assert model.generate(input_ids=ids, max_new_tokens=5, do_sample=False).shape[1] > ids.shape[1]
 
-    refused = meshtune("train", run.config_file)
-    assert refused.code == 2 and "holds a finished run of 4 steps" in refused.err
-    again = meshtune("train", run.config_file, f"output={tmp_path / 'runs' / 'y'}")
-    assert again.code == 0, again.err
+    refused = meshtune("train", run.config_file, code=2)
+    assert "holds a finished run of 4 steps" in refused.err
+    meshtune("train", run.config_file, f"output={tmp_path / 'runs' / 'y'}")
     assert losses(tmp_path / "runs" / "y") == losses(run.path)
     assert (tmp_path / "runs" / "y" / "model" / "model.safetensors").read_bytes() == (
         run.model / "model.safetensors"
@@ -123,7 +111,6 @@ def test_packed_gsm8k_is_97_percent_tokens(meshtune: Command, gsm8k_config: Path
 @pytest.mark.ci
 def test_json_is_the_only_thing_on_stdout(meshtune: Command, settings: Settings) -> None:
     ended = meshtune("train", *settings("log.to=[console,jsonl,tensorboard]", "eval.samples=1"), "--json")
-    assert ended.code == 0, ended.err
     found = ended.json
     assert found["steps"] == 4
     assert found["status"] == "finished"
@@ -133,36 +120,14 @@ def test_json_is_the_only_thing_on_stdout(meshtune: Command, settings: Settings)
     assert "loss" in ended.err, "progress goes to stderr"
 
 
-def test_every_problem_of_the_settings_is_said_at_once(meshtune: Command, tmp_path: Path) -> None:
-    file = tmp_path / "bad.yaml"
-    file.write_text(
-        "model: {nam: x}\ntrain: {micro_batch_size: 4, learning_rate: fast, max_steps: 3, num_epochs: 2}\n"
-        "data: {seq_len: 1, train_on: everything}\nlora: {r: 0}\n"
-    )
-    ended = meshtune("train", file)
-    assert ended.code == 2
-    assert not ended.out
-    assert "Traceback" not in ended.err
-    said = ended.err.splitlines()
-    assert all(line.startswith("meshtune: ") for line in said)
-    for words in (
-        "model.nam",
-        "layout.micro_batch_size",
-        "train.learning_rate",
-        "seq_len",
-        "train_on",
-        "lora.r",
-    ):
-        assert any(words in line for line in said), (words, said)
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [
         ("model.name=/nowhere/at-all", "/nowhere/at-all"),
         ("data.train=/nowhere/rows.jsonl", "/nowhere/rows.jsonl"),
         ("train.device=cuda", "no CUDA device"),
-        ("layout=tp3", "tp=3 does not divide"),
+        ("layout=tp3", "tp=3 does not divide 4 attention heads"),
+        ("data.streaming=true train.max_steps=null train.num_epochs=1", "train.max_steps"),
         ("layout=mb3", "3"),
         ("data.eval_split=0.5", "eval_split"),
         ("model.freeze=[nothing.like.this]", "nothing.like.this"),
@@ -175,9 +140,10 @@ def test_what_cannot_work_ends_with_exit_code_2_before_anything_is_written(
 ) -> None:
     if change.endswith("cuda") and torch.cuda.is_available():
         pytest.skip("CUDA is there")
-    ended = meshtune("train", *settings(change))
-    assert ended.code == 2, ended.err
-    assert said in ended.err, ended.err
+    ended = meshtune("train", *settings(*change.split()), code=2)
+    lines = ended.err.splitlines()
+    assert said in ended.err and not ended.out and "Traceback" not in ended.err
+    assert len({*lines}) == len(lines), "each sentence is printed once"
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
@@ -222,7 +188,6 @@ def test_new_tokens_of_a_chat_template_are_learnt_and_saved_with_the_model(
         assert after[table].shape[0] >= 302
         assert not torch.equal(after[table][300], after[table][301]), "two new tokens, told apart"
     ended = meshtune("generate", run.folder.path, "--prompt", "Say 1", "--max-new-tokens", 4, "--json")
-    assert ended.code == 0, ended.err
     assert "<|im_" not in ended.json[0]["answer"]
 
 
@@ -240,8 +205,7 @@ def test_under_lora_the_new_tokens_are_trained_and_peft_gives_equal_logits(
     with torch.no_grad():
         ours = run.passes.parallel.stages[0].model.eval()(ids).logits
         torch.testing.assert_close(theirs(ids).logits, ours, rtol=1e-5, atol=1e-5)
-        ended = meshtune("export", run.folder.path, tmp_path / "merged", "--merge")
-        assert ended.code == 0, ended.err
+        meshtune("export", run.folder.path, tmp_path / "merged", "--merge")
         check_tokenizer(tmp_path / "merged")
         merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
         torch.testing.assert_close(merged(ids).logits, ours, rtol=1e-5, atol=1e-5)
@@ -255,13 +219,13 @@ def test_under_lora_the_new_tokens_are_trained_and_peft_gives_equal_logits(
 @pytest.mark.ci
 def test_bf16_leaves_a_bf16_model(meshtune: Command, settings: Settings, tmp_path: Path) -> None:
     exact, rounded = tmp_path / "exact", tmp_path / "rounded"
-    assert meshtune("train", *settings(f"output={exact}")).code == 0
-    assert meshtune("train", *settings(f"output={rounded}", "train.precision=bf16")).code == 0
+    meshtune("train", *settings(f"output={exact}"))
+    meshtune("train", *settings(f"output={rounded}", "train.precision=bf16"))
     assert json.loads((rounded / "model" / "config.json").read_text())["dtype"] == "bfloat16"
     assert losses(rounded) == pytest.approx(losses(exact), rel=0.01)
     assert losses(rounded) != losses(exact)
     assert RunDir(rounded).rows("run")[-1]["precision"] == "bf16"
-    assert meshtune("generate", rounded, "--prompt", "Say red", "--max-new-tokens", 3).code == 0
+    meshtune("generate", rounded, "--prompt", "Say red", "--max-new-tokens", 3)
 
 
 @pytest.mark.ci
@@ -270,27 +234,19 @@ def test_a_stream_is_trained_on_and_resumed(meshtune: Command, settings: Setting
     tokens = 4 * 128  # of a step
     lengths = ("train.max_steps=6", "train.max_steps=3", f"train.total_tokens={6 * tokens - 1}")
     for length, name in zip(lengths, ("whole", "parts", "parts"), strict=True):
-        ended = meshtune(
+        meshtune(
             "train",
             *settings("train.max_steps=null", *lasting, length, f"output={tmp_path / name}"),
         )
-        assert ended.code == 0, ended.err
     assert len(losses(tmp_path / "whole")) == 6
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
-
-
-def test_a_stream_needs_max_steps(meshtune: Command, settings: Settings) -> None:
-    ended = meshtune("train", *settings("data.streaming=true", "train.max_steps=null", "train.num_epochs=1"))
-    assert ended.code == 2
-    assert "train.max_steps" in ended.err
 
 
 @pytest.mark.ci
 def test_frozen_parameters_stay_as_they_are(
     meshtune: Command, settings: Settings, tiny: Path, tmp_path: Path
 ) -> None:
-    ended = meshtune("train", *settings("model.freeze=['model.embed_tokens.*', 'model.layers.0.*']"))
-    assert ended.code == 0, ended.err
+    meshtune("train", *settings("model.freeze=['model.embed_tokens.*', 'model.layers.0.*']"))
     before, after = weights(tiny / "model"), weights(tmp_path / "run" / "model")
     frozen = {name for name in before if name.startswith(("model.embed_tokens.", "model.layers.0."))}
     assert len(frozen) == 10
@@ -305,8 +261,7 @@ def test_random_weights_come_from_the_seed_not_from_the_folder(
 ) -> None:
     for name, seed in (("one", 1), ("same", 1), ("other", 2), ("folder", None)):
         random = ("model.init=random", f"train.seed={seed}") if seed else ()
-        ended = meshtune("train", *settings(*random, f"output={tmp_path / name}", "train.learning_rate=1e-9"))
-        assert ended.code == 0, ended.err
+        meshtune("train", *settings(*random, f"output={tmp_path / name}", "train.learning_rate=1e-9"))
     one, other, folder = (
         weights(tmp_path / name / "model")["lm_head.weight"] for name in ("one", "other", "folder")
     )
@@ -320,7 +275,7 @@ def test_random_weights_come_from_the_seed_not_from_the_folder(
 def test_epochs_and_tokens_set_the_steps_and_the_batch(
     meshtune: Command, settings: Settings, tmp_path: Path
 ) -> None:
-    ended = meshtune(
+    meshtune(
         "train",
         *settings(
             "train.max_steps=null",
@@ -330,7 +285,6 @@ def test_epochs_and_tokens_set_the_steps_and_the_batch(
             "data.packing=false",
         ),
     )
-    assert ended.code == 0, ended.err
     assert len(losses(tmp_path / "run")) == 2 * 120 / 4
 
 

@@ -51,53 +51,29 @@ def trainer_run(
     trainer = Trainer(
         model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
         args=TrainingArguments(
-            output_dir=str(folder),
-            max_steps=steps,
-            per_device_train_batch_size=1,
-            gradient_accumulation_steps=GLOBAL // MICRO,
-            learning_rate=PEAK,
-            lr_scheduler_type="cosine",
-            warmup_steps=WARMUP,
-            weight_decay=0.1,
-            max_grad_norm=1.0,
-            logging_steps=1,
-            logging_nan_inf_filter=False,
-            save_strategy="no",
-            report_to="none",
-            use_cpu=True,
-            disable_tqdm=True,
-            train_sampling_strategy="sequential",
-            remove_unused_columns=False,
-            seed=0,
+            output_dir=str(folder), max_steps=steps, per_device_train_batch_size=1,
+            gradient_accumulation_steps=GLOBAL // MICRO, learning_rate=PEAK, lr_scheduler_type="cosine",
+            warmup_steps=WARMUP, weight_decay=0.1, max_grad_norm=1.0, logging_steps=1,
+            logging_nan_inf_filter=False, save_strategy="no", report_to="none", use_cpu=True,
+            disable_tqdm=True, train_sampling_strategy="sequential", remove_unused_columns=False, seed=0,
         ),
         train_dataset=[hugging_face(micro) for micro in batches],  # type: ignore[arg-type]
         data_collator=lambda one: one[0],
         callbacks=[rows],
-    )
+    )  # fmt: skip
     trainer.train()
     return rows.rows, trainer.model
 
 
 def compare(settings: list[str], model: Path, steps: int, folder: Path) -> list[dict[str, Any]]:
     """Train with both; returns our rows. Asserts what the module's docstring says."""
-    run = build.build(
-        config.load(
-            None,
-            [
-                *settings,
-                f"train.max_steps={steps}",
-                f"train.global_batch_size={GLOBAL}",
-                f"layout=mb{MICRO}",
-                "data.packing=false",
-                "train.precision=fp32",
-                f"train.learning_rate={PEAK}",
-                "train.lr_scheduler=cosine",
-                f"train.warmup_steps={WARMUP}",
-                "train.weight_decay=0.1",
-                "train.max_grad_norm=1.0",
-            ],
-        )
-    )
+    words = [
+        f"train.max_steps={steps}", f"train.global_batch_size={GLOBAL}", f"layout=mb{MICRO}",
+        "data.packing=false", "train.precision=fp32", f"train.learning_rate={PEAK}",
+        "train.lr_scheduler=cosine", f"train.warmup_steps={WARMUP}", "train.weight_decay=0.1",
+        "train.max_grad_norm=1.0",
+    ]  # fmt: skip
+    run = build.build(config.load(None, [*settings, *words]))
     batches = [batch for batch, _ in itertools.islice(iter(run.loader), steps)]
     flat = [micro for batch in batches for micro in batch.micro_batches]
     counts = [micro.label_tokens for micro in flat]
@@ -129,13 +105,9 @@ def test_twenty_steps_have_the_losses_of_transformers_trainer(
 @pytest.mark.ci
 def test_gsm8k_has_the_losses_of_transformers_trainer(gsm8k: Path, gsm8k_model: Path, tmp_path: Path) -> None:
     settings = [
-        f"model.name={gsm8k_model}",
-        f"data.train={gsm8k / 'test.jsonl'}",
-        "data.columns={prompt: question, completion: answer}",
-        "data.seq_len=256",
-        f"data.cache={tmp_path / 'cache'}",
-        f"output={tmp_path / 'run'}",
-        "log.to=[jsonl]",
+        f"model.name={gsm8k_model}", f"data.train={gsm8k / 'test.jsonl'}",
+        "data.columns={prompt: question, completion: answer}", "data.seq_len=256",
+        f"data.cache={tmp_path / 'cache'}", f"output={tmp_path / 'run'}", "log.to=[jsonl]",
         "checkpoint.every=0",
-    ]
+    ]  # fmt: skip
     compare(settings, gsm8k_model, 6, tmp_path)

@@ -80,7 +80,7 @@ def import_everything() -> None:
     import meshtune.model.census_cache
     import meshtune.plan.answer
     import meshtune.report.compare.page
-    import meshtune.report.plan.terminal
+    import meshtune.report.plan.documents
     import meshtune.report.run.report
     import meshtune.report.run.tables
     import meshtune.tools.export

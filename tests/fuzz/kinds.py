@@ -233,23 +233,12 @@ def arguments(draw: Random, folder: Path) -> Case:
         value = argument(
             draw.choice(
                 [
-                    nasty(draw),
-                    draw.choice(PATHS),
-                    draw.choice(TEXTS),
-                    draw.choice(LAYOUTS),
-                    "1,x",
-                    "x.png",
-                    "seq_len",
-                    "model",
-                    "batch",
-                    "cost",
-                    "megatron",
-                    "deepspeed",
-                    "runs/lora",
+                    nasty(draw), draw.choice(PATHS), draw.choice(TEXTS), draw.choice(LAYOUTS), "1,x",
+                    "x.png", "seq_len", "model", "batch", "cost", "megatron", "deepspeed", "runs/lora",
                     "rows.jsonl",
                 ]
             )
-        )[:5000]
+        )[:5000]  # fmt: skip
         at = draw.randrange(len(words) + 1)
         change = draw.choice(["option"] * 4 + ["word", "replace", "drop", "double"])
         if change == "option" and flags:
@@ -608,7 +597,7 @@ def _damaged_run(run: Path, draw: Random) -> str:
         RecursionError,
         yaml.YAMLError,
     ) as error:  # the second damage to one file
-        return f"{form} already damaged ({type(error).__name__})"
+        return f"{form} already damaged ({type(error).__name__})"  # fmt: skip
     return (
         f"{step.name} {form}: {how}"
         if form in ("values", "manifest", "step file", "rename")

@@ -18,16 +18,8 @@ RAW = {
 }
 MOST = 50  # of each that are written
 PATHS = [
-    "~nosuchuser/x",
-    "/dev/null/x",
-    "/dev/zero",
-    "/dev/full",
-    "/proc/self/mem",
-    "..",
-    ".",
-    "a" * 300,
-    "~",
-]
+    "~nosuchuser/x", "/dev/null/x", "/dev/zero", "/dev/full", "/proc/self/mem", "..", ".", "a" * 300, "~",
+]  # fmt: skip
 TEXTS = [
     "", " ", "\0", "\ud800", "é" * 50, "x" * 5000, "[/b]", "{}%s{0}", "\x1b]0;x\x07", "\n", "null", "auto",
     "0", "-1", "1e9", "true", "{{", "{% for", "cuda", "fp64", "random", "*", "(", "model", "<|im_end|>",
@@ -37,20 +29,9 @@ NUMBERS = [
     10**12, 10**20, 1e308, -1e308, 1e-320, float("nan"), float("inf"), float("-inf"),
 ]  # fmt: skip
 OTHERS = [
-    None,
-    True,
-    False,
-    [],
-    {},
-    [[]],
-    [None],
-    [{}],
-    {"": ""},
-    {"a": None},
-    {"a": {"b": [1]}},
-    [0] * 1000,
+    None, True, False, [], {}, [[]], [None], [{}], {"": ""}, {"a": None}, {"a": {"b": [1]}}, [0] * 1000,
     ["a", 1, None],
-]
+]  # fmt: skip
 INSERTS = [
     b"\0", b"\xff\xfe", b"\xef\xbb\xbf", b"\n\n", b"\t", b'"', b"}", b"[", b"'", b": ", b"&a *a", b"\r",
     b"\xed\xa0\x80",

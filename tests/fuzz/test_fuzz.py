@@ -55,18 +55,12 @@ def leave_a_process() -> None:
 @pytest.mark.parametrize(
     ("command", "fault"),
     [
-        (lambda: {}["x"], "traceback"),
-        (lambda: time.sleep(60), "hang"),
-        (hog, "memory"),
-        (leave_a_process, "left a process"),
-        (os.abort, "signal 6"),
-        (lambda: sys.exit(1), "exit 1"),
-        (lambda: sys.exit(2), "silent"),
-        (lambda: sys.exit("A sentence."), "exit 1"),
-        (lambda: print("done"), None),
+        (lambda: {}["x"], "traceback"), (lambda: time.sleep(60), "hang"), (hog, "memory"), (leave_a_process,
+        "left a process"), (os.abort, "signal 6"), (lambda: sys.exit(1), "exit 1"), (lambda: sys.exit(2),
+        "silent"), (lambda: sys.exit("A sentence."), "exit 1"), (lambda: print("done"), None),
     ],
     ids=["traceback", "hang", "memory", "process", "abort", "exit 1", "silent", "text", "good"],
-)
+)  # fmt: skip
 def test_the_judge_sees_what_is_bad(command: Callable[[], object], fault: str | None, tmp_path: Path) -> None:
     seconds = 1.0 if fault == "hang" else 30.0
     assert judge.run(command, tmp_path, seconds=seconds, memory=2**28).fault == fault

@@ -62,15 +62,9 @@ def assert_is_the_definition(out, inputs, dtype, **options):
 def test_attention_on_cuda_equals_the_definition(dtype, window, softcap, kv_heads, recompute):
     inputs = tensors(dtype, kv_heads=kv_heads)
     out, _ = document_attention(
-        nn.Module(),
-        *inputs,
-        None,
-        documents=DOCUMENTS,
-        scaling=SCALE,
-        sliding_window=window,
-        softcap=softcap,
-        recompute=recompute,
-    )
+        nn.Module(), *inputs, None, documents=DOCUMENTS, scaling=SCALE, sliding_window=window,
+        softcap=softcap, recompute=recompute,
+    )  # fmt: skip
     assert_is_the_definition(out, inputs, dtype, window=window, softcap=softcap)
 
 

@@ -5,11 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from filelock import FileLock
 from grid import ONE, Grid, Traced, dry_runs, shared
 from layouts import Trained, make_folder
-from transformers import LlamaConfig, LlamaForCausalLM
+from tiny import make_llama
 
 
 @pytest.fixture(scope="session")
@@ -27,15 +26,12 @@ def folder(grid_folder: Path) -> Path:
     data = grid_folder / "data"
     with FileLock(f"{data}.lock"):
         if not data.exists():
-            torch.manual_seed(0)
-            config = LlamaConfig(
-                vocab_size=301, hidden_size=64, intermediate_size=96, num_hidden_layers=8,
-                num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256, bos_token_id=1,
-                eos_token_id=2, pad_token_id=0,
-            )  # fmt: skip
+            model = make_llama(
+                vocab_size=301, intermediate_size=96, num_hidden_layers=8, max_position_embeddings=256
+            )
             aside = data.with_name("data.new")
             aside.mkdir()
-            make_folder(aside, LlamaForCausalLM(config)).rename(data)
+            make_folder(aside, model).rename(data)
     return data
 
 

@@ -59,17 +59,10 @@ NOBODY = "~nosuchuser/x"
         lambda run: bench(["model.name=llama-3.1-8b"], profile=Path(NOBODY)),
     ],
     ids=[
-        "target",
-        "env --model",
-        "report",
-        "export",
-        "export to",
-        "plan --to",
-        "plan --plot",
-        "dryrun --plot",
+        "target", "env --model", "report", "export", "export to", "plan --to", "plan --plot", "dryrun --plot",
         "bench --profile",
     ],
-)
+)  # fmt: skip
 def test_a_user_who_does_not_exist_is_named(run: Callable[[Path], object], tmp_path: Path) -> None:
     with refuses(UserError):
         run(tmp_path)

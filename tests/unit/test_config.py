@@ -15,6 +15,8 @@ from meshtune import config
 from meshtune.config import Config
 from meshtune.errors import UserError, expanded
 
+Load = Callable[..., Config]
+
 
 def problems(*overrides: str, file: Path | None = None) -> str:
     with pytest.raises(UserError) as refused:
@@ -22,20 +24,25 @@ def problems(*overrides: str, file: Path | None = None) -> str:
     return "\n".join(refused.value.problems)
 
 
+@pytest.fixture
+def loaded(tmp_path: Path) -> Load:
+    """Function(text, overrides) that writes a file and reads its settings."""
+    file = tmp_path / "run.yaml"
+
+    def load(text: str, overrides: list[str] | None = None) -> Config:
+        file.write_text(text)
+        return config.load(file, overrides or [])
+
+    return load
+
+
 @pytest.mark.parametrize(
     "override",
     [
-        "train.learning_rte=1",
-        "train.micro_batch_size=1",
-        "hub.zzzzzzzz=1",
-        "data.sequence_len=1",
-        "base_model=x",
-        "data.lora_r=1",
-        "trian.seed=1",
-        "checkpoint.save_steps=5",
-        "optimizer=adamw",
+        "train.learning_rte=1", "train.micro_batch_size=1", "hub.zzzzzzzz=1", "data.sequence_len=1",
+        "base_model=x", "data.lora_r=1", "trian.seed=1", "checkpoint.save_steps=5", "optimizer=adamw",
     ],
-)
+)  # fmt: skip
 def test_unknown_setting_suggests_the_nearest_name(override: str) -> None:
     says(problems(override))
 
@@ -46,35 +53,17 @@ def test_every_problem_is_said_at_once(tmp_path: Path) -> None:
     says(problems(file=file))
 
 
-def test_file_is_laid_over_defaults_and_the_command_line_over_the_file(tmp_path: Path) -> None:
-    file = tmp_path / "c.yaml"
-    file.write_text("model: {name: a}\ntrain: {seed: 1, max_steps: 5}\n")
-    read = config.load(file, ["train.seed=2", "method=lora", "lora.target_modules=[q_proj, v_proj]"])
+def test_file_is_laid_over_defaults_and_the_command_line_over_the_file(loaded: Load) -> None:
+    words = ["train.seed=2", "method=lora", "lora.target_modules=[q_proj, v_proj]"]
+    read = loaded("model: {name: a}\ntrain: {seed: 1, max_steps: 5}\n", words)
     assert (read.model.name, read.train.seed, read.train.max_steps) == ("a", 2, 5)
     assert read.lora.target_modules == ("q_proj", "v_proj")
 
 
-def test_the_resolved_yaml_reads_back_as_the_same_settings(tmp_path: Path) -> None:
+def test_the_resolved_yaml_reads_back_as_the_same_settings(loaded: Load) -> None:
     first = config.load(None, ["model.name=x", "data.train=[{path: a, weight: 2}, b]", "layout=zero3x2-tp2"])
-    file = tmp_path / "resolved.yaml"
-    file.write_text(first.to_yaml())
-    assert config.load(file) == first
+    assert loaded(first.to_yaml()) == first
     assert [each.path for each in first.data.train] == ["a", "b"]
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "model: {name: x\n",
-        "- a\n",
-        "train: {seed: 1, seed: 2}\n",
-    ],
-)
-def test_a_broken_file_is_named(tmp_path: Path, text: str) -> None:
-    file = tmp_path / "c.yaml"
-    file.write_text(text)
-    with refuses(UserError):
-        config.load(file)
 
 
 def test_a_missing_file_and_a_missing_model_are_said() -> None:
@@ -135,6 +124,9 @@ BOMB = "\n".join(
 @pytest.mark.parametrize(
     "text",
     [
+        "model: {name: x\n",
+        "- a\n",
+        "train: {seed: 1, seed: 2}\n",
         f"{BOMB}\nmodel: *i\n",
         "model: &m [*m]\n",
         "model: " + "[" * 2000 + "]" * 2000,
@@ -152,11 +144,9 @@ BOMB = "\n".join(
         "model: {name: x}\ntrain: {global_batch_size: 1000000000000000000000}\n",
     ],
 )  # fmt: skip
-def test_settings_that_a_reader_can_not_take_are_sentences(text: str, tmp_path: Path) -> None:
-    file = tmp_path / "run.yaml"
-    file.write_text(text)
+def test_settings_that_a_reader_can_not_take_are_sentences(text: str, loaded: Load) -> None:
     with refuses(UserError) as raised:
-        config.load(file)
+        loaded(text)
     assert len(str(raised.value)) < 2000
 
 
@@ -202,12 +192,10 @@ def test_every_setting_is_described_in_one_sentence() -> None:
         "model.name: a\ntrain:\ntrain.seed: 7\nlayout.tp: 2\ndata.train: rows.jsonl\n",
     ],
 )
-def test_dotted_keys_of_a_file_are_those_of_the_command_line(text: str, tmp_path: Path) -> None:
-    file = tmp_path / "run.yaml"
-    file.write_text(text)
+def test_dotted_keys_of_a_file_are_those_of_the_command_line(text: str, loaded: Load) -> None:
     words = ["model.name=a", "train.seed=7", "layout.tp=2", "data.train=rows.jsonl"]
-    assert config.load(file) == config.load(None, words)
-    assert config.load(file, ["train.seed=8"]).train.seed == 8
+    assert loaded(text) == config.load(None, words)
+    assert loaded(text, ["train.seed=8"]).train.seed == 8
     assert config.load(None, ["train.max_steps=3"], yaml.safe_load(text)).layout == {"tp": 2}
 
 
@@ -220,11 +208,9 @@ def test_dotted_keys_of_a_file_are_those_of_the_command_line(text: str, tmp_path
         "data.train: a\ndata:\n  train.path: b\n",
     ],
 )
-def test_a_setting_that_a_file_sets_in_two_ways_is_refused_with_both_lines(text: str, tmp_path: Path) -> None:
-    file = tmp_path / "run.yaml"
-    file.write_text(f"model.name: a\n{text}")
+def test_a_setting_that_a_file_sets_in_two_ways_is_refused_with_both_lines(text: str, loaded: Load) -> None:
     with refuses(UserError):
-        config.load(file)
+        loaded(f"model.name: a\n{text}")
 
 
 def test_two_conflicts_are_refused_at_once_and_without_a_file_have_no_lines() -> None:
@@ -233,24 +219,20 @@ def test_two_conflicts_are_refused_at_once_and_without_a_file_have_no_lines() ->
         config.load(None, ["model.name=a"], tree)
 
 
-def test_a_dotted_key_lays_over_the_clusters_file(tmp_path: Path) -> None:
+def test_a_dotted_key_lays_over_the_clusters_file(tmp_path: Path, loaded: Load) -> None:
     (tmp_path / "cluster.yaml").write_text("gpu: h100-sxm\ngpus: 8\n")
-    file = tmp_path / "run.yaml"
-    file.write_text(f"model.name: a\ncluster.gpus: 16\ncluster: {tmp_path / 'cluster.yaml'}\n")
-    assert config.load(file).cluster_config == config.ClusterConfig(gpu="h100-sxm", gpus=16)
+    read = loaded(f"model.name: a\ncluster.gpus: 16\ncluster: {tmp_path / 'cluster.yaml'}\n")
+    assert read.cluster_config == config.ClusterConfig(gpu="h100-sxm", gpus=16)
 
 
-def test_a_column_with_a_dot_in_its_name_is_no_path(tmp_path: Path) -> None:
-    file = tmp_path / "run.yaml"
-    file.write_text("model.name: a\ndata.where: {meta.lang: en}\ndata: {columns: {text: body.text}}\n")
-    assert config.load(file).data.where == {"meta.lang": "en"}
+def test_a_column_with_a_dot_in_its_name_is_no_path(loaded: Load) -> None:
+    read = loaded("model.name: a\ndata.where: {meta.lang: en}\ndata: {columns: {text: body.text}}\n")
+    assert read.data.where == {"meta.lang": "en"}
 
 
-def test_an_unknown_dotted_key_is_answered_as_on_the_command_line(tmp_path: Path) -> None:
-    file = tmp_path / "run.yaml"
-    file.write_text("model.name: a\ntrain.learning_rte: 1\noptim.lr: 2\n")
+def test_an_unknown_dotted_key_is_answered_as_on_the_command_line(loaded: Load) -> None:
     with refuses(UserError) as refused:
-        config.load(file)
+        loaded("model.name: a\ntrain.learning_rte: 1\noptim.lr: 2\n")
     assert "optim.lr" in str(refused.value)
 
 
@@ -270,11 +252,9 @@ output: ~/a$BASE
 """
 
 
-def test_variables_are_replaced_in_paths_and_nowhere_else(tmp_path, monkeypatch):
-    file = tmp_path / "run.yaml"
-    file.write_text(WITH_VARIABLES)
+def test_variables_are_replaced_in_paths_and_nowhere_else(monkeypatch, loaded):
     monkeypatch.setenv("BASE", "/scratch/ann")
-    read = config.load(file)
+    read = loaded(WITH_VARIABLES)
     names = [read.model.name, read.cluster, read.log.textfile_directory, read.output, read.data.cache]
     assert names == [
         *(f"/scratch/ann/{name}" for name in ("model", "probe.toml", "metrics")),
@@ -308,14 +288,12 @@ def test_more_of_a_shells_language_is_refused(path, monkeypatch):
 
 
 @pytest.mark.parametrize("value", ["", None])
-def test_variables_that_are_not_set_are_refused_by_name(value, tmp_path, monkeypatch):
-    file = tmp_path / "run.yaml"
-    file.write_text(WITH_VARIABLES)
+def test_variables_that_are_not_set_are_refused_by_name(value, monkeypatch, loaded):
     monkeypatch.delenv("BASE", raising=False)
     if value is not None:
         monkeypatch.setenv("BASE", value)
     with refuses(UserError):
-        config.load(file)
+        loaded(WITH_VARIABLES)
     with pytest.raises(UserError, match="BASE"):
         expanded("$BASE/run")
 

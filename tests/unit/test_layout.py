@@ -20,21 +20,13 @@ def layouts(draw: st.DrawFn) -> Layout:
     schedule = draw(st.sampled_from(SCHEDULES)) if pp > 1 else "1f1b"
     recompute = draw(st.sampled_from(("none", "attention", "selective", "full")))
     return Layout(
-        dp_replicate=draw(sizes),
-        dp_shard=dp_shard,
-        zero=draw(st.integers(1, 3)) if dp_shard > 1 else 0,
-        cp=cp,
-        cp_method=draw(st.sampled_from(("allgather", "ulysses"))) if cp > 1 else "allgather",
-        tp=tp,
-        sp=draw(st.booleans()) if tp > 1 else False,
-        pp=pp,
-        schedule=schedule,
+        dp_replicate=draw(sizes), dp_shard=dp_shard, zero=draw(st.integers(1, 3)) if dp_shard > 1 else 0,
+        cp=cp, cp_method=draw(st.sampled_from(("allgather", "ulysses"))) if cp > 1 else "allgather", tp=tp,
+        sp=draw(st.booleans()) if tp > 1 else False, pp=pp, schedule=schedule,
         virtual_stages=draw(sizes) if schedule in VIRTUAL_SCHEDULES and pp > 1 else 1,
-        micro_batch_size=draw(sizes),
-        gradient_accumulation_steps=draw(sizes),
-        recompute=recompute,
+        micro_batch_size=draw(sizes), gradient_accumulation_steps=draw(sizes), recompute=recompute,
         recompute_blocks=draw(st.none() | sizes) if recompute in ("selective", "full") else None,
-    )
+    )  # fmt: skip
 
 
 @given(layouts())
@@ -54,25 +46,11 @@ def test_the_documented_example() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "tpp2-mb1",
-        "tp2-tp4",
-        "sp-mb1",
-        "tp2-regather",
-        "tp2-sp-regather-full",
-        "tp2-sp-regather-selective",
-        "pp1-gpipe",
-        "pp2-1f1b-v2",
-        "tp0",
-        "ful8",
-        "ful-mb1",
-        "full0",
-        "attention8",
-        "none8",
-        "full8-full",
-        "tp2-sp-regather-full8",
-        "zero3x1",
+        "tpp2-mb1", "tp2-tp4", "sp-mb1", "tp2-regather", "tp2-sp-regather-full", "tp2-sp-regather-selective",
+        "pp1-gpipe", "pp2-1f1b-v2", "tp0", "ful8", "ful-mb1", "full0", "attention8", "none8", "full8-full",
+        "tp2-sp-regather-full8", "zero3x1",
     ],
-)
+)  # fmt: skip
 def test_a_wrong_layout_is_refused_with_the_remedy(text: str) -> None:
     with refuses(UserError):
         Layout.parse(text)

@@ -10,7 +10,7 @@ import pytest
 from test_docs import ROOT, hand_written
 
 PHRASES = {
-    r"(?<!there )\b(?:is|are|was|were) no (?!longer|more|less|fewer|larger)\w": "isn't a …, has no …",
+    r"(?<![tT]here )\b(?:is|are|was|were) no (?!longer|more|less|fewer|larger)\w": "isn't a …, has no …",
     r"\balone\b": "only …, without …",
     r"\bbeside\b": "next to, with, compared with",
     r"\b[oO]f (?:which|whom)\b": "a second sentence",

@@ -103,22 +103,18 @@ def test_white_space_a_mark_of_the_encoding_and_large_numbers_are_no_fault(run):
 @pytest.mark.parametrize(
     "line",
     [
-        '{"kind": "train", "step": "x"}',
-        '{"kind": "train"}',
-        '{"kind": "end", "step": -5}',
-        '{"kind": "eval", "step": 1, "loss": [5.7]}',
-        '{"kind": "train", "step": 1, "mfu": "high"}',
+        '{"kind": "train", "step": "x"}', '{"kind": "train"}', '{"kind": "end", "step": -5}',
+        '{"kind": "eval", "step": 1, "loss": [5.7]}', '{"kind": "train", "step": 1, "mfu": "high"}',
         '{"kind": "memory", "step": 1, "phases": {"forward": {"peak": ".."}}}',
         '{"kind": "memory", "step": 1, "phases": {"forward": {"weights": 1}}}',
         '{"kind": "train", "step": 1, "tokens": 1e999}',
         '{"kind": "train", "step": 1, "loss": NaN, "mfu": 0.5}',
         '{"kind": "train", "step": 1, "loss": Infinity, "mfu": -Infinity}',
         f'{{"kind": "train", "step": 1, "a": 1{"0" * 400}, "b": -1{"0" * 400}}}',
-        '{"kind": "train", "step": 1, "loss": ""}',
-        '{"kind": "end", "step": 1, "seconds": "long"}',
+        '{"kind": "train", "step": 1, "loss": ""}', '{"kind": "end", "step": 1, "seconds": "long"}',
         '{"kind": ["train"], "step": 1}',
     ],
-)
+)  # fmt: skip
 def test_a_line_that_no_run_writes_is_left_out_and_named(run, line):
     run.metrics_file.write_text('{"kind": "run"}\n' + line + '\n{"kind": "save", "step": 1, "seconds": 1}\n')
     rows = run.rows()

@@ -1,5 +1,6 @@
 """Each need of a setting (setting.Need): the setting is refused without it, and accepted with it."""
 
+import re
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -101,87 +102,41 @@ def test_a_setting_that_can_not_take_effect_is_refused_with_the_remedy(
         load(*beside, idle, *mended)
 
 
+SWITCHED = "eval: {every: 1, samples: 1, exact_match: 4, keep_best: true, max_new_tokens: 16}"
+SCHEDULE = "train: {min_lr_ratio: 0.1, lr_scheduler_kwargs: {num_cycles: 2}, warmup_steps: 5}"
+
+
 @pytest.mark.parametrize(
-    ("file", "words", "left_out"),
+    ("file", "words"),
     [
         (
             "data: {train: a, eval: b}\neval: {every: 5, samples: 2, exact_match: 9, max_new_tokens: 16}",
-            ("eval.samples=0", "eval.exact_match=0"),
-            ["eval.max_new_tokens=16 of the config is left out: no answers are asked for."],
+            "eval.samples=0 eval.exact_match=0",
         ),
-        (
-            "data: {train: a}\nlog: {to: [console, wandb], project: p, tags: [x]}",
-            ("log.to=[console]",),
-            [
-                f"log.{pair} of the config is left out: "
-                "only W&B, MLflow and Trackio show it, and log.to names none of them."
-                for pair in ("project=p", 'tags=["x"]')
-            ],
-        ),
-        (
-            "data: {train: a}\nmethod: lora\nlora: {r: 8, alpha: 32}",
-            ("method=full",),
-            ["lora.r=8 of the config is left out: method is full."],
-        ),
-        *(
-            (
-                f"data: {{train: a, {held_out}}}\n"
-                "eval: {every: 1, samples: 1, exact_match: 4, keep_best: true, max_new_tokens: 16}",
-                (switch,),
-                [
-                    *(
-                        f"eval.{pair} of the config is left out: there are no held-out rows."
-                        for pair in ("every=1", "samples=1", "exact_match=4", "keep_best=true")
-                    ),
-                    "eval.max_new_tokens=16 of the config is left out: no answers are asked for.",
-                ],
-            )
-            for held_out, switch in (
-                ("eval: b", "data.eval=[]"),
-                ("eval: b", "data.eval=null"),
-                ("eval_split: 0.1", "data.eval_split=0"),
-            )
-        ),
+        ("data: {train: a}\nlog: {to: [console, wandb], project: p, tags: [x]}", "log.to=[console]"),
+        ("data: {train: a}\nmethod: lora\nlora: {r: 8, alpha: 32}", "method=full"),
+        (f"data: {{train: a, eval: b}}\n{SWITCHED}", "data.eval=[]"),
+        (f"data: {{train: a, eval: b}}\n{SWITCHED}", "data.eval=null"),
+        (f"data: {{train: a, eval_split: 0.1}}\n{SWITCHED}", "data.eval_split=0"),
         (
             "data: {train: a, eval_split: 0.1}\neval: {every: 5}",
-            ("data.streaming=true", "data.eval=b", "train.max_steps=5"),
-            ["data.eval_split=0.1 of the config is left out: data.eval names the held-out rows."],
+            "data.streaming=true data.eval=b train.max_steps=5",
         ),
-        (
-            "train: {adam_betas: [0.8, 0.9], adam_eps: 1.0e-6}",
-            ("train.optimizer=adafactor",),
-            [
-                "train.adam_betas=[0.8, 0.9] of the config is left out: train.optimizer has no betas.",
-                "train.adam_eps=1e-06 of the config is left out: train.optimizer has no eps.",
-            ],
-        ),
-        (
-            "train: {min_lr_ratio: 0.1, lr_scheduler_kwargs: {num_cycles: 2}, warmup_steps: 5}",
-            ("train.lr_scheduler=constant",),
-            [
-                "train.min_lr_ratio=0.1 of the config is left out: train.lr_scheduler has no lowest rate.",
-                "train.lr_scheduler_kwargs.num_cycles=2 of the config is left out: train.lr_scheduler takes "
-                "no num_cycles.",
-                "train.warmup_steps=5 of the config is left out: train.lr_scheduler has no warm-up.",
-            ],
-        ),
+        ("train: {adam_betas: [0.8, 0.9], adam_eps: 1.0e-6}", "train.optimizer=adafactor"),
+        (SCHEDULE, "train.lr_scheduler=constant"),
         (
             "train: {lr_scheduler: polynomial, lr_scheduler_kwargs: {power: 2}}",
-            ("train.lr_scheduler=inverse_sqrt", "train.lr_scheduler_kwargs={timescale: 9}"),
-            [
-                "train.lr_scheduler_kwargs.power=2 of the config is left out: train.lr_scheduler takes no "
-                "power."
-            ],
+            "train.lr_scheduler=inverse_sqrt train.lr_scheduler_kwargs={timescale: 9}",
         ),
     ],
 )
 def test_switching_a_feature_off_leaves_out_its_settings_of_the_file(
-    file: str, words: tuple[str, ...], left_out: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    file: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(f"model: {{name: a/model}}\n{file}\n")
-    read = config.load(path, words)
-    assert capsys.readouterr().err.splitlines() == left_out
+    read = config.load(path, re.split(r" (?=[a-z]+\.)", words))
+    says(capsys.readouterr().err)
     path.write_text(read.to_yaml())  # what the run folder records
     assert config.load(path) == read
     assert not capsys.readouterr().err

@@ -1,7 +1,7 @@
 """Dry-run what `train` would start on this machine: its settings, data and layout. Touches no run folder."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from meshtune import launch
@@ -22,7 +22,8 @@ from meshtune.model.files import checked_weight_files, weights_here
 from meshtune.model.hub import check_name, local_path
 from meshtune.model.load import load_config, quiet
 from meshtune.plan.cluster import cluster_here, unused_here
-from meshtune.report.dryrun.page import TOP
+from meshtune.report.draw.document import Document, Notes
+from meshtune.report.dryrun.document import document
 from meshtune.train.checkpoint import Checkpoints
 from meshtune.train.inputs import Inputs
 from meshtune.train.loop import progress_of
@@ -55,25 +56,26 @@ class DryTraining:
         if self.resumed is not None:
             steps = f"the {counted(max(0, self.steps - self.resumed), 'step')} left of {self.steps}, each"
             first = f"step {self.resumed + 1}"
-            run = f"The run goes on from the checkpoint of step {self.resumed} in {self.output}."
+            run = f"The run resumes from the checkpoint of step {self.resumed} in {self.output}."
         return (
             f"`meshtune train` would train {simulation.model} {where} of {simulation.cluster.gpu.name} with "
             f"{layout}: {steps} of {counted(layout.global_batch_size, 'sequence')}, {first} with "
             f"{counted(batch.tokens, 'token')}, {batch.label_tokens:,} of them labelled. {run}"
         )
 
-    def as_dict(self) -> dict[str, Any]:
-        """The document of `train --dry-run --json`: `dryrun --json`'s, and `run`."""
-        return self.simulation.as_dict(TOP) | {
-            "run": {
-                "output": self.output,
-                "start": self.start,
-                "steps": self.steps,
-                "resumed": self.resumed,
-                "first_batch": {"tokens": self.batch.tokens, "label_tokens": self.batch.label_tokens},
-                "notes": list(self.notes),
-            }
+    def document(self) -> Document:
+        """The answer of `train --dry-run`: that of `dryrun`, below what would run."""
+        answer = document(self.simulation)
+        run = {
+            "output": self.output,
+            "start": self.start,
+            "steps": self.steps,
+            "resumed": self.resumed,
+            "first_batch": {"tokens": self.batch.tokens, "label_tokens": self.batch.label_tokens},
+            "notes": list(self.notes),
         }
+        lines = Notes((self.headline, *self.notes), style="")
+        return replace(answer, parts=(lines, *answer.parts), facts={**answer.facts, "run": run})
 
 
 def dry_train(config: Config, nproc: int | None = None, *, log: Log = silent) -> DryTraining:
@@ -133,9 +135,7 @@ def check_here(config: Config) -> None:
     damaged; and under torchrun or srun.
     """
     if launch.joined():
-        raise UserError(
-            "--dry-run simulates all ranks from one process; run it by itself, without torchrun or srun."
-        )
+        raise UserError("--dry-run simulates all ranks from one process; run it without torchrun or srun.")
     if problems := tracker_problems(config.log.to):
         raise UserError(problems)
     check_name(config.model.name, config.model.revision)

@@ -209,16 +209,19 @@ class Subject:
     def simulate(
         self, job: Job, cluster: Cluster, log: Log, *, ranks: Iterable[int] = (), notes: Iterable[str] = ()
     ) -> Simulation:
-        """Trace each kind of rank of the job's layout and put them next to the prediction.
+        """Trace each kind of rank of the job's layout and put them next to the planner's prediction.
 
         cluster: with a device for each of the layout's ranks. ranks: to be traced too. notes: more sentences
         that the answer says.
         """
         layout = job.layout
-        stands_for, borrowed = self.ranks(layout, ranks), unmeasured(cluster)
+        stands_for, borrowed = self.ranks(layout, ranks), cluster.timed and unmeasured(cluster)
         names = ", ".join(f"{rank:,}" for rank in stands_for)
         log(f"tracing two steps of {layout}: rank{'s' * (len(stands_for) > 1)} {names} of {layout.world:,} …")
         traces = trace_ranks(partial(trace_rank, job), [*stands_for], layout.world, tell=log)
+        workload = self.workload and self.workload.of_batch(layout.global_batch_size)
+        workload = workload and workload.of_labels(job.label_share)
+        choice = workload and explained(workload, cluster, layout)
         simulation = Simulation(
             model=self.config.model.name,
             layout=layout,
@@ -229,31 +232,21 @@ class Subject:
             stands_for=stands_for,
             copies=pipeline_copies(self.numbers.census, layout, self.config.data.seq_len),
             outside=0 if cluster.gpu.processor else outside_of(layout, self.config.train.precision),
+            workload=workload,
+            predicted=choice,
             expandable=allocator.expands(os.environ),
             notes=(
                 *self.notes,
-                *notes_on(self.config),
+                *([COMPILED] if self.config.train.compile else []),
                 *([borrowed] if self.workload and borrowed else []),
                 *(() if cluster.gpu.processor else allocator.conflicts(os.environ)),
                 *notes,
             ),
         )
-        return self.predicted(simulation, job.label_share)
-
-    def predicted(self, simulation: Simulation, label_share: float | None) -> Simulation:
-        """The simulation with what the planner knows: a prediction and, if it does not fit, what would.
-
-        label_share: labelled tokens as a share of sequences that are all data.seq_len long; None: all.
-        """
-        if self.workload is None:
-            return replace(simulation, instead=() if simulation.fits else (SMALLER,))
-        layout, cluster = simulation.layout, simulation.cluster
-        workload = self.workload.of_batch(layout.global_batch_size).of_labels(label_share)
-        choice = explained(workload, cluster, layout)
-        simulation = replace(simulation, predicted=choice, workload=workload)
         if simulation.fits:
             return simulation
-        return replace(simulation, instead=tuple(out_of_memory(choice, workload, self.lighter)))
+        instead = out_of_memory(choice, workload, self.lighter) if choice and workload else [SMALLER]
+        return replace(simulation, instead=tuple(instead))
 
 
 @contextmanager
@@ -308,12 +301,6 @@ def documents_of(config: Config, given: Sequence[int]) -> tuple[int, ...]:
     mean = config.data.mean_document_tokens if config.data.packing else None
     number = max(1, round(seq_len / mean)) if mean else 1
     return tuple(seq_len * (index + 1) // number - seq_len * index // number for index in range(number))
-
-
-def notes_on(config: Config) -> Iterator[str]:
-    """Sentences on settings that the dry run has otherwise."""
-    if config.train.compile:
-        yield COMPILED
 
 
 def notes_on_layout(config: Config, layout: Layout) -> Iterator[str]:

@@ -15,6 +15,7 @@ from meshtune.data.encode import Encoder
 from meshtune.data.example import Source
 from meshtune.data.pack import Dataset
 from meshtune.data.prepare import Prepared, prepare
+from meshtune.data.recipe import Recipe
 from meshtune.data.summary import write_summary
 from meshtune.errors import UserError, expanded
 from meshtune.model.files import resolve
@@ -105,19 +106,18 @@ def data_of(data: DataConfig, encoder: Encoder, *, seed: int) -> Prepared:
         raise UserError(
             "No data is named; add data: {train: rows.jsonl} to the config, or data.train=… to the command."
         )
-    return prepare(
-        [source_of(source, data, "train") for source in data.train],
+    recipe = Recipe(
+        tuple(source_of(source, data, "train") for source in data.train),
         encoder,
         seq_len=data.seq_len,
         packing=data.packing,
         overlong=data.overlong,
         seed=seed,
         eval_split=data.eval_split,
-        eval_sources=[source_of(source, data, "test") for source in data.eval],
+        eval_sources=tuple(source_of(source, data, "test") for source in data.eval),
         on_bad_row=data.on_bad_row,
-        cache_dir=expanded(data.cache, "data.cache"),
-        streaming=data.streaming,
     )
+    return prepare(recipe, expanded(data.cache, "data.cache"), streaming=data.streaming)
 
 
 def source_of(source: SourceConfig, data: DataConfig, split: str) -> Source:

@@ -4,7 +4,7 @@ import os
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -72,16 +72,7 @@ class Swept:
 
     def as_dict(self) -> dict[str, Any]:
         """The document of `sweep --json`."""
-        return {
-            "database": str(self.database),
-            "simulated": self.simulated,
-            "experiments": self.total,
-            "counts": dict(self.counts),
-            "axes": list(self.axes),
-            "reasons": dict(self.reasons),
-            "ranked_by": self.ranked_by,
-            "best": [dict(row) for row in self.best],
-        }
+        return asdict(self) | {"database": str(self.database), "experiments": self.total}
 
 
 def sweep(
@@ -256,8 +247,8 @@ def prepare(
 def facts_of(
     plan: SweepFile, simulate: str | None, sweep_id: str, before: Mapping[str, Any], *, slurm: bool
 ) -> dict[str, Any]:
-    """Rows of the table `sweep`; those of the machine are of the first start. slurm: of which the nodes run
-    the experiments.
+    """Rows of the table `sweep`; those of the machine are of the first start. slurm: its nodes run the
+    experiments.
     """
     facts: dict[str, Any] = {
         "id": sweep_id, "name": plan.name, "file": plain(plan.document), "axes": plan.axes, "run": plan.run,
@@ -329,7 +320,7 @@ def pending(
     verdicts = judge([experiments[row.key] for row in waiting], plan.run, here)
     outcomes, known, tasks = {}, {}, {}
     for row, verdict in zip(waiting, verdicts, strict=True):
-        known[row.number] = verdict.columns
+        known[row.number] = verdict.figures
         if verdict.status == WAITING and simulate == PLANNER:
             outcomes[row.number] = of_planner(verdict)
         elif verdict.status == WAITING or (everything and verdict.status == DOES_NOT_FIT and verdict.choice):

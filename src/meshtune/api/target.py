@@ -68,13 +68,13 @@ def target_of(name: str | None, overrides: Sequence[str], *, step: int | None = 
     `overrides` name the model. overrides: section.key=value, which change the run's or file's settings. step:
     of the run's checkpoint to use; None: model/, or without it the newest whole checkpoint (damaged ones that
     are newer are printed on stderr). Raises UserError if a run has neither, if `step` is given and `name` is
-    no run folder, and for overrides of what weights that are there decide.
+    not a run folder, and for overrides of what weights that are there decide.
     """
     path = expanded(name) if name else None
     if path and path.name == "model" and (path.parent / "config.yaml").exists():
         path = path.parent  # a run's model is prompted and evaluated as its run was
     if step is not None and not (path and (path / "config.yaml").exists()):
-        raise UserError(f"--step {step}: {name or 'the model'} is no run folder.")
+        raise UserError(f"--step {step}: {name or 'the model'} is not a run folder.")
     if path is None or path.is_file():
         return Target(settings.load(path, overrides))
     if (path / "config.yaml").exists():

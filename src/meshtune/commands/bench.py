@@ -8,7 +8,6 @@ import typer
 from meshtune.commands.complete import complete_layout
 from meshtune.commands.options import AsJson, Settings, announce, folder_of, layout_words, log, show, split
 from meshtune.errors import NothingFits, UserError
-from meshtune.units import speed_unit
 
 
 def bench(
@@ -43,31 +42,18 @@ def bench(
     announce(file)
     words, folder = layout_words("--layouts", layouts), folder_of("--profile", profile)
     runs = folder_of("--out", out)
-    from rich.console import Group
-
     from meshtune.api import bench as api
     from meshtune.config import load
-    from meshtune.meter.causes import Cause
-    from meshtune.report.run.tables import cause_lines
-    from meshtune.report.study import layouts_table, micro_batches_table, side_by_side
+    from meshtune.report import study
 
     if find_micro_batch:
         if folder or runs:
             raise UserError("--profile and --out are of timed layouts; leave them or --find-micro-batch out.")
         sizes = api.find_micro_batch(load(file, overrides), layouts=words, limit=limit, log=log)
-        tables = [micro_batches_table(one) for one in sizes]
-        show({"layouts": sizes}, Group(*tables), as_json=as_json)
+        show(study.micro_batches(sizes), as_json=as_json)
         return
     config = load(file, overrides)
     done = api.bench(config, layouts=words, steps=steps, limit=limit, profile=folder, out=runs, log=log)
-    devices = {one["measured"]["device_type"] for one in done if one["measured"]}
-    unit = speed_unit(max(one["world"] for one in done), next(iter(devices), "cuda"))
-    tables = [layouts_table(done, unit), *(table for one in done for table in side_by_side(one))]
-    why = [
-        line
-        for one in done
-        for line in cause_lines([Cause(**cause) for cause in one["causes"]], f"why {one['layout']} is slow")
-    ]
-    show({"layouts": done}, Group(*tables, *why), as_json=as_json)
+    show(study.benched(done), as_json=as_json)
     if not any(one["measured"] for one in done):
         raise NothingFits(f"{one['layout']}: {one['failed']}" for one in done)

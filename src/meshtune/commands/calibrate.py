@@ -27,11 +27,9 @@ def calibrate(
 ) -> None:
     """Fit the planner's few constants to measured runs; show the error before and after on runs left out."""
     announce(counted(len(runs), "folder"))
-    from rich.console import Group
-
     from meshtune.api.calibrate import calibrate as run
-    from meshtune.report.study import calibration_tables
+    from meshtune.report.study import calibrated
 
-    document = run(runs, cluster=cluster, out=out, hold_out=hold_out or (), log=log)
-    show(document, Group(*calibration_tables(document)), as_json=as_json)
+    facts = run(runs, cluster=cluster, out=out, hold_out=hold_out or (), log=log)
+    show(calibrated(facts), as_json=as_json)
     log(f"{out} is written; plan with it by cluster={out}.")

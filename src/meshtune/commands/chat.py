@@ -56,7 +56,7 @@ def chat(
     )
     if not conversation.answerer.templated:
         remark(
-            "The model has no chat template: each message is answered by itself, without those before it. "
+            "The model has no chat template: each message is answered separately, without those before it. "
             "If it was trained with one, name it: data.chat_template=NAME."
         )
     interactive = sys.stdin.isatty()

@@ -1,6 +1,6 @@
 """Completion of settings and layouts in a shell, only from the tree of settings: it imports no torch.
 
-bash cuts words at "=": `layout=dp2-` arrives as the words "layout", "=", "dp2-", of which the last is
+bash cuts words at "=": `layout=dp2-` arrives as the words "layout", "=", "dp2-", and the last one is
 completed; other shells pass the whole word.
 """
 

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from meshtune.commands.options import AsJson, announce, show_json
+from meshtune.commands.options import AsJson, announce, show
 from meshtune.units import human
 
 
@@ -16,16 +16,12 @@ def env(
     """Versions, devices, and what a model's family supports."""
     announce(model or "this machine")
     description = environment(model)
-    if as_json:
-        show_json(description)
-        return
-    from rich.console import Console
     from rich.text import Text
 
+    from meshtune.report.draw.document import Document
     from meshtune.report.draw.table import Column, Table, facts
 
-    console = Console()
-    console.print(facts(description["versions"] | description["devices"], title="environment"))
+    tables = [facts(description["versions"] | description["devices"], title="environment")]
     if model:
         rows = description["features"]
         supported = {True: Text("yes", style="green"), False: Text("no", style="yellow")}
@@ -34,7 +30,8 @@ def env(
             Column("", [supported[row["supported"]] for row in rows]),
             Column("", [row["why"] for row in rows], words=True, style="dim"),
         )
-        console.print(Table(f"{model} ({description['type']})", columns))
+        tables.append(Table(f"{model} ({description['type']})", columns))
+    show(Document("environment", tables, description), as_json=as_json)
 
 
 def environment(model: str | None) -> dict[str, Any]:

@@ -23,9 +23,11 @@ def evaluate(target: TargetWords, as_json: AsJson = False) -> None:
     from meshtune.api.evaluate import evaluated
 
     figures = evaluated(name, overrides)
+    from meshtune.report.draw.document import Document
     from meshtune.report.draw.table import facts
 
-    show(figures, facts(rounded(figures), title="evaluation"), as_json=as_json)
+    table = facts(rounded(figures), title="evaluation")
+    show(Document("evaluation", (table,), figures), as_json=as_json)
 
 
 def rounded(figures: dict[str, Any]) -> dict[str, str]:

@@ -91,7 +91,7 @@ def conversation_of(text: str) -> list[dict[str, Any]]:
     with explained(f"--messages {shown} is not JSON"):
         value = json.loads(text)
     if not isinstance(value, list):
-        raise UserError(f'--messages {shown} is no list; write [{{"role": "user", "content": "…"}}].')
+        raise UserError(f'--messages {shown} is not a list; write [{{"role": "user", "content": "…"}}].')
     return value
 
 

@@ -44,7 +44,7 @@ def migrate(
     if name is None:
         raise UserError("Name the file to migrate, such as meshtune migrate axolotl.yaml.")
     if tool is not None and tool not in TOOLS:
-        raise UserError(f"--from {tool} is no tool; it is one of {', '.join(TOOLS)}.")
+        raise UserError(f"--from {tool} is not a tool; it is one of {', '.join(TOOLS)}.")
     if out is not None and out.exists():
         raise UserError(f"{out} exists; name another file with --out, or remove it.")
     result = converted(Path(name), tool=tool, gpus=gpus, launcher=launcher, overrides=overrides)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,6 +16,9 @@ from meshtune.commands.complete import complete_settings
 from meshtune.errors import UserError, expanded
 from meshtune.streams import encodes
 from meshtune.units import notice, on_first_rank
+
+if TYPE_CHECKING:
+    from meshtune.report.draw.document import Document
 
 Settings = Annotated[
     list[str] | None,
@@ -145,14 +148,14 @@ def check_target(name: str) -> None:
     check_name(name, holding=MODEL_OR_RUN)
 
 
-def show(facts: Any, renderable: Any, *, as_json: bool) -> None:
-    """Print one result on stdout: `facts` as JSON if as_json, else rich's `renderable`, the same as text."""
+def show(document: "Document", *, as_json: bool) -> None:
+    """Print one result on stdout: its facts as one JSON document if as_json, else its parts."""
     if as_json:
-        show_json(facts)
+        show_json(document.facts)
     else:
         from rich.console import Console
 
-        Console().print(renderable)
+        Console().print(document)
 
 
 def show_json(value: Any) -> None:

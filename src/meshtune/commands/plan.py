@@ -8,6 +8,7 @@ import re
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -181,12 +182,11 @@ def largest(
     """Find the largest model, sequence length or batch that fits the cluster under any layout."""
     config = config_of(settings, memory_budget, params)
     from meshtune.api.plan import largest
-    from meshtune.report.plan import terminal
+    from meshtune.report.plan import documents
 
     with working(PLANNING):
         value, choice = largest(config, quantity, tool=tool, log=log)
-    facts = {quantity: value} | choice.as_dict()
-    show(facts, terminal.largest(quantity, value, choice), as_json=as_json)
+    show(documents.largest(quantity, value, choice), as_json=as_json)
 
 
 def export(
@@ -257,28 +257,28 @@ def search(
     `api.plan.plan` takes them. Raises as that, and as `verify.verified`.
     """
     from meshtune.api import plan as api
-    from meshtune.report.plan import terminal
+    from meshtune.report.draw import picture
+    from meshtune.report.dryrun import beside
+    from meshtune.report.plan import documents, panels
 
     if plot:
-        from meshtune.report.plan import pictures
-
-        pictures.check(plot := expanded(plot))
+        picture.check(plot := expanded(plot))
     with working(PLANNING):
         best = api.plan(config, **clusters, tool=tool, log=log)
     written = write_export(config, best, export_to) if export_to else None
-    facts = best.as_dict(top) | ({"export": written.as_dict()} if written else {})
+    document = documents.answer(best, top, written)
     if not as_json or not verify:
-        show(facts, terminal.answer(best, top, written), as_json=as_json)
+        show(document, as_json=as_json)
     if verify:
-        documents = verification.verified(config, best.best(verify))
-        show(facts | {"verified": documents}, verification.shown(documents), as_json=as_json)
+        simulated = verification.verified(config, best.best(verify))
+        facts = {**document.facts, "verified": simulated}
+        show(replace(beside.verified(simulated), facts=facts), as_json=as_json)
     if plot:
-        from meshtune.report.plan import pictures
-        from meshtune.report.plan.page import Asked
-
-        asked = Asked(shlex.join(["meshtune", *sys.argv[1:]]), shlex.join(settings))
         log("searching for other batches and cluster sizes to draw …")
-        pictures.write(plot, best, top, compare_sizes=bool(clusters["gpus"]), asked=asked)
+        sizes = best.by_size if clusters["gpus"] else None
+        drawn = panels.panels(best, best.best(top), sizes, best.batches())
+        line = documents.CommandLine(shlex.join(["meshtune", *sys.argv[1:]]), shlex.join(settings))
+        picture.write_document(plot, documents.answer(best, top, written, line=line, drawn=drawn))
         log(f"pictures in {plot}")
 
 
@@ -297,18 +297,17 @@ def explain_layouts(
     table. plot: a file for charts of them; None: no charts. Raises UserError for a text that isn't a layout.
     """
     from meshtune.api.plan import explained
-    from meshtune.report.plan import pictures, terminal
+    from meshtune.report.draw import picture
+    from meshtune.report.plan import documents
 
     if plot:
-        pictures.check(plot := expanded(plot))
+        picture.check(plot := expanded(plot))
     with working(PLANNING):
         explanations = explained(config, layouts, tool=tool, log=log)
-    entries = [one.as_dict() for one in explanations]
-    facts = entries[0] if len(entries) == 1 else {"layouts": entries}
-    printed = terminal.compared(explanations) if side_by_side else terminal.explained(explanations)
-    show(facts, printed, as_json=as_json)
+    show(documents.explained(explanations, in_one_table=side_by_side), as_json=as_json)
     if plot:
-        pictures.write_explained(plot, explanations)
+        drawn = documents.explained_panels(explanations)
+        picture.write_document(plot, documents.explained(explanations, drawn=drawn))
         log(f"pictures in {plot}")
 
 
@@ -347,16 +346,14 @@ def compare_runs(
             for name in unused
         )
     announce(None)
-    from rich.console import Group
-
     from meshtune.api.compare import compared
+    from meshtune.report.draw.document import Document
     from meshtune.report.study import compared_tables
 
     with working(PLANNING):
-        documents = compared(runs, overrides, log=log)
-    facts = documents[0] if len(documents) == 1 else {"runs": documents}
-    printed = (table for document in documents for table in compared_tables(document))
-    show(facts, Group(*printed), as_json=as_json)
+        entries = compared(runs, overrides, log=log)
+    tables = [table for entry in entries for table in compared_tables(entry)]
+    show(Document("runs", tables, entries[0] if len(entries) == 1 else {"runs": entries}), as_json=as_json)
 
 
 def write_export(config: "Config", answer: "Answer", folder: Path) -> "Written":

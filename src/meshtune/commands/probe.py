@@ -17,11 +17,8 @@ def probe(
 ) -> None:
     """Measure this machine's matmuls, attention, memory, collectives and launches, for `cluster=FILE`."""
     announce("this machine")
-    from rich.console import Group
-
     from meshtune.api.probe import probe as run
-    from meshtune.report.study import probe_sentences, probe_table
+    from meshtune.report.study import probed
 
-    document = run(out, nproc=nproc, log=log)
-    show(document, Group(probe_table(document), *probe_sentences(document)), as_json=as_json)
+    show(probed(run(out, nproc=nproc, log=log)), as_json=as_json)
     log(f"{out} is written; plan with it by cluster={out}.")

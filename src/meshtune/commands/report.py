@@ -1,8 +1,9 @@
 """`meshtune report`: a page of a run, of several runs side by side, of a sweep, or of plan documents."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,21 +14,9 @@ from meshtune.rundir import RunDir, write_text_atomically
 from meshtune.sweep_rows import database_of
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from meshtune.report.draw.document import Document
 
 RUN, SWEEP, PLAN = "run folder", "sweep", "plan"
-
-
-class Made(NamedTuple):
-    """A page that was made, with what is printed next to its path."""
-
-    title: str  # of its pictures
-    file: Path  # default of --out
-    page: "Document"
-    facts: dict[str, Any]  # for --json
-    tables: "RenderableType | None" = None  # in the terminal
 
 
 def report(
@@ -40,7 +29,7 @@ def report(
     ],
     out: Annotated[
         Path | None,
-        typer.Option(help="the page; default: report.html in the folder, or beside the first of several"),
+        typer.Option(help="the page; default: report.html in the folder, or next to the first of several"),
     ] = None,
     png: Annotated[
         Path | None,
@@ -49,25 +38,24 @@ def report(
     as_json: AsJson = False,
 ) -> None:
     """Draw a page: of a run, of several runs compared, of a sweep, or of plans."""
-    made = page_of([expanded(path) for path in paths])
-    file = expanded(out) if out else made.file
-    write_text_atomically(file, made.page.html())
-    pictures = write_pictures(made, expanded(png)) if png else []
-    facts = {"report": str(file), **({"pictures": list(map(str, pictures))} if png else {}), **made.facts}
-    if made.tables is None:
-        show_json(facts) if as_json else print(file)
-    else:
-        show(facts, made.tables, as_json=as_json)
-        if not as_json:
-            print(file)
-    if not as_json:
-        for picture in pictures:
-            print(picture)
+    document, default = page_of([expanded(path) for path in paths])
+    file = expanded(out) if out else default
+    write_text_atomically(file, document.html())
+    pictures = write_pictures(document, expanded(png)) if png else []
+    if as_json:
+        written = {"report": str(file), **({"pictures": list(map(str, pictures))} if png else {})}
+        show_json(written | {**document.facts})
+        return
+    if document.kind == "comparison":
+        show(document, as_json=False)
+    for path in (file, *pictures):
+        print(path)
 
 
-def page_of(paths: Sequence[Path]) -> Made:
-    """The page of what the paths name. Raises UserError for paths that are nothing of all this, for several
-    kinds at once and for several sweeps.
+def page_of(paths: Sequence[Path]) -> tuple["Document", Path]:
+    """The document of what the paths name, and its file where none is asked for.
+
+    Raises UserError for paths that are nothing of all this, for several kinds at once and for several sweeps.
     """
     kinds = [kind_of(path) for path in paths]
     if problems := [nothing_there(path) for path, kind in zip(paths, kinds, strict=True) if kind is None]:
@@ -98,49 +86,46 @@ def kind_of(path: Path) -> str | None:
 def nothing_there(path: Path) -> str:
     """A sentence on a path that is none of RUN, SWEEP and PLAN."""
     if path.is_file():
-        return f"{path} is no sweep's database, and no plan that meshtune plan --json or a run has written."
+        return (
+            f"{path} is neither a sweep's database nor a plan that meshtune plan --json or a run has written."
+        )
     meant = path_meant(str(path), lambda near: RunDir(near).holds_run or database_of(near) is not None)
     files = "config.yaml, metrics.jsonl and sweep.db"
     return f"{path} holds no run and no sweep: none of {files} is there{meant or '.'}"
 
 
-def of_run(run: RunDir) -> Made:
+def of_run(run: RunDir) -> tuple["Document", Path]:
     from meshtune.report.run.report import run_page
 
-    return Made(run.path.resolve().name, run.report_file, run_page(run), {})
+    return run_page(run), run.report_file
 
 
-def of_runs(paths: Sequence[Path]) -> Made:
-    """The page that compares runs, and the same figures for the terminal."""
-    from meshtune.report.compare import page
+def of_runs(paths: Sequence[Path]) -> tuple["Document", Path]:
+    from meshtune.report.compare.page import comparison_page
     from meshtune.report.compare.runs import compare
 
-    comparison = compare(paths)
-    beside = paths[0].resolve().parent / "comparison.html"
-    title, shown = " · ".join(comparison.names), page.comparison_page(comparison)
-    return Made(title, beside, shown, comparison.as_dict(), page.comparison_tables(comparison))
+    return comparison_page(compare(paths)), paths[0].resolve().parent / "comparison.html"
 
 
-def of_sweep(path: Path) -> Made:
+def of_sweep(path: Path) -> tuple["Document", Path]:
     from meshtune.report.experiments.page import sweep_page
 
     database = database_of(path)
     assert database is not None
     sweep = sweep_page(database)
-    file = database.resolve().parent / "report.html"
-    return Made(sweep.name, file, sweep.page, {"experiments": sweep.counts})
+    page = replace(sweep.page, facts={"experiments": sweep.counts})
+    return page, database.resolve().parent / "report.html"
 
 
-def of_plans(paths: Sequence[Path]) -> Made:
-    from meshtune.report.plan.documents import document_page, read_plan
+def of_plans(paths: Sequence[Path]) -> tuple["Document", Path]:
+    from meshtune.report.plan.documents import of_files, read_plan
 
     plans = [plan for plan in map(read_plan, paths) if plan]
-    file = paths[0].resolve().with_suffix(".html")
-    return Made(" · ".join(plan.name for plan in plans), file, document_page(plans), {})
+    return of_files(plans), paths[0].resolve().with_suffix(".html")
 
 
-def write_pictures(made: Made, folder: Path) -> list[Path]:
+def write_pictures(document: "Document", folder: Path) -> list[Path]:
     """Write each picture of a page into the folder, as .png files of their keys."""
     from meshtune.report.draw.picture import write
 
-    return [write(folder / f"{panel.key}.png", [[panel]], title=made.title) for panel in made.page.panels]
+    return [write(folder / f"{one.key}.png", [[one]], title=document.name) for one in document.panels]

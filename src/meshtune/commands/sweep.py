@@ -43,7 +43,7 @@ def sweep(
     ] = None,
     jobs: Annotated[
         int | None,
-        typer.Option(min=1, help="experiments at once; default: 1 on a processor, as many as fit on GPUs"),
+        typer.Option(min=1, help="experiments at once; default: 1 on a processor, all that fit on GPUs"),
     ] = None,
     slurm: Annotated[
         bool, typer.Option(help="submit the experiments as Slurm job arrays, and collect")
@@ -65,10 +65,8 @@ def sweep(
         raise UserError("Name a sweep file, such as meshtune sweep sweep.yaml (docs/sweep.md).")
     announce(file)
     folder = folder_of("--out", out)
-    from rich.console import Group
-
     from meshtune.api import sweep as api
-    from meshtune.report.study import best_table, counts_table
+    from meshtune.report.study import swept
 
     if task is not None:
         api.run_task(file, folder, task)
@@ -78,8 +76,4 @@ def sweep(
         file, overrides, out=folder, everything=everything, simulate=simulate, jobs=jobs, slurm=slurm,
         retry=words, log=log,
     )  # fmt: skip
-    tables = [counts_table(done.counts, done.reasons, done.simulated)]
-    if done.best:
-        tables.append(best_table(done.best, done.axes, done.ranked_by, on_processor=done.on_processor))
-    lines = [f"Results: {done.database} (view `results`)"]
-    show(done.as_dict(), Group(*tables, *lines), as_json=as_json)
+    show(swept(done.as_dict()), as_json=as_json)

@@ -18,7 +18,7 @@ def train(
     nproc: Annotated[
         int | None,
         typer.Option(
-            min=1, help="ranks to start here; default: as many as the layout has, or as there are GPUs"
+            min=1, help="ranks to start here; default: the ranks of the layout, or one for each GPU"
         ),
     ] = None,
     dry_run: Annotated[
@@ -49,16 +49,11 @@ def train(
 
 def show_dry_run(config: "Config", nproc: int | None, *, as_json: bool) -> None:
     """Print what `train` would start here, and what its first steps need. Raises as `check_fits`."""
-    from rich.console import Group
-    from rich.text import Text
-
     from meshtune.api.dry_train import dry_train
-    from meshtune.commands.dryrun import answer, check_fits
-    from meshtune.dryrun.results import page_of
+    from meshtune.commands.dryrun import check_fits
 
     dry = dry_train(config, nproc, log=log)
-    lines = [Text(line) for line in (dry.headline, *dry.notes)]
-    show(dry.as_dict(), Group(*lines, answer([dry.simulation], [page_of(dry.simulation)])), as_json=as_json)
+    show(dry.document(), as_json=as_json)
     check_fits([dry.simulation])
 
 

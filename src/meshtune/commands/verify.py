@@ -8,21 +8,18 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from meshtune.errors import NothingFits, UserError
 from meshtune.plan.programs import MESHTUNE
 from meshtune.units import GIB
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from meshtune.config import Config
     from meshtune.plan.search import Choice
-
-Document = dict[str, Any]  # of `dryrun --json`, of one layout
+    from meshtune.report.dryrun.beside import Facts
 
 
 def check(tool: str) -> None:
@@ -31,8 +28,8 @@ def check(tool: str) -> None:
         raise UserError(f"--verify runs meshtune's own training step, not that of {tool}; leave --for out.")
 
 
-def verified(config: "Config", choices: Sequence["Choice"]) -> list[Document]:
-    """Dry-run these layouts of one cluster, and return a document of each; progress goes to stderr.
+def verified(config: "Config", choices: Sequence["Choice"]) -> "list[Facts]":
+    """Dry-run these layouts of one cluster, and return the facts of each; progress goes to stderr.
 
     Raises SystemExit with the exit code of a dry run that failed; it has printed why.
     """
@@ -49,34 +46,3 @@ def verified(config: "Config", choices: Sequence["Choice"]) -> list[Document]:
         raise SystemExit(ended.returncode)
     document = json.loads(ended.stdout)
     return document.get("layouts", [document])
-
-
-def shown(documents: Sequence[Document]) -> "RenderableType":
-    """Tables of the verified layouts: a row each, then each by category and part; then `conclusions`."""
-    from rich.console import Group
-    from rich.text import Text
-
-    from meshtune.report.dryrun.beside import layouts_table, side_by_side
-
-    tables = [layouts_table(documents), *map(side_by_side, documents)]
-    return Group(Text(), *tables, *map(Text, conclusions(documents)))
-
-
-def conclusions(documents: Sequence[Document]) -> Iterator[str]:
-    """Yield sentences where the simulation does not confirm the plan's order."""
-    best, fitting = documents[0], [document for document in documents if document["fits"]]
-    if not fitting:
-        yield "None of these layouts fits when simulated; verify more of them, or plan with --memory-budget."
-        return
-    if not best["fits"]:
-        yield (
-            f"{best['layout']} does not fit when simulated; the best one that does is {fitting[0]['layout']}."
-        )
-    if all(document["time"] for document in fitting):
-        quickest = min(fitting, key=lambda document: document["time"]["seconds"])
-        if quickest is not fitting[0]:
-            less = 1 - quickest["time"]["seconds"] / fitting[0]["time"]["seconds"]
-            yield (
-                f"Simulated, {quickest['layout']} is the fastest that fits, {less:.1%} less time than "
-                f"{fitting[0]['layout']}."
-            )

@@ -25,26 +25,25 @@ import copy
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from datetime import date
 from functools import cached_property
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from meshtune.data.control import ControlTokens
 from meshtune.data.example import (
     NO_MARKER,
     NOT_UTF8,
     SHOWN,
     TOO_LONG,
     BadRow,
-    Dropped,
     Example,
     Ids,
     Mask,
+    Note,
     OnBadRow,
     checked_text,
 )
@@ -53,11 +52,12 @@ from meshtune.data.probe import ANSWER, QUESTION
 from meshtune.data.render import Chat, Renderer, TrainOn, not_written
 from meshtune.data.rows import last_answer
 from meshtune.data.template import apply_template, built_in_templates, check_variables
-from meshtune.data.tokens import TextTokenizer, bare, once, unpadded
+from meshtune.data.tokens import ControlTokens, TextTokenizer, bare, once, unpadded
 from meshtune.errors import UserError
 
 CLOCK = "strftime_now"  # the function with which templates write the time
 VERSION = 7  # part of the cache's key: raise it when the same rows become other ids or labels
+Texts = tuple[str, ...]  # of a row without a template, tokenised apart: (text,) or (prompt, completion)
 TOKENIZER_ROWS = 1024  # rows in one call of the tokenizer, which bounds its memory
 
 
@@ -67,30 +67,7 @@ class Document:
 
     ids: np.ndarray  # int32 [tokens]
     labelled: np.ndarray  # bool [tokens], true where the token is to be predicted; never the first
-    unwritten: tuple[str, ...] = ()  # what the chat template leaves out, once for each message that has it
-    unstopped: tuple[str, ...] = ()  # ends of labelled turns at which generation does not stop
-    control: tuple[str, ...] = ()  # control tokens in contents and what became of them, one per message
-    repeated: tuple[str, ...] = ()  # tokens at its ends that the row holds already: written once
-    tokenless: tuple[str, ...] = ()  # given ids that the model has and the tokenizer lacks
-
-
-class _Tokenised(NamedTuple):
-    """A row whose tokens are given."""
-
-    ids: Ids
-    tokenless: tuple[str, ...]  # as Document has them
-
-    def texts(self) -> tuple[str, ...]:
-        return ()
-
-
-class _Plain(NamedTuple):
-    """The texts of a row without a template, which are tokenised apart: (text,) or (prompt, completion)."""
-
-    parts: tuple[str, ...]
-
-    def texts(self) -> tuple[str, ...]:
-        return self.parts
+    notes: tuple[Note, ...] = ()
 
 
 def _unless_bad(step: Callable, row: Any, *arguments: Any) -> Any:
@@ -103,76 +80,72 @@ def _unless_bad(step: Callable, row: Any, *arguments: Any) -> Any:
         return bad
 
 
+@dataclass(eq=False)
 class Encoder:
     """Turns examples into documents.
 
-    train_on: `assistant` labels every assistant turn with its end marker, `completion` the last one only (or
-    the completion), `all` everything but the first token; a message's own mask comes before it. Rows of plain
-    text have no parts: all but their first token is labelled. Conversations end with their last assistant
-    turn, unless everything is labelled. chat_template: see `apply_template`; template_variables are given to
-    every rendering. split_turns: see `split`. control_tokens: what becomes of special tokens, and of tokens
-    that turns begin or end with, in the contents of messages: `keep` leaves them, `text` tokenises their
-    characters, `error` refuses the row; `auto` refuses it where the message is trained on, and is `text`
-    elsewhere, where the tokenizer can. template_date: the day, as 2026-01-31, that a template with a clock
-    writes; None: today. stops: tokens that the model's generation stops at. embedding_rows: returns the rows
-    of its embedding; rows of ids may have those, too, for which the tokenizer has no token.
+    Rows of plain text have no parts: all but their first token is labelled. Conversations end with their last
+    assistant turn, unless everything is labelled.
 
     Under a template, prompt and completion become a user and an assistant message. Without one, the ids are
     bos (where the tokenizer adds one) + prompt and separator + completion + eos, tokenised apart, so that the
-    boundary is exact. Text is bos + text + eos. A row that holds them already (ends.py) gets no second ones.
+    boundary is exact. Text is bos + text + eos. A row that holds them already gets no second ones.
 
     `apply_template` changes the tokenizer; `added` lists the tokens that it added. Rows whose labels can't be
-    exact raise in `encode`; with `on_bad_row="skip"` they are left out and counted in `dropped`.
+    exact raise in `encode`.
 
     Raises UserError if the tokenizer has no eos token where one is needed, or if there is no such template.
     """
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        train_on: TrainOn,
-        chat_template: str | None,
-        separator: str = "\n",
-        on_bad_row: OnBadRow = "error",
-        split_turns: bool = False,
-        template_variables: Mapping[str, Any] | None = None,
-        control_tokens: ControlTokens = "auto",
-        template_date: str | None = None,
-        stops: Sequence[int] = (),
-        embedding_rows: Callable[[], int] = int,
-    ) -> None:
-        if train_on not in ("assistant", "completion", "all"):
-            raise UserError(f"data.train_on={train_on} is unknown; it is assistant, completion or all.")
-        self.tokenizer = tokenizer
-        self.split_turns = split_turns
-        self.train_on: TrainOn = "completion" if split_turns else train_on
-        self.separator = separator
-        self.on_bad_row, self.control_tokens = on_bad_row, control_tokens
-        self.embedding_rows = embedding_rows
-        self.dropped = Dropped()
-        self.added = apply_template(tokenizer, chat_template)
-        self.templated = chat_template != "none" and tokenizer.chat_template is not None
+    tokenizer: PreTrainedTokenizerBase
+    _: KW_ONLY
+    # assistant labels every assistant turn with its end marker, completion the last one only (or the
+    # completion), all everything but the first token; a message's own mask comes before it
+    train_on: TrainOn
+    chat_template: str | None  # see `apply_template`
+    separator: str = "\n"  # between prompt and completion without a template
+    on_bad_row: OnBadRow = "error"  # for rows whose labels can't be exact
+    split_turns: bool = False  # see `split`
+    template_variables: Mapping[str, Any] = field(default_factory=dict)  # given to every rendering
+    # What becomes of special tokens, and of tokens that turns begin or end with, in the contents of messages:
+    # keep leaves them, text tokenises their characters, error refuses the row; auto refuses it where the
+    # message is trained on, and is text elsewhere, where the tokenizer can.
+    control_tokens: ControlTokens = "auto"
+    template_date: str | None = (
+        None  # the day that a template with a clock writes, as 2026-01-31; None: today
+    )
+    stops: Sequence[int] = ()  # tokens that the model's generation stops at; the tokenizer's eos is added
+    embedding_rows: Callable[[], int] = int  # rows of the model's embedding, which may be more than tokens
+
+    def __post_init__(self) -> None:
+        if self.train_on not in ("assistant", "completion", "all"):
+            raise UserError(f"data.train_on={self.train_on} is unknown; it is assistant, completion or all.")
+        if self.split_turns:
+            self.train_on = "completion"
+        tokenizer = self.tokenizer
+        self.added = apply_template(tokenizer, self.chat_template)
+        self.templated = self.chat_template != "none" and tokenizer.chat_template is not None
+        self.chat_template = None if self.templated else "none"
+        template = str(tokenizer.chat_template) if self.templated else None
         if not self.templated and tokenizer.eos_token_id is None:
             raise UserError(
                 "The tokenizer has no eos token, so an answer could not end. Set data.chat_template=chatml, "
                 "which brings its own end marker, or give the tokenizer an eos_token."
             )
-        self.template_variables = variables = dict(template_variables or {})
-        check_variables(variables, str(tokenizer.chat_template) if self.templated else None)
+        self.template_variables = dict(self.template_variables or {})
+        check_variables(self.template_variables, template)
         self._tokens = TextTokenizer(tokenizer)
         eos = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]  # pyright: ignore[reportArgumentType]
-        self._known_stops = tuple(dict.fromkeys([*eos, *stops]))
-        clock = self.templated and CLOCK in str(tokenizer.chat_template)
-        self.template_date = (template_date or date.today().isoformat()) if clock else None
+        self.stops = tuple(dict.fromkeys([*eos, *self.stops]))
+        clock = CLOCK in (template or "")
+        self.template_date = (self.template_date or date.today().isoformat()) if clock else None
         self._renderer = Renderer(
-            tokenizer, self.train_on, self._tokens, variables,
-            ends=self._tokens.texts_of(self._known_stops), split_turns=split_turns,
-            control_tokens=control_tokens, day=self.template_date,
+            tokenizer, self.train_on, self._tokens, self.template_variables,
+            ends=self._tokens.texts_of(self.stops), split_turns=self.split_turns,
+            control_tokens=self.control_tokens, day=self.template_date,
         )  # fmt: skip
         if self.templated:
             self._renderer.try_template()
-        self._bos = self._tokens.prefix
 
     def split(self, example: Example) -> list[Example]:
         """The example, or under split_turns one for each assistant turn that is trained on.
@@ -190,21 +163,14 @@ class Encoder:
         return parts or [example]
 
     def encode(self, examples: Sequence[Example]) -> list[Document]:
-        """One document for each example, in order (fewer under `on_bad_row="skip"`).
+        """One document for each example, in order.
 
         Raises UserError with the first SHOWN rows whose labels can't be exact, and their number among these
         examples.
         """
-        documents: list[Document] = []
-        refused: list[tuple[Example, BadRow]] = []
-        for example, result in zip(examples, self.encode_each(examples), strict=True):
-            if isinstance(result, Document):
-                documents.append(result)
-            elif self.on_bad_row == "skip":
-                self.dropped.counts[result.reason] += 1
-            else:
-                refused.append((example, result))
-        if refused:
+        results = list(self.encode_each(examples))
+        pairs = zip(examples, results, strict=True)
+        if refused := [(example, bad) for example, bad in pairs if isinstance(bad, BadRow)]:
             raise UserError(
                 [
                     *(f"{example.origin}: {bad}." for example, bad in refused[:SHOWN]),
@@ -212,22 +178,11 @@ class Encoder:
                     *remedies(self, refused),
                 ]
             )
-        return documents
+        return [document for document in results if isinstance(document, Document)]
 
     def changed(self, **settings: Any) -> Encoder:
         """An encoder with other settings, and a copy of the tokenizer. Raises UserError as the class."""
-        own = {
-            "train_on": self.train_on,
-            "chat_template": None if self.templated else "none",
-            "separator": self.separator,
-            "split_turns": self.split_turns,
-            "template_variables": self.template_variables,
-            "control_tokens": self.control_tokens,
-            "template_date": self.template_date,
-            "stops": self._known_stops,
-            "embedding_rows": self.embedding_rows,
-        }
-        return Encoder(copy.deepcopy(self.tokenizer), **own | settings)
+        return replace(self, tokenizer=copy.deepcopy(self.tokenizer), **settings)
 
     def encode_each(self, examples: Sequence[Example]) -> Iterator[Document | BadRow]:
         """For each example its document, or the reason why its labels can't be exact."""
@@ -237,13 +192,15 @@ class Encoder:
     def _encode(self, examples: Sequence[Example]) -> list[Document | BadRow]:
         """Render, then tokenize, the texts of all examples in one call each."""
         rows: list[Any] = [_unless_bad(self._unrendered, example) for example in examples]
-        requests = [list(row.requests()) if isinstance(row, Chat) else [] for row in rows]
-        texts = iter(self._renderer.render_all([request for row in requests for request in row]))
-        for index, row in enumerate(rows):
-            if isinstance(row, Chat):
-                rows[index] = _unless_bad(self._cut, row, list(islice(texts, len(requests[index]))))
+        requests = {i: list(row.requests()) for i, row in enumerate(rows) if isinstance(row, Chat)}
+        texts = iter(self._renderer.render_all([*chain.from_iterable(requests.values())]))
+        for index, own in requests.items():
+            rows[index] = _unless_bad(self._cut, rows[index], list(islice(texts, len(own))))
         table = self._tokens.table(
-            text for row in rows if not isinstance(row, BadRow) for text in row.texts()
+            text
+            for row in rows
+            if isinstance(row, Cut | tuple)
+            for text in (row.texts() if isinstance(row, Cut) else row)
         )
         return [_unless_bad(self._document, row, table) for row in rows]
 
@@ -266,8 +223,8 @@ class Encoder:
             answer = next((i for i in range(1, len(row.ids)) if row.labelled[i]), len(row.ids))
             return list(row.ids[:answer])
         if example.text is not None or not self.templated:
-            (first, *_), _ = bare(self._tokens.ids(self._plain(example).parts), self._tokens)
-            return self._bos + first
+            (first, *_), _ = bare(self._tokens.ids(self._plain(example)), self._tokens)
+            return self._tokens.prefix + first
         messages = example.messages or self._renderer.messages(example)
         return self.turn_ids(messages[: last_answer(messages)], example.tools)
 
@@ -279,23 +236,10 @@ class Encoder:
             raise text
         return self._tokens.ids_of(text)
 
-    def answer(self, example: Example) -> str:
-        """The expected answer: the completion, or the last assistant turn's text; empty for a plain text."""
-        if example.ids is not None:
-            pairs = zip(example.ids.ids, example.ids.labelled, strict=True)
-            return str(self.tokenizer.decode([id for id, labelled in pairs if labelled]))
-        if example.messages is None:
-            return example.completion or ""
-        last = last_answer(example.messages)
-        content = example.messages[last].get("content") if last is not None else None
-        if isinstance(content, list):
-            return "".join(part.get("text", "") for part in content)
-        return content or ""
-
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
         """Tokens that end an answer: the template's end marker, then the tokenizer's and the model's."""
-        return tuple(dict.fromkeys([*self._endings.tokens, *self._known_stops]))
+        return tuple(dict.fromkeys([*self._endings.tokens, *self.stops]))
 
     @cached_property
     def _openings(self) -> set[int]:
@@ -306,7 +250,7 @@ class Encoder:
     def _endings(self) -> Endings:
         if not self.templated:
             return Endings(End(None, True), End(None, True))
-        return endings_of(self._renderer, self._tokens, self._known_stops)
+        return endings_of(self._renderer, self._tokens, self.stops)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -320,24 +264,24 @@ class Encoder:
             )
         template = self.tokenizer.chat_template if self.templated else None
         special = {name: str(token) for name, token in self.tokenizer.special_tokens_map.items()}
-        settings = [self.train_on, self.separator, self._bos, self.on_bad_row, self.split_turns]
-        settings += [self.template_variables, self._known_stops, self.control_tokens, self.template_date]
+        settings = [self.train_on, self.separator, self._tokens.prefix, self.on_bad_row, self.split_turns]
+        settings += [self.template_variables, self.stops, self.control_tokens, self.template_date]
         parts = [VERSION, vocabulary, template, special, *settings]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     # From rows to texts #
 
-    def _unrendered(self, example: Example) -> Chat | _Plain | _Tokenised:
-        """The example as messages where a template is in force, else as texts; raises BadRow."""
+    def _unrendered(self, example: Example) -> Chat | Texts | Document:
+        """The example as messages where a template is in force, else as texts or tokens; raises BadRow."""
         if example.ids is not None:
             return self._tokenised(example.ids)
         if example.text is not None or not self.templated:
             return self._plain(example)
         messages, repeated = self._once(self._renderer.messages(example))
         chat = self._renderer.chat(replace(example, messages=tuple(messages), prompt=None, completion=None))
-        return chat._replace(control=chat.control + repeated)
+        return chat._replace(notes=chat.notes + repeated)
 
-    def _once(self, messages: Sequence[dict]) -> tuple[list[dict], tuple[str, ...]]:
+    def _once(self, messages: Sequence[dict]) -> tuple[list[dict], tuple[Note, ...]]:
         """(messages without the tokens that the template writes around them, a note on each such message).
 
         Under control_tokens "text" and "error" they stay, as the user chose.
@@ -354,21 +298,23 @@ class Encoder:
         texts = self._tokens.texts_of([] if end is None else [end])
         return bos if rendering.startswith(bos) else "", texts[0] if texts else ""
 
-    def _tokenised(self, row: Ids) -> _Tokenised:
-        """The row as it is. Raises BadRow if the model's embedding has no row for an id."""
+    def _tokenised(self, row: Ids) -> Document:
+        """The document of given tokens. Raises BadRow if the model's embedding has no row for an id."""
         tokenless = sorted({*row.ids} - self._tokens.all_ids)
         if bad := next((id for id in tokenless if not 0 <= id < self._rows), None):
             raise BadRow(UNKNOWN_IDS, f"input_ids has {bad}, but the model's ids end at {self._rows - 1:,}")
-        return _Tokenised(row, tuple(map(str, tokenless)))
+        ids, labelled = np.array(row.ids, np.int32), np.array(row.labelled)
+        labelled[:1] = False
+        return Document(ids, labelled, tuple(("tokenless", str(id)) for id in tokenless))
 
     @cached_property
     def _rows(self) -> int:
         """Number of ids that a row of tokens may have: the tokenizer's, or the model's where it has more."""
         return max(self._tokens.bound, self.embedding_rows())
 
-    def _plain(self, example: Example) -> _Plain:
+    def _plain(self, example: Example) -> Texts:
         if example.text is not None:
-            return _Plain((checked_text(example.text),))
+            return (checked_text(example.text),)
         if example.messages is not None:
             raise UserError(
                 f"{example.origin}: the row is a conversation, but the tokenizer has no chat template or "
@@ -377,7 +323,7 @@ class Encoder:
             )
         assert example.prompt is not None
         assert example.completion is not None
-        return _Plain((checked_text(example.prompt + self.separator), checked_text(example.completion)))
+        return checked_text(example.prompt + self.separator), checked_text(example.completion)
 
     def _cut(self, chat: Chat, texts: list[str | BadRow]) -> Cut:
         """The rendered conversation, cut into the pieces that are tokenised. texts: see `rendered`."""
@@ -385,14 +331,11 @@ class Encoder:
 
     # Labelling #
 
-    def _document(self, row: Cut | _Plain | _Tokenised, table: dict[str, list[int]]) -> Document:
-        if isinstance(row, _Tokenised):
-            ids, labelled = np.array(row.ids.ids, np.int32), np.array(row.ids.labelled)
-            labelled[:1] = False
-            return Document(ids, labelled, tokenless=row.tokenless)
-        if isinstance(row, _Plain):
-            return self._label_plain([table[text] for text in row.parts])
-        return self._label(row, table)
+    def _document(self, row: Cut | Texts | Document, table: dict[str, list[int]]) -> Document:
+        """The document of a row. table: ids of all texts."""
+        if isinstance(row, Cut):
+            return self._label(row, table)
+        return self._label_plain([table[text] for text in row]) if isinstance(row, tuple) else row
 
     def _label_plain(self, parts: list[list[int]]) -> Document:
         """bos + the parts + eos. The last of two parts is labelled, or all of it where there is one."""
@@ -405,11 +348,13 @@ class Encoder:
         if repeated and all(map(self._tokens.is_blank, parts[-1])):
             kind = "text" if len(parts) == 1 else "answer"
             raise BadRow(ENDS_ONLY, f"empty {kind}: it holds {ENDS_ONLY}")
-        unlabelled = len(self._bos) + (len(parts[0]) if len(parts) == 2 and self.train_on != "all" else 0)
-        ids = np.array([*self._bos, *chain.from_iterable(parts), eos], dtype=np.int32)
+        unlabelled = len(self._tokens.prefix) + (
+            len(parts[0]) if len(parts) == 2 and self.train_on != "all" else 0
+        )
+        ids = np.array([*self._tokens.prefix, *chain.from_iterable(parts), eos], dtype=np.int32)
         labelled = np.ones(len(ids), dtype=bool)
         labelled[: max(1, unlabelled)] = False
-        return Document(ids, labelled, repeated=repeated)
+        return Document(ids, labelled, tuple(("repeated", what) for what in repeated))
 
     def _label(self, cut: Cut, table: dict[str, list[int]]) -> Document:
         """Label the answers of a conversation; `table` has the tokens of its texts.
@@ -418,7 +363,7 @@ class Encoder:
         """
         full, spans = cut.spans(table)
         full += self._missing_end(cut, full)
-        labelled, unstopped = np.full(len(full), self.train_on == "all"), []
+        labelled, notes = np.full(len(full), self.train_on == "all"), [*cut.rendered.notes]
         for number, start, stop in spans:
             end = self._end_of_answer(full, start, stop)
             marked = end > start and full[end - 1] in self._tokens.special
@@ -426,12 +371,10 @@ class Encoder:
                 raise not_written(number)
             labelled[start:end] = self.train_on != "all"
             if full[end - 1] not in self.stop_ids:
-                unstopped.append(str(self.tokenizer.decode([full[end - 1]])) if marked else NO_MARKER)
+                token = str(self.tokenizer.decode([full[end - 1]])) if marked else NO_MARKER
+                notes.append(("unstopped", token))
         labelled[:1] = False
-        rendered = cut.rendered
-        return Document(
-            np.array(full, np.int32), labelled, rendered.unwritten, tuple(unstopped), rendered.control
-        )
+        return Document(np.array(full, np.int32), labelled, tuple(notes))
 
     def _missing_end(self, cut: Cut, full: list[int]) -> list[int]:
         """The end marker of the last turn, where the template leaves it to the turn after that."""
@@ -456,9 +399,6 @@ class Encoder:
 
 # Settings with which refused rows would be trained on #
 
-
-if TYPE_CHECKING:
-    from meshtune.data.encode import Encoder
 
 THINKING = ("enable_thinking", "thinking")  # variables of templates that open or close a thought
 UNKNOWN_IDS = "ids that are not in the vocabulary"
@@ -499,17 +439,12 @@ def remedies(encoder: Encoder, refused: Sequence[tuple[Example, BadRow]]) -> lis
             rows = [example for example, bad in refused if bad.reason == reason]
             if all(_helps(changed, remedy.change(row) if remedy.change else row) for row in rows):
                 helpful[reason].append(remedy.clause)
-    if len(reasons) == 1:
-        return [*sentences, _sentence("", helpful[reasons[0]])]
-    return sentences + [
-        _sentence(f"Of rows with the reason {reason}: ", clauses) for reason, clauses in helpful.items()
-    ]
-
-
-def _sentence(subject: str, clauses: Sequence[str]) -> str:
-    if not clauses:
-        return f"{subject}No setting that was tried would help; {SKIP}."
-    return f"{subject}What would help: {'; '.join([*clauses, SKIP])}."
+    for reason, clauses in helpful.items():
+        subject = f"Of rows with the reason {reason}: " if len(reasons) > 1 else ""
+        helps = f"What would help: {'; '.join([*clauses, SKIP])}."
+        no_help = f"No setting that was tried would help; {SKIP}."
+        sentences.append(subject + (helps if clauses else no_help))
+    return sentences
 
 
 def _helps(encoder: Encoder, row: Example) -> bool:
@@ -530,18 +465,13 @@ def _candidates(encoder: Encoder) -> Iterator[Remedy]:
         )
         if encoder.train_on != "completion":
             yield Remedy("data.train_on=completion labels the last answer only", {"train_on": "completion"})
-    yield Remedy(
-        "data.chat_template=training writes every turn as the last one", {"chat_template": "training"}
-    )
-    for name in THINKING:
-        given = encoder.template_variables
-        for value in (True, False):
-            if name in template and given.get(name) is not value:
-                written = str(value).lower()
-                yield Remedy(
-                    f"data.chat_template_kwargs={{{name}: {written}}}",
-                    {"template_variables": {**given, name: value}},
-                )
+    training = "data.chat_template=training writes every turn as the last one"
+    yield Remedy(training, {"chat_template": "training"})
+    given = encoder.template_variables
+    for name in (name for name in THINKING if name in template):
+        for value in (value for value in (True, False) if given.get(name) is not value):
+            clause = f"data.chat_template_kwargs={{{name}: {str(value).lower()}}}"
+            yield Remedy(clause, {"template_variables": {**given, name: value}})
     if encoder.control_tokens != "text":
         yield Remedy("data.control_tokens=text trains on their characters", {"control_tokens": "text"})
     if encoder.control_tokens != "keep":
@@ -555,15 +485,13 @@ def _stripped(row: Example) -> Example:
     """A row whose answers begin without white space."""
     if row.messages is None:
         return replace(row, completion=(row.completion or "").lstrip())
-    return replace(
-        row,
-        messages=tuple(
-            message | {"content": message["content"].lstrip()}
-            if message["role"] == "assistant" and isinstance(message.get("content"), str)
-            else message
-            for message in row.messages
-        ),
-    )
+    begun = [
+        message | {"content": message["content"].lstrip()}
+        if message["role"] == "assistant" and isinstance(message.get("content"), str)
+        else message
+        for message in row.messages
+    ]
+    return replace(row, messages=tuple(begun))
 
 
 def _untrained(row: Example, index: int) -> Example:

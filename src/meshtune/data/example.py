@@ -4,21 +4,17 @@ Nothing here reads a file, so planning can import it.
 """
 
 import re
-import signal
-import threading
-import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from types import FrameType
-from typing import Any, Literal, NamedTuple
-
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from meshtune.addresses import public
 from meshtune.errors import UserError
 from meshtune.units import counted, few
+
+if TYPE_CHECKING:
+    import numpy as np
 
 NO_MARKER = "no special token"  # in Notes.unstopped: the template writes none
 SHOWN = 10  # bad rows that one error describes; the rest are only counted
@@ -136,21 +132,10 @@ def is_absent(value: Any, levels: int = 5) -> bool:
     return value is None or value != value  # NaN, as pandas writes what is missing
 
 
-@dataclass
-class Dropped:
-    """Bad rows left out under on_bad_row="skip"."""
+# What becomes of rows, counted #
 
-    counts: Counter[str] = field(default_factory=Counter)  # rows by reason
 
-    @property
-    def total(self) -> int:
-        return self.counts.total()
-
-    def __str__(self) -> str:
-        if not self.total:
-            return "no rows dropped"
-        reasons = ", ".join(f"{count:,} {reason}" for reason, count in self.counts.most_common())
-        return f"{counted(self.total, 'bad row')} dropped: {reasons}"
+Note = tuple[str, str]  # a name of `Notes`, and what is counted there
 
 
 @dataclass
@@ -159,20 +144,33 @@ class Notes:
 
     masks: Counter[str] = field(default_factory=Counter)  # messages (rows: loss_weight) by "weight: 0"
     left_out: Counter[str] = field(default_factory=Counter)  # rows, by the rule that leaves them out
-    compared: Counter[str] = field(
-        default_factory=Counter
-    )  # rows, by "rule of data.where\tvalue it differs from"
+    compared: Counter[str] = field(default_factory=Counter)  # rows, by "rule of data.where\tother value"
     unused: Counter[str] = field(default_factory=Counter)  # rows by the name of a column that is not read
     unfound: Counter[str] = field(default_factory=Counter)  # sources by "ours to theirs" of data.columns
     unwritten: Counter[str] = field(default_factory=Counter)  # messages, by what the chat template leaves out
     unstopped: Counter[str] = field(default_factory=Counter)  # labelled turns, by an end that stops nothing
-    control: Counter[str] = field(default_factory=Counter)  # messages, by a control token in their content
+    control: Counter[str] = field(default_factory=Counter)  # messages, by a control token and its treatment
     repeated: Counter[str] = field(default_factory=Counter)  # rows, by a token that they hold at an end
     tokenless: Counter[str] = field(default_factory=Counter)  # rows of tokens, by an id without a token
+
+    def add(self, notes: Iterable[Note]) -> None:
+        for name, what in notes:
+            getattr(self, name)[what] += 1
 
     def values(self) -> dict[str, dict[str, int]]:
         """The counts as JSON-able values."""
         return {name: dict(counts.most_common()) for name, counts in vars(self).items()}
+
+
+LINES = {  # of the log, one for each entry of `Notes`
+    "unfound": "data.columns maps {what}, which no row has",
+    "unwritten": "the chat template leaves out {what}: {messages}",
+    "control": "control token in contents, {what}: {messages}",
+    "repeated": "rows that {what} already, which is not added again: {count:,}",
+    "unstopped": "generation does not stop at {what}, with which the chat template ends {turns}; "
+    "data.split_turns=true or data.chat_template=training may give them the end of a last turn",
+}
+UNENDED = "the chat template ends {turns} with {what}: generation stops at its length only"
 
 
 def notes_sentences(notes: dict[str, dict[str, int]]) -> list[str]:
@@ -188,34 +186,60 @@ def notes_sentences(notes: dict[str, dict[str, int]]) -> list[str]:
     lines += [f"data.where compared {rule}, with {', '.join(others)}" for rule, others in values.items()]
     if unused := notes["unused"]:
         lines.append(f"columns that are not used: {', '.join(unused)}")
-    lines += [f"data.columns maps {names}, which no row has" for names in notes["unfound"]]
-    lines += [
-        f"the chat template leaves out {what}: {counted(count, 'message')}"
-        for what, count in notes["unwritten"].items()
-    ]
-    lines += [
-        f"control token in contents, {how}: {counted(count, 'message')}"
-        for how, count in notes["control"].items()
-    ]
-    lines += [
-        f"rows that {what} already, which is not added again: {count:,}"
-        for what, count in notes["repeated"].items()
-    ]
     if ids := sorted(notes["tokenless"], key=int):
         lines.append(f"rows of tokens have {counted(len(ids), 'id')} without a token: {few(ids)}")
-    return lines + [
-        _unstopped(end, counted(count, "labelled turn")) for end, count in notes["unstopped"].items()
-    ]
+    for name, line in LINES.items():
+        for what, count in notes[name].items():
+            messages, turns = counted(count, "message"), counted(count, "labelled turn")
+            text = UNENDED if what == NO_MARKER else line
+            lines.append(text.format(what=what, count=count, messages=messages, turns=turns))
+    return lines
 
 
-def _unstopped(end: str, turns: str) -> str:
-    """A line on labelled turns, by their number, at whose end generation does not stop."""
-    if end == NO_MARKER:
-        return f"the chat template ends {turns} with {end}: generation stops at its length only"
-    return (
-        f"generation does not stop at {end}, with which the chat template ends {turns}; "
-        "data.split_turns=true or data.chat_template=training may give them the end of a last turn"
-    )
+@dataclass
+class Lost:
+    """Documents that are dropped or cut, and their tokens that are not trained on."""
+
+    documents: int = 0
+    tokens: int = 0
+    label_tokens: int = 0
+
+    def add(self, labelled: "np.ndarray") -> None:
+        """Count one document's lost tokens; `labelled` bool [tokens lost]."""
+        self.documents += 1
+        self.tokens += len(labelled)
+        self.label_tokens += int(labelled.sum())
+
+
+@dataclass
+class Tally:
+    """Counts of examples read, cut and dropped."""
+
+    examples: int = 0  # bad rows are not among them
+    bad_rows: Counter[str] = field(default_factory=Counter)  # left out under on_bad_row="skip", by reason
+    cut: Lost = field(default_factory=Lost)  # documents cut to seq_len, and the tokens behind the cut
+    split: Counter[str] = field(default_factory=Counter)  # "documents" that were split, and their "pieces"
+    dropped: dict[str, Lost] = field(default_factory=dict)  # whole documents, by reason
+    notes: Notes = field(default_factory=Notes)
+    overlong: list[str] = field(default_factory=list)  # the first SHOWN problems under overlong="error"
+
+    def values(self) -> dict[str, Any]:
+        """The counts as JSON-able values: rows, bad_rows by reason, cut, dropped by reason, notes."""
+        return {
+            "rows": self.examples + self.bad_rows.total(),
+            "bad_rows": dict(self.bad_rows.most_common()),
+            "cut": vars(self.cut),
+            "split": dict(self.split),
+            "dropped": {reason: vars(lost) for reason, lost in self.dropped.items()},
+            "notes": self.notes.values(),
+        }
+
+    def refuse_overlong(self) -> None:
+        """Raise UserError for documents that are too long under overlong="error"."""
+        if self.overlong:
+            raise UserError(
+                [*self.overlong, "Raise data.seq_len, or set data.overlong to cut, split or drop."]
+            )
 
 
 def bad_rows_error(problems: list[str], total: int, rows: int) -> UserError:
@@ -230,57 +254,12 @@ def bad_rows_error(problems: list[str], total: int, rows: int) -> UserError:
     )
 
 
-# How large a row, and how slow a chat template, may be #
+# How large a row may be #
 
 
 ROW_CHARACTERS = 2**22  # of one row's text: a million tokens, for which a tokenizer needs some 7 s
 LINE_BYTES = 4 * ROW_CHARACTERS  # of a line of a file, or of a csv field, which is read whole
-RENDER_SECONDS = 3  # of processor time: a conversation takes milliseconds, and a template can be a loop
-GROWTH = 100  # characters that normalizers may make of one; NFKD makes up to 18
 TOO_LONG, NOT_UTF8 = "too long", "not UTF-8"  # reasons of a BadRow
-
-
-def bounded_product(one: Any, other: Any) -> Any:
-    """Return `one` * `other` in a template. Raises UserError if that is too long a text or list."""
-    for value, times in ((one, other), (other, one)):
-        if isinstance(value, str | list | tuple) and isinstance(times, int):
-            _refuse_long(len(value) * times)
-    return one * other
-
-
-def bounded_power(base: Any, exponent: Any) -> Any:
-    """Return `base` ** `exponent` in a template. Raises UserError for a number of too many digits."""
-    if isinstance(base, int) and isinstance(exponent, int):
-        _refuse_long(base.bit_length() * exponent)
-    return base**exponent
-
-
-def bounded_format(text: Any, values: Any) -> Any:
-    """Return `text` % `values` in a template. Raises UserError for padding to too great a length."""
-    if isinstance(text, str):
-        stars = [value for value in (values if isinstance(values, tuple) else ()) if type(value) is int]
-        widths = [int(digits[:20]) for digits in re.findall(r"\d+", text)]
-        _refuse_long(max([0, *widths, *(map(abs, stars) if "*" in text else ())]))
-    return text % values
-
-
-def _refuse_long(size: int) -> None:
-    if size > ROW_CHARACTERS:
-        raise UserError(
-            f"The chat template makes a value of size {size:,}, and at most {ROW_CHARACTERS:,} is sensible; "
-            "choose another (data.chat_template)."
-        )
-
-
-# Jinja's own hook for the environment in which transformers renders. It also keeps constants such as
-# 'x' * 10**9 from being multiplied when a template is compiled, which no signal interrupts.
-ImmutableSandboxedEnvironment.intercepted_binops = frozenset(("*", "**", "%"))
-ImmutableSandboxedEnvironment.default_binop_table = {
-    **ImmutableSandboxedEnvironment.default_binop_table,
-    "*": bounded_product,
-    "**": bounded_power,
-    "%": bounded_format,
-}
 
 
 def checked_text(text: str) -> str:
@@ -297,54 +276,3 @@ def checked_text(text: str) -> str:
         except UnicodeEncodeError:
             raise BadRow(NOT_UTF8, "its text is not UTF-8: it has half of a surrogate pair") from None
     return text
-
-
-@contextmanager
-def render_limit(conversations: int = 1) -> Iterator[None]:
-    """Raise UserError in the block after RENDER_SECONDS of this thread's processor time, and 1/20 s more for
-    each of `conversations` that are rendered in it.
-
-    Only in the main thread, the only one that signals interrupt; data are prepared there, and a streaming
-    thread uses a template that was tried there.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    until = time.thread_time() + RENDER_SECONDS + conversations / 20
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        left = until - time.thread_time()
-        if left > 0.01:  # the timer counts all threads of the process
-            signal.setitimer(signal.ITIMER_VIRTUAL, left)
-            return
-        raise UserError(
-            f"The chat template ran for more than {RENDER_SECONDS} s, and may never end; choose another "
-            "(data.chat_template)."
-        )
-
-    before = signal.signal(signal.SIGVTALRM, interrupt)
-    signal.setitimer(signal.ITIMER_VIRTUAL, RENDER_SECONDS)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
-
-
-def growth(component: Any) -> float:
-    """The most characters that a normalizer or decoder makes of one, at least 1.
-
-    component: as tokenizer.json describes it: a mapping with "type", or None.
-    """
-    if not isinstance(component, dict):
-        return 1.0
-    most = 1.0
-    for parts in (component.get("normalizers"), component.get("decoders")):
-        for part in parts or ():
-            most *= growth(part)
-    if component.get("type") == "Prepend":
-        most *= 1 + len(component["prepend"])
-    if component.get("type") == "Replace":
-        pattern = component["pattern"].get("String") or ""  # a regular expression may match one character
-        most *= max(1.0, len(component["content"]) / max(1, len(pattern)))
-    return most

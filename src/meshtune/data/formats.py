@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -32,16 +33,23 @@ def ids_of(columns: Mapping[str, list | None]) -> Ids:
     id itself where it is trained on, else -100. Without labels and masks everything is labelled. Positions
     that attention_mask leaves out at either end are padding and removed.
     """
-    ids = _whole_numbers("input_ids", columns["input_ids"] or [])
+    ids = _numbers("input_ids", columns["input_ids"] or [])
     if not ids:
         raise BadRow("no tokens", "input_ids is empty")
     given = {name: value for name, value in columns.items() if name != "input_ids" and value is not None}
     for name, value in given.items():
         if len(value) != len(ids):
-            raise BadRow(
-                f"{name} of another length", f"{name} has {len(value):,} values, input_ids {len(ids):,}"
-            )
-    start, stop = _unpadded(_zeros_and_ones("attention_mask", given.get("attention_mask", [1] * len(ids))))
+            detail = f"{name} has {len(value):,} values, input_ids {len(ids):,}"
+            raise BadRow(f"{name} of another length", detail)
+    start, stop = 0, len(ids)
+    if "attention_mask" in given:
+        mask = _numbers("attention_mask", given["attention_mask"], masks=True)
+        if 1 not in mask:
+            raise BadRow("no tokens", "attention_mask is 0 everywhere")
+        start, stop = mask.index(1), len(mask) - mask[::-1].index(1)
+        if 0 in mask[start:stop]:
+            detail = "attention_mask has a 0 between ones, expected padding only"
+            raise BadRow("a gap in attention_mask", detail)
     ids = ids[start:stop]
     if "position_ids" in given and given["position_ids"][start:stop] != list(range(len(ids))):
         raise BadRow(
@@ -49,52 +57,30 @@ def ids_of(columns: Mapping[str, list | None]) -> Ids:
             "position_ids does not count from 0 without a gap, as in rows that pack several documents; give "
             "each document a row of its own, data.packing packs them",
         )
-    labelled = [True] * len(ids)
-    for name in MASKS:
-        if name in given:
-            mask = _zeros_and_ones(name, given[name])[start:stop]
-            labelled = [one and other == 1 for one, other in zip(labelled, mask, strict=True)]
+    masks = [_numbers(name, given[name], masks=True)[start:stop] for name in MASKS if name in given]
+    labelled = [all(marks) for marks in zip(*masks, strict=True)] if masks else [True] * len(ids)
     if "labels" in given:
-        from_labels = _labelled(_whole_numbers("labels", given["labels"])[start:stop], ids)
-        if from_labels != labelled and any(name in given for name in MASKS):
+        labels = _numbers("labels", given["labels"])[start:stop]
+        for at, (label, id) in enumerate(zip(labels, ids, strict=True)):
+            if label not in (id, IGNORED):
+                raise BadRow(
+                    "a label that is not its token",
+                    f"labels has {label} at position {at}, where input_ids has {id}; a label is the token "
+                    f"itself, or {IGNORED} where it is not trained on",
+                )
+        from_masks, labelled = labelled, [label != IGNORED for label in labels]
+        if masks and labelled != from_masks:
             raise BadRow("labels and masks differ", "labels and the mask label other tokens; keep one")
-        labelled = from_labels
     return Ids(tuple(ids), tuple(labelled))
 
 
-def _labelled(labels: Sequence[int], ids: Sequence[int]) -> list[bool]:
-    for at, (label, id) in enumerate(zip(labels, ids, strict=True)):
-        if label not in (id, IGNORED):
-            raise BadRow(
-                "a label that is not its token",
-                f"labels has {label} at position {at}, where input_ids has {id}; a label is the token "
-                f"itself, or {IGNORED} where it is not trained on",
-            )
-    return [label != IGNORED for label in labels]
-
-
-def _whole_numbers(name: str, values: Sequence[Any]) -> list[int]:
+def _numbers(name: str, values: Sequence[Any], *, masks: bool = False) -> list[int]:
+    """The values of a column. Raises BadRow unless they are whole numbers, or with `masks` 0 and 1."""
     for value in values:
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise BadRow("wrong type", f"{name} has {str(value)[:20]} in it, expected whole numbers")
-    return list(values)
-
-
-def _zeros_and_ones(name: str, values: Sequence[Any]) -> list[int]:
-    for value in values:
-        if not isinstance(value, int) or value not in (0, 1):
-            raise BadRow("wrong type", f"{name} has {str(value)[:20]} in it, expected 0 and 1")
+        if not isinstance(value, int) or (value not in (0, 1) if masks else isinstance(value, bool)):
+            wanted = "0 and 1" if masks else "whole numbers"
+            raise BadRow("wrong type", f"{name} has {str(value)[:20]} in it, expected {wanted}")
     return [int(value) for value in values]
-
-
-def _unpadded(mask: Sequence[int]) -> tuple[int, int]:
-    """(First, behind the last) of the ones in an attention mask. Raises BadRow for zeros between them."""
-    if 1 not in mask:
-        raise BadRow("no tokens", "attention_mask is 0 everywhere")
-    start, stop = mask.index(1), len(mask) - list(reversed(mask)).index(1)
-    if 0 in mask[start:stop]:
-        raise BadRow("a gap in attention_mask", "attention_mask has a 0 between ones, expected padding only")
-    return start, stop
 
 
 # The columns of a row #
@@ -268,34 +254,21 @@ SYSTEM_ROLES = ("system", "developer")
 PREFERENCE = (  # columns of preference data, as DPO trains on
     "chosen", "rejected", "chosen_messages", "rejected_messages", "chosen_response", "rejected_response",
 )  # fmt: skip
-SUGGESTIONS: tuple[dict[str, str], ...] = (  # our names: those of well-known data sets
-    {"instruction": "instruction", "input": "context", "output": "response"},
-    {"instruction": "instruction", "output": "response"},
-    {"instruction": "instruction", "output": "answer"},
-    {"prompt": "prompt", "completion": "response"},
-    {"prompt": "question", "completion": "answer"},
-    {"prompt": "query", "completion": "response"},
-    {"prompt": "query", "completion": "answer"},
-    {"prompt": "input", "completion": "output"},
-    {"prompt": "inputs", "completion": "targets"},
-    {"prompt": "source", "completion": "target"},
-    {"messages": "conversation"},
-    {"messages": "chat"},
-    {"messages": "dialog"},
-    {"prompt": "prompt", "completion": "chosen"},
-    {"prompt": "question", "completion": "chosen"},
-    {"prompt": "instruction", "completion": "chosen"},
-    {"prompt": "prompt", "completion": "chosen_response"},
-    {"prompt": "question", "completion": "chosen_response"},
-    {"messages": "chosen"},
-    {"messages": "chosen_messages"},
-    {"text": "content"},
-    {"text": "document"},
-)
-
-
-def _text(origin: Origin, columns: Columns) -> Example:
-    return Example(origin, text=columns.text("text", empty="empty text"))
+SUGGESTIONS = (  # our names, and those of well-known data sets
+    ("instruction input output", "instruction context response"),
+    ("instruction output", "instruction response", "instruction answer"),
+    (
+        "prompt completion", "prompt response", "question answer", "query response", "query answer",
+        "input output", "inputs targets", "source target",
+    ),
+    ("messages", "conversation", "chat", "dialog"),
+    (
+        "prompt completion", "prompt chosen", "question chosen", "instruction chosen",
+        "prompt chosen_response", "question chosen_response",
+    ),
+    ("messages", "chosen", "chosen_messages"),
+    ("text", "content", "document"),
+)  # fmt: skip
 
 
 def _prompt_completion(origin: Origin, columns: Columns) -> Example:
@@ -320,10 +293,6 @@ def _answer(columns: Columns) -> list:
     return (
         [completion] if isinstance(completion, dict) else columns.items("completion")
     )  # one message, or more
-
-
-def _alpaca(origin: Origin, columns: Columns) -> Example:
-    return _answered(origin, columns, instruction(columns), "output")
 
 
 def instruction(columns: Columns) -> str:
@@ -357,19 +326,13 @@ def _history(columns: Columns) -> list[dict]:
     return turns
 
 
-def _messages(origin: Origin, columns: Columns) -> Example:
-    return _conversation(origin, columns, columns.items("messages"))
-
-
-def _sharegpt(origin: Origin, columns: Columns) -> Example:
-    return _conversation(origin, columns, columns.items("conversations"))
-
-
-def _conversation(origin: Origin, columns: Columns, turns: list) -> Example:
+def _conversation(origin: Origin, columns: Columns, turns: list | str) -> Example:
     """Example of a list of messages, with the tools of the column `tools`. Raises BadRow as `message_of`.
 
-    The column `system` becomes the first message. turns: the messages as they were read.
+    The column `system` becomes the first message. turns: the messages as they were read, or the name of their
+    column.
     """
+    turns = columns.items(turns) if isinstance(turns, str) else turns
     read = [message_of(value, number, columns.roles) for number, value in enumerate(turns, 1)]
     messages, masks = [message for message, _ in read], [mask for _, mask in read]
     system = columns.get("system")
@@ -406,11 +369,19 @@ class Format(NamedTuple):
 
 
 FORMATS = {
-    "text": Format(("text",), (), _text),
+    "text": Format(
+        ("text",), (), lambda origin, columns: Example(origin, text=columns.text("text", empty="empty text"))
+    ),
     "prompt-completion": Format(("prompt", "completion"), ("tools", "system", "history"), _prompt_completion),
-    "alpaca": Format(("instruction", "output"), ("input", "system", "history", "tools"), _alpaca),
-    "messages": Format(("messages",), ("tools", "system"), _messages),
-    "sharegpt": Format(("conversations",), ("tools", "system"), _sharegpt),
+    "alpaca": Format(
+        ("instruction", "output"),
+        ("input", "system", "history", "tools"),
+        lambda origin, columns: _answered(origin, columns, instruction(columns), "output"),
+    ),
+    "messages": Format(("messages",), ("tools", "system"), partial(_conversation, turns="messages")),
+    "sharegpt": Format(
+        ("conversations",), ("tools", "system"), partial(_conversation, turns="conversations")
+    ),
     "tokens": Format(("input_ids",), ("labels", *MASKS, "attention_mask", "position_ids"), _tokens),
 }
 OPTIONAL = {"loss_weight"}.union(*(form.reads for form in FORMATS.values()))  # columns that may be missing
@@ -425,53 +396,44 @@ def detect(source: Source, columns: list[str]) -> str:
     """
     if unknown := sorted(set(dict(source.roles).values()) - set(ROLES)):
         raise UserError(f"data.roles maps to {', '.join(unknown)}, expected one of {', '.join(ROLES)}.")
-    name = _detected(source, columns)
-    form = FORMATS[name]
-    if foreign := sorted(dict(source.columns).keys() - {*form.needs, *form.reads, "loss_weight"}):
-        raise UserError(
-            f"data.columns maps {', '.join(foreign)}, which the format {name} does not read: it reads "
-            f"{', '.join((*form.needs, *form.reads))}. Leave it out, or choose another format with "
-            "data.format."
-        )
-    return name
-
-
-def _detected(source: Source, columns: list[str]) -> str:
-    """Name of the format, whether or not it reads all of `source.columns`; see `detect`."""
     names = dict(source.columns)
     seen = f"{name_of(source.path)} has the columns {', '.join(columns) or '(none)'}"
     _check_names(names, columns, seen)
     # A column that was renamed isn't there under its own name, unless it is ours already.
     present = (set(columns) - set(names.values())) | set(names)
-    if source.format.lower() != "auto":
-        return _chosen(source, present, seen)
     fitting = [name for name, form in FORMATS.items() if present.issuperset(form.needs)]
-    if len(fitting) > 1:  # columns that the user mapped say which one is meant
+    if source.on_purpose:
+        fitting = [_chosen(source, present, seen)]
+    elif len(fitting) > 1:  # columns that the user mapped say which one is meant
         fitting = [name for name in fitting if set(names) & set(FORMATS[name].needs)] or fitting
-    if len(fitting) == 1:
-        return fitting[0]
-    if fitting:
+    if len(fitting) > 1:
         raise UserError(
             f"{seen}, which fit the formats {' and '.join(fitting)}; choose one with data.format."
         )
-    needs = "; ".join(f"{name} needs {' and '.join(form.needs)}" for name, form in FORMATS.items())
-    raise UserError(f"{seen}, which fit no format ({needs}). {_suggestion(columns)}")
+    if not fitting:
+        needs = "; ".join(f"{name} needs {' and '.join(form.needs)}" for name, form in FORMATS.items())
+        raise UserError(f"{seen}, which fit no format ({needs}). {_suggestion(columns)}")
+    form = FORMATS[fitting[0]]
+    if foreign := sorted(names.keys() - {*form.needs, *form.reads, "loss_weight"}):
+        raise UserError(
+            f"data.columns maps {', '.join(foreign)}, which the format {fitting[0]} does not read: it reads "
+            f"{', '.join((*form.needs, *form.reads))}. Leave it out, or choose another format with "
+            "data.format."
+        )
+    return fitting[0]
 
 
 def _suggestion(columns: list[str]) -> str:
     """Sentence with the data.columns that make a format of these columns."""
     found = {column.rpartition(".")[2].lower(): column for column in reversed(columns)}
     found |= {column.lower(): column for column in reversed(columns)}
-    for names in SUGGESTIONS:
-        if found.keys() >= set(names.values()):
-            renamed = {ours: found[theirs] for ours, theirs in names.items() if found[theirs] != ours}
-            written = ", ".join(f"{ours}: {theirs}" for ours, theirs in renamed.items())
-            pairs = (
-                "It is preference data. To fine-tune on one side, "
-                if {*PREFERENCE} & {*names.values()}
-                else ""
-            )
-            return f"{pairs}{'set' if pairs else 'Set'} data.columns={{{written}}}."
+    for ours, *known in SUGGESTIONS:
+        for theirs in (names.split() for names in known if found.keys() >= set(names.split())):
+            pairs = zip(ours.split(), theirs, strict=True)
+            names = ", ".join(f"{name}: {found[own]}" for name, own in pairs if found[own] != name)
+            preference = {*PREFERENCE} & {*theirs}
+            start = "It is preference data. To fine-tune on one side, set" if preference else "Set"
+            return f"{start} data.columns={{{names}}}."
     return "Map their names to ours, for example data.columns={prompt: question, completion: answer}."
 
 

@@ -17,7 +17,7 @@ from meshtune.data.example import place_of
 from meshtune.data.loader import Loader
 from meshtune.data.pack import LABELLED, Dataset, permutation
 from meshtune.data.prepare import Prepared, sentences
-from meshtune.data.stream import Stream
+from meshtune.data.recipe import Stream
 from meshtune.data.tokens import common_prefix
 from meshtune.errors import quoted
 from meshtune.units import counted, printable
@@ -201,7 +201,7 @@ def _explained(description: dict[str, Any]) -> Iterator[str]:
     train, seq_len = description["train"], description["seq_len"]
     yield (
         "A document is a row (or a turn of it) as the model reads it; the loss is over its labelled tokens "
-        "alone."
+        "only."
     )
     if train["packed"]:
         yield (

@@ -10,11 +10,10 @@ the special token that opens the next turn ends it (GLM-4.5's <|user|>).
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from meshtune.data.control import unmarked
 from meshtune.data.example import BadRow
 from meshtune.data.probe import ANSWER, QUESTION, TOOL, call_turns
 from meshtune.data.render import Rendered, Renderer, Turn
-from meshtune.data.tokens import TextTokenizer, common_prefix
+from meshtune.data.tokens import TextTokenizer, common_prefix, unmarked
 from meshtune.errors import quoted
 
 

@@ -5,9 +5,9 @@
     Loader         the next global_batch_size sequences: the same list in every layout
     deal()         sort them by length, longest first, cut into micro-batches, deal these to the data ranks
 
-The state that a restart needs is returned: `for batch, state in loader`, and `Loader(..., state=state)` goes
-on after that batch without reading the data before it. The state counts global sequences, so a run can resume
-with another number of data ranks.
+The state that a restart needs is returned: `for batch, state in loader`, and `Loader(..., state=state)`
+continues after that batch without reading the data before it. The state counts global sequences, so a run can
+resume with another number of data ranks.
 
 An epoch that does not fill its last global batch is completed by the first sequences of the next one. With
 `epochs=N` the last batch is the one with the last sequence of epoch N. Without packing, the sequences of
@@ -25,7 +25,7 @@ import numpy as np
 
 from meshtune.data.batch import Batch, micro_batch
 from meshtune.data.pack import Dataset, permutation
-from meshtune.data.stream import Stream
+from meshtune.data.recipe import Stream
 from meshtune.errors import UserError
 
 State = dict[str, Any]  # JSON-able

@@ -41,26 +41,42 @@ def message_of(value: Any, number: int, roles: Mapping[str, str]) -> tuple[dict,
     wrong types, unknown roles, parts that aren't text, and arguments that aren't a JSON object. number: its
     place in the conversation, from 1, for errors. roles: their names to ours, where data.roles maps them.
     """
+    try:
+        return _message(value, roles)
+    except BadRow as bad:
+        raise BadRow(bad.reason, f"message {number}: {bad}") from None
+
+
+def _message(value: Any, roles: Mapping[str, str]) -> tuple[dict, Mask | None]:
     if not isinstance(value, dict):
-        raise BadRow("wrong type", f"message {number} is {type_name(value)}, expected an object")
+        raise BadRow("wrong type", f"it is {type_name(value)}, expected an object")
     if "from" in value and "role" not in value:
-        message = _from_sharegpt(value, number, roles)
+        message = _from_sharegpt(value, roles)
     else:
         message = _filled(value)
         if isinstance(message.get("role"), str):
             message["role"] = roles.get(message["role"], message["role"])
-        _check_role(message, number)
-    mask = _take_mask(message, number)
+        if message.get("role") not in ROLES:
+            shown = repr(message["role"]) if "role" in message else "missing"
+            expected = f"expected one of {', '.join(ROLES)} (data.roles maps others)"
+            raise BadRow("unknown role", f"the role is {shown}, {expected}")
+    mask = _take_mask(message)
     if isinstance(call := message.pop("function_call", None), dict):  # OpenAI's form before tool_calls
         message.setdefault("tool_calls", [{"type": "function", "function": call}])
-    if message.get("tool_calls") is not None:
-        message["tool_calls"] = _tool_calls(message["tool_calls"], number)
+    if (calls := message.get("tool_calls")) is not None:
+        if not is_list_of_objects(calls):
+            raise BadRow("wrong type", f"tool_calls is {type_name(calls)}, expected a list of objects")
+        message["tool_calls"] = [with_arguments(call, _arguments) for call in calls]
     for key in REASONING:
         if not isinstance(message.get(key, ""), str):
-            raise BadRow("wrong type", f"message {number}: {key} is {type_name(message[key])}, expected text")
-    _check_content(message, number)
-    if isinstance(message.get("content"), list):
-        message["content"] = [{"type": "text", "text": part["text"]} for part in message["content"]] or ""
+            raise BadRow("wrong type", f"{key} is {type_name(message[key])}, expected text")
+    content = message.get("content")
+    if isinstance(content, list):
+        message["content"] = [{"type": "text", "text": _part_text(part)} for part in content] or ""
+    elif content is None and not (message["role"] == "assistant" and calls):
+        raise BadRow("message without content", f"no content ({message['role']})")
+    elif not isinstance(content, str | None):
+        raise BadRow("wrong type", f"content is {type_name(content)}, expected text")
     return message, mask
 
 
@@ -86,87 +102,61 @@ def _is_empty_part(part: Any) -> bool:
     return value == "" if isinstance(value, str) else is_absent(value)
 
 
-def _from_sharegpt(value: dict, number: int, roles: Mapping[str, str]) -> dict:
+def _from_sharegpt(value: dict, roles: Mapping[str, str]) -> dict:
     """Rename ShareGPT's from and value to role and content; a function_call's value becomes tool_calls.
 
-    Raises BadRow for an unknown sender or call. number, roles: see `message_of`.
+    Raises BadRow for an unknown sender or call. roles: see `message_of`.
     """
     sender, known = value["from"], SHAREGPT_ROLES | dict(roles)
     if not isinstance(sender, str) or sender not in known:
-        raise BadRow(
-            "unknown role",
-            f"message {number} is from {written(sender)}, expected one of {', '.join(known)}; data.roles "
-            "maps more",
-        )
+        names = f"expected one of {', '.join(known)}; data.roles maps more"
+        raise BadRow("unknown role", f"the sender is {written(sender)}, {names}")
     others = {key: inner for key, inner in value.items() if key not in ("from", "value")}
     message = _filled({"role": known[sender], "content": value.get("value"), **others})
     if sender == "function_call" and sender not in roles:
-        message["tool_calls"], message["content"] = _function_calls(value.get("value"), number), ""
+        message["tool_calls"], message["content"] = _function_calls(value.get("value")), ""
     return message
 
 
-def _function_calls(value: Any, number: int) -> list[dict]:
+def _function_calls(value: Any) -> list[dict]:
     """Return tool_calls from the JSON of one call {name, arguments}, or of a list of them.
 
-    Raises BadRow for anything else. number: see `message_of`.
+    Raises BadRow for anything else.
     """
     try:
         calls = json.loads(value)
     except (TypeError, ValueError, RecursionError):
-        raise BadRow("broken JSON", f"message {number} (function_call) is not JSON") from None
+        raise BadRow("broken JSON", "the value of a function_call is not JSON") from None
     calls = calls if isinstance(calls, list) else [calls]
     if not all(isinstance(call, dict) and "name" in call for call in calls):
-        raise BadRow("wrong type", f"message {number} (function_call) is not an object with a name")
+        raise BadRow("wrong type", "the value of a function_call is not an object with a name")
     return [{"type": "function", "function": call} for call in calls]
 
 
-def _check_role(message: dict, number: int) -> None:
-    if message.get("role") not in ROLES:
-        shown = repr(message["role"]) if "role" in message else "missing"
-        raise BadRow(
-            "unknown role",
-            f"message {number}: the role is {shown}, expected one of {', '.join(ROLES)} "
-            "(data.roles maps others)",
-        )
-
-
-def _take_mask(message: dict, number: int) -> Mask | None:
+def _take_mask(message: dict) -> Mask | None:
     """Remove the mask from a message and return it; None if it has none.
 
     Raises BadRow if it is not 0, 1, true or false, if two of them contradict each other, and for a mask of
-    parts of the message. number: see `message_of`.
+    parts of the message.
     """
-    masks = []
     for key in MASKS_WITHIN:
         if message.pop(key, None) is not None:
-            raise BadRow(f"{key} is not supported", f"message {number}: {key} masks parts of a message")
-    for key in MASKS:
-        value = message.pop(key, None)
-        if value is None:
-            continue
+            raise BadRow(f"{key} is not supported", f"{key} masks parts of a message")
+    values = {key: value for key in MASKS if (value := message.pop(key, None)) is not None}
+    for key, value in values.items():
         if not isinstance(value, bool | int | float) or value not in (0, 1):
             raise BadRow(
                 f"{key} is neither 0 nor 1",
-                f"message {number}: {key} is {json.dumps(value, default=str)[:40]}; a message is trained on "
-                "(1 or true) or not (0 or false)",
+                f"{key} is {json.dumps(value, default=str)[:40]}; a message is trained on (1 or true) or not "
+                "(0 or false)",
             )
-        masks.append(Mask(bool(value), key))
+    masks = [Mask(bool(value), key) for key, value in values.items()]
     if len({mask.trained for mask in masks}) > 1:
-        keys = " and ".join(mask.key for mask in masks)
-        raise BadRow("masks contradict each other", f"message {number}: {keys} contradict each other")
+        raise BadRow("masks contradict each other", f"{' and '.join(values)} contradict each other")
     return masks[0] if masks else None
 
 
-def _tool_calls(calls: Any, number: int) -> list[dict]:
-    """The calls with their arguments as objects. Raises BadRow as `message_of`."""
-    if not is_list_of_objects(calls):
-        raise BadRow(
-            "wrong type", f"message {number}: tool_calls is {type_name(calls)}, expected a list of objects"
-        )
-    return [with_arguments(call, lambda arguments: _arguments(arguments, number)) for call in calls]
-
-
-def _arguments(arguments: Any, number: int) -> dict:
+def _arguments(arguments: Any) -> dict:
     """The arguments of a call, written as an object or as its JSON text. Raises BadRow otherwise."""
     if isinstance(arguments, str):  # as OpenAI's API writes them
         try:
@@ -174,14 +164,11 @@ def _arguments(arguments: Any, number: int) -> dict:
         except (ValueError, RecursionError):
             raise BadRow(
                 "arguments are not JSON",
-                f"message {number}: the arguments of a tool call are text that is not JSON: "
-                f"{written(arguments[:40])}",
+                f"the arguments of a tool call are text that is not JSON: {written(arguments[:40])}",
             ) from None
     if not isinstance(arguments, dict):
-        raise BadRow(
-            "wrong type",
-            f"message {number}: the arguments of a tool call are {type_name(arguments)}, expected an object",
-        )
+        found = f"the arguments of a tool call are {type_name(arguments)}"
+        raise BadRow("wrong type", f"{found}, expected an object")
     return arguments
 
 
@@ -198,24 +185,6 @@ def with_arguments(call: dict, change: Callable[[Any], Any]) -> dict:
     return call if call.get("arguments") is None else call | {"arguments": change(call["arguments"])}
 
 
-def _check_content(message: dict, number: int) -> None:
-    """Raise BadRow unless content is text, a list of text parts, or nothing with an assistant's tool calls.
-
-    number: see `message_of`.
-    """
-    content, calls = message.get("content"), message.get("tool_calls")
-    assistant = message["role"] == "assistant"
-    if content is None:
-        if not (assistant and calls):
-            raise BadRow("message without content", f"message {number} ({message['role']}) has no content")
-        return
-    if isinstance(content, list):
-        for part in content:
-            _part_text(part, number)
-    elif not isinstance(content, str):
-        raise BadRow("wrong type", f"message {number}: content is {type_name(content)}, expected text")
-
-
 def is_empty(message: dict) -> bool:
     """Whether an assistant's message has neither text nor tool calls."""
     content = message.get("content")
@@ -223,24 +192,21 @@ def is_empty(message: dict) -> bool:
     return not message.get("tool_calls") and not any(text.strip() for text in texts)
 
 
-def _part_text(part: Any, number: int) -> str:
+def _part_text(part: Any) -> str:
     """The text of a content part, {"type": "text", "text": …}. Raises BadRow for any other part."""
     if not isinstance(part, dict):
-        raise BadRow("wrong type", f"message {number}: content is a list, but not of objects")
-    kind = part.get("type")
+        raise BadRow("wrong type", "content is a list, but not of objects")
+    kind, text = part.get("type"), part.get("text")
     if kind not in TEXT_PARTS:
         raise BadRow(
             f"content part of type {kind}",
-            f"message {number} has a content part of type {written(kind)}; meshtune trains on text, so each "
-            "must be of type text",
+            f"a content part is of type {written(kind)}; meshtune trains on text, so each must be of type "
+            "text",
         )
-    if not isinstance(part.get("text"), str):
-        raise BadRow(
-            "wrong type",
-            f"message {number}: a text part's text is {type_name(part.get('text'))}, expected text (the part "
-            f"has {', '.join(map(str, part))})",
-        )
-    return part["text"]
+    if not isinstance(text, str):
+        has = f"the part has {', '.join(map(str, part))}"
+        raise BadRow("wrong type", f"a text part's text is {type_name(text)}, expected text ({has})")
+    return text
 
 
 def is_list_of_objects(value: Any) -> bool:

@@ -13,10 +13,9 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -25,12 +24,11 @@ from rich.progress import Progress as Bar
 
 from meshtune.addresses import public
 from meshtune.data.cache import GrowingArray, discard, lock, mapped, open_folder, write_folder
-from meshtune.data.documents import ROWS_AT_ONCE, Overlong, Tally, Usable, usable
-from meshtune.data.example import SHOWN, OnBadRow, Source, notes_sentences
+from meshtune.data.example import Source, Tally, notes_sentences
 from meshtune.data.files import DataFile, files, is_hub
-from meshtune.data.pack import Dataset, pack, permutation, singles, stored
-from meshtune.data.readers import hub_revision, read
-from meshtune.data.stream import Stream
+from meshtune.data.pack import Dataset, permutation, stored
+from meshtune.data.readers import hub_revision
+from meshtune.data.recipe import Recipe, Stream
 from meshtune.errors import UserError, expanded
 from meshtune.filesystem import concerns
 from meshtune.rundir import disk_is_full, room
@@ -103,9 +101,6 @@ class Progress:
 # Preparing #
 
 
-if TYPE_CHECKING:
-    from meshtune.data.encode import Encoder
-
 CACHE_VERSION = 5  # raise it when the files' format or the code that decides their content changes
 
 
@@ -131,46 +126,24 @@ class Prepared:
         return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
 
-def prepare(
-    sources: Sequence[Source],
-    encoder: "Encoder",
-    *,
-    seq_len: int,
-    packing: bool = True,
-    overlong: Overlong = "auto",
-    seed: int = 0,
-    eval_split: float = 0,
-    eval_sources: Sequence[Source] = (),
-    on_bad_row: OnBadRow = "error",
-    cache_dir: str | Path,
-    streaming: bool = False,
-) -> Prepared:
+def prepare(recipe: Recipe, cache_dir: str | Path, *, streaming: bool = False) -> Prepared:
     """Training and held-out data from the cache, which is written first where it is missing.
 
-    `eval_split` is the fraction of the training documents that is held out if below 1, else their number; the
-    seed chooses them. `eval_sources`, instead of it, are held-out data of their own. A source of weight w is
-    passed through w times per epoch (a fraction of a pass reads a part fixed by the seed). `on_bad_row` is
-    for rows that can't be read; the encoder has its own for labels that can't be exact. With `streaming` the
-    training data is a Stream, weights are shares of its rows, and only `eval_sources` go to disk. Raises
-    UserError for bad rows and settings, documents longer than `seq_len` tokens under overlong="error", a
-    cache folder that can't be written, and if no document is left.
+    With `streaming` the training data is a Stream, weights are shares of its rows, and only `eval_sources` go
+    to disk. Raises UserError for bad rows and settings, documents longer than `seq_len` tokens under
+    overlong="error", a cache folder that can't be written, and if no document is left.
     """
-    _check_settings(sources, eval_split, seq_len)
-    build = _Build(
-        tuple(sources), tuple(eval_sources), encoder, seq_len, packing, overlong, seed, eval_split, on_bad_row
-    )
+    _check_settings(recipe)
     if not streaming:
-        return _cached(build, expanded(cache_dir))
-    stream = Stream(tuple(sources), encoder, seq_len, packing, overlong, seed, on_bad_row)
-    stats = _stats(stream.unused_columns(), build, {})
-    for source in sources:
+        return _cached(recipe, expanded(cache_dir))
+    stream = Stream(**vars(recipe))
+    stats = _stats(stream.unused_columns(), recipe, {})
+    for source in recipe.sources:
         files(source, stats["not_read"])
-    if not eval_sources:
+    if not recipe.eval_sources:
         return Prepared(stream, None, stats)
-    held_out = prepare(
-        eval_sources, encoder, seq_len=seq_len, packing=packing, overlong=overlong, seed=seed,
-        on_bad_row=on_bad_row, cache_dir=cache_dir,
-    )  # fmt: skip
+    evaluation = replace(recipe, sources=recipe.eval_sources, eval_sources=(), eval_split=0)
+    held_out = _cached(evaluation, expanded(cache_dir))
     assert isinstance(held_out.train, Dataset)
     both = held_out.stats["notes"]["unused"] | stats["notes"]["unused"]
     notes = held_out.stats["notes"] | {"unused": both}
@@ -179,36 +152,22 @@ def prepare(
     return Prepared(stream, held_out.train, counted)
 
 
-@dataclass(frozen=True)
-class _Build:
-    """The settings of `prepare` that decide a cache's content."""
-
-    sources: tuple[Source, ...]
-    eval_sources: tuple[Source, ...]
-    encoder: "Encoder"
-    seq_len: int
-    packing: bool
-    overlong: Overlong
-    seed: int
-    eval_split: float
-    on_bad_row: OnBadRow
-
-    def fingerprint(self, listing: "_Listing", cache_dir: Path, progress: Progress) -> str:
-        """Digest of the settings and of what the sources' files hold."""
-        settings = [self.seq_len, self.packing, self.overlong, self.seed, self.eval_split, self.on_bad_row]
-        recipe = {
-            "version": CACHE_VERSION,
-            "sources": [_identity(*entry, cache_dir, progress) for entry in listing[: len(self.sources)]],
-            "eval_sources": [
-                _identity(*entry, cache_dir, progress) for entry in listing[len(self.sources) :]
-            ],
-            "encoder": self.encoder.fingerprint,
-            "settings": settings,
-        }
-        return hashlib.blake2b(json.dumps(recipe, sort_keys=True).encode(), digest_size=16).hexdigest()
-
-
 _Listing = list[tuple[Source, list[DataFile]]]  # training sources, then those of evaluation, with their files
+
+
+def _fingerprint(recipe: Recipe, listing: _Listing, cache_dir: Path, progress: Progress) -> str:
+    """Digest of the settings and of what the sources' files hold."""
+    identities = [_identity(*entry, cache_dir, progress) for entry in listing]
+    content = {
+        "version": CACHE_VERSION,
+        "sources": identities[: len(recipe.sources)],
+        "eval_sources": identities[len(recipe.sources) :],
+        "encoder": recipe.encoder.fingerprint,
+        "settings": [
+            recipe.seq_len, recipe.packing, recipe.overlong, recipe.seed, recipe.eval_split, recipe.on_bad_row
+        ],
+    }  # fmt: skip
+    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def _identity(
@@ -221,25 +180,25 @@ def _identity(
     return [[[file.kind, file.content(cache_dir, progress.hashed)] for file in data_files], settings]
 
 
-def _cached(build: _Build, cache_dir: Path) -> Prepared:
+def _cached(recipe: Recipe, cache_dir: Path) -> Prepared:
     """Open the cache of these sources, written first if missing or damaged; add cache, seconds to stats."""
     started, state = time.perf_counter(), "found"
     not_read: list[str] = []
     listing: _Listing = [
-        (source, files(source, not_read)) for source in (*build.sources, *build.eval_sources)
+        (source, files(source, not_read)) for source in (*recipe.sources, *recipe.eval_sources)
     ]
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
         with _progress(listing) as progress:
-            folder = cache_dir / build.fingerprint(listing, cache_dir, progress)
+            folder = cache_dir / _fingerprint(recipe, listing, cache_dir, progress)
         prepared = _open(folder, listing)
         if prepared is None:
             with lock(folder):
                 prepared = _open(folder, listing)  # another process may have written it while this one waited
                 if prepared is None:
                     discard(folder)
-                    write_folder(folder, lambda aside: _write(aside, build, listing))
-                    if folder != cache_dir / build.fingerprint(listing, cache_dir, progress):
+                    write_folder(folder, lambda aside: _write(aside, recipe, listing))
+                    if folder != cache_dir / _fingerprint(recipe, listing, cache_dir, progress):
                         discard(folder)
                         raise UserError("A data file changed while it was read; try again once it is whole.")
                     prepared = _open(folder, listing)
@@ -291,36 +250,35 @@ def sentences(stats: dict[str, Any]) -> list[str]:
     return [*stats["not_read"], *lines, *notes_sentences(stats["notes"])]
 
 
-def _write(aside: Path, build: _Build, listing: _Listing) -> dict[str, Any]:
+def _write(aside: Path, recipe: Recipe, listing: _Listing) -> dict[str, Any]:
     """Write arrays of the encoded, split, packed sources to `aside`; return the manifest.
 
     Raises as `prepare`.
     """
     tally = Tally()
-    digest = _write_documents(aside, build, listing, tally)
-    if tally.overlong:
-        raise UserError([*tally.overlong, "Raise data.seq_len, or set data.overlong to cut, split or drop."])
+    digest = _write_documents(aside, recipe, listing, tally)
+    tally.refuse_overlong()
     offsets = mapped(aside / "offsets.npy")
     if len(offsets) == 1:
-        read = tally.examples + tally.bad_rows.total + tally.notes.left_out.total()
+        read = tally.examples + tally.bad_rows.total() + tally.notes.left_out.total()
         paths = [str(file) for _, data_files in listing for file in data_files]
         empty = [] if read else [f"There are no rows in {few(paths)}."]
-        raise UserError(["No document is left to train on.", *empty, *sentences(_stats(tally, build, {}))])
+        raise UserError(["No document is left to train on.", *empty, *sentences(_stats(tally, recipe, {}))])
     length, labels = np.diff(offsets).astype(np.int32), mapped(aside / "labels.npy")
     source_number = mapped(aside / "sources.npy")
-    train, held_out = _split(source_number, mapped(aside / "origins.npy"), build)
+    train, held_out = _split(source_number, mapped(aside / "origins.npy"), recipe)
     parts = {}
-    passes = list(_passes(train, source_number, [source.weight for source in build.sources], build.seed))
+    passes = list(_passes(train, source_number, [source.weight for source in recipe.sources], recipe.seed))
     for name, rounds in (("train", passes), ("eval", [held_out] if len(held_out) else [])):
         if not rounds:
             continue
-        members, starts = _sequences(rounds, length, build)
+        members, starts = _sequences(rounds, length, recipe)
         np.save(aside / f"{name}_members.npy", members, allow_pickle=False)
         np.save(aside / f"{name}_starts.npy", starts, allow_pickle=False)
         tokens = np.concatenate([[0], np.cumsum(length[members], dtype=np.int64)])
         parts[name] = {
             "digest": _digest(digest, offsets, members, starts),
-            "packed": build.packing,
+            "packed": recipe.packing,
             "documents": len(members),
             "sequences": len(starts) - 1,
             "tokens": int(tokens[-1]),
@@ -330,11 +288,11 @@ def _write(aside: Path, build: _Build, listing: _Listing) -> dict[str, Any]:
     return {
         "version": CACHE_VERSION,
         "files": public(_names(listing)),
-        "stats": _stats(tally, build, parts),
+        "stats": _stats(tally, recipe, parts),
     }
 
 
-def _write_documents(aside: Path, build: _Build, listing: _Listing, tally: Tally) -> str:
+def _write_documents(aside: Path, recipe: Recipe, listing: _Listing, tally: Tally) -> str:
     """Write tokens and, of each document, its end, labels, origin and source; return the tokens' digest.
 
     They go to disk as they come, so memory does not grow with the rows.
@@ -351,7 +309,9 @@ def _write_documents(aside: Path, build: _Build, listing: _Listing, tally: Tally
         offsets.append(np.zeros(1, np.int64))
         end = 0
         for number, (source, data_files) in enumerate(listing):
-            for batch in _documents(source, data_files, build, tally):
+            for batch in recipe.documents(source, tally, data_files):
+                if not batch:
+                    continue
                 lengths = np.array([len(ids) for _, ids, _ in batch], dtype=np.int64)
                 tokens.append(np.concatenate([stored(ids, labelled) for _, ids, labelled in batch]))
                 offsets.append(end + np.cumsum(lengths))
@@ -372,48 +332,28 @@ def _names(listing: _Listing) -> list[str]:
     return [file.path for _, data_files in listing for file in data_files]
 
 
-def _documents(
-    source: Source, data_files: Sequence[DataFile], build: _Build, tally: Tally
-) -> Iterator[list[Usable]]:
-    """Yield the source's usable documents, a batch at a time; stop after SHOWN overlong ones."""
-    examples = read(
-        source,
-        on_bad_row=build.on_bad_row,
-        data_files=data_files,
-        needs_answer=build.encoder.train_on != "all",
-        dropped=tally.bad_rows,
-        notes=tally.notes,
-    )
-    while rows := list(islice(examples, ROWS_AT_ONCE)):
-        batch = usable(rows, build.encoder, seq_len=build.seq_len, overlong=build.overlong, tally=tally)
-        if len(tally.overlong) >= SHOWN:
-            return
-        if batch:
-            yield batch
-
-
-def _split(source_number: np.ndarray, origins: np.ndarray, build: _Build) -> tuple[np.ndarray, np.ndarray]:
+def _split(source_number: np.ndarray, origins: np.ndarray, recipe: Recipe) -> tuple[np.ndarray, np.ndarray]:
     """Indices of the documents to train on and of those held out, each in the order they were read.
 
     Whole rows are held out: the documents of one row (data.split_turns) stay together. source_number: int
     [documents], source of each; the training sources come first. origins: as in `Dataset`. Raises UserError
     if no document is left to train on.
     """
-    candidates = np.flatnonzero(source_number < len(build.sources))
-    held_out = np.flatnonzero(source_number >= len(build.sources))
-    if build.eval_split:
+    candidates = np.flatnonzero(source_number < len(recipe.sources))
+    held_out = np.flatnonzero(source_number >= len(recipe.sources))
+    if recipe.eval_split:
         of_another = np.any(np.diff(origins[candidates], axis=0) != 0, axis=1)
         of_another |= np.diff(source_number[candidates]) != 0
         row = np.concatenate([[0], np.cumsum(of_another)])  # of each candidate
         rows = int(row[-1]) + 1
-        wanted = build.eval_split * rows if build.eval_split < 1 else build.eval_split
+        wanted = recipe.eval_split * rows if recipe.eval_split < 1 else recipe.eval_split
         taken = np.zeros(rows, dtype=bool)
-        taken[permutation(rows, "split", build.seed)[: max(1, round(wanted))]] = True
+        taken[permutation(rows, "split", recipe.seed)[: max(1, round(wanted))]] = True
         candidates, held_out = candidates[~taken[row]], candidates[taken[row]]
     if not len(candidates):
         raise UserError(
             f"No document is left to train on: {len(held_out):,} are held out (data.eval_split "
-            f"= {build.eval_split:g}); lower it, or add training data."
+            f"= {recipe.eval_split:g}); lower it, or add training data."
         )
     return candidates, held_out
 
@@ -442,7 +382,7 @@ def _passes(
 
 
 def _sequences(
-    rounds: Sequence[np.ndarray], lengths: np.ndarray, build: _Build
+    rounds: Sequence[np.ndarray], lengths: np.ndarray, recipe: Recipe
 ) -> tuple[np.ndarray, np.ndarray]:
     """Pack each pass in `rounds` separately, so that a document and its copy never share a sequence.
 
@@ -451,18 +391,15 @@ def _sequences(
     """
     members, starts = [], [np.zeros(1, dtype=np.int64)]
     for turn, documents in enumerate(rounds):
-        if build.packing:
-            inner, begins = pack(lengths[documents], build.seq_len, build.seed, turn)
-        else:
-            inner, begins = singles(len(documents))
+        inner, begins = recipe.sequences(lengths[documents], turn)
         members.append(documents[inner])
         starts.append(begins[1:] + starts[-1][-1])
     return np.concatenate(members), np.concatenate(starts)
 
 
-def _stats(tally: Tally, build: _Build, parts: dict[str, Any]) -> dict[str, Any]:
+def _stats(tally: Tally, recipe: Recipe, parts: dict[str, Any]) -> dict[str, Any]:
     """`Prepared.stats` without cache and seconds; `parts` has the figures of train and eval."""
-    facts = {"seq_len": build.seq_len, "template_date": build.encoder.template_date, "not_read": []}
+    facts = {"seq_len": recipe.seq_len, "template_date": recipe.encoder.template_date, "not_read": []}
     return tally.values() | facts | {name: parts.get(name) for name in ("train", "eval")}
 
 
@@ -499,14 +436,15 @@ def _digest(tokens: str, *arrays: np.ndarray) -> str:
     return digest.hexdigest()
 
 
-def _check_settings(sources: Sequence[Source], eval_split: float, seq_len: int) -> None:
-    """Raise UserError with every setting of `prepare` that is invalid without the others."""
-    problems = [f"{s.path}: weight {s.weight:g} must be above 0." for s in sources if s.weight <= 0]
-    if not sources:
+def _check_settings(recipe: Recipe) -> None:
+    """Raise UserError with every setting of a recipe that is invalid without the others."""
+    split, seq_len = recipe.eval_split, recipe.seq_len
+    problems = [f"{s.path}: weight {s.weight:g} must be above 0." for s in recipe.sources if s.weight <= 0]
+    if not recipe.sources:
         problems.append("There is no training data: name a file, a folder or a hub data set in data.train.")
-    if eval_split < 0 or (eval_split > 1 and eval_split != int(eval_split)):
+    if split < 0 or (split > 1 and split != int(split)):
         problems.append(
-            f"data.eval_split = {eval_split:g} must be a fraction below 1, or a whole number of documents."
+            f"data.eval_split = {split:g} must be a fraction below 1, or a whole number of documents."
         )
     if seq_len < 2:
         problems.append(f"data.seq_len = {seq_len} must be at least 2: a token, and the next as its label.")

@@ -160,36 +160,38 @@ def unwritten(
     That is spared where a long text surely stands in the rendering.
     """
 
-    def left_out(index: int, text: Any, change: dict) -> bool:
-        if isinstance(text, str) and _is_written(text.strip(), messages, rendering):
-            return False
-        changed = [*messages[:index], messages[index] | change, *messages[index + 1 :]]
-        return render(changed, False, tools) == rendering
-
     for index, message in enumerate(messages):
-        role, content, calls = message["role"], message.get("content"), message.get("tool_calls") or []
-        said = role in ("user", "assistant")
-        # Words of a turn are missing only with a call, or where they stand nowhere.
-        looked_at = content and (not said or calls or not _stands(content, rendering))
-        if looked_at and left_out(index, content, {"content": OTHER}):
-            what = "text beside tool_calls" if calls else f"messages of the role {role}"
-            yield Unwritten(index, what, role == "assistant")
-        if role == "assistant" and index != added:
-            for key in REASONING:
-                if message.get(key) and left_out(index, message[key], {key: OTHER}):
-                    yield Unwritten(index, key, True)
-            thought = thought_in(content)
-            if thought and left_out(index, thought, {"content": str(content).replace(thought, OTHER, 1)}):
-                yield Unwritten(index, "thought in the content", True)
-        for number, call in enumerate(calls):
-            others = [*calls[:number], _other(call), *calls[number + 1 :]]
-            if left_out(index, None, {"tool_calls": others}):
-                yield Unwritten(index, "tool_calls", True)
-        for key in sorted(message.keys() - KNOWN):
-            if message[key] and left_out(index, message[key], {key: OTHER}):
-                yield Unwritten(index, f"{key} of messages", False)
+        for what, text, change, learnable in _fields(message, rendering, added=index == added):
+            if isinstance(text, str) and _is_written(text.strip(), messages, rendering):
+                continue
+            changed = [*messages[:index], message | change, *messages[index + 1 :]]
+            if render(changed, False, tools) == rendering:
+                yield Unwritten(index, what, learnable)
     if tools and render(list(messages), False, None) == rendering:
         yield Unwritten(None, "tools", False)
+
+
+def _fields(message: dict, rendering: str, *, added: bool) -> Iterator[tuple[str, Any, dict, bool]]:
+    """Yield (name, value, the message's keys with another value, learnable) of a message's fields to look at.
+
+    Words of a turn are missing only with a call, or where they stand nowhere. rendering, added: see
+    `unwritten`.
+    """
+    role, content, calls = message["role"], message.get("content"), message.get("tool_calls") or []
+    answer = role == "assistant"
+    if content and (role not in ("user", "assistant") or calls or not _stands(content, rendering)):
+        what = "text next to tool_calls" if calls else f"messages of the role {role}"
+        yield what, content, {"content": OTHER}, answer
+    if answer and not added:
+        yield from ((key, message[key], {key: OTHER}, True) for key in REASONING if message.get(key))
+        if thought := thought_in(content):
+            changed = {"content": str(content).replace(thought, OTHER, 1)}
+            yield "thought in the content", thought, changed, True
+    for number, call in enumerate(calls):
+        yield "tool_calls", None, {"tool_calls": [*calls[:number], _other(call), *calls[number + 1 :]]}, True
+    for key in sorted(message.keys() - KNOWN):
+        if message[key]:
+            yield f"{key} of messages", message[key], {key: OTHER}, False
 
 
 def _stands(content: Any, rendering: str) -> bool:

@@ -90,7 +90,9 @@ def _example(origin: Origin, columns: Columns) -> Example:
         )
         remedy = "keep one" if forms else "map their names, such as data.columns={prompt: question}"
         if {"role", "content"} <= columns.row.keys():
-            remedy = "a message alone is no row: write {messages: [all of them]} in a line, or use --messages"
+            remedy = (
+                "a row holds a conversation: write {messages: [all of them]} in a line, or use --messages"
+            )
         raise BadRow("no prompt", f"the row has {what}; {remedy}")
     (form,) = forms
     if form == "prompt" and isinstance(columns.get(form), list):  # TRL's conversational prompt

@@ -15,7 +15,7 @@ import json
 import re
 import zlib
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain, islice
@@ -27,12 +27,11 @@ from meshtune.data.example import (
     NOT_UTF8,
     TOO_LONG,
     BadRow,
-    Dropped,
     Example,
-    Notes,
     OnBadRow,
     Origin,
     Source,
+    Tally,
 )
 from meshtune.data.files import DataFile, data_like, files, is_hub, is_saved
 from meshtune.data.formats import ArrowRow
@@ -40,7 +39,7 @@ from meshtune.data.rows import RawRow, examples
 from meshtune.errors import UserError, reason_of, type_name
 
 DELIMITERS = (",", ";", "\t")  # between the fields of a line
-PLACED = 256  # rows after which a reader says how far it is
+PLACED = 256  # rows after which a reader writes to `file.share` how far it is
 
 
 def read(
@@ -51,8 +50,7 @@ def read(
     streaming: bool = False,
     start: int = 0,
     needs_answer: bool = True,
-    dropped: Dropped | None = None,
-    notes: Notes | None = None,
+    tally: Tally | None = None,
 ) -> Iterator[Example]:
     """Yield the examples of a source's rows, of its first `max_samples` rows if it has a number, in order.
 
@@ -63,14 +61,7 @@ def read(
     rows = raw_rows(source, files(source) if data_files is None else data_files, streaming, start)
     if source.max_samples is not None:
         rows = islice(rows, max(0, source.max_samples - start))
-    return examples(
-        rows,
-        source,
-        on_bad_row=on_bad_row,
-        needs_answer=needs_answer,
-        dropped=dropped,
-        notes=notes,
-    )
+    return examples(rows, source, on_bad_row=on_bad_row, needs_answer=needs_answer, tally=tally)
 
 
 def raw_rows(source: Source, data_files: Sequence[DataFile], streaming: bool, start: int) -> Iterator[RawRow]:
@@ -79,95 +70,76 @@ def raw_rows(source: Source, data_files: Sequence[DataFile], streaming: bool, st
     data_files: those of the source; their `share` grows while they are read. streaming: True to read a hub
     data set without storing it on disk; without effect on files. Raises UserError if a file can't be read.
     """
-    if is_hub(source.path):
-        yield from hub_rows(source, data_files[0], streaming, start)
-        return
-    if is_saved(Path(data_files[0].path)):
-        yield from saved_rows(source, data_files[0], start)
-        return
     first = 0
     for file in data_files:
-        try:
-            first += yield from _reader(file)(file, first, start)
-        except (OSError, EOFError, zlib.error) as error:
-            raise UserError(f"{file} can't be read: {error}") from error
-        except Exception as error:
-            if file.filesystem is None or isinstance(error, UserError):
-                raise
-            # Each filesystem has errors of its own: the network, the server.
-            raise UserError(f"{file} can't be read: {reason_of(error)}") from error
+        whole = is_hub(source.path) or is_saved(Path(file.path))
+        rows = _dataset(source, file, streaming, start) if whole else _rows(file, start - first)
+        count = 0
+        for number, line, value in rows:
+            count = number + 1
+            if first + number >= start and value is not NOTHING:
+                yield Origin(file.path, line, first + number), value
+        first += count
         file.share = 1.0
 
 
 # --- files --------------------------------------------------------------------------------------------------
-# A reader takes (file, first, start): `first` is the index, in the whole source, of the file's first row. It
-# yields the rows from index `start`, also in the whole source, on and returns how many rows the file has.
+# A reader takes a file and the number of its rows that are not wanted. It yields (index of the row, its line,
+# its value) of each row in the file, or at least of those that are wanted and of the last one.
 
-Reader = Callable[[DataFile, int, int], Generator[RawRow, None, int]]
+NOTHING = object()  # the value of an empty line, and of a row that is not wanted
+Numbered = tuple[int, int, Any]
 
 
-def _reader(file: DataFile) -> Reader:
+def _rows(file: DataFile, unwanted: int) -> Iterator[Numbered]:
+    """Yield the rows of a file by its reader. Raises UserError if it can't be read."""
     name = file.name.removesuffix(".gz")
-    return next(reader for suffix, reader in READERS.items() if name.endswith(suffix))
+    reader = next(reader for suffix, reader in READERS.items() if name.endswith(suffix))
+    try:
+        yield from reader(file, unwanted)
+    except (OSError, EOFError, zlib.error) as error:
+        raise UserError(f"{file} can't be read: {error}") from error
+    except Exception as error:
+        if file.filesystem is None or isinstance(error, UserError):
+            raise
+        # Each filesystem has errors of its own: the network, the server.
+        raise UserError(f"{file} can't be read: {reason_of(error)}") from error
 
 
 @contextmanager
-def _opened(file: DataFile) -> Iterator[tuple[Any, Callable[[], None]]]:
-    """(The content, a function that writes to `file.share` how far it has been read)."""
+def _opened(file: DataFile) -> Iterator[tuple[Any, Callable[[int], None]]]:
+    """(The content, a function that writes to `file.share` how far it has been read, once in PLACED rows)."""
     with file.open() as stored:
         content = gzip.GzipFile(fileobj=stored) if file.name.endswith(".gz") else stored
 
-        def place() -> None:
-            file.share = min(1.0, stored.tell() / max(1, file.size))
+        def place(number: int) -> None:
+            if number % PLACED == 0:
+                file.share = min(1.0, stored.tell() / max(1, file.size))
 
         yield content, place
 
 
-def _json_lines(file: DataFile, first: int, start: int) -> Generator[RawRow, None, int]:
-    """Read one JSON value a line; see `_lines`."""
-    return (yield from _lines(file, first, start, _json_value))
-
-
-def _text_lines(file: DataFile, first: int, start: int) -> Generator[RawRow, None, int]:
-    """Read one text a line, as `datasets` reads .txt files; see `_lines`."""
-    return (yield from _lines(file, first, start, lambda line: {"text": line}))
-
-
-def _lines(
-    file: DataFile, first: int, start: int, parse: Callable[[str], Any]
-) -> Generator[RawRow, None, int]:
-    """Read one value a line, `parse` of its text without the line break. first, start, result: see `Reader`.
-
-    Empty lines are skipped but counted as rows: lines before `start` stay unparsed.
-    """
-    number = -1
+def _lines(file: DataFile, unwanted: int, parse: Callable[[str], Any]) -> Iterator[Numbered]:
+    """Read one value a line, `parse` of its text without the line break. Empty lines are counted as rows."""
     with _opened(file) as (lines, place):
         for number, line in enumerate(_bounded(lines)):
-            if number % PLACED == 0:
-                place()
-            if first + number < start:
-                continue
-            origin = Origin(file.path, number + 1, first + number)
-            if line is None:
-                yield (
-                    origin,
-                    BadRow(TOO_LONG, f"it has more than {LINE_BYTES:,} bytes; split the row"),
-                )
-                continue
-            if number == 0:
-                line = line.removeprefix(b"\xef\xbb\xbf")  # a byte order mark, as Windows editors write
-            try:
-                text = line.rstrip(b"\r\n").decode()
-            except UnicodeDecodeError as error:
-                detail = (
-                    f"not UTF-8: byte 0x{line[error.start]:02x} at position {error.start + 1} of the line"
-                )
-                yield origin, BadRow(NOT_UTF8, detail)
-                continue
-            if not text.strip():
-                continue
-            yield origin, parse(text)
-    return number + 1
+            place(number)
+            value = NOTHING if number < unwanted else _line(line, parse, first=number == 0)
+            yield number, number + 1, value
+
+
+def _line(line: bytes | None, parse: Callable[[str], Any], *, first: bool) -> Any:
+    """The value of a line, or a BadRow; NOTHING if it is empty. line: None for one that is too long."""
+    if line is None:
+        return BadRow(TOO_LONG, f"it has more than {LINE_BYTES:,} bytes; split the row")
+    if first:
+        line = line.removeprefix(b"\xef\xbb\xbf")  # a byte order mark, as Windows editors write
+    try:
+        text = line.rstrip(b"\r\n").decode()
+    except UnicodeDecodeError as error:
+        at = error.start
+        return BadRow(NOT_UTF8, f"not UTF-8: byte 0x{line[at]:02x} at position {at + 1} of the line")
+    return parse(text) if text.strip() else NOTHING
 
 
 def _bounded(stream: Any) -> Iterator[bytes | None]:
@@ -186,8 +158,18 @@ def _json_value(text: str) -> Any:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
         return BadRow("broken JSON", f"broken JSON: {json_fault(error)}")
-    if "\\ud" in text.lower() and _has_lone_surrogate(value):
-        return BadRow(NOT_UTF8, "not UTF-8: half of a surrogate pair (\\ud800 to \\udfff) by itself")
+    return _if_whole(value) if "\\ud" in text.lower() else value
+
+
+def _if_whole(value: Any) -> Any:
+    """The value, or a BadRow if a string has half a surrogate pair: JSON can escape one, UTF-8 and tokenizers
+    can't hold it.
+    """
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        detail = "not UTF-8: half of a surrogate pair (\\ud800 to \\udfff) without the other half"
+        return BadRow(NOT_UTF8, detail)
     return value
 
 
@@ -200,19 +182,10 @@ def json_fault(error: Exception) -> str:
     return "a whole number of more than 4,300 digits"  # Python's limit (sys.set_int_max_str_digits)
 
 
-def _has_lone_surrogate(value: Any) -> bool:
-    """True if a string has half a surrogate pair: JSON can escape one, UTF-8 and tokenizers can't hold it."""
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return True
-    return False
-
-
-def _json_list(file: DataFile, first: int, start: int) -> Generator[RawRow, None, int]:
+def _json_list(file: DataFile, unwanted: int) -> Iterator[Numbered]:
     """Read a list of objects, or an object with one list; JSON lines in a file named .json as lines.
 
-    first, start, result: see `Reader`. Raises UserError if the file is not UTF-8, no JSON or lacks the list.
+    Raises UserError if the file is not UTF-8, no JSON or lacks the list.
     """
     with _opened(file) as (stream, _):
         content = stream.read()
@@ -222,13 +195,12 @@ def _json_list(file: DataFile, first: int, start: int) -> Generator[RawRow, None
         line = content.count(b"\n", 0, error.start) + 1
         raise UserError(f"{file}, line {line}: not UTF-8: byte 0x{content[error.start]:02x}.") from None
     except (ValueError, RecursionError) as error:
-        if isinstance(error, json.JSONDecodeError) and error.msg == "Extra data":
-            return (yield from _json_lines(file, first, start))
-        where = (
-            f", line {error.lineno}: {error.msg}"
-            if isinstance(error, json.JSONDecodeError)
-            else f": {json_fault(error)}"
-        )
+        where = f": {json_fault(error)}"
+        if isinstance(error, json.JSONDecodeError):
+            if error.msg == "Extra data":
+                yield from _lines(file, unwanted, _json_value)
+                return
+            where = f", line {error.lineno}: {error.msg}"
         raise UserError(
             f"{file}{where}. A .json file holds one list of objects; one object a line is .jsonl."
         ) from None
@@ -245,11 +217,9 @@ def _json_list(file: DataFile, first: int, start: int) -> Generator[RawRow, None
     if not isinstance(value, list):
         raise UserError(f"{file} holds {type_name(value)}; expected a list of objects.")
     escaped = b"\\ud" in content.lower()
-    for number in range(max(0, start - first), len(value)):
+    for number, row in enumerate(value):
         file.share = number / len(value)
-        bad = escaped and _has_lone_surrogate(value[number])
-        yield Origin(file.path, number + 1, first + number), BadRow(NOT_UTF8) if bad else value[number]
-    return len(value)
+        yield number, number + 1, _if_whole(row) if escaped and number >= unwanted else row
 
 
 def is_row(value: dict[str, Any]) -> bool:
@@ -259,10 +229,10 @@ def is_row(value: dict[str, Any]) -> bool:
     return not firsts or any(in_rows)
 
 
-def _parquet(file: DataFile, first: int, start: int) -> Generator[RawRow, None, int]:
-    """Read the row groups that reach beyond `start`, without null values; the others are not read.
+def _parquet(file: DataFile, unwanted: int) -> Iterator[Numbered]:
+    """Read the row groups with rows that are wanted, without null values.
 
-    first, start, result: see `Reader`. Raises UserError if the file isn't parquet.
+    Raises UserError if the file isn't parquet.
     """
     import pyarrow
     import pyarrow.parquet
@@ -274,32 +244,29 @@ def _parquet(file: DataFile, first: int, start: int) -> Generator[RawRow, None, 
     number = 0
     for group in range(table.num_row_groups):
         rows = table.metadata.row_group(group).num_rows
-        if first + number + rows <= start:
+        if number + rows <= unwanted:
             number += rows
+            yield number - 1, number, NOTHING
             continue
         for batch in table.iter_batches(batch_size=1024, row_groups=[group]):
             file.share = number / max(1, table.metadata.num_rows)
             for value in batch.to_pylist():
-                if first + number >= start:
-                    yield Origin(file.path, number + 1, first + number), ArrowRow(value)
+                yield number, number + 1, ArrowRow(value)
                 number += 1
-    return number
 
 
-def _csv(file: DataFile, first: int, start: int, delimiter: str = ",") -> Generator[RawRow, None, int]:
+def _csv(file: DataFile, unwanted: int, delimiter: str = ",") -> Iterator[Numbered]:
     """Read a file whose first line names the columns; empty lines are not counted as rows.
 
-    delimiter: the suffix's; spreadsheets of many countries write semicolons into .csv files. first, start,
-    result: see `Reader`. Raises UserError if the file is empty or names a column twice.
+    delimiter: the suffix's; spreadsheets of many countries write semicolons into .csv files. Raises UserError
+    if the file is empty or names a column twice.
     """
     csv.field_size_limit(LINE_BYTES)  # the default of 128 KiB is shorter than some documents
     with _opened(file) as (content, place):
         stream = io.TextIOWrapper(content, encoding="utf-8-sig", errors="surrogateescape", newline="")
         head = stream.readline()
-        # An open quote would swallow rows.
-        reader = csv.reader(
-            chain([head] if head else [], stream), delimiter=delimiter_of(head, delimiter), strict=True
-        )
+        lines = chain([head] if head else [], stream)
+        reader = csv.reader(lines, delimiter=delimiter_of(head, delimiter), strict=True)  # quotes must close
         header = next(reader, None)
         if header is None:
             raise UserError(f"{file} is empty; the first line of a .csv file names its columns.")
@@ -312,7 +279,7 @@ def _csv(file: DataFile, first: int, start: int, delimiter: str = ",") -> Genera
             try:
                 values = next(reader)
             except StopIteration:
-                return number + 1
+                return
             except csv.Error as error:
                 if "field limit" in str(error):  # what follows may be inside the field, and no row
                     raise UserError(
@@ -320,23 +287,22 @@ def _csv(file: DataFile, first: int, start: int, delimiter: str = ",") -> Genera
                         "close its quote, or split the row."
                     ) from None
                 values = BadRow("broken CSV", f"broken CSV: {error}")
-            if values == []:
-                continue
-            number += 1
-            if number % PLACED == 0:
-                place()
-            if first + number < start:
-                continue
-            origin = Origin(file.path, reader.line_num, first + number)
-            if isinstance(values, BadRow):
-                yield origin, values
-            elif any(map(_is_broken, values)):
-                yield origin, BadRow("not UTF-8")
-            elif len(values) != len(header):
-                detail = f"{len(values)} fields, but the header names {len(header)} columns"
-                yield origin, BadRow("wrong number of fields", detail)
-            else:
-                yield origin, dict(zip(header, values, strict=True))
+            if values != []:
+                number += 1
+                place(number)
+                yield number, reader.line_num, _fields(values, header)
+
+
+def _fields(values: list[str] | BadRow, header: list[str]) -> dict[str, str] | BadRow:
+    """The row of a line's fields; a BadRow if they are not UTF-8, or of another number than the columns."""
+    if isinstance(values, BadRow):
+        return values
+    if any(map(_is_broken, values)):
+        return BadRow("not UTF-8")
+    if len(values) != len(header):
+        detail = f"{len(values)} fields, but the header names {len(header)} columns"
+        return BadRow("wrong number of fields", detail)
+    return dict(zip(header, values, strict=True))
 
 
 def delimiter_of(head: str, usual: str) -> str:
@@ -351,36 +317,36 @@ def _is_broken(value: str) -> bool:
     return not value.isascii() and re.search("[\udc80-\udcff]", value) is not None
 
 
-READERS: dict[str, Reader] = {
-    ".jsonl": _json_lines,
-    ".ndjson": _json_lines,
+READERS: dict[str, Callable[[DataFile, int], Iterator[Numbered]]] = {
+    ".jsonl": partial(_lines, parse=_json_value),
+    ".ndjson": partial(_lines, parse=_json_value),
     ".json": _json_list,
     ".parquet": _parquet,
     ".csv": _csv,
     ".tsv": partial(_csv, delimiter="\t"),
-    ".txt": _text_lines,
+    ".txt": partial(_lines, parse=lambda line: {"text": line}),  # a text a line, as `datasets` reads them
 }
 
 
 # Data sets that the library datasets reads #
 
 
-def hub_rows(source: Source, file: DataFile, streaming: bool, start: int) -> Iterator[RawRow]:
-    """Read a data set of the hub from row `start` on; no code from it is run (`datasets` reads data files).
+def _dataset(source: Source, file: DataFile, streaming: bool, start: int) -> Iterator[Numbered]:
+    """Read a data set of the hub, or a folder that `save_to_disk` wrote, from row `start` on.
 
-    file: of the data set, whose size and share are kept. streaming: see `readers.raw_rows`. Raises UserError
-    if it, or `source.split`, can't be read.
+    No code from the hub is run: `datasets` reads data files. file: of the data set, whose size and share are
+    kept. streaming: see `raw_rows`. Raises UserError if it, or `source.split`, can't be read.
     """
-    dataset = _load_hub(source, streaming)
-    if streaming:
-        rows = dataset.skip(start) if start else dataset
+    dataset = _load_hub(source, streaming) if is_hub(source.path) else _load_saved(source, file)
+    size = 0 if streaming and is_hub(source.path) else len(dataset)
+    if size:
+        file.size = file.size or dataset.data.nbytes
+        rows = dataset.select(range(min(start, size), size))
     else:
-        rows = dataset.select(range(min(start, len(dataset)), len(dataset)))
-        file.size = dataset.data.nbytes
+        rows = dataset.skip(start) if start else dataset
     for number, value in enumerate(rows, start):
-        if not streaming:
-            file.share = number / len(dataset)
-        yield Origin(source.path, number + 1, number), ArrowRow(value)
+        file.share = number / size if size else 0.0
+        yield number, number + 1, ArrowRow(value)
 
 
 def _load_hub(source: Source, streaming: bool) -> Any:
@@ -396,27 +362,23 @@ def _load_hub(source: Source, streaming: bool) -> Any:
         ) from error
 
 
-def saved_rows(source: Source, file: DataFile, start: int) -> Iterator[RawRow]:
-    """Read a folder written by `Dataset.save_to_disk`, or the split `source.split` of one written by
-    `DatasetDict.save_to_disk`, from row `start` on. Raises UserError if that split is missing.
-    """
+def _load_saved(source: Source, file: DataFile) -> Any:
+    """A folder written by `Dataset.save_to_disk`, or the split of one by `DatasetDict.save_to_disk`."""
     import datasets
 
     try:
         saved = datasets.load_from_disk(file.path)
     except Exception as error:
-        raise UserError(f"{file} is no folder that datasets can load: {reason_of(error)}") from error
+        raise UserError(f"datasets can't load the folder {file}: {reason_of(error)}") from error
     if isinstance(saved, datasets.DatasetDict):
         if source.split not in saved:
             raise UserError(f"{file} has no split {source.split}; it has {', '.join(map(str, saved))}.")
-        saved = saved[source.split]
-    elif source.split != "train":
+        return saved[source.split]
+    if source.split != "train":
         raise UserError(
             f"{file} has no splits, so split={source.split} would read all its rows; leave it out."
         )
-    for number in range(start, len(saved)):
-        file.share = number / len(saved)
-        yield Origin(file.path, number + 1, number), ArrowRow(saved[number])
+    return saved
 
 
 def hub_revision(source: Source) -> str:

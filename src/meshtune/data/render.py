@@ -7,18 +7,20 @@ Templates run in transformers' immutable Jinja sandbox and nowhere else.
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
 from meshtune.compat import template_day
-from meshtune.data.control import ControlTokens, Treatment, unmarked
-from meshtune.data.example import TOO_LONG, BadRow, Example, Mask, checked_text, render_limit
-from meshtune.data.messages import closed, is_empty, opened, thought_in, turns_of, with_thought
+from meshtune.data.example import TOO_LONG, BadRow, Example, Mask, Note, checked_text
+from meshtune.data.messages import closed, is_empty, opened, turns_of, with_thought
 from meshtune.data.probe import ANSWER, QUESTION, Writes, adapted, prompt_behind, unwritten, writes
 from meshtune.data.rows import last_answer, no_answer
-from meshtune.data.tokens import TextTokenizer, common_prefix
+from meshtune.data.template import render_limit
+from meshtune.data.tokens import ControlTokens, TextTokenizer, Treatment, common_prefix, unmarked
 from meshtune.errors import UserError, quoted, reason_of
 
 TrainOn = Literal["assistant", "completion", "all"]
@@ -34,19 +36,15 @@ class Chat(NamedTuple):
     messages: list[dict]
     tools: list | None
     turns: list[int]  # indices of the messages that are labelled, or under train_on=all of those that are not
-    control: tuple[str, ...] = ()  # control tokens in its contents, and what becomes of them, once a message
-    plain: frozenset[int] = frozenset()  # turns whose end is found without an upto: see `Renderer._plain`
+    notes: tuple[Note, ...] = ()  # on control tokens in its contents, one for each in a message
 
     def requests(self) -> Iterator[Request]:
-        """The rendering of the whole, then of each labelled turn's head and, where it is needed, upto."""
+        """The whole, then head and upto of each labelled turn; the upto of the last message is the whole."""
         yield self.messages, False, self.tools
         for turn in self.turns:
             yield self.messages[:turn], True, self.tools
-            if self.needs_upto(turn):
+            if turn + 1 < len(self.messages):
                 yield self.messages[: turn + 1], False, self.tools
-
-    def needs_upto(self, turn: int) -> bool:
-        return turn + 1 < len(self.messages) and turn not in self.plain
 
 
 class Turn(NamedTuple):
@@ -64,35 +62,25 @@ class Rendered(NamedTuple):
     full: str
     turns: list[Turn]
     final: Literal["answer", "call", "other"]  # the last message: the assistant's, its tool call, another's
-    unwritten: tuple[str, ...] = ()  # see Document
-    control: tuple[str, ...] = ()  # see Document
+    notes: tuple[Note, ...] = ()
 
 
+@dataclass(eq=False)
 class Renderer:
     """Renders conversations with the chat template of a tokenizer.
 
-    train_on, split_turns, control_tokens: see `encode.Encoder`. tokens: of the tokenizer. ends: texts of the
-    tokens that generation stops at. variables: of the template, given to every rendering. day: that
-    its clock writes; None: now.
+    train_on, split_turns, control_tokens: see `encode.Encoder`.
     """
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        train_on: TrainOn,
-        tokens: TextTokenizer,
-        variables: Mapping[str, Any],
-        *,
-        ends: tuple[str, ...],
-        split_turns: bool,
-        control_tokens: ControlTokens,
-        day: str | None = None,
-    ) -> None:
-        self.tokenizer, self.train_on, self.tokens = tokenizer, train_on, tokens
-        self.special, self.ends = tokens.special_texts, ends
-        self._control_tokens: ControlTokens = control_tokens
-        self.split_turns, self.day = split_turns, day
-        self.variables = dict(variables)
+    tokenizer: PreTrainedTokenizerBase
+    train_on: TrainOn
+    tokens: TextTokenizer  # of the tokenizer
+    variables: Mapping[str, Any]  # of the template, given to every rendering
+    _: KW_ONLY
+    ends: tuple[str, ...]  # texts of the tokens that generation stops at
+    split_turns: bool
+    control_tokens: ControlTokens
+    day: str | None = None  # that the template's clock writes; None: now
 
     def chat(self, example: Example) -> Chat:
         """The conversation of a row, in the form that the template can write. Raises BadRow."""
@@ -103,8 +91,7 @@ class Renderer:
             if messages[index]["role"] == "assistant" and is_empty(messages[index]):
                 raise BadRow("empty answer", f"message {index + 1} (assistant) is empty")
         messages, tools, control = self.treatment.of(messages, example.tools, trained)
-        plain = self._plain(messages, turns) if len(turns) > 2 and tools is None else frozenset()
-        return Chat(self.adapt(messages), tools, turns, control, plain)
+        return Chat(self.adapt(messages), tools, turns, control)
 
     @cached_property
     def treatment(self) -> Treatment:
@@ -117,7 +104,7 @@ class Renderer:
         # The text between and behind the contents; a system prompt of the template's own comes before them.
         around = [piece for text in texts for piece in words.split(text)[1:]]
         of_turns = [token for token in marks if any(token in piece for piece in around)]
-        return Treatment(self._control_tokens, [*self.special, *of_turns], self.tokens.can_write)
+        return Treatment(self.control_tokens, [*self.tokens.special_texts, *of_turns], self.tokens.can_write)
 
     def messages(self, example: Example) -> list[dict]:
         """The conversation, up to its last assistant turn unless everything is labelled; raises BadRow."""
@@ -142,40 +129,6 @@ class Renderer:
     @cached_property
     def can(self) -> Writes:
         return writes(self.render)
-
-    def _plain(self, messages: list[dict], turns: Sequence[int]) -> frozenset[int]:
-        """The turns whose end is found in the whole text: behind the head, the content and `plain_ending`.
-
-        They have nothing but content, without a thought. The first labelled turn is never one, so that each
-        conversation shows whether the template rewrites what was said before.
-        """
-        if self.plain_ending is None or not self.can.text:
-            return frozenset()
-        plain = frozenset(("role", "content"))
-        return frozenset(
-            turn
-            for turn in turns[1:]
-            if messages[turn].keys() == plain
-            and isinstance(messages[turn]["content"], str)
-            and not thought_in(messages[turn]["content"])
-        )
-
-    @cached_property
-    def plain_ending(self) -> str | None:
-        """Text between the content of an answer and the end of its turn, in the middle of a conversation.
-
-        None if the template writes an answer otherwise while it is the last, or not behind its generation
-        prompt.
-        """
-        messages = turns_of(*["user", "assistant"] * 2)
-        try:
-            chat = Chat(messages, None, [1])
-            rendered = self.rendered(chat, [self.render(*request) for request in chat.requests()])
-        except BadRow:
-            return None
-        (turn,) = rendered.turns
-        written = turn.head + messages[1]["content"]
-        return rendered.full[len(written) : turn.stop] if rendered.full.startswith(written) else None
 
     def adapt(self, messages: Sequence[dict]) -> list[dict]:
         """The messages in the form that the template can write."""
@@ -215,27 +168,27 @@ class Renderer:
         return turns
 
     def render_all(self, requests: Sequence[Request]) -> list[str | BadRow]:
-        """Render each request; those without tools in one call of transformers per kind of ending."""
-        texts: list[str | BadRow | None] = [None] * len(requests)
+        """Render each request; those without tools, TOGETHER at a time, in one call per kind of ending."""
+        texts: dict[int, str | BadRow] = {}
         for ending in (False, True):
             every = [i for i, (_, prompt, tools) in enumerate(requests) if prompt is ending and tools is None]
             for group in (every[start : start + TOGETHER] for start in range(0, len(every), TOGETHER)):
-                try:
-                    with render_limit(len(group)), template_day(self.day):
-                        rendered = self.tokenizer.apply_chat_template(
-                            [requests[i][0] for i in group],
-                            tokenize=False,
-                            add_generation_prompt=ending,
-                            **self.variables,
-                        )
-                except Exception:
-                    continue  # the template refuses some row: rendered one by one below, to find out which
-                for i, text in zip(group, rendered, strict=True):
-                    texts[i] = self._ended(_checked(text), ending)  # pyright: ignore[reportArgumentType]
-        return [
-            self.render(*request) if text is None else text
-            for text, request in zip(texts, requests, strict=True)
-        ]
+                with suppress(Exception):  # the template refuses some row: rendered one by one below
+                    rendered = self._apply([requests[i][0] for i in group], ending, None, len(group))
+                    texts |= {
+                        i: self._ended(_checked(text), ending)
+                        for i, text in zip(group, rendered, strict=True)
+                    }
+        return [texts[i] if i in texts else self.render(*request) for i, request in enumerate(requests)]
+
+    def _apply(
+        self, messages: list, generation: bool, tools: list | None, conversations: int = 1
+    ) -> str | list[str]:
+        """Text that the template writes for a conversation, or texts for a list of several."""
+        with render_limit(conversations), template_day(self.day):
+            return self.tokenizer.apply_chat_template(  # pyright: ignore[reportReturnType]
+                messages, tools=tools, tokenize=False, add_generation_prompt=generation, **self.variables
+            )
 
     def render(self, messages: list[dict], generation: bool, tools: list | None) -> str | BadRow:
         """Text of a conversation, with the generation prompt if `generation`, else without; a BadRow if that
@@ -260,15 +213,12 @@ class Renderer:
 
     @cached_property
     def _prompt_behind(self) -> str:
-        return prompt_behind(self._written, self.ends, self.special)
+        return prompt_behind(self._written, self.ends, self.tokens.special_texts)
 
     def _written(self, messages: list[dict], generation: bool, tools: list | None) -> str | BadRow:
         """The text as the template writes it. As `render`."""
         try:
-            with render_limit(), template_day(self.day):
-                text = self.tokenizer.apply_chat_template(
-                    messages, tools=tools, tokenize=False, add_generation_prompt=generation, **self.variables
-                )
+            text = self._apply(messages, generation, tools)
         except UserError:
             raise
         except Exception as error:  # a template is a program of its own: it may fail in any way
@@ -288,28 +238,28 @@ class Renderer:
         whole = rendering = next(renderings)
         last = len(chat.messages) - 1
         template = str(self.tokenizer.chat_template)
-        parts: list[tuple[int, str, str | None]] = []  # number, head and upto of each labelled turn
+        parts: list[tuple[int, str, str]] = []  # number, head and upto of each labelled turn
         for number in chat.turns:
-            head, upto = next(renderings), next(renderings) if chat.needs_upto(number) else None
-            if number == last:
-                upto = whole = with_thought(head, whole, chat.messages[number], template)
-            elif upto is not None:
-                upto = with_thought(head, upto, chat.messages[number], template)
+            head = next(renderings)
+            upto = with_thought(
+                head, next(renderings) if number < last else whole, chat.messages[number], template
+            )
+            whole = upto if number == last else whole
             parts.append((number, head, upto))
         turns = []
         for number, prompt, upto in parts:
             head = self._with_header(prompt, whole)
             thought = opened(head)
             if not whole.startswith(thought.before + thought.marker if thought else head):
-                raise BadRow("prompt is no prefix", _differ("its generation prompt", number, head, whole))
-            stop = len(whole) if number == last else self._stop(chat, number, head, upto, whole)
+                raise BadRow("prompt is not a prefix", _differ("its generation prompt", number, head, whole))
+            stop = len(whole) if number == last else len(self.up_to(number, upto, whole))
             if stop < len(head) and thought is None:
                 raise not_written(number)
             turns.append(Turn(number, head, stop, thought is not None))
         answers = chat.messages[last]["role"] == "assistant"
         final = "other" if not answers else "call" if chat.messages[last].get("tool_calls") else "answer"
         added = last if whole != rendering else None
-        return Rendered(whole, turns, final, self._unwritten(chat, rendering, added), chat.control)
+        return Rendered(whole, turns, final, self._unwritten(chat, rendering, added) + chat.notes)
 
     def _with_header(self, head: str, whole: str) -> str:
         """`head`, and the assistant's header behind it where the generation prompt lacks that: behind another
@@ -321,29 +271,19 @@ class Renderer:
         thought, rest = opened(usual) or closed(usual), whole[len(head) :]
         for header in [usual, *([thought.before] if thought else [])]:
             between, found, _ = rest.partition(header)
-            for token in self.special:
+            for token in self.tokens.special_texts:
                 between = between.replace(token, "")
             if found and not between.strip():
                 return whole[: len(head) + rest.index(header) + len(header)]
         return head
 
-    def _stop(self, chat: Chat, number: int, head: str, upto: str | None, whole: str) -> int:
-        """Characters of `whole` up to the end of a turn. upto: None if it was not rendered. Raises BadRow."""
-        if upto is None:
-            written = head + chat.messages[number]["content"] + str(self.plain_ending)
-            if whole.startswith(written):
-                return len(written)
-            upto = _raise_bad(self.render(chat.messages[: number + 1], False, chat.tools))
-            upto = with_thought(head, upto, chat.messages[number], str(self.tokenizer.chat_template))
-        return len(self.up_to(number, upto, whole))
-
-    def _unwritten(self, chat: Chat, rendering: str, added: int | None) -> tuple[str, ...]:
-        """Names of what the template leaves out. Raises BadRow if it was to be trained on.
+    def _unwritten(self, chat: Chat, rendering: str, added: int | None) -> tuple[Note, ...]:
+        """Notes on what the template leaves out. Raises BadRow if it was to be trained on.
 
         rendering, added: see `probe.unwritten`. Under split_turns what is left out of an earlier answer is
         not named: it is trained on in a row of its own.
         """
-        names = []
+        notes: list[Note] = []
         for index, what, learnable in unwritten(chat.messages, chat.tools, rendering, added, self.render):
             answer = index is not None and chat.messages[index]["role"] == "assistant"
             trained = answer and (index in chat.turns) != (self.train_on == "all")
@@ -354,8 +294,8 @@ class Renderer:
                     "be trained on",
                 )
             if not (self.split_turns and answer):
-                names.append(what)
-        return tuple(names)
+                notes.append(("unwritten", what))
+        return tuple(notes)
 
     def up_to(self, number: int, upto: str, whole: str) -> str:
         """The part of `upto` that ends with the end marker. Raises BadRow if that isn't a prefix of `whole`.
@@ -368,13 +308,13 @@ class Renderer:
             # Some templates (Phi-3's) close the last turn with one more eos, not there in the middle.
             marked = self._up_to_marker(upto.removesuffix(eos))
         if not whole.startswith(marked):
-            raise BadRow("turn is no prefix", _differ("the end of the conversation", number, upto, whole))
+            raise BadRow("turn is not a prefix", _differ("the end of the conversation", number, upto, whole))
         return marked
 
     def _up_to_marker(self, text: str) -> str:
         """`text` without white space after a final special token: its tokens depend on what follows."""
         stripped = text.rstrip()
-        return stripped if stripped.endswith(self.special) else text
+        return stripped if stripped.endswith(self.tokens.special_texts) else text
 
 
 def _checked(text: str) -> str | BadRow:

@@ -19,12 +19,12 @@ from meshtune.data.example import (
     ROWS_FOLDER,
     SHOWN,
     BadRow,
-    Dropped,
     Example,
     Notes,
     OnBadRow,
     Origin,
     Source,
+    Tally,
     bad_rows_error,
     is_absent,
 )
@@ -55,8 +55,7 @@ def examples(
     *,
     on_bad_row: OnBadRow,
     needs_answer: bool = True,
-    dropped: Dropped | None = None,
-    notes: Notes | None = None,
+    tally: Tally | None = None,
 ) -> Iterator[Example]:
     """Yield the example of each raw row of `source`, in order; rows that it leaves out on purpose are not.
 
@@ -64,13 +63,13 @@ def examples(
 
     The format is that of `detect`, by the first row that is an object; raises UserError as that does.
     `needs_answer` makes a conversation without an assistant turn a bad row (false for train_on=all).
-    `dropped` counts the rows that `on_bad_row="skip"` leaves out, `notes` what is not used of the others.
+    `tally` counts the rows that `on_bad_row="skip"` leaves out, and notes what is not used of the others.
     With `on_bad_row="error"` nothing more is yielded after the first bad row: up to LOOK_AHEAD more rows are
     checked, and one UserError describes the first SHOWN bad ones (file, line, reason) and counts all of them.
     """
     if on_bad_row not in ("error", "skip"):
         raise UserError(f"data.on_bad_row={on_bad_row} is unknown; it is error or skip.")
-    notes = notes or Notes()
+    tally = tally or Tally()
     format_name: str | None = None
     unseen = {ours: theirs for ours, theirs in source.columns if ours in OPTIONAL}
     problems: list[str] = []
@@ -83,11 +82,10 @@ def examples(
             format_name = detect(source, column_names(row, dict(source.columns).values()))
         try:
             # Without a format yet, the row has no columns, and so it is bad whatever the format is.
-            example = _example(origin, row, format_name or "text", source, needs_answer, notes)
+            example = _example(origin, row, format_name or "text", source, needs_answer, tally.notes)
         except BadRow as bad:
             if on_bad_row == "skip":
-                if dropped is not None:
-                    dropped.counts[bad.reason] += 1
+                tally.bad_rows[bad.reason] += 1
                 continue
             total += 1
             first_bad = first_bad or rows
@@ -101,7 +99,7 @@ def examples(
     if total:
         raise bad_rows_error(problems, total, rows)
     if rows:
-        notes.unfound.update(f"{ours} to {theirs} of {source.path}" for ours, theirs in unseen.items())
+        tally.notes.unfound.update(f"{ours} to {theirs} of {source.path}" for ours, theirs in unseen.items())
 
 
 def _example(
@@ -226,8 +224,8 @@ def _refuse_other_kinds(columns: Columns, format_name: str, where: Mapping[str, 
     if boolean and "label" not in where and format_name not in ("text", "tokens"):
         raise BadRow(
             "KTO data",
-            "the row has a label, true or false, beside its answer: it is KTO data, of good and bad answers. "
-            "To fine-tune on the good ones, set data.where={label: true}",
+            "the row has a label, true or false, next to its answer: it is KTO data, of good and bad "
+            "answers. To fine-tune on the good ones, set data.where={label: true}",
         )
 
 
@@ -337,5 +335,5 @@ def _line(row: Any, place: str) -> str:
         line = json.dumps(dict(row), ensure_ascii=False, allow_nan=False)
         line.encode()
     except (TypeError, ValueError, RecursionError) as error:
-        raise UserError(f"{place} holds what is no JSON value: {error}.") from None
+        raise UserError(f"{place} holds a value that JSON does not have: {error}.") from None
     return f"{line}\n"

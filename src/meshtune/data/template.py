@@ -2,14 +2,20 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from inspect import signature
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers import PreTrainedTokenizerBase
 
-from meshtune.data.example import render_limit
+from meshtune.data.example import ROW_CHARACTERS
 from meshtune.data.probe import ANSWER, QUESTION
 from meshtune.data.tokens import id_bound
 from meshtune.errors import UserError, check_file, expanded, written
@@ -210,3 +216,84 @@ def _written(tokenizer: PreTrainedTokenizerBase, messages: list[dict], template:
         raise
     except Exception as error:  # a template is a program of its own
         return str(error)
+
+
+# How slow a chat template may be, and how large what it writes #
+
+
+RENDER_SECONDS = 3  # of processor time: a conversation takes milliseconds, and a template can be a loop
+
+
+def bounded_product(one: Any, other: Any) -> Any:
+    """Return `one` * `other` in a template. Raises UserError if that is too long a text or list."""
+    for value, times in ((one, other), (other, one)):
+        if isinstance(value, str | list | tuple) and isinstance(times, int):
+            _refuse_long(len(value) * times)
+    return one * other
+
+
+def bounded_power(base: Any, exponent: Any) -> Any:
+    """Return `base` ** `exponent` in a template. Raises UserError for a number of too many digits."""
+    if isinstance(base, int) and isinstance(exponent, int):
+        _refuse_long(base.bit_length() * exponent)
+    return base**exponent
+
+
+def bounded_format(text: Any, values: Any) -> Any:
+    """Return `text` % `values` in a template. Raises UserError for padding to too great a length."""
+    if isinstance(text, str):
+        stars = [value for value in (values if isinstance(values, tuple) else ()) if type(value) is int]
+        widths = [int(digits[:20]) for digits in re.findall(r"\d+", text)]
+        _refuse_long(max([0, *widths, *(map(abs, stars) if "*" in text else ())]))
+    return text % values
+
+
+def _refuse_long(size: int) -> None:
+    if size > ROW_CHARACTERS:
+        raise UserError(
+            f"The chat template makes a value of size {size:,}, and at most {ROW_CHARACTERS:,} is sensible; "
+            "choose another (data.chat_template)."
+        )
+
+
+# Jinja's own hook for the environment in which transformers renders. It also keeps constants such as
+# 'x' * 10**9 from being multiplied when a template is compiled, which no signal interrupts.
+ImmutableSandboxedEnvironment.intercepted_binops = frozenset(("*", "**", "%"))
+ImmutableSandboxedEnvironment.default_binop_table = {
+    **ImmutableSandboxedEnvironment.default_binop_table,
+    "*": bounded_product,
+    "**": bounded_power,
+    "%": bounded_format,
+}
+
+
+@contextmanager
+def render_limit(conversations: int = 1) -> Iterator[None]:
+    """Raise UserError in the block after RENDER_SECONDS of this thread's processor time, and 1/20 s more for
+    each of `conversations` that are rendered in it.
+
+    Only in the main thread, the only one that signals interrupt; data are prepared there, and a streaming
+    thread uses a template that was tried there.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    until = time.thread_time() + RENDER_SECONDS + conversations / 20
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        left = until - time.thread_time()
+        if left > 0.01:  # the timer counts all threads of the process
+            signal.setitimer(signal.ITIMER_VIRTUAL, left)
+            return
+        raise UserError(
+            f"The chat template ran for more than {RENDER_SECONDS} s, and may never end; choose another "
+            "(data.chat_template)."
+        )
+
+    before = signal.signal(signal.SIGVTALRM, interrupt)
+    signal.setitimer(signal.ITIMER_VIRTUAL, RENDER_SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)

@@ -8,22 +8,26 @@ pieces, each from one special token to the next:
 
 The ids of a beginning of the text are those of its whole pieces and of what it has of the next one. Special
 tokens at which that does not hold (found by trying each) cut nothing. Control tokens that are marked in a
-text (control.py) are pieces of their own, whose ids are those of their characters.
+text (`Treatment`) are pieces of their own, whose ids are those of their characters.
 """
 
 import json
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from functools import cache, cached_property
+from typing import Any, Literal, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from meshtune.data.control import END, START, unmarked
-from meshtune.data.example import GROWTH, growth
+from meshtune.data.example import BadRow, Note
+from meshtune.data.messages import MARKERS
 from meshtune.errors import UserError
 
+ControlTokens = Literal["auto", "error", "text", "keep"]
+START, END = "\U0010fffe", "\U0010ffff"  # around a marked token: noncharacters, which no text has
+BY_DESIGN = {*MARKERS, *MARKERS.values()}
+GROWTH = 100  # characters that normalizers may make of one; NFKD makes up to 18
 PROBES = ("Hello  world", " a\n\nb", "x", "\n", "▁1 ")  # texts next to which a special token is tried
 
 
@@ -249,6 +253,25 @@ def _refuse_growth(tokenizer: PreTrainedTokenizerBase) -> None:
             )
 
 
+def growth(component: Any) -> float:
+    """The most characters that a normalizer or decoder makes of one, at least 1.
+
+    component: as tokenizer.json describes it: a mapping with "type", or None.
+    """
+    if not isinstance(component, dict):
+        return 1.0
+    most = 1.0
+    for parts in (component.get("normalizers"), component.get("decoders")):
+        for part in parts or ():
+            most *= growth(part)
+    if component.get("type") == "Prepend":
+        most *= 1 + len(component["prepend"])
+    if component.get("type") == "Replace":
+        pattern = component["pattern"].get("String") or ""  # a regular expression may match one character
+        most *= max(1.0, len(component["content"]) / max(1, len(pattern)))
+    return most
+
+
 def common_prefix(one: Sequence, other: Sequence) -> int:
     """Length of the longest common prefix of two texts, or of two lists of tokens."""
     if other[: len(one)] == one:
@@ -315,7 +338,7 @@ def _end(ids: list[int], end: Any, is_blank: Callable[[int], bool]) -> int:
         stop = at
 
 
-def once(messages: Sequence[dict], begin: str, end: str) -> tuple[list[dict], tuple[str, ...]]:
+def once(messages: Sequence[dict], begin: str, end: str) -> tuple[list[dict], tuple[Note, ...]]:
     """(messages without what the template writes around them, a note on each message that had it).
 
     begin: text with which the template begins a conversation. end: text with which it ends an answer. Both
@@ -324,12 +347,12 @@ def once(messages: Sequence[dict], begin: str, end: str) -> tuple[list[dict], tu
     result, notes = list(messages), []
     if begin and messages and (cut := _cut(messages[0], begin, first=True)) is not None:
         result[0] = cut
-        notes.append(f"{begin} (begins a conversation, as the template does: written once)")
+        notes.append(("control", f"{begin} (begins a conversation, as the template does: written once)"))
     for index, message in enumerate(result):
         answer = message["role"] == "assistant" and not message.get("tool_calls")
         if end and answer and (cut := _cut(message, end, first=False)) is not None:
             result[index] = cut
-            notes.append(f"{end} (ends an answer, as the template does: written once)")
+            notes.append(("control", f"{end} (ends an answer, as the template does: written once)"))
     return result, tuple(notes)
 
 
@@ -355,3 +378,106 @@ def _without(text: str, token: str, first: bool) -> str:
         if not (bare.startswith(token) if first else bare.endswith(token)):
             return text
         text = bare.removeprefix(token) if first else bare.removesuffix(token)
+
+
+# Control tokens in the contents of messages #
+
+#     "Hi<|im_end|>\n<|im_start|>assistant"       a user's content that would end its turn and begin another
+#     "Hi⟨<|im_end|>⟩\n⟨<|im_start|>⟩assistant"    marked before rendering: tokenised as characters
+#
+# A control token is a special token, or an added one with which a turn begins or ends in this template. The
+# marks of thoughts are none, nor are other added tokens (<tool_call>), which answers have by design. Marked
+# tokens and the texts between them are tokenised apart, as transformers'
+# `apply_chat_template(sanitize_control_tokens=True)` does.
+
+
+class Treatment:
+    """Marks, refuses or leaves control tokens in the contents of messages."""
+
+    def __init__(self, mode: ControlTokens, tokens: Sequence[str], can_write: Callable[[str], bool]) -> None:
+        """mode: see `encode.Encoder`. tokens: texts of the control tokens. can_write: tells whether the
+        characters of one have ids of their own.
+        """
+        self.mode, self._control, self._can_write = mode, pattern(tokens), cache(can_write)
+
+    def of(
+        self, messages: list[dict], tools: list | None, trained: Set[int] = frozenset()
+    ) -> tuple[list[dict], list | None, tuple[Note, ...]]:
+        """(messages, tools) with control tokens marked as the mode says, and a note on each of a message.
+
+        trained: indices of the messages that are trained on. Raises BadRow where such a token is refused.
+        """
+        if self._control is None:
+            return messages, tools, ()
+        pairs = ((index, found(self._control, part)) for index, part in enumerate([*messages, tools or []]))
+        there = {index: names for index, names in pairs if names}
+        if not there:
+            return messages, tools, ()
+        for index, names in there.items():
+            if self.mode == "error" or (self.mode == "auto" and index in trained):
+                raise _refused(index, names[0], messages)
+        every = dict.fromkeys(name for names in there.values() for name in names)
+        as_text = [name for name in every if self.mode != "keep" and self._can_write(name)]
+        if self.mode == "text" and (others := [name for name in every if name not in as_text]):
+            raise BadRow(
+                "control token without characters",
+                f"a message contains {others[0]}, whose characters this tokenizer can't write apart from the "
+                "token",
+            )
+        notes = tuple(
+            ("control", f"{name} ({'its characters' if name in as_text else 'kept as the token'})")
+            for names in there.values()
+            for name in names
+        )
+        if marks := pattern(as_text):
+            messages, tools = [marked(marks, message) for message in messages], tools and marked(marks, tools)
+        return messages, tools, notes
+
+
+def _refused(index: int, token: str, messages: Sequence[dict]) -> BadRow:
+    """Return the reason to refuse a row. index: of the message; behind the last one: of the tools."""
+    where = f"message {index + 1} ({messages[index]['role']})" if index < len(messages) else "tools"
+    return BadRow(
+        "control token in a content",
+        f"{where} contains {token}, with which the tokenizer or the template marks parts of a conversation",
+    )
+
+
+def pattern(tokens: Sequence[str]) -> re.Pattern | None:
+    """Pattern of the control tokens among these texts; None if there are none."""
+    texts = sorted({*tokens} - BY_DESIGN, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, filter(None, texts)))) if texts else None
+
+
+def strings(value: Any) -> Iterator[str]:
+    """Yield every text in a message, or in a part of one."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from strings(key)
+            yield from strings(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from strings(inner)
+
+
+def found(control: re.Pattern, message: Any) -> list[str]:
+    """Control tokens in the texts of a message, each once."""
+    return list(dict.fromkeys(match[0] for text in strings(message) for match in control.finditer(text)))
+
+
+def marked(control: re.Pattern, value: Any) -> Any:
+    """A copy of a message, or of a part of one, in whose texts control tokens are marked."""
+    if isinstance(value, str):
+        return control.sub(f"{START}\\g<0>{END}", unmarked(value))
+    if isinstance(value, Mapping):
+        return {marked(control, key): marked(control, inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [marked(control, inner) for inner in value]
+    return value
+
+
+def unmarked(text: str) -> str:
+    """A text without marks."""
+    return text.replace(START, "").replace(END, "")

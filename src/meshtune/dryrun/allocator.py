@@ -15,11 +15,10 @@ blocks, as torch's does where nothing calls record_stream (FSDP2, and NCCL's col
 
 from __future__ import annotations
 
-from array import array
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 MIN_BLOCK_SIZE = 512  # kMinBlockSize: all sizes are rounded up to it
@@ -56,14 +55,6 @@ class Event(NamedTuple):
     key: Hashable = None  # of the allocation; None: of a segment
 
 
-class Level(NamedTuple):
-    """Bytes after a request."""
-
-    at: int  # operation, by number
-    active: int
-    reserved: int
-
-
 @dataclass(eq=False, slots=True)
 class Block:
     """Neighbouring bytes of one segment: allocated, free, or addresses without memory."""
@@ -84,22 +75,12 @@ class Block:
         return self.bytes, self.address
 
 
-class Part(NamedTuple):
-    """A block as it is at one time."""
-
-    address: int
-    bytes: int
-    asked: int  # bytes of its request; 0: it is free
-    allocated: bool
-    key: Hashable
-
-
 class Segment(NamedTuple):
     """Neighbouring memory that the driver gave."""
 
     stream: str
     small: bool
-    blocks: list[Part]  # by address
+    blocks: list[Block]  # by address, as they were when the segment was listed
 
 
 @dataclass
@@ -109,19 +90,12 @@ class Replay:
     Peaks are those of the sequence, whatever was before.
     """
 
-    levels: array[int] = field(default_factory=lambda: array("q"))  # three numbers a request: its Level
     events: list[Event] = field(default_factory=list)  # if the allocator records them
     active: int = 0  # peak
     reserved: int = 0  # peak
     flushes: int = 0  # times that the GPU was full and all free segments were given back (num_alloc_retries)
     out_of_memory: Request | None = None  # the request that did not fit; the replay ends with it
     segments: list[Segment] = field(default_factory=list)  # at the end
-
-    @property
-    def timeline(self) -> list[Level]:
-        """Bytes after each request."""
-        numbers = iter(self.levels)
-        return [Level(*each) for each in zip(numbers, numbers, numbers, strict=True)]
 
 
 class OutOfMemory(Exception):
@@ -187,9 +161,7 @@ class Allocator:
                 if block.mapped:
                     if block.before is None or not block.before.mapped:
                         found.append(Segment(block.stream, block.small, []))
-                    found[-1].blocks.append(
-                        Part(block.address, block.bytes, block.asked, block.allocated, block.key)
-                    )
+                    found[-1].blocks.append(replace(block, before=None, after=None))
                 block = block.after
         return found
 
@@ -368,7 +340,6 @@ def replay(requests: Iterable[Request], allocator: Allocator | None = None) -> R
             except OutOfMemory:
                 found.out_of_memory = request
                 break
-        found.levels.extend((request.at, allocator.active, allocator.reserved))
         found.active = max(found.active, allocator.active)
         found.reserved = max(found.reserved, allocator.reserved)
     found.segments = allocator.segments()

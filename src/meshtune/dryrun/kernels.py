@@ -11,12 +11,10 @@ Without torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from meshtune.dryrun.costs import Costs, moved_bytes, runs
-from meshtune.meter.trace import FORWARD, UPDATE, Operation, RankTrace, StepTrace
-from meshtune.report.dryrun.living import module_place
+from meshtune.meter.trace import FORWARD, UPDATE, Operation, RankTrace, StepTrace, module_place
 
 BLOCKS, EMBEDDING, HEAD, COMMUNICATION, UPDATES = PLACES = (
     "blocks", "embedding", "head and loss", "communication", "optimizer",
@@ -40,12 +38,12 @@ class Kernels:
         """FLOPs per byte moved; 0 where none is."""
         return self.flops / self.bytes if self.bytes else 0.0
 
-    def add(self, other: Kernels) -> None:
-        """Add another's numbers to these."""
-        self.launches += other.launches
-        self.flops += other.flops
-        self.bytes += other.bytes
-        self.seconds += other.seconds
+    def add(self, other: Kernels, times: float = 1.0) -> None:
+        """Add `times` another's numbers to these."""
+        self.launches += times * other.launches
+        self.flops += times * other.flops
+        self.bytes += times * other.bytes
+        self.seconds += times * other.seconds
 
 
 @dataclass
@@ -57,28 +55,18 @@ class KernelTable:
 
     def of_block(self) -> list[Kernels]:
         """Rows of the mean block, for one micro-batch."""
-        count = self.blocks or 1.0
-        return [
-            Kernels(
-                each.place, each.phase, each.name,
-                each.launches / count, each.flops / count, each.bytes / count, each.seconds / count,
-            )
-            for each in self.rows
-            if each.place == BLOCKS
-        ]  # fmt: skip
+        of_blocks = [row for row in self.rows if row.place == BLOCKS]
+        means = [Kernels(row.place, row.phase, row.name) for row in of_blocks]
+        for mean, row in zip(means, of_blocks, strict=True):
+            mean.add(row, 1 / (self.blocks or 1.0))
+        return means
 
     def totals(self) -> list[Kernels]:
-        """Sums by place and phase, in the order of PLACES and of a step."""
-        return merged(self.rows, name="all")
-
-
-def merged(rows: Iterable[Kernels], name: str) -> list[Kernels]:
-    """One row, called `name`, for each place and phase of the rows."""
-    sums: dict[tuple[int, str], Kernels] = {}
-    for row in rows:
-        key = PLACES.index(row.place), row.phase
-        sums.setdefault(key, Kernels(row.place, row.phase, name)).add(row)
-    return [sums[key] for key in sorted(sums, key=lambda key: key[0])]
+        """Sums by place and phase, named by the place, in the order of PLACES and of a step."""
+        sums: dict[tuple[str, str], Kernels] = {}
+        for row in self.rows:
+            sums.setdefault((row.place, row.phase), Kernels(row.place, row.phase, row.place)).add(row)
+        return sorted(sums.values(), key=lambda row: PLACES.index(row.place))
 
 
 def kernel_table(trace: RankTrace, costs: Costs | None = None, step: int = 2) -> KernelTable:
@@ -95,7 +83,7 @@ def kernel_table(trace: RankTrace, costs: Costs | None = None, step: int = 2) ->
         place, times = _place(each, outside), trace.times(each)
         row = _row(each, place, traced, costs)
         key = place, each.phase, row.name
-        sums.setdefault(key, Kernels(place, each.phase, row.name)).add(_times(row, times))
+        sums.setdefault(key, Kernels(place, each.phase, row.name)).add(row, times)
         if place == BLOCKS and each.phase == FORWARD:
             forwards[block_of(each.module), each.micro_batch] = times
     rows = sorted(sums.values(), key=lambda row: -row.seconds)
@@ -139,8 +127,3 @@ def _row(each: Operation, place: str, step: StepTrace, costs: Costs | None) -> K
         return Kernels(place, each.phase, name, 1, 0, collective.bytes, seconds)
     seconds = costs.compute(each, step.storages) if costs else 0.0
     return Kernels(place, each.phase, each.name, each.kernels, each.flops, moved_bytes(each), seconds)
-
-
-def _times(row: Kernels, times: float) -> Kernels:
-    numbers = (times * number for number in (row.launches, row.flops, row.bytes, row.seconds))
-    return Kernels(row.place, row.phase, row.name, *numbers)

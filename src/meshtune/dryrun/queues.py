@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 
@@ -40,7 +41,7 @@ class Run:
     contention: share of the time during a task that `slows` by which computation takes longer.
     """
 
-    def __init__(self, tasks: list[Task], contention: float) -> None:
+    def __init__(self, tasks: Sequence[Task], contention: float) -> None:
         self.tasks, self.contention = tasks, contention
         self.queues: dict[tuple[int, str], deque[int]] = {}
         self.hosts: dict[int, deque[int]] = {}

@@ -23,18 +23,16 @@ from typing import Any
 import psutil
 
 from meshtune.errors import UserError
-from meshtune.launch.failure import Failure, end_of_log, exit_code, how_it_ended, raise_first, record_failure
+from meshtune.launch.failure import Failure, end_of_log, failure_of, raise_first
 from meshtune.launch.place import Place
 from meshtune.launch.rank import RankLog, cores
-from meshtune.launch.start import die_with_parent, scratch_folder
+from meshtune.launch.start import child_process, scratch_folder
 from meshtune.layout import AXES, Layout
 from meshtune.meter.trace import RankTrace
 from meshtune.placement.census import Census
 from meshtune.placement.ranks import coordinates, rank_at
 from meshtune.placement.share import census_stages, stage_of_rank
-from meshtune.report.dryrun.living import ranges
-from meshtune.streams import flush
-from meshtune.units import counted, duration
+from meshtune.units import counted, duration, ranges
 
 SILENCE = 60.0  # seconds without CPU time after which a child counts as hung
 TICK = 0.05  # seconds of CPU time that a waiting process may use meanwhile
@@ -67,9 +65,9 @@ def distinct_ranks(census: Census, layout: Layout, seq_len: int) -> dict[int, st
     """Rank -> which pipeline ranks it stands for (`pipeline_copies`); only rank 0 without a pipeline.
 
     On the other axes index 0 is taken: pieces that are not equally long are longest there
-    (placement/split.py; FSDP2's shards), replicas are alike, and so are ranks of cp: the zigzag gives each as
-    many columns and (query, key) pairs, Ulysses as many heads. Only with packed documents the lengths of the
-    pieces that their attention runs over differ.
+    (placement/split.py; FSDP2's shards), replicas are alike, and so are ranks of cp: the zigzag gives each
+    the same number of columns and (query, key) pairs, Ulysses of heads. Only with packed documents the
+    lengths of the pieces that their attention runs over differ.
     """
     if layout.pp == 1:
         return {0: "all ranks"}
@@ -111,8 +109,8 @@ def ranks_to_trace(distinct: Mapping[int, str], layout: Layout, asked: Iterable[
 
 def _place(layout: Layout, rank: int) -> str:
     """Index on each axis of several ranks, as "pp 1, tp 3"."""
-    places = coordinates(layout, rank).items()
-    return ", ".join(f"{axis} {index}" for axis, index in places if getattr(layout, axis) > 1) or "alone"
+    places = [place for place in coordinates(layout, rank).items() if getattr(layout, place[0]) > 1]
+    return ", ".join(f"{axis} {index}" for axis, index in places) or "the only rank"
 
 
 # Trace them #
@@ -151,7 +149,8 @@ def trace_ranks(
                     rank, process = running.pop(sentinel)
                     process.join()
                     if not (folder / f"trace-{rank}").exists():
-                        raise_first([_failure(rank, process, folder)], [])
+                        name, now = f"The trace of rank {rank}", time.time()
+                        raise_first([failure_of(rank, process, folder, name=name, seconds=now)], [])
                     tell(f"rank {rank:,} of {world:,} traced")
             return [pickle.loads((folder / f"trace-{rank}").read_bytes()) for rank in ranks]
         finally:
@@ -175,33 +174,15 @@ def _child(trace: Callable[[int], RankTrace], place: Place, folder: Path, parent
 
     parent: the parent's process id, with which this process ends.
     """
-    die_with_parent(parent)
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a trace touches no GPU: torch's optimizers would ask it
-    os.setpgid(0, 0)  # a terminal's Ctrl-C reaches only the parent, which ends its children
-    log = folder / f"rank-{place.rank}.log"
-    RankLog(log)
-    faulthandler.enable()  # a crash in native code leaves its stack in the log
-    faulthandler.register(signal.SIGUSR2)  # and so does a hang, when the parent asks
-    try:
+    with child_process(parent, folder, place):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a trace touches no GPU: torch's optimizers would ask it
+        RankLog(folder / f"rank-{place.rank}.log")
+        faulthandler.enable()  # a crash in native code leaves its stack in the log
+        faulthandler.register(signal.SIGUSR2)  # and so does a hang, when the parent asks
         aside = folder / f".trace-{place.rank}"
         with aside.open("wb") as file:
             pickle.dump(trace(place.rank), file, pickle.HIGHEST_PROTOCOL)
         aside.rename(folder / f"trace-{place.rank}")
-    except BaseException as error:
-        record_failure(folder, place, error)
-        flush()
-        os._exit(exit_code(error))
-    flush()
-    os._exit(0)  # no clean-up of what the parent owns
-
-
-def _failure(rank: int, process: BaseProcess, folder: Path) -> Failure:
-    """The failure that the child recorded, else how its process ended."""
-    file = folder / f"failed-{rank}"
-    if file.exists():
-        return pickle.loads(file.read_bytes())
-    text = f"The trace of rank {rank} {how_it_ended(process.exitcode or 0)}{end_of_log(folder, rank)}"
-    return Failure(time.time(), text)
 
 
 def _ended(running: Mapping[int, tuple[int, BaseProcess]], folder: Path, silence: float) -> list[int]:

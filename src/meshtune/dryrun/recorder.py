@@ -11,9 +11,9 @@ It works on real tensors as on fake ones. An operation belongs to
 import math
 import sys
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from meshtune.dryrun.costs import ATTENTION, is_attention
@@ -61,65 +62,40 @@ OPERATORS = {
 PEER = {"send": "dst", "recv_": "src"}  # argument with the other rank's number in the group
 
 
-class Groups:
-    """The process groups of a layout's ranks, as axes. layout: of all ranks."""
+def collective_of(layout: Layout, func: Any, args: Any, kwargs: Any) -> Collective | None:
+    """The collective that a c10d operator runs with these arguments; None: it sends no tensor.
 
-    def __init__(self, layout: Layout) -> None:
-        self.layout = layout
-        self.members: dict[str, tuple[str, list[int], int]] = {}  # see `_members`, by the group's name
-
-    def collective(self, func: Any, args: Any, kwargs: Any) -> Collective | None:
-        """The collective that a c10d operator runs with these arguments; None: it sends no tensor.
-
-        Raises KeyError for an operator that is not known.
-        """
-        given = bound(func, args, kwargs)
-        if func._opname == "barrier":
-            return None
-        op, position = OPERATORS[func._opname]
-        group = dist.ProcessGroup.unbox(given["process_group"])
-        if group.group_name not in self.members:
-            self.members[group.group_name] = self._members(group)
-        axis, ranks, stride = self.members[group.group_name]
-        peer = PEER.get(func._opname)
-        return Collective(
-            op=op,
-            axis=axis,
-            ranks=len(ranks),
-            bytes=tensor_bytes(args[position]),
-            stride=stride,
-            peer=None if peer is None else ranks[given[peer]],
-            waits=not given.get("async_op", peer is not None),
-        )
-
-    def _members(self, group: dist.ProcessGroup) -> tuple[str, list[int], int]:
-        """(Axes along which a group's ranks differ, its ranks in the world, distance of the first two)."""
-        ranks = dist.get_process_group_ranks(group)
-        places = [coordinates(self.layout, rank) for rank in ranks]
-        axes = [name for name in AXES if len({place[name] for place in places}) > 1]
-        return "+".join(axes), ranks, ranks[1] - ranks[0] if len(ranks) > 1 else 1
+    layout: of all ranks. Raises KeyError for an operator that is not known.
+    """
+    if func._opname == "barrier":
+        return None
+    given = {argument.name: value for argument, value in arguments(func, args, kwargs)}
+    op, position = OPERATORS[func._opname]
+    ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(given["process_group"]))
+    peer = PEER.get(func._opname)
+    return Collective(
+        op=op,
+        axis=axis_of(layout, tuple(ranks)),
+        ranks=len(ranks),
+        bytes=sum(tensor.nbytes for tensor in tree_leaves(args[position])),
+        stride=ranks[1] - ranks[0] if len(ranks) > 1 else 1,
+        peer=None if peer is None else ranks[given[peer]],
+        waits=not given.get("async_op", peer is not None),
+    )
 
 
-def bound(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    """Arguments of an operator's call by name, those that were left out with their defaults."""
-    given = {}
+@cache
+def axis_of(layout: Layout, ranks: tuple[int, ...]) -> str:
+    """The axes along which these ranks of a layout differ, joined by "+"."""
+    places = [coordinates(layout, rank) for rank in ranks]
+    return "+".join(name for name in AXES if len({place[name] for place in places}) > 1)
+
+
+def arguments(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield each argument of an operator's schema with its value in a call; left out, its default."""
     for position, argument in enumerate(func._schema.arguments):
-        if position < len(args):
-            given[argument.name] = args[position]
-        else:
-            given[argument.name] = kwargs.get(argument.name, argument.default_value)
-    return given
-
-
-def tensor_bytes(values: Any) -> int:
-    """Bytes of a tensor, or of all in a nest of lists of them."""
-    if isinstance(values, Tensor):
-        return values.numel() * values.element_size()
-    return sum(tensor_bytes(value) for value in values)
-
-
-def is_collective(func: Any) -> bool:
-    return func.namespace == torch.ops.c10d.name
+        given = args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)
+        yield argument, given
 
 
 READ = torch.ops.aten._local_scalar_dense.default  # the host waits for one number of a device
@@ -140,13 +116,13 @@ NO_KERNEL = {  # operators that launch nothing on a GPU, besides views and colle
 MATMULS = {"aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm"}
 
 
+@dataclass(slots=True, eq=False)
 class Place:
     """Module, micro-batch and stage of an operation."""
 
-    __slots__ = ("micro_batch", "module", "stage")
-
-    def __init__(self, module: str, micro_batch: int, stage: int) -> None:
-        self.module, self.micro_batch, self.stage = module, micro_batch, stage
+    module: str
+    micro_batch: int
+    stage: int
 
 
 NOWHERE = Place("", -1, -1)
@@ -155,7 +131,7 @@ NOWHERE = Place("", -1, -1)
 class Recorder(Ledger):
     """Writes `trace`, the trace of one step, while it is entered.
 
-    model: this rank's stages. groups: of its layout. pairs: see flops_of. read: makes up the number that the
+    model: this rank's stages. layout: of all ranks. pairs: see flops_of. read: makes up the number that the
     host reads from a tensor; None: it is read.
     """
 
@@ -164,12 +140,12 @@ class Recorder(Ledger):
         device: torch.device,
         trace: StepTrace,
         model: nn.Module,
-        groups: Groups,
+        layout: Layout,
         *,
         pairs: Callable[[str, Any], float],
         read: Callable[[Tensor], Any] | None = None,
     ) -> None:
-        self.trace, self.model, self.groups, self.pairs, self.read = trace, model, groups, pairs, read
+        self.trace, self.model, self.layout, self.pairs, self.read = trace, model, layout, pairs, read
         self.names = module_names(model)
         self.parameter_names = {id(p): name for name, p in named_parameters(model)}
         self.numbers: dict[int, int] = {}  # address of a living storage -> its number in the trace
@@ -269,18 +245,18 @@ class Recorder(Ledger):
         if name in MATMULS:
             refuse_unlike(operation.module, given)
         nothing = func.is_view or name in NO_KERNEL
-        written = [] if nothing else [*made, *self.tensors(mutated(func, args, kwargs))]
+        changed = [value for each, value in arguments(func, args, kwargs) if _is_written(each)]
+        written = [] if nothing else [*made, *self.tensors(changed)]
         operation.shapes = tuple(tuple(tensor.shape) for tensor in given)
         result = (made or given)[:1]
         operation.dtype = str(result[0].dtype).removeprefix("torch.") if result else ""
         operation.reads, operation.writes = self._numbers(given), self._numbers(written)
-        operation.written = sum(map(element_bytes, unique(written)))
-        operation.read = sum(map(element_bytes, unique(given)))
+        operation.written, operation.read = distinct_bytes(written), distinct_bytes(given)
         for number in operation.writes:
             storage = self.trace.storages[number]
             if not storage.shape and made:
                 storage.shape, storage.dtype = tuple(made[0].shape), operation.dtype
-        if is_collective(func):
+        if func.namespace == torch.ops.c10d.name:
             operation.kernels = 0
             self._message(operation, func, args, kwargs)
             return
@@ -292,7 +268,7 @@ class Recorder(Ledger):
             self._host_read()
 
     def _message(self, operation: Operation, func: Any, args: Any, kwargs: Any) -> None:
-        collective = self.groups.collective(func, args, kwargs)
+        collective = collective_of(self.layout, func, args, kwargs)
         if collective is None:
             return
         buffers = {self.trace.storages[number].category for number in operation.reads}
@@ -368,18 +344,18 @@ class Recorder(Ledger):
         self.stack.pop()
 
     def __enter__(self) -> "Recorder":
-        self._hooks = ExitStack()
-        enter = register_module_forward_pre_hook(self._enter)
-        leave = register_module_forward_hook(self._leave, always_call=True)
-        self._hooks.callback(enter.remove)
-        self._hooks.callback(leave.remove)
+        self._hooks = (
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+        )
         super().__enter__()
         return self
 
     def __exit__(self, *details: Any) -> None:
         self.closed = True
         super().__exit__(*details)
-        self._hooks.close()
+        for hook in self._hooks:
+            hook.remove()
 
 
 def sequence_number() -> int:
@@ -395,23 +371,20 @@ def recomputing() -> bool:
 
 def module_names(model: nn.Module) -> dict[int, str]:
     """Path of each module in the whole model, by id. model: a list of stages."""
-    stages = [module for module in model.modules() if isinstance(module, Stage)]
-    return {id(module): name for stage in stages for name, module in stage.model.named_modules()}
+    return {id(module): name for stage in _stages(model) for name, module in stage.model.named_modules()}
 
 
 def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """(Name in the whole model, parameter) of all stages."""
-    stages = [module for module in model.modules() if isinstance(module, Stage)]
-    return [pair for stage in stages for pair in stage.model.named_parameters()]
+    return [pair for stage in _stages(model) for pair in stage.model.named_parameters()]
 
 
-def mutated(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """Arguments that an operator writes to."""
-    found = []
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            found.append(args[position] if position < len(args) else kwargs.get(argument.name))
-    return found
+def _stages(model: nn.Module) -> list[Stage]:
+    return [module for module in model.modules() if isinstance(module, Stage)]
+
+
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
 
 
 def refuse_unlike(module: str, factors: list[Tensor]) -> None:
@@ -424,15 +397,13 @@ def refuse_unlike(module: str, factors: list[Tensor]) -> None:
         )
 
 
-def unique(tensors: list[Tensor]) -> list[Tensor]:
-    """The tensors without repetitions of the same one."""
-    return list({id(tensor): tensor for tensor in tensors}.values())
-
-
-def element_bytes(tensor: Tensor) -> int:
-    """Bytes of a tensor's elements; those that an expanded dimension repeats count once."""
-    sizes = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride or not size)
-    return math.prod(sizes) * tensor.element_size()
+def distinct_bytes(tensors: list[Tensor]) -> int:
+    """Bytes of the tensors' elements; repeated tensors and expanded dimensions count once."""
+    total = 0
+    for tensor in {id(tensor): tensor for tensor in tensors}.values():
+        dims = zip(tensor.shape, tensor.stride(), strict=True)
+        total += math.prod(size for size, stride in dims if stride or not size) * tensor.element_size()
+    return total
 
 
 def line_outside_torch() -> str:

@@ -86,7 +86,8 @@ def requests_of(steps: Sequence[StepTrace], workspaces: Workspaces | None = None
             taken = _taken(step, number, workspaces, lasting) if workspaces else []
             requests += [*changes[number][:own], *taken, *changes[number][own:]]
         yield requests
-        left = {keys[number]: step.storages[number] for number in _left(step)}
+        living = step.living_at(len(step.operations))  # at the end of the step
+        left = {keys[number]: storage for number, storage in living.items()}
 
 
 def streams_of(step: StepTrace) -> list[str]:
@@ -128,21 +129,11 @@ def _taken(step: StepTrace, number: int, workspaces: Workspaces, lasting: set[st
     return [*requests, *taken, *(request._replace(allocated=False) for request in taken)]
 
 
-def _left(step: StepTrace) -> list[int]:
-    """Storages that live at the end of a step, in order of their allocation."""
-    living: dict[int, None] = {}
-    for change in step.changes:
-        if change.allocated:
-            living[change.storage] = None
-        else:
-            del living[change.storage]
-    return [*living]
-
-
 def _carried(left: Mapping[StorageKey, Storage], step: StepTrace) -> dict[int, StorageKey]:
     """Storages that existed before the step, by number -> their keys in the step before.
 
-    They are told by name, category and size, and those alike by order. left: of the step before.
+    They have the same name, category and size; those that are alike are matched by order. left: of the step
+    before.
     """
     known: dict[tuple[str, str, int], deque[StorageKey]] = defaultdict(deque)
     for key, storage in left.items():

@@ -1,7 +1,7 @@
 """A layout that was dry-run: its traced ranks, what it needs of a GPU, and the planner's prediction."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -14,15 +14,12 @@ from meshtune.dryrun.streams import StepTime, simulate
 from meshtune.dryrun.workspaces import Workspaces
 from meshtune.launch.allocator import SETTING
 from meshtune.layout import Layout
-from meshtune.meter.trace import PHASES, RankTrace, StepTrace
+from meshtune.meter.trace import RankTrace
 from meshtune.placement.columns import at
 from meshtune.plan.cluster import Cluster
-from meshtune.plan.facts import cluster_facts
 from meshtune.plan.memory.timeline import Liveness
 from meshtune.plan.search import Choice, peaks_of_ranks
 from meshtune.plan.workload import Workload
-from meshtune.report.dryrun.living import Peak, alike, levels, made_by
-from meshtune.report.dryrun.remedies import remedy
 from meshtune.units import counted, human
 
 
@@ -125,20 +122,6 @@ class Simulation:
         more = instead if least <= self.capacity else ""
         return f"{self.layout} does not fit: it needs {each}, {human(-free)} too much. {more}".rstrip()
 
-    def allocator(self, trace: RankTrace) -> dict[str, Any] | None:
-        """Facts of torch's allocator on a rank, its figures those of both steps; None for processors."""
-        if self.workspaces is None:
-            return None
-        replays, others = self.replays[trace.rank], self.other_replays[trace.rank]
-        return {
-            "expandable_segments": self.expandable,
-            "active_bytes": [replay.active for replay in replays],
-            "reserved_bytes": [replay.reserved for replay in replays],
-            "segments": [len(replay.segments) for replay in replays],
-            "other_reserved_bytes": [replay.reserved for replay in others],
-            "workspaces": [asdict(row) for row in self.workspaces.table(trace)],
-        }
-
     @cached_property
     def costs(self) -> Costs | None:
         """Seconds of operations; None for processors and for a model that the planner can't count."""
@@ -185,142 +168,3 @@ class Simulation:
         if self.costs is None or nccl is None:
             return []
         return differences(self.fullest.collectives(self.fullest.steps[-1]), nccl, self.costs.collective)
-
-    def time(self) -> dict[str, Any] | None:
-        """Facts of a later step's time, in seconds; None without `costs`."""
-        if self.workload is None or not self.times:
-            return None
-        first, later = self.times
-        return {
-            "seconds": later.seconds,
-            "first_step_seconds": first.seconds,
-            "tokens_per_second_per_gpu": self.workload.tokens / later.seconds / self.layout.world,
-            "parts": vars(later.parts),
-            "collectives": self.disagreements,
-        }
-
-    def as_dict(self, top: int = 0) -> dict[str, Any]:
-        """The document of `dryrun --json`; bytes and seconds. top: groups of each rank's largest tensors."""
-        ranks = [
-            facts | {"largest": largest(trace, self.layout, top)}
-            for facts, trace in zip(self._document["ranks"], self.traces, strict=True)
-        ]
-        return self._document | {"ranks": ranks}
-
-    @cached_property
-    def _document(self) -> dict[str, Any]:
-        return {
-            "model": self.model,
-            "layout": str(self.layout),
-            "world": self.layout.world,
-            "cluster": cluster_facts(self.cluster),
-            "kernels": self.kernels,
-            "documents": list(self.documents),
-            "fits": self.fits,
-            "need_bytes": self.need,
-            "outside_bytes": self.outside,
-            "capacity": self.capacity,
-            "fullest_rank": self.fullest.rank,
-            "time": self.time(),
-            "ranks": [
-                rank_facts(
-                    trace, self.stands_for[trace.rank], self.reserved(trace), self.kernels_of[trace.rank]
-                )
-                | {"allocator": self.allocator(trace), "predicted": self.predicted_memory(trace)}
-                for trace in self.traces
-            ],
-            "predicted": self.predicted and self.predicted.as_dict(),
-            "notes": list(self.notes),
-            "instead": list(self.instead),
-        }
-
-
-# Facts #
-
-
-EVENTS = 400  # entries of a timeline at most
-
-
-def rank_facts(trace: RankTrace, stands_for: str, reserved: int, kernels: KernelTable) -> dict[str, Any]:
-    """An entry of `ranks`; the outer figures are the second step's, which is like all later ones.
-
-    stands_for: ranks that are like this one. reserved: bytes that the allocator holds for the second step.
-    kernels: of that step.
-    """
-    first, second = trace.steps
-    return {
-        "rank": trace.rank,
-        "stands_for": stands_for,
-        "coordinates": trace.coordinates,
-        "stages": list(trace.stages),
-        "peak_bytes": second.peak()[0],
-        "reserved_bytes": reserved,
-        "flops": sum(trace.times(operation) * operation.flops for operation in second.operations),
-        "collectives": [kind._asdict() for kind in trace.collective_kinds(second)],
-        "phases": phases(kernels),
-        "host_reads": dict(second.host_reads),
-        "substitutes": list(trace.substitutes),
-        "micro_batches": {"traced": trace.micro_batches, "of": trace.of, "steady": trace.steady},
-        "trace_seconds": trace.seconds,
-        "steps": [step_facts(first), step_facts(second)],
-    }
-
-
-def largest(trace: RankTrace, layout: Layout, top: int) -> list[dict[str, Any]]:
-    """The `top` largest groups of tensors that are alike at the peak of later steps, with the setting that
-    removes or shrinks each; bytes are those of the whole group.
-    """
-    peak = Peak.of(trace.steps[-1])
-    return [
-        {
-            "bytes": tensors.bytes,
-            "count": tensors.count,
-            "tensor": tensors.name,
-            "made_by": made_by(tensors),
-            "shape": list(tensors.shape),
-            "dtype": tensors.dtype,
-            "category": tensors.category,
-            "setting": remedy(tensors, layout, peak.vocabulary),
-        }
-        for tensors in alike(peak.storages)[:top]
-    ]
-
-
-def phases(kernels: KernelTable) -> dict[str, dict[str, int]]:
-    """Kernels, FLOPs and bytes moved by each phase of a step; a collective is a kernel."""
-    sums: dict[str, dict[str, int]] = {
-        phase: dict.fromkeys(("kernels", "flops", "bytes"), 0) for phase in PHASES
-    }
-    for row in kernels.rows:
-        for name, number in zip(sums[row.phase], (row.launches, row.flops, row.bytes), strict=True):
-            sums[row.phase][name] += round(number)
-    return {phase: counts for phase, counts in sums.items() if any(counts.values())}
-
-
-def step_facts(step: StepTrace) -> dict[str, Any]:
-    """Peak of one step, its composition, the peak of each phase, and the timeline.
-
-    An entry of the timeline has the operation during which the bytes are held: phase, module and name.
-    """
-    peak, _ = step.peak()
-    return {
-        "step": step.step,
-        "peak_bytes": peak,
-        "by_category": positive(step.composition()),
-        "phases": {
-            phase: {"peak_bytes": size, "by_category": positive(parts)}
-            for phase, (size, parts) in step.peaks.items()
-        },
-        "timeline": [[event(step, at), positive(sizes)] for at, sizes in levels(step, EVENTS)],
-    }
-
-
-def positive(sizes: Mapping[str, int]) -> dict[str, int]:
-    """The categories that have any bytes."""
-    return {name: size for name, size in sizes.items() if size}
-
-
-def event(step: StepTrace, at: int) -> str:
-    """Name an operation of the step: "forward model.layers.0.mlp.up_proj aten.mm.default"."""
-    operation = step.operations[min(at, len(step.operations) - 1)]
-    return " ".join(filter(None, (operation.phase, operation.module, operation.name)))

@@ -22,9 +22,8 @@ from __future__ import annotations
 
 import gc
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 from meshtune.dryrun.costs import Costs, makes_weight_gradient, matmul_sizes, runs
 from meshtune.dryrun.queues import Run, Task
@@ -48,20 +47,30 @@ COMPUTE = "compute"
 NO_PASS = Pass("", -1, -1)
 
 
-class Interval(NamedTuple):
-    """One kernel or collective."""
+@dataclass(slots=True)
+class Interval(Task):
+    """One kernel, collective or message between stages, as a task on a stream of its rank."""
 
-    stream: str  # "compute", or the axis and the collective
-    begin: float  # seconds since the step began
-    end: float
-    operation: int  # number in the trace of the rank; -1: none
-    name: str
-    phase: str  # as Operation.phase; "": a message between stages
-    module: str
-    kind: str  # of its pass, as in placement/schedules.py: F, B, I or W; "": of none
-    stage: int  # -1: of none
-    micro_batch: int  # -1: of none
-    part: str  # field of plan.seconds.step.Seconds
+    name: str = ""
+    part: str = ""  # field of plan.seconds.step.Seconds
+    operation: int = -1  # number in the trace of the rank; -1: none
+    of: Operation | None = None  # None: a message between stages
+    run: Pass = NO_PASS
+
+    @property
+    def stream(self) -> str:
+        """COMPUTE, or the axis and the collective."""
+        return self.queue[1]
+
+    @property
+    def phase(self) -> str:
+        """Phase of its operation; "": none."""
+        return self.of.phase if self.of else ""
+
+    @property
+    def module(self) -> str:
+        """Module of its operation; "": none."""
+        return self.of.module if self.of else ""
 
 
 @dataclass(frozen=True)
@@ -84,10 +93,9 @@ class StepTime:
     ranks: list[RankTime]  # of the pipeline
     parts: Seconds  # of the mean rank
 
-    @property
-    def exposed(self) -> dict[str, float]:
-        """Seconds in which the mean rank waits for collectives, by part."""
-        return {part: getattr(self.parts, part) for part in ("tensor", "context", "pipeline", "data")}
+    def of_trace(self, rank: int) -> RankTime | None:
+        """The first rank of the pipeline that runs the trace of `rank`; None: there is none."""
+        return next((each for each in self.ranks if each.trace == rank), None)
 
     def host(self, phase: str) -> float:
         """Seconds in which the mean rank waits for its host in a phase of the step, but for its start."""
@@ -129,21 +137,10 @@ def part_of(collective: Collective) -> str:
 
 
 @dataclass
-class _Made:
-    """Operation or message that a task stands for."""
-
-    pp: int
-    name: str
-    part: str
-    operation: int = -1
-    of: Operation | None = None
-    run: Pass = NO_PASS
-
-
-@dataclass
 class _Rank:
     """Streams of one rank while its tasks are made; tasks by number."""
 
+    pp: int  # its index in the pipeline
     program: Program
     feeds: dict[int, str]  # storage -> stream of the all-gather that it is sent by
     reading: set[int]  # operations that the host issues once it has read from the compute stream
@@ -163,13 +160,12 @@ class _World:
 
     def __init__(self, layout: Layout, costs: Costs) -> None:
         self.layout, self.costs = layout, costs
-        self.traces: dict[int, int] = {}  # pipeline rank -> rank in the world whose trace it runs
-        self.tasks: list[Task] = []
-        self.made: list[_Made] = []
+        self.ranks: list[_Rank] = []
+        self.tasks: list[Interval] = []
         self.sent: dict[tuple, int] = {}  # key of a message -> task that sends it
         self.awaited: list[tuple[tuple, int]] = []  # key of a message, task that needs it
-        self.joint: dict[int, list[list[int]]] = {}  # pipeline rank -> tasks before each collective of all
-        self.together: dict[int, list[int]] = {}  # pipeline rank -> its collectives over the pipeline
+        # pipeline rank -> its collectives over the pipeline: task, the tasks that it waits for on its rank
+        self.joint: defaultdict[int, list[tuple[int, list[int]]]] = defaultdict(list)
         self.pp_of_stage = {
             stage: pp
             for pp in range(layout.pp)
@@ -178,28 +174,23 @@ class _World:
 
     def add(self, pp: int, program: Program) -> None:
         """Make the tasks of one rank of the pipeline."""
-        rank = _Rank(program, _feeds(program), _reading(program), self.costs.machine.host_step)
-        self.traces[pp] = program.trace.rank
-        for number in program.cut.before:
-            self._operation(pp, rank, number, NO_PASS)
+        rank = _Rank(pp, program, _feeds(program), _reading(program), self.costs.machine.host_step)
+        self.ranks.append(rank)
         late: list[Pass] = []  # their messages leave with those of the next pass
         following = [run for run, _ in program.order[1:]] + [NO_PASS]
         for (run, numbers), after in zip(program.order, following, strict=True):
             rank.host += self.costs.machine.host_micro_batch * (run.kind == "F")
-            received = self._received(pp, run)
             first = len(self.tasks)
             for number in numbers:
-                self._operation(pp, rank, number, run)
-            if received:
-                computing = (n for n in range(first, len(self.tasks)) if self.tasks[n].queue[1] == COMPUTE)
+                self._operation(rank, number, run)
+            if received := self._received(pp, run):
+                computing = (n for n in range(first, len(self.tasks)) if self.tasks[n].stream == COMPUTE)
                 self.awaited += [(received, number) for number in [next(computing, -1)] if number >= 0]
             late.append(run)
             if not self._together(run, after):
                 for each in late:
-                    self._send(pp, rank, each, program.cut.message)
+                    self._send(rank, each)
                 late = []
-        for number in program.cut.after:
-            self._operation(pp, rank, number, NO_PASS)
 
     def _together(self, run: Pass, after: Pass) -> bool:
         """True for a forward and the backward paired in DualPipeV, which are one action of torch's."""
@@ -207,128 +198,120 @@ class _World:
 
     def _received(self, pp: int, run: Pass) -> tuple | None:
         """Key of the message that a pass waits for; None: there is none, or it comes from the same rank."""
-        if run.kind == "W":
+        if run.kind in ("", "W"):
             return None
         forward = run.kind == "F"
         sender = self.pp_of_stage.get(run.stage + (-1 if forward else 1))
         return None if sender in (None, pp) else (forward, run.stage, run.micro_batch)
 
-    def _send(self, pp: int, rank: _Rank, run: Pass, size: int) -> None:
+    def _send(self, rank: _Rank, run: Pass) -> None:
         """Make the task of the message that a pass sends to the next stage, if that is on another rank."""
-        forward = run.kind == "F"
+        forward, size = run.kind == "F", rank.program.message
         to = run.stage + (1 if forward else -1)
-        if run.kind == "W" or self.pp_of_stage.get(to, pp) == pp:
+        if run.kind in ("", "W") or self.pp_of_stage.get(to, rank.pp) == rank.pp:
             return
         stride = self.layout.world // self.layout.pp
         message = Collective("send", "pp", self.layout.pp, size, stride)
         seconds = self.costs.collective(message) if size else 0.0
-        queue = f"pp send {'forward' if forward else 'backward'}"
-        task = Task((pp, queue), seconds, after=[rank.last] if rank.last >= 0 else [])
-        number = self._append(task, _Made(pp, queue.removeprefix("pp "), "pipeline", run=run))
-        self.sent[forward, to, run.micro_batch] = number
+        name, after = f"send {'forward' if forward else 'backward'}", [rank.last] if rank.last >= 0 else []
+        self.sent[forward, to, run.micro_batch] = len(self.tasks)
+        queue = (rank.pp, f"pp {name}")
+        self.tasks.append(Interval(queue, seconds, after=after, name=name, part="pipeline", run=run))
 
-    def _append(self, task: Task, made: _Made) -> int:
-        self.tasks.append(task)
-        self.made.append(made)
-        return len(self.tasks) - 1
-
-    def _operation(self, pp: int, rank: _Rank, number: int, run: Pass) -> None:
+    def _operation(self, rank: _Rank, number: int, run: Pass) -> None:
         """Make the task of one operation."""
         each = rank.program.step.operations[number]
         if each.collective is not None:
-            self._collective(pp, rank, number, run)
+            message = is_message(each)
+            self._message(rank, number) if message else self._collective(rank, number, each.collective, run)
             return
         stream = self._stream(rank, each)
+        part = ("optimizer" if each.phase == UPDATE else "compute") if stream == COMPUTE else "data"
         seconds = self.costs.compute(each, rank.program.step.storages)
-        task = Task((pp, stream), seconds, self.costs.launch(each), computes=stream == COMPUTE)
-        part = "optimizer" if each.phase == UPDATE else "compute"
-        made = _Made(pp, each.name, part if stream == COMPUTE else "data", number, each, run)
-        self._place(pp, rank, task, made, [*each.reads, *each.writes])
+        task = Interval(
+            (rank.pp, stream), seconds, self.costs.launch(each), computes=stream == COMPUTE,
+            name=each.name, part=part, operation=number, of=each, run=run,
+        )  # fmt: skip
+        self._place(rank, task, [*each.reads, *each.writes])
 
-    def _collective(self, pp: int, rank: _Rank, number: int, run: Pass) -> None:
+    def _collective(self, rank: _Rank, number: int, collective: Collective, run: Pass) -> None:
         each = rank.program.step.operations[number]
-        collective = each.collective
-        assert collective is not None
-        if is_message(each):
-            self._message(pp, rank, each, number)
-            return
         stream = f"{collective.axis} {collective.op}"
-        task = Task((pp, stream), self.costs.collective(collective), self.costs.launch(each))
-        task.slows = not collective.waits
-        made = _Made(pp, collective.op, part_of(collective), number, each, run)
+        task = Interval(
+            (rank.pp, stream), self.costs.collective(collective), self.costs.launch(each),
+            slows=not collective.waits, name=collective.op, part=part_of(collective), operation=number,
+            of=each, run=run,
+        )  # fmt: skip
         if collective.waits:
             task.after = [*rank.gate, rank.last] if rank.last >= 0 else [*rank.gate]
         elif collective.op == "all_gather":
-            beside = 2 if each.phase == FORWARD else 1
-            task.after = [*rank.copied[stream].values()][-beside:][:1]
+            most = 2 if each.phase == FORWARD else 1
+            task.after = [*rank.copied[stream].values()][-most:][:1]
         elif collective.op == "reduce_scatter" and stream in rank.reduced:
             rank.gate.append(rank.reduced[stream])
         if collective.axis in rank.exchanged:
             task.after.append(rank.exchanged[collective.axis])
         if "pp" in collective.axis.split("+"):
-            self.joint.setdefault(pp, []).append(list(task.after))
-            self.together.setdefault(pp, []).append(len(self.tasks))
-        task_number = self._place(pp, rank, task, made, each.reads)
+            self.joint[rank.pp].append((len(self.tasks), [*task.after]))
+        placed = self._place(rank, task, each.reads)
         if collective.waits:
-            rank.gate = [task_number]
+            rank.gate = [placed]
         elif collective.op == "reduce_scatter":
-            rank.reduced[stream] = task_number
-        rank.exchanged[collective.axis] = task_number
-        for storage in each.writes:
-            rank.writers[storage] = task_number
+            rank.reduced[stream] = placed
+        rank.exchanged[collective.axis] = placed
 
     def _stream(self, rank: _Rank, each: Operation) -> str:
         """Stream of a kernel: the compute stream, but for what fills or continues a collective's buffer."""
         if each.writes and each.writes[0] in rank.feeds and _only_copies(each, rank.program):
             return rank.feeds[each.writes[0]]
         if each.phase != UPDATE:
-            for storage in each.reads:
-                writer = rank.writers.get(storage, -1)
-                reduces = writer >= 0 and self.made[writer].name in ("reduce_scatter", "all_reduce")
-                if reduces and self.tasks[writer].slows:
-                    return self.tasks[writer].queue[1]
+            for writer in (self.tasks[rank.writers[n]] for n in each.reads if n in rank.writers):
+                if writer.slows and writer.name in ("reduce_scatter", "all_reduce"):
+                    return writer.stream
         return COMPUTE
 
-    def _place(self, pp: int, rank: _Rank, task: Task, made: _Made, storages: Sequence[int]) -> int:
+    def _place(self, rank: _Rank, task: Interval, storages: Sequence[int]) -> int:
         """Append a task of a rank, which waits for those that wrote `storages` on other streams."""
-        stream = task.queue[1]
         writers = {rank.writers[storage] for storage in storages if storage in rank.writers}
         task.after += [writer for writer in writers if self.tasks[writer].queue != task.queue]
-        if stream == COMPUTE:
+        if task.stream == COMPUTE:
             task.after += rank.gate
             rank.gate = []
         task.host += rank.host
         rank.host = 0.0
-        task.reads = rank.last if made.operation in rank.reading else -1
-        number = self._append(task, made)
-        if stream == COMPUTE:
+        task.reads = rank.last if task.operation in rank.reading else -1
+        number = len(self.tasks)
+        self.tasks.append(task)
+        if task.stream == COMPUTE:
             rank.last = number
             for writer in writers:
-                if self.made[writer].name == "all_gather" and self.tasks[writer].slows:
-                    rank.copied[self.tasks[writer].queue[1]].setdefault(writer, number)
-        if made.of is not None:
-            for storage in made.of.writes:
-                rank.writers[storage] = number
+                if self.tasks[writer].name == "all_gather" and self.tasks[writer].slows:
+                    rank.copied[self.tasks[writer].stream].setdefault(writer, number)
+        if task.of is not None:
+            rank.writers |= dict.fromkeys(task.of.writes, number)
         return number
 
-    def _message(self, pp: int, rank: _Rank, each: Operation, number: int) -> None:
+    def _message(self, rank: _Rank, number: int) -> None:
         """A message outside of passes, such as the gradients of a tied embedding; matched in their order."""
-        collective, trace = each.collective, rank.program.trace
+        each, trace = rank.program.step.operations[number], rank.program.trace
+        collective = each.collective
         assert collective is not None and collective.peer is not None
         stride = self.layout.world // self.layout.pp
-        other = pp + (collective.peer - trace.rank) // stride
-        ends = (pp, other) if collective.op == "send" else (other, pp)
+        other, sends = rank.pp + (collective.peer - trace.rank) // stride, collective.op == "send"
+        ends = (rank.pp, other) if sends else (other, rank.pp)
         key = (*ends, rank.messages[ends])
         rank.messages[ends] += 1
-        task = Task((pp, f"pp {collective.op}"), 0.0)
-        task.after = [rank.last] if rank.last >= 0 else []
-        made = _Made(pp, collective.op, "pipeline", number, each)
-        if collective.op == "send":
-            task.seconds = self.costs.collective(collective)
-            self.sent[key] = self._place(pp, rank, task, made, each.reads)
+        task = Interval(
+            (rank.pp, f"pp {collective.op}"), self.costs.collective(collective) if sends else 0.0,
+            after=[rank.last] if rank.last >= 0 else [],
+            name=collective.op, part="pipeline", operation=number, of=each,
+        )  # fmt: skip
+        placed = self._place(rank, task, each.reads if sends else ())
+        if sends:
+            self.sent[key] = placed
         else:
-            self.awaited.append((key, len(self.tasks)))
-            rank.gate.append(self._place(pp, rank, task, made, ()))
+            self.awaited.append((key, placed))
+            rank.gate.append(placed)
 
     def connect(self) -> None:
         """Let tasks wait for those of other ranks: receivers for senders, all for the last in a collective
@@ -337,71 +320,61 @@ class _World:
         for key, number in self.awaited:
             if key in self.sent:
                 self.tasks[number].after.append(self.sent[key])
-        for pp, numbers in self.together.items():
-            for count, number in enumerate(numbers):
-                for other, before in self.joint.items():
-                    if other != pp and count < len(before):
-                        self.tasks[number].after += before[count]
+        for pp, collectives in self.joint.items():
+            for count, (number, _) in enumerate(collectives):
+                for other, theirs in self.joint.items():
+                    if other != pp and count < len(theirs):
+                        self.tasks[number].after += theirs[count][1]
 
     # Times #
 
     def rank_time(self, pp: int, seconds: float) -> RankTime:
         """Intervals and parts of one rank, after the run."""
-        mine = [number for number, made in enumerate(self.made) if made.pp == pp]
+        mine = [task for task in self.tasks if task.queue[0] == pp]
         parts: defaultdict[str, float] = defaultdict(float)
         host: defaultdict[str, float] = defaultdict(float)
         end = 0.0
-        for number in mine:
-            task, made = self.tasks[number], self.made[number]
-            if task.queue[1] != COMPUTE:
+        for task in mine:
+            if task.stream != COMPUTE:
                 continue
-            for part, waited in self._gap(pp, task, end):
+            for part, waited in self._gap(task, end):
                 parts[part] += waited
-                if part == "host" and end and made.of is not None:
-                    host[made.of.phase] += waited
+                if part == "host" and end:
+                    host[task.phase] += waited
             slowed = task.slowed or {}
-            for beside, lost in slowed.items():
-                parts[self.made[beside].part] += lost
-            parts[made.part] += task.end - task.begin - sum(slowed.values())
+            for other, lost in slowed.items():
+                parts[self.tasks[other].part] += lost
+            parts[task.part] += task.end - task.begin - sum(slowed.values())
             end = task.end
-        last = max((number for number in mine), key=lambda number: self.tasks[number].end, default=-1)
-        if last >= 0 and (late := self.tasks[last].end - end) > 0:
-            parts[self.made[last].part] += late
+        last = max(mine, key=lambda task: task.end, default=None)
+        if last and (late := last.end - end) > 0:
+            parts[last.part] += late
             end += late
         parts["bubble"] += max(0.0, seconds - end)
-        intervals = sorted(self._intervals(mine), key=lambda interval: interval.begin)
-        found = {name: parts.get(name, 0.0) for name in PARTS}
-        return RankTime(pp, self.traces[pp], intervals, Seconds(**found), dict(host))
+        intervals = sorted(mine, key=lambda task: task.begin)
+        every = Seconds(**{name: parts.get(name, 0.0) for name in PARTS})
+        return RankTime(pp, self.ranks[pp].program.trace.rank, intervals, every, dict(host))
 
-    def _gap(self, pp: int, task: Task, end: float) -> Sequence[tuple[str, float]]:
+    def _gap(self, task: Interval, end: float) -> Sequence[tuple[str, float]]:
         """(Part, seconds) of the time for which the compute stream has waited before a task.
 
         end: of the one before.
         """
         if (gap := task.begin - end) <= 0:
             return ()
-        cause = task.cause
-        if cause < 0 or self.tasks[cause].end < task.begin - 1e-12:
+        cause = self.tasks[task.cause] if task.cause >= 0 else None
+        if cause is None or cause.end < task.begin - 1e-12:
             return (("host", gap),)
-        found, other = self.made[cause], self.tasks[cause]
-        if found.part in ("compute", "optimizer"):
-            return (("bubble" if found.pp != pp else "data", gap),)
-        idle = min(gap, max(0.0, other.begin - end))  # before the collective began
-        if found.pp != pp or (other.cause >= 0 and self.made[other.cause].pp != pp):
+        own = cause.queue[0] == task.queue[0]
+        if cause.part in ("compute", "optimizer"):
+            return (("data" if own else "bubble", gap),)
+        idle = min(gap, max(0.0, cause.begin - end))  # before the collective began
+        first = self.tasks[cause.cause] if cause.cause >= 0 else None
+        if not own or (first and first.queue[0] != task.queue[0]):
             why = "bubble"
         else:
-            why = found.part if other.cause >= 0 else "host"
-        return (why, idle), (found.part, gap - idle)
-
-    def _intervals(self, numbers: Sequence[int]) -> Iterator[Interval]:
-        for number in numbers:
-            task, made = self.tasks[number], self.made[number]
-            of = made.of
-            yield Interval(
-                task.queue[1], task.begin, task.end, made.operation, made.name,
-                of.phase if of else "", of.module if of else "",
-                *made.run, made.part,
-            )  # fmt: skip
+            why = cause.part if first else "host"
+        return (why, idle), (cause.part, gap - idle)
 
 
 def _feeds(program: Program) -> dict[int, str]:
@@ -524,12 +497,12 @@ def _end_of_passes(step: StepTrace) -> int:
 
 @dataclass
 class Program:
-    """Passes of one rank of the pipeline in a step."""
+    """A step of one rank of the pipeline."""
 
     trace: RankTrace  # its own, or of the rank that stands for it
     step: StepTrace
-    cut: Cut
-    order: list[tuple[Pass, list[int]]]  # passes with their operations, in order
+    order: list[tuple[Pass, list[int]]]  # passes with their operations; NO_PASS before and after them
+    message: int  # as Cut.message
 
 
 def programs(
@@ -558,7 +531,8 @@ def programs(
             (each, found.run(each.kind, of_like[stages.index(each.stage)], traced_number(trace, each)))
             for each in passes
         ]
-        made.append(Program(trace, step_of(trace, step), found, order))
+        order = [(NO_PASS, found.before), *order, (NO_PASS, found.after)]
+        made.append(Program(trace, step_of(trace, step), order, found.message))
     return made
 
 

@@ -16,8 +16,9 @@ Each has the shapes, strides and saved tensors of the real one; the trace names 
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial, wraps
-from typing import Any, NamedTuple, cast
+from functools import wraps
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -53,44 +54,24 @@ class HeldWork:
         return self.work.wait(*args)
 
 
-def held_messages(kernels: str) -> Callable[..., HeldWork]:
-    real = dist.isend
+def held_messages(isend: Callable[..., Any], kernels: str) -> Callable[..., HeldWork]:
+    def held(tensor: Tensor, *args: Any, **kwargs: Any) -> HeldWork:
+        return HeldWork(isend(tensor, *args, **kwargs), tensor, until_waited=kernels == "cuda")
 
-    def isend(tensor: Tensor, *args: Any, **kwargs: Any) -> HeldWork:
-        return HeldWork(real(tensor, *args, **kwargs), tensor, until_waited=kernels == "cuda")
-
-    return isend
+    return held
 
 
-def padded_once(kernels: str) -> Callable[[FSDPParam], None]:
-    real = FSDPParam.reset_sharded_param
-
+def padded_once(reset_sharded_param: Callable[[FSDPParam], None], _: str) -> Callable[[FSDPParam], None]:
     def reset(parameter: FSDPParam) -> None:
         current = getattr(parameter._module_info.module, parameter._module_info.param_name)
         storages = [each.untyped_storage()._cdata for each in (parameter._sharded_param_data, local(current))]
         if current is not parameter.sharded_param or storages[0] != storages[1]:
-            real(parameter)
+            reset_sharded_param(parameter)
 
     return reset
 
 
-def grouped_shapes(kernels: str) -> Callable[..., Tensor]:
-    return in_any_dtype(_meta_registrations._meta_grouped_mm_common)
-
-
-def no_trace(kernels: str) -> Callable[[Any], bool]:
-    return lambda _: False
-
-
 # Attention #
-
-
-def scaled_dot_product(kernels: str) -> Callable[..., Tensor] | None:
-    return cuda_attention(F.scaled_dot_product_attention) if kernels == "cuda" else None
-
-
-def dropout(kernels: str) -> Callable[..., Tensor] | None:
-    return cuda_dropout if kernels == "cuda" else None
 
 
 def cuda_attention(math: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -177,10 +158,6 @@ def flex_stand_in(
     return out if return_aux is None else (out, WithLse(lse))
 
 
-def flex(kernels: str) -> Callable[[], Callable[..., Any]] | None:
-    return (lambda: flex_stand_in) if kernels == "cuda" else None
-
-
 # All of them #
 
 
@@ -189,13 +166,9 @@ class Substitute(NamedTuple):
 
     replaces: str  # as a trace names it
     places: tuple[tuple[Any, str], ...]  # (module, name in it) that hold the function
-    make: Callable[[str], Callable[..., Any] | None]  # kernels -> the stand-in; None: the real one runs
-    counted: Callable[[Any], bool] = lambda _: True  # its result -> whether it stood in for the real one
-
-
-def made_up(result: Any) -> bool:
-    """True for Counts, which Tensor.split then takes."""
-    return isinstance(result, Counts)
+    make: Callable[[Any, str], Callable[..., Any]]  # the function, kernels -> its stand-in
+    cuda: bool = False  # only where CUDA's kernels are traced; else the function itself runs
+    counted: Callable[[Any], bool] = lambda _: True  # its result -> whether it stood in for the function
 
 
 SUBSTITUTES = (
@@ -206,26 +179,36 @@ SUBSTITUTES = (
         padded_once,
     ),
     Substitute(
-        "transformers.utils.import_utils.is_fake_tensor", ((import_utils, "is_fake_tensor"),), no_trace
+        "transformers.utils.import_utils.is_fake_tensor",
+        ((import_utils, "is_fake_tensor"),),
+        lambda *_: lambda _: False,
     ),
     Substitute(
         "torch.nn.functional.scaled_dot_product_attention",
         ((F, "scaled_dot_product_attention"),),
-        scaled_dot_product,
+        lambda math, _: cuda_attention(math),
+        cuda=True,
     ),
-    Substitute("torch.nn.functional.dropout", ((F, "dropout"),), dropout),
-    Substitute("torch.nn.attention.flex_attention", ((cuda, "compiled_flex"),), flex),
+    Substitute("torch.nn.functional.dropout", ((F, "dropout"),), lambda *_: cuda_dropout, cuda=True),
     Substitute(
-        "torch.nn.functional.grouped_mm", ((_meta_registrations, "_meta_grouped_mm_common"),), grouped_shapes
+        "torch.nn.attention.flex_attention",
+        ((cuda, "compiled_flex"),),
+        lambda *_: lambda: flex_stand_in,
+        cuda=True,
+    ),
+    Substitute(
+        "torch.nn.functional.grouped_mm",
+        ((_meta_registrations, "_meta_grouped_mm_common"),),
+        lambda shapes, _: in_any_dtype(shapes),
     ),
     Substitute(
         "torch.Tensor.tolist",
         ((FakeTensor, "tolist"),),
-        lambda _: counts(cast(Any, FakeTensor.tolist), lambda _: True),
-        made_up,
+        lambda tolist, _: counts(tolist, lambda _: True),
+        counted=lambda result: isinstance(result, Counts),  # which Tensor.split then takes
     ),
     Substitute(
-        "torch.Tensor.split", ((Tensor, "split"),), lambda _: by_counts(Tensor.split), lambda _: False
+        "torch.Tensor.split", ((Tensor, "split"),), lambda split, _: by_counts(split), counted=lambda _: False
     ),
 )
 
@@ -236,26 +219,23 @@ def installed(kernels: str) -> Iterator[set[str]]:
     replaces when it is called.
     """
     called: set[str] = set()
+
+    def noting(substitute: Substitute, stand_in: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(stand_in)
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            result = stand_in(*args, **kwargs)
+            if substitute.counted(result):
+                called.add(substitute.replaces)
+            return result
+
+        return noted
+
     with ExitStack() as stack:
         for substitute in SUBSTITUTES:
-            if (stand_in := substitute.make(kernels)) is None:
+            if substitute.cuda and kernels != "cuda":
                 continue
-            note = partial(called.add, substitute.replaces)
-            noting = _noting(stand_in, note, substitute.counted)
+            (owner, name), *_ = substitute.places
+            stand_in = noting(substitute, substitute.make(getattr(owner, name), kernels))
             for owner, name in substitute.places:
-                stack.callback(setattr, owner, name, getattr(owner, name))
-                setattr(owner, name, noting)
+                stack.enter_context(patch.object(owner, name, stand_in))
         yield called
-
-
-def _noting(
-    function: Callable[..., Any], note: Callable[[], None], counted: Callable[[Any], bool]
-) -> Callable[..., Any]:
-    @wraps(function)
-    def noting(*args: Any, **kwargs: Any) -> Any:
-        result = function(*args, **kwargs)
-        if counted(result):
-            note()
-        return result
-
-    return noting

@@ -28,7 +28,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from meshtune.data.batch import Batch, MicroBatch, micro_batch
 from meshtune.data.pack import LABELLED
-from meshtune.dryrun.recorder import Groups, Recorder, visible_pairs
+from meshtune.dryrun.recorder import Recorder, visible_pairs
 from meshtune.dryrun.substitutes import installed
 from meshtune.layout import Layout
 from meshtune.meter.phases import PhaseMemory
@@ -196,8 +196,8 @@ def record(
 ) -> None:
     """Make one update a trace and fill in the traces. read: as in Recorder; None: tensors are real."""
     world, modules = model.parallel.world, model.parallel.modules
-    groups, pairs = Groups(world.layout), Pairs(micro_batches, world)
-    recorders = [Recorder(world.device, trace, modules, groups, pairs=pairs, read=read) for trace in steps]
+    layout, pairs = world.layout, Pairs(micro_batches, world)
+    recorders = [Recorder(world.device, trace, modules, layout, pairs=pairs, read=read) for trace in steps]
     entered = iter(recorders)
     memory = model.memory(ledger=lambda _: next(entered))
     for recorder, trace in zip(recorders, steps, strict=True):

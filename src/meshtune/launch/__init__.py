@@ -7,13 +7,12 @@
     several                               they are started here: forked on CPU, so that all share what is
                                           imported; spawned on CUDA, which survives no fork
 
-    place.py     rank, world and rendezvous address, from the environment of torchrun or srun
-    address.py   an address of that name, also where the names of Slurm's nodes do not resolve
+    place.py     rank, world and rendezvous address, from the environment of torchrun or srun; an address also
+                 where the names of Slurm's nodes do not resolve
     rank.py      one rank: its process group, its log, the watch over it
     failure.py   the failure that the others followed from: who prints it, what is raised
     signals.py   the signals that ask a run to stop
-    scratch.py   the temporary folder of ranks started here
-    start.py     `run`: start the ranks, forward signals to them, wait for them
+    start.py     `run`: start the ranks in a temporary folder, forward signals to them, wait for them
     allocator.py torch's CUDA allocator, from the environment: expandable segments by default
 
 Ranks started here get torchrun's environment, and this process keeps the TCPStore of their rendezvous, so

@@ -112,12 +112,21 @@ def failures_of(processes: list[BaseProcess], ended: Mapping[int, float], folder
     record may have been killed here before it could end.
     """
     for rank, process in enumerate(processes):
-        file, code = folder / f"failed-{rank}", process.exitcode
-        if file.exists():
-            yield pickle.loads(file.read_bytes())
-        elif code and rank in ended:
-            text = f"rank {rank} of {len(processes)} {how_it_ended(code)}{end_of_log(folder, rank)}"
-            yield Failure(ended[rank], text, killed=max(0, -code))
+        if (folder / f"failed-{rank}").exists() or (process.exitcode and rank in ended):
+            seconds, name = ended.get(rank, 0.0), f"rank {rank} of {len(processes)}"
+            yield failure_of(rank, process, folder, name=name, seconds=seconds)
+
+
+def failure_of(rank: int, process: BaseProcess, folder: Path, *, name: str, seconds: float) -> Failure:
+    """The failure that a rank recorded in `folder`, else the way in which its process has ended.
+
+    name: of what ended, in a sentence. seconds: when it ended, since the epoch.
+    """
+    file, code = folder / f"failed-{rank}", process.exitcode or 0
+    if file.exists():
+        return pickle.loads(file.read_bytes())
+    text = f"{name} {how_it_ended(code)}{end_of_log(folder, rank)}"
+    return Failure(seconds, text, killed=max(0, -code))
 
 
 def how_it_ended(code: int) -> str:

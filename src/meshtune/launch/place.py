@@ -1,14 +1,28 @@
-"""Rank, world and rendezvous address of this process, of torchrun or srun, and the other ranks."""
+"""Rank, world and rendezvous address of this process, of torchrun or srun, and the other ranks.
+
+The address of the first machine is looked up before the ranks wait for each other there:
+
+    gpu03, from the node list of Slurm or MASTER_ADDR
+      resolves                             itself
+      does not, in a Slurm job             NodeAddr or NodeHostName of `scontrol show node gpu03`
+      neither                              UserError at once, instead of after the time-out of the rendezvous
+
+On clouds a node's name in Slurm is often not the name of its machine.
+"""
 
 import os
 import re
 import socket
+import subprocess
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from meshtune.errors import UserError
+
+SCONTROL_TIMEOUT = 30.0  # s; slurmctld can be slow when many ranks ask at once
+RESOLVER_ATTEMPTS = 3  # a second apart, while the resolver reports a temporary failure
 
 
 @dataclass(frozen=True)
@@ -178,13 +192,17 @@ def siblings(place: Place) -> dict[int, tuple[int, int]]:
     A rank is found from its first instruction on, by its environment, while it imports or is stopped; not
     where a shell script stands between it and srun, or in another container. place: of this rank.
     """
+    import psutil  # here: commands that start no ranks don't wait for it
+
     found: dict[int, tuple[int, int]] = {}
-    for pid in children(os.getppid()):
-        with suppress(OSError, UserError, ValueError):  # it has ended meanwhile, or isn't a rank
-            words = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
-            other = place_of(dict(word.split("=", 1) for word in words if "=" in word))
+    children = []
+    with suppress(psutil.Error):  # the parent is gone
+        children = psutil.Process(os.getppid()).children()
+    for process in children:
+        with suppress(psutil.Error, OSError, UserError):  # it has ended meanwhile, or isn't a rank
+            other = place_of(process.environ())
             if other and other.rank != place.rank and (other.world, other.port) == (place.world, place.port):
-                found[other.rank] = other.local_rank, pid
+                found[other.rank] = other.local_rank, process.pid
     return found
 
 
@@ -197,10 +215,54 @@ def rank_before(place: Place) -> tuple[int, int] | None:
     return next(iter(pids.items()), None)
 
 
-def children(pid: int) -> list[int]:
-    """Process ids of a process's children; [] if they can't be read, as on systems without /proc."""
-    pids: list[int] = []
-    with suppress(OSError):
-        for file in Path(f"/proc/{pid}/task").glob("*/children"):
-            pids += map(int, file.read_text().split())
-    return pids
+# Address of the first machine #
+
+
+def reachable_address(name: str) -> str:
+    """Return `name` if it resolves on this machine, else the address that Slurm has for the node `name`.
+
+    Raises UserError, with what to set, if neither gives one.
+    """
+    if resolves(name):
+        return name
+    addresses, reason = slurm_addresses(name) if "SLURM_JOB_ID" in os.environ else ([], "")
+    for address in addresses:
+        if resolves(address):
+            return address
+    source = "MASTER_ADDR" if os.environ.get("MASTER_ADDR") else "the first node of this Slurm job"
+    raise UserError(
+        f"The ranks are to meet at {name} ({source}), but this name does not resolve on "
+        f"{socket.gethostname()}{reason}. Set MASTER_ADDR to an IP address of the machine of rank 0, or to a "
+        "name that resolves on every machine (torchrun: start it there with --local-addr)."
+    )
+
+
+def resolves(name: str) -> bool:
+    """True if this machine has an address for a host name; always for an IP address."""
+    for attempt in range(1, RESOLVER_ATTEMPTS + 1):
+        try:
+            return bool(socket.getaddrinfo(name, None))
+        except socket.gaierror as error:
+            if error.errno != socket.EAI_AGAIN or attempt == RESOLVER_ATTEMPTS:
+                return False
+            time.sleep(1)
+        except UnicodeError:  # a name that can't be a host's, such as a..b
+            return False
+    return False
+
+
+def slurm_addresses(node: str) -> tuple[list[str], str]:
+    """Return the addresses that Slurm has for a node, and the end of the error if none of them resolves."""
+    command = ["scontrol", "show", "node", node]
+    asked = f"`{' '.join(command)}`"
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SCONTROL_TIMEOUT)
+    except FileNotFoundError:
+        return [], f", and {asked} can't be asked: scontrol is not on PATH"
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return [], f", and {asked} failed: {error}"
+    lines = (done.stdout + done.stderr).strip().splitlines()
+    if done.returncode:
+        return [], f", and {asked} failed: {lines[0] if lines else f'exit code {done.returncode}'}"
+    addresses = re.findall(r"\b(?:NodeAddr|NodeHostName)=(\S+)", done.stdout)
+    return addresses, f", nor does what {asked} gives: {' and '.join(addresses) or 'no address'}"

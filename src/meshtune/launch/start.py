@@ -22,9 +22,8 @@ from typing import Any
 
 from meshtune.errors import Interrupted, NonFinite, RankFailed, UserError, traceback_of
 from meshtune.filesystem import try_lock
-from meshtune.launch.address import reachable_address
 from meshtune.launch.failure import claims_failure, exit_code, failures_of, raise_first, record_failure
-from meshtune.launch.place import Place, place_of, refuse_batch_script
+from meshtune.launch.place import Place, place_of, reachable_address, refuse_batch_script
 from meshtune.launch.rank import Rank, RankLog, connect, process_group
 from meshtune.launch.signals import heeded
 from meshtune.streams import flush, guard
@@ -122,7 +121,7 @@ def run_here(
         socket.create_server((LOCALHOST, 0)) as door,
         # Forked from a thread of their own: a thread that has computed with OpenMP (a notebook's) has a pool
         # of threads that a fork does not copy, and the rank would wait for it for ever. The thread lives as
-        # long as the ranks, which the kernel kills with it (`die_with_parent`).
+        # long as the ranks, which the kernel kills with it (`child_process`).
         ThreadPoolExecutor(1) as starter,
     ):
         port = door.getsockname()[1]
@@ -165,42 +164,47 @@ def rank_process(
 ) -> None:
     """Run one rank; the target of its process, which exits here: it never returns.
 
-    folder: where the parent reads the rank's failure and log. parent: the parent's process id, with which
-    this process ends (`die_with_parent`).
+    folder: where the parent reads the rank's failure and log. parent: the parent's process id.
     """
-    guard()  # a spawned process has its own streams
-    die_with_parent(parent)
-    os.setpgid(0, 0)  # a terminal's Ctrl-C reaches it through the parent, once
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # no rank holds the store: the parent does
-    log = RankLog(folder / f"rank-{place.rank}.log") if place.rank else None
-    if log:
-        faulthandler.enable()  # a crash in native code leaves its stack in the log
+    with child_process(parent, folder, place):
+        guard()  # a spawned process has its own streams
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # no rank holds the store: the parent does
+        log = RankLog(folder / f"rank-{place.rank}.log") if place.rank else None
+        if log:
+            faulthandler.enable()  # a crash in native code leaves its stack in the log
 
-    def tell(report: str) -> None:
-        record_failure(folder, place, RankFailed(report))
-        flush()
+        def tell(report: str) -> None:
+            record_failure(folder, place, RankFailed(report))
+            flush()
 
-    try:
         with process_group(place, device, log=log, limits=limits, tell=tell, announced=True) as rank:
             result = function(rank, *args)
         if rank.main:
             (folder / RESULT).write_bytes(pickle.dumps(result))
-    except BaseException as error:
-        record_failure(folder, place, error)
-        flush()
-        os._exit(exit_code(error))  # no clean-up of what the parent owns, or that waits for other ranks
-    flush()
-    os._exit(0)
 
 
-def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent dies, even while it is stopped."""
+@contextmanager
+def child_process(parent: int, folder: Path, place: Place) -> Iterator[None]:
+    """Run the block as a child of the process `parent`, and exit at its end: the block is never left.
+
+    The kernel kills this process when its parent dies, even while it is stopped. An error of the block is
+    recorded in `folder`.
+    """
     if sys.platform == "linux":
         import ctypes
 
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:
         os._exit(1)
+    os.setpgid(0, 0)  # a terminal's Ctrl-C reaches it through the parent, once
+    code = 0
+    try:
+        yield
+    except BaseException as error:
+        record_failure(folder, place, error)
+        code = exit_code(error)
+    flush()
+    os._exit(code)  # no clean-up of what the parent owns, or that waits for other ranks
 
 
 @contextmanager

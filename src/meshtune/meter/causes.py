@@ -370,7 +370,7 @@ def _slower_than_planned(steps: Steps) -> Iterator[Cause]:
             yield Cause(
                 "slower than planned", share,
                 f"{name} {duration(taken)} a step, planned: {duration(planned)}.",
-                "`meshtune bench` has each part beside the plan and the dry run; other processes on the "
+                "`meshtune bench` compares each part with the plan and the dry run; other processes on the "
                 "devices and a low clock are the usual reasons.",
             )  # fmt: skip
 

@@ -57,8 +57,8 @@ class OperationCost:
 
 # The driver #
 
-# A thread asks, so that no step waits for the answer. Without nvidia-smi, or where it does not answer, there
-# are no rows.
+# A thread asks, so that no step waits for the answer. Without nvidia-smi, or where it does not answer, no
+# rows are written.
 
 
 EVERY = 60.0  # seconds between two questions

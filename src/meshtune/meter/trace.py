@@ -7,6 +7,7 @@
 Plain values without torch, so that whatever reads a trace (an allocator, streams, pictures) is arithmetic.
 """
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ CATEGORIES: tuple[str, ...] = (
 )  # fmt: skip
 FORWARD, BACKWARD, RECOMPUTATION, UPDATE = "forward", "backward", "recomputation", "optimizer"
 PHASES = (FORWARD, BACKWARD, RECOMPUTATION, UPDATE)
+NUMBERED = re.compile(r"^(.+?)\.(\d+)(?=\.|$)(.*)$")  # a module in a list, as blocks are
 
 
 @dataclass(slots=True, frozen=True)
@@ -185,3 +187,18 @@ class RankTrace:
             counts[each.op, each.axis, each.ranks] += count
             sizes[each.op, each.axis, each.ranks] += count * each.bytes
         return [CollectiveKind(*kind, count, sizes[kind]) for kind, count in counts.items()]
+
+
+class Place(NamedTuple):
+    """A module, with the block's number cut out of its name."""
+
+    before: str  # "model.layers"; or the whole name of a module that is in no block
+    block: int | None  # None: in no block
+    after: str  # ".mlp.up_proj"
+
+
+def module_place(module: str) -> Place:
+    """A module's path with the block's number cut out of it."""
+    if parts := NUMBERED.match(module):
+        return Place(parts[1], int(parts[2]), parts[3])
+    return Place(module, None, "")

@@ -2,7 +2,7 @@
 
     allgather   one all-gather brings all keys and values to every rank, whose queries see the earlier ones
                 (Llama 3, 2024, arXiv:2407.21783, section 3.3.2). Any number of heads. The columns go zigzag
-                (parts 0 and 3 | 1 and 2 for two ranks), so that all ranks have as many (query, key) pairs.
+                (parts 0 and 3 | 1 and 2 for two ranks), so that all ranks have equal (query, key) counts.
     ulysses     an all-to-all makes some columns of all heads into all columns of some heads, attention runs
                 as on one rank, another all-to-all undoes it (Jacobs et al. 2023, arXiv:2309.14509). The
                 columns are contiguous.
@@ -11,7 +11,7 @@ Outside attention a token needs no other token, so no other part of the model ch
 before the split, positions are split with their tokens; the lengths of documents stay those of whole rows.
 
 Bytes that a rank sends in a layer's forward, of b-byte elements: allgather (cp - 1) · S/cp · 2 · kv · d · b,
-ulysses (cp - 1) / cp · S/cp · 2 · (q + kv) · d · b; in the backward as many. Gathered keys and values are
+ulysses (cp - 1) / cp · S/cp · 2 · (q + kv) · d · b; in the backward the same. Gathered keys and values are
 kept for the backward; with recomputation they are gathered again.
 """
 

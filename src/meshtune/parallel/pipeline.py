@@ -136,7 +136,7 @@ class Held:
 
 
 class _ZeroStage(PipelineStage):
-    """torch's stage, for every ZeRO stage: by itself it keeps parameters gathered and gradients unsharded
+    """torch's stage, for every ZeRO stage: torch's own keeps parameters gathered and gradients unsharded
     until the step ends, which is ZeRO-1.
 
     zero: ZeRO stage; the other arguments are PipelineStage's.
@@ -236,8 +236,8 @@ class Pipeline:
         """Leave the gradients of (sum of the losses) · scale on the parameters.
 
         Returns that number, a scalar: 0 on ranks without the last stage. micro_batches: this rank's columns
-        (cp), as many on every pp rank. add_up: called after each backward for weights only, which runs no
-        hooks of their gradients. Raises ValueError if the micro-batches have several shapes.
+        (cp), the same number on every pp rank. add_up: called after each backward for weights only, which
+        runs no hooks of their gradients. Raises ValueError if the micro-batches have several shapes.
         """
         shapes = {tuple(micro_batch.input_ids.shape) for micro_batch in micro_batches}
         if len(shapes) > 1:
@@ -324,8 +324,8 @@ class Pipeline:
     def forward_only(self, micro_batches: Sequence[MicroBatch], finish: Finish) -> list[Tensor] | None:
         """Output of `finish` for each micro-batch on the rank of the last stage; None on the others.
 
-        micro_batches: this rank's columns (cp), as many on every pp rank; their shapes may differ. With pp of
-        them or more, all ranks work at once.
+        micro_batches: this rank's columns (cp), the same number on every pp rank; their shapes may differ.
+        With pp of them or more, all ranks work at once.
 
         Stage s runs micro-batch m in tick s + m. One exchange after each tick moves all hidden states, so
         ranks can't wait for each other in a circle.

@@ -1,7 +1,7 @@
 """Gather again in the backward what sequence parallelism gathered in the forward (`Layout.sp_regather`).
 
     forward     shard ─ all-gather ─> whole ─> matmuls of attention or mlp, which save `whole`
-    saved       shard alone: 1/tp of it
+    saved       only the shard: 1/tp of `whole`
     backward    shard ─ all-gather ─> whole, once for all of the part's matmuls, freed after the last of them
 
 (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2.) autograd's hooks on saved tensors replace `whole`

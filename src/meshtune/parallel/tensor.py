@@ -207,8 +207,8 @@ def _embedding_forward(
     """
     if state.sequence and ids.shape[1] % state.tp.size:
         raise ValueError(
-            f"Sequence parallelism gives each of {state.tp.size} ranks as many tokens, but rows are "
-            f"{ids.shape[1]} tokens wide; pad them to a multiple of {state.tp.size}."
+            f"Sequence parallelism gives each of {state.tp.size} ranks the same number of tokens, but rows "
+            f"are {ids.shape[1]} tokens wide; pad them to a multiple of {state.tp.size}."
         )
     state.blocks_done = False
     elsewhere = (ids < vocabulary.start) | (ids >= vocabulary.stop)

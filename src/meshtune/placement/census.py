@@ -3,8 +3,8 @@ and what its blocks keep for the backward.
 
     config or model ──trace.py──> Census ──> step_flops, palm_flops (here), memory, plans …
 
-Plain numbers and arithmetic, without torch. A multiplication that could not be named makes `unsupported` say
-so, and then there are no FLOPs at all rather than wrong ones.
+Plain numbers and arithmetic, without torch. A multiplication that could not be named is in `unsupported`, and
+then there are no FLOPs at all rather than wrong ones.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ def context_collectives(
     )
     if layout.cp_method == "ulysses":  # queries, keys, values, and what comes out; back again in the backward
         passed = 8 * cores + (4 if mode.block else 3) * again
-        # keys and values are repeated until each rank gets as many of their heads
+        # keys and values are repeated until each rank gets the same number of their heads
         features = sum(
             (a.query_heads + math.lcm(a.key_heads, layout.cp)) * (a.qk_dim + a.v_dim) for a in passed
         )

@@ -40,8 +40,8 @@ def group(layout: Layout, rank: int, *axes: str) -> tuple[int, ...]:
 def process_groups(layouts: Layout | Columns) -> Number:
     """Number of process groups on which a rank issues collectives in a step.
 
-    One for each axis of several ranks, of which that of replicas, or under ZeRO that of shards, has the
-    context ranks too; one of all ranks, for the norm of the gradients, unless one of these has all.
+    One for each axis of several ranks; the group of replicas, or under ZeRO of shards, has the context ranks
+    too. One of all ranks, for the norm of the gradients, unless one of these has all.
     """
     axes = sum(getattr(layouts, axis) > 1 for axis in AXES)
     hybrid = (layouts.dp_replicate > 1) & (layouts.dp_shard > 1)

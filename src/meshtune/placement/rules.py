@@ -165,10 +165,10 @@ def _attention(traits: Traits, attention: str, packing: bool) -> Iterator[Rule]:
             ),
         )
     yield Rule(
-        f"{other} can't be recomputed by itself",
+        f"{other} can't be recomputed separately",
         lambda layouts: layouts.recomputation("attention_alone"),
         lambda layout: (
-            f"recompute = {layout.recompute}: {other} can't be recomputed by itself; use selective or full."
+            f"recompute = {layout.recompute}: {other} can't be recomputed separately; use selective or full."
         ),
     )
     yield Rule(
@@ -321,7 +321,7 @@ def _pipeline(traits: Traits) -> Iterator[Rule]:
 
 
 def _every_block(traits: Traits) -> Rule:
-    """Return the rule that as many blocks as a stage has on average are written as all of them."""
+    """Return the rule that refuses a number of recomputed blocks that covers an average stage."""
 
     def sentence(layout: Layout) -> str:
         of_stage = traits.blocks / layout.stages
@@ -334,7 +334,7 @@ def _every_block(traits: Traits) -> Rule:
         )
 
     return Rule(
-        "as many recomputed blocks as a stage has",
+        "a number of recomputed blocks that covers a stage",
         lambda layouts: (
             np.isfinite(layouts.recompute_blocks)
             & (layouts.recompute_blocks * layouts.pp * layouts.virtual_stages >= traits.blocks)
@@ -376,8 +376,8 @@ _MICRO_BATCHES = (
 def _compiled(layout: Layout) -> str:
     cut = [f"{axis}={getattr(layout, axis)}" for axis in MODEL_AXES if getattr(layout, axis) > 1]
     return (
-        f"train.compile = true with {', '.join(cut)}: only whole blocks are compiled, alone or "
-        "under data parallelism (dp, zero); leave train.compile out."
+        f"train.compile = true with {', '.join(cut)}: only whole blocks are compiled, on one "
+        "rank or under data parallelism (dp, zero); leave train.compile out."
     )
 
 
@@ -396,7 +396,7 @@ def _whole_tensors(optimizer: str) -> Rule:
 
 _COMPILED = (
     Rule(
-        "compiled blocks run alone or data-parallel only",
+        "compiled blocks run on one rank or under data parallelism only",
         lambda layouts: layouts.world > layouts.data_ranks,
         _compiled,
     ),

@@ -56,7 +56,7 @@ def stage_blocks(
     if not 1 <= stages <= len(costs):
         raise ValueError(f"{len(costs)} blocks do not make {stages} stages of at least one block each.")
     cost = costs[-1]
-    lead = first + (costs[0] - cost)  # of the first stage, compared with as many equal blocks
+    lead = first + (costs[0] - cost)  # of the first stage, compared with the same number of equal blocks
     if stages > 1 and -cost <= lead <= 0 and all(other == cost for other in costs[1:]):
         cuts = tuple(accumulate(_even_stages(len(costs), stages, cost, lead, last), initial=0))
     else:

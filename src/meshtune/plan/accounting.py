@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 Context = Literal["gathered", "copied", "sent on"]  # what context parallelism does with keys and values
-# Rajbhandari et al. 2020, section 3.1: 2 + 2 + 12; and with micro-batches summed in fp32 beside the gradients
+# Rajbhandari et al. 2020, section 3.1: 2 + 2 + 12; and with a sum of micro-batches in fp32
 MIXED = Copies(2, 2, 2, 4, 8)
 MIXED_BESIDE = Copies(2, 2, 4, 4, 8, beside=1)
 

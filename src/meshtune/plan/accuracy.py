@@ -14,7 +14,7 @@ UNMEASURED = "unmeasured"  # table of accuracy.toml for stacks and kinds without
 class Accuracy(NamedTuple):
     """Mean errors of predictions for one stack on one GPU kind, as shares."""
 
-    time: float | None  # None: a processor, of which there are no published runs
+    time: float | None  # None: a processor: there are no published runs
     memory: float
     time_rows: int  # published runs of this stack on this kind; 0: the error is that of a source left out
     memory_rows: int

@@ -6,34 +6,29 @@ cause only if the parts of both predictions show it.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby, islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from meshtune.errors import UserError
 from meshtune.layout import MODEL_AXES, Layout
-from meshtune.placement.columns import Columns, Number
+from meshtune.placement.columns import Columns
 from meshtune.plan.candidates import is_uneven
-from meshtune.plan.changes import NOTABLE_SAVING, Outcome, changes, searched
-from meshtune.plan.cluster import Cluster
+from meshtune.plan.changes import BATCHES, NOTABLE_SAVING, Change, Outcome, best_layout, changes, searched
 from meshtune.plan.machine import machine_of
 from meshtune.plan.phrases import (
     device,
     documents,
-    indivisible,
     longer,
     memory_limit,
     memory_margin,
-    memory_need,
     sequences,
     spent,
 )
-from meshtune.plan.search import Choice, Plan, best_fitting, explained, search
-from meshtune.plan.seconds.step import PARTS, TIE, compute_parts
+from meshtune.plan.search import Choice, Plan, best_fitting, explained
+from meshtune.plan.seconds.step import PARTS, TIE, StepTime
 from meshtune.plan.workload import Workload
 from meshtune.precision import PRECISIONS
 from meshtune.units import count, duration, human, significant
@@ -45,21 +40,14 @@ NOTABLE = 0.1  # share of a difference in compute from which a kind of work is n
 NAMED = 3  # parts of a step that one comparison names at most
 
 
-class Cause(NamedTuple):
-    """A kind of work in `compute_parts`, as a reason for more compute than another layout's."""
-
-    name: str  # in a list of several with their seconds
-    clause: str  # after "because", where it is the only one
-
-
-CAUSES = {
-    "matmuls": Cause("matmuls", "its matmuls are less efficient"),
-    "attention": Cause("attention", "attention is slower under context parallelism"),
-    "elementwise": Cause("elementwise operations", "its elementwise operations are split over fewer ranks"),
-    "copies": Cause("copying into and out of ZeRO's buffers", "copies around ZeRO's collectives take longer"),
-    "accumulation": Cause("adding up gradients", "adding up gradients of micro-batches takes longer"),
-    "recomputation": Cause("recomputation", "it recomputes more"),
-    "head": Cause("head and loss", "its head and loss take longer"),
+COMPUTE = {  # kinds of work of `StepTime.compute_parts`
+    "matmuls": "matmuls",
+    "attention": "attention",
+    "elementwise": "elementwise operations",
+    "copies": "copying into and out of ZeRO's buffers",
+    "accumulation": "adding up gradients",
+    "recomputation": "recomputation",
+    "head": "head and loss",
 }
 
 
@@ -90,10 +78,7 @@ def _of_fixed(plan: Plan, choice: Choice) -> Iterator[str]:
         return
     more = choice.seconds.total / free.seconds.total - 1
     needs = f"{human(free.memory.peak)} instead of {human(choice.memory.peak)}"
-    if not plan.cluster.timed:
-        if free.layout != choice.layout:
-            yield f"The layout is fixed, at least in part; without that {free.layout} is first: {needs}."
-    elif more > TIE:
+    if more > TIE:
         yield (
             f"The layout is fixed, at least in part: a step takes {more:.0%} longer than in the best of all "
             f"layouts, {free.layout} ({needs}). layout=auto chooses it."
@@ -105,7 +90,7 @@ def _of_safety(plan: Plan, choice: Choice) -> Iterator[str]:
     seconds = plan.seconds.total
     if choice.safe:
         faster = np.flatnonzero(~plan.safe & (plan.uneven == plan.uneven[:1]))
-        if len(faster) and plan.cluster.timed and len(plan):
+        if len(faster):
             other = plan.choice(int(faster[seconds[faster].argmin()]))
             gain = 1 - other.seconds.total / choice.seconds.total
             if gain > TIE:
@@ -116,9 +101,8 @@ def _of_safety(plan: Plan, choice: Choice) -> Iterator[str]:
         yield f"{choice.layout} {barely(choice)}; no layout that was ranked fits safely."
         return
     safe = plan.choice(int(places[seconds[places].argmin()]))
-    costs = f"; a step {longer(safe.seconds.total / choice.seconds.total)}" if plan.cluster.timed else ""
-    needs = f"needs {human(safe.memory.peak)}{costs}"
-    yield f"{choice.layout} {barely(choice)}. The nearest that is safe, {safe.layout}, {needs}."
+    costs = f"needs {human(safe.memory.peak)}; a step {longer(safe.seconds.total / choice.seconds.total)}"
+    yield f"{choice.layout} {barely(choice)}. The nearest that is safe, {safe.layout}, {costs}."
 
 
 # how it was reached #
@@ -176,7 +160,7 @@ def _uneven(plan: Plan, choice: Choice) -> Iterator[str]:
     faster = 1 - fastest.seconds.total / choice.seconds.total
     if plan.uneven.all():
         yield f"Degrees: {why}; all layouts that fit have such a degree."
-    elif faster > TIE and plan.cluster.timed:
+    elif faster > TIE:
         yield f"Degrees: {fastest.layout} would take {faster:.1%} less time, but ranks last: {why}."
 
 
@@ -198,8 +182,6 @@ def _larger_micro_batch(plan: Plan, choice: Choice) -> str:
     if not other.fits:
         need, limit = human(other.memory.peak), memory_limit(plan.cluster)
         return f". The same layout with {2 * micro_batch} would need {need} a rank; {limit}."
-    if not plan.cluster.timed:
-        return f". {2 * micro_batch} would fit."
     ratio = other.seconds.total / choice.seconds.total
     return f". {2 * micro_batch} would fit; a step {longer(ratio)}."
 
@@ -215,8 +197,7 @@ def _sharding(layout: Layout) -> str:
 # why others lost #
 
 
-@dataclass(frozen=True)
-class Alternative:
+class Alternative(NamedTuple):
     """A well-known kind of layout, against the chosen layout."""
 
     name: str
@@ -224,115 +205,55 @@ class Alternative:
     sentence: str  # continues the name
 
 
-class Kind(NamedTuple):
-    """A well-known kind of layout, as what a search for it fixes and filters."""
-
-    name: str
-    fixed: Mapping[str, Any]  # fields of Layout
-    where: Callable[[Columns], Number] | None = None  # mask of its layouts; None: all with `fixed`
-
-
 def alternatives(plan: Plan, best: Choice | None = None) -> list[Alternative]:
     """The well-known kinds of layout, each with why it is not the chosen one.
 
-    best: the chosen layout; None: the plan's first. Empty for one GPU, and if nothing fits.
+    Neighbours that one reason makes impossible are one, with both names. best: the chosen layout; None: the
+    plan's first. Empty for one GPU, and if nothing fits.
     """
-    gpus, node = plan.cluster.gpus, plan.cluster.node
-    if not len(plan) or gpus == 1:
+    if not len(plan) or plan.cluster.gpus == 1:
         return []
-    alone = dict.fromkeys(MODEL_AXES, 1)
-    kinds = (
-        Kind("plain data parallel", alone | {"dp_shard": 1}, lambda layouts: layouts.zero == 0),
-        *(Kind(f"ZeRO-{zero} alone", alone | {"zero": zero, "dp_replicate": 1}) for zero in (1, 2, 3)),
-        Kind(
-            "HSDP with ZeRO-3 shards inside a node",
-            alone | {"zero": 3},
-            lambda layouts: (layouts.dp_replicate > 1) & (layouts.dp_shard <= node),
-        ),
-        Kind("tensor parallel over the whole node", alone | {"tp": min(node, gpus)}),
-        Kind("pipeline parallel without cp", {"cp": 1}, lambda layouts: layouts.pp > 1),
-        Kind("context parallel without tp or pp", {"pp": 1, "tp": 1}, lambda layouts: layouts.cp > 1),
-    )
-    return [*_grouped(_alternative(plan, best or plan.choice(0), kind) for kind in kinds)]
+    usual = (change for change in changes(plan.workload, plan.cluster) if change.kind == "usual")
+    found = [_alternative(plan, best or plan.choice(0), change) for change in usual]
+    several = [list(alike) for _, alike in groupby(found, key=lambda alternative: alternative.sentence)]
+    return [_together(alike) if len(alike) > 1 else alike[0] for alike in several]
 
 
-def _grouped(alternatives: Iterable[Alternative]) -> Iterator[Alternative]:
-    """Yield the alternatives; neighbours that one reason makes impossible become one, with both names."""
-    for sentence, several in groupby(alternatives, key=lambda one: one.sentence):
-        group = list(several)
-        if len(group) == 1:
-            yield group[0]
-        else:
-            *names, last = (one.name for one in group)
-            name = f"{', '.join(names)} and {last}"
-            yield Alternative(name, None, sentence.replace("is not", "are not", 1))
+def _together(alike: Sequence[Alternative]) -> Alternative:
+    """Alternatives that one reason makes impossible, as one with all names."""
+    *names, last = (one.name for one in alike)
+    sentence = alike[0].sentence.replace("is not", "are not", 1)
+    return Alternative(f"{', '.join(names)} and {last}", None, sentence)
 
 
-def _alternative(plan: Plan, best: Choice, kind: Kind) -> Alternative:
+def _alternative(plan: Plan, best: Choice, kind: Change) -> Alternative:
     """The kind's best layout against `best`, or why there is none that fits.
 
     It is the plan's, or if it has none of this kind the best with the plan's fixed fields left open.
     """
-    mask = np.ones(len(plan), bool)
+    mask = np.ones(len(plan), bool) if kind.where is None else kind.where(plan.columns)
     for field, value in kind.fixed.items():
-        mask &= getattr(plan.columns, field) == value
-    if kind.where is not None:
-        mask &= kind.where(plan.columns)
-    places = np.flatnonzero(mask)
-    if len(places):
-        return _compared(plan.workload, kind, plan.choice(int(places[0])), best)
-    try:
-        others = search(plan.workload, plan.cluster, fixed=kind.fixed, where=kind.where)
-    except UserError as error:
-        model_ranks = math.prod(kind.fixed.get(axis, 1) for axis in MODEL_AXES)
-        data_ranks, batch = plan.cluster.gpus // model_ranks, plan.workload.global_batch_size
-        reason = error.problems[0]
-        if batch % data_ranks:
-            reason = indivisible(batch, data_ranks)
-        return Alternative(kind.name, None, f"is not possible: {reason}")
-    if len(others):  # the plan's own fixed fields kept it out
-        return _compared(plan.workload, kind, others.choice(0), best)
-    if nearest := others.nearest(1):
-        choice = nearest[0]
-        need, limit = memory_need(choice.memory), memory_limit(plan.cluster)
-        return Alternative(kind.name, choice, f"does not fit: {choice.layout} needs {need}; {limit}.")
-    return Alternative(kind.name, None, f"is not possible{_most_refused(others)}")
-
-
-def _most_refused(plan: Plan) -> str:
-    """The end of a sentence: what refuses most layouts of a plan without any that needs too much memory.
-
-    Where the GPUs can't share the global batch and no degree of tp was fixed, the sentence says that only
-    data ranks that divide the batch were considered.
-    """
-    refused = max(plan.rejected, key=lambda rejected: rejected.count, default=None)
-    if not refused:
-        return " here."
-    batch = plan.workload.global_batch_size
-    limited = batch % plan.cluster.gpus and "tp" not in plan.fixed
-    where = f"where the data ranks divide {sequences(batch)}, " if limited else ""
-    return f": {where}{refused.reason.rstrip('.')}."
-
-
-def _compared(workload: Workload, kind: Kind, choice: Choice, best: Choice) -> Alternative:
-    """`choice`, the kind's best layout, against `best`, the chosen one."""
+        mask = mask & (getattr(plan.columns, field) == value)
+    choice, reason = plan.choice(int(mask.argmax())) if mask.any() else None, ""
+    if choice is None:
+        choice, reason = best_layout(kind)
+    if choice is None or reason:
+        return Alternative(kind.words, choice, reason)
     if choice.layout == best.layout:
         whole = all(kind.fixed.get(axis) == 1 for axis in MODEL_AXES)
         sentence = f"is {'' if whole else 'part of '}the chosen layout ({best.layout})."
-        return Alternative(kind.name, choice, sentence)
-    return Alternative(kind.name, choice, f"({choice.layout}) {comparison(workload, choice, best)}")
+        return Alternative(kind.words, choice, sentence)
+    return Alternative(kind.words, choice, f"({choice.layout}) {comparison(plan.workload, choice, best)}")
 
 
 def comparison(workload: Workload, other: Choice, best: Choice) -> str:
     """Compare step times with the chosen layout `best`, and name the parts whose time grows most.
 
-    At most NAMED of them, until what is left is no more than the last one named. Where `other` is no slower,
-    within TIE, or times mean nothing: compare memory instead. The result continues the name of `other`.
+    At most NAMED of them, until the rest is at most the last one named. Where `other` isn't slower, within
+    TIE: compare memory instead. The result continues the name of `other`.
     """
     more = other.seconds.total / best.seconds.total - 1
     needs = f"{human(other.memory.peak)} instead of {human(best.memory.peak)}"
-    if not best.cluster.timed:
-        return f"needs {needs}."
     if more < -TIE:
         joined = "but" if other.memory.peak > best.memory.peak else "and"
         return f"takes {-more:.0%} less time than the chosen layout, {joined} needs {needs}."
@@ -361,22 +282,20 @@ def comparison(workload: Workload, other: Choice, best: Choice) -> str:
 def compute_cause(workload: Workload, other: Choice, best: Choice, *, like: float) -> str:
     """The kinds of work that make `other` compute longer than `best`, as the end of a sentence.
 
-    Compares the `compute_parts` of both; kinds below NOTABLE of the difference are left out. One kind is
-    named as the cause, several with their seconds, those that take less among them. like: see `duration`.
+    Kinds below NOTABLE of the difference are left out; those that take less are among them. like: see
+    `duration`.
     """
     parts = [
-        compute_parts(
+        StepTime(
             workload.work, Columns.of([choice.layout]), machine_of(workload, choice.cluster),
             workload.seq_len, workload.document_tokens,
-        )
+        ).compute_parts
         for choice in (other, best)
     ]  # fmt: skip
     more = {kind: float(np.squeeze(parts[0][kind] - parts[1][kind])) for kind in parts[0]}
     least = NOTABLE * sum(more.values())
     notable = sorted((kind for kind in more if abs(more[kind]) >= least), key=lambda kind: -more[kind])
-    if len(notable) == 1:
-        return f", because {CAUSES[notable[0]].clause}"
-    names = {kind: CAUSES[kind].name for kind in notable}
+    names = {kind: COMPUTE[kind] for kind in notable}
     slower = more["attention"] > 0 and other.layout.cp > best.layout.cp == 1
     if slower and "attention" in names:
         names["attention"] += ", slower under context parallelism"
@@ -394,16 +313,15 @@ def advised(plan: Plan, best: Choice, *, faster: bool = True) -> list[str]:
     """Faster batches near one that the data ranks can't share, a caution of the precision, the largest cost
     besides compute, then settings that are faster and layouts that need less memory.
 
-    best: the chosen layout, which all are compared with. faster: whether to try what may be faster. Nothing
-    on speed where predicted times mean nothing.
+    best: the chosen layout, which all are compared with. faster: whether to try what may be faster.
     """
-    caution, timed = PRECISIONS[plan.workload.precision].caution, plan.cluster.timed
+    caution = PRECISIONS[plan.workload.precision].caution
     nearest = nearest_batches(plan, best) if faster else []
     return [
         *nearest,
         *([caution] if caution else []),
-        *(_largest_cost(best) if timed else []),
-        *(_faster(plan, best, FASTER[1:] if nearest else FASTER) if timed and faster else []),
+        *_largest_cost(best),
+        *(_faster(plan, best, FASTER[1:] if nearest else FASTER) if faster else []),
         *islice(_lighter(plan, best), MOST_LIGHTER),
     ]
 
@@ -411,11 +329,8 @@ def advised(plan: Plan, best: Choice, *, faster: bool = True) -> list[str]:
 def nearest_batches(plan: Plan, best: Choice) -> list[str]:
     """The faster of the `nearest_sizes` below and above the plan's batch, each with its gain and layout.
 
-    best: the chosen layout, which they are compared with. Gains below NOTABLE_GAIN are left out, and all
-    where times mean nothing.
+    best: the chosen layout, which they are compared with. Gains below NOTABLE_GAIN are left out.
     """
-    if not plan.cluster.timed:
-        return []
     size, of_plan = plan.workload.global_batch_size, changes(plan.workload, plan.cluster, fixed=plan.fixed)
     near = (change for change in of_plan if change.kind == "nearest batch")
     gains: dict[bool, Outcome] = {}  # by whether the batch is larger
@@ -460,8 +375,8 @@ def _lighter(plan: Plan, best: Choice) -> Iterator[str]:
     for place in plan.pareto():
         lower = best.memory.peak / plan.memory.peak[place]
         ratio = plan.seconds.total[place] / best.seconds.total
-        if lower > 1 / (1 - NOTABLE_SAVING) and (ratio < lower or not plan.cluster.timed):
-            smaller[longer(ratio) if plan.cluster.timed else ""] = plan.choice(place)
+        if ratio < lower > 1 / (1 - NOTABLE_SAVING):
+            smaller[longer(ratio)] = plan.choice(place)
     for choice in smaller.values():
         yield Outcome.of_layout("less memory", plan.workload, choice, best).sentence()
 
@@ -469,82 +384,32 @@ def _lighter(plan: Plan, best: Choice) -> Iterator[str]:
 # other global batches: a quarter to four times #
 
 
-def batch_sizes(workload: Workload) -> list[int]:
-    """Global batch sizes to compare, in sequences: a quarter to four times the workload's."""
-    size = workload.global_batch_size
-    return [other for other in (size // 4, size // 2, size, 2 * size, 4 * size) if other >= 1]
-
-
-def best_of_batches(
-    workload: Workload, cluster: Cluster, sizes: Sequence[int], fixed: Mapping[str, Any] | None = None
-) -> dict[int, Choice | None]:
-    """The best layout for each global batch size in `sizes`; None where none fits. fixed: as in `search`."""
-    return {size: best_fitting(workload.of_batch(size), cluster, fixed) for size in sizes}
-
-
-def batch_sentences(plan: Plan, choices: Mapping[int, Choice | None] | None = None) -> list[str]:
-    """Speed, updates per token and memory of each global batch size; one sentence if all are as fast.
-
-    choices: the best layout by size, in sequences, ascending; None: those of `batch_sizes`. As fast: within
-    NOTABLE_GAIN of each other, with a layout for every size. No speeds where predicted times mean nothing.
+def batch_sentences(plan: Plan) -> list[str]:
+    """Speed, memory and updates per token of other global batches; one sentence if all are as fast: within
+    NOTABLE_GAIN of each other, with a layout for every size.
     """
-    workload, batch = plan.workload, plan.workload.global_batch_size
-    if choices is None:
-        others = [size for size in batch_sizes(workload) if size != batch]
-        best = best_of_batches(workload, plan.cluster, others, plan.fixed_of_batches)
-        choices = dict(sorted({**best, batch: plan.choice(0)}.items()))
-    current = choices.get(batch)
-    speeds = [choice.tokens_per_second_per_gpu for choice in choices.values() if choice]
+    workload, best = plan.workload, plan.choice(0)
+    others = [change for change in changes(workload, plan.cluster) if change.kind in BATCHES]
+    predicted = [(change, *best_layout(change, plan.fixed_of_batches)) for change in others]
     updates = {
-        size: f"{significant(1e6 / (size * workload.seq_len), 2)} optimizer updates per million tokens"
-        for size in choices
+        size: significant(1e6 / (size * workload.seq_len), 2)
+        for size in (workload.global_batch_size, *(change.workload.global_batch_size for change in others))
     }
-    timed = plan.cluster.timed
-    if current and timed and None not in choices.values() and max(speeds) / min(speeds) < 1 + NOTABLE_GAIN:
-        fewest, most = min(choices), max(choices)
+    speeds = [best.tokens_per_second_per_gpu]
+    speeds += [choice.tokens_per_second_per_gpu for _, choice, reason in predicted if choice and not reason]
+    if len(speeds) > len(others) and max(speeds) / min(speeds) < 1 + NOTABLE_GAIN:
+        fewest, most = min(updates), max(updates)
         return [
             f"From {fewest} to {most} sequences the speed differs by less than {NOTABLE_GAIN:.0%}; choose by "
-            f"convergence: {updates[fewest]} with {fewest} sequences, {updates[most].split()[0]} with {most}."
+            f"convergence: {updates[fewest]} optimizer updates per million tokens with {fewest} sequences, "
+            f"{updates[most]} with {most}."
         ]
     sentences = []
-    for size, choice in choices.items():
-        if choice is None:
-            sentences.append(f"{sequences(size)}: {_reason_for_none(plan, size)}")
-            continue
-        speed, facts = choice.tokens_per_second_per_gpu, []
-        if timed:
-            ratio = ""
-            if current and size != batch:
-                ratio = f" ({speed / current.tokens_per_second_per_gpu:.2f} x that of {batch})"
-            facts.append(f"{speed:,.0f} {choice.cluster.speed_unit}{ratio}")
-        facts += [updates[size], f"{human(choice.memory.peak)} ({choice.layout})"]
-        sentence = f"{sequences(size)}: {', '.join(facts)}."
-        sentences.append(sentence + (_outgrown(workload, size, choice, current) if current else ""))
+    for change, choice, reason in predicted:
+        sentence = f"{change.words} {reason}"
+        if choice and not reason:
+            update = f"{updates[change.workload.global_batch_size]} optimizer updates per million tokens"
+            instead = f"instead of {updates[workload.global_batch_size]}"
+            sentence = f"{Outcome(change, choice, best).sentence()} {update} {instead}."
+        sentences.append(sentence)
     return sentences
-
-
-def _reason_for_none(plan: Plan, size: int) -> str:
-    """Why a global batch has no layout: its memory, or fixed fields that don't make such a batch."""
-    try:
-        search(plan.workload.of_batch(size), plan.cluster, fixed=plan.fixed_of_batches)
-    except UserError as error:
-        return error.problems[0]
-    return "no layout fits."
-
-
-def _outgrown(workload: Workload, size: int, choice: Choice, current: Choice) -> str:
-    """A sentence on the memory that the current pipeline would need with a larger batch, which is slower
-    because of it; else "". Each micro-batch of a step has a receive buffer.
-
-    size: of the larger batch. choice: its best layout.
-    """
-    steps, rest = divmod(size, current.layout.data_ranks * current.layout.micro_batch_size)
-    slower = choice.tokens_per_second_per_gpu < current.tokens_per_second_per_gpu
-    if rest or current.layout.pp == 1 or size <= workload.global_batch_size or not slower:
-        return ""
-    layout = replace(current.layout, gradient_accumulation_steps=steps)
-    larger = explained(workload.of_batch(size), current.cluster, layout)
-    need = memory_need(larger.memory)
-    return (
-        "" if larger.fits else f" The pipeline of {workload.global_batch_size} ({layout}) would need {need}."
-    )

@@ -16,7 +16,7 @@ from meshtune.config import Config
 from meshtune.errors import NothingFits, UserError
 from meshtune.plan import advice
 from meshtune.plan.advice import Alternative
-from meshtune.plan.changes import Lighter, empty_plan_error
+from meshtune.plan.changes import Lighter, empty_plan_error, other_batches
 from meshtune.plan.cluster import Cluster, Size, cluster_for, clusters_of
 from meshtune.plan.cost import NO_BOUNDS, UNPLANNED, Bounds, RunCost, RunLength, money, run_length, unknown
 from meshtune.plan.facts import cluster_facts, model_facts, workload_facts
@@ -98,13 +98,11 @@ class Answer:
 
     def batches(self) -> dict[tuple[int, int], Choice | None]:
         """The best layout by (global batch size, GPUs), around the workload's batch; None: none fits."""
-        sizes = sorted({*self.by_size, *cluster_sizes(self.plan.cluster)[-4:]})
+        batch = self.workload.global_batch_size
         return {
-            (size, gpus): choice
-            for gpus in sizes
-            for size, choice in advice.best_of_batches(
-                self.workload, self.plan.cluster.of_size(gpus), advice.batch_sizes(self.workload)
-            ).items()
+            (size, gpus): best_fitting(self.workload.of_batch(size), self.plan.cluster.of_size(gpus))
+            for gpus in sorted({*self.by_size, *cluster_sizes(self.plan.cluster)[-4:]})
+            for size in sorted({batch, *other_batches(batch).values()})
         }
 
     def as_dict(self, most: int = 10) -> dict[str, Any]:
@@ -365,7 +363,6 @@ def compare(
     `lighter`) where no layout of any cluster fits.
     """
     fitting = [offer for offer in offers if offer.choice]
-    fitting = [offer for offer in fitting if offer.plan.cluster.timed] or fitting
     if not fitting:
         raise empty_plan_error(max((offer.plan for offer in offers), key=_memory), lighter)
     within = [offer for offer in fitting if not offer.misses]
@@ -422,13 +419,7 @@ def in_order(offers: Sequence[Offer], ranked: Sequence[Offer]) -> tuple[Offer, .
 
 
 def check_bounds(clusters: Sequence[Cluster], sort: str, bounds: Bounds) -> None:
-    """Raise UserError where times or prices are compared that a kind does not have."""
-    untimed = {cluster.gpu.name for cluster in clusters if not cluster.timed}
-    if untimed and bounds != NO_BOUNDS:
-        raise UserError(
-            f"--by and --budget need times, and nobody has measured the speed of {', '.join(untimed)}; leave "
-            "them out, or name a GPU kind."
-        )
+    """Raise UserError where prices are compared that a kind does not have."""
     lacking = list(dict.fromkeys(cluster.gpu.name for cluster in clusters if cluster.price is None))
     several = len({cluster.gpu.name for cluster in clusters}) > 1
     if lacking and (bounds.budget is not None or (sort == "cost" and several)):
@@ -445,7 +436,7 @@ def slow_network(cluster: Cluster) -> str:
     is slow; else "".
     """
     usual = (cluster.node, cluster.network) == (cluster.gpu.node, cluster.gpu.network)
-    if cluster.nodes == 1 or not usual or not cluster.timed or cluster.network >= SLOW_NETWORK:
+    if cluster.nodes == 1 or not usual or cluster.network >= SLOW_NETWORK:
         return ""
     return (
         f"{cluster.title} are taken for {cluster.nodes} machines of {cluster.node} with "

@@ -72,7 +72,7 @@ def micro_batches(workload: Workload, data_ranks: int, fixed: Given) -> list[Opt
 
     Empty if `data_ranks` does not divide the global batch, or fixed sizes do not make that part. Modes that
     the search does not offer, and recomputation of some blocks, are there only if fixed.
-    If the part has more than EVERY_MICRO_BATCH sizes, powers of two alone.
+    If the part has more than EVERY_MICRO_BATCH sizes, only powers of two.
     """
     sequences, rest = divmod(workload.global_batch_size, data_ranks)
     if rest:
@@ -279,7 +279,7 @@ def _methods(cp: int, fixed: Given) -> list[Option]:
 
 
 def _sequence_parallel(tp: int, split: bool, fixed: Given) -> list[Option]:
-    """Options for sp: on if tp > 1, unless fixed. With sp as many bytes are sent and fewer stored.
+    """Options for sp: on if tp > 1, unless fixed. With sp the same bytes are sent and fewer stored.
 
     Without sp_regather, unless it is fixed: `with_regathering` adds it where it is needed. split: sp exists;
     False: it is off, unless fixed.
@@ -419,7 +419,7 @@ def kind_of(layouts: Columns) -> Number:
 
 
 def fewest(most: Number, fits: Predicted) -> Number:
-    """The least number above 0 that fits, for each element, of which `most` fits and 0 does not.
+    """The least number above 0 that fits, for each element; `most` fits and 0 does not.
 
     fits: numbers, one for each element -> mask. A number above one that fits is taken to fit.
     """

@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 
 from meshtune.errors import NothingFits, UserError
 from meshtune.layout import MODEL_AXES, RECOMPUTE, SCHEDULES, VIRTUAL_SCHEDULES, Layout
-from meshtune.placement.columns import Columns, at
+from meshtune.placement.columns import Columns, Number, at
 from meshtune.plan.candidates import nearest_sizes
 from meshtune.plan.cluster import Cluster
 from meshtune.plan.hardware import GIGA, catalogue
 from meshtune.plan.memory.timeline import CATEGORIES, CATEGORY_NAMES, EVENTS
-from meshtune.plan.phrases import memory_limit, memory_need, sequences
+from meshtune.plan.phrases import indivisible, memory_limit, memory_need, sequences
 from meshtune.plan.search import Choice, Plan, best_fitting, choice_of, peak, search, times
 from meshtune.plan.seconds.step import TIE
 from meshtune.plan.workload import Workload
@@ -33,6 +33,8 @@ from meshtune.units import counted, human
 Lighter = Callable[[], Mapping[str, Workload]]  # returns workloads that need less, by the setting for them
 FACTORS = (2, 4, 8)  # of the micro-batch size, up and down
 VIRTUAL_STAGES = (2, 4, 8)
+TWICE = "twice the global batch"
+BATCHES = ("batch", "other batch")  # kinds of changes of it
 MORE_GPUS = (2, 3, 4, 6, 8, 12, 16)  # times the cluster's
 SHORTER = (2, 4, 8, 16)  # parts of the sequence length
 REMEDIES = ("budget", "nearest batch", "GPUs", "sequence", "precision", "method", "kind")
@@ -49,6 +51,8 @@ class Change(NamedTuple):
     workload: Workload
     cluster: Cluster
     layout: Layout | None = None  # None: the best one is searched for
+    fixed: Mapping[str, Any] = {}  # fields that its layouts have
+    where: Callable[[Columns], Number] | None = None  # mask of its layouts; None: all with `fixed`
 
 
 class Outcome(NamedTuple):
@@ -72,10 +76,9 @@ class Outcome(NamedTuple):
     @property
     def remedy(self) -> str:
         """Overrides, the memory they need and the change of step time: "layout=… (63.3 GiB, +2% time)"."""
-        time = ""
-        if self.before and self.choice.cluster.timed:
-            time = f", {self.choice.seconds.total / self.before.seconds.total - 1:+.0%} time"
-        return f"{self.setting} ({human(self.choice.memory.peak)}{time})"
+        before = self.before
+        time = before and f", {self.choice.seconds.total / before.seconds.total - 1:+.0%} time"
+        return f"{self.setting} ({human(self.choice.memory.peak)}{time or ''})"
 
     @property
     def speed(self) -> float:
@@ -91,21 +94,20 @@ class Outcome(NamedTuple):
 
     def sentence(self) -> str:
         """The change, how to ask for it, and what it gains and costs."""
-        tokens = "as many tokens per second"
+        tokens = "the same speed"
         if abs(self.speed) >= TIE:
             tokens = f"{abs(self.speed):.1%} {'more' if self.speed > 0 else 'fewer'} tokens per second"
         needed, before = human(self.choice.memory.peak), human(self.choice.memory.peak + self.freed)
         memory = f"{needed} instead of {before}" if needed != before else f"{needed} as before"
         fits = "" if self.choice.fits else ", which does not fit"
-        gain = f"{tokens}, {memory}" if self.choice.cluster.timed else memory
-        return f"{self.change.words} ({self.setting}): {gain}{fits}."
+        return f"{self.change.words} ({self.setting}): {tokens}, {memory}{fits}."
 
     def as_dict(self) -> dict[str, Any]:
         """The change as a lever in the JSON document; shares and bytes."""
         return {
             "change": self.change.words,
             "setting": self.setting,
-            "speed": self.speed if self.choice.cluster.timed else None,
+            "speed": self.speed,
             "freed": self.freed,
             "fits": self.choice.fits,
         }
@@ -125,16 +127,17 @@ def changes(
     """Yield every change, the least of each kind first.
 
     layout: yield changes to it that the model can be trained under, and settings under which it stays; None:
-    yield settings under each of which the layout is searched for. fixed: as in `search`. lighter: is called
+    yield settings; the layout is searched for under each of them. fixed: as in `search`. lighter: is called
     when its turn comes.
     """
     for kind, words, other in neighbours(layout, int(workload.work.blocks)) if layout else ():
         if not workload.refusals(other):
             yield Change(kind, words, "", workload, cluster, other)
-    size = 2 * workload.global_batch_size
     more = layout and replace(layout, gradient_accumulation_steps=2 * layout.gradient_accumulation_steps)
-    setting = f"train.global_batch_size={size}"
-    yield Change("batch", "twice the global batch", setting, workload.of_batch(size), cluster, more)
+    for words, size in other_batches(workload.global_batch_size).items():
+        if not layout or words == TWICE:
+            setting, kind = f"train.global_batch_size={size}", "batch" if words == TWICE else "other batch"
+            yield Change(kind, words, setting, workload.of_batch(size), cluster, more)
     compiled = workload.compiled()
     if not workload.compile and not (layout and compiled.refusals(layout)):
         yield Change("compile", "compiled blocks", "train.compile=true", compiled, cluster, layout)
@@ -144,6 +147,31 @@ def changes(
         yield Change("network", "twice the network", setting, workload, twice, layout)
     if not layout:
         yield from _reshaping(workload, cluster, fixed or {}, lighter)
+        yield from _usual(workload, cluster)
+
+
+def other_batches(size: int) -> dict[str, int]:
+    """Global batches to compare, in sequences: a quarter to four times `size`."""
+    sizes = {"a quarter of": size // 4, "half": size // 2, "twice": 2 * size, "four times": 4 * size}
+    return {f"{times} the global batch": other for times, other in sizes.items() if other}
+
+
+def _usual(workload: Workload, cluster: Cluster) -> Iterator[Change]:
+    """Yield the well-known kinds of layout."""
+    node, one_rank = cluster.node, dict.fromkeys(MODEL_AXES, 1)
+    zero = [(f"ZeRO-{n} over all GPUs", one_rank | {"zero": n, "dp_replicate": 1}, None) for n in (1, 2, 3)]
+    for words, fixed, where in (
+        ("plain data parallel", one_rank | {"dp_shard": 1}, lambda layouts: layouts.zero == 0),
+        *zero,
+        (
+            "HSDP with ZeRO-3 shards inside a node", one_rank | {"zero": 3},
+            lambda layouts: (layouts.dp_replicate > 1) & (layouts.dp_shard <= node),
+        ),
+        ("tensor parallel over the whole node", one_rank | {"tp": min(node, cluster.gpus)}, None),
+        ("pipeline parallel without cp", {"cp": 1}, lambda layouts: layouts.pp > 1),
+        ("context parallel without tp or pp", {"pp": 1, "tp": 1}, lambda layouts: layouts.cp > 1),
+    ):  # fmt: skip
+        yield Change("usual", words, "", workload, cluster, fixed=fixed, where=where)
 
 
 def _reshaping(
@@ -266,12 +294,50 @@ def _sharded(zero: int, shards: int) -> str:
 # predictions #
 
 
+def best_layout(change: Change, fixed: Mapping[str, Any] | None = None) -> tuple[Choice | None, str]:
+    """(Best layout under a change, ""); or if none fits (the one that needs least or None, why not, as the
+    end of a sentence). fixed: as in `search`.
+    """
+    workload, cluster = change.workload, change.cluster
+    try:
+        cluster = cluster.of_size(cluster.gpus)
+        plan = search(workload, cluster, fixed={**(fixed or {}), **change.fixed}, where=change.where)
+    except UserError as error:
+        reason, batch = error.problems[0], workload.global_batch_size
+        if change.fixed.keys() >= set(MODEL_AXES):
+            data_ranks = cluster.gpus // math.prod(change.fixed[axis] for axis in MODEL_AXES)
+            reason = indivisible(batch, data_ranks) if batch % data_ranks else reason
+        return None, f"is not possible: {reason}"
+    if len(plan):
+        return plan.choice(0), ""
+    for choice in plan.nearest(1):
+        need, limit = memory_need(choice.memory), memory_limit(cluster)
+        return choice, f"does not fit: {choice.layout} needs {need}; {limit}."
+    return None, f"is not possible{_most_refused(plan)}"
+
+
+def _most_refused(plan: Plan) -> str:
+    """The end of a sentence: what refuses most layouts of a plan without any that needs too much memory.
+
+    Where the GPUs can't share the global batch and no degree of tp was fixed, the sentence says that only
+    data ranks that divide the batch were considered.
+    """
+    refused = max(plan.rejected, key=lambda rejected: rejected.count, default=None)
+    if not refused:
+        return " here."
+    batch = plan.workload.global_batch_size
+    limited = batch % plan.cluster.gpus and "tp" not in plan.fixed
+    where = f"where the data ranks divide {sequences(batch)}, " if limited else ""
+    return f": {where}{refused.reason.rstrip('.')}."
+
+
 def searched(
     some: Iterable[Change], fixed: Mapping[str, Any] | None = None, before: Choice | None = None
 ) -> Iterator[Outcome]:
     """Yield the best layout under each change, one by one; none where nothing fits. fixed: as in `search`."""
     for change in some:
-        if choice := best_fitting(change.workload, change.cluster, fixed):
+        choice, against = best_layout(change, fixed)
+        if choice and not against:
             yield Outcome(change, choice, before)
 
 
@@ -295,13 +361,13 @@ def levers(workload: Workload, choice: Choice, most: int = 3) -> list[Outcome]:
     """The changes that gain most, at most `most`, each of another kind.
 
     Of a layout that fits: the fastest that fit, then, if fewer than `most` gain TIE, those that free most.
-    Of one that does not: the fastest that then fit, then those that free most. Where predicted times mean
-    nothing: only those that free most. workload: with the layout's global batch.
+    Of one that does not: the fastest that then fit, then those that free most. workload: with the layout's
+    global batch.
     """
     outcomes = list(predicted(list(changes(workload, choice.cluster, choice.layout)), choice))
     least_speed = TIE if choice.fits else -1.0
     fast = [one for one in outcomes if one.choice.fits and one.speed >= least_speed]
-    faster = _best_of_kinds(fast if choice.cluster.timed else [], lambda outcome: outcome.speed)
+    faster = _best_of_kinds(fast, lambda outcome: outcome.speed)
     kinds, least = {outcome.change.kind for outcome in faster}, NOTABLE_SAVING * choice.memory.peak
     light = [one for one in outcomes if one.freed >= least and one.change.kind not in kinds]
     return [*faster, *_best_of_kinds(light, lambda outcome: outcome.freed)][:most]

@@ -90,7 +90,7 @@ class Cluster:
 
     @property
     def timed(self) -> bool:
-        """Whether predicted times mean anything: on processors only after `meshtune probe`."""
+        """Whether times compare with measured ones: those of a processor only after `meshtune probe`."""
         return self.gpu.measured or not self.gpu.processor
 
     @property
@@ -132,7 +132,7 @@ def cluster_of(
         gpu = kind_named(settings.gpu, kinds)
     if settings.efficiency:
         problems = [
-            f"cluster.efficiency.{name} is no efficiency of a GPU; there are "
+            f"cluster.efficiency.{name} is not an efficiency of a GPU; there are "
             f"{', '.join(sorted(gpu.efficiency))}."
             for name in sorted(settings.efficiency.keys() - gpu.efficiency.keys())
         ]
@@ -167,7 +167,7 @@ def cluster_of(
 
 
 def cluster_for(config: Config) -> Cluster:
-    """The cluster of the settings; without a number of GPUs, as many as a fixed layout has.
+    """The cluster of the settings; without a number of GPUs, the number that a fixed layout has.
 
     Raises UserError where neither the settings nor this machine have GPUs.
     """
@@ -266,7 +266,7 @@ def with_memory_budget(config: Config, budget: str | float | None) -> Config:
         return config
     size = bytes_of(str(budget), unit="GiB")
     if not size:
-        raise UserError(f"--memory-budget {budget} is no size; write --memory-budget 70GiB, or 75GB.")
+        raise UserError(f"--memory-budget {budget} is not a size; write --memory-budget 70GiB, or 75GB.")
     cluster = config.cluster_config.model_copy(update={"memory_budget_gib": size / GIB})
     return config.model_copy(update={"cluster": cluster})
 
@@ -317,12 +317,12 @@ def _problems(table: Mapping[str, Any], source: str, kinds: Collection[str]) -> 
     for name, price in table.items():
         if name == "currency":
             if not isinstance(price, str):
-                yield f"{source}: currency = {written(price)} is no text; write it as USD."
+                yield f"{source}: currency = {written(price)} is not text; write it as USD."
             continue
         if name not in kinds:
             word = str(name).lower().replace("_", "-")
             near = [kind for kind in kinds if kind.startswith(word)] or nearest(word, kinds)
-            yield f"{source}: {written(name)} is no GPU kind{did_you_mean(near)}"
+            yield f"{source}: {written(name)} is not a GPU kind{did_you_mean(near)}"
         number = isinstance(price, int | float) and not isinstance(price, bool)
         if not (number and 0 < price < math.inf):
             yield f"{source}: {written(name)} = {written(price)}: write a number above 0."
@@ -330,8 +330,8 @@ def _problems(table: Mapping[str, Any], source: str, kinds: Collection[str]) -> 
 
 # Sizes that are compared #
 
-# A number alone is of the config's kind. Settings of the cluster describe the config's kind: another one
-# comes in its usual machine.
+# A number without a kind is of the config's kind. Settings of the cluster describe the config's kind:
+# another one comes in its usual machine.
 
 
 # Settings that describe the machines of one kind.
@@ -358,7 +358,7 @@ def sizes_of(given: int | str | Iterable[int | str], config: Config) -> list[Siz
         match = re.fullmatch(r"(\d+)(?:\s*x\s*(\S.*))?", word)
         if not match or len(match[1]) > len(str(MOST_GPUS)) or not 1 <= int(match[1]) <= MOST_GPUS:
             problems.append(
-                f"--gpus: '{word}' is no number of GPUs, 1 to {MOST_GPUS:,}; write --gpus 8,16,32 or "
+                f"--gpus: '{word}' is not a number of GPUs, 1 to {MOST_GPUS:,}; write --gpus 8,16,32 or "
                 "8xh100-sxm,8xmi300x."
             )
             continue
@@ -391,7 +391,7 @@ def clusters_of(sizes: Sequence[Size], config: Config) -> tuple[list[Cluster], l
         if given:
             describe = "describes" if len(given) == 1 else "describe"
             unused.append(
-                f"{', '.join(given)} {describe} {settings.gpu} alone; {', '.join(others)}: as in the kind's "
+                f"{', '.join(given)} {describe} only {settings.gpu}; {', '.join(others)}: as in the kind's "
                 "usual machine."
             )
     return clusters, problems, unused

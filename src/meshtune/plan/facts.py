@@ -19,8 +19,8 @@ from meshtune.plan.workload import Workload
 def plan_yaml(choice: Choice, workload: Workload) -> str:
     """Text of a run folder's plan.yaml: the layout and its prediction.
 
-    Beside the values of `plan --json` it has the seconds of a step by the parts that a run measures. For a
-    processor, whose speed nobody has measured, the prediction is of memory alone.
+    It has the values of `plan --json` and the seconds of a step by the parts that a run measures. For a
+    processor, whose speed nobody has measured, only memory is predicted.
     """
     predicted = choice.as_dict()
     if not choice.cluster.timed:

@@ -43,7 +43,7 @@ class Gpu:
 
     name: str
     words: tuple[str, ...]  # all of them are in the driver's name of it
-    architecture: str  # of which attention kernels are measured (kernels.toml)
+    architecture: str  # kernels.toml has measured attention kernels by it
     bf16: float
     fp8: float | None
     tf32: float | None
@@ -328,7 +328,7 @@ def kind_named(name: str, kinds: Mapping[str, Gpu], setting: str = "cluster.gpu"
     parts = set(re.split(r"[\s_-]+", name.strip().lower()))
     if parts & WITHOUT_BF16:
         raise UserError(
-            f"{setting} = {name} is no kind of the catalogue: it has no bf16 matrix units. Describe it "
+            f"{setting} = {name} is not in the catalogue: it has no bf16 matrix units. Describe it "
             "in a file named by cluster.hardware, and plan with train.precision=fp32; "
             "docs/planning.md#clusters has the table of a V100."
         )
@@ -340,7 +340,7 @@ def kind_named(name: str, kinds: Mapping[str, Gpu], setting: str = "cluster.gpu"
     near = [kind for kind in kinds if kind.startswith(plain)]
     near = near or nearest(plain, kinds) or _with_most_parts(parts, kinds)
     raise UserError(
-        f"{setting} = {name} is no kind that is known{did_you_mean(near)} Kinds: "
+        f"{setting} = {name} is not a known kind{did_you_mean(near)} Kinds: "
         f"{', '.join(kinds)}. Others can be described in a file named by cluster.hardware."
     )
 
@@ -398,7 +398,7 @@ def table_problems(table: Any) -> Iterator[str]:
         yield f"lacks architecture ({MEANING['architecture']}), which no efficiency_as tells."
     for key, value in table.items():
         if key not in MEANING:
-            yield f"has {key}, which is no fact of a GPU{did_you_mean(_nearest_keys(key))}"
+            yield f"has {key}, which is not a fact of a GPU{did_you_mean(_nearest_keys(key))}"
         elif key == "efficiency":
             yield from _efficiency_problems(value, whole="efficiency_as" not in table)
         elif key == "shared":

@@ -23,7 +23,7 @@ UNGATED = {"gpt_neox", "phi", "starcoder2"}  # model types whose MLP has two mat
 
 @dataclass(frozen=True)
 class KnownModel:
-    """A dense model's numbers from its shape alone, without norms and biases; all weights are trained."""
+    """A dense model's numbers from its shape, without norms and biases; all weights are trained."""
 
     work: Work
     traits: Traits
@@ -160,7 +160,7 @@ def typical_parameters(name: str) -> float | None:
     text = name.removeprefix(PREFIX)
     match = re.fullmatch(r"(\d+(?:\.\d*)?(?:e\d+)?)([MBT]?)", text, re.IGNORECASE)
     if match is None:
-        raise UserError(f"--params {text} is no number of parameters; write --params 13e9, 13B or 350M.")
+        raise UserError(f"--params {text} is not a number of parameters; write --params 13e9, 13B or 350M.")
     return float(match[1]) * UNITS[match[2].upper()]
 
 
@@ -171,7 +171,7 @@ def typical_config(parameters: float) -> tuple[dict[str, Any], str]:
     """
     if not FEWEST <= parameters <= MOST:
         raise UserError(
-            f"--params {parameters:g} is no size that can be planned; give {count(FEWEST)} to "
+            f"--params {parameters:g} can't be planned; give {count(FEWEST)} to "
             f"{count(MOST)} parameters, such as --params 13e9."
         )
     shapes = list(_shapes(parameters))

@@ -28,10 +28,8 @@ from meshtune.plan.memory.tensors import START
 from meshtune.plan.memory.timeline import Liveness
 from meshtune.plan.programs import MESHTUNE
 from meshtune.plan.search import Choice, end_costs, ranks_of
-from meshtune.plan.seconds.block import Blocks
-from meshtune.plan.seconds.collectives import gradient_collectives, optimizer_update
-from meshtune.plan.seconds.ends import Ends, end_seconds
-from meshtune.plan.seconds.pipeline import pipeline_seconds
+from meshtune.plan.seconds.ends import Ends
+from meshtune.plan.seconds.step import StepTime
 from meshtune.plan.workload import Workload
 
 MOST_PASSES = 2400  # that are drawn
@@ -108,24 +106,20 @@ class _Durations:
 
     @classmethod
     def of(cls, workload: Workload, choice: Choice) -> _Durations:
-        columns, work, layout = Columns.of([choice.layout]), workload.work, choice.layout
-        machine, tokens = machine_of(workload, choice.cluster), workload.seq_len
-        documents = min(workload.document_tokens or tokens, tokens)
-        every = Blocks.of(work, columns, machine, tokens, documents)
-        block = every.mean(work.blocks / columns.pp)
-        ends = end_seconds(work, columns, machine, tokens)
-        pipeline = pipeline_seconds(work, columns, machine, tokens, blocks=every, ends=ends)
+        columns, machine = Columns.of([choice.layout]), machine_of(workload, choice.cluster)
+        time = StepTime(workload.work, columns, machine, workload.seq_len, workload.document_tokens)
+        block, pipeline = time.block, time.pipeline
         seconds = {
             "forward": block.forward,
             "backward": block.backward + block.sharding,
             "weights": block.compute.weights,
             "send": pipeline.sends / (2 * columns.virtual_stages),
             "host": pipeline.host / columns.virtual_stages,
-            "data": gradient_collectives(work, columns, machine, block),
-            "optimizer": optimizer_update(work, columns, machine) + pipeline.host_step,
+            "data": time.gradients,
+            "optimizer": time.seconds.optimizer + pipeline.host_step,
         }
-        blocks = _stage_sizes(workload, layout)
-        ends = Ends(*(float(np.squeeze(getattr(ends, each.name))) for each in fields(Ends)))
+        blocks = _stage_sizes(workload, choice.layout)
+        ends = Ends(*(float(np.squeeze(getattr(time.ends, each.name))) for each in fields(Ends)))
         numbers = {name: float(np.squeeze(value)) for name, value in seconds.items()}
         return cls(**numbers, blocks=blocks, ends=ends)
 

@@ -95,7 +95,12 @@ def unmeasured(cluster: Cluster) -> str:
     numbers of ranks at work than the cluster's machines have; else "".
     """
     gpu, ranks, sentences = cluster.gpu, cluster.ranks_in_node, []
-    if cluster.timed and gpu.as_of and gpu.as_of != gpu.name:
+    if not cluster.timed:
+        sentences.append(
+            f"Times are not those of this machine: no measured efficiencies for {gpu.name}; using those of "
+            f"{gpu.as_of}. `meshtune probe` measures it."
+        )
+    elif gpu.as_of and gpu.as_of != gpu.name:
         others = "efficiencies other than that of matmuls" if gpu.measured else "efficiencies"
         others = ", ".join(gpu.borrowed) if gpu.shared else others
         sentences.append(f"No measured {others} for {gpu.name}; using those of {gpu.as_of}.")

@@ -85,19 +85,18 @@ class Choice:
         return self.memory.peak <= safe_peak(self.stack, self.cluster)
 
     def as_dict(self) -> dict[str, Any]:
-        """The contract of `plan --json`: bytes and seconds. Times are None where they mean nothing."""
-        timed = self.cluster.timed
+        """The contract of `plan --json`: bytes and seconds."""
         time = {part: getattr(self.seconds, part) for part in PARTS} | {"total": self.seconds.total}
         return {
             "layout": str(self.layout),
             "tool": self.tool.name,
             "stack": self.stack,
             "world": self.layout.world,
-            "tokens_per_second_per_gpu": self.tokens_per_second_per_gpu if timed else None,
-            "step_seconds": self.seconds.total if timed else None,
-            "mfu": self.mfu if timed else None,
+            "tokens_per_second_per_gpu": self.tokens_per_second_per_gpu,
+            "step_seconds": self.seconds.total,
+            "mfu": self.mfu,
             "memory": self.memory.as_dict() | {"capacity": self.cluster.memory, "safe": self.safe},
-            "time": time if timed else None,
+            "time": time,
             "error": self.accuracy.as_dict(),
         }
 

@@ -14,7 +14,7 @@ from meshtune.layout import Layout
 from meshtune.meter.parts import PARTS
 from meshtune.meter.rows import fullest_memory
 from meshtune.placement.columns import Columns
-from meshtune.plan.seconds.step import Seconds, passes, step
+from meshtune.plan.seconds.step import Seconds, StepTime
 from meshtune.rundir import Row
 from meshtune.units import Number, counted
 
@@ -33,8 +33,8 @@ def predicted_parts(workload: Workload, layout: Layout, machine: Machine) -> dic
 
 def parts_of_layouts(workload: Workload, layouts: Columns, machine: Machine) -> dict[str, Number]:
     """Predicted seconds of a step by part, one element per layout."""
-    asked = (workload.work, layouts, machine, workload.seq_len, workload.document_tokens)
-    return parts_of(step(*asked), passes(*asked))
+    time = StepTime(workload.work, layouts, machine, workload.seq_len, workload.document_tokens)
+    return parts_of(time.seconds, time.passes)
 
 
 def parts_of(seconds: Seconds, split: Mapping[str, Number]) -> dict[str, Number]:
@@ -96,7 +96,7 @@ class MeasuredRun:
         warm = [row for row in timed if not row.get("warm_up")]
         if not warm:
             raise UserError(
-                f"{name} has warm-up steps alone ({counted(len(timed), 'step')}), whose times say nothing. "
+                f"{name} has only warm-up steps ({counted(len(timed), 'step')}), whose times say nothing. "
                 "Run more steps."
             )
         facts = rows[starts[-1]]

@@ -294,7 +294,7 @@ class Work:
 
     @property
     def trained_matrices(self) -> tuple[Weight, ...]:
-        """The matrices of an average block, those of which any is trained."""
+        """The matrices of an average block with a trained weight."""
         return tuple(w for w in self.block_weights if w.matrix and w.trainable)
 
     @property

@@ -37,7 +37,7 @@ class Workload:
     compile: bool = False
     packing: bool = True
     attention: str = "meshtune"  # implementation that the model is built with
-    lora_r: int | None = None  # rank of the adapters beside every linear layer; None: all weights are trained
+    lora_r: int | None = None  # rank of the adapters of every linear layer; None: all weights are trained
     positions: int | None = None  # tokens of the longest document that its positions are made for; None: any
     notes: tuple[str, ...] = ()  # sentences on the model that every answer says
     tool: Tool = MESHTUNE  # that runs it
@@ -102,7 +102,7 @@ class Workload:
         return replace(self, work=replace(self.work, kept=kept, fullest=fullest), compile=True)
 
     def run_by(self, tool: Tool) -> Workload:
-        """The same, run by another program: predicted with its constants, under its layouts alone."""
+        """The same, run by another program: predicted with its constants, only under its layouts."""
         if tool is MESHTUNE:
             return self
         return replace(
@@ -204,7 +204,7 @@ def experts_note(numbers: ModelNumbers) -> str | None:
     return (
         f"{traits.name} is a mixture of experts: a token uses {count(census.total - census.idle)} of its "
         f"{count(census.total)} parameters. Layouts have no expert parallelism: they are of "
-        f"{', '.join(['dp', *axes])} and ZeRO alone. No measured run of such a model validates these times; "
+        f"{', '.join(['dp', *axes])} and ZeRO only. No measured run of such a model validates these times; "
         "the simulated peaks of small ones in bf16 are up to 5 % larger than predicted."
     )
 
@@ -262,7 +262,7 @@ def lighter_workloads(
 ) -> dict[str, Workload]:
     """Workloads that need less memory than training all weights, by the setting that makes them.
 
-    Now method=lora alone; empty if the config has it already, or its tool can't train so. numbers_of: returns
+    Now only method=lora; empty if the config has it already, or its tool can't train so. numbers_of: returns
     the numbers of a config's model. tool_of: returns the tool that runs a config. Raises Uncounted as
     `workload_of`.
     """

@@ -1,32 +1,97 @@
-"""Tables of what bench, plan compare, calibrate, probe and sweep return, from their `--json` documents."""
+"""Documents of bench, calibrate, probe and sweep, and tables of plan compare, from their `--json` values."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from meshtune.meter.causes import Cause
 from meshtune.plan.calibration import CONSTANTS, FACTOR, NOTABLE
 from meshtune.plan.memory.timeline import CATEGORY_NAMES
+from meshtune.report.draw.document import Document, Notes, Section
 from meshtune.report.draw.table import Table
 from meshtune.report.dryrun.beside import difference, peaks
-from meshtune.units import counted, duration, human
+from meshtune.units import counted, duration, human, speed_unit
 
-Document = Mapping[str, Any]  # of one layout, run, calibration or cluster file
+Facts = Mapping[str, Any]  # of one layout, run, calibration, cluster file or sweep
 
-# Bench: a layout predicted, simulated and measured #
+# Measured parts next to predicted ones #
 
-COLUMNS = ("predicted", "simulated", "measured")
 MEMORY_NAMES = CATEGORY_NAMES | {"peak": "memory"}
-OFF = "off by: from what was measured, as a share of it"
 PART_NAMES = {
     "communication": "exposed communication",
     "bubble": "pipeline's bubble",
     "waiting": "waiting for the slowest rank",
     "loading": "waiting for data",
 }
+DIFFERENCE = " off"  # of a column: its difference from "measured"
 
 
-def layouts_table(documents: Sequence[Document], speed_unit: str) -> Table:
+def part_tables(
+    facts: Facts, heads: Mapping[str, str], titles: Sequence[str], notes: Sequence[Sequence[str]]
+) -> Iterator[Table]:
+    """Yield tables of the time by part and of the memory by category.
+
+    heads: entries of `facts`, and those with DIFFERENCE, with the heads of their columns. titles, notes: of
+    both tables.
+    """
+    sources = {name: facts[name] or {} for name in heads if not name.endswith(DIFFERENCE)}
+    step = {name: source.get("step_seconds") for name, source in sources.items()}
+    time = [*_parts(sources, "parts", PART_NAMES), ("step", step)]
+    memory = sorted(_parts(sources, "memory", MEMORY_NAMES), key=lambda part: part[0] == "memory")
+    for title, parts, written, note in zip(titles, (time, memory), (duration, human), notes, strict=True):
+        rows = [(name, *_cells(values, heads, written)) for name, values in parts]
+        yield Table.of_rows(title, ("", *heads.values()), rows, ("",), note, totals=1)
+
+
+def _parts(
+    sources: Mapping[str, Facts], key: str, names: Mapping[str, str]
+) -> Iterator[tuple[str, dict[str, float | None]]]:
+    """Yield (name, its value by source) of each part under `key` that a source has above 0."""
+    parts = {source: facts.get(key) for source, facts in sources.items()}
+    for part in dict.fromkeys(part for values in parts.values() for part in values or ()):
+        values = {source: None if found is None else found.get(part, 0.0) for source, found in parts.items()}
+        if any(values.values()):
+            yield names.get(part, part), values
+
+
+def _cells(
+    values: Mapping[str, float | None], heads: Iterable[str], written: Callable[[float], str]
+) -> Iterator[str]:
+    measured = values["measured"]
+    for column in heads:
+        value = values[column.removesuffix(DIFFERENCE)]
+        if value is None:
+            yield ""
+        elif column in values:
+            yield written(value)
+        else:
+            yield "" if measured is None else difference(value, measured, written)
+
+
+# Bench: layouts predicted, simulated and measured #
+
+BENCHED = {
+    "predicted": "predicted", "simulated": "simulated", "measured": "measured",
+    "predicted off": "predicted\noff by", "simulated off": "simulated\noff by",
+}  # fmt: skip
+OFF = "off by: from what was measured, as a share of it"
+
+
+def benched(layouts: Sequence[Facts]) -> Document:
+    """Layouts by speed, the parts of each, and why each is slow."""
+    devices = {one["measured"]["device_type"] for one in layouts if one["measured"]}
+    unit = speed_unit(max(one["world"] for one in layouts), next(iter(devices), "cuda"))
+    slow = [
+        Section(f"why {one['layout']} is slow", [Cause(**cause).sentence for cause in causes], numbered=True)
+        for one in layouts
+        if (causes := one["causes"])
+    ]
+    parts = (table for one in layouts for table in side_by_side(one))
+    return Document("bench", (layouts_table(layouts, unit), *parts, *slow), {"layouts": layouts})
+
+
+def layouts_table(documents: Sequence[Facts], speed_unit: str) -> Table:
     """One row a layout, the fastest first; those that failed last, with the reason."""
     ran = [one for one in documents if one["measured"]]
     ran.sort(key=lambda one: -one["measured"]["tokens_per_second_per_gpu"])
@@ -50,82 +115,55 @@ def layouts_table(documents: Sequence[Document], speed_unit: str) -> Table:
     return Table.of_rows("Measured", tuple(heads), tuple(rows), ("layout",), tuple(notes))
 
 
-def side_by_side(document: Document) -> list[Table]:
-    """Time by part and memory by category of one layout, as they are predicted, simulated and measured."""
-    notes = (OFF,)
-    if document["predicted"] and document["simulated"]:
-        simulated = document["simulated"]
-        notes = (peaks(simulated["rank"], document["predicted"]["event"], simulated["event"]), OFF)
-    title, heads = str(document["layout"]), ("", *COLUMNS, "predicted\noff by", "simulated\noff by")
-    step = [(document[name] or {}).get("step_seconds") for name in COLUMNS]
-    time = [_row(*part, duration) for part in part_values(document, "parts", COLUMNS, PART_NAMES)]
-    time.append(_row("step", step, duration))
-    memory = [_row(*part, human) for part in part_values(document, "memory", COLUMNS, MEMORY_NAMES)]
-    memory.sort(key=lambda row: row[0] == "memory")  # the sum comes last
-    return [
-        Table.of_rows(f"{title}, time", heads, tuple(time), ("",), totals=1),
-        Table.of_rows(
-            f"{title}, memory of tensors on its fullest rank", heads, tuple(memory), ("",), notes, totals=1
-        ),
-    ]
+def side_by_side(facts: Facts) -> Iterator[Table]:
+    """Yield time by part and memory by category of one layout: predicted, simulated and measured."""
+    notes = [OFF]
+    if (predicted := facts["predicted"]) and (simulated := facts["simulated"]):
+        notes.insert(0, peaks(simulated["rank"], predicted["event"], simulated["event"]))
+    name = facts["layout"]
+    titles = (f"{name}, time", f"{name}, memory of tensors on its fullest rank")
+    return part_tables(facts, BENCHED, titles, ((), notes))
 
 
-def part_values(
-    document: Document, key: str, columns: Sequence[str], names: Mapping[str, str]
-) -> Iterator[tuple[str, list[float | None]]]:
-    """Yield (name, its value in each column) of each part under `key` that a column has above 0."""
-    sources = [(document[column] or {}).get(key) for column in columns]
-    for name in dict.fromkeys(name for source in sources for name in source or ()):
-        values = [None if source is None else source.get(name, 0.0) for source in sources]
-        if any(values):
-            yield names.get(name, name), values
+def micro_batches(layouts: Sequence[Facts]) -> Document:
+    """The micro-batch sizes of each layout that were tried, in their order, and the largest that runs."""
+    return Document("micro-batches", [_micro_batches(one) for one in layouts], {"layouts": layouts})
 
 
-def _row(name: str, values: Sequence[float | None], written: Callable[[float], str]) -> tuple[str, ...]:
-    *others, measured = values
-    off = ("" if one is None or measured is None else difference(one, measured, written) for one in others)
-    return (name, *("" if one is None else written(one) for one in values), *off)
-
-
-def micro_batches_table(document: Mapping[str, Any]) -> Table:
-    """The micro-batch sizes of one layout that were tried, in their order, and the largest that runs."""
-    rows = tuple(
+def _micro_batches(facts: Facts) -> Table:
+    rows = (
         (f"{one['size']:,}", "yes" if one["runs"] else "no", human(one["peak"]) if one["peak"] else "",
          one["reason"] or "")
-        for one in document["tried"]
+        for one in facts["tried"]
     )  # fmt: skip
-    found, planned = document["micro_batch"], document["planned"]
-    verdict = f"The largest that runs: {found:,}." if found else "None runs."
+    largest, planned = facts["micro_batch"], facts["planned"]
+    verdict = f"The largest that runs: {largest:,}." if largest else "None runs."
     if planned is not None:
         verdict += f" The planner says {planned:,}."
     heads = ("micro-batch", "runs", "memory", "why not")
-    return Table.of_rows(str(document["layout"]), heads, rows, ("runs", "why not"), (verdict,))
+    return Table.of_rows(str(facts["layout"]), heads, rows, ("runs", "why not"), (verdict,))
 
 
 # Plan compare: a finished run next to its predictions #
 
-COMPARED = ("measured", "at_start", "today")
-COMPARED_HEADS = ("", "measured", "predicted\nat start", "\noff by", "planned\ntoday", "\noff by")
+COMPARED = {
+    "measured": "measured", "at_start": "predicted\nat start", "at_start off": "\noff by",
+    "today": "planned\ntoday", "today off": "\noff by",
+}  # fmt: skip
 
 
-def compared_tables(document: Document) -> Iterator[Table]:
-    """Yield the compared_tables of one run: time, memory, and the constants that are off."""
-    name, layout = document["run"], document["layout"]
-    steps = [(document[column] or {}).get("step_seconds") for column in COMPARED]
-    notes = (f"Medians of {counted(document['steps'], 'step')}.", *document["missing"].values())
-    time = [_compared_row(*part, duration) for part in part_values(document, "parts", COMPARED, PART_NAMES)]
-    time.append(_compared_row("step", steps, duration))
-    yield Table.of_rows(f"{name} ({layout}), time", COMPARED_HEADS, time, ("",), notes, totals=1)
-    memory = [_compared_row(*part, human) for part in part_values(document, "memory", COMPARED, MEMORY_NAMES)]
-    memory.sort(key=lambda row: row[0] == "memory")  # the sum comes last
-    title = f"{name}, memory of tensors on its fullest rank"
-    counted_not = () if document["measured"]["memory"] else ("It was not counted in this run.",)
-    yield Table.of_rows(title, COMPARED_HEADS, memory, ("",), counted_not, totals=1)
-    if document["off"] is not None:
-        yield _factors(document)
+def compared_tables(facts: Facts) -> Iterator[Table]:
+    """Yield the tables of one run: time, memory, and the constants that are off."""
+    name = facts["run"]
+    titles = (f"{name} ({facts['layout']}), time", f"{name}, memory of tensors on its fullest rank")
+    steps = (f"Medians of {counted(facts['steps'], 'step')}.", *facts["missing"].values())
+    uncounted = () if facts["measured"]["memory"] else ("It was not counted in this run.",)
+    yield from part_tables(facts, COMPARED, titles, (steps, uncounted))
+    if facts["off"] is not None:
+        yield _factors(facts)
 
 
-def _factors(document: Document) -> Table:
+def _factors(document: Facts) -> Table:
     """One row for each group of parts that is off and each constant that explains it; then the remedy."""
     rows = [
         (words, _off(group), one["constant"], f"{one['factor']:.3g}", CONSTANTS[one["constant"]])
@@ -154,53 +192,40 @@ def _factors(document: Document) -> Table:
                    tuple(rows), ("parts", "constant", "what it is"), tuple(notes))  # fmt: skip
 
 
-def _named(group: Document) -> str:
+def _named(group: Facts) -> str:
     parts: list[str] = group["parts"]
     return ", ".join(PART_NAMES.get(part, part) for part in parts)
 
 
-def _off(group: Document) -> str:
+def _off(group: Facts) -> str:
     return difference(group["predicted"], group["measured"], duration)
-
-
-def _compared_row(name: str, values: list[float | None], written: Callable[[float], str]) -> tuple[str, ...]:
-    measured, *others = ["" if value is None else written(value) for value in values]
-    cells = [name, measured]
-    for value, text in zip(values[1:], others, strict=True):
-        off = "" if value is None or values[0] is None else difference(value, values[0], written)
-        cells += [text, off]
-    return tuple(cells)
 
 
 # Calibrate: constants before and after, and the errors on runs that were left out of the fit #
 
 
-def calibration_tables(document: Document) -> Iterator[Table]:
-    """Yield the tables of a calibration."""
-    fitted = tuple(
+def calibrated(facts: Facts) -> Document:
+    """Constants before and after, those that stay and why, and the errors."""
+    rows = (
         (name, f"{one['before']:.4g}", f"{one['after']:.4g}", f"{one['factor']:.2f}", f"{len(one['runs'])}",
          CONSTANTS[name] + (", at its bound" if one["at_bound"] else ""))
-        for name, one in document["fitted"].items()
+        for name, one in facts["fitted"].items()
     )  # fmt: skip
-    left = tuple(f"{name} stays: {why}." for name, why in document["left"].items())
     heads = ("constant", "before", "after", "factor", "runs", "what it is")
-    fitted_to = counted(len(document["runs"]), "run")
-    yield Table.of_rows(f"Constants fitted to {fitted_to}", heads, fitted, ("constant", "what it is"), left)
-    rows = tuple(
+    title = f"Constants fitted to {counted(len(facts['runs']), 'run')}"
+    left = [f"{name} stays: {why}." for name, why in facts["left"].items()]
+    fitted = Table.of_rows(title, heads, rows, ("constant", "what it is"), left)
+    rows = (
         (name, f"{score['after']['runs']}", *_score_cells(score["before"]), *_score_cells(score["after"]))
-        for name, score in document["held_out"].items()
+        for name, score in facts["held_out"].items()
     )
-    scores = ("mean", "median", "Spearman")
-    heads = (
-        "runs left out",
-        "number",
-        *(f"{name} {when}" for when in ("before", "after") for name in scores),
-    )
-    yield Table.of_rows("Error of the predicted step on runs that were left out of the fit", heads, rows,
-                  ("runs left out",))  # fmt: skip
+    scores = [f"{name} {when}" for when in ("before", "after") for name in ("mean", "median", "Spearman")]
+    title = "Error of the predicted step on runs that were left out of the fit"
+    errors = Table.of_rows(title, ("runs left out", "number", *scores), rows, ("runs left out",))
+    return Document("calibrate", (fitted, errors), facts)
 
 
-def _score_cells(score: Document) -> tuple[str, str, str]:
+def _score_cells(score: Facts) -> tuple[str, str, str]:
     order = score["spearman"]
     return f"{score['mean']:.1%}", f"{score['median']:.1%}", "" if order is None else f"{order:.2f}"
 
@@ -210,36 +235,30 @@ def _score_cells(score: Document) -> tuple[str, str, str]:
 BUSY = 0.25  # processes at work for each core, from which a machine is not idle
 
 
-def probe_table(document: Document) -> Table:
-    """One row a constant, one column a number of ranks."""
-    kind = document["kind"]
+def probed(facts: Facts) -> Document:
+    """One row a constant, one column a number of ranks; then doubts."""
+    kind, measured = facts["kind"], facts["measured"]
     alone = {name: value for name, value in kind["efficiency"].items() if not name.startswith("link")}
     tables = {1: alone} | {one["ranks"]: one for one in kind.get("shared", ())}
-
-    def share(name: str, peak: float, unit: str) -> list[str]:
-        """Cells of a share of a peak."""
-        return [f"{table[name] * peak:,.3g} {unit}" if name in table else "" for table in tables.values()]
-
-    def seconds(name: str) -> list[str]:
-        """Cells of some microseconds."""
-        return [f"{table[name] * 1e6:,.3g} µs" if name in table else "" for table in tables.values()]
-
-    rows = {
-        "large matmuls, fp32": share("matmul", 1000 * kind["fp32"], "GFLOP/s"),
-        "large matmuls, bf16": share("matmul", 1000 * kind["matmul_max"], "GFLOP/s"),
-        "memory": share("memory", kind["bandwidth"], "GB/s"),
-        "collectives, past each rank": share("link_share", kind["link"], "GB/s"),
-        "a step of a ring": seconds("link_latency"),
-        "a small operation": seconds("launch"),
+    constants = {  # row -> (constant, its unit's size, unit)
+        "large matmuls, fp32": ("matmul", 1000 * kind["fp32"], "GFLOP/s"),
+        "large matmuls, bf16": ("matmul", 1000 * kind["matmul_max"], "GFLOP/s"),
+        "memory": ("memory", kind["bandwidth"], "GB/s"),
+        "collectives, past each rank": ("link_share", kind["link"], "GB/s"),
+        "a step of a ring": ("link_latency", 1e6, "µs"),
+        "a small operation": ("launch", 1e6, "µs"),
     }
+    rows = (
+        (row, *(f"{table[name] * size:,.3g} {unit}" if name in table else "" for table in tables.values()))
+        for row, (name, size, unit) in constants.items()
+    )
     heads = ("each of", *(counted(ranks, "rank") for ranks in tables))
-    lines = tuple((name, *cells) for name, cells in rows.items())
-    return Table.of_rows(f"{document['measured']['device']}", heads, lines, ("each of",), ())
+    table = Table.of_rows(str(measured["device"]), heads, rows, ("each of",))
+    return Document("probe", (table, Notes(_doubts(measured), style="")), facts)
 
 
-def probe_sentences(document: Document) -> Iterator[str]:
+def _doubts(measured: Facts) -> Iterator[str]:
     """Yield sentences on a busy machine, on doubtful figures, and on constants that are another kind's."""
-    measured = document["measured"]
     if measured["load_before"] > BUSY * measured["cores"]:
         yield (
             f"{measured['load_before']:g} other processes ran on {counted(measured['cores'], 'core')} in the "
@@ -274,38 +293,42 @@ UNITS = {  # figure -> how it is written
 }
 
 
-def counts_table(counts: Mapping[str, int], reasons: Mapping[str, str], simulated: str | None) -> Table:
+def swept(facts: Facts) -> Document:
+    """The experiments by status, and the best of them."""
+    parts = [_counts(facts), *([_best(facts)] if facts["best"] else [])]
+    return Document("sweep", (*parts, Notes([f"Results: {facts['database']} (view `results`)"], "")), facts)
+
+
+def _counts(facts: Facts) -> Table:
     """Number of experiments by status, with the most frequent reason of each."""
-    rows = tuple(
-        (status, f"{number:,}", _short(reasons.get(status, ""))) for status, number in counts.items()
+    reasons, simulated = facts["reasons"], facts["simulated"]
+    rows = (
+        (status, f"{number:,}", _short(reasons.get(status, ""))) for status, number in facts["counts"].items()
     )
-    note = (f"All figures are simulated ({simulated}); nothing was measured.",) if simulated else ()
+    note = [f"All figures are simulated ({simulated}); nothing was measured."] if simulated else []
     heads = ("status", "experiments", "most frequent reason")
     return Table.of_rows("Sweep", heads, rows, ("status", "most frequent reason"), note)
 
 
-def best_table(
-    best: Sequence[Mapping[str, Any]], axes: Sequence[str], ranked_by: str, *, on_processor: bool = False
-) -> Table:
+def _best(facts: Facts) -> Table:
     """The best experiments by one figure: their number, layout, axes and the figures that they have."""
+    best, ranked_by = facts["best"], facts["ranked_by"]
 
     def head(name: str) -> str:
-        return UNITS[name][0].replace("/GPU", "/rank") if on_processor else UNITS[name][0]
+        return UNITS[name][0].replace("/GPU", "/rank") if facts["on_processor"] else UNITS[name][0]
 
     figures = [ranked_by, *(name for name in UNITS if name != ranked_by)]
-    shown = [name for name in figures if any(row.get(name) is not None for row in best)]
-    varied = [axis for axis in axes if axis != "layout" and len({str(row.get(axis)) for row in best}) > 1]
-    heads = ("number", "layout", *varied, *map(head, shown))
-    rows = tuple(
-        (
-            str(row["number"]),
-            str(row["layout"] or ""),
-            *(str(row[axis]) for axis in varied),
-            *("" if row[name] is None else UNITS[name][1](row[name]) for name in shown),
-        )
+    known = [name for name in figures if any(row.get(name) is not None for row in best)]
+    axes = [
+        axis for axis in facts["axes"] if axis != "layout" and len({str(row.get(axis)) for row in best}) > 1
+    ]
+    rows = (
+        (str(row["number"]), str(row["layout"] or ""), *(str(row[axis]) for axis in axes),
+         *("" if row[name] is None else UNITS[name][1](row[name]) for name in known))
         for row in best
-    )
-    return Table.of_rows(f"Best by {head(ranked_by)}", heads, rows, ("layout", *varied))
+    )  # fmt: skip
+    heads = ("number", "layout", *axes, *map(head, known))
+    return Table.of_rows(f"Best by {head(ranked_by)}", heads, rows, ("layout", *axes))
 
 
 def _short(text: str) -> str:

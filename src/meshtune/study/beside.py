@@ -12,6 +12,7 @@ from meshtune.plan.facts import tensors
 from meshtune.plan.machine import machine_of
 from meshtune.plan.step_parts import parts_of, predicted_parts
 from meshtune.report.dryrun.beside import fullest, peak_event, simulated_memory
+from meshtune.report.dryrun.facts import facts_of
 
 PASSES: tuple[str, ...] = (FORWARD, BACKWARD, RECOMPUTATION)  # phases of a trace, and parts of a step
 
@@ -52,7 +53,7 @@ def why_slow(document: dict[str, Any]) -> list[dict[str, Any]]:
 
 def simulated(simulation: Simulation) -> dict[str, Any]:
     """The dry run's step of a layout, as `predicted`."""
-    document = simulation.as_dict()
+    document = facts_of(simulation)
     memory = {name: float(size) for name, size in simulated_memory(document).items()}
     rank = fullest(document)
     facts: dict[str, Any] = {

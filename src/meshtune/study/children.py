@@ -104,13 +104,11 @@ class Child:
         task: Task,
         folder: Path,
         sweep: str,
-        environment: Mapping[str, str] | None = None,
+        environment: Mapping[str, str],
         prefix: Sequence[str] = (),
-        *,
-        inherit: bool = True,
     ) -> None:
-        """Start the command. sweep: id of the sweep. environment: variables to set, such as its GPUs; not
-        `inherit`: these are all. prefix: words before the command, of what starts it.
+        """Start the command. sweep: id of the sweep. environment: all variables. prefix: words before the
+        command, of what starts it.
         """
         self.task, self.folder, self.mark = task, folder, f"{sweep}/{task.number}"
         text = yaml.safe_dump(task.settings(folder), sort_keys=False, allow_unicode=True)
@@ -125,7 +123,7 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
-                env={**(os.environ if inherit else {}), **(environment or {}), MARK: self.mark},
+                env={**environment, MARK: self.mark},
                 start_new_session=True,
                 preexec_fn=_dies_with(os.getpid()),
             )
@@ -216,7 +214,7 @@ def failure(code: int, lines: Sequence[str], seconds: float) -> Outcome:
     if code == NonFinite.exit_code:
         return Outcome(DIVERGED, said or "Its loss was not finite.", seconds=seconds)
     if code == Interrupted.exit_code:
-        reason = "It was interrupted from outside (exit code 75); `--retry crashed` goes on with it."
+        reason = "It was interrupted from outside (exit code 75); `--retry crashed` continues it."
         return Outcome(CRASHED, reason, seconds=seconds)
     if code in (-signal.SIGKILL, 128 + signal.SIGKILL):
         reason = "It was killed (signal 9), as the system does where memory runs out."

@@ -222,7 +222,7 @@ def run_all(
             raise
     left = len(waiting) + len(running)
     raise Interrupted(
-        f"Stopped with {counted(left, 'experiment')} to run; the same command goes on with them."
+        f"Stopped with {counted(left, 'experiment')} to run; the same command continues with them."
     )
 
 
@@ -243,12 +243,13 @@ def stop(children: Sequence[Child], signals: "Signals") -> dict[Child, Outcome |
 
 
 def environment(task: Task, devices: Devices, gpus: tuple[str, ...]) -> dict[str, str]:
-    """Variables that give an experiment its GPUs, or its part of the cores where several run at once."""
+    """Variables of an experiment: with its GPUs, or its part of the cores where several run at once."""
+    variables = dict(os.environ)
     if gpus:
-        return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
-    if devices.jobs > 1 and not os.environ.get("OMP_NUM_THREADS"):
-        return {"OMP_NUM_THREADS": str(max(1, cores() // devices.jobs // task.world))}
-    return {}
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    elif devices.jobs > 1 and not variables.get("OMP_NUM_THREADS"):
+        variables["OMP_NUM_THREADS"] = str(max(1, cores() // devices.jobs // task.world))
+    return variables
 
 
 class Signals:

@@ -81,16 +81,12 @@ def long_options(options: Mapping[str, Any]) -> dict[str, Any]:
 def script_of(folder: Path, sweep: str) -> str:
     """Text of the batch script. sweep: name of the sweep."""
     command = [sys.executable, "-m", "meshtune", "sweep", str(folder / "sweep.yaml"), "--out", str(folder)]
-    return "\n".join(
-        [
-            "#!/bin/bash",
-            f"# Task of a job array of the sweep {sweep}, which `meshtune sweep --slurm` submits.",
-            "# $1: file with the numbers of the array's experiments, a line a task.",
-            'number=$(sed -n "$((SLURM_ARRAY_TASK_ID + 1))p" "$1")',
-            f'exec {shlex.join(command)} --task "$number"',
-            "",
-        ]
-    )
+    return f"""#!/bin/bash
+# Task of a job array of the sweep {sweep}, which `meshtune sweep --slurm` submits.
+# $1: file with the numbers of the array's experiments, a line a task.
+number=$(sed -n "$((SLURM_ARRAY_TASK_ID + 1))p" "$1")
+exec {shlex.join(command)} --task "$number"
+"""
 
 
 def submit(
@@ -172,22 +168,18 @@ def resources(task: Task, options: Mapping[str, Any]) -> list[str]:
     """
     given = long_options(options)
     kind, colon, number = str(given.pop(PER_NODE, task.world)).rpartition(":")
-    each = ranks_per_node(task.world, int(number))
+    # All machines have the same number of ranks.
+    per_node = next(n for n in range(min(task.world, int(number)), 0, -1) if task.world % n == 0)
     minutes = math.ceil((task.limit + SPARE) / 60)
     # A task for each rank: else Slurm may give all ranks of a machine one core.
-    words: dict[str, Any] = {"nodes": task.world // each, "ntasks-per-node": each, "time": minutes}
+    words: dict[str, Any] = {"nodes": task.world // per_node, "ntasks-per-node": per_node, "time": minutes}
     if not task.on_processor:
-        words[PER_NODE] = f"{kind}{colon}{each}"
+        words[PER_NODE] = f"{kind}{colon}{per_node}"
     return [
         f"--{name}" if value is True else f"--{name}={value}"
         for name, value in {**words, **given}.items()
         if value is not False
     ]
-
-
-def ranks_per_node(world: int, most: int) -> int:
-    """The largest number of ranks up to `most` that all machines can have alike."""
-    return next(each for each in range(min(world, most), 0, -1) if world % each == 0)
 
 
 def asked(*words: str) -> str:
@@ -228,17 +220,9 @@ def collect(store: Store, folder: Path) -> dict[int, Outcome]:
     return outcomes
 
 
-def alive(jobs: Sequence[str]) -> set[str]:
-    """Ids of the tasks of arrays that wait or run, as 12_3."""
-    if not jobs:
-        return set()
-    listing = ["squeue", "--noheader", "--array", "--format=%i", "--jobs"]
-    try:
-        return {line.strip() for line in asked(*listing, ",".join(jobs)).splitlines()}
-    except UserError as error:
-        if FORGOTTEN in str(error):  # Slurm has forgotten one: ask for each
-            return set() if len(jobs) == 1 else {task for job in jobs for task in alive([job])}
-        raise
+def alive() -> set[str]:
+    """Ids of this user's tasks of arrays that wait or run, as 12_3."""
+    return set(asked("squeue", "--me", "--noheader", "--array", "--format=%i").split())
 
 
 def ended_without(row: Row) -> Outcome | None:
@@ -251,7 +235,7 @@ def ended_without(row: Row) -> Outcome | None:
         return None
     ended = f"Slurm's task {row.job} ended in state {state} without a result"
     if not state:
-        ended = f"Slurm no longer knows its task {row.job}, which left no result"
+        ended = f"Slurm has forgotten its task {row.job}, which left no result"
     reason = f"{ended}; see slurm/{row.job}.out. `--retry crashed` runs it again."
     return Outcome(STATES.get(state, CRASHED), reason)
 
@@ -261,15 +245,15 @@ def state_of(job: str) -> str:
     empty where that does not know it or is not there. Raises UserError if the controller does not answer.
     """
     try:
-        text = asked("scontrol", "show", "job", job)
-        return next(iter(re.findall(r"\bJobState=([A-Z_]+)", text)), "")
+        words = asked("scontrol", "show", "job", job).partition("JobState=")[2]
     except UserError as error:
         if FORGOTTEN not in str(error):
             raise
-    with suppress(UserError):
-        options = ("--noheader", "--parsable2", "--allocations", "--format=State")
-        return next(iter(re.findall(r"^[A-Z_]+", asked("sacct", *options, f"--jobs={job}"))), "")
-    return ""
+        words = ""
+        with suppress(UserError):
+            options = ("--noheader", "--parsable2", "--allocations", "--format=State")
+            words = asked("sacct", *options, f"--jobs={job}")
+    return re.findall("^[A-Z_]*", words)[0]
 
 
 def follow(store: Store, folder: Path, progress: Progress, log: Log) -> None:
@@ -288,15 +272,15 @@ def follow(store: Store, folder: Path, progress: Progress, log: Log) -> None:
                 answered, said = time.monotonic(), False
             except UserError as error:
                 if time.monotonic() - answered > PATIENCE:
-                    raise UserError(f"{error}. The jobs go on; {COLLECTS}.") from None
+                    raise UserError(f"{error}. The jobs continue; {COLLECTS}.") from None
                 if not said:
-                    log(f"{error}. The jobs go on, and Slurm is asked again for {duration(PATIENCE)}.")
+                    log(f"{error}. The jobs continue, and Slurm is asked again for {duration(PATIENCE)}.")
                 said = True
             if rows and signals.sleep(LOOK):
                 break
     if left := job_ids(store):
         ends = f"`scancel {' '.join(left)}` ends them"
-        raise Interrupted(f"Stopped collecting; the jobs go on. {COLLECTS.capitalize()}, and {ends}.")
+        raise Interrupted(f"Stopped collecting; the jobs continue. {COLLECTS.capitalize()}, and {ends}.")
 
 
 def _look(
@@ -313,25 +297,21 @@ def _look(
     rows: of the tasks that Slurm has. missed: number -> looks in a row that did not find the task.
     """
     try:
-        tasks = alive(job_ids(store))
+        tasks = alive()
     finally:  # results are files, and need no answer
         for number, outcome in collect(store, folder).items():
             if row := rows.pop(number, None):
                 progress.ended(row, outcome, [], dict.fromkeys(rows.values(), 0.0))
     for number, row in rows.items():
         missed[number] = 0 if row.job in tasks else missed.get(number, 0) + 1
-        if missed[number] >= MISSED:
-            settle(store, row, progress, log)
-
-
-def settle(store: Store, row: Row, progress: Progress, log: Log) -> None:
-    """Write how a task ended that has left no result."""
-    if outcome := ended_without(row):
-        store.finish({row.number: outcome})
-        progress.ended(row, outcome, [], {})
-    else:
-        log(f"Slurm's task {row.job} was cancelled; experiment {row.number} waits again.")
-        store.wait_again([row.number])
+        if missed[number] < MISSED:
+            continue
+        if outcome := ended_without(row):
+            store.finish({number: outcome})
+            progress.ended(row, outcome, [], {})
+        else:
+            log(f"Slurm's task {row.job} was cancelled; experiment {number} waits again.")
+            store.wait_again([number])
 
 
 def job_ids(store: Store) -> list[str]:
@@ -354,17 +334,14 @@ def run_in_job(task: Task, folder: Path) -> Outcome:
             f"{nodes}; sweep with run: train.",
         )
         return written(task, folder, outcome)
-    prefix: list[str] = []
+    prefix, environment = list[str](), dict(os.environ)
     if nodes > 1:
         prefix = ["srun", f"--nodes={nodes}", f"--ntasks-per-node={task.world // nodes}"]
         if cores := os.environ.get("SLURM_CPUS_PER_TASK"):  # which srun does not take over
             prefix.append(f"--cpus-per-task={cores}")
-    # Without Slurm's variables the command starts its ranks itself; srun needs them.
-    hidden = () if prefix else ("SLURM_", "PMI")
-    environment = {
-        name: value for name, value in os.environ.items() if not (hidden and name.startswith(hidden))
-    }
-    child = Child(task, folder, job, environment, prefix, inherit=False)
+    else:  # without Slurm's variables the command starts its ranks itself
+        environment = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "PMI"))}
+    child = Child(task, folder, job, environment, prefix)
     with Signals() as signals:
         while (outcome := child.outcome()) is None:
             if signals.sleep(POLL):

@@ -127,7 +127,7 @@ class Store:
                     for statement in SCHEMA.strip().rstrip(";").split(";"):
                         database.execute(statement)
             elif "experiments" not in tables or self.description().get("form") != FORM:
-                raise UserError(f"{file} is no sweep of this version; name another folder with --out.")
+                raise UserError(f"{file} is not a sweep of this version; name another folder with --out.")
         except sqlite3.Error as error:
             self._lock.close()
             raise self._failed(error) from error

@@ -25,6 +25,7 @@ from meshtune.nearest import did_you_mean, nearest
 from meshtune.study.conditions import Condition
 from meshtune.study.sweep_settings import (
     LAYOUT_FIELDS,
+    LEFT_TO_THE_SWEEP,
     SETTINGS,
     base_problems,
     default_of,
@@ -157,7 +158,6 @@ KEYS = {
 }
 MOST = 100_000  # experiments of a sweep
 MOST_COMBINATIONS = 2_000_000  # of the axes, before the conditions
-OWN = ("output", "output_exists")  # settings that the sweep sets itself
 DERIVED = ("layout.world", "layout.data_ranks")  # further names that a condition may have
 
 
@@ -346,14 +346,14 @@ def unknown_key(key: Any) -> str:
     """Sentence on a key of the file that is none of KEYS."""
     known = ", ".join(KEYS)
     if near := nearest(str(key), KEYS):
-        return f"{key} is no key of a sweep{did_you_mean(near)}"
+        return f"{key} is not a key of a sweep{did_you_mean(near)}"
     if not key_problems(str(key)) or str(key).split(".")[0] in SETTINGS:
-        return f"{key} is no key of a sweep: settings go into `base` or `axes`. Its keys: {known}."
-    return f"{key} is no key of a sweep; its keys: {known}."
+        return f"{key} is not a key of a sweep: settings go into `base` or `axes`. Its keys: {known}."
+    return f"{key} is not a key of a sweep; its keys: {known}."
 
 
 def _base(value: Any, folder: Path, overrides: Sequence[str], problems: list[str]) -> Tree:
-    """The base as a tree of sections, with overrides laid over it; without the settings in OWN."""
+    """The base as a tree of sections, with overrides laid over it, but for LEFT_TO_THE_SWEEP."""
     try:
         if isinstance(value, str):
             tree = read_yaml(folder / expanded(value), SETTINGS)
@@ -366,7 +366,7 @@ def _base(value: Any, folder: Path, overrides: Sequence[str], problems: list[str
     except UserError as error:
         problems += error.problems
         return {}
-    for key in OWN:
+    for key in LEFT_TO_THE_SWEEP:
         tree = without(tree, [key])
     problems += base_problems(tree)
     return tree

@@ -60,7 +60,7 @@ def base_problems(base: Mapping[str, Any]) -> list[str]:
     names = [".".join(map(str, leaf.path)) for leaf in leaves(base, SETTINGS)]
     names = ["layout" if name.split(".")[0] == "layout" else name for name in names]
     unknown = [problem for name in dict.fromkeys(names) for problem in key_problems(_setting_in(name))]
-    wrong = [problem for problem in _wrong_values(base) if not (unknown and "is no setting" in problem)]
+    wrong = [problem for problem in _wrong_values(base) if not (unknown and "is not a setting" in problem)]
     return list(dict.fromkeys([*unknown, *wrong]))
 
 
@@ -83,7 +83,7 @@ def _wrong_values(tree: Mapping[str, Any]) -> Iterator[str]:
         return
     names = tuple(f"{'.'.join(map(str, leaf.path))} = " for leaf in leaves(tree, SETTINGS))
     for problem in _problems_of(lambda: Config(**whole)):
-        if problem.startswith(names) or "is no setting" in problem:
+        if problem.startswith(names) or "is not a setting" in problem:
             yield problem
 
 

@@ -107,13 +107,17 @@ def flat(tree: Mapping[str, Any], known: Table, prefix: str = "") -> Iterator[tu
         yield key, value
         if f"{key}.*" in known.entries or not any(entry.startswith(f"{key}.") for entry in known.entries):
             continue
-        for section in listed(value):
-            if isinstance(section, Mapping):
-                yield from flat(section, known, f"{key}.")
+        for section in sections(value):
+            yield from flat(section, known, f"{key}.")
 
 
 def listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
+
+
+def sections(value: Any) -> list[Mapping[str, Any]]:
+    """The sections in a value: itself, or those of a list."""
+    return [each for each in listed(value) if isinstance(each, Mapping)]
 
 
 def short(value: Any) -> str:

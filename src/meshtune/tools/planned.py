@@ -1,7 +1,7 @@
 """A config with the layout that it is exported with: its values by name, its rows, what tools lack."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import PurePath
@@ -43,11 +43,13 @@ class Planned:
     gpus_per_node: int
 
     def setting(self, name: str) -> Any:
-        """Value of a setting by its dotted name, of a layout's field, or of an attribute of this class.
+        """Value of a setting by its dotted name, of a field of the layout, of this class or of FACTS.
 
         A setting of data that its sources may have too: the first source's that has one.
         """
         section, _, key = name.rpartition(".")
+        if key in FACTS and not section:
+            return FACTS[key](self)
         if not section:
             return getattr(self, key) if hasattr(type(self), key) else getattr(self.config, key)
         if section in ("layout", "stage_layers"):
@@ -85,22 +87,9 @@ class Planned:
         return next(iter(self.config.data.train), SourceConfig(path="train.jsonl"))
 
     @property
-    def first_rows(self) -> str:
-        return row_format(self.config.data, self.first)
-
-    @property
-    def chats(self) -> bool:
-        return bool(self.rows - {"text"})
-
-    @property
     def sharded(self) -> bool:
         """True if FSDP wraps the model: for ZeRO, and for cp, which shards parameters over context ranks."""
         return self.layout.dp_shard > 1 or self.layout.cp > 1
-
-    @property
-    def meshed(self) -> bool:
-        """True if the layout is more than plain data parallelism."""
-        return self.layout.world > self.layout.dp_replicate
 
     @property
     def engine(self) -> bool:
@@ -113,58 +102,12 @@ class Planned:
         return max(1, self.layout.world // self.gpus_per_node)
 
     @property
-    def recomputes_blocks(self) -> bool:
-        return RECOMPUTATIONS[self.layout.recompute].block
-
-    @property
     def held_out(self) -> bool:
         return bool(self.config.data.eval or self.config.data.eval_split)
 
     @property
-    def weighted(self) -> bool:
-        return any(source.weight != 1 for source in self.config.data.train)
-
-    @property
-    def other_schedule(self) -> bool:
-        """True for a learning-rate schedule that tools with schedules of their own lack."""
-        train = self.config.train
-        return train.lr_scheduler not in EXPORTED_SCHEDULES or bool(train.lr_scheduler_kwargs)
-
-    @property
-    def patterns_of_layers(self) -> bool:
-        targets = self.config.lora.target_modules
-        return targets != "all-linear" and any(map(is_regular_expression, targets))
-
-    @property
-    def fractional_alpha(self) -> bool:
-        return self.config.lora.alpha != int(self.config.lora.alpha)
-
-    @property
-    def tp_in_node(self) -> bool:
-        return self.layout.tp <= self.gpus_per_node
-
-    @property
-    def uneven_stages(self) -> bool:
-        """True if the ranks of the pipeline can't all have equal numbers of layers."""
-        return self.blocks % self.layout.pp > 0
-
-    @property
     def stage_layers(self) -> "StageLayers":
         return stage_layers(self.blocks, self.layout.pp, self.layout.stages_per_rank)
-
-    @property
-    def least_share(self) -> float:
-        """The learning rate at the end of the run, as a share of the highest."""
-        return self.config.train.min_lr_ratio or 0.0
-
-    @property
-    def least_rate(self) -> float:
-        return float(f"{self.config.learning_rate * self.least_share:.12g}")
-
-    @property
-    def warmup_from_1(self) -> int:
-        """Warm-up in steps for schedules that count at least one."""
-        return max(1, self.warmup_steps or 0)
 
     @property
     def warmup_ratio(self) -> float | None:
@@ -182,6 +125,34 @@ class Planned:
         if train.warmup_steps is not None:
             return train.warmup_steps
         return round(train.warmup_ratio * train.max_steps) if train.max_steps else None
+
+
+# Facts that only the tables of tools ask for.
+FACTS: Mapping[str, Callable[[Planned], Any]] = {
+    "first_rows": lambda plan: row_format(plan.config.data, plan.first),
+    "chats": lambda plan: bool(plan.rows - {"text"}),
+    "meshed": lambda plan: plan.layout.world > plan.layout.dp_replicate,  # more than plain data parallelism
+    "recomputes_blocks": lambda plan: RECOMPUTATIONS[plan.layout.recompute].block,
+    "weighted": lambda plan: any(source.weight != 1 for source in plan.config.data.train),
+    "other_schedule": lambda plan: (  # that tools with schedules of their own lack
+        plan.config.train.lr_scheduler not in EXPORTED_SCHEDULES
+        or bool(plan.config.train.lr_scheduler_kwargs)
+    ),
+    "patterns_of_layers": lambda plan: (
+        plan.config.lora.target_modules != "all-linear"
+        and any(map(is_regular_expression, plan.config.lora.target_modules))
+    ),
+    "fractional_alpha": lambda plan: plan.config.lora.alpha != int(plan.config.lora.alpha),
+    "tp_in_node": lambda plan: plan.layout.tp <= plan.gpus_per_node,
+    # The ranks of the pipeline can't all have equal numbers of layers.
+    "uneven_stages": lambda plan: plan.blocks % plan.layout.pp > 0,
+    # The learning rate at the end of the run, as a share of the highest and as it is.
+    "least_share": lambda plan: plan.config.train.min_lr_ratio or 0.0,
+    "least_rate": lambda plan: float(
+        f"{plan.config.learning_rate * (plan.config.train.min_lr_ratio or 0.0):.12g}"
+    ),
+    "warmup_from_1": lambda plan: max(1, plan.warmup_steps or 0),  # for schedules that count at least one
+}
 
 
 class StageLayers(NamedTuple):

@@ -306,7 +306,7 @@ def dataset_info(config: Config) -> dict[str, Any]:
 
 def trl_dataset(value: Any, job: Job) -> Converted:
     if not job.on("dataset_name"):
-        raise NoCounterpart("no dataset_name says of which data set; set data.train")
+        raise NoCounterpart("the file has no dataset_name; set data.train")
     path = placed(str(job.value("dataset_name")), None, job.value("dataset_config"))[0]
     if is_one_file(path):
         remark = "a file has no test split: name held-out rows in data.eval, or set data.eval_split"

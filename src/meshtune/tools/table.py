@@ -144,22 +144,22 @@ def unknown_setting(path: Sequence[str], settings: Sequence[str], sections: Sequ
     section = ".".join(part for part in path[:-1] if not part.isdigit())  # data.train.0.path: no list indices
     known = theirs(path)
     if counterparts := dict.fromkeys(entry.setting for entry in known if entry.setting):
-        return f"{key} is no setting{did_you_mean([*counterparts])}"
+        return f"{key} is not a setting{did_you_mean([*counterparts])}"
     exact = [setting for setting in settings if last(setting) == name]
     if exact and (len(exact) == 1 or not section):  # model.path may mean anything
-        return f"{key} is no setting{did_you_mean(exact)}"
+        return f"{key} is not a setting{did_you_mean(exact)}"
     for entry in sorted(known, key=lambda entry: entry.kind == "ignored"):
         if entry.kind == "ignored":
-            return f"{key} is no setting, and not needed: {entry.why}."
+            return f"{key} is not a setting, and not needed: {entry.why}."
         return f"{key} is not supported: {entry.reason}."
     siblings = [each for each in settings if each.rpartition(".")[0] == section] if section else [*sections]
     for names in (siblings, settings):
         near = nearest(name, names, part=last)
         if near and (names is siblings or not section or len(near) == 1):
-            return f"{key} is no setting{did_you_mean(near)}"
+            return f"{key} is not a setting{did_you_mean(near)}"
     if section and siblings:
-        return f"{key} is no setting; {section} has: {', '.join(map(last, siblings))}."
-    return f"{key} is no setting; sections: {', '.join(sections)}."
+        return f"{key} is not a setting; {section} has: {', '.join(map(last, siblings))}."
+    return f"{key} is not a setting; sections: {', '.join(sections)}."
 
 
 def last(setting: str) -> str:

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
@@ -20,6 +20,7 @@ from meshtune.tools.job import (
     Refused,
     comma_separated,
     listed,
+    sections,
     short,
 )
 from meshtune.tools.planned import Planned
@@ -337,7 +338,7 @@ def labels_of_rows(_: str, keys: list[str], usual: list[str]) -> Conversion:
     """Labels that axolotl's data sets choose by `keys`; usual: the values that label tokens as here."""
 
     def read(value: Any, job: Job) -> dict[str, Any]:
-        rows = [each for each in listed(job.value("datasets")) if isinstance(each, Mapping)]
+        rows = sections(job.value("datasets"))
         chosen = {label for each in rows for key in keys for label in listed(each.get(key) or [])}
         if chosen - {*usual}:
             raise NoCounterpart(job.table.entries["datasets.message_field_training"].reason)
@@ -404,8 +405,9 @@ def packing_strategy(value: Any, job: Job) -> dict[str, Any]:
 
 
 def overlong(value: Any, job: Job) -> dict[str, Any]:
-    rows = [each for each in listed(job.value("datasets", default=[])) if isinstance(each, Mapping)]
-    plain = {str(each.get("type")) for each in rows} == {"completion"} or job.on("pretraining_dataset")
+    plain = {str(each.get("type")) for each in sections(job.value("datasets"))} == {"completion"} or job.on(
+        "pretraining_dataset"
+    )
     value = "truncate" if plain else value  # axolotl splits plain text, as `auto` does, whatever this says
     return {"data.overlong": {"truncate": "auto", "raise": "error"}.get(value, value)}
 

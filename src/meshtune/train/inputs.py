@@ -10,7 +10,7 @@ from meshtune.data.encode import Encoder
 from meshtune.data.loader import Loader
 from meshtune.data.pack import LABELLED, Dataset
 from meshtune.data.prepare import Prepared, sentences
-from meshtune.data.stream import Stream
+from meshtune.data.recipe import Stream
 from meshtune.errors import explained
 from meshtune.layout import Layout
 from meshtune.parallel.apply import width_multiple

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from meshtune.data.pack import LABELLED, Dataset
 from meshtune.data.prepare import Prepared
-from meshtune.data.stream import Stream
+from meshtune.data.recipe import Stream
 from meshtune.errors import UserError
 from meshtune.model.anatomy import Anatomy
 from meshtune.model.files import few, resolve, weight_files

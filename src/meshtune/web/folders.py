@@ -43,7 +43,7 @@ class Folders:
                 raise UserError(f"{path} does not exist; name run folders, folders of runs, or sweeps.")
             if path.is_file() and database_of(path) is None:
                 raise UserError(
-                    f"{path} is no sweep's database; name run folders, folders of runs, or sweeps."
+                    f"{path} is not a sweep's database; name run folders, folders of runs, or sweeps."
                 )
         self._given = [path.resolve() for path in paths]
         # A database stands for its folder, where the sweep's runs are.

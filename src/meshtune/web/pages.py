@@ -14,7 +14,8 @@ from meshtune.plan.facts import tensors
 from meshtune.report.compare.page import comparison_page
 from meshtune.report.compare.runs import MOST_RUNS, NONE, compare
 from meshtune.report.draw.document import Document, OnPage, Pictures
-from meshtune.report.draw.page import text
+from meshtune.report.draw.page import EMPTY, text
+from meshtune.report.draw.table import Markup, Table
 from meshtune.report.experiments.page import sweep_page
 from meshtune.report.run.report import run_page
 from meshtune.report.run.summary import Rows, Summary, facts_of, summarise
@@ -29,6 +30,10 @@ STOP = "USR1"  # signal on which a run ends after a step and its checkpoint (lau
 FOOTER = (
     "Made by meshtune from the files of the folders that `meshtune ui` was given. Nothing here changes them."
 )
+HEADS = (
+    "", "run", "state", "step", "loss", "held-out loss", "tokens/s per device", "planned", "peak memory",
+    "planned", "changed",
+)  # fmt: skip
 
 
 class Listed(NamedTuple):
@@ -102,54 +107,37 @@ def list_page(lines: Sequence[Listed], sweeps: Sequence[Entry]) -> Document:
     """The list of runs, to be compared, and of sweeps."""
     states = [line.state.word for line in lines]
     counts = " · ".join(f"{states.count(word):,} {word}" for word in dict.fromkeys(states))
-    body = _runs(lines) + _sweeps(sweeps) or "<p class='empty'>There is no run and no sweep yet.</p>"
+    body = _runs(lines) + _sweeps(sweeps) or EMPTY.format("There is no run and no sweep yet.")
     return Document("Runs", (OnPage(body),), subtitle=text(counts), footer=FOOTER)
 
 
 def _runs(lines: Sequence[Listed]) -> str:
-    if not lines:
-        return ""
-    heads = (
-        "", "run", "state", "step", "loss", "held-out loss", "tokens/s per device", "planned", "peak memory",
-        "planned", "changed",
-    )  # fmt: skip
-    title = "".join(
-        f"<th{' class=left' if n in (1, 2) else ''}>{text(head)}</th>" for n, head in enumerate(heads)
-    )
-    rows = "".join(map(_row, lines))
+    """HTML of the table of runs, in a form; "" without any."""
+    note = "Speed is the median of the last steps of a long run; memory is that of tensors on a device."
+    table = Table.of_rows("", HEADS, map(_row, lines), ("run", "state"), (note,))
+    button = f"<p><button>compare the chosen runs</button> <small>2 to {MOST_RUNS}</small></p>"
+    return f"<form action='/compare'>{replace(table, tall=True).html()}{button}</form>" if lines else ""
+
+
+def _row(line: Listed) -> tuple[str | Markup, ...]:
+    entry, summary, state = line.entry, line.summary, line.state
+    speed, memory = planned(line.facts)
+    total = line.facts.get("total_steps")
+    reasons = "".join(f" <small>{text(why)}</small>" for why in (state.why, summary.left_out) if why)
     return (
-        "<form action='/compare'><div class='wide tall'><table class='facts numbers listing'>"
-        f"<thead><tr>{title}</tr></thead><tbody>{rows}</tbody></table></div>"
-        f"<p><button>compare the chosen runs</button> <small>2 to {MOST_RUNS}</small></p></form>"
-        "<p class='note'>Speed is the median of the last steps of a long run; memory is that of tensors, as "
-        "planned for one device.</p>"
-    )
-
-
-def _row(line: Listed) -> str:
-    summary, facts, state = line.summary, line.facts, line.state
-    planned_speed, planned_memory = planned(facts)
-    total = facts.get("total_steps")
-    of_total = f" of {total:,}" if total and state.word != "finished" else ""
-    cells = (
-        f"{summary.steps:,}{of_total}",
+        Markup(
+            f"<input type='checkbox' name='run' value='{entry.id}' aria-label='choose {text(entry.name)}'>"
+        ),
+        Markup(f"<a href='/runs/{entry.id}'>{text(entry.name)}</a>"),
+        Markup(f"<b>{state.word}</b>{reasons}"),
+        f"{summary.steps:,}{f' of {total:,}' if total and state.word != 'finished' else ''}",
         _number(summary.last_loss, ".4f"),
         _number(summary.last_eval_loss, ".4f"),
         _number(summary.tokens_per_second_per_gpu, ",.0f"),
-        _number(planned_speed, ",.0f"),
+        _number(speed, ",.0f"),
         human(summary.peak_memory_bytes) if summary.peak_memory_bytes else NONE,
-        human(planned_memory) if planned_memory else NONE,
+        human(memory) if memory else NONE,
         f"{datetime.fromtimestamp(line.changed):%Y-%m-%d %H:%M:%S}",
-    )
-    name, identifier = text(line.entry.name), line.entry.id
-    why = f" <small>{text(state.why)}</small>" if state.why else ""
-    why += f" <small>{text(summary.left_out)}</small>" if summary.left_out else ""
-    return (
-        f"<tr><td><input type='checkbox' name='run' value='{identifier}' aria-label='choose {name}'></td>"
-        f"<td class='left'><a href='/runs/{identifier}'>{name}</a></td>"
-        f"<td class='left' title='{text(state.why)}'><b>{state.word}</b>{why}</td>"
-        + "".join(f"<td>{cell}</td>" for cell in cells)
-        + "</tr>"
     )
 
 

@@ -5,9 +5,11 @@ from pathlib import Path
 
 import numpy as np
 
+from meshtune.data import prepare as preparing
 from meshtune.data.encode import Document
 from meshtune.data.example import Source
 from meshtune.data.pack import Dataset, in_memory, pack, singles
+from meshtune.data.recipe import Recipe
 
 
 class Bytes:
@@ -32,6 +34,11 @@ class Bytes:
             ids = np.frombuffer(prompt + answer, dtype=np.uint8).astype(np.int32)
             documents.append(Document(ids, np.arange(len(ids)) >= max(1, len(prompt))))
         return documents
+
+
+def prepare(sources, encoder, *, cache_dir: Path, streaming: bool = False, **settings) -> preparing.Prepared:
+    """The data of sources. settings: of a Recipe."""
+    return preparing.prepare(Recipe(tuple(sources), encoder, **settings), cache_dir, streaming=streaming)
 
 
 def write_rows(file: Path, rows: list[tuple[str, str]]) -> Source:

@@ -6,7 +6,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from meshtune.data.example import Notes, Source
+from meshtune.data.example import Source, Tally
 from meshtune.data.readers import read
 from meshtune.errors import UserError
 
@@ -26,10 +26,10 @@ def rows_of(tmp_path, request):
             pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), file)
         else:
             file.write_text(json.dumps(row) + "\n")
-        notes = Notes()
+        tally = Tally()
         source = Source(str(file), columns=tuple(columns.items()), **settings)
-        (example,) = read(source, on_bad_row="error", notes=notes)
-        return example, notes
+        (example,) = read(source, on_bad_row="error", tally=tally)
+        return example, tally.notes
 
     return rows_of
 

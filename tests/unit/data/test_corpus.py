@@ -8,12 +8,12 @@ import pytest
 from cases import cases
 from chat_templates import STOPS, names, special_tokens, template
 from corpus import BROKEN_FILES, CONVERSATIONS, TOOL
+from data_rows import prepare
 from small_tokenizer import make_tokenizer
 
 from meshtune.data.encode import Document, Encoder
 from meshtune.data.example import BadRow, Example, Origin, Source
 from meshtune.data.messages import with_thought
-from meshtune.data.prepare import prepare
 from meshtune.errors import UserError
 
 TEMPLATES = cases(
@@ -23,7 +23,7 @@ TEMPLATES = cases(
 )
 # What a template that is given such a row may be refused for; each is tested in a test of its own.
 REASONS = {
-    "prompt is no prefix", "turn is no prefix", "turn not written", "starts with the assistant",
+    "prompt is not a prefix", "turn is not a prefix", "turn not written", "starts with the assistant",
     "refused by the chat template", "reasoning_content is not written", "tool_calls is not written",
     "thought in the content is not written", "tokens merge across the boundary",
 }  # fmt: skip
@@ -58,6 +58,11 @@ def encoded(encoder, conversation):
 
 def labelled_text(encoder, documents):
     return "".join(encoder.tokenizer.decode(document.ids[document.labelled]) for document in documents)
+
+
+def ends_of(document):
+    """Ends of labelled turns at which generation does not stop."""
+    return [what for name, what in document.notes if name == "unstopped"]
 
 
 def reference(encoder, conversation):
@@ -104,8 +109,8 @@ def test_all_answers_together_are_the_answers_one_by_one(name):
             assert document.reason in REASONS
             continue
         assert not any(isinstance(part, BadRow) for part in parts), conversation
-        if document.unstopped:
-            assert name == "gptoss" and set(document.unstopped) == {"<|end|>"}
+        if unstopped := ends_of(document):
+            assert name == "gptoss" and set(unstopped) == {"<|end|>"}
             continue
         assert labelled_text(together, [document]) == labelled_text(apart, parts), conversation
 
@@ -139,10 +144,10 @@ def test_a_training_template_trains_all_turns_as_they_are_generated(name):
     refused = 0
     for conversation in WHITE_SPACE_AND_THOUGHTS:
         (document,) = encoded(training, conversation)
-        assert isinstance(document, Document) and not document.unstopped, conversation
+        assert isinstance(document, Document) and not ends_of(document), conversation
         assert labelled_text(training, [document]) == labelled_text(apart, encoded(apart, conversation))
         before = encoded(original, conversation)[0]
-        refused += isinstance(before, BadRow) or bool(before.unstopped)
+        refused += isinstance(before, BadRow) or bool(ends_of(before))
     assert refused, "the original would have done"
 
 

@@ -5,9 +5,9 @@ from golden import refuses
 from small_tokenizer import make_tokenizer
 from tokenizers import processors
 
-from meshtune.data.documents import Tally, usable
 from meshtune.data.encode import Encoder
-from meshtune.data.example import Example, Origin, notes_sentences
+from meshtune.data.example import Example, Origin, Tally, notes_sentences
+from meshtune.data.recipe import Recipe
 from meshtune.errors import UserError
 
 HERE = Origin("rows.jsonl", 1)
@@ -31,9 +31,7 @@ def encoder_of(*, suffix: str = "", template: str | None = None, **settings) -> 
 def encoded(encoder: Encoder, **row):
     """(ids, labelled, sentences) of one row."""
     tally = Tally()
-    ((_, ids, labelled),) = usable(
-        [Example(HERE, **row)], encoder, seq_len=1000, overlong="error", tally=tally
-    )
+    ((_, ids, labelled),) = Recipe((), encoder, seq_len=1000).usable([Example(HERE, **row)], tally)
     return ids.tolist(), labelled.tolist(), "\n".join(notes_sentences(tally.notes.values()))
 
 

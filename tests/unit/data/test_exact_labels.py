@@ -80,7 +80,7 @@ def test_an_empty_thought_of_the_prompt_is_written_before_the_answer() -> None:
     prompt = encoder.turn_ids(TURNS[:3])
     assert document.ids[: len(prompt)].tolist() == prompt
     thought = encoded(encoder, [user("Hello?"), assistant("Yes", reasoning_content="Hm.")])
-    assert isinstance(thought, BadRow) and thought.reason == "prompt is no prefix"
+    assert isinstance(thought, BadRow) and thought.reason == "prompt is not a prefix"
 
 
 def test_a_header_of_the_assistant_ends_no_answer() -> None:
@@ -109,15 +109,15 @@ def test_text_beside_a_call_is_never_lost_without_a_word(train_on: str) -> None:
     beside = assistant("Let me see.") | {"tool_calls": [call]}
     row = encoded(encoder, [user("Hello?"), beside, user("So?"), assistant("Done")], tools=[TOOL])
     if train_on == "assistant":
-        assert isinstance(row, BadRow) and row.reason == "text beside tool_calls is not written"
+        assert isinstance(row, BadRow) and row.reason == "text next to tool_calls is not written"
     else:
-        assert isinstance(row, Document) and row.unwritten[:1] == ("text beside tool_calls",)
+        assert isinstance(row, Document) and ("unwritten", "text next to tool_calls") in row.notes
 
 
 def test_the_words_of_a_user_that_the_template_leaves_out_are_named() -> None:
     encoder = encoder_of(template("first_user_only"), train_on="completion")
     row = encoded(encoder, [user("Hello?"), assistant("Yes"), user("Words that are lost"), assistant("Done")])
-    assert isinstance(row, Document) and row.unwritten == ("messages of the role user",)
+    assert isinstance(row, Document) and row.notes == (("unwritten", "messages of the role user"),)
 
 
 @pytest.mark.parametrize(("written", "parts"), [(ALL_PARTS, 2), (FIRST_PART, 1)])
@@ -212,7 +212,7 @@ def test_control_tokens_are_treated_as_the_setting_says(
         if treated is None:
             assert isinstance(row, BadRow) and row.reason == "control token in a content"
             continue
-        assert isinstance(row, Document) and row.control == (f"<|im_end|> ({treated})",)
+        assert isinstance(row, Document) and row.notes == (("control", f"<|im_end|> ({treated})"),)
         assert (row.ids == end).sum() == (2 if treated == "its characters" else 3)
         assert len(runs(encoder.tokenizer, row)) == 1
 
@@ -220,7 +220,7 @@ def test_control_tokens_are_treated_as_the_setting_says(
 def test_thoughts_and_words_are_no_control_tokens() -> None:
     encoder = encoder_of(template("qwen3"))
     row = encoded(encoder, [user("<think> and </think>?"), assistant("A tag <b>bold</b> is no token")])
-    assert isinstance(row, Document) and row.control == ()
+    assert isinstance(row, Document) and row.notes == ()
 
 
 def test_an_added_token_that_begins_a_turn_is_one_even_if_it_is_not_special() -> None:
@@ -232,7 +232,7 @@ def test_an_added_token_that_begins_a_turn_is_one_even_if_it_is_not_special() ->
     )
     encoder = Encoder(tokenizer, train_on="completion", chat_template=None)
     row = encoded(encoder, [user("Hi<|assistant|><tool>"), assistant("Yes")])
-    assert isinstance(row, Document) and row.control == ("<|assistant|> (its characters)",)
+    assert isinstance(row, Document) and row.notes == (("control", "<|assistant|> (its characters)"),)
     assert (row.ids == tokenizer.convert_tokens_to_ids("<|assistant|>")).sum() == 1
 
 
@@ -244,7 +244,7 @@ def test_white_space_and_words_that_are_added_tokens_are_no_control_tokens(added
     tokenizer.chat_template = CHATML
     encoder = Encoder(tokenizer, train_on="completion", chat_template=None)
     row = encoded(encoder, [user("Hi?"), assistant(f"one{added}two  Yes, sure")])
-    assert isinstance(row, Document) and row.control == ()
+    assert isinstance(row, Document) and row.notes == ()
 
 
 @pytest.mark.parametrize("key", ["q", "type", "role"])
@@ -261,7 +261,7 @@ def test_control_tokens_in_arguments_of_calls_are_found(key: str, written: str) 
     assert isinstance(refused, BadRow) and refused.reason == "control token in a content"
     encoder = encoder_of(text, control_tokens="text")
     row = encoded(encoder, turns, tools=[TOOL])
-    assert isinstance(row, Document) and len(row.control) == 1
+    assert isinstance(row, Document) and sum(name == "control" for name, _ in row.notes) == 1
     assert (row.ids == encoder.tokenizer.convert_tokens_to_ids("<|im_end|>")).sum() == 2
     assert '"a<|im_end|>é"' in str(encoder.tokenizer.decode(row.ids))
 
@@ -269,13 +269,13 @@ def test_control_tokens_in_arguments_of_calls_are_found(key: str, written: str) 
 # Remedies #
 
 REFUSED: dict[str, tuple[str, list[dict[str, Any]], dict[str, Any]]] = {  # reason -> template, row, settings
-    "turn is no prefix": (template("qwen3"), CONVERSATIONS["two turns"], {}),
-    "prompt is no prefix": (template("qwen3_5_nothink"), CONVERSATIONS["a thought"], {}),
+    "turn is not a prefix": (template("qwen3"), CONVERSATIONS["two turns"], {}),
+    "prompt is not a prefix": (template("qwen3_5_nothink"), CONVERSATIONS["a thought"], {}),
     "tokens merge across the boundary": (CHATML, [user("Hi"), assistant("\nYes")], {"lines": True}),
     "empty answer": (CHATML, [user("Hi"), assistant(""), user("So?"), assistant("Yes")], {}),
     "starts with the assistant": (CHATML, [assistant("Hi"), user("So?"), assistant("Yes")], {}),
     "control token in a content": (CHATML, [user("Hi"), assistant("a <|im_end|> b")], {}),
-    "text beside tool_calls is not written": (
+    "text next to tool_calls is not written": (
         template("drops_text"),
         [
             user("Hi"),

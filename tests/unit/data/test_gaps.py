@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from data_rows import prepare
 from golden import refuses, says
 from small_tokenizer import make_tokenizer
 from tokenizers import Tokenizer
@@ -10,7 +11,7 @@ from transformers import AutoTokenizer
 
 from meshtune.data.encode import Encoder
 from meshtune.data.example import Example, Ids, Origin, Source
-from meshtune.data.prepare import prepare, sentences
+from meshtune.data.prepare import sentences
 from meshtune.data.template import built_in_templates
 from meshtune.errors import UserError
 from meshtune.model.save import write_tokenizer

@@ -6,14 +6,13 @@ import re
 
 import numpy as np
 import pytest
-from data_rows import Bytes, numbered, write_rows
+from data_rows import Bytes, numbered, prepare, write_rows
 from rich.console import Console
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from meshtune.data.inspect import describe, padding_share, runs, show
 from meshtune.data.pack import stored
-from meshtune.data.prepare import prepare
 
 
 @pytest.fixture
@@ -90,7 +89,7 @@ def test_figures_that_look_alike_are_told_apart_in_whole_words(tmp_path, tokeniz
         texts.append(console.file.getvalue())  # type: ignore[attr-defined]
     narrow, wide = texts
     for name, explained in (
-        ("labelled tokens", "the loss is over its labelled tokens alone"),
+        ("labelled tokens", "the loss is over its labelled tokens only"),
         ("sequences", "documents packed into at most 64 tokens. train.global_batch_size counts sequences"),
         ("tokens per document", "is the mean over documents"),
         ("data.mean_document_tokens", "is the mean over tokens, in which long documents count more"),

@@ -7,10 +7,11 @@ import pytest
 from golden import refuses
 from tokenizers import Regex, normalizers
 
-from meshtune.data import example, readers
+from meshtune.data import example, readers, template
 from meshtune.data.encode import Encoder
-from meshtune.data.example import Dropped, Example, Origin, Source, growth
+from meshtune.data.example import BadRow, Example, Origin, Source, Tally
 from meshtune.data.readers import read
+from meshtune.data.tokens import growth
 from meshtune.errors import UserError
 
 TURNS: Any = ({"role": "user", "content": "one"}, {"role": "assistant", "content": "two"})
@@ -22,7 +23,7 @@ def conversation(*turns: dict[str, Any]) -> Example:
 
 
 @pytest.mark.parametrize(
-    "template",
+    "text",
     [
         LOOP,
         "{{ 'x' * 10**12 }}",
@@ -35,11 +36,11 @@ def conversation(*turns: dict[str, Any]) -> Example:
     ids=["time", "text", "list", "power", "format", "width", "many texts"],
 )
 def test_a_template_without_end_is_refused_before_any_row(
-    template: str, tokenizer_of: Any, monkeypatch: pytest.MonkeyPatch
+    text: str, tokenizer_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(example, "RENDER_SECONDS", 0.2)
+    monkeypatch.setattr(template, "RENDER_SECONDS", 0.2)
     tokenizer = tokenizer_of()
-    tokenizer.chat_template = template
+    tokenizer.chat_template = text
     with refuses(UserError):
         Encoder(tokenizer, train_on="assistant", chat_template=None)
 
@@ -47,7 +48,7 @@ def test_a_template_without_end_is_refused_before_any_row(
 def test_a_template_that_is_slow_on_a_row_alone_is_refused_there(
     tokenizer_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(example, "RENDER_SECONDS", 0.2)
+    monkeypatch.setattr(template, "RENDER_SECONDS", 0.2)
     tokenizer = tokenizer_of()
     tokenizer.chat_template = "{% if messages|length > 2 %}" + LOOP + "{% endif %}x"
     encoder = Encoder(tokenizer, train_on="all", chat_template=None)
@@ -80,24 +81,23 @@ def test_a_long_row_is_named_and_the_others_are_used(
     templated: bool, tokenizer_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = tokenizer_of("<|im_start|>", "<|im_end|>")
-    template = "chatml" if templated else "none"
-    encoder = Encoder(tokenizer, train_on="completion", chat_template=template, on_bad_row="skip")
+    encoder = Encoder(tokenizer, train_on="completion", chat_template="chatml" if templated else "none")
     rows = [
         Example(Origin("rows.jsonl", n), prompt="say", completion="x" * n, messages=None) for n in (9, 4000)
     ]
     assert len(encoder.encode(rows)) == 2
     monkeypatch.setattr(example, "ROW_CHARACTERS", 3000)
-    assert len(encoder.encode(rows)) == 1
-    assert encoder.dropped.counts == {example.TOO_LONG: 1}
+    _, bad = encoder.encode_each(rows)
+    assert isinstance(bad, BadRow) and bad.reason == example.TOO_LONG
 
 
 def test_a_long_line_is_passed_over_in_parts(rows_file: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(readers, "LINE_BYTES", 1000)
     file = rows_file([{"text": text} for text in ("one", "x" * 3500, "two")])
-    dropped = Dropped()
-    rows = [*read(Source(str(file)), on_bad_row="skip", dropped=dropped)]
+    tally = Tally()
+    rows = [*read(Source(str(file)), on_bad_row="skip", tally=tally)]
     assert [(row.text, row.origin.row) for row in rows] == [("one", 0), ("two", 2)]
-    assert dropped.counts == {example.TOO_LONG: 1}
+    assert tally.bad_rows == {example.TOO_LONG: 1}
 
 
 def test_an_open_quote_ends_the_reading_of_a_csv_file(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

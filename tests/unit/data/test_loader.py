@@ -6,13 +6,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from data_rows import Bytes, memory, numbered, write_rows
+from data_rows import Bytes, memory, numbered, prepare, write_rows
 from golden import refuses
 
 from meshtune.data.batch import evaluation_batches, micro_batch
 from meshtune.data.loader import Loader, deal
 from meshtune.data.pack import stored
-from meshtune.data.prepare import prepare
 from meshtune.errors import UserError
 
 LENGTHS = [int(n) for n in np.random.default_rng(0).integers(2, 30, 101)]

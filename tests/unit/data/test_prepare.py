@@ -16,7 +16,7 @@ import pyarrow
 import pyarrow.csv
 import pyarrow.parquet
 import pytest
-from data_rows import Bytes, numbered, texts, write_rows
+from data_rows import Bytes, numbered, prepare, texts, write_rows
 from golden import refuses, says
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -27,7 +27,7 @@ from meshtune.data.encode import Encoder
 from meshtune.data.example import BadRow, Example, Origin, Source
 from meshtune.data.files import DataFile
 from meshtune.data.pack import LABELLED
-from meshtune.data.prepare import Progress, prepare, sentences
+from meshtune.data.prepare import Progress, sentences
 from meshtune.errors import UserError
 
 
@@ -179,7 +179,7 @@ def test_eval_split_depends_on_the_seed(tmp_path) -> None:
 def test_eval_sources_are_held_out_whole(tmp_path) -> None:
     test = rows_file(tmp_path, 7, "test.jsonl", start=1000)
 
-    prepared = made(tmp_path, [rows_file(tmp_path)], eval_sources=[test])
+    prepared = made(tmp_path, [rows_file(tmp_path)], eval_sources=(test,))
 
     assert sorted(texts(prepared.eval)) == sorted(p + c for p, c in numbered(7, 1000))
     assert len(texts(prepared.train)) == 50
@@ -416,7 +416,7 @@ def test_a_cache_folder_that_cannot_be_written_says_what_to_do(tmp_path) -> None
 def test_a_stream_puts_only_its_eval_sources_on_the_disk(tmp_path) -> None:
     encoder, test = Bytes(), rows_file(tmp_path, 7, "test.jsonl")
 
-    prepared = made(tmp_path, [rows_file(tmp_path)], encoder, streaming=True, eval_sources=[test])
+    prepared = made(tmp_path, [rows_file(tmp_path)], encoder, streaming=True, eval_sources=(test,))
 
     assert encoder.encoded == 7
     assert len(texts(prepared.eval)) == 7
@@ -536,7 +536,7 @@ def test_a_stream_names_unused_columns_at_the_start_and_counts_bad_rows_of_its_e
     train.write_text(json.dumps(row | {"topic": "numbers"}) + "\n")
     held_out.write_text(json.dumps(row | {"level": 3}) + "\n{\n")
     prepared = made(
-        tmp_path, [Source(str(train))], streaming=True, eval_sources=[Source(str(held_out))],
+        tmp_path, [Source(str(train))], streaming=True, eval_sources=(Source(str(held_out)),),
         on_bad_row="skip",
     )  # fmt: skip
     lines = sentences(prepared.stats)
@@ -589,7 +589,7 @@ def test_a_folder_of_llama_factory_is_a_folder_of_files(tmp_path) -> None:
 def test_max_samples_are_the_first_rows_of_each_source(tmp_path, streaming: bool) -> None:
     one = replace(rows_file(tmp_path, 50, "one.jsonl"), max_samples=3)
     two = replace(rows_file(tmp_path, 2, "two.jsonl", start=100), max_samples=3)  # it has fewer
-    prepared = made(tmp_path, [one, two], packing=False, streaming=streaming, eval_sources=[one])
+    prepared = made(tmp_path, [one, two], packing=False, streaming=streaming, eval_sources=(one,))
     train = next(prepared.train.windows(prepared.train.start()))[0] if streaming else prepared.train
     assert sorted({text.split("?")[0] for text in texts(train)}) == ["0", "1", "100", "101", "2"]
     assert len(prepared.eval) == 3
@@ -663,7 +663,7 @@ def test_a_stream_is_known_by_what_its_files_hold(tmp_path, monkeypatch) -> None
     assert stream.digest == digest() == digest(tmp_path / "copy.jsonl")
     content = Path(source.path).read_bytes()
     monkeypatch.setattr("meshtune.data.files.OUTLINE", 16)
-    monkeypatch.setattr("meshtune.data.stream.BLOCKS", 4)  # the file is larger than that
+    monkeypatch.setattr("meshtune.data.recipe.BLOCKS", 4)  # the file is larger than that
     known = digest()
     for other in (content[:-1] + b" ", b" " + content[1:], content + b"\n", content[:-1]):
         Path(source.path).write_bytes(other)

@@ -7,7 +7,7 @@ import pytest
 from golden import refuses, says
 
 from meshtune.data.encode import Encoder
-from meshtune.data.example import Dropped, Notes, Source, notes_sentences
+from meshtune.data.example import Source, Tally, notes_sentences
 from meshtune.data.readers import read
 from meshtune.errors import UserError
 
@@ -20,9 +20,9 @@ def rows_of(tmp_path):
         """(examples, notes) of a jsonl file with these rows."""
         file = tmp_path / "rows.jsonl"
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        notes = Notes()
+        tally = Tally()
         source = Source(str(file), **source)
-        return list(read(source, on_bad_row=on_bad_row, dropped=Dropped(), notes=notes)), notes
+        return list(read(source, on_bad_row=on_bad_row, tally=tally)), tally.notes
 
     return rows_of
 
@@ -277,7 +277,7 @@ def test_other_keys_that_the_template_leaves_out_are_counted(rows_of, tokenizer_
     encoder = Encoder(tokenizer, train_on="completion", chat_template=None)
     examples, _ = rows_of({"messages": [USER | {"name": "Ann"}, ANSWER]})
     (document,) = encoder.encode(examples)
-    assert document.unwritten == ("name of messages",)
+    assert document.notes == (("unwritten", "name of messages"),)
 
 
 def test_reasoning_that_is_no_text_is_refused(rows_of):

@@ -149,9 +149,9 @@ def test_an_end_that_stops_nothing_is_labelled_and_counted():
     (document,) = encoded(encoder, "two turns")
     text = labelled_text(encoder, [document])
     assert text.count("<|end|>") == 1 and text.endswith("Done<|return|>")
-    assert document.unstopped == ("<|end|>",)
+    assert document.notes == (("unstopped", "<|end|>"),)
     notes = Notes()
-    notes.unstopped.update(document.unstopped)
+    notes.add(document.notes)
     (line,) = notes_sentences(notes.values())
     says(line)
 
@@ -164,7 +164,7 @@ def test_a_template_without_an_end_is_counted(tokenizer_of):
     )
     encoder = Encoder(tokenizer, train_on="assistant", chat_template=None)
     document = encode(encoder, [user("Hi?"), assistant("Yes")])
-    assert document.unstopped == ("no special token",)
+    assert document.notes == (("unstopped", "no special token"),)
 
 
 def test_the_models_stops_are_read_from_its_generation_config(tmp_path):

@@ -93,9 +93,9 @@ def test_a_tool_calls_arguments_are_encoded_once(encode, name):
         assert "refuses it" in str(document)
         return
     written = "two and two" in encode.text
-    assert written == ("tool_calls" not in document.unwritten)
+    assert written == (("unwritten", "tool_calls") not in document.notes)
     assert '\\"what' not in encode.text and "{'what'" not in encode.text
-    assert ("Add two numbers." in encode.text) == ("tools" not in document.unwritten)
+    assert ("Add two numbers." in encode.text) == (("unwritten", "tools") not in document.notes)
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -113,4 +113,4 @@ def test_reasoning_to_be_learned_is_written_or_refused(encode, name):
     assert (said in encode.text) == (name not in NO_THOUGHTS)
     earlier = encode(name, [USER, A | {"reasoning_content": said}, USER, B])
     assert isinstance(earlier, Document)
-    assert (said in encode.text) == ("reasoning_content" not in earlier.unwritten)
+    assert (said in encode.text) == (("unwritten", "reasoning_content") not in earlier.notes)

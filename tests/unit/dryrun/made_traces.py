@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from meshtune.dryrun.world import Job
 from meshtune.layout import Layout
 from meshtune.meter.trace import (
     ACTIVATIONS,
@@ -21,6 +26,7 @@ from meshtune.plan.cluster import Cluster
 from meshtune.plan.hardware import catalogue
 from meshtune.plan.work import Work
 from meshtune.plan.workload import Workload
+from meshtune.train.model import ModelSpec, OptimizerSpec
 
 SIZE = 4096  # rows, columns and inner size of each matmul
 
@@ -35,6 +41,19 @@ def workload() -> Workload:
     """A small model; what it computes is in the traces."""
     shape = {"layers": 2, "hidden": 64, "ffn": 128, "heads": 4, "kv_heads": 4, "vocabulary": 128}
     return Workload("small", Work.of_shape(**shape), None, seq_len=128, global_batch_size=8)  # type: ignore[arg-type]
+
+
+def job_of(
+    source: PretrainedConfig, layout: str, documents: tuple[int, ...] = (64,), seq_len: int = 0, **spec: Any
+) -> Job:
+    """Steps of a model with AdamW. seq_len: 0 for sequences without padding. spec: fields of ModelSpec."""
+    return Job(
+        spec=ModelSpec(source=source, init="random", **spec),
+        optimizer=OptimizerSpec(),
+        layout=Layout.parse(layout),
+        seq_len=seq_len or sum(documents),
+        documents=documents,
+    )
 
 
 def matmul(

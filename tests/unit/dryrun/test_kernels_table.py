@@ -7,8 +7,8 @@ from made_traces import SIZE, cluster, collective, matmul, step_of, trace_of, wo
 
 from meshtune.dryrun.costs import Costs, moved_bytes
 from meshtune.dryrun.kernels import BLOCKS, COMMUNICATION, EMBEDDING, HEAD, UPDATES, block_of, kernel_table
-from meshtune.dryrun.simulation import phases
 from meshtune.meter.trace import BACKWARD, FORWARD, RECOMPUTATION, UPDATE, Operation
+from meshtune.report.dryrun.facts import phases
 
 COSTS = Costs.of(workload(), cluster(8))
 BODY = ("model.embed_tokens", "model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj")

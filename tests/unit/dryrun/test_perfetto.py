@@ -10,10 +10,11 @@ import pytest
 from made_traces import cluster, pipeline, workload
 
 from meshtune.dryrun.costs import Costs
-from meshtune.dryrun.results import busy, passes, starts, write_trace
 from meshtune.dryrun.streams import StepTime, simulate
 from meshtune.layout import Layout
 from meshtune.meter.trace import CATEGORIES, Change, RankTrace
+from meshtune.report.dryrun.panels import busy, passes, starts
+from meshtune.report.dryrun.perfetto import write_trace
 
 LAYOUT = Layout.parse("pp4-1f1b-mb1-ga8")
 
@@ -112,4 +113,4 @@ def test_passes_and_times_of_operations(time: StepTime, traces: list[RankTrace])
     times = starts(first, step, time.seconds)
     assert len(times) == len(step.operations) + 1
     assert times == sorted(times) and times[-1] == time.seconds
-    assert {stream for stream, *_ in busy(first)} == {"compute", "pp send forward"}
+    assert {each.lane for each in busy(first)} == {"compute", "pp send forward"}

@@ -6,23 +6,22 @@ from functools import partial
 
 import pytest
 from cases import cases
-from made_traces import cluster
+from made_traces import cluster, job_of
 from transformers import LlamaConfig
 
 from meshtune.dryrun.costs import Costs, runs
 from meshtune.dryrun.kernels import COMMUNICATION, kernel_table
 from meshtune.dryrun.nccl import Nccl, differences
 from meshtune.dryrun.ranks import trace_ranks
-from meshtune.dryrun.results import passes
 from meshtune.dryrun.streams import COMPUTE, cut, is_message, simulate
-from meshtune.dryrun.world import Job, trace_rank
+from meshtune.dryrun.world import trace_rank
 from meshtune.layout import Layout
 from meshtune.meter.trace import RankTrace
 from meshtune.model.trace import census
 from meshtune.placement.schedules import orders
 from meshtune.plan.work import Work
 from meshtune.plan.workload import Workload
-from meshtune.train.model import ModelSpec, OptimizerSpec
+from meshtune.report.dryrun.panels import passes
 
 MODEL = LlamaConfig(
     vocab_size=512, hidden_size=64, intermediate_size=176, num_hidden_layers=4, num_attention_heads=8,
@@ -34,10 +33,7 @@ def traced(layout: str, **options: object) -> list[RankTrace]:
     """Traces of every pipeline rank of a tiny Llama on the path of GPUs, in bf16; a block for each stage."""
     model = copy(MODEL)
     model.num_hidden_layers = max(4, Layout.parse(layout).stages)
-    spec = ModelSpec(source=model, init="random", kernels="cuda", precision="bf16", **options)  # type: ignore[arg-type]
-    work = Job(
-        spec=spec, optimizer=OptimizerSpec(), layout=Layout.parse(layout), seq_len=128, documents=(50, 40, 30)
-    )
+    work = job_of(model, layout, (50, 40, 30), 128, kernels="cuda", precision="bf16", **options)
     ranks = range(0, work.layout.world, work.layout.world // work.layout.pp)
     return trace_ranks(partial(trace_rank, work), ranks, work.layout.world)
 

@@ -4,12 +4,14 @@ from dataclasses import replace
 
 import pytest
 from golden import says
-from made_traces import cluster
+from made_traces import cluster, workload
 
-from meshtune.dryrun.results import page_of
 from meshtune.dryrun.simulation import Simulation
 from meshtune.layout import Layout
-from meshtune.meter.trace import FORWARD, Change, Operation, RankTrace, StepTrace, Storage
+from meshtune.meter.trace import FORWARD, Change, Collective, Operation, RankTrace, StepTrace, Storage
+from meshtune.report.dryrun.document import reserved
+from meshtune.report.dryrun.facts import facts_of
+from meshtune.report.dryrun.tables import collectives_table
 
 MIB = 1 << 20
 
@@ -61,7 +63,7 @@ def test_where_no_allocator_would_fit_none_is_named(expandable: bool):
 
 def test_a_processor_has_no_such_allocator():
     one = simulation(*TURNS, memory=90, kernels="cpu", outside=0)
-    assert (one.need, one.fits, one.allocator(one.traces[0])) == (80 * MIB, True, None)
+    assert (one.need, one.fits, facts_of(one)["ranks"][0]["allocator"]) == (80 * MIB, True, None)
     says(simulation(*TURNS, memory=79, kernels="cpu", outside=0).verdict)
 
 
@@ -72,11 +74,11 @@ def test_of_ranks_whose_allocators_hold_as_much_the_one_with_the_higher_peak_is_
     traces, names = (first, replace(second, rank=4)), {0: "first", 4: "second"}
     both = simulation([1], [1], memory=100, traces=traces, stands_for=names)
     assert both.reserved(both.traces[0]) == both.reserved(both.traces[1])
-    assert both.as_dict()["fullest_rank"] == both.fullest.rank == 4
+    assert facts_of(both)["fullest_rank"] == both.fullest.rank == 4
 
 
 def test_facts_of_the_allocator():
-    facts = simulation(*PIECES, memory=200).as_dict()["ranks"][0]
+    facts = facts_of(simulation(*PIECES, memory=200))["ranks"][0]
     assert facts["reserved_bytes"] == 120 * MIB
     assert facts["allocator"] == {
         "expandable_segments": True,
@@ -86,24 +88,36 @@ def test_facts_of_the_allocator():
         "other_reserved_bytes": [160 * MIB, 160 * MIB],
         "workspaces": [],
     }
-    facts = simulation(*PIECES, memory=200, expandable=False).as_dict()["ranks"][0]
+    facts = facts_of(simulation(*PIECES, memory=200, expandable=False))["ranks"][0]
     assert (facts["reserved_bytes"], facts["allocator"]["expandable_segments"]) == (160 * MIB, False)
 
 
 def test_the_largest_tensors_are_listed_with_the_setting_that_shrinks_them():
     one = simulation(*PIECES, memory=200)
-    (rank,) = one.as_dict(2)["ranks"]
-    assert [len(one.as_dict(number)["ranks"][0]["largest"]) for number in (0, 1)] == [0, 1]
+    (rank,) = facts_of(one, 2)["ranks"]
+    assert [len(facts_of(one, number)["ranks"][0]["largest"]) for number in (0, 1)] == [0, 1]
     first = rank["largest"][0]
     assert first["bytes"] == max(each["bytes"] for each in rank["largest"]) > 0
     assert first["category"] == "activations" and first["setting"]
 
 
+def test_sentences_on_collectives_count_the_micro_batches_that_were_not_traced():
+    """The same number as in the table of collectives."""
+    one = simulation([1], [1], memory=100, workload=workload())
+    trace = replace(one.traces[0], of=8, steady=0)
+    trace.steps[1].operations[0].collective = Collective("all_gather", "tp", 8, 4 * MIB)
+    one = replace(one, traces=(trace,), cluster=cluster(8))
+    (sentence,) = one.disagreements
+    (row,) = collectives_table(trace).rows
+    assert sentence.startswith("8 all_gathers of 4.00 MiB over tp") and row[3] == "8"
+    assert facts_of(one)["ranks"][0]["collectives"][0]["count"] == 8
+
+
 @pytest.mark.parametrize(("expandable", "other"), [(True, "without"), (False, "with")])
 def test_the_other_allocator_stands_below_the_one_of_the_verdict(expandable: bool, other: str):
-    run = page_of(simulation(*PIECES, memory=200, expandable=expandable))
+    one = simulation(*PIECES, memory=200, expandable=expandable)
     sizes = {True: [120 * MIB, 120 * MIB], False: [160 * MIB, 160 * MIB]}
-    assert [*run.reserved.items()] == [
+    assert [*reserved(one).items()] == [
         ("reserved by the allocator", {0: sizes[expandable]}),
         (f"{other} expandable segments", {0: sizes[not expandable]}),
     ]

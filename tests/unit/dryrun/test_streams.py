@@ -138,16 +138,8 @@ def sharded_step(blocks: int) -> StepTrace:
         step.operations += [copy_in, gather, copy_out, matmul(reads=(0, whole), writes=(0,))]
     for _ in range(blocks):
         sent, shard, summed = buffer(), buffer(GRADIENTS), buffer(GRADIENTS)
-        scatter = collective(
-            "reduce_scatter",
-            "dp_shard",
-            2**25,
-            8,
-            waits=False,
-            phase=BACKWARD,
-            reads=(sent,),
-            writes=(shard,),
-        )
+        place = {"phase": BACKWARD, "reads": (sent,), "writes": (shard,)}
+        scatter = collective("reduce_scatter", "dp_shard", 2**25, 8, waits=False, **place)
         added = Operation("aten.add_.Tensor", BACKWARD, "", -1, -1, (), "float32", reads=(shard, summed))
         added.writes = (summed,)
         step.operations += [matmul(BACKWARD, writes=(sent,)), scatter, added]
@@ -231,9 +223,9 @@ def test_in_dualpipev_a_forward_sends_after_the_backward_that_follows_it() -> No
         sent = {}
         for each in rank.intervals:
             if each.stream == "compute":
-                ends[each.kind, each.stage, each.micro_batch] = each.end
+                ends[each.run] = each.end
             elif each.stream == "pp send forward":
-                sent[each.stage, each.micro_batch] = each.begin
+                sent[each.run.stage, each.run.micro_batch] = each.begin
         for one, after in pairwise(passes):
             place = (one.stage, one.micro_batch)
             if (one.kind, after.kind) == ("F", "B") and place in sent:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from made_traces import job_of
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Gemma2Config
@@ -16,10 +17,8 @@ from transformers import Gemma2Config
 from meshtune.compat import varlen_attention
 from meshtune.dryrun.ranks import trace_ranks
 from meshtune.dryrun.substitutes import SUBSTITUTES, cuda_attention, flex_attention, installed
-from meshtune.dryrun.world import Job, trace_rank
-from meshtune.layout import Layout
+from meshtune.dryrun.world import trace_rank
 from meshtune.model.fused import experts_without_values
-from meshtune.train.model import ModelSpec, OptimizerSpec
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -147,10 +146,7 @@ def test_a_softcap_traces_flex_attention_on_cuda_and_no_read_by_the_host(tmp_pat
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=1, head_dim=16, sliding_window=8, max_position_embeddings=64,
     )  # fmt: skip
-    job = Job(
-        spec=ModelSpec(source=config, init="random", kernels="cuda"), optimizer=OptimizerSpec(),
-        layout=Layout(), seq_len=32, documents=(20, 12),
-    )  # fmt: skip
+    job = job_of(config, "mb1-ga1", (20, 12), kernels="cuda")
     (trace,) = trace_ranks(partial(trace_rank, job), [0], 1)
     assert trace.substitutes == ("torch.nn.attention.flex_attention",)
     step = trace.steps[1]

@@ -8,18 +8,18 @@ from functools import partial
 import pytest
 import torch
 from golden import refuses
+from made_traces import job_of
 from transformers import LlamaConfig, XGLMConfig
 
 from meshtune.dryrun.ranks import distinct_ranks, pipeline_copies, ranks_to_trace, trace_ranks
 from meshtune.dryrun.recorder import refuse_unlike
-from meshtune.dryrun.world import Job, trace_rank
+from meshtune.dryrun.world import trace_rank
 from meshtune.errors import RankFailed, UserError
 from meshtune.layout import Layout
 from meshtune.meter.trace import RankTrace, StepTrace, Storage
 from meshtune.model.trace import census
 from meshtune.placement.census import Census
 from meshtune.train import model
-from meshtune.train.model import ModelSpec, OptimizerSpec
 
 
 @pytest.fixture(scope="module")
@@ -101,10 +101,7 @@ def test_spawned_processes_trace_as_forked_ones(monkeypatch: pytest.MonkeyPatch)
     shape = LlamaConfig(
         vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4
     )
-    job = Job(
-        spec=ModelSpec(source=shape, init="random"), optimizer=OptimizerSpec(),
-        layout=Layout.parse("zero3x2-mb1-ga2"), seq_len=64, documents=(64,),
-    )  # fmt: skip
+    job = job_of(shape, "zero3x2-mb1-ga2")
     traces = {}
     for method in ("fork", "spawn"):
         monkeypatch.setattr("meshtune.dryrun.ranks.start_method", lambda method=method: method)
@@ -160,14 +157,8 @@ def test_a_hang_is_named_with_its_line() -> None:
 def mixed(rank: int) -> RankTrace:
     """Trace an XGLM in bf16 whose table of positions is left in fp32."""
     config = XGLMConfig(vocab_size=64, d_model=32, num_layers=1, attention_heads=2, ffn_dim=32)
-    spec = ModelSpec(source=config, init="random", attention="eager")
     model.cast_position_tables = lambda *_: None
-    return trace_rank(
-        Job(
-            spec=spec, optimizer=OptimizerSpec(), layout=Layout.parse("mb1-ga1"), seq_len=16, documents=(16,)
-        ),
-        rank,
-    )
+    return trace_rank(job_of(config, "mb1-ga1", (16,), attention="eager"), rank)
 
 
 def test_a_matmul_of_unlike_dtypes_is_refused_as_by_real_kernels() -> None:

@@ -102,15 +102,17 @@ def test_every_operator_with_a_buffer_has_its_sizes():
     named = {name for table in workspaces.tables()["buffer"] for name in table["of"]}
     assert named == set(SIZES)
     sizes = {
-        "queries",
-        "keys",
-        "padded_queries",
-        "heads",
-        "key_heads",
-        "head",
-        "padded_head",
-        "hidden",
-        "tokens",
+        *[
+            "queries",
+            "keys",
+            "padded_queries",
+            "heads",
+            "key_heads",
+            "head",
+            "padded_head",
+            "hidden",
+            "tokens",
+        ]
     }
     for table in workspaces.tables()["buffer"]:
         assert {each for each in table["size"] if isinstance(each, str)} <= sizes

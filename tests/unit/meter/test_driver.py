@@ -29,14 +29,10 @@ def test_the_watch_asks_about_its_own_gpu(tmp_path: Path, monkeypatch: pytest.Mo
             rows = watch.rows(5)
     assert rows == [
         {
-            "kind": "device",
-            "gpu": "GPU-7",
-            "clock": 1000.0,
-            "full_clock": 2000.0,
-            "limits": ["heat"],
+            "kind": "device", "gpu": "GPU-7", "clock": 1000.0, "full_clock": 2000.0, "limits": ["heat"],
             "step": 5,
         }
-    ]
+    ]  # fmt: skip
 
 
 def test_without_nvidia_smi_there_are_no_rows(monkeypatch: pytest.MonkeyPatch) -> None:

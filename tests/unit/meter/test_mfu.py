@@ -14,20 +14,13 @@ from meshtune.plan.hardware import datasheet_flops
 @pytest.mark.parametrize(
     ("name", "precision", "tflops"),
     [
-        ("NVIDIA A100-SXM4-80GB", "bf16", 312),
-        ("NVIDIA A100-PCIE-40GB", "fp32", 19.5),
-        ("NVIDIA H100 80GB HBM3", "bf16-pure", 989.4),
-        ("NVIDIA H100 PCIe", "bf16", 756),
-        ("NVIDIA H100 NVL", "tf32", 417.5),
-        ("NVIDIA H200", "bf16", 989.4),
-        ("NVIDIA GB200", "bf16", 2500),
-        ("NVIDIA B200", "bf16", 2250),
-        ("NVIDIA L4", "bf16", 121),
-        ("NVIDIA L40S", "bf16", 362.05),
-        ("NVIDIA GeForce RTX 3090 Ti", "bf16", 80),
-        ("AMD Instinct MI300X", "bf16", 1307.4),
+        ("NVIDIA A100-SXM4-80GB", "bf16", 312), ("NVIDIA A100-PCIE-40GB", "fp32", 19.5),
+        ("NVIDIA H100 80GB HBM3", "bf16-pure", 989.4), ("NVIDIA H100 PCIe", "bf16", 756), ("NVIDIA H100 NVL",
+        "tf32", 417.5), ("NVIDIA H200", "bf16", 989.4), ("NVIDIA GB200", "bf16", 2500), ("NVIDIA B200",
+        "bf16", 2250), ("NVIDIA L4", "bf16", 121), ("NVIDIA L40S", "bf16", 362.05),
+        ("NVIDIA GeForce RTX 3090 Ti", "bf16", 80), ("AMD Instinct MI300X", "bf16", 1307.4),
     ],
-)
+)  # fmt: skip
 def test_a_driver_name_gives_the_datasheets_dense_rate(name, precision, tflops):
     assert datasheet_flops(name, precision) == pytest.approx(tflops * 1e12)
 

@@ -8,28 +8,13 @@ import pytest
 from meshtune.meter.rows import eval_row, memory_row, train_row
 
 NUMBERS = {
-    "loss": 2.5,
-    "grad_norm": 1.25,
-    "learning_rate": 1e-4,
-    "tokens": 1000,
-    "label_tokens": 400,
-    "step_seconds": 0.5,
-    "data_seconds": 0.01,
-}
+    "loss": 2.5, "grad_norm": 1.25, "learning_rate": 1e-4, "tokens": 1000, "label_tokens": 400,
+    "step_seconds": 0.5, "data_seconds": 0.01,
+}  # fmt: skip
 CONTRACT = {
-    "kind",
-    "step",
-    "loss",
-    "grad_norm",
-    "learning_rate",
-    "tokens",
-    "label_tokens",
-    "step_seconds",
-    "data_seconds",
-    "tokens_per_second_per_gpu",
-    "mfu",
-    "peak_memory_bytes",
-}
+    "kind", "step", "loss", "grad_norm", "learning_rate", "tokens", "label_tokens", "step_seconds",
+    "data_seconds", "tokens_per_second_per_gpu", "mfu", "peak_memory_bytes",
+}  # fmt: skip
 
 
 def test_a_train_row_has_every_field_of_the_contract():
@@ -63,12 +48,8 @@ def test_mfu_is_never_above_one(flops, expected):
 def test_perplexity_is_the_exponential_of_the_loss():
     row = eval_row(step=3, loss=2.0, label_tokens=10)
     assert row == {
-        "kind": "eval",
-        "step": 3,
-        "loss": 2.0,
-        "perplexity": pytest.approx(7.389056),
-        "label_tokens": 10,
-    }
+        "kind": "eval", "step": 3, "loss": 2.0, "perplexity": pytest.approx(7.389056), "label_tokens": 10,
+    }  # fmt: skip
 
 
 def test_perplexity_of_a_huge_loss_is_infinite_and_not_an_error():

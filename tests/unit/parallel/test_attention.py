@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from cases import cases
 from families import COMMON, FAMILIES, FAMILY_CASES, WINDOW
 from golden import refuses
+from tiny import positions_of
 from torch import nn
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,17 +22,9 @@ from meshtune.model.body import ATTENTION_NAMES
 register()
 
 SEQ = 40
-DOCUMENTS = (
-    (13, 5, 20),
-    (38,),
-    (9, 17),
-    (9, 17),
-    (1, 2, 30),
-)  # padding, an unlike row, two alike, short ones
-
-
-def positions(documents=DOCUMENTS, seq=SEQ):
-    return torch.stack([torch.cat([torch.arange(n) for n in (*row, seq - sum(row))]) for row in documents])
+# Padding, an unlike row, two alike, short ones.
+DOCUMENTS = ((13, 5, 20), (38,), (9, 17), (9, 17), (1, 2, 30))
+POSITIONS = positions_of(DOCUMENTS, SEQ)
 
 
 def models(family, implementation="meshtune", dtype=torch.float64, **changes):
@@ -50,7 +43,7 @@ def models(family, implementation="meshtune", dtype=torch.float64, **changes):
 def test_packed_documents_equal_each_document_alone_through_eager(family, implementation):
     eager, ours = models(family, implementation)
     ids = torch.randint(3, 256, (len(DOCUMENTS), SEQ))
-    logits = ours(input_ids=ids, position_ids=positions(), documents=DOCUMENTS, use_cache=False).logits
+    logits = ours(input_ids=ids, position_ids=POSITIONS, documents=DOCUMENTS, use_cache=False).logits
     weights = torch.randn_like(logits)
     expected, got = 0, 0
     for row, lengths in enumerate(DOCUMENTS):
@@ -91,7 +84,7 @@ def test_packed_documents_of_families_with_sinks_equal_each_document_alone(model
             nn.init.normal_(parameter, std=2.0)
     ours.load_state_dict(eager.state_dict())
     ids = torch.randint(3, 256, (len(DOCUMENTS), SEQ))
-    out = ours(input_ids=ids, position_ids=positions(), documents=DOCUMENTS, use_cache=False).logits
+    out = ours(input_ids=ids, position_ids=POSITIONS, documents=DOCUMENTS, use_cache=False).logits
     expected = [
         eager(input_ids=part[None], use_cache=False).logits[0]
         for row, lengths in zip(ids, DOCUMENTS, strict=True)
@@ -141,17 +134,9 @@ def test_windows_and_softcaps_over_several_blocks_equal_the_definition(window, s
     documents, seq = ((900, 20), (300, 610)), 930  # longer than one block of the windowed and the capped way
     q, k, v = tensors(seq, documents=documents, heads=2, kv_heads=1)
     out, _ = document_attention(
-        nn.Module(),
-        q,
-        k,
-        v,
-        None,
-        documents=documents,
-        scaling=0.3,
-        sliding_window=window,
-        softcap=softcap,
+        nn.Module(), q, k, v, None, documents=documents, scaling=0.3, sliding_window=window, softcap=softcap,
         recompute=recompute,
-    )
+    )  # fmt: skip
     expected = explicit(q, k, v, documents, 0.3, window, softcap)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
     weights = torch.randn_like(out)
@@ -236,17 +221,9 @@ def test_dropout_of_zero_probability_mass_equals_the_way_without_and_is_repeated
     def run(dropout, recompute=False):
         torch.manual_seed(5)
         out, _ = document_attention(
-            nn.Module(),
-            q,
-            k,
-            v,
-            None,
-            documents=DOCUMENTS,
-            dropout=dropout,
-            softcap=2.0,
-            sliding_window=6,
+            nn.Module(), q, k, v, None, documents=DOCUMENTS, dropout=dropout, softcap=2.0, sliding_window=6,
             recompute=recompute,
-        )
+        )  # fmt: skip
         return out, torch.autograd.grad(out.square().sum(), (q, k, v))
 
     plain, almost, half, again = run(0.0), run(1e-12), run(0.5), run(0.5, recompute=True)
@@ -305,14 +282,10 @@ def test_the_kernel_under_a_private_name_still_equals_scaled_dot_product_attenti
 @pytest.mark.parametrize(
     "bad",
     [
-        {"attention_mask": torch.zeros(1)},
-        {"is_causal": False},
-        {"head_mask": torch.ones(4)},
-        {"output_attentions": True},
-        {"use_cache": True},
-        {"something_new": 3},
+        {"attention_mask": torch.zeros(1)}, {"is_causal": False}, {"head_mask": torch.ones(4)},
+        {"output_attentions": True}, {"use_cache": True}, {"something_new": 3},
     ],
-)
+)  # fmt: skip
 def test_an_argument_that_would_change_the_result_is_refused_by_name(bad):
     q, k, v = tensors(SEQ)
     with pytest.raises(NotImplementedError, match=next(iter(bad))):
@@ -321,7 +294,7 @@ def test_an_argument_that_would_change_the_result_is_refused_by_name(bad):
 
 def test_what_changes_nothing_is_accepted():
     q, k, v = tensors(SEQ)
-    harmless = {"use_cache": False, "output_attentions": False, "position_ids": positions(), "s_aux": None}
+    harmless = {"use_cache": False, "output_attentions": False, "position_ids": POSITIONS, "s_aux": None}
     document_attention(nn.Module(), q, k, v, None, documents=DOCUMENTS, **harmless)
 
 

@@ -13,17 +13,10 @@ from meshtune.parallel.mesh import join, parameter_mesh
 
 # layout -> (groups of this rank on the device beside that of all, dimensions of the parameters' mesh)
 GROUPS = {
-    "dp2": (0, [2]),
-    "zero3x2": (0, [2]),
-    "tp2": (0, None),
-    "dp2-zero3x2": (2, [2, 2]),
-    "zero1x2-tp2": (2, [2]),
-    "zero3x2-cp2": (2, [4]),
-    "dp2-cp2": (2, [4]),
-    "dp2-zero2x2-pp2": (3, [2, 2]),
-    "dp2-zero3x2-cp2": (4, [2, 4]),
-    "dp2-zero3x2-tp2": (3, [2, 2]),
-}
+    "dp2": (0, [2]), "zero3x2": (0, [2]), "tp2": (0, None), "dp2-zero3x2": (2, [2, 2]), "zero1x2-tp2": (2,
+    [2]), "zero3x2-cp2": (2, [4]), "dp2-cp2": (2, [4]), "dp2-zero2x2-pp2": (3, [2, 2]),
+    "dp2-zero3x2-cp2": (4, [2, 4]), "dp2-zero3x2-tp2": (3, [2, 2]),
+}  # fmt: skip
 
 
 def groups(text: str) -> tuple[int, Any, bool]:

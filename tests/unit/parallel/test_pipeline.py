@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import cases
+from collectives import Collectives
 from families import COMMON, FAMILIES, exact
 from forward import summed_loss
 from golden import refuses
@@ -58,17 +59,6 @@ def test_torchs_schedules_still_take_lists_of_micro_batches() -> None:
         taken = signature(get_schedule_class(name)._step_microbatches).parameters
         assert list(taken)[1:5] == ["arg_mbs", "kwarg_mbs", "target_mbs", "losses"]
         assert "return_outputs" in taken
-
-
-class Collectives(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.count: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional"):
-            self.count[func.__name__.split(".")[0].strip("_").removesuffix("_")] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def make(family: str, meta: bool = False) -> Any:
@@ -200,16 +190,12 @@ TWO = "pp2-gpipe pp2-1f1b pp2-interleaved1f1b-v2 pp2-loopedbfs-v2 pp2-zb-v2 pp2-
     ("family", "text"),
     cases(
         [
-            *(("llama", text) for text in TWO.split()),
-            ("llama-tied", "pp2-1f1b"),
-            ("llama-tied", "pp2-zbv"),
-            ("gemma2", "pp2-1f1b"),
-            ("granite", "pp2-zbv"),
-            ("cohere", "pp2-zb-v2"),
+            *(("llama", text) for text in TWO.split()), ("llama-tied", "pp2-1f1b"), ("llama-tied",
+            "pp2-zbv"), ("gemma2", "pp2-1f1b"), ("granite", "pp2-zbv"), ("cohere", "pp2-zb-v2"),
         ],
         ci=[("llama", "pp2-interleaved1f1b-v2"), ("llama-tied", "pp2-zbv")],
     ),
-)
+)  # fmt: skip
 def test_gradients_are_those_of_one_rank(family: str, text: str) -> None:
     """The second step has another shape, the third the first one's again."""
     check(family, text, [batches(4), batches(4, 48, seed=9), batches(4, seed=20)])

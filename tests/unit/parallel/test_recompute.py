@@ -9,6 +9,7 @@ import torch
 from cases import cases
 from families import FAMILIES
 from golden import refuses
+from tiny import positions_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
@@ -83,9 +84,7 @@ def build(family, mode, numbers=None, **changes):
 def run(model):
     torch.manual_seed(7)
     ids = torch.randint(3, 256, (len(DOCUMENTS), SEQ))
-    positions = torch.stack(
-        [torch.cat([torch.arange(n) for n in (*row, SEQ - sum(row))]) for row in DOCUMENTS]
-    )
+    positions = positions_of(DOCUMENTS, SEQ)
     with Watch(model) as forward:
         hidden = model.base_model(
             input_ids=ids, position_ids=positions, documents=DOCUMENTS, use_cache=False

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from collectives import Collectives
 from ranks import run_ranks
-from test_zero import MICRO_BATCHES, REDUCE, Collectives, Whole, micro_batches, one_rank
+from test_zero import MICRO_BATCHES, REDUCE, Whole, micro_batches, one_rank
 
 from meshtune.layout import Layout
 from meshtune.optim.optimizer import Optimizer

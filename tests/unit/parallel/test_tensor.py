@@ -1,6 +1,5 @@
 """Tensor and sequence parallelism against the same model on one rank: the loss and every gradient."""
 
-from collections import Counter
 from contextlib import contextmanager
 from unittest.mock import patch
 
@@ -9,11 +8,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from cases import cases
+from collectives import Collectives
 from families import COMMON, FAMILIES, exact
 from forward import summed_loss
 from golden import refuses, says
 from ranks import run_ranks
-from torch.utils._python_dispatch import TorchDispatchMode
+from tiny import packed
 from transformers import AutoConfig, AutoModelForCausalLM, GraniteSWAConfig
 
 from meshtune.attention.register import register
@@ -31,19 +31,9 @@ register()
 DOCUMENTS, SEQ = ((13, 5, 20), (38,), (9, 17)), 40
 
 
-def micro_batch(vocabulary=250):
+def micro_batch():
     """Packed rows with padding, and very unequal labels: all, few, one."""
-    torch.manual_seed(3)
-    ids = torch.randint(0, vocabulary, (len(DOCUMENTS), SEQ))
-    positions = torch.stack([torch.cat([torch.arange(n) for n in (*d, SEQ - sum(d))]) for d in DOCUMENTS])
-    share = torch.tensor([1.0, 0.1, 0.0])[:, None]
-    labels = torch.where(torch.rand(ids.shape) < share, torch.randint(0, vocabulary, ids.shape), -100)
-    labels[2, 7] = 42
-    for row, lengths in enumerate(DOCUMENTS):
-        labels[row, sum(lengths) :] = -100
-    return MicroBatch(
-        ids, labels, positions, DOCUMENTS, sum(map(sum, DOCUMENTS)), int((labels != -100).sum())
-    )
+    return packed(DOCUMENTS, SEQ, [1.0, 0.1, 0.0], vocabulary=250)
 
 
 def build(config, dtype=torch.float64, lora=None):
@@ -193,38 +183,24 @@ def test_other_families_whose_plan_is_dense(model_type):
     assert_same(4, AutoConfig.for_model(model_type, **changes))
 
 
-class Calls(TorchDispatchMode):
-    """Counts collectives."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "c10d":
-            self.count[func._opname] += 1
-        return func(*args, **(kwargs or {}))
-
-
 def collectives(config, sequence):
     model, tp = build(config), tensor_axis()
     parts = anatomy(model)
     splits = split_model(model, parts, tp, sequence=sequence)
-    with Calls() as calls:
+    with Collectives() as micro:
         summed_loss(model, parts, micro_batch()).backward()
-    micro, calls.count = calls.count, Counter()
-    with calls:
+    with Collectives() as step:
         reduce_partial([p.grad for name, p in model.named_parameters() if splits[name].partial], tp)
-    return micro, calls.count
+    return micro.count, step.count
 
 
 def test_each_part_of_a_block_talks_once_on_entry_and_once_on_exit():
     config = FAMILIES["llama"]()  # 2 blocks of 2 parts, the embedding and the norm: 5 each way, and back
     micro, step = run_ranks(2, collectives, config, True)[0]
-    assert micro == {"_allgather_base_": 10, "_reduce_scatter_base_": 10, "allreduce_": 2}
-    assert step == {"allreduce_": 1}
+    assert micro == {"allgather_base": 10, "reduce_scatter_base": 10, "allreduce": 2}
+    assert step == {"allreduce": 1}
     micro, step = run_ranks(2, collectives, config, False)[0]
-    assert micro == {"allreduce_": 10 + 2}
+    assert micro == {"allreduce": 10 + 2}
     assert step == {}
 
 
@@ -244,7 +220,7 @@ def query_heads(config):
 def test_fused_projections_are_cut_by_head_and_nothing_is_gathered():
     config = FAMILIES["phi3"]()
     micro, _ = run_ranks(2, collectives, config, False)[0]
-    assert micro == {"allreduce_": 10 + 2}
+    assert micro == {"allreduce": 10 + 2}
     assert run_ranks(2, query_heads, config) == [2, 2]  # of 4
     assert run_ranks(4, query_heads, config) == [4] * 4  # 2 key-value heads: every rank has all
 

@@ -1,11 +1,11 @@
 """ZeRO stages: exactly their collectives, bytes and numbers."""
 
-from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from cases import cases
+from collectives import Collectives
 from forward import summed_loss
 from ranks import run_ranks
 from tiny import documents
@@ -25,19 +25,6 @@ register()
 GROUPS = 6  # four blocks, the last one with the norm; embedding; head
 TWICE = 4  # the blocks: ZeRO-3 gathers them again in the backward
 MICRO_BATCHES = 4
-
-
-class Collectives(TorchDispatchMode):
-    """Counts collectives by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional"):
-            self.count[func.__name__.split(".")[0].strip("_").removesuffix("_")] += 1
-        return func(*args, **(kwargs or {}))
 
 
 class Whole(nn.Module):

@@ -114,14 +114,11 @@ def test_the_number_of_ranks_is_the_layouts():
 
 
 TORCH_SCHEDULES = {
-    "gpipe": schedules.ScheduleGPipe,
-    "1f1b": schedules.Schedule1F1B,
-    "interleaved1f1b": schedules.ScheduleInterleaved1F1B,
-    "loopedbfs": schedules.ScheduleLoopedBFS,
-    "zb": schedules.ScheduleInterleavedZeroBubble,
-    "zbv": schedules.ScheduleZBVZeroBubble,
+    "gpipe": schedules.ScheduleGPipe, "1f1b": schedules.Schedule1F1B,
+    "interleaved1f1b": schedules.ScheduleInterleaved1F1B, "loopedbfs": schedules.ScheduleLoopedBFS,
+    "zb": schedules.ScheduleInterleavedZeroBubble, "zbv": schedules.ScheduleZBVZeroBubble,
     "dualpipev": schedules.ScheduleDualPipeV,
-}
+}  # fmt: skip
 
 
 @cache

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from cases import cases
+from collectives import Collectives
 from families import FAMILIES
 from golden import refuses
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import run_ranks
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from meshtune.attention.register import register
@@ -262,19 +262,6 @@ def test_messages_are_those_that_were_counted(text, expected):
     assert {each.op: each.count for each in found} == expected
 
 
-class Messages(TorchDispatchMode):
-    """Counts collectives by name."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "c10d":
-            self.count[func.__name__.split(".")[0].strip("_")] += 1
-        return func(*args, **(kwargs or {}))
-
-
 def a_pass(family, text):
     layout = Layout.parse(text)
     config = FAMILIES[family]()
@@ -283,11 +270,11 @@ def a_pass(family, text):
     tp = join(layout, torch.device("cpu")).tp
     split_model(model, parts, tp, sequence=layout.sp, regather=layout.sp_regather)
     recompute_blocks(model, parts, layout.recompute, range(2)[: layout.recompute_blocks])
-    with Messages() as messages:
+    with Collectives() as collectives:
         body = model.get_submodule(parts.body)
         out = body(input_ids=ids, position_ids=ids, documents=((32,),), use_cache=False)
         out.last_hidden_state.square().mean().backward()
-    return messages.count
+    return collectives.count
 
 
 @pytest.mark.ci

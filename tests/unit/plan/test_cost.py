@@ -20,7 +20,7 @@ from meshtune.plan.explanation import explain
 from meshtune.plan.hardware import catalogue
 from meshtune.plan.models import models
 from meshtune.plan.workload import Workload
-from meshtune.report.plan.terminal import explained
+from meshtune.report.plan.documents import explained
 from meshtune.sections import ClusterConfig
 
 Settings = Callable[..., list[str]]

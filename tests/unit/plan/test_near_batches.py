@@ -11,7 +11,7 @@ from golden import says
 
 from meshtune.layout import Layout
 from meshtune.plan import advice
-from meshtune.plan.advice import batch_sentences, best_of_batches, nearest_batches
+from meshtune.plan.advice import batch_sentences, nearest_batches
 from meshtune.plan.answer import Answer, offer_of
 from meshtune.plan.candidates import is_uneven, nearest_sizes
 from meshtune.plan.changes import remedies
@@ -20,7 +20,7 @@ from meshtune.plan.models import models
 from meshtune.plan.search import PEAK_TIE, Plan, explained, search
 from meshtune.plan.workload import Workload
 from meshtune.sections import ClusterConfig
-from meshtune.units import human
+from meshtune.units import human, significant
 
 
 def answered(found: Plan, sort: str = "speed") -> Answer:
@@ -178,24 +178,16 @@ def test_sorting_by_memory_sorts_rows_by_peak_after_the_fastest_of_the_lowest(si
     assert seconds == sorted(seconds)
 
 
-def test_a_pipeline_that_a_larger_batch_drops_is_named_with_its_memory() -> None:
-    """Each micro-batch of a step has a receive buffer on a pipeline rank."""
+def test_other_batches_are_predicted_with_their_updates() -> None:
     found = plan("llama-3.1-8b", 7, 64)
-    sizes = [64, 256]
-    choices = best_of_batches(found.workload, found.cluster, sizes)
-    said = dict(zip(sizes, batch_sentences(found, choices), strict=True))
-    assert "would need" not in said[64]
-    for size in sizes[1:]:
-        layout = replace(found.choice(0).layout, gradient_accumulation_steps=size)
-        larger = explained(found.workload.of_batch(size), found.cluster, layout)
-        assert not larger.fits and larger.memory.communication > found.choice(0).memory.communication
-        best = choices[size]
-        assert best
-        slower = best.tokens_per_second_per_gpu < found.choice(0).tokens_per_second_per_gpu
-        sentence = f" The pipeline of 64 ({layout}) would need {human(larger.memory.peak)}, "
-        assert (sentence in said[size]) == slower
-    assert slower, "at least the largest batch is slower"
-    apart = plan("llama-3.1-8b", 8, 64)
-    assert "would need" not in " ".join(
-        batch_sentences(apart, best_of_batches(apart.workload, apart.cluster, [64, 128]))
-    )
+    best, sentences = found.choice(0), batch_sentences(found)
+    assert len(sentences) == 4
+    for said, size in zip(sentences, (16, 32, 128, 256), strict=True):
+        parts = re.search(r"=(\d+) layout=(\S+)\): ([\d.]+)% (more|fewer)", said)
+        assert parts and int(parts[1]) == size
+        other = explained(found.workload.of_batch(size), found.cluster, Layout.parse(parts[2]))
+        gain = other.tokens_per_second_per_gpu / best.tokens_per_second_per_gpu - 1
+        assert abs(100 * gain) == pytest.approx(float(parts[3]), abs=0.051)
+        assert (gain > 0) == (parts[4] == "more")
+        assert f" {significant(1e6 / 8192 / size, 2)} optimizer updates per million tokens" in said
+    assert len(batch_sentences(plan("llama-3.1-8b", 8, 512))) == 1, "all as fast"

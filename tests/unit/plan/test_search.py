@@ -20,7 +20,6 @@ from own_kind import OWN_KIND
 
 from meshtune.errors import NothingFits, UserError
 from meshtune.layout import (
-    RECOMPUTE,
     SCHEDULES,
     V_SCHEDULES,
     VIRTUAL_SCHEDULES,
@@ -43,7 +42,7 @@ from meshtune.plan.memory.timeline import CATEGORIES, CATEGORY_NAMES
 from meshtune.plan.models import models
 from meshtune.plan.phrases import largest_category, spent
 from meshtune.plan.search import PEAK_TIE, SAFE_COST, Choice, Plan, explained, search
-from meshtune.plan.seconds.step import TIE, Seconds, compute_parts
+from meshtune.plan.seconds.step import TIE, Seconds, StepTime
 from meshtune.plan.work import Work
 from meshtune.plan.workload import Workload
 from meshtune.sections import ClusterConfig
@@ -699,39 +698,26 @@ def check(each: advice.Alternative, best: Choice, plan: Plan) -> None:
 def check_cause(said: str, other: Choice, best: Choice, w: Workload) -> None:
     """Check that the named cause of extra compute is a part whose time is longer."""
     parts = [
-        compute_parts(
+        StepTime(
             w.work, Columns.of([choice.layout]), machine_of(w, choice.cluster), w.seq_len, w.document_tokens
-        )
+        ).compute_parts
         for choice in (other, best)
     ]
     more = {kind: float(np.squeeze(parts[0][kind] - parts[1][kind])) for kind in parts[0]}
     total = other.seconds.compute - best.seconds.compute
     assert sum(more.values()) == pytest.approx(total)
-    named = [
-        kind
-        for kind, cause in advice.CAUSES.items()
-        if cause.clause in said or re.search(rf"\b{cause.name}[:,]", said)
-    ]
+    named = [kind for kind, name in advice.COMPUTE.items() if re.search(rf"\b{name}[:,]", said)]
     assert named and max(more, key=lambda kind: more[kind]) in named
-    if "because" in said:
-        assert more[named[0]] == pytest.approx(total, rel=0.5)
     if "under context parallelism" in said:
         assert other.layout.cp > best.layout.cp == 1
-    if "recomputes" in said:
-        assert recomputed(other.layout) > recomputed(best.layout)
-
-
-def recomputed(layout: Layout) -> tuple[int, float]:
-    """(Place of the mode among RECOMPUTE, blocks of a stage that it is for)."""
-    return RECOMPUTE.index(layout.recompute), layout.recompute_blocks or math.inf
 
 
 NODES = {cluster.gpus: cluster.node for _, cluster in WORKLOADS.values()}
 KINDS = {
     "plain data parallel": lambda x: x.zero == 0 and x.tp == x.cp == x.pp == 1,
-    "ZeRO-1 alone": lambda x: x.zero == 1 and x.dp_shard == x.world,
-    "ZeRO-2 alone": lambda x: x.zero == 2 and x.dp_shard == x.world,
-    "ZeRO-3 alone": lambda x: x.zero == 3 and x.dp_shard == x.world,
+    "ZeRO-1 over all GPUs": lambda x: x.zero == 1 and x.dp_shard == x.world,
+    "ZeRO-2 over all GPUs": lambda x: x.zero == 2 and x.dp_shard == x.world,
+    "ZeRO-3 over all GPUs": lambda x: x.zero == 3 and x.dp_shard == x.world,
     "HSDP with ZeRO-3 shards inside a node": lambda x: (
         x.zero == 3 and x.dp_replicate > 1 == x.tp == x.cp == x.pp and x.dp_shard <= NODES[x.world]
     ),

@@ -14,7 +14,7 @@ from meshtune.plan.machine import Machine
 from meshtune.plan.seconds.block import block_seconds
 from meshtune.plan.seconds.collectives import ring_bandwidth, ring_collectives, tree_all_reduce
 from meshtune.plan.seconds.gpu import block_compute, matmul
-from meshtune.plan.seconds.step import compute_parts, step
+from meshtune.plan.seconds.step import StepTime, step
 from meshtune.plan.work import Work, attended
 
 # A GPU that reaches all it can, software that costs nothing, networks of round figures.
@@ -94,7 +94,9 @@ def test_some_recomputed_blocks_cost_their_share_of_the_time() -> None:
                 # As long where the weights' collectives take longer than all that runs beside them.
                 assert np.all(some.total > none.total * (1 - 1e-9))
                 assert np.all(some.total < every.total * (1 + 1e-9))
-            parts = compute_parts(GPT, Columns.of([Layout.parse(f"{text}-{mode}1")]), machine, SEQ_LEN)
+            parts = StepTime(
+                GPT, Columns.of([Layout.parse(f"{text}-{mode}1")]), machine, SEQ_LEN
+            ).compute_parts
             assert sum(parts.values()) == pytest.approx(seconds(f"{text}-{mode}1", machine).compute)
 
 
@@ -338,7 +340,7 @@ def test_parts_add_up_and_columns_are_rows() -> None:
 
 def test_parts_of_compute_add_up_to_it() -> None:
     columns = Columns.of([Layout.parse(text) for text in ("mb1-ga4", "zero2x4-tp2-sp-pp2-1f1b-mb2-ga4-full")])
-    parts = compute_parts(GPT, columns, real(), SEQ_LEN, 700)
+    parts = StepTime(GPT, columns, real(), SEQ_LEN, 700).compute_parts
     assert sum(parts.values()) == pytest.approx(step(GPT, columns, real(), SEQ_LEN, 700).compute)
 
 

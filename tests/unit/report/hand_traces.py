@@ -1,5 +1,11 @@
 """Traces made by hand: two blocks on one rank, the second step with optimizer state."""
 
+from collections.abc import Sequence
+
+from meshtune.dryrun.allocator import Replay
+from meshtune.dryrun.simulation import Simulation
+from meshtune.dryrun.streams import COMPUTE, Interval, RankTime, StepTime
+from meshtune.layout import Layout
 from meshtune.meter.trace import (
     ACTIVATIONS,
     BACKWARD,
@@ -20,6 +26,10 @@ from meshtune.meter.trace import (
     StepTrace,
     Storage,
 )
+from meshtune.placement.schedules import Pass
+from meshtune.plan.cluster import cluster_of
+from meshtune.plan.seconds.step import PARTS, Seconds
+from meshtune.sections import ClusterConfig
 from meshtune.units import MIB
 
 BLOCKS = 2
@@ -97,3 +107,27 @@ def trace_of(rank: int = 0, *, of: int = 1, stages: tuple[int, ...] = (0,)) -> R
     """A rank's trace. of: micro-batches of the step, of which one was traced."""
     coordinates = {"pp": stages[0] if stages else 0, "dp_replicate": 0, "dp_shard": rank, "cp": 0, "tp": 0}
     return RankTrace(rank, coordinates, stages, [step_of(1), step_of(2)], 1, of, 0 if of > 1 else -1)
+
+
+def time_of(*ranks: int) -> StepTime:
+    """A step of two seconds whose pipeline runs these traces, with a kernel and an all-gather each."""
+    nothing = Seconds(**dict.fromkeys(PARTS, 0.0))
+    mm = step_of(1).operations[1]
+    intervals = [
+        Interval((0, stream), 0.0, begin=begin, end=end, name="mm", part=part, of=mm, run=Pass("F", 0, 0))
+        for stream, part, begin, end in ((COMPUTE, "compute", 0.0, 1.0), ("dp_shard", "data", 0.2, 0.5))
+    ]
+    return StepTime(2.0, [RankTime(pp, rank, intervals, nothing) for pp, rank in enumerate(ranks)], nothing)
+
+
+def simulation_of(
+    layout: str, *traces: RankTrace, model: str = "tiny", times: Sequence[StepTime] = ()
+) -> Simulation:
+    """A dry run with these traces, whose allocators reserve 250 MiB and 260 MiB. times: of both steps."""
+    parsed = Layout.parse(layout)
+    cluster = cluster_of(ClusterConfig(gpu="h100-sxm", gpus=parsed.world)).of_size(parsed.world)
+    ranks = {trace.rank: "all ranks" for trace in traces}
+    made = Simulation(model, parsed, cluster, "cuda", (8,), traces, ranks, 0)
+    replays = {rank: [Replay(reserved=250 * MIB), Replay(reserved=260 * MIB)] for rank in ranks}
+    vars(made).update(times=times, replays=replays, other_replays=replays)
+    return made

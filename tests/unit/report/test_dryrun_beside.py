@@ -4,10 +4,9 @@ from typing import Any
 
 from golden import says
 
-from meshtune.commands.verify import conclusions
 from meshtune.plan.memory.timeline import CATEGORIES
 from meshtune.plan.seconds.step import PARTS
-from meshtune.report.dryrun.beside import layouts_table, side_by_side, simulated_memory
+from meshtune.report.dryrun.beside import conclusions, layouts_table, side_by_side, simulated_memory
 from meshtune.units import GIB
 
 

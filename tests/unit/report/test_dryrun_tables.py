@@ -6,9 +6,11 @@ from dataclasses import replace
 
 import pytest
 from golden import says
-from hand_traces import step_of, trace_of
+from hand_traces import simulation_of, step_of, time_of, trace_of
 from rich.console import Console
 
+from meshtune.dryrun.simulation import Simulation
+from meshtune.dryrun.workspaces import Row, Workspaces
 from meshtune.layout import Layout
 from meshtune.meter.trace import (
     ACTIVATIONS,
@@ -26,9 +28,8 @@ from meshtune.meter.trace import (
     WEIGHTS,
     Storage,
 )
-from meshtune.plan.over_time import Timed
-from meshtune.report.dryrun.living import Alike, Peak, alike, by_module, ranges
-from meshtune.report.dryrun.page import DryRun, dryrun_page, listings, panels, write
+from meshtune.report.dryrun.document import document, panels, write_files
+from meshtune.report.dryrun.living import Alike, Peak, alike, by_module
 from meshtune.report.dryrun.remedies import remedy
 from meshtune.report.dryrun.tables import (
     collectives_table,
@@ -37,7 +38,7 @@ from meshtune.report.dryrun.tables import (
     module_table,
     peak_table,
 )
-from meshtune.units import MIB
+from meshtune.units import MIB, ranges
 
 LAYOUT = Layout.parse("zero3x8-mb1-ga1")
 
@@ -179,52 +180,66 @@ def test_reads_by_the_host_are_listed_by_line():
     assert host_reads_table(trace_of()).rows == (("meshtune/train/step.py:90 step", "2", "2"),)
 
 
-def run_of() -> DryRun:
+def run_of() -> Simulation:
     traces = [trace_of(), trace_of(8, stages=(1,)), trace_of(16, stages=(2,))]
     traces[1].substitutes = ("aten.some_kernel",)
-    starts = {0: [[1e-3 * n for n in range(len(step.operations) + 1)] for step in traces[0].steps]}
-    return DryRun(
-        "tiny <b>", LAYOUT, "8 x h100-sxm", traces, "It fits.", capacity=2**30, starts=starts,
-        busy={0: [("compute", 0.0, 1.0, "mm", "compute"), ("dp_shard", 0.2, 0.5, "all_gather", "data")]},
-        reserved={"reserved": dict.fromkeys((0, 8, 16), (250 * MIB, 260 * MIB))},
-        timed=[Timed(0, "F", 0.0, 1.0, 0, 0), Timed(1, "F", 1.0, 2.0, 1, 0)],
-        workspaces={8: [("flash attention's dq", 3, 7 * MIB, "some source")]},
-    )  # fmt: skip
+    return simulation_of("zero3x8-pp3-1f1b-mb1-ga3", *traces, model="tiny <b>", times=[time_of(0, 8)] * 2)
 
 
 @pytest.mark.ci
-def test_the_page_has_the_pictures_and_tables_of_every_rank():
-    run = run_of()
-    drawn = panels(run)
-    keys = [panel.key for panel in drawn]
+def test_the_page_has_the_pictures_and_tables_of_every_rank(monkeypatch):
+    taken = [Row("flash attention's dq", 3, 7 * MIB, "some source")]
+    monkeypatch.setattr(Workspaces, "table", lambda self, trace: taken if trace.rank == 8 else [])
+    page = document(run_of())
+    keys = [panel.key for panel in page.panels]
     assert keys == [
         "memory_of_rank_0", "memory_of_rank_8", "memory_of_rank_16", "pipeline", "streams_of_rank_0",
+        "streams_of_rank_8",
     ]  # fmt: skip
-    assert (drawn[0].x_title, drawn[1].x_title) == ("seconds", "operations")
-    html = dryrun_page(run, drawn)
+    assert [panel.x_title for panel in page.panels[:3]] == ["seconds", "seconds", "operations"]
+    assert page.panels[0].x[-1] == 4.0, "two steps of two seconds"
+    assert page.panels[-1].lanes == ("compute", "dp_shard")
+    assert [one.name for one in page.panels[-1].intervals] == [FORWARD, "data"]
+    html = page.html()
     assert "tiny &lt;b&gt;" in html and "<b>" not in html
-    for words in ("rank 16 (stage 2)", "flash attention&#x27;s dq", "some_kernel", "It fits.", "260 MiB"):
+    for words in ("rank 16 (stage 2)", "flash attention&#x27;s dq", "some_kernel", " fits: ", "260 MiB"):
         assert words in html
-    titles = Counter(re.sub(r", rank.*", "", table.title) for table in listings(run))
+    titles = Counter(re.sub(r", rank.*", "", title) for title in re.findall(r"<h2>(.*?)</h2>", html))
     assert titles["The largest tensors at the peak"] == 3 and titles["Memory at the peak"] == 1
     assert {f"chart-{key}" for key in keys} == set(re.findall(r"id='(chart-\w+)'", html))
 
 
+def test_a_terminal_shows_the_peaks_of_all_ranks_and_all_else_of_the_fullest():
+    titles = [
+        line for line in text_of(document(run_of())).splitlines() if ", rank" in line or "Memory" in line
+    ]
+    assert sum(title.startswith("Memory at the peak") for title in titles) == 2
+    assert sum(title.startswith("The largest tensors at the peak, rank 0") for title in titles) == 1
+
+
+def test_memory_of_a_step_in_part_is_drawn_over_operations():
+    times = [time_of(0)] * 2
+    memory, streams = panels(simulation_of("mb1-ga8", trace_of(of=8), times=times))
+    assert (memory.x_title, streams.key) == ("operations", "streams_of_rank_0")
+
+
 def test_a_page_of_one_rank_has_no_empty_table():
-    run = DryRun("tiny", LAYOUT, "8 x h100-sxm", [trace_of()])
-    titles = [table.title for table in listings(run)]
-    assert not {"Workspaces of kernels", "Operations run by a stand-in"} & set(titles)
-    assert [panel.key for panel in panels(run)] == ["memory_of_rank_0"]
+    page = document(simulation_of("zero3x8-mb1-ga1", trace_of()))
+    html = page.before + page.after
+    assert "<tbody></tbody>" not in html and "Operations run by a stand-in" not in html
+    assert [panel.key for panel in page.panels] == ["memory_of_rank_0"]
 
 
 @pytest.mark.ci
 def test_files_are_the_page_and_a_picture_of_each_panel(tmp_path):
-    files = write(tmp_path / "plots", replace(run_of(), traces=run_of().traces[:1]), suffix=".svg")
+    run = simulation_of("zero3x8-pp3-1f1b-mb1-ga3", trace_of(), times=[time_of(0)] * 2)
+    files = write_files(tmp_path / "plots", run, document(run), suffix=".svg")
     assert [file.name for file in files] == [
-        "dryrun.html", "memory_of_rank_0.svg", "pipeline.svg", "streams_of_rank_0.svg",
+        "dryrun.html", "memory_of_rank_0.svg", "pipeline.svg", "streams_of_rank_0.svg", "trace.json",
+        "rank-0.pickle",
     ]  # fmt: skip
     assert all(file.stat().st_size > 1000 for file in files)
-    assert all("simulated" in file.read_text() for file in files[1:])
+    assert all("simulated" in file.read_text() for file in files[1:4])
 
 
 @pytest.mark.parametrize("width", [60, 120])

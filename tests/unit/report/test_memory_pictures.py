@@ -5,10 +5,9 @@ import runpy
 from pathlib import Path
 
 import pytest
-from hand_traces import trace_of
+from hand_traces import simulation_of, time_of, trace_of
 
-from meshtune.layout import Layout
-from meshtune.report.dryrun.page import DryRun
+from meshtune.dryrun.simulation import Simulation
 
 ROOT = Path(__file__).parents[3]
 ROW = re.compile(r"^\| ([\w ]+) \|" + r" ([^|]*) \|" * 6 + "$", re.M)
@@ -42,13 +41,8 @@ def test_the_first_step_is_smaller_and_the_parts_add_up(table):
         assert total == pytest.approx(float(peak.split()[0]), abs=0.12)
 
 
-def run_of() -> DryRun:
-    trace = trace_of()
-    starts = {0: [[0.1 * number for number in range(len(step.operations) + 1)] for step in trace.steps]}
-    return DryRun(
-        "tiny", Layout.parse("zero3x8-mb1-ga1"), "8 x h100-sxm", [trace], starts=starts,
-        busy={0: [("compute", 0.0, 1.0, "mm", "forward")]},
-    )  # fmt: skip
+def run_of() -> Simulation:
+    return simulation_of("zero3x8-mb1-ga1", trace_of(), times=[time_of(0)] * 2)
 
 
 def test_modes_are_drawn_over_axes_of_equal_length(tmp_path, script):

@@ -12,7 +12,7 @@ from rich.console import Console
 from meshtune.meter.causes import Cause
 from meshtune.meter.parts import PARTS, StepTime, time_row
 from meshtune.meter.rows import memory_row
-from meshtune.report.compare.page import comparison_page, comparison_tables
+from meshtune.report.compare.page import comparison_page
 from meshtune.report.compare.runs import compare
 from meshtune.report.run.points import Points
 from meshtune.report.run.report import run_page
@@ -88,7 +88,7 @@ def shown(run: RunDir, other: RunDir) -> str:
     later = json.dumps([Points(live.panels).of(run.rows()), live.later and live.later(run.rows())])
     compared = compare([run.path, other.path])
     console = Console(width=100, record=True, quiet=True)
-    console.print(run_summary(run), samples_table(run), comparison_tables(compared))
+    console.print(run_summary(run), samples_table(run), comparison_page(compared))
     lines = RunLines(Folders([run.path])).all()
     pages = (page, comparison_page(compared), list_page(lines, ()))
     html = [part for page in pages for part in (page.before, page.after, page.subtitle, page.footer)]

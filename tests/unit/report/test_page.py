@@ -126,7 +126,7 @@ def test_prompts_are_without_control_tokens_and_a_switch_shows_them(run):
     style = page[page.index("<style>") : page.index("</style>")]
     assert ".samples .exact, #control-tokens:checked ~ .wide .plain { display: none; }" in style
     assert "#control-tokens:checked ~ .wide .exact { display: inline; }" in style
-    before_table = page[page.index("<input") : page.index("<table class='samples'>")]
+    before_table = page[page.index("<input") : page.index("<table class='facts samples'>")]
     assert before_table.endswith("</label><div class='wide'>"), "the switch is a sibling of what it changes"
 
 

@@ -15,29 +15,21 @@ from meshtune.plan.explanation import Explanation
 from meshtune.plan.models import models
 from meshtune.plan.search import explained, search
 from meshtune.plan.workload import Workload
-from meshtune.report.draw.charts import specification
+from meshtune.report.draw.charts import heat_map, specification
 from meshtune.report.draw.colours import COLOURS
-from meshtune.report.draw.heat_map import heat_map
 from meshtune.report.draw.kinds import Cell, HeatMap
+from meshtune.report.draw.picture import in_rows
 from meshtune.report.draw.theme import DARK, LIGHT, SHADES
-from meshtune.report.plan.page import (
-    Asked,
-    clusters,
-    explained_page,
-    layouts,
-    model_title,
-    plan_page,
-    provenance,
-    recommended,
-)
+from meshtune.report.draw.words import model_title
+from meshtune.report.plan import documents
+from meshtune.report.plan.documents import CommandLine, best_layouts, provenance, recommended
 from meshtune.report.plan.panels import memory_stacks, panels, time_stacks
-from meshtune.report.plan.pictures import rows
 from meshtune.sections import ClusterConfig
 
 MODEL = models()["llama-3.2-1b"]
 WORKLOAD = Workload("models/llama-3.2-1b/config.json", MODEL.work, MODEL.traits, 4096, 32)
 LENGTH = RunLength(1000, 1000 * 32 * 4096)
-ASKED = Asked("meshtune plan a=1 --plot x.html", "a=1")
+LINE = CommandLine("meshtune plan a=1 --plot x.html", "a=1")
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +41,15 @@ def answer() -> Answer:
 def answer_of(cluster: Cluster, length: RunLength) -> Answer:
     offer = offer_of(search(WORKLOAD, cluster), length=length)
     return Answer(WORKLOAD, (offer,), offer, length=length)
+
+
+def clusters(answer: Answer) -> str:
+    """The page up to its table of layouts, from the table of clusters on."""
+    return documents.answer(answer).before.partition("<h2>Clusters")[2].partition("The best layouts")[0]
+
+
+def layouts(answer: Answer, most: int) -> str:
+    return best_layouts(answer, most)[1].html()
 
 
 def plain(page: str) -> str:
@@ -71,7 +72,7 @@ def test_the_title_is_the_models_name_and_not_its_path(name, title):
 
 def test_every_row_of_the_table_is_there_and_the_recommended_one_is_marked(answer):
     best = answer.best(10)
-    rows = re.findall(r"<tr.*?</tr>", layouts(answer, best))[1:]
+    rows = re.findall(r"<tr.*?</tr>", layouts(answer, 10))[1:]
     assert len(rows) == 10
     assert ["class=chosen" in row for row in rows] == [True] + [False] * 9
     for row, choice in zip(rows, best, strict=True):
@@ -82,38 +83,28 @@ def test_every_row_of_the_table_is_there_and_the_recommended_one_is_marked(answe
 
 def test_cost_and_hours_of_each_layout_are_its_own(answer):
     best = answer.best(3)
-    rows = re.findall(r"<tr.*?</tr>", layouts(answer, best))[1:]
+    rows = re.findall(r"<tr.*?</tr>", layouts(answer, 3))[1:]
     for row, choice in zip(rows, best, strict=True):
         hours = 1000 * choice.seconds.total / 3600
         found = dict(re.findall(r"data-name='([^']+)'>([^<]+)<", row))
         assert float(found["hours"]) == pytest.approx(hours, rel=0.01)
         assert float(found["cost"]) == pytest.approx(hours * 8 * 2.0, rel=0.01)
     unknown = replace(answer, length=RunLength(None, None))
-    names = re.findall(r"data-name='([^']+)'", layouts(unknown, best[:1]))
+    names = re.findall(r"data-name='([^']+)'", layouts(unknown, 1))
     assert "hours" not in names and "cost" not in names and "a million tokens" in names
 
 
 def test_the_page_has_the_command_to_run_and_where_its_numbers_come_from(answer):
-    assert f"meshtune train a=1 layout={answer.choice.layout}" in plain(recommended(answer, ASKED))
-    text = plain(provenance(answer, ASKED))
-    for words in (
-        "meshtune plan a=1 --plot x.html",
-        "by meshtune 0",
-        "nobody has published 5 runs of meshtune on h100-sxm",
-    ):
-        assert words in text
+    assert f"meshtune train a=1 layout={answer.choice.layout}" in plain(recommended(answer, LINE))
+    text = plain(provenance(answer, LINE).html())
+    assert "meshtune plan a=1 --plot x.html" in text and "by meshtune 0" in text
     assert answer.choice.cluster.gpu.source.split(":")[0] in text
 
 
 def test_a_page_without_charts_has_all_sections_in_plain_text(answer):
-    text = plain(plan_page(answer, answer.best(10), [], ASKED))
-    for words in (
-        "The best layouts",
-        "Why the usual ones are not first",
-        "Layouts left out",
-        "Where this comes",
-    ):
-        assert words in text
+    text = plain(documents.answer(answer, line=LINE).html())
+    titles = ("The best layouts", "Why the usual ones are not first", "Layouts left out", "Where this comes")
+    assert all(words in text for words in (*titles, "nobody has published 5 runs of meshtune on h100-sxm"))
 
 
 def test_a_colour_means_one_thing_in_all_charts():
@@ -177,7 +168,7 @@ def test_clusters_stand_in_a_table_with_their_cost_and_the_sentences_on_them(ans
     for row, one in zip(rows, (small, answer), strict=True):
         assert str(one.choice.layout) in row and "data-name='cost'" in row
     assert "recommended" in rows[1] and "7 GPUs are too few." in found
-    assert clusters(answer) == ""
+    assert "<h2>Clusters" not in documents.answer(answer).html()
 
 
 def test_a_kind_without_a_price_has_an_empty_cost(answer):
@@ -191,7 +182,7 @@ def test_a_kind_without_a_price_has_an_empty_cost(answer):
 def test_error_bars_stand_in_the_heads_of_tables_and_the_titles_of_charts(answer):
     error = answer.choice.accuracy
     time, memory = f"±{error.time:.0%}", f"±{error.memory:.0%}"
-    heads = re.findall(r"<th[^>]*>([^<]*)</th>", layouts(answer, answer.best(3)))
+    heads = re.findall(r"<th[^>]*>([^<]*)</th>", layouts(answer, 3))
     assert f"step {time}" in heads and f"peak GiB {memory}" in heads
     best = answer.best(3)
     assert memory_stacks(best).title.endswith(memory) and time_stacks(best).title.endswith(time)
@@ -202,13 +193,13 @@ def test_explained_layouts_have_a_page_with_the_reasons_against_them_and_their_l
         WORKLOAD, cluster_of(ClusterConfig(gpu="h100-sxm", gpus=8)), Layout.parse("dp8-mb1-ga4")
     )
     one = Explanation(WORKLOAD, choice, ("It is <slow>.",))
-    page = explained_page("llama", "1 layout", [one], [])
-    assert "It is &lt;slow&gt;." in page and "The largest levers of dp8-mb1-ga4" in page
+    page = documents.explained([one]).html()
+    assert "It is &lt;slow&gt;." in page and "<code>dp8-mb1-ga4</code>" in page
     assert html.escape(one.levers[0].sentence()) in page
 
 
 def test_a_picture_has_charts_over_time_in_rows_of_their_own(answer):
     drawn = panels(answer, answer.best(3))
-    assert [[panel.key for panel in row] for row in rows(drawn)] == [
+    assert [[panel.key for panel in row] for row in in_rows(drawn)] == [
         ["memory", "time"], ["memory_over_time"], ["front"],
     ]  # fmt: skip

@@ -25,12 +25,12 @@ from meshtune.plan.work import Work
 from meshtune.report.draw import vega
 from meshtune.report.draw.charts import specification
 from meshtune.report.draw.kinds import Areas, HeatMap, Interval, Scatter, Stacks, Timeline
-from meshtune.report.draw.picture import known_suffix
+from meshtune.report.draw.picture import in_rows, known_suffix, write_document
 from meshtune.report.draw.picture import specification as picture_of
 from meshtune.report.draw.theme import LIGHT, config
-from meshtune.report.plan.page import Asked
+from meshtune.report.plan.documents import CommandLine
+from meshtune.report.plan.documents import answer as document_of
 from meshtune.report.plan.panels import NO_LAYOUT, distinct, panels, short, spread
-from meshtune.report.plan.pictures import rows, write
 from meshtune.sections import ClusterConfig
 from meshtune.units import GIB
 
@@ -154,7 +154,7 @@ def test_vega_lite_takes_every_panel(drawn):
 
 def test_page_and_picture_draw_the_same_numbers(drawn):
     bars = specification(drawn[0], width="container")["layer"][0]
-    whole = picture_of(rows(drawn), title="plan")
+    whole = picture_of(in_rows(drawn), title="plan")
     first = whole["vconcat"][0]["hconcat"][0]
     assert first["title"]["text"] == drawn[0].title
     assert data_of(first["layer"][0]) == data_of(bars)
@@ -167,7 +167,9 @@ def test_page_and_picture_draw_the_same_numbers(drawn):
 
 @pytest.mark.ci
 def test_the_page_is_one_file_that_asks_nobody_and_obeys_no_name(answer, tmp_path):
-    file = write(tmp_path / "new" / "plan.html", answer, asked=Asked("plan <x>", "a=<x>"))
+    file = tmp_path / "new" / "plan.html"
+    drawn = panels(answer, answer.best(10), batches=answer.batches())
+    write_document(file, document_of(answer, line=CommandLine("plan <x>", "a=<x>"), drawn=drawn))
     text = file.read_text()
     own = text[: text.index("<script")] + text[text.index("</script>") :]
     assert "1b &lt;x&gt;" in own and "<x>" not in own
@@ -181,7 +183,7 @@ def test_without_altair_the_picture_is_refused_with_the_remedy(answer, tmp_path,
     monkeypatch.setitem(sys.modules, "altair", None)
     for suffix in ("html", "png", "svg"):
         with refuses(UserError):
-            write(tmp_path / f"plan.{suffix}", answer)
+            write_document(tmp_path / f"plan.{suffix}", document_of(answer))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -257,16 +259,16 @@ def test_a_timeline_has_a_bar_for_each_interval_in_its_lane():
 
 @pytest.mark.parametrize(("suffix", "start"), cases([("png", b"\x89PNG"), ("svg", b"<svg")], ci=1))
 def test_pictures_are_written_whole(answer, tmp_path, suffix, start):
-    file = write(tmp_path / f"plan.{suffix}", answer)
+    file = tmp_path / f"plan.{suffix}"
+    write_document(file, document_of(answer, drawn=panels(answer, answer.best(10))))
     assert file.read_bytes()[:4] == start and file.stat().st_size > 20_000
     assert [each.name for each in tmp_path.iterdir()] == [file.name]
 
 
 def test_an_unknown_suffix_is_refused_with_the_ones_that_are_known(answer, tmp_path):
-    with refuses(UserError):
-        write(tmp_path / "plan.gif", answer)
-    with refuses(UserError):
-        write(tmp_path / "plan", answer)
+    for name in ("plan.gif", "plan"):
+        with refuses(UserError):
+            write_document(tmp_path / name, document_of(answer))
     assert known_suffix(tmp_path / "PLAN.PNG", (".png",)) == ".png"
 
 

@@ -14,9 +14,9 @@ from meshtune.plan.search import Choice
 from meshtune.plan.seconds.step import PARTS, Seconds
 from meshtune.report.draw.bars import LETTERS, Bar, blocks
 from meshtune.report.draw.colours import COLOURS, MEMORY, MEMORY_PARTS, TIME
+from meshtune.report.draw.document import Section
 from meshtune.report.plan.numbers import of_capacity, seconds
 from meshtune.report.plan.tables import cost_columns, explanation, layouts_table, side_by_side
-from meshtune.report.plan.terminal import section
 from meshtune.sections import ClusterConfig
 from meshtune.units import GIB
 
@@ -132,15 +132,6 @@ def test_a_layout_that_does_not_fit_is_red_and_its_bar_goes_beyond_the_capacity(
     assert f"does not fit: {100 - CLUSTER.memory / GIB:.1f} GiB more than a GPU has" in plain
 
 
-def test_a_processor_has_no_speeds_and_times():
-    cpu = cluster_of(ClusterConfig(gpu="cpu", gpus=8))
-    on_cpu = [replace(one, cluster=cpu) for one in CHOICES]
-    shown_all = [layouts_table(on_cpu), explanation(on_cpu[0])]
-    text = "".join(" ".join(shown(one, 160).split()) for one in shown_all)
-    assert not [word for word in ("tokens/s", "/GPU", "MFU", "a step", "efficiency", "CCC") if word in text]
-    assert text.count("GiB") > 8
-
-
 def test_an_explanation_sums_to_the_peak_and_the_step():
     text = shown(explanation(CHOICES[2]), 120)
     rows = {line.split()[1]: line.split() for line in text.splitlines() if len(line.split()) > 3}
@@ -196,8 +187,8 @@ def test_three_layouts_side_by_side_are_no_wider_than_the_terminal(width):
 
 
 def test_a_section_without_lines_has_no_title():
-    assert shown(section("Why the usual ones are not first", [])) == ""
-    assert shown(section("One", ["line"])).split() == ["One", "line"]
+    assert shown(Section("Why the usual ones are not first", [])) == ""
+    assert shown(Section("One", ["line"])).split() == ["One", "line"]
 
 
 def test_error_bars_stand_once_in_the_heads_of_a_table_and_behind_the_figures_of_an_explanation():

@@ -17,7 +17,7 @@ from meshtune.report.experiments.page import sweep_page
 from meshtune.report.experiments.panels import errors, front, panels
 from meshtune.report.experiments.rows import best, sweep_of
 from meshtune.report.experiments.table import columns as table_columns
-from meshtune.report.plan.documents import document_panels, read_plan
+from meshtune.report.plan.documents import file_panels, read_plan
 from meshtune.rundir import RunDir
 from meshtune.sweep_rows import counts_by_status, database_of, read_sweep_rows
 
@@ -309,7 +309,7 @@ def test_plans_are_pages_too(tmp_path, capsys):
     file.write_text(json.dumps(plan))
     of_run = tmp_path / "plan.yaml"
     of_run.write_text(json.dumps({"layout": "mb1-ga4", "predicted": layout | {"time": None}}))
-    memory_panel, time_panel = document_panels([read_plan(file)])
+    memory_panel, time_panel = file_panels([read_plan(file)])
     assert memory_panel.parts == {"weights": (1.0,), "activations": (1.0,)} and memory_panel.mark.value == 8
     assert time_panel.ends == ("1.50 s · MFU 40%",)
     report([file])
@@ -317,7 +317,7 @@ def test_plans_are_pages_too(tmp_path, capsys):
     assert "8 x h100-sxm, global batch 64 × 2,048 tokens" in html and "3: too large (mb8-ga1)" in html
     assert "<larger>" not in html
     report([file, of_run], out=tmp_path / "two.html")
-    assert [panel.key for panel in document_panels([read_plan(file), read_plan(of_run)])] == ["memory"]
+    assert [panel.key for panel in file_panels([read_plan(file), read_plan(of_run)])] == ["memory"]
 
 
 def test_odd_rows_of_a_database_are_left_out_and_counted(tmp_path):

@@ -79,7 +79,7 @@ def test_what_can_t_run_has_a_sentence_and_the_facts_that_are_known() -> None:
         (REFUSED, "64"),
         (REFUSED, "pp"),
         (WAITING, ""),
-        (REFUSED, "mb1-ga4 makes 4 sequences a step, but the settings ask for 8"),
+        (REFUSED, "= 4 sequences, but train.global_batch_size is 8; try mb1-ga8"),
         (REFUSED, "zero=3 with dp_shard=1"),
     ]
     for one, (status, reason) in zip(found, reasons, strict=True):

@@ -104,7 +104,7 @@ def test_ctrl_c_ends_the_experiments_and_they_wait_again(
             os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(Child, "__init__", interrupted)
-    with pytest.raises(Interrupted, match="3 experiments to run; the same command goes on"):
+    with pytest.raises(Interrupted, match="3 experiments to run; the same command continues"):
         swept(tmp_path, ["sleep", "sleep", "done"])
     assert not [*marked("unit")]
     monkeypatch.undo()

@@ -35,7 +35,7 @@ COMMANDS = {
         'echo "$@" >> "$CALLS"; test -z "$FAIL" || { echo "invalid partition" >&2; exit 1; }; '
         'echo "$(wc -l < "$CALLS");local"'
     ),
-    "squeue": 'cat "$QUEUE" 2>/dev/null || { echo "${DOWN-Invalid job id specified}" >&2; exit 1; }',
+    "squeue": 'test -z "$DOWN" || { echo "$DOWN" >&2; exit 1; }; cat "$QUEUE" 2>/dev/null || true',
     "scontrol": (
         'echo "scontrol $*" >> "$RELEASED"; '
         'test "$1" = show && test -n "$REFUSAL" && { echo "$REFUSAL" >&2; exit 1; }; '
@@ -166,7 +166,7 @@ def test_the_state_of_a_task_decides(
         (
             "",
             CRASHED,
-            "knows its task 7_0, which left no result; see slurm/7_0.out. `--retry crashed`",
+            "forgotten its task 7_0, which left no result; see slurm/7_0.out. `--retry crashed`",
         ),
     ],
 )

@@ -63,127 +63,89 @@ def test_every_key_of_a_file_is_a_setting_or_in_a_comment(file: Path) -> None:
     notes = (*result.unsupported, *result.left_out, *result.ignored, *result.without_effect)
     noted = {note.key for note in notes} | {*result.off}
     for key, value in result.job.given.items():
-        entry = result.job.table.entry(key)
+        entry = result.job.table.entry(key)  # fmt: skip
         assert entry is not None
         if not entry.setting and not isinstance(value, dict):
             assert key in noted and key in text
 
 
 @pytest.mark.parametrize(
-    ("tree", "expected"),
+    ("tree", "more", "expected"),
     [
-        (
-            AXOLOTL | {"adapter": "lora", "lora_r": 4, "lora_target_linear": True, "lora_alpha": 8},
-            {"method": "lora", "lora.r": 4, "lora.target_modules": "all-linear", "lora.alpha": 8},
-        ),
-        (AXOLOTL | {"lora_r": 4}, {"lora.r": None}),
-        (
-            AXOLOTL | {"train_on_inputs": True, "excess_length_strategy": "truncate"},
-            {"data.train_on": "all", "data.overlong": "auto", "data.seq_len": 512, "data.packing": False},
-        ),
-        (
-            AXOLOTL | {"val_set_size": 0.1, "evals_per_epoch": 4, "saves_per_epoch": 2},
-            {"eval.every": "0.25 epoch", "checkpoint.every": "0.5 epoch", "data.eval_split": 0.1},
-        ),
-        (AXOLOTL | {"bf16": "auto"}, {"train.precision": "bf16"}),
-        (AXOLOTL | {"bf16": False, "float32": True}, {"train.precision": "fp32"}),
-        (
-            AXOLOTL | {"optimizer": "paged_adamw_8bit", "warmup_ratio": 0.1},
-            {"train.optimizer": "adamw", "train.warmup_ratio": 0.1},
-        ),
-        (AXOLOTL | {"wandb_project": "p"}, {"log.to": ["console", "jsonl", "wandb"], "log.project": "p"}),
-        (AXOLOTL, {"checkpoint.every": "1 epoch"}),
-        (AXOLOTL | {"optimizer": "lion_8bit", "adam_beta1": 0.8}, {"train.optimizer": "lion"}),
-        (
-            AXOLOTL | {"optimizer": "muon", "adam_beta1": 0.8},
-            {"train.optimizer": "muon", "train.adam_betas": [0.8, 0.999]},
-        ),
-        (AXOLOTL | {"optimizer": "schedule_free_adamw"}, {"train.optimizer": None}),
-        (AXOLOTL | {"optimizer": "adafactor", "adam_epsilon": 1e-6}, {"train.adam_eps": None}),
-        (AXOLOTL | {"learning_rate": "2e-5"}, {"train.learning_rate": 2e-5}),
-        (AXOLOTL | {"max_steps": 10, "num_epochs": 3}, {"train.max_steps": 10, "train.num_epochs": None}),
-        (
-            TRL,
-            {
-                "train.learning_rate": 2e-5,
-                "train.num_epochs": 3.0,
-                "train.lr_scheduler": "linear",
-                "train.warmup_steps": 0,
-                "data.packing": False,
-                "layout": "mb8-ga1-full",
-            },
-        ),
-        (
-            TRL | {"learning_rate": 1e-3, "warmup_steps": 0.1},
-            {"train.warmup_ratio": 0.1, "train.warmup_steps": None},
-        ),
-        (TRL | {"lr_scheduler_type": "constant", "warmup_steps": 5}, {"train.warmup_steps": None}),
-        (
-            TRL | {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": '{"min_lr_rate": 0.2}'},
-            {"train.lr_scheduler": "cosine_with_min_lr", "train.min_lr_ratio": 0.2},
-        ),
-        (
-            TRL | {"eval_strategy": "epoch", "save_strategy": "no"},
-            {"eval.every": "1 epoch", "checkpoint.every": 0},
-        ),
-        (TRL | {"eval_strategy": "steps", "eval_steps": 0.1}, {"eval.every": "0.3 epoch"}),
-        (TRL | {"dtype": "bfloat16"}, {"train.precision": "bf16-pure"}),
-        (TRL | {"bf16": False}, {"train.precision": "fp32"}),
-        (TRL | {"assistant_only_loss": True}, {"data.train_on": "assistant"}),
-        (TRL | {"activation_checkpointing": False}, {"layout": "mb8-ga1"}),
-        (TRL | {"push_to_hub": True, "hub_model_id": "me/x"}, {"hub.push_to": "me/x"}),
-        (TRL | {"hub_model_id": "me/x"}, {"hub.push_to": None}),
-        (TRL | {"use_cpu": True, "report_to": ["wandb"]}, {"train.device": "cpu"}),
-        (TRL | {"report_to": "none"}, {"log.to": ["console", "jsonl"]}),
-        (
-            FACTORY | {"lora_rank": 4},
-            {"method": "lora", "lora.r": 4, "lora.alpha": 8, "data.train_on": "assistant"},
-        ),
-        (FACTORY | {"mask_history": True}, {"data.train_on": "completion", "data.chat_template": "llama3"}),
-        (
-            FACTORY | {"use_muon": True, "optim": "adamw_torch", "adam_epsilon": 1e-6},
-            {"train.optimizer": "muon", "train.adam_eps": 1e-6},
-        ),
-        (FACTORY | {"use_muon": False, "optim": "lion_32bit"}, {"train.optimizer": "lion"}),
-        (
-            FACTORY | {"finetuning_type": "full", "pure_bf16": True},
-            {"method": "full", "train.precision": "bf16-pure"},
-        ),
-        (FACTORY | {"neat_packing": True}, {"data.packing": True}),
-        (FACTORY | {"stage": "pt"}, {"data.packing": True, "data.train_on": "all"}),
-        (
-            FACTORY | {"max_samples": 7, "enable_thinking": False},
-            {"data.max_samples": 7, "data.chat_template_kwargs": {"enable_thinking": False}},
-        ),
-        (
-            TORCHTUNE,
-            {
-                "train.learning_rate": 3e-4,
-                "train.lr_scheduler": "constant",
-                "train.max_grad_norm": 0.0,
-                "data.train_on": "all",
-                "data.seq_len": 128,
-                "method": "full",
-            },
-        ),
-        (TORCHTUNE | {"epochs": 2, "max_steps_per_epoch": 5}, {"train.max_steps": 10}),
-        (
-            TORCHTUNE
-            | {
-                "model": {
-                    "_component_": "torchtune.models.qwen2.lora_qwen2_0_5b",
-                    "lora_rank": 8,
-                    "lora_attn_modules": ["q_proj", "output_proj"],
-                    "apply_lora_to_mlp": False,
-                }
-            },
-            {"method": "lora", "lora.target_modules": ["q_proj", "o_proj"]},
-        ),
+        (AXOLOTL, "adapter: lora, lora_r: 4, lora_target_linear: true, lora_alpha: 8",
+         "method: lora, lora.r: 4, lora.target_modules: all-linear, lora.alpha: 8"),
+        (AXOLOTL, "lora_r: 4", "lora.r: null"),
+        (AXOLOTL, "train_on_inputs: true, excess_length_strategy: truncate",
+         "data.train_on: all, data.overlong: auto, data.seq_len: 512, data.packing: false"),
+        (AXOLOTL, "val_set_size: 0.1, evals_per_epoch: 4, saves_per_epoch: 2",
+         "eval.every: 0.25 epoch, checkpoint.every: 0.5 epoch, data.eval_split: 0.1"),
+        (AXOLOTL, "bf16: auto", "train.precision: bf16"),
+        (AXOLOTL, "bf16: false, float32: true", "train.precision: fp32"),
+        (AXOLOTL, "optimizer: paged_adamw_8bit, warmup_ratio: 0.1",
+         "train.optimizer: adamw, train.warmup_ratio: 0.1"),
+        (AXOLOTL, "wandb_project: p", "log.to: [console, jsonl, wandb], log.project: p"),
+        (AXOLOTL, "", "checkpoint.every: 1 epoch"),
+        (AXOLOTL, "optimizer: lion_8bit, adam_beta1: 0.8", "train.optimizer: lion"),
+        (AXOLOTL, "optimizer: muon, adam_beta1: 0.8",
+         "train.optimizer: muon, train.adam_betas: [0.8, 0.999]"),
+        (AXOLOTL, "optimizer: schedule_free_adamw", "train.optimizer: null"),
+        (AXOLOTL, "optimizer: adafactor, adam_epsilon: 1.0e-06", "train.adam_eps: null"),
+        (AXOLOTL, "learning_rate: 2e-5", "train.learning_rate: 2.0e-05"),
+        (AXOLOTL, "max_steps: 10, num_epochs: 3", "train.max_steps: 10, train.num_epochs: null"),
+        (TRL, "",
+         "train.learning_rate: 2.0e-05, train.num_epochs: 3.0, train.lr_scheduler: linear, "
+         "train.warmup_steps: 0, data.packing: false, layout: mb8-ga1-full"),
+        (TRL, "learning_rate: 0.001, warmup_steps: 0.1", "train.warmup_ratio: 0.1, train.warmup_steps: null"),
+        (TRL, "lr_scheduler_type: constant, warmup_steps: 5", "train.warmup_steps: null"),
+        (TRL, 'lr_scheduler_type: cosine_with_min_lr, lr_scheduler_kwargs: \'{"min_lr_rate": 0.2}\'',
+         "train.lr_scheduler: cosine_with_min_lr, train.min_lr_ratio: 0.2"),
+        (TRL, "eval_strategy: epoch, save_strategy: 'no'", "eval.every: 1 epoch, checkpoint.every: 0"),
+        (TRL, "eval_strategy: steps, eval_steps: 0.1", "eval.every: 0.3 epoch"),
+        (TRL, "dtype: bfloat16", "train.precision: bf16-pure"),
+        (TRL, "bf16: false", "train.precision: fp32"),
+        (TRL, "assistant_only_loss: true", "data.train_on: assistant"),
+        (TRL, "activation_checkpointing: false", "layout: mb8-ga1"),
+        (TRL, "push_to_hub: true, hub_model_id: me/x", "hub.push_to: me/x"),
+        (TRL, "hub_model_id: me/x", "hub.push_to: null"),
+        (TRL, "use_cpu: true, report_to: [wandb]", "train.device: cpu"),
+        (TRL, "report_to: none", "log.to: [console, jsonl]"),
+        (FACTORY, "lora_rank: 4", "method: lora, lora.r: 4, lora.alpha: 8, data.train_on: assistant"),
+        (FACTORY, "mask_history: true", "data.train_on: completion, data.chat_template: llama3"),
+        (FACTORY, "use_muon: true, optim: adamw_torch, adam_epsilon: 1.0e-06",
+         "train.optimizer: muon, train.adam_eps: 1.0e-06"),
+        (FACTORY, "use_muon: false, optim: lion_32bit", "train.optimizer: lion"),
+        (FACTORY, "finetuning_type: full, pure_bf16: true", "method: full, train.precision: bf16-pure"),
+        (FACTORY, "neat_packing: true", "data.packing: true"),
+        (FACTORY, "stage: pt", "data.packing: true, data.train_on: all"),
+        (FACTORY, "max_samples: 7, enable_thinking: false",
+         "data.max_samples: 7, data.chat_template_kwargs: {enable_thinking: false}"),
+        (TORCHTUNE, "",
+         "train.learning_rate: 0.0003, train.lr_scheduler: constant, train.max_grad_norm: 0.0, "
+         "data.train_on: all, data.seq_len: 128, method: full"),
+        (TORCHTUNE, "epochs: 2, max_steps_per_epoch: 5", "train.max_steps: 10"),
+        (TORCHTUNE, "model: {_component_: torchtune.models.qwen2.lora_qwen2_0_5b, lora_rank: 8, "
+         "lora_attn_modules: [q_proj, output_proj], apply_lora_to_mlp: false}",
+         "method: lora, lora.target_modules: [q_proj, o_proj]"),
+        # defaults of the tool, also where a key is off
+        (TORCHTUNE, "", "train.weight_decay: 0.01"),
+        (TORCHTUNE, "optimizer: {_component_: bnb.optim.Lion8bit}", "train.weight_decay: null"),
+        (AXOLOTL, "", "checkpoint.keep: 4, eval.at_start: null"),
+        (AXOLOTL, "val_set_size: 0.1, evals_per_epoch: 4", "eval.at_start: true"),
+        (AXOLOTL, "val_set_size: 0.1, eval_steps: 4", "eval.at_start: true"),
+        (AXOLOTL, "val_set_size: 0.1, eval_strategy: 'no'", "eval.at_start: null"),
+        (TRL, "eval_strategy: epoch", "eval.at_start: null"),
+        (FACTORY, "", "log.every: null"),
+        (FACTORY, "eval_strategy: steps, val_size: 0.1", "eval.every: 500"),
+        (TRL, "assistant_only_loss: false", "data.train_on: all"),
+        (AXOLOTL, "adapter: lora, lora_target_linear: false", "lora.target_modules: [q_proj, v_proj]"),
+        (TRL, "warmup_ratio: 0.0", "train.warmup_steps: 0"),
     ],
-)
-def test_a_key_becomes_its_setting(tree: dict[str, Any], expected: dict[str, Any], migrated: Migrate) -> None:
-    settings = migrated(tree).settings
-    assert {name: settings.get(name) for name in expected} == expected
+)  # fmt: skip
+def test_a_key_becomes_its_setting(tree: dict[str, Any], more: str, expected: str, migrated: Migrate) -> None:
+    """More keys of the file, and settings that they make, as YAML."""
+    settings = migrated(tree | yaml.safe_load(f"{{{more}}}")).settings
+    wanted = yaml.safe_load(f"{{{expected}}}")
+    assert {name: settings.get(name) for name in wanted} == wanted
 
 
 @pytest.mark.parametrize(
@@ -236,44 +198,24 @@ def test_parameters_are_sharded_over_context_ranks(sharding: dict[str, Any], mig
 @pytest.mark.parametrize(
     ("rows", "source"),
     [
-        (
-            {"path": "a", "type": "alpaca", "split": "train[:10]"},
-            {"path": "a", "format": "alpaca", "split": "train[:10]"},
-        ),
-        (
-            {"path": "json", "data_files": "x.jsonl", "type": "completion", "field": "body"},
-            {"path": "x.jsonl", "format": "text", "columns": {"text": "body"}},
-        ),
-        (
-            {"path": "org/x", "name": "en", "type": "chat_template", "field_messages": "turns"},
-            {"path": "org/x:en", "format": "messages", "columns": {"messages": "turns"}},
-        ),
-        (
-            {
-                "path": "x",
-                "type": "chat_template",
-                "message_property_mappings": {"role": "from", "content": "value"},
-                "field_messages": "conversations",
-                "roles": {"assistant": ["bot"]},
-            },
-            {"path": "x", "format": "sharegpt", "roles": {"bot": "assistant"}},
-        ),
-        (
-            {"path": "org/x", "data_files": ["a.parquet"]},
-            {"path": "hf://datasets/org/x/a.parquet", "format": "messages"},
-        ),
-        (
-            {"path": "org/x", "type": "chat_template", "field_tools": "functions"},
-            {"path": "org/x", "format": "messages", "columns": {"tools": "functions"}},
-        ),
-        (
-            {"path": "x", "type": {"field_instruction": "q", "field_output": "a"}},
-            {"path": "x", "format": "alpaca", "columns": {"instruction": "q", "output": "a"}},
-        ),
+        ("path: a, type: alpaca, split: 'train[:10]'", "path: a, format: alpaca, split: 'train[:10]'"),
+        ("path: json, data_files: x.jsonl, type: completion, field: body",
+         "path: x.jsonl, format: text, columns: {text: body}"),
+        ("path: org/x, name: en, type: chat_template, field_messages: turns",
+         "path: 'org/x:en', format: messages, columns: {messages: turns}"),
+        ("path: x, type: chat_template, message_property_mappings: {role: from, content: value}, "
+         "field_messages: conversations, roles: {assistant: [bot]}",
+         "path: x, format: sharegpt, roles: {bot: assistant}"),
+        ("path: org/x, data_files: [a.parquet]", "path: 'hf://datasets/org/x/a.parquet', format: messages"),
+        ("path: org/x, type: chat_template, field_tools: functions",
+         "path: org/x, format: messages, columns: {tools: functions}"),
+        ("path: x, type: {field_instruction: q, field_output: a}",
+         "path: x, format: alpaca, columns: {instruction: q, output: a}"),
     ],
-)
-def test_axolotls_rows(rows: dict[str, Any], source: dict[str, Any], migrated: Migrate) -> None:
-    assert migrated(AXOLOTL, datasets=[rows]).settings["data.train"] == [source]
+)  # fmt: skip
+def test_axolotls_rows(rows: str, source: str, migrated: Migrate) -> None:
+    datasets = [yaml.safe_load(f"{{{rows}}}")]
+    assert migrated(AXOLOTL, datasets=datasets).settings["data.train"] == [yaml.safe_load(f"{{{source}}}")]
 
 
 @pytest.mark.parametrize(
@@ -339,26 +281,6 @@ def test_torchtunes_references_are_replaced(migrated: Migrate) -> None:
 
 
 @pytest.mark.parametrize(
-    "tree",
-    [
-        AXOLOTL | {"rl": "dpo"},
-        AXOLOTL | {"adapter": "ia3"},
-        FACTORY | {"do_train": False},
-        FACTORY | {"finetuning_type": "freeze"},
-        TRL | {"dataset_mixture": {"datasets": [{"id": "x", "columns": ["chosen", "rejected"]}]}},
-        FACTORY | {"stage": "dpo"},
-        FACTORY | {"finetuning_type": "oft"},
-        AXOLOTL | {"warmup_ratio": "much"},
-        {"a": 1, "b": 2, "learning_rate": 1},
-        {key: value for key, value in TRL.items() if key != "model_name_or_path"},
-    ],
-)
-def test_another_job_is_refused(tree: dict[str, Any], migrated: Migrate) -> None:
-    with refuses(UserError):
-        migrated(tree)
-
-
-@pytest.mark.parametrize(
     ("tree", "key", "setting"),
     [
         (AXOLOTL | {"lora_r": 4}, "lora_r", "lora.r"),
@@ -382,57 +304,52 @@ def test_a_setting_that_would_take_no_effect_is_left_out_and_said(
     assert [note.key for note in result.without_effect if note.key == key] == [key]
 
 
-OTHER_JOBS: list[tuple[dict[str, Any], str]] = [
-    (TRL | {"beta": 0.05, "max_prompt_length": 512}, "preference tuning"),
-    (TRL | {"reward_funcs": ["accuracy"], "num_generations": 8}, "reinforcement learning"),
-    (TRL | {"teacher_model_name_or_path": "org/teacher"}, "distillation"),
-    (TRL | {"center_rewards_coefficient": 0.01}, "training of a reward model"),
-    (TRL | {"num_labels": 3}, "training of a classifier"),
-    (AXOLOTL | {"hatchery": {"backend": "tinker"}}, "training in a service"),
-    (AXOLOTL | {"reward_model": True}, "training of a reward model"),
-    (AXOLOTL | {"diffusion": {"noise_schedule": "linear"}}, "diffusion"),
-    (TORCHTUNE | {"loss": {"_component_": "torchtune.rlhf.loss.DPOLoss"}}, "preference tuning"),
-    (FACTORY | {"stage": "kto"}, "preference tuning"),
-    (FACTORY | {"do_train": False, "do_predict": True}, "generation"),
-    (FACTORY | {"do_train": 0, "do_eval": True}, "an evaluation"),
-    (TRL | {"loss_type": ["sigmoid", "sft"]}, "preference tuning"),
-    (TRL | {"loss_type": "dapo"}, "reinforcement learning"),
-    (TRL | {"vllm_mode": "colocate", "use_vllm": True, "teacher_model_name_or_path": "t"}, "distillation"),
-    (TRL | {"vllm_mode": "colocate", "temperature": 0.9, "top_p": 1.0}, "training on answers that vLLM"),
-    (TRL | {"lora_task_type": "SEQ_2_SEQ_LM"}, "training of a model that is not a causal"),
-    (
-        AXOLOTL | {"model_type": "AutoModelForSequenceClassification", "num_labels": 1, "reward_model": True},
-        "training of a reward model",
-    ),
-    (AXOLOTL | {"datasets": [{"path": "x", "type": "bradley_terry.llama3"}]}, "training of a reward model"),
-    (AXOLOTL | {"plugins": ["axolotl.integrations.diffusion.DiffusionPlugin"]}, "training of a diffusion"),
-    (TORCHTUNE | {"loss": {"_component_": "torchtune.modules.loss.ForwardKLLoss"}}, "distillation"),
-    ({"model_name_or_path": "x", "template": "qwen3", "finetuning_type": "lora"}, "generation"),
-    ({"model_name_or_path": "x", "template": "qwen3", "export_dir": "out"}, "an export"),
-    ({"model_name_or_path": "x", "template": "qwen3", "infer_backend": "vllm"}, "generation"),
-    ({"model_name_or_path": "x", "export_dir": "out", "export_size": 5}, "an export"),
-    (
-        {"model": {"_component_": "torchtune.models.llama2.llama2_7b"}, "tasks": ["truthfulqa_mc2"]},
-        "an evaluation",
-    ),
-    (
-        {
-            "model_name_or_path": "x",
-            "dataset_mixer": {"a": 1.0},
-            "use_slow_tokenizer": False,
-            "with_tracking": True,
-        },
-        "open-instruct",
-    ),
-    ({"model": "x", "model_class": "llm", "dist_config": {"name": "fsdp2"}}, "LLaMA-Factory's version 1"),
+OTHER_JOBS: list[dict[str, Any]] = [
+    TRL | {"beta": 0.05, "max_prompt_length": 512},
+    TRL | {"reward_funcs": ["accuracy"], "num_generations": 8},
+    TRL | {"teacher_model_name_or_path": "org/teacher"},
+    TRL | {"center_rewards_coefficient": 0.01},
+    TRL | {"num_labels": 3},
+    TRL | {"loss_type": ["sigmoid", "sft"]},
+    TRL | {"loss_type": "dapo"},
+    TRL | {"vllm_mode": "colocate", "use_vllm": True, "teacher_model_name_or_path": "t"},
+    TRL | {"vllm_mode": "colocate", "temperature": 0.9, "top_p": 1.0},
+    TRL | {"lora_task_type": "SEQ_2_SEQ_LM"},
+    TRL | {"dataset_mixture": {"datasets": [{"id": "x", "columns": ["chosen", "rejected"]}]}},
+    {key: value for key, value in TRL.items() if key != "model_name_or_path"},
+    AXOLOTL | {"rl": "dpo"},
+    AXOLOTL | {"adapter": "ia3"},
+    AXOLOTL | {"hatchery": {"backend": "tinker"}},
+    AXOLOTL | {"reward_model": True},
+    AXOLOTL | {"diffusion": {"noise_schedule": "linear"}},
+    AXOLOTL | {"model_type": "AutoModelForSequenceClassification", "num_labels": 1, "reward_model": True},
+    AXOLOTL | {"datasets": [{"path": "x", "type": "bradley_terry.llama3"}]},
+    AXOLOTL | {"plugins": ["axolotl.integrations.diffusion.DiffusionPlugin"]},
+    AXOLOTL | {"warmup_ratio": "much"},
+    FACTORY | {"stage": "kto"},
+    FACTORY | {"stage": "dpo"},
+    FACTORY | {"do_train": False},
+    FACTORY | {"do_train": False, "do_predict": True},
+    FACTORY | {"do_train": 0, "do_eval": True},
+    FACTORY | {"finetuning_type": "freeze"},
+    FACTORY | {"finetuning_type": "oft"},
+    TORCHTUNE | {"loss": {"_component_": "torchtune.rlhf.loss.DPOLoss"}},
+    TORCHTUNE | {"loss": {"_component_": "torchtune.modules.loss.ForwardKLLoss"}},
+    {"model": {"_component_": "torchtune.models.llama2.llama2_7b"}, "tasks": ["truthfulqa_mc2"]},
+    {"model_name_or_path": "x", "template": "qwen3", "finetuning_type": "lora"},
+    {"model_name_or_path": "x", "template": "qwen3", "export_dir": "out"},
+    {"model_name_or_path": "x", "template": "qwen3", "infer_backend": "vllm"},
+    {"model_name_or_path": "x", "export_dir": "out", "export_size": 5},
+    {"model_name_or_path": "x", "dataset_mixer": {"a": 1.0}, "use_slow_tokenizer": 0, "with_tracking": True},
+    {"model": "x", "model_class": "llm", "dist_config": {"name": "fsdp2"}},
+    {"a": 1, "b": 2, "learning_rate": 1},
 ]
 
 
-@pytest.mark.parametrize(("tree", "job"), OTHER_JOBS)
-def test_another_job_is_told_by_its_keys(tree: dict[str, Any], job: str, migrated: Migrate) -> None:
-    with pytest.raises(UserError) as refused:
+@pytest.mark.parametrize("tree", OTHER_JOBS)
+def test_another_job_is_refused(tree: dict[str, Any], migrated: Migrate) -> None:
+    with refuses(UserError):
         migrated(tree)
-    assert f"this is {job}" in refused.value.problems[0] or job in refused.value.problems[0]
 
 
 @pytest.mark.parametrize("tree", [AXOLOTL, TRL, FACTORY, TORCHTUNE])

@@ -89,34 +89,6 @@ def test_trl_labels_all_tokens_of_messages(migrated: Migrate) -> None:
     assert mixture.settings["data.train_on"] == "completion"
 
 
-@pytest.mark.parametrize(
-    ("tree", "expected"),
-    [
-        (TUNED, {"train.weight_decay": 0.01}),
-        (TUNED | {"optimizer": {"_component_": "bnb.optim.Lion8bit"}}, {"train.weight_decay": None}),
-        (AXOLOTL, {"checkpoint.keep": 4, "eval.at_start": None}),
-        (AXOLOTL | {"val_set_size": 0.1, "evals_per_epoch": 4}, {"eval.at_start": True}),
-        (AXOLOTL | {"val_set_size": 0.1, "eval_steps": 4}, {"eval.at_start": True}),
-        (AXOLOTL | {"val_set_size": 0.1, "eval_strategy": "no"}, {"eval.at_start": None}),
-        (TRL | {"eval_strategy": "epoch"}, {"eval.at_start": None}),
-        (FACTORY, {"log.every": None}),
-        (FACTORY | {"eval_strategy": "steps", "val_size": 0.1}, {"eval.every": 500}),
-        # beside keys that are off
-        (TRL | {"assistant_only_loss": False}, {"data.train_on": "all"}),
-        (
-            AXOLOTL | {"adapter": "lora", "lora_target_linear": False},
-            {"lora.target_modules": ["q_proj", "v_proj"]},
-        ),
-        (TRL | {"warmup_ratio": 0.0}, {"train.warmup_steps": 0}),
-    ],
-)
-def test_defaults_of_the_tool_are_kept(
-    tree: dict[str, Any], expected: dict[str, Any], migrated: Migrate
-) -> None:
-    settings = migrated(tree).settings
-    assert {name: settings.get(name) for name in expected} == expected
-
-
 def test_axolotl_has_master_weights_only_where_it_shards(migrated: Migrate) -> None:
     said = {
         name: "axolotl has none" in migrated(AXOLOTL | more).origins["train.precision"]

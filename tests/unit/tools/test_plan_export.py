@@ -87,19 +87,23 @@ def config(layout: Layout, *settings: str) -> Config:
     columns = [] if any(setting.startswith("data.columns=") for setting in settings) else [COLUMNS]
     return load(
         overrides=[
-            "model.name=Qwen/Qwen3-0.6B",
-            "data.train=train.jsonl",
-            *columns,
-            "train.max_steps=100",
-            f"train.global_batch_size={layout.global_batch_size}",
-            *settings,
+            "model.name=Qwen/Qwen3-0.6B", "data.train=train.jsonl", *columns, "train.max_steps=100",
+            f"train.global_batch_size={layout.global_batch_size}", *settings,
         ]
-    )
+    )  # fmt: skip
 
 
 def exported(tool: str, text: str, *settings: str, blocks: int | None = None) -> Exported:
     layout, blocks = Layout.parse(text), blocks or OTHER_BLOCKS.get(text, BLOCKS)
     return export(tool, config(layout, *settings), layout, blocks=blocks, gpus_per_node=8)
+
+
+def written(tool: str, text: str, *settings: str) -> dict[str, Any]:
+    """The tool's own file; accelerate's is the one of the script's arguments."""
+    files = exported(tool, text, *settings).files
+    if tool == "deepspeed":
+        return json.loads(files["deepspeed.json"])
+    return yaml.safe_load(files["training_arguments.yaml" if tool == "accelerate" else f"{tool}.yaml"])
 
 
 class Understood(NamedTuple):
@@ -114,8 +118,16 @@ class Understood(NamedTuple):
     stages: int | None = None  # of the whole pipeline; None: the tool does not count them
 
 
-def sizes(layout: Layout) -> dict[str, int]:
-    return {name: getattr(layout, name) for name in ("dp_replicate", "dp_shard", "cp", "tp", "pp")}
+def sizes(mesh: Any) -> dict[str, int]:
+    """Size of each axis of a layout or of a mesh."""
+    return {name: getattr(mesh, name) for name in ("dp_replicate", "dp_shard", "cp", "tp", "pp")}
+
+
+def accelerates(mesh: Any) -> dict[str, int]:
+    """Size of each axis of accelerate's ParallelismConfig."""
+    return {name: getattr(mesh, f"{name}_size") for name in ("dp_replicate", "dp_shard", "cp", "tp")} | {
+        "pp": 1
+    }
 
 
 def gpus(command: str) -> int:
@@ -158,13 +170,7 @@ def read_accelerate(result: Exported, folder: Path, monkeypatch: pytest.MonkeyPa
     plugin = FullyShardedDataParallelPlugin() if "ACCELERATE_USE_FSDP" in environment else None
     assert mesh.total_size == world
     return Understood(
-        sizes={
-            "dp_replicate": mesh.dp_replicate_size,
-            "dp_shard": mesh.dp_shard_size,
-            "cp": mesh.cp_size,
-            "tp": mesh.tp_size,
-            "pp": 1,
-        },
+        sizes=accelerates(mesh),
         micro_batch_size=arguments.per_device_train_batch_size,
         accumulation=arguments.gradient_accumulation_steps,
         data_ranks=mesh.data_parallel_size,
@@ -199,14 +205,9 @@ def deepspeed_engine(values: dict[str, Any], world: int, monkeypatch: pytest.Mon
     stage = int(engine.zero_config.stage)
     micro, accumulation = engine.train_micro_batch_size_per_gpu, engine.gradient_accumulation_steps
     assert engine.train_batch_size == micro * accumulation * data_ranks
+    replicas, shards = (1, data_ranks) if stage else (data_ranks, 1)
     return Understood(
-        sizes={
-            "dp_replicate": 1 if stage else data_ranks,
-            "dp_shard": data_ranks if stage else 1,
-            "cp": cp,
-            "tp": tp,
-            "pp": 1,
-        },
+        sizes={"dp_replicate": replicas, "dp_shard": shards, "cp": cp, "tp": tp, "pp": 1},
         micro_batch_size=micro,
         accumulation=accumulation,
         data_ranks=data_ranks,
@@ -234,7 +235,7 @@ def read_torchtitan(result: Exported, folder: Path, monkeypatch: pytest.MonkeyPa
         (named,) = re.findall(r'^"""(\S+), written by', result.files["meshtune_torchtitan.py"], re.MULTILINE)
         stages = math.ceil((OTHER_BLOCKS.get(named, BLOCKS) + 2) / per_stage)
     return Understood(
-        sizes={name: getattr(mesh, name) for name in ("dp_replicate", "dp_shard", "cp", "tp", "pp")},
+        sizes=sizes(mesh),
         micro_batch_size=micro,
         accumulation=settings.training.global_batch_size // (local * data_ranks) * (local // micro),
         data_ranks=data_ranks,
@@ -258,6 +259,17 @@ def megatron_flags(result: Exported, folder: Path) -> dict[str, str]:
     flags = [word for word in words if word.startswith("--")]
     values = dict(zip(words, [*words[1:], ""], strict=True))
     return {flag[2:]: "" if values[flag].startswith("--") else values[flag] for flag in flags}
+
+
+@pytest.fixture
+def megatron(tmp_path: Path) -> Callable[..., dict[str, str]]:
+    """Function(layout, settings, blocks=…) -> Megatron's flags."""
+
+    def flags(text: str, *settings: str, blocks: int | None = None) -> dict[str, str]:
+        result = exported("megatron", text, *settings, blocks=blocks)
+        return megatron_flags(result, saved(result, tmp_path))
+
+    return flags
 
 
 def read_megatron(result: Exported, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Understood:
@@ -355,25 +367,15 @@ def read_axolotl(result: Exported, folder: Path, monkeypatch: pytest.MonkeyPatch
     mesh = SimpleNamespace(dp_replicate_size=world, dp_shard_size=1, tp_size=1, cp_size=1)
     if settings.dp_replicate_size:
         kwargs = distributed._get_parallel_config_kwargs(
-            world,
-            settings.tensor_parallel_size,
-            settings.context_parallel_size,
-            settings.dp_shard_size,
-            settings.dp_replicate_size,
-            bool(settings.fsdp_config),
-        )
+            world, settings.tensor_parallel_size, settings.context_parallel_size, settings.dp_shard_size,
+            settings.dp_replicate_size, bool(settings.fsdp_config),
+        )  # fmt: skip
         from accelerate.parallelism_config import ParallelismConfig
 
         mesh = ParallelismConfig(**kwargs)
         assert mesh.total_size == world
-    names = {
-        "dp_replicate": "dp_replicate_size",
-        "dp_shard": "dp_shard_size",
-        "cp": "cp_size",
-        "tp": "tp_size",
-    }
     return Understood(
-        sizes={ours: getattr(mesh, theirs) for ours, theirs in names.items()} | {"pp": 1},
+        sizes=accelerates(mesh),
         micro_batch_size=settings.micro_batch_size,
         accumulation=settings.gradient_accumulation_steps,
         data_ranks=mesh.dp_replicate_size * mesh.dp_shard_size,
@@ -424,13 +426,9 @@ def dataset_attributes(parser: ModuleType, data: Any) -> list[Any]:
 
 
 READERS: dict[str, Callable[[Exported, Path, pytest.MonkeyPatch], Understood]] = {
-    "accelerate": read_accelerate,
-    "deepspeed": read_deepspeed,
-    "torchtitan": read_torchtitan,
-    "megatron": read_megatron,
-    "axolotl": read_axolotl,
-    "llamafactory": read_llamafactory,
-}
+    "accelerate": read_accelerate, "deepspeed": read_deepspeed, "torchtitan": read_torchtitan,
+    "megatron": read_megatron, "axolotl": read_axolotl, "llamafactory": read_llamafactory,
+}  # fmt: skip
 
 
 def installed(tool: str) -> bool:
@@ -504,11 +502,9 @@ def test_accelerate_wraps_by_zero_stage_and_recomputes_in_one_place(
     assert plugin.activation_checkpointing and not arguments.gradient_checkpointing
     plugin, _ = read("accelerate", exported("accelerate", "zero2x8-mb1-ga1"), tmp_path, monkeypatch).more
     assert plugin.reshard_after_forward is False and not plugin.activation_checkpointing
-    alone = exported("accelerate", "dp2-mb1-ga1-full", "train.num_epochs=2", "train.max_steps=null")
-    values = yaml.safe_load(alone.files["training_arguments.yaml"])
+    values = written("accelerate", "dp2-mb1-ga1-full", "train.num_epochs=2", "train.max_steps=null")
     assert values["gradient_checkpointing"] and values["num_train_epochs"] == 2
-    once = exported("llamafactory", "mb1-ga1", "train.max_steps=null").files["llamafactory.yaml"]
-    assert yaml.safe_load(once)["num_train_epochs"] == 1  # its default is 3
+    assert written("llamafactory", "mb1-ga1", "train.max_steps=null")["num_train_epochs"] == 1  # its own: 3
 
 
 @needs("deepspeed")
@@ -516,8 +512,7 @@ def test_accelerate_wraps_by_zero_stage_and_recomputes_in_one_place(
     ("text", "stage"), [("dp4-mb1-ga1", 0), ("zero1x4-mb1-ga1", 1), ("zero2x4-mb1-ga1", 2)]
 )
 def test_deepspeed_reads_back_the_stage(text: str, stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    values = json.loads(exported("deepspeed", text).files["deepspeed.json"])
-    assert deepspeed_engine(values, 4, monkeypatch).more == stage
+    assert deepspeed_engine(written("deepspeed", text), 4, monkeypatch).more == stage
 
 
 @pytest.mark.parametrize(
@@ -530,52 +525,36 @@ def test_deepspeed_reads_back_the_stage(text: str, stage: int, monkeypatch: pyte
     ],
 )
 def test_deepspeed_takes_the_learning_rate_schedule(name: str, schedule: str, needed: dict) -> None:
-    result = exported("deepspeed", "zero2x8-mb1-ga1", f"train.lr_scheduler={name}")
-    written = json.loads(result.files["deepspeed.json"])["scheduler"]
-    assert written["type"] == schedule and needed.items() <= written["params"].items()
+    found = written("deepspeed", "zero2x8-mb1-ga1", f"train.lr_scheduler={name}")["scheduler"]
+    assert found["type"] == schedule and needed.items() <= found["params"].items()
     if not installed("deepspeed"):
         return
     import torch
     from deepspeed.runtime import lr_schedules
 
     adam = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=1e-5)
-    getattr(lr_schedules, schedule)(adam, **written["params"])
+    getattr(lr_schedules, schedule)(adam, **found["params"])
 
 
 def test_deepspeed_takes_pure_bf16_with_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    result = exported("deepspeed", "zero3x8-mb1-ga1", "train.precision=bf16-pure")
-    values = json.loads(result.files["deepspeed.json"])
+    values = written("deepspeed", "zero3x8-mb1-ga1", "train.precision=bf16-pure")
     assert values["bf16"]["bf16_optimizer_states"] and "data_types" not in values
     assert not installed("deepspeed") or deepspeed_engine(values, 8, monkeypatch).bf16
 
 
-@pytest.mark.parametrize(
-    ("text", "schedule"),
-    [
-        ("pp2-gpipe-mb1-ga4", "GPipe"),
-        ("pp2-interleaved1f1b-v2-mb1-ga4", "Interleaved1F1B"),
-        ("pp2-zb-v2-mb1-ga4", "InterleavedZeroBubble"),
-        ("pp2-zbv-mb1-ga4", "ZBVZeroBubble"),
-        ("pp2-dualpipev-mb1-ga4", "DualPipeV"),
-    ],
-)
-def test_torchtitan_keeps_the_schedule(text: str, schedule: str) -> None:
-    assert (
-        f"pipeline_parallel_schedule='{schedule}'"
-        in exported("torchtitan", text).files["meshtune_torchtitan.py"]
-    )
+def test_torchtitan_keeps_the_schedule() -> None:
+    for text, schedule in {
+        "gpipe": "GPipe", "interleaved1f1b-v2": "Interleaved1F1B", "zb-v2": "InterleavedZeroBubble",
+        "zbv": "ZBVZeroBubble", "dualpipev": "DualPipeV",
+    }.items():  # fmt: skip
+        file = exported("torchtitan", f"pp2-{text}-mb1-ga4").files["meshtune_torchtitan.py"]
+        assert f"pipeline_parallel_schedule='{schedule}'" in file
 
 
 @needs("torchtitan")
 def test_torchtitan_keeps_workload_and_recomputation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    result = exported(
-        "torchtitan",
-        "zero3x2-mb1-ga1-full",
-        "train.learning_rate=3e-4",
-        "checkpoint.keep=1",
-        "data.seq_len=512",
-        "train.warmup_steps=9",
-    )
+    words = ["train.learning_rate=3e-4", "checkpoint.keep=1", "data.seq_len=512", "train.warmup_steps=9"]
+    result = exported("torchtitan", "zero3x2-mb1-ga1-full", *words)
     settings = read("torchtitan", result, tmp_path, monkeypatch).more
     assert type(settings.activation_checkpoint).__qualname__ == "FullAC.Config"
     assert settings.optimizer.param_groups[0].optimizer_kwargs["lr"] == 3e-4
@@ -627,15 +606,14 @@ def test_steps_that_are_not_known_are_asked_for(tmp_path: Path) -> None:
     assert megatron_flags(result, saved(result, tmp_path))["train-iters"] == "7"
 
 
-def test_tokens_of_the_run_are_written_as_the_steps_that_they_give(tmp_path: Path) -> None:
-    result = exported("megatron", "mb1-ga1", "train.max_steps=null", "train.total_tokens=1e9")
-    assert megatron_flags(result, saved(result, tmp_path))["train-iters"] == "488282"
-    assert not any("TRAIN_STEPS" in sentence for sentence in result.missing)
+def test_tokens_of_the_run_are_written_as_the_steps_that_they_give(megatron: Any) -> None:
+    words = ("mb1-ga1", "train.max_steps=null", "train.total_tokens=1e9")
+    assert megatron(*words)["train-iters"] == "488282"
+    assert not any("TRAIN_STEPS" in sentence for sentence in exported("megatron", *words).missing)
 
 
-def test_megatron_quotes_what_the_shell_would_read(tmp_path: Path) -> None:
-    result = exported("megatron", "mb1-ga1", "output=runs; touch oops", "model.name=it's")
-    flags = megatron_flags(result, saved(result, tmp_path))
+def test_megatron_quotes_what_the_shell_would_read(megatron: Any, tmp_path: Path) -> None:
+    flags = megatron("mb1-ga1", "output=runs; touch oops", "model.name=it's")
     assert flags["save"] == "runs; touch oops" and flags["tokenizer-model"] == "it's"
     assert not (tmp_path / "oops").exists()
 
@@ -654,32 +632,12 @@ def test_megatron_sets_the_queues_that_its_flags_need(text: str, queues: str | N
 
 
 @pytest.mark.parametrize(
-    ("text", "settings", "sent"),
-    [
-        ("cp2-mb1-ga1", [], "p2p"),
-        ("cp2-mb1-ga1", ["data.format=text"], "all_gather"),
-        ("ulysses2-mb1-ga1", [], "a2a"),
-    ],
-)
-def test_megatron_takes_the_context_parallelism_that_its_rows_allow(
-    text: str, settings: list[str], sent: str, tmp_path: Path
-) -> None:
-    result = exported("megatron", text, *settings)
-    assert megatron_flags(result, saved(result, tmp_path))["cp-comm-type"] == sent
-
-
-@pytest.mark.parametrize(
     ("blocks", "pp", "stages", "cut"),
     [
-        (126, 16, 1, (7, 8, 7)),
-        (126, 16, 2, (8, 8, 6)),
-        (61, 16, 1, (3, 4, 2)),
-        (61, 4, 1, (15, 16, 14)),
-        (61, 2, 1, (31, 30, 30)),
-        (80, 4, 5, (20, 20, 20)),
-        (10, 8, 1, (2, 1, 2)),
+        (126, 16, 1, (7, 8, 7)), (126, 16, 2, (8, 8, 6)), (61, 16, 1, (3, 4, 2)), (61, 4, 1, (15, 16, 14)),
+        (61, 2, 1, (31, 30, 30)), (80, 4, 5, (20, 20, 20)), (10, 8, 1, (2, 1, 2)),
     ],
-)
+)  # fmt: skip
 def test_megatron_cuts_layers_that_do_not_divide(
     blocks: int, pp: int, stages: int, cut: tuple[int, int, int]
 ) -> None:
@@ -690,32 +648,21 @@ def test_megatron_cuts_layers_that_do_not_divide(
 
 
 @pytest.mark.parametrize(
-    ("text", "blocks", "expected"),
-    [
-        ("tp4-sp-pp4-interleaved1f1b-v5-mb1-ga8", 80, {"num-virtual-stages-per-pipeline-rank": "5"}),
-        ("pp16-1f1b-mb1-ga16", 126, {"decoder-first-pipeline-num-layers": "7",
-                                     "decoder-last-pipeline-num-layers": "7"}),
-    ],
-)  # fmt: skip
-def test_megatron_is_told_of_the_layers_of_its_stages(
-    text: str, blocks: int, expected: dict[str, str], tmp_path: Path
-) -> None:
-    result = exported("megatron", text, blocks=blocks)
-    flags = megatron_flags(result, saved(result, tmp_path))
-    uneven = {"decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers"}
-    assert expected.items() <= flags.items() and (blocks == 126) == uneven.issubset(flags)
-
-
-@pytest.mark.parametrize(
     ("text", "settings", "on", "off"),
     [
+        ("cp2-mb1-ga1", ["data.format=text"], "cp-comm-type=all_gather", ""),
+        ("ulysses2-mb1-ga1", [], "cp-comm-type=a2a", ""),
+        ("tp4-sp-pp4-interleaved1f1b-v5-mb1-ga8", [], "num-virtual-stages-per-pipeline-rank=5",
+         "decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers"),
+        ("pp16-1f1b-mb1-ga16", [],
+         "decoder-first-pipeline-num-layers=7 decoder-last-pipeline-num-layers=7", ""),
         ("mb1-ga1", [], "attention-backend accumulate-allreduce-grads-in-fp32 cross-entropy-loss-fusion",
          "overlap-grad-reduce overlap-param-gather tp-comm-overlap"),
         ("zero1x4-tp2-sp-mb1-ga1", [], "overlap-grad-reduce overlap-param-gather tp-comm-overlap",
          "no-gradient-accumulation-fusion"),
         ("dp2-tp2-mb1-ga1", [], "overlap-grad-reduce", "overlap-param-gather tp-comm-overlap"),
         ("tp16-sp-mb1-ga1", [], "sequence-parallel", "tp-comm-overlap"),
-        ("cp2-mb1-ga1", [], "overlap-grad-reduce", "overlap-param-gather"),
+        ("cp2-mb1-ga1", [], "overlap-grad-reduce cp-comm-type=p2p", "overlap-param-gather"),
         ("zero3x4-mb1-ga1", [], "no-gradient-accumulation-fusion overlap-param-gather", "tp-comm-overlap"),
         ("mb1-ga1", ["train.precision=fp32"], "cross-entropy-loss-fusion",
          "attention-backend accumulate-allreduce-grads-in-fp32"),
@@ -724,26 +671,23 @@ def test_megatron_is_told_of_the_layers_of_its_stages(
     ],
 )  # fmt: skip
 def test_megatron_is_told_what_the_plan_counts_on(
-    text: str, settings: list[str], on: str, off: str, tmp_path: Path
+    text: str, settings: list[str], on: str, off: str, megatron: Any
 ) -> None:
-    result = exported("megatron", text, *settings)
-    flags = megatron_flags(result, saved(result, tmp_path))
-    assert flags.keys().isdisjoint(off.split()) and flags.keys() >= {*on.split()}
+    flags = megatron(text, *settings, blocks=126 if text.startswith("pp16") else None)
+    assert flags.keys().isdisjoint(off.split())
+    for name, equals, value in (word.partition("=") for word in on.split()):
+        assert flags[name] == value or not equals, name
     assert flags["cross-entropy-fusion-impl"] == "te"  # 2 bytes a logit, as its memory is counted
     assert flags.get("attention-backend", "fused") == "fused"  # cuDNN's, in Megatron's words
     assert attention_kernel(TOOLS["megatron"].stack) == "cudnn"
 
 
-@pytest.mark.parametrize(
-    ("tool", "file"), [("accelerate", "training_arguments.yaml"), ("axolotl", "axolotl.yaml")]
-)
-def test_sums_of_gradients_stay_sharded_under_fsdp(tool: str, file: str) -> None:
-    def written(text: str) -> dict[str, Any]:
-        return yaml.safe_load(exported(tool, text).files[file])
-
+@pytest.mark.parametrize("tool", ["accelerate", "axolotl"])
+def test_sums_of_gradients_stay_sharded_under_fsdp(tool: str) -> None:
     kept = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
-    assert written("zero3x8-mb1-ga4")["accelerator_config"] == kept
-    assert "accelerator_config" not in written("zero3x8-mb1-ga1").keys() | written("dp8-mb1-ga4").keys()
+    assert written(tool, "zero3x8-mb1-ga4")["accelerator_config"] == kept
+    for text in ("zero3x8-mb1-ga1", "dp8-mb1-ga4"):
+        assert "accelerator_config" not in written(tool, text)
 
 
 @pytest.mark.parametrize("tool", ["accelerate", "deepspeed", "torchtitan", "llamafactory"])
@@ -755,24 +699,24 @@ def test_commands_ask_for_the_allocator_that_the_plan_counts_on(tool: str) -> No
 
 def test_deepspeed_overlaps_what_zero_sends() -> None:
     for text, overlaps in (("zero3x8-mb1-ga1", True), ("zero1x8-mb1-ga1", True), ("dp8-mb1-ga1", False)):
-        engine = json.loads(exported("deepspeed", text).files["deepspeed.json"])
-        assert engine["zero_optimization"]["overlap_comm"] is overlaps
+        assert written("deepspeed", text)["zero_optimization"]["overlap_comm"] is overlaps
 
 
 def test_torchtitan_counts_layers_for_other_numbers_of_stages() -> None:
-    text = exported("torchtitan", "pp8-interleaved1f1b-v8-mb1-ga8", blocks=126).files[
-        "meshtune_torchtitan.py"
-    ]
-    assert "pipeline_parallel_layers_per_stage=2" in text  # 128 with the ends, over 64 stages
-    two = exported("torchtitan", "pp8-interleaved1f1b-v2-mb1-ga8", blocks=126).files["meshtune_torchtitan.py"]
+    two, eight = (
+        exported("torchtitan", f"pp8-interleaved1f1b-v{n}-mb1-ga8", blocks=126).files[
+            "meshtune_torchtitan.py"
+        ]
+        for n in (2, 8)
+    )
+    assert "pipeline_parallel_layers_per_stage=2" in eight  # 128 with the ends, over 64 stages
     assert "layers_per_stage" not in two
 
 
 def test_megatron_keeps_zero_stage_schedule_and_recomputation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    megatron: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = exported("megatron", "zero2x8-mb1-ga4-full", "train.warmup_steps=7", "data.format=text")
-    flags = megatron_flags(text, saved(text, tmp_path))
+    flags = megatron("zero2x8-mb1-ga4-full", "train.warmup_steps=7", "data.format=text")
     assert flags["data-parallel-sharding-strategy"] == "optim_grads" and flags["lr-warmup-iters"] == "7"
     assert flags["recompute-granularity"] == "full" and flags["tokenizer-type"] == "HuggingFaceTokenizer"
     if not installed("megatron"):
@@ -796,30 +740,14 @@ def test_megatron_recomputes_the_first_blocks_of_each_stage(
         assert model.recompute_method == "block" and model.recompute_num_layers == 3
 
 
+ASKED = {"format": "{instruction}\n", "no_input_format": "{instruction}\n"}
 ROWS = {
     "text": (["data.format=text", "data.columns={text: body}"], {"type": "completion", "field": "body"}),
-    "prompt-completion": (
-        [],
-        {
-            "type": {
-                "field_instruction": "question",
-                "field_output": "answer",
-                "format": "{instruction}\n",
-                "no_input_format": "{instruction}\n",
-            }
-        },
-    ),
+    "prompt-completion": ([], {"type": {"field_instruction": "question", "field_output": "answer", **ASKED}}),
     "alpaca": (
         ["data.format=alpaca", "data.columns={}"],
-        {
-            "type": {
-                "field_instruction": "instruction",
-                "field_input": "input",
-                "field_output": "output",
-                "format": "{instruction}\n{input}\n",
-                "no_input_format": "{instruction}\n",
-            }
-        },
+        {"type": {f"field_{name}": name for name in ("instruction", "input", "output")} | ASKED
+         | {"format": "{instruction}\n{input}\n"}},
     ),
     "messages": (
         ["data.format=messages", "data.columns={messages: chat}"],
@@ -827,13 +755,10 @@ ROWS = {
     ),
     "sharegpt": (
         ["data.format=sharegpt", "data.columns={}"],
-        {
-            "type": "chat_template",
-            "field_messages": "conversations",
-            "message_property_mappings": {"role": "from", "content": "value"},
-        },
+        {"type": "chat_template", "field_messages": "conversations",
+         "message_property_mappings": {"role": "from", "content": "value"}},
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ROWS)
@@ -865,12 +790,7 @@ def test_axolotl_keeps_lora_evaluation_and_what_is_saved(
     )
     assert len(settings.test_datasets) == 1 and settings.warmup_steps == 5 and settings.eval_steps == 10
     assert settings.streaming and settings.hub_model_id == "org/tuned" and settings.use_tensorboard
-    everywhere = yaml.safe_load(
-        exported(
-            "axolotl", "mb1-ga1", "method=lora", "data.eval_split=0.1", "data.train=a.csv"
-        )
-        .files["axolotl.yaml"]
-    )  # fmt: skip
+    everywhere = written("axolotl", "mb1-ga1", "method=lora", "data.eval_split=0.1", "data.train=a.csv")
     assert everywhere["lora_target_linear"] and everywhere["val_set_size"] == 0.1
     assert everywhere["datasets"][0]["ds_type"] == "csv" and everywhere["datasets"][0]["split"] == "train"
 
@@ -914,8 +834,7 @@ def test_llamafactory_keeps_lora_evaluation_and_labels(
         "split": "test",
         "columns": {"prompt": "question", "response": "answer"},
     }
-    split = exported("llamafactory", "mb1-ga1", "method=lora", "data.eval_split=0.1", "data.train_on=all")
-    values = yaml.safe_load(split.files["llamafactory.yaml"])
+    values = written("llamafactory", "mb1-ga1", "method=lora", "data.eval_split=0.1", "data.train_on=all")
     assert values["val_size"] == 0.1 and values["lora_target"] == "all" and values["train_on_prompt"]
 
 
@@ -928,58 +847,56 @@ def test_several_nodes_are_started_from_each(tool: str) -> None:
 
 # What is refused, and what is said --------------------------------------------------------------------
 
-REFUSED = [
-    ("accelerate", "zero3x2-pp2-1f1b-mb1-ga2", []),
-    ("accelerate", "ulysses4-mb1-ga1", []),
-    ("accelerate", "dp2-tp2-mb1-ga1", []),
-    ("deepspeed", "zero1x2-pp2-1f1b-mb1-ga2", []),
-    ("deepspeed", "cp2-mb1-ga1", []),
-    ("deepspeed", "ulysses2-tp2-mb1-ga1", []),
-    ("deepspeed", "dp2-zero3x4-mb1-ga1", []),
-    ("torchtitan", "mb1-ga1", ["method=lora"]),
-    ("torchtitan", "ulysses2-mb1-ga1", []),
-    ("torchtitan", "pp16-interleaved1f1b-v3-mb1-ga16", []),
-    ("torchtitan", "cp2-tp2-mb1-ga1", ["data.seq_len=100"]),
-    ("megatron", "mb1-ga1", ["method=lora"]),
-    ("megatron", "zero3x2-pp2-1f1b-mb1-ga2", []),
-    ("megatron", "cp2-mb1-ga1", ["data.seq_len=102"]),
-    ("megatron", "mb2-ga3", []),
-    ("megatron", "pp4-interleaved1f1b-v2-mb1-ga6", []),
-    ("megatron", "pp2-interleaved1f1b-v2-mb1-ga4", []),
-    ("megatron", "pp64-1f1b-mb1-ga64", []),
-    ("megatron", "pp2-zb-mb1-ga4", []),
-    ("megatron", "pp2-zbv-mb1-ga4", []),
-    ("megatron", "pp2-gpipe-mb1-ga4", []),
-    ("megatron", "mb1-ga1-selective", []),
-    ("megatron", "mb1-ga1", ["train.precision=bf16-pure"]),
-    ("torchtitan", "tp2-mb1-ga1", []),
-    ("torchtitan", "tp2-sp-regather-mb1-ga1", []),
-    ("accelerate", "tp2-sp-regather-mb1-ga1", []),
-    *(
-        (tool, "zero3x4-mb1-ga1-full8", [])
-        for tool in ("accelerate", "torchtitan", "axolotl", "llamafactory", "deepspeed")
-    ),
-    ("megatron", "mb1-ga1-selective8", []),
-    *((tool, "mb1-ga1-selective", []) for tool in ("accelerate", "deepspeed", "llamafactory")),
-    *(
-        (tool, "mb1-ga1-attention", [])
-        for tool in ("accelerate", "deepspeed", "torchtitan", "axolotl", "llamafactory")
-    ),
-    *((tool, "zero1x4-mb1-ga1", []) for tool in ("accelerate", "axolotl", "torchtitan")),
-    *((tool, "tp2-sp-mb1-ga1", []) for tool in ("accelerate", "axolotl", "deepspeed", "llamafactory")),
-    ("axolotl", "pp2-1f1b-mb1-ga2", []),
-    ("axolotl", "cp2-mb2-ga1", []),
-    ("axolotl", "zero3x2-cp2-mb1-ga1", ["train.precision=fp32"]),
-    ("axolotl", "mb1-ga1", ["method=lora", "lora.alpha=8.5"]),
-    ("llamafactory", "pp2-1f1b-mb1-ga2", []),
-    ("llamafactory", "cp2-mb1-ga1", []),
-    ("llamafactory", "mb1-ga1", ["data.train=[{path: a.jsonl, format: text}, b.jsonl]"]),
-    ("llamafactory", "mb1-ga1", ["method=lora", "lora.alpha=8.5"]),
-    ("llamafactory", "zero2x2-mb1-ga1", ["train.precision=bf16-pure"]),
-    *((tool, "mb1-ga1", ["train.precision=fp64"]) for tool in EXPORTERS),
-    *((tool, "dp12-mb1-ga1", []) for tool in EXPORTERS),
-    *((tool, "mb1-ga3", ["train.global_batch_size=4"]) for tool in EXPORTERS),
-]
+
+def exports(table: str) -> list[tuple[str, str, list[str]]]:
+    """(Tool, layout, settings) of each line `tools: layout settings`."""
+    cases = []
+    for line in table.strip().splitlines():
+        tools, _, words = line.partition(": ")
+        text, *settings = re.split(r" (?=[a-z]+\.[a-z_.]+=|method=)", words)
+        cases += [(tool, text, settings) for tool in (EXPORTERS if tools == "all" else tools.split())]
+    return cases
+
+
+REFUSED = """
+accelerate megatron: zero3x2-pp2-1f1b-mb1-ga2
+accelerate: ulysses4-mb1-ga1
+accelerate: dp2-tp2-mb1-ga1
+deepspeed: zero1x2-pp2-1f1b-mb1-ga2
+deepspeed llamafactory: cp2-mb1-ga1
+deepspeed: ulysses2-tp2-mb1-ga1
+deepspeed: dp2-zero3x4-mb1-ga1
+torchtitan megatron: mb1-ga1 method=lora
+torchtitan: ulysses2-mb1-ga1
+torchtitan: pp16-interleaved1f1b-v3-mb1-ga16
+torchtitan: cp2-tp2-mb1-ga1 data.seq_len=100
+megatron: cp2-mb1-ga1 data.seq_len=102
+megatron: mb2-ga3
+megatron: pp4-interleaved1f1b-v2-mb1-ga6
+megatron: pp2-interleaved1f1b-v2-mb1-ga4
+megatron: pp64-1f1b-mb1-ga64
+megatron: pp2-zb-mb1-ga4
+megatron: pp2-zbv-mb1-ga4
+megatron: pp2-gpipe-mb1-ga4
+megatron accelerate deepspeed llamafactory: mb1-ga1-selective
+megatron: mb1-ga1 train.precision=bf16-pure
+torchtitan: tp2-mb1-ga1
+torchtitan accelerate: tp2-sp-regather-mb1-ga1
+accelerate torchtitan axolotl llamafactory deepspeed: zero3x4-mb1-ga1-full8
+megatron: mb1-ga1-selective8
+accelerate deepspeed torchtitan axolotl llamafactory: mb1-ga1-attention
+accelerate axolotl torchtitan: zero1x4-mb1-ga1
+accelerate axolotl deepspeed llamafactory: tp2-sp-mb1-ga1
+axolotl llamafactory: pp2-1f1b-mb1-ga2
+axolotl: cp2-mb2-ga1
+axolotl: zero3x2-cp2-mb1-ga1 train.precision=fp32
+axolotl llamafactory: mb1-ga1 method=lora lora.alpha=8.5
+llamafactory: mb1-ga1 data.train=[{path: a.jsonl, format: text}, b.jsonl]
+llamafactory: zero2x2-mb1-ga1 train.precision=bf16-pure
+all: mb1-ga1 train.precision=fp64
+all: dp12-mb1-ga1
+all: mb1-ga3 train.global_batch_size=4
+"""
 
 
 @pytest.mark.parametrize("tool", EXPORTERS)
@@ -997,78 +914,57 @@ def test_an_axis_or_an_optimizer_that_no_export_writes_is_refused(
     says(axis)
 
 
-EPOCHS = ["train.max_steps=null", "train.num_epochs=1"]
-PURE = ["train.precision=bf16-pure"]
-BEST = ["eval.keep_best=true", "eval.every=5", "data.eval=held.jsonl"]
-MESSAGES = ["data.format=messages", "data.columns={}"]
-SAID = [
-    *((tool, "mb1-ga1", ["model.freeze=[model.embed_tokens.*]"]) for tool in EXPORTERS),
-    *((tool, "mb1-ga1", ["data.chat_template=chatml"]) for tool in EXPORTERS),
-    *((tool, "mb1-ga1", ["eval.samples=2", *BEST]) for tool in EXPORTERS),
-    *((tool, "mb1-ga1", ["data.overlong=drop"]) for tool in EXPORTERS),
-    *((tool, "mb1-ga1", ["data.train=[{path: a.jsonl, weight: 2}]"]) for tool in EXPORTERS),
-    *((tool, "mb1-ga1", ["model.overrides.use_cache=false"]) for tool in EXPORTERS),
-    *((tool, "mb1-ga1", ["model.init=random"]) for tool in EXPORTERS if tool != "torchtitan"),
-    *(
-        (tool, "mb1-ga1", ["data.columns={}"])
-        for tool in ("torchtitan", "megatron", "axolotl", "llamafactory")
-    ),
-    *((tool, "cp2-mb1-ga1", []) for tool in ("accelerate", "axolotl", "torchtitan")),
-    *((tool, "zero3x2-mb1-ga1", []) for tool in ("accelerate", "axolotl")),
-    ("accelerate", "mb1-ga1", []),
-    ("axolotl", "mb1-ga1", []),
-    ("llamafactory", "mb1-ga1", []),
-    ("accelerate", "mb1-ga1", PURE),
-    ("accelerate", "tp2-mb1-ga1", []),
-    ("accelerate", "zero3x2-cp2-mb1-ga1", []),
-    ("deepspeed", "mb1-ga1", []),
-    ("deepspeed", "mb1-ga1-full", []),
-    ("deepspeed", "mb1-ga1", EPOCHS),
-    ("deepspeed", "ulysses2-mb1-ga1", []),
-    ("deepspeed", "dp2-mb1-ga1", []),
-    ("deepspeed", "dp2-mb1-ga1", PURE),
-    ("deepspeed", "dp2-mb1-ga1", ["train.compile=true"]),
-    ("torchtitan", "mb1-ga1", []),
-    ("megatron", "tp2-sp-mb1-ga1", []),
-    ("torchtitan", "mb1-ga1-selective", []),
-    ("torchtitan", "pp2-1f1b-mb1-ga2", []),
-    ("torchtitan", "mb1-ga1", ["train.reduce_dtype=bf16"]),
-    ("torchtitan", "mb1-ga1", EPOCHS),
-    ("torchtitan", "mb1-ga1", ["data.packing=false"]),
-    ("torchtitan", "mb1-ga1", ["data.train_on=all"]),
-    ("torchtitan", "mb1-ga1", MESSAGES),
-    ("torchtitan", "mb1-ga1", ["data.train=[a.jsonl, b.jsonl]"]),
-    ("megatron", "mb1-ga1", []),
-    ("megatron", "cp2-mb1-ga1", []),
-    ("megatron", "ulysses2-mb1-ga1", []),
-    ("megatron", "mb1-ga1-attention", []),
-    ("megatron", "pp4-1f1b-mb1-ga4", []),
-    ("megatron", "pp2-1f1b-mb1-ga4", []),
-    ("megatron", "mb1-ga1", EPOCHS),
-    ("megatron", "mb1-ga1", ["train.compile=true"]),
-    ("megatron", "mb1-ga1", ["data.format=text", "data.columns={}"]),
-    ("axolotl", "zero3x2-cp2-mb1-ga1", []),
-    ("axolotl", "dp2-mb1-ga1", []),
-    ("axolotl", "mb1-ga1-selective", ["method=lora"]),
-    ("axolotl", "mb1-ga1", MESSAGES),
-    *((tool, "mb1-ga1", ["data.eval=test.jsonl"]) for tool in ("accelerate", "axolotl", "llamafactory")),
-    ("llamafactory", "mb1-ga1", ["method=lora", "train.precision=fp32"]),
-    ("llamafactory", "mb1-ga1", ["data.train=[]"]),
-    ("axolotl", "mb1-ga1", ["data.train=[]"]),
-    ("llamafactory", "mb1-ga1", ["data.format=text", "data.columns={}"]),
-    ("llamafactory", "mb1-ga1", ["data.columns={prompt: extra.question, completion: answer}"]),
-]  # fmt: skip
+SAID = """
+all: mb1-ga1 model.freeze=[model.embed_tokens.*]
+all: mb1-ga1 data.chat_template=chatml
+all: mb1-ga1 eval.samples=2 eval.keep_best=true eval.every=5 data.eval=held.jsonl
+all: mb1-ga1 data.overlong=drop
+all: mb1-ga1 data.train=[{path: a.jsonl, weight: 2}]
+all: mb1-ga1 model.overrides.use_cache=false
+accelerate deepspeed megatron axolotl llamafactory: mb1-ga1 model.init=random
+torchtitan megatron axolotl llamafactory: mb1-ga1 data.columns={}
+accelerate axolotl torchtitan megatron: cp2-mb1-ga1
+accelerate axolotl: zero3x2-mb1-ga1
+all: mb1-ga1
+accelerate: mb1-ga1 train.precision=bf16-pure
+accelerate: tp2-mb1-ga1
+accelerate axolotl: zero3x2-cp2-mb1-ga1
+deepspeed: mb1-ga1-full
+deepspeed torchtitan megatron: mb1-ga1 train.max_steps=null train.num_epochs=1
+deepspeed megatron: ulysses2-mb1-ga1
+deepspeed axolotl: dp2-mb1-ga1
+deepspeed: dp2-mb1-ga1 train.precision=bf16-pure
+deepspeed: dp2-mb1-ga1 train.compile=true
+megatron: tp2-sp-mb1-ga1
+torchtitan: mb1-ga1-selective
+torchtitan: pp2-1f1b-mb1-ga2
+torchtitan: mb1-ga1 train.reduce_dtype=bf16
+torchtitan: mb1-ga1 data.packing=false
+torchtitan: mb1-ga1 data.train_on=all
+torchtitan axolotl: mb1-ga1 data.format=messages data.columns={}
+torchtitan: mb1-ga1 data.train=[a.jsonl, b.jsonl]
+megatron: mb1-ga1-attention
+megatron: pp4-1f1b-mb1-ga4
+megatron: pp2-1f1b-mb1-ga4
+megatron: mb1-ga1 train.compile=true
+megatron llamafactory: mb1-ga1 data.format=text data.columns={}
+axolotl: mb1-ga1-selective method=lora
+accelerate axolotl llamafactory: mb1-ga1 data.eval=test.jsonl
+llamafactory: mb1-ga1 method=lora train.precision=fp32
+llamafactory axolotl: mb1-ga1 data.train=[]
+llamafactory: mb1-ga1 data.columns={prompt: extra.question, completion: answer}
+"""
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(("tool", "text", "settings"), REFUSED)
+@pytest.mark.parametrize(("tool", "text", "settings"), exports(REFUSED))
 def test_what_the_tool_cannot_run_is_refused(tool: str, text: str, settings: list[str]) -> None:
     with refuses(UserError):
         exported(tool, text, *settings)
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(("tool", "text", "settings"), SAID)
+@pytest.mark.parametrize(("tool", "text", "settings"), exports(SAID))
 def test_what_the_tool_expresses_otherwise_is_said(tool: str, text: str, settings: list[str]) -> None:
     usual = exported(tool, "mb1-ga1").missing if settings or text != "mb1-ga1" else ()
     says(said for said in exported(tool, text, *settings).missing if said not in usual)
@@ -1121,11 +1017,10 @@ def test_exporting_needs_no_torch() -> None:
 @pytest.mark.parametrize("tool", ["llamafactory", "axolotl"])
 def test_tools_of_transformers_get_its_schedule_and_the_methods_learning_rate(tool: str) -> None:
     floor = ("train.lr_scheduler=linear", "train.min_lr_ratio=0.1", "method=lora")
-    files = exported(tool, "zero3x8-mb1-ga1", *floor).files
-    written = yaml.safe_load(next(text for name, text in files.items() if name.endswith(".yaml")))
-    name = written["lr_scheduler_type" if tool == "llamafactory" else "lr_scheduler"]
-    assert name == "polynomial" and written["learning_rate"] == 2e-4
-    assert written["lr_scheduler_kwargs"] == {"lr_end": pytest.approx(2e-5)}
+    values = written(tool, "zero3x8-mb1-ga1", *floor)
+    name = values["lr_scheduler_type" if tool == "llamafactory" else "lr_scheduler"]
+    assert name == "polynomial" and values["learning_rate"] == 2e-4
+    assert values["lr_scheduler_kwargs"] == {"lr_end": pytest.approx(2e-5)}
 
 
 @pytest.mark.parametrize("tool", ["deepspeed", "megatron", "torchtitan"])
@@ -1148,14 +1043,12 @@ def test_intervals_in_epochs_are_refused(tool: str) -> None:
 def test_lora_options_are_exported_or_refused() -> None:
     options = ["method=lora", "lora.use_rslora=true", "lora.use_dora=true",
                "lora.modules_to_save=[embed_tokens]"]  # fmt: skip
-    axolotl = exported("axolotl", "zero3x8-mb1-ga1", *options, "lora.layers_to_transform=[1]").files
-    written = yaml.safe_load(next(text for name, text in axolotl.items() if name.endswith(".yaml")))
-    assert written["peft_use_rslora"] and written["peft_use_dora"]
-    assert written["lora_modules_to_save"] == ["embed_tokens"]
-    assert written["peft_layers_to_transform"] == [1]
-    factory = exported("llamafactory", "zero3x8-mb1-ga1", *options).files["llamafactory.yaml"]
-    assert yaml.safe_load(factory)["additional_target"] == "embed_tokens"
-    assert yaml.safe_load(factory)["use_dora"] is True
+    axolotl = written("axolotl", "zero3x8-mb1-ga1", *options, "lora.layers_to_transform=[1]")
+    assert axolotl["peft_use_rslora"] and axolotl["peft_use_dora"]
+    assert axolotl["lora_modules_to_save"] == ["embed_tokens"]
+    assert axolotl["peft_layers_to_transform"] == [1]
+    factory = written("llamafactory", "zero3x8-mb1-ga1", *options)
+    assert (factory["additional_target"], factory["use_dora"]) == ("embed_tokens", True)
     with refuses(UserError):
         exported("llamafactory", "zero3x8-mb1-ga1", *options, "lora.layers_to_transform=[1]")
 

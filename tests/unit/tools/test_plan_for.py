@@ -25,7 +25,7 @@ from meshtune.plan.programs import MESHTUNE, TOOLS, Tool
 from meshtune.plan.search import Plan, explained, search
 from meshtune.plan.work import Work
 from meshtune.plan.workload import Workload, lighter_workloads
-from meshtune.report.plan import terminal
+from meshtune.report.plan import documents
 from meshtune.sections import ClusterConfig
 from meshtune.tools.export import EXPORTERS, check, export, tool_for, write
 from meshtune.units import GIB
@@ -233,11 +233,11 @@ def text_of(renderable: object) -> list[str]:
 
 @pytest.mark.ci
 def test_the_answer_names_the_tool_and_ends_with_what_runs_the_layout(tmp_path) -> None:
-    lines = text_of(terminal.answer(answer("meshtune"), 3))
+    lines = text_of(documents.answer(answer("meshtune"), 3))
     assert "Memory and time are predicted for meshtune (constants of meshtune)." in lines
     assert lines[-1].startswith("meshtune train … layout=")
     best = answer("megatron")
-    lines = text_of(terminal.answer(best, 3))
+    lines = text_of(documents.answer(best, 3))
     assert "Memory and time are predicted for Megatron-LM (constants of megatron-core)." in lines
     layout = best.choice.layout
     assert lines[-1] == f"meshtune plan export megatron … layout={layout}"
@@ -247,7 +247,7 @@ def test_the_answer_names_the_tool_and_ends_with_what_runs_the_layout(tmp_path) 
     config = settings(64, "data.seq_len=4096")
     exported = export("megatron", config, layout, blocks=32, gpus_per_node=8)
     written = write(best.workload.tool, exported, layout, tmp_path / "out")
-    lines = text_of(terminal.answer(best, 3, written))
+    lines = text_of(documents.answer(best, 3, written))
     assert lines[-1].startswith(f"{layout} for Megatron-LM is in {tmp_path / 'out'}; start it with: ")
     assert lines[-1].endswith("bash megatron.sh") and not any("meshtune train" in line for line in lines)
     start = lines.index("What Megatron-LM runs differently")
@@ -286,10 +286,10 @@ def test_an_explained_layout_names_its_tool() -> None:
     workload = llama("llama-3.1-8b", 64, "megatron")
     choice = explained(workload, h100s(16), Layout.parse("zero1x16-mb1-ga4"))
     assert {"tool": "megatron", "stack": "megatron-core"}.items() <= choice.as_dict().items()
-    head = text_of(terminal.explained([Explanation(workload, choice, ())]))[0]
+    head = text_of(documents.explained([Explanation(workload, choice, ())]))[0]
     says(head)
     assert head.startswith("zero1x16-mb1-ga4")
-    says(text_of(terminal.largest("batch", 8, choice))[0])
+    says(text_of(documents.largest("batch", 8, choice))[0])
 
 
 def test_deepspeed_shards_as_many_bytes_as_it_estimates() -> None:

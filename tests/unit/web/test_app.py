@@ -67,7 +67,7 @@ def test_the_list_has_states_reasons_figures_and_the_plan(client):
         "3.00 GiB",
         "16,000",
     ):
-        assert shown in answer.text
+        assert shown in answer.text  # fmt: skip
     assert "8,000" in answer.text  # measured; planned: 8 x 1,000 tokens / 0.25 s / 2 devices
     assert {"one", "two", "study", "&lt;b&gt;three"} == {*ids(client)}
     assert "<b>three" not in answer.text
@@ -178,20 +178,13 @@ def test_every_answer_has_its_headers(client, path):
 @pytest.mark.parametrize(
     ("listens", "host", "status"),
     [
-        ("127.0.0.1", "localhost:8421", 200),
-        ("127.0.0.1", "[::1]:8421", 200),
-        ("127.0.0.1", "LOCALHOST", 200),
-        ("127.0.0.1", "evil.example:8421", 400),
-        ("127.0.0.1", "127.0.0.1.evil.example", 400),
-        ("127.0.0.1", "192.168.0.7", 400),
-        ("127.0.0.1", "", 400),
-        ("localhost", "127.0.0.1", 200),
-        ("0.0.0.0", "192.168.0.7:8421", 401),
-        ("0.0.0.0", "evil.example", 400),
-        ("gpu7", "gpu7:8421", 401),
+        ("127.0.0.1", "localhost:8421", 200), ("127.0.0.1", "[::1]:8421", 200), ("127.0.0.1", "LOCALHOST",
+        200), ("127.0.0.1", "evil.example:8421", 400), ("127.0.0.1", "127.0.0.1.evil.example", 400),
+        ("127.0.0.1", "192.168.0.7", 400), ("127.0.0.1", "", 400), ("localhost", "127.0.0.1", 200),
+        ("0.0.0.0", "192.168.0.7:8421", 401), ("0.0.0.0", "evil.example", 400), ("gpu7", "gpu7:8421", 401),
         ("gpu7", "gpu8:8421", 400),
     ],
-)
+)  # fmt: skip
 def test_only_names_of_this_server_are_answered(runs, listens, host, status):
     with client_of(runs, listens, None if listens in ("127.0.0.1", "localhost") else TOKEN) as client:
         assert client.get("/", headers={"host": host}).status_code == status
@@ -266,32 +259,11 @@ def test_runs_of_a_sweep_that_lead_outside_are_not_on_its_page(tmp_path):
 
 SEGMENTS = st.sampled_from(
     [
-        "..",
-        ".",
-        "",
-        "runs",
-        "sweeps",
-        "compare",
-        "events",
-        "scripts",
-        "one",
-        "study",
-        "etc",
-        "passwd",
-        "secret.txt",
-        "%2e%2e",
-        "%2f",
-        "..%2f..",
-        "%00",
-        "%ff",
-        "draw.js",
-        "..\\..",
-        "metrics.jsonl",
-        "~",
-        "0" * 12,
-        "ID",
+        "..", ".", "", "runs", "sweeps", "compare", "events", "scripts", "one", "study", "etc", "passwd",
+        "secret.txt", "%2e%2e", "%2f", "..%2f..", "%00", "%ff", "draw.js", "..\\..", "metrics.jsonl", "~",
+        "0" * 12, "ID",
     ]
-)
+)  # fmt: skip
 NAMES = st.sampled_from(
     ["host", "cookie", "last-event-id", "range", "authorization", "accept", "x-forwarded-host"]
 )
@@ -337,19 +309,12 @@ async def asked(app, method, path, query=(), headers=None) -> tuple[int, bytes]:
 
     raw = path.encode()
     scope = {
-        "type": "http",
-        "method": method,
-        "path": unquote_to_bytes(raw).decode("utf-8", "replace"),
-        "raw_path": raw,
-        "query_string": urlencode(query).encode(),
-        "http_version": "1.1",
-        "scheme": "http",
-        "root_path": "",
+        "type": "http", "method": method, "path": unquote_to_bytes(raw).decode("utf-8", "replace"),
+        "raw_path": raw, "query_string": urlencode(query).encode(), "http_version": "1.1", "scheme": "http",
+        "root_path": "", "server": ("127.0.0.1", 8421), "client": ("127.0.0.1", 5),
         "headers": [(k.encode(), v.encode()) for k, v in ({"host": "127.0.0.1"} | (headers or {})).items()],
-        "server": ("127.0.0.1", 8421),
-        "client": ("127.0.0.1", 5),
         "asgi": {"version": "3.0", "spec_version": "2.3"},
-    }
+    }  # fmt: skip
     sent = []
 
     async def receive():

@@ -91,7 +91,7 @@ def in_flight(layouts: Columns, rank: Number = 0.0) -> Number:
     1F1B: the ranks from this one on (PipeDream-Flush, Narayanan et al. 2021, arXiv:2006.09503).
     Interleaved 1F1B: its warm-up of (v - 1)·p + 2·(p - 1 - i) stages and one more, so that the first rank
     has p·(1 + (p - 1)/(p·v)) (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.3).
-    ZB-H1, ZBV: as many as ranks, as gradients of weights come later (Qi et al. 2024, arXiv:2401.10241).
+    ZB-H1, ZBV: one for each rank, as gradients of weights come later (Qi et al. 2024, arXiv:2401.10241).
     DualPipeV: half of a rank's stages more than ZBV, as torch's schedule has them (DualPipe cut in half by
     Sea AI Lab, 2025; DualPipe: DeepSeek-AI 2024, arXiv:2412.19437).
     """
@@ -109,7 +109,7 @@ def interleaved_share(sizes: Sequence[int], pp: int, rank: int, *, of_last: bool
     """Blocks that interleaved 1F1B has in flight on a rank at most, as a share of those of equal stages.
 
     sizes: blocks of the rank's stages. of_last: at most in forwards of the last of them. Forwards take turns
-    of pp micro-batches from the first stage on, backwards from the last one on, as many behind as
+    of pp micro-batches from the first stage on, backwards from the last one on, behind them by what
     `in_flight` says.
     """
     virtual = len(sizes)

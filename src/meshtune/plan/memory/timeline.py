@@ -66,7 +66,7 @@ EVENT_OF = np.array([-1, *(EVENTS.index(event) for event in list(POINTS.values()
 class Liveness:
     """Tensors of a step, and what of them is alive at its points.
 
-    flight: None: as many micro-batches as a rank has at most.
+    flight: None: the most micro-batches that a rank has.
     """
 
     def __init__(self, step: Step, flight: InFlight | None = None) -> None:

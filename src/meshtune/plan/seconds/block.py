@@ -95,7 +95,7 @@ class Blocks:
 
     recomputing: Block
     saving: Block  # one that recomputes nothing
-    most: Number  # blocks of a pipeline rank that recompute, if it has as many
+    most: Number  # most blocks of a pipeline rank that recompute
 
     @classmethod
     def of(

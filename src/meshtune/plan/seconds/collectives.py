@@ -90,8 +90,8 @@ def ranks_in_node(ranks: Number, stride: Number, machine: Machine) -> Number:
 def exposed(machine: Machine, computing: Number, collective: Number, overlap: Number) -> Number:
     """Seconds that a collective adds to the computation that it overlaps with.
 
-    computing, collective: seconds of each alone. overlap: share, 0 to 1, that runs during the computation of
-    the time in which both could. What is longer than the computation is always exposed, and while it runs the
+    computing, collective: seconds of each without the other. overlap: share, 0 to 1, of the time in which
+    both could run that they do. What is longer than the computation is always exposed, and while it runs the
     computation takes `contention` longer: collectives take multiprocessors, memory bandwidth and power.
     """
     return collective - overlap * np.minimum(computing, collective / (1 + machine.contention))

@@ -75,7 +75,7 @@ def end_seconds(work: Work, layouts: Columns, machine: Machine, seq_len: Number)
     """
     tokens, element = layouts.rank_tokens(seq_len), machine.element
     labels = tokens * work.labelled
-    if not np.any(machine.counted):  # arrays are of published rows, none of which is this engine's
+    if not np.any(machine.counted):  # arrays are of published rows of other tools
         pass_seconds = (
             head_matmuls(work, layouts, machine, labels) + logit_traffic(work, layouts, machine, labels)
         ) / 3

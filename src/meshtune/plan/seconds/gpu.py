@@ -74,7 +74,7 @@ def attention_passes(
     Without one, scores are all of [queries, seq_len], and pass through memory in softmax and dropout.
 
     queries: tokens of a micro-batch on this rank. document_tokens: mean length of the documents that tokens
-    attend in; used with a flash kernel alone. core: with the heads of this rank.
+    attend in; used only with a flash kernel. core: with the heads of this rank.
     """
     heads = core.query_heads
     width = heads * (core.qk_dim + core.v_dim)
@@ -94,8 +94,10 @@ def attention_passes(
 
 
 def attention_rate(machine: Machine, head_size: Number) -> Number:
-    """FLOP/s of the attention kernel's forward for long causal sequences, measured alone; between the head
-    sizes that were measured in proportion, as they are above them, and less below in proportion to the size.
+    """FLOP/s of the attention kernel's forward for long causal sequences in a benchmark of the kernel.
+
+    Between the head sizes that were measured in proportion, as above them; below less, in proportion to the
+    size.
     """
     to_128, to_256 = np.clip((head_size - 64) / 64, 0, 1), np.clip((head_size - 128) / 128, 0, 1)
     rate = machine.attention_64 + to_128 * (machine.attention_128 - machine.attention_64)
@@ -269,7 +271,7 @@ def overlapped(seconds: Number, others: Number) -> Number:
 
 
 def launch_seconds(machine: Machine, work: Work) -> Number:
-    """Seconds in which the host launches the kernels of a block's forward; the backward has twice as many.
+    """Seconds in which the host launches the kernels of a block's forward; the backward has twice that.
 
     An adapted matrix has four more: two matmuls, a scaling, a sum.
     """
@@ -281,7 +283,7 @@ def launch_seconds(machine: Machine, work: Work) -> Number:
 def launched(computing: Number, host: Number, machine: Machine) -> Number:
     """Seconds of computation with the host's launches: their sum if launches block, else `overlapped`.
 
-    computing, host: seconds of each alone.
+    computing, host: seconds of each without the other.
     """
     return np.where(machine.launch_blocking > 0, computing + host, overlapped(computing, host))
 

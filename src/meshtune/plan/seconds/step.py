@@ -2,7 +2,7 @@
 
     a block's matmuls, attention, elementwise passes   gpu.py          roofline on one GPU
     embedding, head and loss                           ends.py         the same
-    + collectives of tp, cp, ZeRO beside it            collectives.py  rings, on the link or the network
+    + collectives of tp, cp, ZeRO with it              collectives.py  rings, on the link or the network
     x blocks x micro-batches + sends and bubble        pipeline.py
     + gradients of data parallelism, + the optimizer   collectives.py
 
@@ -21,7 +21,6 @@ from meshtune.placement.columns import Columns, Number
 from meshtune.plan.seconds.block import Blocks
 from meshtune.plan.seconds.collectives import gradient_collectives, optimizer_update
 from meshtune.plan.seconds.ends import end_seconds
-from meshtune.plan.seconds.gpu import block_compute, host_seconds
 from meshtune.plan.seconds.pipeline import pipeline_seconds
 
 if TYPE_CHECKING:
@@ -53,84 +52,81 @@ class Seconds:
 PARTS = tuple(field.name for field in fields(Seconds))
 
 
-def step(
-    work: Work, layouts: Columns, machine: Machine, seq_len: Number, document_tokens: Number | None = None
-) -> Seconds:
-    """Seconds of one optimizer step.
+class StepTime:
+    """One optimizer step under each layout: what it is made of, and its seconds in three partitions.
 
     document_tokens: mean length of the documents that tokens attend in (the sum of their squared lengths over
     the sum of their lengths), counted as at most seq_len; None: whole sequences.
     """
-    document_tokens = _within(seq_len, document_tokens)
-    every = Blocks.of(work, layouts, machine, seq_len, document_tokens)
-    block = every.mean(work.blocks / layouts.pp)
-    ends = end_seconds(work, layouts, machine, seq_len)
-    pipeline = pipeline_seconds(work, layouts, machine, seq_len, blocks=every, ends=ends)
-    micro_batches = layouts.gradient_accumulation_steps
-    blocks = micro_batches * work.blocks / layouts.pp
-    share = micro_batches / layouts.pp  # of what the first and the last stage have, shared out over ranks
-    return Seconds(
-        compute=blocks * block.compute.total + share * ends.compute,
-        tensor=blocks * block.tensor + share * ends.tensor,
-        context=blocks * block.context,
-        pipeline=micro_batches * pipeline.sends,
-        data=blocks * block.sharding + gradient_collectives(work, layouts, machine, block),
-        optimizer=optimizer_update(work, layouts, machine),
-        bubble=pipeline.bubble,
-        imbalance=np.where(layouts.pp > 1, micro_batches * pipeline.behind - share * ends.total, 0.0),
-        host=blocks * block.launches + micro_batches * pipeline.host + pipeline.host_step,
-    )
+
+    def __init__(
+        self,
+        work: Work,
+        layouts: Columns,
+        machine: Machine,
+        seq_len: Number,
+        document_tokens: Number | None = None,
+    ) -> None:
+        documents = seq_len if document_tokens is None else np.minimum(document_tokens, seq_len)
+        self.work, self.layouts, self.machine = work, layouts, machine
+        on_rank = work.blocks / layouts.pp
+        every = Blocks.of(work, layouts, machine, seq_len, documents)
+        self.block = every.mean(on_rank)
+        self.ends = end_seconds(work, layouts, machine, seq_len)
+        self.pipeline = pipeline_seconds(work, layouts, machine, seq_len, blocks=every, ends=self.ends)
+        self.gradients = gradient_collectives(work, layouts, machine, self.block)
+        self.micro_batches = layouts.gradient_accumulation_steps
+        self.blocks = self.micro_batches * on_rank  # passes of a block
+        self.share = self.micro_batches / layouts.pp  # of what a pipeline's ends have, shared out over ranks
+
+    @property
+    def seconds(self) -> Seconds:
+        """Exposed time by what a rank waits for."""
+        block, ends, pipeline, micro_batches = self.block, self.ends, self.pipeline, self.micro_batches
+        behind = micro_batches * pipeline.behind - self.share * ends.total
+        return Seconds(
+            compute=self.blocks * block.compute.total + self.share * ends.compute,
+            tensor=self.blocks * block.tensor + self.share * ends.tensor,
+            context=self.blocks * block.context,
+            pipeline=micro_batches * pipeline.sends,
+            data=self.blocks * block.sharding + self.gradients,
+            optimizer=optimizer_update(self.work, self.layouts, self.machine),
+            bubble=pipeline.bubble,
+            imbalance=np.where(self.layouts.pp > 1, behind, 0.0),
+            host=self.blocks * block.launches + micro_batches * pipeline.host + pipeline.host_step,
+        )
+
+    @property
+    def compute_parts(self) -> dict[str, Number]:
+        """`Seconds.compute` by kind of work; head and embedding are a pipeline's mean over ranks."""
+        compute, blocks = self.block.compute, self.blocks
+        return {
+            "matmuls": blocks * (compute.matmul_forward + compute.matmul_inputs + compute.matmul_weights),
+            "attention": blocks * (compute.attention_forward + compute.attention_backward),
+            "elementwise": blocks * (compute.elementwise_forward + compute.elementwise_backward),
+            "accumulation": blocks * compute.accumulation,
+            "copies": blocks * (compute.copies_forward + compute.copies_backward),
+            "recomputation": blocks * compute.recomputation,
+            "head": self.share * self.ends.compute,
+        }
+
+    @property
+    def passes(self) -> dict[str, Number]:
+        """Seconds of forward, backward and recomputation: `Seconds.compute`, and from `Seconds.host` the
+        launches and, in the forward, the work for each micro-batch.
+        """
+        block, compute, ends, blocks = self.block, self.block.compute, self.ends, self.blocks
+        of_ends = self.share * ends.loss, self.share * (ends.compute - ends.loss)
+        host = self.micro_batches * self.pipeline.host
+        return {
+            "forward": blocks * (compute.forward + block.forward_launches) + of_ends[0] + host,
+            "backward": blocks * (compute.backward + block.backward_launches) + of_ends[1],
+            "recomputation": blocks * (compute.recomputation + block.repeated_launches),
+        }
 
 
-def compute_parts(
+def step(
     work: Work, layouts: Columns, machine: Machine, seq_len: Number, document_tokens: Number | None = None
-) -> dict[str, Number]:
-    """Seconds per step of `Seconds.compute`, by kind of work; they add up to it.
-
-    document_tokens: as in `step`. The head's, with the embedding's, are a pipeline's mean over ranks.
-    """
-    block = block_compute(work, layouts, machine, seq_len, _within(seq_len, document_tokens))
-    ends = end_seconds(work, layouts, machine, seq_len)
-    micro_batches = layouts.gradient_accumulation_steps
-    on_rank = work.blocks / layouts.pp
-    recomputing = np.minimum(layouts.recompute_blocks * layouts.virtual_stages, on_rank)
-    blocks = micro_batches * on_rank
-    return {
-        "matmuls": blocks * (block.matmul_forward + block.matmul_inputs + block.matmul_weights),
-        "attention": blocks * (block.attention_forward + block.attention_backward),
-        "elementwise": blocks * (block.elementwise_forward + block.elementwise_backward),
-        "accumulation": blocks * block.accumulation,
-        "copies": blocks * (block.copies_forward + block.copies_backward),
-        "recomputation": micro_batches * recomputing * block.recomputation,
-        "head": micro_batches * ends.compute / layouts.pp,
-    }
-
-
-def passes(
-    work: Work, layouts: Columns, machine: Machine, seq_len: Number, document_tokens: Number | None = None
-) -> dict[str, Number]:
-    """Seconds per step of forward, backward and recomputation: `Seconds.compute`, and of `Seconds.host` the
-    launches and, in the forward, the work for each micro-batch.
-
-    document_tokens: as in `step`.
-    """
-    every = Blocks.of(work, layouts, machine, seq_len, _within(seq_len, document_tokens))
-    on_rank = work.blocks / layouts.pp
-    block = every.mean(on_rank)
-    compute, host = block.compute, host_seconds(every.total(on_rank), machine)[0]
-    ends = end_seconds(work, layouts, machine, seq_len)
-    micro_batches = layouts.gradient_accumulation_steps
-    blocks, share = micro_batches * on_rank, micro_batches / layouts.pp
-    return {
-        "forward": blocks * (compute.forward + block.forward_launches)
-        + share * ends.loss
-        + micro_batches * host,
-        "backward": blocks * (compute.backward + block.backward_launches)
-        + share * (ends.compute - ends.loss),
-        "recomputation": blocks * (compute.recomputation + block.repeated_launches),
-    }
-
-
-def _within(seq_len: Number, document_tokens: Number | None) -> Number:
-    """Mean document length in tokens, at most `seq_len`; None: `seq_len`."""
-    return seq_len if document_tokens is None else np.minimum(document_tokens, seq_len)
+) -> Seconds:
+    """Seconds of one optimizer step; the arguments are those of `StepTime`."""
+    return StepTime(work, layouts, machine, seq_len, document_tokens).seconds

@@ -14,7 +14,8 @@ from meshtune.addresses import public
 from meshtune.config import LEARNING_RATES
 from meshtune.errors import UserError
 from meshtune.report.draw.theme import OTHERS
-from meshtune.report.run.summary import Sample, Summary, facts_of, samples_of, summarise
+from meshtune.report.run.samples import Asked
+from meshtune.report.run.summary import Summary, facts_of, samples_of, summarise
 from meshtune.rundir import RunDir
 from meshtune.units import count, duration, human
 from meshtune.yaml_tree import read_yaml
@@ -45,16 +46,6 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Answers:
-    """One held-out prompt with each run's last answer."""
-
-    prompt: str  # as the model reads it
-    question: str  # the prompt without control tokens
-    expected: str | None
-    answers: tuple[Sample | None, ...]  # per run; None where it was not asked
-
-
-@dataclass(frozen=True)
 class Comparison:
     """Runs side by side; every tuple of cells is in the order of `names`."""
 
@@ -64,7 +55,7 @@ class Comparison:
     figures: tuple[Line, ...]
     settings: tuple[Line, ...]  # that differ, by dotted key
     environment: tuple[Line, ...]  # facts of the "run" rows that differ
-    samples: tuple[Answers, ...]
+    samples: tuple[Asked, ...]  # with the last answer of each run
     caution: str  # a sentence on figures that do not compare; "" where they do
     facts: tuple[Mapping[str, Any], ...]  # of each run's last "run" row, by dotted name
 
@@ -170,7 +161,7 @@ def figures(summaries: Sequence[Summary], *, losses_compare: bool) -> Iterator[L
 
 
 def _speed(summaries: Sequence[Summary]) -> str:
-    """Unit of the runs' speed: per GPU if any run has several, of which tokens/s is the case of one."""
+    """Unit of the runs' speed: per GPU if any run has several; tokens/s is the case of one GPU."""
     return max((summary.speed_unit for summary in summaries), key=len)
 
 
@@ -204,14 +195,14 @@ def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield prefix, tree
 
 
-def answers_of(runs: Sequence[RunDir]) -> Iterator[Answers]:
+def answers_of(runs: Sequence[RunDir]) -> Iterator[Asked]:
     """Yield each prompt that any run was asked, in the order of the first run that has it."""
     samples = [{sample.prompt: sample for sample in samples_of(run)} for run in runs]
     for prompt in dict.fromkeys(prompt for by_prompt in samples for prompt in by_prompt):
         each = [by_prompt.get(prompt) for by_prompt in samples]
         expected = next((one.expected for one in each if one and one.expected is not None), None)
         question = next((one.question for one in each if one), prompt)
-        yield Answers(prompt, question, expected, tuple(each))
+        yield Asked(prompt, question, expected, tuple(one and one.after for one in each))
 
 
 def _config(run: RunDir) -> dict[str, Any]:

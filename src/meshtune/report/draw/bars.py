@@ -94,7 +94,7 @@ def free(options: ConsoleOptions) -> str:
 
 @dataclass(frozen=True)
 class Legend:
-    """Names of segments (keys of COLOURS) with their colours or letters, as many in a line as fit."""
+    """Names of segments (keys of COLOURS) with their colours or letters, in lines that are filled."""
 
     title: str
     names: Sequence[str]

@@ -25,7 +25,7 @@ class Series:
     name: str
     role: Role  # main: full; raw: faint, behind its smoothed version; other: second colour, with dots if few
     x: tuple[float, ...]  # ascending
-    y: tuple[float, ...]  # as many as x
+    y: tuple[float, ...]  # at each x
     colour: str | None = None  # "#rrggbb", on light and dark pages; None: the role's
 
 
@@ -124,7 +124,7 @@ class Guide:
     """A line through the points (x[i], y[i]), dashed unless `solid`, with a text at its last point."""
 
     x: tuple[float, ...]
-    y: tuple[float, ...]  # as many as x
+    y: tuple[float, ...]  # at each x
     text: str = ""  # "": none
     solid: bool = False
 

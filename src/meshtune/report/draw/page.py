@@ -43,6 +43,8 @@ def data_element(name: str, value: Any) -> str:
     return f"<script type='application/json' id='{name}'>\n{script_json(value)}\n</script>"
 
 
+EMPTY = "<section><p class='empty'>{}</p></section>"  # where there is nothing to show
+
 PAGE = """\
 <!doctype html>
 <html lang="en">
@@ -139,22 +141,21 @@ th[aria-sort=descending] button::after { content: " ▼"; }
   border-radius: 6px; padding: 3px 8px; max-width: 240px;
 }
 #chosen button { margin: 8px 0 12px; cursor: pointer; }
-.samples { width: 100%; }
-.samples th { padding: 4px 20px 6px 0; border-bottom: 1px solid var(--line); }
-.samples td {
-  padding: 7px 20px 7px 0; border-bottom: 1px solid var(--line); vertical-align: top;
-  white-space: pre-wrap; overflow-wrap: anywhere; min-width: 90px;
-}
-.samples .exact, #control-tokens:checked ~ .wide .plain { display: none; }
-#control-tokens:checked ~ .wide .exact { display: inline; }
 label { color: var(--soft); font-size: 13px; margin-left: 6px; }
-.samples .right { color: var(--right); }
-.samples .right::after { content: " ✓"; }
-.samples .wrong { color: var(--soft); }
 .facts { font-size: 14px; }
 .facts th { width: 150px; }
 .facts th, .facts td { padding: 4px 28px 4px 0; vertical-align: top; overflow-wrap: anywhere; }
 .facts th { white-space: nowrap; }
+.samples { width: 100%; }
+.samples th { width: auto; padding: 4px 20px 6px 0; border-bottom: 1px solid var(--line); }
+.samples td {
+  padding: 7px 20px 7px 0; border-bottom: 1px solid var(--line); white-space: pre-wrap; min-width: 90px;
+}
+.samples .exact, #control-tokens:checked ~ .wide .plain { display: none; }
+#control-tokens:checked ~ .wide .exact { display: inline; }
+.samples .right { color: var(--right); }
+.samples .right::after { content: " ✓"; }
+.samples .wrong { color: var(--soft); }
 .compared th { width: auto; }
 .compared .best { color: var(--right); font-weight: 600; }
 .facts.numbers th { width: auto; }

@@ -1,5 +1,6 @@
 """Panels as one .png or .svg picture, in rows, drawn without a browser."""
 
+import html
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,11 +8,13 @@ from typing import Any
 
 from meshtune.errors import UserError
 from meshtune.report.draw import vega
+from meshtune.report.draw.document import Document
 from meshtune.report.draw.kinds import Areas, HeatMap, Lines, Panel, Scatter, Stacks, Timeline
-from meshtune.report.draw.theme import DARK, LIGHT, config
+from meshtune.report.draw.theme import LIGHT, config
 from meshtune.rundir import write_text_atomically
 
 SUFFIXES = (".png", ".svg")
+PAGE = ".html"
 WIDTH, GAP = 1200, 44  # px of a picture, and between charts side by side
 NUMBERS, UNNAMED = 52, 8  # px left of a chart for the labels of a number axis, or for none
 CHARACTER = 6.7  # px of a name's monospaced characters
@@ -30,23 +33,48 @@ def known_suffix(file: Path, known: Sequence[str] = SUFFIXES) -> str:
     return suffix
 
 
+def check(file: Path) -> str:
+    """Suffix in lower case of a file that `write_document` can write. Raises UserError for another one, and
+    without Altair.
+    """
+    suffix = known_suffix(file, (PAGE, *SUFFIXES))
+    vega.require()
+    return suffix
+
+
+def write_document(file: Path, document: Document) -> None:
+    """Write a document as a page, or its pictures as one picture, by the file's suffix. Raises as `check`."""
+    if check(file) == PAGE:
+        write_text_atomically(file, document.html())
+    else:
+        title = f"{document.name} · {html.unescape(document.subtitle)}"
+        write(file, in_rows(document.panels), title=title)
+
+
+def in_rows(panels: Sequence[Panel]) -> list[list[Panel]]:
+    """Panels of a picture by row: stacks side by side, then a row for each other one, then scatter charts."""
+    stacks: list[Panel] = [panel for panel in panels if isinstance(panel, Stacks)]
+    scatters: list[Panel] = [panel for panel in panels if isinstance(panel, Scatter)]
+    others: list[list[Panel]] = [[panel] for panel in panels if not isinstance(panel, Stacks | Scatter)]
+    return [row for row in (stacks, *others, scatters) if row]
+
+
 def write(
     file: Path,
     rows: Sequence[Sequence[Panel]],
     *,
     title: str,
-    dark: bool = False,
     width: int = WIDTH,
 ) -> Path:
     """Write panels as one picture, .png or .svg by the file's suffix, and return `file`.
 
     rows: panels from top to bottom, those of a row side by side; at least one row, and no row empty. In a row
     only the first panel shows the names of `Stacks`, so all `Stacks` of a row must have the same names.
-    title: above all panels. dark: draw with the dark theme. width: px of the whole picture, about; a .png has
-    PNG_SCALE times as many pixels. Raises UserError for another suffix, and without Altair.
+    title: above all panels. width: px of the whole picture, about; a .png has PNG_SCALE times that.
+    Raises UserError for another suffix, and without Altair.
     """
     known_suffix(file)
-    save(specification(rows, title=title, width=width), file, dark=dark)
+    save(specification(rows, title=title, width=width), file)
     return file
 
 
@@ -111,14 +139,14 @@ def _labels_width(panel: Panel, named: bool = True) -> float:
             return NUMBERS
 
 
-def save(spec: dict[str, Any], file: Path, *, dark: bool = False) -> None:
-    """Write a specification with the light or dark theme as .png or .svg, by the file's suffix.
+def save(spec: dict[str, Any], file: Path) -> None:
+    """Write a specification with the light theme as .png or .svg, by the file's suffix.
 
     spec: without `config`; it is not changed. The file is replaced atomically, and its folder is made. The
     same specification gives the same bytes. Raises UserError for another suffix.
     """
-    suffix, colours = known_suffix(file), DARK if dark else LIGHT
-    themed = {**spec, "config": config(colours, background=colours["paper"])}
+    suffix = known_suffix(file)
+    themed = {**spec, "config": config(LIGHT, background=LIGHT["paper"])}
     if suffix == ".svg":
         write_text_atomically(file, vega.svg(themed))
         return

@@ -47,7 +47,14 @@ class Name(NamedTuple):
     name: str
 
 
-Cell = str | Text | Name | Segments
+class Markup(NamedTuple):
+    """A cell of a page only, as HTML, which the caller escapes."""
+
+    html: str
+    kind: str = ""  # its class
+
+
+Cell = str | Text | Name | Segments | Markup
 
 
 @dataclass(frozen=True)
@@ -103,19 +110,22 @@ class Table:
     legends: Mapping[str, Legend] = field(
         default_factory=dict
     )  # head of a column -> legend, where it is drawn
+    kind: str = "numbers listing"  # classes of a page's table
+    above: str = ""  # HTML between the title and a page's table
+    tall: bool = False  # whether a page scrolls it below its heads
 
     @classmethod
     def of_rows(
         cls,
         title: str,
         heads: Sequence[str],
-        rows: Iterable[Sequence[str]],
+        rows: Iterable[Sequence[str | Markup]],
         words: Sequence[str] = (),
         notes: Sequence[str] = (),
         *,
         totals: int = 0,
     ) -> Table:
-        """A table of texts, a row each. words: heads of the columns of words."""
+        """A table of texts, row by row. words: heads of the columns of words."""
         cells = [*zip(*rows, strict=True)] or [()] * len(heads)
         columns = (Column(head, column, head in words) for head, column in zip(heads, cells, strict=True))
         return cls(title, tuple(columns), tuple(notes), totals)
@@ -177,7 +187,7 @@ class Table:
         return [replace(self, columns=(*fixed, *part)) for part in parts]
 
     def _drawn(self, width: int) -> RichTable:
-        """Its heads and rows alone; all bars are equally wide, as wide as fits."""
+        """Its heads and rows, without title and notes; all bars are equally wide, as wide as fits."""
         bars = [column for column in self.columns if column.bars]
         spare = width - _room(column.width for column in self.columns) + NARROWEST * len(bars)
         bar = min(WIDEST, max(NARROWEST, spare // max(1, len(bars))))
@@ -196,21 +206,21 @@ class Table:
 
     # Page #
 
-    def html(self, kind: str = "numbers listing") -> str:
+    def html(self, kind: str = "") -> str:
         """The table as a section of a page, without bars; "" without rows. kind: its classes."""
         columns = [column for column in self.columns if not column.bars and not column.replaces]
         if not columns[0].cells:
             return ""
-        heads = "".join(f"<th{_left(column)}>{text(_name(column))}</th>" for column in columns)
+        heads = "".join(f"<th{_class(column)}>{text(_name(column))}</th>" for column in columns)
         heads = f"<thead><tr>{heads}</tr></thead>" if any(self.heads) else ""
         title = f"<h2>{text(self.title)}</h2>" if self.title else ""
         rows = "".join(
             f"<tr{self._class(number)}>{''.join(_cell(column, number) for column in columns)}</tr>"
             for number in range(len(columns[0].cells))
         )
-        classes = f"facts {kind}" if heads else "facts"
+        classes = f"facts {kind or self.kind}" if heads else "facts"
         return (
-            f"<section>{title}<div class='wide'><table class='{classes}'>"
+            f"<section>{title}{self.above}<div class='wide{' tall' * self.tall}'><table class='{classes}'>"
             f"{heads}<tbody>{rows}</tbody></table></div>{notes(self.notes)}</section>"
         )
 
@@ -267,15 +277,16 @@ def _rendered(cell: Cell, column: Column, bar: int) -> RenderableType:
         return Bar(*cell[:2], width=bar, until=cell.until)
     if isinstance(cell, Name):
         return Marked(cell.name)
-    if column.words or column.wraps:
-        return Wrapped(cell if isinstance(cell, Text) else Text(cell))
-    return Text(cell) if isinstance(cell, str) else cell
+    line = cell if isinstance(cell, Text) else Text(_plain(cell))
+    return Wrapped(line) if column.words or column.wraps else line
 
 
 def _plain(cell: Cell) -> str:
     if isinstance(cell, Segments):
         return ""
-    return cell.name if isinstance(cell, Name) else cell.plain if isinstance(cell, Text) else cell
+    if isinstance(cell, Name | Markup):
+        return cell[0]
+    return cell.plain if isinstance(cell, Text) else cell
 
 
 def _length(cell: Cell) -> int:
@@ -294,20 +305,24 @@ def _name(column: Column) -> str:
     return column.name or re.sub(r"\n(?=/)|(?<=-)\n", "", column.head).replace("\n", " ").strip()
 
 
-def _left(column: Column) -> str:
-    return f" class='{'layout' if column.code else 'left'}'" if column.words else ""
+def _class(column: Column, cell: Cell = "") -> str:
+    """The attribute of a head, or of a cell of its column; "" where it has no class."""
+    best = "best" if getattr(cell, "style", "") == BEST else ""
+    kind = "layout" if column.code else "left" if column.words else best
+    kind = " ".join(filter(None, (kind, cell.kind if isinstance(cell, Markup) else "")))
+    return f" class='{kind}'" if kind else ""
 
 
 def _cell(column: Column, number: int) -> str:
-    content = text(_plain(column.cells[number])).replace("\n", "<br>")
+    cell = column.cells[number]
+    content = cell.html if isinstance(cell, Markup) else text(_plain(cell)).replace("\n", "<br>")
     if column.heading:
         return f"<th>{content}</th>"
     content = f"<code>{content}</code>" if column.code and content else content
     if column.more and column.more[number]:
         content += f"<div class='why'>{text(column.more[number])}</div>"
     name = f" data-name='{text(_name(column))}'" if column.head and not column.words else ""
-    best = " class=best" if getattr(column.cells[number], "style", "") == BEST else ""
-    return f"<td{_left(column) or best}{name}>{content}</td>"
+    return f"<td{_class(column, cell)}{name}>{content}</td>"
 
 
 def facts(rows: Mapping[str, Any], title: str = "", form: Callable[[Any], str] = str) -> Table:

@@ -7,17 +7,26 @@ model.layers.1.mlp.up_proj  112 MiB ├─> model.layers.0-31.mlp.up_proj  32 ×
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import NamedTuple
 
-from meshtune.meter.trace import CATEGORIES, COMMUNICATION, GATHERED, LOGITS, Operation, StepTrace, Storage
+from meshtune.meter.trace import (
+    CATEGORIES,
+    COMMUNICATION,
+    GATHERED,
+    LOGITS,
+    Operation,
+    Place,
+    StepTrace,
+    Storage,
+    module_place,
+)
 from meshtune.report.draw.thin import thinned
+from meshtune.units import ranges
 
-NUMBERED = re.compile(r"^(.+?)\.(\d+)(?=\.|$)(.*)$")  # a module in a list, as blocks are
 OUTSIDE = "outside of modules"
 RECEIVING = ("all_gather", "reduce_scatter", "all_to_all", "receive")  # collectives with a buffer of results
 
@@ -72,35 +81,9 @@ def parts_of(storages: Iterable[Storage]) -> dict[str, int]:
     return sizes
 
 
-class Place(NamedTuple):
-    """A module, with the block's number cut out of its name."""
-
-    before: str  # "model.layers"; or the whole name of a module that is in no block
-    block: int | None  # None: in no block
-    after: str  # ".mlp.up_proj"
-
-
 def place_of(storage: Storage) -> Place:
     """Module of the parameter that the storage belongs to, else the module that made it."""
     return module_place(storage.name.rpartition(".")[0] or storage.module)
-
-
-def module_place(module: str) -> Place:
-    """A module's path with the block's number cut out of it."""
-    if parts := NUMBERED.match(module):
-        return Place(parts[1], int(parts[2]), parts[3])
-    return Place(module, None, "")
-
-
-def ranges(numbers: Iterable[int]) -> str:
-    """Numbers as text: `ranges([0, 1, 2, 5]) == "0-2,5"`."""
-    runs: list[list[int]] = []
-    for number in sorted(set(numbers)):
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ",".join(f"{first}-{last}" if last > first else f"{first}" for first, last in runs)
 
 
 class Row(NamedTuple):
@@ -130,7 +113,7 @@ def by_module(storages: Iterable[Storage]) -> list[Row]:
 
 @dataclass(frozen=True)
 class Alike:
-    """Living tensors that differ in the number of the block or micro-batch alone."""
+    """Living tensors that differ only in the number of the block or micro-batch."""
 
     before: str  # name of their module, up to the block's number; "": outside of modules
     after: str  # what follows the number

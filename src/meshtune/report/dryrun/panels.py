@@ -13,23 +13,21 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import groupby, pairwise
-from typing import TYPE_CHECKING, NamedTuple
 
+from meshtune.dryrun.streams import COMPUTE, RankTime, StepTime
 from meshtune.meter.trace import CATEGORIES, RankTrace, StepTrace
+from meshtune.plan.over_time import Timed
 from meshtune.report.draw.kinds import Areas, Band, Interval, Mark, Point, Timeline
 from meshtune.report.draw.thin import MOST_ROWS
 from meshtune.report.dryrun.living import described, levels
 from meshtune.report.plan.passes import passes_panel
 from meshtune.units import GIB, human
 
-if TYPE_CHECKING:
-    from meshtune.plan.over_time import Timed
-
 COLUMNS = 400  # of bands over one step: where more phases follow each other, the longest in each is drawn
 MOST_INTERVALS = 2000  # of one timeline
 NEAR = 0.3  # share of a GPU's memory from which a peak is drawn below its capacity
 FINEST = 2000  # pixels of a timeline, about
-SECTIONS = ("first step", "later steps")
+STEPS, END = ("first step", "later steps"), "end of the step"
 
 Starts = Sequence[float]  # of each operation of a step in seconds, ascending, then the step's end
 
@@ -54,36 +52,28 @@ def memory_panel(
     capacity: bytes of a GPU, which are marked if the peak comes near them; 0: not known. starts: for each
     step; (): the axis counts its operations. most: levels of a step that are drawn.
     """
-    parts: dict[str, list[float]] = {category: [] for category in CATEGORIES}
-    x: list[float] = []
-    texts: list[str] = []
+    rows: list[tuple[float, dict[str, int], str]] = []  # x, bytes by category, event
     bands, sections, peaks = [], [], []
     begin = 0.0
     for number, step in enumerate(trace.steps):
         times = starts[number] if starts else [float(at) for at in range(len(step.operations) + 1)]
         for at, sizes in levels(step, most):
-            x.append(begin + times[min(at, len(times) - 1)])
-            texts.append(_event(step, at))
-            for category in CATEGORIES:
-                parts[category].append(sizes[category] / GIB)
+            rows.append((begin + times[min(at, len(times) - 1)], sizes, _event(step, at)))
         bands += [Band(begin + one.start, begin + one.end, one.name) for one in _bands(step, times)]
-        sections.append(Mark(begin, SECTIONS[number]))
+        sections.append(Mark(begin, STEPS[number]))
         size, at = step.peak()
         peaks.append(Point(begin + times[max(at, 0)], size / GIB, f"peak {human(size)}"))
         begin += times[-1]
-        x.append(begin)  # the last level lasts until the step ends
-        texts.append("end of the step")
-        for sizes_of_one in parts.values():
-            sizes_of_one.append(sizes_of_one[-1])
+        rows.append((begin, rows[-1][1], END))  # the last level lasts until the step ends
     near = capacity and max(point.y for point in peaks) * GIB > NEAR * capacity
-    names = [name for name in CATEGORIES if any(parts[name])]
+    parts = {name: tuple(sizes[name] / GIB for _, sizes, _ in rows) for name in CATEGORIES}
     return Areas(
         f"memory_of_rank_{trace.rank}",
         f"Memory of {rank_title(trace)} over a step{_some(trace)}",
         "GiB",
-        tuple(x),
-        {shown(name): tuple(parts[name]) for name in names},
-        tuple(texts),
+        tuple(x for x, _, _ in rows),
+        {shown(name): sizes for name, sizes in parts.items() if any(sizes)},
+        tuple(event for _, _, event in rows),
         "seconds" if starts else "operations",
         Mark(capacity / GIB, f"capacity {capacity / GIB:.1f} GiB") if near else None,
         height=320,
@@ -101,7 +91,7 @@ def _some(trace: RankTrace) -> str:
 
 
 def _event(step: StepTrace, at: int) -> str:
-    return described(step.operations[at]) if at < len(step.operations) else "end of the step"
+    return described(step.operations[at]) if at < len(step.operations) else END
 
 
 def _bands(step: StepTrace, times: Starts) -> list[Band]:
@@ -128,28 +118,30 @@ def _bands(step: StepTrace, times: Starts) -> list[Band]:
 # streams #
 
 
-class Busy(NamedTuple):
-    """An interval in which a stream works."""
+def busy(rank: RankTime) -> list[Interval]:
+    """Kernels and collectives of a rank, a lane for each stream; kernels have the colour of their phase."""
+    return [
+        Interval(
+            each.stream,
+            each.begin,
+            each.end,
+            each.phase if each.stream == COMPUTE else each.part,
+            " ".join(filter(None, (each.name, each.module))),
+        )
+        for each in rank.intervals
+    ]
 
-    stream: str  # such as "compute", or a communication stream's axis
-    start: float  # seconds
-    end: float  # seconds
-    label: str  # in the tooltip
-    part: str  # gives the colour: of plan.seconds.step.PARTS, or of meter.trace.PHASES
 
+def streams_panel(busy: Iterable[Interval], *, title: str, key: str = "streams") -> Timeline:
+    """Streams of one rank below each other, the busiest first. busy: in any order.
 
-def streams_panel(
-    busy: Iterable[tuple[str, float, float, str, str]], *, title: str, key: str = "streams"
-) -> Timeline:
-    """Streams of one rank below each other, the busiest first. busy: fields of `Busy`, in any order.
-
-    Of more than MOST_INTERVALS, those of one part that are closer than a pixel are drawn as one; if they are
-    still too many, those shorter than a pixel are drawn with the one before.
+    If there are more than MOST_INTERVALS, those of one colour that are closer than a pixel are drawn as one;
+    if they are still too many, those shorter than a pixel are drawn with the one before.
     """
-    every = sorted((Busy(*one) for one in busy), key=lambda one: (one.stream, one.start))
+    every = sorted(busy, key=lambda one: (one.lane, one.start))
     lengths: defaultdict[str, float] = defaultdict(float)
     for one in every:
-        lengths[one.stream] += one.end - one.start
+        lengths[one.lane] += one.end - one.start
     end = max((one.end for one in every), default=0.0)
     pixel, drawn = 0.0, every
     while len(drawn) > MOST_INTERVALS:
@@ -157,26 +149,22 @@ def streams_panel(
         pixel = 2 * pixel or end / FINEST
         drawn = _joined(_joined(every, pixel), pixel, shortest)
     note = f", {1000 * pixel:.3g} ms a dot" if pixel else ""
-    return Timeline(
-        key,
-        title + note,
-        "seconds",
-        tuple(sorted(lengths, key=lambda stream: -lengths[stream])),
-        tuple(Interval(one.stream, one.start, one.end, one.part, one.label) for one in drawn),
-    )
+    lanes = sorted(lengths, key=lambda stream: -lengths[stream])
+    return Timeline(key, title + note, "seconds", tuple(lanes), tuple(drawn))
 
 
-def _joined(every: Sequence[Busy], pixel: float, shortest: float = 0.0) -> list[Busy]:
-    """Join neighbours that are closer than `pixel` seconds, if they are of one part or the later one is not
+def _joined(every: Sequence[Interval], pixel: float, shortest: float = 0.0) -> list[Interval]:
+    """Join neighbours that are closer than `pixel` seconds, if they have one colour or the later one is not
     longer than `shortest`.
     """
-    joined: list[Busy] = []
+    joined: list[Interval] = []
     for one in every:
         last = joined[-1] if joined else None
-        near = last is not None and last.stream == one.stream and one.start - last.end <= pixel
-        if last is not None and near and (one.part == last.part or one.end - one.start <= shortest):
+        near = last is not None and last.lane == one.lane and one.start - last.end <= pixel
+        if last is not None and near and (one.name == last.name or one.end - one.start <= shortest):
             longer = max(last, one, key=lambda each: each.end - each.start)
-            joined[-1] = last._replace(end=max(last.end, one.end), label=longer.label)
+            end = max(last.end, one.end)
+            joined[-1] = Interval(last.lane, last.start, end, last.name, longer.detail)
         else:
             joined.append(one)
     return joined
@@ -188,3 +176,49 @@ def pipeline_panel(timed: Sequence[Timed], *, title: str = "The pipeline over on
     length = max(one.end for one in timed) - min(one.start for one in timed)
     waits = 1 - sum(one.end - one.start for one in timed) / (length * len(ranks))
     return passes_panel(timed, f"{title}: a rank waits for {waits:.1%} of it")
+
+
+# Times #
+
+
+def passes(rank: RankTime) -> list[Timed]:
+    """Passes of a rank, each from its first kernel to its last one, in the order in which they begin."""
+    found: list[Timed] = []
+    for each in rank.intervals:
+        kind, stage, micro_batch = each.run
+        if each.stream != COMPUTE or not kind:
+            continue
+        if found and (found[-1].kind, found[-1].stage, found[-1].micro_batch) == each.run:
+            found[-1] = found[-1]._replace(end=each.end)
+        else:
+            found.append(Timed(rank.pp, kind, each.begin, each.end, stage, micro_batch))
+    return found
+
+
+def starts_of(trace: RankTrace, times: Sequence[StepTime]) -> list[list[float]]:
+    """`starts` of the operations of each step; [] for a rank without times, and one whose micro-batches were
+    not all traced: its operations run at several times.
+
+    times: of both steps, or none.
+    """
+    if trace.micro_batches < trace.of:
+        return []
+    both = zip(trace.steps, times, strict=False)
+    return [starts(rank, step, time.seconds) for step, time in both if (rank := time.of_trace(trace.rank))]
+
+
+def starts(rank: RankTime, step: StepTrace, seconds: float) -> list[float]:
+    """Seconds at which each operation begins on the compute stream, ascending, then the step's end.
+
+    Operations without a kernel, and those on other streams, begin with the last kernel before them. seconds:
+    of the step.
+    """
+    begins: dict[int, float] = {}
+    for each in rank.intervals:
+        if each.stream == COMPUTE:
+            begins.setdefault(each.operation, each.begin)
+    times, now = [], 0.0
+    for number in range(len(step.operations)):
+        now = max(now, begins.get(number, now))
+        times.append(now)
+    return [*times, seconds]

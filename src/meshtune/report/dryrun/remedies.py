@@ -6,6 +6,7 @@ The first rule that applies answers; where a layout has a setting already, the n
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from meshtune.layout import Layout
 from meshtune.meter.trace import (
@@ -20,13 +21,34 @@ from meshtune.meter.trace import (
     RECOMPUTATION,
     TEMPORARY,
     WEIGHTS,
+    RankTrace,
 )
 from meshtune.placement.states import LOSS_CHUNK_TOKENS
 from meshtune.recomputation import RECOMPUTATIONS, SAVED_OPERATORS
-from meshtune.report.dryrun.living import Alike, is_received
+from meshtune.report.dryrun.living import Alike, Peak, alike, is_received, made_by
 from meshtune.units import counted
 
 Advice = Iterator[str]
+
+
+def largest(trace: RankTrace, layout: Layout) -> list[dict[str, Any]]:
+    """Groups of tensors that are alike at the peak of later steps, most bytes first, each with the setting
+    that removes or shrinks it; bytes are those of the whole group.
+    """
+    peak = Peak.of(trace.steps[-1])
+    return [
+        {
+            "bytes": tensors.bytes,
+            "count": tensors.count,
+            "tensor": tensors.name,
+            "made_by": made_by(tensors),
+            "shape": list(tensors.shape),
+            "dtype": tensors.dtype,
+            "category": tensors.category,
+            "setting": remedy(tensors, layout, peak.vocabulary),
+        }
+        for tensors in alike(peak.storages)
+    ]
 
 
 def remedy(tensors: Alike, layout: Layout, vocabulary: int = 0) -> str:
@@ -55,7 +77,7 @@ def _weights(tensors: Alike, layout: Layout) -> Advice:
 def _gathered(tensors: Alike, layout: Layout) -> Advice:
     if layout.zero < 3:
         yield "zero3: gathered block by block"
-    yield f"{_more_tensor(layout)}: a rank gathers its part alone"
+    yield f"{_more_tensor(layout)}: a rank gathers only its part"
 
 
 def _gradients(tensors: Alike, layout: Layout) -> Advice:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from meshtune.dryrun.workspaces import Row as Workspace
 from meshtune.layout import Layout
 from meshtune.meter.trace import CATEGORIES, OPTIMIZER, RankTrace
-from meshtune.report.draw.table import Table
-from meshtune.report.dryrun.living import Peak, Row, alike, by_module, made_by
-from meshtune.report.dryrun.panels import rank_title, shown
-from meshtune.report.dryrun.remedies import remedy
+from meshtune.report.draw.table import Column, Table
+from meshtune.report.dryrun.living import Peak, by_module
+from meshtune.report.dryrun.panels import STEPS, rank_title, shown
+from meshtune.report.dryrun.remedies import largest
 from meshtune.units import counted, human
-
-STEPS = ("first step", "later steps")
 
 
 def peak_table(
@@ -22,37 +21,24 @@ def peak_table(
 
     reserved: title -> rank -> bytes that an allocator holds at most in each step: a row for each title.
     """
-    peaks = [Peak.of(step) for trace in traces for step in trace.steps]
+    reserved = reserved or {}
     several = len(traces) > 1  # then there is no room for shares
-    titles = [rank_title(trace).replace(" (", "\n(") for trace in traces]
-    heads = [f"{title}\n{name}" if several else name for title in titles for name in STEPS]
-
-    def line(name: str, sizes: Iterable[int], shares: Iterable[str]) -> tuple[str, ...]:
-        pairs = zip(map(size, sizes), shares, strict=True)
-        return (name, *(cell for pair in pairs for cell in (pair[:1] if several else pair)))
-
-    parts = [peak.parts() for peak in peaks]
-    rows = [
-        line(
-            shown(name),
-            [part[name] for part in parts],
-            [share(part[name], peak.bytes) for part, peak in zip(parts, peaks, strict=True)],
-        )
-        for name in CATEGORIES
-        if any(part[name] for part in parts)
-    ]
-    blank = [""] * len(peaks)
-    rows.append(line("peak", [peak.bytes for peak in peaks], blank))
-    for title, held in (reserved or {}).items():
-        rows.append(line(title, [bytes for trace in traces for bytes in held[trace.rank]], blank))
-    return Table.of_rows(
-        "Memory at the peak" if several else f"Memory at the peak, {rank_title(traces[0])}",
-        ("category", *(cell for head in heads for cell in ((head,) if several else (head, "%")))),
-        tuple(rows),
-        ("category",),
-        tuple(note for trace in traces for note in peak_notes(trace)),
-        totals=1 + len(reserved or {}),
-    )
+    peaks = {(trace.rank, at): Peak.of(step) for trace in traces for at, step in enumerate(trace.steps)}
+    parts = {place: peak.parts() for place, peak in peaks.items()}
+    names = [name for name in CATEGORIES if any(sizes[name] for sizes in parts.values())]
+    columns = [Column("category", (*map(shown, names), "peak", *reserved), words=True)]
+    titles = {trace.rank: rank_title(trace) for trace in traces}
+    for (rank, at), peak in peaks.items():
+        sizes = [parts[rank, at][name] for name in names]
+        below = [peak.bytes, *(by_rank[rank][at] for by_rank in reserved.values())]
+        head = titles[rank].replace(" (", "\n(") + f"\n{STEPS[at]}" if several else STEPS[at]
+        columns.append(Column(head, [*map(size, [*sizes, *below])]))
+        if not several:
+            shares = [share(bytes, peak.bytes) for bytes in sizes]
+            columns.append(Column("%", [*shares, *[""] * len(below)]))
+    title = "Memory at the peak" + ("" if several else f", {titles[traces[0].rank]}")
+    notes = tuple(note for trace in traces for note in peak_notes(trace))
+    return Table(title, tuple(columns), notes, totals=1 + len(reserved))
 
 
 def peak_notes(trace: RankTrace) -> list[str]:
@@ -74,54 +60,45 @@ def peak_notes(trace: RankTrace) -> list[str]:
 def module_table(trace: RankTrace) -> Table:
     """Bytes at the peak of later steps by module and category; the blocks are one row, their mean another."""
     peak = Peak.of(trace.steps[-1])
-    every = by_module(peak.storages)
-    names = [name for name in CATEGORIES if any(row.parts[name] for row in every)]
-
-    def line(name: str, parts: Mapping[str, float]) -> tuple[str, ...]:
-        return (name, human(sum(parts.values())), *(size(parts[category]) for category in names))
-
-    rows = []
-    for row in every:
-        rows.append(line(f"{row.name}, sum" if row.blocks > 1 else row.name, row.parts))
+    rows: dict[str, Mapping[str, float]] = {}
+    for row in by_module(peak.storages):
+        rows[f"{row.name}, sum" if row.blocks > 1 else row.name] = row.parts
         if row.blocks > 1:
-            rows.append(line(f"{row.name}, mean", mean(row)))
-    rows.append(line("peak", peak.parts()))
+            rows[f"{row.name}, mean"] = {name: bytes / row.blocks for name, bytes in row.parts.items()}
+    rows["peak"] = peak.parts()
+    names = [name for name in CATEGORIES if rows["peak"][name]]
     return Table.of_rows(
         f"By module, {rank_title(trace)}, later steps",
         ("module", "in all", *(shown(name).replace(" ", "\n") for name in names)),
-        tuple(rows),
+        [
+            (name, human(sum(parts.values())), *(size(parts[category]) for category in names))
+            for name, parts in rows.items()
+        ],
         ("module",),
         totals=1,
     )
 
 
-def mean(row: Row) -> dict[str, float]:
-    """Bytes by category of a mean block."""
-    return {name: bytes / row.blocks for name, bytes in row.parts.items()}
-
-
 def largest_table(trace: RankTrace, layout: Layout, top: int) -> Table:
     """The largest tensors at the peak of later steps, each with the setting that removes or shrinks it.
 
-    Those that differ in the number of the block alone are one row.
+    Those that differ only in the number of the block are one row.
     """
-    peak = Peak.of(trace.steps[-1])
-    every = alike(peak.storages)
-    some = every[:top]
-    rest = sum(tensors.bytes for tensors in every[top:])
+    every = largest(trace, layout)
+    rest = sum(group["bytes"] for group in every[top:])
     rows = tuple(
         (
-            human(tensors.bytes),
-            f"{tensors.count} × {human(tensors.bytes / tensors.count)}" if tensors.count > 1 else "",
-            tensors.name,
-            made_by(tensors),
-            f"{'×'.join(map(str, tensors.shape))} {tensors.dtype}".strip(),
-            shown(tensors.category),
-            remedy(tensors, layout, peak.vocabulary),
+            human(group["bytes"]),
+            f"{group['count']} × {human(group['bytes'] / group['count'])}" if group["count"] > 1 else "",
+            group["tensor"],
+            group["made_by"],
+            f"{'×'.join(map(str, group['shape']))} {group['dtype']}".strip(),
+            shown(group["category"]),
+            group["setting"],
         )
-        for tensors in some
+        for group in every[:top]
     )
-    others = f"{counted(len(every) - len(some), 'other group')} of tensors: {human(rest)}."
+    others = f"{counted(len(every) - top, 'other group')} of tensors: {human(rest)}."
     return Table.of_rows(
         f"The largest tensors at the peak, {rank_title(trace)}, later steps",
         ("bytes", "count", "tensor", "made by", "shape", "category", "setting that shrinks it"),
@@ -158,12 +135,12 @@ def collectives_table(trace: RankTrace) -> Table:
     )
 
 
-def workspaces_table(trace: RankTrace, rows: Iterable[tuple[str, int, int, str]]) -> Table:
-    """Memory that kernels take for themselves. rows: name, operations that take it, bytes, source."""
+def workspaces_table(trace: RankTrace, rows: Iterable[Workspace]) -> Table:
+    """Memory that kernels take for themselves."""
     return Table.of_rows(
         f"Workspaces of kernels, {rank_title(trace)}",
         ("workspace", "operations", "bytes", "source"),
-        tuple((name, f"{number:,}", human(bytes), source) for name, number, bytes, source in rows),
+        tuple((row.name, f"{row.operations:,}", human(row.bytes), row.source) for row in rows),
         ("workspace", "source"),
     )
 

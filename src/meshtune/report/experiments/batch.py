@@ -57,7 +57,7 @@ def batch_panels(sweep: Sweep) -> list[Panel]:
 
 
 def _is_studied(sweep: Sweep) -> bool:
-    """True if the sweep changes the global batch itself, and not through the GPUs alone."""
+    """True if the sweep changes the global batch itself, and not only through the GPUs."""
     keys = (*BATCH, "layout", "layout.gradient_accumulation_steps", "layout.micro_batch_size")
     return any(key in sweep.varied for key in keys)
 

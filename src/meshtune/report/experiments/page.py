@@ -90,8 +90,8 @@ def _counts(sweep: Sweep, counts: Mapping[str, int]) -> str:
     lines = [SIMULATED.get(sweep.simulated, "")] if sweep.simulated else []
     if unlisted := sweep.source.facts.get("unlisted"):
         lines.append(
-            f"{counted(len(unlisted), 'result')} that the sweep's file no longer lists: in the database, but "
-            "not here."
+            f"{counted(len(unlisted), 'result')} that the sweep's file doesn't list any more: in the "
+            "database, but not here."
         )
     if left_out := sweep.source.left_out_sentence:
         lines.append(left_out)
@@ -126,7 +126,7 @@ def _footer(sweep: Sweep) -> str:
         "quartiles, as a share of the median."
     )
     repeated = (
-        f" Experiments that differ in their seed alone are one point, the median of {seeds}." if seeds else ""
+        f" Experiments that differ only in their seed are one point, the median of {seeds}." if seeds else ""
     )
     machine = ", ".join(_machine(sweep))
     return text(f"{counted(done, 'experiment')} done. {what}{repeated} {MFU} {machine}.")

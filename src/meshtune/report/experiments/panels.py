@@ -259,7 +259,7 @@ def beside(sweep: Sweep) -> list[Panel]:
         if not groups:
             continue
         if field == "peak_bytes" and sweep.source.facts.get("run") == "train":
-            notes.append("predicted is all that a device needs, measured is tensors alone")
+            notes.append("predicted is all that a device needs, measured is only tensors")
         both = axis(f"{truth}, {unit}", [*values(groups, "x"), *values(groups, "y")])
         y = replace(both, title=f"{' or '.join(group.name for group in groups)}, {unit}")
         diagonal = Guide(both.ends, both.ends, "equal")

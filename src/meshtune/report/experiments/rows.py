@@ -36,7 +36,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Experiment:
-    """One experiment, or the median of several that differ in their seed alone."""
+    """One experiment, or the median of several that differ only in their seed."""
 
     number: int
     status: str
@@ -119,7 +119,7 @@ class Sweep:
     def label(self) -> Callable[[Experiment], str]:
         """Function that names the workload of an experiment: its model, and the settings besides it that the
         sweep changes and that are not questions of speed (layout, GPUs, seed). Of more than MOST_LABELS
-        workloads the names are those of the models alone.
+        workloads the names are only those of the models.
         """
         whole = self.naming(())
         return whole if len(set(map(whole, self.experiments))) <= MOST_LABELS else self._model_name
@@ -218,7 +218,7 @@ def _positive(parts: Any) -> dict[str, float]:
 
 
 def medians(experiments: Iterable[Experiment]) -> list[Experiment]:
-    """One experiment for all that differ in their seed alone, with the medians of their figures."""
+    """One experiment for all that differ only in their seed, with the medians of their figures."""
     groups: dict[str, list[Experiment]] = {}
     for one in experiments:
         others = {key: value for key, value in one.settings.items() if key != SEED}

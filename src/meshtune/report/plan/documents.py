@@ -1,47 +1,330 @@
-"""Plans that were written as documents, on one page: from `plan --json`, and plan.yaml of run folders.
-
-The page has what the documents have: memory and time of their layouts, the reasons in words, what was left
-out.
+"""Every answer of `meshtune plan` as a Document: the best layouts with their reasons, explained layouts, the
+largest workload that fits, and plans read from the files that `plan --json` and runs have written.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import string
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from rich.console import Group
+from rich.padding import Padding
+from rich.text import Text
+
+from meshtune import __version__
 from meshtune.errors import UserError, check_file
+from meshtune.plan.advice import comparison
+from meshtune.plan.cost import RunCost, money
 from meshtune.plan.memory.timeline import CATEGORIES
-from meshtune.plan.seconds.step import PARTS
-from meshtune.report.draw.document import Document, OnPage, Pictures
-from meshtune.report.draw.kinds import Panel
-from meshtune.report.draw.page import sentences, text
+from meshtune.plan.phrases import device, unmeasured
+from meshtune.plan.programs import MESHTUNE
+from meshtune.plan.search import PEAK_TIE, TIE_MEMORY_STEP, Choice
+from meshtune.plan.seconds.step import PARTS, TIE
+from meshtune.report.draw.document import Document, InTerminal, Notes, OnPage, Part, Pictures, Section, Tiles
+from meshtune.report.draw.page import text
 from meshtune.report.draw.table import Column, Table
+from meshtune.report.draw.table import facts as facts_table
 from meshtune.report.draw.words import model_title
-from meshtune.report.plan.numbers import named, number, seconds
-from meshtune.report.plan.page import FOOTER
-from meshtune.report.plan.panels import memory_bars, predicted, time_bars
-from meshtune.units import GIB
+from meshtune.report.plan.numbers import named, number, plus_minus, seconds
+from meshtune.report.plan.panels import memory_and_time, memory_bars, over_time, predicted, time_bars
+from meshtune.report.plan.tables import clusters_table, explanation, layouts_table, side_by_side
+from meshtune.units import GIB, counted, duration, human
 from meshtune.yaml_tree import read_yaml
 
+if TYPE_CHECKING:
+    from meshtune.plan.answer import Answer
+    from meshtune.plan.explanation import Explanation
+    from meshtune.report.draw.kinds import Panel
+    from meshtune.tools.export import Written
+
+FOOTER = "Predicted by meshtune; nothing here was measured."
+MOST_REASONS = 6  # groups of layouts left out that the terminal lists
+MOST_TENSORS = 6  # kinds of tensors that are listed
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """The words that a plan was made with, for its page."""
+
+    command: str = ""  # all of them; "": a call from Python
+    settings: str = ""  # those that `meshtune train` reads too
+
+
+PYTHON = CommandLine()
+
+
+def answer(
+    result: Answer,
+    most: int = 10,
+    written: Written | None = None,
+    *,
+    line: CommandLine = PYTHON,
+    drawn: Sequence[Panel] = (),
+) -> Document:
+    """The plan's answer; its table of the best layouts has at most `most`.
+
+    written: the export of the chosen layout; None: it was not exported. line, drawn: command and pictures of
+    the page.
+    """
+    workload, plan = result.workload, result.plan
+    remarks = [*result.comparison, *result.left_out]
+    usual = (f"{one.name} {one.sentence}" for one in result.alternatives)
+    lost = written.exported.missing if written else ()
+    parts: list[Part] = [
+        InTerminal(Group(*heading(result))),
+        OnPage(recommended(result, line)),
+        InTerminal(Section("How it was reached", result.reasoning, numbered=True)),
+        *(clusters(result) if len(result.offers) > 1 else ()),
+        *(InTerminal(Padding(Text(sentence), (0, 0, 0, 2))) for sentence in remarks),
+        OnPage(Section("", remarks)),
+        *best_layouts(result, most),
+        Pictures(drawn),
+        Section("Why the usual ones are not first", usual),
+        Section("What to change first", result.changes),
+        Section("The global batch", result.batch_advice),
+        *left_out(result),
+        InTerminal(Section("The run", filter(None, (result.run.sentence(), *result.length.notes)))),
+        *reliability(result.choice),
+        InTerminal(Section(f"What {workload.tool.title} runs differently", lost)),
+        InTerminal(Text(written.sentence if written else command(result), style="bold")),
+        OnPage(provenance(result, line)),
+    ]
+    facts = result.as_dict(most) | ({"export": written.as_dict()} if written else {})
+    batch = f"global batch {workload.global_batch_size:,} × {workload.seq_len:,} tokens"
+    fitting = f"{counted(plan.considered, 'layout')} considered, {len(plan):,} fit"
+    subtitle = " · ".join((plan.cluster.title, batch, workload.precision, fitting))
+    return Document(model_title(workload.model), parts, facts, "plan", text(subtitle), FOOTER)
+
+
+def heading(result: Answer) -> Iterator[Text]:
+    """Yield what was planned, the verdict, whose constants predict it, and notes on the workload."""
+    cluster, workload = result.plan.cluster, result.workload
+    machines = f"{cluster.nodes} machine{'s' * (cluster.nodes > 1)}"
+    on = f" on {cluster.title} ({human(cluster.memory)} each, {machines}), in {workload.precision}"
+    yield Text.assemble((workload.model, "bold"), on)
+    yield from (Text(sentence, style="bold") for sentence in result.verdict)
+    yield Text(f"Memory and time are predicted for {workload.tool.title} (constants of {workload.stack}).")
+    of_machine = unmeasured(cluster) if cluster.gpu.processor else ""
+    yield from map(Text, filter(None, (*workload.notes, of_machine)))
+
+
+def command(result: Answer, settings: str = "…") -> str:
+    """The command that runs the chosen layout, or that exports it for another tool."""
+    tool, layout = result.workload.tool, result.choice.layout
+    verb = "train" if tool is MESHTUNE else f"plan export {tool.name}"
+    return f"meshtune {verb} {settings} layout={layout}"
+
+
+def recommended(result: Answer, line: CommandLine) -> str:
+    """The chosen layout with its figures, and the command that trains with it or exports it, as HTML."""
+    verdict = "".join(f"<p>{text(sentence)}</p>" for sentence in result.verdict)
+    return (
+        f"<section><h2>Recommended: <code>{text(result.choice.layout)}</code></h2>"
+        f"{Tiles(figures(result), wide=True).html()}{verdict}"
+        f"<pre class='command'>{text(command(result, line.settings or '…'))}</pre></section>"
+    )
+
+
+def figures(result: Answer) -> Iterator[tuple[str, ...]]:
+    """Yield (name, value, error bar where there is one) of the chosen layout's figures."""
+    choice, run = result.choice, result.run
+    error = plus_minus(choice.accuracy.time)
+    yield choice.cluster.speed_unit, number(choice.tokens_per_second_per_gpu), error
+    yield "a step", seconds(choice.seconds.total), error
+    yield "MFU", f"{choice.mfu:.1%}"
+    error = f"{plus_minus(choice.accuracy.memory)} of {choice.cluster.memory / GIB:.1f}"
+    yield "peak memory, GiB", f"{choice.memory.peak / GIB:.1f}", error
+    if run.seconds is not None and run.gpu_hours is not None:
+        yield f"{counted(run.steps or 0, 'step')}", duration(run.seconds)
+        yield "GPU-hours", number(run.gpu_hours)
+    if run.cost is not None:
+        yield "cost", money(run.cost, run.currency)
+    if run.cost_per_million_tokens is not None:
+        yield "a million tokens", money(run.cost_per_million_tokens, run.currency)
+
+
+def clusters(result: Answer) -> tuple[Part, Part]:
+    """Table of the best layout of each cluster; on the page always with its memory."""
+    table, page = (
+        clusters_table(result.offers, result.chosen, memory=memory)
+        for memory in (result.sort == "memory", True)
+    )
+    return below("Clusters", table), OnPage(replace(page, title="Clusters"))
+
+
+def below(title: str, table: Table) -> InTerminal:
+    """A title and a table below it, after an empty line."""
+    return InTerminal(Group(Text(f"\n{title}", style="bold"), table))
+
+
+def best_layouts(result: Answer, most: int) -> tuple[Part, Part]:
+    """Table of the layouts with speed, memory and cost; on the page with why the others are not first."""
+    choices = result.best(most)
+    why = [
+        capitalised(comparison(result.workload, choice, result.choice)) if place else "recommended"
+        for place, choice in enumerate(choices)
+    ]
+    table = layouts_table(choices, [RunCost.of(choice, result.length) for choice in choices], why)
+    title = f"{len(result.plan):,} of {result.plan.considered:,} layouts were ranked; the best"
+    table = replace(table, notes=(ranking(result),))
+    return below(title, table), OnPage(replace(table, title="The best layouts"))
+
+
+def capitalised(sentence: str) -> str:
+    return sentence[:1].upper() + sentence[1:]
+
+
+def ranking(result: Answer) -> str:
+    """A sentence on the order of the best layouts."""
+    if result.sort == "memory":
+        return (
+            f"Row 1: the fastest of the layouts whose peak is at most {PEAK_TIE:.0%} of a "
+            f"{device(result.choice.cluster)}'s memory above the lowest; the others by peak."
+        )
+    safely = " of those that fit safely" if result.choice.safe and not result.plan.safe.all() else ""
+    return (
+        f"Row 1: of the layouts within {TIE:.1%} of the shortest step{safely}, the one with the lowest peak "
+        f"memory, counted in whole {TIE_MEMORY_STEP:.0%} of a GPU's; of equal ones, the one that recomputes "
+        "least."
+    )
+
+
+def left_out(result: Answer) -> Iterator[Part]:
+    """Yield the reasons that layouts were left out for, with counts and examples; the terminal has
+    MOST_REASONS.
+    """
+    groups = sorted(result.plan.rejected, key=lambda group: -group.count)
+    lines = [f"{one.count:,}: {one.reason.rstrip('.')} (such as {one.example})" for one in groups]
+    if others := groups[MOST_REASONS:]:
+        more = sum(group.count for group in others)
+        lines[MOST_REASONS:] = [f"{more:,}: {counted(len(others), 'other reason')}, which --json lists"]
+    yield InTerminal(Section("Left out", lines))
+    columns = (
+        Column("layouts", [f"{group.count:,}" for group in groups]),
+        Column("why", [group.reason for group in groups], words=True),
+        Column("one of them", [str(group.example) for group in groups], words=True, code=True),
+    )
+    yield OnPage(Table("Layouts left out", columns, kind="numbers left-out"))
+
+
+def reliability(choice: Choice) -> tuple[Part, Part]:
+    """Sentences on how far the numbers can be trusted, after an empty line."""
+    sentences = [choice.accuracy.sentence(choice.stack, choice.cluster.gpu.name), unmeasured(choice.cluster)]
+    return InTerminal(Text()), Notes(filter(None, sentences))
+
+
+def provenance(result: Answer, line: CommandLine) -> Table:
+    """Command, version, date and constants."""
+    cluster = result.choice.cluster
+    gpu = cluster.gpu
+    as_of = f"as of {gpu.as_of}: " if gpu.as_of and gpu.as_of != gpu.name else ""
+    rows = {
+        "command": line.command or None,
+        "written": f"{date.today().isoformat()} by meshtune {__version__}",
+        "model": result.workload.model,
+        "machine": (
+            f"{human(cluster.memory)} a GPU; {cluster.link / 1e9:g} GB/s between the {cluster.node} GPUs of "
+            f"a machine; {cluster.network / 1e9:g} GB/s a GPU between machines; collectives reach "
+            f"{cluster.network_share:.0%} of that"
+        ),
+        gpu.name: gpu.source or None,
+        "efficiency": as_of + ", ".join(f"{name} {value:.4g}" for name, value in gpu.efficiency.items()),
+        "software": f"constants of the stack {result.choice.stack} in stacks.toml",
+        "notes": "\n".join(result.workload.notes) or None,
+    }
+    return facts_table(rows, "Where this comes from")
+
+
+# Explained layouts, and the largest workload #
+
+
+def explained(
+    explanations: Sequence[Explanation], *, in_one_table: bool = False, drawn: Sequence[Panel] = ()
+) -> Document:
+    """Memory and time of each layout, part by part, the reasons against it, and its levers.
+
+    explanations: at least one. in_one_table: the layouts side by side. drawn: pictures of the page.
+    """
+    choices = [one.choice for one in explanations]
+    parts: list[Part] = [Pictures(drawn)]
+    if in_one_table:
+        parts.append(InTerminal(side_by_side(choices)))
+    for place, one in enumerate(explanations):
+        letter = string.ascii_uppercase[place] if in_one_table else ""
+        if not in_one_table:
+            parts.append(InTerminal(Group(*[Text()] * bool(place), explanation(one.choice))))
+        parts += [OnPage(f"<h2><code>{text(one.choice.layout)}</code></h2>"), *reasons(one, letter)]
+    entries = [one.as_dict() for one in explanations]
+    return Document(
+        model_title(explanations[0].workload.model),
+        (*parts, *reliability(choices[0])),
+        entries[0] if len(entries) == 1 else {"layouts": entries},
+        "plan",
+        text(f"{counted(len(choices), 'layout')} on {choices[0].cluster.title}"),
+        FOOTER,
+    )
+
+
+def explained_panels(explanations: Sequence[Explanation]) -> list[Panel]:
+    """Memory and time of each layout, and the first one's over a step."""
+    choices = [one.choice for one in explanations]
+    return predicted(memory_and_time(choices) + over_time(explanations[0].workload, choices[0]))
+
+
+def reasons(one: Explanation, letter: str = "") -> list[Part]:
+    """Sections of an explained layout. letter: that it has in a table of several; "": none."""
+    name = f" ({letter})" if letter else ""
+    tensors = (f"{human(tensor['bytes'])}: {tensor['name']}" for tensor in one.tensors[:MOST_TENSORS])
+    return [
+        Section(f"Against it{name}", one.against),
+        Section(f"Largest at the memory peak{name}", tensors),
+        Section(f"The largest levers{name}", (lever.sentence() for lever in one.levers), numbered=True),
+        Section(f"The run{name}", filter(None, (one.run.sentence(), *one.length.notes))),
+    ]
+
+
+def largest(quantity: str, value: int | str, choice: Choice) -> Document:
+    """The largest model, sequence length or batch that fits, and its layout.
+
+    quantity: "model", "seq_len" or "batch". value: the model's name, tokens, or sequences.
+    """
+    names = {"seq_len": "sequence, in tokens", "batch": "batch at once, in sequences", "model": "model"}
+    figure = f"{value:,}" if isinstance(value, int) else value
+    run_by = "" if choice.tool is MESHTUNE else f", run by {choice.tool.title}"
+    line = Text.assemble(f"The largest {names[quantity]}: ", (figure, "bold"), run_by)
+    return Document(
+        "largest", (InTerminal(line), layouts_table([choice])), {quantity: value} | choice.as_dict()
+    )
+
+
+# Plans in files #
+
 SUFFIXES = (".json", ".yaml", ".yml")
-MOST = 10  # layouts of one document
+MOST = 10  # layouts of one file
 Tree = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class PlanDocument:
-    """One plan as it was written."""
+class PlanFile:
+    """The plan in a file that `plan --json` or a run has written."""
 
     name: str
     model: str
     tree: Tree
     layouts: Sequence[Tree]  # as in `plan --json`, the best first
 
+    def lines(self, key: str) -> list[str]:
+        """The sentences under a key; [] for anything else there."""
+        value = self.tree.get(key)
+        return [*map(str, value)] if isinstance(value, list) else []
 
-def read_plan(file: Path) -> PlanDocument | None:
+
+def read_plan(file: Path) -> PlanFile | None:
     """The plan in a file; None for a file that holds none. Raises UserError for text that can't be read."""
     if file.suffix.lower() not in SUFFIXES or not file.exists():
         return None
@@ -54,13 +337,10 @@ def read_plan(file: Path) -> PlanDocument | None:
     if not layouts:
         return None
     model = tree.get("model") or tree.get("workload") or {}
-    name = (
-        str(model.get("name") or model.get("model") or file.stem)
-        if isinstance(model, Mapping)
-        else str(model)
-    )
+    if isinstance(model, Mapping):
+        model = model.get("name") or model.get("model") or file.stem
     stem = file.resolve().parent.name if file.name == "plan.yaml" else file.stem
-    return PlanDocument(stem, name, tree, layouts[:MOST])
+    return PlanFile(stem, str(model), tree, layouts[:MOST])
 
 
 def _json(file: Path) -> Any:
@@ -70,9 +350,29 @@ def _json(file: Path) -> Any:
         raise UserError(f"{file} is not JSON: {error}.") from None
 
 
-def document_panels(plans: Sequence[PlanDocument]) -> list[Panel]:
+def of_files(plans: Sequence[PlanFile]) -> Document:
+    """Plans on one page: memory and time of their layouts, the reasons, what was left out."""
+    parts: list[Part] = [Pictures(file_panels(plans))]
+    for plan in plans:
+        title = f" of {plan.name}" if len(plans) > 1 else ""
+        rejected = (
+            f"{group.get('count', 0):,}: {group.get('reason', '')} ({group.get('example', '')})"
+            for group in plan.tree.get("rejected") or ()
+        )
+        parts += [
+            _layouts(f"Layouts{title}", plan.layouts),
+            Section(f"Why this layout{title}", plan.lines("reasoning")),
+            Section(f"What to change first{title}", plan.lines("changes")),
+            Section(f"Layouts left out{title}", rejected),
+        ]
+    name = " · ".join(dict.fromkeys(model_title(plan.model) for plan in plans))
+    subtitle = text(", ".join(f"{plan.name}: {_cluster(plan.tree)}" for plan in plans))
+    return Document(name, parts, kind="plan", subtitle=subtitle, footer=FOOTER)
+
+
+def file_panels(plans: Sequence[PlanFile]) -> list[Panel]:
     """Memory of each layout and, where all have predicted times, the time of their steps. In front of layouts
-    of several documents stands their name.
+    of several files stands their name.
     """
     rows = [(plan, layout) for plan in plans for layout in plan.layouts]
     names = [f"{plan.name}: {one['layout']}" if len(plans) > 1 else str(one["layout"]) for plan, one in rows]
@@ -88,27 +388,6 @@ def document_panels(plans: Sequence[PlanDocument]) -> list[Panel]:
     return predicted(drawn)
 
 
-def document_page(plans: Sequence[PlanDocument]) -> Document:
-    """The page's parts. plans: at least one."""
-    after = []
-    for plan in plans:
-        tree = plan.tree
-        title = f" of {plan.name}" if len(plans) > 1 else ""
-        after += [
-            replace(_layouts(plan), title=f"Layouts{title}").html("numbers layouts"),
-            sentences(f"Why this layout{title}", _lines(tree.get("reasoning"))),
-            sentences(f"What to change first{title}", _lines(tree.get("changes"))),
-            sentences(f"Layouts left out{title}", map(_left_out, tree.get("rejected") or ())),
-        ]
-    return Document(
-        name=" · ".join(dict.fromkeys(model_title(plan.model) for plan in plans)),
-        kind="plan",
-        subtitle=text(", ".join(f"{plan.name}: {_cluster(plan.tree)}" for plan in plans)),
-        parts=(Pictures(document_panels(plans)), *map(OnPage, after)),
-        footer=FOOTER,
-    )
-
-
 def _cluster(tree: Tree) -> str:
     cluster, workload = tree.get("cluster") or {}, tree.get("workload") or {}
     batch, length = workload.get("global_batch_size"), workload.get("seq_len")
@@ -116,26 +395,16 @@ def _cluster(tree: Tree) -> str:
     return f"{words}, global batch {batch:,} × {length:,} tokens" if batch and length else words
 
 
-def _layouts(plan: PlanDocument) -> Table:
-    """Table of the layouts."""
-    rows, timed = plan.layouts, plan.layouts[0].get("step_seconds") is not None
+def _layouts(title: str, rows: Sequence[Tree]) -> Table:
     columns = [
         Column("", [f"{place}" for place in range(1, len(rows) + 1)]),
         Column("layout", [str(one["layout"]) for one in rows], words=True, code=True),
     ]
-    if timed:
+    if rows[0].get("step_seconds") is not None:
         columns += [
             Column("tokens/s/GPU", [number(one["tokens_per_second_per_gpu"]) for one in rows]),
             Column("step", [seconds(one["step_seconds"]) for one in rows]),
             Column("MFU", [f"{one['mfu']:.1%}" for one in rows]),
         ]
     columns.append(Column("peak GiB", [f"{one['memory']['peak'] / GIB:.1f}" for one in rows]))
-    return Table("Layouts", tuple(columns))
-
-
-def _lines(value: Any) -> list[str]:
-    return [str(line) for line in value] if isinstance(value, list) else []
-
-
-def _left_out(group: Tree) -> str:
-    return f"{group.get('count', 0):,}: {group.get('reason', '')} ({group.get('example', '')})"
+    return Table(title, tuple(columns), kind="numbers layouts")

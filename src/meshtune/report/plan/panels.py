@@ -70,12 +70,9 @@ def panels(
 
     choices: layouts of the answer whose memory and time are shown, the chosen one first. sizes: number of
     GPUs -> plan; those where nothing fits are left out. batches: (global batch size, GPUs) -> best layout, or
-    None where nothing fits. Without sizes or batches there is no panel of them. Times of a processor mean
-    nothing: there memory alone is drawn.
+    None where nothing fits. Without sizes or batches there is no panel of them.
     """
     panels = memory_and_time(choices, chosen=0)
-    if not answer.plan.cluster.timed:
-        return predicted(panels)
     panels += [*over_time(answer.workload, answer.choice), time_against_memory(answer.plan, answer.choice)]
     if best := {gpus: of_size.best(1)[0] for gpus, of_size in sorted((sizes or {}).items()) if len(of_size)}:
         panels.append(scaling(best))
@@ -90,12 +87,11 @@ def predicted(panels: Sequence[Panel]) -> list[Panel]:
 
 
 def memory_and_time(choices: Sequence[Choice], *, chosen: int | None = None) -> list[Panel]:
-    """Memory of each layout and, where predicted times mean something, the time of its step.
+    """Memory of each layout and the time of its step.
 
     chosen: place of the layout whose name is bold; None: none is.
     """
-    memory, timed = memory_stacks(choices, chosen=chosen), all(choice.cluster.timed for choice in choices)
-    return [memory, *([time_stacks(choices, chosen=chosen)] if timed else [])]
+    return [memory_stacks(choices, chosen=chosen), time_stacks(choices, chosen=chosen)]
 
 
 def memory_stacks(choices: Sequence[Choice], *, chosen: int | None = None) -> Stacks:
@@ -296,11 +292,8 @@ def cell_of(choice: Choice | None) -> Cell:
 
 
 def over_time(workload: Workload, choice: Choice) -> list[Panel]:
-    """Memory over one step and, with a pipeline, the passes of each rank; [] for more than can be drawn.
-
-    Where predicted times mean nothing, none of them.
-    """
-    if not choice.cluster.timed or not (drawn := step_over_time(workload, choice)):
+    """Memory over one step and, with a pipeline, the passes of each rank; [] for more than can be drawn."""
+    if not (drawn := step_over_time(workload, choice)):
         return []
     passes = [passes_panel(drawn.timed, f"The pipeline over {_span(drawn)}")] if choice.layout.pp > 1 else []
     return [memory_panel(workload, choice, drawn), *passes]

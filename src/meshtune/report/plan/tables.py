@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from meshtune.plan.cost import RunCost
     from meshtune.plan.search import Choice
 
-NO_TIMES = "No times: nobody has measured how fast a processor computes. Memory is predicted as on a GPU."
 MEMORY_MEANING = {  # parts of a rank's memory
     "weights": "parameters; under ZeRO the shard of their masters",
     "gathered weights": "whole parameters that ZeRO computes with",
@@ -57,13 +56,11 @@ MEMORY_MEANING = {  # parts of a rank's memory
 }
 
 
-def layouts_table(
-    choices: Sequence[Choice], runs: Sequence[RunCost] = (), why: Sequence[str] = (), title: str = ""
-) -> Table:
+def layouts_table(choices: Sequence[Choice], runs: Sequence[RunCost] = (), why: Sequence[str] = ()) -> Table:
     """Table of layouts in the order given, with speed, memory and time; peaks that do not fit are red.
 
-    Where predicted times mean nothing, memory only. Speed, step, MFU and peak always stay. runs: of the
-    layouts, for columns of hours and price; none: no such columns. why: a sentence on each, for a page.
+    Speed, step, MFU and peak always stay. runs: of the layouts, for columns of hours and price; none: no such
+    columns. why: a sentence on each, for a page.
     """
     room = max((max(c.cluster.memory, c.memory.peak) for c in choices), default=1)
     longest = max((c.seconds.total for c in choices), default=1)
@@ -78,31 +75,25 @@ def layouts_table(
         "memory": Legend("memory", nonzero(MEMORY_PARTS, map(memory_parts, choices)), dots="free"),
         "time": Legend("time", nonzero(PARTS, map(time_parts, choices))),
     }
-    timed = all(choice.cluster.timed for choice in choices)
     costs = cost_columns(runs)
     shown = [name for name in ("hours", "cost") if name in costs] or [*{"million"} & costs.keys()]
     columns = (
         Column("", [f"{place}" for place in range(1, len(choices) + 1)], style="dim", priority=1),
         Column("layout", names, words=True, more=why, code=True),
-        *((
-            Column(speed_head(choices), [number(c.tokens_per_second_per_gpu) for c in choices]),
-            Column(f"step\n{time_error}", [seconds(c.seconds.total) for c in choices]),
-            Column("MFU", [f"{c.mfu:.1%}" for c in choices]),
-            *(replace(costs[name], priority=2) for name in shown),
-        ) if timed else ()),
+        Column(speed_head(choices), [number(c.tokens_per_second_per_gpu) for c in choices]),
+        Column(f"step\n{time_error}", [seconds(c.seconds.total) for c in choices]),
+        Column("MFU", [f"{c.mfu:.1%}" for c in choices]),
+        *(replace(costs[name], priority=2) for name in shown),
         Column("memory", held, priority=3),
         Column(memory_error, of_gpu, priority=4, replaces=peak),
         peak,
-        *((Column("time", spent, priority=5),) if timed else ()),
-    )  # fmt: skip
-    return Table(title, columns, chosen=0, legends=legends)
+        Column("time", spent, priority=5),
+    )
+    return Table("", columns, chosen=0, legends=legends, kind="numbers layouts")
 
 
 def explanation(choice: Choice) -> RenderableType:
-    """One layout's memory by category and time by part, and the event and rank of its memory peak.
-
-    Where predicted times mean nothing, memory alone.
-    """
+    """One layout's memory by category and time by part, and the event and rank of its memory peak."""
     memory, total = choice.memory, choice.seconds.total
     rank = f"{RANKS[int(memory.rank)]} pipeline rank" if choice.layout.pp > 1 else ""
     where = f", on the {rank.replace('middle', 'fullest middle')}" if rank else ", on every rank"
@@ -116,19 +107,15 @@ def explanation(choice: Choice) -> RenderableType:
     )
     time_meaning = {part: spent(part, choice.layout) for part in PARTS}
     step = f"{speed} · {seconds(total)} a step"
-    speeds = (Text.assemble(step, (time_error, "dim"), f" · MFU {choice.mfu:.1%}"), Text())
-    times = (
-        Text.assemble(("\nTime  ", "bold"), f"{seconds(total)} a step, by what a rank waits for"),
-        shares(time_parts(choice), time_meaning, seconds, "step"),
-    )
-    timed = choice.cluster.timed
     return Group(
         Text.assemble((str(choice.layout), "bold"), (f"  on {choice.cluster.title}{runner}", "dim")),
-        *(speeds if timed else ()),
+        Text.assemble(step, (time_error, "dim"), f" · MFU {choice.mfu:.1%}"),
+        Text(),
         Text.assemble(("Memory  ", "bold"), peak, (memory_error, "dim"), f" at the peak: {event}{where}"),
         *does_not_fit_sentence(choice),
         shares(memory_parts(choice), MEMORY_MEANING, human, "peak"),
-        *(times if timed else (Text(NO_TIMES, style="dim"),)),
+        Text.assemble(("\nTime  ", "bold"), f"{seconds(total)} a step, by what a rank waits for"),
+        shares(time_parts(choice), time_meaning, seconds, "step"),
     )
 
 
@@ -187,12 +174,12 @@ COSTS = {"million": 0, "hours": 2, "cost": 2, "gpu_hours": 4}  # column -> its p
 MARKS = {"→": "chosen", "×": "misses --by or --budget"}
 
 
-def clusters_table(offers: Sequence[Offer], chosen: Offer, *, memory: bool = False, title: str = "") -> Table:
+def clusters_table(offers: Sequence[Offer], chosen: Offer, *, memory: bool = False) -> Table:
     """Table of the best layout of each cluster, in the order given.
 
     "speed-up" compares tokens/s of whole clusters with the first that has a layout, "efficiency" tokens/s/GPU
     with the smallest cluster of the same kind. Hours and prices have a column where they are known.
-    memory: whether peaks have one, as on processors, whose times mean nothing.
+    memory: whether peaks have one.
     """
     marks = [mark(offer, chosen) for offer in offers]
     choices = [offer.choice for offer in offers]
@@ -200,10 +187,8 @@ def clusters_table(offers: Sequence[Offer], chosen: Offer, *, memory: bool = Fal
     named = several or not chosen.plan.cluster.gpu.measured
 
     def times(form: Callable[[Offer, Choice], str]) -> list[str]:
-        """form(offer, its layout) for each; "" where nothing fits, and where predicted times mean nothing."""
-        return [
-            form(offer, offer.choice) if offer.choice and offer.plan.cluster.timed else "" for offer in offers
-        ]
+        """form(offer, its layout) for each; "" where nothing fits."""
+        return [form(offer, offer.choice) if offer.choice else "" for offer in offers]
 
     costs = cost_columns([offer.run for offer in offers])
     speeds = times(lambda _, choice: number(choice.tokens_per_second_per_gpu))
@@ -217,16 +202,14 @@ def clusters_table(offers: Sequence[Offer], chosen: Offer, *, memory: bool = Fal
     columns.append(
         Column("best layout", names, words=True, more=[IN_WORDS[sign] for sign in marks], code=True)
     )
-    if any(speeds):
-        columns.append(Column(speed_head(choices), speeds, priority=3))
-        columns.append(Column(f"step\n{common_error(choices, 'time')}", steps))
-    if memory or not all(offer.plan.cluster.timed for offer in offers):
+    columns.append(Column(speed_head(choices), speeds, priority=3))
+    columns.append(Column(f"step\n{common_error(choices, 'time')}", steps))
+    if memory:
         columns.append(Column("memory", peaks))
     columns += [replace(column, priority=COSTS[name]) for name, column in costs.items()]
-    if any(speeds):
-        columns += [Column("speed-up", gains, priority=6), Column("efficiency", efficiencies, priority=5)]
+    columns += [Column("speed-up", gains, priority=6), Column("efficiency", efficiencies, priority=5)]
     used = [f"{sign} {meaning}" for sign, meaning in MARKS.items() if sign in marks]
-    return Table(title, tuple(columns), (" · ".join(used),), chosen=marks.index("→"))
+    return Table("", tuple(columns), (" · ".join(used),), chosen=marks.index("→"), kind="numbers layouts")
 
 
 def cost_columns(runs: Sequence[RunCost | None]) -> dict[str, Column]:
@@ -274,7 +257,7 @@ def efficiency(offer: Offer, offers: Sequence[Offer]) -> float:
 
 
 def _first(offers: Sequence[Offer]) -> Offer:
-    return next(offer for offer in offers if offer.choice and offer.plan.cluster.timed)
+    return next(offer for offer in offers if offer.choice)
 
 
 # Layouts next to each other #
@@ -299,8 +282,7 @@ class Row(NamedTuple):
 
 
 def side_by_side(choices: Sequence[Choice]) -> RenderableType:
-    """Table of speed, memory by category and time by part, with one column for each layout; of memory
-    alone where predicted times mean nothing.
+    """Table of speed, memory by category and time by part, with one column for each layout.
 
     Behind the other layouts stand their differences from the first. choices: 2 to 26 layouts.
     """
@@ -315,8 +297,7 @@ def side_by_side(choices: Sequence[Choice]) -> RenderableType:
         )
         for letter, choice in zip(letters, choices, strict=True)
     ]
-    timed = all(choice.cluster.timed for choice in choices)
-    rows = [*(_speed(choices) if timed else ()), *_memory(choices), *(_time(choices) if timed else ())]
+    rows = [*_speed(choices), *_memory(choices), *_time(choices)]
     columns = [Column("", [row.name for row in rows], words=True)]
     for place, letter in enumerate(letters):
         columns.append(Column(letter, [row.form(row.values[place]) for row in rows]))

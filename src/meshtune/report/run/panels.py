@@ -1,7 +1,8 @@
-"""A run's rows as panels of curves over steps. A new chart of the report is one entry in `panels`."""
+"""A run's rows as panels of curves over steps. A new chart of the report is one row of QUANTITIES."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from meshtune.report.draw.kinds import Lines, Role, Series
 from meshtune.report.run.summary import of_kind, speed_unit
@@ -10,6 +11,8 @@ from meshtune.units import GIB
 
 SMOOTHED_PART = 25  # a mean is taken over one 25th of the run
 END = 8  # at an end, a mean takes in at least one 8th of its values
+FEW = 10  # steps of a run that are all drawn
+SPEED = "tokens/s per device"  # where runs are compared
 
 
 @dataclass(frozen=True)
@@ -19,7 +22,75 @@ class Curve(Series):
     kind: str = ""  # of the rows
     column: str = ""
     per: float = 1  # divides the values
-    last: tuple[float, ...] = ()  # values of which the mean at the end is; (): the curve isn't a mean
+    last: tuple[float, ...] = ()  # values whose mean is at the end; (): the curve isn't a mean
+
+
+class Quantity(NamedTuple):
+    """A column of rows that becomes a panel."""
+
+    key: str  # of the panel
+    title: str
+    unit: str  # next to the title; SPEED: the run's
+    axis: str  # name of the y axis; SPEED: the run's unit
+    curve: str  # its name
+    column: str
+    form: str  # d3 format of a value
+    kind: str = "train"  # of the rows
+    smoothed: bool = False  # True: long runs are drawn with their running mean
+    warm: bool = False  # True: long runs are drawn without their first step
+    from_zero: bool = True
+    per: float = 1  # divides the values
+    second: tuple[str, str, str] | None = None  # name, kind and column of a curve in the second colour
+
+    def curves(self, rows: Sequence[Row]) -> list[Curve]:
+        """The values, in faint in front of their running mean where they have one; then the second curve."""
+        own = of_kind(rows, self.kind)
+        own = own[1:] if self.is_warm(rows) else own
+        role: Role = "other" if self.kind == "eval" else "main"
+        curves = (
+            [*smoothed(self.curve, own, self.column)]
+            if self.smoothed
+            else [series(self.curve, role, own, self.column, unit=self.per)]
+        )
+        if self.second:
+            name, kind, column = self.second
+            mean = series(name, "other", of_kind(rows, kind), column)
+            if kind == self.kind:
+                mean = replace(smoothed(name, own, column)[-1], name=name, role="other")
+            curves.append(mean)
+        return [curve for curve in curves if curve.x]
+
+    def is_warm(self, rows: Sequence[Row]) -> bool:
+        """True if the first step isn't drawn: compiling in it would flatten all others."""
+        return self.warm and len(of_kind(rows, self.kind)) > FEW
+
+    def panel(self, curves: Sequence[Series], unit: str, end: float) -> Lines:
+        """A panel of curves. unit: next to the title. end: of the x axis."""
+        height = 280 if self.key == "loss" else 190
+        return Lines(
+            self.key, self.title, unit, tuple(curves), self.form, self.axis, self.from_zero, x_end=end,
+            height=height,
+        )  # fmt: skip
+
+
+QUANTITIES = (
+    Quantity("loss", "Loss", "per label token", "loss per label token", "train", "loss", ".4f",
+             smoothed=True, from_zero=False, second=("held out", "eval", "loss")),
+    Quantity("exact_match", "Exact match", "held-out prompts", "share of prompts", "held out", "exact_match",
+             ".1%", kind="eval"),
+    Quantity("speed", "Speed", SPEED, SPEED, "speed", "tokens_per_second_per_gpu", ",.0f", smoothed=True,
+             warm=True),
+    Quantity("mfu", "Model FLOPs utilisation", "of the device's peak", "share of peak", "MFU", "mfu", ".1%",
+             smoothed=True, warm=True, second=("6N + 12·L·h·s", "train", "mfu_6n")),
+    Quantity("grad_norm", "Gradient norm", "before clipping", "L2 norm", "norm", "grad_norm", ".3f",
+             smoothed=True),
+    Quantity("noise_scale", "Gradient noise scale", "average", "sequences", "noise scale",
+             "gradient_noise_scale", ",.1f"),
+    Quantity("learning_rate", "Learning rate", "", "learning rate", "learning rate", "learning_rate", ".2e"),
+    Quantity("time", "Step time", "seconds", "seconds", "step", "step_seconds", ".3f", smoothed=True,
+             warm=True, second=("waiting for data", "train", "data_seconds")),
+    Quantity("memory", "Peak memory", "GiB", "GiB", "peak memory", "peak_memory_bytes", ".2f", per=GIB),
+)  # fmt: skip
 
 
 def panels(rows: Sequence[Row]) -> list[Lines]:
@@ -27,45 +98,15 @@ def panels(rows: Sequence[Row]) -> list[Lines]:
 
     rows: of metrics.jsonl, all kinds.
     """
-    train, evals, unit = of_kind(rows, "train"), of_kind(rows, "eval"), speed_unit(rows)
-    warm = train[1:] if len(train) > 10 else train  # compiling in the first step would flatten all the others
-    of_warm = "" if warm is train else ", without the first step"
-
-    def held_out(column: str) -> Series:
-        return series("held out", "other", evals, column)
-
-    def beside(name: str, column: str) -> Series:
-        """The running mean alone of a second quantity, in the second colour."""
-        return replace(smoothed(name, warm, column)[-1], name=name, role="other")
-
-    losses = (*smoothed("train", train, "loss"), held_out("loss"))
-    exact = (held_out("exact_match"),)
-    speeds = smoothed("speed", warm, "tokens_per_second_per_gpu")
-    mfu = (*smoothed("MFU", warm, "mfu"), beside("6N + 12·L·h·s", "mfu_6n"))
-    norms = smoothed("norm", train, "grad_norm")
-    noise = (series("noise scale", "main", train, "gradient_noise_scale"),)
-    rates = (series("learning rate", "main", train, "learning_rate"),)
-    times = (*smoothed("step", warm, "step_seconds"), beside("waiting for data", "data_seconds"))
-    memory = (series("peak memory", "main", train, "peak_memory_bytes", unit=GIB),)
-    peak = "of the device's peak"
-    candidates = [
-        Lines("loss", "Loss", "per label token", losses, ".4f", "loss per label token", height=280),
-        Lines(
-            "exact_match", "Exact match", "held-out prompts", exact, ".1%", "share of prompts", from_zero=True
-        ),
-        Lines("speed", "Speed", unit + of_warm, speeds, ",.0f", unit, from_zero=True),
-        Lines("mfu", "Model FLOPs utilisation", peak + of_warm, mfu, ".1%", "share of peak", from_zero=True),
-        Lines("grad_norm", "Gradient norm", "before clipping", norms, ".3f", "L2 norm", from_zero=True),
-        Lines("noise_scale", "Gradient noise scale", "average", noise, ",.1f", "sequences", from_zero=True),
-        Lines("learning_rate", "Learning rate", "", rates, ".2e", "learning rate", from_zero=True),
-        Lines("time", "Step time", "seconds" + of_warm, times, ".3f", "seconds", from_zero=True),
-        Lines("memory", "Peak memory", "GiB", memory, ".2f", "GiB", from_zero=True),
-    ]
-    last = max((row["step"] for row in (*train, *evals) if row.get("step")), default=1)
-    filled = (
-        replace(panel, series=tuple(one for one in panel.series if one.x), x_end=last) for panel in candidates
-    )
-    return [panel for panel in filled if panel.series]
+    steps = [row["step"] for kind in ("train", "eval") for row in of_kind(rows, kind) if row.get("step")]
+    drawn = []
+    for quantity in QUANTITIES:
+        if curves := quantity.curves(rows):
+            unit = quantity.unit.replace(SPEED, speed_unit(rows))
+            unit += ", without the first step" * quantity.is_warm(rows)
+            axis = quantity.axis.replace(SPEED, speed_unit(rows))
+            drawn.append(quantity._replace(axis=axis).panel(curves, unit, max(steps, default=1)))
+    return drawn
 
 
 def series(name: str, role: Role, rows: Sequence[Row], column: str, *, unit: float = 1) -> Curve:
@@ -87,9 +128,9 @@ def smoothed(name: str, rows: Sequence[Row], column: str) -> tuple[Curve, ...]:
 
 
 def running_mean(values: Sequence[float], window: int) -> tuple[float, ...]:
-    """Mean of the `window` (odd) values around each value; as many means as values.
+    """Mean of the `window` (odd) values around each value.
 
-    Near an end it takes as many values on each side as there are up to the end, but on the inner side at
+    Near an end its two sides are as long as the way to the end, but on the inner side at
     least window // END: a one-sided mean of all `window` values would change the trend at the ends, and fewer
     values would show noise as a trend.
     """

@@ -17,7 +17,7 @@ from meshtune.report.run.summary import last, of_kind, of_last_start
 from meshtune.rundir import Row
 from meshtune.units import GIB, MIB, counted, human
 
-MOST_STRETCHES = 200  # of steps, of each of which the mean is drawn
+MOST_STRETCHES = 200  # of steps; the mean of each is drawn
 Parts = Mapping[str, float]
 
 

@@ -4,23 +4,22 @@ Around the curves over steps stand the headline numbers, samples before and afte
 run has not written yet is left out.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from meshtune.addresses import public
-from meshtune.errors import UserError, check_file
+from meshtune.errors import check_file
 from meshtune.meter.rows import memory_table
-from meshtune.report.draw.document import Document, OnPage, Pictures
+from meshtune.report.draw.document import Document, Notes, OnPage, Part, Pictures, Section, Tiles
 from meshtune.report.draw.kinds import Panel
-from meshtune.report.draw.page import notes, text, tiles
-from meshtune.report.draw.picture import write
+from meshtune.report.draw.page import EMPTY, text
 from meshtune.report.draw.table import Table
 from meshtune.report.draw.table import facts as facts_table
 from meshtune.report.draw.vega import NotDrawn
 from meshtune.report.draw.words import MFU
 from meshtune.report.run.panels import panels
-from meshtune.report.run.samples import Asked, samples_section
+from meshtune.report.run.samples import Asked, samples_table
 from meshtune.report.run.summary import Rows, Summary, facts_of, grown, of_kind, samples_of, summarise
 from meshtune.rundir import Row, RunDir, write_text_atomically
 from meshtune.units import count, counted, duration, human
@@ -67,20 +66,6 @@ def try_report(run: RunDir) -> str:
     return ""
 
 
-def write_picture(run: RunDir, file: Path, *, dark: bool = False) -> Path:
-    """Write the report's charts as .png or .svg, two a row below the first, and return `file`.
-
-    dark: the dark theme. Raises UserError if the run has no rows to draw, for another suffix and without
-    Altair.
-    """
-    drawn = panels(run.rows())
-    if not drawn:
-        raise UserError(f"{run.path} has no rows to draw yet.")
-    first, *others = drawn
-    rows = [[first], *(others[place : place + 2] for place in range(0, len(others), 2))]
-    return write(file, rows, title=run.path.resolve().name, dark=dark)
-
-
 def run_panels(rows: Sequence[Row]) -> list[Panel]:
     """The pictures of the report: curves over steps, then time by part and memory by category."""
     from meshtune.report.run.parts import part_panels  # it brings numpy, which a run's other files don't need
@@ -99,20 +84,21 @@ def run_page(run: RunDir, rows: Sequence[Row] | None = None, summary: Summary | 
     summary, facts = summary or summarise(run, rows), facts_of(run, rows)
     shown = {label: facts.get(key) for key, label in LABELS.items()}
     environment = {key: value for key, value in facts.items() if key not in (*LABELS, PREDICTED)}
-    after = [
-        _causes(summary),
+    parts = (
+        *_headline(summary),
+        Pictures(run_panels(rows)),
+        Section("Why it is slow", (cause.sentence for cause in summary.causes), numbered=True),
         _samples(run),
-        _memory(of_kind(rows, "memory")),
-        facts_table(shown, "What was run", _fact).html(),
-        facts_table(dict(_prediction(facts.get(PREDICTED) or {})), "What the planner predicted").html(),
-        _settings(run),
-        facts_table(environment, "Environment", _fact).html(),
-    ]
+        *_memory(of_kind(rows, "memory")),
+        facts_table(shown, "What was run", _fact),
+        facts_table(dict(_prediction(facts.get(PREDICTED) or {})), "What the planner predicted"),
+        OnPage(_settings(run)),
+        facts_table(environment, "Environment", _fact),
+    )
     return Document(
-        name=summary.name,
-        kind="",
+        summary.name,
+        parts,
         subtitle=_subtitle(summary, facts),
-        parts=(OnPage(_headline(summary)), Pictures(run_panels(rows)), *map(OnPage, after)),
         later=LiveHeadline(summary, facts, rows).of,
         footer=text(f"Made by meshtune from the files of this run's folder. {conventions([facts])}"),
     )
@@ -137,7 +123,8 @@ class LiveHeadline:
             return {}
         self._evaluated = max((row["step"] for row in of_kind(new, "eval")), default=self._evaluated)
         self._summary = grown(self._summary, new)
-        return {"subtitle": _subtitle(self._summary, self._facts), "before": _headline(self._summary)}
+        headline = "\n".join(filter(None, (part.html() for part in _headline(self._summary))))
+        return {"subtitle": _subtitle(self._summary, self._facts), "before": headline}
 
 
 def conventions(facts: Sequence[Mapping[str, Any]]) -> str:
@@ -167,65 +154,49 @@ def _subtitle(summary: Summary, facts: Row) -> str:
     return " · ".join([*parts, text(summary.status)])
 
 
-def _headline(summary: Summary) -> str:
-    """The headline numbers as tiles."""
-    figures: list[tuple[str, str, str]] = []  # (label, value, small text below it)
-    if summary.last_exact_match is not None:
+def _headline(summary: Summary) -> tuple[Part, Part]:
+    """The headline numbers as tiles, and a sentence on rows that were left out."""
+    figures = [*_figures(summary)]
+    tiles = Tiles(figures) if figures else OnPage(EMPTY.format("Nothing has been measured yet."))
+    return tiles, Notes(filter(None, [summary.left_out]))
+
+
+def _figures(summary: Summary) -> Iterator[tuple[str, str, str]]:
+    """Yield (label, value, small text below it) of the figures that are known."""
+    if (exact := summary.last_exact_match) is not None:
         before = "" if summary.first_exact_match is None else f"from {summary.first_exact_match:.1%}"
-        figures.append(("Exact match", f"{summary.last_exact_match:.1%}", before))
-    if summary.last_eval_loss is not None:
-        changed = summary.first_eval_loss is not None and summary.first_eval_loss != summary.last_eval_loss
-        figures.append(
-            (
-                "Held-out loss",
-                f"{summary.last_eval_loss:.4f}",
-                f"from {summary.first_eval_loss:.4f}" if changed else "",
-            )
-        )
+        yield "Exact match", f"{exact:.1%}", before
+    if (loss := summary.last_eval_loss) is not None:
+        known = summary.first_eval_loss not in (None, loss)
+        yield "Held-out loss", f"{loss:.4f}", f"from {summary.first_eval_loss:.4f}" if known else ""
     if summary.last_loss is not None:
-        figures.append(("Training loss", f"{summary.last_loss:.4f}", f"from {summary.first_loss:.4f}"))
-    if summary.tokens_per_second_per_gpu is not None:
+        yield "Training loss", f"{summary.last_loss:.4f}", f"from {summary.first_loss:.4f}"
+    if (speed := summary.tokens_per_second_per_gpu) is not None:
         mfu = "median" if summary.mfu is None else f"MFU {summary.mfu:.1%}"
-        figures.append(
-            (summary.speed_unit.replace("t", "T", 1), f"{summary.tokens_per_second_per_gpu:,.0f}", mfu)
-        )
+        yield summary.speed_unit.replace("t", "T", 1), f"{speed:,.0f}", mfu
     if summary.peak_memory_bytes is not None:
         process = summary.peak_resident_bytes
-        beside = f"of tensors; process {human(process)}" if process else "of tensors"
-        figures.append(("Peak memory", human(summary.peak_memory_bytes), beside))
-    empty = "<p class='empty'>Nothing has been measured yet.</p>"
-    return (tiles(figures) if figures else empty) + notes(filter(None, [summary.left_out]))
+        small = f"of tensors; process {human(process)}" if process else "of tensors"
+        yield "Peak memory", human(summary.peak_memory_bytes), small
 
 
-def _causes(summary: Summary) -> str:
-    """HTML of the causes of a slow run; "" for a healthy one."""
-    items = "".join(
-        f"<li><b>{text(cause.name)}</b>, {cause.share:.0%} of the time: {text(cause.evidence)} "
-        f"{text(cause.remedy)}</li>"
-        for cause in summary.causes
-    )
-    return f"<section><h2>Why it is slow</h2><ol>{items}</ol></section>" if items else ""
-
-
-def _samples(run: RunDir) -> str:
-    """HTML of held-out prompts with the expected answer and the model's, before and after; "" without any."""
+def _samples(run: RunDir) -> Table:
+    """Table of held-out prompts with the expected answer and the model's, before and after."""
     samples = samples_of(run)
     twice = any(sample.before is not None for sample in samples)
     rows = [
         Asked(one.prompt, one.question, one.expected, (one.before, one.after) if twice else (one.after,))
         for one in samples
     ]
-    return samples_section(("Before", "After") if twice else ("Answer",), rows, run.samples_file.name)
+    return samples_table(("Before", "After") if twice else ("Answer",), rows, run.samples_file.name)
 
 
-def _memory(rows: list[Row]) -> str:
-    """HTML of the peak memory of each phase of the last two watched steps; "" without any."""
+def _memory(rows: list[Row]) -> Iterator[Table]:
+    """Yield a table of the peak memory of each phase of the last two watched steps, if there are any."""
     rows = [row for row in rows if row.get("rank", 0) == 0 and "step" not in row["phases"]]
-    if not rows:
-        return ""
-    heads, lines = memory_table(rows[-2:])
-    note = "MiB on rank 0, at the peak of each phase."
-    return Table.of_rows("Memory of the first steps", heads, lines, ("",), (note,), totals=1).html()
+    if rows:
+        note = "MiB on rank 0, at the peak of each phase."
+        yield Table.of_rows("Memory of the first steps", *memory_table(rows[-2:]), ("",), (note,), totals=1)
 
 
 def _prediction(predicted: Row) -> Iterable[tuple[str, str]]:

@@ -4,9 +4,14 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from meshtune.report.draw.page import text
+from meshtune.report.draw.table import Column, Markup, Table
 
 ALL_SAMPLES_CHARACTERS = 60_000  # of prompts and answers on a page, so that it stays small
 NONE = "–"  # where a prompt was not answered
+SWITCH = (
+    "<input type='checkbox' id='control-tokens'>"
+    "<label for='control-tokens'>show control tokens in prompts</label>"
+)
 
 
 class Asked(NamedTuple):
@@ -17,48 +22,41 @@ class Asked(NamedTuple):
     expected: str | None
     answers: tuple[str | None, ...]  # one a column; None: not answered
 
+    def html(self) -> Markup:
+        """The prompt, with and without control tokens where they differ."""
+        plain, exact = text(self.question), text(self.prompt)
+        spans = f"<span class='plain'>{plain}</span><span class='exact'>{exact}</span>"
+        return Markup(plain if self.prompt == self.question else spans)
 
-def samples_section(columns: Sequence[str], rows: Sequence[Asked], more: str) -> str:
-    """HTML of the prompts, with a switch that shows their control tokens; "" without any.
+    def answer(self, place: int) -> Markup:
+        """An answer, marked as right or wrong."""
+        answer, expected = self.answers[place], self.expected
+        right = answer is not None and expected is not None and answer.strip() == expected.strip()
+        return Markup(text(NONE if answer is None else answer), "right" if right else "wrong")
 
-    columns: names of the answers. more: what has the prompts that no longer fit on the page.
+
+def samples_table(columns: Sequence[str], rows: Sequence[Asked], more: str) -> Table:
+    """Table of the prompts, with a switch that shows their control tokens.
+
+    columns: names of the answers. more: what has the prompts that the page has no room for.
     """
-    if not rows:
-        return ""
-    shown = _within_budget(rows)
-    names = ("Prompt", "Expected", *columns)
-    titles = "".join(f"<th>{text(name)}</th>" for name in names)
-    cells = "".join(f"<tr>{_cells(names, row)}</tr>" for row in shown)
-    table = f"<table class='samples'><thead><tr>{titles}</tr></thead><tbody>{cells}</tbody></table>"
-    rest = len(rows) - len(shown)
-    note = f"<p class='note'>{rest:,} more are in {text(more)}.</p>" if rest else ""
-    switch = SWITCH if any(row.prompt != row.question for row in shown) else ""
-    return f"<section><h2>Samples</h2>{switch}<div class='wide'>{table}</div>{note}</section>"
-
-
-SWITCH = (
-    "<input type='checkbox' id='control-tokens'>"
-    "<label for='control-tokens'>show control tokens in prompts</label>"
-)
-
-
-def _cells(names: Sequence[str], row: Asked) -> str:
-    """HTML of a table row's cells. names: of the columns, which a narrow screen shows next to each cell."""
-    prompt = text(row.question)
-    if row.prompt != row.question:
-        prompt = f"<span class='plain'>{prompt}</span><span class='exact'>{text(row.prompt)}</span>"
-    cells = [("", prompt), ("", text(row.expected or ""))]
-    for answer in row.answers:
-        right = None not in (answer, row.expected) and answer.strip() == row.expected.strip()  # type: ignore[union-attr]
-        cells.append((f" class='{'right' if right else 'wrong'}'", text(NONE if answer is None else answer)))
-    return "".join(
-        f"<td{kind} data-name='{text(name)}'>{cell}</td>"
-        for name, (kind, cell) in zip(names, cells, strict=True)
+    listed = _within_budget(rows)
+    rest = len(rows) - len(listed)
+    return Table(
+        "Samples",
+        (
+            Column("Prompt", [row.html() for row in listed]),
+            Column("Expected", [row.expected or "" for row in listed]),
+            *(Column(name, [row.answer(n) for row in listed]) for n, name in enumerate(columns)),
+        ),
+        (f"{rest:,} more are in {more}.",) if rest else (),
+        above=SWITCH if any(row.prompt != row.question for row in listed) else "",
+        kind="samples",
     )
 
 
 def _within_budget(rows: Sequence[Asked]) -> Sequence[Asked]:
-    """As many rows from the first on as have ALL_SAMPLES_CHARACTERS together, but at least one."""
+    """The first rows, up to ALL_SAMPLES_CHARACTERS together, but at least one."""
     characters = 0
     for place, row in enumerate(rows):
         characters += sum(len(part or "") for part in (*row[:3], *row.answers))

@@ -1,4 +1,4 @@
-"""A run's headline numbers as one value, computed from the rows of its folder alone.
+"""A run's headline numbers as one value, computed only from the rows of its folder.
 
 The terminal's summary, the page and `--json` all show this value, so they can't disagree.
 """
@@ -137,7 +137,7 @@ def grown(summary: Summary, rows: Sequence[Row]) -> Summary:
     """The summary with the steps and evaluations of later rows, each given once, in order.
 
     Medians, causes and the end stay as they are: for these `summarise` reads all rows. Sums are None where a
-    step has no row of its own: with log.every > 1 the end row alone has those over all steps.
+    step has no row of its own: with log.every > 1 only the end row has those over all steps.
     """
     train, evals = of_kind(rows, "train"), of_kind(rows, "eval")
     losses, eval_losses = values(train, "loss"), values(evals, "loss")

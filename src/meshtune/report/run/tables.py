@@ -46,7 +46,7 @@ def cause_lines(causes: Sequence[Cause], title: str = "why it is slow") -> list[
 def places(run: RunDir) -> list[Text]:
     """Lines with the paths of a run's model and report, as far as they exist.
 
-    They stand alone, since a table would cut a long path in two, which can't be copied.
+    They are not in a table, which would cut a long path in two, so that it can't be copied.
     """
     paths = {"model": run.model, "report": run.report_file}
     return [
@@ -99,7 +99,7 @@ def headline(summary: Summary) -> list[tuple[str, str]]:
 
 
 def change(first: float | None, last: float, form: str) -> str:
-    """`first → last`, or `last` alone if `first` is None; `form` is Python's format of both."""
+    """`first → last`, or only `last` if `first` is None; `form` is Python's format of both."""
     return f"{last:{form}}" if first is None else f"{first:{form}} → {last:{form}}"
 
 
