@@ -30,7 +30,7 @@ def main() -> None:
     print(f"Predicted in {used.ru_utime + used.ru_stime:.0f} CPU s.")
     subprocess.run([*words, "report", str(options.out)], check=True)
     if options.picture:
-        page = sweep_page(options.out / DATABASE).page
+        page = sweep_page(options.out / DATABASE)
         panels = [panel for panel in page.panels if panel.key == HEAT_MAP]
         write(options.picture, [panels], title=page.name, width=1060)
 

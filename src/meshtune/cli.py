@@ -12,7 +12,7 @@ from meshtune import __version__, streams
 from meshtune.commands.bench import bench
 from meshtune.commands.calibrate import calibrate
 from meshtune.commands.chat import chat
-from meshtune.commands.config import config
+from meshtune.commands.config import config, schema
 from meshtune.commands.data import data
 from meshtune.commands.dryrun import dryrun
 from meshtune.commands.env import env
@@ -23,7 +23,6 @@ from meshtune.commands.migrate import migrate
 from meshtune.commands.plan import WithSubcommands, plan
 from meshtune.commands.probe import probe
 from meshtune.commands.report import report
-from meshtune.commands.schema import schema
 from meshtune.commands.sweep import SimulateAlone, sweep
 from meshtune.commands.train import train
 from meshtune.commands.ui import ui

@@ -25,7 +25,6 @@ from command import TORCHRUN, Ended, end, fork, start
 from tiny import short_run
 
 from meshtune.data import cache as data_cache
-from meshtune.launch.place import children
 from meshtune.launch.start import PREFIX, remove_abandoned
 from meshtune.rundir import RunDir
 from meshtune.train.checkpoint import Checkpoints
@@ -109,10 +108,9 @@ class Life:
 
     def ranks(self) -> list[int]:
         """Process ids of the ranks, in rank order; none for a run of one rank, or before all are there."""
-        pids = sorted(children(self.process.pid))
-        with suppress(
-            OSError
-        ):  # torchrun's children are ranks from their exec on: until then it waits itself
+        with suppress(OSError, psutil.Error):
+            pids = sorted(child.pid for child in psutil.Process(self.process.pid).children())
+            # torchrun's children are ranks from their exec on: until then it waits itself
             programs = {Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids}
             return pids if self.how != "torchrun" or (len(pids) > 1 and len(programs) == 1) else []
         return []

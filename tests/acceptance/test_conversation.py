@@ -48,8 +48,7 @@ def test_a_run_remembers_what_was_said_before(
     assert chat.returncode == 0, chat.stderr
     assert chat.stdout.splitlines() == ["red", "apple", "red", "stone"]
     asked = [*rows[1]["messages"][:-1]]
-    ended = meshtune("generate", run, "--messages", json.dumps(asked), "--json")
-    assert ended.json[0]["answer"] == "stone"
+    assert meshtune("generate", run, "--messages", json.dumps(asked), "--json").json[0]["answer"] == "stone"
 
 
 class Terminal:

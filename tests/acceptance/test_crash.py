@@ -137,8 +137,7 @@ def test_a_run_killed_before_its_report_gets_it_from_the_same_command(
     assert "4 steps" in again.out
     assert (losses(run), (run / "model" / "model.safetensors").stat()) == (rows, model), "nothing was trained"
     assert not (tmp_path / "run-2").exists()
-    refused = meshtune(*command, code=2)
-    assert "output_exists=new" in refused.err
+    assert "output_exists=new" in meshtune(*command, code=2).err
     meshtune(*command, "output_exists=new")
     assert (tmp_path / "run-2" / "report.html").exists()
 

@@ -123,8 +123,7 @@ def test_borrowed_efficiencies_and_another_batch_are_named(
     monkeypatch.setattr(
         api, "trace_ranks", lambda _, ranks, *__, **___: [empty_trace(rank) for rank in ranks]
     )
-    notes = dryrun("--gpu", "mi300x", "--layout", "mb1-ga1", "--json").json["notes"]
-    says(notes)
+    says(dryrun("--gpu", "mi300x", "--layout", "mb1-ga1", "--json").json["notes"])
     assert not [
         note for note in dryrun("--gpu", "cpu", "--layout", "mb1-ga8", "--json").json["notes"] if note
     ]
@@ -133,8 +132,7 @@ def test_borrowed_efficiencies_and_another_batch_are_named(
 def test_bad_words_are_refused(dryrun: DryRun) -> None:
     cluster = ("--gpu", "h100-sxm", "--layout", "zero3x8-mb1")
     says(dryrun(*cluster, "--documents", "many", code=2).err)
-    too_long = dryrun(*cluster, "--documents", "100,0,29", code=2)
-    says(too_long.err)
+    says(dryrun(*cluster, "--documents", "100,0,29", code=2).err)
     says(dryrun(*cluster, "cluster.gpu=a100-80", code=2).err)
     says(dryrun(*cluster, "--rank", "8", code=2).err)
 
@@ -254,8 +252,7 @@ def test_a_plan_that_can_not_be_verified_is_refused_before_it_is_made(
     meshtune: Command, words: list[str]
 ) -> None:
     plan = ("plan", *words, "cluster.gpu=h100-sxm", "cluster.gpus=2", "--verify", "2")
-    other = meshtune(*plan, "--for", "megatron", code=2)
-    says(other.err)
+    says(meshtune(*plan, "--for", "megatron", code=2).err)
 
 
 @pytest.mark.all
@@ -285,14 +282,11 @@ def test_what_train_refuses_its_dry_run_refuses(
     meshtune: Command, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = short_run(rows, tmp_path / "cache", tmp_path / "run")
-    missing = meshtune("train", *words, "data.train=gone.jsonl", "--dry-run", code=2)
-    assert "gone.jsonl" in missing.err
-    other = meshtune("train", *words, "layout=zero3x2-mb2", "--nproc", "4", "--dry-run", code=2)
-    says(other.err)
+    assert "gone.jsonl" in meshtune("train", *words, "data.train=gone.jsonl", "--dry-run", code=2).err
+    says(meshtune("train", *words, "layout=zero3x2-mb2", "--nproc", "4", "--dry-run", code=2).err)
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    joined = meshtune("train", *words, "--dry-run", code=2)
-    says(joined.err)
+    says(meshtune("train", *words, "--dry-run", code=2).err)
     assert not (tmp_path / "run").exists()
 
 

@@ -45,8 +45,7 @@ def test_a_run_of_an_earlier_version_goes_on_with_its_losses(
 def test_a_run_of_an_earlier_version_loads_and_reports(name: str, earlier: Path, meshtune: Command) -> None:
     run = earlier / name
     held_out = RunDir(run).rows("eval")[-1]["loss"]
-    ended = meshtune("eval", run, "--json")
-    assert ended.json["loss"] == pytest.approx(held_out, rel=1e-6)
+    assert meshtune("eval", run, "--json").json["loss"] == pytest.approx(held_out, rel=1e-6)
     meshtune("generate", run, "--prompt", "Say red 7", "--max-new-tokens", "4")
     meshtune("export", run, earlier / "exported", "--step", "3")
     assert (earlier / "exported").is_dir()

@@ -142,8 +142,7 @@ def test_the_same_command_resumes_long_run_yaml(meshtune: Command, place: Path) 
 
 
 @pytest.mark.parametrize(
-    "example",
-    cases([file.name for file in EXAMPLES if file.stem in MANY_RANKS], test=["parallel-3d.yaml"]),
+    "example", cases([file.name for file in EXAMPLES if file.stem in MANY_RANKS], test=["parallel-3d.yaml"])
 )
 def test_an_example_for_many_gpus_is_taken_by_a_model_of_32_blocks(example: str, place: Path) -> None:
     large = json.loads((place / "chat" / "config.json").read_text()) | MANY | {"head_dim": 8}

@@ -61,8 +61,7 @@ def with_peft(base: Path, adapter: Path) -> Any:
 def test_an_export_holds_the_trained_weights(
     meshtune: Command, finished: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    ended = meshtune("export", finished("full"), tmp_path / "out")
-    assert ended.out.strip() == str(tmp_path / "out")
+    assert meshtune("export", finished("full"), tmp_path / "out").out.strip() == str(tmp_path / "out")
     trained, exported = weights(finished("full") / "model"), weights(tmp_path / "out")
     assert trained.keys() == exported.keys()
     assert all(torch.equal(trained[name], exported[name]) for name in trained)
@@ -137,8 +136,7 @@ def test_what_cannot_be_exported_is_refused_and_nothing_is_written(
         [finished("full") / "config.yaml", tmp_path / "out", "--step", 3],
         [tmp_path / "nowhere", tmp_path / "out"],
     ):
-        ended = meshtune("export", *words, code=2)
-        says(ended.err)
+        says(meshtune("export", *words, code=2).err)
         assert not (tmp_path / "out").exists()
     assert [path.name for path in taken.iterdir()] == ["thesis.txt"]
 
@@ -183,8 +181,7 @@ def test_a_model_and_an_adapter_folder_are_evaluated_like_transformers_does(
 
 
 def test_nothing_to_evaluate_on_is_said(meshtune: Command, tiny: Path) -> None:
-    ended = meshtune("eval", tiny / "model", code=2)
-    assert "data.eval=" in ended.err
+    assert "data.eval=" in meshtune("eval", tiny / "model", code=2).err
 
 
 @pytest.mark.ci
@@ -228,12 +225,10 @@ def test_the_environment_says_what_a_family_supports(meshtune: Command, tiny: Pa
 def test_a_report_is_written_again(meshtune: Command, finished: Callable[[str], Path]) -> None:
     page = finished("full") / "report.html"
     page.unlink(missing_ok=True)
-    ended = meshtune("report", finished("full"))
-    assert ended.out.strip() == str(page)
+    assert meshtune("report", finished("full")).out.strip() == str(page)
     assert "<html" in page.read_text()[:500].lower()
 
 
 def test_a_report_of_nothing_is_refused(meshtune: Command, tmp_path: Path) -> None:
-    ended = meshtune("report", tmp_path / "nowhere", code=2)
-    assert "nowhere" in ended.err
+    assert "nowhere" in meshtune("report", tmp_path / "nowhere", code=2).err
     assert not os.path.exists(tmp_path / "nowhere")

@@ -183,8 +183,7 @@ def test_explain_takes_one_layout_apart(plan: Plan) -> None:
     assert best.startswith("zero2x8-mb") and Layout.parse(best).global_batch_size == 64
     refused = plan("explain", "tp8-sp-ulysses3-mb1-ga64", *EIGHT, "cluster.gpus_per_node=24", "--json").json
     says(refused["against"])
-    small = plan("explain", "dp8-mb8-ga1", *EIGHT, "cluster.memory_gib=1", "--json").json
-    says(small["against"])
+    says(plan("explain", "dp8-mb8-ga1", *EIGHT, "cluster.memory_gib=1", "--json").json["against"])
     assert plan("explain", "auto", *EIGHT, "--json").json["world"] == 8
 
 
@@ -205,8 +204,7 @@ def test_several_layouts_are_explained_compared_and_drawn(plan: Plan, tmp_path: 
     shown = plan("compare", ",".join(both), *EIGHT)
     assert "B - A" in shown.out and "The largest levers (B)" in shown.out
     for words in (["compare", both[0]], ["explain", ","]):
-        refused = plan(*words, *EIGHT, code=2)
-        assert "zero3x8-mb1-ga8" in refused.err
+        assert "zero3x8-mb1-ga8" in plan(*words, *EIGHT, code=2).err
 
 
 @pytest.mark.ci
@@ -220,8 +218,7 @@ def test_several_layouts_are_explained_compared_and_drawn(plan: Plan, tmp_path: 
     ids=" ".join,
 )  # fmt: skip
 def test_a_question_has_its_own_options(words: list[str], plan: Plan) -> None:
-    ended = plan(*words, *EIGHT, code=2)
-    assert "No such option" in ended.err
+    assert "No such option" in plan(*words, *EIGHT, code=2).err
 
 
 @pytest.mark.ci
@@ -264,10 +261,8 @@ def test_kinds_are_compared_by_price_and_a_deadline_that_none_keeps_ends_with_3(
     assert sum(each["chosen"] for each in found["clusters"]) == 1
     shown = plan(*words, "--sort", "cost")
     assert "EUR" in shown.out and "→ chosen" in shown.out
-    late = plan(*words, "--budget", "0.0001", code=3)
-    says(late.err)
-    wrong = plan(*words[:2], "--gpus", "2xfoo,0", code=2)
-    says(wrong.err)
+    says(plan(*words, "--budget", "0.0001", code=3).err)
+    says(plan(*words[:2], "--gpus", "2xfoo,0", code=2).err)
 
 
 @pytest.mark.ci
@@ -279,8 +274,7 @@ def test_a_memory_budget_bounds_every_question(plan: Plan) -> None:
     large = max(free["layouts"], key=lambda layout: layout["memory"]["peak"])
     assert large["memory"]["peak"] > 2 * 2**30
     assert plan("max", "batch", *words).json["memory"]["peak"] <= 2 * 2**30
-    tight = plan("explain", large["layout"], *words).json
-    says(tight["against"])
+    says(plan("explain", large["layout"], *words).json["against"])
     says(plan(*EIGHT, "--memory-budget", "much", code=2).err)
 
 
@@ -330,8 +324,7 @@ def test_the_largest_of_each_kind(plan: Plan) -> None:
     length = plan("max", "seq_len", *small).json
     is_choice(length)
     assert length["seq_len"] >= 2048
-    fits = plan(*small, f"data.seq_len={length['seq_len']}")
-    assert fits.json["fitting"] > 0
+    assert plan(*small, f"data.seq_len={length['seq_len']}").json["fitting"] > 0
     plan(*small, f"data.seq_len={length['seq_len'] + 1024}", code=3)
     assert plan("max", "batch", *small).json["batch"] >= 2
     assert plan("max", "model", *small).json["model"] in models()
@@ -361,8 +354,7 @@ def test_a_plan_is_exported_once(tool: str, plan: Plan, tiny: Path, tmp_path: Pa
     assert said["command"] and said["missing"] and said["files"]
     files = {file: file.read_bytes() for file in (tmp_path / "out").rglob("*") if file.is_file()}
     assert files and all(files.values())
-    again = plan("export", tool, *words, code=2)
-    says(again.err)
+    says(plan("export", tool, *words, code=2).err)
     assert {file: file.read_bytes() for file in (tmp_path / "out").rglob("*") if file.is_file()} == files
 
 
@@ -440,8 +432,7 @@ def test_where_nothing_fits_the_nearest_is_named_and_what_would_fit_does(plan: P
     assert len(remedies) >= 2
     for setting, layout in remedies:
         more = ["cluster.memory_gib=null"] if setting.startswith("cluster.gpu=") else []
-        fits = plan(*tight, setting, f"layout={layout}", *more)
-        assert fits.json["layouts"][0]["layout"] == layout
+        assert plan(*tight, setting, f"layout={layout}", *more).json["layouts"][0]["layout"] == layout
 
 
 # layout: auto #
@@ -473,8 +464,7 @@ def test_train_runs_the_layout_that_the_planner_chose(
 
 
 @pytest.mark.parametrize(
-    "layout",
-    cases(["auto", "{tp: auto, dp_replicate: auto}", "{pp: 2, schedule: auto}"]),
+    "layout", cases(["auto", "{tp: auto, dp_replicate: auto}", "{pp: 2, schedule: auto}"])
 )
 def test_ranks_run_the_layout_that_the_planner_chose_for_them(
     layout: str, process: Command, settings: Settings, tmp_path: Path

@@ -35,8 +35,7 @@ def ranks_of(process: "subprocess.Popen[str]", run: Path, step: int) -> list[int
 
 
 def test_a_number_of_ranks_that_is_not_the_layouts_is_refused(meshtune: Command, settings: Settings) -> None:
-    ended = meshtune("train", *settings("layout=dp2"), "--nproc", 3, code=2)
-    says(ended.err)
+    says(meshtune("train", *settings("layout=dp2"), "--nproc", 3, code=2).err)
 
 
 def test_a_rank_that_torchrun_started_starts_none(
@@ -44,8 +43,7 @@ def test_a_rank_that_torchrun_started_starts_none(
 ) -> None:
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    ended = meshtune("train", *settings(), "--nproc", 2, code=2)
-    says(ended.err)
+    says(meshtune("train", *settings(), "--nproc", 2, code=2).err)
 
 
 @pytest.mark.all
@@ -95,8 +93,7 @@ def test_a_signal_saves_on_every_rank_and_one_rank_goes_on(
     running = begin_fork("train", *words)
     ranks_of(running, tmp_path / "run", 2)
     running.send_signal(signal.SIGTERM)
-    ended = end(running, code=75)
-    assert ended.err.count("Stopped by SIGTERM") == 1
+    assert end(running, code=75).err.count("Stopped by SIGTERM") == 1
     done = RunDir(tmp_path / "run").rows("train")[-1]["step"]
     meshtune("train", *settings(f"train.max_steps={done + 2}", "layout=auto"))
     assert RunDir(tmp_path / "run").rows("run")[-1]["resumed_from"] == done

@@ -58,8 +58,7 @@ def test_a_bench_and_a_refusal_are_results_and_are_not_repeated(
     (done, refused) = results(out, "status, reason, world, peak_memory_bytes, simulated_peak_bytes, attempts")
     assert done[:3] == ("done", None, 1) and done[3] == done[4] > 0 and done[5] == 1
     assert refused[0] == "refused" and "tp=3 does not divide" in refused[1] and refused[5] == 0
-    again = meshtune("sweep", file, "--out", out, "--json")
-    assert "2 with a result" in again.err
+    assert "2 with a result" in meshtune("sweep", file, "--out", out, "--json").err
     assert results(out, "attempts") == [(1,), (0,)]
 
 
@@ -83,8 +82,7 @@ def test_the_study_of_four_thousand_layouts_is_predicted(meshtune: Command, tmp_
     assert best[0] == "llama-3.1-405b" and 0.4 < best[1] < 0.7 and best[3:] == (None, None)
     database = sqlite3.connect(tmp_path / "sweep.db")
     assert database.execute("SELECT value FROM sweep WHERE name = 'simulated'").fetchone() == ('"planner"',)
-    mixed = meshtune("sweep", LAYOUTS, "--out", tmp_path, code=2)
-    assert "holds predicted results" in mixed.err
+    assert "holds predicted results" in meshtune("sweep", LAYOUTS, "--out", tmp_path, code=2).err
 
 
 def test_mistakes_are_said_before_anything_runs(meshtune: Command, tmp_path: Path) -> None:
@@ -136,11 +134,9 @@ def test_ctrl_c_says_how_to_go_on_and_no_process_is_left(
     until = time.monotonic() + 60
     while not (out / "configs").exists() and time.monotonic() < until:
         time.sleep(0.2)
-    second = end(begin("sweep", file, "--out", out), code=2)
-    assert f"being swept by process {sweeping.pid}" in second.err
+    assert f"being swept by process {sweeping.pid}" in end(begin("sweep", file, "--out", out), code=2).err
     sweeping.send_signal(signal.SIGINT)
-    stopped = end(sweeping, timeout=60, code=75)
-    assert "2 experiments to run; the same command goes on" in stopped.err
+    assert "2 experiments to run; the same command continues" in end(sweeping, timeout=60, code=75).err
     assert results(out, "status") == [("waiting",), ("waiting",)]
     assert not [*marked(identity(out))]
 

@@ -91,8 +91,7 @@ def test_a_config_on_gsm8k_trains_a_model_that_transformers_loads_and_the_run_ca
     ids = tokenizer("How many apples?\n", return_tensors="pt").input_ids
     assert model.generate(input_ids=ids, max_new_tokens=5, do_sample=False).shape[1] > ids.shape[1]
 
-    refused = meshtune("train", run.config_file, code=2)
-    assert "holds a finished run of 4 steps" in refused.err
+    assert "holds a finished run of 4 steps" in meshtune("train", run.config_file, code=2).err
     meshtune("train", run.config_file, f"output={tmp_path / 'runs' / 'y'}")
     assert losses(tmp_path / "runs" / "y") == losses(run.path)
     assert (tmp_path / "runs" / "y" / "model" / "model.safetensors").read_bytes() == (
@@ -234,10 +233,7 @@ def test_a_stream_is_trained_on_and_resumed(meshtune: Command, settings: Setting
     tokens = 4 * 128  # of a step
     lengths = ("train.max_steps=6", "train.max_steps=3", f"train.total_tokens={6 * tokens - 1}")
     for length, name in zip(lengths, ("whole", "parts", "parts"), strict=True):
-        meshtune(
-            "train",
-            *settings("train.max_steps=null", *lasting, length, f"output={tmp_path / name}"),
-        )
+        meshtune("train", *settings("train.max_steps=null", *lasting, length, f"output={tmp_path / name}"))
     assert len(losses(tmp_path / "whole")) == 6
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
 

@@ -98,8 +98,7 @@ def opened(browser: Any) -> Iterator[Callable[..., Window]]:
         window.page.on("console", lambda line: window.complaints.append(f"{line.type}: {line.text}"))
         window.page.on("pageerror", lambda error: window.complaints.append(str(error)))
         window.page.on(
-            "request",
-            lambda request: request.url.startswith(own) or window.complaints.append(request.url),
+            "request", lambda request: request.url.startswith(own) or window.complaints.append(request.url)
         )
         window.page.goto(address)
         window.wait_for(DRAWN)

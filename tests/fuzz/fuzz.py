@@ -79,7 +79,7 @@ def import_everything() -> None:
     import meshtune.launch
     import meshtune.model.census_cache
     import meshtune.plan.answer
-    import meshtune.report.compare.page
+    import meshtune.report.compare
     import meshtune.report.plan.documents
     import meshtune.report.run.report
     import meshtune.report.run.tables

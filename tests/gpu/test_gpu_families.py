@@ -16,7 +16,7 @@ from meshtune.attention.register import register
 from meshtune.data.batch import MicroBatch, micro_batch
 from meshtune.data.pack import LABELLED
 from meshtune.model.anatomy import anatomy
-from meshtune.model.mixers import separate_documents
+from meshtune.model.documents import separate_documents
 
 pytestmark = [
     pytest.mark.gpu,

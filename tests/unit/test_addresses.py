@@ -10,7 +10,7 @@ from meshtune import config
 from meshtune.addresses import has_secret, public
 from meshtune.api.resolve import recipe
 from meshtune.errors import UserError
-from meshtune.report.compare.runs import compare
+from meshtune.report.compare import compare
 from meshtune.report.run.report import run_page
 from meshtune.rundir import RunDir, write_settings
 from meshtune.study.store import Store

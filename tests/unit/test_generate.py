@@ -147,15 +147,7 @@ def test_every_bad_row_is_named_before_anything_is_loaded(tmp_path, model):
     assert len(caught.value.problems) == len(bad)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "{}",
-        "[",
-        "nowhere.json",
-        '[{"rol": 1}]',
-    ],
-)
+@pytest.mark.parametrize("text", ["{}", "[", "nowhere.json", '[{"rol": 1}]'])
 def test_messages_that_are_none_are_refused(answered, text):
     with refuses(UserError):
         answered(messages=[text])

@@ -201,11 +201,10 @@ def announce(
     """
     metrics, export = run.metrics, run.exporter
     notices += untrained_sentences(model.spec, model.whole, prepared.train, export.tokenizer, export.stop_ids)
-    settings = resolve.run_settings(config) | {
-        "learning_rate": rate_in_words(config), "schedule_steps": config.train.lr_decay_steps or run.steps,
-    }  # fmt: skip
+    rate, spanned = rate_in_words(config), config.train.lr_decay_steps or run.steps
+    settings = resolve.run_settings(config) | {"learning_rate": rate, "schedule_steps": spanned}
     metrics.start(**run_row(settings, run, model, prepared, resumed))
-    metrics.log_line(f"Learning rate: {rate_in_words(config)}.")
+    metrics.log_line(f"Learning rate: {rate}.")
     if caution := PRECISIONS[config.train.precision].caution:
         metrics.log_line(caution)
     about_model = filter(

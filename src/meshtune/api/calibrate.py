@@ -18,9 +18,11 @@ from meshtune.plan.hardware import GIGA, catalogue, cluster_table, kind_table, s
 from meshtune.plan.step_parts import MeasuredRun
 from meshtune.rundir import RunDir, write_text_atomically
 from meshtune.sections import ClusterConfig
+from meshtune.study.probe_kind import significant, text_of
 from meshtune.units import counted
 
 FILE = "calibrated.toml"
+DIGITS = 5  # of a constant in the file
 
 
 def calibrate(
@@ -41,7 +43,6 @@ def calibrate(
     folders without timed steps, runs of several machines, and for too few; for processors without a file.
     """
     from meshtune.api.probe import check_writable
-    from meshtune.study.probe_kind import text_of
 
     file = expanded(out)
     check_writable(file)
@@ -111,12 +112,10 @@ def changed_constants(
     """Value of each fitted constant before and after, for one rank where it differs with their number."""
     usual = {"update_memory": 1.0, "network_share": cluster.network_share}
     usual |= stacks()["meshtune"] | dict(cluster.gpu.efficiency)
-    return {name: (usual[name], significant(usual[name] * factor)) for name, factor in found.factors.items()}
-
-
-def significant(value: float) -> float:
-    """The value rounded to five digits that count, as the file has it."""
-    return float(f"{value:.5g}")
+    return {
+        name: (usual[name], significant(usual[name] * factor, DIGITS))
+        for name, factor in found.factors.items()
+    }
 
 
 def with_constants(
@@ -132,7 +131,7 @@ def with_constants(
         kind.setdefault("efficiency", {})[name] = after
         for table in kind.get("shared", ()):
             if name in table:
-                table[name] = significant(table[name] * found.factors[name])
+                table[name] = significant(table[name] * found.factors[name], DIGITS)
     facts = found.as_dict()
     made["calibrated"] = {
         "meshtune": __version__,

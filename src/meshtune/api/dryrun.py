@@ -307,13 +307,13 @@ def notes_on_layout(config: Config, layout: Layout) -> Iterator[str]:
     """Sentences on numbers of the layout that the settings have otherwise."""
     if (gpus := config.cluster_config.gpus) not in (None, layout.world):
         yield (
-            f"{layout} has {counted(layout.world, 'rank')}, but cluster.gpus is {gpus}; the layout's are "
-            "simulated."
+            f"{layout} has {counted(layout.world, 'rank')}, but cluster.gpus is {gpus}; the layout's "
+            "number is simulated."
         )
     if layout.global_batch_size != config.global_batch_size:
         yield (
             f"{layout} makes {counted(layout.global_batch_size, 'sequence')} a step, but "
-            f"train.global_batch_size is {config.global_batch_size}; the layout's are simulated."
+            f"train.global_batch_size is {config.global_batch_size}; the layout's number is simulated."
         )
 
 

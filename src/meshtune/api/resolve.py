@@ -11,12 +11,12 @@ from transformers import PreTrainedTokenizerBase
 
 from meshtune.addresses import public
 from meshtune.config import Config
+from meshtune.data.cache import write_summary
 from meshtune.data.encode import Encoder
 from meshtune.data.example import Source
 from meshtune.data.pack import Dataset
 from meshtune.data.prepare import Prepared, prepare
 from meshtune.data.recipe import Recipe
-from meshtune.data.summary import write_summary
 from meshtune.errors import UserError, expanded
 from meshtune.model.files import resolve
 from meshtune.model.generation import stop_tokens

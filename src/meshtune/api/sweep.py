@@ -25,16 +25,8 @@ from meshtune.rundir import RunDir, write_settings
 from meshtune.study.children import DRYRUN, Task, kill_marked
 from meshtune.study.judge import Here, Judged, judge
 from meshtune.study.outcomes import train_outcome
-from meshtune.study.runner import Devices, Progress, run_all
-from meshtune.study.slurm import (
-    cancel_unknown,
-    check_sbatch,
-    collect,
-    follow,
-    read_task,
-    run_in_job,
-    submit,
-)
+from meshtune.study.runner import Devices, Progress, machine_facts, run_all
+from meshtune.study.slurm import cancel_unknown, check_sbatch, collect, follow, read_task, run_in_job, submit
 from meshtune.study.store import DOES_NOT_FIT, DONE, FINISHED, REFUSED, RUNNING, WAITING, Outcome, Store
 from meshtune.study.sweep_file import Experiment, SweepFile, read_sweep
 from meshtune.sweep_rows import DATABASE
@@ -125,7 +117,12 @@ def sweep(
         processor = simulate is None and store.description()["gpus"] == 0
         progress = Progress(store, len(prepared), done, devices, log, per="rank" if processor else "GPU")
         if slurm:
-            run_by_slurm(store, plan, tasks, folder, jobs or 0, progress=progress, log=log)
+            whole = folder.resolve()
+            cancel_unknown(store, whole, log)
+            if tasks:
+                ids = submit(store, tasks, whole, name=plan.name, options=plan.slurm, jobs=jobs or 0)
+                log(f"Submitted {counted(len(tasks), 'experiment')} to Slurm, in the arrays {', '.join(ids)}")
+            follow(store, whole, progress, log)
         elif tasks:
             sweep_id = store.description()["id"]
             run_all(store, tasks, folder, devices, sweep=sweep_id, progress=progress, log=log)
@@ -208,14 +205,7 @@ def best_layouts(here: Here, tree: Mapping[str, Any], number: int) -> list[str]:
 
 
 def prepare(
-    store: Store,
-    plan: SweepFile,
-    folder: Path,
-    here: Here,
-    simulate: str | None,
-    *,
-    slurm: bool,
-    log: Log,
+    store: Store, plan: SweepFile, folder: Path, here: Here, simulate: str | None, *, slurm: bool, log: Log
 ) -> dict[str, Experiment]:
     """Make the database hold the experiments of the file, and settle what a killed sweep has left; returns
     the experiments by key.
@@ -255,14 +245,8 @@ def facts_of(
         "simulated": simulate,
     }  # fmt: skip
     if "started" not in before:
-        from meshtune.study.runner import facts_elsewhere, machine_facts
-
         on_processor = (plan.base.get("train") or {}).get("device") == "cpu"
-        facts |= (
-            facts_elsewhere(on_processor=on_processor)
-            if slurm
-            else machine_facts(simulate, on_processor=on_processor)
-        )
+        facts |= machine_facts(simulate, on_processor=on_processor, slurm=slurm)
     return facts
 
 
@@ -344,25 +328,6 @@ def of_planner(verdict: Judged) -> Outcome:
         reason = "The planner can't count this model; use --simulate=dryrun, or run it."
         return Outcome(REFUSED, reason)
     return Outcome(DONE, document=verdict.choice.as_dict())
-
-
-def run_by_slurm(
-    store: Store,
-    plan: SweepFile,
-    tasks: Mapping[int, Task],
-    folder: Path,
-    jobs: int,
-    *,
-    progress: Progress,
-    log: Log,
-) -> None:
-    """Submit tasks, and wait for the results of all that Slurm has."""
-    folder = folder.resolve()
-    cancel_unknown(store, folder, log)
-    if tasks:
-        ids = submit(store, tasks, folder, name=plan.name, options=plan.slurm, jobs=jobs)
-        log(f"Submitted {counted(len(tasks), 'experiment')} to Slurm, in the arrays {', '.join(ids)}")
-    follow(store, folder, progress, log)
 
 
 def run_task(file: str, folder: Path | None, number: int) -> None:

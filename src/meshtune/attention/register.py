@@ -29,9 +29,8 @@ from meshtune.attention.runs import checked_lengths
 from meshtune.meter.clock import recomputing
 from meshtune.model.anatomy import Anatomy
 from meshtune.model.body import ATTENTION_NAMES, Documents
-from meshtune.model.mixers import keep_weights, separate_documents
+from meshtune.model.documents import follow_documents, keep_weights, separate_documents
 from meshtune.model.recorded import unsupported
-from meshtune.model.rope import follow_documents
 
 
 @cache

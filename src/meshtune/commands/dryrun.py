@@ -66,7 +66,7 @@ def dryrun(
 
     from meshtune import config
     from meshtune.api.dryrun import simulations
-    from meshtune.report.dryrun.document import document, joined, write_files
+    from meshtune.report.dryrun.document import document, joined, panels, write_files
 
     done = simulations(
         config.load(file, overrides),
@@ -75,9 +75,8 @@ def dryrun(
         documents=lengths,
         log=log,
     )
-    answers = [document(simulation, top) for simulation in done]
-    answer = joined(answers)
-    show(answer, as_json=as_json)
+    answers = [document(each, top, drawn=panels(each) if plot else ()) for each in done]
+    show(joined(answers), as_json=as_json)
     if plot:
         for simulation, page in zip(done, answers, strict=True):
             into = plot / str(simulation.layout) if len(done) > 1 else plot

@@ -53,10 +53,7 @@ def environment(model: str | None) -> dict[str, Any]:
     }
     for index, (name, memory) in enumerate(gpus_of(device_of("auto"))):
         devices[f"cuda:{index}"] = f"{name}, {human(memory)}"
-    report: dict[str, Any] = {
-        "versions": versions() | {"executable": sys.executable},
-        "devices": devices,
-    }
+    report: dict[str, Any] = {"versions": versions() | {"executable": sys.executable}, "devices": devices}
     if model:
         config = load_config(model)
         report["type"] = config.model_type

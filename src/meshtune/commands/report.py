@@ -1,7 +1,6 @@
 """`meshtune report`: a page of a run, of several runs side by side, of a sweep, or of plan documents."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -101,8 +100,7 @@ def of_run(run: RunDir) -> tuple["Document", Path]:
 
 
 def of_runs(paths: Sequence[Path]) -> tuple["Document", Path]:
-    from meshtune.report.compare.page import comparison_page
-    from meshtune.report.compare.runs import compare
+    from meshtune.report.compare import compare, comparison_page
 
     return comparison_page(compare(paths)), paths[0].resolve().parent / "comparison.html"
 
@@ -112,9 +110,7 @@ def of_sweep(path: Path) -> tuple["Document", Path]:
 
     database = database_of(path)
     assert database is not None
-    sweep = sweep_page(database)
-    page = replace(sweep.page, facts={"experiments": sweep.counts})
-    return page, database.resolve().parent / "report.html"
+    return sweep_page(database), database.resolve().parent / "report.html"
 
 
 def of_plans(paths: Sequence[Path]) -> tuple["Document", Path]:

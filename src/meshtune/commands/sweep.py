@@ -38,8 +38,7 @@ def sweep(
         bool, typer.Option("--all", help="run experiments too that the plan says do not fit")
     ] = False,
     simulate: Annotated[
-        str | None,
-        typer.Option(metavar="[planner|dryrun]", help="predict or dry-run them, running none"),
+        str | None, typer.Option(metavar="[planner|dryrun]", help="predict or dry-run them, running none")
     ] = None,
     jobs: Annotated[
         int | None,

@@ -20,7 +20,7 @@ def ui(
     ] = None,
     host: Annotated[
         str, typer.Option(help="address to listen on; others than this machine's need --token")
-    ] = ("127.0.0.1"),
+    ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one")] = 8421,
     token: Annotated[
         str | None,

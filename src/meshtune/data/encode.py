@@ -45,6 +45,7 @@ from meshtune.data.example import (
     Mask,
     Note,
     OnBadRow,
+    caught,
     checked_text,
 )
 from meshtune.data.labels import Cut, End, Endings, endings_of
@@ -68,16 +69,6 @@ class Document:
     ids: np.ndarray  # int32 [tokens]
     labelled: np.ndarray  # bool [tokens], true where the token is to be predicted; never the first
     notes: tuple[Note, ...] = ()
-
-
-def _unless_bad(step: Callable, row: Any, *arguments: Any) -> Any:
-    """Return `step(row, *arguments)`, or the BadRow that it raises or that `row` is already."""
-    if isinstance(row, BadRow):
-        return row
-    try:
-        return step(row, *arguments)
-    except BadRow as bad:
-        return bad
 
 
 @dataclass(eq=False)
@@ -191,35 +182,33 @@ class Encoder:
 
     def _encode(self, examples: Sequence[Example]) -> list[Document | BadRow]:
         """Render, then tokenize, the texts of all examples in one call each."""
-        rows: list[Any] = [_unless_bad(self._unrendered, example) for example in examples]
+        rows: list[Any] = [caught(self._unrendered, example) for example in examples]
         requests = {i: list(row.requests()) for i, row in enumerate(rows) if isinstance(row, Chat)}
         texts = iter(self._renderer.render_all([*chain.from_iterable(requests.values())]))
         for index, own in requests.items():
-            rows[index] = _unless_bad(self._cut, rows[index], list(islice(texts, len(own))))
+            rows[index] = caught(self._cut, rows[index], list(islice(texts, len(own))))
         table = self._tokens.table(
             text
             for row in rows
             if isinstance(row, Cut | tuple)
             for text in (row.texts() if isinstance(row, Cut) else row)
         )
-        return [_unless_bad(self._document, row, table) for row in rows]
+        return [caught(self._document, row, table) for row in rows]
 
     def prompt_ids(self, example: Example) -> list[int]:
         """The tokens that generation starts from: those before the last answer, or all of a plain text.
 
         Raises UserError if there are none.
         """
-        try:
-            ids = self._prompt_ids(example)
-        except BadRow as bad:
-            raise UserError(f"{example.origin}: {bad}.") from bad
+        ids = caught(self._prompt_ids, example)
+        if isinstance(ids, BadRow):
+            raise UserError(f"{example.origin}: {ids}.") from ids
         if ids:
             return ids
         raise UserError(f"{example.origin}: the prompt has no tokens, so there is nothing to answer.")
 
     def _prompt_ids(self, example: Example) -> list[int]:
-        if example.ids is not None:
-            row = example.ids
+        if (row := example.ids) is not None:
             answer = next((i for i in range(1, len(row.ids)) if row.labelled[i]), len(row.ids))
             return list(row.ids[:answer])
         if example.text is not None or not self.templated:

@@ -5,7 +5,7 @@ Nothing here reads a file, so planning can import it.
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -117,6 +117,16 @@ class BadRow(Exception):
         """
         self.reason = reason
         super().__init__(detail or reason)
+
+
+def caught(step: Callable[..., Any], value: Any, *arguments: Any) -> Any:
+    """Return `step(value, *arguments)`, or the BadRow that it raises or that `value` is already."""
+    if isinstance(value, BadRow):
+        return value
+    try:
+        return step(value, *arguments)
+    except BadRow as bad:
+        return bad
 
 
 def is_absent(value: Any, levels: int = 5) -> bool:

@@ -14,7 +14,6 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from meshtune.data.example import place_of
-from meshtune.data.loader import Loader
 from meshtune.data.pack import LABELLED, Dataset, permutation
 from meshtune.data.prepare import Prepared, sentences
 from meshtune.data.recipe import Stream
@@ -90,20 +89,6 @@ def marked(text: str, labelled: bool, coloured: bool) -> Text:
     if coloured or not labelled:
         return Text(text, LABELLED_STYLE if labelled else "dim")
     return Text(f"{BEGIN}{text}{END}")
-
-
-def padding_share(dataset: Dataset, *, global_batch_size: int, micro_batch_size: int, seed: int) -> float:
-    """Share (0 to 1) of the columns of all micro-batches that are padding, in one epoch.
-
-    It is counted by going through the epoch as the only data rank, which reads all tokens. Raises UserError
-    if `micro_batch_size` does not divide `global_batch_size`; both in sequences.
-    """
-    loader = Loader(
-        dataset, global_batch_size=global_batch_size, micro_batch_size=micro_batch_size, seed=seed, epochs=1
-    )
-    sizes = [(micro.tokens, micro.input_ids.numel()) for batch, _ in loader for micro in batch.micro_batches]
-    tokens, columns = np.array(sizes).sum(axis=0)
-    return 1 - float(tokens / columns)
 
 
 def runs(stored: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, bool]]:

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from meshtune.compat import template_day
-from meshtune.data.example import TOO_LONG, BadRow, Example, Mask, Note, checked_text
+from meshtune.data.example import TOO_LONG, BadRow, Example, Mask, Note, caught, checked_text
 from meshtune.data.messages import closed, is_empty, opened, turns_of, with_thought
 from meshtune.data.probe import ANSWER, QUESTION, Writes, adapted, prompt_behind, unwritten, writes
 from meshtune.data.rows import last_answer, no_answer
@@ -176,7 +176,7 @@ class Renderer:
                 with suppress(Exception):  # the template refuses some row: rendered one by one below
                     rendered = self._apply([requests[i][0] for i in group], ending, None, len(group))
                     texts |= {
-                        i: self._ended(_checked(text), ending)
+                        i: self._ended(caught(checked_text, text), ending)
                         for i, text in zip(group, rendered, strict=True)
                     }
         return [texts[i] if i in texts else self.render(*request) for i, request in enumerate(requests)]
@@ -226,7 +226,7 @@ class Renderer:
                 "refused by the chat template",
                 f"the chat template refuses it: {type(error).__name__}: {reason_of(error)[:-1]}",
             )
-        return _checked(text)  # pyright: ignore[reportArgumentType]
+        return caught(checked_text, text)  # pyright: ignore[reportArgumentType]
 
     def rendered(self, chat: Chat, texts: list[str | BadRow]) -> Rendered:
         """Check that the beginnings of a conversation are those of its text; raise BadRow if one is not.
@@ -315,13 +315,6 @@ class Renderer:
         """`text` without white space after a final special token: its tokens depend on what follows."""
         stripped = text.rstrip()
         return stripped if stripped.endswith(self.tokens.special_texts) else text
-
-
-def _checked(text: str) -> str | BadRow:
-    try:
-        return checked_text(text)
-    except BadRow as bad:
-        return bad
 
 
 def _raise_bad(text: str | BadRow) -> str:

@@ -85,10 +85,7 @@ class Segment(NamedTuple):
 
 @dataclass
 class Replay:
-    """An allocator's bytes and actions during a sequence of requests.
-
-    Peaks are those of the sequence, whatever was before.
-    """
+    """An allocator's bytes and actions during a sequence of requests, without what was before it."""
 
     events: list[Event] = field(default_factory=list)  # if the allocator records them
     active: int = 0  # peak
@@ -281,7 +278,7 @@ class Allocator:
         return rest
 
     def _merged(self, block: Block) -> Block:
-        """Merge a block, in no pool, with neighbours that are as it is (`try_merge_blocks`)."""
+        """Merge a free block, in no pool, with free neighbours, a gap with gaps (`try_merge_blocks`)."""
         for other in (block.before, block.after):
             if other is None or other.allocated or other.mapped != block.mapped:
                 continue
@@ -310,7 +307,7 @@ class Allocator:
         self._pool(block).remove(block)
 
     def _addresses(self, size: int) -> int:
-        """First address of `size` bytes that no segment has had, at a page's begin."""
+        """First address of `size` bytes that no segment has had, at the beginning of a page."""
         address = self._next_address
         self._next_address += _rounded(size, LARGE_BUFFER)
         return address

@@ -42,22 +42,18 @@ FILLS = ("new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_l
 OVERWRITES = ("copy_", "_foreach_copy_", "split_with_sizes_copy", "zero_", "fill_", *GRADIENT_COPIES)
 
 FORWARD_MATMULS, BACKWARD_MATMULS = 2, 5
-CPU_KERNEL = "aten._scaled_dot_product_flash_attention_for_cpu"
 # Operator of an attention kernel -> (position of q, of k, which v follows, number of matmuls).
 ATTENTION = {
-    "torch_attn._varlen_attn": (0, 1, FORWARD_MATMULS),
-    "torch_attn._varlen_attn_backward": (1, 2, BACKWARD_MATMULS),
-    CPU_KERNEL: (0, 1, FORWARD_MATMULS),
-    f"{CPU_KERNEL}_backward": (1, 2, BACKWARD_MATMULS),
-    "meshtune.capped_attention": (0, 1, FORWARD_MATMULS),
-    "meshtune.capped_attention_backward": (1, 2, BACKWARD_MATMULS),
-    "meshtune_dryrun.flex_attention": (0, 1, FORWARD_MATMULS),
-    "meshtune_dryrun.flex_attention_backward": (1, 2, BACKWARD_MATMULS),
-}
-ATTENTION |= {
-    f"aten._scaled_dot_product_{kernel}_attention{backward}": at
-    for kernel in ("flash", "efficient")
-    for backward, at in (("", (0, 1, FORWARD_MATMULS)), ("_backward", (1, 2, BACKWARD_MATMULS)))
+    f"{kernel}{suffix}": arguments
+    for kernel in (
+        "torch_attn._varlen_attn",
+        "aten._scaled_dot_product_flash_attention",
+        "aten._scaled_dot_product_flash_attention_for_cpu",
+        "aten._scaled_dot_product_efficient_attention",
+        "meshtune.capped_attention",
+        "meshtune_dryrun.flex_attention",
+    )
+    for suffix, arguments in (("", (0, 1, FORWARD_MATMULS)), ("_backward", (1, 2, BACKWARD_MATMULS)))
 }
 
 

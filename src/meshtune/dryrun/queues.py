@@ -101,7 +101,7 @@ class Run:
         self.clocks[rank] = clock
 
     def _begin_first(self, queue: tuple[int, str], now: float) -> None:
-        """Begin the first task of a queue if nothing keeps it."""
+        """Begin the first task of a queue if it waits for nothing."""
         waiting = self.queues[queue]
         if not waiting:
             return
@@ -139,7 +139,7 @@ class Run:
         self.left[number] -= passed
 
     def _plan_end(self, rank: int, now: float) -> None:
-        """Note when a rank's computation will end, at its speed of now."""
+        """Push the event at which a rank's computation ends at its present speed."""
         if (number := self.computing.get(rank, -1)) < 0:
             return
         slow = 1 + self.contention if self.slowing.get(rank) else 1.0

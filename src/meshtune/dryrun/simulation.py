@@ -61,7 +61,7 @@ class Simulation:
 
     @cached_property
     def other_replays(self) -> Mapping[int, Sequence[Replay]]:
-        """Those of the allocator that has expandable segments if this one has not, else has none."""
+        """The same steps on an allocator with the other setting of expandable segments."""
         return self._replayed(expandable=not self.expandable)
 
     def _replayed(self, *, expandable: bool) -> dict[int, list[Replay]]:
@@ -72,8 +72,8 @@ class Simulation:
 
     @cached_property
     def full(self) -> Sequence[Replay]:
-        """The fullest rank's steps on a GPU of this capacity, whose allocator gives free segments back where
-        it is full; its last one says whether memory ran out. Empty for processors.
+        """The fullest rank's steps on a GPU with this capacity, which gets free segments back when it is
+        full; `out_of_memory` of the last one is set if memory runs out. Empty for processors.
         """
         if self.workspaces is None:
             return ()
@@ -98,7 +98,7 @@ class Simulation:
 
     @property
     def fits(self) -> bool:
-        """True if both steps run; an allocator that would hold more than there is gives free memory back."""
+        """True if both steps run, if necessary by giving free memory back to the GPU."""
         return self.need <= self.capacity or (bool(self.full) and self.full[-1].out_of_memory is None)
 
     @property
@@ -143,8 +143,8 @@ class Simulation:
 
     @cached_property
     def predicted_peaks(self) -> Mapping[int, Liveness]:
-        """The planner's memory by index in the pipeline: the first, a middle and the last rank; empty for a
-        model that it can't count.
+        """The planner's memory of the first, a middle and the last pipeline rank, by index; empty for a model
+        that it can't count.
         """
         if self.workload is None:
             return {}

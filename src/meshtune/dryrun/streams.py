@@ -98,7 +98,7 @@ class StepTime:
         return next((each for each in self.ranks if each.trace == rank), None)
 
     def host(self, phase: str) -> float:
-        """Seconds in which the mean rank waits for its host in a phase of the step, but for its start."""
+        """Seconds in which the mean rank waits for its host in a phase, without the start of the step."""
         return sum(rank.host.get(phase, 0.0) for rank in self.ranks) / len(self.ranks)
 
 
@@ -403,7 +403,7 @@ def _only_copies(each: Operation, program: Program) -> bool:
 
 
 def _mean(parts: Sequence[Seconds]) -> Seconds:
-    """Mean rank of a pipeline; what the busiest has more to do than the mean one is its `imbalance`."""
+    """Mean of the ranks' parts; their bubble is that of the busiest rank, the rest of it `imbalance`."""
     mean = {name: sum(getattr(each, name) for each in parts) / len(parts) for name in vars(parts[0])}
     least = min(each.bubble for each in parts)
     return Seconds(**mean | {"bubble": least, "imbalance": mean["bubble"] - least})
@@ -541,7 +541,7 @@ def step_of(trace: RankTrace, number: int) -> StepTrace:
 
 
 def traced_number(trace: RankTrace, each: Pass) -> int:
-    """Number in the trace of the micro-batch that stands for a pass's."""
+    """Number of the traced micro-batch that stands for the micro-batch of a pass."""
     left_out = trace.of - trace.micro_batches
     if left_out <= 0 or trace.steady < 0 or each.micro_batch <= trace.steady:
         return each.micro_batch

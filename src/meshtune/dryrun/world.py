@@ -237,7 +237,7 @@ def noted(trace: StepTrace, memory: PhaseMemory, name: str) -> Iterator[None]:
 
 
 def made_up(tensor: Tensor) -> Any:
-    """A number that a fake tensor might have, and with which a step makes an update."""
+    """A plausible number for a fake tensor, with which a step makes an update."""
     if tensor.dtype == torch.bool:
         return True
     return 1.0 if tensor.dtype.is_floating_point else 1

@@ -71,10 +71,7 @@ def with_measurement(
     if new is None:
         return before, {}
     averages = Noise(*(DECAY * old + (1 - DECAY) * now for old, now in zip(before, new, strict=True)))
-    columns = {
-        "gradient_noise_scale": averages.scale,
-        **dict(zip(ESTIMATES, new, strict=True)),
-    }
+    columns = {"gradient_noise_scale": averages.scale, **dict(zip(ESTIMATES, new, strict=True))}
     return (averages.squared_norm, averages.variance), columns
 
 

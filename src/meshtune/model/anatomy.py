@@ -75,7 +75,7 @@ def anatomy(model: PreTrainedModel) -> Anatomy:
     lists = _lists(model, container, body, layers)
     if len(lists) != 1:
         found = ", ".join(f"{path} ({len(of)})" for path, of in _module_lists(model, body).items())
-        raise refusal(f"its {layers or ''} layers are no single list of blocks (it has {found or 'none'})")
+        raise refusal(f"its {layers or ''} layers aren't one list of blocks (it has {found or 'none'})")
     blocks = model.get_submodule(lists[0])
     assert isinstance(blocks, nn.ModuleList)
     norms = _norms(model, lists[0].rpartition(".")[0], body)
@@ -251,8 +251,8 @@ def left_out_of_loss(model: PreTrainedModel) -> str | None:
     share = getattr(config, "router_aux_loss_coef", "unset")
     return (
         "The model's config.json sets output_router_logits, with which transformers adds a load-balancing "
-        f"loss of its experts (router_aux_loss_coef {share}). meshtune does not add it: the loss is that of "
-        "the labels alone."
+        f"loss of its experts (router_aux_loss_coef {share}). meshtune does not add it: the loss is only "
+        "that of the labels."
     )
 
 

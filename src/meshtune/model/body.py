@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from meshtune.model import mixers, rope
 from meshtune.model.anatomy import Anatomy, anatomy, aside_of, head_runner
+from meshtune.model.documents import documents_of
 
 if TYPE_CHECKING:
     from meshtune.data.batch import MicroBatch
@@ -51,7 +51,7 @@ def body_forward(
     ours = body.config._attn_implementation in ATTENTION_NAMES
     packed = {"documents": Documents(micro_batch.documents)} if ours else {}
     begin = {"input_ids": micro_batch.input_ids} if hidden is None else {"inputs_embeds": hidden}
-    with rope.documents_of(model, micro_batch), mixers.documents_of(micro_batch.documents):
+    with documents_of(micro_batch):
         positions = micro_batch.position_ids + anatomy.first_position
         return body(**begin, position_ids=positions, use_cache=False, **packed).last_hidden_state
 

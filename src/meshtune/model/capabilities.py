@@ -177,7 +177,7 @@ def _broken_chain(
         extra = [name for name in dict.fromkeys(names) if names.count(name) > 1]
         return f"runs {extra[0]} more than once" if extra else "does not run its blocks one after the other"
     if any(given.is_meta for _, given, _ in calls):
-        return "needs parameters beside its embedding before its blocks (positions)"
+        return "needs parameters besides its embedding before its blocks (positions)"
     links = [*(given for _, given, _ in calls[1:]), out]
     if any(not torch.equal(made, taken) for (_, _, made), taken in zip(calls, links, strict=True)):
         return "changes hidden states between or after its blocks"

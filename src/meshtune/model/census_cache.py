@@ -9,12 +9,12 @@ import inspect
 import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, is_dataclass, replace
-from functools import cache
+from dataclasses import asdict, dataclass, fields, replace
 from importlib.metadata import version
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal
+
+from pydantic import TypeAdapter
 
 from meshtune import __version__
 from meshtune.config import Config
@@ -24,8 +24,6 @@ from meshtune.placement.census import Census
 from meshtune.placement.numbers import ModelNumbers
 from meshtune.placement.rules import Traits
 from meshtune.rundir import write_text_atomically
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,46 +239,9 @@ def _build_and_count(
     )
 
 
-# Dataclasses from JSON #
-
-
 def _read(file: Path) -> ModelNumbers | None:
     """Read a cached file; None if it is missing or holds anything else."""
     try:
-        return from_json(ModelNumbers, json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+        return TypeAdapter(ModelNumbers).validate_json(file.read_bytes(), strict=True)
+    except (OSError, ValueError):
         return None
-
-
-def from_json(kind: type[T], value: Any) -> T:
-    """Convert parsed JSON to the dataclass `kind`, nested ones and tuples included.
-
-    Raises TypeError if a key is missing or unknown, or a value has another type; ValueError if a tuple has
-    another length.
-    """
-    return _from_json(kind, value)
-
-
-def _from_json(kind: Any, value: Any) -> Any:
-    if is_dataclass(kind):
-        hints = _hints(kind)
-        if not isinstance(value, Mapping) or value.keys() != hints.keys():
-            raise TypeError(f"{kind} is made of {', '.join(hints)}, not of {value!r:.80}.")
-        return kind(**{name: _from_json(hints[name], value[name]) for name in hints})  # type: ignore[operator]
-    origin, args = get_origin(kind), get_args(kind)
-    if origin is tuple and isinstance(value, list):
-        kinds = (args[0],) * len(value) if args[-1] is Ellipsis else args
-        return tuple(_from_json(inner, item) for inner, item in zip(kinds, value, strict=True))
-    if origin in (Union, UnionType):
-        (other,) = (arg for arg in args if arg is not NoneType)
-        return None if value is None else _from_json(other, value)
-    if type(value) is kind or (kind is float and type(value) is int):
-        return value
-    raise TypeError(f"{value!r:.80} is not {kind}.")
-
-
-@cache
-def _hints(kind: type) -> dict[str, Any]:
-    """Return the type of each field of a dataclass."""
-    hints = get_type_hints(kind)
-    return {field.name: hints[field.name] for field in fields(kind)}

@@ -308,7 +308,7 @@ def checked_weight_files(folder: Path, config: PretrainedConfig) -> list[Path]:
     whole = (folder / WEIGHTS).is_file() or (folder / INDEX).is_file() or _shards(folder)
     if (folder / ADAPTER_CONFIG).is_file() and (whole or _unread_here(folder)):
         # from_pretrained would also load the adapter, and through it whatever base it names.
-        problems.append(f"{folder} holds a peft adapter beside a model; move adapter_config.json elsewhere.")
+        problems.append(f"{folder} holds a peft adapter next to a model; move adapter_config.json elsewhere.")
     if (folder / ".metadata").exists():
         # from_pretrained would take it for a torch.distributed.checkpoint, whose .metadata is a pickle.
         problems.append(

@@ -134,8 +134,8 @@ def not_here(name: str, revision: str | None = None, holding: str = MODEL) -> st
         f"There is no folder {name} here{folders_like(name, holding) or '.'} As a hub model, {at} is not in "
         "the local cache, and the Hugging Face hub can't be reached (no network, or HF_HUB_OFFLINE is set). "
         + (
-            f"Download it where there is a network (`hf download {name}`; a plan needs its config.json "
-            "alone) and set model.name to that folder."
+            f"Download it where there is a network (`hf download {name}`; a plan needs only its "
+            "config.json) and set model.name to that folder."
             if "/" in name
             else HUB_ID
         )

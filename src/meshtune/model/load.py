@@ -128,7 +128,7 @@ def read_changed(
     needs_code = "auto_map" in raw and not (isinstance(kind, str) and kind in CONFIG_MAPPING)
     if needs_code and not trust_remote_code:
         raise UserError(
-            f"{name} brings its own Python code, which is not run unless you say so; if you have read and "
+            f"{name} brings its own Python code, which is not run by default; if you have read and "
             f"trust it, set model.trust_remote_code=true."
         )
     if not needs_code and kind not in CONFIG_MAPPING:

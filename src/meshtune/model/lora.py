@@ -258,7 +258,7 @@ def _targets(model: PreTrainedModel, target_modules: str | list[str]) -> tuple[l
     tied = head.weight is model.get_input_embeddings().weight if head is not None else False
     if tied and any(linears[name] is head for name in selected):
         problems.append(
-            "lora.target_modules: the output head is tied to the embedding and can't be adapted by itself."
+            "lora.target_modules: the output head is tied to the embedding and can't be adapted separately."
         )
     return [name for name in linears if name in selected], problems
 

@@ -113,7 +113,7 @@ def _laid(
             change.problems.append(f"{where} can't be changed: {DECIDED[key]} decides it.")
         elif given not in known:
             change.problems.append(
-                f"{where} is no key of this config.json{did_you_mean(_near(where, before))}"
+                f"{where} is not a key of this config.json{did_you_mean(_near(where, before))}"
             )
         elif isinstance(now, Mapping) and isinstance(value, Mapping):
             inner = inner if isinstance(inner, PretrainedConfig) else now

@@ -20,7 +20,7 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
 from meshtune.compat import HARMLESS, MUST_BE_OFF
-from meshtune.model.mixers import separate_documents
+from meshtune.model.documents import separate_documents
 from meshtune.model.small import random_ids, with_small_copy
 
 RECORDER = "meshtune_recorder"  # name of the attention function of the recorded forward

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from transformers import AttentionInterface, PreTrainedModel
 
-from meshtune.model.anatomy import Anatomy, anatomy
+from meshtune.model.anatomy import Anatomy
 from meshtune.model.body import cast_position_tables, head_only, text_forward
 from meshtune.model.fused import (
     STAND_IN,
@@ -47,6 +47,7 @@ PARTS = ("outside", "mlp", "attention", "entering", "whole", "core", "scores")
 
 def saved_by_block(
     model: PreTrainedModel,
+    parts: Anatomy,
     frozen: Collection[str],
     adapters: Adapters,
     inputs: Inputs,
@@ -56,10 +57,8 @@ def saved_by_block(
 
     The element size is that of the compute dtype, from DTYPES; one that the forward refuses is left out. The
     model is on meta, built with the attention STAND_IN, and is changed: it gets `adapters`, only parameters
-    named in `frozen` lose their gradient, and it stays in the last dtype. rows: of `inputs`. Raises as
-    `anatomy`.
+    named in `frozen` lose their gradient, and it stays in the last dtype. rows: of `inputs`.
     """
-    parts = anatomy(model)
     adapters.add_to(model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name not in frozen)
@@ -527,18 +526,20 @@ def inputs(rows: int, tokens: int, with_mask: bool) -> dict[str, Tensor]:
     return given
 
 
-def saved_by_own_attention(build: Builder, frozen: Collection[str], adapters: Adapters, rows: int) -> Saved:
+def saved_by_own_attention(
+    build: Builder, parts: Anatomy, frozen: Collection[str], adapters: Adapters, rows: int
+) -> Saved:
     """Return what `saved_by_block` does, of a family whose attention can't be replaced; empty if untraced.
 
     A run has the family's attention and a mask. Some families read the mask's values, which meta tensors do
-    not have, or want another one. build, frozen, adapters: as in `trace`.
+    not have, or want another one. build, frozen, adapters: as in `trace`. parts: of the model.
     """
     for attention, with_mask in product((None, STAND_IN), (False, True)):
         try:
             model = built_on_meta(build, attention, frozen)
         except (KeyError, ValueError):  # it knows no STAND_IN
             continue
-        found = saved_by_block(model, frozen, adapters, partial(inputs, with_mask=with_mask), rows)
+        found = saved_by_block(model, parts, frozen, adapters, partial(inputs, with_mask=with_mask), rows)
         if found[0]:
             return found
     return {}, ()

@@ -127,7 +127,7 @@ def refuse_misfits(
 
 
 def untied(folder: Path, model: PreTrainedModel) -> list[str]:
-    """Sentences on tensors that the model's configuration ties, and of which the files hold unlike ones.
+    """Sentences on tensors that the model's configuration ties, where the files hold two that differ.
 
     transformers leaves them apart, unlike the model that is built only from the configuration.
     """

@@ -123,7 +123,7 @@ def fused_projections(model: PreTrainedModel, plan: Mapping[str, str]) -> tuple[
     """Find the fused projections in a block's attention and mlp. plan: of `tensor_plan`.
 
     A matrix whose output the plan all-gathers is one if it has the rows of queries, keys and values, or twice
-    as many as the next matrix has columns, and if the module, run with a rank's rows of each, gives that
+    the columns of the next matrix, and if the module, run with a rank's rows of each, gives that
     rank's part of what it gives with all of them; other orders of rows do not.
     """
     parts = anatomy(model)

@@ -62,12 +62,7 @@ traced_models: dict[Hashable, Census] = {}  # the last of this process, by all t
 IN_BLOCK = re.compile(r"(?P<blocks>.+?)\.(?P<index>\d+)\.(?P<name>.+)")
 
 
-@dataclass(frozen=True)
-class AttentionCore:
-    """One attention core of a traced forward."""
-
-    path: str  # of the attention module
-    attention: Attention
+Core = tuple[str, Attention]  # an attention core of a traced forward, after the path of its module
 
 
 @dataclass(frozen=True)
@@ -75,11 +70,12 @@ class Traced:
     """Everything that a traced forward recorded."""
 
     model: PreTrainedModel  # on meta
+    parts: Anatomy | None  # None in a model that we count but can't train
     frozen: Collection[str]  # names of parameters and adapters without gradient
     adapters: Adapters
     unsupported: str | None = None  # why its FLOPs can't be trusted; None if they can
     matrices: Sequence[Matrix] = ()  # in the order of the forward
-    cores: Sequence[AttentionCore] = ()
+    cores: Sequence[Core] = ()
     saved: Mapping[str, tuple[tuple[int, SavedBytes], ...]] = field(default_factory=dict)  # by block path
     ends: tuple[tuple[int, EndBytes], ...] = ()  # see Census
     of_one_row: Mapping[str, tuple[tuple[int, SavedBytes], ...]] = field(default_factory=dict)  # like saved
@@ -166,7 +162,8 @@ def trace(build: Builder, frozen: frozenset[str], adapters: Adapters) -> Census:
                 reasons[-1] = READS_VALUES
             continue
         reasons.insert(0, traced.unsupported)  # tells more than an implementation that was refused
-    return _census(Traced(built_on_meta(build, "eager", frozen), frozen, adapters, unsupported=reasons[0]))
+    model = built_on_meta(build, "eager", frozen)
+    return _census(Traced(model, _parts(model), frozen, adapters, unsupported=reasons[0]))
 
 
 def _forward(
@@ -181,7 +178,7 @@ def _forward(
     with_mask: True to pass a 4-d mask. build, frozen, adapters: see `trace`. Registers STAND_IN anew.
     Activations are recorded under STAND_IN, or with the family's attention. Raises as the model's forward.
     """
-    cores: list[AttentionCore] = []
+    cores: list[Core] = []
     paths: dict[nn.Module, str] = {}
 
     def stand_in(
@@ -197,7 +194,7 @@ def _forward(
         heads, window = query.shape[1], kwargs.get("sliding_window")
         flash = kwargs.get("softcap") is None and kwargs.get("s_aux") is None
         core = Attention(heads, key.shape[1], query.shape[-1], value.shape[-1], window, gradients, flash)
-        cores.append(AttentionCore(paths[module], core))
+        cores.append((paths[module], core))
         out = query.new_empty(query.shape[0], query.shape[2], heads, value.shape[-1])
         return out.detach().requires_grad_(any(gradients)), None
 
@@ -205,42 +202,39 @@ def _forward(
     model = built_on_meta(build, attention, frozen)
     paths |= {module: name for name, module in model.named_modules()}
     recorded = ParameterMatmuls(model, frozen, adapters.ranks)
-    parts = _recurrent_parts(model)
+    parts = _parts(model)
+    mixers = parts if parts and parts.mixers else None
     with ExitStack() as stack:
         stack.enter_context(torch.device("meta"))
         stack.enter_context(experts_without_values())
         dispatched = stack.enter_context(DispatchedMatmuls(recorded))
-        if parts:
-            stack.enter_context(mixers_apart(model, parts, dispatched))
+        if mixers:
+            stack.enter_context(mixers_apart(model, mixers, dispatched))
         with recorded:
             text_forward(model, **inputs(1, TOKENS, with_mask))
     written_out, unexplained = _attention_written_out(dispatched.bare)
     cores += written_out
-    reason = _unsupported_reason(model, dispatched, cores, unexplained, parts, written_out=bool(written_out))
-    recurrent = recurrent_matrices(model, parts) if parts and reason is None else []
+    reason = _unsupported_reason(model, dispatched, cores, unexplained, mixers, written_out=bool(written_out))
+    recurrent = recurrent_matrices(model, mixers) if mixers and reason is None else []
     if isinstance(recurrent, str):
         reason, recurrent = recurrent, []
     saved: tuple[Any, ...] = ()
-    with suppress(UserError):  # a model that we count but can't train
-        if reason is None and attention == STAND_IN and not written_out:
-            given = partial(inputs, with_mask=with_mask)
-            saved = saved_by_block(copy.deepcopy(model), frozen, adapters, given)
-        elif reason is None and anatomy(model).attention_problem:
-            several, one = (saved_by_own_attention(build, frozen, adapters, rows) for rows in (2, 1))
-            saved = (*several, one[0])
-    return Traced(model, frozen, adapters, reason, [*recorded.matrices, *recurrent], cores, *saved)
+    if parts and reason is None and attention == STAND_IN and not written_out:
+        given = partial(inputs, with_mask=with_mask)
+        saved = saved_by_block(copy.deepcopy(model), parts, frozen, adapters, given)
+    elif parts and reason is None and parts.attention_problem:
+        several, one = (saved_by_own_attention(build, parts, frozen, adapters, rows) for rows in (2, 1))
+        saved = (*several, one[0])
+    return Traced(model, parts, frozen, adapters, reason, [*recorded.matrices, *recurrent], cores, *saved)
 
 
-def _recurrent_parts(model: PreTrainedModel) -> Anatomy | None:
-    """Return the anatomy of a model with recurrent or convolutional mixers; None for any other."""
-    try:
-        parts = anatomy(model)
-    except UserError:  # a model that we count but can't train
-        return None
-    return parts if parts.mixers else None
+def _parts(model: PreTrainedModel) -> Anatomy | None:
+    """Return the anatomy of a model; None of one that we count but can't train."""
+    with suppress(UserError):
+        return anatomy(model)
 
 
-def _attention_written_out(matmuls: list[BareMatmul]) -> tuple[list[AttentionCore], list[BareMatmul]]:
+def _attention_written_out(matmuls: list[BareMatmul]) -> tuple[list[Core], list[BareMatmul]]:
     """Split matmuls into attention cores, scores [tokens, tokens] and then values, and the rest."""
     cores, rest = [], []
     scores: BareMatmul | None = None
@@ -252,7 +246,7 @@ def _attention_written_out(matmuls: list[BareMatmul]) -> tuple[list[AttentionCor
             module, _, _ = matmul.after.rpartition(".")
             path, _, _ = module.rpartition(".")  # the last matrix's module lies in the attention module
             gradients = (*scores.gradients, matmul.gradients[1])
-            cores.append(AttentionCore(path, Attention(heads, heads, scores.shape[2], n, None, gradients)))
+            cores.append((path, Attention(heads, heads, scores.shape[2], n, None, gradients)))
             scores = None
         else:
             rest.append(matmul)
@@ -262,15 +256,15 @@ def _attention_written_out(matmuls: list[BareMatmul]) -> tuple[list[AttentionCor
 def _unsupported_reason(
     model: PreTrainedModel,
     dispatched: DispatchedMatmuls,
-    cores: list[AttentionCore],
+    cores: list[Core],
     unexplained: list[BareMatmul],
-    parts: Anatomy | None,
+    mixers: Anatomy | None,
     *,
     written_out: bool,
 ) -> str | None:
     """Return why the FLOPs of a traced forward can't be trusted; None if they can.
 
-    unexplained: matmuls that belong to no parameter and no core. parts: of a model with recurrent mixers.
+    unexplained: matmuls that belong to no parameter and no core. mixers: of a model with recurrent mixers.
     written_out: True if the family computes attention itself, so that no window was recorded.
     """
     if dispatched.unknown:
@@ -283,12 +277,12 @@ def _unsupported_reason(
         return "its matmuls with parameters are not those of its matrices"
     config = model.config.get_text_config(decoder=True)
     kinds = attention_kinds(config)
-    layers = len(parts.attentions) if parts else config.num_hidden_layers
+    layers = len(mixers.attentions) if mixers else config.num_hidden_layers
     if len(cores) != layers:
         return f"{len(cores)} attention cores were traced in {layers} layers"
     if written_out and any("window" in key and value for key, value in config.to_dict().items()):
         return "its attention has a window that only its configuration names"
-    windows = ["full_attention" if core.attention.window is None else "sliding_attention" for core in cores]
+    windows = ["full_attention" if core.window is None else "sliding_attention" for _, core in cores]
     if kinds and windows != kinds:
         return f"it has other attention ({', '.join(sorted(set(kinds)))}) than was traced"
     return None
@@ -304,12 +298,12 @@ def _census(traced: Traced) -> Census:
     head_weight = None if head is None else head.weight
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     matrices, kinds = _matrices_by_block(traced, head_name=names.get(id(head_weight)))
-    blocks_path = _blocks_path(model)
+    blocks_path = traced.parts and traced.parts.blocks
     cores: dict[str, list[Attention]] = defaultdict(list)
-    for core in traced.cores:
-        block, _ = _in_block(core.path, blocks_path)
-        assert block and block in matrices, f"{core.path} is in no block"
-        cores[block].append(core.attention)
+    for path, core in traced.cores:
+        block, _ = _in_block(path, blocks_path)
+        assert block and block in matrices, f"{path} is in no block"
+        cores[block].append(core)
     parameters = _parameters_by_block(traced, kinds)
     paths = (matrices.keys() | parameters.keys()) - {"", "head"}
     blocks = [
@@ -348,14 +342,6 @@ def _in_block(name: str, blocks: str | None) -> tuple[str, str]:
     return f"{match['blocks']}.{match['index']}", match["name"]
 
 
-def _blocks_path(model: PreTrainedModel) -> str | None:
-    """Return the path of the blocks; None in a model that we count but can't train."""
-    try:
-        return anatomy(model).blocks
-    except UserError:
-        return None
-
-
 def _matrices_by_block(
     traced: Traced, head_name: str | None
 ) -> tuple[dict[str, list[Matrix]], dict[str, str]]:
@@ -363,8 +349,8 @@ def _matrices_by_block(
 
     head_name: name of the head's weight; None if there is no head.
     """
-    blocks = _blocks_path(traced.model)
-    in_attention = tuple({core.path + "." for core in traced.cores})
+    blocks = traced.parts and traced.parts.blocks
+    in_attention = tuple({f"{path}." for path, _ in traced.cores})
     matrices: dict[str, list[Matrix]] = {}
     kinds: dict[str, str] = {}
     for matrix in traced.matrices:
@@ -391,8 +377,8 @@ def _parameters_by_block(traced: Traced, kinds: Mapping[str, str]) -> dict[str, 
 
     kinds: of parameters, by module path; in other modules vectors are norms, the rest "other".
     """
-    styles, fused, after_blocks = _tensor_styles(traced.model)
-    blocks = _blocks_path(traced.model)
+    styles, fused, after_blocks = _tensor_styles(traced.model, traced.parts)
+    blocks = traced.parts and traced.parts.blocks
     of_heads = head_parameters(traced.model) if styles else frozenset()
     parameters: dict[str, list[Parameter]] = {}
 
@@ -430,7 +416,7 @@ def _parameters_by_block(traced: Traced, kinds: Mapping[str, str]) -> dict[str, 
 
 
 def _tensor_styles(
-    model: PreTrainedModel,
+    model: PreTrainedModel, parts: Anatomy | None
 ) -> tuple[dict[str, tuple[TensorStyle, int]], dict[str, tuple[int, ...]], set[str]]:
     """Return how tensor parallelism shards each module, `Parameter.fused` of the modules where it is set, and
     the paths of the modules after the blocks.
@@ -438,11 +424,9 @@ def _tensor_styles(
     The first is (style, key-value heads in the module's output or 0) by the path inside a block or, outside
     of blocks, by the whole path; empty for a model that can't be sharded.
     """
-    try:
-        parts, plan = anatomy(model), tensor_plan(model)
-    except UserError:  # a model that we count but can't train
+    if parts is None:
         return {}, {}, set()
-    after_blocks = {parts.norm, parts.head}
+    plan, after_blocks = tensor_plan(model), {parts.norm, parts.head}
     if isinstance(plan, str):
         return {}, {}, after_blocks
     kv_heads = attention_heads(model)[1]

@@ -19,10 +19,11 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
+from meshtune.data.batch import MicroBatch
 from meshtune.meter.clock import recomputing
 from meshtune.model.anatomy import Anatomy
 from meshtune.model.body import ATTENTION_NAMES
-from meshtune.model.mixers import Lengths, current_documents, documents_of
+from meshtune.model.documents import current_documents, documents_of
 from meshtune.recomputation import RECOMPUTATIONS, SAVED_OPERATORS
 
 
@@ -89,7 +90,7 @@ def _checkpointed(forward: Callable[..., Any], options: dict[str, Any], *args: A
     return checkpoint(again, *args, use_reentrant=False, preserve_rng_state=True, **options, **kwargs)
 
 
-def _with_documents(lengths: Lengths | None, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _with_documents(batch: MicroBatch | None, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call `forward` with the documents of its own micro-batch, also later, in a backward."""
-    with recomputing(), documents_of(lengths):
+    with recomputing(), documents_of(batch):
         return forward(*args, **kwargs)

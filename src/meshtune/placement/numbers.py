@@ -1,6 +1,7 @@
 """The numbers of a model that planning needs, as one value. model/census_cache.py derives them."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from meshtune.placement.census import Census
 from meshtune.placement.rules import Traits
@@ -11,6 +12,8 @@ READS_VALUES = "its forward reads values of tensors, which a trace does not have
 @dataclass(frozen=True)
 class ModelNumbers:
     """A model as planning sees it, with LoRA's adapters and frozen weights as the config sets them."""
+
+    __pydantic_config__: ClassVar = {"extra": "forbid"}  # for the cache's files
 
     census: Census
     traits: Traits

@@ -20,7 +20,7 @@ from meshtune.placement.census import BlockPeaks
 from meshtune.placement.columns import Columns, Number
 from meshtune.placement.states import LOSS_CHUNK_TOKENS, Copies, copies_of
 from meshtune.plan.hardware import memory_of
-from meshtune.plan.work import Kept, Work
+from meshtune.plan.work import Kept, Traced, Work
 
 if TYPE_CHECKING:
     from meshtune.plan.cluster import Cluster
@@ -172,22 +172,27 @@ class Accounting:
 
         fullest: of the block that saves most, not of the average one.
         """
-        several = None if self.saved else work.kept.get(int(self.element))
-        if several is None:
+        several, one = self._traced(work)
+        if several is None or one is None:
             return (self.saved or EAGER).per_token(work, seq_len)
-        if fullest and int(self.element) in work.fullest and not work.kept_of_one_row:
-            return work.fullest[int(self.element)].with_keys(seq_len)
-        one = work.kept_of_one_row.get(int(self.element), several)
-        return Kept(*_by_rows(layouts, one, several)).with_keys(seq_len)
+        if fullest and one is several:
+            return several.fullest.with_keys(seq_len)
+        return Kept(*_by_rows(layouts, one.kept, several.kept)).with_keys(seq_len)
+
+    def _traced(self, work: Work) -> tuple[Traced | None, Traced | None]:
+        """Traces with (several rows, one row) a micro-batch; None if nothing was, or the stack saves
+        by its own rule.
+        """
+        several = None if self.saved else work.traced.get(int(self.element))
+        return several, several and work.traced_of_one_row.get(int(self.element), several)
 
     def traced_peaks(self, work: Work, layouts: Columns, seq_len: Number) -> Peaks | None:
         """Most bytes per token of a block's passes; None if they were not traced or the stack saves by its
         own rule.
         """
-        several = None if self.saved else work.peaks.get(int(self.element))
-        if several is None:
+        several, one = ((traced and traced.peaks) for traced in self._traced(work))
+        if several is None or one is None:
             return None
-        one = work.peaks_of_one_row.get(int(self.element), several)
         found, of_one = Peaks.of(several, seq_len), Peaks.of(one, seq_len)
         if one is several:
             return found

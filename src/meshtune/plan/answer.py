@@ -225,9 +225,21 @@ def largest(workload: Workload, cluster: Cluster, what: str) -> tuple[Any, Choic
     (for "batch" Refused, if no layout can run) if not even the smallest fits, UserError for another `what`.
     """
     if what == "seq_len":
-        return _largest_seq_len(workload, cluster)
+        longest = _largest_number(
+            lambda tokens: best_fitting(replace(workload, seq_len=tokens), cluster), 256, 2**24, step=1024
+        )
+        if longest is None:
+            raise NothingFits("Not even sequences of 256 tokens fit.")
+        return longest
     if what == "batch":
-        return _largest_batch(workload, cluster)
+        at_once = {"gradient_accumulation_steps": 1}
+        most = _largest_number(
+            lambda size: best_fitting(workload.of_batch(size), cluster, at_once), 1, 2**23,
+            step=cluster.gpus, passed_over=cluster.gpus,
+        )  # fmt: skip
+        if most is None:
+            raise empty_plan_error(search(workload, cluster))
+        return most
     if what == "model":
         by_size = sorted(models().items(), key=lambda item: -float(item[1].work.parameters))
         for name, model in by_size:
@@ -243,66 +255,31 @@ def largest(workload: Workload, cluster: Cluster, what: str) -> tuple[Any, Choic
     )
 
 
-def _largest_batch(workload: Workload, cluster: Cluster) -> tuple[int, Choice]:
-    """(sequences, layout) of the largest global batch that fits without accumulation.
+def _largest_number(
+    best: Callable[[int], Choice | None], first: int, last: int, *, step: int, passed_over: int = 0
+) -> tuple[int, Choice] | None:
+    """(number, its layout) of the largest number that fits; None: none does.
 
-    It is a power of two, or a multiple of the cluster's GPUs. Raises NothingFits or Refused if none fits.
+    It is found by doubling from `first` to `last` at most, then by bisection among multiples of `step`, which
+    are taken to fit up to some number. best: returns the best layout, if one fits. passed_over: numbers up to
+    this one that don't fit don't end the doubling: a batch smaller than the cluster may need layouts that fit
+    less well.
     """
-    fitting: dict[int, Choice] = {}
-
-    def fits(size: int) -> bool:
-        choice = best_fitting(workload.of_batch(size), cluster, {"gradient_accumulation_steps": 1})
-        if choice:
-            fitting[size] = choice
-        return choice is not None
-
-    for size in (2**power for power in range(24)):
-        # a batch smaller than the cluster may need layouts that fit less well: continue
-        if not fits(size) and (fitting or size > cluster.gpus):
+    largest, number = None, first
+    while number <= last:
+        if choice := best(number):
+            largest = number, choice
+        elif largest or number > passed_over:
             break
-    if not fitting:
-        raise empty_plan_error(search(workload, cluster))
-    low = _bisect(fits, max(fitting), 2 * max(fitting), cluster.gpus)
-    return low, fitting[low]
-
-
-def _largest_seq_len(workload: Workload, cluster: Cluster) -> tuple[int, Choice]:
-    """(tokens, layout) of the longest sequence: by doubling from 256, then by bisection in steps of 1024.
-
-    256, 512 or a multiple of 1024, below 2^25. Raises NothingFits if 256 tokens don't fit.
-    """
-    shortest, longest, step = 256, 2**24, 1024
-    fitting: dict[int, Choice] = {}
-
-    def fits(seq_len: int) -> bool:
-        choice = best_fitting(replace(workload, seq_len=seq_len), cluster)
-        if choice:
-            fitting[seq_len] = choice
-        return choice is not None
-
-    if not fits(shortest):
-        raise NothingFits(f"Not even sequences of {shortest} tokens fit.")
-    low = shortest
-    while low * 2 <= longest and fits(low * 2):
-        low *= 2
-    low = _bisect(fits, low, 2 * low, step)
-    return low, fitting[low]
-
-
-def _bisect(fits: Callable[[int], bool], low: int, high: int, step: int) -> int:
-    """The largest multiple of `step` that fits between low, which fits, and high, taken not to; else low.
-
-    Sizes between them are taken to fit up to some size and no further.
-    """
-    while high - low > step:
-        middle = (low + high) // 2 // step * step
-        if middle <= low:
-            break
-        if fits(middle):
-            low = middle
+        number *= 2
+    low = largest[0] if largest else 0
+    high = 2 * low
+    while high - low > step and (middle := (low + high) // 2 // step * step) > low:
+        if choice := best(middle):
+            low, largest = middle, (middle, choice)
         else:
             high = middle
-    return low
+    return largest
 
 
 # Clusters compared #

@@ -147,7 +147,7 @@ def cluster_of(
         }
         efficiency = {**gpu.efficiency, **settings.efficiency}
         gpu = replace(gpu, efficiency=efficiency, measured=measured, shared=shared)
-    prices = prices_of(settings.price_per_gpu_hour, gpu.name, kinds)
+    prices, currency = prices_of(settings.price_per_gpu_hour, gpu.name, kinds)
     count = settings.gpus or gpus or here or 1
     here_alone = settings.gpu is None and here > 0
     return Cluster(
@@ -158,8 +158,8 @@ def cluster_of(
         link=settings.link * GIGA if settings.link else gpu.link,
         network=settings.network * GIGA if settings.network else gpu.network,
         network_share=settings.network_share or NETWORK_SHARE,
-        price=prices.of_kind.get(gpu.name),
-        currency=prices.currency,
+        price=prices.get(gpu.name),
+        currency=currency,
         memory_budget=settings.memory_budget_gib and settings.memory_budget_gib * GIB,
         memory_margin=settings.memory_margin,
         host_memory=gpu.memory if gpu.shared and memory is None else None,
@@ -281,28 +281,23 @@ def with_memory_budget(config: Config, budget: str | float | None) -> Config:
 SETTING = "cluster.price_per_gpu_hour"
 
 
-class Prices(NamedTuple):
-    """Prices of a GPU-hour."""
+def prices_of(
+    given: float | Mapping[str, Any] | str | None, kind: str, kinds: Collection[str]
+) -> tuple[dict[str, float], str]:
+    """(Prices that the setting gives by kind, their currency as the user wrote it, or "").
 
-    of_kind: Mapping[str, float]
-    currency: str = ""  # as the user wrote it; "": not named
-
-
-def prices_of(given: float | Mapping[str, Any] | str | None, kind: str, kinds: Collection[str]) -> Prices:
-    """The prices that the setting gives. A number is that of `kind`.
-
-    kinds: all names that a price may have. Raises UserError for a file that can't be read, and with every
-    name and price that is wrong.
+    A number is the price of `kind`. kinds: all names that a price may have. Raises UserError for a file that
+    can't be read, and with every name and price that is wrong.
     """
     if given is None:
-        return Prices({})
+        return {}, ""
     if isinstance(given, int | float):
-        return Prices({kind: given})
+        return {kind: given}, ""
     table, source = (given, SETTING) if isinstance(given, Mapping) else (_read(given), f"{SETTING} = {given}")
     if problems := list(_problems(table, source, kinds)):
         raise UserError(problems)
     prices = {name: float(price) for name, price in table.items() if name != "currency"}
-    return Prices(prices, table.get("currency", ""))
+    return prices, table.get("currency", "")
 
 
 def _read(file: str) -> Mapping[str, Any]:

@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from meshtune.config import Config
-from meshtune.data.summary import Summary, read_summary
+from meshtune.data.cache import Summary, read_summary
 from meshtune.errors import UserError
 from meshtune.length import ending, limits, step_tokens
 from meshtune.units import count, counted, duration

@@ -10,11 +10,11 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -235,30 +235,21 @@ STANDS_FOR = {  # architecture -> the one whose kernels stand for its own where 
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Kernel:
-    """An attention kernel on a GPU kind: FLOP/s of the forward of long causal sequences, by head size."""
+def kernel_on(name: str, gpu: Gpu) -> dict[str, float]:
+    """Fields of Machine that a kernel of kernels.toml on a GPU kind decides.
 
-    heads_64: float
-    heads_128: float
-    heads_256: float
-    keys: float  # time of a query compared with that of the keys that it sees, in keys
-    backward: float  # time per FLOP of the backward, over the forward's
-
-
-def kernel_on(name: str, gpu: Gpu, kinds: Mapping[str, Gpu]) -> Kernel:
-    """A kernel of kernels.toml on a GPU kind, scaled by the rate of its fastest matmul where it was measured
-    on another one of `kinds`, the catalogue. A kernel that was measured on this machine stands for all.
+    Scaled by the rate of the kind's fastest matmul where it was measured on another one. A kernel that was
+    measured on this machine stands for all.
     """
-    if own := gpu.attention_kernel:
-        rates = (share * gpu.matmul_max for share in own["forward"])
-        return Kernel(*rates, keys=own["keys"], backward=own["backward"])
-    architecture = gpu.architecture
-    while (table := _tables("kernels.toml")[name].get(architecture)) is None:
-        architecture = STANDS_FOR[architecture]
-    faster = gpu.matmul_max / kinds[table["on"]].matmul_max
-    rates = (rate * TERA * faster for rate in table["forward"])
-    return Kernel(*rates, keys=table["keys"], backward=table["backward"])
+    table, architecture = gpu.attention_kernel, gpu.architecture
+    unit = gpu.matmul_max
+    if table is None:
+        while (table := _tables("kernels.toml")[name].get(architecture)) is None:
+            architecture = STANDS_FOR[architecture]
+        unit = TERA * gpu.matmul_max / catalogue()[table["on"]].matmul_max
+    rates = zip((64, 128, 256), table["forward"], strict=True)
+    fields = {f"attention_{size}": rate * unit for size, rate in rates}
+    return fields | {"attention_keys": table["keys"], "attention_backward": table["backward"]}
 
 
 # Kinds as a user names and describes them #
@@ -275,43 +266,59 @@ NOT_RUN_ON = {  # maker -> words in the names of its accelerators
     "Google's TPUs": {"tpu"},
     "AWS's Trainium": {"trainium", "trn1", "trn2"},
 }
-LINK_KINDS = ("nvlink", "pcie", "xgmi")
 ARCHITECTURES = tuple(STANDS_FOR)
 
-# Keys of a kind's table with a positive number -> what it is, as in hardware.toml and docs/planning.md.
-POSITIVE = {
-    "bf16": "dense TFLOP/s in bf16",
-    "fp32": "TFLOP/s in fp32",
-    "memory_gib": "memory in GiB, as torch reports it",
-    "bandwidth": "GB/s of its memory",
-    "link": "GB/s to the other GPUs of its machine, one direction",
-    "network": "GB/s per GPU to other machines, one direction",
-    "fp8": "dense TFLOP/s in fp8",
-    "tf32": "dense TFLOP/s in TensorFloat-32",
-    "matmul_max": "TFLOP/s of the fastest bf16 matmul that was measured",
-    "matmul_max_fp8": "TFLOP/s of the fastest fp8 matmul that was measured",
-}
-COUNTS = {"node": "GPUs of a machine", "multiprocessors": "streaming multiprocessors"}  # whole numbers
-OTHERS = {
-    "words": 'words in the name that the driver reports, such as ["H100"]',
-    "link_kind": f"{', '.join(LINK_KINDS[:-1])} or {LINK_KINDS[-1]}",
-    "source": "where the numbers are from, as text",
-    "architecture": f"that of its attention kernels, {', '.join(ARCHITECTURES[:-1])} or {ARCHITECTURES[-1]}",
-    "efficiency_as": "the kind whose measured efficiencies are used",
-    "efficiency": "a table of measured efficiencies",
-    "attention_kernel": "a table of forward (shares of matmul_max, heads of 64, 128, 256), keys, backward",
-    "shared": "tables of efficiencies with `ranks`, the number of ranks at work on the machine",
-}
-MAXIMA = {"matmul_max": "bf16", "matmul_max_fp8": "fp8"}  # measured -> the peak that it is below
+
+class Key(NamedTuple):
+    """A key of a kind's table, as in hardware.toml and docs/planning.md."""
+
+    meaning: str
+    form: str = "number"  # above 0; or count, text, words, table, or choice, of `choices`
+    needed: bool = True
+    choices: tuple[str, ...] = ()
+    peak: str = ""  # key of the peak that this rate is below
+
+
+KEYS = {
+    "bf16": Key("dense TFLOP/s in bf16"),
+    "fp32": Key("TFLOP/s in fp32"),
+    "memory_gib": Key("memory in GiB, as torch reports it"),
+    "bandwidth": Key("GB/s of its memory"),
+    "link": Key("GB/s to the other GPUs of its machine, one direction"),
+    "network": Key("GB/s per GPU to other machines, one direction"),
+    "fp8": Key("dense TFLOP/s in fp8", needed=False),
+    "tf32": Key("dense TFLOP/s in TensorFloat-32", needed=False),
+    "matmul_max": Key("TFLOP/s of the fastest bf16 matmul that was measured", needed=False, peak="bf16"),
+    "matmul_max_fp8": Key("TFLOP/s of the fastest fp8 matmul that was measured", needed=False, peak="fp8"),
+    "node": Key("GPUs of a machine", "count"),
+    "multiprocessors": Key("streaming multiprocessors", "count"),
+    "words": Key('words in the name that the driver reports, such as ["H100"]', "words"),
+    "link_kind": Key("nvlink, pcie or xgmi", "choice", choices=("nvlink", "pcie", "xgmi")),
+    "source": Key("where the numbers are from, as text", "text"),
+    "architecture": Key(
+        f"that of its attention kernels, {', '.join(ARCHITECTURES[:-1])} or {ARCHITECTURES[-1]}",
+        "choice", needed=False, choices=ARCHITECTURES,
+    ),
+    "efficiency_as": Key(
+        "the kind whose measured efficiencies are used", "choice", needed=False, choices=tuple(catalogue())
+    ),
+    "efficiency": Key("a table of measured efficiencies", "table", needed=False),
+    "attention_kernel": Key(
+        "a table of forward (shares of matmul_max, heads of 64, 128, 256), keys, backward", "table",
+        needed=False,
+    ),
+    "shared": Key(
+        "tables of efficiencies with `ranks`, the number of ranks at work on the machine", "table",
+        needed=False,
+    ),
+}  # fmt: skip
+FORMS = {"number": "a number above 0, ", "count": "a whole number from 1 on, "}  # before the meaning
 EFFICIENCIES = tuple(catalogue()["a100-80"].efficiency)  # all of them
 # the software's, where a probe or runs (`meshtune calibrate`) measured them here
 BY_PROBE = (
     "launch", "launch_blocking", "link_latency", "contention",
     "update_memory", "host_micro_batch", "host_step",
 )  # fmt: skip
-MEANING = POSITIVE | COUNTS | OTHERS
-OPTIONAL = {"fp8", "tf32", "matmul_max", "matmul_max_fp8", "architecture", "efficiency_as", "efficiency"}
-OPTIONAL |= {"attention_kernel", "shared"}
 
 
 def kind_named(name: str, kinds: Mapping[str, Gpu], setting: str = "cluster.gpu") -> Gpu:
@@ -390,77 +397,59 @@ def table_problems(table: Any) -> Iterator[str]:
     if not isinstance(table, Mapping):
         yield f"= {written(table)}: write a table of a GPU's facts."
         return
-    if missing := [f"{key} ({MEANING[key]})" for key in MEANING if key not in {*table, *OPTIONAL}]:
+    missing = [f"{name} ({key.meaning})" for name, key in KEYS.items() if key.needed and name not in table]
+    if missing:
         yield f"lacks {', '.join(missing)}."
+    meant = {name: f"{name} ({key.meaning})" for name, key in KEYS.items()}
     if not {"efficiency", "efficiency_as"} & table.keys():
-        yield f"lacks efficiency_as ({MEANING['efficiency_as']}) or efficiency ({MEANING['efficiency']})."
+        yield f"lacks {meant['efficiency_as']} or {meant['efficiency']}."
     if not {"architecture", "efficiency_as"} & table.keys():
-        yield f"lacks architecture ({MEANING['architecture']}), which no efficiency_as tells."
-    for key, value in table.items():
-        if key not in MEANING:
-            yield f"has {key}, which is not a fact of a GPU{did_you_mean(_nearest_keys(key))}"
-        elif key == "efficiency":
+        yield f"lacks {meant['architecture']}, which no efficiency_as tells."
+    for name, value in table.items():
+        if (key := KEYS.get(name)) is None:
+            near = [known for known in KEYS if known.startswith(name)] or nearest(name, KEYS)
+            yield f"has {name}, which is not a fact of a GPU{did_you_mean(near)}"
+        elif name == "efficiency":
             yield from _efficiency_problems(value, whole="efficiency_as" not in table)
-        elif key == "shared":
+        elif name == "shared":
             yield from _shared_problems(value)
-        elif key == "attention_kernel":
+        elif name == "attention_kernel":
             yield from _kernel_problems(value)
         elif not _fits(key, value):
             shown = json.dumps(value) if isinstance(value, str) else written(value)
-            yield f"{key} = {shown}: write {_form(key)}{MEANING[key]}{_hint(key, value)}"
-        elif key in MAXIMA and _is_positive(peak := table.get(MAXIMA[key])) and value > peak:
-            yield f"{key} = {written(value)}: no matmul is faster than {MAXIMA[key]} = {written(peak)}."
+            near = nearest(value, key.choices) if isinstance(value, str) else []
+            every = name == "efficiency_as" and not near  # a catalogue too long for its meaning
+            hint = f": {', '.join(key.choices)}." if every else did_you_mean(near)
+            yield f"{name} = {shown}: write {FORMS.get(key.form, '')}{key.meaning}{hint}"
+        elif key.peak and _is_positive(peak := table.get(key.peak)) and value > peak:
+            yield f"{name} = {written(value)}: no matmul is faster than {key.peak} = {written(peak)}."
 
 
-def _nearest_keys(key: str) -> list[str]:
-    """Keys of a kind's table that `key` may stand for: those it begins (memory), else those spelled alike."""
-    return [known for known in MEANING if known.startswith(key)] or nearest(key, MEANING)
-
-
-def _fits(key: str, value: Any) -> bool:
-    if key in POSITIVE:
-        return _is_positive(value)
-    if key in COUNTS:
-        return _is_positive(value) and isinstance(value, int)
-    checks: dict[str, Callable[[Any], bool]] = {
-        "words": lambda words: (
-            isinstance(words, list) and words != [] and all(isinstance(word, str) for word in words)
-        ),
-        "link_kind": LINK_KINDS.__contains__,
-        "architecture": ARCHITECTURES.__contains__,
-        "source": lambda text: isinstance(text, str),
-        "efficiency_as": lambda kind: isinstance(kind, str) and kind in catalogue(),
-    }
-    return bool(checks[key](value))
+def _fits(key: Key, value: Any) -> bool:
+    match key.form:
+        case "words":
+            return isinstance(value, list) and value != [] and all(isinstance(word, str) for word in value)
+        case "text":
+            return isinstance(value, str)
+        case "choice":
+            return value in key.choices
+        case _:
+            return _is_positive(value) and (key.form == "number" or isinstance(value, int))
 
 
 def _is_positive(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
 
 
-def _form(key: str) -> str:
-    """The form of a key's value, which stands before its meaning."""
-    return "a number above 0, " if key in POSITIVE else "a whole number from 1 on, " if key in COUNTS else ""
-
-
-def _hint(key: str, value: Any) -> str:
-    of_keys = {
-        "link_kind": LINK_KINDS, "architecture": ARCHITECTURES, "efficiency_as": tuple(catalogue())
-    }  # fmt: skip
-    choices = of_keys.get(key, ())
-    near = nearest(value, choices) if isinstance(value, str) else []
-    return did_you_mean(near) if near or key != "efficiency_as" else f": {', '.join(choices)}."
-
-
 def _efficiency_problems(efficiency: Any, *, whole: bool) -> Iterator[str]:
     """Yield what is wrong with a table of efficiencies. whole: True if no other kind's stand behind it."""
     if not isinstance(efficiency, Mapping):
-        yield f"efficiency = {written(efficiency)}: write {MEANING['efficiency']}."
+        yield f"efficiency = {written(efficiency)}: write {KEYS['efficiency'].meaning}."
         return
     if whole and (missing := [key for key in EFFICIENCIES if key not in efficiency]):
         yield (
-            f"efficiency lacks {', '.join(missing)}; add efficiency_as ({MEANING['efficiency_as']}) for what "
-            "nobody measured."
+            f"efficiency lacks {', '.join(missing)}; add efficiency_as ({KEYS['efficiency_as'].meaning}) for "
+            "what nobody measured."
         )
     for key, value in efficiency.items():
         if key not in {*EFFICIENCIES, *BY_PROBE, "source"}:
@@ -472,7 +461,7 @@ def _efficiency_problems(efficiency: Any, *, whole: bool) -> Iterator[str]:
 def _shared_problems(shared: Any) -> Iterator[str]:
     """Yield what is wrong with the efficiencies of several ranks at work."""
     if not isinstance(shared, list) or not all(isinstance(table, Mapping) for table in shared):
-        yield f"shared = {written(shared)}: write {MEANING['shared']}."
+        yield f"shared = {written(shared)}: write {KEYS['shared'].meaning}."
         return
     for table in shared:
         ranks = table.get("ranks")
@@ -486,7 +475,7 @@ def _kernel_problems(kernel: Any) -> Iterator[str]:
     """Yield what is wrong with an attention kernel that was measured."""
     names = {"forward", "keys", "backward"}
     if not isinstance(kernel, Mapping) or kernel.keys() != names:
-        yield f"attention_kernel = {written(kernel)}: write {MEANING['attention_kernel']}."
+        yield f"attention_kernel = {written(kernel)}: write {KEYS['attention_kernel'].meaning}."
         return
     forward = kernel["forward"]
     if not isinstance(forward, list) or len(forward) != 3 or not all(map(_is_positive, forward)):

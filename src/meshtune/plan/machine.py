@@ -10,7 +10,7 @@ import numpy as np
 from meshtune.optimizers import OPTIMIZERS
 from meshtune.placement.states import Copies, copies_of
 from meshtune.plan.cluster import NETWORK_SHARE
-from meshtune.plan.hardware import Gpu, attention_kernel, catalogue, kernel_on, stacks
+from meshtune.plan.hardware import Gpu, attention_kernel, kernel_on, stacks
 from meshtune.precision import PRECISIONS
 from meshtune.units import Number
 
@@ -179,14 +179,7 @@ def update_bytes(copies: Copies, optimizer: str, matrices: Number) -> Number:
 
 def attention_rates(stack: str, gpu: Gpu) -> dict[str, float]:
     """Fields of Machine that a stack's attention kernel on a GPU kind decides, by name."""
-    kernel = kernel_on(attention_kernel(stack), gpu, catalogue())
-    return {
-        "attention_64": kernel.heads_64,
-        "attention_128": kernel.heads_128,
-        "attention_256": kernel.heads_256,
-        "attention_keys": kernel.keys,
-        "attention_backward": kernel.backward,
-    }
+    return kernel_on(attention_kernel(stack), gpu)
 
 
 def in_precision(machine: Machine, gpu: Gpu, precision: str) -> dict[str, Number]:

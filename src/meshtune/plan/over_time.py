@@ -11,7 +11,8 @@ Nothing is added to the formulas: where a step has more micro-batches than are d
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -28,7 +29,6 @@ from meshtune.plan.memory.tensors import START
 from meshtune.plan.memory.timeline import Liveness
 from meshtune.plan.programs import MESHTUNE
 from meshtune.plan.search import Choice, end_costs, ranks_of
-from meshtune.plan.seconds.ends import Ends
 from meshtune.plan.seconds.step import StepTime
 from meshtune.plan.workload import Workload
 
@@ -69,13 +69,13 @@ def step_over_time(workload: Workload, choice: Choice) -> StepOverTime | None:
     layout = replace(whole, gradient_accumulation_steps=_drawn(whole))
     if 2 * layout.stages * layout.gradient_accumulation_steps > 2 * MOST_PASSES:
         return None
-    durations = _Durations.of(workload, choice)
-    timed = list(_passes(layout, durations.seconds))
-    data_end = max(one.end for one in timed) + durations.data
+    seconds, data, optimizer = _durations(workload, choice)
+    timed = list(_passes(layout, seconds))
+    data_end = max(one.end for one in timed) + data
     for rank in range(layout.pp):
         last = max(one.end for one in timed if one.rank == rank)
-        timed.append(Timed(rank, "data", last, last + durations.data))
-        timed.append(Timed(rank, "optimizer", data_end, data_end + durations.optimizer))
+        timed.append(Timed(rank, "data", last, last + data))
+        timed.append(Timed(rank, "optimizer", data_end, data_end + optimizer))
     return StepOverTime(layout, whole, tuple(timed))
 
 
@@ -90,57 +90,27 @@ def _drawn(layout: Layout) -> int:
     return min(steps, rounds * layout.pp)
 
 
-@dataclass(frozen=True)
-class _Durations:
-    """Seconds of a pass, and of what follows the passes."""
+def _durations(workload: Workload, choice: Choice) -> tuple[Callable[[str, int], float], float, float]:
+    """(Function of a kind of pass and its stage that returns the seconds of a pass with its send; seconds of
+    collectives on gradients after the last backward; of the update with the host's work for a step).
+    """
+    columns, machine = Columns.of([choice.layout]), machine_of(workload, choice.cluster)
+    time = StepTime(workload.work, columns, machine, workload.seq_len, workload.document_tokens)
+    block, pipeline, ends, weights_of_block = time.block, time.pipeline, time.ends, time.block.compute.weights
+    sizes = _stage_sizes(workload, choice.layout)
+    send, host = pipeline.sends / (2 * columns.virtual_stages), pipeline.host / columns.virtual_stages
 
-    forward: float  # of a block
-    backward: float  # of a block, with its recomputation and the collectives of ZeRO
-    weights: float  # the part of it that makes gradients of weights
-    send: float  # to the next stage
-    host: float  # of one micro-batch on a stage
-    data: float  # collectives on gradients after the last backward
-    optimizer: float  # the update, and the host's work for a step
-    blocks: tuple[int, ...]  # of each stage
-    ends: Ends
+    @cache
+    def seconds(kind: str, stage: int) -> float:
+        blocks, first, last = sizes[stage], stage == 0, stage == len(sizes) - 1
+        forward = blocks * block.forward + first * ends.exchange + last * ends.last_forward + host + send
+        weights = blocks * weights_of_block + first * ends.embedding + last * ends.weights
+        inputs = blocks * (block.backward + block.sharding - weights_of_block) + last * ends.inputs
+        inputs = inputs + (first + last) * ends.exchange + send
+        return np.squeeze({"F": forward, "W": weights, "I": inputs, "B": inputs + weights}[kind]).item()
 
-    @classmethod
-    def of(cls, workload: Workload, choice: Choice) -> _Durations:
-        columns, machine = Columns.of([choice.layout]), machine_of(workload, choice.cluster)
-        time = StepTime(workload.work, columns, machine, workload.seq_len, workload.document_tokens)
-        block, pipeline = time.block, time.pipeline
-        seconds = {
-            "forward": block.forward,
-            "backward": block.backward + block.sharding,
-            "weights": block.compute.weights,
-            "send": pipeline.sends / (2 * columns.virtual_stages),
-            "host": pipeline.host / columns.virtual_stages,
-            "data": time.gradients,
-            "optimizer": time.seconds.optimizer + pipeline.host_step,
-        }
-        blocks = _stage_sizes(workload, choice.layout)
-        ends = Ends(*(float(np.squeeze(getattr(time.ends, each.name))) for each in fields(Ends)))
-        numbers = {name: float(np.squeeze(value)) for name, value in seconds.items()}
-        return cls(**numbers, blocks=blocks, ends=ends)
-
-    def seconds(self, one: Pass) -> float:
-        """Seconds of a pass with its send."""
-        blocks, first = self.blocks[one.stage], one.stage == 0
-        last = one.stage == len(self.blocks) - 1
-        ends = self.ends
-        weights = blocks * self.weights + first * ends.embedding + last * ends.weights
-        inputs = blocks * (self.backward - self.weights) + last * ends.inputs
-        inputs += (first + last) * ends.exchange + self.send
-        match one.kind:
-            case "F":
-                at_ends = first * ends.exchange + last * ends.last_forward
-                return blocks * self.forward + at_ends + self.host + self.send
-            case "W":
-                return weights
-            case "I":
-                return inputs
-            case _:
-                return inputs + weights
+    update = time.seconds.optimizer + pipeline.host_step
+    return seconds, np.squeeze(time.gradients).item(), np.squeeze(update).item()
 
 
 def _stage_sizes(workload: Workload, layout: Layout) -> tuple[int, ...]:
@@ -152,7 +122,7 @@ def _stage_sizes(workload: Workload, layout: Layout) -> tuple[int, ...]:
     return tuple(map(len, stage_blocks([1.0] * blocks, layout.stages, first=first, last=last)))
 
 
-def _passes(layout: Layout, seconds: Callable[[Pass], float]) -> Iterator[Timed]:
+def _passes(layout: Layout, seconds: Callable[[str, int], float]) -> Iterator[Timed]:
     """Yield every pass, each as early as its inputs and its rank allow; those of a rank in their order."""
     waiting = orders(layout)
     ends: dict[Pass, float] = {}
@@ -167,7 +137,7 @@ def _passes(layout: Layout, seconds: Callable[[Pass], float]) -> Iterator[Timed]
                 if len(inputs) < len(_inputs(one, layout)):
                     break
                 start = max([free[rank], *inputs])
-                free[rank] = ends[one] = start + seconds(one)
+                free[rank] = ends[one] = start + seconds(one.kind, one.stage)
                 yield Timed(rank, one.kind, start, free[rank], one.stage, one.micro_batch)
                 taken += 1
             del order[:taken]

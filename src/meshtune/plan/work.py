@@ -109,6 +109,14 @@ class Kept(NamedTuple):
         return self._replace(attention=self.attention + self.scores * seq_len, scores=0.0)
 
 
+class Traced(NamedTuple):
+    """Saved bytes and peaks of a trace of the blocks, for one size of an element."""
+
+    kept: Kept  # by an average block
+    fullest: Kept  # by the block that keeps most
+    peaks: BlockPeaks | None = None  # of the last block's passes
+
+
 @dataclass(frozen=True)
 class Work:
     """A model as the planner counts it: its average block, times `blocks`, and its head."""
@@ -129,16 +137,12 @@ class Work:
     trainable: Number = 1.0  # share of all parameters that is trained
     head_trainable: Number = 1.0  # 1 or 0
     labelled: Number = 1.0  # share of a micro-batch's columns that have a label, for which there are logits
-    kept: Mapping[int, Kept] = field(default_factory=dict)  # by element size: 2, 4, 8; without it: not traced
+    traced: Mapping[int, Traced] = field(default_factory=dict)  # by element size: 2, 4, 8; or not traced
+    # the same with one row a micro-batch, where that differs
+    traced_of_one_row: Mapping[int, Traced] = field(default_factory=dict)
     ends: Mapping[int, EndBytes] = field(default_factory=dict)  # by element size; without it: not traced
     whole_heads: tuple[int, ...] | None = None  # of a block with attention, see census.Block
-    peaks: Mapping[int, BlockPeaks] = field(default_factory=dict)  # of a block's passes, by element size
-    # As `kept`, of the block that keeps most; without it: all blocks keep as much
-    fullest: Mapping[int, Kept] = field(default_factory=dict)
     backward: Number = 1.0  # share of the blocks that have one: frozen ones before all that is trained do not
-    # `kept` and `peaks` with one row a micro-batch, where they differ
-    kept_of_one_row: Mapping[int, Kept] = field(default_factory=dict)
-    peaks_of_one_row: Mapping[int, BlockPeaks] = field(default_factory=dict)
 
     @classmethod
     def of(cls, census: Census) -> Work:
@@ -170,7 +174,9 @@ class Work:
             )
             for a, k in census.attentions.items()
         )
-        kept, of_one_row = (_kept_by_element_bytes(census.blocks, of_one_row=one) for one in (False, True))
+        # A run gives a mask to a family's own attention only, which `saved_of_one_row` tells; a trace may
+        # have given one to others.
+        masked = bool(census.blocks[-1].saved_of_one_row)
         wide = sum(
             m.rows * m.count
             for b in census.blocks
@@ -192,15 +198,10 @@ class Work:
             tied=float(census.tied),
             trainable=census.trainable / census.total,
             head_trainable=float(census.head.trainable) if census.head else 1.0,
-            kept={element: mean for element, (mean, _) in kept.items()},
-            fullest={element: fullest for element, (mean, fullest) in kept.items() if fullest != mean},
+            traced=_traced(census.blocks, [block.saved for block in census.blocks], masked=masked),
+            traced_of_one_row=_traced(census.blocks, [block.saved_of_one_row for block in census.blocks]),
             backward=sum(_has_backward(block) for block in census.blocks) / n,
             ends=dict(census.ends),
-            peaks=_peaks(census.blocks[-1]),
-            kept_of_one_row={element: mean for element, (mean, _) in of_one_row.items()},
-            peaks_of_one_row={
-                size: kept.peaks for size, kept in census.blocks[-1].saved_of_one_row if kept.peaks
-            },
             whole_heads=next((b.whole_heads for b in census.blocks if b.attention), None),
         )
 
@@ -239,7 +240,7 @@ class Work:
     def adapted(self, lora_rank: int, adapters: Number = 1.0) -> Work:
         """The same frozen, with LoRA adapters of rank `lora_rank` on every matrix of the blocks.
 
-        adapters: 0 where the model stays as it is. `kept` is empty: what adapters save was not traced.
+        adapters: 0 where the model stays as it is. `traced` is empty: what adapters save was not traced.
         """
         whole = 1.0 - adapters
         pairs = tuple(
@@ -256,7 +257,7 @@ class Work:
             self,
             matrices=(*(replace(m, trainable=m.trainable * whole) for m in self.matrices), *pairs),
             block_weights=(*in_blocks, *added), first_weights=first, last_weights=last,
-            head_trainable=self.head_trainable * whole, kept={},
+            head_trainable=self.head_trainable * whole, traced={},
         )  # fmt: skip
         return replace(found, trainable=found.trained_parameters / found.parameters)
 
@@ -328,38 +329,28 @@ def _adapters(matrix: Gemm, lora_rank: int) -> tuple[Gemm, Gemm]:
     return a, Gemm(matrix.rows, lora_rank, matrix.count, b_cut, adapter="B")
 
 
-def _kept_by_element_bytes(
-    blocks: Sequence[Block], *, of_one_row: bool = False
-) -> dict[int, tuple[Kept, Kept]]:
-    """Saved bytes (of the average block, of the block that saves most), by bytes of an element (2, 4 and 8).
+def _traced(
+    blocks: Sequence[Block], saved: Sequence[Iterable[tuple[int, SavedBytes]]], *, masked: bool = True
+) -> dict[int, Traced]:
+    """Saved bytes and peaks of the traced blocks, by bytes of an element (2, 4 and 8).
 
-    Without a size that a block lacks; those of 8 are twice those of 4.
+    Without a size that a block lacks; saved bytes of 8 are twice those of 4. saved: of each block, by bytes
+    of an element. masked: whether a run gives a mask to attention.
     """
-    saved = [dict(block.saved_of_one_row if of_one_row else block.saved) for block in blocks]
-    found: dict[int, tuple[Kept, Kept]] = {}
-    for element in (2, 4):
-        if all(element in of_block for of_block in saved):
-            kept = [_kept(block, each[element], element) for block, each in zip(blocks, saved, strict=True)]
-            found[element] = (
-                Kept(*(sum(part) / len(kept) for part in zip(*kept, strict=True))),
-                max(kept, key=sum),
-            )
-    if 4 in found:
-        mean, fullest = found[4]
-        found[8] = Kept(*(2 * size for size in mean)), Kept(*(2 * size for size in fullest))
-    return found
-
-
-def _peaks(block: Block) -> dict[int, BlockPeaks]:
-    """Peaks of a block's passes, by bytes of an element. A run gives a mask to a family's own attention only,
-    which `saved_of_one_row` tells; a trace may have given one to others.
-    """
-    own = bool(block.saved_of_one_row)
-    return {
-        element: replace(saved.peaks, masks=saved.peaks.masks * own)
-        for element, saved in block.saved
-        if saved.peaks
+    by_size, found = [dict(of_block) for of_block in saved], {}
+    peaks = {
+        element: last.peaks and replace(last.peaks, masks=masked * last.peaks.masks)
+        for element, last in by_size[-1].items()
     }
+    for element in (2, 4):
+        if all(element in of_block for of_block in by_size):
+            kept = [_kept(block, each[element], element) for block, each in zip(blocks, by_size, strict=True)]
+            mean = Kept(*(sum(part) / len(kept) for part in zip(*kept, strict=True)))
+            found[element] = Traced(mean, max(kept, key=sum), peaks[element])
+    if 4 in found:
+        mean, fullest = (Kept(*(2 * size for size in kept)) for kept in found[4][:2])
+        found[8] = Traced(mean, fullest, peaks.get(8))
+    return found
 
 
 def _has_backward(block: Block) -> bool:

@@ -94,12 +94,12 @@ class Workload:
         return replace(self, work=replace(self.work, labelled=1.0 if share is None else share))
 
     def compiled(self) -> Workload:
-        """The same under train.compile: `work.kept` is what compiled blocks save."""
-        kept, fullest = (
-            {element: compiled(saved) for element, saved in traced.items()}
-            for traced in (self.work.kept, self.work.fullest)
-        )
-        return replace(self, work=replace(self.work, kept=kept, fullest=fullest), compile=True)
+        """The same under train.compile: `work.traced` has what compiled blocks save."""
+        traced = {
+            element: each._replace(kept=compiled(each.kept), fullest=compiled(each.fullest))
+            for element, each in self.work.traced.items()
+        }
+        return replace(self, work=replace(self.work, traced=traced), compile=True)
 
     def run_by(self, tool: Tool) -> Workload:
         """The same, run by another program: predicted with its constants, only under its layouts."""
@@ -108,7 +108,7 @@ class Workload:
         return replace(
             self,
             tool=tool,
-            work=replace(self.work, kept={}, whole_heads=None) if tool.own_blocks else self.work,
+            work=replace(self.work, traced={}, whole_heads=None) if tool.own_blocks else self.work,
             reduce_dtype=tool.reduce_dtype or self.reduce_dtype,
             attention=tool.name,
         )
@@ -212,7 +212,7 @@ def experts_note(numbers: ModelNumbers) -> str | None:
 def untraced_note(workload: Workload) -> str | None:
     """A sentence on activations that were not traced in the workload's compute dtype; None if they were."""
     dtype = PRECISIONS[workload.precision].compute
-    if DTYPE_BYTES[dtype] in workload.work.kept:
+    if DTYPE_BYTES[dtype] in workload.work.traced:
         return None
     return (
         f"The activations of {workload.traits.name} could not be traced in {dtype}: memory is predicted with "

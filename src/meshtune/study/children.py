@@ -100,12 +100,7 @@ class Child:
     """A running experiment."""
 
     def __init__(
-        self,
-        task: Task,
-        folder: Path,
-        sweep: str,
-        environment: Mapping[str, str],
-        prefix: Sequence[str] = (),
+        self, task: Task, folder: Path, sweep: str, environment: Mapping[str, str], prefix: Sequence[str] = ()
     ) -> None:
         """Start the command. sweep: id of the sweep. environment: all variables. prefix: words before the
         command, of what starts it.
@@ -206,21 +201,19 @@ def failure(code: int, lines: Sequence[str], seconds: float) -> Outcome:
     lines: of its stderr, without empty ones.
     """
     said = " ".join(sentences(lines))
-    if code == UserError.exit_code:
-        return Outcome(REFUSED, said or "It was refused.", seconds=seconds)
-    if code == NothingFits.exit_code:
-        status = OUT_OF_MEMORY if said.startswith("Out of memory") else DOES_NOT_FIT
-        return Outcome(status, said or "It does not fit.", seconds=seconds)
-    if code == NonFinite.exit_code:
-        return Outcome(DIVERGED, said or "Its loss was not finite.", seconds=seconds)
-    if code == Interrupted.exit_code:
-        reason = "It was interrupted from outside (exit code 75); `--retry crashed` continues it."
-        return Outcome(CRASHED, reason, seconds=seconds)
-    if code in (-signal.SIGKILL, 128 + signal.SIGKILL):
-        reason = "It was killed (signal 9), as the system does where memory runs out."
-        return Outcome(OUT_OF_MEMORY, reason, seconds=seconds)
+    unfit = OUT_OF_MEMORY if said.startswith("Out of memory") else DOES_NOT_FIT
+    interrupted = "It was interrupted from outside (exit code 75); `--retry crashed` continues it."
+    killed = "It was killed (signal 9), as the system does where memory runs out."
     last = " | ".join(line.strip() for line in lines[-LOG_LINES:]) or "no output"
-    return Outcome(CRASHED, f"It ended with exit code {code}: {last}"[-2000:], seconds=seconds)
+    status, reason = {
+        UserError.exit_code: (REFUSED, said or "It was refused."),
+        NothingFits.exit_code: (unfit, said or "It does not fit."),
+        NonFinite.exit_code: (DIVERGED, said or "Its loss was not finite."),
+        Interrupted.exit_code: (CRASHED, interrupted),
+        -signal.SIGKILL: (OUT_OF_MEMORY, killed),
+        128 + signal.SIGKILL: (OUT_OF_MEMORY, killed),
+    }.get(code, (CRASHED, f"It ended with exit code {code}: {last}"[-2000:]))
+    return Outcome(status, reason, seconds=seconds)
 
 
 def lines_of(log: Path) -> list[str]:

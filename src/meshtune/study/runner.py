@@ -11,6 +11,8 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from meshtune.errors import Interrupted
 from meshtune.launch.rank import cores
 from meshtune.launch.signals import heeded
@@ -69,13 +71,16 @@ class Estimate:
     @classmethod
     def of(cls, ended: Sequence[Row]) -> "Estimate":
         """Estimate from experiments that ran to their end."""
-        timed = [row for row in ended if row.seconds]
+        timed = [(row, row.seconds) for row in ended if row.seconds]
         by_world: dict[int, list[float]] = {}
-        for row in timed:
-            by_world.setdefault(row.world or 1, []).append(row.seconds or 0.0)
-        means = {world: mean(seconds) for world, seconds in by_world.items()}
-        overhead, slope = _line([(row.predicted_step_seconds, row.seconds or 0.0) for row in timed])
-        return cls(means, overhead, slope, mean(row.seconds or 0.0 for row in timed) if timed else None)
+        for row, seconds in timed:
+            by_world.setdefault(row.world or 1, []).append(seconds)
+        means = {world: mean(several) for world, several in by_world.items()}
+        planned = [
+            (step, seconds) for row, seconds in timed if (step := row.predicted_step_seconds) is not None
+        ]
+        overhead, slope = _line(planned)
+        return cls(means, overhead, slope, mean(seconds for _, seconds in timed) if timed else None)
 
     def seconds(self, row: Row) -> float | None:
         """Seconds that an experiment will take; None where none has ended."""
@@ -99,16 +104,11 @@ def _line(points: Sequence[tuple[float | None, float]]) -> tuple[float, float | 
     """(a, b) of the line a + b x through (predicted seconds, seconds) by least squares; b is None for fewer
     than 5 points, equal ones, and where it would be below 0.
     """
-    known = [(x, seconds) for x, seconds in points if x is not None]
-    if len(known) < 5:
+    known = np.array([point for point in points if point[0] is not None], dtype=float)
+    if len(known) < 5 or not np.ptp(known[:, 0]):
         return 0.0, None
-    center, level = mean(x for x, _ in known), mean(seconds for _, seconds in known)
-    variance = sum((x - center) ** 2 for x, _ in known)
-    if not variance:
-        return 0.0, None
-    slope = sum((x - center) * (seconds - level) for x, seconds in known) / variance
-    overhead = level - slope * center
-    return (overhead, slope) if slope > 0 and overhead >= 0 else (0.0, None)
+    slope, overhead = np.polyfit(known[:, 0], known[:, 1], 1)
+    return (float(overhead), float(slope)) if slope > 0 and overhead >= 0 else (0.0, None)
 
 
 # The runner #
@@ -287,26 +287,16 @@ class Signals:
 # The machine #
 
 
-def machine_facts(simulated: str | None, *, on_processor: bool) -> dict[str, Any]:
-    """Rows of the table `sweep`: host, devices, versions, commit, time. simulated: the devices are those of
-    the settings. on_processor: the experiments use no GPU, whatever the machine has.
+def machine_facts(simulated: str | None, *, on_processor: bool, slurm: bool) -> dict[str, Any]:
+    """Rows of the table `sweep`: host, devices, versions, commit, time.
+
+    simulated: the devices are those of the settings. on_processor: the experiments use no GPU, whatever the
+    machine has. slurm: they run on nodes whose devices are not known here.
     """
+    facts = {"started": time_now(), "versions": versions(), **git_facts()}
+    if slurm:
+        return {"submitted_from": socket.gethostname(), "gpus": 0 if on_processor else None, **facts}
     gpus = [] if on_processor else [name for name, _ in gpus_here()]
     device = None if simulated else ", ".join(dict.fromkeys(gpus)) or processor_name()
-    return {
-        "machine": {"host": socket.gethostname(), "cores": cores(), "processor": processor_name()},
-        "device": device,
-        "gpus": len(gpus),
-        **software_facts(),
-    }
-
-
-def facts_elsewhere(*, on_processor: bool) -> dict[str, Any]:
-    """The rows where Slurm's nodes run the experiments, whose devices are not known here: only its name is
-    known of this machine. on_processor: as of `machine_facts`.
-    """
-    return {"submitted_from": socket.gethostname(), "gpus": 0 if on_processor else None, **software_facts()}
-
-
-def software_facts() -> dict[str, Any]:
-    return {"started": time_now(), "versions": versions(), **git_facts()}
+    machine = {"host": socket.gethostname(), "cores": cores(), "processor": processor_name()}
+    return {"machine": machine, "device": device, "gpus": len(gpus), **facts}

@@ -284,12 +284,7 @@ def follow(store: Store, folder: Path, progress: Progress, log: Log) -> None:
 
 
 def _look(
-    store: Store,
-    folder: Path,
-    rows: dict[int, Row],
-    missed: dict[int, int],
-    progress: Progress,
-    log: Log,
+    store: Store, folder: Path, rows: dict[int, Row], missed: dict[int, int], progress: Progress, log: Log
 ) -> None:
     """Collect the results that are there, and settle the tasks that have left none. Raises UserError if Slurm
     does not answer.

@@ -57,7 +57,7 @@ def values_of(key: str, value: Any, problems: list[str]) -> list[Any]:
         problems += unknown
         return []
     if isinstance(value, Mapping) and key == "layout" and value.keys() == {"best"}:
-        return [*_best(value, problems)]
+        return [_best(value, problems)]
     if isinstance(value, Mapping):
         try:
             return [*_range(key, value)]
@@ -89,7 +89,7 @@ def changes_of(name: str, entries: Any, problems: list[str]) -> list[Change]:
             if unknown := key_problems(key):
                 problems += unknown
             elif name == "experiments" and key == "layout" and isinstance(value, Mapping) and "best" in value:
-                change[key] = next(iter(_best(value, problems)), value)
+                change[key] = _best(value, problems)
             else:
                 problems += value_problems(key, value)
         changes.append(change)
@@ -103,12 +103,11 @@ def number_of(value: Any) -> Any:
     return value
 
 
-def _best(value: Mapping[str, Any], problems: list[str]) -> Iterator[Best]:
+def _best(value: Mapping[str, Any], problems: list[str]) -> Best:
     number = value["best"]
-    if type(number) is int and number > 0:
-        yield Best(number)
-    else:
+    if type(number) is not int or number < 1:
         problems.append(f"layout.best = {written(number)}: write a number of layouts, such as 3.")
+    return Best(number)
 
 
 def _range(key: str, value: Mapping[str, Any]) -> Iterator[Any]:

@@ -1,13 +1,13 @@
 """The settings that a sweep may change: those of the config, and the fields of the layout."""
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any, get_args, get_origin
 
 from meshtune.config import SETTINGS, Config
-from meshtune.errors import UserError, written
-from meshtune.layout import AUTO, CHOICES, Layout, PartialLayout
-from meshtune.nearest import did_you_mean, nearest
+from meshtune.errors import UserError
+from meshtune.layout import AUTO, Layout, PartialLayout
 from meshtune.setting import section_in, usable
 from meshtune.tools.table import unknown_setting
 from meshtune.yaml_tree import leaves, merge, nested
@@ -47,7 +47,7 @@ def default_of(key: str) -> Any:
 def value_problems(key: str, value: Any) -> list[str]:
     """Sentences on a value that a setting can't have, whatever the other settings are."""
     if key in LAYOUT_FIELDS:
-        return [*_field_problems(key, value)]
+        return _field_problems(key.removeprefix("layout."), value)
     if key == "layout":
         return _problems_of(lambda: PartialLayout.parse(value))
     if _entry_of_a_table(key):
@@ -87,26 +87,13 @@ def _wrong_values(tree: Mapping[str, Any]) -> Iterator[str]:
             yield problem
 
 
-def _field_problems(key: str, value: Any) -> Iterator[str]:
-    """Yield sentences on a value that a field of the layout can't have."""
-    name = key.removeprefix("layout.")
-    default = getattr(Layout, name)
-    if value == AUTO:
-        return
-    if name in CHOICES:
-        if value not in CHOICES[name]:
-            near = did_you_mean(nearest(str(value), CHOICES[name]))
-            yield f"{key} = {written(value)}: write {', '.join(CHOICES[name])}{near}"
-    elif isinstance(default, bool):
-        if not isinstance(value, bool):
-            yield f"{key} = {written(value)}: write true or false."
-    elif not (type(value) is int and value >= (0 if name == "zero" else 1)) and not (
-        value is None and default is None
-    ):
-        yield f"{key} = {written(value)}: write a whole number."
+def _field_problems(name: str, value: Any) -> list[str]:
+    """Sentences on a value that a field of the layout can't have with any other ones."""
+    problems = [] if value == AUTO else _problems_of(lambda: Layout(**{name: value}))
+    return [f"layout.{problem}" for problem in problems if re.match(f"{name} is .*; it must be ", problem)]
 
 
-def _problems_of(check: Any) -> list[str]:
+def _problems_of(check: Callable[[], object]) -> list[str]:
     try:
         check()
     except UserError as error:

@@ -22,15 +22,7 @@ from meshtune.errors import UserError, check_file, explained, type_name, written
 from meshtune.setting import unmet
 from meshtune.tools import layouts
 from meshtune.tools.exporters import conversion_of
-from meshtune.tools.job import (
-    Job,
-    NoCounterpart,
-    Note,
-    NotNeeded,
-    Refused,
-    flat,
-    is_off,
-)
+from meshtune.tools.job import Job, NoCounterpart, Note, NotNeeded, Refused, flat, is_off
 from meshtune.tools.other_jobs import other_job
 from meshtune.tools.table import TOOLS, table
 from meshtune.units import counted, printable

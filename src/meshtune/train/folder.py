@@ -32,11 +32,9 @@ def step_to_resume(run: RunDir, report: Callable[[str], None], *, finished: bool
     step = checkpoints.newest_good()
     rows = [row["step"] for row in run.rows("train")]
     if step is None and (there or finished):
-        which = (
-            f"none of its checkpoints (steps {', '.join(map(str, there))}) is whole"
-            if there
-            else (f"it has no checkpoint in {run.checkpoints}")
-        )
+        which = f"it has no checkpoint in {run.checkpoints}"
+        if there:
+            which = f"none of its checkpoints (steps {', '.join(map(str, there))}) is whole"
         state = "a finished run that would go on" if finished else "an unfinished run"
         raise UserError(
             [

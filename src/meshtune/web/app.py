@@ -28,7 +28,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from meshtune.errors import UserError
-from meshtune.report.compare.runs import MOST_RUNS
+from meshtune.report.compare import MOST_RUNS
 from meshtune.report.draw import vega
 from meshtune.report.draw.document import DRAW, Document
 from meshtune.report.draw.page import text

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from meshtune.errors import UserError
 from meshtune.report.draw.document import Document
-from meshtune.report.run.points import Points
+from meshtune.report.run.panels import Points
 from meshtune.rundir import Row, rows_of
 from meshtune.web.states import whole_lines
 

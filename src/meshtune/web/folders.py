@@ -13,7 +13,7 @@ from stat import S_ISREG
 from typing import Literal
 
 from meshtune.errors import UserError
-from meshtune.report.compare.runs import names_of
+from meshtune.report.compare import names_of
 from meshtune.rundir import RunDir
 from meshtune.sweep_rows import DATABASE, database_of
 

@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 from meshtune.errors import UserError
 from meshtune.plan.facts import tensors
-from meshtune.report.compare.page import comparison_page
-from meshtune.report.compare.runs import MOST_RUNS, NONE, compare
+from meshtune.report.compare import MOST_RUNS, NONE, compare, comparison_page
 from meshtune.report.draw.document import Document, OnPage, Pictures
 from meshtune.report.draw.page import EMPTY, text
 from meshtune.report.draw.table import Markup, Table
@@ -236,7 +235,7 @@ def has_open(pid: int, status: stat_result) -> bool:
 
 def page_of_sweep(entry: Entry, may_read: Callable[[Path], bool]) -> Document:
     """A sweep's page, as report draws it. may_read: True for files of its runs that may be shown."""
-    return sweep_page(entry.path, may_read).page
+    return sweep_page(entry.path, may_read)
 
 
 def page_of_several(entries: Sequence[Entry]) -> Document:

@@ -11,7 +11,7 @@ from rich.console import Console
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from meshtune.data.inspect import describe, padding_share, runs, show
+from meshtune.data.inspect import describe, runs, show
 from meshtune.data.pack import stored
 
 
@@ -125,12 +125,3 @@ def test_a_stream_is_described_by_its_first_window(tmp_path, tokenizer) -> None:
     assert found["rows"] >= 40
     assert "stream" in found["of"]
     show(found, Console(file=io.StringIO()))
-
-
-def test_padding_share_is_that_of_the_columns(tmp_path) -> None:
-    source = write_rows(tmp_path / "rows.jsonl", [("a", "b" * 2), ("a", "b" * 6)])  # 4 and 8 tokens
-    dataset = prepare(
-        [source], Bytes(), seq_len=64, packing=False, seed=0, cache_dir=tmp_path / "cache"
-    ).train
-
-    assert padding_share(dataset, global_batch_size=2, micro_batch_size=2, seed=0) == pytest.approx(4 / 16)

@@ -234,23 +234,18 @@ def test_a_named_format_wins(name):
     assert detect(Source("x", format=name), ["text", "prompt", "completion"]) == "prompt-completion"
 
 
-BAD_LINES = {
-    b'{"prompt": "a", "completion"': "broken JSON: .* at column 29",
-    b'{"prompt": "a"}': "column completion is missing .there are prompt.",
-    b'{"prompt": "a", "completion": "  "}': "column completion is empty",
-    b'{"prompt": "a", "completion": null}': "column completion is null",
-    b'{"prompt": [{}], "completion": null}': "column completion is null",
-    b'{"prompt": 7, "completion": "b"}': "column prompt is a number .7., expected text",
-    b'["a", "b"]': "the row is a list, expected an object",
-    b'{"prompt": "\xff", "completion": "b"}': "not UTF-8: byte 0xff at position 13",
-    b'{"prompt": "\\ud800", "completion": "b"}': "not UTF-8: half of a surrogate pair",
-}
 GOOD_LINE = b'{"prompt": "a", "completion": "b"}'
-HOSTILE_LINES = {  # beyond the limits of Python's parser
-    b'{"prompt": ' + b"7" * 5000 + b"}": "broken JSON: a whole number of more than 4,300 digits",
-    b'{"prompt": ' + b"[" * 100_000 + b"}": "broken JSON: nested too deeply",
-    b'{"messages": "' + b"[" * 100_000 + b'", "prompt": [], "completion": "7"}': "column completion is",
-}
+BAD_LINES = (
+    b'{"prompt": "a", "completion"',
+    b'{"prompt": "a"}',
+    b'{"prompt": "a", "completion": "  "}',
+    b'{"prompt": "a", "completion": null}',
+    b'{"prompt": [{}], "completion": null}',
+    b'{"prompt": 7, "completion": "b"}',
+    b'["a", "b"]',
+    b'{"prompt": "\xff", "completion": "b"}',
+    b'{"prompt": "\\ud800", "completion": "b"}',
+)
 
 
 @pytest.mark.parametrize("line", BAD_LINES)
@@ -297,14 +292,6 @@ def test_the_first_ten_bad_rows_are_named_at_once_and_all_are_counted(tmp_path):
     assert "on_bad_row=skip" in caught.value.problems[-1]
 
 
-@pytest.mark.parametrize("line", HOSTILE_LINES, ids=["digits", "depth", "depth of a column"])
-def test_a_line_beyond_the_parsers_limits_is_a_bad_row(tmp_path, line):
-    file = tmp_path / "rows.jsonl"
-    file.write_bytes(GOOD_LINE + b"\n" + line)
-    with refuses(UserError):
-        examples(file)
-
-
 def test_skipping_drops_bad_rows_and_counts_them_by_reason(tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_bytes(b"\n".join([b"{", GOOD_LINE, *BAD_LINES, GOOD_LINE]))
@@ -330,30 +317,6 @@ def test_keys_that_arrow_filled_with_null_are_taken_out(tmp_path):
     turns = [TURNS[0], {"role": "assistant", "content": "x", "name": "bob"}]
     file = write(tmp_path, "a.parquet", [{"messages": turns}])
     assert examples(file)[0].messages == tuple(turns)
-
-
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("a.json", b'{"a": [{}], "b": [{}]}'),
-        ("a.json", b"[1,\n2"),
-        ("a.json", b"\n\xff"),
-        ("a.parquet", b"nonsense"),
-        ("a.jsonl.gz", b"nonsense"),
-        ("a.json", b"[" + b"7" * 5000 + b"]"),
-        ("a.json", b"[" * 100_000),
-        ("a.csv", b""),
-        ("a.csv", b"prompt,\xff\n1,2\n"),
-        ("a.csv", b"prompt,completion,prompt\n1,2,3\n"),
-        ("a.xlsx", b""),
-    ],
-)
-def test_a_file_that_cannot_be_read_is_named(tmp_path, name, content):
-    file = tmp_path / name
-    file.write_bytes(content)
-    with refuses(UserError) as caught:
-        examples(file)
-    assert name in str(caught.value)
 
 
 def test_a_mistyped_path_is_answered_with_the_nearest_files(tmp_path, monkeypatch):

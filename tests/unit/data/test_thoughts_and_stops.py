@@ -88,20 +88,6 @@ def test_variables_without_a_template_are_refused():
         encoder_of("qwen3", chat_template="none", template_variables={"enable_thinking": False})
 
 
-def test_a_thought_under_a_prompt_that_closes_it_names_the_variable():
-    with pytest.raises(UserError) as error:
-        encoder_of("qwen3_5_nothink").encode([Example(HERE, messages=tuple(CONVERSATIONS["a thought"]))])
-    assert "data.chat_template_kwargs={enable_thinking: true}" in error.value.problems[-1]
-    encoder = encoder_of("qwen3_5_nothink", template_variables={"enable_thinking": True})
-    assert "Let me see" in split(encoder, encode(encoder, CONVERSATIONS["a thought"]))[1]
-
-
-def test_the_refusal_of_several_turns_names_the_ways_out():
-    with pytest.raises(UserError) as error:
-        encoder_of("qwen3").encode([Example(HERE, messages=tuple(CONVERSATIONS["two turns"]))])
-    assert "data.split_turns=true" in str(error.value) and "data.chat_template=training" in str(error.value)
-
-
 def test_masks_choose_the_turns_that_become_rows():
     encoder = encoder_of("qwen3", split_turns=True)
     example = Example(

@@ -7,14 +7,7 @@ import torch
 from golden import says
 
 from meshtune.layout import Layout
-from meshtune.meter.noise_scale import (
-    DECAY,
-    Noise,
-    estimate,
-    late_scale,
-    noise_refusals,
-    with_measurement,
-)
+from meshtune.meter.noise_scale import DECAY, Noise, estimate, late_scale, noise_refusals, with_measurement
 
 FEATURES, SIGMA = 8, 0.5
 AWAY = torch.linspace(0.1, 0.8, FEATURES, dtype=torch.float64)  # the optimum, from the weights at 0
@@ -87,10 +80,7 @@ def test_one_micro_batch_tells_nothing() -> None:
     assert estimate(math.inf, 1.0, micro_batches=2, sequences=4) is None
 
 
-@pytest.mark.parametrize(
-    "layout",
-    ["mb4-ga1", "pp2-1f1b-mb1-ga4", "dp2-cp4-mb1-ga1"],
-)
+@pytest.mark.parametrize("layout", ["mb4-ga1", "pp2-1f1b-mb1-ga4", "dp2-cp4-mb1-ga1"])
 def test_layouts_that_cannot_tell_are_refused(layout: str) -> None:
     (sentence,) = noise_refusals(Layout.parse(layout), token_loss=False)
     says(sentence)

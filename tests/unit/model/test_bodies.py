@@ -69,10 +69,10 @@ def test_what_attends_to_later_tokens_is_refused(model_type):
     [
         (
             "hrm_text",
-            r"no single list of blocks \(it has model.L_module.layers \(\d+\), model.H_module.layers",
+            r"one list of blocks \(it has model.L_module.layers \(\d+\), model.H_module.layers",
         ),
-        ("longcat_flash", r"4 layers are no single list of blocks \(it has model.layers \(2\)\)"),
-        ("blt", "no single list of blocks .*local_encoder.layers"),
+        ("longcat_flash", r"4 layers aren't one list of blocks \(it has model.layers \(2\)\)"),
+        ("blt", "one list of blocks .*local_encoder.layers"),
     ],
 )
 def test_blocks_that_are_not_one_list_are_refused_with_the_lists(model_type, why):

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -19,12 +18,11 @@ import meshtune.model.trace
 from meshtune import config
 from meshtune.errors import UserError
 from meshtune.model.capabilities import traits
-from meshtune.model.census_cache import LoraShape, ModelNumbers, from_json, model_numbers, numbers_of
+from meshtune.model.census_cache import LoraShape, model_numbers, numbers_of
 from meshtune.model.hub import hub_errors
 from meshtune.model.load import freeze
 from meshtune.model.lora import add_lora
 from meshtune.model.trace import census, census_of
-from meshtune.placement.census import Census
 
 
 @pytest.fixture
@@ -291,10 +289,3 @@ def test_targets_and_globs_that_match_nothing_are_explained(folder, cache):
         model_numbers(str(folder), lora=LoraShape(target_modules=("q_prj",)), cache_dir=cache)
     with refuses(UserError):
         model_numbers(str(folder), freeze=("*.nrom.*",), cache_dir=cache)
-
-
-def test_values_come_back_from_json_as_they_were():
-    found = census(FAMILIES["gemma2"]())  # windows, None, floats, pairs
-    assert from_json(Census, json.loads(json.dumps(asdict(found)))) == found
-    with pytest.raises(TypeError, match="is made of"):
-        from_json(ModelNumbers, asdict(found))

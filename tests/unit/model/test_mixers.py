@@ -28,9 +28,9 @@ from meshtune.errors import UserError
 from meshtune.layout import Layout
 from meshtune.model.anatomy import anatomy
 from meshtune.model.capabilities import traits
+from meshtune.model.documents import _rows, keep_weights, separate_documents
 from meshtune.model.load import on_meta, skeleton
 from meshtune.model.lora import add_lora, merge_lora
-from meshtune.model.mixers import _rows, keep_weights, separate_documents
 from meshtune.model.pieces import materialise
 from meshtune.parallel.recompute import recompute_blocks
 from meshtune.placement.rules import refusals

@@ -5,14 +5,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-from meshtune.parallel.exchange import (
-    all_gather,
-    all_reduce,
-    exchange,
-    identity,
-    reduce_scatter,
-    take_shard,
-)
+from meshtune.parallel.exchange import all_gather, all_reduce, exchange, identity, reduce_scatter, take_shard
 from meshtune.parallel.mesh import Axis
 
 RANKS, SHAPE = 3, (3, 6, 9)

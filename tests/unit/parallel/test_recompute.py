@@ -145,7 +145,7 @@ def test_the_planner_counts_what_some_blocks_save_to_the_byte():
     all_saved = run(build("llama", "none", num_hidden_layers=3))[2]
     for recomputed in (1, 2):
         layouts = Columns.of([Layout.parse(f"full{recomputed}")])
-        block = saved_by_block(work.kept[4], work, layouts, len(DOCUMENTS) * SEQ, element=4)
+        block = saved_by_block(work.traced[4].kept, work, layouts, len(DOCUMENTS) * SEQ, element=4)
         stages = Stages.cut(work, layouts, "blocks")
         saved = stages.recomputing(layouts) * (block.everything - block.saved)
         own = run(build("llama", "full", range(recomputed), num_hidden_layers=3))[2]

@@ -118,10 +118,7 @@ def assert_same(ranks, config, lora=None, recompute="none"):
 TENSOR_FAMILIES = [family for family in FAMILIES if family != "gpt2"]
 
 
-@pytest.mark.parametrize(
-    "family",
-    cases(TENSOR_FAMILIES, test=["gemma3", "phi3"], ci=["llama", "gpt_neox"]),
-)
+@pytest.mark.parametrize("family", cases(TENSOR_FAMILIES, test=["gemma3", "phi3"], ci=["llama", "gpt_neox"]))
 def test_two_ranks_give_the_loss_and_gradients_of_one(family):
     assert_same(2, FAMILIES[family]())
 
@@ -171,10 +168,7 @@ DENSE_PLANS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "model_type",
-    cases(DENSE_PLANS, ci=["glm4", "olmo"]),
-)
+@pytest.mark.parametrize("model_type", cases(DENSE_PLANS, ci=["glm4", "olmo"]))
 def test_other_families_whose_plan_is_dense(model_type):
     known = AutoConfig.for_model(model_type).to_dict()
     changes = {name: value for name, value in SMALL.items() if name in known}

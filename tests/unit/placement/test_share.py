@@ -174,8 +174,7 @@ def test_neighbours_in_the_world_are_neighbours_in_tp():
 @pytest.mark.parametrize(
     "family",
     cases(
-        ["llama", "qwen2", "qwen3", "phi3", "olmo2", "starcoder2", "gemma3", "cohere"],
-        test=["llama", "phi3"],
+        ["llama", "qwen2", "qwen3", "phi3", "olmo2", "starcoder2", "gemma3", "cohere"], test=["llama", "phi3"]
     ),
 )
 def test_a_tensor_parallel_rank_holds_what_split_model_leaves_it(family, tp, lora):
@@ -214,11 +213,7 @@ LAYERS = {"llama": {}, "gpt2": {}, "gemma2": {"layer_types": ["sliding_attention
 
 
 @pytest.mark.parametrize(
-    "text",
-    cases(
-        ["mb1-ga4", "dp2-ga4", "zero1x2-ga4", "zero2x2-ga4", "zero3x2-ga4"],
-        ci=["zero1x2-ga4"],
-    ),
+    "text", cases(["mb1-ga4", "dp2-ga4", "zero1x2-ga4", "zero2x2-ga4", "zero3x2-ga4"], ci=["zero1x2-ga4"])
 )
 def test_real_ranks_keep_exactly_the_bytes_of_their_shares(text):
     layout = Layout.parse(text)

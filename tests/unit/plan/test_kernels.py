@@ -37,12 +37,8 @@ LLAMA_8B = Work.of_shape(layers=32, hidden=4096, ffn=14336, heads=32, kv_heads=8
 
 def alone(gpu: str, kernel: str) -> Machine:
     """The machine whose attention is as fast in a step as the kernel alone."""
-    found = kernel_on(kernel, catalogue()[gpu], catalogue())
-    return replace(
-        Machine.of(catalogue()[gpu], "meshtune"), attention=1.0, attention_64=found.heads_64,
-        attention_128=found.heads_128, attention_256=found.heads_256, attention_keys=found.keys,
-        attention_backward=found.backward,
-    )  # fmt: skip
+    of_gpu = catalogue()[gpu]
+    return replace(Machine.of(of_gpu, "meshtune"), attention=1.0, **kernel_on(kernel, of_gpu))
 
 
 @pytest.mark.parametrize(("kernel", "gpu", "head_size"), MEASURED)

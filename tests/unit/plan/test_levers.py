@@ -13,7 +13,7 @@ from meshtune.plan.explanation import explain
 from meshtune.plan.models import models
 from meshtune.plan.search import explained
 from meshtune.plan.seconds.step import TIE
-from meshtune.plan.work import Kept
+from meshtune.plan.work import Kept, Traced
 from meshtune.plan.workload import Workload
 from meshtune.sections import ClusterConfig
 
@@ -121,9 +121,9 @@ def test_recomputation_of_as_few_blocks_as_fit_is_a_lever():
 def test_the_compile_lever_counts_what_compiled_blocks_save():
     """As workload_of does for train.compile=true: it was counted as eager blocks save it."""
     traced = Kept(outside=12, entering=4, attention=4, mlp=8, core=6, keys=2, statistics=1)
-    workload = replace(WORKLOAD, work=replace(WORKLOAD.work, kept={2: traced}))
+    workload = replace(WORKLOAD, work=replace(WORKLOAD.work, traced={2: Traced(traced, traced)}))
     compiled = workload.compiled()
     assert compiled.compile
-    assert compiled.work.kept[2] == traced._replace(outside=4, attention=3, mlp=6)
+    assert compiled.work.traced[2].kept == traced._replace(outside=4, attention=3, mlp=6)
     offered = {change.kind: change.workload for change in changes(workload, CLUSTER)}
     assert offered["compile"] == compiled

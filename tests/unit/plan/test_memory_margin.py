@@ -1,10 +1,10 @@
 """The memory that a plan leaves free: 4 % on measured kinds, 10 % on others, or as set; and a budget."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from golden import refuses, says
+from made_plans import machines, workload
 from own_kind import OWN_KIND
 
 from meshtune.config import Config
@@ -13,25 +13,14 @@ from meshtune.layout import Layout
 from meshtune.plan import advice
 from meshtune.plan.answer import largest
 from meshtune.plan.changes import remedies
-from meshtune.plan.cluster import Cluster, cluster_here, cluster_of, with_memory_budget
+from meshtune.plan.cluster import Cluster, cluster_here, with_memory_budget
 from meshtune.plan.facts import cluster_facts
 from meshtune.plan.hardware import catalogue
-from meshtune.plan.models import models
 from meshtune.plan.search import explained, search
 from meshtune.plan.workload import Workload
-from meshtune.sections import ClusterConfig
 from meshtune.units import GIB
 
 UNMEASURED = next(name for name, gpu in catalogue().items() if not gpu.measured and name != "cpu")
-
-
-def machines(gpu: str = "h100-sxm", gpus: int = 8, **settings: Any) -> Cluster:
-    return cluster_of(ClusterConfig(gpu=gpu, gpus=gpus, **settings))
-
-
-def workload(size: int = 64, model: str = "llama-3.1-8b") -> Workload:
-    shape = models()[model]
-    return Workload(model, shape.work, shape.traits, 4096, size)
 
 
 def remedies_of(w: Workload, cluster: Cluster) -> list[str]:
@@ -40,7 +29,7 @@ def remedies_of(w: Workload, cluster: Cluster) -> list[str]:
 
 @pytest.mark.parametrize(("gpu", "margin"), [("h100-sxm", 0.04), ("a100-80", 0.04), (UNMEASURED, 0.1)])
 def test_kinds_without_a_measured_matmul_rate_keep_more_memory_free(gpu: str, margin: float) -> None:
-    cluster = machines(gpu)
+    cluster = machines(gpu=gpu)
     assert cluster.margin == margin
     plan = search(workload(), cluster)
     assert plan.memory.peak.max() <= cluster.memory * (1 - margin)
@@ -62,7 +51,7 @@ def test_a_margin_that_is_set_holds_in_every_question() -> None:
     tight = next(choice for choice in search(w, machines()).best(200) if choice.memory.peak > half)
     assert not explained(w, cluster, tight.layout).fits
     assert largest(w, cluster, "batch")[1].memory.peak <= half
-    for remedy in remedies_of(workload(8, "llama-3.2-3b"), machines(gpus=1, memory_margin=0.5)):
+    for remedy in remedies_of(workload("llama-3.2-3b", 8), machines(gpus=1, memory_margin=0.5)):
         layout = remedy.split("layout=")[1].split(" ")[0]
         assert Layout.parse(layout)
         gib = float(remedy.rsplit("(", 1)[1].split(" ")[0])
@@ -70,7 +59,7 @@ def test_a_margin_that_is_set_holds_in_every_question() -> None:
 
 
 def test_another_kind_of_gpu_has_its_own_margin_in_a_remedy() -> None:
-    for remedy in remedies_of(workload(8, "llama-3.2-3b"), machines("rtx-4090", gpus=1)):
+    for remedy in remedies_of(workload("llama-3.2-3b", 8), machines(1, "rtx-4090")):
         if remedy.startswith("cluster.gpu="):
             kind, need = catalogue()[remedy[12:].split(" ")[0]], float(remedy.rsplit("(", 1)[1].split(" ")[0])
             assert need * 2**30 <= kind.memory * (0.96 if kind.measured else 0.9) * 1.01
@@ -88,10 +77,10 @@ def test_a_run_leaves_the_margin_of_its_settings_free() -> None:
 def test_a_kind_of_ones_own_is_measured_if_it_has_a_matmul_rate(tmp_path: Path) -> None:
     file = tmp_path / "own.toml"
     file.write_text(OWN_KIND)
-    assert machines("own", hardware=str(file)).margin == 0.1
-    assert machines("own", hardware=str(file), efficiency={"matmul": 0.7}).margin == 0.04
+    assert machines(gpu="own", hardware=str(file)).margin == 0.1
+    assert machines(gpu="own", hardware=str(file), efficiency={"matmul": 0.7}).margin == 0.04
     file.write_text(f"{OWN_KIND}efficiency = {{matmul = 0.7}}\n")
-    assert machines("own", hardware=str(file)).margin == 0.04
+    assert machines(gpu="own", hardware=str(file)).margin == 0.04
 
 
 @pytest.mark.parametrize("margin", [-0.1, 1.0])
@@ -126,7 +115,7 @@ def test_a_budget_beyond_what_the_margin_leaves_is_named() -> None:
 def test_where_only_the_budget_is_in_the_way_going_without_is_offered_first() -> None:
     remedy = remedies_of(workload(), machines(memory_budget_gib=15))[0]
     assert remedy.startswith("cluster.memory_budget_gib=null layout=")
-    unbounded = remedies_of(workload(8, "llama-3.2-3b"), machines("rtx-4090", gpus=1))
+    unbounded = remedies_of(workload("llama-3.2-3b", 8), machines(1, "rtx-4090"))
     assert not any("budget" in remedy for remedy in unbounded)
 
 

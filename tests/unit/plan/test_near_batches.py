@@ -3,43 +3,24 @@
 import re
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import numpy as np
 import pytest
 from golden import says
+from made_plans import answered, machines, workload
 
 from meshtune.layout import Layout
 from meshtune.plan import advice
 from meshtune.plan.advice import batch_sentences, nearest_batches
-from meshtune.plan.answer import Answer, offer_of
 from meshtune.plan.candidates import is_uneven, nearest_sizes
 from meshtune.plan.changes import remedies
-from meshtune.plan.cluster import Cluster, cluster_of
-from meshtune.plan.models import models
 from meshtune.plan.search import PEAK_TIE, Plan, explained, search
-from meshtune.plan.workload import Workload
-from meshtune.sections import ClusterConfig
 from meshtune.units import human, significant
-
-
-def answered(found: Plan, sort: str = "speed") -> Answer:
-    offer = offer_of(found, sort)
-    return Answer(found.workload, (offer,), offer, sort)
-
-
-def machines(gpus: int, gpu: str = "h100-sxm", **settings: Any) -> Cluster:
-    return cluster_of(ClusterConfig(gpu=gpu, gpus=gpus, **settings))
-
-
-def workload(model: str, size: int, seq_len: int = 8192) -> Workload:
-    shape = models()[model]
-    return Workload(model, shape.work, shape.traits, seq_len, size)
 
 
 @cache
 def plan(model: str, gpus: int, size: int) -> Plan:
-    return search(workload(model, size), machines(gpus))
+    return search(workload(model, size, 8192), machines(gpus))
 
 
 @pytest.mark.parametrize(
@@ -108,7 +89,7 @@ def test_a_batch_that_divides_gets_none() -> None:
 
 def test_a_nearest_batch_is_a_remedy_where_nothing_fits() -> None:
     """ZeRO-3 over 7 GPUs of 35 GiB fits; the pipeline that 64 sequences leave does not."""
-    found = search(workload("llama-3.1-8b", 64), machines(7, memory_gib=35), fixed={"cp": 1})
+    found = search(workload("llama-3.1-8b", 64, 8192), machines(7, memory_gib=35), fixed={"cp": 1})
     assert not len(found)
     first = next(remedies(found.workload, found.cluster))
     setting = re.match(r"train\.global_batch_size=(63) layout=(\S+) ", first.remedy)
@@ -143,13 +124,13 @@ def test_uneven_degrees_are_first_only_where_nothing_else_fits_and_the_answer_sa
 
 
 def test_a_degree_that_is_fixed_is_not_uneven() -> None:
-    found = search(workload("llama-3.1-8b", 8), machines(24), fixed={"cp": 3})
+    found = search(workload("llama-3.1-8b", 8, 8192), machines(24), fixed={"cp": 3})
     assert len(found) and not found.uneven.any()
 
 
 def test_whole_nodes_that_split_the_sequence_are_even() -> None:
     """28 heads and nodes of 8: cp16 is two nodes; cp24 does not divide 8192 tokens."""
-    w = workload("llama-3.1-8b", 16)
+    w = workload("llama-3.1-8b", 16, 8192)
     w = replace(w, traits=replace(w.traits, heads=28))
     sizes = np.array([1, 2, 4, 7, 8, 14, 16, 24, 3, 5])
     assert is_uneven(sizes, w, machines(48)).tolist() == [False] * 7 + [True] * 3

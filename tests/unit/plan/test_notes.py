@@ -78,7 +78,7 @@ def test_activations_that_were_not_traced_are_named(tmp_path: Path) -> None:
     words = settings(tmp_path, "data.seq_len=256", "train.precision=fp32")
     with api.workloads(config.load(None, words)) as (workload, _):
         assert untraced_note(workload) is None
-        note = untraced_note(replace(workload, work=replace(workload.work, kept={})))
+        note = untraced_note(replace(workload, work=replace(workload.work, traced={})))
         says(note)
 
 

@@ -67,7 +67,7 @@ def test_heads_of_gathered_projections_are_on_every_rank(
     assert work.whole_heads == whole
     assert list(np.broadcast_to(work.head_shards(np.array([1, 2, 4])), 3)) == shards
 
-    layouts, per_token, tokens = Columns.of([Layout.parse("tp4-mb1-ga1")]), work.kept[2], 64
+    layouts, per_token, tokens = Columns.of([Layout.parse("tp4-mb1-ga1")]), work.traced[2].kept, 64
     divided = per_token.mlp / 4 + (per_token.attention + per_token.core + per_token.statistics) / shards[2]
     last_input = 0 if shards[2] > 1 else 2 * 64 / 4  # a rank's shard of the core's output
     kept = saved_by_block(per_token, work, layouts, tokens).everything

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from cases import cases
 from golden import refuses, says
+from made_plans import machines, workload
 from own_kind import OWN_KIND
 
 from meshtune.errors import NothingFits, UserError
@@ -48,15 +49,6 @@ from meshtune.plan.workload import Workload
 from meshtune.sections import ClusterConfig
 
 EVERYTHING = -1e6  # a memory_margin that lets every layout fit
-
-
-def machines(gpus: int, gpu: str = "h100-sxm", **settings: Any) -> Cluster:
-    return cluster_of(ClusterConfig(gpu=gpu, gpus=gpus, **settings))
-
-
-def workload(model: str, size: int, seq_len: int = 4096, **settings: Any) -> Workload:
-    shape = models()[model]
-    return Workload(model, shape.work, shape.traits, seq_len, size, **settings)
 
 
 def little(size: int, **traits: Any) -> Workload:

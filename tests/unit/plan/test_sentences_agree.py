@@ -2,29 +2,19 @@
 
 import pytest
 from golden import says
+from made_plans import machines, workload
 
 from meshtune.config import Config, load
 from meshtune.layout import PartialLayout
 from meshtune.plan import advice
 from meshtune.plan.accuracy import accuracy
 from meshtune.plan.advice import advised
-from meshtune.plan.cluster import Cluster, cluster_of
+from meshtune.plan.cluster import Cluster
 from meshtune.plan.explanation import explain
-from meshtune.plan.models import models
 from meshtune.plan.search import Plan, search
 from meshtune.plan.workload import Workload
-from meshtune.sections import ClusterConfig
 from meshtune.tools.export import tool_for
 from meshtune.units import duration
-
-
-def machines(gpus: int, gpu: str = "h100-sxm") -> Cluster:
-    return cluster_of(ClusterConfig(gpu=gpu, gpus=gpus))
-
-
-def workload(model: str, size: int, seq_len: int = 8192) -> Workload:
-    shape = models()[model]
-    return Workload(model, shape.work, shape.traits, seq_len, size)
 
 
 def planned(work: Workload, cluster: Cluster, layout: str) -> Plan:
@@ -38,7 +28,7 @@ def micro_batch(plan: Plan) -> str:
 def test_a_larger_micro_batch_that_the_tool_refuses_is_not_called_faster() -> None:
     settings = ["model.name=m", "data.train=rows.jsonl", "train.max_steps=10"]
     megatron = tool_for("megatron", load(overrides=[*settings, "train.global_batch_size=64"]))
-    said = micro_batch(planned(workload("llama-3.1-8b", 64).run_by(megatron), machines(16), "zero1x8-tp2-sp"))
+    said = micro_batch(planned(workload(seq_len=8192).run_by(megatron), machines(16), "zero1x8-tp2-sp"))
     says(said)
 
 
@@ -54,7 +44,7 @@ def test_a_larger_micro_batch_that_does_not_fit_is_named_with_what_it_needs() ->
 
 def test_the_batch_is_part_of_the_reason_where_it_excludes_degrees() -> None:
     """70B on 1000 GPUs: 1024 sequences leave dp, tp and pp without cp only degrees of 5."""
-    plan = search(workload("llama-3.1-70b", 1024), machines(1000), fixed={"tp": 4, "cp": 25, "pp": 5})
+    plan = search(workload("llama-3.1-70b", 1024, 8192), machines(1000), fixed={"tp": 4, "cp": 25, "pp": 5})
     pipelines = next(one for one in advice.alternatives(plan) if one.name == "pipeline parallel without cp")
     says(pipelines.sentence)
 

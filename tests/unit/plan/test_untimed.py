@@ -2,43 +2,27 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 from golden import refuses, says
+from made_plans import answered, machines, workload
 from rich.console import Console
 
 from meshtune.config import Config
 from meshtune.errors import UserError
 from meshtune.layout import Layout
 from meshtune.plan import advice
-from meshtune.plan.answer import Answer, offer_of
-from meshtune.plan.cluster import Cluster, cluster_of
 from meshtune.plan.cost import RunLength
 from meshtune.plan.explanation import explain
 from meshtune.plan.facts import workload_facts
-from meshtune.plan.models import models
 from meshtune.plan.phrases import unmeasured
 from meshtune.plan.search import Plan, explained, search
-from meshtune.plan.workload import Workload
 from meshtune.report.plan import documents
-from meshtune.sections import ClusterConfig
 from meshtune.units import significant
 
-
-def machines(gpus: int, gpu: str, **settings: Any) -> Cluster:
-    return cluster_of(ClusterConfig(gpu=gpu, gpus=gpus, **settings))
-
-
-def workload(size: int = 16, seq_len: int = 2048, **settings: Any) -> Workload:
-    shape = models()["llama-3.1-8b"]
-    return Workload("llama-3.1-8b", shape.work, shape.traits, seq_len, size, **settings)
-
-
-def answered(plan: Plan) -> Answer:
-    length = RunLength(20, 20 * plan.workload.tokens)
-    offer = offer_of(plan, "speed", length)
-    return Answer(plan.workload, (offer,), offer, length=length)
+small = partial(workload, "llama-3.1-8b", 16, 2048)
 
 
 def printed(what: Any) -> str:
@@ -50,11 +34,11 @@ def printed(what: Any) -> str:
 
 @pytest.fixture(scope="module")
 def processor() -> Plan:
-    return search(workload(), machines(4, "cpu", memory_gib=100, price_per_gpu_hour=1.0))
+    return search(small(), machines(4, "cpu", memory_gib=100, price_per_gpu_hour=1.0))
 
 
 def test_a_plan_for_a_processor_says_that_its_times_are_not_of_this_machine(processor: Plan) -> None:
-    answer = answered(processor)
+    answer = answered(processor, length=RunLength(20, 20 * processor.workload.tokens))
     assert len(answer.alternatives) > 4 and answer.batch_advice
     document = documents.answer(answer, 10)
     json.dumps(document.facts)
@@ -64,7 +48,7 @@ def test_a_plan_for_a_processor_says_that_its_times_are_not_of_this_machine(proc
     (layout, *_), run = document.facts["layouts"], document.facts["run"]
     assert layout["step_seconds"] == layout["time"]["total"] > 0 and run["seconds"] > 0
     assert layout["error"]["time"] is None
-    gpu = search(workload(), machines(8, "h100-sxm"))
+    gpu = search(small(), machines())
     assert "not those of this machine" not in printed(documents.answer(answered(gpu), 10))
 
 
@@ -73,25 +57,23 @@ def test_a_plan_for_a_processor_says_that_its_times_are_not_of_this_machine(proc
 
 def test_documents_are_no_longer_than_their_sequence() -> None:
     layout = Layout.parse("zero3x8-mb1-ga2")
-    usual = explained(workload(), machines(8, "h100-sxm"), layout)
-    longer = explained(workload(mean_document_tokens=100_000.0), machines(8, "h100-sxm"), layout)
+    usual = explained(small(), machines(), layout)
+    longer = explained(small(mean_document_tokens=100_000.0), machines(), layout)
     assert longer.mfu == usual.mfu < 0.7
     assert longer.seconds.total == usual.seconds.total
-    shorter = explained(workload(mean_document_tokens=500.0), machines(8, "h100-sxm"), layout)
+    shorter = explained(small(mean_document_tokens=500.0), machines(), layout)
     assert shorter.seconds.total < usual.seconds.total
 
 
 def test_documents_that_are_cut_are_said_and_grow_with_the_sequence() -> None:
-    w = workload(mean_document_tokens=100_000.0)
-    plan = search(w, machines(8, "h100-sxm"))
+    w = small(mean_document_tokens=100_000.0)
+    plan = search(w, machines())
     said = advice.reasoning(plan, plan.choice(0))[0]
     says(said)
     assert workload_facts(w)["mean_document_tokens"] == 2048
     assert replace(w, seq_len=8192).document_tokens == 8192
     assert replace(w, seq_len=2**18).document_tokens == 100_000
-    assert "within documents" not in " ".join(
-        advice.reasoning(search(workload(), plan.cluster), plan.choice(0))
-    )
+    assert "within documents" not in " ".join(advice.reasoning(search(small(), plan.cluster), plan.choice(0)))
 
 
 # notation #
@@ -118,13 +100,13 @@ def test_an_explained_layout_that_the_search_leaves_out_says_so() -> None:
         }
     )
     said = {
-        layout: [line for line in explain(config, workload(), layout).against if "leaves it out" in line]
+        layout: [line for line in explain(config, small(), layout).against if "leaves it out" in line]
         for layout in ("pp8-gpipe-mb1-ga16", "pp8-1f1b-mb1-ga16", "pp8-loopedbfs-v2-mb1-ga16")
     }
     says(said["pp8-gpipe-mb1-ga16"])
     assert said["pp8-1f1b-mb1-ga16"] == []
     says(said["pp8-loopedbfs-v2-mb1-ga16"][0])
-    cut = explain(config, workload(mean_document_tokens=5000.0), "zero3x8")
+    cut = explain(config, small(mean_document_tokens=5000.0), "zero3x8")
     says(cut.against)
 
 
@@ -144,6 +126,6 @@ def test_no_mfu_is_above_one_hundred_percent_even_at_the_peak(seq_len: int) -> N
     memory traffic and launches, which are other tests' matter.
     """
     shares = {"matmul": 1.0, "attention": 1.0, "memory": 1.0, "link_share": 1.0}
-    job = workload(64, seq_len, mean_document_tokens=1e9)
+    job = workload(seq_len=seq_len, mean_document_tokens=1e9)
     measured, at_peak = (search(job, machines(8, "h100-sxm", efficiency=each)) for each in ({}, shares))
     assert measured.choice(0).mfu < at_peak.choice(0).mfu < 1

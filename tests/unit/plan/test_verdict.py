@@ -1,24 +1,19 @@
 """The first sentences of a plan: the cost of a fixed layout, and whether the chosen one fits safely."""
 
 import pytest
+from made_plans import machines, workload
 
 from meshtune.layout import PartialLayout
 from meshtune.plan.advice import verdict
 from meshtune.plan.answer import Answer, offer_of
-from meshtune.plan.cluster import cluster_of
-from meshtune.plan.models import models
 from meshtune.plan.search import SAFE_COST, Plan, search
-from meshtune.plan.workload import Workload
-from meshtune.sections import ClusterConfig
 
 BARELY = "zero2x16-mb1-ga4-selective8"  # the quickest of all, whose error bar exceeds an H100
 
 
 def plan(layout: str = "auto", seq_len: int = 8192, margin: float | None = None) -> Plan:
-    shape = models()["llama-3.1-8b"]
-    workload = Workload("llama-3.1-8b", shape.work, shape.traits, seq_len, 64)
-    cluster = cluster_of(ClusterConfig(gpu="h100-sxm", gpus=16, memory_margin=margin))
-    return search(workload, cluster, fixed=PartialLayout.parse(layout).given)
+    cluster = machines(16, memory_margin=margin)
+    return search(workload(seq_len=seq_len), cluster, fixed=PartialLayout.parse(layout).given)
 
 
 @pytest.mark.parametrize("margin", [None, 0.0])

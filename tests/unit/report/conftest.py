@@ -5,22 +5,10 @@ from meshtune.rundir import RunDir
 
 def train_row(step: int, **other) -> dict:
     """A train row as the trainer writes it."""
-    return {
-        "kind": "train",
-        "step": step,
-        "loss": 4.0 / step,
-        "grad_norm": 1.0,
-        "learning_rate": 1e-3,
-        "tokens": 100,
-        "label_tokens": 40,
-        "step_seconds": 0.5,
-        "data_seconds": 0.01,
-        "tokens_per_second_per_gpu": 200.0,
-        "tflops_per_second": 0.01,
-        "mfu": None,
-        "mfu_6n": None,
-        "peak_memory_bytes": 2**20 * step,
-    } | other
+    row = {"kind": "train", "step": step, "loss": 4.0 / step, "grad_norm": 1.0, "learning_rate": 1e-3}
+    row |= {"tokens": 100, "label_tokens": 40, "step_seconds": 0.5, "data_seconds": 0.01}
+    row |= {"tokens_per_second_per_gpu": 200.0, "tflops_per_second": 0.01, "mfu": None, "mfu_6n": None}
+    return row | {"peak_memory_bytes": 2**20 * step} | other
 
 
 def eval_row(step: int, loss: float, **other) -> dict:

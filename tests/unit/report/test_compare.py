@@ -10,8 +10,7 @@ from rich.text import Text
 
 from meshtune.commands.report import report
 from meshtune.errors import UserError
-from meshtune.report.compare.page import comparison_page, panels
-from meshtune.report.compare.runs import compare
+from meshtune.report.compare import compare, comparison_page, panels
 from meshtune.report.draw.table import Wrapped
 from meshtune.rundir import RunDir
 

@@ -190,7 +190,8 @@ def run_of() -> Simulation:
 def test_the_page_has_the_pictures_and_tables_of_every_rank(monkeypatch):
     taken = [Row("flash attention's dq", 3, 7 * MIB, "some source")]
     monkeypatch.setattr(Workspaces, "table", lambda self, trace: taken if trace.rank == 8 else [])
-    page = document(run_of())
+    run = run_of()
+    page = document(run, drawn=panels(run))
     keys = [panel.key for panel in page.panels]
     assert keys == [
         "memory_of_rank_0", "memory_of_rank_8", "memory_of_rank_16", "pipeline", "streams_of_rank_0",
@@ -224,7 +225,8 @@ def test_memory_of_a_step_in_part_is_drawn_over_operations():
 
 
 def test_a_page_of_one_rank_has_no_empty_table():
-    page = document(simulation_of("zero3x8-mb1-ga1", trace_of()))
+    run = simulation_of("zero3x8-mb1-ga1", trace_of())
+    page = document(run, drawn=panels(run))
     html = page.before + page.after
     assert "<tbody></tbody>" not in html and "Operations run by a stand-in" not in html
     assert [panel.key for panel in page.panels] == ["memory_of_rank_0"]
@@ -233,7 +235,7 @@ def test_a_page_of_one_rank_has_no_empty_table():
 @pytest.mark.ci
 def test_files_are_the_page_and_a_picture_of_each_panel(tmp_path):
     run = simulation_of("zero3x8-pp3-1f1b-mb1-ga3", trace_of(), times=[time_of(0)] * 2)
-    files = write_files(tmp_path / "plots", run, document(run), suffix=".svg")
+    files = write_files(tmp_path / "plots", run, document(run, drawn=panels(run)), suffix=".svg")
     assert [file.name for file in files] == [
         "dryrun.html", "memory_of_rank_0.svg", "pipeline.svg", "streams_of_rank_0.svg", "trace.json",
         "rank-0.pickle",

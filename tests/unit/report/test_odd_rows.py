@@ -12,9 +12,8 @@ from rich.console import Console
 from meshtune.meter.causes import Cause
 from meshtune.meter.parts import PARTS, StepTime, time_row
 from meshtune.meter.rows import memory_row
-from meshtune.report.compare.page import comparison_page
-from meshtune.report.compare.runs import compare
-from meshtune.report.run.points import Points
+from meshtune.report.compare import compare, comparison_page
+from meshtune.report.run.panels import Points
 from meshtune.report.run.report import run_page
 from meshtune.report.run.summary import samples_of
 from meshtune.report.run.tables import run_summary, samples_table
@@ -23,25 +22,8 @@ from meshtune.rundir import RunDir
 from meshtune.web.folders import Folders
 from meshtune.web.pages import RunLines, list_page, page_of_run
 
-VALUES = (
-    None,
-    True,
-    0,
-    -1,
-    3,
-    2.5,
-    1e300,
-    "",
-    "x",
-    "3",
-    [],
-    [1.0],
-    ["x"],
-    {},
-    {"x": 1.0},
-    {"x": "x"},
-    {"x": {}},
-)
+NUMBERS, TEXTS, LISTS = (True, 0, -1, 3, 2.5, 1e300), ("", "x", "3"), ([], [1.0], ["x"])
+VALUES = (None, *NUMBERS, *TEXTS, *LISTS, {}, {"x": 1.0}, {"x": "x"}, {"x": {}})
 MEMORY = {"weights": 10, "peak": 12}
 
 
@@ -134,10 +116,8 @@ def test_every_page_shows_a_run_with_an_odd_start(
 
 
 def test_samples_have_numbers_as_answers_and_odd_ones_are_left_out(run: RunDir, tmp_path: Path) -> None:
-    other, sample = (
-        copied(run, tmp_path / "other"),
-        {"step": 4, "prompt": "n", "question": "q", "answer": "42"},
-    )
+    other = copied(run, tmp_path / "other")
+    sample = {"step": 4, "prompt": "n", "question": "q", "answer": "42"}
     with open(run.samples_file, "a") as file:
         file.writelines(json.dumps(row) + "\n" for row in odd(sample | {"expected": "42"}))
     shown(run, other)

@@ -106,12 +106,9 @@ def test_the_front_is_the_plans_and_no_dot_beats_it(plan, drawn):
     assert {(label.point.x, label.point.y) for label in panel.labels} <= places
 
 
-def test_dots_of_one_cell_are_drawn_once():
+def test_dots_of_one_cell_are_drawn_once_and_no_more_than_a_page_can_hold():
     time, memory = np.array([1.0, 1.0, 100.0, 100.0]), np.array([1.0, 1.0001, 50.0, 1.0])
     assert len(distinct(time, memory)) == 3
-
-
-def test_dots_are_at_most_as_many_as_a_page_can_hold():
     values = np.random.default_rng(0).uniform(1, 100, (2, 50_000))
     assert 400 < len(distinct(*values, most=1000)) <= 1000
 
@@ -131,18 +128,12 @@ def test_the_map_has_a_cell_for_each_batch_and_size_and_none_where_nothing_fits(
     assert heat.cells[0][1].value == pytest.approx(plan_of(8).best(1)[0].tokens_per_second_per_gpu)
 
 
-def test_sizes_show_the_best_of_each(drawn):
+def test_every_title_says_predicted_and_what_was_not_searched_has_no_panel(answer, drawn):
+    assert [panel.title for panel in drawn if not panel.title.endswith(", predicted")] == []
     assert [point.x for point in by_key(drawn, "scaling").groups[0].points] == [4, 8]
-
-
-def test_what_was_not_searched_has_no_panel(answer):
     best = answer.best(10)
     assert [type(panel) for panel in panels(answer, best)] == [Stacks, Stacks, Areas, Scatter]
     assert panels(answer, best, None, {(16, 8): None}) == panels(answer, best)
-
-
-def test_every_title_says_predicted(drawn):
-    assert [panel.title for panel in drawn if not panel.title.endswith(", predicted")] == []
 
 
 @pytest.mark.all
@@ -202,20 +193,11 @@ def test_names_are_text_and_never_part_of_an_expression_or_a_field():
         Scatter("c", NASTY, NASTY, (Group(NASTY, (point,)),), Axis(NASTY, (0, 5)), Axis(NASTY, (0, 5))),
         HeatMap("d", NASTY, NASTY, (NASTY,), (NASTY,), ((Cell(1.0, (NASTY,), NASTY),),)),
         Areas(
-            "f",
-            NASTY,
-            NASTY,
-            (0.0, 1.0),
-            {NASTY: (1.0, 2.0)},
-            (NASTY, NASTY),
-            NASTY,
-            Mark(2, NASTY),
-            bands=(Band(0, 1, NASTY),),
-            sections=(Mark(0, NASTY),),
-            peaks=(Point(1, 2, NASTY),),
+            "f", NASTY, NASTY, (0.0, 1.0), {NASTY: (1.0, 2.0)}, (NASTY, NASTY), NASTY, Mark(2, NASTY),
+            bands=(Band(0, 1, NASTY),), sections=(Mark(0, NASTY),), peaks=(point,),
         ),
         Timeline("e", NASTY, NASTY, (NASTY,), (Interval(NASTY, 0, 1, NASTY, NASTY),)),
-    ):
+    ):  # fmt: skip
         spec = specification(panel, width=300, title_offset=10)
         assert (spec["title"]["text"], spec["title"]["subtitle"]) == (NASTY, NASTY), "title and unit"
         assert "<" not in script_json(spec)

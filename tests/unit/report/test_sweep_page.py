@@ -68,8 +68,8 @@ def test_results_that_the_file_no_longer_lists_are_not_on_the_page(tmp_path):
     (one,) = sweep_in(database).done
     assert (one.number, one.repeats) == (2, 1)
     made = sweep_page(database)
-    assert made.counts == counts_by_status(database) == {"done": 1}
-    assert "1 result that the sweep" in made.page.before
+    assert made.facts["experiments"] == counts_by_status(database) == {"done": 1}
+    assert "1 result that the sweep" in made.before
 
 
 def test_on_a_phone_texts_of_cells_fit_or_are_left_out(database):
@@ -143,7 +143,7 @@ def test_experiments_on_the_nodes_of_slurm_have_their_device_and_their_unit(tmp_
     row["document"]["measured"]["device"] = "a node's GPU"
     file = write_sweep(tmp_path, [row, bench_row("small", 1, 1)], gpus=None, submitted_from="login")
     assert sweep_in(file).speed_unit == "tokens/s/GPU"
-    says(sweep_page(file).page.footer)
+    says(sweep_page(file).footer)
 
 
 def test_fractions_are_sorted_by_their_size_and_other_settings_as_words(tmp_path):
@@ -169,19 +169,15 @@ def test_of_many_experiments_the_dots_say_how_many_they_are(tmp_path, monkeypatc
 def test_a_sweep_that_was_simulated_says_so_in_every_title(tmp_path):
     rows = [bench_row("small", ranks, 1) for ranks in (1, 2, 4)]
     made = sweep_page(write_sweep(tmp_path, rows, simulated="planner"))
-    assert made.page.panels and all(
-        panel.title.endswith(", simulated (planner)") for panel in made.page.panels
-    )
-    assert "(simulated)</h1>" in made.page.html() and "the planner predicted every figure" in made.page.html()
-    speeds = [
-        point.y for panel in made.page.panels if panel.key == "speed" for point in panel.groups[0].points
-    ]
+    assert made.panels and all(panel.title.endswith(", simulated (planner)") for panel in made.panels)
+    assert "(simulated)</h1>" in made.html() and "the planner predicted every figure" in made.html()
+    speeds = [point.y for panel in made.panels if panel.key == "speed" for point in panel.groups[0].points]
     assert speeds == [row["predicted_tokens_per_second_per_gpu"] for row in rows]
 
 
 @pytest.mark.ci
 def test_the_table_has_every_experiment_and_its_reason(database):
-    html = sweep_page(database).page.html()
+    html = sweep_page(database).html()
     table = table_in(html)
     columns = {column["name"]: column for column in table["columns"]}
     count = len(MODELS) * 9 + 2
@@ -197,14 +193,14 @@ def test_the_table_has_every_experiment_and_its_reason(database):
 
 @pytest.mark.ci
 def test_nothing_of_a_database_becomes_markup(database):
-    html = sweep_page(database).page.html()
+    html = sweep_page(database).html()
     assert "large <b>" not in html and "<memory>" not in html and "&lt;b&gt;" not in html.split("<script")[0]
 
 
 @pytest.mark.ci
 def test_a_thousand_experiments_are_a_page_below_two_megabytes(tmp_path):
     rows = [bench_row("small", 1 + n % 8, 1 + n // 8) for n in range(1000)]
-    html = sweep_page(write_sweep(tmp_path, rows)).page.html()
+    html = sweep_page(write_sweep(tmp_path, rows)).html()
     assert len(html.encode()) < 2e6
 
 
@@ -241,10 +237,10 @@ def test_losses_are_compared_at_equal_tokens_and_at_equal_updates(tmp_path):
 
 def test_a_sweep_without_a_result_has_a_page(tmp_path):
     made = sweep_page(write_sweep(tmp_path, [{"status": "waiting", "settings": {"layout": "mb1-ga1"}}]))
-    assert made.page.panels == [] and "No experiment is done yet" in made.page.html()
+    assert made.panels == [] and "No experiment is done yet" in made.html()
     empty = tmp_path / "empty"
     empty.mkdir()
-    assert "0 experiments" in sweep_page(write_sweep(empty, [])).page.html()
+    assert "0 experiments" in sweep_page(write_sweep(empty, [])).html()
 
 
 def test_only_the_database_of_a_sweep_of_this_form_is_read(tmp_path):
@@ -332,5 +328,5 @@ def test_odd_rows_of_a_database_are_left_out_and_counted(tmp_path):
     source = read_sweep_rows(database)
     assert [row["number"] for row in source.rows] == [1, 2] and len(source.left_out) == len(odd) + 2
     made = sweep_page(database)
-    assert made.counts == {"done": 2} and source.left_out_sentence in made.page.before
-    made.page.html()
+    assert made.facts["experiments"] == {"done": 2} and source.left_out_sentence in made.before
+    made.html()

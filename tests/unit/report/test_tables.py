@@ -77,12 +77,8 @@ def test_only_an_expected_answer_is_right(empty):
 
 
 def test_tables_show_what_they_are_given():
-    assert shown(facts({"versions": {"torch": "2.13"}, "gpus": 0})).split() == [
-        "versions.torch",
-        "2.13",
-        "gpus",
-        "0",
-    ]
+    words = shown(facts({"versions": {"torch": "2.13"}, "gpus": 0})).split()
+    assert words == ["versions.torch", "2.13", "gpus", "0"]
 
 
 def test_escapes_of_rows_do_not_reach_the_terminal(empty):

@@ -18,7 +18,7 @@ from meshtune.plan.phrases import unmeasured
 from meshtune.plan.seconds.collectives import ring_collectives, tree_all_reduce
 from meshtune.plan.seconds.gpu import matmul
 from meshtune.plan.work import attended
-from meshtune.report.study import probe_sentences, probe_table
+from meshtune.report.study import probed
 from meshtune.study.probe import CPU, rank_counts, tasks_of
 from meshtune.study.probe_kind import (
     Device,
@@ -199,7 +199,7 @@ def test_the_written_file_is_read_by_a_config(figures: list[Figure], tmp_path: P
     assert unmeasured(cluster) == ""
     assert cluster.gpu.efficiency_among(4) == gpu_of("a", document["kind"]).efficiency_among(4)
     console = Console(width=120, record=True, file=(tmp_path / "out").open("w"))
-    console.print(probe_table(document), *probe_sentences(document))
+    console.print(probed(document))
     shown = console.export_text()
     assert "GFLOP/s" in shown
     assert "300 µs" in shown

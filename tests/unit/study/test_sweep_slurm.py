@@ -78,16 +78,8 @@ def test_each_number_of_ranks_is_an_array_and_large_ones_are_cut(commands: Path,
         by_number = {one.number: one for one in tasks}
         ids = submit(store, by_number, tmp_path, name="study", options={"partition": "gpu"}, jobs=2)
         assert ids == ["1", "2", "3", "4"]  # of at most 3 tasks: MaxArraySize is 4
-        assert [row.job for row in store.rows(RUNNING)] == [
-            "3_0",
-            "1_0",
-            "3_1",
-            "1_1",
-            "3_2",
-            "1_2",
-            "4_0",
-            "2_0",
-        ]
+        jobs = " ".join(str(row.job) for row in store.rows(RUNNING))
+        assert jobs == "3_0 1_0 3_1 1_1 3_2 1_2 4_0 2_0"
     lines = (commands / "calls").read_text().splitlines()
     assert ["--array=0-2%2" in line for line in lines] == [True, False, True, False]
     assert "--gpus-per-node=1" in lines[0] and "--gpus-per-node=8" in lines[2]
@@ -163,11 +155,7 @@ def test_the_state_of_a_task_decides(
     [
         ("CANCELLED by 1000", None, ""),
         ("OUT_OF_MEMORY", OUT_OF_MEMORY, "state OUT_OF_MEMORY"),
-        (
-            "",
-            CRASHED,
-            "forgotten its task 7_0, which left no result; see slurm/7_0.out. `--retry crashed`",
-        ),
+        ("", CRASHED, "forgotten its task 7_0, which left no result; see slurm/7_0.out. `--retry crashed`"),
     ],
 )
 def test_accounting_is_asked_for_a_task_that_the_controller_has_forgotten(
@@ -214,13 +202,8 @@ def test_a_slurm_that_does_not_answer_ends_the_sweep_after_a_while_alone(
 
 def test_held_arrays_that_the_database_does_not_know_are_cancelled(commands: Path, tmp_path: Path) -> None:
     script, lines = tmp_path / "sweep.sbatch", list[str]()
-    queue = [
-        f"7|JobHeldUser|{script}",
-        f"8|JobHeldUser|{script} x",
-        f"9|Priority|{script}",
-        "6|JobHeldUser|/a",
-    ]
-    (commands / "queue").write_text("\n".join(queue))
+    held = [f"7|JobHeldUser|{script}", f"8|JobHeldUser|{script} x", "6|JobHeldUser|/a"]
+    (commands / "queue").write_text("\n".join([*held, f"9|Priority|{script}"]))
     with store_of(tmp_path, [task(1, "mb1-ga1")]) as store:
         store.start([1], "7")
         cancel_unknown(store, tmp_path, lines.append)

@@ -195,9 +195,7 @@ def test_the_command_names_what_takes_no_effect(tmp_path: Path) -> None:
     assert "#   early_stopping: 3" in ended.stdout
 
 
-def test_evaluation_without_held_out_rows_is_commented_out_and_takes_effect_with_them(
-    tmp_path: Path,
-) -> None:
+def test_evaluation_without_held_out_rows_is_commented_out_and_takes_effect_with_them(tmp_path: Path) -> None:
     file, ours = tmp_path / "trl.json", tmp_path / "ours.yaml"
     evaluating = {"eval_strategy": "steps", "eval_steps": 100, "load_best_model_at_end": True}
     theirs = {"model_name_or_path": "m", "dataset_name": "rows.jsonl", "output_dir": "out", **evaluating}

@@ -91,8 +91,7 @@ def test_an_exported_config_comes_back(tool: str, variant: str, text: str, tmp_p
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["dp4-mb1-ga2", "zero1x4-tp2-mb1-ga1", "zero2x8-mb1-ga2", "zero3x4-ulysses2-mb2-ga1"],
+    "text", ["dp4-mb1-ga2", "zero1x4-tp2-mb1-ga1", "zero2x8-mb1-ga2", "zero3x4-ulysses2-mb2-ga1"]
 )
 def test_deepspeeds_file_gives_the_layout_back(text: str, tmp_path: Path) -> None:
     layout = Layout.parse(text)

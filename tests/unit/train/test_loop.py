@@ -26,7 +26,7 @@ from meshtune.api import build
 from meshtune.errors import Interrupted, NonFinite, NothingFits, UserError
 from meshtune.launch.signals import STOPPING, StopRequest
 from meshtune.parallel.mesh import Axis
-from meshtune.report.compare.runs import compare
+from meshtune.report.compare import compare
 from meshtune.report.run.summary import summarise
 from meshtune.report.run.tables import headline
 from meshtune.rundir import RunDir

@@ -5,11 +5,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from meshtune.data.loader import Loader
 from meshtune.report.run.report import report_page
 from meshtune.report.run.summary import summarise
-from meshtune.report.run.tables import cause_lines
+from meshtune.report.run.tables import run_summary
 from meshtune.train import loop, measure
 
 
@@ -32,7 +33,10 @@ def test_a_run_that_waits_for_data_names_it(
     (summarised,) = summarise(run.folder).causes
     assert summarised.row() | {"step": 11} == cause
     assert "Why it is slow" in report_page(run.folder)
-    assert len(cause_lines([summarised])) == 3
+    console = Console(width=100)
+    with console.capture() as printed:
+        console.print(run_summary(run.folder))
+    assert "why it is slow" in printed.get() and "1. waiting for data" in printed.get()
 
 
 @pytest.mark.ci

@@ -8,12 +8,19 @@ from contextlib import nullcontext
 import pytest
 from live_runs import end_row, locked, step_row, write_run
 
-from meshtune.report.run.points import Points
+from meshtune.report.run.panels import Points
 from meshtune.report.run.report import run_page, run_panels
 from meshtune.web import events
 from meshtune.web.events import Drawing, Followed, Hidden, Stamp
 from meshtune.web.folders import Entry
 from meshtune.web.pages import page_of_run, stamp_of
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
 
 
 @pytest.fixture
@@ -45,116 +52,101 @@ async def next_of(stream, seconds: float = 20) -> dict[str, str]:
 
 
 @pytest.mark.ci
-def test_rows_become_points_of_the_curves_at_once(run):
-    async def check():
-        page = followed(run)
-        stream = page.stream(position_of(await page.html()))
-        waiting = asyncio.create_task(next_of(stream))
-        await asyncio.sleep(0.1)
-        run.append(step_row(61))
-        event = await waiting
-        assert event["event"] == "rows"
-        data = json.loads(event["data"])
-        assert data["end"] == 61 and data["points"]["loss"] == [{"x": 61, "y0": 0.0655738, "y1": 0.0655738}]
-        assert data["points"]["memory"] == [{"x": 61, "y0": 3.0}]
-        assert "61 steps" in data["html"]["subtitle"] and "0.0656" in data["html"]["before"]
-        await stream.aclose()
-        return event["id"]
-
-    assert asyncio.run(check()).endswith(".1")
+async def test_rows_become_points_of_the_curves_at_once(run):
+    page = followed(run)
+    stream = page.stream(position_of(await page.html()))
+    waiting = asyncio.create_task(next_of(stream))
+    await asyncio.sleep(0.1)
+    run.append(step_row(61))
+    event = await waiting
+    assert event["event"] == "rows"
+    data = json.loads(event["data"])
+    assert data["end"] == 61 and data["points"]["loss"] == [{"x": 61, "y0": 0.0655738, "y1": 0.0655738}]
+    assert data["points"]["memory"] == [{"x": 61, "y0": 3.0}]
+    assert "61 steps" in data["html"]["subtitle"] and "0.0656" in data["html"]["before"]
+    await stream.aclose()
+    assert event["id"].endswith(".1")
 
 
-def test_a_row_that_is_half_written_waits_and_one_that_is_none_is_left_out(run):
-    async def check():
-        page = followed(run)
-        stream = page.stream(position_of(await page.html()))
-        waiting = asyncio.create_task(next_of(stream))
-        line = json.dumps(step_row(61)) + "\n"
-        with open(run.metrics_file, "a", buffering=1) as file:
-            file.write("no JSON\n" + line[:40])
-            file.flush()
-            await asyncio.sleep(0.2)
-            assert not waiting.done()  # a follower that has not looked yet passes, too
-            file.write(line[40:])
-        assert [point["x"] for point in json.loads((await waiting)["data"])["points"]["loss"]] == [61]
-        await stream.aclose()
-
-    asyncio.run(check())
+async def test_a_row_that_is_half_written_waits_and_one_that_is_none_is_left_out(run):
+    page = followed(run)
+    stream = page.stream(position_of(await page.html()))
+    waiting = asyncio.create_task(next_of(stream))
+    line = json.dumps(step_row(61)) + "\n"
+    with open(run.metrics_file, "a", buffering=1) as file:
+        file.write("no JSON\n" + line[:40])
+        file.flush()
+        await asyncio.sleep(0.2)
+        assert not waiting.done()  # a follower that has not looked yet passes, too
+        file.write(line[40:])
+    assert [point["x"] for point in json.loads((await waiting)["data"])["points"]["loss"]] == [61]
+    await stream.aclose()
 
 
-def test_a_stream_goes_on_where_it_broke_off(run):
-    async def check():
-        page = followed(run)
-        start = position_of(await page.html())
-        stream = page.stream(start)
-        ids = []
-        for step in (61, 62, 63):
-            run.append(step_row(step))
-            ids.append((await next_of(stream))["id"])
-        again = page.stream(ids[0])
-        steps = [json.loads((await next_of(again))["data"])["end"] for _ in range(2)]
-        assert steps == [62, 63]
-        from_the_page = page.stream(start)
-        assert json.loads((await next_of(from_the_page))["data"])["end"] == 61
-        unknown = page.stream("nonsense.9")  # of another start of the server
-        endless = page.stream("1." + "9" * 5000)
-        for one in (unknown, endless):
-            event = await next_of(one)
-            assert event["event"] == "again" and event["id"] == start
-        for one in (stream, again, from_the_page, unknown, endless):
-            await one.aclose()
-        assert page.streams == 0
-
-    asyncio.run(check())
+async def test_a_stream_goes_on_where_it_broke_off(run):
+    page = followed(run)
+    start = position_of(await page.html())
+    stream = page.stream(start)
+    ids = []
+    for step in (61, 62, 63):
+        run.append(step_row(step))
+        ids.append((await next_of(stream))["id"])
+    again = page.stream(ids[0])
+    steps = [json.loads((await next_of(again))["data"])["end"] for _ in range(2)]
+    assert steps == [62, 63]
+    from_the_page = page.stream(start)
+    assert json.loads((await next_of(from_the_page))["data"])["end"] == 61
+    unknown = page.stream("nonsense.9")  # of another start of the server
+    endless = page.stream("1." + "9" * 5000)
+    for one in (unknown, endless):
+        event = await next_of(one)
+        assert event["event"] == "again" and event["id"] == start
+    for one in (stream, again, from_the_page, unknown, endless):
+        await one.aclose()
+    assert page.streams == 0
 
 
 @pytest.mark.ci
-def test_the_page_is_drawn_again_and_its_streams_are_told(run, monkeypatch):
+async def test_the_page_is_drawn_again_and_its_streams_are_told(run, monkeypatch):
     monkeypatch.setattr(events, "LEAST_PAUSE", 0.2)
     monkeypatch.setattr(events, "SHARE", 0)
 
-    async def check():
-        page = followed(run)
-        before = await page.html()
-        stream = page.stream(position_of(before))
-        run.append(step_row(61))
-        run.append(end_row(61, "finished"))
-        kinds = {"rows": await next_of(stream)}
-        while "again" not in kinds:
-            event = await next_of(stream)
-            kinds[event["event"]] = event
-        after = await page.html()
-        assert position_of(after) == kinds["again"]["id"] != position_of(before)
-        assert "finished" in after and "finished" not in before
-        run.metrics_file.unlink()  # another run in its place
-        run.metrics_file.write_text("".join(json.dumps(step_row(step)) + "\n" for step in (1, 2)))
-        assert (await next_of(stream))["event"] == "again"
-        await stream.aclose()
-
-    asyncio.run(check())
+    page = followed(run)
+    before = await page.html()
+    stream = page.stream(position_of(before))
+    run.append(step_row(61))
+    run.append(end_row(61, "finished"))
+    kinds = {"rows": await next_of(stream)}
+    while "again" not in kinds:
+        event = await next_of(stream)
+        kinds[event["event"]] = event
+    after = await page.html()
+    assert position_of(after) == kinds["again"]["id"] != position_of(before)
+    assert "finished" in after and "finished" not in before
+    run.metrics_file.unlink()  # another run in its place
+    run.metrics_file.write_text("".join(json.dumps(step_row(step)) + "\n" for step in (1, 2)))
+    assert (await next_of(stream))["event"] == "again"
+    await stream.aclose()
 
 
 @pytest.mark.ci
 @pytest.mark.parametrize("how", ["its end", "killed", "other rows"])
-def test_a_costly_page_is_drawn_at_once_where_the_run_starts_or_ends(run, monkeypatch, how):
+async def test_a_costly_page_is_drawn_at_once_where_the_run_starts_or_ends(run, monkeypatch, how):
     monkeypatch.setattr(events, "LEAST_PAUSE", 0.2)
     monkeypatch.setattr(events, "SHARE", 10**6)
 
-    async def check():
-        page = followed(run)
-        with locked(run) if how == "killed" else nullcontext():
-            stream = page.stream(position_of(await page.html()))
-            await asyncio.sleep(0.3)
-            run.append(step_row(61))
-            assert (await next_of(stream))["event"] == "rows"
-        if how == "its end":
-            run.append(end_row(61, "finished"))
-        elif how == "other rows":  # a start that goes on from a checkpoint
-            run.drop_after(60)
-        assert (await next_of(stream))["event"] == "again"
-        await stream.aclose()
-
-    asyncio.run(check())
+    page = followed(run)
+    with locked(run) if how == "killed" else nullcontext():
+        stream = page.stream(position_of(await page.html()))
+        await asyncio.sleep(0.3)
+        run.append(step_row(61))
+        assert (await next_of(stream))["event"] == "rows"
+    if how == "its end":
+        run.append(end_row(61, "finished"))
+    elif how == "other rows":  # a start that goes on from a checkpoint
+        run.drop_after(60)
+    assert (await next_of(stream))["event"] == "again"
+    await stream.aclose()
 
 
 def test_heading_and_tiles_go_on_as_a_new_drawing_has_them(tmp_path):
@@ -177,18 +169,16 @@ def test_heading_and_tiles_go_on_as_a_new_drawing_has_them(tmp_path):
             assert shown == {"subtitle": whole.subtitle, "before": whole.before} != first
 
 
-def test_drawing_takes_a_small_share_of_the_time(run):
+async def test_drawing_takes_a_small_share_of_the_time(run):
     """A page that is costly is drawn seldom, however often it is asked for."""
     drawn = []
 
-    async def check():
-        page = followed(run, stamp=lambda: Stamp(len(drawn) + run.metrics_file.stat().st_size))
-        page._page, real = lambda: drawn.append(1) or real(), page._page  # type: ignore[func-returns-value]
-        for step in range(61, 81):
-            run.append(step_row(step))
-            await page.html()
+    page = followed(run, stamp=lambda: Stamp(len(drawn) + run.metrics_file.stat().st_size))
+    page._page, real = lambda: drawn.append(1) or real(), page._page  # type: ignore[func-returns-value]
+    for step in range(61, 81):
+        run.append(step_row(step))
+        await page.html()
 
-    asyncio.run(check())
     assert len(drawn) == 1
 
 
@@ -211,14 +201,11 @@ def test_the_newest_heading_alone_is_kept():
     kept = drawing()
     for number in range(3):
         kept.add([{"kind": "train", "step": number}])
-    assert [event["html"] for event in kept.events] == [
-        {},
-        {},
-        {"subtitle": str([{"kind": "train", "step": 2}])},
-    ]
+    newest = {"subtitle": str([{"kind": "train", "step": 2}])}
+    assert [event["html"] for event in kept.events] == [{}, {}, newest]
 
 
-def test_streams_of_a_run_that_may_not_be_shown_any_more_end(run):
+async def test_streams_of_a_run_that_may_not_be_shown_any_more_end(run):
     shown = [True]
 
     def stamp():
@@ -226,17 +213,14 @@ def test_streams_of_a_run_that_may_not_be_shown_any_more_end(run):
             raise Hidden
         return Stamp(1)
 
-    async def check():
-        page = followed(run, stamp=stamp)
-        stream = page.stream(position_of(await page.html()))
-        waiting = asyncio.create_task(anext(stream, None))
-        await asyncio.sleep(0.1)
-        shown[0] = False
-        assert await asyncio.wait_for(waiting, 20) is None
-        with pytest.raises(Hidden):
-            await page.html()
-
-    asyncio.run(check())
+    page = followed(run, stamp=stamp)
+    stream = page.stream(position_of(await page.html()))
+    waiting = asyncio.create_task(anext(stream, None))
+    await asyncio.sleep(0.1)
+    shown[0] = False
+    assert await asyncio.wait_for(waiting, 20) is None
+    with pytest.raises(Hidden):
+        await page.html()
 
 
 def test_points_are_those_that_a_new_drawing_would_have(tmp_path):

@@ -22,25 +22,15 @@ def runs(tmp_path):
     return tmp_path / "runs"
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"host": "0.0.0.0"},
-        {"host": "::"},
-        {"token": "short"},
-    ],
-)
+@pytest.mark.parametrize("options", [{"host": "0.0.0.0"}, {"host": "::"}, {"token": "short"}])
 def test_what_is_refused(runs, options):
     with refuses(UserError):
         ui([runs], **({"host": "127.0.0.1", "port": 0, "token": None} | options))
 
 
-def test_a_host_that_is_not_there_is_refused(runs):
+def test_a_host_that_is_not_there_and_a_port_that_is_taken_are_refused_with_the_remedy(runs):
     with pytest.raises(UserError, match="can't be listened on"):
         ui([runs], host="no-such-host.invalid", port=0, token=TOKEN)
-
-
-def test_a_port_that_is_taken_is_refused_with_the_remedy(runs):
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UserError, match="another --port"):
         ui([runs], host="127.0.0.1", port=taken.getsockname()[1], token=None)
 

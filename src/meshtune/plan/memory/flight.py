@@ -167,7 +167,8 @@ def block_bytes(step: Step) -> BlockBytes:
     work, layouts, accounting, seq_len = step.work, step.layouts, step.accounting, step.seq_len
     selective = None if accounting.selected is None else accounting.selected.per_token(work, seq_len)
     saved = [accounting.saved_per_token(work, layouts, seq_len)]
-    if int(accounting.element) in work.fullest:  # else all blocks save as much
+    traced = work.traced.get(int(accounting.element))
+    if traced and traced.fullest != traced.kept:  # else all blocks save the same
         saved.append(accounting.saved_per_token(work, layouts, seq_len, fullest=True))
     blocks = [
         saved_by_block(

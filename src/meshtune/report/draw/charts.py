@@ -107,10 +107,8 @@ def drawn(panel: Panel, *, named: bool = True, narrow: bool = False, pointed: bo
 # Stacks: horizontal bars cut into parts #
 
 BAR, NARROW_BAR = 28, 44  # px of height for each bar
-PADDING, NARROW_PADDING = (
-    (0.3, 0.15),
-    (0.55, 0.4),
-)  # of that: between bars, and at both ends
+# of that: between bars, and at both ends
+PADDING, NARROW_PADDING = (0.3, 0.15), (0.55, 0.4)
 MOST_NAME = 52  # characters above a bar on a phone
 MARK_TEXT = 22  # px between legend and bars, for the text of a mark
 

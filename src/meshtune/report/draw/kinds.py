@@ -91,9 +91,7 @@ class Point:
     x: float
     y: float
     text: str  # in its tooltip; as the point of a `Label`, the text that is drawn
-    ends: tuple[float, float] | None = (
-        None  # (lowest, highest) y of what it is the median of, as a vertical line
-    )
+    ends: tuple[float, float] | None = None  # lowest and highest y, where it is a median; a vertical line
 
 
 @dataclass(frozen=True)
@@ -102,9 +100,7 @@ class Group:
 
     name: str  # in the legend, which is drawn if at least two groups have a name; may be ""
     points: tuple[Point, ...]
-    role: Role | None = (
-        None  # other: second colour; main, raw: first; others: of the theme; None: the next one
-    )
+    role: Role | None = None  # main, raw: first colour; other: second; others: the theme's; None: next
     joined: Literal["no", "line", "steps"] = "no"  # by straight lines or steps; steps: horizontal first
     size: float = 12  # area of a dot, in square px
     opacity: float = 1.0

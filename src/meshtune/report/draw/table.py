@@ -107,9 +107,7 @@ class Table:
     notes: tuple[str, ...] = ()
     totals: int = 0  # how many rows at the end are sums, in bold
     chosen: int | None = None  # row that a page marks
-    legends: Mapping[str, Legend] = field(
-        default_factory=dict
-    )  # head of a column -> legend, where it is drawn
+    legends: Mapping[str, Legend] = field(default_factory=dict)  # by head of a column, where that is drawn
     kind: str = "numbers listing"  # classes of a page's table
     above: str = ""  # HTML between the title and a page's table
     tall: bool = False  # whether a page scrolls it below its heads

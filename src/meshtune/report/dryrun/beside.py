@@ -72,7 +72,7 @@ def _events(document: Facts) -> Iterator[str]:
 
 
 def _most_off(predicted: Facts, held: Mapping[str, float]) -> Iterator[str]:
-    """Yield a sentence on the tensors that were predicted in the category that is off by most bytes."""
+    """Yield a sentence on the predicted tensors of the category that differs by the most bytes."""
     off = {name: abs(predicted[name] - held.get(name, 0)) for name in CATEGORIES if name != "overhead"}
     category = max(off, key=lambda name: off[name])
     tensors = [tensor for tensor in predicted.get("tensors", ()) if tensor["category"] == category]
@@ -121,9 +121,7 @@ def layouts_table(documents: Sequence[Facts]) -> Table:
 
 
 def difference(predicted: float, simulated: float, written: Callable[[float], str]) -> str:
-    """How much more is predicted, as a share of the other number; where that is 0, all of it, as `written`
-    writes it.
-    """
+    """Relative difference of the prediction, "+12.5%"; where nothing is simulated, the prediction as text."""
     if simulated:
         return f"{predicted / simulated - 1:+.1%}"
     return f"+{written(predicted)}" if predicted else ""

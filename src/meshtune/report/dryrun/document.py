@@ -56,8 +56,8 @@ RESERVED = "reserved by the allocator"
 OTHERWISE = {True: "without expandable segments", False: "with expandable segments"}
 
 
-def document(simulation: Simulation, top: int = TOP) -> Document:
-    """The answer for one layout. top: groups of the largest tensors of each rank."""
+def document(simulation: Simulation, top: int = TOP, *, drawn: Sequence[Panel] = ()) -> Document:
+    """The answer for one layout. top: groups of the largest tensors of each rank. drawn: of `panels`."""
     facts = facts_of(simulation, top)
     verdict = Text(simulation.verdict, style="bold" if simulation.fits else "bold red")
     return Document(
@@ -68,7 +68,7 @@ def document(simulation: Simulation, top: int = TOP) -> Document:
             InTerminal(verdict),
             InTerminal(Notes([*headlines(simulation, facts), ""], style="")),
             OnPage(headline_section(simulation)),
-            Pictures(panels(simulation)),
+            Pictures(drawn),
             *tables(simulation, facts, top),
         ),
         facts=facts,

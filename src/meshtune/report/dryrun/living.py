@@ -188,12 +188,12 @@ def made_by(tensors: Alike) -> str:
 
 
 def operation(name: str) -> str:
-    """An operator without what most of them have in common: "mm" of "aten.mm.default"."""
+    """Name of an operator without its usual namespace and overload: "mm" of "aten.mm.default"."""
     return name.removeprefix("aten.").removesuffix(".default")
 
 
 def levels(step: StepTrace, most: int) -> list[tuple[int, dict[str, int]]]:
-    """(Operation, bytes by category) while it runs, at its highest total. Ascending, at most `most`.
+    """(Operation, its highest bytes by category) in the order of a step, at most `most` of them.
 
     An operation whose bytes are those after the one before it is left out. What exists before the step counts
     as the first operation's. Of too many the peaks of the sum and of each category stay.

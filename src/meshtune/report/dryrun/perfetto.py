@@ -82,7 +82,7 @@ def _complete(process: int, thread: int, name: str, category: str, begin: float,
 
 
 def _memory(rank: RankTime, trace: RankTrace, seconds: float, step: int) -> Iterator[Event]:
-    """Bytes by category whenever they change; of changes at one time the highest sum, then the last one."""
+    """Bytes by category after each change; of several at one time the highest sum, then the last one."""
     traced = trace.steps[step - 1]
     times = starts(rank, traced, seconds)
     highest: dict[float, dict[str, int]] = {}

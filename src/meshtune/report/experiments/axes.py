@@ -1,10 +1,10 @@
 """Axes and groups that the pictures of a sweep share."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
-from meshtune.report.draw.kinds import Axis, Group, Point
+from meshtune.report.draw.kinds import Axis, Group, Point, Scatter
 from meshtune.report.draw.theme import OTHERS
 from meshtune.report.experiments.rows import Experiment
 
@@ -29,38 +29,53 @@ def counts_axis(title: str, values: Iterable[float]) -> Axis:
     return Axis(title, (some[0] / ROOM, some[-1] * ROOM), log=True, ticks=tuple(some), form=",")
 
 
-def most_frequent(keys: Iterable[Any]) -> list[Any]:
-    """The keys in the order in which they come first; of more than MOST_LINES those that come most often."""
+def most_frequent(keys: Iterable[Any], noun: str = "") -> tuple[list[Any], str]:
+    """(The keys in the order in which they come first, of more than MOST_LINES those that come most often;
+    "; 8 of 12 models drawn", or "" where all are).
+    """
     counts = Counter(keys)
     chosen = {key for key, _ in counts.most_common(MOST_LINES)}
-    return [key for key in counts if key in chosen]
+    note = f"; {len(chosen)} of {len(counts)} {noun} drawn" if len(chosen) < len(counts) else ""
+    return [key for key in counts if key in chosen], note
 
 
-def left_out(drawn: Sequence[Any], keys: Iterable[Any], noun: str) -> str:
-    """ "; 8 of 12 models drawn", or "" where all are."""
-    total = len(set(keys))
-    return f"; {len(drawn)} of {total} {noun} drawn" if len(drawn) < total else ""
+class Quantity(NamedTuple):
+    """A quantity that experiments are drawn by."""
+
+    key: str  # of the picture
+    title: str
+    unit: str
+    of: Callable[[Experiment], float | None]
 
 
-def lines(
+def curves(
+    quantities: Iterable[Quantity],
     experiments: Sequence[Experiment],
-    names: Sequence[str],
-    name_of: Callable[[Experiment], str],
-    x_of: Callable[[Experiment], float | None],
-    y_of: Callable[[Experiment], float | None],
-) -> list[Group]:
-    """A joined group of points for each name that has any, ascending by x."""
-    groups = []
-    for name in names:
-        points = [
-            Point(float(x), float(y), about(one))
-            for one in experiments
-            if name_of(one) == name and (x := x_of(one)) is not None and (y := y_of(one)) is not None
-        ]
-        points.sort(key=lambda point: point.x)
-        if points:
-            groups.append(Group(name, tuple(points), None, "line", DOT))
-    return groups
+    names: tuple[Sequence[str], Callable[[Experiment], str]],
+    x: tuple[str, Callable[[Experiment], float | None]],
+    note: str,
+    *,
+    height: int = Scatter.height,
+) -> Iterator[Scatter]:
+    """Yield a picture of each quantity that there are numbers for, with a line for each name.
+
+    names: of the lines, and function that names an experiment. x: title of the axis, and its quantity. note:
+    behind the unit.
+    """
+    for key, title, unit, y_of in quantities:
+        lines: dict[str, list[Point]] = {name: [] for name in names[0]}
+        for one in experiments:
+            place, y = x[1](one), y_of(one)
+            if (name := names[1](one)) in lines and place is not None and y is not None:
+                lines[name].append(Point(float(place), float(y), about(one)))
+        if groups := [joined(name, points) for name, points in lines.items() if points]:
+            x_axis, y_axis = counts_axis(x[0], values(groups, "x")), axis(unit, values(groups, "y"))
+            yield Scatter(key, title, unit + note, tuple(groups), x_axis, y_axis, height=height)
+
+
+def joined(name: str, points: Iterable[Point]) -> Group:
+    """A line through points, from left to right."""
+    return Group(name, tuple(sorted(points, key=lambda point: point.x)), None, "line", DOT)
 
 
 def about(one: Experiment) -> str:

@@ -12,22 +12,22 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
+import numpy as np
+
 from meshtune.report.draw.kinds import Axis, Group, Guide, Panel, Point, Scatter
 from meshtune.report.experiments.axes import (
-    DOT,
     ROOM,
+    Quantity,
     about,
-    axis,
     counts_axis,
-    left_out,
-    lines,
+    curves,
+    joined,
     most_frequent,
     values,
 )
 from meshtune.report.experiments.rows import BATCH, DONE, Experiment, Sweep, best
 from meshtune.report.run.summary import of_kind
 from meshtune.rundir import RunDir
-from meshtune.units import GIB
 
 RUNS = "runs"  # in the sweep's folder, with a run folder for each experiment that trained
 HEIGHT = 300  # px
@@ -51,9 +51,9 @@ def batch_panels(sweep: Sweep) -> list[Panel]:
     by_batch = len(batches) > 1 and _is_studied(sweep)
     if not by_batch and len(micro_batches) < 2:
         return []
-    curves = curves_of(sweep) if by_batch else {}
-    speeds = _of_speed(sweep, known, curves, by_batch=by_batch)
-    return [*speeds, *(_of_losses(sweep, curves) if by_batch else ()), *(_noise(sweep) if by_batch else ())]
+    held_out = curves_of(sweep) if by_batch else {}
+    speeds = _of_speed(sweep, known, held_out, by_batch=by_batch)
+    return [*speeds, *_of_losses(sweep, held_out), *_noise(sweep)] if by_batch else [*speeds]
 
 
 def _is_studied(sweep: Sweep) -> bool:
@@ -66,19 +66,17 @@ def following(sweep: Sweep) -> list[str]:
     """Settings that the sweep changes together with the global batch, such as a learning rate for each: they
     have one value for each batch, and name no line of their own.
     """
-    batches: dict[int, list[Experiment]] = {}
-    for one in sweep.experiments:
-        if one.global_batch:
-            batches.setdefault(one.global_batch, []).append(one)
-    return [
-        key
-        for key in sweep.varied
-        if all(len({str(one.settings.get(key)) for one in some}) == 1 for some in batches.values())
-    ]
+
+    def values_of(key: str) -> set[tuple[int | None, str]]:
+        return {
+            (one.global_batch, str(one.settings.get(key))) for one in sweep.experiments if one.global_batch
+        }
+
+    return [key for key in sweep.varied if len(dict(values_of(key))) == len(values_of(key))]
 
 
 def _of_speed(
-    sweep: Sweep, known: Sequence[Experiment], curves: Mapping[int, Curve], *, by_batch: bool
+    sweep: Sweep, known: Sequence[Experiment], held_out: Mapping[int, Curve], *, by_batch: bool
 ) -> Iterator[Panel]:
     """Yield speed, memory and an epoch's time over the global batch, a line for each micro-batch size; or,
     where the global batch stays, over the micro-batch.
@@ -96,32 +94,22 @@ def _of_speed(
 
     fastest = [*best(chosen, lambda one: (name_of(one), x_of(one))).values()]
     several = [one for one in fastest if sum(name_of(other) == name_of(one) for other in fastest) > 1]
-    names = most_frequent(sorted(map(name_of, several), key=_in_order))
-    note += left_out(names, map(name_of, several), "lines")
-    by = "global batch" if by_batch else "micro-batch"
+    names, left_out = most_frequent(sorted(map(name_of, several), key=_in_order), "lines")
+    by = f"by {x_title.partition(',')[0]}"
 
     def epoch(one: Experiment) -> float | None:
-        curve = curves.get(one.number)
+        curve = held_out.get(one.number)
         if curve is None or not curve.epoch_tokens or not one.shown.speed:
             return None
         return curve.epoch_tokens / one.shown.speed / (one.gpus or 1)
 
-    quantities: tuple[tuple[str, str, str, Callable[[Experiment], float | None]], ...] = (
-        ("batch_speed", "Speed", sweep.speed_unit, lambda one: one.shown.speed),
-        (
-            "batch_memory",
-            "Peak memory",
-            "GiB",
-            lambda one: one.shown.peak_bytes and one.shown.peak_bytes / GIB,
-        ),
-        ("batch_epoch", "Time of an epoch", "seconds", epoch),
+    quantities = (
+        Quantity("batch_speed", f"Speed {by}", sweep.speed_unit, lambda one: one.shown.speed),
+        Quantity("batch_memory", f"Peak memory {by}", "GiB", lambda one: one.shown.peak_gib),
+        Quantity("batch_epoch", f"Time of an epoch {by}", "seconds", epoch),
     )
-    for key, title, unit, y_of in quantities:
-        groups = lines(several, names, name_of, x_of, y_of)
-        if groups:
-            x, y = counts_axis(x_title, values(groups, "x")), axis(unit, values(groups, "y"))
-            title = f"{title} by {by}"
-            yield Scatter(key, title, f"{unit}, the fastest layout{note}", tuple(groups), x, y, height=HEIGHT)
+    note = f", the fastest layout{note}{left_out}"
+    return curves(quantities, several, (names, name_of), (x_title, x_of), note, height=HEIGHT)
 
 
 def _one_size(
@@ -132,10 +120,10 @@ def _one_size(
     for one in sorted(known, key=lambda one: one.gpus or 0):
         sizes.setdefault(context(one), Counter())[one.gpus] += 1
     chosen = {name: counts.most_common(1)[0][0] for name, counts in sizes.items()}
-    several = any(len(counts) > 1 for counts in sizes.values())
     words = ", ".join(f"{name or 'all'} on {size}" for name, size in chosen.items())
-    note = f"; on the number of devices with most experiments ({words})" if several else ""
-    return [one for one in known if one.gpus == chosen[context(one)]], note
+    note = f"; on the number of devices with most experiments ({words})"
+    several = any(len(counts) > 1 for counts in sizes.values())
+    return [one for one in known if one.gpus == chosen[context(one)]], note if several else ""
 
 
 def _in_order(name: str) -> tuple[Any, ...]:
@@ -143,64 +131,59 @@ def _in_order(name: str) -> tuple[Any, ...]:
     return tuple((0, float(word), "") if word.isdigit() else (1, 0.0, word) for word in name.split())
 
 
-def _of_losses(sweep: Sweep, curves: Mapping[int, Curve]) -> Iterator[Panel]:
+def _of_losses(sweep: Sweep, held_out: Mapping[int, Curve]) -> Iterator[Panel]:
     """Yield the held-out loss over the global batch, at equal tokens and at equal updates."""
-    where = sweep.naming((*BATCH, *following(sweep)))
-    runs = [one for one in sweep.experiments if one.number in curves and one.global_batch]
+    runs = [one for one in sweep.experiments if one.number in held_out and one.global_batch]
     if len({one.global_batch for one in runs}) < 2:
         return
     for key, title, unit in (("tokens", "equal tokens", "tokens"), ("steps", "equal updates", "updates")):
-        reach = min(getattr(curves[one.number], key)[-1] for one in runs)
-        losses = {one.number: at(curves[one.number], key, reach) for one in runs}
-        groups = _spread_groups(runs, lambda one, found=losses: found[one.number], where)
+        reach = min(getattr(held_out[one.number], key)[-1] for one in runs)
+        losses = {one.number: at(held_out[one.number], key, reach) for one in runs}
+        groups, x, ends = _spread_groups(sweep, runs, lambda one, losses=losses: losses[one.number])
         if groups:
-            ends = [end for group in groups for point in group.points for end in point.ends or (point.y,)]
             room = (max(ends) - min(ends)) * 0.1 or 0.1
-            yield Scatter(
-                f"batch_loss_{key}", f"Held-out loss by global batch, at {title}",
-                f"after {reach:,.0f} {unit}", tuple(groups),
-                counts_axis("global batch, sequences", values(groups, "x")),
-                Axis("held-out loss per label token", (min(ends) - room, max(ends) + room), form=".4f"),
-                height=HEIGHT,
-            )  # fmt: skip
+            y = Axis("held-out loss per label token", (min(ends) - room, max(ends) + room), form=".4f")
+            title, unit = f"Held-out loss by global batch, at {title}", f"after {reach:,.0f} {unit}"
+            yield Scatter(f"batch_loss_{key}", title, unit, groups, x, y, height=HEIGHT)
 
 
 def _noise(sweep: Sweep) -> Iterator[Panel]:
     """Yield the gradient noise scale over the global batch, with the line where both are equal."""
     runs = [one for one in sweep.experiments if one.status == DONE and one.noise_scale and one.global_batch]
-    where = sweep.naming((*BATCH, *following(sweep)))
-    groups = _spread_groups(runs, lambda one: one.noise_scale, where)
-    if not groups:
-        return
-    x = counts_axis("global batch, sequences", values(groups, "x"))
-    ends = [end for group in groups for point in group.points for end in point.ends or (point.y,)]
-    positive = [end for end in (*ends, *x.ends) if end > 0]
-    y = Axis("gradient noise scale, sequences", (min(positive) / ROOM, max(positive) * ROOM), log=True)
-    yield Scatter(
-        "batch_noise", "Gradient noise scale by global batch",
-        "above the line a larger batch still saves updates", tuple(groups), x, y,
-        guides=(Guide(x.ends, x.ends, "noise scale = batch"),), height=HEIGHT,
-    )  # fmt: skip
+    groups, x, ends = _spread_groups(sweep, runs, lambda one: one.noise_scale)
+    if groups:
+        positive = [end for end in (*ends, *x.ends) if end > 0]
+        y = Axis("gradient noise scale, sequences", (min(positive) / ROOM, max(positive) * ROOM), log=True)
+        title, note = (
+            "Gradient noise scale by global batch",
+            "above the line a larger batch still saves updates",
+        )
+        equal = Guide(x.ends, x.ends, "noise scale = batch")
+        yield Scatter("batch_noise", title, note, groups, x, y, guides=(equal,), height=HEIGHT)
 
 
 def _spread_groups(
-    runs: Sequence[Experiment], y_of: Callable[[Experiment], float | None], where: Callable[[Experiment], str]
-) -> list[Group]:
-    """A joined group for each name, with the median and both ends of the seeds at each global batch."""
-    places: dict[str, dict[int, list[Experiment]]] = {}
+    sweep: Sweep, runs: Sequence[Experiment], y_of: Callable[[Experiment], float | None]
+) -> tuple[tuple[Group, ...], Axis, list[float]]:
+    """(A joined group for each name, with the median and both ends of the seeds at each global batch; the
+    axis of batches; all ends).
+    """
+    where = sweep.naming((*BATCH, *following(sweep)))
+    places: dict[str, dict[int, list[tuple[float, Experiment]]]] = {}
     for one in runs:
-        if y_of(one) is not None:
-            places.setdefault(where(one), {}).setdefault(one.global_batch or 0, []).append(one)
-    groups = []
-    for name in most_frequent(name for name, some in places.items() for _ in some):
+        if (y := y_of(one)) is not None:
+            places.setdefault(where(one), {}).setdefault(one.global_batch or 0, []).append((y, one))
+    groups, every = [], list[float]()
+    for name in most_frequent(name for name, some in places.items() for _ in some)[0]:
         points = []
-        for batch, some in sorted(places[name].items()):
-            found = [y for one in some if (y := y_of(one)) is not None]
-            one = replace(some[0], repeats=len(found))
-            ends = (min(found), max(found)) if len(found) > 1 else None
-            points.append(Point(float(batch), median(found), about(one), ends))
-        groups.append(Group(name, tuple(points), None, "line", DOT))
-    return groups
+        for batch, some in places[name].items():
+            found = [y for y, _ in some]
+            ends = (min(found), max(found))
+            words = about(replace(some[0][1], repeats=len(found)))
+            points.append(Point(float(batch), median(found), words, ends if len(found) > 1 else None))
+            every += ends
+        groups.append(joined(name, points))
+    return tuple(groups), counts_axis("global batch, sequences", values(groups, "x") or [1.0]), every
 
 
 def curves_of(sweep: Sweep) -> dict[int, Curve]:
@@ -240,11 +223,4 @@ def at(curve: Curve, key: str, reach: float) -> float | None:
     "tokens".
     """
     places = getattr(curve, key)
-    if reach < places[0]:
-        return None
-    for place in range(1, len(places)):
-        if reach <= places[place]:
-            low, high = places[place - 1], places[place]
-            share = (reach - low) / (high - low)
-            return curve.losses[place - 1] * (1 - share) + curve.losses[place] * share
-    return curve.losses[-1]
+    return None if reach < places[0] else float(np.interp(reach, places, curve.losses))

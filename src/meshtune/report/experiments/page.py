@@ -1,15 +1,15 @@
 """The page of a sweep, made from its database: counts by status, pictures, all experiments, machine."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
-from meshtune.report.draw.document import Document, OnPage, Pictures
-from meshtune.report.draw.page import notes, text, tiles
+from meshtune.report.draw.document import Document, Notes, OnPage, Part, Pictures, Tiles
+from meshtune.report.draw.page import text
 from meshtune.report.draw.table import facts as facts_of
 from meshtune.report.draw.words import MFU
 from meshtune.report.experiments.panels import panels
@@ -24,34 +24,28 @@ SIMULATED = {
 }
 
 
-class SweepPage(NamedTuple):
-    """A sweep's page and the pictures on it."""
+def sweep_page(database: Path, may_read: Callable[[Path], bool] = lambda _: True) -> Document:
+    """Read a sweep and make its page; `facts` counts its experiments by status. may_read: as of `Sweep`.
 
-    name: str
-    page: Document
-    counts: dict[str, int]  # experiments by status
-
-
-def sweep_page(database: Path, may_read: Callable[[Path], bool] = lambda _: True) -> SweepPage:
-    """Read a sweep and make its page. may_read: as of `Sweep`. Raises UserError for another file, NotDrawn
-    without Altair.
+    Raises UserError for another file, NotDrawn without Altair.
     """
     sweep = replace(sweep_of(read_sweep_rows(database)), may_read=may_read)
     counts = dict(Counter(one.status for one in sweep.experiments).most_common())
-    made = Document(
+    return Document(
         name=sweep.name + (" (simulated)" if sweep.simulated else ""),
         kind="sweep",
         subtitle=_subtitle(sweep),
         parts=(
-            OnPage(_counts(sweep, counts)),
+            Tiles([(status, f"{number:,}") for status, number in counts.items()]),
+            Notes(_cautions(sweep, counts)),
             Pictures(panels(sweep)),
             OnPage(table(sweep) if sweep.experiments else ""),
-            OnPage(_where(sweep)),
+            *_where(sweep),
         ),
+        facts={"experiments": counts},
         footer=_footer(sweep),
         scripts={SCRIPT.name: SCRIPT} if sweep.experiments else {},
     )
-    return SweepPage(sweep.name, made, counts)
 
 
 def _subtitle(sweep: Sweep) -> str:
@@ -85,35 +79,29 @@ def device_of(rows: Iterable[Mapping[str, Any]]) -> str:
     return str(next((one["device"] for one in measured if one.get("device")), ""))
 
 
-def _counts(sweep: Sweep, counts: Mapping[str, int]) -> str:
-    """Tiles with the number of experiments by status, and a sentence where nothing was run, as HTML."""
+def _cautions(sweep: Sweep, counts: Mapping[str, int]) -> list[str]:
+    """Sentences on what was simulated, on what is not on the page, and where nothing was run."""
     lines = [SIMULATED.get(sweep.simulated, "")] if sweep.simulated else []
     if unlisted := sweep.source.facts.get("unlisted"):
         lines.append(
             f"{counted(len(unlisted), 'result')} that the sweep's file doesn't list any more: in the "
             "database, but not here."
         )
-    if left_out := sweep.source.left_out_sentence:
-        lines.append(left_out)
-    if not counts.get(DONE):
-        lines.append("No experiment is done yet, so there is no picture.")
-    return tiles((status, f"{number:,}") for status, number in counts.items()) + notes(lines)
+    lines += [sweep.source.left_out_sentence] if sweep.source.left_out else []
+    return lines if counts.get(DONE) else [*lines, "No experiment is done yet, so there is no picture."]
 
 
-def _where(sweep: Sweep) -> str:
-    """The sweep's file, and what is known of machine and software, as HTML."""
+def _where(sweep: Sweep) -> Iterator[Part]:
+    """Yield the sweep's file, and what is known of machine and software."""
     facts = dict(sweep.source.facts)
-    file = facts.pop("file", None)
+    if file := facts.pop("file", None):
+        settings = yaml.safe_dump(file, sort_keys=False, allow_unicode=True)
+        yield OnPage(
+            f"<section><h2>The sweep's file</h2><details><summary>{text(sweep.name)}.yaml</summary>"
+            f"<pre>{text(settings)}</pre></details></section>"
+        )
     hidden = ("form", "axes", "name", "unlisted")
-    known = {name: value for name, value in facts.items() if name not in hidden}
-    settings = yaml.safe_dump(file, sort_keys=False, allow_unicode=True) if file else ""
-    shown = (
-        f"<section><h2>The sweep's file</h2><details><summary>{text(sweep.name)}.yaml</summary>"
-        f"<pre>{text(settings)}</pre></details></section>"
-        if settings
-        else ""
-    )
-    return shown + facts_of(known, "Environment").html()
+    yield facts_of({name: value for name, value in facts.items() if name not in hidden}, "Environment")
 
 
 def _footer(sweep: Sweep) -> str:

@@ -16,11 +16,12 @@ from meshtune.report.draw.words import short
 from meshtune.report.experiments.axes import (
     DOT,
     ROOM,
+    Quantity,
     about,
     axis,
     counts_axis,
-    left_out,
-    lines,
+    curves,
+    joined,
     most_frequent,
     values,
 )
@@ -122,28 +123,19 @@ def by_gpus(sweep: Sweep) -> list[Panel]:
     if len({one.gpus for one in fastest}) < 2:
         return []
     all_names = [name for name in sweep.labels(fastest) for one in fastest if sweep.label(one) == name]
-    names = most_frequent(all_names)
-    note = left_out(names, all_names, "workloads")
+    names, note = most_frequent(all_names, "workloads")
     power, power_name = power_of([one.tokens_parameters_per_second or 0 for one in fastest])
     unit = f"{power_name} {sweep.speed_unit} × parameters".strip()
+
+    def by_size(one: Experiment) -> float | None:
+        return one.tokens_parameters_per_second and one.tokens_parameters_per_second / power
+
     quantities = (
-        ("speed", "Speed of the fastest layout", sweep.speed_unit, lambda one: one.shown.speed),
-        (
-            "utilisation",
-            "Speed by model size",
-            unit,
-            lambda one: one.tokens_parameters_per_second and one.tokens_parameters_per_second / power,
-        ),
+        Quantity("speed", "Speed of the fastest layout", sweep.speed_unit, lambda one: one.shown.speed),
+        Quantity("utilisation", "Speed by model size", unit, by_size),
     )
-    drawn: list[Panel] = []
-    for key, title, y_title, y_of in quantities:
-        groups = lines(fastest, names, sweep.label, lambda one: one.gpus, y_of)
-        if groups:
-            x = counts_axis(f"{sweep.device}s", values(groups, "x"))
-            drawn.append(
-                Scatter(key, title, y_title + note, tuple(groups), x, axis(y_title, values(groups, "y")))
-            )
-    return drawn
+    x = (f"{sweep.device}s", lambda one: one.gpus)
+    return [*curves(quantities, fastest, (names, sweep.label), x, note)]
 
 
 def scaling(sweep: Sweep) -> list[Panel]:
@@ -163,7 +155,7 @@ def scaling(sweep: Sweep) -> list[Panel]:
         for (name, batch, _), one in fastest.items():
             series.setdefault((name, batch), []).append(one)
         series = {name: some for name, some in series.items() if len(some) > 1}
-        chosen = most_frequent(name for name, some in series.items() for _ in some)
+        chosen, note = most_frequent((name for name, some in series.items() for _ in some), "series")
         groups = [_speedup(name, series[name], key) for name in chosen]
         if not groups:
             continue
@@ -175,7 +167,7 @@ def scaling(sweep: Sweep) -> list[Panel]:
         ideal = Guide(x.ends, x.ends, "ideal")
         drawn.append(
             Scatter(
-                key, title, unit + left_out(chosen, series, "series"), tuple(groups), x, y, guides=(ideal,),
+                key, title, unit + note, tuple(groups), x, y, guides=(ideal,),
                 item="experiment",
             )
         )  # fmt: skip
@@ -183,15 +175,15 @@ def scaling(sweep: Sweep) -> list[Panel]:
 
 
 def _speedup(name: tuple[str, float], some: Sequence[Experiment], kind: str) -> Group:
-    ascending = sorted(some, key=lambda one: one.gpus or 0)
-    first = ascending[0].shown.speed or 1.0
+    smallest = min(some, key=lambda one: one.gpus or 0).shown.speed or 1.0
     label, batch = name
-    words = f"{batch:,.4g} sequences{' each' if kind == 'weak' else ''}"
-    points = (
-        Point(float(one.gpus or 0), (one.shown.speed or 0) * (one.gpus or 0) / first, about(one))
-        for one in ascending
+    return joined(
+        f"{label}, {batch:,.4g} sequences{' each' if kind == 'weak' else ''}",
+        (
+            Point(float(one.gpus or 0), (one.shown.speed or 0) * (one.gpus or 0) / smallest, about(one))
+            for one in some
+        ),
     )
-    return Group(f"{label}, {words}", tuple(points), None, "line", DOT)
 
 
 def speed_against_memory(sweep: Sweep) -> Scatter | None:
@@ -204,13 +196,13 @@ def speed_against_memory(sweep: Sweep) -> Scatter | None:
     by_name: dict[str, list[Experiment]] = {name: [] for name in sweep.labels(known)}
     for one in known:
         by_name[sweep.label(one)].append(one)
-    names = most_frequent(name for name, some in by_name.items() for _ in some)
+    names, left_out = most_frequent((name for name, some in by_name.items() for _ in some), "fronts")
     fronts = [Group(name, tuple(map(_in_plane, front(by_name[name]))), None, "steps", DOT) for name in names]
     step = -(-len(known) // MOST_DOTS)
     dots = tuple(map(_in_plane, sorted(known, key=lambda one: one.shown.speed or 0)[::step]))
     shown = "all experiments" if step == 1 else f"{len(dots):,} of {len(known):,} experiments"
     groups = (Group(shown, dots, "soft", size=22, opacity=0.5), *fronts)
-    note = f"the front of each workload{left_out(names, by_name, 'fronts')}"
+    note = f"the front of each workload{left_out}"
     return Scatter(
         "front", "Speed against peak memory", note, groups,
         axis("peak memory, GiB", values(groups, "x"), form=",.3~f"),

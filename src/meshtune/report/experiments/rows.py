@@ -33,6 +33,10 @@ class Figures:
     step_seconds: float | None = None
     peak_bytes: float | None = None
 
+    @property
+    def peak_gib(self) -> float | None:
+        return self.peak_bytes and self.peak_bytes / units.GIB
+
 
 @dataclass(frozen=True)
 class Experiment:

@@ -54,9 +54,7 @@ class Summary:
     """
 
     name: str
-    status: (
-        str  # running | finished | what the last "end" row says | stopped without an end (killed) | UNKNOWN
-    )
+    status: str  # running | finished | that of the last "end" row | stopped without an end (killed) | UNKNOWN
     steps: int = 0  # optimizer steps done
     skipped: int = 0  # of these, not applied because loss or gradients were not finite
     speed_unit: str = "tokens/s"  # or tokens/s/GPU, or on a processor tokens/s/rank

@@ -1,6 +1,6 @@
 """A run in the terminal: its loss curve, headline numbers and samples, at any width."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from statistics import fmean
 
@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from meshtune.meter.causes import Cause
+from meshtune.report.draw.document import Section
 from meshtune.report.draw.table import facts
 from meshtune.report.run.summary import Summary, samples_of, summarise, values
 from meshtune.rundir import RunDir
@@ -32,15 +32,8 @@ def run_summary(run: RunDir, *, curve_width: int = 60) -> RenderableType:
         for label, value in headline(summary)
     }
     notes = [Text(), Text(summary.left_out, style="yellow")] if summary.left_out else []
-    return Padding(Group(*parts, facts(lines), *cause_lines(summary.causes), *notes), (1, 2))
-
-
-def cause_lines(causes: Sequence[Cause], title: str = "why it is slow") -> list[RenderableType]:
-    """Lines with the causes of a slow run, one each; none for a healthy one."""
-    if not causes:
-        return []
-    lines = [Text(f"{place}. {cause.sentence}") for place, cause in enumerate(causes, 1)]
-    return [Text(), Text(title, style="bold"), *lines]
+    causes = Section("why it is slow", (cause.sentence for cause in summary.causes), numbered=True)
+    return Padding(Group(*parts, facts(lines), causes, *notes), (1, 2))
 
 
 def places(run: RunDir) -> list[Text]:
@@ -56,46 +49,37 @@ def places(run: RunDir) -> list[Text]:
     ]
 
 
-def headline(summary: Summary) -> list[tuple[str, str]]:
-    """The known headline numbers as pairs of label and text, the most important first."""
-    lines: list[tuple[str, str]] = []
+def headline(summary: Summary) -> Iterator[tuple[str, str]]:
+    """Yield the known headline numbers as pairs of label and text, the most important first."""
+    steps = counted(summary.steps, "step")
     if summary.last_exact_match is not None:
         shares = change(summary.first_exact_match, summary.last_exact_match, ".1%")
         prompts = counted(summary.prompts, "held-out prompt") if summary.prompts else "held-out prompts"
-        lines.append(("exact match", f"{shares} of {prompts}"))
+        yield "exact match", f"{shares} of {prompts}"
     if summary.last_loss is not None:
-        losses = change(summary.first_loss, summary.last_loss, ".4f")
-        lines.append(("loss", f"{losses} in {counted(summary.steps, 'step')}"))
-    if summary.last_eval_loss is not None:
-        first, best = summary.first_eval_loss, ""
-        if first == summary.last_eval_loss:
-            first = None
-        if first is not None:
-            best = f" (best {summary.best_eval_loss:.4f} at step {summary.best_eval_step:,})"
-        lines.append(("held-out loss", change(first, summary.last_eval_loss, ".4f") + best))
-    if summary.tokens_per_second_per_gpu is not None:
-        mfu = f" · MFU {summary.mfu:.1%}" if summary.mfu is not None else ""
-        lines.append(
-            ("speed", f"{summary.tokens_per_second_per_gpu:,.0f} {summary.speed_unit} (median){mfu}")
+        yield "loss", f"{change(summary.first_loss, summary.last_loss, '.4f')} in {steps}"
+    if (loss := summary.last_eval_loss) is not None:
+        first = None if summary.first_eval_loss == loss else summary.first_eval_loss
+        best = (
+            ""
+            if first is None
+            else f" (best {summary.best_eval_loss:.4f} at step {summary.best_eval_step:,})"
         )
+        yield "held-out loss", change(first, loss, ".4f") + best
+    if (speed := summary.tokens_per_second_per_gpu) is not None:
+        mfu = f" · MFU {summary.mfu:.1%}" if summary.mfu is not None else ""
+        yield "speed", f"{speed:,.0f} {summary.speed_unit} (median){mfu}"
     if summary.seconds is not None:
         tokens = f" · {count(summary.tokens)} tokens" if summary.tokens else ""
-        lines.append(("time", duration(summary.seconds) + tokens))
-    if summary.peak_memory_bytes is not None:
+        yield "time", duration(summary.seconds) + tokens
+    if (peak := summary.peak_memory_bytes) is not None:
         process = summary.peak_resident_bytes
-        lines.append(
-            (
-                "peak memory",
-                human(summary.peak_memory_bytes) + (f" (process {human(process)})" if process else ""),
-            )
-        )
+        yield "peak memory", human(peak) + (f" (process {human(process)})" if process else "")
     if summary.skipped:
-        lines.append(
-            ("not applied", f"{counted(summary.skipped, 'step')}, whose loss or gradients were not finite")
-        )
+        skipped = counted(summary.skipped, "step")
+        yield "not applied", f"{skipped}, whose loss or gradients were not finite"
     if summary.status != "finished":
-        lines.append(("status", summary.status))
-    return lines
+        yield "status", summary.status
 
 
 def change(first: float | None, last: float, form: str) -> str:

@@ -15,7 +15,7 @@ from meshtune.attention.register import register
 from meshtune.data.batch import MicroBatch, micro_batch
 from meshtune.model.anatomy import anatomy
 from meshtune.model.body import body_forward
-from meshtune.model.rope import follow_documents
+from meshtune.model.documents import follow_documents
 from meshtune.parallel import context
 from meshtune.parallel.mesh import Axis
 
@@ -113,4 +113,4 @@ def test_a_rank_with_a_part_of_a_document_knows_its_length(rope: str) -> None:
 def test_other_embeddings_are_left_alone() -> None:
     model = build(FAMILIES["llama"]())
     follow_documents(model)
-    assert vars(model)["rotary_by_document"] == []
+    assert not any("forward" in vars(module) for module in model.modules())

@@ -1,0 +1,25 @@
+"""Clusters and workloads of known models, and the answer of one plan."""
+
+from typing import Any
+
+from meshtune.plan.answer import Answer, offer_of
+from meshtune.plan.cluster import Cluster, cluster_of
+from meshtune.plan.cost import UNPLANNED, RunLength
+from meshtune.plan.models import models
+from meshtune.plan.search import Plan
+from meshtune.plan.workload import Workload
+from meshtune.sections import ClusterConfig
+
+
+def machines(gpus: int = 8, gpu: str = "h100-sxm", **settings: Any) -> Cluster:
+    return cluster_of(ClusterConfig(gpu=gpu, gpus=gpus, **settings))
+
+
+def workload(model: str = "llama-3.1-8b", size: int = 64, seq_len: int = 4096, **settings: Any) -> Workload:
+    shape = models()[model]
+    return Workload(model, shape.work, shape.traits, seq_len, size, **settings)
+
+
+def answered(plan: Plan, sort: str = "speed", length: RunLength = UNPLANNED) -> Answer:
+    offer = offer_of(plan, sort, length)
+    return Answer(plan.workload, (offer,), offer, sort, length=length)
