@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import cases
 from ranks import run_ranks
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -42,16 +43,7 @@ METHODS = {
 LAYOUTS = {"zero1x3": 3, "pp2": 2, "zero3x2-tp2": 4}  # 3: uneven pieces
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize(
-    "method",
-    [
-        "full",
-        pytest.param("lora", marks=pytest.mark.all),
-        pytest.param("bf16", marks=pytest.mark.all),
-        pytest.param("random", marks=pytest.mark.all),
-    ],
-)
+@pytest.mark.parametrize("method", cases(METHODS, ci=["full"]))
 def test_every_layout_exports_what_one_device_does(method, settings, tmp_path):
     """Before the first step: so also what each has loaded and drawn is the same, bit by bit."""
     words = settings("train.global_batch_size=12", *METHODS[method])

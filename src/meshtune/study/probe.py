@@ -354,16 +354,12 @@ def _send(size: int, device: torch.device, group: Group) -> Operation:
 COLLECTIVES = {"all_reduce": _all_reduce, "all_gather": _all_gather, "reduce_scatter": _reduce_scatter}
 
 
-def _host_add(device: torch.device, _: Group) -> Operation:
-    return partial(values(device, SMALL).add_, 1.0)
-
-
-def _host_multiply(device: torch.device, _: Group) -> Operation:
-    return partial(torch.mul, values(device, SMALL).requires_grad_(), values(device, SMALL))
-
-
-def _host_linear(device: torch.device, _: Group) -> Operation:
-    return partial(F.linear, values(device, 1, SMALL).requires_grad_(), values(device, SMALL, SMALL))
-
-
-HOST = {"add": _host_add, "multiply": _host_multiply, "linear": _host_linear}
+HOST: Mapping[str, Callable[[torch.device, Group], Operation]] = {
+    "add": lambda device, _: partial(values(device, SMALL).add_, 1.0),
+    "multiply": lambda device, _: partial(
+        torch.mul, values(device, SMALL).requires_grad_(), values(device, SMALL)
+    ),
+    "linear": lambda device, _: partial(
+        F.linear, values(device, 1, SMALL).requires_grad_(), values(device, SMALL, SMALL)
+    ),
+}

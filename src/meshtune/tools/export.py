@@ -35,12 +35,7 @@ from meshtune.tools.planned import (
 from meshtune.tools.rules import rules_of
 
 EXPORTERS: Mapping[str, Callable[[Planned], Exported]] = {
-    "accelerate": exporters.accelerate,
-    "deepspeed": exporters.deepspeed,
-    "torchtitan": exporters.torchtitan,
-    "megatron": exporters.megatron,
-    "axolotl": exporters.axolotl,
-    "llamafactory": exporters.llamafactory,
+    name: getattr(exporters, name) for name in TOOLS if name != MESHTUNE.name
 }
 
 

@@ -43,17 +43,12 @@ def fsdp_step() -> StepTrace:
         "weights", "communication", "communication", "gradients", "communication", "gradients", "gradients",
         "temporary",
     ]  # fmt: skip
+    gathers = {"phase": FORWARD, "collective": collective("all_gather")}
     return StepTrace(
         1,
         [
             operation("fsdp.all_gather_copy_in.default", (1, 2), (2,), phase=FORWARD),
-            operation(
-                "c10d._allgather_base_.default",
-                (2,),
-                (2,),
-                phase=FORWARD,
-                collective=collective("all_gather"),
-            ),
+            operation("c10d._allgather_base_.default", (2,), (2,), **gathers),
             operation("fsdp.chunk_cat.default", (3, 4), (4,)),
             operation(
                 "c10d._reduce_scatter_base_.default", (5, 4), (5,), collective=collective("reduce_scatter")
@@ -98,11 +93,7 @@ def two_steps() -> list[StepTrace]:
 
 def test_what_outlives_a_step_is_not_requested_again():
     first, second = requests_of(two_steps())
-    assert [(request.key.storage, request.allocated) for request in first] == [
-        (0, True),
-        (1, True),
-        (2, True),
-    ]
+    assert [(request.key.storage, request.allocated) for request in first] == [(n, True) for n in range(3)]
     assert [(request.key, request.allocated) for request in second] == [
         (StorageKey(1, 2), False), (StorageKey(2, 2), True),
     ]  # fmt: skip

@@ -73,11 +73,8 @@ def test_fake_steps_have_the_bytes_and_messages_of_real_ones(layout: str) -> Non
     gathered = {each.module for each in steps[1].storages if each.category == GATHERED}
     assert {f"model.layers.{block}" for block in range(4)} < gathered, "by FSDP2's hooks, in no operation"
     weight = next(each for each in steps[1].storages if each.name == "lm_head.weight" and not each.state)
-    assert (weight.category, weight.shape, weight.dtype) == (
-        WEIGHTS,
-        (-(-512 // work.layout.dp_shard), 64),
-        "float32",
-    )
+    shard = (-(-512 // work.layout.dp_shard), 64)
+    assert (weight.category, weight.shape, weight.dtype) == (WEIGHTS, shard, "float32")
     assert list(steps[1].host_reads) == [line for line in steps[1].host_reads if line.startswith("meshtune/")]
 
 

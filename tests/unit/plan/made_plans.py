@@ -1,7 +1,9 @@
-"""Clusters and workloads of known models, and the answer of one plan."""
+"""Clusters, workloads of known models and configs, and the answer of one plan."""
 
 from typing import Any
 
+from meshtune import config
+from meshtune.config import Config
 from meshtune.plan.answer import Answer, offer_of
 from meshtune.plan.cluster import Cluster, cluster_of
 from meshtune.plan.cost import UNPLANNED, RunLength
@@ -18,6 +20,10 @@ def machines(gpus: int = 8, gpu: str = "h100-sxm", **settings: Any) -> Cluster:
 def workload(model: str = "llama-3.1-8b", size: int = 64, seq_len: int = 4096, **settings: Any) -> Workload:
     shape = models()[model]
     return Workload(model, shape.work, shape.traits, seq_len, size, **settings)
+
+
+def load(*words: str) -> Config:
+    return config.load(None, ["model.name=x", *words])
 
 
 def answered(plan: Plan, sort: str = "speed", length: RunLength = UNPLANNED) -> Answer:

@@ -4,16 +4,13 @@ import tomllib
 from importlib.resources import files
 
 import pytest
+from made_plans import machines, workload
 
 from meshtune.layout import Layout
 from meshtune.plan.accuracy import accuracy
-from meshtune.plan.cluster import cluster_of
 from meshtune.plan.cost import RunCost, RunLength
 from meshtune.plan.hardware import catalogue, stacks
-from meshtune.plan.models import models
 from meshtune.plan.search import explained
-from meshtune.plan.workload import Workload
-from meshtune.sections import ClusterConfig
 
 TABLES = tomllib.loads(files("meshtune.plan").joinpath("accuracy.toml").read_text("utf-8"))
 OTHERS = TABLES["unmeasured"]
@@ -57,12 +54,10 @@ def test_every_table_is_of_a_stack_and_a_kind_and_has_rows_enough():
 
 @pytest.mark.parametrize(("compiled", "stack"), [(False, "meshtune"), (True, "meshtune-compiled")])
 def test_a_choice_has_the_error_bars_of_its_stack_also_in_json(compiled, stack):
-    model = models()["qwen3-0.6b"]
-    workload = Workload("qwen", model.work, model.traits, 1024, 8)
-    cluster = cluster_of(ClusterConfig(gpu="h100-sxm", gpus=8))
-    choice = explained(workload.compiled() if compiled else workload, cluster, Layout.parse("dp8-mb1-ga1"))
+    small = workload("qwen3-0.6b", 8, 1024)
+    choice = explained(small.compiled() if compiled else small, machines(), Layout.parse("dp8-mb1-ga1"))
     assert choice.stack == stack
     assert choice.as_dict()["error"] == accuracy(stack, "h100-sxm").as_dict()
-    run = RunCost.of(choice, RunLength(10, 10 * workload.tokens))
+    run = RunCost.of(choice, RunLength(10, 10 * small.tokens))
     assert run.error == accuracy(stack, "h100-sxm").time
     assert f" ±{run.error:.0%}: " in run.sentence()

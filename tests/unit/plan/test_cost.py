@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 from golden import refuses, says
+from made_plans import load, workload
 from rich.console import Console
 
 from meshtune import config
 from meshtune.api.resolve import inputs_of
-from meshtune.config import Config
 from meshtune.data.pack import Dataset
 from meshtune.errors import UserError
 from meshtune.length import steps_of
@@ -18,16 +18,10 @@ from meshtune.plan.cluster import cluster_of, prices_of
 from meshtune.plan.cost import money, run_length
 from meshtune.plan.explanation import explain
 from meshtune.plan.hardware import catalogue
-from meshtune.plan.models import models
-from meshtune.plan.workload import Workload
 from meshtune.report.plan.documents import explained
 from meshtune.sections import ClusterConfig
 
 Settings = Callable[..., list[str]]
-
-
-def load(*words: str) -> Config:
-    return config.load(None, ["model.name=x", *words])
 
 
 # prices #
@@ -127,8 +121,7 @@ def test_epochs_are_those_that_the_data_command_counted(settings: Settings, tmp_
 
 
 def test_an_explained_layout_has_hours_and_price_unless_its_batch_is_another() -> None:
-    shape = models()["llama-3.1-8b"]
-    planned = Workload("llama-3.1-8b", shape.work, shape.traits, 2048, 64)
+    planned = workload(seq_len=2048)
     kind = next(name for name, gpu in catalogue().items() if gpu.node == 8 and not gpu.measured)
     read = load(f"cluster.gpu={kind}", "cluster.price_per_gpu_hour=2", "train.max_steps=100")
     one = explain(read, planned, "zero3x8-mb1-ga8")

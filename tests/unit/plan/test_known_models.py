@@ -221,21 +221,9 @@ def test_a_hub_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_model_that_nobody_knows_is_answered_with_what_works(answers: dict[str, Any]) -> None:
-    with (
-        refuses(UserError),
-        model_file(config.load(None, ["model.name=someone/else"])),
-    ):
-        pass
-    with (
-        refuses(UserError),
-        model_file(config.load(None, ["model.name=someone/else-9-70b"])),
-    ):
-        pass
-    with (
-        refuses(UserError),
-        model_file(config.load(None, ["model.name=meta-lama/llama-3.1-8B"])),
-    ):
-        pass
+    for name in ("someone/else", "someone/else-9-70b", "meta-lama/llama-3.1-8B"):
+        with refuses(UserError), model_file(config.load(None, [f"model.name={name}"])):
+            pass
     assert answers["requests"] == 3
 
 

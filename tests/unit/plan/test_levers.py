@@ -4,22 +4,18 @@ from dataclasses import replace
 
 import pytest
 from golden import says
+from made_plans import machines
+from made_plans import workload as workload_of
 
 from meshtune import config
 from meshtune.layout import Layout
 from meshtune.plan.changes import Refused, changes, levers, neighbours
-from meshtune.plan.cluster import cluster_of
 from meshtune.plan.explanation import explain
-from meshtune.plan.models import models
 from meshtune.plan.search import explained
 from meshtune.plan.seconds.step import TIE
 from meshtune.plan.work import Kept, Traced
-from meshtune.plan.workload import Workload
-from meshtune.sections import ClusterConfig
 
-LLAMA = models()["llama-3.1-8b"]
-CLUSTER = cluster_of(ClusterConfig(gpu="h100-sxm", gpus=64))
-WORKLOAD = Workload("llama-3.1-8b", LLAMA.work, LLAMA.traits, seq_len=8192, global_batch_size=256)
+CLUSTER, WORKLOAD = machines(64), workload_of(size=256, seq_len=8192)
 LAYOUTS = (
     "zero3x64-mb1-ga4",
     "dp8-tp2-sp-regather-pp4-interleaved1f1b-v2-mb1-ga32",

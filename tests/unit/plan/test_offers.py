@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 from golden import refuses, says
+from made_plans import load, workload
+from made_plans import machines as machines_of
 from rich.console import Console
 
-from meshtune import config
-from meshtune.config import Config
 from meshtune.errors import NothingFits, UserError
 from meshtune.plan.accuracy import accuracy
 from meshtune.plan.answer import (
@@ -27,9 +27,7 @@ from meshtune.plan.answer import (
 from meshtune.plan.cluster import Cluster, Size, cluster_of, clusters_of, sizes_of
 from meshtune.plan.cost import NO_BOUNDS, Bounds, RunLength, bounds_of, seconds_of
 from meshtune.plan.hardware import catalogue
-from meshtune.plan.models import models
 from meshtune.plan.search import Plan, search
-from meshtune.plan.workload import Workload
 from meshtune.report.plan.numbers import number, of_capacity
 from meshtune.report.plan.tables import clusters_table
 from meshtune.sections import ClusterConfig
@@ -41,17 +39,8 @@ LENGTH = RunLength(1000, 1000 * SEQUENCES * TOKENS)
 PRICES = {"h100-sxm": 2.5, "mi300x": 1.0, "a100-80": 1.5, "currency": "EUR"}
 
 
-def load(*words: str) -> Config:
-    return config.load(None, ["model.name=x", *words])
-
-
-def workload() -> Workload:
-    shape = models()["llama-3.1-8b"]
-    return Workload("llama-3.1-8b", shape.work, shape.traits, TOKENS, SEQUENCES)
-
-
 def machines(gpus: int, gpu: str = "h100-sxm", **settings: Any) -> Cluster:
-    return cluster_of(ClusterConfig(gpu=gpu, gpus=gpus, **{"price_per_gpu_hour": PRICES, **settings}))
+    return machines_of(gpus, gpu, **{"price_per_gpu_hour": PRICES, **settings})
 
 
 @cache

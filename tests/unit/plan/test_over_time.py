@@ -3,19 +3,16 @@
 from itertools import pairwise
 
 import pytest
+from made_plans import machines
+from made_plans import workload as workload_of
 
 from meshtune.layout import Layout
-from meshtune.plan.cluster import cluster_of
 from meshtune.plan.explanation import Explanation
 from meshtune.plan.memory.timeline import CATEGORIES, EVENTS
-from meshtune.plan.models import models
 from meshtune.plan.over_time import MOST_PASSES, memory_over_time, step_over_time
 from meshtune.plan.search import Choice, explained
 from meshtune.plan.workload import Workload
-from meshtune.sections import ClusterConfig
 
-LLAMA = models()["llama-3.1-8b"]
-CLUSTER = cluster_of(ClusterConfig(gpu="h100-sxm", gpus=64))
 ALONE = ("zero3x64-mb1-ga3", "zero3x64-mb1-ga1", "zero2x8-tp8-sp-mb2-ga3-full", "dp8-mb1-ga1-full")
 PIPELINES = (
     "dp8-pp8-1f1b-mb1-ga16", "dp8-pp8-1f1b-mb1-ga24-full", "zero1x16-pp4-1f1b-mb1-ga12-selective",
@@ -27,8 +24,8 @@ ZERO_3 = "dp2-zero3x2-tp4-sp-pp4-1f1b-mb1-ga8", "zero3x8-pp8-1f1b-mb1-ga16-full"
 
 def planned(text: str) -> tuple[Workload, Choice]:
     layout = Layout.parse(text)
-    workload = Workload("llama", LLAMA.work, LLAMA.traits, 8192, layout.global_batch_size)
-    return workload, explained(workload, CLUSTER.of_size(layout.world), layout)
+    workload = workload_of(size=layout.global_batch_size, seq_len=8192)
+    return workload, explained(workload, machines(layout.world), layout)
 
 
 @pytest.mark.parametrize("text", ALONE)

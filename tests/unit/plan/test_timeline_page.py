@@ -6,31 +6,25 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from made_plans import machines, workload
 
 from meshtune.layout import Layout
 from meshtune.placement.columns import Columns, Number
 from meshtune.plan.accounting import accounting_of
-from meshtune.plan.cluster import cluster_of
 from meshtune.plan.memory.flight import activations_in_flight
 from meshtune.plan.memory.stages import Stages
 from meshtune.plan.memory.states import Step
 from meshtune.plan.memory.tensors import POINTS, tensors
 from meshtune.plan.memory.timeline import CATEGORIES, EVENTS, Liveness
-from meshtune.plan.models import models
 from meshtune.plan.search import stages_of
-from meshtune.plan.workload import Workload
-from meshtune.sections import ClusterConfig
 
 GIB = 2**30
 PAGE = Path(__file__).parents[3] / "docs" / "memory.md"
 ROW = re.compile(r"^\| `([\w-]+)` \|((?: \**[\d.]+\** \|){5})$", re.M)
 
 
-LLAMA = models()["llama-3.1-8b"]
-WORKLOAD = Workload(
-    model="llama-3.1-8b", work=LLAMA.work, traits=LLAMA.traits, seq_len=8192, global_batch_size=256
-)
-ACCOUNTING = accounting_of(WORKLOAD, cluster_of(ClusterConfig(gpu="h100-sxm"), gpus=64))
+WORKLOAD = workload(size=256, seq_len=8192)
+ACCOUNTING = accounting_of(WORKLOAD, machines(64))
 
 
 def without_overhead(parts: Mapping[str, Number]) -> list[Number]:
@@ -58,7 +52,7 @@ def test_the_page_has_the_numbers_of_the_formula() -> None:
 def test_the_page_lists_the_tensors_of_the_planner() -> None:
     """A new kind of tensor is a row of its table: what this prints where it fails."""
     layouts = Columns.of([Layout.parse("zero3x64-mb1-ga4")])
-    step = Step(LLAMA.work, layouts, ACCOUNTING, 8192, Stages.even(32, layouts))
+    step = Step(WORKLOAD.work, layouts, ACCOUNTING, 8192, Stages.even(32, layouts))
     alive: dict[tuple[str, str], set[str]] = {}
     for name, category, born, dies, _ in tensors(step, activations_in_flight(step)):
         alive.setdefault((name, category), set()).update(list(POINTS.values())[born : dies + 1])

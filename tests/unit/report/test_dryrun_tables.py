@@ -219,8 +219,7 @@ def test_a_terminal_shows_the_peaks_of_all_ranks_and_all_else_of_the_fullest():
 
 
 def test_memory_of_a_step_in_part_is_drawn_over_operations():
-    times = [time_of(0)] * 2
-    memory, streams = panels(simulation_of("mb1-ga8", trace_of(of=8), times=times))
+    memory, streams = panels(simulation_of("mb1-ga8", trace_of(of=8), times=[time_of(0)] * 2))
     assert (memory.x_title, streams.key) == ("operations", "streams_of_rank_0")
 
 

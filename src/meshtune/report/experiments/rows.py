@@ -157,36 +157,33 @@ class Sweep:
 
 def sweep_of(source: SweepRows) -> Sweep:
     """Convert a database's rows."""
-    simulated = str(source.facts.get("simulated") or "")
-    return Sweep(source, tuple(_experiment(row, simulated) for row in source.rows))
+    tier = str(source.facts.get("simulated") or "")
+    return Sweep(source, tuple(_experiment(row, tier) for row in source.rows))
 
 
-def _experiment(row: Mapping[str, Any], simulated: str) -> Experiment:
+def _experiment(row: Mapping[str, Any], tier: str) -> Experiment:
+    """Convert a row. tier: as `Sweep.simulated`."""
     settings = row["settings"] or {}
-    figures = {
-        "measured": Figures(
-            row["tokens_per_second_per_gpu"], row["mfu"], row["step_seconds"], row["peak_memory_bytes"]
-        ),
-        "simulated": Figures(None, None, row["simulated_step_seconds"], row["simulated_peak_bytes"]),
-        "predicted": Figures(
-            row["predicted_tokens_per_second_per_gpu"], row["predicted_mfu"], row["predicted_step_seconds"],
-            row["predicted_peak_bytes"],
-        ),
-    }  # fmt: skip
+    measured, simulated, predicted = (
+        Figures(
+            *(row.get(kind + name) for name in ("tokens_per_second_per_gpu", "mfu", "step_seconds", peak))
+        )
+        for kind, peak in (
+            ("", "peak_memory_bytes"),
+            ("simulated_", "peak_bytes"),
+            ("predicted_", "peak_bytes"),
+        )
+    )
     gpus, batch = row["gpus"] or row["world"] or settings.get(GPUS), row["global_batch_size"]
     seq_len = row["seq_len"] or settings.get(SEQ_LEN)
-    shown = figures["measured"]
-    if simulated == "planner":
-        shown = figures["predicted"]
-    elif simulated and (step := figures["simulated"].step_seconds) and batch and seq_len and gpus:
-        shown = replace(figures["simulated"], speed=batch * seq_len / step / gpus)
-    elif simulated:
-        shown = figures["simulated"]
+    shown = {"": measured, "planner": predicted}.get(tier, simulated)
+    if shown is simulated and (step := simulated.step_seconds) and batch and seq_len and gpus:
+        shown = replace(simulated, speed=batch * seq_len / step / gpus)
     return Experiment(
         number=row["number"], status=row["status"], reason=row["reason"] or "", layout=row["layout"] or "",
         model=str(row["model"] or settings.get(MODEL) or ""), gpus=gpus, parameters=row["parameters"],
         seq_len=seq_len, global_batch=batch, settings=settings, shown=shown, spread=row["spread"],
-        measured=figures["measured"], simulated=figures["simulated"], predicted=figures["predicted"],
+        measured=measured, simulated=simulated, predicted=predicted,
         seconds=row["seconds"], loss=row["loss"], eval_loss=row["eval_loss"],
         noise_scale=row["gradient_noise_scale"], parts=parts_of(row["document"]),
     )  # fmt: skip

@@ -4,6 +4,7 @@ sorts; it sets chosen rows side by side.
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -70,16 +71,13 @@ def _axis(sweep: Sweep, key: str) -> tuple[str, str, bool, Get]:
 
 def _figures(sweep: Sweep, kinds: Sequence[str]) -> Iterator[tuple[str, str, bool, Get]]:
     """Yield columns of speed and memory. kinds: of SOURCES."""
-    forms: tuple[tuple[str, str, Callable[[Figures], float | None]], ...] = (
-        (sweep.speed_unit, "number", lambda one: one.speed),
-        ("MFU", "share", lambda one: one.mfu),
-        ("step", "seconds", lambda one: one.step_seconds),
-        ("peak memory", "GiB", lambda one: one.peak_bytes and one.peak_bytes / GIB),
-    )
+    forms = (
+        (sweep.speed_unit, "number", "speed"), ("MFU", "share", "mfu"), ("step", "seconds", "step_seconds"),
+        ("peak memory", "GiB", "peak_gib"),
+    )  # fmt: skip
     for kind in kinds:
-        for name, form, get in forms:
-            title = name if kind == "measured" else f"{kind} {name}"
-            yield title, form, False, lambda one, kind=kind, get=get: get(getattr(one, kind))
+        for name, form, field in forms:
+            yield name if kind == "measured" else f"{kind} {name}", form, False, attrgetter(f"{kind}.{field}")
 
 
 def _known(sweep: Sweep, kind: str) -> bool:
