@@ -210,7 +210,8 @@ def work(rank: Any, words: Sequence[str], go: int, done: int) -> None:
     words: settings, as in `paired`. go, done: file descriptors, as `Gate` takes them.
     """
     from meshtune import config
-    from meshtune.train import build, loop
+    from meshtune.api import build
+    from meshtune.train import loop
 
     files = [word for word in words if "=" not in word]
     overrides = [word for word in words if "=" in word]
@@ -228,7 +229,8 @@ def work(rank: Any, words: Sequence[str], go: int, done: int) -> None:
 def main() -> None:
     ranks, go, done, *words = sys.argv[1:]
     from meshtune import launch
-    from meshtune.train import build, loop  # noqa: F401 - before ranks are forked
+    from meshtune.api import build  # noqa: F401 - before ranks are forked
+    from meshtune.train import loop  # noqa: F401 - before ranks are forked
 
     launch.run(work, words, int(go), int(done), ranks=int(ranks), device="cpu")
 

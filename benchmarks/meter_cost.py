@@ -23,9 +23,9 @@ from meshtune.launch import Rank
 from meshtune.layout import Layout
 from meshtune.parallel.mesh import World, join
 from meshtune.study.bench import LEARNING_RATE, random_batches
-from meshtune.train.choose import device_of
 from meshtune.train.measure import Meter
 from meshtune.train.model import ModelSpec, OptimizerSpec, rank_model
+from meshtune.train.run_row import device_of
 from meshtune.train.step import Counts
 
 HIDDEN = (128, 256, 512)  # sizes of the models

@@ -48,12 +48,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshtune import config, launch
+from meshtune.api import build, choose, resolve
 from meshtune.config import Config
 from meshtune.data.batch import Batch
 from meshtune.layout import Layout
 from meshtune.model.load import quiet
 from meshtune.parallel.mesh import World, join
-from meshtune.train import build, choose, inputs
+from meshtune.train.inputs import loader_of
 from meshtune.train.model import single_model
 from meshtune.train.step import Counts
 from meshtune.watch import HangLimits
@@ -101,7 +102,7 @@ def rival(
     """
     quiet()
     world = join(choose.choose_together(settings).layout, torch.device("cpu"))
-    model = single_model(build.model_spec(settings, attention, world.device.type), world.device)
+    model = single_model(resolve.model_spec(settings, attention, world.device.type), world.device)
     trained, gradients = make(model, world)
     optimizer = torch.optim.AdamW(trained.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
 
@@ -113,8 +114,8 @@ def rival(
         dist.all_reduce(loss)
         return float(loss), norm
 
-    prepared = inputs.inputs_of(settings).prepared
-    loader = inputs.loader_of(settings, prepared.train, world.layout, world.data_rank)
+    prepared = resolve.inputs_of(settings).prepared
+    loader = loader_of(prepared.train, world.layout, world.data_rank, settings.train.seed)
     return iter(loader), step
 
 

@@ -98,7 +98,8 @@ def train(settings: Callable[..., list[str]]) -> Callable[..., Any]:
 
     def run(*overrides: str) -> Any:
         from meshtune import config
-        from meshtune.train import build, loop
+        from meshtune.api import build
+        from meshtune.train import loop
 
         made = build.build(config.load(None, settings(*overrides)))
         loop.train(made)

@@ -47,11 +47,12 @@ from transformers import AutoConfig  # noqa: E402
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: E402
 
 from meshtune import config  # noqa: E402
+from meshtune.api import build, choose  # noqa: E402
 from meshtune.errors import UserError  # noqa: E402
 from meshtune.meter import phases  # noqa: E402
 from meshtune.model.anatomy import auto_class, has_text_part  # noqa: E402
 from meshtune.rundir import RunDir  # noqa: E402
-from meshtune.train import build, choose, loop  # noqa: E402
+from meshtune.train import loop  # noqa: E402
 
 LAYOUTS = {"zero3x2": 2, "tp2-sp": 2, "pp2-1f1b": 2, "cp2": 2}  # and their ranks
 STEPS, GLOBAL_BATCH, SEQ_LEN = 3, 4, 192

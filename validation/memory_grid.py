@@ -47,6 +47,7 @@ from torch import Tensor
 from transformers import LlamaConfig, PretrainedConfig, PreTrainedTokenizerFast
 
 from meshtune import config, launch
+from meshtune.api import build
 from meshtune.config import Config
 from meshtune.dryrun.world import TRACED_STEPS, Job
 from meshtune.launch import Rank
@@ -58,7 +59,7 @@ from meshtune.model.anatomy import auto_class
 from meshtune.model.load import read_config
 from meshtune.precision import PRECISIONS
 from meshtune.rundir import write_text_atomically
-from meshtune.train import build, loop
+from meshtune.train import loop
 from meshtune.train.measure import Meter
 from meshtune.train.model import ModelSpec, OptimizerSpec
 

@@ -361,7 +361,7 @@ def trial(
 
     page: file of the table, written after each run. again: True to try a wrong run with two more seeds.
     """
-    import meshtune.train.build
+    import meshtune.api.build
     import meshtune.train.loop  # noqa: F401 - once for all runs
 
     outcomes = []

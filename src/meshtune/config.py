@@ -3,8 +3,8 @@
     config = load("run.yaml", ["train.max_steps=100"])
 
 Defaults < file < command line. All unknown keys and wrong values are reported at once, an unknown key with
-the nearest setting, or with our name of what another trainer calls so (tools/). The tree stops at
-train/build.py: below it functions take the values they use.
+the nearest setting, or with our name of what another trainer calls so (tools/). The tree stops in
+api/: below it functions take the values they use.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -10,7 +10,10 @@ from typing import NamedTuple
 
 from meshtune.config import Config
 from meshtune.errors import UserError
+from meshtune.setting import epochs_of
 from meshtune.units import counted
+
+FEW_UPDATES = 20  # with fewer, a run ends before its learning rate has done much
 
 
 class Limit(NamedTuple):
@@ -53,6 +56,29 @@ def limits(config: Config, sequences: int | None) -> list[Limit]:
     return sorted(every, key=lambda limit: limit.steps)
 
 
+def steps_of(config: Config, sequences: int | None) -> int:
+    """Updates in the whole run, by the limit that ends it first. sequences: as `limits` takes it.
+
+    Raises UserError for a stream without train.max_steps and train.total_tokens.
+    """
+    ends = limits(config, sequences)
+    if not ends:
+        raise UserError(
+            "data.streaming = true: the length of an epoch is unknown; set train.max_steps or "
+            "train.total_tokens."
+        )
+    return ends[0].steps
+
+
+def steps_between(every: int | str, config: Config, sequences: int | None) -> int:
+    """Steps of the Interval `every`, a part of one rounded up; 0 for 0. sequences: as `limits` takes it."""
+    epochs = epochs_of(every)
+    if epochs is None:
+        return int(every)
+    assert sequences is not None  # refused with the settings: a stream has no known length
+    return math.ceil(epochs * sequences / config.global_batch_size)
+
+
 def ending(limits: list[Limit]) -> str:
     """Sentence on the number of steps and the limits that give it; "" only for steps or epochs.
 
@@ -72,3 +98,53 @@ def in_steps(config: Config) -> Config:
         return config
     changed = {"max_steps": limits(config, None)[0].steps, "total_tokens": None}
     return config.model_copy(update={"train": config.train.model_copy(update=changed)})
+
+
+# Sentences on the length of a run that begins #
+
+
+def length_sentences(config: Config, sequences: int | None, steps: int, resumed: int | None) -> list[str]:
+    """Sentences on the length of a run. sequences: as `limits` takes it. steps: updates of the whole run.
+    resumed: step of the checkpoint that it resumes from, None for a new run.
+    """
+    if resumed is not None and (done := nothing_left(config, resumed, steps)):
+        return [done]
+    few = few_updates(config, sequences, steps, resumed=resumed is not None)
+    return [*filter(None, [ending(limits(config, sequences)), few])]
+
+
+def nothing_left(config: Config, resumed: int, steps: int) -> str:
+    """Sentence if the checkpoint that the run resumes from is of its last step or a later one; else "".
+
+    resumed: step of the checkpoint; steps: updates of the whole run.
+    """
+    if resumed < steps:
+        return ""
+    known = [each.setting for each in limits(config, None) if each.steps == steps]
+    limit = known[0] if known else "train.num_epochs"
+    return (
+        f"Nothing is left to train: the checkpoint is of step {resumed}, and {limit} ends the run after "
+        f"{counted(steps, 'step')}. The model of step {resumed} is written."
+    )
+
+
+def few_updates(config: Config, sequences: int | None, steps: int, *, resumed: bool = False) -> str:
+    """Sentence if the data and the global batch leave the run under FEW_UPDATES of its `steps`; else "".
+
+    resumed: True for a run that continues, with the global batch that it has.
+    """
+    asked_for = any(limit.steps == steps for limit in limits(config, None))
+    if sequences is None or steps >= FEW_UPDATES or asked_for:
+        return ""
+    size, epochs = config.global_batch_size, config.train.num_epochs or 1
+    if size > 1 and not resumed:
+        smaller = max(1, math.floor(sequences * epochs / FEW_UPDATES))
+        remedy = f"Set train.global_batch_size={smaller}, or "
+    else:
+        remedy = "Set "
+    longer = math.ceil(FEW_UPDATES * size / sequences)
+    return (
+        f"The run has only {counted(steps, 'update')}: {counted(sequences, 'sequence')} x {epochs:g} "
+        f"epoch{'s' * (epochs != 1)} in global batches of {size}. {remedy}train.num_epochs={longer}, for "
+        f"{FEW_UPDATES} or more."
+    )

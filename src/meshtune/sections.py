@@ -71,6 +71,11 @@ class ModelConfig(Section):
         (), "Patterns of the names of parameters that are not trained, such as model.embed_tokens.*."
     )
 
+    @property
+    def access(self) -> dict[str, Any]:
+        """Arguments with which the functions of model/ read the files of `name`."""
+        return {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
+
 
 class LoraConfig(Section):
     """Low-rank adapters, for `method: lora`."""

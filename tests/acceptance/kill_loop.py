@@ -89,7 +89,8 @@ def straights(pool: ProcessPoolExecutor, tiny: Path, folder: Path) -> dict[tuple
 
 def loop(kills: int, seed: int, folder: Path) -> Iterator[tuple[int, Chain]]:
     """Yield (number, finished chain) until `kills` kills were survived."""
-    from meshtune.train import build, choose, loop  # noqa: F401 - before the forks, which share it
+    from meshtune.api import build, choose  # noqa: F401 - before the forks, which share it
+    from meshtune.train import loop  # noqa: F401 - before the forks, which share it
 
     tiny = folder / "tiny"
     tiny.mkdir()

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from meshtune import config
+from meshtune.api import build
 from meshtune.errors import Interrupted
-from meshtune.train import build, loop
+from meshtune.train import loop
 
 pytestmark = pytest.mark.ci
 LABELS = ("log.project=shapes", "log.name=first", "log.tags=[baseline,lr=high]", "log.group=sizes")

@@ -14,8 +14,8 @@ from command import Command
 from tiny import make_rows, write_rows
 
 from meshtune import config
+from meshtune.api import choose
 from meshtune.rundir import RunDir
-from meshtune.train import choose
 
 EXAMPLES = sorted(Path("examples").glob("*.yaml"))
 COMMAND = re.compile(

@@ -16,8 +16,9 @@ from tiny import short_run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from meshtune import config
+from meshtune.api import build
 from meshtune.rundir import RunDir
-from meshtune.train import build, loop
+from meshtune.train import loop
 
 STEPS = 4
 LASTING = ("train.learning_rate=1e-2", "train.lr_scheduler=constant")

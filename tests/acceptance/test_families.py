@@ -12,8 +12,9 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from meshtune import config
+from meshtune.api import build
 from meshtune.data.batch import Batch
-from meshtune.train import build, loop
+from meshtune.train import loop
 
 VOCABULARY = (
     304  # as the tiny tokenizer has, and the one that transformers gives to the Qwen2 family by itself

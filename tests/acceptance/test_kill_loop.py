@@ -84,7 +84,7 @@ def forget_the_place_in_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
         restore(run, step)
         run.progress.data = {**run.progress.data, "position": 0}
 
-    monkeypatch.setattr("meshtune.train.build.restore", forgetting)
+    monkeypatch.setattr("meshtune.api.build.restore", forgetting)
 
 
 @pytest.mark.all

@@ -498,9 +498,9 @@ def test_devices_that_nobody_knows_train_under_a_named_layout(
     settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, meshtune: Command
 ) -> None:
     """A prediction is missing, no more."""
-    from meshtune.train import build, choose
+    from meshtune.api import build, choose, output
 
-    for module in (build, choose):
+    for module in (build, choose, output):
         monkeypatch.setattr(module, "gpus_of", lambda device: [("GT 710", 2.0**31)])
     ended = meshtune("train", *settings("layout=auto", "train.max_steps=1"), code=2)
     says(ended.err)

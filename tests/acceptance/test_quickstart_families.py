@@ -12,10 +12,11 @@ from multimodal import MULTIMODAL
 from transformers import AutoConfig, AutoTokenizer, GptOssConfig, PretrainedConfig
 
 from meshtune import config
+from meshtune.api import build
 from meshtune.data.batch import micro_batch
 from meshtune.model.anatomy import auto_class
 from meshtune.model.body import body_forward, head_only
-from meshtune.train import build, loop
+from meshtune.train import loop
 
 QUICKSTART = Path(__file__).parents[2] / "quickstart"
 

@@ -15,8 +15,9 @@ from tiny import write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from meshtune import config
+from meshtune.api import build
 from meshtune.rundir import RunDir
-from meshtune.train import build, loop
+from meshtune.train import loop
 
 Settings = Callable[..., list[str]]
 

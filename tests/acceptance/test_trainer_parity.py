@@ -15,8 +15,9 @@ import torch
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from meshtune import config
+from meshtune.api import build
 from meshtune.data.batch import MicroBatch
-from meshtune.train import build, loop
+from meshtune.train import loop
 
 GLOBAL, MICRO, WARMUP, PEAK = 8, 2, 3, 3e-3  # accumulation 4
 

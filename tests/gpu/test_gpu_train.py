@@ -106,8 +106,9 @@ def test_mfu_is_a_share_and_the_peaks_add_up(train: Train) -> None:
 
 def test_running_out_of_memory_says_what_would_fit(settings: Callable[..., list[str]]) -> None:
     from meshtune import config
+    from meshtune.api import build
     from meshtune.errors import NothingFits
-    from meshtune.train import build, loop
+    from meshtune.train import loop
 
     run = build.build(config.load(None, settings("train.device=cuda")))
     total = torch.cuda.get_device_properties(0).total_memory

@@ -22,12 +22,12 @@ from layouts import Trained, trained, whole
 
 from meshtune import config
 from meshtune.api.dryrun import subject_of
+from meshtune.api.resolve import inputs_of
 from meshtune.dryrun.ranks import trace_ranks
 from meshtune.dryrun.world import trace_rank
 from meshtune.layout import Layout
 from meshtune.meter.trace import RankTrace
 from meshtune.rundir import RunDir
-from meshtune.train.inputs import inputs_of
 
 ONE = "mb4-ga4"
 SINGLE = ["zero3x2", "tp2-sp", "ulysses2", "pp2-zbv"]  # two ranks and one technique: these are in make test

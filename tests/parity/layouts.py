@@ -14,10 +14,11 @@ from safetensors.torch import load_file
 from tiny import make_rows, make_tokenizer, write_rows
 
 from meshtune import config
+from meshtune.api import build
 from meshtune.layout import Layout
 from meshtune.meter import phases
 from meshtune.rundir import RunDir
-from meshtune.train import build, loop
+from meshtune.train import loop
 from meshtune.train.callbacks import Hooks
 from meshtune.train.loss import LossFunction
 

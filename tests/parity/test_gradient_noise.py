@@ -13,11 +13,12 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
 from meshtune import config
+from meshtune.api import build
+from meshtune.api.resolve import inputs_of
 from meshtune.data.batch import IGNORE, MicroBatch
 from meshtune.errors import UserError
 from meshtune.rundir import RunDir
-from meshtune.train import build
-from meshtune.train.inputs import inputs_of, loader_of
+from meshtune.train.inputs import loader_of
 
 MEASURED = ("log.gradient_noise_scale=1", "train.max_steps=1")
 LAYOUTS = """
@@ -51,7 +52,7 @@ def reference(folder: Path, words: list[str], layout: str) -> tuple[float, float
     model = AutoModelForCausalLM.from_pretrained(
         folder / "model", dtype=torch.float64, attn_implementation="eager"
     )
-    batches = [next(iter(loader_of(chosen, train, of, rank)))[0] for rank in range(of.data_ranks)]
+    batches = [next(iter(loader_of(train, of, rank, chosen.train.seed)))[0] for rank in range(of.data_ranks)]
     micro_batches = [each for batch in batches for each in batch.micro_batches]
     counts = torch.tensor([each.label_tokens for each in micro_batches], dtype=torch.float64)
     assert counts.max() > 1.15 * counts.min() and counts.min() > 0, "the label counts must be unequal"

@@ -19,9 +19,10 @@ from transformers import AutoModelForMultimodalLM
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 from meshtune import config
+from meshtune.api import build
 from meshtune.api.export import exported
 from meshtune.data.batch import Batch
-from meshtune.train import build, loop
+from meshtune.train import loop
 
 Folder = Callable[..., Path]
 TRAINED = [family for family in MULTIMODAL if family != "paligemma"]  # whose prefix is not causal

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from meshtune import config
+from meshtune.api import build
 from meshtune.parallel.zero import local
-from meshtune.train import build
 
 # One folder from all ranks #
 

@@ -8,6 +8,7 @@ import pytest
 
 from meshtune import config
 from meshtune.addresses import has_secret, public
+from meshtune.api.resolve import recipe
 from meshtune.errors import UserError
 from meshtune.report.compare import compare
 from meshtune.report.run.report import run_page
@@ -15,8 +16,7 @@ from meshtune.rundir import RunDir, write_settings
 from meshtune.study.store import Store
 from meshtune.study.sweep_file import Experiment
 from meshtune.sweep_rows import read_sweep_rows
-from meshtune.train.export import recipe
-from meshtune.train.output import Claim
+from meshtune.train.folder import Claim
 
 SECRET = "https://alice:PASSWORD@host/a/rows.jsonl?X-Amz-Signature=PASSWORD&part=1"
 SHOWN = "https://host/a/rows.jsonl?…"

@@ -65,7 +65,7 @@ def trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Any:
     """Function: `train` without training; (what `choose` sees, what the main rank sees)."""
 
     def trained(device: str, ranks: int) -> tuple[dict[str, str], dict[str, str]]:
-        from meshtune.train import choose
+        from meshtune.api import choose
 
         seen: list[dict[str, str]] = []
         # Forked, so that the stand-ins are the ranks' too; a spawned rank has the same environment.

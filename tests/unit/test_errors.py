@@ -7,11 +7,11 @@ import pytest
 from golden import refuses
 
 from meshtune import config
+from meshtune.api import build
 from meshtune.api import train as command
 from meshtune.errors import NothingFits, UserError, memory_explained
 from meshtune.launch import Rank
 from meshtune.rundir import RunDir
-from meshtune.train import build
 from meshtune.train.callbacks import Hooks
 
 

@@ -134,13 +134,26 @@ class Bench:
     def run(self, layout: Layout, steps: int, limit: float, profile: Path | None = None) -> Document:
         """Run a layout in processes of its own (`run`), with the global batch that it makes."""
         from meshtune.api.dryrun import documents_of
+        from meshtune.api.resolve import inputs_of, model_spec, optimizer_spec, run_settings
         from meshtune.study.bench import Trial
-        from meshtune.train.choose import Choice
 
-        config, choice = self.subject.config_of(layout), Choice(layout, self.subject.attention)
-        drawn = config.model.init == "random" or not self.subject.has_weights
-        source = self.subject.source if drawn else None
-        trial = Trial(config, choice, steps, documents_of(config, ()), profile, source)
+        config = self.subject.config_of(layout)
+        spec = model_spec(config, self.subject.attention, self.device)
+        if config.model.init == "random" or not self.subject.has_weights:
+            spec = replace(spec, source=self.subject.source, overrides={}, init="random")
+        trial = Trial(
+            layout=layout,
+            spec=spec,
+            optimizer=optimizer_spec(config),
+            device=self.device,
+            seq_len=config.data.seq_len,
+            max_grad_norm=config.train.max_grad_norm,
+            inputs=partial(inputs_of, config) if config.data.train else None,
+            documents=documents_of(config, ()),
+            settings=run_settings(config),
+            steps=steps,
+            profile=profile,
+        )
         return run(trial, self.device, limit)
 
     def beside(self, layout: Layout, log: Log) -> Document:
@@ -155,8 +168,8 @@ class Bench:
     def job(self, layout: Layout) -> "Job":
         """The steps to simulate: with data, of the last watched step's batch, whose memory is compared."""
         from meshtune.api.dryrun import documents_of
+        from meshtune.api.resolve import inputs_of
         from meshtune.meter.phases import WATCHED_STEPS
-        from meshtune.train.inputs import inputs_of
 
         config = self.subject.config
         if not config.data.train:
@@ -285,7 +298,7 @@ def run_apart(pipe: Connection, trial: "Trial", device: str) -> None:
 
     os.setsid()
     try:
-        found = launch.run(bench_rank, trial, ranks=trial.choice.layout.world, device=device)
+        found = launch.run(bench_rank, trial, ranks=trial.layout.world, device=device)
         pipe.send((found.as_dict(), None))
     except NothingFits as error:
         pipe.send((None, f"Out of memory. {' '.join(error.problems)}"))

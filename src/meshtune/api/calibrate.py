@@ -9,8 +9,7 @@ from datetime import datetime
 from typing import Any
 
 from meshtune import __version__
-from meshtune.api.measured_runs import StrPath, cluster_of_run, folders_of, read_runs
-from meshtune.api.plan import Log, silent, workload_of_run
+from meshtune.api.plan import Log, StrPath, cluster_of_run, folders_of, read_runs, silent, workload_of_run
 from meshtune.config import Config, load
 from meshtune.errors import UserError, expanded
 from meshtune.plan.calibration import CAPPED, CONSTANTS, Calibration, Planned, calibrated, check_one_machine

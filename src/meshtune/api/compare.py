@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from meshtune.api.measured_runs import StrPath, cluster_of_run, read_runs
-from meshtune.api.plan import Log, silent, workload_of_run
+from meshtune.api.plan import Log, StrPath, cluster_of_run, read_runs, silent, workload_of_run
 from meshtune.config import Config, load
 from meshtune.errors import UserError
 from meshtune.plan.calibration import Planned, parts_off

@@ -5,7 +5,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from meshtune import launch
+from meshtune.api import output
+from meshtune.api.choose import choose
 from meshtune.api.plan import Log, silent
+from meshtune.api.resolve import inputs_of
 from meshtune.api.train import ranks_of
 from meshtune.config import Config
 from meshtune.data.batch import Batch
@@ -13,6 +16,7 @@ from meshtune.data.files import check_there
 from meshtune.data.prepare import sentences
 from meshtune.dryrun.simulation import Simulation
 from meshtune.errors import UserError
+from meshtune.length import length_sentences, steps_of
 from meshtune.model.anatomy import anatomy
 from meshtune.model.files import checked_weight_files, weights_here
 from meshtune.model.hub import check_name, local_path
@@ -20,16 +24,13 @@ from meshtune.model.load import load_config, quiet
 from meshtune.plan.cluster import cluster_here, unused_here
 from meshtune.report.draw.document import Document, Notes
 from meshtune.report.dryrun.document import document
-from meshtune.train import output
 from meshtune.train.checkpoint import Checkpoints
-from meshtune.train.choose import choose, device_of, gpus_of
-from meshtune.train.inputs import Inputs, inputs_of, steps_of
+from meshtune.train.inputs import Inputs
 from meshtune.train.loop import progress_of
 from meshtune.train.model import ModelSpec, trainable_skeleton
-from meshtune.train.output import choose_folder
+from meshtune.train.run_row import device_of, gpus_of
 from meshtune.train.trackers import tracker_problems
 from meshtune.train.untrained import position_sentences, untrained_sentences
-from meshtune.train.updates import length_sentences
 from meshtune.units import counted
 
 
@@ -97,10 +98,11 @@ def dry_train(config: Config, nproc: int | None = None, *, log: Log = silent) ->
     quiet()
     log("reading the data …")
     inputs = inputs_of(config)
-    train, steps = inputs.prepared.train, steps_of(config, inputs.prepared.train)
+    sequences = inputs.prepared.sequences
+    steps = steps_of(config, sequences)
     notes = [*sentences(inputs.prepared.stats), *unused_here(config, layout.world, gpus)]
     resumed, after = checkpoint_of(config, steps, notes.append)
-    notes += length_sentences(config, train, steps, resumed)
+    notes += length_sentences(config, sequences, steps, resumed)
     with subject_of(config, log, device) as subject:
         job = subject.job_of_data(layout, inputs, after=after)
         notes += notes_on_model(config, job.spec, inputs)
@@ -116,9 +118,9 @@ def checkpoint_of(
 ) -> tuple[int | None, dict[str, Any] | None]:
     """(Step of the checkpoint that the run would resume from, its position in the data); None without one.
 
-    steps: updates of the whole run. note: gets sentences for the user. Raises as `choose_folder`.
+    steps: updates of the whole run. note: gets sentences for the user. Raises as `output.choose_folder`.
     """
-    decision, resumed = choose_folder(config, steps, note, download=False)
+    decision, resumed = output.choose_folder(config, steps, note, download=False)
     if resumed is None:
         return None, None
     note(
@@ -138,11 +140,9 @@ def check_here(config: Config) -> None:
         raise UserError(problems)
     check_name(config.model.name, config.model.revision)
     check_there(config.data)
-    folder = local_path(config.model.name)
-    if folder and config.model.init == "pretrained":
-        model = config.model
-        family = load_config(model.name, trust_remote_code=model.trust_remote_code, overrides=model.overrides)
-        checked_weight_files(folder, family)
+    model, folder = config.model, local_path(config.model.name)
+    if folder and model.init == "pretrained":
+        checked_weight_files(folder, load_config(model.name, **model.access, overrides=model.overrides))
 
 
 def notes_on_model(config: Config, spec: ModelSpec, inputs: Inputs) -> Iterator[str]:
@@ -152,8 +152,10 @@ def notes_on_model(config: Config, spec: ModelSpec, inputs: Inputs) -> Iterator[
     Raises UserError as `position_sentences`.
     """
     whole, _ = trainable_skeleton(spec)
-    yield from position_sentences(config, whole, anatomy(whole), inputs.prepared)
+    yield from position_sentences(
+        config.model.name, config.data.seq_len, whole, anatomy(whole), inputs.prepared
+    )
     files = weights_here(config.model.name, config.model.revision)
     yield from untrained_sentences(
-        config, whole, inputs.prepared.train, inputs.tokenizer, inputs.encoder.stop_ids, files=files
+        spec, whole, inputs.prepared.train, inputs.tokenizer, inputs.encoder.stop_ids, files=files
     )

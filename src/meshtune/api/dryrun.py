@@ -14,8 +14,10 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
+from meshtune.api.choose import SMALLER
 from meshtune.api.model_file import model_file
 from meshtune.api.plan import Log, silent
+from meshtune.api.resolve import model_spec, optimizer_spec
 from meshtune.api.settings import Settings, config_of
 from meshtune.config import Config
 from meshtune.data.tokens import id_bound
@@ -38,8 +40,6 @@ from meshtune.plan.explanation import explain
 from meshtune.plan.phrases import unmeasured
 from meshtune.plan.search import explained
 from meshtune.plan.workload import Uncounted, Workload, lighter_workloads, workload_of
-from meshtune.train.build import model_spec, optimizer_spec
-from meshtune.train.choose import SMALLER
 from meshtune.train.inputs import Inputs, loader_of
 from meshtune.units import counted
 
@@ -201,7 +201,7 @@ class Subject:
         None: the beginning. Raises UserError as `loader_of`.
         """
         state = dict(after) if after is not None else None
-        batches = iter(loader_of(self.config_of(layout), inputs.prepared.train, layout, 0, state))
+        batches = iter(loader_of(inputs.prepared.train, layout, 0, self.config.train.seed, state))
         batch, _ = next(islice(batches, number - 1, None))
         job = self.job(layout, batch.micro_batches[0].documents[0])
         return replace(job, batch=batch, spec=replace(job.spec, embeddings=id_bound(inputs.tokenizer)))

@@ -12,10 +12,10 @@ def evaluated(name: str | None, overrides: list[str]) -> dict[str, Any]:
     (data.eval_split, which data.eval in `overrides` replaces). Raises UserError without either, and where
     `name` holds no model.
     """
+    from meshtune.api.resolve import data_of
     from meshtune.api.target import open_model, target_of
     from meshtune.data.pack import Dataset
     from meshtune.model.body import ATTENTION_NAMES
-    from meshtune.train import inputs
     from meshtune.train.evaluate import Evaluation
     from meshtune.train.trackers import Metrics
 
@@ -33,10 +33,10 @@ def evaluated(name: str | None, overrides: list[str]) -> dict[str, Any]:
         data = data.model_copy(update={"packing": False})
     if data.eval:  # held-out data of its own: what was trained on may be gone
         data = data.model_copy(update={"train": data.eval, "eval": (), "eval_split": 0, "streaming": False})
-        held_out = inputs.data_of(data, opened.encoder, seed=config.train.seed).train
+        held_out = data_of(data, opened.encoder, seed=config.train.seed).train
         assert isinstance(held_out, Dataset), "only streaming gives a stream"
     else:
-        held_out = inputs.data_of(data, opened.encoder, seed=config.train.seed).eval
+        held_out = data_of(data, opened.encoder, seed=config.train.seed).eval
     evaluation = Evaluation(
         parallel=opened.parallel,
         tokenizer=opened.tokenizer,

@@ -37,6 +37,7 @@ def exported(
         raise UserError(f"{to} exists and is not empty; name a new folder.")
     import torch
 
+    from meshtune.api.build import exporter_of
     from meshtune.api.target import open_model, target_of
     from meshtune.layout import Layout
     from meshtune.model.load import load_config
@@ -44,7 +45,7 @@ def exported(
     from meshtune.model.pieces import whole_pieces
     from meshtune.parallel.mesh import join
     from meshtune.precision import UNMIXED
-    from meshtune.train.export import exporter_of, push
+    from meshtune.train.export import push
 
     target = target_of(str(name), overrides, step=step)
     config = target.config
@@ -57,7 +58,7 @@ def exported(
         # in host memory: what several GPUs trained may fit on none of them
         base, dtype = config.model, None
         if merge and base.init == "pretrained":  # float16, in which nothing is computed, is merged in fp32
-            read = load_config(base.name, trust_remote_code=base.trust_remote_code, revision=base.revision)
+            read = load_config(base.name, **base.access)
             stored = str(read.dtype).removeprefix("torch.")
             dtype, precision = getattr(torch, stored, None), UNMIXED.get(stored, "fp32")
             train = config.train.model_copy(update={"precision": precision})
@@ -67,8 +68,8 @@ def exported(
             merge_lora(model)
         ended = target.run.rows("end") if target.run else []
         exporter = exporter_of(
-            config, model, tokenizer, encoder, pieces=lambda: dict(whole_pieces(model)),
-            world=join(Layout(), model.device), dtype=dtype or model.dtype,
+            config, model, join(Layout(), model.device), pieces=lambda: dict(whole_pieces(model)),
+            dtype=dtype or model.dtype, tokenizer=tokenizer, stop_ids=encoder.stop_ids,
         )  # fmt: skip
         steps = target.step or (ended[-1].get("model_step", 0) if ended else 0)
         replace(exporter, adapter=None if merge else exporter.adapter).write(to, steps=steps)

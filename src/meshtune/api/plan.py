@@ -1,29 +1,41 @@
 """Plan: predict every layout, one layout, or the largest workload that fits. Needs no GPU and no data."""
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 
 from meshtune.api.model_file import model_file
 from meshtune.api.settings import Settings, config_of
 from meshtune.config import Config
-from meshtune.errors import UserError
+from meshtune.errors import UserError, expanded
 from meshtune.model.census_cache import numbers_of
 from meshtune.plan import answer
 from meshtune.plan.answer import Answer
 from meshtune.plan.changes import Lighter
-from meshtune.plan.cluster import cluster_for, other_units, sizes_of, with_memory_budget
+from meshtune.plan.cluster import (
+    Cluster,
+    cluster_for,
+    cluster_here,
+    other_units,
+    sizes_of,
+    with_memory_budget,
+)
 from meshtune.plan.cost import bounds_of
 from meshtune.plan.explanation import Explanation, explain
+from meshtune.plan.hardware import named
 from meshtune.plan.programs import MESHTUNE
 from meshtune.plan.search import Choice
 from meshtune.plan.step_parts import MeasuredRun
 from meshtune.plan.workload import Workload, lighter_workloads, positions_note, workload_of
+from meshtune.rundir import RunDir
 from meshtune.tools.export import tool_for
 
 Log = Callable[[str], None]  # gets sentences on the model, and one while its numbers are derived
+StrPath = str | os.PathLike[str]
 
 
 def silent(_: str) -> None:
@@ -94,9 +106,9 @@ def largest(
         value, choice = answer.largest(workload, cluster_for(config), quantity)
         say(workload.notes, log)
         if quantity == "seq_len":
-            data = config.data.model_copy(update={"seq_len": value})
-            longest = config.model_copy(update={"data": data})
-            say(filter(None, [positions_note(longest, workload.positions, data.mean_document_tokens)]), log)
+            documents = config.data.mean_document_tokens
+            note = positions_note(config.model.name, int(value), workload.positions, documents)
+            say(filter(None, [note]), log)
         return value, choice
 
 
@@ -133,3 +145,47 @@ def workload_of_run(config: Config, run: MeasuredRun, log: Log = silent) -> Work
     """
     with workloads(config, log=log) as (workload, _):
         return workload.of_batch(run.layout.global_batch_size).of_labels(run.facts.get("label_share"))
+
+
+# Finished runs as they were measured, and the devices that they were on #
+
+
+def read_runs(paths: Sequence[StrPath]) -> list[tuple[MeasuredRun, RunDir]]:
+    """The timed steps of all run folders. Raises UserError with a sentence for each that has none."""
+    found, problems = [], []
+    for path in dict.fromkeys(folders_of(paths)):
+        folder = RunDir(path)
+        try:
+            found.append((MeasuredRun.of(str(path), folder.rows()), folder))
+        except UserError as error:
+            problems += error.problems
+    if problems:
+        raise UserError(problems)
+    return found
+
+
+def folders_of(paths: Sequence[StrPath]) -> list[Path]:
+    """The run folders among these, and in those that hold run folders. Raises UserError for any other."""
+    found, problems = [], []
+    for path in map(expanded, paths):
+        inside = [path] if RunDir(path).metrics_file.exists() else sorted(_runs_in(path))
+        found += inside
+        if not inside:
+            problems.append(f"{path} holds no run: there is no metrics.jsonl in it or in its folders.")
+    if problems:
+        raise UserError(problems)
+    return found
+
+
+def _runs_in(path: Path) -> Iterator[Path]:
+    return (file.parent for file in path.glob("*/metrics.jsonl"))
+
+
+def cluster_of_run(config: Config, run: MeasuredRun) -> Cluster:
+    """The devices that a run was on, by its run row. Raises as `cluster_here`."""
+    if run.facts.get("device_type") != "cuda":
+        return cluster_here(config, run.layout.world, [])
+    device, ranks = str(run.facts["device"]), run.layout.world
+    kind = named(device)
+    here = ranks // run.nodes
+    return cluster_here(config, ranks, [(device, kind.memory if kind else 0.0)] * here)

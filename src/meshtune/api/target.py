@@ -15,6 +15,8 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from meshtune import config as settings
+from meshtune.api import output, resolve
+from meshtune.api.choose import attention_of
 from meshtune.attention.register import register
 from meshtune.config import Config
 from meshtune.data.encode import Encoder
@@ -26,18 +28,16 @@ from meshtune.layout import Layout
 from meshtune.model.adapter import adapter_base, digest_of_base, load_adapter
 from meshtune.model.anatomy import anatomy
 from meshtune.model.files import ADAPTER_CONFIG
-from meshtune.model.load import load_config, load_tokenizer, override_sentences, quiet
+from meshtune.model.load import load_config, load_tokenizer, quiet
 from meshtune.model.save import FILES
-from meshtune.model.stored import check_base
 from meshtune.parallel.apply import Parallel, cut, place
 from meshtune.parallel.mesh import join
 from meshtune.precision import PRECISIONS, UNMIXED
 from meshtune.rundir import RunDir
-from meshtune.train import build, choose, inputs, output
 from meshtune.train.checkpoint import Checkpoints
 from meshtune.train.loss import head_loss
 from meshtune.train.model import single_model
-from meshtune.train.output import frozen_base
+from meshtune.train.run_row import device_of
 from meshtune.units import notice
 from meshtune.yaml_tree import leaves, overridden
 
@@ -195,7 +195,7 @@ def recorded_base(target: Target) -> str | None:
     """
     if target.folder and target.adapted:
         return digest_of_base(target.folder)
-    return frozen_base(target.config, target.run) if target.run and target.step is not None else None
+    return output.frozen_base(target.config, target.run) if target.run and target.step is not None else None
 
 
 def tokenizer_name(target: Target) -> str:
@@ -223,18 +223,18 @@ def _opened(target: Target, device: str | None) -> Opened:
     """As `open_model`. Raises OSError for a path that can't be used."""
     register()
     quiet()
-    config, place = target.config, choose.device_of(device or target.config.train.device)
+    config, place = target.config, device_of(device or target.config.train.device)
     if target.folder and not target.adapted:  # the model that it was trained from may be gone
         of_folder = {"name": str(target.folder), "init": "pretrained", "revision": None, "overrides": {}}
         config = config.model_copy(update={"model": config.model.model_copy(update=of_folder)})
-    check_base(config, recorded_base(target), subject_of(target), named=target.base_named)
-    for sentence in override_sentences(config.model):
+    output.check_base(config, recorded_base(target), subject_of(target), named=target.base_named)
+    for sentence in resolve.override_sentences(config.model):
         notice(sentence)
     unpacked = config.data.model_copy(update={"packing": False})  # generating packs nothing
-    attention = choose.attention_of(config.model_copy(update={"data": unpacked}), Layout(), 1)
-    spec = build.model_spec(config, attention, place.type)
+    attention = attention_of(config.model_copy(update={"data": unpacked}), Layout(), 1)
+    spec = resolve.model_spec(config, attention, place.type)
     if target.step is not None and target.run is not None:
-        tokenizer = inputs.tokenizer_of(config.model, config.data)
+        tokenizer = resolve.tokenizer_of(config.model, config.data)
         apply_template(tokenizer, config.data.chat_template)
         model = single_model(replace(spec, embeddings=id_bound(tokenizer)), place)
         weights = {f"model.{name}": p.data for name, p in model.named_parameters() if p.requires_grad}
@@ -242,11 +242,7 @@ def _opened(target: Target, device: str | None) -> Opened:
         for parameter in model.parameters():
             parameter.data = parameter.data.to(spec.compute_dtype)
     else:
-        tokenizer = load_tokenizer(
-            tokenizer_name(target),
-            trust_remote_code=config.model.trust_remote_code,
-            revision=config.model.revision,
-        )
+        tokenizer = load_tokenizer(tokenizer_name(target), **config.model.access)
         apply_template(tokenizer, config.data.chat_template)  # its tokens need rows of the embedding
         precision = UNMIXED[PRECISIONS[spec.precision].compute]
         spec = replace(spec, precision=precision, lora=None, freeze=())
@@ -257,4 +253,4 @@ def _opened(target: Target, device: str | None) -> Opened:
             model = single_model(replace(spec, embeddings=id_bound(tokenizer)), place)
     eos = model.generation_config.eos_token_id if model.generation_config else None
     stops = [eos] if isinstance(eos, int) else eos or []
-    return Opened(model.eval(), tokenizer, inputs.encoder_of(tokenizer, config, stops))
+    return Opened(model.eval(), tokenizer, resolve.encoder_of(tokenizer, config, stops))

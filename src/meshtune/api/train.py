@@ -28,8 +28,8 @@ from meshtune.units import counted, notice, on_first_rank
 from meshtune.yaml_tree import merge
 
 if TYPE_CHECKING:
+    from meshtune.api.choose import Choice
     from meshtune.launch import Rank
-    from meshtune.train.choose import Choice
     from meshtune.train.loop import Run
     from meshtune.train.loss import LossFunction
 
@@ -157,7 +157,8 @@ def train_here(config: Config, nproc: int | None, show: Show, hooks: Hooks = Hoo
         if finished:
             return shown(RunDir(config.output), show)
     # Before ranks are forked: they share what is imported. And what can't run is refused.
-    from meshtune.train import build, choose, loop  # noqa: F401
+    from meshtune.api import build, choose  # noqa: F401
+    from meshtune.train import loop  # noqa: F401
 
     ranks, device = ranks_of(config, nproc)
     if device == "cuda":  # before `choose` asks for the GPUs, which may initialise CUDA
@@ -221,7 +222,7 @@ def train_rank(rank: "Rank", config: Config, choice: "Choice | None", show: Show
 
     choice: the layout and attention; None: the ranks choose them together.
     """
-    from meshtune.train import build
+    from meshtune.api import build
 
     if choice is None:
         config, finished = settled_together(config)
@@ -282,21 +283,18 @@ def settled(config: Config) -> tuple[Config, bool]:
     from rich.console import Console
     from rich.text import Text
 
-    from meshtune.train import output
+    from meshtune.api import output
+    from meshtune.train.folder import Claim, put_back
 
     tell = partial(Console(stderr=True).print, soft_wrap=True)
     named = RunDir(expanded(config.output).absolute())
-    if named.replaced.exists():
-        from meshtune.train.output import put_back
-
-        if put_back(named):
-            tell(Text(f"{named.path} is the earlier run again: the one that was to replace it did no step."))
+    if named.replaced.exists() and put_back(named):
+        tell(Text(f"{named.path} is the earlier run again: the one that was to replace it did no step."))
     decision = output.decide(config)
     if decision.line:
         tell(Text(decision.line, style="bold"))
     if decision.start == "report":
         from meshtune.report.run import report
-        from meshtune.train.output import Claim
 
         with Claim(decision.run):  # clears what the killed process left
             report.try_report(decision.run)
@@ -310,7 +308,7 @@ def settled_together(config: Config) -> tuple[Config, bool]:
     """
     import torch.distributed as dist
 
-    from meshtune.train.output import differences
+    from meshtune.api.output import differences
 
     if not dist.is_initialized():
         return settled(config)

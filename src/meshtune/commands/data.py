@@ -26,11 +26,11 @@ def data(
 
     check_name(resolved.model.name, resolved.model.revision)
     check_there(resolved.data)
+    from meshtune.api.resolve import inputs_of
     from meshtune.data import inspect
-    from meshtune.train import inputs
 
     with paths_named(resolved):
-        tokenizer, _, prepared = inputs.inputs_of(resolved)
+        tokenizer, _, prepared = inputs_of(resolved)
         description = inspect.describe(prepared, tokenizer, samples=samples)
     if as_json:
         show_json(description)

@@ -45,8 +45,7 @@ def environment(model: str | None) -> dict[str, Any]:
     from meshtune.launch.rank import cores
     from meshtune.model.capabilities import capabilities
     from meshtune.model.load import load_config
-    from meshtune.train.choose import device_of, gpus_of
-    from meshtune.train.run_row import processor_name, versions
+    from meshtune.train.run_row import device_of, gpus_of, processor_name, versions
 
     devices: dict[str, Any] = {
         "cpu": f"{processor_name()}, {cores()} cores, {human(psutil.virtual_memory().total)}",

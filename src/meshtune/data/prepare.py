@@ -113,6 +113,11 @@ class Prepared:
     stats: dict[str, Any]  # JSON-able; `sentences` writes it as text
 
     @property
+    def sequences(self) -> int | None:
+        """Sequences of one epoch; None of a stream."""
+        return len(self.train) if isinstance(self.train, Dataset) else None
+
+    @property
     def digest(self) -> str:
         """Digest of the tokens and sequences of both parts and of seq_len; for a stream, of the names of its
         sources and how they are read.

@@ -53,8 +53,7 @@ def numbers_of(
     rows = _rows_needed(config) if grows else 0
     numbers = model_numbers(
         model.name,
-        revision=model.revision,
-        trust_remote_code=model.trust_remote_code,
+        **model.access,
         overrides=model.overrides,
         freeze=model.freeze,
         lora=shape if config.method == "lora" else None,
@@ -82,9 +81,7 @@ def _rows_needed(config: Config) -> int | None:
 
     model = config.model
     try:
-        tokenizer = load_tokenizer(
-            model.name, trust_remote_code=model.trust_remote_code, revision=model.revision
-        )
+        tokenizer = load_tokenizer(model.name, **model.access)
         apply_template(tokenizer, config.data.chat_template)
     except UserError:  # such as a configuration without a tokenizer; a run says what is wrong
         return None

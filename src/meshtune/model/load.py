@@ -56,7 +56,6 @@ from meshtune.model.overrides import SETTING, absurd, overridden_config
 from meshtune.model.pieces import StoredTensors, fill, materialise, whole_pieces
 from meshtune.model.stored import refuse_misfits, refuse_types, stored_types, untied
 from meshtune.nearest import did_you_mean, nearest
-from meshtune.sections import ModelConfig
 from meshtune.units import counted, few
 
 logger = logging.getLogger(__name__)
@@ -93,15 +92,6 @@ def load_config(
     """
     folder = resolve(name, revision=revision, weights=False, trust_remote_code=trust_remote_code)
     return read_config(folder / "config.json", name, trust_remote_code, overrides)
-
-
-def override_sentences(model: ModelConfig) -> tuple[str, ...]:
-    """Sentences on what the overrides of a model change in its config.json. Raises as `load_config`."""
-    trust = model.trust_remote_code
-    if not model.overrides:
-        return ()
-    folder = resolve(model.name, revision=model.revision, weights=False, trust_remote_code=trust)
-    return read_changed(folder / "config.json", model.name, trust, model.overrides)[1]
 
 
 def read_config(

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
@@ -22,7 +22,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from meshtune.errors import UserError, expanded, explained
+from meshtune.errors import UserError, explained
 from meshtune.model.files import (
     SAFETENSORS_DTYPES,
     quantised,
@@ -31,10 +31,7 @@ from meshtune.model.files import (
     weight_files,
     weights_here,
 )
-from meshtune.units import counted, few, notice
-
-if TYPE_CHECKING:
-    from meshtune.config import Config
+from meshtune.units import counted, few
 
 FLOATS = {word for dtype, word in SAFETENSORS_DTYPES.items() if dtype.is_floating_point}
 INTEGERS = {"I8", "I16", "I32", "I64", "U8", "U16", "U32", "U64", "BOOL"}  # positions and masks may have them
@@ -216,22 +213,19 @@ class Entry(NamedTuple):
     size: int  # in bytes
 
 
-def base_digest(config: Config, *, download: bool = True) -> str | None:
-    """Digest of the weights that a run starts from; None for random ones. Raises UserError as `resolve`.
+def base_digest(
+    name: str, cache: Path, *, revision: str | None, trust_remote_code: bool, download: bool = True
+) -> str | None:
+    """Digest of a model's weights. Raises UserError as `resolve`.
 
-    download: False returns None for weights that are not on this machine.
+    cache: as `digest` takes it. download: False returns None for weights that are not on this machine.
     """
-    model = config.model
-    if model.init == "random":
-        return None
     if download:
-        trust = model.trust_remote_code
-        files = weight_files(
-            resolve(model.name, revision=model.revision, weights=True, trust_remote_code=trust)
-        )
+        folder = resolve(name, revision=revision, weights=True, trust_remote_code=trust_remote_code)
+        files = weight_files(folder)
     else:
-        files = weights_here(model.name, model.revision)
-    return digest(files, expanded(config.data.cache, "data.cache")) if files else None
+        files = weights_here(name, revision)
+    return digest(files, cache) if files else None
 
 
 def digest(files: Iterable[Path], cache: Path) -> str:
@@ -269,34 +263,3 @@ def entries_of(file: Path) -> Iterator[Entry]:
             if name != "__metadata__":
                 begin, end = facts["data_offsets"]
                 yield Entry(f"{name} {facts['dtype']} {facts['shape']}", 8 + length + begin, end - begin)
-
-
-def check_base(
-    config: Config, recorded: str | None, subject: str, *, named: bool, download: bool = True
-) -> None:
-    """Compare the base with the weights that `subject`, an adapter or a run, was trained on.
-
-    recorded: their digest; None: not known, as of adapters by peft, and nothing is compared. named: True if
-    the user chose the base for this command: another one is then used, with a line on stderr. download: see
-    `base_digest`; weights that are not on this machine are not compared, and a line reports it.
-
-    Raises UserError for another one where its name was recorded with the adapter or the run.
-    """
-    model = config.model
-    if recorded is None or not recorded.startswith(FORM) or model.init == "random":
-        return
-    here = base_digest(config, download=download)
-    if here is None:
-        notice(
-            f"The weights of {model.name} are not on this machine: whether {subject} was trained on them was "
-            "not compared."
-        )
-    if here in (None, recorded):
-        return
-    other = f"{subject} was trained on other weights than {model.name} holds now"
-    if not named:
-        raise UserError(
-            f"{other}: they were changed or replaced since. Name a folder with the weights of before: "
-            "model.name=FOLDER (of a hub model, model.revision=REVISION)."
-        )
-    notice(f"{other}; they are used, since model.name names them.")

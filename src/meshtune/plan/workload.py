@@ -170,7 +170,9 @@ def workload_of(config: Config, numbers: ModelNumbers) -> Workload:
             f"{model.name} can't be planned: {numbers.census.unsupported}. Name a layout to train it "
             "(layout=zero3x8-mb1)."
         )
-    beyond = positions_note(config, numbers.positions, config.data.mean_document_tokens)
+    beyond = positions_note(
+        model.name, config.data.seq_len, numbers.positions, config.data.mean_document_tokens
+    )
     workload = Workload(
         model=model.name,
         work=Work.of(numbers.census),
@@ -238,16 +240,18 @@ def dora_note(config: Config) -> str | None:
     )
 
 
-def positions_note(config: Config, positions: int | None, document_tokens: float | None) -> str | None:
+def positions_note(
+    name: str, seq_len: int, positions: int | None, document_tokens: float | None
+) -> str | None:
     """A sentence if documents are longer than the model's positions reach; None if they aren't.
 
-    positions: as in ModelNumbers. document_tokens: of a document; None: not known, up to whole sequences.
+    name: of the model. positions: as in ModelNumbers. document_tokens: of a document; None: not known, up to
+    whole sequences.
     """
-    seq_len = config.data.seq_len
     if positions is None or min(seq_len, document_tokens or seq_len) <= positions:
         return None
     return (
-        f"data.seq_len={seq_len} goes beyond the {positions:,} positions of {config.model.name} "
+        f"data.seq_len={seq_len} goes beyond the {positions:,} positions of {name} "
         "(max_position_embeddings): longer documents need more, such as by a scaled rotary embedding "
         "(rope_scaling in its config.json)."
     )

@@ -7,20 +7,19 @@ Nothing is saved, evaluated or exported. Without data each sequence is random to
 
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
-from transformers import PretrainedConfig
 
-from meshtune.config import Config
 from meshtune.data.batch import Batch, micro_batch
 from meshtune.data.pack import LABELLED
 from meshtune.data.tokens import id_bound
 from meshtune.launch import Rank
+from meshtune.layout import Layout
 from meshtune.meter.mfu import flops_of, peak_flops
 from meshtune.meter.phases import WATCHED_STEPS
 from meshtune.meter.rows import fullest_memory, possible, share_of_peak, time_now
@@ -30,13 +29,11 @@ from meshtune.parallel.mesh import World, join
 from meshtune.plan.hardware import datasheet_flops
 from meshtune.plan.step_parts import median_parts
 from meshtune.rundir import Row
-from meshtune.train.build import model_spec, optimizer_spec
-from meshtune.train.choose import Choice, device_of
-from meshtune.train.inputs import inputs_of, loader_of
+from meshtune.train.inputs import Inputs, loader_of
 from meshtune.train.loop import seed_dropout
 from meshtune.train.measure import Meter
-from meshtune.train.model import RankModel, rank_model
-from meshtune.train.run_row import device_name, facts_of, hosts_of
+from meshtune.train.model import ModelSpec, OptimizerSpec, RankModel, rank_model
+from meshtune.train.run_row import device_name, device_of, facts_of, hosts_of
 from meshtune.train.step import Counts
 from meshtune.units import spread
 
@@ -44,16 +41,21 @@ WARM_UP = WATCHED_STEPS + 1  # steps before those that are timed: memory is watc
 LEARNING_RATE = 1e-6  # the values do not matter; they must stay finite
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Trial:
     """A layout to time."""
 
-    config: Config
-    choice: Choice
-    steps: int  # to be timed
+    layout: Layout
+    spec: ModelSpec  # without the tokenizer's rows of the embedding
+    optimizer: OptimizerSpec
+    device: str  # torch's kind
+    seq_len: int
+    max_grad_norm: float
+    inputs: Callable[[], Inputs] | None  # reads the data; None: sequences are random tokens
     documents: Sequence[int]  # lengths of those in a sequence of random tokens
+    settings: Row  # that the run's row has
+    steps: int  # to be timed
     profile: Path | None = None  # folder for traces of one more step; None: none are written
-    source: PretrainedConfig | None = None  # of a model with random weights; None: that of the settings
 
 
 @dataclass(frozen=True)
@@ -120,34 +122,28 @@ class Measured:
 def bench_rank(rank: Rank, trial: Trial) -> Measured | None:
     """Run a trial's steps on one rank; the main rank returns what was measured, the others None.
 
-    Raises as `build.build`.
+    Raises as `rank_model`, and for data that can't be read.
     """
-    config, choice, documents = trial.config, trial.choice, trial.documents
+    seq_len = trial.seq_len
     quiet()
-    device = device_of(config.train.device)
-    world = join(choice.layout, device)
-    inputs = inputs_of(config) if config.data.train else None
-    embeddings = id_bound(inputs.tokenizer) if inputs else 0
-    spec = model_spec(config, choice.attention, device.type, embeddings=embeddings)
-    if trial.source is not None:
-        spec = replace(spec, source=trial.source, overrides={}, init="random", draw_on=str(device))
-    model = rank_model(
-        spec,
-        world,
-        optimizer=optimizer_spec(config),
-        tokens_per_sequence=config.data.seq_len,
-    )  # fmt: skip
-    seed_dropout(world, config.train.seed)
+    device = device_of(trial.device)
+    world = join(trial.layout, device)
+    inputs = trial.inputs and trial.inputs()
+    spec = replace(trial.spec, embeddings=id_bound(inputs.tokenizer) if inputs else 0)
+    if not isinstance(spec.source, str):
+        spec = replace(spec, draw_on=str(device))
+    model = rank_model(spec, world, optimizer=trial.optimizer, tokens_per_sequence=seq_len)
+    seed_dropout(world, spec.seed)
     batches: Iterator[Batch]
     if inputs:
-        loader = loader_of(config, inputs.prepared.train, world.layout, world.data_rank)
+        loader = loader_of(inputs.prepared.train, world.layout, world.data_rank, spec.seed)
         batches = (batch for batch, _ in loader)
     else:
-        batches = random_batches(model, world, config.data.seq_len, documents)
+        batches = random_batches(model, world, seq_len, trial.documents)
     hosts = hosts_of(world)
-    facts = facts_of(config, model, inputs and inputs.prepared) | hosts if rank.main else {}
+    facts = facts_of(trial.settings, model, inputs and inputs.prepared) | hosts if rank.main else {}
     meter = Meter(world, model.memory())
-    flops = flops_of(model.census, config.data.seq_len, ranks=world.size // world.data_ranks)
+    flops = flops_of(model.census, seq_len, ranks=world.size // world.data_ranks)
     seconds, rows, memory, counts = [], [], [], []
     with meter.running():
         for step in range(1, WARM_UP + trial.steps + 1):
@@ -160,7 +156,7 @@ def bench_rank(rank: Rank, trial: Trial) -> Measured | None:
             with meter.watching(step):
                 done = model.passes.step(
                     micro_batches, Counts(batch.label_tokens, *flops(batch)), meter.phase,
-                    learning_rate=LEARNING_RATE, max_grad_norm=config.train.max_grad_norm,
+                    learning_rate=LEARNING_RATE, max_grad_norm=trial.max_grad_norm,
                 )  # fmt: skip
             world.synchronize()
             found = meter.end(
@@ -175,13 +171,13 @@ def bench_rank(rank: Rank, trial: Trial) -> Measured | None:
     if trial.profile:
         from meshtune.study.profile import write_profile  # here: the longest chain of imports ends in it
 
-        write_profile(trial.profile, model, next(batches), config.train.max_grad_norm)
+        write_profile(trial.profile, model, next(batches), trial.max_grad_norm)
     tokens, labels, needed = (float(np.mean(column)) for column in zip(*counts, strict=True))
     run = {"kind": "run", "id": uuid.uuid4().hex, "start": 1, "bench": True, **facts}
     if inputs:  # of the steps that were timed
-        run["label_share"] = labels / (config.data.seq_len * world.layout.global_batch_size)
+        run["label_share"] = labels / (seq_len * world.layout.global_batch_size)
     end = {"kind": "end", "ended": time_now(), "step": WARM_UP + trial.steps, "status": "finished"}
-    peak = peak_flops(device, config.train.precision, datasheet_flops)
+    peak = peak_flops(device, spec.precision, datasheet_flops)
     measured = Measured(
         str(world.layout), device_name(device), device.type, world.size, tokens, seconds, rows, memory,
         None if np.isnan(needed) else needed, peak, run, end,

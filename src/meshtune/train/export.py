@@ -1,6 +1,5 @@
 """Export of a trained model: a Hugging Face folder or an adapter, with a model card; upload to the hub."""
 
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,21 +14,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import meshtune
 from meshtune.addresses import public
-from meshtune.config import Config
-from meshtune.data.encode import Encoder
 from meshtune.data.tokens import id_bound
 from meshtune.errors import UserError, expanded
 from meshtune.model.adapter import save_adapter
-from meshtune.model.load import tables
-from meshtune.model.lora import modules_named
 from meshtune.model.pieces import Piece
 from meshtune.model.save import save_model, save_pieces, stored_differently
-from meshtune.model.stored import base_digest
-from meshtune.optimizers import OPTIMIZERS
 from meshtune.parallel.mesh import World
 from meshtune.rundir import RunDir
-from meshtune.train.output import absolute
-from meshtune.units import counted, scientific
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,78 +137,6 @@ def put(model: nn.Module, new: nn.Parameter, *, instead_of: nn.Parameter) -> Non
         for name, parameter in module._parameters.items():
             if parameter is instead_of:
                 module._parameters[name] = new
-
-
-def exporter_of(
-    config: Config,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    encoder: Encoder,
-    *,
-    pieces: Callable[[], Mapping[str, Piece]],
-    world: World,
-    dtype: torch.dtype,
-) -> Exporter:
-    """The exporter of a run, or of one whole model; of an adapter if config.method is lora.
-
-    model: the whole one, its parameters may be on meta. encoder: has the stop tokens. pieces, world, dtype:
-    as Exporter has them.
-    """
-    named = [model.get_submodule(path) for path in modules_named(model, config.lora.modules_to_save)]
-    embeddings = any(
-        table.weight.requires_grad and table not in named for table in tables(model)
-    )  # added rows, which are trained
-    lora = config.lora
-    adapter = {
-        "lora_rank": lora.r,
-        "alpha": lora.alpha,
-        "dropout": lora.dropout,
-        "use_rslora": lora.use_rslora,
-        "use_dora": lora.use_dora,
-        "layers_to_transform": lora.layers_to_transform,
-        "modules_to_save": lora.modules_to_save,
-        "embeddings": embeddings,
-        "overrides": config.model.overrides,
-        "revision": config.model.revision,
-    }
-    return Exporter(
-        model=model,
-        pieces=pieces,
-        world=world,
-        dtype=dtype,
-        tokenizer=tokenizer,
-        base_name=absolute(config.model.name),
-        base_digest=base_digest(config) if world.main else None,
-        adapter=adapter if config.method == "lora" else None,
-        recipe=recipe(config),
-        stop_ids=encoder.stop_ids,
-        push_to=config.hub.push_to,
-        private=config.hub.private,
-    )
-
-
-def recipe(config: Config) -> dict[str, str]:
-    """The settings of a run that its model card lists."""
-    train, data = config.train, config.data
-    row, betas = OPTIMIZERS[train.optimizer], f"betas {train.adam_betas}"
-    rest = f", {row.rest} with {betas} for the rest" if row.rest else ""
-    constants = f", {betas}" if "betas" in row.constants else rest
-    changes = {"changes to its config.json": f"`{json.dumps(public(config.model.overrides))}`"}
-    return {
-        "base model": shown(config.model.name),
-        **(changes if config.model.overrides else {}),
-        "method": config.method
-        if config.method == "full"
-        else f"{kind_of(config.lora.use_dora)} r {config.lora.r}, alpha {config.lora.alpha:g}",
-        "data": ", ".join(shown(source.path) for source in data.train),
-        "labelled": data.train_on,
-        "sequence length": f"{data.seq_len}{', packed' if data.packing else ''}",
-        "global batch": counted(config.global_batch_size, "sequence"),
-        "learning rate": f"{scientific(config.learning_rate)}, {train.lr_scheduler}",
-        "optimizer": f"{train.optimizer}{constants}, weight decay {train.weight_decay:g}",
-        "precision": train.precision,
-        "seed": str(train.seed),
-    }
 
 
 def kind_of(use_dora: bool) -> str:

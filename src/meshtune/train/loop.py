@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from meshtune.train.checkpoint import Checkpoints
     from meshtune.train.evaluate import Evaluation
     from meshtune.train.export import Exporter
+    from meshtune.train.folder import Claim
     from meshtune.train.measure import Meter
-    from meshtune.train.output import Claim
     from meshtune.train.step import Outcome, Passes
     from meshtune.train.trackers import Metrics
 

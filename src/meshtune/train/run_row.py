@@ -15,15 +15,13 @@ import transformers
 from torch.cuda import nccl as nccl_of_torch
 
 import meshtune
-from meshtune.addresses import public
+from meshtune.errors import UserError
 from meshtune.launch.rank import cores
 from meshtune.meter.rows import time_now
 from meshtune.model.stored import BASE_DIGEST
-from meshtune.train.updates import rate_in_words
 from meshtune.yaml_tree import read_yaml
 
 if TYPE_CHECKING:
-    from meshtune.config import Config
     from meshtune.data.prepare import Prepared
     from meshtune.parallel.mesh import World
     from meshtune.rundir import Row, RunDir
@@ -31,46 +29,39 @@ if TYPE_CHECKING:
     from meshtune.train.model import RankModel
 
 
-def run_row(config: Config, run: Run, model: RankModel, prepared: Prepared, resumed: int | None) -> Row:
+def run_row(settings: Row, run: Run, model: RankModel, prepared: Prepared, resumed: int | None) -> Row:
     """Facts of one start of a run; {} on ranks other than the main one. Every rank calls it.
 
-    resumed: step of the checkpoint that the run resumes from, None for a new run.
+    settings: those that the row has, by its keys. resumed: step of the checkpoint that the run resumes from,
+    None for a new run.
     """
     hosts = hosts_of(run.world)
     if not run.world.main:
         return {}
     return {
         **identity(run.folder),
-        **facts_of(config, model, prepared),
+        **facts_of(settings, model, prepared),
         "total_steps": run.steps,
         BASE_DIGEST: run.exporter.base_digest,
-        "learning_rate": rate_in_words(config),
-        "schedule_steps": config.train.lr_decay_steps or run.steps,
         "resumed_from": resumed,
         **hosts,
         **predicted(run.folder),
     }
 
 
-def facts_of(config: Config, model: RankModel, prepared: Prepared | None) -> Row:
+def facts_of(settings: Row, model: RankModel, prepared: Prepared | None) -> Row:
     """Facts of a run, or of a benched layout, that begins now on this rank's device.
 
-    prepared: the data; None: random tokens.
+    settings: as `run_row` takes them. prepared: the data; None: random tokens.
     """
     world = model.parallel.world
     return {
         "started": time_now(),
-        "model": public(config.model.name),
-        "method": config.method,
         "parameters": model.census.total,
         "trainable_parameters": model.census.trainable,
-        "precision": config.train.precision,
         "layout": str(world.layout),
         "world": world.size,
-        "global_batch_size": config.global_batch_size,
-        "seq_len": config.data.seq_len,
-        "seed": config.train.seed,
-        "data": [public(source.path) for source in config.data.train],
+        **settings,
         "data_digest": prepared and prepared.digest,
         "label_share": prepared and prepared.train.label_share,
         "loss_function": model.passes.token_loss and model.passes.token_loss.name,
@@ -106,6 +97,25 @@ def predicted(folder: RunDir) -> dict[str, Any]:
 
 PROCESSOR = Path("/proc/cpuinfo")
 PATIENCE = 5.0  # seconds in which git or nvidia-smi must have answered; no run waits longer for a fact
+
+
+def device_of(name: str) -> torch.device:
+    """The device of `train.device`: auto, cuda or cpu. Raises UserError when CUDA is asked for and absent."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError(
+            "train.device = cuda, but torch sees no CUDA device; use train.device=cpu, or install torch for "
+            "CUDA."
+        )
+    cuda = name == "cuda" or (name == "auto" and torch.cuda.is_available())
+    return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+
+
+def gpus_of(device: torch.device) -> list[tuple[str, float]]:
+    """(name, bytes) of each GPU of this machine; none where the run is on the processor."""
+    if device.type != "cuda":
+        return []
+    properties = (torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count()))
+    return [(gpu.name, float(gpu.total_memory)) for gpu in properties]
 
 
 def device_name(device: torch.device) -> str:

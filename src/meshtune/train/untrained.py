@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from meshtune.config import Config
 from meshtune.data.pack import LABELLED, Dataset
 from meshtune.data.prepare import Prepared
 from meshtune.data.recipe import Stream
@@ -24,6 +23,7 @@ from meshtune.model.load import tables
 from meshtune.model.lora import lora_layers
 from meshtune.model.stored import StoredTable
 from meshtune.plan.workload import positions_note
+from meshtune.train.model import ModelSpec
 from meshtune.units import on_first_rank
 
 SEQUENCES = 1_000  # of the training data, in which tokens are looked for
@@ -32,7 +32,7 @@ SMALL = 0.05  # of the median norm: a row below it was never trained
 
 
 def untrained_sentences(
-    config: Config,
+    spec: ModelSpec,
     whole: PreTrainedModel,
     train: Dataset | Stream,
     tokenizer: PreTrainedTokenizerBase,
@@ -52,11 +52,11 @@ def untrained_sentences(
         for path, module in whole.named_modules()
         if module in (embed, head) and path not in adapted and not module.weight.requires_grad
     }
-    if config.model.init == "random" or not frozen or not on_first_rank():
+    if spec.init == "random" or not frozen or not on_first_rank():
         return []
     used, labelled = used_tokens(tokenizer, train, stop_ids)
     if files is None:
-        name, revision, trust = config.model.name, config.model.revision, config.model.trust_remote_code
+        name, revision, trust = str(spec.source), spec.revision, spec.trust_remote_code
         files = weight_files(resolve(name, revision=revision, weights=True, trust_remote_code=trust))
     ids = added_tokens(tokenizer)
     found: dict[int, None] = {}
@@ -69,9 +69,9 @@ def untrained_sentences(
     if not found:
         return []
     tokens = [str(token) for token in tokenizer.convert_ids_to_tokens(sorted(found))]
-    if config.method == "lora":
+    if spec.lora:
         leaves = [path.rpartition(".")[2] for path in to_train]
-        names = dict.fromkeys([*config.lora.modules_to_save, *leaves])
+        names = dict.fromkeys([*spec.lora.modules_to_save, *leaves])
         remedy = f"Train them: lora.modules_to_save=[{', '.join(names)}]."
     else:
         remedy = f"Take {' and '.join(f'{path}.weight' for path in to_train)} out of model.freeze."
@@ -132,12 +132,12 @@ def norms(rows: Tensor) -> Tensor:
 
 
 def position_sentences(
-    config: Config, model: PreTrainedModel, parts: Anatomy, prepared: Prepared
+    name: str, seq_len: int, model: PreTrainedModel, parts: Anatomy, prepared: Prepared
 ) -> list[str]:
     """Sentences on documents beyond the model's positions; they depend neither on the rank nor on the layout.
 
-    parts: of the whole model. Raises UserError for documents beyond a table of learned positions, and for a
-    stream that allows them, whose documents are not known.
+    name: of the model. parts: of the whole one. Raises UserError for documents beyond a table of learned
+    positions, and for a stream that allows them, whose documents are not known.
     """
     positions = context_of(model.config)
     if positions is not None:
@@ -145,13 +145,13 @@ def position_sentences(
     datasets = [data for data in (prepared.train, prepared.eval) if isinstance(data, Dataset)]
     lengths = [data.longest_document for data in datasets]
     longest = max(lengths) if isinstance(prepared.train, Dataset) else None
-    note = positions_note(config, positions, longest)
+    note = positions_note(name, seq_len, positions, longest)
     if note is None or positions is None:
         return []
     if has_position_table(model, parts, positions):
-        tokens = config.data.seq_len if longest is None else longest
+        tokens = seq_len if longest is None else longest
         raise UserError(
-            f"{config.model.name} has a table of {positions:,} positions, so that no document can be longer: "
+            f"{name} has a table of {positions:,} positions, so that no document can be longer: "
             f"{'a stream may have' if longest is None else 'one has'} {tokens:,} tokens. Set "
             f"data.seq_len={positions}."
         )

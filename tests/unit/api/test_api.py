@@ -15,11 +15,11 @@ from golden import refuses, says
 
 import meshtune
 from meshtune import Config, Layout, config, generate, plan, train
+from meshtune.api.output import differences
 from meshtune.api.settings import config_of, tree_of
 from meshtune.api.train import with_rows
 from meshtune.data.rows import store_rows
 from meshtune.errors import UserError
-from meshtune.train.output import differences
 
 ROWS = [{"prompt": f"{number} + 1 =", "completion": f" {number + 1}"} for number in range(24)]
 

@@ -11,8 +11,7 @@ import pytest
 from golden import refuses
 
 from meshtune.api.calibrate import calibrate
-from meshtune.api.measured_runs import cluster_of_run
-from meshtune.api.plan import workload_of_run
+from meshtune.api.plan import cluster_of_run, workload_of_run
 from meshtune.config import load
 from meshtune.errors import UserError
 from meshtune.meter.parts import PARTS

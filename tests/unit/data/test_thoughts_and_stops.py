@@ -9,11 +9,11 @@ from corpus import CONVERSATIONS, assistant, user
 from golden import refuses, says
 from test_corpus import encoded, encoder_of, labelled_text
 
+from meshtune.api.resolve import stops_of
 from meshtune.config import load
 from meshtune.data.encode import Document, Encoder
 from meshtune.data.example import BadRow, Example, Mask, Notes, Origin, notes_sentences
 from meshtune.errors import UserError
-from meshtune.train.inputs import stops_of
 
 HERE = Origin("rows.jsonl", 7)
 

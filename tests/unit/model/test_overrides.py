@@ -24,15 +24,17 @@ from transformers import (
 )
 
 from meshtune import config
+from meshtune.api import build
 from meshtune.api.export import exported
 from meshtune.api.model_file import model_file
+from meshtune.api.resolve import override_sentences
 from meshtune.api.target import open_model, target_of
 from meshtune.errors import UserError
 from meshtune.model.census_cache import numbers_of
-from meshtune.model.load import load_config, override_sentences
+from meshtune.model.load import load_config
 from meshtune.rundir import RunDir
 from meshtune.sections import ModelConfig
-from meshtune.train import build, loop
+from meshtune.train import loop
 
 Settings = Callable[..., list[str]]
 QWEN = {

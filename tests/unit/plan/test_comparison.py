@@ -10,8 +10,7 @@ from golden import refuses, says
 from made_runs import made, rows
 from own_machine import OWN_MACHINE
 
-from meshtune.api.compare import STARTED_UNPLANNED, STARTED_UNTIMED, UNTIMED, compared
-from meshtune.api.measured_runs import cluster_of_run
+from meshtune.api.compare import STARTED_UNPLANNED, STARTED_UNTIMED, UNTIMED, cluster_of_run, compared
 from meshtune.api.plan import workload_of_run
 from meshtune.commands.plan import runs_of
 from meshtune.config import load

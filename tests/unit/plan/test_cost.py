@@ -10,14 +10,16 @@ from made_plans import load, workload
 from rich.console import Console
 
 from meshtune import config
+from meshtune.api.resolve import inputs_of
+from meshtune.data.pack import Dataset
 from meshtune.errors import UserError
+from meshtune.length import steps_of
 from meshtune.plan.cluster import cluster_of, prices_of
 from meshtune.plan.cost import money, run_length
 from meshtune.plan.explanation import explain
 from meshtune.plan.hardware import catalogue
 from meshtune.report.plan.documents import explained
 from meshtune.sections import ClusterConfig
-from meshtune.train.inputs import inputs_of, steps_of
 
 Settings = Callable[..., list[str]]
 
@@ -96,11 +98,12 @@ def test_epochs_are_those_that_the_data_command_counted(settings: Settings, tmp_
     read = config.load(None, words)
     says(run_length(read).notes[0])
     train = inputs_of(read).prepared.train
+    assert isinstance(train, Dataset)
     length = run_length(read)
-    assert length.steps == steps_of(read, train) and not length.missing
+    assert length.steps == steps_of(read, len(train)) and not length.missing
     assert length.tokens == length.steps * 2 * 128
     longer = config.load(None, [*words, "train.max_steps=100000"])
-    assert run_length(longer).steps == length.steps == steps_of(longer, train)
+    assert run_length(longer).steps == length.steps == steps_of(longer, len(train))
     says(run_length(longer).notes[0])
     (shorter,) = (note for note in length.notes if "mean_document_tokens" in note)
     mean = round(train.mean_document_tokens)
@@ -111,7 +114,7 @@ def test_epochs_are_those_that_the_data_command_counted(settings: Settings, tmp_
     other = config.load(None, [*words, "data.seq_len=64"])
     assert run_length(other).steps is None, "other settings were not counted"
     elsewhere = config.load(None, [*words, "train.global_batch_size=4", "data.mean_document_tokens=9"])
-    assert run_length(elsewhere).steps == steps_of(elsewhere, train)
+    assert run_length(elsewhere).steps == steps_of(elsewhere, len(train))
     with open(tmp_path / "rows.jsonl", "a") as file:
         file.write('{"text": "one more"}\n')
     says(run_length(read).notes[0])

@@ -136,10 +136,10 @@ def test_positions_of_other_kinds() -> None:
 )
 def test_sequences_beyond_the_positions_are_said(words: list[str], said: bool) -> None:
     loaded = config.load(None, ["model.name=some/model", *words])
-    note = positions_note(loaded, 512, loaded.data.mean_document_tokens)
+    note = positions_note("some/model", loaded.data.seq_len, 512, loaded.data.mean_document_tokens)
     assert (note is not None) == said
     assert note is None or "goes beyond the 512 positions of some/model (max_position_embeddings)" in note
-    assert positions_note(loaded, None, None) is None
+    assert positions_note("some/model", 64, None, None) is None
 
 
 @pytest.mark.ci

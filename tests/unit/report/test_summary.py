@@ -4,7 +4,7 @@ import pytest
 from golden import says
 
 from meshtune.report.run.summary import grown, samples_of, summarise
-from meshtune.train.output import Claim
+from meshtune.train.folder import Claim
 
 
 def test_headline_numbers_are_those_of_the_rows(run):

@@ -13,15 +13,16 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from meshtune import config
+from meshtune.api import build
 from meshtune.api.export import exported
+from meshtune.api.output import check_base, choose_folder
 from meshtune.api.target import open_model, target_of
 from meshtune.errors import UserError
 from meshtune.model import files
 from meshtune.model.adapter import digest_of_base
 from meshtune.model.files import weight_files
-from meshtune.model.stored import check_base, digest
-from meshtune.train import build, loop
-from meshtune.train.output import choose_folder
+from meshtune.model.stored import digest
+from meshtune.train import loop
 
 LORA = ("method=lora", "train.max_steps=2", "checkpoint.every=2", "data.eval=null")
 

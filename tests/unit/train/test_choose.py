@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 from golden import refuses, says
 
+from meshtune.api import choose
 from meshtune.config import Config
 from meshtune.errors import NothingFits
 from meshtune.plan.models import models
 from meshtune.plan.workload import Workload
-from meshtune.train import choose
 
 
 @pytest.fixture

@@ -12,9 +12,10 @@ from torch import nn
 from transformers import AutoConfig, AutoTokenizer
 
 from meshtune import config
+from meshtune.api import build
 from meshtune.errors import UserError
 from meshtune.recomputation import RECOMPUTATIONS
-from meshtune.train import build, loop
+from meshtune.train import loop
 
 Settings = Callable[..., list[str]]
 

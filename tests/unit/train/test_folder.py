@@ -10,9 +10,9 @@ import torch
 from golden import refuses, says
 
 from meshtune import config
+from meshtune.api import output
 from meshtune.errors import UserError
 from meshtune.rundir import RunDir
-from meshtune.train import output
 from meshtune.train.checkpoint import Checkpoints
 
 Settings = Callable[..., list[str]]

@@ -22,6 +22,7 @@ from tiny import write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from meshtune import config
+from meshtune.api import build
 from meshtune.errors import Interrupted, NonFinite, NothingFits, UserError
 from meshtune.launch.signals import STOPPING, StopRequest
 from meshtune.parallel.mesh import Axis
@@ -29,7 +30,7 @@ from meshtune.report.compare import compare
 from meshtune.report.run.summary import summarise
 from meshtune.report.run.tables import headline
 from meshtune.rundir import RunDir
-from meshtune.train import build, loop, trackers
+from meshtune.train import loop, trackers
 from meshtune.train.checkpoint_files import size_and_hash
 from meshtune.units import duration
 

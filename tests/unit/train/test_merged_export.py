@@ -11,8 +11,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from meshtune.api.export import exported
+from meshtune.api.resolve import recipe
 from meshtune.config import load
-from meshtune.train.export import hub_id, recipe
+from meshtune.train.export import hub_id
 
 
 @pytest.mark.ci

@@ -8,9 +8,10 @@ import pytest
 from golden import refuses, says
 
 from meshtune import config
+from meshtune.api import output
 from meshtune.errors import UserError
 from meshtune.rundir import RunDir
-from meshtune.train import output
+from meshtune.train import folder
 
 Settings = Callable[..., list[str]]
 Make = Callable[..., RunDir]
@@ -222,7 +223,7 @@ def test_a_runs_own_config_repeats_it_only_in_another_folder(make, tmp_path: Pat
     assert (decision.run.path, decision.start) == (tmp_path / "new", "begin")
 
 
-def replaced(run: RunDir) -> output.Claim:
+def replaced(run: RunDir) -> folder.Claim:
     return output.begin(run, config.load(run.config_file, ["output_exists=replace"]), "", None, replace=True)
 
 
@@ -245,9 +246,9 @@ def test_a_replaced_run_gets_its_folder_back_if_the_new_one_was_killed_before_a_
     replaced(run).__exit__()
     if skipped:
         run.append({"kind": "train", "step": 1, "loss": None, "skipped": True})
-    assert output.put_back(run) and not run.replaced.exists()
+    assert folder.put_back(run) and not run.replaced.exists()
     assert run.metrics_file.read_bytes() == before
-    assert not output.put_back(run)
+    assert not folder.put_back(run)
 
 
 def test_a_replaced_run_stays_away_once_the_new_one_has_done_a_step(make) -> None:
@@ -255,14 +256,14 @@ def test_a_replaced_run_stays_away_once_the_new_one_has_done_a_step(make) -> Non
     run = make(finished=9)
     replaced(run).__exit__()
     run.append({"kind": "train", "step": 1, "loss": 1.0})
-    assert not output.put_back(run)
+    assert not folder.put_back(run)
     with replaced(run):  # and a third run replaces the second
         assert [row["step"] for row in RunDir(run.replaced).rows("train")] == [1]
 
 
 def test_a_run_that_is_being_trained_is_not_replaced(make) -> None:
     run = make(finished=9)
-    with output.Claim(run), refuses(UserError):
+    with folder.Claim(run), refuses(UserError):
         replaced(run)
     assert run.rows("end")
 
@@ -278,7 +279,7 @@ def test_a_link_is_not_renamed(make, tmp_path: Path) -> None:
 def test_a_longer_run_says_that_its_learning_rate_jumps_and_how_to_keep_it(
     kept: str, said: bool, make, settings: Settings
 ) -> None:
-    from meshtune.train.updates import schedule_of
+    from meshtune.api.resolve import schedule_of
 
     def rate(*words: str, steps: int) -> Callable[[int], float]:
         return schedule_of(
@@ -289,7 +290,7 @@ def test_a_longer_run_says_that_its_learning_rate_jumps_and_how_to_keep_it(
     last = rate(steps=9)(9)
     run.append({"kind": "train", "step": 9, "loss": 1.0, "learning_rate": last})
     longer = rate(f"train.lr_decay_steps={kept}", steps=18)
-    sentence = output.rate_change(run, 9, 18, longer)
+    sentence = folder.rate_change(run, 9, 18, longer)
     assert (sentence is not None) == said
     if sentence:
         assert f"was {last:.2g} at step 9 and is {longer(10):.2g} at step 10" in sentence
@@ -302,10 +303,10 @@ def test_a_row_that_lacks_the_steps_of_the_schedule_says_nothing_of_the_rate(tmp
     run = RunDir(tmp_path / "run").create()
     run.append({"kind": "run"})
     run.append({"kind": "train", "step": 1, "loss": 1.0, "learning_rate": 1.0})
-    assert output.rate_change(run, 1, 4, lambda step: 0.5) is None
+    assert folder.rate_change(run, 1, 4, lambda step: 0.5) is None
     run.append({"kind": "run", "total_steps": 9})
-    assert output.rate_change(run, 1, 4, lambda step: 0.5)
-    assert output.rate_change(run, 4, 4, lambda step: 0.5) is None  # nothing is left to train
+    assert folder.rate_change(run, 1, 4, lambda step: 0.5)
+    assert folder.rate_change(run, 4, 4, lambda step: 0.5) is None  # nothing is left to train
 
 
 def test_a_run_keeps_the_day_of_its_start_and_older_runs_go_on_without_one(tmp_path: Path) -> None:

@@ -12,10 +12,10 @@ from golden import refuses
 from transformers import AutoModelForCausalLM
 
 from meshtune import config
+from meshtune.api import build
 from meshtune.data.pack import Dataset
 from meshtune.errors import UserError
 from meshtune.model.anatomy import anatomy
-from meshtune.train import build
 from meshtune.train.untrained import has_position_table, position_sentences
 
 TABLES = {"gpt2"}  # of FAMILIES
@@ -73,13 +73,11 @@ def dataset(longest: int) -> Any:
 def test_documents_beyond_a_table_of_positions_are_refused() -> None:
     model: Any = AutoModelForCausalLM.from_config(FAMILIES["gpt2"](n_positions=64))
     parts = anatomy(model)
-    settings = config.load(None, ["model.name=some/gpt2", "data.seq_len=128"])
-    assert position_sentences(settings, model, parts, prepared(dataset(64))) == []
+    assert position_sentences("some/gpt2", 128, model, parts, prepared(dataset(64))) == []
     with refuses(UserError):
-        position_sentences(settings, model, parts, prepared(dataset(65)))
+        position_sentences("some/gpt2", 128, model, parts, prepared(dataset(65)))
     with refuses(UserError):
-        position_sentences(settings, model, parts, prepared(dataset(64), eval_longest=70))
+        position_sentences("some/gpt2", 128, model, parts, prepared(dataset(64), eval_longest=70))
     with refuses(UserError):
-        position_sentences(settings, model, parts, prepared(object()))
-    short = config.load(None, ["model.name=some/gpt2", "data.seq_len=64"])
-    assert position_sentences(short, model, parts, prepared(object())) == []
+        position_sentences("some/gpt2", 128, model, parts, prepared(object()))
+    assert position_sentences("some/gpt2", 64, model, parts, prepared(object())) == []

@@ -14,12 +14,13 @@ import yaml
 from tiny import make_rows, make_tokenizer, write_rows
 
 from meshtune import config
+from meshtune.api import build
+from meshtune.api.resolve import inputs_of
 from meshtune.commands.env import environment
 from meshtune.errors import Interrupted
 from meshtune.launch.rank import cores
 from meshtune.report.run.report import report_page
-from meshtune.train import build, loop, run_row
-from meshtune.train.inputs import inputs_of
+from meshtune.train import loop, run_row
 
 Settings = Callable[..., list[str]]
 Train = Callable[..., loop.Run]

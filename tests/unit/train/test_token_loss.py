@@ -10,9 +10,10 @@ from golden import refuses
 from torch import Tensor
 
 from meshtune import config
+from meshtune.api import build
 from meshtune.errors import UserError
 from meshtune.rundir import RunDir
-from meshtune.train import build, loop
+from meshtune.train import loop
 from meshtune.train.callbacks import Hooks
 from meshtune.train.loss import TokenLoss, check_same
 

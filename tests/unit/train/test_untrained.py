@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from meshtune import config
 from meshtune.api import dry_train
+from meshtune.api.resolve import model_spec
 from meshtune.data.pack import LABELLED, Dataset
 from meshtune.model import files
-from meshtune.train.build import model_spec
 from meshtune.train.model import trainable_skeleton
 from meshtune.train.untrained import untrained_sentences
 
@@ -59,11 +59,12 @@ def sentences(base: Path, folder: Path, change: Any, *words: str, stream: bool =
     change(tensors, ids)
     save_file(tensors, file, {"format": "pt"})
     settings = config.load(None, [f"model.name={folder}", "data.train=rows.jsonl", *words])
-    whole, _ = trainable_skeleton(model_spec(settings, "eager", "cpu"))
+    spec = model_spec(settings, "eager", "cpu")
+    whole, _ = trainable_skeleton(spec)
     train: Any = OneDocument([ids[0], 7, ids[1], 9, ids[2] | int(LABELLED)])
     if stream:
         train, tokenizer.chat_template = object(), "{{ '<|t0|>' + messages[0]['content'] }}"
-    return untrained_sentences(settings, whole, train, tokenizer, [ids[2]])
+    return untrained_sentences(spec, whole, train, tokenizer, [ids[2]])
 
 
 def zero(tensors: dict[str, torch.Tensor], ids: list[int]) -> None:

@@ -11,40 +11,19 @@ import pytest
 import yaml
 from golden import refuses, says
 
-from meshtune import config
+from meshtune import config, length
+from meshtune.api import build, output
+from meshtune.api.resolve import rate_in_words, schedule_of
 from meshtune.config import Config
-from meshtune.data.pack import Dataset
-from meshtune.data.recipe import Stream
 from meshtune.errors import UserError
 from meshtune.optim.schedule import learning_rates
 from meshtune.rundir import RunDir
 from meshtune.schedules import SCHEDULES
-from meshtune.train import build, output
-from meshtune.train.inputs import steps_of
-from meshtune.train.updates import (
-    few_updates,
-    length_sentences,
-    nothing_left,
-    rate_in_words,
-    schedule_of,
-    steps_between,
-    which_ends,
-)
 from meshtune.units import scientific
 
 
 def load(*overrides: str) -> Config:
     return config.load(None, ["model.name=x", *overrides])
-
-
-class Sequences(Dataset):
-    """A data set of which only the length is read."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
 
 
 @pytest.mark.parametrize(
@@ -97,7 +76,7 @@ def test_the_run_folder_records_that_the_rate_is_the_default_and_is_the_same_run
 def test_a_global_batch_that_leaves_few_updates_is_named_with_figures_and_the_remedy(
     overrides: list[str], steps: int, sentence: str | None
 ) -> None:
-    said = few_updates(load(*overrides), Sequences(384), steps)
+    said = length.few_updates(load(*overrides), 384, steps)
     assert (sentence in said) if sentence else said == ""
 
 
@@ -126,20 +105,19 @@ def test_the_smaller_of_steps_and_epochs_ends_the_run_and_is_named(
     overrides: list[str], steps: int, sentence: str
 ) -> None:
     read = load("train.global_batch_size=64", *(f"train.{word}" for word in overrides))
-    assert steps_of(read, Sequences(384)) == steps
-    said = which_ends(read, Sequences(384))
+    assert length.steps_of(read, 384) == steps
+    said = length.ending(length.limits(read, 384))
     assert said.startswith(f"The run has {sentence}") if sentence else said == ""
 
 
 def test_tokens_give_a_stream_its_length_and_are_no_fewer_than_a_step_has() -> None:
     read = load("data.streaming=true", "train.total_tokens=20e9")
-    stream = Stream.__new__(Stream)
-    assert steps_of(read, stream) == 152_588 == math.ceil(20e9 / (64 * 2048))
+    assert length.steps_of(read, None) == 152_588 == math.ceil(20e9 / (64 * 2048))
     for words in (["data.streaming=true"], ["data.streaming=true", "train.total_tokens=null"]):
         with refuses(UserError):
-            steps_of(load(*words), stream)
+            length.steps_of(load(*words), None)
     with refuses(UserError):
-        steps_of(load("train.total_tokens=131071"), Sequences(384))
+        length.steps_of(load("train.total_tokens=131071"), 384)
     for wrong in ("0", "-5", "2.5e0", "many", "1e20"):
         with refuses(UserError):
             load(f"train.total_tokens={wrong}")
@@ -149,7 +127,7 @@ def test_the_schedule_spans_the_steps_that_the_tokens_give() -> None:
     by_tokens = load("train.total_tokens=1310720", "train.learning_rate=1")
     by_steps = load("train.max_steps=10", "train.learning_rate=1")
     rates = [
-        [schedule_of(read, steps_of(read, Sequences(99_999)))(step) for step in range(1, 11)]
+        [schedule_of(read, length.steps_of(read, 99_999))(step) for step in range(1, 11)]
         for read in (by_tokens, by_steps)
     ]
     assert rates[0] == rates[1] and rates[0][-1] < rates[0][1]
@@ -159,7 +137,7 @@ def test_the_remedies_for_few_updates_give_twenty() -> None:
     for sequences in (1, 7, 100, 384):
         for size in (1, 8, 64, 500):
             read = load(f"train.global_batch_size={size}")
-            if said := few_updates(read, Sequences(sequences), -(-sequences // size)):
+            if said := length.few_updates(read, sequences, -(-sequences // size)):
                 epochs = int(said.split("num_epochs=")[1].split(",")[0])
                 assert -(-epochs * sequences // size) >= 20
                 if "batch_size=" in said:
@@ -229,7 +207,7 @@ def test_the_first_line_and_the_report_name_the_learning_rate(
 def test_intervals_are_steps_or_epochs_of_the_data(every: str, steps: int) -> None:
     read = load(f"eval.every={every}", f"checkpoint.every={every}", "train.global_batch_size=64")
     assert read.eval.every == read.checkpoint.every
-    assert steps_between(read.eval.every, read, Sequences(384)) == steps
+    assert length.steps_between(read.eval.every, read, 384) == steps
     again = Config.model_validate(yaml.safe_load(read.to_yaml()))
     assert again.eval.every == read.eval.every and type(again.eval.every) is type(read.eval.every)
 
@@ -268,8 +246,8 @@ def test_a_run_evaluates_and_saves_at_parts_of_an_epoch(train: Callable[..., Any
 
 def test_a_run_that_goes_on_is_not_advised_to_change_its_global_batch() -> None:
     read = load("train.global_batch_size=64", "train.num_epochs=2")
-    assert "train.global_batch_size=" in few_updates(read, Sequences(384), 12)
-    says(few_updates(read, Sequences(384), 12, resumed=True))
+    assert "train.global_batch_size=" in length.few_updates(read, 384, 12)
+    says(length.few_updates(read, 384, 12, resumed=True))
 
 
 @pytest.mark.parametrize(
@@ -279,6 +257,6 @@ def test_a_run_that_goes_on_is_not_advised_to_change_its_global_batch() -> None:
 def test_a_run_behind_its_last_step_has_nothing_left_to_train(word: str, limit: str) -> None:
     read = load("train.global_batch_size=64", f"train.{word}")
     said = f"the checkpoint is of step 307, and train.{limit} ends the run after 30 steps. The model of step"
-    assert said in nothing_left(read, 307, 30)
-    assert nothing_left(read, 29, 30) == ""
-    assert length_sentences(read, Sequences(384), 30, 307) == [nothing_left(read, 307, 30)]
+    assert said in length.nothing_left(read, 307, 30)
+    assert length.nothing_left(read, 29, 30) == ""
+    assert length.length_sentences(read, 384, 30, 307) == [length.nothing_left(read, 307, 30)]

@@ -13,10 +13,10 @@ from golden import refuses
 from huggingface_hub import constants
 
 from meshtune import config
+from meshtune.api import build
 from meshtune.api.train import settled
 from meshtune.errors import UserError
 from meshtune.rundir import RunDir
-from meshtune.train import build
 from meshtune.train.export import Exporter, push, try_repository
 
 

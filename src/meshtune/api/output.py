@@ -11,32 +11,32 @@ any other finished run             refused                  next name    refused
 Settings in FREE may differ. The next name is the first of runs/x-2, runs/x-3 … that the table says
 is begun or continued. checkpoint.resume=never takes every run for one that can't be continued.
 
-A replaced run is renamed, and deleted once the new one has done a step (folder.py). Nothing here needs torch,
-so that the decision is made before anything is loaded, and once more when the folder is claimed.
+The decision is made before the model is loaded, and once more when the folder is claimed (train/folder.py).
 """
 
 import os
-import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
 from datetime import date
 from fnmatch import fnmatch
 from itertools import count
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from meshtune import filesystem
 from meshtune.addresses import public
+from meshtune.api.choose import prediction
 from meshtune.config import Config, load
 from meshtune.data.example import rows_name
-from meshtune.errors import UserError, check_file, expanded, written
+from meshtune.errors import UserError, expanded, written
 from meshtune.length import limits
-from meshtune.model.stored import BASE_DIGEST, check_base
-from meshtune.rundir import Row, RunDir, aside_pattern, write_settings
+from meshtune.model.stored import BASE_DIGEST, FORM, base_digest
+from meshtune.rundir import Row, RunDir, aside_pattern
 from meshtune.sections import SourceConfig, is_pattern
 from meshtune.setting import is_template
-from meshtune.train.checkpoint import Checkpoints
-from meshtune.units import counted
+from meshtune.train.folder import Claim, set_aside, step_to_resume
+from meshtune.train.loss import check_same
+from meshtune.train.model import RankModel
+from meshtune.train.run_row import gpus_of
+from meshtune.units import counted, notice
 
 # Settings that may change when a run resumes. A longer or shorter run continues with the schedule of its new
 # length; the other settings do not change what a step computes.
@@ -289,12 +289,10 @@ def _other_base(now: Config, before: Config) -> bool:
 
 def _base_here(now: Config, run: RunDir) -> bool | None:
     """True if a model's weights are those that a run recorded; None if a hub model's are not here."""
-    from meshtune.model.stored import BASE_DIGEST, base_digest  # imports torch
-
     recorded = [row.get(BASE_DIGEST) for row in run.rows("run")][-1:]
     if recorded in ([], [None]) or now.model.init == "random":
         return False
-    here = base_digest(now, download=False)
+    here = base_digest_of(now, download=False)
     return recorded == [here] if here or expanded(now.model.name).exists() else None
 
 
@@ -381,108 +379,44 @@ def frozen_base(config: Config, run: RunDir) -> str | None:
     return digests[-1] if digests and (config.method == "lora" or config.model.freeze) else None
 
 
-def step_to_resume(run: RunDir, report: Callable[[str], None], *, finished: bool) -> int | None:
-    """The newest whole checkpoint's step; None if the run was killed before its first checkpoint.
+def base_digest_of(config: Config, *, download: bool = True) -> str | None:
+    """Digest of the weights that a run starts from, None for random ones. See `base_digest`."""
+    model = config.model
+    if model.init == "random":
+        return None
+    cache = expanded(config.data.cache, "data.cache")
+    return base_digest(model.name, cache, **model.access, download=download)
 
-    report: gets a sentence for each damaged checkpoint that is skipped, for rows that are missing, and where
-    a run that has rows begins again. finished: True for a finished run that is to be made longer.
 
-    Raises UserError if no checkpoint is whole: starting again at step 1 would delete them and the rows. So
-    too if a file can't be read, or if a finished run has no checkpoint.
+def check_base(
+    config: Config, recorded: str | None, subject: str, *, named: bool, download: bool = True
+) -> None:
+    """Compare the base with the weights that `subject`, an adapter or a run, was trained on.
+
+    recorded: their digest; None: not known, as of adapters by peft, and nothing is compared. named: True if
+    the user chose the base for this command: another one is then used, with a line on stderr. download: see
+    `base_digest`; weights that are not on this machine are not compared, and a line reports it.
+
+    Raises UserError for another one where its name was recorded with the adapter or the run.
     """
-    damage: list[str] = []
-    checkpoints = Checkpoints(run.checkpoints, report=damage.append)
-    there = checkpoints.steps()
-    step = checkpoints.newest_good()
-    rows = [row["step"] for row in run.rows("train")]
-    if step is None and (there or finished):
-        which = (
-            f"none of its checkpoints (steps {', '.join(map(str, there))}) is whole"
-            if there
-            else (f"it has no checkpoint in {run.checkpoints}")
+    model = config.model
+    if recorded is None or not recorded.startswith(FORM) or model.init == "random":
+        return
+    here = base_digest_of(config, download=download)
+    if here is None:
+        notice(
+            f"The weights of {model.name} are not on this machine: whether {subject} was trained on them was "
+            "not compared."
         )
-        state = "a finished run that would go on" if finished else "an unfinished run"
+    if here in (None, recorded):
+        return
+    other = f"{subject} was trained on other weights than {model.name} holds now"
+    if not named:
         raise UserError(
-            [
-                f"{run.path} holds {state}, but {which}. Nothing was changed. Restore a checkpoint, or set "
-                "checkpoint.resume=never and output_exists=new to train from step 1 in another folder.",
-                *damage,
-            ]
+            f"{other}: they were changed or replaced since. Name a folder with the weights of before: "
+            "model.name=FOLDER (of a hub model, model.revision=REVISION)."
         )
-    for sentence in damage:
-        report(sentence)
-    if step is None and rows:
-        report(
-            f"{run.path} has rows up to step {max(rows)} and no checkpoint: training begins again at step 1."
-        )
-    elif step is not None and not rows:
-        report(
-            f"{run.metrics_file} has no rows of steps 1 to {step}, which were trained: the report begins at "
-            f"step {step + 1}."
-        )
-    return step
-
-
-class Claim:
-    """A run folder that this process trains in: its lock, and the files that make the folder a run.
-
-    Use as a context manager, which releases the lock; so does the end of the process.
-    """
-
-    def __init__(self, run: RunDir) -> None:
-        """Lock the folder and clear it of what killed processes left.
-
-        Raises UserError if another process has the lock.
-        """
-        self.run = run
-        self._texts: dict[Path, str] = {}
-        self._lock = self._locked()
-        self._replaced = run.replaced.exists()
-        self.run.clear_leftovers()
-
-    def write(self, texts: Mapping[Path, str]) -> None:
-        """Write the files that make the folder a run, by their text."""
-        self._texts = dict(texts)
-        for file, text in self._texts.items():
-            write_settings(file, text)
-
-    def renew(self) -> bool:
-        """Make the folder a run again if it was deleted or moved away; returns whether it was.
-
-        Raises UserError if another process has begun a run there.
-        """
-        with suppress(OSError):
-            if os.path.samestat(os.fstat(self._lock.fileno()), self.run.lock_file.stat()):
-                return False
-        self._lock.close()
-        self._lock = self._locked()
-        self.write(self._texts)
-        return True
-
-    def drop_replaced(self) -> None:
-        """Delete the run that this one has replaced, if there is one."""
-        if self._replaced:
-            shutil.rmtree(self.run.replaced)
-            self._replaced = False
-
-    def _locked(self) -> IO[str]:
-        self.run.create()
-        check_file(self.run.lock_file)
-        lock = open(self.run.lock_file, "w")  # noqa: SIM115 - open as long as the run
-        try:
-            filesystem.lock(lock, self.run.lock_file)
-        except BlockingIOError:
-            lock.close()
-            raise UserError(
-                f"Another process is training in {self.run.path}; wait for it, or change `output`."
-            ) from None
-        return lock
-
-    def __enter__(self) -> "Claim":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._lock.close()
+    notice(f"{other}; they are used, since model.name names them.")
 
 
 def begin(run: RunDir, config: Config, plan: str, resumed: int | None, *, replace: bool = False) -> Claim:
@@ -506,56 +440,37 @@ def begin(run: RunDir, config: Config, plan: str, resumed: int | None, *, replac
     return claim
 
 
-def set_aside(run: RunDir) -> None:
-    """Rename the folder of a run that is to be replaced.
+def claim_together(
+    config: Config,
+    model: RankModel,
+    steps: int,
+    report: Callable[[str], None],
+    label_share: float | None,
+) -> tuple[RunDir, int | None, Claim | None]:
+    """(The run folder; the step to resume from, None without a checkpoint; the claim, None on other ranks).
 
-    One that was set aside before is deleted: the run there now did a step (`put_back`).
+    Every rank calls it; the main rank claims the folder, writes config.yaml and plan.yaml, and broadcasts it.
+    steps: updates of the whole run. report: called, on the main rank, with a sentence for each damaged
+    checkpoint. label_share: as in `prediction`. Raises UserError as `choose_folder` and `begin`, if
+    the run began with another loss function, and if a rank does not see the folder.
     """
-    with Claim(run) as claim:
-        claim.drop_replaced()
-        try:
-            if run.path.is_symlink():
-                raise OSError(0, "it is a link")
-            run.path.rename(run.replaced)
-        except OSError as error:
-            raise UserError(
-                f"output_exists=replace: {run.path} can't be renamed ({error.strerror}); name another "
-                "`output`, or empty it yourself."
-            ) from error
-
-
-def put_back(run: RunDir) -> bool:
-    """Give a run that was set aside its name again if the one that was to replace it did no step; returns
-    whether it did.
-
-    Raises UserError if another process trains there.
-    """
-    stepped = any(not row.get("skipped") for row in run.rows("train"))
-    if stepped or not run.replaced.exists():
-        return False
-    with Claim(run):
-        shutil.rmtree(run.path)
-    run.replaced.rename(run.path)
-    return True
-
-
-def rate_change(run: RunDir, resumed: int, steps: int, rate: Callable[[int], float]) -> str | None:
-    """Sentence on a learning rate that does not continue where the earlier start of a run left it; None if it
-    does.
-
-    resumed: step of the checkpoint that the run starts from; steps: updates of the whole run; rate: learning
-    rate of an update, from 1.
-    """
-    starts, rows = run.rows("run"), [row for row in run.rows("train") if row["step"] <= resumed]
-    if not starts or not rows or resumed >= steps:
-        return None
-    step, before = rows[-1]["step"], rows[-1].get("learning_rate")
-    spanned = starts[-1].get("schedule_steps") or starts[-1].get("total_steps")
-    if not before or not spanned or abs(rate(step) / before - 1) < 0.01:
-        return None
-    return (
-        f"The learning rate was {before:.2g} at step {step} and is {rate(resumed + 1):.2g} at step "
-        f"{resumed + 1}: the schedule spanned {spanned} steps and now spans {steps}. "
-        f"train.lr_decay_steps={spanned} keeps the rate: it follows the schedule of {spanned} steps, then "
-        "stays at its last value."
-    )
+    claim, place, world = None, None, model.parallel.world
+    if world.main:
+        chosen, resumed = choose_folder(config, steps, report)
+        if resumed is not None:
+            check_same(model.passes.token_loss, chosen.run)
+        plan = prediction(config, world.layout, gpus_of(world.device), label_share)
+        claim = begin(chosen.run, config, plan, resumed, replace=chosen.start == "replace")
+        place = chosen.run, resumed
+    run_folder, resumed = world.broadcast_object(place)
+    missing = [
+        rank
+        for rank, there in enumerate(world.all_gather_object(run_folder.config_file.exists()))
+        if not there
+    ]
+    if missing:
+        raise UserError(
+            f"output = {config.output}: ranks {', '.join(map(str, missing[:8]))} don't see the run folder "
+            f"{run_folder.path} that rank 0 made; name one on a file system that all machines share."
+        )
+    return run_folder, resumed, claim

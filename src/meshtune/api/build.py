@@ -1,51 +1,52 @@
-"""From settings to the parts of a run. The settings stop here: below, functions take the values they use.
+"""From settings to the parts of a run. The settings stop in api/: below, functions take the values they use.
 
-config ─> choice (choose.py) ─> tokenizer, data (inputs.py) ─> model (model.py) ─> run folder ─> Run
+config ─> choice (choose.py) ─> data, model (resolve.py) ─> run folder (output.py) ─> train.loop.Run
 """
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
+from meshtune.api import output, resolve
+from meshtune.api.choose import Choice, choose_together, out_of_memory
+from meshtune.api.output import absolute, base_digest_of
+from meshtune.api.resolve import inputs_of, model_spec, optimizer_spec, rate_in_words, schedule_of
 from meshtune.config import Config
 from meshtune.data.prepare import Prepared, sentences
 from meshtune.data.tokens import id_bound
 from meshtune.errors import UserError, expanded
 from meshtune.launch.signals import StopRequest
+from meshtune.length import length_sentences, steps_between, steps_of
 from meshtune.meter.mfu import flops_of, peak_flops
 from meshtune.meter.noise_scale import noise_refusals
 from meshtune.model.anatomy import left_out_of_loss, parts_kept
-from meshtune.model.load import override_sentences, quiet
+from meshtune.model.load import quiet, tables
+from meshtune.model.lora import modules_named
 from meshtune.model.save import check_written
 from meshtune.parallel.mesh import World, join
 from meshtune.plan.cluster import unused_here
 from meshtune.plan.hardware import datasheet_flops
 from meshtune.precision import PRECISIONS
 from meshtune.rundir import RunDir
-from meshtune.train import output
 from meshtune.train.callbacks import Callback, Callbacks, Hooks, Training
 from meshtune.train.checkpoint import Checkpoints
-from meshtune.train.choose import Choice, choose_together, device_of, gpus_of, out_of_memory, prediction
+from meshtune.train.console import Course
 from meshtune.train.dashboards import Labels
 from meshtune.train.evaluate import Evaluation
-from meshtune.train.export import exporter_of, try_repository
-from meshtune.train.inputs import Inputs, first_texts, inputs_of, loader_of, steps_of, stream_sentences
+from meshtune.train.export import Exporter, try_repository
+from meshtune.train.folder import rate_change
+from meshtune.train.inputs import Inputs, first_texts, loader_of, stream_sentences
 from meshtune.train.loop import Run, restore, seed_dropout
-from meshtune.train.loss import TokenLoss, check_same
+from meshtune.train.loss import TokenLoss
 from meshtune.train.measure import Meter
-from meshtune.train.model import LoraSpec, ModelSpec, OptimizerSpec, RankModel, rank_model
-from meshtune.train.run_row import run_row
+from meshtune.train.model import RankModel, rank_model
+from meshtune.train.run_row import device_of, gpus_of, run_row
 from meshtune.train.self_check import beyond_tested
-from meshtune.train.trackers import Metrics, tracker_problems
+from meshtune.train.trackers import Metrics, Tracker, tracker_problems
 from meshtune.train.untrained import position_sentences, untrained_sentences
-from meshtune.train.updates import (
-    course_of,
-    length_sentences,
-    rate_in_words,
-    schedule_of,
-    steps_between,
-)
 from meshtune.units import counted
 
 Claimed = Callable[[RunDir], None]
@@ -97,40 +98,35 @@ def assemble(
     """Claim the run folder, put the parts together, and restore the newest good checkpoint, if there is one.
 
     Every rank calls it. model, inputs: of the config. claimed: see `build`. Raises UserError as
-    `claim_together`, and for trackers that can't start.
+    `output.claim_together`, and for trackers that can't start.
     """
-    prepared, world, steps = inputs.prepared, model.parallel.world, steps_of(config, inputs.prepared.train)
-    gpus = gpus_of(world.device)
-    notices = position_sentences(config, model.whole, model.parallel.anatomy, prepared)
+    prepared, world, seq_len = inputs.prepared, model.parallel.world, config.data.seq_len
+    sequences, gpus = prepared.sequences, gpus_of(world.device)
+    steps = steps_of(config, sequences)
+    load = partial(loader_of, prepared.train, world.layout, world.data_rank, config.train.seed)
+    notices = position_sentences(config.model.name, seq_len, model.whole, model.parallel.anatomy, prepared)
     notices += unused_here(config, world.size, gpus)
-    run_folder, resumed, claim = claim_together(
+    run_folder, resumed, claim = output.claim_together(
         config, model, steps, notices.append, prepared.train.label_share
     )
     claimed(run_folder)
     training = Training(run_folder.path, steps) if callbacks else None
-    metrics = Metrics.open(
-        run_folder,
-        config.log.to,
-        rank=world.rank,
-        every=config.log.every,
-        course=course_of(config, prepared, steps, resumed or 0),
-        world=world.size,
-        device=world.device.type,
-        memory=config.log.memory,
-        peak_flops_per_second=peak_flops(world.device, config.train.precision, datasheet_flops),
-        settings=output.settings(config, run_folder),
-        labels=labels_of(config),
-        more=[Callbacks(callbacks, training)] if training else (),
+    evaluate_every = steps_between(config.eval.every, config, sequences)
+    save_every = steps_between(config.checkpoint.every, config, sequences)
+    held_out_tokens = prepared.eval.token_count if prepared.eval is not None else 0
+    course = Course(steps, resumed or 0, evaluate_every, save_every, held_out_tokens)
+    metrics = metrics_of(
+        config, run_folder, world, course, [Callbacks(callbacks, training)] if training else []
     )
     exporter = exporter_of(
-        config, model.whole, inputs.tokenizer, inputs.encoder, pieces=model.parallel.own_pieces, world=world,
-        dtype=model.spec.compute_dtype,
+        config, model.whole, world, pieces=model.parallel.own_pieces, dtype=model.spec.compute_dtype,
+        tokenizer=inputs.tokenizer, stop_ids=inputs.encoder.stop_ids,
     )  # fmt: skip
     run = Run(
         folder=run_folder,
         world=world,
         steps=steps,
-        loader=loader_of(config, prepared.train, world.layout, world.data_rank),
+        loader=load(),
         passes=model.passes,
         optimizer=model.optimizer,
         as_pieces=model.pieces,
@@ -139,15 +135,15 @@ def assemble(
         max_grad_norm=config.train.max_grad_norm,
         max_nonfinite_steps=config.train.max_nonfinite_steps,
         evaluation=evaluation_of(config, model, inputs, run_folder),
-        evaluate_every=steps_between(config.eval.every, config, prepared.train),
+        evaluate_every=evaluate_every,
         keep_best=config.eval.keep_best,
         early_stopping=config.eval.early_stopping,
         noise_every=config.log.gradient_noise_scale,
         checkpoints=checkpoints_of(config, world, run_folder, metrics),
-        checkpoint_every=steps_between(config.checkpoint.every, config, prepared.train),
+        checkpoint_every=save_every,
         metrics=metrics,
         meter=Meter(world, model.memory(advice=partial(out_of_memory, config, world.layout, gpus))),
-        flops=flops_of(model.census, config.data.seq_len, ranks=world.size // world.data_ranks),
+        flops=flops_of(model.census, seq_len, ranks=world.size // world.data_ranks),
         exporter=exporter,
         data_sentences=partial(stream_sentences, prepared),
         stop=StopRequest(enabled=config.checkpoint.save_on_signal),
@@ -155,18 +151,33 @@ def assemble(
         training=training,
     )
     if resumed is not None:
-        notices += filter(None, [output.rate_change(run_folder, resumed, steps, run.learning_rate)])
+        notices += filter(None, [rate_change(run_folder, resumed, steps, run.learning_rate)])
         restore(run, resumed)
-        run.loader = loader_of(config, prepared.train, world.layout, world.data_rank, run.progress.data)
-    notices += length_sentences(config, prepared.train, steps, resumed)
+        run.loader = load(run.progress.data)
+    notices += length_sentences(config, sequences, steps, resumed)
     announce(config, run, model, prepared, resumed, [*sentences(prepared.stats), *notices])
     return run
 
 
-def labels_of(config: Config) -> Labels:
-    """How the run's trackers file it, by the `log` settings."""
+def metrics_of(
+    config: Config, folder: RunDir, world: World, course: Course, more: Sequence[Tracker]
+) -> Metrics:
+    """The run's rows and their trackers, by the `log` settings. course: the steps to come; more: trackers."""
     log, directory = config.log, config.log.textfile_directory
-    return Labels(log.project, log.name, log.tags, log.group, expanded(directory) if directory else None)
+    return Metrics.open(
+        folder,
+        log.to,
+        rank=world.rank,
+        every=log.every,
+        course=course,
+        world=world.size,
+        device=world.device.type,
+        memory=log.memory,
+        peak_flops_per_second=peak_flops(world.device, config.train.precision, datasheet_flops),
+        settings=output.settings(config, folder),
+        labels=Labels(log.project, log.name, log.tags, log.group, expanded(directory) if directory else None),
+        more=more,
+    )
 
 
 def checkpoints_of(config: Config, world: World, run_folder: RunDir, metrics: Metrics) -> Checkpoints:
@@ -189,15 +200,17 @@ def announce(
     notices: sentences to print.
     """
     metrics, export = run.metrics, run.exporter
-    notices += untrained_sentences(config, model.whole, prepared.train, export.tokenizer, export.stop_ids)
-    metrics.start(**run_row(config, run, model, prepared, resumed))
-    metrics.log_line(f"Learning rate: {rate_in_words(config)}.")
+    notices += untrained_sentences(model.spec, model.whole, prepared.train, export.tokenizer, export.stop_ids)
+    rate, spanned = rate_in_words(config), config.train.lr_decay_steps or run.steps
+    settings = resolve.run_settings(config) | {"learning_rate": rate, "schedule_steps": spanned}
+    metrics.start(**run_row(settings, run, model, prepared, resumed))
+    metrics.log_line(f"Learning rate: {rate}.")
     if caution := PRECISIONS[config.train.precision].caution:
         metrics.log_line(caution)
     about_model = filter(
         None, (beyond_tested(model.whole), parts_kept(model.whole), left_out_of_loss(model.whole))
     )
-    for sentence in (*override_sentences(config.model), *about_model, *notices):
+    for sentence in (*resolve.override_sentences(config.model), *about_model, *notices):
         metrics.log_line(sentence)
     if model.added_embeddings:
         metrics.log_line(
@@ -206,76 +219,6 @@ def announce(
         )
     if resumed is not None:
         metrics.log_line(f"Going on from the checkpoint of step {resumed} in {run.folder.path}.")
-
-
-def claim_together(
-    config: Config,
-    model: RankModel,
-    steps: int,
-    report: Callable[[str], None],
-    label_share: float | None,
-) -> tuple[RunDir, int | None, output.Claim | None]:
-    """(The run folder; the step to resume from, None without a checkpoint; the claim, None on other ranks).
-
-    Every rank calls it; the main rank claims the folder, writes config.yaml and plan.yaml, and broadcasts it.
-    steps: updates of the whole run. report: called, on the main rank, with a sentence for each damaged
-    checkpoint. label_share: as in `prediction`. Raises UserError as folder.choose_folder and folder.begin, if
-    the run began with another loss function, and if a rank does not see the folder.
-    """
-    claim, place, world = None, None, model.parallel.world
-    if world.main:
-        chosen, resumed = output.choose_folder(config, steps, report)
-        if resumed is not None:
-            check_same(model.passes.token_loss, chosen.run)
-        plan = prediction(config, world.layout, gpus_of(world.device), label_share)
-        claim = output.begin(chosen.run, config, plan, resumed, replace=chosen.start == "replace")
-        place = chosen.run, resumed
-    run_folder, resumed = world.broadcast_object(place)
-    missing = [
-        rank
-        for rank, there in enumerate(world.all_gather_object(run_folder.config_file.exists()))
-        if not there
-    ]
-    if missing:
-        raise UserError(
-            f"output = {config.output}: ranks {', '.join(map(str, missing[:8]))} don't see the run folder "
-            f"{run_folder.path} that rank 0 made; name one on a file system that all machines share."
-        )
-    return run_folder, resumed, claim
-
-
-def model_spec(config: Config, attention: str, kernels: str, *, embeddings: int = 0) -> ModelSpec:
-    """The model of a config as plain values.
-
-    attention: of Choice, never "auto". kernels: torch's name of the kind of device. embeddings: rows that the
-    tokenizer needs; 0: all that there are.
-    """
-    train = config.train
-    return ModelSpec(
-        source=config.model.name,
-        init=config.model.init,
-        revision=config.model.revision,
-        trust_remote_code=config.model.trust_remote_code,
-        overrides=config.model.overrides,
-        attention=attention,
-        kernels=kernels,
-        precision=train.precision,
-        reduce_dtype=train.reduce_dtype,
-        lora=LoraSpec(**dict(config.lora)) if config.method == "lora" else None,
-        freeze=tuple(config.model.freeze),
-        embeddings=embeddings,
-        label_smoothing=train.label_smoothing,
-        neftune_alpha=train.neftune_alpha,
-        compile=train.compile,
-        seed=train.seed,
-    )
-
-
-def optimizer_spec(config: Config) -> OptimizerSpec:
-    train = config.train
-    return OptimizerSpec(
-        name=train.optimizer, betas=train.adam_betas, eps=train.adam_eps, weight_decay=train.weight_decay
-    )
 
 
 def evaluation_of(config: Config, model: RankModel, inputs: Inputs, run_folder: RunDir) -> Evaluation:
@@ -292,4 +235,33 @@ def evaluation_of(config: Config, model: RankModel, inputs: Inputs, run_folder: 
         stop_ids=inputs.encoder.stop_ids,
         folder=run_folder,
         token_loss=model.passes.token_loss,
+    )
+
+
+def exporter_of(config: Config, model: PreTrainedModel, world: World, **parts: Any) -> Exporter:
+    """The exporter of a run, or of one whole model; of an adapter if config.method is lora.
+
+    model: the whole one, its parameters may be on meta. parts: pieces, dtype, tokenizer and stop_ids, as
+    Exporter has them.
+    """
+    lora, base = config.lora, config.model
+    named = [model.get_submodule(path) for path in modules_named(model, lora.modules_to_save)]
+    adapter = {
+        **lora.model_dump(exclude={"r", "target_modules"}),
+        "lora_rank": lora.r,
+        # Added rows, which are trained.
+        "embeddings": any(table.weight.requires_grad and table not in named for table in tables(model)),
+        "overrides": base.overrides,
+        "revision": base.revision,
+    }
+    return Exporter(
+        model=model,
+        world=world,
+        base_name=absolute(base.name),
+        base_digest=base_digest_of(config) if world.main else None,
+        adapter=adapter if config.method == "lora" else None,
+        recipe=resolve.recipe(config),
+        push_to=config.hub.push_to,
+        private=config.hub.private,
+        **parts,
     )

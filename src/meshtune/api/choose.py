@@ -10,7 +10,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 import yaml
 
@@ -28,6 +27,7 @@ from meshtune.plan.cluster import cluster_here
 from meshtune.plan.facts import plan_yaml
 from meshtune.plan.search import explained, search
 from meshtune.plan.workload import Uncounted, lighter_workloads, workload_of
+from meshtune.train.run_row import device_of, gpus_of
 from meshtune.units import notice
 
 
@@ -128,11 +128,9 @@ def attention_and_refusals(config: Config, layout: Layout, ranks: int | None) ->
     No reasons: an empty list. ranks: how many are started; None: those of the layout. The model is
     built on meta for it. Raises UserError if the model's configuration can't be read.
     """
-    settings, trust = config.model, config.model.trust_remote_code
-    family = load_config(
-        settings.name, trust_remote_code=trust, revision=settings.revision, overrides=settings.overrides
-    )
-    model = on_meta(family, name=settings.name, trust_remote_code=trust)
+    settings = config.model
+    family = load_config(settings.name, **settings.access, overrides=settings.overrides)
+    model = on_meta(family, name=settings.name, trust_remote_code=settings.trust_remote_code)
     model_traits = traits(model)
     auto = settings.attention == "auto"
     attention = auto_attention(model, model_traits) if auto else settings.attention
@@ -145,25 +143,6 @@ def attention_and_refusals(config: Config, layout: Layout, ranks: int | None) ->
         optimizer=config.train.optimizer,
         ranks=ranks,
     )
-
-
-def device_of(name: str) -> torch.device:
-    """The device of `train.device`: auto, cuda or cpu. Raises UserError when CUDA is asked for and absent."""
-    if name == "cuda" and not torch.cuda.is_available():
-        raise UserError(
-            "train.device = cuda, but torch sees no CUDA device; use train.device=cpu, or install torch for "
-            "CUDA."
-        )
-    cuda = name == "cuda" or (name == "auto" and torch.cuda.is_available())
-    return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-
-
-def gpus_of(device: torch.device) -> list[tuple[str, float]]:
-    """(name, bytes) of each GPU of this machine; none where the run is on the processor."""
-    if device.type != "cuda":
-        return []
-    properties = (torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count()))
-    return [(gpu.name, float(gpu.total_memory)) for gpu in properties]
 
 
 # The planner's prediction for a run #
