@@ -27,8 +27,8 @@ ONE_LETTER = set("qkvx_")
 
 # The whole: each number is lowered by the change that makes it smaller, down to the goal in the comment.
 WHOLE = {
-    "lines of src": 65_204,  # 52,000
-    "files of src": 327,  # 280
+    "lines of src": 65_168,  # 52,000
+    "files of src": 324,  # 280
     "files in one folder of src": 26,  # 22
     "lines of tests": 48_794,  # 36,000
 }
