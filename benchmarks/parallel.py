@@ -51,13 +51,13 @@ from meshtune import config, launch
 from meshtune.api import build, choose, resolve
 from meshtune.config import Config
 from meshtune.data.batch import Batch
+from meshtune.launch.watch import HangLimits
 from meshtune.layout import Layout
 from meshtune.model.load import quiet
 from meshtune.parallel.mesh import World, join
 from meshtune.train.inputs import loader_of
 from meshtune.train.model import single_model
 from meshtune.train.step import Counts
-from meshtune.watch import HangLimits
 
 SEQ_LEN, ROWS_PER_STEP = 96, 8
 LEARNING_RATE, MAX_NORM = 1e-4, 1.0

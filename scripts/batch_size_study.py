@@ -21,9 +21,9 @@ from meshtune.meter.noise_scale import scales
 from meshtune.report.draw.kinds import Panel, Scatter
 from meshtune.report.draw.picture import write
 from meshtune.report.experiments.batch import RUNS, Curve, at, batch_panels, curves_of
+from meshtune.report.experiments.database import database_of, read_sweep_rows
 from meshtune.report.experiments.rows import DONE, Experiment, Sweep, best, sweep_of
 from meshtune.rundir import Row, RunDir, write_text_atomically
-from meshtune.sweep_rows import database_of, read_sweep_rows
 from meshtune.units import MIB, counted
 
 ROOT = Path(__file__).parents[1]

@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 
 from meshtune.report.draw.picture import write
+from meshtune.report.experiments.database import DATABASE
 from meshtune.report.experiments.page import sweep_page
-from meshtune.sweep_rows import DATABASE
 
 SWEEP = Path(__file__).parents[1] / "examples" / "sweeps" / "layouts-h100.yaml"
 HEAT_MAP = "best_layouts"  # key of the panel

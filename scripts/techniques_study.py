@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 
 from transformers import LlamaConfig
 
+from meshtune.report.experiments.database import DATABASE, read_sweep_rows
 from meshtune.rundir import write_text_atomically
 from meshtune.study.store import DONE, FINISHED
-from meshtune.sweep_rows import DATABASE, read_sweep_rows
 from meshtune.units import counted, human
 
 SWEEP = Path(__file__).parents[1] / "examples" / "sweeps" / "techniques-cpu.yaml"

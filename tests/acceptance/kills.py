@@ -26,9 +26,9 @@ from tiny import short_run
 
 from meshtune.data import cache as data_cache
 from meshtune.launch.start import PREFIX, remove_abandoned
+from meshtune.launch.watch import process_status
 from meshtune.rundir import RunDir
 from meshtune.train.checkpoint import Checkpoints
-from meshtune.watch import process_status
 
 STEPS = 36
 MEASURED = {"step_seconds", "data_seconds", "seconds", "tokens_per_second_per_gpu", "tflops_per_second",

@@ -6,7 +6,7 @@ torch = pytest.importorskip("torch")
 
 from meshtune import launch  # noqa: E402
 from meshtune.errors import RankFailed  # noqa: E402
-from meshtune.watch import HangLimits  # noqa: E402
+from meshtune.launch.watch import HangLimits  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,

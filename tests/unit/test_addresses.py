@@ -11,11 +11,11 @@ from meshtune.addresses import has_secret, public
 from meshtune.api.resolve import recipe
 from meshtune.errors import UserError
 from meshtune.report.compare import compare
+from meshtune.report.experiments.database import read_sweep_rows
 from meshtune.report.run.report import run_page
 from meshtune.rundir import RunDir, write_settings
 from meshtune.study.store import Store
 from meshtune.study.sweep_file import Experiment
-from meshtune.sweep_rows import read_sweep_rows
 from meshtune.train.folder import Claim
 
 SECRET = "https://alice:PASSWORD@host/a/rows.jsonl?X-Amz-Signature=PASSWORD&part=1"

@@ -31,8 +31,8 @@ from meshtune.launch import Rank, start
 from meshtune.launch import rank as rank_module
 from meshtune.launch.place import refuse_batch_script, threads_of
 from meshtune.launch.rank import meet, open_store
+from meshtune.launch.watch import HangLimits, ProcessStatus, Silence, position_and_wait
 from meshtune.meter.clock import StepClock
-from meshtune.watch import HangLimits, ProcessStatus, Silence, position_and_wait
 
 QUICK = HangLimits(silent=1.0, stuck=1.0, end=2.0, tick=0.1, grace=1.0)
 
@@ -309,7 +309,7 @@ def test_silence_is_measured_in_time_and_not_in_ticks_and_a_pause_of_the_job_is_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     times = [0.0, 0.0, 4.0, 8.0, 12.0, 200.0, 201.0, 205.0, 209.0]
-    monkeypatch.setattr("meshtune.watch.time", SimpleNamespace(monotonic=lambda: times.pop(0)))
+    monkeypatch.setattr("meshtune.launch.watch.time", SimpleNamespace(monotonic=lambda: times.pop(0)))
     stopped = ProcessStatus("T", 1.0, 2)
     silence = Silence(tick=1.0)
     # A busy machine, where a tick of a second takes four; then this process was stopped as well.
@@ -444,7 +444,7 @@ def test_ranks_end_when_torchrun_is_killed(when: str, tmp_path: Path) -> None:
         "    time.sleep(600)\n"
         "if imports:\n    come(os.environ['RANK'])\n"
         "from meshtune import launch\n"
-        "from meshtune.watch import HangLimits\n"
+        "from meshtune.launch.watch import HangLimits\n"
         "launch.run(work, ranks=2, limits=HangLimits(silent=3.0))\n"
     )
     agent = subprocess.Popen(
@@ -497,7 +497,7 @@ if sys.argv[1] in (os.environ.get("RANK"), os.environ.get("SLURM_PROCID")):
 from meshtune import launch
 from meshtune.errors import RankFailed
 from meshtune.meter.clock import StepClock
-from meshtune.watch import HangLimits
+from meshtune.launch.watch import HangLimits
 if len(sys.argv) > 2:  # had rank 0 ended before another rank looks for it, that one would wait for minutes
     folder, ranks = pathlib.Path(sys.argv[2]), int(os.environ["SLURM_NTASKS"])
     (folder / os.environ["SLURM_PROCID"]).touch()

@@ -21,6 +21,7 @@ from meshtune.plan.changes import empty_plan_error
 from meshtune.plan.cluster import Cluster, cluster_for, cluster_here, gpus_here
 from meshtune.plan.search import search
 from meshtune.plan.workload import Workload
+from meshtune.report.experiments.database import DATABASE
 from meshtune.rundir import RunDir, write_settings
 from meshtune.study.children import DRYRUN, Task, kill_marked
 from meshtune.study.judge import Here, Judged, judge
@@ -29,7 +30,6 @@ from meshtune.study.runner import Devices, Progress, machine_facts, run_all
 from meshtune.study.slurm import cancel_unknown, check_sbatch, collect, follow, read_task, run_in_job, submit
 from meshtune.study.store import DOES_NOT_FIT, DONE, FINISHED, REFUSED, RUNNING, WAITING, Outcome, Store
 from meshtune.study.sweep_file import Experiment, SweepFile, read_sweep
-from meshtune.sweep_rows import DATABASE
 from meshtune.units import counted
 
 PLANNER = "planner"

@@ -9,8 +9,8 @@ import typer
 from meshtune.commands.options import AsJson, show, show_json
 from meshtune.errors import UserError, expanded
 from meshtune.nearest import path_meant
+from meshtune.report.experiments.database import database_of
 from meshtune.rundir import RunDir, write_text_atomically
-from meshtune.sweep_rows import database_of
 
 if TYPE_CHECKING:
     from meshtune.report.draw.document import Document

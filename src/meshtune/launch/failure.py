@@ -21,7 +21,7 @@ from pathlib import Path
 from meshtune.errors import Interrupted, NonFinite, RankFailed, UserError, traceback_of
 from meshtune.launch.place import Place
 from meshtune.launch.rank import connect
-from meshtune.watch import FAILED
+from meshtune.launch.watch import FAILED
 
 LOST_CONNECTION = re.compile(  # how the end of another rank shows in errors of gloo, NCCL and the store
     "closed by peer|reset by peer|connection refused|connection was closed|broken pipe|socket (error|closed)"

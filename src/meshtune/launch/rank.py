@@ -16,9 +16,7 @@ from typing import Any
 
 from meshtune.errors import UserError, traceback_of
 from meshtune.launch.place import Place, rank_before, siblings, threads_of
-from meshtune.streams import Output, flush, keep_in, text_stream
-from meshtune.units import duration, notice
-from meshtune.watch import (
+from meshtune.launch.watch import (
     Awake,
     HangLimits,
     Silence,
@@ -28,6 +26,8 @@ from meshtune.watch import (
     ranks_named,
     silent_rank,
 )
+from meshtune.streams import Output, flush, keep_in, text_stream
+from meshtune.units import duration, notice
 
 RENDEZVOUS_TIMEOUT = timedelta(minutes=5)  # until every rank has come
 QUIET = timedelta(seconds=10)  # of waiting for them, before a line says for whom

@@ -26,9 +26,9 @@ from meshtune.launch.failure import claims_failure, exit_code, failures_of, rais
 from meshtune.launch.place import Place, place_of, reachable_address, refuse_batch_script
 from meshtune.launch.rank import Rank, RankLog, connect, process_group
 from meshtune.launch.signals import heeded
+from meshtune.launch.watch import HangLimits, announce
 from meshtune.streams import flush, guard
 from meshtune.units import notice
-from meshtune.watch import HangLimits, announce
 
 LOCALHOST = "127.0.0.1"
 RESULT = "result"  # file of the scratch folder: what rank 0 returned, pickled

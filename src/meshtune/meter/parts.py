@@ -21,7 +21,7 @@ from typing import Any
 
 from meshtune.layout import Layout
 from meshtune.placement.ranks import coordinates
-from meshtune.row_types import PARTS
+from meshtune.rundir import PARTS
 
 COMPUTED = ("forward", "backward", "recomputation", "optimizer", "loading")  # measured as they are
 AXIS_PARTS = {  # axis of the layout -> part of the planner's time that its collectives are

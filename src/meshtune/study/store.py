@@ -26,7 +26,7 @@ from meshtune.meter.rows import time_now
 
 if TYPE_CHECKING:
     from meshtune.study.sweep_file import Experiment
-from meshtune.sweep_rows import FORM, LISTED, LOCK, fault_of_experiment, sqlite_address
+from meshtune.report.experiments.database import FORM, LISTED, LOCK, fault_of_experiment, sqlite_address
 from meshtune.units import duration
 
 WAITING, RUNNING, DONE = "waiting", "running", "done"

@@ -14,8 +14,8 @@ from typing import Literal
 
 from meshtune.errors import UserError
 from meshtune.report.compare import names_of
+from meshtune.report.experiments.database import DATABASE, database_of
 from meshtune.rundir import RunDir
-from meshtune.sweep_rows import DATABASE, database_of
 
 DEPTH = 4  # folders below a given one in which runs and sweeps are looked for
 MOST_FOLDERS = 20_000  # that are looked into

@@ -15,11 +15,11 @@ from meshtune.report.compare import MOST_RUNS, NONE, compare, comparison_page
 from meshtune.report.draw.document import Document, OnPage, Pictures
 from meshtune.report.draw.page import EMPTY, text
 from meshtune.report.draw.table import Markup, Table
+from meshtune.report.experiments.database import counts_by_status, read_facts
 from meshtune.report.experiments.page import sweep_page
 from meshtune.report.run.report import run_page
 from meshtune.report.run.summary import Rows, Summary, facts_of, summarise
 from meshtune.rundir import Row, RunDir
-from meshtune.sweep_rows import counts_by_status, read_facts
 from meshtune.units import human
 from meshtune.web.events import Stamp
 from meshtune.web.folders import Entry, Folders

@@ -17,8 +17,7 @@ from meshtune.report.run.panels import Points
 from meshtune.report.run.report import run_page
 from meshtune.report.run.summary import samples_of
 from meshtune.report.run.tables import run_summary, samples_table
-from meshtune.row_types import fault_of
-from meshtune.rundir import RunDir
+from meshtune.rundir import RunDir, fault_of
 from meshtune.web.folders import Folders
 from meshtune.web.pages import RunLines, list_page, page_of_run
 

@@ -13,13 +13,13 @@ from meshtune.commands.report import report
 from meshtune.errors import UserError
 from meshtune.report.draw.charts import specification
 from meshtune.report.experiments.batch import at, curve_of
+from meshtune.report.experiments.database import counts_by_status, database_of, read_sweep_rows
 from meshtune.report.experiments.page import sweep_page
 from meshtune.report.experiments.panels import errors, front, panels
 from meshtune.report.experiments.rows import best, sweep_of
 from meshtune.report.experiments.table import columns as table_columns
 from meshtune.report.plan.documents import file_panels, read_plan
 from meshtune.rundir import RunDir
-from meshtune.sweep_rows import counts_by_status, database_of, read_sweep_rows
 
 
 @pytest.fixture

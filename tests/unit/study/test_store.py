@@ -14,10 +14,10 @@ import pytest
 from golden import refuses, says
 
 from meshtune.errors import UserError
+from meshtune.report.experiments.database import FORM
 from meshtune.study import store as store_module
 from meshtune.study.store import CRASHED, DONE, RUNNING, WAITING, Outcome, Store
 from meshtune.study.sweep_file import Experiment
-from meshtune.sweep_rows import FORM
 
 
 def listed(*seeds: int) -> list[Experiment]:

@@ -15,10 +15,10 @@ from meshtune import config, filesystem
 from meshtune.api import build
 from meshtune.filesystem import replace, sync
 from meshtune.launch import start
+from meshtune.report.experiments.database import opened
 from meshtune.report.run.summary import UNKNOWN, summarise
 from meshtune.rundir import write_text_atomically
 from meshtune.study.store import Store
-from meshtune.sweep_rows import opened
 from meshtune.train import loop
 from meshtune.train.folder import Claim
 from meshtune.web.states import state_of

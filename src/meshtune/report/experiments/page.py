@@ -12,10 +12,10 @@ from meshtune.report.draw.document import Document, Notes, OnPage, Part, Picture
 from meshtune.report.draw.page import text
 from meshtune.report.draw.table import facts as facts_of
 from meshtune.report.draw.words import MFU
+from meshtune.report.experiments.database import read_sweep_rows
 from meshtune.report.experiments.panels import panels
 from meshtune.report.experiments.rows import DONE, Sweep, sweep_of
 from meshtune.report.experiments.table import SCRIPT, table
-from meshtune.sweep_rows import read_sweep_rows
 from meshtune.units import counted
 
 SIMULATED = {

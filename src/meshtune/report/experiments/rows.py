@@ -15,7 +15,7 @@ from typing import Any
 from meshtune import units
 from meshtune.layout import Layout
 from meshtune.report.draw.words import model_title
-from meshtune.sweep_rows import SweepRows
+from meshtune.report.experiments.database import SweepRows
 
 DONE = "done"
 MODEL, GPUS, SEED, SEQ_LEN = "model.name", "cluster.gpus", "train.seed", "data.seq_len"

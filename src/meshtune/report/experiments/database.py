@@ -16,7 +16,7 @@ from typing import Any
 from meshtune.addresses import public
 from meshtune.errors import UserError
 from meshtune.filesystem import is_locked
-from meshtune.row_types import is_number
+from meshtune.rundir import is_number
 from meshtune.units import counted
 
 DATABASE, LOCK = "sweep.db", "sweep.lock"  # in a sweep's folder
