@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from meshtune.families import KINDS
+from meshtune.placement.families import KINDS
 
 Found = Mapping[str, Any]  # of a family, as families.py writes it
 LINK = re.compile(r" ?See docs/families\.md#([\w-]+)\.")

@@ -8,7 +8,7 @@ import pytest
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from meshtune.families import KINDS, PAGE
+from meshtune.placement.families import KINDS, PAGE
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "validation"))

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, Pretrai
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING
 
 from meshtune.errors import UserError
-from meshtune.families import see
+from meshtune.placement.families import see
 
 MLP_NAMES = ("mlp", "feed_forward", "ffn")
 

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from meshtune.errors import UserError
-from meshtune.families import see
 from meshtune.layout import Layout
 from meshtune.model.anatomy import (
     Anatomy,
@@ -29,6 +28,7 @@ from meshtune.model.tensor_plan import (
     repeated_heads,
     tensor_plan,
 )
+from meshtune.placement.families import see
 from meshtune.placement.rules import Traits, refusals
 
 

@@ -38,7 +38,6 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from meshtune.compat import parameters_on_meta
 from meshtune.errors import UserError, check_fetched, explained
-from meshtune.families import see
 from meshtune.model.anatomy import aside_names, auto_class, set_aside
 from meshtune.model.draw import Receive, draw
 from meshtune.model.files import (
@@ -56,6 +55,7 @@ from meshtune.model.overrides import SETTING, absurd, overridden_config
 from meshtune.model.pieces import StoredTensors, fill, materialise, whole_pieces
 from meshtune.model.stored import refuse_misfits, refuse_types, stored_types, untied
 from meshtune.nearest import did_you_mean, nearest
+from meshtune.placement.families import see
 from meshtune.units import counted, few
 
 logger = logging.getLogger(__name__)

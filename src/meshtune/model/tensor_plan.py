@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from meshtune.families import see
 from meshtune.model.anatomy import (
     Anatomy,
     anatomy,
@@ -25,6 +24,7 @@ from meshtune.model.anatomy import (
     is_norm,
     weight_shape,
 )
+from meshtune.placement.families import see
 from meshtune.placement.split import pieces
 
 

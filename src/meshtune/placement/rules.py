@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshtune.families import see
 from meshtune.layout import MODEL_AXES, ZERO_BUBBLE, Layout
 from meshtune.optimizers import OPTIMIZERS
 from meshtune.placement.columns import Columns, Number
+from meshtune.placement.families import see
 from meshtune.units import counted
 
 ROUNDS = ("interleaved1f1b", "zb")  # the pipeline takes micro-batches in rounds of equal numbers

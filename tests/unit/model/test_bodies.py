@@ -19,10 +19,10 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from meshtune.attention.register import register
 from meshtune.errors import UserError
-from meshtune.families import KINDS, see
 from meshtune.model.anatomy import anatomy, attention_heads
 from meshtune.model.capabilities import traits
 from meshtune.model.trace import census
+from meshtune.placement.families import KINDS, see
 
 BERT = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
