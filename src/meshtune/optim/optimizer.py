@@ -15,30 +15,19 @@ forward pass.
 Parameters that ZeRO shards (zero.py) hold fp32 shards, from which FSDP2 gathers them in bf16: the shards are
 the masters, so that this is the case of the first line. An update acts on each element separately, so that
 everything here is this rank's own shard, a plain tensor.
-
-An optimizer of another kind is a row of optimizers.OPTIMIZERS (its states and their bytes), a file here and a
-line of UPDATES.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from meshtune.optim.adafactor import adafactor
-from meshtune.optim.adamw import adamw
-from meshtune.optim.lion import lion
-from meshtune.optim.muon import muon
-from meshtune.optim.states import zeros
+from meshtune.optim.updates import UPDATES, zeros
 from meshtune.optimizers import OPTIMIZERS
 from meshtune.parallel.zero import local
 from meshtune.placement.census import is_matrix
-
-UPDATES: dict[str, Callable[..., torch.optim.Optimizer]] = {  # by the name in OPTIMIZERS
-    "adamw": adamw, "lion": lion, "adafactor": adafactor, "muon": muon,
-}  # fmt: skip
 
 
 def decays(name: str, parameter: Tensor) -> bool:

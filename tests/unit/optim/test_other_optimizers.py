@@ -12,7 +12,7 @@ from transformers import Adafactor
 from meshtune import config
 from meshtune.errors import UserError
 from meshtune.layout import Layout
-from meshtune.optim import lion
+from meshtune.optim import updates
 from meshtune.optim.optimizer import Optimizer
 from meshtune.optimizers import OPTIMIZERS
 from meshtune.placement.rules import Traits, refusals
@@ -33,7 +33,7 @@ def made(model: nn.Module, name: str, **options: object) -> Optimizer:
 
 @pytest.mark.parametrize("slice_elements", [3, 2**24])
 def test_lion_is_algorithm_2_of_the_paper(slice_elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lion, "SLICE_ELEMENTS", slice_elements)
+    monkeypatch.setattr(updates, "SLICE_ELEMENTS", slice_elements)
     ours, theirs = small(), small()
     optimizer, momenta = made(ours, "lion"), [torch.zeros_like(p) for p in theirs.parameters()]
     for seed in range(5):
