@@ -28,7 +28,7 @@ REMEDIES = {
     "too_long": "{max_length} values",
     "too_short": "{min_length} values",
 }
-BRANCHES = ("int", "float", "bool", "str")  # of a setting with several types, as pydantic names them
+UNION_TYPES = ("int", "float", "bool", "str")  # of a setting with several types, as pydantic names them
 
 
 def sentences(
@@ -68,7 +68,7 @@ def without_branches(place: Sequence[str | int]) -> list[str]:
     return [
         str(part)
         for number, part in enumerate(place)
-        if not (number and isinstance(part, str) and (part in BRANCHES or "[" in part))
+        if not (number and isinstance(part, str) and (part in UNION_TYPES or "[" in part))
     ]
 
 

@@ -68,8 +68,8 @@ class Output(io.FileIO):
             self._empty()
 
     @property
-    def kept(self) -> bool:
-        """True if what was not accepted is in a file."""
+    def saved_to_file(self) -> bool:
+        """True if the text that the stream did not accept was saved to a file."""
         return self._file is not None and not self._kept
 
     def _empty(self) -> None:
@@ -200,7 +200,7 @@ def lost_result() -> OSError | None:
     """Why stdout is incomplete, and in no file either; None if it is complete or nobody reads it."""
     flush()
     for output in outputs():
-        error = output.lost if output.number == 1 and not output.kept else None
+        error = output.lost if output.number == 1 and not output.saved_to_file else None
         if error and error.errno not in NOBODY_READS:
             return error
     return None

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 STEPS = 10  # that are timed
 LIMIT = 1800.0  # seconds for one layout
-BEST = "auto:"  # of --layouts: the planner's best ones
+PREFIX = "auto:"  # of --layouts: the planner's best ones
 
 Document = dict[str, Any]  # of one layout
 
@@ -238,12 +238,12 @@ def on_this_machine(config: Config, ranks: int, gpus: Sequence[tuple[str, float]
 
 def layouts_of(subject: "Subject", words: Sequence[str], cluster: Cluster) -> Iterator[Layout]:
     """Yield the layouts that `words` name: each a layout, or auto:N for the planner's N best."""
-    for word in words or [subject.config.layout if subject.config.partial_layout.given else f"{BEST}1"]:
+    for word in words or [subject.config.layout if subject.config.partial_layout.given else f"{PREFIX}1"]:
         text = str(word)
-        if not text.startswith(BEST):
+        if not text.startswith(PREFIX):
             yield subject.layout(text)
             continue
-        number = text.removeprefix(BEST)
+        number = text.removeprefix(PREFIX)
         if not number.isdecimal() or not int(number):
             raise UserError(f"--layouts {text}: write auto:3 for the planner's three best.")
         if subject.workload is None:

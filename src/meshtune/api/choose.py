@@ -148,7 +148,7 @@ def attention_and_refusals(config: Config, layout: Layout, ranks: int | None) ->
 # The planner's prediction for a run #
 
 
-SMALLER = (
+LESS_MEMORY = (
     "Try smaller micro-batches (mb1), recompute full, or a layout that cuts what is largest: zero "
     "for weights, gradients and optimizer state, tp with sp, or cp, for activations."
 )
@@ -181,6 +181,6 @@ def out_of_memory(config: Config, layout: Layout, gpus: Sequence[tuple[str, floa
         workload = workload_of(config, numbers_of(config))
         cluster = cluster_here(config, layout.world, gpus)
     except UserError:
-        return [SMALLER]
+        return [LESS_MEMORY]
     choice = explained(workload, cluster, layout)
     return changes.out_of_memory(choice, workload, partial(lighter_workloads, config, numbers_of))

@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from meshtune.api.choose import SMALLER
+from meshtune.api.choose import LESS_MEMORY
 from meshtune.api.model_file import model_file
 from meshtune.api.plan import Log, silent
 from meshtune.api.resolve import model_spec, optimizer_spec
@@ -245,7 +245,7 @@ class Subject:
         )
         if simulation.fits:
             return simulation
-        instead = out_of_memory(choice, workload, self.lighter) if choice and workload else [SMALLER]
+        instead = out_of_memory(choice, workload, self.lighter) if choice and workload else [LESS_MEMORY]
         return replace(simulation, instead=tuple(instead))
 
 

@@ -314,7 +314,7 @@ def settings(config: Config, run: RunDir | None = None) -> dict[str, Any]:
 
 
 def same_address(now: Any, before: Any) -> bool:
-    """True for two addresses that differ in what is secret: a signature expires, and the rows are known."""
+    """True for URLs that differ in nothing but secrets, such as a signature that was renewed."""
     return isinstance(now, str) and isinstance(before, str) and "://" in now and public(now) == public(before)
 
 

@@ -171,7 +171,7 @@ class Encoder:
             )
         return [document for document in results if isinstance(document, Document)]
 
-    def changed(self, **settings: Any) -> Encoder:
+    def with_settings(self, **settings: Any) -> Encoder:
         """An encoder with other settings, and a copy of the tokenizer. Raises UserError as the class."""
         return replace(self, tokenizer=copy.deepcopy(self.tokenizer), **settings)
 
@@ -421,7 +421,7 @@ def remedies(encoder: Encoder, refused: Sequence[tuple[Example, BadRow]]) -> lis
     helpful: dict[str, list[str]] = {reason: [] for reason in reasons}
     for remedy in _candidates(encoder):
         try:
-            changed = encoder.changed(**remedy.settings) if remedy.settings else encoder
+            changed = encoder.with_settings(**remedy.settings) if remedy.settings else encoder
         except UserError:
             continue
         for reason in reasons:

@@ -20,7 +20,7 @@ Render = Callable[
 CONVERSATION = turns_of("Hello", "Yes", "Again", "No")
 QUESTION, ANSWER = CONVERSATION[:2]
 OTHER = "zqx"  # a value that stands for another text, to see whether a field is written at all
-LONG = 12  # characters from which a text stands nowhere by chance
+LONG_TEXT = 12  # characters from which a text stands nowhere by chance
 KNOWN = {"role", "content", "tool_calls", "tool_call_id", *REASONING}  # keys that are looked at one by one
 CALL_ID = "call00001"  # of nine characters, as Mistral's templates demand
 TOOL = {
@@ -202,7 +202,7 @@ def _stands(content: Any, rendering: str) -> bool:
 
 def _is_written(text: str, messages: Sequence[dict], rendering: str) -> bool:
     """Whether a long text stands in the rendering as often as in all messages together."""
-    if len(text) < LONG:
+    if len(text) < LONG_TEXT:
         return False
     values = (message.get(key) for message in messages for key in ("content", *REASONING))
     return rendering.count(text) >= sum(value.count(text) for value in values if isinstance(value, str))

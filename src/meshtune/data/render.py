@@ -95,7 +95,7 @@ class Renderer:
 
     @cached_property
     def treatment(self) -> Treatment:
-        """The treatment of control tokens: special ones, and added ones that turns begin or end with."""
+        """Marks, refuses or leaves special tokens, and added tokens at the ends of turns, in messages."""
         added = [str(token) for token in self.tokenizer.added_tokens_decoder.values() if not token.special]
         marks = [token for token in added if len(token.strip()) > 1 and not token.strip().isalnum()]
         turns = self.adapt([QUESTION, ANSWER] * 2)

@@ -198,7 +198,7 @@ def open_store(
     """
     from torch.distributed import DistError
 
-    holds = place.rank == 0 and not held_elsewhere()
+    holds = place.rank == 0 and not store_is_external()
     if not holds:
         first = place.local_rank == 0 or place.rank == 1
         wait_for_store(place, limits, tell, say if first else lambda line: None)
@@ -208,8 +208,8 @@ def open_store(
         raise not_met(place, str(error).splitlines()[0]) from error
 
 
-def held_elsewhere() -> bool:
-    """True if no rank holds the store: torchrun does, or the parent."""
+def store_is_external() -> bool:
+    """True if the TCP store is held by torchrun or the parent process, not by a rank."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
@@ -233,7 +233,7 @@ def wait_for_store(
             said = True
             say(waiting_for(place, [0]))
         waited += awake.seconds()
-        if held_elsewhere():
+        if store_is_external():
             if waited >= limits.silent:
                 end_process(tell, f"what started rank {place.rank} is gone: its process was killed.")
         else:

@@ -171,7 +171,7 @@ class Watch:
         computed = cpu_seconds - self._cpu_seconds > 0.01 * self.limits.tick
         moved = (
             position != self._position
-            or (computed and not (self.spins and innermost_module(self.main).startswith(SPINNING_MODULES)))
+            or (computed and not (self.spins and python_module(self.main).startswith(SPINNING_MODULES)))
             or (status is not None and status.state == "D")  # the disk, or a network's
         )
         self._still = 0.0 if moved else self._still + self._seconds
@@ -357,8 +357,8 @@ def waiting_in(frame: FrameType, axes: Mapping[str, str]) -> str | None:
     return f"{collective} over {axis_of(inner, axes)}"
 
 
-def innermost_module(thread: threading.Thread) -> str:
-    """Return the module of a thread's innermost Python function; "" for a thread that has ended."""
+def python_module(thread: threading.Thread) -> str:
+    """Return the Python module of a thread's innermost Python function; "" for a thread that has ended."""
     frame = sys._current_frames().get(thread.ident or 0)
     return module_of(frame) if frame is not None else ""
 

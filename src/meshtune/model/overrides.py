@@ -46,7 +46,7 @@ def overridden_config(
     """
     if not overrides:
         return config, ()
-    change = _Change()
+    change = _Overrides()
     fields = _laid(config, raw, overrides, change)
     problems = [*change.problems, *absurd(fields), *absurd(fields.get("text_config"))]
     if problems:
@@ -81,7 +81,7 @@ def absurd(raw: Any) -> Iterator[str]:
 
 
 @dataclass
-class _Change:
+class _Overrides:
     """Sentences and clauses on values that are laid over a configuration."""
 
     problems: list[str] = field(default_factory=list)
@@ -91,7 +91,7 @@ class _Change:
 
 
 def _laid(
-    part: Any, raw: Mapping[str, Any], values: Mapping[str, Any], change: _Change, prefix: str = ""
+    part: Any, raw: Mapping[str, Any], values: Mapping[str, Any], change: _Overrides, prefix: str = ""
 ) -> dict[str, Any]:
     """Fields of one part of config.json with `values` laid over them.
 
@@ -133,7 +133,7 @@ def _laid(
 
 
 def _cut_lists(
-    raw: Mapping[str, Any], fields: dict[str, Any], layers: tuple[Any, Any], change: _Change, prefix: str
+    raw: Mapping[str, Any], fields: dict[str, Any], layers: tuple[Any, Any], change: _Overrides, prefix: str
 ) -> None:
     """Cut the lists in `fields` that have one entry for each layer, unless they were given.
 

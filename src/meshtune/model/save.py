@@ -186,7 +186,7 @@ def _weight_files(model: PreTrainedModel, dtype: torch.dtype, max_bytes: int) ->
         max_shard_size=max_bytes,
     )
     return [
-        _weight_file(file, {name: tensors[name] for name in names}, dtype)
+        _plan_weight_file(file, {name: tensors[name] for name in names}, dtype)
         for file, names in split.filename_to_tensors.items()
     ]
 
@@ -203,8 +203,8 @@ def _stored_dtype(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
     return dtype if isinstance(tensor, torch.nn.Parameter) and tensor.is_floating_point() else tensor.dtype
 
 
-def _weight_file(name: str, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> _WeightFile:
-    """Lay out one file, its tensors in the order given. dtype: see `_weight_files`."""
+def _plan_weight_file(name: str, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> _WeightFile:
+    """Plan header and offsets of one file, tensors in the order given. dtype: see `_weight_files`."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     begins, begin = {}, 0  # in bytes after the header
     for key, tensor in tensors.items():

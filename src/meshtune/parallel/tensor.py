@@ -310,7 +310,7 @@ def split_model(
 def _linear_splits(style: TensorStyle, sequence: bool) -> dict[str, Split]:
     """Splits of a linear layer's parameters by name, adapters (B · A added to the weight) included.
 
-    style: one whose dim is 0 or 1. sequence: with sequence parallelism.
+    style: split by output features (dim 0) or by input features (dim 1). sequence: with sequence parallelism.
     """
     if style.dim == 0:
         own, addend = Split(0, parts=style.parts), Split(partial=True)

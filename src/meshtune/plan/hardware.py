@@ -236,10 +236,10 @@ STANDS_FOR = {  # architecture -> the one whose kernels stand for its own where 
 
 
 def kernel_on(name: str, gpu: Gpu) -> dict[str, float]:
-    """Fields of Machine that a kernel of kernels.toml on a GPU kind decides.
+    """Attention rates of a kernel of kernels.toml on a GPU kind, as fields of Machine.
 
-    Scaled by the rate of the kind's fastest matmul where it was measured on another one. A kernel that was
-    measured on this machine stands for all.
+    Those measured on another kind are scaled by the ratio of the fastest matmuls of both kinds. If a probe
+    measured a kernel on this kind, its rates are taken for every kernel.
     """
     table, architecture = gpu.attention_kernel, gpu.architecture
     unit = gpu.matmul_max

@@ -29,7 +29,7 @@ from meshtune.units import human
 BATCH = ("global_batch_size", "global_batch_tokens")  # of train
 SIZES = {"micro_batch_size", "gradient_accumulation_steps"}
 # What neither the planner nor a layout's refusal depends on, so that experiments share a group.
-FREE = {
+NOT_IN_GROUP_KEY = {
     "seed", "learning_rate", "max_steps", "num_epochs", "total_tokens", "weight_decay", "warmup_ratio",
     "warmup_steps", "lr_scheduler", "min_lr_ratio", "lr_scheduler_kwargs", "lr_decay_steps", "adam_betas",
     "adam_eps", "max_grad_norm", "label_smoothing", "neftune_alpha", *BATCH,
@@ -74,7 +74,7 @@ def judge(experiments: Sequence[Experiment], run: str, here: Here) -> list[Judge
     for place, experiment in enumerate(experiments):
         try:
             asked = _asked(place, experiment, run, configs)
-            groups.setdefault(_group(asked.config), []).append(asked)
+            groups.setdefault(_group_key(asked.config), []).append(asked)
         except UserError as error:
             result[place] = Judged(REFUSED, " ".join(error.problems))
     workloads: dict[str, Workload | UserError] = {}
@@ -121,10 +121,10 @@ def _asked(place: int, experiment: Experiment, run: str, configs: dict[str, Conf
     return Asked(place, config, layout, own_batch)
 
 
-def _group(config: Config) -> tuple[str, str]:
-    """Texts that are equal for experiments with the same workload but for the global batch, and cluster."""
+def _group_key(config: Config) -> tuple[str, str]:
+    """Key of the experiments with the same cluster and, but for the global batch, the same workload."""
     names = {"model", "method", "lora", "data", "train"}
-    return config.model_dump_json(include=names, exclude={"train": FREE}), str(config.cluster)
+    return config.model_dump_json(include=names, exclude={"train": NOT_IN_GROUP_KEY}), str(config.cluster)
 
 
 def _judged(group: Sequence[Asked], workload: Workload | None, here: Here) -> dict[int, Judged]:

@@ -18,7 +18,7 @@ from meshtune.meter.trace import StepTrace
 from meshtune.train.model import RankModel
 from meshtune.train.step import Counts
 
-RANKS = 8  # the first ones, which have files
+PROFILED_RANKS = 8  # the first ones, which have files
 ENTRIES = 200_000  # of the allocator's history
 
 
@@ -26,7 +26,7 @@ def write_profile(folder: Path, model: RankModel, batch: Batch, max_grad_norm: f
     """Make further steps with one batch, and write this rank's traces; every rank calls it."""
     world = model.parallel.world
     named = folder / f"rank-{world.rank}.json"
-    if writes := world.rank < RANKS:
+    if writes := world.rank < PROFILED_RANKS:
         folder.mkdir(parents=True, exist_ok=True)
     cuda = world.device.type == "cuda"
     if cuda and writes:

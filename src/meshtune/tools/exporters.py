@@ -83,7 +83,7 @@ def conversion_of(entry: Entry) -> Conversion:
 
 
 def written(tool: str, plan: Planned, groups: str = "export") -> dict[str, Any]:
-    """The keys of a tool's file for a plan, those in sections as mappings. groups: of its table."""
+    """The keys of a tool's file for a plan, nested by section. groups: their key in the tool's table."""
     known, tree = table(tool), {}
     for group in known.tree[groups]:
         if not plan.holds(group.get("when", "")):

@@ -30,8 +30,8 @@ def deepspeed(value: Any, job: Job) -> Converted:
     if path := job.read(value):
         return engine(read_yaml(path))  # JSON is YAML
     if stage := re.search(r"z(?:ero)?[-_]?([0-3])", value.rpartition("/")[2]):
-        return Converted({"layout.zero": int(stage[1])}, f"by the name of {value}, which is not here")
-    raise NoCounterpart(f"{value} is not here; set the ZeRO stage in layout")
+        return Converted({"layout.zero": int(stage[1])}, f"by the name of {value}, a missing file")
+    raise NoCounterpart(f"the file {value} is not on this machine; set the ZeRO stage in layout")
 
 
 def engine(tree: Mapping[str, Any]) -> Converted:

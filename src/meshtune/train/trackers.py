@@ -177,7 +177,7 @@ class Metrics:
             self.log(row, takers)
 
     def measured(self, step: int, time: Row, others: Sequence[Row]) -> None:
-        """Log a step's rows of time, if the step is due, and of memory and the device."""
+        """Log a step's row of times if the step is due, and always its rows of memory and the device."""
         for row in [*([time] if self.due(step) else []), *others]:
             self.log(row)
 

@@ -159,7 +159,7 @@ def test_no_key_vanishes(tree: dict[str, Any], said: str, migrated: Migrate) -> 
 def test_a_default_is_named_once_beside_a_setting(migrated: Migrate) -> None:
     origins = migrated(FACTORY, deepspeed="ds_z3.json").origins
     assert origins["layout"] == (
-        "deepspeed: by the name of ds_z3.json, which is not here; LLaMA-Factory's default"
+        "deepspeed: by the name of ds_z3.json, a missing file; LLaMA-Factory's default"
     )
     assert origins["checkpoint.every"] == "LLaMA-Factory's default"
 

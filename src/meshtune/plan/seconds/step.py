@@ -53,7 +53,7 @@ PARTS = tuple(field.name for field in fields(Seconds))
 
 
 class StepTime:
-    """One optimizer step under each layout: what it is made of, and its seconds in three partitions.
+    """One optimizer step under each layout: its parts, and three breakdowns of its seconds.
 
     document_tokens: mean length of the documents that tokens attend in (the sum of their squared lengths over
     the sum of their lengths), counted as at most seq_len; None: whole sequences.
