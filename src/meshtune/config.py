@@ -119,7 +119,7 @@ class TrainConfig(Section):
         None, "Optimizer steps of the run; of several limits the smallest ends it.", unit="steps"
     )
     total_tokens: TokenCount | None = setting(
-        None, "Tokens of the run: it ends with the step whose global batches reach so many.",
+        None, "Tokens of the run: it ends with the step whose global batches reach that number.",
         Need(lambda config: config.data.packing,
              "without data.packing sequences differ in length, so the tokens of a step are unknown",
              "set train.max_steps or train.num_epochs instead", relied_on=True), unit="tokens",
@@ -166,7 +166,7 @@ class TrainConfig(Section):
     )
     max_grad_norm: float = setting(1.0, "Norm that gradients are clipped to; 0: no clipping.", ge=0)
     label_smoothing: float = setting(
-        0.0, "Share of the target spread over the vocabulary; training alone, evaluation has none.", ge=0,
+        0.0, "Share of the target spread over the vocabulary, in training; evaluation has none.", ge=0,
         lt=1,
     )  # fmt: skip
     neftune_alpha: float = setting(
@@ -252,7 +252,7 @@ class CheckpointConfig(Section):
         counted_in_steps("checkpoint"), unit="steps",
     )  # fmt: skip
     keep: Positive = setting(3, "Newest checkpoints that are kept.", unit="checkpoints")
-    async_save: bool = setting(True, "Write while training goes on, from a copy in host memory.")
+    async_save: bool = setting(True, "Write while training continues, from a copy in host memory.")
     save_on_signal: bool = setting(
         True, "On a signal to stop (SIGTERM, SIGINT, SIGHUP, …) finish the step, save, exit with 75."
     )
@@ -314,7 +314,7 @@ class Config(Section):
     """Every setting of a run."""
 
     model: ModelConfig
-    method: Literal["full", "lora"] = setting("full", "Train all weights, or low-rank adapters beside them.")
+    method: Literal["full", "lora"] = setting("full", "Train all weights, or low-rank adapters next to them.")
     lora: LoraConfig = setting(
         LoraConfig(), None,
         Need(lambda config: config.method == "lora", "method is full", "set method=lora, or leave it out",
@@ -339,7 +339,7 @@ class Config(Section):
         "Start where output holds a run that is not to be continued: write the next free name, "
         "make that run longer, or delete it; null: refused.",
         Need(lambda config: config.output_exists != "extend" or config.checkpoint.resume != "never",
-             "checkpoint.resume=never forbids to go on with a run", "leave one out"),
+             "checkpoint.resume=never forbids to resume a run", "leave one out"),
     )  # fmt: skip
 
     @field_validator("layout")
@@ -405,7 +405,7 @@ class Config(Section):
             if rest or not size:
                 near = max(1, round(tokens / self.data.seq_len)) * self.data.seq_len
                 raise UserError(
-                    f"train.global_batch_tokens = {tokens} is no multiple of data.seq_len = "
+                    f"train.global_batch_tokens = {tokens} is not a multiple of data.seq_len = "
                     f"{self.data.seq_len}; try {near}."
                 )
             return size

@@ -171,7 +171,7 @@ def expanded(path: str | os.PathLike[str], setting: str = "") -> Path:
 def check_file(path: Path) -> None:
     """Raise UserError for a folder, a pipe or a device, which may have no end. A missing file passes."""
     if path.exists() and not path.is_file():
-        raise UserError(f"{path} is no file: it is a folder, a pipe or a device.")
+        raise UserError(f"{path} is not a file: it is a folder, a pipe or a device.")
 
 
 POINTER = b"version https://git-lfs"  # first bytes of what Git LFS leaves where a file was not fetched

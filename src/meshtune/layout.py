@@ -192,7 +192,7 @@ def misread(word: str) -> str:
     size = word[len(word.rstrip(digits)) :]
     names = [*(example.rstrip(digits) for example in examples), *SCHEDULES, *RECOMPUTE]
     near = nearest(word, [next(filter(_is_token, (name + size, name, f"{name}2"))) for name in names])
-    return "is no token" + did_you_mean(near, f"; tokens look like {', '.join(examples)}.")
+    return "isn't a token" + did_you_mean(near, f"; tokens look like {', '.join(examples)}.")
 
 
 def _is_token(word: str) -> bool:

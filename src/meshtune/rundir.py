@@ -151,7 +151,7 @@ COLUMNS: Mapping[str, Mapping[str, Type]] = {
     "save": {"step": STEP, "seconds": NUMBER._replace(required=True, nullable=False)},
     "device": {
         "gpu": TEXT, **dict.fromkeys(("clock", "full_clock"), NUMBER._replace(required=True, nullable=False)),
-        "limits": Type(_are(_is_text), "are no list of texts", True, False),
+        "limits": Type(_are(_is_text), "aren't a list of texts", True, False),
     },
     "end": {
         "step": STEP, "status": TEXT._replace(nullable=False), "tokens": NUMBER, "seconds": NUMBER,

@@ -27,7 +27,7 @@ from meshtune.setting import (
 
 HAVE_CONVERSATIONS = {"messages", "sharegpt", "prompt-completion", "alpaca", "auto"}  # formats that may
 CONVERSATIONS = Need(
-    lambda config: formats(config) & HAVE_CONVERSATIONS, "rows of data.format are no conversations"
+    lambda config: formats(config) & HAVE_CONVERSATIONS, "rows of data.format aren't conversations"
 )
 
 
@@ -80,7 +80,7 @@ class ModelConfig(Section):
 class LoraConfig(Section):
     """Low-rank adapters, for `method: lora`."""
 
-    r: Positive = setting(16, "Rank of the two matrices beside each weight.")
+    r: Positive = setting(16, "Rank of the two matrices added to each weight.")
     alpha: float = setting(32, "The adapter's output is scaled by alpha / r.", gt=0)
     dropout: float = setting(0.0, "Share of the adapter's inputs that are dropped.", ge=0, lt=1)
     target_modules: LayerNames = setting(
@@ -96,7 +96,7 @@ class LoraConfig(Section):
         None, "Numbers of the blocks that get adapters, from 0; null: all."
     )
     modules_to_save: tuple[str, ...] = setting(
-        (), "Names of modules trained whole beside the adapters, such as [embed_tokens, lm_head]."
+        (), "Names of modules trained whole besides the adapters, such as [embed_tokens, lm_head]."
     )
 
 
@@ -229,7 +229,7 @@ class DataConfig(Section):
         "auto", "What becomes of documents longer than seq_len; auto: plain text is split, others cut."
     )
     max_samples: Positive | None = setting(
-        None, "Read only the first rows of each source, at most so many; null: all.", unit="rows"
+        None, "Read only the first rows of each source, at most this number; null: all.", unit="rows"
     )
     on_bad_row: Literal["error", "skip"] = setting(
         "error", "A row that can't be read or rendered is an error, or is skipped and counted."

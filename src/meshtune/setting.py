@@ -209,14 +209,14 @@ def usable(value: Any, kind: type[BaseModel], problems: list[str], key: str = ""
                 tree[name] = usable(item, kind, problems, f"{key}.{name}".lstrip("."))
             else:
                 place = f"{key}: " if key else ""
-                problems.append(f"{place}the key {written(name)} is no text; write it in quotes.")
+                problems.append(f"{place}the key {written(name)} is not a text; write it in quotes.")
         return tree
     if isinstance(value, list | tuple):
         return [usable(item, kind, problems, f"{key}.{number}") for number, item in enumerate(value)]
     if isinstance(value, str):
         if any(character == "\0" or "\ud800" <= character <= "\udfff" for character in value):
             problems.append(
-                f"{key} = {written(value)} has a character that is no text (NUL or a broken one); remove it."
+                f"{key} = {written(value)} has a character that isn't text (NUL or a broken one); remove it."
             )
         elif is_path(value, key, kind):
             try:

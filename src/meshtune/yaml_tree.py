@@ -27,7 +27,9 @@ def overridden(tree: dict[str, Any], override: str) -> dict[str, Any]:
     """
     key, equals, text = override.partition("=")
     if not equals or not key:
-        raise UserError(f"'{override}' is no setting; write section.key=value, such as train.max_steps=100.")
+        raise UserError(
+            f"'{override}' is not a setting; write section.key=value, such as train.max_steps=100."
+        )
     with explained(f"The value of '{shortened(override)}' is not YAML"):
         value = yaml.load(text, Loader=Bounded) if text else None
     return laid(tree, key.strip().split("."), value)
@@ -98,7 +100,7 @@ def read_cluster(file: Path) -> dict[str, Any]:
         tables_lacking = " and ".join(f"[{name}]" for name in lacking)
         raise UserError(
             f"cluster = {file} has no {tables_lacking}, which `meshtune probe --out {file}` would write; a "
-            "file of GPU kinds alone is named by cluster.hardware."
+            "file of only GPU kinds is named by cluster.hardware."
         )
     return {**tables["cluster"], "hardware": str(file)}
 
@@ -201,7 +203,7 @@ class Bounded(yaml.SafeLoader):
         seen: dict[str, yaml.Node] = {}
         for key, value in node.value:
             if not isinstance(key, yaml.ScalarNode):
-                raise yaml.constructor.ConstructorError(None, None, "a key is no plain text", key.start_mark)
+                raise yaml.constructor.ConstructorError(None, None, "a key is not plain text", key.start_mark)
             if (earlier := seen.get(key.value)) is not None:
                 if self.repeated is None:
                     raise yaml.constructor.ConstructorError(

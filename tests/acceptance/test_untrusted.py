@@ -167,14 +167,14 @@ def test_a_canary_among_pickled_extras(tmp_path, checkpoint, sung):
 def test_metadata_that_points_elsewhere(checkpoint, there):
     (checkpoint.parent / "outside.distcp").write_bytes((checkpoint / "__0_0.distcp").read_bytes())
     move_data_to(checkpoint, there)
-    is_refused(checkpoint, r"which is no file of this checkpoint")
+    is_refused(checkpoint, r"which is not a file of this checkpoint")
 
 
 def test_a_data_file_that_is_a_link(checkpoint):
     outside = checkpoint.parent / "outside.distcp"
     (checkpoint / "__0_0.distcp").rename(outside)
     (checkpoint / "__0_0.distcp").symlink_to(outside)
-    is_refused(checkpoint, r"__0_0.distcp is damaged: it is no regular file")
+    is_refused(checkpoint, r"__0_0.distcp is damaged: it is not a regular file")
 
 
 @pytest.mark.parametrize("name", ["../outside.distcp", "/etc/passwd", "..", ""])

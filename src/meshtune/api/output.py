@@ -70,7 +70,7 @@ def decide(config: Config, steps: int | None = None) -> Decision:
         if decision is None:
             continue
         if run != named:
-            verb = "begins" if decision.start == "begin" else "goes on"
+            verb = "begins" if decision.start == "begin" else "resumes"
             there = f"{named.path} holds {state_of(named)}"
             return decision._replace(line=f"output_exists=new: {there}; this run {verb} in {run.path}.")
         return decision
@@ -136,12 +136,12 @@ def refusal(run: RunDir, config: Config, before: Config, differing: list[str]) -
     own = ["its own settings"] if differing or not ended else []
     resume = ["checkpoint.resume=auto"] if never else []
     needs = " and ".join(own + resume + (to_be_longer(config, before, ended) if ended else []))
-    longer = f"with {needs} it {'is made longer' if ended else 'goes on'}"
+    longer = f"with {needs} it {'is made longer' if ended else 'resumes'}"
     if differing and not ended:
         state += " with other settings"
     if never:
-        state += ", and checkpoint.resume=never keeps it from going on"
-    asked = f" output_exists={config.output_exists} can't go on with it." if config.output_exists else ""
+        state += ", and checkpoint.resume=never keeps it from resuming"
+    asked = f" output_exists={config.output_exists} can't resume it." if config.output_exists else ""
     return [
         f"{run.path} holds {state}.{asked} Choose: another `output`; output_exists=new, which writes "
         f"{other.path}; output_exists=replace, which deletes it once the new run has done a step; or extend "

@@ -13,7 +13,7 @@ KINDS = {
         "Tokens attend to later ones, so that the next token can be no label. Families that are encoders by "
         "default become decoders by `is_decoder: true` in their config.json."
     ),
-    "media": "A model that also sees or hears, whose language part is not found by itself.",
+    "media": "A model that also sees or hears, whose language part can't be told apart.",
     "parts": "Its embedding, a list of blocks that run one after the other, or its head is not found.",
     "attention": (
         "The family computes its attention itself, or gives it what no other function takes: a mask "
@@ -23,7 +23,7 @@ KINDS = {
     "experts": (
         "transformers' tensor plan has words for experts (`moe_tp_experts`) or latent attention "
         "(`mla_kv_a_proj`). meshtune cuts dense blocks only; cutting these is planned together with expert "
-        "parallelism. dp, ZeRO and, where the row says so, pp and cp work."
+        "parallelism. dp and ZeRO work; pp and cp where the row names them."
     ),
     "tensor": (
         "transformers has no tensor plan for the family, or one that leaves gradients undefined, or some of "

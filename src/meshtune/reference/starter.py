@@ -85,7 +85,7 @@ def header(method: str, model: str, file: str) -> list[str]:
         f"#      meshtune data {file}",
         "# 3. See memory and speed on GPUs that you may rent; it needs none.",
         f"#      meshtune plan {file} cluster.gpu=h100-sxm cluster.gpus=8",
-        "# 4. Train. The same command goes on with a run that was stopped.",
+        "# 4. Train. The same command resumes a run that was stopped.",
         f"#      meshtune train {file}",
         "",
     ]

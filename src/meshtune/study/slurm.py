@@ -220,9 +220,16 @@ def collect(store: Store, folder: Path) -> dict[int, Outcome]:
     return outcomes
 
 
-def alive() -> set[str]:
-    """Ids of this user's tasks of arrays that wait or run, as 12_3."""
-    return set(asked("squeue", "--me", "--noheader", "--array", "--format=%i").split())
+def alive(jobs: Sequence[str]) -> set[str]:
+    """Ids of the tasks of arrays that wait or run, as 12_3, whoever submitted them."""
+    if not jobs:
+        return set()
+    try:
+        return set(asked("squeue", "--noheader", "--array", "--format=%i", "--jobs", ",".join(jobs)).split())
+    except UserError as error:
+        if FORGOTTEN in str(error):  # Slurm has forgotten one: ask for each
+            return set() if len(jobs) == 1 else {task for job in jobs for task in alive([job])}
+        raise
 
 
 def ended_without(row: Row) -> Outcome | None:
@@ -292,7 +299,7 @@ def _look(
     rows: of the tasks that Slurm has. missed: number -> looks in a row that did not find the task.
     """
     try:
-        tasks = alive()
+        tasks = alive(job_ids(store))
     finally:  # results are files, and need no answer
         for number, outcome in collect(store, folder).items():
             if row := rows.pop(number, None):
@@ -335,7 +342,8 @@ def run_in_job(task: Task, folder: Path) -> Outcome:
         if cores := os.environ.get("SLURM_CPUS_PER_TASK"):  # which srun does not take over
             prefix.append(f"--cpus-per-task={cores}")
     else:  # without Slurm's variables the command starts its ranks itself
-        environment = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "PMI"))}
+        of_slurm = ("SLURM_", "PMI")
+        environment = {name: text for name, text in os.environ.items() if not name.startswith(of_slurm)}
     child = Child(task, folder, job, environment, prefix)
     with Signals() as signals:
         while (outcome := child.outcome()) is None:

@@ -106,7 +106,7 @@ def damage(path: Path, facts: dict[str, Any]) -> str | None:
     try:
         status = path.lstat()
         if not stat.S_ISREG(status.st_mode):
-            return f"{path} is damaged: it is no regular file."
+            return f"{path} is damaged: it is not a regular file."
         if status.st_size != facts["size"]:
             return f"{path} is damaged: it has {status.st_size} bytes, {facts['size']} were written."
         if size_and_hash(path) != facts:
@@ -144,7 +144,7 @@ class NotSaved(Exception):
             remedy = "Free some space, or keep fewer (checkpoint.keep) or write elsewhere (output)."
         return (
             f"The checkpoint of step {step} was not saved: {self}. {size}The earlier ones are whole (steps: "
-            f"{', '.join(map(str, earlier)) or 'none'}) and the run goes on. {remedy}"
+            f"{', '.join(map(str, earlier)) or 'none'}) and the run continues. {remedy}"
         )
 
 
@@ -237,7 +237,7 @@ def _problems(metadata: Any, files: Collection[str]) -> Iterator[str]:
         if not isinstance(index, MetadataIndex) or not isinstance(info, _StorageInfo):
             yield "its table of places has entries that aren't places"
         elif info.relative_path not in files:
-            yield f"it puts {index.fqn!r} in {info.relative_path!r}, which is no file of this checkpoint"
+            yield f"it puts {index.fqn!r} in {info.relative_path!r}, which is not a file of this checkpoint"
         elif info.transform_descriptors:
             yield f"it wants {index.fqn!r} to be read through {info.transform_descriptors!r}"
 

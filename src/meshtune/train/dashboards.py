@@ -313,7 +313,7 @@ class PrometheusTracker:
 
     def __init__(self, run: RunDir, directory: Path | None = None) -> None:
         if directory is not None and not directory.is_dir():
-            raise UserError(f"log.textfile_directory = {directory} is no folder")
+            raise UserError(f"log.textfile_directory = {directory} is not a folder")
         path = run.path.absolute()
         self.labels = {"run": path.name, "output": str(path)}
         digest = hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()  # of two folders of one name

@@ -35,7 +35,7 @@ def step_to_resume(run: RunDir, report: Callable[[str], None], *, finished: bool
         which = f"it has no checkpoint in {run.checkpoints}"
         if there:
             which = f"none of its checkpoints (steps {', '.join(map(str, there))}) is whole"
-        state = "a finished run that would go on" if finished else "an unfinished run"
+        state = "a finished run that would resume" if finished else "an unfinished run"
         raise UserError(
             [
                 f"{run.path} holds {state}, but {which}. Nothing was changed. Restore a checkpoint, or set "

@@ -62,11 +62,11 @@ class Sampling:
                 "would be infinite; use 0 for the likeliest token."
             )
         if not 0 < self.top_p <= 1:
-            yield f"top-p {self.top_p:g} is no probability; use more than 0, at most 1."
+            yield f"top-p {self.top_p:g} is not a probability; use more than 0, at most 1."
         elif self.top_p < 1 and not self.temperature:
             yield f"top-p {self.top_p:g} has no effect at temperature 0; set a temperature, or leave it out."
         if self.seed is not None and not 0 <= self.seed < 2**63:
-            yield f"seed {self.seed} is no seed; use a whole number from 0 to 2^63 - 1."
+            yield f"seed {self.seed} is not a seed; use a whole number from 0 to 2^63 - 1."
         elif self.seed is not None and not self.temperature:
             yield f"seed {self.seed} has no effect at temperature 0; set a temperature, or leave it out."
 

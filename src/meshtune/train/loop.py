@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from meshtune.train.trackers import Metrics
 
 
-NO_RUNS = "The checkpoint of step {step} has values that are no run's"
+NO_RUNS = "The checkpoint of step {step} has values that no run has"
 UNUSABLE = (
     "Use a checkpoint that this version of meshtune wrote, or set checkpoint.resume=never and "
     "output_exists=new."
@@ -388,7 +388,7 @@ def interrupted(run: Run) -> Interrupted:
     run.checkpoints.wait()
     step, signal = run.progress.step, run.stop.requested or "a signal to another rank"
     saved = (
-        "The checkpoint is saved; the same command goes on from it."
+        "The checkpoint is saved; the same command resumes from it."
         if step in run.checkpoints.steps()
         else f"The checkpoint could not be saved. {last_checkpoint(run)}"
     )

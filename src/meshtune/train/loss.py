@@ -114,7 +114,7 @@ def check_same(token_loss: TokenLoss | None, run: RunDir) -> None:
     if before != now:
         was, is_now = (f"loss={name}" if name else "the cross entropy" for name in (before, now))
         raise UserError(
-            f"{run.path} was trained with {was}, and would go on with {is_now}; give the same loss, or "
+            f"{run.path} was trained with {was}, and would resume with {is_now}; give the same loss, or "
             "another `output`."
         )
 

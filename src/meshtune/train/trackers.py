@@ -146,7 +146,7 @@ class Metrics:
             except Exception as error:  # no network, no login, a full disk
                 metrics.close(failed=True)
                 raise UserError(
-                    f"log.to: {name} could not start ({error}); leave it out to go on."
+                    f"log.to: {name} could not start ({error}); leave it out to continue."
                 ) from error
         metrics.trackers += tuple(more)
         return metrics
