@@ -100,11 +100,11 @@ class Estimate:
         return max([sum(rest.values()) / devices.jobs, *rest.values()])
 
 
-def _line(points: Sequence[tuple[float | None, float]]) -> tuple[float, float | None]:
+def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float | None]:
     """(a, b) of the line a + b x through (predicted seconds, seconds) by least squares; b is None for fewer
     than 5 points, equal ones, and where it would be below 0.
     """
-    known = np.array([point for point in points if point[0] is not None], dtype=float)
+    known = np.array(points)
     if len(known) < 5 or not np.ptp(known[:, 0]):
         return 0.0, None
     slope, overhead = np.polyfit(known[:, 0], known[:, 1], 1)
