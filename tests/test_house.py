@@ -30,7 +30,7 @@ WHOLE = {
     "lines of src": 65_148,  # 52,000
     "files of src": 319,  # 280
     "files in one folder of src": 22,  # 22
-    "lines of tests": 48_795,  # 36,000
+    "lines of tests": 48_793,  # 36,000
 }
 
 ATTEND = "the signature of core.attend_documents, which it stands in for on the ranks of cp"
