@@ -146,7 +146,7 @@ class Progress:
             result += f", {speed:,.0f} tokens/s/{self._per}"
         elif outcome.reason:
             result += f": {shortened(outcome.reason)}"
-        parts = [f"{self._done} of {self._total}", f"experiment {row.number} ({told(row)}) {result}"]
+        parts = [f"{self._done} of {self._total}", f"experiment {row.number} ({settings_text(row)}) {result}"]
         if outcome.seconds is not None:
             parts.append(duration(outcome.seconds))
         if waiting or running:
@@ -156,7 +156,7 @@ class Progress:
         self._log(" · ".join(parts))
 
 
-def told(row: Row) -> str:
+def settings_text(row: Row) -> str:
     """The settings of an experiment, for a line of progress."""
     return shortened(", ".join(f"{key}={value}" for key, value in row.settings.items())) or "as the base"
 
