@@ -254,7 +254,7 @@ def probed(facts: Facts) -> Document:
     )
     heads = ("each of", *(counted(ranks, "rank") for ranks in tables))
     table = Table.of_rows(str(measured["device"]), heads, rows, ("each of",))
-    return Document("probe", (table, Notes(_doubts(measured), style="")), facts)
+    return Document("probe", (table, Notes([*_doubts(measured)], style="")), facts)
 
 
 def _doubts(measured: Facts) -> Iterator[str]:

@@ -98,7 +98,7 @@ class Checked(ast.NodeTransformer):
         self.generic_visit(node)
         if isinstance(node, ast.BinOp):  # +x is an error for all but numbers: no text times 10⁹
             node.left, node.right = (ast.UnaryOp(ast.UAdd(), part) for part in (node.left, node.right))
-        return node
+        return ast.List(node.elts, ast.Load()) if isinstance(node, ast.Tuple) else node  # as YAML's are
 
 
 def _dotted(tree: ast.AST) -> str:

@@ -9,7 +9,8 @@ from meshtune.errors import UserError
 from meshtune.study.conditions import Condition
 
 SETTINGS: dict[str, Any] = {
-    "layout.tp": 4, "data.seq_len": 512, "model.name": "models/5M", "data.packing": True, "train.seed": None
+    "layout.tp": 4, "data.seq_len": 512, "model.name": "models/5M", "data.packing": True, "train.seed": None,
+    "train.adam_betas": [0.9, 0.95],
 }  # fmt: skip
 
 
@@ -29,6 +30,7 @@ def holds(text: str) -> bool:
         ("'5M' in model.name and model.name not in ['models/28M', 'other']", True),
         ("data.packing and train.seed == null", True),
         ("data.packing == false", False),
+        ("train.adam_betas == (0.9, 0.95) and layout.tp in (4, 8)", True),
     ],
 )
 def test_a_condition_is_evaluated(text: str, expected: bool) -> None:

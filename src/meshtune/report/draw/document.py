@@ -48,7 +48,7 @@ class Section:
     """A heading and lines below it; nothing at all without lines."""
 
     title: str
-    lines: Iterable[str]  # read once
+    lines: Sequence[str]
     numbered: bool = False  # from 1
     style: str = ""  # of the lines in the terminal
 
@@ -56,10 +56,9 @@ class Section:
         return sentences(self.title, self.lines, numbered=self.numbered)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        lines = [*self.lines]
-        if lines and self.title:
+        if self.lines and self.title:
             yield Text(f"\n{self.title}", style="bold")
-        for number, line in enumerate(lines, 1):
+        for number, line in enumerate(self.lines, 1):
             line = f"{number}. {line}" if self.numbered else line
             yield Padding(Text(line, style=self.style), (0, 0, 0, 2 if self.title else 0))
 
@@ -68,7 +67,7 @@ class Section:
 class Notes:
     """Lines without a heading, pale on the page."""
 
-    lines: Iterable[str]  # read once
+    lines: Sequence[str]
     style: str = "dim"  # in the terminal
 
     def html(self) -> str:
@@ -82,7 +81,7 @@ class Notes:
 class Tiles:
     """Headline figures of a page: (name, value, small text below it or nothing)."""
 
-    figures: Iterable[Sequence[str]]  # read once
+    figures: Sequence[Sequence[str]]
     wide: bool = False
 
     def html(self) -> str:

@@ -135,7 +135,7 @@ def verified(documents: Sequence[Facts]) -> Document:
     the simulation does not confirm the plan's order.
     """
     tables = [layouts_table(documents), *map(side_by_side, documents)]
-    return Document("", [Notes([""]), *tables, Notes(conclusions(documents), style="")])
+    return Document("", [Notes([""]), *tables, Notes([*conclusions(documents)], style="")])
 
 
 def conclusions(documents: Sequence[Facts]) -> Iterator[str]:

@@ -37,7 +37,7 @@ def sweep_page(database: Path, may_read: Callable[[Path], bool] = lambda _: True
         subtitle=_subtitle(sweep),
         parts=(
             Tiles([(status, f"{number:,}") for status, number in counts.items()]),
-            Notes(_cautions(sweep, counts)),
+            Notes([*_cautions(sweep, counts)]),
             Pictures(panels(sweep)),
             OnPage(table(sweep) if sweep.experiments else ""),
             *_where(sweep),

@@ -25,8 +25,8 @@ from meshtune.plan.phrases import device, unmeasured
 from meshtune.plan.programs import MESHTUNE
 from meshtune.plan.search import PEAK_TIE, TIE_MEMORY_STEP, Choice
 from meshtune.plan.seconds.step import PARTS, TIE
-from meshtune.report.draw.document import Document, InTerminal, Notes, OnPage, Part, Pictures, Section, Tiles
-from meshtune.report.draw.page import text
+from meshtune.report.draw.document import Document, InTerminal, Notes, OnPage, Part, Pictures, Section
+from meshtune.report.draw.page import text, tiles
 from meshtune.report.draw.table import Column, Table
 from meshtune.report.draw.table import facts as facts_table
 from meshtune.report.draw.words import model_title
@@ -73,7 +73,7 @@ def answer(
     """
     workload, plan = result.workload, result.plan
     remarks = [*result.comparison, *result.left_out]
-    usual = (f"{one.name} {one.sentence}" for one in result.alternatives)
+    usual = [f"{one.name} {one.sentence}" for one in result.alternatives]
     lost = written.exported.missing if written else ()
     parts: list[Part] = [
         InTerminal(Group(*heading(result))),
@@ -88,7 +88,7 @@ def answer(
         Section("What to change first", result.changes),
         Section("The global batch", result.batch_advice),
         *left_out(result),
-        InTerminal(Section("The run", filter(None, (result.run.sentence(), *result.length.notes)))),
+        InTerminal(Section("The run", [*filter(None, (result.run.sentence(), *result.length.notes))])),
         *reliability(result.choice),
         InTerminal(Section(f"What {workload.tool.title} runs differently", lost)),
         InTerminal(Text(written.sentence if written else command(result), style="bold")),
@@ -125,7 +125,7 @@ def recommended(result: Answer, line: CommandLine) -> str:
     verdict = "".join(f"<p>{text(sentence)}</p>" for sentence in result.verdict)
     return (
         f"<section><h2>Recommended: <code>{text(result.choice.layout)}</code></h2>"
-        f"{Tiles(figures(result), wide=True).html()}{verdict}"
+        f"{tiles(figures(result), wide=True)}{verdict}"
         f"<pre class='command'>{text(command(result, line.settings or '…'))}</pre></section>"
     )
 
@@ -215,7 +215,7 @@ def left_out(result: Answer) -> Iterator[Part]:
 def reliability(choice: Choice) -> tuple[Part, Part]:
     """Sentences on how far the numbers can be trusted, after an empty line."""
     sentences = [choice.accuracy.sentence(choice.stack, choice.cluster.gpu.name), unmeasured(choice.cluster)]
-    return InTerminal(Text()), Notes(filter(None, sentences))
+    return InTerminal(Text()), Notes([*filter(None, sentences)])
 
 
 def provenance(result: Answer, line: CommandLine) -> Table:
@@ -279,12 +279,12 @@ def explained_panels(explanations: Sequence[Explanation]) -> list[Panel]:
 def reasons(one: Explanation, letter: str = "") -> list[Part]:
     """Sections of an explained layout. letter: that it has in a table of several; "": none."""
     name = f" ({letter})" if letter else ""
-    tensors = (f"{human(tensor['bytes'])}: {tensor['name']}" for tensor in one.tensors[:MOST_TENSORS])
+    tensors = [f"{human(tensor['bytes'])}: {tensor['name']}" for tensor in one.tensors[:MOST_TENSORS]]
     return [
         Section(f"Against it{name}", one.against),
         Section(f"Largest at the memory peak{name}", tensors),
-        Section(f"The largest levers{name}", (lever.sentence() for lever in one.levers), numbered=True),
-        Section(f"The run{name}", filter(None, (one.run.sentence(), *one.length.notes))),
+        Section(f"The largest levers{name}", [lever.sentence() for lever in one.levers], numbered=True),
+        Section(f"The run{name}", [*filter(None, (one.run.sentence(), *one.length.notes))]),
     ]
 
 
@@ -355,10 +355,10 @@ def of_files(plans: Sequence[PlanFile]) -> Document:
     parts: list[Part] = [Pictures(file_panels(plans))]
     for plan in plans:
         title = f" of {plan.name}" if len(plans) > 1 else ""
-        rejected = (
+        rejected = [
             f"{group.get('count', 0):,}: {group.get('reason', '')} ({group.get('example', '')})"
             for group in plan.tree.get("rejected") or ()
-        )
+        ]
         parts += [
             _layouts(f"Layouts{title}", plan.layouts),
             Section(f"Why this layout{title}", plan.lines("reasoning")),

@@ -87,7 +87,7 @@ def run_page(run: RunDir, rows: Sequence[Row] | None = None, summary: Summary | 
     parts = (
         *_headline(summary),
         Pictures(run_panels(rows)),
-        Section("Why it is slow", (cause.sentence for cause in summary.causes), numbered=True),
+        Section("Why it is slow", [cause.sentence for cause in summary.causes], numbered=True),
         _samples(run),
         *_memory(of_kind(rows, "memory")),
         facts_table(shown, "What was run", _fact),
@@ -158,7 +158,7 @@ def _headline(summary: Summary) -> tuple[Part, Part]:
     """The headline numbers as tiles, and a sentence on rows that were left out."""
     figures = [*_figures(summary)]
     tiles = Tiles(figures) if figures else OnPage(EMPTY.format("Nothing has been measured yet."))
-    return tiles, Notes(filter(None, [summary.left_out]))
+    return tiles, Notes([summary.left_out] if summary.left_out else [])
 
 
 def _figures(summary: Summary) -> Iterator[tuple[str, str, str]]:

@@ -32,7 +32,7 @@ def run_summary(run: RunDir, *, curve_width: int = 60) -> RenderableType:
         for label, value in headline(summary)
     }
     notes = [Text(), Text(summary.left_out, style="yellow")] if summary.left_out else []
-    causes = Section("why it is slow", (cause.sentence for cause in summary.causes), numbered=True)
+    causes = Section("why it is slow", [cause.sentence for cause in summary.causes], numbered=True)
     return Padding(Group(*parts, facts(lines), causes, *notes), (1, 2))
 
 
