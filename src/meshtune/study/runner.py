@@ -15,7 +15,7 @@ import numpy as np
 
 from meshtune.errors import Interrupted
 from meshtune.launch.rank import cores
-from meshtune.launch.signals import heeded
+from meshtune.launch.signals import to_handle
 from meshtune.meter.rows import time_now
 from meshtune.plan.cluster import gpus_here
 from meshtune.study.children import TO_STOP, TO_STOP_OTHERS, Child, Task
@@ -263,7 +263,7 @@ class Signals:
     def __enter__(self) -> "Signals":
         self._before = {}
         if threading.current_thread() is threading.main_thread():
-            numbers = heeded((signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
+            numbers = to_handle((signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
             self._before = {number: signal.signal(number, self._came) for number in numbers}
         return self
 
