@@ -80,7 +80,7 @@ def constant(name: str) -> Need:
 
 
 def warm_up(name: str) -> Need:
-    """A schedule with a warm-up, unless the setting `name` is 0."""
+    """The need for a schedule with a warm-up, unless the setting `name` is 0."""
     return Need(
         lambda config: SCHEDULES[config.train.lr_scheduler].warmup or not getattr(config.train, name),
         "train.lr_scheduler has no warm-up",

@@ -12,7 +12,7 @@ STOPPING = (
 )  # fmt: skip
 
 
-def heeded(signals: Iterable[signal.Signals] = STOPPING) -> list[signal.Signals]:
+def to_handle(signals: Iterable[signal.Signals] = STOPPING) -> list[signal.Signals]:
     """Those of the signals that this process handles: all but a SIGHUP that is ignored, as under nohup."""
     return [
         number
@@ -39,7 +39,7 @@ class StopRequest:
 
     def __enter__(self) -> "StopRequest":
         if self.enabled:
-            self._handlers = {number: signal.signal(number, self._note) for number in heeded(self.signals)}
+            self._handlers = {number: signal.signal(number, self._note) for number in to_handle(self.signals)}
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -25,7 +25,7 @@ from meshtune.filesystem import try_lock
 from meshtune.launch.failure import claims_failure, exit_code, failures_of, raise_first, record_failure
 from meshtune.launch.place import Place, place_of, reachable_address, refuse_batch_script
 from meshtune.launch.rank import Rank, RankLog, connect, process_group
-from meshtune.launch.signals import heeded
+from meshtune.launch.signals import to_handle
 from meshtune.launch.watch import HangLimits, announce
 from meshtune.streams import flush, guard
 from meshtune.units import notice
@@ -220,7 +220,7 @@ def forwarded_signals(processes: list[BaseProcess]) -> Iterator[list[signal.Sign
                 again = received.count(signal.SIGINT) > 1
                 os.kill(process.pid or 0, signal.SIGKILL if again else number)
 
-    handlers = {number: signal.signal(number, forward) for number in heeded()}
+    handlers = {number: signal.signal(number, forward) for number in to_handle()}
     try:
         yield received
     finally:

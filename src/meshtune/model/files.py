@@ -39,7 +39,7 @@ QUANTISED_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config
 SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")  # what transformers calls a file of several
 ORIGINAL = "consolidated*"  # the same weights under the names of Meta's and Mistral's own code
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-STATES = ("training_args*", "optimizer*", "scheduler*", "rng_state*", "random_states*")  # no weights
+STATE_FILES = ("training_args*", "optimizer*", "scheduler*", "rng_state*", "random_states*")  # no weights
 PARTS = ("*.incomplete", "*.part", "*.partial", "*.crdownload", "*.aria2", "*.tmp")  # of downloads
 OTHERS = ("*.h5", "*.msgpack", "*.npz", "*.onnx", "*.distcp", "*.nemo")
 # Configuration and tokenizer files of a hub repository.
@@ -240,14 +240,14 @@ def _elsewhere(folder: Path) -> str | None:
             f"python {folder}/zero_to_fp32.py {folder} {folder} --safe_serialization"
         )
     parents = {path.parent for path in folder.glob("*/*.distcp")}
-    if sharded := sorted(path for path in parents if not any(map(path.match, STATES))):
+    if sharded := sorted(path for path in parents if not any(map(path.match, STATE_FILES))):
         return (
             f"{folder} holds its weights as a distributed checkpoint in {sharded[0]}. Gather them: "
             f"accelerate merge-weights {sharded[0]} {folder}"
         )
     kinds = ("*.safetensors", *PICKLES)
     weights = (path for kind in kinds for path in folder.glob(f"*/{kind}"))
-    inside = sorted({path.parent for path in weights if not any(map(path.match, STATES))})
+    inside = sorted({path.parent for path in weights if not any(map(path.match, STATE_FILES))})
     models = [path for path in inside if (path / "config.json").is_file()]
     if not models:
         return (
@@ -287,7 +287,7 @@ def _unread_weights(
             else f"no index ({INDEX}) of them; take it from where the files are from."
         )
         return f"{subject} holds {few(safetensors, 3)}, but {remedy}"
-    pickles = [file for file in of(*PICKLES) if file not in {*original, *of(*STATES)}]
+    pickles = [file for file in of(*PICKLES) if file not in {*original, *of(*STATE_FILES)}]
     if original and not pickles:
         return (
             f"{subject} holds its weights in their makers' own format ({few(original, 3)}), with other names "

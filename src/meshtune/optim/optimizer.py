@@ -166,7 +166,7 @@ class Optimizer:
         return {name: local(gradient) for name, gradient in gradients if gradient is not None}
 
     def gradients(self) -> list[Tensor]:
-        """The step's gradients so far as they are, under ZeRO and tensor parallelism DTensors."""
+        """The step's gradients that exist so far; DTensors under ZeRO and tensor parallelism."""
         self.add_up()
         every = (self.gradient(parameter) for bucket in self.buckets for parameter in bucket.parameters)
         return [gradient for gradient in every if gradient is not None]

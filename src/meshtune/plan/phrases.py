@@ -84,7 +84,7 @@ def memory_margin(cluster: Cluster) -> str:
         return f"a plan fills {human(budget)} of it at most (cluster.memory_budget_gib)"
     clause = f"a plan leaves {cluster.margin:.0%} of it free (cluster.memory_margin"
     if cluster.memory_margin is None:
-        clause += f": {'a' if cluster.gpu.measured else 'no'} matmul rate was measured on {cluster.gpu.name}"
+        clause += f", the default with{'' if cluster.gpu.measured else 'out'} a measured matmul rate"
     if budget is not None:
         clause += f"; the budget of {human(budget)} is more than that"
     return f"{clause})"

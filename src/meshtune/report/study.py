@@ -24,7 +24,7 @@ PART_NAMES = {
     "waiting": "waiting for the slowest rank",
     "loading": "waiting for data",
 }
-DIFFERENCE = " off"  # of a column: its difference from "measured"
+OFF_SUFFIX = " off"  # of a column: its difference from "measured"
 
 
 def part_tables(
@@ -32,10 +32,10 @@ def part_tables(
 ) -> Iterator[Table]:
     """Yield tables of the time by part and of the memory by category.
 
-    heads: entries of `facts`, and those with DIFFERENCE, with the heads of their columns. titles, notes: of
+    heads: entries of `facts`, and those with OFF_SUFFIX, with the heads of their columns. titles, notes: of
     both tables.
     """
-    sources = {name: facts[name] or {} for name in heads if not name.endswith(DIFFERENCE)}
+    sources = {name: facts[name] or {} for name in heads if not name.endswith(OFF_SUFFIX)}
     step = {name: source.get("step_seconds") for name, source in sources.items()}
     time = [*_parts(sources, "parts", PART_NAMES), ("step", step)]
     memory = sorted(_parts(sources, "memory", MEMORY_NAMES), key=lambda part: part[0] == "memory")
@@ -60,7 +60,7 @@ def _cells(
 ) -> Iterator[str]:
     measured = values["measured"]
     for column in heads:
-        value = values[column.removesuffix(DIFFERENCE)]
+        value = values[column.removesuffix(OFF_SUFFIX)]
         if value is None:
             yield ""
         elif column in values:

@@ -15,7 +15,7 @@ import numpy as np
 
 from meshtune.errors import Interrupted
 from meshtune.launch.rank import cores
-from meshtune.launch.signals import heeded
+from meshtune.launch.signals import to_handle
 from meshtune.meter.rows import time_now
 from meshtune.plan.cluster import gpus_here
 from meshtune.study.children import TO_STOP, TO_STOP_OTHERS, Child, Task
@@ -146,7 +146,7 @@ class Progress:
             result += f", {speed:,.0f} tokens/s/{self._per}"
         elif outcome.reason:
             result += f": {shortened(outcome.reason)}"
-        parts = [f"{self._done} of {self._total}", f"experiment {row.number} ({told(row)}) {result}"]
+        parts = [f"{self._done} of {self._total}", f"experiment {row.number} ({settings_text(row)}) {result}"]
         if outcome.seconds is not None:
             parts.append(duration(outcome.seconds))
         if waiting or running:
@@ -156,7 +156,7 @@ class Progress:
         self._log(" · ".join(parts))
 
 
-def told(row: Row) -> str:
+def settings_text(row: Row) -> str:
     """The settings of an experiment, for a line of progress."""
     return shortened(", ".join(f"{key}={value}" for key, value in row.settings.items())) or "as the base"
 
@@ -263,7 +263,7 @@ class Signals:
     def __enter__(self) -> "Signals":
         self._before = {}
         if threading.current_thread() is threading.main_thread():
-            numbers = heeded((signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
+            numbers = to_handle((signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
             self._before = {number: signal.signal(number, self._came) for number in numbers}
         return self
 

@@ -121,9 +121,9 @@ def _submitted(
         f"--output={folder / 'slurm' / '%A_%a.out'}", *resources(tasks[0], options), str(script),
         str(listing),
     ]  # fmt: skip
-    job = asked(*words).split(";")[0].strip()
+    job = slurm_output(*words).split(";")[0].strip()
     store.start([task.number for task in tasks], job)
-    asked("scontrol", "release", job)
+    slurm_output("scontrol", "release", job)
     return job
 
 
@@ -137,13 +137,13 @@ def cancel_unknown(store: Store, folder: Path, log: Log) -> None:
     """
     held = ["squeue", "--me", "--noheader", "--states=PENDING", "--format=%F|%r|%o"]
     try:
-        listing = [line.strip().split("|", 2) for line in asked(*held).splitlines()]
+        listing = [line.strip().split("|", 2) for line in slurm_output(*held).splitlines()]
         script = str(script_file(folder))
         unknown = {
             job for job, why, command in listing if why == HELD and f"{command} ".startswith(f"{script} ")
         }
         for job in sorted(unknown.difference(job_ids(store))):
-            asked("scancel", job)
+            slurm_output("scancel", job)
             log(f"Cancelled the held array {job}, which a killed sweep had left.")
     except UserError as error:
         log(f"Held arrays that a killed sweep may have left were not all cancelled: {error}")
@@ -182,7 +182,7 @@ def resources(task: Task, options: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def asked(*words: str) -> str:
+def slurm_output(*words: str) -> str:
     """Output of one of Slurm's commands. Raises UserError, with its words, if it is missing or fails."""
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=120, start_new_session=True)
@@ -196,7 +196,7 @@ def asked(*words: str) -> str:
 def largest_array() -> int:
     """Number of tasks that Slurm takes in one array."""
     with suppress(UserError):
-        if found := re.search(r"MaxArraySize\s*=\s*(\d+)", asked("scontrol", "show", "config")):
+        if found := re.search(r"MaxArraySize\s*=\s*(\d+)", slurm_output("scontrol", "show", "config")):
             return max(1, int(found[1]) - 1)
     return 1000
 
@@ -225,7 +225,9 @@ def alive(jobs: Sequence[str]) -> set[str]:
     if not jobs:
         return set()
     try:
-        return set(asked("squeue", "--noheader", "--array", "--format=%i", "--jobs", ",".join(jobs)).split())
+        return set(
+            slurm_output("squeue", "--noheader", "--array", "--format=%i", "--jobs", ",".join(jobs)).split()
+        )
     except UserError as error:
         if FORGOTTEN in str(error):  # Slurm has forgotten one: ask for each
             return set() if len(jobs) == 1 else {task for job in jobs for task in alive([job])}
@@ -252,14 +254,14 @@ def state_of(job: str) -> str:
     empty where that does not know it or is not there. Raises UserError if the controller does not answer.
     """
     try:
-        words = asked("scontrol", "show", "job", job).partition("JobState=")[2]
+        words = slurm_output("scontrol", "show", "job", job).partition("JobState=")[2]
     except UserError as error:
         if FORGOTTEN not in str(error):
             raise
         words = ""
         with suppress(UserError):
             options = ("--noheader", "--parsable2", "--allocations", "--format=State")
-            words = asked("sacct", *options, f"--jobs={job}")
+            words = slurm_output("sacct", *options, f"--jobs={job}")
     return re.findall("^[A-Z_]*", words)[0]
 
 
@@ -270,7 +272,7 @@ def follow(store: Store, folder: Path, progress: Progress, log: Log) -> None:
     missed: dict[int, int] = {}
     for job in job_ids(store):  # held, if the sweep was killed before it released them
         with suppress(UserError):
-            asked("scontrol", "release", job)
+            slurm_output("scontrol", "release", job)
     answered, said = time.monotonic(), False
     with Signals() as signals:
         while rows := {row.number: row for row in store.rows(RUNNING) if row.job}:

@@ -37,7 +37,7 @@ STATUSES = (
 )  # fmt: skip
 FINISHED = STATUSES[2:]
 LOCKED, TRIES = 1.0, 600  # seconds for which a statement waits for other programs, and how often
-SAID = 5.0  # seconds of waiting after which it is printed
+PRINTED_AFTER = 5.0  # seconds of waiting after which it is printed
 FIGURES = {  # column -> its type
     "step_seconds": "REAL",  # median
     "spread": "REAL",  # distance of the quartiles of the steps, of the median
@@ -175,9 +175,9 @@ class Store:
                 if "locked" not in str(error):
                     raise self._failed(error) from error
             waited = (attempt + 1) * LOCKED
-            if waited >= SAID and self.hurry():
+            if waited >= PRINTED_AFTER and self.hurry():
                 break
-            if waited - LOCKED < SAID <= waited:
+            if waited - LOCKED < PRINTED_AFTER <= waited:
                 self._log(
                     f"{self.file} is locked by another program, such as a viewer or a backup. Waiting for "
                     f"it, at most {duration(TRIES * LOCKED)}.{self._kept('in memory until then')}"

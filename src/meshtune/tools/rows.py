@@ -180,7 +180,7 @@ def axolotl_messages(rows: Mapping[str, Any], shared: bool) -> tuple[str, dict[s
 def axolotl_rows(config: Config, source: SourceConfig) -> dict[str, Any]:
     """A source as one of axolotl's data sets."""
 
-    def named(name: str) -> str:
+    def column(name: str) -> str:
         return column_name(config.data, source, name)
 
     rows: dict[str, Any] = {"path": source.path}
@@ -192,18 +192,18 @@ def axolotl_rows(config: Config, source: SourceConfig) -> dict[str, Any]:
     prompter = {"format": asked, "no_input_format": asked}
     match row_format(config.data, source):
         case "text":
-            return rows | {"type": "completion", "field": named("text")}
+            return rows | {"type": "completion", "field": column("text")}
         case "messages":
-            return rows | {"type": "chat_template", "field_messages": named("messages")}
+            return rows | {"type": "chat_template", "field_messages": column("messages")}
         case "sharegpt":
             mapping = {"role": "from", "content": "value"}
-            turns = {"field_messages": named("conversations"), "message_property_mappings": mapping}
+            turns = {"field_messages": column("conversations"), "message_property_mappings": mapping}
             return rows | {"type": "chat_template"} | turns
         case "alpaca":
-            names = {f"field_{name}": named(name) for name in ("instruction", "output", "input")}
+            names = {f"field_{name}": column(name) for name in ("instruction", "output", "input")}
             prompter["format"] = "{instruction}\n{input}" + config.data.separator
         case _:
-            names = {"field_instruction": named("prompt"), "field_output": named("completion")}
+            names = {"field_instruction": column("prompt"), "field_output": column("completion")}
     return rows | {"type": names | prompter}
 
 
@@ -273,7 +273,7 @@ OPENAI_TAGS = {
 def llama_factory_rows(config: Config, source: SourceConfig) -> dict[str, Any]:
     """A source as an entry of dataset_info.json: where it is, its format and its names of columns."""
 
-    def named(**columns: str) -> dict[str, str]:
+    def their_columns(**columns: str) -> dict[str, str]:
         return {theirs: column_name(config.data, source, ours) for theirs, ours in columns.items()}
 
     rows: dict[str, Any] = {"file_name" if is_file(source) else "hf_hub_url": source.path}
@@ -281,15 +281,15 @@ def llama_factory_rows(config: Config, source: SourceConfig) -> dict[str, Any]:
         rows["split"] = source.split
     match row_format(config.data, source):
         case "text":
-            return rows | {"columns": named(prompt="text")}
+            return rows | {"columns": their_columns(prompt="text")}
         case "messages":
-            tagged = {"columns": named(messages="messages"), "tags": OPENAI_TAGS}
+            tagged = {"columns": their_columns(messages="messages"), "tags": OPENAI_TAGS}
             return rows | {"formatting": "sharegpt"} | tagged
         case "sharegpt":
-            return rows | {"formatting": "sharegpt", "columns": named(messages="conversations")}
+            return rows | {"formatting": "sharegpt", "columns": their_columns(messages="conversations")}
         case "alpaca":
-            return rows | {"columns": named(prompt="instruction", query="input", response="output")}
-    return rows | {"columns": named(prompt="prompt", response="completion")}
+            return rows | {"columns": their_columns(prompt="instruction", query="input", response="output")}
+    return rows | {"columns": their_columns(prompt="prompt", response="completion")}
 
 
 def dataset_info(config: Config) -> dict[str, Any]:

@@ -164,7 +164,7 @@ class TrackioTracker:
         with redirect_stdout(io.StringIO()):  # it prints, and stdout is the command's result
             self.run = trackio.init(
                 project=labels.project or "meshtune",
-                name=kept(run.logs / "trackio.name", name),
+                name=write_once(run.logs / "trackio.name", name),
                 group=labels.group,
                 config={**settings, "tags": list(labels.tags)},
                 resume="allow",
@@ -184,7 +184,7 @@ class TrackioTracker:
             self.trackio.finish()  # the run's own finish() would be called once more, and print, at exit
 
 
-def kept(file: Path, text: str) -> str:
+def write_once(file: Path, text: str) -> str:
     """The text in a file, which is written first if it is missing."""
     if not file.exists():
         write_text_atomically(file, text)
@@ -193,7 +193,7 @@ def kept(file: Path, text: str) -> str:
 
 def kept_id(file: Path) -> str:
     """The id in a file; a random one is written if it is missing."""
-    return kept(file, uuid.uuid4().hex)
+    return write_once(file, uuid.uuid4().hex)
 
 
 def mlflow_tags(labels: Labels) -> dict[str, str]:

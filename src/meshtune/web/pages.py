@@ -35,7 +35,7 @@ HEADS = (
 )  # fmt: skip
 
 
-class Listed(NamedTuple):
+class RunLine(NamedTuple):
     """A run's line of the list."""
 
     entry: Entry
@@ -52,21 +52,21 @@ class RunLines:
     folders: Folders
 
     def __post_init__(self) -> None:
-        self._known: dict[str, tuple[object, Listed]] = {}
+        self._known: dict[str, tuple[object, RunLine]] = {}
 
-    def all(self) -> list[Listed]:
+    def all(self) -> list[RunLine]:
         """A line for each run, the last changed first."""
         runs = [one for one in self.folders.entries.values() if one.kind == "run"]
         lines = [line for one in runs if (line := self._line(one))]
         self._known = {line.entry.id: self._known[line.entry.id] for line in lines}
         return sorted(lines, key=lambda line: (-line.changed, line.entry.name))
 
-    def _line(self, entry: Entry) -> Listed | None:
+    def _line(self, entry: Entry) -> RunLine | None:
         if not self.folders.may_show(entry):
             return None
         stamp = stamp_of(entry)
         if entry.id not in self._known or self._known[entry.id][0] != stamp:
-            self._known[entry.id] = stamp, listed(entry)
+            self._known[entry.id] = stamp, run_line(entry)
         return self._known[entry.id][1]
 
 
@@ -87,13 +87,13 @@ def _stamp(file: Path) -> tuple[int, ...]:
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def listed(entry: Entry) -> Listed:
+def run_line(entry: Entry) -> RunLine:
     """A run's line, from its first and last rows."""
     run = RunDir(entry.path)
     rows = first_and_last_rows(run.metrics_file)
     summary = summarise(run, rows, samples=False)
     changed = [stamp[2] for file in (run.metrics_file, run.config_file) if (stamp := _stamp(file))]
-    return Listed(
+    return RunLine(
         entry,
         state_of(run, summary.status, rows),
         summary,
@@ -102,7 +102,7 @@ def listed(entry: Entry) -> Listed:
     )
 
 
-def list_page(lines: Sequence[Listed], sweeps: Sequence[Entry]) -> Document:
+def list_page(lines: Sequence[RunLine], sweeps: Sequence[Entry]) -> Document:
     """The list of runs, to be compared, and of sweeps."""
     states = [line.state.word for line in lines]
     counts = " · ".join(f"{states.count(word):,} {word}" for word in dict.fromkeys(states))
@@ -110,7 +110,7 @@ def list_page(lines: Sequence[Listed], sweeps: Sequence[Entry]) -> Document:
     return Document("Runs", (OnPage(body),), subtitle=text(counts), footer=FOOTER)
 
 
-def _runs(lines: Sequence[Listed]) -> str:
+def _runs(lines: Sequence[RunLine]) -> str:
     """HTML of the table of runs, in a form; "" without any."""
     note = "Speed is the median of the last steps of a long run; memory is that of tensors on a device."
     table = Table.of_rows("", HEADS, map(_row, lines), ("run", "state"), (note,))
@@ -118,9 +118,9 @@ def _runs(lines: Sequence[Listed]) -> str:
     return f"<form action='/compare'>{replace(table, tall=True).html()}{button}</form>" if lines else ""
 
 
-def _row(line: Listed) -> tuple[str | Markup, ...]:
+def _row(line: RunLine) -> tuple[str | Markup, ...]:
     entry, summary, state = line.entry, line.summary, line.state
-    speed, memory = planned(line.facts)
+    speed, memory = planned_numbers(line.facts)
     total = line.facts.get("total_steps")
     reasons = "".join(f" <small>{text(why)}</small>" for why in (state.why, summary.left_out) if why)
     return (
@@ -140,7 +140,7 @@ def _row(line: Listed) -> tuple[str | Markup, ...]:
     )
 
 
-def planned(facts: Row) -> tuple[float | None, float | None]:
+def planned_numbers(facts: Row) -> tuple[float | None, float | None]:
     """(tokens/s per device, bytes of tensors on a device) of the plan at a run's start; None: not known."""
     predicted = facts.get("predicted") or {}
     memory = tensors(predicted["memory"])["peak"] if predicted.get("memory") else None

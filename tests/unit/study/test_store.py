@@ -196,7 +196,7 @@ def test_a_locked_database_is_waited_for_and_the_line_says_for_what(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store_module, "LOCKED", 0.01)
-    monkeypatch.setattr(store_module, "SAID", 0.03)
+    monkeypatch.setattr(store_module, "PRINTED_AFTER", 0.03)
     file = tmp_path / "sweep.db"
     with closing(sqlite3.connect(file, isolation_level=None)) as viewer:
 

@@ -234,11 +234,11 @@ def text_of(renderable: object) -> list[str]:
 @pytest.mark.ci
 def test_the_answer_names_the_tool_and_ends_with_what_runs_the_layout(tmp_path) -> None:
     lines = text_of(documents.answer(answer("meshtune"), 3))
-    assert "Memory and time are predicted for meshtune (constants of meshtune)." in lines
+    assert "Memory and time are predicted for meshtune (software stack meshtune)." in lines
     assert lines[-1].startswith("meshtune train … layout=")
     best = answer("megatron")
     lines = text_of(documents.answer(best, 3))
-    assert "Memory and time are predicted for Megatron-LM (constants of megatron-core)." in lines
+    assert "Memory and time are predicted for Megatron-LM (software stack megatron-core)." in lines
     layout = best.choice.layout
     assert lines[-1] == f"meshtune plan export megatron … layout={layout}"
     assert {"tool": "megatron", "stack": "megatron-core"}.items() <= best.as_dict(1).items()

@@ -42,7 +42,7 @@ def events_of(time: StepTime, traces: Sequence[RankTrace], step: int) -> Iterato
         for each in passes(rank):
             name = f"{PASSES[each.kind]} {each.micro_batch}, stage {each.stage}"
             yield _complete(rank.pp, OF_PASSES, name, "pass", each.start, each.end)
-        threads = _threads(rank)
+        threads = _thread_numbers(rank)
         for each in rank.intervals:
             event = _complete(rank.pp, threads[each.stream], each.name, each.part, each.begin, each.end)
             event["args"] = {
@@ -54,7 +54,7 @@ def events_of(time: StepTime, traces: Sequence[RankTrace], step: int) -> Iterato
             yield from _memory(rank, traced[rank.trace], time.seconds, step)
 
 
-def _threads(rank: RankTime) -> dict[str, int]:
+def _thread_numbers(rank: RankTime) -> dict[str, int]:
     """Number of the thread of each stream: the compute stream's first, then as they begin."""
     streams = dict.fromkeys([COMPUTE, *(each.stream for each in rank.intervals)])
     return {stream: number for number, stream in enumerate(streams, OF_PASSES + 1)}
@@ -63,7 +63,7 @@ def _threads(rank: RankTime) -> dict[str, int]:
 def _names(rank: RankTime, title: str) -> Iterator[Event]:
     yield _named(rank.pp, OF_PASSES, "process_name", name=title)
     yield _named(rank.pp, OF_PASSES, "process_sort_index", sort_index=rank.pp)
-    for stream, thread in {"passes": OF_PASSES, **_threads(rank)}.items():
+    for stream, thread in {"passes": OF_PASSES, **_thread_numbers(rank)}.items():
         yield _named(rank.pp, thread, "thread_name", name=stream)
         yield _named(rank.pp, thread, "thread_sort_index", sort_index=thread)
 

@@ -30,7 +30,7 @@ from meshtune.report.draw.page import text, tiles
 from meshtune.report.draw.table import Column, Table
 from meshtune.report.draw.table import facts as facts_table
 from meshtune.report.draw.words import model_title
-from meshtune.report.plan.numbers import named, number, plus_minus, seconds
+from meshtune.report.plan.numbers import by_memory_part, number, plus_minus, seconds
 from meshtune.report.plan.panels import memory_and_time, memory_bars, over_time, predicted, time_bars
 from meshtune.report.plan.tables import clusters_table, explanation, layouts_table, side_by_side
 from meshtune.units import GIB, counted, duration, human
@@ -108,7 +108,7 @@ def heading(result: Answer) -> Iterator[Text]:
     on = f" on {cluster.title} ({human(cluster.memory)} each, {machines}), in {workload.precision}"
     yield Text.assemble((workload.model, "bold"), on)
     yield from (Text(sentence, style="bold") for sentence in result.verdict)
-    yield Text(f"Memory and time are predicted for {workload.tool.title} (constants of {workload.stack}).")
+    yield Text(f"Memory and time are predicted for {workload.tool.title} (software stack {workload.stack}).")
     of_machine = unmeasured(cluster) if cluster.gpu.processor else ""
     yield from map(Text, filter(None, (*workload.notes, of_machine)))
 
@@ -189,7 +189,7 @@ def ranking(result: Answer) -> str:
     safely = " of those that fit safely" if result.choice.safe and not result.plan.safe.all() else ""
     return (
         f"Row 1: of the layouts within {TIE:.1%} of the shortest step{safely}, the one with the lowest peak "
-        f"memory, counted in whole {TIE_MEMORY_STEP:.0%} of a GPU's; of equal ones, the one that recomputes "
+        f"memory, in steps of {TIE_MEMORY_STEP:.0%} of a GPU's memory; among equals, the one that recomputes "
         "least."
     )
 
@@ -379,7 +379,7 @@ def file_panels(plans: Sequence[PlanFile]) -> list[Panel]:
     memory = [one["memory"] for _, one in rows]
     capacities = {one.get("capacity") for one in memory}
     capacity = capacities.pop() if len(capacities) == 1 else None
-    categories = [named({**dict.fromkeys(CATEGORIES, 0.0), **one}) for one in memory]
+    categories = [by_memory_part({**dict.fromkeys(CATEGORIES, 0.0), **one}) for one in memory]
     drawn: list[Panel] = [memory_bars(names, categories, capacity, "Peak memory of a GPU")]
     if all(one.get("time") for _, one in rows):
         times = [{part: one["time"].get(part, 0.0) for part in PARTS} for _, one in rows]

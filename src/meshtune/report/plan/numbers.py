@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 def memory_parts(choice: Choice) -> dict[str, float]:
     """Category (MEMORY_PARTS) -> its bytes at the peak of the fullest rank."""
-    return named({name: float(getattr(choice.memory, name)) for name in CATEGORIES})
+    return by_memory_part({name: float(getattr(choice.memory, name)) for name in CATEGORIES})
 
 
-def named(parts: Mapping[str, float]) -> dict[str, float]:
+def by_memory_part(parts: Mapping[str, float]) -> dict[str, float]:
     """Bytes by MEMORY_PARTS. parts: bytes by CATEGORIES."""
     return {name: parts[category] for name, category in zip(MEMORY_PARTS, CATEGORIES, strict=True)}
 

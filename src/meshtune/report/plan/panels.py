@@ -35,9 +35,9 @@ from meshtune.report.draw.kinds import (
 )
 from meshtune.report.draw.words import short
 from meshtune.report.plan.numbers import (
+    by_memory_part,
     common_error,
     memory_parts,
-    named,
     nonzero,
     number,
     seconds,
@@ -303,7 +303,7 @@ def memory_panel(workload: Workload, choice: Choice, drawn: StepOverTime) -> Are
     """Bytes of the fullest rank over the step, by category."""
     fullest, held = memory_over_time(workload, choice, drawn)
     capacity = choice.cluster.memory / GIB
-    parts = [named(one.parts) for one in held]
+    parts = [by_memory_part(one.parts) for one in held]
     names = nonzero(MEMORY_PARTS, parts)
     rank = f", on the fullest pipeline rank ({fullest})" if choice.layout.pp > 1 else ""
     return Areas(
