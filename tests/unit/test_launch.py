@@ -127,6 +127,26 @@ def test_ranks_compute_with_threads_where_the_process_that_starts_them_has_done_
         process.kill()
 
 
+def test_a_rank_ends_only_when_all_have_connected_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect, close = dist.init_process_group, dist.destroy_process_group
+
+    def connect_late(*args: Any, rank: int, **options: Any) -> None:
+        connect(*args, rank=rank, **options)
+        if rank == 0:
+            time.sleep(0.5)
+            (tmp_path / "connected").touch()
+
+    def close_connected() -> None:
+        assert (tmp_path / "connected").exists()
+        close()
+
+    monkeypatch.setattr(dist, "init_process_group", connect_late)
+    monkeypatch.setattr(dist, "destroy_process_group", close_connected)
+    launch.run(lambda rank: None, ranks=2)
+
+
 def test_ranks_have_the_environment_that_torchrun_gives(tmp_path: Path) -> None:
     def show(rank: Rank) -> None:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")

@@ -171,7 +171,12 @@ def process_group(
         dist.init_process_group(
             store=store, rank=place.rank, world_size=place.world, timeout=COLLECTIVE_TIMEOUT, **options
         )
+        all_connected = "meshtune/all connected"
+        if store.add("meshtune/ranks connected", 1) == place.world:
+            store.set(all_connected, "")
         yield Rank(place.rank, log=log, watch=watch)
+        # A rank that ends before another has connected to it closes gloo's sockets while they are opened.
+        store.wait([all_connected], RENDEZVOUS_TIMEOUT)
     dist.destroy_process_group()  # not after a failure, when it may wait for ranks that are gone
 
 
