@@ -174,9 +174,10 @@ def process_group(
         all_connected = "meshtune/all connected"
         if store.add("meshtune/ranks connected", 1) == place.world:
             store.set(all_connected, "")
+        # A rank that ended before another has connected would close the sockets that gloo still opens.
+        with suppress(RuntimeError):  # the store went with rank 0, which had seen that all are connected
+            store.wait([all_connected], RENDEZVOUS_TIMEOUT)
         yield Rank(place.rank, log=log, watch=watch)
-        # A rank that ends before another has connected to it closes gloo's sockets while they are opened.
-        store.wait([all_connected], RENDEZVOUS_TIMEOUT)
     dist.destroy_process_group()  # not after a failure, when it may wait for ranks that are gone
 
 
