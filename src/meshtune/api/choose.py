@@ -5,10 +5,10 @@
 Ranks that start together agree on the first one's choice.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 import yaml
@@ -29,6 +29,8 @@ from meshtune.plan.search import explained, search
 from meshtune.plan.workload import Uncounted, lighter_workloads, workload_of
 from meshtune.train.run_row import device_of, gpus_of
 from meshtune.units import notice
+
+T = TypeVar("T")
 
 
 class Choice(NamedTuple):
@@ -52,10 +54,17 @@ def choose_together(config: Config) -> Choice:
     """Choose on the first of the ranks that run, for all of them; every rank calls it. Raises as `choose`."""
     if not dist.is_initialized():
         return choose(config, 1)
+    return from_first_rank(lambda: choose(config, dist.get_world_size()))
+
+
+def from_first_rank(make: Callable[[], T]) -> T:
+    """Return what `make` returns on rank 0, or raise the UserError that it raises there, on every rank; every
+    rank calls it.
+    """
     result: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
-            result = [choose(config, dist.get_world_size())]
+            result = [make()]
         except UserError as error:
             result = [error]
     dist.broadcast_object_list(result)

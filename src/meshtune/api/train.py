@@ -308,6 +308,7 @@ def settled_together(config: Config) -> tuple[Config, bool]:
     """
     import torch.distributed as dist
 
+    from meshtune.api.choose import from_first_rank
     from meshtune.api.output import differences
 
     if not dist.is_initialized():
@@ -317,13 +318,4 @@ def settled_together(config: Config) -> tuple[Config, bool]:
     for rank, tree in enumerate(trees):
         if differing := list(differences(tree, trees[0])):
             raise UserError([f"Rank {rank} was started with other settings than rank 0:", *differing])
-    result: list[Any] = [None]
-    if dist.get_rank() == 0:
-        try:
-            result = [settled(config)]
-        except UserError as error:
-            result = [error]
-    dist.broadcast_object_list(result)
-    if isinstance(result[0], UserError):
-        raise result[0]
-    return result[0]
+    return from_first_rank(lambda: settled(config))

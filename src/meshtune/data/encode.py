@@ -102,9 +102,7 @@ class Encoder:
     # keep leaves them, text tokenises their characters, error refuses the row; auto refuses it where the
     # message is trained on, and is text elsewhere, where the tokenizer can.
     control_tokens: ControlTokens = "auto"
-    template_date: str | None = (
-        None  # the day that a template with a clock writes, as 2026-01-31; None: today
-    )
+    template_date: str | None = None  # that a template with a clock writes, as 2026-01-31; None: today
     stops: Sequence[int] = ()  # tokens that the model's generation stops at; the tokenizer's eos is added
     embedding_rows: Callable[[], int] = int  # rows of the model's embedding, which may be more than tokens
 

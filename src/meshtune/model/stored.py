@@ -201,7 +201,6 @@ def with_prefix(unused: Collection[str], missing: Collection[str]) -> str | None
 
 
 BASE_DIGEST = "base_digest"  # key in the metadata of an adapter's file, and in the row of a run
-BLOCK = 2**20  # bytes that are hashed at a time
 FORM = "xxh3-"  # first letters of a digest; those of other forms (versions before 2026-12) are not compared
 
 
@@ -243,6 +242,8 @@ def digest(files: Iterable[Path], cache: Path) -> str:
 
 def _digest(file: Path) -> str:
     """Sum of the digests of a file's tensors."""
+    from meshtune.data.files import BLOCK  # here: chains of imports stay short
+
     total = 0
     with file.open("rb") as stream:
         for entry in sorted(entries_of(file), key=lambda entry: entry.begin):

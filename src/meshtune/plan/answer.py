@@ -22,6 +22,7 @@ from meshtune.plan.cost import NO_BOUNDS, UNPLANNED, Bounds, RunCost, RunLength,
 from meshtune.plan.facts import cluster_facts, model_facts, workload_facts
 from meshtune.plan.hardware import GIGA
 from meshtune.plan.models import models
+from meshtune.plan.phrases import unmeasured
 from meshtune.plan.search import Choice, Plan, best_fitting, search
 from meshtune.plan.workload import Workload
 from meshtune.units import duration, significant
@@ -141,7 +142,7 @@ class Answer:
             "changes": self.changes,
             "batches": self.batch_advice,
             "run": vars(self.run) | {"notes": list(self.length.notes)},
-            "notes": list(self.workload.notes),
+            "notes": [*self.workload.notes, *filter(None, [unmeasured(plan.cluster)])],
         }
         if self.left_out:
             document["left_out"] = list(self.left_out)

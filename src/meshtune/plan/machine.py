@@ -49,9 +49,7 @@ class Machine:
     tiles: Number  # cost of an incomplete last wave of tiles, in waves
     misaligned: Number  # slowdown of matmuls whose rows aren't multiples of 128 bytes
     unloaded: Number  # slowdown of matmuls whose rows are not even multiples of 16 bytes
-    attention: (
-        Number  # rate of attention kernels in a step, as a share of their rate in a benchmark of the kernel
-    )
+    attention: Number  # rate of attention kernels in a step, as a share of that in a benchmark of the kernel
     memory: Number  # share of the memory's bandwidth that is reached
     # of its links
     link_share: Number  # of the link's bandwidth that rings reach
