@@ -92,7 +92,7 @@ def planned_layout(config: Config, ranks: int) -> Layout:
     """The planner's choice; what the config fixes of it is kept. Raises NothingFits, Refused or Uncounted.
 
     Prints the nearest global batches that more data ranks could share, if they are faster, and the plan's
-    verdict on what is fixed and on a layout that fits barely.
+    verdict on what is fixed and on a layout that fits barely; nothing where speeds were not measured.
     """
     workload = workload_of(config, numbers_of(config))
     cluster = cluster_here(config, ranks, gpus_of(device_of(config.train.device)))
@@ -100,7 +100,8 @@ def planned_layout(config: Config, ranks: int) -> Layout:
     if not len(plan):
         raise changes.empty_plan_error(plan, partial(lighter_workloads, config, numbers_of))
     best = plan.choice(0)
-    for sentence in [*verdict(plan, best), *nearest_batches(plan, best)]:
+    # Of a processor that nobody probed, speeds are another kind's, which a run does not say.
+    for sentence in [*verdict(plan, best), *nearest_batches(plan, best)] if cluster.timed else ():
         notice(f"meshtune: {sentence}")
     return best.layout
 

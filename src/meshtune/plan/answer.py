@@ -397,7 +397,13 @@ def in_order(offers: Sequence[Offer], ranked: Sequence[Offer]) -> tuple[Offer, .
 
 
 def check_bounds(clusters: Sequence[Cluster], sort: str, bounds: Bounds) -> None:
-    """Raise UserError where prices are compared that a kind does not have."""
+    """Raise UserError where times or prices are compared that a kind does not have."""
+    untimed = {cluster.gpu.name for cluster in clusters if not cluster.timed}
+    if untimed and bounds != NO_BOUNDS:
+        raise UserError(
+            f"--by and --budget need times, and nobody has measured the speed of {', '.join(untimed)}: leave "
+            "them out, name a GPU kind, or measure this machine with `meshtune probe`."
+        )
     lacking = list(dict.fromkeys(cluster.gpu.name for cluster in clusters if cluster.price is None))
     several = len({cluster.gpu.name for cluster in clusters}) > 1
     if lacking and (bounds.budget is not None or (sort == "cost" and several)):

@@ -76,9 +76,10 @@ class Outcome(NamedTuple):
     @property
     def remedy(self) -> str:
         """Overrides, the memory they need and the change of step time: "layout=… (63.3 GiB, +2% time)"."""
-        before = self.before
-        time = before and f", {self.choice.seconds.total / before.seconds.total - 1:+.0%} time"
-        return f"{self.setting} ({human(self.choice.memory.peak)}{time or ''})"
+        time = ""
+        if self.before and self.choice.cluster.timed:
+            time = f", {self.choice.seconds.total / self.before.seconds.total - 1:+.0%} time"
+        return f"{self.setting} ({human(self.choice.memory.peak)}{time})"
 
     @property
     def speed(self) -> float:
@@ -107,7 +108,7 @@ class Outcome(NamedTuple):
         return {
             "change": self.change.words,
             "setting": self.setting,
-            "speed": self.speed,
+            "speed": self.speed if self.choice.cluster.timed else None,
             "freed": self.freed,
             "fits": self.choice.fits,
         }

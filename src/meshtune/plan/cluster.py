@@ -90,7 +90,7 @@ class Cluster:
 
     @property
     def timed(self) -> bool:
-        """Whether times compare with measured ones: those of a processor only after `meshtune probe`."""
+        """Whether predicted times are this kind's: those of a processor only after `meshtune probe`."""
         return self.gpu.measured or not self.gpu.processor
 
     @property

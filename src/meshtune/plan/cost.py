@@ -100,6 +100,8 @@ class RunCost:
     def of(cls, choice: Choice, length: RunLength) -> RunCost:
         """The run of this length under the choice's layout, at its cluster's price."""
         cluster = choice.cluster
+        if not cluster.timed:
+            return cls(length.steps, length.tokens, None, None, None, None, cluster.currency)
         seconds = None if length.steps is None else length.steps * choice.seconds.total
         gpu_hours = None if seconds is None else seconds * choice.layout.world / 3600
         price, million = cluster.price, 1e6 / choice.tokens_per_second_per_gpu / 3600  # GPU-hours

@@ -85,18 +85,19 @@ class Choice:
         return self.memory.peak <= safe_peak(self.stack, self.cluster)
 
     def as_dict(self) -> dict[str, Any]:
-        """The contract of `plan --json`: bytes and seconds."""
+        """The contract of `plan --json`: bytes and seconds; times are None unless the cluster is `timed`."""
+        timed = self.cluster.timed
         time = {part: getattr(self.seconds, part) for part in PARTS} | {"total": self.seconds.total}
         return {
             "layout": str(self.layout),
             "tool": self.tool.name,
             "stack": self.stack,
             "world": self.layout.world,
-            "tokens_per_second_per_gpu": self.tokens_per_second_per_gpu,
-            "step_seconds": self.seconds.total,
-            "mfu": self.mfu,
+            "tokens_per_second_per_gpu": self.tokens_per_second_per_gpu if timed else None,
+            "step_seconds": self.seconds.total if timed else None,
+            "mfu": self.mfu if timed else None,
             "memory": self.memory.as_dict() | {"capacity": self.cluster.memory, "safe": self.safe},
-            "time": time,
+            "time": time if timed else None,
             "error": self.accuracy.as_dict(),
         }
 

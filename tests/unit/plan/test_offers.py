@@ -243,6 +243,9 @@ def test_prices_are_asked_for_where_they_are_compared() -> None:
 def test_a_slower_processor_is_compared_and_not_chosen() -> None:
     ranked = compare(offers(search(workload(), machines(2, "cpu", memory_gib=400)), plan(8)))
     assert [offer.title for offer in ranked] == ["8 x h100-sxm", "2 x cpu (not measured)"]
+    assert ranked[1].run and ranked[1].run.seconds is None
+    with refuses(UserError):
+        check_bounds([offer.plan.cluster for offer in ranked], "speed", Bounds(by=9))
 
 
 # the answer #

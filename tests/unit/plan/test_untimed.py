@@ -14,8 +14,9 @@ from meshtune.config import Config
 from meshtune.errors import UserError
 from meshtune.layout import Layout
 from meshtune.plan import advice
+from meshtune.plan.changes import out_of_memory
 from meshtune.plan.cost import RunLength
-from meshtune.plan.explanation import explain
+from meshtune.plan.explanation import Explanation, explain
 from meshtune.plan.facts import workload_facts
 from meshtune.plan.phrases import unmeasured
 from meshtune.plan.search import Plan, explained, search
@@ -45,9 +46,16 @@ def test_a_plan_for_a_processor_says_that_its_times_are_not_of_this_machine(proc
     text = " ".join(printed(document).split())
     says(unmeasured(processor.cluster))
     assert text.index(unmeasured(processor.cluster)) < text.index("layouts were ranked")
-    (layout, *_), run = document.facts["layouts"], document.facts["run"]
-    assert layout["step_seconds"] == layout["time"]["total"] > 0 and run["seconds"] > 0
-    assert layout["error"]["time"] is None
+    times = ("tokens_per_second_per_gpu", "step_seconds", "mfu", "time")
+    for layout in document.facts["layouts"]:
+        assert layout["memory"]["peak"] > 0 and {layout[name] for name in times} == {None}
+    run = document.facts["run"]
+    assert run["steps"] == 20 and run["seconds"] is run["gpu_hours"] is run["cost"] is None
+    assert text.count(unmeasured(processor.cluster)) == 1
+    explanation = Explanation(processor.workload, processor.choice(0), ())
+    assert {lever["speed"] for lever in explanation.as_dict()["levers"]} == {None}
+    failed = explained(processor.workload, processor.cluster, processor.choice(0).layout)
+    assert " time" not in " ".join(out_of_memory(failed, processor.workload))
     gpu = search(small(), machines())
     assert "not those of this machine" not in printed(documents.answer(answered(gpu), 10))
 

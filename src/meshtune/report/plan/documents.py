@@ -214,8 +214,11 @@ def left_out(result: Answer) -> Iterator[Part]:
 
 def reliability(choice: Choice) -> tuple[Part, Part]:
     """Sentences on how far the numbers can be trusted, after an empty line."""
-    sentences = [choice.accuracy.sentence(choice.stack, choice.cluster.gpu.name), unmeasured(choice.cluster)]
-    return InTerminal(Text()), Notes([*filter(None, sentences)])
+    gpu = choice.cluster.gpu
+    borrowed = "" if gpu.processor else unmeasured(choice.cluster)  # of a processor, the heading says so
+    return InTerminal(Text()), Notes(
+        [*filter(None, [choice.accuracy.sentence(choice.stack, gpu.name), borrowed])]
+    )
 
 
 def provenance(result: Answer, line: CommandLine) -> Table:
