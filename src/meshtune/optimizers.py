@@ -89,3 +89,10 @@ def constants_of(optimizer: str) -> tuple[str, ...]:
     """Names of the constants, of betas and eps, that a row and its `rest` take."""
     row = OPTIMIZERS[optimizer]
     return (*row.constants, *(OPTIMIZERS[row.rest].constants if row.rest else ()))
+
+
+def with_less_state(optimizer: str) -> list[str]:
+    """Optimizers that keep less state per parameter than this one, the one that keeps most first."""
+    kept = {name: row.bytes_per_parameter("float32") for name, row in OPTIMIZERS.items()}
+    fewer = [name for name in kept if kept[name] < kept[optimizer]]
+    return sorted(fewer, key=lambda name: -kept[name])

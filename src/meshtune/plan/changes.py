@@ -18,12 +18,14 @@ from typing import Any, NamedTuple
 
 from meshtune.errors import NothingFits, UserError
 from meshtune.layout import MODEL_AXES, RECOMPUTE, SCHEDULES, VIRTUAL_SCHEDULES, Layout
+from meshtune.optimizers import with_less_state
 from meshtune.placement.columns import Columns, Number, at
 from meshtune.plan.candidates import nearest_sizes
 from meshtune.plan.cluster import Cluster
 from meshtune.plan.hardware import GIGA, catalogue
 from meshtune.plan.memory.timeline import CATEGORIES, CATEGORY_NAMES, EVENTS
 from meshtune.plan.phrases import indivisible, memory_limit, memory_need, sequences
+from meshtune.plan.programs import MESHTUNE
 from meshtune.plan.search import Choice, Plan, best_fitting, choice_of, peak, search, times
 from meshtune.plan.seconds.step import TIE
 from meshtune.plan.workload import Workload
@@ -37,7 +39,8 @@ TWICE = "twice the global batch"
 BATCHES = ("batch", "other batch")  # kinds of changes of it
 MORE_GPUS = (2, 3, 4, 6, 8, 12, 16)  # times the cluster's
 SHORTER = (2, 4, 8, 16)  # parts of the sequence length
-REMEDIES = ("budget", "nearest batch", "GPUs", "sequence", "precision", "method", "kind")
+REMEDIES = ("budget", "nearest batch", "GPUs", "sequence", "precision", "optimizer", "method", "kind")
+OTHER_OPTIMIZER = "Another optimizer needs a learning rate of its own (train.learning_rate)."
 NOTABLE_SAVING = 0.05  # of the peak
 NEXT_TRY = 0.85  # of the predicted peak of a run that ran out of memory: the most that another may need
 
@@ -198,6 +201,9 @@ def _reshaping(
         if name in workload.tool.precisions:
             other = replace(workload, precision=name)
             yield Change("precision", f"precision {name}", f"train.precision={name}", other, cluster)
+    for name in with_less_state(workload.optimizer) if workload.tool is MESHTUNE else ():
+        other = replace(workload, optimizer=name)
+        yield Change("optimizer", f"optimizer {name}", f"train.optimizer={name}", other, cluster)
     for setting, other in lighter().items():
         yield Change("method", setting, setting, other, cluster)
     for gpu in sorted(catalogue().values(), key=lambda gpu: gpu.memory):
@@ -453,9 +459,11 @@ def _reasons(plan: Plan) -> list[str]:
 
 
 def _cautions(outcomes: Sequence[Outcome]) -> list[str]:
-    """The cautions of precisions that the outcomes offer."""
+    """The cautions of precisions and optimizers that the outcomes offer."""
     precisions = (one.change.workload.precision for one in outcomes if one.change.kind == "precision")
-    return list(filter(None, (PRECISIONS[name].caution for name in precisions)))
+    optimizer = any(one.change.kind == "optimizer" for one in outcomes)
+    cautions = (*(PRECISIONS[name].caution for name in precisions), OTHER_OPTIMIZER * optimizer)
+    return list(filter(None, cautions))
 
 
 def out_of_memory(failed: Choice, workload: Workload, lighter: Lighter = dict) -> list[str]:

@@ -34,7 +34,7 @@ from meshtune.plan import advice
 from meshtune.plan.advice import advised
 from meshtune.plan.answer import compare, largest, offer_of
 from meshtune.plan.candidates import divisors
-from meshtune.plan.changes import Refused, empty_plan_error
+from meshtune.plan.changes import OTHER_OPTIMIZER, Refused, empty_plan_error, remedies
 from meshtune.plan.cluster import Cluster, cluster_of, gpus_here
 from meshtune.plan.cost import RunCost, RunLength
 from meshtune.plan.hardware import catalogue
@@ -578,6 +578,8 @@ def changed(w: Workload, cluster: Cluster, key: str, value: str) -> tuple[Worklo
             return replace(w, seq_len=int(value)), cluster
         case "train.precision":
             return replace(w, precision=value), cluster
+        case "train.optimizer":
+            return replace(w, optimizer=value), cluster
         case "cluster.gpu":
             return w, machines(cluster.gpus, value)
     raise AssertionError(f"a remedy of another kind: {key}={value}")
@@ -624,6 +626,14 @@ def test_where_only_what_is_fixed_does_not_fit_a_free_layout_is_named() -> None:
     assert not len(plan)
     named = re.search(r"What would fit: layout=(\S+) ", str(empty_plan_error(plan)))
     assert named and explained(w, cluster, Layout.parse(named[1])).fits
+
+
+def test_an_optimizer_with_less_state_is_a_remedy_with_a_caution() -> None:
+    plan = search(workload("llama-3.1-8b", 8, precision="fp32"), machines(1))
+    found = [one for one in remedies(plan.workload, plan.cluster) if one.change.kind == "optimizer"]
+    assert [one.setting.split()[0] for one in found] == ["train.optimizer=adafactor"]
+    assert 0.9 < 8 * 8.03e9 / (plan.nearest(1)[0].memory.optimizer - found[0].choice.memory.optimizer) < 1.1
+    assert OTHER_OPTIMIZER in str(empty_plan_error(plan))
 
 
 def test_a_model_that_no_layout_takes_is_refused_with_the_reasons() -> None:
