@@ -14,6 +14,7 @@ from typing import Any
 
 from meshtune.config import Config
 from meshtune.errors import NothingFits, UserError
+from meshtune.notebook import Notebook
 from meshtune.plan import advice
 from meshtune.plan.advice import Alternative
 from meshtune.plan.changes import Lighter, empty_plan_error, other_batches
@@ -28,8 +29,8 @@ from meshtune.plan.workload import Workload
 from meshtune.units import duration, significant
 
 
-@dataclass(frozen=True)
-class Answer:
+@dataclass(frozen=True, repr=False)
+class Answer(Notebook):
     """The clusters that were asked about, and the layout chosen from their plans."""
 
     workload: Workload
@@ -40,6 +41,11 @@ class Answer:
     length: RunLength = UNPLANNED
     left_out: tuple[str, ...] = ()  # sentences on cluster sizes that are impossible
     unused: tuple[str, ...] = ()  # sentences on settings that a cluster does not use
+
+    @property
+    def summary_line(self) -> str:
+        plan = self.plan
+        return f"{self.workload.model}: {len(plan):,} of {plan.considered:,} layouts fit; {self.choice!r}"
 
     @property
     def plan(self) -> Plan:

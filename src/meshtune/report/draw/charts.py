@@ -68,7 +68,9 @@ def _of_curves(empty: Lines, dots: Sequence[bool], width: Width, title_offset: i
     the page of a run that continues needs it again and again.
     """
     with debug_mode(False):
-        return json.dumps(_specification(lines(empty, dots), empty, width, title_offset))
+        return json.dumps(
+            _specification(lines(empty, dots, pointed=width == "container"), empty, width, title_offset)
+        )
 
 
 def _specification(
@@ -91,7 +93,7 @@ def drawn(panel: Panel, *, named: bool = True, narrow: bool = False, pointed: bo
     """
     match panel:
         case Lines():
-            return lines(panel)
+            return lines(panel, pointed=pointed)
         case Stacks():
             return stacks(panel, named=named, narrow=narrow)
         case Scatter():
