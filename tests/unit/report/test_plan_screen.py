@@ -33,7 +33,7 @@ def answer() -> Answer:
     workload = Workload("meta-llama/Llama-3.1-8B", model.work, model.traits, 4096, 64)
     cluster = cluster_of(ClusterConfig(gpu="h100-sxm", gpus=16, price_per_gpu_hour=2.5))
     length = RunLength(2000, 2000 * workload.tokens)
-    offer = offer_of(search(workload, cluster), length)
+    offer = offer_of(search(workload, cluster), length=length)
     return Answer(workload, (offer,), offer, length=length)
 
 
@@ -79,7 +79,7 @@ def test_layouts_of_a_kind_are_one_row_with_their_number(answer: Answer) -> None
     assert len({kind(choice.layout) for choice, _ in found}) == 6
     chosen = found[0][0]
     near = np.flatnonzero(plan.seconds.total <= (1 + KIN) * chosen.seconds.total)
-    alike = [place for place in near if kind(plan.choice(place).layout) == kind(chosen.layout)]
+    alike = [place for place in near if kind(plan.choice(int(place)).layout) == kind(chosen.layout)]
     assert found[0][1] == len(alike) - 1 > 0
     assert len(answer.kinds(10_000)) == len({kind(plan.choice(place).layout) for place in range(len(plan))})
 
