@@ -29,6 +29,10 @@ STOP = "USR1"  # signal on which a run ends after a step and its checkpoint (lau
 FOOTER = prose(
     "Made by meshtune from the files of the folders that `meshtune ui` was given. Nothing here changes them."
 )
+WAITING = prose(
+    "There is no run and no sweep yet. `meshtune train` and `meshtune sweep` write them, by default below "
+    "runs/; the first one appears here within some seconds."
+)
 HEADS = (
     "", "run", "state", "step", "loss", "held-out loss", "tokens/s per device", "planned speed",
     "peak memory", "planned memory", "changed",
@@ -106,7 +110,7 @@ def list_page(lines: Sequence[RunLine], sweeps: Sequence[Entry]) -> Document:
     """The list of runs, to be compared, and of sweeps."""
     states = [line.state.word for line in lines]
     counts = " · ".join(f"{states.count(word):,} {word}" for word in dict.fromkeys(states))
-    body = _runs(lines) + _sweeps(sweeps) or EMPTY.format("There is no run and no sweep yet.")
+    body = _runs(lines) + _sweeps(sweeps) or EMPTY.format(WAITING)
     return Document("Runs", (OnPage(body),), subtitle=text(counts), footer=FOOTER)
 
 

@@ -63,7 +63,7 @@ async def test_rows_become_points_of_the_curves_at_once(run):
     event = await waiting
     assert event["event"] == "rows"
     data = json.loads(event["data"])
-    assert data["end"] == 61 and data["points"]["loss"] == [{"x": 61, "y0": 0.0655738, "y1": 0.0655738}]
+    assert data["end"] == 61 and data["points"]["loss"] == [{"x": 61, "y0": 0.0655738, "y1": 0.0661202}]
     assert data["points"]["memory"] == [{"x": 61, "y0": 3.0}]
     assert "step 61 of 500" in data["html"]["subtitle"] and "0.0656" in data["html"]["before"]
     await stream.aclose()
