@@ -16,6 +16,7 @@ import numpy as np
 
 from meshtune.config import Config
 from meshtune.errors import NothingFits, UserError
+from meshtune.notebook import Notebook
 from meshtune.plan import advice
 from meshtune.plan.advice import Alternative
 from meshtune.plan.changes import Lighter, Outcome, empty_plan_error, other_batches
@@ -33,8 +34,8 @@ KIND = ("zero", "tp", "cp", "cp_method", "pp", "schedule")  # fields of layouts 
 KIN = 0.01  # share of the step by which layouts of a kind take longer than its best and are counted with it
 
 
-@dataclass(frozen=True)
-class Answer:
+@dataclass(frozen=True, repr=False)
+class Answer(Notebook):
     """The clusters that were asked about, and the layout chosen from their plans."""
 
     workload: Workload
@@ -45,6 +46,11 @@ class Answer:
     length: RunLength = UNPLANNED
     left_out: tuple[str, ...] = ()  # sentences on cluster sizes that are impossible
     unused: tuple[str, ...] = ()  # sentences on settings that a cluster does not use
+
+    @property
+    def summary_line(self) -> str:
+        plan = self.plan
+        return f"{self.workload.model}: {len(plan):,} of {plan.considered:,} layouts fit; {self.choice!r}"
 
     @property
     def plan(self) -> Plan:
