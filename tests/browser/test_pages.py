@@ -65,6 +65,8 @@ def test_a_sweeps_table_is_sorted_by_speed_at_first_and_by_any_column(opened, pa
     speeds = [float(text.replace(",", "")) for text in column(window, "tokens/s/rank") if text]
     assert len(speeds) == 18 and speeds == sorted(speeds, reverse=True)
     assert column(window, "tokens/s/rank")[-2:] == ["", ""]  # those that failed are last
+    window.page.locator("#experiments th button", has_text="predicted tokens/s/rank").first.click()
+    assert column(window, "status")[-2:] == ["out of memory", "refused"]  # with a predicted speed, too
     head = window.page.locator("#experiments th button", has_text="layout").first
     head.click()
     layouts = column(window, "layout")

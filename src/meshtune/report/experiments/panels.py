@@ -130,10 +130,9 @@ def by_gpus(sweep: Sweep) -> list[Panel]:
     def by_size(one: Experiment) -> float | None:
         return one.tokens_parameters_per_second and one.tokens_parameters_per_second / power
 
-    quantities = (
-        Quantity("speed", "Speed of the fastest layout", sweep.speed_unit, lambda one: one.shown.speed),
-        Quantity("utilisation", "Speed by model size", unit, by_size),
-    )
+    speed = Quantity("speed", "Speed of the fastest layout", sweep.speed_unit, lambda one: one.shown.speed)
+    quantities = [speed, Quantity("utilisation", "Speed by model size", unit, by_size)]
+    quantities = quantities[: len({one.parameters for one in fastest})]  # of one size both are one curve
     x = (f"{sweep.device}s", lambda one: one.gpus)
     return [*curves(quantities, fastest, (names, sweep.label), x, note)]
 
