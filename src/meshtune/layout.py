@@ -21,7 +21,7 @@ from meshtune.tools.table import unknown_setting
 
 @dataclass(frozen=True)
 class Recomputation:
-    """What a block saves and its backward runs again, for the planner's formulas, collectives and rules.
+    """One mode: the tensors that a block saves, and the operations that its backward runs again.
 
     mode        saves                                   runs again
     none        everything                              -
