@@ -400,3 +400,21 @@ class PartialLayout:
 def as_mapping(layout: Layout) -> dict[str, Any]:
     """A layout's fields as plain values, for YAML and JSON."""
     return asdict(layout)
+
+
+def in_words(layout: Layout) -> str:
+    """A layout's axes, batches and recomputation: "ZeRO-3 in 16 shards · 4 sequences at once"."""
+    shards = f"ZeRO-{layout.zero} in {layout.shard_ranks} shards" if layout.zero else ""
+    sequence = " and sequence" if layout.sp else ""
+    blocks = f", {layout.recompute_blocks} blocks" if layout.recompute_blocks else ""
+    parts = {
+        f"{layout.dp_replicate} replicas": layout.dp_replicate > 1,
+        shards: layout.zero,
+        f"tensor{sequence} parallel over {layout.tp}": layout.tp > 1,
+        f"context parallel over {layout.cp} ({layout.cp_method})": layout.cp > 1,
+        f"{layout.stages} pipeline stages on {layout.pp} ranks ({layout.schedule})": layout.pp > 1,
+        f"micro-batch {layout.micro_batch_size}": True,
+        f"{layout.gradient_accumulation_steps} accumulated": layout.gradient_accumulation_steps > 1,
+        f"recompute: {layout.recompute}{blocks}": layout.recompute != "none",
+    }
+    return " · ".join(part for part, there in parts.items() if there)

@@ -4,8 +4,8 @@ from golden import says
 from rich.console import Console
 
 from meshtune.data.example import Notes
-from meshtune.data.inspect import histogram_table
 from meshtune.data.prepare import sentences
+from meshtune.report.data import histogram
 from meshtune.units import counted
 
 
@@ -28,6 +28,6 @@ def test_a_bar_of_one_length_shows_it_once() -> None:
     bars = [{"from": 1, "to": 1, "documents": 4}, {"from": 2, "to": 9, "documents": 2}]
     console = Console(width=80)
     with console.capture() as capture:
-        console.print(histogram_table(bars))
+        console.print(histogram(bars))
     text = capture.get()
     assert "2–9" in text and "1–1" not in text

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from meshtune.commands.options import AsJson, Settings, announce, show_json, split
+from meshtune.commands.options import AsJson, Settings, announce, show, split
 from meshtune.filesystem import paths_named
 
 
@@ -28,13 +28,9 @@ def data(
     check_there(resolved.data)
     from meshtune.api.resolve import inputs_of
     from meshtune.data import inspect
+    from meshtune.report.data import document
 
     with paths_named(resolved):
         tokenizer, _, prepared = inputs_of(resolved)
         description = inspect.describe(prepared, tokenizer, samples=samples)
-    if as_json:
-        show_json(description)
-    else:
-        from rich.console import Console
-
-        inspect.show(description, Console())
+    show(document(description), as_json=as_json)

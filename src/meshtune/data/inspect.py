@@ -1,16 +1,9 @@
-"""Figures of prepared data, and samples with their labelled text in colour, for `meshtune data`.
+"""Figures and samples of prepared data, for `meshtune data` (report/data.py draws them)."""
 
-prepare() ──> describe() ──> a JSON-able dict ──> show() on a terminal
-"""
-
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from meshtune.data.example import place_of
@@ -18,13 +11,8 @@ from meshtune.data.pack import LABELLED, Dataset, permutation
 from meshtune.data.prepare import Prepared, sentences
 from meshtune.data.recipe import Stream
 from meshtune.data.tokens import common_prefix
-from meshtune.errors import quoted
-from meshtune.units import counted, printable
 
 BARS = 12  # most bars of the histogram
-BAR_WIDTH = 40  # characters of the longest bar
-LABELLED_STYLE = "bold green"
-BEGIN, END = "[[", "]]"  # around labelled text where there are no colours
 BOUNDARY = 30  # characters shown on each side of the place where labels begin
 
 
@@ -40,7 +28,7 @@ def describe(
     `boundaries`: [text before, text behind] each place where labels begin.
 
     A stream has no length: its first window is read and counted, without seconds and cache. The key `of`
-    names the rows that were counted.
+    names the rows that were counted; `notes` has sentences on rows that were left out or cut.
     """
     if isinstance(prepared.train, Stream):
         train, of = _first_window(prepared.train), f"the first {prepared.train.window:,} rows of a stream"
@@ -60,35 +48,8 @@ def describe(
         if dataset is not None:
             stats[name] = stats[name] | _lengths(dataset)
     chosen = train.members[permutation(len(train.members), "samples", seed)[:samples]].tolist()
-    return stats | {"of": of, "samples": [_sample(train, document, tokenizer) for document in chosen]}
-
-
-def show(description: dict[str, Any], console: Console) -> None:
-    """Print what `describe` returned: figures, a histogram of training document lengths, and the samples."""
-    console.print(_figures(description))
-    for line in _explained(description):
-        console.print(Text(line, "dim"))
-    for line in sentences(description | {"train": None, "eval": None}):
-        console.print(Text(printable(line), "yellow"))
-    console.print(histogram_table(description["train"]["histogram"]))
-    coloured = console.is_terminal and not console.no_color
-    legend = Text("this colour", LABELLED_STYLE) if coloured else Text(f"{BEGIN}brackets{END}")
-    console.print(Text("Samples; labelled text is in ").append(legend).append("."))
-    for sample in description["samples"]:
-        heading = f"{sample['place']}: {sample['tokens']:,} tokens, {sample['label_tokens']:,} labelled"
-        console.rule(Text(printable(heading)), align="left")
-        parts = [marked(printable(text), labelled, coloured) for text, labelled in sample["runs"]]
-        console.print(Text.assemble(*parts))
-        for before, after in sample["boundaries"]:
-            sides = (quoted(printable(side)) for side in (before, after))
-            console.print(Text(f"labels begin between {' and '.join(sides)}"))
-
-
-def marked(text: str, labelled: bool, coloured: bool) -> Text:
-    """Text of a run of tokens, its labels by a colour or, without one, by brackets."""
-    if coloured or not labelled:
-        return Text(text, LABELLED_STYLE if labelled else "dim")
-    return Text(f"{BEGIN}{text}{END}")
+    shown = [_sample(train, document, tokenizer) for document in chosen]
+    return stats | {"of": of, "notes": sentences(stats | {"train": None, "eval": None}), "samples": shown}
 
 
 def runs(stored: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, bool]]:
@@ -154,62 +115,3 @@ def _sample(dataset: Dataset, document: int, tokenizer: PreTrainedTokenizerBase)
             if labelled
         ],
     }
-
-
-def _figures(description: dict[str, Any]) -> Table:
-    table = Table(
-        title=f"Data: {counted(description['rows'], 'row')} read ({description['of']})", title_justify="left"
-    )
-    table.add_column("")
-    splits = [name for name in ("train", "eval") if description[name]]
-    for name in splits:
-        table.add_column(name, justify="right")
-    for title, key, form in (
-        ("documents", "documents", "{:,}"),
-        ("sequences", "sequences", "{:,}"),
-        ("tokens", "tokens", "{:,}"),
-        ("labelled tokens", "label_tokens", "{:,}"),
-        ("labelled share of the tokens", "label_share", "{:.1%}"),
-        ("tokens per document", "mean_length", "{:,.0f}"),
-        ("data.mean_document_tokens", "mean_document_tokens", "{:,.0f}"),
-        ("longest document", "longest", "{:,}"),
-    ):
-        table.add_row(title, *(form.format(description[name][key]) for name in splits))
-    if any(description[name]["packed"] for name in splits):
-        title = f"packing efficiency, seq_len {description['seq_len']:,}"
-        table.add_row(title, *(f"{description[name]['efficiency']:.1%}" for name in splits))
-    return table
-
-
-def _explained(description: dict[str, Any]) -> Iterator[str]:
-    """Yield sentences that tell figures apart that look alike."""
-    train, seq_len = description["train"], description["seq_len"]
-    yield (
-        "A document is a row (or a turn of it) as the model reads it; the loss is over its labelled tokens "
-        "only."
-    )
-    if train["packed"]:
-        yield (
-            f"A sequence is one row of a batch: documents packed into at most {seq_len:,} tokens. "
-            "train.global_batch_size counts sequences."
-        )
-    else:
-        yield "Without packing each document is a sequence; train.global_batch_size counts sequences."
-    yield (
-        "tokens per document is the mean over documents; data.mean_document_tokens is the mean over tokens, "
-        "in which long documents count more (attention costs that much, and `meshtune plan` takes it)."
-    )
-
-
-def histogram_table(bars: list[dict[str, int]]) -> Table:
-    most = max(bar["documents"] for bar in bars)
-    table = Table(title="Document lengths in tokens", title_justify="left", box=None, show_header=False)
-    table.add_column(justify="right")
-    table.add_column(style="cyan", no_wrap=True)
-    table.add_column(justify="right")
-    for bar in bars:
-        full, part = divmod(round(bar["documents"] / most * BAR_WIDTH * 8), 8)
-        drawn = "█" * full + (" ▏▎▍▌▋▊▉"[part] if part else "")
-        lengths = f"{bar['from']:,}–{bar['to']:,}" if bar["from"] < bar["to"] else f"{bar['to']:,}"
-        table.add_row(lengths, drawn, f"{bar['documents']:,}")
-    return table

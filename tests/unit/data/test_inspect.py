@@ -11,8 +11,9 @@ from rich.console import Console
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from meshtune.data.inspect import describe, runs, show
+from meshtune.data.inspect import describe, runs
 from meshtune.data.pack import stored
+from meshtune.report.data import document
 
 
 @pytest.fixture
@@ -71,7 +72,7 @@ def test_the_terminal_shows_figures_bars_losses_and_samples(tmp_path, tokenizer)
     found = described(tmp_path, tokenizer, rows, eval_split=4)
     console = Console(file=io.StringIO(), force_terminal=True, width=100)
 
-    show(found, console)
+    console.print(document(found))
 
     text = console.file.getvalue()
     for part in ("train", "eval", "labelled", "█", "cut to 64 tokens", "Samples", "\x1b[1;32m"):
@@ -85,7 +86,7 @@ def test_figures_that_look_alike_are_told_apart_in_whole_words(tmp_path, tokeniz
     texts = []
     for columns in (width, 1000):
         console = Console(file=io.StringIO(), width=columns)
-        show(found, console)
+        console.print(document(found))
         texts.append(console.file.getvalue())  # type: ignore[attr-defined]
     narrow, wide = texts
     for name, explained in (
@@ -103,7 +104,7 @@ def test_figures_that_look_alike_are_told_apart_in_whole_words(tmp_path, tokeniz
 def test_without_colours_labelled_text_is_in_brackets(tmp_path, tokenizer, no_color) -> None:
     found = described(tmp_path, tokenizer, [("What is é? ", "É!")])
     console = Console(file=io.StringIO(), force_terminal=no_color, no_color=no_color, width=80)
-    show(found, console)
+    console.print(document(found))
     text = re.sub(r"\x1b\[[0-9;]*m", "", console.file.getvalue())  # type: ignore[attr-defined]
     assert "labelled text is in [[brackets]]." in text
     assert "What is é? [[É!<end>]]" in text
@@ -114,7 +115,7 @@ def test_escapes_of_rows_are_shown_not_obeyed(tmp_path, tokenizer) -> None:
     runs = [["a\x1b]0;title\x07", False], ["b\x9b31m", True]]
     found = described(tmp_path, tokenizer, [("abc", "d")]) | {"samples": [sample | {"runs": runs}]}
     console = Console(file=io.StringIO(), width=100)
-    show(found, console)
+    console.print(document(found))
     assert not set("\x1b\x07\x9b") & set(console.file.getvalue())  # type: ignore[attr-defined]
 
 
@@ -124,4 +125,4 @@ def test_a_stream_is_described_by_its_first_window(tmp_path, tokenizer) -> None:
     assert found["train"]["documents"] == 40
     assert found["rows"] >= 40
     assert "stream" in found["of"]
-    show(found, Console(file=io.StringIO()))
+    Console(file=io.StringIO()).print(document(found))

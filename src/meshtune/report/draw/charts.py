@@ -79,7 +79,9 @@ def _of_curves(empty: Lines, dots: Sequence[bool], width: Width, title_offset: i
     the page of a run that continues needs it again and again.
     """
     with debug_mode(False):
-        return json.dumps(_specification(lines(empty, dots), empty, width, title_offset))
+        return json.dumps(
+            _specification(lines(empty, dots, pointed=width == "container"), empty, width, title_offset)
+        )
 
 
 def _specification(
@@ -109,7 +111,7 @@ def drawn(
     """
     match panel:
         case Lines():
-            return lines(panel)
+            return lines(panel, pointed=pointed)
         case Stacks():
             return stacks(panel, named=named, narrow=narrow)
         case Scatter():
@@ -247,6 +249,7 @@ def timeline(panel: Timeline, *, narrow: bool = False) -> alt.LayerChart:
 # Areas on top of each other, with bands above them, and dashed marks across #
 
 STRIP, TEXTS = 9, 16  # px of height of the bands, and of the sections' names below them
+NEAR = 1.12  # times a peak, up to which a line would cross its text
 EDGE = 0.05  # share of the width next to the end of a section in which a peak's text is not centred
 
 
@@ -319,12 +322,16 @@ def _strip(panel: Areas) -> alt.Chart:
 
 
 def _peak(point: Point, panel: Areas, x: alt.X, up: alt.Y) -> list[alt.Chart]:
-    """A dot with its text above it, inside its section. x, up: encodings of fields "x" and "top"."""
+    """A dot with its text above it, and above a line that is near, inside its section. x, up: encodings of
+    fields "x" and "top".
+    """
     base = chart_of([(float(point.x), float(point.y), point.text)], "x", "top", "text").encode(x, up)
+    line = panel.mark.value if panel.mark and panel.mark.value < NEAR * point.y else 0.0
+    words = chart_of([(float(point.x), max(float(point.y), line), point.text)], "x", "top", "text")
     ends = [section.value for section in panel.sections] + [panel.x[0], panel.x[-1]]
     near = [point.x - end for end in ends if abs(point.x - end) <= EDGE * (panel.x[-1] - panel.x[0])]
     align = "center" if not near else "left" if min(near, key=abs) >= 0 else "right"
-    text = base.mark_text(align=align, baseline="bottom", dy=-6).encode(text="text:N")
+    text = words.mark_text(align=align, baseline="bottom", dy=-6).encode(x, up, text="text:N")
     return [base.mark_circle(size=44, opacity=1, color=alt.ExprRef("ink")), text]
 
 

@@ -52,8 +52,8 @@ def end_of(panel: Lines) -> tuple[str, float]:
     return f"end_{panel.key}", panel.x_end or last or 1
 
 
-def lines(panel: Lines, dots: Sequence[bool] | None = None) -> alt.LayerChart:
-    """Chart of a panel's curves, with a tooltip of all curves' values at an x. dots: of `dotted`."""
+def lines(panel: Lines, dots: Sequence[bool] | None = None, *, pointed: bool = True) -> alt.LayerChart:
+    """Chart of a panel's curves. dots: of `dotted`. pointed: with a tooltip of all curves' values at an x."""
     data, fields = points(panel), [f"y{n}" for n in range(len(panel.series))]
     name, value = end_of(panel)
     end = alt.param(name=name, value=value)
@@ -83,8 +83,8 @@ def lines(panel: Lines, dots: Sequence[bool] | None = None) -> alt.LayerChart:
             .transform_calculate(series=json.dumps(one.name))
             .encode(y=alt.Y(f"{field}:Q", scale=up, axis=ticks), color=colour, opacity=strength)
         )
-    chart = layered([*layers, _pointer(alt.Chart(data), panel, fields, ends)]).add_params(end)
-    return chart.properties(height=panel.height)
+    layers += [_pointer(alt.Chart(data), panel, fields, ends)] if pointed else []
+    return layered(layers).add_params(end).properties(height=panel.height)
 
 
 def _pointer(base: alt.Chart, panel: Lines, fields: Sequence[str], ends: tuple[str, str]) -> alt.Chart:

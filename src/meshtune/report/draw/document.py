@@ -14,8 +14,9 @@ with the scripts as files.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import dropwhile, takewhile
 from pathlib import Path
 from typing import Any, Protocol
@@ -137,6 +138,26 @@ class InTerminal:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield self.part
+
+
+class Late(Mapping[str, Any]):
+    """Facts that are computed when they are first read."""
+
+    def __init__(self, compute: Callable[[], Mapping[str, Any]]) -> None:
+        self.compute = compute
+
+    @cached_property
+    def facts(self) -> Mapping[str, Any]:
+        return self.compute()
+
+    def __getitem__(self, key: str) -> Any:
+        return self.facts[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.facts)
+
+    def __len__(self) -> int:
+        return len(self.facts)
 
 
 @dataclass(frozen=True)

@@ -47,8 +47,13 @@ def write_document(file: Path, document: Document) -> None:
     if check(file) == PAGE:
         write_text_atomically(file, document.html())
     else:
-        title = f"{document.name} · {html.unescape(document.subtitle)}"
-        write(file, in_rows(document.panels), title=title)
+        save(picture_of(document), file)
+
+
+def picture_of(document: Document) -> dict[str, Any]:
+    """All pictures of a document, of which there is at least one, as `specification`."""
+    title = f"{document.name} · {html.unescape(document.subtitle)}"
+    return specification(in_rows(document.panels), title=title)
 
 
 def in_rows(panels: Sequence[Panel]) -> list[list[Panel]]:

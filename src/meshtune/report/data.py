@@ -1,0 +1,117 @@
+"""Prepared data as a document, for `meshtune data`: figures, lengths, and samples with labels marked."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.rule import Rule
+from rich.text import Text
+
+from meshtune.errors import quoted
+from meshtune.report.draw.document import Document, InTerminal, Notes
+from meshtune.report.draw.table import Column, Table
+from meshtune.units import counted, printable
+
+BAR_WIDTH = 40  # characters of the longest bar
+LABELLED_STYLE = "bold green"
+BEGIN, END = "[[", "]]"  # around labelled text where there are no colours
+
+
+def document(description: Mapping[str, Any]) -> Document:
+    """Figures, sentences on them and on rows left out, a histogram of training document lengths, and samples.
+
+    description: as `data.inspect.describe` returns it.
+    """
+    parts = (
+        figures(description),
+        Notes([*_explained(description)]),
+        Notes([*map(printable, description["notes"])], "yellow"),
+        histogram(description["train"]["histogram"]),
+        InTerminal(Samples(description["samples"])),
+    )
+    return Document("Data", parts, description)
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Documents with their labels in colour or, without colours, in brackets."""
+
+    samples: Sequence[Mapping[str, Any]]  # as `describe` returns them
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        coloured = console.is_terminal and not console.no_color
+        legend = Text("this colour", LABELLED_STYLE) if coloured else Text(f"{BEGIN}brackets{END}")
+        yield Text("Samples; labelled text is in ").append(legend).append(".")
+        for sample in self.samples:
+            heading = f"{sample['place']}: {sample['tokens']:,} tokens, {sample['label_tokens']:,} labelled"
+            yield Rule(Text(printable(heading)), align="left")
+            yield Text.assemble(
+                *(marked(printable(text), labelled, coloured) for text, labelled in sample["runs"])
+            )
+            for before, after in sample["boundaries"]:
+                sides = (quoted(printable(side)) for side in (before, after))
+                yield Text(f"labels begin between {' and '.join(sides)}")
+
+
+def marked(text: str, labelled: bool, coloured: bool) -> Text:
+    """Text of a run of tokens, its labels by a colour or, without one, by brackets."""
+    if coloured or not labelled:
+        return Text(text, LABELLED_STYLE if labelled else "dim")
+    return Text(f"{BEGIN}{text}{END}")
+
+
+def figures(description: Mapping[str, Any]) -> Table:
+    """Counts of documents, sequences and tokens, one column for each split."""
+    splits = [name for name in ("train", "eval") if description[name]]
+    rows = [
+        (title, *(form.format(description[name][key]) for name in splits))
+        for title, key, form in (
+            ("documents", "documents", "{:,}"),
+            ("sequences", "sequences", "{:,}"),
+            ("tokens", "tokens", "{:,}"),
+            ("labelled tokens", "label_tokens", "{:,}"),
+            ("labelled share of the tokens", "label_share", "{:.1%}"),
+            ("tokens per document", "mean_length", "{:,.0f}"),
+            ("data.mean_document_tokens", "mean_document_tokens", "{:,.0f}"),
+            ("longest document", "longest", "{:,}"),
+        )
+    ]
+    if any(description[name]["packed"] for name in splits):
+        title = f"packing efficiency, seq_len {description['seq_len']:,}"
+        rows.append((title, *(f"{description[name]['efficiency']:.1%}" for name in splits)))
+    title = f"Data: {counted(description['rows'], 'row')} read ({description['of']})"
+    return Table.of_rows(title, ("", *splits), rows, ("",))
+
+
+def histogram(bars: Sequence[Mapping[str, int]]) -> Table:
+    """The number of documents by length, with a bar for each range of lengths."""
+    most = max(bar["documents"] for bar in bars)
+    lengths, drawn = [], []
+    for bar in bars:
+        full, part = divmod(round(bar["documents"] / most * BAR_WIDTH * 8), 8)
+        drawn.append("█" * full + (" ▏▎▍▌▋▊▉"[part] if part else ""))
+        lengths.append(f"{bar['from']:,}–{bar['to']:,}" if bar["from"] < bar["to"] else f"{bar['to']:,}")
+    counts = [f"{bar['documents']:,}" for bar in bars]
+    columns = (Column("", lengths), Column("", drawn, words=True, style="cyan"), Column("", counts))
+    return Table("Document lengths in tokens", columns)
+
+
+def _explained(description: Mapping[str, Any]) -> Iterator[str]:
+    """Yield sentences that tell figures apart that look alike."""
+    train, seq_len = description["train"], description["seq_len"]
+    yield (
+        "A document is a row (or a turn of it) as the model reads it; the loss is over its labelled tokens "
+        "only."
+    )
+    if train["packed"]:
+        yield (
+            f"A sequence is one row of a batch: documents packed into at most {seq_len:,} tokens. "
+            "train.global_batch_size counts sequences."
+        )
+    else:
+        yield "Without packing each document is a sequence; train.global_batch_size counts sequences."
+    yield (
+        "tokens per document is the mean over documents; data.mean_document_tokens is the mean over tokens, "
+        "in which long documents count more (attention costs that much, and `meshtune plan` takes it)."
+    )
