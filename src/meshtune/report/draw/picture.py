@@ -9,7 +9,7 @@ from typing import Any
 from meshtune.errors import UserError
 from meshtune.report.draw import vega
 from meshtune.report.draw.document import Document
-from meshtune.report.draw.kinds import Areas, HeatMap, Lines, Panel, Scatter, Stacks, Timeline
+from meshtune.report.draw.kinds import Areas, HeatMap, Lines, Multiples, Panel, Scatter, Stacks, Timeline
 from meshtune.report.draw.theme import LIGHT, config
 from meshtune.rundir import write_text_atomically
 
@@ -127,7 +127,7 @@ def has_legend(panel: Panel) -> bool:
     match panel:
         case Lines():
             return len(panel.series) > 1
-        case Scatter():
+        case Scatter() | Multiples():
             return len(panel.groups) > 1
         case _:
             return isinstance(panel, Stacks | Timeline | Areas)

@@ -20,8 +20,10 @@ from meshtune import __version__
 from meshtune.errors import UserError, check_file
 from meshtune.plan.advice import comparison
 from meshtune.plan.cost import RunCost, money
+from meshtune.plan.facts import cluster_facts
 from meshtune.plan.memory.timeline import CATEGORIES
-from meshtune.plan.phrases import device, unmeasured
+from meshtune.plan.models import tables
+from meshtune.plan.phrases import device, memory_limit, unmeasured
 from meshtune.plan.programs import MESHTUNE
 from meshtune.plan.search import PEAK_TIE, TIE_MEMORY_STEP, Choice
 from meshtune.plan.seconds.step import PARTS, TIE
@@ -34,11 +36,12 @@ from meshtune.report.plan.numbers import by_memory_part, number, plus_minus, sec
 from meshtune.report.plan.panels import memory_and_time, memory_bars, over_time, predicted, time_bars
 from meshtune.report.plan.screen import PYTHON, CommandLine, command, first_screen
 from meshtune.report.plan.tables import clusters_table, explanation, layouts_table, side_by_side
-from meshtune.units import GIB, counted, duration, human
+from meshtune.units import GIB, count, counted, duration, human
 from meshtune.yaml_tree import read_yaml
 
 if TYPE_CHECKING:
     from meshtune.plan.answer import Answer
+    from meshtune.plan.cluster import Cluster
     from meshtune.plan.explanation import Explanation
     from meshtune.report.draw.kinds import Panel
     from meshtune.tools.export import Written
@@ -293,6 +296,42 @@ def largest(quantity: str, value: int | str, choice: Choice) -> Document:
     line = Text.assemble(f"The largest {names[quantity]}: ", (figure, "bold"), run_by)
     return Document(
         "largest", (InTerminal(line), layouts_table([choice])), {quantity: value} | choice.as_dict()
+    )
+
+
+def models_that_fit(longest: Mapping[str, Mapping[str, int | None]], cluster: Cluster, rank: int) -> Document:
+    """Table of models: the longest sequence that fits for each method, and the name to download.
+
+    longest: tokens by model and method, the largest model first; None: nothing fits. rank: of the adapters.
+    """
+    entries = [
+        {"model": name, "download": table["hub"][0], "parameters": table["parameters"], **longest[name]}
+        for name, table in sorted(tables().items(), key=lambda item: -item[1]["parameters"])
+        if name in longest
+    ]
+    methods = [*next(iter(longest.values()))]
+    fitting = [entry for entry in entries if any(entry[method] for method in methods)]
+    heads = {"full": "full", "lora": f"LoRA r{rank}"}
+    lengths = [[f"{entry[name]:,}" if entry[name] else "–" for entry in fitting] for name in methods]
+    columns = (
+        Column("model", [entry["model"] for entry in fitting], heading=True),
+        Column("parameters", [count(entry["parameters"]) for entry in fitting], priority=1),
+        *(Column(heads[name], cells) for name, cells in zip(methods, lengths, strict=True)),
+        Column("download", [entry["download"] for entry in fitting], words=True),
+    )
+    first = fitting[0]
+    method = next(name for name in methods if first[name])
+    notes = (
+        "Tokens of the longest sequence, of 512, 1,024, 2,048 … up to the model's positions, in the layout "
+        f"that needs least memory; {memory_limit(cluster)}.",
+        f"Models that don't fit: {len(entries) - len(fitting)}. Mixtures of experts are not in "
+        "this table. Models are predicted by their shapes; the next command counts all tensors of one.",
+        f"Next: meshtune plan max seq_len model.name={first['model']} method={method} "
+        f"cluster.gpu={cluster.gpu.name} cluster.gpus={cluster.gpus}",
+    )
+    table = Table(f"What fits {cluster.title}", columns, notes)
+    return Document(
+        "models", (table,), {"cluster": cluster_facts(cluster), "lora_r": rank, "models": entries}
     )
 
 

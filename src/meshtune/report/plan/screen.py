@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
+from meshtune.layout import in_words
 from meshtune.plan.cost import RunCost
 from meshtune.plan.models import PREFIX, tables
 from meshtune.plan.phrases import device, unmeasured
 from meshtune.plan.programs import MESHTUNE
 from meshtune.report.draw.document import InTerminal, Notes, Part, Section
 from meshtune.report.draw.table import Column, Table
-from meshtune.report.draw.words import in_words
 from meshtune.report.plan.numbers import number, plus_minus, seconds
 from meshtune.report.plan.tables import clusters_table, layouts_table
 from meshtune.units import human
