@@ -1,16 +1,18 @@
-# `make quickstart` and `make test` do all of their own set-up in .venv; nothing is installed elsewhere.
+# `make quickstart` and `make test` do all of their own set-up in .venv; nothing is installed elsewhere. The first installs
+# what the package needs, the second adds the tests' tools, in either order.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+LIGHT := $(VENV)/.package
 STAMP := $(VENV)/.installed
 
 .PHONY: quickstart quickstart-lora test test-ci test-all golden test-browser test-oldest test-newest test-migrate test-exports fuzz families templates validation validation-dryrun validation-memory validation-why validation-benches study-techniques study-layouts study-batch-size kill-loop style lint docs benchmark gpu-check clean
 
 # The main job on the embedded model and data: fine-tune, evaluate, write a Hugging Face folder and a report.
-quickstart: $(STAMP)
+quickstart: $(LIGHT)
 	$(BIN)/meshtune train examples/quickstart.yaml output_exists=replace
 
-quickstart-lora: $(STAMP)
+quickstart-lora: $(LIGHT)
 	$(BIN)/meshtune train examples/quickstart-lora.yaml output_exists=replace
 
 # Three circles of checks, each with the one before it: scripts/circles.py has their parts and prints what each took.
@@ -136,12 +138,12 @@ lint: style
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
-$(VENV)/.docs: $(STAMP)
+$(VENV)/.docs: $(LIGHT)
 	$(INSTALL) -e ".[docs]"
 	touch $@
 
 # Speed and memory on one device against the hand-written loop, transformers.Trainer and TRL.
-benchmark: $(STAMP)
+benchmark: $(LIGHT)
 	$(INSTALL) -e ".[bench]"
 	$(BIN)/python benchmarks/single_device.py
 
@@ -152,18 +154,17 @@ gpu-check:
 
 # uv installs what pip would, in seconds; it is given the wheels that pip finds by PIP_FIND_LINKS. torch's default
 # build for Linux brings CUDA (some GB); `make TORCH_INDEX=… quickstart` looks into another index first, such as
-# PyTorch's own of CPU builds. The stamp has the seconds that this took.
+# PyTorch's own of CPU builds. The stamps have the seconds that this took.
 INSTALL := UV_FIND_LINKS="$${UV_FIND_LINKS-$$PIP_FIND_LINKS}" \
 	$(BIN)/uv pip install -q --python $(BIN)/python -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX) --index-strategy unsafe-best-match)
 
-$(STAMP): pyproject.toml constraints.txt
+$(LIGHT): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("meshtune needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Try: make PYTHON=python3.12") if sys.version_info < (3, 11) else None'
-	$(PYTHON) -c 'import time; print(int(time.time()))' > .venv-began
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q -c constraints.txt uv
-	$(INSTALL) -e ".[dev]"
-	$(PYTHON) -c 'import time; print(int(time.time()) - int(open(".venv-began").read()))' > $(STAMP)
-	rm .venv-began
+	began=$$(date +%s) && $(PYTHON) -m venv $(VENV) && $(BIN)/pip install -q -c constraints.txt uv \
+	&& $(INSTALL) -e . && echo $$(($$(date +%s) - began)) > $@
+
+$(STAMP): $(LIGHT)
+	began=$$(date +%s) && $(INSTALL) -e ".[dev]" && echo $$(($$(date +%s) - began + $$(cat $(LIGHT)))) > $@
 
 clean:
 	rm -rf $(VENV) .venv-oldest .venv-newest .venv-exports build dist site src/*.egg-info .pytest_cache .ruff_cache

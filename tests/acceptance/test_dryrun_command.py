@@ -266,7 +266,7 @@ def test_the_best_layouts_of_a_plan_are_simulated(process: Command, words: list[
         assert simulated["predicted"]["memory"] == pytest.approx(planned["memory"])
     shown = process(*plan)
     assert shown.out.count("Predicted and simulated") == 3
-    assert shown.out.index("layouts were ranked") < shown.out.index("Predicted and simulated")
+    assert shown.out.index("layouts fit; the best") < shown.out.index("Predicted and simulated")
 
 
 # train --dry-run #

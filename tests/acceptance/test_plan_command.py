@@ -123,7 +123,9 @@ def test_the_json_is_one_document_with_every_key_of_the_contract(
 @pytest.mark.ci
 def test_the_terminal_shows_the_best_and_how_to_run_it(plan: Plan) -> None:
     best = plan(*EIGHT, "--json").json["layouts"][0]["layout"]
-    shown = plan(*EIGHT, "--top", 3)
+    first = plan(*EIGHT)
+    assert f"layout={best}" in first.out and "Left out" not in first.out
+    shown = plan(*EIGHT, "--top", 3, "--full")
     for words in (
         "How it was reached",
         "Why the usual ones are not first",

@@ -1,5 +1,6 @@
 """`meshtune env`: versions, devices, and what a model's family supports."""
 
+import os
 import sys
 from typing import Annotated, Any
 
@@ -40,22 +41,26 @@ def environment(model: str | None) -> dict[str, Any]:
     model: a hub id or folder; adds "type" and "features". Reads its configuration, not its weights.
     """
     import psutil
-    import torch
 
-    from meshtune.api.model_file import model_file
+    from meshtune.launch.installed import has_no_gpu, processor_name, versions
+    from meshtune.launch.place import threads_of
     from meshtune.launch.rank import cores
-    from meshtune.model.capabilities import capabilities
-    from meshtune.model.load import read_config
-    from meshtune.train.run_row import device_of, gpus_of, processor_name, versions
 
     devices: dict[str, Any] = {
         "cpu": f"{processor_name()}, {cores()} cores, {human(psutil.virtual_memory().total)}",
-        "threads": torch.get_num_threads(),
+        "threads": threads_of(os.environ, cores()),  # of a run with one rank
     }
-    for index, (name, memory) in enumerate(gpus_of(device_of("auto"))):
-        devices[f"cuda:{index}"] = f"{name}, {human(memory)}"
+    if not has_no_gpu():
+        from meshtune.train.run_row import device_of, gpus_of, versions
+
+        for index, (name, memory) in enumerate(gpus_of(device_of("auto"))):
+            devices[f"cuda:{index}"] = f"{name}, {human(memory)}"
     report: dict[str, Any] = {"versions": versions() | {"executable": sys.executable}, "devices": devices}
     if model:
+        from meshtune.api.model_file import model_file
+        from meshtune.model.capabilities import capabilities
+        from meshtune.model.load import read_config
+
         with model_file(model) as (file, notes):
             config = read_config(file, model, trust_remote_code=False)
         for note in notes:

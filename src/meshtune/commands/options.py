@@ -151,7 +151,7 @@ def check_target(name: str) -> None:
 def show(document: "Document", *, as_json: bool) -> None:
     """Print one result on stdout: its facts as one JSON document if as_json, else its parts."""
     if as_json:
-        show_json(document.facts)
+        show_json({**document.facts})
     else:
         from rich.console import Console
 

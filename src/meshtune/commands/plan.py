@@ -5,7 +5,6 @@ Other questions on the same settings are sub-commands with options of their own 
 """
 
 import re
-import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -49,7 +48,8 @@ For = Annotated[str, typer.Option("--for", metavar="TOOL", help="plan for the to
 MemoryBudget = Annotated[
     str | None, typer.Option(metavar="SIZE", help="fill at most this much of each GPU: 70GiB")
 ]
-Top = Annotated[int, typer.Option(min=1, help="layouts to show")]
+Top = Annotated[int, typer.Option(min=1, help="layouts in --full, on the page and in --json")]
+Full = Annotated[bool, typer.Option("--full", help="all reasons, other batches, and what was left out")]
 Plot = Annotated[Path | None, typer.Option(help="pictures: a file ending in .html, .png or .svg")]
 
 
@@ -102,6 +102,7 @@ def plan(
     tool: For = MESHTUNE.name,
     memory_budget: MemoryBudget = None,
     top: Top = TOP,
+    full: Full = False,
     verify: Annotated[int, typer.Option(min=0, help="how many of the best layouts to simulate too")] = 0,
     plot: Plot = None,
     as_json: AsJson = False,
@@ -115,7 +116,7 @@ def plan(
         verification.check(tool)
     config = config_of(settings, memory_budget, params)
     search(
-        config, settings or [], tool=tool, top=top, verify=verify, plot=plot, as_json=as_json,
+        config, settings or [], tool=tool, top=top, full=full, verify=verify, plot=plot, as_json=as_json,
         gpus=gpus or (), sort=sort, by=by, budget=budget,
     )  # fmt: skip
 
@@ -214,6 +215,7 @@ def export(
     budget: Budget = None,
     memory_budget: MemoryBudget = None,
     top: Top = TOP,
+    full: Full = False,
     plot: Plot = None,
     as_json: AsJson = False,
 ) -> None:
@@ -223,8 +225,8 @@ def export(
 
     check(tool, config)
     search(
-        config, settings or [], tool=tool, export_to=expanded(to), top=top, plot=plot, as_json=as_json,
-        gpus=gpus or (), sort=sort, by=by, budget=budget,
+        config, settings or [], tool=tool, export_to=expanded(to), top=top, full=full, plot=plot,
+        as_json=as_json, gpus=gpus or (), sort=sort, by=by, budget=budget,
     )  # fmt: skip
 
 
@@ -262,13 +264,14 @@ def search(
     *,
     tool: str,
     top: int,
+    full: bool,
     plot: Path | None,
     as_json: bool,
     export_to: Path | None = None,
     verify: int = 0,
     **clusters: Any,
 ) -> None:
-    """Print the `top` best layouts with the reasons.
+    """Print the best layout with its figures; all reasons and the `top` best layouts if `full`.
 
     settings: words of the command line that `meshtune train` takes too. tool: that runs the layout. plot: a
     file for charts; None: none. export_to: the folder that gets the tool's configuration; None: none. verify:
@@ -279,13 +282,15 @@ def search(
     from meshtune.report.draw import picture
     from meshtune.report.dryrun import beside
     from meshtune.report.plan import documents, panels
+    from meshtune.report.plan.screen import CommandLine
 
     if plot:
         picture.check(plot := expanded(plot))
     with working(PLANNING):
         best = api.plan(config, **clusters, tool=tool, log=log)
     written = write_export(config, best, export_to) if export_to else None
-    document = documents.answer(best, top, written)
+    line = CommandLine.of(["meshtune", *sys.argv[1:]], settings, config)
+    document = documents.answer(best, top, written, line=line, whole=full)
     if not as_json or not verify:
         show(document, as_json=as_json)
     if verify:
@@ -296,7 +301,6 @@ def search(
         log("searching for other batches and cluster sizes to draw …")
         sizes = best.by_size if clusters["gpus"] else None
         drawn = panels.panels(best, best.best(top), sizes, best.batches())
-        line = documents.CommandLine(shlex.join(["meshtune", *sys.argv[1:]]), shlex.join(settings))
         picture.write_document(plot, documents.answer(best, top, written, line=line, drawn=drawn))
         log(f"pictures in {plot}")
 

@@ -37,7 +37,7 @@ def ui(
             raise
         raise UserError(
             f"meshtune ui is served by starlette and uvicorn, and '{error.name}' can't be imported; install "
-            "them with: pip install meshtune[ui]"
+            "them with: pip install starlette uvicorn"
         ) from error
 
     def ready(address: str) -> None:

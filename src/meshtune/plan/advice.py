@@ -309,21 +309,24 @@ def _signed(seconds: float, like: float) -> str:
 # what to change first #
 
 
-def advised(plan: Plan, best: Choice, *, faster: bool = True) -> list[str]:
-    """Faster batches near one that the data ranks can't share, a caution of the precision, the largest cost
-    besides compute, then settings that are faster and layouts that need less memory.
-
-    best: the chosen layout, which all are compared with. faster: whether to try what may be faster.
-    """
+def cautions(plan: Plan, best: Choice) -> list[str]:
+    """A caution of the precision, and the largest cost of the chosen layout besides compute."""
     caution = PRECISIONS[plan.workload.precision].caution
-    nearest = nearest_batches(plan, best) if faster else []
-    return [
-        *nearest,
-        *([caution] if caution else []),
-        *_largest_cost(best),
-        *(_faster(plan, best, FASTER[1:] if nearest else FASTER) if faster else []),
-        *islice(_lighter(plan, best), MOST_LIGHTER),
-    ]
+    return [*([caution] if caution else []), *_largest_cost(best)]
+
+
+def faster(plan: Plan, best: Choice) -> list[str]:
+    """Faster batches near one that the data ranks can't share, then settings that are faster.
+
+    best: the chosen layout, which all are compared with.
+    """
+    nearest = nearest_batches(plan, best)
+    return [*nearest, *_faster(plan, best, FASTER[1:] if nearest else FASTER)]
+
+
+def lighter(plan: Plan, best: Choice) -> list[Outcome]:
+    """At most MOST_LIGHTER layouts that need less memory than the chosen one, the fastest first."""
+    return [*islice(_lighter(plan, best), MOST_LIGHTER)]
 
 
 def nearest_batches(plan: Plan, best: Choice) -> list[str]:
@@ -365,7 +368,7 @@ def _faster(plan: Plan, best: Choice, kinds: Sequence[str]) -> Iterator[str]:
             yield outcome.sentence()
 
 
-def _lighter(plan: Plan, best: Choice) -> Iterator[str]:
+def _lighter(plan: Plan, best: Choice) -> Iterator[Outcome]:
     """Yield layouts that need notably less memory than `best`, the fastest first.
 
     None whose step takes longer by a larger factor than its peak is smaller. Of those whose times differ by
@@ -378,7 +381,7 @@ def _lighter(plan: Plan, best: Choice) -> Iterator[str]:
         if ratio < lower > 1 / (1 - NOTABLE_SAVING):
             smaller[longer(ratio)] = plan.choice(place)
     for choice in smaller.values():
-        yield Outcome.of_layout("less memory", plan.workload, choice, best).sentence()
+        yield Outcome.of_layout("less memory", plan.workload, choice, best)
 
 
 # other global batches: a quarter to four times #

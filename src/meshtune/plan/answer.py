@@ -17,9 +17,10 @@ import numpy as np
 
 from meshtune.config import Config
 from meshtune.errors import NothingFits, UserError
+from meshtune.notebook import Notebook
 from meshtune.plan import advice
 from meshtune.plan.advice import Alternative
-from meshtune.plan.changes import Lighter, empty_plan_error, other_batches
+from meshtune.plan.changes import Lighter, Outcome, empty_plan_error, other_batches
 from meshtune.plan.cluster import Cluster, Size, cluster_for, clusters_of
 from meshtune.plan.cost import NO_BOUNDS, UNPLANNED, Bounds, RunCost, RunLength, money, run_length, unknown
 from meshtune.plan.facts import cluster_facts, model_facts, workload_facts
@@ -30,9 +31,12 @@ from meshtune.plan.search import Choice, Plan, best_fitting, peaks, search
 from meshtune.plan.workload import Workload, settings_of
 from meshtune.units import duration, significant
 
+KIND = ("zero", "tp", "cp", "cp_method", "pp", "schedule")  # fields of layouts that are one kind
+KIN = 0.01  # share of the step by which layouts of a kind take longer than its best and are counted with it
 
-@dataclass(frozen=True)
-class Answer:
+
+@dataclass(frozen=True, repr=False)
+class Answer(Notebook):
     """The clusters that were asked about, and the layout chosen from their plans."""
 
     workload: Workload
@@ -43,6 +47,11 @@ class Answer:
     length: RunLength = UNPLANNED
     left_out: tuple[str, ...] = ()  # sentences on cluster sizes that are impossible
     unused: tuple[str, ...] = ()  # sentences on settings that a cluster does not use
+
+    @property
+    def summary_line(self) -> str:
+        plan = self.plan
+        return f"{self.workload.model}: {len(plan):,} of {plan.considered:,} layouts fit; {self.choice!r}"
 
     @property
     def plan(self) -> Plan:
@@ -85,8 +94,35 @@ class Answer:
         return advice.alternatives(self.plan, self.choice)
 
     @cached_property
+    def faster(self) -> list[str]:
+        """Sentences on what is faster; none sorted by memory, as that needs more, or without known times."""
+        known = self.sort != "memory" and self.plan.cluster.timed
+        return advice.faster(self.plan, self.choice) if known else []
+
+    @cached_property
+    def lighter(self) -> list[Outcome]:
+        """Layouts that need less memory, the fastest first."""
+        return advice.lighter(self.plan, self.choice)
+
+    @property
     def changes(self) -> list[str]:
-        return advice.advised(self.plan, self.choice, faster=self.sort != "memory")  # those need more memory
+        """Sentences on what to change first."""
+        lighter = [outcome.sentence() for outcome in self.lighter]
+        return [*self.faster, *advice.cautions(self.plan, self.choice), *lighter]
+
+    def kinds(self, most: int) -> list[tuple[Choice, int]]:
+        """(The best layout, how many others take at most KIN longer) of each combination of KIND's fields.
+
+        `most` in all, best first, the chosen one in front; sorted by memory each layout stands for itself.
+        """
+        if self.sort == "memory":
+            return [(choice, 0) for choice in self.best(most)]
+        columns, total = self.plan.columns, self.plan.seconds.total
+        kinds = np.stack([getattr(columns, name) for name in KIND], axis=1)
+        _, first, kind = np.unique(kinds, axis=0, return_index=True, return_inverse=True)
+        near = np.bincount(kind.ravel(), total <= (1 + KIN) * total[first][kind.ravel()])
+        places = np.argsort(first)[:most]
+        return [(self.plan.choice(int(first[place])), int(near[place]) - 1) for place in places]
 
     @cached_property
     def batch_advice(self) -> list[str]:

@@ -1,6 +1,6 @@
 """Change one thing, predict it, print it in one sentence.
 
-    changes ──> Change ──> predicted, searched ──> Outcome ──> levers, remedies; advice.advised
+    changes ──> Change ──> predicted, searched ──> Outcome ──> levers, remedies; advice.faster
 
 A Change with a layout is predicted under it, many in one call: another micro-batch, recomputation, schedule,
 degree of tp, cp, pp or ZeRO (accumulation and data ranks follow, so that the global batch and the number of
@@ -96,15 +96,20 @@ class Outcome(NamedTuple):
         assert self.before
         return self.before.memory.peak - self.choice.memory.peak
 
-    def sentence(self) -> str:
-        """The change, how to ask for it, and what it gains and costs."""
+    @property
+    def gain(self) -> str:
+        """A clause on the speed, where the cluster is `timed`, and memory that it gains or costs."""
         tokens = "the same speed"
         if abs(self.speed) >= TIE:
             tokens = f"{abs(self.speed):.1%} {'more' if self.speed > 0 else 'fewer'} tokens per second"
         needed, before = human(self.choice.memory.peak), human(self.choice.memory.peak + self.freed)
         memory = f"{needed} instead of {before}" if needed != before else f"{needed} as before"
         fits = "" if self.choice.fits else ", which does not fit"
-        return f"{self.change.words} ({self.setting}): {tokens}, {memory}{fits}."
+        return f"{tokens}, {memory}{fits}" if self.choice.cluster.timed else f"{memory}{fits}"
+
+    def sentence(self) -> str:
+        """The change, how to ask for it, and what it gains and costs."""
+        return f"{self.change.words} ({self.setting}): {self.gain}."
 
     def as_dict(self) -> dict[str, Any]:
         """The change as a lever in the JSON document; shares and bytes."""

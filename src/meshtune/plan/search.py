@@ -19,6 +19,7 @@ import numpy as np
 
 from meshtune.errors import UserError
 from meshtune.layout import SCHEDULES, V_SCHEDULES, Layout
+from meshtune.notebook import Notebook
 from meshtune.placement.columns import Columns, Number, at, joined, layout_at, rows
 from meshtune.placement.share import stage_blocks, stage_of_rank
 from meshtune.plan.accounting import Accounting, accounting_of
@@ -57,8 +58,8 @@ class Rejected(NamedTuple):
     example: str  # a layout string
 
 
-@dataclass(frozen=True)
-class Choice:
+@dataclass(frozen=True, repr=False)
+class Choice(Notebook):
     """One layout and what is predicted for it; seconds and bytes as floats."""
 
     layout: Layout
@@ -69,6 +70,13 @@ class Choice:
     mfu: float  # model FLOPs, without recomputation, as a share of the precision's dense peak
     stack: str = "meshtune"  # of stacks.toml, that predicted it
     tool: Tool = MESHTUNE  # that runs it
+
+    @property
+    def summary_line(self) -> str:
+        cluster = self.cluster
+        speed = f"{self.tokens_per_second_per_gpu:,.0f} {cluster.speed_unit}, " if cluster.timed else ""
+        peak = f"{human(self.memory.peak)} of {human(cluster.memory)}"
+        return f"{self.layout} on {cluster.title}: {speed}{peak}"
 
     @property
     def accuracy(self) -> Accuracy:
@@ -102,7 +110,7 @@ class Choice:
         }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """The result of a search; its length is the number of layouts that fit, possibly 0."""
 

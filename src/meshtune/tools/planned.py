@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 from meshtune.config import Config
 from meshtune.data.example import is_url
 from meshtune.data.formats import FORMATS
-from meshtune.layout import Layout
+from meshtune.layout import RECOMPUTATIONS, Layout
 from meshtune.plan.programs import Tool
-from meshtune.recomputation import RECOMPUTATIONS
 from meshtune.schedules import SCHEDULES
 from meshtune.sections import DataConfig, SourceConfig, is_pattern
 from meshtune.setting import SUFFIXES, epochs_of, is_regular_expression

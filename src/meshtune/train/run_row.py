@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import platform
 import socket
 import subprocess
 import uuid
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-import transformers
 from torch.cuda import nccl as nccl_of_torch
 
-import meshtune
 from meshtune.errors import UserError
+from meshtune.launch import installed
+from meshtune.launch.installed import processor_name
 from meshtune.launch.rank import cores
 from meshtune.meter.rows import time_now
 from meshtune.model.stored import BASE_DIGEST
@@ -95,7 +93,6 @@ def predicted(folder: RunDir) -> dict[str, Any]:
 # Hardware, software and source code that a result depends on #
 
 
-PROCESSOR = Path("/proc/cpuinfo")
 PATIENCE = 5.0  # seconds in which git or nvidia-smi must have answered; no run waits longer for a fact
 
 
@@ -123,22 +120,9 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
 
 
-def processor_name() -> str:
-    """Model of this machine's processor; its architecture where the system does not name the model."""
-    lines = PROCESSOR.read_text().splitlines() if PROCESSOR.exists() else []
-    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(models, "") or platform.processor() or platform.machine()
-
-
 def versions() -> dict[str, str]:
     """Versions of the software that a result depends on; CUDA, NCCL and the driver where there is a GPU."""
-    return {
-        "meshtune": meshtune.__version__,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-        **(gpu_versions() if torch.cuda.is_available() else {}),
-    }
+    return installed.versions() | (gpu_versions() if torch.cuda.is_available() else {})
 
 
 def gpu_versions() -> dict[str, str]:

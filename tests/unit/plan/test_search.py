@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from cases import cases
 from golden import refuses, says
-from made_plans import machines, workload
+from made_plans import answered, machines, workload
 from own_kind import OWN_KIND
 
 from meshtune.errors import NothingFits, UserError
@@ -31,7 +31,6 @@ from meshtune.layout import (
 from meshtune.placement.columns import Columns, layout_at, rows
 from meshtune.placement.rules import Traits, refusals
 from meshtune.plan import advice
-from meshtune.plan.advice import advised
 from meshtune.plan.answer import compare, largest, offer_of
 from meshtune.plan.candidates import divisors
 from meshtune.plan.changes import OTHER_OPTIMIZER, Refused, empty_plan_error, remedies
@@ -771,7 +770,7 @@ def test_the_steps_multiply_to_the_cluster_and_the_batch(plan: Plan) -> None:
 
 def test_what_to_change_first_was_predicted(plan: Plan) -> None:
     best = plan.choice(0)
-    for said in advised(plan, best):
+    for said in answered(plan).changes:
         if gain := re.search(r"\(train\.(\w+)=(\S+?)(?: layout=(\S+))?\): ([\d.]+)% more tokens", said):
             setting, value = gain[1], gain[2]
             if setting == "global_batch_size":

@@ -42,7 +42,7 @@ def test_a_plan_for_a_processor_says_that_its_times_are_not_of_this_machine(proc
     answer = answered(processor, length=RunLength(20, 20 * processor.workload.tokens))
     assert len(answer.alternatives) > 4 and answer.batch_advice
     document = documents.answer(answer, 10)
-    json.dumps(document.facts)
+    json.dumps({**document.facts})
     text = " ".join(printed(document).split())
     says(unmeasured(processor.cluster))
     assert text.index(unmeasured(processor.cluster)) < text.index("layouts were ranked")

@@ -7,6 +7,7 @@ from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from meshtune.api import build
 from meshtune.api.resolve import inputs_of
 from meshtune.commands.env import environment
 from meshtune.errors import Interrupted
+from meshtune.launch import installed
 from meshtune.launch.rank import cores
 from meshtune.report.run.report import report_page
 from meshtune.train import loop, run_row
@@ -154,11 +156,26 @@ def test_no_program_keeps_a_run_waiting(tmp_path: Path, monkeypatch: pytest.Monk
 def test_processors_have_the_model_that_the_system_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_row, "PROCESSOR", tmp_path / "cpuinfo")
+    monkeypatch.setattr(installed, "PROCESSOR", tmp_path / "cpuinfo")
     assert run_row.processor_name(), "a system without the file"
     (tmp_path / "cpuinfo").write_text("processor\t: 0\nmodel name\t: Xeon 8480+\nmodel name\t: Xeon 8480+\n")
     assert run_row.processor_name() == "Xeon 8480+" == run_row.device_name(torch.device("cpu"))
     assert environment(None)["devices"]["cpu"].startswith(f"Xeon 8480+, {cores()} cores, ")
+
+
+@pytest.mark.parametrize(
+    ("build", "none"), [({}, True), ({"cuda": "13.0"}, True), ({"hip": "7.2"}, False), ({"xpu": "1"}, False)]
+)
+def test_torch_is_asked_for_gpus_only_where_it_may_see_one(
+    monkeypatch: pytest.MonkeyPatch, build: dict[str, str], none: bool
+) -> None:
+    assert installed.versions()["torch"] == torch.__version__
+    monkeypatch.setattr(installed, "torch_build", lambda: {"cuda": None, "hip": None} | build)
+    without_driver = Mock(side_effect=OSError)
+    monkeypatch.setattr(installed.ctypes, "CDLL", without_driver)
+    assert installed.has_no_gpu() is none
+    monkeypatch.setattr(installed.ctypes, "CDLL", Mock())
+    assert installed.has_no_gpu() is not bool(build)
 
 
 def test_versions_of_cuda_nccl_and_the_driver_are_there_with_a_gpu(

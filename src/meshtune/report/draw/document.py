@@ -14,8 +14,9 @@ with the scripts as files.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import dropwhile, takewhile
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,7 +26,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from meshtune.report.draw import vega
-from meshtune.report.draw.kinds import Lines, Panel
+from meshtune.report.draw.kinds import Lines, Multiples, Panel
 from meshtune.report.draw.page import PAGE, STYLE, data_element, notes, sentences, text, tiles
 from meshtune.report.draw.theme import DARK, LIGHT, config
 from meshtune.report.draw.thin import MOST_ROWS, THINNED
@@ -139,6 +140,26 @@ class InTerminal:
         yield self.part
 
 
+class Late(Mapping[str, Any]):
+    """Facts that are computed when they are first read."""
+
+    def __init__(self, compute: Callable[[], Mapping[str, Any]]) -> None:
+        self.compute = compute
+
+    @cached_property
+    def facts(self) -> Mapping[str, Any]:
+        return self.compute()
+
+    def __getitem__(self, key: str) -> Any:
+        return self.facts[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.facts)
+
+    def __len__(self) -> int:
+        return len(self.facts)
+
+
 @dataclass(frozen=True)
 class Document:
     """Parts in their order, and what stands around them on a page."""
@@ -227,7 +248,7 @@ def _specifications(panels: Sequence[Panel]) -> dict[str, Any]:
     of_phones = {
         panel.key: specification(panel, width="container", narrow=True)
         for panel in panels
-        if not isinstance(panel, Lines)
+        if not isinstance(panel, Lines | Multiples)
     }
     narrow = {key: chart for key, chart in of_phones.items() if chart != charts[key]}
     themes = {

@@ -102,7 +102,7 @@ code, pre, .samples td { font-family: var(--mono); font-size: 13px; }
 .tile dt { color: var(--soft); font-size: 13px; }
 .tile dd { margin: 2px 0 0; font-size: 25px; line-height: 1.25; font-weight: 600; letter-spacing: -0.02em; }
 
-.tiles.four { grid-template-columns: repeat(auto-fit, minmax(230px, 1fr)); margin-top: 16px; }
+.tiles.four { grid-template-columns: repeat(auto-fit, minmax(170px, 1fr)); margin-top: 16px; }
 pre.command { white-space: pre-wrap; overflow-wrap: anywhere; }
 
 .plots {

@@ -9,6 +9,7 @@
   const note = section.querySelector(".note"), head = section.querySelector("thead");
   const body = section.querySelector("tbody");
   for (const column of columns) column.values ??= column.at.map(place => column.words[place]);
+  const status = columns.find(column => column.name === "status");
   const total = columns[0].values.length, order = new Intl.Collator("en", {numeric: true});
   const state = {words: [], only: new Map(), sorted: EXPERIMENTS.sorted, down: EXPERIMENTS.sorted > 0, chosen: new Set(), rows: [], drawn: 0};
 
@@ -43,8 +44,10 @@
     const {values, form} = columns[state.sorted], sign = state.down ? -1 : 1;
     const missing = value => value === null || value === undefined || value === "";
     const compare = form === "text" ? order.compare : (one, other) => one - other;
+    const last = row => form !== "text" && state.sorted > 0 && status.values[row] !== "done";
     state.rows.sort((one, other) => {
       const a = values[one], b = values[other];
+      if (last(one) !== last(other)) return last(one) - last(other);
       if (missing(a) || missing(b)) return missing(a) - missing(b) || one - other;
       return sign * compare(a, b) || one - other;
     });

@@ -27,13 +27,14 @@ from meshtune.plan.phrases import device, memory_limit, unmeasured
 from meshtune.plan.programs import MESHTUNE
 from meshtune.plan.search import PEAK_TIE, TIE_MEMORY_STEP, Choice
 from meshtune.plan.seconds.step import PARTS, TIE
-from meshtune.report.draw.document import Document, InTerminal, Notes, OnPage, Part, Pictures, Section
+from meshtune.report.draw.document import Document, InTerminal, Late, Notes, OnPage, Part, Pictures, Section
 from meshtune.report.draw.page import text, tiles
 from meshtune.report.draw.table import Column, Table
 from meshtune.report.draw.table import facts as facts_table
 from meshtune.report.draw.words import model_title
 from meshtune.report.plan.numbers import by_memory_part, number, plus_minus, seconds
 from meshtune.report.plan.panels import memory_and_time, memory_bars, over_time, predicted, time_bars
+from meshtune.report.plan.screen import PYTHON, CommandLine, command, first_screen
 from meshtune.report.plan.tables import clusters_table, explanation, layouts_table, side_by_side
 from meshtune.units import GIB, count, counted, duration, human
 from meshtune.yaml_tree import read_yaml
@@ -50,35 +51,37 @@ MOST_REASONS = 6  # groups of layouts left out that the terminal lists
 MOST_TENSORS = 6  # kinds of tensors that are listed
 
 
-@dataclass(frozen=True)
-class CommandLine:
-    """The words that a plan was made with, for its page."""
-
-    command: str = ""  # all of them; "": a call from Python
-    settings: str = ""  # those that `meshtune train` reads too
-
-
-PYTHON = CommandLine()
-
-
 def answer(
     result: Answer,
     most: int = 10,
     written: Written | None = None,
     *,
     line: CommandLine = PYTHON,
+    whole: bool = True,
     drawn: Sequence[Panel] = (),
 ) -> Document:
     """The plan's answer; its table of the best layouts has at most `most`.
 
-    written: the export of the chosen layout; None: it was not exported. line, drawn: command and pictures of
-    the page.
+    written: the export of the chosen layout; None: it was not exported. whole: with all reasons, as the page
+    has them; else the first screen. drawn: pictures of the page.
     """
     workload, plan = result.workload, result.plan
+    facts = Late(lambda: result.as_dict(most) | ({"export": written.as_dict()} if written else {}))
+    parts = [*(full(result, most, written, line, drawn) if whole else first_screen(result, line, written))]
+    batch = f"global batch {workload.global_batch_size:,} × {workload.seq_len:,} tokens"
+    fitting = f"{counted(plan.considered, 'layout')} considered, {len(plan):,} fit"
+    subtitle = " · ".join((plan.cluster.title, batch, workload.precision, fitting))
+    return Document(model_title(workload.model), parts, facts, "plan", text(subtitle), FOOTER)
+
+
+def full(
+    result: Answer, most: int, written: Written | None, line: CommandLine, drawn: Sequence[Panel]
+) -> list[Part]:
+    """The answer with all its reasons, as a page and `plan --full` show it. Parameters as of `answer`."""
     remarks = [*result.comparison, *result.left_out]
     usual = [f"{one.name} {one.sentence}" for one in result.alternatives]
     lost = written.exported.missing if written else ()
-    parts: list[Part] = [
+    return [
         InTerminal(Group(*heading(result))),
         OnPage(recommended(result, line)),
         InTerminal(Section("How it was reached", result.reasoning, numbered=True)),
@@ -93,15 +96,10 @@ def answer(
         *left_out(result),
         InTerminal(Section("The run", [*filter(None, (result.run.sentence(), *result.length.notes))])),
         *reliability(result.choice),
-        InTerminal(Section(f"What {workload.tool.title} runs differently", lost)),
-        InTerminal(Text(written.sentence if written else command(result), style="bold")),
+        InTerminal(Section(f"What {result.workload.tool.title} runs differently", lost)),
+        InTerminal(Text(written.sentence if written else command(result, line), style="bold")),
         OnPage(provenance(result, line)),
     ]
-    facts = result.as_dict(most) | ({"export": written.as_dict()} if written else {})
-    batch = f"global batch {workload.global_batch_size:,} × {workload.seq_len:,} tokens"
-    fitting = f"{counted(plan.considered, 'layout')} considered, {len(plan):,} fit"
-    subtitle = " · ".join((plan.cluster.title, batch, workload.precision, fitting))
-    return Document(model_title(workload.model), parts, facts, "plan", text(subtitle), FOOTER)
 
 
 def heading(result: Answer) -> Iterator[Text]:
@@ -116,20 +114,13 @@ def heading(result: Answer) -> Iterator[Text]:
     yield from map(Text, filter(None, (*workload.notes, of_machine)))
 
 
-def command(result: Answer, settings: str = "…") -> str:
-    """The command that runs the chosen layout, or that exports it for another tool."""
-    tool, layout = result.workload.tool, result.choice.layout
-    verb = "train" if tool is MESHTUNE else f"plan export {tool.name}"
-    return f"meshtune {verb} {settings} layout={layout}"
-
-
 def recommended(result: Answer, line: CommandLine) -> str:
     """The chosen layout with its figures, and the command that trains with it or exports it, as HTML."""
     verdict = "".join(f"<p>{text(sentence)}</p>" for sentence in result.verdict)
     return (
         f"<section><h2>Recommended: <code>{text(result.choice.layout)}</code></h2>"
         f"{tiles(figures(result), wide=True)}{verdict}"
-        f"<pre class='command'>{text(command(result, line.settings or '…'))}</pre></section>"
+        f"<pre class='command'>{text(command(result, line))}</pre></section>"
     )
 
 
