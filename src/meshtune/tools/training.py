@@ -55,9 +55,14 @@ def packs(job: Job) -> bool:
     return job.on("packing", "neat_packing", "sample_packing", "dataset.packed")
 
 
-def attention_kernel(_: str, fp32: str, flash: str) -> Conversion:
+def attention_kernel(_: str, fp32: str, flash: str, eager: str = "eager") -> Conversion:
     """The kernel of attention. fp32: the tool's for fp32, which flash attention lacks. flash: its other."""
-    return Conversion(attention, lambda plan: fp32 if plan.config.train.precision == "fp32" else flash)
+
+    def write(plan: Planned) -> str:
+        usual = fp32 if plan.config.train.precision == "fp32" else flash
+        return {"sdpa": "sdpa", "eager": eager}.get(plan.config.model.attention, usual)
+
+    return Conversion(attention, write)
 
 
 def attention_switch(_: str, kernel: str) -> Conversion:
@@ -421,7 +426,20 @@ def no_limit(value: Any, job: Job) -> Converted:
     return Converted({"data.seq_len": int(value)})
 
 
-def template_name(value: Any, job: Job) -> Converted:
+def template_name(setting: str, theirs: str = "", others: bool = False) -> Conversion:
+    """A chat template. theirs: the built-ins that the tool has by the same name. others: as file or text."""
+
+    def write(plan: Planned) -> str | None:
+        name = plan.setting(setting)
+        if name in (None, "none") or (name in theirs.split()) is others:
+            return None
+        file = files("meshtune.data") / "templates" / f"{name}.jinja"
+        return name if not others or is_template(name) or not file.is_file() else file.read_text("utf-8")
+
+    return Conversion((lambda value, job: {setting: value}) if others else named_template, write)
+
+
+def named_template(value: Any, job: Job) -> Converted:
     name = str(value).removeprefix("tokenizer_default_fallback_")
     built_in = [file.name for file in (files("meshtune.data") / "templates").iterdir()]
     known = f"{name}.jinja" in built_in
@@ -459,12 +477,13 @@ def elsewhere(setting: str, there: Any = None) -> Conversion:
 READ = (
     model_arguments, torchtune_model, torchtune_modules, fp16, torchtune_dtype, least_rate, steps_per_epoch,
     weight_decay, plugins, torchtune_loss, thought_field, completion_only,
-    trains, packing_strategy, no_limit, template_name, answer_tokens,
+    trains, packing_strategy, no_limit, answer_tokens,
 )  # fmt: skip
-MAKERS = {
-    make.__name__: make
-    for make in (attention_kernel, attention_switch, precision, beta, label_switch, labels_of_rows, elsewhere)
-}
+MADE = (
+    attention_kernel, attention_switch, precision, beta, label_switch, labels_of_rows, elsewhere,
+    template_name,
+)  # fmt: skip
+MAKERS = {make.__name__: make for make in MADE}
 CONVERSIONS = {
     **{read.__name__: Conversion(read) for read in READ},
     "section": Conversion(lambda value, job: {}),  # the keys in the section are converted one by one
@@ -478,17 +497,13 @@ CONVERSIONS = {
     "warmup": Conversion(warmup, lambda plan: plan.config.train.warmup_steps),
     "warmup_ratio": Conversion(warmup_ratio, warmup_share),
     "warmup_below_1": Conversion(warmup, warmup_below_1),
-    "epochs": Conversion(
-        epochs, lambda plan: None if plan.config.train.max_steps else plan.config.train.num_epochs or 1.0
-    ),
+    "epochs": Conversion(epochs, lambda plan: None if plan.config.train.max_steps else plan.epochs),
     "optimizer": Conversion(optimizer, lambda plan: "adamw_torch_fused"),
     "stage": Conversion(stage, lambda plan: "pt" if plan.rows == {"text"} else "sft"),
     "llama_factory_packing": Conversion(llama_factory_packing, lambda plan: plan.config.data.packing),
     "overlong": Conversion(
         overlong,
-        lambda plan: {"auto": "truncate", "cut": "truncate", "error": "raise"}.get(
-            plan.config.data.overlong, "drop"
-        ),
+        lambda plan: {"drop": "drop", "error": "raise"}.get(plan.config.data.overlong, "truncate"),
     ),
     "thinking": Conversion(
         lambda value, job: {} if value else {"data.chat_template_kwargs": {"enable_thinking": False}}
