@@ -119,6 +119,11 @@ pre.command { white-space: pre-wrap; overflow-wrap: anywhere; }
 .plots .chart { width: 100%; }
 figcaption { font-weight: 600; margin-bottom: 6px; }
 figcaption small { margin-left: 6px; }
+figcaption button {
+  float: right; margin-left: 8px; padding: 0 8px; font: 12px/1.6 var(--sans); color: var(--soft);
+  background: var(--card); border: 1px solid var(--line); border-radius: 6px;
+}
+figcaption button[aria-pressed=true] { color: var(--paper); background: var(--ink); }
 
 progress { display: block; width: 100%; height: 10px; margin: 24px 0 -12px; accent-color: var(--right); }
 .note { color: var(--soft); font-size: 13px; margin: 20px 0 0; }
