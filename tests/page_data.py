@@ -22,5 +22,5 @@ def valid(spec: dict[str, Any]) -> dict[str, Any]:
     """
     import altair as alt
 
-    alt.LayerChart.from_dict(spec)
+    (alt.FacetChart if "facet" in spec else alt.LayerChart).from_dict(spec)
     return spec

@@ -48,6 +48,13 @@ def test_a_page_is_drawn_again_when_the_window_or_the_theme_changes(opened, page
     )
 
 
+@pytest.mark.parametrize("size", ["desktop", "phone"])
+def test_small_charts_share_the_width_of_the_page(opened, pages, size):
+    window = opened(pages["sweep"], size)
+    box = window.page.locator("#chart-by_axis_speed").bounding_box()["width"]
+    assert box - 60 < window.page.locator("#chart-by_axis_speed canvas").bounding_box()["width"] <= box
+
+
 def shown(window) -> list[list[str]]:
     """Cells of the rows that the table of a sweep shows, without the box to choose the row."""
     rows = "[...document.querySelectorAll('#experiments tbody tr')]"

@@ -204,7 +204,6 @@ def announce(
     rate, spanned = rate_in_words(config), config.train.lr_decay_steps or run.steps
     settings = resolve.run_settings(config) | {"learning_rate": rate, "schedule_steps": spanned}
     metrics.start(**run_row(settings, run, model, prepared, resumed))
-    metrics.log_line(f"Learning rate: {rate}.")
     if caution := PRECISIONS[config.train.precision].caution:
         metrics.log_line(caution)
     about_model = filter(

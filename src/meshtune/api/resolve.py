@@ -196,6 +196,7 @@ def run_settings(config: Config) -> Row:
         "model": public(config.model.name),
         "method": config.method,
         "precision": config.train.precision,
+        "optimizer": config.train.optimizer,
         "global_batch_size": config.global_batch_size,
         "seq_len": config.data.seq_len,
         "seed": config.train.seed,

@@ -17,6 +17,7 @@ from meshtune.api.settings import plain
 from meshtune.config import Config, load
 from meshtune.errors import UserError, expanded
 from meshtune.nearest import did_you_mean, nearest
+from meshtune.notebook import Notebook
 from meshtune.plan.changes import empty_plan_error
 from meshtune.plan.cluster import Cluster, cluster_for, cluster_here, gpus_here
 from meshtune.plan.search import search
@@ -44,8 +45,8 @@ RANKED = {  # run or tier -> figures by which experiments are ranked, of the dat
 }
 
 
-@dataclass(frozen=True)
-class Swept:
+@dataclass(frozen=True, repr=False)
+class Swept(Notebook):
     """A sweep that has ended, or was stopped."""
 
     database: Path  # SQLite: the view `results` has a row an experiment
@@ -56,6 +57,11 @@ class Swept:
     best: Sequence[Mapping[str, Any]] = ()  # rows of `results`, the best first by the figure `ranked_by`
     ranked_by: str = ""
     on_processor: bool = False  # measured without a GPU: speeds are a rank's
+
+    @property
+    def summary_line(self) -> str:
+        counts = ", ".join(f"{number:,} {status}" for status, number in self.counts.items())
+        return f"{self.database}: {counts}{f', simulated ({self.simulated})' if self.simulated else ''}"
 
     @property
     def total(self) -> int:

@@ -19,6 +19,7 @@ from meshtune.filesystem import paths_named
 from meshtune.launch import allocator
 from meshtune.layout import Layout
 from meshtune.model.hub import check_name
+from meshtune.notebook import Notebook
 from meshtune.report.run.summary import Summary, summarise
 from meshtune.rundir import Row, RunDir
 from meshtune.sections import DataConfig
@@ -36,13 +37,29 @@ if TYPE_CHECKING:
 Show = Callable[[RunDir], None]  # called with the run folder on the main rank at the end, also after an error
 
 
-@dataclass(frozen=True)
-class Result:
-    """A run that has finished."""
+@dataclass(frozen=True, repr=False)
+class Result(Notebook):
+    """A run: finished, or as far as its folder has it."""
 
     folder: Path  # of the run: config.yaml, metrics.jsonl, checkpoints/, report.html …
     model: Path  # a Hugging Face folder: the model, or the adapter of method=lora
     summary: Summary  # headline numbers: losses, speed, status
+
+    @classmethod
+    def read(cls, folder: str | os.PathLike[str]) -> "Result":
+        """The run in a folder. Raises UserError where there is none."""
+        run = RunDir(expanded(str(folder)))
+        if not run.holds_run:
+            raise UserError(f"{run.path} holds no run: there is no config.yaml and no metrics.jsonl in it.")
+        return cls(run.path, run.model, summarise(run))
+
+    @property
+    def summary_line(self) -> str:
+        loss = self.summary.last_loss
+        return (
+            f"{self.folder}: {self.summary.status}, {counted(self.summary.steps, 'step')}"
+            f"{'' if loss is None else f', training loss {loss:.4f}'}"
+        )
 
     @property
     def rows(self) -> list[Row]:
@@ -80,7 +97,7 @@ def train(
     check_call(settings, hooks)
     with guarded(), paths_named(settings):
         run = train_here(settings, nproc, keep_quiet, hooks)
-    return Result(run.path, run.model, summarise(run))
+    return Result.read(run.path)
 
 
 def check_call(config: Config, hooks: Hooks) -> None:

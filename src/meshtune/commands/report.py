@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshtune.commands.options import AsJson, show, show_json
+from meshtune.commands.options import AsJson, runs_there, show, show_json
 from meshtune.errors import UserError, expanded
 from meshtune.nearest import path_meant
 from meshtune.report.experiments.database import database_of
@@ -34,10 +34,16 @@ def report(
         Path | None,
         typer.Option(metavar="DIR", help="write each picture of the page as a .png file here, too"),
     ] = None,
+    by: Annotated[
+        str | None, typer.Option(metavar="AXIS", help="a sweep's axis with a small chart for each value")
+    ] = None,
+    color: Annotated[
+        str | None, typer.Option(metavar="AXIS", help="a sweep's axis that gives colours")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Draw a page: of a run, of several runs compared, of a sweep, or of plans."""
-    document, default = page_of([expanded(path) for path in paths])
+    document, default = page_of([expanded(path) for path in paths], by, color)
     file = expanded(out) if out else default
     write_text_atomically(file, document.html())
     pictures = write_pictures(document, expanded(png)) if png else []
@@ -45,14 +51,16 @@ def report(
         written = {"report": str(file), **({"pictures": list(map(str, pictures))} if png else {})}
         show_json(written | {**document.facts})
         return
-    if document.kind == "comparison":
+    if document.kind in ("comparison", "sweep"):
         show(document, as_json=False)
     for path in (file, *pictures):
         print(path)
 
 
-def page_of(paths: Sequence[Path]) -> tuple["Document", Path]:
-    """The document of what the paths name, and its file where none is asked for.
+def page_of(
+    paths: Sequence[Path], by: str | None = None, color: str | None = None
+) -> tuple["Document", Path]:
+    """The document of what the paths name, and its file where none is asked for. by, color: axes of a sweep.
 
     Raises UserError for paths that are nothing of all this, for several kinds at once and for several sweeps.
     """
@@ -65,7 +73,9 @@ def page_of(paths: Sequence[Path]) -> tuple["Document", Path]:
     if kinds[0] == SWEEP:
         if len(paths) > 1:
             raise UserError(f"A page shows one sweep; {len(paths)} are named: draw one page of each.")
-        return of_sweep(paths[0])
+        return of_sweep(paths[0], by, color)
+    if by or color:
+        raise UserError(f"--by and --color name axes of a sweep, and {paths[0]} is a {kinds[0]}.")
     if kinds[0] == PLAN:
         return of_plans(paths)
     return of_run(RunDir(paths[0])) if len(paths) == 1 else of_runs(paths)
@@ -90,7 +100,8 @@ def nothing_there(path: Path) -> str:
         )
     meant = path_meant(str(path), lambda near: RunDir(near).holds_run or database_of(near) is not None)
     files = "config.yaml, metrics.jsonl and sweep.db"
-    return f"{path} holds no run and no sweep: none of {files} is there{meant or '.'}"
+    there = runs_there(path)
+    return f"{path} holds no run and no sweep: none of {files} is there{meant or '.'} {there}".rstrip()
 
 
 def of_run(run: RunDir) -> tuple["Document", Path]:
@@ -105,12 +116,12 @@ def of_runs(paths: Sequence[Path]) -> tuple["Document", Path]:
     return comparison_page(compare(paths)), paths[0].resolve().parent / "comparison.html"
 
 
-def of_sweep(path: Path) -> tuple["Document", Path]:
+def of_sweep(path: Path, by: str | None, color: str | None) -> tuple["Document", Path]:
     from meshtune.report.experiments.page import sweep_page
 
     database = database_of(path)
     assert database is not None
-    return sweep_page(database), database.resolve().parent / "report.html"
+    return sweep_page(database, by=by, color=color), database.resolve().parent / "report.html"
 
 
 def of_plans(paths: Sequence[Path]) -> tuple["Document", Path]:

@@ -15,6 +15,7 @@ from meshtune.dryrun.workspaces import Workspaces
 from meshtune.launch.allocator import SETTING
 from meshtune.layout import Layout
 from meshtune.meter.trace import RankTrace
+from meshtune.notebook import Notebook
 from meshtune.placement.columns import at
 from meshtune.plan.cluster import Cluster
 from meshtune.plan.memory.timeline import Liveness
@@ -23,8 +24,8 @@ from meshtune.plan.workload import Workload
 from meshtune.units import counted, human
 
 
-@dataclass(frozen=True)
-class Simulation:
+@dataclass(frozen=True, repr=False)
+class Simulation(Notebook):
     """Two steps of each distinct rank of a layout."""
 
     model: str  # its name, for sentences
@@ -100,6 +101,10 @@ class Simulation:
     def fits(self) -> bool:
         """True if both steps run, if necessary by giving free memory back to the GPU."""
         return self.need <= self.capacity or (bool(self.full) and self.full[-1].out_of_memory is None)
+
+    @property
+    def summary_line(self) -> str:
+        return f"{self.model} on {self.cluster.title}: {self.verdict}"
 
     @property
     def verdict(self) -> str:

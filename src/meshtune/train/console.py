@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console, Group, RenderableType
@@ -11,10 +11,13 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from meshtune.layout import Layout, in_words
 from meshtune.meter.rows import memory_table
+from meshtune.optimizers import OPTIMIZERS
+from meshtune.precision import DTYPE_BYTES, PRECISIONS
 from meshtune.rundir import Row
 from meshtune.streams import lost
-from meshtune.units import at_words, count, duration, human
+from meshtune.units import at_words, count, counted, duration, human
 
 BAR_WIDTH = 20  # columns of the terminal
 MEMORY_ROWS = 2  # watched steps (meter/phases.py) in one table: the first ones, as a terminal has columns
@@ -126,6 +129,9 @@ class ConsoleTracker:
 
     def log(self, row: Row) -> None:
         match row["kind"]:
+            case "run":
+                for line in beginning(row):
+                    self._line(line)
             case "train":
                 self._train(row)
             case "eval":
@@ -181,6 +187,31 @@ class ConsoleTracker:
     def _line(self, text: str) -> None:
         width = self.console.width if self.console.is_terminal else None
         self.console.print(Text(at_words(text, width)), soft_wrap=True)
+
+
+def beginning(row: Row) -> Iterator[str]:
+    """Yield lines on a run that begins, from its row: what is trained, how, and what was predicted."""
+    trained, parameters = row["trainable_parameters"], row["parameters"]
+    what = f"all {count(parameters)} parameters are trained"
+    if trained < parameters:
+        what = f"{count(trained)} of {count(parameters)} parameters are trained ({trained / parameters:.2%})"
+    yield f"{row['model']}: {what}, in {row['precision']}."
+    tokens = row["global_batch_size"] * row["seq_len"]
+    yield (
+        f"{counted(row['total_steps'], 'step')} of {counted(row['global_batch_size'], 'sequence')} of "
+        f"{row['seq_len']:,} tokens: {tokens:,} tokens a step. Learning rate {row['learning_rate']}."
+    )
+    layout = in_words(Layout.parse(row["layout"]))
+    yield f"Layout {row['layout']}: {layout}; {row['world']} x {row['device']}."
+    dtype = PRECISIONS[row["precision"]].trained
+    saved = DTYPE_BYTES[dtype] + OPTIMIZERS[row["optimizer"]].bytes_per_parameter(dtype)
+    checkpoint = f"A checkpoint takes about {human(trained * saved)}."
+    if predicted := row.get("predicted"):
+        step, memory = predicted.get("step_seconds"), predicted["memory"]
+        time = f", {duration(step)} a step, {duration(step * row['total_steps'])} in all" if step else ""
+        yield f"Predicted: {human(memory['peak'])} of {human(memory['capacity'])} a rank{time}. {checkpoint}"
+    else:
+        yield checkpoint
 
 
 def train_parts(row: Row, speed_unit: str = "tokens/s") -> list[str]:

@@ -17,7 +17,7 @@ from meshtune.plan.search import explained, search
 from meshtune.plan.workload import Workload
 from meshtune.report.draw.charts import heat_map, specification
 from meshtune.report.draw.colours import COLOURS
-from meshtune.report.draw.kinds import Cell, HeatMap
+from meshtune.report.draw.kinds import Areas, Cell, HeatMap
 from meshtune.report.draw.picture import in_rows
 from meshtune.report.draw.theme import DARK, LIGHT, SHADES
 from meshtune.report.draw.words import model_title
@@ -25,6 +25,7 @@ from meshtune.report.plan import documents
 from meshtune.report.plan.documents import CommandLine, best_layouts, provenance, recommended
 from meshtune.report.plan.panels import memory_stacks, panels, time_stacks
 from meshtune.sections import ClusterConfig
+from meshtune.units import GIB
 
 MODEL = models()["llama-3.2-1b"]
 WORKLOAD = Workload("models/llama-3.2-1b/config.json", MODEL.work, MODEL.traits, 4096, 32)
@@ -134,8 +135,8 @@ def test_on_a_phone_names_and_whole_numbers_stand_above_the_bars(answer):
         wide, narrow = (specification(panel, width="container", narrow=each) for each in (False, True))
         assert wide["layer"][0]["encoding"]["y"]["axis"]["labels"] is True
         assert narrow["layer"][0]["encoding"]["y"]["axis"]["labels"] is False
-        above = next(layer for layer in narrow["layer"] if layer["mark"].get("dy") == -17)
-        assert above["encoding"]["x"] == {"value": 0} and above["mark"]["align"] == "left"
+        above = next(layer for layer in narrow["layer"] if layer["encoding"].get("x") == {"value": 0})
+        assert above["mark"]["align"] == "left" and above["mark"]["dy"] < -12
         for end, name in zip(panel.ends, panel.names, strict=True):
             assert f"{end}  {name}" in str(narrow)
     long = replace(panel, names=tuple(f"{name}{'-and-more' * 9}" for name in panel.names))
@@ -203,3 +204,14 @@ def test_a_picture_has_charts_over_time_in_rows_of_their_own(answer):
     assert [[panel.key for panel in row] for row in in_rows(drawn)] == [
         ["memory", "time"], ["memory_over_time"], ["front"],
     ]  # fmt: skip
+
+
+def test_memory_over_a_step_marks_its_peak_and_gives_the_event_there_a_width(answer: Answer) -> None:
+    panel = next(panel for panel in panels(answer, [answer.choice]) if isinstance(panel, Areas))
+    tops = [sum(sizes) for sizes in zip(*panel.parts.values(), strict=True)]
+    (peak,) = panel.peaks
+    at = tops.index(max(tops))
+    assert (panel.x[at], tops[at]) == (peak.x, pytest.approx(peak.y))
+    assert peak.y == pytest.approx(answer.choice.memory.peak / GIB)
+    assert panel.x[at - 1] < peak.x < panel.x[at + 1] and [*panel.x] == sorted(panel.x)
+    assert panel.texts[at] in peak.text and max(panel.x) == panel.x[-1]

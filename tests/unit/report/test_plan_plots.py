@@ -183,7 +183,7 @@ NASTY = '</script>"\'\\ ${alert(1)} datum["x"] a.b[0] \u2028 é\n<img src=x>'
 
 @pytest.mark.ci
 def test_names_are_text_and_never_part_of_an_expression_or_a_field():
-    from meshtune.report.draw.kinds import Axis, Band, Cell, Group, Lines, Mark, Point, Series
+    from meshtune.report.draw.kinds import Axis, Band, Cell, Dot, Group, Lines, Mark, Multiples, Point, Series
     from meshtune.report.draw.page import script_json
 
     point = Point(1, 2, NASTY)
@@ -191,6 +191,10 @@ def test_names_are_text_and_never_part_of_an_expression_or_a_field():
         Lines("a", NASTY, NASTY, (Series(NASTY, "main", (1, 2), (3, 4)),), ".2f", NASTY),
         Stacks("b", NASTY, NASTY, (NASTY,), {NASTY: (1.0,)}, (NASTY,), Mark(2, NASTY)),
         Scatter("c", NASTY, NASTY, (Group(NASTY, (point,)),), Axis(NASTY, (0, 5)), Axis(NASTY, (0, 5))),
+        Multiples(
+            "g", NASTY, NASTY, (NASTY, "b"), (NASTY,), (NASTY, "b"),
+            (Dot(NASTY, NASTY, 2, NASTY, NASTY, True),), Axis(NASTY, (0, 5)), NASTY, NASTY,
+        ),
         HeatMap("d", NASTY, NASTY, (NASTY,), (NASTY,), ((Cell(1.0, (NASTY,), NASTY),),)),
         Areas(
             "f", NASTY, NASTY, (0.0, 1.0), {NASTY: (1.0, 2.0)}, (NASTY, NASTY), NASTY, Mark(2, NASTY),

@@ -8,14 +8,13 @@ import pytest
 from rich.console import Console
 
 from meshtune.config import Config, load
-from meshtune.layout import Layout
+from meshtune.layout import Layout, in_words
 from meshtune.plan.answer import KIN, KIND, Answer, offer_of
 from meshtune.plan.cluster import cluster_of
 from meshtune.plan.cost import RunLength
 from meshtune.plan.models import models
 from meshtune.plan.search import search
 from meshtune.plan.workload import Workload
-from meshtune.report.draw.words import in_words
 from meshtune.report.plan import documents
 from meshtune.report.plan.screen import CommandLine
 from meshtune.sections import ClusterConfig

@@ -12,6 +12,7 @@ from sweeps import MODELS, bench_row, bench_rows, write_sweep
 from meshtune.commands.report import report
 from meshtune.errors import UserError
 from meshtune.report.draw.charts import specification
+from meshtune.report.experiments.ablation import Ablation
 from meshtune.report.experiments.batch import at, curve_of
 from meshtune.report.experiments.database import counts_by_status, database_of, read_sweep_rows
 from meshtune.report.experiments.page import sweep_page
@@ -36,7 +37,8 @@ def sweep_in(file):
 
 
 def drawn(file) -> dict:
-    return {panel.key: panel for panel in panels(sweep_in(file))}
+    sweep = sweep_in(file)
+    return {panel.key: panel for panel in panels(sweep, Ablation(sweep))}
 
 
 def table_in(html: str) -> dict:
@@ -93,6 +95,44 @@ def test_scaling_is_beside_the_ideal_of_the_smallest_number(database):
     assert weak.guides[0].x == weak.guides[0].y
     strong = drawn(database)["strong"]
     assert {point.x for group in strong.groups for point in group.points} == {1, 2, 4}
+
+
+def test_each_axis_is_compared_with_everything_else_equal(database):
+    ablation = Ablation(sweep_in(database))
+    names = [axis.key for axis in ablation.independent]
+    assert names == ["model.name", "layout.micro_batch_size", "cluster.gpus", "global_batch"]
+    gains = {(one.axis, one.before, one.after): one for one in ablation.gains}
+    gain = gains["layout.micro_batch_size", "1", "4"]
+    assert (gain.speed, gain.pairs) == (pytest.approx(1.4 / 1.1), 6)  # two models on 1, 2 and 4 ranks
+    assert gains["cluster.gpus", "1", "4"].speed == pytest.approx(0.92 / 0.98)
+    assert not [key for key in gains if key[0] == "model.name"]
+    bars = drawn(database)["gains"]
+    assert bars.parts["speed"][bars.names.index("micro batch size 1 → 4")] == gain.speed
+
+
+def test_an_axis_that_another_one_fixes_has_no_gains_of_its_own(tmp_path):
+    layouts = ("mb1-ga4", "tp2-sp-mb1-ga4", "mb2-ga2", "tp2-sp-mb2-ga2")
+    rows = [bench_row("small", 1, 1, layout=layout, settings={"layout": layout}) for layout in layouts]
+    ablation = Ablation(sweep_in(write_sweep(tmp_path, rows)))
+    assert [axis.name for axis in ablation.axes] == ["tp", "sp", "micro batch size"]
+    assert [(one.axis, one.pairs) for one in ablation.gains] == [
+        ("layout.tp", 2), ("layout.micro_batch_size", 2)
+    ]  # fmt: skip
+    says(ablation.table().notes[-1])
+
+
+def test_small_charts_and_colours_are_the_axes_that_are_named(database):
+    sweep = sweep_in(database)
+    panel = next(Ablation(sweep, by="model", color="micro_batch_size").panels())
+    assert panel.heads == ("model small", "model large <b>") and panel.groups == ("1", "2", "4")
+    assert panel.columns == ("2", "4", "8", "16", "32") and panel.x_title == "global batch"
+    best = max(one.shown.speed for one in sweep.done if one.model == "small")
+    assert max(dot.y for dot in panel.dots if dot.head == "model small" and dot.joined) == best
+    chart = specification(panel, width="container")
+    assert chart["columns"] == 2 and chart["facet"]["sort"] == {"field": "place", "op": "min"}
+    for word in ("recompute", "layout"):
+        with refuses(UserError):
+            Ablation(sweep, by=word)
 
 
 def test_no_experiment_beats_one_of_the_front(database):
@@ -271,7 +311,7 @@ def test_the_command_takes_a_database_or_its_folder_and_writes_pictures(database
         "weak.png",
     }
     report([database], out=tmp_path / "here.html")
-    assert capsys.readouterr().out == f"{tmp_path / 'here.html'}\n"
+    assert capsys.readouterr().out.endswith(f"\n{tmp_path / 'here.html'}\n")
 
 
 def test_kinds_are_not_mixed_and_other_files_are_named(database, run, tmp_path):

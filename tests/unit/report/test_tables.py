@@ -29,7 +29,12 @@ def test_long_paths_are_printed_whole(run):
     console = Console(file=io.StringIO(), width=20)
     for line in places(run):
         console.print(line, soft_wrap=True)
-    assert console.file.getvalue().splitlines() == [f"  model           {run.model}"]  # type: ignore[attr-defined]
+    assert console.file.getvalue().splitlines() == [  # type: ignore[attr-defined]
+        f"  model           {run.model}",
+        f"  chat with it    meshtune chat {run.path}",
+        f"  evaluate it     meshtune eval {run.path}",
+        f"  serve it        meshtune export {run.path} FOLDER   (then docs/serve.md)",
+    ]
 
 
 def test_the_summary_of_a_run_without_evaluations_or_rows_is_no_error(empty, train):

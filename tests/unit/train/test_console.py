@@ -212,3 +212,26 @@ def test_evaluations_and_saves_reach_the_time_left():
     tracker._last_line = 0.0
     tracker.log(train_row(step=10, **NUMBERS))
     assert text(out).splitlines()[-1].endswith("1 min 50 s left")  # 3 + 2 x 50 + 7
+
+
+BEGINS = {
+    "kind": "run", "model": "tiny", "parameters": 8_030_000_000, "trainable_parameters": 83_890_000,
+    "precision": "bf16", "optimizer": "adamw", "global_batch_size": 64, "seq_len": 4096, "total_steps": 100,
+    "learning_rate": "2e-4, cosine", "layout": "zero3x8-mb2-ga4", "world": 8, "device": "H100",
+    "predicted": {"memory": {"peak": 2**34, "capacity": 2**36}, "step_seconds": 3.0},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("timed", [True, False])
+def test_a_run_begins_with_what_is_trained_how_and_what_was_predicted(timed: bool) -> None:
+    out = console(width=200)
+    memory = BEGINS["predicted"] if timed else {"memory": BEGINS["predicted"]["memory"]}
+    ConsoleTracker(out, course=Course(100)).log(BEGINS | {"predicted": memory})
+    time = ", 3.0 s a step, 5 min 0 s in all" if timed else ""
+    assert text(out).splitlines() == [
+        "tiny: 83.89 M of 8.03 B parameters are trained (1.04%), in bf16.",
+        "100 steps of 64 sequences of 4,096 tokens: 262,144 tokens a step. Learning rate 2e-4, cosine.",
+        "Layout zero3x8-mb2-ga4: ZeRO-3 in 8 shards · micro-batch 2 · 4 accumulated; 8 x H100.",
+        # master weights and two states, in fp32
+        f"Predicted: 16.0 GiB of 64.0 GiB a rank{time}. A checkpoint takes about 960 MiB.",
+    ]

@@ -193,7 +193,7 @@ def test_the_first_line_and_the_report_name_the_learning_rate(
         build.build(config.load(None, made))
     assert opened.call_args.kwargs["settings"]["train"]["learning_rate"] == 1e-5  # as dashboards log it
     out = capsys.readouterr()
-    assert "Learning rate: 1e-5 (default for method=full), cosine." in out.out + out.err
+    assert "Learning rate 1e-5 (default for method=full), cosine." in out.out + out.err
     rows = RunDir(tmp_path / "run").rows("run")
     assert rows.left_out == []  # rundir.py knows what a run writes
     assert rows[0]["learning_rate"] == "1e-5 (default for method=full), cosine"

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import altair as alt
 from altair.utils.schemapi import debug_mode
 
-from meshtune.report.draw.curves import dotted, end_of, lines, points, scatter
+from meshtune.report.draw.curves import APART, dotted, end_of, lines, multiples, points, scatter
 from meshtune.report.draw.encode import (
     LABELS,
     NUMBER,
@@ -27,7 +27,18 @@ from meshtune.report.draw.encode import (
     table,
     tooltip,
 )
-from meshtune.report.draw.kinds import Areas, HeatMap, Lines, Panel, Point, Scatter, Series, Stacks, Timeline
+from meshtune.report.draw.kinds import (
+    Areas,
+    HeatMap,
+    Lines,
+    Multiples,
+    Panel,
+    Point,
+    Scatter,
+    Series,
+    Stacks,
+    Timeline,
+)
 from meshtune.report.draw.theme import MONO, ON_SHADE, SHADES
 
 NO_UNIT = "\u00a0"  # keeps titles side by side in line
@@ -68,15 +79,22 @@ def _of_curves(empty: Lines, dots: Sequence[bool], width: Width, title_offset: i
     the page of a run that continues needs it again and again.
     """
     with debug_mode(False):
-        return json.dumps(_specification(lines(empty, dots), empty, width, title_offset))
+        return json.dumps(
+            _specification(lines(empty, dots, pointed=width == "container"), empty, width, title_offset)
+        )
 
 
 def _specification(
-    chart: alt.LayerChart, panel: Panel, width: Width, title_offset: int | None
+    chart: alt.LayerChart | alt.FacetChart, panel: Panel, width: Width, title_offset: int | None
 ) -> dict[str, Any]:
     """A chart as `specification` gives it. Altair's checks, which tests make, take half of its time."""
-    chart = chart.properties(width=width)
-    if width == "container":
+    if isinstance(chart, alt.FacetChart):  # which a page gives its width
+        columns: int = chart.columns
+        small = 0 if width == "container" else (width - APART * (columns - 1)) // columns
+        chart.spec = chart.spec.properties(width=small)
+    else:
+        chart = chart.properties(width=width)
+    if width == "container" and not isinstance(chart, alt.FacetChart):
         chart = chart.properties(autosize=alt.AutoSizeParams(type="fit-x", contains="padding"))
     if title_offset is not None:
         title = alt.Title(panel.title, subtitle=panel.unit or NO_UNIT, offset=title_offset)
@@ -84,18 +102,22 @@ def _specification(
     return {name: value for name, value in chart.to_dict(validate=False).items() if name != "config"}
 
 
-def drawn(panel: Panel, *, named: bool = True, narrow: bool = False, pointed: bool = True) -> alt.LayerChart:
+def drawn(
+    panel: Panel, *, named: bool = True, narrow: bool = False, pointed: bool = True
+) -> alt.LayerChart | alt.FacetChart:
     """A panel as an Altair chart without width and title.
 
     named, narrow: as in `specification`. pointed: False leaves out layers that only have tooltips.
     """
     match panel:
         case Lines():
-            return lines(panel)
+            return lines(panel, pointed=pointed)
         case Stacks():
             return stacks(panel, named=named, narrow=narrow)
         case Scatter():
             return scatter(panel, narrow=narrow)
+        case Multiples():
+            return multiples(panel, narrow=narrow)
         case HeatMap():
             return heat_map(panel, narrow=narrow)
         case Timeline():
@@ -157,29 +179,31 @@ def stacks(panel: Stacks, *, named: bool = True, narrow: bool = False) -> alt.La
         drawn = drawn.encode(yOffset=alt.YOffset("part:N", sort=None, scale=scale))
     x = alt.X("at:Q", scale=alt.Scale(domain=domain, nice=False))
     layers: Layers = [drawn]
+    step = NARROW_BAR if narrow else BAR
+    if not panel.stacked:
+        step = step / 2 * len(panel.parts) / (1 - inner)
     if narrow:
-        layers.append(_names_above(panel).encode(y=y))
+        layers.append(_names_above(panel, step * (1 - inner) / 2 + 7).encode(y=y))
     elif panel.ends:
         at = [max(end, mark) for end in ends]
         texts = chart_of(zip(panel.names, at, panel.ends, strict=True), "name", "at", "text")
         layers.append(texts.mark_text(align="left", dx=6).encode(y=y, x=x, text="text:N"))
     if panel.mark:
         layers += dashed(panel.mark, x, {"y": alt.value(0)}, align="right", baseline="bottom", dx=2, dy=-5)
-    step = NARROW_BAR if narrow else BAR
-    if not panel.stacked:
-        step = step / 2 * len(panel.parts) / (1 - inner)
     # of all bars: with a height in steps Vega-Lite warns on every page that it can't fit
     return layered(layers).properties(height=round(step * (len(panel.names) - inner + 2 * outer)))
 
 
-def _names_above(panel: Stacks) -> alt.Chart:
-    """Texts above the bars, end and name, which begin at the left edge; without the encoding of "name"."""
+def _names_above(panel: Stacks, up: float) -> alt.Chart:
+    """Texts `up` px above the middle of the bars, end and name, which begin at the left edge; without the
+    encoding of "name".
+    """
     texts = [
         f"{end}  {name}" if len(end + name) < MOST_NAME else f"{end}  {name[: MOST_NAME - len(end)]}…"
         for end, name in zip(panel.ends or ("",) * len(panel.names), panel.names, strict=True)
     ]
     chart = chart_of(zip(panel.names, texts, strict=True), "name", "text")
-    return chart.mark_text(align="left", dy=-17, font=MONO, fontSize=9.5).encode(
+    return chart.mark_text(align="left", dy=-up, font=MONO, fontSize=9.5).encode(
         x=alt.value(0), text="text:N"
     )
 
@@ -225,6 +249,7 @@ def timeline(panel: Timeline, *, narrow: bool = False) -> alt.LayerChart:
 # Areas on top of each other, with bands above them, and dashed marks across #
 
 STRIP, TEXTS = 9, 16  # px of height of the bands, and of the sections' names below them
+NEAR = 1.12  # times a peak, up to which a line would cross its text
 EDGE = 0.05  # share of the width next to the end of a section in which a peak's text is not centred
 
 
@@ -297,12 +322,16 @@ def _strip(panel: Areas) -> alt.Chart:
 
 
 def _peak(point: Point, panel: Areas, x: alt.X, up: alt.Y) -> list[alt.Chart]:
-    """A dot with its text above it, inside its section. x, up: encodings of fields "x" and "top"."""
+    """A dot with its text above it, and above a line that is near, inside its section. x, up: encodings of
+    fields "x" and "top".
+    """
     base = chart_of([(float(point.x), float(point.y), point.text)], "x", "top", "text").encode(x, up)
+    line = panel.mark.value if panel.mark and panel.mark.value < NEAR * point.y else 0.0
+    words = chart_of([(float(point.x), max(float(point.y), line), point.text)], "x", "top", "text")
     ends = [section.value for section in panel.sections] + [panel.x[0], panel.x[-1]]
     near = [point.x - end for end in ends if abs(point.x - end) <= EDGE * (panel.x[-1] - panel.x[0])]
     align = "center" if not near else "left" if min(near, key=abs) >= 0 else "right"
-    text = base.mark_text(align=align, baseline="bottom", dy=-6).encode(text="text:N")
+    text = words.mark_text(align=align, baseline="bottom", dy=-6).encode(x, up, text="text:N")
     return [base.mark_circle(size=44, opacity=1, color=alt.ExprRef("ink")), text]
 
 

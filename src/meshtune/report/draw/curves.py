@@ -18,7 +18,7 @@ from meshtune.report.draw.encode import (
     table,
     tooltip,
 )
-from meshtune.report.draw.kinds import Axis, Group, Guide, Label, Lines, Scatter
+from meshtune.report.draw.kinds import Axis, Group, Guide, Label, Lines, Multiples, Scatter
 from meshtune.report.draw.theme import OTHERS
 from meshtune.report.draw.thin import merged, thinned
 
@@ -52,15 +52,22 @@ def end_of(panel: Lines) -> tuple[str, float]:
     return f"end_{panel.key}", panel.x_end or last or 1
 
 
-def lines(panel: Lines, dots: Sequence[bool] | None = None) -> alt.LayerChart:
-    """Chart of a panel's curves, with a tooltip of all curves' values at an x. dots: of `dotted`."""
+def lines(panel: Lines, dots: Sequence[bool] | None = None, *, pointed: bool = True) -> alt.LayerChart:
+    """Chart of a panel's curves. dots: of `dotted`. pointed: with a tooltip of all curves' values at an x."""
     data, fields = points(panel), [f"y{n}" for n in range(len(panel.series))]
     name, value = end_of(panel)
     end = alt.param(name=name, value=value)
     ends = (f"-{MARGIN} * {name}", f"{1 + MARGIN} * {name}")
     across = alt.X("x:Q").scale(domain=[alt.ExprRef(one) for one in ends], nice=False)
     across = across.axis(
-        format=",d", grid=False, tickCount=8, tickMinStep=1, title=plain(panel.x_title), titleAnchor="end"
+        format=",d",
+        grid=False,
+        tickCount=8,
+        tickMinStep=1,
+        title=plain(panel.x_title),
+        titleAnchor="end",
+        labelOverlap=True,
+        labelSeparation=10,
     )
     up = alt.Scale(zero=panel.from_zero, nice=5)
     names = [one.name for one in panel.series]
@@ -83,8 +90,8 @@ def lines(panel: Lines, dots: Sequence[bool] | None = None) -> alt.LayerChart:
             .transform_calculate(series=json.dumps(one.name))
             .encode(y=alt.Y(f"{field}:Q", scale=up, axis=ticks), color=colour, opacity=strength)
         )
-    chart = layered([*layers, _pointer(alt.Chart(data), panel, fields, ends)]).add_params(end)
-    return chart.properties(height=panel.height)
+    layers += [_pointer(alt.Chart(data), panel, fields, ends)] if pointed else []
+    return layered(layers).add_params(end).properties(height=panel.height)
 
 
 def _pointer(base: alt.Chart, panel: Lines, fields: Sequence[str], ends: tuple[str, str]) -> alt.Chart:
@@ -157,6 +164,50 @@ def scatter(panel: Scatter, *, narrow: bool = False) -> alt.LayerChart:
             some = [label for label in panel.labels if (label.align, label.above) == (align, above)]
             layers += [_labels(some, across, up)] if some else []
     return layered(layers).properties(height=panel.height)
+
+
+SMALL, APART = 4, 22  # charts side by side at most, and px between them
+SMALL_HEIGHT = 200  # px
+CROWDED = 26  # characters below a small chart, from which they are turned
+
+
+def multiples(panel: Multiples, *, narrow: bool = False) -> alt.LayerChart | alt.FacetChart:
+    """Dots over names, and lines through those that are joined; in small charts where there are several."""
+    rows = (
+        (panel.heads.index(one.head), one.head, one.x, one.y, one.group, one.text, int(one.joined))
+        for one in panel.dots
+    )
+    data = chart_of(rows, "place", "head", "x", "y", "group", "text", "joined").data
+    colour = alt.Color(
+        "group:N",
+        scale=alt.Scale(domain=list(panel.groups), range=[*OTHERS]),
+        legend=alt.Legend(title=plain(panel.legend) or None, symbolType="circle",
+                          symbolOpacity=1, columns=3 if narrow else LEGEND_COLUMNS)
+        if len(panel.groups) > 1
+        else None,
+    )  # fmt: skip
+    turned = sum(map(len, panel.columns)) > CROWDED
+    axis = alt.Axis(labelAngle=-40 if turned else 0, title=plain(panel.x_title), titleAnchor="end")
+    across = alt.X("x:N", sort=None, scale=alt.Scale(domain=list(panel.columns)), axis=axis)
+    base = alt.Chart().encode(x=across, y=alt.Y("y:Q", **_axis(panel.y, least=LABELS)), color=colour)
+    tips = [tooltip("text:N", panel.item), tooltip("x:N", panel.x_title), tooltip("y:Q", panel.y.title)]
+    tips[-1] = tips[-1].format(panel.y.form)
+    dots = base.mark_circle(size=22, opacity=0.4).encode(tooltip=tips)
+    line = base.transform_filter("datum.joined > 0").mark_line(
+        strokeWidth=2, point=alt.OverlayMarkDef(size=36)
+    )
+    chart = layered([dots, line]).properties(height=SMALL_HEIGHT, data=data)
+    if len(panel.heads) < 2:
+        return chart
+    head = alt.Header(title=None, labelAnchor="start", labelPadding=4)
+    facet = alt.Facet("head:N", sort=alt.EncodingSortField("place", op="min"), header=head)
+    return chart.facet(facet=facet, columns=small_columns(panel, narrow=narrow), spacing=APART)
+
+
+def small_columns(panel: Multiples, *, narrow: bool = False) -> int:
+    """Small charts in a row, so that the rows are as full as they can be."""
+    most = 2 if narrow else SMALL
+    return -(-len(panel.heads) // -(-len(panel.heads) // most))
 
 
 def _role(group: Group) -> str:

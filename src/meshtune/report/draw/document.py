@@ -26,7 +26,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from meshtune.report.draw import vega
-from meshtune.report.draw.kinds import Lines, Panel
+from meshtune.report.draw.kinds import Lines, Multiples, Panel
 from meshtune.report.draw.page import PAGE, STYLE, data_element, notes, sentences, text, tiles
 from meshtune.report.draw.theme import DARK, LIGHT, config
 from meshtune.report.draw.thin import MOST_ROWS, THINNED
@@ -248,7 +248,7 @@ def _specifications(panels: Sequence[Panel]) -> dict[str, Any]:
     of_phones = {
         panel.key: specification(panel, width="container", narrow=True)
         for panel in panels
-        if not isinstance(panel, Lines)
+        if not isinstance(panel, Lines | Multiples)
     }
     narrow = {key: chart for key, chart in of_phones.items() if chart != charts[key]}
     themes = {

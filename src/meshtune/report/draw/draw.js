@@ -1,6 +1,7 @@
 // Draws the page's charts in Vega, again when the window or the theme changes; follow.js adds points to them.
 const dark = matchMedia("(prefers-color-scheme: dark)"), phone = matchMedia("(max-width: 720px)");
 const CELL = /(?:"((?:[^"]|"")*)"|([^,\n]*))([,\n])/g;
+const LEFT = 72;  // pixels of the number axis of small charts
 const ROWS = "rows";  // name of a chart's table in its view
 let page = given();
 let drawn = {};  // key of a chart -> its view
@@ -36,6 +37,11 @@ function charts() {
 function specification(key, chart) {
   const theme = dark.matches ? "dark" : "light", spec = {...withRows(chart), config: page.themes[theme]};
   if (spec.data) spec.data = {name: ROWS, values: spec.data.values};
+  if (spec.facet) {  // small charts share the width of the element, which Vega-Lite can't do
+    if (phone.matches) spec.columns = Math.min(spec.columns, 2);
+    const {clientWidth} = document.getElementById("chart-" + key);
+    spec.spec.width = Math.max(40, Math.floor((clientWidth - LEFT + spec.spacing) / spec.columns - spec.spacing));
+  }
   return spec;
 }
 
@@ -105,4 +111,11 @@ function form(chart, key) {
 
 draw();
 for (const query of [dark, phone]) query.addEventListener("change", draw);
+let resized;
+addEventListener("resize", () => {
+  clearTimeout(resized);
+  resized = setTimeout(() => {
+    for (const [key, chart] of Object.entries(charts())) if (chart.facet) embed(key, chart);
+  }, 200);
+});
 export {add, renew};

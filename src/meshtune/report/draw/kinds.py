@@ -3,6 +3,7 @@
     Lines      curves over a common x, such as the loss over steps
     Stacks     a horizontal bar for each name, cut into parts
     Scatter    groups of points, joined or not, with guide lines and labels
+    Multiples  small charts side by side, with dots above names and lines through some of them
     HeatMap    a grid of cells, coloured by value
     Timeline   lanes of intervals, such as ranks and what each computes
     Areas      parts on top of each other over a common x, such as memory over a step
@@ -142,6 +143,35 @@ class Scatter:
 
 
 @dataclass(frozen=True)
+class Dot:
+    """A dot of `Multiples`."""
+
+    head: str  # of the small chart that it is in
+    x: str  # name below it
+    y: float
+    group: str  # gives the colour
+    text: str  # in its tooltip
+    joined: bool  # by the line of its group
+
+
+@dataclass(frozen=True)
+class Multiples:
+    """Small charts side by side over the same names, with one number axis."""
+
+    key: str
+    title: str
+    unit: str  # shown next to the title
+    heads: tuple[str, ...]  # of the small charts, in their order; one only: a single chart without a head
+    columns: tuple[str, ...]  # names along each of them
+    groups: tuple[str, ...]  # of the legend, which is drawn if there are at least two
+    dots: tuple[Dot, ...]
+    y: Axis
+    x_title: str
+    legend: str = ""  # title of the legend
+    item: str = "experiment"  # word for a dot, in tooltips
+
+
+@dataclass(frozen=True)
 class Cell:
     """One cell of a heat map."""
 
@@ -224,4 +254,4 @@ class Areas:
     y_end: float = 0.0  # of the y axis at least, which charts below each other share
 
 
-Panel = Lines | Stacks | Scatter | HeatMap | Timeline | Areas
+Panel = Lines | Stacks | Scatter | Multiples | HeatMap | Timeline | Areas

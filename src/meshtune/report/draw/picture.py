@@ -9,7 +9,7 @@ from typing import Any
 from meshtune.errors import UserError
 from meshtune.report.draw import vega
 from meshtune.report.draw.document import Document
-from meshtune.report.draw.kinds import Areas, HeatMap, Lines, Panel, Scatter, Stacks, Timeline
+from meshtune.report.draw.kinds import Areas, HeatMap, Lines, Multiples, Panel, Scatter, Stacks, Timeline
 from meshtune.report.draw.theme import LIGHT, config
 from meshtune.rundir import write_text_atomically
 
@@ -47,8 +47,13 @@ def write_document(file: Path, document: Document) -> None:
     if check(file) == PAGE:
         write_text_atomically(file, document.html())
     else:
-        title = f"{document.name} · {html.unescape(document.subtitle)}"
-        write(file, in_rows(document.panels), title=title)
+        save(picture_of(document), file)
+
+
+def picture_of(document: Document) -> dict[str, Any]:
+    """All pictures of a document, of which there is at least one, as `specification`."""
+    title = f"{document.name} · {html.unescape(document.subtitle)}"
+    return specification(in_rows(document.panels), title=title)
 
 
 def in_rows(panels: Sequence[Panel]) -> list[list[Panel]]:
@@ -122,7 +127,7 @@ def has_legend(panel: Panel) -> bool:
     match panel:
         case Lines():
             return len(panel.series) > 1
-        case Scatter():
+        case Scatter() | Multiples():
             return len(panel.groups) > 1
         case _:
             return isinstance(panel, Stacks | Timeline | Areas)

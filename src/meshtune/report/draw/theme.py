@@ -70,7 +70,11 @@ def config(colours: Mapping[str, str], *, background: str) -> dict[str, Any]:
             "symbolSize": 110,
             "symbolStrokeWidth": 2.5,
             "title": None,
+            "titleColor": ink,
+            "titleFontSize": TEXT,
+            "titleFontWeight": "normal",
         },
+        "header": {"labelColor": ink, "labelFontSize": TEXT, "labelFontWeight": 600},
         "title": {
             "anchor": "start",
             "color": ink,

@@ -102,6 +102,13 @@ def counts_by_status(file: Path) -> dict[str, int]:
         return dict(database.execute(asked).fetchall())
 
 
+def results(file: Path) -> list[dict[str, Any]]:
+    """Rows of the view `results`: an experiment each. Raises UserError as `read_sweep_rows`."""
+    with opened(file) as database:
+        database.row_factory = sqlite3.Row
+        return [dict(row) for row in database.execute("SELECT * FROM results")]
+
+
 def read_facts(file: Path) -> dict[str, Any]:
     """Facts of a sweep, as `SweepRows` has them. Raises UserError as `read_sweep_rows`."""
     with opened(file) as database:

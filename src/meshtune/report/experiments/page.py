@@ -12,6 +12,7 @@ from meshtune.report.draw.document import Document, Notes, OnPage, Part, Picture
 from meshtune.report.draw.page import text
 from meshtune.report.draw.table import facts as facts_of
 from meshtune.report.draw.words import MFU
+from meshtune.report.experiments.ablation import Ablation
 from meshtune.report.experiments.database import read_sweep_rows
 from meshtune.report.experiments.panels import panels
 from meshtune.report.experiments.rows import DONE, Sweep, sweep_of
@@ -24,12 +25,20 @@ SIMULATED = {
 }
 
 
-def sweep_page(database: Path, may_read: Callable[[Path], bool] = lambda _: True) -> Document:
-    """Read a sweep and make its page; `facts` counts its experiments by status. may_read: as of `Sweep`.
+def sweep_page(
+    database: Path,
+    may_read: Callable[[Path], bool] = lambda _: True,
+    *,
+    by: str | None = None,
+    color: str | None = None,
+) -> Document:
+    """Read a sweep and make its page; `facts` counts its experiments by status.
 
-    Raises UserError for another file, NotDrawn without Altair.
+    may_read: as of `Sweep`. by, color: axes of the pictures, as of `Ablation`. Raises UserError for another
+    file or axis, NotDrawn without Altair.
     """
     sweep = replace(sweep_of(read_sweep_rows(database)), may_read=may_read)
+    ablation = Ablation(sweep, by, color)
     counts = dict(Counter(one.status for one in sweep.experiments).most_common())
     return Document(
         name=sweep.name + (" (simulated)" if sweep.simulated else ""),
@@ -38,11 +47,16 @@ def sweep_page(database: Path, may_read: Callable[[Path], bool] = lambda _: True
         parts=(
             Tiles([(status, f"{number:,}") for status, number in counts.items()]),
             Notes([*_cautions(sweep, counts)]),
-            Pictures(panels(sweep)),
+            Pictures(panels(sweep, ablation)),
+            *([ablation.table()] if ablation.gains else []),
             OnPage(table(sweep) if sweep.experiments else ""),
             *_where(sweep),
         ),
-        facts={"experiments": counts},
+        facts={
+            "experiments": counts,
+            "axes": [one.key for one in ablation.axes],
+            "gains": [one._asdict() for one in ablation.gains],
+        },
         footer=_footer(sweep),
         scripts={SCRIPT.name: SCRIPT} if sweep.experiments else {},
     )
@@ -101,7 +115,8 @@ def _where(sweep: Sweep) -> Iterator[Part]:
             f"<pre>{text(settings)}</pre></details></section>"
         )
     hidden = ("form", "axes", "name", "unlisted")
-    yield facts_of({name: value for name, value in facts.items() if name not in hidden}, "Environment")
+    known = {name: value for name, value in facts.items() if name not in hidden}
+    yield OnPage(facts_of(known, "Environment"))
 
 
 def _footer(sweep: Sweep) -> str:

@@ -13,8 +13,10 @@ from typing import Any
 
 from meshtune.report.draw.kinds import Axis, Cell, Group, Guide, HeatMap, Panel, Point, Scatter
 from meshtune.report.draw.words import short
+from meshtune.report.experiments.ablation import Ablation, text
 from meshtune.report.experiments.axes import (
     DOT,
+    MOST_LINES,
     ROOM,
     Quantity,
     about,
@@ -34,14 +36,15 @@ CELLS_WIDTH, CHARACTER = 860, 6.3  # px of a heat map's cells together on a page
 MOST_DOTS = 1500  # of speed against memory
 
 
-def panels(sweep: Sweep) -> list[Panel]:
+def panels(sweep: Sweep, ablation: Ablation) -> list[Panel]:
     """Every picture that there are numbers for; *simulated* stands in the title of each where nothing ran."""
     drawn = [
+        *ablation.panels(),
         best_layouts(sweep),
         *by_gpus(sweep),
         *scaling(sweep),
         *batch_panels(sweep),
-        speed_against_memory(sweep),
+        speed_against_memory(sweep, ablation),
         *beside(sweep),
     ]
     mark = f", simulated ({sweep.simulated})" if sweep.simulated else ""
@@ -185,9 +188,9 @@ def _speedup(name: tuple[str, float], some: Sequence[Experiment], kind: str) -> 
     )
 
 
-def speed_against_memory(sweep: Sweep) -> Scatter | None:
+def speed_against_memory(sweep: Sweep, ablation: Ablation) -> Scatter | None:
     """Speed over peak memory of all experiments, with the front of each workload: those that no other one
-    beats in both.
+    beats in both. Of one workload, and where an axis is named for it, the colours are the values of an axis.
     """
     known = [one for one in sweep.done if one.shown.speed and one.shown.peak_bytes]
     if len(known) < 3:
@@ -196,14 +199,28 @@ def speed_against_memory(sweep: Sweep) -> Scatter | None:
     for one in known:
         by_name[sweep.label(one)].append(one)
     names, left_out = most_frequent((name for name, some in by_name.items() for _ in some), "fronts")
-    fronts = [Group(name, tuple(map(_in_plane, front(by_name[name]))), None, "steps", DOT) for name in names]
+    color = ablation.roles[2] if ablation.color or len(names) == 1 else None
+    fronts = [
+        Group(f"front of {name}" if color else name, tuple(map(_in_plane, front(by_name[name]))),
+              "ink" if color else None, "steps", DOT)
+        for name in names
+    ]  # fmt: skip
     step = -(-len(known) // MOST_DOTS)
-    dots = tuple(map(_in_plane, sorted(known, key=lambda one: one.shown.speed or 0)[::step]))
-    shown = "all experiments" if step == 1 else f"{len(dots):,} of {len(known):,} experiments"
-    groups = (Group(shown, dots, "soft", size=22, opacity=0.5), *fronts)
+    drawn = sorted(known, key=lambda one: one.shown.speed or 0)[::step]
+    shown = "all experiments" if step == 1 else f"{len(drawn):,} of {len(known):,} experiments"
+    dots = [(shown, drawn)]
+    if color:
+        some = ablation.values(color)[:MOST_LINES]
+        dots = [
+            (f"{color.name} {text(value)}", [one for one in drawn if color.of(one) == value])
+            for value in some
+        ]
+    role = None if color else "soft"
+    groups = [Group(name, tuple(map(_in_plane, some)), role, size=22, opacity=0.5) for name, some in dots]
+    groups += fronts
     note = f"the front of each workload{left_out}"
     return Scatter(
-        "front", "Speed against peak memory", note, groups,
+        "front", "Speed against peak memory", note, tuple(groups),
         axis("peak memory, GiB", values(groups, "x"), form=",.3~f"),
         axis(sweep.speed_unit, values(groups, "y")),
     )  # fmt: skip

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate, groupby
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -45,7 +46,7 @@ from meshtune.report.plan.numbers import (
     time_parts,
 )
 from meshtune.report.plan.passes import passes_panel
-from meshtune.units import GIB, counted
+from meshtune.units import GIB, counted, human
 
 if TYPE_CHECKING:
     from meshtune.plan.answer import Answer
@@ -55,6 +56,7 @@ MOST_DOTS = 1200  # of time against memory, so that a page stays small
 CHARACTER = 0.0145  # of the width of the chart, for a label's character
 SLOWEST = 5  # times the shortest step, of the layouts that are drawn
 CELLS = (300, 200)  # of that plane, across and up: dots in the same cell are drawn once
+EVENT = 1 / 300  # of a step's width, for an event that lasts no time
 NO_LAYOUT = "no layout"
 
 SizeAndGpus = tuple[int, int]  # (global batch size, GPUs)
@@ -306,16 +308,26 @@ def memory_panel(workload: Workload, choice: Choice, drawn: StepOverTime) -> Are
     parts = [by_memory_part(one.parts) for one in held]
     names = nonzero(MEMORY_PARTS, parts)
     rank = f", on the fullest pipeline rank ({fullest})" if choice.layout.pp > 1 else ""
+    x, sizes = _apart([one.seconds for one in held]), [sum(one.parts.values()) for one in held]
+    top = sizes.index(max(sizes))
+    peak = Point(x[top], sizes[top] / GIB, f"peak {human(sizes[top])}: {held[top].event}")
     return Areas(
         "memory_over_time",
         f"Memory over {_span(drawn)}{rank}",
         "GiB",
-        tuple(one.seconds for one in held),
+        x,
         {name: tuple(sizes[name] / GIB for sizes in parts) for name in names},
         tuple(one.event for one in held),
         "seconds",
         Mark(capacity, f"capacity {capacity:.1f} GiB"),
+        peaks=(peak,),
     )
+
+
+def _apart(seconds: Sequence[float]) -> tuple[float, ...]:
+    """The times, ascending, with a stretch for each event that lasts no time, so that its size is drawn."""
+    shown = [at + n * seconds[-1] * EVENT for at, same in groupby(seconds) for n, _ in enumerate(same)]
+    return tuple(min(at, seconds[-1]) for at in accumulate(shown, max))
 
 
 def _span(drawn: StepOverTime) -> str:

@@ -1,5 +1,6 @@
 """A run in the terminal: its loss curve, headline numbers and samples, at any width."""
 
+import shlex
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from statistics import fmean
@@ -37,16 +38,21 @@ def run_summary(run: RunDir, *, curve_width: int = 60) -> RenderableType:
 
 
 def places(run: RunDir) -> list[Text]:
-    """Lines with the paths of a run's model and report, as far as they exist.
+    """Lines with the paths of a run's model and report, as far as they exist, and what can be done next.
 
     They are not in a table, which would cut a long path in two, so that it can't be copied.
     """
     paths = {"model": run.model, "report": run.report_file}
-    return [
-        Text.assemble(f"  {label:<{LABEL_WIDTH}}", (str(path), "blue"))
-        for label, path in paths.items()
-        if path.exists()
-    ]
+    lines = {label: str(path) for label, path in paths.items() if path.exists()}
+    if run.model.exists():
+        folder = shlex.quote(str(run.path))
+        merge = " --merge" if (run.model / "adapter_config.json").exists() else ""
+        lines |= {
+            "chat with it": f"meshtune chat {folder}",
+            "evaluate it": f"meshtune eval {folder}{'' if run.rows('eval') else ' data.eval=FILE'}",
+            "serve it": f"meshtune export {folder} FOLDER{merge}   (then docs/serve.md)",
+        }
+    return [Text.assemble(f"  {label:<{LABEL_WIDTH}}", (words, "blue")) for label, words in lines.items()]
 
 
 def headline(summary: Summary) -> Iterator[tuple[str, str]]:

@@ -1,0 +1,93 @@
+"""Values of Python's functions (meshtune/notebook.py) as a Document and as rows.
+
+Each kind of value imports its own reports, so that a plan does not load those of runs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from meshtune.errors import UserError, expanded
+from meshtune.notebook import Notebook
+from meshtune.report.draw import part as drawn
+from meshtune.report.draw.document import Document, Pictures
+from meshtune.report.draw.picture import check, write_document
+from meshtune.rundir import RunDir
+
+SHOWN, IN_TABLE = 5, 100  # best layouts of a plan on its page and in its table
+Row = Mapping[str, Any]
+
+
+def part_of(value: Notebook) -> str:
+    """A part of the value's page, as HTML."""
+    return drawn.part(document(value))
+
+
+def picture(value: Notebook, path: str | os.PathLike[str] | None) -> drawn.Picture:
+    """All pictures of the value. path: a file to write them to; None: none. Raises as `Notebook.plot`."""
+    file = None if path is None else expanded(str(path))
+    if file:
+        check(file)
+    page = document(value, whole=True)
+    if not page.panels:
+        raise UserError(f"{page.name}: there is nothing to draw yet.")
+    if file:
+        write_document(file, page)
+    return drawn.Picture(page)
+
+
+def document(value: Any, *, whole: bool = False) -> Document:
+    """The value's page. whole: with a plan's other batches and cluster sizes, whose search takes a while."""
+    match type(value).__name__:
+        case "Answer":
+            from meshtune.report.plan import documents, panels
+
+            best, searched = value.best(SHOWN), (value.by_size, value.batches()) if whole else ()
+            return documents.answer(value, SHOWN, drawn=panels.panels(value, best, *searched))
+        case "Choice":
+            return _choice(value)
+        case "Simulation":
+            from meshtune.report.dryrun.document import document, panels
+
+            return document(value, drawn=panels(value))
+        case "Swept":
+            from meshtune.report.experiments.page import sweep_page
+
+            return sweep_page(value.database)
+        case _:
+            from meshtune.report.run.report import run_page
+
+            return run_page(RunDir(value.folder))
+
+
+def rows(value: Any) -> Iterator[Row]:
+    """Rows of the value's table: layouts, events of a memory timeline, experiments or steps."""
+    match type(value).__name__:
+        case "Answer":
+            yield from value.as_dict(IN_TABLE)["layouts"]
+        case "Choice":
+            yield value.as_dict()
+        case "Simulation":
+            from meshtune.report.dryrun.facts import facts_of
+
+            for rank in facts_of(value)["ranks"]:
+                for step in rank["steps"]:
+                    for event, sizes in step["timeline"]:
+                        yield {"rank": rank["rank"], "step": step["step"], "event": event, **sizes}
+        case "Swept":
+            from meshtune.report.experiments.database import results
+
+            yield from results(value.database)
+        case _:
+            yield from (row for row in value.rows if row.get("kind") == "train")
+
+
+def _choice(choice: Any) -> Document:
+    """One layout: its figures, memory by category and time by part."""
+    from meshtune.report.plan import panels, tables
+
+    subtitle = drawn.text(f"on {choice.cluster.title}, predicted")
+    figures, pictures = tables.layouts_table([choice]), panels.memory_and_time([choice])
+    return Document(str(choice.layout), [figures, Pictures(panels.predicted(pictures))], subtitle=subtitle)
