@@ -244,6 +244,10 @@ def misread(word: str) -> str:
         if _is_token(sized):
             size = "number" if word in ("v", "mb", "ga") else "number of ranks"
             return f"lacks its {size}; write it as in {sized}."
+    if match := re.fullmatch(r"(fsdp|ddp)_?(\d+)?", word, re.IGNORECASE):
+        shards = match[1].lower() == "fsdp"
+        ours = f"{'zero3x' if shards else 'dp'}{match[2] or 8}"
+        return f"isn't a token: {'FSDP is ZeRO-3' if shards else 'DDP is dp'}; write {ours}."
     examples = [token.example for token in TOKENS]
     size = word[len(word.rstrip(digits)) :]
     names = [*(example.rstrip(digits) for example in examples), *SCHEDULES, *RECOMPUTE]
@@ -462,7 +466,8 @@ def in_words(layout: Layout) -> str:
     """A layout's axes, batches and recomputation: "ZeRO-3 in 16 shards · 4 sequences at once"."""
     shards = f"ZeRO-{layout.zero} in {layout.shard_ranks} shards" if layout.zero else ""
     sequence = " and sequence" if layout.sp else ""
-    blocks = f", {layout.recompute_blocks} blocks" if layout.recompute_blocks else ""
+    some = layout.recompute_blocks
+    blocks = f", {some} block{'s' * (some > 1)}" if some else ""
     parts = {
         f"{layout.dp_replicate} replicas": layout.dp_replicate > 1,
         shards: layout.zero,

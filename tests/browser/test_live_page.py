@@ -77,7 +77,7 @@ def path_of(window, name: str) -> str:
 
 PICTURE = "document.querySelector('#chart-loss canvas').toDataURL()"
 STEPS = (
-    "Number(document.getElementById('subtitle').innerText.match(/([\\d,]+) steps/)[1].replaceAll(',', ''))"
+    "Number(document.getElementById('subtitle').innerText.match(/step ([\\d,]+) of/)[1].replaceAll(',', ''))"
 )
 
 

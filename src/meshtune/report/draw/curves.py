@@ -60,7 +60,14 @@ def lines(panel: Lines, dots: Sequence[bool] | None = None, *, pointed: bool = T
     ends = (f"-{MARGIN} * {name}", f"{1 + MARGIN} * {name}")
     across = alt.X("x:Q").scale(domain=[alt.ExprRef(one) for one in ends], nice=False)
     across = across.axis(
-        format=",d", grid=False, tickCount=8, tickMinStep=1, title=plain(panel.x_title), titleAnchor="end"
+        format=",d",
+        grid=False,
+        tickCount=8,
+        tickMinStep=1,
+        title=plain(panel.x_title),
+        titleAnchor="end",
+        labelOverlap=True,
+        labelSeparation=10,
     )
     up = alt.Scale(zero=panel.from_zero, nice=5)
     names = [one.name for one in panel.series]
