@@ -244,6 +244,10 @@ def misread(word: str) -> str:
         if _is_token(sized):
             size = "number" if word in ("v", "mb", "ga") else "number of ranks"
             return f"lacks its {size}; write it as in {sized}."
+    if match := re.fullmatch(r"(fsdp|ddp)_?(\d+)?", word, re.IGNORECASE):
+        shards = match[1].lower() == "fsdp"
+        ours = f"{'zero3x' if shards else 'dp'}{match[2] or 8}"
+        return f"isn't a token: {'FSDP is ZeRO-3' if shards else 'DDP is dp'}; write {ours}."
     examples = [token.example for token in TOKENS]
     size = word[len(word.rstrip(digits)) :]
     names = [*(example.rstrip(digits) for example in examples), *SCHEDULES, *RECOMPUTE]

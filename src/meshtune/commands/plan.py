@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
 from meshtune.commands import verify as verification
+from meshtune.commands.command import Command
 from meshtune.commands.complete import complete_layout
 from meshtune.commands.options import AsJson, Settings, announce, layout_words, log, show, split, working
 from meshtune.errors import UserError, expanded
@@ -53,7 +53,7 @@ Full = Annotated[bool, typer.Option("--full", help="all reasons, other batches, 
 Plot = Annotated[Path | None, typer.Option(help="pictures: a file ending in .html, .png or .svg")]
 
 
-class WithSubcommands(TyperCommand):
+class WithSubcommands(Command):
     """`meshtune plan`, whose first word may be one of SUBCOMMANDS."""
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
@@ -64,8 +64,8 @@ class WithSubcommands(TyperCommand):
         if not args or args[0] not in SUBCOMMANDS:
             return super().make_context(info_name, args, parent, **extra)
         commands = typer.Typer(add_completion=False)
-        commands.command(args[0])(SUBCOMMANDS[args[0]])
         name = f"{info_name} {args[0]}"
+        commands.command(f"plan {args[0]}", cls=Command)(SUBCOMMANDS[args[0]])
         return typer.main.get_command(commands).make_context(name, args[1:], parent, **extra)
 
 
