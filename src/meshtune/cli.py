@@ -12,6 +12,7 @@ from meshtune import __version__, streams
 from meshtune.commands.bench import bench
 from meshtune.commands.calibrate import calibrate
 from meshtune.commands.chat import chat
+from meshtune.commands.command import Command, Group
 from meshtune.commands.config import config, schema
 from meshtune.commands.data import data
 from meshtune.commands.dryrun import dryrun
@@ -33,16 +34,22 @@ from meshtune.units import notice
 
 app = typer.Typer(
     name="meshtune",
+    cls=Group,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
 CLASSES = {plan: WithSubcommands, sweep: SimulateAlone}
-for command in (config, data, plan, dryrun, probe, bench, calibrate, train, sweep):
-    app.command(cls=CLASSES.get(command))(command)
-app.command("eval")(evaluate)
-for command in (generate, chat, export, report, ui, migrate, schema, env):
-    app.command()(command)
+PANELS = {  # of the help, in this order
+    "Plan": (config, data, plan, dryrun),
+    "Train": (train, evaluate, generate, chat, export),
+    "Measure": (probe, bench, calibrate, sweep),
+    "Look": (report, ui, env, migrate, schema),
+}
+for panel, commands in PANELS.items():
+    for command in commands:
+        name = "eval" if command is evaluate else command.__name__
+        app.command(name, cls=CLASSES.get(command, Command), rich_help_panel=panel)(command)
 
 
 def print_version(asked: bool) -> None:

@@ -14,10 +14,66 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from string import digits
 from typing import Any, NamedTuple
 
-from meshtune.errors import UserError, written
+from meshtune.errors import Table, UserError, written
 from meshtune.nearest import did_you_mean, nearest
-from meshtune.recomputation import RECOMPUTATIONS
 from meshtune.tools.table import unknown_setting
+
+
+@dataclass(frozen=True)
+class Recomputation:
+    """One mode: the tensors that a block saves, and the operations that its backward runs again.
+
+    mode        saves                                   runs again
+    none        everything                              -
+    attention   everything but attention's statistics   the attention core
+    selective   outputs of matmuls and of attention     the rest of the block
+    full        the block's input                       the block
+
+    From the least to the most that is run again: `Layout.recompute` is compared by this order.
+    parallel/recompute.py makes it so.
+    """
+
+    saves: str  # what a block's forward saves: its bytes are in plan/memory/activations.py
+    attention: bool = False  # the backward runs the attention core again
+    block: bool = False  # the backward goes through the block's forward again, but for what was saved
+    matmuls: bool = False  # and through all its matmuls; only with `block`, a share (Machine.selective)
+    searched: bool = True  # the planner's search offers it
+
+    @property
+    def attention_alone(self) -> bool:
+        """True if it is the attention function that recomputes, not the block."""
+        return self.attention and not self.block
+
+    @property
+    def by_operation(self) -> bool:
+        """True if operations decide, one by one, whether their outputs are saved (torch's selective mode)."""
+        return self.block and not self.matmuls
+
+
+RECOMPUTATIONS = Table(
+    "recompute",
+    {
+        "none": Recomputation("everything"),
+        # saves 4 bytes a head where scores are never written to memory: not worth a search
+        "attention": Recomputation("all but statistics", attention=True, searched=False),
+        "selective": Recomputation("outputs", block=True),
+        "full": Recomputation("block input", attention=True, block=True, matmuls=True),
+    },
+)
+
+# Operators whose outputs `selective` saves, by name: some exist only once their module is imported. Attention
+# appears as the kernels that it dispatches to. Batched matmuls are not here: a block's only ones are the
+# scores of an attention without a fused kernel, far too large to keep.
+SAVED_OPERATORS = {
+    "aten.mm.default",
+    "aten.addmm.default",
+    "aten._scaled_dot_product_flash_attention_for_cpu.default",
+    "aten._scaled_dot_product_flash_attention.default",
+    "aten._scaled_dot_product_efficient_attention.default",
+    "aten._scaled_dot_product_cudnn_attention.default",
+    "torch_attn._varlen_attn.default",
+    "meshtune.capped_attention.default",
+}
 
 CP_METHODS = ("allgather", "ulysses")
 TORCH_SCHEDULES = {  # ours -> what torch.distributed.pipelining calls them
@@ -188,6 +244,10 @@ def misread(word: str) -> str:
         if _is_token(sized):
             size = "number" if word in ("v", "mb", "ga") else "number of ranks"
             return f"lacks its {size}; write it as in {sized}."
+    if match := re.fullmatch(r"(fsdp|ddp)_?(\d+)?", word, re.IGNORECASE):
+        shards = match[1].lower() == "fsdp"
+        ours = f"{'zero3x' if shards else 'dp'}{match[2] or 8}"
+        return f"isn't a token: {'FSDP is ZeRO-3' if shards else 'DDP is dp'}; write {ours}."
     examples = [token.example for token in TOKENS]
     size = word[len(word.rstrip(digits)) :]
     names = [*(example.rstrip(digits) for example in examples), *SCHEDULES, *RECOMPUTE]
@@ -406,7 +466,8 @@ def in_words(layout: Layout) -> str:
     """A layout's axes, batches and recomputation: "ZeRO-3 in 16 shards · 4 sequences at once"."""
     shards = f"ZeRO-{layout.zero} in {layout.shard_ranks} shards" if layout.zero else ""
     sequence = " and sequence" if layout.sp else ""
-    blocks = f", {layout.recompute_blocks} blocks" if layout.recompute_blocks else ""
+    some = layout.recompute_blocks
+    blocks = f", {some} block{'s' * (some > 1)}" if some else ""
     parts = {
         f"{layout.dp_replicate} replicas": layout.dp_replicate > 1,
         shards: layout.zero,

@@ -7,7 +7,7 @@ from torch import nn
 
 from meshtune import config
 from meshtune.errors import Table, UserError
-from meshtune.layout import Layout
+from meshtune.layout import RECOMPUTATIONS, Layout
 from meshtune.optim.optimizer import Optimizer
 from meshtune.optimizers import OPTIMIZERS
 from meshtune.parallel.recompute import recompute_blocks
@@ -20,7 +20,6 @@ from meshtune.plan.models import models
 from meshtune.plan.search import explained
 from meshtune.plan.workload import Workload
 from meshtune.precision import DTYPE_BYTES, PRECISIONS, REDUCE_DTYPES, narrower
-from meshtune.recomputation import RECOMPUTATIONS
 from meshtune.sections import ClusterConfig
 from meshtune.train.model import ModelSpec
 

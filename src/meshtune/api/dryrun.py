@@ -259,7 +259,7 @@ def subject_of(config: Config, log: Log, device: str | None = None) -> Iterator[
     units = other_units(config.cluster_config)  # a wrong cluster is refused before a model is built
     device = device or ("cpu" if cluster_for(config).gpu.processor else "cuda")
     model = config.model
-    with model_file(config) as (file, notes):
+    with model_file(config.model.name, config.model.revision) as (file, notes):
         numbers = numbers_of(config, file=file, log=log)
         try:
             workload = workload_of(config, numbers)

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from meshtune.config import Config
 from meshtune.errors import UserError
 from meshtune.model.census_cache import config_file
 from meshtune.model.hub import NotFromHub
@@ -22,18 +21,17 @@ from meshtune.plan.models import known_config, known_names, typical_config, typi
 
 
 @contextmanager
-def model_file(config: Config) -> Iterator[tuple[Path, tuple[str, ...]]]:
-    """Give the configuration file of the model to plan, and sentences on it if it is not the model's own.
+def model_file(name: str, revision: str | None = None) -> Iterator[tuple[Path, tuple[str, ...]]]:
+    """Give the configuration file of a model, and sentences on it if it is not the model's own.
 
     Raises UserError for a model that is neither on this machine, nor given by the hub, nor known, and for an
     impossible number of parameters.
     """
-    name = config.model.name
     if (parameters := typical_parameters(name)) is not None:
         fields, sentence = typical_config(parameters)
     else:
         try:
-            file = config_file(name, config.model.revision)
+            file = config_file(name, revision)
         except NotFromHub as error:
             fields, sentence = _known(name, error)
         else:

@@ -11,7 +11,7 @@ from pathlib import Path
 from meshtune.api.model_file import model_file
 from meshtune.api.settings import Settings, config_of
 from meshtune.config import Config
-from meshtune.errors import UserError, expanded
+from meshtune.errors import NothingFits, UserError, expanded
 from meshtune.model.census_cache import numbers_of
 from meshtune.plan import answer
 from meshtune.plan.answer import Answer
@@ -27,6 +27,7 @@ from meshtune.plan.cluster import (
 from meshtune.plan.cost import bounds_of
 from meshtune.plan.explanation import Explanation, explain
 from meshtune.plan.hardware import named
+from meshtune.plan.models import models, tables
 from meshtune.plan.programs import MESHTUNE
 from meshtune.plan.search import Choice
 from meshtune.plan.step_parts import MeasuredRun
@@ -102,6 +103,9 @@ def largest(
 
     tool: that runs it, as in --for. Raises NothingFits if not even the smallest fits.
     """
+    if quantity == "model":
+        workload = answer.by_shape(config, next(iter(models()))).run_by(tool_for(tool, config))
+        return answer.largest(workload, cluster_for(config), quantity)
     with workloads(config, tool, log) as (workload, _):
         value, choice = answer.largest(workload, cluster_for(config), quantity)
         say(workload.notes, log)
@@ -110,6 +114,31 @@ def largest(
             note = positions_note(config.model.name, int(value), workload.positions, documents)
             say(filter(None, [note]), log)
         return value, choice
+
+
+def longest_sequences(
+    config: Config, *, tool: str = MESHTUNE.name, log: Log = silent
+) -> tuple[Cluster, dict[str, dict[str, int | None]]]:
+    """(The cluster, tokens of the longest sequence that fits it by dense model of models.toml and by method).
+
+    The largest model comes first; None: not even the shortest of `answer.LENGTHS` fits. The config's own
+    model and method don't count. tool: as in --for. Raises NothingFits if no model fits.
+    """
+    say(other_units(config.cluster_config), log)
+    cluster = cluster_for(config)
+    by_method = [config.model_copy(update={"method": name}) for name in tool_for(tool, config).methods]
+    runners = [(trained, tool_for(tool, trained)) for trained in by_method]
+
+    def longest(name: str) -> dict[str, int | None]:
+        return {
+            trained.method: answer.longest_sequence(answer.by_shape(trained, name).run_by(runner), cluster)
+            for trained, runner in runners
+        }
+
+    found = {name: longest(name) for name in sorted(models(), key=lambda name: -tables()[name]["parameters"])}
+    if not any(length for lengths in found.values() for length in lengths.values()):
+        raise NothingFits(f"None of the {len(found)} dense models of plan/models.toml fits {cluster.title}.")
+    return cluster, found
 
 
 def say(notes: Iterable[str], log: Log) -> None:
@@ -128,7 +157,7 @@ def workloads(
     """
     units = other_units(config.cluster_config)  # a wrong cluster is refused before a model is built
     runner = tool_for(tool, config)
-    with model_file(config) as (file, notes):
+    with model_file(config.model.name, config.model.revision) as (file, notes):
         workload = workload_of(config, numbers_of(config, file=file, log=log)).run_by(runner)
         lighter = partial(lighter_workloads, config, partial(numbers_of, file=file), partial(tool_for, tool))
         workload = replace(workload, notes=(*notes, *workload.notes, *units))

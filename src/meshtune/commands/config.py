@@ -1,13 +1,17 @@
 """`meshtune config`: a commented config file to start from; `meshtune schema`: its JSON schema."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
+METHODS = ("full", "lora")
+
 
 def config(
-    method: Annotated[Literal["full", "lora"], typer.Option(help="train all weights, or adapters")] = "full",
+    method: Annotated[
+        str, typer.Option(metavar="[full|lora]", help="train all weights, or adapters")
+    ] = "full",
     size: Annotated[
         str | None, typer.Option(help="size of the model, such as 0.6b (the default), 8b")
     ] = None,
@@ -21,7 +25,12 @@ def config(
     from meshtune.errors import UserError
     from meshtune.reference.starter import SIZES, starter
     from meshtune.rundir import write_text_atomically
+    from meshtune.tools.table import pasted_value
 
+    if method not in METHODS:
+        raise UserError(
+            pasted_value("method", method) or f"--method {method}: it must be {' or '.join(METHODS)}."
+        )
     if size and model:
         raise UserError(f"--size {size} and --model {model} both name the model; keep one.")
     if out and out.exists():

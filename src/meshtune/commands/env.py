@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from meshtune.commands.options import AsJson, announce, show
+from meshtune.commands.options import AsJson, announce, log, show
 from meshtune.units import human
 
 
@@ -57,10 +57,14 @@ def environment(model: str | None) -> dict[str, Any]:
             devices[f"cuda:{index}"] = f"{name}, {human(memory)}"
     report: dict[str, Any] = {"versions": versions() | {"executable": sys.executable}, "devices": devices}
     if model:
+        from meshtune.api.model_file import model_file
         from meshtune.model.capabilities import capabilities
-        from meshtune.model.load import load_config
+        from meshtune.model.load import read_config
 
-        config = load_config(model)
+        with model_file(model) as (file, notes):
+            config = read_config(file, model, trust_remote_code=False)
+        for note in notes:
+            log(note)
         report["type"] = config.model_type
         report["features"] = [
             {"feature": feature, "supported": supported, "why": why}

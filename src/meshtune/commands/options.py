@@ -14,12 +14,19 @@ import typer
 from meshtune import __version__
 from meshtune.commands.complete import complete_settings
 from meshtune.errors import UserError, expanded
+from meshtune.nearest import entries
+from meshtune.plan.models import known_config
+from meshtune.rundir import RunDir
 from meshtune.streams import encodes
 from meshtune.units import notice, on_first_rank
+from meshtune.yaml_tree import YAML
 
 if TYPE_CHECKING:
     from meshtune.report.draw.document import Document
     from meshtune.report.draw.picture import Target
+
+ROWS = (".jsonl", ".json", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow")  # endings of data files
+MOST_NAMED = 5  # runs in a sentence
 
 Settings = Annotated[
     list[str] | None,
@@ -57,11 +64,26 @@ AsJson = Annotated[bool, typer.Option("--json", help="print one JSON document on
 
 
 def split(settings: list[str] | None) -> tuple[str | None, list[str]]:
+    """(The word without "=", a config file, or None; the key=value words, in their order).
+
+    Raises UserError for two words without "=", and for a model's name and a file of rows, which are settings.
+    """
+    file, overrides = words_of(settings or [])
+    if file and file.endswith(ROWS):
+        raise UserError(
+            f"{file} holds rows, and a config file is expected here. Write model.name=Qwen/Qwen3-0.6B "
+            f"data.train={file}, or begin with a file of meshtune config."
+        )
+    if file and not file.endswith(YAML) and not expanded(file).exists() and known_config(file):
+        raise UserError(f"{file} is a model, and a config file is expected here; write model.name={file}.")
+    return file, overrides
+
+
+def words_of(words: list[str]) -> tuple[str | None, list[str]]:
     """(The word without "=", a config file or target, or None; the key=value words, in their order).
 
     Raises UserError for two words without "=".
     """
-    words = settings or []
     files = [word for word in words if "=" not in word]
     if len(files) > 1:
         raise UserError(
@@ -151,7 +173,7 @@ def target_of(words: list[str], remedy: str = "name one.") -> tuple[str | None, 
     names = [word for word in words if not re.match(r"\s*[\w.-]+\s*=", word)]  # "2+2=" isn't a setting
     if len(names) > 1:
         raise UserError(f"Several targets are named: {', '.join(names)}; {remedy}")
-    name, overrides = split(words)
+    name, overrides = words_of(words)
     announce(name)
     if name:
         check_target(name)
@@ -163,11 +185,22 @@ def check_target(name: str) -> None:
     if expanded(name).exists():
         return
     from meshtune.model.hub import MODEL_OR_RUN, check_name
-    from meshtune.yaml_tree import YAML, read_yaml
+    from meshtune.yaml_tree import read_yaml
 
     if name.endswith(YAML):
         read_yaml(expanded(name))
-    check_name(name, holding=MODEL_OR_RUN)
+    try:
+        check_name(name, holding=MODEL_OR_RUN)
+    except UserError as error:
+        raise UserError([*error.problems, *filter(None, [runs_there(expanded(name).parent)])]) from None
+
+
+def runs_there(folder: Path) -> str:
+    """Sentence on the newest runs in a folder, by their time; "" where there are none."""
+    runs = [path for path in entries(folder, 1) if RunDir(path).holds_run] if folder.is_dir() else []
+    runs.sort(key=lambda path: path.stat().st_mtime, reverse=True)
+    more = f" and {len(runs) - MOST_NAMED} more" if len(runs) > MOST_NAMED else ""
+    return f"Runs in {folder}: {', '.join(map(str, runs[:MOST_NAMED]))}{more}." if runs else ""
 
 
 def show(document: "Document", *, as_json: bool) -> None:

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
 from meshtune.commands import verify as verification
+from meshtune.commands.command import Command
 from meshtune.commands.complete import complete_layout
 from meshtune.commands.options import (
     AsJson,
@@ -32,6 +32,7 @@ from meshtune.commands.options import (
 )
 from meshtune.errors import UserError, expanded
 from meshtune.plan.programs import MESHTUNE
+from meshtune.yaml_tree import YAML
 
 if TYPE_CHECKING:
     from meshtune.config import Config
@@ -64,7 +65,7 @@ Top = Annotated[int, typer.Option(min=1, help="layouts in --full, on the page an
 Full = Annotated[bool, typer.Option("--full", help="all reasons, other batches, and what was left out")]
 
 
-class WithSubcommands(TyperCommand):
+class WithSubcommands(Command):
     """`meshtune plan`, whose first word may be one of SUBCOMMANDS."""
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
@@ -75,8 +76,8 @@ class WithSubcommands(TyperCommand):
         if not args or args[0] not in SUBCOMMANDS:
             return super().make_context(info_name, args, parent, **extra)
         commands = typer.Typer(add_completion=False)
-        commands.command(args[0])(SUBCOMMANDS[args[0]])
         name = f"{info_name} {args[0]}"
+        commands.command(f"plan {args[0]}", cls=Command)(SUBCOMMANDS[args[0]])
         return typer.main.get_command(commands).make_context(name, args[1:], parent, **extra)
 
 
@@ -191,7 +192,10 @@ def compare(
 
 
 def largest(
-    quantity: Annotated[str, typer.Argument(metavar="WHAT", help="model, seq_len or batch")],
+    quantity: Annotated[
+        str | None,
+        typer.Argument(metavar="[WHAT]", help="model, seq_len or batch; without it: a table of models"),
+    ] = None,
     settings: Settings = None,
     *,
     params: Params = None,
@@ -199,14 +203,24 @@ def largest(
     memory_budget: MemoryBudget = None,
     as_json: AsJson = False,
 ) -> None:
-    """Find the largest model, sequence length or batch that fits the cluster under any layout."""
-    config = config_of(settings, memory_budget, params)
-    from meshtune.api.plan import largest
+    """Find the largest model, sequence length or batch that fits the cluster under any layout.
+
+    Without WHAT: which models fit, with all weights or adapters trained, and up to which sequence length.
+    """
+    if quantity and ("=" in quantity or quantity.endswith(YAML)):
+        quantity, settings = None, [quantity, *(settings or [])]
+    named = quantity in (None, "model")  # by the table of models
+    config = config_of(settings, memory_budget, params, {"model": {"name": "any"}} if named else None)
+    from meshtune.api import plan as api
     from meshtune.report.plan import documents
 
     with working(PLANNING):
-        value, choice = largest(config, quantity, tool=tool, log=log)
-    show(documents.largest(quantity, value, choice), as_json=as_json)
+        if quantity is None:
+            cluster, longest = api.longest_sequences(config, tool=tool, log=log)
+            document = documents.models_that_fit(longest, cluster, config.lora.r)
+        else:
+            document = documents.largest(quantity, *api.largest(config, quantity, tool=tool, log=log))
+    show(document, as_json=as_json)
 
 
 def export(
@@ -239,8 +253,13 @@ def export(
 SUBCOMMANDS = {"explain": explain, "compare": compare, "max": largest, "export": export}
 
 
-def config_of(settings: list[str] | None, memory_budget: str | None, params: str | None = None) -> "Config":
-    """The settings of the command line. memory_budget, params: as the options.
+def config_of(
+    settings: list[str] | None,
+    memory_budget: str | None,
+    params: str | None = None,
+    defaults: dict[str, Any] | None = None,
+) -> "Config":
+    """The settings of the command line. memory_budget, params: as the options. defaults: as `config.load`.
 
     Raises UserError as `config.load`, and for a model that is named with --params.
     """
@@ -256,7 +275,7 @@ def config_of(settings: list[str] | None, memory_budget: str | None, params: str
                 f"--params plans a typical Llama instead of a model; leave {', '.join(named)} out."
             )
         overrides = [*overrides, f"model.name={PREFIX}{params}"]
-    return with_memory_budget(config.load(file, overrides), memory_budget)
+    return with_memory_budget(config.load(file, overrides, defaults), memory_budget)
 
 
 def search(

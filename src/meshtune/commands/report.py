@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshtune.commands.options import AsJson, PlotWidth, pictures_to, show, show_json
+from meshtune.commands.options import AsJson, PlotWidth, pictures_to, runs_there, show, show_json
 from meshtune.errors import UserError, expanded
 from meshtune.nearest import path_meant
 from meshtune.report.experiments.database import database_of
@@ -107,7 +107,8 @@ def nothing_there(path: Path) -> str:
         )
     meant = path_meant(str(path), lambda near: RunDir(near).holds_run or database_of(near) is not None)
     files = "config.yaml, metrics.jsonl and sweep.db"
-    return f"{path} holds no run and no sweep: none of {files} is there{meant or '.'}"
+    there = runs_there(path)
+    return f"{path} holds no run and no sweep: none of {files} is there{meant or '.'} {there}".rstrip()
 
 
 def of_run(run: RunDir) -> tuple["Document", Path]:

@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
+from meshtune.commands.command import Command
 from meshtune.commands.options import AsJson, announce, folder_of, log, show, split
 from meshtune.errors import UserError
 
@@ -17,7 +17,7 @@ SWEEP = Annotated[
 ]
 
 
-class SimulateAlone(TyperCommand):
+class SimulateAlone(Command):
     """A command whose --simulate may stand without a value, which then is planner."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

@@ -20,11 +20,11 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from transformers import PreTrainedModel
 
 from meshtune.data.batch import MicroBatch
+from meshtune.layout import RECOMPUTATIONS, SAVED_OPERATORS
 from meshtune.meter.clock import recomputing
 from meshtune.model.anatomy import Anatomy
 from meshtune.model.body import ATTENTION_NAMES
 from meshtune.model.documents import current_documents, documents_of
-from meshtune.recomputation import RECOMPUTATIONS, SAVED_OPERATORS
 
 
 def recompute_blocks(

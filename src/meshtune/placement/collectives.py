@@ -11,10 +11,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from meshtune.layout import BY_BLOCK, Layout
+from meshtune.layout import BY_BLOCK, RECOMPUTATIONS, Layout
 from meshtune.placement.census import Attention, Block, Census, Parameter, head_shards
 from meshtune.placement.states import Copies
-from meshtune.recomputation import RECOMPUTATIONS
 
 Shape = tuple[int, ...]
 

@@ -22,12 +22,12 @@ from meshtune.layout import (
     CP_METHODS,
     DATA_AXES,
     PARAMETER_AXES,
+    RECOMPUTATIONS,
     RECOMPUTE,
     SCHEDULES,
     V_SCHEDULES,
     Layout,
 )
-from meshtune.recomputation import RECOMPUTATIONS
 from meshtune.units import Number
 
 Table = TypeVar("Table")  # any class whose attributes are columns of one length

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -24,10 +25,10 @@ from meshtune.plan.cluster import Cluster, Size, cluster_for, clusters_of
 from meshtune.plan.cost import NO_BOUNDS, UNPLANNED, Bounds, RunCost, RunLength, money, run_length, unknown
 from meshtune.plan.facts import cluster_facts, model_facts, workload_facts
 from meshtune.plan.hardware import GIGA
-from meshtune.plan.models import models
+from meshtune.plan.models import known_config, models
 from meshtune.plan.phrases import unmeasured
-from meshtune.plan.search import Choice, Plan, best_fitting, search
-from meshtune.plan.workload import Workload
+from meshtune.plan.search import Choice, Plan, best_fitting, peaks, search
+from meshtune.plan.workload import Workload, settings_of
 from meshtune.units import duration, significant
 
 KIND = ("zero", "tp", "cp", "cp_method", "pp", "schedule")  # fields of layouts that are one kind
@@ -292,6 +293,38 @@ def largest(workload: Workload, cluster: Cluster, what: str) -> tuple[Any, Choic
         f"plan max {what}: the largest of it can't be searched for. Write plan max seq_len, plan max batch "
         "or plan max model."
     )
+
+
+LENGTHS = tuple(2**power for power in range(9, 18))  # tokens: 512 to 131,072
+SMALLEST = {"micro_batch_size": 1, "recompute": "full"}  # fields of the layouts that need least memory
+
+
+def by_shape(config: Config, name: str) -> Workload:
+    """The workload of a config with a dense model of models.toml: its shape, and a Llama's activations."""
+    model, shape = models()[name], known_config(name) or {}
+    work = model.work if config.method == "full" else model.work.adapted(config.lora.r)
+    positions = shape.get("text_config", shape).get("max_position_embeddings")
+    workload = Workload(name, work, model.traits, positions=positions, **settings_of(config))
+    return workload.compiled() if config.train.compile else workload
+
+
+def longest_sequence(workload: Workload, cluster: Cluster) -> int | None:
+    """The longest of LENGTHS that fits, or all the model's positions if they do; None: not even the first."""
+    most = workload.positions or LENGTHS[-1]
+    lengths = [*(length for length in LENGTHS if length < most), most]
+
+    def fits(length: int, **more: Any) -> bool:
+        try:
+            _, memory, _, _ = peaks(replace(workload, seq_len=length), cluster, SMALLEST | more)
+        except UserError:  # no layout makes the global batch
+            return False
+        return bool(np.any(memory.peak <= cluster.usable_memory))
+
+    # Most of the layouts have pipelines, and few need one.
+    fitting = bisect(
+        lengths, False, key=lambda length: not (fits(length, pp=1) or (cluster.gpus > 1 and fits(length)))
+    )
+    return lengths[fitting - 1] if fitting else None
 
 
 def _largest_number(

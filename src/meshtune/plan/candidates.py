@@ -21,6 +21,7 @@ from meshtune.layout import (
     BEYOND,
     CP_METHODS,
     MODEL_AXES,
+    RECOMPUTATIONS,
     RECOMPUTE,
     SCHEDULES,
     V_SCHEDULES,
@@ -29,7 +30,6 @@ from meshtune.layout import (
 )
 from meshtune.placement.columns import ENCODINGS, Columns, Number, rows
 from meshtune.plan.cluster import Cluster
-from meshtune.recomputation import RECOMPUTATIONS
 from meshtune.units import counted
 
 if TYPE_CHECKING:

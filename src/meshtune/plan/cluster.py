@@ -23,10 +23,10 @@ import psutil
 from meshtune.config import Config
 from meshtune.errors import UserError, expanded, written
 from meshtune.nearest import did_you_mean, nearest
-from meshtune.plan.hardware import GIGA, Gpu, kind_named, kinds_of, named, out_of_range
+from meshtune.plan.hardware import GIGA, Gpu, catalogue, kind_named, kinds_of, named, out_of_range
 from meshtune.sections import ClusterConfig
 from meshtune.setting import MOST_GPUS
-from meshtune.units import GIB, bytes_of, counted, speed_unit
+from meshtune.units import GIB, bytes_of, counted, human, speed_unit
 from meshtune.yaml_tree import read_toml, read_yaml
 
 MARGIN = 0.04  # share of a GPU's memory that a plan leaves free, on a kind with a measured matmul rate
@@ -126,10 +126,12 @@ def cluster_of(
     memory = settings.memory_gib * GIB if settings.memory_gib else None
     here = 0
     if settings.gpu is None:
-        gpu, here, seen_memory = _seen_kind((seen or gpus_here)(), kinds, settings.gpus or gpus or 1)
+        gpu, here, seen_memory = _seen_kind((seen or gpus_here)(), kinds)
         memory = memory or seen_memory
     else:
         gpu = kind_named(settings.gpu, kinds)
+    this_processor = gpu is catalogue()["cpu"]
+    host = psutil.virtual_memory().total if this_processor else gpu.memory if gpu.shared else None
     if settings.efficiency:
         problems = [
             f"cluster.efficiency.{name} is not an efficiency of a GPU; there are "
@@ -149,11 +151,11 @@ def cluster_of(
         gpu = replace(gpu, efficiency=efficiency, measured=measured, shared=shared)
     prices, currency = prices_of(settings.price_per_gpu_hour, gpu.name, kinds)
     count = settings.gpus or gpus or here or 1
-    here_alone = settings.gpu is None and here > 0
+    node = here if settings.gpu is None and here else count if this_processor else gpu.node
     return Cluster(
         gpu=gpu,
         gpus=1,
-        node=settings.gpus_per_node or (here if here_alone else gpu.node),
+        node=settings.gpus_per_node or node,
         memory=memory or gpu.memory,
         link=settings.link * GIGA if settings.link else gpu.link,
         network=settings.network * GIGA if settings.network else gpu.network,
@@ -162,7 +164,7 @@ def cluster_of(
         currency=currency,
         memory_budget=settings.memory_budget_gib and settings.memory_budget_gib * GIB,
         memory_margin=settings.memory_margin,
-        host_memory=gpu.memory if gpu.shared and memory is None else None,
+        host_memory=host if memory is None else None,
     ).of_size(count)
 
 
@@ -197,14 +199,14 @@ def gpus_here() -> list[tuple[str, float]]:
     return gpus[: len(list(takewhile(lambda index: index not in ("", "-1"), indices)))]
 
 
-def _seen_kind(seen: list[tuple[str, float]], kinds: Mapping[str, Gpu], ranks: int) -> tuple[Gpu, int, float]:
+def _seen_kind(seen: list[tuple[str, float]], kinds: Mapping[str, Gpu]) -> tuple[Gpu, int, float | None]:
     """(kind, number, bytes of each) of the GPUs seen here, by the first one's name; bytes of the smallest.
 
-    seen: (driver's name, bytes) of each. Empty: (cpu, `ranks`, an equal part of this machine's memory).
+    seen: (driver's name, bytes) of each. Empty: (cpu, 0, None).
     Raises UserError for a GPU that is not in the catalogue.
     """
     if not seen:
-        return kinds["cpu"], ranks, psutil.virtual_memory().total / ranks
+        return kinds["cpu"], 0, None
     name = seen[0][0]
     gpu = named(name)
     if gpu is None:
@@ -416,13 +418,19 @@ SLACK = 1.5  # times a kind's memory, which varies with the driver and the board
 
 
 def other_units(settings: ClusterConfig) -> tuple[str, ...]:
-    """Sentences on network, link and memory that are larger than the kind has, with what may be meant.
+    """Sentences on network, link and memory that are larger than the kind has, with what may be meant; on a
+    processor, whose memory is planned with.
 
     Raises UserError for an unknown kind, and as `kinds_of`.
     """
     gpu = kind_named(settings.gpu, kinds_of(settings.hardware)) if settings.gpu else None
     if gpu is not None and gpu.processor:
-        return ()
+        total = human(psutil.virtual_memory().total)
+        sentence = (
+            f"cluster.gpu=cpu is this machine's processor: its ranks share {total}. For another machine set "
+            "cluster.memory_gib, the memory of one rank."
+        )
+        return (sentence,) if gpu is catalogue()["cpu"] and not settings.memory_gib else ()
     name = f"a usual {gpu.name}" if gpu else "no GPU"
     link, memory = (gpu.link / GIGA, gpu.memory / GIB * SLACK) if gpu else (LINK, MEMORY)
     sentences = []

@@ -193,28 +193,8 @@ def search(
     all columns but micro-batch size, accumulation and recomputation; None: all. Raises UserError where no
     layout makes the global batch; if none fits, the Plan is empty.
     """
-    fixed = fixed or {}
-    outer = candidates(workload, cluster, fixed)
-    if where is not None:
-        outer = rows(outer, where(outer))
-    ranks = outer.data_ranks
-    inner = {int(n): micro_batches(workload, int(n), fixed) for n in np.unique(ranks)}
-    alternatives = np.array([len(inner[n]) for n in ranks])
-    # first what no micro-batch changes, counted once for all of them
-    examples = outer.replace(**columns_of([inner[n][0] for n in ranks]))
-    rejected, allowed = _refused(workload, outer, weights=alternatives, examples=examples, others={})
-    layouts = with_micro_batches(rows(outer, allowed), inner)
-    others = {} if "schedule" in fixed else {OUTDONE: outdone(layouts)}
-    later, allowed = _refused(
-        workload, layouts, weights=np.ones(len(layouts.tp)), examples=layouts, others=others
-    )
-    rejected, layouts = rejected + later, rows(layouts, allowed)
-    room = cluster.usable_memory
-    layouts, memory = _by_memory(workload, cluster, layouts)
-    regathering = _regathering(workload, rows(layouts, memory.peak > room), fixed)
-    if added := len(regathering.tp):
-        regathering, less = _by_memory(workload, cluster, regathering)
-        layouts, memory = joined([layouts, regathering]), joined([memory, less])
+    fixed, room = fixed or {}, cluster.usable_memory
+    layouts, memory, rejected, considered = peaks(workload, cluster, fixed, where)
     fits = memory.peak <= room
     rejected += _too_large(room, layouts, memory, fits)
     tight = np.flatnonzero(~fits)
@@ -228,13 +208,12 @@ def search(
             fits=lambda layouts: peak(workload, cluster, layouts).peak <= room, gain=TIE,
         )  # fmt: skip
         fewer = rows(fewer, _allowed(workload, fewer))
-        fitting, added = joined([fitting, fewer]), added + len(fewer.tp)
+        fitting, considered = joined([fitting, fewer]), considered + len(fewer.tp)
         seconds = joined([seconds, times(workload, cluster, fewer)])
         held = joined([held, peak(workload, cluster, fewer)])
     uneven = uneven_degrees(workload, cluster, fitting, fixed)
     unsafe = held.peak > safe_peak(workload.stack, cluster)
     order = ranked(seconds.total, held.peak / cluster.memory, fitting.recompute, uneven, unsafe, tie=TIE)
-    considered = int(alternatives.sum()) + added
     return Plan(
         workload, cluster, considered, tuple(rejected), rows(fitting, order), rows(seconds, order),
         rows(held, order), rows(layouts, tight), fixed,
@@ -285,6 +264,36 @@ def choice_of(
     rate = peak_flops(cluster.gpu, workload.precision)
     mfu = speed * workload.flops_per_token / rate
     return Choice(layout, cluster, seconds, memory, speed, mfu, workload.stack, workload.tool)
+
+
+def peaks(
+    workload: Workload,
+    cluster: Cluster,
+    fixed: Mapping[str, Any],
+    where: Callable[[Columns], Number] | None = None,
+) -> tuple[Columns, Memory, list[Rejected], int]:
+    """(layouts that can run, their peaks, those refused, number of both). Arguments, errors: as `search`."""
+    outer = candidates(workload, cluster, fixed)
+    if where is not None:
+        outer = rows(outer, where(outer))
+    ranks = outer.data_ranks
+    inner = {int(n): micro_batches(workload, int(n), fixed) for n in np.unique(ranks)}
+    alternatives = np.array([len(inner[n]) for n in ranks])
+    # first what no micro-batch changes, counted once for all of them
+    examples = outer.replace(**columns_of([inner[n][0] for n in ranks]))
+    rejected, allowed = _refused(workload, outer, weights=alternatives, examples=examples, others={})
+    layouts = with_micro_batches(rows(outer, allowed), inner)
+    others = {} if "schedule" in fixed else {OUTDONE: outdone(layouts)}
+    later, allowed = _refused(
+        workload, layouts, weights=np.ones(len(layouts.tp)), examples=layouts, others=others
+    )
+    layouts, memory = _by_memory(workload, cluster, rows(layouts, allowed))
+    regathering = _regathering(workload, rows(layouts, memory.peak > cluster.usable_memory), fixed)
+    considered = int(alternatives.sum()) + len(regathering.tp)
+    if len(regathering.tp):
+        regathering, less = _by_memory(workload, cluster, regathering)
+        layouts, memory = joined([layouts, regathering]), joined([memory, less])
+    return layouts, memory, rejected + later, considered
 
 
 def outdone(layouts: Columns) -> Number:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from meshtune.config import Config
 from meshtune.errors import UserError
@@ -177,21 +177,28 @@ def workload_of(config: Config, numbers: ModelNumbers) -> Workload:
         model=model.name,
         work=Work.of(numbers.census),
         traits=numbers.traits,
-        seq_len=config.data.seq_len,
-        global_batch_size=config.global_batch_size,
-        mean_document_tokens=config.data.mean_document_tokens,
-        precision=config.train.precision,
-        reduce_dtype=config.train.reduce_dtype,
-        optimizer=config.train.optimizer,
-        packing=config.data.packing,
         attention=numbers.attention if model.attention == "auto" else model.attention,
-        lora_r=config.lora.r if config.method == "lora" else None,
         positions=numbers.positions,
+        **settings_of(config),
     )
     uncounted = untraced_note(workload), dropout_note(numbers)
     notes = numbers.text_part, experts_note(numbers), dora_note(config), *uncounted, beyond
     workload = replace(workload, notes=(*numbers.changes, *filter(None, notes)))
     return workload.compiled() if config.train.compile else workload
+
+
+def settings_of(config: Config) -> dict[str, Any]:
+    """Fields of Workload that the settings decide, whatever the model is."""
+    return {
+        "seq_len": config.data.seq_len,
+        "global_batch_size": config.global_batch_size,
+        "mean_document_tokens": config.data.mean_document_tokens,
+        "precision": config.train.precision,
+        "reduce_dtype": config.train.reduce_dtype,
+        "optimizer": config.train.optimizer,
+        "packing": config.data.packing,
+        "lora_r": config.lora.r if config.method == "lora" else None,
+    }
 
 
 def experts_note(numbers: ModelNumbers) -> str | None:

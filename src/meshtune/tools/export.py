@@ -111,7 +111,8 @@ def export(name: str, config: Config, layout: Layout, *, blocks: int, gpus_per_n
     plan = Planned(config, layout, blocks, gpus_per_node)
     written = EXPORTERS[name](plan)
     notes = [] if name in ("accelerate", "deepspeed") else row_notes(config.data, tool.title)
-    return replace(written, missing=(*written.missing, *differences(tool, plan), *notes))
+    lost = exporters.without_key(tool, plan)
+    return replace(written, missing=(*written.missing, *differences(tool, plan), *notes, *lost))
 
 
 def write(tool: Tool, exported: Exported, layout: Layout, folder: Path) -> Written:

@@ -1,23 +1,39 @@
 """Files of other tools for a plan: their keys are those of `export` in their tables, in that order."""
 
 import json
+import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatch
 from textwrap import indent
 from typing import Any
 
 import yaml
 
-from meshtune.config import Config
+from meshtune.config import SETTINGS, Config
 from meshtune.launch.allocator import SETTING
 from meshtune.layout import TORCH_SCHEDULES
+from meshtune.plan.programs import Tool
 from meshtune.sections import SourceConfig
+from meshtune.setting import changed
 from meshtune.tools import job, layouts, outputs, rows, training
 from meshtune.tools.job import Conversion
-from meshtune.tools.planned import Exported, Planned, column_name, file_kind, is_file, row_format, torchrun
+from meshtune.tools.planned import (
+    Exported,
+    Planned,
+    column_name,
+    file_kind,
+    is_file,
+    row_format,
+    rows_of,
+    torchrun,
+)
 from meshtune.tools.rules import ENDS, default_stages
-from meshtune.tools.table import Entry, table
+from meshtune.tools.table import Entry, table, toml
 from meshtune.yaml_tree import merge, nested
+
+TABLES = {"accelerate": ("accelerate", "transformers"), "llamafactory": ("llama_factory", "transformers")}
+GROUPS = ("export", "arguments", "optimizer")  # keys of a table with the keys that are written
 
 
 def quoted(setting: str) -> Conversion:
@@ -82,21 +98,46 @@ def conversion_of(entry: Entry) -> Conversion:
     return MAKERS[entry.conversion](entry.setting, *entry.arguments)
 
 
-def written(tool: str, plan: Planned, groups: str = "export") -> dict[str, Any]:
-    """The keys of a tool's file for a plan, nested by section. groups: their key in the tool's table."""
-    known, tree = table(tool), {}
-    for group in known.tree[groups]:
+def pairs(tool: str, plan: Planned, groups: str) -> Iterator[tuple[str, Any]]:
+    """Yield (key, value) of a tool's file for a plan. groups: their key in the tool's table."""
+    known = table(tool)
+    for group in known.tree.get(groups, ()):
         if not plan.holds(group.get("when", "")):
             continue
-        values = dict(group.get("constants", {}))
+        yield from group.get("constants", {}).items()
         for name in group.get("keys", "").split():
             key = name.removesuffix("?")
             value = conversion_of(known.entries[key]).write(plan)
             if key == name or not (value is None or value is False or value in ("", [], {}, ())):
-                values[key] = value
-        for key, value in values.items():
-            tree = merge(tree, nested(key.split("."), value))
+                yield key, value
+
+
+def written(tool: str, plan: Planned, groups: str = "export") -> dict[str, Any]:
+    """The keys of a tool's file for a plan, nested by section. groups: their key in the tool's table."""
+    tree: dict[str, Any] = {}
+    for key, value in pairs(tool, plan, groups):
+        tree = merge(tree, nested(key.split("."), value))
     return tree
+
+
+def without_key(tool: Tool, plan: Planned) -> Iterator[str]:
+    """Sentence on the settings that differ from their defaults and are in none of the tool's files.
+
+    Without those that a row of differences.toml is about.
+    """
+    words = [row.get("when", "") for row in rows_of(tool, refused=False)]
+    words += [row.get("settings", "") for row in rows_of(tool, refused=True)]
+    carried = {*re.findall(r"\w+\.\w+", " ".join([toml("differences")["carries"], *words]))}
+    for name in TABLES.get(tool.name, (tool.name,)):
+        known = table(name)
+        carried |= {*known.tree.get("carries", "").split()}
+        keys = {key for groups in GROUPS for key, _ in pairs(name, plan, groups)}
+        carried |= {known.entries[key].setting for key in keys & known.entries.keys()}
+    plain = [name.split(".") for name in SETTINGS if name.count(".") == 1 and "cluster." not in name]
+    changes = [key for path in plain for key, _ in changed(plan.config, path)]
+    left = [key for key in changes if not any(fnmatch(key, name) for name in carried)]
+    if left:
+        yield f"Not carried over to {tool.title}: {', '.join(left)}."
 
 
 def as_yaml(tree: Mapping[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from meshtune.setting import epochs_of
 from meshtune.tools.job import Conversion, Converted, Job, NoCounterpart, NotNeeded, short
 from meshtune.tools.planned import Planned
 
@@ -12,12 +13,28 @@ TRACKERS = {  # name in log.to -> axolotl's key that switches it on by naming a 
     "mlflow": "mlflow_experiment_name",
     "trackio": "trackio_project_name",
 }
+PER_EPOCH = {"eval.every": "evals_per_epoch", "checkpoint.every": "saves_per_epoch"}  # axolotl's keys
 NO_TRACKERS = (*TRACKERS, "all", "none", "no", "disklogger", "stdoutlogger")
 
 
 def interval(share: float) -> str:
     """An interval in epochs as text: "0.25 epoch"."""
     return f"{share:g} epoch"
+
+
+def asked(setting: str, plan: Planned) -> int | str:
+    """The interval of a setting; 0 for evaluations of no rows."""
+    return plan.setting(setting) if plan.held_out or setting != "eval.every" else 0
+
+
+def times(every: int | str) -> int | None:
+    """How often in an epoch, where an interval below one epoch is a whole part of it; None for others."""
+    number = round(1 / (epochs_of(every) or 1))
+    return number if number > 1 and interval(1 / number) == every else None
+
+
+def trainer_strategy(every: int | str) -> str:
+    return "epoch" if every == interval(1) else "steps"
 
 
 def every(setting: str, value: Any, job: Job) -> dict[str, Any]:
@@ -31,6 +48,8 @@ def every(setting: str, value: Any, job: Job) -> dict[str, Any]:
 
 def strategy(setting: str, key: str, value: Any, job: Job) -> dict[str, Any]:
     """An interval from a strategy and the number of steps of `key`."""
+    if job.on(PER_EPOCH[setting]):
+        raise NotNeeded(f"{PER_EPOCH[setting]} says how often")
     match short(value):
         case "no":
             return {setting: 0} if setting == "checkpoint.every" else {}
@@ -43,7 +62,8 @@ def strategy(setting: str, key: str, value: Any, job: Job) -> dict[str, Any]:
 
 def evaluations(settings: dict[str, Any], job: Job) -> dict[str, Any]:
     """Add the evaluation before the first step, which axolotl has whenever it evaluates in between."""
-    return settings | ({"eval.at_start": True} if job.tool == "axolotl" and settings else {})
+    first = job.tool == "axolotl" and "eval.every" in settings
+    return settings | ({"eval.at_start": True} if first else {})
 
 
 def eval_strategy(value: Any, job: Job) -> dict[str, Any]:
@@ -52,33 +72,46 @@ def eval_strategy(value: Any, job: Job) -> dict[str, Any]:
 
 def evaluation_strategy(plan: Planned) -> str | None:
     """A Trainer's evaluation schedule: it has steps and epochs, but not "only at the end"."""
-    return ("steps" if plan.config.eval.every else "epoch") if plan.held_out else None
+    return trainer_strategy(plan.config.eval.every or interval(1)) if plan.held_out else None
 
 
-def eval_steps(value: Any, job: Job) -> dict[str, Any]:
-    chosen = short(job.value("eval_strategy", "evaluation_strategy", default="steps"))
-    if chosen != "steps":
-        raise NotNeeded(f"eval_strategy is {chosen}")
-    return evaluations(every("eval.every", value, job), job)
+def trainer_steps(setting: str, per_epoch: bool = False) -> Conversion:
+    """An interval in steps or, below 1, as a share of the run.
+
+    per_epoch: the tool has another key for the number of times in an epoch.
+    """
+
+    def read(value: Any, job: Job) -> dict[str, Any]:
+        if setting == "eval.every":
+            key, chosen = "eval_strategy", job.value("eval_strategy", "evaluation_strategy", default="steps")
+        else:  # only steps make it their strategy
+            key, chosen = "save_strategy", job.given.get("save_strategy", "steps")
+        if short(chosen) != "steps":
+            raise NotNeeded(f"{key} is {short(chosen)}")
+        return evaluations(every(setting, value, job), job)
+
+    def write(plan: Planned) -> float | None:
+        epochs = epochs_of(interval := asked(setting, plan))
+        if epochs is None:
+            return int(interval) or None
+        return None if epochs == 1 or (per_epoch and times(interval)) else epochs / plan.epochs
+
+    return Conversion(read, write)
 
 
-def evals_per_epoch(value: Any, job: Job) -> dict[str, Any]:
-    return evaluations({"eval.every": interval(1 / float(value))} if value else {}, job)
+def per_epoch(setting: str) -> Conversion:
+    """The number of times in an epoch."""
+
+    def read(value: Any, job: Job) -> dict[str, Any]:
+        if not value:
+            return {} if setting == "eval.every" else {setting: 0}
+        return evaluations({setting: interval(1 / float(value))}, job)
+
+    return Conversion(read, lambda plan: times(asked(setting, plan)))
 
 
 def save_strategy(value: Any, job: Job) -> dict[str, Any]:
     return strategy("checkpoint.every", "save_steps", value, job)
-
-
-def save_steps(value: Any, job: Job) -> dict[str, Any]:
-    chosen = short(job.given.get("save_strategy", "steps"))  # only steps make it their strategy
-    if chosen != "steps":
-        raise NotNeeded(f"save_strategy is {chosen}")
-    return every("checkpoint.every", value, job)
-
-
-def saves_per_epoch(value: Any, job: Job) -> dict[str, Any]:
-    return {"checkpoint.every": interval(1 / float(value)) if value else 0}
 
 
 # Log and hub #
@@ -118,8 +151,13 @@ def tracker(_: str, name: str) -> Conversion:
     return Conversion(lambda value, job: switched_trackers(job), lambda plan: name in plan.config.log.to)
 
 
-def tracked_project(value: Any, job: Job) -> dict[str, Any]:
-    return {"log.project": str(value), **switched_trackers(job).settings}
+def tracked(setting: str, name: str) -> Conversion:
+    """A tracker's key for the project or the name of the run."""
+
+    def read(value: Any, job: Job) -> dict[str, Any]:
+        return {setting: str(value), **switched_trackers(job).settings}
+
+    return Conversion(read, lambda plan: plan.setting(setting) if name in plan.config.log.to else None)
 
 
 def trackio_project(value: Any, job: Job) -> dict[str, Any]:
@@ -146,18 +184,17 @@ def hub_model_id(value: Any, job: Job) -> dict[str, Any]:
     return {}
 
 
-MAKERS = {"tracker": tracker}
-READ = (evals_per_epoch, saves_per_epoch, tracked_project, trackio_project, metric_logger)
+MAKERS = {make.__name__: make for make in (tracker, tracked, trainer_steps, per_epoch)}
 CONVERSIONS = {
-    **{read.__name__: Conversion(read) for read in READ},
+    "trackio_project": Conversion(
+        trackio_project, lambda plan: plan.config.log.project if "trackio" in plan.config.log.to else None
+    ),
+    "metric_logger": Conversion(metric_logger),
     "eval_strategy": Conversion(eval_strategy, evaluation_strategy),
-    "eval_steps": Conversion(
-        eval_steps, lambda plan: plan.config.eval.every or None if plan.held_out else None
-    ),
     "save_strategy": Conversion(
-        save_strategy, lambda plan: "steps" if plan.config.checkpoint.every else "no"
+        save_strategy,
+        lambda plan: trainer_strategy(every) if (every := plan.config.checkpoint.every) else "no",
     ),
-    "save_steps": Conversion(save_steps, lambda plan: plan.config.checkpoint.every or None),
     "log_every": Conversion(log_every, lambda plan: plan.config.log.every),
     "trackers": Conversion(lambda value, job: logged(reported(value)), trackers),
     "push_to_hub": Conversion(push_to_hub, lambda plan: bool(plan.config.hub.push_to)),

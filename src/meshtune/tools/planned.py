@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 from meshtune.config import Config
 from meshtune.data.example import is_url
 from meshtune.data.formats import FORMATS
-from meshtune.layout import Layout
+from meshtune.layout import RECOMPUTATIONS, Layout
 from meshtune.plan.programs import Tool
-from meshtune.recomputation import RECOMPUTATIONS
 from meshtune.schedules import SCHEDULES
 from meshtune.sections import DataConfig, SourceConfig, is_pattern
 from meshtune.setting import SUFFIXES, epochs_of, is_regular_expression
@@ -106,6 +105,16 @@ class Planned:
         return bool(self.config.data.eval or self.config.data.eval_split)
 
     @property
+    def epochs(self) -> float:
+        """Epochs of a run that train.max_steps does not end."""
+        return self.config.train.num_epochs or 1.0
+
+    def beyond(self, every: int | str) -> bool:
+        """True if an interval in epochs is not a share of the run, as transformers' Trainer takes it."""
+        epochs = epochs_of(every)
+        return epochs not in (None, 1) and bool(self.config.train.max_steps or epochs >= self.epochs)
+
+    @property
     def stage_layers(self) -> "StageLayers":
         return stage_layers(self.blocks, self.layout.pp, self.layout.stages_per_rank)
 
@@ -143,6 +152,9 @@ FACTS: Mapping[str, Callable[[Planned], Any]] = {
         and any(map(is_regular_expression, plan.config.lora.target_modules))
     ),
     "fractional_alpha": lambda plan: plan.config.lora.alpha != int(plan.config.lora.alpha),
+    "eval_beyond": lambda plan: plan.beyond(plan.config.eval.every),
+    "checkpoint_beyond": lambda plan: plan.beyond(plan.config.checkpoint.every),
+    "checkpoint_in_epochs": lambda plan: bool(epochs_of(plan.config.checkpoint.every)),
     "tp_in_node": lambda plan: plan.layout.tp <= plan.gpus_per_node,
     # The ranks of the pipeline can't all have equal numbers of layers.
     "uneven_stages": lambda plan: plan.blocks % plan.layout.pp > 0,
@@ -180,11 +192,16 @@ def stage_layers(blocks: int, pp: int, stages_per_rank: int) -> StageLayers:
 # Sentences #
 
 
+def rows_of(tool: Tool, refused: bool) -> Iterator[dict[str, Any]]:
+    """Yield the rows of differences.toml that are about a tool. refused: those of what it can't have."""
+    for row in toml("differences")["row"]:
+        if tool.name in row.get("tools", tool.name).split() and row.get("refused", False) is refused:
+            yield row
+
+
 def differences(tool: Tool, plan: Planned, *, refused: bool = False) -> Iterator[str]:
     """Sentences on what a tool runs differently or leaves to be done; refused: on what it can't have."""
-    for row in toml("differences")["row"]:
-        if tool.name not in row.get("tools", tool.name).split() or row.get("refused", False) is not refused:
-            continue
+    for row in rows_of(tool, refused):
         for setting in row.get("settings", "").split() or [""]:
             if plan.holds(f"{row.get('when', '')} {setting}"):
                 yield row["text"].format(
@@ -213,9 +230,6 @@ def setting_problems(tool: Tool, config: Config) -> Iterator[str]:
     """Sentences on settings that can't be exported to a tool, under whatever layout."""
     yield from differences(tool, Planned(config, Layout(), 1, 1), refused=True)
     yield from training_problems(tool, config)
-    for name, every in (("eval", config.eval.every), ("checkpoint", config.checkpoint.every)):
-        if epochs_of(every):
-            yield f"{name}.every={every} can't be exported to {tool.title}; give it in steps."
     for source in (*config.data.train, *config.data.eval):
         if row_format(config.data, source) == "tokens":
             yield (f"Rows of input_ids can't be exported to {tool.title}; name the rows that made them.")
@@ -267,9 +281,7 @@ def row_format(data: DataConfig, source: SourceConfig) -> str:
     row_format = source.format or data.format
     if row_format != "auto":
         return row_format
-    fitting = (
-        name for name, form in FORMATS.items() if set(form.needs) <= (source.columns or data.columns).keys()
-    )
+    fitting = (name for name, form in FORMATS.items() if set(form.needs) <= columns_of(data, source).keys())
     return next(fitting, "messages")
 
 
@@ -288,8 +300,8 @@ def row_notes(data: DataConfig, tool: str) -> Iterator[str]:
             f"data.columns maps {ours} to {name}: {tool} reads only a column of that whole name. If it is "
             "inside an object, write it to a column of its own."
         )
-    for source in data.train:
-        if (source.format or data.format) == "auto" and not (source.columns or data.columns):
+    for source in (*data.train, *data.eval):
+        if (source.format or data.format) == "auto" and not columns_of(data, source):
             yield f"data.format is auto: the rows of {source.path} are taken as messages; set data.format."
 
 
@@ -298,7 +310,12 @@ def column_name(data: DataConfig, source: SourceConfig, name: str) -> str:
 
     `source.columns` replaces `data.columns` as a whole.
     """
-    return (data.columns if source.columns is None else source.columns).get(name, name)
+    return columns_of(data, source).get(name, name)
+
+
+def columns_of(data: DataConfig, source: SourceConfig) -> Mapping[str, str]:
+    """The source's names for our columns, where the config maps them."""
+    return data.columns if source.columns is None else source.columns
 
 
 def is_file(source: SourceConfig) -> bool:

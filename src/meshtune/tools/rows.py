@@ -10,7 +10,7 @@ from typing import Any
 from meshtune.config import Config
 from meshtune.sections import HUB_FILES, SourceConfig, is_one_file
 from meshtune.tools.job import Conversion, Converted, Job, NoCounterpart, Refused, is_off, listed, short
-from meshtune.tools.planned import column_name, file_kind, is_file, row_format
+from meshtune.tools.planned import column_name, columns_of, file_kind, is_file, row_format
 
 Source = dict[str, Any]
 CONTENT = {"role": "content", "from": "value"}  # key of the role in a message -> that of its text
@@ -146,8 +146,7 @@ def axolotl_format(rows: Mapping[str, Any]) -> tuple[str, dict[str, Any], str]:
     if "type" in rows and kind in (None, ""):  # axolotl takes them for tokens
         return "tokens", {}, ""
     if isinstance(kind, Mapping):
-        names = {"instruction": "instruction", "output": "output", "input": "input", "system": "system"}
-        columns = {ours: kind.get(f"field_{theirs}") for ours, theirs in names.items()}
+        columns = {name: kind.get(f"field_{name}") for name in ("instruction", "output", "input", "system")}
         lost = "rows are asked by data.separator or the chat template, not by a format of their own"
         return "alpaca", columns, lost
     name = str(kind or "chat_template").partition(".")[0].partition(":")[0]
@@ -193,14 +192,24 @@ def axolotl_rows(config: Config, source: SourceConfig) -> dict[str, Any]:
     match row_format(config.data, source):
         case "text":
             return rows | {"type": "completion", "field": column("text")}
-        case "messages":
-            return rows | {"type": "chat_template", "field_messages": column("messages")}
-        case "sharegpt":
-            mapping = {"role": "from", "content": "value"}
-            turns = {"field_messages": column("conversations"), "message_property_mappings": mapping}
-            return rows | {"type": "chat_template"} | turns
+        case "messages" | "sharegpt" as kind:
+            shared = kind == "sharegpt"
+            rows |= {"type": "chat_template", "field_messages": column("conversations" if shared else kind)}
+            if shared:
+                rows["message_property_mappings"] = {"role": "from", "content": "value"}
+            if "tools" in columns_of(config.data, source):
+                rows["field_tools"] = column("tools")
+            if roles := config.data.roles if source.roles is None else source.roles:
+                usual = {"human": "user", "gpt": "assistant"} if shared else {}  # which `roles` replaces
+                roles = {**usual, **roles}
+                rows["roles"] = {
+                    ours: [name for name in roles if roles[name] == ours] for ours in roles.values()
+                }
+            return rows
         case "alpaca":
-            names = {f"field_{name}": column(name) for name in ("instruction", "output", "input")}
+            known = ("instruction", "output", "input", "system")
+            given = [name for name in known if name != "system" or name in columns_of(config.data, source)]
+            names = {f"field_{name}": column(name) for name in given}
             prompter["format"] = "{instruction}\n{input}" + config.data.separator
         case _:
             names = {"field_instruction": column("prompt"), "field_output": column("completion")}
@@ -274,6 +283,7 @@ def llama_factory_rows(config: Config, source: SourceConfig) -> dict[str, Any]:
     """A source as an entry of dataset_info.json: where it is, its format and its names of columns."""
 
     def their_columns(**columns: str) -> dict[str, str]:
+        columns |= {name: name for name in ("system", "tools") if name in columns_of(config.data, source)}
         return {theirs: column_name(config.data, source, ours) for theirs, ours in columns.items()}
 
     rows: dict[str, Any] = {"file_name" if is_file(source) else "hf_hub_url": source.path}

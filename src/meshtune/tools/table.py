@@ -1,5 +1,6 @@
 """Keys of other trainers' settings: what each is here. One TOML file a tool, read when it is asked for.
 
+    carries          settings that keys of other settings write, or the training script
     [defaults]       the tool's value where its file leaves the key out and ours is another
     [counterparts]   key = "our.setting", or ["our.setting", "conversion", its arguments]
     [[export]]       keys that plan export writes, in their order (`key?`: not without a value), constants;

@@ -30,6 +30,7 @@ from meshtune.tools.table import counterpart, reason
 NO_MASTER_WEIGHTS = (
     "with fp32 master weights; axolotl has none unless it shards, which train.precision=bf16-pure is like"
 )
+FROZEN_AS_STORED = "frozen weights keep the checkpoint's dtype, and only the adapter is fp32"
 PEFT_MODULES = ["q_proj", "v_proj"]  # peft's own for llama, mistral, qwen2, qwen3 and gemma
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}  # Phi-3, -4
 MLP = ("gate_proj", "up_proj", "down_proj")
@@ -55,9 +56,14 @@ def packs(job: Job) -> bool:
     return job.on("packing", "neat_packing", "sample_packing", "dataset.packed")
 
 
-def attention_kernel(_: str, fp32: str, flash: str) -> Conversion:
+def attention_kernel(_: str, fp32: str, flash: str, eager: str = "eager") -> Conversion:
     """The kernel of attention. fp32: the tool's for fp32, which flash attention lacks. flash: its other."""
-    return Conversion(attention, lambda plan: fp32 if plan.config.train.precision == "fp32" else flash)
+
+    def write(plan: Planned) -> str:
+        usual = fp32 if plan.config.train.precision == "fp32" else flash
+        return {"sdpa": "sdpa", "eager": eager}.get(plan.config.model.attention, usual)
+
+    return Conversion(attention, write)
 
 
 def attention_switch(_: str, kernel: str) -> Conversion:
@@ -168,7 +174,16 @@ def precision_of(job: Job) -> Converted:
         pure = dtype == "bfloat16" and not is_lora(job)
         remark = NO_MASTER_WEIGHTS if job.tool == "axolotl" and not (is_lora(job) or job.shards) else ""
         return Converted({"train.precision": "bf16-pure" if pure else "bf16"}, remark)
+    if job.tool == "llama_factory" and is_lora(job) and stored_dtype(job) != "float32":
+        return Converted({"train.precision": "bf16"}, FROZEN_AS_STORED)
     return Converted({"train.precision": "bf16-pure" if dtype == "bfloat16" else "fp32"})
+
+
+def stored_dtype(job: Job) -> str:
+    """Dtype of the weights in a model's folder, bfloat16 where it does not say or is not on this machine."""
+    file = job.read(f"{job.value('model_name_or_path')}/config.json")
+    stored = json.loads(file.read_text(encoding="utf-8")) if file else {}
+    return str(stored.get("dtype") or stored.get("torch_dtype") or "bfloat16")
 
 
 def fp16(value: Any, job: Job) -> Converted:
@@ -421,7 +436,20 @@ def no_limit(value: Any, job: Job) -> Converted:
     return Converted({"data.seq_len": int(value)})
 
 
-def template_name(value: Any, job: Job) -> Converted:
+def template_name(setting: str, theirs: str = "", others: bool = False) -> Conversion:
+    """A chat template. theirs: the built-ins that the tool has by the same name. others: as file or text."""
+
+    def write(plan: Planned) -> str | None:
+        name = plan.setting(setting)
+        if name in (None, "none") or (name in theirs.split()) is others:
+            return None
+        file = files("meshtune.data") / "templates" / f"{name}.jinja"
+        return name if not others or is_template(name) or not file.is_file() else file.read_text("utf-8")
+
+    return Conversion((lambda value, job: {setting: value}) if others else named_template, write)
+
+
+def named_template(value: Any, job: Job) -> Converted:
     name = str(value).removeprefix("tokenizer_default_fallback_")
     built_in = [file.name for file in (files("meshtune.data") / "templates").iterdir()]
     known = f"{name}.jinja" in built_in
@@ -459,12 +487,13 @@ def elsewhere(setting: str, there: Any = None) -> Conversion:
 READ = (
     model_arguments, torchtune_model, torchtune_modules, fp16, torchtune_dtype, least_rate, steps_per_epoch,
     weight_decay, plugins, torchtune_loss, thought_field, completion_only,
-    trains, packing_strategy, no_limit, template_name, answer_tokens,
+    trains, packing_strategy, no_limit, answer_tokens,
 )  # fmt: skip
-MAKERS = {
-    make.__name__: make
-    for make in (attention_kernel, attention_switch, precision, beta, label_switch, labels_of_rows, elsewhere)
-}
+MADE = (
+    attention_kernel, attention_switch, precision, beta, label_switch, labels_of_rows, elsewhere,
+    template_name,
+)  # fmt: skip
+MAKERS = {make.__name__: make for make in MADE}
 CONVERSIONS = {
     **{read.__name__: Conversion(read) for read in READ},
     "section": Conversion(lambda value, job: {}),  # the keys in the section are converted one by one
@@ -478,17 +507,13 @@ CONVERSIONS = {
     "warmup": Conversion(warmup, lambda plan: plan.config.train.warmup_steps),
     "warmup_ratio": Conversion(warmup_ratio, warmup_share),
     "warmup_below_1": Conversion(warmup, warmup_below_1),
-    "epochs": Conversion(
-        epochs, lambda plan: None if plan.config.train.max_steps else plan.config.train.num_epochs or 1.0
-    ),
+    "epochs": Conversion(epochs, lambda plan: None if plan.config.train.max_steps else plan.epochs),
     "optimizer": Conversion(optimizer, lambda plan: "adamw_torch_fused"),
     "stage": Conversion(stage, lambda plan: "pt" if plan.rows == {"text"} else "sft"),
     "llama_factory_packing": Conversion(llama_factory_packing, lambda plan: plan.config.data.packing),
     "overlong": Conversion(
         overlong,
-        lambda plan: {"auto": "truncate", "cut": "truncate", "error": "raise"}.get(
-            plan.config.data.overlong, "drop"
-        ),
+        lambda plan: {"drop": "drop", "error": "raise"}.get(plan.config.data.overlong, "truncate"),
     ),
     "thinking": Conversion(
         lambda value, job: {} if value else {"data.chat_template_kwargs": {"enable_thinking": False}}

@@ -185,7 +185,7 @@ def test_numbers_of_other_overrides_are_other_ones(settings: Settings, deep: Pat
         4, 2, 4, 3, 2
     ]  # fmt: skip
     known = config.load(None, settings("model.name=llama-3.1-8b", "model.overrides.num_hidden_layers=1"))
-    with model_file(known) as (file, _):
+    with model_file(known.model.name) as (file, _):
         numbers = numbers_of(known, file=file)
     says(numbers.changes[0])
     assert numbers.traits.blocks == 1

@@ -24,14 +24,13 @@ from transformers import AutoModelForCausalLM, GraniteConfig
 from meshtune import compat
 from meshtune.attention.register import register
 from meshtune.errors import UserError
-from meshtune.layout import TORCH_SCHEDULES, ZERO_BUBBLE, Layout
+from meshtune.layout import RECOMPUTATIONS, TORCH_SCHEDULES, ZERO_BUBBLE, Layout
 from meshtune.model.anatomy import anatomy
 from meshtune.parallel.apply import cut, place
 from meshtune.parallel.mesh import join
 from meshtune.parallel.zero import local
 from meshtune.placement.rules import Traits, refusals
 from meshtune.placement.share import stage_blocks, stage_of_rank
-from meshtune.recomputation import RECOMPUTATIONS
 from meshtune.train.loss import head_loss
 
 register()

@@ -5,6 +5,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
@@ -17,14 +18,19 @@ from huggingface_hub import constants
 
 from meshtune import config
 from meshtune.api.model_file import model_file
-from meshtune.api.plan import workloads
+from meshtune.api.plan import longest_sequences, workloads
+from meshtune.commands.env import environment
+from meshtune.commands.plan import largest as max_command
 from meshtune.commands.plan import plan as command
-from meshtune.errors import UserError
+from meshtune.errors import NothingFits, UserError
 from meshtune.model import hub
 from meshtune.model.census_cache import model_numbers
 from meshtune.model.load import on_meta, read_config
 from meshtune.plan import models as module
+from meshtune.plan.answer import by_shape
+from meshtune.plan.cluster import cluster_for
 from meshtune.plan.models import known_config, models, typical_config, typical_parameters
+from meshtune.plan.search import search
 from meshtune.plan.workload import Workload
 
 ENTRIES = module.tables()
@@ -206,7 +212,7 @@ def test_a_hub_that_gives_nothing_is_asked_once(
     code: int, error: str, reason: str, answers: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     answers |= {"code": code, "error": error}
-    with model_file(config.load(None, [f"model.name={LLAMA}"])) as (file, notes):
+    with model_file(LLAMA) as (file, notes):
         assert json.loads(file.read_text())["hidden_size"] == 4096
     assert answers["requests"] == 1 and not caplog.records
     assert len(notes) == 1 and LLAMA in notes[0] and reason in notes[0] and "plan/models.toml" in notes[0]
@@ -216,15 +222,41 @@ def test_a_hub_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch)
     assert hub.PATIENCE < 3
     monkeypatch.setattr(hub, "PATIENCE", 0.2)
     monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", lambda *_, **__: time.sleep(600))
-    with model_file(config.load(None, [f"model.name={LLAMA}"])) as (_, notes):
+    with model_file(LLAMA) as (_, notes):
         says(notes[0])
 
 
 def test_a_model_that_nobody_knows_is_answered_with_what_works(answers: dict[str, Any]) -> None:
     for name in ("someone/else", "someone/else-9-70b", "meta-lama/llama-3.1-8B"):
-        with refuses(UserError), model_file(config.load(None, [f"model.name={name}"])):
+        with refuses(UserError), model_file(name):
             pass
     assert answers["requests"] == 3
+
+
+@pytest.mark.ci
+def test_each_model_is_listed_with_the_longest_sequence_that_fits(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = {name: models()[name] for name in ("qwen3-8b", "llama-3.2-1b", "pythia-70m", "llama-3.1-70b")}
+    for place in ("meshtune.api.plan.models", "meshtune.plan.answer.models"):
+        monkeypatch.setattr(place, lambda: few)
+    words = ["cluster.gpu=rtx-4090", "train.global_batch_size=8"]
+    max_command(words[0], words[1:])
+    says(capsys.readouterr().out)
+    max_command(None, words, as_json=True)
+    first = json.loads(capsys.readouterr().out)["models"][1]
+    assert (first["download"], first["full"], first["lora"]) == ("Qwen/Qwen3-8B", None, 8192)
+    settings = config.load(None, ["model.name=any", "method=lora", *words])
+    adapted = by_shape(settings, "qwen3-8b")
+    for length, fits in ((8192, True), (16384, False)):
+        planned = search(replace(adapted, seq_len=length), cluster_for(settings))
+        assert bool(len(planned)) == fits
+    with refuses(NothingFits):
+        longest_sequences(config.load(None, ["model.name=any", "cluster.gpu=l4", "cluster.memory_gib=0.2"]))
+
+
+def test_what_plan_knows_env_knows(answers: dict[str, Any]) -> None:
+    assert environment("qwen3-8b")["type"] == "qwen3"
 
 
 # models that do not exist #

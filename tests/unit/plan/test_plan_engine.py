@@ -34,7 +34,7 @@ from meshtune.plan.work import Work
 from meshtune.plan.workload import Workload
 from meshtune.sections import ClusterConfig
 
-CPU = cluster_of(ClusterConfig(gpu="cpu"), gpus=64)
+CPU = cluster_of(ClusterConfig(gpu="cpu", memory_gib=128, gpus_per_node=2), gpus=64)
 SEQ_LEN = 64
 PLAIN = Traits("Plain", blocks=12, heads=8, kv_heads=2, vocabulary=256)
 

@@ -868,7 +868,9 @@ def test_the_gpus_of_this_machine_are_the_cluster_where_none_is_named() -> None:
 
 def test_without_a_gpu_ranks_share_this_processors_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=64 * 2**30))
+    named = (cluster_of(ClusterConfig(gpu="cpu", gpus=n)) for n in (1, 4))
     one, four = (cluster_of(ClusterConfig(gpus=n), seen=list) for n in (1, 4))
+    assert (one, four) == (*named,)
     assert one.gpu.name == four.gpu.name == "cpu"
     assert (one.memory, four.memory, four.node) == (64 * 2**30, 16 * 2**30, 4)
 

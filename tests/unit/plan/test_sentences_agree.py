@@ -57,7 +57,7 @@ def test_layouts_that_save_less_memory_than_they_cost_time_are_not_offered() -> 
 
 
 def test_ranks_of_processors_are_not_called_gpus() -> None:
-    plan = planned(workload("llama-3.2-1b", 8, 1024), machines(2, "cpu"), "zero3x2-mb1-ga4")
+    plan = planned(workload("llama-3.2-1b", 8, 1024), machines(2, "cpu", memory_gib=128), "zero3x2-mb1-ga4")
     says(advice.reasoning(plan, plan.choice(0)))
 
 

@@ -915,13 +915,16 @@ def test_an_axis_or_an_optimizer_that_no_export_writes_is_refused(
 
 
 SAID = """
-all: mb1-ga1 model.freeze=[model.embed_tokens.*]
-all: mb1-ga1 data.chat_template=chatml
-all: mb1-ga1 eval.samples=2 eval.keep_best=true eval.every=5 data.eval=held.jsonl
-all: mb1-ga1 data.overlong=drop
-all: mb1-ga1 data.train=[{path: a.jsonl, weight: 2}]
-all: mb1-ga1 model.overrides.use_cache=false
-accelerate deepspeed megatron axolotl llamafactory: mb1-ga1 model.init=random
+torchtitan megatron axolotl llamafactory: mb1-ga1 model.freeze=[model.embed_tokens.*]
+torchtitan megatron: mb1-ga1 data.chat_template=chatml
+accelerate torchtitan axolotl: mb1-ga1 eval.samples=2 eval.keep_best=true eval.every=5 data.eval=held.jsonl
+torchtitan llamafactory: mb1-ga1 data.overlong=drop
+axolotl: mb1-ga1 data.overlong=split
+axolotl: mb1-ga1 data.overlong=drop data.format=text data.columns={}
+torchtitan megatron axolotl llamafactory: mb1-ga1 data.train=[{path: a.jsonl, weight: 2}]
+torchtitan megatron llamafactory: mb1-ga1 model.overrides.use_cache=false
+megatron: mb1-ga1 model.init=random
+accelerate axolotl megatron: mb1-ga1 log.to=[console,jsonl,wandb,prometheus] log.project=p
 torchtitan megatron axolotl llamafactory: mb1-ga1 data.columns={}
 accelerate axolotl torchtitan megatron: cp2-mb1-ga1
 accelerate axolotl: zero3x2-mb1-ga1
@@ -1034,10 +1037,23 @@ def test_a_schedule_that_a_tool_lacks_is_refused(tool: str) -> None:
             exported(tool, "zero2x8-mb1-ga1", "train.lr_scheduler=linear", "train.min_lr_ratio=0.1")
 
 
-@pytest.mark.parametrize("tool", EXPORTERS)
-def test_intervals_in_epochs_are_refused(tool: str) -> None:
+@pytest.mark.parametrize(
+    ("tool", "setting"),
+    [("axolotl", "eval.every=0.5 epoch"), ("torchtitan", "checkpoint.every=1 epoch")],
+)
+def test_intervals_that_are_no_share_of_the_run_are_refused(tool: str, setting: str) -> None:
     with refuses(UserError):
-        exported(tool, "zero2x8-mb1-ga1", "eval.every=0.5 epoch", "data.eval=held.jsonl")
+        exported(tool, "zero2x8-mb1-ga1", setting, "data.eval=held.jsonl")
+
+
+def test_an_interval_in_epochs_is_written_as_the_tool_counts() -> None:
+    words = ("mb1-ga1", "train.max_steps=null", "train.num_epochs=2", "data.eval=held.jsonl")
+    quarter = written("axolotl", *words, "eval.every=0.25 epoch", "checkpoint.every=0.3 epoch")
+    assert quarter["evals_per_epoch"] == 4 and "eval_steps" not in quarter and quarter["save_steps"] == 0.15
+    for tool in ("axolotl", "llamafactory", "accelerate"):
+        each = written(tool, *words, "eval.every=1 epoch")
+        assert each["eval_strategy"] == "epoch" and "eval_steps" not in each
+    assert written("llamafactory", *words, "eval.every=0.25 epoch")["eval_steps"] == 0.125
 
 
 def test_lora_options_are_exported_or_refused() -> None:

@@ -1,13 +1,20 @@
 """Configurations that `plan export` writes for another trainer come back unchanged from `migrate`."""
 
+import re
+from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
-from meshtune.config import load
+from meshtune.config import SETTINGS, Config, load
+from meshtune.errors import UserError
 from meshtune.layout import Layout
-from meshtune.tools.export import export
-from meshtune.tools.migrate import migrate
+from meshtune.length import in_steps
+from meshtune.tools.export import Exported, export
+from meshtune.tools.migrate import Migrated, migrate
+from meshtune.tools.planned import row_format
 
 COMMON = [
     "model.name=org/m", "model.revision=abc", "data.train=[{path: rows.jsonl, format: messages}]",
@@ -45,6 +52,54 @@ LAYOUTS = {
 }
 
 
+def exported(tool: str, config: Config) -> Exported:
+    return export(tool, config, Layout.parse(config.layout), blocks=61, gpus_per_node=8)
+
+
+def back(tool: str, written: Exported, config: Config, folder: Path) -> Migrated:
+    """The exported files, migrated; accelerate's scripts have the model, the rows and LoRA of `config`."""
+    for name, content in written.files.items():
+        (folder / name).write_text(content)
+    if tool != "accelerate":
+        return migrate(folder / f"{tool}.yaml", gpus=Layout.parse(config.layout).world)
+    own = {name: config.model_dump(mode="json")[name] for name in ("model", "data", "method", "lora")}
+    own = own if config.method == "lora" else {name: own[name] for name in own if name != "lora"}
+    overrides = [f"{name}={yaml.safe_dump(value, default_flow_style=True)}" for name, value in own.items()]
+    return migrate(
+        folder / "training_arguments.yaml", tool="transformers",
+        launcher=folder / "accelerate.yaml", overrides=overrides,
+    )  # fmt: skip
+
+
+def meaning(config: Config) -> dict[str, Any]:
+    """The settings, with the same value for each way to write it."""
+    tree = in_steps(config).model_dump()
+    data, train = tree["data"], tree["train"]
+    sources = (*config.data.train, *config.data.eval)
+    for given, source in zip(sources, (*data["train"], *data["eval"]), strict=True):
+        source["path"] = Path(source["path"]).name  # LLaMA-Factory's are beside its dataset_info.json
+        source["format"] = row_format(config.data, given)
+        source |= {name: source[name] or data[name] for name in ("columns", "roles")}
+    data |= {"format": "", "columns": {}, "roles": {}, "mean_document_tokens": None}
+    data["overlong"] = {"cut": "auto"}.get(data["overlong"], data["overlong"])  # of conversations
+    built_in = {file.stem: file.read_text() for file in Path(str(files("meshtune.data"))).glob("templates/*")}
+    data["chat_template"] = built_in.get(data["chat_template"], data["chat_template"])
+    train |= {"global_batch_size": config.global_batch_size, "global_batch_tokens": None}
+    train["reduce_dtype"] = (
+        None  # no tool has a key; differences.toml names it for the layouts that it is for
+    )
+    return tree
+
+
+def differences(one: Config, other: Config) -> dict[str, tuple[Any, Any]]:
+    """Setting -> its two values, where they differ."""
+    before, after = meaning(one), meaning(other)
+    sections = ("model", "lora", "data", "train", "eval", "checkpoint", "log", "hub")
+    pairs = {f"{s}.{key}": (value, after[s][key]) for s in sections for key, value in before[s].items()}
+    pairs |= {key: (before[key], after[key]) for key in ("method", "layout", "output")}
+    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+
+
 def lost(tool: str, variant: str, layout: str) -> bool:
     """True if the export refuses the settings, or has no key for them."""
     if variant == "pure":
@@ -67,26 +122,9 @@ def test_an_exported_config_comes_back(tool: str, variant: str, text: str, tmp_p
     batch = f"train.global_batch_size={layout.global_batch_size}"
     settings = [*COMMON, *VARIANTS[variant], f"layout={text}", batch]
     config = load(None, settings)
-    for name, content in export(tool, config, layout, blocks=61, gpus_per_node=8).files.items():
-        (tmp_path / name).write_text(content)
-    if tool == "accelerate":  # whose scripts have the model, the rows and LoRA
-        own = [each for each in settings if each.startswith(("model.", "data.", "method", "lora."))]
-        files = {"launcher": tmp_path / "accelerate.yaml", "overrides": own}
-        back = migrate(tmp_path / "training_arguments.yaml", tool="transformers", **files)
-    else:
-        back = migrate(tmp_path / f"{tool}.yaml", gpus=layout.world)
-    before, after = config.model_dump(), back.config().model_dump()
-    for source in (*after["data"]["train"], *after["data"]["eval"]):
-        source["path"] = Path(source["path"]).name  # LLaMA-Factory's are beside its dataset_info.json
-    differ = {
-        f"{section}.{key}": (value, after[section][key])
-        for section in ("model", "lora", "data", "train", "eval", "checkpoint", "log", "hub")
-        for key, value in before[section].items()
-        if value != after[section][key]
-    }
+    differ = differences(config, back(tool, exported(tool, config), config, tmp_path).config())
     if tool == "axolotl" and config.eval.every:  # it has no key for that
         assert differ.pop("eval.at_start") == (False, True)
-    differ |= {k: (before[k], after[k]) for k in ("method", "layout", "output") if before[k] != after[k]}
     assert differ == {}
 
 
@@ -108,3 +146,88 @@ def test_deepspeeds_file_gives_the_layout_back(text: str, tmp_path: Path) -> Non
         overrides=["model.name=m", "data.train=a.jsonl"],
     )  # fmt: skip
     assert back.settings["layout"] == text
+
+
+# Every setting, every key #
+
+DATA = Path(__file__).parents[2] / "data"
+FILES = sorted((DATA / "migrate").glob("*.[jy]*"))
+LINES = [
+    re.split(r" (?=[a-z_]+(?:\.[a-z_]+)?=)", line)
+    for line in (DATA / "samples_of_settings.txt").read_text().splitlines()[1:]
+]
+
+
+PLAIN = [*COMMON, "layout=mb1-ga8", "train.global_batch_size=8"]
+
+
+def sample(line: list[str], *more: str) -> Config:
+    return load(None, [*COMMON, "layout=mb2-ga4", "train.global_batch_size=8", *line, *more])
+
+
+def named(setting: str, sentences: tuple[str, ...]) -> list[str]:
+    """The sentences that name a setting."""
+    section, _, name = setting.rpartition(".")
+    pattern = rf"(?<![\w.])({re.escape(setting)}(?!\.?\w)|{name}=)" if section else rf"(?<![\w.]){name}\b"
+    return [sentence for sentence in sentences if re.search(pattern, sentence)]
+
+
+def test_every_setting_has_a_sample() -> None:
+    given = {setting.partition("=")[0] for line in LINES for setting in line}
+    plain = {name for name in SETTINGS if "." in name and not re.match(r"cluster|data\.(train|eval)\.", name)}
+    assert plain - given == set()
+
+
+def unnamed(tool: str, config: Config, folder: Path) -> dict[str, Any] | None:
+    """Settings that an export changes without one sentence on it, or that it keeps and calls lost.
+
+    None where the export is refused.
+    """
+    try:
+        written = exported(tool, config)
+    except UserError:
+        return None
+    differ = differences(config, back(tool, written, config, folder).config())
+    if tool == "axolotl":  # in the format of its prompts, which migrate says that it does not read
+        differ.pop("data.separator", None)
+    told = [
+        name
+        for said in written.missing
+        if said.startswith("Not carried over")
+        for name in re.findall(r"\w+\.\w+", said)
+    ]
+    kept = {name: "is carried over" for name in told if name not in differ}
+    return {key: pair for key, pair in differ.items() if len(named(key, written.missing)) != 1} | kept
+
+
+@pytest.mark.parametrize("line", LINES, ids=" ".join)
+@pytest.mark.parametrize("tool", LAYOUTS)
+def test_every_setting_comes_back_or_is_named_once(tool: str, line: list[str], tmp_path: Path) -> None:
+    config = sample(line)
+    if (left := unnamed(tool, config, tmp_path)) is None:
+        with pytest.raises(UserError, match=re.escape(line[0].partition("=")[0])):
+            exported(tool, config)
+    assert not left
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+@pytest.mark.parametrize("tool", LAYOUTS)
+def test_a_migrated_file_comes_back_or_its_losses_are_named_once(
+    tool: str, file: Path, tmp_path: Path
+) -> None:
+    assert not unnamed(tool, migrate(file, gpus=8).config(), tmp_path)
+
+
+@pytest.mark.parametrize("tool", ["torchtitan", "megatron"])
+def test_every_setting_is_in_the_files_of_a_tool_or_named(tool: str) -> None:
+    silent, usual = [], exported(tool, load(None, PLAIN))
+    for line in LINES:
+        if line[0].startswith(("data.", "train.global_batch", "output_exists")):  # SAID has the rows
+            continue
+        try:
+            written = exported(tool, load(None, [*PLAIN, *line]))
+        except UserError:
+            continue
+        if written.files == usual.files and not named(line[0].partition("=")[0], written.missing):
+            silent.append(line[0])
+    assert silent == []

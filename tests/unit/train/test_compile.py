@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoTokenizer
 from meshtune import config
 from meshtune.api import build
 from meshtune.errors import UserError
-from meshtune.recomputation import RECOMPUTATIONS
+from meshtune.layout import RECOMPUTATIONS
 from meshtune.train import loop
 
 Settings = Callable[..., list[str]]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from meshtune.recomputation import RECOMPUTATIONS
+from meshtune.layout import RECOMPUTATIONS
 from meshtune.units import Number
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from meshtune.layout import Layout
+from meshtune.layout import RECOMPUTATIONS, SAVED_OPERATORS, Layout
 from meshtune.meter.trace import (
     ACTIVATIONS,
     BACKWARD,
@@ -24,7 +24,6 @@ from meshtune.meter.trace import (
     RankTrace,
 )
 from meshtune.placement.states import LOSS_CHUNK_TOKENS
-from meshtune.recomputation import RECOMPUTATIONS, SAVED_OPERATORS
 from meshtune.report.dryrun.living import Alike, Peak, alike, is_received, made_by
 from meshtune.units import counted
 
