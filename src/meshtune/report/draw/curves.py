@@ -171,7 +171,7 @@ def scatter(panel: Scatter, *, narrow: bool = False) -> alt.LayerChart:
 
 
 SMALL, APART = 4, 22  # charts side by side at most, and px between them
-SMALL_HEIGHT = 200  # px
+SMALL_HEIGHT, LOW = 200, 140  # px, and in a column of a paper
 CROWDED = 26  # characters below a small chart, from which they are turned
 
 
@@ -200,7 +200,7 @@ def multiples(panel: Multiples, *, narrow: bool = False) -> alt.LayerChart | alt
     line = base.transform_filter("datum.joined > 0").mark_line(
         strokeWidth=2, point=alt.OverlayMarkDef(size=36)
     )
-    chart = layered([dots, line]).properties(height=SMALL_HEIGHT, data=data)
+    chart = layered([dots, line]).properties(height=LOW if narrow else SMALL_HEIGHT, data=data)
     if len(panel.heads) < 2:
         return chart
     head = alt.Header(title=None, labelAnchor="start", labelPadding=4)
