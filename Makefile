@@ -134,8 +134,9 @@ style: $(STAMP)
 lint: style
 	$(BIN)/pyright
 
-# The documentation as a site, in site/: every link is checked. No network once installed.
+# The documentation as a site, in site/: plans that pages show are repeated, every link is checked. No network once installed.
 docs: $(VENV)/.docs
+	$(BIN)/python scripts/plan_outputs.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 $(VENV)/.docs: $(LIGHT)

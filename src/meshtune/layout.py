@@ -466,7 +466,8 @@ def in_words(layout: Layout) -> str:
     """A layout's axes, batches and recomputation: "ZeRO-3 in 16 shards · 4 sequences at once"."""
     shards = f"ZeRO-{layout.zero} in {layout.shard_ranks} shards" if layout.zero else ""
     sequence = " and sequence" if layout.sp else ""
-    blocks = f", {layout.recompute_blocks} blocks" if layout.recompute_blocks else ""
+    some = layout.recompute_blocks
+    blocks = f", {some} block{'s' * (some > 1)}" if some else ""
     parts = {
         f"{layout.dp_replicate} replicas": layout.dp_replicate > 1,
         shards: layout.zero,

@@ -77,7 +77,7 @@ def path_of(window, name: str) -> str:
 
 PICTURE = "document.querySelector('#chart-loss canvas').toDataURL()"
 STEPS = (
-    "Number(document.getElementById('subtitle').innerText.match(/([\\d,]+) steps/)[1].replaceAll(',', ''))"
+    "Number(document.getElementById('subtitle').innerText.match(/step ([\\d,]+) of/)[1].replaceAll(',', ''))"
 )
 
 
@@ -134,6 +134,28 @@ def test_a_run_that_ends_says_so_on_the_open_page_and_keeps_what_is_unfolded(ope
     listed.wait_for(
         "[...document.querySelectorAll('tr')].some(row => /ends\\s+finished/.test(row.innerText))"
     )
+
+
+def test_a_curve_gets_a_log_axis_and_shows_the_stretch_that_is_dragged_out(opened, server):
+    window = opened(path_of(opened(server), "done"))
+    picture = "document.querySelector('#chart-loss canvas').toDataURL()"
+    window.page.evaluate(f"window.pictures = [{picture}]")
+    log, every = (window.page.locator("figure:has(#chart-loss) button").nth(place) for place in (0, 1))
+    assert not every.is_visible()
+    log.click()
+    window.wait_for(f"window.pictures.indexOf({picture}) < 0")
+    assert log.get_attribute("aria-pressed") == "true"
+    window.page.evaluate(f"window.pictures.push({picture})")
+    box = window.page.locator("#chart-loss canvas").bounding_box()
+    window.page.mouse.move(box["x"] + 0.5 * box["width"], box["y"] + 90)
+    window.page.mouse.down()
+    window.page.mouse.move(box["x"] + 0.7 * box["width"], box["y"] + 90, steps=3)
+    window.page.mouse.up()
+    window.wait_for(f"window.pictures.indexOf({picture}) < 0")
+    every.click()
+    assert not every.is_visible()
+    window.page.mouse.move(0, 0)
+    window.wait_for(f"window.pictures[1] === {picture}")
 
 
 @pytest.mark.parametrize(("size", "scheme"), LOOKS)

@@ -9,11 +9,12 @@ import typer
 from meshtune.commands.complete import complete_layout
 from meshtune.commands.options import (
     AsJson,
+    PlotWidth,
     Settings,
     announce,
-    folder_of,
     layout_words,
     log,
+    pictures_to,
     show,
     split,
 )
@@ -51,8 +52,13 @@ def dryrun(
     ] = None,
     top: Annotated[int, typer.Option(min=0, help="largest tensors at the peak to show")] = TOP,
     plot: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="write pictures and traces into this folder")
+        Path | None,
+        typer.Option(
+            metavar="DIR|FILE",
+            help="a folder for page, pictures and traces; or pictures as one .png, .svg or .pdf",
+        ),
     ] = None,
+    width: PlotWidth = None,
     as_json: AsJson = False,
 ) -> None:
     """Run the real training step of a layout on fake tensors: memory to the byte, kernels, collectives, time,
@@ -62,7 +68,7 @@ def dryrun(
     announce(file)
     lengths = lengths_of(documents)
     overrides = on_cluster(overrides, gpus, gpu)
-    plot = folder_of("--plot", plot)
+    target = pictures_to(plot, width)
 
     from meshtune import config
     from meshtune.api.dryrun import simulations
@@ -75,14 +81,14 @@ def dryrun(
         documents=lengths,
         log=log,
     )
-    answers = [document(each, top, drawn=panels(each) if plot else ()) for each in done]
+    answers = [document(each, top, drawn=panels(each) if target else ()) for each in done]
     show(joined(answers), as_json=as_json)
-    if plot:
-        for simulation, page in zip(done, answers, strict=True):
-            into = plot / str(simulation.layout) if len(done) > 1 else plot
+    for simulation, page in zip(done, answers, strict=True):
+        if target:
             log(f"drawing {simulation.layout} …")
-            files = write_files(into, simulation, page)
-            log(f"{', '.join(file.name for file in files)} in {into}")
+            one = target.of(str(simulation.layout)) if len(done) > 1 else target
+            files = write_files(one, simulation, page)
+            log(f"{', '.join(file.name for file in files)} in {files[0].parent}")
     check_fits(done)
 
 

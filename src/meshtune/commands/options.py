@@ -23,6 +23,7 @@ from meshtune.yaml_tree import YAML
 
 if TYPE_CHECKING:
     from meshtune.report.draw.document import Document
+    from meshtune.report.draw.picture import Target
 
 ROWS = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow")  # endings of data files
 MOST_NAMED = 5  # runs in a sentence
@@ -49,6 +50,16 @@ TopP = Annotated[
     float, typer.Option(help="draw from the fewest tokens with this probability; needs a temperature")
 ]
 Seed = Annotated[int | None, typer.Option(help="of the drawing; needs a temperature")]
+Plot = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE|DIR",
+        help="pictures: a .html page, one .png, .svg or .pdf, or a folder for a file of each in all formats",
+    ),
+]
+PlotWidth = Annotated[
+    str | None, typer.Option("--width", metavar="84mm", help="of the pictures on paper: mm, cm, in or pt")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="print one JSON document on stdout, all else on stderr")]
 
 
@@ -99,6 +110,17 @@ def folder_of(option: str, path: Path | None) -> Path | None:
     if folder and folder.exists() and not folder.is_dir():
         raise UserError(f"{option} {folder} is a file; name a folder.")
     return folder
+
+
+def pictures_to(plot: Path | None, width: str | None) -> "Target | None":
+    """Resolve --plot and --width; None: no pictures are asked for. Raises as `picture.target`."""
+    if plot is None:
+        if width is not None:
+            raise UserError(f"--width {width} is of pictures; name a file or folder for them with --plot.")
+        return None
+    from meshtune.report.draw.picture import target
+
+    return target(expanded(plot), width)
 
 
 def stdin_lines() -> Iterator[str]:

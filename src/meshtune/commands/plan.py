@@ -17,7 +17,19 @@ import typer
 from meshtune.commands import verify as verification
 from meshtune.commands.command import Command
 from meshtune.commands.complete import complete_layout
-from meshtune.commands.options import AsJson, Settings, announce, layout_words, log, show, split, working
+from meshtune.commands.options import (
+    AsJson,
+    Plot,
+    PlotWidth,
+    Settings,
+    announce,
+    layout_words,
+    log,
+    pictures_to,
+    show,
+    split,
+    working,
+)
 from meshtune.errors import UserError, expanded
 from meshtune.plan.programs import MESHTUNE
 from meshtune.yaml_tree import YAML
@@ -25,6 +37,7 @@ from meshtune.yaml_tree import YAML
 if TYPE_CHECKING:
     from meshtune.config import Config
     from meshtune.plan.answer import Answer
+    from meshtune.report.draw.picture import Target
     from meshtune.tools.export import Written
 
 PLANNING = "counting the model and ranking layouts"
@@ -50,7 +63,6 @@ MemoryBudget = Annotated[
 ]
 Top = Annotated[int, typer.Option(min=1, help="layouts in --full, on the page and in --json")]
 Full = Annotated[bool, typer.Option("--full", help="all reasons, other batches, and what was left out")]
-Plot = Annotated[Path | None, typer.Option(help="pictures: a file ending in .html, .png or .svg")]
 
 
 class WithSubcommands(Command):
@@ -105,6 +117,7 @@ def plan(
     full: Full = False,
     verify: Annotated[int, typer.Option(min=0, help="how many of the best layouts to simulate too")] = 0,
     plot: Plot = None,
+    width: PlotWidth = None,
     as_json: AsJson = False,
 ) -> None:
     """Predict memory and step time of every parallel layout on a cluster, and choose. Needs no GPU and no
@@ -116,8 +129,8 @@ def plan(
         verification.check(tool)
     config = config_of(settings, memory_budget, params)
     search(
-        config, settings or [], tool=tool, top=top, full=full, verify=verify, plot=plot, as_json=as_json,
-        gpus=gpus or (), sort=sort, by=by, budget=budget,
+        config, settings or [], tool=tool, top=top, full=full, verify=verify, plot=pictures_to(plot, width),
+        as_json=as_json, gpus=gpus or (), sort=sort, by=by, budget=budget,
     )  # fmt: skip
 
 
@@ -129,6 +142,7 @@ def explain(
     tool: For = MESHTUNE.name,
     memory_budget: MemoryBudget = None,
     plot: Plot = None,
+    width: PlotWidth = None,
     as_json: AsJson = False,
 ) -> None:
     """Predict memory and time of layouts part by part, with the reasons against each and its levers.
@@ -137,7 +151,9 @@ def explain(
     """
     words = layout_words("plan explain", [layouts])
     config = config_of(settings, memory_budget, params)
-    explain_layouts(config, words, tool=tool, side_by_side=False, plot=plot, as_json=as_json)
+    explain_layouts(
+        config, words, tool=tool, side_by_side=False, plot=pictures_to(plot, width), as_json=as_json
+    )
 
 
 def compare(
@@ -150,6 +166,7 @@ def compare(
     tool: For = MESHTUNE.name,
     memory_budget: MemoryBudget = None,
     plot: Plot = None,
+    width: PlotWidth = None,
     as_json: AsJson = False,
 ) -> None:
     """Set layouts side by side, part by part; or finished runs and their plan.
@@ -159,7 +176,7 @@ def compare(
     words = layout_words("plan compare", [names])
     if runs := runs_of(words):
         file, overrides = split(settings)
-        given = {"--plot": plot, "--params": params, "--memory-budget": memory_budget}
+        given = {"--plot": plot, "--width": width, "--params": params, "--memory-budget": memory_budget}
         given |= {file or "": file, "--for": tool if tool != MESHTUNE.name else None}
         compare_runs(runs, overrides, unused=[name for name in given if given[name]], as_json=as_json)
         return
@@ -169,7 +186,9 @@ def compare(
             "zero3x8-mb1-ga8,zero2x8-mb1-ga8, or folders of finished runs."
         )
     config = config_of(settings, memory_budget, params)
-    explain_layouts(config, words, tool=tool, side_by_side=True, plot=plot, as_json=as_json)
+    explain_layouts(
+        config, words, tool=tool, side_by_side=True, plot=pictures_to(plot, width), as_json=as_json
+    )
 
 
 def largest(
@@ -217,6 +236,7 @@ def export(
     top: Top = TOP,
     full: Full = False,
     plot: Plot = None,
+    width: PlotWidth = None,
     as_json: AsJson = False,
 ) -> None:
     """Plan for another tool, and write the chosen layout as its configuration."""
@@ -225,8 +245,8 @@ def export(
 
     check(tool, config)
     search(
-        config, settings or [], tool=tool, export_to=expanded(to), top=top, full=full, plot=plot,
-        as_json=as_json, gpus=gpus or (), sort=sort, by=by, budget=budget,
+        config, settings or [], tool=tool, export_to=expanded(to), top=top, full=full,
+        plot=pictures_to(plot, width), as_json=as_json, gpus=gpus or (), sort=sort, by=by, budget=budget,
     )  # fmt: skip
 
 
@@ -265,7 +285,7 @@ def search(
     tool: str,
     top: int,
     full: bool,
-    plot: Path | None,
+    plot: "Target | None",
     as_json: bool,
     export_to: Path | None = None,
     verify: int = 0,
@@ -273,19 +293,16 @@ def search(
 ) -> None:
     """Print the best layout with its figures; all reasons and the `top` best layouts if `full`.
 
-    settings: words of the command line that `meshtune train` takes too. tool: that runs the layout. plot: a
-    file for charts; None: none. export_to: the folder that gets the tool's configuration; None: none. verify:
+    settings: words of the command line that `meshtune train` takes too. tool: that runs the layout. plot: for
+    charts; None: none. export_to: the folder that gets the tool's configuration; None: none. verify:
     how many of the best layouts are dry-run, 0 or more. clusters: gpus, sort, by and budget, as
     `api.plan.plan` takes them. Raises as that, and as `verify.verified`.
     """
     from meshtune.api import plan as api
-    from meshtune.report.draw import picture
     from meshtune.report.dryrun import beside
     from meshtune.report.plan import documents, panels
     from meshtune.report.plan.screen import CommandLine
 
-    if plot:
-        picture.check(plot := expanded(plot))
     with working(PLANNING):
         best = api.plan(config, **clusters, tool=tool, log=log)
     written = write_export(config, best, export_to) if export_to else None
@@ -301,8 +318,8 @@ def search(
         log("searching for other batches and cluster sizes to draw …")
         sizes = best.by_size if clusters["gpus"] else None
         drawn = panels.panels(best, best.best(top), sizes, best.batches())
-        picture.write_document(plot, documents.answer(best, top, written, line=line, drawn=drawn))
-        log(f"pictures in {plot}")
+        plot.write(documents.answer(best, top, written, line=line, drawn=drawn))
+        log(f"pictures in {plot.path}")
 
 
 def explain_layouts(
@@ -311,27 +328,24 @@ def explain_layouts(
     *,
     tool: str,
     side_by_side: bool,
-    plot: Path | None,
+    plot: "Target | None",
     as_json: bool,
 ) -> None:
     """Print memory and time of each layout, part by part, the reasons against it, and its levers.
 
     layouts: as text; what they leave open, the planner chooses. tool: that runs them. side_by_side: in one
-    table. plot: a file for charts of them; None: no charts. Raises UserError for a text that isn't a layout.
+    table. plot: for charts of them; None: no charts. Raises UserError for a text that isn't a layout.
     """
     from meshtune.api.plan import explained
-    from meshtune.report.draw import picture
     from meshtune.report.plan import documents
 
-    if plot:
-        picture.check(plot := expanded(plot))
     with working(PLANNING):
         explanations = explained(config, layouts, tool=tool, log=log)
     show(documents.explained(explanations, in_one_table=side_by_side), as_json=as_json)
     if plot:
         drawn = documents.explained_panels(explanations)
-        picture.write_document(plot, documents.explained(explanations, drawn=drawn))
-        log(f"pictures in {plot}")
+        plot.write(documents.explained(explanations, drawn=drawn))
+        log(f"pictures in {plot.path}")
 
 
 def runs_of(words: Sequence[str]) -> list[str]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from meshtune.commands.options import AsJson, runs_there, show, show_json
+from meshtune.commands.options import AsJson, PlotWidth, pictures_to, runs_there, show, show_json
 from meshtune.errors import UserError, expanded
 from meshtune.nearest import path_meant
 from meshtune.report.experiments.database import database_of
@@ -30,10 +30,16 @@ def report(
         Path | None,
         typer.Option(help="the page; default: report.html in the folder, or next to the first of several"),
     ] = None,
-    png: Annotated[
+    plot: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="write each picture of the page as a .png file here, too"),
+        typer.Option(
+            "--plot",
+            "--png",
+            metavar="DIR|FILE",
+            help="pictures too: a folder for a file of each in all formats, or one .png, .svg or .pdf",
+        ),
     ] = None,
+    width: PlotWidth = None,
     by: Annotated[
         str | None, typer.Option(metavar="AXIS", help="a sweep's axis with a small chart for each value")
     ] = None,
@@ -43,12 +49,13 @@ def report(
     as_json: AsJson = False,
 ) -> None:
     """Draw a page: of a run, of several runs compared, of a sweep, or of plans."""
+    pictures_at = pictures_to(plot, width)
     document, default = page_of([expanded(path) for path in paths], by, color)
     file = expanded(out) if out else default
     write_text_atomically(file, document.html())
-    pictures = write_pictures(document, expanded(png)) if png else []
+    pictures = pictures_at.write(document) if pictures_at and document.panels else []
     if as_json:
-        written = {"report": str(file), **({"pictures": list(map(str, pictures))} if png else {})}
+        written = {"report": str(file), **({"pictures": list(map(str, pictures))} if plot else {})}
         show_json(written | {**document.facts})
         return
     if document.kind in ("comparison", "sweep"):
@@ -129,10 +136,3 @@ def of_plans(paths: Sequence[Path]) -> tuple["Document", Path]:
 
     plans = [plan for plan in map(read_plan, paths) if plan]
     return of_files(plans), paths[0].resolve().with_suffix(".html")
-
-
-def write_pictures(document: "Document", folder: Path) -> list[Path]:
-    """Write each picture of a page into the folder, as .png files of their keys."""
-    from meshtune.report.draw.picture import write
-
-    return [write(folder / f"{one.key}.png", [[one]], title=document.name) for one in document.panels]

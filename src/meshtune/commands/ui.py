@@ -40,8 +40,13 @@ def ui(
             "them with: pip install starlette uvicorn"
         ) from error
 
+    folders = [expanded(path) for path in paths or [RUNS]]
+
     def ready(address: str) -> None:
         print(address, flush=True)
+        for path in folders:
+            if not path.exists():
+                notice(f"meshtune: {path} does not exist yet; the page waits for its first run.")
         notice("meshtune: end it with Ctrl-C.")
 
-    serve([expanded(path) for path in paths or [RUNS]], host=host, port=port, token=token, ready=ready)
+    serve(folders, host=host, port=port, token=token, ready=ready)

@@ -270,7 +270,7 @@ ARCHITECTURES = tuple(STANDS_FOR)
 
 
 class Key(NamedTuple):
-    """A key of a kind's table, as in hardware.toml and docs/planning.md."""
+    """A key of a kind's table, as in hardware.toml and docs/clusters.md."""
 
     meaning: str
     form: str = "number"  # above 0; or count, text, words, table, or choice, of `choices`
@@ -337,7 +337,7 @@ def kind_named(name: str, kinds: Mapping[str, Gpu], setting: str = "cluster.gpu"
         raise UserError(
             f"{setting} = {name} is not in the catalogue: it has no bf16 matrix units. Describe it "
             "in a file named by cluster.hardware, and plan with train.precision=fp32; "
-            "docs/planning.md#clusters has the table of a V100."
+            "docs/clusters.md has the table of a V100."
         )
     if others := [maker for maker, words in NOT_RUN_ON.items() if parts & words]:
         raise UserError(

@@ -13,7 +13,7 @@ from meshtune.errors import UserError, expanded
 from meshtune.notebook import Notebook
 from meshtune.report.draw import part as drawn
 from meshtune.report.draw.document import Document, Pictures
-from meshtune.report.draw.picture import check, write_document
+from meshtune.report.draw.picture import target
 from meshtune.rundir import RunDir
 
 SHOWN, IN_TABLE = 5, 100  # best layouts of a plan on its page and in its table
@@ -28,13 +28,12 @@ def part_of(value: Notebook) -> str:
 def picture(value: Notebook, path: str | os.PathLike[str] | None) -> drawn.Picture:
     """All pictures of the value. path: a file to write them to; None: none. Raises as `Notebook.plot`."""
     file = None if path is None else expanded(str(path))
-    if file:
-        check(file)
+    place = file and target(file)
     page = document(value, whole=True)
     if not page.panels:
         raise UserError(f"{page.name}: there is nothing to draw yet.")
-    if file:
-        write_document(file, page)
+    if place:
+        place.write(page)
     return drawn.Picture(page)
 
 

@@ -30,6 +30,7 @@ from meshtune.tools.table import counterpart, reason
 NO_MASTER_WEIGHTS = (
     "with fp32 master weights; axolotl has none unless it shards, which train.precision=bf16-pure is like"
 )
+FROZEN_AS_STORED = "frozen weights keep the checkpoint's dtype, and only the adapter is fp32"
 PEFT_MODULES = ["q_proj", "v_proj"]  # peft's own for llama, mistral, qwen2, qwen3 and gemma
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}  # Phi-3, -4
 MLP = ("gate_proj", "up_proj", "down_proj")
@@ -173,7 +174,16 @@ def precision_of(job: Job) -> Converted:
         pure = dtype == "bfloat16" and not is_lora(job)
         remark = NO_MASTER_WEIGHTS if job.tool == "axolotl" and not (is_lora(job) or job.shards) else ""
         return Converted({"train.precision": "bf16-pure" if pure else "bf16"}, remark)
+    if job.tool == "llama_factory" and is_lora(job) and stored_dtype(job) != "float32":
+        return Converted({"train.precision": "bf16"}, FROZEN_AS_STORED)
     return Converted({"train.precision": "bf16-pure" if dtype == "bfloat16" else "fp32"})
+
+
+def stored_dtype(job: Job) -> str:
+    """Dtype of the weights in a model's folder, bfloat16 where it does not say or is not on this machine."""
+    file = job.read(f"{job.value('model_name_or_path')}/config.json")
+    stored = json.loads(file.read_text(encoding="utf-8")) if file else {}
+    return str(stored.get("dtype") or stored.get("torch_dtype") or "bfloat16")
 
 
 def fp16(value: Any, job: Job) -> Converted:

@@ -37,10 +37,10 @@ class Folders:
     """The given paths: folders of runs, run folders, sweeps' folders or databases."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
-        """Raises UserError for a path that does not exist, and for a file that isn't a sweep's database."""
+        """paths: those that do not exist yet are looked for again. Raises UserError for a file that isn't a
+        sweep's database.
+        """
         for path in paths:
-            if not path.exists():
-                raise UserError(f"{path} does not exist; name run folders, folders of runs, or sweeps.")
             if path.is_file() and database_of(path) is None:
                 raise UserError(
                     f"{path} is not a sweep's database; name run folders, folders of runs, or sweeps."

@@ -13,7 +13,7 @@ from meshtune.errors import UserError
 from meshtune.plan.facts import tensors
 from meshtune.report.compare import MOST_RUNS, NONE, compare, comparison_page
 from meshtune.report.draw.document import Document, OnPage, Pictures
-from meshtune.report.draw.page import EMPTY, text
+from meshtune.report.draw.page import EMPTY, prose, text
 from meshtune.report.draw.table import Markup, Table
 from meshtune.report.experiments.database import counts_by_status, read_facts
 from meshtune.report.experiments.page import sweep_page
@@ -26,12 +26,16 @@ from meshtune.web.folders import Entry, Folders
 from meshtune.web.states import State, first_and_last_rows, state_of
 
 STOP = "USR1"  # signal on which a run ends after a step and its checkpoint (launch/signals.py)
-FOOTER = (
+FOOTER = prose(
     "Made by meshtune from the files of the folders that `meshtune ui` was given. Nothing here changes them."
 )
+WAITING = prose(
+    "There is no run and no sweep yet. `meshtune train` and `meshtune sweep` write them, by default below "
+    "runs/; the first one appears here within some seconds."
+)
 HEADS = (
-    "", "run", "state", "step", "loss", "held-out loss", "tokens/s per device", "planned", "peak memory",
-    "planned", "changed",
+    "", "run", "state", "step", "loss", "held-out loss", "tokens/s per device", "planned speed",
+    "peak memory", "planned memory", "changed",
 )  # fmt: skip
 
 
@@ -106,7 +110,7 @@ def list_page(lines: Sequence[RunLine], sweeps: Sequence[Entry]) -> Document:
     """The list of runs, to be compared, and of sweeps."""
     states = [line.state.word for line in lines]
     counts = " · ".join(f"{states.count(word):,} {word}" for word in dict.fromkeys(states))
-    body = _runs(lines) + _sweeps(sweeps) or EMPTY.format("There is no run and no sweep yet.")
+    body = _runs(lines) + _sweeps(sweeps) or EMPTY.format(WAITING)
     return Document("Runs", (OnPage(body),), subtitle=text(counts), footer=FOOTER)
 
 

@@ -17,7 +17,7 @@ from meshtune.plan.cluster import other_units
 from meshtune.plan.hardware import catalogue, kind_named, kinds_of, table_problems
 from meshtune.sections import ClusterConfig
 
-PAGE = Path(__file__).parents[3] / "docs" / "planning.md"
+PAGE = Path(__file__).parents[3] / "docs" / "clusters.md"
 GOOD: dict[str, Any] = {
     "words": ["H100"], "bf16": 989.4, "fp32": 66.9, "memory_gib": 79.11, "bandwidth": 3350, "link": 450,
     "link_kind": "nvlink", "node": 4, "network": 25, "multiprocessors": 132, "source": "an offer",

@@ -254,3 +254,12 @@ def test_only_torchs_stages_hold_what_they_sent_until_the_step_ends(stack: str, 
     layouts = (f"tp8-pp4-interleaved1f1b-v3-mb1-ga{steps}-full" for steps in (32, 64))
     fewer, more = (float(peak(gpt(24, 4096, 32), columns(text), how, 2048).peak[0]) for text in layouts)
     assert (more > 1.1 * fewer) if held else (more == fewer)
+
+
+@pytest.mark.parametrize("ending", ["", "-compiled"])
+def test_tools_that_run_the_same_blocks_have_the_same_elementwise_passes(ending: str) -> None:
+    passes = {
+        tuple(value for key, value in stacks()[f"{name}{ending}"].items() if key.startswith("elementwise_"))
+        for name in ("meshtune", "trainer-fsdp2", "deepspeed")
+    }
+    assert len(passes) == 1

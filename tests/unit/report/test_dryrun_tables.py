@@ -28,6 +28,7 @@ from meshtune.meter.trace import (
     WEIGHTS,
     Storage,
 )
+from meshtune.report.draw.picture import target
 from meshtune.report.dryrun.document import document, panels, write_files
 from meshtune.report.dryrun.living import Alike, Peak, alike, by_module
 from meshtune.report.dryrun.remedies import remedy
@@ -234,13 +235,16 @@ def test_a_page_of_one_rank_has_no_empty_table():
 @pytest.mark.ci
 def test_files_are_the_page_and_a_picture_of_each_panel(tmp_path):
     run = simulation_of("zero3x8-pp3-1f1b-mb1-ga3", trace_of(), times=[time_of(0)] * 2)
-    files = write_files(tmp_path / "plots", run, document(run, drawn=panels(run)), suffix=".svg")
+    page = document(run, drawn=panels(run))
+    files = write_files(target(tmp_path / "plots"), run, page)
+    drawn = ("memory_of_rank_0", "pipeline", "streams_of_rank_0")
     assert [file.name for file in files] == [
-        "dryrun.html", "memory_of_rank_0.svg", "pipeline.svg", "streams_of_rank_0.svg", "trace.json",
+        "dryrun.html", *(f"{name}.{kind}" for name in drawn for kind in ("png", "svg", "pdf")), "trace.json",
         "rank-0.pickle",
     ]  # fmt: skip
     assert all(file.stat().st_size > 1000 for file in files)
-    assert all("simulated" in file.read_text() for file in files[1:4])
+    assert all("simulated" in file.read_text() for file in files if file.suffix == ".svg")
+    assert write_files(target(tmp_path / "a.svg", "84mm").of("x"), run, page) == [tmp_path / "a-x.svg"]
 
 
 @pytest.mark.parametrize("width", [60, 120])

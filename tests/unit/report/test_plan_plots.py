@@ -13,6 +13,7 @@ from cases import cases
 from golden import refuses
 from page_data import charts_of, valid
 
+from meshtune.commands.options import pictures_to
 from meshtune.errors import UserError
 from meshtune.layout import Layout
 from meshtune.placement.rules import Traits
@@ -25,7 +26,7 @@ from meshtune.plan.work import Work
 from meshtune.report.draw import vega
 from meshtune.report.draw.charts import specification
 from meshtune.report.draw.kinds import Areas, HeatMap, Interval, Scatter, Stacks, Timeline
-from meshtune.report.draw.picture import in_rows, known_suffix, write_document
+from meshtune.report.draw.picture import in_rows, known_suffix, target
 from meshtune.report.draw.picture import specification as picture_of
 from meshtune.report.draw.theme import LIGHT, config
 from meshtune.report.plan.documents import CommandLine
@@ -160,7 +161,7 @@ def test_page_and_picture_draw_the_same_numbers(drawn):
 def test_the_page_is_one_file_that_asks_nobody_and_obeys_no_name(answer, tmp_path):
     file = tmp_path / "new" / "plan.html"
     drawn = panels(answer, answer.best(10), batches=answer.batches())
-    write_document(file, document_of(answer, line=CommandLine("plan <x>", "a=<x>"), drawn=drawn))
+    target(file).write(document_of(answer, line=CommandLine("plan <x>", "a=<x>"), drawn=drawn))
     text = file.read_text()
     own = text[: text.index("<script")] + text[text.index("</script>") :]
     assert "1b &lt;x&gt;" in own and "<x>" not in own
@@ -174,7 +175,7 @@ def test_without_altair_the_picture_is_refused_with_the_remedy(answer, tmp_path,
     monkeypatch.setitem(sys.modules, "altair", None)
     for suffix in ("html", "png", "svg"):
         with refuses(UserError):
-            write_document(tmp_path / f"plan.{suffix}", document_of(answer))
+            target(tmp_path / f"plan.{suffix}").write(document_of(answer))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -243,18 +244,50 @@ def test_a_timeline_has_a_bar_for_each_interval_in_its_lane():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("suffix", "start"), cases([("png", b"\x89PNG"), ("svg", b"<svg")], ci=1))
+@pytest.mark.parametrize(
+    ("suffix", "start"), cases([("png", b"\x89PNG"), ("svg", b"<svg"), ("pdf", b"%PDF")], ci=1)
+)
 def test_pictures_are_written_whole(answer, tmp_path, suffix, start):
     file = tmp_path / f"plan.{suffix}"
-    write_document(file, document_of(answer, drawn=panels(answer, answer.best(10))))
+    target(file).write(document_of(answer, drawn=panels(answer, answer.best(10))))
     assert file.read_bytes()[:4] == start and file.stat().st_size > 20_000
     assert [each.name for each in tmp_path.iterdir()] == [file.name]
 
 
-def test_an_unknown_suffix_is_refused_with_the_ones_that_are_known(answer, tmp_path):
-    for name in ("plan.gif", "plan"):
+@pytest.mark.ci
+def test_each_picture_of_a_folder_is_as_wide_as_a_column_in_every_format(answer, tmp_path):
+    document = document_of(answer, drawn=panels(answer, answer.best(3)))
+    files = target(tmp_path / "figures", "8.4cm").write(document)
+    keys = ("memory", "time", "memory_over_time", "front")
+    assert {file.name for file in files} == {
+        f"{key}.{kind}" for key in keys for kind in ("png", "svg", "pdf")
+    }
+    for key in keys:
+        svg = (tmp_path / "figures" / f"{key}.svg").read_text()
+        assert 'width="84.0000mm"' in svg
+        drawn = float(re.search(r'viewBox="0 0 ([\d.]+)', svg)[1])
+        assert drawn == pytest.approx(84 * 96 / 25.4, rel=0.08)  # px, so that texts keep their size
+        png = (tmp_path / "figures" / f"{key}.png").read_bytes()
+        assert int.from_bytes(png[16:20]) == round(84 * 300 / 25.4)
+        pdf = (tmp_path / "figures" / f"{key}.pdf").read_bytes()
+        assert float(re.search(rb"/MediaBox \[0 0 ([\d.]+)", pdf)[1]) == pytest.approx(
+            84 * 72 / 25.4, abs=0.01
+        )
+
+
+def test_places_and_widths_of_pictures_that_cannot_be_are_refused(tmp_path):
+    (tmp_path / "file").touch()
+    for name, width in (
+        ("plan.gif", None),
+        ("file", None),
+        ("a.svg", "84"),
+        ("a.svg", "3mm"),
+        ("a.html", "84mm"),
+    ):
         with refuses(UserError):
-            write_document(tmp_path / name, document_of(answer))
+            target(tmp_path / name, width)
+    with refuses(UserError):
+        pictures_to(None, "84mm")
     assert known_suffix(tmp_path / "PLAN.PNG", (".png",)) == ".png"
 
 

@@ -301,14 +301,14 @@ def test_the_fastest_of_a_key_is_chosen():
 
 @pytest.mark.all
 def test_the_command_takes_a_database_or_its_folder_and_writes_pictures(database, tmp_path, capsys):
-    report([database.parent], png=tmp_path / "pictures", as_json=True)
+    report([database.parent], plot=tmp_path / "pictures", as_json=True)
     facts = json.loads(capsys.readouterr().out)
     assert facts["report"] == str(tmp_path / "report.html")
     assert facts["experiments"] == {"done": 18, "out of memory": 1, "refused": 1}
     assert {file.name for file in (tmp_path / "pictures").iterdir()} >= {
         "best_layouts.png",
         "front.png",
-        "weak.png",
+        "weak.pdf",
     }
     report([database], out=tmp_path / "here.html")
     assert capsys.readouterr().out.endswith(f"\n{tmp_path / 'here.html'}\n")

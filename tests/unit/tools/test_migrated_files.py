@@ -383,6 +383,26 @@ def test_the_trainer_s_own_keys_and_gpus_come_first(migrated: Migrate) -> None:
     assert "launcher.yaml: deepspeed" in {note.key for note in result.ignored}
 
 
+@pytest.mark.parametrize(
+    ("kind", "stored", "precision"),
+    [
+        ("lora", None, "bf16"),
+        ("lora", "bfloat16", "bf16"),
+        ("lora", "float32", "fp32"),
+        ("full", None, "fp32"),
+    ],
+)
+def test_llama_factory_upcasts_only_what_it_trains(
+    kind: str, stored: str | None, precision: str, migrated: Migrate, tmp_path: Path
+) -> None:
+    if stored:
+        (tmp_path / "base").mkdir()
+        (tmp_path / "base" / "config.json").write_text(json.dumps({"dtype": stored}))
+    result = migrated(FACTORY, finetuning_type=kind, model_name_or_path="base")
+    assert result.settings["train.precision"] == precision
+    says(result.origins["train.precision"])
+
+
 def test_precision_of_a_launcher_counts_where_the_trainer_has_none(migrated: Migrate) -> None:
     assert migrated(FACTORY, launcher=ACCELERATE).settings["train.precision"] == "bf16"
     assert migrated(FACTORY, pure_bf16=True, launcher=ACCELERATE).settings["train.precision"] == "bf16-pure"

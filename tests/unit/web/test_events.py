@@ -4,11 +4,13 @@ import asyncio
 import json
 import re
 from contextlib import nullcontext
+from itertools import pairwise
+from statistics import fmean
 
 import pytest
 from live_runs import end_row, locked, step_row, write_run
 
-from meshtune.report.run.panels import Points
+from meshtune.report.run.panels import SMOOTHED_PART, Points
 from meshtune.report.run.report import run_page, run_panels
 from meshtune.web import events
 from meshtune.web.events import Drawing, Followed, Hidden, Stamp
@@ -61,9 +63,9 @@ async def test_rows_become_points_of_the_curves_at_once(run):
     event = await waiting
     assert event["event"] == "rows"
     data = json.loads(event["data"])
-    assert data["end"] == 61 and data["points"]["loss"] == [{"x": 61, "y0": 0.0655738, "y1": 0.0655738}]
+    assert data["end"] == 61 and data["points"]["loss"] == [{"x": 61, "y0": 0.0655738, "y1": 0.0661202}]
     assert data["points"]["memory"] == [{"x": 61, "y0": 3.0}]
-    assert "61 steps" in data["html"]["subtitle"] and "0.0656" in data["html"]["before"]
+    assert "step 61 of 500" in data["html"]["subtitle"] and "0.0656" in data["html"]["before"]
     await stream.aclose()
     assert event["id"].endswith(".1")
 
@@ -223,18 +225,27 @@ async def test_streams_of_a_run_that_may_not_be_shown_any_more_end(run):
         await page.html()
 
 
-def test_points_are_those_that_a_new_drawing_would_have(tmp_path):
-    """Values as they are, means as the running mean ends; a held-out loss goes to its own curve."""
+def test_points_are_those_of_the_rows_that_came_later(tmp_path):
+    """Values as they are, means over half of the window; a held-out loss goes to its own curve."""
     rows = [step_row(step, loss=5 + (step * 7919 % 100) / 100) for step in range(1, 402)]
     evals = [{"kind": "eval", "step": step, "loss": 3.0 - step / 1000} for step in (200, 400)]
     early = rows[:400] + evals[:1]
     points = Points(run_panels(early))
     added = points.of([rows[400], evals[1]])
     whole = {panel.key: panel for panel in run_panels([*early, rows[400], evals[1]])}
-    first, second, held_out = whole["loss"].series
+    first, _, held_out = whole["loss"].series
     by_step = {point["x"]: point for point in added["loss"]}
     assert by_step[401]["y0"] == pytest.approx(first.y[-1], rel=1e-5)
-    assert by_step[401]["y1"] == pytest.approx(second.y[-1], rel=1e-5)
+    half = 400 // SMOOTHED_PART // 2 + 1
+    assert by_step[401]["y1"] == pytest.approx(fmean(first.y[-half:]), rel=1e-5)
     assert by_step[400] == {"x": 400, "y2": pytest.approx(held_out.y[-1])}
     assert points.end == 401
     assert points.of([rows[3], rows[399]]) == {}, "they are on the page"
+
+
+def test_a_smoothed_curve_stays_smooth_where_rows_come_later() -> None:
+    rows = [step_row(step, loss=5 + (step * 7919 % 100) / 100) for step in range(1, 502)]
+    drawn = {panel.key: panel for panel in run_panels(rows[:400])}["loss"].series[1].y[50:-50]
+    added = [point["y1"] for point in Points(run_panels(rows[:400])).of(rows[400:])["loss"]]
+    roughest = [max(abs(one - before) for before, one in pairwise(curve)) for curve in (drawn, added)]
+    assert roughest[1] < 3 * roughest[0]

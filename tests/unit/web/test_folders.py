@@ -87,12 +87,19 @@ def test_sentences_name_files_from_the_given_folder_on(given):
     assert folders.without_paths("/a/b can't be read.") == "/a/b can't be read."
 
 
-def test_paths_that_show_nothing_are_refused(tmp_path):
-    with refuses(UserError):
-        Folders([tmp_path / "missing"])
+def test_a_file_that_is_no_database_is_refused(tmp_path):
     (tmp_path / "file").write_text("x")
     with refuses(UserError):
         Folders([tmp_path / "file"])
+
+
+def test_a_folder_that_does_not_exist_yet_is_waited_for(tmp_path):
+    folders = Folders([tmp_path / "runs"])
+    assert folders.entries == {} and "meshtune train" in pages.list_page([], []).before
+    write_run(tmp_path / "runs" / "first", 1)
+    folders.find()
+    (entry,) = folders.entries.values()
+    assert (entry.name, entry.kind) == ("first", "run") and folders.may_show(entry)
 
 
 def state(run: RunDir, status: str) -> tuple[str, str]:

@@ -4,6 +4,7 @@ Importing this module imports Altair: import it inside the function that draws, 
 """
 
 import json
+import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -63,18 +64,24 @@ def specification(
     if isinstance(panel, Lines):
         names = tuple(Series(one.name, one.role, (), (), one.colour) for one in panel.series)
         empty = replace(panel, series=names, x_end=None)
-        spec = json.loads(_of_curves(empty, dotted(panel), width, title_offset))
+        spec = json.loads(_of_curves(empty, dotted(panel), width, title_offset, narrow))
         spec["data"]["values"] = points(panel)["values"]
         name, end = end_of(panel)
         next(one for one in spec["params"] if one["name"] == name)["value"] = end
         return spec
     with debug_mode(False):
         chart = drawn(panel, named=named, narrow=narrow, pointed=width == "container")
-        return _specification(chart, panel, width, title_offset)
+        return _specification(chart, panel, width, title_offset, narrow)
+
+
+def _wrapped(text: str, characters: float) -> list[str]:
+    return textwrap.wrap(text, round(characters)) or [NO_UNIT]
 
 
 @lru_cache(maxsize=256)
-def _of_curves(empty: Lines, dots: Sequence[bool], width: Width, title_offset: int | None) -> str:
+def _of_curves(
+    empty: Lines, dots: Sequence[bool], width: Width, title_offset: int | None, narrow: bool
+) -> str:
     """Specification, as JSON, of a panel of curves without their points: Altair takes longest for it, and
     the page of a run that continues needs it again and again.
     """
@@ -85,7 +92,11 @@ def _of_curves(empty: Lines, dots: Sequence[bool], width: Width, title_offset: i
 
 
 def _specification(
-    chart: alt.LayerChart | alt.FacetChart, panel: Panel, width: Width, title_offset: int | None
+    chart: alt.LayerChart | alt.FacetChart,
+    panel: Panel,
+    width: Width,
+    title_offset: int | None,
+    narrow: bool = False,
 ) -> dict[str, Any]:
     """A chart as `specification` gives it. Altair's checks, which tests make, take half of its time."""
     if isinstance(chart, alt.FacetChart):  # which a page gives its width
@@ -98,6 +109,9 @@ def _specification(
         chart = chart.properties(autosize=alt.AutoSizeParams(type="fit-x", contains="padding"))
     if title_offset is not None:
         title = alt.Title(panel.title, subtitle=panel.unit or NO_UNIT, offset=title_offset)
+        if narrow and width != "container":  # lines as long as the picture
+            title.text, title.subtitle = _wrapped(panel.title, width / 7), _wrapped(panel.unit, width / 6)
+            title.frame = "bounds"
         chart = chart.properties(title=title)
     return {name: value for name, value in chart.to_dict(validate=False).items() if name != "config"}
 
@@ -129,6 +143,7 @@ def drawn(
 # Stacks: horizontal bars cut into parts #
 
 BAR, NARROW_BAR = 28, 44  # px of height for each bar
+NARROW_PART = 12  # px of height for each of several bars of a name, on a phone
 # of that: between bars, and at both ends
 PADDING, NARROW_PADDING = (0.3, 0.15), (0.55, 0.4)
 MOST_NAME = 52  # characters above a bar on a phone
@@ -181,7 +196,7 @@ def stacks(panel: Stacks, *, named: bool = True, narrow: bool = False) -> alt.La
     layers: Layers = [drawn]
     step = NARROW_BAR if narrow else BAR
     if not panel.stacked:
-        step = step / 2 * len(panel.parts) / (1 - inner)
+        step = (NARROW_PART if narrow else BAR / 2) * len(panel.parts) / (1 - inner)
     if narrow:
         layers.append(_names_above(panel, step * (1 - inner) / 2 + 7).encode(y=y))
     elif panel.ends:

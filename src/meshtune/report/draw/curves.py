@@ -47,7 +47,9 @@ def dotted(panel: Lines) -> tuple[bool, ...]:
 
 
 def end_of(panel: Lines) -> tuple[str, float]:
-    """Name and value of the parameter that ends the x axis. A page which continues sets it."""
+    """Name and value of the parameter that ends the x axis. A page sets it as its run continues and, with
+    `begin_…`, to zoom.
+    """
     last = max((one.x[-1] for one in panel.series if one.x), default=1)
     return f"end_{panel.key}", panel.x_end or last or 1
 
@@ -56,11 +58,20 @@ def lines(panel: Lines, dots: Sequence[bool] | None = None, *, pointed: bool = T
     """Chart of a panel's curves. dots: of `dotted`. pointed: with a tooltip of all curves' values at an x."""
     data, fields = points(panel), [f"y{n}" for n in range(len(panel.series))]
     name, value = end_of(panel)
-    end = alt.param(name=name, value=value)
-    ends = (f"-{MARGIN} * {name}", f"{1 + MARGIN} * {name}")
+    end, begin = alt.param(name=name, value=value), alt.param(name=f"begin_{panel.key}", value=0)
+    margin = f"{MARGIN} * ({name} - {begin.name})"
+    ends = (f"{begin.name} - {margin}", f"{name} + {margin}")
+    inside = f"datum.x >= {begin.name} && datum.x <= {name}"
     across = alt.X("x:Q").scale(domain=[alt.ExprRef(one) for one in ends], nice=False)
     across = across.axis(
-        format=",d", grid=False, tickCount=8, tickMinStep=1, title=plain(panel.x_title), titleAnchor="end"
+        format=",d",
+        grid=False,
+        tickCount=8,
+        tickMinStep=1,
+        title=plain(panel.x_title),
+        titleAnchor="end",
+        labelOverlap=True,
+        labelSeparation=10,
     )
     up = alt.Scale(zero=panel.from_zero, nice=5)
     names = [one.name for one in panel.series]
@@ -79,12 +90,12 @@ def lines(panel: Lines, dots: Sequence[bool] | None = None, *, pointed: bool = T
         point = alt.OverlayMarkDef(size=36) if with_dots else False
         layers.append(
             base.mark_line(strokeWidth=1 if one.role == "raw" else 2, point=point)
-            .transform_filter(f"isValid(datum.{field})")
+            .transform_filter(f"isValid(datum.{field}) && {inside}")
             .transform_calculate(series=json.dumps(one.name))
             .encode(y=alt.Y(f"{field}:Q", scale=up, axis=ticks), color=colour, opacity=strength)
         )
-    layers += [_pointer(alt.Chart(data), panel, fields, ends)] if pointed else []
-    return layered(layers).add_params(end).properties(height=panel.height)
+    layers += [_pointer(alt.Chart(data).transform_filter(inside), panel, fields, ends)] if pointed else []
+    return layered(layers).add_params(end, begin).properties(height=panel.height)
 
 
 def _pointer(base: alt.Chart, panel: Lines, fields: Sequence[str], ends: tuple[str, str]) -> alt.Chart:
@@ -160,7 +171,7 @@ def scatter(panel: Scatter, *, narrow: bool = False) -> alt.LayerChart:
 
 
 SMALL, APART = 4, 22  # charts side by side at most, and px between them
-SMALL_HEIGHT = 200  # px
+SMALL_HEIGHT, LOW = 200, 140  # px, and in a column of a paper
 CROWDED = 26  # characters below a small chart, from which they are turned
 
 
@@ -189,7 +200,7 @@ def multiples(panel: Multiples, *, narrow: bool = False) -> alt.LayerChart | alt
     line = base.transform_filter("datum.joined > 0").mark_line(
         strokeWidth=2, point=alt.OverlayMarkDef(size=36)
     )
-    chart = layered([dots, line]).properties(height=SMALL_HEIGHT, data=data)
+    chart = layered([dots, line]).properties(height=LOW if narrow else SMALL_HEIGHT, data=data)
     if len(panel.heads) < 2:
         return chart
     head = alt.Header(title=None, labelAnchor="start", labelPadding=4)

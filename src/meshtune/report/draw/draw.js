@@ -6,6 +6,8 @@ const ROWS = "rows";  // name of a chart's table in its view
 let page = given();
 let drawn = {};  // key of a chart -> its view
 let added = {};  // key of a chart -> points that came after the page
+const logged = new Set(), zoomed = {};  // keys of charts with a log axis; key -> the stretch of x that is shown
+let dragged = null;  // where the button of the mouse went down in a chart of curves
 
 function given() {
   return JSON.parse(document.getElementById("charts").textContent);
@@ -42,7 +44,17 @@ function specification(key, chart) {
     const {clientWidth} = document.getElementById("chart-" + key);
     spec.spec.width = Math.max(40, Math.floor((clientWidth - LEFT + spec.spacing) / spec.columns - spec.spacing));
   }
-  return spec;
+  return logged.has(key) ? logarithmic(spec) : spec;
+}
+
+function logarithmic(spec) {
+  const layer = spec.layer.map(one => {
+    const y = one.encoding.y;
+    if (!y) return one;
+    const transform = [...one.transform, {filter: `datum.${y.field} > 0`}];
+    return {...one, transform, encoding: {...one.encoding, y: {...y, scale: {type: "log", nice: false}}}};
+  });
+  return {...spec, layer};
 }
 
 async function embed(key, chart) {
@@ -57,12 +69,71 @@ async function embed(key, chart) {
 
 async function draw() {
   await Promise.all(Object.entries(charts()).map(([key, chart]) => embed(key, chart)));
+  switches();
+}
+
+// Gives each chart of curves a button for a log axis and, while a stretch of it is shown, one for all of it.
+function switches() {
+  for (const [key, chart] of Object.entries(charts())) {
+    const caption = document.getElementById("chart-" + key)?.parentElement.querySelector("figcaption");
+    if (!caption || !hasEnd(chart, key)) continue;
+    for (const name of caption.querySelector("button") ? [] : ["log", "all"]) {
+      const button = document.createElement("button");
+      Object.assign(button, {type: "button", textContent: name, title: "log axis; drag across the chart to zoom"});
+      button.dataset.key = key;
+      caption.append(button);
+    }
+    const [log, all] = caption.querySelectorAll("button");
+    log.setAttribute("aria-pressed", logged.has(key));
+    all.hidden = !zoomed[key];
+  }
+}
+
+async function zoom(key, ends) {
+  if (ends) zoomed[key] = ends;
+  else delete zoomed[key];
+  await insert(key, []);
+  switches();
+}
+
+document.addEventListener("click", async ({target}) => {
+  const key = target.dataset?.key;
+  if (key === undefined) return;
+  if (target.textContent === "all") return zoom(key);
+  if (!logged.delete(key)) logged.add(key);
+  await embed(key, charts()[key]);
+  switches();
+});
+
+document.addEventListener("mousedown", event => {
+  const key = event.target.closest?.(".chart")?.id.slice("chart-".length), view = drawn[key];
+  const curves = view && event.target.matches("canvas") && hasEnd(charts()[key], key);
+  dragged = curves ? {key, view, from: event.clientX, x: event.offsetX - view.origin()[0]} : null;
+});
+
+document.addEventListener("mouseup", event => {
+  if (!dragged || Math.abs(event.clientX - dragged.from) < 8) return;
+  const {key, view, from, x} = dragged, places = [x, x + event.clientX - from].sort((one, other) => one - other);
+  const [begin, end] = places.map(place => Math.round(view.scale("x").invert(place)));
+  const stretch = [Math.max(0, begin), Math.min(allOf(key)[1], end)];
+  if (stretch[1] > stretch[0]) zoom(key, stretch);
+});
+
+document.addEventListener("dblclick", event => {
+  const key = event.target.closest?.(".chart")?.id.slice("chart-".length);
+  if (zoomed[key]) zoom(key);
+});
+
+// First and last x of a chart of curves.
+function allOf(key) {
+  return [0, added[key]?.end ?? charts()[key].params.find(one => one.name === "end_" + key).value];
 }
 
 async function insert(key, points = added[key]?.points ?? []) {
-  const view = drawn[key], end = added[key]?.end;
-  if (!view || end === undefined) return;
-  view.signal("end_" + key, end);
+  const view = drawn[key];
+  if (!view || !hasEnd(charts()[key], key)) return;
+  const [begin, end] = zoomed[key] ?? allOf(key);
+  view.signal("begin_" + key, begin).signal("end_" + key, end);
   if (points.length) view.insert(ROWS, points.map(point => ({...point})));
   await view.runAsync();
 }
@@ -97,9 +168,9 @@ async function renew(others) {
     const view = drawn[key];
     if (!view || !before[key] || form(before[key], key) !== form(chart, key)) return embed(key, chart);
     view.data(ROWS, specification(key, chart).data.values);
-    view.signal("end_" + key, chart.params.find(one => one.name === "end_" + key).value);
-    return view.runAsync();
+    return insert(key);
   }));
+  switches();
 }
 
 // Text that is equal for charts which differ in their table and the end of their axis alone.

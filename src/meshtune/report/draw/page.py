@@ -2,6 +2,7 @@
 
 import html
 import json
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -21,14 +22,19 @@ def tiles(figures: Iterable[Sequence[str]], *, wide: bool = False) -> str:
     return f"<dl class='tiles{' four' * wide}'>{cells}</dl>"
 
 
+def prose(line: Any) -> str:
+    """HTML of a sentence, in which what stands between backticks is code."""
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", text(line))
+
+
 def notes(lines: Iterable[str]) -> str:
     """HTML of pale paragraphs; "" without lines."""
-    return "".join(f"<p class='note'>{text(line)}</p>" for line in lines)
+    return "".join(f"<p class='note'>{prose(line)}</p>" for line in lines)
 
 
 def sentences(title: str, lines: Iterable[str], *, numbered: bool = False) -> str:
     """HTML of a heading, if there is one, and a list; "" without lines."""
-    items = "".join(f"<li>{text(line)}</li>" for line in lines)
+    items = "".join(f"<li>{prose(line)}</li>" for line in lines)
     heading, kind = f"<h2>{text(title)}</h2>" if title else "", "ol" if numbered else "ul"
     return f"<section>{heading}<{kind}>{items}</{kind}></section>" if items else ""
 
@@ -113,23 +119,36 @@ pre.command { white-space: pre-wrap; overflow-wrap: anywhere; }
 .plots .chart { width: 100%; }
 figcaption { font-weight: 600; margin-bottom: 6px; }
 figcaption small { margin-left: 6px; }
+figcaption button {
+  float: right; margin-left: 8px; padding: 0 8px; font: 12px/1.6 var(--sans); color: var(--soft);
+  background: var(--card); border: 1px solid var(--line); border-radius: 6px;
+}
+figcaption button[aria-pressed=true] { color: var(--paper); background: var(--ink); }
 
+progress { display: block; width: 100%; height: 10px; margin: 24px 0 -12px; accent-color: var(--right); }
 .note { color: var(--soft); font-size: 13px; margin: 20px 0 0; }
 
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; }
 th { text-align: left; font-weight: 500; color: var(--soft); font-size: 13px; }
-.wide.tall { max-height: 75vh; overflow: auto; border: 1px solid var(--line); border-radius: 8px; }
+.wide.tall {
+  max-height: 75vh; overflow: auto; margin-top: 16px; border: 1px solid var(--line); border-radius: 8px;
+}
 .tall table { min-width: 100%; }
 .tall thead th {
   position: sticky; top: 0; background: var(--card); padding: 6px 12px; vertical-align: bottom;
+  white-space: normal; overflow-wrap: normal; z-index: 2;
 }
 .tall td {
   padding: 5px 12px; white-space: nowrap; max-width: 420px; overflow: hidden; text-overflow: ellipsis;
 }
-.tall .listing thead th.left, .tall .listing td.left { text-align: left; }
 #chosen thead th { white-space: nowrap; }
-.tall tr > :first-child { width: 28px; padding: 0 0 0 12px; }
+.tall .facts td, .tall .facts th { padding: 6px 12px; vertical-align: baseline; }
+.tall tr > :nth-child(-n+2) { position: sticky; left: 0; background: var(--paper); z-index: 1; }
+.tall thead tr > :nth-child(-n+2) { background: var(--card); z-index: 3; }
+.tall .facts tr > :first-child { min-width: 34px; padding-right: 0; }
+.tall .facts tr > :nth-child(2) { left: 34px; }
+.tall td input { margin: 0; vertical-align: -2px; }
 th button { all: unset; cursor: pointer; overflow-wrap: normal; }
 th button:focus-visible { outline: 2px solid var(--right); }
 th[aria-sort=ascending] button::after { content: " ▲"; }
@@ -161,7 +180,7 @@ label { color: var(--soft); font-size: 13px; margin-left: 6px; }
 .facts.numbers th { width: auto; }
 .facts.numbers td, .facts.numbers thead th { text-align: right; }
 .layouts td.layout, .layouts th.layout { text-align: left !important; }
-.listing td.left, .listing th.left { text-align: left; }
+.facts.listing td.left, .facts.listing thead th.left { text-align: left; }
 .listing td, .listing th { padding-right: 20px; border-bottom: 1px solid var(--line); }
 .listing .total { font-weight: 600; }
 .layouts .why { color: var(--soft); font: 13px/1.45 var(--sans); margin-top: 3px; max-width: 560px; }
@@ -180,7 +199,16 @@ code { background: var(--card); border-radius: 4px; padding: 2px 6px; overflow-w
 summary { cursor: pointer; color: var(--soft); }
 .empty, footer { color: var(--soft); }
 footer { margin-top: 56px; padding-top: 14px; border-top: 1px solid var(--line); font-size: 13px; }
+@media (min-width: 1144px) {
+  .wide.tall { --all: min(1480px, 100vw - 64px); width: var(--all); }
+  .wide.tall { margin-left: calc((100% - var(--all)) / 2); }
+}
 @media (max-width: 720px) {
+  .tall tr > :nth-child(2) { min-width: 110px; white-space: normal; overflow-wrap: anywhere; }
+  .tall td.left { min-width: 170px; white-space: normal; }
+  .wide:not(.tall) > .numbers:not(.layouts) tr > :first-child {
+    position: sticky; left: 0; background: var(--paper);
+  }
   .plots { grid-template-columns: minmax(0, 1fr); }
   main { padding: 28px 16px; }
   .tiles.four { grid-template-columns: repeat(auto-fit, minmax(140px, 1fr)); }

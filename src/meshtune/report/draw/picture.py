@@ -1,19 +1,23 @@
-"""Panels as one .png or .svg picture, in rows, drawn without a browser."""
+"""Panels as .png, .svg and .pdf pictures, drawn without a browser: several in rows, or each in a file."""
 
 import html
-import os
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from meshtune.errors import UserError
 from meshtune.report.draw import vega
-from meshtune.report.draw.document import Document
+from meshtune.report.draw.document import Document, Pictures
 from meshtune.report.draw.kinds import Areas, HeatMap, Lines, Multiples, Panel, Scatter, Stacks, Timeline
 from meshtune.report.draw.theme import LIGHT, config
-from meshtune.rundir import write_text_atomically
+from meshtune.rundir import write_atomically, write_text_atomically
 
-SUFFIXES = (".png", ".svg")
+SUFFIXES = (".png", ".svg", ".pdf")
+PX = {"mm": 96 / 25.4, "cm": 96 / 2.54, "in": 96.0, "pt": 96 / 72}  # px of a unit of length
+LEAST, MOST = 40 * PX["mm"], 1000 * PX["mm"]  # px of a picture's width
+NARROW, HEIGHT = 520, 0.62  # px of width below which pictures are of columns, and their height as a share
 PAGE = ".html"
 WIDTH, GAP = 1200, 44  # px of a picture, and between charts side by side
 NUMBERS, UNNAMED = 52, 8  # px left of a chart for the labels of a number axis, or for none
@@ -33,26 +37,71 @@ def known_suffix(file: Path, known: Sequence[str] = SUFFIXES) -> str:
     return suffix
 
 
-def check(file: Path) -> str:
-    """Suffix in lower case of a file that `write_document` can write. Raises UserError for another one, and
-    without Altair.
+@dataclass(frozen=True)
+class Target:
+    """Place of pictures: a page, one picture of all, or a folder with a file for each of them in every format
+    of SUFFIXES.
     """
-    suffix = known_suffix(file, (PAGE, *SUFFIXES))
+
+    path: Path
+    width: float | None = None  # px of each picture; None: WIDTH about, for a screen
+
+    @property
+    def is_folder(self) -> bool:
+        return not self.path.suffix or self.path.is_dir()
+
+    def of(self, name: str) -> "Target":
+        """Place of one of several documents: a folder in the folder, or the file with its name."""
+        path = self.path
+        return replace(self, path=path / name if self.is_folder else path.with_stem(f"{path.stem}-{name}"))
+
+    def write(self, document: Document) -> list[Path]:
+        """Write the document as a page or its pictures, and return the files."""
+        if self.path.suffix.lower() == PAGE:
+            write_text_atomically(self.path, document.html())
+            return [self.path]
+        if not self.is_folder:
+            return save(picture_of(document, self.width), self.path, width=self.width)
+        return [
+            file
+            for panel in document.panels
+            for file in save(
+                picture_of(replace(document, parts=[Pictures([panel])]), self.width),
+                *(self.path / f"{panel.key}{suffix}" for suffix in SUFFIXES),
+                width=self.width,
+            )
+        ]
+
+
+def target(path: Path, width: str | None = None) -> Target:
+    """Check the values of --plot and --width. Raises UserError for another ending and for
+    another width, NotDrawn without Altair.
+    """
+    suffix = "" if Target(path).is_folder else known_suffix(path, (PAGE, *SUFFIXES))
+    if not suffix and path.is_file():
+        raise UserError(f"{path} is a file; name a folder, or a file ending in {', '.join(SUFFIXES)}.")
     vega.require()
-    return suffix
+    if width is None:
+        return Target(path)
+    if suffix == PAGE:
+        raise UserError(f"--width {width} is of pictures; {path} is a page, as wide as its window.")
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(mm|cm|in|pt)", width.strip().lower())
+    px = float(found[1]) * PX[found[2]] if found else 0.0
+    if not LEAST <= px <= MOST:
+        raise UserError(
+            f"--width {width}: write a length from 40mm to 1000mm, such as 84mm, 8.4cm, 3.3in or 240pt."
+        )
+    return Target(path, px)
 
 
-def write_document(file: Path, document: Document) -> None:
-    """Write a document as a page, or its pictures as one picture, by the file's suffix. Raises as `check`."""
-    if check(file) == PAGE:
-        write_text_atomically(file, document.html())
-    else:
-        save(picture_of(document), file)
+def picture_of(document: Document, width: float | None = None) -> dict[str, Any]:
+    """All pictures of a document, of which there is at least one, as `specification`.
 
-
-def picture_of(document: Document) -> dict[str, Any]:
-    """All pictures of a document, of which there is at least one, as `specification`."""
-    title = f"{document.name} · {html.unescape(document.subtitle)}"
+    width: px of a column of a paper, whose caption has the title; None: WIDTH, with the document's title.
+    """
+    if width:
+        return specification([[panel] for panel in document.panels], title="", width=round(width))
+    title = f"{document.name} · {html.unescape(re.sub('<[^>]*>', '', document.subtitle))}"
     return specification(in_rows(document.panels), title=title)
 
 
@@ -71,7 +120,7 @@ def write(
     title: str,
     width: int = WIDTH,
 ) -> Path:
-    """Write panels as one picture, .png or .svg by the file's suffix, and return `file`.
+    """Write panels as one picture, .png, .svg or .pdf by the file's suffix, and return `file`.
 
     rows: panels from top to bottom, those of a row side by side; at least one row, and no row empty. In a row
     only the first panel shows the names of `Stacks`, so all `Stacks` of a row must have the same names.
@@ -84,23 +133,27 @@ def write(
 
 
 def specification(rows: Sequence[Sequence[Panel]], *, title: str, width: int = WIDTH) -> dict[str, Any]:
-    """Rows of panels under one title as a Vega-Lite specification without a theme (`config`), for `save`.
+    """Rows of panels under one title, "" for none, as a Vega-Lite specification without a theme (`config`).
+    Below NARROW px they are drawn as on a phone, no higher than HEIGHT of the width.
 
-    Arguments as those of `write`. Raises NotDrawn without Altair.
+    Other arguments as those of `write`. Raises NotDrawn without Altair.
     """
     vega.require()
     from meshtune.report.draw import charts
 
     whole: dict[str, Any] = {
-        "title": {"text": title, "fontSize": 16, "offset": 24},
-        "padding": 24,
+        **({"title": {"text": title, "fontSize": 16, "offset": 24}} if title else {}),
+        "padding": 24 if title else 2,
         "spacing": GAP,
         "align": "none",
         "resolve": INDEPENDENT,
         "params": [],
         "vconcat": [],
     }
-    left = max(_labels_width(row[0]) for row in rows)  # the charts of all rows begin in line
+    narrow = width < NARROW
+    if narrow:
+        rows = [[_lower(panel, round(HEIGHT * width)) for panel in row] for row in rows]
+    left = max(_labels_width(row[0], not narrow) for row in rows)  # the charts of all rows begin in line
     for row in rows:
         named = [place == 0 or not isinstance(panel, Stacks) for place, panel in enumerate(row)]
         labels = left + sum(map(_labels_width, row[1:], named[1:]))
@@ -112,6 +165,7 @@ def specification(rows: Sequence[Sequence[Panel]], *, title: str, width: int = W
                 width=plot_width,
                 title_offset=TITLE if has_legend(panel) or not legends else TITLE + LEGEND,
                 named=with_names,
+                narrow=narrow,
             )
             for panel, with_names in zip(row, named, strict=True)
         ]
@@ -120,6 +174,13 @@ def specification(rows: Sequence[Sequence[Panel]], *, title: str, width: int = W
             whole["params"] += spec.pop("params", [])
         whole["vconcat"].append({"hconcat": specs, "spacing": GAP, "align": "none", "resolve": INDEPENDENT})
     return whole
+
+
+def _lower(panel: Panel, height: int) -> Panel:
+    """The panel with at most this height; bars, cells and lanes have their own."""
+    if isinstance(panel, Lines | Scatter | Areas):
+        return replace(panel, height=min(panel.height, height))
+    return panel
 
 
 def has_legend(panel: Panel) -> bool:
@@ -134,7 +195,7 @@ def has_legend(panel: Panel) -> bool:
 
 
 def _labels_width(panel: Panel, named: bool = True) -> float:
-    """Px left of a chart that its axis labels take. named: False for `Stacks` drawn without their names."""
+    """Px left of a chart that its axis labels take. named: False for bars whose names don't stand there."""
     match panel:
         case Stacks():
             return CHARACTER * max(map(len, panel.names)) + 10 if named else UNNAMED
@@ -144,21 +205,15 @@ def _labels_width(panel: Panel, named: bool = True) -> float:
             return NUMBERS
 
 
-def save(spec: dict[str, Any], file: Path) -> None:
-    """Write a specification with the light theme as .png or .svg, by the file's suffix.
+def save(spec: dict[str, Any], *files: Path, width: float | None = None) -> list[Path]:
+    """Write a specification with the light theme as .png, .svg or .pdf, by each file's suffix; returns them.
 
-    spec: without `config`; it is not changed. The file is replaced atomically, and its folder is made. The
-    same specification gives the same bytes. Raises UserError for another suffix.
+    spec: without `config`; it is not changed. width: px of the pictures, exactly; None: as they come. Files
+    are replaced atomically, and their folder is made. The same specification gives the same pixels. Raises
+    UserError for another suffix.
     """
-    suffix = known_suffix(file)
-    themed = {**spec, "config": config(LIGHT, background=LIGHT["paper"])}
-    if suffix == ".svg":
-        write_text_atomically(file, vega.svg(themed))
-        return
-    file.parent.mkdir(parents=True, exist_ok=True)
-    aside = file.with_name(f".{file.name}.{os.getpid()}.tmp")
-    try:
-        aside.write_bytes(vega.png(themed))
-        os.replace(aside, file)
-    finally:
-        aside.unlink(missing_ok=True)
+    suffixes = [known_suffix(file) for file in files]
+    drawn = vega.svg({**spec, "config": config(LIGHT, background=LIGHT["paper"])})
+    for file, suffix in zip(files, suffixes, strict=True):
+        write_atomically(file, vega.converted(drawn, suffix, width))
+    return [*files]

@@ -306,7 +306,7 @@ def _name(column: Column) -> str:
 def _class(column: Column, cell: Cell = "") -> str:
     """The attribute of a head, or of a cell of its column; "" where it has no class."""
     best = "best" if getattr(cell, "style", "") == BEST else ""
-    kind = "layout" if column.code else "left" if column.words else best
+    kind = "layout" if column.code else "left" if column.words or column.heading else best
     kind = " ".join(filter(None, (kind, cell.kind if isinstance(cell, Markup) else "")))
     return f" class='{kind}'" if kind else ""
 

@@ -19,6 +19,7 @@ SCRIPTS = Path("~/.cache/meshtune")  # making the page's JavaScript takes some s
 SNIPPET = "window.vegaEmbed = vegaEmbed;"
 LONG_NUMBER = re.compile(r"\d+\.\d{3,}(?:e-\d+)?")
 PNG_SCALE = 2.0  # pixels of a .png for each of the chart's
+PRINTED = 300  # pixels of an inch of a .png whose width on paper is given
 
 
 class NotDrawn(UserError):
@@ -84,10 +85,27 @@ def _rounded(number: re.Match[str]) -> str:
     return f"{float(number[0]):.2f}".rstrip("0").rstrip(".")
 
 
-def png(spec: dict[str, Any]) -> bytes:
-    """A Vega-Lite specification, with its theme (`config`), as the bytes of a PNG picture."""
+def converted(svg: str, suffix: str, width: float | None = None) -> bytes:
+    """A picture of `svg` as the bytes of a .svg, .png or .pdf file. width: px of 1/96 inch that it is wide on
+    paper; None: as it was drawn, with PNG_SCALE pixels in a .png for each of its own.
+    """
     import vl_convert
 
-    return vl_convert.vegalite_to_png(
-        spec, vl_version=vega_lite_version(), scale=PNG_SCALE, allowed_base_urls=[]
-    )
+    size = re.search(r'width="([\d.]+)" height="([\d.]+)"', svg)
+    assert size
+    across, up = map(float, size.groups())
+    scale = width / across if width else 1.0
+
+    def of_size(px: float, unit: str) -> str:
+        return svg.replace(
+            size[0], f'width="{across * scale * px:.4f}{unit}" height="{up * scale * px:.4f}{unit}"', 1
+        )
+
+    match suffix:
+        case ".pdf":  # whose unit is 1/72 inch
+            return vl_convert.svg_to_pdf(of_size(0.75, ""))
+        case ".png" if width:
+            return vl_convert.svg_to_png(of_size(0.75, ""), ppi=PRINTED)
+        case ".png":
+            return vl_convert.svg_to_png(svg, scale=PNG_SCALE)
+    return (of_size(25.4 / 96, "mm") if width else svg).encode()

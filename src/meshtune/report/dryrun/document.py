@@ -8,6 +8,7 @@ write_files  DIR/dryrun.html, a picture each; trace.json for Perfetto; rank-<R>.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.text import Text
@@ -19,8 +20,7 @@ from meshtune.meter.trace import RankTrace
 from meshtune.report.draw.document import Document, InTerminal, Notes, OnPage, Part, Pictures
 from meshtune.report.draw.kinds import Panel
 from meshtune.report.draw.page import notes, text, tiles
-from meshtune.report.draw.picture import SUFFIXES
-from meshtune.report.draw.picture import write as write_picture
+from meshtune.report.draw.picture import Target
 from meshtune.report.draw.table import Table
 from meshtune.report.dryrun.beside import Facts, layouts_table, side_by_side
 from meshtune.report.dryrun.facts import facts_of
@@ -132,16 +132,14 @@ def panels(simulation: Simulation) -> list[Panel]:
         memory_panel(trace, capacity=simulation.capacity, starts=starts_of(trace, simulation.times))
         for trace in simulation.traces
     ]
-    if not simulation.times:
-        return drawn
-    later = simulation.times[-1]
-    if simulation.layout.pp > 1:
+    later = simulation.times[-1] if simulation.times else None
+    if later and simulation.layout.pp > 1:
         drawn.append(pipeline_panel([each for rank in later.ranks for each in passes(rank)]))
     for trace in simulation.traces:
-        if rank := later.of_trace(trace.rank):
+        if later and (rank := later.of_trace(trace.rank)):
             title, key = f"Streams of {rank_title(trace)}", f"streams_of_rank_{trace.rank}"
             drawn.append(streams_panel(busy(rank), title=title, key=key))
-    return drawn
+    return [replace(panel, title=f"{panel.title}, simulated") for panel in drawn]
 
 
 # Tables #
@@ -220,20 +218,17 @@ def kernels_table(title: str, rows: list[Kernels], note: str = "") -> Table:
 # Files #
 
 
-def write_files(
-    folder: Path, simulation: Simulation, document: Document, *, suffix: str = SUFFIXES[0]
-) -> list[Path]:
-    """Write page, pictures and traces into `folder`, and return the files. Files that exist are replaced.
+def write_files(target: Target, simulation: Simulation, document: Document) -> list[Path]:
+    """Write the pictures of a simulation; into a folder its page and traces too. Returns the files.
 
-    suffix: of the pictures, .png or .svg. Raises NotDrawn without Altair, and OSError.
+    Files that exist are replaced. Raises OSError.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    files = [folder / PAGE]
+    files = target.write(document)
+    if not target.is_folder:
+        return files
+    folder = target.path
+    files.insert(0, folder / PAGE)
     write_text_atomically(files[0], document.html())
-    title = f"{simulation.model} · {simulation.layout} · simulated"
-    files += [
-        write_picture(folder / f"{panel.key}{suffix}", [[panel]], title=title) for panel in document.panels
-    ]
     if simulation.times:
         files.append(folder / TRACE)
         write_trace(files[-1], simulation.times[-1], simulation.traces)

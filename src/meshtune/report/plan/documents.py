@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group
-from rich.padding import Padding
 from rich.text import Text
 
 from meshtune import __version__
@@ -23,7 +22,7 @@ from meshtune.plan.cost import RunCost, money
 from meshtune.plan.facts import cluster_facts
 from meshtune.plan.memory.timeline import CATEGORIES
 from meshtune.plan.models import tables
-from meshtune.plan.phrases import device, memory_limit, unmeasured
+from meshtune.plan.phrases import device, memory_limit
 from meshtune.plan.programs import MESHTUNE
 from meshtune.plan.search import PEAK_TIE, TIE_MEMORY_STEP, Choice
 from meshtune.plan.seconds.step import PARTS, TIE
@@ -34,7 +33,7 @@ from meshtune.report.draw.table import facts as facts_table
 from meshtune.report.draw.words import model_title
 from meshtune.report.plan.numbers import by_memory_part, number, plus_minus, seconds
 from meshtune.report.plan.panels import memory_and_time, memory_bars, over_time, predicted, time_bars
-from meshtune.report.plan.screen import PYTHON, CommandLine, command, first_screen
+from meshtune.report.plan.screen import MORE, PYTHON, CommandLine, command, first_screen, kinds, reliability
 from meshtune.report.plan.tables import clusters_table, explanation, layouts_table, side_by_side
 from meshtune.units import GIB, count, counted, duration, human
 from meshtune.yaml_tree import read_yaml
@@ -67,51 +66,34 @@ def answer(
     """
     workload, plan = result.workload, result.plan
     facts = Late(lambda: result.as_dict(most) | ({"export": written.as_dict()} if written else {}))
-    parts = [*(full(result, most, written, line, drawn) if whole else first_screen(result, line, written))]
+    parts = [*first_screen(result, line, written)]
+    parts += (
+        full(result, most, line, drawn) if whole else [InTerminal(kinds(result)), InTerminal(Notes([MORE]))]
+    )
     batch = f"global batch {workload.global_batch_size:,} × {workload.seq_len:,} tokens"
     fitting = f"{counted(plan.considered, 'layout')} considered, {len(plan):,} fit"
     subtitle = " · ".join((plan.cluster.title, batch, workload.precision, fitting))
     return Document(model_title(workload.model), parts, facts, "plan", text(subtitle), FOOTER)
 
 
-def full(
-    result: Answer, most: int, written: Written | None, line: CommandLine, drawn: Sequence[Panel]
-) -> list[Part]:
-    """The answer with all its reasons, as a page and `plan --full` show it. Parameters as of `answer`."""
-    remarks = [*result.comparison, *result.left_out]
+def full(result: Answer, most: int, line: CommandLine, drawn: Sequence[Panel]) -> list[Part]:
+    """The page, and below the first screen of `plan --full` all its reasons. Parameters as of `answer`."""
     usual = [f"{one.name} {one.sentence}" for one in result.alternatives]
-    lost = written.exported.missing if written else ()
+    table = replace(clusters_table(result.offers, result.chosen, memory=True), title="Clusters")
     return [
-        InTerminal(Group(*heading(result))),
         OnPage(recommended(result, line)),
+        *([OnPage(table)] if len(result.offers) > 1 else ()),
+        OnPage(Section("", [*result.comparison, *result.left_out])),
         InTerminal(Section("How it was reached", result.reasoning, numbered=True)),
-        *(clusters(result) if len(result.offers) > 1 else ()),
-        *(InTerminal(Padding(Text(sentence), (0, 0, 0, 2))) for sentence in remarks),
-        OnPage(Section("", remarks)),
         *best_layouts(result, most),
         Pictures(drawn),
         Section("Why the usual ones are not first", usual),
         Section("What to change first", result.changes),
         Section("The global batch", result.batch_advice),
         *left_out(result),
-        InTerminal(Section("The run", [*filter(None, (result.run.sentence(), *result.length.notes))])),
-        *reliability(result.choice),
-        InTerminal(Section(f"What {result.workload.tool.title} runs differently", lost)),
-        InTerminal(Text(written.sentence if written else command(result, line), style="bold")),
+        OnPage(Notes(reliability(result.choice))),
         OnPage(provenance(result, line)),
     ]
-
-
-def heading(result: Answer) -> Iterator[Text]:
-    """Yield what was planned, the verdict, whose constants predict it, and notes on the workload."""
-    cluster, workload = result.plan.cluster, result.workload
-    machines = f"{cluster.nodes} machine{'s' * (cluster.nodes > 1)}"
-    on = f" on {cluster.title} ({human(cluster.memory)} each, {machines}), in {workload.precision}"
-    yield Text.assemble((workload.model, "bold"), on)
-    yield from (Text(sentence, style="bold") for sentence in result.verdict)
-    yield Text(f"Memory and time are predicted for {workload.tool.title} (software stack {workload.stack}).")
-    of_machine = unmeasured(cluster) if cluster.gpu.processor else ""
-    yield from map(Text, filter(None, (*workload.notes, of_machine)))
 
 
 def recommended(result: Answer, line: CommandLine) -> str:
@@ -142,20 +124,6 @@ def figures(result: Answer) -> Iterator[tuple[str, ...]]:
         yield "a million tokens", money(run.cost_per_million_tokens, run.currency)
 
 
-def clusters(result: Answer) -> tuple[Part, Part]:
-    """Table of the best layout of each cluster; on the page always with its memory."""
-    table, page = (
-        clusters_table(result.offers, result.chosen, memory=memory)
-        for memory in (result.sort == "memory", True)
-    )
-    return below("Clusters", table), OnPage(replace(page, title="Clusters"))
-
-
-def below(title: str, table: Table) -> InTerminal:
-    """A title and a table below it, after an empty line."""
-    return InTerminal(Group(Text(f"\n{title}", style="bold"), table))
-
-
 def best_layouts(result: Answer, most: int) -> tuple[Part, Part]:
     """Table of the layouts with speed, memory and cost; on the page with why the others are not first."""
     choices = result.best(most)
@@ -166,7 +134,7 @@ def best_layouts(result: Answer, most: int) -> tuple[Part, Part]:
     table = layouts_table(choices, [RunCost.of(choice, result.length) for choice in choices], why)
     title = f"{len(result.plan):,} of {result.plan.considered:,} layouts were ranked; the best"
     table = replace(table, notes=(ranking(result),))
-    return below(title, table), OnPage(replace(table, title="The best layouts"))
+    return InTerminal(replace(table, title=f"\n{title}")), OnPage(replace(table, title="The best layouts"))
 
 
 def capitalised(sentence: str) -> str:
@@ -204,15 +172,6 @@ def left_out(result: Answer) -> Iterator[Part]:
         Column("one of them", [str(group.example) for group in groups], words=True, code=True),
     )
     yield OnPage(Table("Layouts left out", columns, kind="numbers left-out"))
-
-
-def reliability(choice: Choice) -> tuple[Part, Part]:
-    """Sentences on how far the numbers can be trusted, after an empty line."""
-    gpu = choice.cluster.gpu
-    borrowed = "" if gpu.processor else unmeasured(choice.cluster)  # of a processor, the heading says so
-    return InTerminal(Text()), Notes(
-        [*filter(None, [choice.accuracy.sentence(choice.stack, gpu.name), borrowed])]
-    )
 
 
 def provenance(result: Answer, line: CommandLine) -> Table:
@@ -259,7 +218,7 @@ def explained(
     entries = [one.as_dict() for one in explanations]
     return Document(
         model_title(explanations[0].workload.model),
-        (*parts, *reliability(choices[0])),
+        (*parts, InTerminal(Text()), Notes(reliability(choices[0]))),
         entries[0] if len(entries) == 1 else {"layouts": entries},
         "plan",
         text(f"{counted(len(choices), 'layout')} on {choices[0].cluster.title}"),

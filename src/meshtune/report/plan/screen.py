@@ -24,6 +24,7 @@ from meshtune.units import human
 if TYPE_CHECKING:
     from meshtune.config import Config
     from meshtune.plan.answer import Answer
+    from meshtune.plan.search import Choice
     from meshtune.tools.export import Written
 
 MOST_KINDS = 5  # kinds of layouts that are listed
@@ -95,7 +96,7 @@ class Command:
 
 
 def first_screen(result: Answer, line: CommandLine, written: Written | None = None) -> Iterator[Part]:
-    """Yield the answer, clusters where several were compared, the best of other kinds, and how sure it is.
+    """Yield the answer, clusters where several were compared, and how sure it is; all for the terminal.
 
     written: the export of the chosen layout; None: it was not exported.
     """
@@ -110,11 +111,14 @@ def first_screen(result: Answer, line: CommandLine, written: Written | None = No
         table = clusters_table(result.offers, result.chosen, memory=result.sort == "memory")
         yield InTerminal(replace(table, title="\nClusters"))
     yield InTerminal(Section("", [*result.comparison, *result.left_out]))
-    if len(result.plan) > 1:
-        yield InTerminal(kinds(result))
-    sure = [choice.accuracy.sentence(choice.stack, choice.cluster.gpu.name)]
-    sure += [unmeasured(choice.cluster)] if choice.cluster.timed else []
-    yield InTerminal(Notes([*filter(None, (*sure, *workload.notes, *result.length.notes, MORE))]))
+    yield InTerminal(Text())
+    yield InTerminal(Notes([*reliability(choice), *workload.notes, *result.length.notes]))
+
+
+def reliability(choice: Choice) -> list[str]:
+    """Sentences on how far the numbers can be trusted; the first screen says of an unmeasured processor."""
+    borrowed = unmeasured(choice.cluster) if choice.cluster.timed else ""
+    return [*filter(None, [choice.accuracy.sentence(choice.stack, choice.cluster.gpu.name), borrowed])]
 
 
 def heading(result: Answer) -> Text:

@@ -24,7 +24,7 @@ class Curve(Series):
     kind: str = ""  # of the rows
     column: str = ""
     per: float = 1  # divides the values
-    last: tuple[float, ...] = ()  # values whose mean is at the end; (): the curve isn't a mean
+    last: tuple[float, ...] = ()  # half a window: a later point is the mean of as many; (): it isn't a mean
 
 
 class Quantity(NamedTuple):
@@ -124,7 +124,7 @@ def smoothed(name: str, rows: Sequence[Row], column: str) -> tuple[Curve, ...]:
     window = len(raw.y) // SMOOTHED_PART | 1  # odd, so that the mean has a middle
     if window < 3:
         return (raw,)
-    means, last = running_mean(raw.y, window), raw.y[-(window // END) - 1 :]
+    means, last = running_mean(raw.y, window), raw.y[-(window // 2) - 1 :]
     mean = replace(raw, name=f"{name}, mean of {window}", y=means, last=last)
     return replace(raw, role="raw"), mean
 

@@ -20,7 +20,16 @@ from meshtune.report.draw.vega import NotDrawn
 from meshtune.report.draw.words import MFU
 from meshtune.report.run.panels import panels
 from meshtune.report.run.samples import Asked, samples_table
-from meshtune.report.run.summary import Rows, Summary, facts_of, grown, of_kind, samples_of, summarise
+from meshtune.report.run.summary import (
+    UNKNOWN,
+    Rows,
+    Summary,
+    facts_of,
+    grown,
+    of_kind,
+    samples_of,
+    summarise,
+)
 from meshtune.rundir import Row, RunDir, write_text_atomically
 from meshtune.units import count, counted, duration, human
 
@@ -85,7 +94,7 @@ def run_page(run: RunDir, rows: Sequence[Row] | None = None, summary: Summary | 
     shown = {label: facts.get(key) for key, label in LABELS.items()}
     environment = {key: value for key, value in facts.items() if key not in (*LABELS, PREDICTED)}
     parts = (
-        *_headline(summary),
+        *_headline(summary, facts),
         Pictures(run_panels(rows)),
         Section("Why it is slow", [cause.sentence for cause in summary.causes], numbered=True),
         _samples(run),
@@ -123,7 +132,8 @@ class LiveHeadline:
             return {}
         self._evaluated = max((row["step"] for row in of_kind(new, "eval")), default=self._evaluated)
         self._summary = grown(self._summary, new)
-        headline = "\n".join(filter(None, (part.html() for part in _headline(self._summary))))
+        parts = _headline(self._summary, self._facts)
+        headline = "\n".join(filter(None, (part.html() for part in parts)))
         return {"subtitle": _subtitle(self._summary, self._facts), "before": headline}
 
 
@@ -141,8 +151,15 @@ def conventions(facts: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _subtitle(summary: Summary, facts: Row) -> str:
-    """HTML of one line: model, method, steps, tokens, time, and how the run ended. facts: of `facts_of`."""
-    parts = [counted(summary.steps, "step")]
+    """HTML of one line: model, method, layout, steps, tokens, time, and how the run ended or when it will.
+
+    facts: of `facts_of`.
+    """
+    total, running = facts.get("total_steps"), summary.status in ("running", UNKNOWN)
+    of_all = total and summary.status != "finished"
+    parts = [f"step {summary.steps:,} of {total:,}" if of_all else counted(summary.steps, "step")]
+    if facts.get("layout"):
+        parts.insert(0, f"<code>{text(facts['layout'])}</code>")
     if facts.get("model"):
         parts.insert(0, f"{text(facts['model'])}, {text(facts.get('method', 'full'))} fine-tuning")
     if summary.tokens:
@@ -151,14 +168,19 @@ def _subtitle(summary: Summary, facts: Row) -> str:
         parts.append(duration(summary.seconds))
     if summary.skipped:
         parts.append(f"{summary.skipped:,} of the steps not applied (not finite)")
+    if total and running and summary.steps and summary.seconds:
+        left = max(0, total - summary.steps) * summary.seconds / summary.steps
+        parts.append(f"about {duration(left)} left")
     return " · ".join([*parts, text(summary.status)])
 
 
-def _headline(summary: Summary) -> tuple[Part, Part]:
-    """The headline numbers as tiles, and a sentence on rows that were left out."""
+def _headline(summary: Summary, facts: Row) -> tuple[Part, ...]:
+    """A bar of a run that continues, the headline numbers as tiles, a sentence on rows that were left out."""
+    total = facts.get("total_steps") if summary.status in ("running", UNKNOWN) else None
+    bar = f"<progress max='{total}' value='{summary.steps}' aria-label='steps'></progress>" if total else ""
     figures = [*_figures(summary)]
     tiles = Tiles(figures) if figures else OnPage(EMPTY.format("Nothing has been measured yet."))
-    return tiles, Notes([summary.left_out] if summary.left_out else [])
+    return OnPage(bar), tiles, Notes([summary.left_out] if summary.left_out else [])
 
 
 def _figures(summary: Summary) -> Iterator[tuple[str, str, str]]:
