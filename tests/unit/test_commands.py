@@ -11,6 +11,7 @@ from meshtune.cli import app
 from meshtune.commands.command import EXAMPLES
 from meshtune.commands.plan import SUBCOMMANDS
 from meshtune.errors import UserError
+from meshtune.tools.table import toml
 
 COMMANDS = typer.main.get_command(app)
 
@@ -54,6 +55,11 @@ def test_help_has_groups_whole_lines_and_flags_without_a_type(capsys: pytest.Cap
         "report runs",
         "eval runs/nothing",
         "config --method qlora",
+        "dpo run.yaml",
+        "merge runs/newer",
+        "export runs/newer to --format gguf",
+        "train model.name=a load_in_4bit=true",
+        "train model.name=a train.device=mps method=qlora",
     ],
 )
 def test_a_likely_spelling_is_answered_with_what_to_type(
@@ -68,3 +74,18 @@ def test_a_likely_spelling_is_answered_with_what_to_type(
         os.utime(run, (1000 - age, 1000 - age))
     with refuses(UserError):
         COMMANDS.main(words.split(), standalone_mode=False)
+
+
+def test_the_page_has_a_section_with_the_sentences_of_each_row() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "unsupported.md").read_text("utf-8")
+    sections = {text.split("\n")[0].lower(): text for text in page.split("\n## ")[1:]}
+    rows = toml("unsupported")
+    assert [*sections] == [*rows]
+    for name, row in rows.items():
+        text = sections[name]
+        assert row["why"][1:] in text and row["write"] in text and row["more"] in text
+        assert all(
+            f"{word}`" in text
+            for kind in ("commands", "options", "keys")
+            for word in row.get(kind, "").split()
+        )

@@ -6,6 +6,7 @@ from typing import Any
 from typer.core import TyperCommand, TyperGroup
 
 from meshtune.errors import UserError
+from meshtune.tools.table import section_of, theirs, unsupported
 
 SETTINGS_PAGE = "Settings: docs/settings.md has all; meshtune config prints a file to start from."
 EXAMPLES = {
@@ -68,7 +69,12 @@ class Command(Help, TyperCommand):
 
 
 class Group(Help, TyperGroup):
-    """All commands."""
+    """All commands; one of other tools is answered with what to write instead."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if section := section_of("commands", args[0]):
+            raise UserError(f"meshtune {args[0]}: {unsupported(section)}")
+        return super().resolve_command(ctx, args)
 
 
 def setting_meant(command: str, option: str, words: list[str]) -> str:
@@ -81,8 +87,9 @@ def setting_meant(command: str, option: str, words: list[str]) -> str:
     value = value if equals else next(iter(words[place + 1 :]), "…")
     if option in ("--config", "--config-file", "-c"):
         return f"{option}: a config file needs no option; write meshtune {command} {value}."
+    if section := section_of("options", option):
+        return f"{option}: {unsupported(section)}"
     from meshtune.config import SETTINGS, unknown_key
-    from meshtune.tools.table import theirs
 
     name = option.lstrip("-").replace("-", "_")
     meant = [setting for setting in SETTINGS if name in (setting, setting.rpartition(".")[2])]

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from meshtune.commands.options import AsJson, show_json, split
+from meshtune.commands.options import AsJson, show_json, words_of
 from meshtune.errors import UserError
 from meshtune.units import counted
 
@@ -34,7 +34,7 @@ def migrate(
     as_json: AsJson = False,
 ) -> None:
     """Write another trainer's configuration as ours, with a comment for each key that has no counterpart."""
-    name, overrides = split(file)
+    name, overrides = words_of(file or [])
     from meshtune.reference.schema import EDITOR_LINE
     from meshtune.rundir import write_text_atomically
     from meshtune.tools.migrate import migrate as converted

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from meshtune.report.draw.document import Document
     from meshtune.report.draw.picture import Target
 
-ROWS = (".jsonl", ".json", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow")  # endings of data files
+ROWS = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow")  # endings of data files
 MOST_NAMED = 5  # runs in a sentence
 
 Settings = Annotated[
@@ -71,8 +71,8 @@ def split(settings: list[str] | None) -> tuple[str | None, list[str]]:
     file, overrides = words_of(settings or [])
     if file and file.endswith(ROWS):
         raise UserError(
-            f"{file} holds rows, and a config file is expected here. Write model.name=Qwen/Qwen3-0.6B "
-            f"data.train={file}, or begin with a file of meshtune config."
+            f"{file} holds rows, and a config file is expected here. Write meshtune train "
+            f"model.name=Qwen/Qwen3-0.6B data.train={file}, or begin with a file of meshtune config."
         )
     if file and not file.endswith(YAML) and not expanded(file).exists() and known_config(file):
         raise UserError(f"{file} is a model, and a config file is expected here; write model.name={file}.")

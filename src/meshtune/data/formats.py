@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from meshtune.data.example import BadRow, Example, Ids, Origin, Source, is_absent, name_of
 from meshtune.data.messages import ROLES, is_list_of_objects, message_of, turns_of
 from meshtune.errors import UserError, type_name
+from meshtune.tools.table import page_of
 
 # Rows that are tokenised already #
 
@@ -433,7 +434,7 @@ def _suggestion(columns: list[str]) -> str:
             names = ", ".join(f"{name}: {found[own]}" for name, own in pairs if found[own] != name)
             preference = {*PREFERENCE} & {*theirs}
             start = "It is preference data. To fine-tune on one side, set" if preference else "Set"
-            return f"{start} data.columns={{{names}}}."
+            return f"{start} data.columns={{{names}}}.{page_of('preferences' if preference else '')}"
     return "Map their names to ours, for example data.columns={prompt: question, completion: answer}."
 
 

@@ -104,6 +104,7 @@ class Counterpart(NamedTuple):
 
     write: str  # setting=value, separated by spaces, as on the command line
     why: str  # what differs, or why there is no other; empty: nothing to say
+    see: str = ""  # section of unsupported.toml
 
 
 def counterpart(setting: str, value: Any) -> Counterpart | None:
@@ -111,7 +112,9 @@ def counterpart(setting: str, value: Any) -> Counterpart | None:
     text = written(value).rpartition(".")[2].lower()
     for row in toml("values").get(setting, ()):
         if match := re.fullmatch(row["pattern"], text):
-            return Counterpart(match.expand(row["write"]), row.get("why", ""))
+            see = row.get("see", "")
+            why = toml("unsupported")[see]["why"] if see else row.get("why", "")
+            return Counterpart(match.expand(row["write"]), why, see)
     return None
 
 
@@ -126,7 +129,27 @@ def pasted_value(setting: str, value: Any) -> str:
     if (theirs := counterpart(setting, value)) is None:
         return ""
     why = f" ({theirs.why})" if theirs.why else ""
-    return f"{setting} = {written(value)}: write {theirs.write}{why}."
+    return f"{setting} = {written(value)}: write {theirs.write}{why}.{page_of(theirs.see)}"
+
+
+# What meshtune does not do (unsupported.toml) #
+
+
+def section_of(kind: str, word: str) -> str:
+    """Section of unsupported.toml that answers a word; "" if none does. kind: commands, options or keys."""
+    rows = toml("unsupported").items()
+    return next((name for name, row in rows if word in row.get(kind, "").split()), "")
+
+
+def page_of(section: str) -> str:
+    """Sentence, after a space, that names the section's place in the documentation; "" without a section."""
+    return f" See docs/unsupported.md#{section}." if section else ""
+
+
+def unsupported(section: str) -> str:
+    """Sentences on what isn't there, what to write instead, and the page."""
+    row = toml("unsupported")[section]
+    return f"{row['why']}. Write {row['write']}.{page_of(section)}"
 
 
 # Answers to keys that aren't settings #
@@ -152,7 +175,9 @@ def unknown_setting(path: Sequence[str], settings: Sequence[str], sections: Sequ
     for entry in sorted(known, key=lambda entry: entry.kind == "ignored"):
         if entry.kind == "ignored":
             return f"{key} is not a setting, and not needed: {entry.why}."
-        return f"{key} is not supported: {entry.reason}."
+        return f"{key} is not supported: {entry.reason}.{page_of(section_of('keys', name))}"
+    if row := section_of("keys", name):
+        return f"{key} is not supported: {unsupported(row)}"
     siblings = [each for each in settings if each.rpartition(".")[0] == section] if section else [*sections]
     for names in (siblings, settings):
         near = nearest(name, names, part=last)
