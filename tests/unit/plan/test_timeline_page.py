@@ -1,4 +1,4 @@
-"""docs/memory.md has the tensors of a step as the planner has them, and the bytes of its events."""
+"""docs/memory-timeline.md has the tensors of a step as the planner has them, and the bytes of its events."""
 
 import re
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from meshtune.plan.memory.timeline import CATEGORIES, EVENTS, Liveness
 from meshtune.plan.search import stages_of
 
 GIB = 2**30
-PAGE = Path(__file__).parents[3] / "docs" / "memory.md"
+PAGE = Path(__file__).parents[3] / "docs" / "memory-timeline.md"
 ROW = re.compile(r"^\| `([\w-]+)` \|((?: \**[\d.]+\** \|){5})$", re.M)
 
 

@@ -44,16 +44,13 @@ class Curve:
 
 
 def batch_panels(sweep: Sweep) -> list[Panel]:
-    """Every picture of the study; [] where no batch size varies among the experiments that are done."""
+    """Every picture of the study; [] where the global batch doesn't vary among the experiments done."""
     known = [one for one in sweep.done if one.layout]
     batches = {one.global_batch for one in known if one.global_batch}
-    micro_batches = {one.micro_batch for one in known if one.micro_batch}
-    by_batch = len(batches) > 1 and _is_studied(sweep)
-    if not by_batch and len(micro_batches) < 2:
+    if len(batches) < 2 or not _is_studied(sweep):
         return []
-    held_out = curves_of(sweep) if by_batch else {}
-    speeds = _of_speed(sweep, known, held_out, by_batch=by_batch)
-    return [*speeds, *_of_losses(sweep, held_out), *_noise(sweep)] if by_batch else [*speeds]
+    held_out = curves_of(sweep)
+    return [*_of_speed(sweep, known, held_out), *_of_losses(sweep, held_out), *_noise(sweep)]
 
 
 def _is_studied(sweep: Sweep) -> bool:
@@ -75,27 +72,17 @@ def following(sweep: Sweep) -> list[str]:
     return [key for key in sweep.varied if len(dict(values_of(key))) == len(values_of(key))]
 
 
-def _of_speed(
-    sweep: Sweep, known: Sequence[Experiment], held_out: Mapping[int, Curve], *, by_batch: bool
-) -> Iterator[Panel]:
-    """Yield speed, memory and an epoch's time over the global batch, a line for each micro-batch size; or,
-    where the global batch stays, over the micro-batch.
-    """
+def _of_speed(sweep: Sweep, known: Sequence[Experiment], held_out: Mapping[int, Curve]) -> Iterator[Panel]:
+    """Yield speed, memory and an epoch's time over the global batch, a line for each micro-batch size."""
     context = sweep.naming((*BATCH, *following(sweep)))
     chosen, note = _one_size(known, context)
-    if by_batch:
-        x_title, x_of = "global batch, sequences", lambda one: one.global_batch
-    else:
-        x_title, x_of = "micro-batch, sequences", lambda one: one.micro_batch
 
     def name_of(one: Experiment) -> str:
-        inner = f"micro-batch {one.micro_batch}" if by_batch else ""
-        return ", ".join(word for word in (context(one), inner) if word)
+        return ", ".join(filter(None, (context(one), f"micro-batch {one.micro_batch}")))
 
-    fastest = [*best(chosen, lambda one: (name_of(one), x_of(one))).values()]
+    fastest = [*best(chosen, lambda one: (name_of(one), one.global_batch)).values()]
     several = [one for one in fastest if sum(name_of(other) == name_of(one) for other in fastest) > 1]
     names, left_out = most_frequent(sorted(map(name_of, several), key=_in_order), "lines")
-    by = f"by {x_title.partition(',')[0]}"
 
     def epoch(one: Experiment) -> float | None:
         curve = held_out.get(one.number)
@@ -104,12 +91,13 @@ def _of_speed(
         return curve.epoch_tokens / one.shown.speed / (one.gpus or 1)
 
     quantities = (
-        Quantity("batch_speed", f"Speed {by}", sweep.speed_unit, lambda one: one.shown.speed),
-        Quantity("batch_memory", f"Peak memory {by}", "GiB", lambda one: one.shown.peak_gib),
-        Quantity("batch_epoch", f"Time of an epoch {by}", "seconds", epoch),
+        Quantity("batch_speed", "Speed by global batch", sweep.speed_unit, lambda one: one.shown.speed),
+        Quantity("batch_memory", "Peak memory by global batch", "GiB", lambda one: one.shown.peak_gib),
+        Quantity("batch_epoch", "Time of an epoch by global batch", "seconds", epoch),
     )
     note = f", the fastest layout{note}{left_out}"
-    return curves(quantities, several, (names, name_of), (x_title, x_of), note, height=HEIGHT)
+    x = ("global batch, sequences", lambda one: one.global_batch)
+    return curves(quantities, several, (names, name_of), x, note, height=HEIGHT)
 
 
 def _one_size(
