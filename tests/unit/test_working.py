@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from meshtune.commands import options
 from meshtune.commands.options import working
 from meshtune.units import notice
 
@@ -14,19 +15,29 @@ def test_a_terminal_sees_the_work_and_what_is_said_meanwhile(monkeypatch: pytest
     monkeypatch.setenv("TERM", "xterm")
     with os.fdopen(theirs, "w") as terminal:
         monkeypatch.setattr(sys, "stderr", terminal)
-        with working("ranking layouts"):
+        with working("ranking layouts") as count:
             notice("a sentence meanwhile")
+            count("7 of 36")
         terminal.flush()
         seen = ""
         while "\x1b[?25h" not in seen:  # the cursor comes back at the end
             seen += os.read(ours, 10**5).decode()
     os.close(ours)
-    assert "ranking layouts" in seen and "0:00:00" in seen
+    assert "ranking layouts" in seen and "0:00:00" in seen and "7 of 36" in seen
     assert "a sentence meanwhile" in seen
     assert seen.count("\x1b[?25l") == seen.count("\x1b[?25h") == 1
 
 
 def test_a_pipe_sees_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    with working("ranking layouts"):
-        pass
+    with working("ranking layouts") as count:
+        count("1 of 2")
     assert capsys.readouterr() == ("", "")
+
+
+def test_a_pipe_sees_counts_of_long_work(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(options, "SILENCE", 0.0)
+    with working("ranking layouts") as count:
+        count("1 of 2")
+    assert capsys.readouterr() == ("", "meshtune: 1 of 2\n")

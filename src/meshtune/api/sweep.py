@@ -84,6 +84,7 @@ def sweep(
     slurm: bool = False,
     retry: Sequence[str] = (),
     log: Log = silent,
+    count: Log = silent,
 ) -> Swept:
     """Run the experiments of a sweep file that have no result yet, each in a process of its own.
 
@@ -91,9 +92,9 @@ def sweep(
     over its base. out: folder of the results; None: runs/<name of the file>. everything: run those too that
     the planner says do not fit. simulate: "planner" or "dryrun" instead of running them. jobs: experiments at
     once; None: one on a processor, all that fit on GPUs. slurm: submit them as job arrays, and collect.
-    retry: statuses whose experiments are run again. Running out of memory, a crash, a refusal and a time-out
-    are results. Raises UserError for a bad file, and for a folder that another sweep writes; Interrupted at
-    Ctrl-C.
+    retry: statuses whose experiments are run again. count: called with the number of those predicted.
+    Running out of memory, a crash, a refusal and a time-out are results. Raises UserError for
+    a bad file, and for a folder that another sweep writes; Interrupted at Ctrl-C.
     """
     check_options(simulate, retry, slurm=slurm, everything=everything, jobs=jobs)
     source = plain(file) if isinstance(file, Mapping) else expanded(str(file))
@@ -116,7 +117,7 @@ def sweep(
                 f"Slurm's jobs have {counted(len(in_jobs), 'experiment')} of {folder}; collect them with "
                 "--slurm, or cancel the jobs and add --retry running."
             )
-        tasks = pending(store, plan, prepared, here, simulate, everything=everything, log=log)
+        tasks = pending(store, plan, prepared, here, simulate, everything=everything, log=log, count=count)
         done = len(prepared) - len(tasks) - len(in_jobs)
         gpus = () if simulate or slurm else gpus_for(tasks)
         devices = Devices(gpus, jobs or len(gpus) or 1)
@@ -302,12 +303,13 @@ def pending(
     *,
     everything: bool,
     log: Log,
+    count: Log,
 ) -> dict[int, Task]:
     """Judge the waiting experiments; write those that can't run as results, and, for the tier planner, the
     predictions of the others; return the tasks of those that are to run, by number.
     """
     waiting = store.rows(WAITING, keys=experiments)
-    verdicts = judge([experiments[row.key] for row in waiting], plan.run, here)
+    verdicts = judge([experiments[row.key] for row in waiting], plan.run, here, count)
     outcomes, known, tasks = {}, {}, {}
     for row, verdict in zip(waiting, verdicts, strict=True):
         known[row.number] = verdict.figures

@@ -4,7 +4,8 @@ import io
 import json
 import re
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 ROWS = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow")  # endings of data files
 MOST_NAMED = 5  # runs in a sentence
+
+SILENCE = 2.0  # seconds of work after which a count is printed
 
 Settings = Annotated[
     list[str] | None,
@@ -148,20 +151,30 @@ def log(line: str) -> None:
 
 
 @contextmanager
-def working(text: str) -> Iterator[None]:
+def working(text: str) -> Iterator[Callable[[str], None]]:
     """Show `text` and the time so far on stderr during the block, if stderr is a terminal; it is gone before
     the answer comes.
+
+    Gives a function that shows a count instead of `text`; without a terminal as a line, one in SILENCE
+    seconds.
     """
     if not sys.stderr.isatty():
-        yield
+        printed = [time.monotonic()]
+
+        def print_count(count: str) -> None:
+            if time.monotonic() - printed[-1] >= SILENCE:
+                printed.append(time.monotonic())
+                log(count)
+
+        yield print_count
         return
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    columns = (SpinnerColumn("line"), TextColumn(text), TimeElapsedColumn())
+    columns = (SpinnerColumn("line"), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
-        shown.add_task("", total=None)
-        yield
+        task = shown.add_task(text, total=None)
+        yield lambda count: shown.update(task, description=count)
 
 
 def target_of(words: list[str], remedy: str = "name one.") -> tuple[str | None, list[str]]:

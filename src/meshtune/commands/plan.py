@@ -317,7 +317,8 @@ def search(
     if plot:
         log("searching for other batches and cluster sizes to draw …")
         sizes = best.by_size if clusters["gpus"] else None
-        drawn = panels.panels(best, best.best(top), sizes, best.batches())
+        with working("searching") as count:
+            drawn = panels.panels(best, best.best(top), sizes, best.batches(count))
         plot.write(documents.answer(best, top, written, line=line, drawn=drawn))
         log(f"pictures in {plot.path}")
 

@@ -1,12 +1,13 @@
 """`meshtune sweep`: many experiments from one file, with their results in one database."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from meshtune.commands.command import Command
-from meshtune.commands.options import AsJson, announce, folder_of, log, show, split
+from meshtune.commands.options import AsJson, announce, folder_of, log, show, split, working
 from meshtune.errors import UserError
 
 SWEEP = Annotated[
@@ -65,14 +66,17 @@ def sweep(
     announce(file)
     folder = folder_of("--out", out)
     from meshtune.api import sweep as api
+    from meshtune.api.plan import silent
     from meshtune.report.study import swept
 
     if task is not None:
         api.run_task(file, folder, task)
         return
     words = [word.strip() for word in (retry or "").split(",") if word.strip()]
-    done = api.sweep(
-        file, overrides, out=folder, everything=everything, simulate=simulate, jobs=jobs, slurm=slurm,
-        retry=words, log=log,
-    )  # fmt: skip
+    # Only the planner's tier starts no processes, which a thread that draws a line would disturb.
+    with working("predicting experiments") if simulate == "planner" else nullcontext(silent) as count:
+        done = api.sweep(
+            file, overrides, out=folder, everything=everything, simulate=simulate, jobs=jobs, slurm=slurm,
+            retry=words, log=log, count=count,
+        )  # fmt: skip
     show(swept(done.as_dict()), as_json=as_json)

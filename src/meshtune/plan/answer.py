@@ -136,14 +136,19 @@ class Answer(Notebook):
         plans = [offer.plan for offer in self.offers if offer.plan.cluster.gpu.name == kind]
         return {plan.cluster.gpus: plan for plan in sorted(plans, key=lambda plan: plan.cluster.gpus)}
 
-    def batches(self) -> dict[tuple[int, int], Choice | None]:
-        """The best layout by (global batch size, GPUs), around the workload's batch; None: none fits."""
-        batch = self.workload.global_batch_size
-        return {
-            (size, gpus): best_fitting(self.workload.of_batch(size), self.plan.cluster.of_size(gpus))
-            for gpus in sorted({*self.by_size, *cluster_sizes(self.plan.cluster)[-4:]})
-            for size in sorted({batch, *other_batches(batch).values()})
-        }
+    def batches(self, count: Callable[[str], None] = lambda _: None) -> dict[tuple[int, int], Choice | None]:
+        """The best layout by (global batch size, GPUs), around the workload's batch; None: none fits.
+
+        count: called with the number of each search.
+        """
+        batch, found = self.workload.global_batch_size, dict[tuple[int, int], Choice | None]()
+        batches = sorted({batch, *other_batches(batch).values()})
+        clusters = sorted({*self.by_size, *cluster_sizes(self.plan.cluster)[-4:]})
+        for size, gpus in ((size, gpus) for gpus in clusters for size in batches):
+            count(f"searching layouts: {len(found) + 1} of {len(clusters) * len(batches)}")
+            cluster = self.plan.cluster.of_size(gpus)
+            found[size, gpus] = best_fitting(self.workload.of_batch(size), cluster)
+        return found
 
     def as_dict(self, most: int = 10) -> dict[str, Any]:
         """The document that `plan --json` prints, with `most` layouts; bytes and seconds."""

@@ -66,8 +66,12 @@ class Asked:
     own_batch: bool  # its global batch counts, whatever its layout makes
 
 
-def judge(experiments: Sequence[Experiment], run: str, here: Here) -> list[Judged]:
-    """Judge each experiment by the planner, in their order. run: as of the sweep."""
+def judge(
+    experiments: Sequence[Experiment], run: str, here: Here, count: Callable[[str], None] = lambda _: None
+) -> list[Judged]:
+    """Judge each experiment by the planner, in their order. run: as of the sweep. count: called with the
+    number of those that are judged.
+    """
     result: dict[int, Judged] = {}
     groups: dict[tuple[str, str], list[Asked]] = {}
     configs: dict[str, Config | UserError] = {}
@@ -79,6 +83,7 @@ def judge(experiments: Sequence[Experiment], run: str, here: Here) -> list[Judge
             result[place] = Judged(REFUSED, " ".join(error.problems))
     workloads: dict[str, Workload | UserError] = {}
     for (model, _), group in groups.items():
+        count(f"predicting experiments: {len(result):,} of {len(experiments):,} done")
         batches = group[0].config.train.model_copy(update=dict.fromkeys(BATCH))
         config = group[0].config.model_copy(update={"train": batches})
         try:
