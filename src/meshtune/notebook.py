@@ -45,7 +45,8 @@ class Notebook:
         return pandas.json_normalize([*importlib.import_module(REPORTS).rows(self)])
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
-        """Its pictures in one, which a notebook shows. path: a file to write them to as well: .png, .svg,
-        or .html for the whole page. Raises UserError for another one, and where nothing can be drawn.
+        """Its pictures in one, which a notebook shows. path: where to write them as well: a .png, .svg or
+        .pdf file, a folder, or a .html file for the whole page. Raises UserError for another one, and where
+        nothing can be drawn.
         """
         return importlib.import_module(REPORTS).picture(self, path)

@@ -10,6 +10,7 @@ from page_data import charts_of
 
 from meshtune.meter.parts import PARTS
 from meshtune.meter.rows import memory_row
+from meshtune.report.draw.colours import COLOURS
 from meshtune.report.run.parts import part_panels
 from meshtune.report.run.report import report_page, run_page, write_report
 from meshtune.units import MIB
@@ -176,6 +177,7 @@ def test_time_by_part_and_memory_by_category_stand_beside_the_prediction(empty):
     assert panels["time_beside"].parts["backward"] == (pytest.approx(0.25), 0.4)
     assert panels["memory_phases"].parts["activations"] == (2, 0, 3, 0, 0)
     assert [mark.text for mark in panels["memory_phases"].sections] == ["step 2", "step 3"]
+    assert {band.name for band in panels["memory_phases"].bands} <= {*COLOURS}, "each phase has its colour"
     assert panels["memory_beside"].parts == {"weights": (2, 2), "activations": (3, 1)}
     assert panels["memory_beside"].ends == ("5.00 MiB", "3.00 MiB")
     assert {*panels} <= {*charts_of(report_page(empty))}

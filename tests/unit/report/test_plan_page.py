@@ -17,7 +17,7 @@ from meshtune.plan.search import explained, search
 from meshtune.plan.workload import Workload
 from meshtune.report.draw.charts import heat_map, specification
 from meshtune.report.draw.colours import COLOURS
-from meshtune.report.draw.kinds import Areas, Cell, HeatMap
+from meshtune.report.draw.kinds import Areas, Cell, HeatMap, Timeline
 from meshtune.report.draw.picture import in_rows
 from meshtune.report.draw.theme import DARK, LIGHT, SHADES
 from meshtune.report.draw.words import model_title
@@ -197,6 +197,24 @@ def test_explained_layouts_have_a_page_with_the_reasons_against_them_and_their_l
     page = documents.explained([one]).html()
     assert "It is &lt;slow&gt;." in page and "<code>dp8-mb1-ga4</code>" in page
     assert html.escape(one.levers[0].sentence()) in page
+
+
+def test_each_explained_layout_is_drawn_over_a_step_on_axes_that_all_share():
+    cluster = cluster_of(ClusterConfig(gpu="h100-sxm", gpus=8))
+    layouts = map(Layout.parse, ("dp8-mb1-ga4", "dp4-pp2-1f1b-mb1-ga8", "dp2-pp4-1f1b-mb1-ga16"))
+    drawn = documents.explained_panels(
+        [Explanation(WORKLOAD, explained(WORKLOAD, cluster, one), ()) for one in layouts]
+    )
+    over_step = [panel for panel in drawn if isinstance(panel, Areas | Timeline)]
+    assert [panel.key for panel in over_step] == [
+        "memory_over_time_1", "memory_over_time_2", "memory_over_time_3", "pipeline_2", "pipeline_3",
+    ]  # fmt: skip
+    (end,) = {panel.x_end for panel in over_step}
+    assert end == max(panel.x[-1] for panel in over_step if isinstance(panel, Areas))
+    assert "dp2-pp4-1f1b-mb1-ga16" in over_step[-1].title
+    for panel in over_step:
+        x = specification(panel, width="container")["layer"][0]["encoding"]["x"]
+        assert x["scale"]["domain"] == [0, end]
 
 
 def test_a_picture_has_charts_over_time_in_rows_of_their_own(answer):

@@ -244,9 +244,10 @@ def timeline(panel: Timeline, *, narrow: bool = False) -> alt.LayerChart:
     rows = ((one.lane, float(one.start), float(one.end), one.name, one.detail) for one in panel.intervals)
     bars = chart_of(rows, "lane", "start", "end", "name", "detail")
     bars = bars.transform_calculate(length="datum.end - datum.start")
+    domain = {"domain": [0, max(panel.x_end, *(one.end for one in panel.intervals))]} if panel.x_end else {}
     apart = 0.5 if len(panel.intervals) <= FEW_INTERVALS else 0.0
     bars = bars.mark_bar(stroke=alt.ExprRef("paper"), strokeWidth=apart).encode(
-        across("start:Q", panel.unit, narrow=narrow),
+        across("start:Q", panel.unit, narrow=narrow, **domain),
         alt.Y("lane:N", sort=None, scale=alt.Scale(domain=list(panel.lanes), paddingInner=0.2)),
         colours("name:N", names, narrow=narrow),
         x2="end:Q",
@@ -278,7 +279,7 @@ def areas(panel: Areas, *, narrow: bool = False, pointed: bool = True) -> alt.La
     room = 1.08 + above + 0.08 * bool(panel.peaks)
     highest = max(*below, panel.mark.value if panel.mark else 0.0, panel.y_end)
     up = alt.Scale(domain=[0, room * highest], nice=False)
-    x = across("x:Q", panel.x_title, narrow=narrow, domain=[0, panel.x[-1]])
+    x = across("x:Q", panel.x_title, narrow=narrow, domain=[0, max(panel.x[-1], panel.x_end)])
     axis = alt.Axis(labelExpr=NUMBER, tickCount=5, minExtent=LABELS, title=plain(panel.unit))
     parts = list(dict.fromkeys([*panel.parts, *(band.name for band in panel.bands)]))
     colour = colours("part:N", parts, narrow=narrow)

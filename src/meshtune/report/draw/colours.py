@@ -24,7 +24,8 @@ PASSES = {  # of a micro-batch through a stage, and the time between them
     "backward of inputs": "#4ba3d6",
     "backward of weights": "#135c86",
 }
-COLOURS = dict(zip((*MEMORY_PARTS, *PARTS), (*MEMORY, *TIME), strict=True)) | PASSES
+MEASURED = {"waiting": "#b3a6d9", "loading": "#7b3f00", "rest": "#5b7083"}  # only of a run's step
+COLOURS = dict(zip((*MEMORY_PARTS, *PARTS), (*MEMORY, *TIME), strict=True)) | PASSES | MEASURED
 
 
 def colours_of(names: Sequence[str]) -> list[str]:

@@ -220,6 +220,7 @@ class Timeline:
     unit: str  # of start and end; shown next to the title and in tooltips
     lanes: tuple[str, ...]  # top to bottom
     intervals: tuple[Interval, ...]
+    x_end: float = 0.0  # of the axis at least, which charts below each other share
 
 
 @dataclass(frozen=True)
@@ -252,6 +253,7 @@ class Areas:
     sections: tuple[Mark, ...] = ()  # dashed vertical lines, each with the name of what begins there
     peaks: tuple[Point, ...] = ()  # dots with their texts above them
     y_end: float = 0.0  # of the y axis at least, which charts below each other share
+    x_end: float = 0.0  # of the x axis at least, likewise
 
 
 Panel = Lines | Stacks | Scatter | Multiples | HeatMap | Timeline | Areas

@@ -27,6 +27,7 @@ from meshtune.plan.programs import MESHTUNE
 from meshtune.plan.search import PEAK_TIE, TIE_MEMORY_STEP, Choice
 from meshtune.plan.seconds.step import PARTS, TIE
 from meshtune.report.draw.document import Document, InTerminal, Late, Notes, OnPage, Part, Pictures, Section
+from meshtune.report.draw.kinds import Areas, Timeline
 from meshtune.report.draw.page import text, tiles
 from meshtune.report.draw.table import Column, Table
 from meshtune.report.draw.table import facts as facts_table
@@ -227,9 +228,25 @@ def explained(
 
 
 def explained_panels(explanations: Sequence[Explanation]) -> list[Panel]:
-    """Memory and time of each layout, and the first one's over a step."""
+    """Memory and time of each layout, then each one's over a step, on common axes."""
     choices = [one.choice for one in explanations]
-    return predicted(memory_and_time(choices) + over_time(explanations[0].workload, choices[0]))
+    drawn = [
+        panel
+        if len(choices) == 1
+        else replace(panel, key=f"{panel.key}_{number}", title=f"{panel.title}: {name}")
+        for number, one in enumerate(explanations, 1)
+        for name in [one.choice.layout]
+        for panel in over_time(one.workload, one.choice)
+    ]
+    memory = [panel for panel in drawn if isinstance(panel, Areas)]
+    passes = [panel for panel in drawn if isinstance(panel, Timeline)]
+    end = max(
+        [*(one.x[-1] for one in memory), *(each.end for one in passes for each in one.intervals)], default=0.0
+    )
+    high = max((sum(sizes) for one in memory for sizes in zip(*one.parts.values(), strict=True)), default=0.0)
+    over_step: list[Panel] = [replace(one, x_end=end, y_end=high) for one in memory]
+    over_step += [replace(one, x_end=end) for one in passes]
+    return predicted(memory_and_time(choices) + over_step)
 
 
 def reasons(one: Explanation, letter: str = "") -> list[Part]:

@@ -7,9 +7,9 @@ from statistics import fmean
 from typing import NamedTuple
 
 from meshtune.report.draw.kinds import Lines, Panel, Role, Series
-from meshtune.report.run.summary import of_kind, speed_unit
+from meshtune.report.run.summary import of_kind, speed_unit, values
 from meshtune.rundir import Row
-from meshtune.units import GIB
+from meshtune.units import GIB, MIB
 
 SMOOTHED_PART = 25  # a mean is taken over one 25th of the run
 END = 8  # at an end, a mean takes in at least one 8th of its values
@@ -103,6 +103,8 @@ def panels(rows: Sequence[Row]) -> list[Lines]:
     steps = [row["step"] for kind in ("train", "eval") for row in of_kind(rows, kind) if row.get("step")]
     drawn = []
     for quantity in QUANTITIES:
+        if quantity.per == GIB and max(values(of_kind(rows, "train"), quantity.column), default=0) < GIB / 4:
+            quantity = quantity._replace(unit="MiB", axis="MiB", form=".1f", per=MIB)
         if curves := quantity.curves(rows):
             unit = quantity.unit.replace(SPEED, speed_unit(rows))
             unit += ", without the first step" * quantity.is_warm(rows)

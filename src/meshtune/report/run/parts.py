@@ -11,7 +11,7 @@ from meshtune.meter.rows import fullest_memory
 from meshtune.plan.facts import tensors
 from meshtune.plan.step_parts import median_parts
 from meshtune.report.draw.colours import MEMORY_PARTS
-from meshtune.report.draw.kinds import Areas, Mark, Panel, Stacks
+from meshtune.report.draw.kinds import Areas, Band, Mark, Panel, Stacks
 from meshtune.report.plan.numbers import nonzero, seconds
 from meshtune.report.run.summary import last, of_kind, of_last_start
 from meshtune.rundir import Row
@@ -97,6 +97,7 @@ def memory_over_phases(rows: Sequence[Row]) -> Areas | None:
         tuple(f"step {step}, {name}" for step, name, _ in phases),
         "phase",
         joined="steps",
+        bands=tuple(Band(place, place + 1.0, name) for place, (_, name, _) in enumerate(phases[:-1])),
         sections=tuple(Mark(float(place), f"step {step}") for step, place in sorted(first.items())),
     )
 
