@@ -64,7 +64,7 @@ class Command(Help, TyperCommand):
                 raise
             option = str(getattr(error, "option_name", ""))
             if sentence := setting_meant(str(self.name), option, words):
-                raise UserError(sentence) from None
+                raise UserError(f"No such option {option}: {sentence}") from None
             raise
 
 
@@ -78,7 +78,7 @@ class Group(Help, TyperGroup):
 
 
 def setting_meant(command: str, option: str, words: list[str]) -> str:
-    """Sentence on the setting, or the config file, that an option may mean; "" where none is near.
+    """Clause on the setting, or the config file, that an option may mean; "" where none is near.
 
     words: of the command line behind the command.
     """
@@ -86,14 +86,14 @@ def setting_meant(command: str, option: str, words: list[str]) -> str:
     _, equals, value = words[place].partition("=")
     value = value if equals else next(iter(words[place + 1 :]), "…")
     if option in ("--config", "--config-file", "-c"):
-        return f"{option}: a config file needs no option; write meshtune {command} {value}."
+        return f"a config file needs no option; write meshtune {command} {value}."
     if section := section_of("options", option):
-        return f"{option}: {unsupported(section)}"
+        return unsupported(section)
     from meshtune.config import SETTINGS, unknown_key
 
     name = option.lstrip("-").replace("-", "_")
     meant = [setting for setting in SETTINGS if name in (setting, setting.rpartition(".")[2])]
     if meant:
         written = " or ".join(f"{setting}={value}" for setting in meant)
-        return f"{option}: settings have no dashes; write {written}."
-    return f"{option}: {unknown_key([name])}" if theirs([name]) else ""
+        return f"settings have no dashes; write {written}."
+    return unknown_key([name]) if theirs([name]) else ""
