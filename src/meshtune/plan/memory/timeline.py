@@ -102,7 +102,8 @@ class Liveness:
     def alive(self, point: Number, rank: Number | None = None) -> Iterator[tuple[str, str, Number]]:
         """Yield (name, category, bytes at a point) on all ranks or on `rank` of each layout; 0: not alive."""
         for name, category, born, dies, size in self.tensors:
-            size = size if rank is None else _of_rank(np.broadcast_to(size, self.shape), rank)
+            if rank is not None and np.ndim(size) > 1:  # else it is the same on all ranks
+                size = _of_rank(np.broadcast_to(size, self.shape), rank)
             yield name, category, np.where((born <= point) & (point <= dies), size, 0.0)
 
     def parts(self, point: Number, rank: Number | None = None) -> dict[str, Number]:
@@ -163,4 +164,4 @@ def peak(
 
 def _of_rank(values: Number, rank: Number) -> Number:
     """Values [layouts] from values [RANKS, layouts]. rank: for each layout, the index to take."""
-    return values[0] if len(values) == 1 else np.take_along_axis(values, rank[None], 0)[0]
+    return values[0] if len(values) == 1 else values[rank, np.arange(values.shape[1])]
