@@ -16,7 +16,6 @@ from meshtune import __version__
 from meshtune.commands.complete import complete_settings
 from meshtune.errors import UserError, expanded
 from meshtune.nearest import entries
-from meshtune.plan.models import known_config
 from meshtune.rundir import RunDir
 from meshtune.streams import encodes
 from meshtune.units import notice, on_first_rank
@@ -66,8 +65,13 @@ def split(settings: list[str] | None) -> tuple[str | None, list[str]]:
             f"{file} holds rows, and a config file is expected here. Write model.name=Qwen/Qwen3-0.6B "
             f"data.train={file}, or begin with a file of meshtune config."
         )
-    if file and not file.endswith(YAML) and not expanded(file).exists() and known_config(file):
-        raise UserError(f"{file} is a model, and a config file is expected here; write model.name={file}.")
+    if file and not file.endswith(YAML) and not expanded(file).exists():
+        from meshtune.plan.models import known_config  # here: it imports numpy
+
+        if known_config(file):
+            raise UserError(
+                f"{file} is a model, and a config file is expected here; write model.name={file}."
+            )
     return file, overrides
 
 
