@@ -28,7 +28,7 @@ def describe(
     `boundaries`: [text before, text behind] each place where labels begin.
 
     A stream has no length: its first window is read and counted, without seconds and cache. The key `of`
-    names the rows that were counted; `notes` has sentences on rows that were left out or cut.
+    names the rows that were counted; `sentences` are on rows that were left out or cut.
     """
     if isinstance(prepared.train, Stream):
         train, of = _first_window(prepared.train), f"the first {prepared.train.window:,} rows of a stream"
@@ -49,7 +49,7 @@ def describe(
             stats[name] = stats[name] | _lengths(dataset)
     chosen = train.members[permutation(len(train.members), "samples", seed)[:samples]].tolist()
     shown = [_sample(train, document, tokenizer) for document in chosen]
-    return stats | {"of": of, "notes": sentences(stats | {"train": None, "eval": None}), "samples": shown}
+    return stats | {"of": of, "sentences": sentences(stats | {"train": None, "eval": None}), "samples": shown}
 
 
 def runs(stored: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, bool]]:

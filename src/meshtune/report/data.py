@@ -26,7 +26,7 @@ def document(description: Mapping[str, Any]) -> Document:
     parts = (
         figures(description),
         Notes([*_explained(description)]),
-        Notes([*map(printable, description["notes"])], "yellow"),
+        Notes([*map(printable, description["sentences"])], "yellow"),
         histogram(description["train"]["histogram"]),
         InTerminal(Samples(description["samples"])),
     )

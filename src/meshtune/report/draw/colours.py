@@ -24,7 +24,7 @@ PASSES = {  # of a micro-batch through a stage, and the time between them
     "backward of inputs": "#4ba3d6",
     "backward of weights": "#135c86",
 }
-MEASURED = {"waiting": "#b3a6d9", "loading": "#7b3f00", "rest": "#5b7083"}  # only of a run's step
+MEASURED = {"waiting": "#b3a6d9", "loading": "#7b3f00", "rest": "#4c7f9e"}  # only of a run's step
 COLOURS = dict(zip((*MEMORY_PARTS, *PARTS), (*MEMORY, *TIME), strict=True)) | PASSES | MEASURED
 
 
