@@ -8,10 +8,8 @@ cache and a mask).
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,9 +17,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from meshtune.model.anatomy import Anatomy, StandIn, anatomy, aside_of, head_runner
+from meshtune.model.anatomy import Anatomy, anatomy, aside_of, head_runner
 from meshtune.model.documents import documents_of
-from meshtune.model.recorded import kinds_of_blocks
 
 if TYPE_CHECKING:
     from meshtune.data.batch import MicroBatch
@@ -143,100 +140,3 @@ def cast_position_tables(model: PreTrainedModel, dtype: torch.dtype) -> None:
             buffer = module._buffers[name]
             if buffer is not None and buffer.is_floating_point() and buffer.shape[1:] == (columns,):
                 module._buffers[name] = buffer.to(dtype)
-
-
-# Blocks that compute what another one does #
-
-# A model repeats a block with other weights. To count it, one forward of each kind is enough: hidden states
-# pass the others by, as they do in a pipeline on a rank that lacks those blocks.
-
-OF_MODULES = frozenset(vars(nn.Module()))  # attributes of all modules
-
-
-def repeated_blocks(model: PreTrainedModel, blocks: str, settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return the paths of the blocks that differ from an earlier one only in their index and values, and have
-    the same kinds before them, each with the path of that one. First and last block are not among them.
-
-    blocks: path of their list. settings: values by names of parameters or modules, which must be the same.
-    """
-    layers = dict(model.get_submodule(blocks).named_children())
-    parameters = [id(parameter) for block in layers.values() for parameter in block.parameters()]
-    if len(set(parameters)) < len(parameters):  # they share some
-        return {}
-    inside: dict[str, dict[str, Any]] = {name: {} for name in layers}
-    for path, value in settings.items():
-        name, _, rest = path.removeprefix(f"{blocks}.").partition(".")
-        inside.get(name, {})[rest] = value
-    words = list(zip(kinds_of_blocks(model, blocks), inside.values(), strict=True))
-    modules, kinds, firsts = list(layers.values()), list[int](), list[int]()
-    for place, block in enumerate(modules):
-        like = (
-            first for first in firsts
-            if words[first] == words[place] and _alike(modules[first], block, first, place)
-        )  # fmt: skip
-        kinds.append(next(like, place))
-        firsts += [place] * (kinds[-1] == place)
-    same: dict[str, str] = {}
-    traced: dict[tuple[int, frozenset[int]], str] = {}
-    for place, name in list(enumerate(layers))[1:-1]:
-        like = traced.setdefault((kinds[place], frozenset(kinds[:place])), name)
-        if like != name:
-            same[f"{blocks}.{name}"] = f"{blocks}.{like}"
-    return same
-
-
-def _alike(first: nn.Module, other: nn.Module, first_index: int, index: int) -> bool:
-    """True if two blocks of the same classes differ only in values of parameters, and in their index."""
-
-    def shapes(block: nn.Module) -> list[Any]:
-        buffers = [(name, buffer.shape) for name, buffer in block.named_buffers()]
-        return [buffers, *((name, p.shape, p.requires_grad) for name, p in block.named_parameters())]
-
-    def same(one: Any, its: Any) -> bool:
-        if type(one) is not type(its):
-            return False
-        if isinstance(one, partial):  # of an activation function
-            one, its = ((it.func, it.args, it.keywords) for it in (one, its))
-        plain = isinstance(one, int | float | str | tuple)
-        return one is its or (plain and (one == its or (one, its) == (first_index, index)))
-
-    attributes = (
-        [{name: value for name, value in vars(module).items() if name not in OF_MODULES} for module in pair]
-        for pair in zip(first.modules(), other.modules(), strict=True)
-    )
-    return shapes(first) == shapes(other) and all(
-        one.keys() == its.keys() and all(same(one[name], its[name]) for name in one)
-        for one, its in attributes
-    )
-
-
-@contextmanager
-def passed_by(model: nn.Module, blocks: str, same: Iterable[str]) -> Iterator[None]:
-    """Let hidden states pass the blocks `same`, paths in the list `blocks`, as they are."""
-    layers = model.get_submodule(blocks)
-    whole = dict(layers.named_children())
-    for path in same:
-        name = path.rpartition(".")[2]
-        layers._modules[name] = StandIn(whole[name])
-    try:
-        yield
-    finally:
-        layers._modules.update(whole)
-
-
-@contextmanager
-def each_once(model: nn.Module, blocks: str) -> Iterator[None]:
-    """Raise RuntimeError unless a forward calls each block of the list once, which returns one tensor."""
-    layers, calls = list(model.get_submodule(blocks).children()), Counter[nn.Module]()
-
-    def called(block: nn.Module, _: Any, out: Any) -> None:
-        calls[block] += 1 if isinstance(out, Tensor) else 2
-
-    hooks = [block.register_forward_hook(called) for block in layers]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-    if any(calls[block] != 1 for block in layers):
-        raise RuntimeError("its blocks are not called once each, or return more than hidden states")

@@ -87,11 +87,11 @@ class Adapters(NamedTuple):
     dropout: bool = False  # True if their inputs go through dropout
 
     def add_to(self, model: nn.Module) -> None:
-        """Add them to the modules that a model has, in place."""
-        modules = dict(model.named_modules())
-        for path, rank in self.ranks.items():
-            if path in modules:
-                adapt(modules[path], rank, alpha=rank, dropout=0.5 * self.dropout, use_dora=self.dora)
+        """Add them to a model, in place."""
+        for module, rank in self.ranks.items():
+            adapt(
+                model.get_submodule(module), rank, alpha=rank, dropout=0.5 * self.dropout, use_dora=self.dora
+            )
 
 
 class LoraLinear(_Lora, nn.Linear):

@@ -566,9 +566,9 @@ def _values(config: Any) -> Iterator[tuple[dict[str, Any], str, Any]]:
             yield place, name, value
 
 
-def kinds_of_blocks(model: PreTrainedModel, blocks: str) -> list[tuple[Any, ...]]:
-    """Return of each block its modules, and its words in the lists of the configuration that have an entry
-    for each block.
+def _blocks_kept(model: PreTrainedModel, blocks: str) -> int:
+    """Return the number of first blocks that have every kind: other modules, or other words in the lists
+    of the configuration that have an entry for each block.
     """
     found = list(model.get_submodule(blocks).children())
     config = model.config.get_text_config(decoder=True)
@@ -577,13 +577,8 @@ def kinds_of_blocks(model: PreTrainedModel, blocks: str) -> list[tuple[Any, ...]
         if _is_by_layer(name, value, len(found))
         and all(isinstance(each, str | bool) or each in (0, 1) for each in value)
     ]  # fmt: skip
-    return [
+    kinds = [
         (tuple((path, type(module)) for path, module in block.named_modules()), *words)
         for block, *words in zip(found, *lists, strict=True)
     ]
-
-
-def _blocks_kept(model: PreTrainedModel, blocks: str) -> int:
-    """Return the number of first blocks that have every kind."""
-    kinds = kinds_of_blocks(model, blocks)
     return next(number for number in range(len(kinds) + 1) if set(kinds[:number]) == set(kinds))

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from transformers import AttentionInterface, PreTrainedModel
 
-from meshtune.model.anatomy import Anatomy, StandIn
+from meshtune.model.anatomy import Anatomy
 from meshtune.model.body import cast_position_tables, head_only, text_forward
 from meshtune.model.fused import (
     STAND_IN,
@@ -57,8 +57,7 @@ def saved_by_block(
 
     The element size is that of the compute dtype, from DTYPES; one that the forward refuses is left out. The
     model is on meta, built with the attention STAND_IN, and is changed: it gets `adapters`, only parameters
-    named in `frozen` lose their gradient, and it stays in the last dtype. Stand-ins of blocks save nothing.
-    rows: of `inputs`.
+    named in `frozen` lose their gradient, and it stays in the last dtype. rows: of `inputs`.
     """
     adapters.add_to(model)
     for name, parameter in model.named_parameters():
@@ -219,8 +218,6 @@ class SavedTensors:
                 stack.callback(module.register_forward_hook(leave).remove)
 
             for name, block in model.get_submodule(parts.blocks).named_children():
-                if isinstance(block, StandIn):
-                    continue
                 hook(block, self._enter_block(f"{parts.blocks}.{name}"), self._leave_block)
                 for part, path in (("attention", parts.attention), ("mlp", parts.mlp)):
                     if path:

@@ -25,9 +25,9 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from meshtune.errors import UserError
-from meshtune.model.anatomy import Anatomy, anatomy, aside_of, attention_heads, auto_class, set_aside
-from meshtune.model.body import each_once, passed_by, repeated_blocks, text_forward
-from meshtune.model.fused import STAND_IN, experts_without_values, flash_attention
+from meshtune.model.anatomy import Anatomy, anatomy, attention_heads, auto_class, set_aside
+from meshtune.model.body import text_forward
+from meshtune.model.fused import STAND_IN, experts_without_values
 from meshtune.model.lora import Adapters
 from meshtune.model.matmuls import (
     TOKENS,
@@ -173,35 +173,13 @@ def _forward(
     frozen: frozenset[str],
     adapters: Adapters,
 ) -> Traced:
-    """Run one forward with an attention implementation and record it: without the blocks that repeat another,
-    if these can be left out.
+    """Run one forward with an attention implementation and record it.
 
     with_mask: True to pass a 4-d mask. build, frozen, adapters: see `trace`. Registers STAND_IN anew.
     Activations are recorded under STAND_IN, or with the family's attention. Raises as the model's forward.
     """
-    AttentionInterface.register(STAND_IN, flash_attention)
-    model = built_on_meta(build, attention, frozen)
-    traced = Traced(model, _parts(model), frozen, adapters)
-    parts = traced.parts
-    if parts and not (parts.mixers or parts.attention_problem or aside_of(model)):
-        same = repeated_blocks(model, parts.blocks, dict.fromkeys(frozen) | dict(adapters.ranks))
-        with suppress(Exception):  # each family has its own ways to call its blocks
-            with passed_by(model, parts.blocks, same):
-                fewer = _recorded(traced, build, attention, with_mask, same)
-            if same and fewer.unsupported is None:
-                return fewer
-    return _recorded(traced, build, attention, with_mask, {})
-
-
-def _recorded(
-    traced: Traced, build: Builder, attention: str, with_mask: bool, same: Mapping[str, str]
-) -> Traced:
-    """Run the forward and return what it recorded. same: blocks that are passed by, each with the path of one
-    that it repeats. Other parameters as of `_forward`.
-    """
     cores: list[Core] = []
-    model, parts, frozen, adapters = traced.model, traced.parts, traced.frozen, traced.adapters
-    paths = {module: name for name, module in model.named_modules()}
+    paths: dict[nn.Module, str] = {}
 
     def stand_in(
         module: nn.Module,
@@ -221,7 +199,10 @@ def _recorded(
         return out.detach().requires_grad_(any(gradients)), None
 
     AttentionInterface.register(STAND_IN, stand_in)
+    model = built_on_meta(build, attention, frozen)
+    paths |= {module: name for name, module in model.named_modules()}
     recorded = ParameterMatmuls(model, frozen, adapters.ranks)
+    parts = _parts(model)
     mixers = parts if parts and parts.mixers else None
     with ExitStack() as stack:
         stack.enter_context(torch.device("meta"))
@@ -229,15 +210,10 @@ def _recorded(
         dispatched = stack.enter_context(DispatchedMatmuls(recorded))
         if mixers:
             stack.enter_context(mixers_apart(model, mixers, dispatched))
-        if parts and same:
-            stack.enter_context(each_once(model, parts.blocks))
         with recorded:
             text_forward(model, **inputs(1, TOKENS, with_mask))
     written_out, unexplained = _attention_written_out(dispatched.bare)
     cores += written_out
-    if parts and same:
-        cores = [(name, core) for path, core in cores for name in _in_all(path, parts.blocks, same)]
-        cores.sort(key=lambda core: _path_and_index(_in_block(core[0], parts.blocks)[0]))
     reason = _unsupported_reason(model, dispatched, cores, unexplained, mixers, written_out=bool(written_out))
     recurrent = recurrent_matrices(model, mixers) if mixers and reason is None else []
     if isinstance(recurrent, str):
@@ -245,24 +221,11 @@ def _recorded(
     saved: tuple[Any, ...] = ()
     if parts and reason is None and attention == STAND_IN and not written_out:
         given = partial(inputs, with_mask=with_mask)
-        by_block, *ends = saved_by_block(copy.deepcopy(model), parts, frozen, adapters, given)
-        saved = (by_block | {path: by_block[like] for path, like in same.items() if like in by_block}, *ends)
+        saved = saved_by_block(copy.deepcopy(model), parts, frozen, adapters, given)
     elif parts and reason is None and parts.attention_problem:
         several, one = (saved_by_own_attention(build, parts, frozen, adapters, rows) for rows in (2, 1))
         saved = (*several, one[0])
-    matrices = [*recorded.matrices, *recurrent]
-    if parts and same:
-        matrices = [
-            replace(matrix, name=name)
-            for matrix in matrices for name in _in_all(matrix.name, parts.blocks, same)
-        ]  # fmt: skip
-    return Traced(model, parts, frozen, adapters, reason, matrices, cores, *saved)
-
-
-def _in_all(name: str, blocks: str, same: Mapping[str, str]) -> list[str]:
-    """The name of a module or parameter, and those of the same one in the blocks that repeat its block."""
-    block, inside = _in_block(name, blocks)
-    return [name, *(f"{path}.{inside}" for path, like in same.items() if like == block)]
+    return Traced(model, parts, frozen, adapters, reason, [*recorded.matrices, *recurrent], cores, *saved)
 
 
 def _parts(model: PreTrainedModel) -> Anatomy | None:

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -234,23 +233,3 @@ def test_one_model_read_from_two_paths_is_traced_once(tmp_path, monkeypatch):
         for path, dtype in (("model", torch.float32), (tmp_path / "model", torch.bfloat16))
     )
     assert first is second and len(traced) == 1
-
-
-@pytest.mark.parametrize(
-    ("family", "matrix", "adapted"),
-    [("llama", "mlp.down_proj", ()), ("gpt2", "mlp.c_proj", (3, 4)), ("gemma2", "self_attn.q_proj", (2,))],
-)
-def test_blocks_that_repeat_others_are_counted_without_running(
-    monkeypatch: pytest.MonkeyPatch, family: str, matrix: str, adapted: tuple[int, ...]
-) -> None:
-    size = {"n_layer": 8} if family == "gpt2" else {"num_hidden_layers": 8}
-    config = FAMILIES[family](**size, **({"layer_types": None} if family == "gemma2" else {}))
-    blocks = anatomy(eager(config)).blocks
-    frozen = [name for name, _ in eager(config).named_parameters()] if adapted else []
-    adapters = {f"{blocks}.{place}.{matrix}": 4 for place in adapted}
-    running = Mock(side_effect=trace_module.passed_by)
-    monkeypatch.setattr(trace_module, "passed_by", running)
-    fewer = census(config, frozen=frozen, adapters=adapters)
-    assert running.call_args.args[2], "some are left out"
-    monkeypatch.setattr(trace_module, "repeated_blocks", lambda *_: {})
-    assert census(config, frozen=frozen, adapters=adapters) == fewer
