@@ -72,8 +72,9 @@ def split(settings: list[str] | None) -> tuple[str | None, list[str]]:
     """
     file, overrides = words_of(settings or [])
     if file and file.endswith(ROWS):
+        there = "holds rows" if expanded(file).exists() else "is a name of rows (no such file is here)"
         raise UserError(
-            f"{file} holds rows, and a config file is expected here. Write meshtune train "
+            f"{file} {there}, and a config file is expected here. Write meshtune train "
             f"model.name=Qwen/Qwen3-0.6B data.train={file}, or begin with a file of meshtune config."
         )
     if not file or file.endswith(YAML) or expanded(file).exists():

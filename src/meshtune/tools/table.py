@@ -160,12 +160,14 @@ SOURCES = ("data.train", "data.eval")  # lists of sources: the keys in them are 
 def unknown_setting(path: Sequence[str], settings: Sequence[str], sections: Sequence[str]) -> str:
     """Return a sentence that says what to write instead of the unknown key at `path`.
 
-    That is its counterpart if another trainer has the key, why it has none, or else the nearest setting, if
-    it is at most two edits away. path: ["train", "lr"]. settings: every key of the tree, dotted. sections:
-    the keys of its top level, which the sentence lists if no setting is near.
+    That is a section of docs/unsupported.md, its counterpart if another trainer has the key, why it has none,
+    or else the nearest setting, if it is at most two edits away. path: ["train", "lr"]. settings: every key
+    of the tree, dotted. sections: the keys of its top level, which the sentence lists if no setting is near.
     """
     name, key = path[-1], ".".join(path)
     section = ".".join(part for part in path[:-1] if not part.isdigit())  # data.train.0.path: no list indices
+    if row := section_of("keys", name):
+        return f"{key} is not supported: {unsupported(row)}"
     known = theirs(path)
     if counterparts := dict.fromkeys(entry.setting for entry in known if entry.setting):
         return f"{key} is not a setting{did_you_mean([*counterparts])}"
@@ -175,9 +177,7 @@ def unknown_setting(path: Sequence[str], settings: Sequence[str], sections: Sequ
     for entry in sorted(known, key=lambda entry: entry.kind == "ignored"):
         if entry.kind == "ignored":
             return f"{key} is not a setting, and not needed: {entry.why}."
-        return f"{key} is not supported: {entry.reason}.{page_of(section_of('keys', name))}"
-    if row := section_of("keys", name):
-        return f"{key} is not supported: {unsupported(row)}"
+        return f"{key} is not supported: {entry.reason}."
     siblings = [each for each in settings if each.rpartition(".")[0] == section] if section else [*sections]
     for names in (siblings, settings):
         near = nearest(name, names, part=last)

@@ -232,15 +232,15 @@ def text_of(renderable: object) -> list[str]:
 
 
 @pytest.mark.ci
-def test_the_answer_names_the_tool_and_ends_with_what_runs_the_layout(tmp_path) -> None:
-    lines = text_of(documents.answer(answer("meshtune"), 3))
-    assert "Memory and time are predicted for meshtune (software stack meshtune)." in lines
-    assert lines[-1].startswith("meshtune train … layout=")
+def test_the_answer_names_the_tool_and_what_runs_the_layout(tmp_path) -> None:
+    line = documents.CommandLine("meshtune plan", "model.name=x")
+    lines = text_of(documents.answer(answer("meshtune"), 3, line=line))
+    assert "run by" not in lines[0] and any("meshtune train model.name=x layout=" in each for each in lines)
     best = answer("megatron")
-    lines = text_of(documents.answer(best, 3))
-    assert "Memory and time are predicted for Megatron-LM (software stack megatron-core)." in lines
+    lines = text_of(documents.answer(best, 3, line=line))
+    assert "run by Megatron-LM" in lines[0]
     layout = best.choice.layout
-    assert lines[-1] == f"meshtune plan export megatron … layout={layout}"
+    assert f"  meshtune plan export megatron model.name=x layout={layout}" in lines
     assert {"tool": "megatron", "stack": "megatron-core"}.items() <= best.as_dict(1).items()
     assert best.as_dict(1)["layouts"][0]["tool"] == "megatron"
 
@@ -248,10 +248,13 @@ def test_the_answer_names_the_tool_and_ends_with_what_runs_the_layout(tmp_path) 
     exported = export("megatron", config, layout, blocks=32, gpus_per_node=8)
     written = write(best.workload.tool, exported, layout, tmp_path / "out")
     lines = text_of(documents.answer(best, 3, written))
-    assert lines[-1].startswith(f"{layout} for Megatron-LM is in {tmp_path / 'out'}; start it with: ")
-    assert lines[-1].endswith("bash megatron.sh") and not any("meshtune train" in line for line in lines)
+    said = next(line for line in lines if line.startswith(f"{layout} for Megatron-LM is in "))
+    assert f"{tmp_path / 'out'}; start it with: " in said and said.endswith("bash megatron.sh")
+    assert not any("meshtune train" in line for line in lines)
     start = lines.index("What Megatron-LM runs differently")
-    assert start > len(lines) - 20 and len([line for line in lines[start:] if line.startswith("  ")]) >= 2
+    assert start == lines.index(said) + 2 and all(
+        line.startswith("  ") for line in lines[start + 1 : start + 3]
+    )
     assert written.as_dict()["layout"] == str(layout) and "megatron.sh" in written.as_dict()["files"]
     with refuses(UserError):
         write(best.workload.tool, exported, layout, tmp_path / "out")

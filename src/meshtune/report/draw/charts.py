@@ -214,7 +214,7 @@ def _names_above(panel: Stacks, up: float) -> alt.Chart:
     encoding of "name".
     """
     texts = [
-        f"{end}  {name}" if len(end + name) < MOST_NAME else f"{end}  {name[: MOST_NAME - len(end)]}…"
+        f"{end}  {name}" if len(end + name) <= MOST_NAME else name
         for end, name in zip(panel.ends or ("",) * len(panel.names), panel.names, strict=True)
     ]
     chart = chart_of(zip(panel.names, texts, strict=True), "name", "text")

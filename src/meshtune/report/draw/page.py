@@ -178,7 +178,7 @@ label { color: var(--soft); font-size: 13px; margin-left: 6px; }
 .compared th { width: auto; }
 .compared .best { color: var(--right); font-weight: 600; }
 .facts.numbers th { width: auto; }
-.facts.numbers td, .facts.numbers thead th { text-align: right; }
+.facts.numbers td, .facts.numbers thead th { text-align: right; overflow-wrap: normal; }
 .layouts td.layout, .layouts th.layout { text-align: left !important; }
 .facts.listing td.left, .facts.listing thead th.left { text-align: left; }
 .listing td, .listing th { padding-right: 20px; border-bottom: 1px solid var(--line); }

@@ -152,8 +152,8 @@ def ranking(result: Answer) -> str:
     safely = " of those that fit safely" if result.choice.safe and not result.plan.safe.all() else ""
     return (
         f"Row 1: of the layouts within {TIE:.1%} of the shortest step{safely}, the one with the lowest peak "
-        f"memory, in steps of {TIE_MEMORY_STEP:.0%} of a GPU's memory; among equals, the one that recomputes "
-        "least."
+        f"memory, in steps of {TIE_MEMORY_STEP:.0%} of a GPU's memory; in a step, the one whose mode of "
+        "recomputation runs least again, then the lower peak."
     )
 
 
@@ -290,10 +290,10 @@ def models_that_fit(longest: Mapping[str, Mapping[str, int | None]], cluster: Cl
     heads = {"full": "full", "lora": f"LoRA r{rank}"}
     lengths = [[f"{entry[name]:,}" if entry[name] else "–" for entry in fitting] for name in methods]
     columns = (
-        Column("model", [entry["model"] for entry in fitting], heading=True),
+        Column("download", [entry["download"] for entry in fitting], heading=True),
         Column("parameters", [count(entry["parameters"]) for entry in fitting], priority=1),
         *(Column(heads[name], cells) for name, cells in zip(methods, lengths, strict=True)),
-        Column("download", [entry["download"] for entry in fitting], words=True),
+        Column("name in meshtune", [entry["model"] for entry in fitting], words=True, priority=2),
     )
     first = fitting[0]
     method = next(name for name in methods if first[name])
