@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from families import FAMILIES
 from golden import refuses
 from loading import load
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from transformers import PreTrainedTokenizerFast
 
 from meshtune.data.encode import Encoder
@@ -25,7 +25,7 @@ from meshtune.data.example import Example, Origin
 from meshtune.errors import UserError
 from meshtune.model.load import load_config, load_tokenizer
 from meshtune.train.checkpoint import Checkpoints
-from meshtune.train.checkpoint_files import size_and_hash
+from meshtune.train.checkpoint_files import read_metadata, size_and_hash
 
 CODE = """
 from pathlib import Path
@@ -137,6 +137,24 @@ def test_metadata_that_is_none_is_refused_in_words(checkpoint, stream):
     (checkpoint / ".metadata").write_bytes(stream)
     sign(checkpoint)
     is_refused(checkpoint, r"\.metadata was refused")
+
+
+@pytest.mark.parametrize(
+    ("of", "name", "refusal"),
+    [
+        (_MEM_FORMAT_ENCODING, "TORCH_CHANNELS_LAST", "it holds no checkpoint metadata"),
+        (torch.Size, "numel", "it names an attribute numel"),
+    ],
+)
+def test_attributes_are_read_of_one_enum_only(of: type, name: str, refusal: str) -> None:
+    """Python 3.11.0 to 3.11.3 pickle a member of an enum as getattr(its class, its name)."""
+
+    class Member:
+        def __reduce__(self) -> tuple[Callable, tuple]:
+            return getattr, (of, name)
+
+    with pytest.raises(UserError, match=refusal):
+        read_metadata(pickle.dumps(Member()), (), "x")
 
 
 def test_a_canary_in_a_data_file(checkpoint, sung):

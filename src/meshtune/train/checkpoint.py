@@ -13,7 +13,7 @@ memory for the copy, it is not made and the loop waits for the disk. A failure i
 reported at the next `save` or `wait` and never ends the run: the checkpoints before it are whole.
 
 The hashes find damage, not malice: whoever can change a file can change the manifest. So the content of a
-checkpoint is not trusted either: see unpickle.py.
+checkpoint is not trusted either: see checkpoint_files.py.
 """
 
 import errno

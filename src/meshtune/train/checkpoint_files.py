@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.default_planner import (
 )
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -190,6 +191,13 @@ _ADMITTED = {
 _PATHS = {("pathlib", "PosixPath"), ("pathlib", "WindowsPath"), ("pathlib._local", "PosixPath")}
 
 
+def _memory_format(of: Any, name: str) -> Any:
+    """The member of a name of the only enum that metadata has. Raises UnpicklingError for all else."""
+    if of is not _MEM_FORMAT_ENCODING or name not in _MEM_FORMAT_ENCODING.__members__:
+        raise pickle.UnpicklingError(f"it names an attribute {name}, which no checkpoint needs")
+    return _MEM_FORMAT_ENCODING[name]
+
+
 class _Unpickler(pickle.Unpickler):
     """Resolves the admitted names and no others, so no dotted ones (`Size.__init__`).
 
@@ -201,6 +209,11 @@ class _Unpickler(pickle.Unpickler):
             return super().find_class(module, name)
         if (module, name) in _PATHS:  # where the checkpoint was written: not used, so it stays text
             return lambda *parts: "/".join(map(str, parts))
+        if (module, name) == (
+            "builtins",
+            "getattr",
+        ):  # of an enum's member, as Python 3.11.0 to 3.11.3 write it
+            return _memory_format
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs")
 
 
