@@ -292,6 +292,7 @@ INSIDES = (
     Inside("torch:_meta_registrations"),
     Inside("transformers.utils.chat_template_utils:datetime"),
     Inside("torch.distributed.checkpoint.filesystem:_StorageInfo"),
+    Inside("torch.distributed.checkpoint.metadata:_MEM_FORMAT_ENCODING"),
     Inside("torch.utils.flop_counter:flop_registry"),
     Inside("torch._subclasses.fake_tensor:FakeTensor"),
     Inside("torch._subclasses.fake_tensor:FakeTensorMode"),
