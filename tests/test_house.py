@@ -30,7 +30,7 @@ WHOLE = {
     "lines of src": 66_911,  # 52,000
     "files of src": 326,  # 280
     "files in one folder of src": 22,  # 22
-    "lines of tests": 49_600,  # 36,000
+    "lines of tests": 49_601,  # 36,000
 }
 
 ATTEND = "the signature of core.attend_documents, which it stands in for on the ranks of cp"

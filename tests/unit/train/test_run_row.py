@@ -29,7 +29,8 @@ Train = Callable[..., loop.Run]
 TYPES: dict[str, type | tuple[type, ...]] = {
     "base_digest": (str, type(None)),
     "id": str, "start": int, "started": str, "model": str, "method": str, "parameters": int,
-    "trainable_parameters": int, "precision": str, "layout": str, "world": int, "global_batch_size": int,
+    "trainable_parameters": int, "precision": str, "optimizer": str,
+    "layout": str, "world": int, "global_batch_size": int,
     "seq_len": int, "total_steps": int, "learning_rate": str, "schedule_steps": int, "seed": int,
     "resumed_from": (int, type(None)), "data": list, "data_digest": str, "label_share": float,
     "loss_function": (str, type(None)),
