@@ -50,7 +50,7 @@ class Result(Notebook):
         """The run in a folder. Raises UserError where there is none."""
         run = RunDir(expanded(str(folder)))
         if not run.holds_run:
-            raise UserError(f"{run.path} holds no run: there is no config.yaml and no metrics.jsonl in it.")
+            raise UserError(f"{run.path} is not a run folder: config.yaml and metrics.jsonl are missing.")
         return cls(run.path, run.model, summarise(run))
 
     @property

@@ -227,7 +227,7 @@ def show(document: "Document", *, as_json: bool) -> None:
     else:
         from rich.console import Console
 
-        Console().print(document)
+        Console().print(document, crop=False)  # a command with a long path stays whole
 
 
 def show_json(value: Any) -> None:

@@ -38,7 +38,7 @@ def torch_build() -> dict[str, Any]:
 
 
 def has_no_gpu() -> bool:
-    """True if torch can see no GPU here: it is built without, or there is no driver. False: ask torch."""
+    """True if torch can see no GPU here: its build or the machine has no CUDA. False: ask torch."""
     build = torch_build()
     if build.get("hip") or build.get("xpu"):
         return False

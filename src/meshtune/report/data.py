@@ -15,7 +15,7 @@ from meshtune.units import counted, printable
 
 BAR_WIDTH = 40  # characters of the longest bar
 LABELLED_STYLE = "bold green"
-BEGIN, END = "[[", "]]"  # around labelled text where there are no colours
+BEGIN, END = "[[", "]]"  # around labelled text on terminals without colours
 
 
 def document(description: Mapping[str, Any]) -> Document:

@@ -30,7 +30,7 @@ FOOTER = prose(
     "Made by meshtune from the files of the folders that `meshtune ui` was given. Nothing here changes them."
 )
 WAITING = prose(
-    "There is no run and no sweep yet. `meshtune train` and `meshtune sweep` write them, by default below "
+    "No runs or sweeps yet. `meshtune train` and `meshtune sweep` write them, by default below "
     "runs/; the first one appears here within some seconds."
 )
 HEADS = (

@@ -73,7 +73,7 @@ def test_plot_returns_the_pictures_and_writes_them(values: dict[str, Any], tmp_p
 
 
 def test_a_run_without_steps_and_a_folder_without_a_run(empty: RunDir) -> None:
-    with pytest.raises(UserError, match="holds no run"):
+    with pytest.raises(UserError, match="is not a run folder"):
         Result.read(empty.path / "nothing")
     empty.metrics_file.touch()
     begun = Result.read(empty.path)

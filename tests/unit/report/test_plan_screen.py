@@ -19,7 +19,15 @@ from meshtune.report.plan import documents
 from meshtune.report.plan.screen import CommandLine
 from meshtune.sections import ClusterConfig
 
-WORDS = ["run.yaml", "model.name=llama-3.1-8b", "cluster.gpu=h100-sxm", "cluster.gpus=16", "layout=auto"]
+COLUMNS = "data.columns={prompt: question, completion: a long name of a column, system: another}"
+WORDS = [
+    "run.yaml",
+    COLUMNS,
+    "model.name=llama-3.1-8b",
+    "cluster.gpu=h100-sxm",
+    "cluster.gpus=16",
+    "layout=auto",
+]
 
 
 def settings(*words: str) -> Config:
@@ -39,7 +47,7 @@ def answer() -> Answer:
 def printed(answer: Answer, line: CommandLine, width: int = 80) -> list[str]:
     console = Console(width=width, no_color=True)
     with console.capture() as capture:
-        console.print(documents.answer(answer, line=line, whole=False))
+        console.print(documents.answer(answer, line=line, whole=False), crop=False)
     return [line.rstrip() for line in capture.get().splitlines()]
 
 
@@ -48,7 +56,8 @@ def test_24_lines_hold_the_answer_and_the_whole_command(answer: Answer, width: i
     line = CommandLine.of(["meshtune", "plan", *WORDS], WORDS, settings("data.train=rows.jsonl"))
     lines = printed(answer, line, width)
     screen, choice = "\n".join(lines[:24]), answer.choice
-    assert max(map(len, lines)) <= width and "…" not in screen
+    assert {line for line in lines if len(line) > width} <= {f"    {shlex.quote(COLUMNS)} \\"}
+    assert "…" not in screen
     words = " ".join(screen.split())
     for fact in (
         str(choice.layout), in_words(choice.layout), f"{choice.tokens_per_second_per_gpu:,.0f} tokens/s/GPU",
@@ -56,9 +65,9 @@ def test_24_lines_hold_the_answer_and_the_whole_command(answer: Answer, width: i
     ):  # fmt: skip
         assert fact in words, fact
     copied = screen[screen.index("  srun") :].replace("\\\n", " ").split("\n\n")[0]
-    train = "python -m meshtune train run.yaml model.name=meta-llama/Llama-3.1-8B"
+    train = ["python", "-m", "meshtune", "train", "run.yaml", COLUMNS, "model.name=meta-llama/Llama-3.1-8B"]
     nodes = "srun --nodes 2 --ntasks-per-node 8 --gpus-per-node 8"
-    assert shlex.split(copied) == [*nodes.split(), *train.split(), f"layout={choice.layout}"]
+    assert shlex.split(copied) == [*nodes.split(), *train, f"layout={choice.layout}"]
 
 
 def test_what_training_needs_besides_is_said(answer: Answer) -> None:

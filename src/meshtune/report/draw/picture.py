@@ -95,7 +95,7 @@ def target(path: Path, width: str | None = None) -> Target:
 
 
 def picture_of(document: Document, width: float | None = None) -> dict[str, Any]:
-    """All pictures of a document, of which there is at least one, as `specification`.
+    """All pictures of a document (at least one), as `specification`.
 
     width: px of a column of a paper, whose caption has the title; None: WIDTH, with the document's title.
     """

@@ -80,14 +80,14 @@ def command(result: Answer, line: CommandLine) -> str:
 
 
 @dataclass(frozen=True)
-class Command:
-    """A command of a shell, in lines that can be copied."""
+class ShellCommand:
+    """A command in lines that can be copied into a shell: they end between its words."""
 
     words: str
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         lines = [""]
-        for word in self.words.split(" "):
+        for word in map(shlex.quote, shlex.split(self.words)):
             if len(lines[-1]) + len(word) > options.max_width - 6 and lines[-1]:
                 lines.append("")
             lines[-1] += f"{word} "
@@ -103,7 +103,9 @@ def first_screen(result: Answer, line: CommandLine, written: Written | None = No
     workload, choice = result.workload, result.choice
     yield InTerminal(heading(result))
     yield InTerminal(summary(result))
-    yield InTerminal(Text(f"\n{written.sentence}", "bold") if written else Command(command(result, line)))
+    yield InTerminal(
+        Text(f"\n{written.sentence}", "bold") if written else ShellCommand(command(result, line))
+    )
     yield InTerminal(Section("", [] if written else [*filter(None, [line.lacks])]))
     lost = written.exported.missing if written else ()
     yield InTerminal(Section(f"What {workload.tool.title} runs differently", lost))

@@ -24,7 +24,9 @@ class Curve(Series):
     kind: str = ""  # of the rows
     column: str = ""
     per: float = 1  # divides the values
-    last: tuple[float, ...] = ()  # half a window: a later point is the mean of as many; (): it isn't a mean
+    last: tuple[
+        float, ...
+    ] = ()  # values of half a window, over which later points are averaged; (): no smoothing
 
 
 class Quantity(NamedTuple):
