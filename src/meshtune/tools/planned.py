@@ -142,6 +142,7 @@ FACTS: Mapping[str, Callable[[Planned], Any]] = {
     "chats": lambda plan: bool(plan.rows - {"text"}),
     "meshed": lambda plan: plan.layout.world > plan.layout.dp_replicate,  # more than plain data parallelism
     "recomputes_blocks": lambda plan: RECOMPUTATIONS[plan.layout.recompute].block,
+    "own_cache": lambda plan: plan.config.data.cache != DataConfig().cache,
     "weighted": lambda plan: any(source.weight != 1 for source in plan.config.data.train),
     "other_schedule": lambda plan: (  # that tools with schedules of their own lack
         plan.config.train.lr_scheduler not in EXPORTED_SCHEDULES
