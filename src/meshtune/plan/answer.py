@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
@@ -73,8 +73,9 @@ class Answer(Notebook):
 
     @cached_property
     def comparison(self) -> list[str]:
-        """Sentences on the clusters compared: kinds that were not measured, near bounds, prices."""
-        return [*remarks(self.offers, self.chosen, self.sort, self.bounds), *self.unused]
+        """Sentences on the clusters compared: the rule, kinds not measured, near bounds, prices."""
+        rule = choice_rule(self.offers, self.chosen, self.sort, self.bounds)
+        return [*rule, *remarks(self.offers, self.chosen, self.sort, self.bounds), *self.unused]
 
     def best(self, most: int) -> list[Choice]:
         """The chosen layout, then the others by step time, sorted by memory by peak: `most` in all."""
@@ -365,11 +366,11 @@ def _largest_number(
 # Clusters compared #
 
 
-SORTS = {  # column of --sort -> clause on how much more another cluster takes
-    "speed": "a step takes {} time there",
-    "cost": "a token costs {} there",
-    "gpus": "a step takes {} time there",
-    "memory": "a GPU needs {} memory there",
+SORTS = {  # column of --sort -> (what the first has, clause on how much more another cluster takes)
+    "speed": ("the shortest step", "a step takes {} time there"),
+    "cost": ("the lowest cost of a token, without prices its GPU time", "a token costs {} there"),
+    "gpus": ("the fewest GPUs, then the shortest step", "a step takes {} time there"),
+    "memory": ("the lowest peak memory", "a GPU needs {} memory there"),
 }
 SLOW_NETWORK = 10 * GIGA  # bytes/s per GPU: of workstations and of machines for inference
 
@@ -508,6 +509,18 @@ def slow_network(cluster: Cluster) -> str:
     )
 
 
+def choice_rule(offers: Sequence[Offer], chosen: Offer, sort: str, bounds: Bounds) -> Iterator[str]:
+    """Yield why the first of several clusters is chosen; nothing where only one has a layout."""
+    if sum(offer.choice is not None for offer in offers) > 1:
+        limits = " and ".join(f"--{name}" for name, most in vars(bounds).items() if most is not None)
+        within = f" of those within {limits}" if limits else ""
+        others = [name for name in SORTS if name != sort]
+        yield (
+            f"{chosen.title} is chosen for {SORTS[sort][0]}{within}; --sort {', '.join(others[:-1])} or "
+            f"{others[-1]} chooses by another column."
+        )
+
+
 def remarks(offers: Sequence[Offer], chosen: Offer, sort: str, bounds: Bounds) -> list[str]:
     """Sentences on a chosen kind that was not measured, on bounds that are near, on prices that are missing
     and on machines whose usual network is slow.
@@ -521,7 +534,7 @@ def remarks(offers: Sequence[Offer], chosen: Offer, sort: str, bounds: Bounds) -
         difference = f"{abs(more):.0%} {'more' if more >= 0 else 'less'}"
         sentences.append(
             f"{gpu.name} is first by the efficiencies of {gpu.as_of}: its own were not measured. The best "
-            f"measured kind is {best.title}: {SORTS[sort].format(difference)}."
+            f"measured kind is {best.title}: {SORTS[sort][1].format(difference)}."
         )
     assert chosen.run is not None
     sentences += [

@@ -18,6 +18,7 @@ from meshtune.plan.answer import (
     Offer,
     ask,
     check_bounds,
+    choice_rule,
     compare,
     in_order,
     offer_of,
@@ -31,7 +32,7 @@ from meshtune.plan.search import Plan, search
 from meshtune.report.plan.numbers import number, of_capacity
 from meshtune.report.plan.tables import clusters_table
 from meshtune.sections import ClusterConfig
-from meshtune.units import significant
+from meshtune.units import GIB, significant
 
 ERROR = accuracy("meshtune", "h100-sxm").time or 0.0
 SEQUENCES, TOKENS = 64, 4096
@@ -110,6 +111,13 @@ def test_clusters_are_sorted_by_the_column_and_the_first_is_chosen() -> None:
     assert costs == sorted(costs) and len(costs) == 3
     assert [offer.plan.cluster.gpus for offer in compare(offers(plan(8), plan(16)))] == [16, 8]
     assert [offer.plan.cluster.gpus for offer in compare(every, "gpus")] == [8, 16, 32]
+    for sort, gpus, rule in (
+        ("cost", ranked[0].plan.cluster.gpus, "the lowest cost"),
+        ("gpus", 8, "the fewest"),
+    ):
+        (sentence,) = choice_rule(every, compare(every, sort)[0], sort, Bounds(by=9))
+        assert sentence.startswith(f"{gpus} x h100-sxm is chosen for {rule}")
+        assert " of those within --by; --sort speed" in sentence
     equal = compare(offers(plan(16), plan(8), sort="memory"), "memory")
     peaks = [offer.choice.memory.peak for offer in equal if offer.choice]
     assert peaks == sorted(peaks)
@@ -343,9 +351,10 @@ def test_machines_on_a_slow_usual_network_are_named() -> None:
         assert slow_network(cluster) == ""
 
 
-def test_clusters_sorted_by_memory_have_a_column_of_peaks() -> None:
+def test_clusters_have_a_column_of_peaks() -> None:
     every = offers(plan(8), plan(16), sort="memory")
     chosen = compare(every, "memory")[0]
-    lines = text(clusters_table(every, chosen, memory=True), 160).splitlines()
+    lines = text(clusters_table(every, chosen), 160).splitlines()
     assert chosen.choice and of_capacity(chosen.choice) in next(line for line in lines if line[0] == "→")
-    assert " GiB" not in text(clusters_table(every, chosen), 160)
+    narrow = text(clusters_table(every, chosen), 60).splitlines()
+    assert "GiB" in narrow[0] and f"{chosen.choice.memory.peak / GIB:.1f}" in " ".join(narrow)

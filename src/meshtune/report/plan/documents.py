@@ -80,7 +80,7 @@ def answer(
 def full(result: Answer, most: int, line: CommandLine, drawn: Sequence[Panel]) -> list[Part]:
     """The page, and below the first screen of `plan --full` all its reasons. Parameters as of `answer`."""
     usual = [f"{one.name} {one.sentence}" for one in result.alternatives]
-    table = replace(clusters_table(result.offers, result.chosen, memory=True), title="Clusters")
+    table = replace(clusters_table(result.offers, result.chosen), title="Clusters")
     return [
         OnPage(recommended(result, line)),
         *([OnPage(table)] if len(result.offers) > 1 else ()),

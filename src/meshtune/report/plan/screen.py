@@ -110,7 +110,7 @@ def first_screen(result: Answer, line: CommandLine, written: Written | None = No
     lost = written.exported.missing if written else ()
     yield InTerminal(Section(f"What {workload.tool.title} runs differently", lost))
     if len(result.offers) > 1:
-        table = clusters_table(result.offers, result.chosen, memory=result.sort == "memory")
+        table = clusters_table(result.offers, result.chosen)
         yield InTerminal(replace(table, title="\nClusters"))
     yield InTerminal(Section("", [*result.comparison, *result.left_out]))
     yield InTerminal(Text())

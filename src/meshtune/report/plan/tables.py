@@ -64,11 +64,8 @@ def layouts_table(choices: Sequence[Choice], runs: Sequence[RunCost] = (), why: 
     """
     room = max((max(c.cluster.memory, c.memory.peak) for c in choices), default=1)
     longest = max((c.seconds.total for c in choices), default=1)
-    time_error, memory_error = common_error(choices, "time"), common_error(choices, "memory")
+    time_error = common_error(choices, "time")
     names = [Text(str(c.layout), style="" if place else "bold") for place, c in enumerate(choices)]
-    peaks = [red_unless_fits(c, f"{c.memory.peak / GIB:.1f}") for c in choices]
-    peak = Column(f"GiB\n{memory_error}", peaks, name=f"peak GiB {memory_error}".strip())
-    of_gpu = [red_unless_fits(c, of_capacity(c)) for c in choices]
     held = [Segments(memory_parts(c), room, c.cluster.memory) for c in choices]
     spent = [Segments(time_parts(c), longest) for c in choices]
     legends = {
@@ -85,11 +82,19 @@ def layouts_table(choices: Sequence[Choice], runs: Sequence[RunCost] = (), why: 
         Column("MFU", [f"{c.mfu:.1%}" for c in choices]),
         *(replace(costs[name], priority=2) for name in shown),
         Column("memory", held, priority=3),
-        Column(memory_error, of_gpu, priority=4, replaces=peak),
-        peak,
+        *peak_columns(choices, "", priority=4),
         Column("time", spent, priority=5),
     )
     return Table("", columns, chosen=0, legends=legends, kind="numbers layouts")
+
+
+def peak_columns(choices: Sequence[Choice | None], head: str, *, priority: int) -> tuple[Column, Column]:
+    """Columns of the peak out of a GPU's memory, with `head`, and of the peak only where that is too wide."""
+    error = common_error(choices, "memory")
+    peaks = [red_unless_fits(c, f"{c.memory.peak / GIB:.1f}") if c else "" for c in choices]
+    peak = Column(f"GiB\n{error}", peaks, name=f"peak GiB {error}".strip())
+    of_gpu = [red_unless_fits(c, of_capacity(c)) if c else "" for c in choices]
+    return Column(f"{head}{error}", of_gpu, priority=priority, replaces=peak), peak
 
 
 def explanation(choice: Choice) -> RenderableType:
@@ -164,8 +169,8 @@ def does_not_fit_sentence(choice: Choice) -> Iterator[Text]:
 
 # Clusters #
 
-#    GPUs          best layout         tokens/s/GPU  hours  GPU-hours  USD  USD/M tokens  speed-up  efficiency
-# →  8 x h100-sxm  zero3x8-mb1-ga32           7,547   19.3        154  386        0.0920    1.00 ×      100.0%
+#    GPUs          best layout        tokens/s/GPU   GiB  hours  GPU-hours  USD  speed-up  efficiency
+# →  8 x h100-sxm  zero3x8-mb1-ga32          7,547  65.1   19.3        154  386    1.00 ×      100.0%
 #    8 x h200      …
 
 
@@ -174,12 +179,11 @@ COSTS = {"million": 0, "hours": 2, "cost": 2, "gpu_hours": 4}  # column -> its p
 MARKS = {"→": "chosen", "×": "misses --by or --budget"}
 
 
-def clusters_table(offers: Sequence[Offer], chosen: Offer, *, memory: bool = False) -> Table:
+def clusters_table(offers: Sequence[Offer], chosen: Offer) -> Table:
     """Table of the best layout of each cluster, in the order given.
 
     "speed-up" compares tokens/s of whole clusters with the first that has a layout, "efficiency" tokens/s/GPU
     with the smallest cluster of the same kind. Hours and prices have a column where they are known.
-    memory: whether peaks have one.
     """
     marks = [mark(offer, chosen) for offer in offers]
     choices = [offer.choice for offer in offers]
@@ -193,7 +197,6 @@ def clusters_table(offers: Sequence[Offer], chosen: Offer, *, memory: bool = Fal
     costs = cost_columns([offer.run for offer in offers])
     speeds = times(lambda _, choice: number(choice.tokens_per_second_per_gpu))
     steps = times(lambda _, choice: seconds(choice.seconds.total))
-    peaks = [of_capacity(choice) if choice else "" for choice in choices]
     gains = times(lambda offer, _: f"{speed(offer) / speed(_first(offers)):.2f} ×")
     efficiencies = times(lambda offer, _: f"{efficiency(offer, offers):.1%}")
     names = [Text(str(c.layout)) if c else Text("nothing fits", style="dim") for c in choices]
@@ -204,8 +207,7 @@ def clusters_table(offers: Sequence[Offer], chosen: Offer, *, memory: bool = Fal
     )
     columns.append(Column(speed_head(choices), speeds, priority=3))
     columns.append(Column(f"step\n{common_error(choices, 'time')}", steps))
-    if memory:
-        columns.append(Column("memory", peaks))
+    columns += peak_columns(choices, "memory\n", priority=7)
     columns += [replace(column, priority=COSTS[name]) for name, column in costs.items()]
     columns += [Column("speed-up", gains, priority=6), Column("efficiency", efficiencies, priority=5)]
     used = [f"{sign} {meaning}" for sign, meaning in MARKS.items() if sign in marks]
