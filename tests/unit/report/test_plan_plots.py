@@ -134,7 +134,7 @@ def test_every_title_says_predicted_and_what_was_not_searched_has_no_panel(answe
     assert [point.x for point in by_key(drawn, "scaling").groups[0].points] == [4, 8]
     best = answer.best(10)
     assert [type(panel) for panel in panels(answer, best)] == [Stacks, Stacks, Areas, Scatter]
-    assert panels(answer, best, None, {(16, 8): None}) == panels(answer, best)
+    assert panels(answer, best, {8: plan_of(8)}, {(16, 8): None}) == panels(answer, best)
 
 
 @pytest.mark.all

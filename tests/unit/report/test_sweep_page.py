@@ -153,6 +153,9 @@ def test_no_experiment_beats_one_of_the_front(database):
         ]
         assert beaten
     assert len(chosen) == 3  # a micro-batch size each, all on one rank
+    panels = drawn(database)
+    assert [label.point.text for label in panels["front"].labels] == ["mb1", "mb4"] * 2
+    assert panels["by_axis_memory"].unit.endswith("; lowest: 0.168, small, mb1-ga2 (experiment 1)")
 
 
 def test_predictions_are_beside_measurements_with_the_quartiles_of_their_errors(database):

@@ -111,11 +111,12 @@ def picture_of(document: Document, width: float | None = None) -> dict[str, Any]
 
 
 def in_rows(panels: Sequence[Panel]) -> list[list[Panel]]:
-    """Panels of a picture by row: stacks side by side, then a row for each other one, then scatter charts."""
+    """Panels of a picture by row: stacks side by side, a row for each other one, scatter charts in pairs."""
     stacks: list[Panel] = [panel for panel in panels if isinstance(panel, Stacks)]
     scatters: list[Panel] = [panel for panel in panels if isinstance(panel, Scatter)]
     others: list[list[Panel]] = [[panel] for panel in panels if not isinstance(panel, Stacks | Scatter)]
-    return [row for row in (stacks, *others, scatters) if row]
+    pairs = [scatters[first : first + 2] for first in range(0, len(scatters), 2)]
+    return [row for row in (stacks, *others, *pairs) if row]
 
 
 def write(
