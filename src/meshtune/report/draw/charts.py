@@ -110,9 +110,9 @@ def _specification(
         chart = chart.properties(autosize=alt.AutoSizeParams(type="fit-x", contains="padding"))
     if title_offset is not None:
         title = alt.Title(panel.title, subtitle=panel.unit or NO_UNIT, offset=title_offset)
-        if narrow and width != "container":  # lines as long as the picture
+        if width != "container" and (narrow or len(panel.unit) > width / 6):  # lines as long as the picture
             title.text, title.subtitle = _wrapped(panel.title, width / 7), _wrapped(panel.unit, width / 6)
-            title.frame = "bounds"
+            title.frame = "bounds" if narrow else "group"
         chart = chart.properties(title=title)
     return {name: value for name, value in chart.to_dict(validate=False).items() if name != "config"}
 
