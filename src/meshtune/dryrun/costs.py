@@ -23,7 +23,7 @@ from meshtune.plan.seconds.collectives import (
     ring_collectives,
     tree_all_reduce,
 )
-from meshtune.plan.seconds.gpu import attention_rate, matmul
+from meshtune.plan.seconds.gpu import attention_rate, matmul, matmul_rate
 from meshtune.plan.seconds.pipeline import send_seconds
 from meshtune.precision import UNMIXED
 
@@ -115,8 +115,7 @@ class Costs:
             count, rows, cols, inner = sizes
             lying = (rows, cols) if of_weight else (cols, inner)
             return float(count * matmul(machine, rows, cols, inner, contiguous=lying))
-        rate = machine.matmul_max * machine.clock * machine.matmul * machine.stack_matmul
-        return float(max(operation.flops / rate, traffic))
+        return float(max(operation.flops / matmul_rate(machine), traffic))
 
     def collective(self, collective: Collective) -> float:
         """Seconds of a collective, or of a send, on idle links."""

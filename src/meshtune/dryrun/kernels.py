@@ -61,6 +61,13 @@ class KernelTable:
             mean.add(row, 1 / (self.blocks or 1.0))
         return means
 
+    def kinds(self) -> list[Kernels]:
+        """Sums over the phases, those that take longest first."""
+        sums: dict[tuple[str, str], Kernels] = {}
+        for row in self.rows:
+            sums.setdefault((row.place, row.name), Kernels(row.place, "", row.name)).add(row)
+        return sorted(sums.values(), key=lambda row: -row.seconds)
+
     def totals(self) -> list[Kernels]:
         """Sums by place and phase, named by the place, in the order of PLACES and of a step."""
         sums: dict[tuple[str, str], Kernels] = {}

@@ -3,11 +3,25 @@
 import csv
 import io
 import itertools
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
-from hand_traces import step_of, trace_of
+from golden import says
+from hand_traces import simulation_of, step_of, trace_of
 
-from meshtune.meter.trace import ACTIVATIONS, CATEGORIES, PHASES, Change, StepTrace, Storage
+from meshtune.dryrun.allocator import Replay
+from meshtune.dryrun.kernels import Kernels, KernelTable
+from meshtune.meter.trace import (
+    ACTIVATIONS,
+    BACKWARD,
+    CATEGORIES,
+    FORWARD,
+    PHASES,
+    Change,
+    StepTrace,
+    Storage,
+)  # fmt: skip
 from meshtune.plan.over_time import Timed
 from meshtune.report.draw.charts import specification
 from meshtune.report.draw.colours import COLOURS
@@ -15,6 +29,7 @@ from meshtune.report.draw.kinds import Interval
 from meshtune.report.draw.picture import write
 from meshtune.report.draw.theme import LIGHT
 from meshtune.report.draw.thin import MOST_ROWS
+from meshtune.report.dryrun.document import panels
 from meshtune.report.dryrun.living import levels
 from meshtune.report.dryrun.panels import (
     COLUMNS,
@@ -181,3 +196,29 @@ def test_the_pipeline_has_a_lane_a_rank_and_its_bubble_in_the_title():
     ]  # fmt: skip
     assert panel.title.endswith("a rank waits for 50.0% of it")
     assert {COLOURS[one.name] for one in panel.intervals}
+
+
+def test_the_roofline_has_the_kernels_with_flops_at_their_places_and_names_the_others():
+    rows = [
+        Kernels("blocks", FORWARD, "aten.mm.default", 1, 2e14, 1e11, 0.25),
+        Kernels("blocks", BACKWARD, "aten.mm.default", 2, 4e14, 2e11, 0.75),
+        Kernels("communication", FORWARD, "all_gather dp_shard", 9, 0, 4e10, 0.75),
+        Kernels("blocks", FORWARD, "aten.mul.Tensor", 9, 0, 3e11, 0.25),
+    ]
+    machine = SimpleNamespace(
+        matmul_max=800e12, clock=1, matmul=0.9, stack_matmul=1, bandwidth=3e12, memory=0.9
+    )
+    run = replace(simulation_of("zero3x8-mb1-ga1", trace_of()), workload=SimpleNamespace(precision="bf16"))
+    known = {"replays": {0: [Replay(), Replay()]}, "times": (), "costs": SimpleNamespace(machine=machine)}
+    vars(run).update(known, kernels_of={0: KernelTable(rows)})
+    panel = panels(run)[-1]
+    (group,) = panel.groups
+    assert group.name == "mm, blocks: 50.0%" and (group.points[0].x, group.points[0].y) == (2000, 600)
+    sheet, predicted = panel.guides
+    assert sheet.text == "data sheet: 989" and predicted.y[1:] == (720, 720)
+    assert predicted.x[1] == pytest.approx(720 / 2.7) and predicted.y[0] == pytest.approx(
+        2.7 * predicted.x[0]
+    )
+    says(panel.unit)
+    vars(run)["kernels_of"] = {0: KernelTable(rows[2:])}
+    assert [one.key for one in panels(run)] == ["memory_of_rank_0"]

@@ -134,7 +134,7 @@ def test_every_title_says_predicted_and_what_was_not_searched_has_no_panel(answe
     assert [point.x for point in by_key(drawn, "scaling").groups[0].points] == [4, 8]
     best = answer.best(10)
     assert [type(panel) for panel in panels(answer, best)] == [Stacks, Stacks, Areas, Scatter]
-    assert panels(answer, best, None, {(16, 8): None}) == panels(answer, best)
+    assert panels(answer, best, {8: plan_of(8)}, {(16, 8): None}) == panels(answer, best)
 
 
 @pytest.mark.all
@@ -261,10 +261,13 @@ def test_each_picture_of_a_folder_is_as_wide_as_a_column_in_every_format(answer,
     keys = ("memory", "time", "memory_over_time", "front")
     assert {file.name for file in files} == {
         f"{key}.{kind}" for key in keys for kind in ("png", "svg", "pdf")
-    }
+    } | {"captions.txt"}
+    captions = files[-1].read_text()
     for key in keys:
         svg = (tmp_path / "figures" / f"{key}.svg").read_text()
         assert 'width="84.0000mm"' in svg
+        (panel,) = (panel for panel in document.panels if panel.key == key)
+        assert f"{key}: {panel.title} ({panel.unit})" in captions and panel.title not in svg
         drawn = float(re.search(r'viewBox="0 0 ([\d.]+)', svg)[1])
         assert drawn == pytest.approx(84 * 96 / 25.4, rel=0.08)  # px, so that texts keep their size
         png = (tmp_path / "figures" / f"{key}.png").read_bytes()

@@ -3,6 +3,7 @@
 import json
 import sqlite3
 from contextlib import closing
+from dataclasses import replace
 
 import pytest
 from golden import refuses, says
@@ -75,9 +76,15 @@ def test_results_that_the_file_no_longer_lists_are_not_on_the_page(tmp_path):
 
 
 def test_on_a_phone_texts_of_cells_fit_or_are_left_out(database):
-    chart = specification(drawn(database)["best_layouts"], width="container", narrow=True)
-    missing, first = (layer["mark"] for layer in chart["layer"][2:4])
+    panel = drawn(database)["best_layouts"]
+    chart = specification(panel, width="container", narrow=True)
+    missing, first, others = (layer["mark"] for layer in chart["layer"][2:5])
     assert first["fontSize"] == 12 and missing["fontSize"] == 0  # "13.4", and "out of memory" in a fourth
+    assert others["fontSize"] == 11 and "dp2\\nmb4" in str(chart)
+    title = " ".join(chart["layer"][0]["encoding"]["x"]["axis"]["title"])
+    assert title.startswith("ranks highest: 13.7 ") and ", mb4-ga2 (experiment 3), " in title
+    many = replace(panel, columns=tuple(map(str, range(20))), cells=(panel.cells[0][:1] * 20,) * 2)
+    assert len(specification(many, width="container", narrow=True)["layer"]) == 4
 
 
 def test_mfu_is_the_colour_where_it_is_known(tmp_path):
@@ -146,6 +153,9 @@ def test_no_experiment_beats_one_of_the_front(database):
         ]
         assert beaten
     assert len(chosen) == 3  # a micro-batch size each, all on one rank
+    panels = drawn(database)
+    assert [label.point.text for label in panels["front"].labels] == ["mb1", "mb4"] * 2
+    assert panels["by_axis_memory"].unit.endswith("; lowest: 0.168, small, mb1-ga2 (experiment 1)")
 
 
 def test_predictions_are_beside_measurements_with_the_quartiles_of_their_errors(database):

@@ -22,6 +22,12 @@ ADAPTER_SUM = 3  # tensors that a sum moves: gradients of an adapted matrix's in
 WRITTEN_BACKWARD = 1.3  # traffic of written attention scores in the backward, over the forward's; assumed
 
 
+def matmul_rate(machine: Machine, fastest: Number | None = None) -> Number:
+    """FLOP/s of a large matmul. fastest: as of `matmul`."""
+    fastest = machine.matmul_max if fastest is None else fastest
+    return fastest * machine.clock * machine.matmul * machine.stack_matmul
+
+
 def matmul(
     machine: Machine,
     rows: Number,
@@ -39,8 +45,7 @@ def matmul(
     contiguous: sizes of the dimensions along which the operands lie in memory; empty: cols and inner.
     fastest: FLOP/s of the fastest matmul in this precision; None: `matmul_max`.
     """
-    fastest = machine.matmul_max if fastest is None else fastest
-    rate = fastest * machine.clock * machine.matmul * machine.stack_matmul
+    rate = matmul_rate(machine, fastest)
     tiled = rows * cols + machine.tiles * machine.multiprocessors * TILE
     slowdown = 1.0
     for size in contiguous or (cols, inner):

@@ -30,6 +30,7 @@ from meshtune.report.draw.encode import (
 )
 from meshtune.report.draw.kinds import (
     Areas,
+    Cell,
     HeatMap,
     Lines,
     Multiples,
@@ -109,9 +110,9 @@ def _specification(
         chart = chart.properties(autosize=alt.AutoSizeParams(type="fit-x", contains="padding"))
     if title_offset is not None:
         title = alt.Title(panel.title, subtitle=panel.unit or NO_UNIT, offset=title_offset)
-        if narrow and width != "container":  # lines as long as the picture
+        if width != "container" and (narrow or len(panel.unit) > width / 6):  # lines as long as the picture
             title.text, title.subtitle = _wrapped(panel.title, width / 7), _wrapped(panel.unit, width / 6)
-            title.frame = "bounds"
+            title.frame = "bounds" if narrow else "group"
         chart = chart.properties(title=title)
     return {name: value for name, value in chart.to_dict(validate=False).items() if name != "config"}
 
@@ -353,10 +354,11 @@ def _peak(point: Point, panel: Areas, x: alt.X, up: alt.Y) -> list[alt.Chart]:
 
 # Heat map: cells in shades of one colour, each with its texts #
 
-ROW, NARROW_ROW = 64, 40  # px of height for each row of cells
-LINES, LINE = 3, 14  # texts of a cell that a row has room for, and px for each more
+ROW, LINE = 22, 14  # px of height for each row of cells, and for each of their lines
+LINES = 3  # of a cell that there is room for at least, but on a phone
+BELOW, NARROW_BELOW = 120, 46  # characters of a line below the cells
 NAME, NARROW_NAME = 240, 110  # px of a row's name at most
-NARROW_CELLS = 190  # px of all cells of a row on a phone
+NARROW_ROWS = 300  # px of a row's name and cells on a phone
 TEXT, LEAST_TEXT = 12, 8  # px of the height of a cell's first text, and of one that can still be read
 CHARACTER = 0.62  # of a text's height, that a character is wide
 LEAST_SPAN = 0.5  # of the highest value, that the shades span at least
@@ -365,10 +367,19 @@ LEAST_SPAN = 0.5  # of the highest value, that the shades span at least
 def heat_map(panel: HeatMap, *, narrow: bool = False) -> alt.LayerChart:
     """Chart of cells in shades of one colour, each with its texts; without a value grey, with the first text.
 
-    narrow: for a phone, which has room only for the first text.
+    A line below the cells names the highest one. narrow: for a phone, where the other texts are as narrow as
+    their longest word, or left out where it has no room.
     """
+    words = [
+        word for line in panel.cells for cell in line if cell for word in " ".join(cell.texts[1:]).split()
+    ]
+    most = max(map(len, words), default=0) if narrow else 0
+
+    def below(cell: Cell) -> Sequence[str]:
+        return textwrap.wrap(" ".join(cell.texts[1:]), most) if most else cell.texts[1:]
+
     rows = [
-        (column, row, cell.value, (*cell.texts, "")[0], "\n".join(cell.texts[1:]), cell.detail)
+        (column, row, cell.value, (*cell.texts, "")[0], "\n".join(below(cell)), cell.detail)
         for row, cells in zip(panel.rows, panel.cells, strict=True)
         for column, cell in zip(panel.columns, cells, strict=True)
         if cell is not None
@@ -376,7 +387,10 @@ def heat_map(panel: HeatMap, *, narrow: bool = False) -> alt.LayerChart:
     known = [row[2] for row in rows if row[2] is not None]
     high = max(known, default=0.0) or 1.0
     low = min(min(known, default=0.0), (1 - LEAST_SPAN) * high)
-    x_axis = alt.Axis(orient="bottom", labelAngle=0, grid=False, title=plain(panel.x_title))
+    title = [panel.x_title] * bool(panel.x_title)
+    title += _wrapped(_highest(panel), NARROW_BELOW if narrow else BELOW) if known else []
+    x_axis = alt.Axis(orient="bottom", labelAngle=0, grid=False, titleAnchor="end")
+    x_axis.title = [*map(plain, title)]
     y_axis = alt.Axis(grid=False, title=plain(panel.y_title), labelLimit=NARROW_NAME if narrow else NAME)
     base = chart_of(rows, "column", "row", "value", "first", "others", "detail").encode(
         alt.X("column:N", sort=None, scale=alt.Scale(domain=list(panel.columns)), axis=x_axis),
@@ -392,26 +406,47 @@ def heat_map(panel: HeatMap, *, narrow: bool = False) -> alt.LayerChart:
     missing = base.transform_filter("!isValid(datum.value)")
     filled = base.transform_filter("isValid(datum.value)")
     cell = {"stroke": alt.ExprRef("paper"), "strokeWidth": 3}
-    more = LINE * max(0, max(row[4].count("\n") + 2 for row in rows) - LINES)
-    grey, coloured = (
-        _narrow_size(panel, [row[3] for row in rows if (row[2] is None) == none]) if narrow else TEXT
-        for none in (True, False)
+    grey, coloured, small = (
+        _narrow_size(panel, texts) if narrow else float(TEXT)
+        for texts in (
+            [row[3] for row in rows if row[2] is None],
+            [row[3] for row in rows if row[2] is not None],
+            words,
+        )
     )
-    first = filled.mark_text(dy=0 if narrow else -14 - more / 2, fontWeight=600, fontSize=coloured)
+    lines = max(row[4].count("\n") + 2 for row in rows) if small else 1
+    lines = lines if narrow else max(lines, LINES)
+    up = LINE * (lines - 1) / 2  # from the middle of a cell to its first line
+    first = filled.mark_text(dy=-up, fontWeight=600, fontSize=coloured)
     layers: Layers = [
         missing.mark_rect(color=alt.ExprRef("grid"), **cell),
         filled.mark_rect(**cell).encode(color=shade),
         missing.mark_text(fontSize=min(grey, TEXT - 1)).encode(text="first:N"),
         first.encode(text="first:N", color=alt.value(ON_SHADE)),
     ]
-    if not narrow:
-        others = filled.mark_text(dy=2 - more / 2, lineBreak="\n", lineHeight=LINE)
+    if lines > 1:
+        others = filled.mark_text(
+            dy=LINE + 2 - up, lineBreak="\n", lineHeight=LINE, fontSize=min(small, TEXT - 1)
+        )
         layers.append(others.encode(text="others:N", color=alt.value(ON_SHADE)))
-    return layered(layers).properties(height=len(panel.rows) * (NARROW_ROW if narrow else ROW + more))
+    return layered(layers).properties(height=len(panel.rows) * (ROW + LINE * lines))
+
+
+def _highest(panel: HeatMap) -> str:
+    """Name the cell with the highest value: "highest: 9,379 tokens/s/GPU, dp8-mb2-ga32 (GBS 256, 8 GPUs)"."""
+    cells = [
+        (cell, f"{row}, {column} {panel.x_title}".strip())
+        for row, line in zip(panel.rows, panel.cells, strict=True)
+        for column, cell in zip(panel.columns, line, strict=True)
+        if cell is not None and cell.value is not None
+    ]
+    cell, place = max(cells, key=lambda pair: pair[0].value or 0.0)
+    return f"highest: {cell.texts[0]} {panel.unit}, {cell.detail} ({place})"
 
 
 def _narrow_size(panel: HeatMap, texts: Sequence[str]) -> float:
     """Px of height at which all texts fit a cell on a phone, at most TEXT; 0 where they can't be read."""
     longest = max(map(len, texts), default=1) or 1
-    size = NARROW_CELLS / len(panel.columns) / longest / CHARACTER
+    name = min(NARROW_NAME, TEXT * CHARACTER * max(map(len, panel.rows)))
+    size = (NARROW_ROWS - name) / len(panel.columns) / longest / CHARACTER
     return 0.0 if size < LEAST_TEXT else min(float(TEXT), round(size, 1))

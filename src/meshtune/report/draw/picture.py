@@ -18,7 +18,7 @@ SUFFIXES = (".png", ".svg", ".pdf")
 PX = {"mm": 96 / 25.4, "cm": 96 / 2.54, "in": 96.0, "pt": 96 / 72}  # px of a unit of length
 LEAST, MOST = 40 * PX["mm"], 1000 * PX["mm"]  # px of a picture's width
 NARROW, HEIGHT = 520, 0.62  # px of width below which pictures are of columns, and their height as a share
-PAGE = ".html"
+PAGE, CAPTIONS = ".html", "captions.txt"
 WIDTH, GAP = 1200, 44  # px of a picture, and between charts side by side
 NUMBERS, UNNAMED = 52, 8  # px left of a chart for the labels of a number axis, or for none
 CHARACTER = 6.7  # px of a name's monospaced characters
@@ -40,7 +40,7 @@ def known_suffix(file: Path, known: Sequence[str] = SUFFIXES) -> str:
 @dataclass(frozen=True)
 class Target:
     """Place of pictures: a page, one picture of all, or a folder with a file for each of them in every format
-    of SUFFIXES.
+    of SUFFIXES and, where they are of a paper, CAPTIONS.
     """
 
     path: Path
@@ -62,7 +62,7 @@ class Target:
             return [self.path]
         if not self.is_folder:
             return save(picture_of(document, self.width), self.path, width=self.width)
-        return [
+        files = [
             file
             for panel in document.panels
             for file in save(
@@ -71,6 +71,11 @@ class Target:
                 width=self.width,
             )
         ]
+        if files and self.width:  # which have no titles
+            lines = [f"{panel.key}: {panel.title} ({panel.unit})\n" for panel in document.panels]
+            files.append(self.path / CAPTIONS)
+            write_text_atomically(files[-1], "".join(lines))
+        return files
 
 
 def target(path: Path, width: str | None = None) -> Target:
@@ -106,11 +111,12 @@ def picture_of(document: Document, width: float | None = None) -> dict[str, Any]
 
 
 def in_rows(panels: Sequence[Panel]) -> list[list[Panel]]:
-    """Panels of a picture by row: stacks side by side, then a row for each other one, then scatter charts."""
+    """Panels of a picture by row: stacks side by side, a row for each other one, scatter charts in pairs."""
     stacks: list[Panel] = [panel for panel in panels if isinstance(panel, Stacks)]
     scatters: list[Panel] = [panel for panel in panels if isinstance(panel, Scatter)]
     others: list[list[Panel]] = [[panel] for panel in panels if not isinstance(panel, Stacks | Scatter)]
-    return [row for row in (stacks, *others, scatters) if row]
+    pairs = [scatters[first : first + 2] for first in range(0, len(scatters), 2)]
+    return [row for row in (stacks, *others, *pairs) if row]
 
 
 def write(
@@ -133,8 +139,10 @@ def write(
 
 
 def specification(rows: Sequence[Sequence[Panel]], *, title: str, width: int = WIDTH) -> dict[str, Any]:
-    """Rows of panels under one title, "" for none, as a Vega-Lite specification without a theme (`config`).
-    Below NARROW px they are drawn as on a phone, no higher than HEIGHT of the width.
+    """Rows of panels under one title as a Vega-Lite specification without a theme (`config`). Below NARROW px
+    they are drawn as on a phone, no higher than HEIGHT of the width.
+
+    title: above all; "": none, and none of the panel where it is the only one.
 
     Other arguments as those of `write`. Raises NotDrawn without Altair.
     """
@@ -151,6 +159,7 @@ def specification(rows: Sequence[Sequence[Panel]], *, title: str, width: int = W
         "vconcat": [],
     }
     narrow = width < NARROW
+    titled = title or len([panel for row in rows for panel in row]) > 1
     if narrow:
         rows = [[_lower(panel, round(HEIGHT * width)) for panel in row] for row in rows]
     left = max(_labels_width(row[0], not narrow) for row in rows)  # the charts of all rows begin in line
@@ -163,7 +172,7 @@ def specification(rows: Sequence[Sequence[Panel]], *, title: str, width: int = W
             charts.specification(
                 panel,
                 width=plot_width,
-                title_offset=TITLE if has_legend(panel) or not legends else TITLE + LEGEND,
+                title_offset=TITLE + LEGEND * (legends and not has_legend(panel)) if titled else None,
                 named=with_names,
                 narrow=narrow,
             )

@@ -17,6 +17,7 @@ from meshtune.dryrun.kernels import Kernels
 from meshtune.dryrun.simulation import Simulation
 from meshtune.dryrun.snapshot import write_snapshot
 from meshtune.meter.trace import RankTrace
+from meshtune.plan.machine import peak_flops
 from meshtune.report.draw.document import Document, InTerminal, Notes, OnPage, Part, Pictures
 from meshtune.report.draw.kinds import Panel
 from meshtune.report.draw.page import notes, text, tiles
@@ -31,6 +32,7 @@ from meshtune.report.dryrun.panels import (
     passes,
     pipeline_panel,
     rank_title,
+    roofline_panel,
     starts_of,
     streams_panel,
 )
@@ -127,7 +129,7 @@ def reserved(simulation: Simulation) -> dict[str, dict[int, list[int]]]:
 
 
 def panels(simulation: Simulation) -> list[Panel]:
-    """Memory of each rank, the pipeline, and the streams of each rank, as far as they are known."""
+    """Memory of each rank, the pipeline, the streams of each rank, the roofline, as far as they are known."""
     drawn: list[Panel] = [
         memory_panel(trace, capacity=simulation.capacity, starts=starts_of(trace, simulation.times))
         for trace in simulation.traces
@@ -139,6 +141,11 @@ def panels(simulation: Simulation) -> list[Panel]:
         if later and (rank := later.of_trace(trace.rank)):
             title, key = f"Streams of {rank_title(trace)}", f"streams_of_rank_{trace.rank}"
             drawn.append(streams_panel(busy(rank), title=title, key=key))
+    if simulation.costs and simulation.workload:
+        fullest, peak = simulation.fullest, peak_flops(simulation.cluster.gpu, simulation.workload.precision)
+        kinds, title = simulation.kernels_of[fullest.rank].kinds(), f"Roofline of {rank_title(fullest)}"
+        roofline = roofline_panel(kinds, simulation.costs.machine, peak, title=title)
+        drawn += [roofline] if roofline else []
     return [replace(panel, title=f"{panel.title}, simulated") for panel in drawn]
 
 

@@ -14,19 +14,35 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import groupby, pairwise
 
+from meshtune.dryrun.costs import base_name
+from meshtune.dryrun.kernels import Kernels
 from meshtune.dryrun.streams import COMPUTE, RankTime, StepTime
 from meshtune.meter.trace import CATEGORIES, RankTrace, StepTrace
+from meshtune.plan.machine import Machine
 from meshtune.plan.over_time import Timed
-from meshtune.report.draw.kinds import Areas, Band, Interval, Mark, Point, Timeline
+from meshtune.plan.seconds.gpu import matmul_rate
+from meshtune.report.draw.kinds import (
+    Areas,
+    Axis,
+    Band,
+    Group,
+    Guide,
+    Interval,
+    Mark,
+    Point,
+    Scatter,
+    Timeline,
+)  # fmt: skip
 from meshtune.report.draw.thin import MOST_ROWS
 from meshtune.report.dryrun.living import described, levels
 from meshtune.report.plan.passes import passes_panel
-from meshtune.units import GIB, human
+from meshtune.units import GIB, human, significant
 
 COLUMNS = 400  # of bands over one step: where more phases follow each other, the longest in each is drawn
 MOST_INTERVALS = 2000  # of one timeline
 NEAR = 0.3  # share of a GPU's memory from which a peak is drawn below its capacity
 FINEST = 2000  # pixels of a timeline, about
+AREA, TERA = 2000, 1e12  # square px of a dot of the roofline that is all of the time; FLOP/s of a TFLOP/s
 STEPS, END = ("first step", "later steps"), "end of the step"
 
 Starts = Sequence[float]  # of each operation of a step in seconds, ascending, then the step's end
@@ -176,6 +192,54 @@ def pipeline_panel(timed: Sequence[Timed], *, title: str = "The pipeline over on
     length = max(one.end for one in timed) - min(one.start for one in timed)
     waits = 1 - sum(one.end - one.start for one in timed) / (length * len(ranks))
     return passes_panel(timed, f"{title}: a rank waits for {waits:.1%} of it")
+
+
+# Roofline #
+
+
+def roofline_panel(kinds: Sequence[Kernels], machine: Machine, peak: float, *, title: str) -> Scatter | None:
+    """FLOP/s over FLOPs per byte of each kind of kernel, below the roof of the prediction and, dashed, of the
+    data sheet. Its unit names the kernels without FLOPs; None where all are.
+
+    kinds: of KernelTable. peak: FLOP/s of the data sheet.
+    """
+    drawn = [row for row in kinds if row.flops and row.bytes and row.seconds]
+    if not drawn:
+        return None
+    roofs = {
+        "data sheet": (peak / TERA, machine.bandwidth / TERA),
+        "predicted": (matmul_rate(machine) / TERA, machine.bandwidth * machine.memory / TERA),
+    }
+    places = [row.intensity for row in drawn] + [float(rate / slope) for rate, slope in roofs.values()]
+    low, high = min(places) / 6, max(places) * 6
+    every = sum(row.seconds for row in kinds)
+    groups, without = [], defaultdict[str, list[Kernels]](list)
+    for row in kinds:
+        if row in drawn:
+            name = f"{base_name(row.name)}, {row.place}: {row.seconds / every:.1%}"
+            point = Point(row.intensity, row.flops / row.seconds / TERA, name)
+            groups.append(Group(name, (point,), size=AREA * row.seconds / every, opacity=0.8))
+        else:
+            without[row.place].append(row)
+    shares = [
+        f"{place} {sum(row.seconds for row in some) / every:.1%} "
+        f"({', '.join(base_name(row.name) for row in some[:2])}{' …' * (len(some) > 2)})"
+        for place, some in without.items()
+    ]
+    guides, bandwidths = [], []
+    for name, (rate, slope) in roofs.items():
+        x, y = (low, float(rate / slope), high), (float(low * slope), float(rate), float(rate))
+        guides.append(Guide(x, y, f"{name}: {significant(y[1], 3)}", solid=name == "predicted"))
+        bandwidths.append(f"{significant(float(slope), 3)} TB/s ({name})")
+    heights = [*guides[0].y, *guides[1].y, *(group.points[0].y for group in groups)]
+    return Scatter(
+        "roofline", title,
+        f"areas: shares of the kernels' seconds; without FLOPs: {', '.join(shares) or 'none'}; "
+        f"memory: {', '.join(bandwidths)}",
+        tuple(groups), Axis("FLOPs per byte", (low, high), log=True),
+        Axis("TFLOP/s", (min(heights) / 1.5, max(heights) * 1.5), log=True), guides=tuple(guides),
+        item="kernels",
+    )  # fmt: skip
 
 
 # Times #

@@ -19,7 +19,7 @@ from meshtune.report.draw.kinds import Dot, Mark, Multiples, Panel, Stacks
 from meshtune.report.draw.table import Table
 from meshtune.report.experiments.axes import MOST_LINES, about, axis, most_frequent
 from meshtune.report.experiments.rows import BATCH, GPUS, MODEL, SEED, Experiment, Sweep
-from meshtune.units import counted
+from meshtune.units import counted, significant
 
 FIELDS = (
     "zero", "tp", "sp", "cp", "cp_method", "pp", "schedule", "virtual_stages", "micro_batch_size",
@@ -140,12 +140,11 @@ class Ablation:
 
     def panels(self) -> Iterator[Panel]:
         """Yield speed and memory by the axes, then the gains, as far as there are numbers."""
-        best = "lines: the fastest of each, dots: all experiments"
+        unit = self.sweep.speed_unit
+        yield from self._by_axes("speed", "Speed", unit, "fastest", lambda one: one.shown.speed or 0)
         yield from self._by_axes(
-            "speed", "Speed", self.sweep.speed_unit, best, lambda one: one.shown.speed or 0
+            "memory", "Peak memory", "GiB", "lowest", lambda one: -(one.shown.peak_gib or 0)
         )
-        best = best.replace("fastest", "lowest")
-        yield from self._by_axes("memory", "Peak memory", "GiB", best, lambda one: -(one.shown.peak_gib or 0))
         ratios = {"speed": [one.speed for one in self.gains], "memory": [one.memory for one in self.gains]}
         if parts := {
             part: tuple(ratio or 0.0 for ratio in some) for part, some in ratios.items() if any(some)
@@ -160,7 +159,9 @@ class Ablation:
     def _by_axes(
         self, key: str, title: str, unit: str, best: str, rank: Callable[[Experiment], float]
     ) -> Iterator[Multiples]:
-        """Yield the picture of a figure, its size of `rank`: of each place the highest is on the line."""
+        """Yield the picture of a figure, its size of `rank`: the highest of each place is on the line, the
+        highest of all is named as the `best`.
+        """
         along, by, color = roles = self.roles
         places: dict[tuple[str, ...], list[Experiment]] = {}
         for one in self.done:
@@ -168,7 +169,9 @@ class Ablation:
                 places.setdefault(tuple(text(a.of(one)) if a else "" for a in roles), []).append(one)
         if along is None or not places:
             return
-        names, notes = [], []
+        first = max((one for some in places.values() for one in some), key=rank)
+        figure = significant(abs(rank(first)), 3)
+        names, notes = [], [f"; {best}: {figure}, {self.sweep.label(first)}, {about(first)}"]
         for number, role in enumerate(roles):
             known = [text(value) for value in self.values(role)] if role else [""]
             every = [
@@ -191,7 +194,8 @@ class Ablation:
         named = " and ".join(dict.fromkeys(one.name for one in (along, by) if one))
         yield Multiples(
             f"by_axis_{key}", f"{title} by {named}{f', coloured by {color.name}' if color else ''}",
-            f"{unit}; {best}{''.join(notes)}", tuple(heads.values()), tuple(names[0]), tuple(names[2]), dots,
+            f"{unit}; lines: the {best} of each, dots: all experiments{''.join(notes)}",
+            tuple(heads.values()), tuple(names[0]), tuple(names[2]), dots,
             axis(unit, [dot.y for dot in dots]), along.name, color.name if color else "",
         )  # fmt: skip
 

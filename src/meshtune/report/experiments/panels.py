@@ -6,12 +6,12 @@ line, it shows the fastest.
 
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from statistics import median, quantiles
 from typing import Any
 
-from meshtune.report.draw.kinds import Axis, Cell, Group, Guide, HeatMap, Panel, Point, Scatter
+from meshtune.report.draw.kinds import Axis, Cell, Group, Guide, HeatMap, Label, Panel, Point, Scatter
 from meshtune.report.draw.words import short
 from meshtune.report.experiments.ablation import Ablation, text
 from meshtune.report.experiments.axes import (
@@ -34,6 +34,7 @@ from meshtune.units import GIB
 
 CELLS_WIDTH, CHARACTER = 860, 6.3  # px of a heat map's cells together on a page, and of a character in one
 MOST_DOTS = 1500  # of speed against memory
+LABELLED = 3  # fronts at most, so that labels don't overlap
 
 
 def panels(sweep: Sweep, ablation: Ablation) -> list[Panel]:
@@ -223,7 +224,15 @@ def speed_against_memory(sweep: Sweep, ablation: Ablation) -> Scatter | None:
         "front", "Speed against peak memory", note, tuple(groups),
         axis("peak memory, GiB", values(groups, "x"), form=",.3~f"),
         axis(sweep.speed_unit, values(groups, "y")),
+        tuple(label for name in names[:LABELLED] for label in _ends_of(front(by_name[name]))),
     )  # fmt: skip
+
+
+def _ends_of(some: Sequence[Experiment]) -> Iterator[Label]:
+    """Yield labels with the layouts of a front's lowest memory and of its highest speed."""
+    for one, align in zip((some[0], some[-1])[: len(some)], ("left", "right"), strict=False):
+        text = " ".join(short(one.layout))
+        yield Label(replace(_in_plane(one), text=text), align, above=align == "right")
 
 
 def _in_plane(one: Experiment) -> Point:

@@ -76,7 +76,8 @@ def panels(
     """
     panels = memory_and_time(choices, chosen=0)
     panels += [*over_time(answer.workload, answer.choice), time_against_memory(answer.plan, answer.choice)]
-    if best := {gpus: of_size.best(1)[0] for gpus, of_size in sorted((sizes or {}).items()) if len(of_size)}:
+    best = {gpus: of_size.best(1)[0] for gpus, of_size in sorted((sizes or {}).items()) if len(of_size)}
+    if len(best) > 1:
         panels.append(scaling(best))
     if batches and any(batches.values()):
         panels.append(batch_map(batches))
@@ -190,7 +191,7 @@ def time_against_memory(plan: Plan, chosen: Choice) -> Scatter:
         (
             Group("layouts that fit", points(dots), "soft", opacity=0.45),
             Group("none is faster with less memory", points(front), "ink", joined="steps", size=36),
-            Group("recommended", (best,), "chosen", size=130),
+            Group(f"recommended: {best.text}", (best,), "chosen", size=130),
         ),
         Axis("seconds a step", ends, log=True, suffix=" s"),
         Axis("peak GiB", (0, capacity * 1.07), suffix=" GiB", form=".1f"),
@@ -235,7 +236,7 @@ def spread(heights: Sequence[float], places: Sequence[int], apart: float) -> lis
 
 
 def scaling(best: Mapping[int, Choice]) -> Scatter:
-    """tokens/s/GPU over the number of GPUs. best: number of GPUs -> best layout, ascending; not empty."""
+    """tokens/s/GPU over the number of GPUs. best: number of GPUs -> best layout, ascending; at least two."""
     sizes = [float(gpus) for gpus in best]
     speeds = [choice.tokens_per_second_per_gpu for choice in best.values()]
     unit = speed_unit(best.values())
@@ -244,10 +245,10 @@ def scaling(best: Mapping[int, Choice]) -> Scatter:
     labels = []
     for place, (point, speed) in enumerate(zip(points, speeds, strict=True)):
         last = place == len(points) - 1
-        neighbour = speeds[place - 1 if last else place + 1] if len(points) > 1 else 0.0
+        neighbour = speeds[place - 1 if last else place + 1]
         text = Point(point.x, point.y, f"{number(speed)}\n{point.text}")
         labels.append(Label(text, "right" if last else "left", above=speed >= neighbour))  # next to the line
-    reach = (sizes[-1] / sizes[0]) ** 0.04 if len(sizes) > 1 else 2
+    reach = (sizes[-1] / sizes[0]) ** 0.04
     return Scatter(
         "scaling",
         "The best layout of each cluster size",
