@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
@@ -74,8 +74,7 @@ class Answer(Notebook):
     @cached_property
     def comparison(self) -> list[str]:
         """Sentences on the clusters compared: the rule, kinds not measured, near bounds, prices."""
-        rule = choice_rule(self.offers, self.chosen, self.sort, self.bounds)
-        return [*rule, *remarks(self.offers, self.chosen, self.sort, self.bounds), *self.unused]
+        return [*remarks(self.offers, self.chosen, self.sort, self.bounds), *self.unused]
 
     def best(self, most: int) -> list[Choice]:
         """The chosen layout, then the others by step time, sorted by memory by peak: `most` in all."""
@@ -509,23 +508,15 @@ def slow_network(cluster: Cluster) -> str:
     )
 
 
-def choice_rule(offers: Sequence[Offer], chosen: Offer, sort: str, bounds: Bounds) -> Iterator[str]:
-    """Yield why the first of several clusters is chosen; nothing where only one has a layout."""
-    if sum(offer.choice is not None for offer in offers) > 1:
-        limits = " and ".join(f"--{name}" for name, most in vars(bounds).items() if most is not None)
-        within = f" of those within {limits}" if limits else ""
-        others = [name for name in SORTS if name != sort]
-        yield (
-            f"{chosen.title} is chosen for {SORTS[sort][0]}{within}; --sort {', '.join(others[:-1])} or "
-            f"{others[-1]} chooses by another column."
-        )
-
-
 def remarks(offers: Sequence[Offer], chosen: Offer, sort: str, bounds: Bounds) -> list[str]:
-    """Sentences on a chosen kind that was not measured, on bounds that are near, on prices that are missing
-    and on machines whose usual network is slow.
+    """Sentences on why one of several clusters is chosen, on a chosen kind that was not measured, on bounds
+    that are near, on prices that are missing and on machines whose usual network is slow.
     """
     sentences = []
+    if sum(offer.choice is not None for offer in offers) > 1:
+        limits = " and ".join(f"--{name}" for name, most in vars(bounds).items() if most is not None)
+        rule = f"{SORTS[sort][0]} of those within {limits}" if limits else SORTS[sort][0]
+        sentences.append(f"{chosen.title} is chosen for {rule}; --sort has other rules.")
     gpu = chosen.plan.cluster.gpu
     measured = [offer for offer in offers if offer.choice and offer.plan.cluster.gpu.measured]
     if not gpu.measured and measured:

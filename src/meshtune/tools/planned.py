@@ -137,9 +137,7 @@ class Planned:
 
 
 def evaluations_per_checkpoint(plan: Planned) -> int:
-    """Evaluations from a checkpoint to the next; 0 if a checkpoint may be at none, so that a Trainer can't
-    choose the best of them.
-    """
+    """Evaluations from a checkpoint to the next; 0 if a Trainer refuses to choose the best of them."""
     evaluated, saved = plan.config.eval.every, plan.config.checkpoint.every
     if isinstance(evaluated, str) or isinstance(saved, str) or not evaluated:
         return int(evaluated == saved)

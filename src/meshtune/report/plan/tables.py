@@ -194,24 +194,27 @@ def clusters_table(offers: Sequence[Offer], chosen: Offer) -> Table:
         """form(offer, its layout) for each; "" where nothing fits."""
         return [form(offer, offer.choice) if offer.choice else "" for offer in offers]
 
+    first = next(offer for offer in offers if offer.choice)
     costs = cost_columns([offer.run for offer in offers])
     speeds = times(lambda _, choice: number(choice.tokens_per_second_per_gpu))
     steps = times(lambda _, choice: seconds(choice.seconds.total))
-    gains = times(lambda offer, _: f"{speed(offer) / speed(_first(offers)):.2f} ×")
+    gains = times(lambda offer, _: f"{speed(offer) / speed(first):.2f} ×")
     efficiencies = times(lambda offer, _: f"{efficiency(offer, offers):.1%}")
     names = [Text(str(c.layout)) if c else Text("nothing fits", style="dim") for c in choices]
     titles = [offer.title if named else f"{offer.plan.cluster.gpus:,}" for offer in offers]
-    columns = [Column("", marks), Column("GPUs", titles, words=named)]
-    columns.append(
-        Column("best layout", names, words=True, more=[IN_WORDS[sign] for sign in marks], code=True)
+    columns = (
+        Column("", marks),
+        Column("GPUs", titles, words=named),
+        Column("best layout", names, words=True, more=[IN_WORDS[sign] for sign in marks], code=True),
+        Column(speed_head(choices), speeds, priority=3),
+        Column(f"step\n{common_error(choices, 'time')}", steps),
+        *peak_columns(choices, "memory\n", priority=7),
+        *(replace(column, priority=COSTS[name]) for name, column in costs.items()),
+        Column("speed-up", gains, priority=6),
+        Column("efficiency", efficiencies, priority=5),
     )
-    columns.append(Column(speed_head(choices), speeds, priority=3))
-    columns.append(Column(f"step\n{common_error(choices, 'time')}", steps))
-    columns += peak_columns(choices, "memory\n", priority=7)
-    columns += [replace(column, priority=COSTS[name]) for name, column in costs.items()]
-    columns += [Column("speed-up", gains, priority=6), Column("efficiency", efficiencies, priority=5)]
     used = [f"{sign} {meaning}" for sign, meaning in MARKS.items() if sign in marks]
-    return Table("", tuple(columns), (" · ".join(used),), chosen=marks.index("→"), kind="numbers layouts")
+    return Table("", columns, (" · ".join(used),), chosen=marks.index("→"), kind="numbers layouts")
 
 
 def cost_columns(runs: Sequence[RunCost | None]) -> dict[str, Column]:
@@ -256,10 +259,6 @@ def efficiency(offer: Offer, offers: Sequence[Offer]) -> float:
     smallest = min(same, key=lambda other: other.plan.cluster.gpus)
     sizes = offer.plan.cluster.gpus / smallest.plan.cluster.gpus
     return speed(offer) / speed(smallest) / sizes
-
-
-def _first(offers: Sequence[Offer]) -> Offer:
-    return next(offer for offer in offers if offer.choice)
 
 
 # Layouts next to each other #
