@@ -32,9 +32,7 @@ VERSION = re.compile(r"\b(version|torch|transformers) \d+\.\d+(?:\.\d+[^\s,]*| t
 OWN_FOLDER = re.compile(
     r"/[^\s'\"]*?/pytest-of-[^/\s]+/pytest-[^/\s]+(?:/popen-gw\d+)?/[^/\s'\"]*?\d+(?=[/\s'\".,:;)]|$)"
 )
-PROGRESS = re.compile(
-    r"^meshtune: (version .* …|Building .* are cached\.)\n?", re.M
-)  # before a command's answer
+PROGRESS = re.compile(r"^meshtune: (.* …|Building .* are cached\.)\n?", re.M)  # before a command's answer
 REASON = re.compile(  # what another library says within a sentence of ours
     r"(Expecting|Extra data)[^.;)]*?(?=: line| at column|[.;)]|$)"
     r"|(?<=is not YAML: )(while|invalid|Exceeds|month).*"
