@@ -4,8 +4,9 @@
 
 Of a stack on a GPU kind with LEAST_ROWS rows or more, time: the mean error where each quarter of the rows is
 predicted by constants fitted to the other three; memory: the mean error of published peaks. Of any other
-stack or kind, time: the mean where each cluster is predicted by constants fitted to the others (`fit.py
---leave-out`); memory: the mean with the allocator's reserve and communicators as [meshtune] guesses them.
+stack or kind, time: the mean over clusters, each predicted by constants fitted to the others (`fit.py
+--leave-out`), so that a cluster with many runs counts as one; memory: the mean with the allocator's reserve
+and communicators as [meshtune] guesses them.
 `--apply` writes them to accuracy.toml, where the planner reads them; `--memory` leaves times, whose fits take
 minutes, as they are there.
 """
@@ -17,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
-from fit import FITTED_ON, PLAN, clusters, fitted_on, parts, unseen
+from fit import FITTED_ON, PLAN, clusters, fitted_on, parts, report, unseen
 from measured import LARGE, SMALL, Row, gpu_of, origin_of, origins, read, stack_of, throughput, why_not
 from peaks import accounting_of, peaks, published, why_apart
 
@@ -66,8 +67,8 @@ def guessed(row: Row) -> Accounting:
 def time_errors() -> Errors:
     """Errors of predicted speeds; it fits the constants once for each quarter and each cluster: minutes."""
     rows = fitted_on(FITTED_ON)
-    elsewhere = mean_errors(rows, unseen(rows, clusters(rows)), speeds(rows))[UNMEASURED]
-    return quarter_errors(rows) | {UNMEASURED: elsewhere}
+    _, elsewhere, _ = report(rows, unseen(rows, clusters(rows)))["clusters"]
+    return quarter_errors(rows) | {UNMEASURED: (elsewhere, len(rows))}
 
 
 def quarter_errors(rows: Sequence[Row]) -> dict[tuple[str, str], tuple[float, int]]:

@@ -28,16 +28,11 @@ def test_a_terminal_sees_the_work_and_what_is_said_meanwhile(monkeypatch: pytest
     assert seen.count("\x1b[?25l") == seen.count("\x1b[?25h") == 1
 
 
-def test_a_pipe_sees_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    with working("ranking layouts") as count:
-        count("1 of 2")
-    assert capsys.readouterr() == ("", "")
-
-
-def test_a_pipe_sees_counts_of_long_work(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("silence", "counts"), [(60.0, ""), (0.0, "meshtune: 1 of 2\n")])
+def test_a_pipe_sees_a_line_and_counts_of_long_work(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, silence: float, counts: str
 ) -> None:
-    monkeypatch.setattr(options, "SILENCE", 0.0)
+    monkeypatch.setattr(options, "SILENCE", silence)
     with working("ranking layouts") as count:
         count("1 of 2")
-    assert capsys.readouterr() == ("", "meshtune: 1 of 2\n")
+    assert capsys.readouterr() == ("", f"meshtune: ranking layouts …\n{counts}")

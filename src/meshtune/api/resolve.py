@@ -18,10 +18,11 @@ from meshtune.data.pack import Dataset
 from meshtune.data.prepare import Prepared, prepare
 from meshtune.data.recipe import Recipe
 from meshtune.errors import UserError, expanded
-from meshtune.model.files import resolve, stop_tokens
+from meshtune.model.files import context_of, resolve, stop_tokens
 from meshtune.model.load import load_config, load_tokenizer, read_changed
 from meshtune.optim.schedule import learning_rates
 from meshtune.optimizers import OPTIMIZERS
+from meshtune.plan.workload import positions_note
 from meshtune.rundir import Row
 from meshtune.schedules import warmup
 from meshtune.sections import DataConfig, ModelConfig, SourceConfig
@@ -71,6 +72,17 @@ def override_sentences(model: ModelConfig) -> tuple[str, ...]:
         return ()
     file = resolve(model.name, **model.access, weights=False) / "config.json"
     return read_changed(file, model.name, model.trust_remote_code, model.overrides)[1]
+
+
+def positions_sentences(config: Config, prepared: Prepared) -> list[str]:
+    """Sentence on documents beyond the positions of the model to train; [] without its config.json."""
+    try:
+        read = load_config(config.model.name, **config.model.access, overrides=config.model.overrides)
+    except UserError:  # the folder may hold only a tokenizer
+        return []
+    positions, longest = context_of(read), prepared.longest_document
+    note = positions_note(config.model.name, config.data.seq_len, positions, longest)
+    return [note] if note else []
 
 
 def encoder_of(tokenizer: PreTrainedTokenizerBase, config: Config, stops: Sequence[int]) -> Encoder:

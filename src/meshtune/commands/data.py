@@ -26,11 +26,12 @@ def data(
 
     check_name(resolved.model.name, resolved.model.revision)
     check_there(resolved.data)
-    from meshtune.api.resolve import inputs_of
+    from meshtune.api.resolve import inputs_of, positions_sentences
     from meshtune.data import inspect
     from meshtune.report.data import document
 
     with paths_named(resolved):
         tokenizer, _, prepared = inputs_of(resolved)
         description = inspect.describe(prepared, tokenizer, samples=samples)
+        description["sentences"] += positions_sentences(resolved, prepared)
     show(document(description), as_json=as_json)

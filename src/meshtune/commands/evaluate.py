@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from meshtune.commands.options import AsJson, TargetWords, show, target_of
+from meshtune.commands.options import AsJson, TargetWords, show, target_of, working
 from meshtune.units import duration
 
 # As the lines of a run have them; numbers without a format are counts.
@@ -22,7 +22,8 @@ def evaluate(target: TargetWords, as_json: AsJson = False) -> None:
     name, overrides = target_of(target)
     from meshtune.api.evaluate import evaluated
 
-    figures = evaluated(name, overrides)
+    with working("loading the model and evaluating it"):
+        figures = evaluated(name, overrides)
     from meshtune.report.draw.document import Document
     from meshtune.report.draw.table import facts
 

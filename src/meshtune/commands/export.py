@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from meshtune.commands.options import AsJson, announce, check_target, show_json
+from meshtune.commands.options import AsJson, announce, check_target, show_json, working
 
 
 def export(
@@ -27,5 +27,6 @@ def export(
     check_target(str(run))
     from meshtune.api.export import exported
 
-    folder = exported(run, to, merge=merge, step=step, push_to=push_to, overrides=settings or ())
+    with working("reading the weights and writing the folder"):
+        folder = exported(run, to, merge=merge, step=step, push_to=push_to, overrides=settings or ())
     show_json({"folder": str(folder)}) if as_json else print(folder)

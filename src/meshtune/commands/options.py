@@ -157,13 +157,14 @@ def log(line: str) -> None:
 @contextmanager
 def working(text: str) -> Iterator[Callable[[str], None]]:
     """Show `text` and the time so far on stderr during the block, if stderr is a terminal; it is gone before
-    the answer comes.
+    the answer comes. Without a terminal, `text` is a line at the beginning.
 
     Gives a function that shows a count instead of `text`; without a terminal as a line, one in SILENCE
     seconds.
     """
     if not sys.stderr.isatty():
         printed = [time.monotonic()]
+        log(f"{text} …")
 
         def print_count(count: str) -> None:
             if time.monotonic() - printed[-1] >= SILENCE:

@@ -118,6 +118,12 @@ class Prepared:
         return len(self.train) if isinstance(self.train, Dataset) else None
 
     @property
+    def longest_document(self) -> int | None:
+        """Tokens of the longest training or held-out document; None of a stream."""
+        held_out = 0 if self.eval is None else self.eval.longest_document
+        return max(self.train.longest_document, held_out) if isinstance(self.train, Dataset) else None
+
+    @property
     def digest(self) -> str:
         """Digest of the tokens and sequences of both parts and of seq_len; for a stream, of the names of its
         sources and how they are read.

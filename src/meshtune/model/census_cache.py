@@ -62,7 +62,9 @@ def numbers_of(
         file=file,
         log=log,
     )
-    if rows is not None:
+    census = numbers.census
+    tables = [each for each in census.parameters_outside if each.shape[0] == census.vocabulary]
+    if rows is not None or all(table.trainable for table in tables):  # these are counted already
         return numbers
     note = (
         f"data.chat_template={template}: the tokenizer can't be read here. If it lacks tokens of the "

@@ -38,7 +38,7 @@ class Accuracy(NamedTuple):
             lacking = "runs" if not measured else "peaks" if self.time_rows else "step times"
             measured.append(
                 f"{' and '.join(guessed)}: nobody has published {LEAST_ROWS} {lacking} of {stack} on {gpu}; "
-                "assumed as the mean error over the runs of sources that the constants were not fitted to."
+                "assumed as the mean error over sources, each predicted by constants fitted to the others."
             )
         return " ".join(measured)
 

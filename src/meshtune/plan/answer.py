@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from bisect import bisect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 from typing import Any
@@ -47,6 +47,8 @@ class Answer(Notebook):
     length: RunLength = UNPLANNED
     left_out: tuple[str, ...] = ()  # sentences on cluster sizes that are impossible
     unused: tuple[str, ...] = ()  # sentences on settings that a cluster does not use
+    # What `batches` has searched, which later pictures show again.
+    _batches: dict[tuple[int, int], Choice | None] = field(default_factory=dict, compare=False)
 
     @property
     def summary_line(self) -> str:
@@ -141,11 +143,12 @@ class Answer(Notebook):
 
         count: called with the number of each search.
         """
-        batch, found = self.workload.global_batch_size, dict[tuple[int, int], Choice | None]()
+        batch, found = self.workload.global_batch_size, self._batches
         batches = sorted({batch, *other_batches(batch).values()})
         clusters = sorted({*self.by_size, *cluster_sizes(self.plan.cluster)[-4:]})
-        for size, gpus in ((size, gpus) for gpus in clusters for size in batches):
-            count(f"searching layouts: {len(found) + 1} of {len(clusters) * len(batches)}")
+        points = [(size, gpus) for gpus in clusters for size in batches]
+        for size, gpus in (point for point in points if point not in found):
+            count(f"searching layouts: {len(found) + 1} of {len(points)}")
             cluster = self.plan.cluster.of_size(gpus)
             found[size, gpus] = best_fitting(self.workload.of_batch(size), cluster)
         return found

@@ -126,7 +126,7 @@ def without_key(tool: Tool, plan: Planned) -> Iterator[str]:
     Without those that a row of differences.toml is about.
     """
     words = [row.get("when", "") for row in rows_of(tool, refused=False)]
-    words += [row.get("settings", "") for row in rows_of(tool, refused=True)]
+    words += [row.get("settings", "") for refused in (True, False) for row in rows_of(tool, refused)]
     carried = {*re.findall(r"\w+\.\w+", " ".join([toml("differences")["carries"], *words]))}
     for name in TABLES.get(tool.name, (tool.name,)):
         known = table(name)

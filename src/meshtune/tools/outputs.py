@@ -186,6 +186,10 @@ def hub_model_id(value: Any, job: Job) -> dict[str, Any]:
 
 MAKERS = {make.__name__: make for make in (tracker, tracked, trainer_steps, per_epoch)}
 CONVERSIONS = {
+    "early_stopping": Conversion(  # axolotl stops early only with load_best_model_at_end
+        lambda value, job: {"eval.early_stopping": value} | ({"eval.keep_best": True} if value else {}),
+        lambda plan: plan.config.eval.early_stopping,
+    ),
     "trackio_project": Conversion(
         trackio_project, lambda plan: plan.config.log.project if "trackio" in plan.config.log.to else None
     ),

@@ -136,12 +136,23 @@ class Planned:
         return round(train.warmup_ratio * train.max_steps) if train.max_steps else None
 
 
+def evaluations_per_checkpoint(plan: Planned) -> int:
+    """Evaluations from a checkpoint to the next; 0 if a checkpoint may be at none, so that a Trainer can't
+    choose the best of them.
+    """
+    evaluated, saved = plan.config.eval.every, plan.config.checkpoint.every
+    if isinstance(evaluated, str) or isinstance(saved, str) or not evaluated:
+        return int(evaluated == saved)
+    return 0 if saved % evaluated else saved // evaluated
+
+
 # Facts that only the tables of tools ask for.
 FACTS: Mapping[str, Callable[[Planned], Any]] = {
     "first_rows": lambda plan: row_format(plan.config.data, plan.first),
     "chats": lambda plan: bool(plan.rows - {"text"}),
     "meshed": lambda plan: plan.layout.world > plan.layout.dp_replicate,  # more than plain data parallelism
     "recomputes_blocks": lambda plan: RECOMPUTATIONS[plan.layout.recompute].block,
+    "own_cache": lambda plan: plan.config.data.cache != DataConfig().cache,
     "weighted": lambda plan: any(source.weight != 1 for source in plan.config.data.train),
     "other_schedule": lambda plan: (  # that tools with schedules of their own lack
         plan.config.train.lr_scheduler not in EXPORTED_SCHEDULES
@@ -155,6 +166,8 @@ FACTS: Mapping[str, Callable[[Planned], Any]] = {
     "eval_beyond": lambda plan: plan.beyond(plan.config.eval.every),
     "checkpoint_beyond": lambda plan: plan.beyond(plan.config.checkpoint.every),
     "checkpoint_in_epochs": lambda plan: bool(epochs_of(plan.config.checkpoint.every)),
+    "eval_in_steps": lambda plan: not epochs_of(plan.config.eval.every),
+    "evaluations_per_checkpoint": evaluations_per_checkpoint,
     "tp_in_node": lambda plan: plan.layout.tp <= plan.gpus_per_node,
     # The ranks of the pipeline can't all have equal numbers of layers.
     "uneven_stages": lambda plan: plan.blocks % plan.layout.pp > 0,

@@ -5,6 +5,7 @@ axolotl's datasets, LLaMA-Factory's names in dataset_info.json, TRL's hub ids, t
 
 import json
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from meshtune.config import Config
@@ -457,6 +458,10 @@ CONVERSIONS = {
     ),
     "axolotl_eval": Conversion(
         axolotl_eval, lambda plan: [axolotl_rows(plan.config, each) for each in plan.config.data.eval]
+    ),
+    "prepared_rows": Conversion(
+        lambda value, job: {"data.cache": value},
+        lambda plan: str(Path(plan.config.data.cache).expanduser()) if plan.setting("own_cache") else None,
     ),
     "llama_factory_train": Conversion(
         lambda value, job: llama_factory_sources("data.train", value, job),

@@ -142,9 +142,7 @@ def position_sentences(
     positions = context_of(model.config)
     if positions is not None:
         positions -= parts.first_position
-    datasets = [data for data in (prepared.train, prepared.eval) if isinstance(data, Dataset)]
-    lengths = [data.longest_document for data in datasets]
-    longest = max(lengths) if isinstance(prepared.train, Dataset) else None
+    longest = prepared.longest_document
     note = positions_note(name, seq_len, positions, longest)
     if note is None or positions is None:
         return []

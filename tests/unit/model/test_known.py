@@ -95,17 +95,13 @@ def test_tokens_of_a_chat_template_make_adapters_train_the_embedding(tmp_path, c
     tokenizer = make_tokenizer(["plain words"], 280)
     config_folder(folder, LlamaConfig(**FAMILIES["llama"]().to_dict() | {"vocab_size": len(tokenizer)}))
 
-    def numbers(template):
-        words = [
-            f"model.name={folder}",
-            "method=lora",
-            f"data.chat_template={template}",
-            f"data.cache={cache}",
-        ]
-        return numbers_of(config.load(None, [*words, "method=lora", "data.train=rows.jsonl"]))
+    def numbers(template, *more):
+        words = [f"model.name={folder}", f"data.chat_template={template}", f"data.cache={cache}"]
+        return numbers_of(config.load(None, [*words, "method=lora", "data.train=rows.jsonl", *more]))
 
     (note,) = numbers("chatml").changes  # the folder has no tokenizer
     says(note)
+    assert numbers("chatml", "lora.modules_to_save=[embed_tokens, lm_head]").changes == ()
     tokenizer.save_pretrained(folder)
     plain, grown = numbers("null"), numbers("chatml")
     assert not grown.changes and grown.census.vocabulary == len(tokenizer) + 2

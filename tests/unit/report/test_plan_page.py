@@ -197,6 +197,10 @@ def test_explained_layouts_have_a_page_with_the_reasons_against_them_and_their_l
     page = documents.explained([one]).html()
     assert "It is &lt;slow&gt;." in page and "<code>dp8-mb1-ga4</code>" in page
     assert html.escape(one.levers[0].sentence()) in page
+    of_overhead = [part for part in one.tensors if part["category"] == "overhead"]
+    assert sum(part["bytes"] for part in of_overhead) == pytest.approx(choice.memory.overhead)
+    assert sum(part["bytes"] for part in one.tensors) == pytest.approx(choice.memory.peak)
+    assert all(part["name"] in page for part in of_overhead) and "CUDA context" in page
 
 
 def test_each_explained_layout_is_drawn_over_a_step_on_axes_that_all_share():

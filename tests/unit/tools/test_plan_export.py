@@ -187,6 +187,18 @@ def training_arguments(values: dict[str, Any], folder: Path) -> Any:
     return arguments
 
 
+@pytest.mark.parametrize(
+    ("evaluated", "saved", "best"),
+    [("5", "10", True), ("5", "7", False), ("1 epoch", "1 epoch", True), ("1 epoch", "10", False)],
+)
+def test_a_trainer_accepts_the_intervals_of_keep_best(
+    evaluated: str, saved: str, best: bool, tmp_path: Path
+) -> None:
+    every = (f"eval.every={evaluated}", f"checkpoint.every={saved}")
+    values = written("accelerate", "mb1-ga1", "data.eval=held.jsonl", "eval.keep_best=true", *every)
+    assert training_arguments(values, tmp_path).load_best_model_at_end is best
+
+
 def read_deepspeed(result: Exported, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Understood:
     return deepspeed_engine(json.loads(result.files["deepspeed.json"]), gpus(result.command), monkeypatch)
 

@@ -218,6 +218,13 @@ def test_a_migrated_file_comes_back_or_its_losses_are_named_once(
     assert not unnamed(tool, migrate(file, gpus=8).config(), tmp_path)
 
 
+def test_axolotls_keys_without_a_setting_are_named_once(tmp_path: Path) -> None:
+    file, given = tmp_path / "theirs.yaml", (DATA / "migrate" / "axolotl-fft-fsdp.yaml").read_text()
+    file.write_text(given + "wandb_entity: team\nwandb_project: p\n")
+    missing = " ".join(exported("axolotl", migrate(file, gpus=8).config()).missing)
+    assert [missing.count(key) for key in ("special_tokens.pad_token", "wandb_entity")] == [1, 1]
+
+
 @pytest.mark.parametrize("tool", ["torchtitan", "megatron"])
 def test_every_setting_is_in_the_files_of_a_tool_or_named(tool: str) -> None:
     silent, usual = [], exported(tool, load(None, PLAIN))

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +12,9 @@ from transformers import AutoModelForCausalLM
 
 from meshtune import config
 from meshtune.api import build
+from meshtune.commands.data import data
 from meshtune.data.pack import Dataset
+from meshtune.data.prepare import Prepared
 from meshtune.errors import UserError
 from meshtune.model.anatomy import anatomy
 from meshtune.train.untrained import has_position_table, position_sentences
@@ -31,11 +32,15 @@ def long_rows(file: Path) -> Path:
     return file
 
 
-def test_a_run_says_once_that_documents_are_beyond_the_positions(
-    settings: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture
+@pytest.mark.parametrize("command", ["run", "data"])
+def test_a_run_and_data_say_once_that_documents_are_beyond_the_positions(
+    settings: Callable[..., list[str]], tmp_path: Path, capsys: pytest.CaptureFixture, command: str
 ) -> None:
     words = ["data.seq_len=1024", f"data.train={long_rows(tmp_path / 'long.jsonl')}"]
-    run(settings, *words)
+    if command == "run":
+        run(settings, *words)
+    else:
+        data([*settings(*words)], as_json=True)
     out = capsys.readouterr()
     assert (out.out + out.err).count("data.seq_len=1024 goes beyond the 512 positions of") == 1
 
@@ -55,7 +60,7 @@ def test_tables_of_positions_are_found(family: str) -> None:
 
 
 def prepared(train: Any, *, eval_longest: int = 1) -> Any:
-    return SimpleNamespace(train=train, eval=dataset(eval_longest))
+    return Prepared(train, dataset(eval_longest), {})
 
 
 def dataset(longest: int) -> Any:

@@ -7,7 +7,7 @@ comes and goes, is added to that.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
@@ -107,18 +107,21 @@ class Liveness:
             yield name, category, np.where((born <= point) & (point <= dies), size, 0.0)
 
     def parts(self, point: Number, rank: Number | None = None) -> dict[str, Number]:
-        """Bytes by category at a point, as in `alive`.
-
-        Overhead is what streams hold unused, the context, communicators and the allocator's reserve for what
-        comes and goes.
-        """
-        accounting, layouts, parts = self.step.accounting, self.step.layouts, {}
+        """Bytes by category at a point, as in `alive`; overhead: idle memory of streams, and `untraced`."""
+        parts: dict[str, Number] = {}
         for _, category, size in self.alive(point, rank):
             parts[category] = parts[category] + size if category in parts else size
+        return parts | {OVERHEAD: parts[OVERHEAD] + sum(self.untraced(parts).values())}
+
+    def untraced(self, parts: Mapping[str, Number]) -> dict[str, Number]:
+        """Bytes by name of the overhead that is no tensor's. parts: tensors' bytes by category."""
+        accounting = self.step.accounting
         moving = sum(parts[category] * share for category, share in self.transient.items())
-        communicators = accounting.communicator * process_groups(layouts)
-        overhead = accounting.reserved * moving + accounting.context + communicators
-        return parts | {OVERHEAD: parts[OVERHEAD] + overhead}
+        return {
+            "reserve of the allocator": accounting.reserved * moving,
+            "CUDA context": accounting.context,
+            "communicators": accounting.communicator * process_groups(self.step.layouts),
+        }
 
     @cached_property
     def peak(self) -> tuple[Number, Number]:
@@ -140,13 +143,14 @@ class Liveness:
         return {event: self.parts(point) for event, (point, _) in zip(EVENTS, self.fullest(), strict=True)}
 
     def at_peak(self) -> list[dict[str, Any]]:
-        """Name, category and bytes of each kind of tensor at the peak of the only layout, the largest first.
-
-        The allocator's reserve, the context and communicators are left out.
+        """Name, category and bytes of each kind of tensor and of what is untraced at the peak of the only
+        layout, the largest first; of all together they are the peak.
         """
         sizes: Counter[tuple[str, str]] = Counter()
         for name, category, size in self.alive(*self.peak):
             sizes[name, category] += size.item()
+        for name, size in self.untraced(self.parts(*self.peak)).items():
+            sizes[name, OVERHEAD] += np.asarray(size).item()
         largest = [(key, size) for key, size in sizes.most_common() if size]
         return [{"name": name, "category": category, "bytes": size} for (name, category), size in largest]
 

@@ -252,10 +252,13 @@ def explained_panels(explanations: Sequence[Explanation]) -> list[Panel]:
 def reasons(one: Explanation, letter: str = "") -> list[Part]:
     """Sections of an explained layout. letter: that it has in a table of several; "": none."""
     name = f" ({letter})" if letter else ""
-    tensors = [f"{human(tensor['bytes'])}: {tensor['name']}" for tensor in one.tensors[:MOST_TENSORS]]
+    lines: dict[bool, list[str]] = {True: [], False: []}  # of overhead; of tensors
+    for held in one.tensors:
+        lines[held["category"] == "overhead"].append(f"{human(held['bytes'])}: {held['name']}")
     return [
         Section(f"Against it{name}", one.against),
-        Section(f"Largest at the memory peak{name}", tensors),
+        Section(f"Largest at the memory peak{name}", lines[False][:MOST_TENSORS]),
+        Section(f"Overhead at the memory peak{name}", lines[True]),
         Section(f"The largest levers{name}", [lever.sentence() for lever in one.levers], numbered=True),
         Section(f"The run{name}", [*filter(None, (one.run.sentence(), *one.length.notes))]),
     ]

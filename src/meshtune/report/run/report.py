@@ -165,12 +165,12 @@ def _subtitle(summary: Summary, facts: Row) -> str:
     if summary.tokens:
         parts.append(f"{count(summary.tokens)} tokens")
     if summary.seconds:
-        parts.append(duration(summary.seconds))
+        parts.append(f"{duration(summary.seconds)} of steps")
     if summary.skipped:
         parts.append(f"{summary.skipped:,} of the steps not applied (not finite)")
     if total and running and summary.steps and summary.seconds:
         left = max(0, total - summary.steps) * summary.seconds / summary.steps
-        parts.append(f"about {duration(left)} left")
+        parts.append(f"about {duration(left)} of steps left")
     return " · ".join([*parts, text(summary.status)])
 
 

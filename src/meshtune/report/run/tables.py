@@ -77,7 +77,7 @@ def headline(summary: Summary) -> Iterator[tuple[str, str]]:
         yield "speed", f"{speed:,.0f} {summary.speed_unit} (median){mfu}"
     if summary.seconds is not None:
         tokens = f" · {count(summary.tokens)} tokens" if summary.tokens else ""
-        yield "time", duration(summary.seconds) + tokens
+        yield "time of steps", duration(summary.seconds) + tokens
     if (peak := summary.peak_memory_bytes) is not None:
         process = summary.peak_resident_bytes
         yield "peak memory", human(peak) + (f" (process {human(process)})" if process else "")
