@@ -402,14 +402,9 @@ def heat_map(panel: HeatMap, *, narrow: bool = False) -> alt.LayerChart:
     missing = base.transform_filter("!isValid(datum.value)")
     filled = base.transform_filter("isValid(datum.value)")
     cell = {"stroke": alt.ExprRef("paper"), "strokeWidth": 3}
-    grey, coloured, small = (
-        _narrow_size(panel, texts) if narrow else float(TEXT)
-        for texts in (
-            [row[3] for row in rows if row[2] is None],
-            [row[3] for row in rows if row[2] is not None],
-            words,
-        )
-    )
+    firsts = [[row[3] for row in rows if (row[2] is None) == none] for none in (True, False)]
+    sizes = (_narrow_size(panel, texts) if narrow else float(TEXT) for texts in (*firsts, words))
+    grey, coloured, small = sizes
     lines = max(row[4].count("\n") + 2 for row in rows) if small else 1
     lines = lines if narrow else max(lines, LINES)
     up = LINE * (lines - 1) / 2  # from the middle of a cell to its first line

@@ -1,8 +1,9 @@
-"""Panels of a dry run: memory over the first two steps, streams over one step, passes of the pipeline.
+"""Panels of a dry run: memory over the first two steps, streams, passes of the pipeline, the roofline.
 
     RankTrace               ─> memory_panel     bytes by category, phases above them, peaks marked
     busy intervals          ─> streams_panel    compute and communication of one rank
     passes of several ranks ─> pipeline_panel   gaps are the bubble
+    kernels by kind         ─> roofline_panel   FLOP/s over FLOPs per byte
 
 What a chart can't show is thinned: of memory the highest of each stretch stays, so no peak is lost; of
 streams, neighbours that are closer than a pixel become one.
@@ -32,7 +33,7 @@ from meshtune.report.draw.kinds import (
     Point,
     Scatter,
     Timeline,
-)  # fmt: skip
+)
 from meshtune.report.draw.thin import MOST_ROWS
 from meshtune.report.dryrun.living import described, levels
 from meshtune.report.plan.passes import passes_panel
