@@ -11,7 +11,8 @@ Without torch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 
 from meshtune.dryrun.costs import Costs, moved_bytes, runs
 from meshtune.meter.trace import FORWARD, UPDATE, Operation, RankTrace, StepTrace, module_place
@@ -61,19 +62,22 @@ class KernelTable:
             mean.add(row, 1 / (self.blocks or 1.0))
         return means
 
-    def kinds(self) -> list[Kernels]:
-        """Sums over the phases, those that take longest first."""
-        sums: dict[tuple[str, str], Kernels] = {}
-        for row in self.rows:
-            sums.setdefault((row.place, row.name), Kernels(row.place, "", row.name)).add(row)
-        return sorted(sums.values(), key=lambda row: -row.seconds)
-
     def totals(self) -> list[Kernels]:
         """Sums by place and phase, named by the place, in the order of PLACES and of a step."""
-        sums: dict[tuple[str, str], Kernels] = {}
-        for row in self.rows:
-            sums.setdefault((row.place, row.phase), Kernels(row.place, row.phase, row.place)).add(row)
-        return sorted(sums.values(), key=lambda row: PLACES.index(row.place))
+        sums = _sums(replace(row, name=row.place) for row in self.rows)
+        return sorted(sums, key=lambda row: PLACES.index(row.place))
+
+    def kinds(self) -> list[Kernels]:
+        """Sums over the phases, those that take longest first."""
+        return sorted(_sums(replace(row, phase="") for row in self.rows), key=lambda row: -row.seconds)
+
+
+def _sums(rows: Iterable[Kernels]) -> list[Kernels]:
+    sums: dict[tuple[str, str, str], Kernels] = {}
+    for row in rows:
+        key = row.place, row.phase, row.name
+        sums.setdefault(key, Kernels(*key)).add(row)
+    return [*sums.values()]
 
 
 def kernel_table(trace: RankTrace, costs: Costs | None = None, step: int = 2) -> KernelTable:

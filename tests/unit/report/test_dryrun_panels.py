@@ -12,16 +12,7 @@ from hand_traces import simulation_of, step_of, trace_of
 
 from meshtune.dryrun.allocator import Replay
 from meshtune.dryrun.kernels import Kernels, KernelTable
-from meshtune.meter.trace import (
-    ACTIVATIONS,
-    BACKWARD,
-    CATEGORIES,
-    FORWARD,
-    PHASES,
-    Change,
-    StepTrace,
-    Storage,
-)  # fmt: skip
+from meshtune.meter.trace import ACTIVATIONS, CATEGORIES, PHASES, Change, StepTrace, Storage
 from meshtune.plan.over_time import Timed
 from meshtune.report.draw.charts import specification
 from meshtune.report.draw.colours import COLOURS
@@ -200,25 +191,22 @@ def test_the_pipeline_has_a_lane_a_rank_and_its_bubble_in_the_title():
 
 def test_the_roofline_has_the_kernels_with_flops_at_their_places_and_names_the_others():
     rows = [
-        Kernels("blocks", FORWARD, "aten.mm.default", 1, 2e14, 1e11, 0.25),
-        Kernels("blocks", BACKWARD, "aten.mm.default", 2, 4e14, 2e11, 0.75),
-        Kernels("communication", FORWARD, "all_gather dp_shard", 9, 0, 4e10, 0.75),
-        Kernels("blocks", FORWARD, "aten.mul.Tensor", 9, 0, 3e11, 0.25),
+        Kernels("blocks", "forward", "aten.mm.default", 1, 2e14, 1e11, 0.25),
+        Kernels("blocks", "backward", "aten.mm.default", 2, 4e14, 2e11, 0.75),
+        Kernels("communication", "forward", "all_gather dp_shard", 9, 0, 4e10, 0.75),
+        Kernels("blocks", "forward", "aten.mul.Tensor", 9, 0, 3e11, 0.25),
     ]
-    machine = SimpleNamespace(
-        matmul_max=800e12, clock=1, matmul=0.9, stack_matmul=1, bandwidth=3e12, memory=0.9
-    )
+    efficiencies = {"clock": 1, "matmul": 0.9, "stack_matmul": 1, "memory": 0.9}
+    machine = SimpleNamespace(matmul_max=8e14, bandwidth=3e12, **efficiencies)
     run = replace(simulation_of("zero3x8-mb1-ga1", trace_of()), workload=SimpleNamespace(precision="bf16"))
-    known = {"replays": {0: [Replay(), Replay()]}, "times": (), "costs": SimpleNamespace(machine=machine)}
-    vars(run).update(known, kernels_of={0: KernelTable(rows)})
+    vars(run).update(replays={0: [Replay()] * 2}, times=(), kernels_of={0: KernelTable(rows)})
+    vars(run)["costs"] = SimpleNamespace(machine=machine)
     panel = panels(run)[-1]
     (group,) = panel.groups
     assert group.name == "mm, blocks: 50.0%" and (group.points[0].x, group.points[0].y) == (2000, 600)
     sheet, predicted = panel.guides
     assert sheet.text == "data sheet: 989" and predicted.y[1:] == (720, 720)
-    assert predicted.x[1] == pytest.approx(720 / 2.7) and predicted.y[0] == pytest.approx(
-        2.7 * predicted.x[0]
-    )
+    assert [2.7 * x for x in predicted.x[:2]] == pytest.approx(predicted.y[:2])
     says(panel.unit)
-    vars(run)["kernels_of"] = {0: KernelTable(rows[2:])}
+    del rows[:2]
     assert [one.key for one in panels(run)] == ["memory_of_rank_0"]

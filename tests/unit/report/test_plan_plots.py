@@ -203,7 +203,7 @@ def test_names_are_text_and_never_part_of_an_expression_or_a_field():
         ),
         Timeline("e", NASTY, NASTY, (NASTY,), (Interval(NASTY, 0, 1, NASTY, NASTY),)),
     ):  # fmt: skip
-        spec = specification(panel, width=300, title_offset=10)
+        spec = specification(panel, width=600, title_offset=10)
         assert (spec["title"]["text"], spec["title"]["subtitle"]) == (NASTY, NASTY), "title and unit"
         assert "<" not in script_json(spec)
         for key, value in strings_of(spec):

@@ -30,7 +30,6 @@ from meshtune.report.draw.encode import (
 )
 from meshtune.report.draw.kinds import (
     Areas,
-    Cell,
     HeatMap,
     Lines,
     Multiples,
@@ -370,27 +369,24 @@ def heat_map(panel: HeatMap, *, narrow: bool = False) -> alt.LayerChart:
     A line below the cells names the highest one. narrow: for a phone, where the other texts are as narrow as
     their longest word, or left out where it has no room.
     """
-    words = [
-        word for line in panel.cells for cell in line if cell for word in " ".join(cell.texts[1:]).split()
-    ]
+    words = " ".join(text for line in panel.cells for cell in line if cell for text in cell.texts[1:]).split()
     most = max(map(len, words), default=0) if narrow else 0
-
-    def below(cell: Cell) -> Sequence[str]:
-        return textwrap.wrap(" ".join(cell.texts[1:]), most) if most else cell.texts[1:]
-
     rows = [
-        (column, row, cell.value, (*cell.texts, "")[0], "\n".join(below(cell)), cell.detail)
+        (column, row, cell.value, (*cell.texts, "")[0], "\n".join(texts), cell.detail)
         for row, cells in zip(panel.rows, panel.cells, strict=True)
         for column, cell in zip(panel.columns, cells, strict=True)
         if cell is not None
+        for texts in [textwrap.wrap(" ".join(cell.texts[1:]), most) if most else cell.texts[1:]]
     ]
     known = [row[2] for row in rows if row[2] is not None]
     high = max(known, default=0.0) or 1.0
     low = min(min(known, default=0.0), (1 - LEAST_SPAN) * high)
-    title = [panel.x_title] * bool(panel.x_title)
-    title += _wrapped(_highest(panel), NARROW_BELOW if narrow else BELOW) if known else []
-    x_axis = alt.Axis(orient="bottom", labelAngle=0, grid=False, titleAnchor="end")
-    x_axis.title = [*map(plain, title)]
+    title = [plain(panel.x_title)] * bool(panel.x_title)
+    if known:
+        column, row, _, first, _, detail = max(rows, key=lambda row: row[2] or 0.0)
+        highest = f"highest: {first} {panel.unit}, {detail} ({row}, {column} {panel.x_title}".rstrip() + ")"
+        title += _wrapped(plain(highest), NARROW_BELOW if narrow else BELOW)
+    x_axis = alt.Axis(orient="bottom", labelAngle=0, grid=False, title=title, titleAnchor="end")
     y_axis = alt.Axis(grid=False, title=plain(panel.y_title), labelLimit=NARROW_NAME if narrow else NAME)
     base = chart_of(rows, "column", "row", "value", "first", "others", "detail").encode(
         alt.X("column:N", sort=None, scale=alt.Scale(domain=list(panel.columns)), axis=x_axis),
@@ -406,14 +402,9 @@ def heat_map(panel: HeatMap, *, narrow: bool = False) -> alt.LayerChart:
     missing = base.transform_filter("!isValid(datum.value)")
     filled = base.transform_filter("isValid(datum.value)")
     cell = {"stroke": alt.ExprRef("paper"), "strokeWidth": 3}
-    grey, coloured, small = (
-        _narrow_size(panel, texts) if narrow else float(TEXT)
-        for texts in (
-            [row[3] for row in rows if row[2] is None],
-            [row[3] for row in rows if row[2] is not None],
-            words,
-        )
-    )
+    firsts = [[row[3] for row in rows if (row[2] is None) == none] for none in (True, False)]
+    sizes = (_narrow_size(panel, texts) if narrow else float(TEXT) for texts in (*firsts, words))
+    grey, coloured, small = sizes
     lines = max(row[4].count("\n") + 2 for row in rows) if small else 1
     lines = lines if narrow else max(lines, LINES)
     up = LINE * (lines - 1) / 2  # from the middle of a cell to its first line
@@ -430,18 +421,6 @@ def heat_map(panel: HeatMap, *, narrow: bool = False) -> alt.LayerChart:
         )
         layers.append(others.encode(text="others:N", color=alt.value(ON_SHADE)))
     return layered(layers).properties(height=len(panel.rows) * (ROW + LINE * lines))
-
-
-def _highest(panel: HeatMap) -> str:
-    """Name the cell with the highest value: "highest: 9,379 tokens/s/GPU, dp8-mb2-ga32 (GBS 256, 8 GPUs)"."""
-    cells = [
-        (cell, f"{row}, {column} {panel.x_title}".strip())
-        for row, line in zip(panel.rows, panel.cells, strict=True)
-        for column, cell in zip(panel.columns, line, strict=True)
-        if cell is not None and cell.value is not None
-    ]
-    cell, place = max(cells, key=lambda pair: pair[0].value or 0.0)
-    return f"highest: {cell.texts[0]} {panel.unit}, {cell.detail} ({place})"
 
 
 def _narrow_size(panel: HeatMap, texts: Sequence[str]) -> float:

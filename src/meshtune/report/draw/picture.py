@@ -62,15 +62,11 @@ class Target:
             return [self.path]
         if not self.is_folder:
             return save(picture_of(document, self.width), self.path, width=self.width)
-        files = [
-            file
-            for panel in document.panels
-            for file in save(
-                picture_of(replace(document, parts=[Pictures([panel])]), self.width),
-                *(self.path / f"{panel.key}{suffix}" for suffix in SUFFIXES),
-                width=self.width,
-            )
-        ]
+        files: list[Path] = []
+        for panel in document.panels:
+            spec = picture_of(replace(document, parts=[Pictures([panel])]), self.width)
+            names = [self.path / f"{panel.key}{suffix}" for suffix in SUFFIXES]
+            files += save(spec, *names, width=self.width)
         if files and self.width:  # which have no titles
             lines = [f"{panel.key}: {panel.title} ({panel.unit})\n" for panel in document.panels]
             files.append(self.path / CAPTIONS)

@@ -1,8 +1,9 @@
-"""Panels of a dry run: memory over the first two steps, streams over one step, passes of the pipeline.
+"""Panels of a dry run: memory over the first two steps, streams, passes of the pipeline, the roofline.
 
     RankTrace               ─> memory_panel     bytes by category, phases above them, peaks marked
     busy intervals          ─> streams_panel    compute and communication of one rank
     passes of several ranks ─> pipeline_panel   gaps are the bubble
+    kernels by kind         ─> roofline_panel   FLOP/s over FLOPs per byte
 
 What a chart can't show is thinned: of memory the highest of each stretch stays, so no peak is lost; of
 streams, neighbours that are closer than a pixel become one.
@@ -32,7 +33,7 @@ from meshtune.report.draw.kinds import (
     Point,
     Scatter,
     Timeline,
-)  # fmt: skip
+)
 from meshtune.report.draw.thin import MOST_ROWS
 from meshtune.report.dryrun.living import described, levels
 from meshtune.report.plan.passes import passes_panel
@@ -42,6 +43,7 @@ COLUMNS = 400  # of bands over one step: where more phases follow each other, th
 MOST_INTERVALS = 2000  # of one timeline
 NEAR = 0.3  # share of a GPU's memory from which a peak is drawn below its capacity
 FINEST = 2000  # pixels of a timeline, about
+NAMED = 6  # kinds of kernels without FLOPs
 AREA, TERA = 2000, 1e12  # square px of a dot of the roofline that is all of the time; FLOP/s of a TFLOP/s
 STEPS, END = ("first step", "later steps"), "end of the step"
 
@@ -206,39 +208,32 @@ def roofline_panel(kinds: Sequence[Kernels], machine: Machine, peak: float, *, t
     drawn = [row for row in kinds if row.flops and row.bytes and row.seconds]
     if not drawn:
         return None
-    roofs = {
-        "data sheet": (peak / TERA, machine.bandwidth / TERA),
-        "predicted": (matmul_rate(machine) / TERA, machine.bandwidth * machine.memory / TERA),
-    }
-    places = [row.intensity for row in drawn] + [float(rate / slope) for rate, slope in roofs.values()]
+    every, rest = sum(row.seconds for row in kinds), [row for row in kinds if row not in drawn]
+    names = [f"{base_name(row.name)}, {row.place}: {row.seconds / every:.1%}" for row in drawn + rest]
+    pairs = zip(drawn, names, strict=False)
+    points = [Point(row.intensity, row.flops / row.seconds / TERA, name) for row, name in pairs]
+    roofs = [(float(peak), float(machine.bandwidth), "data sheet")]
+    roofs.append((float(matmul_rate(machine)), float(machine.bandwidth * machine.memory), "predicted"))
+    places = [point.x for point in points] + [rate / bandwidth for rate, bandwidth, _ in roofs]
     low, high = min(places) / 6, max(places) * 6
-    every = sum(row.seconds for row in kinds)
-    groups, without = [], defaultdict[str, list[Kernels]](list)
-    for row in kinds:
-        if row in drawn:
-            name = f"{base_name(row.name)}, {row.place}: {row.seconds / every:.1%}"
-            point = Point(row.intensity, row.flops / row.seconds / TERA, name)
-            groups.append(Group(name, (point,), size=AREA * row.seconds / every, opacity=0.8))
-        else:
-            without[row.place].append(row)
-    shares = [
-        f"{place} {sum(row.seconds for row in some) / every:.1%} "
-        f"({', '.join(base_name(row.name) for row in some[:2])}{' …' * (len(some) > 2)})"
-        for place, some in without.items()
-    ]
-    guides, bandwidths = [], []
-    for name, (rate, slope) in roofs.items():
-        x, y = (low, float(rate / slope), high), (float(low * slope), float(rate), float(rate))
-        guides.append(Guide(x, y, f"{name}: {significant(y[1], 3)}", solid=name == "predicted"))
-        bandwidths.append(f"{significant(float(slope), 3)} TB/s ({name})")
-    heights = [*guides[0].y, *guides[1].y, *(group.points[0].y for group in groups)]
+    guides = tuple(
+        Guide(
+            (low, rate / bandwidth, high), (low * bandwidth / TERA, rate / TERA, rate / TERA),
+            f"{name}: {significant(rate / TERA, 3)}", solid=name == "predicted",
+        )
+        for rate, bandwidth, name in roofs
+    )  # fmt: skip
+    heights = [*guides[0].y, *guides[1].y, *(point.y for point in points)]
+    without = f"without FLOPs {sum(row.seconds for row in rest) / every:.1%}"
+    without += f" ({'; '.join(names[len(drawn) :][:NAMED])}{' …' * (len(rest) > NAMED)})"
     return Scatter(
-        "roofline", title,
-        f"areas: shares of the kernels' seconds; without FLOPs: {', '.join(shares) or 'none'}; "
-        f"memory: {', '.join(bandwidths)}",
-        tuple(groups), Axis("FLOPs per byte", (low, high), log=True),
-        Axis("TFLOP/s", (min(heights) / 1.5, max(heights) * 1.5), log=True), guides=tuple(guides),
-        item="kernels",
+        "roofline", title, f"areas: shares of the kernels' seconds; {without}",
+        tuple(
+            Group(point.text, (point,), size=AREA * row.seconds / every, opacity=0.8)
+            for row, point in zip(drawn, points, strict=True)
+        ),
+        Axis("FLOPs per byte", (low, high), log=True),
+        Axis("TFLOP/s", (min(heights) / 1.5, max(heights) * 1.5), log=True), guides=guides, item="kernels",
     )  # fmt: skip
 
 

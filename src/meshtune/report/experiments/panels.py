@@ -6,7 +6,7 @@ line, it shows the fastest.
 
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import median, quantiles
 from typing import Any
@@ -224,15 +224,12 @@ def speed_against_memory(sweep: Sweep, ablation: Ablation) -> Scatter | None:
         "front", "Speed against peak memory", note, tuple(groups),
         axis("peak memory, GiB", values(groups, "x"), form=",.3~f"),
         axis(sweep.speed_unit, values(groups, "y")),
-        tuple(label for name in names[:LABELLED] for label in _ends_of(front(by_name[name]))),
+        tuple(
+            Label(replace(_in_plane(one), text=" ".join(short(one.layout))), "right" if up else "left", up)
+            for some in map(front, map(by_name.__getitem__, names[:LABELLED]))
+            for one, up in ((some[0], False), (some[-1], True))[: len(some)]
+        ),
     )  # fmt: skip
-
-
-def _ends_of(some: Sequence[Experiment]) -> Iterator[Label]:
-    """Yield labels with the layouts of a front's lowest memory and of its highest speed."""
-    for one, align in zip((some[0], some[-1])[: len(some)], ("left", "right"), strict=False):
-        text = " ".join(short(one.layout))
-        yield Label(replace(_in_plane(one), text=text), align, above=align == "right")
 
 
 def _in_plane(one: Experiment) -> Point:
