@@ -1,16 +1,18 @@
 """The numbers of a model that planning needs, from its config.json; cached on disk.
 
-name ──> config.json ──> key ─┬─ hit ──> ModelNumbers, without torch
-                              └─ miss ─> transformers builds it on meta ──> census, traits ──> ModelNumbers
+name ──> config.json ──> key ─┬─ in the cache, or in counts.xz ─> ModelNumbers, without torch
+                              └─ transformers builds it on meta ─> census, traits ──> ModelNumbers
 """
 
 import hashlib
 import inspect
 import json
+import lzma
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from importlib.metadata import version
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +27,8 @@ from meshtune.placement.numbers import ModelNumbers
 from meshtune.placement.rules import Traits
 from meshtune.rundir import write_text_atomically
 
+COUNTS = "counts.xz"  # a line for each model: the hash of its inputs, then its numbers as JSON
+
 
 @dataclass(frozen=True, kw_only=True)
 class LoraShape:
@@ -36,6 +40,16 @@ class LoraShape:
     target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"  # or endings of layers' names
     layers_to_transform: tuple[int, ...] | None = None  # blocks with adapters; None: all
     modules_to_save: tuple[str, ...] = ()  # names or endings of modules that are trained whole
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """Changes that a config makes to a model before it is counted."""
+
+    overrides: Mapping[str, Any] = field(default_factory=dict)  # other values in its configuration
+    freeze: tuple[str, ...] = ()  # globs of parameter names
+    lora: LoraShape | None = None  # None: no adapters
+    embeddings: int = 0  # rows that the embedding must have
 
 
 def numbers_of(
@@ -51,17 +65,14 @@ def numbers_of(
     shape = LoraShape(**{field.name: getattr(lora, field.name) for field in fields(LoraShape)})
     grows = config.method == "lora" and template not in (None, "none", "training")
     rows = _rows_needed(config) if grows else 0
-    numbers = model_numbers(
-        model.name,
-        **model.access,
+    variant = Variant(
         overrides=model.overrides,
         freeze=model.freeze,
         lora=shape if config.method == "lora" else None,
         embeddings=rows or 0,
-        cache_dir=expanded(config.data.cache, "data.cache"),
-        file=file,
-        log=log,
     )
+    cache_dir = expanded(config.data.cache, "data.cache")
+    numbers = model_numbers(model.name, variant, **model.access, cache_dir=cache_dir, file=file, log=log)
     census = numbers.census
     tables = [each for each in census.parameters_outside if each.shape[0] == census.vocabulary]
     if rows is not None or all(table.trainable for table in tables):  # these are counted already
@@ -92,22 +103,18 @@ def _rows_needed(config: Config) -> int | None:
 
 def model_numbers(
     name: str,
+    variant: Variant = Variant(),
     *,
     revision: str | None = None,
     trust_remote_code: bool = False,
-    overrides: Mapping[str, Any] | None = None,
-    freeze: tuple[str, ...] = (),
-    lora: LoraShape | None = None,
-    embeddings: int = 0,
     cache_dir: Path,
     file: Path | None = None,
     log: Callable[[str], None] = lambda _: None,
 ) -> ModelNumbers:
     """Return the numbers of a causal language model, from `cache_dir` or by building it on meta.
 
-    name: a hub id, a folder, or a configuration file. overrides: other values in its configuration. freeze:
-    globs of parameter names. lora: None for no adapters. embeddings: rows that the embedding must have. file:
-    its configuration; None: that of `config_file`. log: called with a line before work that takes seconds.
+    name: a hub id, a folder, or a configuration file. file: its configuration; None: that of `config_file`.
+    log: called with a line before work that takes seconds.
     The file in `cache_dir` is named by a hash of all that the numbers depend on; one that can't be read is
     replaced, and a failure to write it is ignored. A model with remote code is not cached. A hub model's
     config.json is downloaded if it is missing.
@@ -115,22 +122,17 @@ def model_numbers(
     Raises UserError for what isn't a model, or none that meshtune trains, and as `add_lora` and `freeze`.
     """
     file = file or config_file(name, revision)
-    key = (
-        None
-        if trust_remote_code and _has_remote_code(file)
-        else _key(file, overrides, freeze, lora, embeddings)
-    )
-    cached = cache_dir / f"census-{key}.json"
-    if key and (numbers := _read(cached)):
+    remote = trust_remote_code and _has_remote_code(file)
+    inputs = None if remote else inputs_of(file, variant)
+    cached = cache_dir / f"census-{_key(inputs)}.json"
+    if inputs and (numbers := _read(cached)):
         return numbers
-    log(f"Building {name} without weights to count its parameters and FLOPs; the counts are cached.")
-    if trust_remote_code and _has_remote_code(file) and not local_path(name):
-        file = _config_with_code(name, revision)
-    numbers = _build_and_count(
-        name, file, trust_remote_code=trust_remote_code, overrides=overrides or {}, freeze=freeze, lora=lora,
-        embeddings=embeddings,
-    )  # fmt: skip
-    if key:
+    if not (numbers := shipped(inputs)):
+        log(f"Building {name} without weights to count its parameters and FLOPs; the counts are cached.")
+        if remote and not local_path(name):
+            file = _config_with_code(name, revision)
+        numbers = build_and_count(name, file, variant, trust_remote_code=trust_remote_code)
+    if inputs:
         with suppress(OSError):  # a full or read-only disk costs time, not the answer
             write_text_atomically(cached, json.dumps(asdict(numbers), separators=(",", ":")))
     return numbers
@@ -164,25 +166,23 @@ def _has_remote_code(file: Path) -> bool:
     return file.is_file() and b'"auto_map"' in file.read_bytes()
 
 
-def _key(
-    file: Path,
-    overrides: Mapping[str, Any] | None,
-    freeze: tuple[str, ...],
-    lora: LoraShape | None,
-    embeddings: int,
-) -> str | None:
-    """Hash all that decides the numbers: the arguments, versions, code of model/.
+def inputs_of(file: Path, variant: Variant) -> str | None:
+    """Return what a user gives that decides the numbers, as JSON.
 
-    None if `file`, the configuration, can't be read as JSON; `_build_and_count` then raises the error.
+    None if `file`, the configuration, can't be read as JSON; `build_and_count` then raises the error.
     """
     try:
         content = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError):
         return None
+    return json.dumps([content, asdict(variant)], sort_keys=True)
+
+
+def _key(inputs: str | None) -> str:
+    """Hash `inputs`, the versions and the code of model/, which decide the numbers together."""
     # A checkout on PYTHONPATH has no metadata of its own.
     versions = [__version__, *map(version, ("transformers", "torch"))]
-    inputs = [content, overrides or {}, versions, freeze, lora and asdict(lora), embeddings]
-    digest = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode())
+    digest = hashlib.sha256(json.dumps([inputs, versions]).encode())
     sources = {Path(inspect.getfile(kind)) for kind in (Census, Traits)} | {
         *Path(__file__).parent.glob("*.py")
     }
@@ -191,15 +191,20 @@ def _key(
     return digest.hexdigest()[:32]
 
 
-def _build_and_count(
-    name: str,
-    file: Path,
-    *,
-    trust_remote_code: bool,
-    overrides: Mapping[str, Any],
-    freeze: tuple[str, ...],
-    lora: LoraShape | None,
-    embeddings: int,
+def shipped(inputs: str | None) -> ModelNumbers | None:
+    """Return the numbers that counts.xz has for these inputs: of models.toml's models, whole and with LoRA.
+
+    They are those of any version, which tests hold: scripts/model_counts.py writes the file.
+    """
+    if not inputs:
+        return None
+    lines = lzma.decompress(files("meshtune.model").joinpath(COUNTS).read_bytes())
+    _, found, rest = lines.partition(hashlib.sha256(inputs.encode()).hexdigest().encode())
+    return TypeAdapter(ModelNumbers).validate_json(rest.partition(b"\n")[0], strict=True) if found else None
+
+
+def build_and_count(
+    name: str, file: Path, variant: Variant, *, trust_remote_code: bool = False
 ) -> ModelNumbers:
     """Build the model on meta from its configuration, with adapters and frozen parameters, and count it.
 
@@ -214,13 +219,13 @@ def _build_and_count(
     from meshtune.model.lora import add_lora
     from meshtune.model.trace import census_of
 
-    config, changes = read_changed(file, name, trust_remote_code, overrides)
+    config, changes = read_changed(file, name, trust_remote_code, variant.overrides)
     model = on_meta(config, name=name, trust_remote_code=trust_remote_code)
-    added = load.grow_embeddings(model, embeddings)
+    added = load.grow_embeddings(model, variant.embeddings)
     model_traits = traits(model)  # of the model without adapters
     text_part, dropout = parts_kept(model), attention_drops(model)
     attention = auto_attention(model, model_traits)
-    if lora:
+    if lora := variant.lora:
         targets = lora.target_modules if isinstance(lora.target_modules, str) else list(lora.target_modules)
         add_lora(
             model,
@@ -234,8 +239,8 @@ def _build_and_count(
         )
         if added:
             load.train_tables(model)
-    if freeze:
-        load.freeze(model, freeze)
+    if variant.freeze:
+        load.freeze(model, variant.freeze)
     return ModelNumbers(
         census_of(model), model_traits, attention, text_part, context_of(config), dropout, changes
     )

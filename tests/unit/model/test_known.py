@@ -18,7 +18,7 @@ import meshtune.model.trace
 from meshtune import config
 from meshtune.errors import UserError
 from meshtune.model.capabilities import traits
-from meshtune.model.census_cache import LoraShape, model_numbers, numbers_of
+from meshtune.model.census_cache import LoraShape, Variant, model_numbers, numbers_of
 from meshtune.model.hub import hub_errors
 from meshtune.model.load import freeze
 from meshtune.model.lora import add_lora
@@ -80,14 +80,14 @@ def test_a_family_with_its_own_attention_keeps_it(tmp_path, cache):
 
 def test_adapters_and_frozen_parameters_are_the_engines(folder, cache, monkeypatch):
     shape, globs = LoraShape(r=3, target_modules=("q_proj", "mlp.down_proj")), ("*.layers.0.*",)
-    first = model_numbers(str(folder), lora=shape, freeze=globs, cache_dir=cache)
+    first = model_numbers(str(folder), Variant(lora=shape, freeze=globs), cache_dir=cache)
     model = AutoModelForCausalLM.from_config(FAMILIES["llama"]())
     add_lora(model, lora_rank=3, alpha=8, target_modules=["q_proj", "mlp.down_proj"])
     freeze(model, globs)
     assert first.census == census_of(model)
     assert first.census.trainable == sum(p.numel() for p in model.parameters() if p.requires_grad)
     no_trace(monkeypatch)
-    assert model_numbers(str(folder), lora=shape, freeze=globs, cache_dir=cache) == first
+    assert model_numbers(str(folder), Variant(lora=shape, freeze=globs), cache_dir=cache) == first
 
 
 def test_tokens_of_a_chat_template_make_adapters_train_the_embedding(tmp_path, cache):
@@ -112,9 +112,14 @@ def test_tokens_of_a_chat_template_make_adapters_train_the_embedding(tmp_path, c
 @pytest.mark.ci
 def test_all_that_decides_the_numbers_is_in_the_key(folder, cache):
     plain = model_numbers(str(folder), cache_dir=cache).census
-    assert model_numbers(str(folder), freeze=("*norm*",), cache_dir=cache).census.trainable < plain.trainable
+    assert (
+        model_numbers(str(folder), Variant(freeze=("*norm*",)), cache_dir=cache).census.trainable
+        < plain.trainable
+    )
     shapes = (LoraShape(r=2), LoraShape(r=4))
-    adapted = [model_numbers(str(folder), lora=lora, cache_dir=cache).census.trainable for lora in shapes]
+    adapted = [
+        model_numbers(str(folder), Variant(lora=lora), cache_dir=cache).census.trainable for lora in shapes
+    ]
     assert adapted[1] == 2 * adapted[0]
     change(folder, num_hidden_layers=3)
     assert len(model_numbers(str(folder), cache_dir=cache).census.blocks) == 3
@@ -174,12 +179,12 @@ def test_the_numbers_of_a_config_are_those_of_its_settings(folder, cache, tmp_pa
     words = [f"model.name={folder}", "model.freeze=['*norm*']", f"data.cache={cache}", "data.train=[missing]"]
     logged: list[str] = []
     plain = numbers_of(config.load(None, words), log=logged.append)
-    assert plain == model_numbers(str(folder), freeze=("*norm*",), cache_dir=cache)
+    assert plain == model_numbers(str(folder), Variant(freeze=("*norm*",)), cache_dir=cache)
     says(logged[0])
     assert len(logged) == 1
     lora = numbers_of(config.load(None, [*words, "method=lora", "lora.r=3", "lora.target_modules=[q_proj]"]))
     shape = LoraShape(r=3, target_modules=("q_proj",))
-    assert lora == model_numbers(str(folder), freeze=("*norm*",), lora=shape, cache_dir=cache)
+    assert lora == model_numbers(str(folder), Variant(freeze=("*norm*",), lora=shape), cache_dir=cache)
 
 
 def test_other_versions_derive_anew(folder, cache, monkeypatch):
@@ -193,8 +198,8 @@ ASK = """
 import sys
 from pathlib import Path
 from meshtune.model.hub import hub_errors
-from meshtune.model.census_cache import LoraShape, model_numbers
-found = model_numbers(sys.argv[1], lora=LoraShape(r=2), cache_dir=Path(sys.argv[2]))
+from meshtune.model.census_cache import LoraShape, Variant, model_numbers
+found = model_numbers(sys.argv[1], Variant(lora=LoraShape(r=2)), cache_dir=Path(sys.argv[2]))
 assert found.census.blocks and found.traits.heads == 4
 print("torch" in sys.modules or "transformers" in sys.modules)
 """
@@ -282,6 +287,6 @@ def test_a_repository_without_a_configuration_is_explained():
 
 def test_targets_and_globs_that_match_nothing_are_explained(folder, cache):
     with refuses(UserError):
-        model_numbers(str(folder), lora=LoraShape(target_modules=("q_prj",)), cache_dir=cache)
+        model_numbers(str(folder), Variant(lora=LoraShape(target_modules=("q_prj",))), cache_dir=cache)
     with refuses(UserError):
-        model_numbers(str(folder), freeze=("*.nrom.*",), cache_dir=cache)
+        model_numbers(str(folder), Variant(freeze=("*.nrom.*",)), cache_dir=cache)

@@ -24,7 +24,7 @@ from meshtune.commands.plan import largest as max_command
 from meshtune.commands.plan import plan as command
 from meshtune.errors import NothingFits, UserError
 from meshtune.model import hub
-from meshtune.model.census_cache import model_numbers
+from meshtune.model.census_cache import LoraShape, Variant, build_and_count, inputs_of, shipped
 from meshtune.model.load import on_meta, read_config
 from meshtune.plan import models as module
 from meshtune.plan.answer import by_shape
@@ -35,6 +35,7 @@ from meshtune.plan.workload import Workload
 
 ENTRIES = module.tables()
 LLAMA = "meta-llama/Llama-3.1-8B"
+WHOLE, ADAPTED = Variant(), Variant(lora=LoraShape())
 # Whole config.json files of the hub, from memory: with all the fields that models.toml leaves out.
 HUB_CONFIGS: dict[str, dict[str, Any]] = {
     "EleutherAI/pythia-70m": {
@@ -104,9 +105,12 @@ ONE_OF_EACH = {  # the smallest, by model type
 def test_a_model_of_each_family_is_planned_with_all_its_parameters(name: str, tmp_path: Path) -> None:
     fields = known_config(name)
     assert fields is not None
-    numbers = model_numbers(name, file=written(fields, tmp_path), cache_dir=tmp_path)
+    file = written(fields, tmp_path)
+    numbers, adapted = (build_and_count(name, file, variant) for variant in (WHOLE, ADAPTED))
     assert numbers.census.unsupported is None
     assert numbers.census.total == ENTRIES[name]["parameters"]
+    # scripts/model_counts.py writes what is shipped.
+    assert shipped(inputs_of(file, WHOLE)) == numbers and shipped(inputs_of(file, ADAPTED)) == adapted
     assert numbers.census.sparse == any(field.endswith("_experts") for field in fields)
 
 
@@ -119,7 +123,7 @@ def test_a_model_of_each_family_is_planned_with_all_its_parameters(name: str, tm
 def test_a_mixture_uses_as_many_parameters_as_published(name: str, used: float, tmp_path: Path) -> None:
     fields = known_config(name)
     assert fields is not None
-    counted = model_numbers(name, file=written(fields, tmp_path), cache_dir=tmp_path).census
+    counted = build_and_count(name, written(fields, tmp_path), WHOLE).census
     assert (counted.total - counted.idle) / 1e9 == pytest.approx(used, abs=0.06)
 
 
