@@ -85,8 +85,18 @@ def _by_name(fits: Callable[[Any], bool], *names: str) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, dict) and all(map(fits, value.values())) and {*names} <= {*value}
 
 
+def _is_pass(value: Any) -> bool:
+    """Whether a value is [rank, kind, start, end, stage, micro-batch] of a pass of a pipeline."""
+    kinds = (_is_step, _is_text, is_number, is_number, _is_step, _is_step)
+    return (
+        isinstance(value, list | tuple)
+        and len(value) == 6
+        and all(fits(one) for fits, one in zip(kinds, value, strict=True))
+    )
+
+
 def _is_prediction(value: Any) -> bool:
-    """Whether a value is the `predicted` of a run's row: bytes and seconds by part."""
+    """Whether a value is the `predicted` of a run's row: bytes, seconds by part, passes."""
     if not isinstance(value, dict):
         return False
     numbers, seconds = _by_name(_is_number_or_null), value.get("step_seconds")
@@ -96,6 +106,7 @@ def _is_prediction(value: Any) -> bool:
             name: size for name, size in memory.items() if name != "event"
         }  # where the peak is, in words
     timed = is_number(seconds) if time else _is_number_or_null(seconds)
+    timed = timed and _are(_is_pass)(value.get("passes") or [])
     return timed and numbers(memory) and numbers(time) and numbers(parts)
 
 
@@ -142,6 +153,7 @@ COLUMNS: Mapping[str, Mapping[str, Type]] = {
         "step": STEP,
         "phases": Type(_by_name(_by_name(is_number, "peak")), "have no sizes", True, False),
     },
+    "passes": {"step": STEP, "passes": Type(_are(_is_pass), "aren't passes of a pipeline", True, False)},
     "cause": {
         "cause": TEXT._replace(required=True, nullable=False),
         "share": NUMBER._replace(required=True, nullable=False),

@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 from meshtune import compat
+from meshtune.placement.schedules import Pass
 
 PASSES = ("backward", "forward and backward")  # parts that a step's passes end with
 
@@ -41,6 +42,7 @@ class Span(NamedTuple):
     inside: str  # name of the part around it; "": none
     start: Any  # seconds, or a CUDA event
     end: Any
+    what: Pass | None = None  # of a pipeline
 
 
 class Flight(NamedTuple):
@@ -79,6 +81,8 @@ class StepClock:
         self._in_flight: dict[int, Flight] = {}  # by id of their Work
         self._facts, self._passes_end = HostFacts(), 0.0
         self._compute_stream: Any = None  # on CUDA, while it runs
+        self._origin = self._now()
+        self.passes: list[tuple[float, float, Pass]] = []  # (start, end, pass) before the last `take`
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -95,8 +99,10 @@ class StepClock:
             _running = before
 
     @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """Measure a part of a step, or of the part at hand; the same name again adds up."""
+    def part(self, name: str, what: Pass | None = None) -> Iterator[None]:
+        """Measure a part of a step, or of the part at hand; the same name again adds up. what: the pass of a
+        pipeline that it is.
+        """
         inside, self._inside, start = self._inside, name, self._now()
         cuda = self.device.type == "cuda"
         if cuda and name == "optimizer":
@@ -106,7 +112,7 @@ class StepClock:
         finally:
             if cuda and name in PASSES:
                 self._passes_end = time.perf_counter()
-            self._spans.append(Span(name, inside, start, self._now()))
+            self._spans.append(Span(name, inside, start, self._now(), what))
             self._inside = inside
 
     def take(self) -> dict[str, float]:
@@ -121,6 +127,11 @@ class StepClock:
         self._spans = list(compress(self._spans, map(operator.not_, ended)))
         self._in_flight.clear()  # of collectives that nobody waited for
         seconds: dict[str, float] = defaultdict(float)
+        self.passes = [
+            (self._between(self._origin, span.start), self._between(self._origin, span.end), span.what)
+            for span in done if span.what
+        ]  # fmt: skip
+        self._origin = self._now()
         for span in done:
             length = self._between(span.start, span.end)
             seconds[span.name] += length
@@ -224,10 +235,10 @@ def payload(argument: Any) -> int:
     return sum(map(payload, argument)) if isinstance(argument, list | tuple) else 0
 
 
-def measured(name: str) -> AbstractContextManager[object]:
-    """Return a context that is measured as a part of the step, if a clock runs."""
+def measured(name: str, what: Pass | None = None) -> AbstractContextManager[object]:
+    """Return a context that is measured as a part of the step, if a clock runs. what: as of `part`."""
     idle = _running is None or torch.compiler.is_compiling()
-    return nullcontext() if idle else _running.part(name)  # pyright: ignore[reportOptionalMemberAccess]
+    return nullcontext() if idle else _running.part(name, what)  # pyright: ignore[reportOptionalMemberAccess]
 
 
 def recomputing() -> AbstractContextManager[object]:

@@ -33,6 +33,7 @@ from meshtune.model.anatomy import Anatomy, StandIn
 from meshtune.model.body import body_forward
 from meshtune.parallel import noise, zero
 from meshtune.parallel.mesh import World
+from meshtune.placement.schedules import Pass
 from meshtune.placement.share import stage_of_rank
 
 # model, anatomy, last hidden states, micro-batch -> the last stage's output: a loss, or logits
@@ -147,21 +148,21 @@ class _ZeroStage(PipelineStage):
         self.zero, self.held = zero, Held()
         self.add_up: Callable[[], None] = lambda: None  # of gradients, after a backward that runs no hooks
 
-    def forward_one_chunk(self, *args: Any, **options: Any) -> Any:
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **options: Any) -> Any:
         self.held.add(1)
-        with measured("forward"):
-            return super().forward_one_chunk(*args, **options)
+        with measured("forward", Pass("F", self.stage_index, fwd_chunk_id)):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **options)
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        with measured("backward"):
+        with measured("backward", Pass("B" if full_backward else "I", self.stage_index, bwd_chunk_id)):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         self.held.add(-full_backward)
 
-    def backward_weight_one_chunk(self, *args: Any, **options: Any) -> None:
-        with measured("backward"):
-            super().backward_weight_one_chunk(*args, **options)
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **options: Any) -> None:
+        with measured("backward", Pass("W", self.stage_index, bwd_chunk_id)):
+            super().backward_weight_one_chunk(bwd_chunk_id, *args, **options)
             self.add_up()
             zero.accumulate_gradients(self.submod)
         self.held.add(-1)

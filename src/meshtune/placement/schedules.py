@@ -14,6 +14,8 @@ from typing import NamedTuple
 from meshtune.layout import Layout
 from meshtune.placement.share import stage_of_rank
 
+MOST_PASSES = 4800  # of a step, that pictures show
+
 
 class Pass(NamedTuple):
     """One pass of a micro-batch through a stage."""

@@ -26,8 +26,13 @@ def plan_yaml(choice: Choice, workload: Workload) -> str:
     if not choice.cluster.timed:
         predicted = {key: predicted[key] for key in ("layout", "world", "memory")}
     else:
+        from meshtune.plan.over_time import step_over_time  # here: the longest chain of imports ends in it
+
         machine = machine_of(workload, choice.cluster)
         predicted["parts"] = predicted_parts(workload, choice.layout, machine)
+        drawn = step_over_time(workload, choice) if choice.layout.pp > 1 else None
+        if drawn and drawn.layout == drawn.whole:
+            predicted["passes"] = [[*one] for one in drawn.timed if one.stage >= 0]
     tree = {
         "layout": str(choice.layout),
         "fields": as_mapping(choice.layout),

@@ -19,7 +19,7 @@ import numpy as np
 
 from meshtune.layout import ALL_AHEAD, Layout
 from meshtune.placement.columns import Columns, rows
-from meshtune.placement.schedules import Pass, orders
+from meshtune.placement.schedules import MOST_PASSES, Pass, orders
 from meshtune.placement.share import stage_blocks
 from meshtune.plan.accounting import accounting_of
 from meshtune.plan.machine import machine_of
@@ -32,7 +32,6 @@ from meshtune.plan.search import Choice, end_costs, ranks_of
 from meshtune.plan.seconds.step import StepTime
 from meshtune.plan.workload import Workload
 
-MOST_PASSES = 2400  # that are drawn
 ALONE = 3  # micro-batches that are drawn without a pipeline
 
 
@@ -67,7 +66,7 @@ def step_over_time(workload: Workload, choice: Choice) -> StepOverTime | None:
     """The passes of a step, each as early as its inputs and its rank allow; None: too many to draw."""
     whole = choice.layout
     layout = replace(whole, gradient_accumulation_steps=_drawn(whole))
-    if 2 * layout.stages * layout.gradient_accumulation_steps > 2 * MOST_PASSES:
+    if 2 * layout.stages * layout.gradient_accumulation_steps > MOST_PASSES:
         return None
     seconds, data, optimizer = _durations(workload, choice)
     timed = list(_passes(layout, seconds))
@@ -86,7 +85,7 @@ def _drawn(layout: Layout) -> int:
         return min(steps, ALONE)
     if layout.schedule in ALL_AHEAD:
         return steps
-    rounds = max(2, min(3, MOST_PASSES // (2 * layout.stages * layout.pp)))
+    rounds = max(2, min(3, MOST_PASSES // (4 * layout.stages * layout.pp)))
     return min(steps, rounds * layout.pp)
 
 

@@ -147,7 +147,7 @@ def train(run: Run) -> None:
                 flops=known(done.flops), flops_6n=known(done.flops_6n), epoch=run.loader.epochs_at(now.data),
                 noise=noise,
             )  # fmt: skip
-            run.metrics.measured(now.step, measured.time, [*measured.memory, *measured.device])
+            run.metrics.measured(now.step, measured.time, [*measured.memory, *measured.others])
             after_step(run, finite=done.finite, first=now.step == first)
             nonfinite = check_finite(run, done, nonfinite, batch)
 

@@ -24,6 +24,8 @@ from meshtune.meter.parts import AXIS_PARTS, MEASURED, step_time, time_row
 from meshtune.meter.phases import Phase, PhaseMemory, peak_resident_bytes
 from meshtune.meter.rows import memory_row
 from meshtune.parallel.mesh import World
+from meshtune.placement.ranks import coordinates
+from meshtune.placement.schedules import MOST_PASSES
 from meshtune.rundir import Row
 from meshtune.units import MIB
 
@@ -40,9 +42,9 @@ class Measured:
     stopping: bool  # whether a rank was asked to stop
     time: Row  # of kind "time"
     memory: Sequence[Row]  # of kind "memory": of every rank in watched steps, later of ranks with a new peak
-    device: Sequence[
-        Row
-    ]  # of kind "device": the driver's answers since the last step, of the main rank's GPU
+    # Of kind "device": the driver's answers since the last step, of the main rank's GPU; of kind "passes": of
+    # the first step that doesn't warm up under a pipeline.
+    others: Sequence[Row]
     warm_up: bool  # the first step, or memory was watched, which takes time: no part of medians
 
 
@@ -62,6 +64,7 @@ class Meter:
         self._operation = OperationCost() if self._on_cpu and not self._compiled else None
         self._counts = 0, 0  # graphs compiled and retries of the allocator, before the step
         self._steps = 0
+        self._awaits_passes = world.layout.pp > 1
         self._began = self._began_busy = 0.0  # by the clock, and of this thread's own processor time
         self._highest: list[float] = [0.0] * world.size
 
@@ -121,7 +124,10 @@ class Meter:
             stopping=any(stops),
             time=time_row(step, found, flights if layout.pp > 1 else None, **facts),
             memory=self._memory_rows(step, peaks, watched=watched),
-            device=self._driver.rows(step) if self._driver else (),
+            others=[
+                *(self._driver.rows(step) if self._driver else ()),
+                *(() if warm_up else self._pass_rows(step)),
+            ],
             warm_up=warm_up,
         )
 
@@ -149,6 +155,19 @@ class Meter:
         if self._operation is None or not operations or self._steps > LAUNCHES:
             return None
         return operations * self._operation.seconds()
+
+    def _pass_rows(self, step: int) -> list[Row]:
+        """The row of the passes of the first pipeline's ranks, once; every rank calls it."""
+        if not self._awaits_passes:
+            return []
+        self._awaits_passes = False
+        place = coordinates(self.world.layout, self.world.rank)
+        rank = place.pop("pp")
+        own = [(rank, one.kind, start, end, *one[1:]) for start, end, one in self.clock.passes]
+        found = [
+            one for of_rank in self.world.gather_object([] if any(place.values()) else own) for one in of_rank
+        ]
+        return [{"kind": "passes", "step": step, "passes": found}] if 0 < len(found) <= MOST_PASSES else []
 
     def _memory_rows(self, step: int, peaks: Sequence[float], *, watched: bool) -> list[Row]:
         if watched:

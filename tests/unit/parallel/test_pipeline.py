@@ -1,6 +1,7 @@
 """Pipelines: gradients per parameter against one rank, collectives, forward passes alone, what is kept."""
 
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -25,11 +26,13 @@ from meshtune import compat
 from meshtune.attention.register import register
 from meshtune.errors import UserError
 from meshtune.layout import RECOMPUTATIONS, TORCH_SCHEDULES, ZERO_BUBBLE, Layout
+from meshtune.meter.clock import StepClock
 from meshtune.model.anatomy import anatomy
 from meshtune.parallel.apply import cut, place
 from meshtune.parallel.mesh import join
 from meshtune.parallel.zero import local
 from meshtune.placement.rules import Traits, refusals
+from meshtune.placement.schedules import orders
 from meshtune.placement.share import stage_blocks, stage_of_rank
 from meshtune.train.loss import head_loss
 
@@ -162,11 +165,17 @@ def rank_steps(family: str, text: str, steps: list[list[Any]], expected: Any) ->
     with exact():
         layout = Layout.parse(text)
         parallel = build(family, layout)
-        world, out = parallel.world, []
+        world, out, clock = parallel.world, [], StepClock(torch.device("cpu"), {})
         for own_step, (loss, grads) in zip(steps, expected, strict=True):
             scale = 1 / sum(each.label_tokens for each in own_step)
             mine = own_step[world.data_rank :: world.data_ranks]
-            total, found, count = step(parallel, mine, scale)
+            clock.take()
+            with clock.running():
+                total, found, count = step(parallel, mine, scale)
+            clock.take()
+            assert all(0 <= start <= end for start, end, _ in clock.passes)
+            planned = orders(replace(layout, gradient_accumulation_steps=len(mine)))[world.pp.index]
+            assert [what for _, _, what in clock.passes] == planned
             out.append((total, loss, worst(parallel, found, grads), dict(count)))
         return out
 

@@ -159,6 +159,7 @@ def test_time_by_part_and_memory_by_category_stand_beside_the_prediction(empty):
     predicted = {
         "parts": {"forward": 0.2, "backward": 0.4},
         "memory": {"weights": 2.0 * MIB, "activations": 1.0 * MIB, "overhead": 5.0 * MIB, "peak": 8.0 * MIB},
+        "passes": [[0, "F", 0.0, 0.2, 0, 0], [1, "F", 0.2, 0.6, 1, 0]],
     }
     empty.append({"kind": "run", "layout": "mb1-ga1", "predicted": predicted})
     for step in range(1, 502):
@@ -170,6 +171,10 @@ def test_time_by_part_and_memory_by_category_stand_beside_the_prediction(empty):
         sizes = {"weights": 2 * MIB, "activations": step * MIB}
         phases = {"forward": ((2 + step) * MIB, sizes), "optimizer": (2 * MIB, {"weights": 2 * MIB})}
         empty.append(memory_row(step, phases))
+    empty.append({"kind": "passes", "step": 4, "passes": [[0, "F", 0.1, 0.9, 0, 0], [0, "B", 1.0]]})
+    empty.append(
+        {"kind": "passes", "step": 4, "passes": [[0, "F", 0.1, 0.3, 0, 0], [1, "F", 0.3, 0.9, 1, 0]]}
+    )
     panels = {panel.key: panel for panel in part_panels(empty.rows())}
     over = panels["time_parts"]
     assert over.title == "Time of a step by part, means of 3 steps" and len(over.x) == 167
@@ -180,4 +185,11 @@ def test_time_by_part_and_memory_by_category_stand_beside_the_prediction(empty):
     assert {band.name for band in panels["memory_phases"].bands} <= {*COLOURS}, "each phase has its colour"
     assert panels["memory_beside"].parts == {"weights": (2, 2), "activations": (3, 1)}
     assert panels["memory_beside"].ends == ("5.00 MiB", "3.00 MiB")
+    pipelines = [panels["passes_0"], panels["passes_1"]]
+    assert [panel.title for panel in pipelines] == [
+        "The pipeline in step 4, measured",
+        "The pipeline, predicted",
+    ]
+    assert {panel.x_end for panel in pipelines} == {0.9}, "both have one axis"
+    assert [panel.intervals[1].end for panel in pipelines] == [0.9, 0.6]
     assert {*panels} <= {*charts_of(report_page(empty))}

@@ -4,15 +4,19 @@ All of them are of the run's last start. What was not measured, or not predicted
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from statistics import fmean
+from typing import Any
 
 from meshtune.meter.parts import PARTS
 from meshtune.meter.rows import fullest_memory
 from meshtune.plan.facts import tensors
+from meshtune.plan.over_time import Timed
 from meshtune.plan.step_parts import median_parts
 from meshtune.report.draw.colours import MEMORY_PARTS
-from meshtune.report.draw.kinds import Areas, Band, Mark, Panel, Stacks
+from meshtune.report.draw.kinds import Areas, Band, Mark, Panel, Stacks, Timeline
 from meshtune.report.plan.numbers import nonzero, seconds
+from meshtune.report.plan.passes import passes_panel
 from meshtune.report.run.summary import last, of_kind, of_last_start
 from meshtune.rundir import Row
 from meshtune.units import GIB, MIB, counted, human
@@ -28,6 +32,7 @@ def part_panels(rows: Sequence[Row]) -> list[Panel]:
     drawn = (
         time_over_steps(of_kind(own, "time")),
         time_beside(of_kind(own, "time"), predicted.get("parts") or {}),
+        *passes_beside(last(of_kind(own, "passes")), predicted.get("passes") or ()),
         memory_over_phases(of_kind(own, "memory")),
         memory_beside(of_kind(own, "memory"), predicted.get("memory") or {}),
     )
@@ -74,6 +79,25 @@ def time_beside(rows: Sequence[Row], predicted: Parts) -> Stacks | None:
         tuple(seconds(sum(one.values())) for one in both),
         item="step",
     )
+
+
+def passes_beside(row: Row | None, predicted: Sequence[Sequence[Any]]) -> list[Timeline]:
+    """The passes of a pipeline's ranks over a step, measured and predicted, on one axis.
+
+    row: of kind "passes"; None: there is none, and so no panel. predicted: passes as in the row.
+    """
+    if row is None:
+        return []
+    both = {
+        f"The pipeline in step {row['step']:,}, measured": row["passes"],
+        "The pipeline, predicted": predicted,
+    }
+    timed = {title: [Timed(*one) for one in passes] for title, passes in both.items() if passes}
+    end = max(one.end for passes in timed.values() for one in passes)
+    return [
+        replace(passes_panel(passes, title), key=f"passes_{number}", x_end=end)
+        for number, (title, passes) in enumerate(timed.items())
+    ]
 
 
 def memory_over_phases(rows: Sequence[Row]) -> Areas | None:
