@@ -22,13 +22,15 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import wraps
 from itertools import compress
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from meshtune import compat
-from meshtune.placement.schedules import Pass
+
+if TYPE_CHECKING:
+    from meshtune.placement.schedules import Pass
 
 PASSES = ("backward", "forward and backward")  # parts that a step's passes end with
 
@@ -42,7 +44,7 @@ class Span(NamedTuple):
     inside: str  # name of the part around it; "": none
     start: Any  # seconds, or a CUDA event
     end: Any
-    what: Pass | None = None  # of a pipeline
+    what: "Pass | None" = None  # of a pipeline
 
 
 class Flight(NamedTuple):
@@ -99,7 +101,7 @@ class StepClock:
             _running = before
 
     @contextmanager
-    def part(self, name: str, what: Pass | None = None) -> Iterator[None]:
+    def part(self, name: str, what: "Pass | None" = None) -> Iterator[None]:
         """Measure a part of a step, or of the part at hand; the same name again adds up. what: the pass of a
         pipeline that it is.
         """
@@ -235,7 +237,7 @@ def payload(argument: Any) -> int:
     return sum(map(payload, argument)) if isinstance(argument, list | tuple) else 0
 
 
-def measured(name: str, what: Pass | None = None) -> AbstractContextManager[object]:
+def measured(name: str, what: "Pass | None" = None) -> AbstractContextManager[object]:
     """Return a context that is measured as a part of the step, if a clock runs. what: as of `part`."""
     idle = _running is None or torch.compiler.is_compiling()
     return nullcontext() if idle else _running.part(name, what)  # pyright: ignore[reportOptionalMemberAccess]
