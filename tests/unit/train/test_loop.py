@@ -452,6 +452,33 @@ def test_checkpoints_that_a_kill_kept_from_being_removed_go_on_resuming(train: T
     assert [path.name for path in folder.iterdir()] == ["step-4"]
 
 
+@pytest.mark.parametrize("cut", ["in the evaluation", "after it"])
+def test_a_checkpoint_comes_before_an_evaluation_which_resuming_counts_once(
+    cut: str, train: Train, settings: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("eval.every=2", "checkpoint.every=2", "checkpoint.async_save=false", "eval.early_stopping=9")
+    whole = train(*words, "output_exists=new")
+    run = build.build(config.load(None, settings(*words, "output_exists=new")))
+    evaluate = type(run.evaluation).run
+
+    def cutting(evaluation: Any, step: int, metrics: Any) -> None:
+        if cut == "after it":
+            evaluate(evaluation, step, metrics)
+        raise SystemExit
+
+    with monkeypatch.context() as patched:
+        patched.setattr(type(run.evaluation), "run", cutting)
+        with pytest.raises(SystemExit):
+            loop.train(run)
+    resumed = train(*words, "output_exists=new")
+    assert resumed.folder.path == run.folder.path and resumed.folder.rows("run")[-1]["resumed_from"] == 2
+    evaluations = [
+        [(row["step"], row["loss"]) for row in each.folder.rows("eval")] for each in (whole, resumed)
+    ]
+    assert evaluations[0] == evaluations[1] and [step for step, _ in evaluations[0]] == [2, 4]
+    assert vars(resumed.progress) | {"seconds": 0} == vars(whole.progress) | {"seconds": 0}
+
+
 def interrupt_after(run: loop.Run, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make `run` get a SIGTERM while it does `step`, and run it."""
     update = run.optimizer.step
