@@ -363,6 +363,7 @@ def seed_dropout(world: World, seed: int, step: int = 0) -> None:
 def finish(run: Run) -> None:
     """Write model/: the last step's weights, or the best evaluation's where asked."""
     now = run.progress
+    run.stop.consequence = "all steps are done; the run writes its model and ends"
     run.checkpoints.wait()
     keep_folder(run)
     steps = now.step

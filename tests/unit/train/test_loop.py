@@ -224,18 +224,22 @@ def test_two_processes_do_not_train_in_one_folder(settings: Callable[..., list[s
 
 @pytest.mark.parametrize("number", cases(STOPPING, test=1, ci=3))
 def test_a_signal_finishes_the_step_and_saves(
-    number: int, settings: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+    number: int,
+    settings: Callable[..., list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     run = build.build(config.load(None, settings("train.max_steps=50")))
-    step = run.optimizer.step
+    step, name = run.optimizer.step, signal.Signals(number).name
 
     def interrupting(rate: float) -> None:
         step(rate)
         if run.progress.step == 3:
             os.kill(os.getpid(), number)
+            assert f"{name}: the run stops after this step" in capsys.readouterr().err  # at once
 
     monkeypatch.setattr(run.optimizer, "step", interrupting)
-    with pytest.raises(Interrupted, match=f"{signal.Signals(number).name} after step 3 of 50"):
+    with pytest.raises(Interrupted, match=f"{name} after step 3 of 50"):
         loop.train(run)
     assert run.checkpoints.steps() == [3]
     assert [row["step"] for row in run.folder.rows("train")] == [1, 2, 3]
