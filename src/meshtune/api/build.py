@@ -122,6 +122,7 @@ def assemble(
         config, model.whole, world, pieces=model.parallel.own_pieces, dtype=model.spec.compute_dtype,
         tokenizer=inputs.tokenizer, stop_ids=inputs.encoder.stop_ids,
     )  # fmt: skip
+    stop = StopRequest(enabled=config.checkpoint.save_on_signal, say=metrics.log_line)
     run = Run(
         folder=run_folder,
         world=world,
@@ -134,7 +135,7 @@ def assemble(
         learning_rate=schedule_of(config, steps),
         max_grad_norm=config.train.max_grad_norm,
         max_nonfinite_steps=config.train.max_nonfinite_steps,
-        evaluation=evaluation_of(config, model, inputs, run_folder),
+        evaluation=evaluation_of(config, model, inputs, run_folder, stop),
         evaluate_every=evaluate_every,
         keep_best=config.eval.keep_best,
         early_stopping=config.eval.early_stopping,
@@ -146,7 +147,7 @@ def assemble(
         flops=flops_of(model.census, seq_len, ranks=world.size // world.data_ranks),
         exporter=exporter,
         data_sentences=partial(stream_sentences, prepared),
-        stop=StopRequest(enabled=config.checkpoint.save_on_signal, say=metrics.log_line),
+        stop=stop,
         claim=claim,
         training=training,
     )
@@ -220,8 +221,10 @@ def announce(
         metrics.log_line(f"Going on from the checkpoint of step {resumed} in {run.folder.path}.")
 
 
-def evaluation_of(config: Config, model: RankModel, inputs: Inputs, run_folder: RunDir) -> Evaluation:
-    """Evaluation by the `eval` settings; without held-out data it does nothing. Samples go to run_folder."""
+def evaluation_of(
+    config: Config, model: RankModel, inputs: Inputs, run_folder: RunDir, stop: StopRequest
+) -> Evaluation:
+    """Evaluation by the `eval` settings, which `stop` ends; samples go to run_folder."""
     return Evaluation(
         parallel=model.parallel,
         tokenizer=inputs.tokenizer,
@@ -234,6 +237,7 @@ def evaluation_of(config: Config, model: RankModel, inputs: Inputs, run_folder: 
         stop_ids=inputs.encoder.stop_ids,
         folder=run_folder,
         token_loss=model.passes.token_loss,
+        stop=stop,
     )
 
 

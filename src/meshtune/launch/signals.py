@@ -25,6 +25,10 @@ def to_handle(signals: Iterable[signal.Signals] = STOPPING) -> list[signal.Signa
 # Stop on a signal #
 
 
+class EvaluationStopped(Exception):
+    """Raised on every rank in the middle of an evaluation, because one was asked to stop."""
+
+
 class StopRequest:
     """Context that puts the name of a received signal into `requested`.
 
@@ -43,7 +47,9 @@ class StopRequest:
         self.enabled = enabled
         self.signals = signals
         self.say = say
-        self.consequence = "the run stops after this step and saves a checkpoint"
+        self.consequence = (
+            "the run stops after this step, or this batch of an evaluation, and saves a checkpoint"
+        )
         self.requested: str | None = None
         self._handlers: dict[signal.Signals, Any] = {}  # of before
 

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from meshtune.data.batch import evaluation_batches
 from meshtune.data.pack import LABELLED, Dataset
+from meshtune.launch.signals import EvaluationStopped, StopRequest
 from meshtune.rundir import RunDir
 from meshtune.train.generate import answer_ids, decoded, evaluating
 from meshtune.train.loss import head_loss
@@ -58,12 +59,14 @@ class Evaluation:
     stop_ids: tuple[int, ...] = ()  # tokens that end an answer
     folder: RunDir | None = None  # for samples; None: they are not written
     token_loss: TokenLoss | None = None  # instead of the cross entropy
+    stop: StopRequest | None = None  # ends an evaluation early
 
     def run(self, step: int, metrics: Metrics) -> float | None:
         """Log the evaluation after `step` updates; returns its mean loss per label token, or None, without a
         row, when there is nothing to evaluate on.
 
-        Every rank calls it; the main rank appends the samples to samples.jsonl.
+        Every rank calls it; the main rank appends the samples to samples.jsonl. Raises
+        EvaluationStopped if a rank was asked to stop, without a row unless it was the last batch.
         """
         if self.dataset is None or not len(self.dataset):
             return None
@@ -74,7 +77,7 @@ class Evaluation:
             prompts = questions(self.dataset, self.tokenizer, self.stop_ids, wanted)
             new_ids = answer_ids(
                 self.parallel, self.tokenizer, [q.ids for q in prompts], max_new_tokens=self.max_new_tokens,
-                stop_ids=self.stop_ids,
+                stop_ids=self.stop_ids, advance=self.advance,
             )  # fmt: skip
             completions = decoded(self.tokenizer, new_ids)
             if self.folder and self.parallel.world.main:
@@ -97,7 +100,15 @@ class Evaluation:
             step=step, loss=loss, label_tokens=label_tokens, tokens=self.dataset.token_count,
             seconds=time.perf_counter() - started, **extra,
         )  # fmt: skip
+        if step:
+            self.advance()
         return loss
+
+    def advance(self) -> None:
+        """Raise EvaluationStopped if a rank was asked to stop; every rank calls it before every batch."""
+        stop, world = self.stop, self.parallel.world
+        if stop and stop.enabled and world.sum_over_ranks(stop.requested is not None)[0]:
+            raise EvaluationStopped
 
     def held_out_loss(self) -> tuple[float, int]:
         """(mean loss per label token, label tokens); the model is in evaluation mode meanwhile."""
@@ -113,6 +124,7 @@ class Evaluation:
         loss_of = partial(head_loss, token_loss=self.token_loss)
         with evaluating(self.parallel.modules):
             while group := list(islice(batches, GROUPED * world.pp.size)):
+                self.advance()
                 total += sum(float(loss) for loss in self.parallel.forward(group, loss_of))
                 label_tokens += sum(micro_batch.label_tokens for micro_batch in group)
         # Tensor ranks have the same loss; ranks of one data rank have read the same labels.

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from meshtune.compat import is_compiled
@@ -180,12 +180,14 @@ def answer_ids(
     sampling: Sampling = GREEDY,
     context: int | None = None,
     stream: TextStream | None = None,
+    advance: Callable[[], object] = lambda: None,
 ) -> list[list[int]]:
     """The tokens that follow each prompt (token ids), in their order, up to a stop token, which is left out,
     or `max_new_tokens` tokens. All ranks call it with the same prompts, and each gets all answers.
 
     sampling: beyond greedy with one rank only. context: tokens of prompt and answer together, which end an
     answer earlier; None: no limit. stream: gets the text of the only prompt's answer as it is generated.
+    advance: called by every rank at each new token.
     """
     limits = [
         max_new_tokens if context is None else max(0, min(max_new_tokens, context - len(prompt)))
@@ -202,9 +204,9 @@ def answer_ids(
             with sampling.seeded(parallel.world.device):
                 return cached_answers(
                     parallel.stages[0].model, tokenizer, prompts, limits,
-                    stop_ids=stop_ids, sampling=sampling, stream=stream,
+                    stop_ids=stop_ids, sampling=sampling, stream=stream, advance=advance,
                 )  # fmt: skip
-        return forward_answers(parallel, prompts, limits, stop_ids=stop_ids, stream=stream)
+        return forward_answers(parallel, prompts, limits, stop_ids=stop_ids, stream=stream, advance=advance)
 
 
 @torch.no_grad()
@@ -217,6 +219,7 @@ def cached_answers(
     stop_ids: Sequence[int],
     sampling: Sampling = GREEDY,
     stream: TextStream | None = None,
+    advance: Callable[[], object] = lambda: None,
 ) -> list[list[int]]:
     """The new tokens after each prompt up to its first stop token, which is left out, by a whole model with a
     KV cache; of each prompt at most its limit.
@@ -231,6 +234,11 @@ def cached_answers(
     # What is left out would be taken from the model's own generation settings.
     choice |= {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
     new_ids: list[list[int]] = [[] for _ in prompts]
+
+    def unfinished(ids: Tensor, scores: Tensor, **_: Any) -> Tensor:  # a stopping criterion: none is met
+        advance()
+        return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+
     wanted = [number for number, limit in enumerate(limits) if limit]
     order = sorted(wanted, key=lambda number: (limits[number], len(prompts[number])))
     with generating(model):
@@ -246,6 +254,7 @@ def cached_answers(
                     max_new_tokens=limits[chosen[0]], pad_token_id=pad, eos_token_id=list(stop_ids) or None,
                     **choice,
                 ),
+                stopping_criteria=StoppingCriteriaList([unfinished]),  # pyright: ignore[reportArgumentType]
                 streamer=stream,
             )  # fmt: skip
             for i, row in zip(chosen, output[:, width:].tolist(), strict=True):
@@ -273,6 +282,7 @@ def forward_answers(
     *,
     stop_ids: Sequence[int],
     stream: TextStream | None = None,
+    advance: Callable[[], object] = lambda: None,
 ) -> list[list[int]]:
     """The new tokens after each prompt up to its first stop token, which is left out, and at most its limit,
     greedily by all ranks of any layout together; every rank passes all prompts and gets all answers, in their
@@ -294,6 +304,7 @@ def forward_answers(
             texts = [list(prompts[i]) for i in chosen] or [[0]]
             left = [limits[i] for i in chosen] or [0]  # tokens that each answer may still have
             while world.sum_over_ranks(sum(map(bool, left)))[0]:
+                advance()
                 for i, token in enumerate(_next_tokens(parallel, texts)):
                     if left[i]:
                         texts[i].append(token)

@@ -16,6 +16,7 @@ from torch import Tensor
 from meshtune.data.batch import Batch
 from meshtune.data.loader import Loader
 from meshtune.errors import Interrupted, NonFinite, UserError, explained, is_out_of_memory
+from meshtune.launch.signals import EvaluationStopped, StopRequest
 from meshtune.meter.causes import causes
 from meshtune.meter.noise_scale import with_measurement
 from meshtune.meter.rows import time_now
@@ -25,7 +26,6 @@ from meshtune.train.step import Counts
 from meshtune.units import counted
 
 if TYPE_CHECKING:
-    from meshtune.launch.signals import StopRequest
     from meshtune.model.pieces import Piece
     from meshtune.optim.optimizer import Optimizer
     from meshtune.train.callbacks import Training
@@ -108,7 +108,7 @@ def train(run: Run) -> None:
     """
     now, nonfinite, meter = run.progress, 0, run.meter
     claim, explained_failures = run.claim or nullcontext(), failures_explained(run)
-    with claim, run.metrics, run.stop, meter.running(), explained_failures:
+    with claim, run.metrics, run.stop, meter.running(), explained_failures, saved_on_stop(run):
         if now.step == 0 and run.evaluation.at_start:
             evaluate(run)
         if now.evaluated_step < now.step:
@@ -410,6 +410,17 @@ def restore_best(run: Run) -> int:
     return now.best_step
 
 
+@contextmanager
+def saved_on_stop(run: Run) -> Iterator[None]:
+    """Save where a signal ends an evaluation, and end the run as after a step; resuming makes it up."""
+    try:
+        yield
+    except EvaluationStopped:
+        if run.progress.step:
+            save(run)
+        raise interrupted(run) from None
+
+
 def interrupted(run: Run) -> Interrupted:
     """The error that ends a run after a signal, once the checkpoint is on the disk."""
     run.checkpoints.wait()
@@ -419,6 +430,8 @@ def interrupted(run: Run) -> Interrupted:
         if step in run.checkpoints.steps()
         else f"The checkpoint could not be saved. {last_checkpoint(run)}"
     )
+    if not step:
+        saved = "The same command begins again."
     end(run, f"stopped by {signal}")
     return Interrupted(f"Stopped by {signal} after step {step} of {run.steps}. {saved}")
 

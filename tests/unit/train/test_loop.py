@@ -30,7 +30,7 @@ from meshtune.report.compare import compare
 from meshtune.report.run.summary import summarise
 from meshtune.report.run.tables import headline
 from meshtune.rundir import RunDir
-from meshtune.train import loop, trackers
+from meshtune.train import evaluate, generate, loop, trackers
 from meshtune.train.checkpoint_files import size_and_hash
 from meshtune.units import duration
 
@@ -244,6 +244,30 @@ def test_a_signal_finishes_the_step_and_saves(
     assert run.checkpoints.steps() == [3]
     assert [row["step"] for row in run.folder.rows("train")] == [1, 2, 3]
     assert Interrupted.exit_code == 75
+
+
+@pytest.mark.parametrize("place", cases(["loss", "answers"], ci=2))
+def test_a_signal_ends_an_evaluation_which_resuming_makes_up(
+    place: str, train: Train, settings: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = build.build(config.load(None, settings("layout=mb1", "eval.every=2", "eval.samples=2")))
+    module, name = {"loss": (evaluate, "head_loss"), "answers": (generate, "generating")}[place]
+    begin = getattr(module, name)
+
+    def interrupting(*args: Any, **named: Any) -> Any:
+        if run.progress.step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return begin(*args, **named)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module, name, interrupting)
+        patched.setattr(evaluate, "GROUPED", 1)
+        with pytest.raises(Interrupted, match=r"after step 2 of 4\. The checkpoint is saved"):
+            loop.train(run)
+    assert not run.folder.rows("eval") and not run.folder.samples()
+    assert [
+        row["step"] for row in train("layout=mb1", "eval.every=2", "eval.samples=2").folder.rows("eval")
+    ] == [2, 4]
 
 
 def test_a_hangup_that_is_ignored_as_under_nohup_stays_ignored() -> None:
@@ -463,11 +487,11 @@ def test_a_checkpoint_comes_before_an_evaluation_which_resuming_counts_once(
     words = ("eval.every=2", "checkpoint.every=2", "checkpoint.async_save=false", "eval.early_stopping=9")
     whole = train(*words, "output_exists=new")
     run = build.build(config.load(None, settings(*words, "output_exists=new")))
-    evaluate = type(run.evaluation).run
+    evaluation_run = type(run.evaluation).run
 
     def cutting(evaluation: Any, step: int, metrics: Any) -> None:
         if cut == "after it":
-            evaluate(evaluation, step, metrics)
+            evaluation_run(evaluation, step, metrics)
         raise SystemExit
 
     with monkeypatch.context() as patched:
