@@ -149,9 +149,10 @@ def reason(setting: str, value: Any) -> str:
 
 
 def pasted_value(setting: str, value: Any) -> str:
-    """Sentence about a wrong value that another trainer has; "" if none has it."""
+    """Sentence about a wrong value that another trainer has, or a method that isn't here; "" for others."""
     if (theirs := counterpart(setting, value)) is None:
-        return ""
+        section = section_of("commands", written(value).lower()) if setting == "method" else ""
+        return f"{setting} = {written(value)}: {unsupported(section)}" if section else ""
     why = f" ({theirs.why})" if theirs.why else ""
     return f"{setting} = {written(value)}: write {theirs.write}{why}.{page_of(theirs.see)}"
 
