@@ -38,7 +38,7 @@ from meshtune.setting import (
     without_effect,
 )
 from meshtune.setting_errors import sentences
-from meshtune.tools.table import unknown_setting
+from meshtune.tools.table import file_of_another, unknown_setting
 from meshtune.units import notice, on_first_rank, scientific
 from meshtune.yaml_tree import merge, overridden, read_cluster, read_yaml, undotted, without
 
@@ -453,11 +453,14 @@ def load(
     file: None for none. overrides: section.key=value each. defaults: a tree of sections. Keys of both trees
     may be dotted (`train.seed: 1`). remedy: the caller's own where settings lack held-out rows.
 
-    Raises UserError for the first of: unreadable file, malformed override, no model; else for all unknown
-    keys and wrong values at once (values of one section that contradict each other: once each is valid; those
-    that lack held-out rows: once all else is valid).
+    Raises UserError for the first of: unreadable file, one of another trainer, malformed override, no model;
+    else for all unknown keys and wrong values at once (values of one section that contradict each other: once
+    each is valid; those that lack held-out rows: once all else is valid).
     """
-    tree = merge(undotted(dict(defaults or {}), SETTINGS), read_yaml(Path(file), SETTINGS) if file else {})
+    read = read_yaml(Path(file), SETTINGS) if file else {}
+    if sentence := file_of_another(file, read, Config.model_fields):
+        raise UserError(sentence)
+    tree = merge(undotted(dict(defaults or {}), SETTINGS), read)
     problems: list[str] = []
     tree = usable(laid_over(tree, overrides), Config, problems)
     if problems:

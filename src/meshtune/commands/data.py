@@ -32,6 +32,8 @@ def data(
 
     with paths_named(resolved):
         tokenizer, _, prepared = inputs_of(resolved)
-        description = inspect.describe(prepared, tokenizer, samples=samples)
+        description = inspect.describe(
+            prepared, tokenizer, samples=samples, max_samples=resolved.data.max_samples
+        )
         description["sentences"] += positions_sentences(resolved, prepared)
     show(document(description), as_json=as_json)

@@ -17,7 +17,12 @@ BOUNDARY = 30  # characters shown on each side of the place where labels begin
 
 
 def describe(
-    prepared: Prepared, tokenizer: PreTrainedTokenizerBase, *, samples: int = 3, seed: int = 0
+    prepared: Prepared,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    samples: int = 3,
+    seed: int = 0,
+    max_samples: int | None = None,
 ) -> dict[str, Any]:
     """Figures and samples of prepared data, JSON-able.
 
@@ -28,7 +33,7 @@ def describe(
     `boundaries`: [text before, text behind] each place where labels begin.
 
     A stream has no length: its first window is read and counted, without seconds and cache. The key `of`
-    names the rows that were counted; `sentences` are on rows that were left out or cut.
+    names the rows that were counted (max_samples: the setting); `sentences` are on rows left out or cut.
     """
     if isinstance(prepared.train, Stream):
         train, of = _first_window(prepared.train), f"the first {prepared.train.window:,} rows of a stream"
@@ -43,7 +48,8 @@ def describe(
         }
         stats = prepared.stats | prepared.train.tally.values() | {"train": part}
     else:
-        train, of, stats = prepared.train, "all rows", dict(prepared.stats)
+        of = f"at most the first {max_samples:,} of each source" if max_samples else "all rows"
+        train, stats = prepared.train, dict(prepared.stats)
     for name, dataset in (("train", train), ("eval", prepared.eval)):
         if dataset is not None:
             stats[name] = stats[name] | _lengths(dataset)

@@ -325,6 +325,10 @@ def _write_documents(aside: Path, recipe: Recipe, listing: _Listing, tally: Tall
                 origins.append(np.array([(numbers[at.file], at.line) for at, *_ in batch], dtype=np.int64))
                 sources.append(np.full(len(batch), number))
                 end += int(lengths.sum())
+                if source.max_samples:  # rows after these are not read
+                    share = min(1.0, (batch[-1][0].row + 1) / source.max_samples)
+                    for file in data_files:
+                        file.share = max(file.share, share)
                 progress.show(end)
     return tokens.digest
 

@@ -94,7 +94,7 @@ class Cause:
     """Something that makes a run slow."""
 
     name: str  # one of THRESHOLDS
-    share: float  # of the time that it costs
+    share: float  # of the step; of slow saving, of all the run's time
     evidence: str  # a sentence
     remedy: str  # a sentence
 
@@ -236,11 +236,10 @@ def _small_micro_batches(steps: Steps) -> Iterator[Cause]:
             )  # fmt: skip
     elif measured := [row for row in steps.rows if row.get("launching")]:
         launching, busy = (median(row[name] for row in measured) for name in ("launching", "host_seconds"))
-        part = median(row["launching"] / row["host_seconds"] for row in measured)
         yield Cause(
-            "small micro-batches", min(1.0, part) * passes / steps.seconds,
-            f"Starting operations takes {duration(launching)} of the {duration(busy)} that rank 0's "
-            "processor works in a step, whatever they compute.",
+            "small micro-batches", min(1.0, median(row["launching"] / row["seconds"] for row in measured)),
+            f"Starting operations takes {duration(launching)} of a step of {duration(steps.seconds)} (rank "
+            f"0's processor works for {duration(busy)} of it), whatever they compute.",
             remedy,
         )  # fmt: skip
 
@@ -349,7 +348,7 @@ def _slowed_gpu(steps: Steps) -> Iterator[Cause]:
     clock = median(row["clock"] / row["full_clock"] for row in slowed)
     limits = " and ".join(sorted({limit for row in slowed for limit in row["limits"]}))
     yield Cause(
-        "slowed GPU", 1 - clock,
+        "slowed GPU", (1 - clock) * steps.part(*PASSES) / steps.seconds,
         f"The driver holds {slowed[-1]['gpu']} at {clock:.0%} of its clock because of {limits} in "
         f"{len(slowed)} of {len(answers)} answers.",
         "Check cooling and the power limit (`nvidia-smi -q -d PERFORMANCE,POWER`).",

@@ -172,12 +172,19 @@ def axolotl(plan: Planned) -> Exported:
 
 
 def deepspeed(plan: Planned) -> Exported:
-    hosts = f"--hostfile hostfile --num_nodes {plan.nodes} " if plan.nodes > 1 else ""
+    """Its JSON; its launcher gives other nodes the variables of .deepspeed_env, but not those of a shell."""
     settings = written("deepspeed", plan) | written("deepspeed", plan, "optimizer")
+    files, gpus = {"deepspeed.json": as_json(settings)}, plan.layout.world // plan.nodes
+    script = f"--num_gpus {gpus} your_script.py --deepspeed --deepspeed_config deepspeed.json"
+    if plan.nodes == 1:
+        return Exported(files, f"{SETTING} deepspeed {script}")
     return Exported(
-        {"deepspeed.json": as_json(settings)},
-        f"{SETTING} deepspeed {hosts}--num_gpus {plan.layout.world // plan.nodes} your_script.py --deepspeed "
-        "--deepspeed_config deepspeed.json",
+        files | {".deepspeed_env": f"{SETTING}\n"},
+        f"deepspeed --hostfile hostfile --num_nodes {plan.nodes} {script}",
+        (
+            f"hostfile is yours to write: a line `HOST slots={gpus}` for each of the {plan.nodes} nodes. One "
+            "node starts all of them, in this folder, where the launcher reads .deepspeed_env.",
+        ),
     )
 
 

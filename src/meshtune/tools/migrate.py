@@ -24,11 +24,9 @@ from meshtune.tools import layouts
 from meshtune.tools.exporters import conversion_of
 from meshtune.tools.job import Job, NoCounterpart, Note, NotNeeded, Refused, flat, is_off
 from meshtune.tools.other_jobs import other_job
-from meshtune.tools.table import TOOLS, table
+from meshtune.tools.table import ORDER, nearest_tool, table
 from meshtune.units import counted, printable
 from meshtune.yaml_tree import merge, nested, overridden, read_yaml
-
-ORDER = ("transformers", "trl", *(tool for tool in TOOLS if tool not in ("transformers", "trl")))
 
 
 class Idle(NamedTuple):
@@ -171,15 +169,14 @@ def resolved(value: Any, names: Mapping[str, Any]) -> Any:
 
 
 def tool_of(tree: Mapping[str, Any], file: Path) -> str:
-    """The tool that knows most keys of a file; of several with the same number, the first of ORDER."""
-    known = {tool: sum(table(tool).entry(key) is not None for key in tree) for tool in ORDER}
-    best = max(ORDER, key=lambda tool: known[tool])
+    """The tool that knows most keys of a file, at least half of them. Raises UserError if none does."""
+    best, known = nearest_tool(tree)
     if tree and all(key.partition(".")[0] in Config.model_fields for key in tree):
         raise UserError(f"{file} is a configuration of meshtune already: meshtune train {file} runs it.")
-    if known[best] < max(1, len(tree) / 2):
+    if known < max(1, len(tree) / 2):
         names = ", ".join(table(tool).name for tool in ORDER)
         raise UserError(
-            f"{file} has {counted(len(tree), 'key')}; {table(best).name} knows {known[best]} of them. It is "
+            f"{file} has {counted(len(tree), 'key')}; {table(best).name} knows {known} of them. It is "
             f"not a configuration of {names}. If it is, name the tool with --from."
         )
     return best

@@ -28,7 +28,7 @@ class Exported:
     """A layout and its workload as another tool's configuration."""
 
     files: Mapping[str, str]  # text by file name
-    command: str  # that starts the tool with these files, in their folder; to be run on every node
+    command: str  # that starts the tool with these files, in their folder; on every node, DeepSpeed's on one
     missing: tuple[str, ...] = ()  # sentences on what the tool can't express or runs differently
 
 

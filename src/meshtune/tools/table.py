@@ -17,7 +17,7 @@ wheel (tests/data/trainer_keys.json): earlier names, and arguments of components
 
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from typing import Any, NamedTuple
@@ -26,7 +26,9 @@ from meshtune.errors import written
 from meshtune.nearest import did_you_mean, nearest
 
 TOOLS = ("axolotl", "llama_factory", "trl", "transformers", "torchtune")  # whose files are migrated
+ORDER = ("transformers", "trl", *(tool for tool in TOOLS if tool not in ("transformers", "trl")))
 OTHERS = ("accelerate", "deepspeed", "megatron", "torchtitan", "other")
+FOREIGN = 3  # keys of another trainer from which on a whole file is answered, and not its keys
 KINDS = ("unsupported", "left_out", "ignored")  # lists of keys without a counterpart
 
 
@@ -96,6 +98,28 @@ def table(tool: str) -> Table:
     return Table(tree["name"], beyond, defaults, own, entries, tree)
 
 
+def nearest_tool(keys: Collection[str]) -> tuple[str, int]:
+    """(Tool that knows most of a file's keys, their number); of several the first of ORDER."""
+    known = {tool: sum(table(tool).entry(key) is not None for key in keys) for tool in ORDER}
+    best = max(ORDER, key=lambda tool: known[tool])
+    return best, known[best]
+
+
+def file_of_another(file: Any, tree: Mapping[str, Any], sections: Collection[str]) -> str:
+    """Sentence on a config file that is another trainer's; "" for one that isn't, or has few of its keys.
+
+    sections: the keys of the top level of ours.
+    """
+    most, model = max(FOREIGN, len(tree) / 2), tree.get("model")
+    if len(tree.keys() - sections) < most or (isinstance(model, Mapping) and "name" in model):
+        return ""
+    best, known = nearest_tool(tree)
+    if known < most:
+        return ""
+    name = table(best).name
+    return f"{file} is a configuration of {name}; `meshtune migrate {file}` makes it one of meshtune."
+
+
 # Values (values.toml) #
 
 
@@ -125,9 +149,10 @@ def reason(setting: str, value: Any) -> str:
 
 
 def pasted_value(setting: str, value: Any) -> str:
-    """Sentence about a wrong value that another trainer has; "" if none has it."""
+    """Sentence about a wrong value that another trainer has, or a method that isn't here; "" for others."""
     if (theirs := counterpart(setting, value)) is None:
-        return ""
+        section = section_of("commands", written(value).lower()) if setting == "method" else ""
+        return f"{setting} = {written(value)}: {unsupported(section)}" if section else ""
     why = f" ({theirs.why})" if theirs.why else ""
     return f"{setting} = {written(value)}: write {theirs.write}{why}.{page_of(theirs.see)}"
 

@@ -25,10 +25,10 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend)
 
 
-def described(tmp_path, tokenizer, rows, **settings):
+def described(tmp_path, tokenizer, rows, rows_at_most=None, **settings):
     source = write_rows(tmp_path / "rows.jsonl", rows)
     arguments = {"seq_len": 64, "seed": 0, "cache_dir": tmp_path / "cache"} | settings
-    return describe(prepare([source], Bytes(), **arguments), tokenizer, samples=2)
+    return describe(prepare([source], Bytes(), **arguments), tokenizer, samples=2, max_samples=rows_at_most)
 
 
 def test_the_figures_are_those_counted_by_hand(tmp_path, tokenizer) -> None:
@@ -108,6 +108,11 @@ def test_without_colours_labelled_text_is_in_brackets(tmp_path, tokenizer, no_co
     text = re.sub(r"\x1b\[[0-9;]*m", "", console.file.getvalue())  # type: ignore[attr-defined]
     assert "labelled text is in [[brackets]]." in text
     assert "What is é? [[É!<end>]]" in text
+
+
+def test_rows_behind_max_samples_are_not_counted_as_read(tmp_path, tokenizer) -> None:
+    found = described(tmp_path, tokenizer, numbered(2), rows_at_most=2)
+    assert document(found).parts[0].title == "Data: 2 rows read (at most the first 2 of each source)"
 
 
 def test_escapes_of_rows_are_shown_not_obeyed(tmp_path, tokenizer) -> None:

@@ -510,6 +510,8 @@ def test_progress_goes_from_nothing_to_everything(tmp_path, kind, monkeypatch, c
     shares = [int(match[1]) for match in found if match]
     assert len(shares) == len(lines) == 5
     assert shares == sorted(shares) and shares[0] < 50 and shares[-1] > 80
+    made(tmp_path, [Source(str(file), max_samples=2000)])
+    assert "preparing data: 100%, " in capsys.readouterr().err
 
 
 def test_progress_tells_the_time_that_is_left() -> None:

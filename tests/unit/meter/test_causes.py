@@ -52,15 +52,18 @@ def test_healthy_steps_have_no_cause() -> None:
     assert causes([]) == []
 
 
-def test_launching_is_judged_by_the_steps_that_measured_it_beside_their_own_processor_time() -> None:
-    """A processor at half its clock takes twice as long for operations and for the step."""
+def test_launching_is_judged_by_the_steps_that_measured_it_next_to_their_own_time() -> None:
+    """A processor at half its clock takes twice as long for operations and for the step. A step that waits
+    loses a smaller share of its time to them than of its processor's.
+    """
 
     def measured(share: float) -> list[Cause]:
         clock = {4: 2.0, 5: 2.0, 6: 1.0}
         return causes(
             rows(
                 launching=lambda step: share * clock[step] if step in clock else None,
-                host_seconds=lambda step: clock.get(step, 4.0),
+                seconds=lambda step: clock.get(step, 4.0),
+                host_seconds=0.5,
             )
         )
 

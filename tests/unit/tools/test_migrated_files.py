@@ -47,6 +47,21 @@ def test_a_part_of_the_training_file_is_not_held_out_rows(migrated: Migrate) -> 
     assert [note.key for note in result.unsupported] == ["test_datasets"]
 
 
+@pytest.mark.parametrize("file", sorted(FILES.glob("*.[jy]*")), ids=lambda file: file.name)
+def test_a_file_of_another_trainer_is_answered_by_one_sentence(file: Path) -> None:
+    with pytest.raises(UserError, match=f"configuration of (?i:{file.name[:3]})") as caught:
+        config.load(file)
+    assert len(caught.value.problems) == 1 and f"`meshtune migrate {file}`" in caught.value.problems[0]
+
+
+def test_a_few_keys_of_another_trainer_are_answered_each(tmp_path: Path) -> None:
+    keys = {"learning_rate": 1, "max_steps": 3, "num_train_epochs": 2, "seed": 1}
+    (tmp_path / "ours.yaml").write_text(yaml.safe_dump({"model": {"name": "x"}} | keys))
+    with pytest.raises(UserError) as caught:
+        config.load(tmp_path / "ours.yaml")
+    assert len(caught.value.problems) == len(keys)
+
+
 @pytest.mark.parametrize(
     ("tree", "template"),
     [

@@ -24,6 +24,7 @@ from golden import refuses, says
 from meshtune.config import Config, load
 from meshtune.data import rows
 from meshtune.errors import UserError
+from meshtune.launch.allocator import SETTING
 from meshtune.layout import Layout
 from meshtune.plan.hardware import attention_kernel
 from meshtune.plan.programs import TOOLS
@@ -854,7 +855,11 @@ def test_llamafactory_keeps_lora_evaluation_and_labels(
 def test_several_nodes_are_started_from_each(tool: str) -> None:
     result = exported(tool, "zero3x16-mb1-ga1")
     text = result.files.get("megatron.sh", result.command)
-    assert "hostfile" in text if tool == "deepspeed" else "$NODE_RANK" in text and "$MASTER_ADDR" in text
+    if tool == "deepspeed":
+        assert "hostfile" in text and "=" not in text and "HOST slots=8" in result.missing[0]
+        assert result.files[".deepspeed_env"] == f"{SETTING}\n"
+    else:
+        assert "$NODE_RANK" in text and "$MASTER_ADDR" in text
 
 
 # What is refused, and what is said --------------------------------------------------------------------
