@@ -47,6 +47,11 @@ def count(number: float) -> str:
     return f"{number:,.0f}"
 
 
+def number(value: float) -> str:
+    """A number with three digits, or from 100 on all digits before the point: "0.123", "12.0", "1,234"."""
+    return f"{value:,.0f}" if value >= 99.95 else f"{value:#.3g}"
+
+
 def significant(number: float, digits: int) -> str:
     """Format a number without scientific notation: `significant(123.4, 2) == "120"`."""
     if number == 0:

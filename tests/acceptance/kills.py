@@ -8,6 +8,7 @@ Nothing in the package helps: windows are found by looking at files every millis
 """
 
 import ctypes
+import json
 import os
 import re
 import signal
@@ -302,6 +303,13 @@ def complete(run: RunDir) -> bool:
     return run.report_file.exists() and any(row["status"] == "finished" for row in run.rows("end"))
 
 
+def content(file: Path) -> tuple[Any, bytes]:
+    """A file's bytes, with the header of a safetensors file as JSON: the order of its metadata is random."""
+    data = file.read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little") if file.suffix == ".safetensors" else 0
+    return json.loads(data[8:end] or b"null"), data[end:]
+
+
 def differences(straight: RunDir, run: RunDir) -> list[str]:
     """Sentences on what the run has otherwise than the straight one: rows, samples, model, checkpoints."""
     problems = []
@@ -322,7 +330,7 @@ def differences(straight: RunDir, run: RunDir) -> list[str]:
         if there != wanted:
             problems.append(f"{folder}/ has {sorted(there ^ wanted)} too many or too few")
     for file in sorted(names(straight.model) & names(run.model)):
-        if (run.model / file).read_bytes() != (straight.model / file).read_bytes():
+        if content(run.model / file) != content(straight.model / file):
             problems.append(f"model/{file} has other bytes")
     checkpoints = Checkpoints(run.checkpoints)
     problems += [sentence for step in checkpoints.steps() for sentence in checkpoints.problems(step)]

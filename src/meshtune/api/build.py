@@ -146,7 +146,7 @@ def assemble(
         flops=flops_of(model.census, seq_len, ranks=world.size // world.data_ranks),
         exporter=exporter,
         data_sentences=partial(stream_sentences, prepared),
-        stop=StopRequest(enabled=config.checkpoint.save_on_signal),
+        stop=StopRequest(enabled=config.checkpoint.save_on_signal, say=metrics.log_line),
         claim=claim,
         training=training,
     )

@@ -79,7 +79,7 @@ def sweep(
     *,
     out: str | os.PathLike[str] | None = None,
     everything: bool = False,
-    simulate: str | None = None,
+    simulate: str | bool | None = None,
     jobs: int | None = None,
     slurm: bool = False,
     retry: Sequence[str] = (),
@@ -90,12 +90,14 @@ def sweep(
 
     file: a YAML file, or the mapping that it holds (docs/sweep.md). overrides: section.key=value each, laid
     over its base. out: folder of the results; None: runs/<name of the file>. everything: run those too that
-    the planner says do not fit. simulate: "planner" or "dryrun" instead of running them. jobs: experiments at
-    once; None: one on a processor, all that fit on GPUs. slurm: submit them as job arrays, and collect.
+    the planner says do not fit. simulate: "planner" (or True) or "dryrun" instead of running them. jobs:
+    experiments at once; None: one on a processor, all that fit on GPUs. slurm: submit them as job arrays, and
+    collect.
     retry: statuses whose experiments are run again. count: called with the number of those predicted.
     Running out of memory, a crash, a refusal and a time-out are results. Raises UserError for
     a bad file, and for a folder that another sweep writes; Interrupted at Ctrl-C.
     """
+    simulate = PLANNER if simulate is True else simulate or None
     check_options(simulate, retry, slurm=slurm, everything=everything, jobs=jobs)
     source = plain(file) if isinstance(file, Mapping) else expanded(str(file))
     plan = read_sweep(source, overrides)

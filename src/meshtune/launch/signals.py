@@ -1,7 +1,8 @@
 """The signals that ask a run to stop, from a user, a closed terminal or a queue, and the answer to them."""
 
 import signal
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -28,12 +29,21 @@ class StopRequest:
     """Context that puts the name of a received signal into `requested`.
 
     A second SIGINT raises KeyboardInterrupt. signals: those that are noted, but not a SIGHUP that is ignored.
-    enabled: False leaves the signals' handlers as they are.
+    enabled: False leaves the signals' handlers as they are. say: gets a line at the first signal, with the
+    `consequence`.
     """
 
-    def __init__(self, *, enabled: bool = True, signals: Sequence[signal.Signals] = STOPPING) -> None:
+    def __init__(
+        self,
+        *,
+        enabled: bool = True,
+        signals: Sequence[signal.Signals] = STOPPING,
+        say: Callable[[str], object] | None = None,
+    ) -> None:
         self.enabled = enabled
         self.signals = signals
+        self.say = say
+        self.consequence = "the run stops after this step and saves a checkpoint"
         self.requested: str | None = None
         self._handlers: dict[signal.Signals, Any] = {}  # of before
 
@@ -49,4 +59,8 @@ class StopRequest:
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.requested and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.requested = signal.Signals(number).name
+        first, self.requested = self.requested is None, signal.Signals(number).name
+        if first and self.say:
+            again = " Ctrl-C again stops at once, without that." if number == signal.SIGINT else ""
+            with suppress(OSError, RuntimeError):  # no terminal any more; in the middle of a write to it
+                self.say(f"{self.requested}: {self.consequence}.{again}")

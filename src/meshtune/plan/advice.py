@@ -128,8 +128,8 @@ def reasoning(plan: Plan, choice: Choice) -> list[str]:
         f"Model: {count(parameters)} parameters"
         + (f", {count(trained)} of them trained" * (trained < parameters))
         + f". Weights, gradients and optimizer state of one unsharded copy need {human(states)} "
-        f"({states / parameters:.1f} bytes per parameter); a {device(cluster)} has {human(cluster.memory)}, "
-        f"and {memory_margin(cluster)}.",
+        f"({states / parameters:.1f} bytes per parameter, with the copy of the head's gradient at the peak); "
+        f"a {device(cluster)} has {human(cluster.memory)}, and {memory_margin(cluster)}.",
         f"Micro-batch: {sequences(layout.micro_batch_size)}{_larger_micro_batch(plan, choice)}",
         f"{'Ranks' if cluster.gpu.processor else 'GPUs'}: {layout.world} = {model_axes} x {ranks} data "
         f"rank{'s' * (ranks > 1)} ({_sharding(layout)}).",

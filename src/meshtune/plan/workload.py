@@ -267,13 +267,19 @@ def positions_note(
 def lighter_workloads(
     config: Config, numbers_of: Callable[[Config], ModelNumbers], tool_of: Callable[[Config], Tool] = here
 ) -> dict[str, Workload]:
-    """Workloads that need less memory than training all weights, by the setting that makes them.
+    """Workloads that need less memory, by the setting that makes them: blocks that aren't compiled, which may
+    be recomputed and cut by tp, cp and pp, and adapters in place of all weights.
 
-    Now only method=lora; empty if the config has it already, or its tool can't train so. numbers_of: returns
-    the numbers of a config's model. tool_of: returns the tool that runs a config. Raises Uncounted as
-    `workload_of`.
+    Those that the config has already, or its tool can't train, are left out. numbers_of: returns the numbers
+    of a config's model. tool_of: returns the tool that runs a config. Raises Uncounted as `workload_of`.
     """
-    if config.method == "lora" or "lora" not in tool_of(config).methods:
-        return {}
-    adapted = config.model_copy(update={"method": "lora"})
-    return {"method=lora": workload_of(adapted, numbers_of(adapted)).run_by(tool_of(adapted))}
+    others = {}
+    if config.train.compile:
+        eager = config.train.model_copy(update={"compile": False})
+        others["train.compile=false"] = config.model_copy(update={"train": eager})
+    if config.method != "lora" and "lora" in tool_of(config).methods:
+        others["method=lora"] = config.model_copy(update={"method": "lora"})
+    return {
+        setting: workload_of(other, numbers_of(other)).run_by(tool_of(other))
+        for setting, other in others.items()
+    }

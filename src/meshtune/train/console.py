@@ -68,16 +68,21 @@ class TimeLeft:
     """Predicts the seconds that a run still takes: its steps, evaluations and checkpoints.
 
     `train`, `evaluated` and `saved` are called as these happen. An evaluation that has not happened yet is
-    taken to need a third of the time of training on these tokens, the forward's share; a checkpoint none.
+    taken to need a third of the time of training on these tokens, the forward's share; a checkpoint none. The
+    first evaluation, which includes a warm-up, counts only until the second.
     """
 
     def __init__(self, course: Course) -> None:
         self.course = course
         self._step, self._evaluation, self._save = Pace(), Pace(), Pace()
+        self._evaluations = 0
         self._last: tuple[int, float] | None = None  # step and time of the last row
         self._beside = 0.0  # seconds of evaluations and checkpoints since then
 
     def evaluated(self, seconds: float) -> None:
+        self._evaluations += 1
+        if self._evaluations == 2:
+            self._evaluation = Pace()
         self._evaluation.add(seconds)
         self._beside += seconds
 

@@ -54,6 +54,7 @@ class Progress:
     best_loss: float = math.inf  # of the evaluations so far
     best_step: int = 0
     stale: int = 0  # evaluations since the best one
+    evaluated_step: int = 0  # of the newest evaluation that the fields above count
     saved_step: int = 0  # of the newest checkpoint
     # Of all steps done, for the end row: with log.every the rows don't add up to them. None: it continues
     # from a checkpoint that does not have them.
@@ -110,6 +111,8 @@ def train(run: Run) -> None:
     with claim, run.metrics, run.stop, meter.running(), explained_failures:
         if now.step == 0 and run.evaluation.at_start:
             evaluate(run)
+        if now.evaluated_step < now.step:
+            evaluate_resumed(run)
         batches, first = iter(run.loader), now.step + 1
         while now.step < run.steps and not ends_early(run):
             meter.begin()
@@ -151,6 +154,8 @@ def train(run: Run) -> None:
             after_step(run, finite=done.finite, first=now.step == first)
             nonfinite = check_finite(run, done, nonfinite, batch)
 
+            if saving and not run.keep_best:  # first: an evaluation that is cut off costs no step
+                save(run)
             if evaluating or reason_to_stop(run):
                 evaluate(run)
             if saving or stopping or reason_to_stop(run):
@@ -201,16 +206,33 @@ def due(step: int, every: int, last: int) -> bool:
 
 def evaluate(run: Run) -> None:
     """Log a held-out evaluation; keep the best step's checkpoint where asked."""
+    loss = run.evaluation.run(run.progress.step, run.metrics)
+    if loss is not None and run.progress.step:
+        count_evaluation(run, loss)
+
+
+def count_evaluation(run: Run, loss: float) -> None:
+    """Add this step's held-out loss to the progress; keep the best step's checkpoint where asked."""
     now = run.progress
-    loss = run.evaluation.run(now.step, run.metrics)
-    if loss is None or now.step == 0:
-        return
+    now.evaluated_step = now.step
     if loss < now.best_loss:
         now.best_loss, now.best_step, now.stale = loss, now.step, 0
         if run.keep_best:
             save(run)
     else:
         now.stale += 1
+
+
+def evaluate_resumed(run: Run) -> None:
+    """Count the evaluation of a checkpoint that was saved before it, by its row; without one, evaluate if the
+    step is due. Every rank calls it.
+    """
+    now = run.progress
+    rows = run.world.broadcast_object(run.folder.rows("eval") if run.world.main else None)
+    if losses := [row["loss"] for row in rows if row["step"] == now.step]:
+        count_evaluation(run, math.nan if losses[-1] is None else losses[-1])
+    elif due(now.step, run.evaluate_every, run.steps):
+        evaluate(run)
 
 
 def ends_early(run: Run) -> bool:
@@ -289,12 +311,16 @@ def progress_of(values: Mapping[str, Any], step: int) -> Progress:
     """The progress in the values of the checkpoint of `step`. Raises UserError if they aren't a run's."""
     # From an earlier version's checkpoint.
     absent: dict[str, Any] = {"tokens": None, "seconds": None, "gradient_noise": (0.0, 0.0)}
+    absent["evaluated_step"] = step  # those versions evaluated before they saved
     with explained(NO_RUNS.format(step=step), UNUSABLE):
         values = absent | {**values}
         now = Progress(**{key: values[key] for key in vars(Progress())})
         if not isinstance(now.data, dict):  # None would begin the data again
             raise ValueError("data isn't a position in the data")
-        if any(type(n) is not int or n < 0 for n in (now.step, now.best_step, now.stale, now.saved_step)):
+        if any(
+            type(n) is not int or n < 0
+            for n in (now.step, now.best_step, now.stale, now.saved_step, now.evaluated_step)
+        ):
             raise ValueError("a step isn't a whole number")
         now.best_loss = float(now.best_loss)
         squared_norm, variance = now.gradient_noise
@@ -337,6 +363,7 @@ def seed_dropout(world: World, seed: int, step: int = 0) -> None:
 def finish(run: Run) -> None:
     """Write model/: the last step's weights, or the best evaluation's where asked."""
     now = run.progress
+    run.stop.consequence = "all steps are done; the run writes its model and ends"
     run.checkpoints.wait()
     keep_folder(run)
     steps = now.step

@@ -28,10 +28,10 @@ from meshtune.plan.cluster import Cluster, Size, cluster_of, clusters_of, sizes_
 from meshtune.plan.cost import NO_BOUNDS, Bounds, RunLength, bounds_of, seconds_of
 from meshtune.plan.hardware import catalogue
 from meshtune.plan.search import Plan, search
-from meshtune.report.plan.numbers import number, of_capacity
+from meshtune.report.plan.numbers import of_capacity
 from meshtune.report.plan.tables import clusters_table
 from meshtune.sections import ClusterConfig
-from meshtune.units import GIB, significant
+from meshtune.units import GIB, number, significant
 
 ERROR = accuracy("meshtune", "h100-sxm").time or 0.0
 SEQUENCES, TOKENS = 64, 4096

@@ -143,6 +143,8 @@ def tensors(category: str, **others) -> Alike:
         (tensors(ACTIVATIONS), "zero3x8-mb4-ga1-full", "mb2: a block's input"),
         (tensors(ACTIVATIONS), "zero3x4-tp2-mb1-ga1-full", "sp or cp"),
         (tensors(ACTIVATIONS), "zero3x8-mb1-ga1-full8", "full in more blocks than 8"),
+        (tensors(ACTIVATIONS), "zero3x8-mb1-ga1-selective8", "selective in more blocks than 8"),
+        (tensors(ACTIVATIONS, made_by="aten.mm.default"), "zero3x8-mb1-ga1-selective8", "full:"),
         (tensors(ACTIVATIONS), "zero2x2-pp4-gpipe-mb1-ga8-full", "1f1b"),
         (tensors(ACTIVATIONS, phase=RECOMPUTATION), "zero3x8-mb2-ga1-full", "mb1: one block's"),
         (tensors(ACTIVATIONS, phase=BACKWARD), "zero3x8-mb1-ga1", "cp, or tp with sp: a gradient"),

@@ -185,7 +185,7 @@ def test_time_by_part_and_memory_by_category_stand_beside_the_prediction(empty):
     assert {band.name for band in panels["memory_phases"].bands} <= {*COLOURS}, "each phase has its colour"
     assert panels["memory_beside"].parts == {"weights": (2, 2), "activations": (3, 1)}
     assert panels["memory_beside"].ends == ("5.00 MiB", "3.00 MiB")
-    pipelines = [panels["passes_0"], panels["passes_1"]]
+    pipelines = [panels["pipeline_measured"], panels["pipeline_predicted"]]
     assert [panel.title for panel in pipelines] == [
         "The pipeline in step 4, measured",
         "The pipeline, predicted",

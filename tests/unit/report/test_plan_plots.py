@@ -6,6 +6,7 @@ import json
 import re
 import runpy
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -23,8 +24,9 @@ from meshtune.plan.cost import RunLength
 from meshtune.plan.memory.states import gpt_parameters
 from meshtune.plan.search import Workload, search
 from meshtune.plan.work import Work
-from meshtune.report.draw import vega
+from meshtune.report.draw import picture, vega
 from meshtune.report.draw.charts import specification
+from meshtune.report.draw.document import Pictures
 from meshtune.report.draw.kinds import Areas, HeatMap, Interval, Scatter, Stacks, Timeline
 from meshtune.report.draw.picture import in_rows, known_suffix, target
 from meshtune.report.draw.picture import specification as picture_of
@@ -272,6 +274,8 @@ def test_each_picture_of_a_folder_is_as_wide_as_a_column_in_every_format(answer,
         assert drawn == pytest.approx(84 * 96 / 25.4, rel=0.08)  # px, so that texts keep their size
         png = (tmp_path / "figures" / f"{key}.png").read_bytes()
         assert int.from_bytes(png[16:20]) == round(84 * 300 / 25.4)
+        simulated = replace(document, name="study (simulated)", parts=[Pictures([panel])])
+        assert '"simulated"' in json.dumps(picture.picture_of(simulated, 317))
         pdf = (tmp_path / "figures" / f"{key}.pdf").read_bytes()
         assert float(re.search(rb"/MediaBox \[0 0 ([\d.]+)", pdf)[1]) == pytest.approx(
             84 * 72 / 25.4, abs=0.01

@@ -224,18 +224,22 @@ def test_two_processes_do_not_train_in_one_folder(settings: Callable[..., list[s
 
 @pytest.mark.parametrize("number", cases(STOPPING, test=1, ci=3))
 def test_a_signal_finishes_the_step_and_saves(
-    number: int, settings: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+    number: int,
+    settings: Callable[..., list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     run = build.build(config.load(None, settings("train.max_steps=50")))
-    step = run.optimizer.step
+    step, name = run.optimizer.step, signal.Signals(number).name
 
     def interrupting(rate: float) -> None:
         step(rate)
         if run.progress.step == 3:
             os.kill(os.getpid(), number)
+            assert f"{name}: the run stops after this step" in capsys.readouterr().err  # at once
 
     monkeypatch.setattr(run.optimizer, "step", interrupting)
-    with pytest.raises(Interrupted, match=f"{signal.Signals(number).name} after step 3 of 50"):
+    with pytest.raises(Interrupted, match=f"{name} after step 3 of 50"):
         loop.train(run)
     assert run.checkpoints.steps() == [3]
     assert [row["step"] for row in run.folder.rows("train")] == [1, 2, 3]
@@ -450,6 +454,33 @@ def test_checkpoints_that_a_kill_kept_from_being_removed_go_on_resuming(train: T
     again = train(*words)
     assert again.folder == run.folder
     assert [path.name for path in folder.iterdir()] == ["step-4"]
+
+
+@pytest.mark.parametrize("cut", ["in the evaluation", "after it"])
+def test_a_checkpoint_comes_before_an_evaluation_which_resuming_counts_once(
+    cut: str, train: Train, settings: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("eval.every=2", "checkpoint.every=2", "checkpoint.async_save=false", "eval.early_stopping=9")
+    whole = train(*words, "output_exists=new")
+    run = build.build(config.load(None, settings(*words, "output_exists=new")))
+    evaluate = type(run.evaluation).run
+
+    def cutting(evaluation: Any, step: int, metrics: Any) -> None:
+        if cut == "after it":
+            evaluate(evaluation, step, metrics)
+        raise SystemExit
+
+    with monkeypatch.context() as patched:
+        patched.setattr(type(run.evaluation), "run", cutting)
+        with pytest.raises(SystemExit):
+            loop.train(run)
+    resumed = train(*words, "output_exists=new")
+    assert resumed.folder.path == run.folder.path and resumed.folder.rows("run")[-1]["resumed_from"] == 2
+    evaluations = [
+        [(row["step"], row["loss"]) for row in each.folder.rows("eval")] for each in (whole, resumed)
+    ]
+    assert evaluations[0] == evaluations[1] and [step for step, _ in evaluations[0]] == [2, 4]
+    assert vars(resumed.progress) | {"seconds": 0} == vars(whole.progress) | {"seconds": 0}
 
 
 def interrupt_after(run: loop.Run, step: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ PX = {"mm": 96 / 25.4, "cm": 96 / 2.54, "in": 96.0, "pt": 96 / 72}  # px of a un
 LEAST, MOST = 40 * PX["mm"], 1000 * PX["mm"]  # px of a picture's width
 NARROW, HEIGHT = 520, 0.62  # px of width below which pictures are of columns, and their height as a share
 PAGE, CAPTIONS = ".html", "captions.txt"
+SIMULATED = "simulated"  # in the name of a document whose experiments were not run
 WIDTH, GAP = 1200, 44  # px of a picture, and between charts side by side
 NUMBERS, UNNAMED = 52, 8  # px left of a chart for the labels of a number axis, or for none
 CHARACTER = 6.7  # px of a name's monospaced characters
@@ -98,10 +99,15 @@ def target(path: Path, width: str | None = None) -> Target:
 def picture_of(document: Document, width: float | None = None) -> dict[str, Any]:
     """All pictures of a document (at least one), as `specification`.
 
-    width: px of a column of a paper, whose caption has the title; None: WIDTH, with the document's title.
+    width: px of a column of a paper, whose caption has the title; the picture says only that it is simulated.
+    None: WIDTH, with the document's title.
     """
     if width:
-        return specification([[panel] for panel in document.panels], title="", width=round(width))
+        panels, several = document.panels, len(document.panels) > 1
+        word = SIMULATED * (SIMULATED in document.name)
+        titles = [", ".join(filter(None, [panel.title * several, word])) for panel in panels]
+        rows = [[replace(panel, title=words)] for panel, words in zip(panels, titles, strict=True)]
+        return specification(rows, title="", width=round(width))
     title = f"{document.name} · {html.unescape(re.sub('<[^>]*>', '', document.subtitle))}"
     return specification(in_rows(document.panels), title=title)
 
@@ -138,7 +144,7 @@ def specification(rows: Sequence[Sequence[Panel]], *, title: str, width: int = W
     """Rows of panels under one title as a Vega-Lite specification without a theme (`config`). Below NARROW px
     they are drawn as on a phone, no higher than HEIGHT of the width.
 
-    title: above all; "": none, and none of the panel where it is the only one.
+    title: above all; "": none. A panel without a title has no room for one.
 
     Other arguments as those of `write`. Raises NotDrawn without Altair.
     """
@@ -155,7 +161,6 @@ def specification(rows: Sequence[Sequence[Panel]], *, title: str, width: int = W
         "vconcat": [],
     }
     narrow = width < NARROW
-    titled = title or len([panel for row in rows for panel in row]) > 1
     if narrow:
         rows = [[_lower(panel, round(HEIGHT * width)) for panel in row] for row in rows]
     left = max(_labels_width(row[0], not narrow) for row in rows)  # the charts of all rows begin in line
@@ -168,7 +173,7 @@ def specification(rows: Sequence[Sequence[Panel]], *, title: str, width: int = W
             charts.specification(
                 panel,
                 width=plot_width,
-                title_offset=TITLE + LEGEND * (legends and not has_legend(panel)) if titled else None,
+                title_offset=TITLE + LEGEND * (legends and not has_legend(panel)) if panel.title else None,
                 named=with_names,
                 narrow=narrow,
             )

@@ -127,7 +127,8 @@ def _recomputed(tensors: Alike, layout: Layout) -> Advice:
     mode = RECOMPUTATIONS[layout.recompute]
     if mode.matmuls and layout.recompute_blocks is None:
         return
-    if layout.recompute_blocks is not None:
+    kept = mode.by_operation and tensors.made_by in SAVED_OPERATORS
+    if layout.recompute_blocks is not None and not kept:
         yield f"{layout.recompute} in more blocks than {layout.recompute_blocks}"
     if tensors.made_by in SAVED_OPERATORS:
         yield "full: the backward runs the block again"

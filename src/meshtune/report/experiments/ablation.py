@@ -19,7 +19,7 @@ from meshtune.report.draw.kinds import Dot, Mark, Multiples, Panel, Stacks
 from meshtune.report.draw.table import Table
 from meshtune.report.experiments.axes import MOST_LINES, about, axis, most_frequent
 from meshtune.report.experiments.rows import BATCH, GPUS, MODEL, SEED, Experiment, Sweep
-from meshtune.units import counted, significant
+from meshtune.units import counted, number
 
 FIELDS = (
     "zero", "tp", "sp", "cp", "cp_method", "pp", "schedule", "virtual_stages", "micro_batch_size",
@@ -170,16 +170,16 @@ class Ablation:
         if along is None or not places:
             return
         first = max((one for some in places.values() for one in some), key=rank)
-        figure = significant(abs(rank(first)), 3)
+        figure = number(abs(rank(first)))
         names, notes = [], [f"; {best}: {figure}, {self.sweep.label(first)}, {about(first)}"]
-        for number, role in enumerate(roles):
+        for rank_of, role in enumerate(roles):
             known = [text(value) for value in self.values(role)] if role else [""]
             every = [
                 name
                 for name in known
                 for place, some in places.items()
                 for _ in some
-                if name == place[number]
+                if name == place[rank_of]
             ]
             drawn, note = most_frequent(every, f"values of {role.name if role else ''}")
             names.append(list(dict.fromkeys(every)) if role is along else drawn)

@@ -29,8 +29,7 @@ from meshtune.report.experiments.axes import (
 )
 from meshtune.report.experiments.batch import batch_panels
 from meshtune.report.experiments.rows import Experiment, Sweep, best
-from meshtune.report.plan.numbers import number
-from meshtune.units import GIB
+from meshtune.units import GIB, number
 
 CELLS_WIDTH, CHARACTER = 860, 6.3  # px of a heat map's cells together on a page, and of a character in one
 MOST_DOTS = 1500  # of speed against memory

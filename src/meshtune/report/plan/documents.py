@@ -32,11 +32,11 @@ from meshtune.report.draw.page import text, tiles
 from meshtune.report.draw.table import Column, Table
 from meshtune.report.draw.table import facts as facts_table
 from meshtune.report.draw.words import model_title
-from meshtune.report.plan.numbers import by_memory_part, number, plus_minus, seconds
+from meshtune.report.plan.numbers import by_memory_part, plus_minus, seconds
 from meshtune.report.plan.panels import memory_and_time, memory_bars, over_time, predicted, time_bars
 from meshtune.report.plan.screen import MORE, PYTHON, CommandLine, command, first_screen, kinds, reliability
 from meshtune.report.plan.tables import clusters_table, explanation, layouts_table, side_by_side
-from meshtune.units import GIB, count, counted, duration, human
+from meshtune.units import GIB, count, counted, duration, human, number
 from meshtune.yaml_tree import read_yaml
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from meshtune.plan.memory.timeline import CATEGORIES
 from meshtune.plan.seconds.step import PARTS
 from meshtune.report.draw.colours import MEMORY_PARTS
-from meshtune.units import GIB
+from meshtune.units import GIB, number
 
 if TYPE_CHECKING:
     from meshtune.plan.search import Choice
@@ -59,11 +59,6 @@ def common_error(choices: Iterable[Choice | None], quantity: str) -> str:
     """The error bar of layouts that share it, as a suffix; "" if they differ. quantity: time or memory."""
     errors = {getattr(choice.accuracy, quantity) for choice in choices if choice}
     return plus_minus(errors.pop()) if len(errors) == 1 else ""
-
-
-def number(value: float) -> str:
-    """A number with three digits, or from 100 on all digits before the point: "0.123", "12.0", "1,234"."""
-    return f"{value:,.0f}" if value >= 99.95 else f"{value:#.3g}"
 
 
 def seconds(value: float) -> str:

@@ -17,9 +17,9 @@ from meshtune.plan.phrases import device, unmeasured
 from meshtune.plan.programs import MESHTUNE
 from meshtune.report.draw.document import InTerminal, Notes, Part, Section
 from meshtune.report.draw.table import Column, Table
-from meshtune.report.plan.numbers import number, plus_minus, seconds
+from meshtune.report.plan.numbers import plus_minus, seconds
 from meshtune.report.plan.tables import clusters_table, layouts_table
-from meshtune.units import human
+from meshtune.units import human, number
 
 if TYPE_CHECKING:
     from meshtune.config import Config

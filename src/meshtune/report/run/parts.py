@@ -93,10 +93,10 @@ def passes_beside(row: Row | None, predicted: Sequence[Sequence[Any]]) -> list[T
         "The pipeline, predicted": predicted,
     }
     timed = {title: [Timed(*one) for one in passes] for title, passes in both.items() if passes}
-    end = max(one.end for passes in timed.values() for one in passes)
+    end = max((one.end for passes in timed.values() for one in passes), default=0.0)
     return [
-        replace(passes_panel(passes, title), key=f"passes_{number}", x_end=end)
-        for number, (title, passes) in enumerate(timed.items())
+        replace(passes_panel(passes, title), key=f"pipeline_{title.split()[-1]}", x_end=end)
+        for title, passes in timed.items()
     ]
 
 
