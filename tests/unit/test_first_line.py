@@ -41,20 +41,23 @@ def until_torch(*words: str, **environment: str) -> subprocess.CompletedProcess[
 
 @pytest.mark.ci
 @pytest.mark.parametrize(
-    ("words", "reading"),
+    ("words", "reading", "work"),
     [
-        (["train", "examples/quickstart.yaml", "output=runs/not-there"], "examples/quickstart.yaml"),
-        (["data", "model.name=quickstart/base", "data.train=org/rows"], "the settings of the command line"),
-        (["generate", "quickstart/base", "-p", "hello"], "quickstart/base"),
-        (["chat", "quickstart/base"], "quickstart/base"),
-        (["export", "examples", "out"], "examples"),
-        (["env"], "this machine"),
+        (["train", "examples/quickstart.yaml", "output=runs/not-there"], "examples/quickstart.yaml",
+         ["loading PyTorch, the model and the data"]),
+        (["data", "model.name=quickstart/base", "data.train=org/rows"], "the settings of the command line",
+         ["loading the tokenizer and the rows"]),
+        (["generate", "quickstart/base", "-p", "hello"], "quickstart/base", ["loading the model"]),
+        (["chat", "quickstart/base"], "quickstart/base", ["loading the model"]),
+        (["export", "examples", "out"], "examples", ["reading the weights and writing the folder"]),
+        (["env"], "this machine", []),
     ],
-)
-def test_a_command_names_what_it_reads_before_its_slow_imports(words, reading):
+)  # fmt: skip
+def test_a_command_names_what_it_reads_and_does_before_its_slow_imports(words, reading, work):
     ended = until_torch(*words)
     assert ended.returncode == 9, ended.stderr
-    assert ended.stderr.splitlines() == [f"meshtune: version {__version__}, reading {reading} …"]
+    first = f"meshtune: version {__version__}, reading {reading} …"
+    assert ended.stderr.splitlines() == [first, *(f"meshtune: {what} …" for what in work)]
     assert ended.stdout == ""
 
 

@@ -15,6 +15,7 @@ from meshtune.commands.options import (
     TargetWords,
     Temperature,
     TopP,
+    log,
     show_json,
     stdin_lines,
     target_of,
@@ -46,6 +47,7 @@ def chat(
     ends, Ctrl-C stops an answer. Without a chat template each message is answered separately.
     """
     name, overrides = target_of(target, "name one; what you say is typed, or read from stdin.")
+    log("loading the model …")
     from meshtune.api.answer import open_answerer
     from meshtune.api.chat import Conversation
     from meshtune.train.generate import Sampling

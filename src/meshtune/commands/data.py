@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from meshtune.commands.options import AsJson, Settings, announce, show, split
+from meshtune.commands.options import AsJson, Settings, announce, log, show, split
 from meshtune.filesystem import paths_named
 
 
@@ -26,14 +26,13 @@ def data(
 
     check_name(resolved.model.name, resolved.model.revision)
     check_there(resolved.data)
+    log("loading the tokenizer and the rows …")
     from meshtune.api.resolve import inputs_of, positions_sentences
     from meshtune.data import inspect
     from meshtune.report.data import document
 
     with paths_named(resolved):
         tokenizer, _, prepared = inputs_of(resolved)
-        description = inspect.describe(
-            prepared, tokenizer, samples=samples, max_samples=resolved.data.max_samples
-        )
+        description = inspect.describe(prepared, tokenizer, samples, resolved.data.max_samples)
         description["sentences"] += positions_sentences(resolved, prepared)
     show(document(description), as_json=as_json)

@@ -16,6 +16,7 @@ from meshtune.commands.options import (
     TargetWords,
     Temperature,
     TopP,
+    log,
     show_json,
     stdin_lines,
     target_of,
@@ -58,6 +59,7 @@ def generate(
     to = out and expanded(out)
     if to and to.exists():
         raise UserError(f"--out {to} exists already; name a new file.")
+    log("loading the model …")
     from meshtune.api.generate import answer_rows
     from meshtune.train.generate import Sampling
 

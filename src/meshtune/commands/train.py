@@ -8,6 +8,7 @@ import typer
 from meshtune.commands.options import AsJson, Settings, announce, log, show, show_json, split
 from meshtune.filesystem import paths_named
 from meshtune.rundir import RunDir
+from meshtune.units import on_first_rank
 
 if TYPE_CHECKING:
     from meshtune.config import Config
@@ -37,12 +38,14 @@ def train(
     announce(file)
     from meshtune import config
 
+    settings_of_run = config.load(file, overrides)
+    if on_first_rank():
+        log("loading PyTorch, the model and the data …")
     if dry_run:
-        show_dry_run(config.load(file, overrides), nproc, as_json=as_json)
+        show_dry_run(settings_of_run, nproc, as_json=as_json)
         return
     from meshtune.api.train import train_here
 
-    settings_of_run = config.load(file, overrides)
     with paths_named(settings_of_run):
         train_here(settings_of_run, nproc, partial(show_run, as_json=as_json))
 

@@ -17,18 +17,13 @@ BOUNDARY = 30  # characters shown on each side of the place where labels begin
 
 
 def describe(
-    prepared: Prepared,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    samples: int = 3,
-    seed: int = 0,
-    max_samples: int | None = None,
+    prepared: Prepared, tokenizer: PreTrainedTokenizerBase, samples: int = 3, max_samples: int | None = None
 ) -> dict[str, Any]:
     """Figures and samples of prepared data, JSON-able.
 
     rows, bad_rows, cut, dropped, seq_len, train, eval, seconds, cache are those of `Prepared.stats`; `train`
     and `eval` gain label_share (0 to 1), mean_length, mean_document_tokens, longest and histogram, lengths in
-    tokens. The key `samples` has `samples` training documents (or all, if fewer), chosen by the seed: each
+    tokens. The key `samples` has `samples` training documents (or all, if fewer), drawn from all: each
     with place, tokens, label_tokens, `runs`: [text, labelled] pairs whose texts join to the whole, and
     `boundaries`: [text before, text behind] each place where labels begin.
 
@@ -53,7 +48,7 @@ def describe(
     for name, dataset in (("train", train), ("eval", prepared.eval)):
         if dataset is not None:
             stats[name] = stats[name] | _lengths(dataset)
-    chosen = train.members[permutation(len(train.members), "samples", seed)[:samples]].tolist()
+    chosen = train.members[permutation(len(train.members), "samples", 0)[:samples]].tolist()
     shown = [_sample(train, document, tokenizer) for document in chosen]
     return stats | {"of": of, "sentences": sentences(stats | {"train": None, "eval": None}), "samples": shown}
 

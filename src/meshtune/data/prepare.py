@@ -326,9 +326,8 @@ def _write_documents(aside: Path, recipe: Recipe, listing: _Listing, tally: Tall
                 sources.append(np.full(len(batch), number))
                 end += int(lengths.sum())
                 if source.max_samples:  # rows after these are not read
-                    share = min(1.0, (batch[-1][0].row + 1) / source.max_samples)
                     for file in data_files:
-                        file.share = max(file.share, share)
+                        file.share = max(file.share, (batch[-1][0].row + 1) / source.max_samples)
                 progress.show(end)
     return tokens.digest
 

@@ -111,9 +111,8 @@ def file_of_another(file: Any, tree: Mapping[str, Any], sections: Collection[str
     sections: the keys of the top level of ours.
     """
     most, model = max(FOREIGN, len(tree) / 2), tree.get("model")
-    if len(tree.keys() - sections) < most or (isinstance(model, Mapping) and "name" in model):
-        return ""
-    best, known = nearest_tool(tree)
+    ours = len(tree.keys() - sections) < most or (isinstance(model, Mapping) and "name" in model)
+    best, known = ("", 0) if ours else nearest_tool(tree)
     if known < most:
         return ""
     name = table(best).name

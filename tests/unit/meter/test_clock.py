@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 def test_a_part_is_without_the_parts_inside_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    passed = iter([0.0, 1.0, 4.0, 6.0, 10.0, 20.0])
+    passed = iter([0.0, 0.0, 1.0, 4.0, 6.0, 10.0, 20.0, 20.0])
     monkeypatch.setattr(time, "perf_counter", lambda: next(passed))
     clock = StepClock(CPU, {})
     with clock.running(), clock.part("backward"), clock.part("recomputation"), measured("wait data"):

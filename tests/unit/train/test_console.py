@@ -180,7 +180,7 @@ def test_an_evaluation_that_did_not_happen_yet_counts_as_a_forward_pass():
 def test_a_slow_first_evaluation_counts_only_until_the_second():
     ratios = simulated(
         Course(100, evaluate_every=10, held_out_tokens=60_000),
-        seconds=lambda step: 1.0, evaluation=lambda step: 200 if step == 10 else 20, save=lambda step: 0.0,
+        seconds=lambda _: 1.0, evaluation=lambda step: 200.0 if step == 10 else 20.0, save=lambda _: 0.0,
     )  # fmt: skip
     assert ratios[19] > 2 and ratios[21] == pytest.approx(1)
 
