@@ -21,6 +21,7 @@ from meshtune.units import at_words, count, counted, duration, human
 
 BAR_WIDTH = 20  # columns of the terminal
 MEMORY_ROWS = 2  # watched steps (meter/phases.py) in one table: the first ones, as a terminal has columns
+EVALUATION_LINE = 30.0  # seconds between two lines on an evaluation that runs
 RECENT = 0.02  # least weight of a new value in a `Pace`
 
 
@@ -131,6 +132,8 @@ class ConsoleTracker:
         self._last_line = -math.inf
         self._shown: tuple[Row, float | None] | None = None  # the last row, and when the run will end
         self._memory: list[Row] = []
+        self._evaluating = ""  # batches that the evaluation which runs has done
+        self._evaluation_line = 0.0  # when it began, or had its last line
 
     def log(self, row: Row) -> None:
         match row["kind"]:
@@ -139,7 +142,10 @@ class ConsoleTracker:
                     self._line(line)
             case "train":
                 self._train(row)
+            case "evaluating":
+                self._evaluation(row)
             case "eval":
+                self._evaluating = ""
                 self._left.evaluated(row.get("seconds", 0.0))
                 self._line(" · ".join(eval_parts(row)))
             case "save":
@@ -148,6 +154,16 @@ class ConsoleTracker:
                 self._memory.append(row)
                 if len(self._memory) == MEMORY_ROWS or row["step"] == self.course.steps:
                     self.console.print(memory_shown(self._memory))
+
+    def _evaluation(self, row: Row) -> None:
+        """Show how far an evaluation is: in the bar, else in a line every half minute."""
+        now = time.monotonic()
+        if not self._evaluating:
+            self._evaluation_line = now
+        self._evaluating = f"{row['done']:,} of {row['total']:,} {row['unit']}"
+        if self._live is None and now - self._evaluation_line >= EVALUATION_LINE:
+            self._evaluation_line = now
+            self._line(f"evaluating at step {row['step']}: {self._evaluating}")
 
     def _watched(self, row: Row) -> bool:
         """True if a memory row belongs to the table: rank 0's of the first watched steps."""
@@ -186,6 +202,8 @@ class ConsoleTracker:
         bar = Table.grid(padding=(0, 1))
         done = ProgressBar(self.course.steps, row["step"], width=BAR_WIDTH, complete_style="blue")
         place = [f"{row['step']:,}/{self.course.steps:,}", *epoch_parts(row), *left_parts(left)]
+        if self._evaluating:
+            place.append(f"evaluating {self._evaluating}")
         bar.add_row(Text("train", "bold"), done, Text(" · ".join(place)))
         return Group(bar, Text(joined(train_parts(row, self.speed_unit), self.console.width)))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby, islice
@@ -71,13 +71,14 @@ class Evaluation:
         if self.dataset is None or not len(self.dataset):
             return None
         started = time.perf_counter()
-        loss, label_tokens = self.held_out_loss()
+        at = partial(metrics.evaluating, step=step)
+        loss, label_tokens = self.held_out_loss(partial(at, unit="batches"))
         extra: dict[str, float | int] = {}
         if wanted := max(self.samples, self.exact_match):
             prompts = questions(self.dataset, self.tokenizer, self.stop_ids, wanted)
             new_ids = answer_ids(
                 self.parallel, self.tokenizer, [q.ids for q in prompts], max_new_tokens=self.max_new_tokens,
-                stop_ids=self.stop_ids, advance=self.advance,
+                stop_ids=self.stop_ids, advance=partial(self.advance, partial(at, unit="prompts")),
             )  # fmt: skip
             completions = decoded(self.tokenizer, new_ids)
             if self.folder and self.parallel.world.main:
@@ -104,14 +105,21 @@ class Evaluation:
             self.advance()
         return loss
 
-    def advance(self) -> None:
-        """Raise EvaluationStopped if a rank was asked to stop; every rank calls it before every batch."""
+    def advance(self, show: Callable[..., object] | None = None, **count: int) -> None:
+        """Show the count (done, total) before every batch of every rank. Raises EvaluationStopped if one was
+        asked to stop.
+        """
+        if show:
+            show(**count)
         stop, world = self.stop, self.parallel.world
         if stop and stop.enabled and world.sum_over_ranks(stop.requested is not None)[0]:
             raise EvaluationStopped
 
-    def held_out_loss(self) -> tuple[float, int]:
-        """(mean loss per label token, label tokens); the model is in evaluation mode meanwhile."""
+    def held_out_loss(self, show: Callable[..., object] | None = None) -> tuple[float, int]:
+        """(mean loss per label token, label tokens); the model is in evaluation mode meanwhile.
+
+        show: gets the batches done, and all of them.
+        """
         assert self.dataset is not None
         total, label_tokens, world = 0.0, 0, self.parallel.world
         batches = evaluation_batches(
@@ -121,10 +129,12 @@ class Evaluation:
             data_ranks=world.data_ranks,
             multiple=self.parallel.width_multiple,
         )
+        done, batch_count = 0, -(-len(self.dataset) // (self.micro_batch_size * world.data_ranks))
         loss_of = partial(head_loss, token_loss=self.token_loss)
         with evaluating(self.parallel.modules):
             while group := list(islice(batches, GROUPED * world.pp.size)):
-                self.advance()
+                self.advance(show, done=done, total=batch_count)
+                done += len(group)
                 total += sum(float(loss) for loss in self.parallel.forward(group, loss_of))
                 label_tokens += sum(micro_batch.label_tokens for micro_batch in group)
         # Tensor ranks have the same loss; ranks of one data rank have read the same labels.

@@ -180,14 +180,15 @@ def answer_ids(
     sampling: Sampling = GREEDY,
     context: int | None = None,
     stream: TextStream | None = None,
-    advance: Callable[[], object] = lambda: None,
+    advance: Callable[..., object] = lambda **_: None,
 ) -> list[list[int]]:
     """The tokens that follow each prompt (token ids), in their order, up to a stop token, which is left out,
     or `max_new_tokens` tokens. All ranks call it with the same prompts, and each gets all answers.
 
     sampling: beyond greedy with one rank only. context: tokens of prompt and answer together, which end an
     answer earlier; None: no limit. stream: gets the text of the only prompt's answer as it is generated.
-    advance: called by every rank at each new token.
+    advance: called by every rank at each new token, with the prompts
+    `done` and their `total`.
     """
     limits = [
         max_new_tokens if context is None else max(0, min(max_new_tokens, context - len(prompt)))
@@ -219,7 +220,7 @@ def cached_answers(
     stop_ids: Sequence[int],
     sampling: Sampling = GREEDY,
     stream: TextStream | None = None,
-    advance: Callable[[], object] = lambda: None,
+    advance: Callable[..., object] = lambda **_: None,
 ) -> list[list[int]]:
     """The new tokens after each prompt up to its first stop token, which is left out, by a whole model with a
     KV cache; of each prompt at most its limit.
@@ -234,9 +235,10 @@ def cached_answers(
     # What is left out would be taken from the model's own generation settings.
     choice |= {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
     new_ids: list[list[int]] = [[] for _ in prompts]
+    done = 0
 
     def unfinished(ids: Tensor, scores: Tensor, **_: Any) -> Tensor:  # a stopping criterion: none is met
-        advance()
+        advance(done=done, total=len(prompts))
         return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
 
     wanted = [number for number, limit in enumerate(limits) if limit]
@@ -260,6 +262,7 @@ def cached_answers(
             for i, row in zip(chosen, output[:, width:].tolist(), strict=True):
                 end = next((n for n, token in enumerate(row) if token in stop_ids), len(row))
                 new_ids[i] = row[:end]
+            done += len(chosen)
     return new_ids
 
 
@@ -282,7 +285,7 @@ def forward_answers(
     *,
     stop_ids: Sequence[int],
     stream: TextStream | None = None,
-    advance: Callable[[], object] = lambda: None,
+    advance: Callable[..., object] = lambda **_: None,
 ) -> list[list[int]]:
     """The new tokens after each prompt up to its first stop token, which is left out, and at most its limit,
     greedily by all ranks of any layout together; every rank passes all prompts and gets all answers, in their
@@ -304,7 +307,7 @@ def forward_answers(
             texts = [list(prompts[i]) for i in chosen] or [[0]]
             left = [limits[i] for i in chosen] or [0]  # tokens that each answer may still have
             while world.sum_over_ranks(sum(map(bool, left)))[0]:
-                advance()
+                advance(done=min(len(prompts), turn * rows * world.data_ranks), total=len(prompts))
                 for i, token in enumerate(_next_tokens(parallel, texts)):
                     if left[i]:
                         texts[i].append(token)

@@ -185,6 +185,11 @@ class Metrics:
         """Log one evaluation's row; `numbers` are eval_row's."""
         self.log(eval_row(**numbers))
 
+    def evaluating(self, **numbers: Any) -> None:
+        """Show how far an evaluation is, on the terminal: step, done, total and their unit."""
+        shown = [tracker for tracker in self.trackers if isinstance(tracker, ConsoleTracker)]
+        self.log({"kind": "evaluating", **numbers}, shown)
+
     def end(self, **facts: Any) -> None:
         """Log a row of kind "end": the step, and whether the run finished or what stopped it."""
         self.log({"kind": "end", **public(facts)})

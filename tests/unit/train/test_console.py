@@ -222,6 +222,25 @@ def test_evaluations_and_saves_reach_the_time_left():
     assert text(out).splitlines()[-1].endswith("1 min 50 s left")  # 3 + 2 x 50 + 7
 
 
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_long_evaluation_is_counted_in_the_bar_or_twice_a_minute(terminal, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    clock, out = [100.0], console(terminal=terminal)
+    monkeypatch.setattr("meshtune.train.console.time.monotonic", lambda: clock[0])
+    tracker = ConsoleTracker(out, course=Course(40))
+    tracker.log(train_row(step=20, **NUMBERS))
+    for done in range(40):
+        tracker.log({"kind": "evaluating", "step": 20, "done": done, "total": 40, "unit": "batches"})
+        clock[0] += 2.5
+    lines = [line for line in text(out).splitlines() if line.startswith("evaluating")]
+    shown = [f"evaluating at step 20: {done} of 40 batches" for done in (12, 24, 36)]
+    assert lines == ([] if terminal else shown)
+    if terminal:
+        (bar := console()).print(tracker._renderable())
+        assert "evaluating 39 of 40 batches" in text(bar)
+    tracker.close()
+
+
 BEGINS = {
     "kind": "run", "model": "tiny", "parameters": 8_030_000_000, "trainable_parameters": 83_890_000,
     "precision": "bf16", "optimizer": "adamw", "global_batch_size": 64, "seq_len": 4096, "total_steps": 100,
