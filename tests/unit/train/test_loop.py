@@ -553,7 +553,7 @@ def test_sums_are_those_of_all_steps_where_few_have_rows(
     assert summary.tokens == summarise(every.folder).tokens
     assert stopped.tokens == sum(row["tokens"] for row in every.folder.rows("train")[:3])
     assert stopped.seconds and summary.seconds and summary.seconds > sum(row["step_seconds"] for row in rows)
-    shown = dict(headline(summary))["time"]
+    shown = dict(headline(summary))["time of steps"]
     assert shown == f"{duration(summary.seconds)} · {summary.tokens:,} tokens"
     figures = {line.name: line.cells for line in compare([run.folder.path, every.folder.path]).figures}
     assert figures["tokens"] == (f"{summary.tokens:,}",) * 2
