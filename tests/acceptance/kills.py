@@ -306,8 +306,10 @@ def complete(run: RunDir) -> bool:
 def content(file: Path) -> tuple[Any, bytes]:
     """A file's bytes, with the header of a safetensors file as JSON: the order of its metadata is random."""
     data = file.read_bytes()
-    end = 8 + int.from_bytes(data[:8], "little") if file.suffix == ".safetensors" else 0
-    return json.loads(data[8:end] or b"null"), data[end:]
+    end = 8 + int.from_bytes(data[:8], "little")
+    if file.suffix != ".safetensors" or end > len(data):
+        return None, data
+    return json.loads(data[8:end]), data[end:]
 
 
 def differences(straight: RunDir, run: RunDir) -> list[str]:
