@@ -114,7 +114,7 @@ class Liveness:
         return parts | {OVERHEAD: parts[OVERHEAD] + sum(self.untraced(parts).values())}
 
     def untraced(self, parts: Mapping[str, Number]) -> dict[str, Number]:
-        """Bytes by name of the overhead that is no tensor's. parts: tensors' bytes by category."""
+        """Bytes of the overhead by name, without tensors. parts: tensors' bytes by category."""
         accounting = self.step.accounting
         moving = sum(parts[category] * share for category, share in self.transient.items())
         return {
