@@ -7,10 +7,10 @@ import statistics
 import sys
 import time
 
+from meshtune import config
+from meshtune.api.plan import known_workload
 from meshtune.plan.cluster import cluster_of
-from meshtune.plan.models import models
 from meshtune.plan.search import search
-from meshtune.plan.workload import Workload
 from meshtune.sections import ClusterConfig
 
 ROUNDS = 5
@@ -19,8 +19,8 @@ ROUNDS = 5
 def main() -> None:
     cluster = cluster_of(ClusterConfig(gpu="h100-sxm", gpus=int((sys.argv[1:] or ["512"])[0])))
     for name in ("llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b"):
-        shape = models()[name]
-        workload = Workload(name, shape.work, shape.traits, seq_len=8192, global_batch_size=cluster.gpus)
+        settings = ["model.name=x", "data.seq_len=8192", f"train.global_batch_size={cluster.gpus}"]
+        workload = known_workload(config.load(None, settings), name)
         seconds = []
         for _ in range(ROUNDS):
             start = time.perf_counter()

@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from meshtune import config
+from meshtune.api.plan import known_workload
 from meshtune.layout import Layout
 from meshtune.plan.cluster import cluster_of
 from meshtune.plan.memory.states import gpt_parameters
-from meshtune.plan.models import models
 from meshtune.plan.search import explained, search
 from meshtune.plan.workload import Workload
 from meshtune.report.draw.colours import COLOURS
@@ -107,8 +108,8 @@ def parameters_of(hidden: float) -> str:
 
 def workload_of(model: str, batch: int) -> Workload:
     """The model with sequences of 8,192 tokens. batch: sequences of a global batch."""
-    known = models()[model]
-    return Workload(model, known.work, known.traits, 8192, batch)
+    words = ["model.name=x", "data.seq_len=8192", f"train.global_batch_size={batch}"]
+    return known_workload(config.load(None, words), model)
 
 
 def layouts_picture(file: Path) -> Path:

@@ -20,7 +20,7 @@ from command import Command, Ended
 from golden import says
 
 from meshtune.layout import Layout
-from meshtune.plan.models import models
+from meshtune.plan.models import tables
 from meshtune.plan.search import PEAK_TIE
 from meshtune.rundir import RunDir
 from meshtune.tools.export import EXPORTERS
@@ -329,7 +329,7 @@ def test_the_largest_of_each_kind(plan: Plan) -> None:
     assert plan(*small, f"data.seq_len={length['seq_len']}").json["fitting"] > 0
     plan(*small, f"data.seq_len={length['seq_len'] + 1024}", code=3)
     assert plan("max", "batch", *small).json["batch"] >= 2
-    assert plan("max", "model", *small).json["model"] in models()
+    assert plan("max", "model", *small).json["model"] in tables()
 
 
 @pytest.mark.parametrize("suffix", cases(["png", "html"], ci=["html"]))

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from golden import refuses
+from known import known
 from torch import nn
 
 from meshtune import config
@@ -16,7 +17,6 @@ from meshtune.plan.accounting import engine_accounting, stack_accounting
 from meshtune.plan.cluster import cluster_of
 from meshtune.plan.hardware import datasheet_flops
 from meshtune.plan.machine import peak_flops
-from meshtune.plan.models import models
 from meshtune.plan.search import explained
 from meshtune.plan.workload import Workload
 from meshtune.precision import DTYPE_BYTES, PRECISIONS, REDUCE_DTYPES, narrower
@@ -89,7 +89,7 @@ def test_an_unknown_precision_or_optimizer_gets_nothing_by_default() -> None:
 def test_the_planner_and_the_engine_know_every_recomputation(mode: str) -> None:
     """A mode that the table has and a formula has not is an error there, too."""
     layout = Layout(recompute=mode, gradient_accumulation_steps=64)
-    shape = models()["qwen3-0.6b"]
+    shape = known("qwen3-0.6b")
     workload = Workload("qwen3-0.6b", shape.work, shape.traits, seq_len=1024, global_batch_size=64)
     choice = explained(workload, cluster_of(ClusterConfig(gpu="h100-sxm", gpus=1)), layout)
     assert choice.memory.peak > 0 and Layout.parse(str(layout)) == layout

@@ -12,7 +12,14 @@ from meshtune.api.model_file import model_file
 from meshtune.api.settings import Settings, config_of
 from meshtune.config import Config
 from meshtune.errors import NothingFits, UserError, expanded
-from meshtune.model.census_cache import numbers_of
+from meshtune.model.census_cache import (
+    LoraShape,
+    Variant,
+    inputs_of_fields,
+    lora_shape,
+    numbers_of,
+    shipped,
+)
 from meshtune.plan import answer
 from meshtune.plan.answer import Answer
 from meshtune.plan.changes import Lighter
@@ -27,9 +34,9 @@ from meshtune.plan.cluster import (
 from meshtune.plan.cost import bounds_of
 from meshtune.plan.explanation import Explanation, explain
 from meshtune.plan.hardware import named
-from meshtune.plan.models import models, tables
+from meshtune.plan.models import by_size, known_config, tables
 from meshtune.plan.programs import MESHTUNE
-from meshtune.plan.search import Choice
+from meshtune.plan.search import Choice, best_fitting
 from meshtune.plan.step_parts import MeasuredRun
 from meshtune.plan.workload import Workload, lighter_workloads, positions_note, workload_of
 from meshtune.rundir import RunDir
@@ -101,11 +108,19 @@ def largest(
 ) -> tuple[int | str, Choice]:
     """The largest `quantity` (model, seq_len or batch) that fits, and its best layout.
 
-    tool: that runs it, as in --for. Raises NothingFits if not even the smallest fits.
+    model: of models.toml, see `known_workload`. tool: that runs it, as in --for. Raises NothingFits if not
+    even the smallest fits.
     """
     if quantity == "model":
-        workload = answer.by_shape(config, next(iter(models()))).run_by(tool_for(tool, config))
-        return answer.largest(workload, cluster_for(config), quantity)
+        cluster, runner = cluster_for(config), tool_for(tool, config)
+        for name in by_size():
+            if not _weights_fit(name, cluster):
+                continue
+            workload = known_workload(config, name).run_by(runner)
+            if choice := best_fitting(workload, cluster):
+                say((*workload.notes, *_other_adapters(config, [config.method])), log)
+                return name, choice
+        raise _no_model(cluster)
     with workloads(config, tool, log) as (workload, _):
         value, choice = answer.largest(workload, cluster_for(config), quantity)
         say(workload.notes, log)
@@ -119,10 +134,10 @@ def largest(
 def longest_sequences(
     config: Config, *, tool: str = MESHTUNE.name, log: Log = silent
 ) -> tuple[Cluster, dict[str, dict[str, int | None]]]:
-    """(The cluster, tokens of the longest sequence that fits it by dense model of models.toml and by method).
+    """(The cluster, tokens of the longest sequence that fits it by model of models.toml and by method).
 
     The largest model comes first; None: not even the shortest of `answer.LENGTHS` fits. The config's own
-    model and method don't count. tool: as in --for. Raises NothingFits if no model fits.
+    model and method don't count; see `known_workload`. tool: as in --for. Raises NothingFits if none fits.
     """
     say(other_units(config.cluster_config), log)
     cluster = cluster_for(config)
@@ -130,15 +145,50 @@ def longest_sequences(
     runners = [(trained, tool_for(tool, trained)) for trained in by_method]
 
     def longest(name: str) -> dict[str, int | None]:
+        if not _weights_fit(name, cluster):
+            return {trained.method: None for trained in by_method}
         return {
-            trained.method: answer.longest_sequence(answer.by_shape(trained, name).run_by(runner), cluster)
+            trained.method: answer.longest_sequence(known_workload(trained, name).run_by(runner), cluster)
             for trained, runner in runners
         }
 
-    found = {name: longest(name) for name in sorted(models(), key=lambda name: -tables()[name]["parameters"])}
+    found = {name: longest(name) for name in by_size()}
     if not any(length for lengths in found.values() for length in lengths.values()):
-        raise NothingFits(f"None of the {len(found)} dense models of plan/models.toml fits {cluster.title}.")
+        raise _no_model(cluster)
+    say(_other_adapters(config, [trained.method for trained in by_method]), log)
     return cluster, found
+
+
+def known_workload(config: Config, name: str) -> Workload:
+    """The config's workload with a model of models.toml in place of its own, by the shipped counts.
+
+    Adapters are those of LoRA's defaults: no others are shipped. Not packed where the model's attention can't
+    keep documents apart.
+    """
+    variant = Variant(lora=LoraShape() if config.method == "lora" else None)
+    numbers = shipped(inputs_of_fields(known_config(name), variant))
+    assert numbers, f"{name} is not in counts.xz"
+    model = config.model.model_copy(update={"name": name})
+    workload = workload_of(config.model_copy(update={"model": model}), numbers)
+    return replace(workload, packing=workload.packing and workload.attention == "meshtune")
+
+
+def _weights_fit(name: str, cluster: Cluster) -> bool:
+    """False if the weights of a model of models.toml in 16 bits exceed the memory of all GPUs."""
+    return 2 * tables()[name]["parameters"] <= cluster.memory * cluster.gpus
+
+
+def _other_adapters(config: Config, methods: Sequence[str]) -> Iterator[str]:
+    """Yield a sentence if the config has other adapters than `known_workload` counts."""
+    if "lora" in methods and lora_shape(config) != LoraShape():
+        yield (
+            f"LoRA is counted with its defaults (lora.r={LoraShape().r}, all linear layers, no dropout), not "
+            "with the settings given; for these, ask for one model: meshtune plan max seq_len model.name=…"
+        )
+
+
+def _no_model(cluster: Cluster) -> NothingFits:
+    return NothingFits(f"None of the {len(tables())} models of plan/models.toml fits {cluster.title}.")
 
 
 def say(notes: Iterable[str], log: Log) -> None:

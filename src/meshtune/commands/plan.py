@@ -212,12 +212,13 @@ def largest(
     named = quantity in (None, "model")  # by the table of models
     config = config_of(settings, memory_budget, params, {"model": {"name": "any"}} if named else None)
     from meshtune.api import plan as api
+    from meshtune.model.census_cache import LoraShape
     from meshtune.report.plan import documents
 
     with working(PLANNING):
         if quantity is None:
             cluster, longest = api.longest_sequences(config, tool=tool, log=log)
-            document = documents.models_that_fit(longest, cluster, config.lora.r)
+            document = documents.models_that_fit(longest, cluster, LoraShape().r)
         else:
             document = documents.largest(quantity, *api.largest(config, quantity, tool=tool, log=log))
     show(document, as_json=as_json)

@@ -11,6 +11,7 @@ import lzma
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cache
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
@@ -61,14 +62,13 @@ def numbers_of(
     the embedding grow, which adapters then train whole. The numbers are cached in the folder `data.cache`.
     file, log, errors: see `model_numbers`.
     """
-    model, lora, template = config.model, config.lora, config.data.chat_template
-    shape = LoraShape(**{field.name: getattr(lora, field.name) for field in fields(LoraShape)})
+    model, template = config.model, config.data.chat_template
     grows = config.method == "lora" and template not in (None, "none", "training")
     rows = _rows_needed(config) if grows else 0
     variant = Variant(
         overrides=model.overrides,
         freeze=model.freeze,
-        lora=shape if config.method == "lora" else None,
+        lora=lora_shape(config) if config.method == "lora" else None,
         embeddings=rows or 0,
     )
     cache_dir = expanded(config.data.cache, "data.cache")
@@ -82,6 +82,11 @@ def numbers_of(
         "template, training also updates the whole embedding and head, which this plan leaves out."
     )
     return replace(numbers, changes=(*numbers.changes, note))
+
+
+def lora_shape(config: Config) -> LoraShape:
+    """The adapters of the config's `lora` section."""
+    return LoraShape(**{field.name: getattr(config.lora, field.name) for field in fields(LoraShape)})
 
 
 def _rows_needed(config: Config) -> int | None:
@@ -175,6 +180,11 @@ def inputs_of(file: Path, variant: Variant) -> str | None:
         content = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError):
         return None
+    return inputs_of_fields(content, variant)
+
+
+def inputs_of_fields(content: Any, variant: Variant) -> str:
+    """Return `inputs_of` for the content of a configuration file."""
     return json.dumps([content, asdict(variant)], sort_keys=True)
 
 
@@ -196,11 +206,15 @@ def shipped(inputs: str | None) -> ModelNumbers | None:
 
     They are those of any version, which tests hold: scripts/model_counts.py writes the file.
     """
-    if not inputs:
-        return None
-    lines = lzma.decompress(files("meshtune.model").joinpath(COUNTS).read_bytes())
-    _, found, rest = lines.partition(hashlib.sha256(inputs.encode()).hexdigest().encode())
-    return TypeAdapter(ModelNumbers).validate_json(rest.partition(b"\n")[0], strict=True) if found else None
+    found = inputs and _shipped_lines().get(hashlib.sha256(inputs.encode()).hexdigest().encode())
+    return TypeAdapter(ModelNumbers).validate_json(found, strict=True) if found else None
+
+
+@cache
+def _shipped_lines() -> dict[bytes, bytes]:
+    """The numbers in counts.xz, as JSON, by the hash of their inputs."""
+    lines = lzma.decompress(files("meshtune.model").joinpath(COUNTS).read_bytes()).splitlines()
+    return {line[:64]: line[64:] for line in lines}
 
 
 def build_and_count(

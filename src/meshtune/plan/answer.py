@@ -25,10 +25,9 @@ from meshtune.plan.cluster import Cluster, Size, cluster_for, clusters_of
 from meshtune.plan.cost import NO_BOUNDS, UNPLANNED, Bounds, RunCost, RunLength, money, run_length, unknown
 from meshtune.plan.facts import cluster_facts, model_facts, workload_facts
 from meshtune.plan.hardware import GIGA
-from meshtune.plan.models import known_config, models
 from meshtune.plan.phrases import unmeasured
 from meshtune.plan.search import Choice, Plan, best_fitting, peaks, search
-from meshtune.plan.workload import Workload, settings_of
+from meshtune.plan.workload import Workload
 from meshtune.units import duration, significant
 
 KIND = ("zero", "tp", "cp", "cp_method", "pp", "schedule")  # fields of layouts that are one kind
@@ -269,15 +268,15 @@ def largest(workload: Workload, cluster: Cluster, what: str) -> tuple[Any, Choic
     """(value, best layout) of the largest `what` that fits; no field of the layout is fixed.
 
     what: "seq_len", in tokens, 256, 512 or a multiple of 1024; "batch", in sequences of a global batch
-    without accumulation; "model", the name in models.toml of the one with most parameters. Raises NothingFits
-    (for "batch" Refused, if no layout can run) if not even the smallest fits, UserError for another `what`.
+    without accumulation. Raises NothingFits (for "batch" Refused, if no layout can run) if not even the
+    smallest fits, UserError for another `what`.
     """
     if what == "seq_len":
         longest = _largest_number(
             lambda tokens: best_fitting(replace(workload, seq_len=tokens), cluster), 256, 2**24, step=1024
         )
         if longest is None:
-            raise NothingFits("Not even sequences of 256 tokens fit.")
+            raise empty_plan_error(search(replace(workload, seq_len=256), cluster))
         return longest
     if what == "batch":
         at_once = {"gradient_accumulation_steps": 1}
@@ -288,15 +287,6 @@ def largest(workload: Workload, cluster: Cluster, what: str) -> tuple[Any, Choic
         if most is None:
             raise empty_plan_error(search(workload, cluster))
         return most
-    if what == "model":
-        by_size = sorted(models().items(), key=lambda item: -float(item[1].work.parameters))
-        for name, model in by_size:
-            if 2 * model.work.parameters > cluster.memory * cluster.gpus:  # not even its weights in bf16
-                continue
-            work = model.work if workload.lora_r is None else model.work.adapted(workload.lora_r)
-            if choice := best_fitting(replace(workload, model=name, work=work, traits=model.traits), cluster):
-                return name, choice
-        raise NothingFits(f"None of {', '.join(models())} fits {cluster.gpus} x {cluster.gpu.name}.")
     raise UserError(
         f"plan max {what}: the largest of it can't be searched for. Write plan max seq_len, plan max batch "
         "or plan max model."
@@ -305,15 +295,6 @@ def largest(workload: Workload, cluster: Cluster, what: str) -> tuple[Any, Choic
 
 LENGTHS = tuple(2**power for power in range(9, 18))  # tokens: 512 to 131,072
 SMALLEST = {"micro_batch_size": 1, "recompute": "full"}  # fields of the layouts that need least memory
-
-
-def by_shape(config: Config, name: str) -> Workload:
-    """The workload of a config with a dense model of models.toml: its shape, and a Llama's activations."""
-    model, shape = models()[name], known_config(name) or {}
-    work = model.work if config.method == "full" else model.work.adapted(config.lora.r)
-    positions = shape.get("text_config", shape).get("max_position_embeddings")
-    workload = Workload(name, work, model.traits, positions=positions, **settings_of(config))
-    return workload.compiled() if config.train.compile else workload
 
 
 def longest_sequence(workload: Workload, cluster: Cluster) -> int | None:

@@ -7,26 +7,13 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from math import log
 from typing import Any, NamedTuple
 
 from meshtune.errors import UserError
-from meshtune.placement.rules import Traits
-from meshtune.plan.work import Work
 from meshtune.units import count
-
-UNGATED = {"gpt_neox", "phi", "starcoder2"}  # model types whose MLP has two matrices, not three
-
-
-@dataclass(frozen=True)
-class KnownModel:
-    """A dense model's numbers from its shape, without norms and biases; all weights are trained."""
-
-    work: Work
-    traits: Traits
 
 
 def known_config(name: str) -> dict[str, Any] | None:
@@ -42,15 +29,9 @@ def known_names() -> list[str]:
     return [name for table in tables().values() for name in (*table["hub"], *table.get("differing", ()))]
 
 
-@cache
-def models() -> dict[str, KnownModel]:
-    """The dense models of models.toml whose config has the usual fields, by short name."""
-    shapes = {name: _fields(table) for name, table in tables().items()}
-    return {
-        name: _known_model(name, config.get("text_config", config))
-        for name, config in shapes.items()
-        if "intermediate_size" in config.get("text_config", config) and not _experts(config)
-    }
+def by_size() -> list[str]:
+    """Short names of the models of models.toml, the one with most parameters first."""
+    return sorted(tables(), key=lambda name: -tables()[name]["parameters"])
 
 
 @cache
@@ -71,35 +52,6 @@ def _configs() -> dict[str, dict[str, Any]]:
 
 def _fields(table: Mapping[str, Any]) -> dict[str, Any]:
     return table["config"] | dict.fromkeys(table.get("null", ()))
-
-
-def _experts(config: Mapping[str, Any]) -> bool:
-    return any(name.endswith("_experts") for name in config)
-
-
-def _known_model(name: str, config: Mapping[str, Any]) -> KnownModel:
-    layers, hidden, ffn = (config[n] for n in ("num_hidden_layers", "hidden_size", "intermediate_size"))
-    heads, vocabulary = config["num_attention_heads"], config["vocab_size"]
-    kv_heads = config.get("num_key_value_heads", heads)
-    work = Work.of_shape(
-        layers=layers,
-        hidden=hidden,
-        ffn=ffn,
-        heads=heads,
-        kv_heads=kv_heads,
-        vocabulary=vocabulary,
-        head_dim=config.get("head_dim"),
-        gated=float(config["model_type"] not in UNGATED),
-        tied=float(_tied(config)),
-    )
-    cuts = ((ffn, "features of the MLP"),)
-    return KnownModel(work, Traits(name, layers, heads, kv_heads, vocabulary, cuts=cuts))
-
-
-def _tied(config: Mapping[str, Any]) -> bool:
-    """True if the head is the embedding: as the config says, else as transformers takes it for the family."""
-    family = config["model_type"]
-    return config.get("tie_word_embeddings", family.startswith("gemma") or family in ("starcoder2", "cohere"))
 
 
 # A typical Llama of a number of parameters #

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from meshtune.config import Config
 from meshtune.errors import UserError
@@ -37,7 +37,6 @@ class Workload:
     compile: bool = False
     packing: bool = True
     attention: str = "meshtune"  # implementation that the model is built with
-    lora_r: int | None = None  # rank of the adapters of every linear layer; None: all weights are trained
     positions: int | None = None  # tokens of the longest document that its positions are made for; None: any
     notes: tuple[str, ...] = ()  # sentences on the model that every answer says
     tool: Tool = MESHTUNE  # that runs it
@@ -179,7 +178,13 @@ def workload_of(config: Config, numbers: ModelNumbers) -> Workload:
         traits=numbers.traits,
         attention=numbers.attention if model.attention == "auto" else model.attention,
         positions=numbers.positions,
-        **settings_of(config),
+        seq_len=config.data.seq_len,
+        global_batch_size=config.global_batch_size,
+        mean_document_tokens=config.data.mean_document_tokens,
+        precision=config.train.precision,
+        reduce_dtype=config.train.reduce_dtype,
+        optimizer=config.train.optimizer,
+        packing=config.data.packing,
     )
     uncounted = untraced_note(workload), dropout_note(numbers)
     notes = numbers.text_part, experts_note(numbers), dora_note(config), *uncounted, beyond
@@ -187,18 +192,10 @@ def workload_of(config: Config, numbers: ModelNumbers) -> Workload:
     return workload.compiled() if config.train.compile else workload
 
 
-def settings_of(config: Config) -> dict[str, Any]:
-    """Fields of Workload that the settings decide, whatever the model is."""
-    return {
-        "seq_len": config.data.seq_len,
-        "global_batch_size": config.global_batch_size,
-        "mean_document_tokens": config.data.mean_document_tokens,
-        "precision": config.train.precision,
-        "reduce_dtype": config.train.reduce_dtype,
-        "optimizer": config.train.optimizer,
-        "packing": config.data.packing,
-        "lora_r": config.lora.r if config.method == "lora" else None,
-    }
+EXPERTS_NOT_MEASURED = (
+    "No measured run of a mixture of experts validates predicted times; the simulated peaks of small ones in "
+    "bf16 are up to 5 % larger than predicted."
+)
 
 
 def experts_note(numbers: ModelNumbers) -> str | None:
@@ -211,8 +208,7 @@ def experts_note(numbers: ModelNumbers) -> str | None:
     return (
         f"{traits.name} is a mixture of experts: a token uses {count(census.total - census.idle)} of its "
         f"{count(census.total)} parameters. Layouts have no expert parallelism: they are of "
-        f"{', '.join(['dp', *axes])} and ZeRO only. No measured run of such a model validates these times; "
-        "the simulated peaks of small ones in bf16 are up to 5 % larger than predicted."
+        f"{', '.join(['dp', *axes])} and ZeRO only. {EXPERTS_NOT_MEASURED}"
     )
 
 

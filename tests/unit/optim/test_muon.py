@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from known import known
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -16,7 +17,6 @@ from meshtune.placement.columns import Columns
 from meshtune.placement.share import share
 from meshtune.plan.cluster import cluster_of
 from meshtune.plan.machine import machine_of
-from meshtune.plan.models import models
 from meshtune.plan.seconds.collectives import optimizer_update
 from meshtune.plan.workload import Workload
 from meshtune.sections import ClusterConfig
@@ -112,7 +112,7 @@ def test_adapters_are_matrices_of_the_blocks() -> None:
 
 
 def test_the_plan_counts_newton_schulz() -> None:
-    model = models()["qwen3-0.6b"]
+    model = known("qwen3-0.6b")
     workload = partial(Workload, "m", model.work, model.traits, seq_len=1024, global_batch_size=8)
     cluster, layouts = cluster_of(ClusterConfig(gpu="h200", gpus=2)), ("mb1-ga8", "pp2-1f1b-mb1-ga8")
     columns = Columns.of([Layout.parse(text) for text in layouts])

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from golden import refuses, says
+from known import known
 from test_optim import backward, small
 from torch import nn
 from transformers import Adafactor
@@ -17,12 +18,11 @@ from meshtune.optim.optimizer import Optimizer
 from meshtune.optimizers import OPTIMIZERS
 from meshtune.placement.rules import Traits, refusals
 from meshtune.plan.cluster import cluster_of
-from meshtune.plan.models import models
 from meshtune.plan.search import explained
 from meshtune.plan.workload import Workload
 from meshtune.sections import ClusterConfig
 
-QWEN = models()["qwen3-0.6b"]
+QWEN = known("qwen3-0.6b")
 TRAITS = Traits("Plain", blocks=8, heads=8, kv_heads=8, vocabulary=64)
 
 

@@ -1,13 +1,15 @@
 """Clusters, workloads of known models and configs, and the answer of one plan."""
 
+from dataclasses import replace
 from typing import Any
+
+from known import known
 
 from meshtune import config
 from meshtune.config import Config
 from meshtune.plan.answer import Answer, offer_of
 from meshtune.plan.cluster import Cluster, cluster_of
 from meshtune.plan.cost import UNPLANNED, RunLength
-from meshtune.plan.models import models
 from meshtune.plan.search import Plan
 from meshtune.plan.workload import Workload
 from meshtune.sections import ClusterConfig
@@ -18,8 +20,7 @@ def machines(gpus: int = 8, gpu: str = "h100-sxm", **settings: Any) -> Cluster:
 
 
 def workload(model: str = "llama-3.1-8b", size: int = 64, seq_len: int = 4096, **settings: Any) -> Workload:
-    shape = models()[model]
-    return Workload(model, shape.work, shape.traits, seq_len, size, **settings)
+    return replace(known(model), seq_len=seq_len, global_batch_size=size, **settings)
 
 
 def load(*words: str) -> Config:

@@ -4,11 +4,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
+from known import known
+
 from meshtune.layout import Layout
 from meshtune.meter.parts import PARTS
 from meshtune.plan.calibration import Planned, Runs
 from meshtune.plan.cluster import Cluster
-from meshtune.plan.models import models
 from meshtune.plan.step_parts import MeasuredRun
 from meshtune.plan.work import Work
 from meshtune.plan.workload import Workload
@@ -32,7 +33,7 @@ def made(cluster: Cluster, factors: dict[str, float], names: list[str] = LAYOUTS
 
 def _made(cluster: Cluster, factors: dict[str, float], names: list[str]) -> Iterator[Planned]:
     work = Work.of_shape(layers=8, hidden=512, ffn=1408, heads=8, kv_heads=8, vocabulary=8192)
-    traits = models()["llama-3.2-1b"].traits
+    traits = known("llama-3.2-1b").traits
     for name in names:
         layout = Layout.parse(name)
         workload = Workload("small", work, traits, 128, layout.global_batch_size, precision="fp32")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from known import known
 
 from meshtune.layout import Layout
 from meshtune.placement.columns import Columns
@@ -15,9 +16,7 @@ from meshtune.plan.memory.stages import Stages
 from meshtune.plan.memory.states import Step
 from meshtune.plan.memory.tensors import gather_pool, stream_bytes
 from meshtune.plan.memory.timeline import Liveness
-from meshtune.plan.models import models
 from meshtune.plan.search import stages_of
-from meshtune.plan.workload import Workload
 from meshtune.units import GIB
 
 sys.path.append(str(Path(__file__).parents[3] / "validation"))
@@ -25,20 +24,15 @@ import memory_reserved
 from memory_rows import workload_of
 
 PAGE = memory_reserved.PAGE.read_text(encoding="utf-8")
-# Rows of models whose shape in plan/models.toml is the model: the others need their configuration.
 ROWS = re.findall(r"^\| (llama\S+|qwen3-32b) (\S+) \| [\d.]+ \| ([\d.]+) \|", PAGE, re.M)
 OTHERS = ("llama-3.1-70b", "llama-3.1-405b", "qwen3-32b", "gemma-2-27b", "olmo-2-32b")
 LIMIT = 0.03
-EIGHT_B = models()["llama-3.1-8b"]
+EIGHT_B = known("llama-3.1-8b")
 
 
 def reserved(model: str, layout: str) -> float:
     """GiB that the planner predicts at 8192 tokens, without context and communicators."""
-    known, columns = models()[model], Columns.of([Layout.parse(layout)])
-    workload = Workload(
-        model=model, work=known.work, traits=known.traits, seq_len=8192,
-        global_batch_size=Layout.parse(layout).global_batch_size,
-    )  # fmt: skip
+    workload, columns = known(model), Columns.of([Layout.parse(layout)])
     accounting = replace(stack_accounting("meshtune", "bf16"), context=0.0, communicator=0.0)
     stages = stages_of(workload, columns)
     events = Liveness(Step(workload.work, columns, accounting, 8192, stages)).timeline()
@@ -53,7 +47,6 @@ def test_the_page_has_all_its_rows_within_the_limit() -> None:
 
 @pytest.mark.parametrize(("model", "layout", "simulated"), [row[:3] for row in ROWS])
 def test_reserved_bytes_are_those_of_the_replay(model: str, layout: str, simulated: str) -> None:
-    """By a model's shape alone, whose passes are not traced."""
     assert reserved(model, layout) == pytest.approx(float(simulated), rel=LIMIT)
 
 

@@ -16,9 +16,11 @@ import numpy as np
 import pytest
 from cases import cases
 from golden import refuses, says
-from made_plans import answered, machines, workload
+from known import known
+from made_plans import answered, load, machines, workload
 from own_kind import OWN_KIND
 
+from meshtune.api.plan import largest as largest_of
 from meshtune.errors import NothingFits, UserError
 from meshtune.layout import (
     SCHEDULES,
@@ -39,7 +41,7 @@ from meshtune.plan.cost import RunCost, RunLength
 from meshtune.plan.hardware import catalogue
 from meshtune.plan.machine import machine_of
 from meshtune.plan.memory.timeline import CATEGORIES, CATEGORY_NAMES
-from meshtune.plan.models import models
+from meshtune.plan.models import by_size
 from meshtune.plan.phrases import largest_category, spent
 from meshtune.plan.search import PEAK_TIE, SAFE_COST, Choice, Plan, explained, search
 from meshtune.plan.seconds.step import TIE, Seconds, StepTime
@@ -550,17 +552,14 @@ def test_the_largest_batch_fits_at_once_and_the_next_does_not() -> None:
 
 @pytest.mark.all
 def test_the_largest_model_fits_and_no_larger_one() -> None:
-    w, cluster = workload("qwen3-0.6b", 8), machines(1)
-    name, choice = largest(w, cluster, "model")
+    cluster = ["cluster.gpu=h100-sxm", "cluster.gpus=1"]
+    name, choice = largest_of(load(*cluster), "model")
     assert choice.fits
-    own = models()[name].work.parameters
-    larger_ones = {name: shape for name, shape in models().items() if 1 < shape.work.parameters / own < 2}
-    assert larger_ones
-    for other, shape in larger_ones.items():
-        larger = replace(w, model=other, work=shape.work, traits=shape.traits)
-        assert not len(search(larger, cluster)), other
+    larger_ones = by_size()[: by_size().index(name)]
+    for other in larger_ones[-8:]:
+        assert not len(search(known(other), machines(1))), other
     with refuses(UserError):
-        largest(w, cluster, "speed")
+        largest(known("qwen3-0.6b"), machines(1), "speed")
 
 
 # nothing fits #

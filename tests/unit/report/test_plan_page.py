@@ -6,13 +6,13 @@ from dataclasses import replace
 from itertools import combinations
 
 import pytest
+from known import known
 
 from meshtune.layout import Layout
 from meshtune.plan.answer import Answer, offer_of
 from meshtune.plan.cluster import Cluster, cluster_of
 from meshtune.plan.cost import RunLength
 from meshtune.plan.explanation import Explanation
-from meshtune.plan.models import models
 from meshtune.plan.search import explained, search
 from meshtune.plan.workload import Workload
 from meshtune.report.draw.charts import heat_map, specification
@@ -27,7 +27,7 @@ from meshtune.report.plan.panels import memory_stacks, panels, time_stacks
 from meshtune.sections import ClusterConfig
 from meshtune.units import GIB
 
-MODEL = models()["llama-3.2-1b"]
+MODEL = known("llama-3.2-1b")
 WORKLOAD = Workload("models/llama-3.2-1b/config.json", MODEL.work, MODEL.traits, 4096, 32)
 LENGTH = RunLength(1000, 1000 * 32 * 4096)
 LINE = CommandLine("meshtune plan a=1 --plot x.html", "a=1")

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from known import known
 from rich.console import Console
 
 from meshtune.config import Config, load
@@ -12,7 +13,6 @@ from meshtune.layout import Layout, in_words
 from meshtune.plan.answer import KIN, KIND, Answer, offer_of
 from meshtune.plan.cluster import cluster_of
 from meshtune.plan.cost import RunLength
-from meshtune.plan.models import models
 from meshtune.plan.search import search
 from meshtune.plan.workload import Workload
 from meshtune.report.plan import documents
@@ -36,7 +36,7 @@ def settings(*words: str) -> Config:
 
 @pytest.fixture(scope="module")
 def answer() -> Answer:
-    model = models()["llama-3.1-8b"]
+    model = known("llama-3.1-8b")
     workload = Workload("meta-llama/Llama-3.1-8B", model.work, model.traits, 4096, 64)
     cluster = cluster_of(ClusterConfig(gpu="h100-sxm", gpus=16, price_per_gpu_hour=2.5))
     length = RunLength(2000, 2000 * workload.tokens)

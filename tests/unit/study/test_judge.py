@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 from golden import says
+from known import known
 
 from meshtune.api.sweep import best_layouts, place_of
 from meshtune.config import Config
 from meshtune.layout import Layout
-from meshtune.plan.models import models
 from meshtune.plan.search import explained
 from meshtune.plan.workload import Workload
 from meshtune.study.judge import Here, Judged, judge
@@ -20,7 +20,7 @@ BASE = {"model": {"name": "llama-3.1-8b"}, "data": {"seq_len": 4096}, "cluster":
 
 def workload_of(config: Config) -> Workload:
     """The workload of a model of the catalogue, without its config.json."""
-    model = models()[config.model.name]
+    model = known(config.model.name)
     return Workload(
         config.model.name, model.work, model.traits, config.data.seq_len, config.global_batch_size
     )

@@ -6,6 +6,7 @@ from functools import cache, partial
 
 import pytest
 from golden import refuses, says
+from known import known
 
 from meshtune.config import Config, load
 from meshtune.errors import UserError
@@ -20,7 +21,6 @@ from meshtune.plan.explanation import Explanation
 from meshtune.plan.hardware import stacks
 from meshtune.plan.machine import machine_of
 from meshtune.plan.memory.stages import Stages
-from meshtune.plan.models import models
 from meshtune.plan.programs import MESHTUNE, TOOLS, Tool
 from meshtune.plan.search import Plan, explained, search
 from meshtune.plan.work import Work
@@ -38,7 +38,7 @@ def settings(batch: int, *more: str) -> Config:
 
 
 def llama(model: str, batch: int, tool: str, seq_len: int = 4096) -> Workload:
-    shape = models()[model]
+    shape = known(model)
     config = settings(batch, f"data.seq_len={seq_len}")
     return Workload(model, shape.work, shape.traits, seq_len, batch).run_by(tool_for(tool, config))
 
@@ -136,7 +136,7 @@ def test_gradients_are_reduced_as_the_tool_does() -> None:
     for tool, size in (("meshtune", 4), ("accelerate", 2), ("torchtitan", 4)):
         assert machine_of(llama("llama-3.1-8b", 64, tool), h100s(16)).scatter_bytes == size
     config = settings(64, "train.reduce_dtype=bf16")
-    shape = models()["llama-3.1-8b"]
+    shape = known("llama-3.1-8b")
     reduced = Workload("m", shape.work, shape.traits, 4096, 64, reduce_dtype="bf16")
     there = reduced.run_by(tool_for("torchtitan", config))
     assert there.reduce_dtype == "fp32"

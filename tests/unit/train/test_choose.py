@@ -4,18 +4,18 @@ from typing import Any
 
 import pytest
 from golden import refuses, says
+from known import known
 
 from meshtune.api import choose
 from meshtune.config import Config
 from meshtune.errors import NothingFits
-from meshtune.plan.models import models
 from meshtune.plan.workload import Workload
 
 
 @pytest.fixture
 def chosen(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return a function: GPUs and settings of the cluster -> the layout of an 8B model with 64 sequences."""
-    shape = models()["llama-3.1-8b"]
+    shape = known("llama-3.1-8b")
     workload = Workload("llama-3.1-8b", shape.work, shape.traits, 8192, 64)
     monkeypatch.setattr(choose, "numbers_of", lambda config, **_: None)
     monkeypatch.setattr(choose, "workload_of", lambda config, numbers: workload)

@@ -26,6 +26,7 @@ from meshtune.plan.phrases import device, memory_limit
 from meshtune.plan.programs import MESHTUNE
 from meshtune.plan.search import PEAK_TIE, TIE_MEMORY_STEP, Choice
 from meshtune.plan.seconds.step import PARTS, TIE
+from meshtune.plan.workload import EXPERTS_NOT_MEASURED
 from meshtune.report.draw.document import Document, InTerminal, Late, Notes, OnPage, Part, Pictures, Section
 from meshtune.report.draw.kinds import Areas, Timeline
 from meshtune.report.draw.page import text, tiles
@@ -303,8 +304,9 @@ def models_that_fit(longest: Mapping[str, Mapping[str, int | None]], cluster: Cl
     notes = (
         "Tokens of the longest sequence, of 512, 1,024, 2,048 … up to the model's positions, in the layout "
         f"that needs least memory; {memory_limit(cluster)}.",
-        f"Models that don't fit: {len(entries) - len(fitting)}. Mixtures of experts are not in "
-        "this table. Models are predicted by their shapes; the next command counts all tensors of one.",
+        f"Models that don't fit: {len(entries) - len(fitting)}. Models that can't keep packed documents "
+        "apart are counted with data.packing=false, mixtures of experts without expert parallelism. "
+        f"{EXPERTS_NOT_MEASURED}",
         f"Next: meshtune plan max seq_len model.name={first['model']} method={method} "
         f"cluster.gpu={cluster.gpu.name} cluster.gpus={cluster.gpus}",
     )
