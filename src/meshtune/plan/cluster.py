@@ -57,17 +57,19 @@ class Cluster:
     def of_size(self, gpus: int) -> Cluster:
         """The same nodes, more or fewer of them: `gpus` in all, which may be a part of one node.
 
+        This machine's processor stays one machine, however many ranks share it.
         Raises UserError if they need more than one node and don't fill whole ones.
         """
-        if gpus > self.node and gpus % self.node:
-            below = gpus // self.node * self.node
+        one_machine = self.gpu is catalogue()["cpu"] and self.node == self.gpus
+        node = gpus if one_machine else self.node
+        if gpus > node and gpus % node:
+            below = gpus // node * node
             raise UserError(
-                f"{gpus} GPUs do not fill machines of {self.node}; use {below} or {below + self.node}, or "
+                f"{gpus} GPUs do not fill machines of {node}; use {below} or {below + node}, or "
                 "set cluster.gpus_per_node."
             )
-        ranks = min(gpus, self.node)
-        memory = self.memory if self.host_memory is None else self.host_memory / ranks
-        return replace(self, gpus=gpus, memory=memory)
+        memory = self.memory if self.host_memory is None else self.host_memory / min(gpus, node)
+        return replace(self, gpus=gpus, node=node, memory=memory)
 
     @property
     def ranks_in_node(self) -> int:

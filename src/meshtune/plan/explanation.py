@@ -24,7 +24,8 @@ class Explanation:
 
     workload: Workload  # with the layout's global batch
     choice: Choice
-    against: tuple[str, ...]  # reasons why it can't run or does not fit; settings that it has otherwise
+    against: tuple[str, ...]  # it does not fit; the search leaves it out; settings that it has otherwise
+    refused: tuple[str, ...] = ()  # reasons why it can't be trained, with the remedies
     length: RunLength = UNPLANNED  # of the run; UNPLANNED for another global batch than the config's
 
     @cached_property
@@ -44,10 +45,12 @@ class Explanation:
         return RunCost.of(self.choice, self.length)
 
     def as_dict(self) -> dict[str, Any]:
-        """An entry of `layouts` in the JSON document, with `against`, `levers` and `tensors`."""
-        return self.choice.as_dict() | {
+        """An entry of `layouts` in the JSON document, with `refused`, `against`, `levers` and `tensors`."""
+        return {
+            "refused": list(self.refused),
+            **self.choice.as_dict(),
             "run": vars(self.run),
-            "against": list(self.against),
+            "against": [*self.refused, *self.against],
             "levers": [lever.as_dict() for lever in self.levers],
             "tensors": self.tensors,
         }
@@ -94,7 +97,7 @@ def _explained(workload: Workload, cluster: Cluster, layout: Layout) -> Explanat
     With another global batch than the workload's, the layout's is predicted, and a sentence reports it;
     another one says that the search leaves it out.
     """
-    against = workload.refusals(layout)
+    refused, against = workload.refusals(layout), list[str]()
     if workload.mean_document_tokens and workload.mean_document_tokens > workload.seq_len:
         against.append(documents(workload))
     batch = layout.global_batch_size
@@ -114,4 +117,4 @@ def _explained(workload: Workload, cluster: Cluster, layout: Layout) -> Explanat
         peak = choice.memory.peak
         too_much = human(peak - cluster.usable_memory)
         against.append(f"It needs {human(peak)}, {too_much} too much: {memory_limit(cluster)}.")
-    return Explanation(workload, choice, tuple(against))
+    return Explanation(workload, choice, tuple(against), tuple(refused))

@@ -872,6 +872,7 @@ def test_without_a_gpu_ranks_share_this_processors_memory(monkeypatch: pytest.Mo
     assert (one, four) == (*named,)
     assert one.gpu.name == four.gpu.name == "cpu"
     assert (one.memory, four.memory, four.node) == (64 * 2**30, 16 * 2**30, 4)
+    assert one.of_size(4) == four, "plan --gpus 4"
 
 
 @pytest.mark.parametrize(

@@ -193,8 +193,13 @@ def test_explained_layouts_have_a_page_with_the_reasons_against_them_and_their_l
     choice = explained(
         WORKLOAD, cluster_of(ClusterConfig(gpu="h100-sxm", gpus=8)), Layout.parse("dp8-mb1-ga4")
     )
-    one = Explanation(WORKLOAD, choice, ("It is <slow>.",))
-    page = documents.explained([one]).html()
+    one = Explanation(WORKLOAD, choice, ("It is <slow>.",), ("It can't run.",))
+    document = documents.explained([one])
+    page = document.html()
+    assert page.index("It can&#x27;t run.") < page.index("<code>dp8-mb1-ga4</code>")
+    assert (
+        document.parts[0].title.startswith("meshtune can't train") and next(iter(document.facts)) == "refused"
+    )
     assert "It is &lt;slow&gt;." in page and "<code>dp8-mb1-ga4</code>" in page
     assert html.escape(one.levers[0].sentence()) in page
     of_overhead = [part for part in one.tensors if part["category"] == "overhead"]

@@ -204,18 +204,26 @@ def provenance(result: Answer, line: CommandLine) -> Table:
 def explained(
     explanations: Sequence[Explanation], *, in_one_table: bool = False, drawn: Sequence[Panel] = ()
 ) -> Document:
-    """Memory and time of each layout, part by part, the reasons against it, and its levers.
+    """Why layouts are refused; memory and time of each one, part by part, reasons against it, and its levers.
 
     explanations: at least one. in_one_table: the layouts side by side. drawn: pictures of the page.
     """
     choices = [one.choice for one in explanations]
-    parts: list[Part] = [Pictures(drawn)]
+    parts: list[Part] = [
+        Section(
+            f"{one.choice.tool.title} can't train {one.choice.layout}; its numbers are predicted as if it could",
+            one.refused,
+            style="bold",
+        )
+        for one in explanations
+    ]
+    parts.append(Pictures(drawn))
     if in_one_table:
         parts.append(InTerminal(side_by_side(choices)))
     for place, one in enumerate(explanations):
         letter = string.ascii_uppercase[place] if in_one_table else ""
         if not in_one_table:
-            parts.append(InTerminal(Group(*[Text()] * bool(place), explanation(one.choice))))
+            parts.append(InTerminal(Group(*[Text()] * bool(place or one.refused), explanation(one.choice))))
         parts += [OnPage(f"<h2><code>{text(one.choice.layout)}</code></h2>"), *reasons(one, letter)]
     entries = [one.as_dict() for one in explanations]
     return Document(
