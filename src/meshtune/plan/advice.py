@@ -363,8 +363,15 @@ def _faster(plan: Plan, best: Choice, kinds: Sequence[str]) -> Iterator[str]:
         for change in changes(plan.workload, plan.cluster)
         if change.kind in kinds and PRECISIONS[change.workload.precision].trained == trained
     )
-    for outcome in searched(some, plan.fixed_of_batches, best):
-        if outcome.speed > NOTABLE_GAIN:
+    fixed = plan.fixed_of_batches
+    # Compiled blocks refuse some layouts: then one without the fixed recomputation, else any other.
+    others = {name: value for name, value in fixed.items() if not name.startswith("recompute")}, {}
+    for change in some:
+        elsewhere = change._replace(words=f"{change.words} and another layout")
+        tried = [(change, fixed), *((elsewhere, other) for other in others if change.kind == "compile")]
+        found = (outcome for one, kept in tried for outcome in searched([one], kept, best))
+        outcome = next(found, None)
+        if outcome and outcome.speed > NOTABLE_GAIN:
             yield outcome.sentence()
 
 

@@ -57,8 +57,8 @@ def run_length(config: Config) -> RunLength:
 
 
 def unknown(missing: str) -> str:
-    """Sentence on a run of unknown length. missing: as in RunLength."""
-    return f"The length of the run is unknown: {missing} train.max_steps or train.total_tokens give one too."
+    """Sentence on a run of unknown length, with the setting that gives one. missing: as in RunLength."""
+    return f"The length of the run is unknown: set train.max_steps=N. An epoch can't be counted: {missing}"
 
 
 def _shorter_documents(counted: float, planned: int) -> Iterator[str]:
@@ -77,7 +77,10 @@ def epoch_of(config: Config) -> tuple[Summary | None, str]:
     if not config.data.train:
         return None, "data.train names no rows for `meshtune data` to count."
     if (summary := read_summary(config)) is None:
-        return None, "`meshtune data` has not counted these rows; run it with the same settings."
+        return None, (
+            "`meshtune data` has not counted these rows; run it with the same settings, where the model's "
+            "tokenizer is."
+        )
     if changed := summary.changed():
         return None, f"{changed[0]} has changed since `meshtune data` counted the rows; run it again."
     return summary, ""

@@ -4,7 +4,7 @@ import pytest
 from made_plans import machines, workload
 
 from meshtune.layout import PartialLayout
-from meshtune.plan.advice import verdict
+from meshtune.plan.advice import faster, verdict
 from meshtune.plan.answer import Answer, offer_of
 from meshtune.plan.search import SAFE_COST, Plan, search
 
@@ -72,3 +72,11 @@ def test_other_batches_of_a_fixed_layout_change_its_accumulation_only() -> None:
         f" layout=zero3x16-mb2-ga{steps}-full)" in said for steps, said in zip((1, 4, 8), others, strict=True)
     )
     assert not any("does not fit" in said for said in (small, *others))
+
+
+def test_compiled_blocks_are_named_for_a_fixed_layout_that_they_refuse() -> None:
+    found = plan("zero3x16-mb1-ga4-full", seq_len=2048)
+    (said,) = [line for line in faster(found, found.choice(0)) if "train.compile=true" in line]
+    assert said.startswith(
+        "compiled blocks and another layout (train.compile=true layout=zero3x16-mb1-ga4): "
+    )
