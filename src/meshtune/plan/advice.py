@@ -279,20 +279,22 @@ def comparison(workload: Workload, other: Choice, best: Choice) -> str:
     )
 
 
+def compute_parts(workload: Workload, choice: Choice) -> dict[str, float]:
+    """Seconds of `choice.seconds.compute` by kind of work, COMPUTE's names."""
+    machine = machine_of(workload, choice.cluster)
+    layouts = Columns.of([choice.layout])
+    time = StepTime(workload.work, layouts, machine, workload.seq_len, workload.document_tokens)
+    return {kind: float(np.squeeze(seconds)) for kind, seconds in time.compute_parts.items()}
+
+
 def compute_cause(workload: Workload, other: Choice, best: Choice, *, like: float) -> str:
     """The kinds of work that make `other` compute longer than `best`, as the end of a sentence.
 
     Kinds below NOTABLE of the difference are left out; those that take less are among them. like: see
     `duration`.
     """
-    parts = [
-        StepTime(
-            workload.work, Columns.of([choice.layout]), machine_of(workload, choice.cluster),
-            workload.seq_len, workload.document_tokens,
-        ).compute_parts
-        for choice in (other, best)
-    ]  # fmt: skip
-    more = {kind: float(np.squeeze(parts[0][kind] - parts[1][kind])) for kind in parts[0]}
+    longer_parts, parts = (compute_parts(workload, choice) for choice in (other, best))
+    more = {kind: longer_parts[kind] - parts[kind] for kind in parts}
     least = NOTABLE * sum(more.values())
     notable = sorted((kind for kind in more if abs(more[kind]) >= least), key=lambda kind: -more[kind])
     names = {kind: COMPUTE[kind] for kind in notable}

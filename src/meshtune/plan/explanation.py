@@ -9,6 +9,7 @@ from typing import Any
 from meshtune.config import Config
 from meshtune.layout import Layout, PartialLayout
 from meshtune.placement.columns import Columns
+from meshtune.plan.advice import compute_parts
 from meshtune.plan.changes import Outcome, Refused, levers, refusals
 from meshtune.plan.cluster import Cluster, cluster_for
 from meshtune.plan.cost import UNPLANNED, RunCost, RunLength, run_length
@@ -34,6 +35,14 @@ class Explanation:
         return levers(self.workload, self.choice)
 
     @cached_property
+    def compute(self) -> dict[str, float] | None:
+        """Seconds that a step computes by kind of work, the longest first; None where times are not known."""
+        if not self.choice.cluster.timed:
+            return None
+        parts = compute_parts(self.workload, self.choice)
+        return dict(sorted(parts.items(), key=lambda part: -part[1]))
+
+    @cached_property
     def tensors(self) -> list[dict[str, Any]]:
         """Kinds of tensors at the memory peak, as `Liveness.at_peak`."""
         ranks = peaks_of_ranks(self.workload, self.choice.cluster, self.choice.layout)
@@ -45,10 +54,11 @@ class Explanation:
         return RunCost.of(self.choice, self.length)
 
     def as_dict(self) -> dict[str, Any]:
-        """An entry of `layouts` in the JSON document, with `refused`, `against`, `levers` and `tensors`."""
+        """An entry of `layouts` in the JSON document: the choice's, and what is explained of it."""
         return {
             "refused": list(self.refused),
             **self.choice.as_dict(),
+            "compute": self.compute,
             "run": vars(self.run),
             "against": [*self.refused, *self.against],
             "levers": [lever.as_dict() for lever in self.levers],

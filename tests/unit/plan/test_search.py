@@ -30,7 +30,7 @@ from meshtune.layout import (
     Layout,
     PartialLayout,
 )
-from meshtune.placement.columns import Columns, layout_at, rows
+from meshtune.placement.columns import layout_at, rows
 from meshtune.placement.rules import Traits, refusals
 from meshtune.plan import advice
 from meshtune.plan.answer import compare, largest, offer_of
@@ -39,12 +39,11 @@ from meshtune.plan.changes import OTHER_OPTIMIZER, Refused, empty_plan_error, re
 from meshtune.plan.cluster import Cluster, cluster_of, gpus_here
 from meshtune.plan.cost import RunCost, RunLength
 from meshtune.plan.hardware import catalogue
-from meshtune.plan.machine import machine_of
 from meshtune.plan.memory.timeline import CATEGORIES, CATEGORY_NAMES
 from meshtune.plan.models import by_size
 from meshtune.plan.phrases import largest_category, spent
 from meshtune.plan.search import PEAK_TIE, SAFE_COST, Choice, Plan, explained, search
-from meshtune.plan.seconds.step import TIE, Seconds, StepTime
+from meshtune.plan.seconds.step import TIE, Seconds
 from meshtune.plan.work import Work
 from meshtune.plan.workload import Workload
 from meshtune.sections import ClusterConfig
@@ -697,13 +696,8 @@ def check(each: advice.Alternative, best: Choice, plan: Plan) -> None:
 
 def check_cause(said: str, other: Choice, best: Choice, w: Workload) -> None:
     """Check that the named cause of extra compute is a part whose time is longer."""
-    parts = [
-        StepTime(
-            w.work, Columns.of([choice.layout]), machine_of(w, choice.cluster), w.seq_len, w.document_tokens
-        ).compute_parts
-        for choice in (other, best)
-    ]
-    more = {kind: float(np.squeeze(parts[0][kind] - parts[1][kind])) for kind in parts[0]}
+    longer_parts, parts = (advice.compute_parts(w, choice) for choice in (other, best))
+    more = {kind: longer_parts[kind] - parts[kind] for kind in parts}
     total = other.seconds.compute - best.seconds.compute
     assert sum(more.values()) == pytest.approx(total)
     named = [kind for kind, name in advice.COMPUTE.items() if re.search(rf"\b{name}[:,]", said)]

@@ -9,6 +9,7 @@ import pytest
 from known import known
 
 from meshtune.layout import Layout
+from meshtune.plan.advice import COMPUTE
 from meshtune.plan.answer import Answer, offer_of
 from meshtune.plan.cluster import Cluster, cluster_of
 from meshtune.plan.cost import RunLength
@@ -202,6 +203,8 @@ def test_explained_layouts_have_a_page_with_the_reasons_against_them_and_their_l
     )
     assert "It is &lt;slow&gt;." in page and "<code>dp8-mb1-ga4</code>" in page
     assert html.escape(one.levers[0].sentence()) in page
+    assert one.compute and sum(one.compute.values()) == pytest.approx(choice.seconds.compute)
+    assert f": {COMPUTE['attention']}" in page
     of_overhead = [part for part in one.tensors if part["category"] == "overhead"]
     assert sum(part["bytes"] for part in of_overhead) == pytest.approx(choice.memory.overhead)
     assert sum(part["bytes"] for part in one.tensors) == pytest.approx(choice.memory.peak)

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from meshtune import __version__
 from meshtune.errors import UserError, check_file
-from meshtune.plan.advice import comparison
+from meshtune.plan.advice import COMPUTE, comparison
 from meshtune.plan.cost import RunCost, money
 from meshtune.plan.facts import cluster_facts
 from meshtune.plan.memory.timeline import CATEGORIES
@@ -211,7 +211,7 @@ def explained(
     choices = [one.choice for one in explanations]
     parts: list[Part] = [
         Section(
-            f"{one.choice.tool.title} can't train {one.choice.layout}; its numbers are predicted as if it could",
+            f"{one.choice.tool.title} can't train {one.choice.layout}; numbers are predicted as if it could",
             one.refused,
             style="bold",
         )
@@ -264,7 +264,13 @@ def reasons(one: Explanation, letter: str = "") -> list[Part]:
     lines: dict[bool, list[str]] = {True: [], False: []}  # of overhead; of tensors
     for held in one.tensors:
         lines[held["category"] == "overhead"].append(f"{human(held['bytes'])}: {held['name']}")
+    compute = [
+        f"{seconds(time)} ({time / one.choice.seconds.compute:.0%}): {COMPUTE[kind]}"
+        for kind, time in (one.compute or {}).items()
+        if time
+    ]
     return [
+        Section(f"Compute of a step by kind of work{name}", compute),
         Section(f"Against it{name}", one.against),
         Section(f"Largest at the memory peak{name}", lines[False][:MOST_TENSORS]),
         Section(f"Overhead at the memory peak{name}", lines[True]),
