@@ -21,9 +21,9 @@ SHELL_INPUT = ("/dev/fd/", "/proc/self/fd/", "/dev/stdin")  # what `meshtune tra
 def overridden(tree: dict[str, Any], override: str) -> dict[str, Any]:
     """Return `tree` with one section.key=value laid over it; `tree` is not altered.
 
-    The value is parsed as YAML; nothing after = is null. Where the override sets a key of a cluster that a
-    file describes, that file is read into the tree. Raises UserError for text of another form, a value that
-    is not YAML, and as `read_yaml`.
+    The value is parsed as YAML; nothing after = is null, {} clears a mapping. Where the override sets a key
+    of a cluster that a file describes, that file is read into the tree. Raises UserError for text of another
+    form, a value that is not YAML, and as `read_yaml`.
     """
     key, equals, text = override.partition("=")
     if not equals or not key:
@@ -32,7 +32,8 @@ def overridden(tree: dict[str, Any], override: str) -> dict[str, Any]:
         )
     with explained(f"The value of '{shortened(override)}' is not YAML"):
         value = yaml.load(text, Loader=Bounded) if text else None
-    return laid(tree, key.strip().split("."), value)
+    path = key.strip().split(".")
+    return laid(laid(tree, path, None) if value == {} else tree, path, value)
 
 
 def laid(tree: dict[str, Any], path: Sequence[str], value: Any) -> dict[str, Any]:

@@ -58,6 +58,9 @@ def test_file_is_laid_over_defaults_and_the_command_line_over_the_file(loaded: L
     read = loaded("model: {name: a}\ntrain: {seed: 1, max_steps: 5}\n", words)
     assert (read.model.name, read.train.seed, read.train.max_steps) == ("a", 2, 5)
     assert read.lora.target_modules == ("q_proj", "v_proj")
+    mapped = "model: {name: a}\ndata: {train: a, columns: {prompt: question}}\n"
+    assert loaded(mapped, ["data.columns={}"]).data.columns == {}
+    assert len(loaded(mapped, ["data.columns={completion: answer}"]).data.columns) == 2
 
 
 def test_the_resolved_yaml_reads_back_as_the_same_settings(loaded: Load) -> None:

@@ -13,7 +13,7 @@ def config(
         str, typer.Option(metavar="[full|lora]", help="train all weights, or adapters")
     ] = "full",
     size: Annotated[
-        str | None, typer.Option(help="size of the model, such as 0.6b (the default), 8b")
+        str | None, typer.Option(help="0.6b (the default) … 70b, or a name of plan max: llama-3.1-8b")
     ] = None,
     model: Annotated[str | None, typer.Option(help="a hub id or folder, instead of a size")] = None,
     out: Annotated[Path | None, typer.Option(help="a new file to write it to, instead of stdout")] = None,
@@ -23,6 +23,8 @@ def config(
     Batch per GPU, recomputation and the parallel layout are left to the planner.
     """
     from meshtune.errors import UserError
+    from meshtune.nearest import did_you_mean, nearest
+    from meshtune.plan.models import by_size, hub_id, known_config
     from meshtune.reference.starter import SIZES, starter
     from meshtune.rundir import write_text_atomically
     from meshtune.tools.table import pasted_value
@@ -35,7 +37,13 @@ def config(
         raise UserError(f"--size {size} and --model {model} both name the model; keep one.")
     if out and out.exists():
         raise UserError(f"{out} exists; name another file, or remove it first.")
-    text = starter(method, model or SIZES[(size or "0.6b").lower()], str(out or "run.yaml"))
+    size = size or "0.6b"
+    if not model and size.lower() not in SIZES and not known_config(size):
+        raise UserError(
+            f"--size {size} is neither {', '.join(SIZES)} nor a model of `meshtune plan max`"
+            f"{did_you_mean(nearest(size.lower(), [*SIZES, *by_size()]))} --model takes any hub id or folder."
+        )
+    text = starter(method, hub_id(model or SIZES.get(size.lower(), size)), str(out or "run.yaml"))
     if out:
         write_text_atomically(out, text)
         print(f"Wrote {out}; its header has the next commands.")

@@ -79,7 +79,7 @@ def split(settings: list[str] | None) -> tuple[str | None, list[str]]:
         )
     if not file or file.endswith(YAML) or expanded(file).exists():
         return file, overrides
-    from meshtune.plan.models import known_config  # with numpy: only for a word that names no file
+    from meshtune.plan.models import known_config
 
     if known_config(file):
         raise UserError(f"{file} is a model, and a config file is expected here; write model.name={file}.")

@@ -29,6 +29,12 @@ def known_names() -> list[str]:
     return [name for table in tables().values() for name in (*table["hub"], *table.get("differing", ()))]
 
 
+def hub_id(name: str) -> str:
+    """The first hub id of a short name of models.toml; any other name as it is."""
+    table = tables().get(name.lower())
+    return table["hub"][0] if table else name
+
+
 def by_size() -> list[str]:
     """Short names of the models of models.toml, the one with most parameters first."""
     return sorted(tables(), key=lambda name: -tables()[name]["parameters"])

@@ -11,22 +11,18 @@ from typing import Any
 import yaml
 
 from meshtune.config import LEARNING_RATES, Config
-from meshtune.errors import Table
 from meshtune.reference.schema import EDITOR_LINE, schema, settings
 from meshtune.yaml_tree import merge, nested
 
-SIZES = Table(
-    "--size",
-    {
-        "0.6b": "Qwen/Qwen3-0.6B",
-        "1.7b": "Qwen/Qwen3-1.7B",
-        "4b": "Qwen/Qwen3-4B",
-        "8b": "Qwen/Qwen3-8B",
-        "14b": "Qwen/Qwen3-14B",
-        "32b": "Qwen/Qwen3-32B",
-        "70b": "meta-llama/Llama-3.3-70B-Instruct",
-    },
-)
+SIZES = {
+    "0.6b": "Qwen/Qwen3-0.6B",
+    "1.7b": "Qwen/Qwen3-1.7B",
+    "4b": "Qwen/Qwen3-4B",
+    "8b": "Qwen/Qwen3-8B",
+    "14b": "Qwen/Qwen3-14B",
+    "32b": "Qwen/Qwen3-32B",
+    "70b": "meta-llama/Llama-3.3-70B-Instruct",
+}
 LORA = "lora.r lora.alpha lora.target_modules"
 SHOWN = (
     "model.name method {lora} data.train data.eval_split data.seq_len data.packing data.train_on "

@@ -36,6 +36,12 @@ def test_each_starter_loads_as_it_says(method: str, size: str, tmp_path: Path) -
     Draft202012Validator(schema()).validate(yaml.safe_load(file.read_text()))
 
 
+def test_a_size_may_be_a_model_of_the_table() -> None:
+    for words in (["--size", "Llama-3.1-8B"], ["--model", "llama-3.1-8b"]):
+        assert "  name: meta-llama/Llama-3.1-8B " in run(*words).stdout
+    assert "  name: Qwen/Qwen3-14B " in run("--size", "Qwen/Qwen3-14B").stdout
+
+
 def test_its_comments_are_the_sentences_of_its_settings() -> None:
     text = starter("lora", "some/model", "run.yaml")
     comments = " ".join(re.findall(r"# (.*)", text))
@@ -77,7 +83,7 @@ def test_it_writes_over_no_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "words",
-    [["--size", "9b"], ["--size", "8b", "--model", "x"]],
+    [["--size", "9b"], ["--size", "llama-3.2-8b"], ["--size", "8b", "--model", "x"]],
 )
 def test_bad_options_are_refused(words: list[str]) -> None:
     with refuses(UserError):

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from meshtune.layout import in_words
 from meshtune.plan.cost import RunCost
-from meshtune.plan.models import PREFIX, tables
+from meshtune.plan.models import PREFIX, hub_id
 from meshtune.plan.phrases import device, unmeasured
 from meshtune.plan.programs import MESHTUNE
 from meshtune.report.draw.document import InTerminal, Notes, Part, Section
@@ -59,8 +59,7 @@ PYTHON = CommandLine()
 def _downloadable(word: str) -> str:
     """model.name=NAME with the hub's id where NAME is a short one of models.toml; other words as they are."""
     setting, _, name = word.partition("=")
-    table = tables().get(name.lower()) if setting == "model.name" else None
-    return f"model.name={table['hub'][0]}" if table else word
+    return f"model.name={hub_id(name)}" if setting == "model.name" else word
 
 
 def command(result: Answer, line: CommandLine) -> str:
