@@ -37,7 +37,7 @@ from meshtune.plan.accounting import stack_accounting
 from meshtune.plan.changes import Lighter, out_of_memory
 from meshtune.plan.cluster import Cluster, cluster_for, other_units
 from meshtune.plan.explanation import explain
-from meshtune.plan.phrases import unmeasured
+from meshtune.plan.phrases import predicted_with, unmeasured
 from meshtune.plan.search import explained
 from meshtune.plan.workload import Uncounted, Workload, lighter_workloads, workload_of
 from meshtune.train.inputs import Inputs, loader_of
@@ -239,6 +239,7 @@ class Subject:
                 *self.notes,
                 *([COMPILED] if self.config.train.compile else []),
                 *([borrowed] if self.workload and borrowed else []),
+                *([f"{predicted_with(job.label_share)}."] if workload else []),
                 *(() if cluster.gpu.processor else allocator.conflicts(os.environ)),
                 *notes,
             ),

@@ -41,6 +41,16 @@ def documents(workload: Workload) -> str:
     return ""
 
 
+def predicted_with(label_share: float | None) -> str:
+    """A clause on the tokens with labels, which are all that have logits.
+
+    label_share: as in `Workload.of_labels`; a run has that of all data, a dry run that of its batch.
+    """
+    if label_share is None:
+        return "Predicted with labels on all tokens (fewer need less memory)"
+    return f"Predicted with labels on {label_share:.0%} of the tokens"
+
+
 def sequences(number: int) -> str:
     """A number of sequences as settings write it, without grouped digits: "1024 sequences"."""
     return f"{number} sequence{'s' * (number > 1)}"

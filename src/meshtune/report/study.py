@@ -8,6 +8,7 @@ from typing import Any
 from meshtune.meter.causes import Cause
 from meshtune.plan.calibration import CONSTANTS, FACTOR, NOTABLE
 from meshtune.plan.memory.timeline import CATEGORY_NAMES
+from meshtune.plan.phrases import predicted_with
 from meshtune.report.draw.document import Document, Notes, Section
 from meshtune.report.draw.table import Table
 from meshtune.report.dryrun.beside import difference, peaks
@@ -328,7 +329,10 @@ def _best(facts: Facts) -> Table:
         for row in best
     )  # fmt: skip
     heads = ("number", "layout", *axes, *map(head, known))
-    return Table.of_rows(f"Best by {head(ranked_by)}", heads, rows, ("layout", *axes))
+    # Without data; a bench has the share of its batch.
+    judged = facts["simulated"] or "loss" in known
+    notes = [f"{predicted_with(None)}."] if judged and "predicted_peak_bytes" in known else []
+    return Table.of_rows(f"Best by {head(ranked_by)}", heads, rows, ("layout", *axes), notes)
 
 
 def _short(text: str) -> str:

@@ -14,6 +14,7 @@ from rich.text import Text
 from meshtune.layout import Layout, in_words
 from meshtune.meter.rows import memory_table
 from meshtune.optimizers import OPTIMIZERS
+from meshtune.plan.phrases import predicted_with
 from meshtune.precision import DTYPE_BYTES, PRECISIONS
 from meshtune.rundir import Row
 from meshtune.streams import lost
@@ -232,7 +233,8 @@ def beginning(row: Row) -> Iterator[str]:
     if predicted := row.get("predicted"):
         step, memory = predicted.get("step_seconds"), predicted["memory"]
         time = f", {duration(step)} a step, {duration(step * row['total_steps'])} in all" if step else ""
-        yield f"Predicted: {human(memory['peak'])} of {human(memory['capacity'])} a rank{time}. {checkpoint}"
+        memory_of = f"{human(memory['peak'])} of {human(memory['capacity'])} a rank"
+        yield f"{predicted_with(row.get('label_share'))}: {memory_of}{time}. {checkpoint}"
     else:
         yield checkpoint
 

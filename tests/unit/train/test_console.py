@@ -245,7 +245,7 @@ BEGINS = {
     "kind": "run", "model": "tiny", "parameters": 8_030_000_000, "trainable_parameters": 83_890_000,
     "precision": "bf16", "optimizer": "adamw", "global_batch_size": 64, "seq_len": 4096, "total_steps": 100,
     "learning_rate": "2e-4, cosine", "layout": "zero3x8-mb2-ga4", "world": 8, "device": "H100",
-    "predicted": {"memory": {"peak": 2**34, "capacity": 2**36}, "step_seconds": 3.0},
+    "predicted": {"memory": {"peak": 2**34, "capacity": 2**36}, "step_seconds": 3.0}, "label_share": 0.34,
 }  # fmt: skip
 
 
@@ -260,5 +260,6 @@ def test_a_run_begins_with_what_is_trained_how_and_what_was_predicted(timed: boo
         "100 steps of 64 sequences of 4,096 tokens: 262,144 tokens a step. Learning rate 2e-4, cosine.",
         "Layout zero3x8-mb2-ga4: ZeRO-3 in 8 shards · micro-batch 2 · 4 accumulated; 8 x H100.",
         # master weights and two states, in fp32
-        f"Predicted: 16.0 GiB of 64.0 GiB a rank{time}. A checkpoint takes about 960 MiB.",
+        f"Predicted with labels on 34% of the tokens: 16.0 GiB of 64.0 GiB a rank{time}. A checkpoint takes "
+        "about 960 MiB.",
     ]

@@ -13,7 +13,7 @@ from rich.text import Text
 from meshtune.layout import in_words
 from meshtune.plan.cost import RunCost
 from meshtune.plan.models import PREFIX, hub_id
-from meshtune.plan.phrases import device, unmeasured
+from meshtune.plan.phrases import device, predicted_with, unmeasured
 from meshtune.plan.programs import MESHTUNE
 from meshtune.report.draw.document import InTerminal, Notes, Part, Section
 from meshtune.report.draw.table import Column, Table
@@ -119,7 +119,8 @@ def first_screen(result: Answer, line: CommandLine, written: Written | None = No
 def reliability(choice: Choice) -> list[str]:
     """Sentences on how far the numbers can be trusted; the first screen says of an unmeasured processor."""
     borrowed = unmeasured(choice.cluster) if choice.cluster.timed else ""
-    return [*filter(None, [choice.accuracy.sentence(choice.stack, choice.cluster.gpu.name), borrowed])]
+    accuracy = choice.accuracy.sentence(choice.stack, choice.cluster.gpu.name)
+    return [*filter(None, [accuracy, f"{predicted_with(None)}.", borrowed])]
 
 
 def heading(result: Answer) -> Text:
