@@ -4,6 +4,7 @@ import gc
 import importlib.util
 import os
 import signal
+import sys
 from collections.abc import Callable, Generator
 from functools import cache
 from pathlib import Path
@@ -18,6 +19,7 @@ from tiny import make_folder, short_run
 from meshtune.compat import splits_backward
 from meshtune.layout import ZERO_BUBBLE
 
+sys.path.append(str(Path(__file__).parents[1] / "validation"))  # shapes
 collect_ignore = [] if torch.cuda.is_available() else ["gpu"]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
+from shapes import adapted, of_shape
 
 from meshtune.layout import CP_METHODS, RECOMPUTE, SCHEDULES
 from meshtune.placement.columns import Columns
@@ -165,7 +166,7 @@ def work_of(rows: Sequence[Row], lora_rank: int = LORA_RANK) -> Work:
     heads = column(rows, "heads")
     heads = np.where(np.isnan(heads), np.round(hidden / HEAD_DIM), heads)
     kv = column(rows, "kv_heads")
-    work = Work.of_shape(
+    work = of_shape(
         layers=column(rows, "layers"),
         hidden=hidden,
         ffn=column(rows, "ffn"),
@@ -176,7 +177,7 @@ def work_of(rows: Sequence[Row], lora_rank: int = LORA_RANK) -> Work:
         tied=column(rows, "tied_embeddings", 0.0),
     )
     with_adapters = np.array([float(trains_adapters(row)) for row in rows])
-    return work.adapted(lora_rank, with_adapters) if with_adapters.any() else work
+    return adapted(work, lora_rank, with_adapters) if with_adapters.any() else work
 
 
 def recompute_of(row: Row, origin: Origin) -> int:

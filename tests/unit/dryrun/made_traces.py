@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from shapes import of_shape
 from transformers import PretrainedConfig
 
 from meshtune.dryrun.world import Job
@@ -24,7 +25,6 @@ from meshtune.placement.schedules import orders
 from meshtune.placement.share import stage_of_rank
 from meshtune.plan.cluster import Cluster
 from meshtune.plan.hardware import catalogue
-from meshtune.plan.work import Work
 from meshtune.plan.workload import Workload
 from meshtune.train.model import ModelSpec, OptimizerSpec
 
@@ -40,7 +40,7 @@ def cluster(gpus: int, kind: str = "h100-sxm") -> Cluster:
 def workload() -> Workload:
     """A small model; what it computes is in the traces."""
     shape = {"layers": 2, "hidden": 64, "ffn": 128, "heads": 4, "kv_heads": 4, "vocabulary": 128}
-    return Workload("small", Work.of_shape(**shape), None, seq_len=128, global_batch_size=8)  # type: ignore[arg-type]
+    return Workload("small", of_shape(**shape), None, seq_len=128, global_batch_size=8)  # type: ignore[arg-type]
 
 
 def job_of(

@@ -5,13 +5,13 @@ from dataclasses import replace
 from itertools import product
 
 from known import known
+from shapes import of_shape
 
 from meshtune.layout import Layout
 from meshtune.meter.parts import PARTS
 from meshtune.plan.calibration import Planned, Runs
 from meshtune.plan.cluster import Cluster
 from meshtune.plan.step_parts import MeasuredRun
-from meshtune.plan.work import Work
 from meshtune.plan.workload import Workload
 from meshtune.rundir import Row
 
@@ -32,7 +32,7 @@ def made(cluster: Cluster, factors: dict[str, float], names: list[str] = LAYOUTS
 
 
 def _made(cluster: Cluster, factors: dict[str, float], names: list[str]) -> Iterator[Planned]:
-    work = Work.of_shape(layers=8, hidden=512, ffn=1408, heads=8, kv_heads=8, vocabulary=8192)
+    work = of_shape(layers=8, hidden=512, ffn=1408, heads=8, kv_heads=8, vocabulary=8192)
     traits = known("llama-3.2-1b").traits
     for name in names:
         layout = Layout.parse(name)

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from shapes import adapted, of_shape
 
 from meshtune.layout import Layout
 from meshtune.placement.columns import Columns
@@ -14,7 +15,7 @@ from meshtune.plan.seconds.ends import end_seconds, head_matmuls
 from meshtune.plan.work import Work
 
 SEQ_LEN = 4096
-LLAMA_1B = Work.of_shape(layers=4, hidden=2048, ffn=8192, heads=32, kv_heads=8, vocabulary=128256)
+LLAMA_1B = of_shape(layers=4, hidden=2048, ffn=8192, heads=32, kv_heads=8, vocabulary=128256)
 COUNTED = {  # bytes of one micro-batch, but for matmuls: `kernel_table` of traced steps, in bf16
     "dp8-mb1-ga2": 34.89e9,  # with the sums in fp32, and the flat buffer of replicas
     "tp4-sp-mb1-ga1": 9.465e9,  # a split vocabulary
@@ -75,7 +76,7 @@ def test_a_frozen_head_has_no_gradient() -> None:
         Columns.of([Layout.parse("dp8-mb1-ga2")]),
         Machine.of(catalogue()["h100-sxm"], "meshtune"),
     )
-    frozen = end_seconds(LLAMA_1B.adapted(16), layouts, machine, SEQ_LEN)
+    frozen = end_seconds(adapted(LLAMA_1B, 16), layouts, machine, SEQ_LEN)
     assert float(np.ravel(frozen.embedding)[0]) == float(np.ravel(frozen.weights)[0]) == 0
     trained = end_seconds(LLAMA_1B, layouts, machine, SEQ_LEN)
     assert np.all(frozen.loss < 0.8 * trained.loss)
@@ -84,7 +85,7 @@ def test_a_frozen_head_has_no_gradient() -> None:
 def test_a_tied_heads_gradient_is_added_to_the_embeddings() -> None:
     machine, tied = (
         Machine.of(catalogue()["h100-sxm"], "meshtune"),
-        Work.of_shape(layers=4, hidden=2048, ffn=8192, heads=32, kv_heads=8, vocabulary=128256, tied=1.0),
+        of_shape(layers=4, hidden=2048, ffn=8192, heads=32, kv_heads=8, vocabulary=128256, tied=1.0),
     )
     alone, staged = (Columns.of([Layout.parse(text)]) for text in ("mb1-ga1", "pp2-1f1b-mb1-ga2"))
     sums = (

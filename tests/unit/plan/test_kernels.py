@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from families import FAMILIES
+from shapes import adapted, of_shape
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshtune.layout import Layout
@@ -18,7 +19,7 @@ from meshtune.plan.machine import Machine
 from meshtune.plan.seconds.collectives import exposed
 from meshtune.plan.seconds.gpu import adapter_sums, attention_passes, elementwise, launch_seconds
 from meshtune.plan.seconds.step import step
-from meshtune.plan.work import Core, Work
+from meshtune.plan.work import Core
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 MEASURED = {  # kernel, GPU kind, head size -> causal TFLOP/s of the forward, by LENGTHS
@@ -32,7 +33,7 @@ MEASURED = {  # kernel, GPU kind, head size -> causal TFLOP/s of the forward, by
     ("flash-2", "a100-80", 128): (None, 143.7, None, 156.3, None, None),
     ("flash-2", "rtx-4090", 128): (None, None, 151, None, None, None),
 }
-LLAMA_8B = Work.of_shape(layers=32, hidden=4096, ffn=14336, heads=32, kv_heads=8, vocabulary=128256)
+LLAMA_8B = of_shape(layers=32, hidden=4096, ffn=14336, heads=32, kv_heads=8, vocabulary=128256)
 
 
 def alone(gpu: str, kernel: str) -> Machine:
@@ -117,7 +118,7 @@ def test_collectives_beside_computation_slow_it_down() -> None:
 
 
 def test_adapters_add_the_traffic_of_their_sums_and_four_launches_each() -> None:
-    tuned, layout = LLAMA_8B.adapted(16), Columns.of([Layout.parse("mb1-ga1")])
+    tuned, layout = adapted(LLAMA_8B, 16), Columns.of([Layout.parse("mb1-ga1")])
     machine = replace(Machine.of(catalogue()["h100-sxm"], "meshtune"), memory=1.0, adapter_passes=5.0)
     outputs, inputs = 4096 + 2 * 1024 + 4096 + 2 * 14336 + 4096, 4096 * 2 + 2 * 4096 + 14336
     forward, backward = adapter_sums(machine, 1000, tuned, layout)
@@ -127,8 +128,8 @@ def test_adapters_add_the_traffic_of_their_sums_and_four_launches_each() -> None
     assert adapter_sums(machine, 1000, LLAMA_8B, layout) == (0, 0)
     added = launch_seconds(machine, tuned) - launch_seconds(machine, LLAMA_8B)
     assert added == pytest.approx(4 * 5 * machine.launch), "queries, keys and values are one matrix here"
-    frozen = tuned.adapted(16, 0.0)
-    assert frozen.parameters == tuned.parameters and LLAMA_8B.adapted(16, 0.0).trainable == 1.0
+    frozen = adapted(tuned, 16, 0.0)
+    assert frozen.parameters == tuned.parameters and adapted(LLAMA_8B, 16, 0.0).trainable == 1.0
 
 
 class Kernels(TorchDispatchMode):

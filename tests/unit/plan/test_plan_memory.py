@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from families import FAMILIES
+from shapes import of_shape
 
 from meshtune.layout import Layout
 from meshtune.model.trace import census
@@ -20,7 +21,7 @@ from meshtune.plan.memory.timeline import Liveness, peak
 from meshtune.plan.work import Work
 
 GB = 1e9
-GPT3 = Work.of_shape(layers=96, hidden=12288, ffn=4 * 12288, heads=96, kv_heads=96, vocabulary=51200, gated=0)
+GPT3 = of_shape(layers=96, hidden=12288, ffn=4 * 12288, heads=96, kv_heads=96, vocabulary=51200, gated=0)
 
 
 def states(copies: Copies, parameters: float, zero: int = 0, shards: int = 1) -> float:
@@ -115,7 +116,7 @@ def test_recomputing_attention_of_gpt_3_saves_70_percent() -> None:
     ("h", "kv", "f", "a"), [(4096, 1024, 14336, 32), (512, 256, 1408, 8), (2048, 2048, 8192, 16)]
 )
 def test_activations_of_a_llama_block_to_the_byte(h: int, kv: int, f: int, a: int) -> None:
-    work = Work.of_shape(layers=4, hidden=h, ffn=f, heads=a, kv_heads=kv * a // h, vocabulary=1000)
+    work = of_shape(layers=4, hidden=h, ffn=f, heads=a, kv_heads=kv * a // h, vocabulary=1000)
     assert kept("mb2-ga1", EAGER, work) == 20 * h + 4 * kv + 8 * f + 4 * a + 8
     assert kept("mb2-ga1-attention", EAGER, work) == 20 * h + 4 * kv + 8 * f + 8
     assert kept("mb2-ga1-selective", EAGER, work) == 2 * (5 * h + 2 * kv + 2 * f) + 4 * a
@@ -133,7 +134,7 @@ def test_some_recomputed_blocks_hold_their_share_of_the_activations(
     """On the first rank; the last blocks of a stage, which save everything, have freed it when the first ones
     run again. The first block of a stage, but of the whole first one, keeps its input in a receive buffer.
     """
-    work = Work.of_shape(layers=32, hidden=512, ffn=1408, heads=8, kv_heads=4, vocabulary=1000)
+    work = of_shape(layers=32, hidden=512, ffn=1408, heads=8, kv_heads=4, vocabulary=1000)
     tokens = 2048 * Layout.parse(text).micro_batch_size
     blocks = 32 // Layout.parse(text).pp
     each = 20 * 512 + 4 * 256 + 8 * 1408 + 4 * 8 + 8
@@ -161,7 +162,7 @@ def test_some_recomputed_blocks_hold_their_share_of_the_activations(
 
 
 def test_sequence_parallel_here_keeps_gathered_inputs() -> None:
-    work = Work.of_shape(layers=4, hidden=512, ffn=1408, heads=8, kv_heads=4, vocabulary=1000)
+    work = of_shape(layers=4, hidden=512, ffn=1408, heads=8, kv_heads=4, vocabulary=1000)
     rest = 20 * 512 - 4 * 512 + 4 * 256 + 8 * 1408 + 4 * 8
     assert kept("tp2-sp-mb1-ga1", EAGER, work) == 4 * 512 + (rest + 8) / 2
     assert kept("tp2-sp-regather-mb1-ga1", EAGER, work) == (4 * 512 + rest + 8) / 2

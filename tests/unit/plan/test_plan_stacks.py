@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 from golden import refuses
+from shapes import of_shape
 
 from meshtune.errors import UserError
 from meshtune.layout import Layout
@@ -27,7 +28,7 @@ SEEN = {
 
 
 def gpt(layers: int, hidden: int, heads: int, vocabulary: int = 51200) -> Work:
-    return Work.of_shape(
+    return of_shape(
         layers=layers, hidden=hidden, ffn=4 * hidden, heads=heads, kv_heads=heads, vocabulary=vocabulary,
         gated=0, tied=1.0,
     )  # fmt: skip
@@ -145,7 +146,7 @@ def test_activations_of_korthikanti_figure_7(work: Work, splits: str, percent: f
 def test_blocks_are_dealt_out_as_the_stack_does() -> None:
     bloom = Stages.cut(gpt(70, 14336, 112, 250880), columns("tp4-pp12-1f1b-mb2-ga128"), "slots")
     assert bloom.blocks[:, 0].tolist() == [5, 6, 5]
-    llama = Work.of_shape(layers=24, hidden=2048, ffn=4096, heads=32, kv_heads=32, vocabulary=50272, tied=1.0)
+    llama = of_shape(layers=24, hidden=2048, ffn=4096, heads=32, kv_heads=32, vocabulary=50272, tied=1.0)
     eight = Stages.cut(llama, columns("pp8-1f1b-mb4-ga256"), "matmuls")
     assert eight.blocks[[0, 2], 0].tolist() == [4, 0]
     # 4717 MiB between steps on the first rank (huggingface.co nanotron/old_bench), of 18 bytes a parameter
@@ -166,13 +167,13 @@ def test_blocks_are_dealt_out_as_the_stack_does() -> None:
 )
 def test_peaks_of_nanotron(layout: str, gigabytes: float) -> None:
     """huggingface.co nanotron/old_bench, llama-1B, log_metrics.csv: GiB allocated on the first rank."""
-    work = Work.of_shape(layers=24, hidden=2048, ffn=4096, heads=32, kv_heads=32, vocabulary=50272, tied=1.0)
+    work = of_shape(layers=24, hidden=2048, ffn=4096, heads=32, kv_heads=32, vocabulary=50272, tied=1.0)
     found = peak(work, columns(layout), with_fields("nanotron", "bf16", **SEEN), 4096)
     assert float(found.peak[0]) / GIB == pytest.approx(gigabytes, rel=0.02)
 
 
 def llama_70b(layers: int) -> Work:
-    return Work.of_shape(
+    return of_shape(
         layers=layers, hidden=8192, ffn=28672, heads=64, kv_heads=8, vocabulary=128256, gated=1.0, tied=0.0
     )
 

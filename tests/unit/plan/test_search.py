@@ -19,6 +19,7 @@ from golden import refuses, says
 from known import known
 from made_plans import answered, load, machines, workload
 from own_kind import OWN_KIND
+from shapes import of_shape
 
 from meshtune.api.plan import largest as largest_of
 from meshtune.errors import NothingFits, UserError
@@ -44,7 +45,6 @@ from meshtune.plan.models import by_size
 from meshtune.plan.phrases import largest_category, spent
 from meshtune.plan.search import PEAK_TIE, SAFE_COST, Choice, Plan, explained, search
 from meshtune.plan.seconds.step import TIE, Seconds
-from meshtune.plan.work import Work
 from meshtune.plan.workload import Workload
 from meshtune.sections import ClusterConfig
 
@@ -55,7 +55,7 @@ def little(size: int, **traits: Any) -> Workload:
     """Four blocks, four heads, two of keys."""
     shape = {"layers": 4, "hidden": 256, "ffn": 512, "heads": 4, "kv_heads": 2, "vocabulary": 1000}
     own = Traits("little", 4, 4, 2, 1000, cuts=((512, "features of the MLP"),))
-    return Workload("little", Work.of_shape(**shape), replace(own, **traits), 512, size)
+    return Workload("little", of_shape(**shape), replace(own, **traits), 512, size)
 
 
 WORKLOADS = {

@@ -5,6 +5,7 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 from families import FAMILIES
+from shapes import of_shape
 
 from meshtune.layout import Layout
 from meshtune.model.trace import census
@@ -32,7 +33,7 @@ IDEAL = Machine(
     ends_apart=0, gather_overlap=0, data_overlap=0,
     torch_stages=0, contention=0, optimizer_bytes=0, send_share=1, send_split=0, balanced=0,
 )  # fmt: skip
-GPT = Work.of_shape(
+GPT = of_shape(
     layers=32, hidden=4096, ffn=16384, heads=32, kv_heads=32, vocabulary=0, gated=0, tied=1
 )  # without a head, so that blocks are all there is
 SEQ_LEN = 2048
@@ -123,7 +124,7 @@ def test_full_recomputation_costs_a_third_of_the_time_and_attentions_next_to_non
 ) -> None:
     """Korthikanti et al. 2022, figures 8 and 9: 30 to 40 %, against a few per cent, on A100s."""
     layers, hidden, heads = shape
-    gpt = Work.of_shape(
+    gpt = of_shape(
         layers=layers, hidden=hidden, ffn=4 * hidden, heads=heads, kv_heads=heads, vocabulary=51200, gated=0
     )
     megatron = replace(real("a100-80", "megatron"), flash=0.0)
@@ -294,7 +295,7 @@ def test_torchs_stages_reduce_zero1s_gradients_after_all_backwards() -> None:
 @pytest.mark.parametrize("stack", ["meshtune", "meshtune-compiled", "trainer-fsdp2", "torchtitan-2025"])
 def test_fsdp2_hides_zero2s_gather_as_it_hides_zero3s(stack: str) -> None:
     """ZeRO-3 communicates all that ZeRO-2 does in a step of one micro-batch, and gathers once more."""
-    work = Work.of_shape(layers=32, hidden=4096, ffn=14336, heads=32, kv_heads=8, vocabulary=0, tied=1)
+    work = of_shape(layers=32, hidden=4096, ffn=14336, heads=32, kv_heads=8, vocabulary=0, tied=1)
     machine = real(stack=stack)
     zero2, zero3 = (seconds(f"{zero}x64-mb4-ga1", machine, work) for zero in ("zero2", "zero3"))
     assert 0 < zero2.data < zero3.data
@@ -346,7 +347,7 @@ def test_shorter_documents_cost_less_attention() -> None:
 def test_a_census_and_its_shape_are_the_same_work() -> None:
     config = FAMILIES["llama"](num_hidden_layers=4)
     exact = Work.of(census(config))
-    shape = Work.of_shape(
+    shape = of_shape(
         layers=4, hidden=config.hidden_size, ffn=config.intermediate_size, heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads, vocabulary=config.vocab_size, gated=1,
         tied=float(config.tie_word_embeddings),

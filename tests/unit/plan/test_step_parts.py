@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from known import known
 from own_machine import OWN_MACHINE
+from shapes import of_shape
 
 from meshtune.layout import Layout
 from meshtune.placement.columns import Columns
@@ -15,11 +16,10 @@ from meshtune.plan.hardware import catalogue
 from meshtune.plan.machine import Machine
 from meshtune.plan.seconds.step import step
 from meshtune.plan.step_parts import parts_of_layouts, predicted_parts
-from meshtune.plan.work import Work
 from meshtune.plan.workload import Workload
 from meshtune.sections import ClusterConfig
 
-WORK = Work.of_shape(layers=8, hidden=512, ffn=1408, heads=8, kv_heads=8, vocabulary=8192)
+WORK = of_shape(layers=8, hidden=512, ffn=1408, heads=8, kv_heads=8, vocabulary=8192)
 WORKLOAD = Workload("small", WORK, known("llama-3.2-1b").traits, 128, 4, precision="fp32")
 
 

@@ -13,6 +13,7 @@ import pytest
 from cases import cases
 from golden import refuses
 from page_data import charts_of, valid
+from shapes import of_shape
 
 from meshtune.commands.options import pictures_to
 from meshtune.errors import UserError
@@ -23,7 +24,6 @@ from meshtune.plan.cluster import cluster_of
 from meshtune.plan.cost import RunLength
 from meshtune.plan.memory.states import gpt_parameters
 from meshtune.plan.search import Workload, search
-from meshtune.plan.work import Work
 from meshtune.report.draw import picture, vega
 from meshtune.report.draw.charts import specification
 from meshtune.report.draw.document import Pictures
@@ -39,7 +39,7 @@ from meshtune.units import GIB
 
 SHAPE = {"layers": 16, "hidden": 2048, "ffn": 8192, "heads": 32, "kv_heads": 8, "vocabulary": 128256}
 TRAITS = Traits("Plain", blocks=16, heads=32, kv_heads=8, vocabulary=128256)
-WORKLOAD = Workload("1b <x>", Work.of_shape(**SHAPE), TRAITS, 4096, 32)
+WORKLOAD = Workload("1b <x>", of_shape(**SHAPE), TRAITS, 4096, 32)
 
 
 def plan_of(gpus: int, batch: int = 32, **cluster):

@@ -7,6 +7,7 @@ from functools import cache, partial
 import pytest
 from golden import refuses, says
 from known import known
+from shapes import of_shape
 
 from meshtune.config import Config, load
 from meshtune.errors import UserError
@@ -23,7 +24,6 @@ from meshtune.plan.machine import machine_of
 from meshtune.plan.memory.stages import Stages
 from meshtune.plan.programs import MESHTUNE, TOOLS, Tool
 from meshtune.plan.search import Plan, explained, search
-from meshtune.plan.work import Work
 from meshtune.plan.workload import Workload, lighter_workloads
 from meshtune.report.plan import documents
 from meshtune.sections import ClusterConfig
@@ -46,7 +46,7 @@ def llama(model: str, batch: int, tool: str, seq_len: int = 4096) -> Workload:
 def shaped(layers: int, batch: int, tool: str) -> Workload:
     """A model of 8B's widths with any number of layers."""
     shape = {"hidden": 4096, "ffn": 14336, "heads": 32, "kv_heads": 8, "vocabulary": 128256}
-    work = Work.of_shape(layers=layers, **shape)
+    work = of_shape(layers=layers, **shape)
     traits = Traits("LlamaForCausalLM", layers, 32, 8, 128256)
     return Workload("any", work, traits, 4096, batch).run_by(tool_for(tool, settings(batch)))
 
