@@ -1,15 +1,19 @@
 """Evaluate: held-out loss of a target."""
 
+from collections.abc import Callable
 from typing import Any
 
 from meshtune.errors import UserError
 
 
-def evaluated(name: str | None, overrides: list[str]) -> dict[str, Any]:
+def evaluated(
+    name: str | None, overrides: list[str], show: Callable[[str], None] | None = None
+) -> dict[str, Any]:
     """The row of `eval_row`, without kind and step: held-out loss, perplexity and, if asked for, exact match.
 
     name, overrides: as `target_of` takes them. Held-out data are data.eval, else a part of data.train
-    (data.eval_split, which data.eval in `overrides` replaces). Raises UserError without either, and where
+    (data.eval_split, which data.eval in `overrides` replaces). show: is called with the batches, then the
+    prompts, done so far. Raises UserError without either, and where
     `name` holds no model.
     """
     from meshtune.api.resolve import data_of
@@ -46,7 +50,7 @@ def evaluated(name: str | None, overrides: list[str]) -> dict[str, Any]:
         exact_match=config.eval.exact_match,
         stop_ids=opened.encoder.stop_ids,
     )
-    rows = Rows()
+    rows = Rows(show)
     evaluation.run(target.step or 0, Metrics([rows]))
     return {key: value for key, value in rows.last.items() if key not in ("kind", "step")}
 
@@ -54,11 +58,17 @@ def evaluated(name: str | None, overrides: list[str]) -> dict[str, Any]:
 class Rows:
     """A tracker that keeps the last row that was logged, in `last`; {} before any."""
 
-    def __init__(self) -> None:
+    shows_progress = True  # takes the rows of kind "evaluating"
+
+    def __init__(self, show: Callable[[str], None] | None = None) -> None:
+        self.show = show  # gets how far an evaluation is
         self.last: dict[str, Any] = {}
 
     def log(self, row: dict[str, Any]) -> None:
-        self.last = row
+        if row["kind"] != "evaluating":
+            self.last = row
+        elif self.show:
+            self.show(f"evaluating: {row['done']:,} of {row['total']:,} {row['unit']}")
 
     def close(self, *, failed: bool = False) -> None:
         """Do nothing: there is no file or connection to close."""

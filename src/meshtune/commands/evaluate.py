@@ -22,8 +22,8 @@ def evaluate(target: TargetWords, as_json: AsJson = False) -> None:
     name, overrides = target_of(target)
     from meshtune.api.evaluate import evaluated
 
-    with working("loading the model and evaluating it"):
-        figures = evaluated(name, overrides)
+    with working("loading the model and evaluating it") as show_count:
+        figures = evaluated(name, overrides, show_count)
     from meshtune.report.draw.document import Document
     from meshtune.report.draw.table import facts
 

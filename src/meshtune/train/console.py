@@ -118,6 +118,8 @@ class ConsoleTracker:
     speed_unit: of a row's tokens per second and device. memory: print the memory of the first steps.
     """
 
+    shows_progress = True  # takes the rows of kind "evaluating"
+
     def __init__(
         self, console: Console, *, course: Course, speed_unit: str = "tokens/s", memory: bool = False
     ) -> None:

@@ -186,8 +186,8 @@ class Metrics:
         self.log(eval_row(**numbers))
 
     def evaluating(self, **numbers: Any) -> None:
-        """Show how far an evaluation is, on the terminal: step, done, total and their unit."""
-        shown = [tracker for tracker in self.trackers if isinstance(tracker, ConsoleTracker)]
+        """Show how far an evaluation is, where a tracker shows progress: step, done, total, their unit."""
+        shown = [tracker for tracker in self.trackers if getattr(tracker, "shows_progress", False)]
         self.log({"kind": "evaluating", **numbers}, shown)
 
     def end(self, **facts: Any) -> None:

@@ -18,7 +18,9 @@ def test_rows_that_are_named_replace_a_held_out_part_of_the_training_rows(tiny: 
     config = {"model": {"name": str(tiny / "model")}, "data": data, "train": {"precision": "fp32"}}
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump(config))
-    row = evaluated(str(file), [f"data.eval={tiny / 'test.jsonl'}"])
+    counts: list[str] = []
+    row = evaluated(str(file), [f"data.eval={tiny / 'test.jsonl'}"], counts.append)
+    assert counts[0].startswith("evaluating: ") and counts[0].endswith(" batches")
     assert row["label_tokens"] != evaluated(str(file), [])["label_tokens"]
     del data["eval_split"]
     file.write_text(yaml.safe_dump(config))
