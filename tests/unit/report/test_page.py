@@ -178,7 +178,8 @@ def test_time_by_part_and_memory_by_category_stand_beside_the_prediction(empty):
     panels = {panel.key: panel for panel in part_panels(empty.rows())}
     over = panels["time_parts"]
     assert (
-        over.title == "Time of a step by part, means of 3 steps (from step 2: earlier ones warm up)"
+        over.title
+        == "Time of a step by part, means of 3 steps (from step 2: earlier ones warm up or watch memory)"
         and len(over.x) == 167
     )
     assert over.texts[0] == "steps 2 to 4" and over.parts["forward"][0] == pytest.approx(0.1)

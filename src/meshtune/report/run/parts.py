@@ -48,7 +48,11 @@ def time_over_steps(rows: Sequence[Row]) -> Areas | None:
     stretches = [warm[first : first + length] for first in range(0, len(warm), length)]
     means = [{part: fmean([row["parts"][part] for row in some]) for part in PARTS} for some in stretches]
     means_of = f", means of {length} steps" if length > 1 else ""
-    left_out = f" (from step {warm[0]['step']:,}: earlier ones warm up)" if len(warm) < len(rows) else ""
+    left_out = (
+        f" (from step {warm[0]['step']:,}: earlier ones warm up or watch memory)"
+        if len(warm) < len(rows)
+        else ""
+    )
     return Areas(
         "time_parts",
         f"Time of a step by part{means_of}{left_out}",
