@@ -24,6 +24,7 @@ from meshtune.report.draw.thin import merged, thinned
 
 FEW = 60  # values of a series that are drawn with dots
 MARGIN = 0.015  # of the x axis beyond the first and the last step
+LEGEND_LETTER, LEGEND_SYMBOL = 6.5, 34  # px of a name's letter, and of its symbol with the space around it
 NONE = "–"  # in a tooltip, where a series has no value
 Layers = list[alt.Chart | alt.LayerChart]
 
@@ -77,7 +78,9 @@ def lines(panel: Lines, dots: Sequence[bool] | None = None, *, pointed: bool = T
     names = [one.name for one in panel.series]
     colours = [one.colour or alt.ExprRef("other" if one.role == "other" else "main") for one in panel.series]
     strengths = [0.35 if one.role == "raw" else 1 for one in panel.series]
-    legend = alt.Legend(symbolType="stroke") if len(names) > 1 else None
+    entry = LEGEND_LETTER * max(map(len, names), default=0) + LEGEND_SYMBOL
+    columns = alt.ExprRef(f"max(1, floor(width / {entry}))")  # so that no name is cut on a phone
+    legend = alt.Legend(symbolType="stroke", columns=columns) if len(names) > 1 else None
     colour = alt.Color("series:O", scale=alt.Scale(domain=names, range=colours), legend=legend)
     scale = alt.Scale(type="ordinal", domain=names, range=strengths)
     strength = alt.Opacity("series:O", scale=scale, legend=legend)
