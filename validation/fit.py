@@ -23,6 +23,7 @@ import numpy as np
 from assumed import completed
 from measured import (
     LARGE,
+    PLAYBOOK,
     SMALL,
     Machines,
     Row,
@@ -43,7 +44,7 @@ from meshtune.plan.seconds.step import step
 
 HERE = Path(__file__).parent
 PLAN = HERE.parent / "src" / "meshtune" / "plan"
-FITTED_ON = [*LARGE, SMALL]
+FITTED_ON = [*LARGE, SMALL, PLAYBOOK]
 # torchtune's optimizers are of other kinds; torchtitan's pipelines leave out their micro-batches
 UNFITTED = ("torchtune-", *(f"titan-{number}" for number in range(13, 19)))
 SCALE = 0.03  # of an error that counts linearly
@@ -58,7 +59,7 @@ FREE: dict[str, tuple[float, float, float]] = {
     "gpu.*.unloaded": (1, 2, 5), "gpu.*.memory": (0.5, 0.8, 0.95),
     "gpu.a100.link_share": (0.4, 0.75, 0.95), "gpu.h100.link_share": (0.2, 0.75, 0.95),
     "stack.megatron-deepspeed.stack_matmul": (0.7, 1.0, 1.1),
-    "stack.nanotron.stack_matmul": (0.6, 1.0, 1.2), "stack.nanotron.stack_attention": (0.3, 0.8, 1),
+    "stack.nanotron.stack_matmul": (0.6, 0.95, 1.1), "stack.nanotron.stack_attention": (0.3, 0.8, 1),
     "stack.torchtitan-compiled-rowwise.stack_matmul": (0.3, 0.8, 1.0),
     "stack.*.score_bytes": (4, 12, 30),
     "stack.*.batched": (0.2, 0.6, 1),
@@ -68,10 +69,11 @@ FREE: dict[str, tuple[float, float, float]] = {
     "stack.bigscience.launch": (5e-6, 1.5e-5, 2e-4),
     "stack.nanotron.launch": (5e-6, 1.5e-5, 1e-4),
     "stack.megatron-deepspeed.host_micro_batch": (0, 1e-3, 2e-2),
-    "stack.nanotron.host_micro_batch": (0, 1e-3, 5e-2),
+    "stack.nanotron.host_micro_batch": (0, 1e-2, 1e-1),
+    "stack.nanotron-async.tensor_hold": (1e-4, 1e-3, 6e-3),
     "stack.*-async.tensor_overlap": (0, 0.5, 1), "stack.composer.shard_overlap": (0, 0.5, 1),
     "stack.deepspeed-zero3.shard_share": (0.1, 0.8, 1), "stack.*.optimizer_bytes": (10, 40, 150),
-    "stack.*.link_latency": (1e-6, 2e-5, 1e-4), "stack.*.network_latency": (1e-6, 1e-5, 3e-4),
+    "stack.*.link_latency": (1e-6, 2e-5, 1e-4),
     "cluster.mosaic-a100.network_share": (0.05, 0.7, 0.95),
     "cluster.jean-zay.network_share": (0.05, 0.7, 0.95),
     "cluster.vtrain-multi.network_share": (0.05, 0.7, 0.95),
@@ -120,6 +122,8 @@ def _bearers(key: str) -> list[str]:
             names.append(kinds[names[-1]]["efficiency_as"])
         if "efficiency_as" not in kinds[names[-1]]:
             names.append(names[-1].split("-")[0])
+    if kind == "cluster":
+        names.append(name.rpartition("-")[0])
     if kind == "stack":
         tables = _tables("stacks.toml")
         while field not in tables[name] and "like" in tables[name]:
@@ -221,7 +225,7 @@ def fitted_on(files: Sequence[Path]) -> list[Row]:
         row
         for row in rows
         if not why_not(row, among) and np.isfinite(throughput(row)) and not trains_adapters(row)
-        and not row["id"].startswith(UNFITTED)
+        and not row["id"].startswith(UNFITTED) and not row.get("state")
     ]  # fmt: skip
 
 

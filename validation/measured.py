@@ -25,6 +25,7 @@ from meshtune.plan.work import Work
 Row = dict[str, str]
 HERE = Path(__file__).parent
 LARGE = [HERE / "data" / name for name in ("throughput.csv", "simumax.csv")]
+PLAYBOOK, FAILED = (HERE / "data" / name for name in ("playbook.csv", "playbook_failed.csv"))
 SMALL = HERE / "data" / "throughput_single_node_small.csv"
 NEEDED = (
     "layers", "hidden", "ffn", "heads", "vocab", "gpu", "gpus", "precision", "seq_len", "micro_batch",
@@ -35,7 +36,7 @@ LORA_RANK = 16  # where a row leaves it out
 LINKS = ("network_share", "network_latency")
 VARIANTS = {  # of a stack, if stacks.toml has them: the end of its name, and the pattern of a row's notes
     "-rowwise": r"rowwise",
-    "-async": r"async ?tp",
+    "-async": r"(?<!no )async ?tp",
     "-balanced": r"own pipeline slots",
 }
 RATES = {"bf16": "bf16", "fp16": "bf16", "fp8": "fp8", "mxfp8": "fp8"}
@@ -109,6 +110,8 @@ def why_not(row: Row, among: Sequence[Origin]) -> str | None:
         lacks = []
     if "WARNING" in row["notes"]:
         return "its source warns of it"
+    if "same run, playbook-" in row["notes"]:
+        return "the same run as another row"
     if lacks:
         return f"it lacks {', '.join(lacks)}"
     if row["gpu"] not in catalogue():

@@ -18,7 +18,6 @@ import reserved
 from measured import HERE
 
 from meshtune.dryrun.costs import Costs
-from meshtune.dryrun.nccl import Nccl
 from meshtune.dryrun.ranks import distinct_ranks, pipeline_copies, trace_ranks
 from meshtune.dryrun.streams import simulate
 from meshtune.layout import Layout
@@ -50,7 +49,6 @@ class Result:
     layout: str
     planned: Seconds
     simulated: Seconds
-    by_nccl: float  # the simulated step, its collectives by NCCL's tables
 
 
 def cluster(kind: str, gpus: int) -> Cluster:
@@ -71,15 +69,12 @@ def result(text: str, seq_len: int) -> Result:
     numbers = census(reserved.config_of(SHAPE, seq_len))
     ranks, copies = (find(numbers, layout, seq_len) for find in (distinct_ranks, pipeline_copies))
     traces = trace_ranks(partial(reserved.ours, SHAPE, layout, seq_len), [*ranks], layout.world)
-    where = cluster(KIND, layout.world)
-    costs = Costs.of(workload(layout, seq_len), where)
+    costs = Costs.of(workload(layout, seq_len), cluster(KIND, layout.world))
     planned = step(workload(layout, seq_len).work, Columns.of([layout]), costs.machine, seq_len)
-    by_nccl = Costs(costs.machine, costs.by_dtype, Nccl.of(where))
     return Result(
         text,
         Seconds(**{part: float(np.ravel(getattr(planned, part))[0]) for part in PARTS}),
         simulate(traces, layout, costs, copies=copies).parts,
-        simulate(traces, layout, by_nccl, copies=copies).seconds,
     )
 
 
@@ -99,7 +94,7 @@ def page(results: Sequence[Result], speeds: tuple[float, float] | None) -> str:
         "# Step time: the planner beside the dry run",
         "",
         "Written by `python validation/step_time.py --out validation/step_time.md`; what it means is in "
-        "[README.md](README.md#step-time-by-dry-run-2026-11-23). Llama-3.1 8B in bf16 on H100s, in "
+        "[README.md](README.md#step-time-by-dry-run-2026-11-28). Llama-3.1 8B in bf16 on H100s, in "
         "milliseconds: the planner's first, then the dry run's.",
         "",
     ]
@@ -113,8 +108,8 @@ def page(results: Sequence[Result], speeds: tuple[float, float] | None) -> str:
         part for part in PARTS if any(getattr(one, part) for r in results for one in (r.planned, r.simulated))
     ]
     lines += [
-        f"| layout | step | difference | by NCCL's tables | {' | '.join(names)} |",
-        f"| --- | {' | '.join('---:' for _ in range(3 + len(names)))} |",
+        f"| layout | step | difference | {' | '.join(names)} |",
+        f"| --- | {' | '.join('---:' for _ in range(2 + len(names)))} |",
     ]
     for each in results:
         planned, simulated = each.planned.total, each.simulated.total
@@ -124,7 +119,7 @@ def page(results: Sequence[Result], speeds: tuple[float, float] | None) -> str:
         )
         lines.append(
             f"| `{each.layout}` | {1000 * planned:,.0f} / {1000 * simulated:,.0f} "
-            f"| {simulated / planned - 1:+.1%} | {1000 * each.by_nccl:,.0f} | {' | '.join(cells)} |"
+            f"| {simulated / planned - 1:+.1%} | {' | '.join(cells)} |"
         )
     return "\n".join(lines) + "\n"
 

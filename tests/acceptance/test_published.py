@@ -135,18 +135,18 @@ def test_the_choice_among_layouts_is_judged_by_what_was_measured(tmp_path: Path)
 def test_errors_stay_as_small_as_they_are() -> None:
     """The targets of the milestone; what is not met yet is in TODO.md."""
     answer = validated()
-    assert answer["rows"] == 572 and answer["throughput"]["by_file"]["throughput, 16 bits"]["n"] == 396
+    assert answer["rows"] == 572 and answer["throughput"]["by_file"]["throughput, 16 bits"]["n"] == 390
     found, memory = answer["throughput"], answer["memory"]
-    assert memory["all"]["n"] >= 120 and memory["all"]["median"] < 3 and memory["all"]["under_8"] <= 2
+    assert memory["all"]["n"] == 118 and memory["all"]["median"] < 3 and memory["all"]["under_8"] <= 2
     assert memory["apart"]["layout partly assumed"]["n"] == 6
     core = memory["by_source"]["simumax"]
     assert core["n"] == 20 and core["median"] < 4 and abs(core["worst"]) < 10
     assert memory["out_of_memory"]["predicted"] >= memory["out_of_memory"]["n"] - 1
     stated = found["by_file"]["throughput, 16 bits"]
-    assert stated["mape"] < 5.9 and stated["median"] < 2.9
-    assert found["by_source"]["simumax"]["mape"] < 10
-    for kind, slope in (("h100-sxm", 3), ("b200", 3.1)):  # 3 is the target; 3.07
-        assert found["long"][kind]["mape"] < 15 and abs(found["long"][kind]["slope"]) < slope
+    assert stated["mape"] < 5.5 and stated["median"] < 2.9
+    assert found["by_source"]["simumax"]["mape"] < 4.1
+    for kind, slope in (("h100-sxm", 3), ("b200", 3.1)):
+        assert found["long"][kind]["mape"] < 6.7 and abs(found["long"][kind]["slope"]) < slope
     assert found["by_file"]["throughput, 8 bits, assumed"]["mape"] < 9
     assert found["by_source"]["automodel"]["mape"] < 7 and len(found["lora"]) == 17
     assert found["by_source"]["foundry"]["mape"] < 8
@@ -176,17 +176,53 @@ def test_what_a_row_leaves_out_is_assumed_and_said(tmp_path: Path) -> None:
         assert float(rows[name]["tokens_per_s_per_gpu"]) == pytest.approx(speed, rel=0.08)
 
 
+def graded(code: str) -> Any:
+    """Return what an expression on validation/playbook.py, as `playbook`, is as JSON."""
+    return _printed(f"import playbook; print(json.dumps({code}))")
+
+
+def test_the_playbooks_runs_are_refused_where_they_are_too_large_and_otherwise_fit() -> None:
+    found = graded("playbook.fits(playbook.ran())")
+    assert (found["ran"], found["failed"]) == (866, 714)
+    assert len(found["refused"]) <= 0.01 * found["ran"]
+    assert found["sets"]["obviously too large"] == {"n": 438, "said to fit": 0}
+
+
+def test_memory_of_the_playbooks_runs_is_as_measured() -> None:
+    code = "playbook.errors(*(part[np.array([not row['state'] for row in rows])] for part in both))"
+    found = _printed(
+        "import numpy as np, playbook, peaks; rows = playbook.ran(); "
+        f"both = peaks.peaks(rows), peaks.published(rows); print(json.dumps({code}))"
+    )
+    assert found["n"] == 626 and found["mean"] < 8.5 and found["median"] < 6.3
+
+
+@pytest.mark.all
+@pytest.mark.timeout(1800)
+def test_the_playbooks_groups_are_predicted_by_constants_fitted_without_them() -> None:
+    """A fit for each of 13 groups. Targets: 9 and 6 % at 10 % MFU and more, 12 and 8 % of all; choice 4 %."""
+    found = graded("playbook.answer(playbook.graded(13))")
+    high, usual = (found["speed, groups left out"][name] for name in ("at 10 % MFU and more", "all"))
+    assert high["n"] == 380 and high["mean"] < 8.1 and high["median"] < 6
+    assert usual["n"] == 626 and usual["mean"] < 10.1 and usual["median"] < 7
+    assert found["choice"]["mean"] < 4 and found["choice"]["worst of close"] < 15
+
+
+def _printed(code: str) -> Any:
+    """Return what Python prints as JSON, with the modules of validation/ at hand."""
+    code = f"import json, sys; sys.path.insert(0, 'validation'); {code}"
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
+
+
 def error_bars(call: str) -> dict[str, list[float]]:
-    """Return the error bars of a call in validation/accuracy.py by "stack.kind", each as [percent, rows]."""
-    code = (
-        f"import json, sys; sys.path.insert(0, 'validation'); import accuracy; errors = accuracy.{call}; "
+    """Return the error bars of a call in validation/accuracy.py by "stack.kind.band", as [percent, rows]."""
+    return _printed(
+        f"import accuracy; errors = accuracy.{call}; "
         "print(json.dumps({'.'.join(filter(None, key)): each for key, each in errors.items()}))"
     )
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
-    )
-    return json.loads(done.stdout)
 
 
 def test_error_bars_of_memory_are_those_of_the_rows() -> None:
@@ -200,7 +236,7 @@ def test_error_bars_of_time_are_those_of_constants_fitted_without_the_rows() -> 
     """Those of measured stacks. That of all others takes a fit for each of 14 clusters: `make validation`."""
     computed = error_bars("quarter_errors(accuracy.fitted_on(accuracy.FITTED_ON))")
     stored = error_bars("stored('time')")
-    assert computed.keys() | {"unmeasured"} == stored.keys()
+    assert computed.keys() | {name for name in stored if name.startswith("unmeasured.")} == stored.keys()
     for name, (error, rows) in computed.items():
         assert rows == stored[name][1]
         assert error == pytest.approx(stored[name][0], abs=0.3)

@@ -28,7 +28,6 @@ from meshtune.plan.seconds.pipeline import send_seconds
 from meshtune.precision import UNMIXED
 
 if TYPE_CHECKING:
-    from meshtune.dryrun.nccl import Nccl
     from meshtune.plan.cluster import Cluster
     from meshtune.plan.workload import Workload
 
@@ -79,7 +78,6 @@ class Costs:
 
     machine: Machine  # in the precision of the workload
     by_dtype: Mapping[str, Machine]  # the same in the precision of each dtype that matmuls can have
-    nccl: Nccl | None = None  # predicts the collectives that it knows, instead of the planner's formulas
     _seconds: dict[tuple, float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
@@ -119,8 +117,6 @@ class Costs:
 
     def collective(self, collective: Collective) -> float:
         """Seconds of a collective, or of a send, on idle links."""
-        if self.nccl is not None and (timed := self.nccl.collective(collective)) is not None:
-            return timed.seconds
         machine, size, ranks = self.machine, collective.bytes, collective.ranks
         in_node = ranks_in_node(ranks, collective.stride, machine)
         axes = collective.axis.split("+")

@@ -8,7 +8,6 @@ from typing import Any
 from meshtune.dryrun.allocator import Replay
 from meshtune.dryrun.costs import Costs
 from meshtune.dryrun.kernels import KernelTable, kernel_table
-from meshtune.dryrun.nccl import Nccl, differences
 from meshtune.dryrun.requests import replay_steps
 from meshtune.dryrun.streams import StepTime, simulate
 from meshtune.dryrun.workspaces import Workspaces
@@ -165,11 +164,3 @@ class Simulation(Notebook):
         middle = next((other for other in peaks if 0 < other < self.layout.pp - 1), 0)
         peak = peaks[index if index in peaks else middle]
         return at(peak.memory(), 0).as_dict() | {"tensors": peak.at_peak()}
-
-    @cached_property
-    def disagreements(self) -> list[str]:
-        """Sentences on collectives that NCCL's tables and the planner's formulas predict differently."""
-        nccl = Nccl.of(self.cluster)
-        if self.costs is None or nccl is None:
-            return []
-        return differences(self.fullest.collectives(self.fullest.steps[-1]), nccl, self.costs.collective)

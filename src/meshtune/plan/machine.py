@@ -81,11 +81,15 @@ class Machine:
     launch_blocking: Number  # 1: the host waits for each kernel before it launches the next; 0: it runs ahead
     host_micro_batch: Number  # seconds of the host for each micro-batch
     host_step: Number  # seconds of the host for each optimizer step
+    ahead: (
+        Number  # 1: the host runs ahead of collectives and of micro-batches; 0: of the kernels between them
+    )
+    tensor_hold: Number  # seconds of a block's pass for each of tp's ranks, as `held_seconds` says
     gradient_bytes: Number  # of an element of gradients that data parallelism and ZeRO-1 reduce
     scatter_bytes: Number  # of an element of gradients that ZeRO-2 and -3 reduce-scatter
-    tensor_overlap: Number  # share of tensor-parallel collectives that computation hides
+    tensor_overlap: Number  # share of tensor-parallel collectives that runs during computation
     context_overlap: Number  # share of context-parallel collectives that runs during attention
-    shard_overlap: Number  # share of ZeRO-2's and -3's collectives that runs during computation
+    shard_overlap: Number  # share of ZeRO's reduce-scatters and -3's gathers that runs during computation
     shard_share: Number  # of the links' speed that ZeRO-2's and -3's collectives reach
     ends_apart: Number  # 1: ZeRO gathers embedding and head once, and reduces the head during the backward
     gather_overlap: Number  # share of ZeRO-1's and -2's weight gathers that runs during the forward

@@ -23,7 +23,7 @@ from meshtune.notebook import Notebook
 from meshtune.placement.columns import Columns, Number, at, joined, layout_at, rows
 from meshtune.placement.share import stage_blocks, stage_of_rank
 from meshtune.plan.accounting import Accounting, accounting_of
-from meshtune.plan.accuracy import Accuracy, accuracy
+from meshtune.plan.accuracy import Accuracy, accuracy, band_of
 from meshtune.plan.candidates import (
     candidates,
     columns_of,
@@ -81,7 +81,7 @@ class Choice(Notebook):
     @property
     def accuracy(self) -> Accuracy:
         """Error bars of time and memory."""
-        return accuracy_of(self.stack, self.cluster)
+        return accuracy_of(self.stack, self.cluster, band_of(self.layout, self.cluster.node, self.mfu))
 
     @property
     def fits(self) -> bool:
@@ -484,9 +484,9 @@ def ranked(
 
 def safe_peak(stack: str, cluster: Cluster) -> float:
     """Bytes of a predicted peak up to which a layout fits safely: with its error bar in a GPU's memory."""
-    return cluster.memory / (1 + accuracy_of(stack, cluster).memory)
+    return cluster.memory / (1 + accuracy_of(stack, cluster, "node").memory)  # the same in all bands
 
 
-def accuracy_of(stack: str, cluster: Cluster) -> Accuracy:
-    """Error bars of predictions for a stack on the cluster's GPUs."""
-    return accuracy(stack, "cpu" if cluster.gpu.processor else cluster.gpu.name)
+def accuracy_of(stack: str, cluster: Cluster, band: str) -> Accuracy:
+    """Error bars of predictions for a stack on the cluster's GPUs. band: of accuracy.BANDS."""
+    return accuracy(stack, "cpu" if cluster.gpu.processor else cluster.gpu.name, band)

@@ -62,10 +62,10 @@ def test_ranks_of_processors_are_not_called_gpus() -> None:
 
 
 def test_a_stack_with_measured_times_alone_is_not_called_unmeasured() -> None:
-    said = accuracy("megatron-core", "h100-sxm").sentence("megatron-core", "h100-sxm")
+    said = accuracy("megatron-core", "h100-sxm", "nodes").sentence("megatron-core", "h100-sxm")
     assert "nobody has published 5 peaks of megatron-core on h100-sxm" in said
-    peaks_alone = accuracy("megatron-core", "h100-sxm")._replace(time_rows=0, memory_rows=5)
-    assert "nobody has published 5 step times of s on g" in peaks_alone.sentence("s", "g")
+    peaks_alone = accuracy("megatron-core", "h100-sxm", "nodes")._replace(time_rows=0, memory_rows=5)
+    assert "nobody has published 5 step times of s on g on several machines" in peaks_alone.sentence("s", "g")
 
 
 def test_a_short_part_of_a_long_time_has_no_minutes() -> None:

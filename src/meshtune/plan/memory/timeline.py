@@ -120,6 +120,7 @@ class Liveness:
         return {
             "reserve of the allocator": accounting.reserved * moving,
             "CUDA context": accounting.context,
+            "workspaces": accounting.workspace,
             "communicators": accounting.communicator * process_groups(self.step.layouts),
         }
 

@@ -46,14 +46,18 @@ def ring_collectives(
 ) -> Number:
     """Seconds of `count` all-gathers or reduce-scatters, one after the other; 0 for one rank.
 
-    Each goes once around a ring, whose steps between nodes and inside them wait for one another.
+    Each goes once around a ring, whose steps wait for one another: each takes as long as the slowest.
 
     size: bytes of their unsharded tensors, summed over all `count`. ranks, in_node: of the group, and of it
     in each node.
     """
-    nodes = ranks / in_node
-    latency = (nodes - 1) * machine.network_latency + (ranks - nodes) * machine.link_latency
-    return ring_traffic(machine, size, ranks, in_node) + np.where(ranks > 1, count * latency, 0.0)
+    latency = count * (ranks - 1) * message_latency(machine, ranks, in_node)
+    return ring_traffic(machine, size, ranks, in_node) + np.where(ranks > 1, latency, 0.0)
+
+
+def message_latency(machine: Machine, ranks: Number, in_node: Number) -> Number:
+    """Seconds of a message without bytes between two of `ranks` ranks, `in_node` of them in each node."""
+    return machine.link_latency + np.where(ranks > in_node, machine.network_latency, 0.0)
 
 
 def tree_all_reduce(machine: Machine, size: Number, ranks: Number, in_node: Number) -> Number:
@@ -61,8 +65,7 @@ def tree_all_reduce(machine: Machine, size: Number, ranks: Number, in_node: Numb
 
     ranks, in_node: of the group, and of it in each node. 0 for one rank.
     """
-    step = np.where(ranks > in_node, machine.network_latency, machine.link_latency)
-    latency = np.where(ranks > 1, step * (1 + np.log2(ranks)), 0.0)
+    latency = np.where(ranks > 1, message_latency(machine, ranks, in_node) * (1 + np.log2(ranks)), 0.0)
     return 2 * ring_traffic(machine, size, ranks, in_node) + latency
 
 
@@ -75,7 +78,7 @@ def all_to_alls(
 
     size: bytes of a rank's tensors, summed over all `count`. ranks, in_node: as in `ring_collectives`.
     """
-    latency = machine.link_latency + np.where(ranks > in_node, machine.network_latency, 0.0)
+    latency = message_latency(machine, ranks, in_node)
     return ring_traffic(machine, size, ranks, in_node) + np.where(ranks > 1, count * latency, 0.0)
 
 
@@ -101,7 +104,8 @@ def exposed(machine: Machine, computing: Number, collective: Number, overlap: Nu
 
 
 def tensor_collectives(work: Work, layouts: Columns, machine: Machine, seq_len: Number) -> Number:
-    """Exposed seconds of tensor parallelism in one block for one micro-batch: all-reduces of hidden states.
+    """Seconds of tensor parallelism's collectives in one block for one micro-batch: all-reduces of hidden
+    states.
 
     Two in the forward, two in the backward, two more where the backward repeats the forward (Shoeybi et al.
     2019, arXiv:1909.08053, section 3). With sp, an all-gather and a reduce-scatter in place of each
@@ -122,12 +126,12 @@ def tensor_collectives(work: Work, layouts: Columns, machine: Machine, seq_len: 
         machine, token_bytes * (runs * entering + outputs), layouts.tp, in_node, count=3 * runs + 1
     )
     features = np.where(work.head_shards(layouts.tp) < layouts.tp, features, 0.0)
-    return (2 * all_reduce * (2 + repeated) + features) * (1 - machine.tensor_overlap)
+    return 2 * all_reduce * (2 + repeated) + features
 
 
 def regathering(work: Work, layouts: Columns, machine: Machine, seq_len: Number) -> Number:
-    """Exposed seconds to gather the inputs of attention and MLP again (`sp_regather`) in one block's backward
-    for one micro-batch: two all-gathers, which the matmuls that need them wait for.
+    """Seconds to gather the inputs of attention and MLP again in one block's backward for one micro-batch,
+    as `sp_regather` does: two all-gathers. Stacks that always do so hide them behind the gradients of inputs.
     """
     hidden_bytes = 2 * machine.element * layouts.rank_tokens(seq_len) * work.hidden
     in_node = ranks_in_node(layouts.tp, 1.0, machine)
@@ -202,9 +206,9 @@ def outside_blocks(work: Work, layouts: Columns) -> Number:
 def gradient_collectives(work: Work, layouts: Columns, machine: Machine, block: Block) -> Number:
     """Exposed seconds per step of data parallelism's collectives that `shard_collectives` does not count.
 
-    Gradients are all-reduced between replicas and under ZeRO-1 reduce-scattered, a share of it hidden behind
-    the last backward, none with a zero-bubble schedule or by torch's stages under ZeRO-1. ZeRO-1 and -2
-    gather weights once, a share of it during the first forward. ZeRO-2's and -3's collectives of what is
+    Gradients are all-reduced between replicas and under ZeRO-1 reduce-scattered, a share of each hidden
+    behind the last backward, none with a zero-bubble schedule or by torch's stages under ZeRO-1. ZeRO-1 and
+    -2 gather weights once, a share of it during the first forward. ZeRO-2's and -3's collectives of what is
     outside the blocks come with each micro-batch and have nothing to hide behind.
 
     block: a mean block of the rank, for one micro-batch, whose passes hide a part of them.
@@ -228,7 +232,8 @@ def gradient_collectives(work: Work, layouts: Columns, machine: Machine, block: 
     # This engine reduces embedding and head together, once the embedding's gradient is there.
     last = machine.counted * outside / layouts.tp * work.trained_outside / np.maximum(trained, 1.0)
     beside = (1 - last) * reducing
-    hidden = beside - exposed(machine, backward, beside, machine.data_overlap)
+    overlap = np.where(zero == 1, machine.shard_overlap, machine.data_overlap)
+    hidden = beside - exposed(machine, backward, beside, overlap)
     # Their last backward is for weights only, and runs no hooks that could start a collective.
     behind = layouts.runs(*ZERO_BUBBLE)
     # torch's stages reduce in an action of their own, once all micro-batches are through (REDUCE_GRAD).

@@ -130,7 +130,7 @@ def head_matmuls(work: Work, layouts: Columns, machine: Machine, tokens: Number)
 
 
 def hidden_exchange(work: Work, layouts: Columns, machine: Machine, seq_len: Number) -> Number:
-    """Exposed seconds of one of tp's collectives on hidden states outside the blocks.
+    """Seconds of one of tp's collectives on hidden states outside the blocks.
 
     With sp the embedding's forward ends with a reduce-scatter and the head's starts with an all-gather, the
     backward has the other of each. Without, the embedding's forward and the head's backward have an
@@ -140,7 +140,7 @@ def hidden_exchange(work: Work, layouts: Columns, machine: Machine, seq_len: Num
     in_node = ranks_in_node(layouts.tp, 1.0, machine)
     ring = ring_collectives(machine, hidden_bytes, layouts.tp, in_node)
     half = tree_all_reduce(machine, hidden_bytes, layouts.tp, in_node) / 2
-    return np.where(layouts.sp > 0, ring, half) * (1 - machine.tensor_overlap)
+    return np.where(layouts.sp > 0, ring, half)
 
 
 def loss_sums(layouts: Columns, machine: Machine, tokens: Number) -> Number:

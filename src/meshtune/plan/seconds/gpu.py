@@ -296,9 +296,9 @@ def launched(computing: Number, host: Number, machine: Machine) -> Number:
 def host_seconds(computing: Number, machine: Machine) -> tuple[Number, Number]:
     """(Seconds that the host's work for a micro-batch adds to its computation, those it adds once a step).
 
-    The host runs ahead of the kernels but in a step's first micro-batch, as nothing runs before it; other
-    tools' constants were fitted as if it never did.
+    Where it runs ahead of the kernels, in all of a step's micro-batches but the first, as nothing runs before
+    that.
     """
     work = machine.host_micro_batch
-    added = np.where(machine.counted > 0, launched(computing, work, machine) - computing, work)
-    return added, machine.host_step + np.where(machine.counted > 0, work - added, 0.0)
+    added = np.where(machine.ahead > 0, launched(computing, work, machine) - computing, work)
+    return added, machine.host_step + work - added

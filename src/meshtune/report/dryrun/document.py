@@ -51,7 +51,6 @@ from meshtune.units import count, counted, duration, human, significant
 
 TOP = 20  # groups of the largest tensors of each rank
 MOST_KERNELS = 30  # operations of a block that are listed
-MOST_COLLECTIVES = 6  # kinds of collectives that are listed
 PAGE, TRACE = "dryrun.html", "trace.json"
 FOOTER = "Counted by meshtune on fake tensors; nothing here was measured on a GPU."
 RESERVED = "reserved by the allocator"
@@ -182,7 +181,7 @@ def rank_tables(simulation: Simulation, trace: RankTrace, top: int) -> Iterator[
 
 
 def time_tables(simulation: Simulation, facts: Facts) -> Iterator[Table]:
-    """Yield the tables on time: the prediction next to the simulation, kernels, collectives by two models."""
+    """Yield the tables on time: the prediction next to the simulation, and kernels."""
     if simulation.predicted:
         yield side_by_side(facts)
     if simulation.costs is None:
@@ -195,12 +194,6 @@ def time_tables(simulation: Simulation, facts: Facts) -> Iterator[Table]:
     yield kernels_table(
         "Kernels of a mean block, for one micro-batch", of_block[:MOST_KERNELS], note if rest > 0 else ""
     )
-    every = simulation.disagreements
-    rest = len(every) - MOST_COLLECTIVES
-    lines = tuple((line,) for line in every[:MOST_COLLECTIVES])
-    note = (f"Left out: {counted(rest, 'kind')} of collectives with less time.",) * (rest > 0)
-    title = "Collectives that NCCL's tables predict otherwise"
-    yield Table.of_rows(title, ("collective",), lines, ("collective",), note)
 
 
 def kernels_table(title: str, rows: list[Kernels], note: str = "") -> Table:

@@ -50,7 +50,6 @@ def time_facts(simulation: Simulation) -> dict[str, Any] | None:
         "first_step_seconds": first.seconds,
         "tokens_per_second_per_gpu": simulation.workload.tokens / later.seconds / simulation.layout.world,
         "parts": vars(later.parts),
-        "collectives": simulation.disagreements,
     }
 
 
