@@ -25,7 +25,7 @@ from typing import Any
 from memory_cases import LARGE, SMALL
 from memory_rows import Row, compare, errors, planned
 
-from meshtune.dryrun.ranks import trace_ranks
+from meshtune.dryrun.ranks import Tell, trace_ranks
 from meshtune.dryrun.world import Job, trace_rank
 from meshtune.layout import AXES
 from meshtune.placement.ranks import rank_at
@@ -45,11 +45,11 @@ def simulate(job: Job) -> list[dict[str, Any]]:
     return trace_ranks(partial(held_by, job), ranks, job.layout.world)
 
 
-def held_by(job: Job, rank: int) -> dict[str, Any]:
+def held_by(job: Job, rank: int, tell: Tell) -> dict[str, Any]:
     """Peaks of a rank's two steps, in a process of its own."""
     steps = [
         {"step": step.step, "phase": phase, "bytes": size, "parts": {k: v for k, v in parts.items() if v}}
-        for step in trace_rank(job, rank).steps
+        for step in trace_rank(job, rank, tell).steps
         for phase, (size, parts) in step.peaks.items()
     ]
     return {"rank": rank, "steps": steps}

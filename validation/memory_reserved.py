@@ -19,7 +19,7 @@ import numpy as np
 from memory_cases import LARGE
 from memory_rows import planned, workload_of
 
-from meshtune.dryrun.ranks import trace_ranks
+from meshtune.dryrun.ranks import Tell, trace_ranks
 from meshtune.dryrun.requests import replay_steps
 from meshtune.dryrun.workspaces import Workspaces
 from meshtune.dryrun.world import Job, trace_rank
@@ -58,9 +58,9 @@ def cases() -> Iterator[tuple[str, Job]]:
         yield name, replace(like, layout=Layout.parse(layout))
 
 
-def reserved_by(job: Job, rank: int) -> dict[str, int]:
+def reserved_by(job: Job, rank: int, tell: Tell) -> dict[str, int]:
     """Bytes of a rank's second step, in a process of its own."""
-    steps = trace_rank(job, rank).steps
+    steps = trace_rank(job, rank, tell).steps
     replay = replay_steps(steps, workspaces=Workspaces("hopper"), expandable=True)[-1]
     return {"tensors": steps[-1].peak()[0], "reserved": replay.reserved}
 

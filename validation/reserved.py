@@ -20,7 +20,7 @@ from torchtitan_step import Shape, trace
 from transformers import LlamaConfig
 
 from meshtune.dryrun.allocator import Replay
-from meshtune.dryrun.ranks import trace_ranks
+from meshtune.dryrun.ranks import Tell, trace_ranks
 from meshtune.dryrun.requests import replay_steps
 from meshtune.dryrun.workspaces import Workspaces
 from meshtune.dryrun.world import Job, trace_rank
@@ -31,7 +31,7 @@ from meshtune.rundir import write_text_atomically
 from meshtune.train.model import ModelSpec, OptimizerSpec
 from meshtune.units import GIB
 
-Step = Callable[[Shape, Layout, int, int], RankTrace]  # the last one is the rank
+Step = Callable[[Shape, Layout, int, int, Tell], RankTrace]  # the last two are those of trace_rank
 TARGET = 0.08  # of the eager rows in bf16
 PAGE = HERE / "reserved.md"
 
@@ -85,7 +85,7 @@ def layout_of(row: Row) -> Layout:
     return Layout.parse("-".join([*parts, f"mb{row['micro_batch']}", row["recompute"]]))
 
 
-def theirs(shape: Shape, layout: Layout, seq_len: int, rank: int) -> RankTrace:
+def theirs(shape: Shape, layout: Layout, seq_len: int, rank: int, _: Tell = str) -> RankTrace:
     """torchtitan's two steps."""
     return RankTrace(rank, {}, (0,), trace(shape, layout, seq_len=seq_len), micro_batches=1, of=1)
 
@@ -99,8 +99,8 @@ def config_of(shape: Shape, seq_len: int) -> LlamaConfig:
     )  # fmt: skip
 
 
-def ours(shape: Shape, layout: Layout, seq_len: int, rank: int) -> RankTrace:
-    """meshtune's two steps of the same model, with one document a sequence."""
+def ours(shape: Shape, layout: Layout, seq_len: int, rank: int, tell: Tell = str) -> RankTrace:
+    """meshtune's two steps of the same model, with one document a sequence. rank, tell: of `trace_rank`."""
     job = Job(
         spec=ModelSpec(source=config_of(shape, seq_len), init="random", kernels="cuda"),
         optimizer=OptimizerSpec(),
@@ -108,7 +108,7 @@ def ours(shape: Shape, layout: Layout, seq_len: int, rank: int) -> RankTrace:
         seq_len=seq_len,
         documents=(seq_len,),
     )
-    return trace_rank(job, rank)
+    return trace_rank(job, rank, tell)
 
 
 @cache

@@ -145,7 +145,7 @@ def empty_trace(rank: int) -> RankTrace:
     return RankTrace(rank, {"pp": 0}, (), steps, micro_batches=1, of=1)
 
 
-def fail(job: Any, rank: int) -> RankTrace:
+def fail(job: Any, rank: int, tell: Any) -> RankTrace:
     """Fail as a bug of ours does."""
     raise RuntimeError(f"no meta function for rank {rank}")
 

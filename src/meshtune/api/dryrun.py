@@ -244,6 +244,7 @@ class Subject:
                 *notes,
             ),
         )
+        log(f"fitting {counted(len(traces), 'trace')} into the memory of {cluster.title} …")
         if simulation.fits:
             return simulation
         instead = out_of_memory(choice, workload, self.lighter) if choice and workload else [LESS_MEMORY]

@@ -19,6 +19,7 @@ from meshtune.commands.options import (
     split,
 )
 from meshtune.errors import NothingFits, UserError
+from meshtune.units import counted
 
 if TYPE_CHECKING:
     from meshtune.dryrun.simulation import Simulation
@@ -81,11 +82,15 @@ def dryrun(
         documents=lengths,
         log=log,
     )
-    answers = [document(each, top, drawn=panels(each) if target else ()) for each in done]
+    answers = []
+    for each in done:
+        log(f"counting the memory, operations and collectives of {each.layout} …")
+        answers.append(document(each, top, drawn=panels(each) if target else ()))
     show(joined(answers), as_json=as_json)
     for simulation, page in zip(done, answers, strict=True):
         if target:
-            log(f"drawing {simulation.layout} …")
+            traces = ", then writing its page and traces" * target.is_folder
+            log(f"drawing {counted(len(page.panels), 'picture')} of {simulation.layout}{traces} …")
             one = target.of(str(simulation.layout)) if len(done) > 1 else target
             files = write_files(one, simulation, page)
             log(f"{', '.join(file.name for file in files)} in {files[0].parent}")

@@ -35,7 +35,12 @@ from meshtune.placement.share import census_stages, stage_of_rank
 from meshtune.units import counted, duration, ranges
 
 SILENCE = 60.0  # seconds without CPU time after which a child counts as hung
+BEAT = 5.0  # seconds between lines on traces that aren't done
+BUILDING = "building the model"  # the part of a trace before its first step
 TICK = 0.05  # seconds of CPU time that a waiting process may use meanwhile
+
+Tell = Callable[[str], Any]  # gets a line
+Trace = Callable[[int, Tell], RankTrace]  # of a rank; tells the part of the step that it is in
 
 # Which ranks differ #
 
@@ -117,24 +122,33 @@ def _place(layout: Layout, rank: int) -> str:
 
 
 def trace_ranks(
-    trace: Callable[[int], RankTrace],
+    trace: Trace,
     ranks: Sequence[int],
     world: int,
     *,
-    tell: Callable[[str], None] = lambda _: None,
+    tell: Tell = lambda _: None,
     silence: float = SILENCE,
 ) -> list[RankTrace]:
-    """Call `trace(rank)` for each of `ranks` in a process of its own; return the traces in this order.
+    """Call `trace(rank, tell)` for each of `ranks` in a process of its own; return the traces in this order.
 
     trace: picklable on a machine with GPUs (`start_method`), such as a partial of a module's function.
-    world: ranks of the layout, for sentences. tell: called with a line when a rank is traced. silence:
-    seconds without CPU time after which a process counts as hung.
+    world: ranks of the layout, for sentences. tell: called with a line when a rank is traced, and every BEAT
+    seconds. silence: seconds without CPU time after which a process counts as hung.
     The first failure ends all: UserError and OSError are raised as they are; anything else, a signal, and a
     hang as RankFailed, with the rank and its traceback or the end of its log.
     """
     context: Any = get_context(start_method())
     running: dict[int, tuple[int, BaseProcess]] = {}  # sentinel -> (rank, its process)
     waiting = list(ranks)
+    began = time.monotonic()
+
+    def beat() -> None:
+        doing = " · ".join(f"rank {rank:,}: {_phase(folder, rank)}" for rank, _ in running.values())
+        done = len(ranks) - len(waiting) - len(running)
+        tell(
+            f"{doing} · {done} of {counted(len(ranks), 'rank')} traced, {duration(time.monotonic() - began)}"
+        )
+
     # A thread of their own starts them, for the reason that launch/start.py has.
     with scratch_folder() as folder, ThreadPoolExecutor(1) as starter:
         try:
@@ -145,7 +159,7 @@ def trace_ranks(
                     process = context.Process(target=_child, args=(trace, place, folder, os.getpid()))
                     starter.submit(process.start).result()
                     running[process.sentinel] = rank, process
-                for sentinel in _ended(running, folder, silence):
+                for sentinel in _ended(running, folder, silence, beat):
                     rank, process = running.pop(sentinel)
                     process.join()
                     if not (folder / f"trace-{rank}").exists():
@@ -169,8 +183,9 @@ def start_method() -> str:
     return "spawn" if torch.cuda.is_available() else "fork"
 
 
-def _child(trace: Callable[[int], RankTrace], place: Place, folder: Path, parent: int) -> None:
-    """Trace one rank into `folder`/trace-<rank>; the target of its process, which exits here.
+def _child(trace: Trace, place: Place, folder: Path, parent: int) -> None:
+    """Trace one rank into `folder`/trace-<rank>; the target of its process, which exits here. The part of the
+    step that it is in stands in `folder`/phase-<rank>.
 
     parent: the parent's process id, with which this process ends.
     """
@@ -181,16 +196,33 @@ def _child(trace: Callable[[int], RankTrace], place: Place, folder: Path, parent
         faulthandler.register(signal.SIGUSR2)  # and so does a hang, when the parent asks
         aside = folder / f".trace-{place.rank}"
         with aside.open("wb") as file:
-            pickle.dump(trace(place.rank), file, pickle.HIGHEST_PROTOCOL)
+            pickle.dump(
+                trace(place.rank, (folder / f"phase-{place.rank}").write_text), file, pickle.HIGHEST_PROTOCOL
+            )
         aside.rename(folder / f"trace-{place.rank}")
 
 
-def _ended(running: Mapping[int, tuple[int, BaseProcess]], folder: Path, silence: float) -> list[int]:
-    """Wait until children end; return their sentinels. Raises RankFailed if one uses no CPU time."""
+def _phase(folder: Path, rank: int) -> str:
+    """The part of the step that a rank's trace is in."""
+    with suppress(FileNotFoundError):
+        return (folder / f"phase-{rank}").read_text() or BUILDING
+    return BUILDING
+
+
+def _ended(
+    running: Mapping[int, tuple[int, BaseProcess]], folder: Path, silence: float, beat: Callable[[], None]
+) -> list[int]:
+    """Wait until children end, with a `beat` every BEAT seconds; return their sentinels. Raises RankFailed if
+    one uses no CPU time.
+    """
     while True:
         before = {sentinel: _cpu_seconds(process) for sentinel, (_, process) in running.items()}
-        if ended := wait(list(running), timeout=silence):
-            return ended  # type: ignore[return-value]
+        until = time.monotonic() + silence
+        while (left := until - time.monotonic()) > 0:
+            if ended := wait(list(running), timeout=min(left, BEAT)):
+                return ended  # type: ignore[return-value]
+            if left > BEAT:
+                beat()
         for sentinel, (rank, process) in running.items():
             if _cpu_seconds(process) - before[sentinel] < TICK:
                 os.kill(process.pid or 0, signal.SIGUSR2)

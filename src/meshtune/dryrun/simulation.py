@@ -20,7 +20,7 @@ from meshtune.plan.cluster import Cluster
 from meshtune.plan.memory.timeline import Liveness
 from meshtune.plan.search import Choice, peaks_of_ranks
 from meshtune.plan.workload import Workload
-from meshtune.units import counted, human
+from meshtune.units import counted, duration, human
 
 
 @dataclass(frozen=True, repr=False)
@@ -103,7 +103,8 @@ class Simulation(Notebook):
 
     @property
     def summary_line(self) -> str:
-        return f"{self.model} on {self.cluster.title}: {self.verdict}"
+        time = f" A step takes {duration(self.times[-1].seconds)}." if self.times else ""
+        return f"{self.model} on {self.cluster.title}: {self.verdict}{time}"
 
     @property
     def verdict(self) -> str:

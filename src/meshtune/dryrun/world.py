@@ -14,7 +14,7 @@ import random
 import time
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -122,10 +122,11 @@ class Job:
         return replace(layout, gradient_accumulation_steps=steps)
 
 
-def trace_rank(job: Job, rank: int) -> RankTrace:
+def trace_rank(job: Job, rank: int, tell: Callable[[str], Any] = lambda _: None) -> RankTrace:
     """Trace the first two steps of one rank; call it in a process of its own.
 
-    Raises UserError for a model that the layout can't split.
+    tell: called with the part of the step that begins. Raises UserError for a model that the layout can't
+    split.
     """
     started, layout = time.perf_counter(), job.traced
     if layout.world > 1:
@@ -140,7 +141,7 @@ def trace_rank(job: Job, rank: int) -> RankTrace:
     micro_batches = [faked(each, fakes) for each in model.passes.localise(batch)]
     steps = [StepTrace(number) for number in range(1, TRACED_STEPS + 1)]
     with installed(job.spec.kernels) as substitutes, fakes:
-        options = {"max_grad_norm": job.max_grad_norm, "read": made_up}
+        options = {"max_grad_norm": job.max_grad_norm, "read": made_up, "tell": tell}
         record(model, micro_batches, steps, label_tokens=batch.label_tokens, **options)
         traced, number = layout.gradient_accumulation_steps, job.layout.gradient_accumulation_steps
         if number > traced and layout.pp > 1:
@@ -193,8 +194,12 @@ def record(
     label_tokens: int,
     max_grad_norm: float,
     read: Any = None,
+    tell: Callable[[str], Any] = lambda _: None,
 ) -> None:
-    """Make one update a trace and fill in the traces. read: as in Recorder; None: tensors are real."""
+    """Make one update a trace and fill in the traces.
+
+    read: as in Recorder; None: tensors are real. tell: called with the part of the step that begins.
+    """
     world, modules = model.parallel.world, model.parallel.modules
     layout, pairs = world.layout, Pairs(micro_batches, world)
     recorders = [Recorder(world.device, trace, modules, layout, pairs=pairs, read=read) for trace in steps]
@@ -205,7 +210,7 @@ def record(
             model.passes.step(
                 micro_batches,
                 Counts(label_tokens),
-                lambda name, trace=trace: noted(trace, memory, name),
+                lambda name, trace=trace: noted(trace, memory, name, tell),
                 learning_rate=1e-4,
                 max_grad_norm=max_grad_norm,
             )
@@ -228,8 +233,9 @@ def number_messages(trace: StepTrace, micro_batches: int) -> None:
 
 
 @contextmanager
-def noted(trace: StepTrace, memory: PhaseMemory, name: str) -> Iterator[None]:
-    """Note in `trace` where a phase of PhaseMemory begins and ends."""
+def noted(trace: StepTrace, memory: PhaseMemory, name: str, tell: Callable[[str], Any]) -> Iterator[None]:
+    """Note in `trace` where a phase of PhaseMemory begins and ends; tell its beginning."""
+    tell(f"step {trace.step} of {TRACED_STEPS}, {name}")
     trace.phases.append((len(trace.operations), name))
     with memory.phase(name):
         yield

@@ -355,7 +355,7 @@ SORTS = {  # column of --sort -> (what the first has, clause on how much more an
 SLOW_NETWORK = 10 * GIGA  # bytes/s per GPU: of workstations and of machines for inference
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Offer:
     """One cluster: its plan, the best layout by the column and the run under it."""
 
@@ -363,6 +363,10 @@ class Offer:
     choice: Choice | None  # None: nothing fits
     run: RunCost | None  # None: nothing fits
     misses: tuple[str, ...] = ()  # fields of Bounds that the run exceeds
+
+    def __repr__(self) -> str:
+        line = self.choice.summary_line if self.choice else f"{self.title}: nothing fits"
+        return f"<Offer {line}>"
 
     @property
     def title(self) -> str:

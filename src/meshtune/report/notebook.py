@@ -71,10 +71,11 @@ def rows(value: Any) -> Iterator[Row]:
         case "Simulation":
             from meshtune.report.dryrun.facts import facts_of
 
+            seconds = [time.seconds for time in value.times] or [None, None]
             for rank in facts_of(value)["ranks"]:
-                for step in rank["steps"]:
-                    for event, sizes in step["timeline"]:
-                        yield {"rank": rank["rank"], "step": step["step"], "event": event, **sizes}
+                for step, step_seconds in zip(rank["steps"], seconds, strict=True):
+                    place = {"rank": rank["rank"], "step": step["step"], "step_seconds": step_seconds}
+                    yield from ({**place, "event": event, **sizes} for event, sizes in step["timeline"])
         case "Swept":
             from meshtune.report.experiments.database import results
 

@@ -11,7 +11,7 @@ from golden import refuses
 from made_traces import job_of
 from transformers import LlamaConfig, XGLMConfig
 
-from meshtune.dryrun.ranks import distinct_ranks, pipeline_copies, ranks_to_trace, trace_ranks
+from meshtune.dryrun.ranks import Tell, distinct_ranks, pipeline_copies, ranks_to_trace, trace_ranks
 from meshtune.dryrun.recorder import refuse_unlike
 from meshtune.dryrun.world import trace_rank
 from meshtune.errors import RankFailed, UserError
@@ -80,7 +80,7 @@ def test_a_rank_asked_for_comes_beside_the_others_or_is_refused(blocks: Census) 
     assert len(error.value.problems) == 2
 
 
-def large(rank: int) -> RankTrace:
+def large(rank: int, _: Tell) -> RankTrace:
     """A trace of more bytes than a pipe holds."""
     storages = [Storage(number, "weights", "m", "", "") for number in range(50_000)]
     return RankTrace(rank, {}, (), [StepTrace(1, storages=storages)], 1, 1)
@@ -93,6 +93,19 @@ def test_traces_come_back_whole_and_in_order() -> None:
     assert [trace.rank for trace in traces] == [6, 0, 3]
     assert traces[1].steps[0].storages[-1].bytes == 49_999
     assert sorted(lines) == [f"rank {rank} of 8 traced" for rank in (0, 3, 6)]
+
+
+def slow(rank: int, tell: Tell) -> RankTrace:
+    tell("step 1 of 2, backward")
+    time.sleep(1)
+    return large(rank, tell)
+
+
+def test_a_long_trace_says_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshtune.dryrun.ranks.BEAT", 0.3)
+    lines: list[str] = []
+    trace_ranks(slow, [6], 8, tell=lines.append)
+    assert lines[-2].startswith("rank 6: step 1 of 2, backward · 0 of 1 rank traced, ")
 
 
 @pytest.mark.all
@@ -111,7 +124,7 @@ def test_spawned_processes_trace_as_forked_ones(monkeypatch: pytest.MonkeyPatch)
     assert [len(step.operations) for step in spawned.steps] == [len(step.operations) for step in forked.steps]
 
 
-def crash(rank: int) -> RankTrace:
+def crash(rank: int, tell: Tell) -> RankTrace:
     """Do what the rank's number says."""
     if rank == 0:
         raise RuntimeError("no such kernel")
@@ -126,7 +139,7 @@ def crash(rank: int) -> RankTrace:
     if rank == 5:
         raise MemoryError
     time.sleep(600)
-    return large(rank)
+    return large(rank, tell)
 
 
 @pytest.mark.ci
@@ -154,7 +167,7 @@ def test_a_hang_is_named_with_its_line() -> None:
         trace_ranks(crash, [7], 8, silence=0.4)
 
 
-def mixed(rank: int) -> RankTrace:
+def mixed(rank: int, tell: Tell) -> RankTrace:
     """Trace an XGLM in bf16 whose table of positions is left in fp32."""
     config = XGLMConfig(vocab_size=64, d_model=32, num_layers=1, attention_heads=2, ffn_dim=32)
     model.cast_position_tables = lambda *_: None

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hand_traces import simulation_of, trace_of
+from hand_traces import simulation_of, time_of, trace_of
 
 from meshtune.api.plan import plan
 from meshtune.api.sweep import sweep
@@ -23,7 +23,7 @@ def values(tmp_path: Path, run: RunDir) -> dict[str, Any]:
     return {
         "plan": answer,
         "choice": answer.choice,
-        "dry run": simulation_of("dp2-mb1-ga1", trace_of()),
+        "dry run": simulation_of("dp2-mb1-ga1", trace_of(), times=[time_of(0)] * 2),
         "sweep": sweep(experiments, simulate="planner", out=tmp_path / "sweep"),
         "run": Result.read(run.path),
     }
@@ -35,6 +35,8 @@ def test_a_cell_shows_a_small_part_of_the_page_without_scripts_and_addresses(val
         assert len(part.encode()) <= MOST and part.count("<svg") >= 1, name
         assert not any(word in part for word in ("<script", "src=", "@import")), name
         assert len(repr(value)) < 400 and "\n" not in repr(value), name
+    assert repr(values["plan"].chosen) == f"<Offer {values['choice'].summary_line}>"
+    assert repr(values["dry run"]).endswith(" A step takes 2.0 s.>")
 
 
 def test_a_table_has_numbers_in_bytes_and_seconds(values: dict[str, Any]) -> None:
@@ -43,6 +45,7 @@ def test_a_table_has_numbers_in_bytes_and_seconds(values: dict[str, Any]) -> Non
     assert plan["layout"][0] == tables["choice"]["layout"][0] == str(values["plan"].choice.layout)
     assert plan["memory.peak"][0] == values["plan"].choice.memory.peak
     assert {*timeline["step"]} == {1, 2} and timeline["activations"].max() > 0
+    assert {*timeline["step_seconds"]} == {2.0}
     assert [*tables["sweep"]["layout"].str.slice(0, 5)] == ["dp2-m", "zero3"]
     assert {*tables["run"]["kind"]} == {"train"} and tables["run"]["step"].is_monotonic_increasing
 

@@ -17,7 +17,7 @@ from meshtune.report.draw.colours import MEMORY_PARTS
 from meshtune.report.draw.kinds import Areas, Band, Mark, Panel, Stacks, Timeline
 from meshtune.report.plan.numbers import nonzero, seconds
 from meshtune.report.plan.passes import passes_panel
-from meshtune.report.run.summary import last, of_kind, of_last_start
+from meshtune.report.run.summary import last, of_kind, of_last_start, values
 from meshtune.rundir import Row
 from meshtune.units import GIB, MIB, counted, human
 
@@ -34,7 +34,11 @@ def part_panels(rows: Sequence[Row]) -> list[Panel]:
         time_beside(of_kind(own, "time"), predicted.get("parts") or {}),
         *passes_beside(last(of_kind(own, "passes")), predicted.get("passes") or ()),
         memory_over_phases(of_kind(own, "memory")),
-        memory_beside(of_kind(own, "memory"), predicted.get("memory") or {}),
+        memory_beside(
+            of_kind(own, "memory"),
+            predicted.get("memory") or {},
+            max(values(of_kind(rows, "train"), "peak_memory_bytes"), default=0),
+        ),
     )
     return [panel for panel in drawn if panel is not None]
 
@@ -132,16 +136,21 @@ def memory_over_phases(rows: Sequence[Row]) -> Areas | None:
     )
 
 
-def memory_beside(rows: Sequence[Row], predicted: Parts) -> Stacks | None:
-    """Memory of tensors by category at the peak of the fullest rank, measured and predicted."""
+def memory_beside(rows: Sequence[Row], predicted: Parts, highest: float) -> Stacks | None:
+    """Memory of tensors by category at the peak of the fullest rank, measured and predicted. highest: bytes
+    of the run's highest peak, which the title has if the last watched step was below it.
+    """
     measured = fullest_memory(rows)
     if not measured or not predicted:
         return None
     both = [_categories(measured), _categories(tensors(predicted))]
     per, unit = _unit(both)
+    step = max(row["step"] for row in rows if "step" not in row["phases"])
+    lower = human(measured["peak"]) != human(highest) and measured["peak"] < highest
     return Stacks(
         "memory_beside",
-        "Peak memory of tensors on the fullest rank, measured and predicted",
+        f"Peak memory of tensors on the fullest rank, measured in step {step:,}, the last watched one, and "
+        f"predicted{f'; the highest peak of the run is {human(highest)}' * lower}",
         unit,
         ("measured", "predicted"),
         {name: tuple(one[name] / per for one in both) for name in nonzero(MEMORY_PARTS, both)},
