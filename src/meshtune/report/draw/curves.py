@@ -32,10 +32,12 @@ Layers = list[alt.Chart | alt.LayerChart]
 # Curves #
 
 
-def columns_for(names: Sequence[str]) -> alt.ExprRef:
-    """Columns of a legend that cut no name, as many as the width of the chart has room for."""
+def columns_for(names: Sequence[str], otherwise: int = 1) -> alt.ExprRef:
+    """Columns of a legend that cut no name, by the width of the chart. otherwise: where Vega doesn't know it,
+    as of charts together in a picture.
+    """
     entry = LEGEND_LETTER * max(map(len, names), default=0) + LEGEND_SYMBOL
-    return alt.ExprRef(f"max(1, floor(width / {entry}))")
+    return alt.ExprRef(f"width ? max(1, floor(width / {entry})) : {otherwise}")
 
 
 def points(panel: Lines) -> alt.Data:
@@ -161,7 +163,9 @@ def scatter(panel: Scatter, *, narrow: bool = False) -> alt.LayerChart:
     colour = alt.Color(
         "group:N",
         scale=alt.Scale(domain=[group.name for group in panel.groups], range=colours),
-        legend=alt.Legend(columns=columns_for(named), symbolType="circle", symbolOpacity=1)
+        legend=alt.Legend(
+            columns=columns_for(named, 1 if narrow else LEGEND_COLUMNS), symbolType="circle", symbolOpacity=1
+        )
         if len(named) > 1
         else None,
     )
