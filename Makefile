@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 LIGHT := $(VENV)/.package
 STAMP := $(VENV)/.installed
 
-.PHONY: quickstart quickstart-lora test test-ci test-all golden test-browser test-oldest test-newest test-migrate test-exports fuzz families templates validation validation-dryrun validation-memory validation-why validation-benches study-techniques study-layouts study-batch-size kill-loop style lint docs benchmark gpu-check clean
+.PHONY: quickstart quickstart-lora test test-ci test-all golden test-browser test-oldest test-newest test-migrate test-exports fuzz families templates validation validation-dryrun validation-memory validation-why validation-benches study-techniques study-layouts study-batch-size study-playbook kill-loop style lint docs benchmark gpu-check clean
 
 # The main job on the embedded model and data: fine-tune, evaluate, write a Hugging Face folder and a report.
 quickstart: $(LIGHT)
@@ -120,6 +120,11 @@ LAYOUTS ?= build/layouts
 study-layouts: $(STAMP)
 	$(BIN)/python scripts/layouts_study.py --out $(LAYOUTS) --picture docs/images/best-layouts.svg
 	$(BIN)/python validation/best_layouts.py --table validation/best-layouts.md
+
+# What do the Ultra-Scale Playbook's runs teach? Numbers, pictures and copy of docs/playbook.md, 5 minutes.
+PLAYBOOK ?= build/playbook
+study-playbook: $(STAMP)
+	$(BIN)/python validation/playbook_study.py --out $(PLAYBOOK) --page docs/playbook.md
 
 # Which global batch? Two sweeps on GSM8K, 15 minutes on one core: the tables of docs/batch-size.md and its picture. GSM8K= is
 # the folder of train.jsonl. What was measured stays in STUDY, from where a stopped study goes on.

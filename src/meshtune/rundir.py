@@ -129,7 +129,7 @@ COLUMNS: Mapping[str, Mapping[str, Type]] = {
     "run": {
         "world": COUNT, "nodes": COUNT, "total_steps": NUMBER, "global_batch_size": NUMBER, "seq_len": NUMBER,
         "layout": TEXT._replace(nullable=False), "device_type": TEXT._replace(nullable=False), "host": TEXT,
-        "predicted": Type(_is_prediction, "has no numbers by part"),
+        "resumed_from": NUMBER, "predicted": Type(_is_prediction, "has no numbers by part"),
     },
     "train": {"step": STEP},  # all other columns are numbers, too
     "eval": {"step": STEP},

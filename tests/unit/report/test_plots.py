@@ -172,3 +172,13 @@ def test_a_report_that_cannot_be_written_is_a_sentence_too(empty: RunDir):
 )
 def test_a_logarithmic_axis_has_round_values_inside_its_ends(ends, values):
     assert round_values(ends) == pytest.approx(values)
+
+
+def test_a_legend_has_only_as_many_columns_as_a_phone_has_room_for(train):
+    from meshtune.report.draw.charts import specification
+
+    panel = next(one for one in panels([train(step) for step in range(1, 101)]) if one.key == "time")
+    spec = specification(panel, width="container")
+    (columns,) = {one["encoding"]["color"]["legend"]["columns"]["expr"] for one in spec["layer"][:2]}
+    (entry,) = map(float, re.findall(r"floor\(width / (\S+?)\)", columns))
+    assert entry > 6 * len("waiting for data")

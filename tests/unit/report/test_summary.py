@@ -3,7 +3,9 @@ import json
 import pytest
 from golden import says
 
+from meshtune.report.run.report import report_page
 from meshtune.report.run.summary import grown, samples_of, summarise
+from meshtune.report.run.tables import headline
 from meshtune.train.folder import Claim
 
 
@@ -64,6 +66,17 @@ def test_a_resumed_run_is_running_again_until_its_process_ends(run):
     with Claim(run):  # looking at the lock has not kept it
         run.append({"kind": "end", "step": 4, "status": "stopped by SIGTERM"})
         assert summarise(run).status == "stopped by SIGTERM"
+
+
+def test_a_run_that_resumed_under_another_layout_names_both_with_their_steps(empty, train):
+    empty.append({"kind": "run", "layout": "zero3x2"})
+    for layout, resumed in (("tp2", 6), ("zero3x2", 4), ("tp2-sp", 4), ("tp2-sp", 5)):  # 4 is before 6
+        empty.append({"kind": "run", "layout": layout, "resumed_from": resumed})
+    empty.append(train(8))
+    words = "steps 1–4 under zero3x2, 5–8 under tp2-sp"
+    assert summarise(empty).layouts_in_words == words
+    assert ("layouts", words) in headline(summarise(empty)) and words in report_page(empty)
+    assert summarise(empty).as_dict()["layouts"][1] == {"layout": "tp2-sp", "from_step": 5}
 
 
 @pytest.mark.parametrize(

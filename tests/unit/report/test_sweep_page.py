@@ -194,6 +194,16 @@ def test_predictions_are_beside_measurements_with_the_quartiles_of_their_errors(
     assert errors([0.25]) == "error 25.0%, n = 1"
 
 
+def test_regret_is_what_the_layout_ranked_first_lacks_of_the_fastest_one(tmp_path):
+    rows = [bench_row(model, 2, size) for model in MODELS for size in (1, 2, 4)]
+    rows[2]["predicted_tokens_per_second_per_gpu"] = 1.0  # the fastest one of "small", 1.4 to 1.2
+    pair = [bench_row("small", 4, size) for size in (1, 2)]  # too few layouts
+    panel = drawn(write_sweep(tmp_path, [*rows, *pair]))["regret"]
+    assert panel.names == ("small, 2 ranks", "large <b>, 2 ranks") and "7.1% on average" in panel.title
+    assert panel.parts["slower"] == pytest.approx((100 / 7, 0))
+    assert panel.ends[0] == "14.3%: dp2 mb2, of 3 layouts"
+
+
 def test_seeds_are_one_point_their_median(tmp_path):
     speeds = (100.0, 130.0, 110.0)
     rows = [

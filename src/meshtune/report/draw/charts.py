@@ -14,7 +14,7 @@ from typing import Any, Literal
 import altair as alt
 from altair.utils.schemapi import debug_mode
 
-from meshtune.report.draw.curves import APART, dotted, end_of, lines, multiples, points, scatter
+from meshtune.report.draw.curves import APART, dotted, end_of, lines, multiples, points, round_values, scatter
 from meshtune.report.draw.encode import (
     LABELS,
     NUMBER,
@@ -156,17 +156,22 @@ def stacks(panel: Stacks, *, named: bool = True, narrow: bool = False) -> alt.La
     named: False leaves out the names of the bars, for a chart that stands right of one with the same names.
     narrow: for a phone, where each bar's end and name stand above it.
     """
-    bars = [[sizes[row] for sizes in panel.parts.values()] for row in range(len(panel.names))]
-    starts = [[0.0, *accumulate(sizes)] if panel.stacked else [0.0] * (len(sizes) + 1) for sizes in bars]
-    cells = [
-        (name, part, start, start + size, size)
-        for name, sizes, places in zip(panel.names, bars, starts, strict=True)
-        for part, size, start in zip(panel.parts, sizes, places, strict=False)
-    ]
     mark = panel.mark.value if panel.mark else 0.0
+    bars = [[sizes[row] for sizes in panel.parts.values()] for row in range(len(panel.names))]
+    cells = [
+        (name, part, start, start + size if panel.stacked else size, size)
+        for name, sizes in zip(panel.names, bars, strict=True)
+        for part, size, start in zip(panel.parts, sizes, accumulate(sizes, initial=0.0), strict=False)
+        for start in [start if panel.stacked else mark]
+        if size or panel.stacked
+    ]
     ends = [max(end for name, _, _, end, _ in cells if name == bar) for bar in panel.names]
     room = (1.08 if panel.mark else 1.3) if panel.ends and not narrow else 1.03  # for texts behind the bars
-    domain = [0, max(*ends, mark) * room]
+    low, high, kind, ticks = 0.0, max(*ends, mark) * room, "linear", []
+    if not panel.stacked:
+        low, high = min(mark / 2, *(cell[4] for cell in cells)), max(mark * 2, *ends)
+        high, kind = high * (high / low) ** (room - 1), "log"
+        ticks = round_values((low, high))
     inner, outer = NARROW_PADDING if narrow else PADDING
     y = alt.Y(
         "name:N",
@@ -179,7 +184,7 @@ def stacks(panel: Stacks, *, named: bool = True, narrow: bool = False) -> alt.La
     )  # fmt: skip
     drawn = chart_of(cells, "name", "part", "start", "end", "size")
     drawn = drawn.mark_bar(stroke=alt.ExprRef("paper"), strokeWidth=0.5).encode(
-        across("start:Q", panel.unit, narrow=narrow, domain=domain),
+        across("start:Q", panel.unit, narrow=narrow, ticks=ticks, domain=[low, high], type=kind),
         y,
         colours("part:N", list(panel.parts), narrow=narrow, offset=MARK_TEXT),
         x2="end:Q",
@@ -192,7 +197,7 @@ def stacks(panel: Stacks, *, named: bool = True, narrow: bool = False) -> alt.La
     if not panel.stacked:
         scale = alt.Scale(domain=list(panel.parts))
         drawn = drawn.encode(yOffset=alt.YOffset("part:N", sort=None, scale=scale))
-    x = alt.X("at:Q", scale=alt.Scale(domain=domain, nice=False))
+    x = alt.X("at:Q", scale=alt.Scale(domain=[low, high], nice=False, type=kind))
     layers: Layers = [drawn]
     step = NARROW_BAR if narrow else BAR
     if not panel.stacked:

@@ -24,11 +24,18 @@ from meshtune.report.draw.thin import merged, thinned
 
 FEW = 60  # values of a series that are drawn with dots
 MARGIN = 0.015  # of the x axis beyond the first and the last step
+LEGEND_LETTER, LEGEND_SYMBOL = 6.5, 34  # px of a name's letter, and of its symbol with the space around it
 NONE = "–"  # in a tooltip, where a series has no value
 Layers = list[alt.Chart | alt.LayerChart]
 
 
 # Curves #
+
+
+def columns_for(names: Sequence[str]) -> alt.ExprRef:
+    """Columns of a legend that cut no name, as many as the width of the chart has room for."""
+    entry = LEGEND_LETTER * max(map(len, names), default=0) + LEGEND_SYMBOL
+    return alt.ExprRef(f"max(1, floor(width / {entry}))")
 
 
 def points(panel: Lines) -> alt.Data:
@@ -77,7 +84,7 @@ def lines(panel: Lines, dots: Sequence[bool] | None = None, *, pointed: bool = T
     names = [one.name for one in panel.series]
     colours = [one.colour or alt.ExprRef("other" if one.role == "other" else "main") for one in panel.series]
     strengths = [0.35 if one.role == "raw" else 1 for one in panel.series]
-    legend = alt.Legend(symbolType="stroke") if len(names) > 1 else None
+    legend = alt.Legend(symbolType="stroke", columns=columns_for(names)) if len(names) > 1 else None
     colour = alt.Color("series:O", scale=alt.Scale(domain=names, range=colours), legend=legend)
     scale = alt.Scale(type="ordinal", domain=names, range=strengths)
     strength = alt.Opacity("series:O", scale=scale, legend=legend)
@@ -154,7 +161,7 @@ def scatter(panel: Scatter, *, narrow: bool = False) -> alt.LayerChart:
     colour = alt.Color(
         "group:N",
         scale=alt.Scale(domain=[group.name for group in panel.groups], range=colours),
-        legend=alt.Legend(columns=1 if narrow else LEGEND_COLUMNS, symbolType="circle", symbolOpacity=1)
+        legend=alt.Legend(columns=columns_for(named), symbolType="circle", symbolOpacity=1)
         if len(named) > 1
         else None,
     )

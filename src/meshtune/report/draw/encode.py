@@ -55,9 +55,10 @@ def layered(charts: Sequence[alt.Chart | alt.LayerChart]) -> alt.LayerChart:
     return alt.LayerChart(layer=list(charts))
 
 
-def across(field: str, title: str, *, narrow: bool, **scale: Any) -> alt.X:
-    """A number axis from left to right. scale: arguments of its scale."""
-    axis = alt.Axis(labelExpr=NUMBER, tickCount=4 if narrow else 8, title=plain(title))
+def across(field: str, title: str, *, narrow: bool, ticks: Sequence[float] = (), **scale: Any) -> alt.X:
+    """A number axis from left to right. ticks: (): round values. scale: arguments of its scale."""
+    given: dict[str, Any] = {"values": list(ticks)} if ticks else {"tickCount": 4 if narrow else 8}
+    axis = alt.Axis(labelExpr=NUMBER, title=plain(title), **given)
     return alt.X(field, scale=alt.Scale(nice=False, **scale), axis=axis)
 
 

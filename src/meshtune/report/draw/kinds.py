@@ -58,7 +58,8 @@ class Mark:
 class Stacks:
     """A horizontal bar for each name, its parts end to end.
 
-    With `stacked=False` each part is a bar from 0 instead, the parts of a name below each other.
+    With `stacked=False` each part is a bar from the mark instead, on a logarithmic axis, the parts of a name
+    below each other; a size of 0 has none.
     """
 
     key: str

@@ -122,9 +122,11 @@ def _where(sweep: Sweep) -> Iterator[Part]:
 def _footer(sweep: Sweep) -> str:
     """How the numbers were made, as HTML."""
     done, seeds = sum(one.status == DONE for one in sweep.experiments), _seeds(sweep.done)
+    source = sweep.source.facts.get("source")  # of experiments that no sweep ran
+    which = f"those of {source}" if source else "those that were simulated"
     what = (
-        "Figures of an experiment are those that were simulated."
-        if sweep.simulated
+        f"Figures of an experiment are {which}."
+        if sweep.simulated or source
         else "Figures of an experiment are medians over its timed steps; the spread is the distance of their "
         "quartiles, as a share of the median."
     )

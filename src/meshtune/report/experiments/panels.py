@@ -8,10 +8,21 @@ import textwrap
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from statistics import median, quantiles
+from statistics import mean, median, quantiles
 from typing import Any
 
-from meshtune.report.draw.kinds import Axis, Cell, Group, Guide, HeatMap, Label, Panel, Point, Scatter
+from meshtune.report.draw.kinds import (
+    Axis,
+    Cell,
+    Group,
+    Guide,
+    HeatMap,
+    Label,
+    Panel,
+    Point,
+    Scatter,
+    Stacks,
+)
 from meshtune.report.draw.words import short
 from meshtune.report.experiments.ablation import Ablation, text
 from meshtune.report.experiments.axes import (
@@ -28,12 +39,13 @@ from meshtune.report.experiments.axes import (
     values,
 )
 from meshtune.report.experiments.batch import batch_panels
-from meshtune.report.experiments.rows import Experiment, Sweep, best
-from meshtune.units import GIB, number
+from meshtune.report.experiments.rows import MOST_LABELS, Experiment, Sweep, best
+from meshtune.units import GIB, counted, number
 
 CELLS_WIDTH, CHARACTER = 860, 6.3  # px of a heat map's cells together on a page, and of a character in one
 MOST_DOTS = 1500  # of speed against memory
 LABELLED = 3  # fronts at most, so that labels don't overlap
+LEAST_RANKED = 3  # layouts of a place whose first by prediction is judged
 
 
 def panels(sweep: Sweep, ablation: Ablation) -> list[Panel]:
@@ -46,6 +58,7 @@ def panels(sweep: Sweep, ablation: Ablation) -> list[Panel]:
         *batch_panels(sweep),
         speed_against_memory(sweep, ablation),
         *beside(sweep),
+        regret(sweep),
     ]
     mark = f", simulated ({sweep.simulated})" if sweep.simulated else ""
     return [replace(panel, title=f"{panel.title}{mark}") for panel in drawn if panel is not None]
@@ -283,6 +296,32 @@ def beside(sweep: Sweep) -> list[Panel]:
             )
         )  # fmt: skip
     return drawn
+
+
+def regret(sweep: Sweep) -> Stacks | None:
+    """How much slower than the fastest layout the one is that was predicted to be the fastest: a bar for each
+    workload and number of devices with LEAST_RANKED measured layouts.
+    """
+    places: dict[tuple[str, int], list[Experiment]] = {}
+    for one in sweep.done:
+        if one.gpus and one.measured.speed and one.predicted.speed:
+            places.setdefault((sweep.label(one), one.gpus), []).append(one)
+    judged = []
+    for (name, devices), some in places.items():
+        if len(some) >= LEAST_RANKED:
+            ranked = max(some, key=lambda one: one.predicted.speed or 0)
+            loss = 1 - (ranked.measured.speed or 0) / max(one.measured.speed or 0 for one in some)
+            words = f"{loss:.1%}: {' '.join(short(ranked.layout))}, of {counted(len(some), 'layout')}"
+            judged.append((loss, f"{name}, {counted(devices, sweep.device)}", words))
+    if sweep.simulated or not judged:
+        return None
+    losses, names, words = zip(*sorted(judged, key=lambda bar: -bar[0])[:MOST_LABELS], strict=True)
+    average = mean(loss for loss, *_ in judged)
+    return Stacks(
+        "regret", f"How much slower the layout ranked first by prediction is: {average:.1%} on average",
+        "% of the fastest one's speed", names, {"slower": tuple(100 * loss for loss in losses)}, words,
+        item="model and number",
+    )  # fmt: skip
 
 
 def errors(relative: Sequence[float]) -> str:

@@ -92,6 +92,7 @@ def run_page(run: RunDir, rows: Sequence[Row] | None = None, summary: Summary | 
     rows = Rows(run.rows() if rows is None else rows)
     summary, facts = summary or summarise(run, rows), facts_of(run, rows)
     shown = {label: facts.get(key) for key, label in LABELS.items()}
+    shown["Layout"] = summary.layouts_in_words or shown["Layout"]
     environment = {key: value for key, value in facts.items() if key not in (*LABELS, PREDICTED)}
     parts = (
         *_headline(summary, facts),
@@ -200,6 +201,8 @@ def _figures(summary: Summary) -> Iterator[tuple[str, str, str]]:
         process = summary.peak_resident_bytes
         small = f"of tensors; process {human(process)}" if process else "of tensors"
         yield "Peak memory", human(summary.peak_memory_bytes), small
+    if layouts := summary.layouts_in_words:
+        yield "Layouts", str(len(summary.layouts)), layouts
 
 
 def _samples(run: RunDir) -> Table:

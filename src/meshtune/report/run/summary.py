@@ -46,6 +46,14 @@ class Rows(tuple[Row, ...]):
 
 
 @dataclass(frozen=True)
+class Stretch:
+    """Steps of a run under one layout, until the next stretch."""
+
+    layout: str
+    from_step: int
+
+
+@dataclass(frozen=True)
 class Summary:
     """Headline numbers; None where the rows have none (a run just begun, no evaluation, MFU on a CPU).
 
@@ -77,6 +85,18 @@ class Summary:
     report: str | None = None  # None until it exists
     causes: tuple[Cause, ...] = ()  # that make the run slow, the costliest first; empty where it is healthy
     left_out: str = ""  # a sentence on lines of its files that aren't rows; "" where all are
+    layouts: tuple[Stretch, ...] = ()  # more than one where a run resumed under another
+
+    @property
+    def layouts_in_words(self) -> str:
+        """Steps of each layout; "" where all steps have the same."""
+        lasts = [*(stretch.from_step - 1 for stretch in self.layouts[1:]), self.steps]
+        parts = [
+            f"{one.from_step:,}–{end:,} under {one.layout}"
+            for one, end in zip(self.layouts, lasts, strict=False)
+            if end >= one.from_step
+        ]
+        return f"steps {', '.join(parts)}" if len(parts) > 1 else ""
 
     def as_dict(self) -> dict[str, Any]:
         """The fields as plain values, for JSON."""
@@ -115,6 +135,7 @@ def summarise(run: RunDir, rows: Sequence[Row] | None = None, *, samples: bool =
         report=str(run.report_file) if run.report_file.exists() else None,
         causes=causes_of(rows),
         left_out=run.left_out(rows.left_out, run.samples().left_out if samples else ()),
+        layouts=layouts_of(of_kind(rows, "run")),
     )
     known = grown(known, rows)
     train = of_kind(rows, "train")
@@ -172,6 +193,17 @@ def grown(summary: Summary, rows: Sequence[Row]) -> Summary:
         peak_memory_bytes=highest(summary.peak_memory_bytes, "peak_memory_bytes"),
         peak_resident_bytes=highest(summary.peak_resident_bytes, "peak_resident_bytes"),
     )
+
+
+def layouts_of(starts: Sequence[Row]) -> tuple[Stretch, ...]:
+    """The layouts of a run's steps. starts: its "run" rows; a resumed one replaces later steps."""
+    stretches: list[Stretch] = []
+    for row in starts:
+        first_step = (row.get("resumed_from") or 0) + 1
+        stretches = [one for one in stretches if one.from_step < first_step]
+        if row.get("layout") and [one.layout for one in stretches[-1:]] != [row["layout"]]:
+            stretches.append(Stretch(row["layout"], first_step))
+    return tuple(stretches)
 
 
 def causes_of(rows: Sequence[Row]) -> tuple[Cause, ...]:

@@ -81,6 +81,8 @@ def headline(summary: Summary) -> Iterator[tuple[str, str]]:
     if (peak := summary.peak_memory_bytes) is not None:
         process = summary.peak_resident_bytes
         yield "peak memory", human(peak) + (f" (process {human(process)})" if process else "")
+    if layouts := summary.layouts_in_words:
+        yield "layouts", layouts
     if summary.skipped:
         skipped = counted(summary.skipped, "step")
         yield "not applied", f"{skipped}, whose loss or gradients were not finite"
