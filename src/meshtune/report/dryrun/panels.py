@@ -166,14 +166,11 @@ def streams_panel(busy: Iterable[Interval], *, title: str, key: str = "streams")
         shortest = pixel  # 0 at first: then none is too short
         pixel = 2 * pixel or end / FINEST
         drawn = _joined(_joined(every, pixel), pixel, shortest)
-    note = (
-        f": {len(drawn):,} bars for {len(every):,} operations, as neighbours closer than {duration(pixel)} "
-        "are joined"
-        if pixel
-        else ""
-    )
+    if pixel:
+        bars = f"{len(drawn):,} bars for {len(every):,} operations"
+        title += f": {bars}, as neighbours closer than {duration(pixel)} are joined"
     lanes = sorted(lengths, key=lambda stream: -lengths[stream])
-    return Timeline(key, title + note, "seconds", tuple(lanes), tuple(drawn))
+    return Timeline(key, title, "seconds", tuple(lanes), tuple(drawn))
 
 
 def _joined(every: Sequence[Interval], pixel: float, shortest: float = 0.0) -> list[Interval]:

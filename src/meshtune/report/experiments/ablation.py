@@ -142,24 +142,21 @@ class Ablation:
 
     @cached_property
     def loss_roles(self) -> Roles:
-        """The roles in a picture of the held-out loss: along the charts is the axis, other than the model
-        and the global batch (which batch.py draws), whose values differ most in it.
+        """The roles in a picture of the held-out loss: along the charts is the axis, other than the global
+        batch (which batch.py draws) and, if possible, the model, whose values differ most in it.
         """
         along, by, color = self.roles
-        given = {one for word, one in ((self.by, by), (self.color, color)) if word}
-        others = (MODEL, GLOBAL_BATCH, *BATCH)
-        free = [one for one in self.independent if one not in given and one.key not in others]
-        chosen = max(free, key=self._loss_range, default=along)
-        by, color = (along if one == chosen else one for one in (by, color))
-        return chosen, by, color
+        left_out = (self.by and by, self.color and color)
+        free = [
+            one for one in self.independent if one not in left_out and one.key not in (GLOBAL_BATCH, *BATCH)
+        ]
+        chosen = max(free, key=lambda one: (one.key != MODEL, self._loss_range(one)), default=None)
+        return chosen, along if by == chosen else by, along if color == chosen else color
 
     def _loss_range(self, one: SweptAxis) -> float:
         """Distance of the highest from the lowest median loss of the values of an axis."""
-        of_value: dict[Hashable, list[float]] = {}
-        for each in self.done:
-            if each.eval_loss is not None:
-                of_value.setdefault(one.of(each), []).append(each.eval_loss)
-        medians = [median(some) for some in of_value.values()]
+        known = [(one.of(each), each.eval_loss) for each in self.done if each.eval_loss]
+        medians = [median(loss for at, loss in known if at == value) for value, _ in known]
         return max(medians, default=0.0) - min(medians, default=0.0)
 
     # Pictures #
