@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 
 from meshtune.api.choose import LESS_MEMORY
 from meshtune.api.model_file import model_file
-from meshtune.api.plan import Log, silent
+from meshtune.api.plan import Log, on_screen, silent
 from meshtune.api.resolve import model_spec, optimizer_spec
 from meshtune.api.settings import Settings, config_of
 from meshtune.config import Config
@@ -56,20 +56,20 @@ def dryrun(
     layout: Layout | str | None = None,
     ranks: Sequence[int] = (),
     documents: Sequence[int] = (),
-    log: Log = silent,
+    log: Log | None = None,
 ) -> Simulation:
     """Run two training steps of a layout on fake tensors, for each kind of rank in a process of its own.
 
     config: a Config, a mapping of its sections, or a YAML file. overrides: section.key=value each. layout:
     instead of the config's; without either, the planner's choice. ranks: traced besides the first, a middle
     and the last pipeline rank. documents: lengths of those in each sequence; (): as
-    data.mean_document_tokens says, else one. `Simulation.traces` has every operation, storage and collective
-    of both steps. Raises UserError for bad settings and layouts, NothingFits if the planner finds no layout
-    that fits, RankFailed if a trace fails.
+    data.mean_document_tokens says, else one. log: as of `plan`. `Simulation.traces` has every
+    operation, storage and collective of both steps. Raises UserError for bad settings and layouts,
+    NothingFits if the planner finds no layout that fits, RankFailed if a trace fails.
     """
     layouts = [] if layout is None else [str(layout)]
     (simulation,) = simulations(
-        config_of(config, overrides), layouts, ranks=ranks, documents=documents, log=log
+        config_of(config, overrides), layouts, ranks=ranks, documents=documents, log=log or on_screen
     )
     return simulation
 

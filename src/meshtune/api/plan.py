@@ -1,6 +1,7 @@
 """Plan: predict every layout, one layout, or the largest workload that fits. Needs no GPU and no data."""
 
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -41,6 +42,7 @@ from meshtune.plan.step_parts import MeasuredRun
 from meshtune.plan.workload import Workload, lighter_workloads, positions_note, workload_of
 from meshtune.rundir import RunDir
 from meshtune.tools.export import tool_for
+from meshtune.units import notice
 
 Log = Callable[[str], None]  # gets sentences on the model, and one while its numbers are derived
 StrPath = str | os.PathLike[str]
@@ -48,6 +50,12 @@ StrPath = str | os.PathLike[str]
 
 def silent(_: str) -> None:
     """Take a sentence that nobody wants."""
+
+
+def on_screen(line: str) -> None:
+    """Print a line on stderr if that is a terminal or a notebook's."""
+    if sys.stderr.isatty() or type(sys.stderr).__module__.startswith("ipykernel"):
+        notice(f"meshtune: {line}")
 
 
 def plan(
@@ -61,7 +69,7 @@ def plan(
     budget: float | None = None,
     tool: str = MESHTUNE.name,
     memory_budget: str | float | None = None,
-    log: Log = silent,
+    log: Log | None = None,
 ) -> Answer:
     """Predict every layout on the config's cluster, or on several clusters; choose the first by a column:
     speed, cost, gpus or memory.
@@ -72,9 +80,11 @@ def plan(
     time are predicted for it, and only its layouts are considered. memory_budget: the most that is filled of
     each GPU, as "70GiB" or in GiB; None: what the margin leaves. goal: the old name of `sort`.
     `Answer.choice` is the chosen layout with its memory (bytes) and step time (seconds), `Answer.best(n)` the
-    n best, `Answer.offers` all clusters. Raises UserError for bad settings, NothingFits if no layout fits or
-    no run keeps `by` and `budget`.
+    n best, `Answer.offers` all clusters. log: gets each line on the progress; None: they are printed on
+    stderr, if that is a terminal or a notebook's. Raises UserError for bad settings, NothingFits if no layout
+    fits or no run keeps `by` and `budget`.
     """
+    log = log or on_screen
     if goal:
         log("plan(goal=…) is read in this version, not in the next; write sort=….")
     config = with_memory_budget(config_of(config, overrides), memory_budget)

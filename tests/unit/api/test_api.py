@@ -1,6 +1,7 @@
 """`from meshtune import Config, Layout, dryrun, generate, plan, train`: in-memory rows, results, errors."""
 
 import inspect
+import io
 import pydoc
 import subprocess
 import sys
@@ -218,3 +219,16 @@ def test_a_plan_is_values(tiny: Path, tmp_path: Path) -> None:
     kinds = plan(bounded, gpus="8,8xa100-80", by=timedelta(days=2))
     assert [offer.title for offer in kinds.offers] == ["8 x h100-sxm", "8 x a100-80"]
     assert kinds.bounds.by == plan(bounded, by="2d").bounds.by == 172_800
+
+
+def test_lines_are_printed_only_on_a_terminal_or_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    notebook = type("OutStream", (io.StringIO,), {"__module__": "ipykernel.iostream"})
+    settings = {"model": {"name": "llama-3.2-1b"}, "cluster": {"gpu": "h100-sxm", "gpus": 2}}
+    for stream, is_told in ((io.StringIO(), False), (Terminal(), True), (notebook(), True)):
+        monkeypatch.setattr(sys, "stderr", stream)
+        plan(settings, ["layout=zero3x2"], goal="speed")
+        assert ("plan(goal=…) is read in this version" in " ".join(stream.getvalue().split())) == is_told

@@ -142,6 +142,31 @@ def test_small_charts_and_colours_are_the_axes_that_are_named(database):
             Ablation(sweep, by=word)
 
 
+def test_the_held_out_loss_is_drawn_along_the_axis_that_changes_it_most(tmp_path):
+    rates, layouts = (1e-5, 1e-4, 1e-3), ("mb1-ga2", "tp2-mb1-ga2", "tp4-mb1-ga2", "tp8-mb1-ga2")
+    rows = [
+        bench_row("small", 1, 1, layout=layout, eval_loss=2 + number / 10 + place / 1000,
+                  settings={"layout": layout, "train.learning_rate": rate})
+        for number, rate in enumerate(rates) for place, layout in enumerate(layouts)
+    ]  # fmt: skip
+    panels = drawn(write_sweep(tmp_path, rows))
+    assert panels["by_axis_speed"].x_title == "tp"
+    loss = panels["by_axis_loss"]
+    assert loss.columns == ("1e-05", "0.0001", "0.001") and loss.groups == ("1", "2", "4", "8")
+    assert 1.9 < loss.y.ends[0] < 2 and loss.unit.startswith(
+        "loss per label token; lines: the lowest of each"
+    )
+    assert loss.title == "Held-out loss by learning rate, coloured by tp"
+
+
+def test_one_pair_that_was_measured_once_is_in_the_table_but_not_among_the_bars(tmp_path):
+    rows = [bench_row("small", 1, 1, settings={"train.precision": name}) for name in ("bf16", "fp32")]
+    ablation = Ablation(sweep_in(write_sweep(tmp_path, rows)))
+    (row,) = ablation.table().rows
+    assert row[-1] == "one pair" and "gains" not in {panel.key for panel in ablation.panels()}
+    says(ablation.table().notes)
+
+
 def test_no_experiment_beats_one_of_the_front(database):
     some = [one for one in sweep_in(database).done if one.model == "small"]
     chosen = front(some)

@@ -37,7 +37,7 @@ from meshtune.report.draw.kinds import (
 from meshtune.report.draw.thin import MOST_ROWS
 from meshtune.report.dryrun.living import described, levels
 from meshtune.report.plan.passes import passes_panel
-from meshtune.units import GIB, human, significant
+from meshtune.units import GIB, duration, human, significant
 
 COLUMNS = 400  # of bands over one step: where more phases follow each other, the longest in each is drawn
 MOST_INTERVALS = 2000  # of one timeline
@@ -166,9 +166,11 @@ def streams_panel(busy: Iterable[Interval], *, title: str, key: str = "streams")
         shortest = pixel  # 0 at first: then none is too short
         pixel = 2 * pixel or end / FINEST
         drawn = _joined(_joined(every, pixel), pixel, shortest)
-    note = f", {1000 * pixel:.3g} ms a dot" if pixel else ""
+    if pixel:
+        bars = f"{len(drawn):,} bars for {len(every):,} operations"
+        title += f": {bars}, as neighbours closer than {duration(pixel)} are joined"
     lanes = sorted(lengths, key=lambda stream: -lengths[stream])
-    return Timeline(key, title + note, "seconds", tuple(lanes), tuple(drawn))
+    return Timeline(key, title, "seconds", tuple(lanes), tuple(drawn))
 
 
 def _joined(every: Sequence[Interval], pixel: float, shortest: float = 0.0) -> list[Interval]:

@@ -17,7 +17,7 @@ from meshtune.layout import Layout
 from meshtune.nearest import did_you_mean, nearest
 from meshtune.report.draw.kinds import Dot, Mark, Multiples, Panel, Stacks
 from meshtune.report.draw.table import Table
-from meshtune.report.experiments.axes import MOST_LINES, about, axis, most_frequent
+from meshtune.report.experiments.axes import MOST_LINES, about, axis, loss_axis, most_frequent
 from meshtune.report.experiments.rows import BATCH, GPUS, MODEL, SEED, Experiment, Sweep
 from meshtune.units import counted, number
 
@@ -51,6 +51,9 @@ class SweptAxis(NamedTuple):
         return getattr(layout_of(one.layout), "recomputation" if field == "recompute" else field)
 
 
+Roles = tuple[SweptAxis | None, SweptAxis | None, SweptAxis | None]  # of `Ablation.roles`
+
+
 class Gain(NamedTuple):
     """Medians over pairs of experiments that differ only in one axis."""
 
@@ -60,6 +63,7 @@ class Gain(NamedTuple):
     speed: float | None  # with `after`, as a multiple of the speed with `before`
     memory: float | None
     pairs: int
+    once: bool  # one pair, each measured once: the ratios may be noise
 
 
 @dataclass(frozen=True)
@@ -109,7 +113,7 @@ class Ablation:
         return sorted(values) if all(isinstance(value, int | float) for value in values) else values
 
     @cached_property
-    def roles(self) -> tuple[SweptAxis | None, SweptAxis | None, SweptAxis | None]:
+    def roles(self) -> Roles:
         """(The axis along the charts, that of the small charts, that of the colours); None: there is none.
 
         By default the axis with most values is along the charts; the others follow in the sweep's order.
@@ -136,6 +140,25 @@ class Ablation:
             else f"{option} {word}: no axis of this sweep has several values with a result."
         )
 
+    @cached_property
+    def loss_roles(self) -> Roles:
+        """The roles in a picture of the held-out loss: along the charts is the axis, other than the global
+        batch (which batch.py draws) and, if possible, the model, whose values differ most in it.
+        """
+        along, by, color = self.roles
+        left_out = (self.by and by, self.color and color)
+        free = [
+            one for one in self.independent if one not in left_out and one.key not in (GLOBAL_BATCH, *BATCH)
+        ]
+        chosen = max(free, key=lambda one: (one.key != MODEL, self._loss_range(one)), default=None)
+        return chosen, along if by == chosen else by, along if color == chosen else color
+
+    def _loss_range(self, one: SweptAxis) -> float:
+        """Distance of the highest from the lowest median loss of the values of an axis."""
+        known = [(one.of(each), each.eval_loss) for each in self.done if each.eval_loss]
+        medians = [median(loss for at, loss in known if at == value) for value, _ in known]
+        return max(medians, default=0.0) - min(medians, default=0.0)
+
     # Pictures #
 
     def panels(self) -> Iterator[Panel]:
@@ -145,14 +168,18 @@ class Ablation:
         yield from self._by_axes(
             "memory", "Peak memory", "GiB", "lowest", lambda one: -(one.shown.peak_gib or 0)
         )
-        ratios = {"speed": [one.speed for one in self.gains], "memory": [one.memory for one in self.gains]}
+        yield from self._by_axes(
+            "loss", "Held-out loss", "loss per label token", "lowest", lambda one: -(one.eval_loss or 0)
+        )
+        gains = [one for one in self.gains if not one.once]
+        ratios = {"speed": [one.speed for one in gains], "memory": [one.memory for one in gains]}
         if parts := {
             part: tuple(ratio or 0.0 for ratio in some) for part, some in ratios.items() if any(some)
         }:
             yield Stacks(
                 "gains", "What each axis changes with everything else equal",
-                "multiple of the value before, the median over pairs", tuple(map(_change, self.gains)), parts,
-                tuple(counted(one.pairs, "pair") for one in self.gains), Mark(1.0, "no change"),
+                "multiple of the value before, the median over pairs", tuple(map(_change, gains)), parts,
+                tuple(counted(one.pairs, "pair") for one in gains), Mark(1.0, "no change"),
                 stacked=False, item="change",
             )  # fmt: skip
 
@@ -162,7 +189,7 @@ class Ablation:
         """Yield the picture of a figure, its size of `rank`: the highest of each place is on the line, the
         highest of all is named as the `best`.
         """
-        along, by, color = roles = self.roles
+        along, by, color = roles = self.loss_roles if (is_loss := key == "loss") else self.roles
         places: dict[tuple[str, ...], list[Experiment]] = {}
         for one in self.done:
             if rank(one):
@@ -170,7 +197,7 @@ class Ablation:
         if along is None or not places:
             return
         first = max((one for some in places.values() for one in some), key=rank)
-        figure = number(abs(rank(first)))
+        figure = f"{abs(rank(first)):.4f}" if is_loss else number(abs(rank(first)))
         names, notes = [], [f"; {best}: {figure}, {self.sweep.label(first)}, {about(first)}"]
         for rank_of, role in enumerate(roles):
             known = [text(value) for value in self.values(role)] if role else [""]
@@ -196,7 +223,8 @@ class Ablation:
             f"by_axis_{key}", f"{title} by {named}{f', coloured by {color.name}' if color else ''}",
             f"{unit}; lines: the {best} of each, dots: all experiments{''.join(notes)}",
             tuple(heads.values()), tuple(names[0]), tuple(names[2]), dots,
-            axis(unit, [dot.y for dot in dots]), along.name, color.name if color else "",
+            (loss_axis if is_loss else axis)(unit, [dot.y for dot in dots]),
+            along.name, color.name if color else "",
         )  # fmt: skip
 
     # Pairs that differ only in one axis #
@@ -215,7 +243,9 @@ class Ablation:
                 if known := next((pair for pair in tried if pair[1]), None):
                     before, pairs = known
                     speed, memory = (_ratio(pairs, field) for field in ("speed", "peak_bytes"))
-                    gains.append(Gain(one.key, text(before), text(after), speed, memory, len(pairs)))
+                    repeats = max(each.repeats for pair in pairs for each in pair)
+                    once = len(pairs) == repeats == 1 and not self.sweep.simulated
+                    gains.append(Gain(one.key, text(before), text(after), speed, memory, len(pairs), once))
         return gains
 
     def _pairs(self, one: SweptAxis, before: Any, after: Any) -> list[tuple[Experiment, Experiment]]:
@@ -235,10 +265,18 @@ class Ablation:
     def table(self) -> Table:
         """The gains, a row each."""
         rows = [
-            (_change(one), *(f"× {ratio:.2f}" if ratio else "" for ratio in one[3:5]), f"{one.pairs:,}")
+            (
+                _change(one),
+                *(f"× {ratio:.2f}" if ratio else "" for ratio in one[3:5]),
+                "one pair" if one.once else f"{one.pairs:,}",
+            )
             for one in self.gains
         ]
         notes = ["Medians over pairs of experiments that differ only in this axis."]
+        if any(one.once for one in self.gains):
+            notes.append(
+                "One pair, measured once, can be noise: repeat it with several values of train.seed."
+            )
         if follow := [one.name for one in self.axes if one not in self.independent]:
             notes.append(f"Without rows, because another axis fixes the value: {', '.join(follow)}.")
         heads = ("change", "speed", "peak memory", "pairs")

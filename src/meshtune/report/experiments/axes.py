@@ -23,6 +23,15 @@ def axis(title: str, values: Iterable[float], *, suffix: str = "", form: str = "
     return Axis(title, (0, high * 1.1 or 1), suffix=suffix, form=form)
 
 
+def loss_axis(title: str, values: Iterable[float]) -> Axis:
+    """An axis around losses, which needn't begin at 0; as `axis` where they span more than WIDE."""
+    low, high = min(some := [*values]), max(some)
+    if low <= 0 or high / low > WIDE:
+        return axis(title, some)
+    room = (high - low) * 0.1 or 0.1
+    return Axis(title, (low - room, high + room), form=".4f")
+
+
 def counts_axis(title: str, values: Iterable[float]) -> Axis:
     """A logarithmic axis with a tick at each value, such as numbers of GPUs or of sequences."""
     some = sorted(set(values))

@@ -22,6 +22,7 @@ from meshtune.report.experiments.axes import (
     counts_axis,
     curves,
     joined,
+    loss_axis,
     most_frequent,
     values,
 )
@@ -129,8 +130,7 @@ def _of_losses(sweep: Sweep, held_out: Mapping[int, Curve]) -> Iterator[Panel]:
         losses = {one.number: at(held_out[one.number], key, reach) for one in runs}
         groups, x, ends = _spread_groups(sweep, runs, lambda one, losses=losses: losses[one.number])
         if groups:
-            room = (max(ends) - min(ends)) * 0.1 or 0.1
-            y = Axis("held-out loss per label token", (min(ends) - room, max(ends) + room), form=".4f")
+            y = loss_axis("held-out loss per label token", ends)
             title, unit = f"Held-out loss by global batch, at {title}", f"after {reach:,.0f} {unit}"
             yield Scatter(f"batch_loss_{key}", title, unit, groups, x, y, height=HEIGHT)
 
