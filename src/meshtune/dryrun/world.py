@@ -146,6 +146,7 @@ def trace_rank(job: Job, rank: int, tell: Callable[[str], Any] = lambda _: None)
         traced, number = layout.gradient_accumulation_steps, job.layout.gradient_accumulation_steps
         if number > traced and layout.pp > 1:
             more = [*micro_batches, *micro_batches[: layout.pp]]
+            options["tell"] = lambda part: tell(f"again with {len(more)} micro-batches, {part}")
             grown = growth(model, steps[-1], micro_batches, more, options)
             for step in steps:
                 add_left_out(step, grown, number - traced)
