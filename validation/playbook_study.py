@@ -219,7 +219,7 @@ def numbers(file: Path, found: Graded) -> Iterator[str]:
         f"without it; {choice['worst']:.1f} % at worst. Speed, groups left out: {left[high]['mean']:.1f} % "
         f"mean and {left[high]['median']:.1f} % median error of {left[high]['n']} runs {high}, "
         f"{left[every]['mean']:.1f} and {left[every]['median']:.1f} % of all {left[every]['n']}; fitted to "
-        f"all groups {fitted[high]['mean']:.1f} and {fitted[every]['mean']:.1f} % mean. Memory: "
+        f"all groups {fitted[high]['mean']:.1f} and {fitted[every]['mean']:.1f} % mean. Memory, in-sample: "
         f"{memory[every]['mean']:.1f} % mean, {memory[every]['median']:.1f} % median. Of "
         f"{facts['fits']['ran']} runs that ran, it refuses {len(facts['fits']['refused'])}."
     )

@@ -24,12 +24,13 @@ def evaluate(target: TargetWords, as_json: AsJson = False) -> None:
 
     with working("loading the model and evaluating it") as show_count:
         figures = evaluated(name, overrides, show_count)
-    from meshtune.report.draw.document import Document
+    from meshtune.report.draw.document import Document, Notes
     from meshtune.report.draw.table import facts
 
-    table = facts(rounded(figures), title="evaluation")
-    show(Document("evaluation", (table,), figures), as_json=as_json)
+    parts = (facts(rounded(figures), title="evaluation"), Notes([*filter(None, [figures.get("cut")])]))
+    show(Document("evaluation", parts, figures), as_json=as_json)
 
 
 def rounded(figures: dict[str, Any]) -> dict[str, str]:
-    return {NAMES.get(name, name): FORMATS.get(name, "{:,}".format)(value) for name, value in figures.items()}
+    numbers = {name: value for name, value in figures.items() if name != "cut"}
+    return {NAMES.get(name, name): FORMATS.get(name, "{:,}".format)(value) for name, value in numbers.items()}

@@ -447,7 +447,11 @@ def _check_names(names: Mapping[str, str], columns: list[str], seen: str) -> Non
     known = OPTIONAL.union(*(form.needs for form in FORMATS.values()))
     problems = []
     for ours, theirs in names.items():
-        if ours not in known:
+        if ours not in known and theirs in known:
+            problems.append(
+                f"data.columns is {{ours: theirs}}: {{{theirs}: {ours}}}, not {{{ours}: {theirs}}}."
+            )
+        elif ours not in known:
             problems.append(f"data.columns names {ours}, which is not one of {', '.join(sorted(known))}.")
         elif theirs not in columns and ours not in OPTIONAL:
             problems.append(f"data.columns maps {ours} to {theirs}, but {seen}.")

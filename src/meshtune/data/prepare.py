@@ -237,12 +237,7 @@ def sentences(stats: dict[str, Any]) -> list[str]:
                 f"{name}: {counted(part['documents'], 'document')}, {counted(part['tokens'], 'token')}, "
                 f"{part['label_tokens'] / part['tokens']:.1%} labelled; {how}{full}"
             )
-    cut = stats["cut"]
-    if cut["documents"]:
-        lines.append(
-            f"cut to {stats['seq_len']:,} tokens: {counted(cut['documents'], 'document')}, which lost "
-            f"{counted(cut['tokens'], 'token')} ({cut['label_tokens']:,} of them labelled)"
-        )
+    lines += cut_sentences(stats)
     if split := stats["split"]:
         pieces, documents = counted(split["pieces"], "piece"), counted(split["documents"], "document")
         lines.append(f"split into pieces of at most {stats['seq_len']:,} tokens: {documents}, into {pieces}")
@@ -254,6 +249,15 @@ def sentences(stats: dict[str, Any]) -> list[str]:
     if day := stats["template_date"]:
         lines.append(f"the chat template writes the date: {day} in the whole run (data.template_date)")
     return [*stats["not_read"], *lines, *notes_sentences(stats["notes"])]
+
+
+def cut_sentences(stats: dict[str, Any]) -> list[str]:
+    """Line on documents that lost tokens behind seq_len; none if none did."""
+    cut = stats["cut"]
+    if not cut["documents"]:
+        return []
+    lost = f"{counted(cut['tokens'], 'token')} ({cut['label_tokens']:,} of them labelled)"
+    return [f"cut to {stats['seq_len']:,} tokens: {counted(cut['documents'], 'document')}, which lost {lost}"]
 
 
 def _write(aside: Path, recipe: Recipe, listing: _Listing) -> dict[str, Any]:

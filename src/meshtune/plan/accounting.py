@@ -155,7 +155,7 @@ class Accounting:
     reserved: float = 0.0  # share of activations, logits and communication that the allocator holds on top
     own_streams: float = 0.0  # 1: and what FSDP2's streams keep for themselves (memory/tensors.py)
     context: float = 0.0  # bytes outside the allocator
-    workspace: float = 0.0  # bytes in the allocator that no tensor of the model has, such as of libraries
+    workspace: float = 0.0  # bytes in the allocator that are in no tensor of the model
     communicator: float = 0.0  # bytes of each process group (placement/ranks.py)
 
     def gathers_shards(self, layouts: Columns) -> Number:

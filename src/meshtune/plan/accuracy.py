@@ -13,24 +13,21 @@ if TYPE_CHECKING:
 LEAST_ROWS = 5  # published runs of a stack on a GPU kind from which they have a mean error of their own
 UNMEASURED = "unmeasured"  # table of accuracy.toml for stacks and kinds without rows of their own
 LOW_MFU = 0.1
-BANDS = {  # of layouts, whose times are not equally well predicted -> how sentences name them
+PLACES = {
     "node": "on one machine",
     "nodes": "on several machines",
     "pipeline": "with a pipeline over machines",
     "tensor": "with tensor parallelism over machines",
-    "low": f"below {LOW_MFU:.0%} MFU",
 }
+# of layouts, whose times are not equally well predicted -> how sentences name them
+BANDS = PLACES | {f"{place}_low": f"{words} below {LOW_MFU:.0%} MFU" for place, words in PLACES.items()}
 
 
 def band_of(layout: Layout, node: float, mfu: float) -> str:
     """The key of BANDS that a layout with this predicted MFU belongs to. node: GPUs in a machine."""
-    if mfu < LOW_MFU:
-        return "low"
-    if layout.world <= node:
-        return "node"
-    if layout.tp > node:
-        return "tensor"
-    return "pipeline" if layout.pp > 1 else "nodes"
+    place = "pipeline" if layout.pp > 1 else "nodes"
+    place = "node" if layout.world <= node else "tensor" if layout.tp > node else place
+    return f"{place}_low" if mfu < LOW_MFU else place
 
 
 class Accuracy(NamedTuple):

@@ -35,7 +35,9 @@ def state_of(run: RunDir, status: str, rows: Sequence[Row]) -> State:
         return State("waiting", "to be started")
     if status == UNKNOWN:
         return State("unknown", status)
-    return State("failed", last_log_line(run) or "it wrote no end: it was killed, or its machine is gone")
+    ended = "it wrote no end: it was killed, stopped at once, or its machine is gone"
+    resumes = "; the same command resumes it" if any(run.checkpoints.glob("step-*")) else ""
+    return State("failed", last_log_line(run) or ended + resumes)
 
 
 def last_log_line(run: RunDir) -> str:

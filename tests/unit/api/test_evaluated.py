@@ -25,6 +25,9 @@ def test_rows_that_are_named_replace_a_held_out_part_of_the_training_rows(tiny: 
     del data["eval_split"]
     file.write_text(yaml.safe_dump(config))
     assert row["label_tokens"] == evaluated(str(file), [f"data.eval={tiny / 'test.jsonl'}"])["label_tokens"]
+    assert "cut" not in row
+    short = evaluated(str(file), [f"data.eval={tiny / 'test.jsonl'}", "data.seq_len=8"])
+    assert short["cut"].startswith("cut to 8 tokens: ") and "labelled" in short["cut"]
 
 
 def test_figures_on_the_terminal_are_rounded() -> None:

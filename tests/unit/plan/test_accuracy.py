@@ -45,7 +45,8 @@ def test_a_measured_stack_has_its_own_error_on_the_kind_and_in_the_band_that_it_
     [
         ("zero3x8-mb1", 0.4, "node"), ("tp4-pp2-1f1b-mb1-ga8", 0.4, "node"), ("zero3x16-mb1", 0.4, "nodes"),
         ("zero1x2-tp4-pp4-1f1b-mb1-ga8", 0.4, "pipeline"), ("tp16-mb1", 0.4, "tensor"),
-        ("tp16-pp2-1f1b-mb1-ga8", 0.4, "tensor"), ("zero3x8-mb1", 0.05, "low"),
+        ("tp16-pp2-1f1b-mb1-ga8", 0.4, "tensor"), ("zero3x8-mb1", 0.05, "node_low"),
+        ("tp16-mb1", 0.05, "tensor_low"),
     ],
 )  # fmt: skip
 def test_bands_are_of_layouts_whose_times_are_predicted_equally_well(layout, mfu, band):
@@ -74,7 +75,7 @@ def test_a_choice_has_the_error_bars_of_its_stack_also_in_json(compiled, stack):
     small = workload("qwen3-0.6b", 8, 1024)
     choice = explained(small.compiled() if compiled else small, machines(), Layout.parse("dp8-mb1-ga1"))
     assert choice.stack == stack
-    assert choice.as_dict()["error"] == accuracy(stack, "h100-sxm", "low").as_dict()
+    assert choice.as_dict()["error"] == accuracy(stack, "h100-sxm", "node_low").as_dict()
     run = RunCost.of(choice, RunLength(10, 10 * small.tokens))
-    assert run.error == accuracy(stack, "h100-sxm", "low").time
+    assert run.error == accuracy(stack, "h100-sxm", "node_low").time
     assert f" ±{run.error:.0%}: " in run.sentence()

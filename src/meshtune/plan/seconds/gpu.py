@@ -296,8 +296,7 @@ def launched(computing: Number, host: Number, machine: Machine) -> Number:
 def host_seconds(computing: Number, machine: Machine) -> tuple[Number, Number]:
     """(Seconds that the host's work for a micro-batch adds to its computation, those it adds once a step).
 
-    Where it runs ahead of the kernels, in all of a step's micro-batches but the first, as nothing runs before
-    that.
+    With `ahead` it runs ahead of the kernels in all of a step's micro-batches but the first.
     """
     work = machine.host_micro_batch
     added = np.where(machine.ahead > 0, launched(computing, work, machine) - computing, work)

@@ -220,7 +220,7 @@ def _memory(rows: list[Row]) -> Iterator[Table]:
     """Yield a table of the peak memory of each phase of the last two watched steps, if there are any."""
     rows = [row for row in rows if row.get("rank", 0) == 0 and "step" not in row["phases"]]
     if rows:
-        note = "MiB on rank 0, at the peak of each phase."
+        note = f"MiB on rank 0, at the peak of each phase, of the last {len(rows[-2:])} that were watched."
         yield Table.of_rows("Memory of the first steps", *memory_table(rows[-2:]), ("",), (note,), totals=1)
 
 
