@@ -33,7 +33,7 @@ from meshtune.report.plan.tables import clusters_table
 from meshtune.sections import ClusterConfig
 from meshtune.units import GIB, number, significant
 
-ERROR = accuracy("meshtune", "h100-sxm", "node").time or 0.0
+ERROR = accuracy("meshtune", "h100-sxm", "nodes").time or 0.0
 SEQUENCES, TOKENS = 64, 4096
 LENGTH = RunLength(1000, 1000 * SEQUENCES * TOKENS)
 PRICES = {"h100-sxm": 2.5, "mi300x": 1.0, "a100-80": 1.5, "currency": "EUR"}
