@@ -44,9 +44,9 @@ class Notebook:
             ) from error
         return pandas.json_normalize([*importlib.import_module(REPORTS).rows(self)])
 
-    def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
+    def plot(self, path: str | os.PathLike[str] | None = None, *, width: str | None = None) -> Any:
         """Its pictures in one, which a notebook shows. path: where to write them as well: a .png, .svg or
-        .pdf file, a folder, or a .html file for the whole page. Raises UserError for another one, and where
-        nothing can be drawn.
+        .pdf file, a folder, or a .html file for the whole page. width: of pictures that are written, such as
+        84mm. Raises UserError for another one, and where nothing can be drawn.
         """
-        return importlib.import_module(REPORTS).picture(self, path)
+        return importlib.import_module(REPORTS).picture(self, path, width)

@@ -25,10 +25,10 @@ def part_of(value: Notebook) -> str:
     return drawn.part(document(value))
 
 
-def picture(value: Notebook, path: str | os.PathLike[str] | None) -> drawn.Picture:
-    """All pictures of the value. path: a file to write them to; None: none. Raises as `Notebook.plot`."""
+def picture(value: Notebook, path: str | os.PathLike[str] | None, width: str | None = None) -> drawn.Picture:
+    """All pictures of the value; the arguments and errors are those of `Notebook.plot`."""
     file = None if path is None else expanded(str(path))
-    place = file and target(file)
+    place = file and target(file, width)
     page = document(value, whole=True)
     if not page.panels:
         raise UserError(f"{page.name}: there is nothing to draw yet.")

@@ -1,6 +1,7 @@
 """A plan, a choice, a dry run, a sweep and a run in a notebook: part of a page, table, pictures."""
 
 import builtins
+import re
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,8 @@ def test_plot_returns_the_pictures_and_writes_them(values: dict[str, Any], tmp_p
     file = tmp_path / "choice.svg"
     picture = values["choice"].plot(file)
     assert picture._repr_svg_() == file.read_text() and "<Picture " in repr(picture)
+    values["choice"].plot(narrow := tmp_path / "narrow.svg", width="84mm")
+    assert 'width="84.0000mm"' in narrow.read_text()
     values["choice"].plot(page := tmp_path / "choice.html")
     assert "<script" in page.read_text()
     with pytest.raises(UserError, match=r"\.gif"):
