@@ -30,7 +30,7 @@ WHOLE = {
     "lines of src": 67_343,  # 52,000
     "files of src": 325,  # 280
     "files in one folder of src": 22,  # 22
-    "lines of tests": 49_977,  # 36,000
+    "lines of tests": 49_976,  # 36,000
 }
 
 ATTEND = "the signature of core.attend_documents, which it stands in for on the ranks of cp"

@@ -1,7 +1,6 @@
 """A plan, a choice, a dry run, a sweep and a run in a notebook: part of a page, table, pictures."""
 
 import builtins
-import re
 from pathlib import Path
 from typing import Any
 
