@@ -20,6 +20,8 @@ import numpy as np
 from fit import FITTED_ON, fit, fitted_on, predictor
 from measured import FAILED, PLAYBOOK, Row, column, constants_of, origins, read, throughput, why_not
 from peaks import capacities, peaks, published
+from published import OFF
+from published import errors as relative_errors
 
 from meshtune.plan.calibration import folds
 from meshtune.rundir import write_text_atomically
@@ -90,15 +92,10 @@ def graded(parts: int) -> Graded:
     return Graded(rows, speed, predict(fit(every)), unseen, published(rows), peaks(rows))
 
 
-def errors(predicted: np.ndarray, measured: np.ndarray) -> dict[str, float]:
-    """Number of rows; mean, median and bias of errors in percent; how many are more than 8 % too low."""
-    wrong = 100 * (predicted / measured - 1)
-    return {
-        "n": len(wrong),
-        "mean": float(abs(wrong).mean()),
-        "median": float(np.median(abs(wrong))),
-        "bias": float(wrong.mean()),
-        "low": int((wrong < -8).sum()),
+def errors(predicted: np.ndarray, measured: np.ndarray) -> dict[str, Any]:
+    """As errors of published.py, and "low": how many are more than OFF percent too low."""
+    return relative_errors(predicted, measured) | {
+        "low": int((100 * (predicted / measured - 1) < -OFF).sum())
     }
 
 
@@ -200,8 +197,8 @@ def table(found: Mapping[str, Any]) -> str:
     for title in ("speed, groups left out", "speed, fitted to all", "memory"):
         lines += ["", title]
         for name, e in found[title].items():
-            low = f"  {e['low']} more than 8 % too low" if title == "memory" else ""
-            means = f"mean {e['mean']:6.1f} %  median {e['median']:6.1f} %  bias {e['bias']:+7.1f} %"
+            low = f"  {e['low']} more than {OFF:.0f} % too low" if title == "memory" else ""
+            means = f"mean {e['mape']:6.1f} %  median {e['median']:6.1f} %  bias {e['bias']:+7.1f} %"
             lines.append(f"  {name:24} n={e['n']:4d}  {means}{low}")
     choice, found_fits = found["choice"], found["fits"]
     refused = found_fits["refused"]

@@ -216,11 +216,11 @@ def numbers(file: Path, found: Graded) -> Iterator[str]:
     yield (
         f"**The planner on these runs.** The layout that it ranks first is {choice['mean']:.1f} % slower "
         f"than the fastest one on average over {choice['groups']} groups, each predicted by constants fitted "
-        f"without it; {choice['worst']:.1f} % at worst. Speed, groups left out: {left[high]['mean']:.1f} % "
+        f"without it; {choice['worst']:.1f} % at worst. Speed, groups left out: {left[high]['mape']:.1f} % "
         f"mean and {left[high]['median']:.1f} % median error of {left[high]['n']} runs {high}, "
-        f"{left[every]['mean']:.1f} and {left[every]['median']:.1f} % of all {left[every]['n']}; fitted to "
-        f"all groups {fitted[high]['mean']:.1f} and {fitted[every]['mean']:.1f} % mean. Memory, in-sample: "
-        f"{memory[every]['mean']:.1f} % mean, {memory[every]['median']:.1f} % median. Of "
+        f"{left[every]['mape']:.1f} and {left[every]['median']:.1f} % of all {left[every]['n']}; fitted to "
+        f"all groups {fitted[high]['mape']:.1f} and {fitted[every]['mape']:.1f} % mean. Memory, in-sample: "
+        f"{memory[every]['mape']:.1f} % mean, {memory[every]['median']:.1f} % median. Of "
         f"{facts['fits']['ran']} runs that ran, it refuses {len(facts['fits']['refused'])}."
     )
 

@@ -19,7 +19,7 @@ def evaluate(target: TargetWords, as_json: AsJson = False) -> None:
     """Loss and perplexity on held-out data, with answers compared word for word where asked
     (eval.exact_match=N).
     """
-    name, overrides = target_of(target)
+    name, overrides = target_of(target, "name one, and rows to evaluate on by data.eval=FILE.")
     from meshtune.api.evaluate import evaluated
 
     with working("loading the model and evaluating it") as show_count:

@@ -190,11 +190,7 @@ def target_of(words: list[str], remedy: str = "name one.") -> tuple[str | None, 
     """
     names = [word for word in words if not re.match(r"\s*[\w.-]+\s*=", word)]  # "2+2=" isn't a setting
     if len(names) > 1:
-        from meshtune.setting import SUFFIXES
-
-        data = next((name for name in names if name.endswith(SUFFIXES)), None)
-        held_out = f" Rows to evaluate on are data.eval={data}." if data else ""
-        raise UserError(f"Several targets are named: {', '.join(names)}; {remedy}{held_out}")
+        raise UserError(f"Several targets are named: {', '.join(names)}; {remedy}")
     name, overrides = words_of(words)
     announce(name)
     if name:
