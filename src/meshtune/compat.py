@@ -83,44 +83,6 @@ def _dotted(number: tuple[int, ...]) -> str:
     return ".".join(map(str, number))
 
 
-def varlen_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    query_boundaries: Tensor,
-    key_boundaries: Tensor,
-    longest_query: int,
-    longest_key: int,
-    *,
-    scale: float,
-    window_size: tuple[int, int],
-) -> Tensor:
-    """Call `torch.nn.attention.varlen.varlen_attn`: attention inside each of several packed runs of tokens.
-
-    q [queries, heads, head_dim], k and v [keys, key-value heads, head_dim] -> as q. query_boundaries: int32
-    [runs + 1], on the device; run i has the queries from boundary i up to, but without, boundary i + 1.
-    key_boundaries: the same for keys. longest_query, longest_key: most queries and most keys of one run.
-    If a run has more keys than queries, its last query stands at its last key (flash-attention since 2.1).
-    scale: factor of the scores. window_size: (tokens before, tokens after) that a query sees; -1: all.
-
-    Grouped key-value heads need torch 2.12; before, keys and values are expanded.
-    """
-    from torch.nn.attention.varlen import varlen_attn  # CUDA only: not imported where it can't be used
-
-    grouped = q.shape[1] != k.shape[1]
-    options = {}
-    if grouped and "enable_gqa" in signature(varlen_attn).parameters:
-        options["enable_gqa"] = True
-    elif grouped:
-        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
-    out = varlen_attn(
-        q, k, v, query_boundaries, key_boundaries, longest_query, longest_key,
-        scale=scale, window_size=window_size, **options,
-    )  # fmt: skip
-    assert isinstance(out, Tensor)
-    return out
-
-
 def fsdp_parameters(module: Any) -> list[Any]:
     """FSDP2's records of the parameters that it gathers with `module`."""
     return [parameter for group in _fsdp_groups(module) for parameter in group.fsdp_params]
@@ -282,7 +244,6 @@ INSIDES = (
     Inside(f"{_FSDP}._fsdp_param:FSDPParam"),
     Inside("torch.distributed:all_gather_into_tensor", changed="torch 2.13: all_gather_single"),
     Inside("torch.distributed:reduce_scatter_tensor", changed="torch 2.13: reduce_scatter_single"),
-    Inside("torch.nn.attention.varlen:varlen_attn", "window_size", "torch 2.12: enable_gqa"),
     Inside("torch._dynamo:config"),
     Inside("torch.utils._python_dispatch:TorchDispatchMode"),
     Inside("torch.utils._python_dispatch:_disable_current_modes"),

@@ -71,8 +71,7 @@ SAVED_OPERATORS = {
     "aten._scaled_dot_product_flash_attention.default",
     "aten._scaled_dot_product_efficient_attention.default",
     "aten._scaled_dot_product_cudnn_attention.default",
-    "torch_attn._varlen_attn.default",
-    "meshtune.capped_attention.default",
+    "meshtune.attention.default",
 }
 
 CP_METHODS = ("allgather", "ulysses")

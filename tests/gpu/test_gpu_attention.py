@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from meshtune.attention.core import attend_documents
-from meshtune.attention.cuda import flex, varlen
+from meshtune.attention.boundaries import row_boundaries
+from meshtune.attention.core import attend_rows
 from meshtune.attention.register import document_attention
 
 pytestmark = [
@@ -18,6 +18,10 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 5e-3}  # 
 
 
 OWN = torch.tensor([[column < sum(row) for column in range(SEQ)] for row in DOCUMENTS])  # not padding
+
+
+def on_device(documents, seq):
+    return row_boundaries(documents, seq).map(lambda tensor: tensor.cuda())
 
 
 def definition(q, k, v, window=None, softcap=None):
@@ -82,20 +86,24 @@ def test_a_softcap_with_rows_below_128_tokens(kv_heads, dtype):
     documents = ((40, 47), (80,))
     q, k, v = (t[:2, :, :87] for t in tensors(dtype, kv_heads=kv_heads))
     by_flex, plain = (
-        attend_documents(q, k, v, documents, SCALE, 0.0, 1.5, None, kernel=kernel)
+        attend_rows(q, k, v, on_device(documents, 87), SCALE, 0.0, 1.5, None, kernel=kernel)
         for kernel in ("flex", "plain")
     )
     torch.testing.assert_close(by_flex, plain, rtol=0, atol=TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("window", [None, 20])
-def test_the_variable_length_kernel_agrees_with_the_block_mask(window):
-    q, k, v = tensors(torch.bfloat16)
-    by_length = varlen(q, k, v, DOCUMENTS, SCALE, window)
-    by_mask = flex(q, k, v, DOCUMENTS, SCALE, None, window)
-    own = OWN.to("cuda")
-    by_length, by_mask = (out.transpose(1, 2)[own] for out in (by_length, by_mask))
-    torch.testing.assert_close(by_length, by_mask, rtol=0, atol=2e-2)
+def test_sinks_in_the_variable_length_kernel_equal_those_by_plain_autograd(window):
+    inputs = tensors(torch.bfloat16)
+    sinks = torch.tensor([0.5, -2.0, 3.0, 0.0], device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weights = torch.randn(len(DOCUMENTS), SEQ, 4, 64, device="cuda", dtype=torch.bfloat16)
+    found = []
+    for kernel in ("varlen", "plain"):
+        settings = (on_device(DOCUMENTS, SEQ), SCALE, 0.0, None, window)
+        out = attend_rows(*inputs, *settings, kernel=kernel, sinks=sinks)
+        found.append([out, *torch.autograd.grad((out * weights).sum(), (*inputs, sinks))])
+    for one, other in zip(*found, strict=True):
+        assert (one - other).norm() <= TOLERANCE[torch.bfloat16] * other.norm()
 
 
 def test_dropout_works_on_cuda_and_is_repeated_by_the_seed():

@@ -1,38 +1,151 @@
-"""Attention on the CPU: one fused kernel call per run, straight into one output buffer.
+"""Attention on the CPU, behind `op.attention`: one fused kernel call per document, into one output buffer.
 
     without a softcap   torch's flash attention for CPUs
-    with a softcap      `meshtune::capped_attention`: scores = softcap · tanh(scale · q kᵀ / softcap), block
-    by
-                        block, which no fused CPU kernel of torch offers
+    with a softcap      scores = softcap · tanh(scale · q kᵀ / softcap), block by block, which no fused CPU
+                        kernel of torch offers
 
-Neither builds a mask of seq × seq, nor expands keys and values to the number of query heads.
+Neither builds a mask of seq × seq, nor expands keys and values to the number of query heads. Neighbouring
+documents of equal lengths share a call. A document longer than its sliding window takes several calls, each
+with the keys that its window reaches, so that time and mask grow with length × window.
 """
 
-from typing import Any
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import groupby, pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from meshtune.attention.runs import QueryRun, additive_mask
+CAPPED_BLOCK = 256  # queries whose scores exist at a time with a softcap
+WINDOW_BLOCK = 512  # queries of one masked call, at most
 
-CAPPED_BLOCK = 256  # queries whose scores exist at a time in `capped_attention`
 
-
-def fused(
-    q: Tensor, k: Tensor, v: Tensor, runs: tuple[QueryRun, ...], padded: bool, scale: float,
-    softcap: float | None, sinks: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Causal attention run by run: q [batch, heads, queries, head_dim] -> the same, with gradients.
-
-    k, v: [batch, kv_heads, keys, head_dim]. padded: True if some queries are in no run: they get zeros; with
-    False they would be uninitialised memory. softcap: of the scaled scores; None: none. sinks: as in
-    `core.attend_documents`.
+class Call(NamedTuple):
+    """One kernel call: neighbouring documents of equal lengths, or some queries of one document. The last
+    query stands at the last key.
     """
+
+    queries: slice  # of the flattened tokens
+    keys: slice
+    documents: int = 1
+    window: int | None = None  # keys that a query sees at most, its own included; None: all earlier ones
+
+    @property
+    def masked(self) -> bool:
+        """True if a plain causal kernel call would give another result."""
+        queries, keys = self.queries.stop - self.queries.start, self.keys.stop - self.keys.start
+        return self.window is not None or queries != keys
+
+    def of(self, x: Tensor, tokens: slice) -> Tensor:
+        """Some tokens of x [tokens, heads, head_dim] as [documents, heads, tokens each, head_dim], a view."""
+        return x[tokens].unflatten(0, (self.documents, -1)).transpose(1, 2)
+
+    def lse_of(self, lse: Tensor) -> Tensor:
+        """The queries of a log-sum-exp [heads, queries] as [documents, heads, queries each], a view."""
+        return lse[:, self.queries].unflatten(1, (self.documents, -1)).transpose(0, 1)
+
+    def mask(self, dtype: torch.dtype) -> Tensor | None:
+        """Its `additive_mask`; None if a causal call does without."""
+        if not self.masked:
+            return None
+        length, seen = self.queries.stop - self.queries.start, self.keys.stop - self.keys.start
+        return additive_mask(length, seen, self.window, dtype, torch.device("cpu"))
+
+
+def additive_mask(
+    queries: int, keys: int, window: int | None, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Additive mask [queries, keys] of causal attention whose last query stands at the last key: 0, or -inf
+    where hidden.
+
+    Query i sees keys i - window + 1 … i: as in Hugging Face, a window counts the query itself.
+    """
+    own, seen = torch.arange(keys - queries, keys, device=device)[:, None], torch.arange(keys, device=device)
+    hidden = seen > own
+    if window is not None:
+        hidden |= seen <= own - window
+    return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
+
+
+def calls(query_boundaries: Tensor, key_boundaries: Tensor, window: int | None) -> tuple[Call, ...]:
+    """The kernel calls of documents, whose boundaries are those of `op.attention`."""
+    return _calls(tuple(query_boundaries.tolist()), tuple(key_boundaries.tolist()), window)
+
+
+@lru_cache(maxsize=32)
+def _calls(queries: tuple[int, ...], keys: tuple[int, ...], window: int | None) -> tuple[Call, ...]:
+    lengths = zip((b - a for a, b in pairwise(queries)), (b - a for a, b in pairwise(keys)), strict=True)
+    found: list[Call] = []
+    query = key = 0
+    for (length, seen), alike in groupby(lengths):
+        number = len(list(alike))
+        if length == seen and (window is None or length <= window):
+            own = slice(query, query + number * length), slice(key, key + number * seen)
+            found.append(Call(*own, documents=number))
+        else:
+            for each in range(number):
+                found += _blocks(query + each * length, key + each * seen, length, seen, window)
+        query, key = query + number * length, key + number * seen
+    return tuple(found)
+
+
+def _blocks(query: int, key: int, length: int, seen: int, window: int | None) -> Iterator[Call]:
+    """The calls of one document, each with the keys that its queries see. query, key: its first ones."""
+    size = WINDOW_BLOCK if window is None else min(max(window, 64), WINDOW_BLOCK)
+    behind = key + seen - (query + length)  # from a query to its own key
+    for first in range(query, query + length, size):
+        last = min(first + size, query + length)
+        begin = key if window is None else max(key, first + behind - window + 1)
+        yield Call(slice(first, last), slice(begin, last + behind), window=window)
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, query_boundaries: Tensor, key_boundaries: Tensor, longest_query: int,
+    longest_key: int, scale: float, window: int | None, softcap: float | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Output and log-sum-exp, as `op.attention` describes them, which has the arguments too."""
+    if int(query_boundaries[-1]) != len(q) or int(key_boundaries[-1]) != len(k):
+        raise ValueError(
+            f"The documents have {int(query_boundaries[-1])} queries and {int(key_boundaries[-1])} keys, "
+            f"attention got {len(q)} and {len(k)}."
+        )
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    return _PerRun.apply(q, k, v, runs, padded, scale, softcap, sinks)  # type: ignore[return-value]
+    out = q.new_empty(*q.shape[:2], v.shape[-1])
+    lse = q.new_empty(q.shape[1], len(q), dtype=torch.promote_types(q.dtype, torch.float32))
+    every = calls(query_boundaries, key_boundaries, window)
+    for call in every:
+        parts = call.of(q, call.queries), call.of(k, call.keys), call.of(v, call.keys)
+        part, part_lse = _kernel(*parts, call.mask(q.dtype), scale, softcap)
+        if len(every) == 1 and part.stride()[1:3] == (v.shape[-1], part.shape[1] * v.shape[-1]):
+            return part.transpose(1, 2).flatten(0, 1), part_lse.transpose(0, 1).flatten(1)
+        call.of(out, call.queries).copy_(part)
+        call.lse_of(lse).copy_(part_lse)
+    return out, lse
 
 
-# One kernel call per run, into one output #
+def backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, query_boundaries: Tensor,
+    key_boundaries: Tensor, longest_query: int, longest_key: int, scale: float, window: int | None,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q, k and v, as `op.attention_backward` describes them, which has the arguments too."""
+    every = calls(query_boundaries, key_boundaries, window)
+    # Blocks of one document share keys: gradients add up. Otherwise each is written once.
+    shared = any(call.masked for call in every)
+    grad_q = torch.empty_like(q)
+    grad_k, grad_v = ((torch.zeros_like if shared else torch.empty_like)(x) for x in (k, v))
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    for call in every:
+        queries = call.of(grad, call.queries), call.of(q, call.queries)
+        keys = call.of(k, call.keys), call.of(v, call.keys)
+        ends = call.of(out, call.queries), call.lse_of(lse)
+        gq, gk, gv = _kernel_backward(*queries, *keys, *ends, call.mask(q.dtype), scale, softcap)
+        call.of(grad_q, call.queries).copy_(gq)
+        for whole, part in ((grad_k, gk), (grad_v, gv)):
+            own = call.of(whole, call.keys)
+            own.add_(part) if shared else own.copy_(part)
+    return grad_q, grad_k, grad_v
 
 
 def _kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float | None):
@@ -41,7 +154,7 @@ def _kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, 
     mask: added to the scores, [queries, keys]; None: causal, with the first query at the first key.
     """
     if softcap is not None:
-        return torch.ops.meshtune.capped_attention(q, k, v, mask, scale, softcap)
+        return _capped(q, k, v, mask, scale, softcap)
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, mask is None, attn_mask=mask, scale=scale
     )
@@ -50,101 +163,10 @@ def _kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, 
 def _kernel_backward(grad, q, k, v, out, lse, mask: Tensor | None, scale: float, softcap: float | None):
     """Gradients of q, k and v. grad: of `out`; the others: what `_kernel` was called with and returned."""
     if softcap is not None:
-        return torch.ops.meshtune.capped_attention_backward(grad, q, k, v, out, lse, mask, scale, softcap)
+        return _capped_backward(grad, q, k, v, out, lse, mask, scale, softcap)
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad, q, k, v, out, lse, 0.0, mask is None, attn_mask=mask, scale=scale
     )
-
-
-def _is_whole(runs: tuple[QueryRun, ...], padded: bool) -> bool:
-    """True if one causal call without a mask does the whole micro-batch. padded: as in `fused`."""
-    return len(runs) == 1 and not padded and not runs[0].masked
-
-
-class _PerRun(torch.autograd.Function):
-    """Attention run by run, with the arguments of `fused`; the last dimension of q, k and v is contiguous.
-
-    Saves q, k, v, the output and its log-sum-exp, each once.
-
-    Autograd over slices would instead save every document's output next to their concatenation and fill a
-    gradient of the whole length for every slice.
-
-    A sink is one more key with a value of zero, which no kernel has: its score is added to the log-sum-exp
-    that the kernel returns, and the output scaled down. From these two the kernel's own backward gives the
-    right gradients of q, k and v, since it takes weights from the one and row sums from the other.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, q, k, v, runs: tuple[QueryRun, ...], padded: bool, scale: float, softcap: float | None,
-        sinks: Tensor | None,
-    ):  # fmt: skip
-        batch, heads, seq = q.shape[:3]
-        if _is_whole(runs, padded):
-            out, lse = _kernel(q, k, v, None, scale, softcap)
-        else:
-            # Tokens before heads: what the output projection reads without a copy.
-            shape = (batch, seq, heads, v.shape[-1])
-            out = (q.new_zeros if padded else q.new_empty)(shape).transpose(1, 2)
-            lse_dtype = torch.promote_types(q.dtype, torch.float32)
-            empty = q.new_zeros if padded else q.new_empty
-            lse = empty(batch, seq, heads, dtype=lse_dtype).transpose(1, 2)
-            for run in runs:
-                mask = additive_mask(run, q.dtype, q.device)
-                part = (
-                    q[run.rows, :, run.queries],
-                    k[run.rows, :, run.keys],
-                    v[run.rows, :, run.keys],
-                )
-                out[run.rows, :, run.queries], lse[run.rows, :, run.queries] = _kernel(
-                    *part, mask, scale, softcap
-                )
-        if sinks is not None:
-            plain, lse = lse, torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
-            out.mul_((plain - lse).exp_()[..., None])
-        ctx.save_for_backward(q, k, v, out, lse, sinks)
-        ctx.runs, ctx.padded, ctx.scale, ctx.softcap = runs, padded, scale, softcap
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor):  # type: ignore[override]
-        q, k, v, out, lse, sinks = ctx.saved_tensors
-        runs, scale, softcap = ctx.runs, ctx.scale, ctx.softcap
-        if grad.stride(-1) != 1:
-            grad = grad.contiguous()
-        grad_sinks = None
-        if sinks is not None and ctx.needs_input_grad[7]:
-            row_sums = (grad.to(lse.dtype) * out).sum(-1)
-            weights = (sinks.to(lse.dtype)[:, None] - lse).exp_()
-            grad_sinks = (weights * row_sums).sum((0, 2)).neg_().to(sinks.dtype)
-        if _is_whole(runs, ctx.padded):
-            grads = _kernel_backward(grad, q, k, v, out, lse, None, scale, softcap)
-            return *grads, None, None, None, None, grad_sinks
-        # Blocks of one windowed document share keys: gradients add up. Otherwise each is written once.
-        shared = any(run.masked for run in runs)
-        grad_q = (torch.zeros_like if ctx.padded else torch.empty_like)(q)
-        grad_k, grad_v = ((torch.zeros_like if ctx.padded or shared else torch.empty_like)(x) for x in (k, v))
-        for run in runs:
-            mask = additive_mask(run, q.dtype, q.device)
-            rows, queries, keys = run.rows, run.queries, run.keys
-            gq, gk, gv = _kernel_backward(
-                grad[rows, :, queries],
-                q[rows, :, queries],
-                k[rows, :, keys],
-                v[rows, :, keys],
-                out[rows, :, queries],
-                lse[rows, :, queries],
-                mask,
-                scale,
-                softcap,
-            )
-            grad_q[rows, :, queries] = gq
-            if not shared:
-                grad_k[rows, :, keys], grad_v[rows, :, keys] = gk, gv
-            else:
-                grad_k[rows, :, keys] += gk
-                grad_v[rows, :, keys] += gv
-        return grad_q, grad_k, grad_v, None, None, None, None, grad_sinks
 
 
 # Softcap: scores exist for one block of queries at a time #
@@ -176,8 +198,7 @@ def _capped_blocks(q: Tensor, k: Tensor, mask: Tensor | None, scale: float, soft
         yield slice(start, stop), slice(0, seen), block, scores
 
 
-@torch.library.custom_op("meshtune::capped_attention", mutates_args=())
-def capped_attention(
+def _capped(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float
 ) -> tuple[Tensor, Tensor]:
     """Soft-capped attention; only the scores of one block of queries exist at a time.
@@ -197,8 +218,7 @@ def capped_attention(
     return out, lse
 
 
-@torch.library.custom_op("meshtune::capped_attention_backward", mutates_args=())
-def capped_attention_backward(
+def _capped_backward(
     grad: Tensor,
     q: Tensor,
     k: Tensor,
@@ -211,7 +231,7 @@ def capped_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v; scores are computed again, block by block (FlashAttention, algorithm 4).
 
-    grad: of `out`. out, lse: what `capped_attention` returned; the others: what it was called with.
+    grad: of `out`. out, lse: what `_capped` returned; the others: what it was called with.
     """
     batch, heads, _, head_dim = q.shape
     kv_heads, group = k.shape[1], heads // k.shape[1]
@@ -237,15 +257,3 @@ def capped_attention_backward(
         )
         grad_k[:, :, keys] += scores_grad.transpose(-1, -2) @ block
     return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype)
-
-
-@capped_attention.register_fake
-def _(q, k, v, mask, scale, softcap):
-    batch, heads, length, _ = q.shape
-    lse = q.new_empty(batch, heads, length, dtype=torch.promote_types(q.dtype, torch.float32))
-    return q.new_empty(batch, length, heads, v.shape[-1]).transpose(1, 2), lse
-
-
-@capped_attention_backward.register_fake
-def _(grad, q, k, v, out, lse, mask, scale, softcap):
-    return torch.empty_like(q), k.new_empty(k.shape), v.new_empty(v.shape)

@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PreTrainedModel
 
-from meshtune.attention.core import attend_documents
-from meshtune.attention.runs import checked_lengths
+from meshtune.attention.boundaries import checked_lengths, row_boundaries
+from meshtune.attention.core import attend_rows
 from meshtune.meter.clock import recomputing
 from meshtune.model.anatomy import Anatomy
-from meshtune.model.body import ATTENTION_NAMES, Documents
+from meshtune.model.body import ATTENTION_NAMES
 from meshtune.model.documents import follow_documents, keep_weights, separate_documents
 from meshtune.model.recorded import unsupported
 
@@ -42,8 +42,7 @@ def register() -> None:
     """
     functions = (document_attention, recomputed_document_attention)
     for name, function in zip(ATTENTION_NAMES, functions, strict=True):
-        # A compiled block runs it as it is: traced, every new set of document lengths would be compiled anew.
-        AttentionInterface.register(name, torch.compiler.disable(function))
+        AttentionInterface.register(name, function)
 
 
 def use_kernels(model: nn.Module, anatomy: Anatomy, kernels: str) -> None:
@@ -83,7 +82,7 @@ def document_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    documents: Documents | Sequence[Sequence[int]] | None = None,
+    documents: Any = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -96,8 +95,7 @@ def document_attention(
     """Attention inside each document, as Hugging Face's modules call it.
 
     query [batch, heads, seq, head_dim], key and value [batch, kv_heads, seq, head_dim] -> ([batch, seq,
-    heads, head_dim], None for the weights). documents: each row's document lengths; under context parallelism
-    those of whole rows, while seq is this rank's columns. scaling: None for 1/sqrt(head_dim). dropout:
+    heads, head_dim], None for the weights). documents: `MicroBatch.boundaries`, or each row's document lengths. scaling: None for 1/sqrt(head_dim). dropout:
     probability. sliding_window: keys that a query sees at most, its own included; None: all earlier ones.
     softcap: of the scaled scores; None: none. s_aux [heads]: attention sinks, of a module's own heads; None:
     none. recompute: save only query, key and value for the backward.
@@ -114,18 +112,20 @@ def document_attention(
         )
     own = vars(module)
     context = own.get("context")  # set where other ranks have the other columns (parallel/context.py)
-    attend = partial(context or attend_documents, sinks=s_aux, kernels=own.get("kernels"))
-    ranks = context.axis.size if context else 1
-    lengths = checked_lengths(documents, query.shape[0], query.shape[2] * ranks)
+    attend = partial(context or attend_rows, sinks=s_aux, kernels=own.get("kernels"))
+    if isinstance(documents, Sequence):
+        seq = query.shape[2]
+        documents = row_boundaries(checked_lengths(documents, query.shape[0], seq), seq)
+        documents = documents.map(lambda tensor: tensor.to(query.device))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    arguments = (query, key, value, lengths, scale, dropout, softcap, sliding_window)
+    arguments = (query, key, value, documents, scale, dropout, softcap, sliding_window)
     if recompute and torch.is_grad_enabled():
         out = checkpoint(
             partial(_measured, attend), *arguments, use_reentrant=False, preserve_rng_state=dropout > 0
         )
     else:
         out = attend(*arguments)
-    return out.transpose(1, 2), None
+    return out, None
 
 
 def _measured(attend: Callable[..., Tensor], *arguments: Any) -> Tensor:

@@ -1,12 +1,14 @@
 """Micro-batches: tokens -> input_ids, shifted labels, positions and document lengths."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from meshtune.attention.boundaries import row_boundaries
 from meshtune.data.pack import LABELLED, Dataset
 
 IGNORE = -100  # the label of a position without loss, as in torch's cross_entropy
@@ -18,8 +20,15 @@ class Noise(NamedTuple):
     keys: torch.Tensor  # int64
     sizes: torch.Tensor  # fp64: its largest value times √hidden
 
-    def to(self, device: torch.device | str) -> "Noise":
-        return Noise(*(tensor.to(device, non_blocking=True) for tensor in self))
+    def map(self, function: Callable[[Tensor], Tensor]) -> "Noise":
+        """The same with `function` of each tensor."""
+        return Noise(*map(function, self))
+
+
+class Mapped(Protocol):
+    """What attention reads of the documents: tensors, made with the batch."""
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "Mapped": ...
 
 
 @dataclass(frozen=True)
@@ -37,6 +46,14 @@ class MicroBatch:
     label_tokens: int
     columns: torch.Tensor | None = None  # [seq]: this rank's columns of the rows (cp); None: all of them
     noise: Noise | None = None  # on the embeddings; None: none
+    # The documents as attention reads them, of whole rows or, under all-gather context parallelism, of this
+    # rank's columns (parallel/context.py). None: made of `documents`.
+    boundaries: Mapped = None  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        if self.boundaries is None:
+            found = row_boundaries(self.documents, self.input_ids.shape[-1])
+            object.__setattr__(self, "boundaries", found)
 
     def document_tokens(self) -> torch.Tensor:
         """Length of each column's document [batch, seq], on the CPU; padding has 0."""
@@ -49,10 +66,18 @@ class MicroBatch:
 
     def to(self, device: torch.device | str) -> "MicroBatch":
         """The same micro-batch with its tensors on `device`."""
-        tensors = (self.input_ids, self.labels, self.position_ids)
-        ids, labels, positions = (tensor.to(device, non_blocking=True) for tensor in tensors)
-        noise = self.noise and self.noise.to(device)
-        return replace(self, input_ids=ids, labels=labels, position_ids=positions, noise=noise)
+        return self.map(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "MicroBatch":
+        """The same micro-batch with `function` of each tensor that the passes read."""
+        return replace(
+            self,
+            input_ids=function(self.input_ids),
+            labels=function(self.labels),
+            position_ids=function(self.position_ids),
+            noise=self.noise and self.noise.map(function),
+            boundaries=self.boundaries.map(function),
+        )
 
 
 @dataclass(frozen=True)

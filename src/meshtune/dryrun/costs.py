@@ -45,11 +45,10 @@ FORWARD_MATMULS, BACKWARD_MATMULS = 2, 5
 ATTENTION = {
     f"{kernel}{suffix}": arguments
     for kernel in (
-        "torch_attn._varlen_attn",
+        "meshtune.attention",
         "aten._scaled_dot_product_flash_attention",
         "aten._scaled_dot_product_flash_attention_for_cpu",
         "aten._scaled_dot_product_efficient_attention",
-        "meshtune.capped_attention",
         "meshtune_dryrun.flex_attention",
     )
     for suffix, arguments in (("", (0, 1, FORWARD_MATMULS)), ("_backward", (1, 2, BACKWARD_MATMULS)))

@@ -142,7 +142,7 @@ def _sort(shapes: Shapes) -> dict[str, int]:
 
 
 SIZES: dict[str, Callable[[Shapes], dict[str, int]]] = {
-    "torch_attn._varlen_attn_backward.default": _varlen,
+    "meshtune.attention_backward.default": _varlen,
     "aten._scaled_dot_product_flash_attention_backward.default": _padded,
     "aten._scaled_dot_product_efficient_attention_backward.default": _padded,
     "meshtune_dryrun.flex_attention_backward.default": _padded,

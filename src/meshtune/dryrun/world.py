@@ -138,7 +138,7 @@ def trace_rank(job: Job, rank: int, tell: Callable[[str], Any] = lambda _: None)
         parallel = place(made.cut, world)
         model = ready(job.spec, made, parallel, job.optimizer)
     batch = batch_of(job, world)
-    micro_batches = [faked(each, fakes) for each in model.passes.localise(batch)]
+    micro_batches = [each.map(fakes.from_tensor) for each in model.passes.localise(batch)]
     steps = [StepTrace(number) for number in range(1, TRACED_STEPS + 1)]
     with installed(job.spec.kernels) as substitutes, fakes:
         options = {"max_grad_norm": job.max_grad_norm, "read": made_up, "tell": tell}
@@ -269,12 +269,6 @@ def batch_of(job: Job, world: World) -> Batch:
     return Batch((each,) * number, each.tokens * ranks, each.label_tokens * ranks, origin="")
 
 
-def faked(each: MicroBatch, fakes: FakeTensorMode) -> MicroBatch:
-    """The micro-batch with fakes of its tensors."""
-    tensors = {name: value for name, value in vars(each).items() if isinstance(value, Tensor)}
-    return replace(each, **{name: fakes.from_tensor(tensor) for name, tensor in tensors.items()})
-
-
 class Pairs:
     """(Query, key) pairs that a call of an attention kernel computes on a rank.
 
@@ -313,11 +307,9 @@ class Pairs:
     def __call__(self, name: str, args: Any) -> float:
         """Pairs over all rows, for one head. name: of the operator; args: its arguments."""
         backward = name.endswith("_backward")
-        if name.startswith("torch_attn."):
-            window = args[13 if backward else 9][0]
+        if name.startswith("meshtune.attention"):
             rows = args[1 if backward else 0].shape[0] / self.width
-            reach = None if window < 0 else window + 1
-            return rows * self.of_row(reach)
+            return rows * self.of_row(args[11 if backward else 8])
         q, k = args[1:3] if backward else args[:2]
         rows, queries, keys = q.shape[0], q.shape[2], k.shape[2]
         return rows * (visible_pairs([queries], None) if queries == keys else queries * keys)

@@ -8,7 +8,7 @@ cache and a mask).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -28,17 +28,6 @@ if TYPE_CHECKING:
 ATTENTION_NAMES = ("meshtune", "meshtune_recompute")
 
 
-class Documents:
-    """Document lengths of a micro-batch, a list for each row (`MicroBatch.documents`), as one opaque value.
-
-    A compiled block hands it on without looking inside; it would be compiled anew for every new tuple of
-    numbers.
-    """
-
-    def __init__(self, lengths: Sequence[Sequence[int]]) -> None:
-        self.lengths = lengths
-
-
 def body_forward(
     model: nn.Module, anatomy: Anatomy, micro_batch: MicroBatch, hidden: Tensor | None = None
 ) -> Tensor:
@@ -49,7 +38,7 @@ def body_forward(
     """
     body: Any = model.get_submodule(anatomy.body)
     ours = body.config._attn_implementation in ATTENTION_NAMES
-    packed = {"documents": Documents(micro_batch.documents)} if ours else {}
+    packed = {"documents": micro_batch.boundaries} if ours else {}
     begin = {"input_ids": micro_batch.input_ids} if hidden is None else {"inputs_embeds": hidden}
     with documents_of(micro_batch):
         positions = micro_batch.position_ids + anatomy.first_position

@@ -138,7 +138,8 @@ class Parallel:
         """
         layout, tp = self.world.layout, self.world.tp
         if self.world.cp.size > 1:
-            micro_batch = context.split(micro_batch, self.world.cp, layout.cp_method)
+            windows = context.windows_of(self.modules)
+            micro_batch = context.split(micro_batch, self.world.cp, layout.cp_method, windows)
         if micro_batch.noise and layout.sp:
             own = (tensor.chunk(tp.size, 1)[tp.index] for tensor in micro_batch.noise)
             micro_batch = replace(micro_batch, noise=Noise(*own))

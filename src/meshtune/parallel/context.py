@@ -15,18 +15,18 @@ ulysses (cp - 1) / cp · S/cp · 2 · (q + kv) · d · b; in the backward the sa
 kept for the backward; with recomputation they are gathered again.
 """
 
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from meshtune.attention.core import attend_documents, attend_runs
-from meshtune.attention.runs import Lengths, QueryRun, QueryRuns
-from meshtune.data.batch import IGNORE, MicroBatch, Noise
+from meshtune.attention.boundaries import Boundaries, Lengths, boundaries_of
+from meshtune.attention.core import attend, attend_rows, flat
+from meshtune.data.batch import IGNORE, MicroBatch
 from meshtune.model.anatomy import Anatomy
 from meshtune.parallel.exchange import all_gather, exchange, reduce_scatter
 from meshtune.parallel.mesh import Axis
@@ -57,15 +57,22 @@ def columns(seq: int, cp: Axis, method: str) -> Tensor:
     return torch.cat([torch.arange(span.start, span.stop) for span in spans(seq, cp, method)])
 
 
-def split(micro_batch: MicroBatch, cp: Axis, method: str) -> MicroBatch:
+def split(
+    micro_batch: MicroBatch, cp: Axis, method: str, windows: Collection[int | None] = (None,)
+) -> MicroBatch:
     """This rank's columns of a micro-batch; `documents` stay the lengths of whole rows.
 
-    tokens and label_tokens are those of these columns. method: as in `spans`, also for the error. With one
-    rank the micro-batch is returned as it is.
+    tokens and label_tokens are those of these columns. method: as in `spans`, also for the error. windows:
+    the model's (`windows_of`). With one rank the micro-batch is returned as it is.
     """
     if cp.size == 1:
         return micro_batch
-    index = columns(micro_batch.input_ids.shape[1], cp, method)
+    seq = micro_batch.input_ids.shape[1]
+    index = columns(seq, cp, method)
+    boundaries: Any = micro_batch.boundaries
+    if method == "allgather":
+        boundaries = RankDocuments(micro_batch.documents, seq // cp.size, cp.size, cp.index, {})
+        boundaries.runs.update({window: boundaries.run(window) for window in windows})
     labels = micro_batch.labels[:, index]
     tokens = sum(int((index < sum(row)).sum()) for row in micro_batch.documents)
     return replace(
@@ -76,8 +83,16 @@ def split(micro_batch: MicroBatch, cp: Axis, method: str) -> MicroBatch:
         tokens=tokens,
         label_tokens=int((labels != IGNORE).sum()),
         columns=index,
-        noise=micro_batch.noise and Noise(*(tensor[:, index] for tensor in micro_batch.noise)),
+        noise=micro_batch.noise and micro_batch.noise.map(lambda tensor: tensor[:, index]),
+        boundaries=boundaries,
     )
+
+
+def windows_of(model: nn.Module) -> frozenset[int | None]:
+    """The sliding windows of a model's layers, by the attribute that transformers gives attention modules;
+    None, for all earlier keys, is always among them.
+    """
+    return frozenset({None, *(vars(module).get("sliding_window") for module in model.modules())})
 
 
 def attach(model: nn.Module, anatomy: Anatomy, cp: Axis, method: str) -> None:
@@ -93,6 +108,64 @@ def attach(model: nn.Module, anatomy: Anatomy, cp: Axis, method: str) -> None:
             module.context = attend  # type: ignore[assignment]
 
 
+class Run(NamedTuple):
+    """A rank's queries of each document, with the keys that they see, in the order of the documents."""
+
+    queries: Tensor  # int64: index of each in this rank's flattened columns
+    keys: Tensor  # int64: index of each in the flattened columns of whole rows
+    boundaries: Boundaries
+
+
+@dataclass(frozen=True, eq=False)
+class RankDocuments:
+    """The documents of a micro-batch on a rank whose queries are some columns of its rows."""
+
+    documents: Lengths  # in whole rows
+    width: int  # columns of one rank
+    ranks: int  # size and index of cp
+    rank: int
+    runs: dict[int | None, Run]  # by the window: keys that a query sees at most; None: all earlier ones
+
+    def of(self, window: int | None) -> Run:
+        """The runs of layers with this window; made here where no layer was known to have it."""
+        if window not in self.runs:
+            device = next(iter(self.runs.values())).queries.device
+            self.runs[window] = _mapped(self.run(window), lambda tensor: tensor.to(device))
+        return self.runs[window]
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "RankDocuments":
+        """The same with `function` of each tensor."""
+        return replace(self, runs={window: _mapped(run, function) for window, run in self.runs.items()})
+
+    def run(self, window: int | None) -> Run:
+        queries, keys, lengths = [], [], []
+        begin, whole = 0, self.width * self.ranks
+        for span in spans(whole, Axis("cp", self.ranks, self.rank), "allgather"):
+            for row, inside in enumerate(self.documents):
+                start = 0
+                for length in inside:
+                    first, last = max(start, span.start), min(start + length, span.stop)
+                    if first < last:
+                        seen = start if window is None else max(start, first - window + 1)
+                        shift = row * self.width + begin - span.start
+                        queries.append(torch.arange(first + shift, last + shift))
+                        keys.append(torch.arange(row * whole + seen, row * whole + last))
+                        lengths.append((last - first, last - seen))
+                    start += length
+            begin += len(span)
+        if not lengths:
+            # Only padding. The other ranks gather in their backward, so this one needs a backward too, and
+            # something saved, or recomputation would not gather again: a token that sees itself.
+            return Run(
+                torch.zeros(1, dtype=torch.long), torch.zeros(1, dtype=torch.long), boundaries_of([(1, 1)])
+            )
+        return Run(torch.cat(queries), torch.cat(keys), boundaries_of(lengths))
+
+
+def _mapped(run: Run, function: Callable[[Tensor], Tensor]) -> Run:
+    return Run(function(run.queries), function(run.keys), run.boundaries.map(function))
+
+
 @dataclass(frozen=True)
 class AllGather:
     """Attention of this rank's queries to the keys and values of all ranks."""
@@ -100,17 +173,23 @@ class AllGather:
     axis: Axis
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, documents: Lengths, scale: float, dropout: float,
+        self, q: Tensor, k: Tensor, v: Tensor, documents: RankDocuments, scale: float, dropout: float,
         softcap: float | None, window: int | None, *, sinks: Tensor | None = None, kernels: str | None = None,
     ) -> Tensor:  # fmt: skip
-        """Attention of this rank's queries: [batch, heads, seq / cp, head_dim], as q.
+        """Attention of this rank's queries: [batch, seq / cp, heads, head_dim].
 
-        q, k, v: of this rank's columns; k and v may have fewer heads. documents: lengths in whole rows. The
-        other arguments are those of attention.core.attend_documents (None: no softcap, no window).
+        q, k, v: [batch, heads, seq / cp, head_dim] of this rank's columns; k and v may have fewer heads. The
+        other arguments are those of attention.core.attend (None: no softcap, no window).
         """
+        batch, heads, width, _ = q.shape
         k, v = self._whole(torch.cat((k, v), -1)).split((k.shape[-1], v.shape[-1]), -1)
-        runs = _runs_of_rank(documents, q.shape[SEQ], self.axis.size, self.axis.index, window)
-        return attend_runs(q, k, v, runs, scale, dropout, softcap, sinks=sinks, kernels=kernels)
+        run = documents.of(window)
+        out = attend(
+            flat(q).index_select(0, run.queries), *(flat(x).index_select(0, run.keys) for x in (k, v)),
+            run.boundaries, scale, dropout, softcap, window, sinks=sinks, kernels=kernels,
+        )  # fmt: skip
+        whole = out.new_zeros(batch * width, *out.shape[1:]).index_copy(0, run.queries, out)
+        return whole.unflatten(0, (batch, width))
 
     def _whole(self, x: Tensor) -> Tensor:
         """All-gather the ranks' columns, into the order of the whole row; gradients are reduce-scattered."""
@@ -121,30 +200,6 @@ class AllGather:
         return torch.cat((down, up.flip(SEQ)), SEQ).flatten(SEQ, SEQ + 1)
 
 
-@lru_cache(maxsize=64)
-def _runs_of_rank(documents: Lengths, width: int, ranks: int, rank: int, window: int | None) -> QueryRuns:
-    """A rank's queries of each document, with the keys that they see.
-
-    Queries are counted among the rank's own columns, keys among those of the whole row. documents: lengths in
-    whole rows. width: columns of one rank. ranks, rank: size and index of cp. window: keys that a query sees
-    at most; None: all earlier ones of its document.
-    """
-    runs = []
-    begin = 0  # of a span, among this rank's columns
-    for span in spans(width * ranks, Axis("cp", ranks, rank), "allgather"):
-        for row, lengths in enumerate(documents):
-            start = 0
-            for length in lengths:
-                first, last = max(start, span.start), min(start + length, span.stop)
-                if first < last:
-                    keys = slice(start if window is None else max(start, first - window + 1), last)
-                    queries = slice(begin + first - span.start, begin + last - span.start)
-                    runs.append(QueryRun(slice(row, row + 1), queries, keys, window, first))
-                start += length
-        begin += len(span)
-    return QueryRuns(tuple(runs))
-
-
 @dataclass(frozen=True)
 class Ulysses:
     """Attention of 1 / cp of the heads over whole rows, instead of all heads over this rank's columns."""
@@ -152,23 +207,22 @@ class Ulysses:
     axis: Axis
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, documents: Lengths, scale: float, dropout: float,
+        self, q: Tensor, k: Tensor, v: Tensor, documents: Boundaries, scale: float, dropout: float,
         softcap: float | None, window: int | None, *, sinks: Tensor | None = None, kernels: str | None = None,
     ) -> Tensor:  # fmt: skip
-        """Attention of this rank's queries: [batch, heads, seq / cp, head_dim], as q.
+        """Attention of this rank's queries: [batch, seq / cp, heads, head_dim].
 
-        q, k, v: of this rank's columns; k and v may have fewer heads. documents: lengths in whole rows. The
-        other arguments are those of attention.core.attend_documents (None: no softcap, no window).
+        q, k, v: [batch, heads, seq / cp, head_dim] of this rank's columns; k and v may have fewer heads.
+        documents: of whole rows. The other arguments are those of attention.core.attend (None: no softcap, no
+        window).
         """
         times = self._repeats(q.shape[HEADS], k.shape[HEADS])
         if times > 1:
             k, v = (x.repeat_interleave(times, HEADS) for x in (k, v))
         q, k, v = (_AllToAll.apply(x, self.axis, HEADS, SEQ) for x in (q, k, v))
         own = None if sinks is None else sinks.chunk(self.axis.size)[self.axis.index]
-        out = attend_documents(
-            q, k, v, documents, scale, dropout, softcap, window, sinks=own, kernels=kernels
-        )
-        return _AllToAll.apply(out, self.axis, SEQ, HEADS)  # type: ignore[return-value]
+        out = attend_rows(q, k, v, documents, scale, dropout, softcap, window, sinks=own, kernels=kernels)
+        return _AllToAll.apply(out, self.axis, 1, 2)  # type: ignore[return-value]
 
     def _repeats(self, heads: int, kv_heads: int) -> int:
         """Fewest copies of each key-value head with which the cp ranks get equally many heads, every rank

@@ -79,18 +79,34 @@ def _recompute_each_block(
     for number, block in enumerate(model.get_submodule(anatomy.blocks).children()):
         if numbers is None or number in numbers:
             # A partial of the bound method, no closure: a deep copy of the model then runs its own blocks.
-            block.forward = partial(_checkpointed, block.forward, options)  # type: ignore[method-assign]
+            checkpointed = _with_its_documents if anatomy.mixers else _checkpointed
+            block.forward = partial(checkpointed, block.forward, options)  # type: ignore[method-assign]
 
 
 def _checkpointed(forward: Callable[..., Any], options: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
     """Call `forward` under torch's checkpoint with its `options`; without gradients, call it plainly."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    again = partial(_with_documents, current_documents(), forward)
+    again = partial(_measured, forward)
     return checkpoint(again, *args, use_reentrant=False, preserve_rng_state=True, **options, **kwargs)
 
 
-def _with_documents(batch: MicroBatch | None, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call `forward` with the documents of its own micro-batch, also later, in a backward."""
-    with recomputing(), documents_of(batch):
+def _measured(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call `forward`; its time is recomputation's where a backward calls it."""
+    with recomputing():
+        return forward(*args, **kwargs)
+
+
+def _with_its_documents(
+    forward: Callable[..., Any], options: dict[str, Any], *args: Any, **kwargs: Any
+) -> Any:
+    """`_checkpointed` for blocks with mixers, which know their documents by `documents_of`, also later, in a
+    backward. The compiler can't go through it.
+    """
+    again = partial(_of_documents, current_documents(), forward)
+    return _checkpointed(again, options, *args, **kwargs)
+
+
+def _of_documents(batch: MicroBatch | None, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with documents_of(batch):
         return forward(*args, **kwargs)

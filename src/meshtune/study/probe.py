@@ -22,7 +22,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshtune.attention.core import attend_documents
+from meshtune.attention.boundaries import row_boundaries
+from meshtune.attention.core import attend_rows
 from meshtune.compat import all_gather_single, reduce_scatter_single
 from meshtune.errors import UserError, is_out_of_memory, reason_of
 from meshtune.launch import Rank
@@ -309,7 +310,8 @@ def _attention(
     q, k, v = (
         values(device, rows, heads, length, head, dtype=DTYPES[dtype]).requires_grad_() for _ in range(3)
     )
-    attend = partial(attend_documents, q, k, v, ((length,),) * rows, head**-0.5, 0.0, None, None)
+    documents = row_boundaries(((length,),) * rows, length).map(lambda tensor: tensor.to(device))
+    attend = partial(attend_rows, q, k, v, documents, head**-0.5, 0.0, None, None)
     if form == "forward":
         return attend
     out = attend()

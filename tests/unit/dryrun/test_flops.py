@@ -27,7 +27,7 @@ def test_matmuls_and_attention() -> None:
     a, b = torch.empty(3, 5, device="meta"), torch.empty(5, 7, device="meta")
     assert flops_of(torch.ops.aten.mm.default, (a, b), {}, a @ b, lambda *_: 0) == 2 * 3 * 5 * 7
     q, v = torch.empty(10, 4, 8), torch.empty(10, 2, 16)  # tokens, heads, head size
-    varlen = SimpleNamespace(namespace="torch_attn", _opname="_varlen_attn")
+    varlen = SimpleNamespace(namespace="meshtune", _opname="attention")
     assert flops_of(varlen, (q, q, v), {}, None, lambda *_: 55) == 2 * 55 * 4 * (8 + 16)
-    backward = SimpleNamespace(namespace="torch_attn", _opname="_varlen_attn_backward")
+    backward = SimpleNamespace(namespace="meshtune", _opname="attention_backward")
     assert flops_of(backward, (q, q, q, v), {}, None, lambda *_: 55) == 5 * 55 * 4 * (8 + 16)

@@ -123,7 +123,7 @@ def test_a_workspace_is_taken_beside_the_results_and_freed_before_what_follows()
 
 def test_flash_attention_takes_its_buffers_while_it_runs():
     shapes = ((512, 8, 64), (512, 8, 64), (512, 4, 64), (512, 4, 64), (512, 8, 64), (8, 512), (3,), (3,))
-    backward = operation("torch_attn._varlen_attn_backward.default", shapes=shapes)
+    backward = operation("meshtune.attention_backward.default", shapes=shapes)
     step = StepTrace(2, [backward])
     (requests,) = requests_of([step], Workspaces("hopper"))
     assert [request.allocated for request in requests] == [True] * 4 + [False] * 4

@@ -19,7 +19,7 @@ def operation(name: str, *shapes: tuple[int, ...], phase: str = BACKWARD) -> Ope
 def test_attention_of_as_many_heads_of_keys_expands_nothing():
     query, boundaries = (1024, 4, 80), (5,)
     shapes = (*[query] * 5, (4, 1024), boundaries, boundaries)
-    taken = Workspaces("hopper").temporary(operation("torch_attn._varlen_attn_backward.default", *shapes))
+    taken = Workspaces("hopper").temporary(operation("meshtune.attention_backward.default", *shapes))
     # 1,536 rows in fp32: 1,024 tokens and a block of 128 for each of four documents; 80 wide is padded to 96
     assert dict(taken) == {"softmax_d": 24_576, "dq_accum": 2_359_296}
 

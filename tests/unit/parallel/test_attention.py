@@ -13,8 +13,9 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
-from meshtune.attention import cuda
-from meshtune.attention.core import attend_documents
+from meshtune.attention import cpu, cuda
+from meshtune.attention.boundaries import row_boundaries
+from meshtune.attention.core import attend_rows
 from meshtune.attention.register import document_attention, register, use_kernels
 from meshtune.model.anatomy import anatomy
 from meshtune.model.body import ATTENTION_NAMES
@@ -127,6 +128,11 @@ def tensors(seq, dtype=torch.float64, heads=4, kv_heads=2, documents=DOCUMENTS):
     return [torch.randn(s, dtype=dtype).transpose(1, 2).requires_grad_() for s in shapes]
 
 
+def tokens_of(documents, seq):
+    """Mask [rows, seq] of what is not padding."""
+    return torch.tensor([[column < sum(row) for column in range(seq)] for row in documents])
+
+
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("window", cases([None, 1, WINDOW, 100, 700], ci=[None, WINDOW, 700]))
 @pytest.mark.parametrize("recompute", [False, True])
@@ -138,8 +144,9 @@ def test_windows_and_softcaps_over_several_blocks_equal_the_definition(window, s
         recompute=recompute,
     )  # fmt: skip
     expected = explicit(q, k, v, documents, 0.3, window, softcap)
-    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
-    weights = torch.randn_like(out)
+    real = tokens_of(documents, seq)[..., None, None]
+    torch.testing.assert_close(out * real, expected, rtol=0, atol=1e-12)
+    weights = torch.randn_like(out) * real
     got = torch.autograd.grad((out * weights).sum(), (q, k, v))
     for ours, theirs in zip(got, torch.autograd.grad((expected * weights).sum(), (q, k, v)), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-11)
@@ -150,10 +157,12 @@ def test_windows_and_softcaps_over_several_blocks_equal_the_definition(window, s
 @pytest.mark.parametrize("documents", [((SEQ,),), ((13, SEQ - 13),), ((30,), (SEQ,))])
 def test_every_kernel_for_the_cpu_equals_the_definition(documents, window, kernel):
     q, k, v = tensors(SEQ, documents=documents)
-    out = attend_documents(q, k, v, documents, 0.3, 0.0, None, window, kernel=kernel).transpose(1, 2)
+    found = row_boundaries(documents, SEQ)
+    out = attend_rows(q, k, v, found, 0.3, 0.0, None, window, kernel=kernel)
     expected = explicit(q, k, v, documents, 0.3, window)
-    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
-    got = torch.autograd.grad(out.square().sum(), (q, k, v))
+    own = tokens_of(documents, SEQ)
+    torch.testing.assert_close(out[own], expected[own], rtol=0, atol=1e-12)
+    got = torch.autograd.grad(out[own].square().sum(), (q, k, v))
     for ours, theirs in zip(got, torch.autograd.grad(expected.square().sum(), (q, k, v)), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-11)
 
@@ -174,25 +183,28 @@ def test_a_sink_takes_its_share_of_every_query(documents, window, softcap, kerne
             softcap=softcap, s_aux=sinks, recompute=True,
         )  # fmt: skip
     else:
-        settings = (documents, 0.3, 0.0, softcap, window)
-        out = attend_documents(q, k, v, *settings, kernel=kernel, sinks=sinks).transpose(1, 2)
+        settings = (row_boundaries(documents, SEQ), 0.3, 0.0, softcap, window)
+        out = attend_rows(q, k, v, *settings, kernel=kernel, sinks=sinks)
     expected = explicit(q, k, v, documents, 0.3, window, softcap, sinks)
-    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+    own = tokens_of(documents, SEQ)
+    torch.testing.assert_close(out[own], expected[own], rtol=0, atol=1e-12)
     inputs = (q, k, v, sinks)
-    got = torch.autograd.grad(out.square().sum(), inputs)
+    got = torch.autograd.grad(out[own].square().sum(), inputs)
     for ours, theirs in zip(got, torch.autograd.grad(expected.square().sum(), inputs), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-11)
 
 
 @pytest.mark.ci
-def test_flex_attention_takes_sinks_into_account(monkeypatch):
-    """Forward alone, uncompiled: on a CPU flex attention has no backward."""
+@pytest.mark.parametrize("window", [None, 1, 200])
+def test_flex_attention_has_a_mask_of_blocks(window, monkeypatch):
+    """Only the forward, uncompiled: on a CPU flex attention has no backward."""
     monkeypatch.setattr(cuda, "compiled_flex", lambda: flex_attention)
-    q, k, v = (x.detach().float() for x in tensors(SEQ))
-    sinks = torch.tensor([0.5, -2.0, 3.0, 0.0])
-    out = cuda.flex(q, k, v, DOCUMENTS, 0.3, None, WINDOW, sinks).transpose(1, 2)
-    expected = explicit(q, k, v, DOCUMENTS, 0.3, WINDOW, None, sinks)
-    torch.testing.assert_close(out, expected, rtol=0, atol=2e-6)
+    documents, seq = ((400, 3, 250), (20, 640)), 700
+    q, k, v = (x.detach().float() for x in tensors(seq, documents=documents))
+    out = attend_rows(q, k, v, row_boundaries(documents, seq), 0.3, 0.0, 1.5, window, kernel="flex")
+    own = tokens_of(documents, seq)
+    expected = explicit(q, k, v, documents, 0.3, window, 1.5)
+    torch.testing.assert_close(out[own], expected[own], rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -202,15 +214,15 @@ def test_lower_precisions_keep_their_dtype_and_stay_close(dtype, softcap):
     out, _ = document_attention(nn.Module(), q, k, v, None, documents=DOCUMENTS, softcap=softcap)
     expected = explicit(*(t.double() for t in (q, k, v)), DOCUMENTS, 16**-0.5, softcap=softcap)
     assert out.dtype == dtype
+    out, expected = (each[tokens_of(DOCUMENTS, SEQ)] for each in (out, expected))
     torch.testing.assert_close(out.double(), expected, rtol=0, atol=2e-2 if dtype == torch.bfloat16 else 2e-6)
 
 
-def test_padding_gives_zeros_and_no_gradient():
+def test_padding_is_finite_and_no_document_sees_it():
     q, k, v = tensors(SEQ)
     out, _ = document_attention(nn.Module(), q, k, v, None, documents=DOCUMENTS)
-    assert out[0, 38:].eq(0).all()
-    assert out[0, :38].ne(0).all()
-    for grad in torch.autograd.grad(out.square().sum(), (q, k, v)):
+    assert out.isfinite().all()
+    for grad in torch.autograd.grad(out[tokens_of(DOCUMENTS, SEQ)].square().sum(), (q, k, v)):
         assert grad[0, :, 38:].eq(0).all()
         assert grad[0, :, :38].ne(0).any()
 
@@ -224,7 +236,7 @@ def test_dropout_of_zero_probability_mass_equals_the_way_without_and_is_repeated
             nn.Module(), q, k, v, None, documents=DOCUMENTS, dropout=dropout, softcap=2.0, sliding_window=6,
             recompute=recompute,
         )  # fmt: skip
-        return out, torch.autograd.grad(out.square().sum(), (q, k, v))
+        return out, torch.autograd.grad(out[tokens_of(DOCUMENTS, SEQ)].square().sum(), (q, k, v))
 
     plain, almost, half, again = run(0.0), run(1e-12), run(0.5), run(0.5, recompute=True)
     torch.testing.assert_close(plain, almost, rtol=0, atol=1e-9)
@@ -257,19 +269,19 @@ def test_no_mask_no_scores_and_no_expanded_keys_exist():
     assert k.grad.shape == k.shape
 
 
-def test_rows_that_are_one_document_each_share_one_kernel_call():
-    calls = []
-
-    class Calls(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            calls.append(str(func))
-            return func(*args, **(kwargs or {}))
-
+def test_neighbouring_documents_of_equal_lengths_share_one_kernel_call(monkeypatch):
     q, k, v = tensors(SEQ)
-    with Calls():
-        document_attention(nn.Module(), q, k, v, None, documents=((SEQ,),) * len(DOCUMENTS))
-    assert sum("flash_attention" in name for name in calls) == 1
-    assert not any("copy" in name or "clone" in name for name in calls)
+    outs, kernel = [], cpu._kernel
+    monkeypatch.setattr(cpu, "_kernel", lambda *args: outs.append(kernel(*args)) or outs[-1])
+    out, _ = document_attention(nn.Module(), q, k, v, None, documents=((SEQ // 2,) * 2,) * len(DOCUMENTS))
+    assert len(outs) == 1
+    assert out.data_ptr() == outs[0][0].data_ptr()  # not a copy
+
+
+def test_no_kernel_call_has_more_queries_than_a_block():
+    every = cpu.calls(torch.tensor([0, 3000, 3400]), torch.tensor([0, 4300, 4700]), None)
+    assert max(each.queries.stop - each.queries.start for each in every) == cpu.WINDOW_BLOCK
+    assert sum(each.queries.stop - each.queries.start for each in every) == 3400
 
 
 def test_the_kernel_under_a_private_name_still_equals_scaled_dot_product_attention():
@@ -327,8 +339,8 @@ def test_registering_again_changes_nothing():
 
 
 def test_a_named_kernel_refuses_what_it_can_not_do() -> None:
-    q = torch.randn(1, 2, 8, 16)
+    q, documents = torch.randn(1, 2, 8, 16), row_boundaries(((8,),), 8)
     with refuses(ValueError):
-        attend_documents(q, q, q, ((8,),), 0.3, 0.1, 20.0, None, kernel="varlen")
+        attend_rows(q, q, q, documents, 0.3, 0.1, 20.0, None, kernel="varlen")
     with refuses(ValueError):
-        attend_documents(q, q, q, ((8,),), 0.3, 0.1, None, None, kernel="fused")
+        attend_rows(q, q, q, documents, 0.3, 0.1, None, None, kernel="fused")

@@ -13,9 +13,11 @@ from torch import nn
 from torch.nn.attention.flex_attention import flex_attention
 from transformers import AutoModelForCausalLM, GraniteSWAConfig
 
-from meshtune.attention import cuda, runs
-from meshtune.attention.core import attend_documents
+from meshtune.attention import cuda
+from meshtune.attention.boundaries import row_boundaries
+from meshtune.attention.core import attend, attend_rows, flat
 from meshtune.attention.register import document_attention, register
+from meshtune.data.batch import MicroBatch
 from meshtune.model.anatomy import anatomy
 from meshtune.parallel import context
 from meshtune.parallel.mesh import Axis
@@ -100,10 +102,23 @@ def tensors(dtype, kv_heads=4, value_dim=16, heads=8, documents=DOCUMENTS, seq=S
 
 
 def attended(module, inputs, documents, options):
-    """The output [batch, seq, heads, head_dim] of attention, and the gradients of q, k and v."""
+    """The output [batch, seq, heads, head_dim] of attention, padding's as zeros, and the gradients of q, k
+    and v."""
     *inputs, weights = inputs
     q, k, v = (t.detach().requires_grad_() for t in inputs)
-    out, _ = document_attention(module, q, k, v, None, documents=documents, scaling=0.3, **options)
+    attend, own = vars(module).get("context"), torch.arange(q.shape[2])
+    whole = documents
+    if attend is not None:
+        seq, method = q.shape[2] * attend.axis.size, type(attend).__name__.lower()
+        ids = torch.zeros(len(documents), seq, dtype=torch.long)
+        micro_batch = MicroBatch(ids, ids, ids, documents, 0, 0)
+        whole, own = (
+            context.split(micro_batch, attend.axis, method).boundaries,
+            context.columns(seq, attend.axis, method),
+        )
+    real = own < torch.tensor([sum(row) for row in documents])[:, None]
+    out, _ = document_attention(module, q, k, v, None, documents=whole, scaling=0.3, **options)
+    out = out * real[..., None, None]
     return out.detach(), *torch.autograd.grad((out * weights.transpose(1, 2)).sum(), (q, k, v))
 
 
@@ -203,40 +218,25 @@ def test_dropout_is_repeated_by_recomputation(documents, method):
 # Attention on CUDA, with stand-ins for its kernels: which tokens they are given
 
 
-def varlen_stand_in(
-    q, k, v, query_boundaries, key_boundaries, longest_query, longest_key, *, scale, window_size
-):
-    """Attention as flash-attention documents it: a run's last query stands at its last key."""
-    outs, ends = [], zip(query_boundaries[1:].tolist(), key_boundaries[1:].tolist(), strict=True)
-    start_q = start_k = 0
-    for stop_q, stop_k in ends:
+def flash_forward(q, k, v, ends_q, ends_k, longest_q, longest_k, dropout, is_causal, **options):
+    """Attention as flash-attention documents it: a document's last query stands at its last key."""
+    outs, start_q, start_k = [], 0, 0
+    left = options["window_size_left"]
+    assert is_causal == (left < 0) and options["window_size_right"] == 0
+    for stop_q, stop_k in zip(ends_q[1:].tolist(), ends_k[1:].tolist(), strict=True):
         queries, keys = stop_q - start_q, stop_k - start_k
-        assert 0 < queries <= longest_query and queries <= keys <= longest_key
+        assert 0 < queries <= longest_q and queries <= keys <= longest_k
         place = torch.arange(keys - queries, keys)[:, None]
         hidden = torch.arange(keys) > place
-        if window_size[0] >= 0:
-            hidden |= torch.arange(keys) < place - window_size[0]
+        if left >= 0:
+            hidden |= torch.arange(keys) < place - left
         own_k, own_v = (t[start_k:stop_k].repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
-        scores = torch.einsum("qhd,khd->hqk", q[start_q:stop_q], own_k) * scale
+        scores = torch.einsum("qhd,khd->hqk", q[start_q:stop_q], own_k) * options["scale"]
         weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
         outs.append(torch.einsum("hqk,khd->qhd", weights, own_v))
         start_q, start_k = stop_q, stop_k
     assert (start_q, start_k) == (len(q), len(k))
-    return torch.cat(outs)
-
-
-def cuda_ways(monkeypatch):
-    monkeypatch.setattr(cuda, "varlen_attention", varlen_stand_in)
-    monkeypatch.setattr(cuda, "compiled_flex", lambda: flex_attention)
-    yield "varlen", None, cuda.varlen_runs
-    for softcap in (None, 1.5):
-        yield (
-            "flex",
-            softcap,
-            lambda q, k, v, runs, scale, softcap=softcap: cuda.flex_with_mask(
-                q, k, v, cuda.runs_mask(runs, len(q), q.shape[2], k.shape[2], q.device), scale, softcap
-            ),
-        )
+    return torch.cat(outs), q.new_zeros(q.shape[1], len(q))
 
 
 @pytest.mark.ci
@@ -245,14 +245,20 @@ def cuda_ways(monkeypatch):
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_kernels_of_cuda_are_given_the_keys_that_queries_see(window, ranks, monkeypatch):
     q, k, v, _ = tensors(torch.float64)
-    for name, softcap, way in cuda_ways(monkeypatch):
-        expected = attend_documents(q, k, v, DOCUMENTS, 0.3, 0.0, softcap, window)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", flash_forward)
+    monkeypatch.setattr(cuda, "compiled_flex", lambda: flex_attention)
+    for kernel, softcap in (("varlen", None), ("flex", 1.5)):
+        expected = attend_rows(q, k, v, row_boundaries(DOCUMENTS, SEQ), 0.3, 0.0, softcap, window)
         for rank in range(ranks):
-            own = context.columns(SEQ, Axis("cp", ranks, rank), "allgather")
-            found = way(
-                q[:, :, own], k, v, context._runs_of_rank(DOCUMENTS, SEQ // ranks, ranks, rank, window), 0.3
-            )
-            torch.testing.assert_close(found, expected[:, :, own], rtol=0, atol=1e-12, msg=name)
+            axis = Axis("cp", ranks, rank)
+            own = context.columns(SEQ, axis, "allgather")
+            run = context.RankDocuments(DOCUMENTS, SEQ // ranks, ranks, rank, {}).run(window)
+            found = attend(
+                flat(q[:, :, own]).index_select(0, run.queries), *(flat(x)[run.keys] for x in (k, v)),
+                run.boundaries, 0.3, 0.0, softcap, window, kernel=kernel,
+            )  # fmt: skip
+            theirs = expected[:, own].flatten(0, 1)[run.queries]
+            torch.testing.assert_close(found, theirs, rtol=0, atol=1e-12, msg=kernel)
 
 
 # Whole models
@@ -366,9 +372,3 @@ def test_keys_and_values_travel_in_one_message_and_their_gradients_in_another():
 def test_ulysses_exchanges_queries_keys_values_and_outputs():
     for names in run_ranks(2, collectives, "ulysses"):
         assert len(names) == 8 and all("alltoall" in name for name in names)
-
-
-def test_no_kernel_call_has_more_queries_than_a_block():
-    for rank in range(2):
-        blocks = runs.blocks_of(context._runs_of_rank(((4300, 400),), 2400, 2, rank, None))
-        assert all(each.queries.stop - each.queries.start <= runs.WINDOW_BLOCK for each in blocks)
