@@ -151,6 +151,12 @@ def reduce_scatter_single(output: Tensor, pieces: Tensor, group: dist.ProcessGro
     _first_of("reduce_scatter_single", "reduce_scatter_tensor")(output, pieces, group=group)
 
 
+def of_any_length(tensor: Tensor) -> Tensor:
+    """Let graphs that read the tensor be for any size of its first dimension; returns it."""
+    torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    return tensor
+
+
 def compiled_graphs() -> int:
     """Graphs that torch.compile has compiled in this process so far."""
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]

@@ -43,14 +43,17 @@ class _Lora(nn.Module):
     lora_all_reduce: Callable[[Tensor], Tensor] | None  # sums over the ranks that have the other columns of W
 
     def forward(self, x: Tensor) -> Tensor:
-        base = super().forward(x)
+        return self.adapted(x, super().forward(x), self.bias)
+
+    def adapted(self, x: Tensor, base: Tensor, bias: Tensor | None) -> Tensor:
+        """The layer's output, from that of its own weight and, if it is not None, its bias."""
         dropped = F.dropout(x.to(self.lora_A.dtype), self.lora_dropout, self.training)
         change = F.linear(F.linear(dropped, self.lora_A), self.lora_B) * self.lora_scale
         if self.lora_magnitude_vector is not None:
             if self.lora_dropout and self.training:  # as peft: W and B A see the same dropped inputs
                 seen = F.linear(dropped, by_rows(self, self.weight).to(dropped.dtype))
             else:
-                seen = base if self.bias is None else base - self.bias
+                seen = base if bias is None else base - bias
             change = self.lora_magnitude_vector / self.row_norms() * (seen + change) - seen
         return (base + change).to(base.dtype)
 
@@ -72,6 +75,12 @@ class _Lora(nn.Module):
 def by_rows(layer: nn.Module, weight: Tensor) -> Tensor:
     """Return the weight of a linear layer as [out, in], a view."""
     return weight.T if isinstance(layer, Conv1D) else weight
+
+
+def without_bias(layer: Any, x: Tensor) -> Tensor:
+    """Return the output of a linear layer, with or without an adapter, less its bias."""
+    product = x @ layer.weight if isinstance(layer, Conv1D) else F.linear(x, layer.weight)
+    return layer.adapted(x, product, None) if isinstance(layer, _Lora) else product
 
 
 def norms(rows: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from meshtune import compat
 from meshtune.data.batch import MicroBatch, Noise
 from meshtune.layout import Layout
 from meshtune.model.anatomy import Anatomy, anatomy
@@ -46,6 +47,7 @@ class Parallel:
     stages: list[Stage]  # one, or several where the schedule has virtual ones
     shapes: Mapping[str, tuple[int, ...]]  # of all parameters of the whole model, by name
     splits: Mapping[str, Split]  # how tp cuts each parameter of the whole model, by name
+    compiled: bool = False  # blocks
     pipeline: Pipeline | None = None  # with pp > 1
     replicas: Replicas | None = None  # with copies of its parameters on other ranks
     partial: frozenset[str] = field(init=False)  # parameters whose gradients are summed over tp
@@ -143,7 +145,11 @@ class Parallel:
         if micro_batch.noise and layout.sp:
             own = (tensor.chunk(tp.size, 1)[tp.index] for tensor in micro_batch.noise)
             micro_batch = replace(micro_batch, noise=Noise(*own))
-        return micro_batch.to(self.world.device)
+        micro_batch = micro_batch.to(self.world.device)
+        if self.compiled:
+            # From the start for any number of documents; else the second micro-batch would compile once more.
+            micro_batch.boundaries.map(compat.of_any_length)
+        return micro_batch
 
     def begin(self, passes: int) -> None:
         """Prepare a step of `passes` micro-batches."""
@@ -198,6 +204,7 @@ class Cut:
     splits: Mapping[str, Split]
     compute_dtype: torch.dtype  # of hidden states that are sent between stages
     reduce_dtype: torch.dtype | None  # that replicas sum gradients in; None: their own
+    compiled: bool  # blocks
 
 
 def cut(
@@ -243,7 +250,7 @@ def cut(
                 compute_dtype=compute_dtype, reduce_dtype=reduce_dtype,
             )  # fmt: skip
         stages.append(stage)
-    return Cut(stages, parts, mesh, shapes, splits, compute_dtype, reduce_dtype)
+    return Cut(stages, parts, mesh, shapes, splits, compute_dtype, reduce_dtype, compile)
 
 
 def place(made: Cut, world: World) -> Parallel:
@@ -257,7 +264,9 @@ def place(made: Cut, world: World) -> Parallel:
     replicas = (
         Replicas(groups[::-1], mesh, made.reduce_dtype) if mesh is not None and not layout.zero else None
     )
-    return Parallel(world, made.anatomy, stages, made.shapes, made.splits, pipeline, replicas)
+    return Parallel(
+        world, made.anatomy, stages, made.shapes, made.splits, made.compiled, pipeline, replicas
+    )
 
 
 def width_multiple(layout: Layout) -> int:

@@ -26,7 +26,7 @@ masks come from that number, mixed with the rank's index where activations are t
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ from transformers import PreTrainedModel
 from meshtune.errors import UserError
 from meshtune.model.anatomy import Anatomy, attention_heads, draws_random_numbers
 from meshtune.model.capabilities import traits
+from meshtune.model.lora import without_bias
 from meshtune.model.tensor_plan import (
     TensorStyle,
     cuts_heads,
@@ -150,49 +151,75 @@ def _leave_body(state: _TensorState, norm: nn.Module, args: tuple, hidden: Tenso
     return state.enter(hidden)
 
 
-def _row_forward(state: _TensorState, style: TensorStyle, module: nn.Module, x: Tensor) -> Tensor:
-    """Forward of a linear layer with some rows on this rank: their output features [batch, seq, …].
+class _Cut(nn.Module):
+    """Base of a linear layer's class once it is cut: (this class, the layer's own), made by `_cut_class`.
+
+    A class and not a patched `forward`: the compiler makes one graph for all blocks only where their modules
+    differ in nothing but values.
+    """
+
+    tensor_state: _TensorState
+    tensor_style: TensorStyle
+
+
+class _Rows(_Cut):
+    """A linear layer with some rows on this rank: their output features [batch, seq, …].
 
     x: hidden states of all tokens. `style.whole`: all-gather the output features. Reseeds dropout for what
     follows.
     """
-    state.reseed(per_rank=False)
-    out = type(module).forward(module, x)
-    if style.whole:
-        out = exchange(out, state.tp, FEATURES, all_gather, take_shard)
-    state.reseed(per_rank=not style.whole)
-    return out
+
+    def forward(self, x: Tensor) -> Tensor:
+        state, style = self.tensor_state, self.tensor_style
+        state.reseed(per_rank=False)
+        out = super().forward(x)
+        if style.whole:
+            out = exchange(out, state.tp, FEATURES, all_gather, take_shard)
+        state.reseed(per_rank=not style.whole)
+        return out
 
 
-def _repeated_forward(state: _TensorState, kv_heads: int, module: nn.Module, x: Tensor) -> Tensor:
-    """Forward of a key or value projection that is whole on every rank: only the one key-value head that the
-    rank's query heads use, [batch, seq, head_dim].
-
-    kv_heads: of the whole model, fewer than tp ranks.
+class _Repeated(_Cut):
+    """A key or value projection that is whole on every rank: only the one key-value head that the rank's
+    query heads use, [batch, seq, head_dim].
     """
-    state.reseed(per_rank=False)
-    out = type(module).forward(module, x)
-    state.reseed(per_rank=True)
-    return out.chunk(kv_heads, dim=-1)[state.tp.index * kv_heads // state.tp.size]
+
+    kv_heads: int  # of the whole model, fewer than tp ranks
+
+    def forward(self, x: Tensor) -> Tensor:
+        state, kv_heads = self.tensor_state, self.kv_heads
+        state.reseed(per_rank=False)
+        out = super().forward(x)
+        state.reseed(per_rank=True)
+        return out.chunk(kv_heads, dim=-1)[state.tp.index * kv_heads // state.tp.size]
 
 
-def _column_forward(state: _TensorState, style: TensorStyle, module: Any, x: Tensor) -> Tensor:
-    """Forward of a linear layer with some columns on this rank: all output features, summed over the
-    ranks (`leave`), so with sp only those of this rank's tokens. The bias is added after the sum.
+class _Columns(_Cut):
+    """A linear layer with some columns on this rank: all output features, summed over the ranks (`leave`),
+    so with sp only those of this rank's tokens. The bias is added after the sum.
 
     x: the input features of the rank's columns; with `style.whole` all of them; it takes its shard.
     """
-    if style.whole:
-        x = exchange(x, state.tp, FEATURES, take_shard, all_gather)
-    state.reseed(per_rank=True)
-    bias, module._parameters["bias"] = module.bias, None  # the sum has it once, not once a rank
-    try:
-        out = type(module).forward(module, x)
-    finally:
-        module._parameters["bias"] = bias
-    out = state.leave(out)
-    state.reseed(per_rank=state.sequence)
-    return out if bias is None else out + bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = self.tensor_state
+        if self.tensor_style.whole:
+            x = exchange(x, state.tp, FEATURES, take_shard, all_gather)
+        state.reseed(per_rank=True)
+        out = state.leave(without_bias(self, x))  # the sum has it once, not once a rank
+        state.reseed(per_rank=state.sequence)
+        return out if self.bias is None else out + self.bias
+
+
+@cache
+def _cut_class(how: type[_Cut], kind: type[nn.Module]) -> type[nn.Module]:
+    return type(kind.__name__, (how, kind), {})
+
+
+def _cut_linear(module: nn.Module, how: type[_Cut], state: _TensorState, style: TensorStyle) -> None:
+    """Make a linear layer run as `how` says, in place."""
+    module.tensor_state, module.tensor_style = state, style  # type: ignore[assignment]
+    module.__class__ = _cut_class(how, type(module))
 
 
 def _embedding_forward(
@@ -389,9 +416,10 @@ def _cut_block(
     query_heads, kv_heads = heads
     for path, module in block.named_modules():
         if path in repeated:
-            module.forward = partial(_repeated_forward, state, kv_heads, module)
+            vars(module)["kv_heads"] = kv_heads
+            _cut_linear(module, _Repeated, state, styles[path])
         elif path in styles and (style := styles[path]).dim is not None:
-            module.forward = partial((_row_forward, _column_forward)[style.dim], state, style, module)
+            _cut_linear(module, (_Rows, _Columns)[style.dim], state, style)
             if style.dim == 1 and "lora_all_reduce" in vars(module):
                 vars(module)["lora_all_reduce"] = partial(all_reduce, axis=state.tp, dim=0)
     attention: Any = block.get_submodule(anatomy.attention)
