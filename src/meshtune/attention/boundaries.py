@@ -1,6 +1,6 @@
 """Where the documents of a micro-batch begin, as attention kernels read it: tensors, made with the batch.
 
-    documents ((5, 3), (6,)) in rows of 8     queries 0 5 8 14 16, longest 6: two tokens of padding are the last
+    documents ((5, 3), (6,)) in rows of 8     queries 0 5 8 14 16, longest 6; the last is padding
 
 Made before a step's passes, they cost no copy to the device inside them, and a compiled block is the same for
 every set of documents.

@@ -97,9 +97,9 @@ def attend_rows(
     softcap: float | None, window: int | None, *, kernel: Kernel | None = None, sinks: Tensor | None = None,
     kernels: str | None = None,
 ) -> Tensor:  # fmt: skip
-    """`attend` to the rows of a micro-batch: q [batch, heads, seq, head_dim] -> [batch, seq, heads, head_dim].
+    """`attend` to the rows of a micro-batch: q [batch, heads, seq, size] -> [batch, seq, heads, size].
 
-    k, v: [batch, kv_heads, seq, head_dim]. The other arguments are those of `attend`. Padding gets finite
+    k, v: [batch, kv_heads, seq, size]. The other arguments are those of `attend`. Padding gets finite
     values; no document sees it.
     """
     batch, _, seq, _ = q.shape
@@ -111,7 +111,7 @@ def attend_rows(
 
 
 def flat(x: Tensor) -> Tensor:
-    """Tokens of all rows one behind another: [batch, heads, seq, head_dim] -> [batch · seq, heads, head_dim]."""
+    """Tokens of all rows one behind another: [batch, heads, seq, size] -> [batch · seq, heads, size]."""
     return x.transpose(1, 2).flatten(0, 1)
 
 

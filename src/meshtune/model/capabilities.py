@@ -16,11 +16,14 @@ from meshtune.model.anatomy import (
     Anatomy,
     StandIn,
     anatomy,
+    attention_drops,
     attention_heads,
+    draws_random_numbers,
     parts_kept,
     weight_shape,
 )
 from meshtune.model.load import on_meta
+from meshtune.model.recorded import EXPERTS
 from meshtune.model.tensor_plan import (
     TENSOR_STYLES,
     cuts_heads,
@@ -58,7 +61,7 @@ def capabilities(config: PretrainedConfig, *, trust_remote_code: bool = False) -
         _packing(model_traits, recurrent=bool(parts.mixers)),
         Capability("lora", True, f"all-linear adapts {_count_linears(model, parts)} matrices"),
         Capability("recompute", True, modes),
-        Capability("compile", True, f"train.compile=true compiles each block; {_uncompiled(parts)} as it is"),
+        _compile(model_traits),
         *_parallel_capabilities(model_traits),
     ]
 
@@ -88,7 +91,26 @@ def traits(model: PreTrainedModel) -> Traits:
         tensor=plan if isinstance(plan, str) else None,
         pipeline=_pipeline_problem(model, parts),
         context=None if parts.attention else "carries a state from token to token",
+        experts=any(EXPERTS.search(path) for path, _ in blocks.named_modules()),
+        interrupts=_interrupts(model, parts),
+        draws=draws_random_numbers(blocks.modules()),
     )
+
+
+def _interrupts(model: PreTrainedModel, parts: Anatomy) -> str | None:
+    """Return why the compiler can't go through a block; None if it can."""
+    if parts.mixers:
+        return "has recurrent or convolutional layers, which get each document as a row"
+    inside = [
+        vars(module) for path in parts.attentions for module in model.get_submodule(path).modules()
+    ]
+    if attention_drops(model):
+        return "has dropout in its attention, which runs document by document"
+    if any("v_head_dim" in own and own["v_head_dim"] != own.get("qk_head_dim") for own in inside):
+        return "has values of another size than keys, so that attention runs document by document"
+    if any(own.get("attn_logit_softcapping") for own in inside):
+        return "has a softcap in its attention, which flex attention computes on GPUs"
+    return None
 
 
 class _SecondInput(Exception):
@@ -189,8 +211,13 @@ def auto_attention(model: PreTrainedModel, model_traits: Traits) -> str:
     return str(model.config.get_text_config()._attn_implementation) if model_traits.attention else "meshtune"
 
 
-def _uncompiled(parts: Anatomy) -> str:
-    return "attention, and each recurrent layer, runs" if parts.mixers else "attention runs"
+def _compile(model_traits: Traits) -> Capability:
+    if model_traits.experts:
+        return Capability("compile", False, refusals(model_traits, Layout(), compile=True)[0])
+    why = "in every recompute mode"
+    if model_traits.interrupts:
+        why = f"with recompute none or attention: it {model_traits.interrupts}"
+    return Capability("compile", True, f"train.compile=true compiles each block {why}")
 
 
 def _packing(model_traits: Traits, *, recurrent: bool) -> Capability:

@@ -181,7 +181,7 @@ class AllGather:
         q, k, v: [batch, heads, seq / cp, head_dim] of this rank's columns; k and v may have fewer heads. The
         other arguments are those of attention.core.attend (None: no softcap, no window).
         """
-        batch, heads, width, _ = q.shape
+        batch, _, width, _ = q.shape
         k, v = self._whole(torch.cat((k, v), -1)).split((k.shape[-1], v.shape[-1]), -1)
         run = documents.of(window)
         out = attend(

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from meshtune.layout import MODEL_AXES, ZERO_BUBBLE, Layout
+from meshtune.layout import ZERO_BUBBLE, Layout
 from meshtune.optimizers import OPTIMIZERS
 from meshtune.placement.columns import Columns, Number
 from meshtune.placement.families import see
@@ -39,6 +39,9 @@ class Traits:
     pipeline: str | None = None  # why its blocks can't run apart; None: they can
     context: str | None = None  # why a sequence can't be on several ranks, "carries …"; None: it can
     heads_fused: bool = False  # their projections are one matrix: tp shards them if it divides both numbers
+    experts: bool = False  # tokens are sent to experts
+    interrupts: str | None = None  # why the compiler can't go through a block, "has …"; None: it can
+    draws: bool = False  # blocks draw random numbers in training
 
 
 class Rule(NamedTuple):
@@ -82,7 +85,7 @@ def rules(
     yield from _pipeline(traits)
     yield _every_block(traits)
     if compile:
-        yield from _COMPILED
+        yield from _compiled(traits)
     if not OPTIMIZERS[optimizer].by_element:
         yield _whole_tensors(optimizer)
 
@@ -373,14 +376,6 @@ _MICRO_BATCHES = (
 )
 
 
-def _compiled(layout: Layout) -> str:
-    cut = [f"{axis}={getattr(layout, axis)}" for axis in MODEL_AXES if getattr(layout, axis) > 1]
-    return (
-        f"train.compile = true with {', '.join(cut)}: only whole blocks are compiled, on one "
-        "rank or under data parallelism (dp, zero); leave train.compile out."
-    )
-
-
 def _whole_tensors(optimizer: str) -> Rule:
     """Return the rule of an optimizer whose update of a tensor reads all of it."""
     others = " or ".join(name for name, row in OPTIMIZERS.items() if row.by_element)
@@ -394,19 +389,52 @@ def _whole_tensors(optimizer: str) -> Rule:
     )
 
 
-_COMPILED = (
-    Rule(
-        "compiled blocks run on one rank or under data parallelism only",
-        lambda layouts: layouts.world > layouts.data_ranks,
-        _compiled,
-    ),
-    Rule(
-        "blocks that are recomputed can't be compiled",
-        lambda layouts: layouts.recomputation("block"),
+def _compiled(traits: Traits) -> Iterator[Rule]:
+    """What torch.compile can't make whole graphs of."""
+    without = "or leave train.compile out"
+    if traits.experts:
+        yield Rule(
+            "mixtures of experts can't be compiled",
+            lambda layouts: layouts.world > 0,
+            lambda _: (
+                f"train.compile = true: {traits.name} sends other numbers of tokens to its experts in each "
+                "step, which interrupts the compiler; leave train.compile out."
+            ),
+        )
+    yield Rule(
+        "zero-bubble schedules can't run compiled blocks",
+        lambda layouts: layouts.runs(*ZERO_BUBBLE),
         lambda layout: (
-            f"train.compile = true with recompute {layout.recomputation}: attention interrupts the compiler, "
-            "and torch's checkpoint then runs the whole block uncompiled; use none or attention, or leave "
-            "train.compile out."
+            f"train.compile = true with the schedule {layout.schedule}: torch can't compute the gradients of "
+            f"weights later in compiled blocks; use 1f1b, {without}."
         ),
-    ),
-)
+    )
+    yield Rule(
+        "regather can't be compiled",
+        lambda layouts: layouts.sp_regather > 0,
+        lambda _: (
+            "train.compile = true with regather: it changes what autograd saves inside a block, which the "
+            f"compiler can't go through; drop regather, {without}."
+        ),
+    )
+    if traits.interrupts:
+        why = traits.interrupts
+        yield Rule(
+            f"{traits.name} {why}: blocks that are recomputed can't be compiled",
+            lambda layouts: layouts.recomputation("block"),
+            lambda layout: (
+                f"train.compile = true with recompute {layout.recomputation}: {traits.name} {why}, which "
+                "interrupts the compiler, and torch's checkpoint then runs the whole block uncompiled; use "
+                f"none or attention, {without}."
+            ),
+        )
+    if traits.draws:
+        yield Rule(
+            f"dropout in the blocks of {traits.name} can't be compiled with tp",
+            lambda layouts: layouts.tp > 1,
+            lambda layout: (
+                f"train.compile = true with tp={layout.tp}: {traits.name} has dropout in its blocks, whose "
+                "masks all ranks draw from one number, which the compiler can't go through; use tp=1, a "
+                f"dropout of 0, {without}."
+            ),
+        )

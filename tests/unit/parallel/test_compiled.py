@@ -1,41 +1,173 @@
-"""Compiled blocks under data parallelism, where refusals allow them."""
+"""Compiled blocks: one graph for all blocks of a kind and one for their evaluation, whatever the documents.
 
-import sys
-from pathlib import Path
+A backend that runs graphs as they are counts them, and their calls.
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from cases import cases
+from families import FAMILIES
 from ranks import run_ranks
+from torch import nn
 
+from meshtune.attention.register import register
+from meshtune.data.batch import Batch, MicroBatch, micro_batch
+from meshtune.data.pack import LABELLED
 from meshtune.layout import Layout
-from meshtune.parallel import zero
-from meshtune.parallel.mesh import join, parameter_mesh
+from meshtune.parallel.apply import width_multiple
+from meshtune.parallel.mesh import World, join
+from meshtune.train.model import LoraSpec, ModelSpec, OptimizerSpec, rank_model
+from meshtune.train.step import Counts
 
-sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
-import zero_memory
-
-
-def gradients(text: str, compiled: bool) -> dict[str, np.ndarray]:
-    layout = Layout.parse(text)
-    mesh = parameter_mesh(join(layout, torch.device("cpu")))
-    torch.manual_seed(0)
-    root = zero_memory.Whole(torch.float32)
-    blocks = list(root.get_submodule("model.model.layers").children())
-    if compiled:
-        for block in blocks:
-            block.compile()
-    assert mesh is not None
-    zero.shard(root, blocks, mesh, layout.zero)
-    for last in (False, True):
-        zero_memory.micro_batch(root, layout, last=last)
-    return {name: p.grad.full_tensor().numpy() for name, p in root.named_parameters()}
+BLOCKS, STEPS, WIDTH, ROWS = 10, 20, 32, 2  # more blocks than the 8 graphs that torch makes of one function
 
 
-@pytest.mark.parametrize("text", cases(["dp2", "zero3x2"]))
-def test_compiled_blocks_give_the_same_gradients(text: str) -> None:
-    expected = run_ranks(2, gradients, text, False, forked=True)[0]
-    for found in run_ranks(2, gradients, text, True, seconds=200, forked=True):
-        for name, gradient in found.items():
-            np.testing.assert_allclose(gradient, expected[name], atol=2e-6 * np.abs(expected[name]).max())
+class Graphs:
+    """Counts graphs, and their calls where gradients are wanted."""
+
+    def __init__(self) -> None:
+        self.made = self.calls = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        self.made += 1
+
+        def run(*values: Any) -> Any:
+            self.calls += torch.is_grad_enabled()
+            return graph(*values)
+
+        return run
+
+
+class Found(NamedTuple):
+    losses: list[float]
+    graphs: list[int]  # after each step
+    of_evaluation: int
+    calls: int
+    blocks: int  # of this rank
+    breaks: dict[str, int]
+
+
+def batch(step: int, world: World, *, packed: bool) -> Batch:
+    """Rows of random documents, other ones in each step and micro-batch; unpacked: one document a row."""
+    layout, draw = world.layout, np.random.default_rng((step, world.data_rank))
+    micro_batches = []
+    for _ in range(layout.gradient_accumulation_steps):
+        rows = []
+        for _ in range(ROWS):
+            left, row = int(draw.integers(WIDTH // 2, WIDTH + 1)), []
+            while left:
+                length = int(draw.integers(1, left + 1)) if packed else left
+                document = draw.integers(3, 200, length).astype(np.uint32) | np.uint32(LABELLED)
+                document[0] &= ~np.uint32(LABELLED)
+                row.append(document)
+                left -= length
+            rows.append(row)
+        micro_batches.append(micro_batch(rows, WIDTH if packed else 0, width_multiple(layout)))
+    return Batch(tuple(micro_batches), tokens=0, label_tokens=100, origin="")
+
+
+def train(text: str, family: str, options: dict[str, Any], compiled: bool, packed: bool) -> Found:
+    register()
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    graphs = Graphs()
+
+    def compile(module: nn.Module) -> None:
+        module._compiled_call_impl = torch.compile(module._call_impl, backend=graphs)
+
+    nn.Module.compile = compile  # type: ignore[method-assign]
+    world = join(Layout.parse(text), torch.device("cpu"))
+    kinds = getattr(FAMILIES[family](), "layer_types", None)
+    config = FAMILIES[family](
+        num_hidden_layers=BLOCKS, **({"layer_types": kinds * (BLOCKS // len(kinds))} if kinds else {})
+    )
+    spec = ModelSpec(source=config, init="random", precision="fp32", compile=compiled, **options)
+    model = rank_model(spec, world, optimizer=OptimizerSpec())
+    losses, made, of_evaluation = [], [], 0
+    for step in range(STEPS if compiled else 3):
+        found = batch(step, world, packed=packed)
+        outcome = model.passes.step(
+            model.passes.localise(found), Counts(100), lambda _: nullcontext(), learning_rate=1e-3,
+            max_grad_norm=1.0,
+        )  # fmt: skip
+        losses.append(outcome.loss)
+        made.append(graphs.made)
+        if step == 2:
+            model.parallel.forward(found.micro_batches, lambda model, anatomy, hidden, _: hidden)
+            of_evaluation = graphs.made - made[-1]
+    blocks = sum(len(stage.own_blocks) for stage in model.parallel.stages)
+    breaks = dict(torch._dynamo.utils.counters["graph_break"])
+    return Found(losses, made, of_evaluation, graphs.calls, blocks, breaks)
+
+
+def pair(
+    text: str, family: str = "llama", *, packed: bool = True, **options: Any
+) -> tuple[list[Found], list[Found]]:
+    """What ranks found with compiled blocks and without."""
+    ranks = Layout.parse(text).world
+    compiled, plain = (
+        run_ranks(ranks, train, text, family, options, compiled, packed, seconds=120, forked=True)
+        for compiled in (True, False)
+    )
+    return compiled, plain
+
+
+def assert_compiled(compiled: list[Found], plain: list[Found], layout: Layout, kinds: int = 1) -> None:
+    """`kinds` graphs from the first step on and as many in evaluation, which all blocks run, and no breaks."""
+    for one, other in zip(compiled, plain, strict=True):
+        assert not one.breaks
+        assert one.graphs[0] == one.graphs[2] == kinds
+        assert one.of_evaluation == kinds and one.graphs[-1] == 2 * kinds
+        assert one.calls == STEPS * layout.gradient_accumulation_steps * one.blocks
+        np.testing.assert_allclose(one.losses[:3], other.losses, rtol=1e-6)
+
+
+MODES = ("", "-attention", "-selective", "-full")
+LAYOUTS = (
+    "mb2-ga2", "dp2-mb2-ga2", "zero1x2-mb2-ga2", "zero2x2-mb2-ga2", "zero3x2-mb2-ga2",
+    "pp2-1f1b-mb2-ga4", "tp2-sp-mb2-ga2", "cp2-mb2-ga2", "ulysses2-mb2-ga2",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "text",
+    cases(
+        [f"{layout}{mode}" for layout in LAYOUTS for mode in MODES],
+        ci=["mb2-ga2", "zero3x2-mb2-ga2-selective", "pp2-1f1b-mb2-ga4-full", "tp2-sp-mb2-ga2-full"],
+    ),
+)
+def test_all_blocks_are_one_graph(text: str) -> None:
+    assert_compiled(*pair(text), Layout.parse(text))
+
+
+@pytest.mark.parametrize("family", cases(["qwen3", "gemma2", "gemma3", "phi3", "gpt2"], ci=["gemma2"]))
+@pytest.mark.parametrize("mode", cases(MODES[1:], ci=["-full"]))
+def test_blocks_of_families_are_one_graph_a_kind(family: str, mode: str) -> None:
+    text = f"mb2-ga2{mode}"
+    kinds = {"gemma2": 2, "gemma3": 2}.get(family, 1)  # with a sliding window and without
+    assert_compiled(*pair(text, family), Layout.parse(text), kinds)
+
+
+@pytest.mark.parametrize("text", cases(["mb2-ga2-selective", "tp2-sp-mb2-ga2-full"], ci=1))
+@pytest.mark.parametrize("lora", [LoraSpec(), LoraSpec(use_dora=True)], ids=["lora", "dora"])
+def test_adapters_are_compiled(text: str, lora: LoraSpec) -> None:
+    """The first block's input needs no gradient, so that it is a kind of its own in training."""
+    compiled, plain = pair(text, lora=lora)
+    for one, other in zip(compiled, plain, strict=True):
+        assert not one.breaks
+        assert one.graphs[0] == one.graphs[2] == 2 and one.graphs[-1] == 3
+        np.testing.assert_allclose(one.losses[:3], other.losses, rtol=1e-6)
+
+
+@pytest.mark.parametrize("text", cases(["mb2-ga2-full", "tp2-sp-mb2-ga2"], ci=1))
+def test_rows_of_other_widths_are_compiled_once_more(text: str) -> None:
+    compiled, plain = pair(text, packed=False)
+    for one, other in zip(compiled, plain, strict=True):
+        assert not one.breaks
+        assert one.graphs[1] == 2 and one.graphs[-1] == 3
+        np.testing.assert_allclose(one.losses[:3], other.losses, rtol=1e-6)

@@ -94,17 +94,29 @@ def test_another_attention_than_ours_is_for_plain_layouts():
     assert all("model.attention=auto" in sentence for sentence in found[1:])
 
 
-@pytest.mark.parametrize("layout", ["dp2", "zero3x2", "zero3x2-attention"])
-def test_blocks_are_compiled_under_data_parallelism(layout):
+@pytest.mark.parametrize(
+    "layout", ["dp2", "zero3x2-full", "zero3x2-attention", "tp2-sp-selective", "pp2-1f1b-ga4-full2", "cp2-full"]
+)
+def test_blocks_are_compiled_in_every_recompute_mode_and_layout(layout):
     assert refused(layout, compile=True) == []
 
 
-@pytest.mark.parametrize("mode", ["selective", "full", "full2"])
-def test_recomputed_blocks_are_not_compiled(mode):
-    (sentence,) = refused(f"zero3x2-{mode}", compile=True)
+@pytest.mark.parametrize(
+    ("layout", "traits"),
+    [
+        ("zero1x2-pp2-zb-ga4", LLAMA),
+        ("tp2-sp-regather", LLAMA),
+        ("dp2", replace(LLAMA, experts=True)),
+        ("zero3x2-full", replace(LLAMA, interrupts="has recurrent layers")),
+        ("zero3x2-selective2", replace(LLAMA, interrupts="has recurrent layers")),
+        ("tp2", replace(LLAMA, draws=True)),
+    ],
+)
+def test_what_interrupts_the_compiler_is_refused(layout, traits):
+    (sentence,) = refused(layout, traits, compile=True)
 
     says(sentence)
-    assert f"recompute {mode}" in sentence
+    assert refused(layout, traits) == []
 
 
 def test_the_number_of_ranks_is_the_layouts():
