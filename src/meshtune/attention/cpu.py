@@ -17,6 +17,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from meshtune.attention.boundaries import Core
+
+Inputs = tuple[Tensor, Tensor, Tensor]  # q, k and v, or their gradients
+
 CAPPED_BLOCK = 256  # queries whose scores exist at a time with a softcap
 WINDOW_BLOCK = 512  # queries of one masked call, at most
 
@@ -68,9 +72,9 @@ def additive_mask(
     return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
 
 
-def calls(query_boundaries: Tensor, key_boundaries: Tensor, window: int | None) -> tuple[Call, ...]:
-    """The kernel calls of documents, whose boundaries are those of `op.attention`."""
-    return _calls(tuple(query_boundaries.tolist()), tuple(key_boundaries.tolist()), window)
+def calls(core: Core) -> tuple[Call, ...]:
+    """The kernel calls of all documents."""
+    return _calls(tuple(core.query_boundaries.tolist()), tuple(core.key_boundaries.tolist()), core.window)
 
 
 @lru_cache(maxsize=32)
@@ -100,23 +104,20 @@ def _blocks(query: int, key: int, length: int, seen: int, window: int | None) ->
         yield Call(slice(first, last), slice(begin, last + behind), window=window)
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, query_boundaries: Tensor, key_boundaries: Tensor, longest_query: int,
-    longest_key: int, scale: float, window: int | None, softcap: float | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Output and log-sum-exp, as `op.attention` describes them, which has the arguments too."""
-    if int(query_boundaries[-1]) != len(q) or int(key_boundaries[-1]) != len(k):
+def forward(q: Tensor, k: Tensor, v: Tensor, core: Core) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp, as `op.attention` describes them. Raises ValueError if they do not fit."""
+    queries, keys = int(core.query_boundaries[-1]), int(core.key_boundaries[-1])
+    if (queries, keys) != (len(q), len(k)):
         raise ValueError(
-            f"The documents have {int(query_boundaries[-1])} queries and {int(key_boundaries[-1])} keys, "
-            f"attention got {len(q)} and {len(k)}."
+            f"The documents have {queries} queries and {keys} keys, attention got {len(q)} and {len(k)}."
         )
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     out = q.new_empty(*q.shape[:2], v.shape[-1])
     lse = q.new_empty(q.shape[1], len(q), dtype=torch.promote_types(q.dtype, torch.float32))
-    every = calls(query_boundaries, key_boundaries, window)
+    every = calls(core)
     for call in every:
         parts = call.of(q, call.queries), call.of(k, call.keys), call.of(v, call.keys)
-        part, part_lse = _kernel(*parts, call.mask(q.dtype), scale, softcap)
+        part, part_lse = _kernel(*parts, call.mask(q.dtype), core.scale, core.softcap)
         if len(every) == 1 and part.stride()[1:3] == (v.shape[-1], part.shape[1] * v.shape[-1]):
             return part.transpose(1, 2).flatten(0, 1), part_lse.transpose(0, 1).flatten(1)
         call.of(out, call.queries).copy_(part)
@@ -124,13 +125,9 @@ def forward(
     return out, lse
 
 
-def backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, query_boundaries: Tensor,
-    key_boundaries: Tensor, longest_query: int, longest_key: int, scale: float, window: int | None,
-    softcap: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k and v, as `op.attention_backward` describes them, which has the arguments too."""
-    every = calls(query_boundaries, key_boundaries, window)
+def backward(grad: Tensor, inputs: Inputs, outputs: tuple[Tensor, Tensor], core: Core) -> Inputs:
+    """Gradients of q, k and v. grad: of the output; inputs, outputs: of `forward`."""
+    (q, k, v), (out, lse), every = inputs, outputs, calls(core)
     # Blocks of one document share keys: gradients add up. Otherwise each is written once.
     shared = any(call.masked for call in every)
     grad_q = torch.empty_like(q)
@@ -140,7 +137,8 @@ def backward(
         queries = call.of(grad, call.queries), call.of(q, call.queries)
         keys = call.of(k, call.keys), call.of(v, call.keys)
         ends = call.of(out, call.queries), call.lse_of(lse)
-        gq, gk, gv = _kernel_backward(*queries, *keys, *ends, call.mask(q.dtype), scale, softcap)
+        mask = call.mask(q.dtype)
+        gq, gk, gv = _kernel_backward(*queries, *keys, *ends, mask, core.scale, core.softcap)
         call.of(grad_q, call.queries).copy_(gq)
         for whole, part in ((grad_k, gk), (grad_v, gv)):
             own = call.of(whole, call.keys)

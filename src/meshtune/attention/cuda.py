@@ -10,47 +10,41 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshtune.attention.boundaries import Boundaries
+from meshtune.attention.boundaries import Boundaries, Core
+from meshtune.attention.cpu import Inputs
 
 FLEX_GRAPHS = 128  # most compiled graphs of flex attention in a process
 FLEX_BLOCK = 128  # tokens of a block in its mask
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, query_boundaries: Tensor, key_boundaries: Tensor, longest_query: int,
-    longest_key: int, scale: float, window: int | None, softcap: float | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Output and log-sum-exp, as `op.attention` describes them, which has the arguments too; no softcap.
+def forward(q: Tensor, k: Tensor, v: Tensor, core: Core) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp, as `op.attention` describes them; no softcap.
 
     If a document has more keys than queries, its last query stands at its last key (flash-attention since
     2.1).
     """
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        q, k, v, query_boundaries, key_boundaries, longest_query, longest_key, 0.0,
-        **_seen(window, longest_key), return_debug_mask=False, scale=scale,
-    )  # fmt: skip
+        q, k, v, *core[:4], 0.0, **_seen(core), return_debug_mask=False, scale=core.scale
+    )
     return out, lse
 
 
-def backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, query_boundaries: Tensor,
-    key_boundaries: Tensor, longest_query: int, longest_key: int, scale: float, window: int | None,
-    softcap: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k and v, as `op.attention_backward` describes them, which has the arguments too."""
-    unused = torch.empty(0, device=q.device)  # of dropout
+def backward(grad: Tensor, inputs: Inputs, outputs: tuple[Tensor, Tensor], core: Core) -> Inputs:
+    """Gradients of q, k and v. grad: of the output; inputs, outputs: of `forward`."""
+    of_dropout = {
+        "rng_state": torch.zeros(2, dtype=torch.uint64, device=grad.device),
+        "unused": torch.empty(0, device=grad.device),
+    }
     return torch.ops.aten._flash_attention_backward(
-        grad, q, k, v, out, lse, query_boundaries, key_boundaries, longest_query, longest_key, 0.0,
-        **_seen(window, longest_key), rng_state=torch.zeros(2, dtype=torch.uint64, device=q.device),
-        unused=unused, scale=scale,
-    )  # fmt: skip
+        grad, *inputs, *outputs, *core[:4], 0.0, **_seen(core), **of_dropout, scale=core.scale
+    )
 
 
-def _seen(window: int | None, longest_key: int) -> dict[str, Any]:
+def _seen(core: Core) -> dict[str, Any]:
     """What a query sees, as the flash kernel takes it: the tokens before and after it; -1: all."""
-    if window is None or window >= longest_key:
+    if core.window is None or core.window >= core.longest_key:
         return {"is_causal": True, "window_size_left": -1, "window_size_right": 0}
-    return {"is_causal": False, "window_size_left": window - 1, "window_size_right": 0}
+    return {"is_causal": False, "window_size_left": core.window - 1, "window_size_right": 0}
 
 
 @cache

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from meshtune.attention import cpu, cuda
+from meshtune.attention.boundaries import Core
 
 KERNELS = {"fused": cpu, "varlen": cuda}
 
@@ -34,20 +35,11 @@ def attention(
     last query stands at its last key. longest_query, longest_key: most tokens of a document, numbers on the
     CPU, tensors since a compiled graph is made for every other number. scale: factor of q · k. window: keys
     that a query sees at most, its own included; None: all earlier ones. softcap: of the scaled scores; None:
-    none. sinks [heads]: as in `core.attend_documents`. kernel: one of KERNELS.
+    none. sinks [heads]: as in `core.attend`. kernel: one of KERNELS.
     """
-    out, lse = KERNELS[kernel].forward(
-        q,
-        k,
-        v,
-        query_boundaries,
-        key_boundaries,
-        int(longest_query),
-        int(longest_key),
-        scale,
-        window,
-        softcap,
-    )
+    longest = int(longest_query), int(longest_key)
+    core = Core(query_boundaries, key_boundaries, *longest, scale, window, softcap)
+    out, lse = KERNELS[kernel].forward(q, k, v, core)
     if sinks is not None:
         # A sink is one more key with a value of zero, which no kernel has: its score is added to the
         # log-sum-exp that the kernel returns, and the output scaled down. From these two the kernel's own
@@ -65,10 +57,10 @@ def attention_backward(
     softcap: float | None, kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k and v. grad: of the output; the others: of the call of `attention`."""
-    return KERNELS[kernel].backward(
-        grad if grad.stride(-1) == 1 else grad.contiguous(), q, k, v, out, lse, query_boundaries,
-        key_boundaries, int(longest_query), int(longest_key), scale, window, softcap,
-    )  # fmt: skip
+    longest = int(longest_query), int(longest_key)
+    core = Core(query_boundaries, key_boundaries, *longest, scale, window, softcap)
+    grad = grad if grad.stride(-1) == 1 else grad.contiguous()
+    return KERNELS[kernel].backward(grad, (q, k, v), (out, lse), core)
 
 
 @attention.register_fake

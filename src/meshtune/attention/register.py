@@ -98,7 +98,8 @@ def document_attention(
     heads, head_dim], None for the weights). documents: `MicroBatch.boundaries`, or each row's document
     lengths. scaling: None for 1/sqrt(head_dim). dropout: probability. sliding_window: keys that a query sees
     at most, its own included; None: all earlier ones. softcap: of the scaled scores; None: none. s_aux
-    [heads]: attention sinks, of a module's own heads; None: none. recompute: save only query, key and value for the backward.
+    [heads]: attention sinks, of a module's own heads; None: none. recompute: save only query, key and value
+    for the backward.
 
     Raises ValueError without `documents`, or if they do not fit; NotImplementedError for an attention_mask
     and for arguments that would change the result and are not known here.

@@ -101,9 +101,7 @@ def _interrupts(model: PreTrainedModel, parts: Anatomy) -> str | None:
     """Return why the compiler can't go through a block; None if it can."""
     if parts.mixers:
         return "has recurrent or convolutional layers, which get each document as a row"
-    inside = [
-        vars(module) for path in parts.attentions for module in model.get_submodule(path).modules()
-    ]
+    inside = [vars(module) for path in parts.attentions for module in model.get_submodule(path).modules()]
     if attention_drops(model):
         return "has dropout in its attention, which runs document by document"
     if any("v_head_dim" in own and own["v_head_dim"] != own.get("qk_head_dim") for own in inside):

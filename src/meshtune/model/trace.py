@@ -192,7 +192,7 @@ def _forward(
         """Record one layer's core; [batch, heads, tokens, size] in, [batch, tokens, heads, size] out."""
         gradients = (query.requires_grad, key.requires_grad, value.requires_grad)
         heads, window = query.shape[1], kwargs.get("sliding_window")
-        flash = kwargs.get("softcap") is None and kwargs.get("s_aux") is None
+        flash = kwargs.get("softcap") is None
         core = Attention(heads, key.shape[1], query.shape[-1], value.shape[-1], window, gradients, flash)
         cores.append((paths[module], core))
         out = query.new_empty(query.shape[0], query.shape[2], heads, value.shape[-1])

@@ -264,9 +264,7 @@ def place(made: Cut, world: World) -> Parallel:
     replicas = (
         Replicas(groups[::-1], mesh, made.reduce_dtype) if mesh is not None and not layout.zero else None
     )
-    return Parallel(
-        world, made.anatomy, stages, made.shapes, made.splits, made.compiled, pipeline, replicas
-    )
+    return Parallel(world, made.anatomy, stages, made.shapes, made.splits, made.compiled, pipeline, replicas)
 
 
 def width_multiple(layout: Layout) -> int:

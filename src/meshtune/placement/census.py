@@ -70,7 +70,7 @@ class Attention:
     v_dim: int  # features of a head of values
     window: int | None = None
     gradients: tuple[bool, bool, bool] = (True, True, True)  # whether queries, keys, values need theirs
-    flash: bool = True  # False: a softcap or sinks change the scores, which flash kernels don't know
+    flash: bool = True  # False: a softcap changes the scores, which flash kernels don't know
 
     def forward(self, pairs: int) -> float:
         """FLOPs of QKᵀ and PV over `pairs` (query, key) pairs."""

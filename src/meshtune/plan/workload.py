@@ -263,16 +263,12 @@ def positions_note(
 def lighter_workloads(
     config: Config, numbers_of: Callable[[Config], ModelNumbers], tool_of: Callable[[Config], Tool] = here
 ) -> dict[str, Workload]:
-    """Workloads that need less memory, by the setting that makes them: blocks that aren't compiled, which may
-    be recomputed and cut by tp, cp and pp, and adapters in place of all weights.
+    """Workloads that need less memory, by the setting that makes them: adapters in place of all weights.
 
     Those that the config has already, or its tool can't train, are left out. numbers_of: returns the numbers
     of a config's model. tool_of: returns the tool that runs a config. Raises Uncounted as `workload_of`.
     """
     others = {}
-    if config.train.compile:
-        eager = config.train.model_copy(update={"compile": False})
-        others["train.compile=false"] = config.model_copy(update={"train": eager})
     if config.method != "lora" and "lora" in tool_of(config).methods:
         others["method=lora"] = config.model_copy(update={"method": "lora"})
     return {

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from meshtune.attention import cpu, cuda
-from meshtune.attention.boundaries import row_boundaries
+from meshtune.attention.boundaries import Core, row_boundaries
 from meshtune.attention.core import attend_rows
 from meshtune.attention.register import document_attention, register, use_kernels
 from meshtune.model.anatomy import anatomy
@@ -279,7 +279,8 @@ def test_neighbouring_documents_of_equal_lengths_share_one_kernel_call(monkeypat
 
 
 def test_no_kernel_call_has_more_queries_than_a_block():
-    every = cpu.calls(torch.tensor([0, 3000, 3400]), torch.tensor([0, 4300, 4700]), None)
+    ends = torch.tensor([0, 3000, 3400]), torch.tensor([0, 4300, 4700])
+    every = cpu.calls(Core(*ends, 3000, 4300, 0.3, None, None))
     assert max(each.queries.stop - each.queries.start for each in every) == cpu.WINDOW_BLOCK
     assert sum(each.queries.stop - each.queries.start for each in every) == 3400
 

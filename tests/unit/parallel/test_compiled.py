@@ -16,7 +16,7 @@ from ranks import run_ranks
 from torch import nn
 
 from meshtune.attention.register import register
-from meshtune.data.batch import Batch, MicroBatch, micro_batch
+from meshtune.data.batch import Batch, micro_batch
 from meshtune.data.pack import LABELLED
 from meshtune.layout import Layout
 from meshtune.parallel.apply import width_multiple
@@ -118,7 +118,7 @@ def pair(
 
 
 def assert_compiled(compiled: list[Found], plain: list[Found], layout: Layout, kinds: int = 1) -> None:
-    """`kinds` graphs from the first step on and as many in evaluation, which all blocks run, and no breaks."""
+    """`kinds` graphs from the first step on and as many in evaluation, which all blocks run; no breaks."""
     for one, other in zip(compiled, plain, strict=True):
         assert not one.breaks
         assert one.graphs[0] == one.graphs[2] == kinds

@@ -62,7 +62,7 @@ def test_the_refusal_names_what_works(layout, works):
 
 
 def test_all_reasons_come_at_once():
-    found = refused("ulysses5-tp5-pp7-ga1", compile=True, ranks=4)
+    found = refused("ulysses5-tp5-pp7-zb-ga1", compile=True, ranks=4)
 
     assert [sentence.split()[0] for sentence in found] == [
         "Layout", "tp=5", "tp=5", "ulysses5", "pp=7", "The", "train.compile",
@@ -95,7 +95,8 @@ def test_another_attention_than_ours_is_for_plain_layouts():
 
 
 @pytest.mark.parametrize(
-    "layout", ["dp2", "zero3x2-full", "zero3x2-attention", "tp2-sp-selective", "pp2-1f1b-ga4-full2", "cp2-full"]
+    "layout",
+    ["dp2", "zero3x2-full", "zero3x2-attention", "tp2-sp-selective", "pp2-1f1b-ga4-full2", "cp2-full"],
 )
 def test_blocks_are_compiled_in_every_recompute_mode_and_layout(layout):
     assert refused(layout, compile=True) == []

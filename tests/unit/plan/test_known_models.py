@@ -19,7 +19,7 @@ from known import known
 
 from meshtune import config
 from meshtune.api.model_file import model_file
-from meshtune.api.plan import longest_sequences, plan, workloads
+from meshtune.api.plan import longest_sequences, workloads
 from meshtune.commands.env import environment
 from meshtune.commands.plan import largest as max_command
 from meshtune.commands.plan import plan as command
@@ -162,15 +162,6 @@ def test_the_plan_of_a_known_shape_is_that_of_the_config_on_the_hub(name: str, t
     offline, online = workload(name), workload(folder)
     assert (offline.work, offline.traits) == (online.work, online.traits)
     assert "plan/models.toml" in offline.notes[0] and not online.notes
-
-
-def test_where_only_compiled_blocks_do_not_fit_the_remedy_is_not_to_compile() -> None:
-    given = {
-        "model": {"name": "llama-3.1-70b"}, "data": {"seq_len": 8192}, "train": {"compile": True},
-        "cluster": {"gpu": "h100-sxm", "gpus": 16},
-    }  # fmt: skip
-    with pytest.raises(NothingFits, match=r"train\.compile=false layout="):
-        plan(given)
 
 
 # the hub #

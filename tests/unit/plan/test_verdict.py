@@ -74,9 +74,7 @@ def test_other_batches_of_a_fixed_layout_change_its_accumulation_only() -> None:
     assert not any("does not fit" in said for said in (small, *others))
 
 
-def test_compiled_blocks_are_named_for_a_fixed_layout_that_they_refuse() -> None:
+def test_compiled_blocks_are_named_for_a_fixed_layout() -> None:
     found = plan("zero3x16-mb1-ga4-full", seq_len=2048)
     (said,) = [line for line in faster(found, found.choice(0)) if "train.compile=true" in line]
-    assert said.startswith(
-        "compiled blocks and another layout (train.compile=true layout=zero3x16-mb1-ga4): "
-    )
+    assert said.startswith("compiled blocks (train.compile=true): ")
