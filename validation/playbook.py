@@ -10,6 +10,7 @@ whether runs that failed are refused. Four minutes.
 
 import argparse
 import json
+import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -227,6 +228,7 @@ def main() -> None:
     parser.add_argument("--folds", type=int, default=13, help="parts of the groups that are left out in turn")
     parser.add_argument("--json", type=Path, help="also write the answer to this file")
     options = parser.parse_args()
+    print(f"fitting constants {options.folds} times, some 20 seconds each …", file=sys.stderr)
     found = answer(graded(options.folds))
     print(table(found))
     if options.json:

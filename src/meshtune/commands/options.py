@@ -74,8 +74,8 @@ def split(settings: list[str] | None) -> tuple[str | None, list[str]]:
     if file and file.endswith(ROWS):
         there = "holds rows" if expanded(file).exists() else "is a name of rows (no such file is here)"
         raise UserError(
-            f"{file} {there}, and a config file is expected here. Write meshtune train "
-            f"model.name=Qwen/Qwen3-0.6B data.train={file}, or begin with a file of meshtune config."
+            f"{file} {there}, and a config file is expected here. Write model.name=Qwen/Qwen3-0.6B "
+            f"data.train={file} instead, or begin with a file of meshtune config."
         )
     if not file or file.endswith(YAML) or expanded(file).exists():
         return file, overrides

@@ -454,7 +454,8 @@ def _check_names(names: Mapping[str, str], columns: list[str], seen: str) -> Non
         elif ours not in known:
             problems.append(f"data.columns names {ours}, which is not one of {', '.join(sorted(known))}.")
         elif theirs not in columns and ours not in OPTIONAL:
-            problems.append(f"data.columns maps {ours} to {theirs}, but {seen}.")
+            kind = " It is preference data." if {*PREFERENCE} & {*columns} else ""
+            problems.append(f"data.columns maps {ours} to {theirs}, but {seen}.{kind}")
     if problems:
         raise UserError(problems)
 

@@ -61,7 +61,7 @@ class Accuracy(NamedTuple):
             lacking = f"{'runs' if len(guessed) > 1 else unit} of {stack} on {gpu}{where}"
             sentences.append(
                 f"{shares}: nobody has published {LEAST_ROWS} {lacking}; assumed as the mean error over "
-                "sources, each predicted by constants fitted to the others."
+                "sources of such runs, each predicted by constants fitted to the others."
             )
         return " ".join(sentences)
 

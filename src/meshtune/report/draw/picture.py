@@ -86,12 +86,12 @@ def target(path: Path, width: str | None = None) -> Target:
     if width is None:
         return Target(path)
     if suffix == PAGE:
-        raise UserError(f"--width {width} is of pictures; {path} is a page, as wide as its window.")
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(mm|cm|in|pt)", width.strip().lower())
+        raise UserError(f"The width {width} is of pictures; {path} is a page, as wide as its window.")
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(mm|cm|in|pt)", str(width).strip().lower())
     px = float(found[1]) * PX[found[2]] if found else 0.0
     if not LEAST <= px <= MOST:
         raise UserError(
-            f"--width {width}: write a length from 40mm to 1000mm, such as 84mm, 8.4cm, 3.3in or 240pt."
+            f"The width {width}: write a length from 40mm to 1000mm, such as 84mm, 8.4cm, 3.3in or 240pt."
         )
     return Target(path, px)
 

@@ -293,10 +293,13 @@ def largest(quantity: str, value: int | str, choice: Choice) -> Document:
     )
 
 
-def models_that_fit(longest: Mapping[str, Mapping[str, int | None]], cluster: Cluster, rank: int) -> Document:
+def models_that_fit(
+    longest: Mapping[str, Mapping[str, int | None]], cluster: Cluster, rank: int, batch: int
+) -> Document:
     """Table of models: the longest sequence that fits for each method, and the name to download.
 
     longest: tokens by model and method, the largest model first; None: nothing fits. rank: of the adapters.
+    batch: sequences in a step.
     """
     entries = [
         {"model": name, "download": table["hub"][0], "parameters": table["parameters"], **longest[name]}
@@ -317,7 +320,8 @@ def models_that_fit(longest: Mapping[str, Mapping[str, int | None]], cluster: Cl
     method = next(name for name in methods if first[name])
     notes = (
         "Tokens of the longest sequence, of 512, 1,024, 2,048 … up to the model's positions, in the layout "
-        f"that needs least memory; {memory_limit(cluster)}.",
+        f"that needs least memory; {memory_limit(cluster)}. A global batch has {batch:,} sequences: a smaller "
+        "train.global_batch_size, which one micro-batch of each GPU holds, needs no sums of gradients.",
         f"Models that don't fit: {len(entries) - len(fitting)}. Models that can't keep packed documents "
         "apart are counted with data.packing=false, mixtures of experts without expert parallelism. "
         f"{EXPERTS_NOT_MEASURED}",
