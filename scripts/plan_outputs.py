@@ -1,8 +1,9 @@
 """Repeat the plans that README and docs show, and compare: `python scripts/plan_outputs.py [--write]`.
 
 A block of a page that begins with `$ meshtune plan …` is a command and parts of its answer, in order; `…`
-stands for what is left out, and line breaks don't count. The table of docs/which-gpu.md is compared too;
---write rewrites it.
+stands for what is left out, and line breaks don't count. A comment `<!-- meshtune plan … : PART -->` below a
+sentence says what a command prints, which the sentence quotes. The table of docs/which-gpu.md is compared
+too; --write rewrites it.
 """
 
 import json
@@ -18,6 +19,7 @@ from meshtune.rundir import write_text_atomically
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 BLOCK = re.compile(r"^```\n\$ (meshtune plan (?:[^\n]*\\\n)*[^\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+QUOTED = re.compile(r"<!-- (meshtune plan .*?) : (.*?) -->")
 TABLE = ROOT / "docs" / "which-gpu.md"
 PART = re.compile(r"(<!-- begin[^>]*-->\n).*?(<!-- end -->)", re.DOTALL)
 MODELS = ("qwen3-0.6b", "llama-3.2-1b", "qwen3-1.7b", "llama-3.2-3b", "qwen3-4b", "llama-3.1-8b", "qwen3-14b",
@@ -36,7 +38,7 @@ def answer(command: str) -> str:
 
 def differences(page: str, repeat: Callable[[str], str] = answer) -> Iterator[str]:
     """Yield a sentence for each command of a page that does not answer as shown."""
-    for command, shown in BLOCK.findall(page):
+    for command, shown in [*BLOCK.findall(page), *QUOTED.findall(page)]:
         printed, place = " ".join(repeat(command).split()), 0
         for piece in (" ".join(part.split()) for part in shown.split("…")):
             place = printed.find(piece, place)
