@@ -294,7 +294,8 @@ def largest(workload: Workload, cluster: Cluster, what: str) -> tuple[Any, Choic
 
 
 LENGTHS = tuple(2**power for power in range(9, 18))  # tokens: 512 to 131,072
-SMALLEST = {"micro_batch_size": 1, "recompute": "full"}  # fields of the layouts that need least memory
+# Fields of the layouts that need least memory: small micro-batches, or one, whose gradients are not summed.
+SMALLEST = ({"micro_batch_size": 1}, {"gradient_accumulation_steps": 1})
 
 
 def longest_sequence(workload: Workload, cluster: Cluster) -> int | None:
@@ -302,17 +303,18 @@ def longest_sequence(workload: Workload, cluster: Cluster) -> int | None:
     most = workload.positions or LENGTHS[-1]
     lengths = [*(length for length in LENGTHS if length < most), most]
 
-    def fits(length: int, **more: Any) -> bool:
+    def fits(length: int, **fields: Any) -> bool:
         try:
-            _, memory, _, _ = peaks(replace(workload, seq_len=length), cluster, SMALLEST | more)
+            fixed = {"recompute": "full", **fields}
+            _, memory, _, _ = peaks(replace(workload, seq_len=length), cluster, fixed)
         except UserError:  # no layout makes the global batch
             return False
         return bool(np.any(memory.peak <= cluster.usable_memory))
 
     # Most of the layouts have pipelines, and few need one.
-    fitting = bisect(
-        lengths, False, key=lambda length: not (fits(length, pp=1) or (cluster.gpus > 1 and fits(length)))
-    )
+    pipelines = ({"pp": 1}, {}) if cluster.gpus > 1 else ({"pp": 1},)
+    fields = [smallest | pipeline for pipeline in pipelines for smallest in SMALLEST]
+    fitting = bisect(lengths, False, key=lambda length: not any(fits(length, **each) for each in fields))
     return lengths[fitting - 1] if fitting else None
 
 
