@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from meshtune.attention.boundaries import row_boundaries
 from meshtune.attention.core import attend_rows
 from meshtune.attention.register import document_attention
+from meshtune.data.boundaries import row_boundaries
 
 pytestmark = [
     pytest.mark.gpu,

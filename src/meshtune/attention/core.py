@@ -12,16 +12,16 @@ device whose kernels run (`kernels`): a model is told it when it is built (train
 """
 
 from itertools import groupby
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshtune.attention.boundaries import Boundaries
 from meshtune.attention.cpu import additive_mask
 from meshtune.attention.cuda import flex
 from meshtune.attention.op import attention
+from meshtune.data.boundaries import Boundaries
 
 Kernel = Literal["fused", "varlen", "flex", "plain"]
 # What is asked of attention -> kernels that can't do it.
@@ -154,8 +154,7 @@ def _plain(
     return F.dropout(weights.to(q.dtype), dropout) @ v
 
 
-@torch.compiler.disable  # traced, every new set of document lengths would be compiled anew
-def _one_by_one(
+def _by_length(
     q: Tensor, k: Tensor, v: Tensor, documents: Boundaries, scale: float, dropout: float,
     softcap: float | None, window: int | None, *, sinks: Tensor | None, kernels: str,
 ) -> Tensor:  # fmt: skip
@@ -171,7 +170,11 @@ def _one_by_one(
         mask = None
         if windowed or length != seen:
             mask = additive_mask(length, seen, window if windowed else None, q.dtype, q.device)
-        alike = (x.unflatten(0, (number, -1)).transpose(1, 2) for x in tensors)
-        out = _plain(*alike, scale, dropout, softcap, mask, sinks=sinks, kernels=kernels)
+        own_q, own_k, own_v = (x.unflatten(0, (number, -1)).transpose(1, 2) for x in tensors)
+        out = _plain(own_q, own_k, own_v, scale, dropout, softcap, mask, sinks=sinks, kernels=kernels)
         outs.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(outs)
+
+
+# Traced, every new set of document lengths would be compiled anew.
+_one_by_one: Any = torch.compiler.disable(_by_length)

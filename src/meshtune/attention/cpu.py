@@ -17,9 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from meshtune.attention.boundaries import Core
-
-Inputs = tuple[Tensor, Tensor, Tensor]  # q, k and v, or their gradients
+from meshtune.attention.arguments import Core, Inputs
 
 CAPPED_BLOCK = 256  # queries whose scores exist at a time with a softcap
 WINDOW_BLOCK = 512  # queries of one masked call, at most

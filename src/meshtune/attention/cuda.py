@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshtune.attention.boundaries import Boundaries, Core
-from meshtune.attention.cpu import Inputs
+from meshtune.attention.arguments import Core, Inputs
+from meshtune.data.boundaries import Boundaries
 
 FLEX_GRAPHS = 128  # most compiled graphs of flex attention in a process
 FLEX_BLOCK = 128  # tokens of a block in its mask
@@ -95,8 +95,7 @@ def block_mask(documents: Boundaries, queries: int, keys: int, window: int | Non
     )  # fmt: skip
 
 
-@torch.compiler.disable  # its mask holds tensors of one micro-batch
-def flex(
+def _flex(
     q: Tensor, k: Tensor, v: Tensor, documents: Boundaries, scale: float, softcap: float, window: int | None
 ) -> Tensor:
     """Causal flex attention inside documents: q [queries, heads, head_dim] -> the same.
@@ -110,10 +109,13 @@ def flex(
     mask = documents.cached(window, lambda: block_mask(documents, len(q), len(k), window))
     # Below 128 queries torch would take its kernel for decoding, which has no configuration for some grouped
     # heads ("No choices to select").
-    training = {"BACKEND": "TRITON"}
-    rows = (x.transpose(0, 1)[None] for x in (q, k, v))
+    training: Any = {"BACKEND": "TRITON"}
+    row_q, row_k, row_v = (x.transpose(0, 1)[None] for x in (q, k, v))
     out = compiled_flex()(
-        *rows, enable_gqa=q.shape[1] != k.shape[1], score_mod=capped, block_mask=mask, scale=scale,
-        kernel_options=training,
+        row_q, row_k, row_v, enable_gqa=q.shape[1] != k.shape[1], score_mod=capped, block_mask=mask,
+        scale=scale, kernel_options=training,
     )  # fmt: skip
     return out[0].transpose(0, 1)
+
+
+flex: Any = torch.compiler.disable(_flex)  # its mask holds tensors of one micro-batch

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from meshtune.attention import cpu, cuda
-from meshtune.attention.boundaries import Core
+from meshtune.attention.arguments import Core
 
 KERNELS = {"fused": cpu, "varlen": cuda}
 

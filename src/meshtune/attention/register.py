@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PreTrainedModel
 
-from meshtune.attention.boundaries import checked_lengths, row_boundaries
 from meshtune.attention.core import attend_rows
+from meshtune.data.boundaries import checked_lengths, row_boundaries
 from meshtune.meter.clock import recomputing
 from meshtune.model.anatomy import Anatomy
 from meshtune.model.body import ATTENTION_NAMES

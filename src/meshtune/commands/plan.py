@@ -218,9 +218,7 @@ def largest(
     with working(PLANNING):
         if quantity is None:
             cluster, longest = api.longest_sequences(config, tool=tool, log=log)
-            document = documents.models_that_fit(
-                longest, cluster, LoraShape().r, config.global_batch_size
-            )
+            document = documents.models_that_fit(longest, cluster, LoraShape().r, config.global_batch_size)
         else:
             document = documents.largest(quantity, *api.largest(config, quantity, tool=tool, log=log))
     show(document, as_json=as_json)

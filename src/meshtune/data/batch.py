@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meshtune.attention.boundaries import row_boundaries
+from meshtune.data.boundaries import row_boundaries
 from meshtune.data.pack import LABELLED, Dataset
 
 IGNORE = -100  # the label of a position without loss, as in torch's cross_entropy

@@ -274,7 +274,9 @@ def _write(aside: Path, recipe: Recipe, listing: _Listing) -> dict[str, Any]:
         paths = [str(file) for _, data_files in listing for file in data_files]
         empty = [] if read else [f"There are no rows in {few(paths)}."]
         lost = tally.cut.documents or tally.dropped
-        remedy = [f"Raise data.seq_len={recipe.seq_len}, or look at the rows with meshtune data."] * bool(lost)
+        remedy = [f"Raise data.seq_len={recipe.seq_len}, or look at the rows with meshtune data."] * bool(
+            lost
+        )
         said = sentences(_stats(tally, recipe, {}))
         raise UserError(["No document is left to train on.", *empty, *said, *remedy])
     length, labels = np.diff(offsets).astype(np.int32), mapped(aside / "labels.npy")

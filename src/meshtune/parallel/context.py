@@ -24,9 +24,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from meshtune.attention.boundaries import Boundaries, Lengths, boundaries_of
 from meshtune.attention.core import attend, attend_rows, flat
 from meshtune.data.batch import IGNORE, MicroBatch
+from meshtune.data.boundaries import Boundaries, Lengths, boundaries_of
 from meshtune.model.anatomy import Anatomy
 from meshtune.parallel.exchange import all_gather, exchange, reduce_scatter
 from meshtune.parallel.mesh import Axis
@@ -184,9 +184,12 @@ class AllGather:
         batch, _, width, _ = q.shape
         k, v = self._whole(torch.cat((k, v), -1)).split((k.shape[-1], v.shape[-1]), -1)
         run = documents.of(window)
+        own, seen_k, seen_v = (
+            flat(x).index_select(0, index) for x, index in ((q, run.queries), (k, run.keys), (v, run.keys))
+        )
         out = attend(
-            flat(q).index_select(0, run.queries), *(flat(x).index_select(0, run.keys) for x in (k, v)),
-            run.boundaries, scale, dropout, softcap, window, sinks=sinks, kernels=kernels,
+            own, seen_k, seen_v, run.boundaries, scale, dropout, softcap, window, sinks=sinks,
+            kernels=kernels,
         )  # fmt: skip
         whole = out.new_zeros(batch * width, *out.shape[1:]).index_copy(0, run.queries, out)
         return whole.unflatten(0, (batch, width))

@@ -208,7 +208,8 @@ class _Columns(_Cut):
         state.reseed(per_rank=True)
         out = state.leave(without_bias(self, x))  # the sum has it once, not once a rank
         state.reseed(per_rank=state.sequence)
-        return out if self.bias is None else out + self.bias
+        bias: Any = self.bias
+        return out if bias is None else out + bias
 
 
 @cache

@@ -22,9 +22,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshtune.attention.boundaries import row_boundaries
 from meshtune.attention.core import attend_rows
 from meshtune.compat import all_gather_single, reduce_scatter_single
+from meshtune.data.boundaries import row_boundaries
 from meshtune.errors import UserError, is_out_of_memory, reason_of
 from meshtune.launch import Rank
 from meshtune.study.probe_kind import Figure

@@ -14,9 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from meshtune.attention import cpu, cuda
-from meshtune.attention.boundaries import Core, row_boundaries
+from meshtune.attention.arguments import Core
 from meshtune.attention.core import attend_rows
 from meshtune.attention.register import document_attention, register, use_kernels
+from meshtune.data.boundaries import row_boundaries
 from meshtune.model.anatomy import anatomy
 from meshtune.model.body import ATTENTION_NAMES
 

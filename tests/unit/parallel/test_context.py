@@ -14,10 +14,10 @@ from torch.nn.attention.flex_attention import flex_attention
 from transformers import AutoModelForCausalLM, GraniteSWAConfig
 
 from meshtune.attention import cuda
-from meshtune.attention.boundaries import row_boundaries
 from meshtune.attention.core import attend, attend_rows, flat
 from meshtune.attention.register import document_attention, register
 from meshtune.data.batch import MicroBatch
+from meshtune.data.boundaries import row_boundaries
 from meshtune.model.anatomy import anatomy
 from meshtune.parallel import context
 from meshtune.parallel.mesh import Axis

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
-from meshtune.attention.boundaries import row_boundaries
 from meshtune.attention.register import register
+from meshtune.data.boundaries import row_boundaries
 from meshtune.layout import Layout
 from meshtune.model.anatomy import anatomy
 from meshtune.model.body import ATTENTION_NAMES

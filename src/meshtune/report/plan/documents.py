@@ -320,8 +320,8 @@ def models_that_fit(
     method = next(name for name in methods if first[name])
     notes = (
         "Tokens of the longest sequence, of 512, 1,024, 2,048 … up to the model's positions, in the layout "
-        f"that needs least memory; {memory_limit(cluster)}. A global batch has {batch:,} sequences: a smaller "
-        "train.global_batch_size, which one micro-batch of each GPU holds, needs no sums of gradients.",
+        f"that needs least memory; {memory_limit(cluster)}. A global batch has {batch:,} sequences: a "
+        "smaller one (train.global_batch_size) that a micro-batch of each GPU holds needs no gradient sums.",
         f"Models that don't fit: {len(entries) - len(fitting)}. Models that can't keep packed documents "
         "apart are counted with data.packing=false, mixtures of experts without expert parallelism. "
         f"{EXPERTS_NOT_MEASURED}",

@@ -9,7 +9,7 @@ every set of documents.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ PADDING_LENGTH = 128
 
 @dataclass(frozen=True, eq=False)
 class Boundaries:
-    """Documents of flattened tokens, as `attention.op` takes them.
+    """Documents of flattened tokens, as attention/op.py takes them.
 
     The queries of a document may be fewer than its keys, where other ranks have the others (cp).
     """
@@ -45,18 +45,6 @@ class Boundaries:
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]
-
-
-class Core(NamedTuple):
-    """What a kernel of `attention.op` is asked for besides q, k and v; that operator describes it."""
-
-    query_boundaries: Tensor
-    key_boundaries: Tensor
-    longest_query: int
-    longest_key: int
-    scale: float
-    window: int | None
-    softcap: float | None
 
 
 def boundaries_of(lengths: Sequence[tuple[int, int]]) -> Boundaries:
