@@ -87,7 +87,7 @@ def duration(seconds: float, *, like: float | None = None) -> str:
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:
         return f"{minutes} min {rest} s"
-    hours, minutes = divmod(minutes, 60)
+    hours, minutes = divmod(round(seconds / 60), 60)
     return f"{hours} h {minutes} min"
 
 

@@ -48,7 +48,7 @@ def predicted_with(label_share: float | None) -> str:
     """
     if label_share is None:
         return "Predicted with labels on all tokens (fewer need less memory)"
-    return f"Predicted with labels on {label_share:.0%} of the tokens"
+    return f"Predicted with labels on {label_share:.0%} of the positions in sequences"
 
 
 def sequences(number: int) -> str:

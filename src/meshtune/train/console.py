@@ -22,7 +22,8 @@ from meshtune.units import at_words, count, counted, duration, human
 
 BAR_WIDTH = 20  # columns of the terminal
 MEMORY_ROWS = 2  # watched steps (meter/phases.py) in one table: the first ones, as a terminal has columns
-EVALUATION_LINE = 30.0  # seconds between two lines on an evaluation that runs
+# Seconds from an evaluation's beginning to the first line on it, and the most between two; they double.
+EVALUATION_LINE, EVALUATION_LINES = 5.0, 40.0
 RECENT = 0.02  # least weight of a new value in a `Pace`
 
 
@@ -137,6 +138,7 @@ class ConsoleTracker:
         self._memory: list[Row] = []
         self._evaluating = ""  # batches that the evaluation which runs has done
         self._evaluation_line = 0.0  # when it began, or had its last line
+        self._evaluation_wait = EVALUATION_LINE  # until the next one
 
     def log(self, row: Row) -> None:
         match row["kind"]:
@@ -159,13 +161,14 @@ class ConsoleTracker:
                     self.console.print(memory_shown(self._memory))
 
     def _evaluation(self, row: Row) -> None:
-        """Show how far an evaluation is: in the bar, else in a line every half minute."""
+        """Show how far an evaluation is: in the bar, else in a line after 5, 15, 35, 75 … seconds."""
         now = time.monotonic()
         if not self._evaluating:
-            self._evaluation_line = now
+            self._evaluation_line, self._evaluation_wait = now, EVALUATION_LINE
         self._evaluating = f"{row['done']:,} of {row['total']:,} {row['unit']}"
-        if self._live is None and now - self._evaluation_line >= EVALUATION_LINE:
+        if self._live is None and now - self._evaluation_line >= self._evaluation_wait:
             self._evaluation_line = now
+            self._evaluation_wait = min(2 * self._evaluation_wait, EVALUATION_LINES)
             self._line(f"evaluating at step {row['step']}: {self._evaluating}")
 
     def _watched(self, row: Row) -> bool:

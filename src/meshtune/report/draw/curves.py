@@ -36,8 +36,9 @@ def columns_for(names: Sequence[str], otherwise: int = 1) -> alt.ExprRef:
     """Columns of a legend that cut no name, by the width of the chart. otherwise: where Vega doesn't know it,
     as of charts together in a picture.
     """
-    entry = LEGEND_LETTER * max(map(len, names), default=0) + LEGEND_SYMBOL
-    return alt.ExprRef(f"width ? max(1, floor(width / {entry})) : {otherwise}")
+    entries = [LEGEND_LETTER * len(name) + LEGEND_SYMBOL for name in names] or [LEGEND_SYMBOL]
+    several = f"width >= {sum(entries)} ? {len(entries)} : max(1, floor(width / {max(entries)}))"
+    return alt.ExprRef(f"width ? ({several}) : {otherwise}")
 
 
 def points(panel: Lines) -> alt.Data:
@@ -73,10 +74,9 @@ def lines(panel: Lines, dots: Sequence[bool] | None = None, *, pointed: bool = T
     inside = f"datum.x >= {begin.name} && datum.x <= {name}"
     across = alt.X("x:Q").scale(domain=[alt.ExprRef(one) for one in ends], nice=False)
     across = across.axis(
-        format=",d",
+        labelExpr="datum.value % 1 ? '' : format(datum.value, ',d')",
         grid=False,
         tickCount=8,
-        tickMinStep=1,
         title=plain(panel.x_title),
         titleAnchor="end",
         labelOverlap=True,
