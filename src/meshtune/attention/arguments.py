@@ -1,4 +1,4 @@
-"""What the kernels behind `op.attention` are given."""
+"""Arguments of the kernels behind `op.attention`."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ Inputs = tuple[Tensor, Tensor, Tensor]  # q, k and v, or their gradients
 
 
 class Core(NamedTuple):
-    """What a kernel of `attention.op` is asked for besides q, k and v; that operator describes it."""
+    """Arguments besides q, k and v, as `op.attention` describes them."""
 
     query_boundaries: Tensor
     key_boundaries: Tensor

@@ -41,7 +41,7 @@ def backward(grad: Tensor, inputs: Inputs, outputs: tuple[Tensor, Tensor], core:
 
 
 def _seen(core: Core) -> dict[str, Any]:
-    """What a query sees, as the flash kernel takes it: the tokens before and after it; -1: all."""
+    """Arguments of the flash kernel for the tokens that a query sees before and after it; -1: all."""
     if core.window is None or core.window >= core.longest_key:
         return {"is_causal": True, "window_size_left": -1, "window_size_right": 0}
     return {"is_causal": False, "window_size_left": core.window - 1, "window_size_right": 0}

@@ -26,7 +26,7 @@ class Noise(NamedTuple):
 
 
 class Mapped(Protocol):
-    """What attention reads of the documents: tensors, made with the batch."""
+    """Tensors that attention reads of the documents, made with the batch."""
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Mapped": ...
 

@@ -1,4 +1,4 @@
-"""Where the documents of a micro-batch begin, as attention kernels read it: tensors, made with the batch.
+"""Boundaries of a micro-batch's documents, as attention kernels read them: tensors, made with the batch.
 
     documents ((5, 3), (6,)) in rows of 8     queries 0 5 8 14 16, longest 6; the last is padding
 

@@ -390,7 +390,7 @@ def _whole_tensors(optimizer: str) -> Rule:
 
 
 def _compiled(traits: Traits) -> Iterator[Rule]:
-    """What torch.compile can't make whole graphs of."""
+    """Rules on what torch.compile can't make whole graphs of."""
     without = "or leave train.compile out"
     if traits.experts:
         yield Rule(

@@ -108,7 +108,7 @@ def train(text: str, family: str, options: dict[str, Any], compiled: bool, packe
 def pair(
     text: str, family: str = "llama", *, packed: bool = True, **options: Any
 ) -> tuple[list[Found], list[Found]]:
-    """What ranks found with compiled blocks and without."""
+    """Train with compiled blocks and without, and return what each rank found."""
     ranks = Layout.parse(text).world
     compiled, plain = (
         run_ranks(ranks, train, text, family, options, compiled, packed, seconds=120, forked=True)
