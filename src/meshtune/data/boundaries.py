@@ -20,7 +20,7 @@ Lengths = tuple[tuple[int, ...], ...]  # tokens of each document, row by row; th
 PADDING_LENGTH = 128
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)  # not frozen: torch 2.11 would read all fields of a frozen one into its graphs
 class Boundaries:
     """Documents of flattened tokens, as attention/op.py takes them.
 

@@ -116,7 +116,7 @@ class Run(NamedTuple):
     boundaries: Boundaries
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)  # not frozen, as Boundaries
 class RankDocuments:
     """The documents of a micro-batch on a rank whose queries are some columns of its rows."""
 
