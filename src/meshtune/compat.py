@@ -326,6 +326,19 @@ def splits_backward() -> bool:
     return _number(version("torch")) >= SPLIT_BACKWARD
 
 
+# torch from which compiled blocks have the right gradients under tensor parallelism; 2.11's were 0.4 % off.
+COMPILED_TENSOR = (2, 13)
+
+
+def check_compiled_tensor() -> None:
+    """Raise UserError if this torch gives wrong gradients of compiled blocks that are cut by tp."""
+    if _number(version("torch")) < COMPILED_TENSOR:
+        raise UserError(
+            f"torch {version('torch')} gives wrong gradients of compiled blocks under tp: install torch "
+            f"{_dotted(COMPILED_TENSOR)} or newer, or set train.compile=false."
+        )
+
+
 def check_pipelining(schedule: str, *, split: bool) -> None:
     """Raise UserError if this torch lacks a private name that pipelines use, or a parameter of one, or can't
     run `schedule`. split: True if that splits the backward pass.

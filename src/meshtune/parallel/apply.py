@@ -227,6 +227,8 @@ def cut(
     UserError if tp can't split the model.
     """
     layout, mesh = world.layout, parameter_mesh(world)
+    if compile and layout.tp > 1:
+        compat.check_compiled_tensor()
     stages = []
     for index, numbers in blocks.items():
         model = make()
