@@ -144,7 +144,7 @@ def adapter_sums(machine: Machine, tokens: Number, work: Work, layouts: Columns)
         if a.adapter == "A"
     )
     seconds = machine.element * tokens / (machine.bandwidth * machine.memory)
-    backward = np.maximum(machine.adapter_passes - ADAPTER_SUM, 0.0) * outputs + ADAPTER_SUM * inputs
+    backward = (machine.adapter_passes - ADAPTER_SUM) * outputs + ADAPTER_SUM * inputs
     return machine.adapter_passes * outputs * seconds, backward * seconds
 
 
@@ -281,8 +281,7 @@ def launch_seconds(machine: Machine, work: Work) -> Number:
     An adapted matrix has four more: two matmuls, a scaling, a sum.
     """
     return machine.launch * (
-        machine.block_launches
-        + machine.adapter_launches * sum(b.count for b in work.matrices if b.adapter == "B")
+        machine.block_launches + 4 * sum(b.count for b in work.matrices if b.adapter == "B")
     )
 
 
