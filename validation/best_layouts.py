@@ -163,7 +163,7 @@ def page(rows: Sequence[Row]) -> str:
         "`python validation/best_layouts.py --table validation/best-layouts.md` writes this page; "
         "[best_layouts.py](best_layouts.py) says what is compared.", "",
         f"{tried:,} layouts were predicted. The axes of the best one are the published one's in {agree} of "
-        f"{len(found)}, use of tp and pp in {alike}. By prediction the published layouts "
+        f"{len(found)}; it uses tp and pp as that one does in {alike}. By prediction the published layouts "
         f"lose {mean(losses):.1f} % on average and {max(losses):.1f} % at most against the planner's "
         f"choice. MFU of the published layouts: {mean(wrong):.1f} % mean error, {median(wrong):.1f} % "
         "median; constants of the prediction were fitted to these speeds among others, so that this is no "

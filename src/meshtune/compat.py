@@ -326,7 +326,7 @@ def splits_backward() -> bool:
     return _number(version("torch")) >= SPLIT_BACKWARD
 
 
-# torch from which compiled blocks have the right gradients under tensor parallelism; 2.11's were 0.4 % off.
+# torch from which compiled blocks have the right gradients under tp; with 2.11 losses were 0.4 % off.
 COMPILED_TENSOR = (2, 13)
 
 

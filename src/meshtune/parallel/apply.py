@@ -17,6 +17,7 @@ plain.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -68,6 +69,11 @@ class Parallel:
     def receive_buffers(self) -> list[Tensor]:
         """Buffers of a pipeline's messages; none without a pipeline."""
         return self.pipeline.receive_buffers() if self.pipeline else []
+
+    @cached_property
+    def windows(self) -> frozenset[int | None]:
+        """Sliding windows of this rank's layers, as `context.windows_of`."""
+        return context.windows_of(self.modules)
 
     @property
     def width_multiple(self) -> int:
@@ -140,8 +146,7 @@ class Parallel:
         """
         layout, tp = self.world.layout, self.world.tp
         if self.world.cp.size > 1:
-            windows = context.windows_of(self.modules)
-            micro_batch = context.split(micro_batch, self.world.cp, layout.cp_method, windows)
+            micro_batch = context.split(micro_batch, self.world.cp, layout.cp_method, self.windows)
         if micro_batch.noise and layout.sp:
             own = (tensor.chunk(tp.size, 1)[tp.index] for tensor in micro_batch.noise)
             micro_batch = replace(micro_batch, noise=Noise(*own))

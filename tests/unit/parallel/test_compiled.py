@@ -3,7 +3,6 @@
 A backend that runs graphs as they are counts them, and their calls.
 """
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 from cases import cases
 from families import FAMILIES
+from graphs import Graphs
 from ranks import run_ranks
 from torch import nn
 
@@ -27,22 +27,6 @@ from meshtune.train.model import LoraSpec, ModelSpec, OptimizerSpec, rank_model
 from meshtune.train.step import Counts
 
 BLOCKS, STEPS, WIDTH, ROWS = 10, 20, 32, 2  # more blocks than the 8 graphs that torch makes of one function
-
-
-class Graphs:
-    """Counts graphs, and their calls where gradients are wanted."""
-
-    def __init__(self) -> None:
-        self.made = self.calls = 0
-
-    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        self.made += 1
-
-        def run(*values: Any) -> Any:
-            self.calls += torch.is_grad_enabled()
-            return graph(*values)
-
-        return run
 
 
 class Found(NamedTuple):
@@ -129,7 +113,7 @@ def tensor_parallel_is_refused(text: str) -> bool:
 
 
 def assert_compiled(compiled: list[Found], plain: list[Found], layout: Layout, kinds: int = 1) -> None:
-    """`kinds` graphs from the first step on and as many in evaluation, which all blocks run; no breaks."""
+    """Assert that all blocks run `kinds` graphs from the first step on, and `kinds` more in evaluation."""
     for one, other in zip(compiled, plain, strict=True):
         assert not one.breaks
         assert one.graphs[0] == one.graphs[2] == kinds

@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from cases import cases
+from graphs import Graphs
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer
 
@@ -16,22 +16,6 @@ from meshtune.layout import RECOMPUTATIONS
 from meshtune.train import loop
 
 Settings = Callable[..., list[str]]
-
-
-class Graphs:
-    """A backend that runs graphs as they are and counts them, and their calls where gradients are wanted."""
-
-    def __init__(self) -> None:
-        self.compiled = self.calls = 0
-
-    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        self.compiled += 1
-
-        def run(*values: Any) -> Any:
-            self.calls += torch.is_grad_enabled()
-            return graph(*values)
-
-        return run
 
 
 @pytest.fixture
@@ -58,7 +42,7 @@ def calls_a_micro_batch(words: list[str], graphs: Graphs) -> float:
 def test_a_mode_compiles_its_blocks(mode: str, settings: Settings, graphs: Graphs) -> None:
     blocks = 2
     assert calls_a_micro_batch(settings(f"layout={{recompute: {mode}}}"), graphs) == blocks
-    assert graphs.compiled
+    assert graphs.made
 
 
 @pytest.mark.all
