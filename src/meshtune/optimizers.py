@@ -91,8 +91,11 @@ def constants_of(optimizer: str) -> tuple[str, ...]:
     return (*row.constants, *(OPTIMIZERS[row.rest].constants if row.rest else ()))
 
 
-def with_less_state(optimizer: str) -> list[str]:
-    """Optimizers that keep less state per parameter than this one, the one that keeps most first."""
+def that_may_fit(optimizer: str) -> list[str]:
+    """Optimizers that may fit where this one does not: those that keep less state per parameter, the one that
+    keeps most first; then adamw, which every layout shards, where this one's updates need whole tensors.
+    """
     kept = {name: row.bytes_per_parameter("float32") for name, row in OPTIMIZERS.items()}
     fewer = [name for name in kept if kept[name] < kept[optimizer]]
-    return sorted(fewer, key=lambda name: -kept[name])
+    by_element = [] if OPTIMIZERS[optimizer].by_element else ["adamw"]
+    return [*sorted(fewer, key=lambda name: -kept[name]), *by_element]

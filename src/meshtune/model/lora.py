@@ -11,7 +11,7 @@ DoRA (Liu et al. 2024, arXiv:2402.09353) trains the norm of each row of the weig
 The layer keeps its name, the behaviour of its class and its own parameters; it gains `lora_A` and `lora_B`
 (and `lora_magnitude_vector`, m), so that checkpoints, sharding and tensor-parallel plans still find
 `…q_proj.weight`. Only the adapters and the modules of `modules_to_save` are trainable. The arithmetic
-(dtypes, order, initialisation) is peft's, so the results are equal; DoRA's to the last bits.
+(dtypes, order, initialisation) is peft's, and the results are equal to the last bits.
 """
 
 import math
@@ -40,14 +40,21 @@ class _Lora(nn.Module):
     lora_magnitude_vector: nn.Parameter | None  # [out], of DoRA
     lora_scale: float
     lora_dropout: float
+    lora_in_place = True  # False: the output of W is kept as it is (recompute: selective)
     lora_all_reduce: Callable[[Tensor], Tensor] | None  # sums over the ranks that have the other columns of W
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.adapted(x, super().forward(x), self.bias)
+        rows = x.flatten(0, -2)  # in a view of an output in place, autograd would copy the whole
+        return self.adapted(rows, super().forward(rows), self.bias).unflatten(0, x.shape[:-1])
 
     def adapted(self, x: Tensor, base: Tensor, bias: Tensor | None) -> Tensor:
-        """The layer's output, from that of its own weight and, if it is not None, its bias."""
+        """The layer's output [tokens, out], from that of its own weight and, if it is not None, its bias,
+        which is overwritten where that is allowed.
+        """
         dropped = F.dropout(x.to(self.lora_A.dtype), self.lora_dropout, self.training)
+        if self.lora_magnitude_vector is None and base.dtype == self.lora_B.dtype:
+            add = base.addmm_ if self.lora_in_place else base.addmm
+            return add(F.linear(dropped, self.lora_A), self.lora_B.t(), alpha=self.lora_scale)
         change = F.linear(F.linear(dropped, self.lora_A), self.lora_B) * self.lora_scale
         if self.lora_magnitude_vector is not None:
             if self.lora_dropout and self.training:  # as peft: W and B A see the same dropped inputs
@@ -79,8 +86,11 @@ def by_rows(layer: nn.Module, weight: Tensor) -> Tensor:
 
 def without_bias(layer: Any, x: Tensor) -> Tensor:
     """Return the output of a linear layer, with or without an adapter, less its bias."""
-    product = x @ layer.weight if isinstance(layer, Conv1D) else F.linear(x, layer.weight)
-    return layer.adapted(x, product, None) if isinstance(layer, _Lora) else product
+    rows = x.flatten(0, -2) if isinstance(layer, _Lora) else x
+    product = rows @ layer.weight if isinstance(layer, Conv1D) else F.linear(rows, layer.weight)
+    if not isinstance(layer, _Lora):
+        return product
+    return layer.adapted(rows, product, None).unflatten(0, x.shape[:-1])
 
 
 def norms(rows: Tensor) -> Tensor:

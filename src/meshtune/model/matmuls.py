@@ -26,7 +26,10 @@ TOKENS = 13  # of the traced forward; a prime that isn't a head size, so that sh
 A = torch.ops.aten
 FROM_0 = slice(0, 2)  # positions of the two operands among the tensors
 FROM_1 = slice(1, 3)  # the same if the first tensor is added
-ATEN_MATMULS = {A.mm: FROM_0, A.addmm: FROM_1, A.bmm: FROM_0, A.baddbmm: FROM_1, A._grouped_mm: FROM_0}
+ATEN_MATMULS = {
+    **dict.fromkeys((A.mm, A.bmm, A._grouped_mm), FROM_0),
+    **dict.fromkeys((A.addmm, A.addmm_, A.baddbmm), FROM_1),
+}
 MATMULS: dict[Any, slice] = {
     nn.functional.linear: FROM_0,  # its weight is [out, in], all others' [(experts,) in, out]
     torch.addmm: FROM_1,

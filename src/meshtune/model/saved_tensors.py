@@ -32,6 +32,7 @@ from meshtune.model.fused import (
     flash_attention,
 )
 from meshtune.model.lora import Adapters
+from meshtune.model.matmuls import ATEN_MATMULS
 from meshtune.placement.census import BlockPeaks, EndBytes, SavedBytes
 
 # Of a row of the forward; a prime that divides no size of a model, so that copies of weights are recognised
@@ -67,7 +68,7 @@ def saved_by_block(
     for size, dtype in DTYPES.items():
         cast_parameters(model, dtype)
         try:
-            per_token, tables = _saved_per_token(model, parts, inputs, rows)
+            per_token, tables, last = _saved_per_token(model, parts, inputs, rows)
             before = sum(per_token["", part] for part in PARTS)
             ends.append((size, end_bytes(model, parts, dtype, TOKENS, tables=tables, before=before)))
         except Exception:  # each family has its own ways to refuse a type
@@ -75,7 +76,8 @@ def saved_by_block(
         peaks = None if parts.mixers else _peaks(model, parts, inputs, rows)
         for block, _ in model.get_submodule(parts.blocks).named_children():
             path = f"{parts.blocks}.{block}"
-            saved = SavedBytes(**{part: per_token[path, part] for part in PARTS}, peaks=peaks)
+            of_parts = {part: per_token[path, part] for part in PARTS}
+            saved = SavedBytes(**of_parts, peaks=peaks, last=last.get(path, ""))
             sizes_by_block.setdefault(path, []).append((size, saved))
     return {path: tuple(sizes) for path, sizes in sizes_by_block.items()}, tuple(ends)
 
@@ -97,8 +99,9 @@ def _peaks(model: PreTrainedModel, parts: Anatomy, inputs: Inputs, rows: int) ->
 
 def _saved_per_token(
     model: PreTrainedModel, parts: Anatomy, inputs: Inputs, rows: int
-) -> tuple[defaultdict[tuple[str, str], float], float]:
-    """Bytes saved per token, by (path of block, part of PARTS), and of tables that all blocks share.
+) -> tuple[defaultdict[tuple[str, str], float], float, dict[str, str]]:
+    """Bytes saved per token, by (path of block, part of PARTS), and of tables that all blocks share;
+    `SavedBytes.last` by path of block.
 
     Recurrent mixers pad to whole chunks: two forwards of whole chunks then tell what a token adds. Not of one
     chunk: a dimension of size 1 lets transformers' scan keep views where it copies otherwise.
@@ -107,10 +110,12 @@ def _saved_per_token(
         found = _saved_storages(model, parts, inputs(rows, TOKENS))
         per_token = {key: size / (rows * TOKENS) for key, size in found.bytes(TOKENS).items()}
         # Tables are one row's here, where no positions are given
-        return defaultdict(float, per_token), found.table_bytes(TOKENS) / TOKENS
+        return defaultdict(float, per_token), found.table_bytes(TOKENS) / TOKENS, found.last
     chunk = _chunk(model)
-    few, many = (_saved_storages(model, parts, inputs(1, count * chunk)).bytes(1) for count in (2, 4))
-    return defaultdict(float, {key: (size - few[key]) / (2 * chunk) for key, size in many.items()}), 0.0
+    found, more = (_saved_storages(model, parts, inputs(1, count * chunk)) for count in (2, 4))
+    few, many = found.bytes(1), more.bytes(1)
+    per_token = {key: (size - few[key]) / (2 * chunk) for key, size in many.items()}
+    return defaultdict(float, per_token), 0.0, found.last
 
 
 def _chunk(model: PreTrainedModel) -> int:
@@ -135,6 +140,7 @@ def _saved_storages(model: PreTrainedModel, parts: Anatomy, inputs: Mapping[str,
         torch.device("meta"),
         FusedDropout(recorder.dropped),
         FusedAttention(recorder.attention),
+        Multiplications(recorder.multiplied),
         experts_without_values(),
     ):
         text_forward(model, **inputs)
@@ -151,7 +157,9 @@ class SavedTensors:
         self.of_dropout: set[int] = set()  # storages that dropout makes of them
         self.saved: dict[int, tuple[str, str, int]] = {}  # by storage: block, part, bytes
         self.alive: dict[int, torch.UntypedStorage] = {}  # an id is only unique among living objects
-        self.shared = {self._key(tensor) for tensor in (*model.parameters(), *model.buffers())}  # not counted
+        self.parameters = {self._key(tensor): name for name, tensor in model.named_parameters()}
+        self.shared = {*self.parameters, *map(self._key, model.buffers())}  # not counted
+        self.last: dict[str, str] = {}  # by block: the parameter that it multiplies with when all is saved
         self.given: set[int] = set()  # storages that all blocks are given, besides hidden states
         self.tables: set[int] = set()  # those of them that are saved
 
@@ -174,9 +182,9 @@ class SavedTensors:
 
     def pack(self, tensor: Tensor) -> Tensor:
         """Record a tensor that autograd saves; its pack hook."""
-        part = self.part
+        part, key = self.part, self._key(tensor)
+        self.last[self.block] = ""
         if part in ("attention", "mlp"):
-            key = self._key(tensor)
             part = "entering" if key in self.part_inputs else "whole" if key in self.of_dropout else part
         self._record(tensor, part)
         return tensor
@@ -189,6 +197,11 @@ class SavedTensors:
             self.of_dropout.add(self._key(out))
             if self._key(mask) in self.saved:
                 self._record(mask, "whole")
+
+    def multiplied(self, operand: Tensor) -> None:
+        """Note what a matmul multiplies with, which autograd has saved by then."""
+        if name := self.parameters.get(self._key(operand)):
+            self.last[self.block] = name.removeprefix(f"{self.block}.")
 
     def attention(
         self,
@@ -262,6 +275,19 @@ class SavedTensors:
         block, old, size = self.saved.get(key, (self.block, part, self.alive[key].nbytes()))
         if key not in self.shared or key in self.saved:
             self.saved[key] = (block, max(old, part, key=PARTS.index), size)
+
+
+class Multiplications(TorchDispatchMode):
+    """Give the second operand of each matmul, such as a weight, to `note` before it runs."""
+
+    def __init__(self, note: Callable[[Tensor], None]) -> None:
+        super().__init__()
+        self.note = note
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if operands := ATEN_MATMULS.get(func.overloadpacket):
+            self.note(args[operands][1])
+        return func(*args, **(kwargs or {}))
 
 
 # Most bytes that the passes of a block hold at once #

@@ -25,6 +25,7 @@ from meshtune.meter.clock import recomputing
 from meshtune.model.anatomy import Anatomy
 from meshtune.model.body import ATTENTION_NAMES
 from meshtune.model.documents import current_documents, documents_of
+from meshtune.model.lora import lora_layers
 
 
 def recompute_blocks(
@@ -81,6 +82,9 @@ def _recompute_each_block(
             # A partial of the bound method, no closure: a deep copy of the model then runs its own blocks.
             checkpointed = _with_its_documents if anatomy.mixers else _checkpointed
             block.forward = partial(checkpointed, block.forward, options)  # type: ignore[method-assign]
+            if contexts is not None:  # it keeps outputs of matmuls, which nothing may change
+                for layer in lora_layers(block).values():
+                    layer.lora_in_place = False
 
 
 def _checkpointed(forward: Callable[..., Any], options: dict[str, Any], *args: Any, **kwargs: Any) -> Any:

@@ -156,6 +156,8 @@ class SavedBytes:
     scores: float = 0.0  # bytes per token and key, by attention that writes its scores to memory
     whole: float = 0.0  # inputs of adapters as dropout leaves them, and its masks: whole under tp and sp
     peaks: BlockPeaks | None = None  # of the last block; None: not traced, as with recurrent layers
+    # The matrix that is multiplied with when all is saved: torch's checkpoint repeats a block up to there
+    last: str = ""
 
     @property
     def total(self) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import groupby, islice
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -33,9 +33,9 @@ from meshtune.plan.workload import Workload
 from meshtune.precision import PRECISIONS
 from meshtune.units import count, duration, human, significant
 
-FASTER = ("batch", "compile", "precision")  # the first only where no nearest batch is faster
+FASTER = ("batch", "compile", "sums", "precision")  # the first only where no nearest batch is faster
 NOTABLE_COST, NOTABLE_GAIN = 0.01, 0.02  # shares of a step, of speed
-MOST_LIGHTER = 2  # layouts that need less memory
+LOSSES = 0.05, 0.5  # shares of the time that a layout which needs less memory may take longer
 NOTABLE = 0.1  # share of a difference in compute from which a kind of work is named as its cause
 NAMED = 3  # parts of a step that one comparison names at most
 
@@ -92,9 +92,9 @@ def _of_safety(plan: Plan, choice: Choice) -> Iterator[str]:
         faster = np.flatnonzero(~plan.safe & (plan.uneven == plan.uneven[:1]))
         if len(faster):
             other = plan.choice(int(faster[seconds[faster].argmin()]))
-            gain = 1 - other.seconds.total / choice.seconds.total
-            if gain > TIE:
-                yield f"{other.layout} would take {gain:.1%} less time, but {barely(other)}."
+            ratio = other.seconds.total / choice.seconds.total
+            if ratio < 1 - TIE:
+                yield f"{other.layout} {longer(ratio)}, but {barely(other)}."
         return
     places = np.flatnonzero(plan.safe)
     if not len(places):
@@ -327,8 +327,19 @@ def faster(plan: Plan, best: Choice) -> list[str]:
 
 
 def lighter(plan: Plan, best: Choice) -> list[Outcome]:
-    """At most MOST_LIGHTER layouts that need less memory than the chosen one, the fastest first."""
-    return [*islice(_lighter(plan, best), MOST_LIGHTER)]
+    """The layouts that need least memory for each of LOSSES of time at most, the fastest first, each once.
+
+    None that saves less than NOTABLE_SAVING of the chosen one's memory.
+    """
+    ratio, peak = plan.seconds.total / best.seconds.total, plan.memory.peak
+    saving = peak < (1 - NOTABLE_SAVING) * best.memory.peak
+    found: dict[int, Outcome] = {}
+    for loss in LOSSES:
+        if (places := np.flatnonzero(saving & (ratio < 1 + loss))).size:
+            place = int(places[peak[places].argmin()])
+            choice = plan.choice(place)
+            found.setdefault(place, Outcome.of_layout("less memory", plan.workload, choice, best))
+    return list(found.values())
 
 
 def nearest_batches(plan: Plan, best: Choice) -> list[str]:
@@ -375,22 +386,6 @@ def _faster(plan: Plan, best: Choice, kinds: Sequence[str]) -> Iterator[str]:
         outcome = next(found, None)
         if outcome and outcome.speed > NOTABLE_GAIN:
             yield outcome.sentence()
-
-
-def _lighter(plan: Plan, best: Choice) -> Iterator[Outcome]:
-    """Yield layouts that need notably less memory than `best`, the fastest first.
-
-    None whose step takes longer by a larger factor than its peak is smaller. Of those whose times differ by
-    less than a percent, the one with least memory.
-    """
-    smaller: dict[str, Choice] = {}  # by its time against the best one's
-    for place in plan.pareto():
-        lower = best.memory.peak / plan.memory.peak[place]
-        ratio = plan.seconds.total[place] / best.seconds.total
-        if ratio < lower > 1 / (1 - NOTABLE_SAVING):
-            smaller[longer(ratio)] = plan.choice(place)
-    for choice in smaller.values():
-        yield Outcome.of_layout("less memory", plan.workload, choice, best)
 
 
 # other global batches: a quarter to four times #

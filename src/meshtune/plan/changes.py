@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from meshtune.errors import NothingFits, UserError
 from meshtune.layout import MODEL_AXES, RECOMPUTE, SCHEDULES, VIRTUAL_SCHEDULES, Layout
-from meshtune.optimizers import with_less_state
+from meshtune.optimizers import that_may_fit
 from meshtune.placement.columns import Columns, Number, at
 from meshtune.plan.candidates import nearest_sizes
 from meshtune.plan.cluster import Cluster
@@ -39,7 +39,7 @@ TWICE = "twice the global batch"
 BATCHES = ("batch", "other batch")  # kinds of changes of it
 MORE_GPUS = (2, 3, 4, 6, 8, 12, 16)  # times the cluster's
 SHORTER = (2, 4, 8, 16)  # parts of the sequence length
-REMEDIES = ("budget", "nearest batch", "GPUs", "sequence", "precision", "optimizer", "method", "kind")
+REMEDIES = ("budget", "nearest batch", "GPUs", "sequence", "sums", "precision", "optimizer", "method", "kind")
 OTHER_OPTIMIZER = "Another optimizer needs a learning rate of its own (train.learning_rate)."
 NOTABLE_SAVING = 0.05  # of the peak
 NEXT_TRY = 0.85  # of the predicted peak of a run that ran out of memory: the most that another may need
@@ -150,6 +150,8 @@ def changes(
     compiled = workload.compiled()
     if not workload.compile and not (layout and compiled.refusals(layout)):
         yield Change("compile", "compiled blocks", "train.compile=true", compiled, cluster, layout)
+    if layout:
+        yield from _sums(workload, cluster, layout)
     if cluster.nodes > 1 and layout:
         twice = replace(cluster, network=2 * cluster.network)
         setting = f"cluster.network={twice.network / GIGA:g}"
@@ -157,6 +159,14 @@ def changes(
     if not layout:
         yield from _reshaping(workload, cluster, fixed or {}, lighter)
         yield from _usual(workload, cluster)
+
+
+def _sums(workload: Workload, cluster: Cluster, layout: Layout | None = None) -> Iterator[Change]:
+    """Yield sums of gradients in 16 bits, where they are in 32."""
+    rounded = replace(workload, reduce_dtype="bf16")
+    if workload.tool is MESHTUNE and workload.summed_dtype != rounded.summed_dtype:
+        words, setting = "gradients summed in 16 bits, which rounds them", "train.reduce_dtype=bf16"
+        yield Change("sums", words, setting, rounded, cluster, layout)
 
 
 def other_batches(size: int) -> dict[str, int]:
@@ -202,11 +212,12 @@ def _reshaping(
         shorter = replace(workload, seq_len=workload.seq_len // parts)
         words = f"sequences of {shorter.seq_len} tokens"
         yield Change("sequence", words, f"data.seq_len={shorter.seq_len}", shorter, cluster)
+    yield from _sums(workload, cluster)
     for name in narrower(workload.precision):
         if name in workload.tool.precisions:
             other = replace(workload, precision=name)
             yield Change("precision", f"precision {name}", f"train.precision={name}", other, cluster)
-    for name in with_less_state(workload.optimizer) if workload.tool is MESHTUNE else ():
+    for name in that_may_fit(workload.optimizer) if workload.tool is MESHTUNE else ():
         other = replace(workload, optimizer=name)
         yield Change("optimizer", f"optimizer {name}", f"train.optimizer={name}", other, cluster)
     for setting, other in lighter().items():
@@ -323,7 +334,7 @@ def best_layout(change: Change, fixed: Mapping[str, Any] | None = None) -> tuple
     if len(plan):
         return plan.choice(0), ""
     for choice in plan.nearest(1):
-        need, limit = memory_need(choice.memory), memory_limit(cluster)
+        need, limit = memory_need(choice.memory, cluster), memory_limit(cluster)
         return choice, f"does not fit: {choice.layout} needs {need}; {limit}."
     return None, f"is not possible{_most_refused(plan)}"
 
@@ -440,7 +451,7 @@ def nothing_fits(plan: Plan, lighter: Lighter = dict) -> list[str]:
         f"{' with the fields of it that are fixed' * bool(plan.fixed)}; {memory_limit(cluster)}."
     ]
     if nearest := plan.nearest(1):
-        need = memory_need(nearest[0].memory)
+        need = memory_need(nearest[0].memory, cluster)
         sentences.append(f"The layout that needs least is {nearest[0].layout}: {need}.")
     else:
         sentences += [f"{reason}." for reason in _reasons(plan)[:4]]

@@ -72,6 +72,7 @@ class Machine:
     hidden_backward: Number  # traffic of elementwise_hidden and _norm in the backward, over the forward's
     wide_backward: Number  # the same of elementwise_wide
     rotary_backward: Number  # the same of elementwise_rotary
+    adapter_launches: Number  # kernels of an adapted matrix's forward besides its own
     adapter_passes: Number  # tensors that move as B's outputs are scaled and added, in the forward
     logit_bytes: Number  # moved for each logit, forward and backward
     split_logit_bytes: Number  # moved next to them where tp splits the vocabulary

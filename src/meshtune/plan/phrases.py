@@ -70,10 +70,14 @@ def largest_category(memory: Memory) -> str:
     return max(CATEGORIES, key=lambda category: getattr(memory, category))
 
 
-def memory_need(memory: Memory) -> str:
-    """The peak of a layout and its largest category: "140.97 GiB, 89.75 GiB of it optimizer state"."""
-    largest = largest_category(memory)
-    return f"{human(memory.peak)}, {human(getattr(memory, largest))} of it {CATEGORY_NAMES[largest]}"
+def memory_need(memory: Memory, cluster: Cluster) -> str:
+    """The peak of a layout and its largest category: "140.97 GiB, 89.75 GiB of it optimizer state". Where the
+    peak reads as what a plan may use, by how much it is larger.
+    """
+    largest, limit = largest_category(memory), cluster.usable_memory
+    close = human(memory.peak) == human(limit)
+    over = f" ({human(memory.peak - limit)} too much)" * close
+    return f"{human(memory.peak)}{over}, {human(getattr(memory, largest))} of it {CATEGORY_NAMES[largest]}"
 
 
 def device(cluster: Cluster) -> str:
@@ -126,7 +130,8 @@ def longer(ratio: float) -> str:
     """A step's time against another one's, as a share of it: "takes 4% longer" for a ratio of 1.04."""
     if abs(ratio - 1) < TIE:
         return "takes as long"
-    return f"takes {abs(ratio - 1):.0%} {'longer' if ratio > 1 else 'less time'}"
+    share = abs(ratio - 1)
+    return f"takes {share:.{int(share < 0.02)}%} {'longer' if ratio > 1 else 'less time'}"
 
 
 def spent(part: str, layout: Layout) -> str:

@@ -50,6 +50,7 @@ class Gemm:
     trainable: Number = 1.0  # share of them whose weight needs a gradient, 0 to 1
     input_gradient: Number = 1.0  # share of them whose input needs a gradient, 0 to 1
     adapter: str = ""  # which matrix of a LoRA pair: "A", "B"; "": none
+    last: bool = False  # a block multiplies with them when all is saved, see `SavedBytes.last`
 
 
 @dataclass(frozen=True)
@@ -152,14 +153,17 @@ class Work:
             p.name: ("rows", "cols")[p.cut] for b in census.blocks for p in b.parameters if p.cut in (0, 1)
         }
         alike: dict[tuple, float] = {}
-        for matrices in (census.outside, *(block.matrices for block in census.blocks)):
+        ends = [saved.last for block in census.blocks for _, saved in block.saved[:1]]
+        lasts = ["", *(ends if len(ends) == n else [""] * n)]
+        for matrices, last in zip((census.outside, *(b.matrices for b in census.blocks)), lasts, strict=True):
             for m in matrices:
                 adapter = m.name[-1] if m.name.endswith((".lora_A", ".lora_B")) else ""
-                key = (m.rows, m.cols, cuts.get(m.name, ""), m.trainable, m.input_gradient, adapter)
+                cut, ending = cuts.get(m.name, ""), m.name == last
+                key = (m.rows, m.cols, cut, m.trainable, m.input_gradient, adapter, ending)
                 alike[key] = alike.get(key, 0) + m.count
         matrices = tuple(
-            Gemm(rows, cols, count / n, cut, float(trainable), float(back), adapter)
-            for (rows, cols, cut, trainable, back, adapter), count in alike.items()
+            Gemm(rows, cols, count / n, cut, float(trainable), float(back), adapter, last)
+            for (rows, cols, cut, trainable, back, adapter, last), count in alike.items()
         )
         cores = tuple(
             Core(

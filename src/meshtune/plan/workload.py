@@ -47,6 +47,11 @@ class Workload:
         return self.global_batch_size * self.seq_len
 
     @property
+    def summed_dtype(self) -> str:
+        """The dtype that gradients are summed in."""
+        return PRECISIONS[self.precision].summed(self.reduce_dtype)
+
+    @property
     def document_tokens(self) -> float | None:
         """Mean length of the documents in a sequence, which none can exceed; None: whole sequences."""
         return self.mean_document_tokens and min(self.mean_document_tokens, float(self.seq_len))

@@ -167,7 +167,12 @@ def test_a_llama_block_keeps_as_much_as_was_measured(h, heads, kv_heads, f):
     )  # fmt: skip
     h_kv = h // heads * kv_heads
     wanted = SavedBytes(
-        outside=12 * h + 8, entering=4 * h, attention=0, mlp=8 * f, core=4 * h + 4 * h_kv + 4 * heads
+        outside=12 * h + 8,
+        entering=4 * h,
+        attention=0,
+        mlp=8 * f,
+        core=4 * h + 4 * h_kv + 4 * heads,
+        last="mlp.down_proj.weight",
     )
     blocks = census(config).blocks
     assert [replace(dict(block.saved)[2], peaks=None) for block in blocks] == [wanted, wanted]

@@ -61,9 +61,11 @@ def test_logits_gradients_and_dropout_equal_peft(family, dtype, save, ids):
         torch.manual_seed(5)
         losses.append(model(ids, labels=ids).loss)
         losses[-1].backward()
-    assert torch.equal(*losses)
+    close = 2e-6 if dtype == torch.float32 else 1.5e-2
+    torch.testing.assert_close(*losses, rtol=close, atol=0)
     for name, parameter in lora_parameters(ours).items():
-        assert torch.equal(parameter.grad, mirror[f"{name}.default.weight"].grad), name
+        theirs_grad = mirror[f"{name}.default.weight"].grad
+        assert (parameter.grad - theirs_grad).norm() <= close * theirs_grad.norm(), name
 
 
 def test_a_new_adapter_changes_nothing_and_base_names_stay(save, ids):

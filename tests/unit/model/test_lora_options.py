@@ -57,9 +57,10 @@ def test_forward_gradients_and_files_equal_peft(options, targets, save, ids, tmp
     losses = [model.eval()(ids, labels=ids).loss for model in (ours, theirs)]
     for loss in losses:
         loss.backward()
-    assert torch.equal(*losses)
+    torch.testing.assert_close(*losses, rtol=1e-6, atol=0)
     for name, parameter in trained.items():
-        assert torch.equal(parameter.grad, of_peft(name).grad), name
+        theirs_grad = of_peft(name).grad
+        assert (parameter.grad - theirs_grad).norm() <= 2e-6 * theirs_grad.norm(), name
 
     save_adapter(tmp_path / "ours", ours, None, base_name=str(folder), lora_rank=4, alpha=8, **options)
     theirs.save_pretrained(tmp_path / "theirs")

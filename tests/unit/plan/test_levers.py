@@ -51,7 +51,8 @@ def test_every_degree_recomputation_schedule_and_setting_is_tried():
         choice = explained(WORKLOAD, CLUSTER, Layout.parse(text))
         kinds |= {change.kind for change in changes(WORKLOAD, CLUSTER, choice.layout)}
     assert kinds == {
-        "micro-batch", "recomputation", "schedule", "tp", "cp", "pp", "ZeRO", "compile", "network", "batch",
+        "micro-batch", "recomputation", "schedule", "tp", "cp", "pp", "ZeRO", "compile", "sums", "network",
+        "batch",
     }  # fmt: skip
 
 
@@ -70,6 +71,8 @@ def test_gains_are_those_of_a_prediction_of_the_changed_layout(text):
                     layout = Layout.parse(value)
                 case "train.compile":
                     workload = workload.compiled()
+                case "train.reduce_dtype":
+                    workload = replace(workload, reduce_dtype=value)
                 case "train.global_batch_size":
                     workload = workload.of_batch(int(value))
                 case "cluster.network":

@@ -119,6 +119,9 @@ def tensor_collectives(work: Work, layouts: Columns, machine: Machine, seq_len: 
     split = ring_collectives(machine, 2 * hidden_bytes, layouts.tp, in_node, count=2.0)
     all_reduce = np.where(layouts.sp > 0, split, all_reduce)
     repeated = layouts.recomputation("matmuls") | (layouts.recomputation("block") & (machine.selective > 0))
+    # The last reduction is not repeated where torch's checkpoint ends before it (gpu.py: unrepeated)
+    last = machine.counted * sum(gemm.count for gemm in work.matrices if gemm.last)
+    repeated = repeated * (1 - last / np.where(layouts.sp > 0, 4.0, 2.0))
     runs = 1 + layouts.recomputation("block")  # of the forward's gathers
     entering = sum(core.count * (core.query_heads * core.qk_dim + core.keys) for core in work.cores)
     outputs = sum(core.count * core.query_heads * core.v_dim for core in work.cores)

@@ -144,8 +144,24 @@ def adapter_sums(machine: Machine, tokens: Number, work: Work, layouts: Columns)
         if a.adapter == "A"
     )
     seconds = machine.element * tokens / (machine.bandwidth * machine.memory)
-    backward = (machine.adapter_passes - ADAPTER_SUM) * outputs + ADAPTER_SUM * inputs
+    backward = np.maximum(machine.adapter_passes - ADAPTER_SUM, 0.0) * outputs + ADAPTER_SUM * inputs
     return machine.adapter_passes * outputs * seconds, backward * seconds
+
+
+def unrepeated(machine: Machine, tokens: Number, work: Work, layouts: Columns) -> tuple[Number, Number]:
+    """Seconds of (matmuls, elementwise operations) of a block's forward that its backward does not repeat.
+
+    torch's checkpoint ends as soon as it has what the backward needs: before the last matmul, whose output
+    only the residual reads (two tensors of [tokens, hidden], one is written). Other stacks' constants were
+    fitted to whole repetitions. tokens: of a micro-batch on this rank, before sp.
+    """
+    last = [gemm for gemm in work.matrices if gemm.last]
+    matmuls = sum(matrix_passes(machine, tokens, gemm, layouts.tp)[0] for gemm in last)
+    outputs = sum(gemm.count * gemm.rows for gemm in last)
+    moved = 3 * outputs / np.where(layouts.sp > 0, layouts.tp, 1.0)
+    moved = moved + sum(machine.adapter_passes * gemm.count * gemm.rows for gemm in last if gemm.adapter)
+    seconds = machine.element * tokens / (machine.bandwidth * machine.memory)
+    return machine.counted * matmuls, machine.counted * seconds * moved
 
 
 @dataclass(frozen=True)
@@ -208,9 +224,11 @@ def block_compute(
 
     matmuls_again = np.where(layouts.recomputation("by_operation"), machine.selective, 0.0)
     matmuls_again = np.where(layouts.recomputation("matmuls"), 1.0, matmuls_again)
-    recomputation = matmuls_again * matmul_forward
+    last_matmul, last_elementwise = unrepeated(machine, tokens, work, layouts)
+    recomputation = matmuls_again * (matmul_forward - last_matmul)
     recomputation = recomputation + np.where(layouts.recomputation("attention"), attention_forward, 0.0)
-    recomputation = recomputation + np.where(layouts.recomputation("block"), elementwise_forward, 0.0)
+    again = elementwise_forward - last_elementwise
+    recomputation = recomputation + np.where(layouts.recomputation("block"), again, 0.0)
     return BlockCompute(
         matmul_forward=matmul_forward,
         matmul_inputs=sum(inputs for _, inputs, _ in matmuls),
@@ -278,10 +296,11 @@ def overlapped(seconds: Number, others: Number) -> Number:
 def launch_seconds(machine: Machine, work: Work) -> Number:
     """Seconds in which the host launches the kernels of a block's forward; the backward has twice that.
 
-    An adapted matrix has four more: two matmuls, a scaling, a sum.
+    An adapted matrix has `adapter_launches` more.
     """
     return machine.launch * (
-        machine.block_launches + 4 * sum(b.count for b in work.matrices if b.adapter == "B")
+        machine.block_launches
+        + machine.adapter_launches * sum(b.count for b in work.matrices if b.adapter == "B")
     )
 
 

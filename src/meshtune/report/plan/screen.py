@@ -158,7 +158,7 @@ def summary(result: Answer) -> Table:
         ),
         ("The run", Text(result.run.sentence())),
         *(("Faster", Text(sentence)) for sentence in result.faster[:1]),
-        *(("Safer", Text(f"{one.setting}: {one.gain}.")) for one in result.lighter[-1:]),
+        *(("Safer", Text(f"{one.setting}: {one.gain}.")) for one in result.lighter[:1]),
     ]
     labels, texts = zip(*(row for row in rows if row[1].plain), strict=True)
     return Table("", (Column("", labels, heading=True, style="dim"), Column("", texts, words=True)))
