@@ -44,8 +44,8 @@ from meshtune.train.inputs import Inputs, loader_of
 from meshtune.units import counted
 
 COMPILED = (
-    "train.compile = true: the eager operations are traced. Compiled blocks save fewer activations and run "
-    "fewer kernels, so a run needs less memory and time than this."
+    "train.compile = true: operations of a block are fused as inductor fuses them for a processor, and those "
+    "that full and selective recompute are counted in its backward."
 )
 
 
@@ -183,7 +183,7 @@ class Subject:
             raise UserError(f"{config.model.name} can't be simulated: {READS_VALUES}.")
         spec = model_spec(config, self.attention, self.device)
         return Job(
-            spec=replace(spec, source=self.source, overrides={}, init="random", compile=False),
+            spec=replace(spec, source=self.source, overrides={}, init="random"),
             optimizer=optimizer_spec(config),
             layout=layout,
             seq_len=config.data.seq_len,

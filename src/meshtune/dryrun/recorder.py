@@ -19,15 +19,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from meshtune.dryrun import compiled  # noqa: F401 the operator of fused kernels
 from meshtune.dryrun.costs import ATTENTION, is_attention
 from meshtune.errors import UserError
 from meshtune.layout import AXES, Layout
-from meshtune.meter.ledger import ACTIVATIONS, COMMUNICATION, Entry, Ledger, storages_of
+from meshtune.meter.ledger import ACTIVATIONS, COMMUNICATION, FROM_HOST, Entry, Ledger, storages_of
 from meshtune.meter.trace import (
     BACKWARD,
     FORWARD,
@@ -59,6 +61,13 @@ OPERATORS = {
     "send": ("send", 0),
     "recv_": ("receive", 0),
 }
+# The same of the functional collectives that the compiler writes, whose whole tensor is the largest one.
+FUNCTIONAL = {
+    "all_reduce": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+}
 PEER = {"send": "dst", "recv_": "src"}  # argument with the other rank's number in the group
 
 
@@ -84,6 +93,26 @@ def collective_of(layout: Layout, func: Any, args: Any, kwargs: Any) -> Collecti
     )
 
 
+def functional_collective_of(
+    layout: Layout, func: Any, args: Any, kwargs: Any, out: Any
+) -> Collective | None:
+    """The collective that a functional operator runs; None: it waits for one. layout: of all ranks.
+
+    Raises KeyError for an operator that is not known.
+    """
+    if func._opname == "wait_tensor":
+        return None
+    given = {argument.name: value for argument, value in arguments(func, args, kwargs)}
+    ranks = dist.get_process_group_ranks(_resolve_process_group(given["group_name"]))
+    return Collective(
+        op=FUNCTIONAL[func._opname.rstrip("_").removesuffix("_out")],
+        axis=axis_of(layout, tuple(ranks)),
+        ranks=len(ranks),
+        bytes=max(leaf.nbytes for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, Tensor)),
+        stride=ranks[1] - ranks[0] if len(ranks) > 1 else 1,
+    )
+
+
 @cache
 def axis_of(layout: Layout, ranks: tuple[int, ...]) -> str:
     """The axes along which these ranks of a layout differ, joined by "+"."""
@@ -98,6 +127,7 @@ def arguments(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
         yield argument, given
 
 
+FUSED = torch.ops.meshtune_dryrun.fused.default
 READ = torch.ops.aten._local_scalar_dense.default  # the host waits for one number of a device
 DEVICE = torch.ops.prim.device.default  # the device of a fake tensor: no operation
 SOURCE = __file__.removesuffix("meshtune/dryrun/recorder.py")  # folder that this package is in
@@ -232,6 +262,8 @@ class Recorder(Ledger):
         if out is NotImplemented:  # it comes back as operations on the local tensors
             self.trace.operations.pop()
             return out
+        if func is FUSED:
+            operation.name = f"fused.{args[0]}"
         self._complete(operation, func, args, kwargs, out)
         last = self.trace.changes[-1] if self.trace.changes else None
         if not operation.kernels and not operation.collective and (last is None or last.at < number):
@@ -260,12 +292,18 @@ class Recorder(Ledger):
             operation.kernels = 0
             self._message(operation, func, args, kwargs)
             return
+        if func.namespace == torch.ops._c10d_functional.name:
+            operation.kernels = 0
+            operation.collective = functional_collective_of(self.layout, func, args, kwargs, out)
+            return
         operation.kernels = int(bool(written))
         if is_attention(operation):
             operation.pairs = self.pairs(name, args)
         operation.flops = flops_of(func, args, kwargs, out, self.pairs)
         if func is READ:
             self._host_read()
+        if func is FROM_HOST and operation.phase != UPDATE:
+            self.trace.host_copies[line_outside_torch()] += 1
 
     def _message(self, operation: Operation, func: Any, args: Any, kwargs: Any) -> None:
         collective = collective_of(self.layout, func, args, kwargs)
@@ -343,19 +381,46 @@ class Recorder(Ledger):
     def _leave(self, module: nn.Module, args: Any, out: Any) -> None:
         self.stack.pop()
 
-    def __enter__(self) -> "Recorder":
+    def _of_compiled(self, module: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
+        """The compiled call of a module, of which the compiler must not see the hooks on every module."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self._enter(module, args)
+            self._unhook()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self._hook()
+                self._leave(module, args, None)
+
+        return run
+
+    def _hook(self) -> None:
         self._hooks = (
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, always_call=True),
         )
+
+    def _unhook(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def __enter__(self) -> "Recorder":
+        self._compiled_calls = {
+            module: call for module in self.model.modules() if (call := module._compiled_call_impl)
+        }
+        for module, call in self._compiled_calls.items():
+            module._compiled_call_impl = self._of_compiled(module, call)
+        self._hook()
         super().__enter__()
         return self
 
     def __exit__(self, *details: Any) -> None:
         self.closed = True
         super().__exit__(*details)
-        for hook in self._hooks:
-            hook.remove()
+        self._unhook()
+        for module, call in self._compiled_calls.items():
+            module._compiled_call_impl = call
 
 
 def sequence_number() -> int:

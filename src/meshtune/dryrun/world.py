@@ -15,7 +15,7 @@ import time
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +28,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from meshtune.data.batch import Batch, MicroBatch, micro_batch
 from meshtune.data.pack import LABELLED
+from meshtune.dryrun.compiled import compiled_on_fakes
 from meshtune.dryrun.recorder import Recorder, visible_pairs
 from meshtune.dryrun.substitutes import installed
 from meshtune.layout import Layout
@@ -140,7 +141,8 @@ def trace_rank(job: Job, rank: int, tell: Callable[[str], Any] = lambda _: None)
     batch = batch_of(job, world)
     micro_batches = [each.map(fakes.from_tensor) for each in model.passes.localise(batch)]
     steps = [StepTrace(number) for number in range(1, TRACED_STEPS + 1)]
-    with installed(job.spec.kernels) as substitutes, fakes:
+    compiling = compiled_on_fakes() if job.spec.compile else nullcontext()
+    with installed(job.spec.kernels) as substitutes, compiling, fakes:
         options = {"max_grad_norm": job.max_grad_norm, "read": made_up, "tell": tell}
         record(model, micro_batches, steps, label_tokens=batch.label_tokens, **options)
         traced, number = layout.gradient_accumulation_steps, job.layout.gradient_accumulation_steps

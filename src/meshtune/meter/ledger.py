@@ -259,6 +259,11 @@ class Ledger(TorchDispatchMode):
         self._claim_of_collective(func, args, kwargs, out)
         return out
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let torch.compile compile what runs under the ledger, and see only what the result runs."""
+        return True
+
     def __enter__(self) -> "Ledger":
         self._resize = torch.UntypedStorage.resize_  # not an operation, so that no dispatch mode sees it
 

@@ -94,8 +94,8 @@ class PhaseMemory:
         self.model, self.optimizer, self.device = model, optimizer, device
         self.advice, self.buffers, self.ledger = advice, buffers, ledger
         self.steps_left = WATCHED_STEPS
-        if device.type != "cuda" and compat.is_compiled(model):
-            self.steps_left = 0
+        if device.type != "cuda" and ledger is Ledger and compat.is_compiled(model):
+            self.steps_left = 0  # inductor's code for processors makes tensors that no ledger sees
         self.sharded = sharded_parameters(model)
         self.peaks: dict[str, Peak] = {}  # of the step at hand, by phase
         self.step = 0  # the watched step at hand, or the last one; 0 once no more are watched

@@ -105,6 +105,7 @@ class StepTrace:
     phases: list[tuple[int, str]] = field(default_factory=list)  # (first operation, phase of PhaseMemory)
     peaks: dict[str, tuple[int, dict[str, int]]] = field(default_factory=dict)  # by phase: bytes, by category
     host_reads: Counter[str] = field(default_factory=Counter)  # line of source -> reads from the device
+    host_copies: Counter[str] = field(default_factory=Counter)  # line -> tensors of Python's numbers
     host_waits: list[int] = field(default_factory=list)  # operation behind which the host waits for a read
 
     def collectives(self) -> list[Collective]:

@@ -100,6 +100,7 @@ def step_of(number: int) -> StepTrace:
     update = writer.allocate(1, TEMPORARY)
     writer.free(update)
     writer.step.host_reads["meshtune/train/step.py:90 step"] += 2
+    writer.step.host_copies["meshtune/attention/cuda.py:7 attend"] += 1
     return writer.step
 
 

@@ -179,8 +179,11 @@ def test_collectives_count_the_micro_batches_that_were_not_traced():
     says(table.notes)
 
 
-def test_reads_by_the_host_are_listed_by_line():
-    assert host_reads_table(trace_of()).rows == (("meshtune/train/step.py:90 step", "2", "2"),)
+def test_reads_and_copies_by_the_host_are_listed_by_line():
+    assert host_reads_table(trace_of()).rows == (
+        ("meshtune/train/step.py:90 step", "read", "2", "2"),
+        ("meshtune/attention/cuda.py:7 attend", "copy", "1", "1"),
+    )
 
 
 def run_of() -> Simulation:

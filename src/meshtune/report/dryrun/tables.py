@@ -146,15 +146,14 @@ def workspaces_table(trace: RankTrace, rows: Iterable[Workspace]) -> Table:
 
 
 def host_reads_table(trace: RankTrace) -> Table:
-    """Lines that wait for a number from the GPU, with how often in a step."""
-    first, later = (step.host_reads for step in trace.steps)
-    lines = sorted(first | later, key=lambda line: -later[line])
-    return Table.of_rows(
-        f"Reads from the GPU by the host, {rank_title(trace)}",
-        ("line", *STEPS),
-        tuple((line, f"{first[line]:,}", f"{later[line]:,}") for line in lines),
-        ("line",),
-    )
+    """Lines that wait for a number from the GPU, or in a pass copy numbers to it: how often in a step."""
+    rows = []
+    for what in ("read", "copy"):
+        counts = [step.host_reads if what == "read" else step.host_copies for step in trace.steps]
+        lines = sorted(counts[0] | counts[1], key=lambda line: -counts[1][line])
+        rows += [(line, what, *(f"{count[line]:,}" for count in counts)) for line in lines]
+    title = f"Reads from the GPU, and copies to it, by the host, {rank_title(trace)}"
+    return Table.of_rows(title, ("line", "what", *STEPS), tuple(rows), ("line", "what"))
 
 
 def substitutes_table(traces: Sequence[RankTrace]) -> Table:

@@ -1,0 +1,65 @@
+"""Dry runs of compiled blocks: what they keep, their kernels and messages, as inductor has them."""
+
+from collections import Counter
+from functools import partial
+
+import pytest
+from cases import cases
+from made_traces import job_of
+from transformers import LlamaConfig
+
+from meshtune.dryrun.ranks import trace_ranks
+from meshtune.dryrun.world import trace_rank
+from meshtune.meter.trace import ACTIVATIONS, BACKWARD, FORWARD, StepTrace
+
+H, KV, F, HEADS, BLOCKS, TOKENS = 512, 128, 768, 8, 3, 250
+LLAMA = LlamaConfig(
+    vocab_size=64, hidden_size=H, intermediate_size=F, num_hidden_layers=BLOCKS, num_attention_heads=HEADS,
+    num_key_value_heads=2, max_position_embeddings=512,
+)  # fmt: skip
+# Bytes per token in bf16, counted by hand: log-sums are 4 bytes a head, the norms' 1 / RMS 4 each
+PROJECTED = 2 * (H + 2 * KV) + 2 * H + 2 * F * 2  # queries, keys, values; what attention adds; gate and up
+CORE = 2 * H + 4 * HEADS
+KEPT = {
+    "": 2 * H + PROJECTED + CORE + 2 * 2 * H + 2 * F + 8,  # both normalised inputs and the MLP's product too
+    "-selective": 2 * H + PROJECTED + CORE,
+    "-full": 2 * H,
+}
+KEPT["-attention"] = KEPT[""] - CORE
+
+
+def traced(layout: str) -> StepTrace:
+    job = job_of(LLAMA, layout, (TOKENS,), seq_len=256, kernels="cuda", compile=True, precision="bf16")
+    (trace,) = trace_ranks(partial(trace_rank, job), [0], job.layout.world)
+    return trace.steps[1]
+
+
+@pytest.mark.parametrize("mode", cases(["", "-attention", "-selective", "-full"], ci=["-selective"]))
+def test_compiled_blocks_keep_what_inductor_keeps_and_fuse_what_it_fuses(mode: str) -> None:
+    step = traced(f"mb1-ga1{mode}")
+    of_blocks = [
+        (number, each)
+        for number, each in enumerate(step.operations)
+        if each.module.startswith("model.layers")
+    ]
+    last = max(number for number, each in of_blocks if each.phase == FORWARD)
+    kept: Counter[str] = Counter()
+    for storage in step.living_at(last + 1).values():
+        if storage.category == ACTIVATIONS:
+            kept[storage.module] += storage.bytes
+    assert {kept[f"model.layers.{block}"] / 256 for block in range(1, BLOCKS)} == {KEPT[mode]}
+    moved = sum(each.read + each.written for _, each in of_blocks if each.kernels) / BLOCKS / 256
+    assert moved < (200e3 if mode in ("", "-attention") else 260e3), "395 kB a token uncompiled"
+    names = {each.name for _, each in of_blocks if each.kernels}
+    assert {name.partition(".")[0] for name in names} == {"fused", "aten", "meshtune"}
+    assert not step.host_copies and list(step.host_reads.values()) == [1]
+
+
+@pytest.mark.ci
+def test_messages_of_compiled_blocks_are_traced_with_the_reductions_that_are_not_repeated() -> None:
+    step = traced("tp2-mb1-ga1-full")
+    hidden = [each for each in step.collectives() if each.bytes == 2 * H * 256]
+    assert {(each.op, each.axis, each.ranks) for each in hidden} == {("all_reduce", "tp", 2)}
+    # Two a block in each pass and one again; one of the embedding, one of the head
+    assert len(hidden) == BLOCKS * (2 + 2 + 1) + 2
+    assert {each.phase for each in step.operations if each.collective in hidden} == {FORWARD, BACKWARD}
