@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -16,11 +16,15 @@ from meshtune.errors import NothingFits, UserError, expanded
 from meshtune.model.census_cache import (
     LoraShape,
     Variant,
+    config_file,
+    inputs_of,
     inputs_of_fields,
     lora_shape,
     numbers_of,
     shipped,
+    stored,
 )
+from meshtune.model.hub import is_stored, local_path
 from meshtune.plan import answer
 from meshtune.plan.answer import Answer
 from meshtune.plan.changes import Lighter
@@ -226,6 +230,27 @@ def workloads(
         except UserError:  # there is no answer to say them
             say(workload.notes, log)
             raise
+
+
+def layout_refused(config: Config, gpus: int) -> list[str] | None:
+    """Sentences on why `gpus` GPUs can't train under the config's layout, by the placement rules, without
+    torch; [] if they can, or if the planner chooses; None for a model that was not counted before.
+    """
+    name, variant = config.model.name, Variant(overrides=config.model.overrides)
+    if not config.partial_layout.whole:
+        return []
+    try:
+        layout = config.partial_layout.complete(devices=gpus, global_batch_size=config.global_batch_size)
+    except UserError as error:
+        return [*error.problems]
+    with suppress(UserError):  # a file or a model that training refuses for another reason
+        here = local_path(name) or is_stored(name)
+        inputs = inputs_of(config_file(name, config.model.revision), variant) if here else None
+        numbers = stored(inputs, expanded(config.data.cache, "data.cache"))
+        if not numbers and (fields := known_config(name)):
+            numbers = shipped(inputs_of_fields(fields, variant))
+        return workload_of(config, numbers).refusals(layout) if numbers else None
+    return None
 
 
 def workload_of_run(config: Config, run: MeasuredRun, log: Log = silent) -> Workload:
