@@ -207,6 +207,7 @@ def largest(
 
     Without WHAT: which models fit, with all weights or adapters trained, and up to which sequence length.
     """
+    split([quantity] if quantity else None)  # a model or a GPU is a setting
     if quantity and ("=" in quantity or quantity.endswith(YAML)):
         quantity, settings = None, [quantity, *(settings or [])]
     named = quantity in (None, "model")  # by the table of models
