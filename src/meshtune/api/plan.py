@@ -27,7 +27,7 @@ from meshtune.model.census_cache import (
 from meshtune.model.hub import is_stored, local_path
 from meshtune.plan import answer
 from meshtune.plan.answer import Answer
-from meshtune.plan.changes import Lighter
+from meshtune.plan.changes import Lighter, silent
 from meshtune.plan.cluster import (
     Cluster,
     cluster_for,
@@ -52,10 +52,6 @@ Log = Callable[[str], None]  # gets sentences on the model, and one while its nu
 StrPath = str | os.PathLike[str]
 
 
-def silent(_: str) -> None:
-    """Take a sentence that nobody wants."""
-
-
 def on_screen(line: str) -> None:
     """Print a line on stderr if that is a terminal or a notebook's."""
     if sys.stderr.isatty() or type(sys.stderr).__module__.startswith("ipykernel"):
@@ -74,6 +70,7 @@ def plan(
     tool: str = MESHTUNE.name,
     memory_budget: str | float | None = None,
     log: Log | None = None,
+    count: Log = silent,
 ) -> Answer:
     """Predict every layout on the config's cluster, or on several clusters; choose the first by a column:
     speed, cost, gpus or memory.
@@ -85,8 +82,8 @@ def plan(
     each GPU, as "70GiB" or in GiB; None: what the margin leaves. goal: the old name of `sort`.
     `Answer.choice` is the chosen layout with its memory (bytes) and step time (seconds), `Answer.best(n)` the
     n best, `Answer.offers` all clusters. log: gets each line on the progress; None: they are printed on
-    stderr, if that is a terminal or a notebook's. Raises UserError for bad settings, NothingFits if no layout
-    fits or no run keeps `by` and `budget`.
+    stderr, if that is a terminal or a notebook's; count: gets one for each change that is tried where nothing
+    fits. Raises UserError for bad settings, NothingFits if no layout fits or no run keeps `by` and `budget`.
     """
     log = log or on_screen
     if goal:
@@ -94,7 +91,10 @@ def plan(
     config = with_memory_budget(config_of(config, overrides), memory_budget)
     bounds, sizes = bounds_of(by, budget), sizes_of(gpus, config)
     with workloads(config, tool, log) as (workload, lighter):
-        return answer.ask(config, workload, sizes=sizes, sort=goal or sort, bounds=bounds, lighter=lighter)
+        sort = goal or sort
+        return answer.ask(
+            config, workload, sizes=sizes, sort=sort, bounds=bounds, lighter=lighter, count=count
+        )
 
 
 def explained(

@@ -307,8 +307,8 @@ def search(
     from meshtune.report.plan import documents, panels
     from meshtune.report.plan.screen import CommandLine
 
-    with working(PLANNING):
-        best = api.plan(config, **clusters, tool=tool, log=log)
+    with working(PLANNING) as count:
+        best = api.plan(config, **clusters, tool=tool, log=log, count=count)
     written = write_export(config, best, export_to) if export_to else None
     line = CommandLine.of(["meshtune", *sys.argv[1:]], settings, config)
     document = documents.answer(best, top, written, line=line, whole=full)
