@@ -400,12 +400,9 @@ def offer_of(
 
 
 def compare(
-    offers: Sequence[Offer],
-    sort: str = "speed",
-    bounds: Bounds = NO_BOUNDS,
-    lighter: Lighter = dict,
+    offers: Sequence[Offer], sort: str = "speed", bounds: Bounds = NO_BOUNDS, lighter: Lighter = dict,
     count: Count = silent,
-) -> list[Offer]:
+) -> list[Offer]:  # fmt: skip
     """The offers that fit and are within the bounds, sorted by a column of SORTS; the first one is chosen.
 
     Raises NothingFits where no offer is within the bounds, and as `empty_plan_error` (which uses
