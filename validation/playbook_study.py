@@ -43,7 +43,7 @@ from meshtune.report.experiments.database import DATABASE, read_sweep_rows
 from meshtune.report.experiments.page import sweep_page
 from meshtune.report.experiments.rows import Experiment, Sweep, best, sweep_of
 from meshtune.rundir import write_text_atomically
-from meshtune.study.store import CRASHED, DONE, Outcome, Store
+from meshtune.study.store import DONE, Outcome, Store
 from meshtune.study.sweep_file import Experiment as Asked
 from meshtune.units import GIB
 
@@ -116,15 +116,16 @@ def write_sweep(folder: Path, found: Graded, failed: Sequence[Row]) -> Path:
     each = np.stack([found.speed, found.unseen, found.memory, found.peak], axis=1).tolist()
     ran = [(row, known) for row, known in zip(found.rows, each, strict=True) if not row["state"]]
     outcomes = [Outcome(DONE, figures=figures(row, *known)) for row, known in ran]
-    outcomes += [Outcome(CRASHED, "crashed or out of memory", figures(row)) for row in failed]
-    states, gpus = [row["state"] for row in found.rows], max(int(row["gpus"]) for row in found.rows)
+    outcomes += [Outcome("failed", "crashed or out of memory", figures(row)) for row in failed]
+    states, gpus = [row["state"] for row in found.rows], sorted(int(row["gpus"]) for row in found.rows)
     left_out = f"{states.count('slow')} runs in the slow state, {states.count('nearly full')} nearly full"
     facts = {"name": "The Ultra-Scale Playbook's runs", "source": SOURCE, "left out": left_out}
     file = folder / DATABASE
     file.unlink(missing_ok=True)
     with Store(file) as store:
         store.add([asked(row) for row in [*(row for row, _ in ran), *failed]], AXES)
-        store.describe(facts | {"axes": AXES, "device": found.rows[0]["gpu"], "gpus": gpus})
+        device = f"{gpus[0]} to {gpus[-1]} GPUs {found.rows[0]['gpu']}"
+        store.describe(facts | {"axes": AXES, "device": device})
         store.finish(dict(enumerate(outcomes, 1)))
     return file
 
@@ -221,7 +222,8 @@ def numbers(file: Path, found: Graded) -> Iterator[str]:
         f"{left[every]['mape']:.1f} and {left[every]['median']:.1f} % of all {left[every]['n']}; fitted to "
         f"all groups {fitted[high]['mape']:.1f} and {fitted[every]['mape']:.1f} % mean. Memory, in-sample: "
         f"{memory[every]['mape']:.1f} % mean, {memory[every]['median']:.1f} % median. Of "
-        f"{facts['fits']['ran']} runs that ran, it refuses {len(facts['fits']['refused'])}."
+        f"{facts['fits']['ran']} runs that ran, it refuses {len(facts['fits']['refused'])}; of the "
+        f"{facts['fits']['failed']} that failed, {facts['fits']['said to fit']} are said to fit."
     )
 
 

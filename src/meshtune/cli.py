@@ -3,12 +3,13 @@
 A command imports what it needs inside its function, so that `meshtune --help` answers at once.
 """
 
+import signal
 import sys
 from typing import Annotated
 
 import typer
 
-from meshtune import __version__, streams
+from meshtune import __version__, errors, streams
 from meshtune.commands.bench import bench
 from meshtune.commands.calibrate import calibrate
 from meshtune.commands.chat import chat
@@ -72,6 +73,14 @@ def shared(
 def main() -> None:
     """Run the command; turn what ends it into an exit code (errors.py)."""
     streams.guard()
+    pressed: list[int] = []
+
+    def press(number: int, _: object) -> None:  # an import that it ends may hide it in an error of its own
+        pressed.append(number)
+        raise KeyboardInterrupt
+
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, press)
     try:
         with memory_explained():
             app(prog_name="meshtune")  # also as `python -m meshtune`, so that completion has one name
@@ -87,8 +96,11 @@ def main() -> None:
         remedy = room(error) if disk_is_full(error) else chooser(error) or "Change the path."
         notice(f"meshtune: {error}. {remedy} Then run the command again.")
         sys.exit(UserError.exit_code)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    except (KeyboardInterrupt, Exception) as error:
+        broken_import = pressed and "importlib._bootstrap" in errors.traceback_of(error)
+        if not (isinstance(error, KeyboardInterrupt) or broken_import):
+            raise
+        sys.exit(errors.INTERRUPTED)
     except SystemExit as end:
         if not end.code and (lost := streams.lost_result()):
             notice(f"meshtune: stdout could not be written: {lost.strerror}. {room(lost)} Then run it again.")

@@ -5,6 +5,7 @@
     NonFinite     4   training went non-finite
     Interrupted  75   stopped by a signal; a checkpoint was saved
     RankFailed    1   another rank ended by a bug, was killed, or hung
+    INTERRUPTED 130   Ctrl-C before a run has started, or a second one
 
 Anything else that escapes is a bug of ours and exits with 1.
 """
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 Row = TypeVar("Row")
+INTERRUPTED = 130  # exit code: 128 + SIGINT, as shells write it
 
 
 class UserError(ValueError):

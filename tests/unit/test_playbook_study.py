@@ -30,10 +30,10 @@ def study(tmp_path_factory):
 
 def test_rows_become_a_sweep_with_the_pictures_of_the_page(study):
     page = sweep_page(study)
-    assert page.facts["experiments"] == {"done": 94, "crashed": 2}
+    assert page.facts["experiments"] == {"done": 94, "failed": 2}
     keys = {panel.key for panel in page.panels}
     assert all(keys >= {*row} for rows in PICTURES.values() for row in rows)
-    assert "3 runs in the slow state, 0 nearly full" in page.html()
+    assert "3 runs in the slow state, 0 nearly full" in page.html() and "8 to 128 GPUs h100" in page.subtitle
     sweep = sweep_of(read_sweep_rows(study))
     _, _, first, *_ = by_group(sweep, {})
     assert first.startswith("| 1.34B | 8 | 0 | 30 | dp8 mb2 | 39.2% | 50 |") and first.endswith("| 100% |")

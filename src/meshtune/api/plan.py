@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -16,14 +16,18 @@ from meshtune.errors import NothingFits, UserError, expanded
 from meshtune.model.census_cache import (
     LoraShape,
     Variant,
+    config_file,
+    inputs_of,
     inputs_of_fields,
     lora_shape,
     numbers_of,
     shipped,
+    stored,
 )
+from meshtune.model.hub import is_stored, local_path
 from meshtune.plan import answer
 from meshtune.plan.answer import Answer
-from meshtune.plan.changes import Lighter
+from meshtune.plan.changes import Lighter, silent
 from meshtune.plan.cluster import (
     Cluster,
     cluster_for,
@@ -48,10 +52,6 @@ Log = Callable[[str], None]  # gets sentences on the model, and one while its nu
 StrPath = str | os.PathLike[str]
 
 
-def silent(_: str) -> None:
-    """Take a sentence that nobody wants."""
-
-
 def on_screen(line: str) -> None:
     """Print a line on stderr if that is a terminal or a notebook's."""
     if sys.stderr.isatty() or type(sys.stderr).__module__.startswith("ipykernel"):
@@ -70,6 +70,7 @@ def plan(
     tool: str = MESHTUNE.name,
     memory_budget: str | float | None = None,
     log: Log | None = None,
+    count: Log = silent,
 ) -> Answer:
     """Predict every layout on the config's cluster, or on several clusters; choose the first by a column:
     speed, cost, gpus or memory.
@@ -81,8 +82,8 @@ def plan(
     each GPU, as "70GiB" or in GiB; None: what the margin leaves. goal: the old name of `sort`.
     `Answer.choice` is the chosen layout with its memory (bytes) and step time (seconds), `Answer.best(n)` the
     n best, `Answer.offers` all clusters. log: gets each line on the progress; None: they are printed on
-    stderr, if that is a terminal or a notebook's. Raises UserError for bad settings, NothingFits if no layout
-    fits or no run keeps `by` and `budget`.
+    stderr, if that is a terminal or a notebook's; count: gets one for each change that is tried where nothing
+    fits. Raises UserError for bad settings, NothingFits if no layout fits or no run keeps `by` and `budget`.
     """
     log = log or on_screen
     if goal:
@@ -90,7 +91,10 @@ def plan(
     config = with_memory_budget(config_of(config, overrides), memory_budget)
     bounds, sizes = bounds_of(by, budget), sizes_of(gpus, config)
     with workloads(config, tool, log) as (workload, lighter):
-        return answer.ask(config, workload, sizes=sizes, sort=goal or sort, bounds=bounds, lighter=lighter)
+        sort = goal or sort
+        return answer.ask(
+            config, workload, sizes=sizes, sort=sort, bounds=bounds, lighter=lighter, count=count
+        )
 
 
 def explained(
@@ -226,6 +230,27 @@ def workloads(
         except UserError:  # there is no answer to say them
             say(workload.notes, log)
             raise
+
+
+def layout_refused(config: Config, gpus: int) -> list[str] | None:
+    """Sentences on why `gpus` GPUs can't train under the config's layout, by the placement rules, without
+    torch; [] if they can, or if the planner chooses; None for a model that was not counted before.
+    """
+    name, variant = config.model.name, Variant(overrides=config.model.overrides)
+    if not config.partial_layout.whole:
+        return []
+    try:
+        layout = config.partial_layout.complete(devices=gpus, global_batch_size=config.global_batch_size)
+    except UserError as error:
+        return [*error.problems]
+    with suppress(UserError):  # a file or a model that training refuses for another reason
+        here = local_path(name) or is_stored(name)
+        inputs = inputs_of(config_file(name, config.model.revision), variant) if here else None
+        numbers = stored(inputs, expanded(config.data.cache, "data.cache"))
+        if not numbers and (fields := known_config(name)):
+            numbers = shipped(inputs_of_fields(fields, variant))
+        return workload_of(config, numbers).refusals(layout) if numbers else None
+    return None
 
 
 def workload_of_run(config: Config, run: MeasuredRun, log: Log = silent) -> Workload:

@@ -34,6 +34,13 @@ EXAMPLES = {
     "env": "meshtune env --model qwen3-8b",
 }
 
+OTHER_NAMES = {  # command -> its names in other trainers
+    "train": "finetune fine-tune sft fit run",
+    "generate": "infer inference predict",
+    "data": "preprocess",
+    "ui": "webui",
+}
+
 
 class Help:
     """Help of a command or group: docstrings without their line breaks, flags without a type."""
@@ -46,7 +53,9 @@ class Help:
 
 
 class Command(Help, TyperCommand):
-    """A command with an example in its help; an unknown option is answered with the setting it may mean."""
+    """A command with an example in its help; an unknown option is answered with the setting it may mean, a
+    missing argument with the example.
+    """
 
     def __init__(self, name: str | None, *, help: str | None = None, **more: Any) -> None:
         text = "\n\n".join(" ".join(part.split()) for part in inspect.cleandoc(help or "").split("\n\n"))
@@ -60,6 +69,11 @@ class Command(Help, TyperCommand):
         try:
             return super().parse_args(ctx, args)
         except Exception as error:
+            if type(error).__name__ == "MissingParameter":
+                param: Any = getattr(error, "param", None)
+                what = (param.metavar or param.name.upper()).split()[0]
+                what += f" ({param.help})" if param.help else ""
+                raise UserError(f"{what} is missing, as in: {EXAMPLES[str(self.name)]}") from None
             if type(error).__name__ != "NoSuchOption":
                 raise
             option = str(getattr(error, "option_name", ""))
@@ -74,6 +88,9 @@ class Group(Help, TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if section := section_of("commands", args[0]):
             raise UserError(f"meshtune {args[0]}: {unsupported(section)}")
+        for command, names in OTHER_NAMES.items():
+            if args[0] in names.split():
+                raise UserError(f"No such command {args[0]}; did you mean meshtune {command}?")
         return super().resolve_command(ctx, args)
 
 

@@ -17,6 +17,7 @@ from meshtune.commands.options import (
     pictures_to,
     show,
     split,
+    working,
 )
 from meshtune.errors import NothingFits, UserError
 from meshtune.units import counted
@@ -90,9 +91,10 @@ def dryrun(
     for simulation, page in zip(done, answers, strict=True):
         if target:
             traces = ", then writing its page and traces" * target.is_folder
-            log(f"drawing {counted(len(page.panels), 'picture')} of {simulation.layout}{traces} …")
             one = target.of(str(simulation.layout)) if len(done) > 1 else target
-            files = write_files(one, simulation, page)
+            work = f"drawing {counted(len(page.panels), 'picture')} of {simulation.layout}{traces}"
+            with working(work) as count:
+                files = write_files(one, simulation, page, count)
             log(f"{', '.join(file.name for file in files)} in {files[0].parent}")
     check_fits(done)
 

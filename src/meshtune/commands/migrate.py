@@ -35,6 +35,7 @@ def migrate(
 ) -> None:
     """Write another trainer's configuration as ours, with a comment for each key that has no counterpart."""
     name, overrides = words_of(file or [])
+    from meshtune.api.plan import layout_refused
     from meshtune.reference.schema import EDITOR_LINE
     from meshtune.rundir import write_text_atomically
     from meshtune.tools.migrate import migrate as converted
@@ -51,11 +52,13 @@ def migrate(
     text = text_of(result, Path(name).name)
     if out is not None:
         write_text_atomically(out, f"{EDITOR_LINE}\n{text}")
+    config = result.config()
+    refused = layout_refused(config, result.job.gpus)
     if as_json:
         kinds = {"unsupported": result.unsupported, "without_effect": result.without_effect}
         kinds |= {"left_out": result.left_out, "ignored": result.ignored}
         show_json(
-            {"tool": result.job.tool, "config": result.tree}
+            {"tool": result.job.tool, "config": result.tree, "refused": refused}
             | {kind: [note._asdict() for note in notes] for kind, notes in kinds.items()}
         )
     elif out is None:
@@ -70,3 +73,9 @@ def migrate(
     )
     if result.job.gpus == 1 and gpus is None and result.job.shards:
         print(f"{name} shards over GPUs, the layout is for one; name how many with --gpus.", file=sys.stderr)
+    if refused:
+        end = "Change it, or write layout: auto."
+        print(f"Training refuses the layout {config.layout}: {' '.join(refused)} {end}", file=sys.stderr)
+    elif refused is None and result.job.gpus > 1:  # the model was not counted here, which takes torch
+        says = f"meshtune dryrun {out or 'FILE'} says whether {config.model.name} trains under"
+        print(f"{says} {config.layout}.", file=sys.stderr)

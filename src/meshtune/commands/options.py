@@ -68,7 +68,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="print one JSON document on
 def split(settings: list[str] | None) -> tuple[str | None, list[str]]:
     """(The word without "=", a config file, or None; the key=value words, in their order).
 
-    Raises UserError for two words without "=", and for a model's name and a file of rows, which are settings.
+    Raises UserError for two words without "=", and for a name of a model or GPU or rows: settings.
     """
     file, overrides = words_of(settings or [])
     if file and file.endswith(ROWS):
@@ -79,10 +79,13 @@ def split(settings: list[str] | None) -> tuple[str | None, list[str]]:
         )
     if not file or file.endswith(YAML) or expanded(file).exists():
         return file, overrides
+    from meshtune.plan.hardware import catalogue
     from meshtune.plan.models import known_config
 
     if known_config(file):
         raise UserError(f"{file} is a model, and a config file is expected here; write model.name={file}.")
+    if file in catalogue():
+        raise UserError(f"{file} is a GPU, and a config file is expected here; write cluster.gpu={file}.")
     return file, overrides
 
 

@@ -32,11 +32,13 @@ from meshtune.commands.options import (
 )
 from meshtune.errors import UserError, expanded
 from meshtune.plan.programs import MESHTUNE
+from meshtune.units import counted
 from meshtune.yaml_tree import YAML
 
 if TYPE_CHECKING:
     from meshtune.config import Config
     from meshtune.plan.answer import Answer
+    from meshtune.report.draw.document import Document
     from meshtune.report.draw.picture import Target
     from meshtune.tools.export import Written
 
@@ -207,6 +209,7 @@ def largest(
 
     Without WHAT: which models fit, with all weights or adapters trained, and up to which sequence length.
     """
+    split([quantity] if quantity else None)  # a model or a GPU is a setting
     if quantity and ("=" in quantity or quantity.endswith(YAML)):
         quantity, settings = None, [quantity, *(settings or [])]
     named = quantity in (None, "model")  # by the table of models
@@ -304,8 +307,8 @@ def search(
     from meshtune.report.plan import documents, panels
     from meshtune.report.plan.screen import CommandLine
 
-    with working(PLANNING):
-        best = api.plan(config, **clusters, tool=tool, log=log)
+    with working(PLANNING) as count:
+        best = api.plan(config, **clusters, tool=tool, log=log, count=count)
     written = write_export(config, best, export_to) if export_to else None
     line = CommandLine.of(["meshtune", *sys.argv[1:]], settings, config)
     document = documents.answer(best, top, written, line=line, whole=full)
@@ -316,12 +319,10 @@ def search(
         facts = {**document.facts, "verified": simulated}
         show(replace(beside.verified(simulated), facts=facts), as_json=as_json)
     if plot:
-        log("searching for other batches and cluster sizes to draw …")
         sizes = best.by_size if clusters["gpus"] else None
-        with working("searching") as count:
+        with working("searching for other batches and cluster sizes to draw") as count:
             drawn = panels.panels(best, best.best(top), sizes, best.batches(count))
-        plot.write(documents.answer(best, top, written, line=line, drawn=drawn))
-        log(f"pictures in {plot.path}")
+        draw(plot, documents.answer(best, top, written, line=line, drawn=drawn))
 
 
 def explain_layouts(
@@ -346,8 +347,14 @@ def explain_layouts(
     show(documents.explained(explanations, in_one_table=side_by_side), as_json=as_json)
     if plot:
         drawn = documents.explained_panels(explanations)
-        plot.write(documents.explained(explanations, drawn=drawn))
-        log(f"pictures in {plot.path}")
+        draw(plot, documents.explained(explanations, drawn=drawn))
+
+
+def draw(plot: "Target", document: "Document") -> None:
+    """Write the pictures of a document, and print where they are."""
+    with working(f"drawing {counted(len(document.panels), 'picture')}") as count:
+        plot.write(document, count)
+    log(f"pictures in {plot.path}")
 
 
 def runs_of(words: Sequence[str]) -> list[str]:

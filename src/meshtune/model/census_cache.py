@@ -260,6 +260,11 @@ def build_and_count(
     )
 
 
+def stored(inputs: str | None, cache_dir: Path) -> ModelNumbers | None:
+    """Return the numbers that the cache or counts.xz has for these inputs, without torch."""
+    return _read(cache_dir / f"census-{_key(inputs)}.json") or shipped(inputs)
+
+
 def _read(file: Path) -> ModelNumbers | None:
     """Read a cached file; None if it is missing or holds anything else."""
     try:

@@ -10,7 +10,7 @@ docs/parallelism.md ask `refusals`.
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -90,24 +90,12 @@ def rules(
         yield _whole_tensors(optimizer)
 
 
-def refusals(
-    traits: Traits,
-    layout: Layout,
-    *,
-    attention: str = "meshtune",
-    packing: bool = True,
-    compile: bool = False,
-    optimizer: str = "adamw",
-    ranks: int | None = None,
-) -> list[str]:
+def refusals(traits: Traits, layout: Layout, **settings: Any) -> list[str]:
     """Every reason why a model can't be trained under a layout, as sentences with what works instead.
 
-    Empty: it can be trained. The settings are those of `rules`.
+    Empty: it can be trained. settings: those of `rules`.
     """
-    every = rules(
-        traits, attention=attention, packing=packing, compile=compile, optimizer=optimizer, ranks=ranks
-    )
-    return sentences(every, layout)
+    return sentences(rules(traits, **settings), layout)
 
 
 def tensor_problems(traits: Traits, tp: int) -> list[str]:

@@ -20,7 +20,7 @@ from meshtune.errors import NothingFits, UserError
 from meshtune.notebook import Notebook
 from meshtune.plan import advice
 from meshtune.plan.advice import Alternative
-from meshtune.plan.changes import Lighter, Outcome, empty_plan_error, other_batches
+from meshtune.plan.changes import Count, Lighter, Outcome, empty_plan_error, other_batches, silent
 from meshtune.plan.cluster import Cluster, Size, cluster_for, clusters_of
 from meshtune.plan.cost import NO_BOUNDS, UNPLANNED, Bounds, RunCost, RunLength, money, run_length, unknown
 from meshtune.plan.facts import cluster_facts, model_facts, workload_facts
@@ -137,7 +137,7 @@ class Answer(Notebook):
         plans = [offer.plan for offer in self.offers if offer.plan.cluster.gpu.name == kind]
         return {plan.cluster.gpus: plan for plan in sorted(plans, key=lambda plan: plan.cluster.gpus)}
 
-    def batches(self, count: Callable[[str], None] = lambda _: None) -> dict[tuple[int, int], Choice | None]:
+    def batches(self, count: Count = silent) -> dict[tuple[int, int], Choice | None]:
         """The best layout by (global batch size, GPUs), around the workload's batch; None: none fits.
 
         count: called with the number of each search.
@@ -203,11 +203,12 @@ def ask(
     sort: str = "speed",
     bounds: Bounds = NO_BOUNDS,
     lighter: Lighter = dict,
+    count: Count = silent,
 ) -> Answer:
     """Plan the workload on the config's cluster, or on clusters of these sizes; choose the first by a column.
 
     sizes: empty: the config's; sorted by cost or gpus, and with a budget, all `cluster_sizes` up to it.
-    Those that are impossible are left out (`Answer.left_out`). sort, lighter: as in `offers.compare`. Raises
+    Those that are impossible are left out (`Answer.left_out`). sort, lighter, count: as in `compare`. Raises
     UserError for bad settings and if every size is impossible, and as `compare`.
     """
     if sort not in SORTS:
@@ -233,7 +234,7 @@ def ask(
             problems += error.problems
     if not offers:
         raise UserError(problems)
-    ranked = compare(offers, sort, bounds, lighter)
+    ranked = compare(offers, sort, bounds, lighter, count)
     return Answer(
         workload, in_order(offers, ranked), ranked[0], sort, bounds, length, tuple(problems), tuple(unused)
     )
@@ -399,16 +400,17 @@ def offer_of(
 
 
 def compare(
-    offers: Sequence[Offer], sort: str = "speed", bounds: Bounds = NO_BOUNDS, lighter: Lighter = dict
-) -> list[Offer]:
+    offers: Sequence[Offer], sort: str = "speed", bounds: Bounds = NO_BOUNDS, lighter: Lighter = dict,
+    count: Count = silent,
+) -> list[Offer]:  # fmt: skip
     """The offers that fit and are within the bounds, sorted by a column of SORTS; the first one is chosen.
 
     Raises NothingFits where no offer is within the bounds, and as `empty_plan_error` (which uses
-    `lighter`) where no layout of any cluster fits.
+    `lighter` and `count`) where no layout of any cluster fits.
     """
     fitting = [offer for offer in offers if offer.choice]
     if not fitting:
-        raise empty_plan_error(max((offer.plan for offer in offers), key=_memory), lighter)
+        raise empty_plan_error(max((offer.plan for offer in offers), key=_memory), lighter, count)
     within = [offer for offer in fitting if not offer.misses]
     if not within:
         raise NothingFits(_nearest_miss(fitting, bounds))

@@ -10,10 +10,11 @@ searched for, one by one: a search for the first that fits stops there.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby, islice, product
+from itertools import groupby, product
 from typing import Any, NamedTuple
 
 from meshtune.errors import NothingFits, UserError
@@ -33,6 +34,7 @@ from meshtune.precision import PRECISIONS, narrower
 from meshtune.units import counted, human
 
 Lighter = Callable[[], Mapping[str, Workload]]  # returns workloads that need less, by the setting for them
+Count = Callable[[str], None]  # gets a line on how far a search is
 FACTORS = (2, 4, 8)  # of the micro-batch size, up and down
 VIRTUAL_STAGES = (2, 4, 8)
 TWICE = "twice the global batch"
@@ -43,6 +45,10 @@ REMEDIES = ("budget", "nearest batch", "GPUs", "sequence", "sums", "precision", 
 OTHER_OPTIMIZER = "Another optimizer needs a learning rate of its own (train.learning_rate)."
 NOTABLE_SAVING = 0.05  # of the peak
 NEXT_TRY = 0.85  # of the predicted peak of a run that ran out of memory: the most that another may need
+
+
+def silent(_: str) -> None:
+    """Take a sentence that nobody wants."""
 
 
 class Change(NamedTuple):
@@ -407,24 +413,33 @@ def _best_of_kinds(outcomes: Iterable[Outcome], value: Callable[[Outcome], float
 # nothing fits, or a run was out of memory #
 
 
-def remedies(workload: Workload, cluster: Cluster, lighter: Lighter = dict) -> Iterator[Outcome]:
+def remedies(
+    workload: Workload, cluster: Cluster, lighter: Lighter = dict, count: Count = silent
+) -> Iterator[Outcome]:
     """Yield the least change of each kind of REMEDIES under which something fits; nothing is fixed."""
     some = (change for change in changes(workload, cluster, lighter=lighter) if change.kind in REMEDIES)
+    tried = itertools.count()
     for _, alternatives in groupby(some, key=lambda change: change.kind):
-        yield from islice(searched(alternatives), 1)
+        for change in alternatives:
+            count(
+                f"searching for what would fit: {counted(next(tried), 'change')} tried, now {change.setting}"
+            )
+            if outcome := next(searched([change]), None):
+                yield outcome
+                break
 
 
 class Refused(UserError):
     """Error: every layout is refused, whatever memory it needs."""
 
 
-def empty_plan_error(plan: Plan, lighter: Lighter = dict) -> UserError:
+def empty_plan_error(plan: Plan, lighter: Lighter = dict, count: Count = silent) -> UserError:
     """Return the error for an empty plan: NothingFits, or Refused with the reasons if no layout can run.
 
-    lighter: as in `remedies`.
+    lighter, count: as in `remedies`.
     """
     if len(plan.near.tp):
-        return NothingFits(nothing_fits(plan, lighter))
+        return NothingFits(nothing_fits(plan, lighter, count))
     where = f"{plan.cluster.gpus} x {plan.cluster.gpu.name}"
     if plan.fixed:
         refused = f"No layout of {where} with the fields of it that are fixed can train {plan.workload.model}"
@@ -440,7 +455,7 @@ def refusals(plan: Plan) -> list[str]:
     return list(dict.fromkeys(sentence for one in examples for sentence in plan.workload.refusals(one)))
 
 
-def nothing_fits(plan: Plan, lighter: Lighter = dict) -> list[str]:
+def nothing_fits(plan: Plan, lighter: Lighter = dict, count: Count = silent) -> list[str]:
     """Sentences that say how much the smallest layout needs, and which `remedies` would fit.
 
     Where the plan has fixed fields, the best layout without them is one more.
@@ -455,7 +470,7 @@ def nothing_fits(plan: Plan, lighter: Lighter = dict) -> list[str]:
         sentences.append(f"The layout that needs least is {nearest[0].layout}: {need}.")
     else:
         sentences += [f"{reason}." for reason in _reasons(plan)[:4]]
-    fitting = list(remedies(workload, cluster, lighter))
+    fitting = list(remedies(workload, cluster, lighter, count))
     if plan.fixed and (free := best_fitting(workload, cluster)):
         fitting.insert(0, Outcome.of_layout("no field fixed", workload, free, None))
     sentences.append(

@@ -161,9 +161,14 @@ class ConsoleTracker:
                     self.console.print(memory_shown(self._memory))
 
     def _evaluation(self, row: Row) -> None:
-        """Show how far an evaluation is: in the bar, else in a line after 5, 15, 35, 75 … seconds."""
+        """Show how far an evaluation is: in the bar, else in a line after 5, 15, 35, 75 … seconds. The first
+        evaluation also begins with a line.
+        """
         now = time.monotonic()
         if not self._evaluating:
+            if self._live is None and not self._evaluation_line:
+                prompts = f", then answers to {row['prompts']:,} prompts" if row.get("prompts") else ""
+                self._line(f"evaluating at step {row['step']}: {row['total']:,} {row['unit']}{prompts} …")
             self._evaluation_line, self._evaluation_wait = now, EVALUATION_LINE
         self._evaluating = f"{row['done']:,} of {row['total']:,} {row['unit']}"
         if self._live is None and now - self._evaluation_line >= self._evaluation_wait:

@@ -71,11 +71,12 @@ class Evaluation:
         if self.dataset is None or not len(self.dataset):
             return None
         started = time.perf_counter()
-        at = partial(metrics.evaluating, step=step)
+        wanted = max(self.samples, self.exact_match)
+        prompts = questions(self.dataset, self.tokenizer, self.stop_ids, wanted) if wanted else []
+        at = partial(metrics.evaluating, step=step, prompts=len(prompts))
         loss, label_tokens = self.held_out_loss(partial(at, unit="batches"))
         extra: dict[str, float | int] = {}
-        if wanted := max(self.samples, self.exact_match):
-            prompts = questions(self.dataset, self.tokenizer, self.stop_ids, wanted)
+        if wanted:
             new_ids = answer_ids(
                 self.parallel, self.tokenizer, [q.ids for q in prompts], max_new_tokens=self.max_new_tokens,
                 stop_ids=self.stop_ids, advance=partial(self.advance, partial(at, unit="prompts")),

@@ -34,7 +34,7 @@ WAITING = prose(
     "runs/; the first one appears here within some seconds."
 )
 HEADS = (
-    "", "run", "state", "step", "loss", "held-out loss", "tokens/s per device", "planned speed",
+    "", "run", "loss", "state", "step", "held-out loss", "tokens/s per device", "planned speed",
     "peak memory", "planned memory", "changed",
 )  # fmt: skip
 
@@ -132,9 +132,9 @@ def _row(line: RunLine) -> tuple[str | Markup, ...]:
             f"<input type='checkbox' name='run' value='{entry.id}' aria-label='choose {text(entry.name)}'>"
         ),
         Markup(f"<a href='/runs/{entry.id}'>{text(entry.name)}</a>"),
+        _number(summary.last_loss, ".4f"),
         Markup(f"<b>{state.word}</b>{reasons}"),
         f"{summary.steps:,}{f' of {total:,}' if total and state.word != 'finished' else ''}",
-        _number(summary.last_loss, ".4f"),
         _number(summary.last_eval_loss, ".4f"),
         _number(summary.tokens_per_second_per_gpu, ",.0f"),
         _number(speed, ",.0f"),

@@ -91,7 +91,9 @@ def test_a_nearest_batch_is_a_remedy_where_nothing_fits() -> None:
     """ZeRO-3 over 7 GPUs of 35 GiB fits; the pipeline that 64 sequences leave does not."""
     found = search(workload("llama-3.1-8b", 64, 8192), machines(7, memory_gib=35), fixed={"cp": 1})
     assert not len(found)
-    first = next(remedies(found.workload, found.cluster))
+    lines: list[str] = []
+    first = next(remedies(found.workload, found.cluster, count=lines.append))
+    assert lines[0].startswith("searching for what would fit: 0 changes tried, now ")
     setting = re.match(r"train\.global_batch_size=(63) layout=(\S+) ", first.remedy)
     assert setting
     w = found.workload.of_batch(int(setting[1]))

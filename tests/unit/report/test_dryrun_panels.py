@@ -209,5 +209,8 @@ def test_the_roofline_has_the_kernels_with_flops_at_their_places_and_names_the_o
     assert sheet.text == "data sheet: 989" and predicted.y[1:] == (720, 720)
     assert [2.7 * x for x in predicted.x[:2]] == pytest.approx(predicted.y[:2])
     says(panel.unit)
+    names = [replace(group, name=f"{'m' * length}, blocks") for length in (9, 40)]
+    legend = str(specification(replace(panel, groups=tuple(names)), width="container", narrow=True))
+    assert "split(datum.label, ', ')" in legend
     del rows[:2]
     assert [one.key for one in panels(run)] == ["memory_of_rank_0"]

@@ -259,7 +259,9 @@ def test_pictures_are_written_whole(answer, tmp_path, suffix, start):
 @pytest.mark.ci
 def test_each_picture_of_a_folder_is_as_wide_as_a_column_in_every_format(answer, tmp_path):
     document = document_of(answer, drawn=panels(answer, answer.best(3)))
-    files = target(tmp_path / "figures", "8.4cm").write(document)
+    counts: list[str] = []
+    files = target(tmp_path / "figures", "8.4cm").write(document, counts.append)
+    assert counts[0].startswith("drew 0 of ") and len(counts) == len(document.panels)
     keys = ("memory", "time", "memory_over_time", "front")
     assert {file.name for file in files} == {
         f"{key}.{kind}" for key in keys for kind in ("png", "svg", "pdf")

@@ -210,6 +210,13 @@ def test_the_command_names_what_takes_no_effect(tmp_path: Path) -> None:
     assert "#   early_stopping: 3" in ended.stdout
 
 
+def test_the_command_says_that_training_refuses_the_layout(tmp_path: Path) -> None:
+    file, sizes = tmp_path / "theirs.yaml", {"tensor_parallel_size": 3}
+    for model in ("Qwen/Qwen3-8B", "of/nobody"):
+        file.write_text(yaml.safe_dump(AXOLOTL | sizes | {"base_model": model}))
+        says(CliRunner().invoke(app, ["migrate", str(file), "--gpus", "3"]).stderr)
+
+
 def test_evaluation_without_held_out_rows_is_commented_out_and_takes_effect_with_them(tmp_path: Path) -> None:
     file, ours = tmp_path / "trl.json", tmp_path / "ours.yaml"
     evaluating = {"eval_strategy": "steps", "eval_steps": 100, "load_best_model_at_end": True}

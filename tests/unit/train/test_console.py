@@ -230,10 +230,12 @@ def test_a_long_evaluation_is_counted_in_the_bar_or_in_lines(terminal, monkeypat
     tracker = ConsoleTracker(out, course=Course(40))
     tracker.log(train_row(step=20, **NUMBERS))
     for done in range(40):
-        tracker.log({"kind": "evaluating", "step": 20, "done": done, "total": 40, "unit": "batches"})
+        row = {"step": 20, "done": done, "total": 40, "unit": "batches", "prompts": 9}
+        tracker.log({"kind": "evaluating", **row})
         clock[0] += 2.5
     lines = [line for line in text(out).splitlines() if line.startswith("evaluating")]
-    shown = [f"evaluating at step 20: {done} of 40 batches" for done in (2, 6, 14, 30)]
+    shown = ["evaluating at step 20: 40 batches, then answers to 9 prompts …"]
+    shown += [f"evaluating at step 20: {done} of 40 batches" for done in (2, 6, 14, 30)]
     assert lines == ([] if terminal else shown)
     if terminal:
         (bar := console()).print(tracker._renderable())

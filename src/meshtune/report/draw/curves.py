@@ -154,21 +154,26 @@ def tick_text(form: str) -> str:
 
 # Points #
 
+NARROW_NAME = 42  # characters of a line of the legend on a phone
+
 
 def scatter(panel: Scatter, *, narrow: bool = False) -> alt.LayerChart:
     """Groups of points over guide lines, with labels. narrow: for a phone, without labels, which overlap."""
     named = [group.name for group in panel.groups if group.name]
     spare = iter(OTHERS * (1 + len(panel.groups) // len(OTHERS)))
     colours = [alt.ExprRef(_role(group)) if group.role else next(spare) for group in panel.groups]
+    long = narrow and max(map(len, named), default=0) > NARROW_NAME
+    lines = f"length(datum.label) > {NARROW_NAME} ? split(datum.label, ', ') : datum.label"
     colour = alt.Color(
         "group:N",
         scale=alt.Scale(domain=[group.name for group in panel.groups], range=colours),
         legend=alt.Legend(
-            columns=columns_for(named, 1 if narrow else LEGEND_COLUMNS), symbolType="circle", symbolOpacity=1
+            columns=columns_for(named, 1 if narrow else LEGEND_COLUMNS), symbolType="circle",
+            symbolOpacity=1, labelExpr=lines if long else alt.Undefined,
         )
         if len(named) > 1
         else None,
-    )
+    )  # fmt: skip
     across = alt.X("x:Q", **_axis(panel.x))
     up = alt.Y("y:Q", **_axis(panel.y, least=LABELS))
     layers: Layers = [layer for guide in panel.guides for layer in _guide(guide, across, up)]

@@ -2,7 +2,7 @@
 
 import html
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from meshtune.report.draw.document import Document, Pictures
 from meshtune.report.draw.kinds import Areas, HeatMap, Lines, Multiples, Panel, Scatter, Stacks, Timeline
 from meshtune.report.draw.theme import LIGHT, config
 from meshtune.rundir import write_atomically, write_text_atomically
+from meshtune.units import counted
 
 SUFFIXES = (".png", ".svg", ".pdf")
 PX = {"mm": 96 / 25.4, "cm": 96 / 2.54, "in": 96.0, "pt": 96 / 72}  # px of a unit of length
@@ -56,15 +57,16 @@ class Target:
         path = self.path
         return replace(self, path=path / name if self.is_folder else path.with_stem(f"{path.stem}-{name}"))
 
-    def write(self, document: Document) -> list[Path]:
-        """Write the document as a page or its pictures, and return the files."""
+    def write(self, document: Document, count: Callable[[str], None] = lambda _: None) -> list[Path]:
+        """Write the document as a page or its pictures; return the files. count: gets how many are drawn."""
         if self.path.suffix.lower() == PAGE:
             write_text_atomically(self.path, document.html())
             return [self.path]
         if not self.is_folder:
             return save(picture_of(document, self.width), self.path, width=self.width)
         files: list[Path] = []
-        for panel in document.panels:
+        for number, panel in enumerate(document.panels):
+            count(f"drew {number} of {counted(len(document.panels), 'picture')}")
             spec = picture_of(replace(document, parts=[Pictures([panel])]), self.width)
             names = [self.path / f"{panel.key}{suffix}" for suffix in SUFFIXES]
             files += save(spec, *names, width=self.width)

@@ -7,7 +7,7 @@ write_files  DIR/dryrun.html, a picture each; trace.json for Perfetto; rank-<R>.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -218,12 +218,14 @@ def kernels_table(title: str, rows: list[Kernels], note: str = "") -> Table:
 # Files #
 
 
-def write_files(target: Target, simulation: Simulation, document: Document) -> list[Path]:
+def write_files(
+    target: Target, simulation: Simulation, document: Document, count: Callable[[str], None] = lambda _: None
+) -> list[Path]:
     """Write the pictures of a simulation; into a folder its page and traces too. Returns the files.
 
-    Files that exist are replaced. Raises OSError.
+    count: as of Target.write. Files that exist are replaced. Raises OSError.
     """
-    files = target.write(document)
+    files = target.write(document, count)
     if not target.is_folder:
         return files
     folder = target.path
