@@ -19,8 +19,10 @@ def test_rows_that_are_named_replace_a_held_out_part_of_the_training_rows(tiny: 
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump(config))
     counts: list[str] = []
-    row = evaluated(str(file), [f"data.eval={tiny / 'test.jsonl'}"], counts.append)
+    answered = ["eval.exact_match=2", "eval.max_new_tokens=3"]
+    row = evaluated(str(file), [f"data.eval={tiny / 'test.jsonl'}", *answered], counts.append)
     assert counts[0].startswith("evaluating: ") and counts[0].endswith(" batches")
+    assert counts[-1] == "evaluating: 6 of 6 tokens of answers"
     assert row["label_tokens"] != evaluated(str(file), [])["label_tokens"]
     del data["eval_split"]
     file.write_text(yaml.safe_dump(config))
@@ -37,6 +39,7 @@ def test_figures_on_the_terminal_are_rounded() -> None:
         "tokens": 5776,
         "label_tokens": 12345,
         "exact_match": 0.125,
+        "answers_cut": 2,
     }
     assert rounded(figures | {"seconds": 0.7963559}) == {
         "loss": "5.5211",
