@@ -1,6 +1,8 @@
 """Evaluation of a target on other rows than its own."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -49,3 +51,8 @@ def test_figures_on_the_terminal_are_rounded() -> None:
         "exact match": "12.5%",
         "time": "0.80 s",
     }
+
+
+def test_adapters_in_bf16_have_the_loss_of_the_runs_own_evaluation(train: Callable[..., Any]) -> None:
+    run = train("method=lora", "train.precision=bf16", "train.learning_rate=0.1")
+    assert evaluated(str(run.folder.path), [])["loss"] == run.folder.rows("eval")[-1]["loss"]
