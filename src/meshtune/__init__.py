@@ -7,6 +7,7 @@ Nothing is imported before it is used: `import meshtune` takes milliseconds.
 
 import importlib
 import inspect
+import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -22,6 +23,7 @@ HOMES = {
     "generate": "meshtune.api.generate",
     "sweep": "meshtune.api.sweep",
 }  # name -> the module that defines it; __init__.pyi says the same to type checkers
+SLOW = ("meshtune.dryrun", "meshtune.sweep")  # that import torch, and print lines on their progress
 PACKAGES = ("dryrun", "plan", "train")  # packages whose modules are callable: CallablePackage
 
 
@@ -29,6 +31,7 @@ class CallablePackage(ModuleType):
     """A package that is also a function: meshtune.train(…) is meshtune.api.train.train(…)."""
 
     def __call__(self, *args: Any, **options: Any) -> Any:
+        announce(self.__name__)
         return self._function()(*args, **options)
 
     def __getattr__(self, name: str) -> Any:
@@ -47,9 +50,18 @@ class CallablePackage(ModuleType):
         return getattr(importlib.import_module(f"meshtune.api.{name}"), name)
 
 
+def announce(function: str) -> None:
+    """Print, on a terminal and in a notebook, that a function is about to import PyTorch, for seconds."""
+    if function in SLOW and "torch" not in sys.modules:
+        from meshtune.units import on_screen
+
+        on_screen("loading PyTorch …")
+
+
 def __getattr__(name: str) -> Any:
     """Import what the name stands for."""
     if name in HOMES:
+        announce(f"{__name__}.{name}")
         return getattr(importlib.import_module(HOMES[name]), name)
     if name in PACKAGES:
         return importlib.import_module(f"meshtune.{name}")

@@ -228,8 +228,9 @@ class EvalConfig(Section):
         0, "Held-out prompts that are answered greedily and shown.", HELD_OUT, unit="prompts"
     )
     exact_match: NonNegative = setting(
-        0, "Held-out prompts whose greedy answer is compared word for word.", HELD_OUT, unit="prompts"
-    )
+        0, "Held-out prompts whose whole greedy answer, not only a number in it, is compared.", HELD_OUT,
+        unit="prompts",
+    )  # fmt: skip
     max_new_tokens: Positive = setting(
         64, "Longest answer, in tokens.",
         Need(lambda config: config.eval.samples or config.eval.exact_match, "no answers are asked for",

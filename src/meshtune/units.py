@@ -125,6 +125,12 @@ def printable(text: str) -> str:
     return text.translate(_CONTROL)
 
 
+def on_screen(line: str) -> None:
+    """Print a line on stderr if that is a terminal or a notebook's."""
+    if sys.stderr.isatty() or type(sys.stderr).__module__.startswith("ipykernel"):
+        notice(f"meshtune: {line}")
+
+
 def notice(text: str, *, dim: bool = False) -> None:
     """Print lines on stderr, where they aren't part of the result; on a terminal they break at words.
 

@@ -24,8 +24,8 @@ class Answerer:
         self.encoder = opened.encoder
         if not self.encoder.templated and self.encoder.train_on == "all":  # trained to continue with a text
             self.encoder.separator = ""
-        size, first = context_of(opened.model.config), anatomy(opened.model).first_position
-        self.context = size and size - first  # tokens of prompt and answer; None: no limit
+        # Tokens of prompt and answer; None: no limit.
+        self.context = context_of(opened.model.config, anatomy(opened.model).first_position)
         self.cut = 0  # answers so far that ended because the context was full
 
     @property
@@ -75,7 +75,7 @@ class Answerer:
         """
         new_ids = answer_ids(
             self.opened.parallel, self.opened.tokenizer, prompts, max_new_tokens=max_new_tokens,
-            stop_ids=self.encoder.stop_ids, sampling=sampling, context=self.context, stream=stream,
+            stop_ids=self.encoder.stop_ids, sampling=sampling, stream=stream,
         )  # fmt: skip
         self.cut += sum(
             len(ids) < max_new_tokens and len(prompt) + len(ids) == self.context

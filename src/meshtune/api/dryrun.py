@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 
 from meshtune.api.choose import LESS_MEMORY
 from meshtune.api.model_file import model_file
-from meshtune.api.plan import Log, on_screen, silent
+from meshtune.api.plan import Log, silent
 from meshtune.api.resolve import model_spec, optimizer_spec
 from meshtune.api.settings import Settings, config_of
 from meshtune.config import Config
@@ -41,7 +41,7 @@ from meshtune.plan.phrases import predicted_with, unmeasured
 from meshtune.plan.search import explained
 from meshtune.plan.workload import Uncounted, Workload, lighter_workloads, workload_of
 from meshtune.train.inputs import Inputs, loader_of
-from meshtune.units import counted
+from meshtune.units import counted, on_screen
 
 COMPILED = (
     "train.compile = true: operations of a block are fused as inductor fuses them for a processor, and those "

@@ -63,7 +63,7 @@ def exported(
             dtype, precision = getattr(torch, stored, None), UNMIXED.get(stored, "fp32")
             train = config.train.model_copy(update={"precision": precision})
             target = replace(target, config=config.model_copy(update={"train": train}))
-        model, tokenizer, encoder = open_model(target, "cpu")
+        model, tokenizer, encoder = open_model(target, "cpu", merging=merge)
         if merge:
             merge_lora(model)
         ended = target.run.rows("end") if target.run else []

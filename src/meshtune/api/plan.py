@@ -1,7 +1,6 @@
 """Plan: predict every layout, one layout, or the largest workload that fits. Needs no GPU and no data."""
 
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -46,16 +45,10 @@ from meshtune.plan.step_parts import MeasuredRun
 from meshtune.plan.workload import Workload, lighter_workloads, positions_note, workload_of
 from meshtune.rundir import RunDir
 from meshtune.tools.export import tool_for
-from meshtune.units import notice
+from meshtune.units import on_screen
 
 Log = Callable[[str], None]  # gets sentences on the model, and one while its numbers are derived
 StrPath = str | os.PathLike[str]
-
-
-def on_screen(line: str) -> None:
-    """Print a line on stderr if that is a terminal or a notebook's."""
-    if sys.stderr.isatty() or type(sys.stderr).__module__.startswith("ipykernel"):
-        notice(f"meshtune: {line}")
 
 
 def plan(

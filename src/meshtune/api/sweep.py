@@ -31,7 +31,7 @@ from meshtune.study.runner import Devices, Progress, machine_facts, run_all
 from meshtune.study.slurm import cancel_unknown, check_sbatch, collect, follow, read_task, run_in_job, submit
 from meshtune.study.store import DOES_NOT_FIT, DONE, FINISHED, REFUSED, RUNNING, WAITING, Outcome, Store
 from meshtune.study.sweep_file import Experiment, SweepFile, read_sweep
-from meshtune.units import counted
+from meshtune.units import counted, on_screen
 
 PLANNER = "planner"
 TIERS = (PLANNER, DRYRUN)  # values of --simulate
@@ -83,8 +83,8 @@ def sweep(
     jobs: int | None = None,
     slurm: bool = False,
     retry: Sequence[str] = (),
-    log: Log = silent,
-    count: Log = silent,
+    log: Log | None = None,
+    count: Log | None = None,
 ) -> Swept:
     """Run the experiments of a sweep file that have no result yet, each in a process of its own.
 
@@ -92,12 +92,12 @@ def sweep(
     over its base. out: folder of the results; None: runs/<name of the file>. everything: run those too that
     the planner says do not fit. simulate: "planner" (or True) or "dryrun" instead of running them. jobs:
     experiments at once; None: one on a processor, all that fit on GPUs. slurm: submit them as job arrays, and
-    collect.
-    retry: statuses whose experiments are run again. count: called with the number of those predicted.
-    Running out of memory, a crash, a refusal and a time-out are results. Raises UserError for
-    a bad file, and for a folder that another sweep writes; Interrupted at Ctrl-C.
+    collect. retry: statuses whose experiments are run again. log: as of `plan`. count: called with the number
+    of those predicted; None: `log` gets one line. Running out of memory, a crash, a refusal and a time-out
+    are results. Raises UserError for a bad file, and for a folder that another sweep writes; Interrupted at
+    Ctrl-C.
     """
-    simulate = PLANNER if simulate is True else simulate or None
+    simulate, log = PLANNER if simulate is True else simulate or None, log or on_screen
     check_options(simulate, retry, slurm=slurm, everything=everything, jobs=jobs)
     source = plain(file) if isinstance(file, Mapping) else expanded(str(file))
     plan = read_sweep(source, overrides)
@@ -305,13 +305,15 @@ def pending(
     *,
     everything: bool,
     log: Log,
-    count: Log,
+    count: Log | None,
 ) -> dict[int, Task]:
     """Judge the waiting experiments; write those that can't run as results, and, for the tier planner, the
     predictions of the others; return the tasks of those that are to run, by number.
     """
     waiting = store.rows(WAITING, keys=experiments)
-    verdicts = judge([experiments[row.key] for row in waiting], plan.run, here, count)
+    if waiting and count is None:
+        log(f"predicting {counted(len(waiting), 'experiment')} …")
+    verdicts = judge([experiments[row.key] for row in waiting], plan.run, here, count or silent)
     outcomes, known, tasks = {}, {}, {}
     for row, verdict in zip(waiting, verdicts, strict=True):
         known[row.number] = verdict.figures

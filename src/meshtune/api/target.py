@@ -209,17 +209,18 @@ def subject_of(target: Target) -> str:
     return str(target.run.path if target.run else target.folder)
 
 
-def open_model(target: Target, device: str | None = None) -> Opened:
+def open_model(target: Target, device: str | None = None, *, merging: bool = False) -> Opened:
     """Load the target's model on one device, in the compute dtype, whatever layout it was trained with.
 
-    A LoRA adapter stays unmerged. device: "auto", "cuda" or "cpu"; None: train.device of the target's config.
-    Raises UserError if the device is missing or the checkpoint is damaged or does not fit the model.
+    A LoRA adapter stays unmerged. merging: an adapter that is not a run's checkpoint stays in fp32. device:
+    "auto", "cuda" or "cpu"; None: train.device of the target's config. Raises UserError if the device is
+    missing or the checkpoint is damaged or does not fit the model.
     """
     with paths_named(target.config):
-        return _opened(target, device)
+        return _opened(target, device, merging)
 
 
-def _opened(target: Target, device: str | None) -> Opened:
+def _opened(target: Target, device: str | None, merging: bool) -> Opened:
     """As `open_model`. Raises OSError for a path that can't be used."""
     register()
     quiet()
@@ -239,8 +240,6 @@ def _opened(target: Target, device: str | None) -> Opened:
         model = single_model(replace(spec, embeddings=id_bound(tokenizer)), place)
         weights = {f"model.{name}": p.data for name, p in model.named_parameters() if p.requires_grad}
         Checkpoints(target.run.checkpoints).load(target.step, weights)
-        for parameter in model.parameters():
-            parameter.data = parameter.data.to(spec.compute_dtype)
     else:
         tokenizer = load_tokenizer(tokenizer_name(target), **config.model.access)
         apply_template(tokenizer, config.data.chat_template)  # its tokens need rows of the embedding
@@ -251,6 +250,9 @@ def _opened(target: Target, device: str | None) -> Opened:
             load_adapter(model, target.folder)
         else:
             model = single_model(replace(spec, embeddings=id_bound(tokenizer)), place)
+    if target.step is not None or (target.run and target.adapted and not merging):  # as the run cast them
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(spec.compute_dtype)
     eos = model.generation_config.eos_token_id if model.generation_config else None
     stops = [eos] if isinstance(eos, int) else eos or []
     return Opened(model.eval(), tokenizer, resolve.encoder_of(tokenizer, config, stops))

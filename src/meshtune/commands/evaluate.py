@@ -24,13 +24,15 @@ def evaluate(target: TargetWords, as_json: AsJson = False) -> None:
 
     with working("loading the model and evaluating it") as show_count:
         figures = evaluated(name, overrides, show_count)
+    from meshtune.meter.rows import cut_answers
     from meshtune.report.draw.document import Document, Notes
     from meshtune.report.draw.table import facts
 
-    parts = (facts(rounded(figures), title="evaluation"), Notes([*filter(None, [figures.get("cut")])]))
+    notes = [figures.get("cut"), cut_answers(figures.get("answers_cut"), figures.get("prompts"))]
+    parts = (facts(rounded(figures), title="evaluation"), Notes([*filter(None, notes)]))
     show(Document("evaluation", parts, figures), as_json=as_json)
 
 
 def rounded(figures: dict[str, Any]) -> dict[str, str]:
-    numbers = {name: value for name, value in figures.items() if name != "cut"}
+    numbers = {name: value for name, value in figures.items() if name not in ("cut", "answers_cut")}
     return {NAMES.get(name, name): FORMATS.get(name, "{:,}".format)(value) for name, value in numbers.items()}

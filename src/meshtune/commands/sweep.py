@@ -66,7 +66,6 @@ def sweep(
     announce(file)
     folder = folder_of("--out", out)
     from meshtune.api import sweep as api
-    from meshtune.api.plan import silent
     from meshtune.report.study import swept
 
     if task is not None:
@@ -74,7 +73,7 @@ def sweep(
         return
     words = [word.strip() for word in (retry or "").split(",") if word.strip()]
     # Only the planner's tier starts no processes, which a thread that draws a line would disturb.
-    with working("predicting experiments") if simulate == "planner" else nullcontext(silent) as count:
+    with working("predicting experiments") if simulate == "planner" else nullcontext() as count:
         done = api.sweep(
             file, overrides, out=folder, everything=everything, simulate=simulate, jobs=jobs, slurm=slurm,
             retry=words, log=log, count=count,

@@ -424,14 +424,18 @@ def detect(source: Source, columns: list[str]) -> str:
     return fitting[0]
 
 
-def _suggestion(columns: list[str]) -> str:
-    """Sentence with the data.columns that make a format of these columns."""
+def _suggestion(columns: list[str], *, mapped: bool = False) -> str:
+    """Sentence with the data.columns that make a format of these columns. mapped: some are given, over which
+    these are laid.
+    """
+    if mapped and any({*form.needs} <= {*columns} for form in FORMATS.values()):
+        return "data.columns={} clears the mapping."
     found = {column.rpartition(".")[2].lower(): column for column in reversed(columns)}
     found |= {column.lower(): column for column in reversed(columns)}
     for ours, *known in SUGGESTIONS:
         for theirs in (names.split() for names in known if found.keys() >= set(names.split())):
             pairs = zip(ours.split(), theirs, strict=True)
-            names = ", ".join(f"{name}: {found[own]}" for name, own in pairs if found[own] != name)
+            names = ", ".join(f"{name}: {found[own]}" for name, own in pairs if mapped or found[own] != name)
             preference = {*PREFERENCE} & {*theirs}
             start = "It is preference data. To fine-tune on one side, set" if preference else "Set"
             return f"{start} data.columns={{{names}}}.{page_of('preferences' if preference else '')}"
@@ -454,8 +458,8 @@ def _check_names(names: Mapping[str, str], columns: list[str], seen: str) -> Non
         elif ours not in known:
             problems.append(f"data.columns names {ours}, which is not one of {', '.join(sorted(known))}.")
         elif theirs not in columns and ours not in OPTIONAL:
-            kind = " It is preference data." if {*PREFERENCE} & {*columns} else ""
-            problems.append(f"data.columns maps {ours} to {theirs}, but {seen}.{kind}")
+            remedy = _suggestion(columns, mapped=True)
+            problems.append(f"data.columns maps {ours} to {theirs}, but {seen}. {remedy}")
     if problems:
         raise UserError(problems)
 

@@ -82,8 +82,8 @@ class Dataset:
 
     @property
     def efficiency(self) -> float:
-        """Share of tokens that are not padding, when every sequence is padded to `width`."""
-        return self.token_count / max(1, len(self) * self.width)
+        """Tokens as a share of sequences that are all `seq_len` long."""
+        return self.token_count / max(1, len(self) * self.seq_len)
 
     def documents(self, sequence: int) -> list[np.ndarray]:
         """The stored tokens of one sequence, document by document (views, not copies)."""

@@ -101,7 +101,7 @@ class Progress:
 # Preparing #
 
 
-CACHE_VERSION = 5  # raise it when the files' format or the code that decides their content changes
+CACHE_VERSION = 6  # raise it when the files' format or the code that decides their content changes
 
 
 @dataclass(frozen=True)
@@ -298,7 +298,7 @@ def _write(aside: Path, recipe: Recipe, listing: _Listing) -> dict[str, Any]:
             "sequences": len(starts) - 1,
             "tokens": int(tokens[-1]),
             "label_tokens": int(labels[members].sum(dtype=np.int64)),
-            "efficiency": int(tokens[-1]) / ((len(starts) - 1) * int(np.diff(tokens[starts]).max())),
+            "efficiency": int(tokens[-1]) / ((len(starts) - 1) * recipe.seq_len),
         }
     return {
         "version": CACHE_VERSION,

@@ -85,12 +85,14 @@ def eval_row(
     seconds: float | None = None,
     exact_match: float | None = None,
     prompts: int | None = None,
+    answers_cut: int | None = None,
 ) -> Row:
     """The row of one evaluation after `step` updates (0: before the first).
 
     `loss` is the sum of token losses over all held-out label tokens divided by their number, `perplexity`
-    its exponential; `exact_match` the share (0 to 1) of the `prompts` that were answered word for word. A
-    number that is None is left out of the row.
+    its exponential; `exact_match` the share (0 to 1) of the `prompts` that were answered word for word, and
+    `answers_cut` the number of their answers that reached no end token. A number that is None is left out of
+    the row.
     """
     row: Row = {
         "kind": "eval",
@@ -100,7 +102,17 @@ def eval_row(
         "label_tokens": label_tokens,
     }
     extra = {"tokens": tokens, "seconds": seconds, "exact_match": exact_match, "prompts": prompts}
+    extra |= {"answers_cut": answers_cut}
     return {**row, **{key: value for key, value in extra.items() if value is not None}}
+
+
+def cut_answers(cut: int | None, prompts: int | None) -> str:
+    """Clause on compared answers that were cut; "" where there are none."""
+    return (
+        f"{cut:,} of {prompts:,} answers have no end token within eval.max_new_tokens"
+        if cut and prompts
+        else ""
+    )
 
 
 def memory_row(step: int, phases: Mapping[str, tuple[int, Mapping[str, int]]], rank: int = 0) -> Row:

@@ -387,10 +387,11 @@ def stop_tokens(name: str, *, trust_remote_code: bool = False, revision: str | N
     return [eos] if isinstance(eos, int) else list(eos or [])
 
 
-def context_of(config: PreTrainedConfig) -> int | None:
+def context_of(config: PreTrainedConfig, first_position: int = 0) -> int | None:
     """Tokens of the longest document that a model's positions are made for; None without such a limit.
 
-    Scaled rotary embeddings reach as far as their factor times the length they were trained with.
+    first_position: of the document's first token. Scaled rotary embeddings reach as far as their factor times
+    the length they were trained with.
     """
     text = config.get_text_config()
     size = getattr(text, "max_position_embeddings", None)
@@ -403,7 +404,7 @@ def context_of(config: PreTrainedConfig) -> int | None:
         for kind in kinds
         if kind.get("factor")
     ]
-    return max([size, *reach])
+    return max([size, *reach]) - first_position
 
 
 def read_generation_config(folder: Path) -> GenerationConfig:

@@ -23,11 +23,12 @@ def document(description: Mapping[str, Any]) -> Document:
 
     description: as `data.inspect.describe` returns it.
     """
+    cut = description["cut"]
     parts = (
         figures(description),
         Notes([*_explained(description)]),
         Notes([*map(printable, description["sentences"])], "yellow"),
-        histogram(description["train"]["histogram"]),
+        histogram(description["train"]["histogram"], description["seq_len"] * bool(cut["documents"])),
         InTerminal(Samples(description["samples"])),
     )
     return Document("Data", parts, description)
@@ -78,14 +79,16 @@ def figures(description: Mapping[str, Any]) -> Table:
         )
     ]
     if any(description[name]["packed"] for name in splits):
-        title = f"packing efficiency, seq_len {description['seq_len']:,}"
+        title = f"filled share of {description['seq_len']:,} tokens a sequence"
         rows.append((title, *(f"{description[name]['efficiency']:.1%}" for name in splits)))
     title = f"Data: {counted(description['rows'], 'row')} read ({description['of']})"
     return Table.of_rows(title, ("", *splits), rows, ("",))
 
 
-def histogram(bars: Sequence[Mapping[str, int]]) -> Table:
-    """The number of documents by length, with a bar for each range of lengths."""
+def histogram(bars: Sequence[Mapping[str, int]], cut_to: int = 0) -> Table:
+    """The number of documents by length, with a bar for each range of lengths. cut_to: tokens that longer
+    documents were cut to; 0: none was.
+    """
     most = max(bar["documents"] for bar in bars)
     lengths, drawn = [], []
     for bar in bars:
@@ -94,16 +97,21 @@ def histogram(bars: Sequence[Mapping[str, int]]) -> Table:
         lengths.append(f"{bar['from']:,}–{bar['to']:,}" if bar["from"] < bar["to"] else f"{bar['to']:,}")
     counts = [f"{bar['documents']:,}" for bar in bars]
     columns = (Column("", lengths), Column("", drawn, words=True, style="cyan"), Column("", counts))
-    return Table("Document lengths in tokens", columns)
+    return Table(f"Document lengths in tokens{f', longer ones cut to {cut_to:,}' * bool(cut_to)}", columns)
 
 
 def _explained(description: Mapping[str, Any]) -> Iterator[str]:
     """Yield sentences that tell figures apart that look alike."""
-    train, seq_len = description["train"], description["seq_len"]
+    train, seq_len, cut = description["train"], description["seq_len"], description["cut"]
     yield (
         "A document is a row (or a turn of it) as the model reads it; the loss is over its labelled tokens "
         "only."
     )
+    if cut["documents"]:
+        yield (
+            f"Lengths are those after the cut: before, {counted(cut['documents'], 'document')} had more than "
+            f"{seq_len:,} tokens, {seq_len + cut['tokens'] / cut['documents']:,.0f} on average."
+        )
     if train["packed"]:
         yield (
             f"A sequence is one row of a batch: documents packed into at most {seq_len:,} tokens. "

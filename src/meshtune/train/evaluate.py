@@ -17,7 +17,7 @@ from meshtune.data.batch import evaluation_batches
 from meshtune.data.pack import LABELLED, Dataset
 from meshtune.launch.signals import EvaluationStopped, StopRequest
 from meshtune.rundir import RunDir
-from meshtune.train.generate import answer_ids, decoded, evaluating
+from meshtune.train.generate import answer_ids, decoded, evaluating, longest_answers
 from meshtune.train.loss import head_loss
 
 if TYPE_CHECKING:
@@ -77,9 +77,11 @@ class Evaluation:
         loss, label_tokens = self.held_out_loss(partial(at, unit="batches"))
         extra: dict[str, float | int] = {}
         if wanted:
+            asked = [question.ids for question in prompts]
+            limits = longest_answers(self.parallel, asked, self.max_new_tokens)
             new_ids = answer_ids(
-                self.parallel, self.tokenizer, [q.ids for q in prompts], max_new_tokens=self.max_new_tokens,
-                stop_ids=self.stop_ids, advance=partial(self.advance, partial(at, unit="prompts")),
+                self.parallel, self.tokenizer, asked, max_new_tokens=self.max_new_tokens,
+                stop_ids=self.stop_ids, advance=partial(self.advance, partial(at, unit="tokens of answers")),
             )  # fmt: skip
             completions = decoded(self.tokenizer, new_ids)
             if self.folder and self.parallel.world.main:
@@ -97,6 +99,7 @@ class Evaluation:
                 extra = {
                     "exact_match": exact_match([(q.expected, a) for q, a in pairs]),
                     "prompts": len(pairs),
+                    "answers_cut": sum(len(new_ids[i]) == limits[i] for i in range(len(pairs))),
                 }
         metrics.evaluate(
             step=step, loss=loss, label_tokens=label_tokens, tokens=self.dataset.token_count,

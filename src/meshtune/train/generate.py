@@ -28,6 +28,7 @@ from meshtune.data.batch import MicroBatch, micro_batch
 from meshtune.errors import UserError
 from meshtune.model.anatomy import anatomy
 from meshtune.model.body import head_only
+from meshtune.model.files import context_of
 from meshtune.parallel import context
 from meshtune.parallel.tensor import vocabulary_of
 
@@ -170,6 +171,12 @@ def decoded(tokenizer: PreTrainedTokenizerBase, new_ids: Sequence[Sequence[int]]
     return [str(tokenizer.decode([*ids], skip_special_tokens=True)) for ids in new_ids]
 
 
+def longest_answers(parallel: Parallel, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[int]:
+    """Tokens that the answer to each prompt may have: fewer than `max_new_tokens` where positions end."""
+    context = context_of(parallel.stages[0].model.config, parallel.anatomy.first_position) or math.inf
+    return [int(max(0, min(max_new_tokens, context - len(prompt)))) for prompt in prompts]
+
+
 def answer_ids(
     parallel: Parallel,
     tokenizer: PreTrainedTokenizerBase,
@@ -178,22 +185,18 @@ def answer_ids(
     max_new_tokens: int,
     stop_ids: Sequence[int],
     sampling: Sampling = GREEDY,
-    context: int | None = None,
     stream: TextStream | None = None,
     advance: Callable[..., object] = lambda **_: None,
 ) -> list[list[int]]:
     """The tokens that follow each prompt (token ids), in their order, up to a stop token, which is left out,
-    or `max_new_tokens` tokens. All ranks call it with the same prompts, and each gets all answers.
+    or `max_new_tokens` tokens, or fewer where the model's positions end. All ranks call it with the same
+    prompts, and each gets all answers.
 
-    sampling: beyond greedy with one rank only. context: tokens of prompt and answer together, which end an
-    answer earlier; None: no limit. stream: gets the text of the only prompt's answer as it is generated.
-    advance: called by every rank at each new token, with the prompts
-    `done` and their `total`.
+    sampling: beyond greedy with one rank only. stream: gets the text of the only prompt's answer as it is
+    generated. advance: called by every rank at each new token, with the tokens `done`, those of answers that
+    ended counted up to their limit, and the `total` of all limits.
     """
-    limits = [
-        max_new_tokens if context is None else max(0, min(max_new_tokens, context - len(prompt)))
-        for prompt in prompts
-    ]
+    limits = longest_answers(parallel, prompts, max_new_tokens)
     if stream:
         stream.begin(tokenizer, stop_ids)
     with uncompiled(parallel.modules):
@@ -235,10 +238,10 @@ def cached_answers(
     # What is left out would be taken from the model's own generation settings.
     choice |= {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
     new_ids: list[list[int]] = [[] for _ in prompts]
-    done = 0
+    done = width = 0
 
     def unfinished(ids: Tensor, scores: Tensor, **_: Any) -> Tensor:  # a stopping criterion: none is met
-        advance(done=done, total=len(prompts))
+        advance(done=done + ids[:, width:].numel(), total=sum(limits))
         return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
 
     wanted = [number for number, limit in enumerate(limits) if limit]
@@ -262,7 +265,7 @@ def cached_answers(
             for i, row in zip(chosen, output[:, width:].tolist(), strict=True):
                 end = next((n for n, token in enumerate(row) if token in stop_ids), len(row))
                 new_ids[i] = row[:end]
-            done += len(chosen)
+            done += sum(limits[i] for i in chosen)
     return new_ids
 
 
@@ -306,8 +309,13 @@ def forward_answers(
             chosen = rank_prompts[turn * rows : (turn + 1) * rows]
             texts = [list(prompts[i]) for i in chosen] or [[0]]
             left = [limits[i] for i in chosen] or [0]  # tokens that each answer may still have
+            first = turn * rows * world.data_ranks
+            turn_limits = limits[first : first + rows * world.data_ranks]
+            passes = 0
             while world.sum_over_ranks(sum(map(bool, left)))[0]:
-                advance(done=min(len(prompts), turn * rows * world.data_ranks), total=len(prompts))
+                done = sum(limits[:first]) + sum(min(passes, limit) for limit in turn_limits)
+                advance(done=done, total=sum(limits))
+                passes += 1
                 for i, token in enumerate(_next_tokens(parallel, texts)):
                     if left[i]:
                         texts[i].append(token)

@@ -139,9 +139,7 @@ def position_sentences(
     name: of the model. parts: of the whole one. Raises UserError for documents beyond a table of learned
     positions, and for a stream that allows them, whose documents are not known.
     """
-    positions = context_of(model.config)
-    if positions is not None:
-        positions -= parts.first_position
+    positions = context_of(model.config, parts.first_position)
     longest = prepared.longest_document
     note = positions_note(name, seq_len, positions, longest)
     if note is None or positions is None:

@@ -15,7 +15,7 @@ import pytest
 from golden import refuses, says
 
 import meshtune
-from meshtune import Config, Layout, config, generate, plan, train
+from meshtune import Config, Layout, config, generate, plan, sweep, train
 from meshtune.api.output import differences
 from meshtune.api.settings import config_of, tree_of
 from meshtune.api.train import with_rows
@@ -221,14 +221,21 @@ def test_a_plan_is_values(tiny: Path, tmp_path: Path) -> None:
     assert kinds.bounds.by == plan(bounded, by="2d").bounds.by == 172_800
 
 
-def test_lines_are_printed_only_on_a_terminal_or_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_are_printed_only_on_a_terminal_or_a_notebook(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
 
     notebook = type("OutStream", (io.StringIO,), {"__module__": "ipykernel.iostream"})
     settings = {"model": {"name": "llama-3.2-1b"}, "cluster": {"gpu": "h100-sxm", "gpus": 2}}
-    for stream, is_told in ((io.StringIO(), False), (Terminal(), True), (notebook(), True)):
+    swept = {"base": settings, "run": "bench", "axes": {"layout": ["zero3x2"]}}
+    for number, (stream, is_told) in enumerate(
+        ((io.StringIO(), False), (Terminal(), True), (notebook(), True))
+    ):
         monkeypatch.setattr(sys, "stderr", stream)
         plan(settings, ["layout=zero3x2"], goal="speed")
         assert ("plan(goal=…) is read in this version" in " ".join(stream.getvalue().split())) == is_told
+        sweep(swept, simulate=True, out=tmp_path / str(number))
+        assert ("predicting 1 experiment …" in stream.getvalue()) == is_told

@@ -1,6 +1,8 @@
 """Evaluation of a target on other rows than its own."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -19,8 +21,10 @@ def test_rows_that_are_named_replace_a_held_out_part_of_the_training_rows(tiny: 
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump(config))
     counts: list[str] = []
-    row = evaluated(str(file), [f"data.eval={tiny / 'test.jsonl'}"], counts.append)
+    answered = ["eval.exact_match=2", "eval.max_new_tokens=3"]
+    row = evaluated(str(file), [f"data.eval={tiny / 'test.jsonl'}", *answered], counts.append)
     assert counts[0].startswith("evaluating: ") and counts[0].endswith(" batches")
+    assert counts[-1] == "evaluating: 6 of 6 tokens of answers"
     assert row["label_tokens"] != evaluated(str(file), [])["label_tokens"]
     del data["eval_split"]
     file.write_text(yaml.safe_dump(config))
@@ -37,6 +41,7 @@ def test_figures_on_the_terminal_are_rounded() -> None:
         "tokens": 5776,
         "label_tokens": 12345,
         "exact_match": 0.125,
+        "answers_cut": 2,
     }
     assert rounded(figures | {"seconds": 0.7963559}) == {
         "loss": "5.5211",
@@ -46,3 +51,8 @@ def test_figures_on_the_terminal_are_rounded() -> None:
         "exact match": "12.5%",
         "time": "0.80 s",
     }
+
+
+def test_adapters_in_bf16_have_the_loss_of_the_runs_own_evaluation(train: Callable[..., Any]) -> None:
+    run = train("method=lora", "train.precision=bf16", "train.learning_rate=0.1")
+    assert evaluated(str(run.folder.path), [])["loss"] == run.folder.rows("eval")[-1]["loss"]

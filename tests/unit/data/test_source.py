@@ -223,6 +223,7 @@ def test_columns_map_our_names_to_theirs(rows_file):
         (["text"], {"columns": (("prompt", "question"),)}),
         (["text"], {"columns": (("promt", "text"),)}),
         (["question"], {"columns": (("question", "prompt"),)}),
+        (["prompt", "chosen"], {"columns": (("prompt", "question"), ("completion", "chosen"))}),
     ],
 )
 def test_columns_that_fit_no_single_format_are_an_error_that_lists_them(columns, settings):

@@ -178,8 +178,7 @@ def test_time_by_part_and_memory_by_category_stand_beside_the_prediction(empty):
     panels = {panel.key: panel for panel in part_panels(empty.rows())}
     over = panels["time_parts"]
     assert (
-        over.title
-        == "Time of a step by part, means of 3 steps (from step 2: earlier ones warm up or watch memory)"
+        over.title == "Time of a step by part, means of 3 steps (without step 1: warm-up or watched memory)"
         and len(over.x) == 167
     )
     assert over.texts[0] == "steps 2 to 4" and over.parts["forward"][0] == pytest.approx(0.1)
@@ -201,3 +200,10 @@ def test_time_by_part_and_memory_by_category_stand_beside_the_prediction(empty):
     assert {panel.x_end for panel in pipelines} == {0.9}, "both have one axis"
     assert [panel.intervals[1].end for panel in pipelines] == [0.9, 0.6]
     assert {*panels} <= {*charts_of(report_page(empty))}
+    empty.append({"kind": "run", "layout": "zero3x2-mb1-ga1"})
+    for row in [row for row in empty.rows("time") if row["step"] < 4]:
+        empty.append(row | {"step": row["step"] + 501})
+    title = {panel.key: panel.title for panel in part_panels(empty.rows())}["time_parts"]
+    assert (
+        title == "Time of a step by part since the last start (without step 502: warm-up or watched memory)"
+    )

@@ -96,7 +96,7 @@ def test_every_row_has_the_documented_fields(train: Train) -> None:
     assert row["mfu"] is None and row["tflops_per_second"] > 0, "the peak of a CPU is unknown"
     held_out = run.folder.rows("eval")[-1]
     assert held_out["step"] == 4 and held_out["perplexity"] == pytest.approx(math.exp(held_out["loss"]))
-    assert held_out["prompts"] == 3 and len(run.folder.samples()) == 2
+    assert held_out["prompts"] == held_out["answers_cut"] == 3 and len(run.folder.samples()) == 2
 
 
 @pytest.mark.ci

@@ -52,14 +52,12 @@ def time_over_steps(rows: Sequence[Row]) -> Areas | None:
     stretches = [warm[first : first + length] for first in range(0, len(warm), length)]
     means = [{part: fmean([row["parts"][part] for row in some]) for part in PARTS} for some in stretches]
     means_of = f", means of {length} steps" if length > 1 else ""
-    left_out = (
-        f" (from step {warm[0]['step']:,}: earlier ones warm up or watch memory)"
-        if len(warm) < len(rows)
-        else ""
-    )
+    before = [row for row in rows if row["step"] < warm[0]["step"]]
+    left_out = f" (without {_steps(before)}: warm-up or watched memory)" if before else ""
+    resumed = " since the last start" * (rows[0]["step"] > 1)
     return Areas(
         "time_parts",
-        f"Time of a step by part{means_of}{left_out}",
+        f"Time of a step by part{resumed}{means_of}{left_out}",
         "seconds",
         tuple(float(some[0]["step"]) for some in stretches),
         {part: tuple(one[part] for one in means) for part in nonzero(PARTS, means)},

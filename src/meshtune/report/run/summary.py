@@ -75,6 +75,7 @@ class Summary:
     first_exact_match: float | None = None  # share of the prompts, 0 to 1
     last_exact_match: float | None = None
     prompts: int | None = None  # number of prompts that exact match was measured on
+    answers_cut: int | None = None  # of these, without an end token
     tokens_per_second_per_gpu: float | None = None  # median over steps that aren't warm-up
     mfu: float | None = None  # median over the same steps, 0 to 1
     tokens: int | None = None  # trained on, without padding
@@ -188,6 +189,7 @@ def grown(summary: Summary, rows: Sequence[Row]) -> Summary:
         first_exact_match=first(exact) if len(exact) > 1 else None,
         last_exact_match=last(exact),
         prompts=last(values(evals, "prompts") or [summary.prompts]),
+        answers_cut=last(values(evals, "answers_cut") or [summary.answers_cut]),
         tokens=total(summary.tokens, "tokens") if steps else summary.tokens,
         seconds=total(summary.seconds, "step_seconds") if steps else summary.seconds,
         peak_memory_bytes=highest(summary.peak_memory_bytes, "peak_memory_bytes"),

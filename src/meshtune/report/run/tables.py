@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
+from meshtune.meter.rows import cut_answers
 from meshtune.report.draw.document import Section
 from meshtune.report.draw.table import facts
 from meshtune.report.run.summary import Summary, samples_of, summarise, values
@@ -61,7 +62,8 @@ def headline(summary: Summary) -> Iterator[tuple[str, str]]:
     if summary.last_exact_match is not None:
         shares = change(summary.first_exact_match, summary.last_exact_match, ".1%")
         prompts = counted(summary.prompts, "held-out prompt") if summary.prompts else "held-out prompts"
-        yield "exact match", f"{shares} of {prompts}"
+        cut = cut_answers(summary.answers_cut, summary.prompts)
+        yield "exact match", "; ".join(filter(None, [f"{shares} of {prompts}", cut]))
     if summary.last_loss is not None:
         yield "loss", f"{change(summary.first_loss, summary.last_loss, '.4f')} in {steps}"
     if (loss := summary.last_eval_loss) is not None:
