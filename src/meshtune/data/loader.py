@@ -16,10 +16,11 @@ the batches are shuffled again.
 """
 
 from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -28,8 +29,22 @@ from meshtune.data.pack import Dataset, permutation
 from meshtune.data.recipe import Stream
 from meshtune.errors import UserError
 
+T = TypeVar("T")
 State = dict[str, Any]  # JSON-able
 GROUPED = 16  # global batches whose sequences are sorted together when there is no packing
+
+
+def ahead(items: Iterator[T]) -> Iterator[T]:
+    """Yield `items`, each made by a thread while the one before it is used; an error comes in its place."""
+    end = object()
+    pool = ThreadPoolExecutor(1)
+    try:
+        made = pool.submit(next, items, end)
+        while (item := made.result()) is not end:
+            made = pool.submit(next, items, end)
+            yield item  # type: ignore[misc]
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 class Loader:

@@ -141,8 +141,12 @@ class Parallel:
         return ranks
 
     def localise(self, micro_batch: MicroBatch) -> MicroBatch:
-        """This rank's columns (cp) of a micro-batch of its data rank, on its device; the noise is on the
-        embeddings' columns, which sp splits too.
+        """This rank's columns of a micro-batch of its data rank, on its device."""
+        return self.to_device(self.columns_of(micro_batch))
+
+    def columns_of(self, micro_batch: MicroBatch) -> MicroBatch:
+        """This rank's columns (cp) of a micro-batch of its data rank, in host memory that the device can copy
+        from while it computes; the noise is on the embeddings' columns, which sp splits too.
         """
         layout, tp = self.world.layout, self.world.tp
         if self.world.cp.size > 1:
@@ -150,6 +154,10 @@ class Parallel:
         if micro_batch.noise and layout.sp:
             own = (tensor.chunk(tp.size, 1)[tp.index] for tensor in micro_batch.noise)
             micro_batch = replace(micro_batch, noise=Noise(*own))
+        return micro_batch.map(Tensor.pin_memory) if self.world.device.type == "cuda" else micro_batch
+
+    def to_device(self, micro_batch: MicroBatch) -> MicroBatch:
+        """A micro-batch of `columns_of` on this rank's device."""
         micro_batch = micro_batch.to(self.world.device)
         if self.compiled:
             # From the start for any number of documents; else the second micro-batch would compile once more.

@@ -89,12 +89,15 @@ class World:
         return values.tolist()
 
     def gather_numbers(self, *numbers: float) -> list[list[float]]:
-        """Each rank's numbers, in fp64, in the order of the ranks, on every rank; one all-gather for all."""
-        if self.mesh is None:
+        """Each rank's numbers, in fp64, in the order of the ranks, on every rank; one all-gather for all.
+
+        It is of the hosts: no rank waits until its device has done what it was told to do.
+        """
+        if self.host_group is None:
             return [list(numbers)]
-        own = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        own = torch.tensor(numbers, dtype=torch.float64)
         every = own.new_empty(self.size * len(own))
-        all_gather_single(every, own, None)
+        all_gather_single(every, own, self.host_group)
         return every.view(self.size, -1).tolist()
 
     def synchronize(self) -> None:

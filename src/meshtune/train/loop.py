@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from meshtune.data.batch import Batch
-from meshtune.data.loader import Loader
+from meshtune.data.loader import Loader, ahead
 from meshtune.errors import Interrupted, NonFinite, UserError, explained, is_out_of_memory
 from meshtune.launch.signals import EvaluationStopped, StopRequest
 from meshtune.meter.causes import causes
@@ -26,6 +26,7 @@ from meshtune.train.step import Counts
 from meshtune.units import counted
 
 if TYPE_CHECKING:
+    from meshtune.data.batch import MicroBatch
     from meshtune.model.pieces import Piece
     from meshtune.optim.optimizer import Optimizer
     from meshtune.train.callbacks import Training
@@ -113,16 +114,17 @@ def train(run: Run) -> None:
             evaluate(run)
         if now.evaluated_step < now.step:
             evaluate_resumed(run)
-        batches, first = iter(run.loader), now.step + 1
+        batches, first, ended = prepared(run), now.step + 1, None
         while now.step < run.steps and not ends_early(run):
-            meter.begin()
-            started = time.perf_counter()
-            batch, now.data = next(batches)
-            data_seconds = time.perf_counter() - started
+            # From the end of the last step on, unless something came between: devices may still update.
+            started = meter.begin(ended)
+            waited = time.perf_counter()
+            batch, now.data, columns = next(batches)
+            data_seconds = time.perf_counter() - waited
 
             now.step += 1
             rate, counts = run.learning_rate(now.step), Counts(batch.label_tokens, *run.flops(batch))
-            micro_batches = run.passes.localise(batch)
+            micro_batches = [run.passes.parallel.to_device(each) for each in columns]
             with meter.watching(now.step):
                 done = run.passes.step(
                     micro_batches, counts, meter.phase, learning_rate=rate, max_grad_norm=run.max_grad_norm,
@@ -130,15 +132,17 @@ def train(run: Run) -> None:
                 )  # fmt: skip
             evaluating = due(now.step, run.evaluate_every, run.steps)
             saving = due(now.step, run.checkpoint_every, run.steps) and done.finite
+            if evaluating or saving:
+                run.world.synchronize()
             measured = meter.end(
                 now.step, micro_batches=batch.micro_batches, loading=data_seconds,
                 in_flight=run.passes.in_flight(), stop=run.stop.requested is not None,
             )  # fmt: skip
             stopping = measured.stopping
-            if evaluating or saving or stopping:
+            if stopping:
                 run.world.synchronize()
-            # Behind the exchange: until then devices may only have been told what to do.
-            step_seconds = time.perf_counter() - started
+            ended = time.perf_counter()
+            step_seconds = ended - started
             now.add(batch.tokens, step_seconds)
             now.gradient_noise, noise = with_measurement(now.gradient_noise, done.noise)
 
@@ -154,6 +158,8 @@ def train(run: Run) -> None:
             after_step(run, finite=done.finite, first=now.step == first)
             nonfinite = check_finite(run, done, nonfinite, batch)
 
+            if evaluating or saving:
+                ended = None
             if saving and not run.keep_best:  # first: an evaluation that is cut off costs no step
                 save(run)
             if evaluating or reason_to_stop(run):
@@ -163,6 +169,15 @@ def train(run: Run) -> None:
             if stopping:
                 raise interrupted(run)
         finish(run)
+
+
+def prepared(run: Run) -> Iterator[tuple[Batch, dict[str, Any], list[MicroBatch]]]:
+    """Yield each batch, the loader's state after it, and this rank's columns of it in host memory.
+
+    For CUDA they are made while the device computes.
+    """
+    made = ((batch, state, run.passes.columns_of(batch)) for batch, state in run.loader)
+    return ahead(made) if run.world.device.type == "cuda" else made
 
 
 def check_finite(run: Run, done: Outcome, nonfinite: int, batch: Batch) -> int:

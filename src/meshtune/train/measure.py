@@ -79,12 +79,19 @@ class Meter:
         with self.memory.phase(name), self.clock.part(name):
             yield
 
-    def begin(self) -> None:
-        """Begin a step. What was measured since the last one, such as an evaluation, isn't a step's."""
-        self.clock.take()
-        self.clock.take_facts()
+    def begin(self, last: float | None = None) -> float:
+        """Begin a step; returns when it began, by the clock.
+
+        last: when the one before it ended, from which on this one counts; None: from now on, since what was
+        measured meanwhile, such as an evaluation, isn't a step's.
+        """
+        if last is None:
+            self.clock.take()
+            self.clock.take_facts()
         self._counts = self._counted()
-        self._began, self._began_busy = time.perf_counter(), time.thread_time()
+        self._began = time.perf_counter() if last is None else last
+        self._began_busy = time.thread_time()
+        return self._began
 
     def end(
         self, step: int, *, micro_batches: Sequence[MicroBatch], loading: float, in_flight: float, stop: bool

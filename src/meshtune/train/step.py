@@ -65,10 +65,14 @@ class Passes:
 
     def localise(self, batch: Batch) -> list[MicroBatch]:
         """This rank's columns of the batch's micro-batches, with their noise, on its device."""
+        return [self.parallel.to_device(each) for each in self.columns_of(batch)]
+
+    def columns_of(self, batch: Batch) -> list[MicroBatch]:
+        """This rank's columns of the batch's micro-batches, with their noise, in host memory."""
         micro_batches = list(batch.micro_batches)
         if self.neftune is not None:
             micro_batches = [add_noise(each, self.neftune, batch.place) for each in micro_batches]
-        return [self.parallel.localise(micro_batch) for micro_batch in micro_batches]
+        return [self.parallel.columns_of(micro_batch) for micro_batch in micro_batches]
 
     def forward_backward(
         self,

@@ -1,6 +1,8 @@
 """The order of samples, who gets which, and what a micro-batch holds."""
 
 import json
+import time
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +12,7 @@ from data_rows import Bytes, memory, numbered, prepare, write_rows
 from golden import refuses
 
 from meshtune.data.batch import evaluation_batches, micro_batch
-from meshtune.data.loader import Loader, deal
+from meshtune.data.loader import Loader, ahead, deal
 from meshtune.data.pack import stored
 from meshtune.errors import UserError
 
@@ -364,3 +366,21 @@ def test_a_stream_without_a_usable_document_is_refused(tmp_path) -> None:
 
     with refuses(UserError):
         next(iter(Loader(stream, global_batch_size=1, micro_batch_size=1, seed=0)))
+
+
+def test_items_are_made_one_ahead_and_an_error_comes_in_its_place() -> None:
+    made = []
+
+    def items() -> Iterator[int]:
+        for number in range(3):
+            made.append(number)
+            yield number
+        raise UserError("row 3 is bad")
+
+    found = ahead(items())
+    assert next(found) == 0
+    while len(made) < 2:  # by the thread, without being asked
+        time.sleep(0.001)
+    assert [next(found), next(found)] == [1, 2] and made == [0, 1, 2]
+    with pytest.raises(UserError, match="row 3"):
+        next(found)

@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from meshtune import config
 from meshtune.api import build
+from meshtune.data.loader import ahead
 from meshtune.errors import Interrupted, NonFinite, NothingFits, UserError
 from meshtune.launch.signals import STOPPING, StopRequest
 from meshtune.parallel.mesh import Axis
@@ -144,6 +145,15 @@ def test_a_step_lasts_until_the_devices_have_done_it(
     slowed(type(run.checkpoints), "save", 1000.0)
     loop.train(run)
     assert [row["step_seconds"] for row in run.folder.rows("train")] == [100.0] * run.steps
+
+
+def test_batches_that_a_thread_makes_train_alike(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, prepared = train(f"output={tmp_path / 'plain'}"), loop.prepared
+    monkeypatch.setattr(loop, "prepared", lambda run: ahead(prepared(run)))
+    threaded = train(f"output={tmp_path / 'threaded'}")
+    assert losses(plain) == losses(threaded) and plain.progress.data == threaded.progress.data
 
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16-pure"])
