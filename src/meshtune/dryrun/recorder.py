@@ -272,7 +272,7 @@ class Recorder(Ledger):
 
     def _complete(self, operation: Operation, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Fill in what is known of an operation once it has run."""
-        given, made = self.tensors([args, kwargs]), self.tensors(out)
+        given, made = self.tensors(args[1] if func is FUSED else [args, kwargs]), self.tensors(out)
         name = f"{func.namespace}.{func._opname}"
         if name in MATMULS:
             refuse_unlike(operation.module, given)

@@ -19,7 +19,7 @@ whole loss.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from meshtune import compat
 from meshtune.data.batch import IGNORE, MicroBatch
 from meshtune.errors import UserError
 from meshtune.model.anatomy import Anatomy
@@ -131,6 +132,7 @@ def head_loss(
     chunk_tokens: int = LOSS_CHUNK_TOKENS,
     single_backward: bool = True,
     smoothing: float = 0.0,
+    fused: bool = False,
     token_loss: TokenLoss | None = None,
 ) -> Tensor:
     """Sum of the token losses of a micro-batch from its last hidden states [batch, seq, hidden]: a scalar in
@@ -141,7 +143,7 @@ def head_loss(
     RuntimeError; with single_backward=False again, as zero-bubble schedules want (first for the hidden
     states' gradient, then for the head's), at the price of a second copy of the head's gradient. Without any
     label the loss is 0 and the gradients are zeros, so that ranks that share parameters still agree on which
-    of them have one. smoothing: see `_cross_entropy`. token_loss: instead of the cross entropy.
+    of them have one. smoothing, fused: see `_cross_entropy`. token_loss: instead of the cross entropy.
     """
     label_tokens = micro_batch.label_tokens  # given with the batch, so that a GPU need not be waited for
     flat = micro_batch.labels.flatten()
@@ -155,7 +157,8 @@ def head_loss(
     size = -(-label_tokens // chunks) if chunks else 1  # equal chunks: the smallest peak for their number
     parameters = _head_parameters(model, anatomy)
     vocabulary = vocabulary_of(model.get_submodule(anatomy.head))
-    cross_entropy = partial(token_loss or partial(_cross_entropy, smoothing=smoothing), vocabulary=vocabulary)
+    own = partial(_cross_entropy, smoothing=smoothing, fused=fused)
+    cross_entropy = partial(token_loss or own, vocabulary=vocabulary)
     with head_only(model, anatomy) as logits_of:
         if torch.is_grad_enabled() and (hidden.requires_grad or parameters):
             return _ChunkedLoss.apply(
@@ -243,17 +246,27 @@ def _add_to(sums: list[Tensor | None], grads: Sequence[Tensor | None], several: 
 
 
 def _cross_entropy(
-    logits: Tensor, targets: Tensor, *, vocabulary: Vocabulary | None, smoothing: float, gradient: bool
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    vocabulary: Vocabulary | None,
+    smoothing: float,
+    gradient: bool,
+    fused: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """(cross entropy summed over the tokens, a scalar in fp32 or fp64; its gradient, softmax − target
     distribution, shaped as the logits and in their dtype, or None unless `gradient`).
 
     logits [tokens, vocabulary entries of this rank]; targets [tokens]: token ids. vocabulary: the part of the
     vocabulary that this tp rank has; None: all of it. smoothing: share of the target distribution that is
-    uniform over the vocabulary, the rest is on the target (torch's label_smoothing).
+    uniform over the vocabulary, the rest is on the target (torch's label_smoothing). fused: compiled, where
+    this rank has the whole vocabulary.
     """
     if vocabulary is not None:
         return _shared_cross_entropy(logits, targets, vocabulary, smoothing=smoothing, gradient=gradient)
+    if fused:
+        given = map(compat.of_any_length, (logits, targets))
+        return _compiled_cross_entropy()(*given, smoothing=smoothing, gradient=gradient)
     log_probabilities = torch.log_softmax(
         logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32)
     )
@@ -267,6 +280,30 @@ def _cross_entropy(
     if smoothing:
         logits_grad -= smoothing / logits.shape[1]
     return loss, logits_grad.to(logits.dtype)
+
+
+@cache
+def _compiled_cross_entropy() -> Callable[..., tuple[Tensor, Tensor | None]]:
+    return torch.compile(fused_cross_entropy)
+
+
+def fused_cross_entropy(
+    logits: Tensor, targets: Tensor, *, smoothing: float, gradient: bool
+) -> tuple[Tensor, Tensor | None]:
+    """`_cross_entropy` as the compiler fuses it: each logit is read twice and its gradient written once, and
+    nothing as large as the logits is kept in fp32.
+    """
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    sums = wide.logsumexp(1)
+    target = wide.gather(1, targets[:, None])[:, 0]
+    loss = (sums - (1 - smoothing) * target).sum()
+    if smoothing:
+        loss = loss - smoothing * wide.mean(1).sum()
+    if not gradient:
+        return loss, None
+    is_target = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
+    wanted = (1 - smoothing) * is_target.to(wide.dtype) + smoothing / logits.shape[1]
+    return loss, ((wide - sums[:, None]).exp() - wanted).to(logits.dtype)
 
 
 def _shared_cross_entropy(

@@ -185,7 +185,7 @@ def structure(
         lambda: trainable_skeleton(spec)[0],
         world,
         {stage: stage_blocks[stage] for stage in stages},
-        finish=loss_of(layout, spec.label_smoothing, token_loss),
+        finish=loss_of(layout, spec, token_loss),
         compute_dtype=spec.compute_dtype,
         reduce_dtype=spec.sum_dtype,
         compile=spec.compile,
@@ -314,14 +314,15 @@ def fill_values(
         weights.copy_buffers(model)
 
 
-def loss_of(layout: Layout, smoothing: float, token_loss: TokenLoss | None) -> Finish:
+def loss_of(layout: Layout, spec: ModelSpec, token_loss: TokenLoss | None) -> Finish:
     """The summed loss of a micro-batch from its last hidden states. Zero-bubble schedules run its backward
-    twice.
+    twice. For CUDA it is compiled where the blocks are.
     """
     return partial(
         head_loss,
         single_backward=layout.schedule not in ZERO_BUBBLE,
-        smoothing=smoothing,
+        smoothing=spec.label_smoothing,
+        fused=spec.compile and spec.kernels == "cuda",
         token_loss=token_loss,
     )
 

@@ -12,10 +12,10 @@ from meshtune.dryrun.ranks import trace_ranks
 from meshtune.dryrun.world import trace_rank
 from meshtune.meter.trace import ACTIVATIONS, BACKWARD, FORWARD, StepTrace
 
-H, KV, F, HEADS, BLOCKS, TOKENS = 512, 128, 768, 8, 3, 250
+H, KV, F, HEADS, BLOCKS, TOKENS, VOCABULARY = 512, 128, 768, 8, 3, 250, 1024
 LLAMA = LlamaConfig(
-    vocab_size=64, hidden_size=H, intermediate_size=F, num_hidden_layers=BLOCKS, num_attention_heads=HEADS,
-    num_key_value_heads=2, max_position_embeddings=512,
+    vocab_size=VOCABULARY, hidden_size=H, intermediate_size=F, num_hidden_layers=BLOCKS,
+    num_attention_heads=HEADS, num_key_value_heads=2, max_position_embeddings=512,
 )  # fmt: skip
 # Bytes per token in bf16, counted by hand: log-sums are 4 bytes a head, the norms' 1 / RMS 4 each
 PROJECTED = 2 * (H + 2 * KV) + 2 * H + 2 * F * 2  # queries, keys, values; what attention adds; gate and up
@@ -52,6 +52,9 @@ def test_compiled_blocks_keep_what_inductor_keeps_and_fuse_what_it_fuses(mode: s
     assert moved < (200e3 if mode in ("", "-attention") else 260e3), "395 kB a token uncompiled"
     names = {each.name for _, each in of_blocks if each.kernels}
     assert {name.partition(".")[0] for name in names} == {"fused", "aten", "meshtune"}
+    of_loss = [each for each in step.operations if each.name.startswith("fused.") and not each.module]
+    logits = (TOKENS - 1) * VOCABULARY
+    assert sum(each.read + each.written for each in of_loss) / logits < 8.1, "28 bytes uncompiled"
     assert not step.host_copies and list(step.host_reads.values()) == [1]
 
 

@@ -16,7 +16,7 @@ from meshtune.data.batch import MicroBatch
 from meshtune.meter.ledger import Ledger
 from meshtune.model.anatomy import anatomy
 from meshtune.model.body import head_only
-from meshtune.train.loss import head_loss
+from meshtune.train.loss import _cross_entropy, fused_cross_entropy, head_loss
 
 register()
 
@@ -113,6 +113,15 @@ def test_label_smoothing_is_torchs(chunk_tokens):
     with torch.no_grad():
         again = summed_loss(ours, anatomy(ours), batch, chunk_tokens=chunk_tokens, smoothing=0.1)
     assert torch.equal(again, loss)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_the_loss_that_is_compiled_equals_the_one_that_is_not(smoothing: float) -> None:
+    logits, targets = torch.randn(9, 50, dtype=torch.float64), torch.randint(50, (9,))
+    plain = _cross_entropy(logits, targets, vocabulary=None, smoothing=smoothing, gradient=True)
+    fused = fused_cross_entropy(logits, targets, smoothing=smoothing, gradient=True)
+    torch.testing.assert_close(plain, fused, rtol=1e-13, atol=1e-14)
+    assert fused_cross_entropy(logits, targets, smoothing=smoothing, gradient=False)[1] is None
 
 
 def test_without_our_attention_the_documents_are_kept_apart_as_well():
