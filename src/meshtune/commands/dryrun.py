@@ -68,6 +68,7 @@ def dryrun(
     """
     file, overrides = split(settings)
     announce(file)
+    log("loading PyTorch …")
     lengths = lengths_of(documents)
     overrides = on_cluster(overrides, gpus, gpu)
     target = pictures_to(plot, width)

@@ -59,7 +59,7 @@ def generate(
     to = out and expanded(out)
     if to and to.exists():
         raise UserError(f"--out {to} exists already; name a new file.")
-    log("loading the model …")
+    log("loading the model and answering …")
     from meshtune.api.generate import answer_rows
     from meshtune.train.generate import Sampling
 

@@ -65,6 +65,7 @@ def sweep(
         raise UserError("Name a sweep file, such as meshtune sweep sweep.yaml (docs/sweep.md).")
     announce(file)
     folder = folder_of("--out", out)
+    log("loading PyTorch …")
     from meshtune.api import sweep as api
     from meshtune.report.study import swept
 

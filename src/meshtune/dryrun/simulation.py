@@ -155,13 +155,16 @@ class Simulation(Notebook):
             return {}
         return peaks_of_ranks(self.workload, self.cluster, self.layout)
 
-    def predicted_memory(self, trace: RankTrace) -> dict[str, Any] | None:
+    def predicted_memory(self, trace: RankTrace, *, nearest: bool = False) -> dict[str, Any] | None:
         """Bytes that the planner predicts on the pipeline rank of a trace, by category as Memory.as_dict and
-        by kind of tensor as Liveness.at_peak; on one in the middle those of the fullest there.
+        by kind of tensor as Liveness.at_peak. Where the planner predicts another rank of the middle, the
+        fullest there: with `nearest` its bytes, else None.
         """
         if not (peaks := self.predicted_peaks):
             return None
         index = trace.coordinates.get("pp", 0)
-        middle = next((other for other in peaks if 0 < other < self.layout.pp - 1), 0)
-        peak = peaks[index if index in peaks else middle]
+        middle = (other for other in peaks if 0 < other < self.layout.pp - 1)
+        alike = (other for other in middle if nearest or self.copies.get(other) == index)
+        if (peak := peaks.get(index) or peaks.get(next(alike, -1))) is None:
+            return None
         return at(peak.memory(), 0).as_dict() | {"tensors": peak.at_peak()}

@@ -109,7 +109,7 @@ def eval_row(
 def cut_answers(cut: int | None, prompts: int | None) -> str:
     """Clause on compared answers that were cut; "" where there are none."""
     return (
-        f"{cut:,} of {prompts:,} answers have no end token within eval.max_new_tokens"
+        f"{cut:,} of {prompts:,} answers have no end token within eval.max_new_tokens and the model's context"
         if cut and prompts
         else ""
     )

@@ -24,7 +24,7 @@ def predicted(simulation: Simulation) -> dict[str, Any] | None:
     Seconds are None where they mean nothing, as on processors that nobody has measured.
     """
     workload, choice = simulation.workload, simulation.predicted
-    memory = simulation.predicted_memory(simulation.fullest)
+    memory = simulation.predicted_memory(simulation.fullest, nearest=True)
     if workload is None or choice is None or memory is None:
         return None
     event = memory["event"]

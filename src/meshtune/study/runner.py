@@ -137,6 +137,10 @@ class Progress:
         self._store, self._total, self._done = store, total, done
         self._devices, self._log, self._per = devices, log, per
 
+    def started(self, row: Row) -> None:
+        """Print that an experiment begins."""
+        self._log(f"experiment {row.number} of {self._total} ({settings_text(row)}) started")
+
     def ended(self, row: Row, outcome: Outcome, waiting: list[Row], running: Mapping[Row, float]) -> None:
         """Print how an experiment ended, and the time that the others take."""
         self._done += 1
@@ -196,6 +200,7 @@ def run_all(
                     row, gpus = chosen
                     waiting.remove(row)
                     store.start([row.number])
+                    progress.started(row)
                     task = tasks[row.number]
                     child = Child(task, folder, sweep, environment(task, devices, gpus))
                     running.append(Running(row, child, gpus))

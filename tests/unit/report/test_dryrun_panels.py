@@ -186,7 +186,7 @@ def test_the_pipeline_has_a_lane_a_rank_and_its_bubble_in_the_title():
     assert [one.name for one in panel.intervals] == [
         "forward", "forward", "backward", "backward of inputs", "backward of weights",
     ]  # fmt: skip
-    assert panel.title.endswith("a rank waits for 50.0% of it")
+    assert panel.title.endswith("a rank runs no pass for 50.0% of it")
     assert {COLOURS[one.name] for one in panel.intervals}
 
 

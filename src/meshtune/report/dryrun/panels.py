@@ -37,7 +37,7 @@ from meshtune.report.draw.kinds import (
 from meshtune.report.draw.thin import MOST_ROWS
 from meshtune.report.dryrun.living import described, levels
 from meshtune.report.plan.passes import passes_panel
-from meshtune.units import GIB, duration, human, significant
+from meshtune.units import GIB, human, significant
 
 COLUMNS = 400  # of bands over one step: where more phases follow each other, the longest in each is drawn
 MOST_INTERVALS = 2000  # of one timeline
@@ -168,7 +168,7 @@ def streams_panel(busy: Iterable[Interval], *, title: str, key: str = "streams")
         drawn = _joined(_joined(every, pixel), pixel, shortest)
     if pixel:
         bars = f"{len(drawn):,} bars for {len(every):,} operations"
-        title += f": {bars}, as neighbours closer than {duration(pixel)} are joined"
+        title += f": {bars}, as neighbours closer than {significant(1e6 * pixel, 2)} µs are joined"
     lanes = sorted(lengths, key=lambda stream: -lengths[stream])
     return Timeline(key, title, "seconds", tuple(lanes), tuple(drawn))
 
@@ -191,11 +191,11 @@ def _joined(every: Sequence[Interval], pixel: float, shortest: float = 0.0) -> l
 
 
 def pipeline_panel(timed: Sequence[Timed], *, title: str = "The pipeline over one step") -> Timeline:
-    """Passes of each pipeline rank, and in the title the share of the step in which a rank waits."""
+    """Passes of each pipeline rank, and in the title the share of the step that is in none of them."""
     ranks = {one.rank for one in timed}
     length = max(one.end for one in timed) - min(one.start for one in timed)
     waits = 1 - sum(one.end - one.start for one in timed) / (length * len(ranks))
-    return passes_panel(timed, f"{title}: a rank waits for {waits:.1%} of it")
+    return passes_panel(timed, f"{title}: a rank runs no pass for {waits:.1%} of it")
 
 
 # Roofline #
