@@ -47,7 +47,7 @@ def until_torch(*words: str, **environment: str) -> subprocess.CompletedProcess[
          ["loading PyTorch, the model and the data"]),
         (["data", "model.name=quickstart/base", "data.train=org/rows"], "the settings of the command line",
          ["loading the tokenizer and the rows"]),
-        (["generate", "quickstart/base", "-p", "hello"], "quickstart/base", ["loading the model"]),
+        (["generate", "quickstart/base", "-p", "hello"], "quickstart/base", ["loading the model and answering"]),
         (["chat", "quickstart/base"], "quickstart/base", ["loading the model"]),
         (["export", "examples", "out"], "examples", ["reading the weights and writing the folder"]),
         (["env"], "this machine", []),

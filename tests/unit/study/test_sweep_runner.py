@@ -86,7 +86,8 @@ def test_each_end_is_a_result_with_its_reason(tmp_path: Path) -> None:
     assert not [*marked("unit")]  # nor what the killed one had started in a session of its own
     assert sorted(file.name for file in (tmp_path / "logs").iterdir()) == ["2.log", "3.log", "4.log"]
     assert "RuntimeError" in (tmp_path / "logs" / "2.log").read_text()
-    assert lines[-1].startswith("4 of 4 · experiment 4 (script=sleep) timed out") and "left" in lines[1]
+    assert lines[-1].startswith("4 of 4 · experiment 4 (script=sleep) timed out")
+    assert "left" in next(line for line in lines if line.startswith("1 of 4"))
     assert lines[0] == "experiment 1 of 4 (script=done) started"
 
 
