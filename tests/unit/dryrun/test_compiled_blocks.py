@@ -4,10 +4,12 @@ from collections import Counter
 from functools import partial
 
 import pytest
+import torch
 from cases import cases
 from made_traces import job_of
 from transformers import LlamaConfig
 
+from meshtune import compat
 from meshtune.dryrun.ranks import trace_ranks
 from meshtune.dryrun.world import trace_rank
 from meshtune.meter.trace import ACTIVATIONS, BACKWARD, FORWARD, StepTrace
@@ -59,6 +61,9 @@ def test_compiled_blocks_keep_what_inductor_keeps_and_fuse_what_it_fuses(mode: s
 
 
 @pytest.mark.ci
+@pytest.mark.skipif(
+    compat._number(torch.__version__) < compat.COMPILED_TENSOR, reason="refused: wrong gradients under tp"
+)
 def test_messages_of_compiled_blocks_are_traced_with_the_reductions_that_are_not_repeated() -> None:
     step = traced("tp2-mb1-ga1-full")
     hidden = [each for each in step.collectives() if each.bytes == 2 * H * 256]
