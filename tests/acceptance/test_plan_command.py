@@ -424,7 +424,7 @@ def test_where_nothing_fits_the_nearest_is_named_and_what_would_fit_does(plan: P
     ]  # fmt: skip
     ended = plan(*tight, code=3)
     assert ended.out == ""
-    says(ended.err)
+    says(re.sub(r"meshtune: searching .*\n", "", ended.err))  # a line of slow machines
     nearest = re.search(r"The layout that needs least is (\S+): ", ended.err)
     assert nearest
     against = plan("explain", nearest[1], *tight).json["against"]

@@ -46,9 +46,7 @@ def test_a_run_has_the_collectives_of_its_dry_run(layout: str, grid: Grid, dry_r
         sizes[part(collective, chosen)] += collective.bytes
     more = {axis: (number - calls[axis], size - sizes[axis]) for axis, (number, size) in sent.items()}
     assert calls.keys() <= sent.keys()
-    # Behind each step the ranks gather what they have measured.
-    (gathered,) = [both for both in more.values() if both != (0, 0)]
-    assert gathered[0] == 1 and gathered[1] % (8 * chosen.world) == 0
+    assert {*more.values()} == {(0, 0)}  # what ranks measured is gathered by their hosts
 
 
 @pytest.mark.parametrize("layout", cases([*SINGLE, *GRID], ci=DRY_RUN_IN_CI))
