@@ -162,9 +162,9 @@ def page(rows: Sequence[Row]) -> str:
         "# The planner's best layouts beside a published study's", "",
         "`python validation/best_layouts.py --table validation/best-layouts.md` writes this page; "
         "[best_layouts.py](best_layouts.py) says what is compared.", "",
-        f"{tried:,} layouts were predicted. The axes of the best one are the published one's in {agree} of "
-        f"{len(found)}; it uses tp and pp as that one does in {alike}. By prediction the published layouts "
-        f"lose {mean(losses):.1f} % on average and {max(losses):.1f} % at most against the planner's "
+        f"{tried:,} layouts were predicted. In {agree} of {len(found)} groups the best one has the "
+        f"axes of the published one; in {alike} both use tp and pp alike. By prediction the published "
+        f"layouts lose {mean(losses):.1f} % on average and {max(losses):.1f} % at most against the planner's "
         f"choice. MFU of the published layouts: {mean(wrong):.1f} % mean error, {median(wrong):.1f} % "
         "median; constants of the prediction were fitted to these speeds among others, so that this is no "
         "test on unknown ones.", "",

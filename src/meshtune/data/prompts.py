@@ -90,7 +90,7 @@ def _example(origin: Origin, columns: Columns) -> Example:
             f"both {forms[0]} and {forms[1]}" if forms else f"neither prompt nor messages (there are {seen})"
         )
         remedy = "keep one" if forms else "map their names, such as data.columns={prompt: question}"
-        if not forms and {*FORMS} & columns.row.keys():
+        if not forms and {*FORMS} & columns.names.keys() and {*FORMS} & columns.row.keys():
             remedy = "data.columns={} clears the mapping of the run's settings"
         if {"role", "content"} <= columns.row.keys():
             remedy = (

@@ -30,6 +30,9 @@ def _(name: str, read: Sequence[Tensor], written: Sequence[Tensor]) -> None:
     return None
 
 
+FUSED = torch.ops.meshtune_dryrun.fused.default  # as a dispatch mode sees it
+
+
 class Kernel:
     """Stands for a kernel that inductor would compile; its arguments are those of the kernel."""
 
@@ -49,10 +52,6 @@ def named(_: Any, scope: dict[str, Any]) -> None:
     for name, value in scope.items():
         if isinstance(value, Kernel):
             value.name = re.sub(r"^cpp_fused_+|_\d+$", "", name)
-
-
-def empty_strided(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
-    return torch.empty_strided(size, stride, dtype=dtype)
 
 
 def one_each(codegen_node: Callable[..., Any]) -> Callable[..., Any]:
@@ -79,10 +78,13 @@ def compiled_on_fakes() -> Iterator[None]:
             (AsyncCompile, "wait", named),
             (CppScheduling, "codegen_node", one_each(CppScheduling.codegen_node)),
             # The wrapper's own functions in C++ make tensors that no mode sees
-            (guards, "_empty_strided_cpu", empty_strided),
+            (
+                guards, "_empty_strided_cpu",
+                lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype),
+            ),
             (guards, "_reinterpret_tensor", Tensor.as_strided),
             (guards, "assert_size_stride", lambda *_: None),
-        ):
+        ):  # fmt: skip
             stack.enter_context(patch.object(owner, name, stand_in))
         stack.enter_context(config.patch(fx_graph_cache=False, compile_threads=1))
         yield

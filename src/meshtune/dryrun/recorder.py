@@ -25,7 +25,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from meshtune.dryrun import compiled  # noqa: F401 the operator of fused kernels
+from meshtune.dryrun.compiled import FUSED
 from meshtune.dryrun.costs import ATTENTION, is_attention
 from meshtune.errors import UserError
 from meshtune.layout import AXES, Layout
@@ -61,55 +61,44 @@ OPERATORS = {
     "send": ("send", 0),
     "recv_": ("receive", 0),
 }
-# The same of the functional collectives that the compiler writes, whose whole tensor is the largest one.
+# The same of the functional collectives that the compiler writes; their whole tensor is the largest one.
 FUNCTIONAL = {
     "all_reduce": "all_reduce",
     "all_gather_into_tensor": "all_gather",
     "reduce_scatter_tensor": "reduce_scatter",
     "all_to_all_single": "all_to_all",
 }
+NO_MESSAGE = ("barrier", "wait_tensor")  # operators of collectives that send no tensor
 PEER = {"send": "dst", "recv_": "src"}  # argument with the other rank's number in the group
 
 
-def collective_of(layout: Layout, func: Any, args: Any, kwargs: Any) -> Collective | None:
-    """The collective that a c10d operator runs with these arguments; None: it sends no tensor.
+def collective_of(layout: Layout, func: Any, args: Any, kwargs: Any, out: Any) -> Collective | None:
+    """The collective that an operator of c10d, or a functional one, runs with these arguments; None: it sends
+    no tensor.
 
-    layout: of all ranks. Raises KeyError for an operator that is not known.
+    layout: of all ranks. out: the operator's result. Raises KeyError for an operator that is not known.
     """
-    if func._opname == "barrier":
+    if func._opname in NO_MESSAGE:
         return None
     given = {argument.name: value for argument, value in arguments(func, args, kwargs)}
-    op, position = OPERATORS[func._opname]
-    ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(given["process_group"]))
+    if func.namespace == torch.ops.c10d.name:
+        op, position = OPERATORS[func._opname]
+        group = dist.ProcessGroup.unbox(given["process_group"])
+        size = sum(tensor.nbytes for tensor in tree_leaves(args[position]))
+    else:
+        name = func._opname.rstrip("_").removesuffix("_out")
+        op, group = FUNCTIONAL[name], _resolve_process_group(given["group_name"])
+        size = max(leaf.nbytes for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, Tensor))
+    ranks = dist.get_process_group_ranks(group)
     peer = PEER.get(func._opname)
     return Collective(
         op=op,
         axis=axis_of(layout, tuple(ranks)),
         ranks=len(ranks),
-        bytes=sum(tensor.nbytes for tensor in tree_leaves(args[position])),
+        bytes=size,
         stride=ranks[1] - ranks[0] if len(ranks) > 1 else 1,
         peer=None if peer is None else ranks[given[peer]],
         waits=not given.get("async_op", peer is not None),
-    )
-
-
-def functional_collective_of(
-    layout: Layout, func: Any, args: Any, kwargs: Any, out: Any
-) -> Collective | None:
-    """The collective that a functional operator runs; None: it waits for one. layout: of all ranks.
-
-    Raises KeyError for an operator that is not known.
-    """
-    if func._opname == "wait_tensor":
-        return None
-    given = {argument.name: value for argument, value in arguments(func, args, kwargs)}
-    ranks = dist.get_process_group_ranks(_resolve_process_group(given["group_name"]))
-    return Collective(
-        op=FUNCTIONAL[func._opname.rstrip("_").removesuffix("_out")],
-        axis=axis_of(layout, tuple(ranks)),
-        ranks=len(ranks),
-        bytes=max(leaf.nbytes for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, Tensor)),
-        stride=ranks[1] - ranks[0] if len(ranks) > 1 else 1,
     )
 
 
@@ -127,7 +116,6 @@ def arguments(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
         yield argument, given
 
 
-FUSED = torch.ops.meshtune_dryrun.fused.default
 READ = torch.ops.aten._local_scalar_dense.default  # the host waits for one number of a device
 DEVICE = torch.ops.prim.device.default  # the device of a fake tensor: no operation
 SOURCE = __file__.removesuffix("meshtune/dryrun/recorder.py")  # folder that this package is in
@@ -288,13 +276,9 @@ class Recorder(Ledger):
             storage = self.trace.storages[number]
             if not storage.shape and made:
                 storage.shape, storage.dtype = tuple(made[0].shape), operation.dtype
-        if func.namespace == torch.ops.c10d.name:
+        if func.namespace in (torch.ops.c10d.name, torch.ops._c10d_functional.name):
             operation.kernels = 0
-            self._message(operation, func, args, kwargs)
-            return
-        if func.namespace == torch.ops._c10d_functional.name:
-            operation.kernels = 0
-            operation.collective = functional_collective_of(self.layout, func, args, kwargs, out)
+            self._message(operation, func, args, kwargs, out)
             return
         operation.kernels = int(bool(written))
         if is_attention(operation):
@@ -305,8 +289,8 @@ class Recorder(Ledger):
         if func is FROM_HOST and operation.phase != UPDATE:
             self.trace.host_copies[line_outside_torch()] += 1
 
-    def _message(self, operation: Operation, func: Any, args: Any, kwargs: Any) -> None:
-        collective = collective_of(self.layout, func, args, kwargs)
+    def _message(self, operation: Operation, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        collective = collective_of(self.layout, func, args, kwargs, out)
         if collective is None:
             return
         buffers = {self.trace.storages[number].category for number in operation.reads}
@@ -382,7 +366,7 @@ class Recorder(Ledger):
         self.stack.pop()
 
     def _of_compiled(self, module: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
-        """The compiled call of a module, of which the compiler must not see the hooks on every module."""
+        """Wrap the compiled call of a module so that the compiler sees none of the hooks on every module."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             self._enter(module, args)

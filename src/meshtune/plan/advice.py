@@ -120,6 +120,7 @@ def reasoning(plan: Plan, choice: Choice) -> list[str]:
     one_copy = Layout(gradient_accumulation_steps=batch, recompute="full")
     memory = explained(workload, cluster, one_copy).memory
     states = memory.weights + memory.gradients + memory.optimizer
+    copied = ", with the copy of the head's gradient at the peak" * bool(workload.work.head_trainable)
     ranks, steps = layout.data_ranks, layout.gradient_accumulation_steps
     model_axes = " x ".join(f"{getattr(layout, axis)} {axis}" for axis in MODEL_AXES)
     return [
@@ -128,7 +129,7 @@ def reasoning(plan: Plan, choice: Choice) -> list[str]:
         f"Model: {count(parameters)} parameters"
         + (f", {count(trained)} of them trained" * (trained < parameters))
         + f". Weights, gradients and optimizer state of one unsharded copy need {human(states)} "
-        f"({states / parameters:.1f} bytes per parameter, with the copy of the head's gradient at the peak); "
+        f"({states / parameters:.1f} bytes per parameter{copied}); "
         f"a {device(cluster)} has {human(cluster.memory)}, and {memory_margin(cluster)}.",
         f"Micro-batch: {sequences(layout.micro_batch_size)}{_larger_micro_batch(plan, choice)}",
         f"{'Ranks' if cluster.gpu.processor else 'GPUs'}: {layout.world} = {model_axes} x {ranks} data "

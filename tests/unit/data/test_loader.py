@@ -1,7 +1,7 @@
 """The order of samples, who gets which, and what a micro-batch holds."""
 
 import json
-import time
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -369,18 +369,19 @@ def test_a_stream_without_a_usable_document_is_refused(tmp_path) -> None:
 
 
 def test_items_are_made_one_ahead_and_an_error_comes_in_its_place() -> None:
-    made = []
+    made, second = [], threading.Event()
 
     def items() -> Iterator[int]:
         for number in range(3):
             made.append(number)
+            if number == 1:
+                second.set()
             yield number
         raise UserError("row 3 is bad")
 
     found = ahead(items())
     assert next(found) == 0
-    while len(made) < 2:  # by the thread, without being asked
-        time.sleep(0.001)
+    assert second.wait(60), "made by the thread, without being asked"
     assert [next(found), next(found)] == [1, 2] and made == [0, 1, 2]
     with pytest.raises(UserError, match="row 3"):
         next(found)

@@ -6,9 +6,11 @@ import torch
 from families import FAMILY_CASES
 from golden import refuses
 from model_folders import plain
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from meshtune.errors import UserError
-from meshtune.model.lora import add_lora, lora_layers, merge_lora
+from meshtune.model.lora import adapt, add_lora, lora_layers, merge_lora
 
 
 def theirs(folder, **settings):
@@ -66,6 +68,34 @@ def test_logits_gradients_and_dropout_equal_peft(family, dtype, save, ids):
     for name, parameter in lora_parameters(ours).items():
         theirs_grad = mirror[f"{name}.default.weight"].grad
         assert (parameter.grad - theirs_grad).norm() <= close * theirs_grad.norm(), name
+
+
+class Moved(TorchDispatchMode):
+    """Counts the bytes that operations read and write."""
+
+    total = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            self.total += sum(
+                each.nbytes for each in tree_leaves((args, kwargs, out)) if torch.is_tensor(each)
+            )
+        return out
+
+
+def test_an_adapter_moves_170_kb_a_token_around_a_large_matrix():
+    moved, tokens = [], 4096
+    for adapted in (False, True):
+        layer = torch.nn.Linear(4096, 14336, bias=False, device="meta", dtype=torch.bfloat16)
+        layer.weight.requires_grad_(False)
+        if adapted:
+            adapt(layer, 16, 32, dtype=torch.bfloat16)
+        x = torch.empty(1, tokens, 4096, device="meta", dtype=torch.bfloat16, requires_grad=True)
+        with Moved() as counted:
+            layer(x).backward(torch.empty(1, tokens, 14336, device="meta", dtype=torch.bfloat16))
+        moved.append(counted.total)
+    assert (moved[1] - moved[0]) / tokens < 170e3, "337 kB where the product is scaled and added apart"
 
 
 def test_a_new_adapter_changes_nothing_and_base_names_stay(save, ids):
