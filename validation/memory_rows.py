@@ -114,11 +114,12 @@ class Planned(NamedTuple):
 def workload_of(job: Job) -> Workload:
     """Return a job as the planner sees it."""
     model = trainable_skeleton(job.spec)[0]
-    return Workload(
+    workload = Workload(
         model="", work=Work.of(census_of(model)), traits=traits(model), seq_len=job.seq_len,
         global_batch_size=job.layout.global_batch_size, precision=job.spec.precision,
         reduce_dtype=job.spec.reduce_dtype, optimizer=job.optimizer.name,
     )  # fmt: skip
+    return workload.compiled() if job.spec.compile else workload
 
 
 def planned(job: Job, *, first_step: bool = False) -> Planned:
@@ -128,7 +129,8 @@ def planned(job: Job, *, first_step: bool = False) -> Planned:
     accounting = accounting_of(workload, cluster_of(ClusterConfig(gpu="cpu"), gpus=layout.world))
     if job.spec.kernels == "cuda":  # on a processor, without a GPU's overhead
         of_gpu = stack_accounting(workload.stack, workload.precision)
-        accounting = replace(accounting, context_keys=of_gpu.context_keys)
+        of_loss = {"logit": of_gpu.logit, "logit_split": of_gpu.logit_split}
+        accounting = replace(accounting, context_keys=of_gpu.context_keys, **of_loss)
     stages = stages_of(workload, layouts)
     step = Step(workload.work, layouts, accounting, job.seq_len, stages, first_step=first_step)
     found = timeline.Liveness(step).timeline()

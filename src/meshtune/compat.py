@@ -337,13 +337,18 @@ def splits_backward() -> bool:
 COMPILED_TENSOR = (2, 13)
 
 
+def compiled_tensor_problem() -> str:
+    """Why this torch can't compile blocks that are cut by tp, in a clause; "": it can."""
+    if _number(version("torch")) >= COMPILED_TENSOR:
+        return ""
+    return f"torch {version('torch')} gives wrong gradients of compiled blocks under tp"
+
+
 def check_compiled_tensor() -> None:
-    """Raise UserError if this torch gives wrong gradients of compiled blocks that are cut by tp."""
-    if _number(version("torch")) < COMPILED_TENSOR:
-        raise UserError(
-            f"torch {version('torch')} gives wrong gradients of compiled blocks under tp: install torch "
-            f"{_dotted(COMPILED_TENSOR)} or newer, or set train.compile=false."
-        )
+    """Raise UserError if this torch can't compile blocks that are cut by tp."""
+    if problem := compiled_tensor_problem():
+        newer = f"install torch {_dotted(COMPILED_TENSOR)} or newer"
+        raise UserError(f"{problem}: {newer}, or set train.compile=false.")
 
 
 def check_pipelining(schedule: str, *, split: bool) -> None:

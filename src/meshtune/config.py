@@ -188,7 +188,9 @@ class TrainConfig(Section):
     )
     adam_eps: float = setting(1.0e-8, "Term in AdamW's denominator.", constant("eps"), gt=0)
     seed: NonNegative = setting(42, "Seed of the order of samples, dropout and random weights.")
-    compile: bool = setting(False, "Compile the blocks with torch.compile.")
+    compile: bool | Literal["auto"] = setting(
+        "auto", "Compile the blocks with torch.compile; auto: on CUDA, where model and layout allow it."
+    )
     max_nonfinite_steps: Positive = setting(
         5, "Steps in a row without a finite loss, after which the run stops with exit code 4.", unit="steps"
     )

@@ -138,7 +138,8 @@ class Bench:
         from meshtune.study.bench import Trial
 
         config = self.subject.config_of(layout)
-        spec = model_spec(config, self.subject.attention, self.device)
+        compiled = self.subject.compiles(layout, self.device)
+        spec = model_spec(config, self.subject.attention, self.device, compile=compiled)
         if config.model.init == "random" or not self.subject.has_weights:
             spec = replace(spec, source=self.subject.source, overrides={}, init="random")
         trial = Trial(

@@ -81,8 +81,9 @@ def build(
         check_written(inputs.tokenizer, first_texts(inputs))
     if config.hub.push_to and world.main:  # after the data: a refused file leaves no empty repository
         try_repository(config.hub.push_to, private=config.hub.private)
+    rows = id_bound(inputs.tokenizer)
     model = rank_model(
-        model_spec(config, choice.attention, device.type, embeddings=id_bound(inputs.tokenizer)),
+        model_spec(config, choice.attention, device.type, compile=choice.compile, embeddings=rows),
         world,
         optimizer=optimizer_spec(config),
         tokens_per_sequence=config.data.seq_len,

@@ -13,13 +13,15 @@ from typing import Any, NamedTuple, TypeVar
 import torch.distributed as dist
 import yaml
 
+from meshtune import compat
 from meshtune.config import Config
 from meshtune.errors import UserError
 from meshtune.layout import Layout, as_mapping
 from meshtune.model.capabilities import auto_attention, traits
 from meshtune.model.census_cache import numbers_of
 from meshtune.model.load import load_config, on_meta
-from meshtune.placement.rules import refusals
+from meshtune.placement.columns import Columns
+from meshtune.placement.rules import UNCOMPILED, Traits, compiles, refusals, uncompiled
 from meshtune.plan import changes
 from meshtune.plan.advice import nearest_batches, verdict
 from meshtune.plan.changes import Refused
@@ -34,10 +36,11 @@ T = TypeVar("T")
 
 
 class Choice(NamedTuple):
-    """Layout and attention function of a run."""
+    """Layout, attention function and compiler of a run."""
 
     layout: Layout
     attention: str  # the name of the attention function that the model is built with, never "auto"
+    compile: bool  # whether the blocks are compiled
 
 
 def choose(config: Config, ranks: int) -> Choice:
@@ -47,7 +50,27 @@ def choose(config: Config, ranks: int) -> Choice:
     fits in memory.
     """
     layout = layout_of(config, ranks)
-    return Choice(layout, attention_of(config, layout, ranks))
+    attention, model_traits = attention_of(config, layout, ranks)
+    device = device_of(config.train.device).type
+    compiled, why = compiles_blocks(config.train.compile, model_traits, layout, device)
+    if why:
+        notice(f"meshtune: {UNCOMPILED.format(why)}")
+    return Choice(layout, attention, compiled)
+
+
+def compiles_blocks(
+    setting: bool | str, model_traits: Traits, layout: Layout, device: str
+) -> tuple[bool, str]:
+    """(Whether train.compile = `setting` compiles the blocks, why "auto" does not on CUDA, or "").
+
+    device: torch's kind.
+    """
+    of_device = {"processor": device == "cpu"}
+    compiled = bool(compiles(setting, model_traits, Columns.of([layout]), **of_device)[0])
+    why = uncompiled(setting, model_traits, layout, **of_device)
+    if setting == "auto" and compiled and layout.tp > 1:
+        why = compat.compiled_tensor_problem()
+    return compiled and not why, why
 
 
 def choose_together(config: Config) -> Choice:
@@ -118,22 +141,24 @@ def _completed(config: Config, ranks: int) -> Layout:
         known = fields.known
         if "gradient_accumulation_steps" not in fields.fixed:  # the most that any schedule takes
             known = replace(known, gradient_accumulation_steps=2 * known.stages)
-        _, others = attention_and_refusals(config, known, None)
+        *_, others = attention_and_refusals(config, known, None)
         raise UserError([*error.problems, *others]) from None
 
 
-def attention_of(config: Config, layout: Layout, ranks: int) -> str:
-    """The attention that the model is built with. Raises UserError, with every reason, where the model can't
-    be trained by `ranks` ranks under the layout with these settings.
+def attention_of(config: Config, layout: Layout, ranks: int) -> tuple[str, Traits]:
+    """(The attention that the model is built with, its traits). Raises UserError, with every reason, where
+    the model can't be trained by `ranks` ranks under the layout with these settings.
     """
-    attention, problems = attention_and_refusals(config, layout, ranks)
+    attention, model_traits, problems = attention_and_refusals(config, layout, ranks)
     if problems:
         raise UserError(problems)
-    return attention
+    return attention, model_traits
 
 
-def attention_and_refusals(config: Config, layout: Layout, ranks: int | None) -> tuple[str, list[str]]:
-    """(The attention that the model is built with, every reason why it can't be trained under the layout).
+def attention_and_refusals(
+    config: Config, layout: Layout, ranks: int | None
+) -> tuple[str, Traits, list[str]]:
+    """(The attention that the model is built with, its traits, why it can't be trained under the layout).
 
     No reasons: an empty list. ranks: how many are started; None: those of the layout. The model is
     built on meta for it. Raises UserError if the model's configuration can't be read.
@@ -144,7 +169,7 @@ def attention_and_refusals(config: Config, layout: Layout, ranks: int | None) ->
     model_traits = traits(model)
     auto = settings.attention == "auto"
     attention = auto_attention(model, model_traits) if auto else settings.attention
-    return attention, refusals(
+    problems = refusals(
         model_traits,
         layout,
         attention=attention,
@@ -153,6 +178,7 @@ def attention_and_refusals(config: Config, layout: Layout, ranks: int | None) ->
         optimizer=config.train.optimizer,
         ranks=ranks,
     )
+    return attention, model_traits, problems
 
 
 # The planner's prediction for a run #

@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from meshtune.api.choose import LESS_MEMORY
+from meshtune.api.choose import LESS_MEMORY, compiles_blocks
 from meshtune.api.model_file import model_file
 from meshtune.api.plan import Log, silent
 from meshtune.api.resolve import model_spec, optimizer_spec
@@ -44,8 +44,8 @@ from meshtune.train.inputs import Inputs, loader_of
 from meshtune.units import counted, on_screen
 
 COMPILED = (
-    "train.compile = true: operations of a block are fused as inductor fuses them for a processor, and those "
-    "that full and selective recompute are counted in its backward."
+    "The blocks are compiled: operations of a block are fused as inductor fuses them for a processor, and "
+    "those that full and selective recompute are counted in its backward."
 )
 
 
@@ -158,6 +158,10 @@ class Subject:
             optimizer=self.config.train.optimizer,
         )
 
+    def compiles(self, layout: Layout, device: str) -> bool:
+        """Whether blocks are compiled under a layout. device: torch's kind."""
+        return compiles_blocks(self.config.train.compile, self.numbers.traits, layout, device)[0]
+
     def config_of(self, layout: Layout) -> Config:
         """The settings with a layout and the global batch that it makes."""
         config = self.config
@@ -181,7 +185,8 @@ class Subject:
         config = self.config
         if self.numbers.census.unsupported == READS_VALUES:
             raise UserError(f"{config.model.name} can't be simulated: {READS_VALUES}.")
-        spec = model_spec(config, self.attention, self.device)
+        compiled = self.compiles(layout, self.device)
+        spec = model_spec(config, self.attention, self.device, compile=compiled)
         return Job(
             spec=replace(spec, source=self.source, overrides={}, init="random"),
             optimizer=optimizer_spec(config),
@@ -220,7 +225,7 @@ class Subject:
         log(f"tracing two steps of {layout}: rank{'s' * (len(stands_for) > 1)} {names} of {layout.world:,} …")
         traces = trace_ranks(partial(trace_rank, job), [*stands_for], layout.world, tell=log)
         workload = self.workload and self.workload.of_batch(layout.global_batch_size)
-        workload = workload and workload.of_labels(job.label_share)
+        workload = workload and workload.of_labels(job.label_share).under(cluster.gpu, layout)
         choice = workload and explained(workload, cluster, layout)
         simulation = Simulation(
             model=self.config.model.name,
@@ -237,7 +242,7 @@ class Subject:
             expandable=allocator.expands(os.environ),
             notes=(
                 *self.notes,
-                *([COMPILED] if self.config.train.compile else []),
+                *([COMPILED] if job.spec.compile else []),
                 *([borrowed] if self.workload and borrowed else []),
                 *([f"{predicted_with(job.label_share)}."] if workload else []),
                 *(() if cluster.gpu.processor else allocator.conflicts(os.environ)),

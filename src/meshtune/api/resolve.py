@@ -148,11 +148,13 @@ def source_of(source: SourceConfig, data: DataConfig, split: str) -> Source:
     )
 
 
-def model_spec(config: Config, attention: str, kernels: str, *, embeddings: int = 0) -> ModelSpec:
+def model_spec(
+    config: Config, attention: str, kernels: str, *, compile: bool = False, embeddings: int = 0
+) -> ModelSpec:
     """The model of a config as plain values.
 
-    attention: of Choice, never "auto". kernels: torch's name of the kind of device. embeddings: rows that the
-    tokenizer needs; 0: all that there are.
+    attention, compile: of Choice, never "auto". kernels: torch's name of the kind of device. embeddings: rows
+    that the tokenizer needs; 0: all that there are.
     """
     train = config.train
     return ModelSpec(
@@ -169,7 +171,7 @@ def model_spec(config: Config, attention: str, kernels: str, *, embeddings: int 
         embeddings=embeddings,
         label_smoothing=train.label_smoothing,
         neftune_alpha=train.neftune_alpha,
-        compile=train.compile,
+        compile=compile,
         seed=train.seed,
     )
 

@@ -232,7 +232,7 @@ def _opened(target: Target, device: str | None, merging: bool) -> Opened:
     for sentence in resolve.override_sentences(config.model):
         notice(sentence)
     unpacked = config.data.model_copy(update={"packing": False})  # generating packs nothing
-    attention = attention_of(config.model_copy(update={"data": unpacked}), Layout(), 1)
+    attention, _ = attention_of(config.model_copy(update={"data": unpacked}), Layout(), 1)
     spec = resolve.model_spec(config, attention, place.type)
     if target.step is not None and target.run is not None:
         tokenizer = resolve.tokenizer_of(config.model, config.data)

@@ -11,6 +11,7 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -44,6 +45,9 @@ Saved = tuple[dict[str, tuple[tuple[int, SavedBytes], ...]], tuple[tuple[int, En
 DTYPES = {2: torch.bfloat16, 4: torch.float32}  # by element size
 # A tensor that several parts save counts in the last one.
 PARTS = ("outside", "mlp", "attention", "entering", "whole", "core", "scores")
+# Besides matmuls and attention, what no compiled block runs again: random numbers, convolutions
+NOT_AGAIN = (torch.ops.aten.native_dropout, torch.ops.aten.convolution)
+EAGER, COMPILED, SELECTIVE = "eager", "compiled", "selective"  # how blocks run; the last is compiled too
 
 
 def saved_by_block(
@@ -69,15 +73,20 @@ def saved_by_block(
         cast_parameters(model, dtype)
         try:
             per_token, tables, last = _saved_per_token(model, parts, inputs, rows)
-            before = sum(per_token["", part] for part in PARTS)
+            before = sum(per_token["", EAGER, part] for part in PARTS)
             ends.append((size, end_bytes(model, parts, dtype, TOKENS, tables=tables, before=before)))
         except Exception:  # each family has its own ways to refuse a type
             continue
         peaks = None if parts.mixers else _peaks(model, parts, inputs, rows)
         for block, _ in model.get_submodule(parts.blocks).named_children():
             path = f"{parts.blocks}.{block}"
-            of_parts = {part: per_token[path, part] for part in PARTS}
-            saved = SavedBytes(**of_parts, peaks=peaks, last=last.get(path, ""))
+            of_runs: list[dict[str, Any]] = [
+                {part: per_token[path, run, part] for part in PARTS} for run in (EAGER, COMPILED, SELECTIVE)
+            ]
+            eager, compiled, selective = (SavedBytes(**of_parts) for of_parts in of_runs)
+            saved = replace(
+                eager, peaks=peaks, last=last.get(path, ""), compiled=compiled, selective=selective
+            )
             sizes_by_block.setdefault(path, []).append((size, saved))
     return {path: tuple(sizes) for path, sizes in sizes_by_block.items()}, tuple(ends)
 
@@ -99,9 +108,9 @@ def _peaks(model: PreTrainedModel, parts: Anatomy, inputs: Inputs, rows: int) ->
 
 def _saved_per_token(
     model: PreTrainedModel, parts: Anatomy, inputs: Inputs, rows: int
-) -> tuple[defaultdict[tuple[str, str], float], float, dict[str, str]]:
-    """Bytes saved per token, by (path of block, part of PARTS), and of tables that all blocks share;
-    `SavedBytes.last` by path of block.
+) -> tuple[defaultdict[tuple[str, str, str], float], float, dict[str, str]]:
+    """Bytes saved per token, by (path of block, how it runs, part of PARTS), and of tables that all blocks
+    share; `SavedBytes.last` by path of block.
 
     Recurrent mixers pad to whole chunks: two forwards of whole chunks then tell what a token adds. Not of one
     chunk: a dimension of size 1 lets transformers' scan keep views where it copies otherwise.
@@ -140,7 +149,7 @@ def _saved_storages(model: PreTrainedModel, parts: Anatomy, inputs: Mapping[str,
         torch.device("meta"),
         FusedDropout(recorder.dropped),
         FusedAttention(recorder.attention),
-        Multiplications(recorder.multiplied),
+        Operations(recorder.ran),
         experts_without_values(),
     ):
         text_forward(model, **inputs)
@@ -160,20 +169,53 @@ class SavedTensors:
         self.parameters = {self._key(tensor): name for name, tensor in model.named_parameters()}
         self.shared = {*self.parameters, *map(self._key, model.buffers())}  # not counted
         self.last: dict[str, str] = {}  # by block: the parameter that it multiplies with when all is saved
+        # By storage: the part that made it, and those it can be computed from again; None: by matmuls or the
+        # core, which no compiled block runs again, or before the block
+        self.made: dict[int, tuple[str, tuple[int, ...] | None]] = {}
+        self.small: set[int] = set()  # storages that reductions made
+        self.operands: set[int] = set()  # storages that matmuls or the core read
+        self.copies: set[int] = set()  # of others, in another order
+        self.undropped: dict[int, str] = {}  # storages given to a dropout of 0, in a block
         self.given: set[int] = set()  # storages that all blocks are given, besides hidden states
         self.tables: set[int] = set()  # those of them that are saved
 
-    def bytes(self, tokens: int) -> Counter[tuple[str, str]]:
-        """Sum the saved bytes of storages that `tokens`, a row's, divides, by (block, part); of scores per
-        key.
+    def bytes(self, tokens: int) -> Counter[tuple[str, str, str]]:
+        """Sum the saved bytes of storages that `tokens`, a row's, divides, by (block, how it runs, part); of
+        scores per key.
         """
-        total: Counter[tuple[str, str]] = Counter()
-        for block, part, size in self.saved.values():
-            if part == "attention" and tokens > 1 and size % tokens**2 == 0:
-                total[block, "scores"] += size // tokens
-            elif size % tokens == 0:
-                total[block, part] += size
+        total: Counter[tuple[str, str, str]] = Counter()
+        runs = {EAGER: self.saved, COMPILED: self.kept_compiled(), SELECTIVE: self.kept_compiled(again=True)}
+        for run, saved in runs.items():
+            for block, part, size in saved.values():
+                if part == "attention" and tokens > 1 and size % tokens**2 == 0:
+                    total[block, run, "scores"] += size // tokens
+                elif size % tokens == 0:
+                    total[block, run, part] += size
         return total
+
+    def kept_compiled(self, *, again: bool = False) -> dict[int, tuple[str, str, int]]:
+        """What compiled blocks keep, like `saved`: inductor fuses what is neither a matmul nor the core into
+        passes that can start again from what those read and returned, what reductions returned, and the
+        block's input. again: from their results and the block's input only, as selective recomputation does.
+        """
+        kept: dict[int, tuple[str, str, int]] = {}
+        seen: set[tuple[int, str]] = set()
+        needed = [(key, block, part) for key, (block, part, _) in reversed(self.saved.items())]
+        needed += [(key, block, "outside") for key, block in self.undropped.items()] if again else []
+        while needed:
+            key, block, part = needed.pop()
+            if (key, part) in seen or key in self.shared:
+                continue
+            seen.add((key, part))
+            made_in, sources = self.made.get(key, (part, None))
+            whole = key in self.operands and key in self.saved and key not in self.copies
+            held = not again and (key in self.small or whole)
+            if sources is None or held:
+                block, old, size = kept.get(key, (block, part, self.alive[key].nbytes()))
+                kept[key] = (block, max(old, part, key=PARTS.index), size)
+            else:
+                needed += [(source, block, made_in) for source in sources]
+        return kept
 
     def table_bytes(self, tokens: int) -> int:
         """Sum the saved bytes of rotary tables and the like, which all blocks are given, but not of masks."""
@@ -191,17 +233,34 @@ class SavedTensors:
 
     def dropped(self, given: Tensor, out: Tensor, mask: Tensor) -> None:
         """Note what dropout makes of a tensor that enters a part. Its mask has been saved by then, unless the
-        tensor needs no gradient, as the first block's input.
+        tensor needs no gradient, as the first block's input. A dropout of 0 keeps the compiler from dropping
+        a matmul's output that no backward needs.
         """
+        if out is given:
+            self.undropped[self._key(given)] = self.block
+            return
         if self._key(given) in self.part_inputs:
             self.of_dropout.add(self._key(out))
             if self._key(mask) in self.saved:
                 self._record(mask, "whole")
 
-    def multiplied(self, operand: Tensor) -> None:
-        """Note what a matmul multiplies with, which autograd has saved by then."""
-        if name := self.parameters.get(self._key(operand)):
+    def ran(self, operation: Any, read: list[Tensor], made: list[Tensor]) -> None:
+        """Note what an operation makes of what, and what a matmul multiplies with, which autograd has saved
+        by then.
+        """
+        operands, sources = ATEN_MATMULS.get(operation), tuple(self._key(tensor) for tensor in read)
+        if operands and (name := self.parameters.get(sources[operands][1])):
             self.last[self.block] = name.removeprefix(f"{self.block}.")
+        whole = operands or self.part == "core" or operation in NOT_AGAIN
+        if whole:
+            self.operands.update(sources)
+        for tensor in made:
+            if (key := self._key(tensor)) not in sources:
+                self.made[key] = (self.part, None if whole else sources)
+                if operation is torch.ops.aten.clone:  # the operator of attention writes in this order
+                    self.copies.add(key)
+                if sources and 2 * tensor.numel() <= max(each.numel() for each in read):
+                    self.small.add(key)
 
     def attention(
         self,
@@ -217,6 +276,7 @@ class SavedTensors:
         Arguments and results are those of `flash_attention`.
         """
         part, self.part = self.part, "core"
+        self.operands |= {self._key(tensor) for tensor in (query, key, value)}
         out = flash_attention(module, query, key, value)
         self.part = part
         return out
@@ -241,6 +301,7 @@ class SavedTensors:
         def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self.block = path
             hidden, *rest = tree_leaves((args, kwargs))
+            self._whole(hidden)
             # All blocks are given the same tensors besides hidden states: rotary tables, a mask.
             given = {self._key(t) for t in rest if isinstance(t, Tensor)} - {self._key(hidden)} - self.shared
             self.given |= given
@@ -248,8 +309,13 @@ class SavedTensors:
 
         return enter
 
-    def _leave_block(self, *_: Any) -> None:
+    def _leave_block(self, _: nn.Module, __: Any, out: Any) -> None:
         self.block = AFTER
+        self._whole(tree_leaves(out)[0])
+
+    def _whole(self, hidden: Tensor) -> None:
+        """Note hidden states between two blocks, which each are compiled."""
+        self.made[self._key(hidden)] = ("outside", None)
 
     def _enter_part(self, part: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.part = part
@@ -277,17 +343,19 @@ class SavedTensors:
             self.saved[key] = (block, max(old, part, key=PARTS.index), size)
 
 
-class Multiplications(TorchDispatchMode):
-    """Give the second operand of each matmul, such as a weight, to `note` before it runs."""
+class Operations(TorchDispatchMode):
+    """Give each operation, with the tensors that it read and made, to `note`."""
 
-    def __init__(self, note: Callable[[Tensor], None]) -> None:
+    def __init__(self, note: Callable[[Any, list[Tensor], list[Tensor]], None]) -> None:
         super().__init__()
         self.note = note
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if operands := ATEN_MATMULS.get(func.overloadpacket):
-            self.note(args[operands][1])
-        return func(*args, **(kwargs or {}))
+        out = func(*args, **(kwargs or {}))
+        read, made = (tree_leaves(each) for each in ((args, kwargs), out))
+        tensors = ([each for each in some if isinstance(each, Tensor)] for some in (read, made))
+        self.note(func.overloadpacket, *tensors)
+        return out
 
 
 # Most bytes that the passes of a block hold at once #

@@ -158,6 +158,9 @@ class SavedBytes:
     peaks: BlockPeaks | None = None  # of the last block; None: not traced, as with recurrent layers
     # The matrix that is multiplied with when all is saved: torch's checkpoint repeats a block up to there
     last: str = ""
+    # The same of a compiled block: kept without recomputation, and under selective; None: not traced
+    compiled: SavedBytes | None = None
+    selective: SavedBytes | None = None
 
     @property
     def total(self) -> float:

@@ -44,6 +44,9 @@ class Traits:
     draws: bool = False  # blocks draw random numbers in training
 
 
+UNCOMPILED = "The blocks run uncompiled: {}."  # with why
+
+
 class Rule(NamedTuple):
     """One reason why a model can't be trained under some layouts."""
 
@@ -57,14 +60,15 @@ def rules(
     *,
     attention: str = "meshtune",
     packing: bool = True,
-    compile: bool = False,
+    compile: bool | str = False,
     optimizer: str = "adamw",
     ranks: int | None = None,
 ) -> Iterator[Rule]:
     """Every rule that a model and settings make; `Rule.refuses` tells which layouts it refuses.
 
     attention: the implementation that the model is built with, never "auto". packing, compile: data.packing,
-    train.compile. optimizer: train.optimizer. ranks: how many were started; None: no rule on their number.
+    train.compile; "auto" refuses nothing. optimizer: train.optimizer. ranks: how many were started; None: no
+    rule on their number.
     """
     if ranks is not None:
         yield Rule(
@@ -84,8 +88,8 @@ def rules(
         yield _ulysses(traits)
     yield from _pipeline(traits)
     yield _every_block(traits)
-    if compile:
-        yield from _compiled(traits)
+    if compile is True:
+        yield from compile_rules(traits)
     if not OPTIMIZERS[optimizer].by_element:
         yield _whole_tensors(optimizer)
 
@@ -377,7 +381,24 @@ def _whole_tensors(optimizer: str) -> Rule:
     )
 
 
-def _compiled(traits: Traits) -> Iterator[Rule]:
+def compiles(setting: bool | str, traits: Traits, layouts: Columns, *, processor: bool) -> Number:
+    """Mask of the layouts whose blocks are compiled under train.compile = `setting`: with "auto" those that
+    no rule refuses, on GPUs. processor: the ranks run on one.
+    """
+    compiled = np.full(np.shape(layouts.tp), setting is True or (setting == "auto" and not processor))
+    for rule in compile_rules(traits) if setting == "auto" else ():
+        compiled = compiled & ~rule.refuses(layouts)
+    return compiled
+
+
+def uncompiled(setting: bool | str, traits: Traits, layout: Layout, *, processor: bool) -> str:
+    """Why blocks run uncompiled on a GPU though `setting` leaves it open, in a clause; "": they don't."""
+    row = Columns.of([layout])
+    rules = compile_rules(traits) if setting == "auto" and not processor else ()
+    return next((rule.reason for rule in rules if np.all(rule.refuses(row))), "")
+
+
+def compile_rules(traits: Traits) -> Iterator[Rule]:
     """Rules on what torch.compile can't make whole graphs of."""
     without = "or leave train.compile out"
     if traits.experts:

@@ -282,6 +282,7 @@ def comparison(workload: Workload, other: Choice, best: Choice) -> str:
 
 def compute_parts(workload: Workload, choice: Choice) -> dict[str, float]:
     """Seconds of `choice.seconds.compute` by kind of work, COMPUTE's names."""
+    workload = choice.decided(workload)
     machine = machine_of(workload, choice.cluster)
     layouts = Columns.of([choice.layout])
     time = StepTime(workload.work, layouts, machine, workload.seq_len, workload.document_tokens)

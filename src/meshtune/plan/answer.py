@@ -154,13 +154,13 @@ class Answer(Notebook):
 
     def as_dict(self, most: int = 10) -> dict[str, Any]:
         """The document that `plan --json` prints, with `most` layouts; bytes and seconds."""
-        plan = self.plan
+        plan, workload = self.plan, self.choice.decided(self.workload)
         document: dict[str, Any] = {
             "model": model_facts(self.workload),
             "cluster": cluster_facts(plan.cluster),
-            "workload": workload_facts(self.workload),
+            "workload": workload_facts(workload),
             "tool": self.workload.tool.name,
-            "stack": self.workload.stack,
+            "stack": workload.stack,
             "goal": self.sort,
             "sort": self.sort,
             "by": self.bounds.by,
@@ -188,7 +188,10 @@ class Answer(Notebook):
             "changes": self.changes,
             "batches": self.batch_advice,
             "run": vars(self.run) | {"notes": list(self.length.notes)},
-            "notes": [*self.workload.notes, *filter(None, [unmeasured(plan.cluster)])],
+            "notes": [
+                *self.workload.notes,
+                *filter(None, [unmeasured(plan.cluster), self.choice.uncompiled]),
+            ],
         }
         if self.left_out:
             document["left_out"] = list(self.left_out)

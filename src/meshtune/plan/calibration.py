@@ -67,6 +67,7 @@ class Planned:
         if measured.nodes > 1:
             cluster = replace(cluster, node=world // measured.nodes)
         here = cluster.of_size(world)
+        workload = workload.under(here.gpu, measured.layout)
         return cls(measured, workload, machine_of(workload, here))
 
 

@@ -22,7 +22,7 @@ def plan_yaml(choice: Choice, workload: Workload) -> str:
     It has the values of `plan --json` and the seconds of a step by the parts that a run measures. For a
     processor, whose speed nobody has measured, only memory is predicted.
     """
-    predicted = choice.as_dict()
+    predicted, workload = choice.as_dict(), choice.decided(workload)
     if not choice.cluster.timed:
         predicted = {key: predicted[key] for key in ("layout", "world", "memory")}
     else:

@@ -93,6 +93,7 @@ def _durations(workload: Workload, choice: Choice) -> tuple[Callable[[str, int],
     """(Function of a kind of pass and its stage that returns the seconds of a pass with its send; seconds of
     collectives on gradients after the last backward; of the update with the host's work for a step).
     """
+    workload = choice.decided(workload)
     columns, machine = Columns.of([choice.layout]), machine_of(workload, choice.cluster)
     time = StepTime(workload.work, columns, machine, workload.seq_len, workload.document_tokens)
     block, pipeline, ends, weights_of_block = time.block, time.pipeline, time.ends, time.block.compute.weights
@@ -182,6 +183,7 @@ def memory_over_time(workload: Workload, choice: Choice, drawn: StepOverTime) ->
     Their peak is the layout's: the events are those of `Liveness.timeline`, with the micro-batches that the
     rank has in flight then.
     """
+    workload = choice.decided(workload)
     columns, accounting = Columns.of([choice.layout]), accounting_of(workload, choice.cluster)
     place = int(choice.memory.rank)
     stages = rows(ranks_of(workload, accounting, columns), slice(place, place + 1))

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from meshtune.errors import UserError
 from meshtune.layout import SCHEDULES, V_SCHEDULES, Layout
 from meshtune.notebook import Notebook
 from meshtune.placement.columns import Columns, Number, at, joined, layout_at, rows
+from meshtune.placement.rules import UNCOMPILED, uncompiled
 from meshtune.placement.share import stage_blocks, stage_of_rank
 from meshtune.plan.accounting import Accounting, accounting_of
 from meshtune.plan.accuracy import Accuracy, accuracy, band_of
@@ -45,6 +46,7 @@ from meshtune.plan.workload import Workload
 from meshtune.units import human
 
 PEAK_TIE = 0.01  # share of a GPU's memory by which peaks may differ and count as equal
+Prediction = TypeVar("Prediction", Seconds, Memory)
 CHUNK = 8192  # layouts that are predicted at a time
 OUTDONE_BY = {"gpipe": "1f1b", "loopedbfs": "interleaved1f1b"}
 OUTDONE = "GPipe or looped BFS, where (interleaved) 1F1B has the same bubble and stores fewer activations"
@@ -70,6 +72,7 @@ class Choice(Notebook):
     mfu: float  # model FLOPs, without recomputation, as a share of the precision's dense peak
     stack: str = "meshtune"  # of stacks.toml, that predicted it
     tool: Tool = MESHTUNE  # that runs it
+    uncompiled: str = ""  # a sentence on why the blocks are not compiled, though train.compile leaves it open
 
     @property
     def summary_line(self) -> str:
@@ -77,6 +80,10 @@ class Choice(Notebook):
         speed = f"{self.tokens_per_second_per_gpu:,.0f} {cluster.speed_unit}, " if cluster.timed else ""
         peak = f"{human(self.memory.peak)} of {human(cluster.memory)}"
         return f"{self.layout} on {cluster.title}: {speed}{peak}"
+
+    def decided(self, workload: Workload) -> Workload:
+        """The workload with train.compile as it is for this layout."""
+        return workload.under(self.cluster.gpu, self.layout)
 
     @property
     def accuracy(self) -> Accuracy:
@@ -150,7 +157,7 @@ class Plan:
     @cached_property
     def safe(self) -> Number:
         """Mask of the layouts whose peak with its error bar is in the GPU's memory."""
-        return self.memory.peak <= safe_peak(self.workload.stack, self.cluster)
+        return self.memory.peak <= safe_peaks(self.workload, self.cluster, self.columns)
 
     @cached_property
     def uneven(self) -> Number:
@@ -212,7 +219,7 @@ def search(
         seconds = joined([seconds, times(workload, cluster, fewer)])
         held = joined([held, peak(workload, cluster, fewer)])
     uneven = uneven_degrees(workload, cluster, fitting, fixed)
-    unsafe = held.peak > safe_peak(workload.stack, cluster)
+    unsafe = held.peak > safe_peaks(workload, cluster, fitting)
     order = ranked(seconds.total, held.peak / cluster.memory, fitting.recompute, uneven, unsafe, tie=TIE)
     return Plan(
         workload, cluster, considered, tuple(rejected), rows(fitting, order), rows(seconds, order),
@@ -260,10 +267,22 @@ def choice_of(
     workload: Workload, cluster: Cluster, layout: Layout, seconds: Seconds, memory: Memory
 ) -> Choice:
     """The layout with its speed and MFU; seconds and memory are its prediction, as floats."""
+    why = uncompiled(workload.compile, workload.traits, layout, processor=cluster.gpu.processor)
+    workload = workload.under(cluster.gpu, layout)
     speed = workload.tokens / seconds.total / layout.world
     rate = peak_flops(cluster.gpu, workload.precision)
     mfu = speed * workload.flops_per_token / rate
-    return Choice(layout, cluster, seconds, memory, speed, mfu, workload.stack, workload.tool)
+    return Choice(
+        layout,
+        cluster,
+        seconds,
+        memory,
+        speed,
+        mfu,
+        workload.stack,
+        workload.tool,
+        why and UNCOMPILED.format(why),
+    )
 
 
 def peaks(
@@ -311,6 +330,8 @@ def outdone(layouts: Columns) -> Number:
 
 def times(workload: Workload, cluster: Cluster, layouts: Columns) -> Seconds:
     """Predicted seconds of a step, every part as an array with one element per layout."""
+    if workload.compile == "auto":
+        return _decided(times, workload, cluster, layouts)
     machine = machine_of(workload, cluster)
     found = step(workload.work, layouts, machine, workload.seq_len, workload.document_tokens)
     return Seconds(*(np.broadcast_to(getattr(found, f.name), np.shape(layouts.tp)) for f in fields(found)))
@@ -318,13 +339,32 @@ def times(workload: Workload, cluster: Cluster, layouts: Columns) -> Seconds:
 
 def peak(workload: Workload, cluster: Cluster, layouts: Columns) -> Memory:
     """Predicted memory of the fullest rank of each layout, with the accounting of the workload's stack."""
+    if workload.compile == "auto":
+        return _decided(peak, workload, cluster, layouts)
     accounting = accounting_of(workload, cluster)
     stages = ranks_of(workload, accounting, layouts)
     return timeline.peak(workload.work, layouts, accounting, workload.seq_len, stages)
 
 
+def _decided(
+    predict: Callable[[Workload, Cluster, Columns], Prediction],
+    workload: Workload,
+    cluster: Cluster,
+    layouts: Columns,
+) -> Prediction:
+    """Predict the layouts whose blocks are compiled, and the others, each with their stack."""
+    compiled = workload.compiles(cluster.gpu, layouts)
+    both = (workload.compiled(), compiled), (workload.uncompiled(), ~compiled)
+    parts = [(predict(one, cluster, rows(layouts, mask)), mask) for one, mask in both if np.any(mask)]
+    if not parts:
+        return predict(workload.uncompiled(), cluster, layouts)
+    order = np.concatenate([np.flatnonzero(mask) for _, mask in parts])
+    return rows(joined([found for found, _ in parts]), np.argsort(order))
+
+
 def peaks_of_ranks(workload: Workload, cluster: Cluster, layout: Layout) -> dict[int, Liveness]:
     """Memory of each pipeline rank that `peak` compares, by its index in the pipeline."""
+    workload = workload.under(cluster.gpu, layout)
     layouts, accounting = Columns.of([layout]), accounting_of(workload, cluster)
     stages = ranks_of(workload, accounting, layouts)
     alone = [rows(stages, slice(place, place + 1)) for place in range(len(stages.rank))]
@@ -485,6 +525,13 @@ def ranked(
 def safe_peak(stack: str, cluster: Cluster) -> float:
     """Bytes of a predicted peak up to which a layout fits safely: with its error bar in a GPU's memory."""
     return cluster.memory / (1 + accuracy_of(stack, cluster, "node").memory)  # the same in all bands
+
+
+def safe_peaks(workload: Workload, cluster: Cluster, layouts: Columns) -> Number:
+    """The same of each layout, by the stack that predicts it."""
+    stacks = workload.tool.compiled, workload.tool.stack
+    compiled, others = (safe_peak(stack, cluster) for stack in stacks)
+    return np.where(workload.compiles(cluster.gpu, layouts), compiled, others)
 
 
 def accuracy_of(stack: str, cluster: Cluster, band: str) -> Accuracy:

@@ -105,6 +105,9 @@ class Kept(NamedTuple):
     scores: Number = 0.0  # bytes per token and key, by a family that writes attention's scores to memory
     whole: Number = 0.0  # of adapters, see `SavedBytes`; neither tp nor sp splits it
 
+    def twice(self) -> Kept:
+        return Kept(*(2 * size for size in self))
+
     def with_keys(self, seq_len: Number) -> Kept:
         """The same with the scores of `seq_len` keys a token, in `attention`."""
         return self._replace(attention=self.attention + self.scores * seq_len, scores=0.0)
@@ -116,6 +119,20 @@ class Traced(NamedTuple):
     kept: Kept  # by an average block
     fullest: Kept  # by the block that keeps most
     peaks: BlockPeaks | None = None  # of the last block's passes
+    compiled: Traced | None = None  # the same of compiled blocks
+    fused: bool = False  # they are compiled
+    # By an average compiled block under selective recomputation; None: all outputs of matmuls
+    selective: Kept | None = None
+
+    def twice(self) -> Traced:
+        """The same of elements of twice the size; passes are not known."""
+        return Traced(
+            self.kept.twice(),
+            self.fullest.twice(),
+            compiled=self.compiled and self.compiled.twice(),
+            selective=self.selective and self.selective.twice(),
+            fused=self.fused,
+        )
 
 
 @dataclass(frozen=True)
@@ -209,6 +226,14 @@ class Work:
             whole_heads=next((b.whole_heads for b in census.blocks if b.attention), None),
         )
 
+    def compiled(self) -> Work:
+        """The same with compiled blocks; those that were not traced so stay as they are."""
+        several, one = (
+            {element: each.compiled or each for element, each in traced.items()}
+            for traced in (self.traced, self.traced_of_one_row)
+        )
+        return replace(self, traced=several, traced_of_one_row=one)
+
     def head_shards(self, tp: Number) -> Number:
         """Ranks of `tp` that share out a block's attention heads; 1 where each computes all of them."""
         return head_shards(self.whole_heads, tp)
@@ -276,19 +301,35 @@ def _traced(
     of an element. masked: whether a run gives a mask to attention.
     """
     by_size, found = [dict(of_block) for of_block in saved], {}
-    peaks = {
-        element: last.peaks and replace(last.peaks, masks=masked * last.peaks.masks)
-        for element, last in by_size[-1].items()
-    }
     for element in (2, 4):
         if all(element in of_block for of_block in by_size):
-            kept = [_kept(block, each[element], element) for block, each in zip(blocks, by_size, strict=True)]
-            mean = Kept(*(sum(part) / len(kept) for part in zip(*kept, strict=True)))
-            found[element] = Traced(mean, max(kept, key=sum), peaks[element])
+            sizes = [of_block[element] for of_block in by_size]
+            peaks = sizes[-1].peaks and replace(sizes[-1].peaks, masks=masked * sizes[-1].peaks.masks)
+            found[element] = _blocks_of(blocks, sizes, element, peaks)
+            compiled = [size.compiled for size in sizes if size.compiled]
+            selective = [size.selective for size in sizes if size.selective]
+            if len(compiled) == len(selective) == len(sizes):
+                # The block's input is what a compiled block starts from, or reads as it is.
+                peaks = peaks and replace(peaks, saves_input=True)
+                # The compiler drops no output to which adapters add theirs.
+                adapted = any(p.kind == "adapter" for block in blocks for p in block.parameters)
+                outputs = None if adapted else _blocks_of(blocks, selective, element, None).kept
+                of_compiled = _blocks_of(blocks, compiled, element, peaks)
+                found[element] = found[element]._replace(
+                    compiled=of_compiled._replace(fused=True, selective=outputs)
+                )
     if 4 in found:
-        mean, fullest = (Kept(*(2 * size for size in kept)) for kept in found[4][:2])
-        found[8] = Traced(mean, fullest, peaks.get(8))
+        found[8] = found[4].twice()
     return found
+
+
+def _blocks_of(
+    blocks: Sequence[Block], saved: Sequence[SavedBytes], element: int, peaks: BlockPeaks | None
+) -> Traced:
+    """Average and fullest of the blocks, which save `saved`. peaks: of the last one's passes."""
+    kept = [_kept(block, each, element) for block, each in zip(blocks, saved, strict=True)]
+    mean = Kept(*(sum(part) / len(kept) for part in zip(*kept, strict=True)))
+    return Traced(mean, max(kept, key=sum), peaks)
 
 
 def _has_backward(block: Block) -> bool:

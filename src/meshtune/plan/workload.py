@@ -5,20 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from meshtune.config import Config
 from meshtune.errors import UserError
 from meshtune.layout import Layout
-from meshtune.placement.rules import Rule, Traits, rules, sentences
-from meshtune.plan.memory.activations import compiled
+from meshtune.placement.columns import Columns
+from meshtune.placement.rules import Rule, Traits, compiles, rules, sentences
 from meshtune.plan.programs import MESHTUNE, Tool
 from meshtune.plan.work import Work, attended
 from meshtune.precision import DTYPE_BYTES, PRECISIONS
-from meshtune.units import count
+from meshtune.units import Number, count
 
 if TYPE_CHECKING:
     from meshtune.placement.numbers import ModelNumbers
+    from meshtune.plan.hardware import Gpu
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Workload:
     precision: str = "bf16"
     reduce_dtype: str = "fp32"
     optimizer: str = "adamw"
-    compile: bool = False
+    compile: bool | Literal["auto"] = False  # "auto": `compiles` says under which layouts
     packing: bool = True
     attention: str = "meshtune"  # implementation that the model is built with
     positions: int | None = None  # tokens of the longest document that its positions are made for; None: any
@@ -97,13 +98,23 @@ class Workload:
         """The same with labels on a share of a sequence's tokens; None: not known, on all of them."""
         return replace(self, work=replace(self.work, labelled=1.0 if share is None else share))
 
+    def compiles(self, gpu: Gpu, layouts: Columns) -> Number:
+        """Mask of the layouts whose blocks are compiled on GPUs of a kind."""
+        return compiles(self.compile, self.traits, layouts, processor=gpu.processor)
+
+    def under(self, gpu: Gpu, layout: Layout) -> Workload:
+        """The same with train.compile decided for a layout on GPUs of a kind."""
+        if self.compile != "auto":
+            return self
+        return self.compiled() if self.compiles(gpu, Columns.of([layout]))[0] else self.uncompiled()
+
+    def uncompiled(self) -> Workload:
+        """The same without train.compile, where that is still to be decided."""
+        return replace(self, compile=False)
+
     def compiled(self) -> Workload:
-        """The same under train.compile: `work.traced` has what compiled blocks save."""
-        traced = {
-            element: each._replace(kept=compiled(each.kept), fullest=compiled(each.fullest))
-            for element, each in self.work.traced.items()
-        }
-        return replace(self, work=replace(self.work, traced=traced), compile=True)
+        """The same under train.compile: `work` has what compiled blocks save."""
+        return self if self.compile is True else replace(self, work=self.work.compiled(), compile=True)
 
     def run_by(self, tool: Tool) -> Workload:
         """The same, run by another program: predicted with its constants, only under its layouts."""
@@ -115,11 +126,13 @@ class Workload:
             work=replace(self.work, traced={}, whole_heads=None) if tool.own_blocks else self.work,
             reduce_dtype=tool.reduce_dtype or self.reduce_dtype,
             attention=tool.name,
+            compile=self.compile is True,  # it compiles only where it is told to
         )
 
     @property
     def stack(self) -> str:
-        """The stack of stacks.toml that predicts memory and time."""
+        """The stack of stacks.toml that predicts memory and time, once train.compile is decided: `under`."""
+        assert self.compile != "auto"
         return self.tool.compiled if self.compile else self.tool.stack
 
     def rules(self) -> Iterator[Rule]:
@@ -190,11 +203,12 @@ def workload_of(config: Config, numbers: ModelNumbers) -> Workload:
         reduce_dtype=config.train.reduce_dtype,
         optimizer=config.train.optimizer,
         packing=config.data.packing,
+        compile="auto" if config.train.compile == "auto" else False,
     )
     uncounted = untraced_note(workload), dropout_note(numbers)
     notes = numbers.text_part, experts_note(numbers), dora_note(config), *uncounted, beyond
     workload = replace(workload, notes=(*numbers.changes, *filter(None, notes)))
-    return workload.compiled() if config.train.compile else workload
+    return workload.compiled() if config.train.compile is True else workload
 
 
 EXPERTS_NOT_MEASURED = (

@@ -31,6 +31,7 @@ def predicted(simulation: Simulation) -> dict[str, Any] | None:
     facts = choice.as_dict()
     if not choice.cluster.timed:
         return {"step_seconds": None, "parts": None, "memory": tensors(memory), "event": event}
+    workload = choice.decided(workload)
     machine = machine_of(workload, choice.cluster)
     return {
         "step_seconds": facts["step_seconds"],

@@ -2,17 +2,26 @@
 
 from collections import Counter
 from functools import partial
+from itertools import product
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from cases import cases
 from made_traces import job_of
-from transformers import LlamaConfig
+from transformers import Gemma2Config, LlamaConfig, PretrainedConfig, Qwen3Config
 
 from meshtune import compat
 from meshtune.dryrun.ranks import trace_ranks
 from meshtune.dryrun.world import trace_rank
+from meshtune.layout import Layout
 from meshtune.meter.trace import ACTIVATIONS, BACKWARD, FORWARD, StepTrace
+from meshtune.model.trace import census_of
+from meshtune.placement.columns import Columns
+from meshtune.plan.memory.activations import saved_by_block
+from meshtune.plan.work import Work
+from meshtune.train.model import LoraSpec, ModelSpec, trainable_skeleton
 
 H, KV, F, HEADS, BLOCKS, TOKENS, VOCABULARY = 512, 128, 768, 8, 3, 250, 1024
 LLAMA = LlamaConfig(
@@ -30,10 +39,51 @@ KEPT = {
 KEPT["-attention"] = KEPT[""] - CORE
 
 
-def traced(layout: str) -> StepTrace:
-    job = job_of(LLAMA, layout, (TOKENS,), seq_len=256, kernels="cuda", compile=True, precision="bf16")
+SHAPE = {name: getattr(LLAMA, name) for name in (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "max_position_embeddings",
+)}  # fmt: skip
+FAMILIES: dict[str, tuple[PretrainedConfig, dict[str, Any]]] = {
+    "llama": (LLAMA, {}),
+    "llama with LoRA": (LLAMA, {"lora": LoraSpec(r=8)}),
+    "qwen3": (Qwen3Config(**SHAPE, head_dim=64), {}),  # norms of queries and keys
+    "gemma2": (Gemma2Config(**SHAPE, head_dim=64, attn_logit_softcapping=None, pad_token_id=0), {}),
+}
+
+
+def traced(layout: str, source: PretrainedConfig = LLAMA, **spec: Any) -> StepTrace:
+    given = {"seq_len": 256, "kernels": "cuda", "compile": True, "precision": "bf16"} | spec
+    job = job_of(source, layout, (TOKENS,), **given)
     (trace,) = trace_ranks(partial(trace_rank, job), [0], job.layout.world)
     return trace.steps[1]
+
+
+def kept(step: StepTrace) -> Counter[str]:
+    """Bytes per token that each block keeps from its forward to its backward."""
+    inside = [each.module.startswith("model.layers") and each.phase == FORWARD for each in step.operations]
+    last = max(number for number, of_block in enumerate(inside) if of_block)
+    kept: Counter[str] = Counter()
+    for storage in step.living_at(last + 1).values():
+        if storage.category == ACTIVATIONS:
+            kept[".".join(storage.module.split(".")[:3])] += storage.bytes / 256
+    return kept
+
+
+@pytest.mark.parametrize(
+    ("family", "mode"),
+    cases([*product(FAMILIES, KEPT)], ci=[("qwen3", ""), ("gemma2", "-selective")]),
+)
+def test_the_planner_counts_what_compiled_blocks_keep(family: str, mode: str) -> None:
+    source, spec = FAMILIES[family]
+    step = traced(f"mb1-ga1{mode}", source, **spec)
+    model = trainable_skeleton(ModelSpec(source=source, init="random", **spec))[0]
+    work = Work.of(census_of(model)).compiled()
+    layouts = Columns.of([Layout.parse(f"mb1-ga1{mode}")])
+    traces = work.traced[2]
+    of_block = saved_by_block(
+        traces.fullest, work, layouts, np.array([1.0]), selective=traces.selective, compiled=traces.fused
+    )
+    assert of_block.saved == [kept(step)["model.layers.1"]]
 
 
 @pytest.mark.parametrize("mode", cases(["", "-attention", "-selective", "-full"], ci=["-selective"]))
@@ -44,12 +94,7 @@ def test_compiled_blocks_keep_what_inductor_keeps_and_fuse_what_it_fuses(mode: s
         for number, each in enumerate(step.operations)
         if each.module.startswith("model.layers")
     ]
-    last = max(number for number, each in of_blocks if each.phase == FORWARD)
-    kept: Counter[str] = Counter()
-    for storage in step.living_at(last + 1).values():
-        if storage.category == ACTIVATIONS:
-            kept[storage.module] += storage.bytes
-    assert {kept[f"model.layers.{block}"] / 256 for block in range(1, BLOCKS)} == {KEPT[mode]}
+    assert {kept(step)[f"model.layers.{block}"] for block in range(1, BLOCKS)} == {KEPT[mode]}
     moved = sum(each.read + each.written for _, each in of_blocks if each.kernels) / BLOCKS / 256
     assert moved < (200e3 if mode in ("", "-attention") else 260e3), "395 kB a token uncompiled"
     names = {each.name for _, each in of_blocks if each.kernels}

@@ -10,7 +10,8 @@ from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining.stage import PipelineStage
 
 from meshtune.layout import SCHEDULES, VIRTUAL_SCHEDULES, Layout
-from meshtune.placement.rules import Traits, refusals
+from meshtune.placement.columns import Columns
+from meshtune.placement.rules import Traits, compiles, refusals, uncompiled
 
 LLAMA = Traits(
     "LlamaForCausalLM", blocks=6, heads=12, kv_heads=4, vocabulary=256, cuts=((768, "rows of mlp.gate_proj"),)
@@ -100,6 +101,8 @@ def test_another_attention_than_ours_is_for_plain_layouts():
 )
 def test_blocks_are_compiled_in_every_recompute_mode_and_layout(layout):
     assert refused(layout, compile=True) == []
+    assert compiles("auto", LLAMA, Columns.of([Layout.parse(layout)]), processor=False) == [True]
+    assert not uncompiled("auto", LLAMA, Layout.parse(layout), processor=False)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +120,12 @@ def test_what_interrupts_the_compiler_is_refused(layout, traits):
     (sentence,) = refused(layout, traits, compile=True)
 
     says(sentence)
-    assert refused(layout, traits) == []
+    assert refused(layout, traits, compile="auto") == refused(layout, traits) == []
+    for setting, processor, compiled in [("auto", False, False), ("auto", True, False), (True, True, True)]:
+        columns = Columns.of([Layout.parse(layout)])
+        assert compiles(setting, traits, columns, processor=processor) == [compiled]
+    assert uncompiled("auto", traits, Layout.parse(layout), processor=False)
+    assert not uncompiled("auto", traits, Layout.parse(layout), processor=True)
 
 
 def test_the_number_of_ranks_is_the_layouts():

@@ -20,6 +20,8 @@ def machines(gpus: int = 8, gpu: str = "h100-sxm", **settings: Any) -> Cluster:
 
 
 def workload(model: str = "llama-3.1-8b", size: int = 64, seq_len: int = 4096, **settings: Any) -> Workload:
+    """A known model, with uncompiled blocks if `settings` have no compile."""
+    settings = {"compile": False} | settings
     return replace(known(model), seq_len=seq_len, global_batch_size=size, **settings)
 
 

@@ -35,6 +35,7 @@ def saved_by_block(
     regathers_inputs: Number = False,
     context: Context = "gathered",
     selective: Kept | None = None,
+    compiled: bool = False,
 ) -> BlockBytes:
     """Return the activations of an average block under each layout's recomputation mode.
 
@@ -45,7 +46,8 @@ def saved_by_block(
     rank (after cp). element: bytes of an element of activations. regathers_inputs: under sp, matmul inputs
     are saved split and gathered again in the backward (`Accounting.regathers`). context: as in Accounting.
     selective: bytes per token that selective recomputation saves; None: all matmul outputs, output and
-    statistics of the attention core, and the block's input.
+    statistics of the attention core, and the block's input. compiled: blocks are, which makes the output of a
+    core that runs again too.
 
     Korthikanti et al. 2022 (arXiv:2205.05198), sections 4.2 (tp, sp) and 5 (recomputation).
     """
@@ -73,6 +75,8 @@ def saved_by_block(
         under_selective = tokens * kept + block_input
     else:
         under_selective = of_tokens(selective, (selective.core + selective.statistics) / heads)
+    if compiled:
+        regathered = regathered + element * core_outputs
 
     of_core = (per_token.statistics + regathered) / heads + whole_output  # what only its backward needs
     saved_under = {
@@ -152,17 +156,6 @@ def norm_gradient(work: Work, element: float) -> Number:
     """
     kept = ends.norm - work.hidden * max(4, element) if (ends := work.ends.get(int(element))) else -1.0
     return kept if kept >= 0 else element * work.hidden  # a fused kernel keeps its input as it is
-
-
-def compiled(per_token: Kept) -> Kept:
-    """Bytes per token that a block saves under torch.compile, from those that it saves eagerly.
-
-    The partitioner recomputes a norm's fp32 copies and the MLP's activation function. Measured on a Llama:
-    12h + 4·h_kv + 6f + 4a + 8 of 20h + 4·h_kv + 8f + 4a + 8.
-    """
-    return per_token._replace(
-        outside=per_token.outside / 3, attention=per_token.attention * 3 / 4, mlp=per_token.mlp * 3 / 4
-    )
 
 
 def last_norm_bytes(step: Step) -> tuple[Number, Number]:

@@ -165,16 +165,18 @@ def earlier_gradients(step: Step, in_flight: Number, per_micro_batch: Number) ->
 def block_bytes(step: Step) -> BlockBytes:
     """Bytes of an average block's activations; of what runs again, those of the block that saves most."""
     work, layouts, accounting, seq_len = step.work, step.layouts, step.accounting, step.seq_len
-    selective = None if accounting.selected is None else accounting.selected.per_token(work, seq_len)
-    saved = [accounting.saved_per_token(work, layouts, seq_len)]
     traced = work.traced.get(int(accounting.element))
+    selective = accounting.selected.per_token(work, seq_len) if accounting.selected else None
+    if traced and accounting.saved is None:
+        selective = traced.selective
+    saved = [accounting.saved_per_token(work, layouts, seq_len)]
     if traced and traced.fullest != traced.kept:  # else all blocks save the same
         saved.append(accounting.saved_per_token(work, layouts, seq_len, fullest=True))
     blocks = [
         saved_by_block(
             per_token, work, layouts, step.tokens, element=accounting.element,
             regathers_inputs=accounting.regathers(layouts), context=accounting.context_keys,
-            selective=selective,
+            selective=selective, compiled=traced is not None and traced.fused,
         )
         for per_token in saved
     ]  # fmt: skip

@@ -120,7 +120,7 @@ def reliability(choice: Choice) -> list[str]:
     """Sentences on how far the numbers can be trusted; the first screen says of an unmeasured processor."""
     borrowed = unmeasured(choice.cluster) if choice.cluster.timed else ""
     accuracy = choice.accuracy.sentence(choice.stack, choice.cluster.gpu.name)
-    return [*filter(None, [accuracy, f"{predicted_with(None)}.", borrowed])]
+    return [*filter(None, [accuracy, f"{predicted_with(None)}.", borrowed, choice.uncompiled])]
 
 
 def heading(result: Answer) -> Text:
