@@ -307,9 +307,12 @@ def search(
 
     with working(api.PLANNING) as count:
         best = api.plan(config, **clusters, tool=tool, log=log, count=count)
-    written = write_export(config, best, export_to) if export_to else None
-    line = CommandLine.of(["meshtune", *sys.argv[1:]], settings, config)
-    document = documents.answer(best, top, written, line=line, whole=full)
+        count("comparing the layout with others and with other batches …")
+        written = write_export(config, best, export_to) if export_to else None
+        line = CommandLine.of(["meshtune", *sys.argv[1:]], settings, config)
+        document = documents.answer(best, top, written, line=line, whole=full)
+        if as_json:
+            len(document.facts)  # which are searched for when they are first read
     if not as_json or not verify:
         show(document, as_json=as_json)
     if verify:
