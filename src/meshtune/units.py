@@ -5,14 +5,16 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from statistics import median, quantiles
 from typing import Any
 
 Number = Any  # float | np.ndarray, in any mixture that numpy broadcasts
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 TERA = 10**12
+SILENCE = 2.0  # seconds of work after which a count is printed
 
 
 def human(size: float) -> str:
@@ -128,7 +130,40 @@ def printable(text: str) -> str:
 def on_screen(line: str) -> None:
     """Print a line on stderr if that is a terminal or a notebook's."""
     if sys.stderr.isatty() or type(sys.stderr).__module__.startswith("ipykernel"):
-        notice(f"meshtune: {line}")
+        log(line)
+
+
+def log(line: str) -> None:
+    """Print a line of a command on stderr."""
+    notice(f"meshtune: {line}")
+
+
+@contextmanager
+def working(text: str, log: Callable[[str], None] = log) -> Iterator[Callable[[str], None]]:
+    """Show `text` and the time so far on stderr during the block, if stderr is a terminal; it is gone before
+    the answer comes. Without a terminal, `log` gets `text` at the beginning.
+
+    Gives a function that shows a count instead of `text`; without a terminal `log` gets one in SILENCE
+    seconds. What the block prints on stdout goes to stderr.
+    """
+    if not sys.stderr.isatty():
+        logged = [time.monotonic()]
+        log(f"{text} …")
+
+        def log_count(count: str) -> None:
+            if time.monotonic() - logged[-1] >= SILENCE:
+                logged.append(time.monotonic())
+                log(count)
+
+        yield log_count
+        return
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn("line"), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
+        task = shown.add_task(text, total=None)
+        yield lambda count: shown.update(task, description=count)
 
 
 def notice(text: str, *, dim: bool = False) -> None:

@@ -101,6 +101,7 @@ def test_a_line_of_a_text_file_is_a_prompt(answered, tmp_path):
 
 def test_answers_go_to_a_new_file_as_they_come(model, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(api, "CHUNK", 2)
+    monkeypatch.setattr("meshtune.units.SILENCE", 0.0)
     file = rows_file(tmp_path, *({"prompt": f"Say {n}", "id": n} for n in range(3)))
     out = tmp_path / "answers.jsonl"
     generate([model], prompts=file, out=out, max_new_tokens=2)
@@ -108,6 +109,8 @@ def test_answers_go_to_a_new_file_as_they_come(model, tmp_path, capsys, monkeypa
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row["prompt"] for row in rows] == ["Say 0", "Say 1", "Say 2"]
     assert stdout == f"{out}\n"
+    for line in ("answers 1 to 2 of 3: 2 of at most 4 tokens …", "answer 3 of 3 …"):
+        assert f"meshtune: {line}\n" in stderr
     says(stderr)
     assert [row["answer"] for row in rows] == meshtune.generate(
         model, ["Say 0", "Say 1", "Say 2"], max_new_tokens=2

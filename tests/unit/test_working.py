@@ -5,9 +5,8 @@ import sys
 
 import pytest
 
-from meshtune.commands import options
-from meshtune.commands.options import working
-from meshtune.units import notice
+from meshtune import units
+from meshtune.units import notice, on_screen, working
 
 
 def test_a_terminal_sees_the_work_and_what_is_said_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,7 +31,10 @@ def test_a_terminal_sees_the_work_and_what_is_said_meanwhile(monkeypatch: pytest
 def test_a_pipe_sees_a_line_and_counts_of_long_work(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, silence: float, counts: str
 ) -> None:
-    monkeypatch.setattr(options, "SILENCE", silence)
+    monkeypatch.setattr(units, "SILENCE", silence)
     with working("ranking layouts") as count:
         count("1 of 2")
     assert capsys.readouterr() == ("", f"meshtune: ranking layouts …\n{counts}")
+    with working("ranking layouts", on_screen) as count:  # Python's functions are quiet in a pipe
+        count("1 of 2")
+    assert capsys.readouterr() == ("", "")

@@ -1,6 +1,6 @@
 """The one way from prompts and conversations to answers, for generate, chat and Python."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from meshtune.data.example import BadRow, Example
@@ -67,15 +67,16 @@ class Answerer:
         max_new_tokens: int,
         sampling: Sampling = GREEDY,
         stream: TextStream | None = None,
+        advance: Callable[..., object] = lambda **_: None,
     ) -> list[str]:
         """The text that follows each prompt (of `prompt_ids`), in their order, without the stop token.
 
         An answer also ends where prompt and answer fill the context, which `cut` counts. stream: gets the
-        text of the only prompt's answer as it is generated.
+        text of the only prompt's answer as it is generated. advance: as of `answer_ids`.
         """
         new_ids = answer_ids(
             self.opened.parallel, self.opened.tokenizer, prompts, max_new_tokens=max_new_tokens,
-            stop_ids=self.encoder.stop_ids, sampling=sampling, stream=stream,
+            stop_ids=self.encoder.stop_ids, sampling=sampling, stream=stream, advance=advance,
         )  # fmt: skip
         self.cut += sum(
             len(ids) < max_new_tokens and len(prompt) + len(ids) == self.context

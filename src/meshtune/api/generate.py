@@ -2,12 +2,14 @@
 
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from meshtune.errors import UserError
+from meshtune.units import on_screen, working
 
 if TYPE_CHECKING:
     from meshtune.data.example import Example
@@ -55,12 +57,14 @@ def answer_rows(
     max_new_tokens: int,
     sampling: "Sampling",
     overrides: Sequence[str] = (),
+    log: Callable[[str], None] = on_screen,
 ) -> Iterator[dict[str, Any]]:
     """Yield {prompt | messages, answer} for each prompt, then for each row of `file`, and `expected` where
     the row has it; CHUNK at a time, as they are answered.
 
     file: see `read_prompts`; its columns have the names that data.columns says. name, overrides: see
-    `target_of`. Every prompt is checked before the first is answered. Raises UserError as `generate`.
+    `target_of`. log: as of `working`, which counts answers and their tokens. Every prompt is checked before
+    the first is answered. Raises UserError as `generate`.
     """
     from meshtune.api.answer import Answerer
     from meshtune.api.target import open_model, target_of
@@ -83,12 +87,16 @@ def answer_rows(
     answerer = Answerer(open_model(target or target_of(name, overrides)))
     ids = answerer.prompts_ids(examples)
     for first in range(0, len(ids), CHUNK):
-        if first:
-            print(f"{first:,} of {len(ids):,} prompts are answered", file=sys.stderr)
         if sampling.seed is not None and first:
             sampling = replace(sampling, seed=sampling.seed + 1)
         chunk = ids[first : first + CHUNK]
-        texts = answerer.answers(chunk, max_new_tokens=max_new_tokens, sampling=sampling)
+        last = first + len(chunk)
+        place = f"answers {first + 1:,} to {last:,}" if len(chunk) > 1 else f"answer {last:,}"
+        with working(f"{place} of {len(ids):,}", log) as count:
+            texts = answerer.answers(
+                chunk, max_new_tokens=max_new_tokens, sampling=sampling,
+                advance=partial(count_tokens, count, f"{place} of {len(ids):,}"),
+            )  # fmt: skip
         for example, text in zip(examples[first:], texts, strict=False):
             yield row_of(example, text)
     if answerer.cut:
@@ -97,6 +105,11 @@ def answer_rows(
             f"{answerer.context:,} tokens.",
             file=sys.stderr,
         )
+
+
+def count_tokens(count: Callable[[str], None], place: str, *, done: int, total: int) -> None:
+    """Show how many of the tokens that answers may have are done, after the place of the answers."""
+    count(f"{place}: {done:,} of at most {total:,} tokens …")
 
 
 def row_of(example: "Example", answer: str) -> dict[str, Any]:

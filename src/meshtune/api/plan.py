@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -45,7 +45,9 @@ from meshtune.plan.step_parts import MeasuredRun
 from meshtune.plan.workload import Workload, lighter_workloads, positions_note, workload_of
 from meshtune.rundir import RunDir
 from meshtune.tools.export import tool_for
-from meshtune.units import on_screen
+from meshtune.units import on_screen, working
+
+PLANNING = "counting the model and ranking layouts"  # while a command does
 
 Log = Callable[[str], None]  # gets sentences on the model, and one while its numbers are derived
 StrPath = str | os.PathLike[str]
@@ -75,15 +77,17 @@ def plan(
     each GPU, as "70GiB" or in GiB; None: what the margin leaves. goal: the old name of `sort`.
     `Answer.choice` is the chosen layout with its memory (bytes) and step time (seconds), `Answer.best(n)` the
     n best, `Answer.offers` all clusters. log: gets each line on the progress; None: they are printed on
-    stderr, if that is a terminal or a notebook's; count: gets one for each change that is tried where nothing
-    fits. Raises UserError for bad settings, NothingFits if no layout fits or no run keeps `by` and `budget`.
+    stderr if that is a notebook's, and in a terminal with the time so far. count: with `log`, gets one for
+    each change that is tried where nothing fits. Raises UserError for bad settings, NothingFits if no layout
+    fits or no run keeps `by` and `budget`.
     """
+    shown = nullcontext(count) if log else working(PLANNING, on_screen)
     log = log or on_screen
     if goal:
         log("plan(goal=…) is read in this version, not in the next; write sort=….")
     config = with_memory_budget(config_of(config, overrides), memory_budget)
     bounds, sizes = bounds_of(by, budget), sizes_of(gpus, config)
-    with workloads(config, tool, log) as (workload, lighter):
+    with shown as count, workloads(config, tool, log) as (workload, lighter):
         sort = goal or sort
         return answer.ask(
             config, workload, sizes=sizes, sort=sort, bounds=bounds, lighter=lighter, count=count

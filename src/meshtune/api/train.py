@@ -25,7 +25,7 @@ from meshtune.rundir import Row, RunDir
 from meshtune.sections import DataConfig
 from meshtune.streams import guarded
 from meshtune.train.callbacks import Callback, Hooks
-from meshtune.units import counted, notice, on_first_rank
+from meshtune.units import counted, notice, on_first_rank, on_screen, working
 from meshtune.yaml_tree import merge
 
 if TYPE_CHECKING:
@@ -285,9 +285,11 @@ def shown(run: RunDir, show: Show, *, main: bool = True) -> RunDir:
 
 def draw(run: RunDir) -> None:
     """Write report.html; where that is not possible, print why on stderr: the model is on the disk."""
-    from meshtune.report.run import report
+    with working("drawing the report", on_screen):
+        from meshtune.report.run import report
 
-    if reason := report.try_report(run):
+        reason = report.try_report(run)
+    if reason:
         notice(f"meshtune: {reason}")
 
 
@@ -311,10 +313,8 @@ def settled(config: Config) -> tuple[Config, bool]:
     if decision.line:
         tell(Text(decision.line, style="bold"))
     if decision.start == "report":
-        from meshtune.report.run import report
-
         with Claim(decision.run):  # clears what the killed process left
-            report.try_report(decision.run)
+            draw(decision.run)
     config = output.with_template_date(config, decision)
     return config.model_copy(update={"output": str(decision.run.path)}), decision.start == "report"
 

@@ -17,10 +17,9 @@ from meshtune.commands.options import (
     pictures_to,
     show,
     split,
-    working,
 )
 from meshtune.errors import NothingFits, UserError
-from meshtune.units import counted
+from meshtune.units import counted, working
 
 if TYPE_CHECKING:
     from meshtune.dryrun.simulation import Simulation

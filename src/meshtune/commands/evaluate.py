@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from meshtune.commands.options import AsJson, TargetWords, show, target_of, working
-from meshtune.units import duration
+from meshtune.commands.options import AsJson, TargetWords, show, target_of
+from meshtune.units import duration, working
 
 # As the lines of a run have them; numbers without a format are counts.
 FORMATS = {

@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-from meshtune.commands.options import AsJson, announce, check_target, show_json, working
+from meshtune.commands.options import AsJson, announce, check_target, show_json
+from meshtune.units import working
 
 
 def export(

@@ -59,13 +59,13 @@ def generate(
     to = out and expanded(out)
     if to and to.exists():
         raise UserError(f"--out {to} exists already; name a new file.")
-    log("loading the model and answering …")
+    log("loading the model …")
     from meshtune.api.generate import answer_rows
     from meshtune.train.generate import Sampling
 
     rows = answer_rows(
         name, given, prompts and expanded(prompts), max_new_tokens=max_new_tokens,
-        sampling=Sampling(temperature, top_p, seed), overrides=overrides,
+        sampling=Sampling(temperature, top_p, seed), overrides=overrides, log=log,
     )  # fmt: skip
     if to:
         written = write_rows(rows, to)

@@ -4,9 +4,7 @@ import io
 import json
 import re
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,7 +16,7 @@ from meshtune.errors import UserError, expanded
 from meshtune.nearest import entries
 from meshtune.rundir import RunDir
 from meshtune.streams import encodes
-from meshtune.units import notice, on_first_rank
+from meshtune.units import log, on_first_rank
 from meshtune.yaml_tree import YAML
 
 if TYPE_CHECKING:
@@ -27,8 +25,6 @@ if TYPE_CHECKING:
 
 ROWS = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow")  # endings of data files
 MOST_NAMED = 5  # runs in a sentence
-
-SILENCE = 2.0  # seconds of work after which a count is printed
 
 Settings = Annotated[
     list[str] | None,
@@ -150,39 +146,6 @@ def announce(reading: str | None) -> None:
     """
     if on_first_rank():
         log(f"version {__version__}, reading {reading or 'the settings of the command line'} …")
-
-
-def log(line: str) -> None:
-    """Print a line of a command on stderr."""
-    notice(f"meshtune: {line}")
-
-
-@contextmanager
-def working(text: str) -> Iterator[Callable[[str], None]]:
-    """Show `text` and the time so far on stderr during the block, if stderr is a terminal; it is gone before
-    the answer comes. Without a terminal, `text` is a line at the beginning.
-
-    Gives a function that shows a count instead of `text`; without a terminal as a line, one in SILENCE
-    seconds.
-    """
-    if not sys.stderr.isatty():
-        printed = [time.monotonic()]
-        log(f"{text} …")
-
-        def print_count(count: str) -> None:
-            if time.monotonic() - printed[-1] >= SILENCE:
-                printed.append(time.monotonic())
-                log(count)
-
-        yield print_count
-        return
-    from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    columns = (SpinnerColumn("line"), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
-        task = shown.add_task(text, total=None)
-        yield lambda count: shown.update(task, description=count)
 
 
 def target_of(words: list[str], remedy: str = "name one.") -> tuple[str | None, list[str]]:

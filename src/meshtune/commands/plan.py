@@ -28,11 +28,10 @@ from meshtune.commands.options import (
     pictures_to,
     show,
     split,
-    working,
 )
 from meshtune.errors import UserError, expanded
 from meshtune.plan.programs import MESHTUNE
-from meshtune.units import counted
+from meshtune.units import counted, working
 from meshtune.yaml_tree import YAML
 
 if TYPE_CHECKING:
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
     from meshtune.report.draw.picture import Target
     from meshtune.tools.export import Written
 
-PLANNING = "counting the model and ranking layouts"
 MOST_COMPARED = 6  # layouts in one table
 TOP = 10  # layouts shown without --top
 FOLDER = Path("plan-export")  # of an export without --to
@@ -218,7 +216,7 @@ def largest(
     from meshtune.model.census_cache import LoraShape
     from meshtune.report.plan import documents
 
-    with working(PLANNING):
+    with working(api.PLANNING):
         if quantity is None:
             cluster, longest = api.longest_sequences(config, tool=tool, log=log)
             document = documents.models_that_fit(longest, cluster, LoraShape().r, config.global_batch_size)
@@ -307,11 +305,14 @@ def search(
     from meshtune.report.plan import documents, panels
     from meshtune.report.plan.screen import CommandLine
 
-    with working(PLANNING) as count:
+    with working(api.PLANNING) as count:
         best = api.plan(config, **clusters, tool=tool, log=log, count=count)
-    written = write_export(config, best, export_to) if export_to else None
-    line = CommandLine.of(["meshtune", *sys.argv[1:]], settings, config)
-    document = documents.answer(best, top, written, line=line, whole=full)
+        count("comparing the layout with others and with other batches …")
+        written = write_export(config, best, export_to) if export_to else None
+        line = CommandLine.of(["meshtune", *sys.argv[1:]], settings, config)
+        document = documents.answer(best, top, written, line=line, whole=full)
+        if as_json:
+            len(document.facts)  # which are searched for when they are first read
     if not as_json or not verify:
         show(document, as_json=as_json)
     if verify:
@@ -339,11 +340,11 @@ def explain_layouts(
     layouts: as text; what they leave open, the planner chooses. tool: that runs them. side_by_side: in one
     table. plot: for charts of them; None: no charts. Raises UserError for a text that isn't a layout.
     """
-    from meshtune.api.plan import explained
+    from meshtune.api import plan as api
     from meshtune.report.plan import documents
 
-    with working(PLANNING):
-        explanations = explained(config, layouts, tool=tool, log=log)
+    with working(api.PLANNING):
+        explanations = api.explained(config, layouts, tool=tool, log=log)
     show(documents.explained(explanations, in_one_table=side_by_side), as_json=as_json)
     if plot:
         drawn = documents.explained_panels(explanations)
@@ -392,11 +393,12 @@ def compare_runs(
             for name in unused
         )
     announce(None)
+    from meshtune.api import plan as api
     from meshtune.api.compare import compared
     from meshtune.report.draw.document import Document
     from meshtune.report.study import compared_tables
 
-    with working(PLANNING):
+    with working(api.PLANNING):
         entries = compared(runs, overrides, log=log)
     tables = [table for entry in entries for table in compared_tables(entry)]
     show(Document("runs", tables, entries[0] if len(entries) == 1 else {"runs": entries}), as_json=as_json)

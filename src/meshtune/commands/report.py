@@ -11,6 +11,7 @@ from meshtune.errors import UserError, expanded
 from meshtune.nearest import path_meant
 from meshtune.report.experiments.database import database_of
 from meshtune.rundir import RunDir, write_text_atomically
+from meshtune.units import few, working
 
 if TYPE_CHECKING:
     from meshtune.report.draw.document import Document
@@ -50,10 +51,11 @@ def report(
 ) -> None:
     """Draw a page: of a run, of several runs compared, of a sweep, or of plans."""
     pictures_at = pictures_to(plot, width)
-    document, default = page_of([expanded(path) for path in paths], by, color)
-    file = expanded(out) if out else default
-    write_text_atomically(file, document.html())
-    pictures = pictures_at.write(document) if pictures_at and document.panels else []
+    with working(f"reading {few([*map(str, paths)])} and drawing the page") as count:
+        document, default = page_of([expanded(path) for path in paths], by, color)
+        file = expanded(out) if out else default
+        write_text_atomically(file, document.html())
+        pictures = pictures_at.write(document, count) if pictures_at and document.panels else []
     if as_json:
         written = {"report": str(file), **({"pictures": list(map(str, pictures))} if plot else {})}
         show_json(written | {**document.facts})

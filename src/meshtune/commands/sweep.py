@@ -7,8 +7,9 @@ from typing import Annotated, Any
 import typer
 
 from meshtune.commands.command import Command
-from meshtune.commands.options import AsJson, announce, folder_of, log, show, split, working
+from meshtune.commands.options import AsJson, announce, folder_of, log, show, split
 from meshtune.errors import UserError
+from meshtune.units import working
 
 SWEEP = Annotated[
     list[str],

@@ -11,10 +11,12 @@ from typing import Any
 
 from meshtune.errors import UserError, expanded
 from meshtune.notebook import Notebook
+from meshtune.plan.changes import Count
 from meshtune.report.draw import part as drawn
 from meshtune.report.draw.document import Document, Pictures
 from meshtune.report.draw.picture import target
 from meshtune.rundir import RunDir
+from meshtune.units import counted, on_screen, working
 
 SHOWN, IN_TABLE = 5, 100  # best layouts of a plan on its page and in its table
 Row = Mapping[str, Any]
@@ -29,21 +31,25 @@ def picture(value: Notebook, path: str | os.PathLike[str] | None, width: str | N
     """All pictures of the value; the arguments and errors are those of `Notebook.plot`."""
     file = None if path is None else expanded(str(path))
     place = file and target(file, width)
-    page = document(value, whole=True)
-    if not page.panels:
-        raise UserError(f"{page.name}: there is nothing to draw yet.")
-    if place:
-        place.write(page)
+    with working("drawing the pictures", on_screen) as count:
+        page = document(value, count)
+        if not page.panels:
+            raise UserError(f"{page.name}: there is nothing to draw yet.")
+        count(f"drawing {counted(len(page.panels), 'picture')}")
+        if place:
+            place.write(page, count)
     return drawn.Picture(page)
 
 
-def document(value: Any, *, whole: bool = False) -> Document:
-    """The value's page. whole: with a plan's other batches and cluster sizes, whose search takes a while."""
+def document(value: Any, count: Count | None = None) -> Document:
+    """The value's page. count: gets the number of each search for a plan's other batches and cluster sizes;
+    None: without them.
+    """
     match type(value).__name__:
         case "Answer":
             from meshtune.report.plan import documents, panels
 
-            best, searched = value.best(SHOWN), (value.by_size, value.batches()) if whole else ()
+            best, searched = value.best(SHOWN), (value.by_size, value.batches(count)) if count else ()
             return documents.answer(value, SHOWN, drawn=panels.panels(value, best, *searched))
         case "Choice":
             return _choice(value)

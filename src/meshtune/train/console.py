@@ -119,7 +119,7 @@ class ConsoleTracker:
     speed_unit: of a row's tokens per second and device. memory: print the memory of the first steps.
     """
 
-    shows_progress = True  # takes the rows of kind "evaluating"
+    shows_progress = True  # takes the rows of kinds "evaluating" and "writing"
 
     def __init__(
         self, console: Console, *, course: Course, speed_unit: str = "tokens/s", memory: bool = False
@@ -137,6 +137,7 @@ class ConsoleTracker:
         self._shown: tuple[Row, float | None] | None = None  # the last row, and when the run will end
         self._memory: list[Row] = []
         self._evaluating = ""  # batches that the evaluation which runs has done
+        self._writing = ""  # what the run writes now
         self._evaluation_line = 0.0  # when it began, or had its last line
         self._evaluation_wait = EVALUATION_LINE  # until the next one
 
@@ -155,6 +156,9 @@ class ConsoleTracker:
                 self._line(" · ".join(eval_parts(row)))
             case "save":
                 self._left.saved(row["seconds"])
+                self._writing = ""
+            case "writing":
+                self._writing = row["what"]
             case "memory" if self.memory and self._watched(row):
                 self._memory.append(row)
                 if len(self._memory) == MEMORY_ROWS or row["step"] == self.course.steps:
@@ -215,6 +219,8 @@ class ConsoleTracker:
         place = [f"{row['step']:,}/{self.course.steps:,}", *epoch_parts(row), *left_parts(left)]
         if self._evaluating:
             place.append(f"evaluating {self._evaluating}")
+        elif self._writing:
+            place.append(f"writing {self._writing}")
         bar.add_row(Text("train", "bold"), done, Text(" · ".join(place)))
         return Group(bar, Text(joined(train_parts(row, self.speed_unit), self.console.width)))
 

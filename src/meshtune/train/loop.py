@@ -277,6 +277,7 @@ def save(run: Run) -> None:
         return
     keep_folder(run)
     now.saved_step = now.step
+    run.metrics.writing("a checkpoint")
     started = time.perf_counter()
     values = vars(now) | {"axes": axis_sizes(run.world), "generators": list(random_state(run.world))}
     # Materialised: a parameter that was never stepped is asked for on resuming too.
@@ -379,6 +380,7 @@ def finish(run: Run) -> None:
     """Write model/: the last step's weights, or the best evaluation's where asked."""
     now = run.progress
     run.stop.consequence = "all steps are done; the run writes its model and ends"
+    run.metrics.writing("the last checkpoint")
     run.checkpoints.wait()
     keep_folder(run)
     steps = now.step
@@ -386,6 +388,7 @@ def finish(run: Run) -> None:
         steps = restore_best(run)
     for sentence in run.data_sentences():
         run.metrics.log_line(sentence)
+    run.metrics.writing("the model")
     run.exporter.write(run.folder.model, steps=steps)
     end(run, "finished", early=now.step < run.steps, model_step=steps)
     if sentence := run.exporter.push(run.folder):

@@ -187,8 +187,14 @@ class Metrics:
 
     def evaluating(self, **numbers: Any) -> None:
         """Show how far an evaluation is, where a tracker shows progress: step, done, total, their unit."""
-        shown = [tracker for tracker in self.trackers if getattr(tracker, "shows_progress", False)]
-        self.log({"kind": "evaluating", **numbers}, shown)
+        self._progress({"kind": "evaluating", **numbers})
+
+    def writing(self, what: str) -> None:
+        """Show what is written now, where a tracker shows progress."""
+        self._progress({"kind": "writing", "what": what})
+
+    def _progress(self, row: Row) -> None:
+        self.log(row, [tracker for tracker in self.trackers if getattr(tracker, "shows_progress", False)])
 
     def end(self, **facts: Any) -> None:
         """Log a row of kind "end": the step, and whether the run finished or what stopped it."""

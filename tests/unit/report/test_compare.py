@@ -129,7 +129,8 @@ def test_the_page_is_whole_and_what_comes_from_runs_is_escaped(run, other):
 
 def test_the_command_writes_the_page_and_prints_the_figures(run, other, tmp_path, capsys):
     report([run.path, other.path])
-    out = capsys.readouterr().out
+    out, progress = capsys.readouterr()
+    assert progress == f"meshtune: reading {run.path}, {other.path} and drawing the page …\n"
     assert out.splitlines()[-1] == str(tmp_path / "comparison.html")
     assert "train.learning_rate" in out
     report([run.path, other.path], out=tmp_path / "here.html", as_json=True)

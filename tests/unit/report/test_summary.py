@@ -72,7 +72,9 @@ def test_a_run_that_resumed_under_another_layout_names_both_with_their_steps(emp
     empty.append({"kind": "run", "layout": "zero3x2"})
     for layout, resumed in (("tp2", 6), ("zero3x2", 4), ("tp2-sp", 4), ("tp2-sp", 5)):  # 4 is before 6
         empty.append({"kind": "run", "layout": layout, "resumed_from": resumed})
-    empty.append(train(8))
+    for step, speed in ((1, 90.0), (2, 90.0), (3, 90.0), (5, 1.0), (6, 3.0), (8, 5.0)):
+        empty.append(train(step, tokens_per_second_per_gpu=speed))
+    assert summarise(empty).tokens_per_second_per_gpu == 4.0, "the last layout's, without its first step"
     words = "steps 1–4 under zero3x2, 5–8 under tp2-sp"
     assert summarise(empty).layouts_in_words == words
     assert ("layouts", words) in headline(summarise(empty)) and words in report_page(empty)

@@ -72,8 +72,9 @@ def test_a_terminal_gets_a_bar_with_loss_speed_and_time_left_and_lines_above_it(
             metrics.train(step=step, **NUMBERS)
         metrics.log_line("Saved [checkpoints] step-2.")
         metrics.evaluate(step=2, loss=2.0, label_tokens=10, exact_match=0.25, prompts=4, answers_cut=2)
+        metrics.writing("the model")
     shown = text(out)
-    assert "2/4" in shown
+    assert "2/4" in shown and "writing the model" in shown
     assert "loss 2.5000 · lr 1.00e-04 · grad norm 1.25 · 2,000 tokens/s" in shown
     assert "left" in shown
     assert "Saved [checkpoints] step-2.\n" in shown

@@ -147,7 +147,7 @@ def conventions(facts: Sequence[Mapping[str, Any]]) -> str:
         for one in known
     ]
     machines = "; ".join(dict.fromkeys(word for word in where if word))
-    steps = "Speed and MFU in figures are medians over the steps, without those that warm up."
+    steps = "Speed and MFU in figures are medians over the last layout's steps, without those that warm up."
     return " ".join([steps, MFU, *([f"Measured on {machines}."] if machines else [])])
 
 

@@ -76,7 +76,7 @@ class Summary:
     last_exact_match: float | None = None
     prompts: int | None = None  # number of prompts that exact match was measured on
     answers_cut: int | None = None  # of these, without an end token
-    tokens_per_second_per_gpu: float | None = None  # median over steps that aren't warm-up
+    tokens_per_second_per_gpu: float | None = None  # median over the last layout's steps that aren't warm-up
     mfu: float | None = None  # median over the same steps, 0 to 1
     tokens: int | None = None  # trained on, without padding
     seconds: float | None = None  # of training steps
@@ -142,7 +142,9 @@ def summarise(run: RunDir, rows: Sequence[Row] | None = None, *, samples: bool =
     train = of_kind(rows, "train")
     steps = end.get("step", known.steps)
     every_step = known.tokens is not None and known.steps == steps
-    warm = [row for row in train[1:] if not row.get("warm_up")] or train[1:] or train
+    begins = max((one.from_step for one in known.layouts if one.from_step <= known.steps), default=1)
+    timed = [row for row in train if row["step"] >= begins]
+    warm = [row for row in timed[1:] if not row.get("warm_up")] or timed[1:] or timed
     return replace(
         known,
         steps=steps,

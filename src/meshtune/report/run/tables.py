@@ -76,7 +76,7 @@ def headline(summary: Summary) -> Iterator[tuple[str, str]]:
         yield "held-out loss", change(first, loss, ".4f") + best
     if (speed := summary.tokens_per_second_per_gpu) is not None:
         mfu = f" · MFU {summary.mfu:.1%}" if summary.mfu is not None else ""
-        several = " of all layouts" if summary.layouts_in_words else ""
+        several = " of the last layout" if summary.layouts_in_words else ""
         yield "speed", f"{speed:,.0f} {summary.speed_unit} (median{several}){mfu}"
     if summary.seconds is not None:
         tokens = f" · {count(summary.tokens)} tokens" if summary.tokens else ""
