@@ -12,7 +12,7 @@ FORMATS = {
     "exact_match": "{:.1%}".format,
     "seconds": duration,
 }
-IN_SENTENCES = ("cut", "answers_cut", "prompts_without_room")
+IN_SENTENCES = ("lost", "answers_cut", "prompts_without_room")
 NAMES = {"exact_match": "exact match", "label_tokens": "labelled tokens", "seconds": "time"}
 
 
@@ -29,7 +29,7 @@ def evaluate(target: TargetWords, as_json: AsJson = False) -> None:
     from meshtune.report.draw.document import Document, Notes
     from meshtune.report.draw.table import facts
 
-    notes = [figures.get("cut"), unfinished_answers(figures)]
+    notes = [*figures.get("lost", ()), unfinished_answers(figures)]
     parts = (facts(rounded(figures), title="evaluation"), Notes([*filter(None, notes)]))
     show(Document("evaluation", parts, figures), as_json=as_json)
 

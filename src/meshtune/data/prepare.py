@@ -237,13 +237,10 @@ def sentences(stats: dict[str, Any]) -> list[str]:
                 f"{name}: {counted(part['documents'], 'document')}, {counted(part['tokens'], 'token')}, "
                 f"{part['label_tokens'] / part['tokens']:.1%} labelled; {how}{full}"
             )
-    lines += cut_sentences(stats)
+    lines += lost_sentences(stats)
     if split := stats["split"]:
         pieces, documents = counted(split["pieces"], "piece"), counted(split["documents"], "document")
         lines.append(f"split into pieces of at most {stats['seq_len']:,} tokens: {documents}, into {pieces}")
-    for reason, lost in stats["dropped"].items():
-        documents, tokens = counted(lost["documents"], "document"), counted(lost["tokens"], "token")
-        lines.append(f"dropped, {reason}: {documents} ({tokens})")
     for reason, rows in stats["bad_rows"].items():
         lines.append(f"bad rows skipped, {reason}: {rows:,}")
     if day := stats["template_date"]:
@@ -251,13 +248,15 @@ def sentences(stats: dict[str, Any]) -> list[str]:
     return [*stats["not_read"], *lines, *notes_sentences(stats["notes"])]
 
 
-def cut_sentences(stats: dict[str, Any]) -> list[str]:
-    """Line on documents that lost tokens behind seq_len; none if none did."""
-    cut = stats["cut"]
-    if not cut["documents"]:
-        return []
-    lost = f"{counted(cut['tokens'], 'token')} ({cut['label_tokens']:,} of them labelled)"
-    return [f"cut to {stats['seq_len']:,} tokens: {counted(cut['documents'], 'document')}, which lost {lost}"]
+def lost_sentences(stats: dict[str, Any]) -> Iterator[str]:
+    """Yield a line on documents that lost tokens behind seq_len, and on those dropped for each reason."""
+    if (cut := stats["cut"])["documents"]:
+        lost = f"{counted(cut['tokens'], 'token')} ({cut['label_tokens']:,} of them labelled)"
+        documents = counted(cut["documents"], "document")
+        yield f"cut to {stats['seq_len']:,} tokens: {documents}, which lost {lost}"
+    for reason, dropped in stats["dropped"].items():
+        documents, tokens = counted(dropped["documents"], "document"), counted(dropped["tokens"], "token")
+        yield f"dropped, {reason}: {documents} ({tokens})"
 
 
 def _write(aside: Path, recipe: Recipe, listing: _Listing) -> dict[str, Any]:
