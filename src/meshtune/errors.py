@@ -13,6 +13,7 @@ Anything else that escapes is a bug of ours and exits with 1.
 import json
 import os
 import re
+import shlex
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -110,6 +111,11 @@ def written(value: Any) -> str:
         text = json.dumps(value, ensure_ascii=False, default=_plain)
     text = text.encode(errors="backslashreplace").decode().replace("\0", "\\0")
     return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}…"
+
+
+def argument(setting: str, mapping: Mapping[str, str]) -> str:
+    """A setting with its mapping as one argument of a command, in the quotes that a shell needs."""
+    return shlex.quote(f"{setting}={{{', '.join(f'{name}: {value}' for name, value in mapping.items())}}}")
 
 
 def quoted(text: str) -> str:

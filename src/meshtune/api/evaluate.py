@@ -10,7 +10,7 @@ def evaluated(
     name: str | None, overrides: list[str], show: Callable[[str], None] | None = None
 ) -> dict[str, Any]:
     """The row of `eval_row`, without kind and step: held-out loss, perplexity and, if asked for, exact match;
-    "cut": the sentence on documents that lost tokens, where data.eval has some.
+    "lost": sentences on documents that were cut or dropped, where data.eval has some.
 
     name, overrides: as `target_of` takes them. Held-out data are data.eval, else a part of data.train
     (data.eval_split, which data.eval in `overrides` replaces). show: is called with the batches, then the
@@ -20,7 +20,7 @@ def evaluated(
     from meshtune.api.resolve import data_of
     from meshtune.api.target import open_model, target_of
     from meshtune.data.pack import Dataset
-    from meshtune.data.prepare import cut_sentences
+    from meshtune.data.prepare import lost_sentences
     from meshtune.model.body import ATTENTION_NAMES
     from meshtune.train.evaluate import Evaluation
     from meshtune.train.trackers import Metrics
@@ -40,10 +40,11 @@ def evaluated(
     if data.eval:  # held-out data of its own: what was trained on may be gone
         data = data.model_copy(update={"train": data.eval, "eval": (), "eval_split": 0, "streaming": False})
         prepared = data_of(data, opened.encoder, seed=config.train.seed)
-        held_out, cut = prepared.train, cut_sentences(prepared.stats)
+        held_out, lost = prepared.train, [*lost_sentences(prepared.stats)]
+        lost += ["a larger data.seq_len keeps more"] * bool(prepared.stats["cut"]["documents"])
         assert isinstance(held_out, Dataset), "only streaming gives a stream"
     else:
-        held_out, cut = data_of(data, opened.encoder, seed=config.train.seed).eval, []
+        held_out, lost = data_of(data, opened.encoder, seed=config.train.seed).eval, []
     evaluation = Evaluation(
         parallel=opened.parallel,
         tokenizer=opened.tokenizer,
@@ -56,7 +57,7 @@ def evaluated(
     rows = Rows(show)
     evaluation.run(target.step or 0, Metrics([rows]))
     figures = {key: value for key, value in rows.last.items() if key not in ("kind", "step")}
-    return figures | ({"cut": f"{cut[0]}; a larger data.seq_len keeps more"} if cut else {})
+    return figures | ({"lost": lost} if lost else {})
 
 
 class Rows:

@@ -12,6 +12,7 @@ FORMATS = {
     "exact_match": "{:.1%}".format,
     "seconds": duration,
 }
+IN_SENTENCES = ("lost", "answers_cut", "prompts_without_room")
 NAMES = {"exact_match": "exact match", "label_tokens": "labelled tokens", "seconds": "time"}
 
 
@@ -24,15 +25,15 @@ def evaluate(target: TargetWords, as_json: AsJson = False) -> None:
 
     with working("loading the model and evaluating it") as show_count:
         figures = evaluated(name, overrides, show_count)
-    from meshtune.meter.rows import cut_answers
+    from meshtune.meter.rows import unfinished_answers
     from meshtune.report.draw.document import Document, Notes
     from meshtune.report.draw.table import facts
 
-    notes = [figures.get("cut"), cut_answers(figures.get("answers_cut"), figures.get("prompts"))]
+    notes = [*figures.get("lost", ()), unfinished_answers(figures)]
     parts = (facts(rounded(figures), title="evaluation"), Notes([*filter(None, notes)]))
     show(Document("evaluation", parts, figures), as_json=as_json)
 
 
 def rounded(figures: dict[str, Any]) -> dict[str, str]:
-    numbers = {name: value for name, value in figures.items() if name not in ("cut", "answers_cut")}
+    numbers = {name: value for name, value in figures.items() if name not in IN_SENTENCES}
     return {NAMES.get(name, name): FORMATS.get(name, "{:,}".format)(value) for name, value in numbers.items()}

@@ -54,7 +54,7 @@ from meshtune.data.render import Chat, Renderer, TrainOn, not_written
 from meshtune.data.rows import last_answer
 from meshtune.data.template import apply_template, built_in_templates, check_variables
 from meshtune.data.tokens import ControlTokens, TextTokenizer, bare, once, unpadded
-from meshtune.errors import UserError
+from meshtune.errors import UserError, argument
 
 CLOCK = "strftime_now"  # the function with which templates write the time
 VERSION = 7  # part of the cache's key: raise it when the same rows become other ids or labels
@@ -457,7 +457,7 @@ def _candidates(encoder: Encoder) -> Iterator[Remedy]:
     given = encoder.template_variables
     for name in (name for name in THINKING if name in template):
         for value in (value for value in (True, False) if given.get(name) is not value):
-            clause = f"data.chat_template_kwargs={{{name}: {str(value).lower()}}}"
+            clause = argument("data.chat_template_kwargs", {name: str(value).lower()})
             yield Remedy(clause, {"template_variables": {**given, name: value}})
     if encoder.control_tokens != "text":
         yield Remedy("data.control_tokens=text trains on their characters", {"control_tokens": "text"})

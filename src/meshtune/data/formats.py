@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from meshtune.data.example import BadRow, Example, Ids, Origin, Source, is_absent, name_of
 from meshtune.data.messages import ROLES, is_list_of_objects, message_of, turns_of
-from meshtune.errors import UserError, type_name
+from meshtune.errors import UserError, argument, type_name
 from meshtune.tools.table import page_of
 
 # Rows that are tokenised already #
@@ -435,11 +435,13 @@ def _suggestion(columns: list[str], *, mapped: bool = False) -> str:
     for ours, *known in SUGGESTIONS:
         for theirs in (names.split() for names in known if found.keys() >= set(names.split())):
             pairs = zip(ours.split(), theirs, strict=True)
-            names = ", ".join(f"{name}: {found[own]}" for name, own in pairs if mapped or found[own] != name)
+            names = {name: found[own] for name, own in pairs if mapped or found[own] != name}
             preference = {*PREFERENCE} & {*theirs}
             start = "It is preference data. To fine-tune on one side, set" if preference else "Set"
-            return f"{start} data.columns={{{names}}}.{page_of('preferences' if preference else '')}"
-    return "Map their names to ours, for example data.columns={prompt: question, completion: answer}."
+            page = page_of("preferences" if preference else "")
+            return f"{start} {argument('data.columns', names)}.{page}"
+    example = argument("data.columns", {"prompt": "question", "completion": "answer"})
+    return f"Map their names to ours, for example {example}."
 
 
 def _check_names(names: Mapping[str, str], columns: list[str], seen: str) -> None:
@@ -477,6 +479,6 @@ def _chosen(source: Source, present: set[str], seen: str) -> str:
     if missing:
         raise UserError(
             f"Format {name} needs the columns {' and '.join(needs)}, but {seen}. Map them with "
-            f"data.columns={{{missing[0]}: THEIR NAME}}."
+            f"{argument('data.columns', {missing[0]: 'THEIR NAME'})}."
         )
     return name

@@ -28,6 +28,8 @@ class Dataset:
     offsets: np.ndarray  # int64 [documents + 1]: document d is tokens[offsets[d] : offsets[d + 1]]
     labels: np.ndarray  # int64 [documents]: labelled tokens of each document
     origins: np.ndarray  # int64 [documents, 2]: index of its file in `files`, and its line there
+    answer_rests: np.ndarray  # uint32 [...]: ids behind the cut to seq_len of answers that it goes through
+    rest_offsets: np.ndarray  # int64 [documents + 1]: those of document d, as in `offsets`
     files: tuple[str, ...]
     members: np.ndarray  # int64 [...]: the documents of all sequences, one sequence after the other
     starts: np.ndarray  # int64 [sequences + 1]: sequence s is members[starts[s] : starts[s + 1]]
@@ -208,6 +210,8 @@ def in_memory(
         offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
         labels=np.array([int(labelled.sum()) for _, labelled in documents], dtype=np.int64),
         origins=origins,
+        answer_rests=np.zeros(0, np.uint32),
+        rest_offsets=np.zeros(len(documents) + 1, np.int64),
         files=files,
         members=members,
         starts=starts,

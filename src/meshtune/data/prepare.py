@@ -101,7 +101,7 @@ class Progress:
 # Preparing #
 
 
-CACHE_VERSION = 6  # raise it when the files' format or the code that decides their content changes
+CACHE_VERSION = 7  # raise it when the files' format or the code that decides their content changes
 
 
 @dataclass(frozen=True)
@@ -237,13 +237,10 @@ def sentences(stats: dict[str, Any]) -> list[str]:
                 f"{name}: {counted(part['documents'], 'document')}, {counted(part['tokens'], 'token')}, "
                 f"{part['label_tokens'] / part['tokens']:.1%} labelled; {how}{full}"
             )
-    lines += cut_sentences(stats)
+    lines += lost_sentences(stats)
     if split := stats["split"]:
         pieces, documents = counted(split["pieces"], "piece"), counted(split["documents"], "document")
         lines.append(f"split into pieces of at most {stats['seq_len']:,} tokens: {documents}, into {pieces}")
-    for reason, lost in stats["dropped"].items():
-        documents, tokens = counted(lost["documents"], "document"), counted(lost["tokens"], "token")
-        lines.append(f"dropped, {reason}: {documents} ({tokens})")
     for reason, rows in stats["bad_rows"].items():
         lines.append(f"bad rows skipped, {reason}: {rows:,}")
     if day := stats["template_date"]:
@@ -251,13 +248,15 @@ def sentences(stats: dict[str, Any]) -> list[str]:
     return [*stats["not_read"], *lines, *notes_sentences(stats["notes"])]
 
 
-def cut_sentences(stats: dict[str, Any]) -> list[str]:
-    """Line on documents that lost tokens behind seq_len; none if none did."""
-    cut = stats["cut"]
-    if not cut["documents"]:
-        return []
-    lost = f"{counted(cut['tokens'], 'token')} ({cut['label_tokens']:,} of them labelled)"
-    return [f"cut to {stats['seq_len']:,} tokens: {counted(cut['documents'], 'document')}, which lost {lost}"]
+def lost_sentences(stats: dict[str, Any]) -> Iterator[str]:
+    """Yield a line on documents that lost tokens behind seq_len, and on those dropped for each reason."""
+    if (cut := stats["cut"])["documents"]:
+        lost = f"{counted(cut['tokens'], 'token')} ({cut['label_tokens']:,} of them labelled)"
+        documents = counted(cut["documents"], "document")
+        yield f"cut to {stats['seq_len']:,} tokens: {documents}, which lost {lost}"
+    for reason, dropped in stats["dropped"].items():
+        documents, tokens = counted(dropped["documents"], "document"), counted(dropped["tokens"], "token")
+        yield f"dropped, {reason}: {documents} ({tokens})"
 
 
 def _write(aside: Path, recipe: Recipe, listing: _Listing) -> dict[str, Any]:
@@ -308,7 +307,8 @@ def _write(aside: Path, recipe: Recipe, listing: _Listing) -> dict[str, Any]:
 
 
 def _write_documents(aside: Path, recipe: Recipe, listing: _Listing, tally: Tally) -> str:
-    """Write tokens and, of each document, its end, labels, origin and source; return the tokens' digest.
+    """Write tokens and, of each document, its end, labels, origin, source and cut answer; return the tokens'
+    digest.
 
     They go to disk as they come, so memory does not grow with the rows.
     """
@@ -319,25 +319,31 @@ def _write_documents(aside: Path, recipe: Recipe, listing: _Listing, tally: Tall
         GrowingArray(aside / "labels.npy", np.dtype(np.int32)) as labels,
         GrowingArray(aside / "origins.npy", np.dtype(np.int64), columns=2) as origins,
         GrowingArray(aside / "sources.npy", np.dtype(np.int32)) as sources,
+        GrowingArray(aside / "answer_rests.npy", np.dtype(np.uint32)) as rests,
+        GrowingArray(aside / "rest_offsets.npy", np.dtype(np.int64)) as rest_offsets,
         _progress(listing) as progress,
     ):
-        offsets.append(np.zeros(1, np.int64))
-        end = 0
+        ends = np.zeros(2, np.int64)  # of the tokens, and of the rests
+        offsets.append(ends[:1])
+        rest_offsets.append(ends[1:])
         for number, (source, data_files) in enumerate(listing):
             for batch in recipe.documents(source, tally, data_files):
                 if not batch:
                     continue
-                lengths = np.array([len(ids) for _, ids, _ in batch], dtype=np.int64)
-                tokens.append(np.concatenate([stored(ids, labelled) for _, ids, labelled in batch]))
-                offsets.append(end + np.cumsum(lengths))
-                labels.append(np.array([labelled.sum() for *_, labelled in batch]))
+                lengths = [(len(one.ids), len(one.answer_rest)) for one in batch]
+                all_ends = ends + np.cumsum(lengths, axis=0)
+                tokens.append(np.concatenate([stored(one.ids, one.labelled) for one in batch]))
+                offsets.append(all_ends[:, 0])
+                rests.append(np.concatenate([one.answer_rest for one in batch]))
+                rest_offsets.append(all_ends[:, 1])
+                labels.append(np.array([one.labelled.sum() for one in batch]))
                 origins.append(np.array([(numbers[at.file], at.line) for at, *_ in batch], dtype=np.int64))
                 sources.append(np.full(len(batch), number))
-                end += int(lengths.sum())
+                ends = all_ends[-1]
                 if source.max_samples:  # rows after these are not read
                     for file in data_files:
                         file.share = max(file.share, (batch[-1][0].row + 1) / source.max_samples)
-                progress.show(end)
+                progress.show(int(ends[0]))
     return tokens.digest
 
 
@@ -434,6 +440,8 @@ def _open(folder: Path, listing: _Listing) -> Prepared | None:
             offsets=arrays["offsets"],
             labels=arrays["labels"],
             origins=arrays["origins"],
+            answer_rests=arrays["answer_rests"],
+            rest_offsets=arrays["rest_offsets"],
             files=tuple(_names(listing)),
             members=arrays[f"{name}_members"],
             starts=arrays[f"{name}_starts"],

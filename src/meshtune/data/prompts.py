@@ -13,7 +13,7 @@ from meshtune.data.example import SHOWN, BadRow, Example, Origin, Source, checke
 from meshtune.data.files import files
 from meshtune.data.formats import FORMATS, Columns, instruction, unused_columns
 from meshtune.data.readers import raw_rows
-from meshtune.errors import UserError, type_name
+from meshtune.errors import UserError, argument, type_name
 
 Prompt = str | Sequence[dict]  # a text, or messages {role, content}
 FORMS = ("messages", "conversations", "prompt", "instruction", "text")  # columns with the prompt: one a row
@@ -89,7 +89,8 @@ def _example(origin: Origin, columns: Columns) -> Example:
         what = (
             f"both {forms[0]} and {forms[1]}" if forms else f"neither prompt nor messages (there are {seen})"
         )
-        remedy = "keep one" if forms else "map their names, such as data.columns={prompt: question}"
+        mapping = argument("data.columns", {"prompt": "question"})
+        remedy = "keep one" if forms else f"map their names, such as {mapping}"
         if not forms and {*FORMS} & columns.names.keys() and {*FORMS} & columns.row.keys():
             remedy = "data.columns={} clears the mapping of the run's settings"
         if {"role", "content"} <= columns.row.keys():

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -47,7 +47,16 @@ Overlong = Literal["auto", "cut", "split", "drop", "error"]
 ROWS_AT_ONCE = 1000  # examples encoded together
 OF_ROW = ("unwritten", "control")  # notes that the last part of a split row has for all of them
 
-Usable = tuple[Origin, np.ndarray, np.ndarray]  # origin, ids int32 [tokens], labelled bool [tokens]
+NO_IDS = np.zeros(0, np.int32)
+
+
+class Usable(NamedTuple):
+    """A document that can be trained on."""
+
+    origin: Origin
+    ids: np.ndarray  # int32 [tokens]
+    labelled: np.ndarray  # bool [tokens]
+    answer_rest: np.ndarray = NO_IDS  # ids behind the cut of the answer that it goes through
 
 
 @dataclass(frozen=True)
@@ -106,7 +115,7 @@ class Recipe:
                 if self.overlong == "split" or (self.overlong == "auto" and example.text is not None):
                     parts = list(_pieces(document, seq_len))
                     tally.split.update(documents=1, pieces=len(parts))
-                    documents += [(example.origin, *part) for part in parts]
+                    documents += [Usable(example.origin, *part) for part in parts]
                     continue
                 tally.cut.add(labelled[seq_len:])
             remaining = labelled[:seq_len]
@@ -115,12 +124,22 @@ class Recipe:
                 tally.dropped.setdefault(reason, Lost()).add(remaining)
                 continue
             assert not remaining[0], "no token precedes a document's first one, so it can't be predicted"
-            documents.append((example.origin, ids[:seq_len], remaining))
+            rest = _answer_rest(document, seq_len)
+            documents.append(Usable(example.origin, ids[:seq_len], remaining, rest))
         return documents
 
     def sequences(self, lengths: np.ndarray, *key: int) -> tuple[np.ndarray, np.ndarray]:
         """(members, starts) as in `Dataset` of documents of these lengths. key: as of `pack`."""
         return pack(lengths, self.seq_len, self.seed, *key) if self.packing else singles(len(lengths))
+
+
+def _answer_rest(document: "Document", seq_len: int) -> np.ndarray:
+    """Ids of the answer that a cut to `seq_len` tokens goes through, from the cut to its end; none where the
+    cut leaves all answers before it whole.
+    """
+    from_last = document.labelled[seq_len - 1 :]  # from the last token that is left
+    length = len(from_last) if from_last.all() else int(from_last.argmin())
+    return document.ids[seq_len : seq_len - 1 + length]
 
 
 def _pieces(document: "Document", seq_len: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -280,12 +299,12 @@ class Stream(Recipe):
         return documents, {"rows": rows, "passes": passes, "taken": taken}
 
     def _pack(self, documents: Sequence[Usable], place: Place) -> Dataset:
-        lengths = np.array([len(ids) for _, ids, _ in documents])
+        lengths = np.array([len(one.ids) for one in documents])
         members, starts = self.sequences(lengths, *place["rows"])
         files: dict[str, int] = {}
         origins = [(files.setdefault(origin.file, len(files)), origin.line) for origin, *_ in documents]
         return in_memory(
-            [(ids, labelled) for _, ids, labelled in documents],
+            [(one.ids, one.labelled) for one in documents],
             members,
             starts,
             seq_len=self.seq_len,

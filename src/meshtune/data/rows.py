@@ -40,7 +40,7 @@ from meshtune.data.formats import (
     reach,
     unused_columns,
 )
-from meshtune.errors import UserError, expanded, type_name
+from meshtune.errors import UserError, argument, expanded, type_name
 from meshtune.rundir import write_atomically
 
 RawRow = tuple[Origin, Any]  # the value: a dict of columns, a BadRow from the reader, or any other JSON value
@@ -225,7 +225,7 @@ def _refuse_other_kinds(columns: Columns, format_name: str, where: Mapping[str, 
         raise BadRow(
             "KTO data",
             "the row has a label, true or false, next to its answer: it is KTO data, of good and bad "
-            "answers. To fine-tune on the good ones, set data.where={label: true}",
+            f"answers. To fine-tune on the good ones, set {argument('data.where', {'label': 'true'})}",
         )
 
 
@@ -238,8 +238,7 @@ def _of_one_side(columns: Columns, format_name: str, side: str) -> Iterator[str]
         ({"prompt": theirs, "completion": side}, "prompt-completion"),
     ):
         if _has_answer(Columns(columns.row, {**columns.names, **names}, columns.roles), form):
-            written = ", ".join(f"{name}: {column}" for name, column in names.items())
-            yield f"To fine-tune on one side, set data.columns={{{written}}}"
+            yield f"To fine-tune on one side, set {argument('data.columns', names)}"
             break
     if _has_answer(columns, format_name):
         yield f"to use only {ours}, data.format={format_name}"

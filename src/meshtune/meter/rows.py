@@ -86,13 +86,14 @@ def eval_row(
     exact_match: float | None = None,
     prompts: int | None = None,
     answers_cut: int | None = None,
+    prompts_without_room: int | None = None,
 ) -> Row:
     """The row of one evaluation after `step` updates (0: before the first).
 
     `loss` is the sum of token losses over all held-out label tokens divided by their number, `perplexity`
     its exponential; `exact_match` the share (0 to 1) of the `prompts` that were answered word for word, and
-    `answers_cut` the number of their answers that reached no end token. A number that is None is left out of
-    the row.
+    `answers_cut` the number of their answers that reached no end token. `prompts_without_room` prompts fill
+    the model's context and are not answered. A number that is None is left out of the row.
     """
     row: Row = {
         "kind": "eval",
@@ -102,17 +103,27 @@ def eval_row(
         "label_tokens": label_tokens,
     }
     extra = {"tokens": tokens, "seconds": seconds, "exact_match": exact_match, "prompts": prompts}
-    extra |= {"answers_cut": answers_cut}
+    extra |= {"answers_cut": answers_cut, "prompts_without_room": prompts_without_room}
     return {**row, **{key: value for key, value in extra.items() if value is not None}}
 
 
-def cut_answers(cut: int | None, prompts: int | None) -> str:
-    """Clause on compared answers that were cut; "" where there are none."""
-    return (
+def matches(expected: str | None, answer: str | None) -> bool:
+    """True if an answer is the expected one, white space at the ends aside; False where either is None."""
+    return expected is not None and answer is not None and answer.strip() == expected.strip()
+
+
+def unfinished_answers(row: Row) -> str:
+    """Clauses on compared answers that were cut or have no room; "" where there are none.
+
+    row: with the names of `eval_row`.
+    """
+    cut, full, prompts = (row.get(name) or 0 for name in ("answers_cut", "prompts_without_room", "prompts"))
+    clauses = (
         f"{cut:,} of {prompts:,} answers have no end token within eval.max_new_tokens and the model's context"
-        if cut and prompts
-        else ""
+        * bool(cut and prompts),
+        f"{full:,} of {prompts:,} prompts fill the model's context and have no answer" * bool(full),
     )
+    return "; ".join(filter(None, clauses))
 
 
 def memory_row(step: int, phases: Mapping[str, tuple[int, Mapping[str, int]]], rank: int = 0) -> Row:

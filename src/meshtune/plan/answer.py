@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from meshtune.config import Config
-from meshtune.errors import NothingFits, UserError
+from meshtune.errors import NothingFits, UserError, argument
 from meshtune.notebook import Notebook
 from meshtune.plan import advice
 from meshtune.plan.advice import Alternative
@@ -479,10 +479,10 @@ def check_bounds(clusters: Sequence[Cluster], sort: str, bounds: Bounds) -> None
     several = len({cluster.gpu.name for cluster in clusters}) > 1
     if lacking and (bounds.budget is not None or (sort == "cost" and several)):
         option = "--budget" if bounds.budget is not None else "--sort cost over several GPU kinds"
-        prices = ", ".join(f"{kind}: …" for kind in lacking)
+        prices = argument("cluster.price_per_gpu_hour", dict.fromkeys(lacking, "…"))
         raise UserError(
-            f"{option} needs the price of a GPU-hour of {', '.join(lacking)}: set "
-            f"cluster.price_per_gpu_hour={{{prices}}}, or name a file of prices."
+            f"{option} needs the price of a GPU-hour of {', '.join(lacking)}: set {prices}, or name a "
+            "file of prices."
         )
 
 

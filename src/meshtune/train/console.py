@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from meshtune.layout import Layout, in_words
-from meshtune.meter.rows import cut_answers, memory_table
+from meshtune.meter.rows import memory_table, unfinished_answers
 from meshtune.optimizers import OPTIMIZERS
 from meshtune.plan.phrases import predicted_with
 from meshtune.precision import DTYPE_BYTES, PRECISIONS
@@ -289,7 +289,7 @@ def eval_parts(row: Row) -> list[str]:
     parts = [f"eval at step {row['step']}: loss {row['loss']:.4f}", f"perplexity {row['perplexity']:.4g}"]
     if "exact_match" in row:
         parts.append(f"exact match {row['exact_match']:.1%}")
-        parts += filter(None, [cut_answers(row.get("answers_cut"), row.get("prompts"))])
+        parts += filter(None, [unfinished_answers(row)])
     return parts
 
 

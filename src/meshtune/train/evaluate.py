@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from meshtune.data.batch import evaluation_batches
 from meshtune.data.pack import LABELLED, Dataset
 from meshtune.launch.signals import EvaluationStopped, StopRequest
+from meshtune.meter.rows import matches
 from meshtune.rundir import RunDir
 from meshtune.train.generate import answer_ids, decoded, evaluating, longest_answers
 from meshtune.train.loss import head_loss
@@ -38,7 +39,7 @@ class Question:
     ids: tuple[int, ...]  # of the prompt
     prompt: str  # with special tokens
     text: str  # the prompt without them, for people
-    expected: str  # without special tokens
+    expected: str  # whole, without special tokens
 
 
 @dataclass(frozen=True)
@@ -97,9 +98,10 @@ class Evaluation:
             if self.exact_match:
                 pairs = list(zip(prompts, completions, strict=True))[: self.exact_match]
                 extra = {
-                    "exact_match": exact_match([(q.expected, a) for q, a in pairs]),
+                    "exact_match": sum(matches(q.expected, a) for q, a in pairs) / max(1, len(pairs)),
                     "prompts": len(pairs),
-                    "answers_cut": sum(len(new_ids[i]) == limits[i] for i in range(len(pairs))),
+                    "answers_cut": sum(len(new_ids[i]) == limits[i] > 0 for i in range(len(pairs))),
+                    "prompts_without_room": limits[: len(pairs)].count(0),
                 }
         metrics.evaluate(
             step=step, loss=loss, label_tokens=label_tokens, tokens=self.dataset.token_count,
@@ -154,7 +156,8 @@ def questions(
     dataset: Dataset, tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int], number: int
 ) -> list[Question]:
     """Questions from the first `number` documents with a label, fewer if there aren't enough: the last run
-    of labelled tokens is the answer, without stop_ids, and all before it the prompt.
+    of labelled tokens is the answer, without stop_ids, and all before it the prompt. The expected answer has
+    the tokens that the cut to seq_len took, too.
 
     Where every token but the first is labelled (plain text), the prompt is the first quarter.
     """
@@ -171,7 +174,8 @@ def questions(
         start = int(unlabelled[-1]) + 1
         if start <= 1:
             start = max(1, end // 4)
-        answer = [token for token in ids[start:end] if token not in stop_ids]
+        rest = dataset.answer_rests[dataset.rest_offsets[document] : dataset.rest_offsets[document + 1]]
+        answer = [token for token in [*ids[start:end], *rest.tolist()] if token not in stop_ids]
         asking.append(
             Question(
                 ids=tuple(ids[:start]),
@@ -190,10 +194,3 @@ def without_control_tokens(ids: Sequence[int], tokenizer: PreTrainedTokenizerBas
     pieces = (list(piece) for is_special, piece in groupby(ids, special.__contains__) if not is_special)
     lines = (str(tokenizer.decode(piece)).strip() for piece in pieces)
     return "\n".join(line for line in lines if line)
-
-
-def exact_match(pairs: Sequence[tuple[str, str]]) -> float:
-    """The share (0 to 1) of (expected, answer) pairs of equal text, white space at the ends aside; 0 for no
-    pair.
-    """
-    return sum(expected.strip() == answer.strip() for expected, answer in pairs) / max(1, len(pairs))

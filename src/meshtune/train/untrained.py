@@ -4,6 +4,7 @@ Pretraining leaves the rows of reserved tokens as they were drawn, or weight dec
 Adapters can't make up for it: the model can't tell such tokens apart, and never learns to write them.
 """
 
+import shlex
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
@@ -72,7 +73,8 @@ def untrained_sentences(
     if spec.lora:
         leaves = [path.rpartition(".")[2] for path in to_train]
         names = dict.fromkeys([*spec.lora.modules_to_save, *leaves])
-        remedy = f"Train them: lora.modules_to_save=[{', '.join(names)}]."
+        setting = f"lora.modules_to_save=[{', '.join(names)}]"
+        remedy = f"Train them: {shlex.quote(setting)}."
     else:
         remedy = f"Take {' and '.join(f'{path}.weight' for path in to_train)} out of model.freeze."
     return [

@@ -121,7 +121,7 @@ def test_unknown_roles_name_the_setting(tmp_path):
         (["Question", "Answer"], "{prompt: Question, completion: Answer}"),
         (["prompt", "response"], "{completion: response}"),
         (["conversation"], "{messages: conversation}"),
-        (["a", "b"], "for example data.columns={prompt: question, completion: answer}"),
+        (["a", "b"], "for example 'data.columns={prompt: question, completion: answer}'"),
     ],
 )
 def test_well_known_columns_are_suggested(tmp_path, columns, suggested):

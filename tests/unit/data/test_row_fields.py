@@ -193,7 +193,7 @@ def test_preference_columns_beside_messages_are_refused_and_a_side_can_be_chosen
 def test_the_columns_that_a_refusal_of_preferences_names_train_on_one_side(row, columns, rows_of):
     other = {name.replace("chosen", "rejected"): value for name, value in row.items() if "chosen" in name}
     written = ", ".join(f"{ours}: {theirs}" for ours, theirs in columns.items())
-    with pytest.raises(UserError, match=re.escape(f"set data.columns={{{written}}}")):
+    with pytest.raises(UserError, match=re.escape(f"set 'data.columns={{{written}}}'")):
         rows_of(row | other)
     (example,), notes = rows_of(row | other, columns=tuple(columns.items()))
     assert notes.unused.keys() == other.keys()

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from meshtune.meter.causes import Cause
 from meshtune.meter.parts import PARTS, StepTime, time_row
-from meshtune.meter.rows import memory_row
+from meshtune.meter.rows import matches, memory_row
 from meshtune.report.compare import compare, comparison_page
 from meshtune.report.run.panels import Points
 from meshtune.report.run.report import run_page
@@ -122,7 +122,7 @@ def test_samples_have_numbers_as_answers_and_odd_ones_are_left_out(run: RunDir, 
     shown(run, other)
     run.append_sample(sample | {"expected": 42})
     (number,) = (one for one in samples_of(run) if one.prompt == "n")
-    assert number.expected == "42" and number.matches(number.after)
+    assert number.expected == "42" and matches(number.expected, number.after)
 
 
 def test_what_is_left_out_is_counted_in_one_line(run: RunDir) -> None:

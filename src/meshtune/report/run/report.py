@@ -10,7 +10,7 @@ from typing import Any
 
 from meshtune.addresses import public
 from meshtune.errors import check_file
-from meshtune.meter.rows import cut_answers, memory_table
+from meshtune.meter.rows import memory_table, unfinished_answers
 from meshtune.report.draw.document import Document, Notes, OnPage, Part, Pictures, Section, Tiles
 from meshtune.report.draw.kinds import Panel
 from meshtune.report.draw.page import EMPTY, text
@@ -188,7 +188,7 @@ def _figures(summary: Summary) -> Iterator[tuple[str, str, str]]:
     """Yield (label, value, small text below it) of the figures that are known."""
     if (exact := summary.last_exact_match) is not None:
         before = "" if summary.first_exact_match is None else f"from {summary.first_exact_match:.1%}"
-        cut = cut_answers(summary.answers_cut, summary.prompts)
+        cut = unfinished_answers(vars(summary))
         yield "Exact match", f"{exact:.1%}", "; ".join(filter(None, [before, cut]))
     if (loss := summary.last_eval_loss) is not None:
         known = summary.first_eval_loss not in (None, loss)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from meshtune.meter.rows import matches
 from meshtune.report.draw.page import text
 from meshtune.report.draw.table import Column, Markup, Table
 
@@ -30,9 +31,9 @@ class Asked(NamedTuple):
 
     def answer(self, place: int) -> Markup:
         """An answer, marked as right or wrong."""
-        answer, expected = self.answers[place], self.expected
-        right = answer is not None and expected is not None and answer.strip() == expected.strip()
-        return Markup(text(NONE if answer is None else answer), "right" if right else "wrong")
+        answer = self.answers[place]
+        mark = "right" if matches(self.expected, answer) else "wrong"
+        return Markup(text(NONE if answer is None else answer), mark)
 
 
 def samples_table(columns: Sequence[str], rows: Sequence[Asked], more: str) -> Table:

@@ -76,6 +76,7 @@ class Summary:
     last_exact_match: float | None = None
     prompts: int | None = None  # number of prompts that exact match was measured on
     answers_cut: int | None = None  # of these, without an end token
+    prompts_without_room: int | None = None  # of these, not answered: they fill the model's context
     tokens_per_second_per_gpu: float | None = None  # median over the last layout's steps that aren't warm-up
     mfu: float | None = None  # median over the same steps, 0 to 1
     tokens: int | None = None  # trained on, without padding
@@ -113,10 +114,6 @@ class Sample:
     expected: str | None
     before: str | None  # None where the prompt was not answered before the first step
     after: str
-
-    def matches(self, answer: str) -> bool:
-        """True if `answer` is the expected one, white space around it aside; False if none is expected."""
-        return self.expected is not None and answer.strip() == self.expected.strip()
 
 
 def summarise(run: RunDir, rows: Sequence[Row] | None = None, *, samples: bool = True) -> Summary:
@@ -190,8 +187,10 @@ def grown(summary: Summary, rows: Sequence[Row]) -> Summary:
         best_eval_step=best_step,
         first_exact_match=first(exact) if len(exact) > 1 else None,
         last_exact_match=last(exact),
-        prompts=last(values(evals, "prompts") or [summary.prompts]),
-        answers_cut=last(values(evals, "answers_cut") or [summary.answers_cut]),
+        **{
+            name: last(values(evals, name) or [getattr(summary, name)])
+            for name in ("prompts", "answers_cut", "prompts_without_room")
+        },
         tokens=total(summary.tokens, "tokens") if steps else summary.tokens,
         seconds=total(summary.seconds, "step_seconds") if steps else summary.seconds,
         peak_memory_bytes=highest(summary.peak_memory_bytes, "peak_memory_bytes"),

@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from meshtune.meter.rows import cut_answers
+from meshtune.meter.rows import matches, unfinished_answers
 from meshtune.report.draw.document import Section
 from meshtune.report.draw.table import facts
 from meshtune.report.run.summary import Summary, samples_of, summarise, values
@@ -62,7 +62,7 @@ def headline(summary: Summary) -> Iterator[tuple[str, str]]:
     if summary.last_exact_match is not None:
         shares = change(summary.first_exact_match, summary.last_exact_match, ".1%")
         prompts = counted(summary.prompts, "held-out prompt") if summary.prompts else "held-out prompts"
-        cut = cut_answers(summary.answers_cut, summary.prompts)
+        cut = unfinished_answers(vars(summary))
         yield "exact match", "; ".join(filter(None, [f"{shares} of {prompts}", cut]))
     if summary.last_loss is not None:
         yield "loss", f"{change(summary.first_loss, summary.last_loss, '.4f')} in {steps}"
@@ -112,7 +112,7 @@ def samples_table(run: RunDir, *, limit: int = 5) -> RenderableType:
         answers = {"before": sample.before or ""} if twice else {}
         answers |= {"after" if twice else "answer": sample.after}
         coloured = {
-            name: Text(printable(answer), style="green" if sample.matches(answer) else "yellow")
+            name: Text(printable(answer), style="green" if matches(sample.expected, answer) else "yellow")
             for name, answer in answers.items()
         }
         block = {"prompt": sample.question, "expected": sample.expected or ""} | coloured
