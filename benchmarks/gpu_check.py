@@ -2,7 +2,7 @@
 
     1 probe    `meshtune probe`: matmuls, attention, memory, launches; a rank with NCCL
     2 bench    `meshtune bench`: predicted, simulated and measured for 8B full and 1B full (random weights,
-               sequences of 4096 tokens); 1B compiled and in two modes of recomputation
+               sequences of 4096 tokens); 1B and 8B uncompiled, 1B in two modes of recomputation
     3 peers    a compiled loop by hand, transformers.Trainer, TRL and Liger on the same model and tokens; 8B
                LoRA and the Trainer's
     4 tests    tests/gpu: CUDA attention against its definition, training against a processor …

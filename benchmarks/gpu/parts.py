@@ -23,6 +23,9 @@ class Figure:
     tiny: bool = True  # False: with tiny models another figure tries the same commands
 
 
+EAGER = "train.compile=false"
+
+
 def parts(check: Check) -> Mapping[str, Sequence[Figure]]:
     """Figures by part, both in order."""
     one, eight, bench, peer = check.one, check.eight, check.bench, check.peer
@@ -43,10 +46,11 @@ def parts(check: Check) -> Mapping[str, Sequence[Figure]]:
         ],
         "bench": [
             Figure("8b-full", 170, eight_b),
-            Figure("1b-full", 110, partial(one_b, plain)),
-            Figure("1b-compiled", 140, partial(one_b, plain, "train.compile=true")),
+            Figure("1b-full", 140, partial(one_b, plain)),
+            Figure("1b-eager", 90, partial(one_b, plain, EAGER)),
             Figure("1b-selective", 90, partial(one_b, f"{plain}-selective"), tiny=False),
             Figure("1b-recomputed", 90, partial(one_b, f"{plain}-full"), tiny=False),
+            Figure("8b-eager", 170, partial(eight_b, EAGER), tiny=False),
         ],
         "peers": [
             Figure("1b-meshtune", 110, partial(one_b, plain), tiny=False),

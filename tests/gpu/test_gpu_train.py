@@ -77,7 +77,7 @@ def test_bf16_follows_fp32_in_every_recompute_mode(
 
 def test_compiled_blocks_give_the_same_losses(train: Train, tmp_path: Path) -> None:
     plain = train("train.device=cuda", f"output={tmp_path / 'plain'}")
-    compiled = train("train.device=cuda", "train.compile=true", f"output={tmp_path / 'compiled'}")
+    compiled = train("train.device=cuda", "train.compile=auto", f"output={tmp_path / 'compiled'}")
     assert losses(compiled) == pytest.approx(losses(plain), rel=1e-4)
 
 

@@ -221,7 +221,7 @@ def _small_micro_batches(steps: Steps) -> Iterator[Cause]:
         f"Use larger micro-batches for the same global batch (mb{grown} instead of "
         f"mb{layout.micro_batch_size})."
         if grown > layout.micro_batch_size
-        else "Use larger micro-batches or longer sequences (data.seq_len), or train.compile=true."
+        else "Use larger micro-batches or longer sequences (data.seq_len), or compiled blocks."
     )
     if steps.on_gpu:
         if any(row.get("backlog") is None for row in steps.rows):

@@ -50,6 +50,7 @@ from meshtune.meter.trace import (
     GRADIENTS,
     LOGITS,
     TEMPORARY,
+    WEIGHTS,
 )
 
 FROM_HOST = torch.ops.aten.lift_fresh.default  # takes a tensor of Python's numbers, which no operation made
@@ -239,10 +240,13 @@ class Ledger(TorchDispatchMode):
         among them.
         """
         in_pass = self.default == ACTIVATIONS
-        if in_pass and made.shape == self.head_shape and (of_logits or self._has(values, GRADIENTS)):
+        cast = self._has(values, WEIGHTS) or self._has(values, GATHERED)
+        if in_pass and made.shape == self.head_shape and not cast:
             return GRADIENTS
-        columns = made.shape[-1] if made.ndim else None
-        return LOGITS if of_logits and columns == self.logit_columns else self.default
+        # A compiled loss makes the gradient of logits of nothing, and its kernel fills it.
+        of_logits = of_logits or (in_pass and not self.tensors(values))
+        as_wide = made.ndim > 0 and made.shape[-1] == self.logit_columns
+        return LOGITS if of_logits and as_wide else self.default
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):

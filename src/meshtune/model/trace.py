@@ -13,10 +13,11 @@ import copy
 import json
 import re
 from collections import defaultdict
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -38,13 +39,7 @@ from meshtune.model.matmuls import (
     recurrent_matrices,
 )
 from meshtune.model.recorded import attention_kinds
-from meshtune.model.saved_tensors import (
-    Builder,
-    built_on_meta,
-    inputs,
-    saved_by_block,
-    saved_by_own_attention,
-)
+from meshtune.model.saved_tensors import Saved, cast_parameters, saved_by_block
 from meshtune.model.tensor_plan import (
     TENSOR_STYLES,
     TensorStyle,
@@ -61,7 +56,7 @@ TRACED_MODELS = 16
 traced_models: dict[Hashable, Census] = {}  # the last of this process, by all that a census depends on
 IN_BLOCK = re.compile(r"(?P<blocks>.+?)\.(?P<index>\d+)\.(?P<name>.+)")
 
-
+Builder = Callable[[str | None], PreTrainedModel]  # attention implementation, None: the family's -> model
 Core = tuple[str, Attention]  # an attention core of a traced forward, after the path of its module
 
 
@@ -441,3 +436,43 @@ def _tensor_styles(
 def _path_and_index(block: str) -> tuple[str, int]:
     path, _, index = block.rpartition(".")
     return path, int(index)
+
+
+# Families that compute attention themselves #
+
+
+def built_on_meta(build: Builder, attention: str | None, frozen: Collection[str]) -> PreTrainedModel:
+    """Build the model on meta, parameters in bf16, in training mode; only those `frozen` have no gradient."""
+    with torch.device("meta"):
+        model = build(attention)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in frozen)
+    cast_parameters(model, torch.bfloat16)
+    return model.train()
+
+
+def inputs(rows: int, tokens: int, with_mask: bool) -> dict[str, Tensor]:
+    """Inputs of a forward on meta: `rows` of `tokens`, and with a mask if `with_mask`."""
+    given = {"input_ids": torch.zeros(rows, tokens, dtype=torch.long, device="meta")}
+    if with_mask:  # 4-d: passed on as it is, where a family would read the values of one that it makes itself
+        given["attention_mask"] = torch.zeros(rows, 1, tokens, tokens, dtype=torch.bfloat16, device="meta")
+    return given
+
+
+def saved_by_own_attention(
+    build: Builder, parts: Anatomy, frozen: Collection[str], adapters: Adapters, rows: int
+) -> Saved:
+    """Return what `saved_by_block` does, of a family whose attention can't be replaced; empty if untraced.
+
+    A run has the family's attention and a mask. Some families read the mask's values, which meta tensors do
+    not have, or want another one. build, frozen, adapters: as in `trace`. parts: of the model.
+    """
+    for attention, with_mask in product((None, STAND_IN), (False, True)):
+        try:
+            model = built_on_meta(build, attention, frozen)
+        except (KeyError, ValueError):  # it knows no STAND_IN
+            continue
+        found = saved_by_block(model, parts, frozen, adapters, partial(inputs, with_mask=with_mask), rows)
+        if found[0]:
+            return found
+    return {}, ()

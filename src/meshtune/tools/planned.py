@@ -56,6 +56,8 @@ class Planned:
         if name in ("train.learning_rate", "train.global_batch_size"):
             return getattr(self.config, key)
         value = attrgetter(name)(self.config)
+        if name == "train.compile" and value == "auto":
+            return None  # other tools compile only where they are told to
         own = [getattr(source, key, None) for source in self.sources] if section == "data" else []
         return value or next(filter(None, own), value)
 

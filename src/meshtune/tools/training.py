@@ -521,6 +521,6 @@ CONVERSIONS = {
     "device": Conversion(lambda value, job: {"train.device": "cpu"} if value == "cpu" else {}),
     "compiled": Conversion(
         lambda value, job: {"train.compile": value is True} if value != "auto" else {},
-        lambda plan: plan.config.train.compile,
+        lambda plan: plan.setting("train.compile"),
     ),
 }

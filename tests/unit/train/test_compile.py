@@ -10,8 +10,8 @@ from graphs import Graphs
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer
 
-from meshtune import config
-from meshtune.api import build
+from meshtune import compat, config
+from meshtune.api import build, choose
 from meshtune.layout import RECOMPUTATIONS
 from meshtune.train import loop
 
@@ -61,3 +61,25 @@ def test_generating_at_an_evaluation_leaves_the_compiler_to_training(
     graphs.calls = 0
     answering = ["eval.at_start=true", "eval.every=1", "eval.samples=3", "eval.max_new_tokens=6"]
     assert calls_a_micro_batch(settings(*deep, *answering), graphs) == plain > 0
+
+
+@pytest.mark.parametrize(
+    ("layout", "old", "why"),
+    [
+        ("dp2-full-mb1-ga2", False, ""),
+        ("pp2-zb-mb1-ga4", False, "zero-bubble schedules can't run compiled blocks"),
+        ("tp2-mb1-ga4", True, "torch 2.11.0 gives wrong gradients of compiled blocks under tp"),
+    ],
+)
+def test_auto_compiles_on_cuda_or_says_why_not(
+    layout: str, old: bool, why: str, settings: Settings, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    if old:
+        monkeypatch.setattr(compat, "version", lambda _: "2.11.0")
+    given = config.load(None, settings(f"layout={layout}"))
+    assert choose.choose(given, 2).compile is False, "on a processor"
+    monkeypatch.setattr(choose, "device_of", lambda _: torch.device("cuda"))
+    assert choose.choose(given, 2).compile is (why == "")
+    said = " ".join(capsys.readouterr().err.split())
+    assert (f"meshtune: The blocks run uncompiled: {why}." in said) is (why != "")
