@@ -103,8 +103,7 @@ def train(settings: Callable[..., list[str]]) -> Callable[..., Any]:
         from meshtune.api import build
         from meshtune.train import loop
 
-        words = settings("train.compile=false", *overrides)  # a GPU would compile each tiny model
-        made = build.build(config.load(None, words))
+        made = build.build(config.load(None, settings(*overrides)))
         loop.train(made)
         return made
 

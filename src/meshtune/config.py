@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import yaml
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, StrictBool, ValidationError, field_validator, model_validator
 
 from meshtune.errors import UserError, expanded, written
 from meshtune.layout import PartialLayout
@@ -188,7 +188,7 @@ class TrainConfig(Section):
     )
     adam_eps: float = setting(1.0e-8, "Term in AdamW's denominator.", constant("eps"), gt=0)
     seed: NonNegative = setting(42, "Seed of the order of samples, dropout and random weights.")
-    compile: bool | Literal["auto"] = setting(
+    compile: StrictBool | Literal["auto"] = setting(
         "auto", "Compile the blocks with torch.compile; auto: on CUDA, where model and layout allow it."
     )
     max_nonfinite_steps: Positive = setting(

@@ -3,6 +3,7 @@ out.
 """
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,12 @@ pytestmark = [
 ]
 
 Train = Callable[..., Any]
+
+
+@pytest.fixture
+def train(train: Train) -> Train:
+    """The same without compiling each tiny model."""
+    return partial(train, "train.compile=false")
 
 
 def losses(run: Any) -> list[float]:

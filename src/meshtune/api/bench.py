@@ -140,6 +140,7 @@ class Bench:
         config = self.subject.config_of(layout)
         compiled = self.subject.compiles(layout, self.device)
         spec = model_spec(config, self.subject.attention, self.device, compile=compiled)
+        spec = replace(spec, memory=self.cluster.memory * (self.device == "cuda"))
         if config.model.init == "random" or not self.subject.has_weights:
             spec = replace(spec, source=self.subject.source, overrides={}, init="random")
         trial = Trial(

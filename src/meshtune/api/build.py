@@ -4,6 +4,7 @@ config ─> choice (choose.py) ─> data, model (resolve.py) ─> run folder (ou
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -82,8 +83,9 @@ def build(
     if config.hub.push_to and world.main:  # after the data: a refused file leaves no empty repository
         try_repository(config.hub.push_to, private=config.hub.private)
     rows = id_bound(inputs.tokenizer)
+    spec = model_spec(config, choice.attention, device.type, compile=choice.compile, embeddings=rows)
     model = rank_model(
-        model_spec(config, choice.attention, device.type, compile=choice.compile, embeddings=rows),
+        replace(spec, memory=min((memory for _, memory in gpus_of(device)), default=0.0)),
         world,
         optimizer=optimizer_spec(config),
         tokens_per_sequence=config.data.seq_len,

@@ -219,7 +219,8 @@ class Subject:
         cluster: with a device for each of the layout's ranks. ranks: to be traced too. notes: more sentences
         that the answer says.
         """
-        layout = job.layout
+        layout, on_gpu = job.layout, job.spec.kernels == "cuda"
+        job = replace(job, spec=replace(job.spec, memory=cluster.memory * on_gpu))
         stands_for, borrowed = self.ranks(layout, ranks), cluster.timed and unmeasured(cluster)
         names = ", ".join(f"{rank:,}" for rank in stands_for)
         log(f"tracing two steps of {layout}: rank{'s' * (len(stands_for) > 1)} {names} of {layout.world:,} …")

@@ -18,6 +18,18 @@ if TYPE_CHECKING:
     from meshtune.placement.columns import Columns, Number
 
 LOSS_CHUNK_TOKENS = 1024  # whose logits exist at a time on a rank: the one large tensor next to the states
+LONGER_CHUNKS = 4  # times as many tokens at most, where the loss is compiled, for logits of
+LOSS_SHARE = 1 / 64  # of a GPU's memory: the head's gradient is added up once a chunk
+
+
+def loss_chunk_tokens(memory: float, vocabulary: Number, element: Number) -> Number:
+    """Tokens whose logits exist at a time, LOSS_CHUNK_TOKENS times a power of two.
+
+    memory: bytes of the GPU where the loss is compiled, which holds logits and their gradient; 0 elsewhere.
+    vocabulary: logits of a token on a rank. element: bytes of one.
+    """
+    fitting = LOSS_SHARE * memory / (2 * element * vocabulary * LOSS_CHUNK_TOKENS)
+    return LOSS_CHUNK_TOKENS * 2 ** np.floor(np.log2(np.clip(fitting, 1, LONGER_CHUNKS)))
 
 
 class Copies(NamedTuple):

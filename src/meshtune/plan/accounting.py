@@ -18,7 +18,7 @@ from meshtune.errors import Table
 from meshtune.optimizers import BUCKET_ELEMENTS, OPTIMIZERS
 from meshtune.placement.census import BlockPeaks
 from meshtune.placement.columns import Columns, Number
-from meshtune.placement.states import LOSS_CHUNK_TOKENS, Copies, copies_of
+from meshtune.placement.states import LOSS_CHUNK_TOKENS, Copies, copies_of, loss_chunk_tokens
 from meshtune.plan.hardware import memory_of
 from meshtune.plan.work import Kept, Traced, Work
 
@@ -138,6 +138,7 @@ class Accounting:
 
     # Tokens whose logits exist at a time; inf: all, and no hidden states are copied.
     loss_chunk: float = LOSS_CHUNK_TOKENS
+    loss_memory: float = 0.0  # of states.loss_chunk_tokens, where tp does not split the vocabulary
     # Bytes per logit of these tokens:
     logit: float = 8  # at the peak of the loss
     logit_split: float = 0.0  # added to `logit` where tp splits the vocabulary
@@ -157,6 +158,13 @@ class Accounting:
     context: float = 0.0  # bytes outside the allocator
     workspace: float = 0.0  # bytes in the allocator that are in no tensor of the model
     communicator: float = 0.0  # bytes of each process group (placement/ranks.py)
+
+    def chunk_tokens(self, work: Work, layouts: Columns) -> Number:
+        """Tokens whose logits exist at a time."""
+        if not self.loss_memory:
+            return self.loss_chunk
+        whole = loss_chunk_tokens(self.loss_memory, work.vocabulary, self.element)
+        return np.where(layouts.tp > 1, self.loss_chunk, whole)
 
     def gathers_shards(self, layouts: Columns) -> Number:
         """True where weights are gathered from shards, as FSDP does."""
@@ -263,6 +271,7 @@ def accounting_of(workload: Workload, cluster: Cluster) -> Accounting:
     accounting = stack_accounting(
         workload.stack, workload.precision, workload.reduce_dtype, workload.optimizer
     )
+    accounting = replace(accounting, loss_memory=workload.loss_memory(cluster))
     if cluster.gpu.processor:
         keys = "gathered" if accounting.context_keys == "copied" else accounting.context_keys
         return replace(

@@ -103,6 +103,7 @@ class Machine:
     send_share: Number  # of a GPU's part of the network that a send between stages reaches
     send_split: Number  # 1: each tensor-parallel rank sends its part, gathered again; 0: each sends all of it
     balanced: Number  # 1: stages are cut by cost with the head's; 0: into equal numbers of blocks
+    loss_memory: Number = 0.0  # of states.loss_chunk_tokens
     update_memory: Number = 1.0  # factor on `memory` that the optimizer's update reaches
     block_update: Number = 0.0  # seconds of the matmuls (Newton-Schulz, in bf16) of one block's update
 
@@ -151,6 +152,7 @@ def machine_of(workload: Workload, cluster: Cluster) -> Machine:
     return replace(
         machine,
         node=float(cluster.node),
+        loss_memory=workload.loss_memory(cluster),
         link=cluster.link,
         network=cluster.network * cluster.node,
         element=copies.weight,

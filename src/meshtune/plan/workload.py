@@ -19,6 +19,7 @@ from meshtune.units import Number, count
 
 if TYPE_CHECKING:
     from meshtune.placement.numbers import ModelNumbers
+    from meshtune.plan.cluster import Cluster
     from meshtune.plan.hardware import Gpu
 
 
@@ -134,6 +135,10 @@ class Workload:
         """The stack of stacks.toml that predicts memory and time, once train.compile is decided: `under`."""
         assert self.compile != "auto"
         return self.tool.compiled if self.compile else self.tool.stack
+
+    def loss_memory(self, cluster: Cluster) -> float:
+        """Bytes of a GPU by which this engine cuts the compiled loss; 0 where it is not compiled."""
+        return cluster.memory * (self.tool is MESHTUNE and self.compile is True and not cluster.gpu.processor)
 
     def rules(self) -> Iterator[Rule]:
         """Rules on the layouts that the model can be trained under, by this engine or by the tool."""

@@ -33,7 +33,7 @@ from meshtune.errors import UserError
 from meshtune.model.anatomy import Anatomy
 from meshtune.model.body import head_only
 from meshtune.parallel.tensor import Vocabulary, vocabulary_of
-from meshtune.placement.states import LOSS_CHUNK_TOKENS
+from meshtune.placement.states import loss_chunk_tokens
 from meshtune.rundir import RunDir
 
 # A loss function of the caller's #
@@ -129,7 +129,8 @@ def head_loss(
     hidden: Tensor,
     micro_batch: MicroBatch,
     *,
-    chunk_tokens: int = LOSS_CHUNK_TOKENS,
+    chunk_tokens: int = 0,
+    memory: float = 0.0,
     single_backward: bool = True,
     smoothing: float = 0.0,
     fused: bool = False,
@@ -139,7 +140,8 @@ def head_loss(
     fp32 (fp64 for an fp64 model).
 
     hidden, micro_batch: of this rank's columns (cp); all tp ranks pass the same and get the same loss. At
-    most `chunk_tokens` rows of logits exist at a time. Its backward can run once, a second one raises
+    most `chunk_tokens` rows of logits exist at a time; 0: as `loss_chunk_tokens` has it for a GPU of `memory`
+    bytes. Its backward can run once, a second one raises
     RuntimeError; with single_backward=False again, as zero-bubble schedules want (first for the hidden
     states' gradient, then for the head's), at the price of a second copy of the head's gradient. Without any
     label the loss is 0 and the gradients are zeros, so that ranks that share parameters still agree on which
@@ -153,10 +155,14 @@ def head_loss(
     )
     rows = torch.nonzero_static(labelled, size=label_tokens).flatten()
     targets = flat[rows]
+    vocabulary = vocabulary_of(model.get_submodule(anatomy.head))
+    if not chunk_tokens:
+        rows_of_head = model.get_submodule(anatomy.head).get_parameter("weight").shape[0]
+        cut_by = memory if fused and vocabulary is None and token_loss is None else 0.0
+        chunk_tokens = int(loss_chunk_tokens(cut_by, rows_of_head, hidden.dtype.itemsize))
     chunks = -(-label_tokens // chunk_tokens)
     size = -(-label_tokens // chunks) if chunks else 1  # equal chunks: the smallest peak for their number
     parameters = _head_parameters(model, anatomy)
-    vocabulary = vocabulary_of(model.get_submodule(anatomy.head))
     own = partial(_cross_entropy, smoothing=smoothing, fused=fused)
     cross_entropy = partial(token_loss or own, vocabulary=vocabulary)
     with head_only(model, anatomy) as logits_of:

@@ -69,6 +69,7 @@ class ModelSpec:
     overrides: Mapping[str, Any] = field(default_factory=dict)  # values in config.json, of a named source
     attention: str = "meshtune"  # the name of a registered attention function
     kernels: str = "cpu"  # the kind of device whose attention kernels run: "cpu" or "cuda"
+    memory: float = 0.0  # bytes of the GPU; 0: it runs on a processor
     precision: str = "bf16"  # a row of precision.PRECISIONS
     reduce_dtype: str = "fp32"  # gradients of several micro-batches or ranks are summed in it
     lora: LoraSpec | None = None  # None: all parameters are trained
@@ -323,6 +324,7 @@ def loss_of(layout: Layout, spec: ModelSpec, token_loss: TokenLoss | None) -> Fi
         single_backward=layout.schedule not in ZERO_BUBBLE,
         smoothing=spec.label_smoothing,
         fused=spec.compile and spec.kernels == "cuda",
+        memory=spec.memory,
         token_loss=token_loss,
     )
 

@@ -8,7 +8,7 @@ from shapes import adapted, of_shape
 
 from meshtune.layout import Layout
 from meshtune.placement.columns import Columns
-from meshtune.placement.states import LOSS_CHUNK_TOKENS
+from meshtune.placement.states import LOSS_CHUNK_TOKENS, loss_chunk_tokens
 from meshtune.plan.hardware import catalogue
 from meshtune.plan.machine import Machine
 from meshtune.plan.seconds.ends import end_seconds, head_matmuls
@@ -30,6 +30,21 @@ def test_bytes_outside_the_blocks_are_those_that_dry_runs_count(text: str) -> No
     seconds = end_seconds(LLAMA_1B, layouts, machine, SEQ_LEN).compute - matmuls
     found = float(np.ravel(seconds * machine.bandwidth * machine.memory)[0])
     assert found == pytest.approx(COUNTED[text], rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("memory", "vocabulary", "tokens"),
+    [
+        (0, 128256, 1024),
+        (24e9, 128256, 1024),
+        (85e9, 128256, 2048),
+        (150e9, 128256, 4096),
+        (85e9, 32000, 4096),
+    ],
+)
+def test_chunks_of_the_compiled_loss_grow_with_memory(memory: float, vocabulary: int, tokens: int) -> None:
+    assert loss_chunk_tokens(memory, vocabulary, 2) == tokens
+    assert 4 * vocabulary * tokens <= max(memory / 64, 4 * vocabulary * 1024)
 
 
 def test_the_loss_is_of_the_labelled_tokens_alone() -> None:

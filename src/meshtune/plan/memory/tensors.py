@@ -212,7 +212,8 @@ def head_tensors(step: Step) -> Iterator[Tensor]:
     work, accounting, has_head = step.work, step.accounting, step.stages.has_head
     element, precision = accounting.element, accounting.precision
     gradient, labels = step.head * precision.gradient, step.tokens * work.labelled
-    chunk_tokens = np.ceil(labels / np.maximum(np.ceil(labels / accounting.loss_chunk), 1.0))
+    chunk = accounting.chunk_tokens(work, step.layouts)
+    chunk_tokens = np.ceil(labels / np.maximum(np.ceil(labels / chunk), 1.0))
     one_copy = chunk_tokens * work.vocabulary / (1.0 if accounting.gathers_logits else step.layouts.tp)
     kept, changes = (ends.logit, ends.changes) if (ends := work.ends.get(int(element))) else (0.0, False)
     split = np.where(step.layouts.tp > 1, accounting.logit_split, 0.0)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from meshtune.placement.states import LOSS_CHUNK_TOKENS
+from meshtune.placement.states import LOSS_CHUNK_TOKENS, loss_chunk_tokens
 from meshtune.plan.seconds.collectives import ranks_in_node, ring_collectives, tree_all_reduce
 from meshtune.plan.seconds.gpu import ALIGNED, gradient_accumulation, matmul, shard_copies
 from meshtune.units import Number
@@ -81,7 +81,9 @@ def end_seconds(work: Work, layouts: Columns, machine: Machine, seq_len: Number)
         ) / 3
         return Ends(0.0, pass_seconds, pass_seconds, pass_seconds, 0.0, 0.0)
     per_byte = 1 / (machine.bandwidth * machine.memory)
-    chunks = np.maximum(np.ceil(labels / LOSS_CHUNK_TOKENS), 1.0)
+    whole = loss_chunk_tokens(machine.loss_memory, work.vocabulary, element)
+    chunk = np.where(layouts.tp > 1, LOSS_CHUNK_TOKENS, whole)  # where tp splits it, the loss is not compiled
+    chunks = np.maximum(np.ceil(labels / chunk), 1.0)
     of_head = work.vocabulary * work.hidden / layouts.tp * work.head_trainable
     cast = np.where((chunks > 1) & (element < FP32), 2 * (element + FP32), 0.0)
     sums = (chunks - 1) * (element + 2 * np.maximum(FP32, element)) + cast

@@ -23,7 +23,6 @@ from meshtune.meter.trace import (
     WEIGHTS,
     RankTrace,
 )
-from meshtune.placement.states import LOSS_CHUNK_TOKENS
 from meshtune.report.dryrun.living import Alike, Peak, alike, is_received, made_by
 from meshtune.units import counted
 
@@ -92,7 +91,7 @@ def _optimizer(tensors: Alike, layout: Layout) -> Advice:
 
 
 def _logits(tensors: Alike, layout: Layout) -> Advice:
-    yield f"{_more_tensor(layout)}: a part of the vocabulary; already {LOSS_CHUNK_TOKENS} tokens at a time"
+    yield f"{_more_tensor(layout)}: a part of the vocabulary; already a chunk of tokens at a time"
 
 
 def _communication(tensors: Alike, layout: Layout) -> Advice:
