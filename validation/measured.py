@@ -252,6 +252,7 @@ class Machines:
                 "multiprocessors": gpu.multiprocessors,
                 "block_update": 0.0,  # all were trained with AdamW
                 "update_memory": 1.0,  # its own share is measured by probes alone
+                "loss_memory": 0.0,  # all logits at once, or chunks of one size
                 "flash": 0.0 if row["attention"] == "naive" else 1.0,
             })  # fmt: skip
             places.append((f"cluster.{origin.cluster}", f"gpu.{name}", f"stack.{stack}"))

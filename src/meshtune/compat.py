@@ -2,6 +2,8 @@
 insides meshtune uses (INSIDES, which a test goes through), and newer calls with their fallbacks.
 """
 
+import os
+import shutil
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +12,7 @@ from datetime import datetime
 from functools import cache
 from importlib import import_module
 from importlib.metadata import version
+from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -342,6 +345,15 @@ def compiled_tensor_problem() -> str:
     if _number(version("torch")) >= COMPILED_TENSOR:
         return ""
     return f"torch {version('torch')} gives wrong gradients of compiled blocks under tp"
+
+
+def compiler_problem() -> str:
+    """Why torch can't compile for a GPU on this machine, in a clause; "": it can, as far as is seen."""
+    if find_spec("triton") is None:
+        return "torch.compile needs triton, which is not installed"
+    if not any(map(shutil.which, filter(None, (os.environ.get("CC"), "cc", "gcc", "clang")))):
+        return "triton needs a C compiler, and none of cc, gcc and clang is installed"
+    return ""
 
 
 def check_compiled_tensor() -> None:

@@ -138,7 +138,7 @@ class Bench:
         from meshtune.study.bench import Trial
 
         config = self.subject.config_of(layout)
-        compiled = self.subject.compiles(layout, self.device)
+        compiled = self.subject.compiles(layout, self.device, simulated=False)
         spec = model_spec(config, self.subject.attention, self.device, compile=compiled)
         spec = replace(spec, memory=self.cluster.memory * (self.device == "cuda"))
         if config.model.init == "random" or not self.subject.has_weights:

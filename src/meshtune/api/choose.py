@@ -59,17 +59,18 @@ def choose(config: Config, ranks: int) -> Choice:
 
 
 def compiles_blocks(
-    setting: bool | str, model_traits: Traits, layout: Layout, device: str
+    setting: bool | str, model_traits: Traits, layout: Layout, device: str, *, simulated: bool = False
 ) -> tuple[bool, str]:
     """(Whether train.compile = `setting` compiles the blocks, why "auto" does not on CUDA, or "").
 
-    device: torch's kind.
+    device: torch's kind. simulated: nothing runs on it, so that this machine needs no compiler for it.
     """
     of_device = {"processor": device == "cpu"}
     compiled = bool(compiles(setting, model_traits, Columns.of([layout]), **of_device)[0])
     why = uncompiled(setting, model_traits, layout, **of_device)
-    if setting == "auto" and compiled and layout.tp > 1:
-        why = compat.compiled_tensor_problem()
+    if setting == "auto" and compiled:
+        of_tensor = compat.compiled_tensor_problem() if layout.tp > 1 else ""
+        why = of_tensor or ("" if simulated else compat.compiler_problem())
     return compiled and not why, why
 
 

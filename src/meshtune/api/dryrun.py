@@ -158,9 +158,10 @@ class Subject:
             optimizer=self.config.train.optimizer,
         )
 
-    def compiles(self, layout: Layout, device: str) -> bool:
-        """Whether blocks are compiled under a layout. device: torch's kind."""
-        return compiles_blocks(self.config.train.compile, self.numbers.traits, layout, device)[0]
+    def compiles(self, layout: Layout, device: str, *, simulated: bool) -> bool:
+        """Whether blocks are compiled under a layout. device, simulated: as in `compiles_blocks`."""
+        setting, traits = self.config.train.compile, self.numbers.traits
+        return compiles_blocks(setting, traits, layout, device, simulated=simulated)[0]
 
     def config_of(self, layout: Layout) -> Config:
         """The settings with a layout and the global batch that it makes."""
@@ -185,7 +186,7 @@ class Subject:
         config = self.config
         if self.numbers.census.unsupported == READS_VALUES:
             raise UserError(f"{config.model.name} can't be simulated: {READS_VALUES}.")
-        compiled = self.compiles(layout, self.device)
+        compiled = self.compiles(layout, self.device, simulated=True)
         spec = model_spec(config, self.attention, self.device, compile=compiled)
         return Job(
             spec=replace(spec, source=self.source, overrides={}, init="random"),

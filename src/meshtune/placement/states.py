@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from meshtune.placement.columns import Columns, Number
 
 LOSS_CHUNK_TOKENS = 1024  # whose logits exist at a time on a rank: the one large tensor next to the states
-LONGER_CHUNKS = 4  # times as many tokens at most, where the loss is compiled, for logits of
-LOSS_SHARE = 1 / 64  # of a GPU's memory: the head's gradient is added up once a chunk
+# Where the loss is compiled, up to four times as many, as long as their logits take 1/64 of the GPU's memory:
+# the head's gradient is added up once a chunk.
+LONGER_CHUNKS, LOSS_SHARE = 4, 1 / 64
 
 
 def loss_chunk_tokens(memory: float, vocabulary: Number, element: Number) -> Number:
@@ -28,7 +29,7 @@ def loss_chunk_tokens(memory: float, vocabulary: Number, element: Number) -> Num
     memory: bytes of the GPU where the loss is compiled, which holds logits and their gradient; 0 elsewhere.
     vocabulary: logits of a token on a rank. element: bytes of one.
     """
-    fitting = LOSS_SHARE * memory / (2 * element * vocabulary * LOSS_CHUNK_TOKENS)
+    fitting = LOSS_SHARE * memory / (2 * element * np.maximum(vocabulary, 1) * LOSS_CHUNK_TOKENS)
     return LOSS_CHUNK_TOKENS * 2 ** np.floor(np.log2(np.clip(fitting, 1, LONGER_CHUNKS)))
 
 

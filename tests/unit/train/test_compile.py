@@ -16,6 +16,7 @@ from meshtune.layout import RECOMPUTATIONS
 from meshtune.train import loop
 
 Settings = Callable[..., list[str]]
+NO_COMPILER = "triton needs a C compiler, and none of cc, gcc and clang is installed"
 
 
 @pytest.fixture
@@ -64,19 +65,26 @@ def test_generating_at_an_evaluation_leaves_the_compiler_to_training(
 
 
 @pytest.mark.parametrize(
-    ("layout", "old", "why"),
+    ("layout", "torch_version", "found", "why"),
     [
-        ("dp2-full-mb1-ga2", False, ""),
-        ("pp2-zb-mb1-ga4", False, "zero-bubble schedules can't run compiled blocks"),
-        ("tp2-mb1-ga4", True, "torch 2.11.0 gives wrong gradients of compiled blocks under tp"),
+        ("dp2-full-mb1-ga2", "2.13.0", "/usr/bin/cc", ""),
+        (
+            "dp2-full-mb1-ga2",
+            "2.13.0",
+            None,
+            "triton needs a C compiler, and none of cc, gcc and clang is installed",
+        ),
+        ("pp2-zb-mb1-ga4", "2.13.0", "/usr/bin/cc", "zero-bubble schedules can't run compiled blocks"),
+        ("tp2-mb1-ga4", "2.11.0", None, "torch 2.11.0 gives wrong gradients of compiled blocks under tp"),
     ],
 )
 def test_auto_compiles_on_cuda_or_says_why_not(
-    layout: str, old: bool, why: str, settings: Settings, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    layout: str, torch_version: str, found: str | None, why: str, settings: Settings,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    if old:
-        monkeypatch.setattr(compat, "version", lambda _: "2.11.0")
+    monkeypatch.setattr(compat, "version", lambda _: torch_version)
+    monkeypatch.setattr(compat, "find_spec", lambda _: "triton")
+    monkeypatch.setattr(compat.shutil, "which", lambda _: found)
     given = config.load(None, settings(f"layout={layout}"))
     assert choose.choose(given, 2).compile is False, "on a processor"
     monkeypatch.setattr(choose, "device_of", lambda _: torch.device("cuda"))
