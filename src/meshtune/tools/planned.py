@@ -57,7 +57,7 @@ class Planned:
             return getattr(self.config, key)
         value = attrgetter(name)(self.config)
         if name == "train.compile" and value == "auto":
-            return None  # other tools compile only where they are told to
+            return False  # other tools compile only where they are told to
         own = [getattr(source, key, None) for source in self.sources] if section == "data" else []
         return value or next(filter(None, own), value)
 

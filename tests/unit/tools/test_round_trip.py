@@ -85,6 +85,7 @@ def meaning(config: Config) -> dict[str, Any]:
     built_in = {file.stem: file.read_text() for file in Path(str(files("meshtune.data"))).glob("templates/*")}
     data["chat_template"] = built_in.get(data["chat_template"], data["chat_template"])
     train |= {"global_batch_size": config.global_batch_size, "global_batch_tokens": None}
+    train["compile"] = train["compile"] is True  # "auto" is written as false: tools compile where told to
     train["reduce_dtype"] = (
         None  # no tool has a key; differences.toml names it for the layouts that it is for
     )
