@@ -240,13 +240,13 @@ class Ledger(TorchDispatchMode):
         among them.
         """
         in_pass = self.default == ACTIVATIONS
-        cast = self._has(values, WEIGHTS) or self._has(values, GATHERED)
-        if in_pass and made.shape == self.head_shape and not cast:
+        cast = (WEIGHTS, GATHERED)  # of the head's own weight
+        if in_pass and made.shape == self.head_shape and not any(self._has(values, of) for of in cast):
             return GRADIENTS
-        # A compiled loss makes the gradient of logits of nothing, and its kernel fills it.
-        of_logits = of_logits or (in_pass and not self.tensors(values))
+        # A compiled loss allocates the gradient of logits from no tensor, and its kernel fills it.
         as_wide = made.ndim > 0 and made.shape[-1] == self.logit_columns
-        return LOGITS if of_logits and as_wide else self.default
+        of_logits = as_wide and (of_logits or (in_pass and not self.tensors(values)))
+        return LOGITS if of_logits else self.default
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):

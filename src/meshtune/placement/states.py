@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from meshtune.placement.columns import Columns, Number
 
 LOSS_CHUNK_TOKENS = 1024  # whose logits exist at a time on a rank: the one large tensor next to the states
-# Where the loss is compiled, up to four times as many, as long as their logits take 1/64 of the GPU's memory:
-# the head's gradient is added up once a chunk.
+# A compiled loss takes up to four times these tokens while their logits fit in 1/64 of the GPU's memory: the
+# head's gradient is added up once a chunk.
 LONGER_CHUNKS, LOSS_SHARE = 4, 1 / 64
 
 
