@@ -180,7 +180,9 @@ class TrainConfig(Section):
         "fp32", "Dtype that gradients of several micro-batches add up in.", table=REDUCE_DTYPES
     )
     optimizer: str = setting(
-        "adamw", "Rule of the update: adamw, lion; adafactor and muon need whole tensors (dp, pp, cp).",
+        "adamw",
+        "Rule of the update: adamw, adamw-bf16 (its moments in 16 bits), lion; adafactor and muon need whole "
+        "tensors (dp, pp, cp).",
         table=OPTIMIZERS,
     )  # fmt: skip
     adam_betas: tuple[Fraction, Fraction] = setting(

@@ -26,7 +26,6 @@ class Precision:
     rate: str  # the field of plan.hardware.Gpu that has the peak FLOP/s of its matmuls
     rate_share: float = 1.0  # of that rate, assumed, where data sheets have none for this precision
     offered: bool = True  # the planner offers it instead of one that is above it in PRECISIONS
-    caution: str = ""  # sentence for who trains in it
 
     def summed(self, reduce_dtype: str) -> str:
         """Dtype in which gradients of micro-batches and ranks add up: never narrower than a gradient.
@@ -47,10 +46,6 @@ PRECISIONS = Table(
             "bfloat16",
             "bfloat16",
             rate="bf16",
-            # benchmarks/pure_bf16.py measured it
-            caution="train.precision=bf16-pure rounds weights to bf16 after each update, and most updates of "
-            "a fine-tuning are too small for it. Measured with AdamW: at a learning rate of 1e-5, 100 steps "
-            "moved 15.6 % of the weights; with bf16 (fp32 masters) 100 %.",
         ),
         "fp64": Precision("float64", "float64", "float64", rate="fp32", rate_share=0.5, offered=False),
     },

@@ -44,6 +44,7 @@ VALUES: dict[str, dict[str, tuple[str, ...]]] = {  # axis -> value -> its settin
     "method": {"full": (), "lora": LORA, "rslora": (*SOME, SAVED), "dora": (*SOME, "lora.use_dora=true")},
     "optimizer": {
         "adamw": (),
+        "adamw-bf16": ("train.optimizer=adamw-bf16",),
         "lion": ("train.optimizer=lion", "train.learning_rate=1e-3", "train.adam_eps=1e-8"),
         "adafactor": ("train.optimizer=adafactor", "train.adam_eps=1e-8"),
         "muon": ("train.optimizer=muon",),
@@ -60,25 +61,55 @@ RECIPES: dict[str, tuple[str, str]] = {  # method and optimizer -> loss and nois
     "rslora, adafactor": ("cross entropy", "noise"), "rslora, muon": ("smoothing", ""),
     "dora, adamw": ("focal", ""), "dora, lion": ("smoothing", ""),
     "dora, adafactor": ("smoothing", "noise"), "dora, muon": ("cross entropy", ""),
+    "full, adamw-bf16": ("focal", "noise"), "lora, adamw-bf16": ("smoothing", ""),
+    "rslora, adamw-bf16": ("cross entropy", "noise"), "dora, adamw-bf16": ("focal", ""),
 }  # fmt: skip
 TABLE: dict[str, list[str]] = {  # layout -> recipes
-    "dp2": ["full, adafactor", "full, muon", "lora, adamw", "rslora, lion", "dora, adamw"],
-    "zero3x2-selective2": ["full, adamw", "lora, lion", "rslora, lion", "dora, adamw"],
-    "tp2-sp": ["full, adamw", "lora, lion", "rslora, lion", "dora, lion"],
-    "cp2": ["full, lion", "lora, adafactor", "rslora, adafactor", "rslora, muon", "dora, adamw"],
-    "ulysses2-full": ["full, lion", "lora, muon", "rslora, adamw", "dora, adafactor"],
-    "pp2-zbv": ["full, adamw", "lora, adafactor", "rslora, lion", "dora, muon"],
-    "dp2-pp2-1f1b": ["full, adamw", "lora, adafactor", "lora, muon", "rslora, lion", "dora, adafactor"],
-    "pp2-dualpipev": ["full, adafactor", "lora, adamw", "rslora, lion", "dora, muon"],
-    "zero3x2-tp2-sp-pp2-1f1b": ["full, adamw", "lora, lion", "rslora, lion", "dora, adamw"],
-    "zero2x2-tp2-sp-full": ["full, lion", "lora, adamw", "rslora, adamw", "dora, adamw"],
+    "dp2": [
+        "full, adafactor",
+        "full, muon",
+        "lora, adamw",
+        "rslora, lion",
+        "dora, adamw",
+        "lora, adamw-bf16",
+    ],
+    "zero3x2-selective2": ["full, adamw", "lora, lion", "rslora, lion", "dora, adamw", "full, adamw-bf16"],
+    "tp2-sp": ["full, adamw", "lora, lion", "rslora, lion", "dora, lion", "full, adamw-bf16"],
+    "cp2": [
+        "full, lion",
+        "lora, adafactor",
+        "rslora, adafactor",
+        "rslora, muon",
+        "dora, adamw",
+        "rslora, adamw-bf16",
+    ],
+    "ulysses2-full": ["full, lion", "lora, muon", "rslora, adamw", "dora, adafactor", "dora, adamw-bf16"],
+    "pp2-zbv": ["full, adamw", "lora, adafactor", "rslora, lion", "dora, muon", "full, adamw-bf16"],
+    "dp2-pp2-1f1b": [
+        "full, adamw",
+        "lora, adafactor",
+        "lora, muon",
+        "rslora, lion",
+        "dora, adafactor",
+        "lora, adamw-bf16",
+    ],
+    "pp2-dualpipev": ["full, adafactor", "lora, adamw", "rslora, lion", "dora, muon", "full, adamw-bf16"],
+    "zero3x2-tp2-sp-pp2-1f1b": [
+        "full, adamw",
+        "lora, lion",
+        "rslora, lion",
+        "dora, adamw",
+        "full, adamw-bf16",
+    ],
+    "zero2x2-tp2-sp-full": ["full, lion", "lora, adamw", "rslora, adamw", "dora, adamw", "dora, adamw-bf16"],
 }
 ROWS = [(recipe, layout) for layout, recipes in TABLE.items() for recipe in recipes]
 IN_CI = [
     ("lora, adamw", "dp2"), ("dora, adamw", "zero3x2-selective2"), ("rslora, lion", "tp2-sp"),
     ("full, lion", "cp2"), ("dora, adafactor", "ulysses2-full"), ("dora, muon", "pp2-zbv"),
     ("lora, muon", "dp2-pp2-1f1b"), ("full, adafactor", "pp2-dualpipev"),
-    ("rslora, lion", "zero3x2-tp2-sp-pp2-1f1b"), ("rslora, adamw", "zero2x2-tp2-sp-full"),
+    ("rslora, lion", "zero3x2-tp2-sp-pp2-1f1b"),
+    ("full, adamw-bf16", "zero3x2-selective2"), ("rslora, adamw", "zero2x2-tp2-sp-full"),
 ]  # fmt: skip
 
 

@@ -72,7 +72,7 @@ def test_what_stands_for_another_trainers_value_is_valid() -> None:
     for setting, rows in toml("values").items():
         assert setting in SETTINGS
         for row in rows:
-            named = ("adamw", "lion", "adafactor", "muon") if r"\1" in row["write"] else ("",)
+            named = ("adamw", "adamw-bf16", "lion", "adafactor", "muon") if r"\1" in row["write"] else ("",)
             for name in named:
                 assert problems_of(*row["write"].replace(r"\1", name).split()) == ()
 

@@ -27,10 +27,10 @@ from meshtune.model.anatomy import left_out_of_loss, parts_kept
 from meshtune.model.load import quiet, tables
 from meshtune.model.lora import modules_named
 from meshtune.model.save import check_written
+from meshtune.optimizers import caution
 from meshtune.parallel.mesh import World, join
 from meshtune.plan.cluster import unused_here
 from meshtune.plan.hardware import datasheet_flops
-from meshtune.precision import PRECISIONS
 from meshtune.rundir import RunDir
 from meshtune.train.callbacks import Callback, Callbacks, Hooks, Training
 from meshtune.train.checkpoint import Checkpoints
@@ -208,8 +208,8 @@ def announce(
     rate, spanned = rate_in_words(config), config.train.lr_decay_steps or run.steps
     settings = resolve.run_settings(config) | {"learning_rate": rate, "schedule_steps": spanned}
     metrics.start(**run_row(settings, run, model, prepared, resumed))
-    if caution := PRECISIONS[config.train.precision].caution:
-        metrics.log_line(caution)
+    if sentence := caution(config.train.precision, config.train.optimizer):
+        metrics.log_line(sentence)
     about_model = filter(
         None, (beyond_tested(model.whole), parts_kept(model.whole), left_out_of_loss(model.whole))
     )

@@ -157,8 +157,6 @@ def moved_bytes(operation: Operation) -> int:
         return written
     if name in OVERWRITES:
         return max(read - written, 0) + written
-    if name.startswith("_fused_adam"):  # its schema writes gradients too, one of four tensors: unscaled here
-        return read + written * 3 // 4
     if name == "all_gather_copy_in":  # its last argument is the whole buffer; it fills one shard of it
         sizes = [math.prod(shape) for shape in operation.shapes]
         return 2 * read * sum(sizes[:-1]) // sum(sizes)

@@ -17,15 +17,17 @@ the masters, so that this is the case of the first line. An update acts on each 
 everything here is this rank's own shard, a plain tensor.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from meshtune.model.pieces import Piece
+from meshtune.optim.one_pass import RULES, OnePass
 from meshtune.optim.updates import UPDATES, zeros
-from meshtune.optimizers import OPTIMIZERS
+from meshtune.optimizers import OPTIMIZERS, updated_by
 from meshtune.parallel.zero import local
 from meshtune.placement.census import is_matrix
 
@@ -46,7 +48,12 @@ class Bucket:
     names: list[str]
     parameters: list[nn.Parameter]
     trained: list[Tensor]  # the masters; without masters the parameters, or this rank's shards of DTensors
-    update: torch.optim.Optimizer  # over `trained`
+    update: torch.optim.Optimizer | OnePass  # over `trained`
+
+
+def of_whole(name: str, parameter: nn.Parameter, tensor: Tensor) -> tuple[str, Piece]:
+    """A name and a tensor that is a whole parameter, as a piece of it."""
+    return name, Piece(tuple(tensor.shape), (0,) * tensor.ndim, tensor)
 
 
 class Optimizer:
@@ -61,6 +68,8 @@ class Optimizer:
     copies: parameter name -> number of ranks that hold the same gradient, so that `local_squared_norm`,
     summed over all ranks, counts it once; 1 for a name left out, infinite for a gradient that is not to be
     counted.
+    piece: gives the whole parameter's name and the piece of it that a trained tensor of one is; None: each is
+    whole. seed: of what rounds by chance. compiled: an update is one kernel a parameter, where it can be.
     """
 
     def __init__(
@@ -75,8 +84,13 @@ class Optimizer:
         compute_dtype: torch.dtype | None = None,
         sum_dtype: torch.dtype | None = None,
         copies: Mapping[str, float] | None = None,
+        piece: Callable[[str, nn.Parameter, Tensor], tuple[str, Piece]] = of_whole,
+        seed: int = 0,
+        compiled: bool = False,
     ) -> None:
         self.copies = copies or {}
+        self.factor = 1.0  # by which the step's gradients are still to be multiplied
+        self.piece, self.own = piece, {"seed": seed, "compiled": compiled}
         constants = {"betas": betas, "eps": eps}
         trainable = [(name, p) for name, p in named_parameters if p.requires_grad]
         self.buckets = [
@@ -93,8 +107,8 @@ class Optimizer:
         for parameter in self.summed:
             parameter.register_post_accumulate_grad_hook(self._add)
 
-    @staticmethod
     def _bucket(
+        self,
         named: list[tuple[str, nn.Parameter]],
         row: str,
         constants: Mapping[str, Any],
@@ -110,16 +124,21 @@ class Optimizer:
         if compute_dtype:
             for parameter in parameters:
                 parameter.data = parameter.data.to(compute_dtype)
-        groups = [
-            {
-                "params": [t for n, t in zip(names, trained, strict=True) if decays(n, t) == decay],
-                "weight_decay": weight_decay if decay else 0.0,
-            }
-            for decay in (True, False)
-        ]
-        groups = [group for group in groups if group["params"]]
+        decay = [weight_decay if decays(n, t) else 0.0 for n, t in zip(names, trained, strict=True)]
         taken = {key: constants[key] for key in OPTIMIZERS[row].constants}
-        return Bucket(row, names, parameters, trained, UPDATES[row](groups, **taken))
+        if row in RULES:
+            wholes, pieces = zip(*map(self.piece, names, parameters, trained), strict=True)
+            update = OnePass(row, wholes, pieces, decay, **taken, **self.own)
+        else:
+            groups = [
+                {
+                    "params": [t for t, d in zip(trained, decay, strict=True) if d == each],
+                    "weight_decay": each,
+                }
+                for each in dict.fromkeys(decay)
+            ]
+            update = UPDATES[row](groups, **taken)
+        return Bucket(row, names, parameters, trained, update)
 
     def _add(self, parameter: Tensor) -> None:
         """Hook after a micro-batch's backward: add .grad to the parameter's sum, and set it to None."""
@@ -177,18 +196,17 @@ class Optimizer:
         if not gradients:
             return torch.zeros((), dtype=torch.float64)
         dtype = torch.promote_types(next(iter(gradients.values())).dtype, torch.float32)
-        norms = torch.stack([torch.linalg.vector_norm(g, dtype=dtype) for g in gradients.values()]).double()
+        every = torch._foreach_norm([*gradients.values()], dtype=dtype)  # pyright: ignore[reportPrivateImportUsage]
+        norms = torch.stack(every).double()
         copies = [self.copies.get(name, 1) for name in gradients]
         return (norms.square() / norms.new_tensor(copies)).sum()
 
     def scale(self, factor: float) -> None:
-        """Multiply this rank's gradients by `factor`, in place."""
-        gradients = list(self.named_gradients().values())
-        if gradients:  # none on a stage whose parameters are all frozen
-            torch._foreach_mul_(gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
+        """Multiply this rank's gradients by `factor` in the next update."""
+        self.factor *= factor
 
     def clip(self, norm: float, max_norm: float) -> None:
-        """Scale this rank's gradients, in place, by max_norm / (norm + 1e-6) if that is below 1.
+        """Scale this rank's gradients by max_norm / (norm + 1e-6) if that is below 1.
 
         norm: the L2 norm of all ranks' gradients. max_norm: 0 leaves the gradients as they are. The formula
         is torch.nn.utils.clip_grad_norm_'s.
@@ -200,31 +218,56 @@ class Optimizer:
     def step(self, learning_rate: float) -> None:
         """Make one update, free all gradients, and round the masters into the parameters."""
         for bucket in self.buckets:
-            for group in bucket.update.param_groups:
-                group["lr"] = learning_rate
-            for parameter, trained in zip(bucket.parameters, bucket.trained, strict=True):
-                gradient = self.sums.pop(parameter, parameter.grad)
-                parameter.grad = None
-                trained.grad = None if gradient is None else local(gradient).to(trained.dtype)
-                gradient = None  # it may be the last to hold it
-            bucket.update.step()
-            for trained in bucket.trained:
-                trained.grad = None
-        self.publish()
+            if isinstance(bucket.update, OnePass):
+                rounded = [p.data if self.has_masters else None for p in bucket.parameters]
+                gradients = [self._taken(parameter) for parameter in bucket.parameters]
+                bucket.update.step(gradients, rounded, learning_rate, self.factor)
+            else:
+                self._step(bucket, bucket.update, learning_rate)
+                self._publish(bucket)
+        self.factor = 1.0
+
+    def _step(self, bucket: Bucket, update: torch.optim.Optimizer, learning_rate: float) -> None:
+        """Make one update of a library's optimizer, which wants gradients in the trained tensors' dtype."""
+        for group in update.param_groups:
+            group["lr"] = learning_rate
+        for parameter, trained in zip(bucket.parameters, bucket.trained, strict=True):
+            gradient = self._taken(parameter)
+            trained.grad = None if gradient is None else gradient.to(trained.dtype)
+            gradient = None  # it may be the last to hold it
+        gradients = [trained.grad for trained in bucket.trained if trained.grad is not None]
+        if self.factor != 1 and gradients:
+            if bucket.row == "adamw":  # its kernel divides by this
+                update.grad_scale = gradients[0].new_full((), 1 / self.factor, dtype=torch.float32)  # type: ignore[attr-defined]
+            else:
+                torch._foreach_mul_(gradients, self.factor)  # pyright: ignore[reportPrivateImportUsage]
+        update.step()
+        update.grad_scale = None  # type: ignore[attr-defined]
+        for trained in bucket.trained:
+            trained.grad = None
+
+    def _taken(self, parameter: nn.Parameter) -> Tensor | None:
+        """This rank's shard of the step's gradient, which the parameter and the sums give up."""
+        gradient, parameter.grad = self.sums.pop(parameter, parameter.grad), None
+        return None if gradient is None else local(gradient)
 
     @torch.no_grad()
     def publish(self) -> None:
         """Round the masters into the parameters, as after a step and after a checkpoint was read into the
         masters.
         """
+        for bucket in self.buckets:
+            self._publish(bucket)
+
+    def _publish(self, bucket: Bucket) -> None:
         if self.has_masters:
-            for bucket in self.buckets:
-                torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
-                    [p.data for p in bucket.parameters], bucket.trained
-                )
+            torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
+                [p.data for p in bucket.parameters], bucket.trained
+            )
 
     def zero_grad(self) -> None:
         """Forget the gradients, as when a step is not applied."""
+        self.factor = 1.0
         self.sums.clear()
         for bucket in self.buckets:
             for parameter in bucket.parameters:
@@ -267,17 +310,17 @@ def key_of(kind: str, name: str, state_name: str) -> str:
 def by_row(
     optimizer: str, named: list[tuple[str, nn.Parameter]], blocks: str
 ) -> dict[str, list[tuple[str, nn.Parameter]]]:
-    """Return the (name, parameter) pairs that each row of OPTIMIZERS updates under train.optimizer.
+    """Return the (name, parameter) pairs that each row of OPTIMIZERS updates under train.optimizer, before
+    they are cast to the dtype of the passes.
 
     blocks: prefix of the names of the blocks' parameters.
     """
     rest = OPTIMIZERS[optimizer].rest
-    if rest is None:
-        return {optimizer: named}
-    rows: dict[str, list[tuple[str, nn.Parameter]]] = {optimizer: [], rest: []}
+    rows: dict[str, list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in named:
-        matrix = name.startswith(blocks) and is_matrix(name, tuple(parameter.shape))
-        rows[optimizer if matrix else rest].append((name, parameter))
+        matrix = rest is None or (name.startswith(blocks) and is_matrix(name, tuple(parameter.shape)))
+        row = updated_by(optimizer if matrix else str(rest), str(parameter.dtype).removeprefix("torch."))
+        rows.setdefault(row, []).append((name, parameter))
     return rows
 
 

@@ -1,8 +1,8 @@
-"""The kinds of optimizers: each a function that makes torch's, and their states before the first step.
+"""The optimizers of libraries: each a function that makes one; and the states of all before the first step.
 
 groups: torch.optim's parameter groups, each with its weight_decay. All have learning rate 0 until
 `Optimizer.step` sets it before an update. Another kind is a row of optimizers.OPTIMIZERS (its states and
-their bytes), a function here and a line of UPDATES.
+their bytes), and a function and a line of UPDATES here, or a rule in one_pass.py.
 """
 
 from collections.abc import Callable
@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 
 from meshtune.optimizers import OPTIMIZERS
-
-SLICE_ELEMENTS = 2**24  # of a parameter that are updated at a time: the update isn't a copy of the whole
 
 
 def zeros(optimizer: str, trained: Tensor) -> dict[str, Tensor]:
@@ -60,36 +58,6 @@ def adafactor(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     return made
 
 
-class Lion(torch.optim.Optimizer):
-    """The sign of an interpolated momentum (Chen et al. 2023, arXiv:2302.06675, algorithm 2).
-
-    θ -= lr · (sign(β1 m + (1 - β1) g) + weight_decay · θ); then m = β2 m + (1 - β2) g.
-    """
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        assert closure is None
-        for group in self.param_groups:
-            first, second = group["betas"]
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                if not state:
-                    state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-                tensors = [torch.atleast_1d(t) for t in (parameter, parameter.grad, state["exp_avg"])]
-                rows = max(1, SLICE_ELEMENTS * len(tensors[0]) // max(1, parameter.numel()))
-                for values, gradient, momentum in zip(*(t.split(rows) for t in tensors), strict=True):
-                    update = torch.lerp(gradient, momentum, first).sign_()
-                    values.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
-                    momentum.lerp_(gradient, 1 - second)
-
-
-def lion(groups: list[dict[str, Any]], *, betas: tuple[float, float]) -> torch.optim.Optimizer:
-    """Make Lion."""
-    return Lion(groups, {"lr": 0.0, "betas": betas})
-
-
 UPDATES: dict[str, Callable[..., torch.optim.Optimizer]] = {  # by the name in OPTIMIZERS
-    "adamw": adamw, "lion": lion, "adafactor": adafactor, "muon": muon,
+    "adamw": adamw, "adafactor": adafactor, "muon": muon,
 }  # fmt: skip

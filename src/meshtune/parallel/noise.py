@@ -40,11 +40,11 @@ def add_noise(micro_batch: MicroBatch, neftune: Neftune, batch: str) -> MicroBat
     """
     digest = hashlib.blake2b(f"{neftune.seed} {batch}".encode(), digest_size=8).digest()
     ids = micro_batch.input_ids
-    columns = _mixed(torch.arange(ids.shape[1]) * GAMMA)
+    columns = mixed(torch.arange(ids.shape[1]) * GAMMA)
     rows = (ids * columns).sum(1) + int.from_bytes(digest, "big", signed=True)
     lengths = micro_batch.document_tokens()
     sizes = torch.where(lengths > 0, neftune.alpha / lengths.clamp(min=1).double().sqrt(), 0.0)
-    return replace(micro_batch, noise=Noise(_mixed(_mixed(rows)[:, None] + columns), sizes))
+    return replace(micro_batch, noise=Noise(mixed(mixed(rows)[:, None] + columns), sizes))
 
 
 @contextmanager
@@ -72,13 +72,13 @@ def _uniform(keys: Tensor, sizes: Tensor, like: Tensor) -> Tensor:
     features = torch.arange(hidden, device=like.device) * GAMMA
     for start in range(0, like.shape[1], SLICE_COLUMNS):
         part = slice(start, start + SLICE_COLUMNS)
-        bits = (_mixed(keys[:, part, None] + features) >> 40) & (2**24 - 1)
+        bits = (mixed(keys[:, part, None] + features) >> 40) & (2**24 - 1)
         unit = bits.double() / 2**23 - 1
         made[:, part] = (unit * (sizes[:, part, None] / math.sqrt(hidden))).to(made.dtype)
     return made
 
 
-def _mixed(x: Tensor) -> Tensor:
+def mixed(x: Tensor) -> Tensor:
     """SplitMix64's finaliser of each int64."""
     x = (x ^ _shifted(x, 30)) * FIRST
     x = (x ^ _shifted(x, 27)) * SECOND

@@ -370,13 +370,13 @@ _MICRO_BATCHES = (
 
 def _whole_tensors(optimizer: str) -> Rule:
     """Return the rule of an optimizer whose update of a tensor reads all of it."""
-    others = " or ".join(name for name, row in OPTIMIZERS.items() if row.by_element)
+    *others, last = (name for name, row in OPTIMIZERS.items() if row.by_element)
     return Rule(
         f"{optimizer} needs whole tensors",
         lambda layouts: (layouts.zero > 0) | (layouts.tp > 1),
         lambda layout: (
             f"train.optimizer = {optimizer} updates a matrix by its whole rows and columns, which {layout} "
-            f"splits over ranks; use dp, pp or cp, or train.optimizer={others}."
+            f"splits over ranks; use dp, pp or cp, or train.optimizer={', '.join(others)} or {last}."
         ),
     )
 

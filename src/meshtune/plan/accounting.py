@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 from meshtune.errors import Table
-from meshtune.optimizers import BUCKET_ELEMENTS, OPTIMIZERS
+from meshtune.optimizers import BUCKET_ELEMENTS, OPTIMIZERS, updated_by
 from meshtune.placement.census import BlockPeaks
 from meshtune.placement.columns import Columns, Number
 from meshtune.placement.states import LOSS_CHUNK_TOKENS, Copies, copies_of, loss_chunk_tokens
 from meshtune.plan.hardware import memory_of
 from meshtune.plan.work import Kept, Traced, Work
+from meshtune.precision import PRECISIONS
 
 if TYPE_CHECKING:
     from meshtune.plan.cluster import Cluster
@@ -225,7 +226,8 @@ def engine_accounting(
     `precision`, `element` and `reduce_bytes`, which follow from the settings.
     """
     copies = copies_of(precision, reduce_dtype, optimizer)
-    others = {"bucket_elements": OPTIMIZERS[optimizer].bucket_elements, **others}
+    row = OPTIMIZERS[updated_by(optimizer, PRECISIONS[precision].trained)]
+    others = {"bucket_elements": row.bucket_elements, **others}
     return Accounting(copies, element=copies.weight, reduce_bytes=copies.accumulated, **others)
 
 

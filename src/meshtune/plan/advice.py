@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from meshtune.layout import MODEL_AXES, Layout
+from meshtune.optimizers import caution
 from meshtune.placement.columns import Columns
 from meshtune.plan.candidates import is_uneven
 from meshtune.plan.changes import BATCHES, NOTABLE_SAVING, Change, Outcome, best_layout, changes, searched
@@ -33,7 +34,8 @@ from meshtune.plan.workload import Workload
 from meshtune.precision import PRECISIONS
 from meshtune.units import count, duration, human, significant
 
-FASTER = ("batch", "compile", "sums", "precision")  # the first only where no nearest batch is faster
+# The first only where no nearest batch is faster.
+FASTER = ("batch", "compile", "sums", "moments", "precision")
 NOTABLE_COST, NOTABLE_GAIN = 0.01, 0.02  # shares of a step, of speed
 LOSSES = 0.05, 0.5  # shares of the time that a layout which needs less memory may take longer
 NOTABLE = 0.1  # share of a difference in compute from which a kind of work is named as its cause
@@ -314,9 +316,9 @@ def _signed(seconds: float, like: float) -> str:
 
 
 def cautions(plan: Plan, best: Choice) -> list[str]:
-    """A caution of the precision, and the largest cost of the chosen layout besides compute."""
-    caution = PRECISIONS[plan.workload.precision].caution
-    return [*([caution] if caution else []), *_largest_cost(best)]
+    """A caution of precision and optimizer, and the largest cost of the chosen layout besides compute."""
+    own = caution(plan.workload.precision, plan.workload.optimizer)
+    return [*([own] if own else []), *_largest_cost(best)]
 
 
 def faster(plan: Plan, best: Choice) -> list[str]:

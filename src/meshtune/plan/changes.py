@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from meshtune.errors import NothingFits, UserError
 from meshtune.layout import MODEL_AXES, RECOMPUTE, SCHEDULES, VIRTUAL_SCHEDULES, Layout
-from meshtune.optimizers import that_may_fit
+from meshtune.optimizers import IN_16_BITS, caution, that_may_fit
 from meshtune.placement.columns import Columns, Number, at
 from meshtune.plan.candidates import nearest_sizes
 from meshtune.plan.cluster import Cluster
@@ -41,7 +41,10 @@ TWICE = "twice the global batch"
 BATCHES = ("batch", "other batch")  # kinds of changes of it
 MORE_GPUS = (2, 3, 4, 6, 8, 12, 16)  # times the cluster's
 SHORTER = (2, 4, 8, 16)  # parts of the sequence length
-REMEDIES = ("budget", "nearest batch", "GPUs", "sequence", "sums", "precision", "optimizer", "method", "kind")
+REMEDIES = (
+    "budget", "nearest batch", "GPUs", "sequence", "sums", "moments", "precision", "optimizer", "method",
+    "kind",
+)  # fmt: skip
 OTHER_OPTIMIZER = "Another optimizer needs a learning rate of its own (train.learning_rate)."
 NOTABLE_SAVING = 0.05  # of the peak
 NEXT_TRY = 0.85  # of the predicted peak of a run that ran out of memory: the most that another may need
@@ -168,11 +171,15 @@ def changes(
 
 
 def _sums(workload: Workload, cluster: Cluster, layout: Layout | None = None) -> Iterator[Change]:
-    """Yield sums of gradients in 16 bits, where they are in 32."""
+    """Yield sums of gradients in 16 bits, and AdamW's moments, where they are in 32."""
     rounded = replace(workload, reduce_dtype="bf16")
     if workload.tool is MESHTUNE and workload.summed_dtype != rounded.summed_dtype:
         words, setting = "gradients summed in 16 bits, which rounds them", "train.reduce_dtype=bf16"
         yield Change("sums", words, setting, rounded, cluster, layout)
+    name = IN_16_BITS.get(workload.optimizer)
+    if workload.tool is MESHTUNE and name and PRECISIONS[workload.precision].trained != "bfloat16":
+        words, other = "moments in 16 bits, rounded by chance", replace(workload, optimizer=name)
+        yield Change("moments", words, f"train.optimizer={name}", other, cluster, layout)
 
 
 def other_batches(size: int) -> dict[str, int]:
@@ -491,10 +498,10 @@ def _reasons(plan: Plan) -> list[str]:
 
 def _cautions(outcomes: Sequence[Outcome]) -> list[str]:
     """The cautions of precisions and optimizers that the outcomes offer."""
-    precisions = (one.change.workload.precision for one in outcomes if one.change.kind == "precision")
-    optimizer = any(one.change.kind == "optimizer" for one in outcomes)
-    cautions = (*(PRECISIONS[name].caution for name in precisions), OTHER_OPTIMIZER * optimizer)
-    return list(filter(None, cautions))
+    changed = [one.change for one in outcomes if one.change.kind in ("precision", "optimizer")]
+    cautions = [caution(change.workload.precision, change.workload.optimizer) for change in changed]
+    other = any(change.kind == "optimizer" for change in changed)
+    return list(filter(None, (*cautions, OTHER_OPTIMIZER * other)))
 
 
 def out_of_memory(failed: Choice, workload: Workload, lighter: Lighter = dict) -> list[str]:

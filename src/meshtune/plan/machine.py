@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from meshtune.optimizers import OPTIMIZERS
+from meshtune.optimizers import OPTIMIZERS, updated_by
 from meshtune.placement.states import Copies, copies_of
 from meshtune.plan.cluster import NETWORK_SHARE
 from meshtune.plan.hardware import Gpu, attention_kernel, kernel_on, stacks
@@ -146,9 +146,11 @@ def machine_of(workload: Workload, cluster: Cluster) -> Machine:
     updated = 2 * (copies.trained + state) + copies.accumulated + copies.weight
     updated_in_bf16 = 2 * (measured.trained + measured.optimizer) + measured.accumulated + measured.weight
     optimizer_bytes = machine.optimizer_bytes * updated / updated_in_bf16
+    fused = workload.fuses(cluster)
+    read = 0 if fused and OPTIMIZERS[workload.optimizer].one_pass else copies.master  # to round from it
     if machine.counted:
         share = of_matrices / np.maximum(work.trained_parameters, 1.0)
-        optimizer_bytes = update_bytes(copies, workload.optimizer, share)
+        optimizer_bytes = update_bytes(workload.precision, copies, workload.optimizer, share, fused=fused)
     return replace(
         machine,
         node=float(cluster.node),
@@ -160,7 +162,7 @@ def machine_of(workload: Workload, cluster: Cluster) -> Machine:
         gradient_bytes=copies.accumulated,
         scatter_bytes=copies.accumulated,
         optimizer_bytes=optimizer_bytes,
-        rounding_bytes=machine.counted * (copies.master and copies.master + copies.weight),
+        rounding_bytes=machine.counted * (copies.master and read + copies.weight),
         block_update=OPTIMIZERS[workload.optimizer].newton_schulz_steps
         * sum(w.count * w.trainable * newton_schulz_flops(w.rows, w.cols) for w in matrices)
         / (cluster.gpu.matmul_max * machine.clock * machine.matmul * machine.stack_matmul),
@@ -168,18 +170,25 @@ def machine_of(workload: Workload, cluster: Cluster) -> Machine:
     )
 
 
-def update_bytes(copies: Copies, optimizer: str, matrices: Number) -> Number:
+def update_bytes(precision: str, copies: Copies, optimizer: str, matrices: Number, *, fused: bool) -> Number:
     """Bytes that this engine's update of a parameter reads and writes, without rounding masters to weights.
 
-    Gradients are read for their norm, scaled, and cast where the trained weights are of another dtype; then
-    the optimizer's kernels run.
+    Gradients are read for their norm, and cast where the optimizer wants the trained weights' dtype; then its
+    kernels run.
 
-    matrices: share of the trained parameters that are the blocks' matrices.
+    matrices: share of the trained parameters that are the blocks' matrices. fused: updates are compiled.
     """
-    gradient, trained, row = copies.accumulated, copies.trained, OPTIMIZERS[optimizer]
-    cast = gradient + trained if gradient != trained else 0
-    rest = OPTIMIZERS[row.rest].moved if row.rest else row.moved
-    return 3 * gradient + cast + trained * (matrices * row.moved + (1 - matrices) * rest)
+    gradient, trained, dtype = copies.accumulated, copies.trained, PRECISIONS[precision].trained
+
+    def moved(name: str) -> float:
+        row = OPTIMIZERS[updated_by(name, dtype)]
+        own = trained * (row.moved_in_16 if trained == 2 and row.moved_in_16 else row.moved)
+        if row.one_pass:
+            return gradient + (2 * (trained + row.bytes_per_parameter(dtype)) if fused else own)
+        return own + (gradient + trained if gradient != trained else 0)
+
+    rest = OPTIMIZERS[optimizer].rest
+    return gradient + matrices * moved(optimizer) + (1 - matrices) * moved(rest or optimizer)
 
 
 def attention_rates(stack: str, gpu: Gpu) -> dict[str, float]:

@@ -136,9 +136,13 @@ class Workload:
         assert self.compile != "auto"
         return self.tool.compiled if self.compile else self.tool.stack
 
+    def fuses(self, cluster: Cluster) -> bool:
+        """Whether this engine compiles its loss and its updates."""
+        return self.tool is MESHTUNE and self.compile is True and not cluster.gpu.processor
+
     def loss_memory(self, cluster: Cluster) -> float:
         """Bytes of a GPU by which this engine cuts the compiled loss; 0 where it is not compiled."""
-        return cluster.memory * (self.tool is MESHTUNE and self.compile is True and not cluster.gpu.processor)
+        return cluster.memory * self.fuses(cluster)
 
     def rules(self) -> Iterator[Rule]:
         """Rules on the layouts that the model can be trained under, by this engine or by the tool."""

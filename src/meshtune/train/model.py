@@ -351,4 +351,7 @@ def optimizer_of(spec: ModelSpec, values: OptimizerSpec, parallel: Parallel, blo
         compute_dtype=compute if compute != spec.trained_dtype else None,
         sum_dtype=spec.sum_dtype if several and spec.sum_dtype.itemsize > compute.itemsize else None,
         copies=parallel.copies(),
+        piece=lambda name, *own: (parallel.tied.get(name, name), parallel.piece(name, *own)),
+        seed=spec.seed,
+        compiled=spec.compile and spec.kernels == "cuda",
     )

@@ -1,6 +1,7 @@
 """Dry runs of compiled blocks: what they keep, their kernels and messages, as inductor has them."""
 
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -13,15 +14,21 @@ from made_traces import job_of
 from transformers import Gemma2Config, LlamaConfig, PretrainedConfig, Qwen3Config
 
 from meshtune import compat
+from meshtune.dryrun.costs import moved_bytes
 from meshtune.dryrun.ranks import trace_ranks
 from meshtune.dryrun.world import trace_rank
 from meshtune.layout import Layout
-from meshtune.meter.trace import ACTIVATIONS, BACKWARD, FORWARD, StepTrace
+from meshtune.meter.trace import ACTIVATIONS, BACKWARD, FORWARD, UPDATE, StepTrace
 from meshtune.model.trace import census_of
 from meshtune.placement.columns import Columns
+from meshtune.placement.rules import Traits
+from meshtune.plan.cluster import cluster_of
+from meshtune.plan.machine import machine_of
 from meshtune.plan.memory.activations import saved_by_block
 from meshtune.plan.work import Work
-from meshtune.train.model import LoraSpec, ModelSpec, trainable_skeleton
+from meshtune.plan.workload import Workload
+from meshtune.sections import ClusterConfig
+from meshtune.train.model import LoraSpec, ModelSpec, OptimizerSpec, trainable_skeleton
 
 H, KV, F, HEADS, BLOCKS, TOKENS, VOCABULARY = 512, 128, 768, 8, 3, 250, 1024
 LLAMA = LlamaConfig(
@@ -103,6 +110,48 @@ def test_compiled_blocks_keep_what_inductor_keeps_and_fuse_what_it_fuses(mode: s
     logits = (TOKENS - 1) * VOCABULARY
     assert sum(each.read + each.written for each in of_loss) / logits < 8.1, "28 bytes uncompiled"
     assert not step.host_copies and list(step.host_reads.values()) == [1]
+
+
+UPDATES = [  # bytes a parameter: the norm's, the gradient, the trained weight, its states, the rounded weight
+    (
+        "adamw",
+        "bf16",
+        "fp32",
+        True,
+        4 + 4 + 8 + 16 + 6 + 4,
+    ),  # rounded by a kernel of its own; scaled gradient
+    ("adamw-bf16", "bf16", "fp32", True, 4 + 4 + 8 + 8 + 2),
+    ("adamw-bf16", "bf16", "bf16", True, 2 + 2 + 8 + 8 + 2),
+    ("adamw", "bf16-pure", "bf16", True, 2 + 2 + 4 + 8),
+    ("lion", "bf16", "fp32", True, 4 + 4 + 8 + 8 + 2),
+    ("adamw-bf16", "bf16", "fp32", False, 538),
+    ("adamw", "bf16-pure", "bf16", False, 640),
+    ("lion", "bf16", "fp32", False, 126),
+    ("adafactor", "fp32", "fp32", False, 96),
+]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "precision", "reduce_dtype", "compiled", "expected"), cases(UPDATES, ci=2)
+)
+def test_an_update_moves_the_bytes_that_the_planner_counts(
+    optimizer: str, precision: str, reduce_dtype: str, compiled: bool, expected: float
+) -> None:
+    settings = {"precision": precision, "reduce_dtype": reduce_dtype}
+    job = job_of(LLAMA, "mb1-ga2", (64,), kernels="cuda", compile=compiled, **settings)
+    job = replace(job, optimizer=OptimizerSpec(name=optimizer))
+    (trace,) = trace_ranks(partial(trace_rank, job), [0], 1)
+    model = trainable_skeleton(job.spec)[0]
+    operations = (each for each in trace.steps[1].operations if each.phase == UPDATE)
+    trained = sum(parameter.numel() for parameter in model.parameters())
+    moved = sum(map(moved_bytes, operations)) / trained
+    assert moved == pytest.approx(expected, rel=0.01)
+    workload = Workload(
+        "m", Work.of(census_of(model)), Traits("Llama", BLOCKS, HEADS, 2, VOCABULARY), seq_len=64,
+        global_batch_size=2, optimizer=optimizer, compile=compiled, **settings,
+    )  # fmt: skip
+    machine = machine_of(workload, cluster_of(ClusterConfig(gpu="h200", gpus=1)))
+    assert machine.optimizer_bytes + machine.rounding_bytes == pytest.approx(moved, rel=0.01)
 
 
 @pytest.mark.ci

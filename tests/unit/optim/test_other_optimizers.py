@@ -13,7 +13,7 @@ from transformers import Adafactor
 from meshtune import config
 from meshtune.errors import UserError
 from meshtune.layout import Layout
-from meshtune.optim import updates
+from meshtune.optim import one_pass
 from meshtune.optim.optimizer import Optimizer
 from meshtune.optimizers import OPTIMIZERS
 from meshtune.placement.rules import Traits, refusals
@@ -33,7 +33,7 @@ def made(model: nn.Module, name: str, **options: object) -> Optimizer:
 
 @pytest.mark.parametrize("slice_elements", [3, 2**24])
 def test_lion_is_algorithm_2_of_the_paper(slice_elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(updates, "SLICE_ELEMENTS", slice_elements)
+    monkeypatch.setattr(one_pass, "SMALLEST_SLICE", slice_elements)
     ours, theirs = small(), small()
     optimizer, momenta = made(ours, "lion"), [torch.zeros_like(p) for p in theirs.parameters()]
     for seed in range(5):
@@ -96,7 +96,7 @@ def test_the_state_of_adafactor_is_a_row_and_a_column_of_each_matrix() -> None:
     bytes_of = {key.removeprefix("optimizer.weight."): tensor.nbytes for key, tensor in state.items()}
     assert (bytes_of["exp_avg_sq_row"], bytes_of["exp_avg_sq_col"]) == (4 * 30, 4 * 40)
     assert state["optimizer.bias.exp_avg_sq"].nbytes == 4 * 30
-    assert [OPTIMIZERS[name].bytes_per_parameter("float32") for name in OPTIMIZERS] == [8, 4, 0, 4]
+    assert [OPTIMIZERS[name].bytes_per_parameter("float32") for name in OPTIMIZERS] == [8, 4, 4, 0, 4]
     assert OPTIMIZERS["lion"].bytes_per_parameter("bfloat16") == 2
 
 

@@ -50,8 +50,8 @@ def test_every_degree_recomputation_schedule_and_setting_is_tried():
         choice = explained(WORKLOAD, CLUSTER, Layout.parse(text))
         kinds |= {change.kind for change in changes(WORKLOAD, CLUSTER, choice.layout)}
     assert kinds == {
-        "micro-batch", "recomputation", "schedule", "tp", "cp", "pp", "ZeRO", "compile", "sums", "network",
-        "batch",
+        "micro-batch", "recomputation", "schedule", "tp", "cp", "pp", "ZeRO", "compile", "sums", "moments",
+        "network", "batch",
     }  # fmt: skip
 
 
@@ -70,6 +70,8 @@ def test_gains_are_those_of_a_prediction_of_the_changed_layout(text):
                     layout = Layout.parse(value)
                 case "train.compile":
                     workload = workload.compiled()
+                case "train.optimizer":
+                    workload = replace(workload, optimizer=value)
                 case "train.reduce_dtype":
                     workload = replace(workload, reduce_dtype=value)
                 case "train.global_batch_size":

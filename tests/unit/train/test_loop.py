@@ -157,16 +157,19 @@ def test_batches_that_a_thread_makes_train_alike(
 
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16-pure"])
-def test_bf16_without_masters_is_warned_about(
-    precision: str, settings: Callable[..., list[str]], capsys: pytest.CaptureFixture
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_weights_that_are_rounded_to_nearest_are_warned_about(
+    precision: str, optimizer: str, settings: Callable[..., list[str]], capsys: pytest.CaptureFixture
 ) -> None:
-    build.build(config.load(None, settings("log.to=[console]", f"train.precision={precision}")))
-    figure = "Measured with AdamW: at a learning rate of 1e-5, 100 steps moved 15.6 % of the weights"
-    assert (figure in capsys.readouterr().err) == (precision == "bf16-pure")
+    given = settings("log.to=[console]", f"train.precision={precision}", f"train.optimizer={optimizer}")
+    build.build(config.load(None, given))
+    warned = "rounds weights to the nearest 16-bit value" in capsys.readouterr().err
+    assert warned == (precision == "bf16-pure" and optimizer == "muon")
 
 
-def test_resuming_equals_never_stopping_bit_for_bit(train: Train, tmp_path: Path) -> None:
-    lasting = ("train.lr_scheduler=constant", "model.attention=meshtune")
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw-bf16"])
+def test_resuming_equals_never_stopping_bit_for_bit(train: Train, tmp_path: Path, optimizer: str) -> None:
+    lasting = ("train.lr_scheduler=constant", "model.attention=meshtune", f"train.optimizer={optimizer}")
     whole = train("train.max_steps=8", f"output={tmp_path / 'whole'}", *lasting)
     train("train.max_steps=5", f"output={tmp_path / 'parts'}", *lasting)
     resumed = train("train.max_steps=8", f"output={tmp_path / 'parts'}", *lasting)

@@ -93,6 +93,7 @@ def converted_gradients(step: Step) -> Number:
     """
     accounting, precision, elements = step.accounting, step.accounting.precision, step.elements
     before, narrows = elements.before_blocks, precision.trained < precision.accumulated
+    narrows = narrows and accounting.bucket_elements > 0
     first = np.where(step.sharded, before.trained_shard, before.trained)
     narrowed = step.stages.has_embedding * first * precision.trained * narrows
     first_block = step.stages.has_embedding * before.trained * (precision.trained - precision.accumulated)
