@@ -55,6 +55,8 @@ def generate(
         )
     given = [*(prompt or ()), *map(conversation_of, messages or ())]
     if not (given or prompts):
+        if sys.stdin.isatty():
+            log("type prompts, a line each; Ctrl-D ends them, then all are answered.")
         given = [*stdin_lines()]
     to = out and expanded(out)
     if to and to.exists():
