@@ -23,7 +23,6 @@ HOMES = {
     "generate": "meshtune.api.generate",
     "sweep": "meshtune.api.sweep",
 }  # name -> the module that defines it; __init__.pyi says the same to type checkers
-SLOW = ("meshtune.dryrun", "meshtune.sweep")  # that import torch, and print lines on their progress
 PACKAGES = ("dryrun", "plan", "train")  # packages whose modules are callable: CallablePackage
 
 
@@ -31,7 +30,7 @@ class CallablePackage(ModuleType):
     """A package that is also a function: meshtune.train(…) is meshtune.api.train.train(…)."""
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        announce(self.__name__)
+        announce(self.__name__.rpartition(".")[2])
         return self._function()(*args, **options)
 
     def __getattr__(self, name: str) -> Any:
@@ -51,17 +50,18 @@ class CallablePackage(ModuleType):
 
 
 def announce(function: str) -> None:
-    """Print, on a terminal and in a notebook, that a function is about to import PyTorch, for seconds."""
-    if function in SLOW and "torch" not in sys.modules:
-        from meshtune.units import on_screen
+    """Print, on a terminal and in a notebook, what a function is about to load, for seconds."""
+    from meshtune.units import LOADING, on_first_rank, on_screen
 
-        on_screen("loading PyTorch …")
+    loads = function == "train" or (function in ("dryrun", "sweep") and "torch" not in sys.modules)
+    if loads and on_first_rank():
+        on_screen(LOADING[function])
 
 
 def __getattr__(name: str) -> Any:
     """Import what the name stands for."""
     if name in HOMES:
-        announce(f"{__name__}.{name}")
+        announce(name)
         return getattr(importlib.import_module(HOMES[name]), name)
     if name in PACKAGES:
         return importlib.import_module(f"meshtune.{name}")

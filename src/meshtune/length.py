@@ -137,11 +137,8 @@ def few_updates(config: Config, sequences: int | None, steps: int, *, resumed: b
     if sequences is None or steps >= FEW_UPDATES or asked_for:
         return ""
     size, epochs = config.global_batch_size, config.train.num_epochs or 1
-    if size > 1 and not resumed:
-        smaller = max(1, math.floor(sequences * epochs / FEW_UPDATES))
-        remedy = f"Set train.global_batch_size={smaller}, or "
-    else:
-        remedy = "Set "
+    smaller = math.floor(sequences * epochs / FEW_UPDATES)  # 0: no global batch gives enough
+    remedy = f"Set train.global_batch_size={smaller}, or " if smaller and size > 1 and not resumed else "Set "
     longer = math.ceil(FEW_UPDATES * size / sequences)
     return (
         f"The run has only {counted(steps, 'update')}: {counted(sequences, 'sequence')} x {epochs:g} "

@@ -127,6 +127,15 @@ def printable(text: str) -> str:
     return text.translate(_CONTROL)
 
 
+_PYTORCH = "loading PyTorch …"
+LOADING = {  # command or function of Python -> the line on what it loads, which takes seconds
+    "dryrun": _PYTORCH,
+    "generate": "loading the model …",
+    "sweep": _PYTORCH,
+    "train": "loading PyTorch, the model and the data …",
+}
+
+
 def on_screen(line: str) -> None:
     """Print a line on stderr if that is a terminal or a notebook's."""
     if sys.stderr.isatty() or type(sys.stderr).__module__.startswith("ipykernel"):

@@ -119,9 +119,15 @@ def test_answers_go_to_a_new_file_as_they_come(model, tmp_path, capsys, monkeypa
         generate([model], prompts=file, out=out)
 
 
-def test_lines_of_stdin_are_prompts(answered, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("Say red\nSay blue\n"))
-    assert [row["prompt"] for row in answered()] == ["Say red", "Say blue"]
+@pytest.mark.parametrize("terminal", [True, False])
+def test_lines_of_stdin_are_prompts_and_a_terminal_is_told_so(model, capsys, monkeypatch, terminal):
+    lines = io.StringIO("Say red\nSay blue\n")
+    lines.isatty = lambda: terminal
+    monkeypatch.setattr(sys, "stdin", lines)
+    generate([model], max_new_tokens=4, as_json=True)
+    out, err = capsys.readouterr()
+    assert [row["prompt"] for row in json.loads(out)] == ["Say red", "Say blue"]
+    assert ("Ctrl-D" in err) == terminal
 
 
 def test_a_seed_repeats_the_answers_and_leaves_torchs_own_numbers_alone(model):

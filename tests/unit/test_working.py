@@ -5,7 +5,9 @@ import sys
 
 import pytest
 
+import meshtune
 from meshtune import units
+from meshtune.errors import UserError
 from meshtune.units import notice, on_screen, working
 
 
@@ -38,3 +40,11 @@ def test_a_pipe_sees_a_line_and_counts_of_long_work(
     with working("ranking layouts", on_screen) as count:  # Python's functions are quiet in a pipe
         count("1 of 2")
     assert capsys.readouterr() == ("", "")
+
+
+def test_train_in_python_names_what_it_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(units, "on_screen", said.append)
+    with pytest.raises(UserError):
+        meshtune.train({})
+    assert said == [units.LOADING["train"]]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from meshtune.errors import UserError
-from meshtune.units import on_screen, working
+from meshtune.units import LOADING, on_screen, working
 
 if TYPE_CHECKING:
     from meshtune.data.example import Example
@@ -40,6 +40,7 @@ def generate(
     """
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], Mapping)):
         prompts = cast("list[Prompt]", [prompts])
+    on_screen(LOADING["generate"])
     from meshtune.train.generate import Sampling
 
     rows = answer_rows(

@@ -28,6 +28,7 @@ from meshtune.config import Config, load
 from meshtune.data.example import rows_name
 from meshtune.errors import UserError, expanded, written
 from meshtune.length import limits
+from meshtune.model.files import ADAPTER_CONFIG
 from meshtune.model.stored import BASE_DIGEST, FORM, base_digest
 from meshtune.rundir import Row, RunDir, aside_pattern
 from meshtune.sections import SourceConfig, is_pattern
@@ -144,10 +145,21 @@ def refusal(run: RunDir, config: Config, before: Config, differing: list[str]) -
     asked = f" output_exists={config.output_exists} can't resume it." if config.output_exists else ""
     return [
         f"{run.path} holds {state}.{asked} Choose: another `output`; output_exists=new, which writes "
-        f"{other.path}; output_exists=replace, which deletes it once the new run has done a step; or extend "
-        f"it ({longer}).",
+        f"{other.path}; output_exists=replace, which deletes it once the new run has done a step; "
+        f"{from_its_weights(run, other)}or extend it ({longer}).",
         *differing,
     ]
+
+
+def from_its_weights(run: RunDir, other: RunDir) -> str:
+    """The choice to train on from a run's model in the folder `other`; "" where it has none."""
+    if not run.model.exists():
+        return ""
+    model, exported = run.model, ""
+    if (run.model / ADAPTER_CONFIG).exists():
+        model = run.path.with_name(f"{run.path.name}-merged")
+        exported = f" after `meshtune export {run.path} {model} --merge`"
+    return f"model.name={model} output={other.path}{exported}, which begins with its weights; "
 
 
 def to_be_longer(config: Config, before: Config, ended: Row) -> list[str]:

@@ -312,6 +312,8 @@ def settled(config: Config) -> tuple[Config, bool]:
     decision = output.decide(config)
     if decision.line:
         tell(Text(decision.line, style="bold"))
+        if decision.start != "report":
+            on_screen("loading the model and the data …")
     if decision.start == "report":
         with Claim(decision.run):  # clears what the killed process left
             draw(decision.run)

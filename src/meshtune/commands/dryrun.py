@@ -19,7 +19,7 @@ from meshtune.commands.options import (
     split,
 )
 from meshtune.errors import NothingFits, UserError
-from meshtune.units import counted, working
+from meshtune.units import LOADING, counted, working
 
 if TYPE_CHECKING:
     from meshtune.dryrun.simulation import Simulation
@@ -67,7 +67,7 @@ def dryrun(
     """
     file, overrides = split(settings)
     announce(file)
-    log("loading PyTorch …")
+    log(LOADING["dryrun"])
     lengths = lengths_of(documents)
     overrides = on_cluster(overrides, gpus, gpu)
     target = pictures_to(plot, width)

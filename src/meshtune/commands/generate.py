@@ -24,7 +24,7 @@ from meshtune.commands.options import (
 from meshtune.errors import UserError, expanded, explained, reason_of
 from meshtune.rundir import append_line
 from meshtune.streams import lost
-from meshtune.units import printable
+from meshtune.units import LOADING, printable
 
 
 def generate(
@@ -55,11 +55,13 @@ def generate(
         )
     given = [*(prompt or ()), *map(conversation_of, messages or ())]
     if not (given or prompts):
+        if sys.stdin.isatty():
+            log("type prompts, a line each; Ctrl-D ends them, then all are answered.")
         given = [*stdin_lines()]
     to = out and expanded(out)
     if to and to.exists():
         raise UserError(f"--out {to} exists already; name a new file.")
-    log("loading the model …")
+    log(LOADING["generate"])
     from meshtune.api.generate import answer_rows
     from meshtune.train.generate import Sampling
 

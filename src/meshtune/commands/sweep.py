@@ -9,7 +9,7 @@ import typer
 from meshtune.commands.command import Command
 from meshtune.commands.options import AsJson, announce, folder_of, log, show, split
 from meshtune.errors import UserError
-from meshtune.units import working
+from meshtune.units import LOADING, working
 
 SWEEP = Annotated[
     list[str],
@@ -66,7 +66,7 @@ def sweep(
         raise UserError("Name a sweep file, such as meshtune sweep sweep.yaml (docs/sweep.md).")
     announce(file)
     folder = folder_of("--out", out)
-    log("loading PyTorch …")
+    log(LOADING["sweep"])
     from meshtune.api import sweep as api
     from meshtune.report.study import swept
 

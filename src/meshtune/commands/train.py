@@ -8,7 +8,7 @@ import typer
 from meshtune.commands.options import AsJson, Settings, announce, log, show, show_json, split
 from meshtune.filesystem import paths_named
 from meshtune.rundir import RunDir
-from meshtune.units import on_first_rank
+from meshtune.units import LOADING, on_first_rank
 
 if TYPE_CHECKING:
     from meshtune.config import Config
@@ -40,7 +40,7 @@ def train(
 
     settings_of_run = config.load(file, overrides)
     if on_first_rank():
-        log("loading PyTorch, the model and the data …")
+        log(LOADING["train"])
     if dry_run:
         show_dry_run(settings_of_run, nproc, as_json=as_json)
         return

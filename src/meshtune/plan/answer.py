@@ -271,13 +271,13 @@ def offer_facts(offer: Offer) -> dict[str, Any]:
 def largest(workload: Workload, cluster: Cluster, what: str) -> tuple[Any, Choice]:
     """(value, best layout) of the largest `what` that fits; no field of the layout is fixed.
 
-    what: "seq_len", in tokens, 256, 512 or a multiple of 1024; "batch", in sequences of a global batch
+    what: "seq_len", in tokens, a multiple of 64 from 256 on; "batch", in sequences of a global batch
     without accumulation. Raises NothingFits (for "batch" Refused, if no layout can run) if not even the
     smallest fits, UserError for another `what`.
     """
     if what == "seq_len":
         longest = _largest_number(
-            lambda tokens: best_fitting(replace(workload, seq_len=tokens), cluster), 256, 2**24, step=1024
+            lambda tokens: best_fitting(replace(workload, seq_len=tokens), cluster), 256, 2**24, step=64
         )
         if longest is None:
             raise empty_plan_error(search(replace(workload, seq_len=256), cluster))

@@ -76,7 +76,9 @@ def test_an_unfinished_run_that_can_not_be_continued_follows_output_exists(words
         assert (differing in refused.value.problems) == (words == (LEARNING_RATE,))
 
 
-@pytest.mark.parametrize("left", ["nothing", "train", "model", "checkpoints/step-5"])
+@pytest.mark.parametrize(
+    "left", ["nothing", "train", "model", "model/adapter_config.json", "checkpoints/step-5"]
+)
 def test_a_run_that_did_no_step_leaves_its_folder_free_for_other_settings(
     left: str, make, decide, settings: Settings, tmp_path: Path
 ) -> None:
