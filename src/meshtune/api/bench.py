@@ -22,7 +22,7 @@ from meshtune.plan.cluster import Cluster, cluster_here, gpus_here, unused_here
 from meshtune.plan.search import explained, search
 from meshtune.rundir import RunDir, write_settings
 from meshtune.study.beside import Tried, largest
-from meshtune.units import duration, human
+from meshtune.units import counted, duration, human, on_screen, working
 
 if TYPE_CHECKING:
     from meshtune.api.dryrun import Subject
@@ -279,7 +279,9 @@ def run(trial: "Trial", device: str, limit: float) -> Document:
     child.start()
     theirs.close()
     try:
-        if not ours.poll(limit):
+        with working(f"loading the model and timing {counted(trial.steps, 'step')}", on_screen):
+            ended = ours.poll(limit)  # the live line is a thread: it begins after the fork
+        if not ended:
             return {"measured": None, "failed": f"It did not end within {duration(limit)}."}
         measured, failed = ours.recv()
         return {"measured": measured, "failed": failed}

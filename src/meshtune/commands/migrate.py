@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from meshtune.commands.options import AsJson, show_json, words_of
+from meshtune.commands.options import AsJson, announce, show_json, words_of
 from meshtune.errors import UserError
 from meshtune.units import counted
 
@@ -35,6 +35,9 @@ def migrate(
 ) -> None:
     """Write another trainer's configuration as ours, with a comment for each key that has no counterpart."""
     name, overrides = words_of(file or [])
+    if name is None:
+        raise UserError("Name the file to migrate, such as meshtune migrate axolotl.yaml.")
+    announce(name)
     from meshtune.api.plan import layout_refused
     from meshtune.reference.schema import EDITOR_LINE
     from meshtune.rundir import write_text_atomically
@@ -42,8 +45,6 @@ def migrate(
     from meshtune.tools.migrate import text_of
     from meshtune.tools.table import TOOLS
 
-    if name is None:
-        raise UserError("Name the file to migrate, such as meshtune migrate axolotl.yaml.")
     if tool is not None and tool not in TOOLS:
         raise UserError(f"--from {tool} is not a tool; it is one of {', '.join(TOOLS)}.")
     if out is not None and out.exists():

@@ -334,7 +334,10 @@ class Recorder(Ledger):
             place = self.stack[-1] if self.stack else self._maker(node)
             self._made(sequence_number() - 1, place)
             return RECOMPUTATION, place
-        return BACKWARD, self._maker(node)
+        place = self._maker(node)
+        if node.name() == "_ReduceBehindBackward":  # of parallel/zero.py, behind the norm that it hooks
+            place = Place("", place.micro_batch, place.stage)
+        return BACKWARD, place
 
     def _made(self, sequence: int, place: Place) -> None:
         if not self.nodes or sequence > self.nodes[-1]:

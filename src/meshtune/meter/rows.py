@@ -136,14 +136,13 @@ def memory_row(step: int, phases: Mapping[str, tuple[int, Mapping[str, int]]], r
 
 
 def fullest_memory(rows: Sequence[Row]) -> dict[str, int]:
-    """Bytes by category, and their sum as "peak", on the fullest rank in its fullest phase of the last step
-    whose categories were counted; {} where none was.
+    """Bytes by category, and their sum as "peak", at the highest peak of any rank in the steps whose
+    categories were counted; {} where none were.
 
     rows: of kind "memory".
     """
-    watched = [row for row in rows if "step" not in row["phases"]]
-    last = max((row["step"] for row in watched), default=0)
-    phases = [sizes for row in watched if row["step"] == last for sizes in row["phases"].values()]
+    watched = (row["phases"] for row in rows if "step" not in row["phases"])
+    phases = (sizes for phases in watched for sizes in phases.values())
     return dict(max(phases, key=lambda sizes: sizes["peak"], default={}))
 
 

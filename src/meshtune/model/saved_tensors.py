@@ -46,7 +46,8 @@ DTYPES = {2: torch.bfloat16, 4: torch.float32}  # by element size
 PARTS = ("outside", "mlp", "attention", "entering", "whole", "core", "scores")
 # Besides matmuls and attention, what no compiled block runs again: random numbers, convolutions
 NOT_AGAIN = (torch.ops.aten.native_dropout, torch.ops.aten.convolution)
-EAGER, COMPILED, SELECTIVE = "eager", "compiled", "selective"  # how blocks run; the last is compiled too
+# How blocks run: WIDE as EAGER on a processor, whose dropout masks are as wide as inputs; SELECTIVE compiled
+EAGER, WIDE, COMPILED, SELECTIVE = RUNS = "eager", "wide", "compiled", "selective"
 
 
 def saved_by_block(
@@ -79,13 +80,12 @@ def saved_by_block(
         peaks = None if parts.mixers else _peaks(model, parts, inputs, rows)
         for block, _ in model.get_submodule(parts.blocks).named_children():
             path = f"{parts.blocks}.{block}"
-            of_runs: list[dict[str, Any]] = [
-                {part: per_token[path, run, part] for part in PARTS} for run in (EAGER, COMPILED, SELECTIVE)
-            ]
-            eager, compiled, selective = (SavedBytes(**of_parts) for of_parts in of_runs)
+            runs: Any = ({part: per_token[path, run, part] for part in PARTS} for run in RUNS)
+            eager, wide, compiled, selective = (SavedBytes(**of_parts) for of_parts in runs)
             saved = replace(
-                eager, peaks=peaks, last=last.get(path, ""), compiled=compiled, selective=selective
-            )
+                eager, peaks=peaks, last=last.get(path, ""), compiled=compiled, selective=selective,
+                wide_masks=None if wide == eager else wide,
+            )  # fmt: skip
             sizes_by_block.setdefault(path, []).append((size, saved))
     return {path: tuple(sizes) for path, sizes in sizes_by_block.items()}, tuple(ends)
 
@@ -163,6 +163,7 @@ class SavedTensors:
         self.part = "outside"  # of PARTS, that runs
         self.part_inputs: set[int] = set()  # storages given to the running attention or MLP
         self.of_dropout: set[int] = set()  # storages that dropout makes of them
+        self.masks: dict[int, int] = {}  # storages of its masks, a byte an element: bytes of an input's
         self.saved: dict[int, tuple[str, str, int]] = {}  # by storage: block, part, bytes
         self.alive: dict[int, torch.UntypedStorage] = {}  # an id is only unique among living objects
         self.parameters = {self._key(tensor): name for name, tensor in model.named_parameters()}
@@ -183,7 +184,9 @@ class SavedTensors:
         scores per key.
         """
         total: Counter[tuple[str, str, str]] = Counter()
-        runs = {EAGER: self.saved, COMPILED: self.kept_compiled(), SELECTIVE: self.kept_compiled(again=True)}
+        wide = {key: (*at, size * self.masks.get(key, 1)) for key, (*at, size) in self.saved.items()}
+        compiled, selective = self.kept_compiled(), self.kept_compiled(again=True)
+        runs = dict(zip(RUNS, (self.saved, wide, compiled, selective), strict=True))
         for run, saved in runs.items():
             for block, part, size in saved.values():
                 if part == "attention" and tokens > 1 and size % tokens**2 == 0:
@@ -238,6 +241,7 @@ class SavedTensors:
         if out is given:
             self.undropped[self._key(given)] = self.block
             return
+        self.masks[self._key(mask)] = given.element_size()
         if self._key(given) in self.part_inputs:
             self.of_dropout.add(self._key(out))
             if self._key(mask) in self.saved:

@@ -161,6 +161,8 @@ class SavedBytes:
     # The same of a compiled block: kept without recomputation, and under selective; None: not traced
     compiled: SavedBytes | None = None
     selective: SavedBytes | None = None
+    # The same on a processor, whose dropout's masks are as wide as its inputs; None: there are none
+    wide_masks: SavedBytes | None = None
 
     @property
     def total(self) -> float:

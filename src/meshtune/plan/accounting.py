@@ -134,6 +134,7 @@ class Accounting:
 
     regathers_inputs: bool = False  # the stack always runs sp as sp_regather does
     context_keys: Context = "gathered"  # what attention saves of the keys of cp's ranks: `from_other_ranks`
+    wide_masks: bool = False  # an eager block saves dropout's masks as wide as its inputs
     saved: Saved | None = None  # by a block; None: as the model was traced, or EAGER
     selected: Saved | None = None  # by a block under selective recomputation; None: all matmul outputs
 
@@ -194,7 +195,10 @@ class Accounting:
         by its own rule.
         """
         several = None if self.saved else work.traced.get(int(self.element))
-        return several, several and work.traced_of_one_row.get(int(self.element), several)
+        one = several and work.traced_of_one_row.get(int(self.element), several)
+        if self.wide_masks and several and one:
+            return several.wide_masks or several, one.wide_masks or one
+        return several, one
 
     def traced_peaks(self, work: Work, layouts: Columns, seq_len: Number) -> Peaks | None:
         """Most bytes per token of a block's passes; None if they were not traced or the stack saves by its
@@ -268,7 +272,7 @@ def accounting_of(workload: Workload, cluster: Cluster) -> Accounting:
     """Accounting of the workload's stack on the cluster's devices.
 
     A processor has no CUDA context or communicators, and the system's allocator: no overhead is counted. Its
-    attention copies no keys.
+    attention copies no keys, its dropout saves wide masks.
     """
     accounting = stack_accounting(
         workload.stack, workload.precision, workload.reduce_dtype, workload.optimizer
@@ -277,6 +281,12 @@ def accounting_of(workload: Workload, cluster: Cluster) -> Accounting:
     if cluster.gpu.processor:
         keys = "gathered" if accounting.context_keys == "copied" else accounting.context_keys
         return replace(
-            accounting, reserved=0.0, own_streams=0.0, context=0.0, communicator=0.0, context_keys=keys
+            accounting,
+            reserved=0.0,
+            own_streams=0.0,
+            context=0.0,
+            communicator=0.0,
+            context_keys=keys,
+            wide_masks=True,
         )
     return accounting

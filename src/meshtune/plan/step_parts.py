@@ -74,7 +74,7 @@ class MeasuredRun:
     steps: int  # that were timed
     seconds: float  # of the median step
     parts: Mapping[str, float]  # of the median step, by meter.parts.PARTS
-    memory: Mapping[str, float]  # bytes by category and "peak" on the fullest rank; {}: not counted
+    memory: Mapping[str, float]  # bytes by category and "peak" where it is highest; {}: not counted
 
     @classmethod
     def of(cls, name: str, rows: Sequence[Row]) -> MeasuredRun:

@@ -123,6 +123,7 @@ class Traced(NamedTuple):
     fused: bool = False  # they are compiled
     # By an average compiled block under selective recomputation; None: all outputs of matmuls
     selective: Kept | None = None
+    wide_masks: Traced | None = None  # of eager blocks on a processor, where dropout's masks differ
 
     def twice(self) -> Traced:
         """The same of elements of twice the size; passes are not known."""
@@ -132,6 +133,7 @@ class Traced(NamedTuple):
             compiled=self.compiled and self.compiled.twice(),
             selective=self.selective and self.selective.twice(),
             fused=self.fused,
+            wide_masks=self.wide_masks and self.wide_masks.twice(),
         )
 
 
@@ -306,6 +308,9 @@ def _traced(
             sizes = [of_block[element] for of_block in by_size]
             peaks = sizes[-1].peaks and replace(sizes[-1].peaks, masks=masked * sizes[-1].peaks.masks)
             found[element] = _blocks_of(blocks, sizes, element, peaks)
+            if any(size.wide_masks for size in sizes):
+                wide = _blocks_of(blocks, [size.wide_masks or size for size in sizes], element, peaks)
+                found[element] = found[element]._replace(wide_masks=wide)
             compiled = [size.compiled for size in sizes if size.compiled]
             selective = [size.selective for size in sizes if size.selective]
             if len(compiled) == len(selective) == len(sizes):

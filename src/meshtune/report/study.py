@@ -157,9 +157,11 @@ def compared_tables(facts: Facts) -> Iterator[Table]:
     """Yield the tables of one run: time, memory, and the constants that are off."""
     name = facts["run"]
     titles = (f"{name} ({facts['layout']}), time", f"{name}, memory of tensors on its fullest rank")
-    steps = (f"Medians of {counted(facts['steps'], 'step')}.", *facts["missing"].values())
-    uncounted = () if facts["measured"]["memory"] else ("It was not counted in this run.",)
-    yield from part_tables(facts, COMPARED, titles, (steps, uncounted))
+    steps = f"Step: the median of {counted(facts['steps'], 'step')}; parts: means, scaled to add up to it."
+    counted_in = "the fullest of the watched steps" if facts["measured"]["memory"] else "no step of this run"
+    yield from part_tables(
+        facts, COMPARED, titles, ((steps, *facts["missing"].values()), (f"Counted in {counted_in}.",))
+    )
     if facts["off"] is not None:
         yield _factors(facts)
 

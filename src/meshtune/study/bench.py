@@ -95,7 +95,7 @@ class Measured:
         """Bytes by category, and their sum as "peak", on the fullest rank in its fullest phase of the last
         watched step; empty where memory was not watched.
         """
-        return fullest_memory(self.memory)
+        return fullest_memory([row for row in self.memory if row["step"] == WATCHED_STEPS])
 
     def as_dict(self) -> dict[str, Any]:
         """The entry `measured` of `bench --json`; bytes and seconds."""

@@ -201,6 +201,8 @@ def test_values_that_are_a_view_keep_the_whole_projection():
 def test_dropout_keeps_a_byte_an_element():
     plain, dropped = (dict(census(FAMILIES["gpt2"](resid_pdrop=p)).blocks[0].saved)[2] for p in (0.0, 0.1))
     assert (dropped.attention - plain.attention, dropped.mlp - plain.mlp) == (64, 64)
+    assert plain.wide_masks is None and dropped.wide_masks is not None
+    assert dropped.wide_masks.total - plain.total == 2 * 2 * 64, "on a processor two bytes, as the inputs"
 
 
 @OPT_WITHOUT_MASK

@@ -58,8 +58,9 @@ def written(tmp_path: Path, probe: Path) -> Written:
         facts = {"predicted": {"memory": {"weights": 80, "overhead": 20, "peak": 100, "event": "loss"}}}
         first, *steps = rows(LAYOUT, parts, device_type="cpu", **facts)
         phases = {"forward": {"peak": 100, "weights": 90, "activations": 10}}
-        memory = {"kind": "memory", "step": 3, "rank": 0, "phases": phases}
-        lines = [first, memory, *steps]
+        lower = {"forward": {"peak": 99, "weights": 90, "activations": 9}}
+        memory = [{"kind": "memory", "step": n, "rank": 0, "phases": (phases, lower)[n > 2]} for n in (2, 3)]
+        lines = [first, *memory, *steps]
         folder.metrics_file.write_text("".join(json.dumps(row) + "\n" for row in lines))
         return folder.path
 
@@ -117,6 +118,7 @@ def test_a_run_stands_beside_its_prediction_at_the_start_and_todays(written: Wri
     time, memory, constants = compared_tables(document)
     assert time.rows[-1][0] == "step"
     assert float(time.rows[-1][-1].rstrip("%")) < 0
+    assert "means, scaled to add up" in time.notes[0]
     assert memory.rows[-1][:4] == ("memory", "100 B", "80 B", "-20.0%")
     assert constants.rows[0][2] == "matmul"
     assert f"meshtune calibrate {folder} … --cluster {probe}" in constants.notes[-1]

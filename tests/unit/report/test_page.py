@@ -188,7 +188,7 @@ def test_time_by_part_and_memory_by_category_stand_beside_the_prediction(empty):
     assert {band.name for band in panels["memory_phases"].bands} <= {*COLOURS}, "each phase has its colour"
     assert panels["memory_beside"].parts == {"weights": (2, 2), "activations": (3, 1)}
     assert panels["memory_beside"].ends == ("5.00 MiB", "3.00 MiB")
-    assert panels["memory_beside"].title.endswith("measured in step 3, the last watched one, and predicted")
+    assert panels["memory_beside"].title.endswith("measured in step 3, and predicted")
     empty.append({"kind": "train", "step": 4, "peak_memory_bytes": 6 * MIB})
     (title,) = (panel.title for panel in part_panels(empty.rows()) if panel.key == "memory_beside")
     assert title.endswith("and predicted; the highest peak of the run is 6.00 MiB"), "as the tile has it"

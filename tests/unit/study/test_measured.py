@@ -25,8 +25,8 @@ def measured(seconds: list[float], **changed: Any) -> Measured:
         }
         for step, rank, sizes in [
             (1, 0, {"weights": 9, "activations": 90}),
-            (2, 0, {"weights": 10, "activations": 20}),
-            (2, 1, {"weights": 10, "activations": 30}),
+            (3, 0, {"weights": 10, "activations": 20}),
+            (3, 1, {"weights": 10, "activations": 30}),
         ]
     ]
     facts: dict[str, Any] = {

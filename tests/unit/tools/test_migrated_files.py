@@ -206,6 +206,7 @@ def test_the_command_names_what_takes_no_effect(tmp_path: Path) -> None:
     file = tmp_path / "theirs.yaml"
     file.write_text(yaml.safe_dump(AXOLOTL | {"early_stopping_patience": 3}))
     ended = CliRunner().invoke(app, ["migrate", str(file)])
+    assert ended.stderr.splitlines()[0].endswith(f", reading {file} …")
     says(ended.stderr)
     assert "#   early_stopping: 3" in ended.stdout
 

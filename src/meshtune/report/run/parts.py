@@ -80,7 +80,7 @@ def time_beside(rows: Sequence[Row], predicted: Parts) -> Stacks | None:
     both = [measured, {part: predicted.get(part, 0.0) for part in PARTS}]
     return Stacks(
         "time_beside",
-        f"The median of {counted(len(warm), 'step')}, and the predicted one",
+        f"The median of {counted(len(warm), 'step')}, in parts scaled to it, and the predicted one",
         "seconds",
         ("measured", "predicted"),
         {part: tuple(one[part] for one in both) for part in nonzero(PARTS, both)},
@@ -136,19 +136,19 @@ def memory_over_phases(rows: Sequence[Row]) -> Areas | None:
 
 def memory_beside(rows: Sequence[Row], predicted: Parts, highest: float) -> Stacks | None:
     """Memory of tensors by category at the peak of the fullest rank, measured and predicted. highest: bytes
-    of the run's highest peak, which the title has if the last watched step was below it.
+    of the run's highest peak, which the title has if it was in a step that was not watched.
     """
     measured = fullest_memory(rows)
     if not measured or not predicted:
         return None
     both = [_categories(measured), _categories(tensors(predicted))]
     per, unit = _unit(both)
-    step = max(row["step"] for row in rows if "step" not in row["phases"])
+    step = max(row["step"] for row in rows if measured in row["phases"].values())
     lower = human(measured["peak"]) != human(highest) and measured["peak"] < highest
     return Stacks(
         "memory_beside",
-        f"Peak memory of tensors on the fullest rank, measured in step {step:,}, the last watched one, and "
-        f"predicted{f'; the highest peak of the run is {human(highest)}' * lower}",
+        f"Peak memory of tensors on the fullest rank, measured in step {step:,}, and predicted"
+        f"{f'; the highest peak of the run is {human(highest)}' * lower}",
         unit,
         ("measured", "predicted"),
         {name: tuple(one[name] / per for one in both) for name in nonzero(MEMORY_PARTS, both)},
