@@ -237,7 +237,7 @@ class Optimizer:
             gradient = None  # it may be the last to hold it
         gradients = [trained.grad for trained in bucket.trained if trained.grad is not None]
         if self.factor != 1 and gradients:
-            if bucket.row == "adamw":  # its kernel divides by this
+            if bucket.row == "adamw" and gradients[0].dtype == torch.float32:  # its kernel divides by this
                 update.grad_scale = gradients[0].new_full((), 1 / self.factor, dtype=torch.float32)  # type: ignore[attr-defined]
             else:
                 torch._foreach_mul_(gradients, self.factor)  # pyright: ignore[reportPrivateImportUsage]
