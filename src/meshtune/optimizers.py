@@ -48,7 +48,7 @@ class Optimizer:
     # Tensors as large as the parameter, of the trained weights' dtype, that the kernels of an update read and
     # write where nothing is compiled, as `meshtune dryrun` counts them.
     moved: int
-    moved_in_16: int | None = None  # the same of weights trained in 16 bits; None: as many
+    moved_in_16: int | None = None  # the same of weights trained in 16 bits; None: `moved`
     bucket_elements: int = BUCKET_ELEMENTS  # whose gradients are cast to the trained weights' dtype at a time
     by_element: bool = True  # False: an update reads the whole tensor, so that no rank may have a part of it
     rest: str | None = None  # row for all but the blocks' matrices (census.is_matrix); None: this one
