@@ -224,7 +224,8 @@ def installed(kernels: str) -> Iterator[set[str]]:
         @wraps(stand_in)
         def noted(*args: Any, **kwargs: Any) -> Any:
             result = stand_in(*args, **kwargs)
-            if substitute.counted(result):
+            # Noting it in a block that is compiled and recomputed would interrupt the compiler.
+            if not torch.compiler.is_compiling() and substitute.counted(result):
                 called.add(substitute.replaces)
             return result
 

@@ -316,9 +316,7 @@ def _traced(
             if len(compiled) == len(selective) == len(sizes):
                 # The block's input is what a compiled block starts from, or reads as it is.
                 peaks = peaks and replace(peaks, saves_input=True)
-                # The compiler drops no output to which adapters add theirs.
-                adapted = any(p.kind == "adapter" for block in blocks for p in block.parameters)
-                outputs = None if adapted else _blocks_of(blocks, selective, element, None).kept
+                outputs = _blocks_of(blocks, selective, element, None).kept
                 of_compiled = _blocks_of(blocks, compiled, element, peaks)
                 found[element] = found[element]._replace(
                     compiled=of_compiled._replace(fused=True, selective=outputs)

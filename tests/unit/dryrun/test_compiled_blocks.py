@@ -83,6 +83,8 @@ def kept(step: StepTrace) -> Counter[str]:
 def test_the_planner_counts_what_compiled_blocks_keep(family: str, mode: str) -> None:
     source, spec = FAMILIES[family]
     step = traced(f"mb1-ga1{mode}", source, **spec)
+    of_block = {each.name for each in step.operations if each.module == "model.layers.1"}
+    assert any(name.startswith("fused") for name in of_block), "it ran uncompiled"
     model = trainable_skeleton(ModelSpec(source=source, init="random", **spec))[0]
     work = Work.of(census_of(model)).compiled()
     layouts = Columns.of([Layout.parse(f"mb1-ga1{mode}")])
