@@ -13,6 +13,7 @@ import codecs
 import errno
 import io
 import os
+import re
 import select
 import sys
 from collections.abc import Iterator, MutableMapping
@@ -21,6 +22,9 @@ from pathlib import Path
 from typing import Any
 
 KEPT_BYTES = 64 * 1024  # of output that was not accepted, until there is a file for it: the last ones
+TERMINAL = re.compile(
+    rb"\r|\x1b\[[0-?]*[ -/]*[@-~]"
+)  # control sequences (ECMA-48), which a file has no use for
 NOBODY_READS = (errno.EPIPE, errno.EIO, errno.EBADF)  # the reader, the terminal, or the descriptor is gone
 ERRORS = "meshtune.replace"  # name of `replaced` among Python's codec error handlers
 RAISING = ("strict", "surrogateescape", "backslashreplace")  # handlers that it replaces
@@ -56,7 +60,7 @@ class Output(io.FileIO):
                 self._kept = f"meshtune: {self._cause()}; it continues here.\n".encode()
                 if self._file:
                     self._tell()
-            self._kept = (self._kept + rest)[-KEPT_BYTES:]
+            self._kept = (self._kept + TERMINAL.sub(b"", rest))[-KEPT_BYTES:]
             self._empty()
         return len(content)
 

@@ -119,7 +119,7 @@ class ConsoleTracker:
     speed_unit: of a row's tokens per second and device. memory: print the memory of the first steps.
     """
 
-    shows_progress = True  # takes the rows of kinds "evaluating" and "writing"
+    shows_progress = True  # takes the rows of kinds "training", "evaluating" and "writing"
 
     def __init__(
         self, console: Console, *, course: Course, speed_unit: str = "tokens/s", memory: bool = False
@@ -129,11 +129,12 @@ class ConsoleTracker:
         self.speed_unit = speed_unit
         self.memory = memory
         self._left = TimeLeft(course)
-        # Bar and clock start with the first row: earlier lines print without a bar, and compilation in the
-        # first step does not count in the time left.
+        # The bar begins with the first step: earlier lines print without it. The time left begins with the
+        # first row: compilation in the first step does not count.
         self._live: Live | None = None
         self._began: float | None = None
         self._last_line = -math.inf
+        self._waiting = 0.0  # when the first step began
         self._shown: tuple[Row, float | None] | None = None  # the last row, and when the run will end
         self._memory: list[Row] = []
         self._evaluating = ""  # batches that the evaluation which runs has done
@@ -146,6 +147,9 @@ class ConsoleTracker:
             case "run":
                 for line in beginning(row):
                     self._line(line)
+            case "training" if self.course.start < self.course.steps and self.console.is_interactive:
+                self._waiting = time.monotonic()
+                self._start_bar()
             case "train":
                 self._train(row)
             case "evaluating":
@@ -198,30 +202,37 @@ class ConsoleTracker:
             self._live, self.console.is_interactive = None, False
         if self.console.is_interactive:
             self._shown = row, None if left is None else now + left
-            if self._live is None:
-                self._live = Live(
-                    get_renderable=self._renderable, console=self.console, transient=True,
-                    refresh_per_second=4,
-                )  # fmt: skip
-                self._live.start()
+            self._start_bar()
         elif now - self._last_line >= pause or step == self.course.steps:
             self._last_line = now
             place = [f"step {step}/{self.course.steps}", *epoch_parts(row)]
             self._line(" · ".join([*place, *train_parts(row, self.speed_unit), *left_parts(left)]))
 
+    def _start_bar(self) -> None:
+        if self._live is None:
+            self._live = Live(
+                get_renderable=self._renderable, console=self.console, transient=True, refresh_per_second=4
+            )
+            self._live.start()
+
     def _renderable(self) -> RenderableType:
-        """The bar with what is left, and below it the last row's numbers."""
-        assert self._shown is not None
-        row, end = self._shown
+        """The bar with what is left, and below it the last row's numbers; before any row the time so far."""
+        if lost(2):  # the terminal was closed
+            return Text()
+        row, end = self._shown or ({"step": self.course.start}, None)
         left = None if end is None else max(0.0, end - time.monotonic())
         bar = Table.grid(padding=(0, 1))
         done = ProgressBar(self.course.steps, row["step"], width=BAR_WIDTH, complete_style="blue")
         place = [f"{row['step']:,}/{self.course.steps:,}", *epoch_parts(row), *left_parts(left)]
+        if not self._shown:
+            place.append(f"{in_whole_seconds(time.monotonic() - self._waiting)} so far")
         if self._evaluating:
             place.append(f"evaluating {self._evaluating}")
         elif self._writing:
             place.append(f"writing {self._writing}")
         bar.add_row(Text("train", "bold"), done, Text(" · ".join(place)))
+        if not self._shown:
+            return bar
         return Group(bar, Text(joined(train_parts(row, self.speed_unit), self.console.width)))
 
     def _line(self, text: str) -> None:
@@ -277,11 +288,13 @@ def epoch_parts(row: Row) -> list[str]:
 
 
 def left_parts(seconds: float | None) -> list[str]:
-    """The time left as text, in whole seconds; [] if it is None."""
-    if seconds is None:
-        return []
-    whole = max(1, round(seconds))
-    return [f"{whole} s left" if whole < 60 else f"{duration(whole)} left"]
+    """The time left as text; [] if it is None."""
+    return [] if seconds is None else [f"{in_whole_seconds(max(1.0, seconds))} left"]
+
+
+def in_whole_seconds(seconds: float) -> str:
+    whole = round(seconds)
+    return f"{whole} s" if whole < 60 else duration(whole)
 
 
 def eval_parts(row: Row) -> list[str]:

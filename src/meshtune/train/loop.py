@@ -115,6 +115,7 @@ def train(run: Run) -> None:
         if now.evaluated_step < now.step:
             evaluate_resumed(run)
         batches, first, ended = prepared(run), now.step + 1, None
+        run.metrics.training()
         while now.step < run.steps and not ends_early(run):
             # From the end of the last step on, unless something came between: devices may still update.
             started = meter.begin(ended)

@@ -189,6 +189,10 @@ class Metrics:
         """Show how far an evaluation is, where a tracker shows progress: step, done, total, their unit."""
         self._progress({"kind": "evaluating", **numbers})
 
+    def training(self) -> None:
+        """Show that the first step begins, where a tracker shows progress."""
+        self._progress({"kind": "training"})
+
     def writing(self, what: str) -> None:
         """Show what is written now, where a tracker shows progress."""
         self._progress({"kind": "writing", "what": what})

@@ -202,6 +202,11 @@ def test_time_left_of_a_terminal_counts_down_and_is_whole_seconds(monkeypatch):
     monkeypatch.setattr("meshtune.train.console.time.monotonic", lambda: clock[0])
     out = console(terminal=True)
     tracker = ConsoleTracker(out, course=Course(112))
+    clock[0] = 10.0
+    tracker.log({"kind": "training"})
+    clock[0] = 100.0
+    (first := console()).print(tracker._renderable())
+    assert "0/112 · 1 min 30 s so far" in text(first)
     for step, clock[0] in ((1, 100.0), (2, 101.5)):
         tracker.log(train_row(step=step, **NUMBERS))
     for clock[0], left in ((101.5, "2 min 45 s left"), (141.5, "2 min 5 s left"), (900.0, "1 s left")):
