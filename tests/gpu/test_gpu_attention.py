@@ -4,9 +4,11 @@ import pytest
 import torch
 from torch import nn
 
+from meshtune.attention import flash
 from meshtune.attention.core import attend_rows
 from meshtune.attention.register import document_attention
 from meshtune.data.boundaries import row_boundaries
+from meshtune.placement.census import Attention
 
 pytestmark = [
     pytest.mark.gpu,
@@ -70,6 +72,25 @@ def test_attention_on_cuda_equals_the_definition(dtype, window, softcap, kv_head
         softcap=softcap, recompute=recompute,
     )  # fmt: skip
     assert_is_the_definition(out, inputs, dtype, window=window, softcap=softcap)
+
+
+@pytest.mark.parametrize("version", [4, 3])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("window", [None, 20])
+def test_newer_flash_attention_equals_the_definition(version, head_dim, window):
+    device, dtype = torch.device("cuda", 0), torch.bfloat16
+    if version not in flash.versions_here(device):
+        pytest.skip(f"FlashAttention {version} is not installed, or has no kernels for this GPU")
+    chosen, refused = flash.choose([version], [Attention(4, 2, head_dim, head_dim, window)], dtype, device)
+    try:
+        assert (chosen, refused) == (version, [])
+        inputs = tensors(dtype, head_dim)
+        out, _ = document_attention(
+            nn.Module(), *inputs, None, documents=DOCUMENTS, scaling=SCALE, sliding_window=window
+        )
+        assert_is_the_definition(out, inputs, dtype, window=window)
+    finally:
+        flash.restore()
 
 
 @pytest.mark.parametrize("head_dim", [32, 72, 100, 128, 256])

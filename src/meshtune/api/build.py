@@ -108,7 +108,7 @@ def assemble(
     steps = steps_of(config, sequences)
     load = partial(loader_of, prepared.train, world.layout, world.data_rank, config.train.seed)
     notices = position_sentences(config.model.name, seq_len, model.whole, model.parallel.anatomy, prepared)
-    notices += unused_here(config, world.size, gpus)
+    notices += [*unused_here(config, world.size, gpus), *model.flash_notes]
     run_folder, resumed, claim = output.claim_together(
         config, model, steps, notices.append, prepared.train.label_share
     )

@@ -41,9 +41,9 @@ def backward(grad: Tensor, inputs: Inputs, outputs: tuple[Tensor, Tensor], core:
 
 
 def _seen(core: Core) -> dict[str, Any]:
-    """Arguments of the flash kernel for the tokens that a query sees before and after it; -1: all."""
+    """Arguments of the flash kernel for the tokens that a query sees before and after it."""
     if core.window is None or core.window >= core.longest_key:
-        return {"is_causal": True, "window_size_left": -1, "window_size_right": 0}
+        return {"is_causal": True}  # with any window FlashAttention 4 refuses it under torch 2.11
     return {"is_causal": False, "window_size_left": core.window - 1, "window_size_right": 0}
 
 

@@ -51,10 +51,12 @@ def environment(model: str | None) -> dict[str, Any]:
         "threads": threads_of(os.environ, cores()),  # of a run with one rank
     }
     if not has_no_gpu():
+        from meshtune.attention import flash
         from meshtune.train.run_row import device_of, gpus_of, versions
 
-        for index, (name, memory) in enumerate(gpus_of(device_of("auto"))):
+        for index, (name, memory) in enumerate(gpus_of(device := device_of("auto"))):
             devices[f"cuda:{index}"] = f"{name}, {human(memory)}"
+        devices["attention"] = f"FlashAttention {(flash.versions_here(device) or [flash.BUILT_IN])[0]}"
     report: dict[str, Any] = {"versions": versions() | {"executable": sys.executable}, "devices": devices}
     if model:
         from meshtune.api.model_file import model_file

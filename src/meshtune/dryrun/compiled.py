@@ -65,17 +65,23 @@ def one_each(codegen_node: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def compiled_on_fakes() -> Iterator[None]:
-    """Let torch.compile's functions run on fakes, kernels as `fused`."""
+def compiled_on_fakes(kernels: str) -> Iterator[None]:
+    """Let torch.compile's functions run on fakes, kernels as `fused`.
+
+    kernels: "cuda" where sums with a matmul's result are fused with what reads them, as on GPUs; on
+    processors they are part of the matmul.
+    """
     import torch._inductor.config as config
     from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.codegen.cpp import CppScheduling
+    from torch._inductor.fx_passes import post_grad
 
     guards: Any = torch._C._dynamo.guards  # pyright: ignore[reportAttributeAccessIssue]
     with ExitStack() as stack:
         for owner, name, stand_in in (
             (AsyncCompile, "cpp_pybinding", lambda _, types, source: Kernel(source)),
             (AsyncCompile, "wait", named),
+            (post_grad, "is_gpu", lambda device_type: kernels == "cuda"),
             (CppScheduling, "codegen_node", one_each(CppScheduling.codegen_node)),
             # The wrapper's own functions in C++ make tensors that no mode sees
             (

@@ -111,7 +111,8 @@ class Costs:
         if (sizes := matmul_sizes(operation)) is not None:
             count, rows, cols, inner = sizes
             lying = (rows, cols) if of_weight else (cols, inner)
-            return float(count * matmul(machine, rows, cols, inner, contiguous=lying))
+            added = added_bytes(operation, rows, cols) / (machine.bandwidth * machine.memory)
+            return float(count * matmul(machine, rows, cols, inner, contiguous=lying) + added)
         return float(max(operation.flops / matmul_rate(machine), traffic))
 
     def collective(self, collective: Collective) -> float:
@@ -163,10 +164,21 @@ def moved_bytes(operation: Operation) -> int:
     return read + written
 
 
+def added_bytes(operation: Operation, rows: int, cols: int) -> int:
+    """Bytes that an addmm moves besides its matmul's: it reads the matrix that it adds to, which it copies
+    into the output first unless it is that. A bias, of one dimension, is added as the output is written.
+    """
+    name = base_name(operation.name)
+    if not name.startswith("addmm") or operation.shapes[0] != (rows, cols):
+        return 0
+    return operation.written * (1 if name == "addmm_" else 3)
+
+
 def matmul_sizes(operation: Operation) -> tuple[int, int, int, int] | None:
     """(Count, rows, columns, inner size) of the matmuls of an operation; None for all others."""
     first, second = {
-        "mm": (0, 1), "addmm": (1, 2), "bmm": (0, 1), "baddbmm": (1, 2), "_grouped_mm": (0, 1),
+        "mm": (0, 1), "addmm": (1, 2), "addmm_": (1, 2), "bmm": (0, 1), "baddbmm": (1, 2),
+        "_grouped_mm": (0, 1),
     }.get(base_name(operation.name), (0, 0))  # fmt: skip
     if second == 0 or len(operation.shapes) <= second:
         return None

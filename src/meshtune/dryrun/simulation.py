@@ -17,6 +17,7 @@ from meshtune.meter.trace import RankTrace
 from meshtune.notebook import Notebook
 from meshtune.placement.columns import at
 from meshtune.plan.cluster import Cluster
+from meshtune.plan.hardware import attention_kernel
 from meshtune.plan.memory.timeline import Liveness
 from meshtune.plan.search import Choice, peaks_of_ranks
 from meshtune.plan.workload import Workload
@@ -52,7 +53,10 @@ class Simulation(Notebook):
     @cached_property
     def workspaces(self) -> Workspaces | None:
         """Memory of the GPU's kernels; None for processors."""
-        return Workspaces(self.cluster.gpu.architecture) if self.kernels == "cuda" else None
+        if self.kernels != "cuda":
+            return None
+        gpu, newest = self.cluster.gpu, self.workload is None or self.workload.newest_attention
+        return Workspaces(gpu.architecture, attention_kernel("meshtune", gpu, newest=newest))
 
     @cached_property
     def replays(self) -> Mapping[int, Sequence[Replay]]:

@@ -23,6 +23,7 @@ class Buffer:
     name: str
     size: tuple[int | str, ...]
     source: str
+    kernel: str = ""
     grouped: bool = False
     dtype: str = ""
     above: int = 0
@@ -59,20 +60,23 @@ class Row:
 
 
 class Workspaces:
-    """The workspaces of one architecture of plan/hardware.toml, such as "hopper"."""
+    """The workspaces of one architecture of plan/hardware.toml, such as "hopper", and of the attention kernel
+    of plan/kernels.toml that runs our attention on it.
+    """
 
-    def __init__(self, architecture: str) -> None:
+    def __init__(self, architecture: str, kernel: str = "flash-2") -> None:
         known = {name for each in _lasting() for name in each.bytes}
         if architecture not in known:
             raise UserError(
                 f"No workspaces are known for the architecture {architecture!r}; known: "
                 f"{', '.join(sorted(known))}."
             )
-        self.architecture = architecture
+        self.architecture, self.kernel = architecture, kernel
 
     def temporary(self, operation: Operation) -> list[tuple[str, int]]:
         """(Name, bytes) of what an operation takes while it runs."""
-        buffers = _buffers().get(operation.name, ())
+        kernel = self.kernel if operation.name.startswith("meshtune.") else "flash-2"
+        buffers = [each for each in _buffers().get(operation.name, ()) if each.kernel in ("", kernel)]
         return [(buffer.name, size) for buffer in buffers if (size := buffer.bytes(operation))]
 
     def lasting(self, operation: Operation) -> list[tuple[str, int]]:
@@ -111,7 +115,8 @@ def _attention(shapes: Shapes, padded: int, batch: int) -> dict[str, int]:
     head = -(-head // 8) * 8
     unit = 32 if head <= 128 else 64
     return {
-        "queries": batch * queries, "keys": batch * keys, "padded_queries": padded, "heads": heads,
+        "queries": batch * queries, "keys": batch * keys, "padded_queries": padded,
+        "padded_keys": padded + batch * (keys - queries), "heads": heads,
         "key_heads": key_heads, "head": head, "padded_head": -(-head // unit) * unit,
     }  # fmt: skip
 

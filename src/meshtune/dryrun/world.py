@@ -141,7 +141,7 @@ def trace_rank(job: Job, rank: int, tell: Callable[[str], Any] = lambda _: None)
     batch = batch_of(job, world)
     micro_batches = [each.map(fakes.from_tensor) for each in model.passes.localise(batch)]
     steps = [StepTrace(number) for number in range(1, TRACED_STEPS + 1)]
-    compiling = compiled_on_fakes() if job.spec.compile else nullcontext()
+    compiling = compiled_on_fakes(job.spec.kernels) if job.spec.compile else nullcontext()
     with installed(job.spec.kernels) as substitutes, compiling, fakes:
         options = {"max_grad_norm": job.max_grad_norm, "read": made_up, "tell": tell}
         record(model, micro_batches, steps, label_tokens=batch.label_tokens, **options)

@@ -4,13 +4,17 @@ import ctypes
 import importlib.util
 import platform
 import runpy
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from meshtune import __version__
 
 PROCESSOR = Path("/proc/cpuinfo")
+FLASH_VERSIONS = {
+    4: "flash-attn-4",
+    3: "flash-attn-3",
+}  # of FlashAttention, the newest first, and their packages
 
 
 def processor_name() -> str:
@@ -27,7 +31,19 @@ def versions() -> dict[str, str]:
         "torch": torch_build()["__version__"],
         "transformers": version("transformers"),
         "python": platform.python_version(),
+        **{FLASH_VERSIONS[number]: found for number, found in flash_versions().items()},
     }
+
+
+def flash_versions() -> dict[int, str]:
+    """Versions of FlashAttention that are installed besides torch's own, with those of their packages."""
+    found = {}
+    for number, package in FLASH_VERSIONS.items():
+        try:
+            found[number] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
 
 
 def torch_build() -> dict[str, Any]:

@@ -52,7 +52,13 @@ class _Lora(nn.Module):
         which is overwritten where that is allowed.
         """
         dropped = F.dropout(x.to(self.lora_A.dtype), self.lora_dropout, self.training)
-        if self.lora_magnitude_vector is None and base.dtype == self.lora_B.dtype:
+        plain = self.lora_magnitude_vector is None and base.dtype == self.lora_B.dtype
+        if plain and self.lora_in_place and torch.compiler.is_compiling():
+            # Compiled, an addmm copies `base` first. A sum behind a view isn't made one: it is fused with
+            # what reads it.
+            change = F.linear(F.linear(dropped, self.lora_A) * self.lora_scale, self.lora_B)
+            return (base[None] + change[None])[0]
+        if plain:
             add = base.addmm_ if self.lora_in_place else base.addmm
             return add(F.linear(dropped, self.lora_A), self.lora_B.t(), alpha=self.lora_scale)
         change = F.linear(F.linear(dropped, self.lora_A), self.lora_B) * self.lora_scale

@@ -111,16 +111,28 @@ def stacks() -> dict[str, dict[str, float]]:
     constants: dict[str, dict[str, float]] = {}
     for name, table in _tables("stacks.toml").items():
         base = constants[table["like"]] if "like" in table else {}
-        numbers = {key: float(value) for key, value in table.items() if not isinstance(value, str | dict)}
+        numbers = {
+            key: float(value) for key, value in table.items() if not isinstance(value, str | list | dict)
+        }
         constants[name] = base | numbers
     return constants
 
 
 @cache
-def attention_kernel(stack: str) -> str:
-    """Name of the attention kernel (kernels.toml) that a stack of stacks.toml runs."""
+def attention_kernels(stack: str) -> list[str]:
+    """Attention kernels (kernels.toml) of a stack of stacks.toml: the newest first."""
     table = _tables("stacks.toml")[stack]
-    return table["attention_kernel"] if "attention_kernel" in table else attention_kernel(table["like"])
+    return table["attention_kernels"] if "attention_kernels" in table else attention_kernels(table["like"])
+
+
+def attention_kernel(stack: str, gpu: Gpu, *, newest: bool) -> str:
+    """Name of the attention kernel that a stack runs on a GPU kind: the first that knows its architecture.
+
+    newest: False for the oldest, where the others are not installed.
+    """
+    names = attention_kernels(stack)
+    known = (name for name in names if gpu.architecture in _tables("kernels.toml")[name])
+    return next(known, names[-1]) if newest else names[-1]
 
 
 def memory_of(stack: str) -> dict[str, Any]:
@@ -230,8 +242,8 @@ def _matmul_max(table: Mapping[str, Any], precision: str, others: Mapping[str, M
 
 
 STANDS_FOR = {  # architecture -> the one whose kernels stand for its own where these have no table
-    "ada": "ampere", "blackwell": "hopper", "cdna3": "hopper", "volta": "ampere", "cpu": "ampere",
-    "ampere": "hopper", "hopper": "blackwell",
+    "ada": "ampere", "blackwell": "hopper", "blackwell-rtx": "ada", "cdna3": "hopper", "volta": "ampere",
+    "cpu": "ampere", "ampere": "hopper", "hopper": "blackwell",
 }  # fmt: skip
 
 
@@ -244,8 +256,10 @@ def kernel_on(name: str, gpu: Gpu) -> dict[str, float]:
     table, architecture = gpu.attention_kernel, gpu.architecture
     unit = gpu.matmul_max
     if table is None:
-        while (table := _tables("kernels.toml")[name].get(architecture)) is None:
+        kernels = _tables("kernels.toml")
+        while (table := kernels[name].get(architecture)) is None:
             architecture = STANDS_FOR[architecture]
+        table = kernels[table["like"]][architecture] if "like" in table else table
         unit = TERA * gpu.matmul_max / catalogue()[table["on"]].matmul_max
     rates = zip((64, 128, 256), table["forward"], strict=True)
     fields = {f"attention_{size}": rate * unit for size, rate in rates}

@@ -74,6 +74,9 @@ class Machine:
     rotary_backward: Number  # the same of elementwise_rotary
     adapter_launches: Number  # kernels of an adapted matrix's forward besides its own
     adapter_passes: Number  # tensors that move as B's outputs are scaled and added, in the forward
+    adapter_sums: (
+        Number  # tensors that move as gradients of an adapted matrix's inputs, from it and A, are added
+    )
     logit_bytes: Number  # moved for each logit, forward and backward
     split_logit_bytes: Number  # moved next to them where tp splits the vocabulary
     selective: Number  # share of the forward's matmuls that selective recomputation repeats
@@ -108,10 +111,19 @@ class Machine:
     block_update: Number = 0.0  # seconds of the matmuls (Newton-Schulz, in bf16) of one block's update
 
     @classmethod
-    def of(cls, gpu: Gpu, stack: str, *, network_share: float = NETWORK_SHARE, ranks: int = 1) -> Machine:
+    def of(
+        cls,
+        gpu: Gpu,
+        stack: str,
+        *,
+        network_share: float = NETWORK_SHARE,
+        ranks: int = 1,
+        newest: bool = True,
+    ) -> Machine:
         """Return the GPU kind's usual machine with a stack of stacks.toml, in 16 bits.
 
         network_share: share of the network's bandwidth that rings reach. ranks: at work on one machine.
+        newest: see `attention_kernel`.
         """
         facts = {
             "matmul_max": gpu.matmul_max,
@@ -126,7 +138,8 @@ class Machine:
             "flash": 1.0,
             "network_share": network_share,
         }
-        return cls(**facts | attention_rates(stack, gpu) | stacks()[stack] | gpu.efficiency_among(ranks))
+        rates = attention_rates(stack, gpu, newest=newest)
+        return cls(**facts | rates | stacks()[stack] | gpu.efficiency_among(ranks))
 
 
 def machine_of(workload: Workload, cluster: Cluster) -> Machine:
@@ -136,8 +149,9 @@ def machine_of(workload: Workload, cluster: Cluster) -> Machine:
     update of this precision and optimizer moves.
     """
     machine = Machine.of(
-        cluster.gpu, workload.stack, network_share=cluster.network_share, ranks=cluster.ranks_in_node
-    )
+        cluster.gpu, workload.stack, network_share=cluster.network_share, ranks=cluster.ranks_in_node,
+        newest=workload.newest_attention,
+    )  # fmt: skip
     copies = copies_of(workload.precision, workload.reduce_dtype, workload.optimizer)
     measured = copies_of("bf16", "fp32", "adamw")
     work, matrices = workload.work, workload.work.trained_matrices
@@ -191,9 +205,9 @@ def update_bytes(precision: str, copies: Copies, optimizer: str, matrices: Numbe
     return gradient + matrices * moved(optimizer) + (1 - matrices) * moved(rest or optimizer)
 
 
-def attention_rates(stack: str, gpu: Gpu) -> dict[str, float]:
+def attention_rates(stack: str, gpu: Gpu, *, newest: bool = True) -> dict[str, float]:
     """Fields of Machine that a stack's attention kernel on a GPU kind decides, by name."""
-    return kernel_on(attention_kernel(stack), gpu)
+    return kernel_on(attention_kernel(stack, gpu, newest=newest), gpu)
 
 
 def in_precision(machine: Machine, gpu: Gpu, precision: str) -> dict[str, Number]:

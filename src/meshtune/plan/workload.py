@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Literal
 
 from meshtune.config import Config
 from meshtune.errors import UserError
+from meshtune.launch.installed import flash_versions, has_no_gpu
 from meshtune.layout import Layout
 from meshtune.placement.columns import Columns
 from meshtune.placement.rules import Rule, Traits, compiles, rules, sentences
+from meshtune.plan.hardware import Gpu, attention_kernel, attention_kernels
 from meshtune.plan.programs import MESHTUNE, Tool
 from meshtune.plan.work import Work, attended
 from meshtune.precision import DTYPE_BYTES, PRECISIONS
@@ -20,7 +22,6 @@ from meshtune.units import Number, count
 if TYPE_CHECKING:
     from meshtune.placement.numbers import ModelNumbers
     from meshtune.plan.cluster import Cluster
-    from meshtune.plan.hardware import Gpu
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Workload:
     compile: bool | Literal["auto"] = False  # "auto": `compiles` says under which layouts
     packing: bool = True
     attention: str = "meshtune"  # implementation that the model is built with
+    newest_attention: bool = True  # the newest version of FlashAttention that the GPU can run is installed
     positions: int | None = None  # tokens of the longest document that its positions are made for; None: any
     notes: tuple[str, ...] = ()  # sentences on the model that every answer says
     tool: Tool = MESHTUNE  # that runs it
@@ -144,6 +146,18 @@ class Workload:
         """Bytes of a GPU by which this engine cuts the compiled loss; 0 where it is not compiled."""
         return cluster.memory * self.fuses(cluster)
 
+    def attention_note(self, gpu: Gpu) -> str:
+        """A sentence on the version of FlashAttention that is predicted, where GPUs of a kind run a newer one
+        than torch's; "" elsewhere.
+        """
+        newest, *older = attention_kernels(self.tool.stack)
+        if not older or gpu.attention_kernel or newest != attention_kernel(self.tool.stack, gpu, newest=True):
+            return ""
+        version = newest.removeprefix("flash-")
+        if self.newest_attention:
+            return f"Predicted with FlashAttention {version}, of meshtune[gpu]."
+        return f"FlashAttention {version} is faster than torch's on {gpu.name}: pip install 'meshtune[gpu]'."
+
     def rules(self) -> Iterator[Rule]:
         """Rules on the layouts that the model can be trained under, by this engine or by the tool."""
         if self.tool is MESHTUNE:
@@ -212,6 +226,7 @@ def workload_of(config: Config, numbers: ModelNumbers) -> Workload:
         reduce_dtype=config.train.reduce_dtype,
         optimizer=config.train.optimizer,
         packing=config.data.packing,
+        newest_attention=has_no_gpu() or bool(flash_versions()),
         compile="auto" if config.train.compile == "auto" else False,
     )
     uncounted = untraced_note(workload), dropout_note(numbers)

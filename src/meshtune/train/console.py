@@ -253,7 +253,8 @@ def beginning(row: Row) -> Iterator[str]:
         f"{row['seq_len']:,} tokens: {tokens:,} tokens a step. Learning rate {row['learning_rate']}."
     )
     layout = in_words(Layout.parse(row["layout"]))
-    yield f"Layout {row['layout']}: {layout}; {row['world']} x {row['device']}."
+    flash = f", FlashAttention {version}" if (version := row.get("flash_attention")) else ""
+    yield f"Layout {row['layout']}: {layout}; {row['world']} x {row['device']}{flash}."
     dtype = PRECISIONS[row["precision"]].trained
     saved = DTYPE_BYTES[dtype] + OPTIMIZERS[row["optimizer"]].bytes_per_parameter(dtype)
     checkpoint = f"A checkpoint takes about {human(trained * saved)}."

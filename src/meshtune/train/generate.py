@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
+from meshtune.attention import flash
 from meshtune.compat import is_compiled
 from meshtune.data.batch import MicroBatch, micro_batch
 from meshtune.errors import UserError
@@ -153,14 +154,16 @@ def uncompiled(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def generating(model: PreTrainedModel) -> Iterator[None]:
-    """Put a model in evaluation mode with an attention that has a KV cache; restore both afterwards."""
+    """Put a model in evaluation mode with an attention that has a KV cache, by torch's own kernels; restore
+    all afterwards.
+    """
     attention = str(model.config._attn_implementation)
     try:
         model.set_attn_implementation("sdpa")
     except ValueError:  # a family without it
         model.set_attn_implementation("eager")
     try:
-        with evaluating(model):
+        with evaluating(model), flash.built_in():
             yield
     finally:
         model.set_attn_implementation(attention)

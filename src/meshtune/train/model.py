@@ -9,7 +9,7 @@ Takes no settings, tokenizer, run folder or tracker.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
+from meshtune.attention import flash
 from meshtune.attention.register import keep_documents_apart, register
 from meshtune.layout import ZERO_BUBBLE, Layout
 from meshtune.meter.phases import PhaseMemory
-from meshtune.model.anatomy import anatomy, aside_names, fill_aside
-from meshtune.model.body import cast_position_tables
+from meshtune.model.anatomy import anatomy, aside_names, attention_drops, fill_aside
+from meshtune.model.body import ATTENTION_NAMES, cast_position_tables
 from meshtune.model.census_cache import LoraShape
 from meshtune.model.load import drawn, freeze, grow_embeddings, mapped, skeleton, train_tables
 from meshtune.model.lora import add_lora, initial_adapters, initial_magnitude, lora_layers
@@ -110,6 +111,8 @@ class RankModel:
     optimizer: Optimizer
     passes: Passes
     added_embeddings: int  # rows that the embedding gained
+    flash: int | None = None  # version of FlashAttention that its attention runs; None: another kernel
+    flash_notes: tuple[str, ...] = ()  # sentences on newer versions that are installed and not used
 
     def memory(self, **options: Any) -> PhaseMemory:
         """Make what watches this rank's memory. options: of PhaseMemory."""
@@ -147,11 +150,13 @@ def rank_model(
     for whatever is wrong with the model's files, and for a family whose attention pattern can't be kept.
     """
     made = structure(spec, world, tokens_per_sequence=tokens_per_sequence, token_loss=token_loss)
+    version, notes = flash_of(spec, made, world)
     parallel = place(made.cut, world)
     models = [made.whole, *(stage.model for stage in parallel.stages)]
     adapters = initial_adapters(made.whole)
     fill_values(spec, parallel.named_pieces(), models, adapters, export=world.main)
-    return ready(spec, made, parallel, optimizer, token_loss)
+    model = ready(spec, made, parallel, optimizer, token_loss)
+    return replace(model, flash=version, flash_notes=tuple(notes))
 
 
 @dataclass(frozen=True)
@@ -206,6 +211,29 @@ def ready(
     noise = Neftune(spec.neftune_alpha, spec.seed) if spec.neftune_alpha else None
     passes = Passes(parallel, trained, token_loss, noise)
     return RankModel(spec, made.whole, made.census, parallel, trained, passes, made.added_embeddings)
+
+
+def flash_of(spec: ModelSpec, made: Structure, world: World) -> tuple[int | None, list[str]]:
+    """Choose the version of FlashAttention for a model, the same on all ranks, each of which calls it.
+
+    Returns it, None where the model's attention runs another kernel, and sentences on versions not taken.
+    """
+    layers = {shape for block in made.census.blocks for shape in block.attention}
+    shapes = [shape for shape in layers if flash.runs(shape, spec.compute_dtype)]
+    ours = spec.attention in ATTENTION_NAMES and not attention_drops(made.whole)
+    if world.device.type != "cuda" or not shapes or not ours:
+        flash.restore()
+        return None, []
+    versions, cp = flash.versions_here(world.device), world.layout.cp > 1
+    version, notes = flash.choose(versions, shapes, spec.compute_dtype, world.device, cp=cp)
+    if not versions and 4 in flash.versions_for(world.device):
+        notes = ["FlashAttention 4 is faster than torch's 2 on this GPU: pip install 'meshtune[gpu]'."]
+    if len(on_ranks := set(world.all_gather_object(version))) > 1:
+        flash.restore()
+        found = " and ".join(map(str, sorted(on_ranks)))
+        notes = [*notes, f"Ranks would run FlashAttention {found}: all run {flash.BUILT_IN}."]
+        version = flash.BUILT_IN
+    return version, notes
 
 
 def single_model(spec: ModelSpec, device: torch.device) -> PreTrainedModel:

@@ -20,6 +20,11 @@ def test_attention_of_as_many_heads_of_keys_expands_nothing():
     query, boundaries = (1024, 4, 80), (5,)
     shapes = (*[query] * 5, (4, 1024), boundaries, boundaries)
     taken = Workspaces("hopper").temporary(operation("meshtune.attention_backward.default", *shapes))
+    grouped = (query, query, (1024, 2, 80), (1024, 2, 80), *shapes[4:])
+    newer = Workspaces("hopper", "flash-4").temporary(
+        operation("meshtune.attention_backward.default", *grouped)
+    )
+    assert dict(newer) == {"dpsum, lse_log2": 49_152, "dq_accum": 2_359_296, "dk_accum, dv_accum": 2_359_296}
     # 1,536 rows in fp32: 1,024 tokens and a block of 128 for each of four documents; 80 wide is padded to 96
     assert dict(taken) == {"softmax_d": 24_576, "dq_accum": 2_359_296}
 
@@ -110,6 +115,7 @@ def test_every_operator_with_a_buffer_has_its_sizes():
             "key_heads",
             "head",
             "padded_head",
+            "padded_keys",
             "hidden",
             "tokens",
         ]

@@ -64,7 +64,21 @@ def test_measured_launches_and_attention_go_before_the_stacks_own(machine_file: 
     assert (own.attention_keys, own.attention_backward) == (64, 1.5)
     gpu = catalogue()["h100-sxm"]
     assert Machine.of(gpu, "meshtune").launch == 1.5e-5
-    assert attention_rates("meshtune", gpu)["attention_keys"] == 150
+    assert attention_rates("meshtune", gpu, newest=False)["attention_keys"] == 150
+
+
+def test_the_newest_attention_kernel_is_planned_where_it_is_installed_and_runs() -> None:
+    """FlashAttention 4 has kernels for Hopper and Blackwell with tensor memory; others run torch's."""
+    newer, dense = {}, catalogue()["b200"].matmul_max / catalogue()["h100-sxm"].matmul_max
+    for name in ("a100-80", "rtx-4090", "rtx-5090", "h100-sxm", "b200"):
+        gpu = catalogue()[name]
+        newest, older = (attention_rates("meshtune", gpu, newest=newest) for newest in (True, False))
+        newer[name] = newest["attention_128"] / older["attention_128"]
+        assert attention_rates("torchtitan", gpu) == attention_rates("torchtitan", gpu, newest=False)
+    assert newer == {
+        "a100-80": 1, "rtx-4090": 1, "rtx-5090": 1, "h100-sxm": pytest.approx(625 / 341),
+        "b200": pytest.approx(1560 / (341 * dense)),
+    }  # fmt: skip
 
 
 def test_efficiencies_of_the_settings_hold_for_any_number_of_ranks(machine_file: Path) -> None:

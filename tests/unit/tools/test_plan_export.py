@@ -26,7 +26,7 @@ from meshtune.data import rows
 from meshtune.errors import UserError
 from meshtune.launch.allocator import SETTING
 from meshtune.layout import Layout
-from meshtune.plan.hardware import attention_kernel
+from meshtune.plan.hardware import attention_kernels
 from meshtune.plan.programs import TOOLS
 from meshtune.tools import planned as shared
 from meshtune.tools import rules as layout_rules
@@ -692,7 +692,7 @@ def test_megatron_is_told_what_the_plan_counts_on(
         assert flags[name] == value or not equals, name
     assert flags["cross-entropy-fusion-impl"] == "te"  # 2 bytes a logit, as its memory is counted
     assert flags.get("attention-backend", "fused") == "fused"  # cuDNN's, in Megatron's words
-    assert attention_kernel(TOOLS["megatron"].stack) == "cudnn"
+    assert attention_kernels(TOOLS["megatron"].stack) == ["cudnn"]
 
 
 @pytest.mark.parametrize("tool", ["accelerate", "axolotl"])

@@ -18,7 +18,7 @@ TILE = 128 * 128  # output elements of a matmul that one multiprocessor works on
 ALIGNED = 64  # elements (128 bytes of 16 bits) that tensor cores want the rows of operands to be multiples of
 LOADED = 8  # elements (16 bytes) that they need; other matmuls run on slower kernels
 NORMS = 2  # of hidden states in a block, which `elementwise_hidden` has; there are more in Gemma 2 and OLMo 2
-ADAPTER_SUM = 3  # tensors that a sum moves: gradients of an adapted matrix's inputs come from it and from A
+ADDED = 3  # tensors that move as B's outputs are added; what `adapter_passes` has beyond them scales
 WRITTEN_BACKWARD = 1.3  # traffic of written attention scores in the backward, over the forward's; assumed
 
 
@@ -144,7 +144,7 @@ def adapter_sums(machine: Machine, tokens: Number, work: Work, layouts: Columns)
         if a.adapter == "A"
     )
     seconds = machine.element * tokens / (machine.bandwidth * machine.memory)
-    backward = np.maximum(machine.adapter_passes - ADAPTER_SUM, 0.0) * outputs + ADAPTER_SUM * inputs
+    backward = np.maximum(machine.adapter_passes - ADDED, 0.0) * outputs + machine.adapter_sums * inputs
     return machine.adapter_passes * outputs * seconds, backward * seconds
 
 

@@ -113,7 +113,16 @@ def first_screen(result: Answer, line: CommandLine, written: Written | None = No
         yield InTerminal(replace(table, title="\nClusters"))
     yield InTerminal(Section("", [*result.comparison, *result.left_out]))
     yield InTerminal(Text())
-    yield InTerminal(Notes([*reliability(choice), *workload.notes, *result.length.notes]))
+    yield InTerminal(
+        Notes(
+            [
+                *reliability(choice),
+                *filter(None, [result.attention_note]),
+                *workload.notes,
+                *result.length.notes,
+            ]
+        )
+    )
 
 
 def reliability(choice: Choice) -> list[str]:

@@ -1,0 +1,150 @@
+"""FlashAttention behind CUDA's variable-length calls: the newest version here that is right for a model.
+
+torch has version 2 built in. Version 4 (of the package flash-attn-4) and version 3 take its place in torch's
+dispatcher for the whole process, and raise for what they can't do. So `choose` tries a version with the
+model's own head sizes, groups and windows, against attention written out in fp32, before it stays.
+"""
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+
+import torch
+import torch.nn.attention as torch_attention
+from torch import Tensor
+from torch.nn.attention._fa4 import register_flash_attention_fa4
+
+from meshtune.attention import cuda
+from meshtune.attention.arguments import Core
+from meshtune.attention.core import attend, fastest_kernel
+from meshtune.data.boundaries import Boundaries, boundaries_of
+from meshtune.launch.installed import flash_versions
+from meshtune.placement.census import Attention
+
+BUILT_IN = 2  # the version in torch
+ARCHITECTURES = {
+    4: (9, 10),
+    3: (9,),
+}  # major compute capability of the GPUs that each newer version has kernels for
+LENGTHS = (
+    (333, 333),
+    (128, 128),
+)  # queries and keys of a trial's documents: several tiles of 128, one exactly
+APART = (70, 200)  # the same where other ranks have the other queries
+TRIED_WINDOW = (
+    96  # longest window of a trial; it is an argument of the kernels, whose code is the same for each
+)
+ALLOWED = 0.02  # error beside the norm: 16-bit kernels have 0.003 to 0.006, a wrong mask 0.1 and more
+
+
+@cache
+def register() -> Collection[str]:
+    """Names of the implementations that torch can put behind its calls; version 4 by our adapter."""
+    adapted = partial(register_flash_attention_fa4, f"{__package__}.flash_4")
+    torch_attention.register_flash_attention_impl("FA4", register_fn=adapted)
+    return torch_attention.list_flash_attention_impls()
+
+
+def versions_here(device: torch.device) -> list[int]:
+    """Versions newer than torch's that are installed and have kernels for a GPU, the newest first."""
+    if device.type != "cuda":
+        return []
+    known = {version for version in flash_versions() if f"FA{version}" in register()}
+    return [version for version in versions_for(device) if version in known]
+
+
+def versions_for(device: torch.device) -> list[int]:
+    """Versions newer than torch's that have kernels for a GPU, the newest first."""
+    major = torch.cuda.get_device_capability(device)[0]
+    return [version for version, majors in ARCHITECTURES.items() if major in majors]
+
+
+def choose(
+    versions: Collection[int], shapes: Collection[Attention], dtype: torch.dtype, device: torch.device,
+    *, cp: bool = False,
+) -> tuple[int, list[str]]:  # fmt: skip
+    """Put the first of `versions` behind CUDA's calls that is right for a model; all ranks choose alike.
+
+    shapes: of the model's layers. dtype: of the passes. cp: whether other ranks have other queries. Returns
+    the version, BUILT_IN where none is right, and a sentence on each that was tried and not taken.
+    """
+    restore()
+    refused = []
+    for version in versions:
+        problem = tried(version, set(shapes), dtype, device, cp)
+        if not problem:
+            return version, refused
+        restore()
+        refused.append(f"FlashAttention {version} is installed and not used: {problem}.")
+    return BUILT_IN, refused
+
+
+def runs(shape: Attention, dtype: torch.dtype) -> bool:
+    """True if attention of a shape takes the variable-length calls on CUDA."""
+    q, v = (torch.empty(1, 1, size, dtype=dtype, device="meta") for size in (shape.qk_dim, shape.v_dim))
+    return shape.flash and fastest_kernel(q, v, 0.0, None, None, "cuda") == "varlen"
+
+
+def restore() -> None:
+    """Put torch's own version back."""
+    if torch_attention.current_flash_attention_impl():
+        torch_attention.restore_flash_attention_impl()
+
+
+@contextmanager
+def built_in() -> Iterator[None]:
+    """Run the block with torch's own version, which knows every shape of torch's attention."""
+    active = torch_attention.current_flash_attention_impl()
+    restore()
+    try:
+        yield
+    finally:
+        if active:
+            torch_attention.activate_flash_attention_impl(active)
+
+
+def tried(
+    version: int, shapes: Collection[Attention], dtype: torch.dtype, device: torch.device, cp: bool
+) -> str:
+    """Why a version can't run a model's attention, in a clause; "": it can, and is active."""
+    documents = boundaries_of([*LENGTHS, APART] if cp else LENGTHS)
+    documents = documents.map(lambda tensor: tensor.to(device))
+    try:
+        torch_attention.activate_flash_attention_impl(f"FA{version}")
+        for shape in shapes:
+            errors = errors_of(shape, documents, dtype, device)
+            if wrong := [f"{name} by {error:.2g}" for name, error in errors.items() if not error <= ALLOWED]:
+                window = f", window {shape.window}" if shape.window else ""
+                heads = f"{shape.query_heads} heads of {shape.qk_dim}{window}"
+                return f"with {heads} it differs from attention in fp32 in {', '.join(wrong)} of the norm"
+    except Exception as error:  # of a compiler, an import, a kernel: whatever it is, version 2 runs
+        return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0].rstrip('.')}"
+    return ""
+
+
+def errors_of(
+    shape: Attention, documents: Boundaries, dtype: torch.dtype, device: torch.device
+) -> dict[str, float]:
+    """Errors of the active version's output and gradients for one layer's shape, as shares of the norms."""
+    generator = torch.Generator(device).manual_seed(0)  # the global one stays as it was
+
+    def drawn(tokens: Tensor, heads: int, size: int) -> Tensor:
+        sizes = int(tokens[-1]), heads, size
+        return torch.randn(sizes, generator=generator, device=device).to(dtype)
+
+    q = drawn(documents.queries, shape.query_heads, shape.qk_dim)
+    k, v = (drawn(documents.keys, shape.key_heads, size) for size in (shape.qk_dim, shape.v_dim))
+    grad = drawn(documents.queries, shape.query_heads, shape.v_dim)
+    window, scale = shape.window and min(shape.window, TRIED_WINDOW), shape.qk_dim**-0.5
+    longest = int(documents.longest_query), int(documents.longest_key)
+    core = Core(documents.queries, documents.keys, *longest, scale, window, None)
+    outputs = cuda.forward(q, k, v, core)
+    found = outputs[0], *cuda.backward(grad, (q, k, v), outputs, core)
+    exact = [tensor.float().requires_grad_() for tensor in (q, k, v)]
+    out = attend(*exact, documents, scale, 0.0, None, window, kernel="plain")  # type: ignore[misc]
+    right = out, *torch.autograd.grad(out, exact, grad.float())
+    names = "output", "gradients of queries", "gradients of keys", "gradients of values"
+    return {
+        name: float((one.float() - other.detach()).norm() / other.detach().norm())
+        for name, one, other in zip(names, found, right, strict=True)
+    }

@@ -1,0 +1,121 @@
+"""A newer FlashAttention takes the place of torch's only where it is right for the model's shapes."""
+
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+from torch.library import Library
+from torch.nn.attention import _fa4, current_flash_attention_impl, register_flash_attention_impl
+
+from meshtune.attention import cpu, flash
+from meshtune.attention.arguments import Core
+from meshtune.placement.census import Attention
+
+GROUPED, WINDOWED = Attention(4, 2, 16, 16), Attention(4, 4, 32, 32, window=20)
+
+
+class Handle:
+    def __init__(self, library):
+        self.library = library
+
+    def remove(self):
+        self.library._destroy()
+
+
+def implementation(*, forward_only=False, scaled=1.0, windowless=False):
+    """Put the kernels of processors behind torch's flash calls on processors, with faults."""
+
+    def core(args, options):
+        ends, key_ends, longest, longest_key, *_ = args
+        left = options.get("window_size_left")
+        window = None if left in (None, -1) or windowless else left + 1
+        return Core(ends, key_ends, longest, longest_key, options["scale"], window, None)
+
+    def forward(q, k, v, *args, **options):
+        out, lse = cpu.forward(q, k, v, core(args, options))
+        return out, lse, torch.zeros(2), torch.zeros(0), torch.zeros(0)
+
+    def backward(grad, q, k, v, out, lse, *args, **options):
+        if forward_only:
+            raise RuntimeError("no backward for heads of 16.\nmore")
+        dq, dk, dv = cpu.backward(grad, (q, k, v), (out, lse), core(args, options))
+        return dq, dk * scaled, dv
+
+    def register():
+        library = Library("aten", "IMPL", "CPU")
+        library.impl("_flash_attention_forward", forward, "CPU")
+        library.impl("_flash_attention_backward", backward, "CPU")
+        return Handle(library)
+
+    return register
+
+
+@pytest.fixture(autouse=True)
+def _restored():
+    yield
+    flash.restore()
+    flash.register.cache_clear()
+
+
+def choose(shapes, **faults):
+    register_flash_attention_impl("FA4", register_fn=implementation(**faults))
+    return flash.choose([4], shapes, torch.bfloat16, torch.device("cpu"), cp=True)
+
+
+def test_a_version_that_is_right_stays_and_draws_nothing_from_the_global_generator():
+    state = torch.get_rng_state()
+    assert choose([GROUPED, WINDOWED]) == (4, [])
+    assert current_flash_attention_impl() == "FA4"
+    assert torch.equal(torch.get_rng_state(), state)
+    with flash.built_in():
+        assert current_flash_attention_impl() is None
+    assert current_flash_attention_impl() == "FA4"
+
+
+@pytest.mark.parametrize(
+    ("faults", "why"),
+    [
+        ({"forward_only": True}, "RuntimeError: no backward for heads of 16."),
+        ({"scaled": 1.1}, "it differs from attention in fp32 in gradients of keys by 0.1 of the norm."),
+        ({"windowless": True}, "with 4 heads of 32, window 20 it differs from attention in fp32 in output"),
+    ],
+)
+def test_one_that_raises_or_is_wrong_is_named_and_not_used(faults, why):
+    version, [sentence] = choose([GROUPED, WINDOWED], **faults)
+    assert version == flash.BUILT_IN
+    assert current_flash_attention_impl() is None
+    assert sentence.startswith("FlashAttention 4 is installed and not used: ")
+    assert why in sentence
+
+
+def test_one_that_lacks_windows_is_used_for_a_model_without():
+    assert choose([GROUPED], windowless=True) == (4, [])
+
+
+def test_only_attention_that_takes_the_calls_is_tried():
+    unlike, softcapped = Attention(4, 4, 24, 16), Attention(4, 4, 16, 16, flash=False)
+    assert [flash.runs(shape, torch.bfloat16) for shape in (GROUPED, unlike, softcapped)] == [
+        True,
+        False,
+        False,
+    ]
+    assert not flash.runs(GROUPED, torch.float32)
+
+
+def test_torch_calls_newer_packages_whose_forward_returns_five_results(monkeypatch):
+    """torch.nn.attention._fa4 unpacks two until torch 2.15."""
+    made = ModuleType("flash_attn.cute.interface")
+    made._flash_attn_fwd = lambda q, k, v, **options: (q + k, v, None, None, None)
+    made._flash_attn_bwd = lambda *tensors, **options: tensors[:3]
+    for name in ("flash_attn", "flash_attn.cute"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, made.__name__, made)
+    monkeypatch.delitem(sys.modules, "meshtune.attention.flash_4", raising=False)
+    monkeypatch.setattr(_fa4, "_FA4_MODULE_PATH", "meshtune.attention.flash_4")
+    ones, ends = torch.ones(2, 1, 8), torch.tensor([0, 2], dtype=torch.int32)
+    longest = (2, 2) if "max_q" in _fa4._fa4_run_forward.__code__.co_varnames else ()  # since torch 2.13
+    out, lse = _fa4._fa4_run_forward(ones, ones, ones, ends, ends, *longest, None, True, None, None, None)
+    assert torch.equal(out, 2 * ones)
+    assert torch.equal(lse, ones)
+    assert "FA4" in flash.register()
