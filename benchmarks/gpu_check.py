@@ -1,6 +1,7 @@
 """Everything that waits for a GPU: `make gpu-check PART=N`, each part below nine minutes, without a network.
 
-    1 probe    `meshtune probe`: matmuls, attention, memory, launches; a rank with NCCL
+    1 probe    matmuls and attention at the benches' shapes, by each FlashAttention that is installed;
+               `meshtune probe`: matmuls, attention, memory, launches; a rank with NCCL
     2 bench    `meshtune bench`: predicted, simulated and measured for 8B full and 1B full (random weights,
                sequences of 4096 tokens); 1B and 8B uncompiled, 1B in two modes of recomputation
     3 peers    a compiled loop by hand, transformers.Trainer, TRL and Liger on the same model and tokens; 8B

@@ -15,9 +15,14 @@ MESHTUNE = (
 )  # fmt: skip
 OPTIONAL = (
     "datasets", "pyarrow", "altair", "vl_convert", "pytest", "hypothesis", "peft", "accelerate",
-    "tensorboard", "trl", "liger_kernel", "triton",
+    "tensorboard", "trl", "liger_kernel", "triton", "flash_attn",
 )  # fmt: skip
-DISTRIBUTIONS = {"yaml": "pyyaml", "liger_kernel": "liger-kernel", "vl_convert": "vl-convert-python"}
+DISTRIBUTIONS = {
+    "yaml": "pyyaml",
+    "liger_kernel": "liger-kernel",
+    "vl_convert": "vl-convert-python",
+    "flash_attn": "flash-attn-4",
+}
 
 
 def install_wheels(folder: Path, target: Path) -> str | None:

@@ -82,6 +82,11 @@ class Check:
         marked = {name: measured[name] for name in ("off", "marked", "refused") if name in measured}
         return {"kind": document["kind"], **marked, "catalogue": self.catalogue()}
 
+    def kernels(self, seconds: float) -> Result:
+        """Matmuls and attention alone, by each version of FlashAttention (kernels.py)."""
+        done = command(HERE / "kernels.py", *(["--tiny"] if self.scale.tiny else []), seconds=seconds)
+        return failure(done) if done.returncode else json.loads(done.stdout.splitlines()[-1])
+
     def catalogue(self) -> Result:
         """The planner's constants of this GPU before a probe; {} for one that it does not know."""
         import torch

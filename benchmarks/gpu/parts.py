@@ -41,6 +41,7 @@ def parts(check: Check) -> Mapping[str, Sequence[Figure]]:
 
     return {
         "probe": [
+            Figure("kernels", 90, check.kernels),
             Figure("probe", 240, check.probe),
             tests("launch", 60),
         ],

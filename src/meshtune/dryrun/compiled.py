@@ -72,9 +72,9 @@ def compiled_on_fakes(kernels: str) -> Iterator[None]:
     processors they are part of the matmul.
     """
     import torch._inductor.config as config
+    import torch._inductor.fx_passes.post_grad as post_grad
     from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.codegen.cpp import CppScheduling
-    from torch._inductor.fx_passes import post_grad
 
     guards: Any = torch._C._dynamo.guards  # pyright: ignore[reportAttributeAccessIssue]
     with ExitStack() as stack:

@@ -11,6 +11,9 @@ from typing import Any
 from meshtune import __version__
 
 PROCESSOR = Path("/proc/cpuinfo")
+FLASH_4 = (
+    "pip install 'flash-attn-4>=4.0.0b36'"  # pyproject.toml's extra `gpu`; without a version pip takes a stub
+)
 FLASH_VERSIONS = {
     4: "flash-attn-4",
     3: "flash-attn-3",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from meshtune.config import Config
 from meshtune.errors import UserError
-from meshtune.launch.installed import flash_versions, has_no_gpu
+from meshtune.launch.installed import FLASH_4, flash_versions, has_no_gpu
 from meshtune.layout import Layout
 from meshtune.placement.columns import Columns
 from meshtune.placement.rules import Rule, Traits, compiles, rules, sentences
@@ -155,8 +155,8 @@ class Workload:
             return ""
         version = newest.removeprefix("flash-")
         if self.newest_attention:
-            return f"Predicted with FlashAttention {version}, of meshtune[gpu]."
-        return f"FlashAttention {version} is faster than torch's on {gpu.name}: pip install 'meshtune[gpu]'."
+            return f"Predicted with FlashAttention {version} ({FLASH_4})."
+        return f"FlashAttention {version} is faster than torch's on {gpu.name}: {FLASH_4}."
 
     def rules(self) -> Iterator[Rule]:
         """Rules on the layouts that the model can be trained under, by this engine or by the tool."""

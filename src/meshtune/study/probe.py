@@ -22,11 +22,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshtune.attention import flash
 from meshtune.attention.core import attend_rows
 from meshtune.compat import all_gather_single, reduce_scatter_single
 from meshtune.data.boundaries import row_boundaries
 from meshtune.errors import UserError, is_out_of_memory, reason_of
 from meshtune.launch import Rank
+from meshtune.placement.census import Attention
 from meshtune.study.probe_kind import Figure
 from meshtune.units import counted, duration, notice
 
@@ -311,6 +313,7 @@ def _attention(
         values(device, rows, heads, length, head, dtype=DTYPES[dtype]).requires_grad_() for _ in range(3)
     )
     documents = row_boundaries(((length,),) * rows, length).map(lambda tensor: tensor.to(device))
+    flash.choose(flash.versions_here(device), [Attention(heads, heads, head, head)], q.dtype, device)
     attend = partial(attend_rows, q, k, v, documents, head**-0.5, 0.0, None, None)
     if form == "forward":
         return attend

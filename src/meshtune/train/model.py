@@ -19,6 +19,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from meshtune.attention import flash
 from meshtune.attention.register import keep_documents_apart, register
+from meshtune.launch.installed import FLASH_4
 from meshtune.layout import ZERO_BUBBLE, Layout
 from meshtune.meter.phases import PhaseMemory
 from meshtune.model.anatomy import anatomy, aside_names, attention_drops, fill_aside
@@ -227,7 +228,7 @@ def flash_of(spec: ModelSpec, made: Structure, world: World) -> tuple[int | None
     versions, cp = flash.versions_here(world.device), world.layout.cp > 1
     version, notes = flash.choose(versions, shapes, spec.compute_dtype, world.device, cp=cp)
     if not versions and 4 in flash.versions_for(world.device):
-        notes = ["FlashAttention 4 is faster than torch's 2 on this GPU: pip install 'meshtune[gpu]'."]
+        notes = [f"FlashAttention 4 is faster than torch's 2 on this GPU: {FLASH_4}."]
     if len(on_ranks := set(world.all_gather_object(version))) > 1:
         flash.restore()
         found = " and ".join(map(str, sorted(on_ranks)))

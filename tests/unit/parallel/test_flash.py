@@ -1,6 +1,7 @@
 """A newer FlashAttention takes the place of torch's only where it is right for the model's shapes."""
 
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -10,6 +11,7 @@ from torch.nn.attention import _fa4, current_flash_attention_impl, register_flas
 
 from meshtune.attention import cpu, flash
 from meshtune.attention.arguments import Core
+from meshtune.launch.installed import FLASH_4
 from meshtune.placement.census import Attention
 
 GROUPED, WINDOWED = Attention(4, 2, 16, 16), Attention(4, 4, 32, 32, window=20)
@@ -91,6 +93,12 @@ def test_one_that_raises_or_is_wrong_is_named_and_not_used(faults, why):
 
 def test_one_that_lacks_windows_is_used_for_a_model_without():
     assert choose([GROUPED], windowless=True) == (4, [])
+
+
+def test_the_remedy_is_what_the_extra_installs():
+    extras = (Path(__file__).parents[3] / "pyproject.toml").read_text()
+    requirement = FLASH_4.split("'")[1]
+    assert f'gpu = ["{requirement}"]' in extras
 
 
 def test_only_attention_that_takes_the_calls_is_tried():
