@@ -41,6 +41,7 @@ class _Lora(nn.Module):
     lora_scale: float
     lora_dropout: float
     lora_in_place = True  # False: the output of W is kept as it is (recompute: selective)
+    lora_fuses = True  # False: compiled as it is, too, since a sum apart takes more memory (recompute)
     lora_all_reduce: Callable[[Tensor], Tensor] | None  # sums over the ranks that have the other columns of W
 
     def forward(self, x: Tensor) -> Tensor:
@@ -53,7 +54,7 @@ class _Lora(nn.Module):
         """
         dropped = F.dropout(x.to(self.lora_A.dtype), self.lora_dropout, self.training)
         plain = self.lora_magnitude_vector is None and base.dtype == self.lora_B.dtype
-        if plain and self.lora_in_place and torch.compiler.is_compiling():
+        if plain and self.lora_fuses and torch.compiler.is_compiling():
             # Compiled, an addmm copies `base` first. A sum behind a view isn't made one: it is fused with
             # what reads it.
             change = F.linear(F.linear(dropped, self.lora_A) * self.lora_scale, self.lora_B)

@@ -82,9 +82,11 @@ def _recompute_each_block(
             # A partial of the bound method, no closure: a deep copy of the model then runs its own blocks.
             checkpointed = _with_its_documents if anatomy.mixers else _checkpointed
             block.forward = partial(checkpointed, block.forward, options)  # type: ignore[method-assign]
-            if contexts is not None:  # it keeps outputs of matmuls, which nothing may change
-                for layer in lora_layers(block).values():
-                    layer.lora_in_place = False
+            for layer in lora_layers(block).values():
+                layer.lora_fuses = False  # a product and what it is added to would both be kept, or live
+                layer.lora_in_place = (
+                    contexts is None
+                )  # else outputs of matmuls are kept: nothing may change them
 
 
 def _checkpointed(forward: Callable[..., Any], options: dict[str, Any], *args: Any, **kwargs: Any) -> Any:

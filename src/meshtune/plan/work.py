@@ -51,6 +51,9 @@ class Gemm:
     input_gradient: Number = 1.0  # share of them whose input needs a gradient, 0 to 1
     adapter: str = ""  # which matrix of a LoRA pair: "A", "B"; "": none
     last: bool = False  # a block multiplies with them when all is saved, see `SavedBytes.last`
+    adapted_last: bool = (
+        False  # with their adapter: a compiled block runs neither again, since neither is read
+    )
 
 
 @dataclass(frozen=True)
@@ -177,12 +180,13 @@ class Work:
         for matrices, last in zip((census.outside, *(b.matrices for b in census.blocks)), lasts, strict=True):
             for m in matrices:
                 adapter = m.name[-1] if m.name.endswith((".lora_A", ".lora_B")) else ""
-                cut, ending = cuts.get(m.name, ""), m.name == last
-                key = (m.rows, m.cols, cut, m.trainable, m.input_gradient, adapter, ending)
+                cut = cuts.get(m.name, "")
+                ending = m.name == last, f"{m.name.removesuffix('weight')}lora_B" == last
+                key = (m.rows, m.cols, cut, m.trainable, m.input_gradient, adapter, *ending)
                 alike[key] = alike.get(key, 0) + m.count
         matrices = tuple(
-            Gemm(rows, cols, count / n, cut, float(trainable), float(back), adapter, last)
-            for (rows, cols, cut, trainable, back, adapter, last), count in alike.items()
+            Gemm(rows, cols, count / n, cut, float(trainable), float(back), adapter, *ending)
+            for (rows, cols, cut, trainable, back, adapter, *ending), count in alike.items()
         )
         cores = tuple(
             Core(
@@ -234,7 +238,8 @@ class Work:
             {element: each.compiled or each for element, each in traced.items()}
             for traced in (self.traced, self.traced_of_one_row)
         )
-        return replace(self, traced=several, traced_of_one_row=one)
+        matrices = tuple(replace(gemm, last=gemm.last or gemm.adapted_last) for gemm in self.matrices)
+        return replace(self, traced=several, traced_of_one_row=one, matrices=matrices)
 
     def head_shards(self, tp: Number) -> Number:
         """Ranks of `tp` that share out a block's attention heads; 1 where each computes all of them."""

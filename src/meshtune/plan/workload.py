@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+import numpy as np
+
 from meshtune.config import Config
 from meshtune.errors import UserError
 from meshtune.launch.installed import FLASH_4, flash_versions, has_no_gpu
@@ -40,7 +42,9 @@ class Workload:
     compile: bool | Literal["auto"] = False  # "auto": `compiles` says under which layouts
     packing: bool = True
     attention: str = "meshtune"  # implementation that the model is built with
-    newest_attention: bool = True  # the newest version of FlashAttention that the GPU can run is installed
+    flash_installed: bool = (
+        True  # the newest version of FlashAttention that the GPU has kernels of is installed
+    )
     positions: int | None = None  # tokens of the longest document that its positions are made for; None: any
     notes: tuple[str, ...] = ()  # sentences on the model that every answer says
     tool: Tool = MESHTUNE  # that runs it
@@ -146,15 +150,28 @@ class Workload:
         """Bytes of a GPU by which this engine cuts the compiled loss; 0 where it is not compiled."""
         return cluster.memory * self.fuses(cluster)
 
+    @property
+    def runs_flash(self) -> bool:
+        """Whether all attention runs by flash kernels: 16 bits, no softcap, values as wide as keys."""
+        fits = all(core.flash and np.all(core.qk_dim == core.v_dim) for core in self.work.cores)
+        half = DTYPE_BYTES[PRECISIONS[self.precision].compute] == 2
+        return fits and half and self.attention == "meshtune"
+
+    @property
+    def newest_attention(self) -> bool:
+        """Whether attention runs the newest version of FlashAttention that the GPU has kernels of."""
+        return self.flash_installed and self.runs_flash
+
     def attention_note(self, gpu: Gpu) -> str:
         """A sentence on the version of FlashAttention that is predicted, where GPUs of a kind run a newer one
         than torch's; "" elsewhere.
         """
         newest, *older = attention_kernels(self.tool.stack)
-        if not older or gpu.attention_kernel or newest != attention_kernel(self.tool.stack, gpu, newest=True):
+        known = older and newest == attention_kernel(self.tool.stack, gpu, newest=True)
+        if not known or gpu.attention_kernel or not self.runs_flash:
             return ""
         version = newest.removeprefix("flash-")
-        if self.newest_attention:
+        if self.flash_installed:
             return f"Predicted with FlashAttention {version} ({FLASH_4})."
         return f"FlashAttention {version} is faster than torch's on {gpu.name}: {FLASH_4}."
 
@@ -226,7 +243,7 @@ def workload_of(config: Config, numbers: ModelNumbers) -> Workload:
         reduce_dtype=config.train.reduce_dtype,
         optimizer=config.train.optimizer,
         packing=config.data.packing,
-        newest_attention=has_no_gpu() or bool(flash_versions()),
+        flash_installed=has_no_gpu() or bool(flash_versions()),
         compile="auto" if config.train.compile == "auto" else False,
     )
     uncounted = untraced_note(workload), dropout_note(numbers)

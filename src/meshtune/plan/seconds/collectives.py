@@ -120,7 +120,7 @@ def tensor_collectives(work: Work, layouts: Columns, machine: Machine, seq_len: 
     all_reduce = np.where(layouts.sp > 0, split, all_reduce)
     repeated = layouts.recomputation("matmuls") | (layouts.recomputation("block") & (machine.selective > 0))
     # The last reduction is not repeated where torch's checkpoint ends before it (gpu.py: unrepeated)
-    last = machine.counted * sum(gemm.count for gemm in work.matrices if gemm.last)
+    last = machine.counted * sum(m.count for m in work.matrices if m.last and not m.adapted_last)
     repeated = repeated * (1 - last / np.where(layouts.sp > 0, 4.0, 2.0))
     runs = 1 + layouts.recomputation("block")  # of the forward's gathers
     entering = sum(core.count * (core.query_heads * core.qk_dim + core.keys) for core in work.cores)
