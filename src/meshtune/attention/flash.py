@@ -5,6 +5,7 @@ dispatcher for the whole process, and raise for what they can't do. So `choose` 
 model's own head sizes, groups and windows, against attention written out in fp32, before it stays.
 """
 
+import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
@@ -22,18 +23,10 @@ from meshtune.launch.installed import flash_versions
 from meshtune.placement.census import Attention
 
 BUILT_IN = 2  # the version in torch
-ARCHITECTURES = {
-    4: (9, 10),
-    3: (9,),
-}  # major compute capability of the GPUs that each newer version has kernels for
-LENGTHS = (
-    (333, 333),
-    (128, 128),
-)  # queries and keys of a trial's documents: several tiles of 128, one exactly
+CAPABILITIES = {4: (9, 10), 3: (9,)}  # major ones of NVIDIA's GPUs that newer versions have kernels for
+LENGTHS = ((333, 333), (128, 128))  # queries and keys of a trial's documents: several tiles of 128, and one
 APART = (70, 200)  # the same where other ranks have the other queries
-TRIED_WINDOW = (
-    96  # longest window of a trial; it is an argument of the kernels, whose code is the same for each
-)
+TRIED_WINDOW = 96  # longest window of a trial: the kernels take it as a number
 ALLOWED = 0.02  # error beside the norm: 16-bit kernels have 0.003 to 0.006, a wrong mask 0.1 and more
 
 
@@ -55,15 +48,17 @@ def versions_here(device: torch.device) -> list[int]:
 
 def versions_for(device: torch.device) -> list[int]:
     """Versions newer than torch's that have kernels for a GPU, the newest first."""
+    if torch.version.hip:  # AMD's GPUs have capabilities of the same numbers
+        return []
     major = torch.cuda.get_device_capability(device)[0]
-    return [version for version, majors in ARCHITECTURES.items() if major in majors]
+    return [version for version, majors in CAPABILITIES.items() if major in majors]
 
 
 def choose(
     versions: Collection[int], shapes: Collection[Attention], dtype: torch.dtype, device: torch.device,
     *, cp: bool = False,
 ) -> tuple[int, list[str]]:  # fmt: skip
-    """Put the first of `versions` behind CUDA's calls that is right for a model; all ranks choose alike.
+    """Put the first of `versions` behind CUDA's calls that is right for a model.
 
     shapes: of the model's layers. dtype: of the passes. cp: whether other ranks have other queries. Returns
     the version, BUILT_IN where none is right, and a sentence on each that was tried and not taken.
@@ -85,6 +80,13 @@ def runs(shape: Attention, dtype: torch.dtype) -> bool:
     return shape.flash and fastest_kernel(q, v, 0.0, None, None, "cuda") == "varlen"
 
 
+def activate(name: str) -> None:
+    """Put an implementation that torch knows behind its calls, without its warning that they were others'."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch_attention.activate_flash_attention_impl(name)
+
+
 def restore() -> None:
     """Put torch's own version back."""
     if torch_attention.current_flash_attention_impl():
@@ -100,7 +102,7 @@ def built_in() -> Iterator[None]:
         yield
     finally:
         if active:
-            torch_attention.activate_flash_attention_impl(active)
+            activate(active)
 
 
 def tried(
@@ -110,7 +112,7 @@ def tried(
     documents = boundaries_of([*LENGTHS, APART] if cp else LENGTHS)
     documents = documents.map(lambda tensor: tensor.to(device))
     try:
-        torch_attention.activate_flash_attention_impl(f"FA{version}")
+        activate(f"FA{version}")
         for shape in shapes:
             errors = errors_of(shape, documents, dtype, device)
             if wrong := [f"{name} by {error:.2g}" for name, error in errors.items() if not error <= ALLOWED]:
