@@ -221,8 +221,8 @@ def test_dropout_is_repeated_by_recomputation(documents, method):
 def flash_forward(q, k, v, ends_q, ends_k, longest_q, longest_k, dropout, **options):
     """Attention as flash-attention documents it: a document's last query stands at its last key."""
     outs, start_q, start_k = [], 0, 0
-    left = options["window_size_left"]
-    assert options["is_causal"] == (left < 0) and options["window_size_right"] == 0
+    left = options.get("window_size_left", -1)
+    assert options["is_causal"] == (left < 0) and options.get("window_size_right", 0) == 0
     for stop_q, stop_k in zip(ends_q[1:].tolist(), ends_k[1:].tolist(), strict=True):
         queries, keys = stop_q - start_q, stop_k - start_k
         assert 0 < queries <= longest_q and queries <= keys <= longest_k
