@@ -83,7 +83,7 @@ class Check:
         return {"kind": document["kind"], **marked, "catalogue": self.catalogue()}
 
     def kernels(self, seconds: float) -> Result:
-        """Matmuls and attention alone, by each version of FlashAttention (kernels.py)."""
+        """Matmuls, and attention by each version of FlashAttention, in isolation (kernels.py)."""
         done = command(HERE / "kernels.py", *(["--tiny"] if self.scale.tiny else []), seconds=seconds)
         return failure(done) if done.returncode else json.loads(done.stdout.splitlines()[-1])
 

@@ -1,4 +1,4 @@
-"""Matmuls and attention alone, at the shapes of the benches: `python benchmarks/gpu/kernels.py [--tiny]`.
+"""Matmuls and attention in isolation, at the benches' shapes: `python benchmarks/gpu/kernels.py [--tiny]`.
 
 Attention runs by each version of FlashAttention that is installed, as packed rows run it: documents of one
 length, one behind another. Prints milliseconds (medians) and TFLOP/s; only keys that a query sees count.

@@ -22,9 +22,7 @@ from pathlib import Path
 from typing import Any
 
 KEPT_BYTES = 64 * 1024  # of output that was not accepted, until there is a file for it: the last ones
-TERMINAL = re.compile(
-    rb"\r|\x1b\[[0-?]*[ -/]*[@-~]"
-)  # control sequences (ECMA-48), which a file has no use for
+TERMINAL = re.compile(rb"\r|\x1b\[[0-?]*[ -/]*[@-~]")  # control sequences (ECMA-48): not for a file
 NOBODY_READS = (errno.EPIPE, errno.EIO, errno.EBADF)  # the reader, the terminal, or the descriptor is gone
 ERRORS = "meshtune.replace"  # name of `replaced` among Python's codec error handlers
 RAISING = ("strict", "surrogateescape", "backslashreplace")  # handlers that it replaces

@@ -4,6 +4,7 @@ import ctypes
 import importlib.util
 import platform
 import runpy
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,7 @@ from typing import Any
 from meshtune import __version__
 
 PROCESSOR = Path("/proc/cpuinfo")
-FLASH_4 = (
-    "pip install 'flash-attn-4>=4.0.0b36'"  # pyproject.toml's extra `gpu`; without a version pip takes a stub
-)
-FLASH_VERSIONS = {
-    4: "flash-attn-4",
-    3: "flash-attn-3",
-}  # of FlashAttention, the newest first, and their packages
+FLASH_4 = "pip install 'flash-attn-4>=4.0.0b36'"  # as pyproject.toml's extra `gpu`; pip's default is a stub
 
 
 def processor_name() -> str:
@@ -34,19 +29,17 @@ def versions() -> dict[str, str]:
         "torch": torch_build()["__version__"],
         "transformers": version("transformers"),
         "python": platform.python_version(),
-        **{FLASH_VERSIONS[number]: found for number, found in flash_versions().items()},
+        **{f"flash-attn-{number}": own for number, own in flash_versions().items()},
     }
 
 
 def flash_versions() -> dict[int, str]:
     """Versions of FlashAttention that are installed besides torch's own, with those of their packages."""
     found = {}
-    for number, package in FLASH_VERSIONS.items():
-        try:
-            found[number] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
+    for number in (4, 3):
+        with suppress(PackageNotFoundError):
+            found[number] = version(f"flash-attn-{number}")
+    return {number: own for number, own in found.items() if own.startswith(f"{number}.")}  # no stub, 0.0.1
 
 
 def torch_build() -> dict[str, Any]:

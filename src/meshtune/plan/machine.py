@@ -74,9 +74,7 @@ class Machine:
     rotary_backward: Number  # the same of elementwise_rotary
     adapter_launches: Number  # kernels of an adapted matrix's forward besides its own
     adapter_passes: Number  # tensors that move as B's outputs are scaled and added, in the forward
-    adapter_sums: (
-        Number  # tensors that move as gradients of an adapted matrix's inputs, from it and A, are added
-    )
+    adapter_sums: Number  # tensors that move as gradients of its inputs, from W and A, are added
     logit_bytes: Number  # moved for each logit, forward and backward
     split_logit_bytes: Number  # moved next to them where tp splits the vocabulary
     selective: Number  # share of the forward's matmuls that selective recomputation repeats
@@ -112,14 +110,9 @@ class Machine:
 
     @classmethod
     def of(
-        cls,
-        gpu: Gpu,
-        stack: str,
-        *,
-        network_share: float = NETWORK_SHARE,
-        ranks: int = 1,
-        newest: bool = True,
-    ) -> Machine:
+        cls, gpu: Gpu, stack: str, *,
+        network_share: float = NETWORK_SHARE, ranks: int = 1, newest: bool = True,
+    ) -> Machine:  # fmt: skip
         """Return the GPU kind's usual machine with a stack of stacks.toml, in 16 bits.
 
         network_share: share of the network's bandwidth that rings reach. ranks: at work on one machine.

@@ -51,9 +51,7 @@ class Gemm:
     input_gradient: Number = 1.0  # share of them whose input needs a gradient, 0 to 1
     adapter: str = ""  # which matrix of a LoRA pair: "A", "B"; "": none
     last: bool = False  # a block multiplies with them when all is saved, see `SavedBytes.last`
-    adapted_last: bool = (
-        False  # with their adapter: a compiled block runs neither again, since neither is read
-    )
+    adapted_last: bool = False  # their adapter's B is: a compiled block runs neither again
 
 
 @dataclass(frozen=True)

@@ -42,9 +42,7 @@ class Workload:
     compile: bool | Literal["auto"] = False  # "auto": `compiles` says under which layouts
     packing: bool = True
     attention: str = "meshtune"  # implementation that the model is built with
-    flash_installed: bool = (
-        True  # the newest version of FlashAttention that the GPU has kernels of is installed
-    )
+    flash_installed: bool = True  # FlashAttention 4, where GPUs have kernels of it
     positions: int | None = None  # tokens of the longest document that its positions are made for; None: any
     notes: tuple[str, ...] = ()  # sentences on the model that every answer says
     tool: Tool = MESHTUNE  # that runs it
@@ -243,7 +241,7 @@ def workload_of(config: Config, numbers: ModelNumbers) -> Workload:
         reduce_dtype=config.train.reduce_dtype,
         optimizer=config.train.optimizer,
         packing=config.data.packing,
-        flash_installed=has_no_gpu() or bool(flash_versions()),
+        flash_installed=has_no_gpu() or 4 in flash_versions(),
         compile="auto" if config.train.compile == "auto" else False,
     )
     uncounted = untraced_note(workload), dropout_note(numbers)

@@ -215,7 +215,7 @@ def ready(
 
 
 def flash_of(spec: ModelSpec, made: Structure, world: World) -> tuple[int | None, list[str]]:
-    """Choose the version of FlashAttention for a model, the same on all ranks, each of which calls it.
+    """Choose the version of FlashAttention for a model, the same on all ranks. Every rank calls it.
 
     Returns it, None where the model's attention runs another kernel, and sentences on versions not taken.
     """

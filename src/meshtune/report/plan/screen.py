@@ -113,16 +113,8 @@ def first_screen(result: Answer, line: CommandLine, written: Written | None = No
         yield InTerminal(replace(table, title="\nClusters"))
     yield InTerminal(Section("", [*result.comparison, *result.left_out]))
     yield InTerminal(Text())
-    yield InTerminal(
-        Notes(
-            [
-                *reliability(choice),
-                *filter(None, [result.attention_note]),
-                *workload.notes,
-                *result.length.notes,
-            ]
-        )
-    )
+    attention = filter(None, [result.attention_note])
+    yield InTerminal(Notes([*reliability(choice), *attention, *workload.notes, *result.length.notes]))
 
 
 def reliability(choice: Choice) -> list[str]:
