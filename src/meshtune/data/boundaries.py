@@ -36,9 +36,7 @@ class Boundaries:
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Boundaries":
         """The same with `function` of the boundaries; the longest lengths stay on the CPU."""
-        queries = function(self.queries)
-        keys = queries if self.keys is self.queries else function(self.keys)
-        return replace(self, queries=queries, keys=keys, _made={})
+        return replace(self, queries=function(self.queries), keys=function(self.keys), _made={})
 
     def cached(self, key: Any, make: Callable[[], Any]) -> Any:
         """The result of `make`, called once for each key."""
@@ -48,13 +46,14 @@ class Boundaries:
 
 
 def boundaries_of(lengths: Sequence[tuple[int, int]]) -> Boundaries:
-    """Boundaries of documents of these (queries, keys), one behind another, on the CPU."""
+    """Boundaries of documents of these (queries, keys), one behind another, on the CPU.
+
+    Two tensors also where queries are the keys: a compiled block is another one where its inputs are the same.
+    """
     sides = list(zip(*lengths, strict=True))
-    if sides[0] == sides[1]:
-        sides = sides[:1]
     ends = [torch.tensor([0, *accumulate(side)], dtype=torch.int32) for side in sides]
     longest = [torch.tensor(max(side), dtype=torch.int64) for side in sides]
-    return Boundaries(ends[0], ends[-1], longest[0], longest[-1], tuple(lengths))
+    return Boundaries(*ends, *longest, tuple(lengths))
 
 
 def row_boundaries(documents: Sequence[Sequence[int]], seq: int) -> Boundaries:

@@ -1,6 +1,7 @@
 """Dry runs of compiled blocks: what they keep, their kernels and messages, as inductor has them."""
 
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -14,12 +15,16 @@ from made_traces import job_of
 from transformers import Gemma2Config, LlamaConfig, PretrainedConfig, Qwen3Config
 
 from meshtune import compat
+from meshtune.attention.register import register
+from meshtune.data.batch import Batch, micro_batch
+from meshtune.data.pack import LABELLED
 from meshtune.dryrun.costs import moved_bytes
 from meshtune.dryrun.ranks import trace_ranks
 from meshtune.dryrun.world import trace_rank
 from meshtune.layout import Layout
 from meshtune.meter.trace import ACTIVATIONS, BACKWARD, FORWARD, UPDATE, StepTrace
 from meshtune.model.trace import census_of
+from meshtune.parallel.mesh import join
 from meshtune.placement.columns import Columns
 from meshtune.placement.rules import Traits
 from meshtune.plan.cluster import cluster_of
@@ -28,7 +33,8 @@ from meshtune.plan.memory.activations import saved_by_block
 from meshtune.plan.work import Work
 from meshtune.plan.workload import Workload
 from meshtune.sections import ClusterConfig
-from meshtune.train.model import LoraSpec, ModelSpec, OptimizerSpec, trainable_skeleton
+from meshtune.train.model import LoraSpec, ModelSpec, OptimizerSpec, rank_model, trainable_skeleton
+from meshtune.train.step import Counts
 
 H, KV, F, HEADS, BLOCKS, TOKENS, VOCABULARY = 512, 128, 768, 8, 3, 250, 1024
 LLAMA = LlamaConfig(
@@ -93,6 +99,47 @@ def test_the_planner_counts_what_compiled_blocks_keep(family: str, mode: str) ->
         traces.fullest, work, layouts, np.array([1.0]), selective=traces.selective, compiled=traces.fused
     )
     assert of_block.saved == [kept(step)["model.layers.1"]]
+
+
+def kept_by_inductor(layout: str, source: PretrainedConfig, **spec: Any) -> float:
+    """Bytes per token that a block of a run keeps which inductor itself compiled, by autograd's hooks."""
+    register()
+    torch._dynamo.reset()
+    world = join(Layout.parse(layout), torch.device("cpu"))
+    model = rank_model(
+        ModelSpec(source=source, init="random", precision="bf16", compile=True, **spec), world,
+        optimizer=OptimizerSpec(),
+    )  # fmt: skip
+    kept: dict[int, dict[int, int]] = {0: {}, 1: {}}
+    running: list[int] = []
+    blocks = model.parallel.stages[0].own_blocks
+    weights = {weight.untyped_storage().data_ptr() for weight in model.parallel.stages[0].parameters()}
+    for number in kept:
+        blocks[number].register_forward_pre_hook(lambda *_, number=number: running.append(number))
+        blocks[number].register_forward_hook(lambda *_: running.clear())
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if running and storage.data_ptr() not in weights:
+            kept[running[0]][storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    document = np.full(TOKENS, 5 | LABELLED, np.uint32)
+    document[0] = 5
+    batch = Batch((micro_batch([[document]], 256, 1),), tokens=TOKENS, label_tokens=TOKENS - 1, origin="")
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model.passes.step(
+            model.passes.localise(batch), Counts(TOKENS - 1), lambda _: nullcontext(), learning_rate=1e-3,
+            max_grad_norm=1.0,
+        )  # fmt: skip
+    return sum(size for at, size in kept[1].items() if at not in kept[0]) / 256  # both: rotary angles, bounds
+
+
+@pytest.mark.parametrize(("family", "mode"), cases([*product(FAMILIES, KEPT)], ci=[("llama", "-selective")]))
+def test_a_run_by_inductor_keeps_what_a_dry_run_keeps(family: str, mode: str) -> None:
+    (source, spec), layout = FAMILIES[family], f"mb1-ga1{mode}"
+    found = kept(traced(layout, source, kernels="cpu", **spec))["model.layers.1"]
+    assert kept_by_inductor(layout, source, **spec) == found > 0
 
 
 @pytest.mark.parametrize("mode", cases(["", "-attention", "-selective", "-full"], ci=["-selective"]))

@@ -133,7 +133,7 @@ LAYOUTS = (
     "text",
     cases(
         [f"{layout}{mode}" for layout in LAYOUTS for mode in MODES],
-        ci=["mb2-ga2", "zero3x2-mb2-ga2-selective", "pp2-1f1b-mb2-ga4-full", "tp2-sp-mb2-ga2-full"],
+        ci=["cp2-mb2-ga2", "zero3x2-mb2-ga2-selective", "pp2-1f1b-mb2-ga4-full", "tp2-sp-mb2-ga2-full"],
     ),
 )
 def test_all_blocks_are_one_graph(text: str) -> None:
