@@ -48,7 +48,7 @@ class Boundaries:
 def boundaries_of(lengths: Sequence[tuple[int, int]]) -> Boundaries:
     """Boundaries of documents of these (queries, keys), one behind another, on the CPU.
 
-    Two tensors also where queries are the keys: a compiled block is another one where its inputs are the same.
+    Two tensors also where queries are the keys: where two inputs are one, a compiled block is another graph.
     """
     sides = list(zip(*lengths, strict=True))
     ends = [torch.tensor([0, *accumulate(side)], dtype=torch.int32) for side in sides]
