@@ -110,7 +110,7 @@ def assemble(
     notices = position_sentences(config.model.name, seq_len, model.whole, model.parallel.anatomy, prepared)
     notices += [*unused_here(config, world.size, gpus), *model.flash_notes]
     run_folder, resumed, claim = output.claim_together(
-        config, model, steps, notices.append, prepared.train.label_share
+        config, model, steps, notices.append, prepared.train.label_share, prepared.train.width
     )
     claimed(run_folder)
     training = Training(run_folder.path, steps) if callbacks else None

@@ -17,7 +17,7 @@ from meshtune.errors import UserError
 from meshtune.model.census_cache import config_file
 from meshtune.model.hub import NotFromHub
 from meshtune.nearest import nearest
-from meshtune.plan.models import known_config, known_names, typical_config, typical_parameters
+from meshtune.plan.models import by_size, known_config, known_names, typical_config, typical_parameters
 
 
 @contextmanager
@@ -50,7 +50,10 @@ def _known(name: str, error: NotFromHub) -> tuple[dict, str]:
     """
     fields = known_config(name)
     if fields is None:
-        near = nearest(name, known_names())
+        short = "/" not in name
+        near = nearest(
+            name, [*known_names(), *by_size()], lambda each: each.rpartition("/")[2] if short else each
+        )
         known = f"Without the hub the shape of {' and of '.join(near)} is known. " if near else ""
         size = re.search(r"\d+(?:\.\d+)?[BM](?![a-z])", name, re.IGNORECASE)
         remedy = (

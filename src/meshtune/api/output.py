@@ -458,12 +458,13 @@ def claim_together(
     steps: int,
     report: Callable[[str], None],
     label_share: float | None,
+    longest: int,
 ) -> tuple[RunDir, int | None, Claim | None]:
     """(The run folder; the step to resume from, None without a checkpoint; the claim, None on other ranks).
 
     Every rank calls it; the main rank claims the folder, writes config.yaml and plan.yaml, and broadcasts it.
     steps: updates of the whole run. report: called, on the main rank, with a sentence for each damaged
-    checkpoint. label_share: as in `prediction`. Raises UserError as `choose_folder` and `begin`, if
+    checkpoint. label_share, longest: as in `prediction`. Raises UserError as `choose_folder` and `begin`, if
     the run began with another loss function, and if a rank does not see the folder.
     """
     claim, place, world = None, None, model.parallel.world
@@ -471,7 +472,7 @@ def claim_together(
         chosen, resumed = choose_folder(config, steps, report)
         if resumed is not None:
             check_same(model.passes.token_loss, chosen.run)
-        plan = prediction(config, world.layout, gpus_of(world.device), label_share)
+        plan = prediction(config, world.layout, gpus_of(world.device), label_share, longest)
         claim = begin(chosen.run, config, plan, resumed, replace=chosen.start == "replace")
         place = chosen.run, resumed
     run_folder, resumed = world.broadcast_object(place)

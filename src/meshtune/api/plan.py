@@ -255,7 +255,9 @@ def workload_of_run(config: Config, run: MeasuredRun, log: Log = silent) -> Work
     count.
     """
     with workloads(config, log=log) as (workload, _):
-        return workload.of_batch(run.layout.global_batch_size).of_labels(run.facts.get("label_share"))
+        return workload.of_batch(run.layout.global_batch_size).of_labels(
+            run.facts.get("label_share"), run.facts.get("longest_sequence")
+        )
 
 
 # Finished runs as they were measured, and the devices that they were on #

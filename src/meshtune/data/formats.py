@@ -440,6 +440,8 @@ def _suggestion(columns: list[str], *, mapped: bool = False) -> str:
             start = "It is preference data. To fine-tune on one side, set" if preference else "Set"
             page = page_of("preferences" if preference else "")
             return f"{start} {argument('data.columns', names)}.{page}"
+    if mapped:
+        return "Name a column that is there."
     example = argument("data.columns", {"prompt": "question", "completion": "answer"})
     return f"Map their names to ours, for example {example}."
 

@@ -12,6 +12,7 @@ import hashlib
 import io
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,7 +62,8 @@ def examples(
 
     A row is left out on purpose if `source.where` does not hold for it, or its column loss_weight is 0.
 
-    The format is that of `detect`, by the first row that is an object; raises UserError as that does.
+    The format is that of `detect`, by the first row that is an object, and by rows behind it for columns of
+    `source.columns` that it lacks; raises UserError as that does.
     `needs_answer` makes a conversation without an assistant turn a bad row (false for train_on=all).
     `tally` counts the rows that `on_bad_row="skip"` leaves out, and notes what is not used of the others.
     With `on_bad_row="error"` nothing more is yielded after the first bad row: up to LOOK_AHEAD more rows are
@@ -70,7 +72,8 @@ def examples(
     if on_bad_row not in ("error", "skip"):
         raise UserError(f"data.on_bad_row={on_bad_row} is unknown; it is error or skip.")
     tally = tally or Tally()
-    format_name: str | None = None
+    columns, raw_rows = _first_columns(raw_rows, source)
+    format_name = detect(source, columns) if columns else None
     unseen = {ours: theirs for ours, theirs in source.columns if ours in OPTIONAL}
     problems: list[str] = []
     total = rows = first_bad = 0
@@ -78,8 +81,6 @@ def examples(
         rows += 1
         if unseen and isinstance(row, dict):
             unseen = {ours: theirs for ours, theirs in unseen.items() if not has(row, theirs)}
-        if format_name is None and isinstance(row, dict):  # once per source, on its first row with columns
-            format_name = detect(source, column_names(row, dict(source.columns).values()))
         try:
             # Without a format yet, the row has no columns, and so it is bad whatever the format is.
             example = _example(origin, row, format_name or "text", source, needs_answer, tally.notes)
@@ -100,6 +101,23 @@ def examples(
         raise bad_rows_error(problems, total, rows)
     if rows:
         tally.notes.unfound.update(f"{ours} to {theirs} of {source.path}" for ours, theirs in unseen.items())
+
+
+def _first_columns(raw_rows: Iterable[RawRow], source: Source) -> tuple[list[str], Iterator[RawRow]]:
+    """(Columns of the first row that is an object, and of up to LOOK_AHEAD rows behind it where it lacks one
+    that `source.columns` names and needs; all rows). No columns: no row is an object.
+    """
+    rows, read, columns, behind = iter(raw_rows), [], dict[str, None](), 0
+    mapped = dict(source.columns)
+    needed = {theirs for ours, theirs in mapped.items() if ours not in OPTIONAL}
+    for each in rows:
+        read.append(each)
+        if isinstance(each[1], dict):
+            columns |= dict.fromkeys(column_names(each[1], mapped.values()))
+        behind += bool(columns)
+        if columns and (needed <= columns.keys() or behind > LOOK_AHEAD):
+            break
+    return [*columns], chain(read, rows)
 
 
 def _example(

@@ -99,9 +99,14 @@ class Workload:
         """The same with a global batch of `size` sequences."""
         return replace(self, global_batch_size=size)
 
-    def of_labels(self, share: float | None) -> Workload:
-        """The same with labels on a share of a sequence's tokens; None: not known, on all of them."""
-        return replace(self, work=replace(self.work, labelled=1.0 if share is None else share))
+    def of_labels(self, share: float | None, longest: int | None = None) -> Workload:
+        """The same with labels on a share of a sequence's tokens; None: not known, on all of them.
+
+        longest: tokens of the longest sequence, which micro-batches are as wide as; None: seq_len.
+        """
+        longest = longest or self.seq_len
+        labelled = 1.0 if share is None else share * self.seq_len / longest
+        return replace(self, seq_len=longest, work=replace(self.work, labelled=labelled))
 
     def compiles(self, gpu: Gpu, layouts: Columns) -> Number:
         """Mask of the layouts whose blocks are compiled on GPUs of a kind."""

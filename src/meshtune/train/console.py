@@ -262,7 +262,9 @@ def beginning(row: Row) -> Iterator[str]:
         step, memory = predicted.get("step_seconds"), predicted["memory"]
         time = f", {duration(step)} a step, {duration(step * row['total_steps'])} in all" if step else ""
         memory_of = f"{human(memory['peak'])} of {human(memory['capacity'])} a rank"
-        yield f"{predicted_with(row.get('label_share'))}: {memory_of}{time}. {checkpoint}"
+        share = row.get("label_share")
+        of_width = share and share * row["seq_len"] / row["longest_sequence"]
+        yield f"{predicted_with(of_width)}: {memory_of}{time}. {checkpoint}"
     else:
         yield checkpoint
 

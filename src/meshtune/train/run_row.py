@@ -62,6 +62,7 @@ def facts_of(settings: Row, model: RankModel, prepared: Prepared | None) -> Row:
         **settings,
         "data_digest": prepared and prepared.digest,
         "label_share": prepared and prepared.train.label_share,
+        "longest_sequence": prepared and prepared.train.width,
         "flash_attention": model.flash,
         "loss_function": model.passes.token_loss and model.passes.token_loss.name,
         "device": device_name(world.device),

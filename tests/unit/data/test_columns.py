@@ -80,3 +80,13 @@ def test_a_filter_knows_null_from_a_missing_column(rows_of):
         assert example.text == "Hi"
     with pytest.raises(UserError, match="is missing"):
         rows_of(row, {}, where=(("n.land", None),))
+
+
+def test_a_first_row_without_a_mapped_column_is_a_bad_row(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"question": "1 + 1?"}\n{"question": "1 + 2?", "answer": "3"}\n')
+    source = Source(str(file), columns=(("prompt", "question"), ("completion", "answer")))
+    with pytest.raises(UserError, match="line 1: column answer is missing"):
+        list(read(source, on_bad_row="error"))
+    (example,) = read(source, on_bad_row="skip")
+    assert example.completion == "3"

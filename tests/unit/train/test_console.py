@@ -254,6 +254,7 @@ BEGINS = {
     "precision": "bf16", "optimizer": "adamw", "global_batch_size": 64, "seq_len": 4096, "total_steps": 100,
     "learning_rate": "2e-4, cosine", "layout": "zero3x8-mb2-ga4", "world": 8, "device": "H100",
     "predicted": {"memory": {"peak": 2**34, "capacity": 2**36}, "step_seconds": 3.0}, "label_share": 0.34,
+    "longest_sequence": 4096,
 }  # fmt: skip
 
 
