@@ -471,7 +471,7 @@ def claim_together(
         chosen, resumed = choose_folder(config, steps, report)
         if resumed is not None:
             check_same(model.passes.token_loss, chosen.run)
-        plan = prediction(config, world.layout, gpus_of(world.device), label_share)
+        plan = prediction(config, world.layout, gpus_of(world.device), label_share, model.flash)
         claim = begin(chosen.run, config, plan, resumed, replace=chosen.start == "replace")
         place = chosen.run, resumed
     run_folder, resumed = world.broadcast_object(place)

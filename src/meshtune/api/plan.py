@@ -255,6 +255,7 @@ def workload_of_run(config: Config, run: MeasuredRun, log: Log = silent) -> Work
     count.
     """
     with workloads(config, log=log) as (workload, _):
+        workload = replace(workload, flash=run.facts.get("flash_attention", 2))  # earlier runs had torch's 2
         return workload.of_batch(run.layout.global_batch_size).of_labels(run.facts.get("label_share"))
 
 

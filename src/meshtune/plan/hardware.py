@@ -125,14 +125,14 @@ def attention_kernels(stack: str) -> list[str]:
     return table["attention_kernels"] if "attention_kernels" in table else attention_kernels(table["like"])
 
 
-def attention_kernel(stack: str, gpu: Gpu, *, newest: bool) -> str:
-    """Name of the attention kernel that a stack runs on a GPU kind: the first that knows its architecture.
+def attention_kernel(stack: str, gpu: Gpu, flash: int | None = 4) -> str:
+    """Name of the attention kernel that a stack runs on a GPU kind: the newest that knows its architecture.
 
-    newest: False for the oldest, where the others are not installed.
+    flash: the newest version of FlashAttention that can run; None: torch's, which stands for other kernels.
     """
-    names = attention_kernels(stack)
-    known = (name for name in names if gpu.architecture in _tables("kernels.toml")[name])
-    return next(known, names[-1]) if newest else names[-1]
+    names, kernels = attention_kernels(stack), _tables("kernels.toml")
+    possible = (name for name in names if name <= f"flash-{flash or 2}")  # cuDNN's, of other tools, too
+    return next((name for name in possible if gpu.architecture in kernels[name]), names[-1])
 
 
 def memory_of(stack: str) -> dict[str, Any]:
