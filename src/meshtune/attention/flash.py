@@ -17,10 +17,10 @@ from torch.nn.attention._fa4 import register_flash_attention_fa4
 
 from meshtune.attention import cuda
 from meshtune.attention.arguments import Core
-from meshtune.attention.core import attend, fastest_kernel
+from meshtune.attention.core import attend
 from meshtune.data.boundaries import Boundaries, boundaries_of
 from meshtune.launch.installed import flash_versions
-from meshtune.placement.census import Attention
+from meshtune.placement.census import Attention, takes_flash
 
 BUILT_IN = 2  # the version in torch
 CAPABILITIES = {4: (9, 10), 3: (9,)}  # major ones of NVIDIA's GPUs that newer versions have kernels for
@@ -76,8 +76,7 @@ def choose(
 
 def runs(shape: Attention, dtype: torch.dtype) -> bool:
     """True if attention of a shape takes the variable-length calls on CUDA."""
-    q, v = (torch.empty(1, 1, size, dtype=dtype, device="meta") for size in (shape.qk_dim, shape.v_dim))
-    return shape.flash and fastest_kernel(q, v, 0.0, None, None, "cuda") == "varlen"
+    return shape.flash and bool(takes_flash(shape.qk_dim, shape.v_dim, dtype.itemsize))
 
 
 def activate(name: str) -> None:

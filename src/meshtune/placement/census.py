@@ -20,6 +20,14 @@ import numpy as np
 from meshtune.units import Number
 
 
+def takes_flash(qk_dim: Number, v_dim: Number, element: int) -> Number:
+    """True if FlashAttention's variable-length calls take heads of these sizes.
+
+    element: bytes of a number. A softcap and dropout rule them out too.
+    """
+    return (element == 2) & (qk_dim == v_dim) & (qk_dim % 8 == 0) & (qk_dim <= 256)
+
+
 def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
     """True for a block's parameter that is a matrix to optimizers.OPTIMIZERS: 2 dimensions, no bias.
 

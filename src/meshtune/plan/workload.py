@@ -13,6 +13,7 @@ from meshtune.config import Config
 from meshtune.errors import UserError
 from meshtune.launch.installed import FLASH_4, newest_flash
 from meshtune.layout import Layout
+from meshtune.placement.census import takes_flash
 from meshtune.placement.columns import Columns
 from meshtune.placement.rules import Rule, Traits, compiles, rules, sentences
 from meshtune.plan.hardware import Gpu, attention_kernel
@@ -149,15 +150,18 @@ class Workload:
         return cluster.memory * self.fuses(cluster)
 
     @property
-    def runs_flash(self) -> bool:
-        """Whether all attention runs by flash kernels: 16 bits, no softcap, values as wide as keys."""
-        fits = all(core.flash and np.all(core.qk_dim == core.v_dim) for core in self.work.cores)
-        half = DTYPE_BYTES[PRECISIONS[self.precision].compute] == 2
-        return fits and half and self.attention == "meshtune"
+    def flash_heads(self) -> list[Number]:
+        """Sizes of the heads that FlashAttention runs on GPUs, one for each kind of layer that it runs."""
+        if self.flash is None or self.attention != "meshtune":
+            return []
+        element, cores = DTYPE_BYTES[PRECISIONS[self.precision].compute], self.work.cores
+        fits = (core.flash and np.all(takes_flash(core.qk_dim, core.v_dim, element)) for core in cores)
+        return [core.qk_dim for core, fit in zip(cores, fits, strict=True) if fit]
 
     def attention_kernel(self, gpu: Gpu) -> str:
         """Name of the attention kernel (kernels.toml) that runs on GPUs of a kind."""
-        return attention_kernel(self.tool.stack, gpu, self.flash if self.runs_flash else None)
+        heads = self.flash_heads
+        return attention_kernel(self.tool.stack, gpu, self.flash if heads else None, heads)
 
     def attention_note(self, gpu: Gpu) -> str:
         """A sentence on the version of FlashAttention that is predicted, where GPUs of a kind run a newer one
@@ -241,7 +245,7 @@ def workload_of(config: Config, numbers: ModelNumbers) -> Workload:
         reduce_dtype=config.train.reduce_dtype,
         optimizer=config.train.optimizer,
         packing=config.data.packing,
-        flash=newest_flash(),
+        flash=None if numbers.dropout else newest_flash(),
         compile="auto" if config.train.compile == "auto" else False,
     )
     uncounted = untraced_note(workload), dropout_note(numbers)

@@ -103,11 +103,8 @@ def test_the_remedy_is_what_the_extra_installs():
 
 def test_only_attention_that_takes_the_calls_is_tried():
     unlike, softcapped = Attention(4, 4, 24, 16), Attention(4, 4, 16, 16, flash=False)
-    assert [flash.runs(shape, torch.bfloat16) for shape in (GROUPED, unlike, softcapped)] == [
-        True,
-        False,
-        False,
-    ]
+    shapes = GROUPED, unlike, softcapped, Attention(4, 4, 100, 100)
+    assert [flash.runs(shape, torch.bfloat16) for shape in shapes] == [True, False, False, False]
     assert not flash.runs(GROUPED, torch.float32)
 
 

@@ -199,3 +199,14 @@ def test_dropout_of_attention_is_said_not_to_be_counted(
             words.append("lora.dropout=0.1")
         notes = api.plan(config.load(None, words)).as_dict()["notes"]
         assert any("dropout" in note for note in notes) == said
+        assert any("FlashAttention" in note for note in notes) != said
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(("size", "said"), [(96, True), (100, False), (264, False)])
+def test_flash_attention_is_predicted_only_for_heads_that_it_runs(
+    tmp_path: Path, size: int, said: bool
+) -> None:
+    made("llama", head_dim=size).save_pretrained(tmp_path)
+    notes = api.plan(config.load(None, settings(tmp_path, "data.seq_len=256"))).as_dict()["notes"]
+    assert any("FlashAttention" in note for note in notes) == said
