@@ -31,24 +31,21 @@ ALLOWED = 0.02  # error over the norm: rounding to 16 bits gives some 0.005, a w
 
 
 @cache
-def register() -> Collection[str]:
-    """Names of the implementations that torch can put behind its calls; version 4 by our adapter."""
+def register() -> None:
+    """Have torch call version 4 by our adapter."""
     adapted = partial(register_flash_attention_fa4, f"{__package__}.flash_4")
     torch_attention.register_flash_attention_impl("FA4", register_fn=adapted)
-    return torch_attention.list_flash_attention_impls()
 
 
 def versions_here(device: torch.device) -> list[int]:
     """Versions newer than torch's that are installed and have kernels for a GPU, the newest first."""
-    if device.type != "cuda":
-        return []
-    known = {version for version in flash_versions() if f"FA{version}" in register()}
-    return [version for version in versions_for(device) if version in known]
+    register()
+    return [version for version in versions_for(device) if version in flash_versions()]
 
 
 def versions_for(device: torch.device) -> list[int]:
     """Versions newer than torch's that have kernels for a GPU, the newest first."""
-    if torch.version.hip:  # AMD's GPUs have capabilities of the same numbers
+    if device.type != "cuda" or torch.version.hip:  # AMD's GPUs have capabilities of the same numbers
         return []
     major = torch.cuda.get_device_capability(device)[0]
     return [version for version, majors in CAPABILITIES.items() if major in majors]
@@ -94,12 +91,15 @@ def restore() -> None:
 
 @contextmanager
 def built_in() -> Iterator[None]:
-    """Run the block with torch's own version, which knows every shape of torch's attention."""
+    """Begin the block with torch's own version, which knows every shape of torch's attention; after it the
+    version before is active again.
+    """
     active = torch_attention.current_flash_attention_impl()
     restore()
     try:
         yield
     finally:
+        restore()
         if active:
             activate(active)
 

@@ -48,7 +48,7 @@ def probe_rank(
     threads: CPU threads of each rank, by the number of ranks at work. seconds: no further round begins that
     would end later. Raises UserError if a GPU stops answering.
     """
-    with answering():
+    with answering(), flash.built_in():
         own_gpu = f":{torch.cuda.current_device()}" if device_type == "cuda" else ""
         device = torch.device(device_type + own_gpu)
         team = Team(rank, device)
