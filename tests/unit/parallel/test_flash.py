@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +12,9 @@ from torch.nn.attention import _fa4, current_flash_attention_impl, register_flas
 from meshtune.attention import cpu, flash
 from meshtune.attention.arguments import Core
 from meshtune.launch.installed import FLASH_4
-from meshtune.placement.census import Attention
+from meshtune.layout import Layout
+from meshtune.placement.census import Attention, Block
+from meshtune.train import model
 
 GROUPED, WINDOWED = Attention(4, 2, 16, 16), Attention(4, 4, 32, 32, window=20)
 
@@ -97,6 +99,24 @@ def test_one_that_raises_or_is_wrong_is_named_and_not_used(faults, why):
 
 def test_one_that_lacks_windows_is_used_for_a_model_without():
     assert choose([GROUPED], windowless=True) == (4, [])
+
+
+@pytest.mark.parametrize("elsewhere", [4, 2])
+def test_ranks_run_the_same_version_and_all_reasons_are_printed(monkeypatch, elsewhere):
+    tried = []
+    monkeypatch.setattr(model, "attention_drops", lambda whole: False)
+    monkeypatch.setattr(flash, "versions_here", lambda device: [4])
+    monkeypatch.setattr(flash, "choose", lambda *given, cp: tried.extend([given[1], cp]) or (4, []))
+    world = SimpleNamespace(
+        device=SimpleNamespace(type="cuda"), layout=Layout.parse("tp2-ulysses4-mb1-ga1"),
+        all_gather_object=lambda own: [own, (elsewhere, ["Version 4 is broken there."] * (elsewhere != 4))],
+    )  # fmt: skip
+    census = SimpleNamespace(blocks=[Block((), (Attention(32, 8, 64, 64),), ())])
+    found = model.flash_of(model.ModelSpec(source=""), SimpleNamespace(census=census, whole=None), world)
+    assert found[0] == elsewhere
+    assert [sentence.partition(":")[0] for sentence in found[1]] == [
+        "Version 4 is broken there.", "Ranks would run FlashAttention 2 and 4",
+    ][: 2 * (elsewhere != 4)]  # fmt: skip
 
 
 def test_the_remedy_is_what_the_extra_installs():
