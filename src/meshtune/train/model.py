@@ -34,7 +34,7 @@ from meshtune.parallel.apply import Cut, Finish, Parallel, cut, place
 from meshtune.parallel.mesh import World
 from meshtune.parallel.noise import Neftune
 from meshtune.parallel.zero import local
-from meshtune.placement.census import Census
+from meshtune.placement.census import Census, head_shards
 from meshtune.placement.share import census_stages, stage_of_rank
 from meshtune.precision import PRECISIONS
 from meshtune.train.loss import TokenLoss, head_loss
@@ -220,13 +220,19 @@ def flash_of(spec: ModelSpec, made: Structure, world: World) -> tuple[int | None
     Returns it, None where the model's attention runs another kernel, and sentences on newer ones that don't
     run: refused, not installed, or not by all ranks.
     """
-    layers = dict.fromkeys(shape for block in made.census.blocks for shape in block.attention)
-    shapes = [shape for shape in layers if flash.runs(shape, spec.compute_dtype)]
+    layout = world.layout
+    ulysses = layout.cp if layout.cp_method == "ulysses" else 1  # ranks that it gives heads
+    shapes = dict.fromkeys(
+        shape.on_rank(int(head_shards(block.whole_heads, layout.tp)) * ulysses)
+        for block in made.census.blocks
+        for shape in block.attention
+        if flash.runs(shape, spec.compute_dtype)
+    )
     ours = spec.attention in ATTENTION_NAMES and not attention_drops(made.whole)
     if world.device.type != "cuda" or not shapes or not ours:
         flash.restore()
         return None, []
-    versions, cp = flash.versions_here(world.device), world.layout.cp > 1
+    versions, cp = flash.versions_here(world.device), layout.cp > ulysses
     version, notes = flash.choose(versions, shapes, spec.compute_dtype, world.device, cp=cp)
     if not versions and 4 in flash.versions_for(world.device):
         notes = [f"FlashAttention 4 may be faster than torch's 2 on this GPU: {FLASH_4}."]

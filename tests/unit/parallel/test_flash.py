@@ -1,8 +1,10 @@
 """A newer FlashAttention takes the place of torch's only where it is right for the model's shapes."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -69,7 +71,7 @@ def choose(shapes, **faults):
 
 def test_a_version_that_is_right_stays_and_draws_nothing_from_the_global_generator():
     state = torch.get_rng_state()
-    assert choose([GROUPED, WINDOWED]) == (4, [])
+    assert choose([GROUPED, WINDOWED, replace(WINDOWED, window=1)]) == (4, [])
     assert current_flash_attention_impl() == "FA4"
     assert torch.equal(torch.get_rng_state(), state)
     with flash.built_in():
@@ -97,6 +99,13 @@ def test_one_that_raises_or_is_wrong_is_named_and_not_used(faults, why):
     assert why in sentence
 
 
+def test_an_error_that_loses_the_gpu_is_raised(monkeypatch):
+    lost = Mock(side_effect=torch.AcceleratorError("CUDA error: an illegal memory access"))
+    monkeypatch.setattr(flash.cuda, "forward", lost)
+    with pytest.raises(torch.AcceleratorError):
+        choose([GROUPED])
+
+
 def test_one_that_lacks_windows_is_used_for_a_model_without():
     assert choose([GROUPED], windowless=True) == (4, [])
 
@@ -113,6 +122,7 @@ def test_ranks_run_the_same_version_and_all_reasons_are_printed(monkeypatch, els
     )  # fmt: skip
     census = SimpleNamespace(blocks=[Block((), (Attention(32, 8, 64, 64),), ())])
     found = model.flash_of(model.ModelSpec(source=""), SimpleNamespace(census=census, whole=None), world)
+    assert tried == [{Attention(4, 1, 64, 64): None}, False], "each of 2 x 4 ranks has four of 32 heads"
     assert found[0] == elsewhere
     assert [sentence.partition(":")[0] for sentence in found[1]] == [
         "Version 4 is broken there.", "Ranks would run FlashAttention 2 and 4",
