@@ -129,16 +129,16 @@ def largest(
                 continue
             workload = known_workload(config, name).run_by(runner)
             if choice := best_fitting(workload, cluster):
-                say((*workload.notes, *_other_adapters(config, [config.method])), log)
+                say((*workload.notes, choice.attention, *_other_adapters(config, [config.method])), log)
                 return name, choice
         raise _no_model(cluster)
     with workloads(config, tool, log) as (workload, _):
         value, choice = answer.largest(workload, cluster_for(config), quantity)
-        say(workload.notes, log)
+        say((*workload.notes, choice.attention), log)
         if quantity == "seq_len":
             documents = config.data.mean_document_tokens
             note = positions_note(config.model.name, int(value), workload.positions, documents)
-            say(filter(None, [note]), log)
+            say([note], log)
         return value, choice
 
 
@@ -202,8 +202,8 @@ def _no_model(cluster: Cluster) -> NothingFits:
     return NothingFits(f"None of the {len(tables())} models of plan/models.toml fits {cluster.title}.")
 
 
-def say(notes: Iterable[str], log: Log) -> None:
-    for note in notes:
+def say(notes: Iterable[str | None], log: Log) -> None:
+    for note in filter(None, notes):
         log(note)
 
 

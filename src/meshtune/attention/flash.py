@@ -92,9 +92,7 @@ def restore() -> None:
 
 @contextmanager
 def built_in() -> Iterator[None]:
-    """Begin the block with torch's own version, which knows every shape of torch's attention; after it the
-    version before is active again.
-    """
+    """Begin the block with torch's own version, and put back after it the one that was active before."""
     active = torch_attention.current_flash_attention_impl()
     restore()
     try:

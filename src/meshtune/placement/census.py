@@ -21,10 +21,7 @@ from meshtune.units import Number
 
 
 def takes_flash(qk_dim: Number, v_dim: Number, element: int) -> Number:
-    """True if FlashAttention's variable-length calls take heads of these sizes.
-
-    element: bytes of a number. A softcap and dropout rule them out too.
-    """
+    """True if FlashAttention's variable-length calls take these heads. element: bytes of a number."""
     return (element == 2) & (qk_dim == v_dim) & (qk_dim % 8 == 0) & (qk_dim <= 256)
 
 

@@ -126,14 +126,11 @@ def attention_kernels(stack: str) -> list[str]:
 
 
 def attention_kernel(stack: str, gpu: Gpu, flash: int | None = 4, heads: Sequence[Number] = ()) -> str:
-    """Name of the attention kernel that a stack runs on a GPU kind: the newest that has its architecture and
-    head sizes.
+    """Name of the newest attention kernel of a stack that runs heads of these sizes on a GPU kind.
 
     flash: the newest version of FlashAttention that can run; None: torch's, which stands for other kernels.
-    heads: sizes of those that it runs.
     """
-    names = attention_kernels(stack)
-    for name in names:
+    for name in (names := attention_kernels(stack)):
         table = _tables("kernels.toml")[name].get(gpu.architecture)
         low, high = (table or {}).get("refused", (0, 0))
         lacking = any(np.any((low <= size) & (size <= high)) for size in heads)
@@ -178,6 +175,7 @@ def datasheet_flops(device_name: str, precision: str) -> float | None:
     return getattr(gpu, rate) if gpu is not None and rate is not None else None
 
 
+@cache
 def _tables(file: str) -> dict[str, dict[str, Any]]:
     return tomllib.loads(files("meshtune.plan").joinpath(file).read_text("utf-8"))
 

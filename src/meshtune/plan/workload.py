@@ -170,12 +170,9 @@ class Workload:
         newest = replace(self, flash=4).attention_kernel(gpu)
         if newest != "flash-4" or gpu.attention_kernel or self.flash is None:
             return ""
-        match self.attention_kernel(gpu):
-            case "flash-4":
-                return f"Predicted with FlashAttention 4 ({FLASH_4})."
-            case "flash-3":
-                return "Predicted with FlashAttention 3."
-        return f"FlashAttention 4 is faster than torch's on {gpu.name}: {FLASH_4}."
+        if (kernel := self.attention_kernel(gpu)) == "flash-2":
+            return f"FlashAttention 4 may be faster than torch's on {gpu.name}: {FLASH_4}."
+        return f"Predicted with FlashAttention {kernel[-1]}{f' ({FLASH_4})' * (kernel == newest)}."
 
     def rules(self) -> Iterator[Rule]:
         """Rules on the layouts that the model can be trained under, by this engine or by the tool."""
