@@ -18,8 +18,8 @@ from shapes import adapted, of_shape
 
 from meshtune.layout import CP_METHODS, RECOMPUTE, SCHEDULES
 from meshtune.placement.columns import Columns
-from meshtune.plan.hardware import catalogue, stacks
-from meshtune.plan.machine import Machine, attention_rates
+from meshtune.plan.hardware import attention_kernel, catalogue, kernel_on, stacks
+from meshtune.plan.machine import Machine
 from meshtune.plan.work import Work
 
 Row = dict[str, str]
@@ -242,7 +242,7 @@ class Machines:
             facts.append({
                 "matmul_max": gpu.matmul_max_fp8 if RATES[row["precision"]] == "fp8" else gpu.matmul_max,
                 "core_matmul_max": gpu.matmul_max,
-                **attention_rates(stack, gpu),
+                **kernel_on(attention_kernel(stack, gpu), gpu),
                 "element": 2.0,
                 "weight_bytes": 1.0 if "fp8 all-gather" in row["notes"] else 2.0,
                 "bandwidth": gpu.bandwidth,

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 KEPT_BYTES = 64 * 1024  # of output that was not accepted, until there is a file for it: the last ones
-TERMINAL = re.compile(rb"\r|\x1b\[[0-?]*[ -/]*[@-~]")  # control sequences (ECMA-48): not for a file
+TERMINAL = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(\x07|\x1b\\)")  # not for a file (ECMA-48)
+RETURNS = re.compile(rb"\n?\r+\n?")  # ends of lines, of progress lines too
 NOBODY_READS = (errno.EPIPE, errno.EIO, errno.EBADF)  # the reader, the terminal, or the descriptor is gone
 ERRORS = "meshtune.replace"  # name of `replaced` among Python's codec error handlers
 RAISING = ("strict", "surrogateescape", "backslashreplace")  # handlers that it replaces
@@ -58,7 +59,7 @@ class Output(io.FileIO):
                 self._kept = f"meshtune: {self._cause()}; it continues here.\n".encode()
                 if self._file:
                     self._tell()
-            self._kept = (self._kept + TERMINAL.sub(b"", rest))[-KEPT_BYTES:]
+            self._kept = (self._kept + RETURNS.sub(b"\n", TERMINAL.sub(b"", rest)))[-KEPT_BYTES:]
             self._empty()
         return len(content)
 

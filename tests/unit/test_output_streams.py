@@ -70,6 +70,14 @@ def test_signs_that_the_encoding_lacks_are_replaced(encoding: str, text: bytes) 
         assert reader.read() == text + b"\n"
 
 
+def test_what_is_kept_of_a_terminal_is_lines_without_its_codes(tmp_path: Path) -> None:
+    with open(os.devnull) as closed:
+        stream = Output(2, closed.fileno())  # refuses writes
+        stream.keep_in(tmp_path / "log")
+        stream.write(b"a 10%\ra 20%\r\x1b[2Kdone\r\n\x1b]0;title\x07end")
+    assert (tmp_path / "log").read_text().splitlines()[1:] == ["a 10%", "a 20%", "done", "end"]
+
+
 def test_a_terminal_of_no_width_is_not_believed() -> None:
     environ = {"COLUMNS": "0", "LINES": "40"}
     forget_zero_sizes(environ)

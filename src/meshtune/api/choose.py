@@ -192,21 +192,19 @@ LESS_MEMORY = (
 
 
 def prediction(
-    config: Config,
-    layout: Layout,
-    gpus: Sequence[tuple[str, float]],
-    label_share: float | None,
-    longest: int | None = None,
-) -> str:
+    config: Config, layout: Layout, gpus: Sequence[tuple[str, float]], label_share: float | None,
+    longest: int, flash: int | None,
+) -> str:  # fmt: skip
     """A run's plan.yaml: its layout, and memory and time that are predicted for it; only the layout for a
     model or devices that the planner can't predict.
 
     gpus: (name, bytes) of each GPU of this machine; none: the run is on the processor. label_share: labelled
     tokens of the data as a share of sequences of data.seq_len; None: not known, all are counted. longest:
-    tokens of the longest sequence; None: data.seq_len.
+    tokens of the longest sequence. flash: as in Workload, the version that the run chose.
     """
     try:
         workload = workload_of(config, numbers_of(config)).of_labels(label_share, longest)
+        workload = replace(workload, flash=flash)
         cluster = cluster_here(config, layout.world, gpus)
     except UserError:
         return yaml.safe_dump({"layout": str(layout), "fields": as_mapping(layout)}, sort_keys=False)

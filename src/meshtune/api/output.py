@@ -472,7 +472,8 @@ def claim_together(
         chosen, resumed = choose_folder(config, steps, report)
         if resumed is not None:
             check_same(model.passes.token_loss, chosen.run)
-        plan = prediction(config, world.layout, gpus_of(world.device), label_share, longest)
+        gpus = gpus_of(world.device)
+        plan = prediction(config, world.layout, gpus, label_share, longest, model.flash)
         claim = begin(chosen.run, config, plan, resumed, replace=chosen.start == "replace")
         place = chosen.run, resumed
     run_folder, resumed = world.broadcast_object(place)

@@ -129,16 +129,16 @@ def largest(
                 continue
             workload = known_workload(config, name).run_by(runner)
             if choice := best_fitting(workload, cluster):
-                say((*workload.notes, *_other_adapters(config, [config.method])), log)
+                say((*workload.notes, choice.attention, *_other_adapters(config, [config.method])), log)
                 return name, choice
         raise _no_model(cluster)
     with workloads(config, tool, log) as (workload, _):
         value, choice = answer.largest(workload, cluster_for(config), quantity)
-        say(workload.notes, log)
+        say((*workload.notes, choice.attention), log)
         if quantity == "seq_len":
             documents = config.data.mean_document_tokens
             note = positions_note(config.model.name, int(value), workload.positions, documents)
-            say(filter(None, [note]), log)
+            say([note], log)
         return value, choice
 
 
@@ -202,8 +202,8 @@ def _no_model(cluster: Cluster) -> NothingFits:
     return NothingFits(f"None of the {len(tables())} models of plan/models.toml fits {cluster.title}.")
 
 
-def say(notes: Iterable[str], log: Log) -> None:
-    for note in notes:
+def say(notes: Iterable[str | None], log: Log) -> None:
+    for note in filter(None, notes):
         log(note)
 
 
@@ -255,9 +255,10 @@ def workload_of_run(config: Config, run: MeasuredRun, log: Log = silent) -> Work
     count.
     """
     with workloads(config, log=log) as (workload, _):
-        return workload.of_batch(run.layout.global_batch_size).of_labels(
-            run.facts.get("label_share"), run.facts.get("longest_sequence")
-        )
+        facts = run.facts
+        workload = replace(workload, flash=facts.get("flash_attention", 2))  # earlier runs had torch's 2
+        workload = workload.of_labels(facts.get("label_share"), facts.get("longest_sequence"))
+        return workload.of_batch(run.layout.global_batch_size)
 
 
 # Finished runs as they were measured, and the devices that they were on #

@@ -240,13 +240,14 @@ def train_rank(rank: "Rank", config: Config, choice: "Choice | None", show: Show
     choice: the layout and attention; None: the ranks choose them together.
     """
     from meshtune.api import build
+    from meshtune.attention import flash
 
     if choice is None:
         config, finished = settled_together(config)
         if finished:
             return shown(RunDir(config.output), show, main=rank.main)
     try:
-        with memory_explained():
+        with memory_explained(), flash.built_in():
             run = build.build(config, choice, claimed=lambda folder: rank.keep_log(folder.logs), hooks=hooks)
             train_watched(rank, run, show)
         return run.folder

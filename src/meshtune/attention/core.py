@@ -22,6 +22,7 @@ from meshtune.attention.cpu import additive_mask
 from meshtune.attention.cuda import flex
 from meshtune.attention.op import attention
 from meshtune.data.boundaries import Boundaries
+from meshtune.placement.census import takes_flash
 
 Kernel = Literal["fused", "varlen", "flex", "plain"]
 # What is asked of attention -> kernels that can't do it.
@@ -42,8 +43,7 @@ def fastest_kernel(
         return "fused"
     if softcap is not None:
         return "flex" if sinks is None else "plain"
-    fits = q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
-    return "varlen" if fits else "plain"
+    return "varlen" if takes_flash(q.shape[-1], v.shape[-1], q.element_size()) else "plain"
 
 
 def kernel_for(

@@ -56,7 +56,9 @@ def environment(model: str | None) -> dict[str, Any]:
 
         for index, (name, memory) in enumerate(gpus_of(device := device_of("auto"))):
             devices[f"cuda:{index}"] = f"{name}, {human(memory)}"
-        devices["attention"] = f"FlashAttention {(flash.versions_here(device) or [flash.BUILT_IN])[0]}"
+        if device.type == "cuda":
+            version, *_ = *flash.versions_here(device), flash.BUILT_IN
+            devices["attention"] = f"FlashAttention {version} is installed"
     report: dict[str, Any] = {"versions": versions() | {"executable": sys.executable}, "devices": devices}
     if model:
         from meshtune.api.model_file import model_file

@@ -55,8 +55,9 @@ class Simulation(Notebook):
         """Memory of the GPU's kernels; None for processors."""
         if self.kernels != "cuda":
             return None
-        gpu, newest = self.cluster.gpu, self.workload is None or self.workload.newest_attention
-        return Workspaces(gpu.architecture, attention_kernel("meshtune", gpu, newest=newest))
+        gpu, workload = self.cluster.gpu, self.workload
+        kernel = workload.attention_kernel(gpu) if workload else attention_kernel("meshtune", gpu)
+        return Workspaces(gpu.architecture, kernel)
 
     @cached_property
     def replays(self) -> Mapping[int, Sequence[Replay]]:

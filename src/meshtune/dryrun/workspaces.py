@@ -4,7 +4,7 @@ import math
 import tomllib
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
@@ -27,9 +27,12 @@ class Buffer:
     grouped: bool = False
     dtype: str = ""
     above: int = 0
+    without: dict[str, int] = field(default_factory=dict)
 
-    def bytes(self, operation: Operation) -> int:
+    def bytes(self, operation: Operation, architecture: str) -> int:
         sizes = SIZES[operation.name](operation.shapes)
+        if self.without.get(architecture, 0) == sizes.get("head"):
+            return 0
         if self.grouped and sizes["heads"] == sizes["key_heads"]:
             return 0
         if self.above and sizes["tokens"] <= self.above:
@@ -75,9 +78,12 @@ class Workspaces:
 
     def temporary(self, operation: Operation) -> list[tuple[str, int]]:
         """(Name, bytes) of what an operation takes while it runs."""
-        kernel = self.kernel if operation.name.startswith("meshtune.") else "flash-2"
+        own = {"flash-3": "flash-4"}.get(self.kernel, self.kernel)  # 3 allocates the same
+        kernel = own if operation.name.startswith("meshtune.") else "flash-2"
         buffers = [each for each in _buffers().get(operation.name, ()) if each.kernel in ("", kernel)]
-        return [(buffer.name, size) for buffer in buffers if (size := buffer.bytes(operation))]
+        return [
+            (buffer.name, size) for buffer in buffers if (size := buffer.bytes(operation, self.architecture))
+        ]
 
     def lasting(self, operation: Operation) -> list[tuple[str, int]]:
         """(Name that begins with the thread, bytes) of what a thread's first such operation takes to keep."""

@@ -42,6 +42,11 @@ def flash_versions() -> dict[int, str]:
     return {number: own for number, own in found.items() if own.startswith(f"{number}.")}  # no stub, 0.0.1
 
 
+def newest_flash() -> int:
+    """Newest version of FlashAttention here, torch's 2 included; 4 without a GPU, to plan for others."""
+    return 4 if has_no_gpu() else max(flash_versions(), default=2)
+
+
 def torch_build() -> dict[str, Any]:
     """The values of torch/version.py: __version__; cuda, hip and xpu, None where it is built without."""
     spec = importlib.util.find_spec("torch")

@@ -12,12 +12,17 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
 from meshtune.units import Number
+
+
+def takes_flash(qk_dim: Number, v_dim: Number, element: int) -> Number:
+    """True if FlashAttention's variable-length calls take these heads. element: bytes of a number."""
+    return (element == 2) & (qk_dim == v_dim) & (qk_dim % 8 == 0) & (qk_dim <= 256)
 
 
 def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
@@ -71,6 +76,11 @@ class Attention:
     window: int | None = None
     gradients: tuple[bool, bool, bool] = (True, True, True)  # whether queries, keys, values need theirs
     flash: bool = True  # False: a softcap changes the scores, which flash kernels don't know
+
+    def on_rank(self, ranks: int) -> Attention:
+        """One rank's part of the heads, which `ranks` share out; heads of keys are repeated where needed."""
+        keys = self.key_heads // math.gcd(self.key_heads, ranks)
+        return replace(self, query_heads=self.query_heads // ranks, key_heads=keys)
 
     def forward(self, pairs: int) -> float:
         """FLOPs of QKᵀ and PV over `pairs` (query, key) pairs."""

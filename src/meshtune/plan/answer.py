@@ -152,10 +152,6 @@ class Answer(Notebook):
             found[size, gpus] = best_fitting(self.workload.of_batch(size), cluster)
         return found
 
-    @property
-    def attention_note(self) -> str:
-        return self.workload.attention_note(self.plan.cluster.gpu)
-
     def as_dict(self, most: int = 10) -> dict[str, Any]:
         """The document that `plan --json` prints, with `most` layouts; bytes and seconds."""
         plan, workload = self.plan, self.choice.decided(self.workload)
@@ -194,7 +190,7 @@ class Answer(Notebook):
             "run": vars(self.run) | {"notes": list(self.length.notes)},
             "notes": [
                 *self.workload.notes,
-                *filter(None, [unmeasured(plan.cluster), self.choice.uncompiled, self.attention_note]),
+                *filter(None, [unmeasured(plan.cluster), self.choice.uncompiled, self.choice.attention]),
             ],
         }
         if self.left_out:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
@@ -21,7 +21,7 @@ import numpy as np
 from meshtune.errors import Table, UserError, expanded, written
 from meshtune.nearest import did_you_mean, nearest
 from meshtune.precision import PRECISIONS
-from meshtune.units import GIB, TERA
+from meshtune.units import GIB, TERA, Number
 from meshtune.yaml_tree import read_toml
 
 OTHER_CHIP_WORDS = {"MIG", "Laptop", "D"}  # a driver's name with one of these isn't a GPU of the catalogue
@@ -125,14 +125,18 @@ def attention_kernels(stack: str) -> list[str]:
     return table["attention_kernels"] if "attention_kernels" in table else attention_kernels(table["like"])
 
 
-def attention_kernel(stack: str, gpu: Gpu, *, newest: bool) -> str:
-    """Name of the attention kernel that a stack runs on a GPU kind: the first that knows its architecture.
+def attention_kernel(stack: str, gpu: Gpu, flash: int | None = 4, heads: Sequence[Number] = ()) -> str:
+    """Name of the newest attention kernel of a stack that runs heads of these sizes on a GPU kind.
 
-    newest: False for the oldest, where the others are not installed.
+    flash: the newest version of FlashAttention that can run; None: torch's, which stands for other kernels.
     """
-    names = attention_kernels(stack)
-    known = (name for name in names if gpu.architecture in _tables("kernels.toml")[name])
-    return next(known, names[-1]) if newest else names[-1]
+    for name in (names := attention_kernels(stack)):
+        table = _tables("kernels.toml")[name].get(gpu.architecture)
+        low, high = (table or {}).get("refused", (0, 0))
+        lacking = any(np.any((low <= size) & (size <= high)) for size in heads)
+        if table and name <= f"flash-{flash or 2}" and not lacking:  # cuDNN's with any `flash`
+            return name
+    return names[-1]
 
 
 def memory_of(stack: str) -> dict[str, Any]:
@@ -171,6 +175,7 @@ def datasheet_flops(device_name: str, precision: str) -> float | None:
     return getattr(gpu, rate) if gpu is not None and rate is not None else None
 
 
+@cache
 def _tables(file: str) -> dict[str, dict[str, Any]]:
     return tomllib.loads(files("meshtune.plan").joinpath(file).read_text("utf-8"))
 

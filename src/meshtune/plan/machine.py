@@ -111,12 +111,12 @@ class Machine:
     @classmethod
     def of(
         cls, gpu: Gpu, stack: str, *,
-        network_share: float = NETWORK_SHARE, ranks: int = 1, newest: bool = True,
+        network_share: float = NETWORK_SHARE, ranks: int = 1, kernel: str = "",
     ) -> Machine:  # fmt: skip
         """Return the GPU kind's usual machine with a stack of stacks.toml, in 16 bits.
 
         network_share: share of the network's bandwidth that rings reach. ranks: at work on one machine.
-        newest: see `attention_kernel`.
+        kernel: of kernels.toml; "": the newest attention that the stack has for the kind.
         """
         facts = {
             "matmul_max": gpu.matmul_max,
@@ -131,7 +131,7 @@ class Machine:
             "flash": 1.0,
             "network_share": network_share,
         }
-        rates = attention_rates(stack, gpu, newest=newest)
+        rates = kernel_on(kernel or attention_kernel(stack, gpu), gpu)
         return cls(**facts | rates | stacks()[stack] | gpu.efficiency_among(ranks))
 
 
@@ -143,7 +143,7 @@ def machine_of(workload: Workload, cluster: Cluster) -> Machine:
     """
     machine = Machine.of(
         cluster.gpu, workload.stack, network_share=cluster.network_share, ranks=cluster.ranks_in_node,
-        newest=workload.newest_attention,
+        kernel=workload.attention_kernel(cluster.gpu),
     )  # fmt: skip
     copies = copies_of(workload.precision, workload.reduce_dtype, workload.optimizer)
     measured = copies_of("bf16", "fp32", "adamw")
@@ -196,11 +196,6 @@ def update_bytes(precision: str, copies: Copies, optimizer: str, matrices: Numbe
 
     rest = OPTIMIZERS[optimizer].rest
     return gradient + matrices * moved(optimizer) + (1 - matrices) * moved(rest or optimizer)
-
-
-def attention_rates(stack: str, gpu: Gpu, *, newest: bool = True) -> dict[str, float]:
-    """Fields of Machine that a stack's attention kernel on a GPU kind decides, by name."""
-    return kernel_on(attention_kernel(stack, gpu, newest=newest), gpu)
 
 
 def in_precision(machine: Machine, gpu: Gpu, precision: str) -> dict[str, Number]:

@@ -73,6 +73,7 @@ class Choice(Notebook):
     stack: str = "meshtune"  # of stacks.toml, that predicted it
     tool: Tool = MESHTUNE  # that runs it
     uncompiled: str = ""  # a sentence on why the blocks are not compiled, though train.compile leaves it open
+    attention: str = ""  # a sentence on the version of FlashAttention that is predicted
 
     @property
     def summary_line(self) -> str:
@@ -282,6 +283,7 @@ def choice_of(
         workload.stack,
         workload.tool,
         why and UNCOMPILED.format(why),
+        workload.attention_note(cluster.gpu),
     )
 
 

@@ -11,11 +11,12 @@ import numpy as np
 
 from meshtune.config import Config
 from meshtune.errors import UserError
-from meshtune.launch.installed import FLASH_4, flash_versions, has_no_gpu
+from meshtune.launch.installed import FLASH_4, newest_flash
 from meshtune.layout import Layout
+from meshtune.placement.census import takes_flash
 from meshtune.placement.columns import Columns
 from meshtune.placement.rules import Rule, Traits, compiles, rules, sentences
-from meshtune.plan.hardware import Gpu, attention_kernel, attention_kernels
+from meshtune.plan.hardware import Gpu, attention_kernel
 from meshtune.plan.programs import MESHTUNE, Tool
 from meshtune.plan.work import Work, attended
 from meshtune.precision import DTYPE_BYTES, PRECISIONS
@@ -42,7 +43,7 @@ class Workload:
     compile: bool | Literal["auto"] = False  # "auto": `compiles` says under which layouts
     packing: bool = True
     attention: str = "meshtune"  # implementation that the model is built with
-    flash_installed: bool = True  # FlashAttention 4, where GPUs have kernels of it
+    flash: int | None = 4  # newest version of FlashAttention that it can run; None: other kernels run
     positions: int | None = None  # tokens of the longest document that its positions are made for; None: any
     notes: tuple[str, ...] = ()  # sentences on the model that every answer says
     tool: Tool = MESHTUNE  # that runs it
@@ -154,29 +155,29 @@ class Workload:
         return cluster.memory * self.fuses(cluster)
 
     @property
-    def runs_flash(self) -> bool:
-        """Whether all attention runs by flash kernels: 16 bits, no softcap, values as wide as keys."""
-        fits = all(core.flash and np.all(core.qk_dim == core.v_dim) for core in self.work.cores)
-        half = DTYPE_BYTES[PRECISIONS[self.precision].compute] == 2
-        return fits and half and self.attention == "meshtune"
+    def flash_heads(self) -> list[Number]:
+        """Sizes of the heads that FlashAttention runs on GPUs, one for each kind of layer that it runs."""
+        if self.flash is None or self.attention != "meshtune":
+            return []
+        element, cores = DTYPE_BYTES[PRECISIONS[self.precision].compute], self.work.cores
+        fits = (core.flash and np.all(takes_flash(core.qk_dim, core.v_dim, element)) for core in cores)
+        return [core.qk_dim for core, fit in zip(cores, fits, strict=True) if fit]
 
-    @property
-    def newest_attention(self) -> bool:
-        """Whether attention runs the newest version of FlashAttention that the GPU has kernels of."""
-        return self.flash_installed and self.runs_flash
+    def attention_kernel(self, gpu: Gpu) -> str:
+        """Name of the attention kernel (kernels.toml) that runs on GPUs of a kind."""
+        heads = self.flash_heads
+        return attention_kernel(self.tool.stack, gpu, self.flash if heads else None, heads)
 
     def attention_note(self, gpu: Gpu) -> str:
         """A sentence on the version of FlashAttention that is predicted, where GPUs of a kind run a newer one
         than torch's; "" elsewhere.
         """
-        newest, *older = attention_kernels(self.tool.stack)
-        known = older and newest == attention_kernel(self.tool.stack, gpu, newest=True)
-        if not known or gpu.attention_kernel or not self.runs_flash:
+        newest = replace(self, flash=4).attention_kernel(gpu)
+        if newest != "flash-4" or gpu.attention_kernel or self.flash is None:
             return ""
-        version = newest.removeprefix("flash-")
-        if self.flash_installed:
-            return f"Predicted with FlashAttention {version} ({FLASH_4})."
-        return f"FlashAttention {version} is faster than torch's on {gpu.name}: {FLASH_4}."
+        if (kernel := self.attention_kernel(gpu)) == "flash-2":
+            return f"FlashAttention 4 may be faster than torch's on {gpu.name}: {FLASH_4}."
+        return f"Predicted with FlashAttention {kernel[-1]}{f' ({FLASH_4})' * (kernel == newest)}."
 
     def rules(self) -> Iterator[Rule]:
         """Rules on the layouts that the model can be trained under, by this engine or by the tool."""
@@ -246,7 +247,7 @@ def workload_of(config: Config, numbers: ModelNumbers) -> Workload:
         reduce_dtype=config.train.reduce_dtype,
         optimizer=config.train.optimizer,
         packing=config.data.packing,
-        flash_installed=has_no_gpu() or 4 in flash_versions(),
+        flash=None if numbers.dropout else newest_flash(),
         compile="auto" if config.train.compile == "auto" else False,
     )
     uncounted = untraced_note(workload), dropout_note(numbers)

@@ -35,7 +35,7 @@ from meshtune.train.measure import Meter
 from meshtune.train.model import ModelSpec, OptimizerSpec, RankModel, rank_model
 from meshtune.train.run_row import device_name, device_of, facts_of, hosts_of
 from meshtune.train.step import Counts
-from meshtune.units import spread
+from meshtune.units import notice, spread
 
 WARM_UP = WATCHED_STEPS + 1  # steps before those that are timed: memory is watched, kernels are chosen
 LEARNING_RATE = 1e-6  # the values do not matter; they must stay finite
@@ -133,6 +133,8 @@ def bench_rank(rank: Rank, trial: Trial) -> Measured | None:
     if not isinstance(spec.source, str):
         spec = replace(spec, draw_on=str(device))
     model = rank_model(spec, world, optimizer=trial.optimizer, tokens_per_sequence=seq_len)
+    for note in model.flash_notes if rank.main else ():
+        notice(f"meshtune: {note}")
     seed_dropout(world, spec.seed)
     batches: Iterator[Batch]
     if inputs:

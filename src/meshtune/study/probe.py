@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from math import ceil, prod
 from typing import Any
 
@@ -32,6 +32,7 @@ from meshtune.placement.census import Attention
 from meshtune.study.probe_kind import Figure
 from meshtune.units import counted, duration, notice
 
+notice_once = cache(notice)  # operations of several lengths have the same sentence
 MOST_OPERATIONS = 500  # of a sample: a GPU's queue holds about a thousand
 
 
@@ -48,7 +49,7 @@ def probe_rank(
     threads: CPU threads of each rank, by the number of ranks at work. seconds: no further round begins that
     would end later. Raises UserError if a GPU stops answering.
     """
-    with answering():
+    with answering(), flash.built_in():
         own_gpu = f":{torch.cuda.current_device()}" if device_type == "cuda" else ""
         device = torch.device(device_type + own_gpu)
         team = Team(rank, device)
@@ -299,21 +300,25 @@ def _matmul(form: str, dtype: str, sizes: tuple[int, int, int], device: torch.de
 def attention(ranks: int, sizes: Sizes, head: int, length: int, form: str) -> Task:
     """Causal attention of documents of one length, each a row; form: forward or backward."""
     tokens = max(length, sizes.attended)
-    what = {"form": form, "dtype": sizes.dtype, "tokens": tokens, "length": length, "head": head}
-    what["width"] = 2 * head * max(1, WIDTH // head)  # of queries and of values, all heads
-    return Task("attention", what, ranks, partial(_attention, form, sizes.dtype, (tokens, length, head)))
+    what: dict[str, Any] = {"form": form, "dtype": sizes.dtype, "tokens": tokens, "length": length}
+    what |= {"head": head, "width": 2 * head * max(1, WIDTH // head)}  # of queries and values, all heads
+    return Task("attention", what, ranks, partial(_attention, what))
 
 
-def _attention(
-    form: str, dtype: str, sizes: tuple[int, int, int], device: torch.device, _: Group
-) -> Operation:
-    tokens, length, head = sizes
+def _attention(what: dict[str, Any], device: torch.device, _: Group) -> Operation:
+    """Make the operation; on a GPU `what` gets the version of FlashAttention that runs, as "flash"."""
+    form, dtype, tokens, length, head = (what[key] for key in ("form", "dtype", "tokens", "length", "head"))
     rows, heads = tokens // length, max(1, WIDTH // head)
     q, k, v = (
         values(device, rows, heads, length, head, dtype=DTYPES[dtype]).requires_grad_() for _ in range(3)
     )
     documents = row_boundaries(((length,),) * rows, length).map(lambda tensor: tensor.to(device))
-    flash.choose(flash.versions_here(device), [Attention(heads, heads, head, head)], q.dtype, device)
+    shape = Attention(heads, heads, head, head)
+    version, notes = flash.choose(flash.versions_here(device), [shape], q.dtype, device)
+    if device.type == "cuda" and "flash" not in what:
+        what["flash"] = version
+        for note in notes:
+            notice_once(f"meshtune: probe: heads of {head}: {note}")
     attend = partial(attend_rows, q, k, v, documents, head**-0.5, 0.0, None, None)
     if form == "forward":
         return attend

@@ -467,6 +467,8 @@ def document_of(
         by_kind.setdefault(one.kind, []).append(one.as_dict())
     network = f"The network, which was not measured, is that of {device.like.name}."
     source = f"meshtune probe, {provenance['date']}, {device.name}. {network}"
+    if versions := sorted({one.what["flash"] for one in figures if "flash" in one.what}):
+        source += f" Attention ran FlashAttention {' and '.join(map(str, versions))}."
     return {
         "cluster": cluster,
         "kind": fitted.table | {"source": source},

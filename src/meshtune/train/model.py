@@ -34,7 +34,7 @@ from meshtune.parallel.apply import Cut, Finish, Parallel, cut, place
 from meshtune.parallel.mesh import World
 from meshtune.parallel.noise import Neftune
 from meshtune.parallel.zero import local
-from meshtune.placement.census import Census
+from meshtune.placement.census import Census, head_shards
 from meshtune.placement.share import census_stages, stage_of_rank
 from meshtune.precision import PRECISIONS
 from meshtune.train.loss import TokenLoss, head_loss
@@ -113,7 +113,7 @@ class RankModel:
     passes: Passes
     added_embeddings: int  # rows that the embedding gained
     flash: int | None = None  # version of FlashAttention that its attention runs; None: another kernel
-    flash_notes: tuple[str, ...] = ()  # sentences on newer versions that are installed and not used
+    flash_notes: Sequence[str] = ()  # as `flash_of` returns them
 
     def memory(self, **options: Any) -> PhaseMemory:
         """Make what watches this rank's memory. options: of PhaseMemory."""
@@ -157,7 +157,7 @@ def rank_model(
     adapters = initial_adapters(made.whole)
     fill_values(spec, parallel.named_pieces(), models, adapters, export=world.main)
     model = ready(spec, made, parallel, optimizer, token_loss)
-    return replace(model, flash=version, flash_notes=tuple(notes))
+    return replace(model, flash=version, flash_notes=notes)
 
 
 @dataclass(frozen=True)
@@ -217,23 +217,31 @@ def ready(
 def flash_of(spec: ModelSpec, made: Structure, world: World) -> tuple[int | None, list[str]]:
     """Choose the version of FlashAttention for a model, the same on all ranks. Every rank calls it.
 
-    Returns it, None where the model's attention runs another kernel, and sentences on versions not taken.
+    Returns it, None where the model's attention runs another kernel, and sentences on newer ones that don't
+    run: refused, not installed, or not by all ranks.
     """
-    layers = {shape for block in made.census.blocks for shape in block.attention}
-    shapes = [shape for shape in layers if flash.runs(shape, spec.compute_dtype)]
+    layout = world.layout
+    ulysses = layout.cp if layout.cp_method == "ulysses" else 1  # ranks that it gives heads
+    shapes = dict.fromkeys(
+        shape.on_rank(int(head_shards(block.whole_heads, layout.tp)) * ulysses)
+        for block in made.census.blocks
+        for shape in block.attention
+        if flash.runs(shape, spec.compute_dtype)
+    )
     ours = spec.attention in ATTENTION_NAMES and not attention_drops(made.whole)
     if world.device.type != "cuda" or not shapes or not ours:
         flash.restore()
         return None, []
-    versions, cp = flash.versions_here(world.device), world.layout.cp > 1
+    versions, cp = flash.versions_here(world.device), layout.cp > ulysses
     version, notes = flash.choose(versions, shapes, spec.compute_dtype, world.device, cp=cp)
     if not versions and 4 in flash.versions_for(world.device):
-        notes = [f"FlashAttention 4 is faster than torch's 2 on this GPU: {FLASH_4}."]
-    if len(on_ranks := set(world.all_gather_object(version))) > 1:
+        notes = [f"FlashAttention 4 may be faster than torch's 2 on this GPU: {FLASH_4}."]
+    chosen = world.all_gather_object((version, notes))
+    if len(on_ranks := {number for number, _ in chosen}) > 1:
         flash.restore()
-        found = " and ".join(map(str, sorted(on_ranks)))
-        notes = [*notes, f"Ranks would run FlashAttention {found}: all run {flash.BUILT_IN}."]
-        version = flash.BUILT_IN
+        version, found = flash.BUILT_IN, " and ".join(map(str, sorted(on_ranks)))
+        both = f"Ranks would run FlashAttention {found}: all run {version}. Install the same on all machines."
+        notes = [*dict.fromkeys(note for _, of_rank in chosen for note in of_rank), both]
     return version, notes
 
 

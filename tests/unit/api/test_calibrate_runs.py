@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 from golden import refuses
+from transformers import LlamaConfig
 
 from meshtune.api.calibrate import calibrate
+from meshtune.api.choose import prediction
 from meshtune.api.plan import cluster_of_run, workload_of_run
 from meshtune.config import load
 from meshtune.errors import UserError
@@ -56,6 +58,21 @@ def make(tmp_path: Path) -> Make:
         return path
 
     return folder
+
+
+@pytest.mark.ci
+def test_a_run_is_predicted_with_the_attention_that_it_ran(tmp_path: Path) -> None:
+    LlamaConfig(num_hidden_layers=2).save_pretrained(tmp_path)
+    config = load(None, [f"model.name={tmp_path}", f"data.cache={tmp_path}", "data.seq_len=2048"])
+    step = {"kind": "time", "step": 9, "seconds": 1.0, "parts": dict.fromkeys(PARTS, 0.1)}
+    kernels, plans = [], []
+    for fact in ({}, {"flash_attention": None}, {"flash_attention": 3}, {"flash_attention": 4}):
+        run = MeasuredRun.of("a run", [FACTS | {"layout": "mb1-ga1"} | fact, step])
+        workload, gpu = workload_of_run(config, run), cluster_of_run(config, run).gpu
+        kernels.append(workload.attention_kernel(gpu))
+        plans.append(prediction(config, run.layout, [(str(run.facts["device"]), 8e10)], None, workload.flash))
+    assert kernels == ["flash-2", "flash-2", "flash-3", "flash-4"]
+    assert plans[0] == plans[1] != plans[2] == plans[3], "4 on Hopper is assumed to be as fast as 3"
 
 
 @pytest.mark.all

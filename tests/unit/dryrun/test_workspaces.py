@@ -27,6 +27,12 @@ def test_attention_of_as_many_heads_of_keys_expands_nothing():
     assert dict(newer) == {
         "dpsum, lse_log2": 49_152, "dq_accum, FlashAttention 4": 2_359_296, "dk_accum, dv_accum": 2_359_296,
     }  # fmt: skip
+    wide = [(*shape[:2], 256) if len(shape) == 3 else shape for shape in grouped]
+    dedicated = operation("meshtune.attention_backward.default", *wide)
+    assert [name for name, _ in Workspaces("blackwell", "flash-4").temporary(dedicated)] == [
+        "dpsum, lse_log2"
+    ]
+    assert len(Workspaces("hopper", "flash-3").temporary(dedicated)) == 3
     # 1,536 rows in fp32: 1,024 tokens and a block of 128 for each of four documents; 80 wide is padded to 96
     assert dict(taken) == {"softmax_d": 24_576, "dq_accum": 2_359_296}
 

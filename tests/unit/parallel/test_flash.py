@@ -1,8 +1,10 @@
 """A newer FlashAttention takes the place of torch's only where it is right for the model's shapes."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,7 +14,9 @@ from torch.nn.attention import _fa4, current_flash_attention_impl, register_flas
 from meshtune.attention import cpu, flash
 from meshtune.attention.arguments import Core
 from meshtune.launch.installed import FLASH_4
-from meshtune.placement.census import Attention
+from meshtune.layout import Layout
+from meshtune.placement.census import Attention, Block
+from meshtune.train import model
 
 GROUPED, WINDOWED = Attention(4, 2, 16, 16), Attention(4, 4, 32, 32, window=20)
 
@@ -67,12 +71,16 @@ def choose(shapes, **faults):
 
 def test_a_version_that_is_right_stays_and_draws_nothing_from_the_global_generator():
     state = torch.get_rng_state()
-    assert choose([GROUPED, WINDOWED]) == (4, [])
+    assert choose([GROUPED, WINDOWED, replace(WINDOWED, window=1)]) == (4, [])
     assert current_flash_attention_impl() == "FA4"
     assert torch.equal(torch.get_rng_state(), state)
     with flash.built_in():
         assert current_flash_attention_impl() is None
     assert current_flash_attention_impl() == "FA4"
+    flash.restore()
+    with flash.built_in():  # a run
+        choose([GROUPED])
+    assert current_flash_attention_impl() is None
 
 
 @pytest.mark.parametrize(
@@ -91,8 +99,34 @@ def test_one_that_raises_or_is_wrong_is_named_and_not_used(faults, why):
     assert why in sentence
 
 
+def test_an_error_that_loses_the_gpu_is_raised(monkeypatch):
+    lost = Mock(side_effect=torch.AcceleratorError("CUDA error: an illegal memory access"))
+    monkeypatch.setattr(flash.cuda, "forward", lost)
+    with pytest.raises(torch.AcceleratorError):
+        choose([GROUPED])
+
+
 def test_one_that_lacks_windows_is_used_for_a_model_without():
     assert choose([GROUPED], windowless=True) == (4, [])
+
+
+@pytest.mark.parametrize("elsewhere", [4, 2])
+def test_ranks_run_the_same_version_and_all_reasons_are_printed(monkeypatch, elsewhere):
+    tried = []
+    monkeypatch.setattr(model, "attention_drops", lambda whole: False)
+    monkeypatch.setattr(flash, "versions_here", lambda device: [4])
+    monkeypatch.setattr(flash, "choose", lambda *given, cp: tried.extend([given[1], cp]) or (4, []))
+    world = SimpleNamespace(
+        device=SimpleNamespace(type="cuda"), layout=Layout.parse("tp2-ulysses4-mb1-ga1"),
+        all_gather_object=lambda own: [own, (elsewhere, ["Version 4 is broken there."] * (elsewhere != 4))],
+    )  # fmt: skip
+    census = SimpleNamespace(blocks=[Block((), (Attention(32, 8, 64, 64),), ())])
+    found = model.flash_of(model.ModelSpec(source=""), SimpleNamespace(census=census, whole=None), world)
+    assert tried == [{Attention(4, 1, 64, 64): None}, False], "each of 2 x 4 ranks has four of 32 heads"
+    assert found[0] == elsewhere
+    assert [sentence.partition(":")[0] for sentence in found[1]] == [
+        "Version 4 is broken there.", "Ranks would run FlashAttention 2 and 4",
+    ][: 2 * (elsewhere != 4)]  # fmt: skip
 
 
 def test_the_remedy_is_what_the_extra_installs():
@@ -103,11 +137,8 @@ def test_the_remedy_is_what_the_extra_installs():
 
 def test_only_attention_that_takes_the_calls_is_tried():
     unlike, softcapped = Attention(4, 4, 24, 16), Attention(4, 4, 16, 16, flash=False)
-    assert [flash.runs(shape, torch.bfloat16) for shape in (GROUPED, unlike, softcapped)] == [
-        True,
-        False,
-        False,
-    ]
+    shapes = GROUPED, unlike, softcapped, Attention(4, 4, 100, 100)
+    assert [flash.runs(shape, torch.bfloat16) for shape in shapes] == [True, False, False, False]
     assert not flash.runs(GROUPED, torch.float32)
 
 
@@ -126,4 +157,3 @@ def test_torch_calls_newer_packages_whose_forward_returns_five_results(monkeypat
     out, lse = _fa4._fa4_run_forward(ones, ones, ones, ends, ends, *longest, None, True, None, None, None)
     assert torch.equal(out, 2 * ones)
     assert torch.equal(lse, ones)
-    assert "FA4" in flash.register()

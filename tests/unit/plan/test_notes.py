@@ -18,6 +18,7 @@ from meshtune.errors import UserError
 from meshtune.model.files import context_of
 from meshtune.model.trace import census
 from meshtune.plan.workload import positions_note, untraced_note
+from meshtune.report.plan.screen import reliability
 
 SIZES = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -69,8 +70,8 @@ def test_the_answer_says_what_is_left_out_of_a_mixture(
     assert "no expert parallelism" in printed
     assert uncompiled in printed and attention in printed
     logged: list[str] = []
-    api.explained(config.load(None, words), ["mb1-ga64"], log=logged.append)
-    assert logged == [note]
+    (one,) = api.explained(config.load(None, words), ["mb1-ga64"], log=logged.append)
+    assert logged == [note] and attention in reliability(one.choice)
     with pytest.raises(UserError):  # where nothing fits, too
         api.plan(config.load(None, [*words, "cluster.memory_gib=0.001"]), log=logged.append)
     assert logged == [note, note]
@@ -174,6 +175,7 @@ def test_the_longest_sequence_that_fits_is_compared_with_the_positions(tmp_path:
     value, _ = api.largest(config.load(None, words), "seq_len", log=logged.append)
     assert isinstance(value, int) and value > 512
     assert f"data.seq_len={value} goes beyond the 512 positions" in logged[-1]
+    assert logged[-2].startswith("Predicted with FlashAttention 4 (")
     assert sum("positions" in line for line in logged) == 1
 
 
@@ -199,3 +201,14 @@ def test_dropout_of_attention_is_said_not_to_be_counted(
             words.append("lora.dropout=0.1")
         notes = api.plan(config.load(None, words)).as_dict()["notes"]
         assert any("dropout" in note for note in notes) == said
+        assert any("FlashAttention" in note for note in notes) != said
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(("size", "said"), [(96, True), (100, False), (264, False)])
+def test_flash_attention_is_predicted_only_for_heads_that_it_runs(
+    tmp_path: Path, size: int, said: bool
+) -> None:
+    made("llama", head_dim=size).save_pretrained(tmp_path)
+    notes = api.plan(config.load(None, settings(tmp_path, "data.seq_len=256"))).as_dict()["notes"]
+    assert any("FlashAttention" in note for note in notes) == said

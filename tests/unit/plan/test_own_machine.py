@@ -9,8 +9,8 @@ from own_machine import OWN_MACHINE
 from meshtune import config
 from meshtune.errors import UserError
 from meshtune.plan.cluster import Cluster, cluster_for, cluster_here, unused_here
-from meshtune.plan.hardware import catalogue
-from meshtune.plan.machine import Machine, attention_rates
+from meshtune.plan.hardware import attention_kernel, catalogue, kernel_on
+from meshtune.plan.machine import Machine
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_measured_launches_and_attention_go_before_the_stacks_own(machine_file: 
     assert (own.attention_keys, own.attention_backward) == (64, 1.5)
     gpu = catalogue()["h100-sxm"]
     assert Machine.of(gpu, "meshtune").launch == 1.5e-5
-    assert attention_rates("meshtune", gpu, newest=False)["attention_keys"] == 150
+    assert Machine.of(gpu, "meshtune", kernel="flash-2").attention_keys == 150
 
 
 def test_the_newest_attention_kernel_is_planned_where_it_is_installed_and_runs() -> None:
@@ -72,9 +72,14 @@ def test_the_newest_attention_kernel_is_planned_where_it_is_installed_and_runs()
     newer, dense = {}, catalogue()["b200"].matmul_max / catalogue()["h100-sxm"].matmul_max
     for name in ("a100-80", "rtx-4090", "rtx-5090", "h100-sxm", "b200"):
         gpu = catalogue()[name]
-        newest, older = (attention_rates("meshtune", gpu, newest=newest) for newest in (True, False))
-        newer[name] = newest["attention_128"] / older["attention_128"]
-        assert attention_rates("torchtitan", gpu) == attention_rates("torchtitan", gpu, newest=False)
+        names = [attention_kernel("meshtune", gpu, flash) for flash in (4, 3, 2, None)]
+        assert names[1:] == ["flash-3" if name == "h100-sxm" else "flash-2", "flash-2", "flash-2"]
+        newest, older = (kernel_on(kernel, gpu)["attention_128"] for kernel in (names[0], "flash-2"))
+        newer[name] = newest / older
+        lacking = "flash-2" if name == "b200" else names[0]  # heads of 192 on Blackwell
+        assert [attention_kernel("meshtune", gpu, 4, [128, n]) for n in (192, 256)] == [lacking, names[0]]
+        assert attention_kernel("torchtitan", gpu) == "flash-2"
+        assert attention_kernel("megatron-core", gpu, 2) == "cudnn"
     assert newer == {
         "a100-80": 1, "rtx-4090": 1, "rtx-5090": 1, "h100-sxm": pytest.approx(625 / 341),
         "b200": pytest.approx(1560 / (341 * dense)),

@@ -199,7 +199,7 @@ def test_the_roofline_has_the_kernels_with_flops_at_their_places_and_names_the_o
     ]
     efficiencies = {"clock": 1, "matmul": 0.9, "stack_matmul": 1, "memory": 0.9}
     machine = SimpleNamespace(matmul_max=8e14, bandwidth=3e12, **efficiencies)
-    workload = SimpleNamespace(precision="bf16", newest_attention=True)
+    workload = SimpleNamespace(precision="bf16", attention_kernel=lambda gpu: "flash-4")
     run = replace(simulation_of("zero3x8-mb1-ga1", trace_of()), workload=workload)
     vars(run).update(replays={0: [Replay()] * 2}, times=(), kernels_of={0: KernelTable(rows)})
     vars(run)["costs"] = SimpleNamespace(machine=machine)

@@ -113,15 +113,15 @@ def first_screen(result: Answer, line: CommandLine, written: Written | None = No
         yield InTerminal(replace(table, title="\nClusters"))
     yield InTerminal(Section("", [*result.comparison, *result.left_out]))
     yield InTerminal(Text())
-    attention = filter(None, [result.attention_note])
-    yield InTerminal(Notes([*reliability(choice), *attention, *workload.notes, *result.length.notes]))
+    yield InTerminal(Notes([*reliability(choice), *workload.notes, *result.length.notes]))
 
 
 def reliability(choice: Choice) -> list[str]:
     """Sentences on how far the numbers can be trusted; the first screen says of an unmeasured processor."""
     borrowed = unmeasured(choice.cluster) if choice.cluster.timed else ""
     accuracy = choice.accuracy.sentence(choice.stack, choice.cluster.gpu.name)
-    return [*filter(None, [accuracy, f"{predicted_with(None)}.", borrowed, choice.uncompiled])]
+    labels = f"{predicted_with(None)}."
+    return [*filter(None, [accuracy, labels, borrowed, choice.uncompiled, choice.attention])]
 
 
 def heading(result: Answer) -> Text:
