@@ -73,7 +73,7 @@ def examples(
         raise UserError(f"data.on_bad_row={on_bad_row} is unknown; it is error or skip.")
     tally = tally or Tally()
     columns, raw_rows = _first_columns(raw_rows, source)
-    format_name = detect(source, columns) if columns else None
+    format_name = None if columns is None else detect(source, columns)
     unseen = {ours: theirs for ours, theirs in source.columns if ours in OPTIONAL}
     problems: list[str] = []
     total = rows = first_bad = 0
@@ -103,21 +103,22 @@ def examples(
         tally.notes.unfound.update(f"{ours} to {theirs} of {source.path}" for ours, theirs in unseen.items())
 
 
-def _first_columns(raw_rows: Iterable[RawRow], source: Source) -> tuple[list[str], Iterator[RawRow]]:
+def _first_columns(raw_rows: Iterable[RawRow], source: Source) -> tuple[list[str] | None, Iterator[RawRow]]:
     """(Columns of the first row that is an object, and of up to LOOK_AHEAD rows behind it where it lacks one
-    that `source.columns` names and needs; all rows). No columns: no row is an object.
+    that `source.columns` names and needs, None without such a row; all rows).
     """
-    rows, read, columns, behind = iter(raw_rows), [], dict[str, None](), 0
-    mapped = dict(source.columns)
+    rows, read, mapped = iter(raw_rows), [], dict(source.columns)
     needed = {theirs for ours, theirs in mapped.items() if ours not in OPTIONAL}
+    found: dict[str, None] | None = None
+    behind = 0
     for each in rows:
         read.append(each)
         if isinstance(each[1], dict):
-            columns |= dict.fromkeys(column_names(each[1], mapped.values()))
-        behind += bool(columns)
-        if columns and (needed <= columns.keys() or behind > LOOK_AHEAD):
+            found = (found or {}) | dict.fromkeys(column_names(each[1], mapped.values()))
+        behind += found is not None
+        if found is not None and (needed <= found.keys() or behind > LOOK_AHEAD):
             break
-    return [*columns], chain(read, rows)
+    return None if found is None else [*found], chain(read, rows)
 
 
 def _example(
