@@ -53,7 +53,7 @@ def boundaries_of(lengths: Sequence[tuple[int, int]]) -> Boundaries:
     sides = list(zip(*lengths, strict=True))
     ends = [torch.tensor([0, *accumulate(side)], dtype=torch.int32) for side in sides]
     longest = [torch.tensor(max(side), dtype=torch.int64) for side in sides]
-    return Boundaries(*ends, *longest, tuple(lengths))
+    return Boundaries(ends[0], ends[1], longest[0], longest[1], tuple(lengths))
 
 
 def row_boundaries(documents: Sequence[Sequence[int]], seq: int) -> Boundaries:
