@@ -65,7 +65,8 @@ def bench(
         for number, layout in enumerate(here.layouts, 1):
             log(f"bench {number} of {len(here.layouts)}: {layout} …")
             done.append(here.beside(layout, log))
-            done[-1] |= here.run(layout, steps, limit, profile and profile / str(layout))
+            rank = done[-1]["simulated"]["rank"]
+            done[-1] |= here.run(layout, steps, limit, profile and profile / str(layout), rank)
             done[-1]["causes"] = why_slow(done[-1]) if done[-1]["measured"] else []
             if out and done[-1]["measured"]:
                 record(RunDir(out / str(layout)), here.subject.config_of(layout), done[-1])
@@ -131,8 +132,14 @@ class Bench:
     device: str  # torch's kind
     layouts: Sequence[Layout]
 
-    def run(self, layout: Layout, steps: int, limit: float, profile: Path | None = None) -> Document:
-        """Run a layout in processes of its own (`run`), with the global batch that it makes."""
+    def run(
+        self, layout: Layout, steps: int, limit: float, profile: Path | None = None,
+        compared: int | None = None,
+    ) -> Document:  # fmt: skip
+        """Run a layout in processes of its own (`run`), with the global batch that it makes.
+
+        compared: rank whose memory is given; None: the fullest.
+        """
         from meshtune.api.dryrun import documents_of
         from meshtune.api.resolve import inputs_of, model_spec, optimizer_spec, run_settings
         from meshtune.study.bench import Trial
@@ -155,6 +162,7 @@ class Bench:
             settings=run_settings(config),
             steps=steps,
             profile=profile,
+            compared=compared,
         )
         return run(trial, self.device, limit)
 

@@ -75,7 +75,10 @@ def generate(
     elif as_json:
         show_json([*rows])
     else:
-        for row in rows:
+        several = sys.stdout.isatty() and (len(given) > 1 or prompts)  # answers have lines of their own
+        for number, row in enumerate(rows, 1):
+            if several:
+                print(f"── answer {number}")
             print(printable(row["answer"]) if sys.stdout.isatty() else row["answer"], flush=True)
             if lost(1):  # nobody reads them
                 break

@@ -34,6 +34,8 @@ LAYOUT_FIELDS = {  # sentence, and unit of a number
     "recompute_blocks": ("Blocks of each pipeline stage that do, from its first on; null: all.", "blocks"),
 }
 
+CHOSEN = ("micro_batch_size", "gradient_accumulation_steps")  # where they are left out (PartialLayout)
+
 
 def schema() -> dict[str, Any]:
     """The JSON schema of a config file."""
@@ -89,7 +91,7 @@ def layout_mapping() -> dict[str, Any]:
         sentence, unit = LAYOUT_FIELDS[field.name]
         properties[field.name] = {
             "anyOf": [value, {"const": AUTO}, *[{"type": "null"}] * (field.default is None)],
-            "default": field.default,
+            "default": AUTO if field.name in CHOSEN else field.default,
             "description": sentence,
         } | ({"unit": unit} if unit else {})
     return {"type": "object", "additionalProperties": False, "properties": properties}

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshtune.errors import UserError, expanded
 from meshtune.notebook import Notebook
-from meshtune.plan.changes import Count
 from meshtune.report.draw import part as drawn
 from meshtune.report.draw.document import Document, Pictures
 from meshtune.report.draw.picture import target
 from meshtune.rundir import RunDir
 from meshtune.units import counted, on_screen, working
+
+if TYPE_CHECKING:  # it takes a second, before progress is shown
+    from meshtune.plan.changes import Count
 
 SHOWN, IN_TABLE = 5, 100  # best layouts of a plan on its page and in its table
 Row = Mapping[str, Any]

@@ -56,6 +56,7 @@ class Trial:
     settings: Row  # that the run's row has
     steps: int  # to be timed
     profile: Path | None = None  # folder for traces of one more step; None: none are written
+    compared: int | None = None  # rank whose memory is compared with a dry run's; None: the fullest
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,7 @@ class Measured:
     peak_flops_per_second: float | None  # of one device; None: unknown
     run: Row  # of kind "run", without a prediction
     end: Row  # of kind "end"
+    compared: int | None = None  # as in Trial
 
     @property
     def step_seconds(self) -> float:
@@ -92,10 +94,11 @@ class Measured:
 
     @property
     def fullest(self) -> Mapping[str, int]:
-        """Bytes by category, and their sum as "peak", on the fullest rank in its fullest phase of the last
+        """Bytes by category, and their sum as "peak", on the compared rank in its fullest phase of the last
         watched step; empty where memory was not watched.
         """
-        return fullest_memory([row for row in self.memory if row["step"] == WATCHED_STEPS])
+        rows = (row for row in self.memory if row["step"] == WATCHED_STEPS)
+        return fullest_memory([row for row in rows if self.compared in (None, row["rank"])])
 
     def as_dict(self) -> dict[str, Any]:
         """The entry `measured` of `bench --json`; bytes and seconds."""
@@ -182,7 +185,7 @@ def bench_rank(rank: Rank, trial: Trial) -> Measured | None:
     peak = peak_flops(device, spec.precision, datasheet_flops)
     measured = Measured(
         str(world.layout), device_name(device), device.type, world.size, tokens, seconds, rows, memory,
-        None if np.isnan(needed) else needed, peak, run, end,
+        None if np.isnan(needed) else needed, peak, run, end, trial.compared,
     )  # fmt: skip
     return measured if rank.main else None
 

@@ -53,6 +53,8 @@ def test_the_step_is_the_median_and_its_parts_add_up_to_it() -> None:
 def test_memory_is_the_fullest_rank_s_in_the_last_watched_step() -> None:
     assert measured([4.0]).as_dict()["memory"] == {"weights": 10, "activations": 30, "peak": 40}
     assert measured([4.0], memory=[]).as_dict()["memory"] == {}
+    of_rank_0 = measured([4.0], compared=0).as_dict()["memory"]  # which a dry run has simulated
+    assert of_rank_0 == {"weights": 10, "activations": 20, "peak": 30}
 
 
 def rendered(*tables: Any) -> str:

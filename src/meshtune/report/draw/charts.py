@@ -32,6 +32,7 @@ from meshtune.report.draw.kinds import (
     Areas,
     HeatMap,
     Lines,
+    Mark,
     Multiples,
     Panel,
     Point,
@@ -301,8 +302,11 @@ def areas(panel: Areas, *, narrow: bool = False, pointed: bool = True) -> alt.La
         dots = dots.mark_circle(size=40, opacity=0.001)
         layers.append(dots.encode(x, alt.Y("top:Q", scale=up), tooltip=tips))
     if panel.mark:
-        end = {"x": alt.value("width")}
-        layers += dashed(panel.mark, alt.Y("at:Q", scale=up), end, align="right", baseline="bottom", dy=-4)
+        # Not where a peak's text is
+        taken = any(_above(panel.mark, point) and 2 * point.x > panel.x[-1] for point in panel.peaks)
+        end = {"x": alt.value(0 if taken else "width")}
+        align = "left" if taken else "right"
+        layers += dashed(panel.mark, alt.Y("at:Q", scale=up), end, align=align, baseline="bottom", dy=-4)
     at = x.copy(deep=False)
     at.shorthand = "at:Q"
     for section in panel.sections:
@@ -342,12 +346,17 @@ def _strip(panel: Areas) -> alt.Chart:
     return bars.encode(x2="end:Q", y=y, y2=y2, tooltip=[tooltip("part:N", "phase"), *ends])
 
 
+def _above(mark: Mark, point: Point) -> bool:
+    """True if a peak's text stands above the line of a mark, which is near."""
+    return mark.value < NEAR * point.y
+
+
 def _peak(point: Point, panel: Areas, x: alt.X, up: alt.Y) -> list[alt.Chart]:
     """A dot with its text above it, and above a line that is near, inside its section. x, up: encodings of
     fields "x" and "top".
     """
     base = chart_of([(float(point.x), float(point.y), point.text)], "x", "top", "text").encode(x, up)
-    line = panel.mark.value if panel.mark and panel.mark.value < NEAR * point.y else 0.0
+    line = panel.mark.value if panel.mark and _above(panel.mark, point) else 0.0
     words = chart_of([(float(point.x), max(float(point.y), line), point.text)], "x", "top", "text")
     ends = [section.value for section in panel.sections] + [panel.x[0], panel.x[-1]]
     near = [point.x - end for end in ends if abs(point.x - end) <= EDGE * (panel.x[-1] - panel.x[0])]
