@@ -70,7 +70,8 @@ def test_a_run_is_predicted_with_the_attention_that_it_ran(tmp_path: Path) -> No
         run = MeasuredRun.of("a run", [FACTS | {"layout": "mb1-ga1"} | fact, step])
         workload, gpu = workload_of_run(config, run), cluster_of_run(config, run).gpu
         kernels.append(workload.attention_kernel(gpu))
-        plans.append(prediction(config, run.layout, [(str(run.facts["device"]), 8e10)], None, workload.flash))
+        gpus, width = [(str(run.facts["device"]), 8e10)], config.data.seq_len
+        plans.append(prediction(config, run.layout, gpus, None, width, workload.flash))
     assert kernels == ["flash-2", "flash-2", "flash-3", "flash-4"]
     assert plans[0] == plans[1] != plans[2] == plans[3], "4 on Hopper is assumed to be as fast as 3"
 
