@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+ACTIVATE = command -v meshtune >/dev/null || echo "meshtune is installed in $(BIN): these commands need . $(BIN)/activate first."
 LIGHT := $(VENV)/.package
 STAMP := $(VENV)/.installed
 
@@ -11,11 +12,11 @@ STAMP := $(VENV)/.installed
 # The main job on the embedded model and data: fine-tune, evaluate, write a Hugging Face folder and a report.
 quickstart: $(LIGHT)
 	$(BIN)/meshtune train examples/quickstart.yaml output_exists=replace
-	@command -v meshtune >/dev/null || echo "meshtune is installed in $(BIN): these commands need . $(BIN)/activate first."
+	@$(ACTIVATE)
 
 quickstart-lora: $(LIGHT)
 	$(BIN)/meshtune train examples/quickstart-lora.yaml output_exists=replace
-	@command -v meshtune >/dev/null || echo "meshtune is installed in $(BIN): these commands need . $(BIN)/activate first."
+	@$(ACTIVATE)
 
 # Three circles of checks, each with the one before it: scripts/circles.py has their parts and prints what each took.
 # While working: the house's style and the unmarked tests, 4 minutes on 2 cores.

@@ -64,7 +64,7 @@ def choose(
     restore()
     refused = []
     for version in versions:
-        problem = tried(version, dict.fromkeys(shapes), dtype, device, cp)
+        problem = tried(version, shapes, dtype, device, cp)
         if not problem:
             return version, refused
         restore()
