@@ -43,7 +43,7 @@ from meshtune.units import notice, on_first_rank, scientific
 from meshtune.yaml_tree import merge, overridden, read_cluster, read_yaml, undotted, without
 
 # Adapters start at zero and are few: they take a rate at which all weights would diverge.
-LEARNING_RATES = {"full": 1e-5, "lora": 2e-4}  # default peak, by method
+LEARNING_RATES = {"full": 1e-5, "lora": 2e-4, "qlora": 2e-4}  # default peak, by method
 
 
 STREAMED = "with data.streaming the length of an epoch is unknown"
@@ -319,10 +319,12 @@ class Config(Section):
     """Every setting of a run."""
 
     model: ModelConfig
-    method: Literal["full", "lora"] = setting("full", "Train all weights, or low-rank adapters next to them.")
+    method: Literal["full", "lora", "qlora"] = setting(
+        "full", "Train all weights, low-rank adapters next to them, or adapters next to weights in 4 bits."
+    )
     lora: LoraConfig = setting(
         LoraConfig(), None,
-        Need(lambda config: config.method == "lora", "method is full", "set method=lora, or leave it out",
+        Need(lambda config: config.adapts, "method is full", "set method=lora, or leave it out",
              part="*"),
     )  # fmt: skip
     data: DataConfig = DataConfig()
@@ -415,6 +417,11 @@ class Config(Section):
                 )
             return size
         return self.train.global_batch_size or 64
+
+    @property
+    def adapts(self) -> bool:
+        """True if adapters are trained, next to weights that are frozen."""
+        return self.method != "full"
 
     @property
     def learning_rate(self) -> float:

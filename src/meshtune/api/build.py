@@ -245,7 +245,7 @@ def evaluation_of(
 
 
 def exporter_of(config: Config, model: PreTrainedModel, world: World, **parts: Any) -> Exporter:
-    """The exporter of a run, or of one whole model; of an adapter if config.method is lora.
+    """The exporter of a run, or of one whole model; of an adapter if it trains one.
 
     model: the whole one, its parameters may be on meta. parts: pieces, dtype, tokenizer and stop_ids, as
     Exporter has them.
@@ -265,7 +265,7 @@ def exporter_of(config: Config, model: PreTrainedModel, world: World, **parts: A
         world=world,
         base_name=absolute(base.name),
         base_digest=base_digest_of(config) if world.main else None,
-        adapter=adapter if config.method == "lora" else None,
+        adapter=adapter if config.adapts else None,
         recipe=resolve.recipe(config),
         push_to=config.hub.push_to,
         private=config.hub.private,

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from meshtune.errors import UserError, expanded
+from meshtune.units import notice
 
 BASE = ("model.name", "model.revision")  # settings of an export: where the base is now
 
@@ -49,23 +50,24 @@ def exported(
 
     target = target_of(str(name), overrides, step=step)
     config = target.config
-    adapted = target.adapted or (target.step is not None and config.method == "lora")
+    adapted = target.adapted or (target.step is not None and config.adapts)
     if merge and not adapted:
         raise UserError(f"--merge: {name} holds no LoRA adapter; leave it out.")
     if target.folder and not merge:  # as it is
         shutil.copytree(target.folder, to, dirs_exist_ok=True)
     else:
         # in host memory: what several GPUs trained may fit on none of them
-        base, dtype = config.model, None
+        base, dtype, precision = config.model, None, None
         if merge and base.init == "pretrained":  # float16, in which nothing is computed, is merged in fp32
             read = load_config(base.name, **base.access)
             stored = str(read.dtype).removeprefix("torch.")
             dtype, precision = getattr(torch, stored, None), UNMIXED.get(stored, "fp32")
-            train = config.train.model_copy(update={"precision": precision})
-            target = replace(target, config=config.model_copy(update={"train": train}))
-        model, tokenizer, encoder = open_model(target, "cpu", merging=merge)
-        if merge:
-            merge_lora(model)
+        model, tokenizer, encoder = open_model(target, "cpu", merging=merge, precision=precision)
+        if merge and (changed := merge_lora(model)) is not None:
+            notice(
+                f"The adapter is merged into the weights as they were trained, from 4 bits; rounding to "
+                f"{str(model.dtype).removeprefix('torch.')} changes them by {changed:.2%} of their norm."
+            )
         ended = target.run.rows("end") if target.run else []
         exporter = exporter_of(
             config, model, join(Layout(), model.device), pieces=lambda: dict(whole_pieces(model)),

@@ -388,7 +388,7 @@ def frozen_base(config: Config, run: RunDir) -> str | None:
     known, or if they hold all weights.
     """
     digests = [row.get(BASE_DIGEST) for row in run.rows("run")]
-    return digests[-1] if digests and (config.method == "lora" or config.model.freeze) else None
+    return digests[-1] if digests and (config.adapts or config.model.freeze) else None
 
 
 def base_digest_of(config: Config, *, download: bool = True) -> str | None:

@@ -176,7 +176,7 @@ def known_workload(config: Config, name: str) -> Workload:
     Adapters are those of LoRA's defaults: no others are shipped. Not packed where the model's attention can't
     keep documents apart.
     """
-    variant = Variant(lora=LoraShape() if config.method == "lora" else None)
+    variant = Variant(lora=LoraShape() if config.adapts else None)
     numbers = shipped(inputs_of_fields(known_config(name), variant))
     assert numbers, f"{name} is not in counts.xz"
     model = config.model.model_copy(update={"name": name})
@@ -191,7 +191,7 @@ def _weights_fit(name: str, cluster: Cluster) -> bool:
 
 def _other_adapters(config: Config, methods: Sequence[str]) -> Iterator[str]:
     """Yield a sentence if the config has other adapters than `known_workload` counts."""
-    if "lora" in methods and lora_shape(config) != LoraShape():
+    if {"lora", "qlora"} & {*methods} and lora_shape(config) != LoraShape():
         yield (
             f"LoRA is counted with its defaults (lora.r={LoraShape().r}, all linear layers, no dropout), not "
             "with the settings given; for these, ask for one model: meshtune plan max seq_len model.name=…"

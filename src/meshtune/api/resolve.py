@@ -23,6 +23,7 @@ from meshtune.model.load import load_config, load_tokenizer, read_changed
 from meshtune.optim.schedule import learning_rates
 from meshtune.optimizers import OPTIMIZERS
 from meshtune.plan.workload import positions_note
+from meshtune.precision import PRECISIONS
 from meshtune.rundir import Row
 from meshtune.schedules import warmup
 from meshtune.sections import DataConfig, ModelConfig, SourceConfig
@@ -166,7 +167,8 @@ def model_spec(
         kernels=kernels,
         precision=train.precision,
         reduce_dtype=train.reduce_dtype,
-        lora=LoraSpec(**dict(config.lora)) if config.method == "lora" else None,
+        lora=LoraSpec(**dict(config.lora)) if config.adapts else None,
+        quantise=PRECISIONS[train.precision].compute if config.method == "qlora" else "",
         freeze=tuple(config.model.freeze),
         embeddings=embeddings,
         label_smoothing=train.label_smoothing,
@@ -230,7 +232,8 @@ def recipe(config: Config) -> dict[str, str]:
         **(changes if config.model.overrides else {}),
         "method": config.method
         if config.method == "full"
-        else f"{kind_of(config.lora.use_dora)} r {config.lora.r}, alpha {config.lora.alpha:g}",
+        else f"{kind_of(config.lora.use_dora)} r {config.lora.r}, alpha {config.lora.alpha:g}"
+        + ", next to weights in 4 bits" * (config.method == "qlora"),
         "data": ", ".join(shown(source.path) for source in data.train),
         "labelled": data.train_on,
         "sequence length": f"{data.seq_len}{', packed' if data.packing else ''}",

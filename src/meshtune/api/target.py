@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from meshtune import config as settings
@@ -209,18 +210,21 @@ def subject_of(target: Target) -> str:
     return str(target.run.path if target.run else target.folder)
 
 
-def open_model(target: Target, device: str | None = None, *, merging: bool = False) -> Opened:
+def open_model(
+    target: Target, device: str | None = None, *, merging: bool = False, precision: str | None = None
+) -> Opened:
     """Load the target's model on one device, in the compute dtype, whatever layout it was trained with.
 
-    A LoRA adapter stays unmerged. merging: an adapter that is not a run's checkpoint stays in fp32. device:
+    A LoRA adapter stays unmerged. merging: an adapter that is not a run's checkpoint stays in fp32.
+    precision: None for that of the config, in which weights in 4 bits were read whatever it is. device:
     "auto", "cuda" or "cpu"; None: train.device of the target's config. Raises UserError if the device is
     missing or the checkpoint is damaged or does not fit the model.
     """
     with paths_named(target.config):
-        return _opened(target, device, merging)
+        return _opened(target, device, merging, precision)
 
 
-def _opened(target: Target, device: str | None, merging: bool) -> Opened:
+def _opened(target: Target, device: str | None, merging: bool, precision: str | None) -> Opened:
     """As `open_model`. Raises OSError for a path that can't be used."""
     register()
     quiet()
@@ -234,6 +238,7 @@ def _opened(target: Target, device: str | None, merging: bool) -> Opened:
     unpacked = config.data.model_copy(update={"packing": False})  # generating packs nothing
     attention, _ = attention_of(config.model_copy(update={"data": unpacked}), Layout(), 1)
     spec = resolve.model_spec(config, attention, place.type)
+    spec = replace(spec, precision=precision or spec.precision)
     if target.step is not None and target.run is not None:
         tokenizer = resolve.tokenizer_of(config.model, config.data)
         apply_template(tokenizer, config.data.chat_template)
@@ -246,12 +251,13 @@ def _opened(target: Target, device: str | None, merging: bool) -> Opened:
         precision = UNMIXED[PRECISIONS[spec.precision].compute]
         spec = replace(spec, precision=precision, lora=None, freeze=())
         if target.folder and target.adapted:  # it brings the rows that were added with it
-            model = single_model(spec, place)
+            model = single_model(spec, place, modules_to_save=config.lora.modules_to_save)
             load_adapter(model, target.folder)
         else:
+            spec = replace(spec, quantise="")  # weights without adapters
             model = single_model(replace(spec, embeddings=id_bound(tokenizer)), place)
     if target.step is not None or (target.run and target.adapted and not merging):  # as the run cast them
-        for parameter in model.parameters():
+        for parameter in filter(Tensor.is_floating_point, model.parameters()):
             parameter.data = parameter.data.to(spec.compute_dtype)
     eos = model.generation_config.eos_token_id if model.generation_config else None
     stops = [eos] if isinstance(eos, int) else eos or []

@@ -63,12 +63,12 @@ def numbers_of(
     file, log, errors: see `model_numbers`.
     """
     model, template = config.model, config.data.chat_template
-    grows = config.method == "lora" and template not in (None, "none", "training")
+    grows = config.adapts and template not in (None, "none", "training")
     rows = _rows_needed(config) if grows else 0
     variant = Variant(
         overrides=model.overrides,
         freeze=model.freeze,
-        lora=lora_shape(config) if config.method == "lora" else None,
+        lora=lora_shape(config) if config.adapts else None,
         embeddings=rows or 0,
     )
     cache_dir = expanded(config.data.cache, "data.cache")

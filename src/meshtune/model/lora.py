@@ -29,6 +29,7 @@ from transformers.pytorch_utils import Conv1D
 from meshtune.errors import UserError
 from meshtune.model.anatomy import anatomy
 from meshtune.nearest import did_you_mean, nearest
+from meshtune.quantised.nf4 import Nf4Linear
 from meshtune.setting import is_regular_expression
 
 
@@ -65,7 +66,7 @@ class _Lora(nn.Module):
         change = F.linear(F.linear(dropped, self.lora_A), self.lora_B) * self.lora_scale
         if self.lora_magnitude_vector is not None:
             if self.lora_dropout and self.training:  # as peft: W and B A see the same dropped inputs
-                seen = F.linear(dropped, by_rows(self, self.weight).to(dropped.dtype))
+                seen = F.linear(dropped, weight_of(self).to(dropped.dtype))
             else:
                 seen = base if bias is None else base - bias
             change = self.lora_magnitude_vector / self.row_norms() * (seen + change) - seen
@@ -78,7 +79,7 @@ class _Lora(nn.Module):
         Of each row |w + s b A|² = |w|² + 2 s b (A w) + s² b (A Aᵀ) bᵀ: no matrix of W's size is made.
         """
         a, b, scale = self.lora_A, self.lora_B, self.lora_scale
-        weight = by_rows(self, self.weight)
+        weight = weight_of(self)
         products = 2 * scale * (weight.to(a.dtype) @ a.T) + scale**2 * (b @ (a @ a.T))
         squares = norms(weight).square() + (products * b).sum(1)
         if self.lora_all_reduce:
@@ -91,10 +92,32 @@ def by_rows(layer: nn.Module, weight: Tensor) -> Tensor:
     return weight.T if isinstance(layer, Conv1D) else weight
 
 
+def weight_of(layer: Any) -> Tensor:
+    """Return the weight of a linear layer as [out, in]: a view, or dequantised."""
+    return (
+        layer.dequantised(layer.lora_A.dtype)
+        if isinstance(layer, Nf4Linear)
+        else by_rows(layer, layer.weight)
+    )
+
+
+def frozen_linears(model: PreTrainedModel) -> list[str]:
+    """Return the names of linear layers that are called and not trained, but for the output head."""
+    head = model.get_output_embeddings()
+    return [
+        name for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head and not name.endswith(READ)
+        and not any(weight.requires_grad for weight in (module.weight, module.bias) if weight is not None)
+    ]  # fmt: skip
+
+
 def without_bias(layer: Any, x: Tensor) -> Tensor:
     """Return the output of a linear layer, with or without an adapter, less its bias."""
     rows = x.flatten(0, -2) if isinstance(layer, _Lora) else x
-    product = rows @ layer.weight if isinstance(layer, Conv1D) else F.linear(rows, layer.weight)
+    if isinstance(layer, Nf4Linear):
+        product = layer.product(rows)
+    else:
+        product = rows @ layer.weight if isinstance(layer, Conv1D) else F.linear(rows, layer.weight)
     if not isinstance(layer, _Lora):
         return product
     return layer.adapted(rows, product, None).unflatten(0, x.shape[:-1])
@@ -124,12 +147,16 @@ class LoraLinear(_Lora, nn.Linear):
     """nn.Linear with an adapter; weight [out, in]."""
 
 
+class LoraNf4Linear(_Lora, Nf4Linear):
+    """Nf4Linear with an adapter."""
+
+
 class LoraConv1D(_Lora, Conv1D):
     """GPT-2's Conv1D with an adapter; weight [in, out]."""
 
 
 READ = ".dt_proj"  # a linear layer of Mamba's mixers that is never called: they read its weight
-ADAPTED = {nn.Linear: LoraLinear, Conv1D: LoraConv1D}
+ADAPTED = {nn.Linear: LoraLinear, Nf4Linear: LoraNf4Linear, Conv1D: LoraConv1D}
 
 
 def add_lora(
@@ -312,6 +339,7 @@ def adapt(
     """
     weight = module.weight
     rows, columns = weight.shape  # [out, in] of a Linear
+    columns *= 2 if type(module) is Nf4Linear else 1  # two in a byte
     if ADAPTED[type(module)] is LoraConv1D:
         rows, columns = columns, rows
     dtype = dtype or (weight.dtype if weight.dtype.itemsize >= 4 else torch.float32)
@@ -371,8 +399,17 @@ def lora_layers(model: nn.Module) -> dict[str, _Lora]:
 
 
 @torch.no_grad()
-def merge_lora(model: nn.Module) -> None:
-    """Add every adapter to its layer's weight, in at least fp32, and remove the adapter, in place."""
+def merge_lora(model: nn.Module) -> float | None:
+    """Add every adapter to its layer's weight, in at least fp32, and remove the adapter, in place.
+
+    Layers in 4 bits get weights in the embedding's dtype. Returns the norm of what rounding to it changes,
+    over that of the weights; None without such layers.
+    """
+    dtype = next(model.parameters()).dtype
+    quantised = [module for module in model.modules() if isinstance(module, Nf4Linear)]
+    for module in quantised:
+        module.restore(torch.float32)
+    changed = norm = 0.0
     layers = lora_layers(model)
     owners: dict[int, str] = {}
     for name, layer in layers.items():
@@ -390,6 +427,13 @@ def merge_lora(model: nn.Module) -> None:
         if module.lora_magnitude_vector is not None:
             merged *= (module.lora_magnitude_vector.to(wide) / norms(merged))[:, None]
         weight.copy_(merged.to(weight.dtype))
+        if isinstance(module, Nf4Linear):
+            norm += float(merged.square().sum())
+            changed += float((merged.to(dtype) - merged).square().sum())
         del module.lora_A, module.lora_B, module.lora_magnitude_vector
         del module.lora_scale, module.lora_dropout, module.lora_all_reduce
-        module.__class__ = {LoraLinear: nn.Linear, LoraConv1D: Conv1D}[type(module)]
+        module.__class__ = Conv1D if isinstance(module, Conv1D) else nn.Linear
+    for module in quantised:
+        module.weight.data = module.weight.data.to(dtype)
+        module.__class__ = nn.Linear
+    return math.sqrt(changed / norm) if norm else None

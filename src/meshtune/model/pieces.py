@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshtune.errors import UserError
+from meshtune.quantised import nf4
 
 MEAN_CHUNK_ROWS = 1024  # rows of an embedding that are summed in fp64 at a time
 
@@ -44,6 +45,24 @@ class Piece:
         for dim, (start, size) in enumerate(zip(self.offsets, self.tensor.shape, strict=True)):
             whole = whole.narrow(dim, min(start, whole.shape[dim]), size)
         return whole
+
+    def copy_from(self, whole: Tensor) -> None:
+        """Overwrite the part with that of `whole`, another tensor of that shape, in the part's dtype."""
+        for block in self.blocks():
+            block.tensor.copy_(block.of(whole))
+
+
+@dataclass(frozen=True)
+class QuantisedPiece(Piece):
+    """This rank's part of a matrix that it holds in 4 bits."""
+
+    codes: tuple[Piece, ...] = ()  # its parts of the Codes
+    dtype: torch.dtype = torch.float32  # that the matrix has before it is quantised
+
+    def copy_from(self, whole: Tensor) -> None:
+        whole = whole.to(self.codes[0].tensor.device, self.dtype)
+        for part, values in zip(self.codes, nf4.quantise(whole), strict=True):
+            part.copy_from(values)
 
 
 class StoredTensors:
@@ -74,8 +93,7 @@ class StoredTensors:
         """
         stored = self._tensors[name]
         if tuple(stored.shape) == piece.shape:
-            for block in piece.blocks():
-                block.tensor.copy_(block.of(stored))
+            piece.copy_from(stored)
             return
         first, rows = piece.offsets[0], len(stored)
         old = max(0, min(len(piece.tensor), rows - first))
@@ -111,6 +129,22 @@ def whole_pieces(model: nn.Module) -> Iterator[tuple[str, Piece]]:
     """Each parameter of an unsharded model as one piece, live, by name."""
     for name, parameter in model.named_parameters():
         yield name, Piece(tuple(parameter.shape), (0,) * parameter.ndim, parameter.detach())
+
+
+def joined(named: Iterable[tuple[str, Piece]], dtype: torch.dtype) -> Iterator[tuple[str, Piece]]:
+    """Yield pieces by name, those of the codes of one matrix as one, under the matrix' name.
+
+    dtype: that the matrices have before they are quantised.
+    """
+    found = dict(named)
+    for name, part in found.items():
+        codes = [found[name + suffix] for suffix in nf4.SUFFIXES if name + suffix in found]
+        if len(codes) == len(nf4.SUFFIXES):
+            shape = part.shape[0], 2 * part.shape[1]
+            numbers = codes[-1].tensor.view(torch.float32)
+            yield name, QuantisedPiece(shape, part.offsets, numbers, (), tuple(codes), dtype)
+        elif not name.endswith(nf4.SUFFIXES[1:]):
+            yield name, part
 
 
 def fill(pieces: Iterable[tuple[str, Piece]], weights: StoredTensors, *, free: bool = False) -> None:

@@ -1,6 +1,7 @@
 """A Hugging Face model, cut for one rank of a layout. Read this first: the verbs, in their order.
 
     model on meta ─> split      tp, sp   each matrix: this rank's rows or columns     tensor.py
+                  ─> quantise   qlora    frozen matrices in 4 bits                  quantised/nf4.py
                   ─> attach     cp       attention over sequences that are cut        context.py
                   ─> Stage      pp       this rank's blocks                           pipeline.py
                   ─> recompute           activations that the backward recomputes     recompute.py
@@ -29,6 +30,7 @@ from meshtune import compat
 from meshtune.data.batch import MicroBatch, Noise
 from meshtune.layout import Layout
 from meshtune.model.anatomy import Anatomy, anatomy
+from meshtune.model.lora import frozen_linears
 from meshtune.model.pieces import Piece, materialise
 from meshtune.parallel import context, tensor, zero
 from meshtune.parallel.mesh import World, parameter_mesh
@@ -37,6 +39,7 @@ from meshtune.parallel.recompute import recompute_blocks
 from meshtune.parallel.replicas import Replicas
 from meshtune.parallel.zero import local
 from meshtune.placement.split import Split, piece, pieces, within
+from meshtune.quantised import nf4
 
 
 @dataclass
@@ -229,6 +232,7 @@ def cut(
     compute_dtype: torch.dtype,
     reduce_dtype: torch.dtype | None,
     compile: bool = False,
+    quantise: bool = False,
 ) -> Cut:
     """Cut and shard the parts of `make()` that this rank of `world` runs, without memory.
 
@@ -236,8 +240,8 @@ def cut(
     this rank's stages. blocks: index of a stage -> numbers of its blocks, for this rank's stages in their
     order. finish: computes the summed loss from the last hidden states. compute_dtype: of the passes, set
     here only under ZeRO, and of hidden states sent between stages. reduce_dtype: in which gradients are
-    summed over data ranks; None: their own. compile: True to torch.compile each block separately. Raises
-    UserError if tp can't split the model.
+    summed over data ranks; None: their own. compile: True to torch.compile each block separately. quantise:
+    True to hold frozen linear layers in 4 bits. Raises UserError if tp can't split the model.
     """
     layout, mesh = world.layout, parameter_mesh(world)
     if compile and layout.tp > 1:
@@ -248,6 +252,9 @@ def cut(
         parts = anatomy(model)
         shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         splits = tensor.split_model(model, parts, world.tp, sequence=layout.sp, regather=layout.sp_regather)
+        if quantise:
+            tp = world.tp.size, world.tp.index
+            shapes, splits = nf4.quantise_layers(model, frozen_linears(model), shapes, splits, tp)
         if world.cp.size > 1:
             context.attach(model, parts, world.cp, layout.cp_method)
         stage = Stage(model, parts, numbers, index=index, of=layout.stages, finish=finish)

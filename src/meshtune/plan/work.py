@@ -25,6 +25,7 @@ from meshtune.placement.census import (
     head_shards,
     is_matrix,
 )
+from meshtune.precision import NF4_BLOCK, NF4_BYTES
 from meshtune.units import Number
 
 # In transformers' blocks, the norm of what the MLP returns: Gemma 2 and 3, OLMo 2 and 3; GLM-4
@@ -51,6 +52,7 @@ class Gemm:
     input_gradient: Number = 1.0  # share of them whose input needs a gradient, 0 to 1
     adapter: str = ""  # which matrix of a LoRA pair: "A", "B"; "": none
     last: bool = False  # a block multiplies with them when all is saved, see `SavedBytes.last`
+    quantised: bool = False  # they are held in 4 bits, and dequantised in each pass
     adapted_last: bool = False  # their adapter's B is: a compiled block runs neither again
 
 
@@ -84,6 +86,7 @@ class Weight:
     heads: Number = 0.0  # key-value heads along `cut`, 0: none; with tp > heads each rank holds all of it
     trainable: Number = 1.0  # share of them that is trained, 0 to 1
     matrix: bool = False  # in a block, and census.is_matrix
+    held: Number = 1.0  # its bytes over those of as many elements that the passes compute with
 
     @property
     def elements(self) -> Number:
@@ -239,6 +242,19 @@ class Work:
         matrices = tuple(replace(gemm, last=gemm.last or gemm.adapted_last) for gemm in self.matrices)
         return replace(self, traced=several, traced_of_one_row=one, matrices=matrices)
 
+    def quantised(self, element: float) -> Work:
+        """The same with frozen matrices of blocks in 4 bits. element: bytes of one that is computed with."""
+
+        def fits(each: Weight | Gemm) -> bool:
+            return not each.trainable and each.cols % NF4_BLOCK == 0
+
+        weights = tuple(
+            replace(weight, held=NF4_BYTES / element) if weight.matrix and fits(weight) else weight
+            for weight in self.block_weights
+        )
+        matrices = tuple(replace(gemm, quantised=fits(gemm)) for gemm in self.matrices)
+        return replace(self, block_weights=weights, matrices=matrices)
+
     def head_shards(self, tp: Number) -> Number:
         """Ranks of `tp` that share out a block's attention heads; 1 where each computes all of them."""
         return head_shards(self.whole_heads, tp)
@@ -247,6 +263,11 @@ class Work:
     def block_parameters(self) -> Number:
         """Elements of an average block."""
         return sum(w.elements for w in self.block_weights)
+
+    @property
+    def held_block_parameters(self) -> Number:
+        """Elements of an average block by the bytes that they take: those in 4 bits count less."""
+        return sum(w.elements * w.held for w in self.block_weights)
 
     @property
     def trained_block_parameters(self) -> Number:

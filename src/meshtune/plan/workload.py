@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -19,7 +19,7 @@ from meshtune.placement.rules import Rule, Traits, compiles, rules, sentences
 from meshtune.plan.hardware import Gpu, attention_kernel
 from meshtune.plan.programs import MESHTUNE, Tool
 from meshtune.plan.work import Work, attended
-from meshtune.precision import DTYPE_BYTES, PRECISIONS
+from meshtune.precision import DTYPE_BYTES, NF4_BLOCK, PRECISIONS
 from meshtune.units import Number, count
 
 if TYPE_CHECKING:
@@ -186,6 +186,9 @@ class Workload:
                 self.traits, attention=self.attention, packing=self.packing, compile=self.compile,
                 optimizer=self.optimizer,
             )  # fmt: skip
+            yield whole_blocks(
+                int(gemm.cols) for gemm in self.work.matrices if gemm.quantised and gemm.cut == "cols"
+            )
         else:  # its attention and its compiled blocks are its own
             yield from rules(replace(self.traits, attention=None))
             yield from self.tool.rules(int(self.work.blocks), self.seq_len)
@@ -195,6 +198,19 @@ class Workload:
     def refusals(self, layout: Layout) -> list[str]:
         """Sentences that say why the model can't be trained under a layout; none: it can."""
         return sentences(self.rules(), layout)
+
+
+def whole_blocks(columns: Iterable[int]) -> Rule:
+    """Tensor-parallel ranks that would share a block of a matrix in 4 bits. columns: of those tp cuts."""
+    of_blocks = math.gcd(0, *columns) // NF4_BLOCK
+    return Rule(
+        "matrices in 4 bits are cut between blocks of 64 columns, and tp does not divide their number",
+        lambda layouts: of_blocks % layouts.tp != 0,
+        lambda layout: (
+            f"method=qlora cuts matrices between blocks of {NF4_BLOCK} columns, and tp{layout.tp} does not "
+            f"divide all their numbers; try tp{math.gcd(of_blocks, layout.tp)}, or method=lora."
+        ),
+    )
 
 
 def whole_key_heads(tool: str, kv_heads: int) -> Rule:
@@ -234,9 +250,12 @@ def workload_of(config: Config, numbers: ModelNumbers) -> Workload:
     beyond = positions_note(
         model.name, config.data.seq_len, numbers.positions, config.data.mean_document_tokens
     )
+    work = Work.of(numbers.census)
+    if config.method == "qlora":
+        work = work.quantised(DTYPE_BYTES[PRECISIONS[config.train.precision].compute])
     workload = Workload(
         model=model.name,
-        work=Work.of(numbers.census),
+        work=work,
         traits=numbers.traits,
         attention=numbers.attention if model.attention == "auto" else model.attention,
         positions=numbers.positions,
@@ -299,7 +318,7 @@ def dropout_note(numbers: ModelNumbers) -> str | None:
 
 def dora_note(config: Config) -> str | None:
     """A sentence on what predicted times leave out of DoRA; None for other methods."""
-    if config.method != "lora" or not config.lora.use_dora:
+    if not config.adapts or not config.lora.use_dora:
         return None
     return (
         "lora.use_dora: each forward also computes the norms of all adapted rows, and rescales their "

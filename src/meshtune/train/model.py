@@ -8,7 +8,7 @@
 Takes no settings, tokenizer, run folder or tracker.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
@@ -26,8 +26,15 @@ from meshtune.model.anatomy import anatomy, aside_names, attention_drops, fill_a
 from meshtune.model.body import ATTENTION_NAMES, cast_position_tables
 from meshtune.model.census_cache import LoraShape
 from meshtune.model.load import drawn, freeze, grow_embeddings, mapped, skeleton, train_tables
-from meshtune.model.lora import add_lora, initial_adapters, initial_magnitude, lora_layers
-from meshtune.model.pieces import Piece, StoredTensors, fill, materialise, whole_pieces
+from meshtune.model.lora import (
+    add_lora,
+    frozen_linears,
+    initial_adapters,
+    initial_magnitude,
+    lora_layers,
+    modules_named,
+)
+from meshtune.model.pieces import Piece, StoredTensors, fill, joined, materialise, whole_pieces
 from meshtune.model.trace import census_of
 from meshtune.optim.optimizer import Optimizer, key_of, parts_of
 from meshtune.parallel.apply import Cut, Finish, Parallel, cut, place
@@ -36,7 +43,8 @@ from meshtune.parallel.noise import Neftune
 from meshtune.parallel.zero import local
 from meshtune.placement.census import Census, head_shards
 from meshtune.placement.share import census_stages, stage_of_rank
-from meshtune.precision import PRECISIONS
+from meshtune.precision import NF4_BLOCK, PRECISIONS
+from meshtune.quantised import nf4
 from meshtune.train.loss import TokenLoss, head_loss
 from meshtune.train.step import Passes
 
@@ -75,6 +83,7 @@ class ModelSpec:
     precision: str = "bf16"  # a row of precision.PRECISIONS
     reduce_dtype: str = "fp32"  # gradients of several micro-batches or ranks are summed in it
     lora: LoraSpec | None = None  # None: all parameters are trained
+    quantise: str = ""  # dtype, by torch's name, of frozen linear layers before 4 bits; "": they stay
     freeze: tuple[str, ...] = ()  # globs of parameter names
     embeddings: int = 0  # rows that the embedding must have at least: the tokenizer's tokens
     label_smoothing: float = 0.0  # of the training loss; evaluation has none
@@ -196,6 +205,7 @@ def structure(
         compute_dtype=spec.compute_dtype,
         reduce_dtype=spec.sum_dtype,
         compile=spec.compile,
+        quantise=bool(spec.quantise),
     )
     return Structure(whole, census, made, added)
 
@@ -245,12 +255,23 @@ def flash_of(spec: ModelSpec, made: Structure, world: World) -> tuple[int | None
     return version, notes
 
 
-def single_model(spec: ModelSpec, device: torch.device) -> PreTrainedModel:
+def single_model(
+    spec: ModelSpec, device: torch.device, *, modules_to_save: Collection[str] = ()
+) -> PreTrainedModel:
     """The whole model with its weights on one device, with adapters and frozen parameters, in training mode
     and without an optimizer: for commands that generate, evaluate or export. Adapters are drawn anew.
+
+    modules_to_save: of an adapter that is loaded later, next to layers in 4 bits; these stay as they are.
     """
     model, _ = trainable_skeleton(spec)
     adapters = initial_adapters(model)
+    if spec.quantise:
+        if not spec.lora:
+            model.requires_grad_(False)
+            for path in modules_named(model, modules_to_save):
+                model.get_submodule(path).requires_grad_(True)
+        shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        nf4.quantise_layers(model, frozen_linears(model), shapes, {})
     materialise(model, device)
     fill_values(spec, whole_pieces(model), [model], adapters, export=True)
     return model
@@ -315,7 +336,8 @@ def fill_values(
     export: True to give the first of `models` the values of the parts that were set aside.
     """
     aside, kept = set(aside_names(models[0])), {}
-    pieces, adapters = [*pieces], dict(adapters)
+    quantised = getattr(torch, spec.quantise) if spec.quantise else spec.loading_dtype
+    pieces, adapters = [*joined(pieces, quantised)], dict(adapters)
     dora = {
         f"{path}.weight": (f"{path}.lora_magnitude_vector", layer)
         for path, layer in lora_layers(models[0]).items()
@@ -324,7 +346,10 @@ def fill_values(
 
     def add_magnitude(weight_name: str, weight: Tensor) -> None:
         name, layer = dora[weight_name]
-        adapters[name] = initial_magnitude(layer, weight.to(spec.loading_dtype))
+        weight = weight.to(quantised)
+        if spec.quantise and weight.shape[1] % NF4_BLOCK == 0:
+            weight = nf4.rounded(weight)
+        adapters[name] = initial_magnitude(layer, weight)
 
     source: dict[str, Any] = {
         "dtype": spec.loading_dtype, "trust_remote_code": spec.trust_remote_code, "revision": spec.revision,

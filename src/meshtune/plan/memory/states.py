@@ -31,7 +31,8 @@ def weight_elements(weights: Sequence[Weight], layouts: Columns) -> Elements:
     """Elements of these weights on the tensor-parallel and ZeRO rank that has most; zeros for no weights.
 
     That is the first tensor-parallel slice of each matrix, and of it the first shard, cut along the rows
-    (the rule of share.piece). Pipeline stages are not regarded.
+    (the rule of share.piece). Of a weight in 4 bits, as many elements as take its bytes. Pipeline stages are
+    not regarded.
     """
     shards = np.where(layouts.zero > 0, layouts.shard_ranks, 1.0)
     sizes = []
@@ -41,7 +42,15 @@ def weight_elements(weights: Sequence[Weight], layouts: Columns) -> Elements:
         cols = np.ceil(weight.cols / slices) if weight.cut == "cols" else weight.cols
         whole, shard = weight.count * rows * cols, weight.count * np.ceil(rows / shards) * cols
         trained = whole * weight.trainable
-        sizes.append((whole, trained, shard, shard * weight.trainable, trained * weight.matrix))
+        sizes.append(
+            (
+                whole * weight.held,
+                trained,
+                shard * weight.held,
+                shard * weight.trainable,
+                trained * weight.matrix,
+            )
+        )
     return Elements(*(sum(column) for column in zip(*sizes, strict=True))) if sizes else Elements(0, 0, 0, 0)
 
 

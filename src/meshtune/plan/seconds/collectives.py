@@ -182,7 +182,7 @@ def shard_collectives(
     """
     shards = layouts.shard_ranks
     in_node = ranks_in_node(shards, layouts.tp, machine)
-    weights = work.block_parameters / layouts.tp / machine.shard_share
+    weights = work.held_block_parameters / layouts.tp / machine.shard_share
     gather = ring_collectives(machine, machine.weight_bytes * weights, shards, in_node)
     trained = work.trained_block_parameters / layouts.tp / machine.shard_share
     scatter = ring_collectives(machine, machine.scatter_bytes * trained, shards, in_node)
@@ -219,7 +219,7 @@ def gradient_collectives(work: Work, layouts: Columns, machine: Machine, block: 
     zero, blocks = layouts.zero, work.blocks / layouts.pp
     shards, outside = layouts.shard_ranks, outside_blocks(work, layouts)
     shards_in_node = ranks_in_node(shards, layouts.tp, machine)
-    whole = (work.blocks * work.block_parameters / layouts.pp + outside) / layouts.tp
+    whole = (work.blocks * work.held_block_parameters / layouts.pp + outside) / layouts.tp
     trained = trained_on_rank(work, layouts)
     replicas = np.where(zero > 0, layouts.dp_replicate, layouts.parameter_ranks)
     stride = layouts.tp * np.where(zero > 0, shards, 1.0)

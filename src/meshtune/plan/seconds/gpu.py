@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from meshtune.plan.work import Core, Gemm, Work, attended
+from meshtune.precision import NF4_BYTES
 from meshtune.units import Number
 
 if TYPE_CHECKING:
@@ -66,7 +67,11 @@ def matrix_passes(machine: Machine, tokens: Number, gemm: Gemm, tp: Number) -> t
     cols = gemm.cols / tp if gemm.cut == "cols" else gemm.cols
     inputs = gemm.input_gradient * matmul(machine, tokens, cols, rows)
     weights = gemm.trainable * matmul(machine, rows, cols, tokens, contiguous=(rows, cols))
-    return gemm.count * matmul(machine, tokens, rows, cols), gemm.count * inputs, gemm.count * weights
+    forward = matmul(machine, tokens, rows, cols)
+    if gemm.quantised:  # read in 4 bits, and written for the matmul to read
+        written = rows * cols * (NF4_BYTES + machine.element) / (machine.bandwidth * machine.memory)
+        forward, inputs = forward + written, inputs + gemm.input_gradient * written
+    return gemm.count * forward, gemm.count * inputs, gemm.count * weights
 
 
 def attention_passes(
@@ -216,7 +221,7 @@ def block_compute(
     attention_forward = sum(forward for forward, _ in cores)
     in_block, in_block_backward = elementwise(machine, tokens, work, layouts)
     gathering, scattering = shard_copies(
-        machine, work.block_parameters, work.trained_block_parameters, layouts
+        machine, work.held_block_parameters, work.trained_block_parameters, layouts
     )
     of_adapters, of_adapters_backward = adapter_sums(machine, tokens, work, layouts)
     elementwise_forward = in_block + of_adapters

@@ -1,0 +1,224 @@
+"""Frozen matrices in 4 bits: NF4 with double quantisation (Dettmers et al. 2023, arXiv:2305.14314).
+
+    64 neighbours of a row: 4-bit codes, two in a byte     x.weight            [rows, columns / 2]
+    their largest magnitude: an 8-bit code                 x.weight_scales     [rows, columns / 64]
+    a number for 256 of those, after one for their mean    x.weight_constants  [1 + …]
+
+    weight = LEVELS[code] · (EIGHT_BITS[scale] · constants[1 + scale's place / 256] + constants[0])
+
+Codes and arithmetic are those of bitsandbytes, bit for bit. All three are frozen parameters of bytes and
+integers, so that ZeRO shards them as they are. A rank that has part of a matrix (tp) has all constants: they
+are those of the whole matrix. The matrix itself exists while it is multiplied, forward and backward.
+"""
+
+from collections.abc import Iterable, Mapping
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshtune.errors import UserError
+from meshtune.placement.split import Split, piece, pieces
+from meshtune.precision import NF4_BLOCK as BLOCK
+from meshtune.precision import NF4_SCALES as SCALES
+
+SUFFIXES = ("", "_scales", "_constants")  # of the names of the three parameters, after the weight's
+# Quantiles of a normal distribution, from -1 to 1 with 0 (the paper's appendix E)
+LEVELS = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+    -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+    0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023,
+    1.0,
+)  # fmt: skip
+
+
+class Codes(NamedTuple):
+    """A matrix in 4 bits: the parameters of the module's docstring, in their order."""
+
+    packed: Tensor  # uint8
+    scales: Tensor  # uint8
+    constants: Tensor  # int32: the bits of fp32, which no cast to a passes' dtype must round
+
+
+def code_shapes(rows: int, columns: int) -> tuple[tuple[int, ...], ...]:
+    """Shapes of a matrix' Codes."""
+    scales = rows * columns // BLOCK
+    return (rows, columns // 2), (rows, columns // BLOCK), (1 + -(-scales // SCALES),)
+
+
+@cache
+def eight_bits() -> Tensor:
+    """The 256 values of a scale's code, fp32 [256]: signed, more of them near 0.
+
+    (Dettmers 2016, arXiv:1511.04561: 7 - e bits of a linear fraction for each exponent 10^-e.)
+    """
+    values = [0.0, 1.0]
+    for exponent in range(7):
+        bounds = torch.linspace(0.1, 1, 2**exponent + 1, dtype=torch.float32)
+        means = 10.0 ** (exponent - 6) * ((bounds[:-1] + bounds[1:]) / 2)
+        values += [*means.tolist(), *(-means).tolist()]
+    return torch.tensor(sorted(values), dtype=torch.float32)
+
+
+@cache
+def tables() -> Tensor:
+    """The values of each byte, fp32 [256, 3]: both of packed codes, and that of a scale."""
+    values = torch.tensor(LEVELS)
+    return torch.stack([values.repeat_interleave(16), values.repeat(16), eight_bits()], 1)
+
+
+def _nearest(values: Tensor, among: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """(Index of the value of `among` nearest to each of `values` over its block's largest magnitude; those
+    magnitudes). values: fp32 [n], cut into blocks, the last of which may be shorter.
+    """
+    blocks = F.pad(values, (0, -len(values) % block)).view(-1, block)
+    largest = blocks.abs().amax(1)
+    scaled = (blocks * (1.0 / largest.clamp(min=1e-38))[:, None]).clamp(-1, 1)
+    bounds = (among[:-1] + among[1:]) / 2
+    return torch.bucketize(scaled, bounds, out_int32=True).view(-1)[: len(values)], largest
+
+
+@torch.no_grad()
+def quantise(weight: Tensor) -> Codes:
+    """Return a matrix [rows, columns] in 4 bits, on its device. Its columns are a multiple of BLOCK."""
+    rows, columns = weight.shape
+    device = weight.device
+    codes, largest = _nearest(weight.reshape(-1).float(), torch.tensor(LEVELS, device=device), BLOCK)
+    pairs = codes.to(torch.uint8).view(rows, columns // 2, 2)
+    mean = largest.mean()
+    scales, constants = _nearest(largest - mean, eight_bits().to(device), SCALES)
+    return Codes(
+        pairs[..., 0] << 4 | pairs[..., 1],
+        scales.to(torch.uint8).view(rows, columns // BLOCK),
+        torch.cat([mean[None], constants]).view(torch.int32),
+    )
+
+
+def dequantise(codes: Codes, places: Tensor, tables: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the matrix [rows, columns] of `codes`, or a rank's part of it.
+
+    places: int32 [rows, columns / BLOCK], the place of each scale in the whole matrix, row by row. tables:
+    what `tables` returns, on the device.
+    """
+    packed, scales, constants = codes
+    numbers = constants.view(torch.float32)
+    largest = tables[:, 2][scales.int()] * numbers[1 + places // SCALES] + numbers[0]
+    values = tables[:, :2][packed.int()].view(len(packed), -1, BLOCK)
+    return (values * largest[..., None]).to(dtype).view(len(packed), -1)
+
+
+def rounded(weight: Tensor) -> Tensor:
+    """Return a matrix as it is once it was in 4 bits."""
+    codes = quantise(weight)
+    places = torch.arange(codes.scales.numel(), dtype=torch.int32, device=weight.device)
+    return dequantise(codes, places.view_as(codes.scales), tables().to(weight.device), weight.dtype)
+
+
+class _Product(torch.autograd.Function):
+    """x Wᵀ + b of rows x and a matrix in 4 bits. It keeps the codes for its backward, and neither W nor x."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, bias: Tensor | None, places: Tensor, tables: Tensor, again: Tensor, *codes: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(places, again, *codes)
+        return F.linear(x, dequantise(Codes(*codes), places, tables, x.dtype), bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        places, tables, *codes = ctx.saved_tensors
+        weight = dequantise(Codes(*codes), places, tables, gradient.dtype)
+        return gradient @ weight, None, None, None, None, None, None, None
+
+
+class Nf4Linear(nn.Linear):
+    """nn.Linear whose weight, and bias if it has one, are frozen, with the weight in 4 bits."""
+
+    weight_scales: nn.Parameter
+    weight_constants: nn.Parameter
+    weight_rows: tuple[range, ...]  # of the whole matrix, those of this rank
+    weight_tables: Tensor  # of `tables`: a tensor that is made inside a block would interrupt the compiler
+    weight_blocks: tuple[
+        int, int
+    ]  # of a row of the whole matrix: the first on this rank, and how many it has
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.product(input, self.bias)
+
+    def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The product with the weight, plus the bias if it is given."""
+        return _Product.apply(x, bias, self.places(), self.weight_tables, self.weight_tables_again, *self.codes())  # type: ignore[return-value]
+
+    def codes(self) -> Codes:
+        return Codes(self.weight, self.weight_scales, self.weight_constants)
+
+    def places(self) -> Tensor:
+        """Places of the scales in the whole matrix, as `dequantise` takes them."""
+        first, in_a_row = self.weight_blocks
+        numbers = partial(torch.arange, dtype=torch.int32, device=self.weight.device)
+        rows = torch.cat([numbers(run.start, run.stop) for run in self.weight_rows])
+        return rows[:, None] * in_a_row + first + numbers(self.weight.shape[1] * 2 // BLOCK)
+
+    def dequantised(self, dtype: torch.dtype) -> Tensor:
+        """The weight [rows, columns]."""
+        return dequantise(self.codes(), self.places(), self.weight_tables, dtype)
+
+    def restore(self, dtype: torch.dtype) -> None:
+        """Hold the weight as [rows, columns] again, in place. The class stays."""
+        self.weight = nn.Parameter(self.dequantised(dtype), requires_grad=False)
+        del self.weight_scales, self.weight_constants, self.weight_tables
+
+
+@cache
+def _quantised_class(kind: Any) -> Any:
+    return Nf4Linear if kind is nn.Linear else type(kind.__name__, (kind, Nf4Linear), {})
+
+
+def quantise_layers(
+    model: nn.Module,
+    names: Iterable[str],
+    shapes: Mapping[str, tuple[int, ...]],
+    splits: Mapping[str, Split],
+    tp: tuple[int, int] = (1, 0),
+) -> tuple[dict[str, tuple[int, ...]], dict[str, Split]]:
+    """Make linear layers of a model on meta, cut for one tp rank, hold their weights in 4 bits, in place.
+
+    names: of the layers; those whose columns are not a multiple of BLOCK stay as they are. shapes, splits: of
+    the whole model's parameters, by name. tp: (ranks, the index of this one). Returns shapes and splits with
+    those of the codes. Raises UserError if tp would cut a block.
+    """
+    shapes, splits, problems = dict(shapes), dict(splits), []
+    ranks, index = tp
+    for path in names:
+        name = f"{path}.weight"
+        (rows, columns), split = shapes[name], splits.get(name, Split())
+        if columns % BLOCK:
+            continue
+        first = 0
+        if split.dim == 1:
+            if columns % (BLOCK * ranks):
+                problems.append(
+                    f"{name} has {columns} columns, which tp={ranks} cuts inside a block of {BLOCK}."
+                )
+            first = piece(columns, ranks, index)[0] // BLOCK
+        runs = tuple(pieces(split.parts or (rows,), ranks, index)) if split.dim == 0 else (range(rows),)
+        layer: Any = model.get_submodule(path)
+        local_rows, local_columns = layer.weight.shape
+        kinds = torch.uint8, torch.uint8, torch.int32
+        *own, _ = code_shapes(local_rows, local_columns)
+        *whole, constants = code_shapes(rows, columns)
+        of_codes = split, split, Split()
+        for suffix, size, kind in zip(SUFFIXES, (*own, constants), kinds, strict=True):
+            empty = torch.empty(size, dtype=kind, device="meta")
+            layer.register_parameter(f"weight{suffix}", nn.Parameter(empty, requires_grad=False))
+        for suffix, size, how in zip(SUFFIXES, (*whole, constants), of_codes, strict=True):
+            shapes[name + suffix], splits[name + suffix] = size, how
+        layer.register_buffer("weight_tables", tables(), persistent=False)
+        layer.register_buffer("weight_tables_again", tables().clone(), persistent=False)
+        layer.weight_rows, layer.weight_blocks = runs, (first, columns // BLOCK)
+        layer.__class__ = _quantised_class(type(layer))
+    if problems:
+        raise UserError(problems)
+    return shapes, splits
