@@ -5,12 +5,12 @@ from typing import Annotated
 
 import typer
 
-METHODS = ("full", "lora")
+METHODS = ("full", "lora", "qlora")
 
 
 def config(
     method: Annotated[
-        str, typer.Option(metavar="[full|lora]", help="train all weights, or adapters")
+        str, typer.Option(metavar="[full|lora|qlora]", help="train all weights, or adapters")
     ] = "full",
     size: Annotated[
         str | None, typer.Option(help="0.6b (the default) … 70b, or a name of plan max: llama-3.1-8b")

@@ -31,7 +31,7 @@ class Tool:
     title: str  # for sentences
     stack: str  # of stacks.toml, whose constants predict its memory and time
     compiled: str  # the stack with train.compile
-    methods: tuple[str, ...] = ("full", "lora")  # that it trains with
+    methods: tuple[str, ...] = ("full", "lora", "qlora")  # that it trains with
     precisions: tuple[str, ...] = ("fp32", "bf16", "bf16-pure")
     reduce_dtype: str | None = None  # of its gradients, whatever train.reduce_dtype is; None: as that says
     own_blocks: bool = False  # the model is built of its own blocks, not of Hugging Face's

@@ -351,9 +351,12 @@ def lighter_workloads(
     Those that the config has already, or its tool can't train, are left out. numbers_of: returns the numbers
     of a config's model. tool_of: returns the tool that runs a config. Raises Uncounted as `workload_of`.
     """
-    others = {}
-    if config.method != "lora" and "lora" in tool_of(config).methods:
-        others["method=lora"] = config.model_copy(update={"method": "lora"})
+    lighter = METHODS[METHODS.index(config.method) + 1 :]
+    others = {
+        f"method={method}": config.model_copy(update={"method": method})
+        for method in lighter
+        if method in tool_of(config).methods
+    }
     return {
         setting: workload_of(other, numbers_of(other)).run_by(tool_of(other))
         for setting, other in others.items()

@@ -57,7 +57,7 @@ def starter(method: str, model: str, file: str) -> str:
     resolved = Config.model_validate(config).model_dump(mode="json")
     lines, opened = header(method, model, shlex.quote(file)), ""
     sentences = {setting.key: setting.schema for setting in settings(schema())}
-    for key in SHOWN.format(lora=LORA if method == "lora" else "").split():
+    for key in SHOWN.format(lora=LORA if method != "full" else "").split():
         section, _, name = key.rpartition(".")
         if section and section != opened:
             lines.append(f"{section}:")
@@ -69,7 +69,7 @@ def starter(method: str, model: str, file: str) -> str:
 
 
 def header(method: str, model: str, file: str) -> list[str]:
-    kind = "LoRA adapters for" if method == "lora" else "all weights of"
+    kind = {"full": "all weights of", "lora": "LoRA adapters for"}.get(method, "LoRA adapters next to 4 bits of")
     return [
         EDITOR_LINE,
         f"# Train {kind} {model}.",

@@ -33,6 +33,7 @@ NO_MASTER_WEIGHTS = (
 FROZEN_AS_STORED = "frozen weights keep the checkpoint's dtype, and only the adapter is fp32"
 PEFT_MODULES = ["q_proj", "v_proj"]  # peft's own for llama, mistral, qwen2, qwen3 and gemma
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}  # Phi-3, -4
+QUANTISED = ("load_in_4bit", "load_in_8bit", "quantization_bit")
 MLP = ("gate_proj", "up_proj", "down_proj")
 PLUGINS = ("cutcrossentropy", "liger", "kernels", "expertparallel", "swanlab", "lmeval")  # train the same
 
@@ -86,21 +87,37 @@ def model_arguments(value: Any, job: Job) -> Converted:
 def adapter(value: Any, job: Job) -> Converted:
     if value not in ("lora", "qlora"):
         raise Refused(f"adapter: {value} is not offered; meshtune trains all weights or LoRA.")
-    noted = value == "lora" or job.on("load_in_4bit", "load_in_8bit")  # which is noted itself
-    return Converted({"method": "lora"}, lost="" if noted else reason("method", "qlora"))
+    return Converted({"method": method_of_adapter(job)})
+
+
+def method_of_adapter(job: Job) -> str:
+    """The method of a file that trains an adapter."""
+    return "qlora" if job.value("adapter") == "qlora" or job.on(*QUANTISED) else "lora"
+
+
+def quantised(_: str, bits: int = 0) -> Conversion:
+    """A frozen base in fewer bits, by a switch; bits: 0 for a key that has their number."""
+
+    def read(value: Any, job: Job) -> Converted:
+        if not is_lora(job):
+            raise NoCounterpart("only weights that are frozen, next to an adapter, are quantised")
+        if (size := bits or int(value)) not in (4, 8):
+            raise NoCounterpart(f"frozen weights are quantised to 4 bits, not to {size}")
+        return Converted({"method": "qlora"}, "to 4 bits, which takes half the memory of 8" * (size == 8))
+
+    return Conversion(read, lambda plan: bits == 4 or 4)
 
 
 def lora_or_full(value: Any, job: Job) -> dict[str, Any]:
     if value not in ("lora", "full"):
         part = "; model.freeze keeps some weights as they are" if value == "freeze" else ""
         raise Refused(f"finetuning_type: {value} is not offered; meshtune trains all weights or LoRA{part}.")
-    return {"method": value}
+    return {"method": method_of_adapter(job) if value == "lora" else value}
 
 
 def torchtune_model(value: Any, job: Job) -> Converted:
-    name = short(value)
-    lost = reason("method", "qlora") if name.startswith("qlora") else ""
-    return Converted({"method": "lora" if "lora_" in name else "full"}, lost=lost)
+    method, adapts, _ = short(value).partition("lora_")
+    return Converted({"method": f"{method}lora" if adapts else "full"})
 
 
 def is_lora(job: Job) -> bool:
@@ -491,14 +508,15 @@ READ = (
 )  # fmt: skip
 MADE = (
     attention_kernel, attention_switch, precision, beta, label_switch, labels_of_rows, elsewhere,
-    template_name,
+    template_name, quantised,
 )  # fmt: skip
 MAKERS = {make.__name__: make for make in MADE}
 CONVERSIONS = {
     **{read.__name__: Conversion(read) for read in READ},
     "section": Conversion(lambda value, job: {}),  # the keys in the section are converted one by one
-    "adapter": Conversion(adapter, lambda plan: "lora" if plan.config.method == "lora" else None),
-    "lora_or_full": Conversion(lora_or_full, lambda plan: plan.config.method),
+    "adapter": Conversion(adapter, lambda plan: plan.config.method if plan.config.adapts else None),
+    "adapter_switch": Conversion(lambda value, job: {"method": method_of_adapter(job) if value else "full"}),
+    "lora_or_full": Conversion(lora_or_full, lambda plan: plan.config.method.removeprefix("q")),
     "llama_factory_rank": Conversion(llama_factory_rank, lambda plan: plan.config.lora.r),
     "modules": Conversion(modules, lambda plan: patterns(plan.config.lora.target_modules)),
     "named_modules": Conversion(modules, named_modules),

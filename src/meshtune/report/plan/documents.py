@@ -308,7 +308,7 @@ def models_that_fit(
     ]
     methods = [*next(iter(longest.values()))]
     fitting = [entry for entry in entries if any(entry[method] for method in methods)]
-    heads = {"full": "full", "lora": f"LoRA r{rank}"}
+    heads = {"full": "full", "lora": f"LoRA r{rank}", "qlora": "QLoRA"}
     lengths = [[f"{entry[name]:,}" if entry[name] else "–" for entry in fitting] for name in methods]
     columns = (
         Column("download", [entry["download"] for entry in fitting], heading=True),
