@@ -351,7 +351,7 @@ def lighter_workloads(
     Those that the config has already, or its tool can't train, are left out. numbers_of: returns the numbers
     of a config's model. tool_of: returns the tool that runs a config. Raises Uncounted as `workload_of`.
     """
-    lighter = METHODS[METHODS.index(config.method) + 1 :]
+    lighter = MESHTUNE.methods[MESHTUNE.methods.index(config.method) + 1 :]
     others = {
         f"method={method}": config.model_copy(update={"method": method})
         for method in lighter
