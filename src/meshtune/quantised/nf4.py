@@ -11,7 +11,7 @@ integers, so that ZeRO shards them as they are. A rank that has part of a matrix
 are those of the whole matrix. The matrix itself exists while it is multiplied, forward and backward.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshtune import compat
 from meshtune.errors import UserError
 from meshtune.placement.split import Split, piece, pieces
 from meshtune.precision import NF4_BLOCK as BLOCK
@@ -63,10 +64,10 @@ def eight_bits() -> Tensor:
 
 
 @cache
-def tables() -> Tensor:
+def tables(device: torch.device) -> Tensor:
     """The values of each byte, fp32 [256, 3]: both of packed codes, and that of a scale."""
     values = torch.tensor(LEVELS)
-    return torch.stack([values.repeat_interleave(16), values.repeat(16), eight_bits()], 1)
+    return torch.stack([values.repeat_interleave(16), values.repeat(16), eight_bits()], 1).to(device)
 
 
 def _nearest(values: Tensor, among: Tensor, block: int) -> tuple[Tensor, Tensor]:
@@ -96,41 +97,65 @@ def quantise(weight: Tensor) -> Codes:
     )
 
 
-def dequantise(codes: Codes, places: Tensor, tables: Tensor, dtype: torch.dtype) -> Tensor:
+def dequantise(codes: Codes, places: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the matrix [rows, columns] of `codes`, or a rank's part of it.
 
-    places: int32 [rows, columns / BLOCK], the place of each scale in the whole matrix, row by row. tables:
-    what `tables` returns, on the device.
+    places: int32 [rows, columns / BLOCK], the place of each scale in the whole matrix, row by row.
     """
     packed, scales, constants = codes
-    numbers = constants.view(torch.float32)
-    largest = tables[:, 2][scales.int()] * numbers[1 + places // SCALES] + numbers[0]
-    values = tables[:, :2][packed.int()].view(len(packed), -1, BLOCK)
-    return (values * largest[..., None]).to(dtype).view(len(packed), -1)
+    values, numbers = tables(packed.device), constants.view(torch.float32)
+    largest = values[:, 2][scales.int()] * numbers[1 + places // SCALES] + numbers[0]
+    pairs = values[:, :2][packed.int()].view(len(packed), -1, BLOCK)
+    return (pairs * largest[..., None]).to(dtype).view(len(packed), -1)
 
 
 def rounded(weight: Tensor) -> Tensor:
     """Return a matrix as it is once it was in 4 bits."""
     codes = quantise(weight)
     places = torch.arange(codes.scales.numel(), dtype=torch.int32, device=weight.device)
-    return dequantise(codes, places.view_as(codes.scales), tables().to(weight.device), weight.dtype)
+    return dequantise(codes, places.view_as(codes.scales), weight.dtype)
+
+
+@cache
+def _fastest(device: str) -> Callable[..., Tensor]:
+    """`dequantise` as one kernel where it can be compiled for a GPU."""
+    return torch.compile(dequantise) if device == "cuda" and not compat.compiler_problem() else dequantise
+
+
+# One operator, or the compiler would take the backward's call for the forward's, whose result it would keep.
+# `like` has the dtype, and nothing else; it puts the backward's call behind a gradient.
+@torch.library.custom_op("meshtune::dequantise", mutates_args=())
+def dequantise_op(
+    packed: Tensor, scales: Tensor, constants: Tensor, rows: Sequence[int], first: int, in_a_row: int,
+    like: Tensor,
+) -> Tensor:  # fmt: skip
+    """The matrix of Codes. rows: starts and ends of the whole matrix' rows on this rank. first, in_a_row: of
+    the blocks of one of its rows, the first on this rank, and how many there are. like: empty.
+    """
+    numbers = partial(torch.arange, dtype=torch.int32, device=packed.device)
+    of_rows = torch.cat([numbers(start, end) for start, end in zip(rows[::2], rows[1::2], strict=True)])
+    places = of_rows[:, None] * in_a_row + first + numbers(scales.shape[1])
+    return _fastest(packed.device.type)(Codes(packed, scales, constants), places, like.dtype)
+
+
+@dequantise_op.register_fake
+def _(packed, scales, constants, rows, first, in_a_row, like):
+    return packed.new_empty(packed.shape[0], 2 * packed.shape[1], dtype=like.dtype)
 
 
 class _Product(torch.autograd.Function):
     """x Wᵀ + b of rows x and a matrix in 4 bits. It keeps the codes for its backward, and neither W nor x."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, bias: Tensor | None, places: Tensor, tables: Tensor, again: Tensor, *codes: Tensor
-    ) -> Tensor:
-        ctx.save_for_backward(places, again, *codes)
-        return F.linear(x, dequantise(Codes(*codes), places, tables, x.dtype), bias)
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, place: tuple[Any, ...], *codes: Tensor) -> Tensor:
+        ctx.save_for_backward(*codes)
+        ctx.place = place
+        return F.linear(x, dequantise_op(*codes, *place, x[:0]), bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        places, tables, *codes = ctx.saved_tensors
-        weight = dequantise(Codes(*codes), places, tables, gradient.dtype)
-        return gradient @ weight, None, None, None, None, None, None, None
+        weight = dequantise_op(*ctx.saved_tensors, *ctx.place, gradient[:0])
+        return gradient @ weight, None, None, None, None, None
 
 
 class Nf4Linear(nn.Linear):
@@ -138,37 +163,26 @@ class Nf4Linear(nn.Linear):
 
     weight_scales: nn.Parameter
     weight_constants: nn.Parameter
-    weight_rows: tuple[range, ...]  # of the whole matrix, those of this rank
-    weight_tables: Tensor  # of `tables`: a tensor that is made inside a block would interrupt the compiler
-    weight_blocks: tuple[
-        int, int
-    ]  # of a row of the whole matrix: the first on this rank, and how many it has
+    weight_place: tuple[tuple[int, ...], int, int]  # rows, first and in_a_row of `dequantise_op`
 
     def forward(self, input: Tensor) -> Tensor:
         return self.product(input, self.bias)
 
     def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """The product with the weight, plus the bias if it is given."""
-        return _Product.apply(x, bias, self.places(), self.weight_tables, self.weight_tables_again, *self.codes())  # type: ignore[return-value]
+        return _Product.apply(x, bias, self.weight_place, *self.codes())  # type: ignore[return-value]
 
     def codes(self) -> Codes:
         return Codes(self.weight, self.weight_scales, self.weight_constants)
 
-    def places(self) -> Tensor:
-        """Places of the scales in the whole matrix, as `dequantise` takes them."""
-        first, in_a_row = self.weight_blocks
-        numbers = partial(torch.arange, dtype=torch.int32, device=self.weight.device)
-        rows = torch.cat([numbers(run.start, run.stop) for run in self.weight_rows])
-        return rows[:, None] * in_a_row + first + numbers(self.weight.shape[1] * 2 // BLOCK)
-
     def dequantised(self, dtype: torch.dtype) -> Tensor:
         """The weight [rows, columns]."""
-        return dequantise(self.codes(), self.places(), self.weight_tables, dtype)
+        return dequantise_op(*self.codes(), *self.weight_place, torch.empty(0, dtype=dtype))
 
     def restore(self, dtype: torch.dtype) -> None:
         """Hold the weight as [rows, columns] again, in place. The class stays."""
         self.weight = nn.Parameter(self.dequantised(dtype), requires_grad=False)
-        del self.weight_scales, self.weight_constants, self.weight_tables
+        del self.weight_scales, self.weight_constants
 
 
 @cache
@@ -203,7 +217,7 @@ def quantise_layers(
                     f"{name} has {columns} columns, which tp={ranks} cuts inside a block of {BLOCK}."
                 )
             first = piece(columns, ranks, index)[0] // BLOCK
-        runs = tuple(pieces(split.parts or (rows,), ranks, index)) if split.dim == 0 else (range(rows),)
+        runs = pieces(split.parts or (rows,), ranks, index) if split.dim == 0 else (range(rows),)
         layer: Any = model.get_submodule(path)
         local_rows, local_columns = layer.weight.shape
         kinds = torch.uint8, torch.uint8, torch.int32
@@ -215,9 +229,8 @@ def quantise_layers(
             layer.register_parameter(f"weight{suffix}", nn.Parameter(empty, requires_grad=False))
         for suffix, size, how in zip(SUFFIXES, (*whole, constants), of_codes, strict=True):
             shapes[name + suffix], splits[name + suffix] = size, how
-        layer.register_buffer("weight_tables", tables(), persistent=False)
-        layer.register_buffer("weight_tables_again", tables().clone(), persistent=False)
-        layer.weight_rows, layer.weight_blocks = runs, (first, columns // BLOCK)
+        ends = tuple(end for run in runs for end in (run.start, run.stop))
+        layer.weight_place = ends, first, columns // BLOCK
         layer.__class__ = _quantised_class(type(layer))
     if problems:
         raise UserError(problems)

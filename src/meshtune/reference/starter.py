@@ -69,10 +69,12 @@ def starter(method: str, model: str, file: str) -> str:
 
 
 def header(method: str, model: str, file: str) -> list[str]:
-    kind = {"full": "all weights of", "lora": "LoRA adapters for"}.get(method, "LoRA adapters next to 4 bits of")
+    kind = {"full": "all weights of", "lora": "LoRA adapters for"}.get(
+        method, "LoRA adapters next to 4 bits of"
+    )
     return [
         EDITOR_LINE,
-        f"# Train {kind} {model}.",
+        f"# Train {kinds[method]} {model}.",
         "#",
         "# 1. Put rows into train.jsonl, one JSON object a line, or change data.train. Two of the forms:",
         '#      {"prompt": "2 + 2?", "completion": "4"}',
