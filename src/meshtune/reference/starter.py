@@ -69,9 +69,11 @@ def starter(method: str, model: str, file: str) -> str:
 
 
 def header(method: str, model: str, file: str) -> list[str]:
-    kind = {"full": "all weights of", "lora": "LoRA adapters for"}.get(
-        method, "LoRA adapters next to 4 bits of"
-    )
+    kinds = {
+        "full": "all weights of",
+        "lora": "LoRA adapters for",
+        "qlora": "LoRA adapters next to 4-bit weights of",
+    }
     return [
         EDITOR_LINE,
         f"# Train {kinds[method]} {model}.",
