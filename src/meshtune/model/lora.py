@@ -66,7 +66,7 @@ class _Lora(nn.Module):
         change = F.linear(F.linear(dropped, self.lora_A), self.lora_B) * self.lora_scale
         if self.lora_magnitude_vector is not None:
             if self.lora_dropout and self.training:  # as peft: W and B A see the same dropped inputs
-                seen = F.linear(dropped, weight_of(self).to(dropped.dtype))
+                seen = product_of(self, dropped)
             else:
                 seen = base if bias is None else base - bias
             change = self.lora_magnitude_vector / self.row_norms() * (seen + change) - seen
@@ -111,13 +111,17 @@ def frozen_linears(model: PreTrainedModel) -> list[str]:
     ]  # fmt: skip
 
 
+def product_of(layer: Any, x: Tensor) -> Tensor:
+    """Return the product of rows x and the weight of a linear layer, in the dtype of x."""
+    if isinstance(layer, Nf4Linear):
+        return layer.product(x)
+    return F.linear(x, by_rows(layer, layer.weight).to(x.dtype))
+
+
 def without_bias(layer: Any, x: Tensor) -> Tensor:
     """Return the output of a linear layer, with or without an adapter, less its bias."""
     rows = x.flatten(0, -2) if isinstance(layer, _Lora) else x
-    if isinstance(layer, Nf4Linear):
-        product = layer.product(rows)
-    else:
-        product = rows @ layer.weight if isinstance(layer, Conv1D) else F.linear(rows, layer.weight)
+    product = product_of(layer, rows)
     if not isinstance(layer, _Lora):
         return product
     return layer.adapted(rows, product, None).unflatten(0, x.shape[:-1])

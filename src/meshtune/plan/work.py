@@ -269,6 +269,11 @@ class Work:
         """Elements of an average block by the bytes that they take: those in 4 bits count less."""
         return sum(w.elements * w.held for w in self.block_weights)
 
+    def dequantised(self, tp: Number) -> Number:
+        """Elements of the largest matrix in 4 bits, on a tensor-parallel rank: one exists at a time."""
+        sizes = [gemm.rows * gemm.cols / (tp if gemm.cut else 1) for gemm in self.matrices if gemm.quantised]
+        return np.max(np.broadcast_arrays(0.0, *sizes), axis=0)
+
     @property
     def trained_block_parameters(self) -> Number:
         """Trained elements of an average block."""

@@ -25,6 +25,7 @@ from meshtune.placement.split import Split, piece, pieces
 from meshtune.precision import NF4_BLOCK as BLOCK
 from meshtune.precision import NF4_SCALES as SCALES
 
+PART = 2**20  # elements
 SUFFIXES = ("", "_scales", "_constants")  # of the names of the three parameters, after the weight's
 # Quantiles of a normal distribution, from -1 to 1 with 0 (the paper's appendix E)
 LEVELS = (
@@ -116,10 +117,22 @@ def rounded(weight: Tensor) -> Tensor:
     return dequantise(codes, places.view_as(codes.scales), weight.dtype)
 
 
+def _in_parts(codes: Codes, places: Tensor, dtype: torch.dtype) -> Tensor:
+    """`dequantise`, some rows after others, so that values in fp32 take little memory."""
+    rows, columns = len(places), places.shape[1] * BLOCK
+    whole = codes.packed.new_empty(rows, columns, dtype=dtype)
+    step = max(PART // columns, 1)
+    for start in range(0, rows, step):
+        part = slice(start, start + step)
+        some = Codes(codes.packed[part], codes.scales[part], codes.constants)
+        whole[part] = dequantise(some, places[part], dtype)
+    return whole
+
+
 @cache
-def _fastest(device: str) -> Callable[..., Tensor]:
-    """`dequantise` as one kernel where it can be compiled for a GPU."""
-    return torch.compile(dequantise) if device == "cuda" and not compat.compiler_problem() else dequantise
+def _fastest(device: str) -> Callable[[Codes, Tensor, torch.dtype], Tensor]:
+    """`dequantise` as one kernel where it can be compiled for a GPU, else in parts."""
+    return torch.compile(dequantise) if device == "cuda" and not compat.compiler_problem() else _in_parts
 
 
 # One operator, or the compiler would take the backward's call for the forward's, whose result it would keep.
