@@ -66,8 +66,10 @@ CPU = torch.device("cpu")
 
 def quiet() -> None:
     """Switch transformers' progress bars off, which would break ours (downloads from the hub keep theirs),
-    and its report on loaded weights, where `mapped` tells each part.
+    and its report on loaded weights, where `mapped` tells each part. bitsandbytes, which peft imports, warns
+    of kernels that nothing here runs.
     """
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     transformers.utils.logging.disable_progress_bar()
     logging.getLogger("transformers.modeling_utils").addFilter(is_no_loading_report)
     enable_progress_bars()

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import get_scheduler
 
 from meshtune.errors import explained
 from meshtune.schedules import transformers_schedule
@@ -25,6 +24,8 @@ def learning_rates(
     kind: a key of schedules.SCHEDULES. peak: the rate after warm-up. min_ratio, arguments: see
     `transformers_schedule`. Raises UserError for arguments that transformers can't compute with.
     """
+    from transformers import get_scheduler  # imports peft where that is installed: two seconds
+
     name, options = transformers_schedule(
         kind, peak=peak, total_steps=total_steps, min_ratio=min_ratio, arguments=arguments or {}
     )
