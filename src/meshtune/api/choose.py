@@ -177,6 +177,7 @@ def attention_and_refusals(
         packing=config.data.packing,
         compile=config.train.compile,
         optimizer=config.train.optimizer,
+        quantised=config.method == "qlora",
         ranks=ranks,
     )
     return attention, model_traits, problems

@@ -18,6 +18,7 @@ from meshtune.layout import ZERO_BUBBLE, Layout
 from meshtune.optimizers import OPTIMIZERS
 from meshtune.placement.columns import Columns, Number
 from meshtune.placement.families import see
+from meshtune.precision import NF4_BLOCK
 from meshtune.units import counted
 
 ROUNDS = ("interleaved1f1b", "zb")  # the pipeline takes micro-batches in rounds of equal numbers
@@ -62,13 +63,14 @@ def rules(
     packing: bool = True,
     compile: bool | str = False,
     optimizer: str = "adamw",
+    quantised: bool = False,
     ranks: int | None = None,
 ) -> Iterator[Rule]:
     """Every rule that a model and settings make; `Rule.refuses` tells which layouts it refuses.
 
     attention: the implementation that the model is built with, never "auto". packing, compile: data.packing,
-    train.compile; "auto" refuses nothing. optimizer: train.optimizer. ranks: how many were started; None: no
-    rule on their number.
+    train.compile; "auto" refuses nothing. optimizer: train.optimizer. quantised: matrices are held in 4 bits.
+    ranks: how many were started; None: no rule on their number.
     """
     if ranks is not None:
         yield Rule(
@@ -81,7 +83,7 @@ def rules(
             ),
         )
     yield from _attention(traits, attention, packing)
-    yield from _tensor(traits)
+    yield from _tensor(traits, quantised)
     if traits.context:
         yield _whole_sequences(traits, traits.context)
     else:
@@ -182,8 +184,8 @@ def _attention(traits: Traits, attention: str, packing: bool) -> Iterator[Rule]:
         )
 
 
-def _tensor(traits: Traits) -> list[Rule]:
-    """Sizes of tp that the model's matrices and heads can't be cut into."""
+def _tensor(traits: Traits, quantised: bool = False) -> list[Rule]:
+    """Sizes of tp that the model's matrices, in 4 bits if `quantised`, and heads can't be cut into."""
     if traits.tensor:
         why = traits.tensor
         return [Rule(why, lambda layouts: layouts.tp > 1, lambda _: why)]
@@ -217,6 +219,11 @@ def _tensor(traits: Traits) -> list[Rule]:
         )
     for size, name in traits.cuts:
         add(f"does not divide the {size} {name}", lambda tp, size=size: size % tp != 0)
+        if quantised and name.startswith("columns") and size % NF4_BLOCK == 0:
+            add(
+                f"cuts the {size} {name} inside a block of {NF4_BLOCK}, which shares a scale in 4 bits",
+                lambda tp, size=size: (size % tp == 0) & (size // NF4_BLOCK % tp != 0),
+            )
     add(
         f"leaves a rank without any of the {vocabulary} vocabulary entries",
         lambda tp: np.ceil(vocabulary / tp) * (tp - 1) >= vocabulary,

@@ -20,7 +20,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshtune import compat
-from meshtune.errors import UserError
 from meshtune.placement.split import Split, piece, pieces
 from meshtune.precision import NF4_BLOCK as BLOCK
 from meshtune.precision import NF4_SCALES as SCALES
@@ -214,9 +213,9 @@ def quantise_layers(
 
     names: of the layers; those whose columns are not a multiple of BLOCK stay as they are. shapes, splits: of
     the whole model's parameters, by name. tp: (ranks, the index of this one). Returns shapes and splits with
-    those of the codes. Raises UserError if tp would cut a block.
+    those of the codes.
     """
-    shapes, splits, problems = dict(shapes), dict(splits), []
+    shapes, splits = dict(shapes), dict(splits)
     ranks, index = tp
     for path in names:
         name = f"{path}.weight"
@@ -225,10 +224,7 @@ def quantise_layers(
             continue
         first = 0
         if split.dim == 1:
-            if columns % (BLOCK * ranks):
-                problems.append(
-                    f"{name} has {columns} columns, which tp={ranks} cuts inside a block of {BLOCK}."
-                )
+            assert columns % (BLOCK * ranks) == 0, f"{name} is cut inside a block, see placement/rules.py"
             first = piece(columns, ranks, index)[0] // BLOCK
         runs = pieces(split.parts or (rows,), ranks, index) if split.dim == 0 else (range(rows),)
         layer: Any = model.get_submodule(path)
@@ -245,6 +241,4 @@ def quantise_layers(
         ends = tuple(end for run in runs for end in (run.start, run.stop))
         layer.weight_place = ends, first, columns // BLOCK
         layer.__class__ = _quantised_class(type(layer))
-    if problems:
-        raise UserError(problems)
     return shapes, splits

@@ -343,11 +343,12 @@ def fill_values(
         for path, layer in lora_layers(models[0]).items()
         if layer.lora_magnitude_vector is not None
     }
+    linears = {f"{path}.weight" for path in frozen_linears(models[0]) if spec.quantise}
 
     def add_magnitude(weight_name: str, weight: Tensor) -> None:
         name, layer = dora[weight_name]
         weight = weight.to(quantised)
-        if spec.quantise and weight.shape[1] % NF4_BLOCK == 0:
+        if weight_name in linears and weight.shape[1] % NF4_BLOCK == 0:
             weight = nf4.rounded(weight)
         adapters[name] = initial_magnitude(layer, weight)
 

@@ -32,6 +32,12 @@ def test_what_fits_is_taken(layout):
     assert refused(layout) == []
 
 
+def test_matrices_in_4_bits_are_cut_between_blocks() -> None:
+    cut = replace(LLAMA, cuts=((128, "columns of mlp.down_proj"), (96, "columns of self_attn.o_proj")))
+    assert refused("tp4", cut) == refused("tp2", cut, quantised=True) == []  # one of them stays in 16 bits
+    assert [sentence[-11:] for sentence in refused("tp4", cut, quantised=True)] == ["; try tp=2."]
+
+
 @pytest.mark.parametrize(
     ("layout", "works"),
     [

@@ -11,9 +11,7 @@ from families import FAMILIES
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from meshtune.errors import UserError
 from meshtune.model.lora import initial_magnitude, lora_layers
-from meshtune.placement.split import Split
 from meshtune.quantised import nf4
 from meshtune.train.model import LoraSpec, ModelSpec, single_model
 
@@ -106,7 +104,12 @@ def test_logits_and_gradients_are_those_of_peft_and_bitsandbytes(use_dora: bool)
             assert (getattr(layer, matrix).grad - expected).norm() <= 1e-5 * expected.norm()
 
 
-def test_a_block_that_tp_would_cut_is_refused() -> None:
-    model = nn.Sequential(nn.Linear(32, 8, device="meta"))
-    with pytest.raises(UserError, match=r"0\.weight has 64 columns, which tp=2 cuts inside a block of 64"):
-        nf4.quantise_layers(model, ["0"], {"0.weight": (8, 64)}, {"0.weight": Split(1)}, (2, 0))
+def test_a_magnitude_is_of_the_weight_that_is_held() -> None:
+    """GPT-2's matrices stay as they are: they lie otherwise."""
+    lora = LoraSpec(r=4, use_dora=True)
+    spec = ModelSpec(
+        source=FAMILIES["gpt2"](), init="random", precision="fp32", lora=lora, quantise="float32"
+    )
+    for layer in lora_layers(single_model(spec, torch.device("cpu"))).values():
+        assert layer.lora_magnitude_vector is not None
+        assert torch.equal(layer.lora_magnitude_vector, initial_magnitude(layer, layer.weight))
