@@ -34,7 +34,7 @@ def finished(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[
         if method not in made:
             words = [
                 *short_run(tiny, folder / "cache", folder / method), *LASTING, f"train.max_steps={STEPS}",
-                "checkpoint.every=2", f"method={method}", *(["lora.r=4"] if method == "lora" else []),
+                "checkpoint.every=2", f"method={method}", *(["lora.r=4"] if method != "full" else []),
             ]  # fmt: skip
             loop.train(build.build(config.load(None, words)))
             made[method] = folder / method
@@ -90,6 +90,21 @@ def test_an_adapter_folder_is_merged_like_its_run(
     meshtune("export", finished("lora") / "model", tmp_path / "folder", "--merge")
     one, other = weights(tmp_path / "run"), weights(tmp_path / "folder")
     assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.ci
+def test_an_adapter_folder_of_qlora_has_its_base_in_4_bits(
+    meshtune: Command, finished: Callable[[str], Path], tiny: Path, tmp_path: Path
+) -> None:
+    run, adapter, merged = finished("qlora"), tmp_path / "adapter", tmp_path / "merged"
+    meshtune("export", run, adapter)
+    assert "rounding to float32 changes them by 0.00%" in meshtune("export", run, merged, "--merge").err
+    words = (f"data.eval={tiny / 'test.jsonl'}", "data.seq_len=128", f"data.cache={tmp_path / 'cache'}")
+    ours, *others = (meshtune("eval", path, *words, "--json").json["loss"] for path in (run, adapter, merged))
+    assert others == pytest.approx([ours, ours], rel=1e-6)
+    theirs = logits(with_peft(tiny / "model", adapter))  # on the base in 16 bits
+    ours = logits(AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32))
+    assert 1e-3 < (ours - theirs).norm() / theirs.norm() < 0.3
 
 
 def test_an_adapter_is_exported_as_it_is(

@@ -259,6 +259,7 @@ def exporter_of(config: Config, model: PreTrainedModel, world: World, **parts: A
         "embeddings": any(table.weight.requires_grad and table not in named for table in tables(model)),
         "overrides": base.overrides,
         "revision": base.revision,
+        "quantised": config.method == "qlora",
     }
     return Exporter(
         model=model,

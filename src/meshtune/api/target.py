@@ -26,7 +26,7 @@ from meshtune.data.tokens import id_bound
 from meshtune.errors import UserError, expanded
 from meshtune.filesystem import paths_named
 from meshtune.layout import Layout
-from meshtune.model.adapter import adapter_base, digest_of_base, load_adapter
+from meshtune.model.adapter import adapter_base, digest_of_base, load_adapter, method_of
 from meshtune.model.anatomy import anatomy
 from meshtune.model.files import ADAPTER_CONFIG
 from meshtune.model.load import load_config, load_tokenizer, quiet
@@ -109,6 +109,8 @@ def target_of(name: str | None, overrides: Sequence[str], *, step: int | None = 
         refuse_moved(str(name), base["name"])
     precision = stored_precision(base["name"], base.get("revision"))
     defaults = {"model": recorded, "train": {"precision": precision}}
+    if adapter and folder:
+        defaults |= method_of(folder)
     config = settings.load(None, overrides, defaults)
     return Target(config, folder if adapter else None, base_named="name" in given)
 

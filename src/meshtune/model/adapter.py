@@ -30,6 +30,7 @@ from meshtune.model.stored import BASE_DIGEST
 from meshtune.units import counted, few
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+IN_4_BITS = "base_in_4_bits"  # key in the metadata of its weights: those of the base were, in training
 BASE_OVERRIDES = "base_overrides"  # key of adapter_config.json: model.overrides of the base that was trained
 OF_COPY = re.compile(r"\.modules_to_save\.(default\.)?")  # in the name of a module's trained copy
 # In names of a state dict of the wrapped model, which peft's `save_pretrained` takes out: the adapter's own
@@ -77,6 +78,7 @@ def save_adapter(
     overrides: Mapping[str, Any] | None = None,
     revision: str | None = None,
     base_digest: str | None = None,
+    quantised: bool = False,
     card: str | None = None,
     stop_ids: Sequence[int] = (),
 ) -> None:
@@ -88,7 +90,7 @@ def save_adapter(
     they are trained); peft then demands that the base is resized before it loads the adapter,
     `base.resize_token_embeddings(len(tokenizer))`, which `load_adapter` does automatically. overrides: of the
     base's config.json; peft, which has no word for them, warns of the key. revision: of a base on the hub.
-    base_digest: see stored.py. tokenizer, card,
+    base_digest: see stored.py. quantised: True if the base was in 4 bits. tokenizer, card,
     stop_ids: see `save_model`; stop_ids go into a generation_config.json. folder: see `complete_folder`.
     """
     layers = lora_layers(model)
@@ -121,7 +123,8 @@ def save_adapter(
     }
     with complete_folder(Path(folder)) as aside:
         stored = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        identity = {BASE_DIGEST: base_digest} if base_digest else {}
+        identity = {BASE_DIGEST: base_digest or "", IN_4_BITS: "nf4" * quantised}
+        identity = {key: value for key, value in identity.items() if value}
         save_file(stored, aside / ADAPTER_WEIGHTS, metadata={"format": "pt"} | identity)
         (aside / ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2), encoding="utf-8")
         generation_config(model, stop_ids).save_pretrained(aside)
@@ -364,11 +367,25 @@ def digest_of_base(folder: Path) -> str | None:
 
     Raises UserError if the adapter is damaged.
     """
+    return _metadata(folder).get(BASE_DIGEST)
+
+
+def method_of(folder: Path) -> dict[str, Any]:
+    """Return the settings by which the adapter in `folder` was trained next to weights in 4 bits; none for
+    another. Raises UserError as `digest_of_base` and `adapter_settings`.
+    """
+    if IN_4_BITS not in _metadata(folder):
+        return {}
+    saved = adapter_settings(folder).get("modules_to_save") or []
+    return {"method": "qlora", "lora": {"modules_to_save": saved}}
+
+
+def _metadata(folder: Path) -> dict[str, str]:
     try:
         with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as stored:
-            return (stored.metadata() or {}).get(BASE_DIGEST)
+            return stored.metadata() or {}
     except FileNotFoundError:  # `read_adapter` refuses it
-        return None
+        return {}
     except SafetensorError as error:
         raise UserError(f"The adapter in {folder} is damaged: {error}") from error
 
