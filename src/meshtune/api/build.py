@@ -31,6 +31,7 @@ from meshtune.optimizers import caution
 from meshtune.parallel.mesh import World, join
 from meshtune.plan.cluster import unused_here
 from meshtune.plan.hardware import datasheet_flops
+from meshtune.plan.workload import wide_note
 from meshtune.rundir import RunDir
 from meshtune.train.callbacks import Callback, Callbacks, Hooks, Training
 from meshtune.train.checkpoint import Checkpoints
@@ -211,7 +212,13 @@ def announce(
     if sentence := caution(config.train.precision, config.train.optimizer):
         metrics.log_line(sentence)
     about_model = filter(
-        None, (beyond_tested(model.whole), parts_kept(model.whole), left_out_of_loss(model.whole))
+        None,
+        (
+            beyond_tested(model.whole),
+            parts_kept(model.whole),
+            left_out_of_loss(model.whole),
+            wide_note(config, model.census),
+        ),
     )
     for sentence in (*resolve.override_sentences(config.model), *about_model, *notices):
         metrics.log_line(sentence)

@@ -101,7 +101,8 @@ class Parameter:
     heads along that dimension, 0: none; with tp > heads each rank holds the whole tensor. whole: its output
     (cut 0) or its input's gradient (cut 1) is all-gathered over the tp ranks, unless tp divides each of
     `fused`, if there are any: heads, or features, of the projections that are fused there. last: it lies
-    after the blocks.
+    after the blocks. linear: False for what has several dimensions in a block and is not the weight of a
+    linear layer, so that it is never held in 4 bits.
     """
 
     name: str  # inside its block, such as self_attn.q_proj.weight
@@ -113,11 +114,20 @@ class Parameter:
     whole: bool = False
     last: bool = False
     fused: tuple[int, ...] = ()
+    linear: bool = True
 
     @property
     def count(self) -> int:
         """Elements."""
         return math.prod(self.shape)
+
+    @property
+    def in_4_bits(self) -> bool:
+        """True if method=qlora holds it in 4 bits where it is a block's."""
+        from meshtune.precision import NF4_BLOCK  # here: chains of imports stay short
+
+        matrix = self.linear and is_matrix(self.name, self.shape)
+        return matrix and not self.trainable and self.shape[1] % NF4_BLOCK == 0
 
     def gathered(self, tp: int) -> bool:
         """True if features are all-gathered over `tp` ranks for it."""

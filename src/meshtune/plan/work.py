@@ -25,7 +25,7 @@ from meshtune.placement.census import (
     head_shards,
     is_matrix,
 )
-from meshtune.precision import NF4_BLOCK, NF4_BYTES
+from meshtune.precision import NF4_BYTES
 from meshtune.units import Number
 
 # In transformers' blocks, the norm of what the MLP returns: Gemma 2 and 3, OLMo 2 and 3; GLM-4
@@ -51,6 +51,7 @@ class Gemm:
     trainable: Number = 1.0  # share of them whose weight needs a gradient, 0 to 1
     input_gradient: Number = 1.0  # share of them whose input needs a gradient, 0 to 1
     adapter: str = ""  # which matrix of a LoRA pair: "A", "B"; "": none
+    in_4_bits: bool = False  # as in Parameter
     last: bool = False  # a block multiplies with them when all is saved, see `SavedBytes.last`
     quantised: bool = False  # they are held in 4 bits, and dequantised in each pass
     adapted_last: bool = False  # their adapter's B is: a compiled block runs neither again
@@ -86,6 +87,7 @@ class Weight:
     heads: Number = 0.0  # key-value heads along `cut`, 0: none; with tp > heads each rank holds all of it
     trainable: Number = 1.0  # share of them that is trained, 0 to 1
     matrix: bool = False  # in a block, and census.is_matrix
+    in_4_bits: bool = False  # as in Parameter
     held: Number = 1.0  # its bytes over those of as many elements that the passes compute with
 
     @property
@@ -175,6 +177,7 @@ class Work:
         cuts = {
             p.name: ("rows", "cols")[p.cut] for b in census.blocks for p in b.parameters if p.cut in (0, 1)
         }
+        fitting = {p.name for b in census.blocks for p in b.parameters if p.in_4_bits}
         alike: dict[tuple, float] = {}
         ends = [saved.last for block in census.blocks for _, saved in block.saved[:1]]
         lasts = ["", *(ends if len(ends) == n else [""] * n)]
@@ -182,7 +185,8 @@ class Work:
             for m in matrices:
                 adapter = m.name[-1] if m.name.endswith((".lora_A", ".lora_B")) else ""
                 cut = cuts.get(m.name, "")
-                ending = m.name == last, f"{m.name.removesuffix('weight')}lora_B" == last
+                fits = m.name in fitting and not m.trainable
+                ending = fits, m.name == last, f"{m.name.removesuffix('weight')}lora_B" == last
                 key = (m.rows, m.cols, cut, m.trainable, m.input_gradient, adapter, *ending)
                 alike[key] = alike.get(key, 0) + m.count
         matrices = tuple(
@@ -245,14 +249,11 @@ class Work:
     def quantised(self, element: float) -> Work:
         """The same with frozen matrices of blocks in 4 bits. element: bytes of one that is computed with."""
 
-        def fits(each: Weight | Gemm) -> bool:
-            return not each.trainable and each.cols % NF4_BLOCK == 0
-
         weights = tuple(
-            replace(weight, held=NF4_BYTES / element) if weight.matrix and fits(weight) else weight
+            replace(weight, held=NF4_BYTES / element) if weight.in_4_bits else weight
             for weight in self.block_weights
         )
-        matrices = tuple(replace(gemm, quantised=fits(gemm)) for gemm in self.matrices)
+        matrices = tuple(replace(gemm, quantised=gemm.in_4_bits) for gemm in self.matrices)
         return replace(self, block_weights=weights, matrices=matrices)
 
     def head_shards(self, tp: Number) -> Number:
@@ -417,10 +418,11 @@ def _weights(parameters: Iterable[Parameter], in_blocks: int = 0) -> tuple[Weigh
             p.heads,
             p.trainable,
             in_blocks > 0 and is_matrix(p.name, p.shape),
+            in_blocks > 0 and p.in_4_bits,
         )
         for p in parameters
     )
     return tuple(
-        Weight(rows, cols, count / (in_blocks or 1), cut, heads, float(trainable), matrix)
-        for (rows, cols, cut, heads, trainable, matrix), count in alike.items()
+        Weight(rows, cols, count / (in_blocks or 1), cut, heads, float(trainable), matrix, in_4_bits)
+        for (rows, cols, cut, heads, trainable, matrix, in_4_bits), count in alike.items()
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -20,9 +20,10 @@ from meshtune.plan.hardware import Gpu, attention_kernel
 from meshtune.plan.programs import MESHTUNE, Tool
 from meshtune.plan.work import Work, attended
 from meshtune.precision import DTYPE_BYTES, NF4_BLOCK, PRECISIONS
-from meshtune.units import Number, count
+from meshtune.units import Number, count, few
 
 if TYPE_CHECKING:
+    from meshtune.placement.census import Census
     from meshtune.placement.numbers import ModelNumbers
     from meshtune.plan.cluster import Cluster
 
@@ -184,11 +185,8 @@ class Workload:
         if self.tool is MESHTUNE:
             yield from rules(
                 self.traits, attention=self.attention, packing=self.packing, compile=self.compile,
-                optimizer=self.optimizer,
+                optimizer=self.optimizer, quantised=any(gemm.quantised for gemm in self.work.matrices),
             )  # fmt: skip
-            yield whole_blocks(
-                int(gemm.cols) for gemm in self.work.matrices if gemm.quantised and gemm.cut == "cols"
-            )
         else:  # its attention and its compiled blocks are its own
             yield from rules(replace(self.traits, attention=None))
             yield from self.tool.rules(int(self.work.blocks), self.seq_len)
@@ -198,19 +196,6 @@ class Workload:
     def refusals(self, layout: Layout) -> list[str]:
         """Sentences that say why the model can't be trained under a layout; none: it can."""
         return sentences(self.rules(), layout)
-
-
-def whole_blocks(columns: Iterable[int]) -> Rule:
-    """Tensor-parallel ranks that would share a block of a matrix in 4 bits. columns: of those tp cuts."""
-    of_blocks = math.gcd(0, *columns) // NF4_BLOCK
-    return Rule(
-        "matrices in 4 bits are cut between blocks of 64 columns, and tp does not divide their number",
-        lambda layouts: of_blocks % layouts.tp != 0,
-        lambda layout: (
-            f"method=qlora cuts matrices between blocks of {NF4_BLOCK} columns, and tp{layout.tp} does not "
-            f"divide all their numbers; try tp{math.gcd(of_blocks, layout.tp)}, or method=lora."
-        ),
-    )
 
 
 def whole_key_heads(tool: str, kv_heads: int) -> Rule:
@@ -270,7 +255,8 @@ def workload_of(config: Config, numbers: ModelNumbers) -> Workload:
         compile="auto" if config.train.compile == "auto" else False,
     )
     uncounted = untraced_note(workload), dropout_note(numbers)
-    notes = numbers.text_part, experts_note(numbers), dora_note(config), *uncounted, beyond
+    notes = numbers.text_part, experts_note(numbers), dora_note(config), wide_note(config, numbers.census)
+    notes = *notes, *uncounted, beyond
     workload = replace(workload, notes=(*numbers.changes, *filter(None, notes)))
     return workload.compiled() if config.train.compile is True else workload
 
@@ -323,6 +309,20 @@ def dora_note(config: Config) -> str | None:
     return (
         "lora.use_dora: each forward also computes the norms of all adapted rows, and rescales their "
         "outputs. Predicted times leave that out; they are too short, most with few tokens a micro-batch."
+    )
+
+
+def wide_note(config: Config, census: Census) -> str | None:
+    """A sentence on the blocks' frozen weights that method=qlora leaves as they are; None below 1 %."""
+    frozen = [p for block in census.blocks for p in block.parameters if not p.trainable]
+    whole = [p for p in frozen if len(p.shape) > 1 and not p.in_4_bits]
+    share = sum(p.count for p in whole) / max(1, sum(p.count for p in frozen))
+    if config.method != "qlora" or share < 0.01:
+        return None
+    return (
+        f"method=qlora holds linear layers in 4 bits whose columns are a multiple of {NF4_BLOCK}. Of the "
+        f"blocks' frozen weights {share:.0%} stay in {PRECISIONS[config.train.precision].compute}: "
+        f"{few(list(dict.fromkeys(p.name for p in whole)))}."
     )
 
 
