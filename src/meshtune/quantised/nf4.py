@@ -24,6 +24,7 @@ from meshtune.errors import UserError
 from meshtune.placement.split import Split, piece, pieces
 from meshtune.precision import NF4_BLOCK as BLOCK
 from meshtune.precision import NF4_SCALES as SCALES
+from meshtune.quantised.deferred import Deferred
 
 SUFFIXES = ("", "_scales", "_constants")  # of the names of the three parameters, after the weight's
 # Quantiles of a normal distribution, from -1 to 1 with 0 (the paper's appendix E)
@@ -97,6 +98,13 @@ def quantise(weight: Tensor) -> Codes:
     )
 
 
+def codes_of(weight: Tensor, dtype: torch.dtype, device: torch.device) -> Codes:
+    """Return a matrix in 4 bits on a device: as the files hold it, or quantised from `dtype`."""
+    if isinstance(weight, Deferred) and weight.codes:
+        return Codes(*(part.to(device) for part in weight.codes()))
+    return quantise(weight.to(device, dtype))
+
+
 def dequantise(codes: Codes, places: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the matrix [rows, columns] of `codes`, or a rank's part of it.
 
@@ -109,11 +117,10 @@ def dequantise(codes: Codes, places: Tensor, dtype: torch.dtype) -> Tensor:
     return (pairs * largest[..., None]).to(dtype).view(len(packed), -1)
 
 
-def rounded(weight: Tensor) -> Tensor:
-    """Return a matrix as it is once it was in 4 bits."""
-    codes = quantise(weight)
-    places = torch.arange(codes.scales.numel(), dtype=torch.int32, device=weight.device)
-    return dequantise(codes, places.view_as(codes.scales), weight.dtype)
+def whole(codes: Codes, dtype: torch.dtype) -> Tensor:
+    """Return the matrix of `codes`, which are all of it."""
+    places = torch.arange(codes.scales.numel(), dtype=torch.int32, device=codes.scales.device)
+    return dequantise(codes, places.view_as(codes.scales), dtype)
 
 
 @cache
