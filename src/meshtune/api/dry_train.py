@@ -20,7 +20,7 @@ from meshtune.length import length_sentences, steps_of
 from meshtune.model.anatomy import anatomy
 from meshtune.model.files import checked_weight_files, weights_here
 from meshtune.model.hub import check_name, local_path
-from meshtune.model.load import load_config, quiet
+from meshtune.model.load import quiet
 from meshtune.plan.cluster import cluster_here, unused_here
 from meshtune.report.draw.document import Document, Notes
 from meshtune.report.dryrun.document import document
@@ -142,7 +142,7 @@ def check_here(config: Config) -> None:
     check_there(config.data)
     model, folder = config.model, local_path(config.model.name)
     if folder and model.init == "pretrained":
-        checked_weight_files(folder, load_config(model.name, **model.access, overrides=model.overrides))
+        checked_weight_files(folder)
 
 
 def notes_on_model(config: Config, spec: ModelSpec, inputs: Inputs) -> Iterator[str]:

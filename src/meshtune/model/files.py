@@ -15,12 +15,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub import HfApi, snapshot_download
 from safetensors import SafetensorError, safe_open
-from transformers import GenerationConfig, PreTrainedConfig, PretrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from meshtune.errors import UserError, check_fetched, reason_of, type_name
 from meshtune.model.hub import hub_errors, local_path, reachable
@@ -36,6 +36,9 @@ SAFETENSORS_DTYPES = {  # the word of a safetensors header for each dtype
 # Where tools write that weights are quantised: transformers, MLX, llm-compressor; ModelOpt, AutoGPTQ, AWQ.
 QUANTISED_KEYS = ("quantization_config", "quantization", "compression_config")
 QUANTISED_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
+# Methods whose weights are read, by the word for them in a model's configuration
+EIGHT_BITS = ("fp8", "fbgemm_fp8", "FP8", "float-quantized", "int-quantized", "naive-quantized")
+FEW_BITS = ("bitsandbytes", "gptq", "awq", "pack-quantized")
 SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")  # what transformers calls a file of several
 ORIGINAL = "consolidated*"  # the same weights under the names of Meta's and Mistral's own code
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -315,11 +318,11 @@ def _unread_weights(
     return None
 
 
-def checked_weight_files(folder: Path, config: PretrainedConfig) -> list[Path]:
+def checked_weight_files(folder: Path) -> list[Path]:
     """The weight files of a model folder, after every check that must come before `from_pretrained` reads it.
 
-    Raises UserError as `weight_files`, and for adapters, distributed checkpoints, redirected or quantised
-    weights.
+    Raises UserError as `weight_files`, and for adapters, distributed checkpoints, redirected weights, and
+    those that are quantised in a form that is not read.
     """
     problems = []
     whole = (folder / WEIGHTS).is_file() or (folder / INDEX).is_file() or _shards(folder)
@@ -331,11 +334,10 @@ def checked_weight_files(folder: Path, config: PretrainedConfig) -> list[Path]:
         problems.append(
             f"{folder} holds a .metadata file of a distributed checkpoint; export that to safetensors first."
         )
-    settings = config.to_dict()
-    if settings.get("transformers_weights"):
+    if read_json(folder / "config.json").get("transformers_weights"):
         problems.append(f"{folder}/config.json redirects `transformers_weights`; remove that key.")
-    if method := _quantisation(folder, settings):
-        problems.append(quantised(folder, method))
+    if (found := quantisation(folder)) and found.method not in EIGHT_BITS + FEW_BITS:
+        problems.append(quantised(folder, found.method))
     if problems:
         raise UserError(problems)
     return weight_files(folder)
@@ -343,36 +345,55 @@ def checked_weight_files(folder: Path, config: PretrainedConfig) -> list[Path]:
 
 def quantised(folder: Path, what: str) -> str:
     """Sentence that refuses quantised weights. what: the method, or what was found of it."""
-    return f"{folder} is quantised ({what}); train the unquantised model it was made from."
+    return (
+        f"{folder} is quantised ({what}) in a form that is not read. Train the unquantised model it was made "
+        "from, or a version of it in NF4 (bitsandbytes), fp8, GPTQ or AWQ."
+    )
 
 
-def _quantisation(folder: Path, settings: Mapping[str, Any]) -> str | None:
-    """The method by which a model's configuration, or a file next to it, says that its weights are quantised;
-    None if none does. settings: config.json's.
-    """
+def refuse_coarse(folder: Path) -> None:
+    """Raise UserError if the weights of a model folder are too coarse to train all of them."""
+    if (found := quantisation(folder)) and found.method in FEW_BITS:
+        raise UserError(
+            f"{folder} is quantised ({found.method}), too coarsely for method=full, which would train what "
+            "is left of its weights. Set method=qlora or method=lora, which train adapters next to them, or "
+            "train the unquantised model it was made from."
+        )
+
+
+class Quantisation(NamedTuple):
+    """How a model's weights are quantised, as its configuration or a file next to it says."""
+
+    method: str  # its name as the tools write it, or where it is written
+    settings: Mapping[str, Any]
+
+
+def quantisation(folder: Path) -> Quantisation | None:
+    """Return how the weights in a model folder are quantised; None if no file names a quantisation."""
+    settings = read_json(folder / "config.json")
     text = settings.get("text_config")
     for part in (settings, text if isinstance(text, dict) else {}):
         for key in QUANTISED_KEYS:
             if part.get(key):
-                return _method_of(part[key]) or f"{key} in config.json"
+                return _quantisation(part[key], f"{key} in config.json")
     for name in QUANTISED_FILES:
         if (folder / name).is_file():
             values = read_json(folder / name)
             values = values.get("quantization", values)
             # ModelOpt also writes its file where only the cache of keys and values is quantised.
             if not isinstance(values, dict) or values.get("quant_algo", name):
-                return (isinstance(values, dict) and _method_of(values)) or name
+                return _quantisation(values, name)
     return None
 
 
-def _method_of(values: Any) -> str | None:
-    """The method's name in the settings of a quantisation, as the tools write it; None without one."""
-    if not isinstance(values, dict):
-        return None
-    names = (values.get(key) for key in ("quant_method", "quant_algo", "format", "mode"))
-    if name := next((name for name in names if name), None):
-        return str(name)
-    return f"{values['bits']} bits" if "bits" in values else None
+def _quantisation(values: Any, otherwise: str) -> Quantisation:
+    """Read the settings of a quantisation as tools write them. otherwise: the method where none is named."""
+    settings = values if isinstance(values, dict) else {}
+    # compressed-tensors and ModelOpt name the form of the weights next to their own name
+    form = "format" if settings.get("quant_method") == "compressed-tensors" else "quant_method"
+    names = (settings.get(key) for key in ("quant_algo", form, "format", "mode"))
+    bits = f"{settings['bits']} bits" if "bits" in settings else otherwise
+    return Quantisation(str(next((name for name in names if name), bits)), settings)
 
 
 # Settings of generation, and the length of the context #

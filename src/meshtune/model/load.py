@@ -42,10 +42,12 @@ from meshtune.model.anatomy import aside_names, auto_class, set_aside
 from meshtune.model.draw import Receive, draw
 from meshtune.model.files import (
     ADAPTER_CONFIG,
+    QUANTISED_KEYS,
     SAFETENSORS_DTYPES,
     SMALL,
     adapter_alone,
     checked_weight_files,
+    quantisation,
     read_generation_config,
     read_json,
     resolve,
@@ -53,9 +55,10 @@ from meshtune.model.files import (
 )
 from meshtune.model.overrides import SETTING, absurd, overridden_config
 from meshtune.model.pieces import StoredTensors, fill, materialise, whole_pieces
-from meshtune.model.stored import refuse_misfits, refuse_types, stored_types, untied
+from meshtune.model.stored import dequantised, refuse_misfits, refuse_types, stored_types, untied
 from meshtune.nearest import did_you_mean, nearest
 from meshtune.placement.families import see
+from meshtune.quantised.deferred import Deferred
 from meshtune.units import counted, few
 
 logger = logging.getLogger(__name__)
@@ -153,7 +156,11 @@ def read_changed(
             f"{name} ({config.model_type}) is not a causal language model that transformers knows. "
             f"{see('not-built')}"
         )
-    return overridden_config(config, raw, overrides)
+    changed, notes = overridden_config(config, raw, overrides)
+    for part in (changed, changed.get_text_config()):  # what is built of it, and saved, is not quantised
+        for key in QUANTISED_KEYS:
+            part.__dict__.pop(key, None)
+    return changed, notes
 
 
 def _first_line(error: BaseException) -> str:
@@ -324,7 +331,8 @@ def mapped(
     parameters = {key: p.detach() for key, p in model.named_parameters(remove_duplicate=False)}
     tensors = {**model.state_dict(), **parameters}
     for parameter in model.parameters():  # a cycle may keep the modules alive; they must not keep the bytes
-        parameter.data = parameter.data.new_empty(0)
+        if not isinstance(parameter, Deferred):
+            parameter.data = parameter.data.new_empty(0)
     return tensors
 
 
@@ -371,19 +379,25 @@ def _load_pretrained(
     folder: Path, config: PretrainedConfig, trust_remote_code: bool, made_by: str
 ) -> PreTrainedModel:
     """Load the model in `folder` on the CPU, its weights mapped from the files if all have one dtype,
-    otherwise in the dtype that those stored promote to.
+    otherwise in the dtype that those stored promote to. Quantised ones are `Deferred` matrices.
 
     made_by: what decides the shapes, for errors. Raises UserError for damaged files, missing tensors and
     wrong shapes, and as `checked_weight_files`; warns of tensors that the model does not use.
     """
-    files = checked_weight_files(folder, config)
+    files = checked_weight_files(folder)
     try:
-        words = stored_types(files)
+        words, state, loader = stored_types(files), None, auto_class(config)
+        if found := quantisation(folder):
+            state, words = dequantised(folder, files, found)
+            loader = type(
+                _from_config(copy.deepcopy(config), config, torch.float32, "eager", trust_remote_code)
+            )
         refuse_types(folder, words)
         stored = [key for key, word in SAFETENSORS_DTYPES.items() if word in words and key.is_floating_point]
         with with_index(folder, files) as indexed:
-            loaded: Any = auto_class(config).from_pretrained(
-                indexed,
+            loaded: Any = loader.from_pretrained(
+                None if state else indexed,
+                state_dict=state,
                 config=config,
                 dtype=reduce(torch.promote_types, stored or [torch.float32]),
                 attn_implementation="eager",

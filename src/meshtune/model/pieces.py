@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from meshtune.errors import UserError
 from meshtune.quantised import nf4
+from meshtune.quantised.deferred import Deferred
 
 MEAN_CHUNK_ROWS = 1024  # rows of an embedding that are summed in fp64 at a time
 
@@ -48,6 +49,7 @@ class Piece:
 
     def copy_from(self, whole: Tensor) -> None:
         """Overwrite the part with that of `whole`, another tensor of that shape, in the part's dtype."""
+        whole = whole.make() if isinstance(whole, Deferred) else whole
         for block in self.blocks():
             block.tensor.copy_(block.of(whole))
 
@@ -60,8 +62,8 @@ class QuantisedPiece(Piece):
     dtype: torch.dtype = torch.float32  # that the matrix has before it is quantised
 
     def copy_from(self, whole: Tensor) -> None:
-        whole = whole.to(self.codes[0].tensor.device, self.dtype)
-        for part, values in zip(self.codes, nf4.quantise(whole), strict=True):
+        codes = nf4.codes_of(whole, self.dtype, self.codes[0].tensor.device)
+        for part, values in zip(self.codes, codes, strict=True):
             part.copy_from(values)
 
 
@@ -83,7 +85,7 @@ class StoredTensors:
     @staticmethod
     def _address(tensor: Tensor) -> tuple[int, torch.Size]:
         """Equal for the names of one tied tensor."""
-        return tensor.data_ptr(), tensor.shape
+        return id(tensor) if isinstance(tensor, Deferred) else tensor.data_ptr(), tensor.shape
 
     @torch.no_grad()
     def copy_into(self, piece: Piece, name: str) -> None:

@@ -9,6 +9,7 @@ names that the model has no place for ─┬─> scales        those of a quanti
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,7 @@ from transformers import PreTrainedModel
 from meshtune.errors import UserError, explained
 from meshtune.model.files import (
     SAFETENSORS_DTYPES,
+    Quantisation,
     quantised,
     resolve,
     tensors_in,
@@ -32,6 +34,8 @@ from meshtune.model.files import (
     weights_here,
 )
 from meshtune.units import counted, few
+
+logger = logging.getLogger(__name__)
 
 FLOATS = {word for dtype, word in SAFETENSORS_DTYPES.items() if dtype.is_floating_point}
 INTEGERS = {"I8", "I16", "I32", "I64", "U8", "U16", "U32", "U64", "BOOL"}  # positions and masks may have them
@@ -57,6 +61,30 @@ def stored_types(files: Iterable[Path]) -> dict[str, set[str]]:
     for _, name, tensor in tensors_in(files):
         stored.setdefault(tensor.get_dtype(), set()).add(name)
     return stored
+
+
+def dequantised(
+    folder: Path, files: Iterable[Path], found: Quantisation
+) -> tuple[dict[str, Tensor], dict[str, set[str]]]:
+    """Return (the tensors of quantised safetensors files by name, in place of parts of a matrix the matrix,
+    which is made when it is read; their names by the format's word for their type).
+
+    Warns of what is made.
+    """
+    from meshtune.quantised.bases import matrices  # here: chains of imports stay short
+
+    tensors: dict[str, Tensor] = {name: tensor[...] for _, name, tensor in tensors_in(files)}
+    made, used = matrices(tensors, found.settings)
+    words = {word: names - used for word, names in stored_types(files).items() if names - used}
+    for name, tensor in made.items():
+        words.setdefault(SAFETENSORS_DTYPES[tensor.dtype], set()).add(name)
+    if made:
+        dtype = str(next(iter(made.values())).dtype).removeprefix("torch.")
+        logger.warning(
+            "%s: %s, quantised (%s), become %s as they are read.", folder, counted(len(made), "weight"),
+            found.method, dtype,
+        )  # fmt: skip
+    return {name: tensor for name, tensor in tensors.items() if name not in used} | made, words
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from meshtune import compat
 from meshtune.placement.split import Split, piece, pieces
 from meshtune.precision import NF4_BLOCK as BLOCK
 from meshtune.precision import NF4_SCALES as SCALES
+from meshtune.quantised.deferred import Deferred
 
 PART = 2**20  # elements
 SUFFIXES = ("", "_scales", "_constants")  # of the names of the three parameters, after the weight's
@@ -97,6 +98,13 @@ def quantise(weight: Tensor) -> Codes:
     )
 
 
+def codes_of(weight: Tensor, dtype: torch.dtype, device: torch.device) -> Codes:
+    """Return a matrix in 4 bits on a device: as the files hold it, or quantised from `dtype`."""
+    if isinstance(weight, Deferred) and weight.codes:
+        return Codes(*(part.to(device) for part in weight.codes()))
+    return quantise(weight.to(device, dtype))
+
+
 def dequantise(codes: Codes, places: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the matrix [rows, columns] of `codes`, or a rank's part of it.
 
@@ -109,11 +117,10 @@ def dequantise(codes: Codes, places: Tensor, dtype: torch.dtype) -> Tensor:
     return (pairs * largest[..., None]).to(dtype).view(len(packed), -1)
 
 
-def rounded(weight: Tensor) -> Tensor:
-    """Return a matrix as it is once it was in 4 bits."""
-    codes = quantise(weight)
-    places = torch.arange(codes.scales.numel(), dtype=torch.int32, device=weight.device)
-    return dequantise(codes, places.view_as(codes.scales), weight.dtype)
+def whole(codes: Codes, dtype: torch.dtype) -> Tensor:
+    """Return the matrix of `codes`, which are all of it."""
+    places = torch.arange(codes.scales.numel(), dtype=torch.int32, device=codes.scales.device)
+    return dequantise(codes, places.view_as(codes.scales), dtype)
 
 
 def _in_parts(codes: Codes, places: Tensor, dtype: torch.dtype) -> Tensor:
@@ -138,20 +145,20 @@ def _fastest(device: str) -> Callable[[Codes, Tensor, torch.dtype], Tensor]:
 # `like` has the dtype, and nothing else; it puts the backward's call behind a gradient.
 @torch.library.custom_op("meshtune::dequantise", mutates_args=())
 def dequantise_op(
-    packed: Tensor, scales: Tensor, constants: Tensor, rows: Sequence[int], first: int, in_a_row: int,
-    like: Tensor,
-) -> Tensor:  # fmt: skip
-    """The matrix of Codes. rows: starts and ends of the whole matrix' rows on this rank. first, in_a_row: of
-    the blocks of one of its rows, the first on this rank, and how many there are. like: empty.
+    packed: Tensor, scales: Tensor, constants: Tensor, place: Sequence[int], like: Tensor
+) -> Tensor:
+    """The matrix of Codes. place: the first block of each row on this rank, and how many blocks a whole row
+    has; then starts and ends of the rows on this rank. like: empty.
     """
     numbers = partial(torch.arange, dtype=torch.int32, device=packed.device)
-    of_rows = torch.cat([numbers(start, end) for start, end in zip(rows[::2], rows[1::2], strict=True)])
-    places = of_rows[:, None] * in_a_row + first + numbers(scales.shape[1])
+    first, in_a_row, *ends = place
+    rows = torch.cat([numbers(start, end) for start, end in zip(ends[::2], ends[1::2], strict=True)])
+    places = rows[:, None] * in_a_row + first + numbers(scales.shape[1])
     return _fastest(packed.device.type)(Codes(packed, scales, constants), places, like.dtype)
 
 
 @dequantise_op.register_fake
-def _(packed, scales, constants, rows, first, in_a_row, like):
+def _(packed, scales, constants, place, like):
     return packed.new_empty(packed.shape[0], 2 * packed.shape[1], dtype=like.dtype)
 
 
@@ -159,14 +166,14 @@ class _Product(torch.autograd.Function):
     """x Wᵀ + b of rows x and a matrix in 4 bits. It keeps the codes for its backward, and neither W nor x."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, place: tuple[Any, ...], *codes: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, place: tuple[int, ...], *codes: Tensor) -> Tensor:
         ctx.save_for_backward(*codes)
         ctx.place = place
-        return F.linear(x, dequantise_op(*codes, *place, x[:0]), bias)
+        return F.linear(x, dequantise_op(*codes, place, x[:0]), bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        weight = dequantise_op(*ctx.saved_tensors, *ctx.place, gradient[:0])
+        weight = dequantise_op(*ctx.saved_tensors, ctx.place, gradient[:0])
         return gradient @ weight, None, None, None, None, None
 
 
@@ -175,7 +182,7 @@ class Nf4Linear(nn.Linear):
 
     weight_scales: nn.Parameter
     weight_constants: nn.Parameter
-    weight_place: tuple[tuple[int, ...], int, int]  # rows, first and in_a_row of `dequantise_op`
+    weight_place: tuple[int, ...]  # as `dequantise_op` has it
 
     def forward(self, input: Tensor) -> Tensor:
         return self.product(input, self.bias)
@@ -189,7 +196,7 @@ class Nf4Linear(nn.Linear):
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
         """The weight [rows, columns]."""
-        return dequantise_op(*self.codes(), *self.weight_place, torch.empty(0, dtype=dtype))
+        return dequantise_op(*self.codes(), self.weight_place, torch.empty(0, dtype=dtype))
 
     def restore(self, dtype: torch.dtype) -> None:
         """Hold the weight as [rows, columns] again, in place. The class stays."""
@@ -239,6 +246,6 @@ def quantise_layers(
         for suffix, size, how in zip(SUFFIXES, (*whole, constants), of_codes, strict=True):
             shapes[name + suffix], splits[name + suffix] = size, how
         ends = tuple(end for run in runs for end in (run.start, run.stop))
-        layer.weight_place = ends, first, columns // BLOCK
+        layer.weight_place = (first, columns // BLOCK, *ends)
         layer.__class__ = _quantised_class(type(layer))
     return shapes, splits

@@ -25,6 +25,7 @@ from meshtune.meter.phases import PhaseMemory
 from meshtune.model.anatomy import anatomy, aside_names, attention_drops, fill_aside
 from meshtune.model.body import ATTENTION_NAMES, cast_position_tables
 from meshtune.model.census_cache import LoraShape
+from meshtune.model.files import refuse_coarse, resolve
 from meshtune.model.load import drawn, freeze, grow_embeddings, mapped, skeleton, train_tables
 from meshtune.model.lora import (
     add_lora,
@@ -193,6 +194,8 @@ def structure(
     The other arguments and the errors are those of `rank_model`.
     """
     layout = world.layout
+    if spec.init == "pretrained" and not spec.lora and isinstance(spec.source, str):
+        refuse_coarse(resolve(spec.source, revision=spec.revision, weights=False))
     whole, added = trainable_skeleton(spec)
     census = counted if counted and not added else census_of(whole)
     stage_blocks = census_stages(census, layout, tokens_per_sequence)
@@ -347,9 +350,9 @@ def fill_values(
 
     def add_magnitude(weight_name: str, weight: Tensor) -> None:
         name, layer = dora[weight_name]
-        weight = weight.to(quantised)
         if weight_name in linears and weight.shape[1] % NF4_BLOCK == 0:
-            weight = nf4.rounded(weight)
+            weight = nf4.whole(nf4.codes_of(weight, quantised, weight.device), quantised)
+        weight = weight.to(quantised)
         adapters[name] = initial_magnitude(layer, weight)
 
     source: dict[str, Any] = {

@@ -69,8 +69,8 @@ def test_quantised_tensors_are_refused(change, save):
     ("file", "content"),
     [
         ("config.json", {"quantization": {"group_size": 64, "bits": 4}}),
-        ("config.json", {"compression_config": {"format": "pack-quantized"}}),
-        ("config.json", {"quantization_config": {"quant_method": "fp8"}}),
+        ("config.json", {"compression_config": {"format": "nvfp4-pack-quantized"}}),
+        ("config.json", {"quantization_config": {"quant_method": "hqq"}}),
         ("hf_quant_config.json", {"quantization": {"quant_algo": "NVFP4"}}),
         ("quantize_config.json", {"bits": 4}),
     ],
