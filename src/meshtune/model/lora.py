@@ -93,12 +93,9 @@ def by_rows(layer: nn.Module, weight: Tensor) -> Tensor:
 
 
 def weight_of(layer: Any) -> Tensor:
-    """Return the weight of a linear layer as [out, in]: a view, or dequantised."""
-    return (
-        layer.dequantised(layer.lora_A.dtype)
-        if isinstance(layer, Nf4Linear)
-        else by_rows(layer, layer.weight)
-    )
+    """Return the weight of an adapted layer as [out, in]: a view, or dequantised in the adapter's dtype."""
+    dtype = layer.lora_A.dtype
+    return layer.dequantised(dtype) if isinstance(layer, Nf4Linear) else by_rows(layer, layer.weight)
 
 
 def frozen_linears(model: PreTrainedModel) -> list[str]:
@@ -343,9 +340,11 @@ def adapt(
     """
     weight = module.weight
     rows, columns = weight.shape  # [out, in] of a Linear
-    columns *= 2 if type(module) is Nf4Linear else 1  # two in a byte
-    if ADAPTED[type(module)] is LoraConv1D:
+    kind = ADAPTED[type(module)]
+    if kind is LoraConv1D:
         rows, columns = columns, rows
+    elif kind is LoraNf4Linear:
+        columns *= 2  # two in a byte
     dtype = dtype or (weight.dtype if weight.dtype.itemsize >= 4 else torch.float32)
     module.lora_A = nn.Parameter(torch.empty(lora_rank, columns, dtype=dtype, device=weight.device))
     module.lora_B = nn.Parameter(torch.zeros(rows, lora_rank, dtype=dtype, device=weight.device))
@@ -431,12 +430,12 @@ def merge_lora(model: nn.Module) -> float | None:
         if module.lora_magnitude_vector is not None:
             merged *= (module.lora_magnitude_vector.to(wide) / norms(merged))[:, None]
         weight.copy_(merged.to(weight.dtype))
-        if isinstance(module, Nf4Linear):
+        if layer in quantised:
             norm += float(merged.square().sum())
             changed += float((merged.to(dtype) - merged).square().sum())
         del module.lora_A, module.lora_B, module.lora_magnitude_vector
         del module.lora_scale, module.lora_dropout, module.lora_all_reduce
-        module.__class__ = Conv1D if isinstance(module, Conv1D) else nn.Linear
+        module.__class__ = Conv1D if isinstance(layer, Conv1D) else nn.Linear
     for module in quantised:
         module.weight.data = module.weight.data.to(dtype)
         module.__class__ = nn.Linear
