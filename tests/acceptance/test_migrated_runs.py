@@ -83,8 +83,8 @@ def test_a_configuration_of_another_trainer_trains_after_one_command(
 def test_the_command_prints_a_config_and_names_what_has_no_counterpart(meshtune: Command) -> None:
     printed = meshtune("migrate", FILES / "axolotl-qlora.yaml", "--gpus", "4")
     assert yaml.safe_load(printed.out)["layout"] == "zero3x4-mb2-ga4-full"
-    assert "# - load_in_4bit: true\n#     weights are not quantised" in printed.out
-    assert "without a counterpart: load_in_4bit, fsdp_config.fsdp_offload_params;" in printed.err
+    assert "\nmethod: qlora  # load_in_4bit, adapter\n" in printed.out
+    assert "without a counterpart: fsdp_config.fsdp_offload_params;" in printed.err
     assert printed.err.endswith("; without effect: evals_per_epoch.\n")
     assert "# eval:" in printed.out and "#   every: 0.25 epoch  # evals_per_epoch" in printed.out
 

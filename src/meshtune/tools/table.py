@@ -193,7 +193,8 @@ def unknown_setting(path: Sequence[str], settings: Sequence[str], sections: Sequ
     if row := section_of("keys", name):
         return f"{key} is not supported: {unsupported(row)}"
     known = theirs(path)
-    if counterparts := dict.fromkeys(entry.setting for entry in known if entry.setting):
+    named = (f"{each.setting}{'=qlora' * (each.conversion == 'quantised')}" for each in known if each.setting)
+    if counterparts := dict.fromkeys(named):
         return f"{key} is not a setting{did_you_mean([*counterparts])}"
     exact = [setting for setting in settings if last(setting) == name]
     if exact and (len(exact) == 1 or not section):  # model.path may mean anything

@@ -7,6 +7,7 @@ from importlib.resources import files
 from typing import Any
 
 from meshtune.data.messages import REASONING
+from meshtune.precision import NF4_ERROR
 from meshtune.schedules import SCHEDULES, transformers_schedule
 from meshtune.sections import DataConfig
 from meshtune.setting import is_regular_expression, is_template
@@ -20,6 +21,7 @@ from meshtune.tools.job import (
     Refused,
     comma_separated,
     listed,
+    only,
     sections,
     short,
 )
@@ -33,7 +35,6 @@ NO_MASTER_WEIGHTS = (
 FROZEN_AS_STORED = "frozen weights keep the checkpoint's dtype, and only the adapter is fp32"
 PEFT_MODULES = ["q_proj", "v_proj"]  # peft's own for llama, mistral, qwen2, qwen3 and gemma
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}  # Phi-3, -4
-QUANTISED = ("load_in_4bit", "load_in_8bit", "quantization_bit")
 MLP = ("gate_proj", "up_proj", "down_proj")
 PLUGINS = ("cutcrossentropy", "liger", "kernels", "expertparallel", "swanlab", "lmeval")  # train the same
 
@@ -84,40 +85,63 @@ def model_arguments(value: Any, job: Job) -> Converted:
 # Method #
 
 
-def adapter(value: Any, job: Job) -> Converted:
+def adapter(value: Any, job: Job) -> dict[str, Any]:
     if value not in ("lora", "qlora"):
         raise Refused(f"adapter: {value} is not offered; meshtune trains all weights or LoRA.")
-    return Converted({"method": method_of_adapter(job)})
-
-
-def method_of_adapter(job: Job) -> str:
-    """The method of a file that trains an adapter."""
-    return "qlora" if job.value("adapter") == "qlora" or job.on(*QUANTISED) else "lora"
-
-
-def quantised(_: str, bits: int = 0) -> Conversion:
-    """A frozen base in fewer bits, by a switch; bits: 0 for a key that has their number."""
-
-    def read(value: Any, job: Job) -> Converted:
-        if not is_lora(job):
-            raise NoCounterpart("only weights that are frozen, next to an adapter, are quantised")
-        if (size := bits or int(value)) not in (4, 8):
-            raise NoCounterpart(f"frozen weights are quantised to 4 bits, not to {size}")
-        return Converted({"method": "qlora"}, "to 4 bits, which takes half the memory of 8" * (size == 8))
-
-    return Conversion(read, lambda plan: bits == 4 or 4)
+    return method(value, job)
 
 
 def lora_or_full(value: Any, job: Job) -> dict[str, Any]:
     if value not in ("lora", "full"):
         part = "; model.freeze keeps some weights as they are" if value == "freeze" else ""
         raise Refused(f"finetuning_type: {value} is not offered; meshtune trains all weights or LoRA{part}.")
-    return {"method": method_of_adapter(job) if value == "lora" else value}
+    return method(value, job)
 
 
-def torchtune_model(value: Any, job: Job) -> Converted:
-    method, adapts, _ = short(value).partition("lora_")
-    return Converted({"method": f"{method}lora" if adapts else "full"})
+def method(_: Any, job: Job) -> dict[str, Any]:
+    return {"method": f"{'q' if frozen_bits(job) else ''}lora" if is_lora(job) else "full"}
+
+
+def frozen_bits(job: Job) -> int:
+    """Bits to which the file quantises the weights next to its adapter; 0: it leaves them as they are."""
+    if not is_lora(job) or job.on("load_in_8bit"):
+        return 8 * is_lora(job)
+    switched = job.on("load_in_4bit", "model.quantize_base") or job.value("adapter") == "qlora"
+    four = switched or short(job.value("model._component_")).startswith("qlora")
+    return int(job.value("quantization_bit", default=None) or 4 * four)
+
+
+def quantised(_: str, four: Any = None, scales: str = "") -> Conversion:
+    """A base in fewer bits.
+
+    four: the value that is written for 4 bits. scales: the key that quantises the scales of blocks too, and
+    is off unless it is given.
+    """
+
+    def read(value: Any, job: Job) -> Converted:
+        if value in OFF:
+            return Converted({})
+        if not is_lora(job):
+            raise NoCounterpart("only frozen weights are quantised, next to an adapter; set method=qlora")
+        bits = frozen_bits(job)
+        more = f": half the memory, but rounded by {NF4_ERROR:.0%} of their size instead of 1%" * (bits == 8)
+        lost = f"frozen weights take 4 bits, not {bits}{more}; method=lora keeps 16" if bits != 4 else ""
+        if bits == 4 and scales and scales not in job.given:
+            lost = job.table.entries[scales].arguments[1]
+        return Converted({"method": "qlora"}, lost=lost)
+
+    return Conversion(read, lambda plan: four)
+
+
+def nf4(setting: str, values: list[Any], reason: str) -> Conversion:
+    """As `only`, for a base in 4 bits."""
+
+    def read(value: Any, job: Job) -> Converted:
+        if frozen_bits(job) != 4:
+            raise NotNeeded("no weights are quantised to 4 bits")
+        return only(setting, values, reason).converted(value, job)
+
+    return Conversion(read)
 
 
 def is_lora(job: Job) -> bool:
@@ -502,20 +526,19 @@ def elsewhere(setting: str, there: Any = None) -> Conversion:
 
 
 READ = (
-    model_arguments, torchtune_model, torchtune_modules, fp16, torchtune_dtype, least_rate, steps_per_epoch,
+    model_arguments, method, torchtune_modules, fp16, torchtune_dtype, least_rate, steps_per_epoch,
     weight_decay, plugins, torchtune_loss, thought_field, completion_only,
     trains, packing_strategy, no_limit, answer_tokens,
 )  # fmt: skip
 MADE = (
     attention_kernel, attention_switch, precision, beta, label_switch, labels_of_rows, elsewhere,
-    template_name, quantised,
+    template_name, quantised, nf4,
 )  # fmt: skip
 MAKERS = {make.__name__: make for make in MADE}
 CONVERSIONS = {
     **{read.__name__: Conversion(read) for read in READ},
     "section": Conversion(lambda value, job: {}),  # the keys in the section are converted one by one
     "adapter": Conversion(adapter, lambda plan: plan.config.method if plan.config.adapts else None),
-    "adapter_switch": Conversion(lambda value, job: {"method": method_of_adapter(job) if value else "full"}),
     "lora_or_full": Conversion(lora_or_full, lambda plan: plan.config.method.removeprefix("q")),
     "llama_factory_rank": Conversion(llama_factory_rank, lambda plan: plan.config.lora.r),
     "modules": Conversion(modules, lambda plan: patterns(plan.config.lora.target_modules)),

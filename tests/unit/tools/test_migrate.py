@@ -402,7 +402,7 @@ def test_all_refusals_are_said_at_once(migrated: Migrate) -> None:
 @pytest.mark.parametrize(
     ("tree", "key"),
     [
-        (AXOLOTL | {"load_in_4bit": True, "adapter": "qlora"}, "load_in_4bit"),
+        (AXOLOTL | {"load_in_4bit": True}, "load_in_4bit"),
         (AXOLOTL | {"lr_scheduler": "rex"}, "lr_scheduler"),
         (AXOLOTL | {"fp16": True}, "fp16"),
         (AXOLOTL | {"not_a_key": 1}, "not_a_key"),

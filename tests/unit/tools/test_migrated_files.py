@@ -349,16 +349,30 @@ def test_fused_matrices_have_hugging_face_s_names(migrated: Migrate) -> None:
 @pytest.mark.parametrize(
     ("keys", "key"),
     [
-        (AXOLOTL | {"adapter": "qlora"}, "adapter"),
-        (
-            TORCHTUNE | {"model": {"_component_": "torchtune.models.mistral.qlora_mistral_7b"}},
-            "model._component_",
-        ),
+        (AXOLOTL | {"load_in_8bit": True, "adapter": "lora"}, "load_in_8bit"),
+        (TRL | {"use_peft": True, "load_in_4bit": True}, "load_in_4bit"),
+        (FACTORY | {"quantization_bit": 4, "quantization_method": "hqq"}, "quantization_method"),
         (AXOLOTL | {"optimizer": "adamw_bnb_8bit"}, "optimizer"),
+        (AXOLOTL | {"adapter": "qlora", "load_in_4bit": True, "load_in_8bit": False}, ""),
+        (FACTORY | {"quantization_bit": 4, "quantization_type": "nf4"}, ""),
+        (TORCHTUNE | {"model": {"_component_": "torchtune.models.mistral.qlora_mistral_7b"}}, ""),
+        (
+            TORCHTUNE
+            | {"model": {"_component_": "torchtune.models.llama3.lora_llama3_8b", "quantize_base": True}},
+            "",
+        ),
     ],
 )
 def test_bits_that_are_lost_have_no_counterpart(keys: dict[str, Any], key: str, migrated: Migrate) -> None:
-    assert [note.key for note in migrated(keys).unsupported] == [key]
+    result = migrated(keys)
+    assert [note.key for note in result.unsupported] == [key] * bool(key)
+    assert result.settings.get("method", "full") == ("full" if key == "optimizer" else "qlora")
+
+
+def test_switches_that_are_off_leave_weights_in_16_bits(migrated: Migrate) -> None:
+    keys = {"use_peft": True, "load_in_4bit": False, "bnb_4bit_quant_type": "nf4"}
+    result = migrated(TRL | keys)
+    assert result.settings["method"] == "lora" and not result.unsupported
 
 
 def test_a_rate_that_never_falls_is_valid(migrated: Migrate) -> None:

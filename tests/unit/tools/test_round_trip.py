@@ -34,6 +34,7 @@ VARIANTS = {
     "full": ["train.warmup_ratio=0.1"],
     "lora": [*LORA, "lora.dropout=0.1", "lora.target_modules=[q_proj, v_proj]", *OPTIONS],
     "all-linear": [*LORA, "train.warmup_steps=3", "train.warmup_ratio=0.03"],
+    "qlora": ["method=qlora", *LORA[1:]],
     "epochs": ["train.max_steps=null", "train.num_epochs=2"],
     "evaluated": ["data.eval=[{path: held.jsonl, format: messages}]", "eval.every=9"],
     "split": ["data.eval_split=0.1", "eval.every=9", "train.lr_scheduler=linear"],
@@ -63,7 +64,7 @@ def back(tool: str, written: Exported, config: Config, folder: Path) -> Migrated
     if tool != "accelerate":
         return migrate(folder / f"{tool}.yaml", gpus=Layout.parse(config.layout).world)
     own = {name: config.model_dump(mode="json")[name] for name in ("model", "data", "method", "lora")}
-    own = own if config.method == "lora" else {name: own[name] for name in own if name != "lora"}
+    own = own if config.adapts else {name: own[name] for name in own if name != "lora"}
     overrides = [f"{name}={yaml.safe_dump(value, default_flow_style=True)}" for name, value in own.items()]
     return migrate(
         folder / "training_arguments.yaml", tool="transformers",
@@ -105,6 +106,8 @@ def lost(tool: str, variant: str, layout: str) -> bool:
     """True if the export refuses the settings, or has no key for them."""
     if variant == "pure":
         return tool == "accelerate" or (tool == "llamafactory" and ("zero" in layout or "tp" in layout))
+    if variant == "qlora":
+        return "tp" in layout
     return (variant, tool) == ("fp32", "axolotl") and "cp" in layout
 
 

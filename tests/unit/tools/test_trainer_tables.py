@@ -135,4 +135,4 @@ def test_the_layouts_fields_are_answered_alike() -> None:
     with refuses(UserError):
         PartialLayout.parse({"gradient_checkpointing": True})
     with refuses(UserError):
-        config.load(None, ["model.name=x", "layout={load_in_4bit: true}"])
+        config.load(None, ["model.name=x", "layout={load_in_8bit: true}"])
