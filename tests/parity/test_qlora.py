@@ -45,7 +45,7 @@ TABLE = {  # layout -> models and methods
     "cp2-full": ["llama, some"],
     "ulysses2": ["qwen2, lora"],
     "pp2-1f1b": ["qwen2, dora"],
-    "pp2-zbv": ["phi3, lora"],
+    "pp2-zbv": ["phi3, lora", "qwen2, lora"],
     "pp2-dualpipev": ["llama, saved"],
     "dp2-pp2-1f1b": ["llama, lora"],
     "cp2-tp2-sp": ["phi3, dora"],

@@ -136,10 +136,12 @@ def whole_pieces(model: nn.Module) -> Iterator[tuple[str, Piece]]:
 def joined(named: Iterable[tuple[str, Piece]], dtype: torch.dtype) -> Iterator[tuple[str, Piece]]:
     """Yield pieces by name, those of the codes of one matrix as one, under the matrix' name.
 
-    dtype: that the matrices have before they are quantised.
+    A name may come twice: a rank of a V schedule has both copies of a tied embedding. dtype: that the matrices
+    have before they are quantised.
     """
-    found = dict(named)
-    for name, part in found.items():
+    pieces = [*named]
+    found = dict(pieces)
+    for name, part in pieces:
         codes = [found[name + suffix] for suffix in nf4.SUFFIXES if name + suffix in found]
         if len(codes) == len(nf4.SUFFIXES):
             shape = part.shape[0], 2 * part.shape[1]
