@@ -136,8 +136,8 @@ def whole_pieces(model: nn.Module) -> Iterator[tuple[str, Piece]]:
 def joined(named: Iterable[tuple[str, Piece]], dtype: torch.dtype) -> Iterator[tuple[str, Piece]]:
     """Yield pieces by name, those of the codes of one matrix as one, under the matrix' name.
 
-    A name may come twice: a rank of a V schedule has both copies of a tied embedding. dtype: that the matrices
-    have before they are quantised.
+    A name may come twice: a rank of a V schedule has both copies of a tied embedding. dtype: that of the
+    matrices before they are quantised.
     """
     pieces = [*named]
     found = dict(pieces)
