@@ -234,6 +234,7 @@ _PIPELINING = "torch.distributed.pipelining"
 _LISTS = "arg_mbs kwarg_mbs target_mbs losses return_outputs"
 _FSDP = "torch.distributed.fsdp._fully_shard"
 INSIDES = (
+    Inside("torch.utils._pytree:tree_map_only"),
     Inside(f"{_PIPELINING}.schedules:PipelineScheduleSingle._step_microbatches", _LISTS),
     Inside(f"{_PIPELINING}.schedules:PipelineScheduleMulti._step_microbatches", _LISTS),
     Inside(f"{_PIPELINING}.stage:PipelineStage.backward_weight_one_chunk"),

@@ -33,7 +33,7 @@ def test_a_setting_is_completed_with_its_equals_sign(complete):
 
 
 def test_values_are_completed_behind_the_equals_sign(complete):
-    assert complete("train", "method", "=") == ["full", "lora"]
+    assert complete("train", "method", "=") == ["full", "lora", "qlora"]
     assert complete("train", "method", "=", "l") == ["lora"]
     assert complete("train", "data.packing", "=", "") == ["true", "false"]
     assert complete("train", "method=l") == ["method=lora"]  # a shell that does not cut words
@@ -88,7 +88,12 @@ def test_the_version_and_completion_import_no_torch():
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")
-    assert ended.stdout.splitlines() == [f"meshtune {__version__}", "method=full", "method=lora"]
+    assert ended.stdout.splitlines() == [
+        f"meshtune {__version__}",
+        "method=full",
+        "method=lora",
+        "method=qlora",
+    ]
 
 
 def test_layouts_of_a_dry_run_are_completed_one_after_the_other(complete):
