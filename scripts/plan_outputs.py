@@ -49,17 +49,17 @@ def differences(page: str, repeat: Callable[[str], str] = answer) -> Iterator[st
 
 
 def table() -> str:
-    """Return the longest sequences by model and cluster as Markdown: all weights trained / LoRA."""
+    """Return the longest sequences by model and cluster as Markdown: all weights trained / LoRA / QLoRA."""
     found = {}
     for cluster in CLUSTERS:
         gpus, _, kind = cluster.partition(" x ")
         printed = answer(f"meshtune plan max cluster.gpu={kind} cluster.gpus={gpus} --json")
         models = json.loads(printed[printed.index("{") : printed.rindex("}") + 1])["models"]
-        found[cluster] = {row["model"]: (row["full"], row["lora"]) for row in models}
+        found[cluster] = {row["model"]: (row["full"], row["lora"], row["qlora"]) for row in models}
     lines = [f"| model | {' | '.join(CLUSTERS)} |", f"| --- |{' ---: |' * len(CLUSTERS)}"]
     for model in MODELS:
-        pairs = [found[cluster].get(model, (None, None)) for cluster in CLUSTERS]
-        cells = [" / ".join(f"{tokens:,}" if tokens else "–" for tokens in pair) for pair in pairs]
+        lengths = [found[cluster].get(model, (None,) * 3) for cluster in CLUSTERS]
+        cells = [" / ".join(f"{tokens:,}" if tokens else "–" for tokens in each) for each in lengths]
         lines.append(f"| {model} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

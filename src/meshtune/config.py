@@ -130,7 +130,7 @@ class TrainConfig(Section):
              "set train.max_steps or train.total_tokens instead"), unit="epochs", gt=0,
     )  # fmt: skip
     learning_rate: float | None = setting(
-        None, "Peak learning rate; null: 1e-5 for method full, 2e-4 for lora.", gt=0
+        None, "Peak learning rate; null: 1e-5 for method full, 2e-4 for lora and qlora.", gt=0
     )
     lr_scheduler: str = setting(
         "cosine", "Course of the learning rate, a name of transformers' get_scheduler.", table=SCHEDULES

@@ -54,7 +54,7 @@ def test_help_has_groups_whole_lines_and_flags_without_a_type(capsys: pytest.Cap
         "plan model.name=qwen3-8b layout=fsdp8",
         "report runs",
         "eval runs/nothing",
-        "config --method qlora",
+        "config --method dora",
         "dpo run.yaml",
         "finetune run.yaml",
         "export runs/newer --merge",
@@ -62,7 +62,7 @@ def test_help_has_groups_whole_lines_and_flags_without_a_type(capsys: pytest.Cap
         "merge runs/newer",
         "export runs/newer to --format gguf",
         "train model.name=a load_in_4bit=true",
-        "train model.name=a train.device=mps method=qlora",
+        "train model.name=a train.device=mps method=dora",
     ],
 )
 def test_a_likely_spelling_is_answered_with_what_to_type(
