@@ -78,7 +78,7 @@ class ModelConfig(Section):
 
 
 class LoraConfig(Section):
-    """Low-rank adapters, for `method: lora`."""
+    """Low-rank adapters, for `method: lora` and `qlora`."""
 
     r: Positive = setting(16, "Rank of the two matrices added to each weight.")
     alpha: float = setting(32, "The adapter's output is scaled by alpha / r.", gt=0)

@@ -57,7 +57,7 @@ OURS = [
 THEIRS = [  # other trainers' values, each answered with ours
     "train.optimizer=adamw_torch", "train.optimizer=adamw_torch_fused", "train.optimizer=torch.optim.AdamW",
     "train.optimizer=paged_adamw_8bit", "train.precision=fp16", "train.precision=16",
-    "train.precision=bfloat16", "method=dora", "method=dpo",
+    "train.precision=bfloat16", "method=dora", "method=quantize", "method=dpo",
 ]  # fmt: skip
 
 

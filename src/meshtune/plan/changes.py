@@ -30,7 +30,7 @@ from meshtune.plan.programs import MESHTUNE
 from meshtune.plan.search import Choice, Plan, best_fitting, choice_of, peak, search, times
 from meshtune.plan.seconds.step import TIE
 from meshtune.plan.workload import Workload
-from meshtune.precision import PRECISIONS, narrower
+from meshtune.precision import NF4_ERROR, PRECISIONS, narrower
 from meshtune.units import counted, human
 
 Lighter = Callable[[], Mapping[str, Workload]]  # returns workloads that need less, by the setting for them
@@ -46,6 +46,7 @@ REMEDIES = (
     "kind",
 )  # fmt: skip
 OTHER_OPTIMIZER = "Another optimizer needs a learning rate of its own (train.learning_rate)."
+FOUR_BITS = f"method=qlora rounds frozen weights to 4 bits, by {NF4_ERROR:.0%} of their size."
 NOTABLE_SAVING = 0.05  # of the peak
 NEXT_TRY = 0.85  # of the predicted peak of a run that ran out of memory: the most that another may need
 
@@ -423,10 +424,13 @@ def _best_of_kinds(outcomes: Iterable[Outcome], value: Callable[[Outcome], float
 def remedies(
     workload: Workload, cluster: Cluster, lighter: Lighter = dict, count: Count = silent
 ) -> Iterator[Outcome]:
-    """Yield the least change of each kind of REMEDIES under which something fits; nothing is fixed."""
+    """Yield the least change of each kind of REMEDIES, and each method, under which something fits.
+
+    Nothing is fixed.
+    """
     some = (change for change in changes(workload, cluster, lighter=lighter) if change.kind in REMEDIES)
     tried = itertools.count()
-    for _, alternatives in groupby(some, key=lambda change: change.kind):
+    for _, alternatives in groupby(some, key=lambda one: one.setting if one.kind == "method" else one.kind):
         for change in alternatives:
             count(
                 f"searching for what would fit: {counted(next(tried), 'change')} tried, now {change.setting}"
@@ -501,6 +505,8 @@ def _cautions(outcomes: Sequence[Outcome]) -> list[str]:
     changed = [one.change for one in outcomes if one.change.kind in ("precision", "optimizer")]
     cautions = [caution(change.workload.precision, change.workload.optimizer) for change in changed]
     other = any(change.kind == "optimizer" for change in changed)
+    if any(one.change.setting == "method=qlora" for one in outcomes):
+        cautions.append(FOUR_BITS)
     return list(filter(None, (*cautions, OTHER_OPTIMIZER * other)))
 
 

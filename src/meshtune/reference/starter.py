@@ -46,7 +46,7 @@ COLUMN, WIDTH = 40, 118  # where comments begin, and lines end
 def starter(method: str, model: str, file: str) -> str:
     """Text of a config.
 
-    method: full or lora. model: hub id or folder. file: name of the config in the header's commands.
+    method: full, lora or qlora. model: hub id or folder. file: name of the config in the header's commands.
     """
     output = f"runs/{model.rstrip('/').rpartition('/')[2].lower()}-{method}"
     chosen = VALUES | {"model.name": model, "method": method, "output": output}
