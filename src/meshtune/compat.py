@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import datetime
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -96,6 +96,16 @@ def _fsdp_groups(module: Any) -> list[Any]:
     state = module._get_fsdp_state()
     groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
     return [group for group in groups if group is not None]
+
+
+def keep_integers(module: Any) -> None:
+    """Let FSDP2 gather parameters of `module` that are whole numbers as they are; torch 2.11 casts them."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    for parameter in fsdp_parameters(module):
+        if not parameter.sharded_param.is_floating_point():
+            of_none = partial(parameter.init_dtype_attrs, MixedPrecisionPolicy())
+            parameter.init_dtype_attrs = lambda policy, of_none=of_none: of_none()
 
 
 def partial_sums(module: Any) -> list[Tensor]:

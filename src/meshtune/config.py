@@ -424,6 +424,11 @@ class Config(Section):
         return self.method != "full"
 
     @property
+    def quantise(self) -> str:
+        """dtype, by torch's name, of frozen matrices before they are in 4 bits; "": they are not."""
+        return PRECISIONS[self.train.precision].compute if self.method == "qlora" else ""
+
+    @property
     def learning_rate(self) -> float:
         """Peak learning rate."""
         return self.train.learning_rate or LEARNING_RATES[self.method]

@@ -266,7 +266,7 @@ def exporter_of(config: Config, model: PreTrainedModel, world: World, **parts: A
         "embeddings": any(table.weight.requires_grad and table not in named for table in tables(model)),
         "overrides": base.overrides,
         "revision": base.revision,
-        "quantised": config.method == "qlora",
+        "quantised": config.quantise,
     }
     return Exporter(
         model=model,

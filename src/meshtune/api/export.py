@@ -63,10 +63,11 @@ def exported(
             stored = str(read.dtype).removeprefix("torch.")
             dtype, precision = getattr(torch, stored, None), UNMIXED.get(stored, "fp32")
         model, tokenizer, encoder = open_model(target, "cpu", merging=merge, precision=precision)
-        if merge and (changed := merge_lora(model)) is not None:
+        if merge and (changed := merge_lora(model, dtype)) is not None:
+            written = str(dtype or model.dtype).removeprefix("torch.")
             notice(
                 f"The adapter is merged into the weights as they were trained, from 4 bits; rounding to "
-                f"{str(model.dtype).removeprefix('torch.')} changes them by {changed:.2%} of their norm."
+                f"{written} changes them by {changed:.2%} of their norm."
             )
         ended = target.run.rows("end") if target.run else []
         exporter = exporter_of(

@@ -23,7 +23,6 @@ from meshtune.model.load import load_config, load_tokenizer, read_changed
 from meshtune.optim.schedule import learning_rates
 from meshtune.optimizers import OPTIMIZERS
 from meshtune.plan.workload import positions_note
-from meshtune.precision import PRECISIONS
 from meshtune.rundir import Row
 from meshtune.schedules import warmup
 from meshtune.sections import DataConfig, ModelConfig, SourceConfig
@@ -168,7 +167,7 @@ def model_spec(
         precision=train.precision,
         reduce_dtype=train.reduce_dtype,
         lora=LoraSpec(**dict(config.lora)) if config.adapts else None,
-        quantise=PRECISIONS[train.precision].compute if config.method == "qlora" else "",
+        quantise=config.quantise,
         freeze=tuple(config.model.freeze),
         embeddings=embeddings,
         label_smoothing=train.label_smoothing,

@@ -27,10 +27,11 @@ from meshtune.model.lora import (
 )
 from meshtune.model.save import complete_folder, write_tokenizer_and_card
 from meshtune.model.stored import BASE_DIGEST
+from meshtune.precision import UNMIXED
 from meshtune.units import counted, few
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-IN_4_BITS = "base_in_4_bits"  # key in the metadata of its weights: those of the base were, in training
+IN_4_BITS = "base_in_4_bits"  # key in its weights' metadata: dtype that the base's had before
 BASE_OVERRIDES = "base_overrides"  # key of adapter_config.json: model.overrides of the base that was trained
 OF_COPY = re.compile(r"\.modules_to_save\.(default\.)?")  # in the name of a module's trained copy
 # In names of a state dict of the wrapped model, which peft's `save_pretrained` takes out: the adapter's own
@@ -78,7 +79,7 @@ def save_adapter(
     overrides: Mapping[str, Any] | None = None,
     revision: str | None = None,
     base_digest: str | None = None,
-    quantised: bool = False,
+    quantised: str = "",
     card: str | None = None,
     stop_ids: Sequence[int] = (),
 ) -> None:
@@ -90,8 +91,9 @@ def save_adapter(
     they are trained); peft then demands that the base is resized before it loads the adapter,
     `base.resize_token_embeddings(len(tokenizer))`, which `load_adapter` does automatically. overrides: of the
     base's config.json; peft, which has no word for them, warns of the key. revision: of a base on the hub.
-    base_digest: see stored.py. quantised: True if the base was in 4 bits. tokenizer, card,
-    stop_ids: see `save_model`; stop_ids go into a generation_config.json. folder: see `complete_folder`.
+    base_digest: see stored.py. quantised: dtype of the base before it was in 4 bits; "": it was not.
+    tokenizer, card, stop_ids: see `save_model`; stop_ids go into a generation_config.json. folder: see
+    `complete_folder`.
     """
     layers = lora_layers(model)
     tensors = {PREFIX + name: tensor for name, tensor in adapter_tensors(model).items()}
@@ -123,7 +125,7 @@ def save_adapter(
     }
     with complete_folder(Path(folder)) as aside:
         stored = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        identity = {BASE_DIGEST: base_digest or "", IN_4_BITS: "nf4" * quantised}
+        identity = {BASE_DIGEST: base_digest or "", IN_4_BITS: quantised}
         identity = {key: value for key, value in identity.items() if value}
         save_file(stored, aside / ADAPTER_WEIGHTS, metadata={"format": "pt"} | identity)
         (aside / ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2), encoding="utf-8")
@@ -377,7 +379,8 @@ def method_of(folder: Path) -> dict[str, Any]:
     if IN_4_BITS not in _metadata(folder):
         return {}
     saved = adapter_settings(folder).get("modules_to_save") or []
-    return {"method": "qlora", "lora": {"modules_to_save": saved}}
+    precision = UNMIXED[_metadata(folder)[IN_4_BITS]]
+    return {"method": "qlora", "lora": {"modules_to_save": saved}, "train": {"precision": precision}}
 
 
 def _metadata(folder: Path) -> dict[str, str]:

@@ -389,9 +389,10 @@ def _load_pretrained(
         words, state, loader = stored_types(files), None, auto_class(config)
         if found := quantisation(folder):
             state, words = dequantised(folder, files, found)
-            loader = type(
-                _from_config(copy.deepcopy(config), config, torch.float32, "eager", trust_remote_code)
-            )
+            with no_init_weights(), parameters_on_meta():
+                loader = type(
+                    _from_config(copy.deepcopy(config), config, torch.float32, "eager", trust_remote_code)
+                )
         refuse_types(folder, words)
         stored = [key for key, word in SAFETENSORS_DTYPES.items() if word in words and key.is_floating_point]
         with with_index(folder, files) as indexed:

@@ -14,9 +14,11 @@ The layer keeps its name, the behaviour of its class and its own parameters; it 
 (dtypes, order, initialisation) is peft's, and the results are equal to the last bits.
 """
 
+import inspect
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import cache
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
@@ -29,6 +31,7 @@ from transformers.pytorch_utils import Conv1D
 from meshtune.errors import UserError
 from meshtune.model.anatomy import anatomy
 from meshtune.nearest import did_you_mean, nearest
+from meshtune.quantised import nf4
 from meshtune.quantised.nf4 import Nf4Linear
 from meshtune.setting import is_regular_expression
 
@@ -66,7 +69,7 @@ class _Lora(nn.Module):
         change = F.linear(F.linear(dropped, self.lora_A), self.lora_B) * self.lora_scale
         if self.lora_magnitude_vector is not None:
             if self.lora_dropout and self.training:  # as peft: W and B A see the same dropped inputs
-                seen = product_of(self, dropped)
+                seen = matmul_of(self, dropped)
             else:
                 seen = base if bias is None else base - bias
             change = self.lora_magnitude_vector / self.row_norms() * (seen + change) - seen
@@ -99,26 +102,51 @@ def weight_of(layer: Any) -> Tensor:
 
 
 def frozen_linears(model: PreTrainedModel) -> list[str]:
-    """Return the names of linear layers that are called and not trained, but for the output head."""
-    head = model.get_output_embeddings()
+    """Return the names of the blocks' linear layers that method=qlora holds in 4 bits: they are not trained,
+    nothing but their own matmul reads their weight, and blocks of neighbours divide its columns.
+    """
+    blocks = f"{anatomy(model).blocks}."
     return [
         name for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module is not head and not name.endswith(READ)
+        if name.startswith(blocks) and isinstance(module, nn.Linear) and is_only_called(model, name)
+        and module.weight.shape[1] % nf4.BLOCK == 0
         and not any(weight.requires_grad for weight in (module.weight, module.bias) if weight is not None)
     ]  # fmt: skip
 
 
-def product_of(layer: Any, x: Tensor) -> Tensor:
-    """Return the product of rows x and the weight of a linear layer, in the dtype of x."""
+def is_only_called(model: nn.Module, path: str) -> bool:
+    """True for a linear layer whose weight is read by nn.Linear's own forward, and by no other code."""
+    layer, (parent, _, name) = model.get_submodule(path), path.rpartition(".")
+    kind = next(kind for kind in type(layer).__mro__ if "forward" in vars(kind))
+    own = kind.__module__.partition(".")[0] in ("torch", "meshtune") or "super().forward(" in _source(kind)
+    return own and name not in _read_weights(type(model.get_submodule(parent)))
+
+
+@cache
+def _read_weights(kind: type[nn.Module]) -> frozenset[str]:
+    """Names of the submodules whose weight the code of a module reads."""
+    return frozenset(re.findall(r"self\.(\w+)\.weight\b", "".join(map(_source, kind.__mro__))))
+
+
+@cache
+def _source(kind: type) -> str:
+    try:
+        return inspect.getsource(kind)
+    except (OSError, TypeError):  # made without a file
+        return ""
+
+
+def matmul_of(layer: Any, x: Tensor) -> Tensor:
+    """Return the matmul of rows x and the weight of a linear layer, in the dtype of x."""
     if isinstance(layer, Nf4Linear):
-        return layer.product(x)
+        return layer.matmul(x)
     return F.linear(x, by_rows(layer, layer.weight).to(x.dtype))
 
 
 def without_bias(layer: Any, x: Tensor) -> Tensor:
     """Return the output of a linear layer, with or without an adapter, less its bias."""
     rows = x.flatten(0, -2) if isinstance(layer, _Lora) else x
-    product = product_of(layer, rows)
+    product = matmul_of(layer, rows)
     if not isinstance(layer, _Lora):
         return product
     return layer.adapted(rows, product, None).unflatten(0, x.shape[:-1])
@@ -402,41 +430,39 @@ def lora_layers(model: nn.Module) -> dict[str, _Lora]:
 
 
 @torch.no_grad()
-def merge_lora(model: nn.Module) -> float | None:
+def merge_lora(model: nn.Module, dtype: torch.dtype | None = None) -> float | None:
     """Add every adapter to its layer's weight, in at least fp32, and remove the adapter, in place.
 
-    Layers in 4 bits get weights in the embedding's dtype. Returns the norm of what rounding to it changes,
-    over that of the weights; None without such layers.
+    Layers in 4 bits get weights in the embedding's dtype. Returns the norm of what rounding theirs to `dtype`
+    (None: the embedding's) changes, over that of the weights; None without such layers.
     """
-    dtype = next(model.parameters()).dtype
-    quantised = [module for module in model.modules() if isinstance(module, Nf4Linear)]
-    for module in quantised:
-        module.restore(torch.float32)
+    kept = next(model.parameters()).dtype
     changed = norm = 0.0
-    layers = lora_layers(model)
     owners: dict[int, str] = {}
-    for name, layer in layers.items():
+    for name, layer in lora_layers(model).items():
         if (owner := owners.setdefault(id(layer.weight), name)) != name:
             raise UserError(
                 f"The adapters can't be merged: {owner} and {name} share one weight, and each has an adapter "
                 "of its own. Use the adapters as they are, with PEFT."
             )
-    for layer in layers.values():
+    quantised = {name: module for name, module in model.named_modules() if isinstance(module, Nf4Linear)}
+    for name, layer in (lora_layers(model) | quantised).items():
         module: Any = layer  # pyright does not see that it is a Linear or Conv1D too
-        wide = torch.promote_types(module.lora_A.dtype, torch.float32)
-        delta = module.lora_B.to(wide) @ module.lora_A.to(wide) * module.lora_scale  # [out, in]
-        weight = by_rows(module, module.weight)
-        merged = weight.to(wide) + delta
-        if module.lora_magnitude_vector is not None:
-            merged *= (module.lora_magnitude_vector.to(wide) / norms(merged))[:, None]
-        weight.copy_(merged.to(weight.dtype))
-        if layer in quantised:
+        if name in quantised:
+            module.restore(torch.float32)
+        merged = by_rows(module, module.weight)
+        if isinstance(layer, _Lora):
+            wide = torch.promote_types(module.lora_A.dtype, torch.float32)
+            delta = module.lora_B.to(wide) @ module.lora_A.to(wide) * module.lora_scale  # [out, in]
+            sums = merged.to(wide) + delta
+            if module.lora_magnitude_vector is not None:
+                sums *= (module.lora_magnitude_vector.to(wide) / norms(sums))[:, None]
+            merged.copy_(sums.to(merged.dtype))
+            del module.lora_A, module.lora_B, module.lora_magnitude_vector
+            del module.lora_scale, module.lora_dropout, module.lora_all_reduce
+        if name in quantised:
             norm += float(merged.square().sum())
-            changed += float((merged.to(dtype) - merged).square().sum())
-        del module.lora_A, module.lora_B, module.lora_magnitude_vector
-        del module.lora_scale, module.lora_dropout, module.lora_all_reduce
+            changed += float((merged.to(dtype or kept).to(merged.dtype) - merged).square().sum())
+            module.weight.data = module.weight.data.to(kept)
         module.__class__ = Conv1D if isinstance(layer, Conv1D) else nn.Linear
-    for module in quantised:
-        module.weight.data = module.weight.data.to(dtype)
-        module.__class__ = nn.Linear
     return math.sqrt(changed / norm) if norm else None

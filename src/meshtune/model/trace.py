@@ -29,7 +29,7 @@ from meshtune.errors import UserError
 from meshtune.model.anatomy import Anatomy, anatomy, attention_heads, auto_class, set_aside
 from meshtune.model.body import text_forward
 from meshtune.model.fused import STAND_IN, experts_without_values
-from meshtune.model.lora import READ, Adapters
+from meshtune.model.lora import Adapters, is_only_called
 from meshtune.model.matmuls import (
     TOKENS,
     BareMatmul,
@@ -386,7 +386,8 @@ def _parameters_by_block(traced: Traced, kinds: Mapping[str, str]) -> dict[str, 
         dim = {"weight": style.dim, "bias": 0, "lora_A": 1, "lora_B": 0, "lora_magnitude_vector": 0}.get(leaf)
         cut = 0 if name in of_heads else style.dim if dim == style.dim else None
         whole = style.whole and leaf == "weight"
-        layer = isinstance(traced.model.get_submodule(module), nn.Linear) and not module.endswith(READ)
+        linear = isinstance(traced.model.get_submodule(module), nn.Linear)
+        layer = linear and is_only_called(traced.model, module)
         entry = Parameter(
             name, kind, tuple(shape), trainable, cut, heads, whole, fused=fused.get(path, ()),
             last=module in after_blocks, linear=layer or not block or len(shape) == 1 or kind == "adapter",

@@ -73,7 +73,8 @@ def shard(
     order = [root, *first, *(together[0] for together in sharing), root]
     for before, module in pairwise(order):
         _sharded(module).set_modules_to_backward_prefetch([_sharded(before)])
-    for module in groups(root):  # neither setter is recursive
+    for module in groups(root):  # none of these is recursive
+        compat.keep_integers(module)
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # else PREMUL_SUM, which gloo doesn't support
     table = embedding if embedding is not None and _is_table(embedding) else None

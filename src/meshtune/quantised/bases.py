@@ -100,7 +100,8 @@ def _matrix(parts: Parts, settings: Settings) -> Matrix | None:
 
 
 def _bitsandbytes(parts: Parts) -> Matrix:
-    packed, scales, levels = parts["weight"].view(-1), parts["weight.absmax"], parts["weight.quant_map"]
+    packed = parts["weight"].view(-1).view(torch.uint8)  # stored as another dtype for FSDP
+    scales, levels = parts["weight.absmax"], parts["weight.quant_map"]
     state = next(tensor for part, tensor in parts.items() if "quant_state" in part)
     facts = json.loads(bytes(state.tolist()))
     shape, block, nested = tuple(facts["shape"]), facts["blocksize"], parts.get("weight.nested_absmax")
@@ -116,9 +117,9 @@ def _bitsandbytes(parts: Parts) -> Matrix:
 
     def codes() -> nf4.Codes:
         constants = torch.cat([torch.tensor([facts["nested_offset"]], dtype=torch.float32), nested])  # type: ignore[list-item]
-        return nf4.Codes(packed.view(len_rows, -1), scales.view(len_rows, -1), constants.view(torch.int32))
+        rows = shape[0]
+        return nf4.Codes(packed.view(rows, -1), scales.view(rows, -1), constants.view(torch.int32))
 
-    len_rows = shape[0]
     ours = (
         len(shape) == 2
         and shape[1] % NF4_BLOCK == 0

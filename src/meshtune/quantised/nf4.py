@@ -162,7 +162,7 @@ def _(packed, scales, constants, place, like):
     return packed.new_empty(packed.shape[0], 2 * packed.shape[1], dtype=like.dtype)
 
 
-class _Product(torch.autograd.Function):
+class _Matmul(torch.autograd.Function):
     """x Wᵀ + b of rows x and a matrix in 4 bits. It keeps the codes for its backward, and neither W nor x."""
 
     @staticmethod
@@ -185,11 +185,13 @@ class Nf4Linear(nn.Linear):
     weight_place: tuple[int, ...]  # as `dequantise_op` has it
 
     def forward(self, input: Tensor) -> Tensor:
-        return self.product(input, self.bias)
+        return self.matmul(input, self.bias)
 
-    def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """The product with the weight, plus the bias if it is given."""
-        return _Product.apply(x, bias, self.weight_place, *self.codes())  # type: ignore[return-value]
+    def matmul(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The matmul with the weight, plus the bias if it is given."""
+        if not x.is_floating_point():  # its caller read the codes for the weight
+            raise TypeError(f"a layer whose weight is in 4 bits was given {x.dtype}; use method=lora")
+        return _Matmul.apply(x, bias, self.weight_place, *self.codes())  # type: ignore[return-value]
 
     def codes(self) -> Codes:
         return Codes(self.weight, self.weight_scales, self.weight_constants)
@@ -218,8 +220,8 @@ def quantise_layers(
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, Split]]:
     """Make linear layers of a model on meta, cut for one tp rank, hold their weights in 4 bits, in place.
 
-    names: of the layers; those whose columns are not a multiple of BLOCK stay as they are. shapes, splits: of
-    the whole model's parameters, by name. tp: (ranks, the index of this one). Returns shapes and splits with
+    names: of the layers, whose columns are a multiple of BLOCK. shapes, splits: of the whole model's
+    parameters, by name. tp: (ranks, the index of this one). Returns shapes and splits with
     those of the codes.
     """
     shapes, splits = dict(shapes), dict(splits)
@@ -227,8 +229,6 @@ def quantise_layers(
     for path in names:
         name = f"{path}.weight"
         (rows, columns), split = shapes[name], splits.get(name, Split())
-        if columns % BLOCK:
-            continue
         first = 0
         if split.dim == 1:
             assert columns % (BLOCK * ranks) == 0, f"{name} is cut inside a block, see placement/rules.py"

@@ -44,7 +44,7 @@ from meshtune.parallel.noise import Neftune
 from meshtune.parallel.zero import local
 from meshtune.placement.census import Census, head_shards
 from meshtune.placement.share import census_stages, stage_of_rank
-from meshtune.precision import NF4_BLOCK, PRECISIONS
+from meshtune.precision import PRECISIONS
 from meshtune.quantised import nf4
 from meshtune.train.loss import TokenLoss, head_loss
 from meshtune.train.step import Passes
@@ -346,11 +346,14 @@ def fill_values(
         for path, layer in lora_layers(models[0]).items()
         if layer.lora_magnitude_vector is not None
     }
-    linears = {f"{path}.weight" for path in frozen_linears(models[0]) if spec.quantise}
+    in_4_bits = {
+        f"{path}.weight" for model in models for path, module in model.named_modules()
+        if isinstance(module, nf4.Nf4Linear)
+    }  # fmt: skip
 
     def add_magnitude(weight_name: str, weight: Tensor) -> None:
         name, layer = dora[weight_name]
-        if weight_name in linears and weight.shape[1] % NF4_BLOCK == 0:
+        if weight_name in in_4_bits:
             weight = nf4.whole(nf4.codes_of(weight, quantised, weight.device), quantised)
         weight = weight.to(quantised)
         adapters[name] = initial_magnitude(layer, weight)

@@ -79,12 +79,16 @@ def pack_quantized(weight: Tensor) -> Made:
     return parts, from_groups(codes, np.full_like(zeros, 8), scales, np.arange(len(codes)) // GROUP)
 
 
-def bitsandbytes(*, nested: bool = True, block: int = 64, kind: str = "nf4") -> Make:
+def bitsandbytes(
+    *, nested: bool = True, block: int = 64, kind: str = "nf4", storage: torch.dtype = torch.uint8
+) -> Make:
     def make(weight: Tensor) -> Made:
         codes, state = theirs.quantize_4bit(weight, None, None, block, nested, kind)
         parts = {f"weight.{key}": part for key, part in state.as_dict(packed=True).items()}
         state.shape = torch.Size([1, weight.numel()])  # its kernel for processors wants whole blocks in a row
-        return {"weight": codes, **parts}, theirs.dequantize_4bit(codes, state).view(weight.shape)
+        return {"weight": codes.flatten().view(storage)[:, None], **parts}, theirs.dequantize_4bit(
+            codes, state
+        ).view(weight.shape)
 
     return make
 
@@ -119,6 +123,7 @@ FORMATS: dict[str, tuple[dict[str, Any], Make]] = {
     "nf4": ({"quant_method": "bitsandbytes"}, bitsandbytes()),
     "nf4, scales whole": ({"quant_method": "bitsandbytes"}, bitsandbytes(nested=False)),
     "nf4, blocks of 128": ({"quant_method": "bitsandbytes"}, bitsandbytes(block=128)),
+    "nf4, stored for FSDP": ({"quant_method": "bitsandbytes"}, bitsandbytes(storage=BF16)),
     "fp4": ({"quant_method": "bitsandbytes"}, bitsandbytes(kind="fp4")),
     "bitsandbytes int8": ({"quant_method": "bitsandbytes"}, rows_of_8_bits),
     "fp8": ({"quant_method": "fp8", "weight_block_size": [64, 64]}, scaled("weight_scale_inv", 64)),
@@ -172,11 +177,11 @@ def test_weights_are_those_that_the_format_means(form: str, tmp_path: Path) -> N
         assert found[name].shape == tensor.shape and torch.equal(found[name], tensor), name
     torch.testing.assert_close(adapted(quantised, ""), adapted(plain, ""), rtol=0, atol=0)
     values, of_plain = adapted(quantised, "bfloat16"), adapted(plain, "bfloat16")
-    if form == "nf4":
+    if form in ("nf4", "nf4, stored for FSDP"):
         stored = load_file(quantised / "model.safetensors")
         for name in (name for name in names if "down_proj" not in name):  # of 160 columns
             codes = nf4.Codes(*(values.pop(name + suffix) for suffix in nf4.SUFFIXES))
-            assert torch.equal(codes.packed.view(-1, 1), stored[name])
+            assert torch.equal(codes.packed.view(-1), stored[name].view(-1).view(torch.uint8))
             assert torch.equal(codes.scales.view(-1), stored[f"{name}.absmax"])
             assert torch.equal(nf4.whole(codes, BF16), expected[name])
             [of_plain.pop(name + suffix) for suffix in nf4.SUFFIXES]

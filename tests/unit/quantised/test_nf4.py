@@ -8,10 +8,15 @@ import pytest
 import torch
 from bitsandbytes.nn import Linear4bit, Params4bit
 from families import FAMILIES
+from ranks import run_ranks
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from transformers import AutoModelForCausalLM, FalconConfig, MambaConfig, PreTrainedModel
 
-from meshtune.model.lora import initial_magnitude, lora_layers
+from meshtune.layout import Layout
+from meshtune.model.lora import frozen_linears, initial_magnitude, lora_layers
+from meshtune.parallel import zero
+from meshtune.parallel.mesh import join, parameter_mesh
 from meshtune.quantised import nf4
 from meshtune.train.model import LoraSpec, ModelSpec, single_model
 
@@ -113,3 +118,58 @@ def test_a_magnitude_is_of_the_weight_that_is_held() -> None:
     for layer in lora_layers(single_model(spec, torch.device("cpu"))).values():
         assert layer.lora_magnitude_vector is not None
         assert torch.equal(layer.lora_magnitude_vector, initial_magnitude(layer, layer.weight))
+
+
+@pytest.mark.parametrize(
+    ("config", "read"),
+    [
+        (FalconConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=2), ""),  # multiplies by hand
+        (MambaConfig(hidden_size=64, num_hidden_layers=1), ("dt_proj", "x_proj", "out_proj")),
+        (CONFIG, None),
+    ],
+)
+def test_a_layer_whose_weight_other_code_reads_stays_as_it_is(
+    config: Any, read: str | tuple[str, ...] | None
+) -> None:
+    model = AutoModelForCausalLM.from_config(config).requires_grad_(False)
+    names = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)} - {"lm_head"}
+    whole = {name for name in names if read is not None and name.endswith(read)}
+    assert whole == names - {*frozen_linears(model)}
+
+
+class Codes(nn.Module):
+    """A parameter of whole numbers, whose bits are those of fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = nn.Parameter(
+            torch.arange(6, dtype=torch.float32).view(torch.int32), requires_grad=False
+        )
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self) -> Tensor:
+        return (self.numbers.view(torch.float32).to(self.scale.dtype).sum() * self.scale).sum()
+
+
+def sum_of_gathered() -> float:
+    """The sum of Codes under ZeRO-3 in bf16, with torch 2.11's choice of what is cast."""
+
+    def init_dtype_attrs(self: Any, policy: Any) -> None:
+        self.orig_dtype, self.param_dtype, self.reduce_dtype = (
+            self.sharded_param.dtype,
+            policy.param_dtype,
+            None,
+        )
+
+    FSDPParam.init_dtype_attrs = init_dtype_attrs  # type: ignore[method-assign]
+    world, root = join(Layout.parse("zero3x2-mb1-ga1"), torch.device("cpu")), nn.Module()
+    root.block = Codes()
+    mesh = parameter_mesh(world)
+    assert mesh is not None
+    zero.shard(root, [root.block], mesh, 3, compute_dtype=torch.bfloat16)
+    return root.block().item()
+
+
+@pytest.mark.ci
+def test_whole_numbers_are_gathered_as_they_are() -> None:
+    assert run_ranks(2, sum_of_gathered) == [60.0, 60.0]
