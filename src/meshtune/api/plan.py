@@ -43,6 +43,7 @@ from meshtune.plan.programs import MESHTUNE
 from meshtune.plan.search import Choice, best_fitting
 from meshtune.plan.step_parts import MeasuredRun
 from meshtune.plan.workload import Workload, lighter_workloads, positions_note, workload_of
+from meshtune.precision import NF4_BYTES
 from meshtune.rundir import RunDir
 from meshtune.tools.export import tool_for
 from meshtune.units import on_screen, working
@@ -125,7 +126,7 @@ def largest(
     if quantity == "model":
         cluster, runner = cluster_for(config), tool_for(tool, config)
         for name in by_size():
-            if not _weights_fit(name, cluster):
+            if not _weights_fit(name, cluster, config.method):
                 continue
             workload = known_workload(config, name).run_by(runner)
             if choice := best_fitting(workload, cluster):
@@ -156,10 +157,10 @@ def longest_sequences(
     runners = [(trained, tool_for(tool, trained)) for trained in by_method]
 
     def longest(name: str) -> dict[str, int | None]:
-        if not _weights_fit(name, cluster):
-            return {trained.method: None for trained in by_method}
         return {
             trained.method: answer.longest_sequence(known_workload(trained, name).run_by(runner), cluster)
+            if _weights_fit(name, cluster, trained.method)
+            else None
             for trained, runner in runners
         }
 
@@ -184,9 +185,10 @@ def known_workload(config: Config, name: str) -> Workload:
     return replace(workload, packing=workload.packing and workload.attention == "meshtune")
 
 
-def _weights_fit(name: str, cluster: Cluster) -> bool:
-    """False if the weights of a model of models.toml in 16 bits exceed the memory of all GPUs."""
-    return 2 * tables()[name]["parameters"] <= cluster.memory * cluster.gpus
+def _weights_fit(name: str, cluster: Cluster, method: str) -> bool:
+    """False if the weights of a model of models.toml, in 16 or 4 bits, exceed the memory of all GPUs."""
+    held = NF4_BYTES if method == "qlora" else 2
+    return held * tables()[name]["parameters"] <= cluster.memory * cluster.gpus
 
 
 def _other_adapters(config: Config, methods: Sequence[str]) -> Iterator[str]:
