@@ -34,7 +34,7 @@ from meshtune.plan.memory.states import Step
 from meshtune.plan.search import stages_of
 from meshtune.plan.work import Work
 from meshtune.plan.workload import Workload
-from meshtune.precision import DTYPE_BYTES, PRECISIONS
+from meshtune.precision import DTYPE_BYTES
 from meshtune.sections import ClusterConfig
 from meshtune.train.model import trainable_skeleton
 
@@ -117,7 +117,7 @@ def workload_of(job: Job) -> Workload:
     model = trainable_skeleton(job.spec)[0]
     work = Work.of(census_of(model))
     if job.spec.quantise:
-        work = work.quantised(DTYPE_BYTES[PRECISIONS[job.spec.precision].compute])
+        work = work.quantised(DTYPE_BYTES[job.spec.quantise])
     workload = Workload(
         model="", work=work, traits=traits(model), seq_len=job.seq_len,
         global_batch_size=job.layout.global_batch_size, precision=job.spec.precision,

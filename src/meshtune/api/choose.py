@@ -177,7 +177,7 @@ def attention_and_refusals(
         packing=config.data.packing,
         compile=config.train.compile,
         optimizer=config.train.optimizer,
-        quantised=config.method == "qlora",
+        quantised=bool(config.quantise),
         ranks=ranks,
     )
     return attention, model_traits, problems

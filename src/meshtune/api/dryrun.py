@@ -156,7 +156,7 @@ class Subject:
             packing=self.config.data.packing,
             compile=self.config.train.compile,
             optimizer=self.config.train.optimizer,
-            quantised=self.config.method == "qlora",
+            quantised=bool(self.config.quantise),
         )
 
     def compiles(self, layout: Layout, device: str, *, simulated: bool) -> bool:

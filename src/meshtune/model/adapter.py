@@ -376,11 +376,10 @@ def method_of(folder: Path) -> dict[str, Any]:
     """Return the settings by which the adapter in `folder` was trained next to weights in 4 bits; none for
     another. Raises UserError as `digest_of_base` and `adapter_settings`.
     """
-    if IN_4_BITS not in _metadata(folder):
+    if (before := _metadata(folder).get(IN_4_BITS)) is None:
         return {}
     saved = adapter_settings(folder).get("modules_to_save") or []
-    precision = UNMIXED[_metadata(folder)[IN_4_BITS]]
-    return {"method": "qlora", "lora": {"modules_to_save": saved}, "train": {"precision": precision}}
+    return {"method": "qlora", "lora": {"modules_to_save": saved}, "train": {"precision": UNMIXED[before]}}
 
 
 def _metadata(folder: Path) -> dict[str, str]:

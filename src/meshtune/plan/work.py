@@ -88,7 +88,7 @@ class Weight:
     trainable: Number = 1.0  # share of them that is trained, 0 to 1
     matrix: bool = False  # in a block, and census.is_matrix
     in_4_bits: bool = False  # as in Parameter
-    held: Number = 1.0  # its bytes over those of as many elements that the passes compute with
+    held: Number = 1.0  # its bytes over those that it has in the dtype of the passes
 
     @property
     def elements(self) -> Number:

@@ -236,8 +236,8 @@ def workload_of(config: Config, numbers: ModelNumbers) -> Workload:
         model.name, config.data.seq_len, numbers.positions, config.data.mean_document_tokens
     )
     work = Work.of(numbers.census)
-    if config.method == "qlora":
-        work = work.quantised(DTYPE_BYTES[PRECISIONS[config.train.precision].compute])
+    if config.quantise:
+        work = work.quantised(DTYPE_BYTES[config.quantise])
     workload = Workload(
         model=model.name,
         work=work,
@@ -317,11 +317,11 @@ def wide_note(config: Config, census: Census) -> str | None:
     frozen = [p for block in census.blocks for p in block.parameters if not p.trainable]
     whole = [p for p in frozen if len(p.shape) > 1 and not p.in_4_bits]
     share = sum(p.count for p in whole) / max(1, sum(p.count for p in frozen))
-    if config.method != "qlora" or share < 0.01:
+    if not config.quantise or share < 0.01:
         return None
     return (
         f"method=qlora holds linear layers in 4 bits whose columns are a multiple of {NF4_BLOCK}. Of the "
-        f"blocks' frozen weights {share:.0%} stay in {PRECISIONS[config.train.precision].compute}: "
+        f"blocks' frozen weights {share:.0%} stay in {config.quantise}: "
         f"{few(list(dict.fromkeys(p.name for p in whole)))}."
     )
 

@@ -73,7 +73,7 @@ def tables(device: torch.device) -> Tensor:
 
 def _nearest(values: Tensor, among: Tensor, block: int) -> tuple[Tensor, Tensor]:
     """(Index of the value of `among` nearest to each of `values` over its block's largest magnitude; those
-    magnitudes). values: fp32 [n], cut into blocks, the last of which may be shorter.
+    magnitudes). values: fp32 [n], cut into blocks; the last may be shorter.
     """
     blocks = F.pad(values, (0, -len(values) % block)).view(-1, block)
     largest = blocks.abs().amax(1)

@@ -17,6 +17,7 @@ from meshtune.layout import Layout
 from meshtune.model.lora import frozen_linears, initial_magnitude, lora_layers
 from meshtune.parallel import zero
 from meshtune.parallel.mesh import join, parameter_mesh
+from meshtune.precision import NF4_ERROR
 from meshtune.quantised import nf4
 from meshtune.train.model import LoraSpec, ModelSpec, single_model
 
@@ -49,6 +50,12 @@ def test_codes_and_values_are_those_of_bitsandbytes(shape: tuple[int, int], dtyp
     of_256 = state.state2.absmax.repeat_interleave(256)[: len(largest)]
     nearest = (largest / of_256)[:, None].sub(state.state2.code).abs().argmin(1)
     assert torch.equal(ours.scales.flatten().long(), nearest)
+
+
+def test_rounding_changes_weights_as_much_as_a_plan_says() -> None:
+    weight = torch.randn(1024, 1024, generator=torch.Generator().manual_seed(0))
+    changed = nf4.whole(nf4.quantise(weight), torch.float32) - weight
+    assert changed.norm() / weight.norm() == pytest.approx(NF4_ERROR, rel=0.02)
 
 
 def with_their_layers(spec: ModelSpec) -> PreTrainedModel:

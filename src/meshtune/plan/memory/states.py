@@ -31,8 +31,8 @@ def weight_elements(weights: Sequence[Weight], layouts: Columns) -> Elements:
     """Elements of these weights on the tensor-parallel and ZeRO rank that has most; zeros for no weights.
 
     That is the first tensor-parallel slice of each matrix, and of it the first shard, cut along the rows
-    (the rule of share.piece). Of a weight in 4 bits, as many elements as take its bytes. Pipeline stages are
-    not regarded.
+    (the rule of share.piece). A weight in 4 bits counts by its bytes, in elements of the passes' dtype.
+    Pipeline stages are not regarded.
     """
     shards = np.where(layouts.zero > 0, layouts.shard_ranks, 1.0)
     sizes = []
