@@ -70,6 +70,8 @@ class Optimizer:
     counted.
     piece: gives the whole parameter's name and the piece of it that a trained tensor of one is; None: each is
     whole. seed: of what rounds by chance. compiled: an update is one kernel a parameter, where it can be.
+    in_backward: `complete` updates a parameter and frees its gradient, between `begin` and `step`. late: names
+    of parameters whose gradient is complete only after the backward; `step` updates those.
     """
 
     def __init__(
@@ -87,8 +89,13 @@ class Optimizer:
         piece: Callable[[str, nn.Parameter, Tensor], tuple[str, Piece]] = of_whole,
         seed: int = 0,
         compiled: bool = False,
+        in_backward: bool = False,
+        late: Collection[str] = (),
     ) -> None:
         self.copies = copies or {}
+        self.in_backward, self.late = in_backward, late
+        self.rate: float | None = None  # of the updates in this backward; None: gradients are only freed
+        self.norms: dict[str, Tensor] = {}  # of the gradients that this backward has freed
         self.factor = 1.0  # by which the step's gradients are still to be multiplied
         self.piece, self.own = piece, {"seed": seed, "compiled": compiled}
         constants = {"betas": betas, "eps": eps}
@@ -97,9 +104,10 @@ class Optimizer:
             self._bucket(names_and_parameters, row, constants, weight_decay, compute_dtype)
             for row, updated in by_row(name, trainable, blocks).items()
             for names_and_parameters in buckets(
-                updated, OPTIMIZERS[row].bucket_elements if compute_dtype else None
+                updated, 1 if in_backward else OPTIMIZERS[row].bucket_elements if compute_dtype else None
             )
         ]
+        self.bucket_of = {parameter: bucket for bucket in self.buckets for parameter in bucket.parameters}
         self.sums: dict[nn.Parameter, Tensor] = {}
         self.sum_dtype = sum_dtype
         self.summed = [p for _, p in trainable if sum_dtype not in (None, p.dtype)]
@@ -191,15 +199,15 @@ class Optimizer:
         return [gradient for gradient in every if gradient is not None]
 
     def local_squared_norm(self) -> Tensor:
-        """The sum of the squares of all gradients' elements, a scalar in fp64: this rank's share of it."""
-        gradients = self.named_gradients()
-        if not gradients:
+        """The sum of the squares of all gradients' elements, a scalar in fp64: this rank's share of it. Those
+        that the backward has freed count.
+        """
+        norms = self.norms | _norms(self.named_gradients())
+        names = [name for name, _ in self.named_parameters() if name in norms]
+        if not names:
             return torch.zeros((), dtype=torch.float64)
-        dtype = torch.promote_types(next(iter(gradients.values())).dtype, torch.float32)
-        every = torch._foreach_norm([*gradients.values()], dtype=dtype)  # pyright: ignore[reportPrivateImportUsage]
-        norms = torch.stack(every).double()
-        copies = [self.copies.get(name, 1) for name in gradients]
-        return (norms.square() / norms.new_tensor(copies)).sum()
+        every = torch.stack([norms[name] for name in names]).double()
+        return (every.square() / every.new_tensor([self.copies.get(name, 1) for name in names])).sum()
 
     def scale(self, factor: float) -> None:
         """Multiply this rank's gradients by `factor` in the next update."""
@@ -214,18 +222,61 @@ class Optimizer:
         if max_norm and (factor := max_norm / (norm + 1e-6)) < 1:
             self.scale(factor)
 
+    def begin(self, learning_rate: float | None, factor: float = 1.0) -> None:
+        """Prepare a backward that updates parameters, with gradients times `factor`, and frees their
+        gradients. None: it only frees them.
+        """
+        self.rate, self.factor, self.norms = learning_rate, factor, {}
+
+    def watch(self) -> None:
+        """Call `complete` behind each gradient; once, where nothing else completes gradients."""
+        for parameter in self.bucket_of:
+            parameter.register_post_accumulate_grad_hook(self.complete)
+
+    @torch.no_grad()
+    def complete(self, parameter: Tensor) -> None:
+        """Make the update of a parameter whose gradient is complete, if that is to be in the backward. It runs
+        on the stream on which the gradient is made.
+        """
+        assert isinstance(parameter, nn.Parameter)
+        gradient = self.gradient(parameter)
+        if not self.in_backward or gradient is None:
+            return
+        bucket = self.bucket_of[parameter]
+        (name,) = bucket.names
+        if name in self.late:  # as a view it would keep the memory of all gradients of its group
+            gradient = gradient.clone()
+            if parameter in self.sums:
+                self.sums[parameter] = gradient
+            else:
+                parameter.grad = gradient
+            return
+        assert name not in self.norms, f"the gradient of {name} came in two parts, and its update is made"
+        self.norms |= _norms({name: local(gradient)})
+        del gradient
+        if self.rate is None:
+            self._taken(parameter)
+        else:
+            self._update(bucket, self.rate)
+
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
         """Make one update, free all gradients, and round the masters into the parameters."""
         for bucket in self.buckets:
-            if isinstance(bucket.update, OnePass):
-                rounded = [p.data if self.has_masters else None for p in bucket.parameters]
-                gradients = [self._taken(parameter) for parameter in bucket.parameters]
-                bucket.update.step(gradients, rounded, learning_rate, self.factor)
-            else:
-                self._step(bucket, bucket.update, learning_rate)
-                self._publish(bucket)
+            self._update(bucket, learning_rate)
         self.factor = 1.0
+
+    def _update(self, bucket: Bucket, learning_rate: float) -> None:
+        """Update the parameters of a bucket that have a gradient, and free it."""
+        if all(self.gradient(parameter) is None for parameter in bucket.parameters):
+            return
+        if isinstance(bucket.update, OnePass):
+            rounded = [p.data if self.has_masters else None for p in bucket.parameters]
+            gradients = [self._taken(parameter) for parameter in bucket.parameters]
+            bucket.update.step(gradients, rounded, learning_rate, self.factor)
+        else:
+            self._step(bucket, bucket.update, learning_rate)
+            self._publish(bucket)
 
     def _step(self, bucket: Bucket, update: torch.optim.Optimizer, learning_rate: float) -> None:
         """Make one update of a library's optimizer, which wants gradients in the trained tensors' dtype."""
@@ -293,6 +344,15 @@ class Optimizer:
                     state.update(zeros(bucket.row, trained))
                 tensors |= {f"optimizer.{name}.{key}": state[key] for key in state if key in names}
         return tensors
+
+
+def _norms(gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The L2 norm of each gradient, at least in fp32."""
+    if not gradients:
+        return {}
+    dtype = torch.promote_types(next(iter(gradients.values())).dtype, torch.float32)
+    every = torch._foreach_norm([*gradients.values()], dtype=dtype)  # pyright: ignore[reportPrivateImportUsage]
+    return dict(zip(gradients, every, strict=True))
 
 
 def parts_of(key: str) -> tuple[str, str, str]:

@@ -41,6 +41,7 @@ class Workload:
     precision: str = "bf16"
     reduce_dtype: str = "fp32"
     optimizer: str = "adamw"
+    step_in_backward: bool = False
     compile: bool | Literal["auto"] = False  # "auto": `compiles` says under which layouts
     packing: bool = True
     attention: str = "meshtune"  # implementation that the model is built with
@@ -185,7 +186,8 @@ class Workload:
         if self.tool is MESHTUNE:
             yield from rules(
                 self.traits, attention=self.attention, packing=self.packing, compile=self.compile,
-                optimizer=self.optimizer, quantised=any(gemm.quantised for gemm in self.work.matrices),
+                optimizer=self.optimizer, step_in_backward=self.step_in_backward,
+                quantised=any(gemm.quantised for gemm in self.work.matrices),
             )  # fmt: skip
         else:  # its attention and its compiled blocks are its own
             yield from rules(replace(self.traits, attention=None))
@@ -250,6 +252,7 @@ def workload_of(config: Config, numbers: ModelNumbers) -> Workload:
         precision=config.train.precision,
         reduce_dtype=config.train.reduce_dtype,
         optimizer=config.train.optimizer,
+        step_in_backward=config.train.step_in_backward,
         packing=config.data.packing,
         flash=None if numbers.dropout else newest_flash(),
         compile="auto" if config.train.compile == "auto" else False,

@@ -66,6 +66,7 @@ class OptimizerSpec:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.0
+    in_backward: bool = False  # each update is made once its gradient is complete
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -423,4 +424,6 @@ def optimizer_of(spec: ModelSpec, values: OptimizerSpec, parallel: Parallel, blo
         piece=lambda name, *own: (parallel.tied.get(name, name), parallel.piece(name, *own)),
         seed=spec.seed,
         compiled=spec.compile and spec.kernels == "cuda",
+        in_backward=values.in_backward,
+        late=parallel.partial,
     )

@@ -1,0 +1,55 @@
+"""Updates inside the backward, and states in host memory: to the bit the numbers of the run without them."""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+from cases import cases
+from layouts import Trained, trained
+
+IN_BACKWARD = "train.step_in_backward=true"
+UNCLIPPED = ("train.max_grad_norm=0", "checkpoint.every=2")
+OTHER = {name: (f"train.optimizer={name}", "train.adam_eps=1e-8") for name in ("lion", "adafactor")}
+LORA = ("method=lora", "lora.r=4", "lora.modules_to_save=[embed_tokens, lm_head]")
+
+
+def assert_equal(ours: Trained, plain: Trained) -> None:
+    """Assert that two runs have the same rows and weights, to the bit."""
+    assert (ours.losses, ours.norms, ours.evaluated) == (plain.losses, plain.norms, plain.evaluated)
+    assert ours.tensors.keys() == plain.tensors.keys()
+    assert all(tensor.equal(plain.tensors[name]) for name, tensor in ours.tensors.items())
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Trained]:
+    """Function(layout, precision, *settings) -> the run without the features, made once."""
+
+    def run(layout: str, precision: str, *words: str) -> Trained:
+        return trained(folder, tmp_path_factory.mktemp("plain") / "run", layout, precision, *words)
+
+    return cache(run)
+
+
+@pytest.mark.parametrize(
+    ("layout", "precision", "words"),
+    cases(
+        [
+            ("mb16-ga1", "bf16", ()),
+            ("mb16-ga1", "fp32", OTHER["adafactor"]),
+            ("mb16-ga1", "bf16", ("train.optimizer=muon",)),
+            ("mb16-ga1-full", "bf16-pure", ()),
+            ("dp2-mb8-ga1", "bf16", ()),
+            ("dp2-tp2-sp-mb8-ga1-selective", "bf16", OTHER["lion"]),
+            ("zero1x2-cp2-mb8-ga1", "fp32", ()),
+            ("zero2x2-mb8-ga1", "bf16-pure", OTHER["lion"]),
+            ("zero3x2-mb8-ga1", "bf16", ()),
+            ("zero3x2-tp2-sp-mb8-ga1", "bf16", LORA),
+        ],
+    ),
+)  # fmt: skip
+def test_updates_inside_the_backward_are_those_behind_it(
+    layout: str, precision: str, words: tuple[str, ...], folder: Path, plain: Callable[..., Trained], tmp_path: Path,
+) -> None:  # fmt: skip
+    ours = trained(folder, tmp_path / "run", layout, precision, *UNCLIPPED, *words, IN_BACKWARD)
+    assert_equal(ours, plain(layout, precision, *UNCLIPPED, *words))
