@@ -122,6 +122,7 @@ def workload_of(job: Job) -> Workload:
         model="", work=work, traits=traits(model), seq_len=job.seq_len,
         global_batch_size=job.layout.global_batch_size, precision=job.spec.precision,
         reduce_dtype=job.spec.reduce_dtype, optimizer=job.optimizer.name,
+        step_in_backward=job.optimizer.in_backward,
     )  # fmt: skip
     return workload.compiled() if job.spec.compile else workload
 
