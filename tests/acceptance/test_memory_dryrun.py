@@ -86,6 +86,18 @@ def test_a_step_holds_what_is_planned(layout: str, kernels: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("layout", "precision"),
+    cases(
+        [("mb2-ga1", "bf16"), ("mb2-ga1-full", "bf16"), ("dp2-mb1-ga1-full", "bf16"), ("mb2-ga1", "fp32"),
+         ("tp2-sp-mb1-ga1", "bf16"), ("zero3x2-mb1-ga1-full", "bf16"), ("zero1x2-mb1-ga1", "bf16")], ci=1,
+    ),
+)  # fmt: skip
+def test_updates_inside_the_backward_hold_what_is_planned(layout: str, precision: str) -> None:
+    job = replace(job_of(layout, precision=precision), optimizer=OptimizerSpec(in_backward=True))
+    check(layout, job, "small")
+
+
+@pytest.mark.parametrize(
     ("family", "layout"),
     cases(
         [*product(["llama", "gemma2"], ["mb2-ga1", "mb2-ga1-selective"])],

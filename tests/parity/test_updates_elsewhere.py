@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from cases import cases
 from layouts import Trained, trained
+from test_methods import focal
 
 IN_BACKWARD = "train.step_in_backward=true"
 UNCLIPPED = ("train.max_grad_norm=0", "checkpoint.every=2")
@@ -45,6 +46,7 @@ def plain(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..
             ("zero2x2-mb8-ga1", "bf16-pure", OTHER["lion"]),
             ("zero3x2-mb8-ga1", "bf16", ()),
             ("zero3x2-tp2-sp-mb8-ga1", "bf16", LORA),
+            ("dp2-mb8-ga1", "fp32", ("log.gradient_noise_scale=2",)),
         ],
     ),
 )  # fmt: skip
@@ -53,3 +55,24 @@ def test_updates_inside_the_backward_are_those_behind_it(
 ) -> None:  # fmt: skip
     ours = trained(folder, tmp_path / "run", layout, precision, *UNCLIPPED, *words, IN_BACKWARD)
     assert_equal(ours, plain(layout, precision, *UNCLIPPED, *words))
+
+
+@pytest.mark.all
+def test_a_count_of_the_loss_is_known_before_the_update(folder: Path, tmp_path: Path) -> None:
+    runs = [
+        trained(folder, tmp_path / str(len(words)), "dp2-mb8-ga1", "fp32", *UNCLIPPED, *words, loss=focal)
+        for words in ((), (IN_BACKWARD,))
+    ]
+    assert_equal(*runs)
+
+
+@pytest.mark.parametrize(("words",), [((IN_BACKWARD,),)])
+@pytest.mark.all
+def test_a_run_continues_with_and_without(
+    words: tuple[str, ...], folder: Path, plain: Callable[..., Trained], tmp_path: Path
+) -> None:
+    layout, precision = "zero3x2-mb8-ga1", "bf16"
+    for first, then in (words, ()), ((), words):
+        run = tmp_path / f"{len(first)}"
+        trained(folder, run, layout, precision, *UNCLIPPED, *first, "train.max_steps=2")
+        assert_equal(trained(folder, run, layout, precision, *UNCLIPPED, *then), plain(layout, precision, *UNCLIPPED))

@@ -83,7 +83,6 @@ class Passes:
         label_tokens: int,
         phase: Phase,
         norms: MicroBatchNorms | None = None,
-        *,
         before_backward: Callable[[Tensor], None] | None = None,
     ) -> Tensor:
         """Leave the gradients of a batch in `optimizer`, summed over ranks; returns this rank's share of the
@@ -167,10 +166,8 @@ class Passes:
             factor = self.per_count(counts.label_tokens, count)
             optimizer.begin(learning_rate if math.isfinite(loss * factor) else None, factor)
 
-        share = self.forward_backward(
-            micro_batches, counts.label_tokens, phase, norms,
-            before_backward=begin if optimizer.in_backward else None,
-        )  # fmt: skip
+        before = begin if optimizer.in_backward else None
+        share = self.forward_backward(micro_batches, counts.label_tokens, phase, norms, before)
         # One all-reduce for all that the ranks must agree on before the update.
         loss, squares, count, flops, flops_6n, *small = world.sum_over_ranks(
             share, optimizer.local_squared_norm(), *(early or [self.count()]), counts.flops, counts.flops_6n,
