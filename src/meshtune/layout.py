@@ -62,7 +62,7 @@ RECOMPUTATIONS = Table(
         "full": Recomputation("block input", attention=True, block=True, matmuls=True),
         # only where asked for, and advised where nothing else fits
         "offload": Recomputation(
-            "last block's input", attention=True, block=True, matmuls=True, host=True, searched=False
+            "block input", attention=True, block=True, matmuls=True, host=True, searched=False
         ),
     },
 )
