@@ -26,6 +26,7 @@ from meshtune.yaml_tree import read_toml
 
 OTHER_CHIP_WORDS = {"MIG", "Laptop", "D"}  # a driver's name with one of these isn't a GPU of the catalogue
 GIGA = 10**9
+PCIE_4 = 31  # GB/s of a slot, for a user's kind that says nothing of its link to the host
 SHARES = {"clock", "matmul", "attention", "memory", "link_share"}  # efficiencies that are parts of a peak
 MEASURED_BY_RUNS = {"matmul", "clock"}  # a kind has them of its own only if runs on it were measured
 RATES: Table[str | None] = (
@@ -52,6 +53,7 @@ class Gpu:
     bandwidth: float  # of the memory, bytes/s
     link: float  # to the other GPUs of its node, bytes/s in one direction
     link_kind: str
+    host_link: float  # to its machine's memory, bytes/s in one direction
     node: int  # GPUs in its usual node
     network: float  # its part of the node's, bytes/s in one direction
     multiprocessors: int
@@ -201,6 +203,7 @@ def gpu_of(name: str, table: Mapping[str, Any], tables: Mapping[str, Mapping[str
         bandwidth=table["bandwidth"] * GIGA,
         link=table["link"] * GIGA,
         link_kind=table["link_kind"],
+        host_link=_host_link(table, others) * GIGA,
         node=table["node"],
         network=table["network"] * GIGA,
         multiprocessors=table["multiprocessors"],
@@ -218,6 +221,13 @@ def gpu_of(name: str, table: Mapping[str, Any], tables: Mapping[str, Mapping[str
             for one in table.get("shared", ())
         },
     )
+
+
+def _host_link(table: Mapping[str, Any], others: Mapping[str, Mapping[str, Any]]) -> float:
+    """GB/s to the host: the table's; else a PCIe slot's; else that of the kind in `efficiency_as`."""
+    if "host_link" in table or table["link_kind"] == "pcie":
+        return table.get("host_link", table["link"])
+    return _host_link(others[table["efficiency_as"]], others) if "efficiency_as" in table else PCIE_4
 
 
 def _inherited(table: Mapping[str, Any], key: str, others: Mapping[str, Mapping[str, Any]]) -> Any:
@@ -305,6 +315,7 @@ KEYS = {
     "bandwidth": Key("GB/s of its memory"),
     "link": Key("GB/s to the other GPUs of its machine, one direction"),
     "network": Key("GB/s per GPU to other machines, one direction"),
+    "host_link": Key("GB/s to its machine's memory, one direction, if not one PCIe slot", needed=False),
     "fp8": Key("dense TFLOP/s in fp8", needed=False),
     "tf32": Key("dense TFLOP/s in TensorFloat-32", needed=False),
     "matmul_max": Key("TFLOP/s of the fastest bf16 matmul that was measured", needed=False, peak="bf16"),

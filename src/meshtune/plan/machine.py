@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from meshtune.plan.cluster import Cluster
     from meshtune.plan.workload import Workload
 
+HOST_SHARE = 0.8  # of a link to the host that copies reach: 25 of 31 GB/s by an A100 (ZaidQureshi/bam#54)
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -32,6 +34,7 @@ class Machine:
     bandwidth: Number  # of the GPU's memory, bytes/s
     link: Number  # from a GPU to the others of its node, bytes/s in one direction
     network: Number  # from a whole node to other nodes, bytes/s in one direction
+    host_bandwidth: Number  # between a GPU and host memory that is pinned, bytes/s in one direction
     node: Number  # GPUs in a node
     multiprocessors: Number
     weight_bytes: Number  # of an element of the weights that ZeRO gathers
@@ -124,6 +127,7 @@ class Machine:
             "bandwidth": gpu.bandwidth,
             "link": gpu.link,
             "network": gpu.network * gpu.node,
+            "host_bandwidth": gpu.host_link * HOST_SHARE,
             "node": float(gpu.node),
             "multiprocessors": gpu.multiprocessors,
             "weight_bytes": 2.0,

@@ -134,6 +134,7 @@ def _facts(device: Device, peaks: Mapping[str, float], bandwidth: float, link: f
     }
     if device.known:
         facts |= {name: rate / TERA for name in ("fp8", "tf32") if (rate := getattr(like, name))}
+        facts["host_link"] = significant(like.host_link / GIGA)
     return facts
 
 

@@ -21,18 +21,17 @@ from meshtune.plan.work import Work, attended
 # A GPU that reaches all it can, software that costs nothing, networks of round figures.
 IDEAL = Machine(
     matmul_max=1e15, core_matmul_max=1e15, weight_bytes=2, element=2, bandwidth=1e18, link=400e9,
-    network=200e9, node=8, multiprocessors=100, attention_64=1e21, attention_128=1e21, attention_256=1e21,
-    attention_keys=0, attention_backward=1, clock=1, matmul=1, depth=0, tiles=0, misaligned=1, unloaded=1,
-    attention=1, memory=1, link_share=1, network_share=1, link_latency=0, network_latency=0, stack_matmul=1,
-    stack_attention=1, ring_attention=0, flash=1, score_bytes=0, batched=1, elementwise_hidden=0,
-    elementwise_wide=0, elementwise_rotary=0, elementwise_norm=0, hidden_backward=2, wide_backward=2,
-    rotary_backward=2, rounding_bytes=0, counted=0, adapter_passes=5, adapter_sums=3, adapter_launches=4,
-    logit_bytes=0, split_logit_bytes=0, selective=0,
-    launch=0, block_launches=10, launch_blocking=0, host_micro_batch=0, host_step=0, gradient_bytes=4,
-    ahead=0, tensor_hold=0,
-    scatter_bytes=4, tensor_overlap=0, context_overlap=0, shard_overlap=0, shard_share=1,
-    ends_apart=0, gather_overlap=0, data_overlap=0,
-    torch_stages=0, contention=0, optimizer_bytes=0, send_share=1, send_split=0, balanced=0,
+    network=200e9, host_bandwidth=1e18, node=8, multiprocessors=100, attention_64=1e21,
+    attention_128=1e21, attention_256=1e21, attention_keys=0, attention_backward=1, clock=1, matmul=1,
+    depth=0, tiles=0, misaligned=1, unloaded=1, attention=1, memory=1, link_share=1, network_share=1,
+    link_latency=0, network_latency=0, stack_matmul=1, stack_attention=1, ring_attention=0, flash=1,
+    score_bytes=0, batched=1, elementwise_hidden=0, elementwise_wide=0, elementwise_rotary=0,
+    elementwise_norm=0, hidden_backward=2, wide_backward=2, rotary_backward=2, rounding_bytes=0,
+    counted=0, adapter_passes=5, adapter_sums=3, adapter_launches=4, logit_bytes=0, split_logit_bytes=0,
+    selective=0, launch=0, block_launches=10, launch_blocking=0, host_micro_batch=0, host_step=0,
+    gradient_bytes=4, ahead=0, tensor_hold=0, scatter_bytes=4, tensor_overlap=0, context_overlap=0,
+    shard_overlap=0, shard_share=1, ends_apart=0, gather_overlap=0, data_overlap=0, torch_stages=0,
+    contention=0, optimizer_bytes=0, send_share=1, send_split=0, balanced=0,
 )  # fmt: skip
 GPT = of_shape(
     layers=32, hidden=4096, ffn=16384, heads=32, kv_heads=32, vocabulary=0, gated=0, tied=1
