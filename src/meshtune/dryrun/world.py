@@ -218,6 +218,7 @@ def record(
                 max_grad_norm=max_grad_norm,
             )
             recorder.describe(model.optimizer.state())
+        trace.host_bytes = model.parallel.host_bytes
         trace.peaks = {peak.phase: (peak.bytes, dict(peak.parts)) for peak in memory.peaks.values()}
         number_messages(trace, len(micro_batches))
 

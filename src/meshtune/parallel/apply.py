@@ -76,6 +76,11 @@ class Parallel:
         """Buffers of a pipeline's messages; none without a pipeline."""
         return self.pipeline.receive_buffers() if self.pipeline else []
 
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory in which inputs of blocks wait for their backward."""
+        return self.offload.host_bytes if self.offload else 0
+
     @cached_property
     def windows(self) -> frozenset[int | None]:
         """Sliding windows of this rank's layers, as `context.windows_of`."""
