@@ -119,7 +119,9 @@ def test_offloaded_inputs_change_no_bit(layout: str, folder: Path, tmp_path: Pat
         for name in (layout, layout.replace("offload", "full"))
     )
     assert (ours.losses, ours.norms, ours.evaluated) == (full.losses, full.norms, full.evaluated)
-    assert ours.evaluated and all(torch.equal(ours.tensors[name], full.tensors[name]) for name in full.tensors)
+    assert ours.evaluated and all(
+        torch.equal(ours.tensors[name], full.tensors[name]) for name in full.tensors
+    )
 
 
 @pytest.fixture(scope="session")

@@ -150,8 +150,10 @@ def trace_rank(job: Job, rank: int, tell: Callable[[str], Any] = lambda _: None)
             more = [*micro_batches, *micro_batches[: layout.pp]]
             options["tell"] = lambda part: tell(f"again with {len(more)} micro-batches, {part}")
             grown = growth(model, steps[-1], micro_batches, more, options)
+            of_host = (model.parallel.host_bytes - steps[-1].host_bytes) // (len(more) - traced)
             for step in steps:
                 add_left_out(step, grown, number - traced)
+                step.host_bytes += of_host * (number - traced)
     return RankTrace(
         rank=rank,
         coordinates=coordinates(layout, rank),

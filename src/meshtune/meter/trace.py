@@ -21,7 +21,7 @@ CATEGORIES: tuple[str, ...] = (
     WEIGHTS, GATHERED, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOGITS, COMMUNICATION, TEMPORARY,
 )  # fmt: skip
 # Operators of parallel/offload.py, which copy hidden states to host memory and back.
-TO_HOST, BACK_TO_DEVICE = "meshtune.to_host.default", "meshtune.from_host.default"
+OFFLOADS = TO_HOST, TO_DEVICE = "meshtune.to_host.default", "meshtune.to_device.default"
 HOST_BUFFER = "host_buffer"  # the one that allocates host memory, which is not the device's
 FORWARD, BACKWARD, RECOMPUTATION, UPDATE = "forward", "backward", "recomputation", "optimizer"
 PHASES = (FORWARD, BACKWARD, RECOMPUTATION, UPDATE)
@@ -111,6 +111,10 @@ class StepTrace:
     host_copies: Counter[str] = field(default_factory=Counter)  # line -> tensors of Python's numbers
     host_bytes: int = 0  # of pinned buffers for what is offloaded, not in `storages`
     host_waits: list[int] = field(default_factory=list)  # operation behind which the host waits for a read
+
+    def offloaded_bytes(self, name: str) -> int:
+        """Bytes that copies of one of OFFLOADS move."""
+        return sum(each.written for each in self.operations if each.name == name)
 
     def collectives(self) -> list[Collective]:
         """Collectives, in their order."""

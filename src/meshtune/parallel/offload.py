@@ -43,13 +43,13 @@ def to_host(hidden: Tensor, host: Tensor) -> None:
     host.copy_(hidden, non_blocking=True)
 
 
-@torch.library.custom_op("meshtune::from_host", mutates_args=("hidden",))
-def from_host(host: Tensor, hidden: Tensor) -> None:
+@torch.library.custom_op("meshtune::to_device", mutates_args=("hidden",))
+def to_device(host: Tensor, hidden: Tensor) -> None:
     """Copy hidden states back to the device, on the current stream."""
     hidden.copy_(host, non_blocking=True)
 
 
-for _copy in (to_host, from_host):
+for _copy in (to_host, to_device):
     _copy.register_fake(lambda *_: None)
 
 
@@ -142,7 +142,7 @@ class Offload:
         device = self.stream.device if self.stream else host.device
         hidden = torch.empty_strided(host.shape, block_input.strides, dtype=host.dtype, device=device)
         with self._aside(block_input):
-            from_host(host, hidden)
+            to_device(host, hidden)
         block_input.free_buffer()  # later copies to it come later on the stream
         block_input.device, block_input.host = hidden, None
 
