@@ -91,6 +91,7 @@ def rules(
         yield _ulysses(traits)
     yield from _pipeline(traits)
     yield _every_block(traits)
+    yield _inputs_that_stay(traits)
     if compile is True:
         yield from compile_rules(traits)
     if not OPTIMIZERS[optimizer].by_element:
@@ -345,6 +346,23 @@ def _every_block(traits: Traits) -> Rule:
             & (layouts.recompute_blocks * layouts.pp * layouts.virtual_stages >= traits.blocks)
         ),
         sentence,
+    )
+
+
+def _inputs_that_stay(traits: Traits) -> Rule:
+    """Return the rule that refuses to offload where no input of a mean stage would leave its GPU."""
+
+    def recomputing(layouts: Columns) -> Number:
+        return np.minimum(layouts.recompute_blocks, traits.blocks / (layouts.pp * layouts.virtual_stages))
+
+    return Rule(
+        "nothing to offload: the input of a stage's last block stays on the GPU",
+        lambda layouts: layouts.recomputation("host") & (recomputing(layouts) < 2),
+        lambda layout: (
+            f"recompute {layout.recomputation} with {recomputing(Columns.of([layout]))[0]:.3g} recomputed "
+            "blocks a stage: the input of the last of them stays on the GPU, so that none would move; use "
+            f"full{', fewer stages' * (layout.pp > 1)} or offload with 2 blocks or more."
+        ),
     )
 
 

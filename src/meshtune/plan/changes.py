@@ -18,7 +18,7 @@ from itertools import groupby, product
 from typing import Any, NamedTuple
 
 from meshtune.errors import NothingFits, UserError
-from meshtune.layout import MODEL_AXES, RECOMPUTE, SCHEDULES, VIRTUAL_SCHEDULES, Layout
+from meshtune.layout import MODEL_AXES, RECOMPUTATIONS, RECOMPUTE, SCHEDULES, VIRTUAL_SCHEDULES, Layout
 from meshtune.optimizers import IN_16_BITS, caution, that_may_fit
 from meshtune.placement.columns import Columns, Number, at
 from meshtune.plan.candidates import nearest_sizes
@@ -42,7 +42,7 @@ BATCHES = ("batch", "other batch")  # kinds of changes of it
 MORE_GPUS = (2, 3, 4, 6, 8, 12, 16)  # times the cluster's
 SHORTER = (2, 4, 8, 16)  # parts of the sequence length
 REMEDIES = (
-    "budget", "nearest batch", "GPUs", "sequence", "sums", "moments", "precision", "optimizer", "method",
+    "budget", "offload", "nearest batch", "GPUs", "sequence", "sums", "moments", "precision", "optimizer", "method",
     "kind",
 )  # fmt: skip
 OTHER_OPTIMIZER = "Another optimizer needs a learning rate of its own (train.learning_rate)."
@@ -214,6 +214,9 @@ def _reshaping(
     if cluster.memory_budget:
         unbounded = replace(cluster, memory_budget=None)
         yield Change("budget", "no memory budget", "cluster.memory_budget_gib=null", workload, unbounded)
+    if workload.tool is MESHTUNE and not cluster.gpu.processor:  # processors compute in the host's memory
+        words = "inputs of recomputed blocks in the host's memory"
+        yield Change("offload", words, "", workload, cluster, fixed={"recompute": "offload"})
     batch = workload.global_batch_size
     for size in sorted(nearest_sizes(batch, cluster, fixed), key=lambda size: abs(size - batch)):
         words = f"{sequences(size)} instead of {batch}, shared by more data ranks"
@@ -268,7 +271,8 @@ def _fields(layout: Layout, blocks: int) -> Iterator[tuple[str, str, dict[str, A
     for micro, rest in sizes:
         fields = {"micro_batch_size": micro, "gradient_accumulation_steps": rest}
         yield "micro-batch", f"micro-batch {micro} instead of {size}", fields
-    for mode, some in product(RECOMPUTE, (None, *range(1, math.ceil(blocks / layout.stages)))):
+    modes = [mode for mode in RECOMPUTE if mode == layout.recompute or not RECOMPUTATIONS[mode].host]
+    for mode, some in product(modes, (None, *range(1, math.ceil(blocks / layout.stages)))):
         change = f"recomputation {mode}{some or ''} instead of {layout.recomputation}"
         yield "recomputation", change, {"recompute": mode, "recompute_blocks": some}
     for schedule in SCHEDULES if layout.pp > 1 else ():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshtune.layout import Layout
+from meshtune.layout import RECOMPUTATIONS, Layout
 from meshtune.plan.cluster import Cluster
 from meshtune.plan.memory.timeline import CATEGORIES, CATEGORY_NAMES, Memory
 from meshtune.plan.seconds.step import TIE
@@ -126,6 +126,21 @@ def unmeasured(cluster: Cluster) -> str:
     return " ".join(sentences)
 
 
+def in_host_memory(size: float, layout: Layout, node: int) -> str:
+    """A sentence on the pinned host memory that a rank needs for what it offloads; "" for 0 bytes.
+
+    node: GPUs in a machine.
+    """
+    ranks = min(node, layout.world)
+    machine = f", {human(size * ranks)} for the {ranks} of a machine" if ranks > 1 else ""
+    if not size:
+        return ""
+    return (
+        f"recompute={layout.recompute} keeps inputs of blocks in {human(size)} of pinned host memory per "
+        f"rank{machine}. It isn't part of a GPU's peak."
+    )
+
+
 def longer(ratio: float) -> str:
     """A step's time against another one's, as a share of it: "takes 4% longer" for a ratio of 1.04."""
     if abs(ratio - 1) < TIE:
@@ -137,7 +152,8 @@ def longer(ratio: float) -> str:
 def spent(part: str, layout: Layout) -> str:
     """Name what a layout's step spends a part of `Seconds` on. part: one of PARTS."""
     if part != "data":
-        return SPENT[part]
+        copies = part == "host" and RECOMPUTATIONS[layout.recompute].host
+        return "copies to host memory and back, and " * copies + SPENT[part]
     replicated = layout.zero > 0 and layout.dp_replicate > 1
     collectives = DATA_COLLECTIVES[layout.zero].format("," if replicated else " and")
     return f"exposed {collectives}{' and all-reduce between replicas' * replicated}"

@@ -40,6 +40,7 @@ from meshtune.plan.memory import timeline
 from meshtune.plan.memory.stages import RANKS, Stages, interleaved_share
 from meshtune.plan.memory.states import Step
 from meshtune.plan.memory.timeline import Liveness, Memory
+from meshtune.plan.phrases import in_host_memory
 from meshtune.plan.programs import MESHTUNE, Tool
 from meshtune.plan.seconds.step import PARTS, TIE, Seconds, step
 from meshtune.plan.workload import Workload
@@ -94,6 +95,16 @@ class Choice(Notebook):
     @property
     def fits(self) -> bool:
         return self.memory.peak <= self.cluster.usable_memory
+
+    @property
+    def in_host_memory(self) -> str:
+        """A sentence on the host memory that it needs for what it offloads; "" for none."""
+        return in_host_memory(self.memory.host, self.layout, self.cluster.node)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences on what can't be seen in the layout; each may be empty."""
+        return self.in_host_memory, self.uncompiled, self.attention
 
     @property
     def safe(self) -> bool:

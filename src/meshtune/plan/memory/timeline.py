@@ -43,18 +43,22 @@ class Memory:
     overhead: Number
     event: Number  # index in EVENTS
     rank: Number  # index in RANKS
+    host: Number = 0.0  # of pinned host memory, not part of the peak, on the rank that holds most there
 
     @property
     def peak(self) -> Number:
         return sum(getattr(self, name) for name in CATEGORIES)
 
     def as_dict(self) -> dict[str, Any]:
-        """Bytes by category, their sum as "peak", and the "event" of that peak, of one layout."""
+        """Bytes by category, their sum as "peak", the "event" of that peak, and "host" unless 0, of one
+        layout.
+        """
         sizes = {name: getattr(self, name) for name in CATEGORIES}
-        return {**sizes, "peak": self.peak, "event": EVENTS[int(self.event)]}
+        host = {"host": self.host} if self.host else {}
+        return {**sizes, "peak": self.peak, "event": EVENTS[int(self.event)]} | host
 
 
-CATEGORIES = tuple(field.name for field in fields(Memory) if field.name not in ("event", "rank"))
+CATEGORIES = tuple(field.name for field in fields(Memory) if field.name not in ("event", "rank", "host"))
 CATEGORY_NAMES = {name: name.replace("_", " ") for name in CATEGORIES} | {
     "optimizer": "optimizer state",
     "communication": "communication buffers",
@@ -70,8 +74,8 @@ class Liveness:
     """
 
     def __init__(self, step: Step, flight: InFlight | None = None) -> None:
-        self.step, flight = step, flight or activations_in_flight(step)
-        self.shape, self.tensors = np.shape(flight.total), list(tensors(step, flight))
+        self.step, self.flight = step, flight or activations_in_flight(step)
+        self.shape, self.tensors = np.shape(self.flight.total), list(tensors(step, self.flight))
         # Shares that come and go within a step; weights that ZeRO-1 and -2 gather stay.
         transient = dict.fromkeys((ACTIVATIONS, LOGITS, COMMUNICATION, TEMPORARY), 1.0)
         self.transient = transient | {GATHERED: step.layouts.zero == 3}
@@ -137,7 +141,8 @@ class Liveness:
     def memory(self) -> Memory:
         """Bytes by category at the peak."""
         point, rank = self.peak
-        return Memory(**self.parts(point, rank), event=EVENT_OF[point], rank=rank)
+        host = np.max(np.broadcast_to(self.flight.host, self.shape), 0)
+        return Memory(**self.parts(point, rank), event=EVENT_OF[point], rank=rank, host=host)
 
     def timeline(self) -> dict[str, dict[str, Number]]:
         """Bytes that each pipeline rank holds at each of EVENTS, by category: [RANKS, layouts] each."""

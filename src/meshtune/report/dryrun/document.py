@@ -46,6 +46,7 @@ from meshtune.report.dryrun.tables import (
     substitutes_table,
     workspaces_table,
 )
+from meshtune.plan.phrases import in_host_memory
 from meshtune.rundir import write_text_atomically
 from meshtune.units import count, counted, duration, human, significant
 
@@ -94,6 +95,8 @@ def headlines(simulation: Simulation, facts: Facts) -> Iterator[str]:
             f"{simulation.cluster.speed_unit}. These are the planner's seconds of each operation, laid on "
             "streams as the trace has them."
         )
+    if host := in_host_memory(simulation.host_bytes, simulation.layout, simulation.cluster.node):
+        yield host
     trace = simulation.traces[0]
     if trace.micro_batches < trace.of:
         yield (
