@@ -190,6 +190,11 @@ class TrainConfig(Section):
         "Update each parameter inside the backward, as soon as its gradient is complete, which is then freed; "
         "for one micro-batch a step, and max_grad_norm=0.",
     )
+    offload: Literal["none", "optimizer"] = setting(
+        "none",
+        "Keep the optimizer's states, and the fp32 master weights that ZeRO does not shard, in host memory; "
+        "each update copies them to the device and back.",
+    )
     adam_betas: tuple[Fraction, Fraction] = setting(
         (0.9, 0.999), "Decay of AdamW's two moments, or the two of Lion's one.", constant("betas")
     )

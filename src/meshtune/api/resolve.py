@@ -185,6 +185,7 @@ def optimizer_spec(config: Config) -> OptimizerSpec:
         eps=train.adam_eps,
         weight_decay=train.weight_decay,
         in_backward=train.step_in_backward,
+        offload=train.offload == "optimizer",
     )
 
 

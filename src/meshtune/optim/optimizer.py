@@ -25,9 +25,10 @@ import torch
 from torch import Tensor, nn
 
 from meshtune.model.pieces import Piece
+from meshtune.optim.host import HostStates
 from meshtune.optim.one_pass import RULES, OnePass
 from meshtune.optim.updates import UPDATES, zeros
-from meshtune.optimizers import OPTIMIZERS, updated_by
+from meshtune.optimizers import BUCKET_ELEMENTS, OPTIMIZERS, updated_by
 from meshtune.parallel.zero import local
 from meshtune.placement.census import is_matrix
 
@@ -44,6 +45,7 @@ def decays(name: str, parameter: Tensor) -> bool:
 class Bucket:
     """Parameters that are stepped together; the three lists are parallel."""
 
+    number: int  # among the optimizer's
     row: str  # of OPTIMIZERS, by which they are updated
     names: list[str]
     parameters: list[nn.Parameter]
@@ -71,7 +73,8 @@ class Optimizer:
     piece: gives the whole parameter's name and the piece of it that a trained tensor of one is; None: each is
     whole. seed: of what rounds by chance. compiled: an update is one kernel a parameter, where it can be.
     in_backward: `complete` updates a parameter and frees its gradient, between `begin` and `step`. late: names
-    of parameters whose gradient is complete only after the backward; `step` updates those.
+    of parameters whose gradient is complete only after the backward; `step` updates those. offload: device of
+    the updates, where states, and masters, are kept in host memory (host.py); None: they are not.
     """
 
     def __init__(
@@ -91,6 +94,7 @@ class Optimizer:
         compiled: bool = False,
         in_backward: bool = False,
         late: Collection[str] = (),
+        offload: torch.device | None = None,
     ) -> None:
         self.copies = copies or {}
         self.in_backward, self.late = in_backward, late
@@ -100,18 +104,17 @@ class Optimizer:
         self.piece, self.own = piece, {"seed": seed, "compiled": compiled}
         constants = {"betas": betas, "eps": eps}
         trainable = [(name, p) for name, p in named_parameters if p.requires_grad]
-        self.buckets = [
-            self._bucket(names_and_parameters, row, constants, weight_decay, compute_dtype)
-            for row, updated in by_row(name, trainable, blocks).items()
-            for names_and_parameters in buckets(
-                updated, 1 if in_backward else OPTIMIZERS[row].bucket_elements if compute_dtype else None
-            )
-        ]
+        self.has_masters, self.buckets = compute_dtype is not None, []
+        self.host = HostStates(offload) if offload else None
+        for row, updated in by_row(name, trainable, blocks).items():
+            size = OPTIMIZERS[row].bucket_elements if compute_dtype else None
+            size = 1 if in_backward else BUCKET_ELEMENTS if offload else size
+            for part in buckets(updated, size):
+                self.buckets.append(self._bucket(part, row, constants, weight_decay, compute_dtype))
         self.bucket_of = {parameter: bucket for bucket in self.buckets for parameter in bucket.parameters}
         self.sums: dict[nn.Parameter, Tensor] = {}
         self.sum_dtype = sum_dtype
         self.summed = [p for _, p in trainable if sum_dtype not in (None, p.dtype)]
-        self.has_masters = compute_dtype is not None
         for parameter in self.summed:
             parameter.register_post_accumulate_grad_hook(self._add)
 
@@ -131,7 +134,7 @@ class Optimizer:
         trained: list[Tensor] = [p.data if compute_dtype else local(p) for p in parameters]
         if compute_dtype:
             for parameter in parameters:
-                parameter.data = parameter.data.to(compute_dtype)
+                parameter.data = parameter.data.to(self.host.device if self.host else None, compute_dtype)
         decay = [weight_decay if decays(n, t) else 0.0 for n, t in zip(names, trained, strict=True)]
         taken = {key: constants[key] for key in OPTIMIZERS[row].constants}
         if row in RULES:
@@ -146,7 +149,9 @@ class Optimizer:
                 for each in dict.fromkeys(decay)
             ]
             update = UPDATES[row](groups, **taken)
-        return Bucket(row, names, parameters, trained, update)
+        if self.host is not None:
+            self.host.hold(len(self.buckets), row, trained, update.state, masters=self.has_masters)
+        return Bucket(len(self.buckets), row, names, parameters, trained, update)
 
     def _add(self, parameter: Tensor) -> None:
         """Hook after a micro-batch's backward: add .grad to the parameter's sum, and set it to None."""
@@ -262,14 +267,24 @@ class Optimizer:
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
         """Make one update, free all gradients, and round the masters into the parameters."""
-        for bucket in self.buckets:
-            self._update(bucket, learning_rate)
+        updated = [bucket for bucket in self.buckets if self._has_gradient(bucket)]
+        for bucket, after in zip(updated, [*updated[1:], None], strict=False):
+            self._update(bucket, learning_rate, after)
+        if self.host is not None:
+            self.host.settle()
         self.factor = 1.0
 
-    def _update(self, bucket: Bucket, learning_rate: float) -> None:
-        """Update the parameters of a bucket that have a gradient, and free it."""
-        if all(self.gradient(parameter) is None for parameter in bucket.parameters):
-            return
+    def _has_gradient(self, bucket: Bucket) -> bool:
+        return any(self.gradient(parameter) is not None for parameter in bucket.parameters)
+
+    def _update(self, bucket: Bucket, learning_rate: float, after: Bucket | None = None) -> None:
+        """Update the parameters of a bucket that have a gradient, and free it. after: updated next; its states
+        come from the host meanwhile.
+        """
+        if self.host is not None:
+            self.host.use(bucket.number)
+            if after is not None:
+                self.host.bring(after.number)
         if isinstance(bucket.update, OnePass):
             rounded = [p.data if self.has_masters else None for p in bucket.parameters]
             gradients = [self._taken(parameter) for parameter in bucket.parameters]
@@ -277,6 +292,8 @@ class Optimizer:
         else:
             self._step(bucket, bucket.update, learning_rate)
             self._publish(bucket)
+        if self.host is not None:
+            self.host.give_back(bucket.number)
 
     def _step(self, bucket: Bucket, update: torch.optim.Optimizer, learning_rate: float) -> None:
         """Make one update of a library's optimizer, which wants gradients in the trained tensors' dtype."""
@@ -333,6 +350,8 @@ class Optimizer:
         Before its first step a parameter has no state; `materialise` adds zeros for it, to the optimizer too,
         as loading a checkpoint needs.
         """
+        if self.host is not None:
+            self.host.synchronize()
         tensors: dict[str, Tensor] = {}
         for bucket in self.buckets:
             names = {state.name for state in OPTIMIZERS[bucket.row].states}
@@ -344,6 +363,16 @@ class Optimizer:
                     state.update(zeros(bucket.row, trained))
                 tensors |= {f"optimizer.{name}.{key}": state[key] for key in state if key in names}
         return tensors
+
+    def on_device(self) -> dict[str, Tensor]:
+        """`state` without what is in host memory."""
+        state = self.state()
+        return state if self.host is None else {k: v for k, v in state.items() if not self.host.has(v)}
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory that it keeps."""
+        return self.host.bytes if self.host is not None else 0
 
 
 def _norms(gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:

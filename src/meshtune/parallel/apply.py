@@ -286,12 +286,14 @@ def cut(
     return Cut(stages, parts, mesh, shapes, splits, compute_dtype, reduce_dtype, compile, offload)
 
 
-def place(made: Cut, world: World) -> Parallel:
-    """Allocate memory for the stages of `cut` on `world.device`, without values, and connect them."""
+def place(made: Cut, world: World, device: torch.device | None = None) -> Parallel:
+    """Allocate memory for the stages of `cut` on `device` (None: `world.device`), without values, and connect
+    them.
+    """
     layout, stages, mesh = world.layout, made.stages, made.mesh
     groups = []
     for stage in stages:
-        materialise(stage, world.device)
+        materialise(stage, device or world.device)
         groups += groups_of(stage, stage.own_blocks)
     pipeline = Pipeline(stages, world, made.compute_dtype) if world.pp.size > 1 else None
     replicas = (

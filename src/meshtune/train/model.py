@@ -67,6 +67,7 @@ class OptimizerSpec:
     eps: float = 1e-8
     weight_decay: float = 0.0
     in_backward: bool = False  # each update is made once its gradient is complete
+    offload: bool = False  # states, and masters next to the parameters, are kept in host memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,11 +164,14 @@ def rank_model(
     """
     made = structure(spec, world, tokens_per_sequence=tokens_per_sequence, token_loss=token_loss)
     version, notes = flash_of(spec, made, world)
-    parallel = place(made.cut, world)
+    # Masters that stay in host memory are loaded there.
+    wide = spec.trained_dtype != spec.compute_dtype and not world.layout.zero
+    parallel = place(made.cut, world, torch.device("cpu") if optimizer.offload and wide else world.device)
     models = [made.whole, *(stage.model for stage in parallel.stages)]
     adapters = initial_adapters(made.whole)
     fill_values(spec, parallel.named_pieces(), models, adapters, export=world.main)
     model = ready(spec, made, parallel, optimizer, token_loss)
+    parallel.modules.to(world.device)
     return replace(model, flash=version, flash_notes=notes)
 
 
@@ -426,4 +430,5 @@ def optimizer_of(spec: ModelSpec, values: OptimizerSpec, parallel: Parallel, blo
         compiled=spec.compile and spec.kernels == "cuda",
         in_backward=values.in_backward,
         late=parallel.partial,
+        offload=world.device if values.offload else None,
     )
