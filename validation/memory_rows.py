@@ -123,6 +123,7 @@ def workload_of(job: Job) -> Workload:
         global_batch_size=job.layout.global_batch_size, precision=job.spec.precision,
         reduce_dtype=job.spec.reduce_dtype, optimizer=job.optimizer.name,
         step_in_backward=job.optimizer.in_backward,
+        offload="optimizer" if job.optimizer.offload else "none",
     )  # fmt: skip
     return workload.compiled() if job.spec.compile else workload
 

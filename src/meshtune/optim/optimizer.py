@@ -416,17 +416,18 @@ def by_row(
 def buckets(
     named: list[tuple[str, nn.Parameter]], elements: int | None
 ) -> Iterator[list[tuple[str, nn.Parameter]]]:
-    """Yield runs of neighbouring (name, parameter) pairs of at most `elements` elements together.
+    """Yield runs of neighbouring (name, parameter) pairs of at most `elements` elements of this rank together.
 
     A larger parameter is a run of its own. None: all parameters in one run. No parameters: no run.
     """
     run: list[tuple[str, nn.Parameter]] = []
     size = 0
     for name, parameter in named:
-        if run and elements and size + parameter.numel() > elements:
+        own = local(parameter).numel()
+        if run and elements and size + own > elements:
             yield run
             run, size = [], 0
         run.append((name, parameter))
-        size += parameter.numel()
+        size += own
     if run:
         yield run

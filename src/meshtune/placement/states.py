@@ -91,10 +91,16 @@ class States(NamedTuple):
     gradients: Number
     optimizer: Number  # the optimizer's state, and masters that lie next to the weights
     gathered: Number = 0.0  # whole compute weights that ZeRO-1 and -2 of FSDP hold next to the shard
+    host: Number = 0.0  # in host memory: what `optimizer` says of others
 
     @property
     def total(self) -> Number:
-        return sum(self)
+        """Bytes on the device."""
+        return sum(self[:-1])
+
+    def offloaded(self) -> States:
+        """The same with the optimizer's bytes in host memory."""
+        return self._replace(optimizer=0.0 * self.optimizer, host=self.optimizer)
 
 
 def held_states(

@@ -42,6 +42,7 @@ class Workload:
     reduce_dtype: str = "fp32"
     optimizer: str = "adamw"
     step_in_backward: bool = False
+    offload: str = "none"  # train.offload
     compile: bool | Literal["auto"] = False  # "auto": `compiles` says under which layouts
     packing: bool = True
     attention: str = "meshtune"  # implementation that the model is built with
@@ -253,6 +254,7 @@ def workload_of(config: Config, numbers: ModelNumbers) -> Workload:
         reduce_dtype=config.train.reduce_dtype,
         optimizer=config.train.optimizer,
         step_in_backward=config.train.step_in_backward,
+        offload=config.train.offload,
         packing=config.data.packing,
         flash=None if numbers.dropout else newest_flash(),
         compile="auto" if config.train.compile == "auto" else False,

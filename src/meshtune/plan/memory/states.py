@@ -106,6 +106,7 @@ class Step:
         self.elements = elements = rank_elements(work, layouts, stages)
         masters = accounting.shards_masters
         self.states = held_states(precision, elements.total, layouts, shards_masters=masters)
+        self.states = self.states.offloaded() if accounting.offload else self.states
         self.frees = np.asarray(accounting.in_backward)  # each gradient, behind its update in the backward
         self.states = self.states._replace(gradients=np.where(self.frees, 0.0, self.states.gradients))
         self.tokens = layouts.rank_tokens(seq_len)  # of a micro-batch, after cp

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from meshtune.meter.trace import CATEGORIES
+from meshtune.optimizers import BUCKET_ELEMENTS
 from meshtune.plan.memory.activations import kept_for_head, last_norm_bytes
 from meshtune.plan.memory.stages import kept_input_gradients
 from meshtune.units import Number
@@ -76,7 +77,7 @@ def state_tensors(step: Step) -> Iterator[Tensor]:
     """Yield weights, optimizer state and temporaries of the update. FSDP's masters are the weights."""
     precision, total = step.accounting.precision, step.elements.total
     updated = np.where(step.layouts.zero > 0, total.trained_shard, total.trained)
-    masters = np.where(step.sharded, 0.0, updated * precision.master)
+    masters = np.where(step.sharded | step.accounting.offload, 0.0, updated * precision.master)
     optimizer = step.states.optimizer + updated * step.accounting.flat_shard_buffers
     before = masters if step.first_step else optimizer
     yield Tensor("weights", WEIGHTS, START, UPDATE, step.states.weights)
@@ -84,6 +85,31 @@ def state_tensors(step: Step) -> Iterator[Tensor]:
     yield Tensor("optimizer state", OPTIMIZER, UPDATE, UPDATE, optimizer)
     converted = 0.0 if step.accounting.in_backward else converted_gradients(step)
     yield Tensor("gradients in the masters' width", TEMPORARY, UPDATE, UPDATE, converted)
+    if step.accounting.offload:
+        yield from streamed_states(step, updated)
+
+
+def streamed_states(step: Step, updated: Number) -> Iterator[Tensor]:
+    """Yield the states that an update has copied from host memory: those of two buckets, and in the backward
+    those of one parameter. updated: elements of the rank.
+    """
+    name, per_element = "states from host memory", step.states.host / np.maximum(updated, 1.0)
+    shards = np.where(step.layouts.zero > 0, np.maximum(step.layouts.shard_ranks, 1.0), 1.0)
+    embedding = step.elements.before_blocks.trained * step.stages.has_embedding / shards
+    head, matrix = step.head_gradient / shards, largest_matrix(step) / shards
+    if step.accounting.in_backward:
+        parts = ((HEAD, HEAD_REDUCE, head), (LAST, FIRST, matrix), (LAST_REDUCE, LAST_REDUCE, embedding))
+    else:
+        bucket = np.maximum.reduce([np.minimum(updated, BUCKET_ELEMENTS), *np.broadcast_arrays(embedding, head, matrix)])
+        parts = ((UPDATE, UPDATE, bucket + np.minimum(updated - bucket, BUCKET_ELEMENTS)),)
+    for born, dies, elements in parts:
+        yield Tensor(name, TEMPORARY, born, dies, elements * per_element)
+
+
+def largest_matrix(step: Step) -> Number:
+    """Elements of the largest trained matrix of a block, after tp."""
+    sizes = (weight.rows * weight.cols * weight.trainable for weight in step.work.block_weights)
+    return max(sizes, default=0.0) / step.layouts.tp
 
 
 def converted_gradients(step: Step) -> Number:
@@ -195,8 +221,7 @@ def freed_gradients(step: Step) -> Iterator[Tensor]:
     accounting, elements, outside = step.accounting, step.elements, step.elements.outside
     precision, replicated = accounting.precision, step.replicated & (step.layouts.zero == 0)
     alone, block, before = ~step.sharded & ~step.replicated, elements.block, elements.before_blocks
-    sizes = (weight.rows * weight.cols * weight.trainable for weight in step.work.block_weights)
-    largest = max(sizes, default=0.0) / step.layouts.tp
+    largest = largest_matrix(step)
     traced = step.work.traced.get(int(accounting.element))
     made = block.trained if traced and traced.fused else largest
     wide = precision.trained * (precision.trained > precision.gradient and accounting.bucket_elements > 0)

@@ -141,7 +141,7 @@ class Liveness:
     def memory(self) -> Memory:
         """Bytes by category at the peak."""
         point, rank = self.peak
-        host = np.max(np.broadcast_to(self.flight.host, self.shape), 0)
+        host = np.max(np.broadcast_to(self.flight.host + self.step.states.host, self.shape), 0)
         return Memory(**self.parts(point, rank), event=EVENT_OF[point], rank=rank, host=host)
 
     def timeline(self) -> dict[str, dict[str, Number]]:
