@@ -42,8 +42,8 @@ BATCHES = ("batch", "other batch")  # kinds of changes of it
 MORE_GPUS = (2, 3, 4, 6, 8, 12, 16)  # times the cluster's
 SHORTER = (2, 4, 8, 16)  # parts of the sequence length
 REMEDIES = (
-    "budget", "offload", "nearest batch", "GPUs", "sequence", "sums", "moments", "precision", "optimizer", "method",
-    "kind",
+    "budget", "offload", "nearest batch", "GPUs", "sequence", "sums", "moments", "precision", "optimizer",
+    "method", "kind",
 )  # fmt: skip
 OTHER_OPTIMIZER = "Another optimizer needs a learning rate of its own (train.learning_rate)."
 FOUR_BITS = f"method=qlora rounds frozen weights to 4 bits, by {NF4_ERROR:.0%} of their size."
