@@ -176,7 +176,7 @@ class Stream:
 
 
 def test_copies_and_computation_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy waits for what was computed before it, and the next block for the copy, whose source it frees."""
+    """A copy waits for what was computed before it, and the next block for the copy, to free its source."""
     model, host = build("llama", 3)
     log = Log()
     compute, host.stream = Stream("compute", log), Stream("copies", log)
