@@ -111,6 +111,27 @@ def test_compiled_blocks_hold_what_is_planned(family: str, layout: str) -> None:
     assert_peaks_are_alike(compare(family, job, memory_dryrun.simulate(job)))
 
 
+OFFLOADED = {  # layout -> inputs that leave the GPU for each micro-batch of the first and the last rank
+    "mb4-ga2-offload": [7], "zero3x2-mb4-ga2-offload5": [4], "tp2-sp-mb4-ga1-offload": [7],
+    "pp2-1f1b-mb2-ga4-offload": [3, 2], "pp2-gpipe-mb2-ga4-offload": [3, 2], "cp2-mb4-ga2-offload": [7],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", cases(OFFLOADED, ci=["mb4-ga2-offload", "pp2-1f1b-mb2-ga4-offload"]))
+def test_offloaded_inputs_are_in_host_memory(layout: str) -> None:
+    job = job_of(layout, LlamaConfig(**TINY.to_dict() | {"num_hidden_layers": 8}), 1024, kernels="cuda")
+    held = memory_dryrun.simulate(job)
+    for row in compare(layout, job, held):
+        assert abs(row.error) <= memory_dryrun.LIMITS["small"], (row.rank, row.phase, f"{row.error:+.1%}")
+    chosen = job.layout
+    hidden = 1024 // chosen.cp // (chosen.tp if chosen.sp else 1) * chosen.micro_batch_size * 256 * 2
+    for rank, moved, planned in zip(held, OFFLOADED[layout], memory_dryrun.planned(job).host, strict=True):
+        host, out, back = rank["host"]
+        assert out == back == moved * hidden * chosen.gradient_accumulation_steps
+        assert host == pytest.approx(planned, rel=0.02)
+        assert host % (moved * hidden) == 0 < planned
+
+
 SETTINGS: dict[str, dict[str, Any]] = {  # what changes what is kept for the backward, or what is trained
     "lora.dropout": {"lora": LoraSpec(r=8, dropout=0.05)},
     "of some layers": {"lora": LoraSpec(r=8, dropout=0.05, target_modules=("q_proj", "v_proj"))},

@@ -173,7 +173,7 @@ class Offload:
         block_input.copied = self.stream.record_event()
 
     def _buffer(self, hidden: Tensor) -> Tensor:
-        """A free host buffer for these hidden states, or a new one, in place of a free one that is smaller."""
+        """A free host buffer for hidden states, or a new one in place of a free one that is too small."""
         size = int(pinned_bytes(hidden.nbytes))
         for number, buffer in reversed(list(enumerate(self._free))):
             if buffer.nbytes >= size:

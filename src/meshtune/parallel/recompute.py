@@ -34,8 +34,8 @@ def recompute_blocks(
 ) -> None:
     """Make blocks of `model` recompute activations in their backward by `mode`. In place; call it once.
 
-    mode: none, attention, selective, full or offload, as above. numbers: of the blocks that do; None: all. `attention`
-    is always of all.
+    mode: none, attention, selective, full or offload, as above. numbers: of the blocks that do; None: all.
+    `attention` is always of all.
     Call it before blocks are sharded, so that the hooks of sharding are outside the recomputed part.
     Raises ValueError for an unknown mode, or for `attention` with a model that does not run meshtune's
     attention.

@@ -359,9 +359,9 @@ def _inputs_that_stay(traits: Traits) -> Rule:
         "nothing to offload: the input of a stage's last block stays on the GPU",
         lambda layouts: layouts.recomputation("host") & (recomputing(layouts) < 2),
         lambda layout: (
-            f"recompute {layout.recomputation} with {recomputing(Columns.of([layout]))[0]:.3g} recomputed "
-            "blocks a stage: the input of the last of them stays on the GPU, so that none would move; use "
-            f"full{', fewer stages' * (layout.pp > 1)} or offload with 2 blocks or more."
+            f"recompute {layout.recomputation}: a stage keeps the input of its last recomputed block on the "
+            f"GPU, and has {recomputing(Columns.of([layout]))[0]:.3g} of them, so that none would move; use full"
+            f"{', fewer stages' * (layout.pp > 1)} or offload of 2 blocks or more."
         ),
     )
 

@@ -42,8 +42,8 @@ BATCHES = ("batch", "other batch")  # kinds of changes of it
 MORE_GPUS = (2, 3, 4, 6, 8, 12, 16)  # times the cluster's
 SHORTER = (2, 4, 8, 16)  # parts of the sequence length
 REMEDIES = (
-    "budget", "offload", "nearest batch", "GPUs", "sequence", "sums", "moments", "precision", "optimizer", "method",
-    "kind",
+    "budget", "nearest batch", "offload", "GPUs", "sequence", "sums", "moments", "precision", "optimizer",
+    "method", "kind",
 )  # fmt: skip
 OTHER_OPTIMIZER = "Another optimizer needs a learning rate of its own (train.learning_rate)."
 FOUR_BITS = f"method=qlora rounds frozen weights to 4 bits, by {NF4_ERROR:.0%} of their size."
@@ -214,14 +214,14 @@ def _reshaping(
     if cluster.memory_budget:
         unbounded = replace(cluster, memory_budget=None)
         yield Change("budget", "no memory budget", "cluster.memory_budget_gib=null", workload, unbounded)
-    if workload.tool is MESHTUNE and not cluster.gpu.processor:  # processors compute in the host's memory
-        words = "inputs of recomputed blocks in the host's memory"
-        yield Change("offload", words, "", workload, cluster, fixed={"recompute": "offload"})
     batch = workload.global_batch_size
     for size in sorted(nearest_sizes(batch, cluster, fixed), key=lambda size: abs(size - batch)):
         words = f"{sequences(size)} instead of {batch}, shared by more data ranks"
         setting = f"train.global_batch_size={size}"
         yield Change("nearest batch", words, setting, workload.of_batch(size), cluster)
+    if workload.tool is MESHTUNE and not cluster.gpu.processor:  # processors compute in the host's memory
+        words = "inputs of recomputed blocks in the host's memory"
+        yield Change("offload", words, "", workload, cluster, fixed={"recompute": "offload"})
     for factor in () if cluster.gpu.processor else MORE_GPUS:  # processors share one memory
         more = replace(cluster, gpus=cluster.gpus * factor)
         yield Change("GPUs", f"{factor} x the GPUs", f"cluster.gpus={more.gpus}", workload, more)

@@ -33,8 +33,8 @@ class Block:
     compute: BlockCompute
     forward: Number  # with launches, copies to the host and the collectives of tp and cp
     backward: Number  # with recomputation, launches, copies and the collectives of tp and cp
-    # What the host's launches, and copies to its memory that take longer, add to the computation of each pass,
-    # to recomputation apart
+    # What the host's launches, and copies to and from its memory, add to the computation of each pass, to
+    # recomputation apart
     forward_launches: Number
     backward_launches: Number
     repeated_launches: Number

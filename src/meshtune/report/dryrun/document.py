@@ -18,6 +18,7 @@ from meshtune.dryrun.simulation import Simulation
 from meshtune.dryrun.snapshot import write_snapshot
 from meshtune.meter.trace import RankTrace
 from meshtune.plan.machine import peak_flops
+from meshtune.plan.phrases import in_host_memory
 from meshtune.report.draw.document import Document, InTerminal, Notes, OnPage, Part, Pictures
 from meshtune.report.draw.kinds import Panel
 from meshtune.report.draw.page import notes, text, tiles
@@ -46,7 +47,6 @@ from meshtune.report.dryrun.tables import (
     substitutes_table,
     workspaces_table,
 )
-from meshtune.plan.phrases import in_host_memory
 from meshtune.rundir import write_text_atomically
 from meshtune.units import count, counted, duration, human, significant
 
