@@ -142,7 +142,7 @@ def planned(job: Job, *, first_step: bool = False) -> Planned:
     stages = stages_of(workload, layouts)
     step = Step(workload.work, layouts, accounting, job.seq_len, stages, first_step=first_step)
     liveness = timeline.Liveness(step)
-    found, of_host = liveness.timeline(), liveness.flight.host
+    found, of_host = liveness.timeline(), liveness.host
     shape = len(RANKS), 1
     kinds = {1: (0,), 2: (0, 2)}.get(layout.pp, (0, 1, 2))
     names = tuple((RANKS[kind] if layout.pp > 1 else "", int(stages.rank[kind, 0])) for kind in kinds)

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from meshtune.model.pieces import Piece
 from meshtune.optim.host import HostStates
@@ -249,6 +250,8 @@ class Optimizer:
             return
         bucket = self.bucket_of[parameter]
         (name,) = bucket.names
+        if self.host is not None:
+            self.host.settle()
         if name in self.late:  # as a view it would keep the memory of all gradients of its group
             gradient = gradient.clone()
             if parameter in self.sums:
@@ -263,6 +266,8 @@ class Optimizer:
             self._taken(parameter)
         else:
             self._update(bucket, self.rate)
+            if self.host is not None and isinstance(parameter, DTensor):
+                self.host.settle()  # on a stream that only FSDP2's next reduce-scatter uses
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:

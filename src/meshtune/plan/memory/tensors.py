@@ -98,7 +98,16 @@ def streamed_states(step: Step, updated: Number) -> Iterator[Tensor]:
     embedding = step.elements.before_blocks.trained * step.stages.has_embedding / shards
     head, matrix = step.head_gradient / shards, largest_matrix(step) / shards
     if step.accounting.in_backward:
-        parts = ((HEAD, HEAD_REDUCE, head), (LAST, FIRST, matrix), (LAST_REDUCE, LAST_REDUCE, embedding))
+        together = step.replicated & (step.layouts.zero == 0)  # the head's comes with the embedding's
+        alone = head * (1 - step.work.tied) * ~together
+        last = np.where(together, np.maximum(embedding, head), embedding)
+        parts = (
+            (HEAD, NORM, np.where(step.sharded, 0.0, alone)),
+            (HEAD_REDUCE, HEAD_REDUCE, np.where(step.sharded, alone, 0.0)),
+            (LAST, FIRST, np.where(step.sharded, 0.0, matrix)),
+            (LAST_REDUCE, LAST_REDUCE, last),
+            (UPDATE, UPDATE, np.where(step.sharded, 0.0, last)),
+        )
     else:
         bucket = np.maximum.reduce([np.minimum(updated, BUCKET_ELEMENTS), *np.broadcast_arrays(embedding, head, matrix)])
         parts = ((UPDATE, UPDATE, bucket + np.minimum(updated - bucket, BUCKET_ELEMENTS)),)

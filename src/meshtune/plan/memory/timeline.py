@@ -76,6 +76,7 @@ class Liveness:
     def __init__(self, step: Step, flight: InFlight | None = None) -> None:
         self.step, self.flight = step, flight or activations_in_flight(step)
         self.shape, self.tensors = np.shape(self.flight.total), list(tensors(step, self.flight))
+        self.host = self.flight.host + step.states.host  # bytes of host memory
         # Shares that come and go within a step; weights that ZeRO-1 and -2 gather stay.
         transient = dict.fromkeys((ACTIVATIONS, LOGITS, COMMUNICATION, TEMPORARY), 1.0)
         self.transient = transient | {GATHERED: step.layouts.zero == 3}
@@ -141,7 +142,7 @@ class Liveness:
     def memory(self) -> Memory:
         """Bytes by category at the peak."""
         point, rank = self.peak
-        host = np.max(np.broadcast_to(self.flight.host + self.step.states.host, self.shape), 0)
+        host = np.max(np.broadcast_to(self.host, self.shape), 0)
         return Memory(**self.parts(point, rank), event=EVENT_OF[point], rank=rank, host=host)
 
     def timeline(self) -> dict[str, dict[str, Number]]:
