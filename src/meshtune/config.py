@@ -187,8 +187,8 @@ class TrainConfig(Section):
     )  # fmt: skip
     step_in_backward: StrictBool = setting(
         False,
-        "Update each parameter inside the backward, as soon as its gradient is complete, which is then freed; "
-        "for one micro-batch a step, and max_grad_norm=0.",
+        "Update each parameter inside the backward, once its gradient is complete, and free that; for one "
+        "micro-batch a step and max_grad_norm=0.",
     )
     offload: Literal["none", "optimizer"] = setting(
         "none",
@@ -222,8 +222,8 @@ class TrainConfig(Section):
         if self.step_in_backward and self.max_grad_norm:
             problems.append(
                 "train.step_in_backward=true updates each parameter inside the backward, and "
-                f"train.max_grad_norm={self.max_grad_norm:g} clips by the norm of all gradients, which is known "
-                "only after it; set train.max_grad_norm=0, or leave train.step_in_backward out."
+                f"train.max_grad_norm={self.max_grad_norm:g} clips by the norm of all gradients, known only "
+                "after it; set train.max_grad_norm=0, or leave train.step_in_backward out."
             )
         problems += schedule_problems(self.lr_scheduler, self.min_lr_ratio, self.lr_scheduler_kwargs)
         if problems:

@@ -54,7 +54,8 @@ def plain(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..
     ),
 )  # fmt: skip
 def test_updates_inside_the_backward_are_those_behind_it(
-    layout: str, precision: str, words: tuple[str, ...], folder: Path, plain: Callable[..., Trained], tmp_path: Path,
+    layout: str, precision: str, words: tuple[str, ...], folder: Path,
+    plain: Callable[..., Trained], tmp_path: Path,
 ) -> None:  # fmt: skip
     ours = trained(folder, tmp_path / "run", layout, precision, *UNCLIPPED, *words, IN_BACKWARD)
     assert_equal(ours, plain(layout, precision, *UNCLIPPED, *words))
@@ -78,8 +79,8 @@ def test_updates_inside_the_backward_are_those_behind_it(
     ),
 )  # fmt: skip
 def test_states_in_host_memory_are_those_of_the_device(
-    layout: str, precision: str, words: tuple[str, ...], folder: Path, plain: Callable[..., Trained], tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    layout: str, precision: str, words: tuple[str, ...], folder: Path,
+    plain: Callable[..., Trained], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(optimizer, "BUCKET_ELEMENTS", 9000)  # else one bucket has all
     ours = trained(folder, tmp_path / "run", layout, precision, *words, OFFLOAD, forked=True)
@@ -95,13 +96,15 @@ def test_a_count_of_the_loss_is_known_before_the_update(folder: Path, tmp_path: 
     assert_equal(*runs)
 
 
-@pytest.mark.parametrize(("words",), [((IN_BACKWARD, OFFLOAD),)])
 @pytest.mark.all
 def test_a_run_continues_with_and_without(
-    words: tuple[str, ...], folder: Path, plain: Callable[..., Trained], tmp_path: Path
+    folder: Path, plain: Callable[..., Trained], tmp_path: Path
 ) -> None:
+    words = IN_BACKWARD, OFFLOAD
     layout, precision = "zero3x2-mb8-ga1", "bf16"
     for first, then in (words, ()), ((), words):
         run = tmp_path / f"{len(first)}"
         trained(folder, run, layout, precision, *UNCLIPPED, *first, "train.max_steps=2")
-        assert_equal(trained(folder, run, layout, precision, *UNCLIPPED, *then), plain(layout, precision, *UNCLIPPED))
+        assert_equal(
+            trained(folder, run, layout, precision, *UNCLIPPED, *then), plain(layout, precision, *UNCLIPPED)
+        )

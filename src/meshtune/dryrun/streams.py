@@ -234,8 +234,10 @@ class _World:
         if each.name in OFFLOADS:
             rank.gate += rank.leaving
             seconds, after = self.costs.compute(each), [rank.last] if rank.last >= 0 else []
+            update = each.phase == UPDATE  # whose copies have a stream for each direction
+            stream, part = (f"{COPIES}, {each.name}", "optimizer") if update else (COPIES, "host")
             task = Interval(
-                (rank.pp, COPIES), seconds, self.costs.launch(each), after=after, name=each.name, part="host",
+                (rank.pp, stream), seconds, self.costs.launch(each), after=after, name=each.name, part=part,
                 operation=number, of=each, run=run,
             )  # fmt: skip
             placed = self._place(rank, task, each.reads)

@@ -101,11 +101,11 @@ class HostStates:
             return host_buffer(like, size)
         memory = torch.empty(size + 2 * PAGE, dtype=torch.uint8)
         start, pages = -memory.data_ptr() % PAGE, -(-size // PAGE) * PAGE
-        if size and int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr() + start, pages, 0)):
+        if size and int(_runtime().cudaHostRegister(memory.data_ptr() + start, pages, 0)):
             raise UserError(
-                f"train.offload=optimizer: this machine can't lock {human(size)} of host memory for the GPU's "
-                f"copies, after {human(self.bytes - size)} on this rank; raise its limit (ulimit -l), use more "
-                "data ranks with zero, or leave train.offload out."
+                f"train.offload=optimizer: {human(size)} of host memory can't be locked for a GPU's copies, "
+                f"after {human(self.bytes - size)} on this rank; raise the limit (ulimit -l), use more data "
+                "ranks with zero, or leave train.offload out."
             )
         self._locked.append(memory[start : start + size])
         return self._locked[-1]
@@ -153,8 +153,8 @@ class HostStates:
 
     @contextmanager
     def _aside(self, direction: int, after: Any = None) -> Iterator[Any]:
-        """Copy on a stream of copies, behind all that the device computes so far and behind the event `after`.
-        Gives a function that returns the event of its end.
+        """Copy on a stream of copies, behind all that the device computes so far and behind `after`. Gives a
+        function that returns the event of its end.
         """
         if not self.streams:
             yield lambda: None
@@ -174,4 +174,9 @@ def _wait(event: Any) -> None:
 
 def _unlock(locked: Sequence[Tensor]) -> None:
     for memory in locked:
-        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+        _runtime().cudaHostUnregister(memory.data_ptr())
+
+
+def _runtime() -> Any:
+    """Functions of CUDA's runtime."""
+    return torch.cuda.cudart()

@@ -73,8 +73,8 @@ class Optimizer:
     counted.
     piece: gives the whole parameter's name and the piece of it that a trained tensor of one is; None: each is
     whole. seed: of what rounds by chance. compiled: an update is one kernel a parameter, where it can be.
-    in_backward: `complete` updates a parameter and frees its gradient, between `begin` and `step`. late: names
-    of parameters whose gradient is complete only after the backward; `step` updates those. offload: device of
+    in_backward: `complete` updates a parameter and frees its gradient, after `begin`. late: names of
+    parameters whose gradient is complete only after the backward; `step` updates those. offload: device of
     the updates, where states, and masters, are kept in host memory (host.py); None: they are not.
     """
 
@@ -241,8 +241,8 @@ class Optimizer:
 
     @torch.no_grad()
     def complete(self, parameter: Tensor) -> None:
-        """Make the update of a parameter whose gradient is complete, if that is to be in the backward. It runs
-        on the stream on which the gradient is made.
+        """Update a parameter whose gradient is complete, if that is to be in the backward, on the stream on
+        which the gradient is made.
         """
         assert isinstance(parameter, nn.Parameter)
         gradient = self.gradient(parameter)
@@ -283,8 +283,8 @@ class Optimizer:
         return any(self.gradient(parameter) is not None for parameter in bucket.parameters)
 
     def _update(self, bucket: Bucket, learning_rate: float, after: Bucket | None = None) -> None:
-        """Update the parameters of a bucket that have a gradient, and free it. after: updated next; its states
-        come from the host meanwhile.
+        """Update the parameters of a bucket that have a gradient, and free it. after: the next bucket, whose
+        states come from the host meanwhile.
         """
         if self.host is not None:
             self.host.use(bucket.number)
@@ -421,7 +421,7 @@ def by_row(
 def buckets(
     named: list[tuple[str, nn.Parameter]], elements: int | None
 ) -> Iterator[list[tuple[str, nn.Parameter]]]:
-    """Yield runs of neighbouring (name, parameter) pairs of at most `elements` elements of this rank together.
+    """Yield runs of neighbouring (name, parameter) pairs of at most `elements` of this rank's elements.
 
     A larger parameter is a run of its own. None: all parameters in one run. No parameters: no run.
     """

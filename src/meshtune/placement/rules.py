@@ -70,8 +70,8 @@ def rules(
     """Every rule that a model and settings make; `Rule.refuses` tells which layouts it refuses.
 
     attention: the implementation that the model is built with, never "auto". packing, compile: data.packing,
-    train.compile; "auto" refuses nothing. optimizer, step_in_backward: of train. quantised: matrices are held in 4 bits.
-    ranks: how many were started; None: no rule on their number.
+    train.compile; "auto" refuses nothing. optimizer, step_in_backward: of train. quantised: matrices are held
+    in 4 bits. ranks: how many were started; None: no rule on their number.
     """
     if ranks is not None:
         yield Rule(
@@ -414,7 +414,7 @@ _IN_BACKWARD = (
         "train.step_in_backward needs one micro-batch a step",
         lambda layouts: (layouts.gradient_accumulation_steps > 1) | (layouts.pp > 1),
         lambda layout: (
-            f"train.step_in_backward = true with {layout}: a gradient is complete only once all micro-batches "
+            f"train.step_in_backward = true with {layout}: a gradient is complete once all micro-batches "
             f"have added to it, and {'a pipeline has several' if layout.pp > 1 else 'it has several a step'}; "
             f"use ga1{' without pp' * (layout.pp > 1)}, or leave train.step_in_backward out."
         ),

@@ -126,18 +126,21 @@ def unmeasured(cluster: Cluster) -> str:
     return " ".join(sentences)
 
 
-def in_host_memory(size: float, layout: Layout, node: int) -> str:
+def in_host_memory(size: float, layout: Layout, node: int, *, states: bool) -> str:
     """A sentence on the pinned host memory that a rank needs for what it offloads; "" for 0 bytes.
 
-    node: GPUs in a machine.
+    node: GPUs in a machine. states: those of the optimizer are among it.
     """
+    inputs = RECOMPUTATIONS[layout.recompute].host
+    kept = [f"recompute={layout.recompute} keeps inputs of blocks"] * inputs
+    kept += ["train.offload=optimizer keeps the optimizer's states"] * states
     ranks = min(node, layout.world)
     machine = f", {human(size * ranks)} for the {ranks} of a machine" if ranks > 1 else ""
     if not size:
         return ""
     return (
-        f"recompute={layout.recompute} keeps inputs of blocks in {human(size)} of pinned host memory per "
-        f"rank{machine}. It isn't part of a GPU's peak."
+        f"{' and '.join(kept)} in {human(size)} of pinned host memory per rank{machine}. It isn't part of a "
+        "GPU's peak."
     )
 
 

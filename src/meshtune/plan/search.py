@@ -75,6 +75,7 @@ class Choice(Notebook):
     tool: Tool = MESHTUNE  # that runs it
     uncompiled: str = ""  # a sentence on why the blocks are not compiled, though train.compile leaves it open
     attention: str = ""  # a sentence on the version of FlashAttention that is predicted
+    offload: bool = False  # the optimizer's states are in host memory
 
     @property
     def summary_line(self) -> str:
@@ -99,7 +100,7 @@ class Choice(Notebook):
     @property
     def in_host_memory(self) -> str:
         """A sentence on the host memory that it needs for what it offloads; "" for none."""
-        return in_host_memory(self.memory.host, self.layout, self.cluster.node)
+        return in_host_memory(self.memory.host, self.layout, self.cluster.node, states=self.offload)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -295,6 +296,7 @@ def choice_of(
         workload.tool,
         why and UNCOMPILED.format(why),
         workload.attention_note(cluster.gpu),
+        workload.offload != "none",
     )
 
 

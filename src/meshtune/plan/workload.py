@@ -140,6 +140,8 @@ class Workload:
             work=replace(self.work, traced={}, whole_heads=None) if tool.own_blocks else self.work,
             reduce_dtype=tool.reduce_dtype or self.reduce_dtype,
             attention=tool.name,
+            step_in_backward=False,
+            offload="none",
             compile=self.compile is True,  # it compiles only where it is told to
         )
 

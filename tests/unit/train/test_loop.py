@@ -329,7 +329,12 @@ def test_a_non_finite_step_is_not_applied_and_several_in_a_row_stop_the_run(
 def test_updates_inside_the_backward_end_the_run_where_a_gradient_is_not_finite(
     settings: Callable[..., list[str]],
 ) -> None:
-    words = ("train.step_in_backward=true", "train.max_grad_norm=0", "layout=mb4", "train.global_batch_size=4")
+    words = (
+        "train.step_in_backward=true",
+        "train.max_grad_norm=0",
+        "layout=mb4",
+        "train.global_batch_size=4",
+    )
     run = build.build(config.load(None, settings(*words, "checkpoint.every=2", "train.max_steps=9")))
     stage, nan, held = run.passes.parallel.stages[0], float("nan"), dict[int, Any]()
     stage.register_forward_hook(lambda *args: args[-1] * (nan if run.progress.step == 3 else 1))

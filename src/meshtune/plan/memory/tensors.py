@@ -109,7 +109,9 @@ def streamed_states(step: Step, updated: Number) -> Iterator[Tensor]:
             (UPDATE, UPDATE, np.where(step.sharded, 0.0, last)),
         )
     else:
-        bucket = np.maximum.reduce([np.minimum(updated, BUCKET_ELEMENTS), *np.broadcast_arrays(embedding, head, matrix)])
+        bucket = np.maximum.reduce(
+            [np.minimum(updated, BUCKET_ELEMENTS), *np.broadcast_arrays(embedding, head, matrix)]
+        )
         parts = ((UPDATE, UPDATE, bucket + np.minimum(updated - bucket, BUCKET_ELEMENTS)),)
     for born, dies, elements in parts:
         yield Tensor(name, TEMPORARY, born, dies, elements * per_element)
@@ -242,9 +244,13 @@ def freed_gradients(step: Step) -> Iterator[Tensor]:
     ):
         size = gradients * precision.gradient
         yield Tensor("gradients of an update", GRADIENTS, born, dies, np.where(alone, size, 0.0))
-        yield Tensor("gradients in the masters' width", TEMPORARY, born, dies, np.where(alone, updated * wide, 0))
+        yield Tensor(
+            "gradients in the masters' width", TEMPORARY, born, dies, np.where(alone, updated * wide, 0)
+        )
     in_flight = np.where(replicated, precision.accumulated, 0.0)
-    yield Tensor("gradients of the block before", GRADIENTS, BEFORE_LAST, LAST_REDUCE, block.trained * in_flight)
+    yield Tensor(
+        "gradients of the block before", GRADIENTS, BEFORE_LAST, LAST_REDUCE, block.trained * in_flight
+    )
     yield Tensor("gradients of a block", GRADIENTS, FIRST, FIRST, block.trained * in_flight)
     last = 2 * np.maximum(outside.trained, block.trained) * in_flight  # sums, and their all-reduce's buffer
     shard = np.where(step.sharded, step.last_reduced / np.maximum(step.layouts.shard_ranks, 1.0), 0.0)

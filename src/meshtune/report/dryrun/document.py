@@ -95,7 +95,10 @@ def headlines(simulation: Simulation, facts: Facts) -> Iterator[str]:
             f"{simulation.cluster.speed_unit}. These are the planner's seconds of each operation, laid on "
             "streams as the trace has them."
         )
-    if host := in_host_memory(simulation.host_bytes, simulation.layout, simulation.cluster.node):
+    states = simulation.workload is not None and simulation.workload.offload != "none"
+    if host := in_host_memory(
+        simulation.host_bytes, simulation.layout, simulation.cluster.node, states=states
+    ):
         yield host
     trace = simulation.traces[0]
     if trace.micro_batches < trace.of:
