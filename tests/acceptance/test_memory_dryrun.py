@@ -98,6 +98,26 @@ def test_updates_inside_the_backward_hold_what_is_planned(layout: str, precision
 
 
 @pytest.mark.parametrize(
+    ("layout", "precision", "chosen"),
+    cases(
+        [("mb2-ga2", "fp32", {}), ("mb2-ga1", "bf16", {"in_backward": True}), ("tp2-sp-mb2-ga1", "bf16", {}),
+         ("zero3x2-mb2-ga1", "bf16", {}), ("dp2-mb2-ga1", "bf16", {"in_backward": True}),
+         ("zero1x2-mb2-ga1", "bf16", {"in_backward": True}), ("pp2-1f1b-mb1-ga2", "bf16", {"name": "lion"})],
+        ci=2,
+    ),
+)  # fmt: skip
+def test_states_in_host_memory_are_planned(layout: str, precision: str, chosen: dict[str, Any]) -> None:
+    job = replace(job_of(layout, precision=precision), optimizer=OptimizerSpec(offload=True, **chosen))
+    held, planned = memory_dryrun.simulate(job), memory_dryrun.planned(job)
+    for row in compare(layout, job, held):
+        assert abs(row.error) <= memory_dryrun.LIMITS["small"], (row.phase, f"{row.error:+.1%}", row.terms)
+    for rank, of_host in zip(held, planned.host, strict=True):
+        host, out, back = rank["host"]
+        assert host == pytest.approx(of_host, rel=0.01)
+        assert host == pytest.approx(out, rel=0.01) == back
+
+
+@pytest.mark.parametrize(
     ("family", "layout"),
     cases(
         [*product(["llama", "gemma2"], ["mb2-ga1", "mb2-ga1-selective"])],

@@ -415,7 +415,7 @@ _IN_BACKWARD = (
         lambda layouts: (layouts.gradient_accumulation_steps > 1) | (layouts.pp > 1),
         lambda layout: (
             f"train.step_in_backward = true with {layout}: a gradient is complete once all micro-batches "
-            f"have added to it, and {'a pipeline has several' if layout.pp > 1 else 'it has several a step'}; "
+            f"have added to it, and {'a pipeline has' if layout.pp > 1 else 'a step has'} several; "
             f"use ga1{' without pp' * (layout.pp > 1)}, or leave train.step_in_backward out."
         ),
     ),
