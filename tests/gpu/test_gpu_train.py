@@ -69,7 +69,7 @@ def test_the_gradient_noise_is_the_cpus(train: Train, tmp_path: Path) -> None:
         assert [row[name] for row in cuda.folder.rows("train")] == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.parametrize("recompute", ["none", "attention", "selective", "full"])
+@pytest.mark.parametrize("recompute", ["none", "attention", "selective", "full", "offload"])
 @pytest.mark.parametrize("precision", ["bf16", "bf16-pure"])
 def test_bf16_follows_fp32_in_every_recompute_mode(
     precision: str, recompute: str, train: Train, tmp_path: Path
