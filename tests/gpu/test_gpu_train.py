@@ -82,6 +82,16 @@ def test_bf16_follows_fp32_in_every_recompute_mode(
     assert losses(rounded) == pytest.approx(losses(exact), rel=0.01)
 
 
+@pytest.mark.parametrize("compile", ["false", "true"])
+def test_offloaded_inputs_give_the_losses_of_full(compile: str, train: Train, tmp_path: Path) -> None:
+    blocks = ("model.init=random", "model.overrides={num_hidden_layers: 8}", f"train.compile={compile}")
+    offload, full = (
+        train("train.device=cuda", f"layout=mb1-ga4-{mode}", f"output={tmp_path / mode}", *blocks)
+        for mode in ("offload", "full")
+    )
+    assert losses(offload) == pytest.approx(losses(full), rel=1e-5)
+
+
 def test_compiled_blocks_give_the_same_losses(train: Train, tmp_path: Path) -> None:
     plain = train("train.device=cuda", f"output={tmp_path / 'plain'}")
     compiled = train("train.device=cuda", "train.compile=auto", f"output={tmp_path / 'compiled'}")
