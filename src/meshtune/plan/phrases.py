@@ -126,21 +126,6 @@ def unmeasured(cluster: Cluster) -> str:
     return " ".join(sentences)
 
 
-def in_host_memory(size: float, layout: Layout, node: int) -> str:
-    """A sentence on the pinned host memory that a rank needs for what it offloads; "" for 0 bytes.
-
-    node: GPUs in a machine.
-    """
-    ranks = min(node, layout.world)
-    machine = f", {human(size * ranks)} for the {ranks} of a machine" if ranks > 1 else ""
-    if not size:
-        return ""
-    return (
-        f"recompute={layout.recompute} keeps inputs of blocks in {human(size)} of pinned host memory per "
-        f"rank{machine}. It isn't part of a GPU's peak."
-    )
-
-
 def longer(ratio: float) -> str:
     """A step's time against another one's, as a share of it: "takes 4% longer" for a ratio of 1.04."""
     if abs(ratio - 1) < TIE:
