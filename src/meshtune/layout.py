@@ -309,8 +309,8 @@ def contradictions(layout: Layout) -> Iterator[str]:
     if layout.recompute_blocks is not None and layout.recompute not in BY_BLOCK:
         yield (
             f"recompute_blocks is {layout.recompute_blocks} with recompute {layout.recompute}: only "
-            f"{', '.join(BY_BLOCK[:-1])} and {BY_BLOCK[-1]} recompute some blocks and save the others; use one of "
-            "these, or leave the number out."
+            f"{', '.join(BY_BLOCK[:-1])} and {BY_BLOCK[-1]} recompute some blocks and save the others; use "
+            "one of these, or leave the number out."
         )
     if layout.cp == 1 and layout.cp_method != "allgather":
         yield f"cp_method={layout.cp_method} needs cp > 1; write ulysses2, or leave it out."

@@ -104,7 +104,7 @@ def test_a_layout_reads_the_global_batches_of_one_rank(
             assert ours[name] == theirs[name], name
 
 
-# From the 8 blocks of a rank all inputs move but the last block's; of later stages none but those between.
+# Of 8 blocks; in 4 stages only inputs of the first one leave.
 OFFLOADED = [
     "mb4-ga4-offload", "zero2x2-offload", "zero3x2-offload5", "tp2-sp-offload", "pp2-1f1b-offload",
     "pp2-interleaved1f1b-v2-offload", "pp2-gpipe-offload3", "cp2-offload", "zero3x2-tp2-sp-pp2-1f1b-offload",

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from meshtune.placement.share import pinned_bytes
+from meshtune.placement.states import pinned_bytes
 
 
 @torch.library.custom_op("meshtune::host_buffer", mutates_args=())

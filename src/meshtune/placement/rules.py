@@ -360,8 +360,8 @@ def _inputs_that_stay(traits: Traits) -> Rule:
         lambda layouts: layouts.recomputation("host") & (recomputing(layouts) < 2),
         lambda layout: (
             f"recompute {layout.recomputation}: a stage keeps the input of its last recomputed block on the "
-            f"GPU, and has {recomputing(Columns.of([layout]))[0]:.3g} of them, so that none would move; use full"
-            f"{', fewer stages' * (layout.pp > 1)} or offload of 2 blocks or more."
+            f"GPU, and has {recomputing(Columns.of([layout]))[0]:.3g} of them, so that none would move; use "
+            f"full{', fewer stages' * (layout.pp > 1)} or offload of 2 blocks or more."
         ),
     )
 

@@ -28,7 +28,6 @@ from meshtune.placement.columns import Columns
 from meshtune.placement.ranks import coordinates, group
 from meshtune.placement.split import piece
 from meshtune.placement.states import Copies, Elements, States, copies_of, held_states
-from meshtune.units import Number
 
 # stages #
 
@@ -301,8 +300,3 @@ def _states(copies: Copies, elements: Elements, layout: Layout) -> States:
     """Bytes of model states under one layout, as whole numbers."""
     states = held_states(copies, elements, Columns.of([layout]))
     return States(*(int(np.sum(column)) for column in states))
-
-
-def pinned_bytes(size: Number) -> Number:
-    """Bytes of a buffer of pinned host memory for `size` bytes: torch's allocator takes powers of two."""
-    return np.exp2(np.ceil(np.log2(np.maximum(size, 1.0))))

@@ -150,3 +150,8 @@ def held_states(
             elements.trained * master_and_state - elements.matrices * copies.matrix_saving,
         ),
     )
+
+
+def pinned_bytes(size: Number) -> Number:
+    """Bytes of a buffer of pinned host memory for `size` bytes: torch's allocator takes powers of two."""
+    return np.exp2(np.ceil(np.log2(np.maximum(size, 1.0))))

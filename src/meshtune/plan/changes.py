@@ -89,10 +89,11 @@ class Outcome(NamedTuple):
     @property
     def remedy(self) -> str:
         """Overrides, the memory they need and the change of step time: "layout=… (63.3 GiB, +2% time)"."""
-        time = ""
+        time, memory = "", self.choice.memory
         if self.before and self.choice.cluster.timed:
             time = f", {self.choice.seconds.total / self.before.seconds.total - 1:+.0%} time"
-        return f"{self.setting} ({human(self.choice.memory.peak)}{time})"
+        host = f", {human(memory.host)} of host memory" if memory.host else ""
+        return f"{self.setting} ({human(memory.peak)}{host}{time})"
 
     @property
     def speed(self) -> float:

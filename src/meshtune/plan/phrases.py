@@ -126,24 +126,6 @@ def unmeasured(cluster: Cluster) -> str:
     return " ".join(sentences)
 
 
-def in_host_memory(size: float, layout: Layout, node: int, *, states: bool) -> str:
-    """A sentence on the pinned host memory that a rank needs for what it offloads; "" for 0 bytes.
-
-    node: GPUs in a machine. states: those of the optimizer are among it.
-    """
-    inputs = RECOMPUTATIONS[layout.recompute].host
-    kept = [f"recompute={layout.recompute} keeps inputs of blocks"] * inputs
-    kept += ["train.offload=optimizer keeps the optimizer's states"] * states
-    ranks = min(node, layout.world)
-    machine = f", {human(size * ranks)} for the {ranks} of a machine" if ranks > 1 else ""
-    if not size:
-        return ""
-    return (
-        f"{' and '.join(kept)} in {human(size)} of pinned host memory per rank{machine}. It isn't part of a "
-        "GPU's peak."
-    )
-
-
 def longer(ratio: float) -> str:
     """A step's time against another one's, as a share of it: "takes 4% longer" for a ratio of 1.04."""
     if abs(ratio - 1) < TIE:

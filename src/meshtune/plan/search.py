@@ -39,8 +39,7 @@ from meshtune.plan.machine import machine_of, peak_flops
 from meshtune.plan.memory import timeline
 from meshtune.plan.memory.stages import RANKS, Stages, interleaved_share
 from meshtune.plan.memory.states import Step
-from meshtune.plan.memory.timeline import Liveness, Memory
-from meshtune.plan.phrases import in_host_memory
+from meshtune.plan.memory.timeline import Liveness, Memory, in_host_memory
 from meshtune.plan.programs import MESHTUNE, Tool
 from meshtune.plan.seconds.step import PARTS, TIE, Seconds, step
 from meshtune.plan.workload import Workload

@@ -107,7 +107,7 @@ def test_each_input_comes_back_one_block_ahead(blocks: int | None) -> None:
 
 
 def test_the_device_keeps_one_input_of_a_forward() -> None:
-    """What is alive after it, without the host's buffers, is less by the inputs that have left."""
+    """Without the host's buffers less is alive after it, by the inputs that have left."""
     kept = []
     for offload in (False, True):
         model, host = build("llama", offload=offload)

@@ -65,6 +65,8 @@ def test_matrices_in_4_bits_are_cut_between_blocks() -> None:
         ("pp2-zbv-ga4-full", "pp2-1f1b-ga4-full"),
         ("pp2-zbv-ga4-full1", "pp2-1f1b-ga4-full1"),
         ("full6", "full5"),
+        ("offload1", "offload2"),
+        ("pp4-1f1b-ga4-offload", "pp3-1f1b-ga4-offload"),
         ("pp4-1f1b-ga4-selective2", "pp4-1f1b-ga4-selective1"),
         ("pp3-interleaved1f1b-v2-ga6-full1", "pp6-1f1b-ga6-full"),
     ],

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from meshtune.layout import V_SCHEDULES, ZERO_BUBBLE
-from meshtune.placement.share import pinned_bytes
+from meshtune.placement.states import pinned_bytes
 from meshtune.plan.memory.activations import (
     block_backward,
     kept_for_head,

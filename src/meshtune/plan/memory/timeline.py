@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from meshtune.layout import RECOMPUTATIONS, Layout
 from meshtune.meter.trace import ACTIVATIONS, COMMUNICATION, GATHERED, LOGITS, TEMPORARY
 from meshtune.placement.columns import Columns, Number
 from meshtune.placement.ranks import process_groups
@@ -23,6 +24,7 @@ from meshtune.plan.memory.stages import Stages
 from meshtune.plan.memory.states import Step
 from meshtune.plan.memory.tensors import EVENTS, HEAD_REDUCE, OVERHEAD, POINTS, TIED, tensors
 from meshtune.plan.work import Work
+from meshtune.units import human
 
 
 @dataclass(frozen=True)
@@ -160,6 +162,23 @@ class Liveness:
             sizes[name, OVERHEAD] += np.asarray(size).item()
         largest = [(key, size) for key, size in sizes.most_common() if size]
         return [{"name": name, "category": category, "bytes": size} for (name, category), size in largest]
+
+
+def in_host_memory(size: float, layout: Layout, node: int, *, states: bool) -> str:
+    """A sentence on the pinned host memory that a rank needs for what it offloads; "" for 0 bytes.
+
+    node: GPUs in a machine. states: those of the optimizer are among it.
+    """
+    kept = [f"recompute={layout.recompute} keeps inputs of blocks"] * RECOMPUTATIONS[layout.recompute].host
+    kept += ["train.offload=optimizer keeps the optimizer's states"] * states
+    ranks = min(node, layout.world)
+    machine = f", {human(size * ranks)} for the {ranks} of a machine" if ranks > 1 else ""
+    if not size:
+        return ""
+    return (
+        f"{' and '.join(kept)} in {human(size)} of pinned host memory per rank{machine}. It isn't part of a "
+        "GPU's peak."
+    )
 
 
 def peak(

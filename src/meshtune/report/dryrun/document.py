@@ -18,7 +18,7 @@ from meshtune.dryrun.simulation import Simulation
 from meshtune.dryrun.snapshot import write_snapshot
 from meshtune.meter.trace import RankTrace
 from meshtune.plan.machine import peak_flops
-from meshtune.plan.phrases import in_host_memory
+from meshtune.plan.memory.timeline import in_host_memory
 from meshtune.report.draw.document import Document, InTerminal, Notes, OnPage, Part, Pictures
 from meshtune.report.draw.kinds import Panel
 from meshtune.report.draw.page import notes, text, tiles
