@@ -57,7 +57,7 @@ class Input:
         self.host: Tensor | None = None  # a part of a buffer, shaped as the hidden states
         self.free_buffer: Callable[[], object] = lambda: None  # it also runs where no backward comes
         self.strides = hidden.stride()
-        self.copied: torch.cuda.Event | None = None  # the end of the last copy; None: on a CPU
+        self.copied: Any = None  # event at the end of the last copy; None: on a CPU
 
 
 class Saved(NamedTuple):
@@ -185,6 +185,6 @@ def _wait(block_input: Input) -> None:
         torch.cuda.current_stream().wait_event(block_input.copied)
 
 
-def _place(tensor: Tensor) -> tuple[int, int, int]:
+def _place(tensor: Tensor) -> tuple[Any, ...]:
     """Address, offset and number of elements of a tensor's memory."""
     return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.numel()
