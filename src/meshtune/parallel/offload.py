@@ -37,20 +37,15 @@ def _(like: Tensor, size: int) -> Tensor:
     return torch.empty(size, dtype=torch.uint8, device="cpu")
 
 
-@torch.library.custom_op("meshtune::to_host", mutates_args=("host",))
-def to_host(hidden: Tensor, host: Tensor) -> None:
-    """Copy hidden states to host memory, on the current stream."""
-    host.copy_(hidden, non_blocking=True)
+def _copy(source: Tensor, target: Tensor) -> None:
+    target.copy_(source, non_blocking=True)
 
 
-@torch.library.custom_op("meshtune::to_device", mutates_args=("hidden",))
-def to_device(host: Tensor, hidden: Tensor) -> None:
-    """Copy hidden states back to the device, on the current stream."""
-    hidden.copy_(host, non_blocking=True)
-
-
-for _copy in (to_host, to_device):
-    _copy.register_fake(lambda *_: None)
+# Both copy on the current stream; a trace knows them by name.
+to_host = torch.library.custom_op("meshtune::to_host", _copy, mutates_args=("target",))
+to_device = torch.library.custom_op("meshtune::to_device", _copy, mutates_args=("target",))
+for operator in (to_host, to_device):
+    operator.register_fake(lambda *_: None)
 
 
 class Input:
@@ -62,7 +57,7 @@ class Input:
         self.host: Tensor | None = None  # a part of a buffer, shaped as the hidden states
         self.free_buffer: Callable[[], object] = lambda: None  # it also runs where no backward comes
         self.strides = hidden.stride()
-        self.copied: torch.cuda.Event | None = None  # the end of the last copy; None: on a CPU
+        self.copied: Any = None  # event at the end of the last copy; None: on a CPU
 
 
 class Saved(NamedTuple):
@@ -190,6 +185,6 @@ def _wait(block_input: Input) -> None:
         torch.cuda.current_stream().wait_event(block_input.copied)
 
 
-def _place(tensor: Tensor) -> tuple[int, int, int]:
+def _place(tensor: Tensor) -> tuple[Any, ...]:
     """Address, offset and number of elements of a tensor's memory."""
     return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.numel()

@@ -1,5 +1,6 @@
 """Inputs of recomputed blocks in host memory: the numbers of `full`, less memory, each copy in its place."""
 
+import weakref
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,6 +11,7 @@ from families import FAMILIES
 from graphs import Graphs
 from tiny import positions_of
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 from meshtune.attention.register import register
@@ -123,7 +125,7 @@ class Alive(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.storages: Any = torch.utils.weak.WeakIdKeyDictionary()
+        self.storages: Any = weakref.WeakKeyDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -139,8 +141,7 @@ class Alive(TorchDispatchMode):
 
 
 def tensors(values: Any) -> list[torch.Tensor]:
-    leaves = torch.utils._pytree.tree_leaves(values)
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
 def test_buffers_are_used_again_and_grow_with_the_sequence() -> None:
