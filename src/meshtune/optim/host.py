@@ -68,13 +68,13 @@ class HostStates:
 
         row: of OPTIMIZERS. states: of the update, by trained tensor.
         """
-        small = {state.name for state in OPTIMIZERS[row].states if state.on_host or state.kind == "scalar"}
-        on_host = {state.name for state in OPTIMIZERS[row].states if state.on_host}
+        rows = {state.name: state for state in OPTIMIZERS[row].states}
         made: list[tuple[Any, str, Tensor]] = []
         for tensor in trained:
             for key, state in zeros(row, tensor).items():
-                states[tensor][key] = state if key in on_host else state.to(self.device)
-                if key not in small:
+                if rows[key].on_host or rows[key].kind == "scalar":  # too small to be worth a copy
+                    states[tensor][key] = state if rows[key].on_host else state.to(self.device)
+                else:
                     made.append((states[tensor], key, state))
             if masters:
                 made.append((tensor, "", tensor.detach()))

@@ -277,7 +277,7 @@ class Optimizer:
             self._update(bucket, learning_rate, after)
         if self.host is not None:
             self.host.settle()
-        self.factor = 1.0
+        self.factor, self.rate = 1.0, None
 
     def _has_gradient(self, bucket: Bucket) -> bool:
         return any(self.gradient(parameter) is not None for parameter in bucket.parameters)
@@ -340,7 +340,7 @@ class Optimizer:
 
     def zero_grad(self) -> None:
         """Forget the gradients, as when a step is not applied."""
-        self.factor = 1.0
+        self.factor, self.rate = 1.0, None
         self.sums.clear()
         for bucket in self.buckets:
             for parameter in bucket.parameters:

@@ -165,13 +165,14 @@ def rank_model(
     made = structure(spec, world, tokens_per_sequence=tokens_per_sequence, token_loss=token_loss)
     version, notes = flash_of(spec, made, world)
     # Masters that stay in host memory are loaded there.
-    wide = spec.trained_dtype != spec.compute_dtype and not world.layout.zero
-    parallel = place(made.cut, world, torch.device("cpu") if optimizer.offload and wide else world.device)
+    loaded_on_host = optimizer.offload and spec.trained_dtype != spec.compute_dtype and not world.layout.zero
+    parallel = place(made.cut, world, torch.device("cpu") if loaded_on_host else world.device)
     models = [made.whole, *(stage.model for stage in parallel.stages)]
     adapters = initial_adapters(made.whole)
     fill_values(spec, parallel.named_pieces(), models, adapters, export=world.main)
     model = ready(spec, made, parallel, optimizer, token_loss)
-    parallel.modules.to(world.device)
+    if loaded_on_host:
+        parallel.modules.to(world.device)
     return replace(model, flash=version, flash_notes=notes)
 
 
