@@ -384,6 +384,8 @@ class _World:
         if cause is None or cause.end < task.begin - 1e-12:
             return (("host", gap),)
         own = cause.queue[0] == task.queue[0]
+        if cause.name in OFFLOADS and cause.part == "optimizer":
+            return ((cause.part, gap),)
         if cause.part in ("compute", "optimizer"):
             return (("data" if own else "bubble", gap),)
         idle = min(gap, max(0.0, cause.begin - end))  # before the collective began

@@ -113,6 +113,10 @@ def streamed_states(step: Step, updated: Number) -> Iterator[Tensor]:
             [np.minimum(updated, BUCKET_ELEMENTS), *np.broadcast_arrays(embedding, head, matrix)]
         )
         parts = ((UPDATE, UPDATE, bucket + np.minimum(updated - bucket, BUCKET_ELEMENTS)),)
+        # A parameter that is a bucket of its own: its gradient is there until it is converted.
+        wider = np.where(bucket > BUCKET_ELEMENTS, bucket * step.accounting.precision.trained, 0.0)
+        wider = np.where(converted_gradients(step) > 0, wider - converted_gradients(step), 0.0)
+        yield Tensor("gradients in the masters' width", TEMPORARY, UPDATE, UPDATE, np.maximum(wider, 0.0))
     for born, dies, elements in parts:
         yield Tensor(name, TEMPORARY, born, dies, elements * per_element)
 
