@@ -74,6 +74,7 @@ TECHNIQUES = (
     "pp2-gpipe-mb1-ga4", "pp2-1f1b-mb1-ga4", "pp4-1f1b-mb1-ga8", "pp2-interleaved1f1b-v2-mb1-ga4",
     "pp2-loopedbfs-v2-mb1-ga4", "pp2-zb-v2-mb1-ga4", "pp2-zbv-mb1-ga4", "pp2-dualpipev-mb1-ga4",
     "pp2-1f1b-mb1-ga4-full1", "pp2-zbv-mb1-ga4-attention",
+    "zero3x2-mb2-ga2-offload", "pp2-gpipe-mb1-ga4-offload",
     "zero3x2-tp2-sp-mb1-ga2", "zero1x2-pp2-1f1b-mb1-ga4", "zero3x2-pp2-1f1b-mb1-ga4-full",
     "dp2-tp2-sp-pp2-1f1b-mb1-ga4-full", "cp2-tp2-sp-mb1-ga2", "zero3x2-cp2-mb1-ga1-selective",
     "ulysses2-pp2-1f1b-mb1-ga4", "zero1x2-tp2-pp2-zb-mb1-ga4",

@@ -28,6 +28,7 @@ from memory_rows import Row, compare, errors, planned
 from meshtune.dryrun.ranks import Tell, trace_ranks
 from meshtune.dryrun.world import Job, trace_rank
 from meshtune.layout import AXES
+from meshtune.meter.trace import OFFLOADS
 from meshtune.placement.ranks import rank_at
 from meshtune.rundir import write_text_atomically
 
@@ -47,12 +48,15 @@ def simulate(job: Job) -> list[dict[str, Any]]:
 
 def held_by(job: Job, rank: int, tell: Tell) -> dict[str, Any]:
     """Peaks of a rank's two steps, in a process of its own."""
+    trace = trace_rank(job, rank, tell)
     steps = [
         {"step": step.step, "phase": phase, "bytes": size, "parts": {k: v for k, v in parts.items() if v}}
-        for step in trace_rank(job, rank, tell).steps
+        for step in trace.steps
         for phase, (size, parts) in step.peaks.items()
     ]
-    return {"rank": rank, "steps": steps}
+    later = trace.steps[-1]
+    host = [later.host_bytes, *map(later.offloaded_bytes, OFFLOADS)]
+    return {"rank": rank, "steps": steps, "host": host}
 
 
 def tables(rows: Iterable[Row], limit: float) -> str:

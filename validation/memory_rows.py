@@ -110,6 +110,7 @@ class Planned(NamedTuple):
 
     ranks: tuple[tuple[str, int], ...]  # (of RANKS or "", place in the pipeline)
     events: tuple[Mapping[str, Mapping[str, float]], ...]  # of each: event -> category -> bytes
+    host: tuple[float, ...]  # of each: bytes of host memory
 
 
 def workload_of(job: Job) -> Workload:
@@ -122,6 +123,8 @@ def workload_of(job: Job) -> Workload:
         model="", work=work, traits=traits(model), seq_len=job.seq_len,
         global_batch_size=job.layout.global_batch_size, precision=job.spec.precision,
         reduce_dtype=job.spec.reduce_dtype, optimizer=job.optimizer.name,
+        step_in_backward=job.optimizer.in_backward,
+        offload="optimizer" if job.optimizer.offload else "none",
     )  # fmt: skip
     return workload.compiled() if job.spec.compile else workload
 
@@ -138,7 +141,8 @@ def planned(job: Job, *, first_step: bool = False) -> Planned:
         accounting = replace(accounting, **of_kernels, **of_loss)
     stages = stages_of(workload, layouts)
     step = Step(workload.work, layouts, accounting, job.seq_len, stages, first_step=first_step)
-    found = timeline.Liveness(step).timeline()
+    liveness = timeline.Liveness(step)
+    found, of_host = liveness.timeline(), liveness.host
     shape = len(RANKS), 1
     kinds = {1: (0,), 2: (0, 2)}.get(layout.pp, (0, 1, 2))
     names = tuple((RANKS[kind] if layout.pp > 1 else "", int(stages.rank[kind, 0])) for kind in kinds)
@@ -149,7 +153,7 @@ def planned(job: Job, *, first_step: bool = False) -> Planned:
         }
         for kind in kinds
     )
-    return Planned(names, events)
+    return Planned(names, events, tuple(float(np.broadcast_to(of_host, shape)[kind, 0]) for kind in kinds))
 
 
 def compare(name: str, job: Job, ranks: Sequence[Mapping[str, Any]], step: int = 2) -> list[Row]:

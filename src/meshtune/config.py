@@ -185,6 +185,16 @@ class TrainConfig(Section):
         "and muon need whole tensors (dp, pp, cp).",
         table=OPTIMIZERS,
     )  # fmt: skip
+    step_in_backward: StrictBool = setting(
+        False,
+        "Update each parameter inside the backward, once its gradient is complete, and free that; for one "
+        "micro-batch a step and max_grad_norm=0.",
+    )
+    offload: Literal["none", "optimizer"] = setting(
+        "none",
+        "Keep the optimizer's states, and the fp32 master weights that ZeRO does not shard, in host memory; "
+        "each update copies them to the device and back.",
+    )
     adam_betas: tuple[Fraction, Fraction] = setting(
         (0.9, 0.999), "Decay of AdamW's two moments, or the two of Lion's one.", constant("betas")
     )
@@ -208,6 +218,12 @@ class TrainConfig(Section):
             problems.append(
                 f"train.reduce_dtype=bf16 would round the {summed} gradients of train.precision="
                 f"{self.precision}; leave train.reduce_dtype out, or set train.precision=bf16."
+            )
+        if self.step_in_backward and self.max_grad_norm:
+            problems.append(
+                "train.step_in_backward=true updates each parameter inside the backward, and "
+                f"train.max_grad_norm={self.max_grad_norm:g} clips by the norm of all gradients, known only "
+                "after it; set train.max_grad_norm=0, or leave train.step_in_backward out."
             )
         problems += schedule_problems(self.lr_scheduler, self.min_lr_ratio, self.lr_scheduler_kwargs)
         if problems:

@@ -28,6 +28,7 @@ class Recomputation:
     attention   everything but attention's statistics   the attention core
     selective   outputs of matmuls and of attention     the rest of the block
     full        the block's input                       the block
+    offload     the same, in host memory                the block
 
     From the least to the most that is run again: `Layout.recompute` is compared by this order.
     parallel/recompute.py makes it so.
@@ -37,6 +38,7 @@ class Recomputation:
     attention: bool = False  # the backward runs the attention core again
     block: bool = False  # the backward goes through the block's forward again, but for what was saved
     matmuls: bool = False  # and through all its matmuls; only with `block`, a share (Machine.selective)
+    host: bool = False  # what is saved waits in host memory (parallel/offload.py)
     searched: bool = True  # the planner's search offers it
 
     @property
@@ -58,6 +60,10 @@ RECOMPUTATIONS = Table(
         "attention": Recomputation("all but statistics", attention=True, searched=False),
         "selective": Recomputation("outputs", block=True),
         "full": Recomputation("block input", attention=True, block=True, matmuls=True),
+        # only where asked for, and advised where nothing else fits
+        "offload": Recomputation(
+            "block input", attention=True, block=True, matmuls=True, host=True, searched=False
+        ),
     },
 )
 
@@ -303,8 +309,8 @@ def contradictions(layout: Layout) -> Iterator[str]:
     if layout.recompute_blocks is not None and layout.recompute not in BY_BLOCK:
         yield (
             f"recompute_blocks is {layout.recompute_blocks} with recompute {layout.recompute}: only "
-            f"{' and '.join(BY_BLOCK)} recompute some blocks and save the others; use one of these, or leave "
-            "the number out."
+            f"{', '.join(BY_BLOCK[:-1])} and {BY_BLOCK[-1]} recompute some blocks and save the others; use "
+            "one of these, or leave the number out."
         )
     if layout.cp == 1 and layout.cp_method != "allgather":
         yield f"cp_method={layout.cp_method} needs cp > 1; write ulysses2, or leave it out."

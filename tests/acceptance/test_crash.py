@@ -10,6 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from cases import cases
 from command import Command, end
 
 from meshtune.rundir import RunDir
@@ -53,13 +54,14 @@ def flip_a_byte(step: Path) -> None:
     file.write_bytes(content)
 
 
-@pytest.mark.ci
+@pytest.mark.parametrize("layout", cases(["auto", "mb2-ga4-offload"], ci=1))
 def test_a_killed_run_goes_on_bit_for_bit(
-    meshtune: Command, begin_fork: Any, settings: Settings, tmp_path: Path
+    layout: str, meshtune: Command, begin_fork: Any, settings: Settings, tmp_path: Path
 ) -> None:
     words = settings(
-        "train.max_steps=20", "train.global_batch_size=8", "checkpoint.every=3", "train.weight_decay=0.1"
-    )
+        "train.max_steps=20", "train.global_batch_size=8", "checkpoint.every=3", "train.weight_decay=0.1",
+        f"layout={layout}",
+    )  # fmt: skip
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     meshtune("train", *words, f"output={whole}")
 

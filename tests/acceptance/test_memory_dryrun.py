@@ -86,6 +86,38 @@ def test_a_step_holds_what_is_planned(layout: str, kernels: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("layout", "precision"),
+    cases(
+        [("mb2-ga1", "bf16"), ("mb2-ga1-full", "bf16"), ("dp2-mb1-ga1-full", "bf16"), ("mb2-ga1", "fp32"),
+         ("tp2-sp-mb1-ga1", "bf16"), ("zero3x2-mb1-ga1-full", "bf16"), ("zero1x2-mb1-ga1", "bf16")], ci=1,
+    ),
+)  # fmt: skip
+def test_updates_inside_the_backward_hold_what_is_planned(layout: str, precision: str) -> None:
+    job = replace(job_of(layout, precision=precision), optimizer=OptimizerSpec(in_backward=True))
+    check(layout, job, "small")
+
+
+@pytest.mark.parametrize(
+    ("layout", "precision", "chosen"),
+    cases(
+        [("mb2-ga2", "fp32", {}), ("mb2-ga1", "bf16", {"in_backward": True}), ("tp2-sp-mb2-ga1", "bf16", {}),
+         ("zero3x2-mb2-ga1", "bf16", {}), ("dp2-mb2-ga1", "bf16", {"in_backward": True}),
+         ("zero1x2-mb2-ga1", "bf16", {"in_backward": True}), ("pp2-1f1b-mb1-ga2", "bf16", {})],
+        ci=2,
+    ),
+)  # fmt: skip
+def test_states_in_host_memory_are_planned(layout: str, precision: str, chosen: dict[str, Any]) -> None:
+    job = replace(job_of(layout, precision=precision), optimizer=OptimizerSpec(offload=True, **chosen))
+    held, planned = memory_dryrun.simulate(job), memory_dryrun.planned(job)
+    for row in compare(layout, job, held):
+        assert abs(row.error) <= memory_dryrun.LIMITS["small"], (row.phase, f"{row.error:+.1%}", row.terms)
+    for rank, of_host in zip(held, planned.host, strict=True):
+        host, out, back = rank["host"]
+        assert host == pytest.approx(of_host, rel=0.01)
+        assert host == pytest.approx(out, rel=0.01) == back
+
+
+@pytest.mark.parametrize(
     ("family", "layout"),
     cases(
         [*product(["llama", "gemma2"], ["mb2-ga1", "mb2-ga1-selective"])],
@@ -97,6 +129,27 @@ def test_compiled_blocks_hold_what_is_planned(family: str, layout: str) -> None:
     source = TINY if family == "llama" else Gemma2Config(**shape, head_dim=32, attn_logit_softcapping=None)
     job = job_of(layout, source, kernels="cuda", compile=True)
     assert_peaks_are_alike(compare(family, job, memory_dryrun.simulate(job)))
+
+
+OFFLOADED = {  # layout -> inputs that leave the GPU for each micro-batch of the first and the last rank
+    "mb4-ga2-offload": [7], "zero3x2-mb4-ga2-offload5": [4], "tp2-sp-mb4-ga1-offload": [7],
+    "pp2-1f1b-mb2-ga4-offload": [3, 2], "pp2-gpipe-mb2-ga4-offload": [3, 2], "cp2-mb4-ga2-offload": [7],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", cases(OFFLOADED, ci=["mb4-ga2-offload", "pp2-1f1b-mb2-ga4-offload"]))
+def test_offloaded_inputs_are_in_host_memory(layout: str) -> None:
+    job = job_of(layout, LlamaConfig(**TINY.to_dict() | {"num_hidden_layers": 8}), 1024, kernels="cuda")
+    held = memory_dryrun.simulate(job)
+    for row in compare(layout, job, held):
+        assert abs(row.error) <= memory_dryrun.LIMITS["small"], (row.rank, row.phase, f"{row.error:+.1%}")
+    chosen = job.layout
+    hidden = 1024 // chosen.cp // (chosen.tp if chosen.sp else 1) * chosen.micro_batch_size * 256 * 2
+    for rank, moved, planned in zip(held, OFFLOADED[layout], memory_dryrun.planned(job).host, strict=True):
+        host, out, back = rank["host"]
+        assert out == back == moved * hidden * chosen.gradient_accumulation_steps
+        assert host == pytest.approx(planned, rel=0.02)
+        assert host % (moved * hidden) == 0 < planned
 
 
 SETTINGS: dict[str, dict[str, Any]] = {  # what changes what is kept for the backward, or what is trained

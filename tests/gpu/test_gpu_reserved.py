@@ -80,7 +80,9 @@ def on_rank(_: launch.Rank, work: Job) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("expandable", [True, False])
-@pytest.mark.parametrize("layout", ["mb2-selective", "mb4-ga2-full", "zero3x2-mb2-full", "zero3x2-mb2-ga2"])
+@pytest.mark.parametrize(
+    "layout", ["mb2-selective", "mb4-ga2-full", "mb4-ga2-offload", "zero3x2-mb2-full", "zero3x2-mb2-ga2"]
+)
 def test_reserved_bytes_are_the_replays(
     layout: str, expandable: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -69,7 +69,7 @@ def test_the_gradient_noise_is_the_cpus(train: Train, tmp_path: Path) -> None:
         assert [row[name] for row in cuda.folder.rows("train")] == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.parametrize("recompute", ["none", "attention", "selective", "full"])
+@pytest.mark.parametrize("recompute", ["none", "attention", "selective", "full", "offload"])
 @pytest.mark.parametrize("precision", ["bf16", "bf16-pure"])
 def test_bf16_follows_fp32_in_every_recompute_mode(
     precision: str, recompute: str, train: Train, tmp_path: Path
@@ -80,6 +80,16 @@ def test_bf16_follows_fp32_in_every_recompute_mode(
         "train.device=cuda", f"output={tmp_path / 'cuda'}",
     )  # fmt: skip
     assert losses(rounded) == pytest.approx(losses(exact), rel=0.01)
+
+
+@pytest.mark.parametrize("compile", ["false", "true"])
+def test_offloaded_inputs_give_the_losses_of_full(compile: str, train: Train, tmp_path: Path) -> None:
+    blocks = ("model.init=random", "model.overrides={num_hidden_layers: 8}", f"train.compile={compile}")
+    offload, full = (
+        train("train.device=cuda", f"layout=mb1-ga4-{mode}", f"output={tmp_path / mode}", *blocks)
+        for mode in ("offload", "full")
+    )
+    assert losses(offload) == pytest.approx(losses(full), rel=1e-5)
 
 
 def test_compiled_blocks_give_the_same_losses(train: Train, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from itertools import combinations
 from pathlib import Path
 
 import pytest
+import torch
 from cases import cases
 from grid import GRID, ONE, SINGLE, Grid, pairs, values
 from layouts import Trained, check, trained, whole
@@ -101,6 +102,26 @@ def test_a_layout_reads_the_global_batches_of_one_rank(
     ):
         for name in ("step", "tokens", "label_tokens", "learning_rate"):
             assert ours[name] == theirs[name], name
+
+
+# Of 8 blocks; in 4 stages only inputs of the first one leave.
+OFFLOADED = [
+    "mb4-ga4-offload", "zero2x2-offload", "zero3x2-offload5", "tp2-sp-offload", "pp2-1f1b-offload",
+    "pp2-interleaved1f1b-v2-offload", "pp2-gpipe-offload3", "cp2-offload", "zero3x2-tp2-sp-pp2-1f1b-offload",
+    "ulysses2-offload",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", cases(OFFLOADED, test=1, ci=5))
+def test_offloaded_inputs_change_no_bit(layout: str, folder: Path, tmp_path: Path) -> None:
+    ours, full = (
+        trained(folder, tmp_path / name, name, "fp32", "eval.every=2")
+        for name in (layout, layout.replace("offload", "full"))
+    )
+    assert (ours.losses, ours.norms, ours.evaluated) == (full.losses, full.norms, full.evaluated)
+    assert ours.evaluated and all(
+        torch.equal(ours.tensors[name], full.tensors[name]) for name in full.tensors
+    )
 
 
 @pytest.fixture(scope="session")

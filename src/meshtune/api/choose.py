@@ -177,6 +177,7 @@ def attention_and_refusals(
         packing=config.data.packing,
         compile=config.train.compile,
         optimizer=config.train.optimizer,
+        step_in_backward=config.train.step_in_backward,
         quantised=bool(config.quantise),
         ranks=ranks,
     )

@@ -156,6 +156,7 @@ class Subject:
             packing=self.config.data.packing,
             compile=self.config.train.compile,
             optimizer=self.config.train.optimizer,
+            step_in_backward=self.config.train.step_in_backward,
             quantised=bool(self.config.quantise),
         )
 

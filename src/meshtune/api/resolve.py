@@ -180,7 +180,12 @@ def model_spec(
 def optimizer_spec(config: Config) -> OptimizerSpec:
     train = config.train
     return OptimizerSpec(
-        name=train.optimizer, betas=train.adam_betas, eps=train.adam_eps, weight_decay=train.weight_decay
+        name=train.optimizer,
+        betas=train.adam_betas,
+        eps=train.adam_eps,
+        weight_decay=train.weight_decay,
+        in_backward=train.step_in_backward,
+        offload=train.offload == "optimizer",
     )
 
 

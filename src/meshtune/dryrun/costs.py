@@ -3,6 +3,7 @@
     matmuls       from their shapes                        plan/seconds/gpu.py
     attention     from the FLOPs of the keys that are seen  plan/seconds/gpu.py
     collectives   from bytes, ranks and nodes              plan/seconds/collectives.py
+    host copies   from bytes, over the link to the host    plan/hardware.toml
     all else      bytes moved, over the bandwidth that is reached
 
 A dry run is a second opinion on which operations run and when, not on how fast a matmul is. Without torch.
@@ -15,7 +16,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from meshtune.meter.trace import BACKWARD, GATHERED, GRADIENT_COPIES, WEIGHTS, Collective, Operation, Storage
+from meshtune.meter.trace import (
+    BACKWARD,
+    GATHERED,
+    GRADIENT_COPIES,
+    OFFLOADS,
+    WEIGHTS,
+    Collective,
+    Operation,
+    Storage,
+)
 from meshtune.plan.machine import Machine, machine_of
 from meshtune.plan.seconds.collectives import (
     all_to_alls,
@@ -108,6 +118,8 @@ class Costs:
         traffic = moved_bytes(operation) / (machine.bandwidth * machine.memory)
         if is_attention(operation):
             return _attention(machine, operation)
+        if operation.name in OFFLOADS:
+            return float(operation.written / machine.host_bandwidth)
         if (sizes := matmul_sizes(operation)) is not None:
             count, rows, cols, inner = sizes
             lying = (rows, cols) if of_weight else (cols, inner)

@@ -33,6 +33,7 @@ from meshtune.meter.ledger import ACTIVATIONS, COMMUNICATION, FROM_HOST, Entry, 
 from meshtune.meter.trace import (
     BACKWARD,
     FORWARD,
+    HOST_BUFFER,
     RECOMPUTATION,
     UPDATE,
     Change,
@@ -128,7 +129,7 @@ MASTER = "master"  # name of the optimizer's own copy of a parameter
 NO_KERNEL = {  # operators that launch nothing on a GPU, besides views and collectives
     "aten.empty", "aten.new_empty", "aten.empty_like", "aten.empty_strided", "aten.new_empty_strided",
     "aten.lift_fresh", "aten._local_scalar_dense", "aten._unsafe_view", "aten.detach", "aten.set_",
-    "aten.lift", "aten.resize_",
+    "aten.lift", "aten.resize_", f"meshtune.{HOST_BUFFER}",
 }  # fmt: skip
 
 MATMULS = {"aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm"}

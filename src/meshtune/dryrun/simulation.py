@@ -97,6 +97,11 @@ class Simulation(Notebook):
         return self.reserved(self.fullest) + self.outside
 
     @property
+    def host_bytes(self) -> int:
+        """Bytes of pinned host memory of the rank that needs most of it for what it offloads."""
+        return max(trace.steps[1].host_bytes for trace in self.traces)
+
+    @property
     def capacity(self) -> float:
         """Bytes of a GPU, or of its memory budget."""
         return min(self.cluster.memory, self.cluster.memory_budget or self.cluster.memory)

@@ -1,6 +1,7 @@
 """A step on the streams of its GPUs: when each kernel and collective runs, and what the rest of the time is.
 
     compute stream           all kernels, in the order in which the host launches them
+    host copies              of what is offloaded, to host memory and back
     a stream per axis and collective   FSDP2's all-gathers, its reduce-scatters, … each in order
     host                     launches kernels one after the other, ahead of them until it reads a result
 
@@ -12,7 +13,9 @@ Rules of the streams
                              fills their buffers runs on their stream
     FSDP2's reduce-scatters  before the next one the compute stream waits for the one before; what is added to
                              their results runs on their stream
-    computation during one   takes longer by the machine's `contention`
+    a host copy              begins where the compute stream has come to, which waits for one to the host when
+                             the next one begins, and for one back where its result is read
+    computation during a collective  takes longer by the machine's `contention`
 
 All ranks of a pipeline run together; ranks of the other axes are alike, so that one of each stage stands for
 them. Without torch.
@@ -31,7 +34,9 @@ from meshtune.layout import Layout
 from meshtune.meter.trace import (
     COMMUNICATION,
     FORWARD,
+    OFFLOADS,
     OPTIMIZER,
+    TO_HOST,
     UPDATE,
     WEIGHTS,
     Collective,
@@ -43,7 +48,7 @@ from meshtune.placement.schedules import Pass, orders
 from meshtune.placement.share import stage_of_rank
 from meshtune.plan.seconds.step import PARTS, Seconds
 
-COMPUTE = "compute"
+COMPUTE, COPIES = "compute", "host copies"
 NO_PASS = Pass("", -1, -1)
 
 
@@ -150,6 +155,7 @@ class _Rank:
     writers: dict[int, int] = field(default_factory=dict)  # storage -> the task that wrote it last
     # stream -> each of its all-gathers, and the task that copies its result out
     copied: dict[str, dict[int, int]] = field(default_factory=lambda: defaultdict(dict))
+    leaving: list[int] = field(default_factory=list)  # the last copy to the host, until it is waited for
     reduced: dict[str, int] = field(default_factory=dict)  # stream -> its last reduce-scatter
     exchanged: dict[str, int] = field(default_factory=dict)  # axis -> its last collective
     messages: Counter[tuple[int, int]] = field(default_factory=Counter)  # sent and received, by ranks
@@ -224,6 +230,18 @@ class _World:
         if each.collective is not None:
             message = is_message(each)
             self._message(rank, number) if message else self._collective(rank, number, each.collective, run)
+            return
+        if each.name in OFFLOADS:
+            rank.gate += rank.leaving
+            seconds, after = self.costs.compute(each), [rank.last] if rank.last >= 0 else []
+            update = each.phase == UPDATE  # whose copies have a stream for each direction
+            stream, part = (f"{COPIES}, {each.name}", "optimizer") if update else (COPIES, "host")
+            task = Interval(
+                (rank.pp, stream), seconds, self.costs.launch(each), after=after, name=each.name, part=part,
+                operation=number, of=each, run=run,
+            )  # fmt: skip
+            placed = self._place(rank, task, each.reads)
+            rank.leaving = [placed] if each.name == TO_HOST else []
             return
         stream = self._stream(rank, each)
         part = ("optimizer" if each.phase == UPDATE else "compute") if stream == COMPUTE else "data"
@@ -366,6 +384,8 @@ class _World:
         if cause is None or cause.end < task.begin - 1e-12:
             return (("host", gap),)
         own = cause.queue[0] == task.queue[0]
+        if cause.name in OFFLOADS and cause.part == "optimizer":
+            return ((cause.part, gap),)
         if cause.part in ("compute", "optimizer"):
             return (("data" if own else "bubble", gap),)
         idle = min(gap, max(0.0, cause.begin - end))  # before the collective began

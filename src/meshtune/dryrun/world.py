@@ -150,8 +150,11 @@ def trace_rank(job: Job, rank: int, tell: Callable[[str], Any] = lambda _: None)
             more = [*micro_batches, *micro_batches[: layout.pp]]
             options["tell"] = lambda part: tell(f"again with {len(more)} micro-batches, {part}")
             grown = growth(model, steps[-1], micro_batches, more, options)
+            before = steps[-1].host_bytes - model.optimizer.host_bytes
+            of_host = (model.parallel.host_bytes - before) // (len(more) - traced)
             for step in steps:
                 add_left_out(step, grown, number - traced)
+                step.host_bytes += of_host * (number - traced)
     return RankTrace(
         rank=rank,
         coordinates=coordinates(layout, rank),
@@ -218,6 +221,7 @@ def record(
                 max_grad_norm=max_grad_norm,
             )
             recorder.describe(model.optimizer.state())
+        trace.host_bytes = model.parallel.host_bytes + model.optimizer.host_bytes
         trace.peaks = {peak.phase: (peak.bytes, dict(peak.parts)) for peak in memory.peaks.values()}
         number_messages(trace, len(micro_batches))
 

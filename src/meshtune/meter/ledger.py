@@ -48,6 +48,7 @@ from meshtune.meter.trace import (
     GATHERED,
     GRADIENT_COPIES,
     GRADIENTS,
+    HOST_BUFFER,
     LOGITS,
     TEMPORARY,
     WEIGHTS,
@@ -255,7 +256,7 @@ class Ledger(TorchDispatchMode):
         self.operations += 1
         of_logits = self._has([args, kwargs], LOGITS)
         out = func(*args, **kwargs)
-        for tensor in self.tensors(out):
+        for tensor in self.tensors(out) if func._opname != HOST_BUFFER else ():
             category = self._category_of(tensor, [args, kwargs], of_logits)
             for storage in storages_of(tensor):
                 if func is FROM_HOST or not self._foreign(storage, [args, kwargs]):

@@ -52,8 +52,10 @@ Phase = Callable[[str], AbstractContextManager[object]]  # name -> context aroun
 class States(Protocol):
     """Protocol of an optimizer: the model states that it owns on this rank."""
 
-    def state(self) -> Mapping[str, Tensor]:
-        """Masters, or what is trained in their place, and the optimizer's state, by name."""
+    def on_device(self) -> Mapping[str, Tensor]:
+        """Masters, or what is trained in their place, and the optimizer's state, by name, but what is kept in
+        host memory.
+        """
         ...
 
     def gradients(self) -> Sequence[Tensor]:
@@ -118,7 +120,7 @@ class PhaseMemory:
         sums = (parameter.unsharded_accumulated_grad for parameter in self.sharded)
         return {
             COMMUNICATION: list(self.buffers()),
-            OPTIMIZER: list(self.optimizer.state().values()),
+            OPTIMIZER: list(self.optimizer.on_device().values()),
             GRADIENTS: [
                 *self.optimizer.gradients(),
                 *(p.grad for p in parameters if p.grad is not None),

@@ -20,6 +20,9 @@ ACTIVATIONS, LOGITS, COMMUNICATION, TEMPORARY = "activations", "logits", "commun
 CATEGORIES: tuple[str, ...] = (
     WEIGHTS, GATHERED, GRADIENTS, OPTIMIZER, ACTIVATIONS, LOGITS, COMMUNICATION, TEMPORARY,
 )  # fmt: skip
+# Operators of parallel/offload.py, which copy hidden states to host memory and back.
+OFFLOADS = TO_HOST, TO_DEVICE = "meshtune.to_host.default", "meshtune.to_device.default"
+HOST_BUFFER = "host_buffer"  # the one that allocates host memory, which is not the device's
 FORWARD, BACKWARD, RECOMPUTATION, UPDATE = "forward", "backward", "recomputation", "optimizer"
 PHASES = (FORWARD, BACKWARD, RECOMPUTATION, UPDATE)
 NUMBERED = re.compile(r"^(.+?)\.(\d+)(?=\.|$)(.*)$")  # a module in a list, as blocks are
@@ -106,7 +109,12 @@ class StepTrace:
     peaks: dict[str, tuple[int, dict[str, int]]] = field(default_factory=dict)  # by phase: bytes, by category
     host_reads: Counter[str] = field(default_factory=Counter)  # line of source -> reads from the device
     host_copies: Counter[str] = field(default_factory=Counter)  # line -> tensors of Python's numbers
+    host_bytes: int = 0  # of pinned buffers for what is offloaded, not in `storages`
     host_waits: list[int] = field(default_factory=list)  # operation behind which the host waits for a read
+
+    def offloaded_bytes(self, name: str) -> int:
+        """Bytes that copies of one of OFFLOADS move."""
+        return sum(each.written for each in self.operations if each.name == name)
 
     def collectives(self) -> list[Collective]:
         """Collectives, in their order."""

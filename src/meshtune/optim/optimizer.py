@@ -23,11 +23,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from meshtune.model.pieces import Piece
+from meshtune.optim.host import HostStates
 from meshtune.optim.one_pass import RULES, OnePass
 from meshtune.optim.updates import UPDATES, zeros
-from meshtune.optimizers import OPTIMIZERS, updated_by
+from meshtune.optimizers import BUCKET_ELEMENTS, OPTIMIZERS, updated_by
 from meshtune.parallel.zero import local
 from meshtune.placement.census import is_matrix
 
@@ -44,6 +46,7 @@ def decays(name: str, parameter: Tensor) -> bool:
 class Bucket:
     """Parameters that are stepped together; the three lists are parallel."""
 
+    number: int  # among the optimizer's
     row: str  # of OPTIMIZERS, by which they are updated
     names: list[str]
     parameters: list[nn.Parameter]
@@ -70,6 +73,9 @@ class Optimizer:
     counted.
     piece: gives the whole parameter's name and the piece of it that a trained tensor of one is; None: each is
     whole. seed: of what rounds by chance. compiled: an update is one kernel a parameter, where it can be.
+    in_backward: `complete` updates a parameter and frees its gradient, after `begin`. late: names of
+    parameters whose gradient is complete only after the backward; `step` updates those. offload: device of
+    the updates, where states, and masters, are kept in host memory (host.py); None: they are not.
     """
 
     def __init__(
@@ -87,23 +93,29 @@ class Optimizer:
         piece: Callable[[str, nn.Parameter, Tensor], tuple[str, Piece]] = of_whole,
         seed: int = 0,
         compiled: bool = False,
+        in_backward: bool = False,
+        late: Collection[str] = (),
+        offload: torch.device | None = None,
     ) -> None:
         self.copies = copies or {}
+        self.in_backward, self.late = in_backward, late
+        self.rate: float | None = None  # of the updates in this backward; None: gradients are only freed
+        self.norms: dict[str, Tensor] = {}  # of the gradients that this backward has freed
         self.factor = 1.0  # by which the step's gradients are still to be multiplied
         self.piece, self.own = piece, {"seed": seed, "compiled": compiled}
         constants = {"betas": betas, "eps": eps}
         trainable = [(name, p) for name, p in named_parameters if p.requires_grad]
-        self.buckets = [
-            self._bucket(names_and_parameters, row, constants, weight_decay, compute_dtype)
-            for row, updated in by_row(name, trainable, blocks).items()
-            for names_and_parameters in buckets(
-                updated, OPTIMIZERS[row].bucket_elements if compute_dtype else None
-            )
-        ]
+        self.has_masters, self.buckets = compute_dtype is not None, []
+        self.host = HostStates(offload) if offload else None
+        for row, updated in by_row(name, trainable, blocks).items():
+            size = OPTIMIZERS[row].bucket_elements if compute_dtype else None
+            size = 1 if in_backward else BUCKET_ELEMENTS if offload else size
+            for part in buckets(updated, size):
+                self.buckets.append(self._bucket(part, row, constants, weight_decay, compute_dtype))
+        self.bucket_of = {parameter: bucket for bucket in self.buckets for parameter in bucket.parameters}
         self.sums: dict[nn.Parameter, Tensor] = {}
         self.sum_dtype = sum_dtype
         self.summed = [p for _, p in trainable if sum_dtype not in (None, p.dtype)]
-        self.has_masters = compute_dtype is not None
         for parameter in self.summed:
             parameter.register_post_accumulate_grad_hook(self._add)
 
@@ -123,7 +135,7 @@ class Optimizer:
         trained: list[Tensor] = [p.data if compute_dtype else local(p) for p in parameters]
         if compute_dtype:
             for parameter in parameters:
-                parameter.data = parameter.data.to(compute_dtype)
+                parameter.data = parameter.data.to(self.host.device if self.host else None, compute_dtype)
         decay = [weight_decay if decays(n, t) else 0.0 for n, t in zip(names, trained, strict=True)]
         taken = {key: constants[key] for key in OPTIMIZERS[row].constants}
         if row in RULES:
@@ -138,7 +150,9 @@ class Optimizer:
                 for each in dict.fromkeys(decay)
             ]
             update = UPDATES[row](groups, **taken)
-        return Bucket(row, names, parameters, trained, update)
+        if self.host is not None:
+            self.host.hold(len(self.buckets), row, trained, update.state, masters=self.has_masters)
+        return Bucket(len(self.buckets), row, names, parameters, trained, update)
 
     def _add(self, parameter: Tensor) -> None:
         """Hook after a micro-batch's backward: add .grad to the parameter's sum, and set it to None."""
@@ -191,15 +205,15 @@ class Optimizer:
         return [gradient for gradient in every if gradient is not None]
 
     def local_squared_norm(self) -> Tensor:
-        """The sum of the squares of all gradients' elements, a scalar in fp64: this rank's share of it."""
-        gradients = self.named_gradients()
-        if not gradients:
+        """The sum of the squares of all gradients' elements, a scalar in fp64: this rank's share of it. Those
+        that the backward has freed count.
+        """
+        norms = self.norms | _norms(self.named_gradients())
+        names = [name for name, _ in self.named_parameters() if name in norms]
+        if not names:
             return torch.zeros((), dtype=torch.float64)
-        dtype = torch.promote_types(next(iter(gradients.values())).dtype, torch.float32)
-        every = torch._foreach_norm([*gradients.values()], dtype=dtype)  # pyright: ignore[reportPrivateImportUsage]
-        norms = torch.stack(every).double()
-        copies = [self.copies.get(name, 1) for name in gradients]
-        return (norms.square() / norms.new_tensor(copies)).sum()
+        every = torch.stack([norms[name] for name in names]).double()
+        return (every.square() / every.new_tensor([self.copies.get(name, 1) for name in names])).sum()
 
     def scale(self, factor: float) -> None:
         """Multiply this rank's gradients by `factor` in the next update."""
@@ -214,18 +228,77 @@ class Optimizer:
         if max_norm and (factor := max_norm / (norm + 1e-6)) < 1:
             self.scale(factor)
 
+    def begin(self, learning_rate: float | None, factor: float = 1.0) -> None:
+        """Prepare a backward that updates parameters, with gradients times `factor`, and frees their
+        gradients. None: it only frees them.
+        """
+        self.rate, self.factor, self.norms = learning_rate, factor, {}
+
+    def watch(self) -> None:
+        """Call `complete` behind each gradient; once, where nothing else completes gradients."""
+        for parameter in self.bucket_of:
+            parameter.register_post_accumulate_grad_hook(self.complete)
+
+    @torch.no_grad()
+    def complete(self, parameter: Tensor) -> None:
+        """Update a parameter whose gradient is complete, if that is to be in the backward, on the stream on
+        which the gradient is made.
+        """
+        assert isinstance(parameter, nn.Parameter)
+        gradient = self.gradient(parameter)
+        if not self.in_backward or gradient is None:
+            return
+        bucket = self.bucket_of[parameter]
+        (name,) = bucket.names
+        if self.host is not None:
+            self.host.settle()
+        if name in self.late:  # as a view it would keep the memory of all gradients of its group
+            gradient = gradient.clone()
+            if parameter in self.sums:
+                self.sums[parameter] = gradient
+            else:
+                parameter.grad = gradient
+            return
+        assert name not in self.norms, f"the gradient of {name} came in two parts, and its update is made"
+        self.norms |= _norms({name: local(gradient)})
+        del gradient
+        if self.rate is None:
+            self._taken(parameter)
+        else:
+            self._update(bucket, self.rate)
+            if self.host is not None and isinstance(parameter, DTensor):
+                self.host.settle()  # on a stream that only FSDP2's next reduce-scatter uses
+
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
         """Make one update, free all gradients, and round the masters into the parameters."""
-        for bucket in self.buckets:
-            if isinstance(bucket.update, OnePass):
-                rounded = [p.data if self.has_masters else None for p in bucket.parameters]
-                gradients = [self._taken(parameter) for parameter in bucket.parameters]
-                bucket.update.step(gradients, rounded, learning_rate, self.factor)
-            else:
-                self._step(bucket, bucket.update, learning_rate)
-                self._publish(bucket)
-        self.factor = 1.0
+        updated = [bucket for bucket in self.buckets if self._has_gradient(bucket)]
+        for bucket, after in zip(updated, [*updated[1:], None], strict=False):
+            self._update(bucket, learning_rate, after)
+        if self.host is not None:
+            self.host.settle()
+        self.factor, self.rate = 1.0, None
+
+    def _has_gradient(self, bucket: Bucket) -> bool:
+        return any(self.gradient(parameter) is not None for parameter in bucket.parameters)
+
+    def _update(self, bucket: Bucket, learning_rate: float, after: Bucket | None = None) -> None:
+        """Update the parameters of a bucket that have a gradient, and free it. after: the next bucket, whose
+        states come from the host meanwhile.
+        """
+        if self.host is not None:
+            self.host.use(bucket.number)
+            if after is not None:
+                self.host.bring(after.number)
+        if isinstance(bucket.update, OnePass):
+            rounded = [p.data if self.has_masters else None for p in bucket.parameters]
+            gradients = [self._taken(parameter) for parameter in bucket.parameters]
+            bucket.update.step(gradients, rounded, learning_rate, self.factor)
+        else:
+            self._step(bucket, bucket.update, learning_rate)
+            self._publish(bucket)
+        if self.host is not None:
+            self.host.give_back(bucket.number)
 
     def _step(self, bucket: Bucket, update: torch.optim.Optimizer, learning_rate: float) -> None:
         """Make one update of a library's optimizer, which wants gradients in the trained tensors' dtype."""
@@ -267,7 +340,7 @@ class Optimizer:
 
     def zero_grad(self) -> None:
         """Forget the gradients, as when a step is not applied."""
-        self.factor = 1.0
+        self.factor, self.rate = 1.0, None
         self.sums.clear()
         for bucket in self.buckets:
             for parameter in bucket.parameters:
@@ -282,6 +355,8 @@ class Optimizer:
         Before its first step a parameter has no state; `materialise` adds zeros for it, to the optimizer too,
         as loading a checkpoint needs.
         """
+        if self.host is not None:
+            self.host.synchronize()
         tensors: dict[str, Tensor] = {}
         for bucket in self.buckets:
             names = {state.name for state in OPTIMIZERS[bucket.row].states}
@@ -293,6 +368,25 @@ class Optimizer:
                     state.update(zeros(bucket.row, trained))
                 tensors |= {f"optimizer.{name}.{key}": state[key] for key in state if key in names}
         return tensors
+
+    def on_device(self) -> dict[str, Tensor]:
+        """`state` without what is in host memory."""
+        state = self.state()
+        return state if self.host is None else {k: v for k, v in state.items() if not self.host.has(v)}
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory that it keeps."""
+        return self.host.bytes if self.host is not None else 0
+
+
+def _norms(gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The L2 norm of each gradient, at least in fp32."""
+    if not gradients:
+        return {}
+    dtype = torch.promote_types(next(iter(gradients.values())).dtype, torch.float32)
+    every = torch._foreach_norm([*gradients.values()], dtype=dtype)  # pyright: ignore[reportPrivateImportUsage]
+    return dict(zip(gradients, every, strict=True))
 
 
 def parts_of(key: str) -> tuple[str, str, str]:
@@ -329,17 +423,18 @@ def by_row(
 def buckets(
     named: list[tuple[str, nn.Parameter]], elements: int | None
 ) -> Iterator[list[tuple[str, nn.Parameter]]]:
-    """Yield runs of neighbouring (name, parameter) pairs of at most `elements` elements together.
+    """Yield runs of neighbouring (name, parameter) pairs of at most `elements` of this rank's elements.
 
     A larger parameter is a run of its own. None: all parameters in one run. No parameters: no run.
     """
     run: list[tuple[str, nn.Parameter]] = []
     size = 0
     for name, parameter in named:
-        if run and elements and size + parameter.numel() > elements:
+        own = local(parameter).numel()
+        if run and elements and size + own > elements:
             yield run
             run, size = [], 0
         run.append((name, parameter))
-        size += parameter.numel()
+        size += own
     if run:
         yield run

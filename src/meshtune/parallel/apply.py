@@ -5,6 +5,7 @@
                   ─> attach     cp       attention over sequences that are cut        context.py
                   ─> Stage      pp       this rank's blocks                           pipeline.py
                   ─> recompute           activations that the backward recomputes     recompute.py
+                  ─> offload             their inputs, to host memory               offload.py
                   ─> shard      ZeRO     this rank's shard of what is left            zero.py
                   ─> materialise         memory for exactly that, and no more         (`place`)
                   ─> Replicas   dp       gradients summed over the replicas           replicas.py
@@ -28,12 +29,13 @@ from transformers import PreTrainedModel
 
 from meshtune import compat
 from meshtune.data.batch import MicroBatch, Noise
-from meshtune.layout import Layout
+from meshtune.layout import RECOMPUTATIONS, Layout
 from meshtune.model.anatomy import Anatomy, anatomy
 from meshtune.model.lora import frozen_linears
 from meshtune.model.pieces import Piece, materialise
 from meshtune.parallel import context, tensor, zero
 from meshtune.parallel.mesh import World, parameter_mesh
+from meshtune.parallel.offload import Offload
 from meshtune.parallel.pipeline import Finish, Pipeline, Stage
 from meshtune.parallel.recompute import recompute_blocks
 from meshtune.parallel.replicas import Replicas
@@ -52,6 +54,7 @@ class Parallel:
     shapes: Mapping[str, tuple[int, ...]]  # of all parameters of the whole model, by name
     splits: Mapping[str, Split]  # how tp cuts each parameter of the whole model, by name
     compiled: bool = False  # blocks
+    offload: Offload | None = None  # with recompute: offload
     pipeline: Pipeline | None = None  # with pp > 1
     replicas: Replicas | None = None  # with copies of its parameters on other ranks
     partial: frozenset[str] = field(init=False)  # parameters whose gradients are summed over tp
@@ -72,6 +75,11 @@ class Parallel:
     def receive_buffers(self) -> list[Tensor]:
         """Buffers of a pipeline's messages; none without a pipeline."""
         return self.pipeline.receive_buffers() if self.pipeline else []
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory in which inputs of blocks wait for their backward."""
+        return self.offload.host_bytes if self.offload else 0
 
     @cached_property
     def windows(self) -> frozenset[int | None]:
@@ -221,6 +229,7 @@ class Cut:
     compute_dtype: torch.dtype  # of hidden states that are sent between stages
     reduce_dtype: torch.dtype | None  # that replicas sum gradients in; None: their own
     compiled: bool  # blocks
+    offload: Offload | None  # as in Parallel
 
 
 def cut(
@@ -246,7 +255,7 @@ def cut(
     layout, mesh = world.layout, parameter_mesh(world)
     if compile and layout.tp > 1:
         compat.check_compiled_tensor()
-    stages = []
+    stages, offload = [], Offload(world.device) if RECOMPUTATIONS[layout.recompute].host else None
     for index, numbers in blocks.items():
         model = make()
         parts = anatomy(model)
@@ -263,6 +272,8 @@ def cut(
         if compile:
             for block in inside:
                 block.compile()
+        if offload:
+            offload.wrap(inside[: layout.recompute_blocks])
         if mesh is not None and layout.zero:
             zero.shard(
                 stage, inside, mesh, layout.zero,
@@ -272,21 +283,25 @@ def cut(
                 compute_dtype=compute_dtype, reduce_dtype=reduce_dtype,
             )  # fmt: skip
         stages.append(stage)
-    return Cut(stages, parts, mesh, shapes, splits, compute_dtype, reduce_dtype, compile)
+    return Cut(stages, parts, mesh, shapes, splits, compute_dtype, reduce_dtype, compile, offload)
 
 
-def place(made: Cut, world: World) -> Parallel:
-    """Allocate memory for the stages of `cut` on `world.device`, without values, and connect them."""
+def place(made: Cut, world: World, device: torch.device | None = None) -> Parallel:
+    """Allocate memory for the stages of `cut` on `device` (None: `world.device`), without values, and connect
+    them.
+    """
     layout, stages, mesh = world.layout, made.stages, made.mesh
     groups = []
     for stage in stages:
-        materialise(stage, world.device)
+        materialise(stage, device or world.device)
         groups += groups_of(stage, stage.own_blocks)
     pipeline = Pipeline(stages, world, made.compute_dtype) if world.pp.size > 1 else None
     replicas = (
         Replicas(groups[::-1], mesh, made.reduce_dtype) if mesh is not None and not layout.zero else None
     )
-    return Parallel(world, made.anatomy, stages, made.shapes, made.splits, made.compiled, pipeline, replicas)
+    return Parallel(
+        world, made.anatomy, stages, made.shapes, made.splits, made.compiled, made.offload, pipeline, replicas
+    )
 
 
 def width_multiple(layout: Layout) -> int:

@@ -5,6 +5,7 @@ first `Layout.recompute_blocks` of each stage.
     attention  keep query, key and value; run the attention core again
     selective  keep the outputs of matmuls and of attention; run the cheap rest of each block again
     full       keep each block's input; run the whole block again
+    offload    the same; offload.py moves the inputs to host memory
 
 Gradients are the same in every mode. The generators' states are restored before a block runs again, so
 dropout repeats exactly. Names of modules and parameters stay what they are.
@@ -33,8 +34,8 @@ def recompute_blocks(
 ) -> None:
     """Make blocks of `model` recompute activations in their backward by `mode`. In place; call it once.
 
-    mode: none, attention, selective or full, as above. numbers: of the blocks that do; None: all. `attention`
-    is always of all.
+    mode: none, attention, selective, full or offload, as above. numbers: of the blocks that do; None: all.
+    `attention` is always of all.
     Call it before blocks are sharded, so that the hooks of sharding are outside the recomputed part.
     Raises ValueError for an unknown mode, or for `attention` with a model that does not run meshtune's
     attention.
@@ -47,7 +48,7 @@ def recompute_blocks(
         case "selective":
             saving = partial(create_selective_checkpoint_contexts, _policy)
             _recompute_each_block(model, anatomy, numbers, saving)
-        case "full":
+        case "full" | "offload":
             _recompute_each_block(model, anatomy, numbers, None)
         case _:
             raise ValueError(f"recompute={mode!r} is none of {', '.join(RECOMPUTATIONS)}.")

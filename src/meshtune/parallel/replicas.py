@@ -21,9 +21,13 @@ from torch.distributed.device_mesh import DeviceMesh
 class Gradients(Protocol):
     """Accumulated gradients of a step, by parameter."""
 
+    in_backward: bool  # a gradient that is complete is to be used and freed at once
+
     def gradient(self, parameter: nn.Parameter) -> Tensor | None: ...
 
     def replace_gradient(self, parameter: nn.Parameter, gradient: Tensor) -> None: ...
+
+    def complete(self, parameter: nn.Parameter) -> None: ...
 
 
 class InFlight(NamedTuple):
@@ -51,6 +55,7 @@ class Replicas:
         self.mesh, self.dtype = mesh, dtype
         self.missing: list[int] = []  # gradients of each group that this step's passes have still to compute
         self.in_flight: list[InFlight] = []  # all-reduces of the first groups
+        self.waited = 0  # number of them that are over
 
     def watch(self, gradients: Gradients) -> None:
         """Add hooks that all-reduce a group once all of its gradients of a step are computed.
@@ -65,6 +70,7 @@ class Replicas:
     def begin(self, passes: int) -> None:
         """Prepare a step of `passes` backward passes."""
         self.missing, self.in_flight = [len(group) * passes for group in self.groups], []
+        self.waited = 0
 
     def finish(self) -> None:
         """Wait until the gradients are the sums over all replicas; call it after the step's passes.
@@ -74,12 +80,22 @@ class Replicas:
         """
         while len(self.in_flight) < len(self.groups):
             self._all_reduce()
-        for reduction in self.in_flight:
-            reduction.work.wait()
-            for parameter, summed, ranks in reduction.without:
-                if ranks > 0:
-                    self.gradients.replace_gradient(parameter, summed)
+        while self.waited < len(self.in_flight):
+            self._wait()
         self.in_flight = []
+
+    def _wait(self) -> None:
+        """Wait for the first all-reduce that is not over; its gradients are then complete."""
+        reduction, group = self.in_flight[self.waited], self.groups[self.waited]
+        self.in_flight[self.waited] = InFlight(None, [])  # a view would keep the memory of all
+        self.waited += 1
+        reduction.work.wait()
+        for parameter, summed, ranks in reduction.without:
+            if ranks > 0:
+                self.gradients.replace_gradient(parameter, summed)
+        del reduction
+        for parameter in group:
+            self.gradients.complete(parameter)
 
     def _computed(self, index: int, _: Tensor) -> None:
         """Hook after a pass has added one gradient of group `index`: start the all-reduces that are ready, in
@@ -88,6 +104,8 @@ class Replicas:
         self.missing[index] -= 1
         while len(self.in_flight) < len(self.groups) and self.missing[len(self.in_flight)] == 0:
             self._all_reduce()
+            if self.gradients.in_backward and len(self.in_flight) > self.waited + 1:
+                self._wait()  # behind the next group's backward
 
     def _all_reduce(self) -> None:
         """Start the next group's all-reduce; its gradients become views of the buffer, valid after `finish`.

@@ -63,14 +63,15 @@ def rules(
     packing: bool = True,
     compile: bool | str = False,
     optimizer: str = "adamw",
+    step_in_backward: bool = False,
     quantised: bool = False,
     ranks: int | None = None,
 ) -> Iterator[Rule]:
     """Every rule that a model and settings make; `Rule.refuses` tells which layouts it refuses.
 
     attention: the implementation that the model is built with, never "auto". packing, compile: data.packing,
-    train.compile; "auto" refuses nothing. optimizer: train.optimizer. quantised: matrices are held in 4 bits.
-    ranks: how many were started; None: no rule on their number.
+    train.compile; "auto" refuses nothing. optimizer, step_in_backward: of train. quantised: matrices are held
+    in 4 bits. ranks: how many were started; None: no rule on their number.
     """
     if ranks is not None:
         yield Rule(
@@ -91,10 +92,13 @@ def rules(
         yield _ulysses(traits)
     yield from _pipeline(traits)
     yield _every_block(traits)
+    yield _inputs_that_stay(traits)
     if compile is True:
         yield from compile_rules(traits)
     if not OPTIMIZERS[optimizer].by_element:
         yield _whole_tensors(optimizer)
+    if step_in_backward:
+        yield from _IN_BACKWARD
 
 
 def refusals(traits: Traits, layout: Layout, **settings: Any) -> list[str]:
@@ -349,6 +353,23 @@ def _every_block(traits: Traits) -> Rule:
     )
 
 
+def _inputs_that_stay(traits: Traits) -> Rule:
+    """Return the rule that refuses to offload where no input of a mean stage would leave its GPU."""
+
+    def recomputing(layouts: Columns) -> Number:
+        return np.minimum(layouts.recompute_blocks, traits.blocks / (layouts.pp * layouts.virtual_stages))
+
+    return Rule(
+        "nothing to offload: the input of a stage's last block stays on the GPU",
+        lambda layouts: layouts.recomputation("host") & (recomputing(layouts) < 2),
+        lambda layout: (
+            f"recompute {layout.recomputation}: a stage keeps the input of its last recomputed block on the "
+            f"GPU, and has {recomputing(Columns.of([layout]))[0]:.3g} of them, so that none would move; use "
+            f"full{', fewer stages' * (layout.pp > 1)} or offload of 2 blocks or more."
+        ),
+    )
+
+
 # What the schedules of torch.distributed.pipelining take.
 
 
@@ -390,6 +411,28 @@ def _whole_tensors(optimizer: str) -> Rule:
             f"splits over ranks; use dp, pp or cp, or train.optimizer={', '.join(others)} or {last}."
         ),
     )
+
+
+_IN_BACKWARD = (
+    Rule(
+        "train.step_in_backward needs one micro-batch a step",
+        lambda layouts: (layouts.gradient_accumulation_steps > 1) | (layouts.pp > 1),
+        lambda layout: (
+            f"train.step_in_backward = true with {layout}: a gradient is complete once all micro-batches "
+            f"have added to it, and {'a pipeline has' if layout.pp > 1 else 'a step has'} several; "
+            f"use ga1{' without pp' * (layout.pp > 1)}, or leave train.step_in_backward out."
+        ),
+    ),
+    Rule(
+        "train.step_in_backward saves nothing in replicas of ZeRO shards",
+        lambda layouts: (layouts.zero > 0) & (layouts.dp_replicate > 1),
+        lambda layout: (
+            f"train.step_in_backward = true with {layout}: where dp{layout.dp_replicate} all-reduces ZeRO's "
+            "shards, FSDP2 keeps every gradient until the backward ends, and nothing would be saved; use "
+            f"zero{layout.zero} over all data ranks, or dp, or leave train.step_in_backward out."
+        ),
+    ),
+)
 
 
 def compiles(setting: bool | str, traits: Traits, layouts: Columns, *, processor: bool) -> Number:

@@ -91,10 +91,16 @@ class States(NamedTuple):
     gradients: Number
     optimizer: Number  # the optimizer's state, and masters that lie next to the weights
     gathered: Number = 0.0  # whole compute weights that ZeRO-1 and -2 of FSDP hold next to the shard
+    host: Number = 0.0  # in host memory: what `optimizer` says of others
 
     @property
     def total(self) -> Number:
-        return sum(self)
+        """Bytes on the device."""
+        return sum(self[:-1])
+
+    def offloaded(self) -> States:
+        """The same with the optimizer's bytes in host memory."""
+        return self._replace(optimizer=0.0 * self.optimizer, host=self.optimizer)
 
 
 def held_states(
@@ -144,3 +150,8 @@ def held_states(
             elements.trained * master_and_state - elements.matrices * copies.matrix_saving,
         ),
     )
+
+
+def pinned_bytes(size: Number) -> Number:
+    """Bytes of a buffer of pinned host memory for `size` bytes: torch's allocator takes powers of two."""
+    return np.exp2(np.ceil(np.log2(np.maximum(size, 1.0))))

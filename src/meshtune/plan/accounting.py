@@ -120,6 +120,8 @@ class Accounting:
     precision: Copies
     element: float = 2  # bytes of an element of activations
     bucket_elements: float = BUCKET_ELEMENTS  # whose gradients an update converts at a time
+    offload: bool = False  # the optimizer's states are in host memory, and masters that ZeRO does not shard
+    in_backward: bool = False  # a gradient is freed once it is complete, behind its update
     shards_masters: bool = True  # ZeRO's shards are the masters; weights are gathered from them (FSDP)
     frees_added_gradients: bool = False  # with a sum: freed once added, else kept until the next ones
     whole_vocabulary_gradients: bool = False  # embedding's and head's: made whole, then added to a sum
@@ -277,7 +279,12 @@ def accounting_of(workload: Workload, cluster: Cluster) -> Accounting:
     accounting = stack_accounting(
         workload.stack, workload.precision, workload.reduce_dtype, workload.optimizer
     )
-    accounting = replace(accounting, loss_memory=workload.loss_memory(cluster))
+    accounting = replace(
+        accounting,
+        loss_memory=workload.loss_memory(cluster),
+        in_backward=workload.step_in_backward,
+        offload=workload.offload != "none",
+    )
     if cluster.gpu.processor:
         keys = "gathered" if accounting.context_keys == "copied" else accounting.context_keys
         return replace(

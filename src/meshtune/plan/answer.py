@@ -190,7 +190,7 @@ class Answer(Notebook):
             "run": vars(self.run) | {"notes": list(self.length.notes)},
             "notes": [
                 *self.workload.notes,
-                *filter(None, [unmeasured(plan.cluster), self.choice.uncompiled, self.choice.attention]),
+                *filter(None, [unmeasured(plan.cluster), *self.choice.notes]),
             ],
         }
         if self.left_out:

@@ -18,7 +18,7 @@ from itertools import groupby, product
 from typing import Any, NamedTuple
 
 from meshtune.errors import NothingFits, UserError
-from meshtune.layout import MODEL_AXES, RECOMPUTE, SCHEDULES, VIRTUAL_SCHEDULES, Layout
+from meshtune.layout import MODEL_AXES, RECOMPUTATIONS, RECOMPUTE, SCHEDULES, VIRTUAL_SCHEDULES, Layout
 from meshtune.optimizers import IN_16_BITS, caution, that_may_fit
 from meshtune.placement.columns import Columns, Number, at
 from meshtune.plan.candidates import nearest_sizes
@@ -42,8 +42,8 @@ BATCHES = ("batch", "other batch")  # kinds of changes of it
 MORE_GPUS = (2, 3, 4, 6, 8, 12, 16)  # times the cluster's
 SHORTER = (2, 4, 8, 16)  # parts of the sequence length
 REMEDIES = (
-    "budget", "nearest batch", "GPUs", "sequence", "sums", "moments", "precision", "optimizer", "method",
-    "kind",
+    "budget", "nearest batch", "offload", "GPUs", "sequence", "sums", "moments", "precision", "optimizer",
+    "method", "kind",
 )  # fmt: skip
 OTHER_OPTIMIZER = "Another optimizer needs a learning rate of its own (train.learning_rate)."
 FOUR_BITS = f"method=qlora rounds frozen weights to 4 bits, by {NF4_ERROR:.0%} of their size."
@@ -89,10 +89,11 @@ class Outcome(NamedTuple):
     @property
     def remedy(self) -> str:
         """Overrides, the memory they need and the change of step time: "layout=… (63.3 GiB, +2% time)"."""
-        time = ""
+        time, memory = "", self.choice.memory
         if self.before and self.choice.cluster.timed:
             time = f", {self.choice.seconds.total / self.before.seconds.total - 1:+.0%} time"
-        return f"{self.setting} ({human(self.choice.memory.peak)}{time})"
+        host = f", {human(memory.host)} of host memory" if memory.host else ""
+        return f"{self.setting} ({human(memory.peak)}{host}{time})"
 
     @property
     def speed(self) -> float:
@@ -219,6 +220,9 @@ def _reshaping(
         words = f"{sequences(size)} instead of {batch}, shared by more data ranks"
         setting = f"train.global_batch_size={size}"
         yield Change("nearest batch", words, setting, workload.of_batch(size), cluster)
+    if workload.tool is MESHTUNE and not cluster.gpu.processor:  # processors compute in the host's memory
+        words = "inputs of recomputed blocks in the host's memory"
+        yield Change("offload", words, "", workload, cluster, fixed={"recompute": "offload"})
     for factor in () if cluster.gpu.processor else MORE_GPUS:  # processors share one memory
         more = replace(cluster, gpus=cluster.gpus * factor)
         yield Change("GPUs", f"{factor} x the GPUs", f"cluster.gpus={more.gpus}", workload, more)
@@ -268,7 +272,8 @@ def _fields(layout: Layout, blocks: int) -> Iterator[tuple[str, str, dict[str, A
     for micro, rest in sizes:
         fields = {"micro_batch_size": micro, "gradient_accumulation_steps": rest}
         yield "micro-batch", f"micro-batch {micro} instead of {size}", fields
-    for mode, some in product(RECOMPUTE, (None, *range(1, math.ceil(blocks / layout.stages)))):
+    modes = [mode for mode in RECOMPUTE if mode == layout.recompute or not RECOMPUTATIONS[mode].host]
+    for mode, some in product(modes, (None, *range(1, math.ceil(blocks / layout.stages)))):
         change = f"recomputation {mode}{some or ''} instead of {layout.recomputation}"
         yield "recomputation", change, {"recompute": mode, "recompute_blocks": some}
     for schedule in SCHEDULES if layout.pp > 1 else ():

@@ -109,6 +109,8 @@ class Machine:
     balanced: Number  # 1: stages are cut by cost with the head's; 0: into equal numbers of blocks
     loss_memory: Number = 0.0  # of states.loss_chunk_tokens
     update_memory: Number = 1.0  # factor on `memory` that the optimizer's update reaches
+    host_states: Number = 0.0  # bytes per parameter that an update copies to or from host memory, one by one
+    host_master: Number = 0.0  # the same without ZeRO
     block_update: Number = 0.0  # seconds of the matmuls (Newton-Schulz, in bf16) of one block's update
 
     @classmethod
@@ -162,6 +164,8 @@ def machine_of(workload: Workload, cluster: Cluster) -> Machine:
     if machine.counted:
         share = of_matrices / np.maximum(work.trained_parameters, 1.0)
         optimizer_bytes = update_bytes(workload.precision, copies, workload.optimizer, share, fused=fused)
+    # One parameter at a time in the backward: its copies do not run at once.
+    streams = (workload.offload != "none") * (1 + workload.step_in_backward)
     return replace(
         machine,
         node=float(cluster.node),
@@ -174,6 +178,8 @@ def machine_of(workload: Workload, cluster: Cluster) -> Machine:
         scatter_bytes=copies.accumulated,
         optimizer_bytes=optimizer_bytes,
         rounding_bytes=machine.counted * (copies.master and read + copies.weight),
+        host_states=state * streams,
+        host_master=copies.master * streams,
         block_update=OPTIMIZERS[workload.optimizer].newton_schulz_steps
         * sum(w.count * w.trainable * newton_schulz_flops(w.rows, w.cols) for w in matrices)
         / (cluster.gpu.matmul_max * machine.clock * machine.matmul * machine.stack_matmul),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshtune.layout import Layout
+from meshtune.layout import RECOMPUTATIONS, Layout
 from meshtune.plan.cluster import Cluster
 from meshtune.plan.memory.timeline import CATEGORIES, CATEGORY_NAMES, Memory
 from meshtune.plan.seconds.step import TIE
@@ -137,7 +137,8 @@ def longer(ratio: float) -> str:
 def spent(part: str, layout: Layout) -> str:
     """Name what a layout's step spends a part of `Seconds` on. part: one of PARTS."""
     if part != "data":
-        return SPENT[part]
+        copies = part == "host" and RECOMPUTATIONS[layout.recompute].host
+        return "copies to host memory and back, and " * copies + SPENT[part]
     replicated = layout.zero > 0 and layout.dp_replicate > 1
     collectives = DATA_COLLECTIVES[layout.zero].format("," if replicated else " and")
     return f"exposed {collectives}{' and all-reduce between replicas' * replicated}"

@@ -39,7 +39,7 @@ from meshtune.plan.machine import machine_of, peak_flops
 from meshtune.plan.memory import timeline
 from meshtune.plan.memory.stages import RANKS, Stages, interleaved_share
 from meshtune.plan.memory.states import Step
-from meshtune.plan.memory.timeline import Liveness, Memory
+from meshtune.plan.memory.timeline import Liveness, Memory, in_host_memory
 from meshtune.plan.programs import MESHTUNE, Tool
 from meshtune.plan.seconds.step import PARTS, TIE, Seconds, step
 from meshtune.plan.workload import Workload
@@ -74,6 +74,7 @@ class Choice(Notebook):
     tool: Tool = MESHTUNE  # that runs it
     uncompiled: str = ""  # a sentence on why the blocks are not compiled, though train.compile leaves it open
     attention: str = ""  # a sentence on the version of FlashAttention that is predicted
+    offload: bool = False  # the optimizer's states are in host memory
 
     @property
     def summary_line(self) -> str:
@@ -94,6 +95,16 @@ class Choice(Notebook):
     @property
     def fits(self) -> bool:
         return self.memory.peak <= self.cluster.usable_memory
+
+    @property
+    def in_host_memory(self) -> str:
+        """A sentence on the host memory that it needs for what it offloads; "" for none."""
+        return in_host_memory(self.memory.host, self.layout, self.cluster.node, states=self.offload)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences on what can't be seen in the layout; each may be empty."""
+        return self.in_host_memory, self.uncompiled, self.attention
 
     @property
     def safe(self) -> bool:
@@ -284,6 +295,7 @@ def choice_of(
         workload.tool,
         why and UNCOMPILED.format(why),
         workload.attention_note(cluster.gpu),
+        workload.offload != "none",
     )
 
 

@@ -41,6 +41,8 @@ class Workload:
     precision: str = "bf16"
     reduce_dtype: str = "fp32"
     optimizer: str = "adamw"
+    step_in_backward: bool = False
+    offload: str = "none"  # train.offload
     compile: bool | Literal["auto"] = False  # "auto": `compiles` says under which layouts
     packing: bool = True
     attention: str = "meshtune"  # implementation that the model is built with
@@ -138,6 +140,8 @@ class Workload:
             work=replace(self.work, traced={}, whole_heads=None) if tool.own_blocks else self.work,
             reduce_dtype=tool.reduce_dtype or self.reduce_dtype,
             attention=tool.name,
+            step_in_backward=False,
+            offload="none",
             compile=self.compile is True,  # it compiles only where it is told to
         )
 
@@ -185,7 +189,8 @@ class Workload:
         if self.tool is MESHTUNE:
             yield from rules(
                 self.traits, attention=self.attention, packing=self.packing, compile=self.compile,
-                optimizer=self.optimizer, quantised=any(gemm.quantised for gemm in self.work.matrices),
+                optimizer=self.optimizer, step_in_backward=self.step_in_backward,
+                quantised=any(gemm.quantised for gemm in self.work.matrices),
             )  # fmt: skip
         else:  # its attention and its compiled blocks are its own
             yield from rules(replace(self.traits, attention=None))
@@ -250,6 +255,8 @@ def workload_of(config: Config, numbers: ModelNumbers) -> Workload:
         precision=config.train.precision,
         reduce_dtype=config.train.reduce_dtype,
         optimizer=config.train.optimizer,
+        step_in_backward=config.train.step_in_backward,
+        offload=config.train.offload,
         packing=config.data.packing,
         flash=None if numbers.dropout else newest_flash(),
         compile="auto" if config.train.compile == "auto" else False,

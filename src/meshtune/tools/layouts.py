@@ -37,12 +37,9 @@ def deepspeed(value: Any, job: Job) -> Converted:
 def engine(tree: Mapping[str, Any]) -> Converted:
     """Stage and sizes of DeepSpeed's configuration; what it offloads and what it would replace is lost."""
     zero = tree.get("zero_optimization", {})
-    offloads = [
-        name
-        for name in ("offload_optimizer", "offload_param")
-        if (zero.get(name) or {}).get("device") not in OFF
-    ]
-    lost = [f"{' and '.join(offloads)}: nothing is offloaded to the CPU"] if offloads else []
+    states, weights = ((zero.get(f"offload_{name}") or {}).get("device") for name in ("optimizer", "param"))
+    lost = ["offload_param: weights are not offloaded to the CPU"] if weights not in OFF else []
+    lost += ["offload_optimizer: to host memory, not to a disk"] if states not in (*OFF, "cpu") else []
     for name in ("optimizer", "scheduler"):
         own = tree.get(name) or {}
         given = [value for value in (own.get("params") or {}).values() if value != "auto"]
@@ -51,6 +48,7 @@ def engine(tree: Mapping[str, Any]) -> Converted:
     if (tree.get("fp16") or {}).get("enabled") is True:
         lost.append(reason("train.precision", "fp16"))
     settings: dict[str, Any] = {"layout.zero": int(zero.get("stage", 0))}
+    settings |= {} if states in OFF else {"train.offload": "optimizer"}
     if (tp := int((tree.get("tensor_parallel") or {}).get("autotp_size", 0))) > 1:
         settings["layout.tp"] = tp
     if (cp := int(tree.get("sequence_parallel_size", 1))) > 1:

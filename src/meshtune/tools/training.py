@@ -354,7 +354,8 @@ def optimizer(value: Any, job: Job) -> Converted:
     if ours is None:
         raise NoCounterpart(f"there is no optimizer {short(value)}; train.optimizer is adamw")
     setting, _, name = ours.write.partition("=")
-    return Converted({setting: name}, lost=ours.why)
+    paged = {"train.offload": "optimizer"} if short(value).lower().startswith("paged") else {}
+    return Converted({setting: name} | paged, lost=ours.why)
 
 
 def weight_decay(value: Any, job: Job) -> dict[str, Any]:

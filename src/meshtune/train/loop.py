@@ -45,6 +45,11 @@ UNUSABLE = (
     "output_exists=new."
 )
 
+STEADIER = (
+    "Try a lower train.learning_rate, a longer warm-up, or train.precision=fp32; `meshtune data` shows the "
+    "rows."
+)
+
 
 @dataclass
 class Progress:
@@ -184,19 +189,22 @@ def prepared(run: Run) -> Iterator[tuple[Batch, dict[str, Any], list[MicroBatch]
 def check_finite(run: Run, done: Outcome, nonfinite: int, batch: Batch) -> int:
     """Say that a step was not applied, if it was not. Returns how many were not in a row.
 
-    nonfinite: before this step. Raises NonFinite after those that the run bears, or where none was applied.
+    nonfinite: before this step. Raises NonFinite after those that the run bears, where none was applied, or
+    where one spoilt the weights.
     """
     if done.finite:
         return 0
     now, nonfinite = run.progress, nonfinite + 1
-    run.metrics.log_line(
-        f"Step {now.step} was not applied: loss {done.loss}, gradient norm {done.norm}. Batch: "
-        f"{batch.origin}."
-    )
-    if nonfinite >= run.max_nonfinite_steps or now.step == run.steps == nonfinite:  # none applied
+    if not done.spoilt:
+        run.metrics.log_line(
+            f"Step {now.step} was not applied: loss {done.loss}, gradient norm {done.norm}. Batch: "
+            f"{batch.origin}."
+        )
+    none_applied = now.step == run.steps == nonfinite
+    if nonfinite >= run.max_nonfinite_steps or none_applied or done.spoilt:
         run.checkpoints.wait()
         end(run, "stopped: loss or gradients were not finite")
-        raise NonFinite(stopped_nonfinite(run, nonfinite, batch))
+        raise NonFinite(spoilt(run, batch) if done.spoilt else stopped_nonfinite(run, nonfinite, batch))
     return nonfinite
 
 
@@ -460,9 +468,16 @@ def stopped_nonfinite(run: Run, steps: int, batch: Batch) -> str:
     return (
         f"Loss or gradients were not finite for {counted(steps, 'step')} in a row, up to step "
         f"{run.progress.step} ({batch.origin}). "
-        f"{last_checkpoint(run)} "
-        "Try a lower train.learning_rate, a longer warm-up, or train.precision=fp32; `meshtune data` shows "
-        "the rows."
+        f"{last_checkpoint(run)} {STEADIER}"
+    )
+
+
+def spoilt(run: Run, batch: Batch) -> str:
+    """Text of the NonFinite error where weights were updated with gradients that are not finite."""
+    return (
+        f"Gradients of step {run.progress.step} were not finite ({batch.origin}), and "
+        "train.step_in_backward=true had updated weights with them before their norm was known. "
+        f"{last_checkpoint(run)} {STEADIER} Without train.step_in_backward such a step is left out."
     )
 
 

@@ -66,6 +66,8 @@ class OptimizerSpec:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.0
+    in_backward: bool = False  # each update is made once its gradient is complete
+    offload: bool = False  # states, and masters next to the parameters, are kept in host memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,11 +169,15 @@ def rank_model(
     """
     made = structure(spec, world, tokens_per_sequence=tokens_per_sequence, token_loss=token_loss)
     version, notes = flash_of(spec, made, world)
-    parallel = place(made.cut, world)
+    # Masters that stay in host memory are loaded there.
+    loaded_on_host = optimizer.offload and spec.trained_dtype != spec.compute_dtype and not world.layout.zero
+    parallel = place(made.cut, world, torch.device("cpu") if loaded_on_host else world.device)
     models = [made.whole, *(stage.model for stage in parallel.stages)]
     adapters = initial_adapters(made.whole)
     fill_values(spec, parallel.named_pieces(), models, adapters, export=world.main)
     model = ready(spec, made, parallel, optimizer, token_loss)
+    if loaded_on_host:
+        parallel.modules.to(world.device)
     return replace(model, flash=version, flash_notes=notes)
 
 
@@ -428,4 +434,7 @@ def optimizer_of(spec: ModelSpec, values: OptimizerSpec, parallel: Parallel, blo
         piece=lambda name, *own: (parallel.tied.get(name, name), parallel.piece(name, *own)),
         seed=spec.seed,
         compiled=spec.compile and spec.kernels == "cuda",
+        in_backward=values.in_backward,
+        late=parallel.partial,
+        offload=world.device if values.offload else None,
     )

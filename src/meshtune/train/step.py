@@ -7,7 +7,7 @@ micro-batch adds its share of that one quotient, so neither loss nor gradients d
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -45,6 +45,7 @@ class Outcome:
     flops: float
     flops_6n: float
     noise: Noise | None = None  # of the gradients; None: not measured, or there was no update
+    spoilt: bool = False  # True: parameters were updated with gradients that are not finite
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,8 @@ class Passes:
     def __post_init__(self) -> None:
         if self.parallel.replicas is not None:
             self.parallel.replicas.watch(self.optimizer)
+        elif self.optimizer.in_backward:
+            self.optimizer.watch()
 
     def localise(self, batch: Batch) -> list[MicroBatch]:
         """This rank's columns of the batch's micro-batches, with their noise, on its device."""
@@ -80,6 +83,7 @@ class Passes:
         label_tokens: int,
         phase: Phase,
         norms: MicroBatchNorms | None = None,
+        before_backward: Callable[[Tensor], None] | None = None,
     ) -> Tensor:
         """Leave the gradients of a batch in `optimizer`, summed over ranks; returns this rank's share of the
         batch's loss, a scalar.
@@ -87,7 +91,7 @@ class Passes:
         The shares of all ranks add up to the loss. micro_batches: of `localise`. label_tokens: of the batch.
         `phase(name)` is a context around each "forward" and each "backward", with a pipeline around all of
         them ("forward and backward"), for meters. norms: gets each micro-batch's gradients; not with a
-        pipeline.
+        pipeline. before_backward: called with what is returned, before the only micro-batch's backward.
         """
         parallel, scale = self.parallel, 1 / max(1, label_tokens)
         parallel.begin(len(micro_batches))
@@ -101,6 +105,8 @@ class Passes:
                 with phase("forward"):
                     loss = parallel.stages[0](None, micro_batch) * scale
                     total = total + loss.detach()
+                if before_backward is not None:
+                    before_backward(total / parallel.world.tp.size)
                 if norms is not None:
                     norms.watch()
                 with phase("backward"):
@@ -122,19 +128,14 @@ class Passes:
         """
         return self.token_loss.take_count() / self.parallel.world.tp.size if self.token_loss else 0.0
 
-    def per_count(self, label_tokens: int, loss: float, norm: float, count: float) -> tuple[float, float]:
-        """(Loss, norm of the gradients) per count of a `token_loss` instead of per label token of the batch.
-        Scales the gradients, which were made before the count was known.
+    def per_count(self, label_tokens: int, count: float) -> float:
+        """Factor from a loss and gradients per label token of the batch to those per count of a `token_loss`.
 
-        label_tokens: of the batch. count: of all ranks. Where it is 0 both are NaN.
+        label_tokens: of the batch. count: of all ranks. Where it is 0 the factor is NaN.
         """
         if self.token_loss is None or count == label_tokens:
-            return loss, norm
-        if not count:
-            return math.nan, math.nan
-        factor = max(1, label_tokens) / count
-        self.optimizer.scale(factor)
-        return loss * factor, norm * abs(factor)
+            return 1.0
+        return max(1, label_tokens) / count if count else math.nan
 
     def step(
         self,
@@ -146,7 +147,8 @@ class Passes:
         max_grad_norm: float,
         measure_noise: bool = False,
     ) -> Outcome:
-        """Make one update from a batch, or none if its loss or a gradient is not finite.
+        """Make one update from a batch, or none if its loss or a gradient is not finite. An optimizer that
+        works in the backward has made it by the time a gradient is seen not to be finite.
 
         micro_batches: of `localise`. counts: of the batch. phase: as in `forward_backward`; the update is
         "optimizer". learning_rate: of the update. max_grad_norm: 0 for no clipping. measure_noise: measure
@@ -155,22 +157,36 @@ class Passes:
         norms = None
         if measure_noise:
             norms = MicroBatchNorms(self.parallel, self.optimizer.named_parameters(), counts.label_tokens)
-        share = self.forward_backward(micro_batches, counts.label_tokens, phase, norms)
+        world, optimizer, early = self.parallel.world, self.optimizer, list[Tensor | float]()
+
+        def begin(share: Tensor) -> None:
+            """Agree, by an all-reduce of two numbers, on whether the loss is finite, and on its count."""
+            early.append(self.count())
+            loss, count = world.sum_over_ranks(share, *early)
+            factor = self.per_count(counts.label_tokens, count)
+            optimizer.begin(learning_rate if math.isfinite(loss * factor) else None, factor)
+
+        before = begin if optimizer.in_backward else None
+        share = self.forward_backward(micro_batches, counts.label_tokens, phase, norms, before)
         # One all-reduce for all that the ranks must agree on before the update.
-        loss, squares, count, flops, flops_6n, *small = self.parallel.world.sum_over_ranks(
-            share, self.optimizer.local_squared_norm(), self.count(), counts.flops, counts.flops_6n,
+        loss, squares, count, flops, flops_6n, *small = world.sum_over_ranks(
+            share, optimizer.local_squared_norm(), *(early or [self.count()]), counts.flops, counts.flops_6n,
             *(norms.close() if norms is not None else ()),
         )  # fmt: skip
-        loss, norm = self.per_count(counts.label_tokens, loss, math.sqrt(squares), count)
+        factor = self.per_count(counts.label_tokens, count)
+        loss, norm = loss * factor, math.sqrt(squares) * abs(factor)
         finite = math.isfinite(loss) and math.isfinite(norm)
         noise = self._noise(small[0], small[1], squares) if small and finite else None
         if finite:
-            self.optimizer.clip(norm, max_grad_norm)
+            if not early:
+                optimizer.scale(factor)
+            optimizer.clip(norm, max_grad_norm)
             with phase("optimizer"):
-                self.optimizer.step(learning_rate)
+                optimizer.step(learning_rate)
         else:
-            self.optimizer.zero_grad()
-        return Outcome(loss, norm, finite, flops, flops_6n, noise)
+            optimizer.zero_grad()
+        spoilt = bool(early) and math.isfinite(loss) and not finite
+        return Outcome(loss, norm, finite, flops, flops_6n, noise, spoilt)
 
     def _noise(self, small: float, number: float, big: float) -> Noise | None:
         """The gradient noise of a step. small: mean squared norm of its micro-batches' gradients; number: of

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 from golden import refuses
-from made_traces import cluster, collective, matmul, pipeline, step_of, storages, trace_of, workload
+from made_traces import SIZE, cluster, collective, matmul, pipeline, step_of, storages, trace_of, workload
 
 from meshtune.dryrun.costs import Costs
 from meshtune.dryrun.queues import Run, Stuck, Task
@@ -16,6 +16,7 @@ from meshtune.meter.trace import (
     COMMUNICATION,
     FORWARD,
     GRADIENTS,
+    OFFLOADS,
     UPDATE,
     WEIGHTS,
     Operation,
@@ -300,3 +301,17 @@ def test_tasks_that_wait_for_each_other_are_named() -> None:
     tasks = [Task((0, "compute"), 1.0, after=[1]), Task((1, "compute"), 1.0, after=[0])]
     with refuses(Stuck):
         Run(tasks, 0.0).to_end()
+
+
+@pytest.mark.parametrize("times", [0.5, 3.0])
+def test_a_copy_to_the_host_or_back_takes_what_computation_does_not_hide(times: float) -> None:
+    """Those to the host until the next one begins, one back until its result is read."""
+    out, back = (replace(matmul(), name=name, flops=0, writes=()) for name in OFFLOADS)
+    back = replace(back, reads=(), writes=(0,))
+    kernel, width = seconds(matmul()), 2 * SIZE**2
+    operations = [out, matmul(), out, matmul(), back, matmul(BACKWARD, reads=(2, 1)), matmul(BACKWARD)]
+    run = one(operations, host_bandwidth=width / (times * kernel))
+    exposed = max(0.0, times - 1) * kernel
+    assert run.parts.compute == pytest.approx(4 * kernel)
+    assert run.seconds == pytest.approx(4 * kernel + 3 * exposed)
+    assert run.parts.host == pytest.approx(3 * exposed)

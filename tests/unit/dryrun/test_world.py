@@ -32,6 +32,8 @@ SLOW = (  # of the grid, what the runs of tests/parity/test_grid_rows.py do not 
     "cp2-tp2-sp-mb1-ga1, Mistral, window of 16",
     "pp2-zbv-mb1-ga4, tied embeddings",
     "zero3x2-mb2-ga2-selective, Gemma 2",
+    "zero3x2-mb2-ga2-offload",
+    "pp2-gpipe-mb1-ga4-offload",
 )
 
 
@@ -85,7 +87,7 @@ def test_neither_training_nor_parallelism_knows_that_it_is_simulated() -> None:
             assert "fake" not in text.replace("register_fake", ""), file
 
 
-@pytest.mark.parametrize("layout", cases(["mb1-ga5", "pp2-1f1b-mb1-ga7", "pp2-gpipe-mb1-ga8"]))
+@pytest.mark.parametrize("layout", cases(["mb1-ga5", "pp2-1f1b-mb1-ga7", "pp2-gpipe-mb1-ga8-offload"]))
 def test_micro_batches_that_are_left_out_are_counted(layout: str) -> None:
     work = Case(layout=layout).job()
     counts = []
@@ -100,5 +102,5 @@ def test_micro_batches_that_are_left_out_are_counted(layout: str) -> None:
                     messages[each.collective] += trace.times(each)
             flops = sum(each.flops * trace.times(each) for each in step.operations)
             peaks = {phase: (size, +Counter(parts)) for phase, (size, parts) in step.peaks.items()}
-            counts.append((peaks, step.peak()[0], flops, messages))
+            counts.append((peaks, step.peak()[0], step.host_bytes, flops, messages))
     assert counts[:2] == counts[2:]

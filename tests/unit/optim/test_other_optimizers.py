@@ -18,6 +18,7 @@ from meshtune.optim.optimizer import Optimizer
 from meshtune.optimizers import OPTIMIZERS
 from meshtune.placement.rules import Traits, refusals
 from meshtune.plan.cluster import cluster_of
+from meshtune.plan.machine import machine_of
 from meshtune.plan.search import explained
 from meshtune.plan.workload import Workload
 from meshtune.sections import ClusterConfig
@@ -151,3 +152,14 @@ def test_the_planner_counts_the_state_of_each_optimizer(precision: str) -> None:
     matrices = QWEN.work.blocks * sum(w.elements for w in QWEN.work.block_weights if w.cols > 1)
     less = float(peaks["adamw"].optimizer - peaks["muon"].optimizer)
     assert 0.5 * parameters < matrices and less == pytest.approx(wide * matrices, rel=1e-6)
+
+
+def test_states_from_host_memory_take_as_long_as_the_link() -> None:
+    cluster, layouts = cluster_of(ClusterConfig(gpu="h200", gpus=2)), ("mb1-ga8", "zero1x2-mb1-ga4")
+    chosen = {"seq_len": 1024, "global_batch_size": 8, "offload": "optimizer"}
+    workload = Workload("m", QWEN.work, QWEN.traits, **chosen)
+    choices = [explained(workload, cluster, Layout.parse(layout)) for layout in layouts]
+    parameters, link = QWEN.work.trained_parameters, machine_of(workload, cluster).host_bandwidth
+    copied = [12 * parameters, 8 * parameters / 2]  # masters and two moments; ZeRO's masters stay
+    assert [choice.memory.host for choice in choices] == pytest.approx(copied, rel=0.01)
+    assert [choice.seconds.optimizer * link for choice in choices] == pytest.approx(copied, rel=0.01)

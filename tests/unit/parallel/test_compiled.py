@@ -132,8 +132,14 @@ LAYOUTS = (
 @pytest.mark.parametrize(
     "text",
     cases(
-        [f"{layout}{mode}" for layout in LAYOUTS for mode in MODES],
-        ci=["cp2-mb2-ga2", "zero3x2-mb2-ga2-selective", "pp2-1f1b-mb2-ga4-full", "tp2-sp-mb2-ga2-full"],
+        [*(f"{layout}{mode}" for layout in LAYOUTS for mode in MODES), "zero3x2-mb2-ga2-offload"],
+        ci=[
+            "cp2-mb2-ga2",
+            "zero3x2-mb2-ga2-selective",
+            "pp2-1f1b-mb2-ga4-full",
+            "tp2-sp-mb2-ga2-full",
+            "zero3x2-mb2-ga2-offload",
+        ],
     ),
 )
 def test_all_blocks_are_one_graph(text: str) -> None:

@@ -32,6 +32,14 @@ def test_what_fits_is_taken(layout):
     assert refused(layout) == []
 
 
+def test_updates_inside_the_backward_need_whole_gradients_there() -> None:
+    works = ["mb2-ga1", "dp3-mb1-ga1", "zero3x4-mb1-ga1", "zero1x2-cp2-tp2-sp-mb1-ga1-full"]
+    assert [refused(layout, step_in_backward=True) for layout in works] == [[]] * 4
+    for layout in ("mb1-ga2", "pp2-1f1b-mb1-ga2", "dp2-zero3x2-mb1-ga1"):
+        says(refused(layout, step_in_backward=True)[0])
+        assert refused(layout) == []
+
+
 def test_matrices_in_4_bits_are_cut_between_blocks() -> None:
     cut = replace(LLAMA, cuts=((128, "columns of mlp.down_proj"), (96, "columns of self_attn.o_proj")))
     assert refused("tp4", cut) == refused("tp2", cut, quantised=True) == []  # one of them stays in 16 bits
@@ -57,6 +65,8 @@ def test_matrices_in_4_bits_are_cut_between_blocks() -> None:
         ("pp2-zbv-ga4-full", "pp2-1f1b-ga4-full"),
         ("pp2-zbv-ga4-full1", "pp2-1f1b-ga4-full1"),
         ("full6", "full5"),
+        ("offload1", "offload2"),
+        ("pp4-1f1b-ga4-offload", "pp3-1f1b-ga4-offload"),
         ("pp4-1f1b-ga4-selective2", "pp4-1f1b-ga4-selective1"),
         ("pp3-interleaved1f1b-v2-ga6-full1", "pp6-1f1b-ga6-full"),
     ],

@@ -27,6 +27,19 @@ def remedies_of(w: Workload, cluster: Cluster) -> list[str]:
     return [outcome.remedy for outcome in remedies(w, cluster)]
 
 
+def test_offloading_is_a_remedy_where_nothing_else_fits_and_nowhere_else() -> None:
+    w = workload("llama-3.2-1b", 4, 131072)
+    assert all(choice.memory.host == 0 for choice in search(w, machines(1)).best(1000))
+    nothing, *_ = remedies(w, machines(1, memory_gib=42))
+    assert nothing.choice.layout == Layout.parse("mb1-ga4-offload")
+    says(nothing.remedy)
+    says(nothing.choice.in_host_memory)
+    full = explained(w, machines(1), Layout.parse("mb1-ga4-full")).memory
+    moved = 15 * 2**29  # of 16 blocks, [131072, 2048] in bf16
+    assert nothing.choice.memory.host == moved
+    assert full.peak - moved < nothing.choice.memory.peak < full.peak
+
+
 @pytest.mark.parametrize(("gpu", "margin"), [("h100-sxm", 0.04), ("a100-80", 0.04), (UNMEASURED, 0.1)])
 def test_kinds_without_a_measured_matmul_rate_keep_more_memory_free(gpu: str, margin: float) -> None:
     cluster = machines(gpu=gpu)

@@ -101,6 +101,18 @@ def test_some_recomputed_blocks_cost_their_share_of_the_time() -> None:
             assert sum(parts.values()) == pytest.approx(seconds(f"{text}-{mode}1", machine).compute)
 
 
+def test_copies_to_the_host_take_what_a_block_does_not_hide() -> None:
+    """31 of 32 inputs leave the GPU; a block's forward is a quarter of its passes, and hides one copy."""
+    full = seconds("mb1-ga1-full")
+    forward, size = full.compute / (4 * GPT.blocks), 2 * SEQ_LEN * 4096
+    for copies, exposed in ((0.5, 0.0), (2.0, 1.0), (5.0, 4.0 + 2.0)):  # in forwards; a backward hides three
+        machine = replace(IDEAL, host_bandwidth=size / (copies * forward))
+        offload = seconds("mb1-ga1-offload", machine)
+        assert offload.compute == full.compute
+        assert offload.host == pytest.approx(31 * exposed * forward, rel=1e-3)
+        assert seconds("mb1-ga1-full", machine).total == full.total
+
+
 def test_a_rank_with_more_blocks_recomputes_no_more_of_them() -> None:
     """Ten blocks in four stages: the fullest rank of three waits with two recomputed, not three."""
     ten = replace(GPT, blocks=10)

@@ -446,11 +446,19 @@ def test_precision_of_a_launcher_counts_where_the_trainer_has_none(migrated: Mig
 
 
 def test_what_a_launcher_changes_and_is_not_here_is_named(migrated: Migrate) -> None:
-    offload = {"zero_stage": 2, "offload_optimizer_device": "cpu"}
+    offload = {"zero_stage": 2, "offload_optimizer_device": "cpu", "offload_param_device": "cpu"}
     result = migrated(
         TRL, launcher=ACCELERATE | ZERO3 | {"deepspeed_config": offload, "fp8_config": {"backend": "TE"}}
     )
     assert {"deepspeed", "launcher.yaml: fp8_config"} <= {note.key for note in result.unsupported}
+    assert result.settings["train.offload"] == "optimizer"
+
+
+def test_updates_in_the_backward_and_paged_states_have_counterparts(migrated: Migrate) -> None:
+    settings = migrated(TORCHTUNE, optimizer_in_bwd=True).settings
+    assert settings["train.step_in_backward"] is True and settings["train.max_grad_norm"] == 0
+    assert migrated(TRL, optim="paged_adamw_8bit").settings["train.offload"] == "optimizer"
+    assert "train.offload" not in migrated(TRL, optim="adamw_torch").settings
 
 
 @pytest.mark.parametrize(

@@ -326,6 +326,34 @@ def test_a_non_finite_step_is_not_applied_and_several_in_a_row_stop_the_run(
     assert NonFinite.exit_code == 4
 
 
+def test_updates_inside_the_backward_end_the_run_where_a_gradient_is_not_finite(
+    settings: Callable[..., list[str]],
+) -> None:
+    words = (
+        "train.step_in_backward=true",
+        "train.max_grad_norm=0",
+        "layout=mb4",
+        "train.global_batch_size=4",
+    )
+    run = build.build(config.load(None, settings(*words, "checkpoint.every=2", "train.max_steps=9")))
+    stage, nan, held = run.passes.parallel.stages[0], float("nan"), dict[int, Any]()
+    stage.register_forward_hook(lambda *args: args[-1] * (nan if run.progress.step == 3 else 1))
+    last = stage.model.get_submodule("model.norm").weight
+    last.register_hook(lambda gradient: gradient * (nan if run.progress.step == 5 else 1))
+    train_row = run.metrics.train
+
+    def noted(**numbers: Any) -> None:
+        held[numbers["step"]] = weights(run)
+        train_row(**numbers)
+
+    run.metrics.train = noted
+    with refuses(NonFinite):
+        loop.train(run)
+    assert all(torch.equal(held[2][name], held[3][name]) for name in held[2]), "a loss that is not finite"
+    assert [row["step"] for row in run.folder.rows("train") if row.get("skipped")] == [3, 5]
+    assert run.checkpoints.steps() == [2, 4] and not run.checkpoints.problems(4)
+
+
 @pytest.mark.ci
 def test_the_best_evaluation_is_kept_and_patience_ends_the_run(
     settings: Callable[..., list[str]], tiny: Path

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from meshtune.layout import V_SCHEDULES, ZERO_BUBBLE
+from meshtune.placement.states import pinned_bytes
 from meshtune.plan.memory.activations import (
     block_backward,
     kept_for_head,
@@ -34,6 +35,7 @@ class InFlight(NamedTuple):
     traced: bool  # False: `made` is not known, and 1
     of_block: Number  # that the last block of a stage saved, for one micro-batch
     first_block: Number  # that the backward of a stage's first block has, with nothing else in flight
+    host: Number  # in host memory, of all micro-batches in flight
     total: Number  # of all micro-batches in flight: saved by blocks, sent, held for the loss
     at_loss: Number  # the same in the loss, and in the backward of the head
     per_micro_batch: Number  # of one of them
@@ -86,7 +88,8 @@ def activations_in_flight(step: Step) -> InFlight:
     work, layouts, accounting, stages = step.work, step.layouts, step.accounting, step.stages
     block, virtual = block_bytes(step), layouts.virtual_stages
     recomputing, saving = step.recomputing, step.saving
-    of_micro_batch = recomputing * block.saved + saving * block.everything
+    offloaded = offloaded_blocks(step)
+    of_micro_batch = (recomputing - offloaded) * block.saved + saving * block.everything
     waiting = stages.blocks * output_gradients(step)
     most = in_flight(layouts, stages.rank)
     micro_batches, without_weights = fullest(layouts, stages.rank, of_micro_batch, waiting)
@@ -109,7 +112,8 @@ def activations_in_flight(step: Step) -> InFlight:
     masks = np.where(layouts.recomputation("block"), passes.masks, 0.0)  # held for the second forward
     total = total + micro_batches * masks
     # The blocks that recompute nothing come first in the backward, and free what they saved.
-    at_once = np.maximum(passes.recomputed - saving / virtual * block.everything, 0.0)
+    brought = np.where(offloaded > 0, block.saved, 0.0)  # for the block whose backward comes next
+    at_once = np.maximum(passes.recomputed + brought - saving / virtual * block.everything, 0.0)
     starts = layouts.recomputation("by_operation") & (saving <= 0) & (accounting.selected is None)
     start = np.where(starts, output_gradient + recomputation_start(step), 0.0)
     of_stage = np.maximum(input_backward(step), start)
@@ -119,8 +123,10 @@ def activations_in_flight(step: Step) -> InFlight:
         in_block_backward=np.maximum(passes.backward + at_once, of_stage),
         made=passes.made,
         traced=passes.traced,
-        of_block=np.where(saving > 0, block.everything, block.saved),
+        # In place of an input that a backward has freed, one of host memory comes.
+        of_block=np.where(saving > 0, block.everything, block.saved - brought),
         first_block=block.saved + tables + masks + np.maximum(passes.backward + passes.recomputed, of_stage),
+        host=micro_batches * fuller * offloaded * pinned_bytes(block.saved),
         total=total,
         at_loss=total - less_at_loss,
         per_micro_batch=per_micro_batch,
@@ -128,6 +134,15 @@ def activations_in_flight(step: Step) -> InFlight:
         head_gradients=in_head * kept_gradients,
         earlier_gradients=earlier_gradients(step, most, per_micro_batch),
     )
+
+
+def offloaded_blocks(step: Step) -> Number:
+    """Blocks of each pipeline rank whose inputs go to host memory: of a stage's recomputed ones all but the
+    last, and the first if the stage receives its input.
+    """
+    stages, virtual = step.stages, step.layouts.virtual_stages
+    stay = 2 * virtual - stages.has_embedding
+    return np.where(step.layouts.recomputation("host"), np.maximum(step.recomputing - stay, 0.0), 0.0)
 
 
 def earlier_gradients(step: Step, in_flight: Number, per_micro_batch: Number) -> tuple[Number, Number]:

@@ -106,6 +106,9 @@ class Step:
         self.elements = elements = rank_elements(work, layouts, stages)
         masters = accounting.shards_masters
         self.states = held_states(precision, elements.total, layouts, shards_masters=masters)
+        self.states = self.states.offloaded() if accounting.offload else self.states
+        self.frees = np.asarray(accounting.in_backward)  # each gradient, behind its update in the backward
+        self.states = self.states._replace(gradients=np.where(self.frees, 0.0, self.states.gradients))
         self.tokens = layouts.rank_tokens(seq_len)  # of a micro-batch, after cp
         self.sequence_shards = np.where(layouts.sp > 0, layouts.tp, 1.0)
         self.whole_hidden = accounting.element * work.hidden * self.tokens  # bytes, not split by sp
@@ -129,7 +132,7 @@ class Step:
         self.reduces = sharded & ~self.reduced_after
         # A block's backward leaves its gradients whole, unless a sum takes them while its activations go.
         self.summed = self.accumulates | self.replicated
-        self.leaves_gradients = np.where(sharded, self.reduces, ~self.summed)
+        self.leaves_gradients = np.where(sharded, self.reduces, ~self.summed & ~self.frees)
         # Whether embedding and head are gathered and reduced separately; 1 on a rank with such an embedding.
         self.ends_apart = ends_apart = np.asarray(accounting.ends_apart)
         self.apart = (1 - work.tied) * ends_apart * has_embedding
@@ -149,6 +152,6 @@ class Step:
         self.tied = work.tied * masters * has_embedding * self.head_gradient
         self.last_reduce = np.where(self.reduces, self.last_reduced * accounting.reduce_bytes, 0.0)
         # Bytes of shards that only a step of one micro-batch makes: others add to those that are there.
-        width = np.where(self.once, precision.sharded_gradient, 0.0)
+        width = np.where(self.once & ~self.frees, precision.sharded_gradient, 0.0)
         self.new_head, self.new_block = self.head_shard * width, elements.block.trained_shard * width
         self.new_embedding = embedding.trained_shard * has_embedding * width

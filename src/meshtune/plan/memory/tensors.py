@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from meshtune.meter.trace import CATEGORIES
+from meshtune.optimizers import BUCKET_ELEMENTS
 from meshtune.plan.memory.activations import kept_for_head, last_norm_bytes
 from meshtune.plan.memory.stages import kept_input_gradients
 from meshtune.units import Number
@@ -64,6 +65,8 @@ def tensors(step: Step, flight: InFlight) -> Iterator[Tensor]:
     yield from state_tensors(step)
     yield from gathered_weights(step)
     yield from gradient_tensors(step, flight)
+    if step.accounting.in_backward:
+        yield from freed_gradients(step)
     yield from activation_tensors(step, flight)
     yield from head_tensors(step)
     yield from collective_buffers(step)
@@ -74,13 +77,54 @@ def state_tensors(step: Step) -> Iterator[Tensor]:
     """Yield weights, optimizer state and temporaries of the update. FSDP's masters are the weights."""
     precision, total = step.accounting.precision, step.elements.total
     updated = np.where(step.layouts.zero > 0, total.trained_shard, total.trained)
-    masters = np.where(step.sharded, 0.0, updated * precision.master)
+    masters = np.where(step.sharded | step.accounting.offload, 0.0, updated * precision.master)
     optimizer = step.states.optimizer + updated * step.accounting.flat_shard_buffers
     before = masters if step.first_step else optimizer
     yield Tensor("weights", WEIGHTS, START, UPDATE, step.states.weights)
     yield Tensor("optimizer state", OPTIMIZER, START, LAST_REDUCE, before)
     yield Tensor("optimizer state", OPTIMIZER, UPDATE, UPDATE, optimizer)
-    yield Tensor("gradients in the masters' width", TEMPORARY, UPDATE, UPDATE, converted_gradients(step))
+    converted = 0.0 if step.accounting.in_backward else converted_gradients(step)
+    yield Tensor("gradients in the masters' width", TEMPORARY, UPDATE, UPDATE, converted)
+    if step.accounting.offload:
+        yield from streamed_states(step, updated)
+
+
+def streamed_states(step: Step, updated: Number) -> Iterator[Tensor]:
+    """Yield the states that an update has copied from host memory: those of two buckets, and in the backward
+    those of one parameter. updated: elements of the rank.
+    """
+    name, per_element = "states from host memory", step.states.host / np.maximum(updated, 1.0)
+    shards = np.where(step.layouts.zero > 0, np.maximum(step.layouts.shard_ranks, 1.0), 1.0)
+    embedding = step.elements.before_blocks.trained * step.stages.has_embedding / shards
+    head, matrix = step.head_gradient / shards, largest_matrix(step) / shards
+    if step.accounting.in_backward:
+        together = step.replicated & (step.layouts.zero == 0)  # the head's comes with the embedding's
+        alone = head * (1 - step.work.tied) * ~together
+        last = np.where(together, np.maximum(embedding, head), embedding)
+        parts = (
+            (HEAD, NORM, np.where(step.sharded, 0.0, alone)),
+            (HEAD_REDUCE, HEAD_REDUCE, np.where(step.sharded, alone, 0.0)),
+            (LAST, FIRST, np.where(step.sharded, 0.0, matrix)),
+            (LAST_REDUCE, LAST_REDUCE, last),
+            (UPDATE, UPDATE, np.where(step.sharded, 0.0, last)),
+        )
+    else:
+        bucket = np.maximum.reduce(
+            [np.minimum(updated, BUCKET_ELEMENTS), *np.broadcast_arrays(embedding, head, matrix)]
+        )
+        parts = ((UPDATE, UPDATE, bucket + np.minimum(updated - bucket, BUCKET_ELEMENTS)),)
+        # A parameter that is a bucket of its own: its gradient is there until it is converted.
+        wider = np.where(bucket > BUCKET_ELEMENTS, bucket * step.accounting.precision.trained, 0.0)
+        wider = np.where(converted_gradients(step) > 0, wider - converted_gradients(step), 0.0)
+        yield Tensor("gradients in the masters' width", TEMPORARY, UPDATE, UPDATE, np.maximum(wider, 0.0))
+    for born, dies, elements in parts:
+        yield Tensor(name, TEMPORARY, born, dies, elements * per_element)
+
+
+def largest_matrix(step: Step) -> Number:
+    """Elements of the largest trained matrix of a block, after tp."""
+    sizes = (weight.rows * weight.cols * weight.trainable for weight in step.work.block_weights)
+    return max(sizes, default=0.0) / step.layouts.tp
 
 
 def converted_gradients(step: Step) -> Number:
@@ -173,13 +217,49 @@ def gradient_tensors(step: Step, flight: InFlight) -> Iterator[Tensor]:
     yield Tensor(name, GRADIENTS, FIRST, LAST_REDUCE, states)
     yield Tensor(name, GRADIENTS, FIRST, FIRST, -step.new_block)
     yield Tensor(name, GRADIENTS, FIRST, TIED, -step.new_embedding)
-    reduced = np.where(step.sharded, elements.total.trained_shard * precision.sharded_gradient, states)
+    shards = np.where(step.frees, 0.0, elements.total.trained_shard * precision.sharded_gradient)
+    reduced = np.where(step.sharded, shards, states)
     yield Tensor(name, GRADIENTS, UPDATE, UPDATE, reduced)
     # the head's, and the sum of both unless the states have it
-    copies = np.where(step.sharded | step.accumulates, 2.0, 1.0) * precision.gradient
+    copies = np.where(step.sharded | step.accumulates | step.frees, 2.0, 1.0) * precision.gradient
     yield Tensor("the embedding's gradient", GRADIENTS, TIED, TIED, copies * step.tied)
     last = np.where(step.sharded & ~step.sums_whole, step.last_reduced * precision.gradient, 0.0)
     yield Tensor("the embedding's gradient", GRADIENTS, LAST_REDUCE, LAST_REDUCE, last)
+
+
+def freed_gradients(step: Step) -> Iterator[Tensor]:
+    """Yield gradients that an update in the backward frees, and their copies in the masters' width.
+
+    Each matrix has its own; compiled blocks give all of a block at once. Replicas' all-reduces are one group
+    behind, and the head is in the group of the embedding.
+    """
+    accounting, elements, outside = step.accounting, step.elements, step.elements.outside
+    precision, replicated = accounting.precision, step.replicated & (step.layouts.zero == 0)
+    alone, block, before = ~step.sharded & ~step.replicated, elements.block, elements.before_blocks
+    largest = largest_matrix(step)
+    traced = step.work.traced.get(int(accounting.element))
+    made = block.trained if traced and traced.fused else largest
+    wide = precision.trained * (precision.trained > precision.gradient and accounting.bucket_elements > 0)
+    embedding = step.stages.has_embedding * np.maximum(before.trained, step.tied / precision.gradient)
+    for born, dies, gradients, updated in (
+        (HEAD, HEAD, 0.0, step.head_gradient * (1 - step.work.tied)),
+        (LAST, FIRST, made, largest),
+        (LAST_REDUCE, LAST_REDUCE, embedding, embedding),
+    ):
+        size = gradients * precision.gradient
+        yield Tensor("gradients of an update", GRADIENTS, born, dies, np.where(alone, size, 0.0))
+        yield Tensor(
+            "gradients in the masters' width", TEMPORARY, born, dies, np.where(alone, updated * wide, 0)
+        )
+    in_flight = np.where(replicated, precision.accumulated, 0.0)
+    yield Tensor(
+        "gradients of the block before", GRADIENTS, BEFORE_LAST, LAST_REDUCE, block.trained * in_flight
+    )
+    yield Tensor("gradients of a block", GRADIENTS, FIRST, FIRST, block.trained * in_flight)
+    last = 2 * np.maximum(outside.trained, block.trained) * in_flight  # sums, and their all-reduce's buffer
+    shard = np.where(step.sharded, step.last_reduced / np.maximum(step.layouts.shard_ranks, 1.0), 0.0)
+    last = last + shard * precision.sharded_gradient
+    yield Tensor("gradients of the last group", GRADIENTS, LAST_REDUCE, LAST_REDUCE, last)
 
 
 def activation_tensors(step: Step, flight: InFlight) -> Iterator[Tensor]:
@@ -258,8 +338,10 @@ def head_tensors(step: Step) -> Iterator[Tensor]:
     pending, in_backward = unsummed + new_sum, in_backward + new_sum
     yield Tensor(name, GRADIENTS, LOSS, LOSS, has_head * gradients)
     yield Tensor(name, GRADIENTS, HEAD, HEAD, has_head * np.maximum(in_backward, kept_gradients))
-    yield Tensor(name, GRADIENTS, NORM, NORM, has_head * in_backward)
-    pending = has_head * np.where(step.head_reduce > 0, 0.0, pending)
+    # An update in the backward has freed it, unless it waits for that of the embedding.
+    waits = np.where(step.frees & ~step.sharded & ~step.replicated, work.tied, 1.0)
+    yield Tensor(name, GRADIENTS, NORM, NORM, has_head * in_backward * waits)
+    pending = has_head * np.where(step.head_reduce > 0, 0.0, pending * waits)
     yield Tensor(name, GRADIENTS, LAST, SECOND, pending)
     at_end = step.sharded & ~step.sums_whole & ~(step.reduced_head > 0)  # reduced with the embedding's
     yield Tensor(name, GRADIENTS, FIRST, FIRST, at_end * pending)
@@ -297,7 +379,7 @@ def collective_buffers(step: Step) -> Iterator[Tensor]:
     all_reduce = np.where(step.replicated, block.trained * reduce_bytes, 0.0)
     if not accounting.shards_masters:
         yield Tensor("a block's all-reduce", COMMUNICATION, LAST, SECOND, all_reduce)
-    yield Tensor("a block's all-reduce", COMMUNICATION, FIRST, FIRST, all_reduce)
+    yield Tensor("a block's all-reduce", COMMUNICATION, FIRST, FIRST, np.where(step.frees, 0.0, all_reduce))
     name = "input of the last reduce-scatter"
     yield Tensor(name, COMMUNICATION, LAST_REDUCE, LAST_REDUCE, step.last_reduce)
 
@@ -369,7 +451,8 @@ def stream_bytes(step: Step) -> tuple[Number, Number]:
     added = (step.layouts.zero >= 2) & step.accumulates
     reduce_bytes = step.accounting.reduce_bytes
     added_shard = largest * (precision.trained * added + reduce_bytes * (reduce_bytes != precision.trained))
-    reduce = elements.total.trained_shard * precision.sharded_gradient + added_shard
+    held = np.where(step.frees, largest, elements.total.trained_shard)
+    reduce = held * precision.sharded_gradient + added_shard
     sharded = step.sharded * np.asarray(step.accounting.own_streams) > 0
     return np.where(sharded, gather, 0.0), np.where(sharded, reduce, 0.0)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from meshtune.layout import RECOMPUTATIONS, Layout
 from meshtune.meter.trace import ACTIVATIONS, COMMUNICATION, GATHERED, LOGITS, TEMPORARY
 from meshtune.placement.columns import Columns, Number
 from meshtune.placement.ranks import process_groups
@@ -23,6 +24,7 @@ from meshtune.plan.memory.stages import Stages
 from meshtune.plan.memory.states import Step
 from meshtune.plan.memory.tensors import EVENTS, HEAD_REDUCE, OVERHEAD, POINTS, TIED, tensors
 from meshtune.plan.work import Work
+from meshtune.units import human
 
 
 @dataclass(frozen=True)
@@ -43,18 +45,22 @@ class Memory:
     overhead: Number
     event: Number  # index in EVENTS
     rank: Number  # index in RANKS
+    host: Number = 0.0  # of pinned host memory, not part of the peak, on the rank that holds most there
 
     @property
     def peak(self) -> Number:
         return sum(getattr(self, name) for name in CATEGORIES)
 
     def as_dict(self) -> dict[str, Any]:
-        """Bytes by category, their sum as "peak", and the "event" of that peak, of one layout."""
+        """Bytes by category, their sum as "peak", the "event" of that peak, and "host" unless 0, of one
+        layout.
+        """
         sizes = {name: getattr(self, name) for name in CATEGORIES}
-        return {**sizes, "peak": self.peak, "event": EVENTS[int(self.event)]}
+        host = {"host": self.host} if self.host else {}
+        return {**sizes, "peak": self.peak, "event": EVENTS[int(self.event)]} | host
 
 
-CATEGORIES = tuple(field.name for field in fields(Memory) if field.name not in ("event", "rank"))
+CATEGORIES = tuple(field.name for field in fields(Memory) if field.name not in ("event", "rank", "host"))
 CATEGORY_NAMES = {name: name.replace("_", " ") for name in CATEGORIES} | {
     "optimizer": "optimizer state",
     "communication": "communication buffers",
@@ -70,8 +76,9 @@ class Liveness:
     """
 
     def __init__(self, step: Step, flight: InFlight | None = None) -> None:
-        self.step, flight = step, flight or activations_in_flight(step)
-        self.shape, self.tensors = np.shape(flight.total), list(tensors(step, flight))
+        self.step, self.flight = step, flight or activations_in_flight(step)
+        self.shape, self.tensors = np.shape(self.flight.total), list(tensors(step, self.flight))
+        self.host = self.flight.host + step.states.host  # bytes of host memory
         # Shares that come and go within a step; weights that ZeRO-1 and -2 gather stay.
         transient = dict.fromkeys((ACTIVATIONS, LOGITS, COMMUNICATION, TEMPORARY), 1.0)
         self.transient = transient | {GATHERED: step.layouts.zero == 3}
@@ -137,7 +144,8 @@ class Liveness:
     def memory(self) -> Memory:
         """Bytes by category at the peak."""
         point, rank = self.peak
-        return Memory(**self.parts(point, rank), event=EVENT_OF[point], rank=rank)
+        host = np.max(np.broadcast_to(self.host, self.shape), 0)
+        return Memory(**self.parts(point, rank), event=EVENT_OF[point], rank=rank, host=host)
 
     def timeline(self) -> dict[str, dict[str, Number]]:
         """Bytes that each pipeline rank holds at each of EVENTS, by category: [RANKS, layouts] each."""
@@ -154,6 +162,23 @@ class Liveness:
             sizes[name, OVERHEAD] += np.asarray(size).item()
         largest = [(key, size) for key, size in sizes.most_common() if size]
         return [{"name": name, "category": category, "bytes": size} for (name, category), size in largest]
+
+
+def in_host_memory(size: float, layout: Layout, node: int, *, states: bool) -> str:
+    """A sentence on the pinned host memory that a rank needs for what it offloads; "" for 0 bytes.
+
+    node: GPUs in a machine. states: those of the optimizer are among it.
+    """
+    kept = [f"recompute={layout.recompute} keeps inputs of blocks"] * RECOMPUTATIONS[layout.recompute].host
+    kept += ["train.offload=optimizer keeps the optimizer's states"] * states
+    ranks = min(node, layout.world)
+    machine = f", {human(size * ranks)} for the {ranks} of a machine" if ranks > 1 else ""
+    if not size:
+        return ""
+    return (
+        f"{' and '.join(kept)} in {human(size)} of pinned host memory per rank{machine}. It isn't part of a "
+        "GPU's peak."
+    )
 
 
 def peak(

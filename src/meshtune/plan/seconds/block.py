@@ -31,9 +31,10 @@ class Block:
     """Seconds of one block and one micro-batch on a rank; collectives by what they add (exposed)."""
 
     compute: BlockCompute
-    forward: Number  # with launches and the collectives of tp and cp
-    backward: Number  # with recomputation, launches and the collectives of tp and cp
-    # What the host's launches add to the computation of each pass, to recomputation apart
+    forward: Number  # with launches, copies to the host and the collectives of tp and cp
+    backward: Number  # with recomputation, launches, copies and the collectives of tp and cp
+    # What the host's launches, and copies to and from its memory, add to the computation of each pass, to
+    # recomputation apart
     forward_launches: Number
     backward_launches: Number
     repeated_launches: Number
@@ -82,6 +83,8 @@ def block_seconds(
         np.maximum(launched(gpu - last, host, machine) + last, host + held)
         for gpu, last, host in zip(on_gpu, after, (launches, backward_launches), strict=True)
     )
+    copies, share = host_copies(work, layouts, machine, seq_len)
+    forward, backward = (busy + share * np.maximum(copies - busy, 0.0) for busy in (forward, backward))
     in_backward = backward - on_gpu[1]
     repeated = np.where(repeats, in_backward / 3, 0.0)
     return Block(
@@ -95,6 +98,19 @@ def block_seconds(
         context=context,
         sharding=shard_collectives(work, layouts, machine, forward, backward),
     )
+
+
+def host_copies(work: Work, layouts: Columns, machine: Machine, seq_len: Number) -> tuple[Number, Number]:
+    """(Seconds in which a block's input goes to host memory or back, share of the recomputed blocks of a mean
+    stage whose input does): (0, 0) unless recompute is offload. A copy runs during one pass of a block.
+    """
+    hidden = machine.element * layouts.rank_tokens(seq_len) * work.hidden
+    hidden = hidden / np.where(layouts.sp > 0, layouts.tp, 1.0)
+    stages = layouts.pp * layouts.virtual_stages
+    recomputing = np.minimum(layouts.recompute_blocks, work.blocks / stages)
+    share = np.maximum(1 - (2 - 1 / stages) / recomputing, 0.0)  # but the last, and what a stage receives
+    offloads = layouts.recomputation("host")
+    return offloads * hidden / machine.host_bandwidth, offloads * share
 
 
 def held_seconds(layouts: Columns, machine: Machine) -> Number:

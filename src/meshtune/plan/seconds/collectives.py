@@ -261,10 +261,13 @@ def gradient_collectives(work: Work, layouts: Columns, machine: Machine, block: 
 
 def optimizer_update(work: Work, layouts: Columns, machine: Machine) -> Number:
     """Seconds per step to update a rank's trained parameters, or its ZeRO shard of them: memory traffic, and
-    the matmuls of an optimizer that has some, which is refused where matrices are split.
+    the matmuls of an optimizer that has some, which is refused where matrices are split. Not less than copies
+    of its states from host memory, and back at the same time.
     """
     trained = trained_on_rank(work, layouts)
     updated = np.where(layouts.zero > 0, trained / layouts.shard_ranks, trained)
     moved = machine.optimizer_bytes + np.where(layouts.zero > 0, 0.0, machine.rounding_bytes)
     traffic = updated * moved / (machine.bandwidth * machine.memory * machine.update_memory)
-    return traffic + work.blocks / layouts.pp * machine.block_update
+    streamed = machine.host_states + np.where(layouts.zero > 0, 0.0, machine.host_master)
+    on_device = traffic + work.blocks / layouts.pp * machine.block_update
+    return np.maximum(on_device, updated * streamed / machine.host_bandwidth)

@@ -42,7 +42,7 @@ class Seconds:
     optimizer: Number  # the update
     bubble: Number  # waiting for a pipeline's first micro-batches to come and its last ones to return
     imbalance: Number  # waiting for the slowest stage of a pipeline, micro-batch by micro-batch
-    host: Number  # launches, and the host's work for each micro-batch and step
+    host: Number  # launches, the host's work for each micro-batch and step, copies to and from its memory
 
     @property
     def total(self) -> Number:

@@ -87,6 +87,8 @@ def _rows(document: Facts) -> Iterator[tuple[str, str, str, str]]:
         if (sizes := (memory[name], held.get(name, 0))) != (0, 0):
             yield _row(CATEGORY_NAMES[name], *sizes, human)
     yield _row("memory", memory["peak"], document["need_bytes"], human)
+    if "offloaded" in (rank := fullest(document)):
+        yield _row("host memory", memory.get("host", 0), rank["offloaded"]["host_bytes"], human)
     if (time := document["time"]) is None:
         return
     parts = document["predicted"]["time"]

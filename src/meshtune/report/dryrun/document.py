@@ -18,6 +18,7 @@ from meshtune.dryrun.simulation import Simulation
 from meshtune.dryrun.snapshot import write_snapshot
 from meshtune.meter.trace import RankTrace
 from meshtune.plan.machine import peak_flops
+from meshtune.plan.memory.timeline import in_host_memory
 from meshtune.report.draw.document import Document, InTerminal, Notes, OnPage, Part, Pictures
 from meshtune.report.draw.kinds import Panel
 from meshtune.report.draw.page import notes, text, tiles
@@ -94,6 +95,11 @@ def headlines(simulation: Simulation, facts: Facts) -> Iterator[str]:
             f"{simulation.cluster.speed_unit}. These are the planner's seconds of each operation, laid on "
             "streams as the trace has them."
         )
+    states = simulation.workload is not None and simulation.workload.offload != "none"
+    if host := in_host_memory(
+        simulation.host_bytes, simulation.layout, simulation.cluster.node, states=states
+    ):
+        yield host
     trace = simulation.traces[0]
     if trace.micro_batches < trace.of:
         yield (

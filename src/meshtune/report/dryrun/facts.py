@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from meshtune.meter.trace import PHASES, RankTrace, StepTrace
+from meshtune.meter.trace import OFFLOADS, PHASES, RankTrace, StepTrace
 from meshtune.plan.facts import cluster_facts
 from meshtune.report.dryrun.living import levels
 from meshtune.report.dryrun.remedies import largest
@@ -63,6 +63,7 @@ def rank_facts(simulation: Simulation, trace: RankTrace, top: int) -> dict[str, 
         "stages": list(trace.stages),
         "peak_bytes": second.peak()[0],
         "reserved_bytes": simulation.reserved(trace),
+        **({"offloaded": offloaded(second)} if second.host_bytes else {}),
         "flops": sum(trace.times(operation) * operation.flops for operation in second.operations),
         "collectives": [kind._asdict() for kind in trace.collective_kinds(second)],
         "phases": phases(simulation.kernels_of[trace.rank]),
@@ -76,6 +77,12 @@ def rank_facts(simulation: Simulation, trace: RankTrace, top: int) -> dict[str, 
         "predicted": simulation.predicted_memory(trace),
         "largest": largest(trace, simulation.layout)[:top],
     }
+
+
+def offloaded(step: StepTrace) -> dict[str, int]:
+    """Bytes of pinned host memory that a step needs, and those that it copies there and back."""
+    copied = (step.offloaded_bytes(name) for name in OFFLOADS)
+    return dict(zip(("host_bytes", "to_host", "to_device"), (step.host_bytes, *copied), strict=True))
 
 
 def allocator_facts(simulation: Simulation, trace: RankTrace) -> dict[str, Any] | None:

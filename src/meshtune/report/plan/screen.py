@@ -121,7 +121,7 @@ def reliability(choice: Choice) -> list[str]:
     borrowed = unmeasured(choice.cluster) if choice.cluster.timed else ""
     accuracy = choice.accuracy.sentence(choice.stack, choice.cluster.gpu.name)
     labels = f"{predicted_with(None)}."
-    return [*filter(None, [accuracy, labels, borrowed, choice.uncompiled, choice.attention])]
+    return [*filter(None, [accuracy, labels, borrowed, *choice.notes])]
 
 
 def heading(result: Answer) -> Text:
