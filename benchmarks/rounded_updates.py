@@ -1,4 +1,4 @@
-"""Held-out losses with 16-bit moments and 16-bit weights against AdamW in fp32, three seeds.
+"""Held-out losses with 16-bit and 8-bit moments and 16-bit weights against AdamW in fp32, three seeds.
 
     python benchmarks/rounded_updates.py [--steps 200] [--seeds 3] [--json FILE.json]
 
@@ -8,6 +8,7 @@ only the update differs:
 
     adamw            fp32 weights and moments
     adamw-bf16       fp32 weights, 16-bit moments, the second rounded by chance
+    adamw-8bit       fp32 weights, 8-bit moments of blocks of 64, the second rounded by chance
     bf16-pure        16-bit weights, rounded by chance, and moments as adamw-bf16's; gradients rounded to bf16
     bf16-pure to nearest   the same with torch's AdamW, which rounds all to nearest
 """
@@ -32,7 +33,7 @@ CONFIG = LlamaConfig(
 )  # fmt: skip
 LENGTH, ROWS, HELD_OUT = 128, 8, 64  # tokens of a row, rows of a step, rows that are held out
 CONSTANTS = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
-KINDS = ("adamw", "adamw-bf16", "bf16-pure", "bf16-pure to nearest")
+KINDS = ("adamw", "adamw-bf16", "adamw-8bit", "bf16-pure", "bf16-pure to nearest")
 
 
 def code() -> bytes:
@@ -64,7 +65,7 @@ class Update:
         if kind == "bf16-pure to nearest":
             self.torch = torch.optim.AdamW(self.copies, fused=True, **CONSTANTS)
         else:
-            row = "adamw-bf16" if kind == "adamw-bf16" else "adamw"
+            row = "adamw" if kind == "bf16-pure" else kind
             self.ours = Optimizer(named, name=row, seed=seed, **CONSTANTS)
 
     @torch.no_grad()

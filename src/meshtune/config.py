@@ -181,8 +181,8 @@ class TrainConfig(Section):
     )
     optimizer: str = setting(
         "adamw",
-        "Rule of the update: adamw, adamw-bf16 (its moments in 16 bits), lion; adafactor and muon need whole "
-        "tensors (dp, pp, cp).",
+        "Rule of the update: adamw, adamw-bf16 and adamw-8bit (its moments in 16 or 8 bits), lion; adafactor "
+        "and muon need whole tensors (dp, pp, cp).",
         table=OPTIMIZERS,
     )  # fmt: skip
     adam_betas: tuple[Fraction, Fraction] = setting(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from meshtune.errors import Table
-from meshtune.precision import DTYPE_BYTES, PRECISIONS
+from meshtune.precision import DTYPE_BYTES, PRECISIONS, SCALE_BLOCK
 
 BUCKET_ELEMENTS = 64 * 2**20  # 256 MiB of fp32 gradients at a time
 Shape = tuple[int, ...]
@@ -21,10 +21,11 @@ class State:
     # Torch's name; None: that of the trained weights, for a row, a column and a vector at least float32.
     dtype: str | None = None
     # Its shape, from the parameter's: element (the same), scalar, row (without the last dimension), column
-    # (without the last but one), vector (the same; none for a matrix). A matrix has 2 or more dimensions.
-    kind: Literal["element", "scalar", "row", "column", "vector"] = "element"
+    # (without the last but one), vector (the same; none for a matrix), block (the largest size among
+    # SCALE_BLOCK neighbours of a row). A matrix has 2 or more dimensions.
+    kind: Literal["element", "scalar", "row", "column", "vector", "block"] = "element"
     on_host: bool = False  # in host memory, so that reading it never waits for a device
-    stochastic: bool = False  # in bf16 it is rounded up or down by chance, which keeps its mean
+    stochastic: bool = False  # in fewer bits than 32 it is rounded up or down by chance, which keeps its mean
 
     def shape_for(self, parameter: Shape) -> Shape | None:
         """Shape of the state of a parameter of this shape; None: it has none."""
@@ -35,6 +36,7 @@ class State:
             "row": parameter[:-1] if matrix else None,
             "column": (*parameter[:-2], *parameter[-1:]) if matrix else None,
             "vector": None if matrix else parameter,
+            "block": (*parameter[:-1], parameter[-1] // SCALE_BLOCK) if matrix else None,
         }
         return shapes[self.kind]
 
@@ -51,7 +53,9 @@ class Optimizer:
     moved_in_16: int | None = None  # the same of weights trained in 16 bits; None: `moved`
     bucket_elements: int = BUCKET_ELEMENTS  # whose gradients are cast to the trained weights' dtype at a time
     by_element: bool = True  # False: an update reads the whole tensor, so that no rank may have a part of it
-    rest: str | None = None  # row for all but the blocks' matrices (census.is_matrix); None: this one
+    # Row for all but the blocks' matrices (census.is_matrix), or where SCALE_BLOCK neighbours share a scale
+    # for all that is not made of such; None: this one
+    rest: str | None = None
     newton_schulz_steps: int = 0  # iterations that make the update of a matrix orthogonal; 0: no such matmuls
 
     @property
@@ -59,12 +63,32 @@ class Optimizer:
         """Whether its kernel reads gradients as they are and, compiled, all else once (optim/one_pass.py)."""
         return not self.bucket_elements
 
-    def bytes_per_parameter(self, trained: str) -> int:
+    @property
+    def in_blocks(self) -> bool:
+        """Whether SCALE_BLOCK neighbours of a row share a scale, so that no rank may have a part of them."""
+        return any(state.kind == "block" for state in self.states)
+
+    @property
+    def but_matrices(self) -> str | None:
+        """Row for all but the blocks' matrices; None: that does not decide. Small tensors are not counted."""
+        return None if self.in_blocks else self.rest
+
+    def takes(self, shape: Shape, *, in_blocks_of_model: bool) -> bool:
+        """Whether it updates parameters of a shape itself, and not its `rest`.
+
+        in_blocks_of_model: the parameter is a matrix (census.is_matrix) of one of the model's blocks.
+        """
+        if self.in_blocks:
+            return len(shape) >= 2 and shape[-1] % SCALE_BLOCK == 0
+        return self.rest is None or in_blocks_of_model
+
+    def bytes_per_parameter(self, trained: str) -> float:
         """Bytes of state per trained parameter; less than a value for a row or a column is not counted.
 
         trained: dtype of the trained weights.
         """
-        return sum(DTYPE_BYTES[state.dtype or trained] for state in self.states if state.kind == "element")
+        share = {"element": 1.0, "block": 1 / SCALE_BLOCK}
+        return sum(DTYPE_BYTES[s.dtype or trained] * share.get(s.kind, 0.0) for s in self.states)
 
 
 OPTIMIZERS = Table(
@@ -83,6 +107,20 @@ OPTIMIZERS = Table(
             131,
             moved_in_16=318,
             bucket_elements=0,
+        ),
+        "adamw-8bit": Optimizer(
+            (
+                State("step", "float32", "scalar", on_host=True),
+                State("exp_avg", "int8"),
+                State("exp_avg_sq", "uint8", stochastic=True),
+                State("exp_avg_scale", "float32", "block"),
+                State("exp_avg_sq_scale", "float32", "block"),
+            ),
+            ("betas", "eps"),
+            223,
+            moved_in_16=502,
+            bucket_elements=0,
+            rest="adamw",
         ),
         "lion": Optimizer(
             (State("step", "float32", "scalar", on_host=True), State("exp_avg")),
@@ -138,14 +176,16 @@ def caution(precision: str, optimizer: str) -> str:
 def constants_of(optimizer: str) -> tuple[str, ...]:
     """Names of the constants, of betas and eps, that a row and its `rest` take."""
     row = OPTIMIZERS[optimizer]
-    return (*row.constants, *(OPTIMIZERS[row.rest].constants if row.rest else ()))
+    return tuple(dict.fromkeys((*row.constants, *(OPTIMIZERS[row.rest].constants if row.rest else ()))))
 
 
 def that_may_fit(optimizer: str) -> list[str]:
-    """Other rules that may fit where this one does not: those that keep less state per parameter, the one
-    that keeps most first; then adamw, which every layout shards, where this one's updates need whole tensors.
+    """Others that may fit where this one does not: those that keep less state per parameter, the same rule
+    first and then the one that keeps most; then adamw, which every layout shards, where this one's updates
+    need whole tensors.
     """
     kept = {name: row.bytes_per_parameter("float32") for name, row in OPTIMIZERS.items()}
     fewer = [name for name in kept if kept[name] < kept[optimizer] and name not in IN_16_BITS.values()]
     by_element = [] if OPTIMIZERS[optimizer].by_element else ["adamw"]
-    return [*sorted(fewer, key=lambda name: -kept[name]), *by_element]
+    alike = {name: OPTIMIZERS[name].constants == OPTIMIZERS[optimizer].constants for name in fewer}
+    return [*sorted(fewer, key=lambda name: (not alike[name], -kept[name])), *by_element]

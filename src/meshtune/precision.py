@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 from meshtune.errors import Table
 
-DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
-NF4_BLOCK = 64  # neighbours of a row with one scale
+DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "int8": 1, "uint8": 1}
+SCALE_BLOCK = 64  # neighbours of a row with one scale, in 4 bits and of moments in 8
 NF4_SCALES = 256  # scales with one constant
-NF4_BYTES = 0.5 + 1 / NF4_BLOCK + 4 / NF4_BLOCK / NF4_SCALES  # of a weight in 4 bits (quantised/nf4.py)
+NF4_BYTES = 0.5 + 1 / SCALE_BLOCK + 4 / SCALE_BLOCK / NF4_SCALES  # of a weight in 4 bits (quantised/nf4.py)
 NF4_ERROR = 0.092  # norm of what its rounding changes, over that of normally distributed weights
 REDUCE_DTYPES = Table("train.reduce_dtype", {"fp32": "float32", "bf16": "bfloat16"})
 

@@ -45,6 +45,7 @@ VALUES: dict[str, dict[str, tuple[str, ...]]] = {  # axis -> value -> its settin
     "optimizer": {
         "adamw": (),
         "adamw-bf16": ("train.optimizer=adamw-bf16",),
+        "adamw-8bit": ("train.optimizer=adamw-8bit",),
         "lion": ("train.optimizer=lion", "train.learning_rate=1e-3", "train.adam_eps=1e-8"),
         "adafactor": ("train.optimizer=adafactor", "train.adam_eps=1e-8"),
         "muon": ("train.optimizer=muon",),
@@ -63,6 +64,8 @@ RECIPES: dict[str, tuple[str, str]] = {  # method and optimizer -> loss and nois
     "dora, adafactor": ("smoothing", "noise"), "dora, muon": ("cross entropy", ""),
     "full, adamw-bf16": ("focal", "noise"), "lora, adamw-bf16": ("smoothing", ""),
     "rslora, adamw-bf16": ("cross entropy", "noise"), "dora, adamw-bf16": ("focal", ""),
+    "full, adamw-8bit": ("focal", "noise"), "lora, adamw-8bit": ("smoothing", ""),
+    "rslora, adamw-8bit": ("cross entropy", "noise"), "dora, adamw-8bit": ("focal", ""),
 }  # fmt: skip
 TABLE: dict[str, list[str]] = {  # layout -> recipes
     "dp2": [
@@ -72,8 +75,16 @@ TABLE: dict[str, list[str]] = {  # layout -> recipes
         "rslora, lion",
         "dora, adamw",
         "lora, adamw-bf16",
+        "full, adamw-8bit",
     ],
-    "zero3x2-selective2": ["full, adamw", "lora, lion", "rslora, lion", "dora, adamw", "full, adamw-bf16"],
+    "zero3x2-selective2": [
+        "full, adamw",
+        "lora, lion",
+        "rslora, lion",
+        "dora, adamw",
+        "full, adamw-bf16",
+        "full, adamw-8bit",
+    ],
     "tp2-sp": ["full, adamw", "lora, lion", "rslora, lion", "dora, lion", "full, adamw-bf16"],
     "cp2": [
         "full, lion",
@@ -82,9 +93,24 @@ TABLE: dict[str, list[str]] = {  # layout -> recipes
         "rslora, muon",
         "dora, adamw",
         "rslora, adamw-bf16",
+        "rslora, adamw-8bit",
     ],
-    "ulysses2-full": ["full, lion", "lora, muon", "rslora, adamw", "dora, adafactor", "dora, adamw-bf16"],
-    "pp2-zbv": ["full, adamw", "lora, adafactor", "rslora, lion", "dora, muon", "full, adamw-bf16"],
+    "ulysses2-full": [
+        "full, lion",
+        "lora, muon",
+        "rslora, adamw",
+        "dora, adafactor",
+        "dora, adamw-bf16",
+        "dora, adamw-8bit",
+    ],
+    "pp2-zbv": [
+        "full, adamw",
+        "lora, adafactor",
+        "rslora, lion",
+        "dora, muon",
+        "full, adamw-bf16",
+        "full, adamw-8bit",
+    ],
     "dp2-pp2-1f1b": [
         "full, adamw",
         "lora, adafactor",
@@ -92,8 +118,16 @@ TABLE: dict[str, list[str]] = {  # layout -> recipes
         "rslora, lion",
         "dora, adafactor",
         "lora, adamw-bf16",
+        "lora, adamw-8bit",
     ],
-    "pp2-dualpipev": ["full, adafactor", "lora, adamw", "rslora, lion", "dora, muon", "full, adamw-bf16"],
+    "pp2-dualpipev": [
+        "full, adafactor",
+        "lora, adamw",
+        "rslora, lion",
+        "dora, muon",
+        "full, adamw-bf16",
+        "full, adamw-8bit",
+    ],
     "zero3x2-tp2-sp-pp2-1f1b": [
         "full, adamw",
         "lora, lion",
@@ -109,7 +143,8 @@ IN_CI = [
     ("full, lion", "cp2"), ("dora, adafactor", "ulysses2-full"), ("dora, muon", "pp2-zbv"),
     ("lora, muon", "dp2-pp2-1f1b"), ("full, adafactor", "pp2-dualpipev"),
     ("rslora, lion", "zero3x2-tp2-sp-pp2-1f1b"),
-    ("full, adamw-bf16", "zero3x2-selective2"), ("rslora, adamw", "zero2x2-tp2-sp-full"),
+    ("full, adamw-bf16", "zero3x2-selective2"), ("full, adamw-8bit", "pp2-zbv"),
+    ("rslora, adamw", "zero2x2-tp2-sp-full"),
 ]  # fmt: skip
 
 
@@ -181,13 +216,14 @@ def test_the_cross_entropy_as_a_function_is_the_built_in_one(
 CONTINUES = {  # recipe -> (layout before, layout after)
     "full, adafactor": [("dp2-pp2-1f1b", ONE), (ONE, "cp2")],
     "full, muon": [("dp2-pp2-1f1b", ONE), ("dp2", "pp2-interleaved1f1b-v2")],
+    "full, adamw-8bit": [("zero3x2", "pp2-1f1b"), ("pp2-zbv", "cp2")],
     "full, lion": [("zero3x2-tp2-sp", ONE), ("cp2", "tp2-sp")],
     "rslora, lion": [("zero3x2-tp2-sp", "pp2-1f1b"), ("pp2-1f1b", "zero1x2")],
     "dora, adamw": [("zero3x2-tp2-sp", "pp2-1f1b")],
 }
 
 
-@pytest.mark.parametrize("recipe", cases(CONTINUES, ci=["dora, adamw"]))
+@pytest.mark.parametrize("recipe", cases(CONTINUES, ci=["dora, adamw", "full, adamw-8bit"]))
 def test_a_recipe_continues_in_another_layout(recipe: str, folder: Path, tmp_path: Path) -> None:
     words, loss = ("train.max_steps=4", *settings(recipe)), loss_of(recipe)
     whole = trained(folder, tmp_path / "whole", ONE, "fp64", *words, loss=loss)

@@ -9,6 +9,7 @@ from golden import says
 
 from meshtune.config import load
 from meshtune.errors import UserError, type_name, written
+from meshtune.optimizers import OPTIMIZERS
 from meshtune.tools.table import toml
 
 SETTINGS = [
@@ -72,7 +73,7 @@ def test_what_stands_for_another_trainers_value_is_valid() -> None:
     for setting, rows in toml("values").items():
         assert setting in SETTINGS
         for row in rows:
-            named = ("adamw", "adamw-bf16", "lion", "adafactor", "muon") if r"\1" in row["write"] else ("",)
+            named = OPTIMIZERS if r"\1" in row["write"] else ("",)
             for name in named:
                 assert problems_of(*row["write"].replace(r"\1", name).split()) == ()
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshtune.errors import UserError
+from meshtune.precision import SCALE_BLOCK
 from meshtune.quantised import nf4
 from meshtune.quantised.deferred import Deferred
 
@@ -46,6 +47,11 @@ class Piece:
         for dim, (start, size) in enumerate(zip(self.offsets, self.tensor.shape, strict=True)):
             whole = whole.narrow(dim, min(start, whole.shape[dim]), size)
         return whole
+
+    def in_blocks(self, tensor: Tensor) -> "Piece":
+        """Piece of a tensor with a value for each SCALE_BLOCK elements of a row; `tensor` is this rank's."""
+        shape, offsets = ((*cut[:-1], cut[-1] // SCALE_BLOCK) for cut in (self.shape, self.offsets))
+        return Piece(shape, offsets, tensor, self.rows)
 
     def copy_from(self, whole: Tensor) -> None:
         """Overwrite the part with that of `whole`, another tensor of that shape, in the part's dtype."""

@@ -315,11 +315,13 @@ def by_row(
 
     blocks: prefix of the names of the blocks' parameters.
     """
-    rest = OPTIMIZERS[optimizer].rest
+    own = OPTIMIZERS[optimizer]
     rows: dict[str, list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in named:
-        matrix = rest is None or (name.startswith(blocks) and is_matrix(name, tuple(parameter.shape)))
-        row = updated_by(optimizer if matrix else str(rest), str(parameter.dtype).removeprefix("torch."))
+        shape = tuple(parameter.shape)
+        matrix = name.startswith(blocks) and is_matrix(name, shape)
+        taken = optimizer if own.takes(shape, in_blocks_of_model=matrix) else str(own.rest)
+        row = updated_by(taken, str(parameter.dtype).removeprefix("torch."))
         rows.setdefault(row, []).append((name, parameter))
     return rows
 

@@ -124,10 +124,10 @@ class Parameter:
     @property
     def in_4_bits(self) -> bool:
         """True if method=qlora holds it in 4 bits where it is a block's."""
-        from meshtune.precision import NF4_BLOCK  # here: chains of imports stay short
+        from meshtune.precision import SCALE_BLOCK  # here: chains of imports stay short
 
         matrix = self.linear and is_matrix(self.name, self.shape)
-        return matrix and not self.trainable and self.shape[1] % NF4_BLOCK == 0
+        return matrix and not self.trainable and self.shape[1] % SCALE_BLOCK == 0
 
     def gathered(self, tp: int) -> bool:
         """True if features are all-gathered over `tp` ranks for it."""

@@ -18,7 +18,7 @@ from meshtune.layout import ZERO_BUBBLE, Layout
 from meshtune.optimizers import OPTIMIZERS
 from meshtune.placement.columns import Columns, Number
 from meshtune.placement.families import see
-from meshtune.precision import NF4_BLOCK
+from meshtune.precision import SCALE_BLOCK
 from meshtune.units import counted
 
 ROUNDS = ("interleaved1f1b", "zb")  # the pipeline takes micro-batches in rounds of equal numbers
@@ -83,7 +83,8 @@ def rules(
             ),
         )
     yield from _attention(traits, attention, packing)
-    yield from _tensor(traits, quantised)
+    moments = "of their moments in 8 bits" if OPTIMIZERS[optimizer].in_blocks else ""
+    yield from _tensor(traits, "in 4 bits" if quantised else moments)
     if traits.context:
         yield _whole_sequences(traits, traits.context)
     else:
@@ -185,8 +186,11 @@ def _attention(traits: Traits, attention: str, packing: bool) -> Iterator[Rule]:
         )
 
 
-def _tensor(traits: Traits, quantised: bool = False) -> list[Rule]:
-    """Sizes of tp that the model's matrices, in 4 bits if `quantised`, and heads can't be cut into."""
+def _tensor(traits: Traits, scaled: str = "") -> list[Rule]:
+    """Sizes of tp that the model's matrices and heads can't be cut into.
+
+    scaled: words for what has a scale for SCALE_BLOCK columns, which a rank holds whole; "": nothing has.
+    """
     if traits.tensor:
         why = traits.tensor
         return [Rule(why, lambda layouts: layouts.tp > 1, lambda _: why)]
@@ -220,10 +224,10 @@ def _tensor(traits: Traits, quantised: bool = False) -> list[Rule]:
         )
     for size, name in traits.cuts:
         add(f"does not divide the {size} {name}", lambda tp, size=size: size % tp != 0)
-        if quantised and name.startswith("columns") and size % NF4_BLOCK == 0:
+        if scaled and name.startswith("columns") and size % SCALE_BLOCK == 0:
             add(
-                f"cuts the {size} {name} inside a block of {NF4_BLOCK}, which shares a scale in 4 bits",
-                lambda tp, size=size: (size % tp == 0) & (size // NF4_BLOCK % tp != 0),
+                f"cuts the {size} {name} inside a block of {SCALE_BLOCK}, which shares a scale {scaled}",
+                lambda tp, size=size: (size % tp == 0) & (size // SCALE_BLOCK % tp != 0),
             )
     add(
         f"leaves a rank without any of the {vocabulary} vocabulary entries",

@@ -63,7 +63,7 @@ def copies_of(precision: str, reduce_dtype: str, optimizer: str) -> Copies:
     """
     dtypes, row = PRECISIONS[precision], OPTIMIZERS[optimizer]
     state = row.bytes_per_parameter(dtypes.trained)
-    rest = OPTIMIZERS[row.rest].bytes_per_parameter(dtypes.trained) if row.rest else state
+    rest = OPTIMIZERS[row.but_matrices].bytes_per_parameter(dtypes.trained) if row.but_matrices else state
     return Copies(
         weight=DTYPE_BYTES[dtypes.compute],
         gradient=DTYPE_BYTES[dtypes.gradient],

@@ -11,7 +11,7 @@ from meshtune.optimizers import OPTIMIZERS, updated_by
 from meshtune.placement.states import Copies, copies_of
 from meshtune.plan.cluster import NETWORK_SHARE
 from meshtune.plan.hardware import Gpu, attention_kernel, kernel_on, stacks
-from meshtune.precision import PRECISIONS
+from meshtune.precision import DTYPE_BYTES, PRECISIONS
 from meshtune.units import Number
 
 if TYPE_CHECKING:
@@ -195,10 +195,12 @@ def update_bytes(precision: str, copies: Copies, optimizer: str, matrices: Numbe
         row = OPTIMIZERS[updated_by(name, dtype)]
         own = trained * (row.moved_in_16 if trained == 2 and row.moved_in_16 else row.moved)
         if row.one_pass:
-            return gradient + (2 * (trained + row.bytes_per_parameter(dtype)) if fused else own)
+            between = row.in_blocks * DTYPE_BYTES["float32"]  # as inductor fuses for a processor
+            kept = trained + row.bytes_per_parameter(dtype) + between
+            return gradient + (2 * kept if fused else own)
         return own + (gradient + trained if gradient != trained else 0)
 
-    rest = OPTIMIZERS[optimizer].rest
+    rest = OPTIMIZERS[optimizer].but_matrices
     return gradient + matrices * moved(optimizer) + (1 - matrices) * moved(rest or optimizer)
 
 

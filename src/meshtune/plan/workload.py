@@ -19,7 +19,7 @@ from meshtune.placement.rules import Rule, Traits, compiles, rules, sentences
 from meshtune.plan.hardware import Gpu, attention_kernel
 from meshtune.plan.programs import MESHTUNE, Tool
 from meshtune.plan.work import Work, attended
-from meshtune.precision import DTYPE_BYTES, NF4_BLOCK, PRECISIONS
+from meshtune.precision import DTYPE_BYTES, PRECISIONS, SCALE_BLOCK
 from meshtune.units import Number, count, few
 
 if TYPE_CHECKING:
@@ -320,7 +320,7 @@ def wide_note(config: Config, census: Census) -> str | None:
     if not config.quantise or share < 0.01:
         return None
     return (
-        f"method=qlora holds linear layers in 4 bits whose columns are a multiple of {NF4_BLOCK}. Of the "
+        f"method=qlora holds linear layers in 4 bits whose columns are a multiple of {SCALE_BLOCK}. Of the "
         f"blocks' frozen weights {share:.0%} stay in {config.quantise}: "
         f"{few(list(dict.fromkeys(p.name for p in whole)))}."
     )

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from meshtune.precision import NF4_BLOCK, NF4_SCALES
+from meshtune.precision import NF4_SCALES, SCALE_BLOCK
 from meshtune.quantised import nf4
 from meshtune.quantised.deferred import Deferred, Make, MakeCodes
 
@@ -122,8 +122,8 @@ def _bitsandbytes(parts: Parts) -> Matrix:
 
     ours = (
         len(shape) == 2
-        and shape[1] % NF4_BLOCK == 0
-        and (block, facts.get("nested_blocksize")) == (NF4_BLOCK, NF4_SCALES)
+        and shape[1] % SCALE_BLOCK == 0
+        and (block, facts.get("nested_blocksize")) == (SCALE_BLOCK, NF4_SCALES)
         and torch.equal(levels, torch.tensor(nf4.LEVELS))
         and eight_bits is not None
         and torch.equal(eight_bits, nf4.eight_bits())

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from meshtune import compat
 from meshtune.placement.split import Split, piece, pieces
-from meshtune.precision import NF4_BLOCK as BLOCK
 from meshtune.precision import NF4_SCALES as SCALES
+from meshtune.precision import SCALE_BLOCK as BLOCK
 from meshtune.quantised.deferred import Deferred
 
 PART = 2**20  # elements

@@ -139,9 +139,14 @@ class RankModel:
             kind, name, state_name = parts_of(key)
             whole_key = key_of(kind, self.parallel.tied.get(name, name), state_name)
             if whole_key not in pieces:  # a tied copy on the same rank (V schedules) is the same tensor
-                # Else a scalar, a row or a column: whole on every rank that has the parameter.
-                alike = tensor.shape == local(parameters[name]).shape and tensor.ndim > 0
-                pieces[whole_key] = self.parallel.piece(name, parameters[name], tensor) if alike else tensor
+                own, shape = local(parameters[name]), tensor.shape
+                if shape == own.shape and tensor.ndim > 0:
+                    pieces[whole_key] = self.parallel.piece(name, parameters[name], tensor)
+                elif len(shape) == own.ndim and shape[:-1] == own.shape[:-1] and tensor.ndim > 0:
+                    whole = self.parallel.piece(name, parameters[name], own)
+                    pieces[whole_key] = whole.in_blocks(tensor)
+                else:  # a scalar, a row or a column: whole on every rank that has the parameter
+                    pieces[whole_key] = tensor
         return pieces
 
 

@@ -171,10 +171,13 @@ UPDATES = [  # bytes a parameter: the norm's, the gradient, the trained weight, 
     ),  # rounded by a kernel of its own; scaled gradient
     ("adamw-bf16", "bf16", "fp32", True, 4 + 4 + 8 + 8 + 2),
     ("adamw-bf16", "bf16", "bf16", True, 2 + 2 + 8 + 8 + 2),
+    ("adamw-8bit", "bf16", "fp32", True, 4 + 4 + 8 + 4.25 + 8 + 2),
     ("adamw", "bf16-pure", "bf16", True, 2 + 2 + 4 + 8),
     ("lion", "bf16", "fp32", True, 4 + 4 + 8 + 8 + 2),
     ("adamw-bf16", "bf16", "fp32", False, 538),
     ("adamw", "bf16-pure", "bf16", False, 640),
+    ("adamw-8bit", "bf16", "fp32", False, 904),
+    ("adamw-8bit", "bf16-pure", "bf16", False, 1009),
     ("lion", "bf16", "fp32", False, 126),
     ("adafactor", "fp32", "fp32", False, 96),
 ]

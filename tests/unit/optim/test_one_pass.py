@@ -1,11 +1,13 @@
-"""Updates in one pass: AdamW with 16-bit moments and 16-bit weights that are rounded up or down by chance.
+"""Updates in one pass: AdamW with moments in 16 or 8 bits, and 16-bit weights that are rounded by chance.
 
-The references are torch.optim.AdamW and, for what each rank of a layout makes, the update of one rank.
+The references are torch.optim.AdamW, bitsandbytes in 8 bits and, for what each rank of a layout makes, the
+update of one rank.
 """
 
 import hashlib
 from typing import Any
 
+import bitsandbytes
 import pytest
 import torch
 from families import FAMILIES
@@ -16,6 +18,7 @@ from meshtune.layout import Layout
 from meshtune.model.pieces import Piece
 from meshtune.optim import one_pass
 from meshtune.optim.optimizer import Optimizer
+from meshtune.optimizers import OPTIMIZERS
 from meshtune.parallel.mesh import join
 from meshtune.parallel.zero import local
 from meshtune.train.model import ModelSpec, OptimizerSpec, rank_model
@@ -60,6 +63,44 @@ def test_an_update_is_torchs_but_for_the_rounding_of_moments() -> None:
         assert ((ours - moments[name]).norm() / moments[name].norm()) < 0.01
 
 
+@pytest.mark.parametrize(("decades", "most", "of_theirs"), [(0, 0.03, 1.3), (4, 0.1, 0.3)])
+def test_moments_in_8_bits_are_as_good_as_bitsandbytes(decades: int, most: float, of_theirs: float) -> None:
+    """decades: between the sizes of neighbours' gradients. bitsandbytes has blocks of 256 and its own map."""
+    shape = (64, 256)
+    sizes = 10 ** (-decades * torch.rand(shape, generator=torch.Generator().manual_seed(0)))
+    weight, gradients = drawn(shape, "w"), [sizes * drawn(shape, step) for step in range(50)]
+    state, (exact, _) = stepped(weight, gradients, 1e-2, name="adamw-8bit"), torchs(weight, gradients, 1e-2)
+    other = nn.Parameter(weight.clone())
+    theirs = bitsandbytes.optim.AdamW8bit([other], lr=1e-2, min_8bit_size=0, **SETTINGS)
+    for gradient in gradients:
+        other.grad = gradient / (2.0 + 1e-6)
+        theirs.step()
+    errors = [float((each.detach() - exact).norm()) for each in (state["computed"], other)]
+    assert errors[0] < min(most * float((exact - weight).norm()), of_theirs * errors[1])
+    held = {key.rpartition(".")[2]: tensor.nbytes / weight.numel() for key, tensor in state.items()}
+    assert [held[f"exp_avg{part}"] for part in ("", "_sq", "_scale", "_sq_scale")] == [1, 1, 1 / 16, 1 / 16]
+
+
+def test_a_second_moment_in_8_bits_follows_gradients_that_shrink() -> None:
+    """A step of a code is 3 % of a value, and a step of the run a tenth of that."""
+    given = drawn((64, 64), "w"), [drawn((64, 64), step) * 0.995**step for step in range(600)], 1e-4
+    state, (_, moments) = stepped(*given, name="adamw-8bit"), torchs(*given)
+    key = "optimizer.weight.exp_avg_sq"
+    scales = state[f"{key}_scale"][..., None]
+    ours = one_pass._values(state[key].unflatten(-1, (-1, 64)), scales, torch.float64)
+    assert float((ours.flatten(-2) / moments["exp_avg_sq"]).mean()) == pytest.approx(1, abs=0.01)
+
+
+def test_what_is_not_made_of_blocks_has_moments_in_32_bits() -> None:
+    """Rows of 96 values would share a block; a vector of 128 has no rows, which ranks hold whole."""
+    sizes = {"matrix": (3, 128), "odd": (4, 96), "norm": (128,)}
+    named = [(name, nn.Parameter(drawn(shape, name))) for name, shape in sizes.items()]
+    optimizer = Optimizer(named, **SETTINGS, name="adamw-8bit")
+    assert {bucket.row: bucket.names for bucket in optimizer.buckets} == {
+        "adamw-8bit": ["matrix"], "adamw": ["odd", "norm"],
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("by_chance", [True, False])
 def test_the_second_moment_follows_gradients_that_shrink(
     by_chance: bool, monkeypatch: pytest.MonkeyPatch
@@ -88,11 +129,13 @@ def test_16_bit_weights_move_as_far_as_exact_ones_on_average(name: str) -> None:
 
 @pytest.mark.ci
 @pytest.mark.parametrize(
-    "options", [{"compute_dtype": torch.bfloat16, "name": "adamw-bf16"}, {"name": "lion"}]
+    "options",
+    [{"compute_dtype": torch.bfloat16, "name": "adamw-bf16"}, {"name": "lion"}, {"name": "adamw-8bit"}],
 )
 def test_a_compiled_update_is_the_plain_one(options: dict[str, Any]) -> None:
     """By inductor, for a processor. Several sizes: one graph serves all that are one row."""
-    for shape in ((40, 24), (3, 70), (9, 5, 33), (7,)):
+    in_blocks = OPTIMIZERS[options["name"]].in_blocks
+    for shape in ((40, 64), (3, 192), (9, 5, 128)) if in_blocks else ((40, 24), (3, 70), (9, 5, 33), (7,)):
         given = drawn(shape, "w"), [drawn(shape, step) for step in range(3)], 1e-2
         plain, compiled = (stepped(*given, compiled=each, **options) for each in (False, True))
         for key, tensor in plain.items():
@@ -149,11 +192,13 @@ def test_a_piece_is_updated_as_in_the_whole(
     assert shape == () or not torch.equal(other["model.weight"], whole["model.weight"])
 
 
-def updated(text: str, precision: str) -> dict[str, Piece | Tensor]:
+def updated(text: str, precision: str, name: str = "adamw-bf16") -> dict[str, Piece | Tensor]:
     """This rank's pieces after two updates with gradients that are the same in every layout."""
     world = join(Layout.parse(text), torch.device("cpu"))
-    spec = ModelSpec(source=FAMILIES["phi3"](num_hidden_layers=2), init="random", precision=precision)
-    model = rank_model(spec, world, optimizer=OptimizerSpec(name="adamw-bf16", weight_decay=0.1))
+    # Columns that tp cuts into blocks of 64.
+    source = FAMILIES["phi3"](num_hidden_layers=2, hidden_size=128, intermediate_size=256)
+    spec = ModelSpec(source=source, init="random", precision=precision)
+    model = rank_model(spec, world, optimizer=OptimizerSpec(name=name, weight_decay=0.1))
     for step in range(2):
         for name, parameter in model.optimizer.named_parameters():
             gradient = torch.empty_like(local(parameter), dtype=torch.float32)
@@ -167,11 +212,21 @@ def updated(text: str, precision: str) -> dict[str, Piece | Tensor]:
     return model.pieces({key: tensor.detach() for key, tensor in model.optimizer.state().items()})
 
 
-@pytest.mark.parametrize("precision", ["bf16", "bf16-pure"])
+@pytest.mark.parametrize(
+    ("precision", "optimizer"),
+    [
+        ("bf16", "adamw-bf16"),
+        ("bf16-pure", "adamw-bf16"),
+        ("bf16", "adamw-8bit"),
+        ("bf16-pure", "adamw-8bit"),
+    ],
+)
 @pytest.mark.parametrize("text", ["zero3x2-mb1-ga1", "tp2-mb1-ga1", "pp2-1f1b-mb1-ga2"])
-def test_the_same_gradients_give_the_same_bits_in_every_layout(text: str, precision: str) -> None:
-    whole, seen = updated("mb1-ga1", precision), set()
-    for pieces in run_ranks(2, updated, text, precision):
+def test_the_same_gradients_give_the_same_bits_in_every_layout(
+    text: str, precision: str, optimizer: str
+) -> None:
+    whole, seen = updated("mb1-ga1", precision, optimizer), set()
+    for pieces in run_ranks(2, updated, text, precision, optimizer):
         for key, piece in pieces.items():
             seen.add(key)
             expected = whole[key]

@@ -96,7 +96,7 @@ def test_the_state_of_adafactor_is_a_row_and_a_column_of_each_matrix() -> None:
     bytes_of = {key.removeprefix("optimizer.weight."): tensor.nbytes for key, tensor in state.items()}
     assert (bytes_of["exp_avg_sq_row"], bytes_of["exp_avg_sq_col"]) == (4 * 30, 4 * 40)
     assert state["optimizer.bias.exp_avg_sq"].nbytes == 4 * 30
-    assert [OPTIMIZERS[name].bytes_per_parameter("float32") for name in OPTIMIZERS] == [8, 4, 4, 0, 4]
+    assert [OPTIMIZERS[name].bytes_per_parameter("float32") for name in OPTIMIZERS] == [8, 4, 2.125, 4, 0, 4]
     assert OPTIMIZERS["lion"].bytes_per_parameter("bfloat16") == 2
 
 

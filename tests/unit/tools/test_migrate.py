@@ -82,7 +82,7 @@ def test_every_key_of_a_file_is_a_setting_or_in_a_comment(file: Path) -> None:
         (AXOLOTL, "bf16: auto", "train.precision: bf16"),
         (AXOLOTL, "bf16: false, float32: true", "train.precision: fp32"),
         (AXOLOTL, "optimizer: paged_adamw_8bit, warmup_ratio: 0.1",
-         "train.optimizer: adamw, train.warmup_ratio: 0.1"),
+         "train.optimizer: adamw-8bit, train.warmup_ratio: 0.1"),
         (AXOLOTL, "wandb_project: p", "log.to: [console, jsonl, wandb], log.project: p"),
         (AXOLOTL, "", "checkpoint.every: 1 epoch"),
         (AXOLOTL, "optimizer: lion_8bit, adam_beta1: 0.8", "train.optimizer: lion"),

@@ -359,7 +359,7 @@ def test_fused_matrices_have_hugging_face_s_names(migrated: Migrate) -> None:
         (AXOLOTL | {"load_in_8bit": True, "adapter": "lora"}, "load_in_8bit"),
         (TRL | {"use_peft": True, "load_in_4bit": True}, "load_in_4bit"),
         (FACTORY | {"quantization_bit": 4, "quantization_method": "hqq"}, "quantization_method"),
-        (AXOLOTL | {"optimizer": "adamw_bnb_8bit"}, "optimizer"),
+        (AXOLOTL | {"optimizer": "lion_8bit"}, "optimizer"),
         (AXOLOTL | {"adapter": "qlora", "load_in_4bit": True, "load_in_8bit": False}, ""),
         (FACTORY | {"quantization_bit": 4, "quantization_type": "nf4"}, ""),
         (TORCHTUNE | {"model": {"_component_": "torchtune.models.mistral.qlora_mistral_7b"}}, ""),

@@ -224,6 +224,7 @@ def test_a_migrated_file_comes_back_or_its_losses_are_named_once(
 
 def test_axolotls_keys_without_a_setting_are_named_once(tmp_path: Path) -> None:
     file, given = tmp_path / "theirs.yaml", (DATA / "migrate" / "axolotl-fft-fsdp.yaml").read_text()
+    given = given.replace("paged_adamw_8bit", "adamw_torch")  # whose states FSDP2 of axolotl doesn't shard
     file.write_text(given + "wandb_entity: team\nwandb_project: p\n")
     missing = " ".join(exported("axolotl", migrate(file, gpus=8).config()).missing)
     assert [missing.count(key) for key in ("special_tokens.pad_token", "wandb_entity")] == [1, 1]

@@ -1,0 +1,104 @@
+"""Held-out loss on GSM8K of what needs less memory against what it stands for, three seeds.
+
+    python benchmarks/convergence.py ../shared/data/gsm8k [--steps 100] [--seeds 3] [--json FILE.json]
+
+A Llama of 3 M parameters learns two thirds of GSM8K's training rows from scratch; then each recipe tunes it
+on the rest with answers labelled, and is evaluated on rows of the test set. A recipe is compared with the one
+that it stands for, seed by seed.
+"""
+
+import argparse
+import json
+import statistics
+from itertools import product
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+
+from meshtune import train
+
+LORA = ("method=lora", "lora.r=16", "lora.alpha=32", "train.learning_rate=1e-3")
+FULL = ("method=full", "train.learning_rate=3e-4")
+RECIPES = {  # name -> (that it stands for, its settings)
+    "lora": ("lora", LORA),
+    "qlora": ("lora", ("method=qlora", *LORA[1:])),
+    "adamw": ("adamw", FULL),
+    "adamw-8bit": ("adamw", (*FULL, "train.optimizer=adamw-8bit")),
+}
+VOCABULARY, HELD_OUT = 2048, 400
+COMMON = (
+    "data.seq_len=256", "train.global_batch_size=8", "layout=mb8-ga1", "train.precision=fp32",
+    "log.to=[jsonl]", "checkpoint.every=0", "output_exists=replace",
+)  # fmt: skip
+
+
+def make_base(folder: Path, rows: list[dict[str, str]]) -> None:
+    """Write a folder with a model that was not trained, and a tokenizer of the rows' words."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    words = trainers.BpeTrainer(
+        vocab_size=VOCABULARY, special_tokens=["<eos>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    tokenizer.train_from_iterator((text for row in rows for text in row.values()), words)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(folder)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=256, intermediate_size=512, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256, eos_token_id=0,
+        bos_token_id=0, tie_word_embeddings=False,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+
+
+def held_out_loss(folder: Path, *settings: str) -> float:
+    """Train a model into a folder, and return its loss on the held-out rows."""
+    result = train({}, [*COMMON, f"output={folder}", *settings], nproc=1)
+    return [row["loss"] for row in result.rows if row["kind"] == "eval"][-1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("data", type=Path)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    found: dict[str, list[float]] = {name: [] for name in RECIPES}
+    with TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        lines = (options.data / "train.jsonl").read_text(encoding="utf-8").splitlines()
+        first = len(lines) * 2 // 3
+        tested = (options.data / "test.jsonl").read_text(encoding="utf-8").splitlines()[:HELD_OUT]
+        parts = {"first": lines[:first], "rest": lines[first:], "test": tested}
+        for name, part in parts.items():
+            (folder / f"{name}.jsonl").write_text("\n".join(part) + "\n", encoding="utf-8")
+        make_base(folder / "untrained", [json.loads(line) for line in parts["first"]])
+        rows = "data.columns={prompt: question, completion: answer}", f"data.eval={folder / 'test.jsonl'}"
+        begun = held_out_loss(
+            folder / "base", f"model.name={folder / 'untrained'}", f"data.train={folder / 'first.jsonl'}",
+            *rows, "data.train_on=all", f"train.max_steps={4 * options.steps}", "train.learning_rate=1e-3",
+        )  # fmt: skip
+        print(f"from scratch, all tokens: {begun:.4f}", flush=True)
+        for seed, (name, (_, settings)) in product(range(options.seeds), RECIPES.items()):
+            loss = held_out_loss(
+                folder / "tuned", f"model.name={folder / 'base' / 'model'}",
+                f"data.train={folder / 'rest.jsonl'}", *rows, f"train.max_steps={options.steps}",
+                f"train.seed={seed}", *settings,
+            )  # fmt: skip
+            found[name].append(loss)
+            print(f"{name}, seed {seed}: {loss:.4f}", flush=True)
+    print("| recipe | held-out losses | from |\n| --- | --- | ---: |")
+    for name, losses in found.items():
+        other = RECIPES[name][0]
+        more = statistics.mean(one / two - 1 for one, two in zip(losses, found[other], strict=True))
+        print(f"| {name} | {', '.join(f'{loss:.4f}' for loss in losses)} | {more:+.2%} of {other}'s |")
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
