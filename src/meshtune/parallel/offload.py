@@ -7,7 +7,7 @@
 
 Both copies run in order on a stream of their own, so that a buffer is used again as soon as its block's
 backward is issued. Kernels and copies wait for each other by events: a tensor is let go of only once the
-stream that computes has waited for its copy, and needs no record_stream. On a CPU the same code copies at once.
+stream that computes has waited for its copy, and needs no record_stream. On a CPU it copies at once.
 
 The input of a stage's last offloaded block stays on the device: its backward comes first. So does what a
 stage received, which lies in a buffer of the pipeline anyway.
