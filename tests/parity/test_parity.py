@@ -112,7 +112,7 @@ OFFLOADED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("layout", cases(OFFLOADED, test=1, ci=5))
+@pytest.mark.parametrize("layout", cases(OFFLOADED, ci=5))
 def test_offloaded_inputs_change_no_bit(layout: str, folder: Path, tmp_path: Path) -> None:
     ours, full = (
         trained(folder, tmp_path / name, name, "fp32", "eval.every=2")

@@ -5,9 +5,9 @@
     backward of block n+1   the input of block n is copied back while the block computes
     backward of block n     waits for that copy, and runs the block again
 
-Both copies run on a stream of their own, in order, so that a buffer is used again as soon as its copy back is
-issued. Kernels and copies wait for each other by events: a tensor is let go of only once the stream that
-computes has waited for its copy, and needs no record_stream. On a CPU the same code copies at once.
+Both copies run in order on a stream of their own, so that a buffer is used again as soon as its block's
+backward is issued. Kernels and copies wait for each other by events: a tensor is let go of only once the
+stream that computes has waited for its copy, and needs no record_stream. On a CPU it copies at once.
 
 The input of a stage's last offloaded block stays on the device: its backward comes first. So does what a
 stage received, which lies in a buffer of the pipeline anyway.
@@ -55,7 +55,6 @@ class Input:
         self.device: Tensor | None = hidden.detach()
         self.before = before  # of the block before, whose backward comes next; None: none
         self.host: Tensor | None = None  # a part of a buffer, shaped as the hidden states
-        self.free_buffer: Callable[[], object] = lambda: None  # it also runs where no backward comes
         self.strides = hidden.stride()
         self.copied: Any = None  # event at the end of the last copy; None: on a CPU
 
@@ -123,7 +122,7 @@ class Offload:
         hidden = block_input.device
         assert hidden is not None
         buffer = self._buffer(hidden)
-        block_input.free_buffer = weakref.finalize(block_input, self._free.append, buffer)
+        weakref.finalize(block_input, self._free.append, buffer)  # also where no backward comes
         block_input.host = buffer[: hidden.nbytes].view(hidden.dtype).view(hidden.shape)
         with self._aside(block_input):
             to_host(hidden, block_input.host)
@@ -138,7 +137,6 @@ class Offload:
         hidden = torch.empty_strided(host.shape, block_input.strides, dtype=host.dtype, device=device)
         with self._aside(block_input):
             to_device(host, hidden)
-        block_input.free_buffer()  # later copies to it come later on the stream
         block_input.device, block_input.host = hidden, None
 
     def _unpack(self, saved: Tensor | Saved) -> Tensor:

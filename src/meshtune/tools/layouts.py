@@ -94,9 +94,8 @@ def parallelism_config(value: Any, job: Job) -> Converted:
 def recompute(value: Any, job: Job) -> Converted:
     if job.on("selective_checkpointing"):
         return Converted({"layout.recompute": "selective"})
-    offloaded = isinstance(value, str) and "off" in value
-    remark = f"{value}: activations are recomputed, not offloaded" if offloaded else ""
-    return Converted({"layout.recompute": "none" if value in OFF else "full"}, remark)
+    recomputing = "offload" if "offload" in str(value) else "full"
+    return Converted({"layout.recompute": "none" if value in OFF else recomputing})
 
 
 def batch_of_rank(value: Any, job: Job) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from meshtune import config
 from meshtune.cli import app
 from meshtune.errors import UserError
+from meshtune.layout import Layout
 from meshtune.tools.migrate import Migrated, migrate, text_of
 from meshtune.tools.training import patterns
 
@@ -184,6 +185,12 @@ def test_fsdps_earlier_spelling_is_known(migrated: Migrate) -> None:
     result = migrated(AXOLOTL, gpus=8, fsdp_config=earlier)
     assert result.settings["layout"] == "zero2x8-mb1-ga1"
     assert [note.key for note in result.unsupported] == ["fsdp_config.fsdp_offload_params"]
+
+
+@pytest.mark.parametrize("value", ["offload", True, False])
+def test_activations_that_are_offloaded_stay_so(value: Any, migrated: Migrate) -> None:
+    layout = Layout.parse(migrated(AXOLOTL, gradient_checkpointing=value).settings["layout"])
+    assert layout.recompute == {"offload": "offload", True: "full", False: "none"}[value]
 
 
 def test_a_default_beside_a_null_and_a_remark_are_said_once(migrated: Migrate) -> None:

@@ -274,7 +274,6 @@ def reasons(one: Explanation, letter: str = "") -> list[Part]:
         Section(f"Against it{name}", one.against),
         Section(f"Largest at the memory peak{name}", lines[False][:MOST_TENSORS]),
         Section(f"Overhead at the memory peak{name}", lines[True]),
-        Section(f"In host memory{name}", [*filter(None, [one.choice.in_host_memory])]),
         Section(f"The largest levers{name}", [lever.sentence() for lever in one.levers], numbered=True),
         Section(f"The run{name}", [*filter(None, (one.run.sentence(), *one.length.notes))]),
     ]
