@@ -209,6 +209,7 @@ def structure(
         reduce_dtype=spec.sum_dtype,
         compile=spec.compile,
         quantise=bool(spec.quantise),
+        fp8_on=spec.kernels if PRECISIONS[spec.precision].fp8 else "",
     )
     return Structure(whole, census, made, added)
 
