@@ -129,6 +129,14 @@ class Parameter:
         matrix = self.linear and is_matrix(self.name, self.shape)
         return matrix and not self.trainable and self.shape[1] % NF4_BLOCK == 0
 
+    @property
+    def fp8(self) -> bool:
+        """True if train.precision=fp8 multiplies with it in 8-bit floats where it is a block's."""
+        from meshtune.precision import takes_fp8  # here: chains of imports stay short
+
+        linear = self.linear and self.kind != "adapter" and is_matrix(self.name, self.shape)
+        return linear and takes_fp8(*self.shape)
+
     def gathered(self, tp: int) -> bool:
         """True if features are all-gathered over `tp` ranks for it."""
         return self.whole and not (self.fused and all(units % tp == 0 for units in self.fused))

@@ -54,6 +54,7 @@ class Gemm:
     in_4_bits: bool = False  # as in Parameter
     last: bool = False  # a block multiplies with them when all is saved, see `SavedBytes.last`
     quantised: bool = False  # they are held in 4 bits, and dequantised in each pass
+    fp8: bool = False  # as in Parameter
     adapted_last: bool = False  # their adapter's B is: a compiled block runs neither again
 
 
@@ -178,6 +179,7 @@ class Work:
             p.name: ("rows", "cols")[p.cut] for b in census.blocks for p in b.parameters if p.cut in (0, 1)
         }
         fitting = {p.name for b in census.blocks for p in b.parameters if p.in_4_bits}
+        fp8 = {p.name for b in census.blocks for p in b.parameters if p.fp8}
         alike: dict[tuple, float] = {}
         ends = [saved.last for block in census.blocks for _, saved in block.saved[:1]]
         lasts = ["", *(ends if len(ends) == n else [""] * n)]
@@ -186,12 +188,18 @@ class Work:
                 adapter = m.name[-1] if m.name.endswith((".lora_A", ".lora_B")) else ""
                 cut = cuts.get(m.name, "")
                 fits = m.name in fitting and not m.trainable
-                ending = fits, m.name == last, f"{m.name.removesuffix('weight')}lora_B" == last
+                adapted_last = f"{m.name.removesuffix('weight')}lora_B" == last
+                ending = fits, m.name == last, m.name in fp8, adapted_last
                 key = (m.rows, m.cols, cut, m.trainable, m.input_gradient, adapter, *ending)
                 alike[key] = alike.get(key, 0) + m.count
         matrices = tuple(
-            Gemm(rows, cols, count / n, cut, float(trainable), float(back), adapter, *ending)
-            for (rows, cols, cut, trainable, back, adapter, *ending), count in alike.items()
+            Gemm(
+                rows, cols, count / n, cut, float(trainable), float(back), adapter, fits, last, fp8=in_fp8,
+                adapted_last=adapted_last,
+            )
+            for (
+                rows, cols, cut, trainable, back, adapter, fits, last, in_fp8, adapted_last
+            ), count in alike.items()
         )
         cores = tuple(
             Core(

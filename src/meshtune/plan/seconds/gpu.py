@@ -65,9 +65,11 @@ def matrix_passes(machine: Machine, tokens: Number, gemm: Gemm, tp: Number) -> t
     """
     rows = gemm.rows / tp if gemm.cut == "rows" else gemm.rows
     cols = gemm.cols / tp if gemm.cut == "cols" else gemm.cols
-    inputs = gemm.input_gradient * matmul(machine, tokens, cols, rows)
-    weights = gemm.trainable * matmul(machine, rows, cols, tokens, contiguous=(rows, cols))
-    forward = matmul(machine, tokens, rows, cols)
+    fastest = machine.fp8_matmul_max if gemm.fp8 and np.any(machine.fp8_matmul_max) else None
+    inputs = gemm.input_gradient * matmul(machine, tokens, cols, rows, fastest=fastest)
+    lying = (rows, cols) if fastest is None else ()  # fp8 operands are laid out anew as they are cast
+    weights = gemm.trainable * matmul(machine, rows, cols, tokens, contiguous=lying, fastest=fastest)
+    forward = matmul(machine, tokens, rows, cols, fastest=fastest)
     if gemm.quantised:  # read in 4 bits, and written for the matmul to read
         written = rows * cols * (NF4_BYTES + machine.element) / (machine.bandwidth * machine.memory)
         forward, inputs = forward + written, inputs + gemm.input_gradient * written
