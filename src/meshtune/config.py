@@ -387,6 +387,15 @@ class Config(Section):
             if problems := [*without_effect(self, late=False)]:
                 raise UserError(problems)
 
+    @model_validator(mode="after")
+    def _one_of(self) -> "Config":
+        if self.method == "qlora" and PRECISIONS[self.train.precision].fp8:
+            raise UserError(
+                "train.precision=fp8 with method=qlora: frozen matrices are held in 4 bits and multiplied in 16; "
+                "use train.precision=bf16, or method=lora."
+            )
+        return self
+
     @property
     def cluster_config(self) -> ClusterConfig:
         """The cluster section, read from its file if it names one. Raises UserError for a bad file."""

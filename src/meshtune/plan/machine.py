@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from meshtune.errors import UserError
 from meshtune.optimizers import OPTIMIZERS, updated_by
 from meshtune.placement.states import Copies, copies_of
 from meshtune.plan.cluster import NETWORK_SHARE
@@ -205,6 +206,10 @@ def in_precision(machine: Machine, gpu: Gpu, precision: str) -> dict[str, Number
     fp8 those of bf16, and that of linear layers.
     """
     if PRECISIONS[precision].fp8:
+        if gpu.fp8 is None and not gpu.processor:
+            raise UserError(
+                f"train.precision={precision}: {gpu.name} multiplies no 8-bit floats; use train.precision=bf16."
+            )
         return {"fp8_matmul_max": gpu.matmul_max_fp8}
     faster = peak_flops(gpu, precision) / gpu.bf16
     of_peak = ("matmul_max", "core_matmul_max", "attention_64", "attention_128", "attention_256")

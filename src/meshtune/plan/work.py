@@ -132,6 +132,10 @@ class Traced(NamedTuple):
     selective: Kept | None = None
     wide_masks: Traced | None = None  # of eager blocks on a processor, where dropout's masks differ
 
+    def of_outputs(self) -> Traced:
+        """The same of compiled blocks that save no inputs of matmuls, as under selective recomputation."""
+        return self._replace(kept=self.selective, fullest=self.selective) if self.selective else self
+
     def twice(self) -> Traced:
         """The same of elements of twice the size; passes are not known."""
         return Traced(
@@ -245,12 +249,20 @@ class Work:
             whole_heads=next((b.whole_heads for b in census.blocks if b.attention), None),
         )
 
-    def compiled(self) -> Work:
-        """The same with compiled blocks; those that were not traced so stay as they are."""
+    def compiled(self, *, fp8: bool = False) -> Work:
+        """The same with compiled blocks; those that were not traced so stay as they are.
+
+        fp8: matmuls are in 8-bit floats. Casting makes their inputs cheap to compute again, from the outputs
+        of matmuls, and the compiler saves those only: in meshtune dryrun to the byte.
+        """
         several, one = (
             {element: each.compiled or each for element, each in traced.items()}
             for traced in (self.traced, self.traced_of_one_row)
         )
+        if fp8 and all(gemm.fp8 for gemm in self.matrices):
+            several, one = (
+                {element: each.of_outputs() for element, each in traced.items()} for traced in (several, one)
+            )
         matrices = tuple(replace(gemm, last=gemm.last or gemm.adapted_last) for gemm in self.matrices)
         return replace(self, traced=several, traced_of_one_row=one, matrices=matrices)
 

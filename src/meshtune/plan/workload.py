@@ -126,7 +126,9 @@ class Workload:
 
     def compiled(self) -> Workload:
         """The same under train.compile: `work` has what compiled blocks save."""
-        return self if self.compile is True else replace(self, work=self.work.compiled(), compile=True)
+        if self.compile is True:
+            return self
+        return replace(self, work=self.work.compiled(fp8=PRECISIONS[self.precision].fp8), compile=True)
 
     def run_by(self, tool: Tool) -> Workload:
         """The same, run by another program: predicted with its constants, only under its layouts."""
@@ -186,6 +188,7 @@ class Workload:
             yield from rules(
                 self.traits, attention=self.attention, packing=self.packing, compile=self.compile,
                 optimizer=self.optimizer, quantised=any(gemm.quantised for gemm in self.work.matrices),
+                fp8=PRECISIONS[self.precision].fp8,
             )  # fmt: skip
         else:  # its attention and its compiled blocks are its own
             yield from rules(replace(self.traits, attention=None))
@@ -235,6 +238,8 @@ def workload_of(config: Config, numbers: ModelNumbers) -> Workload:
     beyond = positions_note(
         model.name, config.data.seq_len, numbers.positions, config.data.mean_document_tokens
     )
+    if PRECISIONS[config.train.precision].fp8:
+        numbers.census.check_fp8(model.name)
     work = Work.of(numbers.census)
     if config.quantise:
         work = work.quantised(DTYPE_BYTES[config.quantise])
