@@ -261,6 +261,7 @@ def workload_of(config: Config, numbers: ModelNumbers) -> Workload:
     )
     uncounted = untraced_note(workload), dropout_note(numbers)
     notes = numbers.text_part, experts_note(numbers), dora_note(config), wide_note(config, numbers.census)
+    notes = *notes, fp8_note(config, numbers.census)
     notes = *notes, *uncounted, beyond
     workload = replace(workload, notes=(*numbers.changes, *filter(None, notes)))
     return workload.compiled() if config.train.compile is True else workload
@@ -328,6 +329,17 @@ def wide_note(config: Config, census: Census) -> str | None:
         f"method=qlora holds linear layers in 4 bits whose columns are a multiple of {NF4_BLOCK}. Of the "
         f"blocks' frozen weights {share:.0%} stay in {config.quantise}: "
         f"{few(list(dict.fromkeys(p.name for p in whole)))}."
+    )
+
+
+def fp8_note(config: Config, census: Census) -> str | None:
+    """A sentence on the matrices that train.precision=fp8 multiplies with in 8 bits; None without it."""
+    if not PRECISIONS[config.train.precision].fp8:
+        return None
+    narrow, matrices, share = census.fp8
+    return (
+        f"train.precision=fp8 multiplies with {narrow:,} of the blocks' {matrices:,} "
+        f"matrices in 8-bit floats: {share:.0%} of the FLOPs of matmuls with weights. All else is as in bf16."
     )
 
 
