@@ -8,7 +8,6 @@ dtypes: ZeRO gathers weights in 16 bits, so that a scale is the whole matrix'; t
 A processor has no such units: there the rounded operands are multiplied in fp32.
 """
 
-import logging
 from collections.abc import Iterable
 from functools import cache
 from importlib.util import find_spec
@@ -49,13 +48,9 @@ def convert(model: nn.Module, names: Iterable[str], *, emulate: bool) -> None:
     """
     if find_spec("torchao") is None:
         raise UserError(INSTALL)
-    disabled = logging.root.manager.disable
-    logging.disable(logging.WARNING)  # it names each extension that it can't load
-    try:
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-        from torchao.float8.float8_linear import matmul_with_hp_or_float8_args as function
-    finally:
-        logging.disable(disabled)
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    from torchao.float8.float8_linear import matmul_with_hp_or_float8_args as function
+
     # Where a micro-batch's tokens are not a multiple of 16, they are padded for the weights' gradients.
     config = Float8LinearConfig(emulate=emulate, pad_inner_dim=True)
     with torch.device("meta"):
