@@ -52,7 +52,9 @@ PARTS = [("cp2", "full"), ("tp2-sp", "full"), ("tp2", "lora"), ("ulysses2-full",
 
 
 @pytest.mark.parametrize(("layout", "method"), cases(PARTS, ci=PARTS[:2]))
-def test_parts_with_scales_of_their_own_change_less_than_8_bits_do(layout: str, method: str, run: Run) -> None:
+def test_parts_with_scales_of_their_own_change_less_than_8_bits_do(
+    layout: str, method: str, run: Run
+) -> None:
     ours, one, wide = run(layout, "fp8", method), run(ONE, "fp8", method), run(ONE, "bf16", method)
     assert 0 < abs(ours.losses[0] - one.losses[0]) < abs(one.losses[0] - wide.losses[0])
 
@@ -62,6 +64,6 @@ def test_it_learns_as_in_16_bits(method: str, run: Run) -> None:
     more = "train.max_steps=40", "train.learning_rate=2e-3"
     narrow, wide = (run(ONE, kind, method, *more) for kind in ("fp8", "bf16"))
     assert narrow.losses != wide.losses
-    assert narrow.losses[-1] == pytest.approx(wide.losses[-1], rel=0.03), wide.losses
-    assert wide.losses[-1] < 0.9 * wide.losses[0]
+    fall, fall_in_16 = (each.losses[0] - each.losses[-1] for each in (narrow, wide))
+    assert fall == pytest.approx(fall_in_16, rel=0.03) and fall > 0.1 * wide.losses[0]
     assert {n: t.dtype for n, t in narrow.tensors.items()} == {n: t.dtype for n, t in wide.tensors.items()}

@@ -198,11 +198,29 @@ class Work:
                 alike[key] = alike.get(key, 0) + m.count
         matrices = tuple(
             Gemm(
-                rows, cols, count / n, cut, float(trainable), float(back), adapter, fits, last, fp8=in_fp8,
+                rows,
+                cols,
+                count / n,
+                cut,
+                float(trainable),
+                float(back),
+                adapter,
+                fits,
+                last,
+                fp8=in_fp8,
                 adapted_last=adapted_last,
             )
             for (
-                rows, cols, cut, trainable, back, adapter, fits, last, in_fp8, adapted_last
+                rows,
+                cols,
+                cut,
+                trainable,
+                back,
+                adapter,
+                fits,
+                last,
+                in_fp8,
+                adapted_last,
             ), count in alike.items()
         )
         cores = tuple(

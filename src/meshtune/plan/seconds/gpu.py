@@ -79,7 +79,8 @@ def matrix_passes(machine: Machine, tokens: Number, gemm: Gemm, tp: Number) -> t
         forward, inputs = forward + written, inputs + gemm.input_gradient * written
     if fastest is not None:
         weight, output, read = (
-            size / (machine.bandwidth * machine.memory) for size in (rows * cols, rows * tokens, cols * tokens)
+            size / (machine.bandwidth * machine.memory)
+            for size in (rows * cols, rows * tokens, cols * tokens)
         )
         forward = forward + 5 * weight + 3 * read
         inputs = inputs + gemm.input_gradient * (3 * weight + 5 * output)
