@@ -1,4 +1,4 @@
-"""Matmuls in 8-bit floats under the techniques: as on one rank, whose scales are those of the same tensors."""
+"""Matmuls in 8-bit floats under the techniques: a rank that multiplies the same tensors has the same scales."""
 
 from collections.abc import Callable, Iterator
 from functools import cache

@@ -202,13 +202,14 @@ def update_bytes(precision: str, copies: Copies, optimizer: str, matrices: Numbe
 
 
 def in_precision(machine: Machine, gpu: Gpu, precision: str) -> dict[str, Number]:
-    """Rates of matmuls and attention, which reach the same shares of another precision's peak, by field; under
-    fp8 those of bf16, and that of linear layers.
+    """Rates of matmuls and attention, which reach the same shares of another precision's peak, by field;
+    under fp8 those of bf16, and that of linear layers.
     """
     if PRECISIONS[precision].fp8:
         if gpu.fp8 is None and not gpu.processor:
             raise UserError(
-                f"train.precision={precision}: {gpu.name} multiplies no 8-bit floats; use train.precision=bf16."
+                f"train.precision={precision}: {gpu.name} multiplies no 8-bit floats; use "
+                "train.precision=bf16."
             )
         return {"fp8_matmul_max": gpu.matmul_max_fp8}
     faster = peak_flops(gpu, precision) / gpu.bf16
