@@ -1,4 +1,4 @@
-"""Matmuls in 8-bit floats under the techniques: a rank that multiplies the same tensors has the same scales."""
+"""Matmuls in 8-bit floats under the techniques: ranks that multiply the same tensors have equal scales."""
 
 from collections.abc import Callable, Iterator
 from functools import cache
