@@ -13,7 +13,6 @@ from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from meshtune.errors import UserError
@@ -53,8 +52,7 @@ def convert(model: nn.Module, names: Iterable[str], *, emulate: bool) -> None:
 
     # Where a micro-batch's tokens are not a multiple of 16, they are padded for the weights' gradients.
     config = Float8LinearConfig(emulate=emulate, pad_inner_dim=True)
-    with torch.device("meta"):
-        theirs: Any = convert_to_float8_training(nn.Sequential(nn.Linear(16, 16)), config=config)[0]
+    theirs: Any = convert_to_float8_training(nn.Linear(16, 16, device="meta"), config=config)
     for name in names:
         layer: Any = model.get_submodule(name)
         layer.fp8_function, layer.fp8_settings = function, (theirs.linear_mm_config, config)

@@ -105,7 +105,8 @@ def test_the_planner_counts_what_compiled_blocks_keep(
     of_block = saved_by_block(
         traces.fullest, work, layouts, np.array([1.0]), selective=traces.selective, compiled=traces.fused
     )
-    assert of_block.saved == [kept(step)["model.layers.1"]]
+    beyond = 0.002 * (family in IN_FP8)  # scales, and the norms' 1 / RMS
+    assert of_block.saved == pytest.approx([kept(step)["model.layers.1"]], rel=beyond, abs=0)
 
 
 def kept_by_inductor(layout: str, source: PretrainedConfig, **spec: Any) -> float:
