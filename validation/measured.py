@@ -252,6 +252,7 @@ class Machines:
                 "multiprocessors": gpu.multiprocessors,
                 "block_update": 0.0,  # all were trained with AdamW
                 "update_memory": 1.0,  # its own share is measured by probes alone
+                "fp8_matmul_max": 0.0,  # matmul_max has it, and constants have casts
                 "loss_memory": 0.0,  # all logits at once, or chunks of one size
                 "flash": 0.0 if row["attention"] == "naive" else 1.0,
             })  # fmt: skip

@@ -24,6 +24,7 @@ class Figure:
 
 
 EAGER = "train.compile=false"
+FP8 = "train.precision=fp8"
 
 
 def parts(check: Check) -> Mapping[str, Sequence[Figure]]:
@@ -51,6 +52,7 @@ def parts(check: Check) -> Mapping[str, Sequence[Figure]]:
             Figure("1b-eager", 90, partial(one_b, plain, EAGER)),
             Figure("1b-selective", 90, partial(one_b, f"{plain}-selective"), tiny=False),
             Figure("1b-recomputed", 90, partial(one_b, f"{plain}-full"), tiny=False),
+            Figure("1b-fp8", 110, partial(one_b, plain, FP8), (*MESHTUNE, "torchao"), tiny=False),
             Figure("8b-eager", 170, partial(eight_b, EAGER), tiny=False),
         ],
         "peers": [

@@ -7,12 +7,17 @@ Nothing is imported before it is used: `import meshtune` takes milliseconds.
 
 import importlib
 import inspect
+import logging
 import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 __version__ = "0.1.0"
+
+for _name in ("torchao", "torch.utils._pytree"):
+    # transformers imports torchao where it is installed, which warns of kernels that nothing here runs
+    logging.getLogger(_name).setLevel(logging.ERROR)
 
 HOMES = {
     "Callback": "meshtune.train.callbacks",

@@ -291,6 +291,7 @@ INSIDES = (
     Inside("torch.nn:Module.register_parameter", "name param"),
     Inside("torch.nn.attention._fa4:register_flash_attention_fa4", "module_path"),
     Inside("torch.nn.attention:register_flash_attention_impl", "impl register_fn"),
+    Inside("torchao.float8.float8_linear:matmul_with_hp_or_float8_args"),
     Inside("transformers:AttentionInterface.register", "key value"),
     Inside("transformers.masking_utils:AttentionMaskInterface.register", "key value"),
     Inside("transformers.masking_utils:find_packed_sequence_indices", "position_ids"),

@@ -173,7 +173,8 @@ class TrainConfig(Section):
         0.0, "Noise on the embeddings in training, up to alpha / sqrt(document's tokens * width).", ge=0
     )
     precision: str = setting(
-        "bf16", "Compute and master dtypes: fp32, bf16 (fp32 master weights), bf16-pure or fp64.",
+        "bf16", "Compute and master dtypes: fp32, bf16 (fp32 master weights), fp8 (bf16 with matmuls in "
+        "8 bits), bf16-pure or fp64.",
         table=PRECISIONS,
     )  # fmt: skip
     reduce_dtype: str = setting(
@@ -401,6 +402,15 @@ class Config(Section):
                 raise UserError(sentences(error, unknown_key)) from None
             if problems := [*without_effect(self, late=False)]:
                 raise UserError(problems)
+
+    @model_validator(mode="after")
+    def _one_of(self) -> "Config":
+        if self.method == "qlora" and PRECISIONS[self.train.precision].fp8:
+            raise UserError(
+                "train.precision=fp8 with method=qlora: frozen matrices are held in 4 bits and multiplied in "
+                "16; use train.precision=bf16, or method=lora."
+            )
+        return self
 
     @property
     def cluster_config(self) -> ClusterConfig:

@@ -73,6 +73,7 @@ RECOMPUTATIONS = Table(
 SAVED_OPERATORS = {
     "aten.mm.default",
     "aten.addmm.default",
+    "aten._scaled_mm.default",
     "aten._scaled_dot_product_flash_attention_for_cpu.default",
     "aten._scaled_dot_product_flash_attention.default",
     "aten._scaled_dot_product_efficient_attention.default",

@@ -167,3 +167,20 @@ def test_weights_are_drawn_on_the_gpu_with_the_deviations_of_transformers() -> N
             assert torch.equal(value.cpu(), expected[name].to(torch.bfloat16))
         else:
             assert float(value.float().std()) == pytest.approx(float(expected[name].std()), rel=0.05)
+
+
+def test_matmuls_in_8_bits_are_the_emulated_ones() -> None:
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("needs units for 8-bit floats")
+    fp8 = pytest.importorskip("meshtune.quantised.fp8")
+    found = []
+    for emulate in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(1024, 2048, device="cuda", dtype=torch.bfloat16))
+        fp8.convert(model, ["0"], emulate=emulate)
+        x = torch.randn(1000, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        out = (model if emulate else torch.compile(model))(x)
+        out.square().mean().backward()
+        found.append([out, x.grad, model[0].weight.grad])
+    for ours, emulated in zip(*found, strict=True):
+        assert (ours - emulated).norm() < 0.02 * emulated.norm()

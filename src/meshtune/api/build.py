@@ -31,7 +31,8 @@ from meshtune.optimizers import caution
 from meshtune.parallel.mesh import World, join
 from meshtune.plan.cluster import unused_here
 from meshtune.plan.hardware import datasheet_flops
-from meshtune.plan.workload import wide_note
+from meshtune.plan.workload import fp8_note, wide_note
+from meshtune.precision import PRECISIONS
 from meshtune.rundir import RunDir
 from meshtune.train.callbacks import Callback, Callbacks, Hooks, Training
 from meshtune.train.checkpoint import Checkpoints
@@ -50,6 +51,8 @@ from meshtune.train.self_check import beyond_tested
 from meshtune.train.trackers import Metrics, Tracker, tracker_problems
 from meshtune.train.untrained import position_sentences, untrained_sentences
 from meshtune.units import counted
+
+EMULATED = "A processor multiplies no 8-bit floats: rounded to them, they are multiplied in fp32, slowly."
 
 Claimed = Callable[[RunDir], None]
 
@@ -218,6 +221,8 @@ def announce(
             parts_kept(model.whole),
             left_out_of_loss(model.whole),
             wide_note(config, model.census),
+            fp8_note(config, model.census),
+            PRECISIONS[config.train.precision].fp8 and run.world.device.type == "cpu" and EMULATED,
         ),
     )
     for sentence in (*resolve.override_sentences(config.model), *about_model, *notices):

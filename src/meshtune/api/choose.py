@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
+import torch
 import torch.distributed as dist
 import yaml
 
@@ -29,10 +30,12 @@ from meshtune.plan.cluster import cluster_here
 from meshtune.plan.facts import plan_yaml
 from meshtune.plan.search import explained, search
 from meshtune.plan.workload import Uncounted, lighter_workloads, workload_of
+from meshtune.precision import PRECISIONS
 from meshtune.train.run_row import device_of, gpus_of
 from meshtune.units import notice
 
 T = TypeVar("T")
+FP8_CAPABILITY = (8, 9)  # compute capability of NVIDIA's GPUs from which torch multiplies 8-bit floats
 
 
 class Choice(NamedTuple):
@@ -53,9 +56,30 @@ def choose(config: Config, ranks: int) -> Choice:
     attention, model_traits = attention_of(config, layout, ranks)
     device = device_of(config.train.device).type
     compiled, why = compiles_blocks(config.train.compile, model_traits, layout, device)
+    if device == "cuda" and PRECISIONS[config.train.precision].fp8:
+        check_fp8(why)
     if why:
         notice(f"meshtune: {UNCOMPILED.format(why)}")
     return Choice(layout, attention, compiled)
+
+
+def check_fp8(uncompiled: str) -> None:
+    """Raise UserError if the GPU here has no units for 8-bit floats, or blocks run uncompiled on it.
+
+    uncompiled: why they do; "": they do not.
+    """
+    capability = torch.cuda.get_device_capability()
+    problems = []
+    if torch.version.hip is None and capability < FP8_CAPABILITY:
+        problems.append(
+            f"train.precision=fp8: {torch.cuda.get_device_name()} (compute capability "
+            f"{'.'.join(map(str, capability))}) multiplies no 8-bit floats; GPUs do from "
+            f"{'.'.join(map(str, FP8_CAPABILITY))} on (Ada, Hopper, Blackwell). Use train.precision=bf16."
+        )
+    if uncompiled:
+        problems.append(f"train.precision=fp8 needs compiled blocks, and {uncompiled}. Or use bf16.")
+    if problems:
+        raise UserError(problems)
 
 
 def compiles_blocks(
@@ -179,6 +203,7 @@ def attention_and_refusals(
         optimizer=config.train.optimizer,
         step_in_backward=config.train.step_in_backward,
         quantised=bool(config.quantise),
+        fp8=PRECISIONS[config.train.precision].fp8,
         ranks=ranks,
     )
     return attention, model_traits, problems

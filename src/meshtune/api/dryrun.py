@@ -40,6 +40,7 @@ from meshtune.plan.explanation import explain
 from meshtune.plan.phrases import predicted_with, unmeasured
 from meshtune.plan.search import explained
 from meshtune.plan.workload import Uncounted, Workload, lighter_workloads, workload_of
+from meshtune.precision import PRECISIONS
 from meshtune.train.inputs import Inputs, loader_of
 from meshtune.units import counted, on_screen
 
@@ -158,6 +159,7 @@ class Subject:
             optimizer=self.config.train.optimizer,
             step_in_backward=self.config.train.step_in_backward,
             quantised=bool(self.config.quantise),
+            fp8=PRECISIONS[self.config.train.precision].fp8,
         )
 
     def compiles(self, layout: Layout, device: str, *, simulated: bool) -> bool:

@@ -241,6 +241,8 @@ def _opened(target: Target, device: str | None, merging: bool, precision: str | 
     attention, _ = attention_of(config.model_copy(update={"data": unpacked}), Layout(), 1)
     spec = resolve.model_spec(config, attention, place.type)
     spec = replace(spec, precision=precision or spec.precision)
+    if PRECISIONS[spec.precision].fp8:
+        notice("train.precision=fp8 is of training: here the weights are multiplied in bfloat16.")
     if target.step is not None and target.run is not None:
         tokenizer = resolve.tokenizer_of(config.model, config.data)
         apply_template(tokenizer, config.data.chat_template)

@@ -30,6 +30,10 @@ def _(name: str, read: Sequence[Tensor], written: Sequence[Tensor]) -> None:
     return None
 
 
+# A matmul in 8-bit floats into a buffer, for which torch has no shapes; its fakes would be multiplied.
+SHAPES = torch.library.Library("aten", "IMPL", "Meta")
+SHAPES.impl("_scaled_mm.out", lambda *_, out, **__: out, allow_override=True)
+
 FUSED = torch.ops.meshtune_dryrun.fused.default  # as a dispatch mode sees it
 
 

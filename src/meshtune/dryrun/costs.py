@@ -50,6 +50,7 @@ FILLS = ("new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_l
 # Operations that overwrite an argument, which a trace counts among what they read.
 OVERWRITES = ("copy_", "_foreach_copy_", "split_with_sizes_copy", "zero_", "fill_", *GRADIENT_COPIES)
 
+FP8_MATMUL = "_scaled_mm"
 FORWARD_MATMULS, BACKWARD_MATMULS = 2, 5
 # Operator of an attention kernel -> (position of q, of k, which v follows, number of matmuls).
 ATTENTION = {
@@ -124,7 +125,10 @@ class Costs:
             count, rows, cols, inner = sizes
             lying = (rows, cols) if of_weight else (cols, inner)
             added = added_bytes(operation, rows, cols) / (machine.bandwidth * machine.memory)
-            return float(count * matmul(machine, rows, cols, inner, contiguous=lying) + added)
+            in_fp8 = base_name(operation.name) == FP8_MATMUL
+            fastest = self.machine.fp8_matmul_max if in_fp8 else None
+            seconds = matmul(machine, rows, cols, inner, contiguous=lying, fastest=fastest)
+            return float(count * seconds + added)
         return float(max(operation.flops / matmul_rate(machine), traffic))
 
     def collective(self, collective: Collective) -> float:
@@ -190,7 +194,7 @@ def matmul_sizes(operation: Operation) -> tuple[int, int, int, int] | None:
     """(Count, rows, columns, inner size) of the matmuls of an operation; None for all others."""
     first, second = {
         "mm": (0, 1), "addmm": (1, 2), "addmm_": (1, 2), "bmm": (0, 1), "baddbmm": (1, 2),
-        "_grouped_mm": (0, 1),
+        "_grouped_mm": (0, 1), FP8_MATMUL: (0, 1),
     }.get(base_name(operation.name), (0, 0))  # fmt: skip
     if second == 0 or len(operation.shapes) <= second:
         return None

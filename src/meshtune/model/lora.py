@@ -31,7 +31,9 @@ from transformers.pytorch_utils import Conv1D
 from meshtune.errors import UserError
 from meshtune.model.anatomy import anatomy
 from meshtune.nearest import did_you_mean, nearest
+from meshtune.precision import FP8_MULTIPLE, takes_fp8
 from meshtune.quantised import nf4
+from meshtune.quantised.fp8 import Fp8Linear
 from meshtune.quantised.nf4 import Nf4Linear
 from meshtune.setting import is_regular_expression
 
@@ -114,6 +116,20 @@ def frozen_linears(model: PreTrainedModel) -> list[str]:
     ]  # fmt: skip
 
 
+def fp8_linears(model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """Return the names of the blocks' linear layers that multiply in 8-bit floats: nothing but their own
+    matmul reads their weight, and it is large enough.
+
+    shapes: of the whole model's parameters, by name; the model's own may be a tp rank's parts.
+    """
+    blocks = f"{anatomy(model).blocks}."
+    return [
+        name for name, module in model.named_modules()
+        if name.startswith(blocks) and isinstance(module, nn.Linear) and takes_fp8(*shapes[f"{name}.weight"])
+        and all(size % FP8_MULTIPLE == 0 for size in module.weight.shape) and is_only_called(model, name)
+    ]  # fmt: skip
+
+
 def is_only_called(model: nn.Module, path: str) -> bool:
     """True for a linear layer whose weight is read by nn.Linear's own forward, and by no other code."""
     layer, (parent, _, name) = model.get_submodule(path), path.rpartition(".")
@@ -139,7 +155,7 @@ def _source(kind: type) -> str:
 
 def matmul_of(layer: Any, x: Tensor) -> Tensor:
     """Return the matmul of rows x and the weight of a linear layer, in the dtype of x."""
-    if isinstance(layer, Nf4Linear):
+    if isinstance(layer, Nf4Linear | Fp8Linear):
         return layer.matmul(x)
     return F.linear(x, by_rows(layer, layer.weight).to(x.dtype))
 

@@ -205,7 +205,7 @@ def _signed(number: int) -> int:
 @cache
 def _compiled() -> Callable[..., None]:
     # A mean is read by the largest of its block and by its codes: computed twice, it needs no memory.
-    options = {"realize_reads_threshold": 1000, "realize_opcount_threshold": 1000}
+    options: dict[str, Any] = {"realize_reads_threshold": 1000, "realize_opcount_threshold": 1000}
     return torch.compile(update, dynamic=True, options=options)
 
 

@@ -2,6 +2,7 @@
 
     model on meta ─> split      tp, sp   each matrix: this rank's rows or columns     tensor.py
                   ─> quantise   qlora    frozen matrices in 4 bits                  quantised/nf4.py
+                  ─> convert    fp8      matmuls in 8-bit floats                    quantised/fp8.py
                   ─> attach     cp       attention over sequences that are cut        context.py
                   ─> Stage      pp       this rank's blocks                           pipeline.py
                   ─> recompute           activations that the backward recomputes     recompute.py
@@ -31,7 +32,7 @@ from meshtune import compat
 from meshtune.data.batch import MicroBatch, Noise
 from meshtune.layout import RECOMPUTATIONS, Layout
 from meshtune.model.anatomy import Anatomy, anatomy
-from meshtune.model.lora import frozen_linears
+from meshtune.model.lora import fp8_linears, frozen_linears
 from meshtune.model.pieces import Piece, materialise
 from meshtune.parallel import context, tensor, zero
 from meshtune.parallel.mesh import World, parameter_mesh
@@ -41,7 +42,7 @@ from meshtune.parallel.recompute import recompute_blocks
 from meshtune.parallel.replicas import Replicas
 from meshtune.parallel.zero import local
 from meshtune.placement.split import Split, piece, pieces, within
-from meshtune.quantised import nf4
+from meshtune.quantised import fp8, nf4
 
 
 @dataclass
@@ -242,6 +243,7 @@ def cut(
     reduce_dtype: torch.dtype | None,
     compile: bool = False,
     quantise: bool = False,
+    fp8_on: str = "",
 ) -> Cut:
     """Cut and shard the parts of `make()` that this rank of `world` runs, without memory.
 
@@ -250,7 +252,8 @@ def cut(
     order. finish: computes the summed loss from the last hidden states. compute_dtype: of the passes, set
     here only under ZeRO, and of hidden states sent between stages. reduce_dtype: in which gradients are
     summed over data ranks; None: their own. compile: True to torch.compile each block separately. quantise:
-    True to hold frozen linear layers in 4 bits. Raises UserError if tp can't split the model.
+    True to hold frozen linear layers in 4 bits. fp8_on: kind of device on which linear layers multiply in
+    8-bit floats, "cpu" or "cuda"; "": they do not. Raises UserError if tp can't split the model.
     """
     layout, mesh = world.layout, parameter_mesh(world)
     if compile and layout.tp > 1:
@@ -264,6 +267,8 @@ def cut(
         if quantise:
             tp = world.tp.size, world.tp.index
             shapes, splits = nf4.quantise_layers(model, frozen_linears(model), shapes, splits, tp)
+        if fp8_on:
+            fp8.convert(model, fp8_linears(model, shapes), emulate=fp8_on == "cpu")
         if world.cp.size > 1:
             context.attach(model, parts, world.cp, layout.cp_method)
         stage = Stage(model, parts, numbers, index=index, of=layout.stages, finish=finish)

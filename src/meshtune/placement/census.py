@@ -17,6 +17,7 @@ from functools import cached_property
 
 import numpy as np
 
+from meshtune.errors import UserError
 from meshtune.units import Number
 
 
@@ -128,6 +129,14 @@ class Parameter:
 
         matrix = self.linear and is_matrix(self.name, self.shape)
         return matrix and not self.trainable and self.shape[1] % SCALE_BLOCK == 0
+
+    @property
+    def fp8(self) -> bool:
+        """True if train.precision=fp8 multiplies with it in 8-bit floats where it is a block's."""
+        from meshtune.precision import takes_fp8  # here: chains of imports stay short
+
+        linear = self.linear and self.kind != "adapter" and is_matrix(self.name, self.shape)
+        return linear and takes_fp8(*self.shape)
 
     def gathered(self, tp: int) -> bool:
         """True if features are all-gathered over `tp` ranks for it."""
@@ -291,6 +300,35 @@ class Census:
         """(forward, backward) FLOPs per token of every matrix but the head."""
         matrices = [*self.outside, *(m for block in self.blocks for m in block.matrices)]
         return sum(m.forward for m in matrices), sum(m.backward for m in matrices)
+
+    @cached_property
+    def fp8(self) -> tuple[int, int, float]:
+        """(Matrices of the blocks' linear layers that train.precision=fp8 multiplies with in 8-bit floats,
+        all matrices of blocks but adapters, share of the former in the FLOPs of all matmuls with parameters).
+        """
+        names = [{p.name for p in block.parameters if p.fp8} for block in self.blocks]
+        own = [[m for m in b.matrices if m.kind != "adapter"] for b in self.blocks]
+        narrow = [m for block, of_block in zip(own, names, strict=True) for m in block if m.name in of_block]
+        head = [self.head] if self.head else []
+        every = [*self.outside, *head, *(m for block in self.blocks for m in block.matrices)]
+        flops, total = (sum(m.forward + m.backward for m in some) for some in (narrow, every))
+        return len(narrow), sum(map(len, own)), flops / total if total else 0.0
+
+    def check_fp8(self, name: str) -> None:
+        """Raise UserError for a model without a matrix that is multiplied with in 8-bit floats.
+
+        name: of the model.
+        """
+        from meshtune.precision import FP8_LEAST, FP8_MULTIPLE  # here: chains of imports stay short
+
+        if not self.fp8[0]:
+            sizes = [p.shape for b in self.blocks for p in b.parameters if p.linear and len(p.shape) == 2]
+            largest = max(sizes, key=min, default=())
+            raise UserError(
+                f"train.precision=fp8 multiplies in 8 bits with linear layers of blocks whose dimensions are "
+                f"multiples of {FP8_MULTIPLE} from {FP8_LEAST:,} on. {name} has none: its largest is "
+                f"{' x '.join(map(str, largest)) or 'in no linear layer'}. Use train.precision=bf16."
+            )
 
     @cached_property
     def attentions(self) -> Counter[Attention]:

@@ -65,13 +65,14 @@ def rules(
     optimizer: str = "adamw",
     step_in_backward: bool = False,
     quantised: bool = False,
+    fp8: bool = False,
     ranks: int | None = None,
 ) -> Iterator[Rule]:
     """Every rule that a model and settings make; `Rule.refuses` tells which layouts it refuses.
 
     attention: the implementation that the model is built with, never "auto". packing, compile: data.packing,
     train.compile; "auto" refuses nothing. optimizer, step_in_backward: of train. quantised: matrices are held
-    in 4 bits. ranks: how many were started; None: no rule on their number.
+    in 4 bits. fp8: matmuls are in 8-bit floats. ranks: how many were started; None: no rule on their number.
     """
     if ranks is not None:
         yield Rule(
@@ -93,7 +94,9 @@ def rules(
     yield from _pipeline(traits)
     yield _every_block(traits)
     yield _inputs_that_stay(traits)
-    if compile is True:
+    if fp8:
+        yield from _fp8(traits, compile)
+    elif compile is True:
         yield from compile_rules(traits)
     if not OPTIMIZERS[optimizer].by_element:
         yield _whole_tensors(optimizer)
@@ -433,6 +436,25 @@ _IN_BACKWARD = (
         ),
     ),
 )
+
+
+def _fp8(traits: Traits, compile: bool | str) -> Iterator[Rule]:
+    """Rules on matmuls in 8-bit floats: casts are only fast where a compiled block fuses them."""
+    why = "train.precision = fp8 needs compiled blocks: uncompiled, casts take longer than 8 bits save"
+    if compile is False:
+        yield Rule(
+            "fp8 needs compiled blocks",
+            lambda layouts: layouts.world > 0,
+            lambda _: f"{why}; leave train.compile out, or use train.precision=bf16.",
+        )
+    for rule in compile_rules(traits):
+        yield Rule(
+            f"fp8 needs compiled blocks: {rule.reason}",
+            rule.refuses,
+            lambda _, reason=rule.reason: (
+                f"{why}. Here {reason}; use train.precision=bf16, or a layout whose blocks can be compiled."
+            ),
+        )
 
 
 def compiles(setting: bool | str, traits: Traits, layouts: Columns, *, processor: bool) -> Number:

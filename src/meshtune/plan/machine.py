@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from meshtune.errors import UserError
 from meshtune.optimizers import OPTIMIZERS, updated_by
 from meshtune.placement.states import Copies, copies_of
 from meshtune.plan.cluster import NETWORK_SHARE
@@ -111,6 +112,8 @@ class Machine:
     update_memory: Number = 1.0  # factor on `memory` that the optimizer's update reaches
     host_states: Number = 0.0  # bytes per parameter that an update copies to or from host memory, one by one
     host_master: Number = 0.0  # the same without ZeRO
+    # of the fastest matmul in 8-bit floats, FLOP/s, where linear layers multiply in them; 0: they don't
+    fp8_matmul_max: Number = 0.0
     block_update: Number = 0.0  # seconds of the matmuls (Newton-Schulz, in bf16) of one block's update
 
     @classmethod
@@ -211,7 +214,16 @@ def update_bytes(precision: str, copies: Copies, optimizer: str, matrices: Numbe
 
 
 def in_precision(machine: Machine, gpu: Gpu, precision: str) -> dict[str, Number]:
-    """Rates of matmuls and attention, which reach the same shares of another precision's peak, by field."""
+    """Rates of matmuls and attention, which reach the same shares of another precision's peak, by field;
+    under fp8 those of bf16, and that of linear layers.
+    """
+    if PRECISIONS[precision].fp8:
+        if gpu.fp8 is None and not gpu.processor:
+            raise UserError(
+                f"train.precision={precision}: {gpu.name} multiplies no 8-bit floats; use "
+                "train.precision=bf16."
+            )
+        return {"fp8_matmul_max": gpu.matmul_max_fp8}
     faster = peak_flops(gpu, precision) / gpu.bf16
     of_peak = ("matmul_max", "core_matmul_max", "attention_64", "attention_128", "attention_256")
     return {name: getattr(machine, name) * faster for name in of_peak}
@@ -229,6 +241,7 @@ def newton_schulz_flops(rows: Number, cols: Number) -> Number:
 def peak_flops(gpu: Gpu, precision: str) -> float:
     """Dense peak FLOP/s of matmuls in a precision of the settings; UserError for another.
 
-    torch computes fp32 without TF32 unless told otherwise.
+    torch computes fp32 without TF32 unless told otherwise. A processor computes fp8 in wider floats.
     """
-    return getattr(gpu, PRECISIONS[precision].rate) * PRECISIONS[precision].rate_share
+    row = PRECISIONS[precision]
+    return getattr(gpu, "bf16" if row.fp8 and gpu.processor else row.rate) * row.rate_share

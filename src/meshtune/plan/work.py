@@ -54,6 +54,7 @@ class Gemm:
     in_4_bits: bool = False  # as in Parameter
     last: bool = False  # a block multiplies with them when all is saved, see `SavedBytes.last`
     quantised: bool = False  # they are held in 4 bits, and dequantised in each pass
+    fp8: bool = False  # as in Parameter
     adapted_last: bool = False  # their adapter's B is: a compiled block runs neither again
 
 
@@ -131,6 +132,10 @@ class Traced(NamedTuple):
     selective: Kept | None = None
     wide_masks: Traced | None = None  # of eager blocks on a processor, where dropout's masks differ
 
+    def of_outputs(self) -> Traced:
+        """The same of compiled blocks that save no inputs of matmuls, as under selective recomputation."""
+        return self._replace(kept=self.selective, fullest=self.selective) if self.selective else self
+
     def twice(self) -> Traced:
         """The same of elements of twice the size; passes are not known."""
         return Traced(
@@ -178,21 +183,20 @@ class Work:
             p.name: ("rows", "cols")[p.cut] for b in census.blocks for p in b.parameters if p.cut in (0, 1)
         }
         fitting = {p.name for b in census.blocks for p in b.parameters if p.in_4_bits}
-        alike: dict[tuple, float] = {}
+        fp8 = {p.name for b in census.blocks for p in b.parameters if p.fp8}
+        alike: dict[Gemm, float] = {}
         ends = [saved.last for block in census.blocks for _, saved in block.saved[:1]]
         lasts = ["", *(ends if len(ends) == n else [""] * n)]
         for matrices, last in zip((census.outside, *(b.matrices for b in census.blocks)), lasts, strict=True):
             for m in matrices:
                 adapter = m.name[-1] if m.name.endswith((".lora_A", ".lora_B")) else ""
-                cut = cuts.get(m.name, "")
-                fits = m.name in fitting and not m.trainable
-                ending = fits, m.name == last, f"{m.name.removesuffix('weight')}lora_B" == last
-                key = (m.rows, m.cols, cut, m.trainable, m.input_gradient, adapter, *ending)
-                alike[key] = alike.get(key, 0) + m.count
-        matrices = tuple(
-            Gemm(rows, cols, count / n, cut, float(trainable), float(back), adapter, *ending)
-            for (rows, cols, cut, trainable, back, adapter, *ending), count in alike.items()
-        )
+                gemm = Gemm(
+                    m.rows, m.cols, 0.0, cuts.get(m.name, ""), float(m.trainable), float(m.input_gradient),
+                    adapter, in_4_bits=m.name in fitting and not m.trainable, last=m.name == last,
+                    fp8=m.name in fp8, adapted_last=f"{m.name.removesuffix('weight')}lora_B" == last,
+                )  # fmt: skip
+                alike[gemm] = alike.get(gemm, 0) + m.count
+        matrices = tuple(replace(gemm, count=count / n) for gemm, count in alike.items())
         cores = tuple(
             Core(
                 a.query_heads,
@@ -237,12 +241,20 @@ class Work:
             whole_heads=next((b.whole_heads for b in census.blocks if b.attention), None),
         )
 
-    def compiled(self) -> Work:
-        """The same with compiled blocks; those that were not traced so stay as they are."""
+    def compiled(self, *, fp8: bool = False) -> Work:
+        """The same with compiled blocks; those that were not traced so stay as they are.
+
+        fp8: matmuls are in 8-bit floats. Casting makes their inputs cheap to compute again, from the outputs
+        of matmuls, and the compiler saves those only (with scales, 0.2 % more).
+        """
         several, one = (
             {element: each.compiled or each for element, each in traced.items()}
             for traced in (self.traced, self.traced_of_one_row)
         )
+        if fp8 and all(gemm.fp8 for gemm in self.matrices):
+            several, one = (
+                {element: each.of_outputs() for element, each in traced.items()} for traced in (several, one)
+            )
         matrices = tuple(replace(gemm, last=gemm.last or gemm.adapted_last) for gemm in self.matrices)
         return replace(self, traced=several, traced_of_one_row=one, matrices=matrices)
 

@@ -128,7 +128,9 @@ class Workload:
 
     def compiled(self) -> Workload:
         """The same under train.compile: `work` has what compiled blocks save."""
-        return self if self.compile is True else replace(self, work=self.work.compiled(), compile=True)
+        if self.compile is True:
+            return self
+        return replace(self, work=self.work.compiled(fp8=PRECISIONS[self.precision].fp8), compile=True)
 
     def run_by(self, tool: Tool) -> Workload:
         """The same, run by another program: predicted with its constants, only under its layouts."""
@@ -191,6 +193,7 @@ class Workload:
                 self.traits, attention=self.attention, packing=self.packing, compile=self.compile,
                 optimizer=self.optimizer, step_in_backward=self.step_in_backward,
                 quantised=any(gemm.quantised for gemm in self.work.matrices),
+                fp8=PRECISIONS[self.precision].fp8,
             )  # fmt: skip
         else:  # its attention and its compiled blocks are its own
             yield from rules(replace(self.traits, attention=None))
@@ -240,6 +243,8 @@ def workload_of(config: Config, numbers: ModelNumbers) -> Workload:
     beyond = positions_note(
         model.name, config.data.seq_len, numbers.positions, config.data.mean_document_tokens
     )
+    if PRECISIONS[config.train.precision].fp8:
+        numbers.census.check_fp8(model.name)
     work = Work.of(numbers.census)
     if config.quantise:
         work = work.quantised(DTYPE_BYTES[config.quantise])
@@ -263,6 +268,7 @@ def workload_of(config: Config, numbers: ModelNumbers) -> Workload:
     )
     uncounted = untraced_note(workload), dropout_note(numbers)
     notes = numbers.text_part, experts_note(numbers), dora_note(config), wide_note(config, numbers.census)
+    notes = *notes, fp8_note(config, numbers.census)
     notes = *notes, *uncounted, beyond
     workload = replace(workload, notes=(*numbers.changes, *filter(None, notes)))
     return workload.compiled() if config.train.compile is True else workload
@@ -330,6 +336,17 @@ def wide_note(config: Config, census: Census) -> str | None:
         f"method=qlora holds linear layers in 4 bits whose columns are a multiple of {SCALE_BLOCK}. Of the "
         f"blocks' frozen weights {share:.0%} stay in {config.quantise}: "
         f"{few(list(dict.fromkeys(p.name for p in whole)))}."
+    )
+
+
+def fp8_note(config: Config, census: Census) -> str | None:
+    """A sentence on the matrices that train.precision=fp8 multiplies with in 8 bits; None without it."""
+    if not PRECISIONS[config.train.precision].fp8:
+        return None
+    narrow, matrices, share = census.fp8
+    return (
+        f"train.precision=fp8 multiplies with {narrow:,} of the blocks' {matrices:,} "
+        f"matrices in 8-bit floats: {share:.0%} of the FLOPs of matmuls with weights. All else is as in bf16."
     )
 
 

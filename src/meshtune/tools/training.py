@@ -208,6 +208,8 @@ def precision(_: str, *names: str) -> Conversion:
 
 
 def precision_of(job: Job) -> Converted:
+    if job.on("fp8"):
+        return Converted({"train.precision": "fp8"})
     dtype = short(job.value("dtype", "torch_dtype"))
     if job.on("pure_bf16", "bfloat16"):
         return Converted({"train.precision": "bf16-pure"})

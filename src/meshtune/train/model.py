@@ -209,6 +209,8 @@ def structure(
         refuse_coarse(resolve(spec.source, revision=spec.revision, weights=False))
     whole, added = trainable_skeleton(spec)
     census = counted if counted and not added else census_of(whole)
+    if PRECISIONS[spec.precision].fp8:
+        census.check_fp8(whole.name_or_path or census.family)
     stage_blocks = census_stages(census, layout, tokens_per_sequence)
     stages = stage_of_rank(layout.schedule, layout.pp, layout.virtual_stages, world.pp.index)
     made = cut(
@@ -220,6 +222,7 @@ def structure(
         reduce_dtype=spec.sum_dtype,
         compile=spec.compile,
         quantise=bool(spec.quantise),
+        fp8_on=spec.kernels if PRECISIONS[spec.precision].fp8 else "",
     )
     return Structure(whole, census, made, added)
 

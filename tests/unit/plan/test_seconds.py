@@ -14,9 +14,9 @@ from meshtune.plan.hardware import catalogue, stacks
 from meshtune.plan.machine import Machine
 from meshtune.plan.seconds.block import block_seconds
 from meshtune.plan.seconds.collectives import ring_bandwidth, ring_collectives, tree_all_reduce
-from meshtune.plan.seconds.gpu import block_compute, matmul
+from meshtune.plan.seconds.gpu import block_compute, matmul, matrix_passes
 from meshtune.plan.seconds.step import StepTime, step
-from meshtune.plan.work import Work, attended
+from meshtune.plan.work import Gemm, Work, attended
 
 # A GPU that reaches all it can, software that costs nothing, networks of round figures.
 IDEAL = Machine(
@@ -388,3 +388,15 @@ def test_a_census_and_its_shape_are_the_same_work() -> None:
     columns = Columns.of([Layout()])
     ours, theirs = (step(work, columns, replace(IDEAL, attention=1.0), 64).compute for work in (exact, shape))
     assert ours == pytest.approx(theirs, rel=1e-2)
+
+
+def test_matmuls_in_8_bits_have_their_own_rate_and_cast_their_operands() -> None:
+    gemm, tokens = Gemm(4096, 8192, fp8=True), 2048.0
+    machine = replace(IDEAL, fp8_matmul_max=2e15, bandwidth=1e12)
+    sizes = (tokens, 4096, 8192), (tokens, 8192, 4096), (4096, 8192, tokens)
+    alone = [matmul(machine, *size, fastest=2e15) for size in sizes]
+    weight, outputs, inputs = gemm.rows * gemm.cols, gemm.rows * tokens, gemm.cols * tokens
+    casts = 5 * weight + 3 * inputs, 3 * weight + 5 * outputs, 3 * (inputs + outputs)
+    passes = matrix_passes(machine, tokens, gemm, 1.0)
+    assert passes == pytest.approx([one + moved / 1e12 for one, moved in zip(alone, casts, strict=True)])
+    assert matrix_passes(machine, tokens, replace(gemm, fp8=False), 1.0)[0] == matmul(machine, *sizes[0])

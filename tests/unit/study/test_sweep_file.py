@@ -133,7 +133,7 @@ def test_every_mistake_is_named_at_once_with_the_nearest() -> None:
         "axis": {}, "train": {}, "run": "trian", "steps": 0, "limit": "1h",
         "base": {"model": {"name": "a"}, "train": {"learning_rat": 1, "seed": "x"}},
         "axes": {
-            "train.lr": [1], "tp": [2], "train.seed": [1, 1], "train.precision": ["fp8"], "data.seq_len": 4,
+            "train.lr": [1], "tp": [2], "train.seed": [1, 1], "train.precision": ["fp7"], "data.seq_len": 4,
             "layout": ["zero9x2"], "layout.schedule": ["1fb1"], "output": ["a"],
             "train.max_steps": {"from": 1},
         },

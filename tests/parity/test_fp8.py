@@ -1,0 +1,69 @@
+"""Matmuls in 8-bit floats under the techniques: ranks that multiply the same tensors have equal scales."""
+
+from collections.abc import Callable, Iterator
+from functools import cache
+
+import pytest
+import torch
+from cases import cases
+from families import FAMILIES
+from layouts import Trained, differences, make_folder, trained
+from transformers import AutoModelForCausalLM
+
+from meshtune import precision
+
+ONE = "mb4-ga4"
+METHODS = {"full": (), "lora": ("method=lora", "lora.r=4", "lora.alpha=8")}
+Run = Callable[..., Trained]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """Function(layout, precision="fp8", method="full", *settings) -> a run of a tiny model, made once."""
+    folder = tmp_path_factory.mktemp("fp8")
+    torch.manual_seed(0)
+    config = FAMILIES["llama"](vocab_size=304, hidden_size=64, intermediate_size=128, num_hidden_layers=4)
+    make_folder(folder, AutoModelForCausalLM.from_config(config))
+
+    @cache
+    def of(layout: str, kind: str = "fp8", method: str = "full", *more: str) -> Trained:
+        output = folder / "-".join((layout, kind, method, *more)).replace("/", "_")
+        return trained(folder, output, layout, kind, *METHODS[method], *more, forked=True)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(precision, "FP8_LEAST", 16)
+        yield of
+
+
+LAYOUTS = [
+    ("zero3x2", "full"), ("zero1x2-selective", "full"), ("pp2-1f1b", "full"), ("dp2-full", "lora"),
+    ("zero2x2-pp2-1f1b-attention", "full"), ("zero3x2-full2", "lora"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("layout", "method"), cases(LAYOUTS, test=LAYOUTS[:1], ci=LAYOUTS[1:4]))
+def test_a_layout_gives_the_numbers_of_one_rank(layout: str, method: str, run: Run) -> None:
+    """Each rank scales the whole weight, and the activations of whole micro-batches."""
+    loss, norm, parameters, worst = differences(run(layout, "fp8", method), run(ONE, "fp8", method))
+    assert max(loss, norm, parameters) < 1e-6, (loss, norm, parameters, worst)
+
+
+PARTS = [("cp2", "full"), ("tp2-sp", "full"), ("tp2", "lora"), ("ulysses2-full", "full")]
+
+
+@pytest.mark.parametrize(("layout", "method"), cases(PARTS, ci=PARTS[:2]))
+def test_parts_with_scales_of_their_own_change_less_than_8_bits_do(
+    layout: str, method: str, run: Run
+) -> None:
+    ours, one, wide = run(layout, "fp8", method), run(ONE, "fp8", method), run(ONE, "bf16", method)
+    assert 0 < abs(ours.losses[0] - one.losses[0]) < abs(one.losses[0] - wide.losses[0])
+
+
+@pytest.mark.parametrize("method", cases(["full", "lora"], ci=["full"]))
+def test_it_learns_as_in_16_bits(method: str, run: Run) -> None:
+    more = "train.max_steps=40", "train.learning_rate=2e-3"
+    narrow, wide = (run(ONE, kind, method, *more) for kind in ("fp8", "bf16"))
+    assert narrow.losses != wide.losses
+    fall, fall_in_16 = (each.losses[0] - each.losses[-1] for each in (narrow, wide))
+    assert fall == pytest.approx(fall_in_16, rel=0.03) and fall > 0.1 * wide.losses[0]
+    assert {n: t.dtype for n, t in narrow.tensors.items()} == {n: t.dtype for n, t in wide.tensors.items()}
