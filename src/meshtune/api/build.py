@@ -222,7 +222,7 @@ def announce(
             left_out_of_loss(model.whole),
             wide_note(config, model.census),
             fp8_note(config, model.census),
-            PRECISIONS[config.train.precision].fp8 and run.world.device.type == "cpu" and EMULATED,
+            EMULATED if PRECISIONS[config.train.precision].fp8 and run.world.device.type == "cpu" else "",
         ),
     )
     for sentence in (*resolve.override_sentences(config.model), *about_model, *notices):
