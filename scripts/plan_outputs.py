@@ -2,8 +2,8 @@
 
 A block of a page that begins with `$ meshtune plan …` is a command and parts of its answer, in order; `…`
 stands for what is left out, and line breaks don't count. A comment `<!-- meshtune plan … : PART -->` below a
-sentence says what a command prints, which the sentence quotes. The table of docs/which-gpu.md is compared
-too; --write rewrites it.
+sentence says what a command prints, which the sentence quotes. The tables of docs/which-gpu.md and
+docs/fit.md are compared too; --write rewrites them.
 """
 
 import json
@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from meshtune.rundir import write_text_atomically
 
@@ -20,10 +21,26 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 BLOCK = re.compile(r"^```\n\$ (meshtune plan (?:[^\n]*\\\n)*[^\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 QUOTED = re.compile(r"<!-- (meshtune plan .*?) : (.*?) -->")
-TABLE = ROOT / "docs" / "which-gpu.md"
 PART = re.compile(r"(<!-- begin[^>]*-->\n).*?(<!-- end -->)", re.DOTALL)
 MODELS = ("qwen3-0.6b", "llama-3.2-1b", "qwen3-1.7b", "llama-3.2-3b", "qwen3-4b", "llama-3.1-8b", "qwen3-14b",
           "gemma-3-27b", "qwen3-32b", "llama-3.1-70b", "mistral-large-123b", "llama-3.1-405b")  # fmt: skip
+FITTED = (
+    "model.name=llama-3.1-8b data.seq_len=4096 cluster.gpu=h100-sxm cluster.gpus=1 train.global_batch_size=4"
+)
+EARLY = "train.step_in_backward=true train.max_grad_norm=0"
+SAVINGS = {  # layout and settings -> what they change in the numbers
+    "mb4-ga1": "", "mb4-ga1-selective": "none", "mb4-ga1-full": "none",
+    f"mb4-ga1-full {EARLY}": "no clipping", "mb4-ga1-full train.offload=optimizer": "none",
+    f"mb4-ga1-full {EARLY} train.offload=optimizer": "no clipping",
+    "mb4-ga1-full train.optimizer=adamw-bf16": "moments in 16 bits",
+    "mb4-ga1-full train.optimizer=adamw-8bit": "moments in 8 bits",
+    "mb4-ga1-full train.precision=bf16-pure": "weights and moments in 16 bits",
+    "mb4-ga1-full train.precision=bf16-pure train.optimizer=adamw-8bit": "weights in 16, moments in 8 bits",
+    "mb4-ga1 train.precision=fp8": "matmuls in 8 bits",
+    "mb4-ga1 method=lora": "adapters only", "mb4-ga1 method=qlora": "adapters only, base in 4 bits",
+    "mb4-ga1-full method=qlora": "adapters only, base in 4 bits",
+    "mb4-ga1-offload method=qlora": "adapters only, base in 4 bits",
+}  # fmt: skip
 CLUSTERS = ("1 x rtx-4090", "1 x l40s", "1 x a100-80", "1 x h200", "8 x h100-sxm", "16 x h100-sxm")
 
 
@@ -48,13 +65,34 @@ def differences(page: str, repeat: Callable[[str], str] = answer) -> Iterator[st
             place += len(piece)
 
 
+def parsed(command: str) -> dict[str, Any]:
+    """The JSON that a command prints."""
+    printed = answer(f"{command} --json")
+    return json.loads(printed[printed.index("{") : printed.rindex("}") + 1])
+
+
+def savings() -> str:
+    """Return what each saves and costs as Markdown, by `meshtune plan explain`."""
+    lines = [
+        "| layout and settings | GPU | host | tokens/s | change of results |",
+        "| --- | ---: | ---: | ---: | --- |",
+    ]
+    for row, changed in SAVINGS.items():
+        found = parsed(f"meshtune plan explain {row} {FITTED}")
+        memory = found["memory"]
+        gib = [memory["peak"] / 2**30, memory.get("host", 0.0) / 2**30]
+        sizes = " | ".join(f"{size:.1f} GiB" if size else "" for size in gib)
+        words = " ".join(f"`{word}`" for word in row.split())
+        lines.append(f"| {words} | {sizes} | {found['tokens_per_second_per_gpu']:,.0f} | {changed} |")
+    return "\n".join(lines) + "\n"
+
+
 def table() -> str:
     """Return the longest sequences by model and cluster as Markdown: all weights trained / LoRA / QLoRA."""
     found = {}
     for cluster in CLUSTERS:
         gpus, _, kind = cluster.partition(" x ")
-        printed = answer(f"meshtune plan max cluster.gpu={kind} cluster.gpus={gpus} --json")
-        models = json.loads(printed[printed.index("{") : printed.rindex("}") + 1])["models"]
+        models = parsed(f"meshtune plan max cluster.gpu={kind} cluster.gpus={gpus}")["models"]
         found[cluster] = {row["model"]: (row["full"], row["lora"], row["qlora"]) for row in models}
     lines = [f"| model | {' | '.join(CLUSTERS)} |", f"| --- |{' ---: |' * len(CLUSTERS)}"]
     for model in MODELS:
@@ -65,12 +103,15 @@ def table() -> str:
 
 
 def main() -> None:
-    written = TABLE.read_text(encoding="utf-8")
-    current = PART.sub(lambda part: part[1] + "\n" + table() + "\n" + part[2], written)
-    if "--write" in sys.argv:
-        write_text_atomically(TABLE, current)
-        written = current
-    wrong = [] if written == current else ["docs/which-gpu.md: its table is old; --write rewrites it"]
+    wrong = []
+    for name, made in {"which-gpu.md": table(), "fit.md": savings()}.items():
+        page = ROOT / "docs" / name
+        written = page.read_text(encoding="utf-8")
+        current = PART.sub(lambda part, made=made: f"{part[1]}\n{made}\n{part[2]}", written)
+        if "--write" in sys.argv:
+            write_text_atomically(page, current)
+        elif written != current:
+            wrong.append(f"docs/{name}: its table is old; --write rewrites it")
     for page in PAGES:
         found = differences(page.read_text(encoding="utf-8"))
         wrong += [f"{page.relative_to(ROOT)}: {sentence}" for sentence in found]
