@@ -224,7 +224,7 @@ def _reshaping(
         words = "inputs of recomputed blocks in the host's memory"
         yield Change("offload", words, "", workload, cluster, fixed={"recompute": "offload"})
         if workload.offload == "none":
-            words, other = "the optimizer's states in the host's memory", replace(workload, offload="optimizer")
+            words, other = "optimizer states in the host's memory", replace(workload, offload="optimizer")
             yield Change("states", words, "train.offload=optimizer", other, cluster)
     for factor in () if cluster.gpu.processor else MORE_GPUS:  # processors share one memory
         more = replace(cluster, gpus=cluster.gpus * factor)
