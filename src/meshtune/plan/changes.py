@@ -42,8 +42,8 @@ BATCHES = ("batch", "other batch")  # kinds of changes of it
 MORE_GPUS = (2, 3, 4, 6, 8, 12, 16)  # times the cluster's
 SHORTER = (2, 4, 8, 16)  # parts of the sequence length
 REMEDIES = (
-    "budget", "nearest batch", "offload", "GPUs", "sequence", "sums", "moments", "precision", "optimizer",
-    "method", "kind",
+    "budget", "nearest batch", "offload", "states", "GPUs", "sequence", "sums", "moments", "precision",
+    "optimizer", "method", "kind",
 )  # fmt: skip
 OTHER_OPTIMIZER = "Another optimizer needs a learning rate of its own (train.learning_rate)."
 FOUR_BITS = f"method=qlora rounds frozen weights to 4 bits, by {NF4_ERROR:.0%} of their size."
@@ -223,6 +223,9 @@ def _reshaping(
     if workload.tool is MESHTUNE and not cluster.gpu.processor:  # processors compute in the host's memory
         words = "inputs of recomputed blocks in the host's memory"
         yield Change("offload", words, "", workload, cluster, fixed={"recompute": "offload"})
+        if workload.offload == "none":
+            words, other = "optimizer states in the host's memory", replace(workload, offload="optimizer")
+            yield Change("states", words, "train.offload=optimizer", other, cluster)
     for factor in () if cluster.gpu.processor else MORE_GPUS:  # processors share one memory
         more = replace(cluster, gpus=cluster.gpus * factor)
         yield Change("GPUs", f"{factor} x the GPUs", f"cluster.gpus={more.gpus}", workload, more)

@@ -169,8 +169,9 @@ def rank_model(
     """
     made = structure(spec, world, tokens_per_sequence=tokens_per_sequence, token_loss=token_loss)
     version, notes = flash_of(spec, made, world)
-    # Masters that stay in host memory are loaded there.
-    loaded_on_host = optimizer.offload and spec.trained_dtype != spec.compute_dtype and not world.layout.zero
+    # Masters of a whole model that stay in host memory are loaded there; those of adapters are small.
+    masters = spec.trained_dtype != spec.compute_dtype and not world.layout.zero
+    loaded_on_host = optimizer.offload and masters and not spec.lora
     parallel = place(made.cut, world, torch.device("cpu") if loaded_on_host else world.device)
     models = [made.whole, *(stage.model for stage in parallel.stages)]
     adapters = initial_adapters(made.whole)

@@ -1,5 +1,6 @@
 """The memory that a plan leaves free: 4 % on measured kinds, 10 % on others, or as set; and a budget."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,15 @@ def test_offloading_is_a_remedy_where_nothing_else_fits_and_nowhere_else() -> No
     moved = 15 * 2**29  # of 16 blocks, [131072, 2048] in bf16
     assert nothing.choice.memory.host == moved
     assert full.peak - moved < nothing.choice.memory.peak < full.peak
+
+
+def test_states_in_host_memory_are_a_remedy_unless_they_are_there() -> None:
+    w, cluster = workload("llama-3.2-1b", 4, 1024), machines(1, memory_gib=14)
+    states = next(each for each in remedies(w, cluster) if each.change.kind == "states")
+    says(states.remedy)
+    assert states.choice.memory.host == 12 * w.work.parameters  # masters and two moments in fp32
+    there = replace(w, offload="optimizer")
+    assert all(each.change.kind != "states" for each in remedies(there, cluster))
 
 
 @pytest.mark.parametrize(("gpu", "margin"), [("h100-sxm", 0.04), ("a100-80", 0.04), (UNMEASURED, 0.1)])
