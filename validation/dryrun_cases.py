@@ -117,6 +117,7 @@ GRID = (
          options={"embeddings": 520}),
     Case(layout="zero3x2-mb2-ga2", note="Lion", optimizer="lion"),
     Case(layout="tp2-sp-mb2-ga2", note="moments in 16 bits", optimizer="adamw-bf16"),
+    Case(layout="zero3x2-mb2-ga2", note="moments in 8 bits", optimizer="adamw-8bit"),
     Case(layout="dp2-mb2-ga2", note="Adafactor", optimizer="adafactor"),
     Case(layout="pp2-1f1b-mb1-ga4", note="Muon", optimizer="muon"),
     Case(layout="zero3x2-mb2-ga2", note="one document", documents=(SEQ_LEN,)),

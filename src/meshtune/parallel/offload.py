@@ -19,11 +19,14 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
+import psutil
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from meshtune.errors import UserError
 from meshtune.placement.states import pinned_bytes
+from meshtune.units import human
 
 
 @torch.library.custom_op("meshtune::host_buffer", mutates_args=())
@@ -108,8 +111,12 @@ class Offload:
                 return tensor
             return Saved(block_input, tensor.size(), tensor.stride())
 
+        version = hidden._version
         with saved_tensors_hooks(pack, self._unpack):
-            return forward(hidden, *others, **kwargs)
+            out = forward(hidden, *others, **kwargs)
+        if hidden._version != version:  # autograd finds this for `full`, but not where hooks save
+            raise RuntimeError("A block changes its input in place and can't run again; use recompute=none.")
+        return out
 
     def _settle(self) -> None:
         """Free the memory of the input that was being copied: what the device computes next waits for it."""
@@ -173,6 +180,12 @@ class Offload:
                 return self._free.pop(number)
         if self._free:
             self.host_bytes -= self._free.pop().nbytes
+        if self.stream and size > (left := psutil.virtual_memory().available):
+            raise UserError(
+                f"recompute=offload needs {human(size)} more pinned host memory than the "
+                f"{human(self.host_bytes)} that this rank has, and the machine has {human(left)} left; use "
+                "recompute=full, shorter sequences, or more machines."
+            )
         self.host_bytes += size
         return host_buffer(hidden, size)
 

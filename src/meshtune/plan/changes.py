@@ -248,7 +248,7 @@ def _reshaping(
             node = gpu.node if cluster.node == cluster.gpu.node else cluster.node
             larger = replace(
                 cluster, gpu=gpu, memory=gpu.memory, link=gpu.link, network=gpu.network, node=node,
-                host_memory=None,
+                host_memory=None, ram=None,
             )  # fmt: skip
             yield Change("kind", f"GPUs of {human(gpu.memory)}", f"cluster.gpu={gpu.name}", workload, larger)
 

@@ -53,6 +53,7 @@ class Cluster:
     )
     memory_margin: float | None = None  # share of `memory` left free; None: MARGIN or UNMEASURED_MARGIN
     host_memory: float | None = None  # bytes that all ranks of a node share; None: each has its own
+    ram: float | None = None  # bytes of the machine's memory outside its GPUs; None: it isn't this machine
 
     def of_size(self, gpus: int) -> Cluster:
         """The same nodes, more or fewer of them: `gpus` in all, which may be a part of one node.
@@ -167,6 +168,7 @@ def cluster_of(
         memory_budget=settings.memory_budget_gib and settings.memory_budget_gib * GIB,
         memory_margin=settings.memory_margin,
         host_memory=host if memory is None else None,
+        ram=psutil.virtual_memory().total if here else None,
     ).of_size(count)
 
 

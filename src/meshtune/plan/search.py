@@ -99,7 +99,7 @@ class Choice(Notebook):
     @property
     def in_host_memory(self) -> str:
         """A sentence on the host memory that it needs for what it offloads; "" for none."""
-        return in_host_memory(self.memory.host, self.layout, self.cluster.node, states=self.offload)
+        return in_host_memory(self.memory.host, self.layout, self.cluster, states=self.offload)
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -2,12 +2,14 @@
 
 import weakref
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from cases import cases
 from families import FAMILIES
+from golden import refuses
 from graphs import Graphs
 from tiny import positions_of
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from meshtune.attention.register import register
 from meshtune.data.boundaries import row_boundaries
+from meshtune.errors import UserError
 from meshtune.model.anatomy import anatomy
 from meshtune.parallel.offload import Offload
 from meshtune.parallel.recompute import recompute_blocks
@@ -197,3 +200,17 @@ def test_copies_and_computation_wait_for_each_other(monkeypatch: pytest.MonkeyPa
     leave = [*out, "forward", *done[0], *out, "forward", *done[1], "forward"]
     come = [*back, *again, *done[2], *back, *again, *done[3], *again]
     assert log.names == [*leave, *again, *come]  # the fourth block keeps all that it needs
+
+
+def test_what_would_be_wrong_or_killed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block that changes its input, which autograd refuses under `full`; more memory than is left."""
+    model, _ = build("llama")
+    norm = model.model.layers[1].input_layernorm
+    norm.register_forward_pre_hook(lambda _, given: given[0].add_(1))
+    with refuses(RuntimeError):
+        forward(model)
+    model, host = build("llama")
+    host.stream = Stream("copies", Log())
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=30_000))
+    with refuses(UserError):
+        forward(model)

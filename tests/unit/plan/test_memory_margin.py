@@ -35,6 +35,8 @@ def test_offloading_is_a_remedy_where_nothing_else_fits_and_nowhere_else() -> No
     assert nothing.choice.layout == Layout.parse("mb1-ga4-offload")
     says(nothing.remedy)
     says(nothing.choice.in_host_memory)
+    small = replace(nothing.choice.cluster, ram=7 * GIB)  # this machine, with less than the 7.5 that it needs
+    says(replace(nothing.choice, cluster=small).in_host_memory)
     full = explained(w, machines(1), Layout.parse("mb1-ga4-full")).memory
     moved = 15 * 2**29  # of 16 blocks, [131072, 2048] in bf16
     assert nothing.choice.memory.host == moved

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,6 +25,9 @@ from meshtune.plan.memory.states import Step
 from meshtune.plan.memory.tensors import EVENTS, HEAD_REDUCE, OVERHEAD, POINTS, TIED, tensors
 from meshtune.plan.work import Work
 from meshtune.units import human
+
+if TYPE_CHECKING:
+    from meshtune.plan.cluster import Cluster
 
 
 @dataclass(frozen=True)
@@ -164,21 +167,23 @@ class Liveness:
         return [{"name": name, "category": category, "bytes": size} for (name, category), size in largest]
 
 
-def in_host_memory(size: float, layout: Layout, node: int, *, states: bool) -> str:
+def in_host_memory(size: float, layout: Layout, cluster: Cluster, *, states: bool) -> str:
     """A sentence on the pinned host memory that a rank needs for what it offloads; "" for 0 bytes.
 
-    node: GPUs in a machine. states: those of the optimizer are among it.
+    states: those of the optimizer are among it.
     """
     kept = [f"recompute={layout.recompute} keeps inputs of blocks"] * RECOMPUTATIONS[layout.recompute].host
     kept += ["train.offload=optimizer keeps the optimizer's states"] * states
-    ranks = min(node, layout.world)
+    ranks = min(cluster.node, layout.world)
     machine = f", {human(size * ranks)} for the {ranks} of a machine" if ranks > 1 else ""
     if not size:
         return ""
-    return (
-        f"{' and '.join(kept)} in {human(size)} of pinned host memory per rank{machine}. It isn't part of a "
-        "GPU's peak."
-    )
+    apart = "It isn't part of a GPU's peak."
+    if cluster.gpu.processor:
+        apart = "Processors compute in the same memory: add it to the peak."
+    elif cluster.ram is not None and size * ranks > cluster.ram:
+        apart += f" This machine has only {human(cluster.ram)}: use shorter sequences, or more machines."
+    return f"{' and '.join(kept)} in {human(size)} of pinned host memory per rank{machine}. {apart}"
 
 
 def peak(

@@ -96,9 +96,7 @@ def headlines(simulation: Simulation, facts: Facts) -> Iterator[str]:
             "streams as the trace has them."
         )
     states = simulation.workload is not None and simulation.workload.offload != "none"
-    if host := in_host_memory(
-        simulation.host_bytes, simulation.layout, simulation.cluster.node, states=states
-    ):
+    if host := in_host_memory(simulation.host_bytes, simulation.layout, simulation.cluster, states=states):
         yield host
     trace = simulation.traces[0]
     if trace.micro_batches < trace.of:
