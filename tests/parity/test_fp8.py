@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 from meshtune import precision
 
 ONE = "mb4-ga4"
-METHODS = {"full": (), "lora": ("method=lora", "lora.r=4", "lora.alpha=8")}
+LORA = ("method=lora", "lora.r=4", "lora.alpha=8")
+METHODS = {"full": (), "lora": LORA, "dora": (*LORA, "lora.use_dora=true")}
 Run = Callable[..., Trained]
 
 
@@ -37,7 +38,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
 
 LAYOUTS = [
     ("zero3x2", "full"), ("zero1x2-selective", "full"), ("pp2-1f1b", "full"), ("dp2-full", "lora"),
-    ("zero2x2-pp2-1f1b-attention", "full"), ("zero3x2-full2", "lora"),
+    ("zero2x2-pp2-1f1b-attention", "full"), ("zero3x2-full2", "dora"),
 ]  # fmt: skip
 
 
