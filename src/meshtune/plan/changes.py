@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from meshtune.errors import NothingFits, UserError
 from meshtune.layout import MODEL_AXES, RECOMPUTATIONS, RECOMPUTE, SCHEDULES, VIRTUAL_SCHEDULES, Layout
-from meshtune.optimizers import IN_16_BITS, caution, that_may_fit
+from meshtune.optimizers import IN_16_BITS, OPTIMIZERS, caution, that_may_fit
 from meshtune.placement.columns import Columns, Number, at
 from meshtune.plan.candidates import nearest_sizes
 from meshtune.plan.cluster import Cluster
@@ -497,7 +497,7 @@ def nothing_fits(plan: Plan, lighter: Lighter = dict, count: Count = silent) -> 
         if fitting
         else "None of the changes that were tried would fit."
     )
-    return [*sentences, *_cautions(fitting)]
+    return [*sentences, *_cautions(fitting, workload)]
 
 
 def _reasons(plan: Plan) -> list[str]:
@@ -508,11 +508,12 @@ def _reasons(plan: Plan) -> list[str]:
     ]
 
 
-def _cautions(outcomes: Sequence[Outcome]) -> list[str]:
+def _cautions(outcomes: Sequence[Outcome], workload: Workload) -> list[str]:
     """The cautions of precisions and optimizers that the outcomes offer."""
     changed = [one.change for one in outcomes if one.change.kind in ("precision", "optimizer")]
     cautions = [caution(change.workload.precision, change.workload.optimizer) for change in changed]
-    other = any(change.kind == "optimizer" for change in changed)
+    rule = OPTIMIZERS[workload.optimizer].constants
+    other = any(OPTIMIZERS[change.workload.optimizer].constants != rule for change in changed)
     if any(one.change.setting == "method=qlora" for one in outcomes):
         cautions.append(FOUR_BITS)
     return list(filter(None, (*cautions, OTHER_OPTIMIZER * other)))
@@ -542,4 +543,4 @@ def out_of_memory(failed: Choice, workload: Workload, lighter: Lighter = dict) -
     if not (fitting := fitting or list(remedies(workload, smaller, lighter))):
         return [predicted, "None of the changes that were tried needs less."]
     listed = "; ".join(outcome.remedy for outcome in fitting)
-    return [predicted, f"What needs less, fastest first: {listed}.", *_cautions(fitting)]
+    return [predicted, f"What needs less, fastest first: {listed}.", *_cautions(fitting, workload)]
