@@ -253,6 +253,9 @@ class Machines:
                 "block_update": 0.0,  # all were trained with AdamW
                 "update_memory": 1.0,  # its own share is measured by probes alone
                 "fp8_matmul_max": 0.0,  # matmul_max has it, and constants have casts
+                "host_bandwidth": np.inf,  # nothing was in host memory
+                "host_states": 0.0,
+                "host_master": 0.0,
                 "loss_memory": 0.0,  # all logits at once, or chunks of one size
                 "flash": 0.0 if row["attention"] == "naive" else 1.0,
             })  # fmt: skip

@@ -33,6 +33,7 @@ CONTRADICTIONS = [
     ("layout.sp", True),
     ("layout.sp_regather", True),
     ("layout.recompute_blocks", 1),
+    ("train.step_in_backward", True),
     ("train.lr_scheduler_kwargs", {"path": "a"}),
     ("train.lr_scheduler_kwargs", {"no_such_key": 1}),
 ]
