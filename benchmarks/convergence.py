@@ -30,7 +30,7 @@ RECIPES = {  # name -> (that it stands for, its settings)
 VOCABULARY, HELD_OUT = 2048, 400
 COMMON = (
     "data.seq_len=256", "train.global_batch_size=8", "layout=mb8-ga1", "train.precision=fp32",
-    "log.to=[jsonl]", "checkpoint.every=0", "output_exists=replace",
+    "log.to=[jsonl]", "checkpoint.every=0", "output_exists=replace", "eval.at_start=true",
 )  # fmt: skip
 
 
@@ -52,10 +52,11 @@ def make_base(folder: Path, rows: list[dict[str, str]]) -> None:
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 
 
-def held_out_loss(folder: Path, *settings: str) -> float:
-    """Train a model into a folder, and return its loss on the held-out rows."""
+def held_out_losses(folder: Path, *settings: str) -> tuple[float, float]:
+    """Train a model into a folder, and return its loss on the held-out rows before and after."""
     result = train({}, [*COMMON, f"output={folder}", *settings], nproc=1)
-    return [row["loss"] for row in result.rows if row["kind"] == "eval"][-1]
+    losses = [row["loss"] for row in result.rows if row["kind"] == "eval"]
+    return losses[0], losses[-1]
 
 
 def main() -> None:
@@ -78,19 +79,19 @@ def main() -> None:
             (folder / f"{name}.jsonl").write_text("\n".join(part) + "\n", encoding="utf-8")
         make_base(folder / "untrained", [json.loads(line) for line in parts["first"]])
         rows = "data.columns={prompt: question, completion: answer}", f"data.eval={folder / 'test.jsonl'}"
-        begun = held_out_loss(
+        _, begun = held_out_losses(
             folder / "base", f"model.name={folder / 'untrained'}", f"data.train={folder / 'first.jsonl'}",
             *rows, "data.train_on=all", f"train.max_steps={4 * options.steps}", "train.learning_rate=1e-3",
         )  # fmt: skip
         print(f"from scratch, all tokens: {begun:.4f}", flush=True)
         for seed, (name, (_, settings)) in product(range(options.seeds), RECIPES.items()):
-            loss = held_out_loss(
+            before, loss = held_out_losses(
                 folder / "tuned", f"model.name={folder / 'base' / 'model'}",
                 f"data.train={folder / 'rest.jsonl'}", *rows, f"train.max_steps={options.steps}",
                 f"train.seed={seed}", *settings,
             )  # fmt: skip
             found[name].append(loss)
-            print(f"{name}, seed {seed}: {loss:.4f}", flush=True)
+            print(f"{name}, seed {seed}: {before:.4f} to {loss:.4f}", flush=True)
     print("| recipe | held-out losses | from |\n| --- | --- | ---: |")
     for name, losses in found.items():
         other = RECIPES[name][0]
