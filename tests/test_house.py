@@ -30,7 +30,7 @@ WHOLE = {
     "lines of src": 71_454,  # 52,000
     "files of src": 338,  # 280
     "files in one folder of src": 22,  # 22
-    "lines of tests": 52_530,  # 36,000
+    "lines of tests": 52_532,  # 36,000
 }
 
 ATTEND = "the signature of core.attend_rows, which it stands in for on the ranks of cp"
