@@ -17,7 +17,8 @@ __version__ = "0.1.0"
 
 for _name in ("torchao", "torch.utils._pytree"):
     # transformers imports torchao where it is installed, which warns of kernels that nothing here runs
-    logging.getLogger(_name).setLevel(logging.ERROR)
+    if logging.getLogger(_name).level == logging.NOTSET:
+        logging.getLogger(_name).setLevel(logging.ERROR)
 
 HOMES = {
     "Callback": "meshtune.train.callbacks",

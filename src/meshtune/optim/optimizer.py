@@ -357,6 +357,10 @@ class Optimizer:
         """
         if self.host is not None:
             self.host.synchronize()
+        return self._live(materialise=materialise)
+
+    def _live(self, *, materialise: bool = False) -> dict[str, Tensor]:
+        """`state`, without waiting for copies to the host."""
         tensors: dict[str, Tensor] = {}
         for bucket in self.buckets:
             names = {state.name for state in OPTIMIZERS[bucket.row].states}
@@ -371,7 +375,7 @@ class Optimizer:
 
     def on_device(self) -> dict[str, Tensor]:
         """`state` without what is in host memory."""
-        state = self.state()
+        state = self._live()
         return state if self.host is None else {k: v for k, v in state.items() if not self.host.has(v)}
 
     @property

@@ -99,11 +99,11 @@ def streamed_states(step: Step, updated: Number) -> Iterator[Tensor]:
     head, matrix = step.head_gradient / shards, largest_matrix(step) / shards
     if step.accounting.in_backward:
         together = step.replicated & (step.layouts.zero == 0)  # the head's comes with the embedding's
-        alone = head * (1 - step.work.tied) * ~together
+        apart = head * (1 - step.work.tied) * ~together
         last = np.where(together, np.maximum(embedding, head), embedding)
         parts = (
-            (HEAD, NORM, np.where(step.sharded, 0.0, alone)),
-            (HEAD_REDUCE, HEAD_REDUCE, np.where(step.sharded, alone, 0.0)),
+            (HEAD, NORM, np.where(step.sharded, 0.0, apart)),
+            (HEAD_REDUCE, HEAD_REDUCE, np.where(step.sharded, apart, 0.0)),
             (LAST, FIRST, np.where(step.sharded, 0.0, matrix)),
             (LAST_REDUCE, LAST_REDUCE, last),
             (UPDATE, UPDATE, np.where(step.sharded, 0.0, last)),
@@ -235,7 +235,7 @@ def freed_gradients(step: Step) -> Iterator[Tensor]:
     """
     accounting, elements, outside = step.accounting, step.elements, step.elements.outside
     precision, replicated = accounting.precision, step.replicated & (step.layouts.zero == 0)
-    alone, block, before = ~step.sharded & ~step.replicated, elements.block, elements.before_blocks
+    by_parameter, block, before = ~step.sharded & ~step.replicated, elements.block, elements.before_blocks
     largest = largest_matrix(step)
     traced = step.work.traced.get(int(accounting.element))
     made = block.trained if traced and traced.fused else largest
@@ -247,9 +247,13 @@ def freed_gradients(step: Step) -> Iterator[Tensor]:
         (LAST_REDUCE, LAST_REDUCE, embedding, embedding),
     ):
         size = gradients * precision.gradient
-        yield Tensor("gradients of an update", GRADIENTS, born, dies, np.where(alone, size, 0.0))
+        yield Tensor("gradients of an update", GRADIENTS, born, dies, np.where(by_parameter, size, 0.0))
         yield Tensor(
-            "gradients in the masters' width", TEMPORARY, born, dies, np.where(alone, updated * wide, 0)
+            "gradients in the masters' width",
+            TEMPORARY,
+            born,
+            dies,
+            np.where(by_parameter, updated * wide, 0),
         )
     in_flight = np.where(replicated, precision.accumulated, 0.0)
     yield Tensor(
