@@ -128,6 +128,7 @@ class Traced(NamedTuple):
     peaks: BlockPeaks | None = None  # of the last block's passes
     compiled: Traced | None = None  # the same of compiled blocks
     fused: bool = False  # they are compiled
+    made_again: Number = 0.0  # bytes of its MLP that a compiled block's backward makes, and an eager one saves
     # By an average compiled block under selective recomputation; None: all outputs of matmuls
     selective: Kept | None = None
     wide_masks: Traced | None = None  # of eager blocks on a processor, where dropout's masks differ
@@ -361,7 +362,9 @@ def _traced(
                 outputs = _blocks_of(blocks, selective, element, None).kept
                 of_compiled = _blocks_of(blocks, compiled, element, peaks)
                 found[element] = found[element]._replace(
-                    compiled=of_compiled._replace(fused=True, selective=outputs)
+                    compiled=of_compiled._replace(
+                        fused=True, selective=outputs, made_again=found[element].kept.mlp - of_compiled.kept.mlp
+                    )
                 )
     if 4 in found:
         found[8] = found[4].twice()

@@ -232,7 +232,9 @@ def block_passes(step: Step, block: BlockBytes, output_gradient: Number) -> Bloc
     starts from; 0 where it lies in a receive buffer.
     """
     layouts, accounting = step.layouts, step.accounting
-    backward = output_gradient + block_backward(step)
+    traced_blocks = None if accounting.saved else step.work.traced.get(int(accounting.element))
+    made_again = step.tokens / layouts.tp * traced_blocks.made_again if traced_blocks else 0.0
+    backward = output_gradient + block_backward(step) + made_again
     peaks = accounting.traced_peaks(step.work, layouts, step.seq_len)
     saves_input = peaks.saves_input if peaks else accounting.element >= 4  # as a norm in fp32 does
     saved_anyway = np.where(layouts.recomputation("matmuls"), saves_input * step.hidden, 0.0)
@@ -244,7 +246,7 @@ def block_passes(step: Step, block: BlockBytes, output_gradient: Number) -> Bloc
     whole = layouts.recomputation("matmuls") | ~(recomputes > 0)
     traced = whole & (layouts.tp == 1) & (layouts.cp == 1)
     times: list[tuple[Number, Number]] = [
-        (tokens * size - step.hidden + output_gradient, made) for size, made in peaks.backward
+        (tokens * size - step.hidden + output_gradient + made_again, made) for size, made in peaks.backward
     ]
     _, made_when_fullest = fullest_time(times, 0.0)
     # What sp gathers for the MLP's first matrices is there until the last of their gradients is made.
