@@ -40,7 +40,7 @@ def saved_by_block(
     """Return the activations of an average block under each layout's recomputation mode.
 
     `recomputed` is all that mode none saves under full; under selective what is missing of it and two tensors
-    [tokens, hidden], split by sp; of a compiled block, what it saves less of its MLP; else 0.
+    [tokens, hidden], one split by sp; of a compiled block, what it saves less of its MLP; else 0.
 
     per_token: bytes per token that it saves if nothing is recomputed. tokens: of the micro-batch on this
     rank (after cp). element: bytes of an element of activations. regathers_inputs: under sp, matmul inputs
@@ -75,6 +75,10 @@ def saved_by_block(
         under_selective = tokens * kept + block_input
     else:
         under_selective = of_tokens(selective, (selective.core + selective.statistics) / heads)
+        # A compiled block does not gather again: it saves what sp gathered, and so not what that is made of.
+        gathered_too = selective._replace(entering=per_token.entering, outside=element * work.hidden)
+        held = of_tokens(gathered_too, (selective.core + selective.statistics) / heads)
+        under_selective = np.where(compiled & (layouts.sp > 0), held, under_selective)
     if compiled:
         regathered = regathered + element * core_outputs
 
@@ -90,7 +94,7 @@ def saved_by_block(
         saved = np.where(layouts.recomputes(name), saved_under[mode.saves], saved)
     rest = np.maximum(everything - saved, 0.0)  # with adapters, matmul outputs are more than needed
     recomputed = np.where(layouts.recomputation("matmuls"), everything, 0.0)
-    of_parts = rest + 2 * block_input
+    of_parts = rest + block_input + tokens * element * work.hidden
     if compiled and selective:
         of_parts = tokens * np.maximum(per_token.mlp - selective.mlp, 0.0) / layouts.tp
     recomputed = np.where(layouts.recomputation("by_operation"), of_parts, recomputed)
