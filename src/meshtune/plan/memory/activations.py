@@ -75,10 +75,11 @@ def saved_by_block(
         under_selective = tokens * kept + block_input
     else:
         under_selective = of_tokens(selective, (selective.core + selective.statistics) / heads)
-        # A compiled block does not gather again: it saves what sp gathered, and so not what that is made of.
-        gathered_too = selective._replace(entering=per_token.entering, outside=element * work.hidden)
-        held = of_tokens(gathered_too, (selective.core + selective.statistics) / heads)
-        under_selective = np.where(compiled & (layouts.sp > 0), held, under_selective)
+        # A compiled block runs no operation of tp again: it saves what enters attention and MLP, as sp gathered
+        # it or copied, and so not what that is made of.
+        entered = selective._replace(entering=per_token.entering, outside=element * work.hidden)
+        held = of_tokens(entered, (selective.core + selective.statistics) / heads)
+        under_selective = np.where(compiled & (layouts.tp > 1), held, under_selective)
     if compiled:
         regathered = regathered + element * core_outputs
 
