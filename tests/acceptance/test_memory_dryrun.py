@@ -131,6 +131,19 @@ def test_compiled_blocks_hold_what_is_planned(family: str, layout: str) -> None:
     assert_peaks_are_alike(compare(family, job, memory_dryrun.simulate(job)))
 
 
+@pytest.mark.parametrize(
+    ("axes", "recompute", "compiled"),
+    cases(
+        [*product(["tp2", "tp2-sp"], ["full", "selective"], [False, True])],
+        ci=[("tp2", "full", False), ("tp2-sp", "selective", True)],
+    ),
+)
+def test_a_blocks_backward_under_tp_holds_what_is_planned(axes: str, recompute: str, compiled: bool) -> None:
+    layout, source = f"{axes}-mb2-ga1-{recompute}", LlamaConfig(**TINY.to_dict() | {"vocab_size": 512})
+    job = job_of(layout, source, 2048, kernels="cuda", compile=compiled)
+    assert_peaks_are_alike(compare(layout, job, memory_dryrun.simulate(job)))
+
+
 OFFLOADED = {  # layout -> inputs that leave the GPU for each micro-batch of the first and the last rank
     "mb4-ga2-offload": [7], "zero3x2-mb4-ga2-offload5": [4], "tp2-sp-mb4-ga1-offload": [7],
     "pp2-1f1b-mb2-ga4-offload": [3, 2], "pp2-gpipe-mb2-ga4-offload": [3, 2], "cp2-mb4-ga2-offload": [7],
