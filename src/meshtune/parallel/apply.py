@@ -4,8 +4,8 @@
                   ─> quantise   qlora    frozen matrices in 4 bits                  quantised/nf4.py
                   ─> convert    fp8      matmuls in 8-bit floats                    quantised/fp8.py
                   ─> attach     cp       attention over sequences that are cut        context.py
+                  ─> tile                MLPs, on some tokens at a time             tiles.py
                   ─> Stage      pp       this rank's blocks                           pipeline.py
-                  ─> tile                MLPs on some tokens at a time              tiles.py
                   ─> recompute           activations that the backward recomputes     recompute.py
                   ─> offload             their inputs, to host memory               offload.py
                   ─> shard      ZeRO     this rank's shard of what is left            zero.py
@@ -274,9 +274,9 @@ def cut(
             fp8.convert(model, fp8_linears(model, shapes), emulate=fp8_on == "cpu")
         if world.cp.size > 1:
             context.attach(model, parts, world.cp, layout.cp_method)
-        stage = Stage(model, parts, numbers, index=index, of=layout.stages, finish=finish)
         if mlp_tile:
             tile_mlps(model, parts, mlp_tile)
+        stage = Stage(model, parts, numbers, index=index, of=layout.stages, finish=finish)
         recompute_blocks(model, parts, layout.recompute, numbers[: layout.recompute_blocks])
         inside = stage.own_blocks
         if compile:
