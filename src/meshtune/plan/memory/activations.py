@@ -36,6 +36,7 @@ def saved_by_block(
     context: Context = "gathered",
     selective: Kept | None = None,
     compiled: bool = False,
+    tiled: Number = False,
 ) -> BlockBytes:
     """Return the activations of an average block under each layout's recomputation mode.
 
@@ -47,7 +48,7 @@ def saved_by_block(
     are saved split and gathered again in the backward (`Accounting.regathers`). context: as in Accounting.
     selective: bytes per token that selective recomputation saves; None: all matmul outputs, output and
     statistics of the attention core, and the block's input. compiled: blocks are, which makes the output of a
-    core that runs again too.
+    core that runs again too. tiled: its MLP runs in tiles: of it, only this rank's part of its input is saved.
 
     Korthikanti et al. 2022 (arXiv:2205.05198), sections 4.2 (tp, sp) and 5 (recomputation).
     """
@@ -64,14 +65,15 @@ def saved_by_block(
     whole_output = np.where(heads < layouts.tp, element * core_outputs, 0.0)
 
     def of_tokens(parts: Kept, core: Number) -> Number:
-        entering = parts.entering / np.where(regathers_inputs, sequence_shards, 1.0)
-        inside = parts.attention / heads + parts.mlp / layouts.tp
-        return tokens * (parts.outside / sequence_shards + entering + parts.whole + inside + core)
+        of_mlp = tiled * np.clip(parts.entering - element * work.hidden, 0.0, element * work.hidden)
+        entering = (parts.entering - of_mlp) / np.where(regathers_inputs, sequence_shards, 1.0)
+        inside = parts.attention / heads + np.where(tiled, 0.0, parts.mlp) / layouts.tp
+        return tokens * ((parts.outside + of_mlp) / sequence_shards + entering + parts.whole + inside + core)
 
     everything = of_tokens(per_token, core + whole_output / layouts.tp)
     block_input = tokens * element * work.hidden / sequence_shards
     if selective is None:
-        kept = matmul_outputs(per_token, work, layouts, element=element, flex=context == "copied")
+        kept = matmul_outputs(per_token, work, layouts, element=element, flex=context == "copied", tiled=tiled)
         under_selective = tokens * kept + block_input
     else:
         under_selective = of_tokens(selective, (selective.core + selective.statistics) / heads)
@@ -94,13 +96,19 @@ def saved_by_block(
     return BlockBytes(everything, saved, recomputed)
 
 
-def matmul_outputs(per_token: Kept, work: Work, layouts: Columns, *, element: float, flex: bool) -> Number:
+def matmul_outputs(
+    per_token: Kept, work: Work, layouts: Columns, *, element: float, flex: bool, tiled: Number = False
+) -> Number:
     """Bytes per token on a rank of a block's matmul outputs, output and statistics of its attention core.
 
     flex: True if flex attention, as on CUDA, runs cores that no flash kernel knows: nothing is saved.
+    tiled: as in `saved_by_block`.
     """
-    cut = sum(matrix.count * matrix.rows for matrix in work.matrices if matrix.cut == "rows")
-    uncut = sum(matrix.count * matrix.rows for matrix in work.matrices if matrix.cut != "rows")
+    sizes = [
+        (matrix.cut == "rows", matrix.count * matrix.rows * (1 - tiled * matrix.mlp))
+        for matrix in work.matrices
+    ]
+    cut, uncut = (sum(size for by_rows, size in sizes if by_rows == rows) for rows in (True, False))
     outputs, saved = (
         sum(core.count * core.query_heads * core.v_dim for core in work.cores if core.flash or not only_flash)
         for only_flash in (False, flex)
@@ -192,7 +200,7 @@ def block_backward(step: Step) -> Number:
     each rank has all heads; with regather the gathered input [tokens, hidden].
     """
     work, layouts, accounting = step.work, step.layouts, step.accounting
-    widths = [matrix.cols / layouts.tp for matrix in work.matrices]
+    widths = [matrix.cols / layouts.tp * (1 - step.tiled * matrix.mlp) for matrix in work.matrices]
     widths += [core.query_heads * core.v_dim / work.head_shards(layouts.tp) for core in work.cores]
     widest = np.max(np.broadcast_arrays(step.tokens, *widths)[1:], axis=0)
     gathered = np.where(accounting.regathers(layouts), step.whole_hidden, 0.0)

@@ -18,6 +18,7 @@ from meshtune.plan.memory.activations import (
     recomputation_start,
     saved_by_block,
 )
+from meshtune.plan.memory.mlp_tiles import tiled_times
 from meshtune.plan.memory.stages import fullest, in_flight, in_flight_in_head
 from meshtune.units import Number
 
@@ -191,7 +192,7 @@ def block_bytes(step: Step) -> BlockBytes:
         saved_by_block(
             per_token, work, layouts, step.tokens, element=accounting.element,
             regathers_inputs=accounting.regathers(layouts), context=accounting.context_keys,
-            selective=selective, compiled=traced is not None and traced.fused,
+            selective=selective, compiled=traced is not None and traced.fused, tiled=step.tiled,
         )
         for per_token in saved
     ]  # fmt: skip
@@ -237,26 +238,35 @@ def block_passes(step: Step, block: BlockBytes, output_gradient: Number) -> Bloc
     saves_input = peaks.saves_input if peaks else accounting.element >= 4  # as a norm in fp32 does
     saved_anyway = np.where(layouts.recomputation("matmuls"), saves_input * step.hidden, 0.0)
     recomputed = block.recomputed - saved_anyway
+    tiled = tiled_times(step, peaks.backward if peaks else (), output_gradient)
     if peaks is None:
-        return BlockPasses(False, 0.0, recomputed, backward, 1.0, 0.0)
+        of_tiles = np.maximum.reduce(np.broadcast_arrays(backward, *(size for size, _ in tiled)))
+        return BlockPasses(False, 0.0, recomputed, np.where(step.tiled, of_tiles, backward), 1.0, 0.0)
     tokens = step.tokens / layouts.tp
     recomputes = layouts.recomputation("block")
     whole = layouts.recomputation("matmuls") | ~(recomputes > 0)
     traced = whole & (layouts.tp == 1) & (layouts.cp == 1)
     times: list[tuple[Number, Number]] = [
-        (tokens * size - step.hidden + output_gradient, made) for size, made in peaks.backward
+        (np.where(step.tiled, -np.inf, tokens * size - step.hidden + output_gradient), made)
+        for size, made in peaks.backward
     ]
+    times += [(np.where(step.tiled, size, -np.inf), made) for size, made in tiled]
     _, made_when_fullest = fullest_time(times, 0.0)
     # What sp gathers for the MLP's first matrices is there until the last of their gradients is made.
     made_by_then = np.where(layouts.sp > 0, 1.0, made_when_fullest)
     times.append((np.where(traced, 0.0, backward), made_by_then))
     second_forward = tokens * peaks.forward_again + output_gradient
-    times.append((np.where(recomputes, second_forward, 0.0), 0.0))
+    times.append((np.where(recomputes & ~step.tiled, second_forward, 0.0), 0.0))
     own = step.work.trained_block_parameters / layouts.tp * accounting.precision.gradient
     size, made = fullest_time(times, step.leaves_gradients * own)
     forward = tokens * peaks.forward
     recomputing_forward = np.where(recomputes, tokens * peaks.forward_alone - block.saved, forward)
     saving_forward = forward + (1 - peaks.saves_input) * step.hidden
+    # With tiles both are below the backward.
+    recomputing_forward = np.where(
+        step.tiled, np.minimum(recomputing_forward, size + recomputed), recomputing_forward
+    )
+    saving_forward = np.where(step.tiled, np.minimum(saving_forward, size), saving_forward)
     return BlockPasses(
         traced=True,
         forward=np.where(step.saving > 0, saving_forward, recomputing_forward),
