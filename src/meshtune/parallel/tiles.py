@@ -105,9 +105,7 @@ class _Save(torch.autograd.Function):
 
 class _Tiles(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, mlp: _Tiled, width: int, saver: Any, hidden: Tensor, *parameters: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, mlp: _Tiled, width: int, saver: Any, hidden: Tensor, *parameters: Tensor) -> Tensor:
         ctx.mlp, ctx.width, ctx.saver = mlp, width, saver
         ctx.states = generator_states() if mlp.tiles_draw and mlp.training else []
         return _forward(mlp, hidden, width)

@@ -185,9 +185,7 @@ class Work:
         }
         fitting = {p.name for b in census.blocks for p in b.parameters if p.in_4_bits}
         fp8 = {p.name for b in census.blocks for p in b.parameters if p.fp8}
-        in_mlp = {
-            m.name.rpartition(".")[0] for b in census.blocks for m in b.matrices if m.kind == "mlp"
-        }
+        in_mlp = {m.name.rpartition(".")[0] for b in census.blocks for m in b.matrices if m.kind == "mlp"}
         alike: dict[Gemm, float] = {}
         ends = [saved.last for block in census.blocks for _, saved in block.saved[:1]]
         lasts = ["", *(ends if len(ends) == n else [""] * n)]

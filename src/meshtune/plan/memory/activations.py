@@ -73,7 +73,9 @@ def saved_by_block(
     everything = of_tokens(per_token, core + whole_output / layouts.tp)
     block_input = tokens * element * work.hidden / sequence_shards
     if selective is None:
-        kept = matmul_outputs(per_token, work, layouts, element=element, flex=context == "copied", tiled=tiled)
+        kept = matmul_outputs(
+            per_token, work, layouts, element=element, flex=context == "copied", tiled=tiled
+        )
         under_selective = tokens * kept + block_input
     else:
         under_selective = of_tokens(selective, (selective.core + selective.statistics) / heads)
