@@ -100,7 +100,9 @@ def traits(model: PreTrainedModel) -> Traits:
 
 
 def _untileable(blocks: nn.Module, parts: Anatomy) -> str | None:
-    """Return why MLPs of blocks can't run on some tokens at a time; None if they can."""
+    """Return why MLPs of blocks can't run on some tokens at a time, experts apart; None if they can."""
+    if any(EXPERTS.search(path) for path, _ in blocks.named_modules()):
+        return None
     if not parts.mlp or not all(parts.mlp in block._modules for block in blocks.children()):
         return "has no MLP that is a module of each block"
     if not parts.attention:

@@ -255,8 +255,9 @@ def cut(
     order. finish: computes the summed loss from the last hidden states. compute_dtype: of the passes, set
     here only under ZeRO, and of hidden states sent between stages. reduce_dtype: in which gradients are
     summed over data ranks; None: their own. compile: True to torch.compile each block separately. mlp_tile:
-    tokens that an MLP runs on at a time; None: all. quantise: True to hold frozen linear layers in 4 bits. fp8_on: kind of device on which linear layers multiply in
-    8-bit floats, "cpu" or "cuda"; "": they do not. Raises UserError if tp can't split the model.
+    tokens that an MLP runs on at a time; None: all. quantise: True to hold frozen linear layers in 4 bits.
+    fp8_on: kind of device on which linear layers multiply in 8-bit floats, "cpu" or "cuda"; "": they do not.
+    Raises UserError if tp can't split the model.
     """
     layout, mesh = world.layout, parameter_mesh(world)
     if compile and layout.tp > 1:

@@ -1,6 +1,6 @@
-"""Tiles of the MLP: `train.mlp_tile` tokens of a rank run at a time, and once more, tile by tile, backwards.
+"""Tiles of the MLP: it runs on `train.mlp_tile` tokens of a rank at a time, and so does its backward.
 
-    forward     hidden ─ split along the sequence ─> enter, gate, up, down, leave: of one tile, without a graph
+    forward     hidden ─ split along the sequence ─> enter, gate, up, down, leave: of a tile, without a graph
     saved       hidden, this rank's own tokens
     backward    each tile's forward again, and its backward; gradients of weights are summed over the tiles
 

@@ -74,7 +74,8 @@ def rules(
 
     attention: the implementation that the model is built with, never "auto". packing, compile: data.packing,
     train.compile; "auto" refuses nothing. optimizer, step_in_backward: of train. tiled: MLPs run in tiles
-    (train.mlp_tile). quantised: matrices are held in 4 bits. fp8: matmuls are in 8-bit floats. ranks: how many were started; None: no rule on their number.
+    (train.mlp_tile). quantised: matrices are held in 4 bits. fp8: matmuls are in 8-bit floats. ranks: how
+    many were started; None: no rule on their number.
     """
     if ranks is not None:
         yield Rule(
@@ -455,8 +456,8 @@ def _tiles(traits: Traits) -> Iterator[Rule]:
         "zero-bubble schedules would run each tile of an MLP twice more",
         lambda layouts: layouts.runs(*ZERO_BUBBLE),
         lambda layout: (
-            f"train.mlp_tile with the schedule {layout.schedule}: it computes the gradients of weights later, "
-            "when a tile's tensors are gone; use 1f1b, or leave train.mlp_tile out."
+            f"train.mlp_tile with the schedule {layout.schedule}: it computes the gradients of weights "
+            "later, when a tile's tensors are gone; use 1f1b, or leave train.mlp_tile out."
         ),
     )
     if traits.draws:

@@ -45,8 +45,8 @@ MORE_GPUS = (2, 3, 4, 6, 8, 12, 16)  # times the cluster's
 MLP_TILE = 8192
 SHORTER = (2, 4, 8, 16)  # parts of the sequence length
 REMEDIES = (
-    "budget", "nearest batch", "tiles", "offload", "states", "GPUs", "sequence", "sums", "moments", "precision",
-    "optimizer", "method", "kind",
+    "budget", "nearest batch", "tiles", "offload", "states", "GPUs", "sequence", "sums", "moments",
+    "precision", "optimizer", "method", "kind",
 )  # fmt: skip
 OTHER_OPTIMIZER = "Another optimizer needs a learning rate of its own (train.learning_rate)."
 FOUR_BITS = f"method=qlora rounds frozen weights to 4 bits, by {NF4_ERROR:.0%} of their size."

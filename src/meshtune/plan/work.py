@@ -196,7 +196,8 @@ class Work:
                 gemm = Gemm(
                     m.rows, m.cols, 0.0, cuts.get(m.name, ""), float(m.trainable), float(m.input_gradient),
                     adapter, in_4_bits=m.name in fitting and not m.trainable, last=m.name == last,
-                    fp8=m.name in fp8, mlp=inside, adapted_last=f"{m.name.removesuffix('weight')}lora_B" == last,
+                    fp8=m.name in fp8, mlp=inside,
+                    adapted_last=f"{m.name.removesuffix('weight')}lora_B" == last,
                 )  # fmt: skip
                 alike[gemm] = alike.get(gemm, 0) + m.count
         matrices = tuple(replace(gemm, count=count / n) for gemm, count in alike.items())

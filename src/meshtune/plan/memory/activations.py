@@ -41,14 +41,14 @@ def saved_by_block(
     """Return the activations of an average block under each layout's recomputation mode.
 
     `recomputed` is all that mode none saves under full; under selective what is missing of it and two tensors
-    [tokens, hidden], split by sp; else 0.
+    [tokens, hidden], split by sp, one where MLPs run in tiles; else 0.
 
     per_token: bytes per token that it saves if nothing is recomputed. tokens: of the micro-batch on this
     rank (after cp). element: bytes of an element of activations. regathers_inputs: under sp, matmul inputs
     are saved split and gathered again in the backward (`Accounting.regathers`). context: as in Accounting.
     selective: bytes per token that selective recomputation saves; None: all matmul outputs, output and
     statistics of the attention core, and the block's input. compiled: blocks are, which makes the output of a
-    core that runs again too. tiled: its MLP runs in tiles: of it, only this rank's part of its input is saved.
+    core that runs again too. tiled: its MLP runs in tiles, and saves only this rank's part of its input.
 
     Korthikanti et al. 2022 (arXiv:2205.05198), sections 4.2 (tp, sp) and 5 (recomputation).
     """
@@ -94,7 +94,7 @@ def saved_by_block(
         saved = np.where(layouts.recomputes(name), saved_under[mode.saves], saved)
     rest = np.maximum(everything - saved, 0.0)  # with adapters, matmul outputs are more than needed
     recomputed = np.where(layouts.recomputation("matmuls"), everything, 0.0)
-    recomputed = np.where(layouts.recomputation("by_operation"), rest + 2 * block_input, recomputed)
+    recomputed = np.where(layouts.recomputation("by_operation"), rest + (2 - tiled) * block_input, recomputed)
     return BlockBytes(everything, saved, recomputed)
 
 

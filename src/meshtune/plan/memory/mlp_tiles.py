@@ -33,10 +33,17 @@ def tiled_times(
     share = trained * tp / np.maximum(work.trained_block_parameters, 1.0)
     later = [(size, made) for size, made in traced if np.all(made > share + 1e-9)]
     own = [size - element * work.hidden for size, made in traced if not np.all(made > share + 1e-9)]
-    widest = max((matrix.cols for matrix in work.matrices if matrix.mlp), default=0.0)
-    backward = np.maximum.reduce(np.broadcast_arrays(*own)) if own else 2 * element * widest
-    # Of a tile: its inner tensors, and what sp gathers of it, its input and its output's gradient.
-    tile = step.tile * shards * ((inner + backward) / tp + 2 * element * work.hidden * (shards > 1))
+    wide = element * max((matrix.cols for matrix in work.matrices if matrix.mlp), default=0.0)
+    backward = np.maximum.reduce(np.broadcast_arrays(*own)) if own else 2 * wide
+    # Inner tensors of a tile and what sp gathers of it: its input with the gradient of its output, only the
+    # input, and the input with the gradients that two matrices give it.
+    gathered = element * work.hidden * (shards > 1)
+    times = (
+        (inner + wide) / tp + 2 * gathered,
+        (inner + backward) / tp + gathered,
+        2 * wide / tp + 3 * gathered,
+    )
+    tile = step.tile * shards * np.maximum.reduce(np.broadcast_arrays(*times))
     # Sums of weights' gradients, in fp32 or wider, and one tile's.
     sums = trained * (np.maximum(element, 4.0) + element)
     keeps, most = last_norm_bytes(step)
