@@ -48,7 +48,7 @@ def saved_by_block(
     are saved split and gathered again in the backward (`Accounting.regathers`). context: as in Accounting.
     selective: bytes per token that selective recomputation saves; None: all matmul outputs, output and
     statistics of the attention core, and the block's input. compiled: blocks are, which makes the output of a
-    core that runs again too. tiled: its MLP runs in tiles, and saves only this rank's part of its input.
+    core that runs again too. tiled: its MLP runs in tiles.
 
     Korthikanti et al. 2022 (arXiv:2205.05198), sections 4.2 (tp, sp) and 5 (recomputation).
     """
@@ -65,17 +65,15 @@ def saved_by_block(
     whole_output = np.where(heads < layouts.tp, element * core_outputs, 0.0)
 
     def of_tokens(parts: Kept, core: Number) -> Number:
-        of_mlp = tiled * np.clip(parts.entering - element * work.hidden, 0.0, element * work.hidden)
-        entering = (parts.entering - of_mlp) / np.where(regathers_inputs, sequence_shards, 1.0)
-        inside = parts.attention / heads + np.where(tiled, 0.0, parts.mlp) / layouts.tp
-        return tokens * ((parts.outside + of_mlp) / sequence_shards + entering + parts.whole + inside + core)
+        entering = parts.entering / np.where(regathers_inputs, sequence_shards, 1.0)
+        inside = parts.attention / heads + parts.mlp / layouts.tp
+        return tokens * (parts.outside / sequence_shards + entering + parts.whole + inside + core)
 
     everything = of_tokens(per_token, core + whole_output / layouts.tp)
     block_input = tokens * element * work.hidden / sequence_shards
     if selective is None:
-        kept = matmul_outputs(
-            per_token, work, layouts, element=element, flex=context == "copied", tiled=tiled
-        )
+        flex = context == "copied"
+        kept = matmul_outputs(per_token, work, layouts, element=element, flex=flex, tiled=tiled)
         under_selective = tokens * kept + block_input
     else:
         under_selective = of_tokens(selective, (selective.core + selective.statistics) / heads)

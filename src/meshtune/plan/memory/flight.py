@@ -18,7 +18,7 @@ from meshtune.plan.memory.activations import (
     recomputation_start,
     saved_by_block,
 )
-from meshtune.plan.memory.mlp_tiles import tiled_times
+from meshtune.plan.memory.mlp_tiles import tiled_times, without_mlp
 from meshtune.plan.memory.stages import fullest, in_flight, in_flight_in_head
 from meshtune.units import Number
 
@@ -190,7 +190,7 @@ def block_bytes(step: Step) -> BlockBytes:
         saved.append(accounting.saved_per_token(work, layouts, seq_len, fullest=True))
     blocks = [
         saved_by_block(
-            per_token, work, layouts, step.tokens, element=accounting.element,
+            without_mlp(step, per_token), work, layouts, step.tokens, element=accounting.element,
             regathers_inputs=accounting.regathers(layouts), context=accounting.context_keys,
             selective=selective, compiled=traced is not None and traced.fused, tiled=step.tiled,
         )

@@ -16,6 +16,18 @@ from meshtune.units import Number
 
 if TYPE_CHECKING:
     from meshtune.plan.memory.states import Step
+    from meshtune.plan.work import Kept
+
+
+def without_mlp(step: Step, kept: Kept) -> Kept:
+    """What a block saves where its MLP runs in tiles: nothing inside it, and of its input this rank's part."""
+    width = step.accounting.element * step.work.hidden
+    of_input = step.tiled * np.clip(kept.entering - width, 0.0, width)
+    return kept._replace(
+        outside=kept.outside + of_input,
+        entering=kept.entering - of_input,
+        mlp=np.where(step.tiled, 0.0, kept.mlp),
+    )
 
 
 def tiled_times(
