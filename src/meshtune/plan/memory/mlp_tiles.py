@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def without_mlp(step: Step, kept: Kept) -> Kept:
-    """What a block saves where its MLP runs in tiles: nothing inside it, and of its input this rank's part."""
+    """Return what a block saves: of an MLP in tiles only this rank's part of its input."""
     width = step.accounting.element * step.work.hidden
     of_input = step.tiled * np.clip(kept.entering - width, 0.0, width)
     return kept._replace(
