@@ -104,6 +104,7 @@ def test_a_simulated_peak_is_lower_and_as_predicted(layout: str, tmp_path: Any) 
     for tile in (None, 512):
         simulation = dryrun(settings | {"train": {"compile": False, "mlp_tile": tile}}, layout=layout)
         peaks.append(simulation.traces[0].steps[1].peak()[0])
+        assert simulation.predicted is not None
         memory = simulation.predicted.memory
         assert peaks[-1] == pytest.approx(memory.peak - memory.overhead, rel=0.02)
     assert peaks[1] < 0.8 * peaks[0]
