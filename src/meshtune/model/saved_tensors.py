@@ -7,7 +7,6 @@ keep all of it in memory.
 """
 
 import math
-import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -18,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from transformers import AttentionInterface, PreTrainedModel
 
@@ -32,8 +30,20 @@ from meshtune.model.fused import (
     flash_attention,
 )
 from meshtune.model.lora import Adapters
-from meshtune.model.matmuls import ATEN_MATMULS
-from meshtune.placement.census import BlockPeaks, EndBytes, SavedBytes
+from meshtune.model.tensor_plan import TENSOR_STYLES, tensor_plan
+from meshtune.model.watch import (
+    ATEN_MATMULS,
+    HEADS,
+    MLP,
+    OUTSIDE,
+    WHOLE,
+    Gathered,
+    LivingBytes,
+    Operations,
+    SavingBytes,
+    Size,
+)
+from meshtune.placement.census import BackwardBytes, BlockPeaks, EndBytes, SavedBytes
 
 # Of a row of the forward; a prime that divides no size of a model, so that copies of weights are recognised
 TOKENS = 251
@@ -346,96 +356,11 @@ class SavedTensors:
             self.saved[key] = (block, max(old, part, key=PARTS.index), size)
 
 
-class Operations(TorchDispatchMode):
-    """Give each operation, with the tensors that it read and made, to `note`."""
-
-    def __init__(self, note: Callable[[Any, list[Tensor], list[Tensor]], None]) -> None:
-        super().__init__()
-        self.note = note
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        read, made = (tree_leaves(each) for each in ((args, kwargs), out))
-        tensors = ([each for each in some if isinstance(each, Tensor)] for some in (read, made))
-        self.note(func.overloadpacket, *tensors)
-        return out
-
-
 # Most bytes that the passes of a block hold at once #
 
 #     text_forward ──> arguments of the last block ──> forward, and with backward, of it ──> BlockPeaks
 #
 # Storages that `TOKENS` divides grow with the tokens; the others are gradients of weights.
-
-
-KEYS = 2048  # a token, by which the fullest time is chosen: bytes of scores grow with them
-Size = tuple[float, float, float]  # bytes per token, per token and key, and of what does not grow with them
-NOTHING: Size = (0.0, 0.0, 0.0)
-
-
-class LivingBytes(TorchDispatchMode):
-    """Follow the storages that operations allocate while it is active, and the most that live at once."""
-
-    def __init__(self, tokens: int, rows: int = 1) -> None:
-        """tokens: of each row."""
-        super().__init__()
-        self.rows, self.tokens = rows, tokens
-        self.known: set[int] = set()  # storages that live
-        self.living = NOTHING
-        self.most = self.living
-        self.fullest: list[Size] = []  # those times that no other one exceeds in every size
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor):
-                self._follow(tensor.untyped_storage(), given)
-        self.most = max(self.most, self.living, key=_at)
-        if not any(_covers(other, self.living) for other in self.fullest):
-            self.fullest = [other for other in self.fullest if not _covers(self.living, other)]
-            self.fullest.append(self.living)
-        return out
-
-    def size(self, storage: torch.UntypedStorage) -> Size:
-        """Size of a storage."""
-        of_token, rest = divmod(storage.nbytes(), self.tokens)
-        if rest:
-            return (0.0, 0.0, storage.nbytes())
-        of_key, rest = divmod(of_token, self.tokens)
-        return (of_token / self.rows, 0.0, 0.0) if rest else (0.0, of_key / self.rows, 0.0)
-
-    def _follow(self, storage: torch.UntypedStorage, given: set[int]) -> None:
-        """Count a storage until it is freed; those in `given` existed before the operation."""
-        key, size = storage._cdata, self.size(storage)
-        if key in given or key in self.known:
-            return
-        self.known.add(key)
-        self.living = _sum(self.living, size)
-        weakref.finalize(storage, self._free, key, size)
-
-    def _free(self, key: int, size: Size) -> None:
-        self.known.discard(key)
-        self.living = _sum(self.living, size, -1)
-
-
-class SavingBytes(LivingBytes):
-    """Follow also what autograd saves in one forward, by its hooks, and needs in the backward."""
-
-    def __init__(self, tokens: int, rows: int) -> None:
-        super().__init__(tokens, rows)
-        self.saved: set[int] = set()  # storages
-        self.when_saved = NOTHING  # the most that had lived when the last tensor was saved
-        self.when_needed: Size | None = None  # that lived when the first one was needed; None: none was
-
-    def pack(self, tensor: Tensor) -> Tensor:
-        self.saved.add(tensor.untyped_storage()._cdata)
-        self.when_saved = self.most
-        return tensor
-
-    def unpack(self, tensor: Tensor) -> Tensor:
-        self.when_needed = self.when_needed or self.living
-        return tensor
 
 
 def block_peaks(
@@ -471,35 +396,95 @@ def block_peaks(
         masks, returned = (_scores(values[1:], alone) for values in (given, tree_leaves(out)))
         del out
         given[0] = given[0].detach().requires_grad_()
-        args, kwargs = tree_unflatten(given, spec)
-        stack.enter_context(saving := SavingBytes(tokens, rows))
-        with saved_tensors_hooks(saving.pack, saving.unpack):
+        hook.remove()
+        cuts = _cuts(model, parts, block)
+        passes = partial(_passes, block, *tree_unflatten(given, spec), hidden)
+        saving = SavingBytes(tokens, rows, cuts)
+        started, backward = passes(saving)
+        gathered: tuple[BackwardBytes, ...] = ()
+        if cuts and parts.attention and parts.mlp:
+            sharded = SavingBytes(tokens, rows, cuts)
+            with _gathering(block, parts, sharded):
+                _, gathered = passes(sharded)
+    kept = started.and_(hidden, -1)  # without the gradient
+    # A second forward runs when the first saved tensor is needed, and ends once the last one has been saved.
+    again = saving.when_saved.and_((saving.when_needed or started).and_(started, -1))
+    alone_most = alone.most.and_(hidden)
+    return BlockPeaks(
+        forward=_sizes(saving.forward.and_(kept, -1)),
+        forward_again=_sizes(again.and_(kept, -1)),
+        forward_alone=(alone_most.per_token, alone_most.keys + returned),
+        backward=backward,
+        gathered=gathered,
+        masks=masks,
+        saves_input=given[0].untyped_storage()._cdata in saving.saved,
+    )
+
+
+def _passes(
+    block: nn.Module, args: Any, kwargs: Any, hidden: Size, meter: SavingBytes
+) -> tuple[Size, tuple[BackwardBytes, ...]]:
+    """Run a block's forward and backward under `meter`.
+
+    Returns what lives between them, with the gradient of the output, and the times of `BlockPeaks.backward`.
+    hidden: size of hidden states.
+    """
+    with meter:
+        with saved_tensors_hooks(meter.pack, meter.unpack):
             out = tree_leaves(block(*args, **kwargs))[0]
-        forward = saving.most
+        meter.forward = meter.most
         edge, gradient = get_gradient_edge(out), torch.empty_like(out)
         del out  # the next block holds it no more
-        started = saving.living
-        kept = _sum(started, hidden, -1)  # without the gradient
-        saving.fullest = [started]
+        started = meter.living
+        meter.fullest, meter.backward = [started], True
         torch.autograd.backward([edge], [gradient])
     trained = [parameter for parameter in block.parameters() if parameter.grad is not None]
     gradients = sum(parameter.nbytes for parameter in trained)
     for parameter in trained:
         parameter.grad = None
-    beside = [_sum(size, kept, -1) for size in saving.fullest]
-    # A second forward runs when the first saved tensor is needed, and ends once the last one has been saved.
-    again = _sum(saving.when_saved, _sum(saving.when_needed or started, started, -1))
-    return BlockPeaks(
-        forward=_sum(forward, kept, -1)[:2],
-        forward_again=_sum(again, kept, -1)[:2],
-        forward_alone=_sum(_sum(alone.most, hidden), (0.0, returned, 0.0))[:2],
-        # What is left below zero isn't a gradient: the forward saved it, whatever the number of tokens.
-        backward=tuple(
-            (token, key, max(made, 0.0) / gradients if gradients else 0.0) for token, key, made in beside
-        ),
-        masks=masks,
-        saves_input=given[0].untyped_storage()._cdata in saving.saved,
+    kept = started.and_(hidden, -1)
+    beside = [size.and_(kept, -1) for size in meter.fullest]
+    # What is left below zero isn't a gradient: the forward saved it, whatever the number of tokens.
+    return started, tuple(
+        BackwardBytes(*size[:5], made=max(size.rest, 0.0) / gradients if gradients else 0.0)
+        for size in beside
     )
+
+
+def _cuts(model: PreTrainedModel, parts: Anatomy, block: nn.Module) -> dict[int, tuple[int | None, int]]:
+    """Return `LivingBytes.cuts` of the block's matrices; empty for a model that tp can't cut."""
+    plan, cuts = tensor_plan(model), {}
+    for path, word in plan.items() if isinstance(plan, dict) else ():
+        kind = HEADS if parts.attention and path.startswith(f"{parts.attention}.") else MLP
+        dim = TENSOR_STYLES[word].dim
+        for name, parameter in block.named_parameters():
+            module, _, leaf = name.rpartition(".")
+            if module == path and parameter.dim() == 2:
+                # An adapter's other matrix is whole on each rank.
+                whole = leaf == ("lora_A", "lora_B")[dim] if dim is not None else False
+                cuts[parameter.untyped_storage()._cdata] = (None if whole else dim, kind)
+    return cuts
+
+
+@contextmanager
+def _gathering(block: nn.Module, parts: Anatomy, meter: LivingBytes) -> Iterator[None]:
+    """Gather what enters attention and MLP, and scatter what leaves them, as sequence parallelism does."""
+
+    def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        hidden, *others = args or (kwargs["hidden_states"],)
+        hidden = Gathered.apply(hidden, meter, (WHOLE, OUTSIDE))
+        return ((hidden, *others), kwargs) if args else (args, kwargs | {"hidden_states": hidden})
+
+    def leave(_: nn.Module, __: Any, out: Any) -> Any:
+        hidden, spec = tree_flatten(out)
+        hidden[0] = Gathered.apply(hidden[0], meter, (OUTSIDE, WHOLE))
+        return tree_unflatten(hidden, spec)
+
+    with ExitStack() as stack:
+        for part in (block.get_submodule(parts.attention), block.get_submodule(parts.mlp)):
+            stack.callback(part.register_forward_pre_hook(enter, with_kwargs=True).remove)
+            stack.callback(part.register_forward_hook(leave).remove)
+        yield
 
 
 def _in_dtype(value: Tensor, dtype: torch.dtype) -> Tensor:
@@ -509,20 +494,12 @@ def _in_dtype(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _scores(values: list[Any], meter: LivingBytes) -> float:
     """Bytes per token and key of the tensors among `values` that grow with both."""
-    return sum(meter.size(value.untyped_storage())[1] for value in values if isinstance(value, Tensor))
+    return sum(meter.size(value.untyped_storage()).keys for value in values if isinstance(value, Tensor))
 
 
-def _sum(size: Size, other: Size, sign: int = 1) -> Size:
-    per_token, per_key, fixed = (mine + sign * its for mine, its in zip(size, other, strict=True))
-    return (per_token, per_key, fixed)
-
-
-def _covers(size: Size, other: Size) -> bool:
-    return all(mine >= its for mine, its in zip(size, other, strict=True))
-
-
-def _at(size: Size) -> float:
-    return size[0] + KEYS * size[1]
+def _sizes(size: Size) -> tuple[float, float]:
+    """Bytes per token, and per token and key."""
+    return size.per_token, size.keys
 
 
 # The last norm and the head #
@@ -592,8 +569,8 @@ def _of_norm(norm: nn.Module, hidden: Tensor) -> tuple[float, float]:
         del given
         edge = get_gradient_edge(_Gradient.apply(out))
         del out
-        saved, *_ = living.most = living.living
+        saved, living.most = living.living.per_token, living.living
         torch.autograd.backward([edge], [torch.empty((), dtype=hidden.dtype, device="meta")])
     for parameter in norm.parameters():
         parameter.grad = None
-    return saved, living.most[0]
+    return saved, living.most.per_token

@@ -30,14 +30,6 @@ from meshtune.model.anatomy import Anatomy, anatomy, attention_heads, auto_class
 from meshtune.model.body import text_forward
 from meshtune.model.fused import STAND_IN, experts_without_values
 from meshtune.model.lora import Adapters, is_only_called
-from meshtune.model.matmuls import (
-    TOKENS,
-    BareMatmul,
-    DispatchedMatmuls,
-    ParameterMatmuls,
-    mixers_apart,
-    recurrent_matrices,
-)
 from meshtune.model.recorded import attention_kinds
 from meshtune.model.saved_tensors import Saved, cast_parameters, saved_by_block
 from meshtune.model.tensor_plan import (
@@ -47,6 +39,14 @@ from meshtune.model.tensor_plan import (
     head_parameters,
     repeated_heads,
     tensor_plan,
+)
+from meshtune.model.watch import (
+    TOKENS,
+    BareMatmul,
+    DispatchedMatmuls,
+    ParameterMatmuls,
+    mixers_apart,
+    recurrent_matrices,
 )
 from meshtune.placement.census import Attention, Block, Census, EndBytes, Matrix, Parameter, SavedBytes
 from meshtune.placement.numbers import READS_VALUES

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -152,6 +153,19 @@ class Parameters:
     trainable: int
 
 
+class BackwardBytes(NamedTuple):
+    """Bytes per token at one time of a block's backward, besides what its forward saved; the first four are
+    divided by tp, sp or not as `model.watch.Size` says.
+    """
+
+    outside: float
+    whole: float
+    heads: float
+    mlp: float
+    keys: float  # per token and key
+    made: float  # gradients of weights over those that the block leaves: above 1 where one is summed up
+
+
 @dataclass(frozen=True)
 class BlockPeaks:
     """Most bytes that a block's passes hold at once on one rank: (per token, per token and key)."""
@@ -161,9 +175,8 @@ class BlockPeaks:
         float, float
     ]  # of one that runs again in the backward, besides the output's gradient too
     forward_alone: tuple[float, float]  # of one that saves nothing, with its input
-    # At each time of the backward that may be the fullest, besides what the forward saved: (per token, per
-    # token and key, gradients of weights over those that the block leaves: above 1 where one is summed up)
-    backward: tuple[tuple[float, float, float], ...]
+    backward: tuple[BackwardBytes, ...]  # at each time that may be the fullest
+    gathered: tuple[BackwardBytes, ...]  # the same under sp; (): what enters attention or MLP is not known
     masks: float  # per token and key, of a mask that all blocks share
     saves_input: bool  # True if the block's input is among what it saves
 

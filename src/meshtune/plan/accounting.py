@@ -16,7 +16,7 @@ import numpy as np
 
 from meshtune.errors import Table
 from meshtune.optimizers import BUCKET_ELEMENTS, OPTIMIZERS, updated_by
-from meshtune.placement.census import BlockPeaks
+from meshtune.placement.census import BackwardBytes, BlockPeaks
 from meshtune.placement.columns import Columns, Number
 from meshtune.placement.states import LOSS_CHUNK_TOKENS, Copies, copies_of, loss_chunk_tokens
 from meshtune.plan.hardware import memory_of
@@ -81,7 +81,8 @@ class Peaks(NamedTuple):
     forward: Number
     forward_again: Number
     forward_alone: Number
-    backward: tuple[tuple[Number, float], ...]  # each with the gradients of weights of `BlockPeaks`
+    backward: tuple[BackwardBytes, ...]  # as of `BlockPeaks`, `keys` multiplied with them
+    gathered: tuple[BackwardBytes, ...]
     masks: Number
     saves_input: Number  # 1 or 0
 
@@ -97,8 +98,11 @@ class Peaks(NamedTuple):
             per_token + per_key * keys
             for per_token, per_key in (traced.forward, traced.forward_again, traced.forward_alone)
         )
-        backward = tuple((per_token + per_key * keys, made) for per_token, per_key, made in traced.backward)
-        return cls(forward, again, alone, backward, traced.masks * keys, float(traced.saves_input))
+        backward, gathered = (
+            tuple(time._replace(keys=time.keys * keys) for time in times)
+            for times in (traced.backward, traced.gathered)
+        )
+        return cls(forward, again, alone, backward, gathered, traced.masks * keys, float(traced.saves_input))
 
 
 def _by_rows(layouts: Columns, one: Iterable[Number], several: Iterable[Number]) -> Iterator[Number]:
@@ -215,9 +219,14 @@ class Accounting:
             return found
         forward, again, alone, masks, saves_input = _by_rows(layouts, of_one.numbers, found.numbers)
         rows = layouts.micro_batch_size > 1
-        backward = [(np.where(rows, -np.inf, size), made) for size, made in of_one.backward]
-        backward += [(np.where(rows, size, -np.inf), made) for size, made in found.backward]
-        return Peaks(forward, again, alone, tuple(backward), masks, saves_input)
+        backward, gathered = (
+            (
+                *(time._replace(outside=np.where(rows, -np.inf, time.outside)) for time in ones),
+                *(time._replace(outside=np.where(rows, time.outside, -np.inf)) for time in others),
+            )
+            for ones, others in ((of_one.backward, found.backward), (of_one.gathered, found.gathered))
+        )
+        return Peaks(forward, again, alone, backward, gathered, masks, saves_input)
 
     def gradient_replicas(self, layouts: Columns) -> Number:
         """Ranks that all-reduce each block's gradients; 1 where FSDP reduces them."""

@@ -10,11 +10,13 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
 
 from meshtune.placement.census import (
+    BackwardBytes,
     Block,
     BlockPeaks,
     Census,
@@ -129,6 +131,9 @@ class Traced(NamedTuple):
     peaks: BlockPeaks | None = None  # of the last block's passes
     compiled: Traced | None = None  # the same of compiled blocks
     fused: bool = False  # they are compiled
+    made_again: Number = (
+        0.0  # bytes of its MLP that a compiled block's backward makes, and an eager one saves
+    )
     # By an average compiled block under selective recomputation; None: all outputs of matmuls
     selective: Kept | None = None
     wide_masks: Traced | None = None  # of eager blocks on a processor, where dropout's masks differ
@@ -368,12 +373,19 @@ def _traced(
             compiled = [size.compiled for size in sizes if size.compiled]
             selective = [size.selective for size in sizes if size.selective]
             if len(compiled) == len(selective) == len(sizes):
-                # The block's input is what a compiled block starts from, or reads as it is.
-                peaks = peaks and replace(peaks, saves_input=True)
+                # The block's input is what a compiled block starts from, or reads as it is. Its matmuls for
+                # gradients of weights come behind a fused pass, which frees nothing that they read.
+                same = groupby(peaks.gathered if peaks else (), key=lambda time: time.made)
+                together = tuple(BackwardBytes(*map(max, zip(*times, strict=True))) for _, times in same)
+                peaks = peaks and replace(peaks, saves_input=True, gathered=together)
                 outputs = _blocks_of(blocks, selective, element, None).kept
                 of_compiled = _blocks_of(blocks, compiled, element, peaks)
                 found[element] = found[element]._replace(
-                    compiled=of_compiled._replace(fused=True, selective=outputs)
+                    compiled=of_compiled._replace(
+                        fused=True,
+                        selective=outputs,
+                        made_again=found[element].kept.mlp - of_compiled.kept.mlp,
+                    )
                 )
     if 4 in found:
         found[8] = found[4].twice()

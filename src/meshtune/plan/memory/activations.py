@@ -41,7 +41,8 @@ def saved_by_block(
     """Return the activations of an average block under each layout's recomputation mode.
 
     `recomputed` is all that mode none saves under full; under selective what is missing of it and two tensors
-    [tokens, hidden], split by sp, one where MLPs run in tiles; else 0.
+    [tokens, hidden], one split by sp, the other not there with tiles; of a compiled block, what it saves less
+    of its MLP; else 0.
 
     per_token: bytes per token that it saves if nothing is recomputed. tokens: of the micro-batch on this
     rank (after cp). element: bytes of an element of activations. regathers_inputs: under sp, matmul inputs
@@ -77,6 +78,10 @@ def saved_by_block(
         under_selective = tokens * kept + block_input
     else:
         under_selective = of_tokens(selective, (selective.core + selective.statistics) / heads)
+        # A compiled block does not gather again: it saves what sp gathered, and so not what that is made of.
+        gathered_too = selective._replace(entering=per_token.entering, outside=element * work.hidden)
+        held = of_tokens(gathered_too, (selective.core + selective.statistics) / heads)
+        under_selective = np.where(compiled & (layouts.sp > 0), held, under_selective)
     if compiled:
         regathered = regathered + element * core_outputs
 
@@ -92,7 +97,10 @@ def saved_by_block(
         saved = np.where(layouts.recomputes(name), saved_under[mode.saves], saved)
     rest = np.maximum(everything - saved, 0.0)  # with adapters, matmul outputs are more than needed
     recomputed = np.where(layouts.recomputation("matmuls"), everything, 0.0)
-    recomputed = np.where(layouts.recomputation("by_operation"), rest + (2 - tiled) * block_input, recomputed)
+    of_parts = rest + block_input + (1 - tiled) * tokens * element * work.hidden
+    if compiled and selective:
+        of_parts = tokens * np.maximum(per_token.mlp - selective.mlp, 0.0) / layouts.tp
+    recomputed = np.where(layouts.recomputation("by_operation"), of_parts, recomputed)
     return BlockBytes(everything, saved, recomputed)
 
 
@@ -197,14 +205,16 @@ def block_backward(step: Step) -> Number:
     recomputed, and the gradient of its output.
 
     Two tensors [tokens, widest matmul input], split by tp, or [tokens, output of the attention core] where
-    each rank has all heads; with regather the gathered input [tokens, hidden].
+    each rank has all heads; where sp gathers the gradient of the MLP's output, that and one of them; with
+    regather the gathered input [tokens, hidden].
     """
     work, layouts, accounting = step.work, step.layouts, step.accounting
     widths = [matrix.cols / layouts.tp * (1 - step.tiled * matrix.mlp) for matrix in work.matrices]
     widths += [core.query_heads * core.v_dim / work.head_shards(layouts.tp) for core in work.cores]
     widest = np.max(np.broadcast_arrays(step.tokens, *widths)[1:], axis=0)
     gathered = np.where(accounting.regathers(layouts), step.whole_hidden, 0.0)
-    inside = 2 * accounting.element * step.tokens * widest
+    one = accounting.element * step.tokens * widest
+    inside = one + np.where(step.sequence_shards > 1, np.maximum(step.whole_hidden, one), one)
     if not accounting.fused_norms:
         wide = step.hidden * max(4 / accounting.element, 1.0)  # in fp32
         inside = np.maximum(inside, work.last_norm * wide)

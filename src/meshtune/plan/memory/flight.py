@@ -23,6 +23,7 @@ from meshtune.plan.memory.stages import fullest, in_flight, in_flight_in_head
 from meshtune.units import Number
 
 if TYPE_CHECKING:
+    from meshtune.placement.census import BackwardBytes
     from meshtune.plan.memory.activations import BlockBytes
     from meshtune.plan.memory.states import Step
 
@@ -227,33 +228,44 @@ class BlockPasses(NamedTuple):
 
 def block_passes(step: Step, block: BlockBytes, output_gradient: Number) -> BlockPasses:
     """Bytes of a block's passes: of the backward as it was traced. Its closed form counts where it has more
-    and tp, cp or a recomputation of parts, which the trace does not have, and where there is none.
+    and cp or a recomputation of parts, which the trace does not have, and where there is none.
 
-    tp is taken to split all of what was traced. output_gradient: bytes of the gradient that a backward
+    tp is taken to split all that forwards have. output_gradient: bytes of the gradient that a backward
     starts from; 0 where it lies in a receive buffer.
     """
     layouts, accounting = step.layouts, step.accounting
-    backward = output_gradient + block_backward(step)
+    traced_blocks = None if accounting.saved else step.work.traced.get(int(accounting.element))
+    made_again = step.tokens / layouts.tp * traced_blocks.made_again if traced_blocks else 0.0
+    backward = output_gradient + block_backward(step) + made_again
     peaks = accounting.traced_peaks(step.work, layouts, step.seq_len)
     saves_input = peaks.saves_input if peaks else accounting.element >= 4  # as a norm in fp32 does
     saved_anyway = np.where(layouts.recomputation("matmuls"), saves_input * step.hidden, 0.0)
     recomputed = block.recomputed - saved_anyway
-    tiled = tiled_times(step, peaks.backward if peaks else (), output_gradient)
     if peaks is None:
-        of_tiles = np.maximum.reduce(np.broadcast_arrays(backward, *(size for size, _ in tiled)))
-        return BlockPasses(False, 0.0, recomputed, np.where(step.tiled, of_tiles, backward), 1.0, 0.0)
-    tokens = step.tokens / layouts.tp
+        tiled = [size for size, _ in tiled_times(step, (), output_gradient)]
+        backward = np.where(step.tiled, np.maximum.reduce(np.broadcast_arrays(backward, *tiled)), backward)
+        return BlockPasses(False, 0.0, recomputed, backward, 1.0, 0.0)
+    tokens, sp = step.tokens / layouts.tp, layouts.sp > 0
     recomputes = layouts.recomputation("block")
     whole = layouts.recomputation("matmuls") | ~(recomputes > 0)
-    traced = whole & (layouts.tp == 1) & (layouts.cp == 1)
-    times: list[tuple[Number, Number]] = [
-        (np.where(step.tiled, -np.inf, tokens * size - step.hidden + output_gradient), made)
-        for size, made in peaks.backward
-    ]
+    traced = whole & (layouts.cp == 1) & (~sp | bool(peaks.gathered))
+    heads = step.work.head_shards(layouts.tp)
+
+    def of_rank(time: BackwardBytes) -> Number:
+        inside = (time.heads + time.keys) / heads + time.mlp / layouts.tp
+        size = step.tokens * (time.outside / step.sequence_shards + time.whole + inside)
+        return size - step.hidden + output_gradient + made_again
+
+    times: list[tuple[Number, Number]] = []
+    for under_sp, some in ((False, peaks.backward), (True, peaks.gathered)):
+        for time in some:
+            times.append((np.where(sp == under_sp, of_rank(time), -np.inf), time.made))
+    tiled = tiled_times(step, times, output_gradient)
+    times = [(np.where(step.tiled, -np.inf, size), made) for size, made in times]
     times += [(np.where(step.tiled, size, -np.inf), made) for size, made in tiled]
     _, made_when_fullest = fullest_time(times, 0.0)
     # What sp gathers for the MLP's first matrices is there until the last of their gradients is made.
-    made_by_then = np.where(layouts.sp > 0, 1.0, made_when_fullest)
+    made_by_then = np.where(sp, 1.0, made_when_fullest)
     times.append((np.where(traced, 0.0, backward), made_by_then))
     second_forward = tokens * peaks.forward_again + output_gradient
     times.append((np.where(recomputes & ~step.tiled, second_forward, 0.0), 0.0))

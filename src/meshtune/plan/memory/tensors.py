@@ -217,6 +217,9 @@ def gradient_tensors(step: Step, flight: InFlight) -> Iterator[Tensor]:
     yield Tensor(name, GRADIENTS, FIRST, LAST_REDUCE, states)
     yield Tensor(name, GRADIENTS, FIRST, FIRST, -step.new_block)
     yield Tensor(name, GRADIENTS, FIRST, TIED, -step.new_embedding)
+    last = (step.leaves_gradients > 0) & ~step.sharded & np.asarray(step.accounting.shards_masters)
+    embedding = (1 - step.work.tied) * step.stages.has_embedding * elements.before_blocks.trained
+    yield Tensor(name, GRADIENTS, FIRST, FIRST, np.where(last, -embedding * precision.gradient, 0.0))
     shards = np.where(step.frees, 0.0, elements.total.trained_shard * precision.sharded_gradient)
     reduced = np.where(step.sharded, shards, states)
     yield Tensor(name, GRADIENTS, UPDATE, UPDATE, reduced)

@@ -1,20 +1,23 @@
-"""Watch the matmuls of one forward on the meta device, above and below autograd.
+"""Watch one forward on the meta device, above and below autograd: its matmuls, and the storages that live.
 
     ParameterMatmuls   above: each matmul with a parameter, and whether its input needs a gradient
     DispatchedMatmuls  below: FLOPs of every matmul that a device would run, and those without a parameter
+    LivingBytes        below, and in a backward: bytes by what they grow with, and how tp and sp split them
 
-Two views of the same forward check each other: the FLOPs of both must agree (trace.py).
+The first two check each other: the FLOPs of both must agree (trace.py).
 """
 
-from collections.abc import Collection, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from transformers import PreTrainedModel
 
@@ -215,3 +218,159 @@ def _states(model: Any) -> dict[int, int] | str:
         for index, states in enumerate(layers)
         if states and any(state is not None for state in states.values())
     }
+
+
+class Operations(TorchDispatchMode):
+    """Give each operation, with the tensors that it read and made, to `note`."""
+
+    def __init__(self, note: Callable[[Any, list[Tensor], list[Tensor]], None]) -> None:
+        super().__init__()
+        self.note = note
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        read, made = (tree_leaves(each) for each in ((args, kwargs), out))
+        tensors = ([each for each in some if isinstance(each, Tensor)] for some in (read, made))
+        self.note(func.overloadpacket, *tensors)
+        return out
+
+
+# Storages that live #
+
+#     weight   forward             backward
+#     rows     whole -> its kind   its kind -> whole
+#     columns  its kind -> whole   whole -> its kind
+#
+# where rows or columns are what tensor parallelism cuts, and its kind is heads or mlp. All other operations
+# make what they read.
+
+KEYS = 2048  # a token, by which the fullest time is chosen: bytes of scores grow with them
+OUTSIDE, WHOLE, HEADS, MLP = range(4)  # indices of Size
+
+
+class Size(NamedTuple):
+    """Bytes by what they grow with: the first four with the tokens."""
+
+    outside: float = 0.0  # outside attention and MLP: sp splits it
+    whole: float = 0.0  # inputs of their first matrices, outputs of their last ones: partial sums under tp
+    heads: float = 0.0  # inside attention
+    mlp: float = 0.0
+    keys: float = 0.0  # per token and key
+    rest: float = 0.0  # gradients of weights
+
+    @property
+    def per_token(self) -> float:
+        return sum(self[:4])
+
+    def and_(self, other: "Size", sign: int = 1) -> "Size":
+        """Return the sum, or with -1 the difference."""
+        return Size(*(mine + sign * its for mine, its in zip(self, other, strict=True)))
+
+    def covers(self, other: "Size") -> bool:
+        return all(mine >= its for mine, its in zip(self, other, strict=True))
+
+
+class LivingBytes(TorchDispatchMode):
+    """Follow the storages that operations allocate while it is active, and the most that live at once.
+
+    Those that the tokens of a row divide grow with them; the others are gradients of weights.
+    """
+
+    def __init__(self, tokens: int, rows: int = 1, cuts: Mapping[int, tuple[int | None, int]] | None = None):
+        """tokens: of each row. cuts: by the storage of a weight, the dimension that tp cuts and its kind."""
+        super().__init__()
+        self.rows, self.tokens, self.cuts = rows, tokens, cuts or {}
+        self.backward = False
+        self.kind: int | None = None  # of all that is made; None: by what it is made of
+        self.known: dict[int, int] = {}  # kinds of the storages that live
+        self.living = Size()
+        self.most = self.living
+        self.fullest: list[Size] = []  # those times that no other one exceeds in every size
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        given = [t.untyped_storage()._cdata for t in tensors]
+        kind = self._kind(func.overloadpacket, given) if self.kind is None else self.kind
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                self._follow(tensor.untyped_storage(), given, kind)
+        self.most = max(self.most, self.living, key=lambda size: size.per_token + KEYS * size.keys)
+        if not any(other.covers(self.living) for other in self.fullest):
+            self.fullest = [other for other in self.fullest if not self.living.covers(other)]
+            self.fullest.append(self.living)
+        return out
+
+    def size(self, storage: torch.UntypedStorage, kind: int = OUTSIDE) -> Size:
+        """Size of a storage."""
+        of_token, rest = divmod(storage.nbytes(), self.tokens)
+        if rest:
+            return Size(rest=storage.nbytes())
+        of_key, rest = divmod(of_token, self.tokens)
+        if not rest:
+            return Size(keys=of_key / self.rows)
+        return Size(*(of_token / self.rows if kind == index else 0.0 for index in range(4)))
+
+    def _kind(self, operation: Any, given: list[int]) -> int:
+        """Return the kind of what an operation makes of the storages `given`."""
+        kinds = [self.known.get(key, OUTSIDE) for key in given if key not in self.cuts]
+        if operands := ATEN_MATMULS.get(operation):
+            for cut, kind in filter(None, map(self.cuts.get, given[operands])):
+                if cut is not None:
+                    return kind if (cut == 1) == self.backward else WHOLE
+        return max(kinds, default=OUTSIDE)
+
+    def _follow(self, storage: torch.UntypedStorage, given: list[int], kind: int) -> None:
+        """Count a storage until it is freed; those in `given` existed before the operation."""
+        key, size = storage._cdata, self.size(storage, kind)
+        if key in given or key in self.known:
+            return
+        self.known[key] = kind
+        self.living = self.living.and_(size)
+        weakref.finalize(storage, self._free, key, size)
+
+    def _free(self, key: int, size: Size) -> None:
+        del self.known[key]
+        self.living = self.living.and_(size, -1)
+
+
+class SavingBytes(LivingBytes):
+    """Follow also what autograd saves in one forward, by its hooks, and needs in the backward."""
+
+    def __init__(self, tokens: int, rows: int, cuts: Mapping[int, tuple[int | None, int]]) -> None:
+        super().__init__(tokens, rows, cuts)
+        self.saved: set[int] = set()  # storages
+        self.forward = Size()  # the most in the forward
+        self.when_saved = Size()  # the most that had lived when the last tensor was saved
+        self.when_needed: Size | None = None  # that lived when the first one was needed; None: none was
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        self.saved.add(tensor.untyped_storage()._cdata)
+        self.when_saved = self.most
+        return tensor
+
+    def unpack(self, tensor: Tensor) -> Tensor:
+        self.when_needed = self.when_needed or self.living
+        return tensor
+
+
+class Gathered(torch.autograd.Function):
+    """Copy hidden states as sequence parallelism does before attention and MLP, where a rank needs all of
+    them, and behind, where it has its own tokens; the reverse of gradients.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, meter: LivingBytes, kinds: tuple[int, int]) -> Tensor:  # type: ignore[override]
+        ctx.meter, ctx.kinds = meter, kinds
+        return _copied(hidden, meter, kinds[0])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return _copied(gradient, ctx.meter, ctx.kinds[1]), None, None
+
+
+def _copied(hidden: Tensor, meter: LivingBytes, kind: int) -> Tensor:
+    meter.kind = kind
+    out = hidden.clone()
+    meter.kind = None
+    return out
