@@ -41,8 +41,7 @@ def saved_by_block(
     """Return the activations of an average block under each layout's recomputation mode.
 
     `recomputed` is all that mode none saves under full; under selective what is missing of it and two tensors
-    [tokens, hidden], one split by sp, the other not there with tiles; of a compiled block, what it saves less
-    of its MLP; else 0.
+    [tokens, hidden], one split by sp, one without tiles; of a compiled block, less of its MLP; else 0.
 
     per_token: bytes per token that it saves if nothing is recomputed. tokens: of the micro-batch on this
     rank (after cp). element: bytes of an element of activations. regathers_inputs: under sp, matmul inputs
@@ -73,8 +72,7 @@ def saved_by_block(
     everything = of_tokens(per_token, core + whole_output / layouts.tp)
     block_input = tokens * element * work.hidden / sequence_shards
     if selective is None:
-        flex = context == "copied"
-        kept = matmul_outputs(per_token, work, layouts, element=element, flex=flex, tiled=tiled)
+        kept = matmul_outputs(per_token, work, layouts, element=element, context=context, tiled=tiled)
         under_selective = tokens * kept + block_input
     else:
         under_selective = of_tokens(selective, (selective.core + selective.statistics) / heads)
@@ -105,12 +103,12 @@ def saved_by_block(
 
 
 def matmul_outputs(
-    per_token: Kept, work: Work, layouts: Columns, *, element: float, flex: bool, tiled: Number = False
+    per_token: Kept, work: Work, layouts: Columns, *, element: float, context: Context, tiled: Number
 ) -> Number:
     """Bytes per token on a rank of a block's matmul outputs, output and statistics of its attention core.
 
-    flex: True if flex attention, as on CUDA, runs cores that no flash kernel knows: nothing is saved.
-    tiled: as in `saved_by_block`.
+    context, tiled: as in `saved_by_block`; where keys are copied, as on CUDA, flex attention runs cores that
+    no flash kernel knows: nothing is saved.
     """
     sizes = [
         (matrix.cut == "rows", matrix.count * matrix.rows * (1 - tiled * matrix.mlp))
@@ -119,7 +117,7 @@ def matmul_outputs(
     cut, uncut = (sum(size for by_rows, size in sizes if by_rows == rows) for rows in (True, False))
     outputs, saved = (
         sum(core.count * core.query_heads * core.v_dim for core in work.cores if core.flash or not only_flash)
-        for only_flash in (False, flex)
+        for only_flash in (False, context == "copied")
     )
     statistics = per_token.statistics * saved / np.maximum(outputs, 1.0)
     heads = work.head_shards(layouts.tp)
