@@ -257,6 +257,7 @@ class Machines:
                 "host_states": 0.0,
                 "host_master": 0.0,
                 "loss_memory": 0.0,  # all logits at once, or chunks of one size
+                "mlp_tile": np.inf,
                 "flash": 0.0 if row["attention"] == "naive" else 1.0,
             })  # fmt: skip
             places.append((f"cluster.{origin.cluster}", f"gpu.{name}", f"stack.{stack}"))

@@ -196,6 +196,12 @@ class TrainConfig(Section):
         "Keep the optimizer's states, and the fp32 master weights that ZeRO does not shard, in host memory; "
         "each update copies them to the device and back.",
     )
+    mlp_tile: Positive | None = setting(
+        None,
+        "Tokens of a rank that an MLP runs on at a time, and again in its backward, so that only one tile's "
+        "inner tensors are in memory; null: all.",
+        unit="tokens",
+    )
     adam_betas: tuple[Fraction, Fraction] = setting(
         (0.9, 0.999), "Decay of AdamW's two moments, or the two of Lion's one.", constant("betas")
     )

@@ -124,6 +124,26 @@ def test_offloaded_inputs_change_no_bit(layout: str, folder: Path, tmp_path: Pat
     )
 
 
+TILED = [  # 64 columns, 4 rows a micro-batch
+    ("mb4-ga4-full", ()),
+    ("zero3x2-tp2-sp-selective2", ()),
+    ("tp2-sp-regather-pp2-interleaved1f1b-v2", ("method=lora", "lora.r=4")),
+    ("zero2x2-mb8-ga1", ("train.step_in_backward=true", "train.max_grad_norm=0")),
+    ("cp2-pp2-1f1b-offload", ("method=qlora", "lora.r=4", "lora.modules_to_save=[layers.3.mlp]")),
+    ("dp2-tp2-attention", ("log.gradient_noise_scale=2",)),
+]
+
+
+@pytest.mark.parametrize(("layout", "words"), cases(TILED, test=2, ci=4))
+def test_mlps_in_tiles_are_those_of_one_rank(
+    layout: str, words: tuple[str, ...], folder: Path, tmp_path: Path
+) -> None:
+    tiled = trained(folder, tmp_path / "tiled", layout, "fp64", *words, "train.mlp_tile=30")
+    whole_words = [word for word in words if "backward" not in word]
+    plain = trained(folder, tmp_path / "plain", ONE, "fp64", *whole_words)
+    check(tiled, plain, "fp64")
+
+
 @pytest.fixture(scope="session")
 def four_steps(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """One rank's run that never stopped."""

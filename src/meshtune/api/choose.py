@@ -15,7 +15,7 @@ import torch.distributed as dist
 import yaml
 
 from meshtune import compat
-from meshtune.config import Config
+from meshtune.config import Config, TrainConfig
 from meshtune.errors import UserError
 from meshtune.layout import Layout, as_mapping
 from meshtune.model.capabilities import auto_attention, traits
@@ -55,7 +55,7 @@ def choose(config: Config, ranks: int) -> Choice:
     layout = layout_of(config, ranks)
     attention, model_traits = attention_of(config, layout, ranks)
     device = device_of(config.train.device).type
-    compiled, why = compiles_blocks(config.train.compile, model_traits, layout, device)
+    compiled, why = compiles_blocks(config.train, model_traits, layout, device)
     if device == "cuda" and PRECISIONS[config.train.precision].fp8:
         check_fp8(why)
     if why:
@@ -83,13 +83,13 @@ def check_fp8(uncompiled: str) -> None:
 
 
 def compiles_blocks(
-    setting: bool | str, model_traits: Traits, layout: Layout, device: str, *, simulated: bool = False
+    train: TrainConfig, model_traits: Traits, layout: Layout, device: str, *, simulated: bool = False
 ) -> tuple[bool, str]:
-    """(Whether train.compile = `setting` compiles the blocks, why "auto" does not on CUDA, or "").
+    """(Whether train.compile compiles the blocks, why "auto" does not on CUDA, or "").
 
     device: torch's kind. simulated: nothing runs on it, so that this machine needs no compiler for it.
     """
-    of_device = {"processor": device == "cpu"}
+    setting, of_device = train.compile, {"processor": device == "cpu", "tiled": train.mlp_tile is not None}
     compiled = bool(compiles(setting, model_traits, Columns.of([layout]), **of_device)[0])
     why = uncompiled(setting, model_traits, layout, **of_device)
     if setting == "auto" and compiled:
@@ -202,6 +202,7 @@ def attention_and_refusals(
         compile=config.train.compile,
         optimizer=config.train.optimizer,
         step_in_backward=config.train.step_in_backward,
+        tiled=config.train.mlp_tile is not None,
         quantised=bool(config.quantise),
         fp8=PRECISIONS[config.train.precision].fp8,
         ranks=ranks,

@@ -158,14 +158,15 @@ class Subject:
             compile=self.config.train.compile,
             optimizer=self.config.train.optimizer,
             step_in_backward=self.config.train.step_in_backward,
+            tiled=self.config.train.mlp_tile is not None,
             quantised=bool(self.config.quantise),
             fp8=PRECISIONS[self.config.train.precision].fp8,
         )
 
     def compiles(self, layout: Layout, device: str, *, simulated: bool) -> bool:
         """Whether blocks are compiled under a layout. device, simulated: as in `compiles_blocks`."""
-        setting, traits = self.config.train.compile, self.numbers.traits
-        return compiles_blocks(setting, traits, layout, device, simulated=simulated)[0]
+        train, traits = self.config.train, self.numbers.traits
+        return compiles_blocks(train, traits, layout, device, simulated=simulated)[0]
 
     def config_of(self, layout: Layout) -> Config:
         """The settings with a layout and the global batch that it makes."""

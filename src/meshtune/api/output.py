@@ -45,7 +45,7 @@ KEPT = ("data.template_date",)  # null: that of the run in the folder, which has
 FREE = (
     "train.max_steps", "train.total_tokens", "train.num_epochs", "train.lr_decay_steps", "train.device",
     "eval", "checkpoint", "log", "hub", "layout", "cluster", "output", "output_exists", "data.cache",
-    "train.step_in_backward", "train.offload",
+    "train.step_in_backward", "train.offload", "train.mlp_tile",
 )  # fmt: skip
 
 

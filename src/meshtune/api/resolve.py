@@ -173,6 +173,7 @@ def model_spec(
         label_smoothing=train.label_smoothing,
         neftune_alpha=train.neftune_alpha,
         compile=compile,
+        mlp_tile=train.mlp_tile,
         seed=train.seed,
     )
 

@@ -3,6 +3,7 @@ env --model`.
 """
 
 import copy
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -92,9 +93,23 @@ def traits(model: PreTrainedModel) -> Traits:
         pipeline=_pipeline_problem(model, parts),
         context=None if parts.attention else "carries a state from token to token",
         experts=any(EXPERTS.search(path) for path, _ in blocks.named_modules()),
+        tiles=_untileable(blocks, parts),
         interrupts=_interrupts(model, parts),
         draws=draws_random_numbers(blocks.modules()),
     )
+
+
+def _untileable(blocks: nn.Module, parts: Anatomy) -> str | None:
+    """Return why MLPs of blocks can't run on some tokens at a time, experts apart; None if they can."""
+    if any(EXPERTS.search(path) for path, _ in blocks.named_modules()):
+        return None
+    if not parts.mlp or not all(parts.mlp in block._modules for block in blocks.children()):
+        return "has no MLP that is a module of each block"
+    if not parts.attention:
+        return "has recurrent or convolutional layers"
+    if len(inspect.signature(blocks.get_submodule(f"0.{parts.mlp}").forward).parameters) > 1:
+        return "gives its MLPs more than hidden states"
+    return None
 
 
 def _interrupts(model: PreTrainedModel, parts: Anatomy) -> str | None:

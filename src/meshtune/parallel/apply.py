@@ -4,6 +4,7 @@
                   ─> quantise   qlora    frozen matrices in 4 bits                  quantised/nf4.py
                   ─> convert    fp8      matmuls in 8-bit floats                    quantised/fp8.py
                   ─> attach     cp       attention over sequences that are cut        context.py
+                  ─> tile                MLPs, on some tokens at a time             tiles.py
                   ─> Stage      pp       this rank's blocks                           pipeline.py
                   ─> recompute           activations that the backward recomputes     recompute.py
                   ─> offload             their inputs, to host memory               offload.py
@@ -40,6 +41,7 @@ from meshtune.parallel.offload import Offload
 from meshtune.parallel.pipeline import Finish, Pipeline, Stage
 from meshtune.parallel.recompute import recompute_blocks
 from meshtune.parallel.replicas import Replicas
+from meshtune.parallel.tiles import tile_mlps
 from meshtune.parallel.zero import local
 from meshtune.placement.split import Split, piece, pieces, within
 from meshtune.quantised import fp8, nf4
@@ -242,6 +244,7 @@ def cut(
     compute_dtype: torch.dtype,
     reduce_dtype: torch.dtype | None,
     compile: bool = False,
+    mlp_tile: int | None = None,
     quantise: bool = False,
     fp8_on: str = "",
 ) -> Cut:
@@ -251,9 +254,10 @@ def cut(
     this rank's stages. blocks: index of a stage -> numbers of its blocks, for this rank's stages in their
     order. finish: computes the summed loss from the last hidden states. compute_dtype: of the passes, set
     here only under ZeRO, and of hidden states sent between stages. reduce_dtype: in which gradients are
-    summed over data ranks; None: their own. compile: True to torch.compile each block separately. quantise:
-    True to hold frozen linear layers in 4 bits. fp8_on: kind of device on which linear layers multiply in
-    8-bit floats, "cpu" or "cuda"; "": they do not. Raises UserError if tp can't split the model.
+    summed over data ranks; None: their own. compile: True to torch.compile each block separately. mlp_tile:
+    tokens that an MLP runs on at a time; None: all. quantise: True to hold frozen linear layers in 4 bits.
+    fp8_on: kind of device on which linear layers multiply in 8-bit floats, "cpu" or "cuda"; "": they do not.
+    Raises UserError if tp can't split the model.
     """
     layout, mesh = world.layout, parameter_mesh(world)
     if compile and layout.tp > 1:
@@ -271,6 +275,8 @@ def cut(
             fp8.convert(model, fp8_linears(model, shapes), emulate=fp8_on == "cpu")
         if world.cp.size > 1:
             context.attach(model, parts, world.cp, layout.cp_method)
+        if mlp_tile:
+            tile_mlps(model, parts, mlp_tile)
         stage = Stage(model, parts, numbers, index=index, of=layout.stages, finish=finish)
         recompute_blocks(model, parts, layout.recompute, numbers[: layout.recompute_blocks])
         inside = stage.own_blocks

@@ -27,6 +27,7 @@ from meshtune.model.anatomy import Anatomy
 from meshtune.model.body import ATTENTION_NAMES
 from meshtune.model.documents import current_documents, documents_of
 from meshtune.model.lora import lora_layers
+from meshtune.parallel.tiles import inside_tile
 
 
 def recompute_blocks(
@@ -55,7 +56,8 @@ def recompute_blocks(
 
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if str(op) in SAVED_OPERATORS else CheckpointPolicy.PREFER_RECOMPUTE
+    kept = str(op) in SAVED_OPERATORS and not inside_tile()
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _recompute_attention(model: PreTrainedModel) -> None:

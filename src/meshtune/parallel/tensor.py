@@ -244,7 +244,7 @@ def _embedding_forward(
     hidden = state.leave(rows.masked_fill(elsewhere[..., None], 0))
     if draws_after and state.sequence and module.training:
         seed = _drawn()
-        state.saved_states = _states()
+        state.saved_states = generator_states()
         _seed(hash((seed, state.tp.index + 1)))
     return hidden
 
@@ -252,7 +252,7 @@ def _embedding_forward(
 def _restore_states(state: _TensorState, block: nn.Module, args: tuple) -> None:
     """Hook before the first block, outside of what is recomputed: restore `_embedding_forward`'s states."""
     if state.saved_states is not None:
-        _restore(state.saved_states)
+        restore_generators(state.saved_states)
         state.saved_states = None
 
 
@@ -263,14 +263,14 @@ def _seeded_forward(state: _TensorState, block: nn.Module, *args: Any, **kwargs:
     if not block.training:
         return type(block).forward(block, *args, **kwargs)
     seed = _drawn()
-    saved_states = _states()
+    saved_states = generator_states()
     state.seed, state.reseeds = seed, 0
     try:
         state.reseed(per_rank=state.sequence)
         return type(block).forward(block, *args, **kwargs)
     finally:
         state.seed = None
-        _restore(saved_states)
+        restore_generators(saved_states)
 
 
 def _drawn() -> int:
@@ -283,15 +283,15 @@ def _seed(number: int) -> None:
         torch.cuda.manual_seed(number % 2**63)
 
 
-def _states() -> list[Tensor]:
+def generator_states() -> list[Tensor]:
     """State of the CPU's generator, then of the GPU's where there is one."""
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
 
 
-def _restore(states: Sequence[Tensor]) -> None:
-    torch.set_rng_state(states[0])
-    for state in states[1:]:
-        torch.cuda.set_rng_state(state)
+def restore_generators(states: Sequence[Tensor]) -> None:
+    """Restore what `generator_states` returned; nothing for an empty list."""
+    for restore, state in zip((torch.set_rng_state, torch.cuda.set_rng_state), states, strict=False):
+        restore(state)
 
 
 # Cutting a model #

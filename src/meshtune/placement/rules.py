@@ -41,6 +41,7 @@ class Traits:
     context: str | None = None  # why a sequence can't be on several ranks, "carries …"; None: it can
     heads_fused: bool = False  # their projections are one matrix: tp shards them if it divides both numbers
     experts: bool = False  # tokens are sent to experts
+    tiles: str | None = None  # why its MLPs can't run in tiles, "has …"; None: they can
     interrupts: str | None = None  # why the compiler can't go through a block, "has …"; None: it can
     draws: bool = False  # blocks draw random numbers in training
 
@@ -64,6 +65,7 @@ def rules(
     compile: bool | str = False,
     optimizer: str = "adamw",
     step_in_backward: bool = False,
+    tiled: bool = False,
     quantised: bool = False,
     fp8: bool = False,
     ranks: int | None = None,
@@ -71,8 +73,9 @@ def rules(
     """Every rule that a model and settings make; `Rule.refuses` tells which layouts it refuses.
 
     attention: the implementation that the model is built with, never "auto". packing, compile: data.packing,
-    train.compile; "auto" refuses nothing. optimizer, step_in_backward: of train. quantised: matrices are held
-    in 4 bits. fp8: matmuls are in 8-bit floats. ranks: how many were started; None: no rule on their number.
+    train.compile; "auto" refuses nothing. optimizer, step_in_backward: of train. tiled: MLPs run in tiles
+    (train.mlp_tile). quantised: matrices are held in 4 bits. fp8: matmuls are in 8-bit floats. ranks: how
+    many were started; None: no rule on their number.
     """
     if ranks is not None:
         yield Rule(
@@ -95,13 +98,15 @@ def rules(
     yield _every_block(traits)
     yield _inputs_that_stay(traits)
     if fp8:
-        yield from _fp8(traits, compile)
+        yield from _fp8(traits, compile, tiled)
     elif compile is True:
-        yield from compile_rules(traits)
+        yield from compile_rules(traits, tiled=tiled)
     if not OPTIMIZERS[optimizer].by_element:
         yield _whole_tensors(optimizer)
     if step_in_backward:
         yield from _IN_BACKWARD
+    if tiled:
+        yield from _tiles(traits)
 
 
 def refusals(traits: Traits, layout: Layout, **settings: Any) -> list[str]:
@@ -438,7 +443,36 @@ _IN_BACKWARD = (
 )
 
 
-def _fp8(traits: Traits, compile: bool | str) -> Iterator[Rule]:
+def _tiles(traits: Traits) -> Iterator[Rule]:
+    """Rules on MLPs that run in tiles."""
+    if why := traits.tiles or ("sends tokens to experts" if traits.experts else ""):
+        why = f"{traits.name} {why}"
+        yield Rule(
+            f"no tiles of the MLP: {why}",
+            lambda layouts: layouts.world > 0,
+            lambda _: f"train.mlp_tile: {why}, so it can't run on a part of the tokens; leave it out.",
+        )
+    yield Rule(
+        "zero-bubble schedules would run each tile of an MLP twice more",
+        lambda layouts: layouts.runs(*ZERO_BUBBLE),
+        lambda layout: (
+            f"train.mlp_tile with the schedule {layout.schedule}: it computes the gradients of weights "
+            "later, when a tile's tensors are gone; use 1f1b, or leave train.mlp_tile out."
+        ),
+    )
+    if traits.draws:
+        yield Rule(
+            f"dropout in the blocks of {traits.name} can't be repeated in tiles with tp",
+            lambda layouts: layouts.tp > 1,
+            lambda layout: (
+                f"train.mlp_tile with tp={layout.tp}: {traits.name} has dropout in its blocks, whose masks "
+                "all ranks draw from one number a block, not a tile; use tp=1, a dropout of 0, or leave "
+                "train.mlp_tile out."
+            ),
+        )
+
+
+def _fp8(traits: Traits, compile: bool | str, tiled: bool) -> Iterator[Rule]:
     """Rules on matmuls in 8-bit floats: casts are only fast where a compiled block fuses them."""
     why = "train.precision = fp8 needs compiled blocks: uncompiled, casts take longer than 8 bits save"
     if compile is False:
@@ -447,7 +481,7 @@ def _fp8(traits: Traits, compile: bool | str) -> Iterator[Rule]:
             lambda layouts: layouts.world > 0,
             lambda _: f"{why}; leave train.compile out, or use train.precision=bf16.",
         )
-    for rule in compile_rules(traits):
+    for rule in compile_rules(traits, tiled=tiled):
         yield Rule(
             f"fp8 needs compiled blocks: {rule.reason}",
             rule.refuses,
@@ -457,26 +491,39 @@ def _fp8(traits: Traits, compile: bool | str) -> Iterator[Rule]:
         )
 
 
-def compiles(setting: bool | str, traits: Traits, layouts: Columns, *, processor: bool) -> Number:
+def compiles(
+    setting: bool | str, traits: Traits, layouts: Columns, *, processor: bool, tiled: bool = False
+) -> Number:
     """Mask of the layouts whose blocks are compiled under train.compile = `setting`: with "auto" those that
-    no rule refuses, on GPUs. processor: the ranks run on one.
+    no rule refuses, on GPUs. processor: the ranks run on one. tiled: as in `rules`.
     """
     compiled = np.full(np.shape(layouts.tp), setting is True or (setting == "auto" and not processor))
-    for rule in compile_rules(traits) if setting == "auto" else ():
+    for rule in compile_rules(traits, tiled=tiled) if setting == "auto" else ():
         compiled = compiled & ~rule.refuses(layouts)
     return compiled
 
 
-def uncompiled(setting: bool | str, traits: Traits, layout: Layout, *, processor: bool) -> str:
+def uncompiled(
+    setting: bool | str, traits: Traits, layout: Layout, *, processor: bool, tiled: bool = False
+) -> str:
     """Why blocks run uncompiled on a GPU though `setting` leaves it open, in a clause; "": they don't."""
     row = Columns.of([layout])
-    rules = compile_rules(traits) if setting == "auto" and not processor else ()
+    rules = compile_rules(traits, tiled=tiled) if setting == "auto" and not processor else ()
     return next((rule.reason for rule in rules if np.all(rule.refuses(row))), "")
 
 
-def compile_rules(traits: Traits) -> Iterator[Rule]:
-    """Rules on what torch.compile can't make whole graphs of."""
+def compile_rules(traits: Traits, *, tiled: bool = False) -> Iterator[Rule]:
+    """Rules on what torch.compile can't make whole graphs of. tiled: as in `rules`."""
     without = "or leave train.compile out"
+    if tiled:
+        yield Rule(
+            "tiles of the MLP can't be compiled",
+            lambda layouts: layouts.world > 0,
+            lambda _: (
+                "train.compile = true with train.mlp_tile: each tile's backward runs inside that of the "
+                f"block, which the compiler can't go through; leave train.mlp_tile out, {without}."
+            ),
+        )
     if traits.experts:
         yield Rule(
             "mixtures of experts can't be compiled",

@@ -126,6 +126,7 @@ class Accounting:
     bucket_elements: float = BUCKET_ELEMENTS  # whose gradients an update converts at a time
     offload: bool = False  # the optimizer's states are in host memory, and masters that ZeRO does not shard
     in_backward: bool = False  # a gradient is freed once it is complete, behind its update
+    mlp_tile: float = math.inf  # tokens of a rank that an MLP runs on at a time
     shards_masters: bool = True  # ZeRO's shards are the masters; weights are gathered from them (FSDP)
     frees_added_gradients: bool = False  # with a sum: freed once added, else kept until the next ones
     whole_vocabulary_gradients: bool = False  # embedding's and head's: made whole, then added to a sum
@@ -293,6 +294,7 @@ def accounting_of(workload: Workload, cluster: Cluster) -> Accounting:
         loss_memory=workload.loss_memory(cluster),
         in_backward=workload.step_in_backward,
         offload=workload.offload != "none",
+        mlp_tile=workload.mlp_tile or math.inf,
     )
     if cluster.gpu.processor:
         keys = "gathered" if accounting.context_keys == "copied" else accounting.context_keys

@@ -40,10 +40,13 @@ VIRTUAL_STAGES = (2, 4, 8)
 TWICE = "twice the global batch"
 BATCHES = ("batch", "other batch")  # kinds of changes of it
 MORE_GPUS = (2, 3, 4, 6, 8, 12, 16)  # times the cluster's
+# Tokens: matmuls of so many rows run at full rate, and a tile of an 8B has 1.8 GB of inner tensors, which sp
+# does not change; half of them halve that, and read and write the sums of weights' gradients twice as often.
+MLP_TILE = 8192
 SHORTER = (2, 4, 8, 16)  # parts of the sequence length
 REMEDIES = (
-    "budget", "nearest batch", "offload", "states", "GPUs", "sequence", "sums", "moments", "precision",
-    "optimizer", "method", "kind",
+    "budget", "nearest batch", "tiles", "offload", "states", "GPUs", "sequence", "sums", "moments",
+    "precision", "optimizer", "method", "kind",
 )  # fmt: skip
 OTHER_OPTIMIZER = "Another optimizer needs a learning rate of its own (train.learning_rate)."
 FOUR_BITS = f"method=qlora rounds frozen weights to 4 bits, by {NF4_ERROR:.0%} of their size."
@@ -220,6 +223,9 @@ def _reshaping(
         words = f"{sequences(size)} instead of {batch}, shared by more data ranks"
         setting = f"train.global_batch_size={size}"
         yield Change("nearest batch", words, setting, workload.of_batch(size), cluster)
+    if workload.tool is MESHTUNE and not workload.mlp_tile and workload.seq_len > MLP_TILE:
+        words, other = f"MLPs in tiles of {MLP_TILE} tokens", replace(workload, mlp_tile=MLP_TILE)
+        yield Change("tiles", words, f"train.mlp_tile={MLP_TILE}", other, cluster)
     if workload.tool is MESHTUNE and not cluster.gpu.processor:  # processors compute in the host's memory
         words = "inputs of recomputed blocks in the host's memory"
         yield Change("offload", words, "", workload, cluster, fixed={"recompute": "offload"})

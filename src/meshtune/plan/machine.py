@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -108,6 +109,7 @@ class Machine:
     send_share: Number  # of a GPU's part of the network that a send between stages reaches
     send_split: Number  # 1: each tensor-parallel rank sends its part, gathered again; 0: each sends all of it
     balanced: Number  # 1: stages are cut by cost with the head's; 0: into equal numbers of blocks
+    mlp_tile: Number = math.inf  # tokens of a rank that an MLP runs on at a time
     loss_memory: Number = 0.0  # of states.loss_chunk_tokens
     update_memory: Number = 1.0  # factor on `memory` that the optimizer's update reaches
     host_states: Number = 0.0  # bytes per parameter that an update copies to or from host memory, one by one
@@ -172,6 +174,7 @@ def machine_of(workload: Workload, cluster: Cluster) -> Machine:
     return replace(
         machine,
         node=float(cluster.node),
+        mlp_tile=workload.mlp_tile or math.inf,
         loss_memory=workload.loss_memory(cluster),
         link=cluster.link,
         network=cluster.network * cluster.node,

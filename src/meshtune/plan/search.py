@@ -279,7 +279,8 @@ def choice_of(
     workload: Workload, cluster: Cluster, layout: Layout, seconds: Seconds, memory: Memory
 ) -> Choice:
     """The layout with its speed and MFU; seconds and memory are its prediction, as floats."""
-    why = uncompiled(workload.compile, workload.traits, layout, processor=cluster.gpu.processor)
+    of_device = {"processor": cluster.gpu.processor, "tiled": workload.mlp_tile is not None}
+    why = uncompiled(workload.compile, workload.traits, layout, **of_device)
     workload = workload.under(cluster.gpu, layout)
     speed = workload.tokens / seconds.total / layout.world
     rate = peak_flops(cluster.gpu, workload.precision)

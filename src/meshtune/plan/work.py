@@ -57,6 +57,7 @@ class Gemm:
     last: bool = False  # a block multiplies with them when all is saved, see `SavedBytes.last`
     quantised: bool = False  # they are held in 4 bits, and dequantised in each pass
     fp8: bool = False  # as in Parameter
+    mlp: bool = False  # in the MLP, adapters included
     adapted_last: bool = False  # their adapter's B is: a compiled block runs neither again
 
 
@@ -189,16 +190,19 @@ class Work:
         }
         fitting = {p.name for b in census.blocks for p in b.parameters if p.in_4_bits}
         fp8 = {p.name for b in census.blocks for p in b.parameters if p.fp8}
+        in_mlp = {m.name.rpartition(".")[0] for b in census.blocks for m in b.matrices if m.kind == "mlp"}
         alike: dict[Gemm, float] = {}
         ends = [saved.last for block in census.blocks for _, saved in block.saved[:1]]
         lasts = ["", *(ends if len(ends) == n else [""] * n)]
         for matrices, last in zip((census.outside, *(b.matrices for b in census.blocks)), lasts, strict=True):
             for m in matrices:
+                inside = m.kind == "mlp" or m.name.rpartition(".")[0] in in_mlp
                 adapter = m.name[-1] if m.name.endswith((".lora_A", ".lora_B")) else ""
                 gemm = Gemm(
                     m.rows, m.cols, 0.0, cuts.get(m.name, ""), float(m.trainable), float(m.input_gradient),
                     adapter, in_4_bits=m.name in fitting and not m.trainable, last=m.name == last,
-                    fp8=m.name in fp8, adapted_last=f"{m.name.removesuffix('weight')}lora_B" == last,
+                    fp8=m.name in fp8, mlp=inside,
+                    adapted_last=f"{m.name.removesuffix('weight')}lora_B" == last,
                 )  # fmt: skip
                 alike[gemm] = alike.get(gemm, 0) + m.count
         matrices = tuple(replace(gemm, count=count / n) for gemm, count in alike.items())
@@ -272,6 +276,14 @@ class Work:
         )
         matrices = tuple(replace(gemm, quantised=gemm.in_4_bits) for gemm in self.matrices)
         return replace(self, block_weights=weights, matrices=matrices)
+
+    def trained_mlp(self, tp: Number) -> Number:
+        """Trained elements of an average block's MLP on a tensor-parallel rank; vectors are left out."""
+        return sum(
+            gemm.rows * gemm.cols * gemm.count * gemm.trainable / (tp if gemm.cut else 1)
+            for gemm in self.matrices
+            if gemm.mlp
+        )
 
     def head_shards(self, tp: Number) -> Number:
         """Ranks of `tp` that share out a block's attention heads; 1 where each computes all of them."""

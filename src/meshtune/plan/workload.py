@@ -42,6 +42,7 @@ class Workload:
     reduce_dtype: str = "fp32"
     optimizer: str = "adamw"
     step_in_backward: bool = False
+    mlp_tile: int | None = None  # tokens of a rank that an MLP runs on at a time; None: all
     offload: str = "none"  # train.offload
     compile: bool | Literal["auto"] = False  # "auto": `compiles` says under which layouts
     packing: bool = True
@@ -114,7 +115,8 @@ class Workload:
 
     def compiles(self, gpu: Gpu, layouts: Columns) -> Number:
         """Mask of the layouts whose blocks are compiled on GPUs of a kind."""
-        return compiles(self.compile, self.traits, layouts, processor=gpu.processor)
+        tiled = self.mlp_tile is not None
+        return compiles(self.compile, self.traits, layouts, processor=gpu.processor, tiled=tiled)
 
     def under(self, gpu: Gpu, layout: Layout) -> Workload:
         """The same with train.compile decided for a layout on GPUs of a kind."""
@@ -143,6 +145,7 @@ class Workload:
             reduce_dtype=tool.reduce_dtype or self.reduce_dtype,
             attention=tool.name,
             step_in_backward=False,
+            mlp_tile=None,
             offload="none",
             compile=self.compile is True,  # it compiles only where it is told to
         )
@@ -192,6 +195,7 @@ class Workload:
             yield from rules(
                 self.traits, attention=self.attention, packing=self.packing, compile=self.compile,
                 optimizer=self.optimizer, step_in_backward=self.step_in_backward,
+                tiled=self.mlp_tile is not None,
                 quantised=any(gemm.quantised for gemm in self.work.matrices),
                 fp8=PRECISIONS[self.precision].fp8,
             )  # fmt: skip
@@ -261,6 +265,7 @@ def workload_of(config: Config, numbers: ModelNumbers) -> Workload:
         reduce_dtype=config.train.reduce_dtype,
         optimizer=config.train.optimizer,
         step_in_backward=config.train.step_in_backward,
+        mlp_tile=config.train.mlp_tile,
         offload=config.train.offload,
         packing=config.data.packing,
         flash=None if numbers.dropout else newest_flash(),

@@ -1,6 +1,7 @@
 """Conversions of the model, the method, the training, labels and sequences."""
 
 import json
+import math
 import re
 from collections.abc import Sequence
 from importlib.resources import files
@@ -35,6 +36,7 @@ NO_MASTER_WEIGHTS = (
 FROZEN_AS_STORED = "frozen weights keep the checkpoint's dtype, and only the adapter is fp32"
 PEFT_MODULES = ["q_proj", "v_proj"]  # peft's own for llama, mistral, qwen2, qwen3 and gemma
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}  # Phi-3, -4
+WIDE = 4096  # features of hidden states in models of 7 to 8 billion parameters
 MLP = ("gate_proj", "up_proj", "down_proj")
 PLUGINS = ("cutcrossentropy", "liger", "kernels", "expertparallel", "swanlab", "lmeval")  # train the same
 
@@ -523,6 +525,19 @@ def answer_tokens(value: Any, job: Job) -> dict[str, Any]:
     return {"eval.max_new_tokens": value}
 
 
+def mlp_tile_of_shards(setting: str) -> Conversion:
+    """Axolotl's shards of a sequence; by default as long as the model is wide."""
+
+    def read(value: Any, job: Job) -> Converted:
+        if value in OFF:
+            return Converted({})
+        if shards := int(job.value("tiled_mlp_num_shards", default=0) or 0):
+            return Converted({setting: math.ceil(int(job.value("sequence_len")) / shards)})
+        return Converted({setting: WIDE}, lost=f"a tile of {WIDE} tokens; axolotl takes as many as features")
+
+    return Conversion(read)
+
+
 def elsewhere(setting: str, there: Any = None) -> Conversion:
     """No setting: another key's conversion reads this one. there: the value that is written as true."""
     return Conversion(lambda value, job: {}, lambda plan: plan.setting(setting) == there)
@@ -535,7 +550,7 @@ READ = (
 )  # fmt: skip
 MADE = (
     attention_kernel, attention_switch, precision, beta, label_switch, labels_of_rows, elsewhere,
-    template_name, quantised, nf4,
+    template_name, quantised, nf4, mlp_tile_of_shards,
 )  # fmt: skip
 MAKERS = {make.__name__: make for make in MADE}
 CONVERSIONS = {

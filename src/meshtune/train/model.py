@@ -92,6 +92,7 @@ class ModelSpec:
     label_smoothing: float = 0.0  # of the training loss; evaluation has none
     neftune_alpha: float = 0.0  # of the noise on the embeddings in training
     compile: bool = False  # block by block
+    mlp_tile: int | None = None  # tokens that an MLP runs on at a time; None: all
     seed: int = 0  # of random weights and NEFTune's noise
 
     @property
@@ -222,6 +223,7 @@ def structure(
         compute_dtype=spec.compute_dtype,
         reduce_dtype=spec.sum_dtype,
         compile=spec.compile,
+        mlp_tile=spec.mlp_tile,
         quantise=bool(spec.quantise),
         fp8_on=spec.kernels if PRECISIONS[spec.precision].fp8 else "",
     )

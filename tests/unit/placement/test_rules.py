@@ -18,6 +18,9 @@ LLAMA = Traits(
 )
 
 
+DRAWING = replace(LLAMA, draws=True)
+
+
 def refused(layout: str, traits: Traits = LLAMA, **settings) -> list[str]:
     return refusals(traits, Layout.parse(layout), **settings)
 
@@ -38,6 +41,19 @@ def test_updates_inside_the_backward_need_whole_gradients_there() -> None:
     for layout in ("mb1-ga2", "pp2-1f1b-mb1-ga2", "dp2-zero3x2-mb1-ga1"):
         says(refused(layout, step_in_backward=True)[0])
         assert refused(layout) == []
+
+
+def test_mlps_run_in_tiles_where_their_passes_can_be_repeated() -> None:
+    assert refused("zero3x2-tp2-sp-pp2-1f1b-ga4-full", tiled=True) == refused("tp2", DRAWING) == []
+    for layout, traits in (
+        ("pp2-zbv-ga4", LLAMA),
+        ("tp2", DRAWING),
+        ("mb1", replace(LLAMA, tiles="has none")),
+    ):
+        says(refused(layout, traits, tiled=True)[0])
+    says(refused("mb1", tiled=True, compile=True)[0])
+    says(uncompiled("auto", LLAMA, Layout(), processor=False, tiled=True))
+    assert compiles("auto", LLAMA, Columns.of([Layout()]), processor=False, tiled=True) == [False]
 
 
 def test_matrices_in_4_bits_are_cut_between_blocks() -> None:

@@ -576,6 +576,8 @@ def changed(w: Workload, cluster: Cluster, key: str, value: str) -> tuple[Worklo
             return replace(w, precision=value), cluster
         case "train.optimizer":
             return replace(w, optimizer=value), cluster
+        case "train.mlp_tile":
+            return replace(w, mlp_tile=int(value)), cluster
         case "train.offload":
             return replace(w, offload=value), cluster
         case "cluster.gpu":

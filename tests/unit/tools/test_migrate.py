@@ -138,6 +138,7 @@ def test_every_key_of_a_file_is_a_setting_or_in_a_comment(file: Path) -> None:
         (FACTORY, "eval_strategy: steps, val_size: 0.1", "eval.every: 500"),
         (TRL, "assistant_only_loss: false", "data.train_on: all"),
         (AXOLOTL, "adapter: lora, lora_target_linear: false", "lora.target_modules: [q_proj, v_proj]"),
+        (AXOLOTL, "tiled_mlp: true, tiled_mlp_num_shards: 8, sequence_len: 65536", "train.mlp_tile: 8192"),
         (TRL, "warmup_ratio: 0.0", "train.warmup_steps: 0"),
     ],
 )  # fmt: skip

@@ -36,18 +36,19 @@ def saved_by_block(
     context: Context = "gathered",
     selective: Kept | None = None,
     compiled: bool = False,
+    tiled: Number = False,
 ) -> BlockBytes:
     """Return the activations of an average block under each layout's recomputation mode.
 
     `recomputed` is all that mode none saves under full; under selective what is missing of it and two tensors
-    [tokens, hidden], one split by sp; of a compiled block, what it saves less of its MLP; else 0.
+    [tokens, hidden], one split by sp, one without tiles; of a compiled block, less of its MLP; else 0.
 
     per_token: bytes per token that it saves if nothing is recomputed. tokens: of the micro-batch on this
     rank (after cp). element: bytes of an element of activations. regathers_inputs: under sp, matmul inputs
     are saved split and gathered again in the backward (`Accounting.regathers`). context: as in Accounting.
     selective: bytes per token that selective recomputation saves; None: all matmul outputs, output and
     statistics of the attention core, and the block's input. compiled: blocks are, which makes the output of a
-    core that runs again too.
+    core that runs again too. tiled: its MLP runs in tiles.
 
     Korthikanti et al. 2022 (arXiv:2205.05198), sections 4.2 (tp, sp) and 5 (recomputation).
     """
@@ -71,7 +72,7 @@ def saved_by_block(
     everything = of_tokens(per_token, core + whole_output / layouts.tp)
     block_input = tokens * element * work.hidden / sequence_shards
     if selective is None:
-        kept = matmul_outputs(per_token, work, layouts, element=element, flex=context == "copied")
+        kept = matmul_outputs(per_token, work, layouts, element=element, context=context, tiled=tiled)
         under_selective = tokens * kept + block_input
     else:
         under_selective = of_tokens(selective, (selective.core + selective.statistics) / heads)
@@ -95,23 +96,29 @@ def saved_by_block(
         saved = np.where(layouts.recomputes(name), saved_under[mode.saves], saved)
     rest = np.maximum(everything - saved, 0.0)  # with adapters, matmul outputs are more than needed
     recomputed = np.where(layouts.recomputation("matmuls"), everything, 0.0)
-    of_parts = rest + block_input + tokens * element * work.hidden
+    of_parts = rest + block_input + (1 - tiled) * tokens * element * work.hidden
     if compiled and selective:
         of_parts = tokens * np.maximum(per_token.mlp - selective.mlp, 0.0) / layouts.tp
     recomputed = np.where(layouts.recomputation("by_operation"), of_parts, recomputed)
     return BlockBytes(everything, saved, recomputed)
 
 
-def matmul_outputs(per_token: Kept, work: Work, layouts: Columns, *, element: float, flex: bool) -> Number:
+def matmul_outputs(
+    per_token: Kept, work: Work, layouts: Columns, *, element: float, context: Context, tiled: Number
+) -> Number:
     """Bytes per token on a rank of a block's matmul outputs, output and statistics of its attention core.
 
-    flex: True if flex attention, as on CUDA, runs cores that no flash kernel knows: nothing is saved.
+    context, tiled: as in `saved_by_block`; where keys are copied, as on CUDA, flex attention runs cores that
+    no flash kernel knows: nothing is saved.
     """
-    cut = sum(matrix.count * matrix.rows for matrix in work.matrices if matrix.cut == "rows")
-    uncut = sum(matrix.count * matrix.rows for matrix in work.matrices if matrix.cut != "rows")
+    sizes = [
+        (matrix.cut == "rows", matrix.count * matrix.rows * (1 - tiled * matrix.mlp))
+        for matrix in work.matrices
+    ]
+    cut, uncut = (sum(size for by_rows, size in sizes if by_rows == rows) for rows in (True, False))
     outputs, saved = (
         sum(core.count * core.query_heads * core.v_dim for core in work.cores if core.flash or not only_flash)
-        for only_flash in (False, flex)
+        for only_flash in (False, context == "copied")
     )
     statistics = per_token.statistics * saved / np.maximum(outputs, 1.0)
     heads = work.head_shards(layouts.tp)
@@ -201,7 +208,7 @@ def block_backward(step: Step) -> Number:
     regather the gathered input [tokens, hidden].
     """
     work, layouts, accounting = step.work, step.layouts, step.accounting
-    widths = [matrix.cols / layouts.tp for matrix in work.matrices]
+    widths = [matrix.cols / layouts.tp * (1 - step.tiled * matrix.mlp) for matrix in work.matrices]
     widths += [core.query_heads * core.v_dim / work.head_shards(layouts.tp) for core in work.cores]
     widest = np.max(np.broadcast_arrays(step.tokens, *widths)[1:], axis=0)
     gathered = np.where(accounting.regathers(layouts), step.whole_hidden, 0.0)

@@ -18,6 +18,7 @@ from meshtune.plan.memory.activations import (
     recomputation_start,
     saved_by_block,
 )
+from meshtune.plan.memory.mlp_tiles import tiled_times, without_mlp
 from meshtune.plan.memory.stages import fullest, in_flight, in_flight_in_head
 from meshtune.units import Number
 
@@ -190,9 +191,9 @@ def block_bytes(step: Step) -> BlockBytes:
         saved.append(accounting.saved_per_token(work, layouts, seq_len, fullest=True))
     blocks = [
         saved_by_block(
-            per_token, work, layouts, step.tokens, element=accounting.element,
+            without_mlp(step, per_token), work, layouts, step.tokens, element=accounting.element,
             regathers_inputs=accounting.regathers(layouts), context=accounting.context_keys,
-            selective=selective, compiled=traced is not None and traced.fused,
+            selective=selective, compiled=traced is not None and traced.fused, tiled=step.tiled,
         )
         for per_token in saved
     ]  # fmt: skip
@@ -241,6 +242,8 @@ def block_passes(step: Step, block: BlockBytes, output_gradient: Number) -> Bloc
     saved_anyway = np.where(layouts.recomputation("matmuls"), saves_input * step.hidden, 0.0)
     recomputed = block.recomputed - saved_anyway
     if peaks is None:
+        tiled = [size for size, _ in tiled_times(step, (), output_gradient)]
+        backward = np.where(step.tiled, np.maximum.reduce(np.broadcast_arrays(backward, *tiled)), backward)
         return BlockPasses(False, 0.0, recomputed, backward, 1.0, 0.0)
     tokens, sp = step.tokens / layouts.tp, layouts.sp > 0
     recomputes = layouts.recomputation("block")
@@ -257,17 +260,25 @@ def block_passes(step: Step, block: BlockBytes, output_gradient: Number) -> Bloc
     for under_sp, some in ((False, peaks.backward), (True, peaks.gathered)):
         for time in some:
             times.append((np.where(sp == under_sp, of_rank(time), -np.inf), time.made))
+    tiled = tiled_times(step, times, output_gradient)
+    times = [(np.where(step.tiled, -np.inf, size), made) for size, made in times]
+    times += [(np.where(step.tiled, size, -np.inf), made) for size, made in tiled]
     _, made_when_fullest = fullest_time(times, 0.0)
     # What sp gathers for the MLP's first matrices is there until the last of their gradients is made.
     made_by_then = np.where(sp, 1.0, made_when_fullest)
     times.append((np.where(traced, 0.0, backward), made_by_then))
     second_forward = tokens * peaks.forward_again + output_gradient
-    times.append((np.where(recomputes, second_forward, 0.0), 0.0))
+    times.append((np.where(recomputes & ~step.tiled, second_forward, 0.0), 0.0))
     own = step.work.trained_block_parameters / layouts.tp * accounting.precision.gradient
     size, made = fullest_time(times, step.leaves_gradients * own)
     forward = tokens * peaks.forward
     recomputing_forward = np.where(recomputes, tokens * peaks.forward_alone - block.saved, forward)
     saving_forward = forward + (1 - peaks.saves_input) * step.hidden
+    # With tiles both are below the backward.
+    recomputing_forward = np.where(
+        step.tiled, np.minimum(recomputing_forward, size + recomputed), recomputing_forward
+    )
+    saving_forward = np.where(step.tiled, np.minimum(saving_forward, size), saving_forward)
     return BlockPasses(
         traced=True,
         forward=np.where(step.saving > 0, saving_forward, recomputing_forward),

@@ -242,6 +242,7 @@ def freed_gradients(step: Step) -> Iterator[Tensor]:
     largest = largest_matrix(step)
     traced = step.work.traced.get(int(accounting.element))
     made = block.trained if traced and traced.fused else largest
+    made = np.where(step.tiled, np.maximum(made, step.work.trained_mlp(step.layouts.tp)), made)
     wide = precision.trained * (precision.trained > precision.gradient and accounting.bucket_elements > 0)
     embedding = step.stages.has_embedding * np.maximum(before.trained, step.tied / precision.gradient)
     for born, dies, gradients, updated in (

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from meshtune.layout import ZERO_BUBBLE
+from meshtune.plan.seconds.gpu import mlp_tiles
 from meshtune.units import Number
 
 if TYPE_CHECKING:
@@ -121,7 +122,13 @@ def tensor_collectives(work: Work, layouts: Columns, machine: Machine, seq_len: 
     repeated = layouts.recomputation("matmuls") | (layouts.recomputation("block") & (machine.selective > 0))
     # The last reduction is not repeated where torch's checkpoint ends before it (gpu.py: unrepeated)
     last = machine.counted * sum(m.count for m in work.matrices if m.last and not m.adapted_last)
+    stops = repeated * (last > 0)
     repeated = repeated * (1 - last / np.where(layouts.sp > 0, 4.0, 2.0))
+    # An MLP in tiles repeats its own too (gpu.py), as smaller messages in each of its three passes.
+    tiles = mlp_tiles(machine, layouts.rank_tokens(seq_len), layouts)
+    repeated = repeated + (tiles > 1) * np.where(stops, 1 - repeated, 0.5)
+    short = ring_collectives(machine, 0.0, layouts.tp, in_node, count=2.0)
+    short = np.where(layouts.sp > 0, short, tree_all_reduce(machine, 0.0, layouts.tp, in_node))
     runs = 1 + layouts.recomputation("block")  # of the forward's gathers
     entering = sum(core.count * (core.query_heads * core.qk_dim + core.keys) for core in work.cores)
     outputs = sum(core.count * core.query_heads * core.v_dim for core in work.cores)
@@ -129,7 +136,7 @@ def tensor_collectives(work: Work, layouts: Columns, machine: Machine, seq_len: 
         machine, token_bytes * (runs * entering + outputs), layouts.tp, in_node, count=3 * runs + 1
     )
     features = np.where(work.head_shards(layouts.tp) < layouts.tp, features, 0.0)
-    return 2 * all_reduce * (2 + repeated) + features
+    return 2 * all_reduce * (2 + repeated) + 3 * (tiles - 1) * short + features
 
 
 def regathering(work: Work, layouts: Columns, machine: Machine, seq_len: Number) -> Number:

@@ -248,6 +248,15 @@ def block_compute(
     recomputation = recomputation + np.where(layouts.recomputation("attention"), attention_forward, 0.0)
     again = elementwise_forward - last_elementwise
     recomputation = recomputation + np.where(layouts.recomputation("block"), again, 0.0)
+    tiles = mlp_tiles(machine, tokens, layouts)
+    # A tile's forward runs again: under full in place of the block's, but for what that would leave out.
+    in_mlp = sum(each for (each, _, _), gemm in zip(matmuls, work.matrices, strict=True) if gemm.mlp)
+    of_mlp = in_mlp + machine.element * tokens / (machine.bandwidth * machine.memory) * (
+        machine.elementwise_wide * work.wide / layouts.tp
+    )
+    stops = layouts.recomputation("matmuls") & (last_matmul > 0)
+    recomputation = recomputation + (tiles > 1) * np.where(stops, last_matmul + last_elementwise, of_mlp)
+    summed = work.trained_mlp(layouts.tp) * (machine.element + 2 * np.maximum(machine.element, 4.0))
     return BlockCompute(
         matmul_forward=matmul_forward,
         matmul_inputs=sum(inputs for _, inputs, _ in matmuls),
@@ -256,11 +265,18 @@ def block_compute(
         attention_backward=sum(backward for _, backward in cores),
         elementwise_forward=elementwise_forward,
         elementwise_backward=in_block_backward + of_adapters_backward,
-        accumulation=gradient_accumulation(machine, gradients, layouts),
+        accumulation=gradient_accumulation(machine, gradients, layouts)
+        + np.where(tiles > 1, tiles * summed / (machine.bandwidth * machine.memory), 0.0),
         copies_forward=gathering,
         copies_backward=scattering,
         recomputation=recomputation,
     )
+
+
+def mlp_tiles(machine: Machine, tokens: Number, layouts: Columns) -> Number:
+    """Tiles that an MLP runs in; 1: it runs on all at once. tokens: of a micro-batch, before sp."""
+    own = tokens / np.where(layouts.sp > 0, layouts.tp, 1.0)
+    return np.maximum(np.ceil(own / machine.mlp_tile), 1.0)
 
 
 def gradient_accumulation(machine: Machine, gradients: Number, layouts: Columns) -> Number:
