@@ -82,7 +82,7 @@ def check(layout: str, config: Path | None, most: float, folder: Path) -> None:
     config: a configuration file; None: the small Llama.
     """
     memory_grid.make_data(folder, config)
-    found = memory_grid.measure(folder, layout, "bf16")
+    found = memory_grid.measure(folder, layout)
     job = memory_grid.job_of(layout, found, config)
     rows, states = compare(layout, job, found["ranks"]), held(layout, job, found["ranks"])
 
