@@ -137,8 +137,7 @@ def planned(job: Job, *, first_step: bool = False) -> Planned:
     if job.spec.kernels == "cuda":  # on a processor, without a GPU's overhead
         of_gpu = stack_accounting(workload.stack, workload.precision)
         of_loss = {"logit": of_gpu.logit, "logit_split": of_gpu.logit_split}
-        of_kernels = {"context_keys": of_gpu.context_keys, "wide_masks": of_gpu.wide_masks}
-        accounting = replace(accounting, **of_kernels, **of_loss)
+        accounting = replace(accounting, wide_masks=of_gpu.wide_masks, **of_loss)
     stages = stages_of(workload, layouts)
     step = Step(workload.work, layouts, accounting, job.seq_len, stages, first_step=first_step)
     liveness = timeline.Liveness(step)

@@ -274,7 +274,7 @@ def accounting_of(workload: Workload, cluster: Cluster) -> Accounting:
     """Accounting of the workload's stack on the cluster's devices.
 
     A processor has no CUDA context or communicators, and the system's allocator: no overhead is counted. Its
-    attention copies no keys, its dropout saves wide masks.
+    dropout saves wide masks.
     """
     accounting = stack_accounting(
         workload.stack, workload.precision, workload.reduce_dtype, workload.optimizer
@@ -286,14 +286,12 @@ def accounting_of(workload: Workload, cluster: Cluster) -> Accounting:
         offload=workload.offload != "none",
     )
     if cluster.gpu.processor:
-        keys = "gathered" if accounting.context_keys == "copied" else accounting.context_keys
         return replace(
             accounting,
             reserved=0.0,
             own_streams=0.0,
             context=0.0,
             communicator=0.0,
-            context_keys=keys,
             wide_masks=True,
         )
     return accounting

@@ -69,7 +69,7 @@ def tensors(step: Step, flight: InFlight) -> Iterator[Tensor]:
         yield from freed_gradients(step)
     yield from activation_tensors(step, flight)
     yield from head_tensors(step)
-    yield from collective_buffers(step)
+    yield from collective_buffers(step, flight)
     yield from idle_memory(step, flight)
 
 
@@ -351,7 +351,7 @@ def head_tensors(step: Step) -> Iterator[Tensor]:
     yield Tensor(name, GRADIENTS, FIRST, FIRST, at_end * pending)
 
 
-def collective_buffers(step: Step) -> Iterator[Tensor]:
+def collective_buffers(step: Step, flight: InFlight) -> Iterator[Tensor]:
     """Yield inputs and outputs of collectives, as they were counted in FSDP2.
 
     FSDP2 keeps a reduce-scatter's input until the next one, and an all-gather's output likewise. Between
@@ -371,7 +371,8 @@ def collective_buffers(step: Step) -> Iterator[Tensor]:
 
     name = "input of the reduce-scatter before"
     by_micro_batch = step.sharded & (layouts.zero >= 2) & step.accumulates
-    earlier = np.where(by_micro_batch, step.last_reduced * reduce_bytes, 0.0)
+    last_reduced = np.where(step.last_reduced > 0, step.last_reduced, block.trained)
+    earlier = np.where(by_micro_batch, last_reduced * reduce_bytes, 0.0)
     yield Tensor(name, COMMUNICATION, START, NORM, earlier)
     yield Tensor(name, COMMUNICATION, LAST, LAST, np.where(step.head_reduce > 0, 0.0, earlier))
     yield Tensor("input of the head's reduce-scatter", COMMUNICATION, HEAD_REDUCE, LAST, step.head_reduce)
@@ -383,7 +384,8 @@ def collective_buffers(step: Step) -> Iterator[Tensor]:
     all_reduce = np.where(step.replicated, block.trained * reduce_bytes, 0.0)
     if not accounting.shards_masters:
         yield Tensor("a block's all-reduce", COMMUNICATION, LAST, SECOND, all_reduce)
-    yield Tensor("a block's all-reduce", COMMUNICATION, FIRST, FIRST, np.where(step.frees, 0.0, all_reduce))
+    behind_backward = np.where(step.frees, 0.0, np.maximum(all_reduce - flight.first_block, 0.0))
+    yield Tensor("a block's all-reduce", COMMUNICATION, FIRST, FIRST, behind_backward)
     name = "input of the last reduce-scatter"
     yield Tensor(name, COMMUNICATION, LAST_REDUCE, LAST_REDUCE, step.last_reduce)
 
