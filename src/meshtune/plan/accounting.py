@@ -120,6 +120,7 @@ class Accounting:
     precision: Copies
     element: float = 2  # bytes of an element of activations
     bucket_elements: float = BUCKET_ELEMENTS  # whose gradients an update converts at a time
+    slice_bytes: float = 0.0  # made for each element of a slice of an update that is not compiled
     offload: bool = False  # the optimizer's states are in host memory, and masters that ZeRO does not shard
     in_backward: bool = False  # a gradient is freed once it is complete, behind its update
     shards_masters: bool = True  # ZeRO's shards are the masters; weights are gathered from them (FSDP)
@@ -232,8 +233,10 @@ def engine_accounting(
     `precision`, `element` and `reduce_bytes`, which follow from the settings.
     """
     copies = copies_of(precision, reduce_dtype, optimizer)
-    row = OPTIMIZERS[updated_by(optimizer, PRECISIONS[precision].trained)]
-    others = {"bucket_elements": row.bucket_elements, **others}
+    trained = PRECISIONS[precision].trained
+    row = OPTIMIZERS[updated_by(optimizer, trained)]
+    in_16 = trained == "bfloat16" and row.slice_bytes_in_16
+    others = {"bucket_elements": row.bucket_elements, "slice_bytes": in_16 or row.slice_bytes, **others}
     return Accounting(copies, element=copies.weight, reduce_bytes=copies.accumulated, **others)
 
 
@@ -284,6 +287,7 @@ def accounting_of(workload: Workload, cluster: Cluster) -> Accounting:
         loss_memory=workload.loss_memory(cluster),
         in_backward=workload.step_in_backward,
         offload=workload.offload != "none",
+        slice_bytes=0.0 if workload.fuses(cluster) else accounting.slice_bytes,
     )
     if cluster.gpu.processor:
         return replace(
