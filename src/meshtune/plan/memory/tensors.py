@@ -242,6 +242,14 @@ def gradient_tensors(step: Step, flight: InFlight) -> Iterator[Tensor]:
     yield Tensor(name, GRADIENTS, FIRST, LAST_REDUCE, states)
     yield Tensor(name, GRADIENTS, FIRST, FIRST, -step.new_block)
     yield Tensor(name, GRADIENTS, FIRST, TIED, -step.new_embedding)
+    # Replicas sum a group when its last gradient is there: of the first block and the rest at the end.
+    own_sums = step.replicated & ~step.sharded & ~step.frees & np.asarray(step.accounting.shards_masters)
+    new_sums = (block.trained + elements.outside.trained) * precision.accumulated
+    new_sums = new_sums - step.head_gradient * precision.gradient - flight.made * own
+    yield Tensor(name, GRADIENTS, FIRST, FIRST, np.where(own_sums & ~step.accumulates, -new_sums, 0.0))
+    narrow = 2 * precision.gradient * (precision.gradient < precision.accumulated) or precision.gradient
+    copies = np.where(step.accumulates, precision.accumulated, narrow) * elements.outside.trained
+    yield Tensor("the last sum", GRADIENTS, LAST_REDUCE, LAST_REDUCE, np.where(own_sums, copies, 0.0))
     shards = np.where(step.frees, 0.0, elements.total.trained_shard * precision.sharded_gradient)
     reduced = np.where(step.sharded, shards, states)
     yield Tensor(name, GRADIENTS, UPDATE, UPDATE, reduced)
