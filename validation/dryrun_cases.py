@@ -59,8 +59,9 @@ class Case:
         """The job of the case, for one kind of kernels."""
         spec = ModelSpec(source=MODELS[self.model], init="random", kernels=kernels, **self.options)
         return Job(
-            spec=spec, optimizer=OptimizerSpec(name=self.optimizer, **self.updates), layout=Layout.parse(self.layout),
-            seq_len=SEQ_LEN, documents=self.documents, every_micro_batch=True,
+            spec=spec, optimizer=OptimizerSpec(name=self.optimizer, **self.updates),
+            layout=Layout.parse(self.layout), seq_len=SEQ_LEN, documents=self.documents,
+            every_micro_batch=True,
         )  # fmt: skip
 
 

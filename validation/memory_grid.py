@@ -1,6 +1,6 @@
 """The planner's memory against that of real training steps, over a grid of layouts on CPU ranks.
 
-    python validation/memory_grid.py [--layouts mb2-ga2,zero3x2-mb2-ga2] [--set train.precision=fp32 …] --out FILE.json
+    python validation/memory_grid.py [--layouts mb2-ga2,… --set train.precision=fp32 …] --out FILE.json
     python validation/memory_grid.py --of FILE.json     # compares what was measured before
 
 A small Llama, or the model that `--config CONFIG.json` describes, is trained two steps per layout through the

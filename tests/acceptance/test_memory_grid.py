@@ -77,7 +77,11 @@ def test_the_planner_counts_recurrent_layers_and_sinks(family: str, tmp_path: Pa
 
 
 IN_BACKWARD = ("train.step_in_backward=true", "train.max_grad_norm=0")
-HOST, EIGHT_BITS, QLORA = "train.offload=optimizer", "train.optimizer=adamw-8bit", ("method=qlora", "lora.r=64")
+HOST, EIGHT_BITS, QLORA = (
+    "train.offload=optimizer",
+    "train.optimizer=adamw-8bit",
+    ("method=qlora", "lora.r=64"),
+)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +89,7 @@ HOST, EIGHT_BITS, QLORA = "train.offload=optimizer", "train.optimizer=adamw-8bit
     cases(
         [
             ("mb2-ga1", (*IN_BACKWARD, HOST)),
-            ("zero3x2-mb2-ga2-offload", (*QLORA, HOST)),
+            ("zero3x2-mb2-ga2", (*QLORA, HOST)),
             ("mb2-ga2", QLORA),
             ("pp2-1f1b-mb1-ga4", QLORA),
             ("zero3x2-mb2-ga2", (EIGHT_BITS,)),

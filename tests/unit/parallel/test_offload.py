@@ -206,9 +206,7 @@ def test_copies_and_computation_wait_for_each_other(log: Log) -> None:
     assert log.names == [*leave, *again, *come]  # the fourth block keeps all that it needs
 
 
-def test_states_come_while_the_bucket_before_is_updated(
-    log: Log, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_states_come_while_the_bucket_before_is_updated(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of two buckets are on the device: a third comes once the first's are on the host."""
     monkeypatch.setattr(optimizer, "BUCKET_ELEMENTS", 1)
     named = [(str(number), nn.Parameter(torch.ones(2, 2))) for number in range(3)]
