@@ -91,7 +91,7 @@ HOST, EIGHT_BITS, QLORA = (
             ("mb2-ga1", (*IN_BACKWARD, HOST)),
             ("zero3x2-mb2-ga2", (*QLORA, HOST)),
             ("mb2-ga2", QLORA),
-            ("pp2-1f1b-mb1-ga4", QLORA),
+            ("dp2-mb2-ga2", QLORA),
             ("zero3x2-mb2-ga2", (EIGHT_BITS,)),
             ("pp2-1f1b-mb1-ga4", (EIGHT_BITS,)),
             ("zero3x2-mb2-ga2", (HOST,)),

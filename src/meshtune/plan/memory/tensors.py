@@ -249,7 +249,7 @@ def gradient_tensors(step: Step, flight: InFlight) -> Iterator[Tensor]:
     yield Tensor(name, GRADIENTS, FIRST, FIRST, np.where(own_sums & ~step.accumulates, -new_sums, 0.0))
     narrow = 2 * precision.gradient * (precision.gradient < precision.accumulated) or precision.gradient
     copies = np.where(step.accumulates, precision.accumulated, narrow) * elements.outside.trained
-    yield Tensor("the last sum", GRADIENTS, LAST_REDUCE, LAST_REDUCE, np.where(own_sums, copies, 0.0))
+    yield Tensor("the last group's sum", GRADIENTS, LAST_REDUCE, LAST_REDUCE, np.where(own_sums, copies, 0.0))
     shards = np.where(step.frees, 0.0, elements.total.trained_shard * precision.sharded_gradient)
     reduced = np.where(step.sharded, shards, states)
     yield Tensor(name, GRADIENTS, UPDATE, UPDATE, reduced)
