@@ -89,7 +89,7 @@ HOST, EIGHT_BITS, QLORA = (
     cases(
         [
             ("mb2-ga1", (*IN_BACKWARD, HOST)),
-            ("zero3x2-mb2-ga2", (*QLORA, HOST)),
+            ("zero3x2-mb2-ga2-offload", (*QLORA, HOST)),
             ("mb2-ga2", QLORA),
             ("dp2-mb2-ga2", QLORA),
             ("zero3x2-mb2-ga2", (EIGHT_BITS,)),
@@ -116,8 +116,8 @@ def check(
     layout: str, config: Path | None, most: float, folder: Path, *,
     settings: tuple[str, ...] = (), of_states: float = 0,
 ) -> None:  # fmt: skip
-    """Assert that the planner's bytes are right within `of_states` for states, those in host memory too, and
-    within `most` for the rest.
+    """Assert that the planner's bytes are right within `most` for a phase, and within `of_states` for states,
+    those in host memory too; where those are exact, within `most` for the rest too.
 
     config: a configuration file; None: the small Llama.
     """
@@ -131,5 +131,5 @@ def check(
         assert each.measured == pytest.approx(each.predicted, rel=of_states, abs=0)
     for row in rows:
         assert abs(row.error) < most, row
-        if row.phase != "optimizer":  # an update has nothing but states
+        if row.phase != "optimizer" and not of_states:  # an update has nothing but states
             assert abs(row.rest_error) < most, row
