@@ -215,7 +215,8 @@ def test_states_come_while_the_bucket_before_is_updated(log: Log, monkeypatch: p
     chosen = {"betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0, "offload": torch.device("cpu")}
     updates = optimizer.Optimizer(named, **chosen)
     assert updates.host is not None
-    updates.host.streams = [Stream("there", log), Stream("back", log)]
+    streams: list[Any] = [Stream("there", log), Stream("back", log)]
+    updates.host.streams = streams
     with log:
         updates.step(1e-3)
     bring, give = ["there waits for compute", *2 * ["in"]], ["back waits for compute", *2 * ["out"]]
