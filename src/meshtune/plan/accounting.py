@@ -29,9 +29,6 @@ if TYPE_CHECKING:
 
 
 Context = Literal["gathered", "copied", "sent on"]  # what context parallelism does with keys and values
-# Rajbhandari et al. 2020, section 3.1: 2 + 2 + 12; and with a sum of micro-batches in fp32
-MIXED = Copies(2, 2, 2, 4, 8)
-MIXED_BESIDE = Copies(2, 2, 4, 4, 8, beside=1)
 
 
 class Saved(NamedTuple):
@@ -69,8 +66,6 @@ class Saved(NamedTuple):
         )
 
 
-# Korthikanti et al. 2022 (arXiv:2205.05198), table 2, 16-bit with dropout: 10 + 24/t + 5as/(ht)
-MEGATRON = Saved(outside=6, entering=4, queries=2, keys=2, heads=0, output=2, wide=4, scores=5)
 # Hugging Face's Llama with a flash kernel, bf16, measured to the byte: 20h + 4·h_kv + 8f + 4a + 8
 EAGER = Saved(outside=12, entering=4, queries=2, keys=2, heads=4, output=2, wide=4, scores=0, constant=8)
 
