@@ -48,6 +48,7 @@ class Case:
     model: str = "llama"  # of MODELS
     documents: tuple[int, ...] = PACKED
     optimizer: str = "adamw"
+    updates: Mapping[str, bool] = field(default_factory=dict)  # of OptimizerSpec
     options: Mapping[str, Any] = field(default_factory=dict)  # of ModelSpec
 
     @property
@@ -58,8 +59,9 @@ class Case:
         """The job of the case, for one kind of kernels."""
         spec = ModelSpec(source=MODELS[self.model], init="random", kernels=kernels, **self.options)
         return Job(
-            spec=spec, optimizer=OptimizerSpec(name=self.optimizer), layout=Layout.parse(self.layout),
-            seq_len=SEQ_LEN, documents=self.documents, every_micro_batch=True,
+            spec=spec, optimizer=OptimizerSpec(name=self.optimizer, **self.updates),
+            layout=Layout.parse(self.layout), seq_len=SEQ_LEN, documents=self.documents,
+            every_micro_batch=True,
         )  # fmt: skip
 
 
@@ -119,6 +121,13 @@ GRID = (
     Case(layout="tp2-sp-mb2-ga2", note="moments in 16 bits", optimizer="adamw-bf16"),
     Case(layout="zero3x2-mb2-ga2", note="moments in 8 bits", optimizer="adamw-8bit"),
     Case(layout="dp2-mb2-ga2", note="Adafactor", optimizer="adafactor"),
+    Case(layout="zero3x2-mb2-ga2", note="updates in the backward", updates={"in_backward": True}),
+    Case(layout="dp2-mb2-ga1", note="updates in the backward, states in host memory",
+         updates={"in_backward": True, "offload": True}),
+    Case(layout="zero3x2-mb2-ga2-offload", note="states in host memory", updates={"offload": True}),
+    Case(layout="pp2-1f1b-mb1-ga4", note="moments in 8 bits in host memory", optimizer="adamw-8bit",
+         updates={"offload": True}),
+    Case(layout="zero3x2-mb2-ga2-full", note="QLoRA", options={"lora": LORA, "quantise": "bfloat16"}),
     Case(layout="pp2-1f1b-mb1-ga4", note="Muon", optimizer="muon"),
     Case(layout="zero3x2-mb2-ga2", note="one document", documents=(SEQ_LEN,)),
     Case(layout="tp2-sp-mb2-ga1-full", note="a short document, the rest is padding", documents=(20,)),

@@ -9,6 +9,7 @@ without any tolerance:
 
     bytes         the peak of each phase of both steps, in total and in each category of the ledger
     collectives   of both steps, in the order in which they are issued: op, axis, bytes
+    host memory   bytes of its buffers, and copies there and back in their order: bytes, phase
 
 gloo's worker threads let go of a collective's tensors some time after they have woken who waits, so that a
 real step may hold some that it has freed. Collectives that wait return here only when that has happened.
@@ -42,7 +43,15 @@ from ranks import run_ranks  # noqa: E402
 
 from meshtune.dryrun.ranks import trace_ranks  # noqa: E402
 from meshtune.dryrun.world import Job, batch_of, record, trace_rank  # noqa: E402
-from meshtune.meter.trace import GATHERED, GRADIENTS, OPTIMIZER, WEIGHTS, RankTrace, StepTrace  # noqa: E402
+from meshtune.meter.trace import (  # noqa: E402
+    GATHERED,
+    GRADIENTS,
+    OFFLOADS,
+    OPTIMIZER,
+    WEIGHTS,
+    RankTrace,
+    StepTrace,
+)
 from meshtune.parallel.mesh import join  # noqa: E402
 from meshtune.rundir import write_text_atomically  # noqa: E402
 from meshtune.train.model import rank_model  # noqa: E402
@@ -60,6 +69,8 @@ class Step(NamedTuple):
     peaks: dict[str, tuple[int, dict[str, int]]]  # phase -> (bytes, those of each category that has any)
     most: dict[str, int]  # category -> the most bytes that it has at any time of the step
     collectives: list[tuple[str, str, int]]  # op, axis, bytes
+    host: int  # bytes of host memory
+    copies: list[tuple[str, int, str]]  # there and back, in their order: operation, bytes, phase
 
 
 def summary(steps: Sequence[StepTrace]) -> list[Step]:
@@ -71,7 +82,9 @@ def summary(steps: Sequence[StepTrace]) -> list[Step]:
             most |= Counter(sizes)
         peaks = {phase: (total, dict(+Counter(parts))) for phase, (total, parts) in step.peaks.items()}
         collectives = [(each.op, each.axis, each.bytes) for each in step.collectives()]
-        summaries.append(Step(peaks, dict(most), collectives))
+        moved = [each for each in step.operations if each.name in OFFLOADS]
+        copies = [(each.name, each.written, each.phase) for each in moved]
+        summaries.append(Step(peaks, dict(most), collectives, step.host_bytes, copies))
     return summaries
 
 
@@ -117,10 +130,15 @@ def differences(expected: Sequence[Sequence[Step]], found: Sequence[Sequence[Ste
                 yield f"{where}: peak of {phase} {total:,} bytes, dry run {other:,}: {more}"
         if more := _unequal(step.most, fake.most):
             yield f"{where}: most bytes at any time, {more}"
-        messages = zip_longest(step.collectives, fake.collectives)
-        wrong = next(((n, *pair) for n, pair in enumerate(messages) if pair[0] != pair[1]), None)
-        if wrong is not None:
-            yield f"{where}: collective {wrong[0]} is {wrong[1]}, dry run {wrong[2]}"
+        if step.host != fake.host:
+            yield f"{where}: {step.host:,} bytes of host memory, dry run {fake.host:,}"
+        for kind, both in (
+            ("collective", zip_longest(step.collectives, fake.collectives)),
+            ("copy", zip_longest(step.copies, fake.copies)),
+        ):
+            wrong = next(((n, *pair) for n, pair in enumerate(both) if pair[0] != pair[1]), None)
+            if wrong is not None:
+                yield f"{where}: {kind} {wrong[0]} is {wrong[1]}, dry run {wrong[2]}"
 
 
 def state_differences(expected: Sequence[Sequence[Step]], found: Sequence[Sequence[Step]]) -> Iterator[str]:

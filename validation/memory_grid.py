@@ -1,16 +1,17 @@
 """The planner's memory against that of real training steps, over a grid of layouts on CPU ranks.
 
-    python validation/memory_grid.py [--layouts mb2-ga2,zero3x2-mb2-ga2] [--precision bf16] --out FILE.json
+    python validation/memory_grid.py [--layouts mb2-ga2,… --set train.precision=fp32 …] --out FILE.json
     python validation/memory_grid.py --of FILE.json     # compares what was measured before
 
 A small Llama, or the model that `--config CONFIG.json` describes, is trained two steps per layout through the
 real engine, each rank watched by PhaseMemory. Every row is one full document with all tokens labelled, so the
 numbers are the same in every run. FILE.json:
 
-    {"<layout>": {"precision", "ranks": [{"rank", "steps": [{"step", "phase", "bytes", "parts"}],
-                                          "states": {"weights", "gathered", "gradients", "optimizer"}}]}}
+    {"<layout>": {"settings": ["<section>.<key>=<value>"],
+                  "ranks": [{"rank", "steps": [{"step", "phase", "bytes", "parts"}],
+                             "states": {"weights", "gathered", "gradients", "optimizer", "host"}}]}}
 
-Layouts in another precision than bf16 are named "<layout> <precision>".
+Layouts with other settings are named "<layout> <setting> <setting> …".
 
 The second step, the first one that has all optimizer state, is compared with the planner's events
 (memory_rows.py).
@@ -20,6 +21,7 @@ without the model's buffers and the optimizer's step counters; the weights that 
 are when the last micro-batch's forward begins, if an earlier one gathered them. What ZeRO-1 holds of
 gradients in between is FSDP2's own; there unit tests compare the planner with `partition.share`, and that
 with real ranks.
+Host memory is that of the buffers for what is offloaded, after the last step.
 Gradients that replicas sum are 4 bytes more than predicted for each parameter tensor: the same all-reduce
 carries the number of ranks that have one.
 
@@ -36,10 +38,13 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
+from weakref import WeakKeyDictionary
 
 import torch
 from memory_rows import compare, errors, held
@@ -48,6 +53,7 @@ from transformers import LlamaConfig, PretrainedConfig, PreTrainedTokenizerFast
 
 from meshtune import config, launch
 from meshtune.api import build
+from meshtune.api.resolve import model_spec, optimizer_spec
 from meshtune.config import Config
 from meshtune.dryrun.world import TRACED_STEPS, Job
 from meshtune.launch import Rank
@@ -57,11 +63,11 @@ from meshtune.meter.phases import PhaseMemory
 from meshtune.meter.trace import GATHERED
 from meshtune.model.anatomy import auto_class
 from meshtune.model.load import read_config
-from meshtune.precision import PRECISIONS
+from meshtune.optim import host
+from meshtune.parallel import offload
 from meshtune.rundir import write_text_atomically
 from meshtune.train import loop
 from meshtune.train.measure import Meter
-from meshtune.train.model import ModelSpec, OptimizerSpec
 
 SEQ_LEN = 512
 MODEL = LlamaConfig(
@@ -69,8 +75,8 @@ MODEL = LlamaConfig(
     num_key_value_heads=4, max_position_embeddings=SEQ_LEN, tie_word_embeddings=False, pad_token_id=0,
     bos_token_id=1, eos_token_id=2,
 )  # fmt: skip
-GRID = {
-    "bf16": (
+GRID: dict[tuple[str, ...], tuple[str, ...]] = {  # settings -> layouts
+    (): (
         "mb2-ga1", "mb2-ga2", "mb2-ga2-attention", "mb2-ga2-selective", "mb2-ga2-full",
         "mb2-ga2-selective4", "mb2-ga2-full4", "zero3x2-mb2-ga2-full4", "pp2-1f1b-mb1-ga4-full2",
         "pp2-interleaved1f1b-v2-mb1-ga4-full1",
@@ -85,8 +91,8 @@ GRID = {
         "zero1x2-pp2-1f1b-mb1-ga4", "dp2-tp2-sp-pp2-1f1b-mb1-ga4-full",
         "tp2-sp-regather-pp2-1f1b-mb1-ga4",
     ),
-    "fp32": ("mb2-ga2", "zero3x2-mb2-ga2", "tp2-sp-mb2-ga2"),
-    "bf16-pure": ("mb2-ga2",),
+    ("train.precision=fp32",): ("mb2-ga2", "zero3x2-mb2-ga2", "tp2-sp-mb2-ga2"),
+    ("train.precision=bf16-pure",): ("mb2-ga2",),
 }  # fmt: skip
 MOST_ROWS = 64  # as many as two steps of the largest batch take
 
@@ -118,15 +124,15 @@ class Recorder(PhaseMemory):
         if name == "forward":
             self.states["gathered"] = storage_bytes(self.known()[GATHERED])
         elif name == "optimizer":
-            masters = storage_bytes([*self.model.parameters(), *self._state()]) - parameters
+            masters = storage_bytes([*self.model.parameters(), *self._on_device()]) - parameters
             gradients = storage_bytes(self.optimizer.gradients())
             self.states |= {"weights": parameters, "gradients": gradients, "optimizer": masters}
         with super().phase(name):
             yield
 
-    def _state(self) -> list[Tensor]:
-        """The optimizer's, masters among them; not its counters of steps."""
-        return [tensor for tensor in self.optimizer.state().values() if tensor.ndim]
+    def _on_device(self) -> list[Tensor]:
+        """The optimizer's state, masters among it; not its counters of steps."""
+        return [tensor for tensor in self.optimizer.on_device().values() if tensor.ndim]
 
 
 def model_of(file: Path | None) -> PretrainedConfig:
@@ -158,54 +164,68 @@ def make_data(folder: Path, file: Path | None = None) -> None:
     (folder / "train.jsonl").write_text("".join(lines))
 
 
-def settings_of(data: Path, output: Path, layout: Layout, precision: str) -> Config:
+def settings_of(data: Path, output: Path, layout: Layout, settings: Sequence[str]) -> Config:
     """Config of TRACED_STEPS steps under this layout, with the global batch size that follows from it.
 
-    data: folder of `make_data`. output: the run folder.
+    data: folder of `make_data`. output: the run folder. settings: section.key=value each.
     """
     overrides = [
         f"model.name={data / 'model'}", f"data.train={data / 'train.jsonl'}", f"data.cache={data / 'cache'}",
         f"data.seq_len={SEQ_LEN}", "data.train_on=all", "data.overlong=cut", "method=full",
         f"train.global_batch_size={layout.global_batch_size}", f"train.max_steps={TRACED_STEPS}",
-        f"train.precision={precision}", "train.device=cpu", "checkpoint.every=0", "log.to=[jsonl]",
-        f"layout={layout}", f"output={output}",
+        "train.device=cpu", "checkpoint.every=0", "log.to=[jsonl]", f"layout={layout}", f"output={output}",
+        *settings,
     ]  # fmt: skip
     return config.load(None, overrides)
 
 
+@contextmanager
+def host_memory() -> Iterator[WeakKeyDictionary[torch.UntypedStorage, int]]:
+    """Bytes of each host buffer that is allocated in this context, while it lives. On a processor they are
+    memory like all other.
+    """
+    real, allocated = offload.host_buffer, WeakKeyDictionary[torch.UntypedStorage, int]()
+
+    def counted(like: Tensor, size: int) -> Tensor:
+        storage = (buffer := real(like, size)).untyped_storage()
+        allocated[storage] = storage.nbytes()
+        return buffer
+
+    with patch.object(offload, "host_buffer", counted), patch.object(host, "host_buffer", counted):
+        yield allocated
+
+
 def train_rank(rank: Rank, settings: Config, results: Path) -> None:
     """Train on this rank and write its peaks and states to `results`/<rank>.json."""
-    run = build.build(settings)
-    recorder = Recorder(run.meter.memory)
-    run.meter = Meter(run.world, recorder)
-    loop.train(run)
-    found = {"rank": rank.number, "steps": recorder.steps, "states": recorder.states}
+    with host_memory() as allocated:
+        run = build.build(settings)
+        recorder = Recorder(run.meter.memory)
+        run.meter = Meter(run.world, recorder)
+        loop.train(run)
+    states = recorder.states | {"host": sum(allocated.values())}
+    found = {"rank": rank.number, "steps": recorder.steps, "states": states}
     (results / f"{rank.number}.json").write_text(json.dumps(found))
 
 
-def measure(data: Path, layout: str, precision: str) -> dict[str, Any]:
+def measure(data: Path, layout: str, settings: Sequence[str] = ()) -> dict[str, Any]:
     """Train under the layout on ranks of this machine, and return the peaks and states of each rank.
 
-    data: folder of `make_data`. Returns one value of FILE.json (see above).
+    data: folder of `make_data`. settings: as of `settings_of`. Returns one value of FILE.json (see above).
     """
     parsed = Layout.parse(layout)
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder)
-        settings = settings_of(data, results / "run", parsed, precision)
-        launch.run(train_rank, settings, results, ranks=parsed.world)
+        chosen = settings_of(data, results / "run", parsed, settings)
+        launch.run(train_rank, chosen, results, ranks=parsed.world)
         ranks = [json.loads((results / f"{rank}.json").read_text()) for rank in range(parsed.world)]
-    return {"precision": precision, "ranks": ranks}
+    return {"settings": [*settings], "ranks": ranks}
 
 
-def cases(layouts: str | None, precision: str | None) -> list[tuple[str, str]]:
-    """(Layout, precision) of each case to measure.
-
-    layouts: comma-separated, measured in `precision`, None for bf16. None: the cases of GRID in `precision`,
-    or all of them.
-    """
+def cases(layouts: str | None, settings: Sequence[str]) -> list[tuple[str, Sequence[str]]]:
+    """(Layout, settings) of each case to measure. layouts: comma-separated; None: the cases of GRID."""
     if layouts:
-        return [(layout, precision or "bf16") for layout in layouts.split(",")]
-    return [(layout, kind) for kind in GRID if precision in (None, kind) for layout in GRID[kind]]
+        return [(layout, settings) for layout in layouts.split(",")]
+    return [(layout, each) for each in GRID for layout in GRID[each]]
 
 
 # comparing #
@@ -213,9 +233,12 @@ def cases(layouts: str | None, precision: str | None) -> list[tuple[str, str]]:
 
 def job_of(name: str, found: Mapping[str, Any], file: Path | None = None) -> Job:
     """The job of a layout. found: what `measure` returned for it. file: of the model, see `model_of`."""
-    spec = ModelSpec(source=model_of(file), init="random", precision=found["precision"])
     layout = Layout.parse(name.split()[0])
-    return Job(spec=spec, optimizer=OptimizerSpec(), layout=layout, seq_len=SEQ_LEN, documents=(SEQ_LEN,))
+    settings = settings_of(Path(), Path(), layout, found["settings"])
+    spec = replace(model_spec(settings, "meshtune", "cpu"), source=model_of(file), init="random")
+    return Job(
+        spec=spec, optimizer=optimizer_spec(settings), layout=layout, seq_len=SEQ_LEN, documents=(SEQ_LEN,)
+    )
 
 
 def report(found: Mapping[str, Any], file: Path | None) -> str:
@@ -246,13 +269,13 @@ def report(found: Mapping[str, Any], file: Path | None) -> str:
             for row in rows
         ),
         "",
-        "| layout | rank | weights | gathered | gradients | optimizer | as predicted |",
-        "| --- | --- | ---: | ---: | ---: | ---: | --- |",
+        "| layout | rank | weights | gathered | gradients | optimizer | host | as predicted |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: | --- |",
         *(
             f"| {each.name} | {each.rank} | "
             + " | ".join(
                 f"{each.measured[part]:,}" if part in each.measured else ""
-                for part in ("weights", "gathered", "gradients", "optimizer")
+                for part in ("weights", "gathered", "gradients", "optimizer", "host")
             )
             + f" | {each.surplus or 'yes'} |"
             for each in states
@@ -265,7 +288,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--layouts", help="comma-separated; default: the whole grid")
-    parser.add_argument("--precision", choices=[*PRECISIONS])
+    parser.add_argument("--set", action="append", default=[], help="section.key=value, with --layouts")
     parser.add_argument("--config", type=Path, help="a config.json; default: a small Llama")
     files = parser.add_mutually_exclusive_group(required=True)
     files.add_argument("--out", type=Path, help="where the measured bytes go")
@@ -275,9 +298,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         if options.out:
             make_data(Path(folder), options.config)
-        for layout, precision in cases(options.layouts, options.precision) if options.out else ():
-            name, started = layout if precision == "bf16" else f"{layout} {precision}", time.perf_counter()
-            found[name] = measure(Path(folder), layout, precision)
+        for layout, settings in cases(options.layouts, options.set) if options.out else ():
+            name, started = " ".join([layout, *settings]), time.perf_counter()
+            found[name] = measure(Path(folder), layout, settings)
             write_text_atomically(options.out, json.dumps(found, indent=1) + "\n")
             print(f"{name}: {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
     print(report(found, options.config))

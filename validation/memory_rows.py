@@ -4,7 +4,7 @@
      └────> the planner's events ─────────────────────────────────────────────────────────┴──> Row, Held
 
 What a rank held, as plain values: {"rank", "steps": [{"step", "phase", "bytes", "parts"}], "states":
-{"weights", "gathered", "gradients", "optimizer"}}. A phase's peak is compared with the fullest
+{"weights", "gathered", "gradients", "optimizer", "host"}}. A phase's peak is compared with the fullest
 of the planner's events in it:
 
     forward               the loss
@@ -137,8 +137,7 @@ def planned(job: Job, *, first_step: bool = False) -> Planned:
     if job.spec.kernels == "cuda":  # on a processor, without a GPU's overhead
         of_gpu = stack_accounting(workload.stack, workload.precision)
         of_loss = {"logit": of_gpu.logit, "logit_split": of_gpu.logit_split}
-        of_kernels = {"context_keys": of_gpu.context_keys, "wide_masks": of_gpu.wide_masks}
-        accounting = replace(accounting, **of_kernels, **of_loss)
+        accounting = replace(accounting, wide_masks=of_gpu.wide_masks, **of_loss)
     stages = stages_of(workload, layouts)
     step = Step(workload.work, layouts, accounting, job.seq_len, stages, first_step=first_step)
     liveness = timeline.Liveness(step)
@@ -183,9 +182,9 @@ def compare(name: str, job: Job, ranks: Sequence[Mapping[str, Any]], step: int =
 def held(name: str, job: Job, ranks: Sequence[Mapping[str, Any]]) -> list[Held]:
     """Model states beside the planner's, one Held per kind of rank. ranks: as in `compare`."""
     found, states = planned(job), []
-    for (label, place), at in zip(found.ranks, found.events, strict=True):
+    for (label, place), at, host in zip(*found, strict=True):
         rank = next(each for each in ranks if coordinates(job.layout, each["rank"])["pp"] == place)
-        expected = {part: round(at["update"][part]) for part in STATES}
+        expected = {part: round(at["update"][part]) for part in STATES} | {"host": round(host)}
         if GATHERED in states_of(job.layout) and job.layout.pp == 1 < job.layout.gradient_accumulation_steps:
             expected["gathered"] = round(at["loss"][GATHERED])
         states.append(Held(name, label, {part: rank["states"][part] for part in expected}, expected))

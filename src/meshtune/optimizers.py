@@ -10,6 +10,7 @@ from meshtune.errors import Table
 from meshtune.precision import DTYPE_BYTES, PRECISIONS, SCALE_BLOCK
 
 BUCKET_ELEMENTS = 64 * 2**20  # 256 MiB of fp32 gradients at a time
+SLICES, SMALLEST_SLICE = 256, 2**16  # of a rank's elements, each updated at a time where nothing is compiled
 Shape = tuple[int, ...]
 
 
@@ -51,6 +52,9 @@ class Optimizer:
     # write where nothing is compiled, as `meshtune dryrun` counts them.
     moved: int
     moved_in_16: int | None = None  # the same of weights trained in 16 bits; None: `moved`
+    # Bytes that an update in one pass makes for each element of a slice where nothing is compiled.
+    slice_bytes: int = 0
+    slice_bytes_in_16: int | None = None  # the same of weights trained in 16 bits; None: `slice_bytes`
     bucket_elements: int = BUCKET_ELEMENTS  # whose gradients are cast to the trained weights' dtype at a time
     by_element: bool = True  # False: an update reads the whole tensor, so that no rank may have a part of it
     # Row for all but the blocks' matrices (census.is_matrix), or where SCALE_BLOCK neighbours share a scale
@@ -106,6 +110,7 @@ OPTIMIZERS = Table(
             ("betas", "eps"),
             131,
             moved_in_16=318,
+            slice_bytes=57,
             bucket_elements=0,
         ),
         "adamw-8bit": Optimizer(
@@ -119,6 +124,7 @@ OPTIMIZERS = Table(
             ("betas", "eps"),
             223,
             moved_in_16=502,
+            slice_bytes=80,
             bucket_elements=0,
             rest="adamw",
         ),
@@ -127,6 +133,8 @@ OPTIMIZERS = Table(
             ("betas",),
             28,
             moved_in_16=239,
+            slice_bytes=24,
+            slice_bytes_in_16=49,
             bucket_elements=0,
         ),
         "adafactor": Optimizer(

@@ -28,11 +28,10 @@ from torch import Tensor
 
 from meshtune.model.pieces import Piece
 from meshtune.optim.updates import zeros
-from meshtune.optimizers import BUCKET_ELEMENTS, OPTIMIZERS
+from meshtune.optimizers import BUCKET_ELEMENTS, OPTIMIZERS, SLICES, SMALLEST_SLICE
 from meshtune.parallel.noise import GAMMA, mixed
 from meshtune.precision import SCALE_BLOCK
 
-SLICES, SMALLEST_SLICE = 256, 2**16  # of a rank's elements, each updated at a time where nothing is compiled
 LOW_BITS = 2**16 - 1  # that bf16 has less than fp32
 SQUARES = {torch.int8: 2, torch.uint8: 3}  # how many times the share of a code is squared to get the value's
 

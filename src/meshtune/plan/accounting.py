@@ -29,9 +29,6 @@ if TYPE_CHECKING:
 
 
 Context = Literal["gathered", "copied", "sent on"]  # what context parallelism does with keys and values
-# Rajbhandari et al. 2020, section 3.1: 2 + 2 + 12; and with a sum of micro-batches in fp32
-MIXED = Copies(2, 2, 2, 4, 8)
-MIXED_BESIDE = Copies(2, 2, 4, 4, 8, beside=1)
 
 
 class Saved(NamedTuple):
@@ -69,8 +66,6 @@ class Saved(NamedTuple):
         )
 
 
-# Korthikanti et al. 2022 (arXiv:2205.05198), table 2, 16-bit with dropout: 10 + 24/t + 5as/(ht)
-MEGATRON = Saved(outside=6, entering=4, queries=2, keys=2, heads=0, output=2, wide=4, scores=5)
 # Hugging Face's Llama with a flash kernel, bf16, measured to the byte: 20h + 4·h_kv + 8f + 4a + 8
 EAGER = Saved(outside=12, entering=4, queries=2, keys=2, heads=4, output=2, wide=4, scores=0, constant=8)
 
@@ -124,6 +119,7 @@ class Accounting:
     precision: Copies
     element: float = 2  # bytes of an element of activations
     bucket_elements: float = BUCKET_ELEMENTS  # whose gradients an update converts at a time
+    slice_bytes: float = 0.0  # made for each element of a slice of an update that is not compiled
     offload: bool = False  # the optimizer's states are in host memory, and masters that ZeRO does not shard
     in_backward: bool = False  # a gradient is freed once it is complete, behind its update
     mlp_tile: float = math.inf  # tokens of a rank that an MLP runs on at a time
@@ -242,8 +238,10 @@ def engine_accounting(
     `precision`, `element` and `reduce_bytes`, which follow from the settings.
     """
     copies = copies_of(precision, reduce_dtype, optimizer)
-    row = OPTIMIZERS[updated_by(optimizer, PRECISIONS[precision].trained)]
-    others = {"bucket_elements": row.bucket_elements, **others}
+    trained = PRECISIONS[precision].trained
+    row = OPTIMIZERS[updated_by(optimizer, trained)]
+    in_16 = trained == "bfloat16" and row.slice_bytes_in_16
+    others = {"bucket_elements": row.bucket_elements, "slice_bytes": in_16 or row.slice_bytes, **others}
     return Accounting(copies, element=copies.weight, reduce_bytes=copies.accumulated, **others)
 
 
@@ -284,7 +282,7 @@ def accounting_of(workload: Workload, cluster: Cluster) -> Accounting:
     """Accounting of the workload's stack on the cluster's devices.
 
     A processor has no CUDA context or communicators, and the system's allocator: no overhead is counted. Its
-    attention copies no keys, its dropout saves wide masks.
+    dropout saves wide masks.
     """
     accounting = stack_accounting(
         workload.stack, workload.precision, workload.reduce_dtype, workload.optimizer
@@ -295,16 +293,15 @@ def accounting_of(workload: Workload, cluster: Cluster) -> Accounting:
         in_backward=workload.step_in_backward,
         offload=workload.offload != "none",
         mlp_tile=workload.mlp_tile or math.inf,
+        slice_bytes=0.0 if workload.fuses(cluster) else accounting.slice_bytes,
     )
     if cluster.gpu.processor:
-        keys = "gathered" if accounting.context_keys == "copied" else accounting.context_keys
         return replace(
             accounting,
             reserved=0.0,
             own_streams=0.0,
             context=0.0,
             communicator=0.0,
-            context_keys=keys,
             wide_masks=True,
         )
     return accounting

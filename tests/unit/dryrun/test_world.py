@@ -34,6 +34,9 @@ SLOW = (  # of the grid, what the runs of tests/parity/test_grid_rows.py do not 
     "zero3x2-mb2-ga2-selective, Gemma 2",
     "zero3x2-mb2-ga2-offload",
     "pp2-gpipe-mb1-ga4-offload",
+    "zero3x2-mb2-ga2-offload, states in host memory",
+    "dp2-mb2-ga1, updates in the backward, states in host memory",
+    "zero3x2-mb2-ga2-full, QLoRA",
 )
 
 

@@ -1,7 +1,7 @@
 """Inputs of recomputed blocks in host memory: the numbers of `full`, less memory, each copy in its place."""
 
 import weakref
-from contextlib import contextmanager
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +12,7 @@ from families import FAMILIES
 from golden import refuses
 from graphs import Graphs
 from tiny import positions_of
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
@@ -20,6 +21,7 @@ from meshtune.attention.register import register
 from meshtune.data.boundaries import row_boundaries
 from meshtune.errors import UserError
 from meshtune.model.anatomy import anatomy
+from meshtune.optim import optimizer
 from meshtune.parallel.offload import Offload
 from meshtune.parallel.recompute import recompute_blocks
 
@@ -29,6 +31,7 @@ BLOCKS, HIDDEN, DOCUMENTS = 4, 64, ((13, 5, 20), (40,), (9, 17))
 SHORT = {  # names of operations in a log
     "meshtune.to_host.default": "out", "meshtune.to_device.default": "in",
     "meshtune.attention.default": "forward", "meshtune.attention_backward.default": "backward",
+    "aten._fused_adamw_.default": "update",
 }  # fmt: skip
 
 
@@ -179,19 +182,20 @@ class Stream:
         self.log.names.append(f"{self.name} waits for copy {event}")
 
 
-def test_copies_and_computation_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> Log:
+    """The log of a device that computes on the stream "compute"."""
+    log = Log()
+    compute = Stream("compute", log)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: compute)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext(stream.name != "compute"))
+    return log
+
+
+def test_copies_and_computation_wait_for_each_other(log: Log) -> None:
     """A copy waits for what was computed before it, and the next block for the copy, to free its source."""
     model, host = build("llama", 3)
-    log = Log()
-    compute, host.stream = Stream("compute", log), Stream("copies", log)
-
-    @contextmanager
-    def on(stream: Stream) -> Any:
-        assert stream is host.stream
-        yield
-
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: compute)
-    monkeypatch.setattr(torch.cuda, "stream", on)
+    host.stream = Stream("copies", log)
     with log:
         forward(model).square().sum().backward()
     again = ["forward", "backward"]
@@ -200,6 +204,26 @@ def test_copies_and_computation_wait_for_each_other(monkeypatch: pytest.MonkeyPa
     leave = [*out, "forward", *done[0], *out, "forward", *done[1], "forward"]
     come = [*back, *again, *done[2], *back, *again, *done[3], *again]
     assert log.names == [*leave, *again, *come]  # the fourth block keeps all that it needs
+
+
+def test_states_come_while_the_bucket_before_is_updated(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of two buckets are on the device: a third comes once the first's are on the host."""
+    monkeypatch.setattr(optimizer, "BUCKET_ELEMENTS", 1)
+    named = [(str(number), nn.Parameter(torch.ones(2, 2))) for number in range(3)]
+    for _, parameter in named:
+        parameter.grad = torch.ones(2, 2)
+    chosen = {"betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0, "offload": torch.device("cpu")}
+    updates = optimizer.Optimizer(named, **chosen)
+    assert updates.host is not None
+    streams: list[Any] = [Stream("there", log), Stream("back", log)]
+    updates.host.streams = streams
+    with log:
+        updates.step(1e-3)
+    bring, give = ["there waits for compute", *2 * ["in"]], ["back waits for compute", *2 * ["out"]]
+    done = [[f"compute waits for copy {number}"] for number in range(1, 4)]
+    first = [*bring, *done[0], *bring, "update", *give]
+    second = [*done[1], *done[0], *bring, "update", *give]  # the first one's memory is free for the third's
+    assert log.names == [*first, *second, *done[2], "update", *give, *done[1], *done[2]]
 
 
 def test_what_would_be_wrong_or_killed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

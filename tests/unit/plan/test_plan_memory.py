@@ -13,7 +13,7 @@ from meshtune.parallel.context import spans
 from meshtune.parallel.mesh import Axis
 from meshtune.placement.columns import Columns
 from meshtune.placement.states import Copies, Elements, held_states
-from meshtune.plan.accounting import EAGER, MEGATRON, MIXED, MIXED_BESIDE, engine_accounting
+from meshtune.plan.accounting import EAGER, Saved, engine_accounting
 from meshtune.plan.memory.activations import saved_by_block
 from meshtune.plan.memory.stages import Stages, in_flight
 from meshtune.plan.memory.states import Step, gpt_parameters
@@ -21,6 +21,10 @@ from meshtune.plan.memory.timeline import Liveness, peak
 from meshtune.plan.work import Work
 
 GB = 1e9
+# Rajbhandari et al. 2020, section 3.1: 2 + 2 + 12; and with a sum of micro-batches in fp32
+MIXED, MIXED_BESIDE = Copies(2, 2, 2, 4, 8), Copies(2, 2, 4, 4, 8, beside=1)
+# Korthikanti et al. 2022 (arXiv:2205.05198), table 2, 16-bit with dropout: 10 + 24/t + 5as/(ht)
+MEGATRON = Saved(outside=6, entering=4, queries=2, keys=2, heads=0, output=2, wide=4, scores=5)
 GPT3 = of_shape(layers=96, hidden=12288, ffn=4 * 12288, heads=96, kv_heads=96, vocabulary=51200, gated=0)
 
 

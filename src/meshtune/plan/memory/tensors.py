@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from meshtune.meter.trace import CATEGORIES
-from meshtune.optimizers import BUCKET_ELEMENTS
+from meshtune.optimizers import BUCKET_ELEMENTS, SLICES, SMALLEST_SLICE
 from meshtune.plan.memory.activations import kept_for_head, last_norm_bytes
 from meshtune.plan.memory.stages import kept_input_gradients
 from meshtune.units import Number
@@ -69,7 +69,7 @@ def tensors(step: Step, flight: InFlight) -> Iterator[Tensor]:
         yield from freed_gradients(step)
     yield from activation_tensors(step, flight)
     yield from head_tensors(step)
-    yield from collective_buffers(step)
+    yield from collective_buffers(step, flight)
     yield from idle_memory(step, flight)
 
 
@@ -87,6 +87,38 @@ def state_tensors(step: Step) -> Iterator[Tensor]:
     yield Tensor("gradients in the masters' width", TEMPORARY, UPDATE, UPDATE, converted)
     if step.accounting.offload:
         yield from streamed_states(step, updated)
+    if step.accounting.slice_bytes:
+        yield from update_slices(step, updated)
+
+
+class Updated(NamedTuple):
+    """Elements of the largest parameters of a rank that are updated, after tp and ZeRO."""
+
+    embedding: Number
+    head: Number
+    matrix: Number  # of a block
+    most: Number  # of all
+
+
+def largest_updated(step: Step) -> Updated:
+    """The largest parameters of each rank."""
+    shards = np.where(step.layouts.zero > 0, np.maximum(step.layouts.shard_ranks, 1.0), 1.0)
+    sizes = (weight.rows * weight.cols * weight.trainable for weight in step.work.block_weights)
+    embedding = step.elements.before_blocks.trained * step.stages.has_embedding / shards
+    head, matrix = step.head_gradient / shards, max(sizes, default=0.0) / step.layouts.tp / shards
+    most = np.maximum.reduce(np.broadcast_arrays(embedding, head, matrix))
+    return Updated(embedding, head, matrix, most)
+
+
+def updates_in_backward(step: Step) -> Iterator[tuple[int, int, Number]]:
+    """Yield (first point, last point, elements of a parameter) of the updates that a backward makes."""
+    embedding, head, matrix, _ = largest_updated(step)
+    together = step.replicated & (step.layouts.zero == 0)  # the head's comes with the embedding's
+    apart = head * (1 - step.work.tied) * ~together
+    yield HEAD, HEAD, np.where(step.sharded, 0.0, apart)
+    yield HEAD_REDUCE, HEAD_REDUCE, np.where(step.sharded, apart, 0.0)
+    yield LAST, FIRST, np.where(step.sharded, 0.0, matrix)
+    yield LAST_REDUCE, LAST_REDUCE, np.where(together, np.maximum(embedding, head), embedding)
 
 
 def streamed_states(step: Step, updated: Number) -> Iterator[Tensor]:
@@ -94,37 +126,30 @@ def streamed_states(step: Step, updated: Number) -> Iterator[Tensor]:
     those of one parameter. updated: elements of the rank.
     """
     name, per_element = "states from host memory", step.states.host / np.maximum(updated, 1.0)
-    shards = np.where(step.layouts.zero > 0, np.maximum(step.layouts.shard_ranks, 1.0), 1.0)
-    embedding = step.elements.before_blocks.trained * step.stages.has_embedding / shards
-    head, matrix = step.head_gradient / shards, largest_matrix(step) / shards
     if step.accounting.in_backward:
-        together = step.replicated & (step.layouts.zero == 0)  # the head's comes with the embedding's
-        apart = head * (1 - step.work.tied) * ~together
-        last = np.where(together, np.maximum(embedding, head), embedding)
-        parts = (
-            (HEAD, NORM, np.where(step.sharded, 0.0, apart)),
-            (HEAD_REDUCE, HEAD_REDUCE, np.where(step.sharded, apart, 0.0)),
-            (LAST, FIRST, np.where(step.sharded, 0.0, matrix)),
-            (LAST_REDUCE, LAST_REDUCE, last),
-            (UPDATE, UPDATE, np.where(step.sharded, 0.0, last)),
-        )
-    else:
-        bucket = np.maximum.reduce(
-            [np.minimum(updated, BUCKET_ELEMENTS), *np.broadcast_arrays(embedding, head, matrix)]
-        )
-        parts = ((UPDATE, UPDATE, bucket + np.minimum(updated - bucket, BUCKET_ELEMENTS)),)
-        # A parameter that is a bucket of its own: its gradient is there until it is converted.
-        wider = np.where(bucket > BUCKET_ELEMENTS, bucket * step.accounting.precision.trained, 0.0)
-        wider = np.where(converted_gradients(step) > 0, wider - converted_gradients(step), 0.0)
-        yield Tensor("gradients in the masters' width", TEMPORARY, UPDATE, UPDATE, np.maximum(wider, 0.0))
-    for born, dies, elements in parts:
-        yield Tensor(name, TEMPORARY, born, dies, elements * per_element)
+        *_, (_, _, last) = parts = [*updates_in_backward(step)]
+        for born, dies, elements in (*parts, (UPDATE, UPDATE, np.where(step.sharded, 0.0, last))):
+            yield Tensor(name, TEMPORARY, born, NORM if born == HEAD else dies, elements * per_element)
+        return
+    bucket = np.maximum(np.minimum(updated, BUCKET_ELEMENTS), largest_updated(step).most)
+    both = bucket + np.minimum(updated - bucket, BUCKET_ELEMENTS)
+    yield Tensor(name, TEMPORARY, UPDATE, UPDATE, both * per_element)
+    # A parameter that is a bucket of its own: its gradient is there until it is converted.
+    wider = np.where(bucket > BUCKET_ELEMENTS, bucket * step.accounting.precision.trained, 0.0)
+    wider = np.where(converted_gradients(step) > 0, wider - converted_gradients(step), 0.0)
+    yield Tensor("gradients in the masters' width", TEMPORARY, UPDATE, UPDATE, np.maximum(wider, 0.0))
 
 
-def largest_matrix(step: Step) -> Number:
-    """Elements of the largest trained matrix of a block, after tp."""
-    sizes = (weight.rows * weight.cols * weight.trainable for weight in step.work.block_weights)
-    return max(sizes, default=0.0) / step.layouts.tp
+def update_slices(step: Step, updated: Number) -> Iterator[Tensor]:
+    """Yield what an update in one pass makes of a slice of a parameter where it is not compiled
+    (optim/one_pass.py). updated: elements of the rank.
+    """
+    buckets = [(UPDATE, UPDATE, largest_updated(step).most)]
+    for born, dies, elements in updates_in_backward(step) if step.accounting.in_backward else buckets:
+        of_bucket = elements if step.accounting.in_backward else updated
+        of_bucket = np.minimum(of_bucket, BUCKET_ELEMENTS) if step.accounting.offload else of_bucket
+        size = np.minimum(elements, np.maximum(SMALLEST_SLICE, of_bucket // SLICES))
+        yield Tensor("a slice of an update", TEMPORARY, born, dies, size * step.accounting.slice_bytes)
 
 
 def converted_gradients(step: Step) -> Number:
@@ -220,6 +245,14 @@ def gradient_tensors(step: Step, flight: InFlight) -> Iterator[Tensor]:
     last = (step.leaves_gradients > 0) & ~step.sharded & np.asarray(step.accounting.shards_masters)
     embedding = (1 - step.work.tied) * step.stages.has_embedding * elements.before_blocks.trained
     yield Tensor(name, GRADIENTS, FIRST, FIRST, np.where(last, -embedding * precision.gradient, 0.0))
+    # Replicas sum a group when its last gradient is there: of the first block and the rest at the end.
+    own_sums = step.replicated & ~step.sharded & ~step.frees & np.asarray(step.accounting.shards_masters)
+    new_sums = (block.trained + elements.outside.trained) * precision.accumulated
+    new_sums = new_sums - step.head_gradient * precision.gradient - flight.made * own
+    yield Tensor(name, GRADIENTS, FIRST, FIRST, np.where(own_sums & ~step.accumulates, -new_sums, 0.0))
+    narrow = 2 * precision.gradient * (precision.gradient < precision.accumulated) or precision.gradient
+    copies = np.where(step.accumulates, precision.accumulated, narrow) * elements.outside.trained
+    yield Tensor("the last group's sum", GRADIENTS, LAST_REDUCE, LAST_REDUCE, np.where(own_sums, copies, 0.0))
     shards = np.where(step.frees, 0.0, elements.total.trained_shard * precision.sharded_gradient)
     reduced = np.where(step.sharded, shards, states)
     yield Tensor(name, GRADIENTS, UPDATE, UPDATE, reduced)
@@ -238,27 +271,19 @@ def freed_gradients(step: Step) -> Iterator[Tensor]:
     """
     accounting, elements, outside = step.accounting, step.elements, step.elements.outside
     precision, replicated = accounting.precision, step.replicated & (step.layouts.zero == 0)
-    by_parameter, block, before = ~step.sharded & ~step.replicated, elements.block, elements.before_blocks
-    largest = largest_matrix(step)
+    by_parameter, block = ~step.sharded & ~step.replicated, elements.block
     traced = step.work.traced.get(int(accounting.element))
-    made = block.trained if traced and traced.fused else largest
-    made = np.where(step.tiled, np.maximum(made, step.work.trained_mlp(step.layouts.tp)), made)
     wide = precision.trained * (precision.trained > precision.gradient and accounting.bucket_elements > 0)
-    embedding = step.stages.has_embedding * np.maximum(before.trained, step.tied / precision.gradient)
-    for born, dies, gradients, updated in (
-        (HEAD, HEAD, 0.0, step.head_gradient * (1 - step.work.tied)),
-        (LAST, FIRST, made, largest),
-        (LAST_REDUCE, LAST_REDUCE, embedding, embedding),
-    ):
-        size = gradients * precision.gradient
-        yield Tensor("gradients of an update", GRADIENTS, born, dies, np.where(by_parameter, size, 0.0))
-        yield Tensor(
-            "gradients in the masters' width",
-            TEMPORARY,
-            born,
-            dies,
-            np.where(by_parameter, updated * wide, 0),
-        )
+    for born, dies, updated in updates_in_backward(step):
+        # That of the head is in `head_tensors`.
+        made = block.trained if born == LAST and traced and traced.fused else updated * (born >= LAST)
+        if born == LAST:
+            made = np.maximum(made, step.tiled * step.work.trained_mlp(step.layouts.tp))
+        for name, category, size in (
+            ("gradients of an update", GRADIENTS, made * precision.gradient),
+            ("gradients in the masters' width", TEMPORARY, updated * wide),
+        ):
+            yield Tensor(name, category, born, dies, np.where(by_parameter, size, 0.0))
     in_flight = np.where(replicated, precision.accumulated, 0.0)
     yield Tensor(
         "gradients of the block before", GRADIENTS, BEFORE_LAST, LAST_REDUCE, block.trained * in_flight
@@ -355,7 +380,7 @@ def head_tensors(step: Step) -> Iterator[Tensor]:
     yield Tensor(name, GRADIENTS, FIRST, FIRST, at_end * pending)
 
 
-def collective_buffers(step: Step) -> Iterator[Tensor]:
+def collective_buffers(step: Step, flight: InFlight) -> Iterator[Tensor]:
     """Yield inputs and outputs of collectives, as they were counted in FSDP2.
 
     FSDP2 keeps a reduce-scatter's input until the next one, and an all-gather's output likewise. Between
@@ -375,7 +400,8 @@ def collective_buffers(step: Step) -> Iterator[Tensor]:
 
     name = "input of the reduce-scatter before"
     by_micro_batch = step.sharded & (layouts.zero >= 2) & step.accumulates
-    earlier = np.where(by_micro_batch, step.last_reduced * reduce_bytes, 0.0)
+    last_reduced = np.where(step.last_reduced > 0, step.last_reduced, block.trained)
+    earlier = np.where(by_micro_batch, last_reduced * reduce_bytes, 0.0)
     yield Tensor(name, COMMUNICATION, START, NORM, earlier)
     yield Tensor(name, COMMUNICATION, LAST, LAST, np.where(step.head_reduce > 0, 0.0, earlier))
     yield Tensor("input of the head's reduce-scatter", COMMUNICATION, HEAD_REDUCE, LAST, step.head_reduce)
@@ -387,7 +413,8 @@ def collective_buffers(step: Step) -> Iterator[Tensor]:
     all_reduce = np.where(step.replicated, block.trained * reduce_bytes, 0.0)
     if not accounting.shards_masters:
         yield Tensor("a block's all-reduce", COMMUNICATION, LAST, SECOND, all_reduce)
-    yield Tensor("a block's all-reduce", COMMUNICATION, FIRST, FIRST, np.where(step.frees, 0.0, all_reduce))
+    behind_backward = np.where(step.frees, 0.0, np.maximum(all_reduce - flight.first_block, 0.0))
+    yield Tensor("a block's all-reduce", COMMUNICATION, FIRST, FIRST, behind_backward)
     name = "input of the last reduce-scatter"
     yield Tensor(name, COMMUNICATION, LAST_REDUCE, LAST_REDUCE, step.last_reduce)
 
