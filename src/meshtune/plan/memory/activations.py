@@ -39,8 +39,8 @@ def saved_by_block(
 ) -> BlockBytes:
     """Return the activations of an average block under each layout's recomputation mode.
 
-    `recomputed` is all that mode none saves under full; under selective what is missing of it and two tensors
-    [tokens, hidden], split by sp; else 0.
+    `recomputed` is all that mode none saves under full, but attention's outputs under linear; under selective
+    what is missing of it and two tensors [tokens, hidden], split by sp; else 0.
 
     per_token: bytes per token that it saves if nothing is recomputed. tokens: of the micro-batch on this
     rank (after cp). element: bytes of an element of activations. regathers_inputs: under sp, matmul inputs
@@ -70,9 +70,9 @@ def saved_by_block(
 
     everything = of_tokens(per_token, core + whole_output / layouts.tp)
     block_input = tokens * element * work.hidden / sequence_shards
+    of_attention, of_matmuls = kept_outputs(per_token, work, layouts, element=element, flex=context == "copied")
     if selective is None:
-        kept = matmul_outputs(per_token, work, layouts, element=element, flex=context == "copied")
-        under_selective = tokens * kept + block_input
+        under_selective = tokens * (of_attention + of_matmuls) + block_input
     else:
         under_selective = of_tokens(selective, (selective.core + selective.statistics) / heads)
     if compiled:
@@ -83,19 +83,23 @@ def saved_by_block(
         "everything": everything,
         "all but statistics": everything - tokens * of_core,
         "outputs": under_selective,
+        "attention outputs": (block_input + tokens * of_attention) * work.backward,
         "block input": block_input * work.backward,
     }
     saved = everything
     for name, mode in RECOMPUTATIONS.items():
         saved = np.where(layouts.recomputes(name), saved_under[mode.saves], saved)
     rest = np.maximum(everything - saved, 0.0)  # with adapters, matmul outputs are more than needed
-    recomputed = np.where(layouts.recomputation("matmuls"), everything, 0.0)
-    recomputed = np.where(layouts.recomputation("by_operation"), rest + 2 * block_input, recomputed)
+    missing = everything - ~layouts.recomputation("attention") * tokens * of_attention
+    recomputed = np.where(layouts.recomputation("matmuls"), missing, 0.0)
+    recomputed = np.where(layouts.recomputation("keeps_matmuls"), rest + 2 * block_input, recomputed)
     return BlockBytes(everything, saved, recomputed)
 
 
-def matmul_outputs(per_token: Kept, work: Work, layouts: Columns, *, element: float, flex: bool) -> Number:
-    """Bytes per token on a rank of a block's matmul outputs, output and statistics of its attention core.
+def kept_outputs(
+    per_token: Kept, work: Work, layouts: Columns, *, element: float, flex: bool
+) -> tuple[Number, Number]:
+    """Bytes per token on a rank of (output and statistics of a block's attention cores, its matmul outputs).
 
     flex: True if flex attention, as on CUDA, runs cores that no flash kernel knows: nothing is saved.
     """
@@ -107,8 +111,8 @@ def matmul_outputs(per_token: Kept, work: Work, layouts: Columns, *, element: fl
     )
     statistics = per_token.statistics * saved / np.maximum(outputs, 1.0)
     heads = work.head_shards(layouts.tp)
-    matmuls = cut / layouts.tp + saved / heads + uncut  # uncut ones before sp splits them
-    return element * matmuls + statistics / heads
+    matmuls = cut / layouts.tp + uncut  # uncut ones before sp splits them
+    return (element * saved + statistics) / heads, element * matmuls
 
 
 def from_other_ranks(

@@ -114,7 +114,7 @@ def activations_in_flight(step: Step) -> InFlight:
     # The blocks that recompute nothing come first in the backward, and free what they saved.
     brought = np.where(offloaded > 0, block.saved, 0.0)  # for the block whose backward comes next
     at_once = np.maximum(passes.recomputed + brought - saving / virtual * block.everything, 0.0)
-    starts = layouts.recomputation("by_operation") & (saving <= 0) & (accounting.selected is None)
+    starts = layouts.recomputation("keeps_matmuls") & (saving <= 0) & (accounting.selected is None)
     start = np.where(starts, output_gradient + recomputation_start(step), 0.0)
     of_stage = np.maximum(input_backward(step), start)
     per_micro_batch = total / np.maximum(most, 1.0)
@@ -255,7 +255,9 @@ def block_passes(step: Step, block: BlockBytes, output_gradient: Number) -> Bloc
     own = step.work.trained_block_parameters / layouts.tp * accounting.precision.gradient
     size, made = fullest_time(times, step.leaves_gradients * own)
     forward = tokens * peaks.forward
-    recomputing_forward = np.where(recomputes, tokens * peaks.forward_alone - block.saved, forward)
+    # Most lives in the MLP: attention's output, where it is saved, besides
+    least = np.where(layouts.recomputation("matmuls"), np.minimum(step.hidden, block.saved), block.saved)
+    recomputing_forward = np.where(recomputes, tokens * peaks.forward_alone - least, forward)
     saving_forward = forward + (1 - peaks.saves_input) * step.hidden
     return BlockPasses(
         traced=True,
