@@ -53,7 +53,7 @@ class Recomputation:
     matmuls: bool = False  # and through all its matmuls; only with `block`, a share (Machine.selective)
     keeps: Collection[str] = ()  # only with `block`: operators whose outputs are saved, by name
     host: bool = False  # what is saved waits in host memory (parallel/offload.py)
-    searched: bool = True  # the planner's search offers it
+    searched_from: float = 0  # tokens of documents from which the planner's search offers it; inf: never
 
     @property
     def attention_alone(self) -> bool:
@@ -72,13 +72,17 @@ RECOMPUTATIONS = Table(
     {
         "none": Recomputation("everything"),
         # saves 4 bytes a head where scores are never written to memory: not worth a search
-        "attention": Recomputation("all but statistics", attention=True, searched=False),
+        "attention": Recomputation("all but statistics", attention=True, searched_from=math.inf),
         "selective": Recomputation("outputs", block=True, keeps=MATMULS | ATTENTION_KERNELS),
-        "linear": Recomputation("attention outputs", block=True, matmuls=True, keeps=ATTENTION_KERNELS),
+        # The core of an 8B is a quarter of its block's forward there, and hardly pays below. Searching one more
+        # mode takes a third longer.
+        "linear": Recomputation(
+            "attention outputs", block=True, matmuls=True, keeps=ATTENTION_KERNELS, searched_from=16_384
+        ),
         "full": Recomputation("block input", attention=True, block=True, matmuls=True),
         # only where asked for, and advised where nothing else fits
         "offload": Recomputation(
-            "block input", attention=True, block=True, matmuls=True, host=True, searched=False
+            "block input", attention=True, block=True, matmuls=True, host=True, searched_from=math.inf
         ),
     },
 )
