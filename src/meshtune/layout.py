@@ -18,7 +18,6 @@ from meshtune.errors import Table, UserError, written
 from meshtune.nearest import did_you_mean, nearest
 from meshtune.tools.table import unknown_setting
 
-
 # Operators whose outputs modes save, by name: some exist only once their module is imported. Attention appears
 # as the kernels that it dispatches to. Batched matmuls are not here: a block's only ones are the scores of an
 # attention without a fused kernel, far too large to keep.
@@ -30,6 +29,7 @@ ATTENTION_KERNELS = frozenset({
     "aten._scaled_dot_product_cudnn_attention.default",
     "meshtune.attention.default",
 })  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Recomputation:
@@ -64,7 +64,6 @@ class Recomputation:
     def keeps_matmuls(self) -> bool:
         """True if blocks run again, but not their matmuls."""
         return self.block and not self.matmuls
-
 
 
 RECOMPUTATIONS = Table(

@@ -64,7 +64,12 @@ def test_the_grid_covers_every_technique_and_every_pair_of_axes() -> None:
     assert used["context"] == set(CP_METHODS)
     assert used["tensor"] == {"tp", "tp+sp", "tp+sp+regather"}
     assert used["pipeline"] == set(SCHEDULES)
-    assert {mode.rstrip("0123456789") for mode in used["recompute"]} == {"attention", "selective", "linear", "full"}
+    assert {mode.rstrip("0123456789") for mode in used["recompute"]} == {
+        "attention",
+        "selective",
+        "linear",
+        "full",
+    }
     axes = ["context", "data", "pipeline", "recompute", "tensor"]
     assert set(combinations(axes, 2)) - pairs() == set()
 

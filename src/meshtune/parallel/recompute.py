@@ -82,7 +82,9 @@ def _recompute_each_block(
             block.forward = partial(checkpointed, block.forward, options)  # type: ignore[method-assign]
             for layer in lora_layers(block).values():
                 layer.lora_fuses = False  # a product and what it is added to would both be kept, or live
-                layer.lora_in_place &= not mode.keeps_matmuls  # outputs of matmuls that are kept may not change
+                layer.lora_in_place &= (
+                    not mode.keeps_matmuls
+                )  # outputs of matmuls that are kept may not change
 
 
 def _checkpointed(forward: Callable[..., Any], options: dict[str, Any], *args: Any, **kwargs: Any) -> Any:

@@ -70,7 +70,9 @@ def saved_by_block(
 
     everything = of_tokens(per_token, core + whole_output / layouts.tp)
     block_input = tokens * element * work.hidden / sequence_shards
-    of_attention, of_matmuls = kept_outputs(per_token, work, layouts, element=element, flex=context == "copied")
+    of_attention, of_matmuls = kept_outputs(
+        per_token, work, layouts, element=element, flex=context == "copied"
+    )
     if selective is None:
         under_selective = tokens * (of_attention + of_matmuls) + block_input
     else:

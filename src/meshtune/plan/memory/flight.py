@@ -255,7 +255,7 @@ def block_passes(step: Step, block: BlockBytes, output_gradient: Number) -> Bloc
     own = step.work.trained_block_parameters / layouts.tp * accounting.precision.gradient
     size, made = fullest_time(times, step.leaves_gradients * own)
     forward = tokens * peaks.forward
-    # Most lives in the MLP: attention's output, where it is saved, besides
+    # A forward is fullest in its MLP, and attention's output that was saved comes on top
     least = np.where(layouts.recomputation("matmuls"), np.minimum(step.hidden, block.saved), block.saved)
     recomputing_forward = np.where(recomputes, tokens * peaks.forward_alone - least, forward)
     saving_forward = forward + (1 - peaks.saves_input) * step.hidden
