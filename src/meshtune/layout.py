@@ -18,8 +18,8 @@ from meshtune.errors import Table, UserError, written
 from meshtune.nearest import did_you_mean, nearest
 from meshtune.tools.table import unknown_setting
 
-# Operators whose outputs modes save, by name: some exist only once their module is imported. Attention appears
-# as the kernels that it dispatches to. Batched matmuls are not here: a block's only ones are the scores of an
+# Operators whose outputs modes save, by name: some exist only once their module is imported. Attention stands
+# there by the kernels that it calls. Batched matmuls are not here: a block's only ones are the scores of an
 # attention without a fused kernel, far too large to keep.
 MATMULS = frozenset({"aten.mm.default", "aten.addmm.default", "aten._scaled_mm.default"})
 ATTENTION_KERNELS = frozenset({
@@ -73,7 +73,7 @@ RECOMPUTATIONS = Table(
         # saves 4 bytes a head where scores are never written to memory: not worth a search
         "attention": Recomputation("all but statistics", attention=True, searched_from=math.inf),
         "selective": Recomputation("outputs", block=True, keeps=MATMULS | ATTENTION_KERNELS),
-        # The core of an 8B is a quarter of its block's forward there, and hardly pays below. Searching one more
+        # An 8B's core is a quarter of its block's forward there, and hardly pays below. Searching one more
         # mode takes a third longer.
         "linear": Recomputation(
             "attention outputs", block=True, matmuls=True, keeps=ATTENTION_KERNELS, searched_from=16_384

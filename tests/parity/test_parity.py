@@ -28,7 +28,8 @@ tp4 dp2-zero2x2
 TWO = """
 tp2-sp-regather-attention tp2-attention cp2-full
 ulysses2-attention pp2-1f1b-attention pp2-interleaved1f1b-v2-full pp2-zbv-attention
-dp2-full2 zero3x2-linear2 zero3x2-selective2 tp2-sp-selective2 pp2-1f1b-full2 pp2-interleaved1f1b-v2-selective1
+dp2-full2 zero3x2-linear2 zero3x2-selective2 tp2-sp-selective2 pp2-1f1b-full2
+pp2-interleaved1f1b-v2-selective1
 """
 FOUR = """
 dp4 zero3x4 dp2-zero1x2 dp2-zero2x2 dp2-zero3x2 tp4-sp cp4
