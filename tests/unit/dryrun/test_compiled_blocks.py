@@ -152,7 +152,7 @@ def test_a_run_by_inductor_keeps_what_a_dry_run_keeps(family: str, mode: str) ->
 
 
 @pytest.mark.parametrize(
-    "mode", cases(["", "-attention", "-selective", "-linear", "-full"], ci=["-selective", "-linear"])
+    "mode", cases(["", "-attention", "-selective", "-linear", "-full"], ci=["-selective"])
 )
 def test_compiled_blocks_keep_what_inductor_keeps_and_fuse_what_it_fuses(mode: str) -> None:
     step = traced(f"mb1-ga1{mode}")
