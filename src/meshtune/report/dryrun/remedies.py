@@ -129,8 +129,6 @@ def _recomputed(tensors: Alike, layout: Layout) -> Advice:
         return
     if layout.recompute_blocks is not None and not kept:
         yield f"{layout.recompute} in more blocks than {layout.recompute_blocks}"
-    if tensors.made_by in MATMULS:
-        yield "linear: attention's outputs are kept, the backward runs the matmuls again"
     if tensors.made_by in MATMULS | ATTENTION_KERNELS:
         yield "full: the backward runs the block again"
     if not mode.keeps:
