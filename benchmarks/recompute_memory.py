@@ -113,7 +113,7 @@ def main() -> None:
     for dropout in (0.0, 0.1):
         baseline = None
         half = options.layers // 2
-        for mode in ("none", "attention", f"selective{half}", "selective", f"full{half}", "full"):
+        for mode in ("none", "attention", f"selective{half}", "selective", "linear", f"full{half}", "full"):
             kept, seconds = measure(mode, dropout, options.layers, options.seq_len, options.repeats)
             baseline = baseline or (kept, seconds)
             shares = f"{kept / baseline[0]:.0%} | {seconds / baseline[1]:.2f}"

@@ -18,6 +18,18 @@ from meshtune.errors import Table, UserError, written
 from meshtune.nearest import did_you_mean, nearest
 from meshtune.tools.table import unknown_setting
 
+# Operators whose outputs modes save, by name: some exist only once their module is imported. Attention stands
+# there by the kernels that it calls. Batched matmuls are not here: a block's only ones are the scores of an
+# attention without a fused kernel, far too large to keep.
+MATMULS = frozenset({"aten.mm.default", "aten.addmm.default", "aten._scaled_mm.default"})
+ATTENTION_KERNELS = frozenset({
+    "aten._scaled_dot_product_flash_attention_for_cpu.default",
+    "aten._scaled_dot_product_flash_attention.default",
+    "aten._scaled_dot_product_efficient_attention.default",
+    "aten._scaled_dot_product_cudnn_attention.default",
+    "meshtune.attention.default",
+})  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Recomputation:
@@ -27,6 +39,7 @@ class Recomputation:
     none        everything                              -
     attention   everything but attention's statistics   the attention core
     selective   outputs of matmuls and of attention     the rest of the block
+    linear      outputs of attention, the block's input the rest of the block, its matmuls included
     full        the block's input                       the block
     offload     the same, in host memory                the block
 
@@ -38,8 +51,9 @@ class Recomputation:
     attention: bool = False  # the backward runs the attention core again
     block: bool = False  # the backward goes through the block's forward again, but for what was saved
     matmuls: bool = False  # and through all its matmuls; only with `block`, a share (Machine.selective)
+    keeps: Collection[str] = ()  # only with `block`: operators whose outputs are saved, by name
     host: bool = False  # what is saved waits in host memory (parallel/offload.py)
-    searched: bool = True  # the planner's search offers it
+    searched_from: float = 0  # tokens of documents from which the planner's search offers it; inf: never
 
     @property
     def attention_alone(self) -> bool:
@@ -47,8 +61,8 @@ class Recomputation:
         return self.attention and not self.block
 
     @property
-    def by_operation(self) -> bool:
-        """True if operations decide, one by one, whether their outputs are saved (torch's selective mode)."""
+    def keeps_matmuls(self) -> bool:
+        """True if blocks run again, but not their matmuls."""
         return self.block and not self.matmuls
 
 
@@ -57,29 +71,20 @@ RECOMPUTATIONS = Table(
     {
         "none": Recomputation("everything"),
         # saves 4 bytes a head where scores are never written to memory: not worth a search
-        "attention": Recomputation("all but statistics", attention=True, searched=False),
-        "selective": Recomputation("outputs", block=True),
+        "attention": Recomputation("all but statistics", attention=True, searched_from=math.inf),
+        "selective": Recomputation("outputs", block=True, keeps=MATMULS | ATTENTION_KERNELS),
+        # An 8B's core is a quarter of its block's forward there, and hardly pays below. Searching one more
+        # mode takes a third longer.
+        "linear": Recomputation(
+            "attention outputs", block=True, matmuls=True, keeps=ATTENTION_KERNELS, searched_from=16_384
+        ),
         "full": Recomputation("block input", attention=True, block=True, matmuls=True),
         # only where asked for, and advised where nothing else fits
         "offload": Recomputation(
-            "block input", attention=True, block=True, matmuls=True, host=True, searched=False
+            "block input", attention=True, block=True, matmuls=True, host=True, searched_from=math.inf
         ),
     },
 )
-
-# Operators whose outputs `selective` saves, by name: some exist only once their module is imported. Attention
-# appears as the kernels that it dispatches to. Batched matmuls are not here: a block's only ones are the
-# scores of an attention without a fused kernel, far too large to keep.
-SAVED_OPERATORS = {
-    "aten.mm.default",
-    "aten.addmm.default",
-    "aten._scaled_mm.default",
-    "aten._scaled_dot_product_flash_attention_for_cpu.default",
-    "aten._scaled_dot_product_flash_attention.default",
-    "aten._scaled_dot_product_efficient_attention.default",
-    "aten._scaled_dot_product_cudnn_attention.default",
-    "meshtune.attention.default",
-}
 
 CP_METHODS = ("allgather", "ulysses")
 TORCH_SCHEDULES = {  # ours -> what torch.distributed.pipelining calls them

@@ -32,7 +32,7 @@ from meshtune.rundir import RunDir
 ONE = "mb4-ga4"
 SINGLE = ["zero3x2", "tp2-sp", "ulysses2", "pp2-zbv"]  # two ranks and one technique: these are in make test
 GRID = [
-    "zero3x2-tp2-sp-selective", "cp2-pp2-zbv", "zero1x2-ulysses2-full2", "tp4-sp", "cp2-tp2-full",
+    "zero3x2-tp2-sp-selective", "cp2-pp2-zbv", "zero1x2-ulysses2-linear2", "tp4-sp", "cp2-tp2-linear",
     "cp2-tp2-sp-regather", "dp2-pp2-gpipe-full", "tp2-sp-pp2-loopedbfs-v2", "ulysses2-pp2-zb-v2",
     "zero3x2-cp2-selective2", "zero3x1-cp2", "tp2-pp2-dualpipev-mb2-ga8",
     "dp2-pp2-interleaved1f1b-v2-mb2-ga4-attention",

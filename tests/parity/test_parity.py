@@ -28,7 +28,8 @@ tp4 dp2-zero2x2
 TWO = """
 tp2-sp-regather-attention tp2-attention cp2-full
 ulysses2-attention pp2-1f1b-attention pp2-interleaved1f1b-v2-full pp2-zbv-attention
-dp2-full2 zero3x2-full2 zero3x2-selective2 tp2-sp-selective2 pp2-1f1b-full2 pp2-interleaved1f1b-v2-selective1
+dp2-full2 zero3x2-linear2 zero3x2-selective2 tp2-sp-selective2 pp2-1f1b-full2
+pp2-interleaved1f1b-v2-selective1
 """
 FOUR = """
 dp4 zero3x4 dp2-zero1x2 dp2-zero2x2 dp2-zero3x2 tp4-sp cp4
@@ -43,7 +44,7 @@ pp4-1f1b pp4-interleaved1f1b-v2-mb2-ga8 pp4-zbv-mb2-ga8 pp4-dualpipev-mb2-ga8
 """
 EIGHT = """
 zero3x8-mb1-ga2 dp2-zero2x2-pp2-1f1b-mb1-ga4 dp2-zero3x2-tp2-sp-mb1-ga4
-zero1x2-tp2-sp-pp2-interleaved1f1b-v2-mb2-ga4-selective zero3x2-tp2-sp-pp2-1f1b-full cp2-tp2-sp-pp2-1f1b
+zero1x2-tp2-sp-pp2-interleaved1f1b-v2-mb2-ga4-linear zero3x2-tp2-sp-pp2-1f1b-full cp2-tp2-sp-pp2-1f1b
 zero3x2-cp2-pp2-1f1b-attention dp2-tp2-pp2-interleaved1f1b-v2-mb2-ga4-selective zero3x2-cp2-tp2-sp-full
 """
 LAYOUTS = [layout for layout in [*TWO.split(), *FOUR.split(), *EIGHT.split()] if layout not in GRID]
@@ -64,7 +65,12 @@ def test_the_grid_covers_every_technique_and_every_pair_of_axes() -> None:
     assert used["context"] == set(CP_METHODS)
     assert used["tensor"] == {"tp", "tp+sp", "tp+sp+regather"}
     assert used["pipeline"] == set(SCHEDULES)
-    assert {mode.rstrip("0123456789") for mode in used["recompute"]} == {"attention", "selective", "full"}
+    assert {mode.rstrip("0123456789") for mode in used["recompute"]} == {
+        "attention",
+        "selective",
+        "linear",
+        "full",
+    }
     axes = ["context", "data", "pipeline", "recompute", "tensor"]
     assert set(combinations(axes, 2)) - pairs() == set()
 

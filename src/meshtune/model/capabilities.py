@@ -55,7 +55,7 @@ def capabilities(config: PretrainedConfig, *, trust_remote_code: bool = False) -
     except UserError as error:
         return [Capability("training", False, str(error))]
     model_traits = traits(model)
-    modes = "none, selective, full" if model_traits.attention else "none, attention, selective, full"
+    modes = f"none,{' attention,' * (not model_traits.attention)} selective, linear, full"
     return [
         Capability("training", True, f"{model_traits.name}: {model_traits.blocks} blocks"),
         *([Capability("text part", True, kept)] if (kept := parts_kept(model)) else []),

@@ -4,6 +4,7 @@ first `Layout.recompute_blocks` of each stage.
     none       keep everything
     attention  keep query, key and value; run the attention core again
     selective  keep the outputs of matmuls and of attention; run the cheap rest of each block again
+    linear     keep each block's input and the outputs of attention; run the rest again, matmuls included
     full       keep each block's input; run the whole block again
     offload    the same; offload.py moves the inputs to host memory
 
@@ -21,7 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from transformers import PreTrainedModel
 
 from meshtune.data.batch import MicroBatch
-from meshtune.layout import RECOMPUTATIONS, SAVED_OPERATORS
+from meshtune.layout import RECOMPUTATIONS, Recomputation
 from meshtune.meter.clock import recomputing
 from meshtune.model.anatomy import Anatomy
 from meshtune.model.body import ATTENTION_NAMES
@@ -35,7 +36,7 @@ def recompute_blocks(
 ) -> None:
     """Make blocks of `model` recompute activations in their backward by `mode`. In place; call it once.
 
-    mode: none, attention, selective, full or offload, as above. numbers: of the blocks that do; None: all.
+    mode: one of RECOMPUTATIONS, as above. numbers: of the blocks that do; None: all.
     `attention` is always of all.
     Call it before blocks are sharded, so that the hooks of sharding are outside the recomputed part.
     Raises ValueError for an unknown mode, or for `attention` with a model that does not run meshtune's
@@ -46,17 +47,14 @@ def recompute_blocks(
             pass
         case "attention":
             _recompute_attention(model)
-        case "selective":
-            saving = partial(create_selective_checkpoint_contexts, _policy)
-            _recompute_each_block(model, anatomy, numbers, saving)
-        case "full" | "offload":
-            _recompute_each_block(model, anatomy, numbers, None)
+        case "selective" | "linear" | "full" | "offload":
+            _recompute_each_block(model, anatomy, numbers, RECOMPUTATIONS[mode])
         case _:
             raise ValueError(f"recompute={mode!r} is none of {', '.join(RECOMPUTATIONS)}.")
 
 
-def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    kept = str(op) in SAVED_OPERATORS and not inside_tile()
+def _policy(saved: Collection[str], context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    kept = str(op) in saved and not inside_tile()
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -73,13 +71,12 @@ def _recompute_each_block(
     model: nn.Module,
     anatomy: Anatomy,
     numbers: Collection[int] | None,
-    contexts: Callable[[], Any] | None,
+    mode: Recomputation,
 ) -> None:
-    """Make the forward of the blocks `numbers` (None: all) run under torch's checkpoint, in place.
-
-    contexts: its context_fn, which says what is kept; None: only the block's inputs.
-    """
-    options: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
+    """Make the forward of the blocks `numbers` (None: all) run under torch's checkpoint, in place."""
+    options: dict[str, Any] = {}
+    if mode.keeps:  # else only the block's inputs
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, partial(_policy, mode.keeps))
     for number, block in enumerate(model.get_submodule(anatomy.blocks).children()):
         if numbers is None or number in numbers:
             # A partial of the bound method, no closure: a deep copy of the model then runs its own blocks.
@@ -87,7 +84,8 @@ def _recompute_each_block(
             block.forward = partial(checkpointed, block.forward, options)  # type: ignore[method-assign]
             for layer in lora_layers(block).values():
                 layer.lora_fuses = False  # a product and what it is added to would both be kept, or live
-                layer.lora_in_place &= contexts is None  # outputs of matmuls that are kept may not change
+                # Outputs of matmuls that are kept may not change.
+                layer.lora_in_place &= not mode.keeps_matmuls
 
 
 def _checkpointed(forward: Callable[..., Any], options: dict[str, Any], *args: Any, **kwargs: Any) -> Any:

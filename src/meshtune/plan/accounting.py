@@ -164,6 +164,11 @@ class Accounting:
     workspace: float = 0.0  # bytes in the allocator that are in no tensor of the model
     communicator: float = 0.0  # bytes of each process group (placement/ranks.py)
 
+    @property
+    def flex(self) -> bool:
+        """True if flex attention runs cores that no flash kernel knows, as this engine's does on CUDA."""
+        return self.context_keys == "copied" and not self.wide_masks
+
     def chunk_tokens(self, work: Work, layouts: Columns) -> Number:
         """Tokens whose logits exist at a time."""
         if not self.loss_memory:

@@ -79,7 +79,7 @@ def micro_batches(workload: Workload, data_ranks: int, fixed: Given) -> list[Opt
         return []
     micro, accumulation = fixed.get("micro_batch_size"), fixed.get("gradient_accumulation_steps")
     regather = fixed.get("sp_regather", False)
-    some = fixed.get("recompute_blocks")
+    some, documents = fixed.get("recompute_blocks"), workload.document_tokens or workload.seq_len
     sizes = [
         size
         for size in divisors(sequences)
@@ -92,7 +92,7 @@ def micro_batches(workload: Workload, data_ranks: int, fixed: Given) -> list[Opt
     modes = [
         name
         for name, mode in RECOMPUTATIONS.items()
-        if mode.searched and not (regather and mode.block) and (mode.block or some is None)
+        if documents >= mode.searched_from and not (regather and mode.block) and (mode.block or some is None)
     ]
     return [
         {

@@ -47,6 +47,7 @@ CORE = 2 * H + 4 * HEADS
 KEPT = {
     "": 2 * H + PROJECTED + CORE + 2 * 2 * H + 2 * F + 8,  # both normalised inputs and the MLP's product too
     "-selective": 2 * H + PROJECTED + CORE,
+    "-linear": 2 * H + CORE,
     "-full": 2 * H,
 }
 KEPT["-attention"] = KEPT[""] - CORE
@@ -143,14 +144,16 @@ def kept_by_inductor(layout: str, source: PretrainedConfig, **spec: Any) -> floa
     return sum(size for at, size in kept[1].items() if at not in kept[0]) / 256  # both: rotary angles, bounds
 
 
-@pytest.mark.parametrize(("family", "mode"), cases([*product(FAMILIES, KEPT)], ci=[("llama", "-selective")]))
+@pytest.mark.parametrize(("family", "mode"), cases([*product(FAMILIES, KEPT)], ci=[("llama", "-linear")]))
 def test_a_run_by_inductor_keeps_what_a_dry_run_keeps(family: str, mode: str) -> None:
     (source, spec), layout = FAMILIES[family], f"mb1-ga1{mode}"
     found = kept(traced(layout, source, kernels="cpu", **spec))["model.layers.1"]
     assert kept_by_inductor(layout, source, **spec) == found > 0
 
 
-@pytest.mark.parametrize("mode", cases(["", "-attention", "-selective", "-full"], ci=["-selective"]))
+@pytest.mark.parametrize(
+    "mode", cases(["", "-attention", "-selective", "-linear", "-full"], ci=["-selective"])
+)
 def test_compiled_blocks_keep_what_inductor_keeps_and_fuse_what_it_fuses(mode: str) -> None:
     step = traced(f"mb1-ga1{mode}")
     of_blocks = [

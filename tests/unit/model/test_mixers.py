@@ -110,7 +110,7 @@ def test_packed_and_unpacked_equal_each_document_alone(family: str) -> None:
             check(model, loss, want)
 
 
-@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("mode", ["full", "linear", "selective"])
 def test_what_is_recomputed_belongs_to_the_documents_of_its_own_micro_batch(mode: str) -> None:
     """A pipeline runs other forwards between a micro-batch's forward and its backward."""
     with exact():

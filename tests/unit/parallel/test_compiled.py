@@ -122,7 +122,7 @@ def assert_compiled(compiled: list[Found], plain: list[Found], layout: Layout, k
         np.testing.assert_allclose(one.losses[:3], other.losses, rtol=1e-6)
 
 
-MODES = ("", "-attention", "-selective", "-full")
+MODES = ("", "-attention", "-selective", "-linear", "-full")
 LAYOUTS = (
     "mb2-ga2", "dp2-mb2-ga2", "zero1x2-mb2-ga2", "zero2x2-mb2-ga2", "zero3x2-mb2-ga2",
     "pp2-1f1b-mb2-ga4", "tp2-sp-mb2-ga2", "cp2-mb2-ga2", "ulysses2-mb2-ga2",
@@ -134,7 +134,7 @@ LAYOUTS = (
     cases(
         [*(f"{layout}{mode}" for layout in LAYOUTS for mode in MODES), "zero3x2-mb2-ga2-offload"],
         ci=[
-            "cp2-mb2-ga2",
+            "cp2-mb2-ga2-linear",
             "zero3x2-mb2-ga2-selective",
             "pp2-1f1b-mb2-ga4-full",
             "tp2-sp-mb2-ga2-full",

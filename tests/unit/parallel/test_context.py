@@ -348,7 +348,7 @@ def test_windows_and_softcaps_are_those_of_hugging_face(family):
 
 @pytest.mark.ci
 def test_recomputation_changes_nothing():
-    modes = ("attention", "selective", "full")
+    modes = ("attention", "selective", "linear", "full")
     assert_same_model(2, "gemma2", one_rank("gemma2"), 1e-12, 1e-10, modes)
 
 

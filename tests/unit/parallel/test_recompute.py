@@ -28,7 +28,7 @@ from meshtune.plan.work import Work
 
 register()
 
-MODES = ("none", "attention", "selective", "full")
+MODES = ("none", "attention", "selective", "linear", "full")
 DROPOUT = {
     "llama": {"attention_dropout": 0.1},
     "gemma2": {"attention_dropout": 0.1},
@@ -112,15 +112,16 @@ def test_every_mode_gives_exactly_the_gradients_of_none(family, mode, dropout):
 def test_each_mode_repeats_what_it_says_and_no_more(family):
     backward = {mode: run(build(family, mode))[3] for mode in MODES}
     cores = {mode: watch.cores for mode, watch in backward.items()}
-    assert cores == {"none": 0, "attention": LAYERS, "selective": 0, "full": LAYERS}
+    assert cores == {"none": 0, "attention": LAYERS, "selective": 0, "linear": 0, "full": LAYERS}
     none = backward["none"].matmuls
     assert backward["attention"].matmuls == backward["selective"].matmuls == none
     # q, k, v, o, gate, up again; `down` only where a norm after it needs its output (Gemma 2)
-    assert backward["full"].matmuls == none + LAYERS * (7 if family == "gemma2" else 6)
+    again = LAYERS * (7 if family == "gemma2" else 6)
+    assert backward["linear"].matmuls == backward["full"].matmuls == none + again
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("mode", ["selective", "full"])
+@pytest.mark.parametrize("mode", ["selective", "linear", "full"])
 def test_some_blocks_recompute_and_the_others_save_all(mode):
     """The bytes of one block of each kind, from models with all of one kind; the gradients stay."""
     kept = {

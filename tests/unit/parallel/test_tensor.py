@@ -150,7 +150,7 @@ def test_adapters_have_the_gradients_of_one_rank(family):
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("recompute", ["attention", "selective", "full"])
+@pytest.mark.parametrize("recompute", ["attention", "selective", "linear", "full"])
 def test_recomputed_blocks_give_the_gradients_of_one_rank(recompute):
     assert_same(2, FAMILIES["qwen2"](), recompute=recompute)
 

@@ -279,7 +279,7 @@ def a_pass(family, text):
         ("llama", "tp2-full"),
         ("llama", "tp2-sp-full1"),
         ("phi3", "tp2-sp-selective"),
-        ("phi3", "tp2-selective1"),
+        ("phi3", "tp2-linear1"),
         ("llama", "tp2-sp-regather"),
     ],
 )

@@ -124,6 +124,7 @@ def test_activations_of_a_llama_block_to_the_byte(h: int, kv: int, f: int, a: in
     assert kept("mb2-ga1", EAGER, work) == 20 * h + 4 * kv + 8 * f + 4 * a + 8
     assert kept("mb2-ga1-attention", EAGER, work) == 20 * h + 4 * kv + 8 * f + 8
     assert kept("mb2-ga1-selective", EAGER, work) == 2 * (5 * h + 2 * kv + 2 * f) + 4 * a
+    assert kept("mb2-ga1-linear", EAGER, work) == 4 * h + 4 * a
     assert kept("mb2-ga1-full", EAGER, work) == 2 * h
     assert kept("cp2-mb2-ga1", EAGER, work) == (kept("mb2-ga1", EAGER, work) + 4 * kv) / 2  # all keys
 
@@ -142,7 +143,7 @@ def test_some_recomputed_blocks_hold_their_share_of_the_activations(
     tokens = 2048 * Layout.parse(text).micro_batch_size
     blocks = 32 // Layout.parse(text).pp
     each = 20 * 512 + 4 * 256 + 8 * 1408 + 4 * 8 + 8
-    rest = {mode: kept(f"mb1-ga1-{mode}", EAGER, work) for mode in ("selective", "full")}
+    rest = {mode: kept(f"mb1-ga1-{mode}", EAGER, work) for mode in ("selective", "linear", "full")}
 
     def activations(mode: str) -> dict[str, float]:
         columns = Columns.of([Layout.parse(text + mode)])
@@ -160,7 +161,8 @@ def test_some_recomputed_blocks_hold_their_share_of_the_activations(
             some = activations(f"-{mode}{number}")
             assert some["loss"] == none["loss"] - freed
             saving = (blocks // stages - number) * each
-            again = (each if mode == "full" else each - saved + 4 * 512) - saving
+            run_again = {"full": each, "linear": each - saved + 2 * 512, "selective": each - saved + 4 * 512}
+            again = run_again[mode] - saving
             assert some["backward of a block"] == none["backward of a block"] - freed + max(0, tokens * again)
             assert some["end of backward"] == every["end of backward"]
 

@@ -83,7 +83,7 @@ def test_some_recomputed_blocks_cost_their_share_of_the_time() -> None:
         ("pp4-1f1b-mb1-ga8", 8),
         ("pp4-interleaved1f1b-v2-mb1-ga8", 4),
     ):
-        for mode in ("selective", "full"):
+        for mode in ("selective", "linear", "full"):
             none, every = seconds(text, machine), seconds(f"{text}-{mode}", machine)
             for recomputed in range(1, blocks):
                 some = seconds(f"{text}-{mode}{recomputed}", machine)

@@ -36,19 +36,22 @@ def saved_by_block(
     context: Context = "gathered",
     selective: Kept | None = None,
     compiled: bool = False,
+    flex: bool = False,
     tiled: Number = False,
 ) -> BlockBytes:
     """Return the activations of an average block under each layout's recomputation mode.
 
-    `recomputed` is all that mode none saves under full; under selective what is missing of it and two tensors
-    [tokens, hidden], one split by sp, one without tiles; of a compiled block, less of its MLP; else 0.
+    `recomputed` is all that mode none saves under full, but attention's outputs under linear; under selective
+    what is missing of it and two tensors [tokens, hidden], one split by sp, one without tiles; of a compiled
+    block only what it lacks of its MLP; else 0.
 
     per_token: bytes per token that it saves if nothing is recomputed. tokens: of the micro-batch on this
     rank (after cp). element: bytes of an element of activations. regathers_inputs: under sp, matmul inputs
     are saved split and gathered again in the backward (`Accounting.regathers`). context: as in Accounting.
     selective: bytes per token that selective recomputation saves; None: all matmul outputs, output and
     statistics of the attention core, and the block's input. compiled: blocks are, which makes the output of a
-    core that runs again too. tiled: its MLP runs in tiles.
+    core that runs again too. flex: flex attention, as on CUDA, runs cores that no flash kernel knows: nothing
+    of them is saved. tiled: the MLP runs in tiles.
 
     Korthikanti et al. 2022 (arXiv:2205.05198), sections 4.2 (tp, sp) and 5 (recomputation).
     """
@@ -71,16 +74,17 @@ def saved_by_block(
 
     everything = of_tokens(per_token, core + whole_output / layouts.tp)
     block_input = tokens * element * work.hidden / sequence_shards
+    of_attention, of_matmuls = kept_outputs(per_token, work, layouts, element=element, flex=flex, tiled=tiled)
     if selective is None:
-        kept = matmul_outputs(per_token, work, layouts, element=element, context=context, tiled=tiled)
-        under_selective = tokens * kept + block_input
+        under_selective = tokens * (of_attention + of_matmuls) + block_input
     else:
-        under_selective = of_tokens(selective, (selective.core + selective.statistics) / heads)
-        # A compiled block runs no operation of tp again: it saves what enters attention and MLP, as sp gathered
-        # it or copied, and so not what that is made of.
+        kept_core = (selective.core + selective.statistics) / heads
+        # A compiled block runs no operation of tp again: it saves what enters attention and MLP, as sp
+        # gathered it or copied, and so not what that is made of.
         entered = selective._replace(entering=per_token.entering, outside=element * work.hidden)
-        held = of_tokens(entered, (selective.core + selective.statistics) / heads)
-        under_selective = np.where(compiled & (layouts.tp > 1), held, under_selective)
+        under_selective = np.where(
+            compiled & (layouts.tp > 1), of_tokens(entered, kept_core), of_tokens(selective, kept_core)
+        )
     if compiled:
         regathered = regathered + element * core_outputs
 
@@ -89,27 +93,28 @@ def saved_by_block(
         "everything": everything,
         "all but statistics": everything - tokens * of_core,
         "outputs": under_selective,
+        "attention outputs": (block_input + tokens * of_attention) * work.backward,
         "block input": block_input * work.backward,
     }
     saved = everything
     for name, mode in RECOMPUTATIONS.items():
         saved = np.where(layouts.recomputes(name), saved_under[mode.saves], saved)
     rest = np.maximum(everything - saved, 0.0)  # with adapters, matmul outputs are more than needed
-    recomputed = np.where(layouts.recomputation("matmuls"), everything, 0.0)
+    missing = everything - ~layouts.recomputation("attention") * tokens * of_attention
+    recomputed = np.where(layouts.recomputation("matmuls"), missing, 0.0)
     of_parts = rest + block_input + (1 - tiled) * tokens * element * work.hidden
     if compiled and selective:
         of_parts = tokens * np.maximum(per_token.mlp - selective.mlp, 0.0) / layouts.tp
-    recomputed = np.where(layouts.recomputation("by_operation"), of_parts, recomputed)
+    recomputed = np.where(layouts.recomputation("keeps_matmuls"), of_parts, recomputed)
     return BlockBytes(everything, saved, recomputed)
 
 
-def matmul_outputs(
-    per_token: Kept, work: Work, layouts: Columns, *, element: float, context: Context, tiled: Number
-) -> Number:
-    """Bytes per token on a rank of a block's matmul outputs, output and statistics of its attention core.
+def kept_outputs(
+    per_token: Kept, work: Work, layouts: Columns, *, element: float, flex: bool, tiled: Number
+) -> tuple[Number, Number]:
+    """Bytes per token on a rank of (output and statistics of a block's attention cores, its matmul outputs).
 
-    context, tiled: as in `saved_by_block`; where keys are copied, as on CUDA, flex attention runs cores that
-    no flash kernel knows: nothing is saved.
+    flex, tiled: as in `saved_by_block`.
     """
     sizes = [
         (matrix.cut == "rows", matrix.count * matrix.rows * (1 - tiled * matrix.mlp))
@@ -118,12 +123,12 @@ def matmul_outputs(
     cut, uncut = (sum(size for by_rows, size in sizes if by_rows == rows) for rows in (True, False))
     outputs, saved = (
         sum(core.count * core.query_heads * core.v_dim for core in work.cores if core.flash or not only_flash)
-        for only_flash in (False, context == "copied")
+        for only_flash in (False, flex)
     )
     statistics = per_token.statistics * saved / np.maximum(outputs, 1.0)
     heads = work.head_shards(layouts.tp)
-    matmuls = cut / layouts.tp + saved / heads + uncut  # uncut ones before sp splits them
-    return element * matmuls + statistics / heads
+    matmuls = cut / layouts.tp + uncut  # uncut ones before sp splits them
+    return (element * saved + statistics) / heads, element * matmuls
 
 
 def from_other_ranks(

@@ -116,7 +116,7 @@ def activations_in_flight(step: Step) -> InFlight:
     # The blocks that recompute nothing come first in the backward, and free what they saved.
     brought = np.where(offloaded > 0, block.saved, 0.0)  # for the block whose backward comes next
     at_once = np.maximum(passes.recomputed + brought - saving / virtual * block.everything, 0.0)
-    starts = layouts.recomputation("by_operation") & (saving <= 0) & (accounting.selected is None)
+    starts = layouts.recomputation("keeps_matmuls") & (saving <= 0) & (accounting.selected is None)
     start = np.where(starts, output_gradient + recomputation_start(step), 0.0)
     of_stage = np.maximum(input_backward(step), start)
     per_micro_batch = total / np.maximum(most, 1.0)
@@ -193,7 +193,8 @@ def block_bytes(step: Step) -> BlockBytes:
         saved_by_block(
             without_mlp(step, per_token), work, layouts, step.tokens, element=accounting.element,
             regathers_inputs=accounting.regathers(layouts), context=accounting.context_keys,
-            selective=selective, compiled=traced is not None and traced.fused, tiled=step.tiled,
+            selective=selective, compiled=traced is not None and traced.fused, flex=accounting.flex,
+            tiled=step.tiled,
         )
         for per_token in saved
     ]  # fmt: skip
@@ -272,7 +273,9 @@ def block_passes(step: Step, block: BlockBytes, output_gradient: Number) -> Bloc
     own = step.work.trained_block_parameters / layouts.tp * accounting.precision.gradient
     size, made = fullest_time(times, step.leaves_gradients * own)
     forward = tokens * peaks.forward
-    recomputing_forward = np.where(recomputes, tokens * peaks.forward_alone - block.saved, forward)
+    # A forward is fullest in its MLP, and attention's output that was saved comes on top
+    least = np.where(layouts.recomputation("matmuls"), np.minimum(step.hidden, block.saved), block.saved)
+    recomputing_forward = np.where(recomputes, tokens * peaks.forward_alone - least, forward)
     saving_forward = forward + (1 - peaks.saves_input) * step.hidden
     # With tiles both are below the backward.
     recomputing_forward = np.where(

@@ -241,7 +241,7 @@ def block_compute(
     elementwise_forward = in_block + of_adapters
     gradients = work.trained_block_parameters / layouts.tp
 
-    matmuls_again = np.where(layouts.recomputation("by_operation"), machine.selective, 0.0)
+    matmuls_again = np.where(layouts.recomputation("keeps_matmuls"), machine.selective, 0.0)
     matmuls_again = np.where(layouts.recomputation("matmuls"), 1.0, matmuls_again)
     last_matmul, last_elementwise = unrepeated(machine, tokens, work, layouts)
     recomputation = matmuls_again * (matmul_forward - last_matmul)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from meshtune.layout import RECOMPUTATIONS, SAVED_OPERATORS, Layout
+from meshtune.layout import ATTENTION_KERNELS, MATMULS, RECOMPUTATIONS, Layout
 from meshtune.meter.trace import (
     ACTIVATIONS,
     BACKWARD,
@@ -124,14 +124,14 @@ def _activations(tensors: Alike, layout: Layout) -> Advice:
 def _recomputed(tensors: Alike, layout: Layout) -> Advice:
     """Yield the recomputation mode that does not save what a block's forward made."""
     mode = RECOMPUTATIONS[layout.recompute]
-    if mode.matmuls and layout.recompute_blocks is None:
+    kept = tensors.made_by in mode.keeps
+    if mode.matmuls and layout.recompute_blocks is None and not kept:
         return
-    kept = mode.by_operation and tensors.made_by in SAVED_OPERATORS
     if layout.recompute_blocks is not None and not kept:
         yield f"{layout.recompute} in more blocks than {layout.recompute_blocks}"
-    if tensors.made_by in SAVED_OPERATORS:
+    if tensors.made_by in MATMULS | ATTENTION_KERNELS:
         yield "full: the backward runs the block again"
-    if not mode.by_operation:
+    if not mode.keeps:
         yield "selective or full: made again in the backward"
     yield f"{_fewer_tokens(layout)}: of the block that runs"
 
