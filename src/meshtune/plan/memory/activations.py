@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -22,7 +23,10 @@ class BlockBytes(NamedTuple):
 
     everything: Number  # held from forward to backward by a block that recomputes nothing
     saved: Number  # the same, by a block that recomputes as its layout says
-    recomputed: Number  # in addition to `saved`, in such a block's backward, once it ran again
+    # In addition to `saved`, in such a block's backward, once it ran again: under full all that mode none
+    # saves, under linear but attention's outputs; under selective what is missing of it and two tensors
+    # [tokens, hidden], one split by sp, one without tiles; of a compiled block what it lacks of its MLP
+    recomputed: Number
 
 
 def saved_by_block(
@@ -41,50 +45,33 @@ def saved_by_block(
 ) -> BlockBytes:
     """Return the activations of an average block under each layout's recomputation mode.
 
-    `recomputed` is all that mode none saves under full, but attention's outputs under linear; under selective
-    what is missing of it and two tensors [tokens, hidden], one split by sp, one without tiles; of a compiled
-    block only what it lacks of its MLP; else 0.
-
     per_token: bytes per token that it saves if nothing is recomputed. tokens: of the micro-batch on this
     rank (after cp). element: bytes of an element of activations. regathers_inputs: under sp, matmul inputs
-    are saved split and gathered again in the backward (`Accounting.regathers`). context: as in Accounting.
-    selective: bytes per token that selective recomputation saves; None: all matmul outputs, output and
-    statistics of the attention core, and the block's input. compiled: blocks are, which makes the output of a
-    core that runs again too. flex: flex attention, as on CUDA, runs cores that no flash kernel knows: nothing
-    of them is saved. tiled: the MLP runs in tiles.
+    are saved split and gathered again in the backward (`Accounting.regathers`). context, flex: as in
+    Accounting. selective: bytes per token that selective recomputation saves; None: all matmul outputs,
+    output and statistics of the attention core, and the block's input. compiled: blocks are, which makes the
+    output of a core that runs again too. tiled: the MLP runs in tiles.
 
     Korthikanti et al. 2022 (arXiv:2205.05198), sections 4.2 (tp, sp) and 5 (recomputation).
     """
-    sequence_shards = np.where(layouts.sp > 0, layouts.tp, 1.0)
+    sequence_shards, heads = np.where(layouts.sp > 0, layouts.tp, 1.0), work.head_shards(layouts.tp)
     core_outputs = sum(core.count * core.query_heads * core.v_dim for core in work.cores)
-    # under cp: what the other ranks sent; with ulysses the output as it was received and as it is sent
-    gathered = np.where(layouts.cp > 1, from_other_ranks(per_token, work, layouts, tokens, context), 0.0)
-    exchanged = np.where(layouts.ulysses > 0, element * core_outputs, gathered)
-    regathered = np.where(layouts.ulysses > 0, 0.0, gathered)  # when the core runs again
-    heads = work.head_shards(layouts.tp)
-    core = (per_token.core + per_token.statistics) / heads
-    core = core + np.where(layouts.cp > 1, exchanged / heads, 0.0)
+    exchanged, regathered = exchanged_keys(per_token, work, layouts, tokens, element=element, context=context)
+    core = (per_token.core + per_token.statistics + exchanged) / heads
     # Where each rank has all heads, the last matrix takes a copied shard of the core's output.
     whole_output = np.where(heads < layouts.tp, element * core_outputs, 0.0)
 
-    def of_tokens(parts: Kept, core: Number) -> Number:
-        entering = parts.entering / np.where(regathers_inputs, sequence_shards, 1.0)
-        inside = parts.attention / heads + parts.mlp / layouts.tp
-        return tokens * (parts.outside / sequence_shards + entering + parts.whole + inside + core)
-
-    everything = of_tokens(per_token, core + whole_output / layouts.tp)
+    of_rank = partial(without_core, work=work, layouts=layouts, regathers_inputs=regathers_inputs)
+    everything = tokens * (of_rank(per_token) + core + whole_output / layouts.tp)
     block_input = tokens * element * work.hidden / sequence_shards
     of_attention, of_matmuls = kept_outputs(per_token, work, layouts, element=element, flex=flex, tiled=tiled)
-    if selective is None:
-        under_selective = tokens * (of_attention + of_matmuls) + block_input
-    else:
-        kept_core = (selective.core + selective.statistics) / heads
+    under_selective = tokens * (of_attention + of_matmuls) + block_input
+    if selective:
         # A compiled block runs no operation of tp again: it saves what enters attention and MLP, as sp
         # gathered it or copied, and so not what that is made of.
         entered = selective._replace(entering=per_token.entering, outside=element * work.hidden)
-        under_selective = np.where(
-            compiled & (layouts.tp > 1), of_tokens(entered, kept_core), of_tokens(selective, kept_core)
-        )
+        kept = np.where(compiled & (layouts.tp > 1), of_rank(entered), of_rank(selective))
+        under_selective = tokens * (kept + (selective.core + selective.statistics) / heads)
     if compiled:
         regathered = regathered + element * core_outputs
 
@@ -100,13 +87,36 @@ def saved_by_block(
     for name, mode in RECOMPUTATIONS.items():
         saved = np.where(layouts.recomputes(name), saved_under[mode.saves], saved)
     rest = np.maximum(everything - saved, 0.0)  # with adapters, matmul outputs are more than needed
-    missing = everything - ~layouts.recomputation("attention") * tokens * of_attention
-    recomputed = np.where(layouts.recomputation("matmuls"), missing, 0.0)
     of_parts = rest + block_input + (1 - tiled) * tokens * element * work.hidden
     if compiled and selective:
         of_parts = tokens * np.maximum(per_token.mlp - selective.mlp, 0.0) / layouts.tp
-    recomputed = np.where(layouts.recomputation("keeps_matmuls"), of_parts, recomputed)
-    return BlockBytes(everything, saved, recomputed)
+    again = everything - ~layouts.recomputation("attention") * tokens * of_attention
+    again = np.where(layouts.recomputation("keeps_matmuls"), of_parts, again)
+    return BlockBytes(everything, saved, np.where(layouts.recomputation("block"), again, 0.0))
+
+
+def without_core(parts: Kept, work: Work, layouts: Columns, regathers_inputs: Number) -> Number:
+    """Bytes per token on a rank of what a block saves, but for its attention core. regathers_inputs: as in
+    `saved_by_block`.
+    """
+    sequence_shards = np.where(layouts.sp > 0, layouts.tp, 1.0)
+    entering = parts.entering / np.where(regathers_inputs, sequence_shards, 1.0)
+    inside = parts.attention / work.head_shards(layouts.tp) + parts.mlp / layouts.tp
+    return parts.outside / sequence_shards + entering + parts.whole + inside
+
+
+def exchanged_keys(
+    per_token: Kept, work: Work, layouts: Columns, tokens: Number, *, element: float, context: Context
+) -> tuple[Number, Number]:
+    """Bytes per token, before tp, that a block's attention saves for context parallelism, and the part that
+    comes again when the core runs again. Arguments as in `saved_by_block`.
+
+    Under cp what the other ranks sent; with ulysses the output as it was received and as it is sent.
+    """
+    outputs = element * sum(core.count * core.query_heads * core.v_dim for core in work.cores)
+    gathered = np.where(layouts.cp > 1, from_other_ranks(per_token, work, layouts, tokens, context), 0.0)
+    ulysses = (layouts.cp > 1) & (layouts.ulysses > 0)
+    return np.where(ulysses, outputs, gathered), np.where(ulysses, 0.0, gathered)
 
 
 def kept_outputs(
@@ -114,7 +124,7 @@ def kept_outputs(
 ) -> tuple[Number, Number]:
     """Bytes per token on a rank of (output and statistics of a block's attention cores, its matmul outputs).
 
-    flex, tiled: as in `saved_by_block`.
+    flex: as in Accounting; nothing is saved of the cores that it runs. tiled: the MLP runs in tiles.
     """
     sizes = [
         (matrix.cut == "rows", matrix.count * matrix.rows * (1 - tiled * matrix.mlp))
