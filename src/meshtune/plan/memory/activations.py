@@ -235,6 +235,22 @@ def block_backward(step: Step) -> Number:
     return inside + gathered
 
 
+def attention_made_later(step: Step) -> Number:
+    """Bytes that the backward of a block under linear lacks while it is in the MLP: a compiled block makes
+    queries, keys and values again, and what they are made of, when the backward of attention needs them. 0 of
+    others.
+    """
+    work, layouts, element = step.work, step.layouts, step.accounting.element
+    traced = None if step.accounting.saved else work.traced.get(int(element))
+    if not (traced and traced.fused):
+        return 0.0
+    outputs = element * sum(core.count * core.query_heads * core.v_dim for core in work.cores)
+    inside = (traced.kept.attention + traced.kept.core - outputs) / work.head_shards(layouts.tp)
+    entering = element * work.hidden / np.where(step.accounting.regathers(layouts), step.sequence_shards, 1.0)
+    later = layouts.recomputation("matmuls") & ~layouts.recomputation("attention")
+    return np.where(later, step.tokens * (inside + entering), 0.0)
+
+
 def recomputation_start(step: Step) -> Number:
     """Bytes that a block's selective recomputation has when it has come to the queries, without what was
     saved and the gradient of the block's output. With adapters, whose outputs are saved though no backward

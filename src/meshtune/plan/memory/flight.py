@@ -11,6 +11,7 @@ import numpy as np
 from meshtune.layout import V_SCHEDULES, ZERO_BUBBLE
 from meshtune.placement.states import pinned_bytes
 from meshtune.plan.memory.activations import (
+    attention_made_later,
     block_backward,
     kept_for_head,
     norm_gradient,
@@ -257,10 +258,12 @@ def block_passes(step: Step, block: BlockBytes, output_gradient: Number) -> Bloc
         size = step.tokens * (time.outside / step.sequence_shards + time.whole + inside)
         return size - step.hidden + output_gradient + made_again
 
-    times: list[tuple[Number, Number]] = []
+    times, later = list[tuple[Number, Number]](), attention_made_later(step)
     for under_sp, some in ((False, peaks.backward), (True, peaks.gathered)):
+        behind_mlp = min((time.mlp for time in some), default=0.0)
         for time in some:
-            times.append((np.where(sp == under_sp, of_rank(time), -np.inf), time.made))
+            size = of_rank(time) - later * (time.mlp > behind_mlp)
+            times.append((np.where(sp == under_sp, size, -np.inf), time.made))
     tiled = tiled_times(step, times, output_gradient)
     times = [(np.where(step.tiled, -np.inf, size), made) for size, made in times]
     times += [(np.where(step.tiled, size, -np.inf), made) for size, made in tiled]

@@ -231,7 +231,9 @@ def gradient_tensors(step: Step, flight: InFlight) -> Iterator[Tensor]:
 
     name, own = "a block's gradients", block.trained * precision.gradient
     leaves = step.leaves_gradients * own
-    made = flight.made * leaves
+    # Replicas sum a group when its last gradient is there: of the first block and the rest at the end.
+    own_sums = step.replicated & ~step.sharded & ~step.frees & np.asarray(step.accounting.shards_masters)
+    made = flight.made * np.where(own_sums & ~step.accumulates, own, leaves)
     yield Tensor(name, GRADIENTS, LAST, LAST, flight.traced * made)
     yield Tensor(name, GRADIENTS, BEFORE_LAST, SECOND, np.where(step.sharded, made, flight.traced * made))
     share = np.where(leaves > 0, flight.made, 1.0)  # below 0: of those among the states, what is missing
@@ -245,8 +247,6 @@ def gradient_tensors(step: Step, flight: InFlight) -> Iterator[Tensor]:
     last = (step.leaves_gradients > 0) & ~step.sharded & np.asarray(step.accounting.shards_masters)
     embedding = (1 - step.work.tied) * step.stages.has_embedding * elements.before_blocks.trained
     yield Tensor(name, GRADIENTS, FIRST, FIRST, np.where(last, -embedding * precision.gradient, 0.0))
-    # Replicas sum a group when its last gradient is there: of the first block and the rest at the end.
-    own_sums = step.replicated & ~step.sharded & ~step.frees & np.asarray(step.accounting.shards_masters)
     new_sums = (block.trained + elements.outside.trained) * precision.accumulated
     new_sums = new_sums - step.head_gradient * precision.gradient - flight.made * own
     yield Tensor(name, GRADIENTS, FIRST, FIRST, np.where(own_sums & ~step.accumulates, -new_sums, 0.0))
