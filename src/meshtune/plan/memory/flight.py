@@ -258,23 +258,23 @@ def block_passes(step: Step, block: BlockBytes, output_gradient: Number) -> Bloc
         size = step.tokens * (time.outside / step.sequence_shards + time.whole + inside)
         return size - step.hidden + output_gradient + made_again
 
-    times, later = list[tuple[Number, Number]](), attention_made_later(step)
-    for under_sp, some in ((False, peaks.backward), (True, peaks.gathered)):
-        behind_mlp = min((time.mlp for time in some), default=0.0)
-        for time in some:
-            size = of_rank(time) - later * (time.mlp > behind_mlp)
-            times.append((np.where(sp == under_sp, size, -np.inf), time.made))
-    tiled = tiled_times(step, times, output_gradient)
-    times = [(np.where(step.tiled, -np.inf, size), made) for size, made in times]
-    times += [(np.where(step.tiled, size, -np.inf), made) for size, made in tiled]
-    _, made_when_fullest = fullest_time(times, 0.0)
-    # What sp gathers for the MLP's first matrices is there until the last of their gradients is made.
-    made_by_then = np.where(sp, 1.0, made_when_fullest)
-    times.append((np.where(traced, 0.0, backward), made_by_then))
-    second_forward = tokens * peaks.forward_again + output_gradient
-    times.append((np.where(recomputes & ~step.tiled, second_forward, 0.0), 0.0))
     own = step.work.trained_block_parameters / layouts.tp * accounting.precision.gradient
-    size, made = fullest_time(times, step.leaves_gradients * own)
+    left, later = step.leaves_gradients * own, attention_made_later(step)
+    fullest: list[tuple[Number, Number]] = []  # without sp, and with it
+    for some in (peaks.backward, peaks.gathered or peaks.backward):
+        behind_mlp = min(np.min(time.mlp) for time in some)
+        times = [(of_rank(time) - later * (time.mlp > behind_mlp), time.made) for time in some]
+        if np.any(step.tiled):
+            tiled = tiled_times(step, times, output_gradient)
+            times = [(np.where(step.tiled, -np.inf, size), made) for size, made in times]
+            times += [(np.where(step.tiled, size, -np.inf), made) for size, made in tiled]
+        fullest.append(fullest_time(times, left))
+    size, made = (np.where(sp, *of_both) for of_both in zip(*reversed(fullest), strict=True))
+    # What sp gathers for the MLP's first matrices is there until the last of their gradients is made.
+    closed = np.where(traced, 0.0, backward), np.where(sp, 1.0, made)
+    second_forward = tokens * peaks.forward_again + output_gradient
+    again = np.where(recomputes & ~step.tiled, second_forward, 0.0), 0.0
+    size, made = fullest_time([(size, made), closed, again], left)
     forward = tokens * peaks.forward
     # A forward is fullest in its MLP, and attention's output that was saved comes on top
     least = np.where(layouts.recomputation("matmuls"), np.minimum(step.hidden, block.saved), block.saved)
@@ -298,7 +298,10 @@ def block_passes(step: Step, block: BlockBytes, output_gradient: Number) -> Bloc
 def fullest_time(times: Sequence[tuple[Number, Number]], gradients: Number) -> tuple[Number, Number]:
     """The one of `times`, each (bytes, share of `gradients`), with most bytes and gradients together."""
     size, made = times[0]
+    most = size + made * gradients
     for other, other_made in times[1:]:
-        more = other + other_made * gradients > size + made * gradients
+        together = other + other_made * gradients
+        more = together > most
+        most = np.maximum(together, most)
         size, made = np.where(more, other, size), np.where(more, other_made, made)
     return size, made
