@@ -30,7 +30,7 @@ WHOLE = {
     "lines of src": 72_129,  # 52,000
     "files of src": 340,  # 280
     "files in one folder of src": 22,  # 22
-    "lines of tests": 52_784,  # 36,000
+    "lines of tests": 52_786,  # 36,000
 }
 
 ATTEND = "the signature of core.attend_rows, which it stands in for on the ranks of cp"
