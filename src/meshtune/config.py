@@ -199,7 +199,7 @@ class TrainConfig(Section):
     mlp_tile: Positive | None = setting(
         None,
         "Tokens of a rank that an MLP runs on at a time, and again in its backward, so that only one tile's "
-        "inner tensors are in memory; null: all.",
+        "inner tensors are in memory; null: all. Blocks then stay uncompiled.",
         unit="tokens",
     )
     adam_betas: tuple[Fraction, Fraction] = setting(

@@ -193,6 +193,8 @@ def attention_and_refusals(
     model = on_meta(family, name=settings.name, trust_remote_code=settings.trust_remote_code)
     model_traits = traits(model)
     auto = settings.attention == "auto"
+    if config.adapts:
+        model_traits = model_traits.with_adapters(config.lora.dropout)
     attention = auto_attention(model, model_traits) if auto else settings.attention
     problems = refusals(
         model_traits,

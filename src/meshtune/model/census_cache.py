@@ -73,6 +73,8 @@ def numbers_of(
     )
     cache_dir = expanded(config.data.cache, "data.cache")
     numbers = model_numbers(model.name, variant, **model.access, cache_dir=cache_dir, file=file, log=log)
+    if config.adapts:
+        numbers = replace(numbers, traits=numbers.traits.with_adapters(config.lora.dropout))
     census = numbers.census
     tables = [each for each in census.parameters_outside if each.shape[0] == census.vocabulary]
     if rows is not None or all(table.trainable for table in tables):  # these are counted already

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 
 from meshtune.meter.clock import recomputing
@@ -57,7 +58,7 @@ class _Tiled(nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         (hidden,) = (*args, *kwargs.values())
         rows, columns, _ = hidden.shape
-        width = math.ceil(columns / math.ceil(rows * columns / self.mlp_tile))
+        width = math.ceil(columns / math.ceil(columns / max(self.mlp_tile // rows, 1)))
         if width >= columns or inside_tile():
             return super().__call__(hidden)
         if not torch.is_grad_enabled():
@@ -84,7 +85,7 @@ def _forward(mlp: _Tiled, hidden: Tensor, width: int) -> Tensor:
     out, start = None, 0
     with _in_tile():
         for part in hidden.split(width, SEQUENCE):
-            of_part = mlp(part)
+            of_part = mlp(part.contiguous())  # a family's layers may view it
             out = of_part.new_empty(hidden.shape) if out is None else out
             out.narrow(SEQUENCE, start, part.shape[SEQUENCE]).copy_(of_part)
             start += part.shape[SEQUENCE]
@@ -111,6 +112,7 @@ class _Tiles(torch.autograd.Function):
         return _forward(mlp, hidden, width)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (hidden,), ctx.saver = ctx.saver.saved_tensors, None  # which frees it with this backward
         states = generator_states() if ctx.states else []
@@ -132,7 +134,7 @@ def _backward(
     sums: list[Tensor | None] = [None] * len(trained)
     of_input, start = torch.empty_like(hidden) if inputs else None, 0
     for part, of_out in zip(hidden.split(width, SEQUENCE), gradient.split(width, SEQUENCE), strict=True):
-        own = part.detach().requires_grad_(inputs)
+        own = part.detach().contiguous().requires_grad_(inputs)
         with torch.enable_grad(), recomputing(), _in_tile():
             out = functional_call(mlp, trained, own)
         wanted = [*trained.values(), *[own] * inputs]

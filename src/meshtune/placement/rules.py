@@ -9,7 +9,7 @@ docs/parallelism.md ask `refusals`.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,6 +44,10 @@ class Traits:
     tiles: str | None = None  # why its MLPs can't run in tiles, "has …"; None: they can
     interrupts: str | None = None  # why the compiler can't go through a block, "has …"; None: it can
     draws: bool = False  # blocks draw random numbers in training
+
+    def with_adapters(self, dropout: float) -> "Traits":
+        """The same of a model whose adapters drop a share of their inputs."""
+        return replace(self, draws=self.draws or dropout > 0)
 
 
 UNCOMPILED = "The blocks run uncompiled: {}."  # with why

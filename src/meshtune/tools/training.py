@@ -531,9 +531,11 @@ def mlp_tile_of_shards(setting: str) -> Conversion:
     def read(value: Any, job: Job) -> Converted:
         if value in OFF:
             return Converted({})
+        rows = int(job.value("micro_batch_size", default=1) or 1)
         if shards := int(job.value("tiled_mlp_num_shards", default=0) or 0):
-            return Converted({setting: math.ceil(int(job.value("sequence_len")) / shards)})
-        return Converted({setting: WIDE}, lost=f"a tile of {WIDE} tokens; axolotl takes as many as features")
+            return Converted({setting: rows * math.ceil(int(job.value("sequence_len")) / shards)})
+        lost = f"a tile of {WIDE} tokens of each row; axolotl takes the number of features"
+        return Converted({setting: rows * WIDE}, lost=lost)
 
     return Conversion(read)
 

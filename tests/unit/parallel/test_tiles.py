@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from meshtune.api.dryrun import dryrun
 from meshtune.attention.register import register
+from meshtune.errors import UserError
 from meshtune.layout import Layout
 from meshtune.model.anatomy import anatomy
 from meshtune.model.capabilities import traits
@@ -108,6 +109,28 @@ def test_a_simulated_peak_is_lower_and_as_predicted(layout: str, tmp_path: Any) 
         memory = simulation.predicted.memory
         assert peaks[-1] == pytest.approx(memory.peak - memory.overhead, rel=0.02)
     assert peaks[1] < 0.8 * peaks[0]
+
+
+def test_rows_of_a_tile_may_be_viewed() -> None:  # as GPT-2's layers do
+    model = AutoModelForCausalLM.from_config(FAMILIES["gpt2"](n_layer=1)).double().eval()
+    ids, gradients = torch.arange(2 * TOKENS).view(2, TOKENS) % 50, []
+    for each in (model, tiled(model)):
+        each(ids, labels=ids, use_cache=False).loss.backward()
+        gradients.append([parameter.grad for parameter in each.parameters()])
+    torch.testing.assert_close(*gradients)
+
+
+def test_dropout_of_adapters_is_refused_with_tp(tmp_path: Any) -> None:
+    FAMILIES["llama"]().save_pretrained(tmp_path)
+    settings = {
+        "model": {"name": str(tmp_path), "init": "random"},
+        "method": "lora",
+        "lora": {"dropout": 0.5},
+        "cluster": {"gpu": "cpu", "gpus": 2},
+        "train": {"mlp_tile": 10},
+    }
+    with pytest.raises(UserError, match="dropout in its blocks"):
+        dryrun(settings, layout="tp2")
 
 
 @pytest.mark.parametrize("family", ["opt", "bloom", "mixtral"])
