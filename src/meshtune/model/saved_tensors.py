@@ -406,13 +406,13 @@ def block_peaks(
             sharded = SavingBytes(tokens, rows, cuts)
             with _gathering(block, parts, sharded):
                 _, gathered = passes(sharded)
-    kept = started.and_(hidden, -1)  # without the gradient
+    kept = started.minus(hidden)  # without the gradient
     # A second forward runs when the first saved tensor is needed, and ends once the last one has been saved.
-    again = saving.when_saved.and_((saving.when_needed or started).and_(started, -1))
-    alone_most = alone.most.and_(hidden)
+    again = saving.when_saved.plus((saving.when_needed or started).minus(started))
+    alone_most = alone.most.plus(hidden)
     return BlockPeaks(
-        forward=_sizes(saving.forward.and_(kept, -1)),
-        forward_again=_sizes(again.and_(kept, -1)),
+        forward=_sizes(saving.forward.minus(kept)),
+        forward_again=_sizes(again.minus(kept)),
         forward_alone=(alone_most.per_token, alone_most.keys + returned),
         backward=backward,
         gathered=gathered,
@@ -442,8 +442,8 @@ def _passes(
     gradients = sum(parameter.nbytes for parameter in trained)
     for parameter in trained:
         parameter.grad = None
-    kept = started.and_(hidden, -1)
-    beside = [size.and_(kept, -1) for size in meter.fullest]
+    kept = started.minus(hidden)
+    beside = [size.minus(kept) for size in meter.fullest]
     # What is left below zero isn't a gradient: the forward saved it, whatever the number of tokens.
     return started, tuple(
         BackwardBytes(*size[:5], made=max(size.rest, 0.0) / gradients if gradients else 0.0)

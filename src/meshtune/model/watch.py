@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from operator import add, sub
 from typing import Any, NamedTuple
 
 import torch
@@ -262,9 +263,11 @@ class Size(NamedTuple):
     def per_token(self) -> float:
         return sum(self[:4])
 
-    def and_(self, other: "Size", sign: int = 1) -> "Size":
-        """Return the sum, or with -1 the difference."""
-        return Size(*(mine + sign * its for mine, its in zip(self, other, strict=True)))
+    def plus(self, other: "Size") -> "Size":
+        return Size(*map(add, self, other))
+
+    def minus(self, other: "Size") -> "Size":
+        return Size(*map(sub, self, other))
 
     def covers(self, other: "Size") -> bool:
         return all(mine >= its for mine, its in zip(self, other, strict=True))
@@ -326,12 +329,12 @@ class LivingBytes(TorchDispatchMode):
         if key in given or key in self.known:
             return
         self.known[key] = kind
-        self.living = self.living.and_(size)
+        self.living = self.living.plus(size)
         weakref.finalize(storage, self._free, key, size)
 
     def _free(self, key: int, size: Size) -> None:
         del self.known[key]
-        self.living = self.living.and_(size, -1)
+        self.living = self.living.minus(size)
 
 
 class SavingBytes(LivingBytes):

@@ -298,7 +298,7 @@ def accounting_of(workload: Workload, cluster: Cluster) -> Accounting:
         in_backward=workload.step_in_backward,
         offload=workload.offload != "none",
         mlp_tile=workload.mlp_tile or math.inf,
-        slice_bytes=0.0 if workload.fuses(cluster) else accounting.slice_bytes,
+        slice_bytes=accounting.slice_bytes * workload.slices(cluster),
     )
     if cluster.gpu.processor:
         return replace(

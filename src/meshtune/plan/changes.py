@@ -40,8 +40,8 @@ VIRTUAL_STAGES = (2, 4, 8)
 TWICE = "twice the global batch"
 BATCHES = ("batch", "other batch")  # kinds of changes of it
 MORE_GPUS = (2, 3, 4, 6, 8, 12, 16)  # times the cluster's
-# Tokens: matmuls of so many rows run at full rate, and a tile of an 8B has 1.8 GB of inner tensors, which sp
-# does not change; half of them halve that, and read and write the sums of weights' gradients twice as often.
+# Tokens. 8,192 rows run matmuls at full rate. Inner tensors of an 8B's tile: 1.8 GB, with sp or without. Half
+# the tile halves them, and doubles the traffic of the sums of weights' gradients.
 MLP_TILE = 8192
 SHORTER = (2, 4, 8, 16)  # parts of the sequence length
 REMEDIES = (

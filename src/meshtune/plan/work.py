@@ -150,6 +150,7 @@ class Traced(NamedTuple):
             compiled=self.compiled and self.compiled.twice(),
             selective=self.selective and self.selective.twice(),
             fused=self.fused,
+            made_again=2 * self.made_again,
             wide_masks=self.wide_masks and self.wide_masks.twice(),
         )
 
@@ -380,13 +381,14 @@ def _traced(
                 peaks = peaks and replace(peaks, saves_input=True, gathered=together)
                 outputs = _blocks_of(blocks, selective, element, None).kept
                 of_compiled = _blocks_of(blocks, compiled, element, peaks)
-                found[element] = found[element]._replace(
-                    compiled=of_compiled._replace(
-                        fused=True,
-                        selective=outputs,
-                        made_again=found[element].kept.mlp - of_compiled.kept.mlp,
-                    )
+                again = found[element].kept.mlp - of_compiled.kept.mlp
+                # A compiled block never holds what lies between two operations that are fused, as in GPT-2's
+                # activation: the temporaries of eager ones stand for it.
+                widest = max((m.cols * m.count for m in blocks[-1].matrices if m.kind == "mlp"), default=0)
+                of_compiled = of_compiled._replace(
+                    fused=True, selective=outputs, made_again=again if again <= element * widest else 0.0
                 )
+                found[element] = found[element]._replace(compiled=of_compiled)
     if 4 in found:
         found[8] = found[4].twice()
     return found

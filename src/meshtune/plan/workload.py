@@ -160,6 +160,10 @@ class Workload:
         """Whether this engine compiles its loss and its updates."""
         return self.tool is MESHTUNE and self.compile is True and not cluster.gpu.processor
 
+    def slices(self, cluster: Cluster) -> bool:
+        """Whether this engine's updates in one pass run uncompiled, on a slice at a time."""
+        return self.tool is MESHTUNE and not self.fuses(cluster)
+
     def loss_memory(self, cluster: Cluster) -> float:
         """Bytes of a GPU by which this engine cuts the compiled loss; 0 where it is not compiled."""
         return cluster.memory * self.fuses(cluster)

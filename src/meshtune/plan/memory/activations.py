@@ -24,8 +24,9 @@ class BlockBytes(NamedTuple):
     everything: Number  # held from forward to backward by a block that recomputes nothing
     saved: Number  # the same, by a block that recomputes as its layout says
     # In addition to `saved`, in such a block's backward, once it ran again: under full all that mode none
-    # saves, under linear but attention's outputs; under selective what is missing of it and two tensors
-    # [tokens, hidden], one split by sp, one without tiles; of a compiled block what it lacks of its MLP
+    # saves; under linear the same without attention's outputs; under selective what it does not save of that,
+    # and two tensors [tokens, hidden] (one is split by sp, the other absent where the MLP runs in tiles), or
+    # in a compiled block what it does not save of its MLP
     recomputed: Number
 
 
@@ -236,12 +237,12 @@ def block_backward(step: Step) -> Number:
 
 
 def attention_made_later(step: Step) -> Number:
-    """Bytes that the backward of a block under linear lacks while it is in the MLP: a compiled block makes
-    queries, keys and values again, and what they are made of, when the backward of attention needs them. 0 of
-    others.
+    """Bytes that are not allocated yet while the backward of a block's MLP runs under linear: a compiled block
+    makes queries, keys and values again, and what they are made of, when the backward of attention needs
+    them. 0 of others.
     """
     work, layouts, element = step.work, step.layouts, step.accounting.element
-    traced = None if step.accounting.saved else work.traced.get(int(element))
+    traced = step.traced_block
     if not (traced and traced.fused):
         return 0.0
     outputs = element * sum(core.count * core.query_heads * core.v_dim for core in work.cores)

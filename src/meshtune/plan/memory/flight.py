@@ -183,10 +183,9 @@ def earlier_gradients(step: Step, in_flight: Number, per_micro_batch: Number) ->
 def block_bytes(step: Step) -> BlockBytes:
     """Bytes of an average block's activations; of what runs again, those of the block that saves most."""
     work, layouts, accounting, seq_len = step.work, step.layouts, step.accounting, step.seq_len
-    traced = work.traced.get(int(accounting.element))
+    traced = step.traced_block
     selective = accounting.selected.per_token(work, seq_len) if accounting.selected else None
-    if traced and accounting.saved is None:
-        selective = traced.selective
+    selective = traced.selective if traced else selective
     saved = [accounting.saved_per_token(work, layouts, seq_len)]
     if traced and traced.fullest != traced.kept:  # else all blocks save the same
         saved.append(accounting.saved_per_token(work, layouts, seq_len, fullest=True))
@@ -229,15 +228,14 @@ class BlockPasses(NamedTuple):
 
 
 def block_passes(step: Step, block: BlockBytes, output_gradient: Number) -> BlockPasses:
-    """Bytes of a block's passes: of the backward as it was traced. Its closed form counts where it has more
-    and cp or a recomputation of parts, which the trace does not have, and where there is none.
+    """Bytes of a block's passes. The traced times of its backward always count; the closed form too under cp,
+    under selective, and under sp if sp was not traced: the larger one.
 
-    tp is taken to split all that forwards have. output_gradient: bytes of the gradient that a backward
+    Forwards are divided by tp as a whole. output_gradient: bytes of the gradient that a backward
     starts from; 0 where it lies in a receive buffer.
     """
     layouts, accounting = step.layouts, step.accounting
-    traced_blocks = None if accounting.saved else step.work.traced.get(int(accounting.element))
-    made_again = step.tokens / layouts.tp * traced_blocks.made_again if traced_blocks else 0.0
+    made_again = step.tokens / layouts.tp * step.traced_block.made_again if step.traced_block else 0.0
     backward = output_gradient + block_backward(step) + made_again
     peaks = accounting.traced_peaks(step.work, layouts, step.seq_len)
     saves_input = peaks.saves_input if peaks else accounting.element >= 4  # as a norm in fp32 does
@@ -262,8 +260,8 @@ def block_passes(step: Step, block: BlockBytes, output_gradient: Number) -> Bloc
     left, later = step.leaves_gradients * own, attention_made_later(step)
     fullest: list[tuple[Number, Number]] = []  # without sp, and with it
     for some in (peaks.backward, peaks.gathered or peaks.backward):
-        behind_mlp = min(np.min(time.mlp) for time in some)
-        times = [(of_rank(time) - later * (time.mlp > behind_mlp), time.made) for time in some]
+        after_mlp = min(time.mlp for time in some)
+        times = [(of_rank(time) - later * (time.mlp > after_mlp), time.made) for time in some]
         if np.any(step.tiled):
             tiled = tiled_times(step, times, output_gradient)
             times = [(np.where(step.tiled, -np.inf, size), made) for size, made in times]
@@ -271,12 +269,12 @@ def block_passes(step: Step, block: BlockBytes, output_gradient: Number) -> Bloc
         fullest.append(fullest_time(times, left))
     size, made = (np.where(sp, *of_both) for of_both in zip(*reversed(fullest), strict=True))
     # What sp gathers for the MLP's first matrices is there until the last of their gradients is made.
-    closed = np.where(traced, 0.0, backward), np.where(sp, 1.0, made)
+    closed = np.where(traced, 0.0, backward - later), np.where(sp, 1.0, made)
     second_forward = tokens * peaks.forward_again + output_gradient
     again = np.where(recomputes & ~step.tiled, second_forward, 0.0), 0.0
     size, made = fullest_time([(size, made), closed, again], left)
     forward = tokens * peaks.forward
-    # A forward is fullest in its MLP, and attention's output that was saved comes on top
+    # Under linear a forward is fullest in its MLP, and attention's output, which it saves, is in addition.
     least = np.where(layouts.recomputation("matmuls"), np.minimum(step.hidden, block.saved), block.saved)
     recomputing_forward = np.where(recomputes, tokens * peaks.forward_alone - least, forward)
     saving_forward = forward + (1 - peaks.saves_input) * step.hidden

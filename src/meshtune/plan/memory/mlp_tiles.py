@@ -1,7 +1,7 @@
 """Bytes of a block's backward whose MLP runs in tiles (parallel/tiles.py).
 
-The trace of a whole block has its times in their order by the gradients that it has made: those of the MLP
-come first, and are a tile's here; the others lack all that the MLP saved.
+The times of a traced backward are in the order of the gradients that it has made by then. Those with no more
+than the MLP's are a tile's here; the others are without all that the MLP saved.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ if TYPE_CHECKING:
 
 def without_mlp(step: Step, kept: Kept) -> Kept:
     """Return what a block saves: of an MLP in tiles only this rank's part of its input."""
-    of_input = step.tiled * entering_mlp(step, kept)
     return kept._replace(
-        outside=kept.outside + of_input,
-        entering=kept.entering - of_input,
+        outside=kept.outside + step.tiled * step.accounting.element * step.work.hidden,
+        entering=kept.entering - step.tiled * entering_mlp(step, kept),
         mlp=np.where(step.tiled, 0.0, kept.mlp),
     )
 
@@ -47,10 +46,10 @@ def tiled_times(
     element, tp, shards = accounting.element, layouts.tp, step.sequence_shards
     kept = accounting.saved_per_token(work, layouts, step.seq_len)
     trained = work.trained_mlp(tp)
-    share = trained * tp / np.maximum(work.trained_block_parameters, 1.0) + 1e-9
+    share = work.trained_mlp(1) / np.maximum(work.trained_block_parameters, 1.0) + 1e-9
     split = np.where(accounting.regathers(layouts), shards, 1.0)
     freed = step.tokens * (kept.mlp / tp + entering_mlp(step, kept) * (1 / split - 1 / shards))
-    in_mlp = [size + freed - output_gradient for size, made in times if np.all(made <= share)]
+    in_mlp = [size + freed - output_gradient for size, made in times if made <= share]
     # Untraced: what it saves, two of the widest tensors, and what sp gathers of its input and output.
     widest = max((matrix.cols for matrix in work.matrices if matrix.mlp), default=0.0)
     closed = (kept.mlp + 2 * element * widest) / tp + 2 * element * work.hidden * (shards > 1)
@@ -63,5 +62,5 @@ def tiled_times(
     return [
         (output_gradient + step.hidden + step.tile * shards / step.tokens * most + sums, 0.0),
         (output_gradient + in_norm - keeps - input_freed, share),
-        *((size + freed, made) for size, made in times if not np.all(made <= share)),
+        *((size + freed, made) for size, made in times if made > share),
     ]

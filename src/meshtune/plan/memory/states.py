@@ -101,6 +101,8 @@ class Step:
         first_step: bool = False,
     ) -> None:
         self.work, self.layouts, self.accounting, self.stages = work, layouts, accounting, stages
+        # Of blocks; None: nothing was traced, or the stack saves by its own rule.
+        self.traced_block = None if accounting.saved else work.traced.get(int(accounting.element))
         self.seq_len, self.first_step = seq_len, first_step
         precision, has_embedding, has_head = accounting.precision, stages.has_embedding, stages.has_head
         self.elements = elements = rank_elements(work, layouts, stages)
