@@ -237,7 +237,7 @@ def block_backward(step: Step) -> Number:
 
 
 def attention_made_later(step: Step) -> Number:
-    """Bytes that are not allocated yet while the backward of a block's MLP runs under linear: a compiled block
+    """Bytes that are not allocated yet while an MLP runs backward under linear: a compiled block
     makes queries, keys and values again, and what they are made of, when the backward of attention needs
     them. 0 of others.
     """
