@@ -240,7 +240,7 @@ def test_a_family_s_own_attention_keeps_its_scores(family, size):
     traced = [dict(block.saved_of_one_row)[size] for block in census(config).blocks]
     assert all(kept.scores > 0 for kept in traced)
     for kept in traced:
-        assert kept.peaks.forward[1] > 0 < max(of_key for _, of_key, _ in kept.peaks.backward)
+        assert kept.peaks.forward[1] > 0 < max(time.keys for time in kept.peaks.backward)
     found = [kept.total + kept.scores * TOKENS for kept in traced]
     assert found == real(config, DTYPES[size], attention=None)
 
