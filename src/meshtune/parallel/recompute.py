@@ -12,7 +12,9 @@ Gradients are the same in every mode. The generators' states are restored before
 dropout repeats exactly. Names of modules and parameters stay what they are.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -28,7 +30,6 @@ from meshtune.model.anatomy import Anatomy
 from meshtune.model.body import ATTENTION_NAMES
 from meshtune.model.documents import current_documents, documents_of
 from meshtune.model.lora import lora_layers
-from meshtune.parallel.tiles import inside_tile
 
 
 def recompute_blocks(
@@ -51,6 +52,24 @@ def recompute_blocks(
             _recompute_each_block(model, anatomy, numbers, RECOMPUTATIONS[mode])
         case _:
             raise ValueError(f"recompute={mode!r} is none of {', '.join(RECOMPUTATIONS)}.")
+
+
+_inside = ContextVar("_inside", default=False)
+
+
+def inside_tile() -> bool:
+    """True where a tile of an MLP runs forward (tiles.py): nothing of it is kept for a backward."""
+    return _inside.get()
+
+
+@contextmanager
+def in_tile() -> Iterator[None]:
+    """Run a tile's forward in it."""
+    token = _inside.set(True)
+    try:
+        yield
+    finally:
+        _inside.reset(token)
 
 
 def _policy(saved: Collection[str], context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

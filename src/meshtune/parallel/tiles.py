@@ -10,9 +10,6 @@ autograd gets one gradient of each parameter, with which hooks of ZeRO and of up
 """
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
@@ -23,14 +20,8 @@ from torch.func import functional_call
 
 from meshtune.meter.clock import recomputing
 from meshtune.model.anatomy import Anatomy, draws_random_numbers
+from meshtune.parallel.recompute import in_tile, inside_tile
 from meshtune.parallel.tensor import SEQUENCE, generator_states, restore_generators
-
-_inside = ContextVar("_inside", default=False)
-
-
-def inside_tile() -> bool:
-    """True where a tile's forward runs: nothing of it is kept for a backward."""
-    return _inside.get()
 
 
 def tile_mlps(model: nn.Module, anatomy: Anatomy, tokens: int) -> None:
@@ -71,19 +62,10 @@ def _trained(mlp: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in mlp.named_parameters() if parameter.requires_grad}
 
 
-@contextmanager
-def _in_tile() -> Iterator[None]:
-    token = _inside.set(True)
-    try:
-        yield
-    finally:
-        _inside.reset(token)
-
-
 def _forward(mlp: _Tiled, hidden: Tensor, width: int) -> Tensor:
     """Return the output of all tokens, `width` columns at a time."""
     out, start = None, 0
-    with _in_tile():
+    with in_tile():
         for part in hidden.split(width, SEQUENCE):
             of_part = mlp(part.contiguous())  # a family's layers may view it
             out = of_part.new_empty(hidden.shape) if out is None else out
@@ -135,7 +117,7 @@ def _backward(
     of_input, start = torch.empty_like(hidden) if inputs else None, 0
     for part, of_out in zip(hidden.split(width, SEQUENCE), gradient.split(width, SEQUENCE), strict=True):
         own = part.detach().contiguous().requires_grad_(inputs)
-        with torch.enable_grad(), recomputing(), _in_tile():
+        with torch.enable_grad(), recomputing(), in_tile():
             out = functional_call(mlp, trained, own)
         wanted = [*trained.values(), *[own] * inputs]
         found = [*torch.autograd.grad(out, wanted, of_out, allow_unused=True)]

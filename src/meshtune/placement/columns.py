@@ -112,6 +112,11 @@ class Columns:
         """Tokens per rank in one micro-batch (after cp)."""
         return self.micro_batch_size * seq_len / self.cp
 
+    def mlp_tiles(self, tokens: Number, tile: float) -> Number:
+        """Tiles of an MLP, of at most `tile` tokens of a rank each. tokens: of a micro-batch, before sp."""
+        own = tokens / np.where(self.sp > 0, self.tp, 1.0)
+        return np.maximum(np.ceil(own / tile), 1.0)
+
     def recomputes(self, mode: str) -> Number:
         return self.recompute == RECOMPUTE.index(mode)
 

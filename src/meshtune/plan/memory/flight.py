@@ -14,6 +14,7 @@ from meshtune.plan.memory.activations import (
     attention_made_later,
     block_backward,
     kept_for_head,
+    last_norm_bytes,
     norm_gradient,
     output_gradients,
     recomputation_start,
@@ -242,7 +243,7 @@ def block_passes(step: Step, block: BlockBytes, output_gradient: Number) -> Bloc
     saved_anyway = np.where(layouts.recomputation("matmuls"), saves_input * step.hidden, 0.0)
     recomputed = block.recomputed - saved_anyway
     if peaks is None:
-        tiled = [size for size, _ in tiled_times(step, (), output_gradient)]
+        tiled = [size for size, _ in tiled_times(step, (), output_gradient, last_norm_bytes(step))]
         backward = np.where(step.tiled, np.maximum.reduce(np.broadcast_arrays(backward, *tiled)), backward)
         return BlockPasses(False, 0.0, recomputed, backward, 1.0, 0.0)
     tokens, sp = step.tokens / layouts.tp, layouts.sp > 0
@@ -263,7 +264,7 @@ def block_passes(step: Step, block: BlockBytes, output_gradient: Number) -> Bloc
         after_mlp = min(time.mlp for time in some)
         times = [(of_rank(time) - later * (time.mlp > after_mlp), time.made) for time in some]
         if np.any(step.tiled):
-            tiled = tiled_times(step, times, output_gradient)
+            tiled = tiled_times(step, times, output_gradient, last_norm_bytes(step))
             times = [(np.where(step.tiled, -np.inf, size), made) for size, made in times]
             times += [(np.where(step.tiled, size, -np.inf), made) for size, made in tiled]
         fullest.append(fullest_time(times, left))

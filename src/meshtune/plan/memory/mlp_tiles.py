@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from meshtune.plan.memory.activations import last_norm_bytes
 from meshtune.units import Number
 
 if TYPE_CHECKING:
@@ -35,12 +34,16 @@ def entering_mlp(step: Step, kept: Kept) -> Number:
 
 
 def tiled_times(
-    step: Step, times: Sequence[tuple[Number, Number]], output_gradient: Number
+    step: Step,
+    times: Sequence[tuple[Number, Number]],
+    output_gradient: Number,
+    norm_bytes: tuple[Number, Number],
 ) -> list[tuple[Number, Number]]:
     """(Bytes besides what was saved and recomputed, share of the block's gradients made) at the times of a
     backward that may be the fullest.
 
-    times: the same of a block that runs its MLP on all tokens at once; none: nothing was traced.
+    times: the same of a block that runs its MLP on all tokens at once; none: nothing was traced. norm_bytes:
+    as `last_norm_bytes` counts them.
     """
     work, layouts, accounting = step.work, step.layouts, step.accounting
     element, tp, shards = accounting.element, layouts.tp, step.sequence_shards
@@ -57,7 +60,7 @@ def tiled_times(
     most = np.where(np.isfinite(most), most, step.tokens * closed)
     # Sums of weights' gradients, in fp32 or wider, and one tile's.
     sums = trained * (np.maximum(element, 4.0) + element)
-    keeps, in_norm = last_norm_bytes(step)
+    keeps, in_norm = norm_bytes
     input_freed = np.where(work.last_norm > 0, 0.0, step.hidden)
     return [
         (output_gradient + step.hidden + step.tile * shards / step.tokens * most + sums, 0.0),

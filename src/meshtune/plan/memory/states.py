@@ -116,8 +116,8 @@ class Step:
         self.whole_hidden = accounting.element * work.hidden * self.tokens  # bytes, not split by sp
         self.hidden = self.whole_hidden / self.sequence_shards
         # Tokens of a rank that an MLP runs on at a time, and whether these are not all.
-        tiles = np.ceil(self.tokens / self.sequence_shards / accounting.mlp_tile)
-        self.tile, self.tiled = self.tokens / self.sequence_shards / np.maximum(tiles, 1.0), tiles > 1
+        tiles = layouts.mlp_tiles(self.tokens, accounting.mlp_tile)
+        self.tile, self.tiled = self.tokens / self.sequence_shards / tiles, tiles > 1
         self.messages = np.where(layouts.pp > 1, self.hidden, 0.0)  # bytes of hidden states between stages
         # Blocks that recompute, those behind them that do not, and those behind the second block: at least 1;
         # 1 in pipelines, or if blocks differ.

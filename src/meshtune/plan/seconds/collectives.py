@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from meshtune.layout import ZERO_BUBBLE
-from meshtune.plan.seconds.gpu import mlp_tiles
 from meshtune.units import Number
 
 if TYPE_CHECKING:
@@ -125,7 +124,7 @@ def tensor_collectives(work: Work, layouts: Columns, machine: Machine, seq_len: 
     stops = repeated * (last > 0)
     repeated = repeated * (1 - last / np.where(layouts.sp > 0, 4.0, 2.0))
     # An MLP in tiles repeats its own too (gpu.py), as smaller messages in each of its three passes.
-    tiles = mlp_tiles(machine, layouts.rank_tokens(seq_len), layouts)
+    tiles = layouts.mlp_tiles(layouts.rank_tokens(seq_len), machine.mlp_tile)
     repeated = repeated + (tiles > 1) * np.where(stops, 1 - repeated, 0.5)
     short = ring_collectives(machine, 0.0, layouts.tp, in_node, count=2.0)
     short = np.where(layouts.sp > 0, short, tree_all_reduce(machine, 0.0, layouts.tp, in_node))

@@ -248,7 +248,7 @@ def block_compute(
     recomputation = recomputation + np.where(layouts.recomputation("attention"), attention_forward, 0.0)
     again = elementwise_forward - last_elementwise
     recomputation = recomputation + np.where(layouts.recomputation("block"), again, 0.0)
-    tiles = mlp_tiles(machine, tokens, layouts)
+    tiles = layouts.mlp_tiles(tokens, machine.mlp_tile)
     # A tile's forward runs again: under full in place of the block's, but for what that would leave out.
     in_mlp = sum(each for (each, _, _), gemm in zip(matmuls, work.matrices, strict=True) if gemm.mlp)
     of_mlp = in_mlp + machine.element * tokens / (machine.bandwidth * machine.memory) * (
@@ -271,12 +271,6 @@ def block_compute(
         copies_backward=scattering,
         recomputation=recomputation,
     )
-
-
-def mlp_tiles(machine: Machine, tokens: Number, layouts: Columns) -> Number:
-    """Tiles that an MLP runs in; 1: it runs on all at once. tokens: of a micro-batch, before sp."""
-    own = tokens / np.where(layouts.sp > 0, layouts.tp, 1.0)
-    return np.maximum(np.ceil(own / machine.mlp_tile), 1.0)
 
 
 def gradient_accumulation(machine: Machine, gradients: Number, layouts: Columns) -> Number:
