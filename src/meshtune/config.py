@@ -198,8 +198,8 @@ class TrainConfig(Section):
     )
     mlp_tile: Positive | None = setting(
         None,
-        "Tokens of a rank that an MLP runs on at a time, and again in its backward, so that only one tile's "
-        "inner tensors are in memory; null: all. Blocks then stay uncompiled.",
+        "Tokens of a rank that an MLP runs on at a time, and again in its backward, in uncompiled blocks, so "
+        "that only one tile's inner tensors are in memory; null: all.",
         unit="tokens",
     )
     adam_betas: tuple[Fraction, Fraction] = setting(
