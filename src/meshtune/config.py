@@ -17,10 +17,22 @@ from pydantic import Field, StrictBool, ValidationError, field_validator, model_
 
 from meshtune.errors import UserError, expanded, written
 from meshtune.layout import PartialLayout
+from meshtune.objectives import OBJECTIVES
 from meshtune.optimizers import OPTIMIZERS, constants_of
 from meshtune.precision import PRECISIONS, REDUCE_DTYPES
 from meshtune.schedules import ARGUMENTS, SCHEDULES, Schedule, schedule_problems
-from meshtune.sections import ClusterConfig, DataConfig, LoraConfig, ModelConfig
+from meshtune.sections import (
+    ClusterConfig,
+    DataConfig,
+    DpoConfig,
+    KtoConfig,
+    LoraConfig,
+    ModelConfig,
+    OrpoConfig,
+    RewardConfig,
+    SimpoConfig,
+    of_objective,
+)
 from meshtune.setting import (
     Fraction,
     Interval,
@@ -44,6 +56,13 @@ from meshtune.yaml_tree import merge, overridden, read_cluster, read_yaml, undot
 
 # Adapters start at zero and are few: they take a rate at which all weights would diverge.
 LEARNING_RATES = {"full": 1e-5, "lora": 2e-4, "qlora": 2e-4}  # default peak, by method
+# Preferences move a trained model little. These are the rates of TRL's DPO trainer and of its LoRA examples.
+PREFERENCE_RATES = {"full": 1e-6, "lora": 1e-5, "qlora": 1e-5}
+
+
+def default_rate(method: str, objective: str = "sft") -> float:
+    """Default peak learning rate. A reward model learns a new head, at the rates of sft."""
+    return (LEARNING_RATES if objective in ("sft", "reward") else PREFERENCE_RATES)[method]
 
 
 STREAMED = "with data.streaming the length of an epoch is unknown"
@@ -130,7 +149,10 @@ class TrainConfig(Section):
              "set train.max_steps or train.total_tokens instead"), unit="epochs", gt=0,
     )  # fmt: skip
     learning_rate: float | None = setting(
-        None, "Peak learning rate; null: 1e-5 for method full, 2e-4 for lora and qlora.", gt=0
+        None,
+        "Peak learning rate; null: 1e-5 for method full and 2e-4 for lora and qlora, a tenth and a twentieth of "
+        "it for preferences.",
+        gt=0,
     )
     lr_scheduler: str = setting(
         "cosine", "Course of the learning rate, a name of transformers' get_scheduler.", table=SCHEDULES
@@ -345,6 +367,15 @@ class Config(Section):
     method: Literal["full", "lora", "qlora"] = setting(
         "full", "Train all weights, low-rank adapters next to them, or adapters next to weights in 4 bits."
     )
+    objective: str = setting(
+        "sft", "What is learned: answers (sft), or preferences (dpo, kto, orpo, simpo, reward).",
+        table=OBJECTIVES,
+    )  # fmt: skip
+    dpo: DpoConfig = setting(DpoConfig(), None, of_objective("dpo"))
+    kto: KtoConfig = setting(KtoConfig(), None, of_objective("kto"))
+    orpo: OrpoConfig = setting(OrpoConfig(), None, of_objective("orpo"))
+    simpo: SimpoConfig = setting(SimpoConfig(), None, of_objective("simpo"))
+    reward: RewardConfig = setting(RewardConfig(), None, of_objective("reward"))
     lora: LoraConfig = setting(
         LoraConfig(), None,
         Need(lambda config: config.adapts, "method is full", "set method=lora, or leave it out",
@@ -463,13 +494,14 @@ class Config(Section):
     @property
     def learning_rate(self) -> float:
         """Peak learning rate."""
-        return self.train.learning_rate or LEARNING_RATES[self.method]
+        return self.train.learning_rate or default_rate(self.method, self.objective)
 
     def to_yaml(self) -> str:
         """Write the whole resolved tree as YAML, which `load` reads back; a comment has the default rate."""
         text = yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
         unset = "\n  learning_rate: null"
-        default = f"{scientific(self.learning_rate)}, the default of method {self.method}"
+        of = self.method if self.objective == "sft" else f"{self.method} and objective {self.objective}"
+        default = f"{scientific(self.learning_rate)}, the default of method {of}"
         return text.replace(f"{unset}\n", f"{unset}  # {default}\n")
 
 

@@ -100,6 +100,71 @@ class LoraConfig(Section):
     )
 
 
+def of_objective(name: str) -> Need:
+    """The objective `name`."""
+    return Need(
+        lambda config: config.objective == name, f"objective is not {name}",
+        f"set objective={name}, or leave it out", part="*",
+    )  # fmt: skip
+
+
+BETA = "Strength of the preference: {}."
+SFT_WEIGHT = "Weight of the cross entropy of chosen answers, added to the loss."
+REFERENCE = (
+    "Model that rewards are relative to: base (this run's, before its first step), a folder or hub id."
+)
+
+
+class DpoConfig(Section):
+    """Direct preference optimisation, for `objective: dpo` (Rafailov et al. 2023)."""
+
+    beta: float = setting(0.1, BETA.format("a reward is beta times the log-ratio to the reference"), gt=0)
+    loss_type: Literal["sigmoid", "hinge", "ipo", "robust"] = setting(
+        "sigmoid", "Loss of a pair, by the difference of its rewards; ipo by that of means per token."
+    )
+    label_smoothing: float = setting(
+        0.0, "Share of pairs whose sides are assumed to be swapped.",
+        Need(lambda config: config.dpo.loss_type in ("sigmoid", "robust"),
+             "only dpo.loss_type=sigmoid and robust smooth labels"), ge=0, lt=0.5,
+    )  # fmt: skip
+    sft_weight: float = setting(0.0, SFT_WEIGHT, ge=0)
+    reference: str = setting("base", REFERENCE, path=True, min_length=1)
+
+
+class KtoConfig(Section):
+    """Answers that are good or bad, for `objective: kto` (Ethayarajh et al. 2024)."""
+
+    beta: float = setting(0.1, BETA.format("a reward is beta times the log-ratio to the reference"), gt=0)
+    desirable_weight: float = setting(1.0, "Weight of the loss of good answers.", ge=0)
+    undesirable_weight: float = setting(1.0, "Weight of the loss of bad answers.", ge=0)
+    reference: str = setting("base", REFERENCE, path=True, min_length=1)
+
+
+class OrpoConfig(Section):
+    """Odds ratios without a reference, for `objective: orpo` (Hong et al. 2024)."""
+
+    beta: float = setting(0.1, "Weight of the odds ratio, next to the cross entropy.", gt=0)
+
+
+class SimpoConfig(Section):
+    """Mean log-probabilities without a reference, for `objective: simpo` (Meng et al. 2024)."""
+
+    beta: float = setting(2.0, BETA.format("a reward is beta times an answer's mean log-probability"), gt=0)
+    gamma: float = setting(0.5, "Difference of the rewards that is aimed at.", ge=0)
+    label_smoothing: float = setting(
+        0.0, "Share of pairs whose sides are assumed to be swapped.", ge=0, lt=0.5
+    )
+    sft_weight: float = setting(0.0, SFT_WEIGHT, ge=0)
+
+
+class RewardConfig(Section):
+    """A model with one output, for `objective: reward`."""
+
+    center_coefficient: float = setting(
+        0.0, "Weight of the squared sum of a pair's rewards, which keeps them around 0.", ge=0
+    )
+
+
 HUB_FILES = "hf://datasets/"  # how the address of a hub data set's file begins
 
 

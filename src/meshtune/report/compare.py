@@ -13,7 +13,7 @@ from rich.console import Group
 from rich.text import Text
 
 from meshtune.addresses import public
-from meshtune.config import LEARNING_RATES
+from meshtune.config import default_rate
 from meshtune.errors import UserError
 from meshtune.report.draw.document import Document, InTerminal, Notes, OnPage, Part, Pictures
 from meshtune.report.draw.kinds import Lines
@@ -226,7 +226,9 @@ def _config(run: RunDir) -> dict[str, Any]:
         return {}
     settings = dict(leaves(public(read_yaml(run.config_file))))
     if settings.get("train.learning_rate") is None:
-        settings["train.learning_rate"] = LEARNING_RATES.get(settings.get("method", "full"))
+        settings["train.learning_rate"] = default_rate(
+            settings.get("method", "full"), settings.get("objective", "sft")
+        )
     return settings
 
 
