@@ -1,0 +1,37 @@
+"""Objectives by the name in `objective`: the rows that each reads, and the passes that it needs. Torch-free.
+
+The losses are in train/preference.py; the planner counts the passes.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from meshtune.errors import Table
+
+# answers: one answer to each prompt; pairs: a chosen and a rejected one; judged: one, and whether it is good
+Rows = Literal["answers", "pairs", "judged"]
+
+
+@dataclass(frozen=True)
+class Objective:
+    """Rows and passes of an objective."""
+
+    rows: Rows = "pairs"
+    reference: bool = False  # log-probabilities of a reference model, computed once before the first step
+    # Each prompt with the next row's answer: a pass without gradients before a step's first backward.
+    mismatched: bool = False
+    prompts: bool = False  # tokens of the chosen answer's prompt have a loss too
+    scores: bool = False  # the head is one output, read at the last token of an answer
+
+
+OBJECTIVES = Table(
+    "objective",
+    {
+        "sft": Objective("answers"),
+        "dpo": Objective(reference=True),  # Rafailov et al. 2023
+        "kto": Objective("judged", reference=True, mismatched=True),  # Ethayarajh et al. 2024
+        "orpo": Objective(prompts=True),  # Hong et al. 2024
+        "simpo": Objective(),  # Meng et al. 2024
+        "reward": Objective(scores=True),  # Bradley and Terry 1952
+    },
+)
