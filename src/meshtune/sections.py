@@ -111,7 +111,7 @@ def of_objective(name: str) -> Need:
 BETA = "Strength of the preference: {}."
 SFT_WEIGHT = "Weight of the cross entropy of chosen answers, added to the loss."
 REFERENCE = (
-    "Model that rewards are relative to: base (this run's, before its first step), a folder or hub id."
+    "Model that rewards are relative to: base (this run's, before its first step), a folder, or a hub id."
 )
 
 
