@@ -150,7 +150,7 @@ class TrainConfig(Section):
     )  # fmt: skip
     learning_rate: float | None = setting(
         None,
-        "Peak learning rate; null: 1e-5 for method full, 2e-4 for lora and qlora; for preferences 1e-6 and 1e-5.",
+        "Peak learning rate; null: 1e-5 for method full, 2e-4 for lora and qlora; of preferences 1e-6, 1e-5.",
         gt=0,
     )
     lr_scheduler: str = setting(
