@@ -251,7 +251,7 @@ def evaluation_of(
         exact_match=config.eval.exact_match,
         stop_ids=inputs.encoder.stop_ids,
         folder=run_folder,
-        token_loss=model.passes.token_loss,
+        objective=model.passes.objective,
         stop=stop,
     )
 

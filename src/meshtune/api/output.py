@@ -472,7 +472,7 @@ def claim_together(
     if world.main:
         chosen, resumed = choose_folder(config, steps, report)
         if resumed is not None:
-            check_same(model.passes.token_loss, chosen.run)
+            check_same(model.passes.objective, chosen.run)
         gpus = gpus_of(world.device)
         plan = prediction(config, world.layout, gpus, label_share, longest, model.flash)
         claim = begin(chosen.run, config, plan, resumed, replace=chosen.start == "replace")

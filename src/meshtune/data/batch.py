@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from meshtune.data.boundaries import row_boundaries
-from meshtune.data.pack import LABELLED, Dataset
+from meshtune.data.pack import LABELLED, PROMPT, Dataset, ids_of
+from meshtune.objectives import OBJECTIVES, Objective
 
 IGNORE = -100  # the label of a position without loss, as in torch's cross_entropy
 
@@ -23,6 +24,40 @@ class Noise(NamedTuple):
     def map(self, function: Callable[[Tensor], Tensor]) -> "Noise":
         """The same with `function` of each tensor."""
         return Noise(*map(function, self))
+
+
+class Answers(NamedTuple):
+    """What a loss on whole answers knows of those in a micro-batch: chosen and rejected one in turn, or each.
+
+    Segments are the labelled columns of each answer: of its prompt (which only the cross entropy trains),
+    then its own. Counts are those of the whole answer, whatever part of it a rank has (cp).
+    """
+
+    segments: Tensor  # int64 [batch, seq]: 2 · answer, + 1 in the answer itself; kept in host memory
+    lengths: Tensor  # int64 [answers, 2]: labelled columns of this rank in each segment
+    counts: Tensor  # fp64 [answers]: labelled tokens
+    good: Tensor  # bool [answers]: of judged answers; else true
+    reference: Tensor  # fp64 [answers]: log-probability by the reference; 0 without one
+    places: Tensor  # int64 [answers]: 2 · document of the data set, + 1 for a rejected answer; host memory
+    # Units of the loss (pairs or answers of the global batch) for a token of the global batch's chosen
+    # answers: the cross entropy is averaged over tokens, the rest of the loss over units.
+    units_per_token: float
+
+    @property
+    def pairs(self) -> bool:
+        """Whether answers are chosen and rejected in turn."""
+        return bool(len(self.places) > 1 and self.places[1] == self.places[0] + 1)
+
+    def cut(self, index: Tensor, labels: Tensor) -> "Answers":
+        """The same of some columns. index: int64 [columns]; labels: those columns' [batch, columns]."""
+        segments = self.segments[:, index]
+        found = segments[labels != IGNORE].bincount(minlength=2 * len(self.places))
+        return self._replace(segments=segments, lengths=found.view(-1, 2))
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "Answers":
+        """The same with `function` of each tensor that the loss reads."""
+        moved = ("lengths", "counts", "good", "reference")
+        return self._replace(**{name: function(getattr(self, name)) for name in moved})
 
 
 class Mapped(Protocol):
@@ -46,6 +81,7 @@ class MicroBatch:
     label_tokens: int
     columns: torch.Tensor | None = None  # [seq]: this rank's columns of the rows (cp); None: all of them
     noise: Noise | None = None  # on the embeddings; None: none
+    answers: Answers | None = None  # with a loss on whole answers
     # The documents as attention reads them, of whole rows or, under all-gather context parallelism, of this
     # rank's columns (parallel/context.py). None: made of `documents`.
     boundaries: Mapped = None  # type: ignore[assignment]
@@ -54,6 +90,13 @@ class MicroBatch:
         if self.boundaries is None:
             found = row_boundaries(self.documents, self.input_ids.shape[-1])
             object.__setattr__(self, "boundaries", found)
+
+    @property
+    def units(self) -> int:
+        """What its loss is a sum over: label tokens, pairs or judged answers."""
+        if self.answers is None:
+            return self.label_tokens
+        return len(self.answers.places) // (1 + self.answers.pairs)
 
     def document_tokens(self) -> torch.Tensor:
         """Length of each column's document [batch, seq], on the CPU; padding has 0."""
@@ -76,6 +119,7 @@ class MicroBatch:
             labels=function(self.labels),
             position_ids=function(self.position_ids),
             noise=self.noise and self.noise.map(function),
+            answers=self.answers and self.answers.map(function),
             boundaries=self.boundaries.map(function),
         )
 
@@ -88,6 +132,12 @@ class Batch:
     tokens: int  # of all ranks, without padding
     label_tokens: int  # of all ranks
     origin: str  # epoch and rows of the batch, for messages
+    answers: int | None = None  # pairs or judged answers of all ranks, with a loss on whole answers
+
+    @property
+    def units(self) -> int:
+        """What the loss of the step is a mean over: its label tokens, pairs or judged answers."""
+        return self.label_tokens if self.answers is None else self.answers
 
     @property
     def place(self) -> str:
@@ -111,39 +161,126 @@ def micro_batch(rows: Sequence[Sequence[np.ndarray]], width: int = 0, multiple: 
         stored[row, : len(flat)] = flat
         starts = np.cumsum((0, *lengths[row]))
         positions[row] = np.arange(width) - np.repeat(starts, np.diff(starts, append=width))
-    labelled = (stored & LABELLED) != 0
-    ids = (stored & ~LABELLED).astype(np.int64)
+    trained, ids = (stored & (LABELLED | PROMPT)) != 0, ids_of(stored)
     # A document's first token is never labelled, so only the shift keeps labels from crossing documents.
-    labels = np.where(labelled[:, 1:], ids[:, 1:], IGNORE)
+    labels = np.where(trained[:, 1:], ids[:, 1:], IGNORE)
     return MicroBatch(
         input_ids=torch.from_numpy(np.ascontiguousarray(ids[:, :-1])),
         labels=torch.from_numpy(labels),
         position_ids=torch.from_numpy(positions),
         documents=lengths,
         tokens=sum(map(sum, lengths)),
-        label_tokens=int(labelled.sum()),
+        label_tokens=int(trained.sum()),
     )
 
 
+Sequences = Sequence[tuple[Dataset, int]]  # a data set, and the number of a sequence in it
+
+
+def micro_batch_of(
+    sequences: Sequences, objective: Objective, width: int = 0, multiple: int = 1, units_per_token: float = 0.0
+) -> MicroBatch:
+    """The micro-batch of some sequences, with their answers unless the objective is on tokens.
+
+    units_per_token: of the global batch, see `Answers`. The others are those of `micro_batch`.
+    """
+    rows = [data.answers(number) for data, number in sequences]
+    made = micro_batch(rows, width, multiple)
+    if objective.rows == "answers":
+        return made
+    segments = np.zeros(made.labels.shape, np.int64)
+    numbers = iter(range(sum(map(len, rows))))
+    scored = np.full(made.labels.shape, IGNORE)
+    for row, own in enumerate(rows):
+        end = 0
+        for answer in own:
+            start, end, number = end, end + len(answer), next(numbers)
+            # A column's label is its next token, so that the last column of an answer has none.
+            segments[row, start : end - 1] = 2 * number + ((answer[1:] & LABELLED) != 0)
+            segments[row, end - 1] = 2 * number + 1
+            scored[row, end - 1] = 0
+    if objective.scores:  # one value, at the answer's last token
+        labels = torch.from_numpy(scored)
+        made = replace(made, labels=labels, label_tokens=int((labels != IGNORE).sum()))
+    answers = Answers(
+        segments=torch.from_numpy(segments), lengths=torch.zeros(0),
+        counts=torch.tensor([int(((each & LABELLED) != 0).sum()) for own in rows for each in own]).double(),
+        units_per_token=units_per_token,
+        **{name: torch.from_numpy(values) for name, values in _of_documents(sequences).items()},
+    )  # fmt: skip
+    return replace(made, answers=answers.cut(torch.arange(made.labels.shape[1]), made.labels))
+
+
+def answers_of(sequences: Sequences, objective: Objective) -> tuple[int | None, float]:
+    """(Pairs or judged answers of some sequences, the same for each token of their chosen answers, with those
+    of prompts where these are trained on); (None, 0) of an objective on tokens.
+    """
+    if objective.rows == "answers":
+        return None, 0.0
+    count = sum(len(members_of(*each)) for each in sequences)
+    if objective.prompts:
+        chosen = (answer for data, number in sequences for answer in data.answers(number)[::2])
+        tokens = sum(int(((answer & (LABELLED | PROMPT)) != 0).sum()) for answer in chosen)
+    else:
+        tokens = sum(int(data.sides[members_of(data, number), 1].sum()) for data, number in sequences)
+    return count, count / max(1, tokens)
+
+
+def members_of(data: Dataset, sequence: int) -> np.ndarray:
+    """Numbers of the documents of a sequence."""
+    return np.asarray(data.members[data.starts[sequence] : data.starts[sequence + 1]])
+
+
+def _of_documents(sequences: Sequences) -> dict[str, np.ndarray]:
+    """The arrays of `Answers` that the data sets have of their documents."""
+    good, reference, places = [], [], []
+    for data, number in sequences:
+        members = members_of(data, number)
+        two = np.repeat(members, np.where(data.sides[members, 0] > 0, 2, 1))
+        second = np.append(False, two[1:] == two[:-1]) & (data.sides[two, 0] > 0)
+        places.append(2 * two.astype(np.int64) + second)
+        good.append(data.sides[two, 2] != 0)
+        log_probabilities = data.reference
+        reference.append(
+            np.zeros(len(two)) if log_probabilities is None else log_probabilities.reshape(-1)[places[-1]]
+        )
+    found = {"good": good, "reference": reference, "places": places}
+    return {name: np.concatenate(values) for name, values in found.items()}
+
+
 def evaluation_batches(
-    dataset: Dataset, *, micro_batch_size: int, data_rank: int = 0, data_ranks: int = 1, multiple: int = 1
+    dataset: Dataset,
+    *,
+    micro_batch_size: int,
+    data_rank: int = 0,
+    data_ranks: int = 1,
+    multiple: int = 1,
+    objective: Objective = OBJECTIVES["sft"],  # noqa: B008 - a frozen value
+    sequences: np.ndarray | None = None,
 ) -> Iterator[MicroBatch]:
     """Yield micro-batches of every sequence once, longest first; the last micro-batch may be smaller.
+
+    sequences: numbers of those to yield; None: all of them.
 
     Micro-batch m goes to rank m % data_ranks; this is rank `data_rank`. multiple: see `Loader`. All ranks get
     the same number of micro-batches, because the ranks of a sharded model all-gather their weights together:
     a rank that has none left gets the last one again, with no label and counts of 0.
     """
-    order = np.argsort(-dataset.sequence_tokens, kind="stable")
+    chosen = np.arange(len(dataset)) if sequences is None else sequences
+    _, per_token = answers_of([(dataset, int(sequence)) for sequence in chosen], objective)
+    order = chosen[np.argsort(-dataset.sequence_tokens[chosen], kind="stable")]
     cuts = [order[i : i + micro_batch_size] for i in range(0, len(order), micro_batch_size)]
     width = dataset.width if dataset.packed else 0
     for first in range(0, len(cuts), data_ranks):
         number = first + data_rank
         picked = cuts[min(number, len(cuts) - 1)]
-        micro = micro_batch([dataset.documents(sequence) for sequence in picked], width, multiple)
+        pairs = [(dataset, int(sequence)) for sequence in picked]
+        micro = micro_batch_of(pairs, objective, width, multiple, per_token)
         yield micro if number < len(cuts) else _unlabelled(micro)
 
 
 def _unlabelled(micro: MicroBatch) -> MicroBatch:
-    """The same input without labels, counted as 0 tokens."""
-    return replace(micro, labels=torch.full_like(micro.labels, IGNORE), tokens=0, label_tokens=0)
+    """The same input without labels and answers, counted as 0 tokens."""
+    return replace(
+        micro, labels=torch.full_like(micro.labels, IGNORE), tokens=0, label_tokens=0, answers=None
+    )

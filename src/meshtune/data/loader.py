@@ -24,10 +24,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from meshtune.data.batch import Batch, micro_batch
+from meshtune.data.batch import Batch, answers_of, micro_batch_of
 from meshtune.data.pack import Dataset, permutation
 from meshtune.data.recipe import Stream
 from meshtune.errors import UserError
+from meshtune.objectives import OBJECTIVES, Objective
 
 T = TypeVar("T")
 State = dict[str, Any]  # JSON-able
@@ -54,7 +55,7 @@ class Loader:
     for the beginning; each `iter()` starts from it again. global_batch_size: sequences of a step on all data
     ranks together. micro_batch_size: sequences of one micro-batch on one rank. epochs: of the whole training,
     those before `state` included; None never ends. multiple: every width is padded to a multiple of it
-    (sequence and context parallelism cut the sequence). uniform: True to make the micro-batches of a step
+    (sequence and context parallelism cut the sequence). objective: of the losses. uniform: True to make the micro-batches of a step
     equally wide without packing (pipelines need it); packed ones always are.
 
     Raises UserError if global_batch_size isn't a multiple of micro_batch_size · data_ranks, or if the state
@@ -74,6 +75,7 @@ class Loader:
         epochs: int | None = None,
         multiple: int = 1,
         uniform: bool = False,
+        objective: Objective = OBJECTIVES["sft"],  # noqa: B008 - a frozen value
     ) -> None:
         _check_sizes(global_batch_size, micro_batch_size, data_ranks)
         self._identity = {"seed": seed, "data": dataset.digest}
@@ -90,6 +92,7 @@ class Loader:
         self.epochs = epochs
         self.multiple = multiple
         self.uniform = uniform
+        self.objective = objective
         group = None if dataset.packed else global_batch_size
         order = streamed if isinstance(dataset, Stream) else shuffled
         self._order = partial(order, dataset, seed, group=group)
@@ -114,12 +117,18 @@ class Loader:
         labels = sum(int(data.sequence_labels[number]) for data, number, _ in picked)
         shares = deal(tokens, self.micro_batch_size, self.data_ranks)[self.data_rank]
         width = self.dataset.width if self.dataset.packed else int(tokens.max()) if self.uniform else 0
-        rows = [[picked[i][0].documents(picked[i][1]) for i in share] for share in shares]
+        sequences = [(data, number) for data, number, _ in picked]
+        count, per_token = answers_of(sequences, self.objective)
+        made = partial(
+            micro_batch_of,
+            objective=self.objective, width=width, multiple=self.multiple, units_per_token=per_token,
+        )  # fmt: skip
         return Batch(
-            micro_batches=tuple(micro_batch(share, width, self.multiple) for share in rows),
+            micro_batches=tuple(made([sequences[i] for i in share]) for share in shares),
             tokens=int(tokens.sum()),
             label_tokens=labels,
             origin=f"{where}: {_places(picked)}",
+            answers=count,
         )
 
 

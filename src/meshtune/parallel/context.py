@@ -84,6 +84,7 @@ def split(
         label_tokens=int((labels != IGNORE).sum()),
         columns=index,
         noise=micro_batch.noise and micro_batch.noise.map(lambda tensor: tensor[:, index]),
+        answers=micro_batch.answers and micro_batch.answers.cut(index, labels),
         boundaries=boundaries,
     )
 

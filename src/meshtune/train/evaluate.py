@@ -59,7 +59,7 @@ class Evaluation:
     exact_match: int = 0  # answers compared, at each evaluation
     stop_ids: tuple[int, ...] = ()  # tokens that end an answer
     folder: RunDir | None = None  # for samples; None: they are not written
-    token_loss: TokenLoss | None = None  # instead of the cross entropy
+    objective: TokenLoss | Preference | None = None  # instead of the cross entropy
     stop: StopRequest | None = None  # ends an evaluation early
 
     def run(self, step: int, metrics: Metrics) -> float | None:

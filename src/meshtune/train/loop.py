@@ -129,7 +129,7 @@ def train(run: Run) -> None:
             data_seconds = time.perf_counter() - waited
 
             now.step += 1
-            rate, counts = run.learning_rate(now.step), Counts(batch.label_tokens, *run.flops(batch))
+            rate, counts = run.learning_rate(now.step), Counts(batch.units, *run.flops(batch))
             micro_batches = [run.passes.parallel.to_device(each) for each in columns]
             with meter.watching(now.step):
                 done = run.passes.step(

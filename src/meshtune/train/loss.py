@@ -35,6 +35,7 @@ from meshtune.model.body import head_only
 from meshtune.parallel.tensor import Vocabulary, vocabulary_of
 from meshtune.placement.states import loss_chunk_tokens
 from meshtune.rundir import RunDir
+from meshtune.train.preference import Preference
 
 # A loss function of the caller's #
 
@@ -108,10 +109,10 @@ def whole_logits(logits: Tensor, vocabulary: Vocabulary | None) -> Tensor:
     return whole
 
 
-def check_same(token_loss: TokenLoss | None, run: RunDir) -> None:
+def check_same(objective: TokenLoss | Preference | None, run: RunDir) -> None:
     """Raise UserError if the run, which is to continue, was trained with another loss function."""
     before = (run.rows("run") or [{}])[-1].get("loss_function")
-    now = token_loss and token_loss.name
+    now = objective.name if isinstance(objective, TokenLoss) else None
     if before != now:
         was, is_now = (f"loss={name}" if name else "the cross entropy" for name in (before, now))
         raise UserError(
@@ -134,7 +135,7 @@ def head_loss(
     single_backward: bool = True,
     smoothing: float = 0.0,
     fused: bool = False,
-    token_loss: TokenLoss | None = None,
+    objective: TokenLoss | Preference | None = None,
 ) -> Tensor:
     """Sum of the token losses of a micro-batch from its last hidden states [batch, seq, hidden]: a scalar in
     fp32 (fp64 for an fp64 model).
@@ -145,7 +146,8 @@ def head_loss(
     RuntimeError; with single_backward=False again, as zero-bubble schedules want (first for the hidden
     states' gradient, then for the head's), at the price of a second copy of the head's gradient. Without any
     label the loss is 0 and the gradients are zeros, so that ranks that share parameters still agree on which
-    of them have one. smoothing, fused: see `_cross_entropy`. token_loss: instead of the cross entropy.
+    of them have one. smoothing, fused: see `_cross_entropy`. objective: instead of the cross entropy; a
+    Preference makes the sum one over pairs or answers.
     """
     label_tokens = micro_batch.label_tokens  # given with the batch, so that a GPU need not be waited for
     flat = micro_batch.labels.flatten()
@@ -158,32 +160,57 @@ def head_loss(
     vocabulary = vocabulary_of(model.get_submodule(anatomy.head))
     if not chunk_tokens:
         rows_of_head = model.get_submodule(anatomy.head).get_parameter("weight").shape[0]
-        cut_by = memory if fused and vocabulary is None and token_loss is None else 0.0
-        chunk_tokens = int(loss_chunk_tokens(cut_by, rows_of_head, hidden.dtype.itemsize))
+        compiled = fused and vocabulary is None and not isinstance(objective, TokenLoss)
+        chunk_tokens = int(
+            loss_chunk_tokens(memory if compiled else 0.0, rows_of_head, hidden.dtype.itemsize)
+        )
     chunks = -(-label_tokens // chunk_tokens)
     size = -(-label_tokens // chunks) if chunks else 1  # equal chunks: the smallest peak for their number
     parameters = _head_parameters(model, anatomy)
-    own = partial(_cross_entropy, smoothing=smoothing, fused=fused)
-    cross_entropy = partial(token_loss or own, vocabulary=vocabulary)
+    of_tokens = partial(_cross_entropy, smoothing=smoothing, fused=fused)
+    of_answers = None
+    if isinstance(objective, TokenLoss):
+        of_tokens = objective
+    elif objective is not None:
+        of_tokens = score if objective.scores else of_tokens
+        of_answers = partial(objective, micro_batch)
+    of_tokens = partial(of_tokens, vocabulary=vocabulary)
     with head_only(model, anatomy) as logits_of:
         if torch.is_grad_enabled() and (hidden.requires_grad or parameters):
             return _ChunkedLoss.apply(
-                hidden, logits_of, rows, targets, size, cross_entropy, single_backward, *parameters
+                hidden, logits_of, rows, targets, size, of_tokens, of_answers, single_backward, *parameters
             )
-        total = _zero(hidden)
+        losses = _losses(hidden, logits_of, rows, targets, size, of_tokens)
+        return of_answers(losses)[0].to(_zero(hidden)) if of_answers else _zero(hidden) + losses.sum()
+
+
+def _losses(
+    hidden: Tensor,
+    logits_of: Callable[[Tensor], Tensor],
+    rows: Tensor,
+    targets: Tensor,
+    size: int,
+    of_tokens: Callable[..., tuple[Tensor, Tensor | None]],
+) -> Tensor:
+    """Losses of the labelled tokens, without gradients: [tokens], or [chunks] of a function that adds up.
+
+    The arguments are those of `_ChunkedLoss`.
+    """
+    source, losses = hidden.detach().flatten(0, 1), [_zero(hidden)[None][:0]]
+    with torch.no_grad():
         for chunk_rows, chunk_targets in zip(rows.split(size), targets.split(size), strict=True):
-            logits = logits_of(hidden.flatten(0, 1)[chunk_rows])
-            loss, _ = cross_entropy(logits, chunk_targets, gradient=False)
-            total += loss
-        return total
+            found, _ = of_tokens(logits_of(source[chunk_rows]), chunk_targets, gradient=False)
+            losses.append(found.flatten())
+    return torch.cat(losses)
 
 
 class _ChunkedLoss(torch.autograd.Function):
     """Loss and, already in the forward, the gradients of the hidden states and of the head's parameters.
 
     rows: indices of labelled tokens in hidden.flatten(0, 1); targets: their token ids, parallel; size: rows
-    of a chunk; cross_entropy: as `_cross_entropy`; parameters: the trained ones that logits_of uses. The
-    others are those of `head_loss`.
+    of a chunk; of_tokens: as `_cross_entropy`; of_answers: the losses of all tokens -> (the loss, its
+    derivative by each of them), which takes the head's forward once more; None: their sum. parameters: the
+    trained ones that logits_of uses. The others are those of `head_loss`.
     """
 
     @staticmethod
@@ -194,21 +221,29 @@ class _ChunkedLoss(torch.autograd.Function):
         rows: Tensor,
         targets: Tensor,
         size: int,
-        cross_entropy: Callable[..., tuple[Tensor, Tensor]],
+        of_tokens: Callable[..., tuple[Tensor, Tensor]],
+        of_answers: Callable[[Tensor], tuple[Tensor, Tensor]] | None,
         single_backward: bool,
         *parameters: Tensor,
     ) -> Tensor:
-        total = _zero(hidden)
+        total, weights = _zero(hidden), None
+        if of_answers:
+            found, weights = of_answers(_losses(hidden, logits_of, rows, targets, size, of_tokens))
+            total += found
         source = hidden.flatten(0, 1)
         hidden_grad = torch.zeros_like(source) if ctx.needs_input_grad[0] else None
         several = len(rows) > size
         sums: list[Tensor | None] = [None] * len(parameters)
-        for chunk_rows, chunk_targets in zip(rows.split(size), targets.split(size), strict=True):
+        for first in range(0, len(rows), size):
+            chunk_rows, chunk_targets = rows[first : first + size], targets[first : first + size]
             with torch.enable_grad():
                 chunk = source[chunk_rows].detach().requires_grad_(hidden_grad is not None)
                 logits = logits_of(chunk)
-            loss, logits_grad = cross_entropy(logits.detach(), chunk_targets, gradient=True)
-            total += loss
+            losses, logits_grad = of_tokens(logits.detach(), chunk_targets, gradient=True)
+            if weights is None:
+                total += losses.sum()
+            else:
+                logits_grad *= weights[first : first + size, None]
             inputs = [*parameters] if hidden_grad is None else [*parameters, chunk]
             grads = list(torch.autograd.grad(logits, inputs, logits_grad, allow_unused=True))
             del chunk, logits, logits_grad, inputs  # else they last until those of the next chunk are made
@@ -238,7 +273,7 @@ class _ChunkedLoss(torch.autograd.Function):
         else:
             scaled = [None if grad is None else grad * incoming for grad in ctx.grads]
         hidden_grad, *grads = scaled
-        return hidden_grad, None, None, None, None, None, None, *grads
+        return hidden_grad, None, None, None, None, None, None, None, *grads
 
 
 def _add_to(sums: list[Tensor | None], grads: Sequence[Tensor | None], several: bool) -> None:
@@ -260,8 +295,8 @@ def _cross_entropy(
     gradient: bool,
     fused: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """(cross entropy summed over the tokens, a scalar in fp32 or fp64; its gradient, softmax − target
-    distribution, shaped as the logits and in their dtype, or None unless `gradient`).
+    """(cross entropy of each token [tokens] in fp32 or fp64; its gradient, softmax − target distribution,
+    shaped as the logits and in their dtype, or None unless `gradient`).
 
     logits [tokens, vocabulary entries of this rank]; targets [tokens]: token ids. vocabulary: the part of the
     vocabulary that this tp rank has; None: all of it. smoothing: share of the target distribution that is
@@ -276,9 +311,9 @@ def _cross_entropy(
     log_probabilities = torch.log_softmax(
         logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32)
     )
-    loss = -log_probabilities.gather(1, targets[:, None]).sum()
+    loss = -log_probabilities.gather(1, targets[:, None])[:, 0]
     if smoothing:
-        loss = (1 - smoothing) * loss - smoothing * log_probabilities.mean(1).sum()
+        loss = (1 - smoothing) * loss - smoothing * log_probabilities.mean(1)
     if not gradient:
         return loss, None
     logits_grad = log_probabilities.exp_()
@@ -302,9 +337,9 @@ def fused_cross_entropy(
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     sums = wide.logsumexp(1)
     target = wide.gather(1, targets[:, None])[:, 0]
-    loss = (sums - (1 - smoothing) * target).sum()
+    loss = sums - (1 - smoothing) * target
     if smoothing:
-        loss = loss - smoothing * wide.mean(1).sum()
+        loss = loss - smoothing * wide.mean(1)
     if not gradient:
         return loss, None
     is_target = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
@@ -317,8 +352,7 @@ def _shared_cross_entropy(
 ) -> tuple[Tensor, Tensor | None]:
     """Return `_cross_entropy` where logits are [tokens, vocabulary entries of this tp rank].
 
-    The loss is that of the whole vocabulary, summed over the tokens and equal on all tp ranks; the gradient
-    is that of this rank's logits. Two all-reduces: the MAX of [tokens], each token's largest logit; the SUM
+    The losses are those of the whole vocabulary, equal on all tp ranks; the gradient is that of this rank's logits. Two all-reduces: the MAX of [tokens], each token's largest logit; the SUM
     of [2, tokens], the sum of its exponentials and its target's logit, which is 0 on all ranks but one; with
     smoothing of [3, tokens], its mean logit too.
     """
@@ -333,7 +367,7 @@ def _shared_cross_entropy(
     weights = shifted.exp_()
     sums = torch.stack([weights.sum(1), target, *mean])
     dist.all_reduce(sums, group=vocabulary.tp.group)
-    loss = (sums[0].log() - (1 - smoothing) * sums[1] - (smoothing * sums[2] if smoothing else 0)).sum()
+    loss = sums[0].log() - (1 - smoothing) * sums[1] - (smoothing * sums[2] if smoothing else 0)
     if not gradient:
         return loss, None
     logits_grad = weights.div_(sums[0][:, None])
@@ -341,6 +375,14 @@ def _shared_cross_entropy(
     if smoothing:
         logits_grad -= smoothing / vocabulary.total
     return loss, logits_grad.to(logits.dtype)
+
+
+def score(
+    logits: Tensor, targets: Tensor, *, vocabulary: Vocabulary | None, gradient: bool
+) -> tuple[Tensor, Tensor | None]:
+    """`_cross_entropy` of a head with one output [tokens, 1]: that output, negated."""
+    wide = -logits[:, 0].to(torch.promote_types(logits.dtype, torch.float32))
+    return wide, torch.full_like(logits, -1.0) if gradient else None
 
 
 def _zero(hidden: Tensor) -> Tensor:

@@ -47,6 +47,7 @@ from meshtune.placement.share import census_stages, stage_of_rank
 from meshtune.precision import PRECISIONS
 from meshtune.quantised import nf4
 from meshtune.train.loss import TokenLoss, head_loss
+from meshtune.train.preference import Preference, PreferenceSpec
 from meshtune.train.step import Passes
 
 
@@ -93,6 +94,7 @@ class ModelSpec:
     neftune_alpha: float = 0.0  # of the noise on the embeddings in training
     compile: bool = False  # block by block
     mlp_tile: int | None = None  # tokens that an MLP runs on at a time; None: all
+    preference: PreferenceSpec | None = None  # what is learned; None: the labelled tokens
     seed: int = 0  # of random weights and NEFTune's noise
 
     @property
@@ -177,7 +179,7 @@ def rank_model(
     models = [made.whole, *(stage.model for stage in parallel.stages)]
     adapters = initial_adapters(made.whole)
     fill_values(spec, parallel.named_pieces(), models, adapters, export=world.main)
-    model = ready(spec, made, parallel, optimizer, token_loss)
+    model = ready(spec, made, parallel, optimizer)
     if loaded_on_host:
         parallel.modules.to(world.device)
     return replace(model, flash=version, flash_notes=notes)
@@ -191,6 +193,7 @@ class Structure:
     census: Census  # of the whole model
     cut: Cut
     added_embeddings: int  # rows that the embedding gained
+    objective: TokenLoss | Preference | None  # instead of the cross entropy
 
 
 def structure(
@@ -207,6 +210,7 @@ def structure(
     The other arguments and the errors are those of `rank_model`.
     """
     layout = world.layout
+    objective = token_loss or (Preference(spec.preference, world.cp) if spec.preference else None)
     if spec.init == "pretrained" and not spec.lora and isinstance(spec.source, str):
         refuse_coarse(resolve(spec.source, revision=spec.revision, weights=False))
     whole, added = trainable_skeleton(spec)
@@ -219,7 +223,7 @@ def structure(
         lambda: trainable_skeleton(spec)[0],
         world,
         {stage: stage_blocks[stage] for stage in stages},
-        finish=loss_of(layout, spec, token_loss),
+        finish=loss_of(layout, spec, objective),
         compute_dtype=spec.compute_dtype,
         reduce_dtype=spec.sum_dtype,
         compile=spec.compile,
@@ -227,7 +231,7 @@ def structure(
         quantise=bool(spec.quantise),
         fp8_on=spec.kernels if PRECISIONS[spec.precision].fp8 else "",
     )
-    return Structure(whole, census, made, added)
+    return Structure(whole, census, made, added, objective)
 
 
 def ready(
@@ -235,12 +239,11 @@ def ready(
     made: Structure,
     parallel: Parallel,
     optimizer: OptimizerSpec,
-    token_loss: TokenLoss | None = None,
 ) -> RankModel:
     """Give this rank's part of the model, with memory and values, its optimizer and passes."""
     trained = optimizer_of(spec, optimizer, parallel, blocks=f"{anatomy(made.whole).blocks}.")
     noise = Neftune(spec.neftune_alpha, spec.seed) if spec.neftune_alpha else None
-    passes = Passes(parallel, trained, token_loss, noise)
+    passes = Passes(parallel, trained, made.objective, noise)
     return RankModel(spec, made.whole, made.census, parallel, trained, passes, made.added_embeddings)
 
 
@@ -401,7 +404,7 @@ def fill_values(
         weights.copy_buffers(model)
 
 
-def loss_of(layout: Layout, spec: ModelSpec, token_loss: TokenLoss | None) -> Finish:
+def loss_of(layout: Layout, spec: ModelSpec, objective: TokenLoss | Preference | None) -> Finish:
     """The summed loss of a micro-batch from its last hidden states. Zero-bubble schedules run its backward
     twice. For CUDA it is compiled where the blocks are.
     """
@@ -411,7 +414,7 @@ def loss_of(layout: Layout, spec: ModelSpec, token_loss: TokenLoss | None) -> Fi
         smoothing=spec.label_smoothing,
         fused=spec.compile and spec.kernels == "cuda",
         memory=spec.memory,
-        token_loss=token_loss,
+        objective=objective,
     )
 
 

@@ -64,7 +64,7 @@ def facts_of(settings: Row, model: RankModel, prepared: Prepared | None) -> Row:
         "label_share": prepared and prepared.train.label_share,
         "longest_sequence": prepared and prepared.train.width,
         "flash_attention": model.flash,
-        "loss_function": model.passes.token_loss and model.passes.token_loss.name,
+        "loss_function": getattr(model.passes.objective, "name", None),
         "device": device_name(world.device),
         "device_type": world.device.type,
         "cores": cores(),

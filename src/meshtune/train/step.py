@@ -1,14 +1,15 @@
 """One optimizer step's forward and backward passes on this rank.
 
-The loss of a step is the sum of the token losses over the global batch divided by its label tokens. Each
+The loss of a step is the sum of the losses over the global batch divided by its units: label tokens, or with
+a loss on whole answers their pairs (Batch.units). Each
 micro-batch adds its share of that one quotient, so neither loss nor gradients depend on how the batch is cut.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,19 +19,20 @@ from meshtune.meter.noise_scale import Noise, estimate
 from meshtune.optim.optimizer import Optimizer, key_of, parts_of
 from meshtune.parallel.micro_batch_norms import MicroBatchNorms
 from meshtune.parallel.noise import Neftune, add_noise
+from meshtune.train.loss import TokenLoss
+from meshtune.train.preference import Preference
 
 if TYPE_CHECKING:
     from meshtune.data.batch import Batch, MicroBatch
     from meshtune.meter.phases import Phase
     from meshtune.parallel.apply import Parallel
-    from meshtune.train.loss import TokenLoss
 
 
 @dataclass(frozen=True)
 class Counts:
     """Counts of one batch."""
 
-    label_tokens: int  # of all ranks
+    units: int  # of all ranks: what the loss is a mean over (Batch.units)
     flops: float = 0.0  # this rank's share of what the model needs (mfu.flops_of); NaN: unknown
     flops_6n: float = 0.0  # by the 6N formula
 
@@ -39,13 +41,14 @@ class Counts:
 class Outcome:
     """One step's result, the same on all ranks; numbers of all ranks."""
 
-    loss: float  # per label token, before the update
+    loss: float  # per unit of the batch, before the update
     norm: float  # of the gradients before they are clipped
     finite: bool  # False: there was no update
     flops: float
     flops_6n: float
     noise: Noise | None = None  # of the gradients; None: not measured, or there was no update
     spoilt: bool = False  # True: parameters were updated with gradients that are not finite
+    measured: Mapping[str, float] = field(default_factory=dict)  # by a loss on whole answers, by its name
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ class Passes:
 
     parallel: Parallel
     optimizer: Optimizer
-    token_loss: TokenLoss | None = None  # None: the cross entropy
+    objective: TokenLoss | Preference | None = None  # None: the cross entropy
     neftune: Neftune | None = None  # noise on the embeddings; None: none
 
     def __post_init__(self) -> None:
@@ -80,7 +83,7 @@ class Passes:
     def forward_backward(
         self,
         micro_batches: Sequence[MicroBatch],
-        label_tokens: int,
+        units: int,
         phase: Phase,
         norms: MicroBatchNorms | None = None,
         before_backward: Callable[[Tensor], None] | None = None,
@@ -88,12 +91,12 @@ class Passes:
         """Leave the gradients of a batch in `optimizer`, summed over ranks; returns this rank's share of the
         batch's loss, a scalar.
 
-        The shares of all ranks add up to the loss. micro_batches: of `localise`. label_tokens: of the batch.
+        The shares of all ranks add up to the loss. micro_batches: of `localise`. units: of the batch.
         `phase(name)` is a context around each "forward" and each "backward", with a pipeline around all of
         them ("forward and backward"), for meters. norms: gets each micro-batch's gradients; not with a
         pipeline. before_backward: called with what is returned, before the only micro-batch's backward.
         """
-        parallel, scale = self.parallel, 1 / max(1, label_tokens)
+        parallel, scale = self.parallel, 1 / max(1, units)
         parallel.begin(len(micro_batches))
         if parallel.pipeline is not None:
             with phase("forward and backward"):
@@ -124,18 +127,25 @@ class Passes:
 
     def count(self) -> Tensor | float:
         """This rank's share of the count of the batch's losses, after `forward_backward`; 0 without a
-        `token_loss`, whose losses are counted by their label tokens.
+        TokenLoss, whose losses are counted by their units.
         """
-        return self.token_loss.take_count() / self.parallel.world.tp.size if self.token_loss else 0.0
+        own = self.objective
+        return own.take_count() / self.parallel.world.tp.size if isinstance(own, TokenLoss) else 0.0
 
-    def per_count(self, label_tokens: int, count: float) -> float:
-        """Factor from a loss and gradients per label token of the batch to those per count of a `token_loss`.
+    def measured(self) -> list[Tensor | float]:
+        """This rank's share of what a loss on whole answers measured in `forward_backward`; [] without one."""
+        own = self.objective
+        ranks = self.parallel.world.tp.size
+        return [each / ranks for each in own.take()] if isinstance(own, Preference) else []
 
-        label_tokens: of the batch. count: of all ranks. Where it is 0 the factor is NaN.
+    def per_count(self, units: int, count: float) -> float:
+        """Factor from a loss and gradients per unit of the batch to those per count of a TokenLoss.
+
+        units: of the batch. count: of all ranks. Where it is 0 the factor is NaN.
         """
-        if self.token_loss is None or count == label_tokens:
+        if not isinstance(self.objective, TokenLoss) or count == units:
             return 1.0
-        return max(1, label_tokens) / count if count else math.nan
+        return max(1, units) / count if count else math.nan
 
     def step(
         self,
@@ -156,24 +166,26 @@ class Passes:
         """
         norms = None
         if measure_noise:
-            norms = MicroBatchNorms(self.parallel, self.optimizer.named_parameters(), counts.label_tokens)
+            norms = MicroBatchNorms(self.parallel, self.optimizer.named_parameters(), counts.units)
         world, optimizer, early = self.parallel.world, self.optimizer, list[Tensor | float]()
 
         def begin(share: Tensor) -> None:
             """Agree, by an all-reduce of two numbers, on whether the loss is finite, and on its count."""
             early.append(self.count())
             loss, count = world.sum_over_ranks(share, *early)
-            factor = self.per_count(counts.label_tokens, count)
+            factor = self.per_count(counts.units, count)
             optimizer.begin(learning_rate if math.isfinite(loss * factor) else None, factor)
 
         before = begin if optimizer.in_backward else None
-        share = self.forward_backward(micro_batches, counts.label_tokens, phase, norms, before)
+        share = self.forward_backward(micro_batches, counts.units, phase, norms, before)
         # One all-reduce for all that the ranks must agree on before the update.
-        loss, squares, count, flops, flops_6n, *small = world.sum_over_ranks(
+        own = self.measured()
+        loss, squares, count, flops, flops_6n, *rest = world.sum_over_ranks(
             share, optimizer.local_squared_norm(), *(early or [self.count()]), counts.flops, counts.flops_6n,
-            *(norms.close() if norms is not None else ()),
+            *own, *(norms.close() if norms is not None else ()),
         )  # fmt: skip
-        factor = self.per_count(counts.label_tokens, count)
+        sums, small = rest[: len(own)], rest[len(own) :]
+        factor = self.per_count(counts.units, count)
         loss, norm = loss * factor, math.sqrt(squares) * abs(factor)
         finite = math.isfinite(loss) and math.isfinite(norm)
         noise = self._noise(small[0], small[1], squares) if small and finite else None
@@ -186,7 +198,8 @@ class Passes:
         else:
             optimizer.zero_grad()
         spoilt = bool(early) and math.isfinite(loss) and not finite
-        return Outcome(loss, norm, finite, flops, flops_6n, noise, spoilt)
+        measured = self.objective.means(sums) if isinstance(self.objective, Preference) else {}
+        return Outcome(loss, norm, finite, flops, flops_6n, noise, spoilt, measured)
 
     def _noise(self, small: float, number: float, big: float) -> Noise | None:
         """The gradient noise of a step. small: mean squared norm of its micro-batches' gradients; number: of
