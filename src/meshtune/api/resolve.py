@@ -20,6 +20,7 @@ from meshtune.data.recipe import Recipe
 from meshtune.errors import UserError, expanded
 from meshtune.model.files import context_of, resolve, stop_tokens
 from meshtune.model.load import load_config, load_tokenizer, read_changed
+from meshtune.objectives import OBJECTIVES
 from meshtune.optim.schedule import learning_rates
 from meshtune.optimizers import OPTIMIZERS
 from meshtune.plan.workload import positions_note
@@ -104,6 +105,7 @@ def encoder_of(tokenizer: PreTrainedTokenizerBase, config: Config, stops: Sequen
         template_date=data.template_date,
         stops=stops,
         embedding_rows=partial(embedding_rows, config.model),
+        objective=OBJECTIVES[config.objective],
     )
 
 

@@ -55,6 +55,7 @@ from meshtune.data.rows import last_answer
 from meshtune.data.template import apply_template, built_in_templates, check_variables
 from meshtune.data.tokens import ControlTokens, TextTokenizer, bare, once, unpadded
 from meshtune.errors import UserError, argument
+from meshtune.objectives import OBJECTIVES, Objective
 
 CLOCK = "strftime_now"  # the function with which templates write the time
 VERSION = 7  # part of the cache's key: raise it when the same rows become other ids or labels
@@ -105,6 +106,7 @@ class Encoder:
     template_date: str | None = None  # that a template with a clock writes, as 2026-01-31; None: today
     stops: Sequence[int] = ()  # tokens that the model's generation stops at; the tokenizer's eos is added
     embedding_rows: Callable[[], int] = int  # rows of the model's embedding, which may be more than tokens
+    objective: Objective = OBJECTIVES["sft"]  # its rows, and whether prompts are trained
 
     def __post_init__(self) -> None:
         if self.train_on not in ("assistant", "completion", "all"):
@@ -253,6 +255,8 @@ class Encoder:
         special = {name: str(token) for name, token in self.tokenizer.special_tokens_map.items()}
         settings = [self.train_on, self.separator, self._tokens.prefix, self.on_bad_row, self.split_turns]
         settings += [self.template_variables, self.stops, self.control_tokens, self.template_date]
+        if self.objective.rows != "answers":  # earlier versions' fingerprint of supervised rows stays
+            settings += [self.objective.rows, self.objective.prompts]
         parts = [VERSION, vocabulary, template, special, *settings]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 

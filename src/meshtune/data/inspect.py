@@ -7,7 +7,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from meshtune.data.example import place_of
-from meshtune.data.pack import LABELLED, Dataset, permutation
+from meshtune.data.pack import LABELLED, Dataset, ids_of_stored, permutation
 from meshtune.data.prepare import Prepared, sentences
 from meshtune.data.recipe import Stream
 from meshtune.data.tokens import common_prefix
@@ -60,7 +60,7 @@ def runs(stored: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> list[tuple[s
     text of the tokens before the cut ends: a run decoded separately would lose the space before its first
     word under some tokenizers, or half of a character that two tokens share.
     """
-    ids, labelled = (stored & ~LABELLED).astype(np.int64).tolist(), stored >= LABELLED
+    ids, labelled = ids_of_stored(stored).astype(np.int64).tolist(), stored >= LABELLED
     ends = [*(np.flatnonzero(np.diff(labelled)) + 1).tolist(), len(ids)]
     whole, pieces, start = str(tokenizer.decode(ids)), [], 0
     for end in ends:

@@ -4,8 +4,11 @@
                ──one document a sequence─────>                                        (no packing)
 
 A document is never split. The seed decides between documents of the same length, so a packing is a function
-of the lengths, seq_len and the seed. A stored token is one uint32: its id, and in the top bit whether it is
-labelled, so that a micro-batch is read from one memory-mapped file.
+of the lengths, seq_len and the seed. A stored token is one uint32: its id, and in the top bits whether it is
+labelled or a trained prompt's, so that a micro-batch is read from one memory-mapped file.
+
+A pair of answers is one document: the chosen side, prompt and answer, then the rejected side, prompt and
+answer. So both are in one sequence; attention sees each side as a document.
 """
 
 import hashlib
@@ -18,6 +21,7 @@ import numpy as np
 from meshtune.data.example import place_of
 
 LABELLED = np.uint32(1 << 31)  # the top bit of a stored token
+PROMPT = np.uint32(1 << 30)  # the next one: a prompt's token that only the cross entropy trains (orpo)
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,9 @@ class Dataset:
     tokens: np.ndarray  # uint32 [tokens]: id | LABELLED, all documents one after the other
     offsets: np.ndarray  # int64 [documents + 1]: document d is tokens[offsets[d] : offsets[d + 1]]
     labels: np.ndarray  # int64 [documents]: labelled tokens of each document
+    # int32 [documents, 3]: tokens of the first side, 0 of a document with one answer; labelled tokens of the
+    # first side, or of the one answer; 1 if the answer is good, as the chosen side is
+    sides: np.ndarray
     origins: np.ndarray  # int64 [documents, 2]: index of its file in `files`, and its line there
     answer_rests: np.ndarray  # uint32 [...]: ids behind the cut to seq_len of answers that it goes through
     rest_offsets: np.ndarray  # int64 [documents + 1]: those of document d, as in `offsets`
@@ -46,6 +53,17 @@ class Dataset:
     def sequence_labels(self) -> np.ndarray:
         """Labelled tokens of each sequence, int64 [sequences]."""
         return _sums(np.asarray(self.labels)[self.members], self.starts)
+
+    @cached_property
+    def answer_tokens(self) -> np.ndarray:
+        """Tokens of each side of all sequences' documents, int64 [answers], in no order."""
+        whole, first = np.diff(self.offsets)[self.members], np.asarray(self.sides)[self.members, 0]
+        return np.concatenate([whole - first, first[first > 0]])
+
+    @property
+    def paired(self) -> bool:
+        """Whether documents are pairs of answers: all of a data set are, or none."""
+        return bool(len(self.sides)) and bool(self.sides[0, 0])
 
     def __len__(self) -> int:
         """Number of sequences."""
@@ -68,14 +86,16 @@ class Dataset:
 
     @property
     def mean_document_tokens(self) -> float:
-        """Length of a token's document, averaged over tokens: attention costs this much."""
-        lengths = np.diff(self.offsets)[self.members].astype(float)
+        """Length of a token's document, averaged over tokens: attention costs this much. A side of a pair
+        counts as a document.
+        """
+        lengths = self.answer_tokens.astype(float)
         return float((lengths**2).sum() / max(1, lengths.sum()))
 
     @property
     def longest_document(self) -> int:
-        """Tokens of the longest document of any sequence."""
-        return int(np.diff(self.offsets)[self.members].max(initial=0))
+        """Tokens of the longest document of any sequence, or of the longest side of a pair."""
+        return int(self.answer_tokens.max(initial=0))
 
     @property
     def width(self) -> int:
@@ -92,6 +112,12 @@ class Dataset:
         members = self.members[self.starts[sequence] : self.starts[sequence + 1]]
         begins, ends = self.offsets[members].tolist(), self.offsets[members + 1].tolist()
         return [self.tokens[begin:end] for begin, end in zip(begins, ends, strict=True)]
+
+    def answers(self, sequence: int) -> list[np.ndarray]:
+        """As `documents`, with each pair cut into its chosen and its rejected side."""
+        members = self.members[self.starts[sequence] : self.starts[sequence + 1]]
+        parts = zip(self.documents(sequence), self.sides[members, 0].tolist(), strict=True)
+        return [side for whole, first in parts for side in (whole[:first], whole[first:]) if len(side)]
 
     def places(self, sequence: int) -> list[str]:
         """The origins of one sequence's documents, as file:line."""
@@ -177,9 +203,19 @@ def random_bits(size: int, purpose: str, *key: int) -> np.ndarray:
     return philox.random_raw(size).astype(np.uint64)
 
 
-def stored(ids: np.ndarray, labelled: np.ndarray) -> np.ndarray:
-    """Tokens as in `Dataset.tokens`, uint32; `ids` and `labelled` (bool) have the same shape."""
-    return ids.astype(np.uint32) | np.where(labelled, LABELLED, np.uint32(0))
+def stored(ids: np.ndarray, labelled: np.ndarray, prompt: int = 0) -> np.ndarray:
+    """Tokens as in `Dataset.tokens`, uint32; `ids` and `labelled` (bool) have the same shape.
+
+    prompt: tokens of the prompt that they begin with, if it is trained: all but its first get PROMPT.
+    """
+    tokens = ids.astype(np.uint32) | np.where(labelled, LABELLED, np.uint32(0))
+    tokens[1:prompt] |= PROMPT
+    return tokens
+
+
+def ids_of_stored(tokens: np.ndarray) -> np.ndarray:
+    """The ids of stored tokens, without their marks, uint32."""
+    return tokens & ~(LABELLED | PROMPT)
 
 
 def in_memory(
@@ -191,24 +227,30 @@ def in_memory(
     packed: bool,
     origins: np.ndarray | None = None,
     files: tuple[str, ...] = ("memory",),
+    sides: np.ndarray | None = None,
+    prompts: Sequence[int] | None = None,
 ) -> Dataset:
     """A Dataset of (ids, labelled) pairs, such as a stream's window, with all tokens copied into memory.
 
     documents: ids and bool labels of each, [tokens]. members, starts: as returned by `pack` or `singles`.
-    origins, files: as in `Dataset`; origins None: lines 1, 2, … of the first file.
+    origins, files, sides: as in `Dataset`; origins None: lines 1, 2, … of the first file; sides None: one
+    answer each, all good. prompts: of each document, as in `stored`.
     """
     lengths = np.array([len(ids) for ids, _ in documents], dtype=np.int64)
     if origins is None:
         origins = np.stack([np.zeros_like(lengths), np.arange(1, len(lengths) + 1)], axis=1)
-    tokens = [stored(ids, labelled) for ids, labelled in documents]
+    labels = np.array([int(labelled.sum()) for _, labelled in documents], dtype=np.int64)
+    parts = zip(documents, prompts or [0] * len(documents), strict=True)
+    tokens = [stored(*document, prompt) for document, prompt in parts]
     flat = np.concatenate(tokens) if tokens else np.zeros(0, np.uint32)
     digest = hashlib.blake2b(digest_size=16)
-    for array in (flat, lengths, members, starts):
+    for array in (flat, lengths, members, starts, *([] if sides is None else [sides])):
         digest.update(np.ascontiguousarray(array).tobytes())
     return Dataset(
         tokens=flat,
         offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-        labels=np.array([int(labelled.sum()) for _, labelled in documents], dtype=np.int64),
+        labels=labels,
+        sides=one_answer(labels) if sides is None else sides,
         origins=origins,
         answer_rests=np.zeros(0, np.uint32),
         rest_offsets=np.zeros(len(documents) + 1, np.int64),
@@ -219,6 +261,11 @@ def in_memory(
         packed=packed,
         digest=digest.hexdigest(),
     )
+
+
+def one_answer(labels: np.ndarray) -> np.ndarray:
+    """`Dataset.sides` of documents with one answer each, which is good. labels: as in `Dataset`."""
+    return np.stack([np.zeros_like(labels), labels, np.ones_like(labels)], axis=1).astype(np.int32)
 
 
 def _sums(values: np.ndarray, starts: np.ndarray) -> np.ndarray:

@@ -101,7 +101,7 @@ class Progress:
 # Preparing #
 
 
-CACHE_VERSION = 7  # raise it when the files' format or the code that decides their content changes
+CACHE_VERSION = 8  # raise it when the files' format or the code that decides their content changes
 
 
 @dataclass(frozen=True)
@@ -307,8 +307,8 @@ def _write(aside: Path, recipe: Recipe, listing: _Listing) -> dict[str, Any]:
 
 
 def _write_documents(aside: Path, recipe: Recipe, listing: _Listing, tally: Tally) -> str:
-    """Write tokens and, of each document, its end, labels, origin, source and cut answer; return the tokens'
-    digest.
+    """Write tokens and, of each document, its end, labels, sides, origin, source and cut answer; return the
+    digest of tokens and sides.
 
     They go to disk as they come, so memory does not grow with the rows.
     """
@@ -317,6 +317,7 @@ def _write_documents(aside: Path, recipe: Recipe, listing: _Listing, tally: Tall
         GrowingArray(aside / "tokens.npy", np.dtype(np.uint32)) as tokens,
         GrowingArray(aside / "offsets.npy", np.dtype(np.int64)) as offsets,
         GrowingArray(aside / "labels.npy", np.dtype(np.int32)) as labels,
+        GrowingArray(aside / "sides.npy", np.dtype(np.int32), columns=3) as sides,
         GrowingArray(aside / "origins.npy", np.dtype(np.int64), columns=2) as origins,
         GrowingArray(aside / "sources.npy", np.dtype(np.int32)) as sources,
         GrowingArray(aside / "answer_rests.npy", np.dtype(np.uint32)) as rests,
@@ -332,11 +333,12 @@ def _write_documents(aside: Path, recipe: Recipe, listing: _Listing, tally: Tall
                     continue
                 lengths = [(len(one.ids), len(one.answer_rest)) for one in batch]
                 all_ends = ends + np.cumsum(lengths, axis=0)
-                tokens.append(np.concatenate([stored(one.ids, one.labelled) for one in batch]))
+                tokens.append(np.concatenate([stored(one.ids, one.labelled, one.prompt) for one in batch]))
                 offsets.append(all_ends[:, 0])
                 rests.append(np.concatenate([one.answer_rest for one in batch]))
                 rest_offsets.append(all_ends[:, 1])
                 labels.append(np.array([one.labelled.sum() for one in batch]))
+                sides.append(np.array([one.sides for one in batch]))
                 origins.append(np.array([(numbers[at.file], at.line) for at, *_ in batch], dtype=np.int64))
                 sources.append(np.full(len(batch), number))
                 ends = all_ends[-1]
@@ -344,7 +346,8 @@ def _write_documents(aside: Path, recipe: Recipe, listing: _Listing, tally: Tall
                     for file in data_files:
                         file.share = max(file.share, (batch[-1][0].row + 1) / source.max_samples)
                 progress.show(int(ends[0]))
-    return tokens.digest
+    # Without pairs and judgements the digest is that of earlier versions: their runs continue.
+    return tokens.digest + (sides.digest if recipe.encoder.objective.rows != "answers" else "")
 
 
 def _progress(listing: _Listing) -> Progress:
@@ -439,6 +442,7 @@ def _open(folder: Path, listing: _Listing) -> Prepared | None:
             tokens=arrays["tokens"],
             offsets=arrays["offsets"],
             labels=arrays["labels"],
+            sides=arrays["sides"],
             origins=arrays["origins"],
             answer_rests=arrays["answer_rests"],
             rest_offsets=arrays["rest_offsets"],

@@ -57,6 +57,14 @@ class Usable(NamedTuple):
     ids: np.ndarray  # int32 [tokens]
     labelled: np.ndarray  # bool [tokens]
     answer_rest: np.ndarray = NO_IDS  # ids behind the cut of the answer that it goes through
+    first: int = 0  # tokens of a pair's chosen side, which comes first; 0: one answer
+    good: bool = True
+    prompt: int = 0  # tokens of a trained prompt at the beginning, as of `pack.stored`
+
+    @property
+    def sides(self) -> tuple[int, int, int]:
+        """Its row of `Dataset.sides`."""
+        return self.first, int(self.labelled[: self.first or None].sum()), int(self.good)
 
 
 @dataclass(frozen=True)
@@ -303,6 +311,7 @@ class Stream(Recipe):
         members, starts = self.sequences(lengths, *place["rows"])
         files: dict[str, int] = {}
         origins = [(files.setdefault(origin.file, len(files)), origin.line) for origin, *_ in documents]
+        preferences = self.encoder.objective.rows != "answers"
         return in_memory(
             [(one.ids, one.labelled) for one in documents],
             members,
@@ -311,6 +320,8 @@ class Stream(Recipe):
             packed=self.packing,
             origins=np.array(origins),
             files=tuple(files),
+            sides=np.array([one.sides for one in documents], np.int32) if preferences else None,
+            prompts=[one.prompt for one in documents],
         )
 
 

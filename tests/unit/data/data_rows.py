@@ -10,6 +10,7 @@ from meshtune.data.encode import Document
 from meshtune.data.example import Source
 from meshtune.data.pack import Dataset, in_memory, pack, singles
 from meshtune.data.recipe import Recipe
+from meshtune.objectives import OBJECTIVES
 
 
 class Bytes:
@@ -19,6 +20,7 @@ class Bytes:
     train_on = "completion"
     on_bad_row = "error"
     template_date = None
+    objective = OBJECTIVES["sft"]
 
     def __init__(self) -> None:
         self.encoded = 0
