@@ -27,6 +27,7 @@ from meshtune.model.anatomy import left_out_of_loss, parts_kept
 from meshtune.model.load import quiet, tables
 from meshtune.model.lora import modules_named
 from meshtune.model.save import check_written
+from meshtune.objectives import OBJECTIVES
 from meshtune.optimizers import caution
 from meshtune.parallel.mesh import World, join
 from meshtune.plan.cluster import unused_here
@@ -46,6 +47,7 @@ from meshtune.train.loop import Run, restore, seed_dropout
 from meshtune.train.loss import TokenLoss
 from meshtune.train.measure import Meter
 from meshtune.train.model import RankModel, rank_model
+from meshtune.train.reference import reference_of
 from meshtune.train.run_row import device_of, gpus_of, run_row
 from meshtune.train.self_check import beyond_tested
 from meshtune.train.trackers import Metrics, Tracker, tracker_problems
@@ -75,7 +77,9 @@ def build(
     device = device_of(config.train.device)
     choice = choice or choose_together(config)
     if config.log.gradient_noise_scale and (
-        problems := noise_refusals(choice.layout, token_loss=hooks.loss is not None)
+        problems := noise_refusals(
+            choice.layout, token_loss=hooks.loss is not None or config.objective != "sft"
+        )
     ):
         raise UserError(problems)
     world = join(choice.layout, device)
@@ -88,13 +92,23 @@ def build(
         try_repository(config.hub.push_to, private=config.hub.private)
     rows = id_bound(inputs.tokenizer)
     spec = model_spec(config, choice.attention, device.type, compile=choice.compile, embeddings=rows)
+    spec = replace(spec, memory=min((memory for _, memory in gpus_of(device)), default=0.0))
+    steps = steps_of(config, inputs.prepared.sequences)
+    reference = reference_of(
+        spec, inputs.prepared, world, cache=expanded(config.data.cache, "data.cache"),
+        reads=steps * config.global_batch_size,
+    )  # fmt: skip
+    if reference:
+        reference.compute_named(config.data.seq_len)
     model = rank_model(
-        replace(spec, memory=min((memory for _, memory in gpus_of(device)), default=0.0)),
+        spec,
         world,
         optimizer=optimizer_spec(config),
         tokens_per_sequence=config.data.seq_len,
         token_loss=TokenLoss(hooks.loss) if hooks.loss else None,
     )
+    if reference:
+        inputs = inputs._replace(prepared=reference.given(inputs.prepared, model))
     seed_dropout(world, config.train.seed)
     return assemble(config, model, inputs, claimed, hooks.callbacks)
 
@@ -110,7 +124,10 @@ def assemble(
     prepared, world, seq_len = inputs.prepared, model.parallel.world, config.data.seq_len
     sequences, gpus = prepared.sequences, gpus_of(world.device)
     steps = steps_of(config, sequences)
-    load = partial(loader_of, prepared.train, world.layout, world.data_rank, config.train.seed)
+    load = partial(
+        loader_of, prepared.train, world.layout, world.data_rank, config.train.seed,
+        objective=OBJECTIVES[config.objective],
+    )  # fmt: skip
     notices = position_sentences(config.model.name, seq_len, model.whole, model.parallel.anatomy, prepared)
     notices += [*unused_here(config, world.size, gpus), *model.flash_notes]
     run_folder, resumed, claim = output.claim_together(

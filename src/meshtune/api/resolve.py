@@ -30,6 +30,7 @@ from meshtune.sections import DataConfig, ModelConfig, SourceConfig
 from meshtune.train.export import kind_of, shown
 from meshtune.train.inputs import Inputs
 from meshtune.train.model import LoraSpec, ModelSpec, OptimizerSpec
+from meshtune.train.preference import PreferenceSpec
 from meshtune.units import counted, on_first_rank, scientific
 
 
@@ -176,8 +177,16 @@ def model_spec(
         neftune_alpha=train.neftune_alpha,
         compile=compile,
         mlp_tile=train.mlp_tile,
+        preference=preference_of(config),
         seed=train.seed,
     )
+
+
+def preference_of(config: Config) -> PreferenceSpec | None:
+    """The objective and its settings; None of supervised fine-tuning."""
+    if config.objective == "sft":
+        return None
+    return PreferenceSpec(config.objective, **dict(getattr(config, config.objective)))
 
 
 def optimizer_spec(config: Config) -> OptimizerSpec:

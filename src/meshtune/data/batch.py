@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from meshtune.data.boundaries import row_boundaries
-from meshtune.data.pack import LABELLED, PROMPT, Dataset, ids_of
+from meshtune.data.pack import LABELLED, PROMPT, Dataset, ids_of_stored
 from meshtune.objectives import OBJECTIVES, Objective
 
 IGNORE = -100  # the label of a position without loss, as in torch's cross_entropy
@@ -161,7 +161,7 @@ def micro_batch(rows: Sequence[Sequence[np.ndarray]], width: int = 0, multiple: 
         stored[row, : len(flat)] = flat
         starts = np.cumsum((0, *lengths[row]))
         positions[row] = np.arange(width) - np.repeat(starts, np.diff(starts, append=width))
-    trained, ids = (stored & (LABELLED | PROMPT)) != 0, ids_of(stored)
+    trained, ids = (stored & (LABELLED | PROMPT)) != 0, ids_of_stored(stored).astype(np.int64)
     # A document's first token is never labelled, so only the shift keeps labels from crossing documents.
     labels = np.where(trained[:, 1:], ids[:, 1:], IGNORE)
     return MicroBatch(
@@ -178,7 +178,11 @@ Sequences = Sequence[tuple[Dataset, int]]  # a data set, and the number of a seq
 
 
 def micro_batch_of(
-    sequences: Sequences, objective: Objective, width: int = 0, multiple: int = 1, units_per_token: float = 0.0
+    sequences: Sequences,
+    objective: Objective,
+    width: int = 0,
+    multiple: int = 1,
+    units_per_token: float = 0.0,
 ) -> MicroBatch:
     """The micro-batch of some sequences, with their answers unless the objective is on tokens.
 
@@ -255,7 +259,7 @@ def evaluation_batches(
     data_rank: int = 0,
     data_ranks: int = 1,
     multiple: int = 1,
-    objective: Objective = OBJECTIVES["sft"],  # noqa: B008 - a frozen value
+    objective: Objective = OBJECTIVES["sft"],
     sequences: np.ndarray | None = None,
 ) -> Iterator[MicroBatch]:
     """Yield micro-batches of every sequence once, longest first; the last micro-batch may be smaller.

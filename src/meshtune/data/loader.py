@@ -75,7 +75,7 @@ class Loader:
         epochs: int | None = None,
         multiple: int = 1,
         uniform: bool = False,
-        objective: Objective = OBJECTIVES["sft"],  # noqa: B008 - a frozen value
+        objective: Objective = OBJECTIVES["sft"],
     ) -> None:
         _check_sizes(global_batch_size, micro_batch_size, data_ranks)
         self._identity = {"seed": seed, "data": dataset.digest}
@@ -102,6 +102,14 @@ class Loader:
         if isinstance(self.dataset, Stream):
             return None
         return state["epoch"] + state["position"] / len(self.dataset)
+
+    def first(self, count: int) -> np.ndarray:
+        """Numbers of the sequences among the first `count` of the training, each once. Not of a stream."""
+        assert isinstance(self.dataset, Dataset)
+        if count >= len(self.dataset):
+            return np.arange(len(self.dataset))
+        with closing(self._order(self._start)) as order:
+            return np.unique([number for _, number, _ in islice(order, count)])
 
     def __iter__(self) -> Iterator[tuple[Batch, State]]:
         state = self._start

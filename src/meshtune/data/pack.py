@@ -43,6 +43,8 @@ class Dataset:
     seq_len: int  # most tokens of a sequence
     packed: bool
     digest: str  # of tokens and sequences: data sets with the same digest give the same batches
+    # fp64 [documents, 2]: log-probability of each side by a reference model; None: there is none
+    reference: np.ndarray | None = None
 
     @cached_property
     def sequence_tokens(self) -> np.ndarray:

@@ -31,10 +31,11 @@ def train_row(
     epoch: float | None = None,
     skipped: bool = False,
     noise: Mapping[str, float | None] | None = None,
+    measured: Mapping[str, float] | None = None,
 ) -> Row:
     """The row of one update of the optimizer, of kind "train".
 
-    `loss` is the mean per label token, `grad_norm` before clipping. `tokens` (real ones, no padding),
+    `loss` is the mean per label token, or of a loss on whole answers per pair or answer, `grad_norm` before clipping. `tokens` (real ones, no padding),
     `label_tokens`, `flops` and `flops_6n` are of the global batch; `step_seconds` is the wall time of the
     whole step, the `data_seconds` it waited for data included. Per GPU are `tokens_per_second_per_gpu`,
     `tflops_per_second`, `mfu` and `peak_flops_per_second` (of one device; None when unknown, as on any CPU;
@@ -43,7 +44,7 @@ def train_row(
     `peak_resident_bytes` of the largest process. `warm_up` marks steps that medians leave out: the first of a
     run, and those whose memory is watched. `epoch` counts passes through the data up to the end of the step
     (None: unknown, as for a stream). `skipped` marks a step that was not applied because loss or gradients
-    were not finite. `noise`: columns of noise_scale.with_measurement, where the gradient noise was measured.
+    were not finite. `measured`: what a loss on whole answers measured, by its name. `noise`: columns of noise_scale.with_measurement, where the gradient noise was measured.
 
         mfu    = flops    / (step_seconds · world · peak_flops_per_second)
         mfu_6n = flops_6n / (step_seconds · world · peak_flops_per_second)
@@ -71,6 +72,7 @@ def train_row(
         "peak_memory_bytes": peak_memory_bytes,
         "peak_resident_bytes": peak_resident_bytes,
         "epoch": epoch,
+        **(measured or {}),
         **(noise or {}),
     }
     return {**row, **({"warm_up": True} if warm_up else {}), **({"skipped": True} if skipped else {})}
@@ -87,13 +89,15 @@ def eval_row(
     prompts: int | None = None,
     answers_cut: int | None = None,
     prompts_without_room: int | None = None,
+    measured: Mapping[str, float] | None = None,
 ) -> Row:
     """The row of one evaluation after `step` updates (0: before the first).
 
     `loss` is the sum of token losses over all held-out label tokens divided by their number, `perplexity`
     its exponential; `exact_match` the share (0 to 1) of the `prompts` that were answered word for word, and
     `answers_cut` the number of their answers that reached no end token. `prompts_without_room` prompts fill
-    the model's context and are not answered. A number that is None is left out of the row.
+    the model's context and are not answered. A number that is None is left out of the row. `measured`: as of
+    `train_row`; `loss` is then a mean over pairs or answers, which has no perplexity.
     """
     row: Row = {
         "kind": "eval",
@@ -102,6 +106,8 @@ def eval_row(
         "perplexity": math.exp(loss) if loss < 700 else math.inf,  # exp overflows a float at 709.8
         "label_tokens": label_tokens,
     }
+    if measured:
+        row = {name: value for name, value in row.items() if name != "perplexity"} | {**measured}
     extra = {"tokens": tokens, "seconds": seconds, "exact_match": exact_match, "prompts": prompts}
     extra |= {"answers_cut": answers_cut, "prompts_without_room": prompts_without_room}
     return {**row, **{key: value for key, value in extra.items() if value is not None}}

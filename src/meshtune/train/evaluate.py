@@ -8,22 +8,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby, islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from meshtune.data.batch import evaluation_batches
-from meshtune.data.pack import LABELLED, Dataset
+from meshtune.data.pack import LABELLED, Dataset, ids_of_stored
 from meshtune.launch.signals import EvaluationStopped, StopRequest
 from meshtune.meter.rows import matches
+from meshtune.objectives import OBJECTIVES
 from meshtune.rundir import RunDir
 from meshtune.train.generate import answer_ids, decoded, evaluating, longest_answers
-from meshtune.train.loss import head_loss
+from meshtune.train.loss import TokenLoss, head_loss
+from meshtune.train.preference import Preference
 
 if TYPE_CHECKING:
     from meshtune.parallel.apply import Parallel
-    from meshtune.train.loss import TokenLoss
     from meshtune.train.trackers import Metrics
 
 
@@ -75,8 +76,8 @@ class Evaluation:
         wanted = max(self.samples, self.exact_match)
         prompts = questions(self.dataset, self.tokenizer, self.stop_ids, wanted) if wanted else []
         at = partial(metrics.evaluating, step=step, prompts=len(prompts))
-        loss, label_tokens = self.held_out_loss(partial(at, unit="batches"))
-        extra: dict[str, float | int] = {}
+        loss, label_tokens, measured = self.held_out_loss(partial(at, unit="batches"))
+        extra: dict[str, Any] = {"measured": measured} if measured else {}
         if wanted:
             asked = [question.ids for question in prompts]
             limits = longest_answers(self.parallel, asked, self.max_new_tokens)
@@ -121,35 +122,42 @@ class Evaluation:
         if stop and stop.enabled and world.sum_over_ranks(stop.requested is not None)[0]:
             raise EvaluationStopped
 
-    def held_out_loss(self, show: Callable[..., object] | None = None) -> tuple[float, int]:
-        """(mean loss per label token, label tokens); the model is in evaluation mode meanwhile.
+    def held_out_loss(self, show: Callable[..., object] | None = None) -> tuple[float, int, dict[str, float]]:
+        """(mean loss per unit, label tokens, what a loss on whole answers measured, by its name); the model
+        is in evaluation mode meanwhile. Units are label tokens, or pairs or answers.
 
         show: gets the batches done, and all of them.
         """
         assert self.dataset is not None
-        total, label_tokens, world = 0.0, 0, self.parallel.world
+        total, units, label_tokens, own, world = 0.0, 0, 0, self.objective, self.parallel.world
         batches = evaluation_batches(
             self.dataset,
             micro_batch_size=self.micro_batch_size,
             data_rank=world.data_rank,
             data_ranks=world.data_ranks,
             multiple=self.parallel.width_multiple,
+            objective=own.spec.row if isinstance(own, Preference) else OBJECTIVES["sft"],
         )
         done, batch_count = 0, -(-len(self.dataset) // (self.micro_batch_size * world.data_ranks))
-        loss_of = partial(head_loss, token_loss=self.token_loss)
+        loss_of = partial(head_loss, objective=own)
         with evaluating(self.parallel.modules):
             while group := list(islice(batches, GROUPED * world.pp.size)):
                 self.advance(show, done=done, total=batch_count)
                 done += len(group)
                 total += sum(float(loss) for loss in self.parallel.forward(group, loss_of))
                 label_tokens += sum(micro_batch.label_tokens for micro_batch in group)
+                units += sum(micro_batch.units for micro_batch in group)
         # Tensor ranks have the same loss; ranks of one data rank have read the same labels.
         copies = world.size / world.data_ranks
-        count = self.token_loss.take_count() if self.token_loss else 0.0
-        total, label_tokens, count = world.sum_over_ranks(
-            total / world.tp.size, label_tokens / copies, count / world.tp.size
-        )
-        return total / ((count or math.nan) if self.token_loss else max(1, label_tokens)), round(label_tokens)
+        count = own.take_count() if isinstance(own, TokenLoss) else 0.0
+        sums = own.take() if isinstance(own, Preference) else []
+        total, label_tokens, units, count, *sums = world.sum_over_ranks(
+            total / world.tp.size, label_tokens / copies, units / copies,
+            *(each / world.tp.size for each in (count, *sums)),
+        )  # fmt: skip
+        loss = total / ((count or math.nan) if isinstance(own, TokenLoss) else max(1, units))
+        measured = own.means(sums) if isinstance(own, Preference) else {}
+        return loss, round(label_tokens), measured
 
 
 def questions(
@@ -165,8 +173,10 @@ def questions(
     for document in np.unique(dataset.members).tolist():  # its own documents, in the order they were read
         if len(asking) == number:
             break
-        stored = np.asarray(dataset.tokens[dataset.offsets[document] : dataset.offsets[document + 1]])
-        ids, labelled = (stored & ~LABELLED).tolist(), (stored & LABELLED) != 0
+        begin, end = dataset.offsets[document : document + 2].tolist()
+        first = int(dataset.sides[document, 0])  # of a pair the chosen answer is expected
+        stored = np.asarray(dataset.tokens[begin : begin + first if first else end])
+        ids, labelled = ids_of_stored(stored).tolist(), (stored & LABELLED) != 0
         if not labelled.any():
             continue
         end = int(np.flatnonzero(labelled)[-1]) + 1

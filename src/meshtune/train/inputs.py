@@ -8,11 +8,12 @@ from transformers import PreTrainedTokenizerBase
 
 from meshtune.data.encode import Encoder
 from meshtune.data.loader import Loader
-from meshtune.data.pack import LABELLED, Dataset
+from meshtune.data.pack import Dataset, ids_of_stored
 from meshtune.data.prepare import Prepared, sentences
 from meshtune.data.recipe import Stream
 from meshtune.errors import explained
 from meshtune.layout import Layout
+from meshtune.objectives import OBJECTIVES, Objective
 from meshtune.parallel.apply import width_multiple
 
 
@@ -30,7 +31,7 @@ def first_texts(inputs: Inputs, most: int = 20) -> list[str]:
     if not isinstance(train, Dataset):
         return []
     documents = (document for place in range(len(train)) for document in train.documents(place))
-    return [str(inputs.tokenizer.decode(document & ~LABELLED)) for document in islice(documents, most)]
+    return [str(inputs.tokenizer.decode(ids_of_stored(document))) for document in islice(documents, most)]
 
 
 def loader_of(
@@ -39,10 +40,12 @@ def loader_of(
     data_rank: int,
     seed: int,
     state: dict[str, Any] | None = None,
+    *,
+    objective: Objective = OBJECTIVES["sft"],
 ) -> Loader:
     """Loader of a data rank's batches under a layout.
 
-    state: a checkpoint's, to continue after it; None: from the beginning.
+    objective: of the losses. state: a checkpoint's, to continue after it; None: from the beginning.
 
     Raises UserError if the state belongs to other data or another seed.
     """
@@ -56,6 +59,7 @@ def loader_of(
         data_ranks=layout.data_ranks,
         multiple=width_multiple(layout),
         uniform=layout.pp > 1,
+        objective=objective,
     )
     if state is None:
         return made()

@@ -158,7 +158,7 @@ def train(run: Run) -> None:
                 peak_memory_bytes=measured.peak_bytes, peak_resident_bytes=measured.resident_bytes,
                 skipped=not done.finite, warm_up=measured.warm_up,
                 flops=known(done.flops), flops_6n=known(done.flops_6n), epoch=run.loader.epochs_at(now.data),
-                noise=noise,
+                noise=noise, measured=done.measured,
             )  # fmt: skip
             run.metrics.measured(now.step, measured.time, [*measured.memory, *measured.others])
             after_step(run, finite=done.finite, first=now.step == first)

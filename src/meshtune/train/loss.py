@@ -352,9 +352,10 @@ def _shared_cross_entropy(
 ) -> tuple[Tensor, Tensor | None]:
     """Return `_cross_entropy` where logits are [tokens, vocabulary entries of this tp rank].
 
-    The losses are those of the whole vocabulary, equal on all tp ranks; the gradient is that of this rank's logits. Two all-reduces: the MAX of [tokens], each token's largest logit; the SUM
-    of [2, tokens], the sum of its exponentials and its target's logit, which is 0 on all ranks but one; with
-    smoothing of [3, tokens], its mean logit too.
+    The losses are those of the whole vocabulary, equal on all tp ranks; the gradient is that of this rank's
+    logits. Two all-reduces: the MAX of [tokens], each token's largest logit; the SUM of [2, tokens], the sum
+    of its exponentials and its target's logit, which is 0 on all ranks but one; with smoothing of [3,
+    tokens], its mean logit too.
     """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     largest = wide.amax(1)

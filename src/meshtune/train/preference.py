@@ -23,7 +23,14 @@ from meshtune.data.batch import Answers, MicroBatch
 from meshtune.objectives import OBJECTIVES, Objective
 from meshtune.parallel.mesh import Axis
 
-SUMS = ("rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected", "rewards/accuracies", "nll_loss")
+SUMS = (
+    "rewards/chosen",
+    "rewards/rejected",
+    "logps/chosen",
+    "logps/rejected",
+    "rewards/accuracies",
+    "nll_loss",
+)
 
 
 @dataclass(frozen=True)
@@ -100,7 +107,9 @@ class Preference:
         """What is measured, by its name, from the sums over all ranks of `take`."""
         *totals, chosen, rejected = sums
         counts = [chosen, rejected, chosen, rejected, chosen, chosen]
-        means = {name: total / max(1.0, count) for name, total, count in zip(SUMS, totals, counts, strict=True)}
+        means = {
+            name: total / max(1.0, count) for name, total, count in zip(SUMS, totals, counts, strict=True)
+        }
         means["rewards/margins"] = means["rewards/chosen"] - means["rewards/rejected"]
         if not self.spec.row.prompts and not self.spec.sft_weight:
             del means["nll_loss"]

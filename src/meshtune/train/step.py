@@ -133,7 +133,7 @@ class Passes:
         return own.take_count() / self.parallel.world.tp.size if isinstance(own, TokenLoss) else 0.0
 
     def measured(self) -> list[Tensor | float]:
-        """This rank's share of what a loss on whole answers measured in `forward_backward`; [] without one."""
+        """This rank's share of what a loss on whole answers measured in `forward_backward`; else []."""
         own = self.objective
         ranks = self.parallel.world.tp.size
         return [each / ranks for each in own.take()] if isinstance(own, Preference) else []

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from meshtune.data.pack import LABELLED, Dataset
+from meshtune.data.pack import LABELLED, PROMPT, Dataset
 from meshtune.data.prepare import Prepared
 from meshtune.data.recipe import Stream
 from meshtune.errors import UserError
@@ -104,9 +104,9 @@ def used_tokens(
     documents = (document for place in range(len(train)) for document in train.documents(place))
     for document in islice(documents, SEQUENCES):
         for stored in np.unique(document).tolist():
-            used.add(stored & ~int(LABELLED))
+            used.add(stored & ~int(LABELLED | PROMPT))
             if stored >= LABELLED:
-                labelled.add(stored & ~int(LABELLED))
+                labelled.add(stored & ~int(LABELLED | PROMPT))
     return used, labelled
 
 
