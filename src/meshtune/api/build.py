@@ -93,10 +93,9 @@ def build(
     rows = id_bound(inputs.tokenizer)
     spec = model_spec(config, choice.attention, device.type, compile=choice.compile, embeddings=rows)
     spec = replace(spec, memory=min((memory for _, memory in gpus_of(device)), default=0.0))
-    steps = steps_of(config, inputs.prepared.sequences)
     reference = reference_of(
         spec, inputs.prepared, world, cache=expanded(config.data.cache, "data.cache"),
-        reads=steps * config.global_batch_size,
+        steps=steps_of(config, inputs.prepared.sequences),
     )  # fmt: skip
     if reference:
         reference.compute_named(config.data.seq_len)

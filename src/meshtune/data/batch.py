@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from meshtune.data.boundaries import row_boundaries
-from meshtune.data.pack import LABELLED, PROMPT, Dataset, ids_of_stored
+from meshtune.data.pack import LABELLED, PROMPT, Dataset, ids_of_stored, in_memory, pack, singles
 from meshtune.objectives import OBJECTIVES, Objective
 
 IGNORE = -100  # the label of a position without loss, as in torch's cross_entropy
@@ -38,7 +38,7 @@ class Answers(NamedTuple):
     counts: Tensor  # fp64 [answers]: labelled tokens
     good: Tensor  # bool [answers]: of judged answers; else true
     reference: Tensor  # fp64 [answers]: log-probability by the reference; 0 without one
-    places: Tensor  # int64 [answers]: 2 · document of the data set, + 1 for a rejected answer; host memory
+    places: Tensor  # int64 [answers]: 2 · document or key, + 1 for a rejected answer; kept in host memory
     # Units of the loss (pairs or answers of the global batch) for a token of the global batch's chosen
     # answers: the cross entropy is averaged over tokens, the rest of the loss over units.
     units_per_token: float
@@ -133,6 +133,9 @@ class Batch:
     label_tokens: int  # of all ranks
     origin: str  # epoch and rows of the batch, for messages
     answers: int | None = None  # pairs or judged answers of all ranks, with a loss on whole answers
+    # Of this rank, as many as of every other: each prompt with the next row's answer, for an objective that
+    # wants them
+    mismatched: tuple[MicroBatch, ...] = ()
 
     @property
     def units(self) -> int:
@@ -230,6 +233,36 @@ def answers_of(sequences: Sequences, objective: Objective) -> tuple[int | None, 
     return count, count / max(1, tokens)
 
 
+def mismatched(sequences: Sequences) -> Dataset:
+    """Each prompt with the answer of the next document, in the order of the sequences; the last has the first
+    one's answer. What is longer than a sequence is cut.
+    """
+    data = sequences[0][0]
+    own = [(each, int(one)) for each, number in sequences for one in members_of(each, number)]
+    cut = [np.asarray(each.tokens[each.offsets[one] : each.offsets[one + 1]]) for each, one in own]
+    first = [int(np.argmax((tokens & LABELLED) != 0)) for tokens in cut]
+    documents, keys = [], []
+    for place, (_, one) in enumerate(own):
+        following = (place + 1) % len(own)
+        tokens = np.concatenate([cut[place][: first[place]], cut[following][first[following] :]])
+        tokens = tokens[: data.seq_len]
+        documents.append((ids_of_stored(tokens), (tokens & LABELLED) != 0))
+        keys.append(one * len(data.labels) + own[following][1])
+    lengths = np.array([len(ids) for ids, _ in documents])
+    members, starts = pack(lengths, data.seq_len, 0) if data.packed else singles(len(lengths))
+    made = in_memory(documents, members, starts, seq_len=data.seq_len, packed=data.packed)
+    return replace(made, reference=_looked_up(data.mismatched, np.array(keys)), keys=np.array(keys))
+
+
+def _looked_up(known: tuple[np.ndarray, np.ndarray] | None, keys: np.ndarray) -> np.ndarray:
+    """The values of some keys, fp64 [keys, 2], 0 for those that are not known. known: sorted keys, values."""
+    values = np.zeros((len(keys), 2))
+    if known is not None and len(known[0]):
+        at = np.searchsorted(known[0], keys).clip(max=len(known[0]) - 1)
+        values[:, 0] = np.where(known[0][at] == keys, known[1][at], 0.0)
+    return values
+
+
 def members_of(data: Dataset, sequence: int) -> np.ndarray:
     """Numbers of the documents of a sequence."""
     return np.asarray(data.members[data.starts[sequence] : data.starts[sequence + 1]])
@@ -242,11 +275,12 @@ def _of_documents(sequences: Sequences) -> dict[str, np.ndarray]:
         members = members_of(data, number)
         two = np.repeat(members, np.where(data.sides[members, 0] > 0, 2, 1))
         second = np.append(False, two[1:] == two[:-1]) & (data.sides[two, 0] > 0)
-        places.append(2 * two.astype(np.int64) + second)
+        at = 2 * two.astype(np.int64) + second
+        places.append(at if data.keys is None else 2 * data.keys[two])
         good.append(data.sides[two, 2] != 0)
         log_probabilities = data.reference
         reference.append(
-            np.zeros(len(two)) if log_probabilities is None else log_probabilities.reshape(-1)[places[-1]]
+            np.zeros(len(two)) if log_probabilities is None else log_probabilities.reshape(-1)[at]
         )
     found = {"good": good, "reference": reference, "places": places}
     return {name: np.concatenate(values) for name, values in found.items()}
@@ -261,10 +295,11 @@ def evaluation_batches(
     multiple: int = 1,
     objective: Objective = OBJECTIVES["sft"],
     sequences: np.ndarray | None = None,
+    width: int = 0,
 ) -> Iterator[MicroBatch]:
     """Yield micro-batches of every sequence once, longest first; the last micro-batch may be smaller.
 
-    sequences: numbers of those to yield; None: all of them.
+    sequences: numbers of those to yield; None: all of them. width: columns that packed ones have at least.
 
     Micro-batch m goes to rank m % data_ranks; this is rank `data_rank`. multiple: see `Loader`. All ranks get
     the same number of micro-batches, because the ranks of a sharded model all-gather their weights together:
@@ -274,7 +309,7 @@ def evaluation_batches(
     _, per_token = answers_of([(dataset, int(sequence)) for sequence in chosen], objective)
     order = chosen[np.argsort(-dataset.sequence_tokens[chosen], kind="stable")]
     cuts = [order[i : i + micro_batch_size] for i in range(0, len(order), micro_batch_size)]
-    width = dataset.width if dataset.packed else 0
+    width = max(width, dataset.width) if dataset.packed else 0
     for first in range(0, len(cuts), data_ranks):
         number = first + data_rank
         picked = cuts[min(number, len(cuts) - 1)]

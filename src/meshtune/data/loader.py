@@ -24,7 +24,15 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from meshtune.data.batch import Batch, answers_of, micro_batch_of
+from meshtune.data.batch import (
+    Batch,
+    MicroBatch,
+    Sequences,
+    answers_of,
+    evaluation_batches,
+    micro_batch_of,
+    mismatched,
+)
 from meshtune.data.pack import Dataset, permutation
 from meshtune.data.recipe import Stream
 from meshtune.errors import UserError
@@ -55,8 +63,8 @@ class Loader:
     for the beginning; each `iter()` starts from it again. global_batch_size: sequences of a step on all data
     ranks together. micro_batch_size: sequences of one micro-batch on one rank. epochs: of the whole training,
     those before `state` included; None never ends. multiple: every width is padded to a multiple of it
-    (sequence and context parallelism cut the sequence). objective: of the losses. uniform: True to make the micro-batches of a step
-    equally wide without packing (pipelines need it); packed ones always are.
+    (sequence and context parallelism cut the sequence). uniform: True to make the micro-batches of a step
+    equally wide without packing (pipelines need it); packed ones always are. objective: of the losses.
 
     Raises UserError if global_batch_size isn't a multiple of micro_batch_size · data_ranks, or if the state
     belongs to other data or another seed.
@@ -137,6 +145,18 @@ class Loader:
             label_tokens=labels,
             origin=f"{where}: {_places(picked)}",
             answers=count,
+            mismatched=tuple(self._mismatched(sequences)) if self.objective.mismatched else (),
+        )
+
+    def _mismatched(self, sequences: Sequences) -> Iterator[MicroBatch]:
+        return evaluation_batches(
+            mismatched(sequences),
+            micro_batch_size=self.micro_batch_size,
+            data_rank=self.data_rank,
+            data_ranks=self.data_ranks,
+            multiple=self.multiple,
+            objective=self.objective,
+            width=self.dataset.width,
         )
 
 

@@ -45,6 +45,10 @@ class Dataset:
     digest: str  # of tokens and sequences: data sets with the same digest give the same batches
     # fp64 [documents, 2]: log-probability of each side by a reference model; None: there is none
     reference: np.ndarray | None = None
+    # int64 and fp64 [known], sorted: document · documents + next one -> log-probability of that one's answer
+    # to this one's prompt, by a reference model
+    mismatched: tuple[np.ndarray, np.ndarray] | None = None
+    keys: np.ndarray | None = None  # int64 [documents], of mismatched answers: as in `mismatched`
 
     @cached_property
     def sequence_tokens(self) -> np.ndarray:

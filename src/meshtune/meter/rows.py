@@ -35,16 +35,17 @@ def train_row(
 ) -> Row:
     """The row of one update of the optimizer, of kind "train".
 
-    `loss` is the mean per label token, or of a loss on whole answers per pair or answer, `grad_norm` before clipping. `tokens` (real ones, no padding),
-    `label_tokens`, `flops` and `flops_6n` are of the global batch; `step_seconds` is the wall time of the
-    whole step, the `data_seconds` it waited for data included. Per GPU are `tokens_per_second_per_gpu`,
-    `tflops_per_second`, `mfu` and `peak_flops_per_second` (of one device; None when unknown, as on any CPU;
-    then `mfu` and `mfu_6n` are null, as they are without `flops` and `flops_6n`). `peak_memory_bytes` is of
-    tensors on the fullest rank (CUDA's allocator; on a CPU counted in the watched steps),
-    `peak_resident_bytes` of the largest process. `warm_up` marks steps that medians leave out: the first of a
-    run, and those whose memory is watched. `epoch` counts passes through the data up to the end of the step
-    (None: unknown, as for a stream). `skipped` marks a step that was not applied because loss or gradients
-    were not finite. `measured`: what a loss on whole answers measured, by its name. `noise`: columns of noise_scale.with_measurement, where the gradient noise was measured.
+    `loss` is the mean per label token, or of a loss on whole answers per pair or answer; `grad_norm` is
+    before clipping. `tokens` (real ones, no padding), `label_tokens`, `flops` and `flops_6n` are of the
+    global batch; `step_seconds` is the wall time of the whole step, the `data_seconds` it waited for data
+    included. Per GPU are `tokens_per_second_per_gpu`, `tflops_per_second`, `mfu` and `peak_flops_per_second`
+    (of one device; None when unknown, as on any CPU; then `mfu` and `mfu_6n` are null, as they are without
+    `flops` and `flops_6n`). `peak_memory_bytes` is of tensors on the fullest rank (CUDA's allocator; on a CPU
+    counted in the watched steps), `peak_resident_bytes` of the largest process. `warm_up` marks steps that
+    medians leave out: the first of a run, and those whose memory is watched. `epoch` counts passes through
+    the data up to the end of the step (None: unknown, as for a stream). `skipped` marks a step that was not
+    applied because loss or gradients were not finite. `measured`: by a loss on whole answers, by its name.
+    `noise`: columns of noise_scale.with_measurement, where the gradient noise was measured.
 
         mfu    = flops    / (step_seconds · world · peak_flops_per_second)
         mfu_6n = flops_6n / (step_seconds · world · peak_flops_per_second)

@@ -22,6 +22,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import islice
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +46,10 @@ from meshtune.parallel.tiles import tile_mlps
 from meshtune.parallel.zero import local
 from meshtune.placement.split import Split, piece, pieces, within
 from meshtune.quantised import fp8, nf4
+
+# Micro-batches a pp rank that run together: of 4·pp + pp - 1 ticks a rank works in 4·pp, and parameters that
+# ZeRO-1 and -2 gather for the first are there for all.
+GROUPED = 4
 
 
 @dataclass
@@ -206,6 +211,21 @@ class Parallel:
         for stage in self.stages:
             zero.reshard(stage)
         return results
+
+    def forward_each(
+        self,
+        micro_batches: Iterator[MicroBatch],
+        finish: Finish,
+        before: Callable[[int], object] = lambda _: None,
+    ) -> Iterator[Tensor]:
+        """Yield `forward`'s results of any number of micro-batches, some at a time. Every rank calls it with
+        equally many. before: called with the number that was taken so far, before each group.
+        """
+        done = 0
+        while group := list(islice(micro_batches, GROUPED * self.world.pp.size)):
+            before(done)
+            yield from self.forward(group, finish)
+            done += len(group)
 
     def finish_gradients(self, gradients: Callable[[frozenset[str] | None], Mapping[str, Tensor]]) -> None:
         """Sum gradients over replicas, tp and the copies of a tied embedding, after the last micro-batch.

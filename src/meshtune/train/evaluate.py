@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby, islice
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from meshtune.data.batch import evaluation_batches
+from meshtune.data.batch import MicroBatch, evaluation_batches, mismatched
 from meshtune.data.pack import LABELLED, Dataset, ids_of_stored
 from meshtune.launch.signals import EvaluationStopped, StopRequest
 from meshtune.meter.rows import matches
@@ -21,16 +21,11 @@ from meshtune.objectives import OBJECTIVES
 from meshtune.rundir import RunDir
 from meshtune.train.generate import answer_ids, decoded, evaluating, longest_answers
 from meshtune.train.loss import TokenLoss, head_loss
-from meshtune.train.preference import Preference
+from meshtune.train.preference import Preference, divergence
 
 if TYPE_CHECKING:
     from meshtune.parallel.apply import Parallel
     from meshtune.train.trackers import Metrics
-
-
-# Micro-batches a pp rank that run together: of 4·pp + pp - 1 ticks a rank works in 4·pp, and parameters that
-# ZeRO-1 and -2 gather for the first are there for all.
-GROUPED = 4
 
 
 @dataclass(frozen=True)
@@ -128,25 +123,34 @@ class Evaluation:
 
         show: gets the batches done, and all of them.
         """
-        assert self.dataset is not None
+        assert (dataset := self.dataset) is not None
         total, units, label_tokens, own, world = 0.0, 0, 0, self.objective, self.parallel.world
-        batches = evaluation_batches(
-            self.dataset,
+        batches_of = partial(
+            evaluation_batches,
             micro_batch_size=self.micro_batch_size,
             data_rank=world.data_rank,
             data_ranks=world.data_ranks,
             multiple=self.parallel.width_multiple,
             objective=own.spec.row if isinstance(own, Preference) else OBJECTIVES["sft"],
         )
-        done, batch_count = 0, -(-len(self.dataset) // (self.micro_batch_size * world.data_ranks))
-        loss_of = partial(head_loss, objective=own)
+        if isinstance(own, Preference) and own.spec.row.mismatched:
+            every = [(dataset, number) for number in range(len(dataset))]
+            own.kl = divergence(self.parallel, own, batches_of(mismatched(every)))
+        batch_count = -(-len(dataset) // (self.micro_batch_size * world.data_ranks))
+
+        def read() -> Iterator[MicroBatch]:
+            nonlocal label_tokens, units
+            for micro_batch in batches_of(dataset):
+                label_tokens += micro_batch.label_tokens
+                units += micro_batch.units
+                yield micro_batch
+
+        advance = partial(self.advance, show, total=batch_count)
+        losses = self.parallel.forward_each(
+            read(), partial(head_loss, objective=own), lambda done: advance(done=done)
+        )
         with evaluating(self.parallel.modules):
-            while group := list(islice(batches, GROUPED * world.pp.size)):
-                self.advance(show, done=done, total=batch_count)
-                done += len(group)
-                total += sum(float(loss) for loss in self.parallel.forward(group, loss_of))
-                label_tokens += sum(micro_batch.label_tokens for micro_batch in group)
-                units += sum(micro_batch.units for micro_batch in group)
+            total += sum(map(float, losses))
         # Tensor ranks have the same loss; ranks of one data rank have read the same labels.
         copies = world.size / world.data_ranks
         count = own.take_count() if isinstance(own, TokenLoss) else 0.0

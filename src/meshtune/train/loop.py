@@ -135,6 +135,7 @@ def train(run: Run) -> None:
                 done = run.passes.step(
                     micro_batches, counts, meter.phase, learning_rate=rate, max_grad_norm=run.max_grad_norm,
                     measure_noise=bool(run.noise_every) and now.step % run.noise_every == 0,
+                    mismatched=batch.mismatched,
                 )  # fmt: skip
             evaluating = due(now.step, run.evaluate_every, run.steps)
             saving = due(now.step, run.checkpoint_every, run.steps) and done.finite

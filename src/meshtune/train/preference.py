@@ -10,9 +10,10 @@ so that no layout changes a loss; a cross entropy in it is a mean over the globa
 Names of what is measured are those of TRL's trainers.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,9 @@ from torch.nn.functional import logsigmoid
 from meshtune.data.batch import Answers, MicroBatch
 from meshtune.objectives import OBJECTIVES, Objective
 from meshtune.parallel.mesh import Axis
+
+if TYPE_CHECKING:
+    from meshtune.parallel.apply import Parallel
 
 SUMS = (
     "rewards/chosen",
@@ -213,3 +217,50 @@ def _measured(rewards: Tensor, logs: Tensor, entropy: Tensor) -> Tensor:
     right = (_chosen(rewards) > _rejected(rewards)).sum().double()
     sums: list[Any] = [side(each).sum() for each in (rewards, logs) for side in (_chosen, _rejected)]
     return torch.stack([*sums, right, entropy, count, count]).detach()
+
+
+# Passes over answers without gradients #
+
+
+class Recorded(Preference):
+    """Keeps answers with their log-probabilities, instead of a loss."""
+
+    def __init__(self, spec: PreferenceSpec, cp: Axis) -> None:
+        super().__init__(spec, cp)
+        self.found: list[tuple[Answers, Tensor]] = []
+
+    def __call__(self, micro_batch: MicroBatch, losses: Tensor) -> tuple[Tensor, Tensor]:
+        if (answers := micro_batch.answers) is not None:
+            self.found.append((answers, self.values(answers, losses)[:, 1]))
+        return losses.new_zeros(()), torch.zeros_like(losses)
+
+
+def run(
+    parallel: "Parallel",
+    recorded: Recorded,
+    micro_batches: Iterator[MicroBatch],
+    show: Callable[[int], object] = lambda _: None,
+) -> None:
+    """Run the model in evaluation mode on this data rank's micro-batches. Every rank calls it."""
+    from meshtune.train.loss import head_loss  # imports this module
+
+    modules = parallel.modules
+    training = modules.training
+    modules.eval()
+    for _ in parallel.forward_each(micro_batches, partial(head_loss, objective=recorded), show):
+        pass
+    modules.train(training)
+
+
+def divergence(parallel: "Parallel", preference: Preference, mismatched: Iterator[MicroBatch]) -> float:
+    """Mean log-ratio of mismatched answers to the reference, at least 0: kto's estimate of the divergence.
+
+    Every rank calls it. mismatched: of this data rank, in host memory.
+    """
+    world, recorded = parallel.world, Recorded(preference.spec, preference.cp)
+    run(parallel, recorded, mismatched)
+    ratios = [(values - answers.reference).sum() for answers, values in recorded.found]
+    number = sum(len(answers.places) for answers, _ in recorded.found)
+    copies = world.tp.size * world.cp.size
+    total, count = world.sum_over_ranks(sum(ratios, torch.zeros(())) / copies, number / copies)
+    return max(0.0, total / max(1.0, count))

@@ -10,7 +10,7 @@ data; the layout may differ, as that of a run may between two starts.
 import hashlib
 import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,79 +20,44 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
-from meshtune.data.batch import MicroBatch, evaluation_batches, members_of
+from meshtune.data.batch import MicroBatch, evaluation_batches, members_of, mismatched
 from meshtune.data.pack import Dataset
 from meshtune.data.prepare import Prepared
 from meshtune.model.lora import initial_adapters
 from meshtune.model.stored import base_digest
+from meshtune.objectives import Objective
 from meshtune.parallel.apply import Parallel, place
 from meshtune.parallel.mesh import World
 from meshtune.rundir import write_atomically
-from meshtune.train.evaluate import GROUPED
-from meshtune.train.generate import evaluating
 from meshtune.train.inputs import loader_of
-from meshtune.train.loss import head_loss
 from meshtune.train.model import ModelSpec, RankModel, fill_values, structure
-from meshtune.train.preference import Preference
-from meshtune.units import counted, working
+from meshtune.train.preference import Preference, Recorded, run
+from meshtune.units import working
 
 VERSION = 1  # raise it when the same digest would name other values
 
 
-class Recorded(Preference):
-    """Keeps the log-probability of each answer instead of a loss."""
-
-    def __init__(self, preference: Preference) -> None:
-        super().__init__(preference.spec, preference.cp)
-        self.found: list[tuple[Tensor, Tensor]] = []  # places as in Answers; log-probabilities, fp64
-
-    def __call__(self, micro_batch: MicroBatch, losses: Tensor) -> tuple[Tensor, Tensor]:
-        if (answers := micro_batch.answers) is not None:
-            self.found.append((answers.places, self.values(answers, losses)[:, 1]))
-        return losses.new_zeros(()), torch.zeros_like(losses)
-
-
-def log_probabilities(
+def recorded(
     parallel: Parallel,
     preference: Preference,
-    dataset: Dataset,
-    sequences: np.ndarray,
-    micro_batch_size: int,
-    show: Callable[[str], object] | None = None,
-) -> np.ndarray:
-    """Log-probabilities of the answers in some sequences of a data set, fp64 [documents, 2], NaN for others;
-    the second of a document with one answer is not used. Every rank calls it and gets all.
+    batches: Iterator[MicroBatch],
+    show: Callable[[int], object] = lambda _: None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """(Places as in Answers, sorted; log-probabilities) of the answers in this data rank's micro-batches and
+    in those of the others. Every rank calls it and gets all.
 
-    show: gets the share that is done.
+    show: gets the micro-batches that this rank has done.
     """
-    world, recorded, done = parallel.world, Recorded(preference), 0
-    batches = evaluation_batches(
-        dataset,
-        micro_batch_size=micro_batch_size,
-        data_rank=world.data_rank,
-        data_ranks=world.data_ranks,
-        multiple=parallel.width_multiple,
-        objective=preference.spec.row,
-        sequences=sequences,
-    )
-    with evaluating(parallel.modules):
-        while group := list(islice(batches, GROUPED * world.pp.size)):
-            parallel.forward(group, partial(head_loss, objective=recorded))
-            done += len(group) * micro_batch_size * world.data_ranks
-            if show:
-                show(f"{min(done, len(sequences)):,} of {counted(len(sequences), 'sequence')}")
-    sums = torch.zeros(len(dataset.labels) * 2, dtype=torch.float64)
-    known = torch.zeros_like(sums)
-    for places, values in recorded.found if world.tp.index == world.cp.index == 0 else ():
-        sums[places], known[places] = values.cpu(), 1.0
-    both = torch.stack([sums, known]).to(world.device)
-    if world.size > 1:
-        dist.all_reduce(both)
-    sums, known = both.cpu()
-    return torch.where(known > 0, sums, torch.nan).view(-1, 2).numpy()
+    world, own = parallel.world, Recorded(preference.spec, preference.cp)
+    run(parallel, own, batches, show)
+    empty = torch.zeros(0, dtype=torch.float64)
+    found = own.found if world.tp.index == world.cp.index == 0 else []
+    places = torch.cat([empty.long(), *(answers.places for answers, _ in found)]).numpy()
+    values = torch.cat([empty, *(value.cpu() for _, value in found)]).numpy()
+    gathered = world.all_gather_object((places, values))
+    places, first = np.unique(np.concatenate([at for at, _ in gathered]), return_index=True)
+    return places, np.concatenate([value for _, value in gathered])[first]
 
 
 class Part(NamedTuple):
@@ -110,8 +75,13 @@ class Reference:
     named: bool  # it is another model than the run's own before the first step
     file: Path
     world: World
+    objective: Objective
+    steps: int  # of the run
+    seed: int  # of the order of samples
     parts: dict[str, Part]
-    found: dict[str, np.ndarray]  # as `log_probabilities`, by the name of the part
+    # By the name of the part: fp64 [documents, 2], NaN where unknown. With mismatched answers its keys and
+    # values too (Dataset.mismatched), and the steps that they are of
+    found: dict[str, np.ndarray]
 
     def _unknown(self, name: str) -> np.ndarray:
         """The sequences of a part that the run reads and that have an answer without a value."""
@@ -124,7 +94,8 @@ class Reference:
     @property
     def missing(self) -> bool:
         """Whether a value that the run reads is not known."""
-        return any(self._unknown(name).size for name in self.parts)
+        few = self.objective.mismatched and self.steps > self.found.get("steps", 0)
+        return bool(few) or any(self._unknown(name).size for name in self.parts)
 
     def compute_named(self, tokens_per_sequence: int) -> None:
         """Load another model under the run's layout, compute what is missing, and free it. Every rank calls
@@ -145,68 +116,111 @@ class Reference:
         """
         if self.missing:
             self._compute(model.parallel, model.passes.objective)
-        parts = {name: replace(part.dataset, reference=self.found[name]) for name, part in self.parts.items()}
+        parts = {
+            name: replace(
+                part.dataset,
+                reference=self.found[name],
+                mismatched=(self.found[f"{name}_keys"], self.found[f"{name}_values"])
+                if self.objective.mismatched
+                else None,
+            )
+            for name, part in self.parts.items()
+        }
         return replace(prepared, **parts)
 
-    def _compute(self, parallel: Parallel, objective: Any) -> None:
+    def _compute(self, parallel: Parallel, preference: Any) -> None:
         """Compute the values that are missing, and write all."""
-        size = self.world.layout.micro_batch_size
-        with working("log-probabilities of the reference") if self.world.main else nullcontext() as show:
+        what = "log-probabilities of the reference"
+        with working(what) if self.world.main else nullcontext(lambda _: None) as show:
             for name, (part, _) in self.parts.items():
-                new = log_probabilities(parallel, objective, part, self._unknown(name), size, show)
-                old = self.found.get(name, new)
-                self.found[name] = np.where(np.isnan(new), old, new)
+                batches = evaluation_batches(part, **self._dealt(parallel), sequences=self._unknown(name))
+                count = partial(_count, show, f"{what}, {name}")
+                places, values = recorded(parallel, preference, batches, count)
+                known = self.found.setdefault(name, np.full((len(part.labels), 2), np.nan))
+                known.reshape(-1)[places] = values
+                if self.objective.mismatched:
+                    count = partial(_count, show, f"{what}, {name}, mismatched answers")
+                    places, values = recorded(parallel, preference, self._mismatched(name, parallel), count)
+                    self.found[f"{name}_keys"], self.found[f"{name}_values"] = places // 2, values
+        self.found["steps"] = np.array(self.steps)
         if self.world.main:
             content = io.BytesIO()
             np.savez(content, **self.found)  # pyright: ignore[reportArgumentType]
             write_atomically(self.file, content.getvalue())
 
+    def _dealt(self, parallel: Parallel) -> dict[str, Any]:
+        """Arguments of evaluation_batches, for this data rank."""
+        return {
+            "micro_batch_size": self.world.layout.micro_batch_size,
+            "data_rank": self.world.data_rank,
+            "data_ranks": self.world.data_ranks,
+            "multiple": parallel.width_multiple,
+            "objective": self.objective,
+        }
+
+    def _mismatched(self, name: str, parallel: Parallel) -> Iterator[MicroBatch]:
+        """Micro-batches of this data rank with the mismatched answers that the run reads of a part."""
+        part, wanted = self.parts[name]
+        if name == "eval":
+            made = mismatched([(part, int(number)) for number in wanted])
+            yield from evaluation_batches(made, **self._dealt(parallel))
+        else:
+            world = self.world
+            loader = loader_of(part, world.layout, world.data_rank, self.seed, objective=self.objective)
+            for batch, _ in islice(loader, self.steps):
+                yield from batch.mismatched
+
+
+def _count(show: Callable[[str], object], what: str, done: int) -> None:
+    show(f"{what}: {done:,} micro-batches of this rank")
+
 
 def reference_of(
-    spec: ModelSpec, prepared: Prepared, world: World, *, cache: Path, reads: int
+    spec: ModelSpec, prepared: Prepared, world: World, *, cache: Path, steps: int
 ) -> Reference | None:
     """What is known of the reference's log-probabilities; None of an objective without one. Every rank calls
     it.
 
-    spec: of the model to train. cache: folder of the data. reads: sequences of training that the run reads.
+    spec: of the model to train. cache: folder of the data. steps: of the run.
     """
-    wanted, train = spec.preference, prepared.train
+    wanted, train, layout = spec.preference, prepared.train, world.layout
     if not wanted or not wanted.row.reference:
         return None
     assert isinstance(train, Dataset), "an objective with a reference is refused with data.streaming"
-    named = wanted.reference != "base"
+    seed, named = spec.seed, wanted.reference != "base"
     if named:
         spec = replace(
             spec, source=wanted.reference, init="pretrained", revision=None, overrides={}, lora=None,
             quantise="", freeze=(),
         )  # fmt: skip
-    loader = loader_of(train, world.layout, 0, spec.seed, objective=wanted.row)
-    parts = {"train": Part(train, loader.first(reads))}
+    loader = loader_of(train, layout, 0, seed, objective=wanted.row)
+    parts = {"train": Part(train, loader.first(steps * layout.global_batch_size))}
     if prepared.eval is not None:
         parts["eval"] = Part(prepared.eval, np.arange(len(prepared.eval)))
-    return _read(spec, named, cache, world, parts, prepared.digest)
-
-
-def _read(
-    spec: ModelSpec, named: bool, cache: Path, world: World, parts: dict[str, Part], data: str
-) -> Reference:
-    """The values of a file that an earlier start wrote, if there is one. data: digest of the data."""
-    found = None
+    order = [seed, layout.global_batch_size] if wanted.row.mismatched else []
+    stored = None
     if world.main:
-        weights = f"{spec.source} {spec.seed}"
-        if spec.init == "pretrained":
-            access = {"revision": spec.revision, "trust_remote_code": spec.trust_remote_code}
-            weights = base_digest(str(spec.source), cache, **access)
-        facts = [
-            VERSION, weights, spec.precision, spec.quantise, spec.attention, sorted(spec.overrides.items()),
-            spec.embeddings, data,
-        ]  # fmt: skip
-        digest = hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
-        file = cache / "reference" / f"{digest}.npz"
-        stored = {}
-        if file.exists():
-            with np.load(file) as values:
-                stored = dict(values)
-        found = file, stored
-    file, stored = world.broadcast_object(found)
-    return Reference(spec, named, file, world, parts, stored)
+        file = cache / "reference" / f"{_digest(spec, cache, [prepared.digest, *order])}.npz"
+        stored = file, _read(file)
+    file, found = world.broadcast_object(stored)
+    return Reference(spec, named, file, world, wanted.row, steps, seed, parts, found)
+
+
+def _digest(spec: ModelSpec, cache: Path, data: list[Any]) -> str:
+    """Digest of all that decides a value. data: facts of the data, JSON-able."""
+    weights = f"{spec.source} {spec.seed}"
+    if spec.init == "pretrained":
+        access = {"revision": spec.revision, "trust_remote_code": spec.trust_remote_code}
+        weights = base_digest(str(spec.source), cache, **access)
+    facts = [
+        VERSION, weights, spec.precision, spec.quantise, spec.attention, sorted(spec.overrides.items()),
+        spec.embeddings, *data,
+    ]  # fmt: skip
+    return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
+
+
+def _read(file: Path) -> dict[str, np.ndarray]:
+    if not file.exists():
+        return {}
+    with np.load(file) as values:
+        return dict(values)

@@ -20,7 +20,7 @@ from meshtune.optim.optimizer import Optimizer, key_of, parts_of
 from meshtune.parallel.micro_batch_norms import MicroBatchNorms
 from meshtune.parallel.noise import Neftune, add_noise
 from meshtune.train.loss import TokenLoss
-from meshtune.train.preference import Preference
+from meshtune.train.preference import Preference, divergence
 
 if TYPE_CHECKING:
     from meshtune.data.batch import Batch, MicroBatch
@@ -156,6 +156,7 @@ class Passes:
         learning_rate: float,
         max_grad_norm: float,
         measure_noise: bool = False,
+        mismatched: Sequence[MicroBatch] = (),
     ) -> Outcome:
         """Make one update from a batch, or none if its loss or a gradient is not finite. An optimizer that
         works in the backward has made it by the time a gradient is seen not to be finite.
@@ -163,8 +164,11 @@ class Passes:
         micro_batches: of `localise`. counts: of the batch. phase: as in `forward_backward`; the update is
         "optimizer". learning_rate: of the update. max_grad_norm: 0 for no clipping. measure_noise: measure
         the gradient noise too, in a layout and with a loss that `noise_refusals` has nothing against.
+        mismatched: of the batch (Batch.mismatched).
         """
         norms = None
+        if isinstance(self.objective, Preference) and mismatched:
+            self.objective.kl = divergence(self.parallel, self.objective, iter(mismatched))
         if measure_noise:
             norms = MicroBatchNorms(self.parallel, self.optimizer.named_parameters(), counts.units)
         world, optimizer, early = self.parallel.world, self.optimizer, list[Tensor | float]()
