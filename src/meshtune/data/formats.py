@@ -302,7 +302,7 @@ def messages_in(columns: Columns, name: str) -> list | None:
             if are_objects and all("role" in each or "from" in each for each in messages):
                 return messages
         return None
-    if isinstance(value, dict) and any(isinstance(value.get(key), str) for key in ("role", "from")):
+    if isinstance(value, dict) and not isinstance(value.get("role", value.get("from")), list):
         return [value]
     return columns.items(name)
 
@@ -432,9 +432,6 @@ def detect(source: Source, columns: list[str], kind: Kind = ANSWERS) -> str:
     if source.on_purpose:
         fitting = [_chosen(source, present, seen, kind)]
     elif len(fitting) > 1:  # columns that the user mapped say which one is meant
-        fitting = [
-            name for name in fitting if set(names) <= {*forms[name].needs, *forms[name].reads}
-        ] or fitting
         fitting = [name for name in fitting if set(names) & set(forms[name].needs)] or fitting
     if len(fitting) > 1 and forms is FORMATS:
         raise UserError(

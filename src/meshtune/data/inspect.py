@@ -52,7 +52,7 @@ def describe(
         if dataset is not None:
             stats[name] = stats[name] | _lengths(dataset)
     chosen = train.members[permutation(len(train.members), "samples", 0)[:samples]].tolist()
-    shown = [_sample(train, document, tokenizer, stats["kind"]) for document in chosen]
+    shown = [_sample(train, document, tokenizer, str(stats["kind"])) for document in chosen]
     return stats | {"of": of, "sentences": sentences(stats | {"train": None, "eval": None}), "samples": shown}
 
 

@@ -61,6 +61,7 @@ def _pair(origin: Origin, columns: Columns, *, prompt: str | None) -> Example:
     if len(texts) == 2 and asked is None:
         return _pair_without_prompt(origin, columns, *texts)
     turns = turns_of(asked) if isinstance(asked, str) else asked or []
+    turns = [] if turns in sides else turns  # a copy of one side
     sides = [turns_of("", side)[1:] if isinstance(side, str) else side for side in sides]
     examples = [
         conversation(origin, columns, history(columns) + _whole(columns, turns, side, name))
@@ -299,13 +300,13 @@ JUDGED_NAMES = (
     ("messages label", "messages kto_tag", "conversation label"),
     ("conversations label", "conversations kto_tag"),
 )  # fmt: skip
-ELSE = "objective=sft trains on one answer to each prompt"
+ELSE = "Rows with one answer to each prompt are for objective=sft"
 KINDS: dict[Rows, Kind] = {
     "answers": ANSWERS,
-    "pairs": Kind(PAIRS, PAIR_NAMES, f"Rows with a label, good or bad, are for objective=kto; {ELSE}."),
+    "pairs": Kind(PAIRS, PAIR_NAMES, f"{ELSE}, those with a label, good or bad, for objective=kto."),
     "judged": Kind(
         JUDGED | {f"{name} of pairs": form for name, form in PAIRS.items()},
         (*JUDGED_NAMES, *PAIR_NAMES),
-        f"{ELSE}.".capitalize(),
+        f"{ELSE}.",
     ),
 }
