@@ -10,6 +10,7 @@ from urllib.parse import urlparse
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from meshtune.errors import UserError, expanded
+from meshtune.objectives import OBJECTIVES
 from meshtune.setting import (
     SUFFIXES,
     Format,
@@ -29,6 +30,14 @@ HAVE_CONVERSATIONS = {"messages", "sharegpt", "prompt-completion", "alpaca", "au
 CONVERSATIONS = Need(
     lambda config: formats(config) & HAVE_CONVERSATIONS, "rows of data.format aren't conversations"
 )
+
+
+def of_answers(config: Any) -> bool:
+    """True if the objective reads rows with one answer, not preferences."""
+    return OBJECTIVES[config.objective].rows == "answers"
+
+
+ANSWERS = Need(of_answers, "an objective of preferences trains on the answers that it compares")
 
 
 def formats(config: Any) -> set[str]:
@@ -285,14 +294,19 @@ class DataConfig(Section):
         "completion",
         "Tokens whose loss counts: of all assistant turns, of the last one (completion), or all.",
         Need(lambda config: formats(config) != {"tokens"}, "rows of input_ids have their labels"),
+        ANSWERS,
     )
     split_turns: bool = setting(
         False, "Make a row of each assistant turn, rendered as when it is generated.", CONVERSATIONS,
         Need(lambda config: config.data.train_on != "all", "data.train_on=all labels everything", "give one"),
+        ANSWERS,
     )  # fmt: skip
     overlong: Literal["auto", "cut", "split", "drop", "error"] = setting(
-        "auto", "What becomes of documents longer than seq_len; auto: plain text is split, others cut."
-    )
+        "auto", "What becomes of documents longer than seq_len; auto: plain text is split, preferences are "
+        "dropped, others cut.",
+        Need(lambda config: config.data.overlong != "split" or of_answers(config),
+             "answers that are compared are never split", "set data.overlong=cut or drop"),
+    )  # fmt: skip
     max_samples: Positive | None = setting(
         None, "Read only the first rows of each source, at most this number; null: all.", unit="rows"
     )

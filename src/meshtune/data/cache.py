@@ -201,7 +201,8 @@ def _file(config: Config) -> Path:
     for source in data["train"]:
         source["path"] = _absolute(source["path"])
     model = [_absolute(config.model.name), config.model.revision]
-    recipe = json.dumps([model, data, config.train.seed], sort_keys=True)
+    of_rows = [] if config.objective == "sft" else [config.objective]
+    recipe = json.dumps([model, data, config.train.seed, *of_rows], sort_keys=True)
     digest = hashlib.blake2b(recipe.encode(), digest_size=16).hexdigest()
     return expanded(config.data.cache, "data.cache") / f"summary-{digest}.json"
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from datetime import date
@@ -49,6 +50,7 @@ from meshtune.data.example import (
     checked_text,
 )
 from meshtune.data.labels import Cut, End, Endings, endings_of
+from meshtune.data.preferences import NO_PROMPT, SAME, SIDES, TWO_PROMPTS, answers_start
 from meshtune.data.probe import ANSWER, QUESTION
 from meshtune.data.render import Chat, Renderer, TrainOn, not_written
 from meshtune.data.rows import last_answer
@@ -70,6 +72,9 @@ class Document:
     ids: np.ndarray  # int32 [tokens]
     labelled: np.ndarray  # bool [tokens], true where the token is to be predicted; never the first
     notes: tuple[Note, ...] = ()
+    first: int = 0  # of a pair: tokens of the chosen side, which comes first
+    good: bool = True
+    prompt: int = 0  # tokens of a trained prompt that it begins with
 
 
 @dataclass(eq=False)
@@ -111,7 +116,7 @@ class Encoder:
     def __post_init__(self) -> None:
         if self.train_on not in ("assistant", "completion", "all"):
             raise UserError(f"data.train_on={self.train_on} is unknown; it is assistant, completion or all.")
-        if self.split_turns:
+        if self.split_turns or self.objective.rows != "answers":
             self.train_on = "completion"
         tokenizer = self.tokenizer
         self.added = apply_template(tokenizer, self.chat_template)
@@ -139,11 +144,15 @@ class Encoder:
             self._renderer.try_template()
 
     def split(self, example: Example) -> list[Example]:
-        """The example, or under split_turns one for each assistant turn that is trained on.
+        """The example, or under split_turns one for each assistant turn that is trained on; a pair, where
+        answers are judged, is a good and a bad one.
 
         Each ends with its turn, so it is rendered as it would be when the turn is generated. A mask of
         another role's message stays, so that it is refused as without split_turns.
         """
+        if example.other is not None and self.objective.rows == "judged":
+            sides = caught(self._sides, example)
+            return [example] if isinstance(sides, BadRow) else [sides[0], replace(sides[1], good=False)]
         if not self.split_turns or example.messages is None:
             return [example]
         masks = example.masks or (None,) * len(example.messages)
@@ -178,7 +187,44 @@ class Encoder:
     def encode_each(self, examples: Sequence[Example]) -> Iterator[Document | BadRow]:
         """For each example its document, or the reason why its labels can't be exact."""
         for first in range(0, len(examples), TOKENIZER_ROWS):
-            yield from self._encode(examples[first : first + TOKENIZER_ROWS])
+            rows = [caught(self._sides, one) for one in examples[first : first + TOKENIZER_ROWS]]
+            sides = [side for row in rows if not isinstance(row, BadRow) for side in row]
+            made = iter(self._encode(sides))
+            for row in rows:
+                documents = [] if isinstance(row, BadRow) else [*islice(made, len(row))]
+                yield caught(self._of_sides, row, documents)
+
+    def _sides(self, example: Example) -> list[Example]:
+        """The example, or the sides of a pair. Raises BadRow if the prompt in texts can't be found."""
+        if example.other is None:
+            return [example]
+        sides = [replace(example, other=None), example.other]
+        if example.text is None or example.answer_at:
+            return sides
+        ends = self._tokens.texts_of(self.stops)
+        opening = self._renderer.generation_prompt if self.templated else ""
+        start = answers_start(example.text, str(example.other.text), opening, ends)
+        return [replace(side, answer_at=start) for side in sides]
+
+    def _of_sides(self, sides: list[Example], documents: Sequence[Document | BadRow]) -> Document:
+        """The document of a row, of a pair the chosen side and then the rejected one. Raises BadRow."""
+        for name, document in zip(SIDES, documents, strict=False):
+            if isinstance(document, BadRow):
+                raise BadRow(document.reason, f"{name}: {document}") if len(sides) > 1 else document
+        first, *others = (document for document in documents if isinstance(document, Document))
+        first = replace(first, good=sides[0].good)
+        if not others:
+            return first
+        (other,) = others
+        if np.array_equal(first.ids, other.ids):
+            raise BadRow(SAME, "chosen and rejected have the same tokens")
+        return Document(
+            np.concatenate([first.ids, other.ids]),
+            np.concatenate([first.labelled, other.labelled]),
+            tuple((Counter(first.notes) | Counter(other.notes)).elements()),  # the prompt's once
+            first=len(first.ids),
+            prompt=int(first.labelled.argmax()) if self.objective.prompts else 0,
+        )
 
     def _encode(self, examples: Sequence[Example]) -> list[Document | BadRow]:
         """Render, then tokenize, the texts of all examples in one call each."""
@@ -305,7 +351,8 @@ class Encoder:
 
     def _plain(self, example: Example) -> Texts:
         if example.text is not None:
-            return (checked_text(example.text),)
+            text, start = checked_text(example.text), example.answer_at
+            return (text[:start], text[start:]) if start else (text,)
         if example.messages is not None:
             raise UserError(
                 f"{example.origin}: the row is a conversation, but the tokenizer has no chat template or "
@@ -399,6 +446,9 @@ NO_SETTING = {  # what helps rows that no setting helps, by their reason
     ENDS_ONLY: "Give them a text",
     NOT_UTF8: "Write them anew in whole characters",
     TOO_LONG: "Split them",
+    SAME: "Write two different answers",
+    NO_PROMPT: "Give the prompt a column of its own",
+    TWO_PROMPTS: "Write pairs of answers to the same prompt",
 }
 SKIP = "data.on_bad_row=skip leaves such rows out"
 
@@ -450,7 +500,7 @@ def _helps(encoder: Encoder, row: Example) -> bool:
 def _candidates(encoder: Encoder) -> Iterator[Remedy]:
     """Yield the changes that are tried, those of the settings first."""
     template = str(encoder.tokenizer.chat_template or "")
-    if not encoder.split_turns and encoder.train_on != "all":
+    if not encoder.split_turns and encoder.train_on != "all" and encoder.objective.rows == "answers":
         yield Remedy(
             "data.split_turns=true makes each assistant turn a row of its own", {"split_turns": True}
         )
@@ -469,11 +519,13 @@ def _candidates(encoder: Encoder) -> Iterator[Remedy]:
         yield Remedy("data.control_tokens=keep trains on the tokens themselves", {"control_tokens": "keep"})
     yield Remedy("data.chat_template=chatml is a template that writes them", {"chat_template": "chatml"})
     yield Remedy("take off the white space at the beginning of the answers", change=_stripped)
-    yield Remedy("give the first message a weight of 0", change=lambda row: _untrained(row, 0))
+    if encoder.objective.rows == "answers":
+        yield Remedy("give the first message a weight of 0", change=lambda row: _untrained(row, 0))
 
 
 def _stripped(row: Example) -> Example:
     """A row whose answers begin without white space."""
+    row = replace(row, other=row.other and _stripped(row.other))
     if row.messages is None:
         return replace(row, completion=(row.completion or "").lstrip())
     begun = [

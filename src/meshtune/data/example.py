@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 NO_MARKER = "no special token"  # in Notes.unstopped: the template writes none
 SHOWN = 10  # bad rows that one error describes; the rest are only counted
 
+DOCUMENTS = {"answers": "document", "pairs": "pair", "judged": "answer"}  # their name by `objectives.Rows`
 ROWS_FOLDER = "rows"  # of the data cache, for rows that a Python program holds
 
 OnBadRow = Literal["error", "skip"]
@@ -96,7 +97,9 @@ class Ids(NamedTuple):
 
 @dataclass(frozen=True)
 class Example:
-    """One row in exactly one shape: `messages` (with `tools`), `prompt` and `completion`, `text` or `ids`."""
+    """One row in exactly one shape: `messages` (with `tools`), `prompt` and `completion`, `text` or `ids`;
+    of a pair, one side.
+    """
 
     origin: Origin
     messages: tuple[dict, ...] | None = None
@@ -106,6 +109,10 @@ class Example:
     completion: str | None = None
     text: str | None = None
     ids: Ids | None = None
+    answer_at: int = 0  # characters of the prompt that `text` begins with, which are not trained on
+    other: "Example | None" = None  # of a pair: the rejected side; this one is the chosen side
+    good: bool = True  # of a judged answer
+    notes: tuple["Note", ...] = ()
 
 
 class BadRow(Exception):

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 from meshtune.data.example import BadRow, Example, Ids, Origin, Source, is_absent, name_of
 from meshtune.data.messages import ROLES, is_list_of_objects, message_of, turns_of
 from meshtune.errors import UserError, argument, type_name
-from meshtune.tools.table import page_of
 
 # Rows that are tokenised already #
 
@@ -255,6 +254,7 @@ SYSTEM_ROLES = ("system", "developer")
 PREFERENCE = (  # columns of preference data, as DPO trains on
     "chosen", "rejected", "chosen_messages", "rejected_messages", "chosen_response", "rejected_response",
 )  # fmt: skip
+OF_PAIRS = "It is preference data, which objective=dpo and its kin train on"
 SUGGESTIONS = (  # our names, and those of well-known data sets
     ("instruction input output", "instruction context response"),
     ("instruction output", "instruction response", "instruction answer"),
@@ -274,8 +274,8 @@ SUGGESTIONS = (  # our names, and those of well-known data sets
 
 def _prompt_completion(origin: Origin, columns: Columns) -> Example:
     if isinstance(columns.get("prompt"), list):  # then both columns hold messages, or the answer is text
-        turns = _history(columns) + columns.items("prompt")
-        return _conversation(origin, columns, turns + _answer(columns))
+        turns = history(columns) + columns.items("prompt")
+        return conversation(origin, columns, turns + _answer(columns))
     return _answered(origin, columns, columns.text("prompt"), "completion")
 
 
@@ -283,17 +283,28 @@ def _answer(columns: Columns) -> list:
     """The messages in the column completion; text behind a prompt is the assistant's, unless it is JSON of
     messages.
     """
-    if columns.get("prompt") and isinstance(columns.get("completion"), str):
+    messages = messages_in(columns, "completion")
+    if messages is None and columns.get("prompt"):
+        return [{"role": "assistant", "content": columns.text("completion", empty="empty answer")}]
+    return columns.items("completion") if messages is None else messages
+
+
+def messages_in(columns: Columns, name: str) -> list | None:
+    """The messages in a column: a list, one message, or their JSON text; None for other text.
+
+    Raises BadRow as `Columns.items`.
+    """
+    value = columns.get(name)
+    if isinstance(value, str):
         with suppress(BadRow):
-            messages = columns.items("completion")
+            messages = columns.items(name)
             are_objects = messages and is_list_of_objects(messages)
             if are_objects and all("role" in each or "from" in each for each in messages):
                 return messages
-        return [{"role": "assistant", "content": columns.text("completion", empty="empty answer")}]
-    completion = columns.get("completion")
-    return (
-        [completion] if isinstance(completion, dict) else columns.items("completion")
-    )  # one message, or more
+        return None
+    if isinstance(value, dict) and not isinstance(value.get("role", value.get("from")), list):
+        return [value]
+    return columns.items(name)
 
 
 def instruction(columns: Columns) -> str:
@@ -309,13 +320,13 @@ def _answered(origin: Origin, columns: Columns, prompt: str, answer: str) -> Exa
     which need no chat template.
     """
     completion = columns.text(answer, empty="empty answer")
-    turns = _history(columns)
+    turns = history(columns)
     if not turns and is_absent(columns.get("system")) and is_absent(columns.get("tools")):
         return Example(origin, prompt=prompt, completion=completion)
-    return _conversation(origin, columns, turns + turns_of(prompt, completion))
+    return conversation(origin, columns, turns + turns_of(prompt, completion))
 
 
-def _history(columns: Columns) -> list[dict]:
+def history(columns: Columns) -> list[dict]:
     """Turns of the column history, a list of [prompt, answer] pairs. Raises BadRow for anything else."""
     if is_absent(columns.get("history")):
         return []
@@ -327,7 +338,7 @@ def _history(columns: Columns) -> list[dict]:
     return turns
 
 
-def _conversation(origin: Origin, columns: Columns, turns: list | str) -> Example:
+def conversation(origin: Origin, columns: Columns, turns: list | str) -> Example:
     """Example of a list of messages, with the tools of the column `tools`. Raises BadRow as `message_of`.
 
     The column `system` becomes the first message. turns: the messages as they were read, or the name of their
@@ -379,42 +390,57 @@ FORMATS = {
         ("input", "system", "history", "tools"),
         lambda origin, columns: _answered(origin, columns, instruction(columns), "output"),
     ),
-    "messages": Format(("messages",), ("tools", "system"), partial(_conversation, turns="messages")),
-    "sharegpt": Format(
-        ("conversations",), ("tools", "system"), partial(_conversation, turns="conversations")
-    ),
+    "messages": Format(("messages",), ("tools", "system"), partial(conversation, turns="messages")),
+    "sharegpt": Format(("conversations",), ("tools", "system"), partial(conversation, turns="conversations")),
     "tokens": Format(("input_ids",), ("labels", *MASKS, "attention_mask", "position_ids"), _tokens),
 }
 OPTIONAL = {"loss_weight"}.union(*(form.reads for form in FORMATS.values()))  # columns that may be missing
 
 
-def detect(source: Source, columns: list[str]) -> str:
+class Kind(NamedTuple):
+    """Formats of one kind of rows (`objectives.Rows`); of several that fit preferences the first is taken."""
+
+    forms: Mapping[str, Format]  # by name; the first word is the value of data.format
+    names: tuple[tuple[str, ...], ...]  # our names of columns, and those of well-known data sets
+    otherwise: str = ""  # sentence on rows that fit none
+
+    def named(self, name: str) -> list[str]:
+        """The formats that a value of data.format may mean."""
+        return [key for key in self.forms if key.split()[0] == name]
+
+
+ANSWERS = Kind(FORMATS, SUGGESTIONS)
+
+
+def detect(source: Source, columns: list[str], kind: Kind = ANSWERS) -> str:
     """Name of the format of rows whose `column_names` are `columns`, once `source.columns` has renamed them.
 
-    An explicit `source.format` wins. Raises UserError if none or several formats fit, with the columns seen
-    and the columns that each format needs, if `source.columns` names unknown or missing columns, or columns
-    of another format, and if `source.roles` maps a role to one that is not ours.
+    kind: of the rows that the objective reads. An explicit `source.format` wins. Raises UserError if none or
+    several formats fit, with the columns seen and the columns that each format needs, if `source.columns`
+    names unknown or missing columns, or columns of another format, and if `source.roles` maps a role to one
+    that is not ours.
     """
     if unknown := sorted(set(dict(source.roles).values()) - set(ROLES)):
         raise UserError(f"data.roles maps to {', '.join(unknown)}, expected one of {', '.join(ROLES)}.")
     names = dict(source.columns)
     seen = f"{name_of(source.path)} has the columns {', '.join(columns) or '(none)'}"
-    _check_names(names, columns, seen)
+    _check_names(names, columns, seen, kind)
     # A column that was renamed isn't there under its own name, unless it is ours already.
     present = (set(columns) - set(names.values())) | set(names)
-    fitting = [name for name, form in FORMATS.items() if present.issuperset(form.needs)]
+    forms = kind.forms
+    fitting = [name for name, form in forms.items() if present.issuperset(form.needs)]
     if source.on_purpose:
-        fitting = [_chosen(source, present, seen)]
+        fitting = [_chosen(source, present, seen, kind)]
     elif len(fitting) > 1:  # columns that the user mapped say which one is meant
-        fitting = [name for name in fitting if set(names) & set(FORMATS[name].needs)] or fitting
-    if len(fitting) > 1:
+        fitting = [name for name in fitting if set(names) & set(forms[name].needs)] or fitting
+    if len(fitting) > 1 and forms is FORMATS:
         raise UserError(
             f"{seen}, which fit the formats {' and '.join(fitting)}; choose one with data.format."
         )
     if not fitting:
-        needs = "; ".join(f"{name} needs {' and '.join(form.needs)}" for name, form in FORMATS.items())
-        raise UserError(f"{seen}, which fit no format ({needs}). {_suggestion(columns)}")
-    form = FORMATS[fitting[0]]
+        needs = "; ".join(f"{name} needs {' and '.join(form.needs)}" for name, form in forms.items())
+        raise UserError(f"{seen}, which fit no format ({needs}). {_suggestion(columns, kind)}")
+    form = forms[fitting[0]]
     if foreign := sorted(names.keys() - {*form.needs, *form.reads, "loss_weight"}):
         raise UserError(
             f"data.columns maps {', '.join(foreign)}, which the format {fitting[0]} does not read: it reads "
@@ -424,35 +450,36 @@ def detect(source: Source, columns: list[str]) -> str:
     return fitting[0]
 
 
-def _suggestion(columns: list[str], *, mapped: bool = False) -> str:
+def _suggestion(columns: list[str], kind: Kind, *, mapped: bool = False) -> str:
     """Sentence with the data.columns that make a format of these columns. mapped: some are given, over which
     these are laid.
     """
-    if mapped and any({*form.needs} <= {*columns} for form in FORMATS.values()):
+    if mapped and any({*form.needs} <= {*columns} for form in kind.forms.values()):
         return "data.columns={} clears the mapping."
     found = {column.rpartition(".")[2].lower(): column for column in reversed(columns)}
     found |= {column.lower(): column for column in reversed(columns)}
-    for ours, *known in SUGGESTIONS:
+    for ours, *known in kind.names:
         for theirs in (names.split() for names in known if found.keys() >= set(names.split())):
             pairs = zip(ours.split(), theirs, strict=True)
             names = {name: found[own] for name, own in pairs if mapped or found[own] != name}
-            preference = {*PREFERENCE} & {*theirs}
-            start = "It is preference data. To fine-tune on one side, set" if preference else "Set"
-            page = page_of("preferences" if preference else "")
-            return f"{start} {argument('data.columns', names)}.{page}"
+            preference = kind.forms is FORMATS and {*PREFERENCE} & {*theirs}
+            start = f"{OF_PAIRS}; to fine-tune on one side, set" if preference else "Set"
+            return f"{start} {argument('data.columns', names)}."
     if mapped:
         return "Name a column that is there."
+    if kind.otherwise:
+        return kind.otherwise
     example = argument("data.columns", {"prompt": "question", "completion": "answer"})
     return f"Map their names to ours, for example {example}."
 
 
-def _check_names(names: Mapping[str, str], columns: list[str], seen: str) -> None:
+def _check_names(names: Mapping[str, str], columns: list[str], seen: str, kind: Kind) -> None:
     """Raise UserError for entries of data.columns whose name (ours) is unknown or whose column is missing.
 
     A column that formats read only where it exists may be missing. names: ours -> theirs. columns: theirs.
     seen: clause for the error that lists these.
     """
-    known = OPTIONAL.union(*(form.needs for form in FORMATS.values()))
+    known = OPTIONAL.union(*(form.needs for form in kind.forms.values()))
     problems = []
     for ours, theirs in names.items():
         if ours not in known and theirs in known:
@@ -462,21 +489,24 @@ def _check_names(names: Mapping[str, str], columns: list[str], seen: str) -> Non
         elif ours not in known:
             problems.append(f"data.columns names {ours}, which is not one of {', '.join(sorted(known))}.")
         elif theirs not in columns and ours not in OPTIONAL:
-            remedy = _suggestion(columns, mapped=True)
+            remedy = _suggestion(columns, kind, mapped=True)
             problems.append(f"data.columns maps {ours} to {theirs}, but {seen}. {remedy}")
     if problems:
         raise UserError(problems)
 
 
-def _chosen(source: Source, present: set[str], seen: str) -> str:
+def _chosen(source: Source, present: set[str], seen: str, kind: Kind) -> str:
     """Name of the format that `source.format` chooses. Raises UserError if it is unknown or lacks columns.
 
     present: the columns that rows have, by our names. seen: clause for the error that lists theirs.
     """
     name = re.sub(r"[_/ ]", "-", source.format.lower())
-    if name not in FORMATS:
-        raise UserError(f"data.format={source.format} is unknown; it is auto or one of {', '.join(FORMATS)}.")
-    needs = FORMATS[name].needs
+    if not (named := kind.named(name)):
+        known = ", ".join(dict.fromkeys(key.split()[0] for key in kind.forms))
+        state = "has no preferences" if name in FORMATS else "is unknown"
+        raise UserError(f"data.format={source.format} {state}; it is auto or one of {known}.")
+    name = next((each for each in named if present.issuperset(kind.forms[each].needs)), named[0])
+    needs = kind.forms[name].needs
     missing = [column for column in needs if column not in present]
     if missing:
         raise UserError(

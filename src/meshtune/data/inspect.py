@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from meshtune.data.example import place_of
 from meshtune.data.pack import LABELLED, Dataset, ids_of_stored, permutation
+from meshtune.data.preferences import SIDES
 from meshtune.data.prepare import Prepared, sentences
 from meshtune.data.recipe import Stream
 from meshtune.data.tokens import common_prefix
@@ -25,7 +26,8 @@ def describe(
     and `eval` gain label_share (0 to 1), mean_length, mean_document_tokens, longest and histogram, lengths in
     tokens. The key `samples` has `samples` training documents (or all, if fewer), drawn from all: each
     with place, tokens, label_tokens, `runs`: [text, labelled] pairs whose texts join to the whole, and
-    `boundaries`: [text before, text behind] each place where labels begin.
+    `boundaries`: [text before, text behind] each place where labels begin; of preferences also `sides`, each
+    with name (chosen and rejected, or good or bad), tokens, label_tokens, runs and boundaries of its own.
 
     A stream has no length: its first window is read and counted, without seconds and cache. The key `of`
     names the rows that were counted (max_samples: the setting); `sentences` are on rows left out or cut.
@@ -39,6 +41,7 @@ def describe(
             "sequences": len(train),
             "tokens": train.token_count,
             "label_tokens": train.label_tokens,
+            "good": int(train.sides[train.members, 2].sum()),
             "efficiency": train.efficiency,
         }
         stats = prepared.stats | prepared.train.tally.values() | {"train": part}
@@ -49,7 +52,7 @@ def describe(
         if dataset is not None:
             stats[name] = stats[name] | _lengths(dataset)
     chosen = train.members[permutation(len(train.members), "samples", 0)[:samples]].tolist()
-    shown = [_sample(train, document, tokenizer) for document in chosen]
+    shown = [_sample(train, document, tokenizer, str(stats["kind"])) for document in chosen]
     return stats | {"of": of, "sentences": sentences(stats | {"train": None, "eval": None}), "samples": shown}
 
 
@@ -100,15 +103,29 @@ def _edges(longest: int) -> np.ndarray:
     raise AssertionError("no document has 10**9 tokens")
 
 
-def _sample(dataset: Dataset, document: int, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Origin, size and text of one document, as in `describe`. document: its index in `dataset.offsets`."""
+def _sample(dataset: Dataset, document: int, tokenizer: PreTrainedTokenizerBase, kind: str) -> dict[str, Any]:
+    """Origin, size and text of one document, as in `describe`.
+
+    document: its index in `dataset.offsets`. kind: of the rows (`objectives.Rows`).
+    """
     tokens = dataset.tokens[dataset.offsets[document] : dataset.offsets[document + 1]]
     file, line = dataset.origins[document].tolist()
+    first, _, good = dataset.sides[document].tolist()
+    answers = np.split(tokens, [first]) if first else [tokens]
+    names = SIDES if first else ["good" if good else "bad"] * (kind == "judged")
+    described = [_answer(answer, tokenizer) for answer in answers]
+    sides = [{"name": name} | answer for name, answer in zip(names, described, strict=False)]
+    place = place_of(dataset.files[file], line, ":")
+    whole = {key: sum((answer[key] for answer in described[1:]), described[0][key]) for key in described[0]}
+    return {"place": place} | whole | ({"sides": sides} if sides else {})
+
+
+def _answer(tokens: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Size and text of the stored tokens of one answer with its prompt, as in `describe`."""
     parts = runs(tokens, tokenizer)
     return {
-        "place": place_of(dataset.files[file], line, ":"),
         "tokens": len(tokens),
-        "label_tokens": int(dataset.labels[document]),
+        "label_tokens": int((tokens >= LABELLED).sum()),
         "runs": [list(run) for run in parts],
         "boundaries": [
             [before[-BOUNDARY:], after[:BOUNDARY]]

@@ -24,7 +24,7 @@ from rich.progress import Progress as Bar
 
 from meshtune.addresses import public
 from meshtune.data.cache import GrowingArray, discard, lock, mapped, open_folder, write_folder
-from meshtune.data.example import Source, Tally, notes_sentences
+from meshtune.data.example import DOCUMENTS, Source, Tally, notes_sentences
 from meshtune.data.files import DataFile, files, is_hub
 from meshtune.data.pack import Dataset, permutation, stored
 from meshtune.data.readers import hub_revision
@@ -233,8 +233,10 @@ def sentences(stats: dict[str, Any]) -> list[str]:
                 else "one per sequence"
             )
             full = f", {part['efficiency']:.1%} full" if part["packed"] else ""
+            documents = counted(part["documents"], DOCUMENTS[stats["kind"]])
+            good = f" ({part['good']:,} good)" if stats["kind"] == "judged" else ""
             lines.append(
-                f"{name}: {counted(part['documents'], 'document')}, {counted(part['tokens'], 'token')}, "
+                f"{name}: {documents}{good}, {counted(part['tokens'], 'token')}, "
                 f"{part['label_tokens'] / part['tokens']:.1%} labelled; {how}{full}"
             )
     lines += lost_sentences(stats)
@@ -250,12 +252,13 @@ def sentences(stats: dict[str, Any]) -> list[str]:
 
 def lost_sentences(stats: dict[str, Any]) -> Iterator[str]:
     """Yield a line on documents that lost tokens behind seq_len, and on those dropped for each reason."""
+    name = DOCUMENTS[stats["kind"]]
     if (cut := stats["cut"])["documents"]:
         lost = f"{counted(cut['tokens'], 'token')} ({cut['label_tokens']:,} of them labelled)"
-        documents = counted(cut["documents"], "document")
+        documents = counted(cut["documents"], name)
         yield f"cut to {stats['seq_len']:,} tokens: {documents}, which lost {lost}"
     for reason, dropped in stats["dropped"].items():
-        documents, tokens = counted(dropped["documents"], "document"), counted(dropped["tokens"], "token")
+        documents, tokens = counted(dropped["documents"], name), counted(dropped["tokens"], "token")
         yield f"dropped, {reason}: {documents} ({tokens})"
 
 
@@ -279,7 +282,7 @@ def _write(aside: Path, recipe: Recipe, listing: _Listing) -> dict[str, Any]:
         said = sentences(_stats(tally, recipe, {}))
         raise UserError(["No document is left to train on.", *empty, *said, *remedy])
     length, labels = np.diff(offsets).astype(np.int32), mapped(aside / "labels.npy")
-    source_number = mapped(aside / "sources.npy")
+    source_number, good = mapped(aside / "sources.npy"), mapped(aside / "sides.npy")[:, 2]
     train, held_out = _split(source_number, mapped(aside / "origins.npy"), recipe)
     parts = {}
     passes = list(_passes(train, source_number, [source.weight for source in recipe.sources], recipe.seed))
@@ -297,6 +300,7 @@ def _write(aside: Path, recipe: Recipe, listing: _Listing) -> dict[str, Any]:
             "sequences": len(starts) - 1,
             "tokens": int(tokens[-1]),
             "label_tokens": int(labels[members].sum(dtype=np.int64)),
+            "good": int(good[members].sum(dtype=np.int64)),
             "efficiency": int(tokens[-1]) / ((len(starts) - 1) * recipe.seq_len),
         }
     return {
@@ -426,7 +430,9 @@ def _sequences(
 
 def _stats(tally: Tally, recipe: Recipe, parts: dict[str, Any]) -> dict[str, Any]:
     """`Prepared.stats` without cache and seconds; `parts` has the figures of train and eval."""
+    objective = recipe.encoder.objective
     facts = {"seq_len": recipe.seq_len, "template_date": recipe.encoder.template_date, "not_read": []}
+    facts |= {"kind": objective.rows, "trained_prompts": objective.prompts}
     return tally.values() | facts | {name: parts.get(name) for name in ("train", "eval")}
 
 

@@ -34,7 +34,7 @@ from meshtune.data.example import (
     Tally,
 )
 from meshtune.data.files import DataFile, data_like, files, is_hub, is_saved
-from meshtune.data.formats import ArrowRow
+from meshtune.data.formats import ANSWERS, ArrowRow, Kind
 from meshtune.data.rows import RawRow, examples
 from meshtune.errors import UserError, reason_of, type_name
 
@@ -51,6 +51,7 @@ def read(
     start: int = 0,
     needs_answer: bool = True,
     tally: Tally | None = None,
+    kind: Kind = ANSWERS,
 ) -> Iterator[Example]:
     """Yield the examples of a source's rows, of its first `max_samples` rows if it has a number, in order.
 
@@ -61,7 +62,7 @@ def read(
     rows = raw_rows(source, files(source) if data_files is None else data_files, streaming, start)
     if source.max_samples is not None:
         rows = islice(rows, max(0, source.max_samples - start))
-    return examples(rows, source, on_bad_row=on_bad_row, needs_answer=needs_answer, tally=tally)
+    return examples(rows, source, on_bad_row=on_bad_row, needs_answer=needs_answer, tally=tally, kind=kind)
 
 
 def raw_rows(source: Source, data_files: Sequence[DataFile], streaming: bool, start: int) -> Iterator[RawRow]:

@@ -16,7 +16,7 @@ import json
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -37,6 +37,7 @@ from meshtune.data.example import (
 )
 from meshtune.data.files import DataFile, files, is_hub, outline
 from meshtune.data.pack import Dataset, in_memory, pack, singles
+from meshtune.data.preferences import KINDS
 from meshtune.data.readers import read
 from meshtune.errors import UserError
 
@@ -84,7 +85,8 @@ class Recipe:
     def read(self, source: Source, tally: Tally, **place: Any) -> Iterator[Example]:
         """Yield the examples of a source. place: data_files, start and streaming, as of `readers.read`."""
         needs_answer = self.encoder.train_on != "all"
-        return read(source, on_bad_row=self.on_bad_row, needs_answer=needs_answer, tally=tally, **place)
+        place |= {"tally": tally, "kind": KINDS[self.encoder.objective.rows]}
+        return read(source, on_bad_row=self.on_bad_row, needs_answer=needs_answer, **place)
 
     def documents(
         self, source: Source, tally: Tally, data_files: Sequence[DataFile]
@@ -98,26 +100,27 @@ class Recipe:
         """Encode the examples; cut, split or leave out documents longer than `seq_len` tokens; count them in
         `tally`.
 
-        Returns the documents that are left, in order. overlong="auto" splits plain text and cuts what else
-        there is; "error" leaves them out too, and adds the first SHOWN problems to `tally.overlong`, for the
-        caller to raise. Raises UserError for rows that can't be labelled if `encoder.on_bad_row` is "error";
-        under "skip" they are left out and counted.
+        Returns the documents that are left, in order. overlong="auto" splits plain text, drops preferences
+        and cuts what else there is; "error" leaves them out too, and adds the first SHOWN problems to
+        `tally.overlong`, for the caller to raise. Raises UserError for rows that can't be labelled if
+        `encoder.on_bad_row` is "error"; under "skip" they are left out and counted.
 
         A document without a labelled token (before or after the cut) costs a forward pass and has no loss, so
         it is dropped: every sequence of the data set then has a label.
         """
         documents, seq_len = [], self.seq_len
+        preferences = self.encoder.objective.rows != "answers"
         tally.examples += len(examples)
         for example, document in _encoded(examples, self.encoder, tally):
-            ids, labelled = document.ids, document.labelled
-            if len(ids) > seq_len:
+            rest, labelled = NO_IDS, document.labelled
+            if len(document.ids) > seq_len:
                 if self.overlong == "error":
                     if len(tally.overlong) < SHOWN:
                         tally.overlong.append(
-                            f"{example.origin}: {len(ids):,} tokens, more than data.seq_len = {seq_len:,}."
+                            f"{example.origin}: {_size(document)}, more than data.seq_len = {seq_len:,}."
                         )
                     continue
-                if self.overlong == "drop":
+                if self.overlong == "drop" or (self.overlong == "auto" and preferences):
                     tally.dropped.setdefault(f"longer than {seq_len:,} tokens", Lost()).add(labelled)
                     continue
                 if self.overlong == "split" or (self.overlong == "auto" and example.text is not None):
@@ -125,20 +128,52 @@ class Recipe:
                     tally.split.update(documents=1, pieces=len(parts))
                     documents += [Usable(example.origin, *part) for part in parts]
                     continue
-                tally.cut.add(labelled[seq_len:])
-            remaining = labelled[:seq_len]
-            if not remaining.any():
-                reason = "nothing labelled left by the cut" if labelled.any() else "nothing labelled"
-                tally.dropped.setdefault(reason, Lost()).add(remaining)
+                rest = NO_IDS if preferences else _answer_rest(document, seq_len)
+                document, lost = _cut(document, seq_len)
+                tally.cut.add(lost)
+            if reason := _useless(document, cut=len(document.labelled) < len(labelled)):
+                tally.dropped.setdefault(reason, Lost()).add(document.labelled)
                 continue
-            assert not remaining[0], "no token precedes a document's first one, so it can't be predicted"
-            rest = _answer_rest(document, seq_len)
-            documents.append(Usable(example.origin, ids[:seq_len], remaining, rest))
+            first, good, prompt = document.first, document.good, document.prompt
+            one = Usable(example.origin, document.ids, document.labelled, rest, first, good, prompt)
+            assert not one.labelled[[0, first]].any(), "a side's first token can't be predicted"
+            documents.append(one)
         return documents
 
     def sequences(self, lengths: np.ndarray, *key: int) -> tuple[np.ndarray, np.ndarray]:
         """(members, starts) as in `Dataset` of documents of these lengths. key: as of `pack`."""
         return pack(lengths, self.seq_len, self.seed, *key) if self.packing else singles(len(lengths))
+
+
+def _size(document: "Document") -> str:
+    """Clause with the tokens of a document, of a pair also those of each side."""
+    tokens, first = len(document.ids), document.first
+    sides = f" ({first:,} of the chosen side, {tokens - first:,} of the rejected)" if first else ""
+    return f"{tokens:,} tokens{sides}"
+
+
+def _cut(document: "Document", seq_len: int) -> tuple["Document", np.ndarray]:
+    """(The first `seq_len` tokens of a document, labels of those behind the cut).
+
+    Each side of a pair keeps half of them; one that needs less leaves the rest to the other.
+    """
+    tokens, first = len(document.ids), document.first
+    other = min(tokens - first, max(seq_len // 2, seq_len - first))
+    kept = np.zeros(tokens, bool)
+    kept[: seq_len - other] = kept[first : first + other] = True
+    ids, labelled = document.ids[kept], document.labelled[kept]
+    first = min(first, seq_len - other)
+    cut = replace(document, ids=ids, labelled=labelled, first=first, prompt=min(first, document.prompt))
+    return cut, document.labelled[~kept]
+
+
+def _useless(document: "Document", *, cut: bool) -> str:
+    """The reason why a document can't be trained on; "" if it can. cut: whether it was cut to seq_len."""
+    sides = np.split(document.labelled, [document.first]) if document.first else [document.labelled]
+    if not all(side.any() for side in sides):
+        return "nothing labelled left by the cut" if cut else "nothing labelled"
+    chosen, rejected = np.split(document.ids, [document.first])
+    return "both sides are the same behind the cut" if np.array_equal(chosen, rejected) else ""
 
 
 def _answer_rest(document: "Document", seq_len: int) -> np.ndarray:

@@ -14,7 +14,7 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from meshtune.data.example import (
     ROWS_FOLDER,
@@ -30,11 +30,15 @@ from meshtune.data.example import (
     is_absent,
 )
 from meshtune.data.formats import (
+    ANSWERS,
     FORMATS,
+    OF_PAIRS,
     OPTIONAL,
     PREFERENCE,
     ArrowRow,
     Columns,
+    Format,
+    Kind,
     column_names,
     detect,
     has,
@@ -57,6 +61,7 @@ def examples(
     on_bad_row: OnBadRow,
     needs_answer: bool = True,
     tally: Tally | None = None,
+    kind: Kind = ANSWERS,
 ) -> Iterator[Example]:
     """Yield the example of each raw row of `source`, in order; rows that it leaves out on purpose are not.
 
@@ -64,7 +69,8 @@ def examples(
 
     The format is that of `detect`, by the first row that is an object, and by rows behind it for columns of
     `source.columns` that it lacks; raises UserError as that does.
-    `needs_answer` makes a conversation without an assistant turn a bad row (false for train_on=all).
+    `kind` has the formats of the rows that the objective reads. `needs_answer` makes a conversation without
+    an assistant turn a bad row (false for train_on=all).
     `tally` counts the rows that `on_bad_row="skip"` leaves out, and notes what is not used of the others.
     With `on_bad_row="error"` nothing more is yielded after the first bad row: up to LOOK_AHEAD more rows are
     checked, and one UserError describes the first SHOWN bad ones (file, line, reason) and counts all of them.
@@ -73,7 +79,9 @@ def examples(
         raise UserError(f"data.on_bad_row={on_bad_row} is unknown; it is error or skip.")
     tally = tally or Tally()
     columns, raw_rows = _first_columns(raw_rows, source)
-    format_name = None if columns is None else detect(source, columns)
+    # Without a format yet, the row has no columns, and so it is bad whatever the format is.
+    format_name = next(iter(kind.forms)) if columns is None else detect(source, columns, kind)
+    reading = Reading(kind, format_name, source, needs_answer, tally.notes)
     unseen = {ours: theirs for ours, theirs in source.columns if ours in OPTIONAL}
     problems: list[str] = []
     total = rows = first_bad = 0
@@ -82,8 +90,7 @@ def examples(
         if unseen and isinstance(row, dict):
             unseen = {ours: theirs for ours, theirs in unseen.items() if not has(row, theirs)}
         try:
-            # Without a format yet, the row has no columns, and so it is bad whatever the format is.
-            example = _example(origin, row, format_name or "text", source, needs_answer, tally.notes)
+            example = _example(origin, row, reading)
         except BadRow as bad:
             if on_bad_row == "skip":
                 tally.bad_rows[bad.reason] += 1
@@ -121,14 +128,22 @@ def _first_columns(raw_rows: Iterable[RawRow], source: Source) -> tuple[list[str
     return None if found is None else [*found], chain(read, rows)
 
 
-def _example(
-    origin: Origin, row: Any, format_name: str, source: Source, needs_answer: bool, notes: Notes
-) -> Example | None:
+class Reading(NamedTuple):
+    """How the rows of a source are read; see `examples`."""
+
+    kind: Kind
+    format_name: str  # key of kind.forms
+    source: Source
+    needs_answer: bool
+    notes: Notes
+
+
+def _example(origin: Origin, row: Any, reading: Reading) -> Example | None:
     """Convert the value of one raw row; None if it is left out on purpose (see `examples`).
 
-    Raises BadRow, or `row` itself if it is one. format_name: key of FORMATS. needs_answer, notes: see
-    `examples`.
+    Raises BadRow, or `row` itself if it is one.
     """
+    kind, format_name, source, needs_answer, notes = reading
     if isinstance(row, BadRow):
         raise row
     if not isinstance(row, dict):
@@ -142,13 +157,15 @@ def _example(
     if not _loss_weight(columns, notes):
         return None
     _refuse_media(row, columns.names)
-    if not source.on_purpose:
+    form = kind.forms[format_name]
+    if kind is ANSWERS and not source.on_purpose:
         _refuse_other_kinds(columns, format_name, dict(source.where))
-    _note_unused(columns, format_name, dict(source.where), notes)
-    example = FORMATS[format_name].example(origin, columns)
+    _note_unused(columns, form, dict(source.where), notes)
+    example = form.example(origin, columns)
+    notes.add(example.notes)
     if needs_answer and example.messages is not None and last_answer(example.messages) is None:
         raise no_answer(example.messages)
-    if example.masks:
+    if example.masks and kind is ANSWERS:
         notes.masks.update(str(mask) for mask in example.masks if mask)
     return example
 
@@ -235,7 +252,7 @@ def _refuse_other_kinds(columns: Columns, format_name: str, where: Mapping[str, 
         remedies = "; ".join(_of_one_side(columns, format_name, sides[0]))
         raise BadRow(
             "preference data",
-            f"the row has {' and '.join(sides)} next to {ours}: it is preference data. "
+            f"the row has {' and '.join(sides)} next to {ours}. {OF_PAIRS}. "
             f"{remedies or 'Write rows with one side, as messages'}",
         )
     label = row.get("label")
@@ -244,7 +261,8 @@ def _refuse_other_kinds(columns: Columns, format_name: str, where: Mapping[str, 
         raise BadRow(
             "KTO data",
             "the row has a label, true or false, next to its answer: it is KTO data, of good and bad "
-            f"answers. To fine-tune on the good ones, set {argument('data.where', {'label': 'true'})}",
+            "answers, which objective=kto trains on. To fine-tune on the good ones, set "
+            f"{argument('data.where', {'label': 'true'})}",
         )
 
 
@@ -272,9 +290,8 @@ def _has_answer(columns: Columns, format_name: str) -> bool:
     return messages is None or {"user", "assistant"} <= {message["role"] for message in messages}
 
 
-def _note_unused(columns: Columns, format_name: str, where: Mapping[str, Any], notes: Notes) -> None:
+def _note_unused(columns: Columns, form: Format, where: Mapping[str, Any], notes: Notes) -> None:
     """Count the columns of a row that have a value and are not read."""
-    form = FORMATS[format_name]
     read = {columns.names.get(name, name) for name in (*form.needs, *form.reads, "loss_weight")} | {*where}
     notes.unused.update(unused_columns(columns.row, read))
 

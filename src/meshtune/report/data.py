@@ -8,6 +8,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.rule import Rule
 from rich.text import Text
 
+from meshtune.data.example import DOCUMENTS
 from meshtune.errors import quoted
 from meshtune.report.draw.document import Document, InTerminal, Notes
 from meshtune.report.draw.table import Column, Table
@@ -15,6 +16,14 @@ from meshtune.units import counted, printable
 
 BAR_WIDTH = 40  # characters of the longest bar
 LABELLED_STYLE = "bold green"
+DEFINED = {  # sentence by the name of what a row becomes
+    "document": "A document is a row (or a turn of it) as the model reads it; the loss is over its labelled "
+    "tokens only.",
+    "pair": "A pair is two documents in one sequence: the chosen answer with its prompt, then the rejected "
+    "one with its prompt. Their labelled tokens are compared.",
+    "answer": "An answer is a document with its prompt, and good or bad; its labelled tokens count.",
+}
+LONG = {"document": "documents", "pair": "sides of pairs", "answer": "answers"}
 BEGIN, END = "[[", "]]"  # around labelled text on terminals without colours
 
 
@@ -45,14 +54,20 @@ class Samples:
         legend = Text("this colour", LABELLED_STYLE) if coloured else Text(f"{BEGIN}brackets{END}")
         yield Text("Samples; labelled text is in ").append(legend).append(".")
         for sample in self.samples:
-            heading = f"{sample['place']}: {sample['tokens']:,} tokens, {sample['label_tokens']:,} labelled"
-            yield Rule(Text(printable(heading)), align="left")
-            yield Text.assemble(
-                *(marked(printable(text), labelled, coloured) for text, labelled in sample["runs"])
-            )
-            for before, after in sample["boundaries"]:
-                sides = (quoted(printable(side)) for side in (before, after))
-                yield Text(f"labels begin between {' and '.join(sides)}")
+            yield Rule(Text(printable(f"{sample['place']}: {_size(sample)}")), align="left")
+            for answer in sample.get("sides", [sample]):
+                if name := answer.get("name"):
+                    yield Text(f"{name}: {_size(answer)}", "bold")
+                yield Text.assemble(
+                    *(marked(printable(text), labelled, coloured) for text, labelled in answer["runs"])
+                )
+                for before, after in answer["boundaries"]:
+                    sides = (quoted(printable(side)) for side in (before, after))
+                    yield Text(f"labels begin between {' and '.join(sides)}")
+
+
+def _size(answer: Mapping[str, Any]) -> str:
+    return f"{answer['tokens']:,} tokens, {answer['label_tokens']:,} labelled"
 
 
 def marked(text: str, labelled: bool, coloured: bool) -> Text:
@@ -65,17 +80,20 @@ def marked(text: str, labelled: bool, coloured: bool) -> Text:
 def figures(description: Mapping[str, Any]) -> Table:
     """Counts of documents, sequences and tokens, one column for each split."""
     splits = [name for name in ("train", "eval") if description[name]]
+    name = DOCUMENTS[description["kind"]]
+    judged = [("good answers", "good", "{:,}")] * (description["kind"] == "judged")
     rows = [
         (title, *(form.format(description[name][key]) for name in splits))
         for title, key, form in (
-            ("documents", "documents", "{:,}"),
+            (f"{name}s", "documents", "{:,}"),
+            *judged,
             ("sequences", "sequences", "{:,}"),
             ("tokens", "tokens", "{:,}"),
             ("labelled tokens", "label_tokens", "{:,}"),
             ("labelled share of the tokens", "label_share", "{:.1%}"),
-            ("tokens per document", "mean_length", "{:,.0f}"),
+            (f"tokens per {name}", "mean_length", "{:,.0f}"),
             ("data.mean_document_tokens", "mean_document_tokens", "{:,.0f}"),
-            ("longest document", "longest", "{:,}"),
+            (f"longest {name}", "longest", "{:,}"),
         )
     ]
     if any(description[name]["packed"] for name in splits):
@@ -103,23 +121,21 @@ def histogram(bars: Sequence[Mapping[str, int]], cut_to: int = 0) -> Table:
 def _explained(description: Mapping[str, Any]) -> Iterator[str]:
     """Yield sentences that tell figures apart that look alike."""
     train, seq_len, cut = description["train"], description["seq_len"], description["cut"]
-    yield (
-        "A document is a row (or a turn of it) as the model reads it; the loss is over its labelled tokens "
-        "only."
-    )
+    name, prompts = DOCUMENTS[description["kind"]], description["trained_prompts"]
+    yield DEFINED[name] + " The prompts of chosen answers are trained on too, by cross entropy." * prompts
     if cut["documents"]:
         yield (
-            f"Lengths are those after the cut: before, {counted(cut['documents'], 'document')} had more than "
+            f"Lengths are those after the cut: before, {counted(cut['documents'], name)} had more than "
             f"{seq_len:,} tokens, {seq_len + cut['tokens'] / cut['documents']:,.0f} on average."
         )
     if train["packed"]:
         yield (
-            f"A sequence is one row of a batch: documents packed into at most {seq_len:,} tokens. "
+            f"A sequence is one row of a batch: {name}s packed into at most {seq_len:,} tokens. "
             "train.global_batch_size counts sequences."
         )
     else:
-        yield "Without packing each document is a sequence; train.global_batch_size counts sequences."
+        yield f"Without packing each {name} is a sequence; train.global_batch_size counts sequences."
     yield (
-        "tokens per document is the mean over documents; data.mean_document_tokens is the mean over tokens, "
-        "in which long documents count more (attention costs that much, and `meshtune plan` takes it)."
+        f"tokens per {name} is the mean over {name}s; data.mean_document_tokens is the mean over tokens, "
+        f"in which long {LONG[name]} count more (attention costs that much, and `meshtune plan` takes it)."
     )
