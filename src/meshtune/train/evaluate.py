@@ -123,7 +123,8 @@ class Evaluation:
 
         show: gets the batches done, and all of them.
         """
-        assert (dataset := self.dataset) is not None
+        dataset = self.dataset
+        assert dataset is not None
         total, units, label_tokens, own, world = 0.0, 0, 0, self.objective, self.parallel.world
         batches_of = partial(
             evaluation_batches,
