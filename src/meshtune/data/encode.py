@@ -16,7 +16,7 @@ renderings of the conversation's beginning:
 Both must be prefixes of `full` as text, and their tokens must be prefixes of `full`'s tokens. Where either
 fails (a template that rewrites earlier turns, a merge across the boundary) the row is refused with the
 reason. Only a generation prompt that opens a thought may continue otherwise than the answer: labels then
-start at their longest common prefix of tokens. labels.py says where an answer ends.
+start at their longest common prefix of tokens. render.py says where an answer ends.
 """
 
 from __future__ import annotations
@@ -49,10 +49,9 @@ from meshtune.data.example import (
     caught,
     checked_text,
 )
-from meshtune.data.labels import Cut, End, Endings, endings_of
 from meshtune.data.preferences import NO_PROMPT, SAME, SIDES, TWO_PROMPTS, answers_start
 from meshtune.data.probe import ANSWER, QUESTION
-from meshtune.data.render import Chat, Renderer, TrainOn, not_written
+from meshtune.data.render import Chat, Cut, End, Endings, Renderer, TrainOn, endings_of, not_written
 from meshtune.data.rows import last_answer
 from meshtune.data.template import apply_template, built_in_templates, check_variables
 from meshtune.data.tokens import ControlTokens, TextTokenizer, bare, once, unpadded

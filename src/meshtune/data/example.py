@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from meshtune.addresses import public
 from meshtune.errors import UserError
+from meshtune.objectives import Rows
 from meshtune.units import counted, few
 
 if TYPE_CHECKING:
@@ -251,12 +252,11 @@ class Tally:
             "notes": self.notes.values(),
         }
 
-    def refuse_overlong(self) -> None:
-        """Raise UserError for documents that are too long under overlong="error"."""
+    def refuse_overlong(self, rows: Rows) -> None:
+        """Raise UserError for documents that are too long under overlong="error". rows: that they are of."""
         if self.overlong:
-            raise UserError(
-                [*self.overlong, "Raise data.seq_len, or set data.overlong to cut, split or drop."]
-            )
+            ways = "cut, split or drop" if rows == "answers" else "cut or drop"
+            raise UserError([*self.overlong, f"Raise data.seq_len, or set data.overlong to {ways}."])
 
 
 def bad_rows_error(problems: list[str], total: int, rows: int) -> UserError:

@@ -404,6 +404,11 @@ class Kind(NamedTuple):
     names: tuple[tuple[str, ...], ...]  # our names of columns, and those of well-known data sets
     otherwise: str = ""  # sentence on rows that fit none
 
+    @property
+    def named_first(self) -> list[str]:
+        """The first format of each value of data.format."""
+        return [*{key.split()[0]: key for key in reversed(self.forms)}.values()][::-1]
+
     def named(self, name: str) -> list[str]:
         """The formats that a value of data.format may mean."""
         return [key for key in self.forms if key.split()[0] == name]
@@ -438,7 +443,7 @@ def detect(source: Source, columns: list[str], kind: Kind = ANSWERS) -> str:
             f"{seen}, which fit the formats {' and '.join(fitting)}; choose one with data.format."
         )
     if not fitting:
-        needs = "; ".join(f"{name} needs {' and '.join(form.needs)}" for name, form in forms.items())
+        needs = "; ".join(f"{name} needs {' and '.join(forms[name].needs)}" for name in kind.named_first)
         raise UserError(f"{seen}, which fit no format ({needs}). {_suggestion(columns, kind)}")
     form = forms[fitting[0]]
     if foreign := sorted(names.keys() - {*form.needs, *form.reads, "loss_weight"}):
@@ -502,7 +507,7 @@ def _chosen(source: Source, present: set[str], seen: str, kind: Kind) -> str:
     """
     name = re.sub(r"[_/ ]", "-", source.format.lower())
     if not (named := kind.named(name)):
-        known = ", ".join(dict.fromkeys(key.split()[0] for key in kind.forms))
+        known = ", ".join(kind.named_first)
         state = "has no preferences" if name in FORMATS else "is unknown"
         raise UserError(f"data.format={source.format} {state}; it is auto or one of {known}.")
     name = next((each for each in named if present.issuperset(kind.forms[each].needs)), named[0])

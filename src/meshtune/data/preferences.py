@@ -303,10 +303,14 @@ JUDGED_NAMES = (
 ELSE = "Rows with one answer to each prompt are for objective=sft"
 KINDS: dict[Rows, Kind] = {
     "answers": ANSWERS,
-    "pairs": Kind(PAIRS, PAIR_NAMES, f"{ELSE}, those with a label, good or bad, for objective=kto."),
+    "pairs": Kind(
+        PAIRS,
+        PAIR_NAMES,
+        f"Without a prompt, chosen and rejected are whole conversations. {ELSE}, those with a label, good or bad, for objective=kto.",
+    ),
     "judged": Kind(
         JUDGED | {f"{name} of pairs": form for name, form in PAIRS.items()},
         (*JUDGED_NAMES, *PAIR_NAMES),
-        f"{ELSE}.",
+        f"Pairs of chosen and rejected are read too. {ELSE}.",
     ),
 }

@@ -269,7 +269,7 @@ def _write(aside: Path, recipe: Recipe, listing: _Listing) -> dict[str, Any]:
     """
     tally = Tally()
     digest = _write_documents(aside, recipe, listing, tally)
-    tally.refuse_overlong()
+    tally.refuse_overlong(recipe.encoder.objective.rows)
     offsets = mapped(aside / "offsets.npy")
     if len(offsets) == 1:
         read = tally.examples + tally.bad_rows.total() + tally.notes.left_out.total()

@@ -338,7 +338,7 @@ class Stream(Recipe):
                 rows[number] = examples[-1].origin.row + 1
             for begin in range(0, len(examples), ROWS_AT_ONCE):
                 documents += self.usable(examples[begin : begin + ROWS_AT_ONCE], self.tally)
-        self.tally.refuse_overlong()
+        self.tally.refuse_overlong(self.encoder.objective.rows)
         return documents, {"rows": rows, "passes": passes, "taken": taken}
 
     def _pack(self, documents: Sequence[Usable], place: Place) -> Dataset:

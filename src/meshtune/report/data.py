@@ -37,7 +37,11 @@ def document(description: Mapping[str, Any]) -> Document:
         figures(description),
         Notes([*_explained(description)]),
         Notes([*map(printable, description["sentences"])], "yellow"),
-        histogram(description["train"]["histogram"], description["seq_len"] * bool(cut["documents"])),
+        histogram(
+            description["train"]["histogram"],
+            description["seq_len"] * bool(cut["documents"]),
+            DOCUMENTS[description["kind"]],
+        ),
         InTerminal(Samples(description["samples"])),
     )
     return Document("Data", parts, description)
@@ -103,9 +107,10 @@ def figures(description: Mapping[str, Any]) -> Table:
     return Table.of_rows(title, ("", *splits), rows, ("",))
 
 
-def histogram(bars: Sequence[Mapping[str, int]], cut_to: int = 0) -> Table:
-    """The number of documents by length, with a bar for each range of lengths. cut_to: tokens that longer
-    documents were cut to; 0: none was.
+def histogram(bars: Sequence[Mapping[str, int]], cut_to: int = 0, name: str = "document") -> Table:
+    """The number of documents by length, with a bar for each range of lengths.
+
+    cut_to: tokens that longer documents were cut to; 0: none was. name: of a document.
     """
     most = max(bar["documents"] for bar in bars)
     lengths, drawn = [], []
@@ -115,7 +120,8 @@ def histogram(bars: Sequence[Mapping[str, int]], cut_to: int = 0) -> Table:
         lengths.append(f"{bar['from']:,}–{bar['to']:,}" if bar["from"] < bar["to"] else f"{bar['to']:,}")
     counts = [f"{bar['documents']:,}" for bar in bars]
     columns = (Column("", lengths), Column("", drawn, words=True, style="cyan"), Column("", counts))
-    return Table(f"Document lengths in tokens{f', longer ones cut to {cut_to:,}' * bool(cut_to)}", columns)
+    title = f"{name.capitalize()} lengths in tokens{f', longer ones cut to {cut_to:,}' * bool(cut_to)}"
+    return Table(title, columns)
 
 
 def _explained(description: Mapping[str, Any]) -> Iterator[str]:

@@ -31,7 +31,7 @@ def encoder_of(*, suffix: str = "", template: str | None = None, **settings) -> 
 def encoded(encoder: Encoder, **row):
     """(ids, labelled, sentences) of one row."""
     tally = Tally()
-    ((_, ids, labelled, _),) = Recipe((), encoder, seq_len=1000).usable([Example(HERE, **row)], tally)
+    ((_, ids, labelled, *_),) = Recipe((), encoder, seq_len=1000).usable([Example(HERE, **row)], tally)
     return ids.tolist(), labelled.tolist(), "\n".join(notes_sentences(tally.notes.values()))
 
 
