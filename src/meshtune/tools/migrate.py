@@ -121,7 +121,7 @@ def migrate(
         more = [each for each in refused if not each.startswith(said)]
         raise UserError([f"{file}: {other.sentence}", *more])
     if refused:
-        raise UserError(refused)
+        raise UserError([*dict.fromkeys(refused)])
     _lay_out(result)
     if told.objective != "sft":
         result.settings.setdefault("objective", told.objective)

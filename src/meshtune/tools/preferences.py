@@ -116,9 +116,9 @@ def _told_by_keys(tree: Mapping[str, Any], file: Path) -> Told:
     if len(fitting) != 1 or "" in named:
         these = " or ".join(fitting) if fitting else "no single objective"
         raise UserError(
-            f"{file} has {', '.join(keys)}: these tune by preferences, and fit {these}. Name the objective of "
-            "the trainer: objective=dpo, kto, orpo, simpo (CPOTrainer with its loss simpo) or reward. Answers "
-            "that are generated while training (GRPO, PPO) are not supported."
+            f"{file} has {', '.join(keys)}: these tune by preferences, and fit {these}. Name the objective "
+            "of its trainer: objective=dpo, kto, orpo, simpo (CPOTrainer with its loss simpo) or reward. "
+            "Answers that are generated while training (GRPO, PPO) are not supported."
         )
     return Told(fitting[0], clause)
 
@@ -181,12 +181,13 @@ def not_offered(name: str, job: Job) -> None:
     """Refuse a loss, or note it where the command line chooses another. Raises Refused or NoCounterpart."""
     offered = LOSSES[job.objective]
     chosen = ("objective=", f"{job.objective}.loss_type=")
-    sentence = f"the losses of objective {job.objective} are {', '.join(offered)}"
+    sentence = f"objective {job.objective} has {', '.join(offered)}"
     if any(override.startswith(chosen) for override in job.overrides):
         raise NoCounterpart(f"{sentence}; the command line chooses one")
     way = f"dpo.loss_type={offered[0]}" if job.objective == "dpo" else f"objective={job.objective}"
+    trainer = " of CPO" * (job.objective == "simpo")
     raise Refused(
-        f"The loss {name} is not offered: {sentence}. {way} on the command line trains that instead."
+        f"The loss {name}{trainer} is not offered: {sentence}. {way} on the command line trains that instead."
     )
 
 
@@ -201,8 +202,9 @@ def pref_loss(value: Any, job: Job) -> dict[str, Any]:
     """LLaMA-Factory's loss of the stage dpo, which may be another objective."""
     if value == job.objective:
         return {"objective": value}
-    made = losses("dpo.loss_type", "").converted(value, job)
-    return made.settings
+    if job.value("stage") != "dpo":
+        raise NotNeeded("it is of the stage dpo")
+    return losses("dpo.loss_type", "").converted(value, job).settings
 
 
 def pref_ftx(value: Any, job: Job) -> dict[str, Any]:

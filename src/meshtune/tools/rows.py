@@ -24,6 +24,7 @@ LOADERS = ("json", "csv", "parquet", "text", "arrow", "jsonl")  # names of reade
 KINDS = {"messages": ("messages",), "prompt-completion": ("prompt", "completion"), "text": ("text",)}
 ALPACA = {"alpaca_dataset", "alpaca_cleaned_dataset"}
 PROMPTED = ALPACA | {"grammar_dataset", "samsum_dataset"}  # builders that write a prompt around the rows
+OWN_FORMAT = "rows are asked by data.separator or the chat template, not by a format of their own"
 NEW_SHARE = "a share (weight) is drawn anew in each epoch"
 
 
@@ -151,8 +152,7 @@ def axolotl_format(rows: Mapping[str, Any]) -> tuple[str, dict[str, Any], str]:
         return "tokens", {}, ""
     if isinstance(kind, Mapping):
         columns = {name: kind.get(f"field_{name}") for name in ("instruction", "output", "input", "system")}
-        lost = "rows are asked by data.separator or the chat template, not by a format of their own"
-        return "alpaca", columns, lost
+        return "alpaca", columns, OWN_FORMAT
     name = str(kind or "chat_template").partition(".")[0].partition(":")[0]
     if name in ("chat_template", "sharegpt"):
         return axolotl_messages(rows, shared=name == "sharegpt")
@@ -194,7 +194,7 @@ def axolotl_answers(rows: Mapping[str, Any], objective: str) -> tuple[str, dict[
     kind = rows.get("type") or "passthrough"
     fields = JUDGED if objective == "kto" else PAIR
     if isinstance(kind, Mapping):
-        return "", {name: kind.get(f"field_{name}") for name in fields}, ""
+        return "", {name: kind.get(f"field_{name}") for name in fields}, OWN_FORMAT
     template, _, form = str(kind).partition(".")
     if template == "bradley_terry":  # rows of a reward model, by the tokenizer's template or Llama 3's
         return "", {"prompt": "input"}, ""
