@@ -35,7 +35,8 @@ def other_job(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> OtherJo
     if job.get("dialect"):
         return OtherJob(keys, f"{shown}: this is {job['name']}, whose keys are not read.")
     instead = f" Instead: {job['instead']}." if job["instead"] else ""
-    return OtherJob(keys, f"{shown}: this is {job['name']}; meshtune trains on answers and preferences.{instead}")
+    trained = f"meshtune trains on answers and preferences.{instead}"
+    return OtherJob(keys, f"{shown}: this is {job['name']}; {trained}")
 
 
 def _signs(tree: Mapping[str, Any], job: Mapping[str, Any]) -> Iterator[str]:
