@@ -101,7 +101,6 @@ def _told_by_keys(tree: Mapping[str, Any], file: Path) -> Told:
         fitting = [name for name in fitting if name == "reward"]
     if any({"chosen", "rejected"} <= {*columns} for columns in _columns(tree)):
         keys.append("the columns chosen and rejected")
-        fitting = [name for name in fitting if OBJECTIVES[name].rows == "pairs"]
     words = [*_words(file.stem), file.parent.name]
     words += [word for key in NAMING for word in _words(str(tree.get(key) or ""))]
     named = dict.fromkeys(WORDS[word] for word in words if word in WORDS)
@@ -162,7 +161,7 @@ def losses(setting: str, weights: str, supervised: str = "") -> Conversion:
             return Converted({})
         if job.objective not in LOSSES:
             raise NotNeeded(f"it has no effect with objective {job.objective}")
-        names = listed(value)
+        names = ["simpo"] if "gamma_beta_ratio" in job.given else listed(value)  # SimPO's own trainer
         shares = dict(zip(names, job.value(weights) or [1.0] * len(names), strict=True))
         supervision = float(shares.pop("sft", 0)) if job.objective == "dpo" else 0.0
         if len(shares) != 1 or not shares.keys() <= {*LOSSES[job.objective]}:
@@ -181,7 +180,8 @@ def not_offered(name: str, job: Job) -> None:
     """Refuse a loss, or note it where the command line chooses another. Raises Refused or NoCounterpart."""
     offered = LOSSES[job.objective]
     chosen = ("objective=", f"{job.objective}.loss_type=")
-    sentence = f"objective {job.objective} has {', '.join(offered)}"
+    only = "only its own" if job.objective == "kto" else ", ".join(offered)
+    sentence = f"objective {job.objective} has {only}"
     if any(override.startswith(chosen) for override in job.overrides):
         raise NoCounterpart(f"{sentence}; the command line chooses one")
     way = f"dpo.loss_type={offered[0]}" if job.objective == "dpo" else f"objective={job.objective}"
@@ -196,6 +196,15 @@ def rl(value: Any, job: Job) -> dict[str, Any]:
     if value not in RL:
         raise Refused(f"rl: {value} is not offered; preferences are trained by {', '.join(RL)}.")
     return {"objective": job.objective} | ({"dpo.loss_type": "ipo"} if value == "ipo" else {})
+
+
+def cpo_alpha(value: Any, job: Job) -> dict[str, Any]:
+    """CPO's weight of the cross entropy, which SimPO's own trainer lacks."""
+    return {} if "gamma_beta_ratio" in job.given else preference("simpo.sft_weight").read(value, job)
+
+
+def gamma_beta_ratio(value: Any, job: Job) -> dict[str, Any]:
+    return preference("simpo.gamma").read(float(value) * float(job.value("beta", default=2.0)), job)
 
 
 def pref_loss(value: Any, job: Job) -> dict[str, Any]:
@@ -223,10 +232,16 @@ def sides(value: Any, job: Job) -> Converted:
     """The length of a row; a pair has two sides, which are one sequence here."""
     free = "rows have no limit there; meshtune data counts the cut ones" if value == "no limit" else ""
     length = DataConfig.model_fields["seq_len"].default if free else int(value)
+    drops = job.tool == "trl" and job.objective == "reward"
+    cut = (
+        {}
+        if job.objective == "sft" or job.tool == "axolotl"
+        else {"data.overlong": "drop" if drops else "cut"}
+    )
     if free or OBJECTIVES[job.objective].rows != "pairs":
-        return Converted({"data.seq_len": length}, free)
+        return Converted({"data.seq_len": length} | cut, free)
     return Converted(
-        {"data.seq_len": 2 * length}, f"a sequence has both sides of a pair, {length} tokens each"
+        {"data.seq_len": 2 * length} | cut, f"a sequence has both sides of a pair, {length} tokens each"
     )
 
 
@@ -243,7 +258,10 @@ def dropout(value: Any, job: Job) -> Converted:
 
 MAKERS = {make.__name__: make for make in (preference, losses)}
 CONVERSIONS = {
-    **{read.__name__: Conversion(read) for read in (rl, pref_loss, pref_ftx, reference_folder)},
+    **{
+        read.__name__: Conversion(read)
+        for read in (rl, cpo_alpha, gamma_beta_ratio, pref_loss, pref_ftx, reference_folder)
+    },
     "sides": Conversion(sides, lambda plan: plan.config.data.seq_len),
     "dropout": Conversion(dropout, lambda plan: plan.config.lora.dropout),
 }

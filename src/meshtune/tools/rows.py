@@ -24,6 +24,7 @@ LOADERS = ("json", "csv", "parquet", "text", "arrow", "jsonl")  # names of reade
 KINDS = {"messages": ("messages",), "prompt-completion": ("prompt", "completion"), "text": ("text",)}
 ALPACA = {"alpaca_dataset", "alpaca_cleaned_dataset"}
 PROMPTED = ALPACA | {"grammar_dataset", "samsum_dataset"}  # builders that write a prompt around the rows
+HELD = {"answers": "prompts with one answer", "pairs": "pairs", "judged": "answers that are judged"}
 OWN_FORMAT = "rows are asked by data.separator or the chat template, not by a format of their own"
 NEW_SHARE = "a share (weight) is drawn anew in each epoch"
 
@@ -183,7 +184,7 @@ def axolotl_messages(rows: Mapping[str, Any], shared: bool) -> tuple[str, dict[s
 ANSWERS = {  # the end of a type of axolotl's rows of preferences -> our columns, theirs
     "intel": {"prompt": "question"}, "icr": {"prompt": "input"}, "prompt_pairs": {}, "ultra": {},
     "argilla": {"prompt": "instruction", "chosen": "chosen_response", "rejected": "rejected_response"},
-    "argilla_chat": {}, "default": {}, "passthrough": {},
+    "argilla_chat": {}, "default": {}, "passthrough": {}, "chat_template": {},
 }  # fmt: skip
 PAIR = ("prompt", "system", "chosen", "rejected")
 JUDGED = ("prompt", "system", "completion", "label")
@@ -199,12 +200,10 @@ def axolotl_answers(rows: Mapping[str, Any], objective: str) -> tuple[str, dict[
     if template == "bradley_terry":  # rows of a reward model, by the tokenizer's template or Llama 3's
         return "", {"prompt": "input"}, ""
     if template == "chat_template" and form != "argilla_chat" and objective not in ("kto", "orpo"):
-        columns = {name: rows.get(f"field_{name}") for name in ("chosen", "rejected")}
-        return (
-            "",
-            columns | {"prompt": rows.get("field_messages") or "messages"},
-            axolotl_messages(rows, False)[2],
-        )
+        columns = {name: rows.get(f"field_{name}") for name in ("messages", "chosen", "rejected")}
+        return "messages", columns, axolotl_messages(rows, shared=False)[2]
+    if objective == "kto" and form == "argilla_chat":
+        return "messages", {"messages": "completion"}, ""
     form = form or (template if template in ANSWERS else "default")
     if form not in ANSWERS or template == "zephyr":
         return "", {}, f"rows of type {kind} are read by their columns; meshtune data shows how"
@@ -274,7 +273,6 @@ def llama_factory_sources(setting: str, value: Any, job: Job) -> Converted:
         raise Refused(f"{found}, which describes the data sets, is not JSON: {error}.") from None
     sources: list[Source] = []
     remarks: list[str] = []
-    lost: list[str] = []
     for name in names:
         entry = described.get(name)
         if entry is None:
@@ -285,18 +283,15 @@ def llama_factory_sources(setting: str, value: Any, job: Job) -> Converted:
         columns = entry.get("columns", {})
         there = "pairs" if entry.get("ranking") else "judged" if "kto_tag" in columns else "answers"
         if there != (needed := OBJECTIVES[job.objective].rows):
-            raise Refused(
-                f"The rows of dataset {name} are {there}; objective {job.objective} trains on {needed}."
-            )
+            rows = f"The rows of dataset {name} are {HELD[there]}"
+            raise Refused(f"{rows}; objective {job.objective} trains on {HELD[needed]}.")
         if entry.get("num_samples"):
             remarks.append(f"{name}: all rows, not {entry['num_samples']}; data.max_samples takes the first")
-        if there == "pairs" and "query" in columns:
-            lost.append(f"without the column {columns['query']} of {name}: join it to the prompt")
         made = llama_factory_source(entry, f"{found.parent}/" if found else "")
         if job.value("stage") == "pt":  # its text is what prompts are otherwise
             made |= {"format": "text", "columns": {"text": columns.get("prompt", "instruction")}}
         sources.append(made)
-    return Converted({setting: sources}, "; ".join(remarks), joined(lost))
+    return Converted({setting: sources}, "; ".join(remarks))
 
 
 def llama_factory_source(entry: Mapping[str, Any], folder: str) -> Source:
@@ -311,28 +306,19 @@ def llama_factory_source(entry: Mapping[str, Any], folder: str) -> Source:
         for theirs, ours in named.items()
         if tags.get(f"{theirs}_tag", ours) != ours
     }
-    if names := columns_of_answers(entry):
-        return source(path, split=split, columns=names | more, roles=roles)
+    answers = {"output": "response"}
+    if "kto_tag" in columns:
+        more["label"] = columns["kto_tag"]
+    if entry.get("ranking"):
+        more, answers = {**more, "chosen": columns.get("chosen"), "rejected": columns.get("rejected")}, {}
     if entry.get("formatting", "alpaca") == "alpaca":
-        theirs = {"instruction": "prompt", "input": "query", "output": "response", "history": "history"}
+        theirs = {"instruction": "prompt", "input": "query", "history": "history"} | answers
         names = {ours: columns.get(name) for ours, name in theirs.items()}
         return source(path, split=split, kind="alpaca", columns=names | more)
     messages = columns.get("messages", "conversations")
     if tags.get("role_tag", "from") != "from" or entry["formatting"] == "openai":
         return source(path, split=split, kind="messages", columns={"messages": messages} | more, roles=roles)
     return source(path, split=split, kind="sharegpt", columns={"conversations": messages} | more, roles=roles)
-
-
-def columns_of_answers(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Our columns -> theirs of preferences in an entry of dataset_info.json; empty for other rows."""
-    columns, alpaca = entry.get("columns", {}), entry.get("formatting", "alpaca") == "alpaca"
-    prompt = columns.get("prompt", "instruction") if alpaca else columns.get("messages", "conversations")
-    if entry.get("ranking"):
-        return {"prompt": prompt, "chosen": columns.get("chosen"), "rejected": columns.get("rejected")}
-    if "kto_tag" not in columns:
-        return {}
-    answer = {"completion": columns.get("response", "output")} if alpaca else {}
-    return {"prompt" if alpaca else "messages": prompt, "label": columns["kto_tag"]} | answer
 
 
 OPENAI_TAGS = {
@@ -442,7 +428,7 @@ def handbook_mixture(value: Any, job: Job) -> Converted:
 
 
 def refuse_pairs(columns: Any, job: Job) -> None:
-    if "rejected" in (columns or ()) and OBJECTIVES[job.objective].rows != "pairs":
+    if "rejected" in (columns or ()) and job.objective == "sft":
         raise Refused(
             f"Columns {', '.join(columns)} hold pairs, which objective {job.objective} does not read."
         )

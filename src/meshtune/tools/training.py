@@ -476,6 +476,8 @@ def overlong(value: Any, job: Job) -> dict[str, Any]:
     plain = {str(each.get("type")) for each in sections(job.value("datasets"))} == {"completion"} or job.on(
         "pretraining_dataset"
     )
+    if value == "truncate" and job.objective != "sft":
+        return {"data.overlong": "cut"}
     value = "truncate" if plain else value  # axolotl splits plain text, as `auto` does, whatever this says
     return {"data.overlong": {"truncate": "auto", "raise": "error"}.get(value, value)}
 

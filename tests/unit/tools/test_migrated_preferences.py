@@ -53,14 +53,16 @@ TALKS = rows_of(
          "objective: kto, kto.beta: 0.2, kto.desirable_weight: 1.33, data.seq_len: 64, "
          "train.learning_rate: 5.0e-07"),
         (TRL, "beta: 0.05, max_prompt_length: 32, output_dir: data/zephyr-orpo-141b",
-         "objective: orpo, orpo.beta: 0.05, train.learning_rate: 1.0e-06, data.seq_len: 128"),
+         "objective: orpo, orpo.beta: 0.05, train.learning_rate: 1.0e-06, data.overlong: cut"),
         (TRL, "loss_type: simpo, simpo_gamma: 1.4, beta: 2.5, cpo_alpha: 0.0, label_smoothing: 0.1",
          "objective: simpo, simpo.gamma: 1.4, simpo.beta: 2.5, simpo.sft_weight: 0.0, "
          "simpo.label_smoothing: 0.1"),
         (TRL, "loss_type: simpo, simpo_gamma: 0.5", "simpo.beta: 0.1, simpo.sft_weight: 1.0"),
+        (TRL, "beta: 2.5, gamma_beta_ratio: 0.6, max_prompt_length: 9",
+         "objective: simpo, simpo.beta: 2.5, simpo.gamma: 1.5, simpo.sft_weight: null"),
         (TRL, "center_rewards_coefficient: 0.01, lora_task_type: SEQ_CLS",
          "objective: reward, reward.center_coefficient: 0.01, train.learning_rate: 1.0e-04, "
-         "data.seq_len: 128"),
+         "data.seq_len: 128, data.overlong: drop"),
         (TRL, "run_name: qwen-rm", "objective: reward"),
         (TRL, "run_name: dpo-sft", "objective: null, train.learning_rate: 2.0e-05, data.seq_len: 64"),
         # axolotl: its default length is that of a side; CPOTrainer's beta and alpha
@@ -72,6 +74,7 @@ TALKS = rows_of(
          "objective: kto, kto.beta: 0.5, kto.desirable_weight: 0.2, kto.undesirable_weight: 2, "
          "data.seq_len: 512"),
         (AXOLOTL, "rl: orpo, orpo_alpha: 0.2, sequence_len: 64", "orpo.beta: 0.2, data.seq_len: 128"),
+        (AXOLOTL, "rl: dpo, excess_length_strategy: truncate", "data.overlong: cut"),
         (AXOLOTL, "rl: simpo, simpo_gamma: 0.7",
          "objective: simpo, simpo.gamma: 0.7, simpo.beta: 0.1, simpo.sft_weight: 1.0"),
         (AXOLOTL, "reward_model: true, model_type: AutoModelForSequenceClassification, num_labels: 1, "
@@ -86,7 +89,8 @@ TALKS = rows_of(
         (AXOLOTL, f"rl: dpo, {rows_of('chatml.ultra', split='train_prefs')}",
          "data.train: [{path: org/x, split: train_prefs}]"),
         (AXOLOTL, f"rl: dpo, chat_template: gemma, {TALKS}",
-         "data.train: [{path: org/x, columns: {prompt: talk, chosen: good}, roles: {human: user}}], "
+         "data.train: [{path: org/x, format: messages, columns: {messages: talk, chosen: good}, "
+         "roles: {human: user}}], "
          "data.chat_template: gemma"),
         (AXOLOTL, f"rl: dpo, {rows_of({'field_prompt': 'q', 'field_chosen': 'c', 'field_rejected': 'r'})}",
          "data.train: [{path: org/x, columns: {prompt: q, chosen: c, rejected: r}}]"),
@@ -95,12 +99,15 @@ TALKS = rows_of(
         (AXOLOTL, f"rl: kto, {rows_of({'field_completion': 'c', 'field_label': 'good'})}",
          "data.train: [{path: org/x, columns: {completion: c, label: good}}]"),
         (AXOLOTL, f"rl: orpo, {rows_of('chat_template.argilla')}", "data.train: [{path: org/x}]"),
+        (AXOLOTL, f"rl: orpo, {rows_of('orpo.chat_template')}", "data.train: [{path: org/x}]"),
+        (AXOLOTL, f"rl: kto, {rows_of('chatml.argilla_chat')}",
+         "data.train: [{path: org/x, format: messages, columns: {messages: completion}}]"),
         (AXOLOTL, rows_of("bradley_terry.chat_template"),
          "objective: reward, data.train: [{path: org/x, columns: {prompt: input}}]"),
         # LLaMA-Factory: one beta of all losses
         (FACTORY, "stage: dpo, pref_beta: 0.2, pref_ftx: 0.3, ref_model: org/r, lora_dropout: 0.1",
          "objective: dpo, dpo.beta: 0.2, dpo.sft_weight: 0.3, dpo.reference: org/r, lora.dropout: 0.0, "
-         "data.seq_len: 128, train.learning_rate: 5.0e-05"),
+         "data.seq_len: 128, data.overlong: cut, train.learning_rate: 5.0e-05"),
         (FACTORY, "stage: dpo, pref_loss: ipo, dpo_label_smoothing: 0.0",
          "objective: dpo, dpo.loss_type: ipo"),
         (FACTORY, "stage: dpo, pref_loss: orpo", "objective: orpo, dpo.loss_type: null"),
@@ -152,10 +159,10 @@ ENTRIES = {  # of dataset_info.json
 @pytest.mark.parametrize(
     ("name", "stage", "source"),
     [
-        ("turns", "dpo", "path: data/a.json, columns: {prompt: conversations, chosen: good}"),
-        ("texts", "rm", "path: org/b, columns: {prompt: q}"),
-        ("judged", "kto", "path: data/c.json, columns: {prompt: instruction, completion: output, label: ok}"),
-        ("talks", "kto", "path: data/d.json, columns: {messages: m, label: ok}"),
+        ("turns", "dpo", "path: data/a.json, format: sharegpt, columns: {chosen: good}"),
+        ("texts", "rm", "path: org/b, format: alpaca, columns: {instruction: q, input: context}"),
+        ("judged", "kto", "path: data/c.json, format: alpaca, columns: {label: ok}"),
+        ("talks", "kto", "path: data/d.json, format: sharegpt, columns: {conversations: m, label: ok}"),
         ("answers", "dpo", ""),
         ("turns", "sft", ""),
         ("judged", "rm", ""),
@@ -173,7 +180,7 @@ def test_rows_of_llama_factory_fit_the_stage(
     result = migrated(FACTORY, stage=stage, dataset=name)
     (made,) = result.settings["data.train"]
     assert made | {"path": made["path"].replace(f"{tmp_path}/", "")} == yaml.safe_load(f"{{{source}}}")
-    assert [note.key for note in result.unsupported] == ["dataset"] * (name == "texts")
+    assert result.unsupported == []
 
 
 REFUSED: list[dict[str, Any]] = [
