@@ -99,7 +99,7 @@ def _told_by_keys(tree: Mapping[str, Any], file: Path) -> Told:
     if str(tree.get("lora_task_type")).lower() == "seq_cls":
         keys.append("lora_task_type")
         fitting = [name for name in fitting if name == "reward"]
-    if any({"chosen", "rejected"} <= {*columns} for columns in _columns(tree)):
+    if any({"chosen", "rejected"} <= columns for columns in _columns(tree)):
         keys.append("the columns chosen and rejected")
     words = [*_words(file.stem), file.parent.name]
     words += [word for key in NAMING for word in _words(str(tree.get(key) or ""))]
@@ -126,11 +126,11 @@ def _words(text: str) -> list[str]:
     return re.findall("[a-z]+", text.lower())
 
 
-def _columns(tree: Mapping[str, Any]) -> Iterator[Sequence[str]]:
+def _columns(tree: Mapping[str, Any]) -> Iterator[set[str]]:
     """Yield the columns of each data set that names them."""
     mixture = tree.get("dataset_mixture")
     for rows in (tree.get("datasets"), mixture.get("datasets") if isinstance(mixture, Mapping) else None):
-        yield from (listed(each.get("columns") or []) for each in sections(rows))
+        yield from ({*(each.get("columns") or ())} for each in sections(rows))
 
 
 # Conversions #
@@ -161,13 +161,14 @@ def losses(setting: str, weights: str, supervised: str = "") -> Conversion:
             return Converted({})
         if job.objective not in LOSSES:
             raise NotNeeded(f"it has no effect with objective {job.objective}")
-        names = ["simpo"] if "gamma_beta_ratio" in job.given else listed(value)  # SimPO's own trainer
+        own = "gamma_beta_ratio" in job.given and value == "sigmoid"  # of SimPO's own trainer
+        names = ["simpo"] if own else listed(value)
         shares = dict(zip(names, job.value(weights) or [1.0] * len(names), strict=True))
         supervision = float(shares.pop("sft", 0)) if job.objective == "dpo" else 0.0
         if len(shares) != 1 or not shares.keys() <= {*LOSSES[job.objective]}:
             not_offered(", ".join(names), job)
         ((name, share),) = shares.items()
-        made = {"dpo.loss_type": name} if job.objective == "dpo" else {}
+        made: dict[str, Any] = {"dpo.loss_type": name} if job.objective == "dpo" else {}
         if supervision:
             made["dpo.sft_weight"] = supervision / float(share)
         scaled = f"the sum of losses is divided by the weight {share} of {name}" if float(share) != 1 else ""
@@ -198,13 +199,17 @@ def rl(value: Any, job: Job) -> dict[str, Any]:
     return {"objective": job.objective} | ({"dpo.loss_type": "ipo"} if value == "ipo" else {})
 
 
-def cpo_alpha(value: Any, job: Job) -> dict[str, Any]:
+def cpo_alpha(value: Any, job: Job) -> Converted:
     """CPO's weight of the cross entropy, which SimPO's own trainer lacks."""
-    return {} if "gamma_beta_ratio" in job.given else preference("simpo.sft_weight").read(value, job)
+    own = "gamma_beta_ratio" in job.given
+    return Converted({}) if own else preference("simpo.sft_weight").converted(value, job)
 
 
-def gamma_beta_ratio(value: Any, job: Job) -> dict[str, Any]:
-    return preference("simpo.gamma").read(float(value) * float(job.value("beta", default=2.0)), job)
+def gamma_beta_ratio(value: Any, job: Job) -> Converted:
+    """Gamma of SimPO's own trainer, as a share of a beta whose default is not CPO's."""
+    if "beta" not in job.given:
+        raise Refused("gamma_beta_ratio is a share of beta, which the file leaves out; set beta in it.")
+    return preference("simpo.gamma").converted(float(value) * float(job.given["beta"]), job)
 
 
 def pref_loss(value: Any, job: Job) -> dict[str, Any]:
@@ -232,27 +237,22 @@ def sides(value: Any, job: Job) -> Converted:
     """The length of a row; a pair has two sides, which are one sequence here."""
     free = "rows have no limit there; meshtune data counts the cut ones" if value == "no limit" else ""
     length = DataConfig.model_fields["seq_len"].default if free else int(value)
-    drops = job.tool == "trl" and job.objective == "reward"
-    cut = (
-        {}
-        if job.objective == "sft" or job.tool == "axolotl"
-        else {"data.overlong": "drop" if drops else "cut"}
-    )
+    made: dict[str, Any] = {"data.seq_len": length}
+    if job.objective != "sft" and job.tool != "axolotl":  # which has a key for it
+        made["data.overlong"] = "drop" if (job.tool, job.objective) == ("trl", "reward") else "cut"
     if free or OBJECTIVES[job.objective].rows != "pairs":
-        return Converted({"data.seq_len": length} | cut, free)
-    return Converted(
-        {"data.seq_len": 2 * length} | cut, f"a sequence has both sides of a pair, {length} tokens each"
-    )
+        return Converted(made, free)
+    remark = f"a sequence has both sides of a pair, {length} tokens each"
+    return Converted(made | {"data.seq_len": 2 * length}, remark)
 
 
 def dropout(value: Any, job: Job) -> Converted:
     """Dropout of adapters, which trainers of preferences switch off with all other."""
     off = job.objective != "sft" and job.value("disable_dropout", default=job.value("stage") != "rm")
-    remark = f"trainers of preferences switch dropout off, also {value} of the adapter"
-    return (
-        Converted({"lora.dropout": 0.0}, remark if value else "")
-        if off
-        else Converted({"lora.dropout": value})
+    if not (off and value):
+        return Converted({"lora.dropout": value})
+    return Converted(
+        {"lora.dropout": 0.0}, f"trainers of preferences switch dropout off, also {value} of the adapter"
     )
 
 

@@ -14,10 +14,10 @@ from typing import Any
 import fewest_keys
 import pytest
 import transformers
-import trl
 import yaml
 from fewest_keys import AXOLOTL, FACTORY, TRL
 from golden import refuses, says
+from trl.trainer.sft_config import SFTConfig
 
 from meshtune import config
 from meshtune.errors import UserError
@@ -253,7 +253,7 @@ TRAINERS = {
 
 @pytest.mark.ci
 def test_keys_and_defaults_of_the_table_are_those_of_trls_trainers() -> None:
-    plain = {row.name for each in (trl.SFTConfig, transformers.TrainingArguments) for row in fields(each)}
+    plain = {row.name for each in (SFTConfig, transformers.TrainingArguments) for row in fields(each)}
     for name, place in TRAINERS.items():
         module, _, kind = place.rpartition(".")
         theirs = {row.name: row.default for row in fields(getattr(import_module(module), kind))}
