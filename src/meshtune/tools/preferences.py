@@ -28,7 +28,7 @@ from meshtune.tools.job import (
 from meshtune.tools.table import table
 
 RL = {"dpo": "dpo", "ipo": "dpo", "kto": "kto", "orpo": "orpo", "simpo": "simpo"}  # axolotl's
-STAGES = {"kto": "kto", "rm": "reward"}  # LLaMA-Factory's, next to dpo
+STAGES = {"dpo": "dpo", "kto": "kto", "rm": "reward"}  # LLaMA-Factory's
 TORCHTUNE = {  # losses -> objective, dpo.loss_type
     "dpoloss": ("dpo", "sigmoid"),
     "rsoloss": ("dpo", "hinge"),
@@ -68,19 +68,15 @@ def objective_of(tool: str, tree: Mapping[str, Any], file: Path, overrides: Sequ
         case "axolotl":
             types = [str(rows.get("type")) for rows in sections(tree.get("datasets"))]
             rewards = tree.get("reward_model") or any(each.startswith("bradley_terry") for each in types)
-            return Told(
-                RL.get(str(tree.get("rl")), "reward" if rewards else "sft"), "by the type of its rows"
-            )
+            plain = "reward" if rewards else "sft"
+            return Told(RL.get(str(tree.get("rl")), plain), "by the type of its rows")
         case "llama_factory":
-            loss = tree.get("pref_loss") if tree.get("pref_loss") in ("orpo", "simpo") else "dpo"
-            return Told(loss if tree.get("stage") == "dpo" else STAGES.get(str(tree.get("stage")), "sft"))
+            stage, loss = str(tree.get("stage")), str(tree.get("pref_loss"))
+            own = loss if stage == "dpo" and loss in ("orpo", "simpo") else ""
+            return Told(own or STAGES.get(stage, "sft"))
         case "torchtune":
-            loss = tree.get("loss")
-            return Told(
-                TORCHTUNE.get(short(loss.get("_component_") if isinstance(loss, Mapping) else ""), ("sft",))[
-                    0
-                ]
-            )
+            loss = next(iter(sections(tree.get("loss"))), {})
+            return Told(TORCHTUNE.get(short(loss.get("_component_")), ("sft",))[0])
         case "trl":
             return _told_by_keys(tree, file)
     return Told("sft")
