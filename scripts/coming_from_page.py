@@ -14,7 +14,8 @@ TOOLS = {  # order of the page -> the classes or files that have the keys
     "axolotl": "its schema and its plugins' arguments",
     "llama_factory": "its model, data, training, finetuning, generating and evaluation arguments; the others "
     "are [transformers'](#transformers)",
-    "trl": "`SFTConfig`, `ModelConfig` and `ScriptArguments`; the others are [transformers'](#transformers)",
+    "trl": "`SFTConfig`, `DPOConfig`, `KTOConfig`, `ORPOConfig`, `CPOConfig`, `RewardConfig`, `ModelConfig` "
+    "and `ScriptArguments`; the others are [transformers'](#transformers)",
     "transformers": "`TrainingArguments` and `Seq2SeqTrainingArguments`",
     "torchtune": "its recipes' YAML files",
 }

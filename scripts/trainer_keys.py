@@ -34,7 +34,10 @@ CLASSES = {
     ),
     "trl": (
         "trl",
-        ["trl.trainer.sft_config:SFTConfig", "trl.trainer.model_config:ModelConfig",
+        ["trl.trainer.sft_config:SFTConfig", "trl.trainer.dpo_config:DPOConfig",
+         "trl.trainer.kto_config:KTOConfig", "trl.experimental.orpo.orpo_config:ORPOConfig",
+         "trl.experimental.cpo.cpo_config:CPOConfig", "trl.trainer.reward_config:RewardConfig",
+         "trl.trainer.model_config:ModelConfig",
          "trl.scripts.utils:ScriptArguments", "trl.scripts.utils:DatasetMixtureConfig"],
     ),
     "axolotl": ("axolotl", ["axolotl.utils.schemas.config:AxolotlInputConfig"]),

@@ -16,7 +16,7 @@ from meshtune.layout import TORCH_SCHEDULES
 from meshtune.plan.programs import Tool
 from meshtune.sections import SourceConfig
 from meshtune.setting import changed
-from meshtune.tools import job, layouts, outputs, rows, training
+from meshtune.tools import job, layouts, outputs, preferences, rows, training
 from meshtune.tools.job import Conversion
 from meshtune.tools.planned import (
     Exported,
@@ -86,9 +86,10 @@ CONVERSIONS = {
     **outputs.CONVERSIONS,
     **layouts.CONVERSIONS,
     **rows.CONVERSIONS,
+    **preferences.CONVERSIONS,
     **{name: Conversion(lambda value, job: {}, write) for name, write in WRITTEN.items()},
 }
-MAKERS = {**job.MAKERS, **training.MAKERS, **outputs.MAKERS, "quoted": quoted}
+MAKERS = {**job.MAKERS, **training.MAKERS, **outputs.MAKERS, **preferences.MAKERS, "quoted": quoted}
 
 
 def conversion_of(entry: Entry) -> Conversion:

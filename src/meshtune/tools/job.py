@@ -53,7 +53,7 @@ class NotNeeded(Exception):
 
 
 class Refused(Exception):
-    """The file describes another job than supervised fine-tuning; the text says which."""
+    """The file describes a job that is not trained here; the text says which."""
 
 
 @dataclass(frozen=True)
@@ -65,14 +65,21 @@ class Job:
     folder: Path  # that the file is in, for the files that it names
     gpus: int
     overrides: tuple[str, ...] = ()  # section.key=value of ours, laid over the result
+    objective: str = "sft"  # a key of OBJECTIVES
 
     @property
     def table(self) -> Table:
         return table(self.tool)
 
+    @property
+    def defaults(self) -> Mapping[str, Any]:
+        """The tool's values where the file leaves keys out, those of its trainer for the objective first."""
+        own = self.table.tree.get("objectives", {}).get(self.objective, {})
+        return {**self.table.defaults, **own.get("defaults", {})}
+
     def value(self, *keys: str, default: Any = None) -> Any:
         """The value of the first of `keys` that the file has, else that the tool has a default for."""
-        for values in (self.given, self.table.defaults):
+        for values in (self.given, self.defaults):
             for key in keys:
                 if key in values:
                     return values[key]

@@ -24,6 +24,7 @@ from meshtune.tools import layouts
 from meshtune.tools.exporters import conversion_of
 from meshtune.tools.job import Job, NoCounterpart, Note, NotNeeded, Refused, flat, is_off
 from meshtune.tools.other_jobs import other_job
+from meshtune.tools.preferences import Told, objective_of
 from meshtune.tools.table import ORDER, nearest_tool, table
 from meshtune.units import counted, printable
 from meshtune.yaml_tree import merge, nested, overridden, read_yaml
@@ -80,7 +81,7 @@ def migrate(
     tool: whose file it is, one of TOOLS; None: the one that has most of its keys. gpus: that it is for; None:
     the processes of `launcher`, or 1. launcher: the file of accelerate or DeepSpeed that the trainer is
     started with. overrides: section.key=value, laid over the result. Raises UserError for a file that can't
-    be read or is of no known tool, for another job than supervised fine-tuning, and where no model is named.
+    be read or is of no known tool, for a job that is not trained here, and where no model is named.
     """
     repeated: list[tuple[str, str]] = []
     tree = read(file, repeated)
@@ -90,7 +91,7 @@ def migrate(
             f"{file} is a file of {launched_by}, which starts a trainer. Name the trainer's file first: "
             f"meshtune migrate TRAINER.yaml --with {file}."
         )
-    other = other_job(tree)
+    other = other_job(tree, overrides)
     if other and not tool:
         try:
             tool = tool_of(tree, file)
@@ -103,7 +104,8 @@ def migrate(
         if key not in given or not is_off(value):  # of a list of sections, one may leave it off
             given[key] = value
     present = {key: value for key, value in given.items() if value not in (None, "")}
-    job = Job(tool, present, file.parent, gpus or launch.processes or 1, tuple(overrides))
+    told = objective_of(tool, tree, file, overrides) if not other else Told("sft")
+    job = Job(tool, present, file.parent, gpus or launch.processes or 1, tuple(overrides), told.objective)
     result = Migrated(job)
     result.unsupported += launch.unsupported
     result.ignored += launch.ignored
@@ -111,7 +113,7 @@ def migrate(
         Note(key, value, "the file has the key again, and its last value counts") for key, value in repeated
     ]
     refused = list(_convert(result, job.given))
-    defaults = {key: value for key, value in job.table.defaults.items() if _applies(key, result)}
+    defaults = {key: value for key, value in job.defaults.items() if _applies(key, result)}
     result.off += [key for key in given if key not in job.given and key not in defaults]
     refused += _convert(result, defaults, default=True)
     if other:
@@ -119,8 +121,12 @@ def migrate(
         more = [each for each in refused if not each.startswith(said)]
         raise UserError([f"{file}: {other.sentence}", *more])
     if refused:
-        raise UserError(refused)
+        raise UserError([*dict.fromkeys(refused)])
     _lay_out(result)
+    if told.objective != "sft":
+        result.settings.setdefault("objective", told.objective)
+        result.origins.setdefault("objective", told.origin)
+        _drop(result, "data.train_on", "preferences label the tokens of answers")
     if "name" in result.tree.get("model", {}):
         _without_effect(result)
     result.config()

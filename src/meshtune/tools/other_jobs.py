@@ -1,29 +1,30 @@
-"""Tell files of another job than supervised fine-tuning, by the keys of jobs.toml."""
+"""Tell files of jobs that are not trained here, by the keys of jobs.toml."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from meshtune.tools.job import is_off
 from meshtune.tools.table import toml
 
-SUPERVISED = ("sft", "pt")  # LLaMA-Factory's stages
+STAGES = ("sft", "pt", "dpo", "kto", "rm")  # LLaMA-Factory's
 COMPONENTS = ("_component_", "_target_")  # keys with the name of a class or a function
 NAMED = ("datasets.type", "plugins")  # axolotl's
 
 
 class OtherJob(NamedTuple):
-    """Another job than supervised fine-tuning."""
+    """A job that is not trained here."""
 
     keys: tuple[str, ...]  # that tell it
     sentence: str
 
 
-def other_job(tree: Mapping[str, Any]) -> OtherJob | None:
-    """The job of a file by the keys that tell it; None for supervised fine-tuning.
+def other_job(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> OtherJob | None:
+    """The job of a file by the keys that tell it; None for one that is trained here.
 
-    Of several jobs it is the one with most such keys.
+    Of several jobs it is the one with most such keys. overrides: of ours, which may name the objective.
     """
+    tree = {**tree, "objective": any(each.startswith("objective=") for each in overrides)}
     told = [(list(dict.fromkeys(_signs(tree, job))), job) for job in toml("jobs")["job"]]
     told = [([] if job.get("dialect") and len(signs) < 2 else signs, job) for signs, job in told]
     signs, job = max(told, key=lambda pair: min(len(pair[0]), 1) if pair[1].get("weak") else len(pair[0]))
@@ -34,12 +35,13 @@ def other_job(tree: Mapping[str, Any]) -> OtherJob | None:
     if job.get("dialect"):
         return OtherJob(keys, f"{shown}: this is {job['name']}, whose keys are not read.")
     instead = f" Instead: {job['instead']}." if job["instead"] else ""
-    return OtherJob(keys, f"{shown}: this is {job['name']}, not supervised fine-tuning.{instead}")
+    trained = f"meshtune trains on answers and preferences.{instead}"
+    return OtherJob(keys, f"{shown}: this is {job['name']}; {trained}")
 
 
 def _signs(tree: Mapping[str, Any], job: Mapping[str, Any]) -> Iterator[str]:
     """Yield what of a file tells a job: keys, keys with their value, and components."""
-    if job.get("staged") and str(tree.get("stage")).lower() in SUPERVISED:  # its other keys are defaults
+    if job.get("staged") and str(tree.get("stage")).lower() in STAGES:  # its other keys are defaults
         return
     trains = tree.get("do_train") in (None, True)
     if trains and any(not is_off(tree.get(key)) for key in job.get("without", "").split()):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from meshtune.config import Config
+from meshtune.objectives import OBJECTIVES
 from meshtune.sections import HUB_FILES, SourceConfig, is_one_file
 from meshtune.tools.job import Conversion, Converted, Job, NoCounterpart, Refused, is_off, listed, short
 from meshtune.tools.planned import column_name, columns_of, file_kind, is_file, row_format
@@ -23,6 +24,8 @@ LOADERS = ("json", "csv", "parquet", "text", "arrow", "jsonl")  # names of reade
 KINDS = {"messages": ("messages",), "prompt-completion": ("prompt", "completion"), "text": ("text",)}
 ALPACA = {"alpaca_dataset", "alpaca_cleaned_dataset"}
 PROMPTED = ALPACA | {"grammar_dataset", "samsum_dataset"}  # builders that write a prompt around the rows
+HELD = {"answers": "prompts with one answer", "pairs": "pairs", "judged": "answers that are judged"}
+OWN_FORMAT = "rows are asked by data.separator or the chat template, not by a format of their own"
 NEW_SHARE = "a share (weight) is drawn anew in each epoch"
 
 
@@ -65,7 +68,9 @@ def evaluates(job: Job) -> bool:
 
 
 def axolotl_train(value: Any, job: Job) -> Converted:
-    converted = axolotl_sources("data.train", value, has_alpaca_prompts(job))
+    converted = axolotl_sources("data.train", value, has_alpaca_prompts(job), job.objective)
+    if job.objective != "sft":
+        return converted._replace(settings=converted.settings | prompt_of_types(value))
     if not has_alpaca_prompts(job):
         return converted
     remark = joined([converted.remark, ALPACA_REMARK.format(tool="axolotl")])
@@ -80,7 +85,7 @@ def axolotl_eval(value: Any, job: Job) -> Converted:
                     f"{path} is a file without a split {rows['split']}; write these rows to another file, "
                     "or set data.eval_split"
                 )
-    converted = axolotl_sources("data.eval", value, has_alpaca_prompts(job))
+    converted = axolotl_sources("data.eval", value, has_alpaca_prompts(job), job.objective)
     return converted._replace(lost=joined([converted.lost, unread(value)]))
 
 
@@ -100,13 +105,13 @@ def axolotl_pretraining(value: Any, job: Job) -> Converted:
     return Converted(settings, converted.remark, joined([converted.lost, unread(value)]))
 
 
-def axolotl_sources(setting: str, value: Any, alpaca: bool = False) -> Converted:
+def axolotl_sources(setting: str, value: Any, alpaca: bool = False, objective: str = "sft") -> Converted:
     """Sources of axolotl's data sets. alpaca: data.chat_template writes the prompt of rows of that type."""
     sources: list[Source] = []
     remarks: list[str] = []
     lost: list[str] = []
     for rows in listed(value):
-        kind, columns, left = axolotl_format(rows)
+        kind, columns, left = axolotl_format(rows) if objective == "sft" else axolotl_answers(rows, objective)
         name = str(rows.get("type"))
         if name.startswith("alpaca") and not (name == "alpaca" and alpaca):
             left = f"without the prompt of {name} rows: set data.chat_template"
@@ -148,8 +153,7 @@ def axolotl_format(rows: Mapping[str, Any]) -> tuple[str, dict[str, Any], str]:
         return "tokens", {}, ""
     if isinstance(kind, Mapping):
         columns = {name: kind.get(f"field_{name}") for name in ("instruction", "output", "input", "system")}
-        lost = "rows are asked by data.separator or the chat template, not by a format of their own"
-        return "alpaca", columns, lost
+        return "alpaca", columns, OWN_FORMAT
     name = str(kind or "chat_template").partition(".")[0].partition(":")[0]
     if name in ("chat_template", "sharegpt"):
         return axolotl_messages(rows, shared=name == "sharegpt")
@@ -175,6 +179,42 @@ def axolotl_messages(rows: Mapping[str, Any], shared: bool) -> tuple[str, dict[s
         unnamed = "conversations" if shared else "messages"
         return "sharegpt", {"conversations": field or unnamed} | tools, lost
     return "messages", {"messages": field} | tools, lost
+
+
+ANSWERS = {  # the end of a type of axolotl's rows of preferences -> our columns, theirs
+    "intel": {"prompt": "question"}, "icr": {"prompt": "input"}, "prompt_pairs": {}, "ultra": {},
+    "argilla": {"prompt": "instruction", "chosen": "chosen_response", "rejected": "rejected_response"},
+    "argilla_chat": {}, "default": {}, "passthrough": {}, "chat_template": {},
+}  # fmt: skip
+PAIR = ("prompt", "system", "chosen", "rejected")
+JUDGED = ("prompt", "system", "completion", "label")
+
+
+def axolotl_answers(rows: Mapping[str, Any], objective: str) -> tuple[str, dict[str, Any], str]:
+    """`axolotl_format` of preferences: pairs of answers, or answers that are judged."""
+    kind = rows.get("type") or "passthrough"
+    fields = JUDGED if objective == "kto" else PAIR
+    if isinstance(kind, Mapping):
+        return "", {name: kind.get(f"field_{name}") for name in fields}, OWN_FORMAT
+    template, _, form = str(kind).partition(".")
+    if template == "bradley_terry":  # rows of a reward model, by the tokenizer's template or Llama 3's
+        return "", {"prompt": "input"}, ""
+    if template == "chat_template" and form != "argilla_chat" and objective not in ("kto", "orpo"):
+        columns = {name: rows.get(f"field_{name}") for name in ("messages", "chosen", "rejected")}
+        return "messages", columns, axolotl_messages(rows, shared=False)[2]
+    if objective == "kto" and form == "argilla_chat":
+        return "messages", {"messages": "completion"}, ""
+    form = form or (template if template in ANSWERS else "default")
+    if form not in ANSWERS or template == "zephyr":
+        return "", {}, f"rows of type {kind} are read by their columns; meshtune data shows how"
+    columns = {} if template == "chat_template" else ANSWERS[form]
+    return "", {name: theirs for name, theirs in columns.items() if name in fields}, ""
+
+
+def prompt_of_types(value: Any) -> dict[str, Any]:
+    """The chat template that all types of axolotl's preferences write: chatml.intel has ChatML."""
+    names = {str(rows.get("type")).removeprefix("bradley_terry.").partition(".")[0] for rows in listed(value)}
+    return {"data.chat_template": names.pop()} if len(names) == 1 and names <= {"chatml", "llama3"} else {}
 
 
 def axolotl_rows(config: Config, source: SourceConfig) -> dict[str, Any]:
@@ -241,8 +281,10 @@ def llama_factory_sources(setting: str, value: Any, job: Job) -> Converted:
                 remarks.append(f"{folder}/dataset_info.json does not describe {name}; write its path")
             continue
         columns = entry.get("columns", {})
-        if entry.get("ranking") or "kto_tag" in columns:
-            raise Refused(f"dataset {name} has preferences; meshtune trains only on answers.")
+        there = "pairs" if entry.get("ranking") else "judged" if "kto_tag" in columns else "answers"
+        if there != (needed := OBJECTIVES[job.objective].rows):
+            rows = f"The rows of dataset {name} are {HELD[there]}"
+            raise Refused(f"{rows}; objective {job.objective} trains on {HELD[needed]}.")
         if entry.get("num_samples"):
             remarks.append(f"{name}: all rows, not {entry['num_samples']}; data.max_samples takes the first")
         made = llama_factory_source(entry, f"{found.parent}/" if found else "")
@@ -258,17 +300,22 @@ def llama_factory_source(entry: Mapping[str, Any], folder: str) -> Source:
     path = placed(str(hub), None, entry.get("subset"))[0] if hub else f"{folder}{entry['file_name']}"
     columns, tags, split = entry.get("columns", {}), entry.get("tags", {}), entry.get("split")
     more = {"system": columns.get("system"), "tools": columns.get("tools")}
-    if entry.get("formatting", "alpaca") == "alpaca":
-        theirs = {"instruction": "prompt", "input": "query", "output": "response", "history": "history"}
-        names = {ours: columns.get(name) for ours, name in theirs.items()}
-        return source(path, split=split, kind="alpaca", columns=names | more)
-    messages = columns.get("messages", "conversations")
     named = {"user": "user", "assistant": "assistant", "system": "system", "observation": "tool"}
     roles = {
         tags[f"{theirs}_tag"]: ours
         for theirs, ours in named.items()
         if tags.get(f"{theirs}_tag", ours) != ours
     }
+    answers = {"output": "response"}
+    if "kto_tag" in columns:
+        more["label"] = columns["kto_tag"]
+    if entry.get("ranking"):
+        more, answers = {**more, "chosen": columns.get("chosen"), "rejected": columns.get("rejected")}, {}
+    if entry.get("formatting", "alpaca") == "alpaca":
+        theirs = {"instruction": "prompt", "input": "query", "history": "history"} | answers
+        names = {ours: columns.get(name) for ours, name in theirs.items()}
+        return source(path, split=split, kind="alpaca", columns=names | more)
+    messages = columns.get("messages", "conversations")
     if tags.get("role_tag", "from") != "from" or entry["formatting"] == "openai":
         return source(path, split=split, kind="messages", columns={"messages": messages} | more, roles=roles)
     return source(path, split=split, kind="sharegpt", columns={"conversations": messages} | more, roles=roles)
@@ -334,7 +381,7 @@ def trl_mixture(value: Any, job: Job) -> Converted:
     sources: list[Source] = []
     remarks: list[str] = []
     for rows in value:
-        refuse_pairs(rows.get("columns"))
+        refuse_pairs(rows.get("columns"), job)
         folder = f"{rows['path']}/{rows['data_dir']}" if rows.get("data_dir") else rows["path"]
         for path in placed(folder, rows.get("data_files"), rows.get("name")):
             sources.append(source(path, split=rows.get("split"), weight=rows.get("fraction")))
@@ -368,8 +415,9 @@ def handbook_mixture(value: Any, job: Job) -> Converted:
     remarks: list[str] = []
     for rows in value["datasets"]:
         columns = listed(rows.get("columns") or [])
-        refuse_pairs(columns)
-        kind = next((kind for kind, names in KINDS.items() if {*names} <= {*columns}), "")
+        refuse_pairs(columns, job)
+        fitting = (kind for kind, names in KINDS.items() if {*names} <= {*columns})
+        kind = next(fitting, "") if job.objective == "sft" else ""
         share = rows.get("weight")
         weight = None if share is None or float(share) == 1 else float(share)
         for path in placed(str(rows["id"]), None, rows.get("config")):
@@ -379,9 +427,11 @@ def handbook_mixture(value: Any, job: Job) -> Converted:
     return Converted({"data.train": sources, **held}, joined(remarks))
 
 
-def refuse_pairs(columns: Any) -> None:
-    if "rejected" in (columns or ()):
-        raise Refused(f"columns {', '.join(columns)} hold preferences; meshtune trains only on answers.")
+def refuse_pairs(columns: Any, job: Job) -> None:
+    if "rejected" in (columns or ()) and job.objective == "sft":
+        raise Refused(
+            f"Columns {', '.join(columns)} hold pairs, which objective {job.objective} does not read."
+        )
 
 
 # torchtune #
@@ -397,7 +447,8 @@ def torchtune_dataset(value: Any, job: Job) -> Converted:
         for rows, (sources, _) in zip(sections, made, strict=True)
         for each in sources
     ]
-    settings = {"data.train": [each for sources, _ in made for each in sources], "data.train_on": labels[0]}
+    settings: dict[str, Any] = {"data.train": [each for sources, _ in made for each in sources]}
+    settings |= {"data.train_on": labels[0]} if labels[0] else {}
     if len({*labels}) > 1:
         remarks.append(f"data.train_on is that of the first source; the others label {', '.join(labels[1:])}")
     names = [short(rows["_component_"]) for rows in sections]
@@ -425,6 +476,9 @@ def torchtune_sources(rows: Mapping[str, Any], job: Job) -> tuple[list[Source], 
     if name not in job.table.tree["builders"]:
         raise NoCounterpart(f"torchtune's {name or 'data set'} has no counterpart; set data.train")
     path, kind, columns, labels = job.table.tree["builders"][name]
+    if (kind == "pairs") != (OBJECTIVES[job.objective].rows == "pairs"):
+        raise Refused(f"The rows of {name} are not those that objective {job.objective} trains on.")
+    kind = kind.replace("pairs", "")
     column = str(rows.get("conversation_column") or rows.get("column") or "")
     if kind == "sharegpt":
         kind = "messages" if rows.get("conversation_style") == "openai" else kind

@@ -10,7 +10,6 @@ from typing import Any
 from meshtune.data.messages import REASONING
 from meshtune.precision import NF4_ERROR
 from meshtune.schedules import SCHEDULES, transformers_schedule
-from meshtune.sections import DataConfig
 from meshtune.setting import is_regular_expression, is_template
 from meshtune.tools.job import (
     OFF,
@@ -26,7 +25,9 @@ from meshtune.tools.job import (
     sections,
     short,
 )
+from meshtune.tools.other_jobs import STAGES
 from meshtune.tools.planned import Planned
+from meshtune.tools.preferences import TORCHTUNE as PREFERENCES
 from meshtune.tools.rows import has_alpaca_prompts
 from meshtune.tools.table import counterpart, reason
 
@@ -387,6 +388,9 @@ def plugins(value: Any, job: Job) -> Converted:
 
 
 def torchtune_loss(value: Any, job: Job) -> Converted:
+    if short(value) in PREFERENCES:
+        objective, loss = PREFERENCES[short(value)]
+        return Converted({"objective": objective} | ({"dpo.loss_type": loss} if loss else {}))
     if "crossentropy" not in short(value) and not short(value).startswith("ce"):
         raise NoCounterpart(f"there is no loss {short(value)}; it is the mean cross-entropy of label tokens")
     raise NotNeeded("the loss is the chunked mean cross-entropy of label tokens")
@@ -425,10 +429,13 @@ def label_switch(_: str, ours: str) -> Conversion:
     return Conversion(lambda value, job: train_on_prompt(job), lambda plan: plan.config.data.train_on == ours)
 
 
-def stage(value: Any, job: Job) -> dict[str, Any]:
-    if value not in ("sft", "pt"):
-        raise Refused(f"stage: {value} is not supervised fine-tuning; meshtune trains the stages sft and pt.")
-    return train_on_prompt(job)
+def stage(value: Any, job: Job) -> Converted:
+    if value not in STAGES:
+        raise Refused(f"stage: {value} is not trained here; meshtune trains the stages {', '.join(STAGES)}.")
+    if job.objective == "sft":
+        return Converted(train_on_prompt(job))
+    prompts = "the cross entropy has the tokens of the prompt too" if job.objective == "orpo" else ""
+    return Converted({"objective": job.objective}, prompts)
 
 
 def completion_only(value: Any, job: Job) -> Converted:
@@ -469,17 +476,10 @@ def overlong(value: Any, job: Job) -> dict[str, Any]:
     plain = {str(each.get("type")) for each in sections(job.value("datasets"))} == {"completion"} or job.on(
         "pretraining_dataset"
     )
+    if value == "truncate" and job.objective != "sft":
+        return {"data.overlong": "cut"}
     value = "truncate" if plain else value  # axolotl splits plain text, as `auto` does, whatever this says
     return {"data.overlong": {"truncate": "auto", "raise": "error"}.get(value, value)}
-
-
-def no_limit(value: Any, job: Job) -> Converted:
-    if value == "no limit":
-        length = DataConfig.model_fields["seq_len"].default
-        return Converted(
-            {"data.seq_len": length}, "rows have no limit there; meshtune data counts the cut ones"
-        )
-    return Converted({"data.seq_len": int(value)})
 
 
 def template_name(setting: str, theirs: str = "", others: bool = False) -> Conversion:
@@ -548,7 +548,7 @@ def elsewhere(setting: str, there: Any = None) -> Conversion:
 READ = (
     model_arguments, method, torchtune_modules, fp16, torchtune_dtype, least_rate, steps_per_epoch,
     weight_decay, plugins, torchtune_loss, thought_field, completion_only,
-    trains, packing_strategy, no_limit, answer_tokens,
+    trains, packing_strategy, answer_tokens,
 )  # fmt: skip
 MADE = (
     attention_kernel, attention_switch, precision, beta, label_switch, labels_of_rows, elsewhere,

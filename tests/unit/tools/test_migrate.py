@@ -309,32 +309,28 @@ OTHER_JOBS: list[dict[str, Any]] = [
     TRL | {"beta": 0.05, "max_prompt_length": 512},
     TRL | {"reward_funcs": ["accuracy"], "num_generations": 8},
     TRL | {"teacher_model_name_or_path": "org/teacher"},
-    TRL | {"center_rewards_coefficient": 0.01},
     TRL | {"num_labels": 3},
-    TRL | {"loss_type": ["sigmoid", "sft"]},
     TRL | {"loss_type": "dapo"},
     TRL | {"vllm_mode": "colocate", "use_vllm": True, "teacher_model_name_or_path": "t"},
     TRL | {"vllm_mode": "colocate", "temperature": 0.9, "top_p": 1.0},
     TRL | {"lora_task_type": "SEQ_2_SEQ_LM"},
     TRL | {"dataset_mixture": {"datasets": [{"id": "x", "columns": ["chosen", "rejected"]}]}},
     {key: value for key, value in TRL.items() if key != "model_name_or_path"},
-    AXOLOTL | {"rl": "dpo"},
+    AXOLOTL | {"rl": "gdpo"},
+    AXOLOTL | {"process_reward_model": True},
     AXOLOTL | {"adapter": "ia3"},
     AXOLOTL | {"hatchery": {"backend": "tinker"}},
-    AXOLOTL | {"reward_model": True},
     AXOLOTL | {"diffusion": {"noise_schedule": "linear"}},
-    AXOLOTL | {"model_type": "AutoModelForSequenceClassification", "num_labels": 1, "reward_model": True},
-    AXOLOTL | {"datasets": [{"path": "x", "type": "bradley_terry.llama3"}]},
+    AXOLOTL | {"model_type": "AutoModelForSequenceClassification", "num_labels": 3},
     AXOLOTL | {"plugins": ["axolotl.integrations.diffusion.DiffusionPlugin"]},
     AXOLOTL | {"warmup_ratio": "much"},
-    FACTORY | {"stage": "kto"},
-    FACTORY | {"stage": "dpo"},
+    FACTORY | {"stage": "ppo"},
     FACTORY | {"do_train": False},
     FACTORY | {"do_train": False, "do_predict": True},
     FACTORY | {"do_train": 0, "do_eval": True},
     FACTORY | {"finetuning_type": "freeze"},
     FACTORY | {"finetuning_type": "oft"},
-    TORCHTUNE | {"loss": {"_component_": "torchtune.rlhf.loss.DPOLoss"}},
+    TORCHTUNE | {"loss": {"_component_": "torchtune.rlhf.loss.PPOLoss"}},
     TORCHTUNE | {"loss": {"_component_": "torchtune.modules.loss.ForwardKLLoss"}},
     {"model": {"_component_": "torchtune.models.llama2.llama2_7b"}, "tasks": ["truthfulqa_mc2"]},
     {"model_name_or_path": "x", "template": "qwen3", "finetuning_type": "lora"},
@@ -396,7 +392,7 @@ def test_a_layout_of_more_ranks_than_gpus_names_the_number(migrated: Migrate) ->
 
 def test_all_refusals_are_said_at_once(migrated: Migrate) -> None:
     with pytest.raises(UserError) as refused:
-        migrated(AXOLOTL, rl="dpo", adapter="ia3", num_epochs="x")
+        migrated(AXOLOTL, rl="grpo", adapter="ia3", num_epochs="x")
     assert len(refused.value.problems) == 3
 
 
