@@ -17,7 +17,7 @@ from pydantic import Field, StrictBool, ValidationError, field_validator, model_
 
 from meshtune.errors import UserError, expanded, written
 from meshtune.layout import PartialLayout
-from meshtune.objectives import OBJECTIVES
+from meshtune.objectives import OBJECTIVES, default_rate
 from meshtune.optimizers import OPTIMIZERS, constants_of
 from meshtune.precision import PRECISIONS, REDUCE_DTYPES
 from meshtune.schedules import ARGUMENTS, SCHEDULES, Schedule, schedule_problems
@@ -53,17 +53,6 @@ from meshtune.setting_errors import sentences
 from meshtune.tools.table import file_of_another, unknown_setting
 from meshtune.units import notice, on_first_rank, scientific
 from meshtune.yaml_tree import merge, overridden, read_cluster, read_yaml, undotted, without
-
-# Adapters start at zero and are few: they take a rate at which all weights would diverge.
-LEARNING_RATES = {"full": 1e-5, "lora": 2e-4, "qlora": 2e-4}  # default peak, by method
-# Preferences move a trained model little. These are the rates of TRL's DPO trainer and of its LoRA examples.
-PREFERENCE_RATES = {"full": 1e-6, "lora": 1e-5, "qlora": 1e-5}
-
-
-def default_rate(method: str, objective: str = "sft") -> float:
-    """Default peak learning rate. A reward model learns a new head, at the rates of sft."""
-    return (LEARNING_RATES if objective in ("sft", "reward") else PREFERENCE_RATES)[method]
-
 
 STREAMED = "with data.streaming the length of an epoch is unknown"
 HELD_OUT = Need(

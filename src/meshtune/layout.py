@@ -14,8 +14,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from string import digits
 from typing import Any, NamedTuple
 
-from meshtune.errors import Table, UserError, written
-from meshtune.nearest import did_you_mean, nearest
+from meshtune.errors import Table, UserError, did_you_mean, nearest, written
 from meshtune.tools.table import unknown_setting
 
 # Operators whose outputs modes save, by name: some exist only once their module is imported. Attention stands

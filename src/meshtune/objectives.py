@@ -35,3 +35,14 @@ OBJECTIVES = Table(
         "reward": Objective(scores=True),  # Bradley and Terry 1952
     },
 )
+
+
+# Adapters start at zero and are few: they take a rate at which all weights would diverge.
+LEARNING_RATES = {"full": 1e-5, "lora": 2e-4, "qlora": 2e-4}  # default peak, by method
+# Preferences move a trained model little. These are the rates of TRL's DPO trainer and of its LoRA examples.
+PREFERENCE_RATES = {"full": 1e-6, "lora": 1e-5, "qlora": 1e-5}
+
+
+def default_rate(method: str, objective: str = "sft") -> float:
+    """Default peak learning rate. A reward model learns a new head, at the rates of sft."""
+    return (LEARNING_RATES if objective in ("sft", "reward") else PREFERENCE_RATES)[method]

@@ -5,8 +5,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from meshtune.errors import UserError, written
-from meshtune.nearest import nearest
+from meshtune.errors import UserError, nearest, written
 from meshtune.tools.table import pasted_value
 
 # Pydantic's kind of an error -> what to write instead; {…} are numbers of its context.

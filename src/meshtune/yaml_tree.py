@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from meshtune.errors import UserError, check_file, explained, type_name, written
-from meshtune.nearest import path_meant
+from meshtune.errors import UserError, check_file, explained, path_meant, type_name, written
 
 MAX_DEPTH = 50  # levels of a config
 MAX_VALUES = 100_000  # in a config

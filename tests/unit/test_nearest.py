@@ -3,8 +3,7 @@
 import pytest
 from golden import refuses
 
-from meshtune.errors import UserError
-from meshtune.nearest import did_you_mean, edits, nearest
+from meshtune.errors import UserError, did_you_mean, edits, nearest
 from meshtune.optimizers import OPTIMIZERS
 from meshtune.tools.export import check_tool
 

@@ -100,12 +100,9 @@ def build(
     if reference:
         reference.compute_named(config.data.seq_len)
     model = rank_model(
-        spec,
-        world,
-        optimizer=optimizer_spec(config),
-        tokens_per_sequence=config.data.seq_len,
+        spec, world, optimizer=optimizer_spec(config), tokens_per_sequence=config.data.seq_len,
         token_loss=TokenLoss(hooks.loss) if hooks.loss else None,
-    )
+    )  # fmt: skip
     if reference:
         inputs = inputs._replace(prepared=reference.given(inputs.prepared, model))
     seed_dropout(world, config.train.seed)

@@ -13,10 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from meshtune.errors import UserError
+from meshtune.errors import UserError, nearest
 from meshtune.model.census_cache import config_file
 from meshtune.model.hub import NotFromHub
-from meshtune.nearest import nearest
 from meshtune.plan.models import by_size, known_config, known_names, typical_config, typical_parameters
 
 

@@ -15,8 +15,7 @@ import yaml
 from meshtune.api.plan import Log, silent, workloads
 from meshtune.api.settings import plain
 from meshtune.config import Config, load
-from meshtune.errors import UserError, expanded
-from meshtune.nearest import did_you_mean, nearest
+from meshtune.errors import UserError, did_you_mean, expanded, nearest
 from meshtune.notebook import Notebook
 from meshtune.plan.changes import empty_plan_error
 from meshtune.plan.cluster import Cluster, cluster_for, cluster_here, gpus_here

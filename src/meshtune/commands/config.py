@@ -22,8 +22,7 @@ def config(
 
     Batch per GPU, recomputation and the parallel layout are left to the planner.
     """
-    from meshtune.errors import UserError
-    from meshtune.nearest import did_you_mean, nearest
+    from meshtune.errors import UserError, did_you_mean, nearest
     from meshtune.plan.models import by_size, hub_id, known_config
     from meshtune.reference.starter import SIZES, starter
     from meshtune.rundir import write_text_atomically

@@ -12,8 +12,7 @@ import typer
 
 from meshtune import __version__
 from meshtune.commands.complete import complete_settings
-from meshtune.errors import UserError, expanded
-from meshtune.nearest import entries
+from meshtune.errors import UserError, entries, expanded
 from meshtune.rundir import RunDir
 from meshtune.streams import encodes
 from meshtune.units import log, on_first_rank

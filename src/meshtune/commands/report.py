@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from meshtune.commands.options import AsJson, PlotWidth, pictures_to, runs_there, show, show_json
-from meshtune.errors import UserError, expanded
-from meshtune.nearest import path_meant
+from meshtune.errors import UserError, expanded, path_meant
 from meshtune.report.experiments.database import database_of
 from meshtune.rundir import RunDir, write_text_atomically
 from meshtune.units import few, working

@@ -17,8 +17,7 @@ from typing import Any
 from urllib.parse import urlparse
 
 from meshtune.data.example import Source, is_url, name_of
-from meshtune.errors import UserError, check_fetched, expanded, reason_of
-from meshtune.nearest import entries, path_meant
+from meshtune.errors import UserError, check_fetched, entries, expanded, path_meant, reason_of
 from meshtune.rundir import write_text_atomically
 from meshtune.sections import HUB_FILES, DataConfig, hub_pattern, is_pattern
 from meshtune.setting import SUFFIXES

@@ -12,8 +12,7 @@ from typing import TypeVar
 from urllib.parse import urlparse
 from urllib.request import getproxies
 
-from meshtune.errors import UserError, check_file, expanded
-from meshtune.nearest import path_meant
+from meshtune.errors import UserError, check_file, expanded, path_meant
 
 HUB = "https://huggingface.co"
 T = TypeVar("T")

@@ -37,7 +37,7 @@ from transformers.initialization import no_init_weights
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from meshtune.compat import parameters_on_meta
-from meshtune.errors import UserError, check_fetched, explained
+from meshtune.errors import UserError, check_fetched, did_you_mean, explained, nearest
 from meshtune.model.anatomy import aside_names, auto_class, set_aside
 from meshtune.model.draw import Receive, draw
 from meshtune.model.files import (
@@ -56,7 +56,6 @@ from meshtune.model.files import (
 from meshtune.model.overrides import SETTING, absurd, overridden_config
 from meshtune.model.pieces import StoredTensors, fill, materialise, whole_pieces
 from meshtune.model.stored import dequantised, refuse_misfits, refuse_types, stored_types, untied
-from meshtune.nearest import did_you_mean, nearest
 from meshtune.placement.families import see
 from meshtune.quantised.deferred import Deferred
 from meshtune.units import counted, few

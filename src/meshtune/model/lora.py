@@ -28,9 +28,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from meshtune.errors import UserError
+from meshtune.errors import UserError, did_you_mean, nearest
 from meshtune.model.anatomy import anatomy
-from meshtune.nearest import did_you_mean, nearest
 from meshtune.precision import FP8_MULTIPLE, takes_fp8
 from meshtune.quantised import nf4
 from meshtune.quantised.fp8 import Fp8Linear

@@ -14,8 +14,7 @@ from typing import Any
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import RopeParameters
 
-from meshtune.errors import UserError, type_name, written
-from meshtune.nearest import did_you_mean, nearest
+from meshtune.errors import UserError, did_you_mean, nearest, type_name, written
 from meshtune.yaml_tree import nested
 
 SETTING = "model.overrides"

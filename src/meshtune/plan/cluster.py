@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from meshtune.config import Config
-from meshtune.errors import UserError, expanded, written
-from meshtune.nearest import did_you_mean, nearest
+from meshtune.errors import UserError, did_you_mean, expanded, nearest, written
 from meshtune.plan.hardware import GIGA, Gpu, catalogue, kind_named, kinds_of, named, out_of_range
 from meshtune.sections import ClusterConfig
 from meshtune.setting import MOST_GPUS

@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from meshtune.errors import Table, UserError, expanded, written
-from meshtune.nearest import did_you_mean, nearest
+from meshtune.errors import Table, UserError, did_you_mean, expanded, nearest, written
 from meshtune.precision import PRECISIONS
 from meshtune.units import GIB, TERA, Number
 from meshtune.yaml_tree import read_toml

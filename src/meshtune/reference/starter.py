@@ -10,7 +10,8 @@ from typing import Any
 
 import yaml
 
-from meshtune.config import LEARNING_RATES, Config
+from meshtune.config import Config
+from meshtune.objectives import LEARNING_RATES
 from meshtune.reference.schema import EDITOR_LINE, schema, settings
 from meshtune.yaml_tree import merge, nested
 

@@ -13,8 +13,8 @@ from rich.console import Group
 from rich.text import Text
 
 from meshtune.addresses import public
-from meshtune.config import default_rate
 from meshtune.errors import UserError
+from meshtune.objectives import default_rate
 from meshtune.report.draw.document import Document, InTerminal, Notes, OnPage, Part, Pictures
 from meshtune.report.draw.kinds import Lines
 from meshtune.report.draw.page import EMPTY, text

@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from meshtune.config import laid_over
-from meshtune.errors import UserError, expanded, written
+from meshtune.errors import UserError, did_you_mean, expanded, nearest, written
 from meshtune.layout import AUTO, AXES, DATA_AXES, Layout, parse_fields
-from meshtune.nearest import did_you_mean, nearest
 from meshtune.study.conditions import Condition
 from meshtune.study.sweep_settings import (
     LAYOUT_FIELDS,

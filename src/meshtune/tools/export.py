@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from meshtune.config import Config
-from meshtune.errors import UserError
+from meshtune.errors import UserError, did_you_mean, nearest
 from meshtune.layout import Layout
 from meshtune.length import in_steps
-from meshtune.nearest import did_you_mean, nearest
 from meshtune.placement.rules import sentences
 from meshtune.plan.programs import MESHTUNE, TOOLS, Tool
 from meshtune.rundir import write_text_atomically

@@ -22,8 +22,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, NamedTuple
 
-from meshtune.errors import written
-from meshtune.nearest import did_you_mean, nearest
+from meshtune.errors import did_you_mean, nearest, written
 
 TOOLS = ("axolotl", "llama_factory", "trl", "transformers", "torchtune")  # whose files are migrated
 ORDER = ("transformers", "trl", *(tool for tool in TOOLS if tool not in ("transformers", "trl")))

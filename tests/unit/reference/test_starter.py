@@ -10,8 +10,9 @@ from jsonschema import Draft202012Validator
 from typer.testing import CliRunner
 
 from meshtune.cli import app
-from meshtune.config import LEARNING_RATES, Config, load
+from meshtune.config import Config, load
 from meshtune.errors import UserError
+from meshtune.objectives import LEARNING_RATES
 from meshtune.reference.schema import SCHEMA_FILE, schema, settings
 from meshtune.reference.starter import SHOWN, SIZES, VALUES, starter
 

@@ -12,9 +12,8 @@ from itertools import product
 from statistics import median
 from typing import Any, NamedTuple
 
-from meshtune.errors import UserError
+from meshtune.errors import UserError, did_you_mean, nearest
 from meshtune.layout import Layout
-from meshtune.nearest import did_you_mean, nearest
 from meshtune.report.draw.kinds import Dot, Mark, Multiples, Panel, Stacks
 from meshtune.report.draw.table import Table
 from meshtune.report.experiments.axes import MOST_LINES, about, axis, loss_axis, most_frequent
