@@ -64,7 +64,7 @@ def texts(data: Dataset, encoder: Encoder | None = None) -> list[tuple[str, str]
     ]
 
 
-def of_trl(pair: dict[str, Any]) -> list[str]:
+def of_trl(pair: Any) -> list[str]:
     """The text of each side, as TRL renders it."""
     rendered: Any = apply_chat_template(extract_prompt(pair), encoder_of("dpo").tokenizer)
     return [rendered["prompt"] + rendered[side] for side in ("chosen", "rejected")]
