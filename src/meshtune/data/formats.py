@@ -407,7 +407,7 @@ class Kind(NamedTuple):
     @property
     def named_first(self) -> list[str]:
         """The first format of each value of data.format."""
-        return [*{key.split()[0]: key for key in reversed(self.forms)}.values()][::-1]
+        return [*{key.split()[0]: key for key in reversed([*self.forms])}.values()][::-1]
 
     def named(self, name: str) -> list[str]:
         """The formats that a value of data.format may mean."""

@@ -375,8 +375,8 @@ def _quoted(text: str, start: int, stop: int) -> str:
 #     Rendered ──> Cut ──texts()──> one call of the tokenizer ──spans()──> ids, labelled turns
 #
 # An answer begins behind the tokens of its generation prompt, and ends with its end marker: the first token
-# of the trailing run of special tokens and white space that generation stops at. Where the template writes none,
-# the special token that opens the next turn ends it (GLM-4.5's <|user|>).
+# of the trailing run of special tokens and white space that generation stops at. Where the template writes
+# none, the special token that opens the next turn ends it (GLM-4.5's <|user|>).
 
 
 class Span(NamedTuple):

@@ -64,9 +64,9 @@ def texts(data: Dataset, encoder: Encoder | None = None) -> list[tuple[str, str]
     ]
 
 
-def of_trl(pair: dict[str, Any]) -> list[str]:
+def of_trl(pair: Any) -> list[str]:
     """The text of each side, as TRL renders it."""
-    rendered = apply_chat_template(extract_prompt(pair), encoder_of("dpo").tokenizer)
+    rendered: Any = apply_chat_template(extract_prompt(pair), encoder_of("dpo").tokenizer)
     return [rendered["prompt"] + rendered[side] for side in ("chosen", "rejected")]
 
 
@@ -302,8 +302,8 @@ def test_pairs_stay_whole_in_packs_held_out_parts_and_streams(prepared_of) -> No
 def test_meshtune_data_shows_each_side_and_what_is_labelled(prepared_of, objective) -> None:
     prepared = prepared_of({"prompt": "Hi"} | ANSWERS, objective=objective, packing=objective == "orpo")
     described = describe(prepared, encoder_of(objective).tokenizer)
-    console = Console(file=io.StringIO(), width=200)
-    console.print(document(described))
-    lines = [line for line in console.file.getvalue().splitlines() if line.strip()]
+    file = io.StringIO()
+    Console(file=file, width=200).print(document(described))
+    lines = [line for line in file.getvalue().splitlines() if line.strip()]
     says("\n".join("rows.jsonl:1" if "rows.jsonl" in line else line for line in lines))
     assert json.loads(json.dumps(described)) == described
