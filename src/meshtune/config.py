@@ -52,7 +52,7 @@ from meshtune.setting import (
 from meshtune.setting_errors import sentences
 from meshtune.tools.table import file_of_another, unknown_setting
 from meshtune.units import notice, on_first_rank, scientific
-from meshtune.yaml_tree import merge, overridden, read_cluster, read_yaml, undotted, without
+from meshtune.yaml_tree import merge, overridden, read_cluster, read_yaml, sets, undotted, without
 
 STREAMED = "with data.streaming the length of an epoch is unknown"
 HELD_OUT = Need(
@@ -589,17 +589,6 @@ def switched_off(
                 lost.setdefault(key, sentence)
                 after = without(after, key.split("."))
     return lost
-
-
-def sets(tree: Any, path: Sequence[str]) -> bool:
-    """True if the tree has a value at `path`, or one that isn't a mapping in place of what is above it."""
-    for name in path:
-        if not isinstance(tree, Mapping):
-            return True
-        if name not in tree:
-            return False
-        tree = tree[name]
-    return True
 
 
 def unknown_key(path: Sequence[str]) -> str:

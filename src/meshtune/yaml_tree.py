@@ -260,3 +260,14 @@ def without(tree: Mapping[str, Any], path: Sequence[str]) -> dict[str, Any]:
     if rest and isinstance(inner := tree.get(first), Mapping):
         return {**tree, first: without(inner, rest)}
     return {key: value for key, value in tree.items() if rest or key != first}
+
+
+def sets(tree: Any, path: Sequence[str]) -> bool:
+    """True if the tree has a value at `path`, or one that isn't a mapping in place of what is above it."""
+    for name in path:
+        if not isinstance(tree, Mapping):
+            return True
+        if name not in tree:
+            return False
+        tree = tree[name]
+    return True

@@ -306,13 +306,8 @@ KINDS: dict[Rows, Kind] = {
     "pairs": Kind(
         PAIRS,
         PAIR_NAMES,
-<<<<<<< HEAD
-        f"Without a prompt, chosen and rejected are whole conversations. {ELSE}, those with a label, good or "
-        "bad, for objective=kto.",
-=======
         "Without a prompt, chosen and rejected are whole conversations. "
         f"{ELSE}, those with a label, good or bad, for objective=kto.",
->>>>>>> team-pdata
     ),
     "judged": Kind(
         JUDGED | {f"{name} of pairs": form for name, form in PAIRS.items()},
