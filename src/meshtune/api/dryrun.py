@@ -39,7 +39,13 @@ from meshtune.plan.cluster import Cluster, cluster_for, other_units
 from meshtune.plan.explanation import explain
 from meshtune.plan.phrases import predicted_with, unmeasured
 from meshtune.plan.search import explained
-from meshtune.plan.workload import Uncounted, Workload, lighter_workloads, workload_of
+from meshtune.plan.workload import (
+    Uncounted,
+    Workload,
+    documents_in_sequence,
+    lighter_workloads,
+    workload_of,
+)
 from meshtune.precision import PRECISIONS
 from meshtune.train.inputs import Inputs, loader_of
 from meshtune.units import counted, on_screen
@@ -295,7 +301,7 @@ def documents_of(config: Config, given: Sequence[int]) -> tuple[int, ...]:
     """Lengths of the documents in each sequence.
 
     given: as the user wrote them; (): equal ones, by data.mean_document_tokens, which fill the
-    sequence, else one. Raises UserError for lengths that no sequence has.
+    sequence, else one, or both sides of a pair. Raises UserError for lengths that no sequence has.
     """
     seq_len = config.data.seq_len
     if given:
@@ -312,7 +318,8 @@ def documents_of(config: Config, given: Sequence[int]) -> tuple[int, ...]:
         if problems:
             raise UserError(problems)
         return tuple(given)
-    mean = config.data.mean_document_tokens if config.data.packing else None
+    mean = config.data.mean_document_tokens or seq_len / documents_in_sequence(config.objective)
+    mean = mean if config.data.packing else None
     number = max(1, round(seq_len / mean)) if mean else 1
     return tuple(seq_len * (index + 1) // number - seq_len * index // number for index in range(number))
 

@@ -13,6 +13,8 @@ from meshtune.config import Config
 from meshtune.data.cache import Summary, read_summary
 from meshtune.errors import UserError
 from meshtune.length import ending, limits, step_tokens
+from meshtune.objectives import OBJECTIVES
+from meshtune.plan.workload import documents_in_sequence
 from meshtune.units import count, counted, duration
 
 if TYPE_CHECKING:
@@ -31,6 +33,7 @@ class RunLength:
     tokens: int | None  # of their global batches
     notes: tuple[str, ...] = ()  # sentences: which limit ends the run, and what could not be counted
     missing: str = ""  # sentence on why an epoch's sequences are unknown; "": they are known
+    reference: float = 0.0  # global batches that a reference model reads before the first step; 0: none
 
 
 UNPLANNED = RunLength(None, None)
@@ -52,8 +55,28 @@ def run_length(config: Config) -> RunLength:
     if config.train.num_epochs and sequences is None:
         notes.append(f"train.num_epochs={config.train.num_epochs:g} may end the run sooner: {missing}")
     if summary and not config.data.mean_document_tokens and config.data.packing:
-        notes += _shorter_documents(summary.mean_document_tokens, config.data.seq_len)
-    return RunLength(steps, steps * step_tokens(config), tuple(notes), missing)
+        planned = config.data.seq_len // documents_in_sequence(config.objective)
+        notes += _shorter_documents(summary.mean_document_tokens, planned)
+    reference = 0.0
+    if OBJECTIVES[config.objective].reference:
+        reference, said = _reference(config, steps, sequences)
+        notes += said
+    return RunLength(steps, steps * step_tokens(config), tuple(notes), missing, reference)
+
+
+def _reference(config: Config, steps: int, sequences: int | None) -> tuple[float, list[str]]:
+    """(Global batches that a reference model reads before the first step, sentences on what is not counted).
+
+    sequences: of one epoch; None: not known.
+    """
+    if sequences is None:
+        return float(steps), [
+            "The reference pass is counted over the sequences of all steps, as if each row came once; "
+            "`meshtune data` counts the rows that it reads."
+        ]
+    held_out = config.data.eval_split if config.data.eval_split < 1 else 0.0  # else a number of documents
+    notes = ["The rows of data.eval, which the reference reads too, are not counted."]
+    return sequences / (1 - held_out) / config.global_batch_size, notes * bool(config.data.eval)
 
 
 def unknown(missing: str) -> str:
@@ -98,6 +121,7 @@ class RunCost:
     cost_per_million_tokens: float | None
     currency: str  # as the user named it; "": not named
     error: float | None = None  # error bar of time and price, as a share
+    reference_seconds: float | None = None  # of `seconds`, before the first step; None: no reference
 
     @classmethod
     def of(cls, choice: Choice, length: RunLength) -> RunCost:
@@ -106,6 +130,9 @@ class RunCost:
         if not cluster.timed:
             return cls(length.steps, length.tokens, None, None, None, None, cluster.currency)
         seconds = None if length.steps is None else length.steps * choice.seconds.total
+        reference = length.reference * choice.reference or None
+        if seconds and reference:
+            seconds += reference
         gpu_hours = None if seconds is None else seconds * choice.layout.world / 3600
         price, million = cluster.price, 1e6 / choice.tokens_per_second_per_gpu / 3600  # GPU-hours
         return cls(
@@ -117,6 +144,17 @@ class RunCost:
             cost_per_million_tokens=None if price is None else million * price,
             currency=cluster.currency,
             error=choice.accuracy.time,
+            reference_seconds=reference,
+        )
+
+    def of_reference(self) -> str:
+        """A sentence on the part of the run before its first step; "" where there is none."""
+        if not self.reference_seconds or not self.seconds:
+            return ""
+        share = self.reference_seconds / self.seconds
+        return (
+            f"{duration(self.reference_seconds)} of it ({share:.1%}) are before the first step, in which the "
+            "reference model reads every row once."
         )
 
     def sentence(self) -> str:
@@ -152,13 +190,13 @@ class Bounds:
     by: float | None = None  # seconds
     budget: float | None = None  # in the currency of the prices
 
-    def step_seconds(self, cluster: Cluster, length: RunLength) -> float:
-        """The longest step of a run within the bounds on this cluster."""
+    def run_seconds(self, cluster: Cluster, length: RunLength) -> float:
+        """The longest run of a known length within the bounds on this cluster."""
         longest = math.inf
         if length.steps and self.by is not None:
-            longest = self.by / length.steps
+            longest = self.by
         if length.steps and self.budget is not None and cluster.price:
-            longest = min(longest, self.budget / cluster.price / cluster.gpus * 3600 / length.steps)
+            longest = min(longest, self.budget / cluster.price / cluster.gpus * 3600)
         return longest
 
     def shares(self, run: RunCost) -> dict[str, float]:

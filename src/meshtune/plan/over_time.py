@@ -28,7 +28,7 @@ from meshtune.plan.memory.states import Step
 from meshtune.plan.memory.tensors import START
 from meshtune.plan.memory.timeline import Liveness
 from meshtune.plan.programs import MESHTUNE
-from meshtune.plan.search import Choice, end_costs, ranks_of
+from meshtune.plan.search import Choice, end_costs, ranks_of, times
 from meshtune.plan.seconds.step import StepTime
 from meshtune.plan.workload import Workload
 
@@ -39,7 +39,7 @@ class Timed(NamedTuple):
     """One pass, or what follows the passes, with its times in seconds."""
 
     rank: int
-    kind: str  # F, B, I, W as in placement/schedules.py, data or optimizer
+    kind: str  # F, B, I, W as in placement/schedules.py, N (without gradients), data or optimizer
     start: float
     end: float
     stage: int = -1  # -1: of no stage
@@ -69,7 +69,12 @@ def step_over_time(workload: Workload, choice: Choice) -> StepOverTime | None:
     if 2 * layout.stages * layout.gradient_accumulation_steps > MOST_PASSES:
         return None
     seconds, data, optimizer = _durations(workload, choice)
-    timed = list(_passes(layout, seconds))
+    if before := _mismatched(workload, replace(choice, layout=layout)):
+        timed = [Timed(rank, "N", 0.0, before) for rank in range(layout.pp)]
+        passes = _passes(layout, seconds)
+        timed += [one._replace(start=one.start + before, end=one.end + before) for one in passes]
+    else:
+        timed = list(_passes(layout, seconds))
     data_end = max(one.end for one in timed) + data
     for rank in range(layout.pp):
         last = max(one.end for one in timed if one.rank == rank)
@@ -87,6 +92,14 @@ def _drawn(layout: Layout) -> int:
         return steps
     rounds = max(2, min(3, MOST_PASSES // (4 * layout.stages * layout.pp)))
     return min(steps, rounds * layout.pp)
+
+
+def _mismatched(workload: Workload, choice: Choice) -> float:
+    """Seconds of the pass without gradients before a step's first backward; 0 for an objective without it."""
+    if not workload.work.mismatched:
+        return 0.0
+    forward = times(workload, choice.cluster, Columns.of([choice.layout]), gradients=False)
+    return workload.work.mismatched * float(forward.total[0])
 
 
 def _durations(workload: Workload, choice: Choice) -> tuple[Callable[[str, int], float], float, float]:
@@ -215,7 +228,9 @@ def _times(drawn: StepOverTime, rank: int, layout: Layout) -> Iterator[Sample]:
     last_stage, timed = drawn.layout.stages - 1, drawn.of_rank(rank)
     last = max(place for place, one in enumerate(timed) if one.kind in "BW")
     for place, one in enumerate(timed):
-        if one.kind == "F":
+        if one.kind == "N":
+            yield Sample(one.start, FORWARD, in_flight, started)
+        elif one.kind == "F":
             yield Sample(one.start, FORWARD, in_flight, started)
             in_flight += share
             yield Sample(one.end, FORWARD, in_flight, started)

@@ -64,6 +64,39 @@ def _slowest_rank(count: Number, layouts: Columns, blocks: Blocks, ends: Ends, b
 
     count: blocks of the model. ends: they count only with a pipeline. balanced: as in Machine.
     """
+    forwards, backwards = [], []
+    for on, has_first, has_last in _blocks_of_ranks(count, layouts, blocks, ends, balanced):
+        forward = blocks.forward(on)
+        forwards.append(forward + has_first * ends.exchange + has_last * ends.last_forward)
+        backward = blocks.total(on) - forward + has_last * ends.last_backward
+        backwards.append(backward + has_first * ends.first_backward)
+    together = reduce(np.maximum, map(operator.add, forwards, backwards))
+    apart = reduce(np.maximum, forwards) + reduce(np.maximum, backwards)
+    slowest = np.where(layouts.runs(*ALL_AHEAD), apart, together)
+    return np.where(layouts.pp > 1, slowest, blocks.total(count))
+
+
+def slowest_forward(
+    work: Work, layouts: Columns, machine: Machine, *, blocks: Blocks, ends: Ends, forward: Number
+) -> Number:
+    """Seconds of the slowest pipeline rank's blocks and ends in a forward without gradients of one
+    micro-batch; without a pipeline of its blocks only.
+
+    blocks, ends: by which the pipeline is cut. forward: seconds of a block.
+    """
+    ranks = [
+        on * forward + has_first * ends.exchange + has_last * ends.last_only_forward
+        for on, has_first, has_last in _blocks_of_ranks(work.blocks, layouts, blocks, ends, machine.balanced)
+    ]
+    return np.where(layouts.pp > 1, reduce(np.maximum, ranks), work.blocks * forward)
+
+
+def _blocks_of_ranks(
+    count: Number, layouts: Columns, blocks: Blocks, ends: Ends, balanced: Number
+) -> tuple[tuple[Number, Number, Number], ...]:
+    """(Blocks, whether it has the first stage, whether the last one) of the first, a middle and the last
+    pipeline rank. Arguments: as of `_slowest_rank`.
+    """
     pp, per_rank = layouts.pp, layouts.virtual_stages
     # One rank has the first stage and the last one where stages turn back at the last rank.
     turned = layouts.runs(*V_SCHEDULES)
@@ -78,19 +111,11 @@ def _slowest_rank(count: Number, layouts: Columns, blocks: Blocks, ends: Ends, b
     )
     equal = np.ceil(count / pp - 1e-9)
     first, middle, last = (np.where(balanced > 0, on, equal) for on in cut_by_cost)
-    forwards, backwards = [], []
-    for on, has_first, has_last in (
+    return (
         (first, np.where(turned, 0.0, 1.0), 0.0),
         (middle, 0.0, 0.0),
         (last, np.where(turned, 1.0, 0.0), 1.0),
-    ):
-        forward = blocks.forward(on)
-        forwards.append(forward + has_first * ends.exchange + has_last * ends.last_forward)
-        backward = blocks.total(on) - forward + has_last * ends.last_backward
-        backwards.append(backward + has_first * ends.first_backward)
-    together = reduce(np.maximum, map(operator.add, forwards, backwards))
-    apart = reduce(np.maximum, forwards) + reduce(np.maximum, backwards)
-    return np.where(pp > 1, np.where(layouts.runs(*ALL_AHEAD), apart, together), blocks.total(count))
+    )
 
 
 def send_seconds(size: Number, stage_gpus: Number, machine: Machine) -> Number:

@@ -22,7 +22,7 @@ from meshtune.plan.cost import RunCost, money
 from meshtune.plan.facts import cluster_facts
 from meshtune.plan.memory.timeline import CATEGORIES
 from meshtune.plan.models import tables
-from meshtune.plan.phrases import device, memory_limit
+from meshtune.plan.phrases import device, memory_limit, of_objective
 from meshtune.plan.programs import MESHTUNE
 from meshtune.plan.search import PEAK_TIE, TIE_MEMORY_STEP, Choice
 from meshtune.plan.seconds.step import PARTS, TIE
@@ -74,7 +74,8 @@ def answer(
     )
     batch = f"global batch {workload.global_batch_size:,} × {workload.seq_len:,} tokens"
     fitting = f"{counted(plan.considered, 'layout')} considered, {len(plan):,} fit"
-    subtitle = " · ".join((plan.cluster.title, batch, workload.precision, fitting))
+    precision = f"{workload.precision}{of_objective(workload.objective)}"
+    subtitle = " · ".join((plan.cluster.title, batch, precision, fitting))
     return Document(model_title(workload.model), parts, facts, "plan", text(subtitle), FOOTER)
 
 
@@ -258,6 +259,11 @@ def explained_panels(explanations: Sequence[Explanation]) -> list[Panel]:
     return predicted(memory_and_time(choices) + over_step)
 
 
+def sentences_of_run(one: Explanation) -> tuple[str, ...]:
+    """Length and price of the run, and its part before the first step; each may be empty."""
+    return one.run.sentence(), one.run.of_reference(), *one.length.notes
+
+
 def reasons(one: Explanation, letter: str = "") -> list[Part]:
     """Sections of an explained layout. letter: that it has in a table of several; "": none."""
     name = f" ({letter})" if letter else ""
@@ -275,7 +281,7 @@ def reasons(one: Explanation, letter: str = "") -> list[Part]:
         Section(f"Largest at the memory peak{name}", lines[False][:MOST_TENSORS]),
         Section(f"Overhead at the memory peak{name}", lines[True]),
         Section(f"The largest levers{name}", [lever.sentence() for lever in one.levers], numbered=True),
-        Section(f"The run{name}", [*filter(None, (one.run.sentence(), *one.length.notes))]),
+        Section(f"The run{name}", [*filter(None, sentences_of_run(one))]),
     ]
 
 
