@@ -29,6 +29,7 @@ from meshtune.launch import allocator
 from meshtune.layout import AUTO, Layout, PartialLayout
 from meshtune.model.census_cache import numbers_of
 from meshtune.model.load import read_config
+from meshtune.objectives import OBJECTIVES
 from meshtune.placement.numbers import READS_VALUES, ModelNumbers
 from meshtune.placement.ranks import process_groups
 from meshtune.placement.rules import refusals
@@ -39,13 +40,7 @@ from meshtune.plan.cluster import Cluster, cluster_for, other_units
 from meshtune.plan.explanation import explain
 from meshtune.plan.phrases import predicted_with, unmeasured
 from meshtune.plan.search import explained
-from meshtune.plan.workload import (
-    Uncounted,
-    Workload,
-    documents_in_sequence,
-    lighter_workloads,
-    workload_of,
-)
+from meshtune.plan.workload import Uncounted, Workload, lighter_workloads, workload_of
 from meshtune.precision import PRECISIONS
 from meshtune.train.inputs import Inputs, loader_of
 from meshtune.units import counted, on_screen
@@ -318,7 +313,7 @@ def documents_of(config: Config, given: Sequence[int]) -> tuple[int, ...]:
         if problems:
             raise UserError(problems)
         return tuple(given)
-    mean = config.data.mean_document_tokens or seq_len / documents_in_sequence(config.objective)
+    mean = config.data.mean_document_tokens or seq_len / OBJECTIVES[config.objective].documents
     mean = mean if config.data.packing else None
     number = max(1, round(seq_len / mean)) if mean else 1
     return tuple(seq_len * (index + 1) // number - seq_len * index // number for index in range(number))

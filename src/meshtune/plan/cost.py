@@ -14,7 +14,6 @@ from meshtune.data.cache import Summary, read_summary
 from meshtune.errors import UserError
 from meshtune.length import ending, limits, step_tokens
 from meshtune.objectives import OBJECTIVES
-from meshtune.plan.workload import documents_in_sequence
 from meshtune.units import count, counted, duration
 
 if TYPE_CHECKING:
@@ -55,7 +54,7 @@ def run_length(config: Config) -> RunLength:
     if config.train.num_epochs and sequences is None:
         notes.append(f"train.num_epochs={config.train.num_epochs:g} may end the run sooner: {missing}")
     if summary and not config.data.mean_document_tokens and config.data.packing:
-        planned = config.data.seq_len // documents_in_sequence(config.objective)
+        planned = config.data.seq_len // OBJECTIVES[config.objective].documents
         notes += _shorter_documents(summary.mean_document_tokens, planned)
     reference = 0.0
     if OBJECTIVES[config.objective].reference:
@@ -147,18 +146,10 @@ class RunCost:
             reference_seconds=reference,
         )
 
-    def of_reference(self) -> str:
-        """A sentence on the part of the run before its first step; "" where there is none."""
-        if not self.reference_seconds or not self.seconds:
-            return ""
-        share = self.reference_seconds / self.seconds
-        return (
-            f"{duration(self.reference_seconds)} of it ({share:.1%}) are before the first step, in which the "
-            "reference model reads every row once."
-        )
-
     def sentence(self) -> str:
-        """The run's duration, GPU-hours and price, as far as they are known; "" if none is."""
+        """The run's duration, GPU-hours and price, as far as they are known, and its part before the first
+        step; "" if none is.
+        """
         rate = self.cost_per_million_tokens
         per_million = "" if rate is None else f"{money(rate, self.currency)} per million tokens"
         if self.steps is None or self.tokens is None or self.seconds is None or self.gpu_hours is None:
@@ -169,9 +160,14 @@ class RunCost:
             f"{counted(self.steps, 'step')} ({count(self.tokens)} tokens) {takes} "
             f"{duration(self.seconds)}{error}: {self.gpu_hours:,.1f} GPU-hours"
         )
-        if self.cost is None:
+        if self.cost is not None:
+            sentence += f", which cost {money(self.cost, self.currency)} ({per_million})"
+        if not self.reference_seconds:
             return f"{sentence}."
-        return f"{sentence}, which cost {money(self.cost, self.currency)} ({per_million})."
+        before, share = duration(self.reference_seconds), self.reference_seconds / self.seconds
+        return (
+            f"{sentence}. Of it {before} ({share:.1%}) before the first step: the reference reads every row."
+        )
 
 
 def money(amount: float, currency: str = "") -> str:

@@ -28,7 +28,7 @@ from meshtune.plan.memory.states import Step
 from meshtune.plan.memory.tensors import START
 from meshtune.plan.memory.timeline import Liveness
 from meshtune.plan.programs import MESHTUNE
-from meshtune.plan.search import Choice, end_costs, ranks_of, times
+from meshtune.plan.search import Choice, end_costs, ranks_of
 from meshtune.plan.seconds.step import StepTime
 from meshtune.plan.workload import Workload
 
@@ -68,13 +68,10 @@ def step_over_time(workload: Workload, choice: Choice) -> StepOverTime | None:
     layout = replace(whole, gradient_accumulation_steps=_drawn(whole))
     if 2 * layout.stages * layout.gradient_accumulation_steps > MOST_PASSES:
         return None
-    seconds, data, optimizer = _durations(workload, choice)
-    if before := _mismatched(workload, replace(choice, layout=layout)):
-        timed = [Timed(rank, "N", 0.0, before) for rank in range(layout.pp)]
-        passes = _passes(layout, seconds)
-        timed += [one._replace(start=one.start + before, end=one.end + before) for one in passes]
-    else:
-        timed = list(_passes(layout, seconds))
+    seconds, before, data, optimizer = _durations(workload, choice)
+    before *= layout.gradient_accumulation_steps / whole.gradient_accumulation_steps
+    timed = [Timed(rank, "N", 0.0, before) for rank in range(layout.pp) if before]
+    timed += _passes(layout, seconds, before)
     data_end = max(one.end for one in timed) + data
     for rank in range(layout.pp):
         last = max(one.end for one in timed if one.rank == rank)
@@ -94,17 +91,10 @@ def _drawn(layout: Layout) -> int:
     return min(steps, rounds * layout.pp)
 
 
-def _mismatched(workload: Workload, choice: Choice) -> float:
-    """Seconds of the pass without gradients before a step's first backward; 0 for an objective without it."""
-    if not workload.work.mismatched:
-        return 0.0
-    forward = times(workload, choice.cluster, Columns.of([choice.layout]), gradients=False)
-    return workload.work.mismatched * float(forward.total[0])
-
-
-def _durations(workload: Workload, choice: Choice) -> tuple[Callable[[str, int], float], float, float]:
+def _durations(workload: Workload, choice: Choice) -> tuple[Callable[[str, int], float], float, float, float]:
     """(Function of a kind of pass and its stage that returns the seconds of a pass with its send; seconds of
-    collectives on gradients after the last backward; of the update with the host's work for a step).
+    the passes without gradients before the first; of collectives on gradients after the last backward; of the
+    update with the host's work for a step).
     """
     workload = choice.decided(workload)
     columns, machine = Columns.of([choice.layout]), machine_of(workload, choice.cluster)
@@ -123,7 +113,9 @@ def _durations(workload: Workload, choice: Choice) -> tuple[Callable[[str, int],
         return np.squeeze({"F": forward, "W": weights, "I": inputs, "B": inputs + weights}[kind]).item()
 
     update = time.seconds.optimizer + pipeline.host_step
-    return seconds, np.squeeze(time.gradients).item(), np.squeeze(update).item()
+    mismatched = workload.work.mismatched
+    before = mismatched * time.without_gradients.total if mismatched else 0.0
+    return seconds, *(float(np.squeeze(size)) for size in (before, time.gradients, update))
 
 
 def _stage_sizes(workload: Workload, layout: Layout) -> tuple[int, ...]:
@@ -135,11 +127,11 @@ def _stage_sizes(workload: Workload, layout: Layout) -> tuple[int, ...]:
     return tuple(map(len, stage_blocks([1.0] * blocks, layout.stages, first=first, last=last)))
 
 
-def _passes(layout: Layout, seconds: Callable[[str, int], float]) -> Iterator[Timed]:
+def _passes(layout: Layout, seconds: Callable[[str, int], float], begin: float) -> Iterator[Timed]:
     """Yield every pass, each as early as its inputs and its rank allow; those of a rank in their order."""
     waiting = orders(layout)
     ends: dict[Pass, float] = {}
-    free = [0.0] * layout.pp
+    free = [begin] * layout.pp
     while any(waiting):
         left = sum(map(len, waiting))
         for rank, order in enumerate(waiting):

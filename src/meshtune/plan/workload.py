@@ -72,7 +72,7 @@ class Workload:
         """
         if self.mean_document_tokens:
             return min(self.mean_document_tokens, float(self.seq_len))
-        documents = documents_in_sequence(self.objective)
+        documents = OBJECTIVES[self.objective].documents
         return self.seq_len / documents if documents > 1 else None
 
     def block_flops(self, document_tokens: float | None = None, *, backward: bool = True) -> float:
@@ -83,12 +83,8 @@ class Workload:
         """
         documents = document_tokens or self.seq_len
         matmuls = sum(
-            2
-            * matrix.rows
-            * matrix.cols
-            * matrix.count
-            * (1 + backward * (matrix.trainable + matrix.input_gradient))
-            for matrix in self.work.matrices
+            2 * gemm.rows * gemm.cols * gemm.count * (1 + backward * (gemm.trainable + gemm.input_gradient))
+            for gemm in self.work.matrices
         )
         cores = sum(
             2
@@ -113,14 +109,9 @@ class Workload:
         The forward over mismatched answers counts; a second forward of the head is a recomputation.
         """
         blocks = self.work.blocks * self.block_flops(self.document_tokens)
-        own = blocks + self.work.labelled * self.head_flops
-        return float(own + self.work.mismatched * self.forward_flops)
-
-    @property
-    def forward_flops(self) -> float:
-        """Model FLOPs per token of a forward."""
-        blocks = self.work.blocks * self.block_flops(self.document_tokens, backward=False)
-        return float(blocks + self.work.labelled * 2 * self.work.vocabulary * self.work.hidden)
+        forward = self.work.blocks * self.block_flops(self.document_tokens, backward=False)
+        forward += self.work.labelled * 2 * self.work.vocabulary * self.work.hidden
+        return float(blocks + self.work.labelled * self.head_flops + self.work.mismatched * forward)
 
     @property
     def reads_reference(self) -> bool:
@@ -169,8 +160,8 @@ class Workload:
             return self
         if self.objective != "sft":
             raise UserError(
-                f"--for {tool.name} plans objective=sft; how {tool.title} runs objective={self.objective} is "
-                "not predicted. Leave --for out."
+                f"--for {tool.name} plans objective=sft: passes and memory of {tool.title} for objective="
+                f"{self.objective} are not known. Leave --for out."
             )
         return replace(
             self,
@@ -272,11 +263,6 @@ class Uncounted(UserError):
     """Error: the FLOPs of the model are unknown, so that it can't be planned."""
 
 
-def documents_in_sequence(objective: str) -> int:
-    """Documents of a packed sequence that are sure to lie in it: both sides of a pair."""
-    return 2 if OBJECTIVES[objective].rows == "pairs" else 1
-
-
 def work_of(config: Config, census: Census) -> Work:
     """The work of a model with the passes of the config's objective, and matrices in 4 bits."""
     objective = OBJECTIVES[config.objective]
@@ -285,14 +271,9 @@ def work_of(config: Config, census: Census) -> Work:
         work = work.quantised(DTYPE_BYTES[config.quantise])
     if objective.rows == "answers":
         return work
-    half = config.data.seq_len / documents_in_sequence(config.objective)
-    documents = config.data.mean_document_tokens or half
-    return replace(
-        work,
-        labelled=1 / documents if objective.scores else 1.0,  # a score is read at one token of each
-        head_forwards=1.0 if objective.scores else 2.0,
-        mismatched=float(objective.mismatched),
-    )
+    if objective.scores:  # read at one token of a document
+        return replace(work, labelled=objective.documents / config.data.seq_len)
+    return replace(work, head_forwards=2.0, mismatched=float(objective.mismatched))
 
 
 def workload_of(config: Config, numbers: ModelNumbers) -> Workload:
@@ -343,19 +324,17 @@ def objective_note(workload: Workload) -> str | None:
     objective = OBJECTIVES[workload.objective]
     if objective.rows == "answers":
         return None
-    said = []
-    if objective.rows == "pairs" and not workload.mean_document_tokens:
-        half = f"{workload.document_tokens:,.0f} tokens, half a sequence"
-        said.append(f"Each side of a pair is counted with {half} (data.mean_document_tokens).")
-    if objective.scores:
-        said.append("The head has one output, a reward, in place of the vocabulary.")
-    else:
-        said.append("The head's forward runs twice: a loss of whole answers needs all their tokens' first.")
+    twice = "the head's forward runs twice, first for the log-probabilities of whole answers"
+    said = ["the head has one output" if objective.scores else twice]
     if objective.mismatched:
-        said.append("Each step has one more forward, without gradients, over mismatched answers.")
+        said.append("a step has one more forward, without gradients, over mismatched answers")
     if objective.reference:
-        said.append("Before the first step a reference of the same size reads every row once.")
-    return f"objective={workload.objective}: {' '.join(said)}"
+        said.append("before the first step a reference of the same size reads every row once")
+    if objective.documents > 1 and not workload.mean_document_tokens:
+        said.append(
+            "each side of a pair has half a sequence (set data.mean_document_tokens if it is shorter)"
+        )
+    return f"objective={workload.objective}: {'; '.join(said)}."
 
 
 EXPERTS_NOT_MEASURED = (

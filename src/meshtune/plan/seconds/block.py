@@ -40,23 +40,13 @@ class Block:
     repeated_launches: Number
     tensor: Number  # collectives of tp, forward and backward
     context: Number  # collectives of cp, forward and backward
-    # Collectives of ZeRO-2 and -3, not in `forward` and `backward`: those of each pass
-    sharding_forward: Number
-    sharding_backward: Number
+    sharding: Number  # collectives of ZeRO-2 and -3, not in `forward` and `backward`
+    sharding_forward: Number  # of it, in the forward
 
     @property
     def launches(self) -> Number:
         """Seconds that all launches add to the computation."""
         return self.forward_launches + self.backward_launches + self.repeated_launches
-
-    @property
-    def sharding(self) -> Number:
-        return self.sharding_forward + self.sharding_backward
-
-    @property
-    def tensor_forward(self) -> Number:
-        """Seconds of tp's collectives in the forward."""
-        return self.forward - self.forward_launches - self.compute.forward - self.context / 2
 
     @property
     def total(self) -> Number:
@@ -108,8 +98,8 @@ def block_seconds(
         repeated_launches=repeated,
         tensor=sum(of_tensor),
         context=context,
+        sharding=sum(in_passes),
         sharding_forward=in_passes[0],
-        sharding_backward=in_passes[1],
     )
 
 

@@ -55,11 +55,6 @@ class Ends:
         return 4 * self.exchange + self.head_forwards * self.sums
 
     @property
-    def tensor_only_forward(self) -> Number:
-        """Seconds of collectives of tp in a forward without gradients."""
-        return 2 * self.exchange + self.sums
-
-    @property
     def first_backward(self) -> Number:
         """Seconds in a backward of the first stage; in its forward there is `exchange`."""
         return self.embedding + self.exchange
@@ -67,11 +62,6 @@ class Ends:
     @property
     def last_forward(self) -> Number:
         return self.loss + self.exchange + self.head_forwards * self.sums
-
-    @property
-    def last_only_forward(self) -> Number:
-        """Seconds on the last stage in a forward without gradients."""
-        return self.scoring + self.exchange + self.sums
 
     @property
     def last_backward(self) -> Number:

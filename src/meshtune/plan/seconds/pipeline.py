@@ -85,7 +85,7 @@ def slowest_forward(
     blocks, ends: by which the pipeline is cut. forward: seconds of a block.
     """
     ranks = [
-        on * forward + has_first * ends.exchange + has_last * ends.last_only_forward
+        on * forward + (has_first + has_last) * ends.exchange + has_last * (ends.scoring + ends.sums)
         for on, has_first, has_last in _blocks_of_ranks(work.blocks, layouts, blocks, ends, machine.balanced)
     ]
     return np.where(layouts.pp > 1, reduce(np.maximum, ranks), work.blocks * forward)

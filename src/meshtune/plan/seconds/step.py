@@ -124,12 +124,13 @@ class StepTime:
         on_rank, micro_batches = work.blocks / layouts.pp, self.micro_batches
         sends = self.pipeline.sends / 2
         host, once = host_seconds(on_rank * of_block, machine)
-        cut = {"blocks": self.every, "ends": ends}
-        behind = slowest_forward(work, layouts, machine, **cut, forward=of_block) - on_rank * of_block
-        behind = micro_batches * behind - self.share * (ends.scoring + ends.tensor_only_forward)
+        slowest = slowest_forward(work, layouts, machine, blocks=self.every, ends=ends, forward=of_block)
+        of_ends = ends.scoring, 2 * ends.exchange + ends.sums
+        behind = micro_batches * (slowest - on_rank * of_block) - self.share * sum(of_ends)
+        of_tensor = block.forward - block.forward_launches - block.compute.forward - block.context / 2
         return Seconds(
-            compute=self.blocks * (block.compute.forward - sharded) + self.share * ends.scoring,
-            tensor=self.blocks * block.tensor_forward + self.share * ends.tensor_only_forward,
+            compute=self.blocks * (block.compute.forward - sharded) + self.share * of_ends[0],
+            tensor=self.blocks * of_tensor + self.share * of_ends[1],
             context=self.blocks * block.context / 2,
             pipeline=micro_batches * sends,
             data=self.blocks * block.sharding_forward + micro_batches * root_gather(work, layouts, machine),

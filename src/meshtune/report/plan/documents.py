@@ -259,11 +259,6 @@ def explained_panels(explanations: Sequence[Explanation]) -> list[Panel]:
     return predicted(memory_and_time(choices) + over_step)
 
 
-def sentences_of_run(one: Explanation) -> tuple[str, ...]:
-    """Length and price of the run, and its part before the first step; each may be empty."""
-    return one.run.sentence(), one.run.of_reference(), *one.length.notes
-
-
 def reasons(one: Explanation, letter: str = "") -> list[Part]:
     """Sections of an explained layout. letter: that it has in a table of several; "": none."""
     name = f" ({letter})" if letter else ""
@@ -281,7 +276,7 @@ def reasons(one: Explanation, letter: str = "") -> list[Part]:
         Section(f"Largest at the memory peak{name}", lines[False][:MOST_TENSORS]),
         Section(f"Overhead at the memory peak{name}", lines[True]),
         Section(f"The largest levers{name}", [lever.sentence() for lever in one.levers], numbered=True),
-        Section(f"The run{name}", [*filter(None, sentences_of_run(one))]),
+        Section(f"The run{name}", [*filter(None, (one.run.sentence(), *one.length.notes))]),
     ]
 
 

@@ -160,7 +160,6 @@ def summary(result: Answer) -> Table:
             ),
         ),
         ("The run", Text(result.run.sentence())),
-        ("", Text(result.run.of_reference())),
         *(("Faster", Text(sentence)) for sentence in result.faster[:1]),
         *(("Safer", Text(f"{one.setting}: {one.gain}.")) for one in result.lighter[:1]),
     ]
