@@ -268,8 +268,8 @@ def gradient_collectives(work: Work, layouts: Columns, machine: Machine, block: 
 
     root = outside / layouts.tp / machine.shard_share
     # A head of its own is half of it, reduced during the backward; with a pipeline the first rank's counts.
-    of_head = 0.5 * (1 - work.tied) * work.vocabulary / np.maximum(work.vocabulary, work.embedded)
-    beside = np.where((machine.ends_apart > 0) & (layouts.pp == 1), of_head, 0.0)
+    own_head = (work.vocabulary >= work.embedded) & (machine.ends_apart > 0) & (layouts.pp == 1)
+    beside = np.where(own_head, 0.5 * (1 - work.tied), 0.0)
     root_gradients = machine.scatter_bytes * root * work.trained_outside * (1 - beside)
     root_scatter = ring_collectives(machine, root_gradients, shards, shards_in_node)
     of_root = root_gather(work, layouts, machine) + np.where(zero >= 2, root_scatter, 0.0)
