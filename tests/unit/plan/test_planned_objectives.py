@@ -28,7 +28,7 @@ from meshtune.report.plan.screen import heading, reliability
 
 PREFERENCES = [name for name in OBJECTIVES if name != "sft"]
 LAYOUTS = (
-    "zero3x8-mb1-ga2-full", "zero2x2-tp4-sp-mb1-ga4", "dp2-cp4-mb1-ga4-full", "pp8-1f1b-mb1-ga16",
+    "zero3x8-mb1-ga2-full", "zero2x2-tp4-sp-mb1-ga3", "dp2-cp4-mb1-ga2-full", "pp8-1f1b-mb1-ga16",
     "dp2-pp4-zbv-mb1-ga8", "pp8-interleaved1f1b-v2-mb1-ga16-full",
 )  # fmt: skip
 
@@ -83,8 +83,8 @@ def test_the_parts_of_a_step_with_mismatched_answers_sum_to_it_in_every_layout(l
     for part in PARTS:
         more = getattr(found.seconds, part) - getattr(own, part)
         assert more == pytest.approx(getattr(found.without_gradients, part))
-        assert -1e-9 <= more <= getattr(own, part) + 1e-9 or part == "imbalance", part
-    assert 0.2 < (found.seconds.total / own.total - 1) < 0.45
+        assert -1e-9 <= more <= getattr(own, part) + 1e-9 or part in ("bubble", "imbalance"), part
+    assert 0.1 < found.seconds.total / own.total - 1 < 0.5
     assert sum(found.compute_parts.values()) == pytest.approx(found.seconds.compute)
     parts = parts_of_layouts(kto, Columns.of([Layout.parse(layout)]), machine)
     assert sum(parts.values()) == pytest.approx(found.seconds.total)

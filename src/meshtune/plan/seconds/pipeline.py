@@ -100,7 +100,8 @@ def _blocks_of_ranks(
     pp, per_rank = layouts.pp, layouts.virtual_stages
     # One rank has the first stage and the last one where stages turn back at the last rank.
     turned = layouts.runs(*V_SCHEDULES)
-    head_blocks = ends.last / blocks.mean(count / pp).total
+    once = ends.last - (ends.head_forwards - 1) * ends.scoring  # as census_stages counts the head
+    head_blocks = once / blocks.mean(count / pp).total
     on_last = np.maximum(1.0, np.round((count + head_blocks) / (pp * per_rank) - head_blocks))
     on_other = (count - on_last) / np.maximum(pp * per_rank - 1, 1.0)  # stage
     beside_last = (per_rank - 1) * np.where(turned, np.floor(on_other + 1e-9), on_other)

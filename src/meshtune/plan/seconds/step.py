@@ -123,7 +123,7 @@ class StepTime:
         of_block = block.forward + block.sharding_forward - sharded
         on_rank, micro_batches = work.blocks / layouts.pp, self.micro_batches
         sends = self.pipeline.sends / 2
-        host, once = host_seconds(on_rank * of_block, machine)
+        host, _ = host_seconds(on_rank * of_block, machine)
         slowest = slowest_forward(work, layouts, machine, blocks=self.every, ends=ends, forward=of_block)
         of_ends = ends.scoring, 2 * ends.exchange + ends.sums
         behind = micro_batches * (slowest - on_rank * of_block) - self.share * sum(of_ends)
@@ -137,7 +137,7 @@ class StepTime:
             optimizer=0.0,
             bubble=np.where(layouts.pp > 1, (layouts.pp - 1) * (on_rank * of_block + sends + host), 0.0),
             imbalance=np.where(layouts.pp > 1, behind, 0.0),
-            host=self.blocks * block.forward_launches + micro_batches * host + once - machine.host_step,
+            host=self.blocks * block.forward_launches + micro_batches * host,
         )
 
     @property
