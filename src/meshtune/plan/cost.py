@@ -165,9 +165,7 @@ class RunCost:
         if not self.reference_seconds:
             return f"{sentence}."
         before, share = duration(self.reference_seconds), self.reference_seconds / self.seconds
-        return (
-            f"{sentence}. Of it {before} ({share:.1%}) before the first step: the reference reads every row."
-        )
+        return f"{sentence}. The reference's pass over all rows is {before} of it ({share:.1%})."
 
 
 def money(amount: float, currency: str = "") -> str:

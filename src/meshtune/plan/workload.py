@@ -331,9 +331,7 @@ def objective_note(workload: Workload) -> str | None:
     if objective.reference:
         said.append("before the first step a reference of the same size reads every row once")
     if objective.documents > 1 and not workload.mean_document_tokens:
-        said.append(
-            "each side of a pair has half a sequence (set data.mean_document_tokens if it is shorter)"
-        )
+        said.append("each side of a pair is half a sequence long (or set data.mean_document_tokens)")
     return f"objective={workload.objective}: {'; '.join(said)}."
 
 
