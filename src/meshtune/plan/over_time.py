@@ -115,7 +115,8 @@ def _durations(workload: Workload, choice: Choice) -> tuple[Callable[[str, int],
     update = time.seconds.optimizer + pipeline.host_step
     mismatched = workload.work.mismatched
     before = mismatched * time.without_gradients.total if mismatched else 0.0
-    return seconds, *(float(np.squeeze(size)) for size in (before, time.gradients, update))
+    before, data, update = (float(np.squeeze(size)) for size in (before, time.gradients, update))
+    return seconds, before, data, update
 
 
 def _stage_sizes(workload: Workload, layout: Layout) -> tuple[int, ...]:

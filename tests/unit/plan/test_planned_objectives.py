@@ -130,6 +130,7 @@ def test_a_reference_reads_every_row_once_before_the_first_step(monkeypatch: pyt
     choice = plan.choice(0)
     assert plan.reference[0] == choice.reference and 0.2 < choice.reference / choice.seconds.total < 0.4
     run = RunCost.of(choice, length)
+    assert run.seconds and run.reference_seconds
     assert run.reference_seconds == pytest.approx(125 * choice.reference)
     assert run.seconds == pytest.approx(300 * choice.seconds.total + run.reference_seconds)
     assert run.cost == pytest.approx(run.seconds * 8 / 3600 * 2.0)
