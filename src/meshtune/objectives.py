@@ -23,6 +23,11 @@ class Objective:
     prompts: bool = False  # tokens of the chosen answer's prompt have a loss too
     scores: bool = False  # the head is one output, read at the last token of an answer
 
+    @property
+    def documents(self) -> int:
+        """Documents of one row, which lie in one packed sequence."""
+        return 2 if self.rows == "pairs" else 1
+
 
 OBJECTIVES = Table(
     "objective",

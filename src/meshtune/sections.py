@@ -286,7 +286,8 @@ class DataConfig(Section):
     )  # fmt: skip
     seq_len: Annotated[int, Field(ge=2)] = setting(2048, "Length of a sequence in tokens.", unit="tokens")
     mean_document_tokens: float | None = setting(
-        None, "Length of a token's document, averaged over tokens, for the planner; null: seq_len.",
+        None,
+        "Length of a token's document, averaged over tokens, for the planner; null: seq_len, of pairs half.",
         unit="tokens", gt=0,
     )  # fmt: skip
     packing: bool = setting(True, "Put several documents into one sequence; they do not see each other.")

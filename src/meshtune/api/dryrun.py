@@ -29,6 +29,7 @@ from meshtune.launch import allocator
 from meshtune.layout import AUTO, Layout, PartialLayout
 from meshtune.model.census_cache import numbers_of
 from meshtune.model.load import read_config
+from meshtune.objectives import OBJECTIVES
 from meshtune.placement.numbers import READS_VALUES, ModelNumbers
 from meshtune.placement.ranks import process_groups
 from meshtune.placement.rules import refusals
@@ -295,7 +296,7 @@ def documents_of(config: Config, given: Sequence[int]) -> tuple[int, ...]:
     """Lengths of the documents in each sequence.
 
     given: as the user wrote them; (): equal ones, by data.mean_document_tokens, which fill the
-    sequence, else one. Raises UserError for lengths that no sequence has.
+    sequence, else one, or both sides of a pair. Raises UserError for lengths that no sequence has.
     """
     seq_len = config.data.seq_len
     if given:
@@ -312,7 +313,8 @@ def documents_of(config: Config, given: Sequence[int]) -> tuple[int, ...]:
         if problems:
             raise UserError(problems)
         return tuple(given)
-    mean = config.data.mean_document_tokens if config.data.packing else None
+    mean = config.data.mean_document_tokens or seq_len / OBJECTIVES[config.objective].documents
+    mean = mean if config.data.packing else None
     number = max(1, round(seq_len / mean)) if mean else 1
     return tuple(seq_len * (index + 1) // number - seq_len * index // number for index in range(number))
 

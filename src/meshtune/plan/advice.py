@@ -50,6 +50,7 @@ COMPUTE = {  # kinds of work of `StepTime.compute_parts`
     "accumulation": "adding up gradients",
     "recomputation": "recomputation",
     "head": "head and loss",
+    "mismatched": "the forward over mismatched answers",
 }
 
 

@@ -394,8 +394,11 @@ def offer_of(
     if not len(plan):
         return Offer(plan, None, None)
     places = plan.by_memory() if sort == "memory" else range(len(plan))
-    allowed = bounds.step_seconds(plan.cluster, length)
-    within = (place for place in places if plan.seconds.total[place] <= allowed)
+    longest = bounds.run_seconds(plan.cluster, length)
+    runs = (length.steps or 0) * plan.seconds.total
+    if length.reference and math.isfinite(longest):
+        runs = runs + length.reference * plan.reference
+    within = (place for place in places if runs[place] <= longest)
     choice = plan.choice(next(within, int(plan.seconds.total.argmin())))
     run = RunCost.of(choice, length)
     misses = (name for name, share in bounds.shares(run).items() if share > 1)
@@ -448,7 +451,10 @@ def _nearest_miss(offers: Sequence[Offer], bounds: Bounds) -> list[str]:
     assert offer.choice and run and run.seconds and run.steps
     paid = "" if run.cost is None else f" and a cost of {money(run.cost, run.currency)}"
     excess = f"{factor - 1:.0%} too much" if factor < 2 else f"{significant(factor, 3)} times the limit"
-    fewer = f"set train.max_steps={steps}, " if (steps := math.floor(run.steps / factor)) else ""
+    before = run.reference_seconds or 0.0  # as long in a shorter run
+    share = (run.seconds / factor - before) / (run.seconds - before)
+    steps = math.floor(run.steps * share + 1e-9)
+    fewer = f"set train.max_steps={steps}, " if steps > 0 else ""
     return [
         f"No cluster that was tried {bounds.clause(run.currency)}.",
         f"The nearest is {offer.title} with {offer.choice.layout}: {duration(run.seconds)}{paid}, {excess}.",

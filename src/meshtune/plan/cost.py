@@ -13,6 +13,7 @@ from meshtune.config import Config
 from meshtune.data.cache import Summary, read_summary
 from meshtune.errors import UserError
 from meshtune.length import ending, limits, step_tokens
+from meshtune.objectives import OBJECTIVES
 from meshtune.units import count, counted, duration
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ class RunLength:
     tokens: int | None  # of their global batches
     notes: tuple[str, ...] = ()  # sentences: which limit ends the run, and what could not be counted
     missing: str = ""  # sentence on why an epoch's sequences are unknown; "": they are known
+    reference: float = 0.0  # global batches that a reference model reads before the first step; 0: none
 
 
 UNPLANNED = RunLength(None, None)
@@ -52,8 +54,28 @@ def run_length(config: Config) -> RunLength:
     if config.train.num_epochs and sequences is None:
         notes.append(f"train.num_epochs={config.train.num_epochs:g} may end the run sooner: {missing}")
     if summary and not config.data.mean_document_tokens and config.data.packing:
-        notes += _shorter_documents(summary.mean_document_tokens, config.data.seq_len)
-    return RunLength(steps, steps * step_tokens(config), tuple(notes), missing)
+        planned = config.data.seq_len // OBJECTIVES[config.objective].documents
+        notes += _shorter_documents(summary.mean_document_tokens, planned)
+    reference = 0.0
+    if OBJECTIVES[config.objective].reference:
+        reference, said = _reference(config, steps, sequences)
+        notes += said
+    return RunLength(steps, steps * step_tokens(config), tuple(notes), missing, reference)
+
+
+def _reference(config: Config, steps: int, sequences: int | None) -> tuple[float, list[str]]:
+    """(Global batches that a reference model reads before the first step, sentences on what is not counted).
+
+    sequences: of one epoch; None: not known.
+    """
+    if sequences is None:
+        return float(steps), [
+            "The reference pass is counted over the sequences of all steps, as if each row came once; "
+            "`meshtune data` counts the rows that it reads."
+        ]
+    held_out = config.data.eval_split if config.data.eval_split < 1 else 0.0  # else a number of documents
+    notes = ["The rows of data.eval, which the reference reads too, are not counted."]
+    return sequences / (1 - held_out) / config.global_batch_size, notes * bool(config.data.eval)
 
 
 def unknown(missing: str) -> str:
@@ -98,6 +120,7 @@ class RunCost:
     cost_per_million_tokens: float | None
     currency: str  # as the user named it; "": not named
     error: float | None = None  # error bar of time and price, as a share
+    reference_seconds: float | None = None  # of `seconds`, before the first step; None: no reference
 
     @classmethod
     def of(cls, choice: Choice, length: RunLength) -> RunCost:
@@ -106,6 +129,9 @@ class RunCost:
         if not cluster.timed:
             return cls(length.steps, length.tokens, None, None, None, None, cluster.currency)
         seconds = None if length.steps is None else length.steps * choice.seconds.total
+        reference = length.reference * choice.reference or None
+        if seconds and reference:
+            seconds += reference
         gpu_hours = None if seconds is None else seconds * choice.layout.world / 3600
         price, million = cluster.price, 1e6 / choice.tokens_per_second_per_gpu / 3600  # GPU-hours
         return cls(
@@ -117,10 +143,13 @@ class RunCost:
             cost_per_million_tokens=None if price is None else million * price,
             currency=cluster.currency,
             error=choice.accuracy.time,
+            reference_seconds=reference,
         )
 
     def sentence(self) -> str:
-        """The run's duration, GPU-hours and price, as far as they are known; "" if none is."""
+        """The run's duration, GPU-hours and price, as far as they are known, and its part before the first
+        step; "" if none is.
+        """
         rate = self.cost_per_million_tokens
         per_million = "" if rate is None else f"{money(rate, self.currency)} per million tokens"
         if self.steps is None or self.tokens is None or self.seconds is None or self.gpu_hours is None:
@@ -131,9 +160,12 @@ class RunCost:
             f"{counted(self.steps, 'step')} ({count(self.tokens)} tokens) {takes} "
             f"{duration(self.seconds)}{error}: {self.gpu_hours:,.1f} GPU-hours"
         )
-        if self.cost is None:
+        if self.cost is not None:
+            sentence += f", which cost {money(self.cost, self.currency)} ({per_million})"
+        if not self.reference_seconds:
             return f"{sentence}."
-        return f"{sentence}, which cost {money(self.cost, self.currency)} ({per_million})."
+        before, share = duration(self.reference_seconds), self.reference_seconds / self.seconds
+        return f"{sentence}. The reference's pass over all rows is {before} of it ({share:.1%})."
 
 
 def money(amount: float, currency: str = "") -> str:
@@ -152,13 +184,13 @@ class Bounds:
     by: float | None = None  # seconds
     budget: float | None = None  # in the currency of the prices
 
-    def step_seconds(self, cluster: Cluster, length: RunLength) -> float:
-        """The longest step of a run within the bounds on this cluster."""
+    def run_seconds(self, cluster: Cluster, length: RunLength) -> float:
+        """The longest run of a known length within the bounds on this cluster."""
         longest = math.inf
         if length.steps and self.by is not None:
-            longest = self.by / length.steps
+            longest = self.by
         if length.steps and self.budget is not None and cluster.price:
-            longest = min(longest, self.budget / cluster.price / cluster.gpus * 3600 / length.steps)
+            longest = min(longest, self.budget / cluster.price / cluster.gpus * 3600)
         return longest
 
     def shares(self, run: RunCost) -> dict[str, float]:

@@ -86,6 +86,7 @@ def cluster_facts(cluster: Cluster) -> dict[str, Any]:
 def workload_facts(workload: Workload) -> dict[str, Any]:
     """`workload` of the JSON document: sizes in sequences and tokens."""
     return {
+        "objective": workload.objective,
         "global_batch_size": workload.global_batch_size,
         "seq_len": workload.seq_len,
         "tokens": workload.tokens,

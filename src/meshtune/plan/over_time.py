@@ -39,7 +39,7 @@ class Timed(NamedTuple):
     """One pass, or what follows the passes, with its times in seconds."""
 
     rank: int
-    kind: str  # F, B, I, W as in placement/schedules.py, data or optimizer
+    kind: str  # F, B, I, W as in placement/schedules.py, N (without gradients), data or optimizer
     start: float
     end: float
     stage: int = -1  # -1: of no stage
@@ -68,8 +68,10 @@ def step_over_time(workload: Workload, choice: Choice) -> StepOverTime | None:
     layout = replace(whole, gradient_accumulation_steps=_drawn(whole))
     if 2 * layout.stages * layout.gradient_accumulation_steps > MOST_PASSES:
         return None
-    seconds, data, optimizer = _durations(workload, choice)
-    timed = list(_passes(layout, seconds))
+    seconds, before, data, optimizer = _durations(workload, choice)
+    before *= layout.gradient_accumulation_steps / whole.gradient_accumulation_steps
+    timed = [Timed(rank, "N", 0.0, before) for rank in range(layout.pp) if before]
+    timed += _passes(layout, seconds, before)
     data_end = max(one.end for one in timed) + data
     for rank in range(layout.pp):
         last = max(one.end for one in timed if one.rank == rank)
@@ -89,9 +91,10 @@ def _drawn(layout: Layout) -> int:
     return min(steps, rounds * layout.pp)
 
 
-def _durations(workload: Workload, choice: Choice) -> tuple[Callable[[str, int], float], float, float]:
+def _durations(workload: Workload, choice: Choice) -> tuple[Callable[[str, int], float], float, float, float]:
     """(Function of a kind of pass and its stage that returns the seconds of a pass with its send; seconds of
-    collectives on gradients after the last backward; of the update with the host's work for a step).
+    the passes without gradients before the first; of collectives on gradients after the last backward; of the
+    update with the host's work for a step).
     """
     workload = choice.decided(workload)
     columns, machine = Columns.of([choice.layout]), machine_of(workload, choice.cluster)
@@ -110,7 +113,10 @@ def _durations(workload: Workload, choice: Choice) -> tuple[Callable[[str, int],
         return np.squeeze({"F": forward, "W": weights, "I": inputs, "B": inputs + weights}[kind]).item()
 
     update = time.seconds.optimizer + pipeline.host_step
-    return seconds, np.squeeze(time.gradients).item(), np.squeeze(update).item()
+    mismatched = workload.work.mismatched
+    before = mismatched * time.without_gradients.total if mismatched else 0.0
+    before, data, update = (float(np.squeeze(size)) for size in (before, time.gradients, update))
+    return seconds, before, data, update
 
 
 def _stage_sizes(workload: Workload, layout: Layout) -> tuple[int, ...]:
@@ -122,11 +128,11 @@ def _stage_sizes(workload: Workload, layout: Layout) -> tuple[int, ...]:
     return tuple(map(len, stage_blocks([1.0] * blocks, layout.stages, first=first, last=last)))
 
 
-def _passes(layout: Layout, seconds: Callable[[str, int], float]) -> Iterator[Timed]:
+def _passes(layout: Layout, seconds: Callable[[str, int], float], begin: float) -> Iterator[Timed]:
     """Yield every pass, each as early as its inputs and its rank allow; those of a rank in their order."""
     waiting = orders(layout)
     ends: dict[Pass, float] = {}
-    free = [0.0] * layout.pp
+    free = [begin] * layout.pp
     while any(waiting):
         left = sum(map(len, waiting))
         for rank, order in enumerate(waiting):
@@ -215,7 +221,9 @@ def _times(drawn: StepOverTime, rank: int, layout: Layout) -> Iterator[Sample]:
     last_stage, timed = drawn.layout.stages - 1, drawn.of_rank(rank)
     last = max(place for place, one in enumerate(timed) if one.kind in "BW")
     for place, one in enumerate(timed):
-        if one.kind == "F":
+        if one.kind == "N":
+            yield Sample(one.start, FORWARD, in_flight, started)
+        elif one.kind == "F":
             yield Sample(one.start, FORWARD, in_flight, started)
             in_flight += share
             yield Sample(one.end, FORWARD, in_flight, started)

@@ -41,6 +41,11 @@ def documents(workload: Workload) -> str:
     return ""
 
 
+def of_objective(objective: str) -> str:
+    """A clause on what is learned, for headings; "" for sft."""
+    return "" if objective == "sft" else f", objective={objective}"
+
+
 def predicted_with(label_share: float | None) -> str:
     """A clause on the tokens with labels, which are all that have logits.
 

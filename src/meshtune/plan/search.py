@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -41,7 +41,7 @@ from meshtune.plan.memory.stages import RANKS, Stages, interleaved_share
 from meshtune.plan.memory.states import Step
 from meshtune.plan.memory.timeline import Liveness, Memory, in_host_memory
 from meshtune.plan.programs import MESHTUNE, Tool
-from meshtune.plan.seconds.step import PARTS, TIE, Seconds, step
+from meshtune.plan.seconds.step import PARTS, TIE, Seconds, StepTime
 from meshtune.plan.workload import Workload
 from meshtune.units import human
 
@@ -75,6 +75,8 @@ class Choice(Notebook):
     uncompiled: str = ""  # a sentence on why the blocks are not compiled, though train.compile leaves it open
     attention: str = ""  # a sentence on the version of FlashAttention that is predicted
     offload: bool = False  # the optimizer's states are in host memory
+    objective: str = "sft"  # as in Workload
+    reference: float = 0.0  # seconds in which a reference model reads a global batch; 0: there is none
 
     @property
     def summary_line(self) -> str:
@@ -117,6 +119,7 @@ class Choice(Notebook):
         time = {part: getattr(self.seconds, part) for part in PARTS} | {"total": self.seconds.total}
         return {
             "layout": str(self.layout),
+            "objective": self.objective,
             "tool": self.tool.name,
             "stack": self.stack,
             "world": self.layout.world,
@@ -170,6 +173,14 @@ class Plan:
     def safe(self) -> Number:
         """Mask of the layouts whose peak with its error bar is in the GPU's memory."""
         return self.memory.peak <= safe_peaks(self.workload, self.cluster, self.columns)
+
+    @cached_property
+    def reference(self) -> Number:
+        """Seconds in which a reference model reads a global batch under each layout; zeros without one."""
+        if not self.workload.reads_reference:
+            return 0.0 * self.seconds.total
+        forward = partial(times, self.workload, self.cluster, gradients=False)
+        return joined([forward(chunk) for chunk in chunks(self.columns)]).total
 
     @cached_property
     def uneven(self) -> Number:
@@ -283,6 +294,7 @@ def choice_of(
     why = uncompiled(workload.compile, workload.traits, layout, **of_device)
     workload = workload.under(cluster.gpu, layout)
     speed = workload.tokens / seconds.total / layout.world
+    forward = workload.reads_reference and times(workload, cluster, Columns.of([layout]), gradients=False)
     rate = peak_flops(cluster.gpu, workload.precision)
     mfu = speed * workload.flops_per_token / rate
     return Choice(
@@ -297,6 +309,8 @@ def choice_of(
         why and UNCOMPILED.format(why),
         workload.attention_note(cluster.gpu),
         workload.offload != "none",
+        workload.objective,
+        float(forward.total[0]) if forward else 0.0,
     )
 
 
@@ -343,12 +357,16 @@ def outdone(layouts: Columns) -> Number:
 # predictions #
 
 
-def times(workload: Workload, cluster: Cluster, layouts: Columns) -> Seconds:
-    """Predicted seconds of a step, every part as an array with one element per layout."""
+def times(workload: Workload, cluster: Cluster, layouts: Columns, *, gradients: bool = True) -> Seconds:
+    """Predicted seconds of a step, every part as an array with one element per layout.
+
+    gradients: False: of one forward over its documents that saves nothing.
+    """
     if workload.compile == "auto":
-        return _decided(times, workload, cluster, layouts)
+        return _decided(partial(times, gradients=gradients), workload, cluster, layouts)
     machine = machine_of(workload, cluster)
-    found = step(workload.work, layouts, machine, workload.seq_len, workload.document_tokens)
+    time = StepTime(workload.work, layouts, machine, workload.seq_len, workload.document_tokens)
+    found = time.seconds if gradients else time.without_gradients
     return Seconds(*(np.broadcast_to(getattr(found, f.name), np.shape(layouts.tp)) for f in fields(found)))
 
 

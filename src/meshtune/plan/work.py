@@ -21,6 +21,7 @@ from meshtune.placement.census import (
     BlockPeaks,
     Census,
     EndBytes,
+    Matrix,
     Parameter,
     SavedBytes,
     document_pairs,
@@ -181,6 +182,10 @@ class Work:
     ends: Mapping[int, EndBytes] = field(default_factory=dict)  # by element size; without it: not traced
     whole_heads: tuple[int, ...] | None = None  # of a block with attention, see census.Block
     backward: Number = 1.0  # share of the blocks that have one: frozen ones before all that is trained do not
+    # Of preferences (objectives.py):
+    embedded: Number = 0.0  # rows of the embedding where the head's outputs are others; 0: `vocabulary`
+    head_forwards: float = 1.0  # of a labelled token; 2: a loss of whole documents needs all logits first
+    mismatched: float = 0.0  # forwards without gradients over a step's micro-batches before its backwards
 
     @classmethod
     def of(cls, census: Census) -> Work:
@@ -232,7 +237,8 @@ class Work:
         return cls(
             blocks=n,
             hidden=census.hidden,
-            vocabulary=census.vocabulary,
+            vocabulary=census.head.rows if census.head else census.vocabulary,
+            embedded=census.vocabulary,
             wide=wide / n,
             matrices=matrices,
             cores=cores,
@@ -352,6 +358,19 @@ class Work:
     @property
     def parameters(self) -> Number:
         return self.blocks * self.block_parameters + self.outside_parameters
+
+
+def with_score(census: Census) -> Census:
+    """The model with one trained output in place of its vocabulary; a tied embedding stays."""
+    shape = 1, census.hidden
+    outside = (p for p in census.parameters_outside if p.kind != "head")
+    return replace(
+        census,
+        head=Matrix("score.weight", "head", *shape),
+        parameters_outside=(*outside, Parameter("score.weight", "head", shape, last=True)),
+        tied=False,
+        ends=tuple((size, replace(saved, logit=0.0, changes=False)) for size, saved in census.ends),
+    )
 
 
 def _traced(

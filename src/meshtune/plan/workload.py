@@ -13,12 +13,13 @@ from meshtune.config import Config
 from meshtune.errors import UserError
 from meshtune.launch.installed import FLASH_4, newest_flash
 from meshtune.layout import Layout
+from meshtune.objectives import OBJECTIVES
 from meshtune.placement.census import takes_flash
 from meshtune.placement.columns import Columns
 from meshtune.placement.rules import Rule, Traits, compiles, rules, sentences
 from meshtune.plan.hardware import Gpu, attention_kernel
 from meshtune.plan.programs import MESHTUNE, Tool
-from meshtune.plan.work import Work, attended
+from meshtune.plan.work import Work, attended, with_score
 from meshtune.precision import DTYPE_BYTES, PRECISIONS, SCALE_BLOCK
 from meshtune.units import Number, count, few
 
@@ -37,6 +38,7 @@ class Workload:
     traits: Traits
     seq_len: int  # tokens
     global_batch_size: int  # sequences
+    objective: str = "sft"  # as in the settings; `work` has its passes
     mean_document_tokens: float | None = None  # as in seconds.step.step; None: whole sequences
     precision: str = "bf16"
     reduce_dtype: str = "fp32"
@@ -64,23 +66,29 @@ class Workload:
 
     @property
     def document_tokens(self) -> float | None:
-        """Mean length of the documents in a sequence, which none can exceed; None: whole sequences."""
-        return self.mean_document_tokens and min(self.mean_document_tokens, float(self.seq_len))
+        """Mean length of the documents in a sequence, which none can exceed; None: whole sequences.
 
-    def block_flops(self, document_tokens: float | None = None) -> float:
+        A pair lies in one sequence: where no length is known, each side is a half of it.
+        """
+        if self.mean_document_tokens:
+            return min(self.mean_document_tokens, float(self.seq_len))
+        documents = OBJECTIVES[self.objective].documents
+        return self.seq_len / documents if documents > 1 else None
+
+    def block_flops(self, document_tokens: float | None = None, *, backward: bool = True) -> float:
         """Model FLOPs per token of an average block, forward and backward, without recomputation.
 
         Matmuls (no gradients of frozen weights) and causal attention in documents of this mean length, in
-        tokens; None: whole sequences, whatever `self.document_tokens` is.
+        tokens; None: whole sequences, whatever `self.document_tokens` is. backward: False: only the forward.
         """
         documents = document_tokens or self.seq_len
         matmuls = sum(
-            2 * matrix.rows * matrix.cols * matrix.count * (1 + matrix.trainable + matrix.input_gradient)
-            for matrix in self.work.matrices
+            2 * gemm.rows * gemm.cols * gemm.count * (1 + backward * (gemm.trainable + gemm.input_gradient))
+            for gemm in self.work.matrices
         )
         cores = sum(
             2
-            * (1 + 2 * core.backward)
+            * (1 + 2 * backward * core.backward)
             * core.count
             * core.query_heads
             * (core.qk_dim + core.v_dim)
@@ -96,21 +104,31 @@ class Workload:
 
     @property
     def flops_per_token(self) -> float:
-        """Model FLOPs per token, forward and backward, without recomputation."""
+        """Model FLOPs per token, forward and backward, without recomputation (docs/mfu.md).
+
+        The forward over mismatched answers counts; a second forward of the head is a recomputation.
+        """
         blocks = self.work.blocks * self.block_flops(self.document_tokens)
-        return float(blocks + self.work.labelled * self.head_flops)
+        forward = self.work.blocks * self.block_flops(self.document_tokens, backward=False)
+        forward += self.work.labelled * 2 * self.work.vocabulary * self.work.hidden
+        return float(blocks + self.work.labelled * self.head_flops + self.work.mismatched * forward)
+
+    @property
+    def reads_reference(self) -> bool:
+        """Whether a reference model reads all rows before the first step."""
+        return OBJECTIVES[self.objective].reference
 
     def of_batch(self, size: int) -> Workload:
         """The same with a global batch of `size` sequences."""
         return replace(self, global_batch_size=size)
 
     def of_labels(self, share: float | None, longest: int | None = None) -> Workload:
-        """The same with labels on a share of a sequence's tokens; None: not known, on all of them.
+        """The same with labels on a share of a sequence's tokens; None: not known, as they are.
 
         longest: tokens of the longest sequence, which micro-batches are as wide as; None: seq_len.
         """
         longest = longest or self.seq_len
-        labelled = 1.0 if share is None else share * self.seq_len / longest
+        labelled = self.work.labelled if share is None else share * self.seq_len / longest
         return replace(self, seq_len=longest, work=replace(self.work, labelled=labelled))
 
     def compiles(self, gpu: Gpu, layouts: Columns) -> Number:
@@ -135,9 +153,16 @@ class Workload:
         return replace(self, work=self.work.compiled(fp8=PRECISIONS[self.precision].fp8), compile=True)
 
     def run_by(self, tool: Tool) -> Workload:
-        """The same, run by another program: predicted with its constants, only under its layouts."""
+        """The same, run by another program: predicted with its constants, only under its layouts. Raises
+        UserError for an objective whose passes in other programs are not known.
+        """
         if tool is MESHTUNE:
             return self
+        if self.objective != "sft":
+            raise UserError(
+                f"--for {tool.name} plans objective=sft: passes and memory of {tool.title} for objective="
+                f"{self.objective} are not known. Leave --for out."
+            )
         return replace(
             self,
             tool=tool,
@@ -238,6 +263,19 @@ class Uncounted(UserError):
     """Error: the FLOPs of the model are unknown, so that it can't be planned."""
 
 
+def work_of(config: Config, census: Census) -> Work:
+    """The work of a model with the passes of the config's objective, and matrices in 4 bits."""
+    objective = OBJECTIVES[config.objective]
+    work = Work.of(with_score(census) if objective.scores else census)
+    if config.quantise:
+        work = work.quantised(DTYPE_BYTES[config.quantise])
+    if objective.rows == "answers":
+        return work
+    if objective.scores:  # read at one token of a document
+        return replace(work, labelled=objective.documents / config.data.seq_len)
+    return replace(work, head_forwards=2.0, mismatched=float(objective.mismatched))
+
+
 def workload_of(config: Config, numbers: ModelNumbers) -> Workload:
     """The workload of a config and of its model's numbers; the data need not exist. Raises Uncounted for a
     model that can't be planned.
@@ -253,12 +291,10 @@ def workload_of(config: Config, numbers: ModelNumbers) -> Workload:
     )
     if PRECISIONS[config.train.precision].fp8:
         numbers.census.check_fp8(model.name)
-    work = Work.of(numbers.census)
-    if config.quantise:
-        work = work.quantised(DTYPE_BYTES[config.quantise])
     workload = Workload(
         model=model.name,
-        work=work,
+        work=work_of(config, numbers.census),
+        objective=config.objective,
         traits=numbers.traits,
         attention=numbers.attention if model.attention == "auto" else model.attention,
         positions=numbers.positions,
@@ -277,10 +313,26 @@ def workload_of(config: Config, numbers: ModelNumbers) -> Workload:
     )
     uncounted = untraced_note(workload), dropout_note(numbers)
     notes = numbers.text_part, experts_note(numbers), dora_note(config), wide_note(config, numbers.census)
-    notes = *notes, fp8_note(config, numbers.census)
+    notes = *notes, fp8_note(config, numbers.census), objective_note(workload)
     notes = *notes, *uncounted, beyond
     workload = replace(workload, notes=(*numbers.changes, *filter(None, notes)))
     return workload.compiled() if config.train.compile is True else workload
+
+
+def objective_note(workload: Workload) -> str | None:
+    """Sentences on the passes that an objective adds to those of sft; None for sft."""
+    objective = OBJECTIVES[workload.objective]
+    if objective.rows == "answers":
+        return None
+    twice = "the head's forward runs twice, first for the log-probabilities of whole answers"
+    said = ["the head has one output" if objective.scores else twice]
+    if objective.mismatched:
+        said.append("a step has one more forward, without gradients, over mismatched answers")
+    if objective.reference:
+        said.append("before the first step a reference of the same size reads every row once")
+    if objective.documents > 1 and not workload.mean_document_tokens:
+        said.append("each side of a pair is half a sequence long (or set data.mean_document_tokens)")
+    return f"objective={workload.objective}: {'; '.join(said)}."
 
 
 EXPERTS_NOT_MEASURED = (

@@ -41,6 +41,7 @@ class Block:
     tensor: Number  # collectives of tp, forward and backward
     context: Number  # collectives of cp, forward and backward
     sharding: Number  # collectives of ZeRO-2 and -3, not in `forward` and `backward`
+    sharding_forward: Number  # of it, in the forward
 
     @property
     def launches(self) -> Number:
@@ -87,6 +88,7 @@ def block_seconds(
     forward, backward = (busy + share * np.maximum(copies - busy, 0.0) for busy in (forward, backward))
     in_backward = backward - on_gpu[1]
     repeated = np.where(repeats, in_backward / 3, 0.0)
+    in_passes = shard_collectives(work, layouts, machine, forward, backward)
     return Block(
         compute=compute,
         forward=forward,
@@ -96,7 +98,8 @@ def block_seconds(
         repeated_launches=repeated,
         tensor=sum(of_tensor),
         context=context,
-        sharding=shard_collectives(work, layouts, machine, forward, backward),
+        sharding=sum(in_passes),
+        sharding_forward=in_passes[0],
     )
 
 

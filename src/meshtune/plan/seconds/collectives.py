@@ -179,8 +179,9 @@ def context_collectives(
 
 def shard_collectives(
     work: Work, layouts: Columns, machine: Machine, forward: Number, backward: Number
-) -> Number:
-    """Exposed seconds of ZeRO-3's all-gathers and ZeRO-2's and -3's reduce-scatters of one block.
+) -> tuple[Number, Number]:
+    """Exposed seconds in (forward, backward) of ZeRO-3's all-gathers and ZeRO-2's and -3's reduce-scatters of
+    one block.
 
     ZeRO-3 gathers weights in the forward and again in the backward (Rajbhandari et al. 2020, section 7).
 
@@ -195,7 +196,7 @@ def shard_collectives(
     beside_backward = np.where(layouts.zero == 3, gather + scatter, np.where(layouts.zero == 2, scatter, 0.0))
     in_forward = exposed(machine, forward, gather, machine.shard_overlap)
     in_backward = exposed(machine, backward, beside_backward, machine.shard_overlap)
-    return np.where(layouts.zero == 3, in_forward, 0.0) + in_backward
+    return np.where(layouts.zero == 3, in_forward, 0.0), in_backward
 
 
 # of a step #
@@ -209,7 +210,18 @@ def trained_on_rank(work: Work, layouts: Columns) -> Number:
 
 def outside_blocks(work: Work, layouts: Columns) -> Number:
     """Elements outside the blocks on a rank, before tp; in a pipeline, of a rank with embedding or head."""
-    return np.where(layouts.pp > 1, work.vocabulary * work.hidden, work.outside_parameters)
+    rows = np.maximum(work.vocabulary, work.embedded)
+    return np.where(layouts.pp > 1, rows * work.hidden, work.outside_parameters)
+
+
+def root_gather(work: Work, layouts: Columns, machine: Machine) -> Number:
+    """Seconds of ZeRO-3's gathers of what is outside the blocks, in one forward and, unless a stack gathers
+    it once, backward.
+    """
+    shards, root = layouts.shard_ranks, outside_blocks(work, layouts) / layouts.tp / machine.shard_share
+    times = np.where(machine.ends_apart > 0, 1.0, 2.0)
+    size, in_node = times * machine.weight_bytes * root, ranks_in_node(shards, layouts.tp, machine)
+    return np.where(layouts.zero == 3, ring_collectives(machine, size, shards, in_node), 0.0)
 
 
 def gradient_collectives(work: Work, layouts: Columns, machine: Machine, block: Block) -> Number:
@@ -255,13 +267,12 @@ def gradient_collectives(work: Work, layouts: Columns, machine: Machine, block: 
     gathered_once = np.where((zero == 1) | (zero == 2), weight_gather, 0.0)
 
     root = outside / layouts.tp / machine.shard_share
-    times = np.where(machine.ends_apart > 0, 1.0, 2.0)
-    root_gather = ring_collectives(machine, times * machine.weight_bytes * root, shards, shards_in_node)
     # A head of its own is half of it, reduced during the backward; with a pipeline the first rank's counts.
-    beside = np.where((machine.ends_apart > 0) & (layouts.pp == 1), 0.5 * (1 - work.tied), 0.0)
+    own_head = (work.vocabulary >= work.embedded) & (machine.ends_apart > 0) & (layouts.pp == 1)
+    beside = np.where(own_head, 0.5 * (1 - work.tied), 0.0)
     root_gradients = machine.scatter_bytes * root * work.trained_outside * (1 - beside)
     root_scatter = ring_collectives(machine, root_gradients, shards, shards_in_node)
-    of_root = np.where(zero == 3, root_gather, 0.0) + np.where(zero >= 2, root_scatter, 0.0)
+    of_root = root_gather(work, layouts, machine) + np.where(zero >= 2, root_scatter, 0.0)
     return reducing - hidden + gathered_once + layouts.gradient_accumulation_steps * of_root
 
 

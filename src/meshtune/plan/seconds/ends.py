@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 # train/loss.py
 FP32 = 4  # bytes in which it sums the head's gradient over chunks, and a split vocabulary's sums over ranks
 SELECTED = 5  # tensors of labelled hidden states that its forward moves: rows selected 2, gradients written 3
+SELECTED_ONLY = 2  # those of a forward without gradients
+# Share of the logits' traffic that such a forward has: of the eager loss's 28 bytes 6 to fp32 and 8 of
+# log_softmax (stacks.toml); assumed of other losses
+LOG_PROBABILITIES = 0.5
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,9 @@ class Ends:
     exchange: (
         Number  # collectives of tp on hidden states, in each pass of the first stage and of the last one
     )
-    sums: Number  # collectives of tp on the loss, in the last stage's forward
+    sums: Number  # collectives of tp on the loss, in each forward of the head on the last stage
+    scoring: Number  # computing on the last stage in a forward without gradients: norm, log-probabilities
+    head_forwards: float = 1.0  # as in Work
 
     @property
     def compute(self) -> Number:
@@ -46,7 +52,7 @@ class Ends:
     @property
     def tensor(self) -> Number:
         """Seconds of collectives of tp."""
-        return 4 * self.exchange + self.sums
+        return 4 * self.exchange + self.head_forwards * self.sums
 
     @property
     def first_backward(self) -> Number:
@@ -55,7 +61,7 @@ class Ends:
 
     @property
     def last_forward(self) -> Number:
-        return self.loss + self.exchange + self.sums
+        return self.loss + self.exchange + self.head_forwards * self.sums
 
     @property
     def last_backward(self) -> Number:
@@ -71,7 +77,8 @@ def end_seconds(work: Work, layouts: Columns, machine: Machine, seq_len: Number)
     """Seconds outside the blocks for one micro-batch.
 
     Other tools' loss has all logits at once, and a third of its time in each pass. This engine's computes
-    chunk by chunk, and makes both gradients in the forward (train/loss.py).
+    chunk by chunk, and makes both gradients in the forward (train/loss.py). A loss of whole documents needs
+    the log-probabilities of all their tokens before that: once more the forward of the head.
     """
     tokens, element = layouts.rank_tokens(seq_len), machine.element
     labels = tokens * work.labelled
@@ -79,7 +86,7 @@ def end_seconds(work: Work, layouts: Columns, machine: Machine, seq_len: Number)
         pass_seconds = (
             head_matmuls(work, layouts, machine, labels) + logit_traffic(work, layouts, machine, labels)
         ) / 3
-        return Ends(0.0, pass_seconds, pass_seconds, pass_seconds, 0.0, 0.0)
+        return Ends(0.0, pass_seconds, pass_seconds, pass_seconds, 0.0, 0.0, pass_seconds)
     per_byte = 1 / (machine.bandwidth * machine.memory)
     whole = loss_chunk_tokens(machine.loss_memory, work.vocabulary, element)
     chunk = np.where(layouts.tp > 1, LOSS_CHUNK_TOKENS, whole)  # where tp splits it, the loss is not compiled
@@ -98,6 +105,12 @@ def end_seconds(work: Work, layouts: Columns, machine: Machine, seq_len: Number)
     gather_first, scatter_first = shard_copies(machine, first, trained_first, layouts, again=False)
     gather_last, scatter_last = shard_copies(machine, last, trained_last, layouts, again=False)
     added = (1 - own) * 3 * element * of_head
+    rows, fastest = _head_rows(work, layouts), machine.core_matmul_max
+    log_probabilities = (
+        chunks * matmul(machine, labels / chunks, rows, work.hidden, fastest=fastest)
+        + LOG_PROBABILITIES * logit_traffic(work, layouts, machine, labels)
+        + SELECTED_ONLY * work.labelled * hidden
+    )
     return Ends(
         embedding=(element * trained_first / layouts.tp + added) * per_byte
         + gradient_accumulation(machine, trained_first / layouts.tp, layouts)
@@ -108,13 +121,16 @@ def end_seconds(work: Work, layouts: Columns, machine: Machine, seq_len: Number)
         + of_head * sums * per_byte
         + norm
         + (SELECTED * work.labelled + 1) * hidden  # 1: the gradient, made of zeros
-        + gather_last,
+        + gather_last
+        + (work.head_forwards - 1) * log_probabilities,
         inputs=machine.hidden_backward * norm + 2 * hidden,
         weights=2 * element * of_head * per_byte
         + gradient_accumulation(machine, trained_last / layouts.tp, layouts)
         + scatter_last,
         exchange=hidden_exchange(work, layouts, machine, seq_len),
         sums=chunks * loss_sums(layouts, machine, labels / chunks),
+        scoring=log_probabilities + norm + np.where(layouts.zero == 3, gather_last, 0.0),
+        head_forwards=work.head_forwards,
     )
 
 

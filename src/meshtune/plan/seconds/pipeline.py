@@ -64,10 +64,44 @@ def _slowest_rank(count: Number, layouts: Columns, blocks: Blocks, ends: Ends, b
 
     count: blocks of the model. ends: they count only with a pipeline. balanced: as in Machine.
     """
+    forwards, backwards = [], []
+    for on, has_first, has_last in _blocks_of_ranks(count, layouts, blocks, ends, balanced):
+        forward = blocks.forward(on)
+        forwards.append(forward + has_first * ends.exchange + has_last * ends.last_forward)
+        backward = blocks.total(on) - forward + has_last * ends.last_backward
+        backwards.append(backward + has_first * ends.first_backward)
+    together = reduce(np.maximum, map(operator.add, forwards, backwards))
+    apart = reduce(np.maximum, forwards) + reduce(np.maximum, backwards)
+    slowest = np.where(layouts.runs(*ALL_AHEAD), apart, together)
+    return np.where(layouts.pp > 1, slowest, blocks.total(count))
+
+
+def slowest_forward(
+    work: Work, layouts: Columns, machine: Machine, *, blocks: Blocks, ends: Ends, forward: Number
+) -> Number:
+    """Seconds of the slowest pipeline rank's blocks and ends in a forward without gradients of one
+    micro-batch; without a pipeline of its blocks only.
+
+    blocks, ends: by which the pipeline is cut. forward: seconds of a block.
+    """
+    ranks = [
+        on * forward + (has_first + has_last) * ends.exchange + has_last * (ends.scoring + ends.sums)
+        for on, has_first, has_last in _blocks_of_ranks(work.blocks, layouts, blocks, ends, machine.balanced)
+    ]
+    return np.where(layouts.pp > 1, reduce(np.maximum, ranks), work.blocks * forward)
+
+
+def _blocks_of_ranks(
+    count: Number, layouts: Columns, blocks: Blocks, ends: Ends, balanced: Number
+) -> tuple[tuple[Number, Number, Number], ...]:
+    """(Blocks, whether it has the first stage, whether the last one) of the first, a middle and the last
+    pipeline rank. Arguments: as of `_slowest_rank`.
+    """
     pp, per_rank = layouts.pp, layouts.virtual_stages
     # One rank has the first stage and the last one where stages turn back at the last rank.
     turned = layouts.runs(*V_SCHEDULES)
-    head_blocks = ends.last / blocks.mean(count / pp).total
+    once = ends.last - (ends.head_forwards - 1) * ends.scoring  # as census_stages counts the head
+    head_blocks = once / blocks.mean(count / pp).total
     on_last = np.maximum(1.0, np.round((count + head_blocks) / (pp * per_rank) - head_blocks))
     on_other = (count - on_last) / np.maximum(pp * per_rank - 1, 1.0)  # stage
     beside_last = (per_rank - 1) * np.where(turned, np.floor(on_other + 1e-9), on_other)
@@ -78,19 +112,11 @@ def _slowest_rank(count: Number, layouts: Columns, blocks: Blocks, ends: Ends, b
     )
     equal = np.ceil(count / pp - 1e-9)
     first, middle, last = (np.where(balanced > 0, on, equal) for on in cut_by_cost)
-    forwards, backwards = [], []
-    for on, has_first, has_last in (
+    return (
         (first, np.where(turned, 0.0, 1.0), 0.0),
         (middle, 0.0, 0.0),
         (last, np.where(turned, 1.0, 0.0), 1.0),
-    ):
-        forward = blocks.forward(on)
-        forwards.append(forward + has_first * ends.exchange + has_last * ends.last_forward)
-        backward = blocks.total(on) - forward + has_last * ends.last_backward
-        backwards.append(backward + has_first * ends.first_backward)
-    together = reduce(np.maximum, map(operator.add, forwards, backwards))
-    apart = reduce(np.maximum, forwards) + reduce(np.maximum, backwards)
-    return np.where(pp > 1, np.where(layouts.runs(*ALL_AHEAD), apart, together), blocks.total(count))
+    )
 
 
 def send_seconds(size: Number, stage_gpus: Number, machine: Machine) -> Number:

@@ -13,15 +13,17 @@ layout. Every number is a float or an array, one element per layout; seconds, by
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from meshtune.placement.columns import Columns, Number
-from meshtune.plan.seconds.block import Blocks
-from meshtune.plan.seconds.collectives import gradient_collectives, optimizer_update
+from meshtune.plan.seconds.block import Blocks, block_seconds
+from meshtune.plan.seconds.collectives import gradient_collectives, optimizer_update, root_gather
 from meshtune.plan.seconds.ends import end_seconds
-from meshtune.plan.seconds.pipeline import pipeline_seconds
+from meshtune.plan.seconds.gpu import host_seconds
+from meshtune.plan.seconds.pipeline import pipeline_seconds, slowest_forward
 
 if TYPE_CHECKING:
     from meshtune.plan.machine import Machine
@@ -69,8 +71,9 @@ class StepTime:
     ) -> None:
         documents = seq_len if document_tokens is None else np.minimum(document_tokens, seq_len)
         self.work, self.layouts, self.machine = work, layouts, machine
+        self.seq_len, self.documents = seq_len, documents
         on_rank = work.blocks / layouts.pp
-        every = Blocks.of(work, layouts, machine, seq_len, documents)
+        self.every = every = Blocks.of(work, layouts, machine, seq_len, documents)
         self.block = every.mean(on_rank)
         self.ends = end_seconds(work, layouts, machine, seq_len)
         self.pipeline = pipeline_seconds(work, layouts, machine, seq_len, blocks=every, ends=self.ends)
@@ -81,7 +84,17 @@ class StepTime:
 
     @property
     def seconds(self) -> Seconds:
-        """Exposed time by what a rank waits for."""
+        """Exposed time by what a rank waits for; with the pass over mismatched answers, if there is one."""
+        if not self.work.mismatched:
+            return self._of_documents
+        both = vars(self._of_documents).items()
+        return Seconds(
+            **{part: own + self.work.mismatched * getattr(self.without_gradients, part) for part, own in both}
+        )
+
+    @property
+    def _of_documents(self) -> Seconds:
+        """Exposed time of forward and backward over the step's own documents, and of the update."""
         block, ends, pipeline, micro_batches = self.block, self.ends, self.pipeline, self.micro_batches
         behind = micro_batches * pipeline.behind - self.share * ends.total
         return Seconds(
@@ -96,10 +109,42 @@ class StepTime:
             host=self.blocks * block.launches + micro_batches * pipeline.host + pipeline.host_step,
         )
 
+    @cached_property
+    def without_gradients(self) -> Seconds:
+        """Exposed time of one forward over a step's documents that saves nothing (`Pipeline.forward_only`).
+
+        ZeRO-3 gathers for it, ZeRO-1 and -2 keep what they gather for the step. Whatever the schedule, a
+        pipeline waits for a whole forward of each rank but one.
+        """
+        work, layouts, machine, ends = self.work, self.layouts, self.machine, self.ends
+        nothing = layouts.replace(recompute=0.0 * layouts.recompute)
+        block = block_seconds(work, nothing, machine, self.seq_len, self.documents)
+        sharded = np.where(layouts.zero == 3, 0.0, block.compute.copies_forward)
+        of_block = block.forward + block.sharding_forward - sharded
+        on_rank, micro_batches = work.blocks / layouts.pp, self.micro_batches
+        sends = self.pipeline.sends / 2
+        host, _ = host_seconds(on_rank * of_block, machine)
+        slowest = slowest_forward(work, layouts, machine, blocks=self.every, ends=ends, forward=of_block)
+        of_ends = ends.scoring, 2 * ends.exchange + ends.sums
+        behind = micro_batches * (slowest - on_rank * of_block) - self.share * sum(of_ends)
+        of_tensor = block.forward - block.forward_launches - block.compute.forward - block.context / 2
+        return Seconds(
+            compute=self.blocks * (block.compute.forward - sharded) + self.share * of_ends[0],
+            tensor=self.blocks * of_tensor + self.share * of_ends[1],
+            context=self.blocks * block.context / 2,
+            pipeline=micro_batches * sends,
+            data=self.blocks * block.sharding_forward + micro_batches * root_gather(work, layouts, machine),
+            optimizer=0.0,
+            bubble=np.where(layouts.pp > 1, (layouts.pp - 1) * (on_rank * of_block + sends + host), 0.0),
+            imbalance=np.where(layouts.pp > 1, behind, 0.0),
+            host=self.blocks * block.forward_launches + micro_batches * host,
+        )
+
     @property
     def compute_parts(self) -> dict[str, Number]:
         """`Seconds.compute` by kind of work; head and embedding are a pipeline's mean over ranks."""
-        compute, blocks = self.block.compute, self.blocks
+        compute, blocks, mismatched = self.block.compute, self.blocks, self.work.mismatched
+        others = {"mismatched": mismatched * self.without_gradients.compute} if mismatched else {}
         return {
             "matmuls": blocks * (compute.matmul_forward + compute.matmul_inputs + compute.matmul_weights),
             "attention": blocks * (compute.attention_forward + compute.attention_backward),
@@ -108,6 +153,7 @@ class StepTime:
             "copies": blocks * (compute.copies_forward + compute.copies_backward),
             "recomputation": blocks * compute.recomputation,
             "head": self.share * self.ends.compute,
+            **others,
         }
 
     @property
@@ -118,6 +164,8 @@ class StepTime:
         block, compute, ends, blocks = self.block, self.block.compute, self.ends, self.blocks
         of_ends = self.share * ends.loss, self.share * (ends.compute - ends.loss)
         host = self.micro_batches * self.pipeline.host
+        if mismatched := self.work.mismatched:
+            host = host + mismatched * (self.without_gradients.compute + self.without_gradients.host)
         return {
             "forward": blocks * (compute.forward + block.forward_launches) + of_ends[0] + host,
             "backward": blocks * (compute.backward + block.backward_launches) + of_ends[1],

@@ -18,6 +18,7 @@ TIME = (
     "#56b4e9", "#882255", "#d9c45a", "#3f51b5", "#999933", "#009e73", "#c9ced6", "#a6761d", "#5d646d",
 )  # fmt: skip
 PASSES = {  # of a micro-batch through a stage, and the time between them
+    "forward without gradients": "#d3e9f7",
     "forward": "#9ed4f5",
     "backward": "#2b8cc4",
     "recomputation": "#f2b6a0",

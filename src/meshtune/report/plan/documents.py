@@ -22,7 +22,7 @@ from meshtune.plan.cost import RunCost, money
 from meshtune.plan.facts import cluster_facts
 from meshtune.plan.memory.timeline import CATEGORIES
 from meshtune.plan.models import tables
-from meshtune.plan.phrases import device, memory_limit
+from meshtune.plan.phrases import device, memory_limit, of_objective
 from meshtune.plan.programs import MESHTUNE
 from meshtune.plan.search import PEAK_TIE, TIE_MEMORY_STEP, Choice
 from meshtune.plan.seconds.step import PARTS, TIE
@@ -74,7 +74,8 @@ def answer(
     )
     batch = f"global batch {workload.global_batch_size:,} × {workload.seq_len:,} tokens"
     fitting = f"{counted(plan.considered, 'layout')} considered, {len(plan):,} fit"
-    subtitle = " · ".join((plan.cluster.title, batch, workload.precision, fitting))
+    precision = f"{workload.precision}{of_objective(workload.objective)}"
+    subtitle = " · ".join((plan.cluster.title, batch, precision, fitting))
     return Document(model_title(workload.model), parts, facts, "plan", text(subtitle), FOOTER)
 
 

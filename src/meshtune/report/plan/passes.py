@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from meshtune.plan.over_time import Timed
 
 PASSES = {
+    "N": "forward without gradients",
     "F": "forward",
     "B": "backward",
     "I": "backward of inputs",

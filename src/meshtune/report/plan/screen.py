@@ -11,9 +11,10 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from meshtune.layout import in_words
+from meshtune.objectives import OBJECTIVES
 from meshtune.plan.cost import RunCost
 from meshtune.plan.models import PREFIX, hub_id
-from meshtune.plan.phrases import device, predicted_with, unmeasured
+from meshtune.plan.phrases import device, of_objective, predicted_with, unmeasured
 from meshtune.plan.programs import MESHTUNE
 from meshtune.report.draw.document import InTerminal, Notes, Part, Section
 from meshtune.report.draw.table import Column, Table
@@ -120,7 +121,7 @@ def reliability(choice: Choice) -> list[str]:
     """Sentences on how far the numbers can be trusted; the first screen says of an unmeasured processor."""
     borrowed = unmeasured(choice.cluster) if choice.cluster.timed else ""
     accuracy = choice.accuracy.sentence(choice.stack, choice.cluster.gpu.name)
-    labels = f"{predicted_with(None)}."
+    labels = "" if OBJECTIVES[choice.objective].scores else f"{predicted_with(None)}."
     return [*filter(None, [accuracy, labels, borrowed, *choice.notes])]
 
 
@@ -131,7 +132,8 @@ def heading(result: Answer) -> Text:
     runner = "" if workload.tool is MESHTUNE else f", run by {workload.tool.title}"
     return Text.assemble(
         (workload.model, "bold"),
-        f" on {cluster.title} ({human(cluster.memory)} each, {machines}), in {workload.precision}{runner}: "
+        f" on {cluster.title} ({human(cluster.memory)} each, {machines}), in {workload.precision}"
+        f"{of_objective(workload.objective)}{runner}: "
         f"{workload.global_batch_size:,} sequences of {workload.seq_len:,} tokens a step\n",
     )
 

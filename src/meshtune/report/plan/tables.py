@@ -18,7 +18,7 @@ from rich.text import Text
 from meshtune.plan.cost import money
 from meshtune.plan.memory.stages import RANKS
 from meshtune.plan.memory.tensors import EVENTS
-from meshtune.plan.phrases import spent
+from meshtune.plan.phrases import of_objective, spent
 from meshtune.plan.programs import MESHTUNE
 from meshtune.plan.seconds.step import PARTS
 from meshtune.report.draw.bars import Legend
@@ -105,6 +105,7 @@ def explanation(choice: Choice) -> RenderableType:
     event = EVENTS[int(memory.event)]
     peak = red_unless_fits(choice, of_capacity(choice))
     runner = "" if choice.tool is MESHTUNE else f", run by {choice.tool.title}"
+    title = of_objective(choice.objective) + runner
     speed = f"{number(choice.tokens_per_second_per_gpu)} {choice.cluster.speed_unit}"
     accuracy = choice.accuracy
     time_error, memory_error = (
@@ -113,7 +114,7 @@ def explanation(choice: Choice) -> RenderableType:
     time_meaning = {part: spent(part, choice.layout) for part in PARTS}
     step = f"{speed} · {seconds(total)} a step"
     return Group(
-        Text.assemble((str(choice.layout), "bold"), (f"  on {choice.cluster.title}{runner}", "dim")),
+        Text.assemble((str(choice.layout), "bold"), (f"  on {choice.cluster.title}{title}", "dim")),
         Text.assemble(step, (time_error, "dim"), f" · MFU {choice.mfu:.1%}"),
         Text(),
         Text.assemble(("Memory  ", "bold"), peak, (memory_error, "dim"), f" at the peak: {event}{where}"),
