@@ -176,8 +176,8 @@ class TrainConfig(Section):
     )
     max_grad_norm: float = setting(1.0, "Norm that gradients are clipped to; 0: no clipping.", ge=0)
     label_smoothing: float = setting(
-        0.0, "Share of the target spread over the vocabulary, in training; evaluation has none.", ge=0,
-        lt=1,
+        0.0, "Share of the target spread over the vocabulary, in training; evaluation has none.",
+        Need(lambda config: config.objective == "sft", "only objective=sft smooths its targets"), ge=0, lt=1,
     )  # fmt: skip
     neftune_alpha: float = setting(
         0.0, "Noise on the embeddings in training, up to alpha / sqrt(document's tokens * width).", ge=0

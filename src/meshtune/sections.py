@@ -314,7 +314,11 @@ class DataConfig(Section):
     on_bad_row: Literal["error", "skip"] = setting(
         "error", "A row that can't be read or rendered is an error, or is skipped and counted."
     )
-    streaming: bool = setting(False, "Tokenise rows as they are read, without a copy on the disk.")
+    streaming: bool = setting(
+        False, "Tokenise rows as they are read, without a copy on the disk.",
+        Need(lambda config: not OBJECTIVES[config.objective].reference,
+             "objective compares with a reference, whose values are computed before the first step"),
+    )  # fmt: skip
     cache: str = setting("~/.cache/meshtune", "Folder of the tokenised, packed data.", path=True)
 
     @field_validator("template_date", mode="before")

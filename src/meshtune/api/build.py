@@ -72,7 +72,10 @@ def build(
     here, by rank 0. claimed: called with the run folder once it is chosen. hooks: the same on all ranks.
     Raises UserError for settings, data, models and layouts that can't work, before the run folder is touched.
     """
-    if problems := tracker_problems(config.log.to):
+    problems = tracker_problems(config.log.to)
+    if hooks.loss and config.objective != "sft":
+        problems += [f"loss=… is of tokens, and objective={config.objective} of whole answers; keep one."]
+    if problems:
         raise UserError(problems)
     device = device_of(config.train.device)
     choice = choice or choose_together(config)
@@ -93,10 +96,8 @@ def build(
     rows = id_bound(inputs.tokenizer)
     spec = model_spec(config, choice.attention, device.type, compile=choice.compile, embeddings=rows)
     spec = replace(spec, memory=min((memory for _, memory in gpus_of(device)), default=0.0))
-    reference = reference_of(
-        spec, inputs.prepared, world, cache=expanded(config.data.cache, "data.cache"),
-        steps=steps_of(config, inputs.prepared.sequences),
-    )  # fmt: skip
+    cache, steps = expanded(config.data.cache), steps_of(config, inputs.prepared.sequences)
+    reference = reference_of(spec, inputs.prepared, world, cache=cache, steps=steps)
     if reference:
         reference.compute_named(config.data.seq_len)
     model = rank_model(
@@ -120,10 +121,8 @@ def assemble(
     prepared, world, seq_len = inputs.prepared, model.parallel.world, config.data.seq_len
     sequences, gpus = prepared.sequences, gpus_of(world.device)
     steps = steps_of(config, sequences)
-    load = partial(
-        loader_of, prepared.train, world.layout, world.data_rank, config.train.seed,
-        objective=OBJECTIVES[config.objective],
-    )  # fmt: skip
+    load = partial(loader_of, prepared.train, world.layout, world.data_rank, config.train.seed)
+    load = partial(load, objective=OBJECTIVES[config.objective])
     notices = position_sentences(config.model.name, seq_len, model.whole, model.parallel.anatomy, prepared)
     notices += [*unused_here(config, world.size, gpus), *model.flash_notes]
     run_folder, resumed, claim = output.claim_together(

@@ -21,6 +21,7 @@ from meshtune.layout import Layout, as_mapping
 from meshtune.model.capabilities import auto_attention, traits
 from meshtune.model.census_cache import numbers_of
 from meshtune.model.load import load_config, on_meta
+from meshtune.objectives import OBJECTIVES
 from meshtune.placement.columns import Columns
 from meshtune.placement.rules import UNCOMPILED, Traits, compiles, refusals, uncompiled
 from meshtune.plan import changes
@@ -200,7 +201,7 @@ def attention_and_refusals(
         model_traits,
         layout,
         attention=attention,
-        packing=config.data.packing,
+        packing=together(config),
         compile=config.train.compile,
         optimizer=config.train.optimizer,
         step_in_backward=config.train.step_in_backward,
@@ -210,6 +211,12 @@ def attention_and_refusals(
         ranks=ranks,
     )
     return attention, model_traits, problems
+
+
+def together(config: Config) -> bool | str:
+    """Whether several documents share a sequence; of pairs the setting that puts both sides into one."""
+    pairs = OBJECTIVES[config.objective].rows == "pairs"
+    return f"objective = {config.objective}" if pairs else config.data.packing
 
 
 # The planner's prediction for a run #

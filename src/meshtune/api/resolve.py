@@ -186,6 +186,11 @@ def preference_of(config: Config) -> PreferenceSpec | None:
     """The objective and its settings; None of supervised fine-tuning."""
     if config.objective == "sft":
         return None
+    if OBJECTIVES[config.objective].scores:
+        raise UserError(
+            "objective=reward is planned (meshtune plan), but not trained yet: use objective=dpo, which "
+            "learns from the same pairs, or TRL's RewardTrainer."
+        )
     return PreferenceSpec(config.objective, **dict(getattr(config, config.objective)))
 
 

@@ -27,7 +27,7 @@ class Noise(NamedTuple):
 
 
 class Answers(NamedTuple):
-    """What a loss on whole answers knows of those in a micro-batch: chosen and rejected one in turn, or each.
+    """Answers of a micro-batch, chosen and rejected ones in turn or judged ones, for a loss on whole answers.
 
     Segments are the labelled columns of each answer: of its prompt (which only the cross entropy trains),
     then its own. Counts are those of the whole answer, whatever part of it a rank has (cp).
@@ -93,7 +93,7 @@ class MicroBatch:
 
     @property
     def units(self) -> int:
-        """What its loss is a sum over: label tokens, pairs or judged answers."""
+        """Number of what its loss is a sum over: label tokens, pairs or judged answers."""
         if self.answers is None:
             return self.label_tokens
         return len(self.answers.places) // (1 + self.answers.pairs)
@@ -139,7 +139,7 @@ class Batch:
 
     @property
     def units(self) -> int:
-        """What the loss of the step is a mean over: its label tokens, pairs or judged answers."""
+        """Number of what the loss of the step is a mean over: its label tokens, pairs or judged answers."""
         return self.label_tokens if self.answers is None else self.answers
 
     @property

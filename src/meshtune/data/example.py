@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from meshtune.addresses import public
 from meshtune.errors import UserError
-from meshtune.objectives import Rows
 from meshtune.units import counted, few
 
 if TYPE_CHECKING:
     import numpy as np
+
+    from meshtune.objectives import Rows
 
 NO_MARKER = "no special token"  # in Notes.unstopped: the template writes none
 SHOWN = 10  # bad rows that one error describes; the rest are only counted
@@ -252,7 +253,7 @@ class Tally:
             "notes": self.notes.values(),
         }
 
-    def refuse_overlong(self, rows: Rows) -> None:
+    def refuse_overlong(self, rows: "Rows") -> None:
         """Raise UserError for documents that are too long under overlong="error". rows: that they are of."""
         if self.overlong:
             ways = "cut, split or drop" if rows == "answers" else "cut or drop"

@@ -98,7 +98,7 @@ def scales(rows: Sequence[Row], parts: int) -> list[float | None]:
 def noise_refusals(layout: Layout, *, token_loss: bool) -> list[str]:
     """Sentences on why the noise scale of a run can't be measured; [] where it can.
 
-    token_loss: the run has a loss function of its own.
+    token_loss: the run has a loss function of its own, or one on whole answers.
     """
     setting, problems = "log.gradient_noise_scale", []
     if layout.data_ranks * layout.gradient_accumulation_steps == 1:
@@ -115,7 +115,7 @@ def noise_refusals(layout: Layout, *, token_loss: bool) -> list[str]:
             )
     if token_loss:
         problems.append(
-            f"{setting} weights micro-batches by their label tokens, but a loss function of your own has "
-            f"counts of its own; leave {setting} out."
+            f"{setting} weights micro-batches by their label tokens, but a loss of your own or on whole "
+            f"answers has counts of its own; leave {setting} out."
         )
     return problems

@@ -65,7 +65,7 @@ def rules(
     traits: Traits,
     *,
     attention: str = "meshtune",
-    packing: bool = True,
+    packing: bool | str = True,
     compile: bool | str = False,
     optimizer: str = "adamw",
     step_in_backward: bool = False,
@@ -144,7 +144,7 @@ def _nearest(every: Sequence[Rule], layout: Layout, field: str, values: Iterable
     return min((int(value) for value in tried[~refused]), key=lambda value: abs(value - wanted), default=None)
 
 
-def _attention(traits: Traits, attention: str, packing: bool) -> Iterator[Rule]:
+def _attention(traits: Traits, attention: str, packing: bool | str) -> Iterator[Rule]:
     """Rules on the attention implementation, `attention`.
 
     "meshtune": one rule, against every layout, for a model that computes attention inside itself. Another:
@@ -170,13 +170,13 @@ def _attention(traits: Traits, attention: str, packing: bool) -> Iterator[Rule]:
     auto = None if traits.attention else "use model.attention=auto"
     more = f" {see('attention')}" if traits.attention else ""
     if packing:
+        setting, remedy = "data.packing = true", "set data.packing=false"
+        if isinstance(packing, str):
+            setting, remedy = packing, "train another model"
         yield Rule(
             f"{other} can't keep packed documents apart (data.packing=false)",
             everywhere,
-            lambda _: (
-                f"data.packing = true: {other} can't keep packed documents apart{why}; "
-                f"{auto or 'set data.packing=false'}.{more}"
-            ),
+            lambda _: f"{setting}: {other} can't keep packed documents apart{why}; {auto or remedy}.{more}",
         )
     yield Rule(
         f"{other} can't be recomputed separately",

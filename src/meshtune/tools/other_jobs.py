@@ -5,9 +5,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from meshtune.tools.job import is_off
+from meshtune.tools.preferences import STAGES
 from meshtune.tools.table import toml
 
-STAGES = ("sft", "pt", "dpo", "kto", "rm")  # LLaMA-Factory's
 COMPONENTS = ("_component_", "_target_")  # keys with the name of a class or a function
 NAMED = ("datasets.type", "plugins")  # axolotl's
 

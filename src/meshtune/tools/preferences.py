@@ -28,7 +28,7 @@ from meshtune.tools.job import (
 from meshtune.tools.table import table
 
 RL = {"dpo": "dpo", "ipo": "dpo", "kto": "kto", "orpo": "orpo", "simpo": "simpo"}  # axolotl's
-STAGES = {"dpo": "dpo", "kto": "kto", "rm": "reward"}  # LLaMA-Factory's
+STAGES = {"sft": "sft", "pt": "sft", "dpo": "dpo", "kto": "kto", "rm": "reward"}  # LLaMA-Factory's
 TORCHTUNE = {  # losses -> objective, dpo.loss_type
     "dpoloss": ("dpo", "sigmoid"),
     "rsoloss": ("dpo", "hinge"),

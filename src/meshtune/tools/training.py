@@ -25,8 +25,8 @@ from meshtune.tools.job import (
     sections,
     short,
 )
-from meshtune.tools.other_jobs import STAGES
 from meshtune.tools.planned import Planned
+from meshtune.tools.preferences import STAGES
 from meshtune.tools.preferences import TORCHTUNE as PREFERENCES
 from meshtune.tools.rows import has_alpaca_prompts
 from meshtune.tools.table import counterpart, reason

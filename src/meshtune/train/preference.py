@@ -103,12 +103,12 @@ class Preference:
         return sums
 
     def take(self) -> list[Tensor | float]:
-        """What was measured since the last call, added up over this rank's micro-batches (see `means`)."""
+        """Sums of what was measured since the last call over this rank's micro-batches (see `means`)."""
         taken, self._sums = self._sums, None
         return [0.0] * (len(SUMS) + 2) if taken is None else list(taken)
 
     def means(self, sums: list[float]) -> dict[str, float]:
-        """What is measured, by its name, from the sums over all ranks of `take`."""
+        """Means of what is measured, by its name, from the sums over all ranks of `take`."""
         *totals, chosen, rejected = sums
         counts = [chosen, rejected, chosen, rejected, chosen, chosen]
         means = {
@@ -172,7 +172,7 @@ class Preference:
         return losses.sum(), _measured(scores, scores, scores.new_zeros(()))
 
     def _cross_entropy(self, values: Tensor, answers: Answers) -> Tensor:
-        """Of the chosen answers' trained tokens, in units of the loss."""
+        """Cross entropy of the chosen answers' trained tokens, in units of the loss."""
         return -_chosen(values.sum(1)).sum() * answers.units_per_token
 
 

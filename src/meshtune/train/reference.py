@@ -178,7 +178,7 @@ def _count(show: Callable[[str], object], what: str, done: int) -> None:
 def reference_of(
     spec: ModelSpec, prepared: Prepared, world: World, *, cache: Path, steps: int
 ) -> Reference | None:
-    """What is known of the reference's log-probabilities; None of an objective without one. Every rank calls
+    """The values that are known already; None of an objective without one. Every rank calls
     it.
 
     spec: of the model to train. cache: folder of the data. steps: of the run.
