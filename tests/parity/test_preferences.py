@@ -68,4 +68,6 @@ def test_a_layout_gives_what_one_rank_gives(
             measured = [name for name in theirs if "/" in name or name in ("kl", "nll_loss")]
             assert len(measured) >= 5
             for name in measured:
+                if name == "rewards/accuracies" and (kind, theirs["step"]) == ("train", 1):
+                    continue  # nothing has moved yet: rewards are 0 but for rounding
                 assert mine[name] == pytest.approx(theirs[name], rel=1e-6, abs=1e-7), name

@@ -17,6 +17,7 @@ def test_one_document_in_one_sequence_is_told_in_the_singular() -> None:
     one = {"documents": 1, "tokens": 1, "label_tokens": 1}
     stats = {
         "train": {**one, "sequences": 1, "packed": True, "efficiency": 0.5}, "eval": None, "seq_len": 64,
+        "kind": "answers",
         "template_date": None, "not_read": [], "cut": one, "split": {}, "dropped": {"empty": one},
         "bad_rows": {}, "notes": Notes().values(),
     }  # fmt: skip

@@ -180,8 +180,12 @@ def head_loss(
             return _ChunkedLoss.apply(
                 hidden, logits_of, rows, targets, size, of_tokens, of_answers, single_backward, *parameters
             )
-        losses = _losses(hidden, logits_of, rows, targets, size, of_tokens)
-        return of_answers(losses)[0].to(_zero(hidden)) if of_answers else _zero(hidden) + losses.sum()
+        losses, total = _losses(hidden, logits_of, rows, targets, size, of_tokens), _zero(hidden)
+        if of_answers:
+            return total + of_answers(torch.cat(losses))[0].to(total)
+        for of_chunk in losses:  # as the forward with gradients adds them up
+            total += of_chunk.sum()
+        return total
 
 
 def _losses(
@@ -191,8 +195,8 @@ def _losses(
     targets: Tensor,
     size: int,
     of_tokens: Callable[..., tuple[Tensor, Tensor | None]],
-) -> Tensor:
-    """Losses of the labelled tokens, without gradients: [tokens], or [chunks] of a function that adds up.
+) -> list[Tensor]:
+    """Losses of each chunk's labelled tokens, without gradients: [tokens], or [1] of a function that adds up.
 
     The arguments are those of `_ChunkedLoss`.
     """
@@ -201,7 +205,7 @@ def _losses(
         for chunk_rows, chunk_targets in zip(rows.split(size), targets.split(size), strict=True):
             found, _ = of_tokens(logits_of(source[chunk_rows]), chunk_targets, gradient=False)
             losses.append(found.flatten())
-    return torch.cat(losses)
+    return losses
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -228,7 +232,7 @@ class _ChunkedLoss(torch.autograd.Function):
     ) -> Tensor:
         total, weights = _zero(hidden), None
         if of_answers:
-            found, weights = of_answers(_losses(hidden, logits_of, rows, targets, size, of_tokens))
+            found, weights = of_answers(torch.cat(_losses(hidden, logits_of, rows, targets, size, of_tokens)))
             total += found
         source = hidden.flatten(0, 1)
         hidden_grad = torch.zeros_like(source) if ctx.needs_input_grad[0] else None

@@ -9,6 +9,7 @@ import shutil
 import signal
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -372,7 +373,7 @@ def test_the_best_evaluation_is_kept_and_patience_ends_the_run(
     trained = dict(run.passes.parallel.stages[0].model.named_parameters())
     assert all(torch.equal(p, trained[name]) for name, p in loaded.named_parameters())
     assert run.evaluation.dataset is not None
-    loss, _ = run.evaluation.held_out_loss()
+    loss, *_ = run.evaluation.held_out_loss()
     assert loss == pytest.approx(rows[best], rel=1e-6)
 
 
@@ -389,10 +390,11 @@ def test_a_pipeline_evaluates_several_micro_batches_at_once(settings: Callable[.
     several = SimpleNamespace(
         world=world, forward=forward, modules=parallel.modules, width_multiple=parallel.width_multiple
     )
+    several.forward_each = partial(type(parallel).forward_each, several)
     assert evaluation.dataset is not None
     sequences = [evaluation.dataset.members[:1]] * 40
     many = replace(evaluation.dataset, members=np.concatenate(sequences), starts=np.arange(41))
-    loss, _ = replace(evaluation, parallel=several, dataset=many, micro_batch_size=1).held_out_loss()  # pyright: ignore[reportArgumentType]
+    loss, *_ = replace(evaluation, parallel=several, dataset=many, micro_batch_size=1).held_out_loss()  # pyright: ignore[reportArgumentType]
     assert sum(groups) == 40 and min(groups[:-1]) >= pp and loss == 1
 
 
