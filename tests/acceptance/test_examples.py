@@ -83,6 +83,13 @@ def place(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "alpaca.json").write_text(json.dumps(alpaca))
     write_rows(tmp_path / "text.jsonl", [{"text": row["completion"]} for row in rows])
     write_rows(tmp_path / "questions.jsonl", [asked(row) for row in rows])
+    others = [row["completion"] for row in rows[1:] + rows[:1]]
+    pairs = [
+        {"prompt": row["prompt"], "chosen": row["completion"], "rejected": other}
+        for row, other in zip(rows, others, strict=True)
+        if row["completion"] != other
+    ]
+    write_rows(tmp_path / "pairs.jsonl", pairs)
     return tmp_path
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import cases
 from families import FAMILIES
 from layouts import check, make_folder, trained
 from tiny import write_rows
@@ -55,7 +56,7 @@ def words(folder: Path, objective: str) -> list[str]:
     return [*files, *named, *OBJECTIVES[objective], "data.seq_len=128", "data.overlong=cut"]
 
 
-@pytest.mark.parametrize(("objective", "layout"), LAYOUTS)
+@pytest.mark.parametrize(("objective", "layout"), cases(LAYOUTS, test=[("dpo", "cp2")], ci=4))
 def test_a_layout_gives_what_one_rank_gives(
     objective: str, layout: str, folder: Path, tmp_path: Path
 ) -> None:

@@ -29,6 +29,12 @@ def evaluated(
         overrides = ["data.eval_split=0", *overrides]
     target = target_of(name, overrides)
     config = target.config
+    if config.objective != "sft":
+        raise UserError(
+            f"The run was trained with objective={config.objective}, whose evaluations are in its report; "
+            "`meshtune eval` takes the loss of answers: add objective=sft data.eval=FILE, with rows of prompts "
+            "and answers."
+        )
     if not config.data.eval and not config.data.eval_split:
         raise UserError(
             "There is nothing to evaluate on; add data.eval=FILE (or data.eval_split) to the command."
