@@ -32,8 +32,8 @@ def evaluated(
     if config.objective != "sft":
         raise UserError(
             f"The run was trained with objective={config.objective}, whose evaluations are in its report; "
-            "`meshtune eval` takes the loss of answers: add objective=sft data.eval=FILE, with rows of prompts "
-            "and answers."
+            "`meshtune eval` takes the loss of answers: add objective=sft data.eval=FILE, with rows of "
+            "prompts and answers."
         )
     if not config.data.eval and not config.data.eval_split:
         raise UserError(
