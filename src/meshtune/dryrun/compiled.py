@@ -80,6 +80,9 @@ def compiled_on_fakes(kernels: str) -> Iterator[None]:
     from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.codegen.cpp import CppScheduling
 
+    # A forked process has what its parent compiled; after a few graphs of a function no more are made, and it
+    # would be traced as if it were not compiled.
+    torch.compiler.reset()
     guards: Any = torch._C._dynamo.guards  # pyright: ignore[reportAttributeAccessIssue]
     with ExitStack() as stack:
         for owner, name, stand_in in (

@@ -27,6 +27,7 @@ from meshtune.api import build
 from meshtune.data.loader import ahead
 from meshtune.errors import Interrupted, NonFinite, NothingFits, UserError
 from meshtune.launch.signals import STOPPING, StopRequest
+from meshtune.parallel import apply
 from meshtune.parallel.mesh import Axis
 from meshtune.report.compare import compare
 from meshtune.report.run.summary import summarise
@@ -275,7 +276,7 @@ def test_a_signal_ends_an_evaluation_which_resuming_makes_up(
 
     with monkeypatch.context() as patched:
         patched.setattr(module, name, interrupting)
-        patched.setattr(evaluate, "GROUPED", 1)
+        patched.setattr(apply, "GROUPED", 1)
         with pytest.raises(Interrupted, match=r"after step 2 of 4\. The checkpoint is saved"):
             loop.train(run)
     assert not run.folder.rows("eval") and not run.folder.samples()
