@@ -301,8 +301,14 @@ def in_whole_seconds(seconds: float) -> str:
 
 
 def eval_parts(row: Row) -> list[str]:
-    """An eval row as text: loss, perplexity, and exact match where measured."""
-    parts = [f"eval at step {row['step']}: loss {row['loss']:.4f}", f"perplexity {row['perplexity']:.4g}"]
+    """An eval row as text: loss, perplexity or rewards, and exact match where measured."""
+    parts = [f"eval at step {row['step']}: loss {row['loss']:.4f}"]
+    if "perplexity" in row:
+        parts.append(f"perplexity {row['perplexity']:.4g}")
+    if "rewards/accuracies" in row:
+        parts.append(f"chosen answers preferred in {row['rewards/accuracies']:.1%} of the pairs")
+    if "rewards/margins" in row:
+        parts.append(f"margin {row['rewards/margins']:.4g}")
     if "exact_match" in row:
         parts.append(f"exact match {row['exact_match']:.1%}")
         parts += filter(None, [unfinished_answers(row)])

@@ -72,8 +72,13 @@ def test_a_terminal_gets_a_bar_with_loss_speed_and_time_left_and_lines_above_it(
             metrics.train(step=step, **NUMBERS)
         metrics.log_line("Saved [checkpoints] step-2.")
         metrics.evaluate(step=2, loss=2.0, label_tokens=10, exact_match=0.25, prompts=4, answers_cut=2)
+        rewards = {"rewards/accuracies": 0.75, "rewards/margins": 0.5}
+        metrics.evaluate(step=3, loss=0.5, label_tokens=10, measured=rewards)
         metrics.writing("the model")
     shown = text(out)
+    assert (
+        "eval at step 3: loss 0.5000 · chosen answers preferred in 75.0% of the pairs · margin 0.5" in shown
+    )
     assert "2/4" in shown and "writing the model" in shown
     assert "loss 2.5000 · lr 1.00e-04 · grad norm 1.25 · 2,000 tokens/s" in shown
     assert "left" in shown

@@ -47,10 +47,13 @@ def places(run: RunDir) -> list[Text]:
     lines = {label: str(path) for label, path in paths.items() if path.exists()}
     if run.model.exists():
         folder = shlex.quote(str(run.path))
+        answers = "" if run.rows("eval") else " data.eval=FILE"
+        if any("rewards/margins" in row for row in run.rows("train")[-1:]):
+            answers = " objective=sft data.eval=FILE"  # of answers: pairs were evaluated in the run
         merge = " --merge" if (run.model / "adapter_config.json").exists() else ""
         lines |= {
             "chat with it": f"meshtune chat {folder}",
-            "evaluate it": f"meshtune eval {folder}{'' if run.rows('eval') else ' data.eval=FILE'}",
+            "evaluate it": f"meshtune eval {folder}{answers}",
             "serve it": f"meshtune export {folder} FOLDER{merge}   (then docs/serve.md)",
         }
     return [Text.assemble(f"  {label:<{LABEL_WIDTH}}", (words, "blue")) for label, words in lines.items()]
