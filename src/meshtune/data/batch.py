@@ -133,8 +133,7 @@ class Batch:
     label_tokens: int  # of all ranks
     origin: str  # epoch and rows of the batch, for messages
     answers: int | None = None  # pairs or judged answers of all ranks, with a loss on whole answers
-    # Of this rank, as many as of every other: each prompt with the next row's answer, for an objective that
-    # wants them
+    # Each prompt with the next row's answer, for an objective that wants them; all ranks have equally many
     mismatched: tuple[MicroBatch, ...] = ()
 
     @property

@@ -25,6 +25,7 @@ from meshtune.meter.phases import WATCHED_STEPS
 from meshtune.meter.rows import fullest_memory, possible, share_of_peak, time_now
 from meshtune.meter.trace import CATEGORIES
 from meshtune.model.load import quiet
+from meshtune.objectives import OBJECTIVES
 from meshtune.parallel.mesh import World, join
 from meshtune.plan.hardware import datasheet_flops
 from meshtune.plan.step_parts import median_parts
@@ -141,7 +142,10 @@ def bench_rank(rank: Rank, trial: Trial) -> Measured | None:
     seed_dropout(world, spec.seed)
     batches: Iterator[Batch]
     if inputs:
-        loader = loader_of(inputs.prepared.train, world.layout, world.data_rank, spec.seed)
+        objective = spec.preference.row if spec.preference else OBJECTIVES["sft"]
+        loader = loader_of(
+            inputs.prepared.train, world.layout, world.data_rank, spec.seed, objective=objective
+        )
         batches = (batch for batch, _ in loader)
     else:
         batches = random_batches(model, world, seq_len, trial.documents)

@@ -194,7 +194,7 @@ def _rejected(values: Tensor) -> Tensor:
 
 
 def _smoothed(margins: Tensor, smoothing: float, robust: bool = False) -> Tensor:
-    """Losses of differences of rewards, a share of which is assumed to be swapped (Mitchell 2023).
+    """Losses of differences of rewards; a share of the pairs is assumed to be swapped (Mitchell 2023).
 
     robust: without the bias that this has (Chowdhury et al. 2024).
     """
