@@ -475,6 +475,11 @@ class Config(Section):
         return self.method != "full"
 
     @property
+    def modules_to_save(self) -> tuple[str, ...]:
+        """Names of modules that are trained whole next to adapters, with the score of a reward model."""
+        return *self.lora.modules_to_save, *(["score"] if OBJECTIVES[self.objective].scores else [])
+
+    @property
     def quantise(self) -> str:
         """dtype, by torch's name, of frozen matrices before they are in 4 bits; "": they are not."""
         return PRECISIONS[self.train.precision].compute if self.method == "qlora" else ""

@@ -275,10 +275,11 @@ def exporter_of(config: Config, model: PreTrainedModel, world: World, **parts: A
     Exporter has them.
     """
     lora, base = config.lora, config.model
-    named = [model.get_submodule(path) for path in modules_named(model, lora.modules_to_save)]
+    named = [model.get_submodule(path) for path in modules_named(model, config.modules_to_save)]
     adapter = {
         **lora.model_dump(exclude={"r", "target_modules"}),
         "lora_rank": lora.r,
+        "modules_to_save": config.modules_to_save,
         # Added rows, which are trained.
         "embeddings": any(table.weight.requires_grad and table not in named for table in tables(model)),
         "overrides": base.overrides,

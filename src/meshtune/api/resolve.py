@@ -169,7 +169,7 @@ def model_spec(
         kernels=kernels,
         precision=train.precision,
         reduce_dtype=train.reduce_dtype,
-        lora=LoraSpec(**dict(config.lora)) if config.adapts else None,
+        lora=LoraSpec(**{**dict(config.lora), "modules_to_save": config.modules_to_save}) if config.adapts else None,
         quantise=config.quantise,
         freeze=tuple(config.model.freeze),
         embeddings=embeddings,
@@ -186,11 +186,6 @@ def preference_of(config: Config) -> PreferenceSpec | None:
     """The objective and its settings; None of supervised fine-tuning."""
     if config.objective == "sft":
         return None
-    if OBJECTIVES[config.objective].scores:
-        raise UserError(
-            "objective=reward is planned (meshtune plan), but not trained yet: use objective=dpo, which "
-            "learns from the same pairs, or TRL's RewardTrainer."
-        )
     return PreferenceSpec(config.objective, **dict(getattr(config, config.objective)))
 
 

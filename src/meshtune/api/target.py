@@ -255,7 +255,7 @@ def _opened(target: Target, device: str | None, merging: bool, precision: str | 
         precision = UNMIXED[PRECISIONS[spec.precision].compute]
         spec = replace(spec, precision=precision, lora=None, freeze=())
         if target.folder and target.adapted:  # it brings the rows that were added with it
-            model = single_model(spec, place, modules_to_save=config.lora.modules_to_save)
+            model = single_model(spec, place, modules_to_save=config.modules_to_save)
             load_adapter(model, target.folder)
         else:
             spec = replace(spec, quantise="")  # weights without adapters
