@@ -61,6 +61,11 @@ HELD_OUT = Need(
     "set data.eval or data.eval_split, or leave it out",
     late=True,
 )
+ANSWERING = Need(
+    lambda config: not OBJECTIVES[config.objective].scores,
+    "a reward model writes no answers",
+    "leave it out, or set objective=dpo",
+)
 EVALUATED_OFTEN = Need(
     lambda config: config.eval.every, "with eval.every=0 there is only the last evaluation",
     "set eval.every, such as eval.every=100",
@@ -262,11 +267,11 @@ class EvalConfig(Section):
     )  # fmt: skip
     at_start: bool = setting(False, "Evaluate before the first step too.", HELD_OUT)
     samples: NonNegative = setting(
-        0, "Held-out prompts that are answered greedily and shown.", HELD_OUT, unit="prompts"
+        0, "Held-out prompts that are answered greedily and shown.", HELD_OUT, ANSWERING, unit="prompts"
     )
     exact_match: NonNegative = setting(
         0, "Held-out prompts whose whole greedy answer, not only a number in it, is compared.", HELD_OUT,
-        unit="prompts",
+        ANSWERING, unit="prompts",
     )  # fmt: skip
     max_new_tokens: Positive = setting(
         64, "Longest answer, in tokens.",

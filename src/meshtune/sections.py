@@ -167,7 +167,7 @@ class SimpoConfig(Section):
 
 
 class RewardConfig(Section):
-    """A model with one output, for `objective: reward`."""
+    """A model with one output, for `objective: reward` (Bradley and Terry 1952)."""
 
     center_coefficient: float = setting(
         0.0, "Weight of the squared sum of a pair's rewards, which keeps them around 0.", ge=0

@@ -48,7 +48,9 @@ OBJECTIVES: dict[str, tuple[str, list[str], str, str, dict[str, Any]]] = {
         f"{EXPERIMENTS}.cpo", "CPO",
         {"loss_type": "simpo", "beta": 2.5, "simpo_gamma": 0.8, "label_smoothing": 0.1, "cpo_alpha": 0.3},
     ),
-    "reward": ("reward", ["reward.center_coefficient=0.01"], "trl", "Reward", {"center_rewards_coefficient": 0.01}),
+    "reward": (
+        "reward", ["reward.center_coefficient=0.01"], "trl", "Reward", {"center_rewards_coefficient": 0.01}
+    ),
 }  # fmt: skip
 
 

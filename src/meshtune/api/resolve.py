@@ -169,7 +169,9 @@ def model_spec(
         kernels=kernels,
         precision=train.precision,
         reduce_dtype=train.reduce_dtype,
-        lora=LoraSpec(**{**dict(config.lora), "modules_to_save": config.modules_to_save}) if config.adapts else None,
+        lora=LoraSpec(**{**dict(config.lora), "modules_to_save": config.modules_to_save})
+        if config.adapts
+        else None,
         quantise=config.quantise,
         freeze=tuple(config.model.freeze),
         embeddings=embeddings,

@@ -1,8 +1,9 @@
 """Rows of preferences: pairs of answers to one prompt, and answers that are good or bad.
 
     prompt | messages | conversations | instruction, with chosen + rejected   ─┐
-    chosen + rejected, whole conversations or texts that begin with the prompt ├─> Example, its `other`, `margin`
+    chosen + rejected, whole conversations or texts that begin with the prompt ├─> Example, and its `other`
     an answer + label ──────────────────────────────────────────────────────────> Example, `good` or not
+    margin, by a pair of a reward model ────────────────────────────────────────> Example, its `margin`
 
 The prompt is what both sides share, up to the beginning of a message. Trained on are the assistant's messages
 behind it.

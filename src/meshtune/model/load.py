@@ -242,7 +242,9 @@ def skeleton(
     with no_init_weights(), parameters_on_meta():
         model = _from_config(config, source, dtype, attention, trust_remote_code)
     model.tie_weights()
-    if folder and init == "pretrained" and (folder / "generation_config.json").is_file():
+    if is_scored(config):
+        model.generation_config = None  # transformers gives it to models that generate
+    elif folder and init == "pretrained" and (folder / "generation_config.json").is_file():
         model.generation_config = read_generation_config(folder)
     return set_aside(model).train()
 
@@ -291,7 +293,7 @@ def _with_head(config: PretrainedConfig, name: str, scored: bool) -> PretrainedC
         return config
     if is_scored(config) and config.num_labels != 1:
         raise UserError(f"{name} has {config.num_labels} outputs, but a reward model has one.")
-    found = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
+    found: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
     if found is None or has_text_part(config):
         raise UserError(
             f"objective=reward: transformers has no {config.model_type} model with a score in place of its "
@@ -341,8 +343,9 @@ def mapped(
     They have the dtype that they are stored in, so that reading a slice touches nothing else (the dtype that
     they promote to, copied into memory, where a model's files mix several). With init="random" they are drawn
     in `dtype`, always the same for one `seed`, and are in memory too; else dtype has no effect, and `seed`
-    only on the score of a reward model (`scored`) that the files lack. Raises UserError as `skeleton`, for damaged files, for tensors missing or of a wrong shape, and for a
-    `source` that is a configuration unless init="random".
+    only on the score of a reward model (`scored`) that the files lack. Raises UserError as `skeleton`, for
+    damaged files, for tensors missing or of a wrong shape, and for a `source` that is a configuration unless
+    init="random".
     """
     if init == "random":
         _, config = _folder_and_config(source, trust_remote_code, revision, overrides, scored)

@@ -385,7 +385,7 @@ def _shared_cross_entropy(
 def score(
     logits: Tensor, targets: Tensor, *, vocabulary: Vocabulary | None, gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """`_cross_entropy` of a head with one output [tokens, 1], of tp ranks an addend of it: that output, negated."""
+    """`_cross_entropy` of a head with one output [tokens, 1], on tp ranks an addend: the output, negated."""
     wide = -logits[:, 0].to(torch.promote_types(logits.dtype, torch.float32))
     if vocabulary is not None:
         dist.all_reduce(wide, group=vocabulary.tp.group)

@@ -48,14 +48,17 @@ def places(run: RunDir) -> list[Text]:
     if run.model.exists():
         folder = shlex.quote(str(run.path))
         answers = "" if run.rows("eval") else " data.eval=FILE"
-        if any("rewards/margins" in row for row in run.rows("train")[-1:]):
+        last = (run.rows("train") or [{}])[-1]
+        if "rewards/margins" in last:
             answers = " objective=sft data.eval=FILE"  # of answers: pairs were evaluated in the run
         merge = " --merge" if (run.model / "adapter_config.json").exists() else ""
-        lines |= {
+        scores = "rewards/margins" in last and "logps/chosen" not in last  # a reward model: it can't answer
+        lines |= {} if scores else {
             "chat with it": f"meshtune chat {folder}",
             "evaluate it": f"meshtune eval {folder}{answers}",
-            "serve it": f"meshtune export {folder} FOLDER{merge}   (then docs/serve.md)",
-        }
+        }  # fmt: skip
+        page = "preferences" if scores else "serve"
+        lines["serve it"] = f"meshtune export {folder} FOLDER{merge}   (then docs/{page}.md)"
     return [Text.assemble(f"  {label:<{LABEL_WIDTH}}", (words, "blue")) for label, words in lines.items()]
 
 
