@@ -93,7 +93,7 @@ class Evaluation:
                     self.folder.append_sample(row)
             if self.exact_match:
                 pairs = list(zip(prompts, completions, strict=True))[: self.exact_match]
-                extra = {
+                extra |= {
                     "exact_match": sum(matches(q.expected, a) for q, a in pairs) / max(1, len(pairs)),
                     "prompts": len(pairs),
                     "answers_cut": sum(len(new_ids[i]) == limits[i] > 0 for i in range(len(pairs))),
