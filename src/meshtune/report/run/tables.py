@@ -48,8 +48,6 @@ def places(run: RunDir) -> list[Text]:
     if run.model.exists():
         folder = shlex.quote(str(run.path))
         answers = "" if run.rows("eval") else " data.eval=FILE"
-        if any("rewards/margins" in row for row in run.rows("train")[-1:]):
-            answers = " objective=sft data.eval=FILE"  # of answers: pairs were evaluated in the run
         merge = " --merge" if (run.model / "adapter_config.json").exists() else ""
         lines |= {
             "chat with it": f"meshtune chat {folder}",
@@ -67,6 +65,10 @@ def headline(summary: Summary) -> Iterator[tuple[str, str]]:
         prompts = counted(summary.prompts, "held-out prompt") if summary.prompts else "held-out prompts"
         cut = unfinished_answers(vars(summary))
         yield "exact match", "; ".join(filter(None, [f"{shares} of {prompts}", cut]))
+    if (margin := summary.last_margin) is not None:
+        accuracy = summary.last_accuracy
+        chosen = "" if accuracy is None else f"chosen answers preferred in {accuracy:.1%} of the pairs · "
+        yield "held-out rewards", f"{chosen}margin {margin:.3g}"
     if summary.last_loss is not None:
         yield "loss", f"{change(summary.first_loss, summary.last_loss, '.4f')} in {steps}"
     if (loss := summary.last_eval_loss) is not None:
