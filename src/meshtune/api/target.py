@@ -129,14 +129,17 @@ def given_model(overrides: Sequence[str]) -> dict[str, Any]:
     return model if isinstance(model, dict) else {}
 
 
-def refuse_moved(name: str, base: str) -> None:
-    """Raise UserError if the base that a run or an adapter records is a path where nothing is any more."""
+def refuse_moved(name: str, base: str, setting: str = "model.name") -> None:
+    """Raise UserError if the base that a run or an adapter records is a path where nothing is any more.
+
+    setting: that can name it.
+    """
     path = expanded(base)
     if not path.exists() and (path.is_absolute() or base.startswith(".") or base.count("/") > 1):
         here = "" if path.is_absolute() else f" (from {Path.cwd()})"
         raise UserError(
             f"{name} was trained on {base}, where nothing is now{here}. Name the folder that the base is in: "
-            "model.name=FOLDER."
+            f"{setting}=FOLDER."
         )
 
 

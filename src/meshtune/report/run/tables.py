@@ -66,9 +66,9 @@ def headline(summary: Summary) -> Iterator[tuple[str, str]]:
         cut = unfinished_answers(vars(summary))
         yield "exact match", "; ".join(filter(None, [f"{shares} of {prompts}", cut]))
     if (margin := summary.last_margin) is not None:
-        accuracy = summary.last_accuracy
-        chosen = "" if accuracy is None else f"chosen answers preferred in {accuracy:.1%} of the pairs · "
-        yield "held-out rewards", f"{chosen}margin {margin:.3g}"
+        preferred = "chosen answers preferred in {:.1%} of the held-out pairs · "
+        accuracy = "" if summary.last_accuracy is None else preferred.format(summary.last_accuracy)
+        yield "rewards", f"{accuracy}margin {margin:.3g}"
     if summary.last_loss is not None:
         yield "loss", f"{change(summary.first_loss, summary.last_loss, '.4f')} in {steps}"
     if (loss := summary.last_eval_loss) is not None:
