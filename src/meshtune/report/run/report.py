@@ -164,7 +164,8 @@ def _subtitle(summary: Summary, facts: Row) -> str:
     if facts.get("layout"):
         parts.insert(0, f"<code>{text(facts['layout'])}</code>")
     if facts.get("model"):
-        parts.insert(0, f"{text(facts['model'])}, {text(facts.get('method', 'full'))} fine-tuning")
+        objective = "" if facts.get("objective", "sft") == "sft" else f" by {text(facts['objective'])}"
+        parts.insert(0, f"{text(facts['model'])}, {text(facts.get('method', 'full'))} fine-tuning{objective}")
     if summary.tokens:
         parts.append(f"{count(summary.tokens)} tokens")
     if summary.seconds:
