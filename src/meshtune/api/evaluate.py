@@ -105,8 +105,9 @@ def compared(target: "Target", reference: str, named: bool) -> "tuple[Prepared, 
     from meshtune.train.reference import reference_of
     from meshtune.train.run_row import device_of
 
-    config, setting = target.config, f"{target.config.objective}.reference"
+    config, setting = target.loaded_config, f"{target.config.objective}.reference"
     if reference == "base":
+        config = target.config
         if target.run is None and not target.adapted:
             raise UserError(
                 f"{config.model.name} is not a run: it was trained from no other model that its rewards "
