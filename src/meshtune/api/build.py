@@ -99,7 +99,7 @@ def build(
     cache, steps = expanded(config.data.cache), steps_of(config, inputs.prepared.sequences)
     reference = reference_of(spec, inputs.prepared, world, cache=cache, steps=steps)
     if reference:
-        reference.compute_named(config.data.seq_len)
+        reference.compute_apart(config.data.seq_len)
     model = rank_model(
         spec, world, optimizer=optimizer_spec(config), tokens_per_sequence=config.data.seq_len,
         token_loss=TokenLoss(hooks.loss) if hooks.loss else None,

@@ -229,6 +229,7 @@ def run_settings(config: Config) -> Row:
     return {
         "model": public(config.model.name),
         "method": config.method,
+        "objective": config.objective,
         "precision": config.train.precision,
         "optimizer": config.train.optimizer,
         "global_batch_size": config.global_batch_size,
