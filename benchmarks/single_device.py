@@ -15,8 +15,8 @@ maximum resident size.
     trl-wrapped  the same with its other packing, which cuts documents and lets them attend to each other
     trl-dpo      DPOTrainer, whose reference is computed before the first step too; it pads pairs
 
-In the variant fp32-dpo rejected answers are those of GSM8K with their last number changed, and tokens those of
-both sides; a sequence of 1,024 holds three or four pairs, and TRL's micro-batch six.
+In the variant fp32-dpo rejected answers are those of GSM8K with another last number, and tokens those of both
+sides; a sequence of 1,024 holds three or four pairs, and TRL's micro-batch six.
 
 The model is a Llama of 28 M parameters with random weights; the data GSM8K, prompts not labelled, in rows of
 512 tokens, micro-batches of 4, two of them a step. bf16 is autocast over fp32 weights; in meshtune bf16

@@ -452,7 +452,7 @@ def spoilt(rng: Random, answer: str) -> str:
 
 
 def preferences(split: str) -> list[dict[str, str]]:
-    """The right answer and a spoilt one to every instruction of `test`, and to a third of those of `train`."""
+    """The right and a spoilt answer to every instruction of `test`, and to a third of those of `train`."""
     rng = Random(SEED)
     return [
         {"prompt": row["prompt"], "chosen": row["completion"], "rejected": spoilt(rng, row["completion"])}

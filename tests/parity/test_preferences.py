@@ -43,7 +43,8 @@ ROWS = [
         "zero3x2", "tp2-sp", "zero2x2-tp2-pp2-1f1b", "cp2-pp2-zbv", "ulysses2-tp2"
     )),
     ("dpo", "lora", "zero3x2-tp2-sp"), ("dpo", "qlora", "zero3x2"), ("dpo", "qlora", "cp2"),
-    ("dpo", "qlora", "pp2-1f1b-full"), ("kto", "lora", "cp2-pp2-1f1b"), ("kto", "qlora", "zero2x2-cp2"), ("orpo", "lora", "pp2-zbv"), ("simpo", "qlora", "dp2-pp2-1f1b"),
+    ("dpo", "qlora", "pp2-1f1b-full"), ("kto", "lora", "cp2-pp2-1f1b"), ("kto", "qlora", "zero2x2-cp2"),
+    ("orpo", "lora", "pp2-zbv"), ("simpo", "qlora", "dp2-pp2-1f1b"),
     ("reward", "lora", "zero3x2-tp2"), ("reward", "qlora", "pp2-1f1b"),
 ]  # fmt: skip
 CI = [

@@ -243,7 +243,8 @@ def skeleton(
         model = _from_config(config, source, dtype, attention, trust_remote_code)
     model.tie_weights()
     if is_scored(config):
-        model.generation_config = None  # transformers gives it to models that generate
+        # transformers gives it to models that generate only
+        model.generation_config = None  # pyright: ignore[reportAttributeAccessIssue]
     elif folder and init == "pretrained" and (folder / "generation_config.json").is_file():
         model.generation_config = read_generation_config(folder)
     return set_aside(model).train()
