@@ -22,6 +22,7 @@ from meshtune.optimizers import OPTIMIZERS, constants_of
 from meshtune.precision import PRECISIONS, REDUCE_DTYPES
 from meshtune.schedules import ARGUMENTS, SCHEDULES, Schedule, schedule_problems
 from meshtune.sections import (
+    ANSWERING,
     ClusterConfig,
     DataConfig,
     DpoConfig,
@@ -58,14 +59,8 @@ STREAMED = "with data.streaming the length of an epoch is unknown"
 HELD_OUT = Need(
     lambda config: not config.data.train or config.data.eval or config.data.eval_split,  # a plan needs none
     "there are no held-out rows",
-    "set data.eval or data.eval_split, or leave it out",
-    late=True,
-)
-ANSWERING = Need(
-    lambda config: not OBJECTIVES[config.objective].scores,
-    "a reward model writes no answers",
-    "leave it out, or set objective=dpo",
-)
+    "set data.eval or data.eval_split, or leave it out", late=True,
+)  # fmt: skip
 EVALUATED_OFTEN = Need(
     lambda config: config.eval.every, "with eval.every=0 there is only the last evaluation",
     "set eval.every, such as eval.every=100",

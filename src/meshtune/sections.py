@@ -117,6 +117,11 @@ def of_objective(name: str) -> Need:
     )  # fmt: skip
 
 
+ANSWERING = Need(
+    lambda config: not OBJECTIVES[config.objective].scores,
+    "a reward model writes no answers",
+    "leave it out, or set objective=dpo",
+)
 BETA = "Strength of the preference: {}."
 SFT_WEIGHT = "Weight of the cross entropy of chosen answers, added to the loss."
 REFERENCE = (

@@ -249,6 +249,7 @@ def recipe(config: Config) -> dict[str, str]:
     return {
         "base model": shown(config.model.name),
         **(changes if config.model.overrides else {}),
+        **({} if config.objective == "sft" else {"objective": config.objective}),
         "method": config.method
         if config.method == "full"
         else f"{kind_of(config.lora.use_dora)} r {config.lora.r}, alpha {config.lora.alpha:g}"
