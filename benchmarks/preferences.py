@@ -23,7 +23,7 @@ from meshtune import train
 
 ROOT = Path(__file__).parents[1]
 PAIRS = 8  # of a step
-RATE = {"dpo": 5e-5, "lora": 5e-4, "reward": 2e-4, "trl": 5e-5}
+RATE = {"dpo": 3e-5, "lora": 3e-4, "reward": 2e-4, "trl": 3e-5}
 KINDS = {
     "dpo": ("objective=dpo",),
     "lora": ("objective=dpo", "method=lora", "lora.r=16"),
@@ -148,7 +148,7 @@ def main() -> None:
             meshtune_run(
                 folder / "base", f"model.name={folder / 'untrained'}", f"data.train={learned}",
                 "data.columns={prompt: question, completion: answer}", "data.eval_split=100",
-                "train.learning_rate=1e-3", "train.max_steps=600",
+                "train.learning_rate=1e-3", "train.max_steps=400",
             )  # fmt: skip
             files = {
                 "train": write(folder / "pairs.jsonl", pairs_of(lines[first:])),
