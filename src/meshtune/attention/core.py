@@ -103,8 +103,11 @@ def attend_rows(
     values; no document sees it.
     """
     batch, _, seq, _ = q.shape
+    flat_q, *seen = map(flat, (q, k, v))
+    if documents.columns is not None:
+        seen = [x.index_select(0, documents.columns) for x in seen]
     out = attend(
-        flat(q), flat(k), flat(v), documents, scale, dropout, softcap, window, kernel=kernel, sinks=sinks,
+        flat_q, *seen, documents, scale, dropout, softcap, window, kernel=kernel, sinks=sinks,
         kernels=kernels,
     )  # fmt: skip
     return out.unflatten(0, (batch, seq))

@@ -61,11 +61,12 @@ class Usable(NamedTuple):
     first: int = 0  # tokens of a pair's chosen side, which comes first; 0: one answer
     good: bool = True
     prompt: int = 0  # tokens of a trained prompt at the beginning, as of `pack.stored`
+    shared: int = 0  # as of `Document`
 
     @property
-    def sides(self) -> tuple[int, int, int]:
+    def sides(self) -> tuple[int, int, int, int]:
         """Its row of `Dataset.sides`."""
-        return self.first, int(self.labelled[: self.first or None].sum()), int(self.good)
+        return self.first, int(self.labelled[: self.first or None].sum()), int(self.good), self.shared
 
 
 @dataclass(frozen=True)
@@ -134,8 +135,8 @@ class Recipe:
             if reason := _useless(document, cut=len(document.labelled) < len(labelled)):
                 tally.dropped.setdefault(reason, Lost()).add(document.labelled)
                 continue
-            first, good, prompt = document.first, document.good, document.prompt
-            one = Usable(example.origin, document.ids, document.labelled, rest, first, good, prompt)
+            first, good, prompt, shared = document.first, document.good, document.prompt, document.shared
+            one = Usable(example.origin, document.ids, document.labelled, rest, first, good, prompt, shared)
             assert not one.labelled[[0, first]].any(), "a side's first token can't be predicted"
             documents.append(one)
         return documents
@@ -173,7 +174,8 @@ def _useless(document: "Document", *, cut: bool) -> str:
     if not all(side.any() for side in sides):
         return "nothing labelled left by the cut" if cut else "nothing labelled"
     chosen, rejected = np.split(document.ids, [document.first])
-    return "both sides are the same behind the cut" if np.array_equal(chosen, rejected) else ""
+    same = np.array_equal(chosen[document.shared :], rejected)
+    return "both sides are the same behind the cut" if same else ""
 
 
 def _answer_rest(document: "Document", seq_len: int) -> np.ndarray:

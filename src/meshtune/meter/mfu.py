@@ -34,9 +34,13 @@ def flops_of(census: Census, seq_len: int, ranks: int = 1) -> Callable[[Batch], 
 
     def flops(batch: Batch) -> tuple[float, float]:
         micro_batches = batch.micro_batches
-        documents = [length for micro in micro_batches for row in micro.documents for length in row]
+        documents, shared = (
+            [length for micro in micro_batches for row in getattr(micro, name) for length in row]
+            for name in ("wholes", "shared")
+        )
         needed = step_flops(census, documents, sum(micro.label_tokens for micro in micro_batches))
-        common = palm_flops(census, sum(documents), seq_len)
-        return (needed.total / ranks if needed else math.nan), common / ranks
+        twice = step_flops(census, shared, 0)  # shared tokens are computed once
+        common = palm_flops(census, sum(documents) - sum(shared), seq_len)
+        return (needed.total - twice.total) / ranks if needed and twice else math.nan, common / ranks
 
     return flops

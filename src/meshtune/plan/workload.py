@@ -48,6 +48,7 @@ class Workload:
     offload: str = "none"  # train.offload
     compile: bool | Literal["auto"] = False  # "auto": `compiles` says under which layouts
     packing: bool = True
+    shared_prompts: bool = False
     attention: str = "meshtune"  # implementation that the model is built with
     flash: int | None = 4  # newest version of FlashAttention that it can run; None: other kernels run
     positions: int | None = None  # tokens of the longest document that its positions are made for; None: any
@@ -223,7 +224,7 @@ class Workload:
         if self.tool is MESHTUNE:
             yield from rules(
                 self.traits, attention=self.attention, packing=self.packing, compile=self.compile,
-                optimizer=self.optimizer, step_in_backward=self.step_in_backward,
+                shared_prompts=self.shared_prompts, optimizer=self.optimizer, step_in_backward=self.step_in_backward,
                 tiled=self.mlp_tile is not None,
                 quantised=any(gemm.quantised for gemm in self.work.matrices),
                 fp8=PRECISIONS[self.precision].fp8,
@@ -308,6 +309,7 @@ def workload_of(config: Config, numbers: ModelNumbers) -> Workload:
         mlp_tile=config.train.mlp_tile,
         offload=config.train.offload,
         packing=config.data.packing,
+        shared_prompts=config.data.shared_prompts,
         flash=None if numbers.dropout else newest_flash(),
         compile="auto" if config.train.compile == "auto" else False,
     )

@@ -66,7 +66,7 @@ def _restored():
 
 def choose(shapes, **faults):
     register_flash_attention_impl("FA4", register_fn=implementation(**faults))
-    return flash.choose([4], shapes, torch.bfloat16, torch.device("cpu"), cp=True)
+    return flash.choose([4], shapes, torch.bfloat16, torch.device("cpu"), apart=True)
 
 
 def test_a_version_that_is_right_stays_and_draws_nothing_from_the_global_generator():
