@@ -2,12 +2,13 @@
 
 import json
 from pathlib import Path
+from shutil import copytree
 
 import pytest
 import torch
 from cases import cases
-from families import FAMILIES
-from layouts import check, make_folder, trained
+from families import FAMILIES, exact
+from layouts import Trained, check, make_folder, trained
 from tiny import write_rows
 from transformers import AutoModelForCausalLM
 
@@ -62,6 +63,39 @@ def test_a_layout_gives_what_one_rank_gives(
 ) -> None:
     ours = trained(folder, tmp_path / "ours", layout, "fp64", *words(folder, objective))
     whole = trained(folder, tmp_path / "whole", ONE, "fp64", *words(folder, objective))
+    check_all(ours, whole)
+
+
+# (objective, layout, family): windows of mistral and gemma2 are shorter than a pair.
+SHARED = [
+    ("orpo", "mb4-ga4", "mistral"), ("dpo", "tp2-sp", "llama"), ("simpo", "pp2-1f1b", "mistral"),
+    ("ipo", "zero3x2-mb2-ga4", "gemma2"), ("orpo", "cp2", "mistral"), ("dpo", "ulysses2-full", "llama"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("objective", "layout", "family"), cases(SHARED, test=1, ci=2))
+def test_a_prompt_that_is_computed_once_changes_nothing(
+    objective: str, layout: str, family: str, folder: Path, tmp_path: Path
+) -> None:
+    """All pairs are packed into one sequence, so that batches are the same; each has 16 copies of it."""
+    folder = Path(copytree(folder, tmp_path / "data"))
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(FAMILIES[family](vocab_size=301)).save_pretrained(folder / "model")
+    pairs = [json.loads(line) for line in (folder / "train-pairs.jsonl").read_text().splitlines()]
+    longest = sorted(pairs, key=lambda pair: len(pair["prompt"]))[-4:]
+    write_rows(tmp_path / "pairs.jsonl", longest)
+    given = [*words(folder, objective), f"data.train={tmp_path}/pairs.jsonl", "data.seq_len=1024"]
+    with exact():  # gradients of the two copies of a prompt would be rounded apart
+        whole = trained(folder, tmp_path / "whole", ONE, "fp64", *given, forked=True)
+        shared = *given, "data.shared_prompts=true"
+        ours = trained(folder, tmp_path / "ours", layout, "fp64", *shared, forked=True)
+    check_all(ours, whole)
+    tokens = [RunDir(run.folder).rows("train")[0]["tokens"] for run in (ours, whole)]
+    assert tokens[0] < 0.8 * tokens[1]
+
+
+def check_all(ours: Trained, whole: Trained) -> None:
+    """Assert that both runs came to the same, also in what they measured."""
     check(ours, whole, "fp64")
     for kind in ("train", "eval"):
         both = zip(RunDir(ours.folder).rows(kind), RunDir(whole.folder).rows(kind), strict=True)

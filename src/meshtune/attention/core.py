@@ -103,13 +103,12 @@ def attend_rows(
     values; no document sees it.
     """
     batch, _, seq, _ = q.shape
-    flat_q, *seen = map(flat, (q, k, v))
+    q, k, v = map(flat, (q, k, v))
     if documents.columns is not None:
-        seen = [x.index_select(0, documents.columns) for x in seen]
+        k, v = (x.index_select(0, documents.columns) for x in (k, v))
     out = attend(
-        flat_q, *seen, documents, scale, dropout, softcap, window, kernel=kernel, sinks=sinks,
-        kernels=kernels,
-    )  # fmt: skip
+        q, k, v, documents, scale, dropout, softcap, window, kernel=kernel, sinks=sinks, kernels=kernels
+    )
     return out.unflatten(0, (batch, seq))
 
 

@@ -86,8 +86,8 @@ class MicroBatch:
     # The documents as attention reads them, of whole rows or, under all-gather context parallelism, of this
     # rank's columns (parallel/context.py). None: made of `documents`.
     boundaries: Mapped = None  # type: ignore[assignment]
-    # Tokens of the document before that each begins with and does not have itself, a rejected answer's prompt;
-    # (): none
+    # Tokens of the document before that each document begins with and does not have itself, as a rejected
+    # answer its prompt; (): none
     shared: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:

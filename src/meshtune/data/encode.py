@@ -54,7 +54,7 @@ from meshtune.data.probe import ANSWER, QUESTION
 from meshtune.data.render import Chat, Cut, End, Endings, Renderer, TrainOn, endings_of, not_written
 from meshtune.data.rows import last_answer
 from meshtune.data.template import apply_template, built_in_templates, check_variables
-from meshtune.data.tokens import ControlTokens, TextTokenizer, bare, once, unpadded
+from meshtune.data.tokens import ControlTokens, TextTokenizer, bare, common_prefix, once, unpadded
 from meshtune.errors import UserError, argument
 from meshtune.objectives import OBJECTIVES, Objective
 

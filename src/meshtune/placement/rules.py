@@ -79,9 +79,9 @@ def rules(
     """Every rule that a model and settings make; `Rule.refuses` tells which layouts it refuses.
 
     attention: the implementation that the model is built with, never "auto". packing, shared_prompts: of
-    data. compile: train.compile; "auto" refuses nothing. optimizer, step_in_backward: of train. tiled: MLPs run in tiles
-    (train.mlp_tile). quantised: matrices are held in 4 bits. fp8: matmuls are in 8-bit floats. ranks: how
-    many were started; None: no rule on their number.
+    data. compile: train.compile; "auto" refuses nothing. optimizer, step_in_backward: of train. tiled: MLPs
+    run in tiles (train.mlp_tile). quantised: matrices are held in 4 bits. fp8: matmuls are in 8-bit floats.
+    ranks: how many were started; None: no rule on their number.
     """
     if ranks is not None:
         yield Rule(

@@ -223,8 +223,9 @@ class Workload:
         """Rules on the layouts that the model can be trained under, by this engine or by the tool."""
         if self.tool is MESHTUNE:
             yield from rules(
-                self.traits, attention=self.attention, packing=self.packing, compile=self.compile,
-                shared_prompts=self.shared_prompts, optimizer=self.optimizer, step_in_backward=self.step_in_backward,
+                self.traits, attention=self.attention, packing=self.packing,
+                shared_prompts=self.shared_prompts, compile=self.compile,
+                optimizer=self.optimizer, step_in_backward=self.step_in_backward,
                 tiled=self.mlp_tile is not None,
                 quantised=any(gemm.quantised for gemm in self.work.matrices),
                 fp8=PRECISIONS[self.precision].fp8,
@@ -334,6 +335,8 @@ def objective_note(workload: Workload) -> str | None:
         said.append("before the first step a reference of the same size reads every row once")
     if objective.documents > 1 and not workload.mean_document_tokens:
         said.append("each side of a pair is half a sequence long (or set data.mean_document_tokens)")
+    if workload.shared_prompts:
+        said.append("memory is without the copies of keys and values that answers to a shared prompt read")
     return f"objective={workload.objective}: {'; '.join(said)}."
 
 
