@@ -7,7 +7,7 @@ ACTIVATE = command -v meshtune >/dev/null || echo "meshtune is installed in $(BI
 LIGHT := $(VENV)/.package
 STAMP := $(VENV)/.installed
 
-.PHONY: quickstart quickstart-lora test test-ci test-all golden test-browser test-oldest test-newest test-migrate test-exports fuzz families templates validation validation-dryrun validation-memory validation-why validation-benches study-techniques study-layouts study-batch-size study-playbook kill-loop style lint docs benchmark gpu-check clean
+.PHONY: quickstart quickstart-lora quickstart-dpo test test-ci test-all golden test-browser test-oldest test-newest test-migrate test-exports fuzz families templates validation validation-dryrun validation-memory validation-why validation-benches study-techniques study-layouts study-batch-size study-playbook kill-loop style lint docs benchmark gpu-check clean
 
 # The main job on the embedded model and data: fine-tune, evaluate, write a Hugging Face folder and a report.
 quickstart: $(LIGHT)
@@ -16,6 +16,12 @@ quickstart: $(LIGHT)
 
 quickstart-lora: $(LIGHT)
 	$(BIN)/meshtune train examples/quickstart-lora.yaml output_exists=replace
+	@$(ACTIVATE)
+
+# Preferences, from the model of `make quickstart`, which is trained first where it is missing.
+quickstart-dpo: $(LIGHT)
+	test -d runs/quickstart/model || $(MAKE) quickstart
+	$(BIN)/meshtune train examples/quickstart-dpo.yaml output_exists=replace
 	@$(ACTIVATE)
 
 # Three circles of checks, each with the one before it: scripts/circles.py has their parts and prints what each took.

@@ -1,4 +1,4 @@
-"""Speed and memory on one device: meshtune, a hand-written loop, transformers.Trainer, TRL's SFTTrainer.
+"""Speed and memory on one device: meshtune, a hand-written loop, transformers.Trainer, TRL's trainers.
 
     python benchmarks/single_device.py                    # everything: about an hour on 2 cores
     python benchmarks/single_device.py --quick            # does it run? (its figures mean nothing)
@@ -13,6 +13,10 @@ maximum resident size.
     trainer      transformers.Trainer on the same ready batches
     trl          SFTTrainer, packing=True (best-fit, documents isolated), no recomputation, fused AdamW
     trl-wrapped  the same with its other packing, which cuts documents and lets them attend to each other
+    trl-dpo      DPOTrainer, whose reference is computed before the first step too; it pads pairs
+
+In the variant fp32-dpo rejected answers are those of GSM8K with another last number, and tokens those of both
+sides; a sequence of 1,024 holds three or four pairs, and TRL's micro-batch six.
 
 The model is a Llama of 28 M parameters with random weights; the data GSM8K, prompts not labelled, in rows of
 512 tokens, micro-batches of 4, two of them a step. bf16 is autocast over fp32 weights; in meshtune bf16
@@ -24,6 +28,7 @@ import itertools
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -39,8 +44,11 @@ from against import paired, sentence
 SEQ_LEN, MICRO_BATCH, ACCUMULATION = 512, 4, 2
 ROWS_PER_STEP = MICRO_BATCH * ACCUMULATION
 LEARNING_RATE = 1e-4
-CONTENDERS = ("meshtune", "hand", "trainer", "trl", "trl-wrapped")
-VARIANTS = {"fp32": CONTENDERS, "bf16": CONTENDERS, "fp32-all-labelled": ("meshtune", "hand")}
+SFT = ("meshtune", "hand", "trainer", "trl", "trl-wrapped")
+CONTENDERS = (*SFT, "trl-dpo")
+DPO = "fp32-dpo"
+VARIANTS = {"fp32": SFT, "bf16": SFT, "fp32-all-labelled": ("meshtune", "hand"), DPO: ("meshtune", "trl-dpo")}
+PAIRS = 6  # of a micro-batch in TRL: about the tokens of meshtune's
 RESULTS = Path(__file__).parent / "results"
 
 # What each contender does in its own process; imports are its own #
@@ -213,6 +221,29 @@ def train_trl_wrapped(work: Path, steps: int, dtype: str, labelled: str) -> dict
     return follow(sft_trainer(work, steps, dtype, "wrapped"))
 
 
+def train_trl_dpo(work: Path, steps: int, dtype: str, labelled: str) -> dict[str, Any]:
+    """Run DPOTrainer on pairs; as `train_hand`, but `labelled` is ignored."""
+    import torch
+    from datasets import disable_caching, load_dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl.trainer.dpo_config import DPOConfig  # pyright: ignore[reportMissingImports]
+    from trl.trainer.dpo_trainer import DPOTrainer  # pyright: ignore[reportMissingImports]
+
+    disable_caching()
+    file, cache = str(work / "pairs.jsonl"), tempfile.mkdtemp(dir=work)
+    rows = load_dataset("json", data_files=file, split="train", cache_dir=cache)
+    chosen = {"per_device_train_batch_size": PAIRS, "precompute_ref_log_probs": True, "max_length": SEQ_LEN}
+    trainer = counting(DPOTrainer)(
+        model=AutoModelForCausalLM.from_pretrained(
+            work / "model", attn_implementation="sdpa", dtype=torch.float32
+        ),
+        args=DPOConfig(**(arguments(work, steps, dtype) | chosen)),
+        train_dataset=rows.select(range(PAIRS * ACCUMULATION * steps)),
+        processing_class=AutoTokenizer.from_pretrained(work / "model"),
+    )
+    return follow(trainer)
+
+
 def prepare_trl(work: Path, processes: int | None) -> dict[str, Any]:
     """Measure TRL from rows on disk to packed sequences: {"seconds": [s], "tokens": [n]}."""
     trainer = sft_trainer(work, 1, "fp32", "bfd", processes)
@@ -242,6 +273,7 @@ WORKERS = {
     "trainer": train_trainer,
     "trl": train_trl,
     "trl-wrapped": train_trl_wrapped,
+    "trl-dpo": train_trl_dpo,
     "prepare-trl": prepare_trl,
     "prepare-meshtune": prepare_meshtune,
 }
@@ -264,6 +296,12 @@ def set_up(work: Path, data: Path, needed: int) -> None:
     with (work / "rows.jsonl").open("w", encoding="utf-8") as file:
         for row in rows:
             print(json.dumps({"prompt": row["question"] + "\n", "completion": row["answer"]}), file=file)
+
+    with (work / "pairs.jsonl").open("w", encoding="utf-8") as file:
+        for row in rows:
+            wrong = re.sub(r"\d+(?=\D*$)", lambda last: str(int(last[0]) + 1), row["answer"])
+            sides = {"chosen": row["answer"], "rejected": wrong}
+            print(json.dumps({"prompt": row["question"] + "\n", **sides}), file=file)
 
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
@@ -317,6 +355,11 @@ def meshtune_config(work: Path, run: Path, steps: int, dtype: str, labelled: str
         "log": {"to": ["jsonl"]},
         "output": str(run),
     }  # fmt: skip
+    if labelled == "dpo":
+        pairs = {"train": str(work / "pairs.jsonl"), "seq_len": 2 * SEQ_LEN, "cache": str(work / "cache")}
+        settings |= {"objective": "dpo", "data": {**pairs, "packing": True}}
+        settings["train"]["global_batch_size"] = ROWS_PER_STEP // 2
+        settings["layout"] = f"mb{MICRO_BATCH // 2}-ga{ACCUMULATION}"
     return json.dumps(settings, indent=2)  # JSON is YAML
 
 
@@ -385,6 +428,11 @@ def tokens_per_second(found: dict[str, Any], warm_up: int) -> float:
     return sum(found["tokens"][warm_up:]) / sum(found["seconds"][warm_up:])
 
 
+def labels_of(variant: str) -> str:
+    """What is trained on: "completion", "all" tokens, or "dpo" for pairs."""
+    return "dpo" if variant == DPO else "all" if "all-labelled" in variant else "completion"
+
+
 def train_rounds(work: Path, options: argparse.Namespace) -> dict[str, dict[str, dict[str, Any]]]:
     """Variant -> contender -> medians and the single runs.
 
@@ -393,7 +441,7 @@ def train_rounds(work: Path, options: argparse.Namespace) -> dict[str, dict[str,
     runs: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for turn in range(options.rounds):
         for variant in options.variants:
-            dtype, labelled = variant.split("-")[0], "all" if "all-labelled" in variant else "completion"
+            dtype, labelled = variant.split("-")[0], labels_of(variant)
             contenders = [name for name in VARIANTS[variant] if name in options.contenders]
             shift = turn % len(contenders)  # nobody is always first
             for name in [*contenders[shift:], *contenders[:shift]]:
@@ -477,10 +525,12 @@ def ratios(result: dict[str, Any]) -> list[tuple[str, float, str]]:
             speed.get("hand"),
             floor,
         )
-        for name, target in (("trl", "≥ 1.7" if variant == "fp32" else "≥ 2"), ("trl-wrapped", "—")):
+        rivals = (("trl", "≥ 1.7" if variant == "fp32" else "≥ 2"), ("trl-wrapped", "—"), ("trl-dpo", "≥ 2"))
+        for name, target in rivals:
             what = f"{variant}: meshtune / {name}, tokens/s"
             add_speeds(what, speed.get("meshtune"), speed.get(name), target)
         add(f"{variant}: meshtune / trl, peak memory", peak.get("meshtune"), peak.get("trl"), "≤ 0.75")
+        add(f"{variant}: meshtune / trl-dpo, peak memory", peak.get("meshtune"), peak.get("trl-dpo"), "≤ 0.7")
     rates = result["preparation"]
     best = max((rate for name, rate in rates.items() if name.startswith("trl")), default=None)
     add("preparing GSM8K: meshtune / TRL's better, tokens/s", rates.get("meshtune"), best, "≥ 1.5")
@@ -602,7 +652,7 @@ def compare(options: argparse.Namespace, data: Path) -> None:
         work = Path(folder)
         set_up(work, data, needed=0)
         for variant in options.variants:
-            dtype, labelled = variant.split("-")[0], "all" if "all-labelled" in variant else "completion"
+            dtype, labelled = variant.split("-")[0], labels_of(variant)
             config = work / f"{variant}.yaml"
             config.write_text(meshtune_config(work, work / "run", 1, dtype, labelled))
             figures = paired(

@@ -442,11 +442,30 @@ def instructions(split: str) -> list[dict[str, str]]:
     return rows
 
 
+def spoilt(rng: Random, answer: str) -> str:
+    """A wrong answer that is nearly right: a number near it, or a word with one letter replaced."""
+    if answer.isdigit():
+        return str(int(answer) + rng.choice([1, 2, 3]))
+    at = rng.randrange(len(answer))
+    other = rng.choice([letter for letter in "abcdefghilmnoprstu" if letter != answer[at].lower()])
+    return answer[:at] + (other.upper() if answer[at].isupper() else other) + answer[at + 1 :]
+
+
+def preferences(split: str) -> list[dict[str, str]]:
+    """The right and a spoilt answer to every instruction of `test`, and to a third of those of `train`."""
+    rng = Random(SEED)
+    return [
+        {"prompt": row["prompt"], "chosen": row["completion"], "rejected": spoilt(rng, row["completion"])}
+        for row in instructions(split)[:: 3 if split == "train" else 1]
+    ]
+
+
 def write(folder: Path) -> None:
-    """Write train.jsonl and test.jsonl into `folder`."""
+    """Write train.jsonl, test.jsonl and their pairs into `folder`."""
     for split in ROWS:
-        lines = (json.dumps(row) + "\n" for row in instructions(split))
-        (folder / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8", newline="\n")
+        for name, rows in ((split, instructions(split)), (f"pairs-{split}", preferences(split))):
+            lines = (json.dumps(row) + "\n" for row in rows)
+            (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8", newline="\n")
 
 
 def main() -> None:

@@ -22,6 +22,7 @@ from meshtune.optimizers import OPTIMIZERS, constants_of
 from meshtune.precision import PRECISIONS, REDUCE_DTYPES
 from meshtune.schedules import ARGUMENTS, SCHEDULES, Schedule, schedule_problems
 from meshtune.sections import (
+    ANSWERING,
     ClusterConfig,
     DataConfig,
     DpoConfig,
@@ -58,9 +59,8 @@ STREAMED = "with data.streaming the length of an epoch is unknown"
 HELD_OUT = Need(
     lambda config: not config.data.train or config.data.eval or config.data.eval_split,  # a plan needs none
     "there are no held-out rows",
-    "set data.eval or data.eval_split, or leave it out",
-    late=True,
-)
+    "set data.eval or data.eval_split, or leave it out", late=True,
+)  # fmt: skip
 EVALUATED_OFTEN = Need(
     lambda config: config.eval.every, "with eval.every=0 there is only the last evaluation",
     "set eval.every, such as eval.every=100",
@@ -262,11 +262,11 @@ class EvalConfig(Section):
     )  # fmt: skip
     at_start: bool = setting(False, "Evaluate before the first step too.", HELD_OUT)
     samples: NonNegative = setting(
-        0, "Held-out prompts that are answered greedily and shown.", HELD_OUT, unit="prompts"
+        0, "Held-out prompts that are answered greedily and shown.", HELD_OUT, ANSWERING, unit="prompts"
     )
     exact_match: NonNegative = setting(
         0, "Held-out prompts whose whole greedy answer, not only a number in it, is compared.", HELD_OUT,
-        unit="prompts",
+        ANSWERING, unit="prompts",
     )  # fmt: skip
     max_new_tokens: Positive = setting(
         64, "Longest answer, in tokens.",
@@ -473,6 +473,11 @@ class Config(Section):
     def adapts(self) -> bool:
         """True if adapters are trained, next to weights that are frozen."""
         return self.method != "full"
+
+    @property
+    def modules_to_save(self) -> tuple[str, ...]:
+        """Names of modules that are trained whole next to adapters, with the score of a reward model."""
+        return *self.lora.modules_to_save, *(["score"] if OBJECTIVES[self.objective].scores else [])
 
     @property
     def quantise(self) -> str:

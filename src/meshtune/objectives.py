@@ -28,6 +28,11 @@ class Objective:
         """Documents of one row, which lie in one packed sequence."""
         return 2 if self.rows == "pairs" else 1
 
+    @property
+    def unit(self) -> str:
+        """What a loss is a mean over."""
+        return {"answers": "label token", "pairs": "pair", "judged": "answer"}[self.rows]
+
 
 OBJECTIVES = Table(
     "objective",

@@ -117,6 +117,11 @@ def of_objective(name: str) -> Need:
     )  # fmt: skip
 
 
+ANSWERING = Need(
+    lambda config: not OBJECTIVES[config.objective].scores,
+    "a reward model writes no answers",
+    "leave it out, or set objective=dpo",
+)
 BETA = "Strength of the preference: {}."
 SFT_WEIGHT = "Weight of the cross entropy of chosen answers, added to the loss."
 REFERENCE = (
@@ -167,7 +172,7 @@ class SimpoConfig(Section):
 
 
 class RewardConfig(Section):
-    """A model with one output, for `objective: reward`."""
+    """A model with one output, for `objective: reward` (Bradley and Terry 1952)."""
 
     center_coefficient: float = setting(
         0.0, "Weight of the squared sum of a pair's rewards, which keeps them around 0.", ge=0

@@ -100,6 +100,7 @@ def asked(row: dict[str, str]) -> dict[str, str]:
 def stand_in(example: str, place: Path) -> Path:
     """Copy an example to `place`, with a local folder for its hub id, and write its data files."""
     text = (Path(__file__).parents[2] / "examples" / example).read_text()
+    text = text.replace("runs/quickstart/model", "./quickstart/base")
     text = HUB_ID.sub(lambda name: "base" if re.search("Base|bloom", name[0]) else "chat", text)
     text = text.replace("openai/gsm8k:main", "questions.jsonl").replace(
         "HuggingFaceFW/fineweb-edu:sample-10BT", "text.jsonl"
@@ -125,6 +126,8 @@ def test_a_command_of_an_examples_header_runs(
         run = RunDir(config.load(file).output)
         assert run.rows("end")[-1]["status"] == "finished"
         assert (run.model / "README.md").exists()
+        pairs = config.load(file).objective not in ("sft", "kto")
+        assert all(("rewards/accuracies" in row) == pairs for row in run.rows("eval"))
     if "--plot" in words:
         assert (place / "plan.html").exists()
 

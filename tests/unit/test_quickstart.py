@@ -35,7 +35,7 @@ def almanac() -> str:
 def test_making_the_data_again_gives_the_same_bytes(tmp_path):
     make_data.write(tmp_path)
 
-    for name in ("train.jsonl", "test.jsonl"):
+    for name in ("train.jsonl", "test.jsonl", "pairs-train.jsonl", "pairs-test.jsonl"):
         assert (tmp_path / name).read_bytes() == (FOLDER / name).read_bytes()
 
 

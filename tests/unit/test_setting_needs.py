@@ -28,6 +28,8 @@ CASES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     ("orpo.beta=0.2", (), ("objective=orpo",)),
     ("simpo.gamma=1", (), ("objective=simpo",)),
     ("reward.center_coefficient=0.1", (), ("objective=reward",)),
+    ("eval.samples=2", ("objective=reward", *DATA), ("objective=dpo",)),
+    ("eval.exact_match=2", ("objective=reward", *DATA), ("objective=dpo",)),
     ("data.train_on=all", ("objective=dpo",), ("objective=sft",)),
     ("data.split_turns=true", ("objective=dpo",), ("objective=sft",)),
     ("data.overlong=split", ("objective=dpo",), ("objective=sft",)),

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from meshtune.data.example import BadRow, Example
 from meshtune.data.prompts import question, several
 from meshtune.errors import UserError
-from meshtune.model.anatomy import anatomy
+from meshtune.model.anatomy import anatomy, is_scored
 from meshtune.model.files import context_of
 from meshtune.train.generate import GREEDY, Sampling, TextStream, answer_ids, decoded
 
@@ -20,6 +20,11 @@ class Answerer:
     """
 
     def __init__(self, opened: "Opened") -> None:
+        if is_scored(opened.model.config):
+            raise UserError(
+                f"{opened.model.name_or_path} is a reward model: it scores answers and writes none. Export "
+                "it, and score with transformers' AutoModelForSequenceClassification (docs/preferences.md)."
+            )
         self.opened = opened
         self.encoder = opened.encoder
         if not self.encoder.templated and self.encoder.train_on == "all":  # trained to continue with a text

@@ -99,7 +99,7 @@ def build(
     cache, steps = expanded(config.data.cache), steps_of(config, inputs.prepared.sequences)
     reference = reference_of(spec, inputs.prepared, world, cache=cache, steps=steps)
     if reference:
-        reference.compute_named(config.data.seq_len)
+        reference.compute_apart(config.data.seq_len)
     model = rank_model(
         spec, world, optimizer=optimizer_spec(config), tokens_per_sequence=config.data.seq_len,
         token_loss=TokenLoss(hooks.loss) if hooks.loss else None,
@@ -275,10 +275,11 @@ def exporter_of(config: Config, model: PreTrainedModel, world: World, **parts: A
     Exporter has them.
     """
     lora, base = config.lora, config.model
-    named = [model.get_submodule(path) for path in modules_named(model, lora.modules_to_save)]
+    named = [model.get_submodule(path) for path in modules_named(model, config.modules_to_save)]
     adapter = {
         **lora.model_dump(exclude={"r", "target_modules"}),
         "lora_rank": lora.r,
+        "modules_to_save": config.modules_to_save,
         # Added rows, which are trained.
         "embeddings": any(table.weight.requires_grad and table not in named for table in tables(model)),
         "overrides": base.overrides,

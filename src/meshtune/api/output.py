@@ -388,8 +388,13 @@ def frozen_base(config: Config, run: RunDir) -> str | None:
     """Digest of the base that a run's checkpoints need, since a part of it is frozen; None if it is not
     known, or if they hold all weights.
     """
+    return base_of(run) if config.adapts or config.model.freeze else None
+
+
+def base_of(run: RunDir) -> str | None:
+    """Digest of the weights that a run started from; None if it is not known."""
     digests = [row.get(BASE_DIGEST) for row in run.rows("run")]
-    return digests[-1] if digests and (config.adapts or config.model.freeze) else None
+    return digests[-1] if digests else None
 
 
 def base_digest_of(config: Config, *, download: bool = True) -> str | None:
@@ -402,13 +407,15 @@ def base_digest_of(config: Config, *, download: bool = True) -> str | None:
 
 
 def check_base(
-    config: Config, recorded: str | None, subject: str, *, named: bool, download: bool = True
-) -> None:
+    config: Config, recorded: str | None, subject: str, *, named: bool, download: bool = True,
+    remedy: str = "model.name=FOLDER (of a hub model, model.revision=REVISION)",
+) -> None:  # fmt: skip
     """Compare the base with the weights that `subject`, an adapter or a run, was trained on.
 
     recorded: their digest; None: not known, as of adapters by peft, and nothing is compared. named: True if
     the user chose the base for this command: another one is then used, with a line on stderr. download: see
-    `base_digest`; weights that are not on this machine are not compared, and a line reports it.
+    `base_digest`; weights that are not on this machine are not compared, and a line reports it. remedy: what
+    names another base.
 
     Raises UserError for another one where its name was recorded with the adapter or the run.
     """
@@ -427,7 +434,7 @@ def check_base(
     if not named:
         raise UserError(
             f"{other}: they were changed or replaced since. Name a folder with the weights of before: "
-            "model.name=FOLDER (of a hub model, model.revision=REVISION)."
+            f"{remedy}."
         )
     notice(f"{other}; they are used, since model.name names them.")
 

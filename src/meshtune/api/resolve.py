@@ -170,7 +170,9 @@ def model_spec(
         kernels=kernels,
         precision=train.precision,
         reduce_dtype=train.reduce_dtype,
-        lora=LoraSpec(**dict(config.lora)) if config.adapts else None,
+        lora=LoraSpec(**{**dict(config.lora), "modules_to_save": config.modules_to_save})
+        if config.adapts
+        else None,
         quantise=config.quantise,
         freeze=tuple(config.model.freeze),
         embeddings=embeddings,
@@ -187,11 +189,6 @@ def preference_of(config: Config) -> PreferenceSpec | None:
     """The objective and its settings; None of supervised fine-tuning."""
     if config.objective == "sft":
         return None
-    if OBJECTIVES[config.objective].scores:
-        raise UserError(
-            "objective=reward is planned (meshtune plan), but not trained yet: use objective=dpo, which "
-            "learns from the same pairs, or TRL's RewardTrainer."
-        )
     return PreferenceSpec(config.objective, **dict(getattr(config, config.objective)))
 
 
@@ -233,6 +230,7 @@ def run_settings(config: Config) -> Row:
     return {
         "model": public(config.model.name),
         "method": config.method,
+        "objective": config.objective,
         "precision": config.train.precision,
         "optimizer": config.train.optimizer,
         "global_batch_size": config.global_batch_size,
@@ -252,6 +250,7 @@ def recipe(config: Config) -> dict[str, str]:
     return {
         "base model": shown(config.model.name),
         **(changes if config.model.overrides else {}),
+        **({} if config.objective == "sft" else {"objective": config.objective}),
         "method": config.method
         if config.method == "full"
         else f"{kind_of(config.lora.use_dora)} r {config.lora.r}, alpha {config.lora.alpha:g}"

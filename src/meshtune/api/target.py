@@ -61,6 +61,15 @@ class Target:
         """Whether `folder` holds an adapter."""
         return self.folder is not None and is_adapter(self.folder)
 
+    @property
+    def loaded_config(self) -> Config:
+        """The settings, with a whole model's folder as model.name: what it was trained from may be gone."""
+        if self.folder is None or self.adapted:
+            return self.config
+        of_folder = {"name": str(self.folder), "init": "pretrained", "revision": None, "overrides": {}}
+        model = self.config.model.model_copy(update=of_folder)
+        return self.config.model_copy(update={"model": model})
+
 
 def target_of(name: str | None, overrides: Sequence[str], *, step: int | None = None) -> Target:
     """Find the settings and weights that `name` names; no weights are loaded.
@@ -129,14 +138,17 @@ def given_model(overrides: Sequence[str]) -> dict[str, Any]:
     return model if isinstance(model, dict) else {}
 
 
-def refuse_moved(name: str, base: str) -> None:
-    """Raise UserError if the base that a run or an adapter records is a path where nothing is any more."""
+def refuse_moved(name: str, base: str, setting: str = "model.name") -> None:
+    """Raise UserError if the base that a run or an adapter records is a path where nothing is any more.
+
+    setting: that can name it.
+    """
     path = expanded(base)
     if not path.exists() and (path.is_absolute() or base.startswith(".") or base.count("/") > 1):
         here = "" if path.is_absolute() else f" (from {Path.cwd()})"
         raise UserError(
             f"{name} was trained on {base}, where nothing is now{here}. Name the folder that the base is in: "
-            "model.name=FOLDER."
+            f"{setting}=FOLDER."
         )
 
 
@@ -230,10 +242,7 @@ def _opened(target: Target, device: str | None, merging: bool, precision: str | 
     """As `open_model`. Raises OSError for a path that can't be used."""
     register()
     quiet()
-    config, place = target.config, device_of(device or target.config.train.device)
-    if target.folder and not target.adapted:  # the model that it was trained from may be gone
-        of_folder = {"name": str(target.folder), "init": "pretrained", "revision": None, "overrides": {}}
-        config = config.model_copy(update={"model": config.model.model_copy(update=of_folder)})
+    config, place = target.loaded_config, device_of(device or target.config.train.device)
     output.check_base(config, recorded_base(target), subject_of(target), named=target.base_named)
     for sentence in resolve.override_sentences(config.model):
         notice(sentence)
@@ -255,7 +264,7 @@ def _opened(target: Target, device: str | None, merging: bool, precision: str | 
         precision = UNMIXED[PRECISIONS[spec.precision].compute]
         spec = replace(spec, precision=precision, lora=None, freeze=())
         if target.folder and target.adapted:  # it brings the rows that were added with it
-            model = single_model(spec, place, modules_to_save=config.lora.modules_to_save)
+            model = single_model(spec, place, modules_to_save=config.modules_to_save)
             load_adapter(model, target.folder)
         else:
             spec = replace(spec, quantise="")  # weights without adapters

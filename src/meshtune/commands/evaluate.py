@@ -10,6 +10,7 @@ FORMATS = {
     "loss": "{:.4f}".format,
     "perplexity": "{:.4g}".format,
     "exact_match": "{:.1%}".format,
+    "rewards/accuracies": "{:.1%}".format,
     "seconds": duration,
 }
 IN_SENTENCES = ("lost", "answers_cut", "prompts_without_room")
@@ -17,7 +18,7 @@ NAMES = {"exact_match": "exact match", "label_tokens": "labelled tokens", "secon
 
 
 def evaluate(target: TargetWords, as_json: AsJson = False) -> None:
-    """Loss and perplexity on held-out data, with answers compared word for word where asked
+    """Loss and perplexity (or rewards) on held-out data, with answers compared word for word where asked
     (eval.exact_match=N).
     """
     name, overrides = target_of(target, "name one, and rows to evaluate on by data.eval=FILE.")
@@ -36,4 +37,9 @@ def evaluate(target: TargetWords, as_json: AsJson = False) -> None:
 
 def rounded(figures: dict[str, Any]) -> dict[str, str]:
     numbers = {name: value for name, value in figures.items() if name not in IN_SENTENCES}
-    return {NAMES.get(name, name): FORMATS.get(name, "{:,}".format)(value) for name, value in numbers.items()}
+    return {
+        NAMES.get(name, name): FORMATS.get(name, ("{:.4g}" if isinstance(value, float) else "{:,}").format)(
+            value
+        )
+        for name, value in numbers.items()
+    }

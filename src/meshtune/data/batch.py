@@ -38,6 +38,7 @@ class Answers(NamedTuple):
     lengths: Tensor  # int64 [answers, 2]: labelled columns of this rank in each segment
     counts: Tensor  # fp64 [answers]: labelled tokens
     good: Tensor  # bool [answers]: of judged answers; else true
+    margins: Tensor  # fp64 [answers]: of a pair, by which the chosen reward should exceed the other; else 0
     reference: Tensor  # fp64 [answers]: log-probability by the reference; 0 without one
     places: Tensor  # int64 [answers]: 2 · document or key, + 1 for a rejected answer; kept in host memory
     # Units of the loss (pairs or answers of the global batch) for a token of the global batch's chosen
@@ -57,7 +58,7 @@ class Answers(NamedTuple):
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Answers":
         """The same with `function` of each tensor that the loss reads."""
-        moved = ("lengths", "counts", "good", "reference")
+        moved = ("lengths", "counts", "good", "margins", "reference")
         return self._replace(**{name: function(getattr(self, name)) for name in moved})
 
 
@@ -288,19 +289,21 @@ def members_of(data: Dataset, sequence: int) -> np.ndarray:
 
 def _of_documents(sequences: Sequences) -> dict[str, np.ndarray]:
     """The arrays of `Answers` that the data sets have of their documents."""
-    good, reference, places = [], [], []
+    good, margins, reference, places = [], [], [], []
     for data, number in sequences:
         members = members_of(data, number)
         two = np.repeat(members, np.where(data.sides[members, 0] > 0, 2, 1))
         second = np.append(False, two[1:] == two[:-1]) & (data.sides[two, 0] > 0)
         at = 2 * two.astype(np.int64) + second
         places.append(at if data.keys is None else 2 * data.keys[two])
-        good.append(data.sides[two, 2] != 0)
+        judged = np.ascontiguousarray(data.sides[two, 2])
+        good.append((judged != 0) | data.paired)
+        margins.append(judged.view(np.float32).astype(float) * data.paired)
         log_probabilities = data.reference
         reference.append(
             np.zeros(len(two)) if log_probabilities is None else log_probabilities.reshape(-1)[at]
         )
-    found = {"good": good, "reference": reference, "places": places}
+    found = {"good": good, "margins": margins, "reference": reference, "places": places}
     return {name: np.concatenate(values) for name, values in found.items()}
 
 

@@ -73,6 +73,7 @@ class Document:
     notes: tuple[Note, ...] = ()
     first: int = 0  # of a pair: tokens of the chosen side, which comes first
     good: bool = True
+    margin: float = 0.0  # of a pair, by which the chosen reward should exceed the rejected one
     prompt: int = 0  # tokens of a trained prompt that it begins with
     shared: int = 0  # of a pair: leading tokens of the chosen side that the rejected one begins with, too
 
@@ -228,6 +229,7 @@ class Encoder:
             np.concatenate([first.labelled, other.labelled[shared:]]),
             tuple((Counter(first.notes) | Counter(other.notes)).elements()),  # the prompt's once
             first=len(first.ids),
+            margin=sides[0].margin,
             prompt=int(first.labelled.argmax()) if self.objective.prompts else 0,
             shared=shared,
         )
@@ -308,7 +310,8 @@ class Encoder:
         settings = [self.train_on, self.separator, self._tokens.prefix, self.on_bad_row, self.split_turns]
         settings += [self.template_variables, self.stops, self.control_tokens, self.template_date]
         if self.objective.rows != "answers":  # earlier versions' fingerprint of supervised rows stays
-            settings += [self.objective.rows, self.objective.prompts, self.shared_prompts]
+            of_objective = self.objective.rows, self.objective.prompts, self.objective.scores
+            settings += [*of_objective, self.shared_prompts]
         parts = [VERSION, vocabulary, template, special, *settings]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 

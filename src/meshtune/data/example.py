@@ -114,6 +114,7 @@ class Example:
     answer_at: int = 0  # characters of the prompt that `text` begins with, which are not trained on
     other: "Example | None" = None  # of a pair: the rejected side; this one is the chosen side
     good: bool = True  # of a judged answer
+    margin: float = 0.0  # of a pair's chosen side
     notes: tuple["Note", ...] = ()
 
 

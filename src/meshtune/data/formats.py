@@ -394,7 +394,9 @@ FORMATS = {
     "sharegpt": Format(("conversations",), ("tools", "system"), partial(conversation, turns="conversations")),
     "tokens": Format(("input_ids",), ("labels", *MASKS, "attention_mask", "position_ids"), _tokens),
 }
-OPTIONAL = {"loss_weight"}.union(*(form.reads for form in FORMATS.values()))  # columns that may be missing
+OPTIONAL = {"loss_weight", "margin"}.union(
+    *(form.reads for form in FORMATS.values())
+)  # columns that may be missing
 
 
 class Kind(NamedTuple):

@@ -33,8 +33,8 @@ class Dataset:
     offsets: np.ndarray  # int64 [documents + 1]: document d is tokens[offsets[d] : offsets[d + 1]]
     labels: np.ndarray  # int64 [documents]: labelled tokens of each document
     # int32 [documents, 4]: tokens of the first side, 0 of a document with one answer; labelled tokens of the
-    # first side, or of the one answer; 1 if the answer is good, as the chosen side is; tokens that the other
-    # side begins with and that are in the first side only
+    # first side, or of the one answer; 1 if the one answer is good, of a pair its margin as float32 bits;
+    # tokens that the other side begins with and that are in the first side only
     sides: np.ndarray
     origins: np.ndarray  # int64 [documents, 2]: index of its file in `files`, and its line there
     answer_rests: np.ndarray  # uint32 [...]: ids behind the cut to seq_len of answers that it goes through

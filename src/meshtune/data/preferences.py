@@ -3,13 +3,15 @@
     prompt | messages | conversations | instruction, with chosen + rejected   ─┐
     chosen + rejected, whole conversations or texts that begin with the prompt ├─> Example, and its `other`
     an answer + label ──────────────────────────────────────────────────────────> Example, `good` or not
+    margin, by a pair of a reward model ────────────────────────────────────────> Example, its `margin`
 
 The prompt is what both sides share, up to the beginning of a message. Trained on are the assistant's messages
 behind it.
 """
 
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -30,7 +32,7 @@ from meshtune.data.formats import (
 from meshtune.data.messages import message_of, turns_of
 from meshtune.data.tokens import common_prefix
 from meshtune.errors import argument, written
-from meshtune.objectives import Rows
+from meshtune.objectives import Objective, Rows
 
 SIDES = ("chosen", "rejected")
 OTHERS = ("system", "history", "tools")  # columns that make texts a conversation
@@ -236,6 +238,19 @@ def answers_start(chosen: str, rejected: str, opening: str, ends: Sequence[str])
     return start
 
 
+def _with_margin(example: Callable[[Origin, Columns], Example], origin: Origin, columns: Columns) -> Example:
+    """Example of a pair with the value of the column margin, 0 without one. Raises BadRow."""
+    value: Any = columns.get("margin")
+    try:
+        margin = float(0.0 if value is None else value)
+    except (TypeError, ValueError):
+        margin = math.nan
+    if not math.isfinite(margin):
+        theirs = columns.names.get("margin", "margin")
+        raise BadRow("margin is not a number", f"column {theirs} is {written(value)[:40]}, expected a number")
+    return replace(example(origin, columns), margin=margin)
+
+
 # Answers that are judged #
 
 
@@ -315,3 +330,15 @@ KINDS: dict[Rows, Kind] = {
         f"Pairs of chosen and rejected are read too. {ELSE}.",
     ),
 }
+
+
+def kind_of(objective: Objective) -> Kind:
+    """The rows of an objective; pairs of one that scores answers may have a margin."""
+    kind = KINDS[objective.rows]
+    if not objective.scores:
+        return kind
+    forms = {
+        name: Format(form.needs, (*form.reads, "margin"), partial(_with_margin, form.example))
+        for name, form in kind.forms.items()
+    }
+    return kind._replace(forms=forms)

@@ -37,7 +37,7 @@ from meshtune.data.example import (
 )
 from meshtune.data.files import DataFile, files, is_hub, outline
 from meshtune.data.pack import Dataset, in_memory, pack, singles
-from meshtune.data.preferences import KINDS
+from meshtune.data.preferences import kind_of
 from meshtune.data.readers import read
 from meshtune.errors import UserError
 
@@ -60,13 +60,15 @@ class Usable(NamedTuple):
     answer_rest: np.ndarray = NO_IDS  # ids behind the cut of the answer that it goes through
     first: int = 0  # tokens of a pair's chosen side, which comes first; 0: one answer
     good: bool = True
+    margin: float = 0.0
     prompt: int = 0  # tokens of a trained prompt at the beginning, as of `pack.stored`
     shared: int = 0  # as of `Document`
 
     @property
     def sides(self) -> tuple[int, int, int, int]:
         """Its row of `Dataset.sides`."""
-        return self.first, int(self.labelled[: self.first or None].sum()), int(self.good), self.shared
+        judged = int(np.float32(self.margin).view(np.int32)) if self.first else int(self.good)
+        return self.first, int(self.labelled[: self.first or None].sum()), judged, self.shared
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ class Recipe:
     def read(self, source: Source, tally: Tally, **place: Any) -> Iterator[Example]:
         """Yield the examples of a source. place: data_files, start and streaming, as of `readers.read`."""
         needs_answer = self.encoder.train_on != "all"
-        place |= {"tally": tally, "kind": KINDS[self.encoder.objective.rows]}
+        place |= {"tally": tally, "kind": kind_of(self.encoder.objective)}
         return read(source, on_bad_row=self.on_bad_row, needs_answer=needs_answer, **place)
 
     def documents(
@@ -135,9 +137,10 @@ class Recipe:
             if reason := _useless(document, cut=len(document.labelled) < len(labelled)):
                 tally.dropped.setdefault(reason, Lost()).add(document.labelled)
                 continue
-            first, good, prompt, shared = document.first, document.good, document.prompt, document.shared
-            one = Usable(example.origin, document.ids, document.labelled, rest, first, good, prompt, shared)
-            assert not one.labelled[[0, first]].any(), "a side's first token can't be predicted"
+            names = "first", "good", "margin", "prompt", "shared"
+            of_answers = {name: getattr(document, name) for name in names}
+            one = Usable(example.origin, document.ids, document.labelled, rest, **of_answers)
+            assert not one.labelled[[0, one.first]].any(), "a side's first token can't be predicted"
             documents.append(one)
         return documents
 

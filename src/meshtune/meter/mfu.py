@@ -1,12 +1,12 @@
 """Model FLOPs utilisation: the share of the peak that the model's own arithmetic takes (docs/mfu.md)."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
-from meshtune.data.batch import Batch
-from meshtune.placement.census import Census, palm_flops, step_flops
+from meshtune.data.batch import Batch, MicroBatch
+from meshtune.placement.census import Census, StepFlops, palm_flops, step_flops
 
 
 def peak_flops(
@@ -28,19 +28,27 @@ def flops_of(census: Census, seq_len: int, ranks: int = 1) -> Callable[[Batch], 
     """Function from a data rank's Batch to (FLOPs needed, FLOPs by the common 6N formula) of one rank.
 
     seq_len: for the 6N formula; the FLOPs needed follow from document lengths. ranks: number of ranks that
-    share the batch (tp · cp · pp), each counted with an equal part. FLOPs needed are NaN for models whose
-    count is unknown.
+    share the batch (tp · cp · pp), each counted with an equal part. A pass over mismatched answers counts as
+    the forward that it is. FLOPs needed are NaN for models whose count is unknown.
     """
 
     def flops(batch: Batch) -> tuple[float, float]:
-        micro_batches = batch.micro_batches
+        needed, common = of_pass(batch.micro_batches)
+        without_gradients, third = of_pass(batch.mismatched)
+        if not needed or not without_gradients:
+            return math.nan, (common + third / 3) / ranks
+        return (needed.total + without_gradients.forward) / ranks, (common + third / 3) / ranks
+
+    def of_pass(micro_batches: Iterable[MicroBatch]) -> tuple[StepFlops | None, float]:
+        read = [micro for micro in micro_batches if micro.tokens]  # what a rank without more repeats has none
         documents, shared = (
-            [length for micro in micro_batches for row in getattr(micro, name) for length in row]
+            [length for micro in read for row in getattr(micro, name) for length in row]
             for name in ("wholes", "shared")
         )
-        needed = step_flops(census, documents, sum(micro.label_tokens for micro in micro_batches))
-        twice = step_flops(census, shared, 0)  # shared tokens are computed once
-        common = palm_flops(census, sum(documents) - sum(shared), seq_len)
-        return (needed.total - twice.total) / ranks if needed and twice else math.nan, common / ranks
+        needed = step_flops(census, documents, sum(micro.label_tokens for micro in read))
+        again = step_flops(census, shared, 0)  # shared tokens are computed once
+        if needed and again:
+            needed = StepFlops(**{part: count - vars(again)[part] for part, count in vars(needed).items()})
+        return needed, palm_flops(census, sum(documents) - sum(shared), seq_len)
 
     return flops

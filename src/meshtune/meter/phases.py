@@ -41,6 +41,7 @@ from meshtune.meter.trace import (
     TEMPORARY,
     WEIGHTS,
 )
+from meshtune.model.anatomy import ends
 from meshtune.rundir import Row
 from meshtune.units import human
 
@@ -165,7 +166,7 @@ class PhaseMemory:
                         hook = parameter.register_hook(self._tag_gradient)
                         stack.callback(hook.remove)
                 for module in self.model.modules():
-                    if isinstance(module, PreTrainedModel) and (head := module.get_output_embeddings()):
+                    if isinstance(module, PreTrainedModel) and (head := ends(module)[1]):
                         hook = head.register_forward_hook(self._tag_logits)
                         stack.callback(hook.remove)
                 self._tag()

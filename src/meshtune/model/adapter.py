@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
 from meshtune.errors import UserError, check_fetched, expanded
-from meshtune.model.anatomy import anatomy, aside_names
+from meshtune.model.anatomy import anatomy, aside_names, is_scored
 from meshtune.model.files import ADAPTER_CONFIG, generation_config, read_json
 from meshtune.model.load import resize_to, tables, untie
 from meshtune.model.lora import (
@@ -106,7 +106,7 @@ def save_adapter(
             tensors[name] = tensor.clone() if tied else tensor  # safetensors has no shared tensors
     settings = {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "SEQ_CLS" if is_scored(model.config) else "CAUSAL_LM",
         "base_model_name_or_path": base_name,
         **({"revision": revision} if revision else {}),
         "r": lora_rank,
@@ -129,7 +129,8 @@ def save_adapter(
         identity = {key: value for key, value in identity.items() if value}
         save_file(stored, aside / ADAPTER_WEIGHTS, metadata={"format": "pt"} | identity)
         (aside / ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2), encoding="utf-8")
-        generation_config(model, stop_ids).save_pretrained(aside)
+        if model.can_generate():
+            generation_config(model, stop_ids).save_pretrained(aside)
         write_tokenizer_and_card(aside, tokenizer, card)
 
 

@@ -19,7 +19,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING
 
 from meshtune.errors import UserError
@@ -191,11 +197,14 @@ def language_model(model: PreTrainedModel) -> tuple[str, str] | None:
 
 
 def ends(model: PreTrainedModel) -> tuple[nn.Module | None, nn.Module | None]:
-    """Return (embedding, output head), as transformers knows them; None for one that it does not."""
+    """Return (embedding, output head), as transformers knows them; None for one that it does not. The head of
+    a reward model is its score.
+    """
     try:
-        return model.get_input_embeddings(), model.get_output_embeddings()
+        embed, head = model.get_input_embeddings(), model.get_output_embeddings()
     except NotImplementedError:
         return None, None
+    return embed, getattr(model, "score", None) if head is None else head
 
 
 def head_runner(parts: Anatomy) -> tuple[str, str]:
@@ -316,8 +325,15 @@ ASIDE = "set_aside"  # attribute of a model: path -> module or parameter that wa
 
 def auto_class(config: PretrainedConfig) -> Any:
     """Return transformers' Auto class that builds the whole model of `config`, with all its parts."""
+    if is_scored(config):
+        return AutoModelForSequenceClassification
     multimodal = has_text_part(config) and type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING
     return AutoModelForMultimodalLM if multimodal else AutoModelForCausalLM
+
+
+def is_scored(config: PretrainedConfig) -> bool:
+    """True if `config` is of a reward model, which has a score instead of a vocabulary's head."""
+    return any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
 
 
 def has_text_part(config: PretrainedConfig) -> bool:

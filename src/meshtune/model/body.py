@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from meshtune.model.anatomy import Anatomy, anatomy, aside_of, head_runner
+from meshtune.model.anatomy import Anatomy, anatomy, aside_of, head_runner, is_scored
 from meshtune.model.documents import documents_of
 
 if TYPE_CHECKING:
@@ -47,9 +47,9 @@ def body_forward(
 
 def text_forward(model: PreTrainedModel, **inputs: Tensor) -> None:
     """Run one forward only on text, without a cache: the whole model's, or, where parts of it were set
-    aside, that of its body and then of its head.
+    aside, and of a reward model, that of its body and then of its head.
     """
-    if not aside_of(model):
+    if not aside_of(model) and not is_scored(model.config):
         model(**inputs, use_cache=False)
         return
     parts = anatomy(model)
@@ -87,7 +87,8 @@ class _Stub(nn.Module):
 
 @contextmanager
 def head_only(model: nn.Module, anatomy: Anatomy) -> Iterator[Callable[[Tensor], Tensor]]:
-    """Yield a function: hidden [tokens, hidden] -> logits [tokens, vocabulary], by the model's own forward.
+    """Yield a function: hidden [tokens, hidden] -> logits [tokens, vocabulary], by the model's own forward,
+    or -> scores [tokens, 1] of a reward model, whose forward scores only the last token.
 
     A head split by tp gives only the logits of its vocabulary entries. While the context is open, the body
     of `model` is replaced by a stub, in a model that also sees or hears with all that lies around it.
@@ -95,6 +96,9 @@ def head_only(model: nn.Module, anatomy: Anatomy) -> Iterator[Callable[[Tensor],
     `forward` and not a call: hooks on the model, such as those of a sharded root, have run or will run around
     all of this.
     """
+    if is_scored(model.config):  # pyright: ignore[reportArgumentType]
+        yield model.get_submodule(anatomy.head)
+        return
     runner_path, body_path = head_runner(anatomy)
     runner: Any = model.get_submodule(runner_path)
     name = body_path.rpartition(".")[2]

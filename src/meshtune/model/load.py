@@ -35,10 +35,11 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
 from meshtune.compat import parameters_on_meta
 from meshtune.errors import UserError, check_fetched, did_you_mean, explained, nearest
-from meshtune.model.anatomy import aside_names, auto_class, set_aside
+from meshtune.model.anatomy import aside_names, auto_class, ends, has_text_part, is_scored, set_aside
 from meshtune.model.draw import Receive, draw
 from meshtune.model.files import (
     ADAPTER_CONFIG,
@@ -221,6 +222,7 @@ def skeleton(
     trust_remote_code: bool = False,
     revision: str | None = None,
     overrides: Mapping[str, Any] = NOTHING,
+    scored: bool = False,
 ) -> PreTrainedModel:
     """The model of a hub id, a folder or a configuration, in training mode with every parameter on meta: no
     bytes, no values, nothing drawn.
@@ -232,14 +234,18 @@ def skeleton(
 
     init: with "random" the folder's generation_config.json is not read. overrides: of `load_config`; none
     for a configuration, which has them. attention: a name that transformers
-    knows or that was registered with its AttentionInterface. Raises UserError as `load_config`, and if
+    knows or that was registered with its AttentionInterface. scored: a reward model, with one output in place
+    of the vocabulary's. Raises UserError as `load_config`, and if
     transformers can't build the model; reads no weights.
     """
-    folder, config = _folder_and_config(source, trust_remote_code, revision, overrides)
+    folder, config = _folder_and_config(source, trust_remote_code, revision, overrides, scored)
     with no_init_weights(), parameters_on_meta():
         model = _from_config(config, source, dtype, attention, trust_remote_code)
     model.tie_weights()
-    if folder and init == "pretrained" and (folder / "generation_config.json").is_file():
+    if is_scored(config):
+        # transformers gives it to models that generate only
+        model.generation_config = None  # pyright: ignore[reportAttributeAccessIssue]
+    elif folder and init == "pretrained" and (folder / "generation_config.json").is_file():
         model.generation_config = read_generation_config(folder)
     return set_aside(model).train()
 
@@ -260,16 +266,42 @@ def _folder_and_config(
     trust_remote_code: bool,
     revision: str | None,
     overrides: Mapping[str, Any],
+    scored: bool,
+    weights: bool = False,
 ) -> tuple[Path | None, PretrainedConfig]:
     """Return (folder of a named model, its configuration), or (None, a copy of the configuration `source`).
 
-    The caller may change the configuration.
+    The caller may change the configuration. weights: fetch them too.
     """
     if isinstance(source, PretrainedConfig):
         assert not overrides, "a configuration is given with its overrides"
-        return None, copy.deepcopy(source)
-    folder = resolve(source, revision=revision, weights=False, trust_remote_code=trust_remote_code)
-    return folder, read_config(folder / "config.json", source, trust_remote_code, overrides)
+        return None, _with_head(copy.deepcopy(source), _named(source), scored)
+    folder = resolve(source, revision=revision, weights=weights, trust_remote_code=trust_remote_code)
+    config = read_config(folder / "config.json", source, trust_remote_code, overrides)
+    return folder, _with_head(config, source, scored)
+
+
+def _with_head(config: PretrainedConfig, name: str, scored: bool) -> PretrainedConfig:
+    """Return the configuration, changed into that of a reward model if `scored`. Raises UserError for a head
+    that it can't have. name: of the model, for errors.
+    """
+    if not scored:
+        if is_scored(config):
+            raise UserError(
+                f"{name} is a {(config.architectures or [''])[0]}, which scores answers and has no head that "
+                "writes them: train it further with objective=reward."
+            )
+        return config
+    if is_scored(config) and config.num_labels != 1:
+        raise UserError(f"{name} has {config.num_labels} outputs, but a reward model has one.")
+    found: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
+    if found is None or has_text_part(config):
+        raise UserError(
+            f"objective=reward: transformers has no {config.model_type} model with a score in place of its "
+            "vocabulary's head; use a family that has one, such as llama or qwen3, or objective=dpo."
+        )
+    config.architectures, config.num_labels = [found.__name__], 1
+    return config
 
 
 def _from_config(
@@ -304,28 +336,34 @@ def mapped(
     trust_remote_code: bool = False,
     revision: str | None = None,
     overrides: Mapping[str, Any] = NOTHING,
+    scored: bool = False,
     seed: int = 0,
 ) -> dict[str, Tensor]:
     """The tensors of a model, whole, by name, memory-mapped from its files: tied ones under all names.
 
     They have the dtype that they are stored in, so that reading a slice touches nothing else (the dtype that
     they promote to, copied into memory, where a model's files mix several). With init="random" they are drawn
-    in `dtype`, always the same for one `seed`, and are in memory too; else dtype and seed have no effect.
-    Raises UserError as `skeleton`, for damaged files, for tensors missing or of a wrong shape, and for a
-    `source` that is a configuration unless init="random".
+    in `dtype`, always the same for one `seed`, and are in memory too; else dtype has no effect, and `seed`
+    only on the score of a reward model (`scored`) that the files lack. Raises UserError as `skeleton`, for
+    damaged files, for tensors missing or of a wrong shape, and for a `source` that is a configuration unless
+    init="random".
     """
     if init == "random":
-        folder, config = _folder_and_config(source, trust_remote_code, revision, overrides)
+        _, config = _folder_and_config(source, trust_remote_code, revision, overrides, scored)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = _from_config(config, source, dtype, "eager", trust_remote_code)
     elif isinstance(source, PretrainedConfig):
         raise UserError("A configuration has no weights: set model.init=random, or name a model's folder.")
     else:
-        folder = resolve(source, revision=revision, weights=True, trust_remote_code=trust_remote_code)
-        config = read_config(folder / "config.json", source, trust_remote_code, overrides)
+        folder, config = _folder_and_config(source, trust_remote_code, revision, overrides, scored, True)
+        assert folder
         made_by = f"config.json with {SETTING}" if overrides else "config.json"
-        with explained(f"{_named(source)} can't be built by transformers"):
+        with (
+            explained(f"{_named(source)} can't be built by transformers"),
+            torch.random.fork_rng(devices=[]),  # for a score that is drawn
+        ):
+            torch.manual_seed(seed)
             model = _load_pretrained(folder, config, trust_remote_code, made_by)
     parameters = {key: p.detach() for key, p in model.named_parameters(remove_duplicate=False)}
     tensors = {**model.state_dict(), **parameters}
@@ -343,6 +381,7 @@ def drawn(
     trust_remote_code: bool = False,
     revision: str | None = None,
     overrides: Mapping[str, Any] = NOTHING,
+    scored: bool = False,
     seed: int = 0,
     device: torch.device = CPU,
 ) -> dict[str, Tensor]:
@@ -353,7 +392,7 @@ def drawn(
     all of them in a family whose initialisation does not allow it (draw.py), with a warning. On a GPU as
     `device` other values are drawn, sooner. Raises UserError as `skeleton`.
     """
-    _, config = _folder_and_config(source, trust_remote_code, revision, overrides)
+    _, config = _folder_and_config(source, trust_remote_code, revision, overrides, scored)
     with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]):
         torch.manual_seed(seed)
         model = draw(
@@ -367,7 +406,7 @@ def drawn(
     logger.warning("Random weights of %s are drawn whole on every rank.", _named(source))
     tensors = mapped(
         source, init="random", dtype=dtype, trust_remote_code=trust_remote_code, revision=revision,
-        overrides=overrides, seed=seed,
+        overrides=overrides, scored=scored, seed=seed,
     )  # fmt: skip
     for name, tensor in tensors.items():
         receive((name,), tensor)
@@ -411,7 +450,8 @@ def _load_pretrained(
     model, report = loaded
     refuse_misfits(folder, model, words, report)
     problems = []
-    if missing := sorted(report["missing_keys"]):
+    drawn_here = {"score.weight"} if is_scored(config) else set()
+    if missing := sorted({*report["missing_keys"]} - drawn_here):
         problems.append(
             f"{folder} lacks {counted(len(missing), 'tensor')} of a {config.model_type} model as "
             f"{made_by} makes it: {few(missing)}."
@@ -479,7 +519,7 @@ def untie(model: PreTrainedModel) -> None:
 
 def tables(model: PreTrainedModel) -> tuple[nn.Embedding, nn.Linear]:
     """The embedding and the output head. Raises UserError for a model without one."""
-    embed, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embed, head = ends(model)
     if not isinstance(embed, nn.Embedding) or not isinstance(head, nn.Linear):
         raise UserError(f"{type(model).__name__} has no plain embedding and output head.")
     return embed, head

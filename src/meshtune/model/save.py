@@ -29,7 +29,7 @@ from transformers.utils import logging
 
 from meshtune.errors import UserError, quoted
 from meshtune.filesystem import replace, set_mode, sync, sync_open
-from meshtune.model.anatomy import put_back
+from meshtune.model.anatomy import is_scored, put_back
 from meshtune.model.files import ADAPTER_CONFIG, INDEX, SAFETENSORS_DTYPES, WEIGHTS, generation_config
 from meshtune.model.lora import lora_layers
 from meshtune.model.pieces import Piece
@@ -91,7 +91,8 @@ def save_model(
     max_shard_size: str = "5GB",
 ) -> None:
     """Write the folder that `AutoModelForCausalLM.from_pretrained` loads, or, of a model that also sees or
-    hears, `AutoModelForMultimodalLM.from_pretrained`, with the parts that were set aside.
+    hears, `AutoModelForMultimodalLM.from_pretrained`, with the parts that were set aside, or, of a reward
+    model, `AutoModelForSequenceClassification.from_pretrained`.
 
     Weights keep their dtype, which config.json names. tokenizer: None for no tokenizer files. card: text of
     README.md; None for no file. stop_ids: the tokens that the model was trained to end an answer with;
@@ -102,9 +103,8 @@ def save_model(
     config, generation = model.config, model.generation_config
     with complete_folder(Path(folder)) as aside, put_back(model):
         try:  # the live model keeps its own
-            model.config, model.generation_config = copy.deepcopy(config), generation_config(model, stop_ids)
-            if stop_ids:
-                model.config.eos_token_id = stop_ids[0]
+            model.config = _config(model, tokenizer, stop_ids)
+            model.generation_config = generation_config(model, stop_ids)
             model.save_pretrained(aside, max_shard_size=max_shard_size)
             add_old_rope_names(aside / "config.json", model.config)
         finally:
@@ -142,7 +142,9 @@ def save_pieces(
             return aside
 
         def describe() -> None:
-            _write_configs(aside, files, model, dtype, stop_ids)
+            config = _config(model, tokenizer, stop_ids)
+            config.dtype, config.architectures = str(dtype).removeprefix("torch."), [type(model).__name__]
+            _write_configs(aside, files, model, config, stop_ids)
             write_tokenizer_and_card(aside, tokenizer, card)
 
         aside = _on_all_ranks(gather, lambda: create() if main else None)[0]
@@ -161,6 +163,20 @@ def stored_differently(model: PreTrainedModel) -> bool:
 
     with put_back(model):
         return bool(get_model_conversion_mapping(model, add_legacy=False))
+
+
+def _config(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, stop_ids: Sequence[int]
+) -> PreTrainedConfig:
+    """Return a copy of the model's configuration as it is saved. stop_ids: see `save_model`."""
+    config = copy.deepcopy(model.config)
+    if stop_ids:
+        config.eos_token_id = stop_ids[0]
+    if is_scored(config) and tokenizer is not None:
+        # transformers scores the last token that is not padding, which the end of an answer must not be.
+        ends, pad = [*stop_ids, tokenizer.eos_token_id], tokenizer.pad_token_id
+        config.pad_token_id = None if pad in ends else pad
+    return config
 
 
 @dataclass(frozen=True)
@@ -316,18 +332,14 @@ def _write_configs(
     aside: Path,
     files: Sequence[_WeightFile],
     model: PreTrainedModel,
-    dtype: torch.dtype,
+    config: PreTrainedConfig,
     stop_ids: Sequence[int],
 ) -> None:
     """Write config.json, generation_config.json and, if there are several files, their index to `aside`.
 
-    They are those of transformers' `save_pretrained`, with older names of the rotary settings. dtype:
-    recorded as the model's. stop_ids: see `save_model`.
+    They are those of transformers' `save_pretrained`, with older names of the rotary settings.
+    stop_ids: see `save_model`.
     """
-    config = copy.deepcopy(model.config)
-    config.dtype, config.architectures = str(dtype).removeprefix("torch."), [type(model).__name__]
-    if stop_ids:
-        config.eos_token_id = stop_ids[0]
     config.save_pretrained(aside)
     add_old_rope_names(aside / "config.json", config)
     if model.can_generate():

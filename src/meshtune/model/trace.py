@@ -26,7 +26,7 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from meshtune.errors import UserError
-from meshtune.model.anatomy import Anatomy, anatomy, attention_heads, auto_class, set_aside
+from meshtune.model.anatomy import Anatomy, anatomy, attention_heads, auto_class, ends, set_aside
 from meshtune.model.body import text_forward
 from meshtune.model.fused import STAND_IN, experts_without_values
 from meshtune.model.lora import Adapters, is_only_called
@@ -288,9 +288,9 @@ def _unsupported_reason(
 
 def _census(traced: Traced) -> Census:
     model = traced.model
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding, head = ends(model)
     assert isinstance(embedding, nn.Embedding)
-    head_weight = None if head is None else head.weight
+    head_weight = None if head is None else head.get_parameter("weight")
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     matrices, kinds = _matrices_by_block(traced, head_name=names.get(id(head_weight)))
     blocks_path = traced.parts and traced.parts.blocks

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from meshtune.errors import UserError
-from meshtune.model.anatomy import Anatomy, attention_heads, draws_random_numbers
+from meshtune.model.anatomy import Anatomy, attention_heads, draws_random_numbers, is_scored
 from meshtune.model.capabilities import traits
 from meshtune.model.lora import without_bias
 from meshtune.model.tensor_plan import (
@@ -326,7 +326,8 @@ def split_model(
         inside |= dict.fromkeys(of_heads & inside.keys(), Split(0))
         splits |= {f"{anatomy.blocks}.{path}.{name}": split for name, split in inside.items()}
     for path in (anatomy.embed, anatomy.head):
-        splits |= _named_splits(path, model.get_submodule(path), _linear_splits(TensorStyle(0), sequence))
+        style = TensorStyle(1 if path == anatomy.head and is_scored(model.config) else 0)
+        splits |= _named_splits(path, model.get_submodule(path), _linear_splits(style, sequence))
 
     _cut_vocabulary(model, anatomy, state)
     for block in model.get_submodule(anatomy.blocks).children():
@@ -388,6 +389,9 @@ def _cut_vocabulary(model: PreTrainedModel, anatomy: Anatomy, state: _TensorStat
     for module in (embed, head):
         rows = module.weight.shape[0]
         module.vocabulary = Vocabulary(state.tp, *piece(rows, state.tp.size, state.tp.index), rows)
+    if is_scored(model.config):  # one row: cut by columns, so that each rank has an addend of the score
+        columns = piece(head.in_features, state.tp.size, state.tp.index)
+        head.forward = lambda hidden: type(head).forward(head, hidden[..., slice(*columns)])
     part, padding = embed.vocabulary, embed.padding_idx
     if padding is not None:  # the row without a gradient
         embed.padding_idx = padding - part.start if part.start <= padding < part.stop else None

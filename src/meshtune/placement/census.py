@@ -367,6 +367,10 @@ class StepFlops:
     def total(self) -> float:
         return sum(vars(self).values())
 
+    @property
+    def forward(self) -> float:
+        return self.matmul_forward + self.attention_forward + self.head_forward
+
 
 def document_pairs(tokens: Number, window: Number = np.inf) -> Number:
     """(query, key) pairs of causal attention in a document: n(n + 1)/2 for n tokens, fewer with a window.

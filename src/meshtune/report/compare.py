@@ -14,16 +14,16 @@ from rich.text import Text
 
 from meshtune.addresses import public
 from meshtune.errors import UserError
-from meshtune.objectives import default_rate
+from meshtune.objectives import OBJECTIVES, default_rate
 from meshtune.report.draw.document import Document, InTerminal, Notes, OnPage, Part, Pictures
 from meshtune.report.draw.kinds import Lines
 from meshtune.report.draw.page import EMPTY, text
 from meshtune.report.draw.table import BEST, Column, Table
 from meshtune.report.draw.theme import OTHERS
-from meshtune.report.run.panels import QUANTITIES
+from meshtune.report.run.panels import QUANTITIES, UNIT, worded
 from meshtune.report.run.report import conventions
 from meshtune.report.run.samples import Asked, samples_table
-from meshtune.report.run.summary import Summary, facts_of, samples_of, summarise
+from meshtune.report.run.summary import Summary, facts_of, objective_of, samples_of, summarise
 from meshtune.rundir import RunDir
 from meshtune.units import count, duration, human, printable
 from meshtune.yaml_tree import read_yaml
@@ -33,22 +33,19 @@ NONE = "–"  # where a run has no value
 ALWAYS_DIFFERS = ("output",)  # settings
 # Facts of the "run" row that a setting says already, or that only tell how a run was started.
 KNOWN_FACTS = (
-    "model", "method", "precision", "global_batch_size", "seq_len", "data", "resumed_from", "learning_rate",
-    "total_steps", "schedule_steps", "seed", "id", "start", "started", "predicted",
+    "model", "method", "objective", "precision", "global_batch_size", "seq_len", "data", "resumed_from",
+    "learning_rate", "total_steps", "schedule_steps", "seed", "id", "start", "started", "predicted",
 )  # fmt: skip
 # Settings that choose the held-out labels: where one differs, losses are means over other tokens.
 HELD_OUT = (
     "model.name", "data.eval", "data.format", "data.columns", "data.chat_template", "data.train_on",
     "data.seq_len",
 )  # fmt: skip
+LOSSES = ("objective", *(f"{name}." for name in OBJECTIVES))  # settings of what a loss is
 HELD_OUT_OF_TRAIN = ("data.train.", "data.where", "data.max_samples")  # under data.eval_split, these too
 
-LOSS = QUANTITIES[0]._replace(title="Training loss", second=None)
-DRAWN = (
-    LOSS,
-    LOSS._replace(key="eval", title="Held-out loss", kind="eval", smoothed=False),
-    *(one for one in QUANTITIES[1:] if one.key not in ("mfu", "noise_scale")),
-)
+NOT_DRAWN = ("mfu", "noise_scale", "rewards")
+DRAWN = [part for one in QUANTITIES if one.key not in NOT_DRAWN for part in one.apart()]
 
 
 @dataclass(frozen=True)
@@ -104,11 +101,11 @@ def compare(paths: Sequence[Path]) -> Comparison:
     settings = differing(configs, leave_out=ALWAYS_DIFFERS)
     facts = [dict(leaves(facts_of(run))) for run in runs]
     split = HELD_OUT_OF_TRAIN if any(config.get("data.eval_split") for config in configs) else ()
-    chosen = [line.name for line in settings if line.name.startswith((*HELD_OUT, *split))]
+    chosen = [line.name for line in settings if line.name.startswith((*HELD_OUT, *LOSSES, *split))]
     compared = any(summary.last_eval_loss is not None for summary in summaries)
+    why = "" if any(name.startswith(LOSSES) for name in chosen) else "are means over different tokens, and "
     caution = (
-        f"{', '.join(chosen)} differ{'s' if len(chosen) == 1 else ''}: losses are means over different "
-        "tokens, and do not compare."
+        f"{', '.join(chosen)} differ{'s' if len(chosen) == 1 else ''}: losses {why}do not compare."
         if chosen and compared
         else ""
     )
@@ -144,12 +141,14 @@ def in_words(line: Line) -> Line:
 def figures(summaries: Sequence[Summary], *, losses_compare: bool) -> Iterator[Line]:
     """Yield the final figures that any run has, the most important first, with the best value of each.
 
-    losses_compare: False marks no loss and no exact match as the best.
+    losses_compare: False marks no loss, accuracy and exact match as the best.
     """
     low, high = (min, max) if losses_compare else (None, None)
     rows: tuple[tuple[str, str, Callable[[Any], str], Callable[..., Any] | None], ...] = (
         ("status", "status", str, None),
         ("exact match", "last_exact_match", "{:.1%}".format, high),
+        ("held-out accuracy", "last_accuracy", "{:.1%}".format, high),
+        ("held-out margin of rewards", "last_margin", "{:.3g}".format, None),
         ("held-out loss", "last_eval_loss", "{:.4f}".format, low),
         ("best held-out loss", "best_eval_loss", "{:.4f}".format, low),
         ("training loss", "last_loss", "{:.4f}".format, low),
@@ -271,15 +270,17 @@ def comparison_page(comparison: Comparison) -> Document:
 def panels(comparison: Comparison) -> list[Lines]:
     """Every panel that any run has values for, with a curve for each run that has."""
     rows = [run.rows() for run in comparison.runs]
-    drawn = []
+    units = dict.fromkeys(OBJECTIVES[objective_of(of_run)].unit for of_run in rows)
+    words, drawn = {UNIT: " or ".join(units)}, []
     for quantity in DRAWN:
         curves, averaged = [], False
         for name, colour, of_run in zip(comparison.names, OTHERS, rows, strict=False):
-            parts = quantity._replace(second=None).curves(of_run)
+            parts = quantity.curves(of_run)
             averaged |= len(parts) > 1
             curves += [replace(part, name=name, colour=colour) for part in parts[-1:]]
-        unit = f"{quantity.unit}, running mean" if averaged else quantity.unit
-        drawn.append(quantity.panel(curves, unit, 0))
+        unit, axis = worded(quantity.unit, words), worded(quantity.axis, words)
+        unit += ", running mean" * averaged
+        drawn.append(quantity._replace(axis=axis).panel(curves, unit, 0))
     end = max((x for panel in drawn for curve in panel.series for x in curve.x), default=1)
     return [replace(panel, x_end=end) for panel in drawn if panel.series]
 

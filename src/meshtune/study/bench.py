@@ -166,6 +166,7 @@ def bench_rank(rank: Rank, trial: Trial) -> Measured | None:
                 done = model.passes.step(
                     micro_batches, Counts(batch.units, *flops(batch)), meter.phase,
                     learning_rate=LEARNING_RATE, max_grad_norm=trial.max_grad_norm,
+                    mismatched=batch.mismatched,
                 )  # fmt: skip
             world.synchronize()
             found = meter.end(

@@ -274,7 +274,7 @@ def train_parts(row: Row, speed_unit: str = "tokens/s") -> list[str]:
 
     speed_unit: printed after the row's tokens per second and device.
     """
-    parts = [f"loss {row['loss']:.4f}", f"lr {row['learning_rate']:.2e}"]
+    parts = [f"loss {row['loss']:.4f}", *reward_parts(row), f"lr {row['learning_rate']:.2e}"]
     if row["grad_norm"] is not None:
         parts.append(f"grad norm {row['grad_norm']:#.3g}")
     parts.append(f"{count(row['tokens_per_second_per_gpu'])} {speed_unit}")
@@ -283,6 +283,19 @@ def train_parts(row: Row, speed_unit: str = "tokens/s") -> list[str]:
     if (memory := row["peak_memory_bytes"] or row["peak_resident_bytes"]) is not None:
         parts.append(f"memory {human(memory)}")
     return parts
+
+
+def reward_parts(row: Row, accuracy: str = "accuracy {:.1%}") -> Iterator[str]:
+    """Yield what a loss on whole answers measured: accuracy and margin, or rewards of judged answers and kl.
+
+    accuracy: format of it.
+    """
+    if "rewards/accuracies" in row:
+        yield accuracy.format(row["rewards/accuracies"])
+        yield f"margin {row['rewards/margins']:.3g}"
+    elif "kl" in row:
+        yield f"rewards {row['rewards/chosen']:.3g} good, {row['rewards/rejected']:.3g} bad"
+        yield f"kl {row['kl']:.3g}"
 
 
 def epoch_parts(row: Row) -> list[str]:
@@ -305,10 +318,7 @@ def eval_parts(row: Row) -> list[str]:
     parts = [f"eval at step {row['step']}: loss {row['loss']:.4f}"]
     if "perplexity" in row:
         parts.append(f"perplexity {row['perplexity']:.4g}")
-    if "rewards/accuracies" in row:
-        parts.append(f"chosen answers preferred in {row['rewards/accuracies']:.1%} of the pairs")
-    if "rewards/margins" in row:
-        parts.append(f"margin {row['rewards/margins']:.4g}")
+    parts += reward_parts(row, "chosen answers preferred in {:.1%} of the pairs")
     if "exact_match" in row:
         parts.append(f"exact match {row['exact_match']:.1%}")
         parts += filter(None, [unfinished_answers(row)])

@@ -93,7 +93,7 @@ class Evaluation:
                     self.folder.append_sample(row)
             if self.exact_match:
                 pairs = list(zip(prompts, completions, strict=True))[: self.exact_match]
-                extra = {
+                extra |= {
                     "exact_match": sum(matches(q.expected, a) for q, a in pairs) / max(1, len(pairs)),
                     "prompts": len(pairs),
                     "answers_cut": sum(len(new_ids[i]) == limits[i] > 0 for i in range(len(pairs))),
@@ -182,7 +182,7 @@ def questions(
         first = int(dataset.sides[document, 0])  # of a pair the chosen answer is expected
         stored = np.asarray(dataset.tokens[begin : begin + first if first else end])
         ids, labelled = ids_of_stored(stored).tolist(), (stored & LABELLED) != 0
-        if not labelled.any():
+        if not labelled.any() or not (first or dataset.sides[document, 2]):  # no answer to expect
             continue
         end = int(np.flatnonzero(labelled)[-1]) + 1
         unlabelled = np.flatnonzero(~labelled[:end])

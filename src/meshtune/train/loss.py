@@ -385,8 +385,10 @@ def _shared_cross_entropy(
 def score(
     logits: Tensor, targets: Tensor, *, vocabulary: Vocabulary | None, gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """`_cross_entropy` of a head with one output [tokens, 1]: that output, negated."""
+    """`_cross_entropy` of a head with one output [tokens, 1], on tp ranks an addend: the output, negated."""
     wide = -logits[:, 0].to(torch.promote_types(logits.dtype, torch.float32))
+    if vocabulary is not None:
+        dist.all_reduce(wide, group=vocabulary.tp.group)
     return wide, torch.full_like(logits, -1.0) if gradient else None
 
 

@@ -98,6 +98,11 @@ class ModelSpec:
     seed: int = 0  # of random weights and NEFTune's noise
 
     @property
+    def scored(self) -> bool:
+        """Whether the head is one output."""
+        return bool(self.preference and self.preference.row.scores)
+
+    @property
     def compute_dtype(self) -> torch.dtype:
         return getattr(torch, PRECISIONS[self.precision].compute)
 
@@ -316,6 +321,7 @@ def trainable_skeleton(spec: ModelSpec) -> tuple[PreTrainedModel, int]:
         trust_remote_code=spec.trust_remote_code,
         revision=spec.revision,
         overrides=spec.overrides,
+        scored=spec.scored,
     )
     check(model, spec.attention)
     keep_documents_apart(model, anatomy(model), spec.kernels)
@@ -381,7 +387,7 @@ def fill_values(
 
     source: dict[str, Any] = {
         "dtype": spec.loading_dtype, "trust_remote_code": spec.trust_remote_code, "revision": spec.revision,
-        "overrides": spec.overrides,
+        "overrides": spec.overrides, "scored": spec.scored, "seed": spec.seed,
     }  # fmt: skip
     if spec.init == "random":
 
@@ -392,7 +398,7 @@ def fill_values(
             own = [(name, piece) for name, piece in pieces if name in names]
             fill(own, StoredTensors(dict.fromkeys(names, whole)))
 
-        values = drawn(spec.source, receive, seed=spec.seed, device=torch.device(spec.draw_on), **source)
+        values = drawn(spec.source, receive, device=torch.device(spec.draw_on), **source)
         pieces = [(name, piece) for name, piece in pieces if name in adapters]
     else:
         values = mapped(spec.source, **source)

@@ -117,6 +117,8 @@ class Preference:
         means["rewards/margins"] = means["rewards/chosen"] - means["rewards/rejected"]
         if not self.spec.row.prompts and not self.spec.sft_weight:
             del means["nll_loss"]
+        if self.scores:
+            del means["logps/chosen"], means["logps/rejected"]
         if self.spec.row.rows == "judged":
             del means["rewards/accuracies"]
             means["kl"] = float(self.kl)
@@ -165,9 +167,11 @@ class Preference:
         return (weights * (1 - gain)).sum(), torch.cat([rewards, logs, zeros, counts]).detach()
 
     def reward(self, values: Tensor, answers: Answers) -> tuple[Tensor, Tensor]:
-        """Bradley and Terry 1952; the squares are those of Eisenstein et al. 2023."""
+        """Bradley and Terry 1952, with the margins of Touvron et al. 2023 (Llama 2); the squares are those of
+        Eisenstein et al. 2023.
+        """
         scores = values[:, 1]
-        losses = -logsigmoid(_chosen(scores) - _rejected(scores))
+        losses = -logsigmoid(_chosen(scores) - _rejected(scores) - _chosen(answers.margins))
         losses = losses + self.spec.center_coefficient * (_chosen(scores) + _rejected(scores)) ** 2
         return losses.sum(), _measured(scores, scores, scores.new_zeros(()))
 

@@ -29,6 +29,7 @@ from meshtune.model.stored import base_digest
 from meshtune.objectives import Objective
 from meshtune.parallel.apply import Parallel, place
 from meshtune.parallel.mesh import World
+from meshtune.precision import PRECISIONS, UNMIXED
 from meshtune.rundir import write_atomically
 from meshtune.train.inputs import loader_of
 from meshtune.train.model import ModelSpec, RankModel, fill_values, structure
@@ -72,7 +73,7 @@ class Reference:
     """Log-probabilities by the reference model of the data that a run reads."""
 
     spec: ModelSpec  # of the reference
-    named: bool  # it is another model than the run's own before the first step
+    apart: bool  # it is loaded and freed before the model to train or to evaluate is made
     file: Path
     world: World
     objective: Objective
@@ -97,24 +98,26 @@ class Reference:
         few = self.objective.mismatched and self.steps > self.found.get("steps", 0)
         return bool(few) or any(self._unknown(name).size for name in self.parts)
 
-    def compute_named(self, tokens_per_sequence: int) -> None:
-        """Load another model under the run's layout, compute what is missing, and free it. Every rank calls
-        it, before the model to train is made; it does nothing for the run's own model.
+    def compute_apart(self, tokens_per_sequence: int) -> None:
+        """Load the reference under the world's layout, compute what is missing, and free it. Every rank calls
+        it, before the model to train or to evaluate is made; it does nothing if the run's own model computes.
         """
-        if not self.named or not self.missing:
+        if not self.apart or not self.missing:
             return
-        made = structure(self.spec, self.world, tokens_per_sequence=tokens_per_sequence)
+        # In the dtype of the passes: no optimizer casts its weights.
+        spec = replace(self.spec, precision=UNMIXED[PRECISIONS[self.spec.precision].compute])
+        made = structure(spec, self.world, tokens_per_sequence=tokens_per_sequence)
         parallel = place(made.cut, self.world)
         models = [made.whole, *(stage.model for stage in parallel.stages)]
-        fill_values(self.spec, parallel.named_pieces(), models, initial_adapters(made.whole), export=False)
+        fill_values(spec, parallel.named_pieces(), models, initial_adapters(made.whole), export=False)
         parallel.modules.requires_grad_(False)
         self._compute(parallel, made.objective)
 
-    def given(self, prepared: Prepared, model: RankModel) -> Prepared:
+    def given(self, prepared: Prepared, model: RankModel | None = None) -> Prepared:
         """The data with the values. Every rank calls it. model: of the run, before its first step, which
-        computes what is missing.
+        computes what is missing; None: nothing is, after `compute_apart`.
         """
-        if self.missing:
+        if model and self.missing:
             self._compute(model.parallel, model.passes.objective)
         parts = {
             name: replace(
@@ -176,12 +179,13 @@ def _count(show: Callable[[str], object], what: str, done: int) -> None:
 
 
 def reference_of(
-    spec: ModelSpec, prepared: Prepared, world: World, *, cache: Path, steps: int
+    spec: ModelSpec, prepared: Prepared, world: World, *, cache: Path, steps: int | None
 ) -> Reference | None:
     """The values that are known already; None of an objective without one. Every rank calls
     it.
 
-    spec: of the model to train. cache: folder of the data. steps: of the run.
+    spec: of the model to train. cache: folder of the data. steps: of the run; None: only its held-out data
+    are read, and the run's own model is loaded as another one is.
     """
     wanted, train, layout = spec.preference, prepared.train, world.layout
     if not wanted or not wanted.row.reference:
@@ -193,8 +197,10 @@ def reference_of(
             spec, source=wanted.reference, init="pretrained", revision=None, overrides={}, lora=None,
             quantise="", freeze=(),
         )  # fmt: skip
-    loader = loader_of(train, layout, 0, seed, objective=wanted.row)
-    parts = {"train": Part(train, loader.first(steps * layout.global_batch_size))}
+    parts = {}
+    if steps is not None:
+        loader = loader_of(train, layout, 0, seed, objective=wanted.row)
+        parts["train"] = Part(train, loader.first(steps * layout.global_batch_size))
     if prepared.eval is not None:
         parts["eval"] = Part(prepared.eval, np.arange(len(prepared.eval)))
     order = [seed, layout.global_batch_size] if wanted.row.mismatched else []
@@ -203,7 +209,8 @@ def reference_of(
         file = cache / "reference" / f"{_digest(spec, cache, [prepared.digest, *order])}.npz"
         stored = file, _read(file)
     file, found = world.broadcast_object(stored)
-    return Reference(spec, named, file, world, wanted.row, steps, seed, parts, found)
+    apart = named or steps is None
+    return Reference(spec, apart, file, world, wanted.row, steps or 0, seed, parts, found)
 
 
 def _digest(spec: ModelSpec, cache: Path, data: list[Any]) -> str:

@@ -1,14 +1,18 @@
 """Evaluation of a target on other rows than its own."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 from golden import says
+from tiny import write_rows
 
 from meshtune.api.evaluate import evaluated
 from meshtune.commands.evaluate import rounded
+from meshtune.errors import UserError
 
 
 def test_rows_that_are_named_replace_a_held_out_part_of_the_training_rows(tiny: Path, tmp_path: Path) -> None:
@@ -57,3 +61,40 @@ def test_figures_on_the_terminal_are_rounded() -> None:
 def test_adapters_in_bf16_have_the_loss_of_the_runs_own_evaluation(train: Callable[..., Any]) -> None:
     run = train("method=lora", "train.precision=bf16", "train.learning_rate=0.1")
     assert evaluated(str(run.folder.path), [])["loss"] == run.folder.rows("eval")[-1]["loss"]
+
+
+@pytest.mark.parametrize(
+    "words", [("objective=dpo",), ("objective=kto", "method=lora"), ("objective=simpo",)]
+)
+def test_preferences_are_evaluated_as_the_run_did(
+    words: tuple[str, ...], train: Callable[..., Any], tiny: Path, tmp_path: Path
+) -> None:
+    """By the reference's values in the run's cache and, with another cache, by those of the model before its
+    first step, which the trained weights are not.
+    """
+    files = []
+    for name in ("train", "test"):
+        rows = [json.loads(line) for line in (tiny / f"{name}.jsonl").read_text().splitlines()]
+        made = [row | {"label": number % 3 != 0} for number, row in enumerate(rows)]
+        if "objective=kto" not in words:
+            made = [{"prompt": r["prompt"], "chosen": r["completion"], "rejected": "none"} for r in rows]
+        files.append(
+            f"data.{'eval' if name == 'test' else name}={write_rows(tmp_path / f'{name}.jsonl', made)}"
+        )
+    precise = [
+        "train.learning_rate=0.01",
+        "train.precision=bf16",
+        "eval.exact_match=2",
+        "eval.max_new_tokens=2",
+    ]
+    run = train(*words, *files, *precise).folder
+    theirs = run.rows("eval")[-1]
+    assert abs(theirs["rewards/margins"]) > 1e-3 and "exact_match" in theirs
+    for more in ([], [f"data.cache={tmp_path}/other"]):
+        ours = evaluated(str(run.path), more)
+        for name in {*theirs} - {"kind", "step", "seconds"}:
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-9, abs=1e-9), (name, more)
+    if "objective=dpo" in words:
+        with pytest.raises(UserError) as refused:  # it has nothing to compare with
+            evaluated(str(tiny / "model"), [*words, files[1]])
+        says(str(refused.value))

@@ -112,7 +112,7 @@ def test_each_tools_pairs_become_both_sides_as_trl_renders_them(prepared_of, for
     assert [chosen[0], rejected[0]] == of_trl(pair)
     assert [chosen[1], rejected[1]] == ["Hello<|im_end|>", "No<|im_end|>"]
     first, whole = data.sides[0, 0], len(data.documents(0)[0])
-    assert data.sides.tolist() == [[len(data.answers(0)[0]), 2, 1, 0]] and len(data.documents(0)) == 1
+    assert data.sides.tolist() == [[len(data.answers(0)[0]), 2, 0, 0]] and len(data.documents(0)) == 1
     assert data.longest_document == max(first, whole - first)
     assert data.mean_document_tokens == pytest.approx((first**2 + (whole - first) ** 2) / whole)
 

@@ -1,5 +1,7 @@
 """Peak rates by device name, and a share that is never above one."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from families import FAMILIES
@@ -63,7 +65,8 @@ def test_a_batchs_flops_are_of_its_documents_and_labels():
     c = census(FAMILIES["llama"]())
     empty = torch.zeros(2, 10, dtype=torch.long)
     rows = MicroBatch(empty, empty, empty, documents=((4, 6), (7,)), tokens=17, label_tokens=5)
-    found, found_6n = flops_of(c, 10)(Batch((rows, rows), tokens=34, label_tokens=10, origin=""))
+    batch = Batch((rows, rows), tokens=34, label_tokens=10, origin="")
+    found, found_6n = flops_of(c, 10)(batch)
     pairs = 2 * (4 * 5 // 2 + 6 * 7 // 2 + 7 * 8 // 2)
     matrices = (
         3 * 2 * 2 * (64 * 64 * 2 + 64 * 32 * 2 + 64 * 96 * 3)
@@ -71,3 +74,7 @@ def test_a_batchs_flops_are_of_its_documents_and_labels():
     attention = 3 * 2 * 2 * 2 * pairs * 64
     assert found == 34 * matrices + attention + 10 * 3 * 2 * 64 * 256
     assert found_6n == 34 * (6 * (c.total - 256 * 64) + 12 * 2 * 64 * 10)
+    # The forward over kto's mismatched answers is a third; a micro-batch that a rank repeats nothing.
+    again = replace(rows, tokens=0, label_tokens=0)
+    with_kto = flops_of(c, 10)(replace(batch, mismatched=(rows, rows, again)))
+    assert with_kto == (pytest.approx(4 / 3 * found), pytest.approx(4 / 3 * found_6n))

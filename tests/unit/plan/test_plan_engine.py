@@ -321,3 +321,5 @@ def test_parameters_and_flops_are_the_censuss(family: str, method: str) -> None:
     assert work.parameters == pytest.approx(census.total, abs=1e-3)
     assert work.trainable == census.trainable / census.total
     assert flops and workload.flops_per_token == pytest.approx(flops.total / SEQ_LEN, rel=1e-12)
+    judged = replace(workload, work=replace(workload.work, mismatched=1.0))  # as meter/mfu.py
+    assert judged.flops_per_token == pytest.approx((flops.total + flops.forward) / SEQ_LEN, rel=1e-12)

@@ -91,7 +91,7 @@ def test_each_run_has_a_curve_of_its_own_colour(run, other):
     assert first.colour != second.colour
     assert second.y == (3.0, 1.5, 1.0)
     assert [one.name for one in drawn["exact_match"].series] == ["run"]
-    assert {"loss", "eval", "learning_rate", "speed"} <= drawn.keys()
+    assert {"loss", "eval_loss", "learning_rate", "speed"} <= drawn.keys()
 
 
 def test_long_runs_are_drawn_as_running_means(run, other, train):
@@ -101,7 +101,7 @@ def test_long_runs_are_drawn_as_running_means(run, other, train):
     assert drawn["loss"].unit == "per label token, running mean"
     assert [len(one.x) for one in drawn["loss"].series] == [4, 100]
     averaged = [key for key, panel in drawn.items() if "running mean" in panel.unit]
-    assert {"learning_rate", "eval"} < drawn.keys() - {*averaged} and {"loss", "speed"} <= {*averaged}
+    assert {"learning_rate", "eval_loss"} < drawn.keys() - {*averaged} and {"loss", "speed"} <= {*averaged}
 
 
 def test_answers_to_a_prompt_stand_side_by_side(run, other):

@@ -12,7 +12,7 @@ from meshtune.report.draw.kinds import Series
 from meshtune.report.draw.picture import write
 from meshtune.report.draw.thin import MOST_ROWS, merged, thinned
 from meshtune.report.run.panels import panels, running_mean
-from meshtune.report.run.report import try_report
+from meshtune.report.run.report import report_page, try_report
 from meshtune.rundir import RunDir
 
 
@@ -28,6 +28,20 @@ def test_what_was_not_measured_has_no_panel(run, train):
     assert "mfu" not in {panel.key for panel in panels(run.rows())}
     assert panels([]) == []
     assert {panel.key for panel in panels([train(1, mfu=0.4)])} >= {"mfu", "loss"}
+
+
+def test_preferences_have_panels_and_a_loss_per_pair(empty, train, evaluation):
+    empty.append({"kind": "run", "objective": "dpo"})
+    rewards = {"rewards/chosen": 0.5, "rewards/rejected": 0.2, "rewards/margins": 0.3}
+    for row in (train(1, **rewards), evaluation(1, 0.6, **rewards)):
+        empty.append(row | {"rewards/accuracies": 0.75})
+    drawn = {panel.key: panel for panel in panels(empty.rows())}
+    assert drawn["loss"].unit == "per pair"
+    for key, values in {"accuracy": (0.75, 0.75), "margin": (0.3, 0.3), "rewards": (0.5, 0.2)}.items():
+        assert tuple(one.y[0] for one in drawn[key].series) == values
+    assert "kl" not in drawn
+    page = report_page(empty)
+    assert "Held-out accuracy" in page and "A reward is beta times" in page
 
 
 def test_a_long_run_has_its_mean_in_front_of_the_raw_values(train):

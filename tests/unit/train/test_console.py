@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from meshtune.meter.rows import eval_row, memory_row, train_row
-from meshtune.train.console import ConsoleTracker, Course, TimeLeft, due_from
+from meshtune.train.console import ConsoleTracker, Course, TimeLeft, due_from, reward_parts
 from meshtune.train.loop import due
 from meshtune.train.trackers import Metrics
 from meshtune.units import MIB
@@ -54,6 +54,10 @@ def test_a_plain_line_has_every_number_with_its_name():
         "step 1/400 · epoch 1.25 · loss 2.5000 · lr 1.00e-04 · grad norm 1.31 · 2,000 tokens/s · "
         "memory 463 MiB\n"
     )
+    judged = {"rewards/chosen": 1.0, "rewards/rejected": -0.5, "rewards/margins": 1.5, "kl": 0.25}
+    pairs = {"rewards/accuracies": 0.75, "rewards/margins": 0.5}
+    assert [*reward_parts(judged)] == ["rewards 1 good, -0.5 bad", "kl 0.25"]
+    assert [*reward_parts(pairs)] == ["accuracy 75.0%", "margin 0.5"]
 
 
 def test_plain_lines_hold_no_control_characters_and_stay_on_one_line():

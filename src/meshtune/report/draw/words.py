@@ -10,6 +10,12 @@ MFU = (
     "no recomputation, no padding) over the device's dense peak; it is not known on processors (docs/mfu.md)."
 )
 
+REWARDS = (
+    "A reward is beta times an answer's log-probability over that by the reference (dpo, kto), or beta times "
+    "its mean over the answer's tokens (orpo, simpo). The accuracy, the share of pairs whose chosen answer "
+    "has the higher reward, means nothing before the first update with a reference: rewards are 0 then."
+)
+
 
 def model_title(name: str) -> str:
     """A model's name without its folders or organization: "Llama-3.1-8B" of "meta-llama/Llama-3.1-8B"."""

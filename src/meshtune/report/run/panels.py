@@ -1,13 +1,14 @@
 """A run's rows as panels of curves over steps. A new chart of the report is one row of QUANTITIES."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import NamedTuple
 
+from meshtune.objectives import OBJECTIVES
 from meshtune.report.draw.kinds import Lines, Panel, Role, Series
-from meshtune.report.run.summary import of_kind, speed_unit, values
+from meshtune.report.run.summary import objective_of, of_kind, speed_unit, values
 from meshtune.rundir import Row
 from meshtune.units import GIB, MIB
 
@@ -15,6 +16,7 @@ SMOOTHED_PART = 25  # a mean is taken over one 25th of the run
 END = 8  # at an end, a mean takes in at least one 8th of its values
 FEW = 10  # steps of a run that are all drawn
 SPEED = "tokens/s per device"  # where runs are compared
+UNIT = OBJECTIVES["sft"].unit  # of a loss
 
 
 @dataclass(frozen=True)
@@ -34,8 +36,8 @@ class Quantity(NamedTuple):
 
     key: str  # of the panel
     title: str
-    unit: str  # next to the title; SPEED: the run's
-    axis: str  # name of the y axis; SPEED: the run's unit
+    unit: str  # next to the title; SPEED, UNIT: the run's
+    axis: str  # name of the y axis; SPEED, UNIT: the run's
     curve: str  # its name
     column: str
     form: str  # d3 format of a value
@@ -64,6 +66,18 @@ class Quantity(NamedTuple):
             curves.append(mean)
         return [curve for curve in curves if curve.x]
 
+    def apart(self) -> Iterator["Quantity"]:
+        """Yield a panel without the second curve, for runs that are compared; then one of held-out values, if
+        that is the second curve's.
+        """
+        alone, held_out = self._replace(second=None), bool(self.second and self.second[1] == "eval")
+        title = self.title[0].lower() + self.title[1:]
+        yield alone._replace(title=f"Training {title}") if held_out else alone
+        if held_out:
+            yield alone._replace(
+                key=f"eval_{self.key}", title=f"Held-out {title}", kind="eval", smoothed=False
+            )
+
     def is_warm(self, rows: Sequence[Row]) -> bool:
         """True if the first step isn't drawn: compiling in it would flatten all others."""
         return self.warm and len(of_kind(rows, self.kind)) > FEW
@@ -78,8 +92,17 @@ class Quantity(NamedTuple):
 
 
 QUANTITIES = (
-    Quantity("loss", "Loss", "per label token", "loss per label token", "train", "loss", ".4f",
-             smoothed=True, from_zero=False, second=("held out", "eval", "loss")),
+    Quantity("loss", "Loss", f"per {UNIT}", f"loss per {UNIT}", "train", "loss", ".4f", smoothed=True,
+             from_zero=False, second=("held out", "eval", "loss")),
+    Quantity("accuracy", "Accuracy", "pairs whose chosen answer has the higher reward", "share of pairs",
+             "train", "rewards/accuracies", ".1%", smoothed=True,
+             second=("held out", "eval", "rewards/accuracies")),
+    Quantity("margin", "Margin of rewards", "chosen less rejected", "reward", "train", "rewards/margins",
+             ".3f", smoothed=True, second=("held out", "eval", "rewards/margins")),
+    Quantity("rewards", "Rewards", "in training", "reward", "chosen", "rewards/chosen", ".3f", smoothed=True,
+             second=("rejected", "train", "rewards/rejected")),
+    Quantity("kl", "Divergence from the reference", "of mismatched answers", "kl", "train", "kl", ".3f",
+             smoothed=True, second=("held out", "eval", "kl")),
     Quantity("exact_match", "Exact match", "held-out prompts", "share of prompts", "held out", "exact_match",
              ".1%", kind="eval"),
     Quantity("speed", "Speed", SPEED, SPEED, "speed", "tokens_per_second_per_gpu", ",.0f", smoothed=True,
@@ -103,16 +126,22 @@ def panels(rows: Sequence[Row]) -> list[Lines]:
     rows: of metrics.jsonl, all kinds.
     """
     steps = [row["step"] for kind in ("train", "eval") for row in of_kind(rows, kind) if row.get("step")]
-    drawn = []
+    words, drawn = {SPEED: speed_unit(rows), UNIT: OBJECTIVES[objective_of(rows)].unit}, []
     for quantity in QUANTITIES:
         if quantity.per == GIB and max(values(of_kind(rows, "train"), quantity.column), default=0) < GIB / 4:
             quantity = quantity._replace(unit="MiB", axis="MiB", form=".1f", per=MIB)
         if curves := quantity.curves(rows):
-            unit = quantity.unit.replace(SPEED, speed_unit(rows))
+            unit, axis = worded(quantity.unit, words), worded(quantity.axis, words)
             unit += ", without the first step" * quantity.is_warm(rows)
-            axis = quantity.axis.replace(SPEED, speed_unit(rows))
             drawn.append(quantity._replace(axis=axis).panel(curves, unit, max(steps, default=1)))
     return drawn
+
+
+def worded(text: str, words: Mapping[str, str]) -> str:
+    """A text with a run's words for SPEED and UNIT."""
+    for word, own in words.items():
+        text = text.replace(word, own)
+    return text
 
 
 def series(name: str, role: Role, rows: Sequence[Row], column: str, *, unit: float = 1) -> Curve:

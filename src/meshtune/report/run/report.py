@@ -17,7 +17,7 @@ from meshtune.report.draw.page import EMPTY, text
 from meshtune.report.draw.table import Table
 from meshtune.report.draw.table import facts as facts_table
 from meshtune.report.draw.vega import NotDrawn
-from meshtune.report.draw.words import MFU
+from meshtune.report.draw.words import MFU, REWARDS
 from meshtune.report.run.panels import panels
 from meshtune.report.run.samples import Asked, samples_table
 from meshtune.report.run.summary import (
@@ -36,6 +36,7 @@ from meshtune.units import count, counted, duration, human
 LABELS = {  # facts of the "run" row about what was run; the others are its environment
     "model": "Model",
     "method": "Method",
+    "objective": "Objective",
     "parameters": "Parameters",
     "trainable_parameters": "Trainable",
     "data": "Data",
@@ -148,7 +149,8 @@ def conventions(facts: Sequence[Mapping[str, Any]]) -> str:
     ]
     machines = "; ".join(dict.fromkeys(word for word in where if word))
     steps = "Speed and MFU in figures are medians over the last layout's steps, without those that warm up."
-    return " ".join([steps, MFU, *([f"Measured on {machines}."] if machines else [])])
+    rewards = [REWARDS] if any(one.get("objective", "sft") != "sft" for one in facts) else []
+    return " ".join([steps, MFU, *rewards, *([f"Measured on {machines}."] if machines else [])])
 
 
 def _subtitle(summary: Summary, facts: Row) -> str:
@@ -162,7 +164,8 @@ def _subtitle(summary: Summary, facts: Row) -> str:
     if facts.get("layout"):
         parts.insert(0, f"<code>{text(facts['layout'])}</code>")
     if facts.get("model"):
-        parts.insert(0, f"{text(facts['model'])}, {text(facts.get('method', 'full'))} fine-tuning")
+        objective = "" if facts.get("objective", "sft") == "sft" else f" by {text(facts['objective'])}"
+        parts.insert(0, f"{text(facts['model'])}, {text(facts.get('method', 'full'))} fine-tuning{objective}")
     if summary.tokens:
         parts.append(f"{count(summary.tokens)} tokens")
     if summary.seconds:
@@ -190,6 +193,11 @@ def _figures(summary: Summary) -> Iterator[tuple[str, str, str]]:
         before = "" if summary.first_exact_match is None else f"from {summary.first_exact_match:.1%}"
         cut = unfinished_answers(vars(summary))
         yield "Exact match", f"{exact:.1%}", "; ".join(filter(None, [before, cut]))
+    if (margin := summary.last_margin) is not None:
+        if (accuracy := summary.last_accuracy) is None:
+            yield "Held-out margin", f"{margin:.3g}", "of rewards"
+        else:
+            yield "Held-out accuracy", f"{accuracy:.1%}", f"margin of rewards {margin:.3g}"
     if (loss := summary.last_eval_loss) is not None:
         known = summary.first_eval_loss not in (None, loss)
         yield "Held-out loss", f"{loss:.4f}", f"from {summary.first_eval_loss:.4f}" if known else ""

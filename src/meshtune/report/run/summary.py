@@ -17,6 +17,12 @@ from meshtune.rundir import Row, RunDir
 
 UNKNOWN = "running, or stopped without an end (its folder has no file locks that tell)"
 
+LAST = {  # figures of the last evaluation, and their columns
+    **{name: name for name in ("prompts", "answers_cut", "prompts_without_room")},
+    "last_accuracy": "rewards/accuracies",
+    "last_margin": "rewards/margins",
+}
+
 
 class Rows(tuple[Row, ...]):
     """Rows of metrics.jsonl, sorted by kind once: a run may have a hundred thousand of them."""
@@ -57,8 +63,9 @@ class Stretch:
 class Summary:
     """Headline numbers; None where the rows have none (a run just begun, no evaluation, MFU on a CPU).
 
-    Losses are means per label token. first_eval_*, first_exact_match: of the first evaluation, last_* of the
-    last one; with one exact match only the last is set.
+    Losses are means per label token, or of preferences per pair or answer. first_eval_*,
+    first_exact_match: of the first evaluation, last_* of the last one; with one exact match only the last is
+    set.
     """
 
     name: str
@@ -74,6 +81,8 @@ class Summary:
     best_eval_step: int | None = None
     first_exact_match: float | None = None  # share of the prompts, 0 to 1
     last_exact_match: float | None = None
+    last_accuracy: float | None = None  # share of held-out pairs whose chosen answer has the higher reward
+    last_margin: float | None = None  # mean reward of held-out chosen answers, less that of the others
     prompts: int | None = None  # number of prompts that exact match was measured on
     answers_cut: int | None = None  # of these, without an end token
     prompts_without_room: int | None = None  # of these, not answered: they fill the model's context
@@ -187,10 +196,7 @@ def grown(summary: Summary, rows: Sequence[Row]) -> Summary:
         best_eval_step=best_step,
         first_exact_match=first(exact) if len(exact) > 1 else None,
         last_exact_match=last(exact),
-        **{
-            name: last(values(evals, name) or [getattr(summary, name)])
-            for name in ("prompts", "answers_cut", "prompts_without_room")
-        },
+        **{name: last(values(evals, column) or [getattr(summary, name)]) for name, column in LAST.items()},
         tokens=total(summary.tokens, "tokens") if steps else summary.tokens,
         seconds=total(summary.seconds, "step_seconds") if steps else summary.seconds,
         peak_memory_bytes=highest(summary.peak_memory_bytes, "peak_memory_bytes"),
@@ -249,6 +255,11 @@ def speed_unit(rows: Sequence[Row]) -> str:
     """Unit of `tokens_per_second_per_gpu` in words, by the last start of the run."""
     facts = ([{}, *of_kind(rows, "run")])[-1]
     return units.speed_unit(facts.get("world", 1), facts.get("device_type", "cuda"))
+
+
+def objective_of(rows: Sequence[Row]) -> str:
+    """What the last start of a run trained."""
+    return ([{}, *of_kind(rows, "run")])[-1].get("objective", "sft")
 
 
 def of_kind(rows: Sequence[Row], kind: str) -> list[Row]:

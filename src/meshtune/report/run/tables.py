@@ -10,6 +10,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from meshtune.meter.rows import matches, unfinished_answers
+from meshtune.objectives import OBJECTIVES
 from meshtune.report.draw.document import Section
 from meshtune.report.draw.table import facts
 from meshtune.report.run.summary import Summary, samples_of, summarise, values
@@ -48,13 +49,13 @@ def places(run: RunDir) -> list[Text]:
     if run.model.exists():
         folder = shlex.quote(str(run.path))
         answers = "" if run.rows("eval") else " data.eval=FILE"
-        if any("rewards/margins" in row for row in run.rows("train")[-1:]):
-            answers = " objective=sft data.eval=FILE"  # of answers: pairs were evaluated in the run
         merge = " --merge" if (run.model / "adapter_config.json").exists() else ""
+        scores = OBJECTIVES[(run.rows("run") or [{}])[-1].get("objective", "sft")].scores
+        page = "preferences" if scores else "serve"  # a reward model answers nothing
+        lines |= {} if scores else {"chat with it": f"meshtune chat {folder}"}
         lines |= {
-            "chat with it": f"meshtune chat {folder}",
             "evaluate it": f"meshtune eval {folder}{answers}",
-            "serve it": f"meshtune export {folder} FOLDER{merge}   (then docs/serve.md)",
+            "serve it": f"meshtune export {folder} FOLDER{merge}   (then docs/{page}.md)",
         }
     return [Text.assemble(f"  {label:<{LABEL_WIDTH}}", (words, "blue")) for label, words in lines.items()]
 
@@ -67,6 +68,10 @@ def headline(summary: Summary) -> Iterator[tuple[str, str]]:
         prompts = counted(summary.prompts, "held-out prompt") if summary.prompts else "held-out prompts"
         cut = unfinished_answers(vars(summary))
         yield "exact match", "; ".join(filter(None, [f"{shares} of {prompts}", cut]))
+    if (margin := summary.last_margin) is not None:
+        preferred = "chosen answers preferred in {:.1%} of the held-out pairs · "
+        accuracy = "" if summary.last_accuracy is None else preferred.format(summary.last_accuracy)
+        yield "rewards", f"{accuracy}margin {margin:.3g}"
     if summary.last_loss is not None:
         yield "loss", f"{change(summary.first_loss, summary.last_loss, '.4f')} in {steps}"
     if (loss := summary.last_eval_loss) is not None:
