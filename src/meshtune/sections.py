@@ -296,6 +296,10 @@ class DataConfig(Section):
         unit="tokens", gt=0,
     )  # fmt: skip
     packing: bool = setting(True, "Put several documents into one sequence; they do not see each other.")
+    shared_prompts: bool = setting(
+        False, "Compute the prompt of a pair once for both answers.",
+        Need(lambda config: OBJECTIVES[config.objective].rows == "pairs", "objective trains on no pairs"),
+    )  # fmt: skip
     train_on: Literal["assistant", "completion", "all"] = setting(
         "completion",
         "Tokens whose loss counts: of all assistant turns, of the last one (completion), or all.",

@@ -4,11 +4,13 @@ import json
 import shutil
 from collections.abc import Callable
 from functools import cache
+from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
 from cases import cases
-from families import FAMILIES
+from families import FAMILIES, exact
 from layouts import Trained, check, make_folder, trained
 from tiny import write_rows
 from transformers import AutoModelForCausalLM
@@ -120,6 +122,39 @@ def test_a_run_continues_in_another_layout(
         whole = run(objective, method, after, 4)
         assert (ours.losses, ours.norms) == (whole.losses, whole.norms)
         assert all(torch.equal(tensor, whole.tensors[name]) for name, tensor in ours.tensors.items())
+
+
+# (objective, layout, family): windows of mistral and gemma2 are shorter than a pair.
+SHARED = [
+    ("orpo", "mb4-ga4", "mistral"), ("dpo", "tp2-sp", "llama"), ("simpo", "pp2-1f1b", "mistral"),
+    ("ipo", "zero3x2-mb2-ga4", "gemma2"), ("orpo", "cp2", "mistral"), ("dpo", "ulysses2-full", "llama"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("objective", "layout", "family"), cases(SHARED, test=1, ci=2))
+def test_a_prompt_that_is_computed_once_changes_nothing(
+    objective: str, layout: str, family: str, tmp_path: Path
+) -> None:
+    """All pairs are packed into one sequence, so that batches are the same; each has 16 copies of it."""
+    torch.manual_seed(0)
+    make_folder(tmp_path, AutoModelForCausalLM.from_config(FAMILIES[family](vocab_size=301)))
+    rows = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
+    longest = sorted(rows, key=lambda row: len(row["prompt"]))[-5:]
+    pairs = [
+        {"prompt": row["prompt"], "chosen": row["completion"], "rejected": other["completion"] + " red"}
+        for row, other in pairwise(longest)
+    ]
+    write_rows(tmp_path / "pairs.jsonl", pairs)
+    named = [] if objective == "ipo" else [f"objective={objective}"]
+    given = [f"data.{part}={tmp_path}/pairs.jsonl" for part in ("train", "eval")]
+    given += [*named, *OBJECTIVES[objective], "data.seq_len=1024"]
+    with exact():  # gradients of the two copies of a prompt would be rounded apart
+        whole = trained(tmp_path, tmp_path / "whole", ONE, "fp64", *given, forked=True)
+        shared = *given, "data.shared_prompts=true"
+        ours = trained(tmp_path, tmp_path / "ours", layout, "fp64", *shared, forked=True)
+    same(ours, whole)
+    tokens = [RunDir(run.folder).rows("train")[0]["tokens"] for run in (ours, whole)]
+    assert tokens[0] < 0.8 * tokens[1]
 
 
 def same(ours: Trained, whole: Trained) -> None:

@@ -33,6 +33,7 @@ CASES: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = [
     ("data.train_on=all", ("objective=dpo",), ("objective=sft",)),
     ("data.split_turns=true", ("objective=dpo",), ("objective=sft",)),
     ("data.overlong=split", ("objective=dpo",), ("objective=sft",)),
+    ("data.shared_prompts=true", ("objective=kto",), ("objective=dpo",)),
     ("data.streaming=true", ("objective=dpo",), ("objective=orpo",)),
     ("train.label_smoothing=0.1", ("objective=dpo",), ("objective=sft",)),
     ("data.format=text", ("data.train={path: a, format: alpaca}",), ("data.train=a",)),

@@ -202,6 +202,7 @@ def attention_and_refusals(
         layout,
         attention=attention,
         packing=together(config),
+        shared_prompts=config.data.shared_prompts,
         compile=config.train.compile,
         optimizer=config.train.optimizer,
         step_in_backward=config.train.step_in_backward,

@@ -156,6 +156,7 @@ class Subject:
             layout,
             attention=self.attention,
             packing=self.config.data.packing,
+            shared_prompts=self.config.data.shared_prompts,
             compile=self.config.train.compile,
             optimizer=self.config.train.optimizer,
             step_in_backward=self.config.train.step_in_backward,

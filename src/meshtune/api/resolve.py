@@ -107,6 +107,7 @@ def encoder_of(tokenizer: PreTrainedTokenizerBase, config: Config, stops: Sequen
         stops=stops,
         embedding_rows=partial(embedding_rows, config.model),
         objective=OBJECTIVES[config.objective],
+        shared_prompts=data.shared_prompts,
     )
 
 

@@ -103,10 +103,12 @@ def attend_rows(
     values; no document sees it.
     """
     batch, _, seq, _ = q.shape
+    q, k, v = map(flat, (q, k, v))
+    if documents.columns is not None:
+        k, v = (x.index_select(0, documents.columns) for x in (k, v))
     out = attend(
-        flat(q), flat(k), flat(v), documents, scale, dropout, softcap, window, kernel=kernel, sinks=sinks,
-        kernels=kernels,
-    )  # fmt: skip
+        q, k, v, documents, scale, dropout, softcap, window, kernel=kernel, sinks=sinks, kernels=kernels
+    )
     return out.unflatten(0, (batch, seq))
 
 

@@ -25,7 +25,7 @@ from meshtune.placement.census import Attention, takes_flash
 BUILT_IN = 2  # the version in torch
 CAPABILITIES = {4: (9, 10), 3: (9,)}  # major ones of NVIDIA's GPUs that newer versions have kernels for
 LENGTHS = ((333, 333), (128, 128))  # queries and keys of a trial's documents: several tiles of 128, and one
-APART = (70, 200)  # the same where other ranks have the other queries
+APART = (70, 200)  # the same where other ranks, or another document, have the other queries
 TRIED_WINDOW = 96  # longest window of a trial: the kernels take it as a number
 ALLOWED = 0.02  # error over the norm: rounding to 16 bits gives some 0.005, a window off by one 0.05
 
@@ -53,18 +53,18 @@ def versions_for(device: torch.device) -> list[int]:
 
 def choose(
     versions: Collection[int], shapes: Collection[Attention], dtype: torch.dtype, device: torch.device,
-    *, cp: bool = False,
+    *, apart: bool = False,
 ) -> tuple[int, list[str]]:  # fmt: skip
     """Put the first of `versions` behind CUDA's calls that is right for a model.
 
-    shapes: of the model's layers, with a rank's heads. dtype: of the passes. cp: whether other ranks have
-    other queries of its heads. Returns the version, BUILT_IN where none is right, and a sentence on each that
-    was tried and not taken.
+    shapes: of the model's layers, with a rank's heads. dtype: of the passes. apart: whether
+    documents may have more keys than queries. Returns the version, BUILT_IN where none is right, and a
+    sentence on each that was tried and not taken.
     """
     restore()
     refused = []
     for version in versions:
-        problem = tried(version, shapes, dtype, device, cp)
+        problem = tried(version, shapes, dtype, device, apart)
         if not problem:
             return version, refused
         restore()
@@ -104,10 +104,10 @@ def built_in() -> Iterator[None]:
 
 
 def tried(
-    version: int, shapes: Collection[Attention], dtype: torch.dtype, device: torch.device, cp: bool
+    version: int, shapes: Collection[Attention], dtype: torch.dtype, device: torch.device, apart: bool
 ) -> str:
     """Why a version can't run a model's attention, in a clause; "": it can, and is active."""
-    documents = boundaries_of([*LENGTHS, APART] if cp else LENGTHS)
+    documents = boundaries_of([*LENGTHS, APART] if apart else LENGTHS)
     documents = documents.map(lambda tensor: tensor.to(device))
     try:
         activate(f"FA{version}")

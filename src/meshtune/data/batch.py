@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -76,7 +77,7 @@ class MicroBatch:
 
     input_ids: torch.Tensor
     labels: torch.Tensor  # shifted: the id of the document's next token if that is labelled, else -100
-    position_ids: torch.Tensor  # from 0 in each document
+    position_ids: torch.Tensor  # from 0 in each document, or from its number of shared tokens
     documents: tuple[tuple[int, ...], ...]  # of each row, the lengths of its documents from column 0 on
     tokens: int  # without padding
     label_tokens: int
@@ -86,10 +87,13 @@ class MicroBatch:
     # The documents as attention reads them, of whole rows or, under all-gather context parallelism, of this
     # rank's columns (parallel/context.py). None: made of `documents`.
     boundaries: Mapped = None  # type: ignore[assignment]
+    # Tokens of the document before that each document begins with and does not have itself, as a rejected
+    # answer its prompt; (): none
+    shared: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if self.boundaries is None:
-            found = row_boundaries(self.documents, self.input_ids.shape[-1])
+            found = row_boundaries(self.documents, self.input_ids.shape[-1], self.shared)
             object.__setattr__(self, "boundaries", found)
 
     @property
@@ -100,13 +104,19 @@ class MicroBatch:
         return len(self.answers.places) // (1 + self.answers.pairs)
 
     def document_tokens(self) -> torch.Tensor:
-        """Length of each column's document [batch, seq], on the CPU; padding has 0."""
+        """Length of each column's document [batch, seq], shared tokens too, on the CPU; padding has 0."""
         columns = torch.arange(self.input_ids.shape[1]) if self.columns is None else self.columns.cpu()
         rows = []
-        for row in self.documents:
-            lengths = torch.tensor([*row, 0])
-            rows.append(lengths[torch.bucketize(columns, lengths[:-1].cumsum(0), right=True)])
+        for row, wholes in zip(self.documents, self.wholes, strict=True):
+            ends = torch.tensor(row, dtype=torch.int64).cumsum(0)
+            rows.append(torch.tensor([*wholes, 0])[torch.bucketize(columns, ends, right=True)])
         return torch.stack(rows)
+
+    @property
+    def wholes(self) -> tuple[tuple[int, ...], ...]:
+        """Tokens of each document, shared ones too."""
+        rows = zip_longest(self.documents, self.shared, fillvalue=())
+        return tuple(tuple(map(sum, zip_longest(*row, fillvalue=0))) for row in rows)
 
     def to(self, device: torch.device | str) -> "MicroBatch":
         """The same micro-batch with its tensors on `device`."""
@@ -148,10 +158,14 @@ class Batch:
         return self.origin.partition(": ")[0]
 
 
-def micro_batch(rows: Sequence[Sequence[np.ndarray]], width: int = 0, multiple: int = 1) -> MicroBatch:
+def micro_batch(
+    rows: Sequence[Sequence[np.ndarray]], width: int = 0, multiple: int = 1,
+    shared: tuple[tuple[int, ...], ...] = (),
+) -> MicroBatch:  # fmt: skip
     """Make tensors of rows, each a list of documents in stored tokens (uint32, see pack.py).
 
     They are as wide as the longest row, at least `width` columns, and padded to a multiple of `multiple`.
+    shared: as in `MicroBatch`.
     """
     lengths = tuple(tuple(len(document) for document in row) for row in rows)
     width = max(width, *(sum(row) for row in lengths))
@@ -163,7 +177,10 @@ def micro_batch(rows: Sequence[Sequence[np.ndarray]], width: int = 0, multiple: 
         flat = np.concatenate(documents)
         stored[row, : len(flat)] = flat
         starts = np.cumsum((0, *lengths[row]))
-        positions[row] = np.arange(width) - np.repeat(starts, np.diff(starts, append=width))
+        firsts = -starts
+        if shared:
+            firsts[:-1] += shared[row]
+        positions[row] = np.arange(width) + np.repeat(firsts, np.diff(starts, append=width))
     trained, ids = (stored & (LABELLED | PROMPT)) != 0, ids_of_stored(stored).astype(np.int64)
     # A document's first token is never labelled, so only the shift keeps labels from crossing documents.
     labels = np.where(trained[:, 1:], ids[:, 1:], IGNORE)
@@ -174,6 +191,7 @@ def micro_batch(rows: Sequence[Sequence[np.ndarray]], width: int = 0, multiple: 
         documents=lengths,
         tokens=sum(map(sum, lengths)),
         label_tokens=int(trained.sum()),
+        shared=shared,
     )
 
 
@@ -192,7 +210,8 @@ def micro_batch_of(
     units_per_token: of the global batch, see `Answers`. The others are those of `micro_batch`.
     """
     rows = [data.answers(number) for data, number in sequences]
-    made = micro_batch(rows, width, multiple)
+    shared = tuple(tuple(data.shared(number)) for data, number in sequences)
+    made = micro_batch(rows, width, multiple, shared if any(map(any, shared)) else ())
     if objective.rows == "answers":
         return made
     segments = np.zeros(made.labels.shape, np.int64)

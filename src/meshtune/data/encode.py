@@ -54,7 +54,7 @@ from meshtune.data.probe import ANSWER, QUESTION
 from meshtune.data.render import Chat, Cut, End, Endings, Renderer, TrainOn, endings_of, not_written
 from meshtune.data.rows import last_answer
 from meshtune.data.template import apply_template, built_in_templates, check_variables
-from meshtune.data.tokens import ControlTokens, TextTokenizer, bare, once, unpadded
+from meshtune.data.tokens import ControlTokens, TextTokenizer, bare, common_prefix, once, unpadded
 from meshtune.errors import UserError, argument
 from meshtune.objectives import OBJECTIVES, Objective
 
@@ -75,6 +75,7 @@ class Document:
     good: bool = True
     margin: float = 0.0  # of a pair, by which the chosen reward should exceed the rejected one
     prompt: int = 0  # tokens of a trained prompt that it begins with
+    shared: int = 0  # of a pair: leading tokens of the chosen side that the rejected one begins with, too
 
 
 @dataclass(eq=False)
@@ -112,6 +113,7 @@ class Encoder:
     stops: Sequence[int] = ()  # tokens that the model's generation stops at; the tokenizer's eos is added
     embedding_rows: Callable[[], int] = int  # rows of the model's embedding, which may be more than tokens
     objective: Objective = OBJECTIVES["sft"]  # its rows, and whether prompts are trained
+    shared_prompts: bool = False  # of a pair, what both sides begin with is in the chosen one only
 
     def __post_init__(self) -> None:
         if self.train_on not in ("assistant", "completion", "all"):
@@ -218,13 +220,18 @@ class Encoder:
         (other,) = others
         if np.array_equal(first.ids, other.ids):
             raise BadRow(SAME, "chosen and rejected have the same tokens")
+        shared = 0
+        if self.shared_prompts:  # but for the last token, which predicts another one on each side
+            same = common_prefix(first.ids.tolist(), other.ids.tolist())
+            shared = max(0, int(min(same, first.labelled.argmax(), other.labelled.argmax())) - 1)
         return Document(
-            np.concatenate([first.ids, other.ids]),
-            np.concatenate([first.labelled, other.labelled]),
+            np.concatenate([first.ids, other.ids[shared:]]),
+            np.concatenate([first.labelled, other.labelled[shared:]]),
             tuple((Counter(first.notes) | Counter(other.notes)).elements()),  # the prompt's once
             first=len(first.ids),
             margin=sides[0].margin,
             prompt=int(first.labelled.argmax()) if self.objective.prompts else 0,
+            shared=shared,
         )
 
     def _encode(self, examples: Sequence[Example]) -> list[Document | BadRow]:
@@ -303,7 +310,8 @@ class Encoder:
         settings = [self.train_on, self.separator, self._tokens.prefix, self.on_bad_row, self.split_turns]
         settings += [self.template_variables, self.stops, self.control_tokens, self.template_date]
         if self.objective.rows != "answers":  # earlier versions' fingerprint of supervised rows stays
-            settings += [self.objective.rows, self.objective.prompts, self.objective.scores]
+            of_objective = self.objective.rows, self.objective.prompts, self.objective.scores
+            settings += [*of_objective, self.shared_prompts]
         parts = [VERSION, vocabulary, template, special, *settings]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 

@@ -110,13 +110,14 @@ def _sample(dataset: Dataset, document: int, tokenizer: PreTrainedTokenizerBase,
     """
     tokens = dataset.tokens[dataset.offsets[document] : dataset.offsets[document + 1]]
     file, line = dataset.origins[document].tolist()
-    first, _, good = dataset.sides[document].tolist()
-    answers = np.split(tokens, [first]) if first else [tokens]
+    first, _, good, shared = dataset.sides[document].tolist()
+    answers = [tokens[:first], np.append(tokens[:shared], tokens[first:])] if first else [tokens]
     names = SIDES if first else ["good" if good else "bad"] * (kind == "judged")
     described = [_answer(answer, tokenizer) for answer in answers]
     sides = [{"name": name} | answer for name, answer in zip(names, described, strict=False)]
     place = place_of(dataset.files[file], line, ":")
     whole = {key: sum((answer[key] for answer in described[1:]), described[0][key]) for key in described[0]}
+    whole["tokens"] = len(tokens)  # shared ones once
     return {"place": place} | whole | ({"sides": sides} if sides else {})
 
 

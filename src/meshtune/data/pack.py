@@ -8,7 +8,8 @@ of the lengths, seq_len and the seed. A stored token is one uint32: its id, and 
 labelled or a trained prompt's, so that a micro-batch is read from one memory-mapped file.
 
 A pair of answers is one document: the chosen side, prompt and answer, then the rejected side, prompt and
-answer. So both are in one sequence; attention sees each side as a document.
+answer. So both are in one sequence; attention sees each side as a document. With shared prompts the rejected
+side has only the last token of what both begin with (data/boundaries.py).
 """
 
 import hashlib
@@ -31,8 +32,9 @@ class Dataset:
     tokens: np.ndarray  # uint32 [tokens]: id | LABELLED, all documents one after the other
     offsets: np.ndarray  # int64 [documents + 1]: document d is tokens[offsets[d] : offsets[d + 1]]
     labels: np.ndarray  # int64 [documents]: labelled tokens of each document
-    # int32 [documents, 3]: tokens of the first side, 0 of a document with one answer; labelled tokens of the
-    # first side, or of the one answer; 1 if the one answer is good, of a pair its margin as float32 bits
+    # int32 [documents, 4]: tokens of the first side, 0 of a document with one answer; labelled tokens of the
+    # first side, or of the one answer; 1 if the one answer is good, of a pair its margin as float32 bits;
+    # tokens that the other side begins with and that are in the first side only
     sides: np.ndarray
     origins: np.ndarray  # int64 [documents, 2]: index of its file in `files`, and its line there
     answer_rests: np.ndarray  # uint32 [...]: ids behind the cut to seq_len of answers that it goes through
@@ -62,9 +64,9 @@ class Dataset:
 
     @cached_property
     def answer_tokens(self) -> np.ndarray:
-        """Tokens of each side of all sequences' documents, int64 [answers], in no order."""
-        whole, first = np.diff(self.offsets)[self.members], np.asarray(self.sides)[self.members, 0]
-        return np.concatenate([whole - first, first[first > 0]])
+        """Tokens of each side of all sequences' documents, shared ones too, int64 [answers], in no order."""
+        whole, (first, _, _, shared) = np.diff(self.offsets)[self.members], self.sides[self.members].T
+        return np.concatenate([whole - first + shared, first[first > 0]])
 
     @property
     def paired(self) -> bool:
@@ -93,10 +95,10 @@ class Dataset:
     @property
     def mean_document_tokens(self) -> float:
         """Length of a token's document, averaged over tokens: attention costs this much. A side of a pair
-        counts as a document.
+        counts as a document, whose shared tokens cost nothing.
         """
-        lengths = self.answer_tokens.astype(float)
-        return float((lengths**2).sum() / max(1, lengths.sum()))
+        lengths, shared = self.answer_tokens.astype(float), self.sides[self.members, 3].astype(float)
+        return float(((lengths**2).sum() - (shared**2).sum()) / max(1, self.token_count))
 
     @property
     def longest_document(self) -> int:
@@ -124,6 +126,12 @@ class Dataset:
         members = self.members[self.starts[sequence] : self.starts[sequence + 1]]
         parts = zip(self.documents(sequence), self.sides[members, 0].tolist(), strict=True)
         return [side for whole, first in parts for side in (whole[:first], whole[first:]) if len(side)]
+
+    def shared(self, sequence: int) -> list[int]:
+        """Tokens of the answer before that each of `answers` begins with, which it does not have itself."""
+        members = self.members[self.starts[sequence] : self.starts[sequence + 1]]
+        pairs = self.sides[members][:, [0, 3]].tolist()
+        return [shared for first, last in pairs for shared in ((0, last) if first else (0,))]
 
     def places(self, sequence: int) -> list[str]:
         """The origins of one sequence's documents, as file:line."""
@@ -271,7 +279,8 @@ def in_memory(
 
 def one_answer(labels: np.ndarray) -> np.ndarray:
     """`Dataset.sides` of documents with one answer each, which is good. labels: as in `Dataset`."""
-    return np.stack([np.zeros_like(labels), labels, np.ones_like(labels)], axis=1).astype(np.int32)
+    zeros = np.zeros_like(labels)
+    return np.stack([zeros, labels, np.ones_like(labels), zeros], axis=1).astype(np.int32)
 
 
 def _sums(values: np.ndarray, starts: np.ndarray) -> np.ndarray:

@@ -101,7 +101,7 @@ class Progress:
 # Preparing #
 
 
-CACHE_VERSION = 8  # raise it when the files' format or the code that decides their content changes
+CACHE_VERSION = 9  # raise it when the files' format or the code that decides their content changes
 
 
 @dataclass(frozen=True)
@@ -321,7 +321,7 @@ def _write_documents(aside: Path, recipe: Recipe, listing: _Listing, tally: Tall
         GrowingArray(aside / "tokens.npy", np.dtype(np.uint32)) as tokens,
         GrowingArray(aside / "offsets.npy", np.dtype(np.int64)) as offsets,
         GrowingArray(aside / "labels.npy", np.dtype(np.int32)) as labels,
-        GrowingArray(aside / "sides.npy", np.dtype(np.int32), columns=3) as sides,
+        GrowingArray(aside / "sides.npy", np.dtype(np.int32), columns=4) as sides,
         GrowingArray(aside / "origins.npy", np.dtype(np.int64), columns=2) as origins,
         GrowingArray(aside / "sources.npy", np.dtype(np.int32)) as sources,
         GrowingArray(aside / "answer_rests.npy", np.dtype(np.uint32)) as rests,

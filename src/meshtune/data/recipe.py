@@ -62,12 +62,13 @@ class Usable(NamedTuple):
     good: bool = True
     margin: float = 0.0
     prompt: int = 0  # tokens of a trained prompt at the beginning, as of `pack.stored`
+    shared: int = 0  # as of `Document`
 
     @property
-    def sides(self) -> tuple[int, int, int]:
+    def sides(self) -> tuple[int, int, int, int]:
         """Its row of `Dataset.sides`."""
         judged = int(np.float32(self.margin).view(np.int32)) if self.first else int(self.good)
-        return self.first, int(self.labelled[: self.first or None].sum()), judged
+        return self.first, int(self.labelled[: self.first or None].sum()), judged, self.shared
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,8 @@ class Recipe:
             if reason := _useless(document, cut=len(document.labelled) < len(labelled)):
                 tally.dropped.setdefault(reason, Lost()).add(document.labelled)
                 continue
-            of_answers = {name: getattr(document, name) for name in ("first", "good", "margin", "prompt")}
+            names = "first", "good", "margin", "prompt", "shared"
+            of_answers = {name: getattr(document, name) for name in names}
             one = Usable(example.origin, document.ids, document.labelled, rest, **of_answers)
             assert not one.labelled[[0, one.first]].any(), "a side's first token can't be predicted"
             documents.append(one)
@@ -175,7 +177,8 @@ def _useless(document: "Document", *, cut: bool) -> str:
     if not all(side.any() for side in sides):
         return "nothing labelled left by the cut" if cut else "nothing labelled"
     chosen, rejected = np.split(document.ids, [document.first])
-    return "both sides are the same behind the cut" if np.array_equal(chosen, rejected) else ""
+    same = np.array_equal(chosen[document.shared :], rejected)
+    return "both sides are the same behind the cut" if same else ""
 
 
 def _answer_rest(document: "Document", seq_len: int) -> np.ndarray:

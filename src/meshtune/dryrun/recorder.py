@@ -14,6 +14,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -478,17 +479,24 @@ def line_outside_torch() -> str:
 # computes the scores again (Dao 2023, arXiv:2307.08691).
 
 
-def visible_pairs(documents: Sequence[int], window: int | None, columns: Iterable[int] | None = None) -> int:
+def visible_pairs(
+    documents: Sequence[int],
+    window: int | None,
+    columns: Iterable[int] | None = None,
+    shared: Sequence[int] = (),
+) -> int:
     """(Query, key) pairs of causal attention inside the documents of one row.
 
     window: keys that a query sees at most, its own included; None: all earlier ones of its document.
-    columns: of the queries that count; None: all. Padding beyond the documents sees nothing.
+    columns: of the queries that count; None: all. shared: as in `MicroBatch`. Padding beyond the documents
+    sees nothing.
     """
+    both = [*zip_longest(documents, shared, fillvalue=0)]
     if columns is None:
-        return attended_pairs(documents, window)
+        return attended_pairs(map(sum, both), window) - attended_pairs(shared, window)
     starts, position = [], 0
-    for length in documents:
-        starts += [position] * length
+    for length, first in both:
+        starts += [position - first] * length
         position += length
     seen = (column - starts[column] + 1 for column in columns if column < position)
     return sum(seen if window is None else (min(keys, window) for keys in seen))

@@ -17,6 +17,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -286,19 +287,19 @@ class Pairs:
         self.cp = world.cp if world.layout.cp_method == "allgather" else Axis("cp")
         whole = world.cp.size // self.cp.size  # Ulysses: a kernel gets the columns of all ranks
         self.rows = Counter(
-            (documents, whole * each.input_ids.shape[1])
+            (documents, shared, whole * each.input_ids.shape[1])
             for each in micro_batches
-            for documents in each.documents
+            for documents, shared in zip_longest(each.documents, each.shared, fillvalue=())
         )
-        self.width = sum(width * number for (_, width), number in self.rows.items()) / self.rows.total()
+        self.width = sum(width * number for (*_, width), number in self.rows.items()) / self.rows.total()
         self.pairs: dict[int | None, float] = {}  # of a row, by the window
 
     def of_row(self, window: int | None) -> float:
         """Pairs of the mean row. window: keys that a query sees at most; None: all."""
         if window not in self.pairs:
             sums = (
-                number * visible_pairs(documents, window, self.columns(width))
-                for (documents, width), number in self.rows.items()
+                number * visible_pairs(documents, window, self.columns(width), shared)
+                for (documents, shared, width), number in self.rows.items()
             )
             self.pairs[window] = sum(sums) / self.rows.total()
         return self.pairs[window]

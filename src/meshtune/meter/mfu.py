@@ -41,8 +41,14 @@ def flops_of(census: Census, seq_len: int, ranks: int = 1) -> Callable[[Batch], 
 
     def of_pass(micro_batches: Iterable[MicroBatch]) -> tuple[StepFlops | None, float]:
         read = [micro for micro in micro_batches if micro.tokens]  # what a rank without more repeats has none
-        documents = [length for micro in read for row in micro.documents for length in row]
+        documents, shared = (
+            [length for micro in read for row in getattr(micro, name) for length in row]
+            for name in ("wholes", "shared")
+        )
         needed = step_flops(census, documents, sum(micro.label_tokens for micro in read))
-        return needed, palm_flops(census, sum(documents), seq_len)
+        again = step_flops(census, shared, 0)  # shared tokens are computed once
+        if needed and again:
+            needed = StepFlops(**{part: count - vars(again)[part] for part, count in vars(needed).items()})
+        return needed, palm_flops(census, sum(documents) - sum(shared), seq_len)
 
     return flops

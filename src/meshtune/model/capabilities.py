@@ -23,6 +23,7 @@ from meshtune.model.anatomy import (
     parts_kept,
     weight_shape,
 )
+from meshtune.model.documents import depends_on_length
 from meshtune.model.load import on_meta
 from meshtune.model.recorded import EXPERTS
 from meshtune.model.tensor_plan import (
@@ -96,7 +97,17 @@ def traits(model: PreTrainedModel) -> Traits:
         tiles=_untileable(blocks, parts),
         interrupts=_interrupts(model, parts),
         draws=draws_random_numbers(blocks.modules()),
+        prompts=_prompts_problem(model, parts),
     )
+
+
+def _prompts_problem(model: PreTrainedModel, parts: Anatomy) -> str | None:
+    """Return why two answers can't share a prompt that is computed once; None if they can."""
+    if parts.mixers:
+        return "has recurrent or convolutional layers"
+    if any(map(depends_on_length, model.modules())):
+        return "has rotary embeddings that depend on the length of a document"
+    return None
 
 
 def _untileable(blocks: nn.Module, parts: Anatomy) -> str | None:

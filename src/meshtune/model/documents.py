@@ -160,10 +160,15 @@ def follow_documents(model: nn.Module) -> None:
     Outside of `documents_of` they stay as they are.
     """
     for module in model.modules():
-        types = vars(module).get("rope_type")
-        kinds = types.values() if isinstance(types, dict) else [types]
-        if any(kind == "longrope" or "dynamic" in (kind or "") for kind in kinds):
+        if depends_on_length(module):
             module.forward = partial(_rotate_by_document, module)
+
+
+def depends_on_length(module: nn.Module) -> bool:
+    """True for rotary embeddings whose frequencies depend on a length."""
+    types = vars(module).get("rope_type")
+    kinds = types.values() if isinstance(types, dict) else [types]
+    return any(kind == "longrope" or "dynamic" in (kind or "") for kind in kinds)
 
 
 @torch.no_grad()

@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 
 from meshtune.attention.core import attend, attend_rows, flat
 from meshtune.data.batch import IGNORE, MicroBatch
-from meshtune.data.boundaries import Boundaries, Lengths, boundaries_of
+from meshtune.data.boundaries import Boundaries, Lengths, boundaries_of, key_columns
 from meshtune.model.anatomy import Anatomy
 from meshtune.parallel.exchange import all_gather, exchange, reduce_scatter
 from meshtune.parallel.mesh import Axis
@@ -71,7 +71,8 @@ def split(
     index = columns(seq, cp, method)
     boundaries: Any = micro_batch.boundaries
     if method == "allgather":
-        boundaries = RankDocuments(micro_batch.documents, seq // cp.size, cp.size, cp.index, {})
+        documents, width = micro_batch.documents, seq // cp.size
+        boundaries = RankDocuments(documents, width, cp.size, cp.index, {}, micro_batch.shared)
         boundaries.runs.update({window: boundaries.run(window) for window in windows})
     labels = micro_batch.labels[:, index]
     tokens = sum(int((index < sum(row)).sum()) for row in micro_batch.documents)
@@ -126,6 +127,7 @@ class RankDocuments:
     ranks: int  # size and index of cp
     rank: int
     runs: dict[int | None, Run]  # by the window: keys that a query sees at most; None: all earlier ones
+    shared: Lengths = ()  # as in MicroBatch
 
     def of(self, window: int | None) -> Run:
         """The runs of layers with this window; made here where no layer was known to have it."""
@@ -143,16 +145,16 @@ class RankDocuments:
         begin, whole = 0, self.width * self.ranks
         for span in spans(whole, Axis("cp", self.ranks, self.rank), "allgather"):
             for row, inside in enumerate(self.documents):
-                start = 0
-                for length in inside:
+                for start, length, columns in key_columns(inside, self.shared[row] if self.shared else ()):
                     first, last = max(start, span.start), min(start + length, span.stop)
                     if first < last:
-                        seen = start if window is None else max(start, first - window + 1)
+                        own = first - start - length  # the key that the first query stands at, from behind
+                        seen = columns[: len(columns) + last - start - length]
+                        least = 0 if window is None else max(0, len(columns) + own - window + 1)
                         shift = row * self.width + begin - span.start
                         queries.append(torch.arange(first + shift, last + shift))
-                        keys.append(torch.arange(row * whole + seen, row * whole + last))
-                        lengths.append((last - first, last - seen))
-                    start += length
+                        keys.append(row * whole + seen[least:])
+                        lengths.append((last - first, len(seen) - least))
             begin += len(span)
         if not lengths:
             # Only padding. The other ranks gather in their backward, so this one needs a backward too, and

@@ -44,6 +44,7 @@ class Traits:
     tiles: str | None = None  # why its MLPs can't run in tiles, "has …"; None: they can
     interrupts: str | None = None  # why the compiler can't go through a block, "has …"; None: it can
     draws: bool = False  # blocks draw random numbers in training
+    prompts: str | None = None  # why two answers can't share a prompt, "has …"; None: they can
 
     def with_adapters(self, dropout: float) -> "Traits":
         """The same of a model whose adapters drop a share of their inputs."""
@@ -66,6 +67,7 @@ def rules(
     *,
     attention: str = "meshtune",
     packing: bool | str = True,
+    shared_prompts: bool = False,
     compile: bool | str = False,
     optimizer: str = "adamw",
     step_in_backward: bool = False,
@@ -76,10 +78,10 @@ def rules(
 ) -> Iterator[Rule]:
     """Every rule that a model and settings make; `Rule.refuses` tells which layouts it refuses.
 
-    attention: the implementation that the model is built with, never "auto". packing, compile: data.packing,
-    train.compile; "auto" refuses nothing. optimizer, step_in_backward: of train. tiled: MLPs run in tiles
-    (train.mlp_tile). quantised: matrices are held in 4 bits. fp8: matmuls are in 8-bit floats. ranks: how
-    many were started; None: no rule on their number.
+    attention: the implementation that the model is built with, never "auto". packing, shared_prompts: of
+    data. compile: train.compile; "auto" refuses nothing. optimizer, step_in_backward: of train. tiled: MLPs
+    run in tiles (train.mlp_tile). quantised: matrices are held in 4 bits. fp8: matmuls are in 8-bit floats.
+    ranks: how many were started; None: no rule on their number.
     """
     if ranks is not None:
         yield Rule(
@@ -92,6 +94,13 @@ def rules(
             ),
         )
     yield from _attention(traits, attention, packing)
+    if shared_prompts and traits.prompts:
+        why = f"{traits.name} {traits.prompts}, so that an answer can't have the prompt of another"
+        yield Rule(
+            why,
+            lambda layouts: layouts.world > 0,
+            lambda _: f"data.shared_prompts = true: {why}; leave it out.",
+        )
     moments = "of their moments in 8 bits" if OPTIMIZERS[optimizer].in_blocks else ""
     yield from _tensor(traits, "in 4 bits" if quantised else moments)
     if traits.context:

@@ -48,6 +48,7 @@ class Workload:
     offload: str = "none"  # train.offload
     compile: bool | Literal["auto"] = False  # "auto": `compiles` says under which layouts
     packing: bool = True
+    shared_prompts: bool = False
     attention: str = "meshtune"  # implementation that the model is built with
     flash: int | None = 4  # newest version of FlashAttention that it can run; None: other kernels run
     positions: int | None = None  # tokens of the longest document that its positions are made for; None: any
@@ -222,7 +223,8 @@ class Workload:
         """Rules on the layouts that the model can be trained under, by this engine or by the tool."""
         if self.tool is MESHTUNE:
             yield from rules(
-                self.traits, attention=self.attention, packing=self.packing, compile=self.compile,
+                self.traits, attention=self.attention, packing=self.packing,
+                shared_prompts=self.shared_prompts, compile=self.compile,
                 optimizer=self.optimizer, step_in_backward=self.step_in_backward,
                 tiled=self.mlp_tile is not None,
                 quantised=any(gemm.quantised for gemm in self.work.matrices),
@@ -308,6 +310,7 @@ def workload_of(config: Config, numbers: ModelNumbers) -> Workload:
         mlp_tile=config.train.mlp_tile,
         offload=config.train.offload,
         packing=config.data.packing,
+        shared_prompts=config.data.shared_prompts,
         flash=None if numbers.dropout else newest_flash(),
         compile="auto" if config.train.compile == "auto" else False,
     )
@@ -332,6 +335,8 @@ def objective_note(workload: Workload) -> str | None:
         said.append("before the first step a reference of the same size reads every row once")
     if objective.documents > 1 and not workload.mean_document_tokens:
         said.append("each side of a pair is half a sequence long (or set data.mean_document_tokens)")
+    if workload.shared_prompts:
+        said.append("memory is without the copies of keys and values that answers to a shared prompt read")
     return f"objective={workload.objective}: {'; '.join(said)}."
 
 

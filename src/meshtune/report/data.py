@@ -20,7 +20,7 @@ DEFINED = {  # sentence by the name of what a row becomes
     "document": "A document is a row (or a turn of it) as the model reads it; the loss is over its labelled "
     "tokens only.",
     "pair": "A pair is two documents in one sequence: the chosen answer with its prompt, then the rejected "
-    "one with its prompt. Their labelled tokens are compared.",
+    "one with its prompt, which data.shared_prompts computes once. Their labelled tokens are compared.",
     "answer": "An answer is a document with its prompt, and good or bad; its labelled tokens count.",
 }
 LONG = {"document": "documents", "pair": "sides of pairs", "answer": "answers"}

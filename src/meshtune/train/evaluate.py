@@ -182,7 +182,7 @@ def questions(
         first = int(dataset.sides[document, 0])  # of a pair the chosen answer is expected
         stored = np.asarray(dataset.tokens[begin : begin + first if first else end])
         ids, labelled = ids_of_stored(stored).tolist(), (stored & LABELLED) != 0
-        if not labelled.any() or not dataset.sides[document, 2]:  # no answer to expect
+        if not labelled.any() or not (first or dataset.sides[document, 2]):  # no answer to expect
             continue
         end = int(np.flatnonzero(labelled)[-1]) + 1
         unlabelled = np.flatnonzero(~labelled[:end])

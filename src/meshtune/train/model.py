@@ -270,8 +270,9 @@ def flash_of(spec: ModelSpec, made: Structure, world: World) -> tuple[int | None
     if world.device.type != "cuda" or not shapes or not ours:
         flash.restore()
         return None, []
-    versions, cp = flash.versions_here(world.device), layout.cp > ulysses
-    version, notes = flash.choose(versions, shapes, spec.compute_dtype, world.device, cp=cp)
+    versions, pairs = flash.versions_here(world.device), spec.preference and spec.preference.row.documents > 1
+    apart = bool(layout.cp > ulysses or pairs)  # a rejected answer may have another document's prompt
+    version, notes = flash.choose(versions, shapes, spec.compute_dtype, world.device, apart=apart)
     if not versions and 4 in flash.versions_for(world.device):
         notes = [f"FlashAttention 4 may be faster than torch's 2 on this GPU: {FLASH_4}."]
     chosen = world.all_gather_object((version, notes))

@@ -112,7 +112,7 @@ def test_each_tools_pairs_become_both_sides_as_trl_renders_them(prepared_of, for
     assert [chosen[0], rejected[0]] == of_trl(pair)
     assert [chosen[1], rejected[1]] == ["Hello<|im_end|>", "No<|im_end|>"]
     first, whole = data.sides[0, 0], len(data.documents(0)[0])
-    assert data.sides.tolist() == [[len(data.answers(0)[0]), 2, 1]] and len(data.documents(0)) == 1
+    assert data.sides.tolist() == [[len(data.answers(0)[0]), 2, 0, 0]] and len(data.documents(0)) == 1
     assert data.longest_document == max(first, whole - first)
     assert data.mean_document_tokens == pytest.approx((first**2 + (whole - first) ** 2) / whole)
 
@@ -217,7 +217,7 @@ def test_an_answer_is_good_or_bad_as_its_label_says(prepared_of, label) -> None:
     good = label in (True, "True")
     row = {"prompt": "Hi", "completion": "Hello"}
     data = prepared_of(row | {"label": label}, objective="kto").train
-    assert data.sides.tolist() == [[0, 2, good]]
+    assert data.sides.tolist() == [[0, 2, good, 0]]
     assert texts(data) == [(of_trl(PAIR)[0], "Hello<|im_end|>")]
     turns = {"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}
     row = {"conversations": turns, "kto_tag": label}
@@ -258,6 +258,28 @@ def test_a_pair_that_is_cut_shares_the_sequence(prepared_of, prompt, chosen, rej
     labelled = [[int((side & LABELLED != 0).sum()) for side in data.answers(s)] for s in range(len(data))]
     assert data.labels.tolist() == [sum(pair) for pair in labelled]
     assert data.sides[:, 1].tolist() == [pair[0] for pair in labelled]
+
+
+@pytest.mark.parametrize("objective", ["dpo", "orpo"])
+def test_a_shared_prompt_is_stored_once_but_for_its_last_token(prepared_of, objective) -> None:
+    rows = [FULL, {side: [user("Say it"), assistant(f"So {side}")] for side in PAIR}]
+    encoder = encoder_of(objective, shared_prompts=True)
+    prepared, whole = prepared_of(*rows, encoder=encoder), prepared_of(*rows, objective=objective).train
+    data = prepared.train
+    given = zip(data.answers(0), data.shared(0), whole.answers(0), strict=True)
+    for number, (answer, shared, expected) in enumerate(given):
+        assert number % 2 == (shared > 0)
+        first = data.answers(0)[number - 1][:shared] & ~PROMPT
+        assert np.array_equal(np.append(first, answer), expected)
+        assert not answer[0] & LABELLED and (not shared or answer[1] & LABELLED)
+    shared = sum(data.shared(0))
+    assert data.token_count == whole.token_count - shared and data.label_tokens == whole.label_tokens
+    assert data.longest_document == whole.longest_document
+    pairs = whole.mean_document_tokens * whole.token_count - (data.sides[:, 3] ** 2).sum()
+    assert data.mean_document_tokens * data.token_count == pytest.approx(pairs)
+    samples = describe(prepared, encoder.tokenizer)["samples"]
+    assert sum(sample["tokens"] for sample in samples) == data.token_count
+    assert {side["runs"][0][1] for sample in samples for side in sample["sides"]} == {False}
 
 
 def test_sides_that_differ_behind_the_cut_only_are_dropped(prepared_of) -> None:

@@ -12,15 +12,15 @@ from meshtune.dryrun.recorder import flops_of, visible_pairs
 @pytest.mark.parametrize("columns", [None, range(9), (1, 8, 4)])
 def test_visible_pairs_are_those_of_a_mask(window: int | None, columns: tuple[int, ...] | None) -> None:
     documents = (4, 1, 3)  # of a row of 9: the last column is padding
-    row = [number for number, length in enumerate(documents) for _ in range(length)]
-    pairs = [
-        (query, key)
-        for query in range(len(row))
-        for key in range(query + 1)
-        if row[query] == row[key] and (window is None or query - key < window)
-    ]
-    expected = [pair for pair in pairs if columns is None or pair[0] in columns]
-    assert visible_pairs(documents, window, columns) == len(expected)
+    for shared in ((), (0, 2, 0)):  # the second begins with two tokens of the first
+        pairs = {
+            (query, key)
+            for keys in ([0, 1, 2, 3], [0, 1, 4] if shared else [4], [5, 6, 7])
+            for at, query in enumerate(keys)
+            for key in keys[0 if window is None else max(0, at + 1 - window) : at + 1]
+        }
+        expected = [pair for pair in pairs if columns is None or pair[0] in columns]
+        assert visible_pairs(documents, window, columns, shared) == len(expected)
 
 
 def test_matmuls_and_attention() -> None:

@@ -66,7 +66,7 @@ def _restored():
 
 def choose(shapes, **faults):
     register_flash_attention_impl("FA4", register_fn=implementation(**faults))
-    return flash.choose([4], shapes, torch.bfloat16, torch.device("cpu"), cp=True)
+    return flash.choose([4], shapes, torch.bfloat16, torch.device("cpu"), apart=True)
 
 
 def test_a_version_that_is_right_stays_and_draws_nothing_from_the_global_generator():
@@ -115,7 +115,7 @@ def test_ranks_run_the_same_version_and_all_reasons_are_printed(monkeypatch, els
     tried = []
     monkeypatch.setattr(model, "attention_drops", lambda whole: False)
     monkeypatch.setattr(flash, "versions_here", lambda device: [4])
-    monkeypatch.setattr(flash, "choose", lambda *given, cp: tried.extend([given[1], cp]) or (4, []))
+    monkeypatch.setattr(flash, "choose", lambda *given, apart: tried.extend([given[1], apart]) or (4, []))
     world = SimpleNamespace(
         device=SimpleNamespace(type="cuda"), layout=Layout.parse("tp2-ulysses4-mb1-ga1"),
         all_gather_object=lambda own: [own, (elsewhere, ["Version 4 is broken there."] * (elsewhere != 4))],

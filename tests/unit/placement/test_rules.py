@@ -120,6 +120,12 @@ def test_a_family_that_computes_attention_itself_is_told_what_works():
     assert tensor == own.tensor
 
 
+def test_answers_share_a_prompt_where_only_attention_sees_other_tokens():
+    assert refused("zero3x2-cp2-tp2-full", shared_prompts=True) == []
+    (sentence,) = refused("dp2", replace(LLAMA, prompts="has recurrent layers"), shared_prompts=True)
+    says(sentence)
+
+
 def test_another_attention_than_ours_is_for_plain_layouts():
     found = refused("cp2-tp2-attention", attention="sdpa", packing=False)
 
