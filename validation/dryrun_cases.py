@@ -17,6 +17,7 @@ from transformers import (
 from meshtune.dryrun.world import Job
 from meshtune.layout import Layout
 from meshtune.train.model import LoraSpec, ModelSpec, OptimizerSpec
+from meshtune.train.preference import PreferenceSpec
 
 SEQ_LEN = 128
 PACKED = (50, 40, 30)  # tokens of the documents of a sequence; 8 columns of padding
@@ -61,7 +62,7 @@ class Case:
         return Job(
             spec=spec, optimizer=OptimizerSpec(name=self.optimizer, **self.updates),
             layout=Layout.parse(self.layout), seq_len=SEQ_LEN, documents=self.documents,
-            every_micro_batch=True,
+            every_micro_batch=True, max_grad_norm=1e-6,  # which clips, as numbers of a dry run do
         )  # fmt: skip
 
 
@@ -83,6 +84,7 @@ TECHNIQUES = (
 )  # fmt: skip
 LORA = LoraSpec(r=4, target_modules=("q_proj", "v_proj"))
 FROZEN = {"freeze": ("model.embed_tokens.*", "model.layers.[0-1].*")}
+KTO = {"preference": PreferenceSpec("kto")}
 GRID = (
     *(Case(layout=layout) for layout in TECHNIQUES),
     Case(layout="mb2-ga2", note="fp32", options={"precision": "fp32"}),
@@ -112,6 +114,8 @@ GRID = (
     Case(layout="pp2-zb-mb12-ga2", note="two chunks of the loss"),
     Case(layout="zero3x2-mb2-ga2", note="NEFTune", options={"neftune_alpha": 5.0}),
     Case(layout="cp2-tp2-sp-mb1-ga1", note="NEFTune", options={"neftune_alpha": 5.0}),
+    Case(layout="zero3x2-mb2-ga2-full", note="KTO", options=KTO),
+    Case(layout="tp2-sp-pp2-1f1b-mb1-ga4", note="KTO", options=KTO),
     Case(layout="zero3x2-mb2-ga2", note="tied embeddings", model="tied"),
     Case(layout="pp2-1f1b-mb1-ga4", note="tied embeddings", model="tied"),
     Case(layout="pp2-zbv-mb1-ga4", note="tied embeddings", model="tied"),

@@ -95,7 +95,7 @@ def real_steps(job: Job) -> list[Step]:
     batch, steps = batch_of(job, world), [StepTrace(1), StepTrace(2)]
     record(
         model, model.passes.localise(batch), steps,
-        label_tokens=batch.label_tokens, max_grad_norm=job.max_grad_norm,
+        units=batch.units, max_grad_norm=job.max_grad_norm, mismatched=batch.mismatched,
     )  # fmt: skip
     return summary(steps)
 

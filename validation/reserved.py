@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 from measured import HERE, LARGE, Row, read
 from torchtitan_step import Shape, trace
@@ -99,10 +100,14 @@ def config_of(shape: Shape, seq_len: int) -> LlamaConfig:
     )  # fmt: skip
 
 
-def ours(shape: Shape, layout: Layout, seq_len: int, rank: int, tell: Tell = str) -> RankTrace:
-    """meshtune's two steps of the same model, with one document a sequence. rank, tell: of `trace_rank`."""
+def ours(
+    shape: Shape, layout: Layout, seq_len: int, rank: int, tell: Tell = str, **options: Any
+) -> RankTrace:
+    """meshtune's two steps of the same model, with one document a sequence. rank, tell: of `trace_rank`.
+    options: of ModelSpec.
+    """
     job = Job(
-        spec=ModelSpec(source=config_of(shape, seq_len), init="random", kernels="cuda"),
+        spec=ModelSpec(source=config_of(shape, seq_len), init="random", kernels="cuda", **options),
         optimizer=OptimizerSpec(),
         layout=layout,
         seq_len=seq_len,

@@ -4,13 +4,15 @@ It works on real tensors as on fake ones. An operation belongs to
 
     a module       the one whose forward runs it; in a backward the one whose forward made its autograd node
     a micro-batch  the number of the stage's forward that it is of, likewise
-    a phase        forward; backward inside autograd's engine; recomputation there under checkpoint, whose
-                   hooks on saved tensors tell; optimizer for all that is outside of both
+    a phase        forward, in evaluation mode without gradients; backward inside autograd's engine;
+                   recomputation there under checkpoint, whose hooks on saved tensors tell; optimizer for
+                   all that is outside of these
 """
 
 import math
 import sys
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -37,6 +39,7 @@ from meshtune.meter.trace import (
     HOST_BUFFER,
     RECOMPUTATION,
     UPDATE,
+    WITHOUT_GRADIENTS,
     Change,
     Collective,
     Operation,
@@ -170,7 +173,8 @@ class Recorder(Ledger):
         self.parameter_names = {id(p): name for name, p in named_parameters(model)}
         self.numbers: dict[int, int] = {}  # address of a living storage -> its number in the trace
         self.stack: list[Place] = []  # of the modules whose forward runs
-        self.passes: dict[int, int] = {}  # stage -> number of its forwards so far
+        self.passes = Counter[tuple[str, int]]()  # forwards so far by phase and stage
+        self.forward = FORWARD  # phase of the forward at hand, or of the last one
         self.nodes: list[int] = []  # sequence numbers of autograd nodes, ascending
         self.places: list[Place] = []  # parallel: where each was made
         self.making: Operation | None = None
@@ -328,9 +332,11 @@ class Recorder(Ledger):
         node = torch._C._current_autograd_node()
         if node is None and self.stack:
             self._made(sequence_number() - 1, self.stack[-1])
-            return FORWARD, self.stack[-1]
+            return self.forward, self.stack[-1]
         if node is None:  # between two passes, or behind one: FSDP2's last reduce-scatter
             phase, place = self.latest
+            if phase == WITHOUT_GRADIENTS:  # what the ranks add up: behind all of its passes
+                return phase, NOWHERE
             return phase, Place("", place.micro_batch, place.stage)
         if recomputing():
             place = self.stack[-1] if self.stack else self._maker(node)
@@ -358,9 +364,10 @@ class Recorder(Ledger):
     def _enter(self, module: nn.Module, args: Any) -> None:
         above = self.stack[-1] if self.stack else NOWHERE
         if isinstance(module, Stage):
-            number = self.passes.get(module.index, 0)
-            self.passes[module.index] = number + 1
-            self.stack.append(Place("", number, module.index))
+            self.forward = FORWARD if module.training else WITHOUT_GRADIENTS
+            run = self.forward, module.index
+            self.stack.append(Place("", self.passes[run], module.index))
+            self.passes[run] += 1
         else:
             self.stack.append(Place(self.names.get(id(module), above.module), above.micro_batch, above.stage))
         if torch._C._current_autograd_node() is not None:  # recomputed: of the micro-batch of the backward

@@ -39,6 +39,7 @@ from meshtune.meter.trace import (
     TO_HOST,
     UPDATE,
     WEIGHTS,
+    WITHOUT_GRADIENTS,
     Collective,
     Operation,
     RankTrace,
@@ -49,6 +50,7 @@ from meshtune.placement.share import stage_of_rank
 from meshtune.plan.seconds.step import PARTS, Seconds
 
 COMPUTE, COPIES = "compute", "host copies"
+FORWARDS = {"N": WITHOUT_GRADIENTS, "F": FORWARD}  # kind of a pass -> its phase
 NO_PASS = Pass("", -1, -1)
 
 
@@ -185,7 +187,7 @@ class _World:
         late: list[Pass] = []  # their messages leave with those of the next pass
         following = [run for run, _ in program.order[1:]] + [NO_PASS]
         for (run, numbers), after in zip(program.order, following, strict=True):
-            rank.host += self.costs.machine.host_micro_batch * (run.kind == "F")
+            rank.host += self.costs.machine.host_micro_batch * (run.kind in FORWARDS)
             first = len(self.tasks)
             for number in numbers:
                 self._operation(rank, number, run)
@@ -206,13 +208,12 @@ class _World:
         """Key of the message that a pass waits for; None: there is none, or it comes from the same rank."""
         if run.kind in ("", "W"):
             return None
-        forward = run.kind == "F"
-        sender = self.pp_of_stage.get(run.stage + (-1 if forward else 1))
-        return None if sender in (None, pp) else (forward, run.stage, run.micro_batch)
+        sender = self.pp_of_stage.get(run.stage + (-1 if run.kind in FORWARDS else 1))
+        return None if sender in (None, pp) else _message_of(run, run.stage)
 
     def _send(self, rank: _Rank, run: Pass) -> None:
         """Make the task of the message that a pass sends to the next stage, if that is on another rank."""
-        forward, size = run.kind == "F", rank.program.message
+        forward, size = run.kind in FORWARDS, rank.program.message
         to = run.stage + (1 if forward else -1)
         if run.kind in ("", "W") or self.pp_of_stage.get(to, rank.pp) == rank.pp:
             return
@@ -220,7 +221,7 @@ class _World:
         message = Collective("send", "pp", self.layout.pp, size, stride)
         seconds = self.costs.collective(message) if size else 0.0
         name, after = f"send {'forward' if forward else 'backward'}", [rank.last] if rank.last >= 0 else []
-        self.sent[forward, to, run.micro_batch] = len(self.tasks)
+        self.sent[_message_of(run, to)] = len(self.tasks)
         queue = (rank.pp, f"pp {name}")
         self.tasks.append(Interval(queue, seconds, after=after, name=name, part="pipeline", run=run))
 
@@ -263,7 +264,7 @@ class _World:
         if collective.waits:
             task.after = [*rank.gate, rank.last] if rank.last >= 0 else [*rank.gate]
         elif collective.op == "all_gather":
-            most = 2 if each.phase == FORWARD else 1
+            most = 2 if each.phase in FORWARDS.values() else 1
             task.after = [*rank.copied[stream].values()][-most:][:1]
         elif collective.op == "reduce_scatter" and stream in rank.reduced:
             rank.gate.append(rank.reduced[stream])
@@ -397,6 +398,11 @@ class _World:
         return (why, idle), (cause.part, gap - idle)
 
 
+def _message_of(run: Pass, stage: int) -> tuple:
+    """Key of the message that a pass of `stage` waits for. run: that pass, or the one that sends it."""
+    return run.kind if run.kind in FORWARDS else "B", stage, run.micro_batch
+
+
 def _feeds(program: Program) -> dict[int, str]:
     """Storages that are sent by all-gathers which the compute stream does not wait for -> their stream."""
     feeds: dict[int, str] = {}
@@ -492,7 +498,9 @@ def cut(step: StepTrace, planned: Sequence[Pass]) -> Cut:
             found.message = max(found.message, each.collective.bytes)
             continue
         place = each.stage, each.micro_batch
-        if number < end and each.micro_batch >= 0:
+        if each.phase == WITHOUT_GRADIENTS:
+            now = "N", *place
+        elif number < end and each.micro_batch >= 0:
             kind = "F" if number <= last_forward.get(place, -1) else "B"
             if kind == "B" and place in halves:
                 within = now == ("I", *place) and not _of_weights(each, step)
@@ -547,13 +555,24 @@ def programs(
         trace, found = by_pp[like], cuts[like]
         stages = stage_of_rank(layout.schedule, layout.pp, layout.virtual_stages, rank)
         of_like = trace.stages or stages
+        without_gradients = _without_gradients(trace, found, stages)
         order = [
             (each, found.run(each.kind, of_like[stages.index(each.stage)], traced_number(trace, each)))
-            for each in passes
+            for each in [*without_gradients, *passes]
         ]
         order = [(NO_PASS, found.before), *order, (NO_PASS, found.after)]
+        if without_gradients:
+            order.insert(1 + len(without_gradients), (NO_PASS, found.passes.get(("N", -1, -1), [])))
         made.append(Program(trace, step_of(trace, step), order, found.message))
     return made
+
+
+def _without_gradients(trace: RankTrace, found: Cut, stages: Sequence[int]) -> list[Pass]:
+    """The forwards of `Pipeline.forward_only` before a step's own passes, in their order."""
+    traced = len({number for kind, _, number in found.passes if kind == "N" and number >= 0})
+    numbers = range(traced and traced + trace.of - trace.micro_batches)
+    made = [Pass("N", stage, number) for number in numbers for stage in stages]
+    return sorted(made, key=lambda each: (each.stage + each.micro_batch, each.stage))
 
 
 def step_of(trace: RankTrace, number: int) -> StepTrace:

@@ -19,6 +19,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -27,15 +28,16 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from meshtune.data.batch import Batch, MicroBatch, micro_batch
-from meshtune.data.pack import LABELLED
+from meshtune.data.batch import Batch, MicroBatch, micro_batch_of
+from meshtune.data.pack import in_memory
 from meshtune.dryrun.compiled import compiled_on_fakes
 from meshtune.dryrun.recorder import Recorder, visible_pairs
 from meshtune.dryrun.substitutes import installed
 from meshtune.layout import Layout
 from meshtune.meter.phases import PhaseMemory
-from meshtune.meter.trace import Change, RankTrace, StepTrace, Storage
-from meshtune.parallel.apply import place, width_multiple
+from meshtune.meter.trace import WITHOUT_GRADIENTS, Change, RankTrace, StepTrace, Storage
+from meshtune.objectives import OBJECTIVES
+from meshtune.parallel.apply import Parallel, place, width_multiple
 from meshtune.parallel.context import spans
 from meshtune.parallel.mesh import Axis, World, join
 from meshtune.placement.census import Census
@@ -141,11 +143,15 @@ def trace_rank(job: Job, rank: int, tell: Callable[[str], Any] = lambda _: None)
         model = ready(job.spec, made, parallel, job.optimizer)
     batch = batch_of(job, world)
     micro_batches = [each.map(fakes.from_tensor) for each in model.passes.localise(batch)]
+    mismatched = [parallel.localise(each).map(fakes.from_tensor) for each in batch.mismatched]
     steps = [StepTrace(number) for number in range(1, TRACED_STEPS + 1)]
     compiling = compiled_on_fakes(job.spec.kernels) if job.spec.compile else nullcontext()
-    with installed(job.spec.kernels) as substitutes, compiling, fakes:
-        options = {"max_grad_norm": job.max_grad_norm, "read": made_up, "tell": tell}
-        record(model, micro_batches, steps, label_tokens=batch.label_tokens, **options)
+    localised = patch.object(Parallel, "localise", lambda _, each: each)  # documents of fakes are not known
+    with installed(job.spec.kernels) as substitutes, localised, compiling, fakes:
+        options = {
+            "max_grad_norm": job.max_grad_norm, "mismatched": mismatched, "read": made_up, "tell": tell,
+        }  # fmt: skip
+        record(model, micro_batches, steps, units=batch.units, **options)
         traced, number = layout.gradient_accumulation_steps, job.layout.gradient_accumulation_steps
         if number > traced and layout.pp > 1:
             more = [*micro_batches, *micro_batches[: layout.pp]]
@@ -183,7 +189,7 @@ def growth(
     of `record`.
     """
     traces = [StepTrace(1), StepTrace(2)]
-    record(model, more, traces, label_tokens=1, **options)
+    record(model, more, traces, units=1, **options)
     return {
         phase: {
             category: (size - step.peaks[phase][1].get(category, 0)) // (len(more) - len(few))
@@ -198,17 +204,19 @@ def record(
     micro_batches: Sequence[MicroBatch],
     steps: Sequence[StepTrace],
     *,
-    label_tokens: int,
+    units: int,
     max_grad_norm: float,
+    mismatched: Sequence[MicroBatch] = (),
     read: Any = None,
     tell: Callable[[str], Any] = lambda _: None,
 ) -> None:
     """Make one update a trace and fill in the traces.
 
-    read: as in Recorder; None: tensors are real. tell: called with the part of the step that begins.
+    units, mismatched: of the batch. read: as in Recorder; None: tensors are real. tell: called with the part
+    of the step that begins.
     """
     world, modules = model.parallel.world, model.parallel.modules
-    layout, pairs = world.layout, Pairs(micro_batches, world)
+    layout, pairs = world.layout, Pairs([*micro_batches, *mismatched], world)
     recorders = [Recorder(world.device, trace, modules, layout, pairs=pairs, read=read) for trace in steps]
     entered = iter(recorders)
     memory = model.memory(ledger=lambda _: next(entered))
@@ -216,28 +224,34 @@ def record(
         with memory.watching(trace.step):
             model.passes.step(
                 micro_batches,
-                Counts(label_tokens),
+                Counts(units),
                 lambda name, trace=trace: noted(trace, memory, name, tell),
                 learning_rate=1e-4,
                 max_grad_norm=max_grad_norm,
+                mismatched=mismatched,
             )
             recorder.describe(model.optimizer.state())
         trace.host_bytes = model.parallel.host_bytes + model.optimizer.host_bytes
         trace.peaks = {peak.phase: (peak.bytes, dict(peak.parts)) for peak in memory.peaks.values()}
-        number_messages(trace, len(micro_batches))
+        number_messages(trace, len(micro_batches), len(mismatched))
 
 
-def number_messages(trace: StepTrace, micro_batches: int) -> None:
-    """Give sends and receives between stages the numbers of micro-batches, in the order of their messages."""
+def number_messages(trace: StepTrace, micro_batches: int, mismatched: int) -> None:
+    """Give sends and receives between stages the numbers of micro-batches, in the order of their messages.
+
+    mismatched: micro-batches of the forward without gradients.
+    """
     alike = defaultdict(list)
     for operation in trace.operations:
         message = operation.collective
         if message is not None and message.peer is not None:
-            alike[message.op, message.peer, message.bytes].append(operation)
-    for operations in alike.values():
+            before = operation.phase == WITHOUT_GRADIENTS
+            alike[message.op, message.peer, message.bytes, before].append(operation)
+    for (*_, before), operations in alike.items():
+        passes = mismatched if before else micro_batches
         for number, operation in enumerate(operations):
-            whole = len(operations) % micro_batches == 0  # others are not of micro-batches
-            operation.micro_batch = number * micro_batches // len(operations) if whole else -1
+            whole = len(operations) % passes == 0  # others are not of micro-batches
+            operation.micro_batch = number * passes // len(operations) if whole else -1
 
 
 @contextmanager
@@ -262,18 +276,26 @@ def batch_of(job: Job, world: World) -> Batch:
     layout = world.layout
     number = layout.gradient_accumulation_steps
     if job.batch:
-        return replace(job.batch, micro_batches=job.batch.micro_batches[:number])
+        left_out = job.layout.gradient_accumulation_steps - number
+        few = max(number // 2 + 1, len(job.batch.mismatched) - left_out)  # with the steady one
+        mismatched = job.batch.mismatched[:few]
+        return replace(job.batch, micro_batches=job.batch.micro_batches[:number], mismatched=mismatched)
     draw = random.Random(0)
     vocabulary = 2  # ids that every model has: values do not matter
-    row = [
-        np.array([draw.randrange(vocabulary) for _ in range(length)], dtype=np.uint32) | np.uint32(LABELLED)
+    documents = [  # nothing comes before a document's first token
+        (np.array([draw.randrange(vocabulary) for _ in range(length)]), np.arange(length) > 0)
         for length in job.documents
     ]
-    for document in row:
-        document[0] &= ~np.uint32(LABELLED)  # nothing comes before a document's first token
-    each = micro_batch([row] * layout.micro_batch_size, job.seq_len, width_multiple(layout))
-    ranks = number * world.data_ranks
-    return Batch((each,) * number, each.tokens * ranks, each.label_tokens * ranks, origin="")
+    every = np.arange(len(documents)), np.array([0, len(documents)])
+    row = in_memory(documents, *every, seq_len=job.seq_len, packed=True), 0
+    wanted = job.spec.preference and job.spec.preference.row
+    judged = wanted if wanted and wanted.rows == "judged" else OBJECTIVES["sft"]  # pairs lack their answers
+    each = micro_batch_of([row] * layout.micro_batch_size, judged, job.seq_len, width_multiple(layout))
+    ranks, mismatched = number * world.data_ranks, number if judged.mismatched else 0
+    return Batch(
+        (each,) * number, each.tokens * ranks, each.label_tokens * ranks, origin="",
+        answers=each.units * ranks if each.answers else None, mismatched=(each,) * mismatched,
+    )  # fmt: skip
 
 
 class Pairs:

@@ -24,7 +24,8 @@ CATEGORIES: tuple[str, ...] = (
 OFFLOADS = TO_HOST, TO_DEVICE = "meshtune.to_host.default", "meshtune.to_device.default"
 HOST_BUFFER = "host_buffer"  # the one that allocates host memory, which is not the device's
 FORWARD, BACKWARD, RECOMPUTATION, UPDATE = "forward", "backward", "recomputation", "optimizer"
-PHASES = (FORWARD, BACKWARD, RECOMPUTATION, UPDATE)
+WITHOUT_GRADIENTS = "forward without gradients"  # before a step's first forward (kto)
+PHASES = (WITHOUT_GRADIENTS, FORWARD, BACKWARD, RECOMPUTATION, UPDATE)
 NUMBERED = re.compile(r"^(.+?)\.(\d+)(?=\.|$)(.*)$")  # a module in a list, as blocks are
 
 

@@ -354,8 +354,8 @@ class Pipeline:
                     rows, width = micro_batches[at].input_ids.shape
                     inputs[stage.index, at] = self._hidden_buffer(rows, width, self.world.device)
                     messages.append(self._message(dist.irecv, inputs[stage.index, at], before))
-            for work in dist.batch_isend_irecv(messages) if messages else ():
-                work.wait()
+            if messages:
+                _exchange(messages)
         return outputs if self.has_last else None
 
     def _message(self, operation: Callable[..., Any], hidden: Tensor, stage: int) -> dist.P2POp:
@@ -391,8 +391,13 @@ class Pipeline:
             return
         peer = self._global_rank(0 if copy else last.of - 1)
         received, group = torch.empty_like(copies[0]), self.world.pp.group
-        for work in dist.batch_isend_irecv(
+        _exchange(
             [dist.P2POp(dist.isend, copies[0], peer, group), dist.P2POp(dist.irecv, received, peer, group)]
-        ):
-            work.wait()
+        )
         copies[0] += received
+
+
+def _exchange(messages: list[dist.P2POp]) -> None:
+    """Send and receive, and wait. Afterwards nothing holds what was sent: a handle would."""
+    for work in dist.batch_isend_irecv(messages):
+        work.wait()

@@ -53,7 +53,8 @@ def saving_shards(whole: Tensor, shard: Tensor, tp: Axis, dim: int) -> AbstractC
 
     def pack(tensor: Tensor) -> Tensor | _View:
         if tensor.dtype != shard.dtype or tensor.untyped_storage()._cdata != storage:
-            return tensor.detach()  # an output that is saved with its graph would keep itself alive
+            # An output that is saved with its graph would keep itself alive.
+            return tensor.detach() if tensor.requires_grad else tensor
         return _View(source, tensor.size(), tensor.stride(), tensor.storage_offset())
 
     return saved_tensors_hooks(pack, _unpack)

@@ -7,7 +7,7 @@ from typing import Any
 from meshtune.dryrun.kernels import COMMUNICATION, UPDATES
 from meshtune.dryrun.simulation import Simulation
 from meshtune.meter.causes import causes
-from meshtune.meter.trace import BACKWARD, FORWARD, RECOMPUTATION
+from meshtune.meter.trace import BACKWARD, FORWARD, RECOMPUTATION, WITHOUT_GRADIENTS
 from meshtune.plan.facts import tensors
 from meshtune.plan.machine import machine_of
 from meshtune.plan.step_parts import parts_of, predicted_parts
@@ -67,9 +67,10 @@ def simulated(simulation: Simulation) -> dict[str, Any]:
     for table in simulation.kernels_of.values():
         for row in table.rows:
             if row.place not in (COMMUNICATION, UPDATES):
-                kernels[row.phase] += row.seconds
+                kernels[FORWARD if row.phase == WITHOUT_GRADIENTS else row.phase] += row.seconds
     scale = float(later.parts.compute) / (sum(kernels.values()) or 1.0)
     split = {phase: scale * value + later.host(phase) for phase, value in kernels.items()}
+    split[FORWARD] += later.host(WITHOUT_GRADIENTS)
     return facts | {
         "step_seconds": later.seconds,
         "parts": {name: float(value) for name, value in parts_of(later.parts, split).items()},

@@ -168,7 +168,8 @@ class Passes:
         """
         norms = None
         if isinstance(self.objective, Preference) and mismatched:
-            self.objective.kl = divergence(self.parallel, self.objective, iter(mismatched))
+            with phase("forward"):
+                self.objective.kl = divergence(self.parallel, self.objective, iter(mismatched))
         if measure_noise:
             norms = MicroBatchNorms(self.parallel, self.optimizer.named_parameters(), counts.units)
         world, optimizer, early = self.parallel.world, self.optimizer, list[Tensor | float]()

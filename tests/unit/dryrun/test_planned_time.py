@@ -10,15 +10,17 @@ import pytest
 from cases import cases
 
 from meshtune.dryrun.costs import Costs
-from meshtune.dryrun.kernels import KernelTable, kernel_table
+from meshtune.dryrun.kernels import COMMUNICATION, KernelTable, kernel_table
 from meshtune.dryrun.ranks import distinct_ranks, pipeline_copies, trace_ranks
 from meshtune.dryrun.streams import simulate
 from meshtune.layout import Layout
+from meshtune.meter.trace import WITHOUT_GRADIENTS
 from meshtune.model.trace import census
 from meshtune.placement.columns import Columns
 from meshtune.plan.seconds.step import PARTS, Seconds, StepTime
 from meshtune.plan.work import Work
 from meshtune.plan.workload import Workload
+from meshtune.train.preference import PreferenceSpec
 
 sys.path.append(str(Path(__file__).parents[3] / "validation"))
 import reserved
@@ -60,14 +62,32 @@ def test_a_pipelines_step_takes_as_long_in_both(text: str) -> None:
     assert planned.total == pytest.approx(simulated.total, rel=STEP)
 
 
+def test_the_forward_without_gradients_of_kto_is_the_planned_one() -> None:
+    layout = Layout.parse("dp8-mb1-ga6")  # three of the micro-batches are traced
+    _, parts, _, table = both_ways(layout, SHAPE, preference=PreferenceSpec("kto"))
+    rows = [row for row in table.rows if row.phase == WITHOUT_GRADIENTS and row.place != COMMUNICATION]
+    work = Work.of(census(reserved.config_of(SHAPE, SEQ_LEN)))
+    sft, kto = (
+        Workload("llama", replace(work, mismatched=passes), None, SEQ_LEN, layout.global_batch_size)  # type: ignore[arg-type]
+        for passes in (0.0, 1.0)
+    )
+    planned = (kto.flops_per_token - sft.flops_per_token) * kto.tokens / layout.world
+    assert sum(row.flops for row in rows) == pytest.approx(planned, rel=0.001)
+    assert sum(row.seconds for row in rows) == pytest.approx(parts["mismatched"], rel=BLOCKS)
+
+
 def both_ways(
-    layout: Layout, shape: reserved.Shape
+    layout: Layout, shape: reserved.Shape, **options: PreferenceSpec
 ) -> tuple[Seconds, dict[str, float], Seconds, KernelTable]:
-    """(Planned parts of a step, its planned compute by kind, its simulated parts, kernels of rank 0)."""
+    """(Planned parts of a step, its planned compute by kind, its simulated parts, kernels of rank 0).
+
+    options: of ModelSpec, "preference" of kto.
+    """
     numbers = census(reserved.config_of(shape, SEQ_LEN))
     ranks, copies = (find(numbers, layout, SEQ_LEN) for find in (distinct_ranks, pipeline_copies))
-    traces = trace_ranks(partial(reserved.ours, shape, layout, SEQ_LEN), [*ranks], layout.world)
-    workload = Workload("llama", Work.of(numbers), None, SEQ_LEN, layout.global_batch_size)  # type: ignore[arg-type]
+    traces = trace_ranks(partial(reserved.ours, shape, layout, SEQ_LEN, **options), [*ranks], layout.world)
+    work = replace(Work.of(numbers), mismatched=float(bool(options)))
+    workload = Workload("llama", work, None, SEQ_LEN, layout.global_batch_size)  # type: ignore[arg-type]
     costs = Costs.of(workload, step_time.cluster("h100-sxm", layout.world))
     columns = Columns.of([layout])
     time = StepTime(workload.work, columns, costs.machine, SEQ_LEN)

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[3]
 SRC = ROOT / "src" / "meshtune"
 sys.path.append(str(ROOT / "validation"))
 
-from dryrun_cases import GRID, MODELS, Case  # noqa: E402
+from dryrun_cases import GRID, KTO, MODELS, Case  # noqa: E402
 from dryrun_grid import compare, differences, real, summary, traces  # noqa: E402
 
 SLOW = (  # of the grid, what the runs of tests/parity/test_grid_rows.py do not have
@@ -37,6 +37,7 @@ SLOW = (  # of the grid, what the runs of tests/parity/test_grid_rows.py do not 
     "zero3x2-mb2-ga2-offload, states in host memory",
     "dp2-mb2-ga1, updates in the backward, states in host memory",
     "zero3x2-mb2-ga2-full, QLoRA",
+    "tp2-sp-pp2-1f1b-mb1-ga4, KTO",
     "tp2-sp-mb2-ga2-linear",
     "tp2-sp-mb2-ga2-full, MLPs in tiles",
 )
@@ -92,9 +93,19 @@ def test_neither_training_nor_parallelism_knows_that_it_is_simulated() -> None:
             assert "fake" not in text.replace("register_fake", ""), file
 
 
-@pytest.mark.parametrize("layout", cases(["mb1-ga5", "pp2-1f1b-mb1-ga7", "pp2-gpipe-mb1-ga8-offload"]))
-def test_micro_batches_that_are_left_out_are_counted(layout: str) -> None:
-    work = Case(layout=layout).job()
+@pytest.mark.parametrize(
+    ("layout", "options"),
+    cases(
+        [
+            ("mb1-ga5", {}),
+            ("pp2-1f1b-mb1-ga7", {}),
+            ("pp2-gpipe-mb1-ga8-offload", {}),
+            ("pp2-1f1b-mb1-ga7", KTO),
+        ]
+    ),
+)
+def test_micro_batches_that_are_left_out_are_counted(layout: str, options: dict[str, Any]) -> None:
+    work = Case(layout=layout, options=options).job()
     counts = []
     for every in (False, True):
         traced = replace(work, every_micro_batch=every)
