@@ -47,7 +47,7 @@ def write_profile(folder: Path, model: RankModel, batch: Batch, max_grad_norm: f
         steps = [StepTrace(1), StepTrace(2)]
         record(
             model, model.passes.localise(batch), steps,
-            label_tokens=batch.label_tokens, max_grad_norm=max_grad_norm,
+            units=batch.units, mismatched=batch.mismatched, max_grad_norm=max_grad_norm,
         )  # fmt: skip
         if writes:
             write_snapshot(named.with_suffix(".pickle"), steps)
