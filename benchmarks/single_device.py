@@ -429,7 +429,7 @@ def tokens_per_second(found: dict[str, Any], warm_up: int) -> float:
 
 
 def labels_of(variant: str) -> str:
-    """What is trained on: "completion", "all" tokens, or "dpo" for pairs."""
+    """Labels of a variant: "completion", "all" tokens, or "dpo" for pairs."""
     return "dpo" if variant == DPO else "all" if "all-labelled" in variant else "completion"
 
 

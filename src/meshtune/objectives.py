@@ -30,7 +30,7 @@ class Objective:
 
     @property
     def unit(self) -> str:
-        """What a loss is a mean over."""
+        """The unit that a loss is a mean over."""
         return {"answers": "label token", "pairs": "pair", "judged": "answer"}[self.rows]
 
 

@@ -258,7 +258,7 @@ def speed_unit(rows: Sequence[Row]) -> str:
 
 
 def objective_of(rows: Sequence[Row]) -> str:
-    """What the last start of a run trained."""
+    """The objective that the last start of a run trained."""
     return ([{}, *of_kind(rows, "run")])[-1].get("objective", "sft")
 
 
