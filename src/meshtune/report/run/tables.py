@@ -13,7 +13,7 @@ from meshtune.meter.rows import matches, unfinished_answers
 from meshtune.objectives import OBJECTIVES
 from meshtune.report.draw.document import Section
 from meshtune.report.draw.table import facts
-from meshtune.report.run.summary import Summary, samples_of, summarise, values
+from meshtune.report.run.summary import Summary, objective_of, samples_of, summarise, values
 from meshtune.rundir import RunDir
 from meshtune.units import count, counted, duration, human, printable
 
@@ -50,7 +50,7 @@ def places(run: RunDir) -> list[Text]:
         folder = shlex.quote(str(run.path))
         answers = "" if run.rows("eval") else " data.eval=FILE"
         merge = " --merge" if (run.model / "adapter_config.json").exists() else ""
-        scores = OBJECTIVES[(run.rows("run") or [{}])[-1].get("objective", "sft")].scores
+        scores = OBJECTIVES[objective_of(run.rows("run"))].scores
         page = "preferences" if scores else "serve"  # a reward model answers nothing
         lines |= {} if scores else {"chat with it": f"meshtune chat {folder}"}
         lines |= {
