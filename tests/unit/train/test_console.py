@@ -228,7 +228,12 @@ def test_time_left_of_a_terminal_counts_down_and_is_whole_seconds(monkeypatch):
 def test_evaluations_and_saves_reach_the_time_left():
     out = console()
     tracker = ConsoleTracker(out, course=Course(11, evaluate_every=1, held_out_tokens=1))
-    untrained = {"exact_match": 0.0, "prompts": 9, "answers_cut": 9, "seconds": 500.0}  # none ends: not counted
+    untrained = {
+        "exact_match": 0.0,
+        "prompts": 9,
+        "answers_cut": 9,
+        "seconds": 500.0,
+    }  # none ends: not counted
     tracker.log(eval_row(step=0, loss=9.0, label_tokens=1, **untrained))
     tracker.log(train_row(step=9, **NUMBERS))
     tracker.log(eval_row(step=9, loss=1.0, label_tokens=1, seconds=50.0))
