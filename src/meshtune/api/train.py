@@ -171,16 +171,14 @@ def train_here(config: Config, nproc: int | None, show: Show, hooks: Hooks = Hoo
 
     check_name(config.model.name, config.model.revision)
     check_there(config.data)
+    # Before ranks are forked, which a thread that draws would disturb: they share what is imported.
+    with working(PYTORCH, silent) if on_first_rank() else nullcontext():  # the callers printed a line
+        from meshtune.api import build, choose  # noqa: F401
+        from meshtune.train import loop  # noqa: F401
     if not launch.joined():  # before anything is loaded; of joined ranks the main one decides
         config, finished = settled(config)
         if finished:
             return shown(RunDir(config.output), show)
-    # Before ranks are forked, which a thread that draws would disturb: they share what is imported. And what
-    # can't run is refused.
-    with working(PYTORCH, silent) if on_first_rank() else nullcontext():  # the callers printed a line
-        from meshtune.api import build, choose  # noqa: F401
-        from meshtune.train import loop  # noqa: F401
-
     ranks, device = ranks_of(config, nproc)
     if device == "cuda":  # before `choose` asks for the GPUs, which may initialise CUDA
         set_allocator()
