@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshtune.api.plan import silent
 from meshtune.api.settings import Settings, tree_of
 from meshtune.config import Config, load
 from meshtune.data.files import check_there
@@ -172,7 +171,8 @@ def train_here(config: Config, nproc: int | None, show: Show, hooks: Hooks = Hoo
     check_name(config.model.name, config.model.revision)
     check_there(config.data)
     # Before ranks are forked, which a thread that draws would disturb: they share what is imported.
-    with working(PYTORCH, silent) if on_first_rank() else nullcontext():  # the callers printed a line
+    # The callers printed a line, which is enough without a terminal.
+    with working(PYTORCH, lambda _: None) if on_first_rank() else nullcontext():
         from meshtune.api import build, choose  # noqa: F401
         from meshtune.train import loop  # noqa: F401
     if not launch.joined():  # before anything is loaded; of joined ranks the main one decides

@@ -64,9 +64,7 @@ def migrate(
         )
     elif out is None:
         print(text, end="")
-    partly = {key for keys in result.keys.values() for key in keys}
-    unsupported = dict.fromkeys(note.key for note in result.unsupported)
-    lost = ", ".join(f"part of {key}" if key in partly else key for key in unsupported)
+    lost = ", ".join(result.lost)
     unused = ", ".join(note.key for note in result.without_effect)
     print(
         f"{f'{out}: ' if out else ''}{counted(len(result.settings), 'setting')} from "
