@@ -61,7 +61,7 @@ def announce(function: str) -> None:
 
     loads = function == "train" or (function in ("dryrun", "sweep") and "torch" not in sys.modules)
     if loads and on_first_rank():
-        on_screen(LOADING[function])
+        on_screen(f"{LOADING[function]} …")
 
 
 def __getattr__(name: str) -> Any:

@@ -1,11 +1,13 @@
 """Sentences for values that do not fit their setting; another trainer's value is answered with ours."""
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from pydantic import ValidationError
 
-from meshtune.errors import UserError, nearest, written
+from meshtune.errors import UserError, nearest, quoted, written
 from meshtune.tools.table import pasted_value
 
 # Pydantic's kind of an error -> what to write instead; {…} are numbers of its context.
@@ -59,7 +61,15 @@ def sentences(
             value, remedies = wrong.setdefault(key, (problem["input"], []))
             remedies += [] if (text := remedy(problem, value)) in remedies else [text]
     for key, (value, remedies) in wrong.items():
-        yield f"{key} = {written(value)}: write {' or '.join(remedies)}."
+        yield f"{key} = {as_given(value)}: write {' or '.join(remedies)}."
+
+
+def as_given(value: Any) -> str:
+    """A value as its user wrote it; a text that would be a number, true, false or null has its quotes."""
+    with suppress(ValueError):
+        if isinstance(value, str) and not isinstance(json.loads(value), str):
+            return quoted(value)
+    return written(value)
 
 
 def without_branches(place: Sequence[str | int]) -> list[str]:

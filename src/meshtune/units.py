@@ -127,12 +127,12 @@ def printable(text: str) -> str:
     return text.translate(_CONTROL)
 
 
-_PYTORCH = "loading PyTorch …"
-LOADING = {  # command or function of Python -> the line on what it loads, which takes seconds
-    "dryrun": _PYTORCH,
-    "generate": "loading the model …",
-    "sweep": _PYTORCH,
-    "train": "loading PyTorch, the model and the data …",
+PYTORCH = "loading PyTorch"
+LOADING = {  # command or function of Python -> what it loads, which takes seconds
+    "dryrun": PYTORCH,
+    "generate": "loading the model",
+    "sweep": PYTORCH,
+    "train": "loading PyTorch, the model and the data",
 }
 
 

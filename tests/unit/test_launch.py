@@ -735,11 +735,15 @@ def test_a_variable_that_can_not_be_used_is_named(environ: dict[str, str], sente
         launch.place_of(environ)
 
 
-def test_several_ranks_are_not_started_in_a_batch_script_of_several_nodes() -> None:
+def test_no_ranks_are_started_in_a_batch_script_of_several_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     refuse_batch_script(SLURM | {"SLURM_STEP_ID": "4294967290", "SLURM_NNODES": "2"})  # the shell of salloc
     refuse_batch_script(SLURM | {"SLURM_STEP_ID": "0", "SLURM_NNODES": "2"})  # a task of srun
     with pytest.raises(UserError, match=r"job of 2 nodes .* Put srun before the command"):
         refuse_batch_script(SLURM | {"SLURM_STEP_ID": "", "SLURM_NNODES": "2"})
+    for name, value in (SLURM | {"SLURM_STEP_ID": "", "SLURM_NNODES": "2"}).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="job of 2 nodes"):
+        launch.run(lambda rank: rank, ranks=1)
 
 
 def test_threads_are_read_as_openmp_reads_them() -> None:

@@ -47,4 +47,4 @@ def test_train_in_python_names_what_it_loads(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(units, "on_screen", said.append)
     with pytest.raises(UserError):
         meshtune.train({})
-    assert said == [units.LOADING["train"]]
+    assert said == [f"{units.LOADING['train']} …"]

@@ -40,7 +40,7 @@ def generate(
     """
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], Mapping)):
         prompts = cast("list[Prompt]", [prompts])
-    on_screen(LOADING["generate"])
+    on_screen(f"{LOADING['generate']} …")
     from meshtune.train.generate import Sampling
 
     rows = answer_rows(

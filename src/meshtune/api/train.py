@@ -5,6 +5,7 @@ import pickle
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ from meshtune.api.settings import Settings, tree_of
 from meshtune.config import Config, load
 from meshtune.data.files import check_there
 from meshtune.data.rows import Rows, store_rows
-from meshtune.errors import UserError, expanded, memory_explained
+from meshtune.errors import RankFailed, UserError, expanded, memory_explained
 from meshtune.filesystem import paths_named
 from meshtune.launch import allocator
 from meshtune.layout import Layout
@@ -25,7 +26,7 @@ from meshtune.rundir import Row, RunDir
 from meshtune.sections import DataConfig
 from meshtune.streams import guarded
 from meshtune.train.callbacks import Callback, Hooks
-from meshtune.units import counted, notice, on_first_rank, on_screen, working
+from meshtune.units import PYTORCH, counted, notice, on_first_rank, on_screen, working
 from meshtune.yaml_tree import merge
 
 if TYPE_CHECKING:
@@ -169,21 +170,27 @@ def train_here(config: Config, nproc: int | None, show: Show, hooks: Hooks = Hoo
 
     check_name(config.model.name, config.model.revision)
     check_there(config.data)
+    # Before ranks are forked, which a thread that draws would disturb: they share what is imported.
+    # The callers printed a line, which is enough without a terminal.
+    with working(PYTORCH, lambda _: None) if on_first_rank() else nullcontext():
+        from meshtune.api import build, choose  # noqa: F401
+        from meshtune.train import loop  # noqa: F401
     if not launch.joined():  # before anything is loaded; of joined ranks the main one decides
         config, finished = settled(config)
         if finished:
             return shown(RunDir(config.output), show)
-    # Before ranks are forked: they share what is imported. And what can't run is refused.
-    from meshtune.api import build, choose  # noqa: F401
-    from meshtune.train import loop  # noqa: F401
-
     ranks, device = ranks_of(config, nproc)
     if device == "cuda":  # before `choose` asks for the GPUs, which may initialise CUDA
         set_allocator()
     if ranks > 1 and launch.spawns(device) and not launch.joined():
         check_spawned(hooks)
     choice = None if launch.joined() else choose.choose(config, ranks)
-    return launch.run(train_rank, config, choice, show, hooks, ranks=ranks, device=device)
+    try:
+        return launch.run(train_rank, config, choice, show, hooks, ranks=ranks, device=device)
+    except RankFailed as failed:
+        if not any(RunDir(config.output).checkpoints.glob("step-*")):
+            raise
+        raise RankFailed(f"{failed}\nA checkpoint is saved; the same command resumes from it.") from failed
 
 
 def set_allocator() -> None:

@@ -8,6 +8,7 @@ import typer
 from meshtune.commands.complete import complete_layout
 from meshtune.commands.options import AsJson, Settings, announce, folder_of, layout_words, log, show, split
 from meshtune.errors import NothingFits, UserError
+from meshtune.units import PYTORCH, working
 
 
 def bench(
@@ -42,17 +43,20 @@ def bench(
     announce(file)
     words, folder = layout_words("--layouts", layouts), folder_of("--profile", profile)
     runs = folder_of("--out", out)
-    from meshtune.api import bench as api
     from meshtune.config import load
-    from meshtune.report import study
+
+    config = load(file, overrides)
+    with working(PYTORCH):
+        from meshtune.api import bench as api
+        from meshtune.api import dryrun  # noqa: F401 - loads PyTorch, before processes are forked
+        from meshtune.report import study
 
     if find_micro_batch:
         if folder or runs:
             raise UserError("--profile and --out are of timed layouts; leave them or --find-micro-batch out.")
-        sizes = api.find_micro_batch(load(file, overrides), layouts=words, limit=limit, log=log)
+        sizes = api.find_micro_batch(config, layouts=words, limit=limit, log=log)
         show(study.micro_batches(sizes), as_json=as_json)
         return
-    config = load(file, overrides)
     done = api.bench(config, layouts=words, steps=steps, limit=limit, profile=folder, out=runs, log=log)
     show(study.benched(done), as_json=as_json)
     if not any(one["measured"] for one in done):

@@ -4,8 +4,9 @@ from typing import Annotated
 
 import typer
 
-from meshtune.commands.options import AsJson, Settings, announce, log, show, split
+from meshtune.commands.options import AsJson, Settings, announce, show, split
 from meshtune.filesystem import paths_named
+from meshtune.units import working
 
 
 def data(
@@ -26,10 +27,10 @@ def data(
 
     check_name(resolved.model.name, resolved.model.revision)
     check_there(resolved.data)
-    log("loading the tokenizer and the rows …")
-    from meshtune.api.resolve import inputs_of, positions_sentences
-    from meshtune.data import inspect
-    from meshtune.report.data import document
+    with working("loading the tokenizer and the rows"):
+        from meshtune.api.resolve import inputs_of, positions_sentences
+        from meshtune.data import inspect
+        from meshtune.report.data import document
 
     with paths_named(resolved):
         tokenizer, _, prepared = inputs_of(resolved)

@@ -19,7 +19,7 @@ from meshtune.commands.options import (
     split,
 )
 from meshtune.errors import NothingFits, UserError
-from meshtune.units import LOADING, counted, working
+from meshtune.units import PYTORCH, counted, working
 
 if TYPE_CHECKING:
     from meshtune.dryrun.simulation import Simulation
@@ -67,14 +67,14 @@ def dryrun(
     """
     file, overrides = split(settings)
     announce(file)
-    log(LOADING["dryrun"])
     lengths = lengths_of(documents)
     overrides = on_cluster(overrides, gpus, gpu)
     target = pictures_to(plot, width)
 
-    from meshtune import config
-    from meshtune.api.dryrun import simulations
-    from meshtune.report.dryrun.document import document, joined, panels, write_files
+    with working(PYTORCH):
+        from meshtune import config
+        from meshtune.api.dryrun import simulations
+        from meshtune.report.dryrun.document import document, joined, panels, write_files
 
     done = simulations(
         config.load(file, overrides),

@@ -61,7 +61,7 @@ def generate(
     to = out and expanded(out)
     if to and to.exists():
         raise UserError(f"--out {to} exists already; name a new file.")
-    log(LOADING["generate"])
+    log(f"{LOADING['generate']} …")
     from meshtune.api.generate import answer_rows
     from meshtune.train.generate import Sampling
 

@@ -64,7 +64,7 @@ def migrate(
         )
     elif out is None:
         print(text, end="")
-    lost = ", ".join(dict.fromkeys(note.key for note in result.unsupported))
+    lost = ", ".join(result.lost)
     unused = ", ".join(note.key for note in result.without_effect)
     print(
         f"{f'{out}: ' if out else ''}{counted(len(result.settings), 'setting')} from "

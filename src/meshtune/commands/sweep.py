@@ -9,7 +9,7 @@ import typer
 from meshtune.commands.command import Command
 from meshtune.commands.options import AsJson, announce, folder_of, log, show, split
 from meshtune.errors import UserError
-from meshtune.units import LOADING, working
+from meshtune.units import PYTORCH, working
 
 SWEEP = Annotated[
     list[str],
@@ -66,9 +66,9 @@ def sweep(
         raise UserError("Name a sweep file, such as meshtune sweep sweep.yaml (docs/sweep.md).")
     announce(file)
     folder = folder_of("--out", out)
-    log(LOADING["sweep"])
-    from meshtune.api import sweep as api
-    from meshtune.report.study import swept
+    with working(PYTORCH):
+        from meshtune.api import sweep as api
+        from meshtune.report.study import swept
 
     if task is not None:
         api.run_task(file, folder, task)

@@ -40,7 +40,7 @@ def train(
 
     settings_of_run = config.load(file, overrides)
     if on_first_rank():
-        log(LOADING["train"])
+        log(f"{LOADING['train']} …")
     if dry_run:
         show_dry_run(settings_of_run, nproc, as_json=as_json)
         return

@@ -462,7 +462,7 @@ def _suggestion(columns: list[str], kind: Kind, *, mapped: bool = False) -> str:
     these are laid.
     """
     if mapped and any({*form.needs} <= {*columns} for form in kind.forms.values()):
-        return "data.columns={} clears the mapping."
+        return "Take the mapping out: data.columns={}, or the columns of the source where it has its own."
     found = {column.rpartition(".")[2].lower(): column for column in reversed(columns)}
     found |= {column.lower(): column for column in reversed(columns)}
     for ours, *known in kind.names:

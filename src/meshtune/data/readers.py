@@ -177,7 +177,7 @@ def _if_whole(value: Any) -> Any:
 def json_fault(error: Exception) -> str:
     """Clause on why json.loads raised `error`, a ValueError or RecursionError."""
     if isinstance(error, json.JSONDecodeError):
-        return f"{error.msg} at column {error.colno}"
+        return f"{error.msg.removesuffix(' at')} at column {error.colno}"
     if isinstance(error, RecursionError):
         return "nested too deeply"
     return "a whole number of more than 4,300 digits"  # Python's limit (sys.set_int_max_str_digits)

@@ -28,7 +28,7 @@ from meshtune.data.probe import (
     unwritten,
     writes,
 )
-from meshtune.data.rows import last_answer, no_answer
+from meshtune.data.rows import empty_answer, last_answer, no_answer
 from meshtune.data.template import render_limit
 from meshtune.data.tokens import ControlTokens, TextTokenizer, Treatment, common_prefix, unmarked
 from meshtune.errors import UserError, quoted, reason_of
@@ -99,7 +99,7 @@ class Renderer:
         trained = set(range(len(messages))) - set(turns) if self.train_on == "all" else set(turns)
         for index in sorted(trained):
             if messages[index]["role"] == "assistant" and is_empty(messages[index]):
-                raise BadRow("empty answer", f"message {index + 1} (assistant) is empty")
+                raise empty_answer(index)
         messages, tools, control = self.treatment.of(messages, example.tools, trained)
         return Chat(self.adapt(messages), tools, turns, control)
 

@@ -45,6 +45,7 @@ from meshtune.data.formats import (
     reach,
     unused_columns,
 )
+from meshtune.data.messages import is_empty
 from meshtune.errors import UserError, argument, expanded, type_name
 from meshtune.rundir import write_atomically
 
@@ -163,8 +164,9 @@ def _example(origin: Origin, row: Any, reading: Reading) -> Example | None:
     _note_unused(columns, form, dict(source.where), notes)
     example = form.example(origin, columns)
     notes.add(example.notes)
-    if needs_answer and example.messages is not None and last_answer(example.messages) is None:
-        raise no_answer(example.messages)
+    _check_answer(example, "chosen: " if example.other else "", needs_answer=needs_answer)
+    if example.other:
+        _check_answer(example.other, "rejected: ", needs_answer=needs_answer)
     if example.masks and kind is ANSWERS:
         notes.masks.update(str(mask) for mask in example.masks if mask)
     return example
@@ -249,10 +251,11 @@ def _refuse_other_kinds(columns: Columns, format_name: str, where: Mapping[str, 
     sides = [column for column in PREFERENCE if not is_absent(row.get(column))]
     if sides and not set(columns.names.values()) & set(PREFERENCE):
         ours = FORMATS[format_name].needs[-1]
+        both = "" if columns.get(ours) is None else f" next to {ours}"
         remedies = "; ".join(_of_one_side(columns, format_name, sides[0]))
         raise BadRow(
             "preference data",
-            f"the row has {' and '.join(sides)} next to {ours}. {OF_PAIRS}. "
+            f"the row has {' and '.join(sides)}{both}. {OF_PAIRS}. "
             f"{remedies or 'Write rows with one side, as messages'}",
         )
     label = row.get("label")
@@ -304,6 +307,26 @@ def last_answer(messages: Sequence[dict]) -> int | None:
 def no_answer(messages: Sequence[dict]) -> BadRow:
     """Reason for refusing a conversation without an assistant turn."""
     return BadRow("no assistant turn", f"none of the {len(messages)} messages is the assistant's")
+
+
+def empty_answer(index: int, side: str = "") -> BadRow:
+    """Reason for refusing a conversation whose message `index` is trained on and empty. side: of a pair."""
+    return BadRow("empty answer", f"empty answer: {side}message {index + 1} (assistant) is empty")
+
+
+def _check_answer(example: Example, side: str, *, needs_answer: bool) -> None:
+    """Raise BadRow for a conversation whose last answer is missing, or empty and trained on by every setting
+    of data.train_on; the encoder refuses earlier ones, which some settings leave out. side: of a pair.
+    """
+    messages = example.messages or ()
+    last = last_answer(messages)
+    if last is None:
+        if needs_answer and messages:
+            raise no_answer(messages)
+        return
+    mask = example.masks[last] if example.masks else None
+    if is_empty(messages[last]) and (mask is None or mask.trained):
+        raise empty_answer(last, side)
 
 
 # Rows that a Python program holds #

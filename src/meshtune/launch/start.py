@@ -54,9 +54,9 @@ def run(
     """
     if place := place_of(os.environ):
         return run_joined(place, function, args, device, limits)
+    refuse_batch_script(os.environ)
     if ranks == 1:
         return function(Rank(), *args)
-    refuse_batch_script(os.environ)
     return run_here(ranks, function, args, device, limits)
 
 

@@ -63,6 +63,13 @@ class Migrated:
             tree = overridden(tree, override)
         return tree
 
+    @property
+    def lost(self) -> list[str]:
+        """Names of the keys without a counterpart; one that makes a setting too is lost in part."""
+        made = {key for keys in self.keys.values() for key in keys}
+        keys = dict.fromkeys(note.key for note in self.unsupported)
+        return [f"part of {key}" if key in made else key for key in keys]
+
     def config(self) -> Config:
         """The settings, validated. Raises UserError as `config.load`."""
         return config.load(None, (), self.tree)

@@ -153,7 +153,7 @@ def axolotl_format(rows: Mapping[str, Any]) -> tuple[str, dict[str, Any], str]:
         return "tokens", {}, ""
     if isinstance(kind, Mapping):
         columns = {name: kind.get(f"field_{name}") for name in ("instruction", "output", "input", "system")}
-        return "alpaca", columns, OWN_FORMAT
+        return "alpaca", columns, "" if kind.get("format") else OWN_FORMAT  # the key itself is named
     name = str(kind or "chat_template").partition(".")[0].partition(":")[0]
     if name in ("chat_template", "sharegpt"):
         return axolotl_messages(rows, shared=name == "sharegpt")

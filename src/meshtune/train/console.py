@@ -72,7 +72,8 @@ class TimeLeft:
 
     `train`, `evaluated` and `saved` are called as these happen. An evaluation that has not happened yet is
     taken to need a third of the time of training on these tokens, the forward's share; a checkpoint none. The
-    first evaluation, which includes a warm-up, counts only until the second.
+    first evaluation, which includes a warm-up, counts only until the second. One before the first step whose
+    answers were cut does not count: a model that was not trained yet may never end them.
     """
 
     def __init__(self, course: Course) -> None:
@@ -156,7 +157,8 @@ class ConsoleTracker:
                 self._evaluation(row)
             case "eval":
                 self._evaluating = ""
-                self._left.evaluated(row.get("seconds", 0.0))
+                if row["step"] or not row.get("answers_cut"):
+                    self._left.evaluated(row.get("seconds", 0.0))
                 self._line(" · ".join(eval_parts(row)))
             case "save":
                 self._left.saved(row["seconds"])
@@ -169,11 +171,14 @@ class ConsoleTracker:
                     self.console.print(memory_shown(self._memory))
 
     def _evaluation(self, row: Row) -> None:
-        """Show how far an evaluation is: in the bar, else in a line after 5, 15, 35, 75 … seconds. The first
-        evaluation also begins with a line.
+        """Show how far an evaluation is: in the bar, else in a line after 5, 15, 35, 75 … seconds. Without a
+        bar the first evaluation also begins with a line.
         """
         now = time.monotonic()
         if not self._evaluating:
+            if self._live is None and self.console.is_interactive:  # before the first step
+                self._waiting = now
+                self._start_bar()
             if self._live is None and not self._evaluation_line:
                 prompts = f", then answers to {row['prompts']:,} prompts" if row.get("prompts") else ""
                 self._line(f"evaluating at step {row['step']}: {row['total']:,} {row['unit']}{prompts} …")

@@ -263,7 +263,10 @@ METRICS = (
     Metric("step", "train", field("step"), "Optimizer updates done."),
     Metric("total_steps", "run", field("total_steps"), "Optimizer updates of the whole run."),
     Metric("epoch", "train", field("epoch"), "Passes through the training data."),
-    Metric("loss", "train", field("loss"), "Mean loss per label token of the last step, before its update."),
+    Metric(
+        "loss", "train", field("loss"),
+        "Mean loss of the last step, before its update: per label token, or per pair or judged answer.",
+    ),
     Metric("gradient_norm", "train", field("grad_norm"), "L2 norm of the gradients before clipping."),
     Metric(
         "gradient_noise_scale_sequences", "train", field("gradient_noise_scale"),
@@ -295,7 +298,7 @@ METRICS = (
         "Most resident host memory of the largest process so far.",
     ),
     Metric("eval_step", "eval", field("step"), "Optimizer updates before the last evaluation."),
-    Metric("eval_loss", "eval", field("loss"), "Mean loss per label token of the held-out rows."),
+    Metric("eval_loss", "eval", field("loss"), "Mean loss of the held-out rows, per the same."),
     Metric("eval_exact_match_ratio", "eval", field("exact_match"), "Prompts answered word for word, 0 to 1."),
 )  # fmt: skip
 FACTS = {  # label -> column of the run row

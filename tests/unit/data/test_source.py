@@ -271,6 +271,7 @@ def test_a_bad_line_is_named_with_its_file_and_what_is_wrong(tmp_path, line):
         [],
         TURNS[:1],
         [{"from": "alien", "value": "x"}],
+        [TURNS[0], {"role": "assistant", "content": " "}],
     ],
 )
 def test_a_bad_conversation_says_which_message_is_wrong(rows_file, messages):

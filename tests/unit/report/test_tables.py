@@ -24,6 +24,7 @@ def test_the_summary_says_what_changed_and_where_the_model_is(run):
     assert "5.0000 → 2.0000 (best 1.5000 at step 2)" in text
     assert "200 tokens/s (median)" in text
     assert "2.0 s · 400 tokens" in text
+    assert "means of" not in text and "loss, means of 2 steps" in shown(run_summary(run, curve_width=2))
 
 
 def test_long_paths_are_printed_whole(run):

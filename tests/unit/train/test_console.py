@@ -228,6 +228,13 @@ def test_time_left_of_a_terminal_counts_down_and_is_whole_seconds(monkeypatch):
 def test_evaluations_and_saves_reach_the_time_left():
     out = console()
     tracker = ConsoleTracker(out, course=Course(11, evaluate_every=1, held_out_tokens=1))
+    untrained = {
+        "exact_match": 0.0,
+        "prompts": 9,
+        "answers_cut": 9,
+        "seconds": 500.0,
+    }  # none ends: not counted
+    tracker.log(eval_row(step=0, loss=9.0, label_tokens=1, **untrained))
     tracker.log(train_row(step=9, **NUMBERS))
     tracker.log(eval_row(step=9, loss=1.0, label_tokens=1, seconds=50.0))
     tracker.log({"kind": "save", "step": 9, "seconds": 7.0})
@@ -237,15 +244,16 @@ def test_evaluations_and_saves_reach_the_time_left():
     assert text(out).splitlines()[-1].endswith("1 min 50 s left")  # 3 + 2 x 50 + 7
 
 
-@pytest.mark.parametrize("terminal", [True, False])
-def test_a_long_evaluation_is_counted_in_the_bar_or_in_lines(terminal, monkeypatch):
+@pytest.mark.parametrize(("terminal", "step"), [(True, 0), (True, 20), (False, 20)])
+def test_a_long_evaluation_is_counted_in_the_bar_or_in_lines(terminal, step, monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     clock, out = [100.0], console(terminal=terminal)
     monkeypatch.setattr("meshtune.train.console.time.monotonic", lambda: clock[0])
     tracker = ConsoleTracker(out, course=Course(40))
-    tracker.log(train_row(step=20, **NUMBERS))
+    if step:
+        tracker.log(train_row(step=step, **NUMBERS))
     for done in range(40):
-        row = {"step": 20, "done": done, "total": 40, "unit": "batches", "prompts": 9}
+        row = {"step": step, "done": done, "total": 40, "unit": "batches", "prompts": 9}
         tracker.log({"kind": "evaluating", **row})
         clock[0] += 2.5
     lines = [line for line in text(out).splitlines() if line.startswith("evaluating")]

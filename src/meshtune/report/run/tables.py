@@ -29,7 +29,10 @@ def run_summary(run: RunDir, *, curve_width: int = 60) -> RenderableType:
     parts: list[RenderableType] = []
     if losses := values(train, "loss"):
         steps = (train[0]["step"], train[-1]["step"])
-        parts += [Text("loss", style="bold"), curve(losses, steps=steps, width=curve_width), Text()]
+        few, rest = divmod(len(losses), curve_width)
+        means = f", means of {few} or {few + 1} steps" if rest else f", means of {few} steps"
+        title = Text.assemble(("loss", "bold"), (means if len(losses) > curve_width else "", "dim"))
+        parts += [title, curve(losses, steps=steps, width=curve_width), Text()]
     lines = {
         f"{label:<{LABEL_WIDTH - 2}}": Text(value, style="bold" if label == "exact match" else "")
         for label, value in headline(summary)
