@@ -323,12 +323,13 @@ def cautions(plan: Plan, best: Choice) -> list[str]:
 
 
 def faster(plan: Plan, best: Choice) -> list[str]:
-    """Faster batches near one that the data ranks can't share, then settings that are faster.
+    """Batches near one that the data ranks can't share, and settings, that are faster; the fastest first.
 
     best: the chosen layout, which all are compared with.
     """
-    nearest = nearest_batches(plan, best)
-    return [*nearest, *_faster(plan, best, FASTER[1:] if nearest else FASTER)]
+    nearest = _nearest_batches(plan, best)
+    every = [*nearest, *_faster(plan, best, FASTER[1:] if nearest else FASTER)]
+    return [outcome.sentence() for outcome in sorted(every, key=lambda outcome: -outcome.speed)]
 
 
 def lighter(plan: Plan, best: Choice) -> list[Outcome]:
@@ -352,6 +353,10 @@ def nearest_batches(plan: Plan, best: Choice) -> list[str]:
 
     best: the chosen layout, which they are compared with. Gains below NOTABLE_GAIN are left out.
     """
+    return [outcome.sentence() for outcome in _nearest_batches(plan, best)]
+
+
+def _nearest_batches(plan: Plan, best: Choice) -> list[Outcome]:
     size, of_plan = plan.workload.global_batch_size, changes(plan.workload, plan.cluster, fixed=plan.fixed)
     near = (change for change in of_plan if change.kind == "nearest batch")
     gains: dict[bool, Outcome] = {}  # by whether the batch is larger
@@ -359,7 +364,7 @@ def nearest_batches(plan: Plan, best: Choice) -> list[str]:
         larger = outcome.change.workload.global_batch_size > size
         if outcome.speed > (gains[larger].speed if larger in gains else NOTABLE_GAIN):
             gains[larger] = outcome
-    return [outcome.sentence() for outcome in sorted(gains.values(), key=lambda one: -round(one.speed, 2))]
+    return sorted(gains.values(), key=lambda one: -round(one.speed, 2))
 
 
 def _largest_cost(best: Choice) -> Iterator[str]:
@@ -373,7 +378,7 @@ def _largest_cost(best: Choice) -> Iterator[str]:
         yield f"Largest cost besides compute: {what}, {duration(seconds)} a step ({share:.0%})."
 
 
-def _faster(plan: Plan, best: Choice, kinds: Sequence[str]) -> Iterator[str]:
+def _faster(plan: Plan, best: Choice, kinds: Sequence[str]) -> Iterator[Outcome]:
     """Yield settings with which the best layout is notably faster than `best`; updates stay as exact."""
     trained = PRECISIONS[plan.workload.precision].trained
     some = (
@@ -390,7 +395,7 @@ def _faster(plan: Plan, best: Choice, kinds: Sequence[str]) -> Iterator[str]:
         found = (outcome for one, kept in tried for outcome in searched([one], kept, best))
         outcome = next(found, None)
         if outcome and outcome.speed > NOTABLE_GAIN:
-            yield outcome.sentence()
+            yield outcome
 
 
 # other global batches: a quarter to four times #
