@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from meshtune.layout import MODEL_AXES, Layout
-from meshtune.optimizers import caution
+from meshtune.optimizers import caution, checkpoint_bytes
 from meshtune.placement.columns import Columns
 from meshtune.plan.candidates import is_uneven
 from meshtune.plan.changes import BATCHES, NOTABLE_SAVING, Change, Outcome, best_layout, changes, searched
@@ -28,6 +28,7 @@ from meshtune.plan.phrases import (
     sequences,
     spent,
 )
+from meshtune.plan.programs import MESHTUNE
 from meshtune.plan.search import Choice, Plan, best_fitting, explained
 from meshtune.plan.seconds.step import PARTS, TIE, StepTime
 from meshtune.plan.workload import Workload
@@ -124,6 +125,8 @@ def reasoning(plan: Plan, choice: Choice) -> list[str]:
     memory = explained(workload, cluster, one_copy).memory
     states = memory.weights + memory.gradients + memory.optimizer
     copied = ", with the copy of the head's gradient at the peak" * bool(workload.work.head_trainable)
+    checkpoint = human(checkpoint_bytes(trained, workload.precision, workload.optimizer))
+    saved = f" A checkpoint takes about {checkpoint}." * (workload.tool is MESHTUNE)
     ranks, steps = layout.data_ranks, layout.gradient_accumulation_steps
     model_axes = " x ".join(f"{getattr(layout, axis)} {axis}" for axis in MODEL_AXES)
     return [
@@ -133,7 +136,7 @@ def reasoning(plan: Plan, choice: Choice) -> list[str]:
         + (f", {count(trained)} of them trained" * (trained < parameters))
         + f". Weights, gradients and optimizer state of one unsharded copy need {human(states)} "
         f"({states / parameters:.1f} bytes per parameter{copied}); "
-        f"a {device(cluster)} has {human(cluster.memory)}, and {memory_margin(cluster)}.",
+        f"a {device(cluster)} has {human(cluster.memory)}, and {memory_margin(cluster)}.{saved}",
         f"Micro-batch: {sequences(layout.micro_batch_size)}{_larger_micro_batch(plan, choice)}",
         f"{'Ranks' if cluster.gpu.processor else 'GPUs'}: {layout.world} = {model_axes} x {ranks} data "
         f"rank{'s' * (ranks > 1)} ({_sharding(layout)}).",
