@@ -33,7 +33,7 @@ from meshtune.sections import is_pattern
 if TYPE_CHECKING:
     from meshtune.data.pack import Dataset
 
-# Of the data section, on the training data's size. A run sets template_date and a plan does not; all days have
+# Of the data section, on the training data's size. Only runs set template_date; all days have
 # nearly the same number of tokens.
 WITHOUT_EFFECT = {"eval", "mean_document_tokens", "cache", "template_date"}
 STALE_SECONDS = 24 * 3600  # age at which an unfinished folder must be that of a killed process
