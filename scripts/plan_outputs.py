@@ -1,9 +1,9 @@
 """Repeat the plans that README and docs show, and compare: `python scripts/plan_outputs.py [--write]`.
 
 A block of a page that begins with `$ meshtune plan …` is a command and parts of its answer, in order; `…`
-stands for what is left out, and line breaks don't count. A comment `<!-- meshtune plan … : PART -->` below a
-sentence says what a command prints, which the sentence quotes. The tables of docs/which-gpu.md and
-docs/fit.md are compared too; --write rewrites them.
+stands for what is left out, and line breaks don't count. A comment `<!-- meshtune plan … : PART -->`, or of
+`meshtune sweep`, below a sentence says what a command prints, which the sentence quotes. The tables of
+docs/which-gpu.md and docs/fit.md are compared too; --write rewrites them.
 """
 
 import json
@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from meshtune.rundir import write_text_atomically
@@ -20,7 +21,7 @@ from meshtune.rundir import write_text_atomically
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 BLOCK = re.compile(r"^```\n\$ (meshtune plan (?:[^\n]*\\\n)*[^\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-QUOTED = re.compile(r"<!-- (meshtune plan .*?) : (.*?) -->")
+QUOTED = re.compile(r"<!-- (meshtune (?:plan|sweep) .*?) : (.*?) -->")
 PART = re.compile(r"(<!-- begin[^>]*-->\n).*?(<!-- end -->)", re.DOTALL)
 MODELS = ("qwen3-0.6b", "llama-3.2-1b", "qwen3-1.7b", "llama-3.2-3b", "qwen3-4b", "llama-3.1-8b", "qwen3-14b",
           "gemma-3-27b", "qwen3-32b", "llama-3.1-70b", "mistral-large-123b", "llama-3.1-405b")  # fmt: skip
@@ -49,7 +50,9 @@ def answer(command: str) -> str:
     words = command.replace("\\\n", " ").split()[1:]
     environment = os.environ | {"COLUMNS": "100", "HF_HUB_OFFLINE": "1"}
     run = [sys.executable, "-m", "meshtune", *words]
-    done = subprocess.run(run, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    with TemporaryDirectory() as out:
+        run += ["--out", out] if words[0] == "sweep" else []  # a folder with results would repeat nothing
+        done = subprocess.run(run, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     return done.stdout + done.stderr
 
 

@@ -15,8 +15,9 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-for _name in ("torchao", "torch.utils._pytree"):
-    # transformers imports torchao where it is installed, which warns of kernels that nothing here runs
+for _name in ("torchao", "torch.utils._pytree", "torch._higher_order_ops.wrap"):
+    # transformers imports torchao where it is installed, which warns of kernels that nothing here runs; torch
+    # warns of selective recomputation in compiled blocks, lest they change tensors in place: ours do not then
     if logging.getLogger(_name).level == logging.NOTSET:
         logging.getLogger(_name).setLevel(logging.ERROR)
 

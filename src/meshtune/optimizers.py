@@ -166,6 +166,12 @@ def updated_by(optimizer: str, trained: str) -> str:
     return IN_16_BITS.get(optimizer, optimizer) if trained == "bfloat16" else optimizer
 
 
+def checkpoint_bytes(trained: float, precision: str, optimizer: str) -> float:
+    """Bytes in a checkpoint of `trained` parameters and their optimizer state, without its files' headers."""
+    dtype = PRECISIONS[precision].trained
+    return trained * (DTYPE_BYTES[dtype] + OPTIMIZERS[optimizer].bytes_per_parameter(dtype))
+
+
 def caution(precision: str, optimizer: str) -> str:
     """Sentence for who trains weights in 16 bits with an update that rounds them to nearest; "" for others.
 

@@ -116,12 +116,12 @@ def explained(
 
 
 def largest(
-    config: Config, quantity: str, *, tool: str = MESHTUNE.name, log: Log = silent
+    config: Config, quantity: str, *, tool: str = MESHTUNE.name, log: Log = silent, count: Log = silent
 ) -> tuple[int | str, Choice]:
     """The largest `quantity` (model, seq_len or batch) that fits, and its best layout.
 
-    model: of models.toml, see `known_workload`. tool: that runs it, as in --for. Raises NothingFits if not
-    even the smallest fits.
+    model: of models.toml, see `known_workload`. tool: that runs it, as in --for. count: as in `plan`. Raises
+    NothingFits if not even the smallest fits.
     """
     if quantity == "model":
         cluster, runner = cluster_for(config), tool_for(tool, config)
@@ -133,8 +133,8 @@ def largest(
                 say((*workload.notes, choice.attention, *_other_adapters(config, [config.method])), log)
                 return name, choice
         raise _no_model(cluster)
-    with workloads(config, tool, log) as (workload, _):
-        value, choice = answer.largest(workload, cluster_for(config), quantity)
+    with workloads(config, tool, log) as (workload, lighter):
+        value, choice = answer.largest(workload, cluster_for(config), quantity, lighter, count)
         say((*workload.notes, choice.attention), log)
         if quantity == "seq_len":
             documents = config.data.mean_document_tokens

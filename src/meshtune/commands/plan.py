@@ -216,12 +216,13 @@ def largest(
     from meshtune.model.census_cache import LoraShape
     from meshtune.report.plan import documents
 
-    with working(api.PLANNING):
+    with working(api.PLANNING) as count:
         if quantity is None:
             cluster, longest = api.longest_sequences(config, tool=tool, log=log)
             document = documents.models_that_fit(longest, cluster, LoraShape().r, config.global_batch_size)
         else:
-            document = documents.largest(quantity, *api.largest(config, quantity, tool=tool, log=log))
+            found = api.largest(config, quantity, tool=tool, log=log, count=count)
+            document = documents.largest(quantity, *found)
     show(document, as_json=as_json)
 
 

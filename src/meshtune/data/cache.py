@@ -33,7 +33,9 @@ from meshtune.sections import is_pattern
 if TYPE_CHECKING:
     from meshtune.data.pack import Dataset
 
-WITHOUT_EFFECT = {"eval", "mean_document_tokens", "cache"}  # of the data section, on the training data's size
+# Of the data section, on the training data's size. Only runs set template_date; all days have
+# nearly the same number of tokens.
+WITHOUT_EFFECT = {"eval", "mean_document_tokens", "cache", "template_date"}
 STALE_SECONDS = 24 * 3600  # age at which an unfinished folder must be that of a killed process
 MANIFEST = "manifest.json"
 # Of a folder of arrays, of the digests of data files (files.py), of a model's numbers (census_cache.py), of

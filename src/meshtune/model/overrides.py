@@ -62,7 +62,8 @@ def overridden_config(
         if (found := _found(made, path, value)) != value and written(found) != written(value)
     ]:
         raise UserError(problems)
-    return changed, (f"{SETTING} changes config.json: {', '.join(change.changes)}.", *change.cuts)
+    said = f"{SETTING} changes config.json: {', '.join(change.changes)}."
+    return changed, (*([said] if change.changes else ()), *change.cuts)
 
 
 def absurd(raw: Any) -> Iterator[str]:
@@ -123,7 +124,8 @@ def _laid(
                 f"({written(now)})."
             )
         else:
-            change.changes.append(f"{where} {written(now)} → {written(value)}")
+            if now != value:
+                change.changes.append(f"{where} {written(now)} → {written(value)}")
             change.values[(*prefix.split(".")[:-1], key)] = value
             fields = {name: old for name, old in fields.items() if names.get(name) != key} | {key: value}
     layers = names.get(LAYERS, LAYERS)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from meshtune.layout import MODEL_AXES, Layout
-from meshtune.optimizers import caution
+from meshtune.optimizers import caution, checkpoint_bytes
 from meshtune.placement.columns import Columns
 from meshtune.plan.candidates import is_uneven
 from meshtune.plan.changes import BATCHES, NOTABLE_SAVING, Change, Outcome, best_layout, changes, searched
@@ -28,6 +28,7 @@ from meshtune.plan.phrases import (
     sequences,
     spent,
 )
+from meshtune.plan.programs import MESHTUNE
 from meshtune.plan.search import Choice, Plan, best_fitting, explained
 from meshtune.plan.seconds.step import PARTS, TIE, StepTime
 from meshtune.plan.workload import Workload
@@ -124,6 +125,8 @@ def reasoning(plan: Plan, choice: Choice) -> list[str]:
     memory = explained(workload, cluster, one_copy).memory
     states = memory.weights + memory.gradients + memory.optimizer
     copied = ", with the copy of the head's gradient at the peak" * bool(workload.work.head_trainable)
+    checkpoint = human(checkpoint_bytes(trained, workload.precision, workload.optimizer))
+    saved = f" A checkpoint takes about {checkpoint}." * (workload.tool is MESHTUNE)
     ranks, steps = layout.data_ranks, layout.gradient_accumulation_steps
     model_axes = " x ".join(f"{getattr(layout, axis)} {axis}" for axis in MODEL_AXES)
     return [
@@ -133,7 +136,7 @@ def reasoning(plan: Plan, choice: Choice) -> list[str]:
         + (f", {count(trained)} of them trained" * (trained < parameters))
         + f". Weights, gradients and optimizer state of one unsharded copy need {human(states)} "
         f"({states / parameters:.1f} bytes per parameter{copied}); "
-        f"a {device(cluster)} has {human(cluster.memory)}, and {memory_margin(cluster)}.",
+        f"a {device(cluster)} has {human(cluster.memory)}, and {memory_margin(cluster)}.{saved}",
         f"Micro-batch: {sequences(layout.micro_batch_size)}{_larger_micro_batch(plan, choice)}",
         f"{'Ranks' if cluster.gpu.processor else 'GPUs'}: {layout.world} = {model_axes} x {ranks} data "
         f"rank{'s' * (ranks > 1)} ({_sharding(layout)}).",
@@ -323,12 +326,13 @@ def cautions(plan: Plan, best: Choice) -> list[str]:
 
 
 def faster(plan: Plan, best: Choice) -> list[str]:
-    """Faster batches near one that the data ranks can't share, then settings that are faster.
+    """Batches near one that the data ranks can't share, and settings, that are faster; the fastest first.
 
     best: the chosen layout, which all are compared with.
     """
-    nearest = nearest_batches(plan, best)
-    return [*nearest, *_faster(plan, best, FASTER[1:] if nearest else FASTER)]
+    nearest = _nearest_batches(plan, best)
+    every = [*nearest, *_faster(plan, best, FASTER[1:] if nearest else FASTER)]
+    return [outcome.sentence() for outcome in sorted(every, key=lambda outcome: -outcome.speed)]
 
 
 def lighter(plan: Plan, best: Choice) -> list[Outcome]:
@@ -352,6 +356,10 @@ def nearest_batches(plan: Plan, best: Choice) -> list[str]:
 
     best: the chosen layout, which they are compared with. Gains below NOTABLE_GAIN are left out.
     """
+    return [outcome.sentence() for outcome in _nearest_batches(plan, best)]
+
+
+def _nearest_batches(plan: Plan, best: Choice) -> list[Outcome]:
     size, of_plan = plan.workload.global_batch_size, changes(plan.workload, plan.cluster, fixed=plan.fixed)
     near = (change for change in of_plan if change.kind == "nearest batch")
     gains: dict[bool, Outcome] = {}  # by whether the batch is larger
@@ -359,7 +367,7 @@ def nearest_batches(plan: Plan, best: Choice) -> list[str]:
         larger = outcome.change.workload.global_batch_size > size
         if outcome.speed > (gains[larger].speed if larger in gains else NOTABLE_GAIN):
             gains[larger] = outcome
-    return [outcome.sentence() for outcome in sorted(gains.values(), key=lambda one: -round(one.speed, 2))]
+    return sorted(gains.values(), key=lambda one: -round(one.speed, 2))
 
 
 def _largest_cost(best: Choice) -> Iterator[str]:
@@ -373,7 +381,7 @@ def _largest_cost(best: Choice) -> Iterator[str]:
         yield f"Largest cost besides compute: {what}, {duration(seconds)} a step ({share:.0%})."
 
 
-def _faster(plan: Plan, best: Choice, kinds: Sequence[str]) -> Iterator[str]:
+def _faster(plan: Plan, best: Choice, kinds: Sequence[str]) -> Iterator[Outcome]:
     """Yield settings with which the best layout is notably faster than `best`; updates stay as exact."""
     trained = PRECISIONS[plan.workload.precision].trained
     some = (
@@ -390,7 +398,7 @@ def _faster(plan: Plan, best: Choice, kinds: Sequence[str]) -> Iterator[str]:
         found = (outcome for one, kept in tried for outcome in searched([one], kept, best))
         outcome = next(found, None)
         if outcome and outcome.speed > NOTABLE_GAIN:
-            yield outcome.sentence()
+            yield outcome
 
 
 # other global batches: a quarter to four times #

@@ -268,19 +268,23 @@ def offer_facts(offer: Offer) -> dict[str, Any]:
 # the largest that fits #
 
 
-def largest(workload: Workload, cluster: Cluster, what: str) -> tuple[Any, Choice]:
+def largest(
+    workload: Workload, cluster: Cluster, what: str, lighter: Lighter = dict, count: Count = silent
+) -> tuple[Any, Choice]:
     """(value, best layout) of the largest `what` that fits; no field of the layout is fixed.
 
     what: "seq_len", in tokens, a multiple of 64 from 256 on; "batch", in sequences of a global batch
     without accumulation. Raises NothingFits (for "batch" Refused, if no layout can run) if not even the
-    smallest fits, UserError for another `what`.
+    smallest fits, UserError for another `what`. lighter, count: as in `compare`.
     """
     if what == "seq_len":
         longest = _largest_number(
             lambda tokens: best_fitting(replace(workload, seq_len=tokens), cluster), 256, 2**24, step=64
         )
         if longest is None:
-            raise empty_plan_error(search(replace(workload, seq_len=256), cluster))
+            shortest = replace(workload, seq_len=256)
+            others = lambda: {name: replace(other, seq_len=256) for name, other in lighter().items()}  # noqa: E731
+            raise empty_plan_error(search(shortest, cluster), others, count)
         return longest
     if what == "batch":
         at_once = {"gradient_accumulation_steps": 1}
@@ -289,7 +293,7 @@ def largest(workload: Workload, cluster: Cluster, what: str) -> tuple[Any, Choic
             step=cluster.gpus, passed_over=cluster.gpus,
         )  # fmt: skip
         if most is None:
-            raise empty_plan_error(search(workload, cluster))
+            raise empty_plan_error(search(workload, cluster), lighter, count)
         return most
     raise UserError(
         f"plan max {what}: the largest of it can't be searched for. Write plan max seq_len, plan max batch "
@@ -354,7 +358,7 @@ def _largest_number(
 
 SORTS = {  # column of --sort -> (what the first has, clause on how much more another cluster takes)
     "speed": ("the shortest step", "a step takes {} time there"),
-    "cost": ("the lowest cost of a token, without prices its GPU time", "a token costs {} there"),
+    "cost": ("the lowest cost of a token", "a token costs {} there"),
     "gpus": ("the fewest GPUs, then the shortest step", "a step takes {} time there"),
     "memory": ("the lowest peak memory", "a GPU needs {} memory there"),
 }
@@ -455,10 +459,11 @@ def _nearest_miss(offers: Sequence[Offer], bounds: Bounds) -> list[str]:
     share = (run.seconds / factor - before) / (run.seconds - before)
     steps = math.floor(run.steps * share + 1e-9)
     fewer = f"set train.max_steps={steps}, " if steps > 0 else ""
+    given = " or ".join(f"--{name}" for name, most in vars(bounds).items() if most is not None)
     return [
         f"No cluster that was tried {bounds.clause(run.currency)}.",
         f"The nearest is {offer.title} with {offer.choice.layout}: {duration(run.seconds)}{paid}, {excess}.",
-        f"Raise --by or --budget, {fewer}or compare other clusters with --gpus.",
+        f"Raise {given}, {fewer}or compare other clusters with --gpus.",
     ]
 
 
@@ -512,8 +517,10 @@ def remarks(offers: Sequence[Offer], chosen: Offer, sort: str, bounds: Bounds) -
     """
     sentences = []
     if sum(offer.choice is not None for offer in offers) > 1:
-        limits = " and ".join(f"--{name}" for name, most in vars(bounds).items() if most is not None)
-        rule = f"{SORTS[sort][0]} of those within {limits}" if limits else SORTS[sort][0]
+        limits = bounds.clause(chosen.plan.cluster.currency, several=True)
+        unpriced = sort == "cost" and chosen.plan.cluster.price is None
+        rule = "the least GPU time of a token" if unpriced else SORTS[sort][0]
+        rule += f" among the clusters that {limits}" * bool(limits)
         sentences.append(f"{chosen.title} is chosen for {rule}; --sort has other rules.")
     gpu = chosen.plan.cluster.gpu
     measured = [offer for offer in offers if offer.choice and offer.plan.cluster.gpu.measured]

@@ -446,9 +446,8 @@ def remedies(
     tried = itertools.count()
     for _, alternatives in groupby(some, key=lambda one: one.setting if one.kind == "method" else one.kind):
         for change in alternatives:
-            count(
-                f"searching for what would fit: {counted(next(tried), 'change')} tried, now {change.setting}"
-            )
+            now = change.setting or change.words
+            count(f"searching for what would fit: {counted(next(tried), 'change')} tried, now {now}")
             if outcome := next(searched([change]), None):
                 yield outcome
                 break

@@ -134,6 +134,8 @@ class RunCost:
             seconds += reference
         gpu_hours = None if seconds is None else seconds * choice.layout.world / 3600
         price, million = cluster.price, 1e6 / choice.tokens_per_second_per_gpu / 3600  # GPU-hours
+        if gpu_hours and length.tokens:
+            million = gpu_hours / length.tokens * 1e6  # with the reference's pass
         return cls(
             steps=length.steps,
             tokens=length.tokens,
@@ -200,13 +202,16 @@ class Bounds:
             name: used / most for name, (used, most) in pairs.items() if used is not None and most is not None
         }
 
-    def clause(self, currency: str) -> str:
-        """A clause with the bounds: "ends the run within 2 h and costs at most 9.00 EUR"."""
-        clauses = []
+    def clause(self, currency: str, *, several: bool = False) -> str:
+        """A clause with the bounds: "ends the run within 2 h and costs at most 9.00 EUR".
+
+        several: its subject is plural.
+        """
+        clauses, s = [], "" if several else "s"
         if self.by is not None:
-            clauses.append(f"ends the run within {duration(self.by)}")
+            clauses.append(f"end{s} the run within {duration(self.by)}")
         if self.budget is not None:
-            clauses.append(f"costs at most {money(self.budget, currency)}")
+            clauses.append(f"cost{s} at most {money(self.budget, currency)}")
         return " and ".join(clauses)
 
 

@@ -259,9 +259,13 @@ def of_layout(name: str) -> bool:
 
 
 def with_fields(layout: Any, changed: Mapping[str, Any]) -> Tree:
-    """A layout as a mapping, with other values of some fields. layout: auto, a layout string or a mapping."""
+    """A layout as a mapping, with other values of some fields. layout: auto, a layout string or a mapping.
+
+    A mode of recomputation without a number of blocks is of all of them, whatever the layout.
+    """
     if layout == AUTO:
-        return {row.name: AUTO for row in fields(Layout)} | dict(changed)
+        all_blocks = {"recompute_blocks"} if changed.get("recompute", AUTO) != AUTO else set()
+        return {row.name: AUTO for row in fields(Layout) if row.name not in all_blocks} | dict(changed)
     return {**(parse_fields(layout) if isinstance(layout, str) else layout), **changed}
 
 

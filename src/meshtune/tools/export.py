@@ -8,6 +8,7 @@ refuses it before it ranks (`tool_for`), by rules.py. Sentences of differences.t
 differently under the layouts that are left.
 """
 
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -48,10 +49,9 @@ class Written(NamedTuple):
 
     @property
     def sentence(self) -> str:
-        """The layout, the folder and the command that starts it."""
-        return (
-            f"{self.layout} for {self.tool.title} is in {self.folder}; start it with: {self.exported.command}"
-        )
+        """The layout, the folder and the command that starts it there."""
+        command = f"cd {shlex.quote(str(self.folder))} && {self.exported.command}"
+        return f"{self.layout} for {self.tool.title} is in {self.folder}; start it with: {command}"
 
     def as_dict(self) -> dict[str, Any]:
         """`export` of the JSON document."""

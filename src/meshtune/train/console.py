@@ -13,9 +13,8 @@ from rich.text import Text
 
 from meshtune.layout import Layout, in_words
 from meshtune.meter.rows import memory_table, unfinished_answers
-from meshtune.optimizers import OPTIMIZERS
+from meshtune.optimizers import checkpoint_bytes
 from meshtune.plan.phrases import predicted_with
-from meshtune.precision import DTYPE_BYTES, PRECISIONS
 from meshtune.rundir import Row
 from meshtune.streams import lost
 from meshtune.units import at_words, count, counted, duration, human
@@ -260,9 +259,8 @@ def beginning(row: Row) -> Iterator[str]:
     layout = in_words(Layout.parse(row["layout"]))
     flash = f", FlashAttention {version}" if (version := row.get("flash_attention")) else ""
     yield f"Layout {row['layout']}: {layout}; {row['world']} x {row['device']}{flash}."
-    dtype = PRECISIONS[row["precision"]].trained
-    saved = DTYPE_BYTES[dtype] + OPTIMIZERS[row["optimizer"]].bytes_per_parameter(dtype)
-    checkpoint = f"A checkpoint takes about {human(trained * saved)}."
+    saved = checkpoint_bytes(trained, row["precision"], row["optimizer"])
+    checkpoint = f"A checkpoint takes about {human(saved)}."
     if predicted := row.get("predicted"):
         step, memory = predicted.get("step_seconds"), predicted["memory"]
         time = f", {duration(step)} a step, {duration(step * row['total_steps'])} in all" if step else ""

@@ -116,7 +116,7 @@ def test_clusters_are_sorted_by_the_column_and_the_first_is_chosen() -> None:
     ):
         sentence, *_ = remarks(every, compare(every, sort)[0], sort, Bounds(by=9))
         assert sentence.startswith(f"{gpus} x h100-sxm is chosen for {rule}")
-        assert " of those within --by; --sort" in sentence
+        assert " among the clusters that end the run within 9.0 s; --sort" in sentence
     equal = compare(offers(plan(16), plan(8), sort="memory"), "memory")
     peaks = [offer.choice.memory.peak for offer in equal if offer.choice]
     assert peaks == sorted(peaks)

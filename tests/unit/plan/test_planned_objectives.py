@@ -134,6 +134,7 @@ def test_a_reference_reads_every_row_once_before_the_first_step(monkeypatch: pyt
     assert run.reference_seconds == pytest.approx(125 * choice.reference)
     assert run.seconds == pytest.approx(300 * choice.seconds.total + run.reference_seconds)
     assert run.cost == pytest.approx(run.seconds * 8 / 3600 * 2.0)
+    assert length.tokens and run.cost_per_million_tokens == pytest.approx(run.cost / (length.tokens / 1e6))
     assert "The reference's pass over all rows is " in run.sentence()
     steps_only = RunLength(length.steps, length.tokens)
     bounds = Bounds(by=300 * choice.seconds.total + run.reference_seconds / 2)

@@ -126,6 +126,12 @@ def test_an_axis_that_another_one_fixes_has_no_gains_of_its_own(tmp_path):
         ("layout.tp", 2), ("layout.micro_batch_size", 2)
     ]  # fmt: skip
     says(ablation.table().notes[-1])
+    planned = {"fp32": "zero3x2-mb1-ga2", "bf16": "dp2-mb1-ga2"}
+    rows = [
+        bench_row("small", 2, 1, layout=planned[name], settings={"train.precision": name}) for name in planned
+    ]
+    (tmp_path / "planned").mkdir()
+    assert not Ablation(sweep_in(write_sweep(tmp_path / "planned", rows))).gains, "the layouts differ too"
 
 
 def test_small_charts_and_colours_are_the_axes_that_are_named(database):

@@ -88,6 +88,8 @@ def test_fields_of_the_layout_are_laid_over_the_base_s_layout() -> None:
     }  # fmt: skip
     (auto,) = experiments({"axes": {"layout.tp": [2]}})
     assert auto.tree["layout"]["tp"] == 2 and auto.tree["layout"]["pp"] == "auto"
+    (full,) = experiments({"axes": {"layout.recompute": ["full"]}})
+    assert "recompute_blocks" not in full.tree["layout"], "full is all blocks, not the fewest that fit"
 
 
 def test_conditions_see_settings_defaults_and_the_layout() -> None:

@@ -6,14 +6,14 @@ layouts that differ. Data ranks and accumulation follow from the GPUs, the globa
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache, cached_property
 from itertools import product
 from statistics import median
 from typing import Any, NamedTuple
 
 from meshtune.errors import UserError, did_you_mean, nearest
-from meshtune.layout import Layout
+from meshtune.layout import BELONGS, DATA_AXES, Layout
 from meshtune.report.draw.kinds import Dot, Mark, Multiples, Panel, Stacks
 from meshtune.report.draw.table import Table
 from meshtune.report.experiments.axes import MOST_LINES, about, axis, loss_axis, most_frequent
@@ -259,7 +259,23 @@ class Ablation:
                 group[value == after].append(each)
         free = one.key in (GLOBAL_BATCH, *BATCH, GPUS)
         pairs = [pair for group in groups.values() for pair in product(*group)]
-        return [pair for pair in pairs if free or _alike(*pair)]
+        return [pair for pair in pairs if (free or _alike(*pair)) and self._planned_alike(one, *pair)]
+
+    def _planned_alike(self, one: SweptAxis, first: Experiment, second: Experiment) -> bool:
+        """True if the layouts agree in the fields that the planner may have chosen for each: those that the
+        sweep does not change, without what follows from the axis.
+        """
+        if "layout" in self.sweep.varied or not (first.layout and second.layout):
+            return True
+        (before, after), name = map(layout_of, (first.layout, second.layout)), one.key.removeprefix("layout.")
+        follow = {name, *BELONGS.get(name, ()), "gradient_accumulation_steps"}
+        if name == "zero" or before.data_ranks != after.data_ranks:
+            follow |= {*DATA_AXES}
+        return all(
+            getattr(before, row.name) == getattr(after, row.name)
+            for row in fields(Layout)
+            if row.name not in follow and f"layout.{row.name}" not in self.sweep.varied
+        )
 
     def table(self) -> Table:
         """The gains, a row each."""
