@@ -477,7 +477,8 @@ class Config(Section):
     @property
     def modules_to_save(self) -> tuple[str, ...]:
         """Names of modules that are trained whole next to adapters, with the score of a reward model."""
-        return *self.lora.modules_to_save, *(["score"] if OBJECTIVES[self.objective].scores else [])
+        scores = ["score"] if OBJECTIVES[self.objective].scores else []
+        return tuple(dict.fromkeys([*self.lora.modules_to_save, *scores]))
 
     @property
     def quantise(self) -> str:

@@ -1,10 +1,11 @@
 """A reward model that was trained and exported scores in transformers and peft as in its evaluation."""
 
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
+from cases import cases
 from test_preferences_trl import rows_of
 from tiny import make_llama, make_rows, make_tokenizer, write_rows
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -12,11 +13,13 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from meshtune import config
 from meshtune.api import build
 from meshtune.api.answer import open_answerer
+from meshtune.api.evaluate import evaluated
+from meshtune.api.export import exported
 from meshtune.errors import UserError
 from meshtune.train import loop
 
 
-@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("method", cases(["full", "lora", "qlora"], test=["lora"]))
 def test_an_export_scores_as_the_run_did(method: str, tmp_path: Path) -> None:
     from peft import PeftModel
 
@@ -32,22 +35,23 @@ def test_an_export_scores_as_the_run_did(method: str, tmp_path: Path) -> None:
         "data.seq_len=512", "objective=reward", f"method={method}", "train.max_steps=3",
         "train.global_batch_size=2", "layout=mb1-ga2", "train.precision=fp32", "train.learning_rate=1e-2",
         "log.to=[jsonl]", "checkpoint.every=0", f"output={tmp_path / 'run'}",
+        *([] if method == "full" else ["lora.modules_to_save=[score]"]),
     ]))  # fmt: skip
     loop.train(run)
     (evaluation,) = run.folder.rows("eval")
-    exported = folder if method == "lora" else run.folder.model
-    model = AutoModelForSequenceClassification.from_pretrained(exported, num_labels=1, dtype=torch.float32)
+    merged = exported(run.folder.path, tmp_path / "exported", merge=method != "full", step=None, push_to=None)
+    models = [AutoModelForSequenceClassification.from_pretrained(merged, dtype=torch.float32)]
     if method == "lora":
-        model.config.pad_token_id = tokenizer.pad_token_id
-        model = PeftModel.from_pretrained(model, str(run.folder.model))
-    else:
-        with safe_open(exported / "model.safetensors", "pt") as file:
-            assert list(file.get_slice("score.weight").get_shape()) == [1, 64]
+        base = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, dtype=torch.float32)
+        base.config.pad_token_id = tokenizer.pad_token_id
+        models.append(PeftModel.from_pretrained(base, str(run.folder.model)))
     assert tokenizer.pad_token_id not in (None, tokenizer.eos_token_id)
-    for side in ("chosen", "rejected"):
+    for model, side in product(models, ("chosen", "rejected")):
         texts = [row["prompt"] + row[side] + tokenizer.eos_token for row in rows]
         with torch.no_grad():
             scores = model.eval()(**tokenizer(texts, return_tensors="pt", padding=True)).logits
         assert evaluation[f"rewards/{side}"] == pytest.approx(float(scores.mean()), rel=1e-4, abs=1e-5)
+    again = evaluated(str(run.folder.path), [], lambda _: None)
+    assert again["rewards/chosen"] == pytest.approx(evaluation["rewards/chosen"], rel=1e-4)
     with pytest.raises(UserError, match="reward model: it scores answers and writes none"):
         open_answerer(str(run.folder.path))

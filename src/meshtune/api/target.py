@@ -26,8 +26,8 @@ from meshtune.data.tokens import id_bound
 from meshtune.errors import UserError, expanded
 from meshtune.filesystem import paths_named
 from meshtune.layout import Layout
-from meshtune.model.adapter import adapter_base, digest_of_base, load_adapter, method_of
-from meshtune.model.anatomy import anatomy
+from meshtune.model.adapter import adapter_base, adapter_settings, digest_of_base, load_adapter, method_of
+from meshtune.model.anatomy import anatomy, is_scored
 from meshtune.model.files import ADAPTER_CONFIG
 from meshtune.model.load import load_config, load_tokenizer, quiet
 from meshtune.model.save import FILES
@@ -117,9 +117,14 @@ def target_of(name: str | None, overrides: Sequence[str], *, step: int | None = 
     if adapter:
         refuse_moved(str(name), base["name"])
     precision = stored_precision(base["name"], base.get("revision"))
-    defaults = {"model": recorded, "train": {"precision": precision}}
+    defaults: dict[str, Any] = {"model": recorded, "train": {"precision": precision}}
     if adapter and folder:
         defaults |= method_of(folder)
+        scores = adapter_settings(folder).get("task_type") == "SEQ_CLS"
+    else:
+        scores = is_scored(load_config(base["name"], revision=base.get("revision")))
+    if scores:
+        defaults["objective"] = "reward"
     config = settings.load(None, overrides, defaults)
     return Target(config, folder if adapter else None, base_named="name" in given)
 

@@ -41,7 +41,7 @@ def describe(
             "sequences": len(train),
             "tokens": train.token_count,
             "label_tokens": train.label_tokens,
-            "good": int(train.sides[train.members, 2].sum()),
+            "good": int((train.sides[train.members, 2] == 1).sum()),
             "efficiency": train.efficiency,
         }
         stats = prepared.stats | prepared.train.tally.values() | {"train": part}

@@ -238,16 +238,22 @@ def answers_start(chosen: str, rejected: str, opening: str, ends: Sequence[str])
     return start
 
 
+LARGEST_MARGIN = 1e6  # larger than any score; it is kept in fp32
+
+
 def _with_margin(example: Callable[[Origin, Columns], Example], origin: Origin, columns: Columns) -> Example:
     """Example of a pair with the value of the column margin, 0 without one. Raises BadRow."""
     value: Any = columns.get("margin")
     try:
-        margin = float(0.0 if value is None else value)
+        margin = float(0.0 if is_absent(value) else value)
     except (TypeError, ValueError):
         margin = math.nan
-    if not math.isfinite(margin):
+    if not abs(margin) <= LARGEST_MARGIN:
         theirs = columns.names.get("margin", "margin")
-        raise BadRow("margin is not a number", f"column {theirs} is {written(value)[:40]}, expected a number")
+        raise BadRow(
+            "margin is not a number",
+            f"column {theirs} is {written(value)[:40]}, expected a number of at most {LARGEST_MARGIN:,.0f}",
+        )
     return replace(example(origin, columns), margin=margin)
 
 

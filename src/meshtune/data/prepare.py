@@ -300,7 +300,7 @@ def _write(aside: Path, recipe: Recipe, listing: _Listing) -> dict[str, Any]:
             "sequences": len(starts) - 1,
             "tokens": int(tokens[-1]),
             "label_tokens": int(labels[members].sum(dtype=np.int64)),
-            "good": int(good[members].sum(dtype=np.int64)),
+            "good": int((good[members] == 1).sum()),  # of judged answers
             "efficiency": int(tokens[-1]) / ((len(starts) - 1) * recipe.seq_len),
         }
     return {

@@ -201,8 +201,12 @@ def load_adapter(model: PreTrainedModel, folder: str | Path) -> dict[str, Any]:
         raise UserError(
             f"{folder} does not fit its base: {problem.removeprefix('lora.')}" for problem in error.problems
         ) from error
-    stored_rows = [len(tensors[name]) for name in embedding_and_head(model) if name in tensors]
-    if stored_rows and stored_rows[0] != tables(model)[0].num_embeddings:
+    rows = tables(model)[0].num_embeddings  # the score of a reward model has one
+    stored_rows = [
+        len(tensors[name]) for name, own in embedding_and_head(model).items()
+        if name in tensors and len(own) == rows
+    ]  # fmt: skip
+    if stored_rows and stored_rows[0] != rows:
         resize_to(model, stored_rows[0])
     adapters = adapter_tensors(model)
     parameters = dict(model.named_parameters()) | embedding_and_head(model) | adapters

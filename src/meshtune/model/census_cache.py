@@ -87,8 +87,9 @@ def numbers_of(
 
 
 def lora_shape(config: Config) -> LoraShape:
-    """The adapters of the config's `lora` section."""
-    return LoraShape(**{field.name: getattr(config.lora, field.name) for field in fields(LoraShape)})
+    """The adapters of the config's `lora` section; the counted model has a head in place of a score."""
+    shape = LoraShape(**{field.name: getattr(config.lora, field.name) for field in fields(LoraShape)})
+    return replace(shape, modules_to_save=tuple(n for n in shape.modules_to_save if n != "score"))
 
 
 def _rows_needed(config: Config) -> int | None:

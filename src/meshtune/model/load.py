@@ -293,15 +293,22 @@ def _with_head(config: PretrainedConfig, name: str, scored: bool) -> PretrainedC
             )
         return config
     if is_scored(config) and config.num_labels != 1:
-        raise UserError(f"{name} has {config.num_labels} outputs, but a reward model has one.")
+        raise UserError(
+            f"{name} has {config.num_labels} outputs, but a reward model has one: name the causal language "
+            "model that it was trained from."
+        )
     found: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
     if found is None or has_text_part(config):
-        raise UserError(
-            f"objective=reward: transformers has no {config.model_type} model with a score in place of its "
-            "vocabulary's head; use a family that has one, such as llama or qwen3, or objective=dpo."
-        )
+        raise _without_score(config)
     config.architectures, config.num_labels = [found.__name__], 1
     return config
+
+
+def _without_score(config: PretrainedConfig) -> UserError:
+    return UserError(
+        f"objective=reward: transformers has no {config.model_type} model with a score in place of its "
+        "vocabulary's head; use a family that has one, such as llama or qwen3, or objective=dpo."
+    )
 
 
 def _from_config(
@@ -319,6 +326,8 @@ def _from_config(
         model = auto_class(config).from_config(
             config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
         )
+    if is_scored(config) and not isinstance(getattr(model, "score", None), nn.Linear):
+        raise _without_score(config)
     if isinstance(source, str):
         model.config.name_or_path = source  # not the cache's folder: adapters record it as their base
     return model
@@ -462,10 +471,10 @@ def _load_pretrained(
         problems.append("Tensors of shape [0] come from ZeRO-3: save the model again, its shards gathered.")
     if problems := problems + untied(folder, model):
         raise UserError(problems)
-    if unexpected := sorted(report["unexpected_keys"]):
-        logger.warning(
-            "%s holds %d tensors that the model has no use for: %s", folder, len(unexpected), few(unexpected)
-        )
+    inside = f"{model.base_model_prefix}." if is_scored(config) else ""  # its vocabulary's head is left out
+    if unexpected := sorted(key for key in report["unexpected_keys"] if key.startswith(inside)):
+        count = counted(len(unexpected), "tensor")
+        logger.warning("%s holds %s that the model has no use for: %s", folder, count, few(unexpected))
     return model
 
 

@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from meshtune.errors import UserError, did_you_mean, nearest
-from meshtune.model.anatomy import anatomy
+from meshtune.model.anatomy import anatomy, ends
 from meshtune.precision import FP8_MULTIPLE, takes_fp8
 from meshtune.quantised import nf4
 from meshtune.quantised.fp8 import Fp8Linear
@@ -326,7 +326,7 @@ def _targets(model: PreTrainedModel, target_modules: str | list[str]) -> tuple[l
 
     A problem is a sentence, for a target that names no linear layer, or an output head that is tied.
     """
-    head = model.get_output_embeddings()
+    head = ends(model)[1]
     linears = {name: module for name, module in model.named_modules() if type(module) in ADAPTED}
     if target_modules == "all-linear" or target_modules == ["all-linear"]:
         return [n for n, module in linears.items() if module is not head and not n.endswith(READ)], []

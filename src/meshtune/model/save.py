@@ -174,9 +174,20 @@ def _config(
         config.eos_token_id = stop_ids[0]
     if is_scored(config) and tokenizer is not None:
         # transformers scores the last token that is not padding, which the end of an answer must not be.
-        ends, pad = [*stop_ids, tokenizer.eos_token_id], tokenizer.pad_token_id
-        config.pad_token_id = None if pad in ends else pad
+        config.pad_token_id = tokenizer.pad_token_id
+        if tokenizer.pad_token_id in (tokenizer.eos_token_id, _last_of_template(tokenizer)):
+            config.pad_token_id = None
     return config
+
+
+def _last_of_template(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Return the last token that a tokenizer's chat template writes behind an answer; None without one."""
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    try:
+        ids: Any = tokenizer.apply_chat_template(turns, return_dict=False)
+    except Exception:  # no template, or one that takes other rows
+        return None
+    return ids[-1]
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Log-probabilities of answers by the reference model, computed once before the first step.
 
     model before its first step, or the named one -> a forward pass over each answer -> fp64 [documents, 2]
-                                                  -> CACHE/reference/<digest>.npy, found when a run resumes
+                                                  -> CACHE/reference/<digest>.npz, found when a run resumes
 
 Afterwards nothing of the reference is in memory. The digest has the model's weights and all that decides the
 data; the layout may differ, as that of a run may between two starts.

@@ -12,8 +12,9 @@ MFU = (
 
 REWARDS = (
     "A reward is beta times an answer's log-probability over that by the reference (dpo, kto), or beta times "
-    "its mean over the answer's tokens (orpo, simpo). The accuracy, the share of pairs whose chosen answer "
-    "has the higher reward, means nothing before the first update with a reference: rewards are 0 then."
+    "its mean over the answer's tokens (orpo, simpo), or the model's score (reward). The accuracy, the share "
+    "of pairs whose chosen answer has the higher reward, means nothing before the first update with a "
+    "reference: rewards are 0 then."
 )
 
 
