@@ -477,8 +477,7 @@ class Config(Section):
     @property
     def modules_to_save(self) -> tuple[str, ...]:
         """Names of modules that are trained whole next to adapters, with the score of a reward model."""
-        scores = ["score"] if OBJECTIVES[self.objective].scores else []
-        return tuple(dict.fromkeys([*self.lora.modules_to_save, *scores]))
+        return *self.lora.modules_to_save, *["score"] * OBJECTIVES[self.objective].scores
 
     @property
     def quantise(self) -> str:

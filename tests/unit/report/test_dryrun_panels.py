@@ -12,7 +12,15 @@ from hand_traces import simulation_of, step_of, trace_of
 
 from meshtune.dryrun.allocator import Replay
 from meshtune.dryrun.kernels import Kernels, KernelTable
-from meshtune.meter.trace import ACTIVATIONS, CATEGORIES, PHASES, Change, StepTrace, Storage
+from meshtune.meter.trace import (
+    ACTIVATIONS,
+    CATEGORIES,
+    PHASES,
+    WITHOUT_GRADIENTS,
+    Change,
+    StepTrace,
+    Storage,
+)
 from meshtune.plan.over_time import Timed
 from meshtune.report.draw.charts import specification
 from meshtune.report.draw.colours import COLOURS
@@ -79,7 +87,7 @@ def test_the_chart_holds_the_peak_and_its_phases():
     assert areas["mark"]["interpolate"] == "step-after"
     top = max(float(row["end"]) for row in rows_of(areas, spec))
     assert top == pytest.approx(trace_of().steps[1].peak()[0] / GIB, rel=1e-5)
-    assert {row["part"] for row in rows_of(strip, spec)} == set(PHASES)
+    assert {row["part"] for row in rows_of(strip, spec)} == {*PHASES} - {WITHOUT_GRADIENTS}  # which kto has
     ends = [(float(row["x"]), float(row["end"])) for row in rows_of(strip, spec)]
     assert ends[0][0] == 0 and ends[-1][1] == panel.x[-1]
     assert all(one[1] == other[0] for one, other in itertools.pairwise(ends))
@@ -90,6 +98,7 @@ def test_the_chart_holds_the_peak_and_its_phases():
 def test_every_category_and_phase_has_its_own_colour():
     names = [*map(shown, CATEGORIES), *(phase for phase in PHASES if phase != "optimizer")]
     assert len({COLOURS[name] for name in names}) == len(names)
+    names.remove(WITHOUT_GRADIENTS)
     scale = specification(memory_panel(trace_of()), width=400)["layer"][0]["encoding"]["color"]["scale"]
     assert set(scale["domain"]) == set(names)
     assert scale["range"] == [COLOURS[name] for name in scale["domain"]]
