@@ -128,6 +128,7 @@ def test_a_run_continues_in_another_layout(
 SHARED = [
     ("orpo", "mb4-ga4", "mistral"), ("dpo", "tp2-sp", "llama"), ("simpo", "pp2-1f1b", "mistral"),
     ("ipo", "zero3x2-mb2-ga4", "gemma2"), ("orpo", "cp2", "mistral"), ("dpo", "ulysses2-full", "llama"),
+    ("reward", "tp2-sp", "llama"),
 ]  # fmt: skip
 
 

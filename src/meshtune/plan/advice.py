@@ -332,7 +332,7 @@ def faster(plan: Plan, best: Choice) -> list[str]:
     """
     nearest = _nearest_batches(plan, best)
     every = [*nearest, *_faster(plan, best, FASTER[1:] if nearest else FASTER)]
-    return [outcome.sentence() for outcome in sorted(every, key=lambda outcome: -outcome.speed)]
+    return [outcome.sentence() for outcome in sorted(every, key=lambda one: -round(one.speed, 2))]
 
 
 def lighter(plan: Plan, best: Choice) -> list[Outcome]:

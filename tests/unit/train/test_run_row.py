@@ -28,7 +28,8 @@ Settings = Callable[..., list[str]]
 Train = Callable[..., loop.Run]
 TYPES: dict[str, type | tuple[type, ...]] = {
     "base_digest": (str, type(None)),
-    "id": str, "start": int, "started": str, "model": str, "method": str, "parameters": int,
+    "id": str, "start": int, "started": str, "model": str, "method": str, "objective": str,
+    "parameters": int,
     "trainable_parameters": int, "precision": str, "optimizer": str,
     "layout": str, "world": int, "global_batch_size": int,
     "seq_len": int, "total_steps": int, "learning_rate": str, "schedule_steps": int, "seed": int,
