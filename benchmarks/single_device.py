@@ -13,6 +13,7 @@ maximum resident size.
     trainer      transformers.Trainer on the same ready batches
     trl          SFTTrainer, packing=True (best-fit, documents isolated), no recomputation, fused AdamW
     trl-wrapped  the same with its other packing, which cuts documents and lets them attend to each other
+    meshtune-shared  meshtune with data.shared_prompts: what it computes counts as the tokens of both sides
     trl-dpo      DPOTrainer, whose reference is computed before the first step too; it pads pairs
 
 In the variant fp32-dpo rejected answers are those of GSM8K with another last number, and tokens those of both
@@ -45,9 +46,14 @@ SEQ_LEN, MICRO_BATCH, ACCUMULATION = 512, 4, 2
 ROWS_PER_STEP = MICRO_BATCH * ACCUMULATION
 LEARNING_RATE = 1e-4
 SFT = ("meshtune", "hand", "trainer", "trl", "trl-wrapped")
-CONTENDERS = (*SFT, "trl-dpo")
+CONTENDERS = (*SFT, "meshtune-shared", "trl-dpo")
 DPO = "fp32-dpo"
-VARIANTS = {"fp32": SFT, "bf16": SFT, "fp32-all-labelled": ("meshtune", "hand"), DPO: ("meshtune", "trl-dpo")}
+VARIANTS = {
+    "fp32": SFT,
+    "bf16": SFT,
+    "fp32-all-labelled": ("meshtune", "hand"),
+    DPO: CONTENDERS[:1] + CONTENDERS[-2:],
+}
 PAIRS = 6  # of a micro-batch in TRL: about the tokens of meshtune's
 RESULTS = Path(__file__).parent / "results"
 
@@ -325,6 +331,11 @@ def set_up(work: Path, data: Path, needed: int) -> None:
 
     prompts = [encoding.ids for encoding in bpe.encode_batch([row["question"] + "\n" for row in rows])]
     answers = [encoding.ids for encoding in bpe.encode_batch([row["answer"] for row in rows])]
+    pairs = [(len(prompt), 2 * len(answer) + 2) for prompt, answer in zip(prompts, answers, strict=True)]
+    both, once = (sum(times * one + two for one, two in pairs) for times in (2, 1))
+    (work / "both_sides").write_text(
+        str(both / (once + len(pairs)))
+    )  # a pair repeats its prompt's last token
     ids, labels = [], []
     for prompt, answer in zip(prompts, answers, strict=True):
         ids += [*prompt, *answer, 0]
@@ -406,17 +417,21 @@ def worker(name: str, work: Path, threads: int, **settings: Any) -> dict[str, An
     return {**json.loads(result.read_text()), "peak_bytes": resident, "wall_seconds": wall}
 
 
-def meshtune(work: Path, threads: int, steps: int, dtype: str, labelled: str) -> dict[str, Any]:
-    """Run `meshtune train`; as `worker`, from the rows that it writes."""
+def meshtune(
+    work: Path, threads: int, steps: int, dtype: str, labelled: str, *, shared: bool = False
+) -> dict[str, Any]:
+    """Run `meshtune train`; as `worker`, from the rows that it writes. shared: with data.shared_prompts."""
     run = Path(tempfile.mkdtemp(dir=work)) / "run"
     config = run.parent / "config.yaml"
     config.write_text(meshtune_config(work, run, steps, dtype, labelled))
-    wall, resident = start([sys.executable, "-m", "meshtune", "train", str(config)], threads)
+    more = ["data.shared_prompts=true"] if shared else []
+    wall, resident = start([sys.executable, "-m", "meshtune", "train", str(config), *more], threads)
+    both_sides = float((work / "both_sides").read_text()) if shared else 1.0
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     rows = [row for row in rows if row["kind"] == "train"]
     return {
         "seconds": [row["step_seconds"] for row in rows],
-        "tokens": [row["tokens"] for row in rows],
+        "tokens": [round(row["tokens"] * both_sides) for row in rows],
         "peak_bytes": resident,
         "peak_bytes_in_steps": rows[-1]["peak_memory_bytes"],
         "wall_seconds": wall,
@@ -446,8 +461,8 @@ def train_rounds(work: Path, options: argparse.Namespace) -> dict[str, dict[str,
             shift = turn % len(contenders)  # nobody is always first
             for name in [*contenders[shift:], *contenders[:shift]]:
                 settings = {"steps": options.steps + options.warm_up, "dtype": dtype, "labelled": labelled}
-                if name == "meshtune":
-                    found = meshtune(work, options.threads, **settings)
+                if name.startswith("meshtune"):
+                    found = meshtune(work, options.threads, **settings, shared=name != "meshtune")
                 else:
                     found = worker(name, work, options.threads, **settings)
                 found["tokens_per_second"] = tokens_per_second(found, options.warm_up)
@@ -529,6 +544,8 @@ def ratios(result: dict[str, Any]) -> list[tuple[str, float, str]]:
         for name, target in rivals:
             what = f"{variant}: meshtune / {name}, tokens/s"
             add_speeds(what, speed.get("meshtune"), speed.get(name), target)
+        shared = speed.get("meshtune-shared")
+        add_speeds(f"{variant}: meshtune-shared / trl-dpo, tokens/s", shared, speed.get("trl-dpo"), "≥ 2")
         add(f"{variant}: meshtune / trl, peak memory", peak.get("meshtune"), peak.get("trl"), "≤ 0.75")
         add(f"{variant}: meshtune / trl-dpo, peak memory", peak.get("meshtune"), peak.get("trl-dpo"), "≤ 0.7")
     rates = result["preparation"]

@@ -70,11 +70,11 @@ class Quantity(NamedTuple):
         """Yield a panel without the second curve, for runs that are compared; then one of held-out values, if
         that is the second curve's.
         """
-        alone, held_out = self._replace(second=None), bool(self.second and self.second[1] == "eval")
+        first, held_out = self._replace(second=None), bool(self.second and self.second[1] == "eval")
         title = self.title[0].lower() + self.title[1:]
-        yield alone._replace(title=f"Training {title}") if held_out else alone
+        yield first._replace(title=f"Training {title}") if held_out else first
         if held_out:
-            yield alone._replace(
+            yield first._replace(
                 key=f"eval_{self.key}", title=f"Held-out {title}", kind="eval", smoothed=False
             )
 
