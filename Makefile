@@ -172,10 +172,11 @@ gpu-check:
 # build for Linux brings CUDA (some GB); `make TORCH_INDEX=… quickstart` looks into another index first, such as
 # PyTorch's own of CPU builds. The stamps have the seconds that this took.
 INSTALL := UV_FIND_LINKS="$${UV_FIND_LINKS-$$PIP_FIND_LINKS}" \
-	$(BIN)/uv pip install -q --python $(BIN)/python -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX) --index-strategy unsafe-best-match)
+	$(BIN)/uv pip install --python $(BIN)/python -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX) --index-strategy unsafe-best-match)
 
 $(LIGHT): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("meshtune needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Try: make PYTHON=python3.12") if sys.version_info < (3, 11) else None'
+	@echo "Installing meshtune and its packages in $(VENV): 1 to 3 minutes, the download of torch apart."
 	began=$$(date +%s) && $(PYTHON) -m venv $(VENV) && $(BIN)/pip install -q -c constraints.txt uv \
 	&& $(INSTALL) -e . && echo $$(($$(date +%s) - began)) > $@
 

@@ -490,7 +490,7 @@ def preparation(work: Path, options: argparse.Namespace) -> dict[str, Any]:
         f"trl, {options.threads} processes": ("prepare-trl", {"processes": options.threads}),
     }
     rates: dict[str, list[float]] = {name: [] for name in tried}
-    for _ in range(options.rounds):
+    for _ in range(min(options.rounds, 3)):  # the files are the same each time
         for name, (who, settings) in tried.items():
             rates[name].append(tokens_per_second(worker(who, work, options.threads, **settings), 0))
             say(f"preparing, {name}: {rates[name][-1]:,.0f} tokens/s")
@@ -533,20 +533,20 @@ def ratios(result: dict[str, Any]) -> list[tuple[str, float, str]]:
             name: [run["tokens_per_second"] for run in each["runs"]] for name, each in contenders.items()
         }
         peak = {name: each["peak_bytes"] for name, each in contenders.items()}
-        floor = "≥ 0.97" if "all-labelled" in variant else "≥ 1"
+        floor = "≥ 0.97" if "all-labelled" in variant else "≥ 1.04"
         add_speeds(
             f"{variant}: meshtune / hand-written loop, tokens/s",
             speed.get("meshtune"),
             speed.get("hand"),
             floor,
         )
-        rivals = (("trl", "≥ 1.7" if variant == "fp32" else "≥ 2"), ("trl-wrapped", "—"), ("trl-dpo", "≥ 2"))
+        rivals = (("trl", "≥ 2.15" if variant == "fp32" else "≥ 2"), ("trl-wrapped", "—"), ("trl-dpo", "≥ 2"))
         for name, target in rivals:
             what = f"{variant}: meshtune / {name}, tokens/s"
             add_speeds(what, speed.get("meshtune"), speed.get(name), target)
         shared = speed.get("meshtune-shared")
         add_speeds(f"{variant}: meshtune-shared / trl-dpo, tokens/s", shared, speed.get("trl-dpo"), "≥ 2")
-        add(f"{variant}: meshtune / trl, peak memory", peak.get("meshtune"), peak.get("trl"), "≤ 0.75")
+        add(f"{variant}: meshtune / trl, peak memory", peak.get("meshtune"), peak.get("trl"), "≤ 0.72")
         add(f"{variant}: meshtune / trl-dpo, peak memory", peak.get("meshtune"), peak.get("trl-dpo"), "≤ 0.7")
     rates = result["preparation"]
     best = max((rate for name, rate in rates.items() if name.startswith("trl")), default=None)

@@ -4,6 +4,7 @@ config ─> choice (choose.py) ─> data, model (resolve.py) ─> run folder (ou
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -52,7 +53,7 @@ from meshtune.train.run_row import device_of, gpus_of, run_row
 from meshtune.train.self_check import beyond_tested
 from meshtune.train.trackers import Metrics, Tracker, tracker_problems
 from meshtune.train.untrained import position_sentences, untrained_sentences
-from meshtune.units import counted
+from meshtune.units import counted, on_screen, working
 
 EMULATED = "A processor multiplies no 8-bit floats: rounded to them, they are multiplied in fp32, slowly."
 
@@ -79,11 +80,10 @@ def build(
         raise UserError(problems)
     device = device_of(config.train.device)
     choice = choice or choose_together(config)
-    if config.log.gradient_noise_scale and (
-        problems := noise_refusals(
-            choice.layout, token_loss=hooks.loss is not None or config.objective != "sft"
-        )
-    ):
+    of_tokens = hooks.loss is None and config.objective == "sft"
+    if config.log.gradient_noise_scale:
+        problems += noise_refusals(choice.layout, token_loss=not of_tokens)
+    if problems:
         raise UserError(problems)
     world = join(choice.layout, device)
     torch.manual_seed(config.train.seed)
@@ -100,10 +100,11 @@ def build(
     reference = reference_of(spec, inputs.prepared, world, cache=cache, steps=steps)
     if reference:
         reference.compute_apart(config.data.seq_len)
-    model = rank_model(
-        spec, world, optimizer=optimizer_spec(config), tokens_per_sequence=config.data.seq_len,
-        token_loss=TokenLoss(hooks.loss) if hooks.loss else None,
-    )  # fmt: skip
+    with working("loading the model", on_screen) if world.main else nullcontext():
+        model = rank_model(
+            spec, world, optimizer=optimizer_spec(config), tokens_per_sequence=config.data.seq_len,
+            token_loss=TokenLoss(hooks.loss) if hooks.loss else None,
+        )  # fmt: skip
     if reference:
         inputs = inputs._replace(prepared=reference.given(inputs.prepared, model))
     seed_dropout(world, config.train.seed)

@@ -184,7 +184,10 @@ def train_here(config: Config, nproc: int | None, show: Show, hooks: Hooks = Hoo
         set_allocator()
     if ranks > 1 and launch.spawns(device) and not launch.joined():
         check_spawned(hooks)
-    choice = None if launch.joined() else choose.choose(config, ranks)
+    choice = None
+    if not launch.joined():
+        with working("reading the rows and choosing the layout", on_screen):
+            choice = choose.choose(config, ranks)
     try:
         return launch.run(train_rank, config, choice, show, hooks, ranks=ranks, device=device)
     except RankFailed as failed:
