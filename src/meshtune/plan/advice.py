@@ -126,7 +126,7 @@ def reasoning(plan: Plan, choice: Choice) -> list[str]:
     states = memory.weights + memory.gradients + memory.optimizer
     copied = ", with the copy of the head's gradient at the peak" * bool(workload.work.head_trainable)
     checkpoint = human(checkpoint_bytes(trained, workload.precision, workload.optimizer))
-    saved = f" A checkpoint takes about {checkpoint}." * (workload.tool is MESHTUNE)
+    saved = f" A checkpoint has {checkpoint} of weights and optimizer states." * (workload.tool is MESHTUNE)
     ranks, steps = layout.data_ranks, layout.gradient_accumulation_steps
     model_axes = " x ".join(f"{getattr(layout, axis)} {axis}" for axis in MODEL_AXES)
     return [

@@ -260,7 +260,7 @@ def beginning(row: Row) -> Iterator[str]:
     flash = f", FlashAttention {version}" if (version := row.get("flash_attention")) else ""
     yield f"Layout {row['layout']}: {layout}; {row['world']} x {row['device']}{flash}."
     saved = checkpoint_bytes(trained, row["precision"], row["optimizer"])
-    checkpoint = f"A checkpoint takes about {human(saved)}."
+    checkpoint = f"A checkpoint has {human(saved)} of weights and optimizer states."
     if predicted := row.get("predicted"):
         step, memory = predicted.get("step_seconds"), predicted["memory"]
         time = f", {duration(step)} a step, {duration(step * row['total_steps'])} in all" if step else ""

@@ -287,5 +287,5 @@ def test_a_run_begins_with_what_is_trained_how_and_what_was_predicted(timed: boo
         "Layout zero3x8-mb2-ga4: ZeRO-3 in 8 shards · micro-batch 2 · 4 accumulated; 8 x H100.",
         # master weights and two states, in fp32
         f"Predicted with labels on 34% of the positions in sequences: 16.0 GiB of 64.0 GiB a rank{time}. "
-        "A checkpoint takes about 960 MiB.",
+        "A checkpoint has 960 MiB of weights and optimizer states.",
     ]
