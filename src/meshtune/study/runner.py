@@ -21,7 +21,7 @@ from meshtune.plan.cluster import gpus_here
 from meshtune.study.children import TO_STOP, TO_STOP_OTHERS, Child, Task
 from meshtune.study.store import DONE, FINISHED, REFUSED, Outcome, Row, Store
 from meshtune.train.run_row import git_facts, processor_name, versions
-from meshtune.units import counted, duration
+from meshtune.units import counted, duration, working
 
 # Experiments on the machine's GPUs #
 
@@ -192,7 +192,7 @@ def run_all(
     def choice() -> tuple[Row, tuple[str, ...]] | None:
         return devices.next(waiting, [one.gpus for one in running], on_processor)
 
-    with Signals() as signals:
+    with Signals() as signals, working("starting", lambda _: None) as show:
         store.hurry = lambda: signals.count > 0
         try:
             while (waiting or running) and not signals.count:
@@ -204,6 +204,7 @@ def run_all(
                     task = tasks[row.number]
                     child = Child(task, folder, sweep, environment(task, devices, gpus))
                     running.append(Running(row, child, gpus))
+                show(f"{counted(len(running), 'experiment')} running, {len(waiting):,} to come")
                 signals.sleep(POLL)
                 for one in list(running):
                     if outcome := one.child.outcome():
