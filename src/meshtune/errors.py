@@ -204,7 +204,7 @@ def check_fetched(files: Iterable[Path]) -> None:
     nothing, web pages of a failed download, or files of another kind. Others, and missing ones, pass.
     """
     files = list(files)
-    if pointers := [file for file in files if _begins(file, POINTER)]:
+    if pointers := [file for file in files if file.is_file() and _beginning(file).startswith(POINTER)]:
         names = ", ".join(file.name for file in pointers[1:6]) + (" and more" if len(pointers) > 6 else "")
         raise UserError(
             f"{pointers[0]} is a Git LFS pointer, not the file itself"
@@ -213,10 +213,6 @@ def check_fetched(files: Iterable[Path]) -> None:
         )
     if problems := [f"{file} {problem}" for file in files if (problem := _instead(file))]:
         raise UserError(problems[:10])
-
-
-def _begins(file: Path, beginning: bytes) -> bool:
-    return file.is_file() and _beginning(file).startswith(beginning)
 
 
 def _beginning(file: Path) -> bytes:

@@ -28,7 +28,6 @@ from meshtune.model.anatomy import left_out_of_loss, parts_kept
 from meshtune.model.load import quiet, tables
 from meshtune.model.lora import modules_named
 from meshtune.model.save import check_written
-from meshtune.objectives import OBJECTIVES
 from meshtune.optimizers import caution
 from meshtune.parallel.mesh import World, join
 from meshtune.plan.cluster import unused_here
@@ -123,7 +122,6 @@ def assemble(
     sequences, gpus = prepared.sequences, gpus_of(world.device)
     steps = steps_of(config, sequences)
     load = partial(loader_of, prepared.train, world.layout, world.data_rank, config.train.seed)
-    load = partial(load, objective=OBJECTIVES[config.objective])
     notices = position_sentences(config.model.name, seq_len, model.whole, model.parallel.anatomy, prepared)
     notices += [*unused_here(config, world.size, gpus), *model.flash_notes]
     run_folder, resumed, claim = output.claim_together(

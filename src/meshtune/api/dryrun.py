@@ -214,8 +214,7 @@ class Subject:
         None: the beginning. Raises UserError as `loader_of`.
         """
         state = dict(after) if after is not None else None
-        of_data = inputs.prepared.train, layout, 0, self.config.train.seed, state
-        batches = iter(loader_of(*of_data, objective=OBJECTIVES[self.config.objective]))
+        batches = iter(loader_of(inputs.prepared.train, layout, 0, self.config.train.seed, state))
         batch, _ = next(islice(batches, number - 1, None))
         job = self.job(layout, batch.micro_batches[0].documents[0])
         return replace(job, batch=batch, spec=replace(job.spec, embeddings=id_bound(inputs.tokenizer)))

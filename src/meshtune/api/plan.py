@@ -284,17 +284,14 @@ def folders_of(paths: Sequence[StrPath]) -> list[Path]:
     """The run folders among these, and in those that hold run folders. Raises UserError for any other."""
     found, problems = [], []
     for path in map(expanded, paths):
-        inside = [path] if RunDir(path).metrics_file.exists() else sorted(_runs_in(path))
+        below = (file.parent for file in path.glob("*/metrics.jsonl"))
+        inside = [path] if RunDir(path).metrics_file.exists() else sorted(below)
         found += inside
         if not inside:
             problems.append(f"{path} holds no run: there is no metrics.jsonl in it or in its folders.")
     if problems:
         raise UserError(problems)
     return found
-
-
-def _runs_in(path: Path) -> Iterator[Path]:
-    return (file.parent for file in path.glob("*/metrics.jsonl"))
 
 
 def cluster_of_run(config: Config, run: MeasuredRun) -> Cluster:

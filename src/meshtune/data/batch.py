@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from meshtune.data.boundaries import row_boundaries
-from meshtune.data.pack import LABELLED, PROMPT, Dataset, ids_of_stored, in_memory, pack, singles
-from meshtune.objectives import OBJECTIVES, Objective
+from meshtune.data.pack import LABELLED, PROMPT, Dataset, Document, ids_of_stored, in_memory, pack, singles
 
 IGNORE = -100  # the label of a position without loss, as in torch's cross_entropy
 
@@ -44,11 +43,7 @@ class Answers(NamedTuple):
     # Units of the loss (pairs or answers of the global batch) for a token of the global batch's chosen
     # answers: the cross entropy is averaged over tokens, the rest of the loss over units.
     units_per_token: float
-
-    @property
-    def pairs(self) -> bool:
-        """Whether answers are chosen and rejected in turn."""
-        return bool(len(self.places) > 1 and self.places[1] == self.places[0] + 1)
+    units: int  # pairs or judged answers
 
     def cut(self, index: Tensor, labels: Tensor) -> "Answers":
         """The same of some columns. index: int64 [columns]; labels: those columns' [batch, columns]."""
@@ -99,9 +94,7 @@ class MicroBatch:
     @property
     def units(self) -> int:
         """Number of what its loss is a sum over: label tokens, pairs or judged answers."""
-        if self.answers is None:
-            return self.label_tokens
-        return len(self.answers.places) // (1 + self.answers.pairs)
+        return self.label_tokens if self.answers is None else self.answers.units
 
     def document_tokens(self) -> torch.Tensor:
         """Length of each column's document [batch, seq], shared tokens too, on the CPU; padding has 0."""
@@ -199,56 +192,65 @@ Sequences = Sequence[tuple[Dataset, int]]  # a data set, and the number of a seq
 
 
 def micro_batch_of(
-    sequences: Sequences,
-    objective: Objective,
-    width: int = 0,
-    multiple: int = 1,
-    units_per_token: float = 0.0,
+    sequences: Sequences, width: int = 0, multiple: int = 1, units_per_token: float = 0.0
 ) -> MicroBatch:
-    """The micro-batch of some sequences, with their answers unless the objective is on tokens.
+    """The micro-batch of some sequences, with their answers unless their objective is on tokens.
 
     units_per_token: of the global batch, see `Answers`. The others are those of `micro_batch`.
     """
+    objective = sequences[0][0].objective
     rows = [data.answers(number) for data, number in sequences]
     shared = tuple(tuple(data.shared(number)) for data, number in sequences)
     made = micro_batch(rows, width, multiple, shared if any(map(any, shared)) else ())
     if objective.rows == "answers":
         return made
     segments = np.zeros(made.labels.shape, np.int64)
-    numbers = iter(range(sum(map(len, rows))))
+    counts: list[int] = []  # labelled tokens of each answer
     scored = np.full(made.labels.shape, IGNORE)
-    for row, own in enumerate(rows):
+    for row, answers in enumerate(rows):
         end = 0
-        for answer in own:
-            start, end, number = end, end + len(answer), next(numbers)
+        for answer in answers:
+            start, end, labelled = end, end + len(answer), (answer & LABELLED) != 0
             # A column's label is its next token, so that the last column of an answer has none.
-            segments[row, start : end - 1] = 2 * number + ((answer[1:] & LABELLED) != 0)
-            segments[row, end - 1] = 2 * number + 1
+            segments[row, start : end - 1] = 2 * len(counts) + labelled[1:]
+            segments[row, end - 1] = 2 * len(counts) + 1
             scored[row, end - 1] = 0
+            counts.append(int(labelled.sum()))
     if objective.scores:  # one value, at the answer's last token
-        labels = torch.from_numpy(scored)
-        made = replace(made, labels=labels, label_tokens=int((labels != IGNORE).sum()))
+        made = replace(made, labels=torch.from_numpy(scored), label_tokens=len(counts))
+    fields = zip(*(_of_documents(*each) for each in sequences), strict=True)
+    good, margins, reference, places = (torch.from_numpy(np.concatenate(field)) for field in fields)
     answers = Answers(
-        segments=torch.from_numpy(segments), lengths=torch.zeros(0),
-        counts=torch.tensor([int(((each & LABELLED) != 0).sum()) for own in rows for each in own]).double(),
-        units_per_token=units_per_token,
-        **{name: torch.from_numpy(values) for name, values in _of_documents(sequences).items()},
+        torch.from_numpy(segments), torch.zeros(0), torch.tensor(counts).double(), good, margins, reference,
+        places, units_per_token, len(counts) // objective.documents,
     )  # fmt: skip
     return replace(made, answers=answers.cut(torch.arange(made.labels.shape[1]), made.labels))
 
 
-def answers_of(sequences: Sequences, objective: Objective) -> tuple[int | None, float]:
+def _of_documents(data: Dataset, number: int) -> tuple[np.ndarray, ...]:
+    """Of each answer of a sequence: whether it is good, its margin, log-probability by the reference, and
+    place, as in `Answers`.
+    """
+    members, answers = data.members_of(number), np.arange(data.objective.documents)
+    sides = np.repeat(data.sides[members], len(answers))
+    keys = members if data.keys is None else data.keys[members]
+    places = (2 * keys[:, None] + answers).ravel()
+    return sides["good"], sides["margin"].astype(float), _looked_up(data.reference, places), places
+
+
+def answers_of(sequences: Sequences) -> tuple[int | None, float]:
     """(Pairs or judged answers of some sequences, the same for each token of their chosen answers, with those
     of prompts where these are trained on); (None, 0) of an objective on tokens.
     """
+    objective = sequences[0][0].objective
     if objective.rows == "answers":
         return None, 0.0
-    count = sum(len(members_of(*each)) for each in sequences)
+    count = sum(len(data.members_of(number)) for data, number in sequences)
     if objective.prompts:
         chosen = (answer for data, number in sequences for answer in data.answers(number)[::2])
         tokens = sum(int(((answer & (LABELLED | PROMPT)) != 0).sum()) for answer in chosen)
     else:
-        tokens = sum(int(data.sides[members_of(data, number), 1].sum()) for data, number in sequences)
+        tokens = sum(int(data.sides["labels"][data.members_of(number)].sum()) for data, number in sequences)
     return count, count / max(1, tokens)
 
 
@@ -257,54 +259,28 @@ def mismatched(sequences: Sequences) -> Dataset:
     one's answer. What is longer than a sequence is cut.
     """
     data = sequences[0][0]
-    own = [(each, int(one)) for each, number in sequences for one in members_of(each, number)]
-    cut = [np.asarray(each.tokens[each.offsets[one] : each.offsets[one + 1]]) for each, one in own]
+    numbers = np.concatenate([data.members_of(number) for data, number in sequences])
+    cut = [document for data, number in sequences for document in data.documents(number)]
     first = [int(np.argmax((tokens & LABELLED) != 0)) for tokens in cut]
-    documents, keys = [], []
-    for place, (_, one) in enumerate(own):
-        following = (place + 1) % len(own)
-        tokens = np.concatenate([cut[place][: first[place]], cut[following][first[following] :]])
-        tokens = tokens[: data.seq_len]
-        documents.append((ids_of_stored(tokens), (tokens & LABELLED) != 0))
-        keys.append(one * len(data.labels) + own[following][1])
-    lengths = np.array([len(ids) for ids, _ in documents])
+    documents = []
+    for place, tokens in enumerate(cut):
+        following = (place + 1) % len(cut)
+        tokens = np.concatenate([tokens[: first[place]], cut[following][first[following] :]])[: data.seq_len]
+        documents.append(Document(ids_of_stored(tokens), (tokens & LABELLED) != 0))
+    lengths = np.array([len(document.ids) for document in documents])
     members, starts = pack(lengths, data.seq_len, 0) if data.packed else singles(len(lengths))
-    made = in_memory(documents, members, starts, seq_len=data.seq_len, packed=data.packed)
-    return replace(made, reference=_looked_up(data.mismatched, np.array(keys)), keys=np.array(keys))
+    settings = {"seq_len": data.seq_len, "packed": data.packed, "objective": data.objective}
+    made = in_memory(documents, members, starts, **settings)
+    keys = (1 + numbers) * len(data.labels) + np.roll(numbers, -1)  # behind the numbers of documents
+    return replace(made, reference=data.reference, keys=keys)
 
 
-def _looked_up(known: tuple[np.ndarray, np.ndarray] | None, keys: np.ndarray) -> np.ndarray:
-    """The values of some keys, fp64 [keys, 2], 0 for those that are not known. known: sorted keys, values."""
-    values = np.zeros((len(keys), 2))
-    if known is not None and len(known[0]):
-        at = np.searchsorted(known[0], keys).clip(max=len(known[0]) - 1)
-        values[:, 0] = np.where(known[0][at] == keys, known[1][at], 0.0)
-    return values
-
-
-def members_of(data: Dataset, sequence: int) -> np.ndarray:
-    """Numbers of the documents of a sequence."""
-    return np.asarray(data.members[data.starts[sequence] : data.starts[sequence + 1]])
-
-
-def _of_documents(sequences: Sequences) -> dict[str, np.ndarray]:
-    """The arrays of `Answers` that the data sets have of their documents."""
-    good, margins, reference, places = [], [], [], []
-    for data, number in sequences:
-        members = members_of(data, number)
-        two = np.repeat(members, np.where(data.sides[members, 0] > 0, 2, 1))
-        second = np.append(False, two[1:] == two[:-1]) & (data.sides[two, 0] > 0)
-        at = 2 * two.astype(np.int64) + second
-        places.append(at if data.keys is None else 2 * data.keys[two])
-        judged = np.ascontiguousarray(data.sides[two, 2])
-        good.append((judged != 0) | data.paired)
-        margins.append(judged.view(np.float32).astype(float) * data.paired)
-        log_probabilities = data.reference
-        reference.append(
-            np.zeros(len(two)) if log_probabilities is None else log_probabilities.reshape(-1)[at]
-        )
-    found = {"good": good, "margins": margins, "reference": reference, "places": places}
-    return {name: np.concatenate(values) for name, values in found.items()}
+def _looked_up(known: tuple[np.ndarray, np.ndarray] | None, places: np.ndarray) -> np.ndarray:
+    """The log-probabilities of answers, fp64, 0 for those that are not known. known: `Dataset.reference`."""
+    if known is None or not len(known[0]):
+        return np.zeros(len(places))
+    at = np.searchsorted(known[0], places).clip(max=len(known[0]) - 1)
+    return np.where(known[0][at] == places, known[1][at], 0.0)
 
 
 def evaluation_batches(
@@ -314,7 +290,6 @@ def evaluation_batches(
     data_rank: int = 0,
     data_ranks: int = 1,
     multiple: int = 1,
-    objective: Objective = OBJECTIVES["sft"],
     sequences: np.ndarray | None = None,
     width: int = 0,
 ) -> Iterator[MicroBatch]:
@@ -327,15 +302,14 @@ def evaluation_batches(
     a rank that has none left gets the last one again, with no label and counts of 0.
     """
     chosen = np.arange(len(dataset)) if sequences is None else sequences
-    _, per_token = answers_of([(dataset, int(sequence)) for sequence in chosen], objective)
+    _, per_token = answers_of([(dataset, sequence) for sequence in chosen]) if len(chosen) else (None, 0.0)
     order = chosen[np.argsort(-dataset.sequence_tokens[chosen], kind="stable")]
     cuts = [order[i : i + micro_batch_size] for i in range(0, len(order), micro_batch_size)]
     width = max(width, dataset.width) if dataset.packed else 0
     for first in range(0, len(cuts), data_ranks):
         number = first + data_rank
         picked = cuts[min(number, len(cuts) - 1)]
-        pairs = [(dataset, int(sequence)) for sequence in picked]
-        micro = micro_batch_of(pairs, objective, width, multiple, per_token)
+        micro = micro_batch_of([(dataset, sequence) for sequence in picked], width, multiple, per_token)
         yield micro if number < len(cuts) else _unlabelled(micro)
 
 

@@ -128,7 +128,8 @@ class GrowingArray:
         self._begin = self._file.tell()
 
     def _write_header(self) -> None:
-        header = {"descr": self._dtype.str, "fortran_order": False, "shape": (self._size, *self._columns)}
+        descr = np.lib.format.dtype_to_descr(self._dtype)
+        header = {"descr": descr, "fortran_order": False, "shape": (self._size, *self._columns)}
         np.lib.format.write_array_header_1_0(self._file, header)
 
     def append(self, values: np.ndarray) -> None:

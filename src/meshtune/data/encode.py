@@ -49,6 +49,7 @@ from meshtune.data.example import (
     caught,
     checked_text,
 )
+from meshtune.data.pack import Document
 from meshtune.data.preferences import NO_PROMPT, SAME, SIDES, TWO_PROMPTS, answers_start
 from meshtune.data.probe import ANSWER, QUESTION
 from meshtune.data.render import Chat, Cut, End, Endings, Renderer, TrainOn, endings_of, not_written
@@ -62,20 +63,6 @@ CLOCK = "strftime_now"  # the function with which templates write the time
 VERSION = 7  # part of the cache's key: raise it when the same rows become other ids or labels
 Texts = tuple[str, ...]  # of a row without a template, tokenised apart: (text,) or (prompt, completion)
 TOKENIZER_ROWS = 1024  # rows in one call of the tokenizer, which bounds its memory
-
-
-@dataclass(frozen=True)
-class Document:
-    """The tokens of one example."""
-
-    ids: np.ndarray  # int32 [tokens]
-    labelled: np.ndarray  # bool [tokens], true where the token is to be predicted; never the first
-    notes: tuple[Note, ...] = ()
-    first: int = 0  # of a pair: tokens of the chosen side, which comes first
-    good: bool = True
-    margin: float = 0.0  # of a pair, by which the chosen reward should exceed the rejected one
-    prompt: int = 0  # tokens of a trained prompt that it begins with
-    shared: int = 0  # of a pair: leading tokens of the chosen side that the rejected one begins with, too
 
 
 @dataclass(eq=False)

@@ -34,16 +34,7 @@ def describe(
     """
     if isinstance(prepared.train, Stream):
         train, of = _first_window(prepared.train), f"the first {prepared.train.window:,} rows of a stream"
-        part = {
-            "digest": prepared.train.digest,
-            "packed": train.packed,
-            "documents": len(train.members),
-            "sequences": len(train),
-            "tokens": train.token_count,
-            "label_tokens": train.label_tokens,
-            "good": int((train.sides[train.members, 2] == 1).sum()),
-            "efficiency": train.efficiency,
-        }
+        part = train.figures | {"digest": prepared.train.digest}
         stats = prepared.stats | prepared.train.tally.values() | {"train": part}
     else:
         of = f"at most the first {max_samples:,} of each source" if max_samples else "all rows"
@@ -110,7 +101,7 @@ def _sample(dataset: Dataset, document: int, tokenizer: PreTrainedTokenizerBase,
     """
     tokens = dataset.tokens[dataset.offsets[document] : dataset.offsets[document + 1]]
     file, line = dataset.origins[document].tolist()
-    first, _, good, shared = dataset.sides[document].tolist()
+    first, _, shared, _, good = dataset.sides[document].tolist()
     answers = [tokens[:first], np.append(tokens[:shared], tokens[first:])] if first else [tokens]
     names = SIDES if first else ["good" if good else "bad"] * (kind == "judged")
     described = [_answer(answer, tokenizer) for answer in answers]

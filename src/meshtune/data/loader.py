@@ -36,7 +36,6 @@ from meshtune.data.batch import (
 from meshtune.data.pack import Dataset, permutation
 from meshtune.data.recipe import Stream
 from meshtune.errors import UserError
-from meshtune.objectives import OBJECTIVES, Objective
 
 T = TypeVar("T")
 State = dict[str, Any]  # JSON-able
@@ -64,7 +63,7 @@ class Loader:
     ranks together. micro_batch_size: sequences of one micro-batch on one rank. epochs: of the whole training,
     those before `state` included; None never ends. multiple: every width is padded to a multiple of it
     (sequence and context parallelism cut the sequence). uniform: True to make the micro-batches of a step
-    equally wide without packing (pipelines need it); packed ones always are. objective: of the losses.
+    equally wide without packing (pipelines need it); packed ones always are.
 
     Raises UserError if global_batch_size isn't a multiple of micro_batch_size · data_ranks, or if the state
     belongs to other data or another seed.
@@ -83,7 +82,6 @@ class Loader:
         epochs: int | None = None,
         multiple: int = 1,
         uniform: bool = False,
-        objective: Objective = OBJECTIVES["sft"],
     ) -> None:
         _check_sizes(global_batch_size, micro_batch_size, data_ranks)
         self._identity = {"seed": seed, "data": dataset.digest}
@@ -100,7 +98,6 @@ class Loader:
         self.epochs = epochs
         self.multiple = multiple
         self.uniform = uniform
-        self.objective = objective
         group = None if dataset.packed else global_batch_size
         order = streamed if isinstance(dataset, Stream) else shuffled
         self._order = partial(order, dataset, seed, group=group)
@@ -134,30 +131,28 @@ class Loader:
         shares = deal(tokens, self.micro_batch_size, self.data_ranks)[self.data_rank]
         width = self.dataset.width if self.dataset.packed else int(tokens.max()) if self.uniform else 0
         sequences = [(data, number) for data, number, _ in picked]
-        count, per_token = answers_of(sequences, self.objective)
-        made = partial(
-            micro_batch_of,
-            objective=self.objective, width=width, multiple=self.multiple, units_per_token=per_token,
-        )  # fmt: skip
+        count, per_token = answers_of(sequences)
+        made = partial(micro_batch_of, width=width, multiple=self.multiple, units_per_token=per_token)
         return Batch(
             micro_batches=tuple(made([sequences[i] for i in share]) for share in shares),
             tokens=int(tokens.sum()),
             label_tokens=labels,
             origin=f"{where}: {_places(picked)}",
             answers=count,
-            mismatched=tuple(self._mismatched(sequences)) if self.objective.mismatched else (),
+            mismatched=tuple(self._mismatched(sequences)),
         )
 
     def _mismatched(self, sequences: Sequences) -> Iterator[MicroBatch]:
-        return evaluation_batches(
-            mismatched(sequences),
-            micro_batch_size=self.micro_batch_size,
-            data_rank=self.data_rank,
-            data_ranks=self.data_ranks,
-            multiple=self.multiple,
-            objective=self.objective,
-            width=self.dataset.width,
-        )
+        """Yield the mismatched answers of a batch, if its objective has a pass over them."""
+        if sequences[0][0].objective.mismatched:
+            yield from evaluation_batches(
+                mismatched(sequences),
+                micro_batch_size=self.micro_batch_size,
+                data_rank=self.data_rank,
+                data_ranks=self.data_ranks,
+                multiple=self.multiple,
+                width=self.dataset.width,
+            )
 
 
 Pick = tuple[Dataset, int, State]  # a sequence by its number, and the state to resume after it

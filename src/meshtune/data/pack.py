@@ -14,15 +14,57 @@ side has only the last token of what both begin with (data/boundaries.py).
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
-from meshtune.data.example import place_of
+from meshtune.data.example import Note, Origin, place_of
+from meshtune.objectives import OBJECTIVES, Objective
 
 LABELLED = np.uint32(1 << 31)  # the top bit of a stored token
 PROMPT = np.uint32(1 << 30)  # the next one: a prompt's token that only the cross entropy trains (orpo)
+NO_IDS, IN_MEMORY = np.zeros(0, np.int32), Origin("memory", 1)
+SIDES = np.dtype(
+    [
+        ("first", np.int32),  # tokens of the chosen side of a pair; 0 of a document with one answer
+        ("labels", np.int32),  # labelled tokens of the chosen side, or of the one answer
+        ("shared", np.int32),  # as in Document
+        ("margin", np.float32),  # as in Document
+        ("good", np.bool_),  # as in Document
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Document:
+    """The tokens of one example."""
+
+    ids: np.ndarray  # int32 [tokens]
+    labelled: np.ndarray  # bool [tokens], true where the token is to be predicted; never the first
+    notes: tuple[Note, ...] = ()
+    origin: Origin = IN_MEMORY
+    # Ids behind the cut to seq_len of the answer that it goes through
+    answer_rest: np.ndarray = field(default_factory=lambda: NO_IDS)
+    first: int = 0  # of a pair: tokens of the chosen side, which comes first
+    good: bool = True  # of a judged answer
+    margin: float = 0.0  # of a pair, by which the chosen reward should exceed the rejected one
+    prompt: int = 0  # tokens of a trained prompt that it begins with
+    shared: int = 0  # of a pair: leading tokens of the chosen side that the rejected one begins with, too
+
+    @property
+    def stored(self) -> np.ndarray:
+        """Tokens as in `Dataset.tokens`, uint32; all of a trained prompt but its first get PROMPT."""
+        tokens = self.ids.astype(np.uint32) | np.where(self.labelled, LABELLED, np.uint32(0))
+        tokens[1 : self.prompt] |= PROMPT
+        return tokens
+
+    @property
+    def sides(self) -> tuple[int, int, int, float, bool]:
+        """Its record of SIDES."""
+        labels = int(self.labelled[: self.first or None].sum())
+        return self.first, labels, self.shared, self.margin, self.good
 
 
 @dataclass(frozen=True)
@@ -32,10 +74,7 @@ class Dataset:
     tokens: np.ndarray  # uint32 [tokens]: id | LABELLED, all documents one after the other
     offsets: np.ndarray  # int64 [documents + 1]: document d is tokens[offsets[d] : offsets[d + 1]]
     labels: np.ndarray  # int64 [documents]: labelled tokens of each document
-    # int32 [documents, 4]: tokens of the first side, 0 of a document with one answer; labelled tokens of the
-    # first side, or of the one answer; 1 if the one answer is good, of a pair its margin as float32 bits;
-    # tokens that the other side begins with and that are in the first side only
-    sides: np.ndarray
+    sides: np.ndarray  # SIDES [documents]
     origins: np.ndarray  # int64 [documents, 2]: index of its file in `files`, and its line there
     answer_rests: np.ndarray  # uint32 [...]: ids behind the cut to seq_len of answers that it goes through
     rest_offsets: np.ndarray  # int64 [documents + 1]: those of document d, as in `offsets`
@@ -45,12 +84,11 @@ class Dataset:
     seq_len: int  # most tokens of a sequence
     packed: bool
     digest: str  # of tokens and sequences: data sets with the same digest give the same batches
-    # fp64 [documents, 2]: log-probability of each side by a reference model; None: there is none
-    reference: np.ndarray | None = None
-    # int64 and fp64 [known], sorted: document · documents + next one -> log-probability of that one's answer
-    # to this one's prompt, by a reference model
-    mismatched: tuple[np.ndarray, np.ndarray] | None = None
-    keys: np.ndarray | None = None  # int64 [documents], of mismatched answers: as in `mismatched`
+    objective: Objective = OBJECTIVES["sft"]  # whose rows these are, which decides what batches have
+    # Places of answers (as in batch.Answers), int64, sorted -> their log-probabilities by a reference model,
+    # fp64, with those of mismatched answers; None: there is no such model
+    reference: tuple[np.ndarray, np.ndarray] | None = None
+    keys: np.ndarray | None = None  # int64 [documents]: of mismatched answers, instead of their numbers
 
     @cached_property
     def sequence_tokens(self) -> np.ndarray:
@@ -65,13 +103,9 @@ class Dataset:
     @cached_property
     def answer_tokens(self) -> np.ndarray:
         """Tokens of each side of all sequences' documents, shared ones too, int64 [answers], in no order."""
-        whole, (first, _, _, shared) = np.diff(self.offsets)[self.members], self.sides[self.members].T
-        return np.concatenate([whole - first + shared, first[first > 0]])
-
-    @property
-    def paired(self) -> bool:
-        """Whether documents are pairs of answers: all of a data set are, or none."""
-        return bool(len(self.sides)) and bool(self.sides[0, 0])
+        whole, sides = np.diff(self.offsets)[self.members], self.sides[self.members]
+        first = sides["first"]
+        return np.concatenate([whole - first + sides["shared"], first[first > 0]])
 
     def __len__(self) -> int:
         """Number of sequences."""
@@ -97,7 +131,7 @@ class Dataset:
         """Length of a token's document, averaged over tokens: attention costs this much. A side of a pair
         counts as a document, whose shared tokens cost nothing.
         """
-        lengths, shared = self.answer_tokens.astype(float), self.sides[self.members, 3].astype(float)
+        lengths, shared = self.answer_tokens.astype(float), self.sides["shared"][self.members].astype(float)
         return float(((lengths**2).sum() - (shared**2).sum()) / max(1, self.token_count))
 
     @property
@@ -115,28 +149,47 @@ class Dataset:
         """Tokens as a share of sequences that are all `seq_len` long."""
         return self.token_count / max(1, len(self) * self.seq_len)
 
+    @property
+    def figures(self) -> dict[str, Any]:
+        """Sizes of one pass, JSON-able."""
+        return {
+            "digest": self.digest,
+            "packed": self.packed,
+            "documents": len(self.members),
+            "sequences": len(self),
+            "tokens": self.token_count,
+            "label_tokens": self.label_tokens,
+            "good": int(self.sides["good"][self.members].sum()),  # of judged answers
+            "efficiency": self.efficiency,
+        }
+
+    def members_of(self, sequence: int) -> np.ndarray:
+        """Numbers of the documents of a sequence."""
+        return np.asarray(self.members[self.starts[sequence] : self.starts[sequence + 1]])
+
     def documents(self, sequence: int) -> list[np.ndarray]:
         """The stored tokens of one sequence, document by document (views, not copies)."""
-        members = self.members[self.starts[sequence] : self.starts[sequence + 1]]
+        members = self.members_of(sequence)
         begins, ends = self.offsets[members].tolist(), self.offsets[members + 1].tolist()
         return [self.tokens[begin:end] for begin, end in zip(begins, ends, strict=True)]
 
     def answers(self, sequence: int) -> list[np.ndarray]:
         """As `documents`, with each pair cut into its chosen and its rejected side."""
-        members = self.members[self.starts[sequence] : self.starts[sequence + 1]]
-        parts = zip(self.documents(sequence), self.sides[members, 0].tolist(), strict=True)
+        firsts = self.sides["first"][self.members_of(sequence)].tolist()
+        parts = zip(self.documents(sequence), firsts, strict=True)
         return [side for whole, first in parts for side in (whole[:first], whole[first:]) if len(side)]
 
     def shared(self, sequence: int) -> list[int]:
         """Tokens of the answer before that each of `answers` begins with, which it does not have itself."""
-        members = self.members[self.starts[sequence] : self.starts[sequence + 1]]
-        pairs = self.sides[members][:, [0, 3]].tolist()
-        return [shared for first, last in pairs for shared in ((0, last) if first else (0,))]
+        members = self.members_of(sequence)
+        tokens = np.zeros((len(members), self.objective.documents), np.int64)
+        tokens[:, -1] = self.sides["shared"][members]
+        return tokens.ravel().tolist()
 
     def places(self, sequence: int) -> list[str]:
         """The origins of one sequence's documents, as file:line."""
-        members = self.members[self.starts[sequence] : self.starts[sequence + 1]]
-        return [place_of(self.files[file], line, ":") for file, line in self.origins[members].tolist()]
+        origins = self.origins[self.members_of(sequence)].tolist()
+        return [place_of(self.files[file], line, ":") for file, line in origins]
 
 
 def pack(lengths: np.ndarray, seq_len: int, seed: int, *key: int) -> tuple[np.ndarray, np.ndarray]:
@@ -217,70 +270,48 @@ def random_bits(size: int, purpose: str, *key: int) -> np.ndarray:
     return philox.random_raw(size).astype(np.uint64)
 
 
-def stored(ids: np.ndarray, labelled: np.ndarray, prompt: int = 0) -> np.ndarray:
-    """Tokens as in `Dataset.tokens`, uint32; `ids` and `labelled` (bool) have the same shape.
-
-    prompt: tokens of the prompt that they begin with, if it is trained: all but its first get PROMPT.
-    """
-    tokens = ids.astype(np.uint32) | np.where(labelled, LABELLED, np.uint32(0))
-    tokens[1:prompt] |= PROMPT
-    return tokens
-
-
 def ids_of_stored(tokens: np.ndarray) -> np.ndarray:
     """The ids of stored tokens, without their marks, uint32."""
     return tokens & ~(LABELLED | PROMPT)
 
 
 def in_memory(
-    documents: Sequence[tuple[np.ndarray, np.ndarray]],
+    documents: Sequence[Document],
     members: np.ndarray,
     starts: np.ndarray,
     *,
     seq_len: int,
     packed: bool,
-    origins: np.ndarray | None = None,
-    files: tuple[str, ...] = ("memory",),
-    sides: np.ndarray | None = None,
-    prompts: Sequence[int] | None = None,
+    objective: Objective = OBJECTIVES["sft"],
 ) -> Dataset:
-    """A Dataset of (ids, labelled) pairs, such as a stream's window, with all tokens copied into memory.
+    """A Dataset of documents, such as a stream's window, with all tokens copied into memory.
 
-    documents: ids and bool labels of each, [tokens]. members, starts: as returned by `pack` or `singles`.
-    origins, files, sides: as in `Dataset`; origins None: lines 1, 2, … of the first file; sides None: one
-    answer each, all good. prompts: of each document, as in `stored`.
+    members, starts: as returned by `pack` or `singles`. The others are those of `Dataset`.
     """
-    lengths = np.array([len(ids) for ids, _ in documents], dtype=np.int64)
-    if origins is None:
-        origins = np.stack([np.zeros_like(lengths), np.arange(1, len(lengths) + 1)], axis=1)
-    labels = np.array([int(labelled.sum()) for _, labelled in documents], dtype=np.int64)
-    parts = zip(documents, prompts or [0] * len(documents), strict=True)
-    tokens = [stored(*document, prompt) for document, prompt in parts]
-    flat = np.concatenate(tokens) if tokens else np.zeros(0, np.uint32)
+    lengths = np.array([len(document.ids) for document in documents], dtype=np.int64)
+    files: dict[str, int] = {}
+    origins = [(files.setdefault(one.origin.file, len(files)), one.origin.line) for one in documents]
+    flat = np.concatenate([np.zeros(0, np.uint32), *(document.stored for document in documents)])
+    sides = np.array([document.sides for document in documents], SIDES)
     digest = hashlib.blake2b(digest_size=16)
-    for array in (flat, lengths, members, starts, *([] if sides is None else [sides])):
+    for array in (flat, lengths, members, starts, *([] if objective.rows == "answers" else [sides])):
         digest.update(np.ascontiguousarray(array).tobytes())
     return Dataset(
         tokens=flat,
         offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-        labels=labels,
-        sides=one_answer(labels) if sides is None else sides,
-        origins=origins,
+        labels=np.array([int(document.labelled.sum()) for document in documents], dtype=np.int64),
+        sides=sides,
+        origins=np.array(origins),
         answer_rests=np.zeros(0, np.uint32),
         rest_offsets=np.zeros(len(documents) + 1, np.int64),
-        files=files,
+        files=tuple(files),
         members=members,
         starts=starts,
         seq_len=seq_len,
         packed=packed,
         digest=digest.hexdigest(),
+        objective=objective,
     )
-
-
-def one_answer(labels: np.ndarray) -> np.ndarray:
-    """`Dataset.sides` of documents with one answer each, which is good. labels: as in `Dataset`."""
-    zeros = np.zeros_like(labels)
-    return np.stack([zeros, labels, np.ones_like(labels), zeros], axis=1).astype(np.int32)
 
 
 def _sums(values: np.ndarray, starts: np.ndarray) -> np.ndarray:

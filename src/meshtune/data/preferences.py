@@ -36,6 +36,7 @@ from meshtune.objectives import Objective, Rows
 
 SIDES = ("chosen", "rejected")
 OTHERS = ("system", "history", "tools")  # columns that make texts a conversation
+TURNS = ("system", "tools")  # those of conversations
 SAME = "both sides are the same"
 TWO_PROMPTS = "the sides answer different prompts"
 NO_PROMPT = "no prompt"
@@ -290,16 +291,13 @@ def _good(columns: Columns) -> bool:
 # The formats of each kind of rows #
 
 BOTH = "messages of both sides"  # the first word is the value of data.format
-_PAIRS = {
-    "prompt-completion": ("prompt", OTHERS),
-    "alpaca": ("instruction", ("input", *OTHERS)),
-    "sharegpt": ("conversations", ("system", "tools")),
-    "messages": ("messages", ("system", "tools")),
-}
 PAIRS = {
-    name: Format((prompt, *SIDES), reads, partial(_pair, prompt=prompt))
-    for name, (prompt, reads) in _PAIRS.items()
-} | {BOTH: Format(SIDES, ("system", "tools"), partial(_pair, prompt=None))}
+    "prompt-completion": Format(("prompt", *SIDES), OTHERS, partial(_pair, prompt="prompt")),
+    "alpaca": Format(("instruction", *SIDES), ("input", *OTHERS), partial(_pair, prompt="instruction")),
+    "sharegpt": Format(("conversations", *SIDES), TURNS, partial(_pair, prompt="conversations")),
+    "messages": Format(("messages", *SIDES), TURNS, partial(_pair, prompt="messages")),
+    BOTH: Format(SIDES, TURNS, partial(_pair, prompt=None)),
+}
 JUDGED = {
     name: Format((*FORMATS[name].needs, "label"), FORMATS[name].reads, partial(_judged, form=name))
     for name in ("prompt-completion", "alpaca", "sharegpt", "messages")

@@ -26,7 +26,7 @@ from meshtune.addresses import public
 from meshtune.data.cache import GrowingArray, discard, lock, mapped, open_folder, write_folder
 from meshtune.data.example import DOCUMENTS, Source, Tally, notes_sentences
 from meshtune.data.files import DataFile, files, is_hub
-from meshtune.data.pack import Dataset, permutation, stored
+from meshtune.data.pack import SIDES, Dataset, permutation
 from meshtune.data.readers import hub_revision
 from meshtune.data.recipe import Recipe, Stream
 from meshtune.errors import UserError, expanded
@@ -101,7 +101,7 @@ class Progress:
 # Preparing #
 
 
-CACHE_VERSION = 9  # raise it when the files' format or the code that decides their content changes
+CACHE_VERSION = 10  # raise it when the files' format or the code that decides their content changes
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def prepare(recipe: Recipe, cache_dir: str | Path, *, streaming: bool = False) -
     if not streaming:
         return _cached(recipe, expanded(cache_dir))
     stream = Stream(**vars(recipe))
-    stats = _stats(stream.unused_columns(), recipe, {})
+    stats = _stats(stream.unused_columns(), recipe)
     for source in recipe.sources:
         files(source, stats["not_read"])
     if not recipe.eval_sources:
@@ -197,17 +197,17 @@ def _cached(recipe: Recipe, cache_dir: Path) -> Prepared:
         cache_dir.mkdir(parents=True, exist_ok=True)
         with _progress(listing) as progress:
             folder = cache_dir / _fingerprint(recipe, listing, cache_dir, progress)
-        prepared = _open(folder, listing)
+        prepared = _open(folder, recipe, listing)
         if prepared is None:
             with lock(folder):
-                prepared = _open(folder, listing)  # another process may have written it while this one waited
+                prepared = _open(folder, recipe, listing)  # another process may have written it meanwhile
                 if prepared is None:
                     discard(folder)
                     write_folder(folder, lambda aside: _write(aside, recipe, listing))
                     if folder != cache_dir / _fingerprint(recipe, listing, cache_dir, progress):
                         discard(folder)
                         raise UserError("A data file changed while it was read; try again once it is whole.")
-                    prepared = _open(folder, listing)
+                    prepared = _open(folder, recipe, listing)
                     state = "made"
     except OSError as error:
         if error.filename is not None and not concerns(error, cache_dir):
@@ -279,12 +279,11 @@ def _write(aside: Path, recipe: Recipe, listing: _Listing) -> dict[str, Any]:
         remedy = [f"Raise data.seq_len={recipe.seq_len}, or look at the rows with meshtune data."] * bool(
             lost
         )
-        said = sentences(_stats(tally, recipe, {}))
+        said = sentences(_stats(tally, recipe))
         raise UserError(["No document is left to train on.", *empty, *said, *remedy])
-    length, labels = np.diff(offsets).astype(np.int32), mapped(aside / "labels.npy")
-    source_number, good = mapped(aside / "sources.npy"), mapped(aside / "sides.npy")[:, 2]
+    length, source_number = np.diff(offsets).astype(np.int32), mapped(aside / "sources.npy")
     train, held_out = _split(source_number, mapped(aside / "origins.npy"), recipe)
-    parts = {}
+    digests = {}
     passes = list(_passes(train, source_number, [source.weight for source in recipe.sources], recipe.seed))
     for name, rounds in (("train", passes), ("eval", [held_out] if len(held_out) else [])):
         if not rounds:
@@ -292,21 +291,12 @@ def _write(aside: Path, recipe: Recipe, listing: _Listing) -> dict[str, Any]:
         members, starts = _sequences(rounds, length, recipe)
         np.save(aside / f"{name}_members.npy", members, allow_pickle=False)
         np.save(aside / f"{name}_starts.npy", starts, allow_pickle=False)
-        tokens = np.concatenate([[0], np.cumsum(length[members], dtype=np.int64)])
-        parts[name] = {
-            "digest": _digest(digest, offsets, members, starts),
-            "packed": recipe.packing,
-            "documents": len(members),
-            "sequences": len(starts) - 1,
-            "tokens": int(tokens[-1]),
-            "label_tokens": int(labels[members].sum(dtype=np.int64)),
-            "good": int((good[members] == 1).sum()),  # of judged answers
-            "efficiency": int(tokens[-1]) / ((len(starts) - 1) * recipe.seq_len),
-        }
+        digests[name] = _digest(digest, offsets, members, starts)
     return {
         "version": CACHE_VERSION,
         "files": public(_names(listing)),
-        "stats": _stats(tally, recipe, parts),
+        "stats": _stats(tally, recipe),
+        "digests": digests,
     }
 
 
@@ -321,7 +311,7 @@ def _write_documents(aside: Path, recipe: Recipe, listing: _Listing, tally: Tall
         GrowingArray(aside / "tokens.npy", np.dtype(np.uint32)) as tokens,
         GrowingArray(aside / "offsets.npy", np.dtype(np.int64)) as offsets,
         GrowingArray(aside / "labels.npy", np.dtype(np.int32)) as labels,
-        GrowingArray(aside / "sides.npy", np.dtype(np.int32), columns=4) as sides,
+        GrowingArray(aside / "sides.npy", SIDES) as sides,
         GrowingArray(aside / "origins.npy", np.dtype(np.int64), columns=2) as origins,
         GrowingArray(aside / "sources.npy", np.dtype(np.int32)) as sources,
         GrowingArray(aside / "answer_rests.npy", np.dtype(np.uint32)) as rests,
@@ -337,18 +327,19 @@ def _write_documents(aside: Path, recipe: Recipe, listing: _Listing, tally: Tall
                     continue
                 lengths = [(len(one.ids), len(one.answer_rest)) for one in batch]
                 all_ends = ends + np.cumsum(lengths, axis=0)
-                tokens.append(np.concatenate([stored(one.ids, one.labelled, one.prompt) for one in batch]))
+                tokens.append(np.concatenate([one.stored for one in batch]))
                 offsets.append(all_ends[:, 0])
                 rests.append(np.concatenate([one.answer_rest for one in batch]))
                 rest_offsets.append(all_ends[:, 1])
                 labels.append(np.array([one.labelled.sum() for one in batch]))
-                sides.append(np.array([one.sides for one in batch]))
-                origins.append(np.array([(numbers[at.file], at.line) for at, *_ in batch], dtype=np.int64))
+                sides.append(np.array([one.sides for one in batch], SIDES))
+                places = [(numbers[one.origin.file], one.origin.line) for one in batch]
+                origins.append(np.array(places, dtype=np.int64))
                 sources.append(np.full(len(batch), number))
                 ends = all_ends[-1]
                 if source.max_samples:  # rows after these are not read
                     for file in data_files:
-                        file.share = max(file.share, (batch[-1][0].row + 1) / source.max_samples)
+                        file.share = max(file.share, (batch[-1].origin.row + 1) / source.max_samples)
                 progress.show(int(ends[0]))
     # Without pairs and judgements the digest is that of earlier versions: their runs continue.
     return tokens.digest + (sides.digest if recipe.encoder.objective.rows != "answers" else "")
@@ -428,21 +419,20 @@ def _sequences(
     return np.concatenate(members), np.concatenate(starts)
 
 
-def _stats(tally: Tally, recipe: Recipe, parts: dict[str, Any]) -> dict[str, Any]:
-    """`Prepared.stats` without cache and seconds; `parts` has the figures of train and eval."""
+def _stats(tally: Tally, recipe: Recipe) -> dict[str, Any]:
+    """`Prepared.stats` without cache, seconds and the figures of train and eval."""
     objective = recipe.encoder.objective
     facts = {"seq_len": recipe.seq_len, "template_date": recipe.encoder.template_date, "not_read": []}
     facts |= {"kind": objective.rows, "trained_prompts": objective.prompts}
-    return tally.values() | facts | {name: parts.get(name) for name in ("train", "eval")}
+    return tally.values() | facts | {"train": None, "eval": None}
 
 
-def _open(folder: Path, listing: _Listing) -> Prepared | None:
+def _open(folder: Path, recipe: Recipe, listing: _Listing) -> Prepared | None:
     """The cache, None if it is absent or damaged. listing: the files that it was written from, or copies."""
     opened = open_folder(folder)
     if opened is None:
         return None
     manifest, arrays = opened
-    stats = manifest["stats"]
     parts = {
         name: Dataset(
             tokens=arrays["tokens"],
@@ -455,13 +445,14 @@ def _open(folder: Path, listing: _Listing) -> Prepared | None:
             files=tuple(_names(listing)),
             members=arrays[f"{name}_members"],
             starts=arrays[f"{name}_starts"],
-            seq_len=stats["seq_len"],
-            packed=stats[name]["packed"],
-            digest=stats[name]["digest"],
+            seq_len=recipe.seq_len,
+            packed=recipe.packing,
+            digest=digest,
+            objective=recipe.encoder.objective,
         )
-        for name in ("train", "eval")
-        if stats[name]
+        for name, digest in manifest["digests"].items()
     }
+    stats = manifest["stats"] | {name: data.figures for name, data in parts.items()}
     return Prepared(train=parts["train"], eval=parts.get("eval"), stats=stats)
 
 

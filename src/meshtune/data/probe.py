@@ -7,6 +7,7 @@ unwritten(…)     what it leaves out of one conversation
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from meshtune.data.example import BadRow
@@ -62,12 +63,8 @@ def writes(render: Render) -> Writes:
     parts = [text_part(text) for text in texts]
     number = 2 if arrives(parts[:2], parts[2:], *texts) else int(arrives(parts[:1], parts[2:3], first, third))
     text = number == 0 or arrives(second, fourth, second, fourth)
-    whole: Render = render if text else lambda *request: _render_parts(render, *request)
+    whole: Render = render if text else lambda messages, *rest: render([*map(in_parts, messages)], *rest)
     return Writes(text, number, *_tool_calls(whole), moved=_only_as_a_field(whole))
-
-
-def _render_parts(render: Render, messages: list[dict], generation: bool, tools: list | None) -> str | BadRow:
-    return render([in_parts(message) for message in messages], generation, tools)
 
 
 def _only_as_a_field(render: Render) -> bool:
@@ -131,15 +128,12 @@ def adapted(message: dict, can: Writes) -> dict:
         message = in_parts(message)
     if message.get("tool_calls"):
         if can.arguments == "text":
-            calls = [with_arguments(call, _as_text) for call in message["tool_calls"]]
+            text = partial(json.dumps, ensure_ascii=False)
+            calls = [with_arguments(call, text) for call in message["tool_calls"]]
             message = message | {"tool_calls": calls}
         if not message.get("content"):
             message = message | {"content": can.call_content}
     return message
-
-
-def _as_text(arguments: Any) -> str:
-    return json.dumps(arguments, ensure_ascii=False)
 
 
 class Unwritten(NamedTuple):
@@ -210,16 +204,12 @@ def _is_written(text: str, messages: Sequence[dict], rendering: str) -> bool:
 
 def _other(call: dict) -> dict:
     """The call with other arguments; with another name if it has none."""
-    changed = with_arguments(call, _other_arguments)
+    changed = with_arguments(call, lambda given: OTHER if isinstance(given, str) else {OTHER: OTHER})
     if changed != call:
         return changed
     function = call.get("function")
     name = {"name": OTHER}
     return call | ({"function": function | name} if isinstance(function, dict) else name)
-
-
-def _other_arguments(arguments: Any) -> Any:
-    return OTHER if isinstance(arguments, str) else {OTHER: OTHER}
 
 
 # The generation prompt that a template writes behind every conversation #

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -36,39 +36,17 @@ from meshtune.data.example import (
     notes_sentences,
 )
 from meshtune.data.files import DataFile, files, is_hub, outline
-from meshtune.data.pack import Dataset, in_memory, pack, singles
+from meshtune.data.pack import NO_IDS, Dataset, Document, in_memory, pack, singles
 from meshtune.data.preferences import kind_of
 from meshtune.data.readers import read
 from meshtune.errors import UserError
 
 if TYPE_CHECKING:
-    from meshtune.data.encode import Document, Encoder
+    from meshtune.data.encode import Encoder
 
 Overlong = Literal["auto", "cut", "split", "drop", "error"]
 ROWS_AT_ONCE = 1000  # examples encoded together
 OF_ROW = ("unwritten", "control")  # notes that the last part of a split row has for all of them
-
-NO_IDS = np.zeros(0, np.int32)
-
-
-class Usable(NamedTuple):
-    """A document that can be trained on."""
-
-    origin: Origin
-    ids: np.ndarray  # int32 [tokens]
-    labelled: np.ndarray  # bool [tokens]
-    answer_rest: np.ndarray = NO_IDS  # ids behind the cut of the answer that it goes through
-    first: int = 0  # tokens of a pair's chosen side, which comes first; 0: one answer
-    good: bool = True
-    margin: float = 0.0
-    prompt: int = 0  # tokens of a trained prompt at the beginning, as of `pack.stored`
-    shared: int = 0  # as of `Document`
-
-    @property
-    def sides(self) -> tuple[int, int, int, int]:
-        """Its row of `Dataset.sides`."""
-        judged = int(np.float32(self.margin).view(np.int32)) if self.first else int(self.good)
-        return self.first, int(self.labelled[: self.first or None].sum()), judged, self.shared
 
 
 @dataclass(frozen=True)
@@ -93,13 +71,13 @@ class Recipe:
 
     def documents(
         self, source: Source, tally: Tally, data_files: Sequence[DataFile]
-    ) -> Iterator[list[Usable]]:
+    ) -> Iterator[list[Document]]:
         """Yield the usable documents of a source, a batch at a time; stop after SHOWN overlong ones."""
         examples = self.read(source, tally, data_files=data_files)
         while len(tally.overlong) < SHOWN and (rows := list(islice(examples, ROWS_AT_ONCE))):
             yield self.usable(rows, tally)
 
-    def usable(self, examples: Sequence[Example], tally: Tally) -> list[Usable]:
+    def usable(self, examples: Sequence[Example], tally: Tally) -> list[Document]:
         """Encode the examples; cut, split or leave out documents longer than `seq_len` tokens; count them in
         `tally`.
 
@@ -111,11 +89,11 @@ class Recipe:
         A document without a labelled token (before or after the cut) costs a forward pass and has no loss, so
         it is dropped: every sequence of the data set then has a label.
         """
-        documents, seq_len = [], self.seq_len
+        documents, seq_len = list[Document](), self.seq_len
         preferences = self.encoder.objective.rows != "answers"
         tally.examples += len(examples)
         for example, document in _encoded(examples, self.encoder, tally):
-            rest, labelled = NO_IDS, document.labelled
+            labelled = document.labelled
             if len(document.ids) > seq_len:
                 if self.overlong == "error":
                     if len(tally.overlong) < SHOWN:
@@ -129,19 +107,16 @@ class Recipe:
                 if self.overlong == "split" or (self.overlong == "auto" and example.text is not None):
                     parts = list(_pieces(document, seq_len))
                     tally.split.update(documents=1, pieces=len(parts))
-                    documents += [Usable(example.origin, *part) for part in parts]
+                    documents += [replace(part, origin=example.origin) for part in parts]
                     continue
-                rest = NO_IDS if preferences else _answer_rest(document, seq_len)
                 document, lost = _cut(document, seq_len)
                 tally.cut.add(lost)
             if reason := _useless(document, cut=len(document.labelled) < len(labelled)):
                 tally.dropped.setdefault(reason, Lost()).add(document.labelled)
                 continue
-            names = "first", "good", "margin", "prompt", "shared"
-            of_answers = {name: getattr(document, name) for name in names}
-            one = Usable(example.origin, document.ids, document.labelled, rest, **of_answers)
-            assert not one.labelled[[0, one.first]].any(), "a side's first token can't be predicted"
-            documents.append(one)
+            starts = document.labelled[[0, document.first]]
+            assert not starts.any(), "a side's first token can't be predicted"
+            documents.append(replace(document, origin=example.origin))
         return documents
 
     def sequences(self, lengths: np.ndarray, *key: int) -> tuple[np.ndarray, np.ndarray]:
@@ -149,14 +124,14 @@ class Recipe:
         return pack(lengths, self.seq_len, self.seed, *key) if self.packing else singles(len(lengths))
 
 
-def _size(document: "Document") -> str:
+def _size(document: Document) -> str:
     """Clause with the tokens of a document, of a pair also those of each side."""
     tokens, first = len(document.ids), document.first
     sides = f" ({first:,} of the chosen side, {tokens - first:,} of the rejected)" if first else ""
     return f"{tokens:,} tokens{sides}"
 
 
-def _cut(document: "Document", seq_len: int) -> tuple["Document", np.ndarray]:
+def _cut(document: Document, seq_len: int) -> tuple[Document, np.ndarray]:
     """(The first `seq_len` tokens of a document, labels of those behind the cut).
 
     Each side of a pair keeps half of them; one that needs less leaves the rest to the other.
@@ -166,12 +141,13 @@ def _cut(document: "Document", seq_len: int) -> tuple["Document", np.ndarray]:
     kept = np.zeros(tokens, bool)
     kept[: seq_len - other] = kept[first : first + other] = True
     ids, labelled = document.ids[kept], document.labelled[kept]
-    first = min(first, seq_len - other)
-    cut = replace(document, ids=ids, labelled=labelled, first=first, prompt=min(first, document.prompt))
+    sides = {"first": min(first, seq_len - other), "prompt": min(seq_len - other, document.prompt)}
+    rest = NO_IDS if first else _answer_rest(document, seq_len)
+    cut = replace(document, ids=ids, labelled=labelled, answer_rest=rest, **sides)
     return cut, document.labelled[~kept]
 
 
-def _useless(document: "Document", *, cut: bool) -> str:
+def _useless(document: Document, *, cut: bool) -> str:
     """The reason why a document can't be trained on; "" if it can. cut: whether it was cut to seq_len."""
     sides = np.split(document.labelled, [document.first]) if document.first else [document.labelled]
     if not all(side.any() for side in sides):
@@ -181,7 +157,7 @@ def _useless(document: "Document", *, cut: bool) -> str:
     return "both sides are the same behind the cut" if same else ""
 
 
-def _answer_rest(document: "Document", seq_len: int) -> np.ndarray:
+def _answer_rest(document: Document, seq_len: int) -> np.ndarray:
     """Ids of the answer that a cut to `seq_len` tokens goes through, from the cut to its end; none where the
     cut leaves all answers before it whole.
     """
@@ -190,20 +166,20 @@ def _answer_rest(document: "Document", seq_len: int) -> np.ndarray:
     return document.ids[seq_len : seq_len - 1 + length]
 
 
-def _pieces(document: "Document", seq_len: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield (ids, labelled) of the pieces of a document, each a document of its own: no token precedes its
-    first one, which is therefore not labelled. Pieces without a label are left out.
+def _pieces(document: Document, seq_len: int) -> Iterator[Document]:
+    """Yield the pieces of a document, each a document of its own: no token precedes its first one, which is
+    therefore not labelled. Pieces without a label are left out.
     """
     for start in range(0, len(document.ids), seq_len):
         labelled = document.labelled[start : start + seq_len].copy()
         labelled[0] = False
         if labelled.any():
-            yield document.ids[start : start + seq_len], labelled
+            yield replace(document, ids=document.ids[start : start + seq_len], labelled=labelled)
 
 
 def _encoded(
     examples: Sequence[Example], encoder: "Encoder", tally: Tally
-) -> Iterator[tuple[Example, "Document"]]:
+) -> Iterator[tuple[Example, Document]]:
     """Yield each example, or each part of it (`Encoder.split`), with its document, whose notes are counted.
 
     Those that can't be labelled raise UserError under the encoder's on_bad_row="error", before anything is
@@ -307,7 +283,7 @@ class Stream(Recipe):
 
         readers: the open sources, which resume from where they are; updated. Raises UserError as `windows`.
         """
-        documents: list[Usable] = []
+        documents: list[Document] = []
         after = place
         while not documents:
             documents, after = self._documents(after, readers)
@@ -320,7 +296,7 @@ class Stream(Recipe):
                 )
         return self._pack(documents, place), after
 
-    def _documents(self, place: Place, readers: Readers) -> tuple[list[Usable], Place]:
+    def _documents(self, place: Place, readers: Readers) -> tuple[list[Document], Place]:
         """A window's usable documents and the place after it.
 
         A source that ends gives this window fewer rows, and starts again in the next. readers: see `_window`.
@@ -328,7 +304,7 @@ class Stream(Recipe):
         """
         rows, passes, taken = (list(place[name]) for name in ("rows", "passes", "taken"))
         total, weight = sum(taken) + self.window, sum(source.weight for source in self.sources)
-        documents: list[Usable] = []
+        documents: list[Document] = []
         for number, source in enumerate(self.sources):
             wanted = max(1, round(total * source.weight / weight) - taken[number])
             if number not in readers:
@@ -346,23 +322,11 @@ class Stream(Recipe):
         self.tally.refuse_overlong(self.encoder.objective.rows)
         return documents, {"rows": rows, "passes": passes, "taken": taken}
 
-    def _pack(self, documents: Sequence[Usable], place: Place) -> Dataset:
+    def _pack(self, documents: Sequence[Document], place: Place) -> Dataset:
         lengths = np.array([len(one.ids) for one in documents])
         members, starts = self.sequences(lengths, *place["rows"])
-        files: dict[str, int] = {}
-        origins = [(files.setdefault(origin.file, len(files)), origin.line) for origin, *_ in documents]
-        preferences = self.encoder.objective.rows != "answers"
-        return in_memory(
-            [(one.ids, one.labelled) for one in documents],
-            members,
-            starts,
-            seq_len=self.seq_len,
-            packed=self.packing,
-            origins=np.array(origins),
-            files=tuple(files),
-            sides=np.array([one.sides for one in documents], np.int32) if preferences else None,
-            prompts=[one.prompt for one in documents],
-        )
+        settings = {"packed": self.packing, "objective": self.encoder.objective}
+        return in_memory(documents, members, starts, seq_len=self.seq_len, **settings)
 
 
 def _identity(source: Source) -> list[Any]:

@@ -29,7 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from meshtune.data.batch import Batch, MicroBatch, micro_batch_of
-from meshtune.data.pack import in_memory
+from meshtune.data.pack import Document, in_memory
 from meshtune.dryrun.compiled import compiled_on_fakes
 from meshtune.dryrun.recorder import Recorder, visible_pairs
 from meshtune.dryrun.substitutes import installed
@@ -283,14 +283,14 @@ def batch_of(job: Job, world: World) -> Batch:
     draw = random.Random(0)
     vocabulary = 2  # ids that every model has: values do not matter
     documents = [  # nothing comes before a document's first token
-        (np.array([draw.randrange(vocabulary) for _ in range(length)]), np.arange(length) > 0)
+        Document(np.array([draw.randrange(vocabulary) for _ in range(length)]), np.arange(length) > 0)
         for length in job.documents
     ]
     every = np.arange(len(documents)), np.array([0, len(documents)])
-    row = in_memory(documents, *every, seq_len=job.seq_len, packed=True), 0
     wanted = job.spec.preference and job.spec.preference.row
     judged = wanted if wanted and wanted.rows == "judged" else OBJECTIVES["sft"]  # pairs lack their answers
-    each = micro_batch_of([row] * layout.micro_batch_size, judged, job.seq_len, width_multiple(layout))
+    row = in_memory(documents, *every, seq_len=job.seq_len, packed=True, objective=judged), 0
+    each = micro_batch_of([row] * layout.micro_batch_size, job.seq_len, width_multiple(layout))
     ranks, mismatched = number * world.data_ranks, number if judged.mismatched else 0
     return Batch(
         (each,) * number, each.tokens * ranks, each.label_tokens * ranks, origin="",

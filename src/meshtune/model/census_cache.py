@@ -130,7 +130,7 @@ def model_numbers(
     Raises UserError for what isn't a model, or none that meshtune trains, and as `add_lora` and `freeze`.
     """
     file = file or config_file(name, revision)
-    remote = trust_remote_code and _has_remote_code(file)
+    remote = trust_remote_code and file.is_file() and b'"auto_map"' in file.read_bytes()  # has its own code
     inputs = None if remote else inputs_of(file, variant)
     cached = cache_dir / f"census-{_key(inputs)}.json"
     if inputs and (numbers := _read(cached)):
@@ -168,10 +168,6 @@ def _config_with_code(name: str, revision: str | None) -> Path:
     from meshtune.model.files import resolve
 
     return resolve(name, revision=revision, weights=False, trust_remote_code=True) / "config.json"
-
-
-def _has_remote_code(file: Path) -> bool:
-    return file.is_file() and b'"auto_map"' in file.read_bytes()
 
 
 def inputs_of(file: Path, variant: Variant) -> str | None:

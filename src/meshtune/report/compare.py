@@ -20,7 +20,7 @@ from meshtune.report.draw.kinds import Lines
 from meshtune.report.draw.page import EMPTY, text
 from meshtune.report.draw.table import BEST, Column, Table
 from meshtune.report.draw.theme import OTHERS
-from meshtune.report.run.panels import QUANTITIES, UNIT, worded
+from meshtune.report.run.panels import QUANTITIES, UNIT
 from meshtune.report.run.report import conventions
 from meshtune.report.run.samples import Asked, samples_table
 from meshtune.report.run.summary import Summary, facts_of, objective_of, samples_of, summarise
@@ -278,9 +278,7 @@ def panels(comparison: Comparison) -> list[Lines]:
             parts = quantity.curves(of_run)
             averaged |= len(parts) > 1
             curves += [replace(part, name=name, colour=colour) for part in parts[-1:]]
-        unit, axis = worded(quantity.unit, words), worded(quantity.axis, words)
-        unit += ", running mean" * averaged
-        drawn.append(quantity._replace(axis=axis).panel(curves, unit, 0))
+        drawn.append(quantity.panel(curves, words, ", running mean" * averaged, 0))
     end = max((x for panel in drawn for curve in panel.series for x in curve.x), default=1)
     return [replace(panel, x_end=end) for panel in drawn if panel.series]
 

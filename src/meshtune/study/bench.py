@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from meshtune.data.batch import Batch, micro_batch
-from meshtune.data.pack import LABELLED
+from meshtune.data.pack import Document
 from meshtune.data.tokens import id_bound
 from meshtune.launch import Rank
 from meshtune.layout import Layout
@@ -25,7 +25,6 @@ from meshtune.meter.phases import WATCHED_STEPS
 from meshtune.meter.rows import fullest_memory, possible, share_of_peak, time_now
 from meshtune.meter.trace import CATEGORIES
 from meshtune.model.load import quiet
-from meshtune.objectives import OBJECTIVES
 from meshtune.parallel.mesh import World, join
 from meshtune.plan.hardware import datasheet_flops
 from meshtune.plan.step_parts import median_parts
@@ -142,10 +141,7 @@ def bench_rank(rank: Rank, trial: Trial) -> Measured | None:
     seed_dropout(world, spec.seed)
     batches: Iterator[Batch]
     if inputs:
-        objective = spec.preference.row if spec.preference else OBJECTIVES["sft"]
-        loader = loader_of(
-            inputs.prepared.train, world.layout, world.data_rank, spec.seed, objective=objective
-        )
+        loader = loader_of(inputs.prepared.train, world.layout, world.data_rank, spec.seed)
         batches = (batch for batch, _ in loader)
     else:
         batches = random_batches(model, world, seq_len, trial.documents)
@@ -204,24 +200,18 @@ def random_batches(model: RankModel, world: World, seq_len: int, documents: Sequ
     layout, vocabulary = world.layout, embedding.weight.shape[0]
     draw = np.random.default_rng((model.spec.seed, world.data_rank))
     sequences = layout.global_batch_size
+
+    def row() -> list[np.ndarray]:
+        """Return documents of random tokens; all but the first of each are labelled."""
+        ids = (draw.integers(0, vocabulary, length, dtype=np.uint32) for length in documents)
+        return [Document(each, np.arange(len(each)) > 0).stored for each in ids]
+
     while True:
         micro_batches = tuple(
             micro_batch(
-                [list(random_documents(draw, vocabulary, documents)) for _ in range(layout.micro_batch_size)],
-                seq_len,
-                model.parallel.width_multiple,
+                [row() for _ in range(layout.micro_batch_size)], seq_len, model.parallel.width_multiple
             )
             for _ in range(layout.gradient_accumulation_steps)
         )
         labels = sequences * (sum(documents) - len(documents))
         yield Batch(micro_batches, sequences * sum(documents), labels, "random tokens")
-
-
-def random_documents(
-    draw: np.random.Generator, vocabulary: int, lengths: Sequence[int]
-) -> Iterator[np.ndarray]:
-    """Yield documents of random tokens; all but the first of each are labelled."""
-    for length in lengths:
-        tokens = draw.integers(0, vocabulary, length, dtype=np.uint32)
-        tokens[1:] |= LABELLED
-        yield tokens

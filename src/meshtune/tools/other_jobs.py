@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from meshtune.tools.job import is_off
-from meshtune.tools.preferences import STAGES
+from meshtune.tools.preferences import told_values
 from meshtune.tools.table import toml
 
 COMPONENTS = ("_component_", "_target_")  # keys with the name of a class or a function
@@ -41,8 +41,8 @@ def other_job(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> OtherJo
 
 def _signs(tree: Mapping[str, Any], job: Mapping[str, Any]) -> Iterator[str]:
     """Yield what of a file tells a job: keys, keys with their value, and components."""
-    if job.get("staged") and str(tree.get("stage")).lower() in STAGES:  # its other keys are defaults
-        return
+    if job.get("staged") and str(tree.get("stage")).lower() in told_values("llama_factory", "stage"):
+        return  # its other keys are defaults
     trains = tree.get("do_train") in (None, True)
     if trains and any(not is_off(tree.get(key)) for key in job.get("without", "").split()):
         return

@@ -2,7 +2,8 @@
 
     tree, file name ── objective_of ──> Told("dpo", "by beta, loss_type") ──> Job.objective
 
-A file of TRL has no key that names its trainer: [objectives] of trl.toml lists the keys and losses of each.
+[told] of a tool's table has the keys and values that tell it. A file of TRL has none that names its trainer:
+[objectives] of trl.toml lists the keys and losses of each.
 """
 
 import re
@@ -20,6 +21,7 @@ from meshtune.tools.job import (
     NoCounterpart,
     NotNeeded,
     Refused,
+    flat,
     is_off,
     listed,
     sections,
@@ -27,26 +29,12 @@ from meshtune.tools.job import (
 )
 from meshtune.tools.table import table
 
-RL = {"dpo": "dpo", "ipo": "dpo", "kto": "kto", "orpo": "orpo", "simpo": "simpo"}  # axolotl's
-STAGES = {"sft": "sft", "pt": "sft", "dpo": "dpo", "kto": "kto", "rm": "reward"}  # LLaMA-Factory's
-TORCHTUNE = {  # losses -> objective, dpo.loss_type
-    "dpoloss": ("dpo", "sigmoid"),
-    "rsoloss": ("dpo", "hinge"),
-    "ipoloss": ("dpo", "ipo"),
-    "simpoloss": ("simpo", ""),
-}
 LOSSES = {
     "dpo": get_args(DpoConfig.model_fields["loss_type"].annotation),
     "kto": ("kto",),
     "simpo": ("simpo",),
 }
-WORDS = {  # in the name of a file or of a run -> the objective; "" for one that isn't here
-    "dpo": "dpo", "ipo": "dpo", "kto": "kto", "orpo": "orpo", "simpo": "simpo", "cpo": "simpo",
-    "reward": "reward", "rm": "reward", "grpo": "", "ppo": "", "rloo": "", "gkd": "", "prm": "", "bco": "",
-    "xpo": "",
-}  # fmt: skip
 NAMING = ("output_dir", "run_name", "hub_model_id")
-COLUMNS = ("prompt", "chosen", "rejected", "completion", "label")  # ours
 
 
 class Told(NamedTuple):
@@ -64,22 +52,24 @@ def objective_of(tool: str, tree: Mapping[str, Any], file: Path, overrides: Sequ
     chosen = [value for key, _, value in (each.partition("=") for each in overrides) if key == "objective"]
     if chosen:
         return Told(OBJECTIVES[chosen[-1]] and chosen[-1], "the command line")
-    match tool:
-        case "axolotl":
-            types = [str(rows.get("type")) for rows in sections(tree.get("datasets"))]
-            rewards = tree.get("reward_model") or any(each.startswith("bradley_terry") for each in types)
-            plain = "reward" if rewards else "sft"
-            return Told(RL.get(str(tree.get("rl")), plain), "by the type of its rows")
-        case "llama_factory":
-            stage, loss = str(tree.get("stage")), str(tree.get("pref_loss"))
-            own = loss if stage == "dpo" and loss in ("orpo", "simpo") else ""
-            return Told(own or STAGES.get(stage, "sft"))
-        case "torchtune":
-            loss = next(iter(sections(tree.get("loss"))), {})
-            return Told(TORCHTUNE.get(short(loss.get("_component_")), ("sft",))[0])
-        case "trl":
-            return _told_by_keys(tree, file)
+    if tool == "trl":
+        return _told_by_keys(tree, file)
+    known, given = table(tool), set[str]()
+    for key, value in flat(tree, known):
+        if not is_off(value):
+            names = value, short(value), str(value).partition(".")[0]
+            given |= {key, *(f"{key}={name}" for name in names)}
+    for conditions, settings in known.tree.get("told", {}).items():
+        if {*conditions.split()} <= given:
+            return Told(settings["objective"], f"by {conditions.partition('=')[0]}")
     return Told("sft")
+
+
+def told_values(tool: str, key: str) -> dict[str, dict[str, Any]]:
+    """Values of a key that tell the objective of a file -> their settings."""
+    told, start = table(tool).tree["told"], f"{key}="
+    alone = (each for each in told if each.startswith(start) and " " not in each)
+    return {each.removeprefix(start): told[each] for each in alone}
 
 
 def _told_by_keys(tree: Mapping[str, Any], file: Path) -> Told:
@@ -99,7 +89,9 @@ def _told_by_keys(tree: Mapping[str, Any], file: Path) -> Told:
         keys.append("the columns chosen and rejected")
     words = [*_words(file.stem), file.parent.name]
     words += [word for key in NAMING for word in _words(str(tree.get(key) or ""))]
-    named = dict.fromkeys(WORDS[word] for word in words if word in WORDS)
+    objectives = {word: name for name, each in known.items() for word in each["names"].split()}
+    objectives |= dict.fromkeys(table("trl").tree["other_names"].split(), "")
+    named = dict.fromkeys(objectives[word] for word in words if word in objectives)
     clause = f"by {', '.join(keys)}"
     if not keys:
         named = {} if "sft" in words else named
@@ -188,11 +180,16 @@ def not_offered(name: str, job: Job) -> None:
     )
 
 
-def rl(value: Any, job: Job) -> dict[str, Any]:
-    """axolotl's method of preferences."""
-    if value not in RL:
-        raise Refused(f"rl: {value} is not offered; preferences are trained by {', '.join(RL)}.")
-    return {"objective": job.objective} | ({"dpo.loss_type": "ipo"} if value == "ipo" else {})
+def told(_: str, key: str, refusal: str) -> Conversion:
+    """The settings of a value of `key` in [told]. refusal: sentence on a value that isn't there."""
+
+    def read(value: Any, job: Job) -> dict[str, Any]:
+        offered = told_values(job.tool, key)
+        if value not in offered:
+            raise Refused(refusal.format(value=value, offered=", ".join(offered)))
+        return offered[value]
+
+    return Conversion(read)
 
 
 def cpo_alpha(value: Any, job: Job) -> Converted:
@@ -252,11 +249,11 @@ def dropout(value: Any, job: Job) -> Converted:
     )
 
 
-MAKERS = {make.__name__: make for make in (preference, losses)}
+MAKERS = {make.__name__: make for make in (preference, losses, told)}
 CONVERSIONS = {
     **{
         read.__name__: Conversion(read)
-        for read in (rl, cpo_alpha, gamma_beta_ratio, pref_loss, pref_ftx, reference_folder)
+        for read in (cpo_alpha, gamma_beta_ratio, pref_loss, pref_ftx, reference_folder)
     },
     "sides": Conversion(sides, lambda plan: plan.config.data.seq_len),
     "dropout": Conversion(dropout, lambda plan: plan.config.lora.dropout),

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from meshtune.config import Config
-from meshtune.objectives import OBJECTIVES
+from meshtune.objectives import OBJECTIVES, Rows
 from meshtune.sections import HUB_FILES, SourceConfig, is_one_file
 from meshtune.tools.job import Conversion, Converted, Job, NoCounterpart, Refused, is_off, listed, short
 from meshtune.tools.planned import column_name, columns_of, file_kind, is_file, row_format
+from meshtune.tools.table import toml
 
 Source = dict[str, Any]
 CONTENT = {"role": "content", "from": "value"}  # key of the role in a message -> that of its text
@@ -181,11 +182,6 @@ def axolotl_messages(rows: Mapping[str, Any], shared: bool) -> tuple[str, dict[s
     return "messages", {"messages": field} | tools, lost
 
 
-ANSWERS = {  # the end of a type of axolotl's rows of preferences -> our columns, theirs
-    "intel": {"prompt": "question"}, "icr": {"prompt": "input"}, "prompt_pairs": {}, "ultra": {},
-    "argilla": {"prompt": "instruction", "chosen": "chosen_response", "rejected": "rejected_response"},
-    "argilla_chat": {}, "default": {}, "passthrough": {}, "chat_template": {},
-}  # fmt: skip
 PAIR = ("prompt", "system", "chosen", "rejected")
 JUDGED = ("prompt", "system", "completion", "label")
 
@@ -204,10 +200,11 @@ def axolotl_answers(rows: Mapping[str, Any], objective: str) -> tuple[str, dict[
         return "messages", columns, axolotl_messages(rows, shared=False)[2]
     if objective == "kto" and form == "argilla_chat":
         return "messages", {"messages": "completion"}, ""
-    form = form or (template if template in ANSWERS else "default")
-    if form not in ANSWERS or template == "zephyr":
+    known = toml("axolotl")["answers"]
+    form = form or (template if template in known else "default")
+    if form not in known or template == "zephyr":
         return "", {}, f"rows of type {kind} are read by their columns; meshtune data shows how"
-    columns = {} if template == "chat_template" else ANSWERS[form]
+    columns = {} if template == "chat_template" else known[form]
     return "", {name: theirs for name, theirs in columns.items() if name in fields}, ""
 
 
@@ -282,9 +279,7 @@ def llama_factory_sources(setting: str, value: Any, job: Job) -> Converted:
             continue
         columns = entry.get("columns", {})
         there = "pairs" if entry.get("ranking") else "judged" if "kto_tag" in columns else "answers"
-        if there != (needed := OBJECTIVES[job.objective].rows):
-            rows = f"The rows of dataset {name} are {HELD[there]}"
-            raise Refused(f"{rows}; objective {job.objective} trains on {HELD[needed]}.")
+        check_rows(f"The rows of dataset {name}", there, job)
         if entry.get("num_samples"):
             remarks.append(f"{name}: all rows, not {entry['num_samples']}; data.max_samples takes the first")
         made = llama_factory_source(entry, f"{found.parent}/" if found else "")
@@ -429,9 +424,14 @@ def handbook_mixture(value: Any, job: Job) -> Converted:
 
 def refuse_pairs(columns: Any, job: Job) -> None:
     if "rejected" in (columns or ()) and job.objective == "sft":
-        raise Refused(
-            f"Columns {', '.join(columns)} hold pairs, which objective {job.objective} does not read."
-        )
+        check_rows(f"The rows with the columns {', '.join(columns)}", "pairs", job)
+
+
+def check_rows(rows: str, held: Rows, job: Job) -> None:
+    """Raise Refused for rows of another kind than the objective trains on. rows: their name."""
+    needed = OBJECTIVES[job.objective].rows
+    if held != needed:
+        raise Refused(f"{rows} are {HELD[held]}; objective {job.objective} trains on {HELD[needed]}.")
 
 
 # torchtune #
@@ -476,8 +476,7 @@ def torchtune_sources(rows: Mapping[str, Any], job: Job) -> tuple[list[Source], 
     if name not in job.table.tree["builders"]:
         raise NoCounterpart(f"torchtune's {name or 'data set'} has no counterpart; set data.train")
     path, kind, columns, labels = job.table.tree["builders"][name]
-    if (kind == "pairs") != (OBJECTIVES[job.objective].rows == "pairs"):
-        raise Refused(f"The rows of {name} are not those that objective {job.objective} trains on.")
+    check_rows(f"The rows of {name}", "pairs" if kind == "pairs" else "answers", job)
     kind = kind.replace("pairs", "")
     column = str(rows.get("conversation_column") or rows.get("column") or "")
     if kind == "sharegpt":

@@ -26,8 +26,7 @@ from meshtune.tools.job import (
     short,
 )
 from meshtune.tools.planned import Planned
-from meshtune.tools.preferences import STAGES
-from meshtune.tools.preferences import TORCHTUNE as PREFERENCES
+from meshtune.tools.preferences import told_values
 from meshtune.tools.rows import has_alpaca_prompts
 from meshtune.tools.table import counterpart, reason
 
@@ -388,9 +387,8 @@ def plugins(value: Any, job: Job) -> Converted:
 
 
 def torchtune_loss(value: Any, job: Job) -> Converted:
-    if short(value) in PREFERENCES:
-        objective, loss = PREFERENCES[short(value)]
-        return Converted({"objective": objective} | ({"dpo.loss_type": loss} if loss else {}))
+    if settings := told_values(job.tool, "loss._component_").get(short(value)):
+        return Converted(settings)
     if "crossentropy" not in short(value) and not short(value).startswith("ce"):
         raise NoCounterpart(f"there is no loss {short(value)}; it is the mean cross-entropy of label tokens")
     raise NotNeeded("the loss is the chunked mean cross-entropy of label tokens")
@@ -430,8 +428,8 @@ def label_switch(_: str, ours: str) -> Conversion:
 
 
 def stage(value: Any, job: Job) -> Converted:
-    if value not in STAGES:
-        raise Refused(f"stage: {value} is not trained here; meshtune trains the stages {', '.join(STAGES)}.")
+    if value not in (stages := told_values(job.tool, "stage")):
+        raise Refused(f"stage: {value} is not trained here; meshtune trains the stages {', '.join(stages)}.")
     if job.objective == "sft":
         return Converted(train_on_prompt(job))
     prompts = "the cross entropy has the tokens of the prompt too" if job.objective == "orpo" else ""

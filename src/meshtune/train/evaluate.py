@@ -17,7 +17,6 @@ from meshtune.data.batch import MicroBatch, evaluation_batches, mismatched
 from meshtune.data.pack import LABELLED, Dataset, ids_of_stored
 from meshtune.launch.signals import EvaluationStopped, StopRequest
 from meshtune.meter.rows import matches
-from meshtune.objectives import OBJECTIVES
 from meshtune.rundir import RunDir
 from meshtune.train.generate import answer_ids, decoded, evaluating, longest_answers
 from meshtune.train.loss import TokenLoss, head_loss
@@ -132,7 +131,6 @@ class Evaluation:
             data_rank=world.data_rank,
             data_ranks=world.data_ranks,
             multiple=self.parallel.width_multiple,
-            objective=own.spec.row if isinstance(own, Preference) else OBJECTIVES["sft"],
         )
         if isinstance(own, Preference) and own.spec.row.mismatched:
             every = [(dataset, number) for number in range(len(dataset))]
@@ -154,15 +152,13 @@ class Evaluation:
             total += sum(map(float, losses))
         # Tensor ranks have the same loss; ranks of one data rank have read the same labels.
         copies = world.size / world.data_ranks
-        count = own.take_count() if isinstance(own, TokenLoss) else 0.0
-        sums = own.take() if isinstance(own, Preference) else []
-        total, label_tokens, units, count, *sums = world.sum_over_ranks(
-            total / world.tp.size, label_tokens / copies, units / copies,
-            *(each / world.tp.size for each in (count, *sums)),
-        )  # fmt: skip
-        loss = total / ((count or math.nan) if isinstance(own, TokenLoss) else max(1, units))
+        taken = [each / world.tp.size for each in own.take()] if own else []
+        total, label_tokens, units, *sums = world.sum_over_ranks(
+            total / world.tp.size, label_tokens / copies, units / copies, *taken
+        )
+        count = (sums[0] or math.nan) if isinstance(own, TokenLoss) else max(1, units)
         measured = own.means(sums) if isinstance(own, Preference) else {}
-        return loss, round(label_tokens), measured
+        return total / count, round(label_tokens), measured
 
 
 def questions(
@@ -179,10 +175,10 @@ def questions(
         if len(asking) == number:
             break
         begin, end = dataset.offsets[document : document + 2].tolist()
-        first = int(dataset.sides[document, 0])  # of a pair the chosen answer is expected
+        first = int(dataset.sides["first"][document])  # of a pair the chosen answer is expected
         stored = np.asarray(dataset.tokens[begin : begin + first if first else end])
         ids, labelled = ids_of_stored(stored).tolist(), (stored & LABELLED) != 0
-        if not labelled.any() or not (first or dataset.sides[document, 2]):  # no answer to expect
+        if not labelled.any() or not dataset.sides["good"][document]:  # no answer to expect
             continue
         end = int(np.flatnonzero(labelled)[-1]) + 1
         unlabelled = np.flatnonzero(~labelled[:end])

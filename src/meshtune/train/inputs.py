@@ -13,7 +13,6 @@ from meshtune.data.prepare import Prepared, sentences
 from meshtune.data.recipe import Stream
 from meshtune.errors import explained
 from meshtune.layout import Layout
-from meshtune.objectives import OBJECTIVES, Objective
 from meshtune.parallel.apply import width_multiple
 
 
@@ -40,12 +39,10 @@ def loader_of(
     data_rank: int,
     seed: int,
     state: dict[str, Any] | None = None,
-    *,
-    objective: Objective = OBJECTIVES["sft"],
 ) -> Loader:
     """Loader of a data rank's batches under a layout.
 
-    objective: of the losses. state: a checkpoint's, to continue after it; None: from the beginning.
+    state: a checkpoint's, to continue after it; None: from the beginning.
 
     Raises UserError if the state belongs to other data or another seed.
     """
@@ -59,7 +56,6 @@ def loader_of(
         data_ranks=layout.data_ranks,
         multiple=width_multiple(layout),
         uniform=layout.pp > 1,
-        objective=objective,
     )
     if state is None:
         return made()

@@ -92,10 +92,10 @@ class TokenLoss:
             )
         return total, count
 
-    def take_count(self) -> Tensor | float:
-        """Counts since the last call, added up over the calls on this rank."""
+    def take(self) -> list[Tensor | float]:
+        """[Sum of the counts since the last call, on this rank]."""
         count, self._count = self._count, 0.0
-        return count
+        return [count]
 
 
 def whole_logits(logits: Tensor, vocabulary: Vocabulary | None) -> Tensor:
@@ -172,7 +172,7 @@ def head_loss(
     if isinstance(objective, TokenLoss):
         of_tokens = objective
     elif objective is not None:
-        of_tokens = score if objective.scores else of_tokens
+        of_tokens = score if objective.spec.row.scores else of_tokens
         of_answers = partial(objective, micro_batch)
     of_tokens = partial(of_tokens, vocabulary=vocabulary)
     with head_only(model, anatomy) as logits_of:

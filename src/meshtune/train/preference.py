@@ -13,7 +13,7 @@ Names of what is measured are those of TRL's trainers.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -68,11 +68,6 @@ class Preference:
         self.kl: Tensor | float = 0.0
         self._sums: Tensor | None = None
 
-    @property
-    def scores(self) -> bool:
-        """Whether the head has one output."""
-        return self.spec.row.scores
-
     def __call__(self, micro_batch: MicroBatch, losses: Tensor) -> tuple[Tensor, Tensor]:
         """(The loss summed over the pairs or answers, fp64, this context rank's share of it; its derivative
         by the loss of each token [tokens]).
@@ -84,7 +79,8 @@ class Preference:
             return losses.sum().double(), torch.zeros_like(losses)
         values = self.values(answers, losses)
         with torch.enable_grad():
-            total, measured = LOSSES[self.spec.objective](self, values.requires_grad_(), answers)
+            loss_of = getattr(self, self.spec.objective)  # the method of that name
+            total, measured = loss_of(values.requires_grad_(), answers)
             (slopes,) = torch.autograd.grad(total, values)
         self._sums = measured / self.cp.size if self._sums is None else self._sums + measured / self.cp.size
         lengths = answers.lengths.flatten()
@@ -117,7 +113,7 @@ class Preference:
         means["rewards/margins"] = means["rewards/chosen"] - means["rewards/rejected"]
         if not self.spec.row.prompts and not self.spec.sft_weight:
             del means["nll_loss"]
-        if self.scores:
+        if self.spec.row.scores:
             del means["logps/chosen"], means["logps/rejected"]
         if self.spec.row.rows == "judged":
             del means["rewards/accuracies"]
@@ -129,10 +125,10 @@ class Preference:
     def dpo(self, values: Tensor, answers: Answers) -> tuple[Tensor, Tensor]:
         """Rafailov et al. 2023; ipo: Azar et al. 2023, by means per token; robust: Chowdhury et al. 2024."""
         spec, ratios = self.spec, values[:, 1] - answers.reference
-        difference = _chosen(ratios) - _rejected(ratios)
+        difference = _difference(ratios)
         if spec.loss_type == "ipo":
             means = ratios / answers.counts.clamp(min=1)
-            losses = (_chosen(means) - _rejected(means) - 1 / (2 * spec.beta)) ** 2
+            losses = (_difference(means) - 1 / (2 * spec.beta)) ** 2
         elif spec.loss_type == "hinge":
             losses = (1 - spec.beta * difference).relu()
         else:
@@ -143,7 +139,7 @@ class Preference:
 
     def simpo(self, values: Tensor, answers: Answers) -> tuple[Tensor, Tensor]:
         spec, means = self.spec, values[:, 1] / answers.counts.clamp(min=1)
-        margins = spec.beta * (_chosen(means) - _rejected(means)) - spec.gamma
+        margins = spec.beta * _difference(means) - spec.gamma
         entropy = self._cross_entropy(values, answers)
         total = _smoothed(margins, spec.label_smoothing).sum() + spec.sft_weight * entropy
         return total, _measured(spec.beta * means, means, entropy)
@@ -152,7 +148,7 @@ class Preference:
         means = values[:, 1] / answers.counts.clamp(min=1)
         log_odds = means - _log1mexp(means)
         entropy = self._cross_entropy(values, answers)
-        total = entropy - self.spec.beta * logsigmoid(_chosen(log_odds) - _rejected(log_odds)).sum()
+        total = entropy - self.spec.beta * logsigmoid(_difference(log_odds)).sum()
         return total, _measured(self.spec.beta * means, means, entropy)
 
     def kto(self, values: Tensor, answers: Answers) -> tuple[Tensor, Tensor]:
@@ -171,30 +167,18 @@ class Preference:
         Eisenstein et al. 2023.
         """
         scores = values[:, 1]
-        losses = -logsigmoid(_chosen(scores) - _rejected(scores) - _chosen(answers.margins))
-        losses = losses + self.spec.center_coefficient * (_chosen(scores) + _rejected(scores)) ** 2
+        losses = -logsigmoid(_difference(scores) - answers.margins[::2])
+        losses = losses + self.spec.center_coefficient * (scores[::2] + scores[1::2]) ** 2
         return losses.sum(), _measured(scores, scores, scores.new_zeros(()))
 
     def _cross_entropy(self, values: Tensor, answers: Answers) -> Tensor:
         """Cross entropy of the chosen answers' trained tokens, in units of the loss."""
-        return -_chosen(values.sum(1)).sum() * answers.units_per_token
+        return -values[::2].sum() * answers.units_per_token
 
 
-LOSSES: dict[str, Callable[[Preference, Tensor, Answers], tuple[Tensor, Tensor]]] = {
-    "dpo": Preference.dpo,
-    "kto": Preference.kto,
-    "orpo": Preference.orpo,
-    "simpo": Preference.simpo,
-    "reward": Preference.reward,
-}
-
-
-def _chosen(values: Tensor) -> Tensor:
-    return values[::2]
-
-
-def _rejected(values: Tensor) -> Tensor:
-    return values[1::2]
+def _difference(values: Tensor) -> Tensor:
+    """The value of each chosen answer less that of the rejected one, [pairs]."""
+    return values[::2] - values[1::2]
 
 
 def _smoothed(margins: Tensor, smoothing: float, robust: bool = False) -> Tensor:
@@ -218,8 +202,8 @@ def _log1mexp(values: Tensor) -> Tensor:
 def _measured(rewards: Tensor, logs: Tensor, entropy: Tensor) -> Tensor:
     """The sums of `SUMS` over pairs, and the numbers of chosen and of rejected answers."""
     count = rewards.new_full((), len(rewards) // 2)
-    right = (_chosen(rewards) > _rejected(rewards)).sum().double()
-    sums: list[Any] = [side(each).sum() for each in (rewards, logs) for side in (_chosen, _rejected)]
+    right = (_difference(rewards) > 0).sum().double()
+    sums = [values[side::2].sum() for values in (rewards, logs) for side in (0, 1)]
     return torch.stack([*sums, right, entropy, count, count]).detach()
 
 
@@ -239,21 +223,26 @@ class Recorded(Preference):
         return losses.new_zeros(()), torch.zeros_like(losses)
 
 
-def run(
+def log_probabilities(
     parallel: "Parallel",
-    recorded: Recorded,
+    preference: Preference,
     micro_batches: Iterator[MicroBatch],
     show: Callable[[int], object] = lambda _: None,
-) -> None:
-    """Run the model in evaluation mode on this data rank's micro-batches. Every rank calls it."""
+) -> list[tuple[Answers, Tensor]]:
+    """(Answers, their log-probabilities by the model in evaluation mode) of this data rank's micro-batches.
+    Every rank calls it.
+
+    micro_batches: in host memory. show: gets the micro-batches that are done.
+    """
     from meshtune.train.loss import head_loss  # imports this module
 
-    modules = parallel.modules
+    modules, recorded = parallel.modules, Recorded(preference.spec, preference.cp)
     training = modules.training
     modules.eval()
     for _ in parallel.forward_each(micro_batches, partial(head_loss, objective=recorded), show):
         pass
     modules.train(training)
+    return recorded.found
 
 
 def divergence(parallel: "Parallel", preference: Preference, mismatched: Iterator[MicroBatch]) -> float:
@@ -261,10 +250,9 @@ def divergence(parallel: "Parallel", preference: Preference, mismatched: Iterato
 
     Every rank calls it. mismatched: of this data rank, in host memory.
     """
-    world, recorded = parallel.world, Recorded(preference.spec, preference.cp)
-    run(parallel, recorded, mismatched)
-    ratios = [(values - answers.reference).sum() for answers, values in recorded.found]
-    number = sum(len(answers.places) for answers, _ in recorded.found)
+    world, found = parallel.world, log_probabilities(parallel, preference, mismatched)
+    ratios = [(values - answers.reference).sum() for answers, values in found]
+    number = sum(len(answers.places) for answers, _ in found)
     copies = world.tp.size * world.cp.size
     total, count = world.sum_over_ranks(sum(ratios, torch.zeros(())) / copies, number / copies)
     return max(0.0, total / max(1.0, count))

@@ -1,6 +1,6 @@
 """Log-probabilities of answers by the reference model, computed once before the first step.
 
-    model before its first step, or the named one -> a forward pass over each answer -> fp64 [documents, 2]
+    model before its first step, or the named one -> a forward pass over each answer -> KNOWN [answers]
                                                   -> CACHE/reference/<digest>.npz, found when a run resumes
 
 Afterwards nothing of the reference is in memory. The digest has the model's weights and all that decides the
@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
-from meshtune.data.batch import MicroBatch, evaluation_batches, members_of, mismatched
+from meshtune.data.batch import MicroBatch, evaluation_batches, mismatched
 from meshtune.data.pack import Dataset
 from meshtune.data.prepare import Prepared
 from meshtune.model.lora import initial_adapters
@@ -33,32 +32,27 @@ from meshtune.precision import PRECISIONS, UNMIXED
 from meshtune.rundir import write_atomically
 from meshtune.train.inputs import loader_of
 from meshtune.train.model import ModelSpec, RankModel, fill_values, structure
-from meshtune.train.preference import Preference, Recorded, run
+from meshtune.train.preference import Preference, log_probabilities
 from meshtune.units import working
 
-VERSION = 1  # raise it when the same digest would name other values
+VERSION = 2  # raise it when the same digest would name other values
+KNOWN = np.dtype([("place", np.int64), ("value", np.float64)])  # as in Answers, the log-probability
 
 
 def recorded(
     parallel: Parallel,
     preference: Preference,
     batches: Iterator[MicroBatch],
-    show: Callable[[int], object] = lambda _: None,
-) -> tuple[np.ndarray, np.ndarray]:
-    """(Places as in Answers, sorted; log-probabilities) of the answers in this data rank's micro-batches and
-    in those of the others. Every rank calls it and gets all.
-
-    show: gets the micro-batches that this rank has done.
+    show: Callable[[int], object],
+) -> np.ndarray:
+    """KNOWN of the answers in this data rank's micro-batches and in those of the others. Every rank calls it
+    and gets all. show: as of `log_probabilities`.
     """
-    world, own = parallel.world, Recorded(preference.spec, preference.cp)
-    run(parallel, own, batches, show)
-    empty = torch.zeros(0, dtype=torch.float64)
-    found = own.found if world.tp.index == world.cp.index == 0 else []
-    places = torch.cat([empty.long(), *(answers.places for answers, _ in found)]).numpy()
-    values = torch.cat([empty, *(value.cpu() for _, value in found)]).numpy()
-    gathered = world.all_gather_object((places, values))
-    places, first = np.unique(np.concatenate([at for at, _ in gathered]), return_index=True)
-    return places, np.concatenate([value for _, value in gathered])[first]
+    world, own = parallel.world, []
+    for answers, values in log_probabilities(parallel, preference, batches, show):
+        if world.tp.index == world.cp.index == 0:
+            own += zip(answers.places.tolist(), values.tolist(), strict=True)
+    return np.concatenate(world.all_gather_object(np.array(own, KNOWN)))
 
 
 class Part(NamedTuple):
@@ -80,22 +74,20 @@ class Reference:
     steps: int  # of the run
     seed: int  # of the order of samples
     parts: dict[str, Part]
-    # By the name of the part: fp64 [documents, 2], NaN where unknown. With mismatched answers its keys and
-    # values too (Dataset.mismatched), and the steps that they are of
+    # By the name of the part: KNOWN, sorted by place; "steps": those whose mismatched answers are in "train"
     found: dict[str, np.ndarray]
 
     def _unknown(self, name: str) -> np.ndarray:
         """The sequences of a part that the run reads and that have an answer without a value."""
         part, wanted = self.parts[name]
-        if name not in self.found:
-            return wanted
-        unknown = np.isnan(self.found[name][:, 0])
-        return wanted[[bool(unknown[members_of(part, int(number))].any()) for number in wanted]]
+        unknown, documents = np.ones(len(part.labels), bool), self.found[name]["place"] // 2
+        unknown[documents[documents < len(unknown)]] = False
+        return wanted[[bool(unknown[part.members_of(number)].any()) for number in wanted]]
 
     @property
     def missing(self) -> bool:
         """Whether a value that the run reads is not known."""
-        few = self.objective.mismatched and self.steps > self.found.get("steps", 0)
+        few = self.objective.mismatched and self.steps > self.found["steps"]
         return bool(few) or any(self._unknown(name).size for name in self.parts)
 
     def compute_apart(self, tokens_per_sequence: int) -> None:
@@ -119,16 +111,10 @@ class Reference:
         """
         if model and self.missing:
             self._compute(model.parallel, model.passes.objective)
-        parts = {
-            name: replace(
-                part.dataset,
-                reference=self.found[name],
-                mismatched=(self.found[f"{name}_keys"], self.found[f"{name}_values"])
-                if self.objective.mismatched
-                else None,
-            )
-            for name, part in self.parts.items()
-        }
+        parts = {}
+        for name, (part, _) in self.parts.items():
+            places, values = (self.found[name][field].copy() for field in ("place", "value"))
+            parts[name] = replace(part, reference=(places, values))
         return replace(prepared, **parts)
 
     def _compute(self, parallel: Parallel, preference: Any) -> None:
@@ -136,15 +122,15 @@ class Reference:
         what = "log-probabilities of the reference"
         with working(what) if self.world.main else nullcontext(lambda _: None) as show:
             for name, (part, _) in self.parts.items():
-                batches = evaluation_batches(part, **self._dealt(parallel), sequences=self._unknown(name))
-                count = partial(_count, show, f"{what}, {name}")
-                places, values = recorded(parallel, preference, batches, count)
-                known = self.found.setdefault(name, np.full((len(part.labels), 2), np.nan))
-                known.reshape(-1)[places] = values
+                unknown = self._unknown(name)
+                todo = {"": evaluation_batches(part, **self._dealt(parallel), sequences=unknown)}
                 if self.objective.mismatched:
-                    count = partial(_count, show, f"{what}, {name}, mismatched answers")
-                    places, values = recorded(parallel, preference, self._mismatched(name, parallel), count)
-                    self.found[f"{name}_keys"], self.found[f"{name}_values"] = places // 2, values
+                    todo[", mismatched answers"] = self._mismatched(name, parallel)
+                for words, batches in todo.items():
+                    count = partial(_count, show, f"{what}, {name}{words}")
+                    known = [self.found[name], recorded(parallel, preference, batches, count)]
+                    _, first = np.unique(np.concatenate(known)["place"], return_index=True)
+                    self.found[name] = np.concatenate(known)[first]
         self.found["steps"] = np.array(self.steps)
         if self.world.main:
             content = io.BytesIO()
@@ -158,7 +144,6 @@ class Reference:
             "data_rank": self.world.data_rank,
             "data_ranks": self.world.data_ranks,
             "multiple": parallel.width_multiple,
-            "objective": self.objective,
         }
 
     def _mismatched(self, name: str, parallel: Parallel) -> Iterator[MicroBatch]:
@@ -169,7 +154,7 @@ class Reference:
             yield from evaluation_batches(made, **self._dealt(parallel))
         else:
             world = self.world
-            loader = loader_of(part, world.layout, world.data_rank, self.seed, objective=self.objective)
+            loader = loader_of(part, world.layout, world.data_rank, self.seed)
             for batch, _ in islice(loader, self.steps):
                 yield from batch.mismatched
 
@@ -199,7 +184,7 @@ def reference_of(
         )  # fmt: skip
     parts = {}
     if steps is not None:
-        loader = loader_of(train, layout, 0, seed, objective=wanted.row)
+        loader = loader_of(train, layout, 0, seed)
         parts["train"] = Part(train, loader.first(steps * layout.global_batch_size))
     if prepared.eval is not None:
         parts["eval"] = Part(prepared.eval, np.arange(len(prepared.eval)))
@@ -209,6 +194,7 @@ def reference_of(
         file = cache / "reference" / f"{_digest(spec, cache, [prepared.digest, *order])}.npz"
         stored = file, _read(file)
     file, found = world.broadcast_object(stored)
+    found = {name: np.zeros(0, KNOWN) for name in parts} | {"steps": np.array(0)} | found
     apart = named or steps is None
     return Reference(spec, apart, file, world, wanted.row, steps or 0, seed, parts, found)
 

@@ -125,27 +125,21 @@ class Passes:
         pipeline = self.parallel.pipeline
         return pipeline.in_flight() if pipeline is not None else 1.0
 
-    def count(self) -> Tensor | float:
-        """This rank's share of the count of the batch's losses, after `forward_backward`; 0 without a
-        TokenLoss, whose losses are counted by their units.
+    def sums(self) -> list[Tensor | float]:
+        """This rank's share of what the objective added up in `forward_backward`: the count of a TokenLoss,
+        or what a Preference measured; [0] of the cross entropy.
         """
-        own = self.objective
-        return own.take_count() / self.parallel.world.tp.size if isinstance(own, TokenLoss) else 0.0
+        taken = self.objective.take() if self.objective else [0.0]
+        return [each / self.parallel.world.tp.size for each in taken]
 
-    def measured(self) -> list[Tensor | float]:
-        """This rank's share of what a loss on whole answers measured in `forward_backward`; else []."""
-        own = self.objective
-        ranks = self.parallel.world.tp.size
-        return [each / ranks for each in own.take()] if isinstance(own, Preference) else []
-
-    def per_count(self, units: int, count: float) -> float:
+    def per_count(self, units: int, sums: Sequence[float]) -> float:
         """Factor from a loss and gradients per unit of the batch to those per count of a TokenLoss.
 
-        units: of the batch. count: of all ranks. Where it is 0 the factor is NaN.
+        units: of the batch. sums: of all ranks. Where the count is 0 the factor is NaN.
         """
-        if not isinstance(self.objective, TokenLoss) or count == units:
+        if not isinstance(self.objective, TokenLoss) or sums[0] == units:
             return 1.0
-        return max(1, units) / count if count else math.nan
+        return max(1, units) / sums[0] if sums[0] else math.nan
 
     def step(
         self,
@@ -175,22 +169,22 @@ class Passes:
         world, optimizer, early = self.parallel.world, self.optimizer, list[Tensor | float]()
 
         def begin(share: Tensor) -> None:
-            """Agree, by an all-reduce of two numbers, on whether the loss is finite, and on its count."""
-            early.append(self.count())
-            loss, count = world.sum_over_ranks(share, *early)
-            factor = self.per_count(counts.units, count)
+            """Agree, by an all-reduce of few numbers, on whether the loss is finite, and on its count."""
+            early.extend(self.sums())
+            loss, *sums = world.sum_over_ranks(share, *early)
+            factor = self.per_count(counts.units, sums)
             optimizer.begin(learning_rate if math.isfinite(loss * factor) else None, factor)
 
         before = begin if optimizer.in_backward else None
         share = self.forward_backward(micro_batches, counts.units, phase, norms, before)
         # One all-reduce for all that the ranks must agree on before the update.
-        own = self.measured()
-        loss, squares, count, flops, flops_6n, *rest = world.sum_over_ranks(
-            share, optimizer.local_squared_norm(), *(early or [self.count()]), counts.flops, counts.flops_6n,
-            *own, *(norms.close() if norms is not None else ()),
+        own = early or self.sums()
+        loss, squares, flops, flops_6n, *rest = world.sum_over_ranks(
+            share, optimizer.local_squared_norm(), counts.flops, counts.flops_6n, *own,
+            *(norms.close() if norms is not None else ()),
         )  # fmt: skip
         sums, small = rest[: len(own)], rest[len(own) :]
-        factor = self.per_count(counts.units, count)
+        factor = self.per_count(counts.units, sums)
         loss, norm = loss * factor, math.sqrt(squares) * abs(factor)
         finite = math.isfinite(loss) and math.isfinite(norm)
         noise = self._noise(small[0], small[1], squares) if small and finite else None

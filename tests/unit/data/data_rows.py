@@ -6,9 +6,8 @@ from pathlib import Path
 import numpy as np
 
 from meshtune.data import prepare as preparing
-from meshtune.data.encode import Document
-from meshtune.data.example import Source
-from meshtune.data.pack import Dataset, in_memory, pack, singles
+from meshtune.data.example import Origin, Source
+from meshtune.data.pack import Dataset, Document, in_memory, pack, singles
 from meshtune.data.recipe import Recipe
 from meshtune.objectives import OBJECTIVES
 
@@ -56,7 +55,10 @@ def numbered(count: int, start: int = 0, lengths: int = 40) -> list[tuple[str, s
 
 def memory(lengths: list[int], *, seq_len: int, packed: bool = True, seed: int = 0) -> Dataset:
     """Document d is d + 1 repeated; the second half of its tokens is labelled, never the first token."""
-    documents = [(np.full(n, d + 1), np.arange(n) >= max(1, n // 2)) for d, n in enumerate(lengths)]
+    documents = [
+        Document(np.full(n, d + 1), np.arange(n) >= max(1, n // 2), origin=Origin("memory", d + 1))
+        for d, n in enumerate(lengths)
+    ]
     members, starts = pack(np.array(lengths), seq_len, seed) if packed else singles(len(lengths))
     return in_memory(documents, members, starts, seq_len=seq_len, packed=packed)
 

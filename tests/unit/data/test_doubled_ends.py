@@ -31,8 +31,8 @@ def encoder_of(*, suffix: str = "", template: str | None = None, **settings) -> 
 def encoded(encoder: Encoder, **row):
     """(ids, labelled, sentences) of one row."""
     tally = Tally()
-    ((_, ids, labelled, *_),) = Recipe((), encoder, seq_len=1000).usable([Example(HERE, **row)], tally)
-    return ids.tolist(), labelled.tolist(), "\n".join(notes_sentences(tally.notes.values()))
+    (made,) = Recipe((), encoder, seq_len=1000).usable([Example(HERE, **row)], tally)
+    return made.ids.tolist(), made.labelled.tolist(), "\n".join(notes_sentences(tally.notes.values()))
 
 
 def messages(question: str, answer: str) -> dict:

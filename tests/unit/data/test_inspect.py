@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from meshtune.data.inspect import describe, runs
-from meshtune.data.pack import stored
+from meshtune.data.pack import Document
 from meshtune.report.data import document
 
 
@@ -61,7 +61,7 @@ def test_samples_are_the_text_cut_where_it_is_learnt(tmp_path, tokenizer) -> Non
 def test_runs_join_to_the_whole_even_where_a_character_is_cut_in_half(tokenizer) -> None:
     ids = np.frombuffer("aéb".encode(), dtype=np.uint8)
 
-    pieces = runs(stored(ids, np.array([0, 0, 1, 1])), tokenizer)
+    pieces = runs(Document(ids, np.array([0, 0, 1, 1])).stored, tokenizer)
 
     assert [on for _, on in pieces] == [False, True]
     assert "".join(text for text, _ in pieces) == "aéb"

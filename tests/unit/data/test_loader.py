@@ -13,7 +13,7 @@ from golden import refuses
 
 from meshtune.data.batch import evaluation_batches, micro_batch
 from meshtune.data.loader import Loader, ahead, deal
-from meshtune.data.pack import stored
+from meshtune.data.pack import Document
 from meshtune.errors import UserError
 
 LENGTHS = [int(n) for n in np.random.default_rng(0).integers(2, 30, 101)]
@@ -52,8 +52,11 @@ def global_lists(seen) -> list[list[tuple[int, ...]]]:
 
 def test_a_micro_batch_counted_by_hand() -> None:
     #           a document of 3 ids with the last two labelled, one of 2 with its last labelled, then padding
-    first = [stored(np.array([5, 6, 7]), np.array([0, 1, 1])), stored(np.array([8, 9]), np.array([0, 1]))]
-    second = [stored(np.array([1, 2, 3, 4, 5, 6, 7]), np.array([0, 0, 0, 0, 1, 0, 1]))]
+    first = [
+        Document(np.array([5, 6, 7]), np.array([0, 1, 1])).stored,
+        Document(np.array([8, 9]), np.array([0, 1])).stored,
+    ]
+    second = [Document(np.array([1, 2, 3, 4, 5, 6, 7]), np.array([0, 0, 0, 0, 1, 0, 1])).stored]
 
     made = micro_batch([first, second])
 
@@ -71,7 +74,7 @@ def test_labels_are_those_of_each_document_by_itself() -> None:
     for _, labelled in documents:
         labelled[0] = False
 
-    made = micro_batch([[stored(*d) for d in documents]], multiple=16)
+    made = micro_batch([[Document(*d).stored for d in documents]], multiple=16)
 
     expected: list[int] = []
     for (
@@ -110,7 +113,7 @@ def test_the_batch_counts_all_ranks() -> None:
 
 
 def test_to_moves_the_tensors_and_keeps_the_rest() -> None:
-    made = micro_batch([[stored(np.array([1, 2]), np.array([0, 1]))]])
+    made = micro_batch([[Document(np.array([1, 2]), np.array([0, 1])).stored]])
 
     there = made.to("meta")
 

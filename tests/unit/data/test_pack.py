@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshtune.data.pack import pack, permutation, random_bits, singles, stored
+from meshtune.data.pack import Document, pack, permutation, random_bits, singles
 
 
 def plain_best_fit_decreasing(lengths: list[int], seq_len: int) -> list[list[int]]:
@@ -97,7 +97,7 @@ def test_random_bits_never_change_between_versions() -> None:
 
 
 def test_the_label_bit_leaves_the_id_alone() -> None:
-    tokens = stored(np.array([0, 7, 2**31 - 1]), np.array([False, True, True]))
+    tokens = Document(np.array([0, 7, 2**31 - 1]), np.array([False, True, True])).stored
 
     assert (tokens & 0x7FFFFFFF).tolist() == [0, 7, 2**31 - 1]
     assert (tokens >> 31).tolist() == [0, 1, 1]

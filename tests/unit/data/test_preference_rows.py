@@ -14,7 +14,6 @@ from rich.console import Console
 from small_tokenizer import make_tokenizer
 from trl.data_utils import apply_chat_template, extract_prompt
 
-from meshtune import config
 from meshtune.data.encode import Encoder
 from meshtune.data.example import Source
 from meshtune.data.inspect import describe
@@ -111,8 +110,8 @@ def test_each_tools_pairs_become_both_sides_as_trl_renders_them(prepared_of, for
     (chosen, rejected) = texts(data)
     assert [chosen[0], rejected[0]] == of_trl(pair)
     assert [chosen[1], rejected[1]] == ["Hello<|im_end|>", "No<|im_end|>"]
-    first, whole = data.sides[0, 0], len(data.documents(0)[0])
-    assert data.sides.tolist() == [[len(data.answers(0)[0]), 2, 0, 0]] and len(data.documents(0)) == 1
+    (first, labels, *_), whole = data.sides[0].tolist(), len(data.documents(0)[0])
+    assert (first, labels, len(data.documents(0))) == (len(data.answers(0)[0]), 2, 1)
     assert data.longest_document == max(first, whole - first)
     assert data.mean_document_tokens == pytest.approx((first**2 + (whole - first) ** 2) / whole)
 
@@ -203,12 +202,6 @@ def test_bad_pairs_are_left_out_and_counted(prepared_of) -> None:
     says(sentences(prepared.stats))
 
 
-@pytest.mark.parametrize("name", ["train_on=all", "split_turns=true", "overlong=split"])
-def test_settings_that_contradict_preferences_are_refused(name) -> None:
-    with refuses(UserError):
-        config.load(None, ["model.name=m", "data.train=rows.jsonl", "objective=dpo", f"data.{name}"])
-
-
 # Judged answers #
 
 
@@ -217,7 +210,7 @@ def test_an_answer_is_good_or_bad_as_its_label_says(prepared_of, label) -> None:
     good = label in (True, "True")
     row = {"prompt": "Hi", "completion": "Hello"}
     data = prepared_of(row | {"label": label}, objective="kto").train
-    assert data.sides.tolist() == [[0, 2, good, 0]]
+    assert data.sides.tolist() == [(0, 2, 0, 0.0, good)]
     assert texts(data) == [(of_trl(PAIR)[0], "Hello<|im_end|>")]
     turns = {"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}
     row = {"conversations": turns, "kto_tag": label}
@@ -230,7 +223,8 @@ def test_an_answer_is_good_or_bad_as_its_label_says(prepared_of, label) -> None:
 @pytest.mark.parametrize("row", [PAIR, dict(zip(ANSWERS, of_trl(PAIR), strict=True))])
 def test_a_pair_is_a_good_and_a_bad_answer_where_answers_are_judged(prepared_of, row) -> None:
     prepared = prepared_of(row, objective="kto", packing=False)
-    assert prepared.train.sides[:, 2].tolist() == [1, 0] and not prepared.train.sides[:, 0].any()
+    assert [one[-1] for one in prepared.train.sides.tolist()] == [True, False]
+    assert not prepared.train.sides["first"].any()
     assert [answer for _, answer in texts(prepared.train)] == ["Hello<|im_end|>", "No<|im_end|>"]
     says(sentences(prepared.stats))
 
@@ -257,7 +251,7 @@ def test_a_pair_that_is_cut_shares_the_sequence(prepared_of, prompt, chosen, rej
     assert sides[1:] == kept
     labelled = [[int((side & LABELLED != 0).sum()) for side in data.answers(s)] for s in range(len(data))]
     assert data.labels.tolist() == [sum(pair) for pair in labelled]
-    assert data.sides[:, 1].tolist() == [pair[0] for pair in labelled]
+    assert data.sides["labels"].tolist() == [pair[0] for pair in labelled]
 
 
 @pytest.mark.parametrize("objective", ["dpo", "orpo"])
@@ -275,7 +269,7 @@ def test_a_shared_prompt_is_stored_once_but_for_its_last_token(prepared_of, obje
     shared = sum(data.shared(0))
     assert data.token_count == whole.token_count - shared and data.label_tokens == whole.label_tokens
     assert data.longest_document == whole.longest_document
-    pairs = whole.mean_document_tokens * whole.token_count - (data.sides[:, 3] ** 2).sum()
+    pairs = whole.mean_document_tokens * whole.token_count - (data.sides["shared"] ** 2).sum()
     assert data.mean_document_tokens * data.token_count == pytest.approx(pairs)
     samples = describe(prepared, encoder.tokenizer)["samples"]
     assert sum(sample["tokens"] for sample in samples) == data.token_count

@@ -82,11 +82,13 @@ class Quantity(NamedTuple):
         """True if the first step isn't drawn: compiling in it would flatten all others."""
         return self.warm and len(of_kind(rows, self.kind)) > FEW
 
-    def panel(self, curves: Sequence[Series], unit: str, end: float) -> Lines:
-        """A panel of curves. unit: next to the title. end: of the x axis."""
-        height = 280 if self.key == "loss" else 190
+    def panel(self, curves: Sequence[Series], words: Mapping[str, str], note: str, end: float) -> Lines:
+        """A panel of curves. words: for SPEED and UNIT. note: behind the unit. end: of the x axis."""
+        unit, axis, height = self.unit, self.axis, 280 if self.key == "loss" else 190
+        for word, own in words.items():
+            unit, axis = unit.replace(word, own), axis.replace(word, own)
         return Lines(
-            self.key, self.title, unit, tuple(curves), self.form, self.axis, self.from_zero, x_end=end,
+            self.key, self.title, unit + note, tuple(curves), self.form, axis, self.from_zero, x_end=end,
             height=height,
         )  # fmt: skip
 
@@ -131,17 +133,9 @@ def panels(rows: Sequence[Row]) -> list[Lines]:
         if quantity.per == GIB and max(values(of_kind(rows, "train"), quantity.column), default=0) < GIB / 4:
             quantity = quantity._replace(unit="MiB", axis="MiB", form=".1f", per=MIB)
         if curves := quantity.curves(rows):
-            unit, axis = worded(quantity.unit, words), worded(quantity.axis, words)
-            unit += ", without the first step" * quantity.is_warm(rows)
-            drawn.append(quantity._replace(axis=axis).panel(curves, unit, max(steps, default=1)))
+            note = ", without the first step" * quantity.is_warm(rows)
+            drawn.append(quantity.panel(curves, words, note, max(steps, default=1)))
     return drawn
-
-
-def worded(text: str, words: Mapping[str, str]) -> str:
-    """A text with a run's words for SPEED and UNIT."""
-    for word, own in words.items():
-        text = text.replace(word, own)
-    return text
 
 
 def series(name: str, role: Role, rows: Sequence[Row], column: str, *, unit: float = 1) -> Curve:
