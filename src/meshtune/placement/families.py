@@ -21,8 +21,8 @@ KINDS = {
         "`model.attention=auto`, without cp."
     ),
     "experts": (
-        "transformers' tensor plan has words for experts (`moe_tp_experts`) or latent attention "
-        "(`mla_kv_a_proj`). meshtune cuts dense blocks only; cutting these is planned together with expert "
+        "transformers' tensor plan has words for experts (`moe_tp_experts`). meshtune cuts dense "
+        "blocks only; cutting these is planned together with expert "
         "parallelism. dp and ZeRO work; pp and cp where the row names them."
     ),
     "tensor": (

@@ -244,7 +244,6 @@ NO_PLAN = {
     "mixtral": "its plan needs .*, and only dense blocks",
     "apertus": "its plan leaves out mlp.act_fn",  # an activation with parameters, on cut features
     "phi": "its plan leaves out self_attn.q_layernorm",
-    "youtu": "its plan leaves out self_attn",
 }
 
 
