@@ -69,8 +69,8 @@ ATTENTION_WORDS = LATENT_WORDS | {
 def tensor_plan(model: PreTrainedModel) -> dict[str, str] | str:
     """Return transformers' plan for the blocks: module inside a block -> word of TENSOR_STYLES.
 
-    Or a sentence, the reason why a model can't be sharded by it: the plan is missing, needs what we don't
-    have (experts, packed or latent projections), or leaves the gradient of some parameter undefined.
+    Or a sentence, the reason why a model can't be sharded by it: the plan is missing, has experts outside the
+    mlp, or leaves the gradient of some parameter undefined. Those inside stay whole.
     Embedding and head are not in it: every family has them sharded along the vocabulary. Call it on a whole
     model.
     """

@@ -11,7 +11,9 @@ parallelism (sp): the activations between them are cut along the sequence.
 
 (Shoeybi et al. 2019, arXiv:1909.08053; sp: Korthikanti et al. 2022, arXiv:2205.05198.) A matrix before `│` is
 cut by its rows, one after it by its columns. Which module is which comes from the family's own plan in
-transformers (`anatomy.tensor_plan`); embedding and head are cut along the vocabulary.
+transformers (`anatomy.tensor_plan`); embedding and head are cut along the vocabulary. A mixture of experts
+runs on each rank's own tokens, without sp on a slice of them: every rank has all routed experts and their
+router, and shared experts are cut as an mlp is.
 
 The model keeps its modules and names. A cut parameter becomes a plain tensor, this rank's shard;
 `split_model` returns how each was cut. Some gradients are parts of a sum over the ranks (`Split.partial`): of

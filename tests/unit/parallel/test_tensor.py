@@ -390,11 +390,6 @@ def test_what_can_not_be_cut_is_refused_with_the_remedy(family, tp, changes):
         on_one_of(tp, FAMILIES[family](**changes))
 
 
-def test_experts_outside_the_mlp_are_refused():
-    with pytest.raises(UserError, match=r"its experts lie outside its mlp"):
-        on_one_of(2, AutoConfig.for_model("gemma4_text", num_hidden_layers=2))
-
-
 def narrow(config):
     model = build(config)
     parts = anatomy(model)
