@@ -297,7 +297,7 @@ class SavedTensors:
         return out
 
     @contextmanager
-    def watching(self, model: nn.Module, parts: Anatomy) -> Iterator[None]:
+    def watching(self, model: PreTrainedModel, parts: Anatomy) -> Iterator[None]:
         """Keep `block` and `part` true while the model runs, by hooks on its blocks, attention and MLPs."""
         plan = tensor_plan(model)
         plan = {} if isinstance(plan, str) else plan

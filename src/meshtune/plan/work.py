@@ -195,31 +195,8 @@ class Work:
     @classmethod
     def of(cls, census: Census) -> Work:
         """The work of a model whose numbers the census has."""
-        n = len(census.blocks)
-        cuts = {
-            p.name: "tokens" if p.experts else ("rows", "cols")[p.cut or 0]
-            for b in census.blocks
-            for p in b.parameters
-            if p.cut in (0, 1) or p.experts
-        }
-        fitting = {p.name for b in census.blocks for p in b.parameters if p.in_4_bits}
-        fp8 = {p.name for b in census.blocks for p in b.parameters if p.fp8}
-        in_mlp = {m.name.rpartition(".")[0] for b in census.blocks for m in b.matrices if m.kind == "mlp"}
-        alike: dict[Gemm, float] = {}
-        ends = [saved.last for block in census.blocks for _, saved in block.saved[:1]]
-        lasts = ["", *(ends if len(ends) == n else [""] * n)]
-        for matrices, last in zip((census.outside, *(b.matrices for b in census.blocks)), lasts, strict=True):
-            for m in matrices:
-                inside = m.kind == "mlp" or m.name.rpartition(".")[0] in in_mlp
-                adapter = m.name[-1] if m.name.endswith((".lora_A", ".lora_B")) else ""
-                gemm = Gemm(
-                    m.rows, m.cols, 0.0, cuts.get(m.name, ""), float(m.trainable), float(m.input_gradient),
-                    adapter, in_4_bits=m.name in fitting and not m.trainable, last=m.name == last,
-                    fp8=m.name in fp8, mlp=inside,
-                    adapted_last=f"{m.name.removesuffix('weight')}lora_B" == last,
-                )  # fmt: skip
-                alike[gemm] = alike.get(gemm, 0) + m.count
-        matrices = tuple(replace(gemm, count=count / n) for gemm, count in alike.items())
+        n, cuts = len(census.blocks), _cuts(census)
+        matrices = _gemms(census, cuts)
         cores = tuple(
             Core(
                 a.query_heads,
@@ -394,6 +371,39 @@ def with_score(census: Census) -> Census:
         tied=False,
         ends=tuple((size, replace(saved, logit=0.0, changes=False)) for size, saved in census.ends),
     )
+
+
+def _cuts(census: Census) -> dict[str, str]:
+    """Return `Gemm.cut` of the matrices of blocks that have one, by name."""
+    return {
+        p.name: "tokens" if p.experts else ("rows", "cols")[p.cut or 0]
+        for b in census.blocks
+        for p in b.parameters
+        if p.cut in (0, 1) or p.experts
+    }
+
+
+def _gemms(census: Census, cuts: Mapping[str, str]) -> tuple[Gemm, ...]:
+    """Return the matrices of an average block; those outside the blocks, but the head, are shared out."""
+    n = len(census.blocks)
+    fitting = {p.name for b in census.blocks for p in b.parameters if p.in_4_bits}
+    fp8 = {p.name for b in census.blocks for p in b.parameters if p.fp8}
+    in_mlp = {m.name.rpartition(".")[0] for b in census.blocks for m in b.matrices if m.kind == "mlp"}
+    alike: dict[Gemm, float] = {}
+    ends = [saved.last for block in census.blocks for _, saved in block.saved[:1]]
+    lasts = ["", *(ends if len(ends) == n else [""] * n)]
+    for matrices, last in zip((census.outside, *(b.matrices for b in census.blocks)), lasts, strict=True):
+        for m in matrices:
+            inside = m.kind == "mlp" or m.name.rpartition(".")[0] in in_mlp
+            adapter = m.name[-1] if m.name.endswith((".lora_A", ".lora_B")) else ""
+            gemm = Gemm(
+                m.rows, m.cols, 0.0, cuts.get(m.name, ""), float(m.trainable), float(m.input_gradient),
+                adapter, in_4_bits=m.name in fitting and not m.trainable, last=m.name == last,
+                fp8=m.name in fp8, mlp=inside,
+                adapted_last=f"{m.name.removesuffix('weight')}lora_B" == last,
+            )  # fmt: skip
+            alike[gemm] = alike.get(gemm, 0) + m.count
+    return tuple(replace(gemm, count=count / n) for gemm, count in alike.items())
 
 
 def _traced(
