@@ -15,7 +15,7 @@ from torch import Tensor
 @contextmanager
 def double() -> Iterator[None]:
     """Make casts of fp64 tensors to fp32 do nothing inside the context, in every model and in ours."""
-    plain_float, plain_to = Tensor.float, Tensor.to
+    plain_float, plain_to, plain_type = Tensor.float, Tensor.to, Tensor.type
 
     def to(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         single = torch.float32 in (*args, *kwargs.values()) and x.dtype == torch.float64
@@ -40,6 +40,7 @@ def double() -> Iterator[None]:
         for owner, name, replacement in (
             (Tensor, "float", lambda x: x if x.dtype == torch.float64 else plain_float(x)),
             (Tensor, "to", to),
+            (Tensor, "type", lambda x, *to: x if to and x.dtype == torch.float64 else plain_type(x, *to)),
             (Tensor, "softmax", keep(Tensor.softmax)),
             (torch, "softmax", keep(torch.softmax)),
             (functional, "softmax", keep(functional.softmax)),
