@@ -4,6 +4,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,9 +12,10 @@ import pytest
 import torch
 from cases import cases
 from families import COMMON, exact
+from layouts import check, make_folder, trained
 from ranks import run_ranks
 from torch import Tensor
-from transformers import DeepseekV3Config, MixtralConfig
+from transformers import AutoModelForCausalLM, DeepseekV3Config, MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from meshtune.data.batch import Batch, micro_batch
@@ -21,18 +23,20 @@ from meshtune.data.pack import LABELLED
 from meshtune.experts.balance import BalanceSpec
 from meshtune.layout import Layout
 from meshtune.parallel.mesh import join
+from meshtune.report.run.report import run_panels
+from meshtune.rundir import RunDir
 from meshtune.train.model import ModelSpec, OptimizerSpec, rank_model, single_model
 from meshtune.train.step import Counts
 
 EXPERTS, CHOSEN, WIDTH, SEQUENCES = 8, 2, 32, 4
-SIZES = COMMON | {"num_local_experts": EXPERTS, "num_experts_per_tok": CHOSEN}
-# MoE blocks only; of DeepSeek sigmoids, groups and a bias.
+SIZES = COMMON | {"num_hidden_layers": 4, "num_local_experts": EXPERTS, "num_experts_per_tok": CHOSEN}
+# Experts in every block; DeepSeek has sigmoids, groups and a bias.
 CONFIGS: dict[str, Callable[..., Any]] = {
     "mixtral": lambda **more: MixtralConfig(**SIZES, experts_implementation="eager", **more),
     "deepseek": lambda **more: DeepseekV3Config(
-        **SIZES | {"num_key_value_heads": 4}, n_routed_experts=EXPERTS, moe_intermediate_size=32,
+        **SIZES | {"num_key_value_heads": 4} | more, n_routed_experts=EXPERTS, moe_intermediate_size=32,
         first_k_dense_replace=0, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8,
-        v_head_dim=16, n_group=2, topk_group=1, **more,
+        v_head_dim=16, n_group=2, topk_group=1,
     ),
 }  # fmt: skip
 SPECS = {
@@ -156,7 +160,11 @@ def by_hand(family: str, kind: str) -> Found:
         balance, z_loss = torch.zeros(()), torch.zeros(())
         if kind == "config":
             logits = tuple(torch.cat([row[name][0] for row in rows]) for name in gates)
-            balance = load_balancing_loss_func(logits, EXPERTS, CHOSEN)
+            every = torch.cat(logits).softmax(-1)
+            hits = torch.zeros_like(every).scatter(1, every.topk(CHOSEN, -1).indices, 1.0)
+            balance = EXPERTS * (hits.mean(0) * every.mean(0)).sum()
+            theirs = load_balancing_loss_func(logits, EXPERTS, CHOSEN)  # its fractions are rounded to fp32
+            assert balance.item() == pytest.approx(theirs.item(), rel=1e-7)
             total = loss + 0.3 * balance
         elif kind == "loss":
             for row in rows:
@@ -203,3 +211,24 @@ def test_a_layout_balances_experts_as_by_hand(family: str, kind: str, layout: st
     for name, gradient in theirs.router.items():
         assert (ours.router[name] - gradient).norm() <= most * gradient.norm(), name
     assert torch.tensor(ours.biases).numpy() == pytest.approx(torch.tensor(theirs.biases).numpy())
+
+
+@pytest.mark.ci
+def test_a_bias_is_saved_resumed_and_exported_and_rows_have_the_loads(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = CONFIGS["deepseek"](vocab_size=301)
+    make_folder(tmp_path, AutoModelForCausalLM.from_config(config))
+    words = "experts.balance=bias", "experts.bias_rate=0.01", "checkpoint.every=1"
+    whole = trained(tmp_path, tmp_path / "whole", "mb4-ga4", "fp32", *words)
+    trained(tmp_path, tmp_path / "ours", "mb4-ga4", "fp32", *words, "train.max_steps=2")
+    ours = trained(tmp_path, tmp_path / "ours", "pp2-1f1b", "fp32", *words)
+    check(ours, whole, "fp32")
+    biases = [tensor for name, tensor in ours.tensors.items() if name.endswith("e_score_correction_bias")]
+    steps = torch.stack(biases) / 0.01
+    assert torch.allclose(steps, steps.round(), atol=1e-3) and steps.abs().max() == pytest.approx(3, abs=1e-3)
+    rows = RunDir(ours.folder).rows("experts")
+    assert [row["step"] for row in rows] == [1, 2, 3] and rows[0]["layers"] == [0, 1, 2, 3]
+    assert rows == RunDir(whole.folder).rows("experts")
+    assert RunDir(ours.folder).rows("run")[-1]["router"] == "trained"
+    drawn = {panel.key for panel in run_panels(RunDir(ours.folder).rows())}
+    assert {"experts", "experts_by_layer"} <= drawn

@@ -196,10 +196,16 @@ class Balance:
         if self.spec.z_loss:
             numbers["z_loss"] = z_loss / len(layers)
         return numbers, {
-            "kind": "experts", "layers": [router.block for router in self.routers], "largest": largest,
-            "mean": means, "entropy": [_evenness(load) for load in layers],
+            "kind": "experts", "layers": [router.block for router in self.routers], "fullest": fullest,
+            "largest": largest, "mean": means, "entropy": [_evenness(load) for load in layers],
             "unused": [int((load == 0).sum()) for load in layers],
+            "fullest_rank": [self._fullest_rank(load) for load in layers],
         }  # fmt: skip
+
+    def _fullest_rank(self, load: Tensor) -> float:
+        """Return the tokens of the rank with most, over the mean rank's, where experts are cut over ranks."""
+        ranks = load.view(getattr(self.world.layout, "ep", 1), -1).sum(1)
+        return float(ranks.max() / ranks.mean()) if load.any() else 1.0
 
     @torch.no_grad()
     def move(self) -> None:

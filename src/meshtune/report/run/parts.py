@@ -111,13 +111,13 @@ def passes_beside(row: Row | None, predicted: Sequence[Sequence[Any]]) -> list[T
 
 def experts_by_layer(row: Row | None) -> Lines | None:
     """Loads by layer in the last step that has them; None for a dense model. row: of kind "experts"."""
-    if row is None:
+    points = [*zip(row["layers"], row["fullest"], row["entropy"], strict=False)] if row else []
+    if row is None or not points:
         return None
-    layers = tuple(map(float, row["layers"]))
-    fullest = tuple(most / mean for most, mean in zip(row["largest"], row["mean"], strict=True))
+    layers, fullest, entropy = zip(*points, strict=True)
     curves = (
         Series("fullest expert, times the mean", "main", layers, fullest),
-        Series("evenness, 1 at equal loads", "other", layers, tuple(row["entropy"])),
+        Series("entropy, 1 at equal loads", "other", layers, entropy),
     )
     unused = f"; {counted(sum(row['unused']), 'expert')} without a token" * any(row["unused"])
     title = f"Experts by layer in step {row['step']:,}{unused}"
