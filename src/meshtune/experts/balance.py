@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,15 +33,13 @@ from meshtune.data.batch import MicroBatch
 from meshtune.errors import UserError
 from meshtune.experts.router import Router, routers_of
 from meshtune.model.documents import current_documents
-
-if TYPE_CHECKING:
-    from meshtune.parallel.mesh import World
-    from meshtune.rundir import Row
+from meshtune.rundir import Row
 
 UNKNOWN_ROUTERS = (
     "The model's config.json sets output_router_logits, with which transformers adds a load-balancing loss "
     "of its experts. meshtune does not know its routers and leaves that out."
 )
+World = Any  # parallel.mesh.World, which is above this floor
 Share = Callable[[Tensor], Tensor]  # logits [tokens, experts] -> this rank's part of a loss
 
 
@@ -82,7 +80,7 @@ class Balance:
     """
 
     def __init__(
-        self, spec: BalanceSpec, whole: PreTrainedModel, stages: Sequence[nn.Module], world: "World"
+        self, spec: BalanceSpec, whole: PreTrainedModel, stages: Sequence[nn.Module], world: World
     ) -> None:
         self.spec, self.world, self.routers = spec, world, routers_of(whole)
         self.weight, self.pools = weight_of(spec, whole)
@@ -179,7 +177,7 @@ class Balance:
             z_loss = (wide.logsumexp(-1).square() * tokens.real).sum() / self.tokens
         return torch.stack((balance, z_loss))
 
-    def measured(self) -> tuple[dict[str, float], "Row"]:
+    def measured(self) -> tuple[dict[str, float], Row]:
         """(Numbers of the step's train row, its row of loads by layer); every rank calls it."""
         sums = torch.cat((self.loads.flatten(), self._sums)) / self.world.tp.size
         if self.world.mesh is not None:
@@ -228,7 +226,7 @@ class Balance:
 
 
 def balance_of(
-    spec: BalanceSpec, whole: PreTrainedModel, stages: Sequence[nn.Module], world: "World", *, sums: bool
+    spec: BalanceSpec, whole: PreTrainedModel, stages: Sequence[nn.Module], world: World, *, sums: bool
 ) -> Balance | None:
     """The balance of a mixture's experts; None for a model without routers that transformers records.
 

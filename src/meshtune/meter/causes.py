@@ -319,7 +319,7 @@ def _uneven_experts(steps: Steps) -> Iterator[Cause]:
     if fullest < THRESHOLDS["uneven experts"].limit:
         return
     largest = median(max(row["fullest"]) for row in loads)
-    computed = steps.run.get("expert_share", 0.0) * steps.part(*PASSES)
+    computed = (steps.run.get("expert_share") or 0.0) * steps.part(*PASSES)
     yield Cause(
         "uneven experts", (1 - 1 / fullest) * computed / steps.seconds,
         f"The rank whose experts have most tokens has {fullest:.2f} times the mean of its layer, one expert "

@@ -119,7 +119,7 @@ def experts_by_layer(row: Row | None) -> Lines | None:
         Series("fullest expert, times the mean", "main", layers, fullest),
         Series("entropy, 1 at equal loads", "other", layers, entropy),
     )
-    unused = f"; {counted(sum(row['unused']), 'expert')} without a token" * any(row["unused"])
+    unused = f"; {counted(int(sum(row['unused'])), 'expert')} without a token" * any(row["unused"])
     title = f"Experts by layer in step {row['step']:,}{unused}"
     return Lines("experts_by_layer", title, "", curves, ".2f", "times the mean", True, x_title="layer")
 
