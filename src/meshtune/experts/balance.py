@@ -66,7 +66,7 @@ class Tokens:
 
     def counts(self, index: Tensor, experts: int) -> Tensor:
         """Tokens of each row and expert, fp32 [rows, experts]. index: chosen experts [tokens, k]."""
-        index = index.view(self.rows, -1).long()
+        index = index.reshape(self.rows, -1).long()
         real = self.real.repeat_interleave(index.shape[1] // self.real.shape[1], 1).float()
         return real.new_zeros(self.rows, experts).scatter_add_(1, index, real)
 
@@ -98,7 +98,6 @@ class Balance:
             if spec.kind == "bias" and router.bias:
                 self.biases.append([model.get_buffer(router.bias) for model in (whole, *here)])
         self._tokens: Tokens | None = None  # of the micro-batch that runs
-        self._slopes: Tensor | None = None  # where the loss is pooled: its derivative by each probability
         self.begin(1)
 
     def begin(self, tokens: int) -> None:
@@ -107,6 +106,7 @@ class Balance:
         self.loads = torch.zeros(len(self.routers), self.experts, dtype=torch.float64, device=device)
         self._sums = self.loads.new_zeros(2)  # of this rank: load-balancing loss, z-loss
         self._pooled = self.loads.new_zeros(2, self.experts)  # tokens, and sums of probabilities
+        self._slopes: Tensor | None = None  # where the loss is pooled: its derivative by each probability
 
     def pool(self) -> None:
         """Sum the counts of a pooled loss over all ranks; every rank calls it."""
@@ -149,7 +149,7 @@ class Balance:
             # By the largest logits, as the papers and transformers count, without bias and groups.
             counts = tokens.counts(logits.topk(router.chosen, -1).indices, router.experts)
             if self.pools:
-                probabilities = _wide(logits).softmax(-1)[tokens.real.flatten()].sum(0)
+                probabilities = (_wide(logits).softmax(-1) * tokens.real.flatten()[:, None]).sum(0)
                 self._pooled += torch.stack((counts.sum(0).to(probabilities), probabilities))
             else:
                 if self.world.cp.size > 1:
@@ -305,7 +305,7 @@ class _Adding(torch.autograd.Function):
     def forward(ctx: Any, weights: Tensor, logits: Tensor, share: Share | None) -> Tensor:  # type: ignore[override]
         ctx.share = share
         ctx.save_for_backward(logits)
-        return weights.view_as(weights)
+        return weights.clone()  # no view: some blocks change their weights in place
 
     @staticmethod
     @once_differentiable
