@@ -26,6 +26,7 @@ from meshtune.sections import (
     ClusterConfig,
     DataConfig,
     DpoConfig,
+    ExpertsConfig,
     KtoConfig,
     LoraConfig,
     ModelConfig,
@@ -369,6 +370,7 @@ class Config(Section):
         Need(lambda config: config.adapts, "method is full", "set method=lora, or leave it out",
              part="*"),
     )  # fmt: skip
+    experts: ExpertsConfig = ExpertsConfig()
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig()
     eval: EvalConfig = EvalConfig()
@@ -442,11 +444,9 @@ class Config(Section):
         """The cluster section, read from its file if it names one. Raises UserError for a bad file."""
         if isinstance(self.cluster, ClusterConfig):
             return self.cluster
-        return (
-            ClusterConfig()
-            if self.cluster == "auto"
-            else _cluster_config(read_cluster(expanded(self.cluster)))
-        )
+        if self.cluster == "auto":
+            return ClusterConfig()
+        return _cluster_config(read_cluster(expanded(self.cluster)))
 
     @property
     def partial_layout(self) -> PartialLayout:

@@ -129,7 +129,8 @@ COLUMNS: Mapping[str, Mapping[str, Type]] = {
     "run": {
         "world": COUNT, "nodes": COUNT, "total_steps": NUMBER, "global_batch_size": NUMBER, "seq_len": NUMBER,
         "layout": TEXT._replace(nullable=False), "device_type": TEXT._replace(nullable=False), "host": TEXT,
-        "resumed_from": NUMBER, "predicted": Type(_is_prediction, "has no numbers by part"),
+        "resumed_from": NUMBER, "expert_share": NUMBER,
+        "predicted": Type(_is_prediction, "has no numbers by part"),
     },
     "train": {"step": STEP},  # all other columns are numbers, too
     "eval": {"step": STEP},
@@ -152,6 +153,13 @@ COLUMNS: Mapping[str, Mapping[str, Type]] = {
     "memory": {
         "step": STEP,
         "phases": Type(_by_name(_by_name(is_number, "peak")), "have no sizes", True, False),
+    },
+    "experts": {
+        "step": STEP,
+        **dict.fromkeys(
+            ("layers", "fullest", "largest", "mean", "entropy", "unused", "fullest_rank"),
+            NUMBERS._replace(required=True, nullable=False),
+        ),
     },
     "passes": {"step": STEP, "passes": Type(_are(_is_pass), "aren't passes of a pipeline", True, False)},
     "cause": {

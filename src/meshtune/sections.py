@@ -109,6 +109,37 @@ class LoraConfig(Section):
     )
 
 
+def of_balance(kind: str) -> Need:
+    """Experts that are balanced by `kind`."""
+    return Need(
+        lambda config: config.experts.balance == kind, f"experts.balance is not {kind}",
+        f"set experts.balance={kind}, or leave it out",
+    )  # fmt: skip
+
+
+class ExpertsConfig(Section):
+    """Routers of a mixture of experts."""
+
+    balance: Literal["config", "loss", "bias", "none"] = setting(
+        "config",
+        "How tokens are spread over experts: loss (per sequence and layer), bias (the router's, without a "
+        "loss), none, or config: transformers' loss where config.json sets output_router_logits, else none.",
+        Need(lambda config: config.experts.balance != "bias" or not config.adapts,
+             "an adapter's files have no biases of the router", "set experts.balance=loss"),
+    )  # fmt: skip
+    aux_loss: float | None = setting(
+        None, "Weight of the load-balancing loss; null: config.json's router_aux_loss_coef, or 0.001.",
+        of_balance("loss"), ge=0,
+    )  # fmt: skip
+    z_loss: float = setting(0.0, "Weight of the router's z-loss; 0: none.", ge=0)
+    bias_rate: float = setting(
+        0.001, "Change of the bias in a step, towards the mean load.", of_balance("bias"), gt=0
+    )
+    freeze_router: bool | None = setting(
+        None, "Do not train the router; null: true with adapters, which it then does not get."
+    )
+
+
 def of_objective(name: str) -> Need:
     """The objective `name`."""
     return Need(

@@ -20,11 +20,12 @@ from meshtune.config import Config
 from meshtune.data.prepare import Prepared, sentences
 from meshtune.data.tokens import id_bound
 from meshtune.errors import UserError, expanded
+from meshtune.experts.balance import router_sentence
 from meshtune.launch.signals import StopRequest
 from meshtune.length import length_sentences, steps_between, steps_of
 from meshtune.meter.mfu import flops_of, peak_flops
 from meshtune.meter.noise_scale import noise_refusals
-from meshtune.model.anatomy import left_out_of_loss, parts_kept
+from meshtune.model.anatomy import parts_kept
 from meshtune.model.load import quiet, tables
 from meshtune.model.lora import modules_named
 from meshtune.model.save import check_written
@@ -230,7 +231,7 @@ def announce(
         (
             beyond_tested(model.whole),
             parts_kept(model.whole),
-            left_out_of_loss(model.whole),
+            router_sentence(model.whole, model.passes.balance),
             wide_note(config, model.census),
             fp8_note(config, model.census),
             EMULATED if PRECISIONS[config.train.precision].fp8 and run.world.device.type == "cpu" else "",

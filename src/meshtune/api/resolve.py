@@ -18,6 +18,7 @@ from meshtune.data.pack import Dataset
 from meshtune.data.prepare import Prepared, prepare
 from meshtune.data.recipe import Recipe
 from meshtune.errors import UserError, expanded
+from meshtune.experts.balance import BalanceSpec
 from meshtune.model.files import context_of, resolve, stop_tokens
 from meshtune.model.load import load_config, load_tokenizer, read_changed
 from meshtune.objectives import OBJECTIVES
@@ -181,8 +182,16 @@ def model_spec(
         compile=compile,
         mlp_tile=train.mlp_tile,
         preference=preference_of(config),
+        balance=balance_spec(config),
+        freeze_router=config.experts.freeze_router,
         seed=train.seed,
     )
+
+
+def balance_spec(config: Config) -> BalanceSpec:
+    """How the load of experts is balanced."""
+    values = config.experts.model_dump(exclude={"balance", "freeze_router"})
+    return BalanceSpec(kind=config.experts.balance, **values)
 
 
 def preference_of(config: Config) -> PreferenceSpec | None:

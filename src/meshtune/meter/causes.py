@@ -8,7 +8,7 @@ held against its plan; what has no plan, only against the thresholds.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import mean, median
 from typing import NamedTuple
 
 from meshtune.layout import Layout
@@ -60,6 +60,10 @@ THRESHOLDS = {
     "padding": Threshold(
         0.15, 0.0, "none: padded columns' share of the passes",
         "packed sequences have a few percent, sorted ones about ten",
+    ),
+    "uneven experts": Threshold(
+        0.10, 1.2, "tokens of the rank whose experts have most, over the mean rank's, at least",
+        "below it the other ranks wait less than a sixth of the experts' time",
     ),
     "allocator retries": Threshold(
         0.02, 0.1, "share of the steps with a retry, at least",
@@ -308,6 +312,22 @@ def _padding(steps: Steps) -> Iterator[Cause]:
     )  # fmt: skip
 
 
+def _uneven_experts(steps: Steps) -> Iterator[Cause]:
+    """Yield what ranks wait for the one whose experts have most tokens, by the share of FLOPs in experts."""
+    loads = [row for row in steps.others if row["kind"] == "experts" and row["fullest"]]
+    fullest = median(mean(row["fullest_rank"] or [1.0]) for row in loads) if loads else 1.0
+    if fullest < THRESHOLDS["uneven experts"].limit:
+        return
+    largest = median(max(row["fullest"]) for row in loads)
+    computed = (steps.run.get("expert_share") or 0.0) * steps.part(*PASSES)
+    yield Cause(
+        "uneven experts", (1 - 1 / fullest) * computed / steps.seconds,
+        f"The rank whose experts have most tokens has {fullest:.2f} times the mean of its layer, one expert "
+        f"{largest:.1f} times; experts are {duration(computed)} of a step of {duration(steps.seconds)}.",
+        "Set experts.balance=loss, or a larger experts.aux_loss; fewer ranks for experts spread less.",
+    )  # fmt: skip
+
+
 def _allocator_retries(steps: Steps) -> Iterator[Cause]:
     retried = [row for row in steps.rows if row.get("allocator_retries")]
     if len(retried) < max(1, THRESHOLDS["allocator retries"].limit * len(steps.rows)):
@@ -376,5 +396,5 @@ def _slower_than_planned(steps: Steps) -> Iterator[Cause]:
 
 RULES: Sequence[Callable[[Steps], Iterator[Cause]]] = (
     _slow_rank, _waiting_for_data, _small_micro_batches, _recompilation, _slow_collectives, _overlap_is_off,
-    _padding, _allocator_retries, _slow_saving, _slowed_gpu,
+    _padding, _uneven_experts, _allocator_retries, _slow_saving, _slowed_gpu,
 )  # fmt: skip

@@ -249,21 +249,6 @@ class StandIn(nn.Module):
         return hidden
 
 
-def left_out_of_loss(model: PreTrainedModel) -> str | None:
-    """Return a sentence on a part of the loss that transformers adds and training here does not; None for
-    nothing.
-    """
-    config = model.config.get_text_config()
-    if not getattr(config, "output_router_logits", False):
-        return None
-    share = getattr(config, "router_aux_loss_coef", "unset")
-    return (
-        "The model's config.json sets output_router_logits, with which transformers adds a load-balancing "
-        f"loss of its experts (router_aux_loss_coef {share}). meshtune does not add it: the loss is only "
-        "that of the labels."
-    )
-
-
 def attention_heads(model: PreTrainedModel) -> tuple[int, int]:
     """Return (query heads, key-value heads) of a block; where blocks differ, the largest numbers that divide
     those of each.

@@ -215,6 +215,7 @@ def add_lora(
     use_dora: bool = False,
     layers_to_transform: Collection[int] | None = None,
     modules_to_save: Collection[str] = (),
+    apart: Collection[str] = (),
     dtype: torch.dtype | None = None,
 ) -> list[str]:
     """Freeze `model` and add adapters to the target linear layers, in place; returns the layers' names.
@@ -224,8 +225,9 @@ def add_lora(
     "all-linear": every linear layer but the output head.
     layers_to_transform: indices of the blocks that get adapters; None: all, and layers outside of blocks too.
     modules_to_save: names or endings of the modules that are trained whole, and get no adapters; one of a
-    tied embedding and head means both, which stay tied. dtype: of
-    the adapters; None: the weight's, but at least fp32. A is drawn from torch's global generator.
+    tied embedding and head means both, which stay tied. apart: paths of modules in which "all-linear" means
+    no layer. dtype: of the adapters; None: the weight's, but at least fp32. A is drawn from torch's global
+    generator.
 
     Raises UserError for a rank below 1, a dropout outside [0, 1), names of no linear layer or module, blocks
     that are not there, and a module that shares its weight with another one.
@@ -237,7 +239,8 @@ def add_lora(
         problems.append(f"lora.dropout={dropout} must be at least 0 and below 1.")
     names, unknown = _targets(model, target_modules)
     saved, unfit = _saved(model, modules_to_save)
-    names = [name for name in names if not any(f"{name}.".startswith(f"{path}.") for path in saved)]
+    without = [*saved, *(apart if target_modules == "all-linear" else ())]
+    names = [name for name in names if not any(f"{name}.".startswith(f"{path}.") for path in without)]
     if layers_to_transform is not None:
         names, absent = _in_layers(model, names, layers_to_transform)
         unknown += absent

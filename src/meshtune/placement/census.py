@@ -330,6 +330,16 @@ class Census:
         return self.idle > self.total / 10
 
     @cached_property
+    def expert_share(self) -> float:
+        """Share of the FLOPs of a token's matrices that is in stacked ones: those of experts."""
+        experts = 0.0
+        for block in self.blocks:
+            stacked = {p.name for p in block.parameters if len(p.shape) == 3}
+            experts += sum(m.forward + m.backward for m in block.matrices if m.name in stacked)
+        head = self.head.forward + self.head.backward if self.head else 0.0
+        return experts / (sum(self.matmul) + head) if experts else 0.0
+
+    @cached_property
     def matmul(self) -> tuple[float, float]:
         """(forward, backward) FLOPs per token of every matrix but the head."""
         matrices = [*self.outside, *(m for block in self.blocks for m in block.matrices)]

@@ -160,7 +160,7 @@ def bench_rank(rank: Rank, trial: Trial) -> Measured | None:
             micro_batches = model.passes.localise(batch)
             with meter.watching(step):
                 done = model.passes.step(
-                    micro_batches, Counts(batch.units, *flops(batch)), meter.phase,
+                    micro_batches, Counts(batch.units, *flops(batch), batch.tokens), meter.phase,
                     learning_rate=LEARNING_RATE, max_grad_norm=trial.max_grad_norm,
                     mismatched=batch.mismatched,
                 )  # fmt: skip

@@ -34,7 +34,7 @@ def write_profile(folder: Path, model: RankModel, batch: Batch, max_grad_norm: f
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     with profile(activities=activities) if writes else nullcontext() as found:
         model.passes.step(
-            model.passes.localise(batch), Counts(batch.units), lambda _: nullcontext(),
+            model.passes.localise(batch), Counts(batch.units, tokens=batch.tokens), lambda _: nullcontext(),
             learning_rate=0.0, max_grad_norm=max_grad_norm,
         )  # fmt: skip
         world.synchronize()

@@ -67,6 +67,7 @@ class Progress:
     tokens: int | None = 0
     seconds: float | None = 0.0
     gradient_noise: tuple[float, float] = 0.0, 0.0  # averages of |G|² and tr(Σ)
+    expert_bias: list[list[float]] = field(default_factory=list)  # of the routers that a bias balances
 
     def add(self, tokens: int, seconds: float) -> None:
         """Count the tokens and the seconds of one step."""
@@ -129,7 +130,7 @@ def train(run: Run) -> None:
             data_seconds = time.perf_counter() - waited
 
             now.step += 1
-            rate, counts = run.learning_rate(now.step), Counts(batch.units, *run.flops(batch))
+            rate, counts = run.learning_rate(now.step), Counts(batch.units, *run.flops(batch), batch.tokens)
             micro_batches = [run.passes.parallel.to_device(each) for each in columns]
             with meter.watching(now.step):
                 done = run.passes.step(
@@ -161,7 +162,8 @@ def train(run: Run) -> None:
                 flops=known(done.flops), flops_6n=known(done.flops_6n), epoch=run.loader.epochs_at(now.data),
                 noise=noise, measured=done.measured,
             )  # fmt: skip
-            run.metrics.measured(now.step, measured.time, [*measured.memory, *measured.others])
+            due_rows = [measured.time, *([done.experts | {"step": now.step}] if done.experts else [])]
+            run.metrics.measured(now.step, due_rows, [*measured.memory, *measured.others])
             after_step(run, finite=done.finite, first=now.step == first)
             nonfinite = check_finite(run, done, nonfinite, batch)
 
@@ -287,6 +289,7 @@ def save(run: Run) -> None:
         return
     keep_folder(run)
     now.saved_step = now.step
+    now.expert_bias = run.passes.balance.state() if run.passes.balance else []
     run.metrics.writing("a checkpoint")
     started = time.perf_counter()
     values = vars(now) | {"axes": axis_sizes(run.world), "generators": list(random_state(run.world))}
@@ -325,6 +328,7 @@ def restore(run: Run, step: int) -> None:
     run.checkpoints.load(step, wanted)
     run.checkpoints.prune(step, protected(run))
     run.passes.share_tied()
+    restore_biases(run, run.progress.expert_bias)
     run.optimizer.publish()
     if alike:
         for name, state in generators.items():
@@ -337,6 +341,7 @@ def progress_of(values: Mapping[str, Any], step: int) -> Progress:
     """The progress in the values of the checkpoint of `step`. Raises UserError if they aren't a run's."""
     # From an earlier version's checkpoint.
     absent: dict[str, Any] = {"tokens": None, "seconds": None, "gradient_noise": (0.0, 0.0)}
+    absent["expert_bias"] = []
     absent["evaluated_step"] = step  # those versions evaluated before they saved
     with explained(NO_RUNS.format(step=step), UNUSABLE):
         values = absent | {**values}
@@ -369,6 +374,12 @@ def random_state(world: World) -> dict[str, Tensor]:
     if torch.cuda.is_available():
         states[f"random.cuda{rank}"] = torch.cuda.get_rng_state()
     return states
+
+
+def restore_biases(run: Run, biases: list[list[float]]) -> None:
+    """Put the biases of routers where a checkpoint has them; [] leaves them as they are."""
+    if run.passes.balance and biases:
+        run.passes.balance.load_state(biases)
 
 
 def axis_sizes(world: World) -> list[int]:
@@ -431,6 +442,7 @@ def restore_best(run: Run) -> int:
     weights = {name: tensor for name, tensor in run.optimizer.state().items() if name.startswith("model.")}
     run.checkpoints.load(now.best_step, run.as_pieces(weights))
     run.passes.share_tied()
+    restore_biases(run, progress_of(run.checkpoints.values(now.best_step), now.best_step).expert_bias)
     run.optimizer.publish()
     run.metrics.log_line(
         f"The model is step {now.best_step}'s, with the lowest held-out loss: {now.best_loss:.4f}."

@@ -19,6 +19,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from meshtune.attention import flash
 from meshtune.attention.register import keep_documents_apart, register
+from meshtune.errors import UserError
+from meshtune.experts.balance import Balance, BalanceSpec, balance_of
+from meshtune.experts.router import router_paths
 from meshtune.launch.installed import FLASH_4
 from meshtune.layout import ZERO_BUBBLE, Layout
 from meshtune.meter.phases import PhaseMemory
@@ -95,6 +98,8 @@ class ModelSpec:
     compile: bool = False  # block by block
     mlp_tile: int | None = None  # tokens that an MLP runs on at a time; None: all
     preference: PreferenceSpec | None = None  # what is learned; None: the labelled tokens
+    balance: BalanceSpec = BalanceSpec()  # noqa: RUF009 - a frozen value
+    freeze_router: bool | None = None  # of a mixture of experts; None: next to adapters
     seed: int = 0  # of random weights and NEFTune's noise
 
     @property
@@ -184,7 +189,9 @@ def rank_model(
     models = [made.whole, *(stage.model for stage in parallel.stages)]
     adapters = initial_adapters(made.whole)
     fill_values(spec, parallel.named_pieces(), models, adapters, export=world.main)
-    model = ready(spec, made, parallel, optimizer)
+    own = [stage.model for stage in parallel.stages]
+    balance = balance_of(spec.balance, made.whole, own, world, sums=token_loss is not None)
+    model = ready(spec, made, parallel, optimizer, balance)
     if loaded_on_host:
         parallel.modules.to(world.device)
     return replace(model, flash=version, flash_notes=notes)
@@ -244,11 +251,12 @@ def ready(
     made: Structure,
     parallel: Parallel,
     optimizer: OptimizerSpec,
+    balance: Balance | None = None,
 ) -> RankModel:
     """Give this rank's part of the model, with memory and values, its optimizer and passes."""
     trained = optimizer_of(spec, optimizer, parallel, blocks=f"{anatomy(made.whole).blocks}.")
     noise = Neftune(spec.neftune_alpha, spec.seed) if spec.neftune_alpha else None
-    passes = Passes(parallel, trained, made.objective, noise)
+    passes = Passes(parallel, trained, made.objective, noise, balance)
     return RankModel(spec, made.whole, made.census, parallel, trained, passes, made.added_embeddings)
 
 
@@ -339,16 +347,40 @@ def trainable_skeleton(spec: ModelSpec) -> tuple[PreTrainedModel, int]:
             use_dora=spec.lora.use_dora,
             layers_to_transform=spec.lora.layers_to_transform,
             modules_to_save=spec.lora.modules_to_save,
+            apart=router_paths(model) if spec.freeze_router is not False else (),
             dtype=spec.trained_dtype,
         )
         if added:
             train_tables(model)
     if spec.freeze:
         freeze(model, spec.freeze)
+    freeze_routers(model, spec)
     for parameter in model.parameters():
         dtype = spec.trained_dtype if parameter.requires_grad else spec.compute_dtype
         parameter.data = parameter.data.to(dtype)
     return model, added
+
+
+def freeze_routers(model: PreTrainedModel, spec: ModelSpec) -> None:
+    """Freeze the routers of experts, in place, where the spec says so; next to adapters they are already.
+
+    Raises UserError for a model without any, and for a router that is to be trained and gets no adapter.
+    """
+    if spec.freeze_router is None:
+        return
+    routers, name = router_paths(model), model.name_or_path or type(model).__name__
+    given = f"experts.freeze_router={str(spec.freeze_router).lower()}"
+    if not routers:
+        raise UserError(f"{given}: {name} has no routers of experts; leave it out.")
+    for path in routers:
+        router = model.get_submodule(path)
+        if spec.freeze_router and not spec.lora:
+            router.requires_grad_(False)
+        elif not spec.freeze_router and not any(each.requires_grad for each in router.parameters()):
+            raise UserError(
+                f"{given}: {path} of {name} is not a linear layer, so it gets no adapter; train it whole by "
+                f"lora.modules_to_save=[{path.rpartition('.')[2]}], and leave experts.freeze_router out."
+            )
 
 
 def fill_values(

@@ -52,7 +52,7 @@ def facts_of(settings: Row, model: RankModel, prepared: Prepared | None) -> Row:
 
     settings: as `run_row` takes them. prepared: the data; None: random tokens.
     """
-    world = model.parallel.world
+    world, balance = model.parallel.world, model.passes.balance
     return {
         "started": time_now(),
         "parameters": model.census.total,
@@ -64,6 +64,11 @@ def facts_of(settings: Row, model: RankModel, prepared: Prepared | None) -> Row:
         "label_share": prepared and prepared.train.label_share,
         "longest_sequence": prepared and prepared.train.width,
         "flash_attention": model.flash,
+        **(
+            {"router": "frozen" if balance.frozen else "trained", "expert_share": model.census.expert_share}
+            if balance
+            else {}
+        ),
         "loss_function": getattr(model.passes.objective, "name", None),
         "device": device_name(world.device),
         "device_type": world.device.type,

@@ -24,8 +24,10 @@ from meshtune.train.preference import Preference, divergence
 
 if TYPE_CHECKING:
     from meshtune.data.batch import Batch, MicroBatch
+    from meshtune.experts.balance import Balance
     from meshtune.meter.phases import Phase
     from meshtune.parallel.apply import Parallel
+    from meshtune.rundir import Row
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class Counts:
     units: int  # of all ranks: what the loss is a mean over (Batch.units)
     flops: float = 0.0  # this rank's share of what the model needs (mfu.flops_of); NaN: unknown
     flops_6n: float = 0.0  # by the 6N formula
+    tokens: int = 0  # of all ranks, without padding: what a router's z-loss is a mean over
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,9 @@ class Outcome:
     flops_6n: float
     noise: Noise | None = None  # of the gradients; None: not measured, or there was no update
     spoilt: bool = False  # True: parameters were updated with gradients that are not finite
-    measured: Mapping[str, float] = field(default_factory=dict)  # by a loss on whole answers, by its name
+    # By a loss on whole answers, and of the load of experts, by its name
+    measured: Mapping[str, float] = field(default_factory=dict)
+    experts: Row | None = None  # loads by layer; None: of a dense model
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,7 @@ class Passes:
     optimizer: Optimizer
     objective: TokenLoss | Preference | None = None  # None: the cross entropy
     neftune: Neftune | None = None  # noise on the embeddings; None: none
+    balance: Balance | None = None  # of the experts of a mixture
 
     def __post_init__(self) -> None:
         if self.parallel.replicas is not None:
@@ -108,6 +114,8 @@ class Passes:
                 with phase("forward"):
                     loss = parallel.stages[0](None, micro_batch) * scale
                     total = total + loss.detach()
+                if self.balance is not None:
+                    self.balance.pool()
                 if before_backward is not None:
                     before_backward(total / parallel.world.tp.size)
                 if norms is not None:
@@ -175,6 +183,8 @@ class Passes:
             factor = self.per_count(counts.units, sums)
             optimizer.begin(learning_rate if math.isfinite(loss * factor) else None, factor)
 
+        if self.balance is not None:
+            self.balance.begin(counts.tokens)
         before = begin if optimizer.in_backward else None
         share = self.forward_backward(micro_batches, counts.units, phase, norms, before)
         # One all-reduce for all that the ranks must agree on before the update.
@@ -198,7 +208,10 @@ class Passes:
             optimizer.zero_grad()
         spoilt = bool(early) and math.isfinite(loss) and not finite
         measured = self.objective.means(sums) if isinstance(self.objective, Preference) else {}
-        return Outcome(loss, norm, finite, flops, flops_6n, noise, spoilt, measured)
+        loads, row = self.balance.measured() if self.balance is not None else ({}, None)
+        if self.balance is not None and finite:
+            self.balance.move()
+        return Outcome(loss, norm, finite, flops, flops_6n, noise, spoilt, {**measured, **loads}, row)
 
     def _noise(self, small: float, number: float, big: float) -> Noise | None:
         """The gradient noise of a step. small: mean squared norm of its micro-batches' gradients; number: of

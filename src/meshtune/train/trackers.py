@@ -176,9 +176,9 @@ class Metrics:
             self._warn_of_impossible(row)
             self.log(row, takers)
 
-    def measured(self, step: int, time: Row, others: Sequence[Row]) -> None:
-        """Log a step's row of times if the step is due, and always its rows of memory and the device."""
-        for row in [*([time] if self.due(step) else []), *others]:
+    def measured(self, step: int, due: Sequence[Row], others: Sequence[Row]) -> None:
+        """Log a step's rows of times and experts if it is due, and always those of memory and device."""
+        for row in [*(due if self.due(step) else []), *others]:
             self.log(row)
 
     def evaluate(self, **numbers: Any) -> None:

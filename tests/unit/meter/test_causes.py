@@ -151,6 +151,13 @@ def test_parts_that_take_twice_their_plan_are_named_where_nothing_else_is() -> N
     assert names(causes(rows(run=planned, loading=[0.3, 0.3]))) == ["waiting for data"]
 
 
+def test_uneven_experts_cost_what_the_other_ranks_wait() -> None:
+    loads = {"kind": "experts", "step": 3, "layers": [0], "fullest": [4.0], "fullest_rank": [2.0]}
+    (cause,) = causes([*rows(run={"expert_share": 0.6}), loads])
+    assert cause.name == "uneven experts" and cause.share == pytest.approx(0.6 * 0.85 / 2)
+    assert causes([*rows(run={"expert_share": 0.6}), loads | {"fullest_rank": [1.0]}]) == []
+
+
 def test_the_costliest_come_first_and_three_at_most() -> None:
     found = causes(rows(loading=[0.2, 0.2], padding=0.5, launching=0.3, exposed={"data": 0.4}))
     assert names(found) == ["padding", "slow collectives", "small micro-batches"]

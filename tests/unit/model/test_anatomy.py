@@ -10,7 +10,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from meshtune.errors import UserError
 from meshtune.model import recorded
-from meshtune.model.anatomy import anatomy, left_out_of_loss
+from meshtune.model.anatomy import anatomy
 from meshtune.model.capabilities import capabilities, traits
 from meshtune.model.recorded import mask_only_pattern
 from meshtune.model.tensor_plan import tensor_plan
@@ -92,17 +92,6 @@ def test_a_body_that_does_more_than_pass_hidden_states_on_is_refused_for_pipelin
         changes = {"layers_block_type": ["mamba", "hybrid"], "num_hidden_layers": 2}
     problem = traits(build(AutoConfig.for_model(model_type, **changes))).pipeline
     assert (why in problem) if why else problem is None
-
-
-def test_a_loss_that_is_not_added_is_said():
-    small = {
-        name: value for name, value in SMALL.items() if name in AutoConfig.for_model("mixtral").to_dict()
-    }
-    plain, balanced = (
-        build(AutoConfig.for_model("mixtral", **small, output_router_logits=on)) for on in (False, True)
-    )
-    assert left_out_of_loss(plain) is None
-    says(left_out_of_loss(balanced))
 
 
 def test_capabilities_say_what_works_and_why_not():

@@ -38,13 +38,23 @@ def rows(train: Callable[..., Any], evaluation: Callable[..., Any]) -> dict[str,
     memory = MEMORY | {"event": "loss", "safe": True, "capacity": None}
     parts = {"memory": memory, "time": {"compute": 0.5}, "parts": {"forward": 0.5}, "step_seconds": 1.0}
     run = {"kind": "run", "model": "tiny", "method": "full", "world": 2, "nodes": 1, "layout": "dp2-mb1-ga1"}
-    run |= {"total_steps": 9, "global_batch_size": 2, "seq_len": 8, "device_type": "cpu", "host": "a"}
+    run |= {
+        "expert_share": 0.5,
+        "total_steps": 9,
+        "global_batch_size": 2,
+        "seq_len": 8,
+        "device_type": "cpu",
+        "host": "a",
+    }
     device = {"kind": "device", "step": 3, "gpu": "0", "clock": 1.0, "full_clock": 2.0, "limits": ["heat"]}
     return {
         "run": run | {"predicted": parts, "device": "cpu", "data": ["a.jsonl"], "started": "2026-11-27"},
         "train": train(3, epoch=0.5, gradient_noise_scale=2.0, peak_resident_bytes=5, mfu=0.1, mfu_6n=0.1),
         "eval": evaluation(3, 1.0, exact_match=0.5, prompts=4, seconds=1.0),
         "time": step_row(),
+        "experts": {"kind": "experts", "step": 3, "layers": [0, 1], "fullest": [1.5, 2.0],
+                    "largest": [3.0, 4.0], "mean": [2.0, 2.0], "entropy": [0.9, 0.8], "unused": [0, 1],
+                    "fullest_rank": [1.2, 1.5]},
         "memory": memory_row(3, {"forward": (12, {"weights": 10})}),
         "cause": Cause("padding", 0.5, "It is.", "Pack.").row(),
         "save": {"kind": "save", "step": 3, "seconds": 1.0},

@@ -14,7 +14,7 @@ from meshtune.plan.facts import tensors
 from meshtune.plan.over_time import Timed
 from meshtune.plan.step_parts import median_parts
 from meshtune.report.draw.colours import MEMORY_PARTS
-from meshtune.report.draw.kinds import Areas, Band, Mark, Panel, Stacks, Timeline
+from meshtune.report.draw.kinds import Areas, Band, Lines, Mark, Panel, Series, Stacks, Timeline
 from meshtune.report.plan.numbers import nonzero, seconds
 from meshtune.report.plan.passes import passes_panel
 from meshtune.report.run.summary import last, of_kind, of_last_start, values
@@ -33,6 +33,7 @@ def part_panels(rows: Sequence[Row]) -> list[Panel]:
         time_over_steps(of_kind(own, "time")),
         time_beside(of_kind(own, "time"), predicted.get("parts") or {}),
         *passes_beside(last(of_kind(own, "passes")), predicted.get("passes") or ()),
+        experts_by_layer(last(of_kind(own, "experts"))),
         memory_over_phases(of_kind(own, "memory")),
         memory_beside(
             of_kind(own, "memory"),
@@ -106,6 +107,21 @@ def passes_beside(row: Row | None, predicted: Sequence[Sequence[Any]]) -> list[T
         replace(passes_panel(passes, title), key=f"pipeline_{title.split()[-1]}", x_end=end)
         for title, passes in timed.items()
     ]
+
+
+def experts_by_layer(row: Row | None) -> Lines | None:
+    """Loads by layer in the last step that has them; None for a dense model. row: of kind "experts"."""
+    points = [*zip(row["layers"], row["fullest"], row["entropy"], strict=False)] if row else []
+    if row is None or not points:
+        return None
+    layers, fullest, entropy = zip(*points, strict=True)
+    curves = (
+        Series("fullest expert, times the mean", "main", layers, fullest),
+        Series("entropy, 1 at equal loads", "other", layers, entropy),
+    )
+    unused = f"; {counted(int(sum(row['unused'])), 'expert')} without a token" * any(row["unused"])
+    title = f"Experts by layer in step {row['step']:,}{unused}"
+    return Lines("experts_by_layer", title, "", curves, ".2f", "times the mean", True, x_title="layer")
 
 
 def memory_over_phases(rows: Sequence[Row]) -> Areas | None:

@@ -1,0 +1,91 @@
+"""Routers are found by what they do; settings that a model, its layout or its loss can't have are refused."""
+
+from typing import Any
+
+import pytest
+import torch
+from families import COMMON, EXPERTS, FAMILIES
+from golden import refuses
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from meshtune.errors import UserError
+from meshtune.experts.balance import BalanceSpec, balance_of
+from meshtune.experts.router import routers_of
+from meshtune.layout import Layout
+from meshtune.parallel.mesh import World
+from meshtune.train.model import LoraSpec, ModelSpec, trainable_skeleton
+
+MIXTURES: dict[str, dict[str, Any]] = {
+    "mixtral": {}, "gpt_oss": {}, "hunyuan_v1_moe": {"moe_topk": 2, "head_dim": 16},
+    "glm4_moe": {"n_routed_experts": 4, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1},
+    "gemma4_text": {"enable_moe_block": True, "top_k_experts": 2, "global_head_dim": 16,
+                    "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
+}  # fmt: skip
+# The function of the scores, and whether a bias corrects the choice.
+FOUND = {
+    "mixtral": ("softmax", False), "gpt_oss": ("softmax", False), "hunyuan_v1_moe": ("softmax", False),
+    "glm4_moe": ("sigmoid", True), "gemma4_text": ("", False),
+}  # fmt: skip
+
+
+def config_of(family: str, **more: Any) -> Any:
+    known = AutoConfig.for_model(family).to_dict()
+    sizes = {name: value for name, value in (COMMON | EXPERTS).items() if name in known}
+    return AutoConfig.for_model(family, **sizes | MIXTURES[family] | more)
+
+
+def on_meta(config: Any) -> PreTrainedModel:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_routers_are_found_by_what_they_do(family: str) -> None:
+    routers = routers_of(on_meta(config_of(family)))
+    assert [router.block for router in routers] == [0, 1]
+    for router in routers:
+        assert (router.experts, router.chosen) == (4, 2)
+        assert (router.scores, router.bias is not None) == FOUND[family]
+
+
+@pytest.mark.parametrize(
+    ("family", "spec", "layout", "sums"),
+    [
+        ("llama", BalanceSpec(kind="loss"), "mb1-ga1", False),
+        ("mixtral", BalanceSpec(), "mb1-ga4", False),
+        ("mixtral", BalanceSpec(), "pp2-1f1b-mb1-ga1", False),
+        ("mixtral", BalanceSpec(kind="bias"), "mb1-ga4", False),
+        ("mixtral", BalanceSpec(kind="loss"), "mb1-ga4", True),
+        ("gemma4_text", BalanceSpec(kind="none", z_loss=0.1), "mb1-ga4", False),
+    ],
+)
+def test_what_can_not_be_balanced_is_refused(family: str, spec: BalanceSpec, layout: str, sums: bool) -> None:
+    dense = family == "llama"
+    config = FAMILIES[family]() if dense else config_of(family)
+    config.output_router_logits = not dense
+    world = World(Layout.parse(layout), torch.device("cpu"), 0, ())
+    with refuses(UserError):
+        balance_of(spec, on_meta(config), [], world, sums=sums)
+
+
+def trained(family: str, **spec: Any) -> set[str]:
+    """Names of the trained parameters in the routers."""
+    model, _ = trainable_skeleton(ModelSpec(source=config_of(family), init="random", **spec))
+    paths = [f"{router.path}." for router in routers_of(model)]
+    return {
+        name.rpartition(".")[2]
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and name.startswith(tuple(paths))
+    }
+
+
+def test_a_router_is_frozen_next_to_adapters_or_where_it_is_said() -> None:
+    assert trained("mixtral") == {"weight"}
+    assert trained("mixtral", freeze_router=True) == set()
+    assert trained("hunyuan_v1_moe", lora=LoraSpec()) == set()
+    assert trained("hunyuan_v1_moe", lora=LoraSpec(), freeze_router=False) == {"lora_A", "lora_B"}
+    assert trained("mixtral", lora=LoraSpec(modules_to_save=("gate",))) == {"weight"}
+    with refuses(UserError):
+        trained("mixtral", lora=LoraSpec(), freeze_router=False)
+    with refuses(UserError):
+        trainable_skeleton(ModelSpec(source=FAMILIES["llama"](), init="random", freeze_router=True))
