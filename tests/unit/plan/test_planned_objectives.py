@@ -1,14 +1,18 @@
 """Preferences in a plan: the head's second forward, KTO's pass, the reference pass, a head of one output."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
+from families import FAMILIES
 from golden import refuses, says
 from known import known
 from made_plans import load, machines
 from test_seconds import IDEAL
 
+from meshtune import config
+from meshtune.api.plan import workloads
 from meshtune.data.cache import Summary
 from meshtune.errors import UserError
 from meshtune.layout import Layout
@@ -140,6 +144,20 @@ def test_a_reference_reads_every_row_once_before_the_first_step(monkeypatch: pyt
     bounds = Bounds(by=300 * choice.seconds.total + run.reference_seconds / 2)
     assert not offer_of(plan, length=steps_only, bounds=bounds).misses
     assert offer_of(plan, length=length, bounds=bounds).misses == ("by",)
+
+
+def test_a_plan_names_the_weights_of_a_larger_reference(tmp_path: Path) -> None:
+    for name, blocks in ("own", 2), ("another", 8):
+        FAMILIES["llama"](num_hidden_layers=blocks).save_pretrained(tmp_path / name)
+
+    def notes(reference: str) -> list[str]:
+        words = [f"model.name={tmp_path}/own", "objective=dpo", f"dpo.reference={reference}"]
+        own = config.load(None, [*words, f"data.cache={tmp_path}"])
+        with workloads(own) as (workload, _):
+            return [note for note in workload.notes if "dpo.reference=" in note]
+
+    assert notes("base") == notes(f"{tmp_path}/own") == []
+    says(notes(f"{tmp_path}/another"))
 
 
 @pytest.mark.parametrize("objective", PREFERENCES)
