@@ -161,7 +161,9 @@ class Evaluation:
             *(each / world.tp.size for each in (count, *sums)),
         )  # fmt: skip
         loss = total / ((count or math.nan) if isinstance(own, TokenLoss) else max(1, units))
-        measured = own.means(sums) if isinstance(own, Preference) else {}
+        measured = {}
+        if isinstance(own, Preference):
+            measured = {f"{own.spec.row.unit}s": round(units), **own.means(sums)}
         return loss, round(label_tokens), measured
 
 
