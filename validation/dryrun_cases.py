@@ -28,6 +28,7 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 MODELS: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**SIZES),
+    "wide": LlamaConfig(**SIZES | {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 6}),
     "tied": LlamaConfig(**SIZES | {"tie_word_embeddings": True}),
     "qwen3": Qwen3Config(**SIZES),
     "mistral": MistralConfig(**SIZES, sliding_window=16),
@@ -51,6 +52,7 @@ class Case:
     optimizer: str = "adamw"
     updates: Mapping[str, bool] = field(default_factory=dict)  # of OptimizerSpec
     options: Mapping[str, Any] = field(default_factory=dict)  # of ModelSpec
+    reference: str = ""  # of MODELS; "": the model itself, if an option has one
 
     @property
     def name(self) -> str:
@@ -63,6 +65,7 @@ class Case:
             spec=spec, optimizer=OptimizerSpec(name=self.optimizer, **self.updates),
             layout=Layout.parse(self.layout), seq_len=SEQ_LEN, documents=self.documents,
             every_micro_batch=True, max_grad_norm=1e-6,  # which clips, as numbers of a dry run do
+            reference=MODELS.get(self.reference),
         )  # fmt: skip
 
 
@@ -116,6 +119,8 @@ GRID = (
     Case(layout="cp2-tp2-sp-mb1-ga1", note="NEFTune", options={"neftune_alpha": 5.0}),
     Case(layout="zero3x2-mb2-ga2-full", note="KTO", options=KTO),
     Case(layout="tp2-sp-pp2-1f1b-mb1-ga4", note="KTO", options=KTO),
+    Case(layout="dp2-mb2-ga1", note="KTO, another reference", options=KTO, reference="wide"),
+    Case(layout="zero3x2-mb2-ga1", note="KTO, another reference", options=KTO, reference="wide"),
     Case(layout="zero3x2-mb2-ga2", note="tied embeddings", model="tied"),
     Case(layout="pp2-1f1b-mb1-ga4", note="tied embeddings", model="tied"),
     Case(layout="pp2-zbv-mb1-ga4", note="tied embeddings", model="tied"),

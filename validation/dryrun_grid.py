@@ -7,7 +7,8 @@ Each case of dryrun_cases.py trains a tiny model for two steps on real gloo rank
 the Recorder that watches the fake ones too, and traces the two steps of every rank on fake tensors. Compared,
 without any tolerance:
 
-    bytes         the peak of each phase of both steps, in total and in each category of the ledger
+    bytes         the peak of each phase of both steps and of the reference's pass, in total and in each
+                  category of the ledger
     collectives   of both steps, in the order in which they are issued: op, axis, bytes
     host memory   bytes of its buffers, and copies there and back in their order: bytes, phase
 
@@ -27,6 +28,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import zip_longest
@@ -42,7 +44,14 @@ from dryrun_cases import GRID, Case  # noqa: E402
 from ranks import run_ranks  # noqa: E402
 
 from meshtune.dryrun.ranks import trace_ranks  # noqa: E402
-from meshtune.dryrun.world import Job, batch_of, record, trace_rank  # noqa: E402
+from meshtune.dryrun.world import (  # noqa: E402
+    Job,
+    batch_of,
+    record,
+    record_reference,
+    trace_rank,
+    untrained_model,
+)
 from meshtune.meter.trace import (  # noqa: E402
     GATHERED,
     GRADIENTS,
@@ -89,15 +98,19 @@ def summary(steps: Sequence[StepTrace]) -> list[Step]:
 
 
 def real_steps(job: Job) -> list[Step]:
-    """Train two steps on this rank, one of the layout's, with real tensors."""
-    world = join(job.layout, torch.device("cpu"))
-    model = rank_model(job.spec, world, optimizer=job.optimizer, tokens_per_sequence=job.seq_len)
+    """Train two steps on this rank, one of the layout's, with real tensors, behind its reference's pass."""
+    world, before = join(job.layout, torch.device("cpu")), []
     batch, steps = batch_of(job, world), [StepTrace(1), StepTrace(2)]
+    if job.reference:
+        before = [record_reference(untrained_model(job, world, nullcontext()), batch.micro_batches)]
+    model = rank_model(job.spec, world, optimizer=job.optimizer, tokens_per_sequence=job.seq_len)
+    if (wanted := job.spec.preference) and wanted.row.reference:
+        before = before or [record_reference(model, batch.micro_batches)]
     record(
         model, model.passes.localise(batch), steps,
         units=batch.units, max_grad_norm=job.max_grad_norm, mismatched=batch.mismatched,
     )  # fmt: skip
-    return summary(steps)
+    return summary([*before, *steps])
 
 
 def traces(job: Job) -> list[RankTrace]:
@@ -108,7 +121,7 @@ def traces(job: Job) -> list[RankTrace]:
 
 def simulated(job: Job) -> list[list[Step]]:
     """Steps of every rank on fake tensors."""
-    return [summary(trace.steps) for trace in traces(job)]
+    return [summary(trace.every) for trace in traces(job)]
 
 
 def real(job: Job) -> list[list[Step]]:
@@ -153,7 +166,7 @@ def _pairs(
     expected: Sequence[Sequence[Step]], found: Sequence[Sequence[Step]]
 ) -> Iterator[tuple[str, Step, Step]]:
     for rank, steps in enumerate(zip(expected, found, strict=True)):
-        for number, (step, other) in enumerate(zip(*steps, strict=True), 1):
+        for number, (step, other) in enumerate(zip(*steps, strict=True), 3 - len(steps[0])):
             yield f"rank {rank}, step {number}", step, other
 
 
@@ -202,7 +215,7 @@ def compare(case: Case, kernels: str = "cpu") -> Row:
         while (unequal := [*differences(real(case.job()), found)]) and repeats < REPEATS:
             print(f"{case.name}: once more, since {unequal[0]}", file=sys.stderr, flush=True)
             repeats += 1
-    first, later = ([max(total for total, _ in steps[n].peaks.values()) for steps in found] for n in (0, 1))
+    first, later = ([max(total for total, _ in steps[n].peaks.values()) for steps in found] for n in (-2, -1))
     every = [step for steps in found for step in steps]
     return Row(
         case=case.name,

@@ -52,6 +52,7 @@ def test_an_export_scores_as_the_run_did(method: str, tmp_path: Path) -> None:
             scores = model.eval()(**tokenizer(texts, return_tensors="pt", padding=True)).logits
         assert evaluation[f"rewards/{side}"] == pytest.approx(float(scores.mean()), rel=1e-4, abs=1e-5)
     again = evaluated(str(run.folder.path), [], lambda _: None)
+    assert again["pairs"] == len(rows) and "label_tokens" not in again
     assert again["rewards/chosen"] == pytest.approx(evaluation["rewards/chosen"], rel=1e-4)
     with pytest.raises(UserError, match="reward model: it scores answers and writes none"):
         open_answerer(str(run.folder.path))

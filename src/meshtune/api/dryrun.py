@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 
 from meshtune.api.choose import LESS_MEMORY, compiles_blocks
 from meshtune.api.model_file import model_file
-from meshtune.api.plan import Log, silent
+from meshtune.api.plan import Log, other_reference, silent
 from meshtune.api.resolve import model_spec, optimizer_spec
 from meshtune.api.settings import Settings, config_of
 from meshtune.config import Config
@@ -48,6 +48,11 @@ from meshtune.units import counted, on_screen
 COMPILED = (
     "The blocks are compiled: operations of a block are fused as inductor fuses them for a processor, and "
     "those that full and selective recompute are counted in its backward."
+)
+
+LARGE_REFERENCE = (
+    "The reference's pass before the first step needs most: divide its weights further (zero3, tp, pp), or "
+    "name a smaller model."
 )
 
 
@@ -128,6 +133,7 @@ class Subject:
     notes: tuple[str, ...]
     device: str  # torch's kind, whose kernels are traced
     has_weights: bool = True  # False: the shape is a known or typical one, and no model's files are there
+    reference: PretrainedConfig | None = None  # of another model that is the reference
 
     @property
     def attention(self) -> str:
@@ -203,6 +209,7 @@ class Subject:
             documents=documents,
             max_grad_norm=config.train.max_grad_norm,
             census=self.numbers.census,
+            reference=self.reference,
         )
 
     def job_of_data(
@@ -262,6 +269,7 @@ class Subject:
         if simulation.fits:
             return simulation
         instead = out_of_memory(choice, workload, self.lighter) if choice and workload else [LESS_MEMORY]
+        instead = [LARGE_REFERENCE] if simulation.reference_is_largest else instead
         return replace(simulation, instead=tuple(instead))
 
 
@@ -274,7 +282,10 @@ def subject_of(config: Config, log: Log, device: str | None = None) -> Iterator[
     """
     units = other_units(config.cluster_config)  # a wrong cluster is refused before a model is built
     device = device or ("cpu" if cluster_for(config).gpu.processor else "cuda")
-    model = config.model
+    model, reference, of_reference = config.model, None, ()
+    if name := other_reference(config):
+        with model_file(name) as (file, of_reference):
+            reference = read_config(file, name, model.trust_remote_code)
     with model_file(config.model.name, config.model.revision) as (file, notes):
         numbers = numbers_of(config, file=file, log=log)
         try:
@@ -287,9 +298,10 @@ def subject_of(config: Config, log: Log, device: str | None = None) -> Iterator[
             read_config(file, model.name, model.trust_remote_code, model.overrides),
             workload,
             partial(lighter_workloads, config, partial(numbers_of, file=file)),
-            (*notes, *(workload.notes if workload else numbers.changes), *units),
+            (*notes, *of_reference, *(workload.notes if workload else numbers.changes), *units),
             device,
             has_weights=not notes,
+            reference=reference,
         )
 
 

@@ -19,9 +19,9 @@ MICRO_BATCH = 4  # sequences of a forward pass
 def evaluated(
     name: str | None, overrides: list[str], show: Callable[[str], None] | None = None
 ) -> dict[str, Any]:
-    """The row of `eval_row`, without kind and step: held-out loss, perplexity or what a loss on whole answers
-    measures, and, if asked for, exact match; "lost": sentences on documents that were cut or dropped, where
-    data.eval has some.
+    """The row of `eval_row`, without kind and step, and of a reward model, which has no labels, without their
+    number: held-out loss, perplexity or what a loss on whole answers measures, and, if asked for, exact
+    match; "lost": sentences on documents that were cut or dropped, where data.eval has some.
 
     name, overrides: as `target_of` takes them. Held-out data are data.eval, else a part of data.train
     (data.eval_split, which data.eval in `overrides` replaces). show: is called with the batches, then the
@@ -63,7 +63,8 @@ def evaluated(
     )
     rows = Rows(show)
     evaluation.run(target.step or 0, Metrics([rows]))
-    figures = {key: value for key, value in rows.last.items() if key not in ("kind", "step")}
+    left_out = {"kind", "step", *(["label_tokens"] if preference and preference.row.scores else [])}
+    figures = {key: value for key, value in rows.last.items() if key not in left_out}
     return figures | ({"lost": lost} if lost else {})
 
 

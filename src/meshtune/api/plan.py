@@ -42,11 +42,12 @@ from meshtune.plan.models import by_size, known_config, tables
 from meshtune.plan.programs import MESHTUNE
 from meshtune.plan.search import Choice, best_fitting
 from meshtune.plan.step_parts import MeasuredRun
+from meshtune.plan.work import Work
 from meshtune.plan.workload import Workload, lighter_workloads, positions_note, workload_of
-from meshtune.precision import NF4_BYTES
+from meshtune.precision import DTYPE_BYTES, NF4_BYTES, PRECISIONS
 from meshtune.rundir import RunDir
 from meshtune.tools.export import tool_for
-from meshtune.units import on_screen, working
+from meshtune.units import human, on_screen, working
 
 PLANNING = "counting the model and ranking layouts"  # while a command does
 
@@ -223,12 +224,40 @@ def workloads(
     with model_file(config.model.name, config.model.revision) as (file, notes):
         workload = workload_of(config, numbers_of(config, file=file, log=log)).run_by(runner)
         lighter = partial(lighter_workloads, config, partial(numbers_of, file=file), partial(tool_for, tool))
-        workload = replace(workload, notes=(*notes, *workload.notes, *units))
+        others = reference_notes(config, workload.work, log)
+        workload = replace(workload, notes=(*notes, *workload.notes, *others, *units))
         try:
             yield workload, lighter
         except UserError:  # there is no answer to say them
             say(workload.notes, log)
             raise
+
+
+def other_reference(config: Config) -> str:
+    """Name of another model that is the reference; "": there is none, or the model itself is."""
+    name = getattr(getattr(config, config.objective, None), "reference", "base")
+    return "" if name == "base" else name
+
+
+def reference_notes(config: Config, work: Work, log: Log) -> tuple[str, ...]:
+    """Sentences on the shape of another model that is the reference, and on its weights, which no plan
+    counts, where they are more than those of the model to train. work: of that one.
+    """
+    if not (name := other_reference(config)):
+        return ()
+    fields = {"name": name, "revision": None, "overrides": {}, "freeze": ()}
+    whole = {"model": config.model.model_copy(update=fields), "method": "full"}
+    with model_file(name) as (file, notes):
+        other = numbers_of(config.model_copy(update=whole), file=file, log=log).census.total
+    if other <= (own := work.blocks * work.held_block_parameters + work.outside_parameters):
+        return notes
+    element = DTYPE_BYTES[PRECISIONS[config.train.precision].compute]
+    return (
+        *notes,
+        f"{config.objective}.reference={name}: its weights, {human(other * element)} in all, are in memory "
+        f"before the first step, shared out as the layout shares out the {human(own * element)} of the model "
+        "to train. Peaks here are of steps; `meshtune dryrun` has both.",
+    )
 
 
 def layout_refused(config: Config, gpus: int) -> list[str] | None:

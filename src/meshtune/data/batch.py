@@ -302,7 +302,9 @@ def evaluation_batches(
     a rank that has none left gets the last one again, with no label and counts of 0.
     """
     chosen = np.arange(len(dataset)) if sequences is None else sequences
-    _, per_token = answers_of([(dataset, sequence) for sequence in chosen]) if len(chosen) else (None, 0.0)
+    _, per_token = (
+        answers_of([(dataset, int(sequence)) for sequence in chosen]) if len(chosen) else (None, 0.0)
+    )
     order = chosen[np.argsort(-dataset.sequence_tokens[chosen], kind="stable")]
     cuts = [order[i : i + micro_batch_size] for i in range(0, len(order), micro_batch_size)]
     width = max(width, dataset.width) if dataset.packed else 0

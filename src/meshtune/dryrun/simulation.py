@@ -61,7 +61,7 @@ class Simulation(Notebook):
 
     @cached_property
     def replays(self) -> Mapping[int, Sequence[Replay]]:
-        """Rank -> its two steps on torch's allocator; empty for processors."""
+        """Rank -> its two steps on torch's allocator, behind the reference's pass; empty for processors."""
         return self._replayed(expandable=self.expandable)
 
     @cached_property
@@ -71,7 +71,7 @@ class Simulation(Notebook):
 
     def _replayed(self, *, expandable: bool) -> dict[int, list[Replay]]:
         return {
-            trace.rank: replay_steps(trace.steps, workspaces=self.workspaces, expandable=expandable)
+            trace.rank: replay_steps(trace.every, workspaces=self.workspaces, expandable=expandable)[-2:]
             for trace in (self.traces if self.workspaces else ())
         }
 
@@ -84,12 +84,14 @@ class Simulation(Notebook):
             return ()
         room = int(self.capacity) - self.outside
         return replay_steps(
-            self.fullest.steps, workspaces=self.workspaces, expandable=self.expandable, capacity=room
-        )
+            self.fullest.every, workspaces=self.workspaces, expandable=self.expandable, capacity=room
+        )[-2:]
 
     def reserved(self, trace: RankTrace) -> int:
-        """Bytes that the allocator holds for a rank in its second step; on processors, those in use."""
-        return self.replays[trace.rank][-1].reserved if self.workspaces else trace.steps[1].peak()[0]
+        """Bytes that the allocator holds for a rank in its second step; on processors, the most in use."""
+        if self.workspaces:
+            return self.replays[trace.rank][-1].reserved
+        return max(step.peak()[0] for step in trace.every)
 
     @property
     def need(self) -> int:
@@ -110,6 +112,12 @@ class Simulation(Notebook):
     def fits(self) -> bool:
         """True if both steps run, if necessary by giving free memory back to the GPU."""
         return self.need <= self.capacity or (bool(self.full) and self.full[-1].out_of_memory is None)
+
+    @property
+    def reference_is_largest(self) -> bool:
+        """Whether more is in use in the reference's pass than in a step, on the fullest rank."""
+        before, *steps = (step.peak()[0] for step in self.fullest.every)
+        return len(steps) > 1 and before > max(steps)
 
     @property
     def summary_line(self) -> str:

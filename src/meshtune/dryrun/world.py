@@ -2,7 +2,8 @@
 
     fake process group ─> World          collectives return at once: no other rank exists
     train.model.structure ─> this rank's stages on meta, sharded: outside the fake mode, where meshes compute
-    fake mode: place, ready ─> memory that is none; Passes.step twice, under PhaseMemory with a Recorder
+    fake mode: place, ready ─> memory that is none; Passes.step twice, under PhaseMemory with a Recorder,
+                               behind the pass of a reference, by this model or by another
 
 Tensors are fakes of the CPU whatever kernels are asked for: backward passes of fake CUDA tensors abort the
 process where torch was built without CUDA. Which kernels run is the model's own value (ModelSpec.kernels).
@@ -15,9 +16,9 @@ import time
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from itertools import zip_longest
+from itertools import cycle, islice, zip_longest
 from typing import Any
 from unittest.mock import patch
 
@@ -27,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import PretrainedConfig
 
 from meshtune.data.batch import Batch, MicroBatch, micro_batch_of
 from meshtune.data.pack import Document, in_memory
@@ -43,6 +45,8 @@ from meshtune.parallel.mesh import Axis, World, join
 from meshtune.placement.census import Census
 from meshtune.placement.ranks import coordinates
 from meshtune.train.model import ModelSpec, OptimizerSpec, RankModel, ready, structure
+from meshtune.train.preference import Preference, log_probabilities
+from meshtune.train.reference import named, untrained
 from meshtune.train.step import Counts
 
 # What is left out #
@@ -86,6 +90,7 @@ def add_left_out(step: StepTrace, growth: Mapping[str, Growth], left_out: int) -
 
 CPU = torch.device("cpu")
 TRACED_STEPS = 2  # the optimizer has its states from the second on: later ones are alike
+REFERENCE = "reference"  # the phase of its pass
 UNLIKE = 8  # micro-batches of a real batch, which differ in documents and labels, that are traced at least
 
 
@@ -101,6 +106,7 @@ class Job:
     max_grad_norm: float = 1.0
     batch: Batch | None = None  # that data rank 0 gets; None: one of `documents`, all tokens labelled
     census: Census | None = None  # of the model, where it has been counted
+    reference: PretrainedConfig | None = None  # of another model that is the reference
     every_micro_batch: bool = False  # False: of many, a few are traced (`traced`)
 
     @property
@@ -141,6 +147,7 @@ def trace_rank(job: Job, rank: int, tell: Callable[[str], Any] = lambda _: None)
     with fakes:
         parallel = place(made.cut, world)
         model = ready(job.spec, made, parallel, job.optimizer)
+    referring, reference = untrained_model(job, world, fakes) if job.reference else model, None
     batch = batch_of(job, world)
     micro_batches = [each.map(fakes.from_tensor) for each in model.passes.localise(batch)]
     mismatched = [parallel.localise(each).map(fakes.from_tensor) for each in batch.mismatched]
@@ -151,6 +158,10 @@ def trace_rank(job: Job, rank: int, tell: Callable[[str], Any] = lambda _: None)
         options = {
             "max_grad_norm": job.max_grad_norm, "mismatched": mismatched, "read": made_up, "tell": tell,
         }  # fmt: skip
+        if job.spec.preference and job.spec.preference.row.reference:
+            tell("the reference's pass")
+            reference = record_reference(referring, micro_batches, made_up)
+        del referring
         record(model, micro_batches, steps, units=batch.units, **options)
         traced, number = layout.gradient_accumulation_steps, job.layout.gradient_accumulation_steps
         if number > traced and layout.pp > 1:
@@ -172,7 +183,37 @@ def trace_rank(job: Job, rank: int, tell: Callable[[str], Any] = lambda _: None)
         steady=traced // 2 if number > traced else -1,
         seconds=time.perf_counter() - started,
         substitutes=tuple(sorted(substitutes)),
+        reference=reference,
     )
+
+
+def untrained_model(job: Job, world: World, memory: AbstractContextManager[Any]) -> RankModel:
+    """The job's other model that is the reference, without values. memory: in which it gets memory."""
+    assert job.reference is not None, "the model itself is the reference"
+    spec, made = untrained(replace(named(job.spec, job.reference), init="random"), world, job.seq_len)
+    with memory:
+        return ready(spec, made, place(made.cut, world), OptimizerSpec())
+
+
+def record_reference(model: RankModel, micro_batches: Sequence[MicroBatch], read: Any = None) -> StepTrace:
+    """Trace the pass that computes a reference's log-probabilities before the first step.
+
+    It runs one micro-batch, with a pipeline one for each of its ranks: then all work at once. read: as of
+    `record`.
+    """
+    trace, parallel, own = StepTrace(0), model.parallel, model.passes.objective
+    assert isinstance(own, Preference), "its objective compares with a reference"
+    world = parallel.world
+    few = [replace(each, noise=None) for each in islice(cycle(micro_batches), world.pp.size)]
+    pairs = Pairs(few, world)
+    recorder = Recorder(world.device, trace, parallel.modules, world.layout, pairs=pairs, read=read)
+    memory = model.memory(ledger=lambda _: recorder)
+    with memory.watching(trace.step):
+        with memory.phase(REFERENCE):
+            log_probabilities(parallel, own, iter(few))
+        recorder.describe(model.optimizer.state())
+    trace.peaks = {peak.phase: (peak.bytes, dict(peak.parts)) for peak in memory.peaks.values()}
+    return trace
 
 
 def growth(

@@ -175,6 +175,12 @@ class RankTrace:
     steady: int = -1  # number of a micro-batch in the middle of those traced; -1: all were
     seconds: float = 0.0  # that the trace took
     substitutes: tuple[str, ...] = ()  # operations that were run by a stand-in
+    reference: StepTrace | None = None  # its pass before the first step; None: there is none
+
+    @property
+    def every(self) -> list[StepTrace]:
+        """The reference's pass, if there is one, and the steps."""
+        return [*filter(None, [self.reference]), *self.steps]
 
     def times(self, operation: Operation) -> int:
         """How often an operation runs in a step: those of the steady micro-batch stand for others too."""

@@ -23,6 +23,7 @@ from meshtune import __version__
 from meshtune.config import Config
 from meshtune.errors import UserError, expanded
 from meshtune.model.hub import ask_once, hub_errors, local_path
+from meshtune.objectives import OBJECTIVES
 from meshtune.placement.census import Census
 from meshtune.placement.numbers import ModelNumbers
 from meshtune.placement.rules import Traits
@@ -63,6 +64,11 @@ def numbers_of(
     file, log, errors: see `model_numbers`.
     """
     model, template = config.model, config.data.chat_template
+    if OBJECTIVES[config.objective].scores:
+        from meshtune.model.load import check_scored
+
+        named = file or config_file(model.name, model.revision)
+        check_scored(named, model.name, model.trust_remote_code, model.overrides)
     grows = config.adapts and template not in (None, "none", "training")
     rows = _rows_needed(config) if grows else 0
     variant = Variant(

@@ -304,6 +304,13 @@ def _with_head(config: PretrainedConfig, name: str, scored: bool) -> PretrainedC
     return config
 
 
+def check_scored(file: Path, name: str, trust_remote_code: bool, overrides: Mapping[str, Any]) -> None:
+    """Raise UserError, as `skeleton` does, if the model of a configuration file can't be a reward model."""
+    config = _with_head(read_config(file, name, trust_remote_code, overrides), name, True)
+    with torch.device("meta"):
+        _from_config(config, config, torch.bfloat16, "eager", trust_remote_code)
+
+
 def _without_score(config: PretrainedConfig) -> UserError:
     return UserError(
         f"objective=reward: transformers has no {config.model_type} model with a score in place of its "

@@ -157,7 +157,9 @@ class Evaluation:
             total / world.tp.size, label_tokens / copies, units / copies, *taken
         )
         count = (sums[0] or math.nan) if isinstance(own, TokenLoss) else max(1, units)
-        measured = own.means(sums) if isinstance(own, Preference) else {}
+        measured = {}
+        if isinstance(own, Preference):
+            measured = {f"{own.spec.row.unit}s": round(units), **own.means(sums)}
         return total / count, round(label_tokens), measured
 
 

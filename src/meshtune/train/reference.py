@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from transformers import PretrainedConfig
 
 from meshtune.data.batch import MicroBatch, evaluation_batches, mismatched
 from meshtune.data.pack import Dataset
@@ -31,7 +32,7 @@ from meshtune.parallel.mesh import World
 from meshtune.precision import PRECISIONS, UNMIXED
 from meshtune.rundir import write_atomically
 from meshtune.train.inputs import loader_of
-from meshtune.train.model import ModelSpec, RankModel, fill_values, structure
+from meshtune.train.model import ModelSpec, RankModel, Structure, fill_values, structure
 from meshtune.train.preference import Preference, log_probabilities
 from meshtune.units import working
 
@@ -96,13 +97,10 @@ class Reference:
         """
         if not self.apart or not self.missing:
             return
-        # In the dtype of the passes: no optimizer casts its weights.
-        spec = replace(self.spec, precision=UNMIXED[PRECISIONS[self.spec.precision].compute])
-        made = structure(spec, self.world, tokens_per_sequence=tokens_per_sequence)
+        spec, made = untrained(self.spec, self.world, tokens_per_sequence)
         parallel = place(made.cut, self.world)
         models = [made.whole, *(stage.model for stage in parallel.stages)]
         fill_values(spec, parallel.named_pieces(), models, initial_adapters(made.whole), export=False)
-        parallel.modules.requires_grad_(False)
         self._compute(parallel, made.objective)
 
     def given(self, prepared: Prepared, model: RankModel | None = None) -> Prepared:
@@ -163,6 +161,24 @@ def _count(show: Callable[[str], object], what: str, done: int) -> None:
     show(f"{what}: {done:,} micro-batches of this rank")
 
 
+def untrained(spec: ModelSpec, world: World, tokens_per_sequence: int) -> tuple[ModelSpec, Structure]:
+    """(The spec in the dtype of the passes, since no optimizer casts weights; the structure of its model,
+    which only computes). Every rank calls it.
+    """
+    spec = replace(spec, precision=UNMIXED[PRECISIONS[spec.precision].compute])
+    made = structure(spec, world, tokens_per_sequence=tokens_per_sequence)
+    for stage in made.cut.stages:
+        stage.requires_grad_(False)
+    return spec, made
+
+
+def named(spec: ModelSpec, source: str | PretrainedConfig) -> ModelSpec:
+    """`spec` with another model as its files have it."""
+    return replace(
+        spec, source=source, init="pretrained", revision=None, overrides={}, lora=None, quantise="", freeze=()
+    )
+
+
 def reference_of(
     spec: ModelSpec, prepared: Prepared, world: World, *, cache: Path, steps: int | None
 ) -> Reference | None:
@@ -176,12 +192,9 @@ def reference_of(
     if not wanted or not wanted.row.reference:
         return None
     assert isinstance(train, Dataset), "an objective with a reference is refused with data.streaming"
-    seed, named = spec.seed, wanted.reference != "base"
-    if named:
-        spec = replace(
-            spec, source=wanted.reference, init="pretrained", revision=None, overrides={}, lora=None,
-            quantise="", freeze=(),
-        )  # fmt: skip
+    seed, apart = spec.seed, steps is None or wanted.reference != "base"
+    if wanted.reference != "base":
+        spec = named(spec, wanted.reference)
     parts = {}
     if steps is not None:
         loader = loader_of(train, layout, 0, seed)
@@ -195,7 +208,6 @@ def reference_of(
         stored = file, _read(file)
     file, found = world.broadcast_object(stored)
     found = {name: np.zeros(0, KNOWN) for name in parts} | {"steps": np.array(0)} | found
-    apart = named or steps is None
     return Reference(spec, apart, file, world, wanted.row, steps or 0, seed, parts, found)
 
 

@@ -94,6 +94,8 @@ def test_preferences_are_evaluated_as_the_run_did(
         ours = evaluated(str(run.path), more)
         for name in {*theirs} - {"kind", "step", "seconds"}:
             assert ours[name] == pytest.approx(theirs[name], rel=1e-9, abs=1e-9), (name, more)
+    unit = "answers" if "objective=kto" in words else "pairs"
+    assert theirs[unit] == len(made)
     if "objective=dpo" in words:
         with pytest.raises(UserError) as refused:  # it has nothing to compare with
             evaluated(str(tiny / "model"), [*words, files[1]])

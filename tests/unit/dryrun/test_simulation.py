@@ -11,7 +11,7 @@ from meshtune.layout import Layout
 from meshtune.meter.trace import FORWARD, Change, Collective, Operation, RankTrace, StepTrace, Storage
 from meshtune.report.dryrun.document import reserved
 from meshtune.report.dryrun.facts import facts_of
-from meshtune.report.dryrun.tables import collectives_table
+from meshtune.report.dryrun.tables import collectives_table, peak_table
 
 MIB = 1 << 20
 
@@ -65,6 +65,18 @@ def test_a_processor_has_no_such_allocator():
     one = simulation(*TURNS, memory=90, kernels="cpu", outside=0)
     assert (one.need, one.fits, facts_of(one)["ranks"][0]["allocator"]) == (80 * MIB, True, None)
     says(simulation(*TURNS, memory=79, kernels="cpu", outside=0).verdict)
+
+
+@pytest.mark.parametrize("kernels", ["cpu", "cuda"])
+def test_a_reference_whose_pass_needs_more_than_a_step_is_counted(kernels: str):
+    one = simulation(*PIECES, memory=150, kernels=kernels, outside=0)
+    (trace,) = one.traces
+    (large,) = simulation([160], [1, -1], memory=0).traces
+    with_it = replace(one, traces=(replace(trace, reference=replace(large.steps[0], step=0)),))
+    assert one.fits and not one.reference_is_largest
+    assert (with_it.need, with_it.fits, with_it.reference_is_largest) == (160 * MIB, False, True)
+    assert facts_of(with_it)["ranks"][0]["reference"]["peak_bytes"] == 160 * MIB
+    says(peak_table(with_it.traces).notes[2])
 
 
 def test_of_ranks_whose_allocators_hold_as_much_the_one_with_the_higher_peak_is_the_fullest():

@@ -38,6 +38,8 @@ SLOW = (  # of the grid, what the runs of tests/parity/test_grid_rows.py do not 
     "dp2-mb2-ga1, updates in the backward, states in host memory",
     "zero3x2-mb2-ga2-full, QLoRA",
     "tp2-sp-pp2-1f1b-mb1-ga4, KTO",
+    "dp2-mb2-ga1, KTO, another reference",
+    "zero3x2-mb2-ga1, KTO, another reference",
     "tp2-sp-mb2-ga2-linear",
     "tp2-sp-mb2-ga2-full, MLPs in tiles",
 )

@@ -1,17 +1,25 @@
 """Preferences in a plan: the head's second forward, KTO's pass, the reference pass, a head of one output."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from families import FAMILIES
 from golden import refuses, says
 from known import known
 from made_plans import load, machines
 from test_seconds import IDEAL
+from transformers import BertConfig
 
+from meshtune import config
+from meshtune.api.dryrun import subject_of
+from meshtune.api.plan import workloads
 from meshtune.data.cache import Summary
 from meshtune.errors import UserError
 from meshtune.layout import Layout
+from meshtune.model.load import skeleton
 from meshtune.objectives import OBJECTIVES
 from meshtune.placement.columns import Columns
 from meshtune.plan import cost
@@ -140,6 +148,35 @@ def test_a_reference_reads_every_row_once_before_the_first_step(monkeypatch: pyt
     bounds = Bounds(by=300 * choice.seconds.total + run.reference_seconds / 2)
     assert not offer_of(plan, length=steps_only, bounds=bounds).misses
     assert offer_of(plan, length=length, bounds=bounds).misses == ("by",)
+
+
+@pytest.mark.parametrize("family", ["cohere", "bert"])  # without a class, and with one that has no `score`
+def test_a_family_without_a_score_is_refused_by_a_plan_and_a_dry_run_as_by_training(
+    family: str, tmp_path: Path
+) -> None:
+    source = BertConfig(is_decoder=True) if family == "bert" else FAMILIES[family]()
+    source.save_pretrained(tmp_path)
+    settings = config.load(None, [f"model.name={tmp_path}", "objective=reward", "cluster.gpu=cpu"])
+    with pytest.raises(UserError, match=f"transformers has no {family} model with a score") as training:
+        skeleton(str(tmp_path), dtype=torch.float32, attention="eager", scored=True)
+    for ask in workloads(settings), subject_of(settings, lambda _: None):
+        with pytest.raises(UserError) as refused, ask:
+            pass
+        assert refused.value.problems == training.value.problems
+
+
+def test_a_plan_names_the_weights_of_a_larger_reference(tmp_path: Path) -> None:
+    for name, blocks in ("own", 2), ("another", 8):
+        FAMILIES["llama"](num_hidden_layers=blocks).save_pretrained(tmp_path / name)
+
+    def notes(reference: str) -> list[str]:
+        words = [f"model.name={tmp_path}/own", "objective=dpo", f"dpo.reference={reference}"]
+        own = config.load(None, [*words, f"data.cache={tmp_path}"])
+        with workloads(own) as (workload, _):
+            return [note for note in workload.notes if "dpo.reference=" in note]
+
+    assert notes("base") == notes(f"{tmp_path}/own") == []
+    says(notes(f"{tmp_path}/another"))
 
 
 @pytest.mark.parametrize("objective", PREFERENCES)

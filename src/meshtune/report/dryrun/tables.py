@@ -49,6 +49,10 @@ def peak_notes(trace: RankTrace) -> list[str]:
         f"{title}, {name}: the peak is {peak.event()}."
         for name, peak in zip(STEPS, (first, later), strict=True)
     ]
+    if trace.reference:
+        before = Peak.of(trace.reference)
+        parts = ", ".join(f"{shown(name)} {human(size)}" for name, size in before.parts().items() if size)
+        notes.append(f"{title}, the reference's pass before the first step: {human(before.bytes)} ({parts}).")
     if first.bytes != later.bytes:
         grown = later.parts()[OPTIMIZER] - first.parts()[OPTIMIZER]
         needs = f"{human(abs(later.bytes - first.bytes))} {'less' if first.bytes < later.bytes else 'more'}"
