@@ -127,7 +127,7 @@ def test_experts_of_the_forward_are_those_of_the_backward(mode):
         module.register_forward_pre_hook(lambda _, args: chosen.append(args[1].clone()))
     for name, module in model.named_modules():
         if name.endswith("mlp.gate"):
-            module.register_forward_pre_hook(lambda _, args: (-args[0],) if len(chosen) >= LAYERS else None)
+            module.register_forward_pre_hook(lambda _, args: (args[0] * (1 if len(chosen) < LAYERS else -1),))
     run(model)
     assert len(chosen) == 2 * LAYERS
     assert torch.equal(chosen[0], chosen[3]) and torch.equal(chosen[1], chosen[2])
