@@ -27,8 +27,8 @@ from meshtune.train.step import Counts
 
 SEQ_LEN, WARM_UP = 256, 2
 SHAPE = Qwen3MoeConfig(
-    hidden_size=256, moe_intermediate_size=128, intermediate_size=512, num_hidden_layers=4, vocab_size=2048,
-    num_attention_heads=8, num_key_value_heads=4, head_dim=32, num_experts=16, num_experts_per_tok=4,
+    hidden_size=128, moe_intermediate_size=64, intermediate_size=256, num_hidden_layers=4, vocab_size=2048,
+    num_attention_heads=4, num_key_value_heads=2, num_experts=64, num_experts_per_tok=8,
 )  # fmt: skip
 
 
@@ -58,7 +58,7 @@ def ratios(rank: Rank, other: str, pairs: int, precision: str) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--precision", default="fp32")
     options = parser.parse_args()

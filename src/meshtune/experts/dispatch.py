@@ -36,7 +36,7 @@ class Dispatcher(Protocol):
 
 
 class Gather(torch.autograd.Function):
-    """Rows of a tensor by their numbers, each of which stands `times` times.
+    """Rows of a tensor by their numbers, where each number stands `times` times.
 
     The gradient of row n is the sum of those at inverse[n · times], ..., inverse[n · times + times - 1].
     """
