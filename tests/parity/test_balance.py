@@ -29,15 +29,21 @@ from meshtune.train.model import ModelSpec, OptimizerSpec, rank_model, single_mo
 from meshtune.train.step import Counts
 
 EXPERTS, CHOSEN, WIDTH, SEQUENCES = 8, 2, 32, 4
-SIZES = COMMON | {"num_hidden_layers": 4, "num_local_experts": EXPERTS, "num_experts_per_tok": CHOSEN}
+SIZES: dict[str, Any] = COMMON | {
+    "num_hidden_layers": 4,
+    "num_local_experts": EXPERTS,
+    "num_experts_per_tok": CHOSEN,
+}
+EAGER: dict[str, Any] = {"experts_implementation": "eager"}  # grouped matmuls refuse fp64
+DEEPSEEK: dict[str, Any] = {
+    "num_key_value_heads": 4, "n_routed_experts": EXPERTS, "moe_intermediate_size": 32,
+    "first_k_dense_replace": 0, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8, "v_head_dim": 16, "n_group": 2, "topk_group": 1,
+}  # fmt: skip
 # Experts in every block; DeepSeek has sigmoids, groups and a bias.
 CONFIGS: dict[str, Callable[..., Any]] = {
-    "mixtral": lambda **more: MixtralConfig(**SIZES, experts_implementation="eager", **more),
-    "deepseek": lambda **more: DeepseekV3Config(
-        **SIZES | {"num_key_value_heads": 4} | more, n_routed_experts=EXPERTS, moe_intermediate_size=32,
-        first_k_dense_replace=0, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8,
-        v_head_dim=16, n_group=2, topk_group=1,
-    ),
+    "mixtral": lambda **more: MixtralConfig(**SIZES | EAGER, **more),
+    "deepseek": lambda **more: DeepseekV3Config(**SIZES | DEEPSEEK | more),
 }  # fmt: skip
 SPECS = {
     "loss": BalanceSpec(kind="loss", aux_loss=0.3, z_loss=0.02),
@@ -84,8 +90,8 @@ def sequences() -> list[list[np.ndarray]]:
 
 def spec_of(family: str, kind: str) -> ModelSpec:
     config = CONFIGS[family](output_router_logits=kind == "config", router_aux_loss_coef=0.3)
-    fp64 = {"precision": "fp64" if family == "mixtral" else "fp32"}
-    return ModelSpec(source=config, init="random", balance=SPECS[kind], seed=3, **fp64)
+    precision = "fp64" if family == "mixtral" else "fp32"
+    return ModelSpec(source=config, init="random", balance=SPECS[kind], seed=3, precision=precision)
 
 
 def step(family: str, kind: str, text: str) -> tuple[Found, dict[str, Any]]:
@@ -107,7 +113,7 @@ def step(family: str, kind: str, text: str) -> tuple[Found, dict[str, Any]]:
                 if name.endswith("gate.weight"):
                     pieces[name] = model.parallel.piece(name, named[name], gradient.clone())
 
-        model.optimizer.clip = clip
+        model.optimizer.clip = clip  # type: ignore[method-assign]
         done = model.passes.step(
             model.passes.localise(batch), Counts(batch.units, tokens=batch.tokens), lambda _: nullcontext(),
             learning_rate=1e-3, max_grad_norm=0.0,
@@ -142,7 +148,7 @@ def by_hand(family: str, kind: str) -> Found:
             gate.register_forward_hook(
                 lambda _, __, out, name=name: seen.setdefault(name, []).append((out[0], out[2]))
             )
-        total, labels, rows = 0, 0, []
+        total, labels, rows = torch.zeros(()), 0, list[dict[str, Any]]()
         for documents in sequences():
             seen.clear()
             for tokens in documents:
@@ -163,8 +169,8 @@ def by_hand(family: str, kind: str) -> Found:
             every = torch.cat(logits).softmax(-1)
             hits = torch.zeros_like(every).scatter(1, every.topk(CHOSEN, -1).indices, 1.0)
             balance = EXPERTS * (hits.mean(0) * every.mean(0)).sum()
-            theirs = load_balancing_loss_func(logits, EXPERTS, CHOSEN)  # its fractions are rounded to fp32
-            assert balance.item() == pytest.approx(theirs.item(), rel=1e-7)
+            theirs: Any = load_balancing_loss_func(logits, EXPERTS, CHOSEN)  # type: ignore[arg-type]
+            assert balance.item() == pytest.approx(theirs.item(), rel=1e-7)  # it rounds fractions to fp32
             total = loss + 0.3 * balance
         elif kind == "loss":
             for row in rows:
@@ -175,7 +181,7 @@ def by_hand(family: str, kind: str) -> Found:
                     fractions = hits.mean(0) * EXPERTS / CHOSEN
                     balance = balance + (fractions * probabilities).sum() / SEQUENCES
                     z_loss = z_loss + logits.logsumexp(-1).square().sum() / tokens
-            total = loss + weights.aux_loss * balance + weights.z_loss * z_loss
+            total = loss + (weights.aux_loss or 0.0) * balance + weights.z_loss * z_loss
             balance, z_loss = balance / layers, z_loss / layers
         else:
             total = loss
@@ -184,8 +190,9 @@ def by_hand(family: str, kind: str) -> Found:
         torch.cat([row[name][1].flatten() for row in rows]).bincount(minlength=EXPERTS) for name in gates
     ]).double()  # fmt: skip
     measured = {"aux_loss": balance.item(), "z_loss": z_loss.item()}
-    router = {f"{name}.weight": gate.weight.grad.double() for name, gate in gates.items()}
-    norm = torch.stack([each.grad.norm() for each in model.parameters() if each.grad is not None]).norm()
+    gradients = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    router = {f"{name}.weight": gradients[f"{name}.weight"].double() for name in gates}
+    norm = torch.stack([each.norm() for each in gradients.values()]).norm()
     moved = weights.bias_rate * (loads.mean(1, keepdim=True) - loads).sign()
     return Found(loss.item(), measured, loads, router, norm.item(), moved.tolist() if kind == "bias" else [])
 

@@ -159,8 +159,8 @@ class Balance:
                 slopes = (counts * router.experts * per_token)[:, None]
         share = partial(self._losses, router, tokens, slopes)
         self._sums += share(logits)
-        weights = self.weight, self.spec.z_loss
-        return lambda logits: sum(weight * loss for weight, loss in zip(weights, share(logits), strict=True))
+        weights = self._sums.new_tensor((self.weight, self.spec.z_loss))
+        return lambda logits: (share(logits) * weights.to(_wide(logits))).sum()
 
     def _losses(self, router: Router, tokens: Tokens, slopes: Tensor | None, logits: Tensor) -> Tensor:
         """(Load-balancing loss, z-loss) of this rank's tokens, without their weights.

@@ -96,7 +96,7 @@ def meaning(config: Config) -> dict[str, Any]:
 def differences(one: Config, other: Config) -> dict[str, tuple[Any, Any]]:
     """Setting -> its two values, where they differ."""
     before, after = meaning(one), meaning(other)
-    sections = ("model", "lora", "data", "train", "eval", "checkpoint", "log", "hub")
+    sections = ("model", "lora", "experts", "data", "train", "eval", "checkpoint", "log", "hub")
     pairs = {f"{s}.{key}": (value, after[s][key]) for s in sections for key, value in before[s].items()}
     pairs |= {key: (before[key], after[key]) for key in ("method", "layout", "output")}
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
