@@ -33,6 +33,7 @@ from meshtune.plan.cluster import Cluster
 from meshtune.units import counted
 
 if TYPE_CHECKING:
+    from meshtune.placement.rules import Traits
     from meshtune.plan.programs import Tool
     from meshtune.plan.workload import Workload
 
@@ -214,7 +215,7 @@ def _outer(workload: Workload, cluster: Cluster, fixed: Given) -> dict[str, Numb
     if not len(columns["pp"]):
         return {}
     columns = crossed(columns, columns["pp"], lambda pp: _schedules(pp, blocks, workload.tool, fixed))
-    return columns if len(columns["pp"]) else {}
+    return _expert_parallel(columns, workload.traits, fixed) if len(columns["pp"]) else {}
 
 
 def _allowed(fixed: Given, name: str, values: Sequence[Any]) -> Sequence[Any]:
@@ -287,6 +288,16 @@ def _sequence_parallel(tp: int, split: bool, fixed: Given) -> list[Option]:
     regather = fixed.get("sp_regather", False)
     values = _allowed(fixed, "sp", (split,)) if tp > 1 else (False,)
     return [{"sp": sp, "sp_regather": regather} for sp in values if sp or not regather]
+
+
+def _expert_parallel(columns: dict[str, Number], traits: Traits, fixed: Given) -> dict[str, Number]:
+    """Each row with the sizes of ep, of those that divide the experts, that it can have."""
+    sizes = [1] if traits.apart or not traits.experts else divisors(traits.experts)
+    tried = [{"ep": size} for size in _allowed(fixed, "ep", sizes)]
+    every = crossed(columns, columns["pp"], lambda _: tried)
+    others = {name: np.ones(len(every["ep"])) for name in ENCODINGS.keys() - every.keys()}
+    fits = Columns(**every, **others).splits_experts
+    return {name: column[fits] for name, column in every.items()} if np.any(fits) else {}
 
 
 def _schedules(pp: int, blocks: int, tool: Tool, fixed: Given) -> list[Option]:
