@@ -26,6 +26,7 @@ from meshtune.sections import (
     ClusterConfig,
     DataConfig,
     DpoConfig,
+    ExpertsConfig,
     KtoConfig,
     LoraConfig,
     ModelConfig,
@@ -375,6 +376,7 @@ class Config(Section):
     layout: Any = setting(
         "auto", "Parallel layout: auto, a layout string, or a mapping of its fields, each may be auto."
     )
+    experts: ExpertsConfig = ExpertsConfig()
     cluster: ClusterConfig | str = setting(
         "auto", "Machines: auto, the section, a YAML file that has it, or the TOML file of a probe.",
         path=True,

@@ -352,6 +352,14 @@ class DataConfig(Section):
         return tuple({"path": source} if isinstance(source, str) else source for source in sources)
 
 
+class ExpertsConfig(Section):
+    """Experts of a mixture, for the planner."""
+
+    imbalance: float = setting(
+        1.0, "Tokens of the rank with most under expert parallelism, over the mean: 1 balanced.", ge=1
+    )
+
+
 class ClusterConfig(Section):
     """The machines; a setting left out has the value of the GPU kind's usual machine (plan/hardware.toml)."""
 

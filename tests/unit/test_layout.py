@@ -152,7 +152,7 @@ def test_a_size_is_a_whole_number() -> None:
 def test_every_field_has_a_token() -> None:
     from meshtune.layout import parse_fields
 
-    named = parse_fields("dp2-zero3x4-ulysses2-tp2-sp-regather-pp2-zb-v2-mb2-ga8-full8")
+    named = parse_fields("dp2-zero3x4-ulysses2-tp2-sp-regather-ep2-pp2-zb-v2-mb2-ga8-full8")
     assert set(named) == {each.name for each in fields(Layout)}
 
 

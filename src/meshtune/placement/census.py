@@ -124,6 +124,11 @@ class Parameter:
         return math.prod(self.shape)
 
     @property
+    def experts(self) -> int:
+        """Experts that are stacked in it along the first dimension; 0: it is not one of theirs."""
+        return self.shape[0] if self.name.split(".")[-2:-1] == ["experts"] else 0
+
+    @property
     def in_4_bits(self) -> bool:
         """True if method=qlora holds it in 4 bits where it is a block's."""
         from meshtune.precision import SCALE_BLOCK  # here: chains of imports stay short

@@ -27,6 +27,12 @@ def expert_groups(layout: Layout, rank: int) -> tuple[tuple[int, ...], tuple[int
     return tuple(range(first, first + layout.ep)), tuple(range(start + rank % layout.ep, stop, layout.ep))
 
 
+def searched_sizes(traits: Traits) -> list[int]:
+    """Sizes of ep that a search tries: those that divide a model's experts, [1] where they can't be split."""
+    experts = traits.experts if EXPERTS_ARE_SPLIT and not traits.apart else 0
+    return [size for size in range(1, experts + 1) if experts % size == 0] or [1]
+
+
 def expert_rules(
     traits: Traits,
 ) -> Iterator[tuple[str, Callable[[Columns], Number], Callable[[Layout], str]]]:

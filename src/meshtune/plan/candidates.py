@@ -29,6 +29,7 @@ from meshtune.layout import (
     Layout,
 )
 from meshtune.placement.columns import ENCODINGS, Columns, Number, rows
+from meshtune.placement.experts import searched_sizes
 from meshtune.plan.cluster import Cluster
 from meshtune.units import counted
 
@@ -292,8 +293,7 @@ def _sequence_parallel(tp: int, split: bool, fixed: Given) -> list[Option]:
 
 def _expert_parallel(columns: dict[str, Number], traits: Traits, fixed: Given) -> dict[str, Number]:
     """Each row with the sizes of ep, of those that divide the experts, that it can have."""
-    sizes = [1] if traits.apart or not traits.experts else divisors(traits.experts)
-    tried = [{"ep": size} for size in _allowed(fixed, "ep", sizes)]
+    tried = [{"ep": size} for size in _allowed(fixed, "ep", searched_sizes(traits))]
     every = crossed(columns, columns["pp"], lambda _: tried)
     others = {name: np.ones(len(every["ep"])) for name in ENCODINGS.keys() - every.keys()}
     fits = Columns(**every, **others).splits_experts
@@ -360,7 +360,8 @@ def _no_batch(workload: Workload, cluster: Cluster, fixed: Given) -> str:
                 f"{layouts} makes a global batch of {counted(size, 'sequence')}; try "
                 f"train.global_batch_size={other}, or another number of GPUs."
             )
-    least = math.prod(fixed.get(axis, 1) for axis in AXES)
+    of_stage = math.prod(fixed.get(axis, 1) for axis in AXES if axis != "pp")
+    least = fixed.get("pp", 1) * math.lcm(of_stage, fixed.get("ep", 1))  # ep is taken out of a stage's ranks
     if all(axis in fixed for axis in AXES):
         return (
             f"The layout is for {counted(least, 'GPU')}, but there are {gpus}: set cluster.gpus={least}, or "

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -30,6 +30,9 @@ from meshtune.placement.census import (
 )
 from meshtune.precision import NF4_BYTES
 from meshtune.units import Number
+
+if TYPE_CHECKING:
+    from meshtune.placement.columns import Columns
 
 # In transformers' blocks, the norm of what the MLP returns: Gemma 2 and 3, OLMo 2 and 3; GLM-4
 LAST_NORMS = ("post_feedforward_layernorm.", "post_mlp_layernorm.")
@@ -60,6 +63,8 @@ class Gemm:
     fp8: bool = False  # as in Parameter
     mlp: bool = False  # in the MLP, adapters included
     adapted_last: bool = False  # their adapter's B is: a compiled block runs neither again
+    # Experts that tokens are sent to, in an average block: each has such a matrix, and `count` is of a token
+    experts: Number = 0.0
 
 
 @dataclass(frozen=True)
@@ -94,6 +99,7 @@ class Weight:
     matrix: bool = False  # in a block, and census.is_matrix
     in_4_bits: bool = False  # as in Parameter
     held: Number = 1.0  # its bytes over those that it has in the dtype of the passes
+    of_experts: bool = False  # its rows are experts, of which `ep` holds a part
 
     @property
     def elements(self) -> Number:
@@ -186,6 +192,7 @@ class Work:
     embedded: Number = 0.0  # rows of the embedding where the head's outputs are others; 0: `vocabulary`
     head_forwards: float = 1.0  # of a labelled token; 2: a loss of whole documents needs all logits first
     mismatched: float = 0.0  # forwards without gradients over a step's micro-batches before its backwards
+    imbalance: Number = 1.0  # rows of the rank with most of an ep group, over their mean
 
     @classmethod
     def of(cls, census: Census) -> Work:
@@ -197,6 +204,7 @@ class Work:
         fitting = {p.name for b in census.blocks for p in b.parameters if p.in_4_bits}
         fp8 = {p.name for b in census.blocks for p in b.parameters if p.fp8}
         in_mlp = {m.name.rpartition(".")[0] for b in census.blocks for m in b.matrices if m.kind == "mlp"}
+        experts = {p.name: p.experts for b in census.blocks for p in b.parameters}
         alike: dict[Gemm, float] = {}
         ends = [saved.last for block in census.blocks for _, saved in block.saved[:1]]
         lasts = ["", *(ends if len(ends) == n else [""] * n)]
@@ -209,9 +217,12 @@ class Work:
                     adapter, in_4_bits=m.name in fitting and not m.trainable, last=m.name == last,
                     fp8=m.name in fp8, mlp=inside,
                     adapted_last=f"{m.name.removesuffix('weight')}lora_B" == last,
+                    experts=experts.get(m.name, 0) / m.count,
                 )  # fmt: skip
                 alike[gemm] = alike.get(gemm, 0) + m.count
-        matrices = tuple(replace(gemm, count=count / n) for gemm, count in alike.items())
+        matrices = tuple(
+            replace(gemm, count=count / n, experts=gemm.experts * count / n) for gemm, count in alike.items()
+        )
         cores = tuple(
             Core(
                 a.query_heads,
@@ -295,6 +306,41 @@ class Work:
     def head_shards(self, tp: Number) -> Number:
         """Ranks of `tp` that share out a block's attention heads; 1 where each computes all of them."""
         return head_shards(self.whole_heads, tp)
+
+    @property
+    def routed(self) -> Number:
+        """Experts that an average block sends a token to. Two matrices are of each."""
+        return sum(gemm.count for gemm in self.matrices if np.any(gemm.experts)) / 2
+
+    @property
+    def expert_features(self) -> Number:
+        """Features that the experts of an average block save of a token: their rows, both halves of the
+        first matrix's output and their product.
+        """
+        of_experts = (gemm for gemm in self.matrices if np.any(gemm.experts))
+        both = sum(gemm.count * (gemm.rows + gemm.cols) for gemm in of_experts)
+        return both - self.routed * self.hidden  # the output goes back
+
+    def most_rows(self, layouts: Columns) -> Number:
+        """Rows of the experts' rank that has most, over the mean: 1 where a rank has all experts."""
+        return np.where(layouts.ep > 1, self.imbalance, 1.0)
+
+    def split_experts(self, layouts: Columns, trainable: bool = False) -> Number:
+        """Elements of an average block's experts on a rank, before ZeRO, where `ep` splits them; else 0.
+
+        trainable: True to count the trained ones only, else all, by their bytes.
+        """
+        sizes = (
+            w.elements * (w.trainable if trainable else w.held) for w in self.block_weights if w.of_experts
+        )
+        return np.where(layouts.ep > 1, sum(sizes), 0.0) / layouts.ep
+
+    def shared_block(self, layouts: Columns, trainable: bool = False) -> Number:
+        """Elements of an average block, before tp and ZeRO, without experts that `ep` splits; trainable: as
+        there.
+        """
+        whole = self.trained_block_parameters if trainable else self.held_block_parameters
+        return whole - layouts.ep * self.split_experts(layouts, trainable)
 
     @property
     def block_parameters(self) -> Number:
@@ -476,10 +522,21 @@ def _weights(parameters: Iterable[Parameter], in_blocks: int = 0) -> tuple[Weigh
             p.trainable,
             in_blocks > 0 and is_matrix(p.name, p.shape),
             in_blocks > 0 and p.in_4_bits,
+            p.experts > 0,
         )
         for p in parameters
     )
     return tuple(
-        Weight(rows, cols, count / (in_blocks or 1), cut, heads, float(trainable), matrix, in_4_bits)
-        for (rows, cols, cut, heads, trainable, matrix, in_4_bits), count in alike.items()
+        Weight(
+            rows,
+            cols,
+            count / (in_blocks or 1),
+            cut,
+            heads,
+            float(trainable),
+            matrix,
+            in_4_bits,
+            of_experts=of_experts,
+        )
+        for (rows, cols, cut, heads, trainable, matrix, in_4_bits, of_experts), count in alike.items()
     )

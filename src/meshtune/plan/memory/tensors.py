@@ -103,9 +103,14 @@ class Updated(NamedTuple):
 def largest_updated(step: Step) -> Updated:
     """The largest parameters of each rank."""
     shards = np.where(step.layouts.zero > 0, np.maximum(step.layouts.shard_ranks, 1.0), 1.0)
-    sizes = (weight.rows * weight.cols * weight.trainable for weight in step.work.block_weights)
+    layouts = step.layouts
+    apart = np.where(layouts.ep > 1, layouts.ep * layouts.expert_shards, layouts.tp * shards)
+    sizes = (
+        weight.rows * weight.cols * weight.trainable / (apart if weight.of_experts else layouts.tp * shards)
+        for weight in step.work.block_weights
+    )
     embedding = step.elements.before_blocks.trained * step.stages.has_embedding / shards
-    head, matrix = step.head_gradient / shards, max(sizes, default=0.0) / step.layouts.tp / shards
+    head, matrix = step.head_gradient / shards, np.maximum.reduce(np.broadcast_arrays(0.0, *sizes))
     most = np.maximum.reduce(np.broadcast_arrays(embedding, head, matrix))
     return Updated(embedding, head, matrix, most)
 
