@@ -148,14 +148,15 @@ def reasoning(plan: Plan, choice: Choice) -> list[str]:
 
 
 def _experts(workload: Workload, layout: Layout, node: int) -> Iterator[str]:
-    """Yield a sentence on where the experts of a block are, if several ranks split them. node: GPUs in one."""
+    """Yield a sentence on where the experts of a block are, if ranks split them. node: GPUs in one."""
     if layout.ep > 1:
         experts, copies = workload.traits.experts, layout.token_ranks // layout.ep
         inside = node % layout.ep == 0
+        shards = f" in {layout.expert_shards} shards" * (layout.expert_shards > 1)
         yield (
-            f"Experts: {experts} = {layout.ep} ranks x {experts // layout.ep}, with each group of ranks "
-            f"{'inside a node' if inside else 'over several nodes'}; {counted(copies, 'rank')} with the same "
-            f"ones{f', {layout.expert_shards} shards' * (layout.expert_shards > 1)}."
+            f"Experts: {experts} = {layout.ep} ranks x {experts // layout.ep}, a group of ranks "
+            f"{'inside a node' if inside else 'over several nodes'}. Each is on {counted(copies, 'rank')}"
+            f"{shards}."
         )
 
 

@@ -113,6 +113,7 @@ class Machine:
     expert_passes: Number  # tensors of rows for experts that a pass moves to order and weight them
     expert_launches: Number  # kernels of a block's forward for experts besides those of a dense MLP
     expert_overlap: Number  # share of the exchanges of rows that runs during computation
+    expert_share: Number  # share of the links' speed that these exchanges reach, over that of rings
     expert_once: Number  # 1: a token goes once to each rank, and to each other node; 0: to each expert
     mlp_tile: Number = math.inf  # tokens of a rank that an MLP runs on at a time
     loss_memory: Number = 0.0  # of states.loss_chunk_tokens

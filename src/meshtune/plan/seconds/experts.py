@@ -89,10 +89,11 @@ def exchange_seconds(work: Work, layouts: Columns, machine: Machine, tokens: Num
         several = places * (1 - (1 - 1 / places) ** work.routed) / np.maximum(work.routed, 1e-9)
         return size * (places - 1) / places * np.where(once > 0, several, 1.0)
 
-    link = machine.link * machine.link_share
-    network = machine.network * machine.network_share / machine.node
+    link = machine.link * machine.link_share * machine.expert_share
+    network = machine.network * machine.network_share / machine.node * machine.expert_share
     in_node = np.where(once > 0, sent(layouts.ep), sent(layouts.ep) - sent(nodes)) / link
     one = np.maximum(in_node, sent(nodes) / network)
     one = np.where(layouts.ep > 1, one + message_latency(machine, layouts.ep, inside), 0.0)
     again = layouts.recomputation("matmuls") | (layouts.recomputation("block") & (machine.counted > 0))
-    return Exchange(2 * one, 2 * one * (1 + again))
+    # Such a dispatcher weights rows before they return: a second forward ends at the experts.
+    return Exchange(2 * one, one * (2 + again * np.where(once > 0, 1.0, 2.0)))
