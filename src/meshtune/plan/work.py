@@ -225,17 +225,11 @@ class Work:
         )
         cores = tuple(
             Core(
-                a.query_heads,
-                a.key_heads,
-                a.qk_dim,
-                a.v_dim,
-                np.inf if a.window is None else a.window,
-                k / n,
-                a.backward(1) / (2 * a.forward(1)),
-                a.flash,
+                a.query_heads, a.key_heads, a.qk_dim, a.v_dim, np.inf if a.window is None else a.window,
+                k / n, a.backward(1) / (2 * a.forward(1)), a.flash,
             )
             for a, k in census.attentions.items()
-        )
+        )  # fmt: skip
         # A run gives a mask to a family's own attention only, which `saved_of_one_row` tells; a trace may
         # have given one to others.
         masked = bool(census.blocks[-1].saved_of_one_row)
