@@ -1,9 +1,8 @@
 """Expert parallelism in plans: bytes of exchanges, grouped matmuls, memory, and the search."""
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
+import mixtures
 import numpy as np
 import pytest
 from golden import refuses, says
@@ -26,7 +25,6 @@ from meshtune.plan.seconds.experts import exchange_seconds, grouped_passes
 from meshtune.plan.seconds.step import step
 from meshtune.plan.work import Work
 
-VALIDATION = Path(__file__).parents[3] / "validation"
 SHARED, LINK = 2048, 450e9  # hidden size; bytes/s of an H100 to the others of its node
 SEQ_LEN = 4096
 
@@ -143,9 +141,6 @@ def test_a_search_leaves_ep_out_where_the_engine_does_not_split_experts() -> Non
 
 @pytest.mark.ci
 def test_published_mixtures_are_predicted_as_the_page_says() -> None:
-    sys.path.append(str(VALIDATION))
-    import mixtures
-
     rows = [row for row in mixtures.read(mixtures.ROWS) if mixtures.why_not(row) is None]
     rows = [row for row in rows if row["balanced"] == "forced" and not row["id"].startswith("aws-")]
     found = mixtures.errors(rows, mixtures.predictor(rows)(mixtures.fit(rows)))
