@@ -210,6 +210,7 @@ def columns_of(rows: Sequence[Row], among: Sequence[Origin]) -> Columns:
         tp=column(rows, "tp"),
         sp=column(rows, "sp", 0.0),
         sp_regather=np.zeros(len(rows)),  # a stack's habit (`Accounting.regathers_inputs`), no choice
+        ep=column(rows, "ep", 1.0),
         pp=column(rows, "pp"),
         schedule=np.where(virtual > 1, SCHEDULES.index("interleaved1f1b"), SCHEDULES.index("1f1b")),
         virtual_stages=virtual,

@@ -444,9 +444,8 @@ class Config(Section):
         """The cluster section, read from its file if it names one. Raises UserError for a bad file."""
         if isinstance(self.cluster, ClusterConfig):
             return self.cluster
-        if self.cluster == "auto":
-            return ClusterConfig()
-        return _cluster_config(read_cluster(expanded(self.cluster)))
+        tree = {} if self.cluster == "auto" else read_cluster(expanded(self.cluster))
+        return _cluster_config(tree)
 
     @property
     def partial_layout(self) -> PartialLayout:

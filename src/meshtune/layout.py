@@ -9,7 +9,7 @@ A layout string is tokens joined by `-`. One table, `TOKENS`, says how each is r
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from string import digits
 from typing import Any, NamedTuple
@@ -110,6 +110,7 @@ CHOICES = {
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # sizes, outer to inner: tp ranks are neighbours
 DATA_AXES = ("dp_replicate", "dp_shard")  # whose ranks read different sequences
 PARAMETER_AXES = (*DATA_AXES, "cp")  # whose ranks work on other tokens with the same parameters
+MOST_EXPERTS = 4096  # no model has more in a block
 BEYOND = 10**7  # every number of a layout is below it
 MODEL_AXES = tuple(axis for axis in reversed(AXES) if axis not in DATA_AXES)  # whose ranks share sequences
 
@@ -118,6 +119,12 @@ MODEL_AXES = tuple(axis for axis in reversed(AXES) if axis not in DATA_AXES)  # 
 class Layout:
     """A parallel layout: sizes of the axes, and the settings that belong to them. Raises UserError when the
     fields contradict each other.
+
+    Expert parallelism (`ep`) has no axis: its groups are runs of `ep` consecutive ranks of a stage, so that
+    neighbours come first (tp with sp, then cp, dp_shard, dp_replicate). Rank e of a group holds the e-th of
+    `ep` equal parts of the experts. The same experts are on the ranks that are equal modulo `ep`: ZeRO shards
+    them over `expert_shards` of these, and the rest are replicas. In the order of the world a stage's ranks
+    are [replicas, expert_shards, ep].
     """
 
     dp_replicate: int = 1
@@ -128,6 +135,7 @@ class Layout:
     tp: int = 1
     sp: bool = False
     sp_regather: bool = False  # save this rank's tokens of what sp gathers, and gather again in the backward
+    ep: int = 1  # ranks that split a block's experts: some of the data, context and, with sp, tensor ranks
     pp: int = 1
     schedule: str = "1f1b"
     virtual_stages: int = 1
@@ -158,6 +166,16 @@ class Layout:
     def shard_ranks(self) -> int:
         """Ranks that ZeRO shards over: of `parameter_ranks` those of one replica."""
         return self.parameter_ranks // self.dp_replicate
+
+    @property
+    def token_ranks(self) -> int:
+        """Ranks of a stage that have tokens of their own; `ep` is taken out of them."""
+        return self.parameter_ranks * (self.tp if self.sp else 1)
+
+    @property
+    def expert_shards(self) -> int:
+        """Ranks that ZeRO shards an expert over: those of one replica that hold the same experts."""
+        return max(1, self.token_ranks // self.dp_replicate // self.ep) if self.zero else 1
 
     @property
     def stages_per_rank(self) -> int:
@@ -209,6 +227,7 @@ TOKENS = (
     Token("sp", r"sp", lambda: {"sp": True}, lambda x: "sp" if x.sp else ""),
     Token("regather", r"regather", lambda: {"sp_regather": True},
           lambda x: "regather" if x.sp_regather else ""),
+    Token("ep8", r"ep(\d+)", lambda size: {"ep": int(size)}, lambda x: f"ep{x.ep}" if x.ep > 1 else ""),
     Token("pp2", r"pp(\d+)", lambda size: {"pp": int(size)}, lambda x: f"pp{x.pp}" if x.pp > 1 else ""),
     Token("1f1b", "(" + "|".join(SCHEDULES) + ")", lambda name: {"schedule": name},
           lambda x: x.schedule if x.pp > 1 else ""),
@@ -326,14 +345,59 @@ def contradictions(layout: Layout) -> Iterator[str]:
             f"v{layout.virtual_stages} needs pp > 1 and one of {', '.join(VIRTUAL_SCHEDULES)}; "
             f"{' and '.join(V_SCHEDULES)} always have two stages a rank."
         )
+    if layout.ep > 1 and min(getattr(layout, axis) for axis in AXES) > 0:
+        yield from _expert_contradictions(layout)
+
+
+def expert_sizes(layout: Layout) -> list[int]:
+    """Sizes of ep that a layout's ranks can have, from 2 to MOST_EXPERTS, whatever its own is.
+
+    They divide the ranks that have tokens of their own. Under ZeRO a group is inside a replica, or has whole
+    ones.
+    """
+    ranks = layout.token_ranks
+    inside = ranks // layout.dp_replicate if layout.zero else ranks
+    return [size for size in range(2, min(ranks, MOST_EXPERTS) + 1) if ep_fits(size, ranks, inside)]
+
+
+def ep_fits(ep: Any, ranks: Any, inside: Any) -> Any:
+    """True if groups of `ep` ranks make `ranks`, and are inside runs of `inside` ranks or have whole ones.
+
+    Arguments may be arrays. inside: ranks of a replica under ZeRO, else `ranks`.
+    """
+    return (inside % ep == 0) | ((ep % inside == 0) & (ranks % ep == 0))
+
+
+def _expert_contradictions(layout: Layout) -> Iterator[str]:
+    if layout.tp > 1 and not layout.sp:
+        yield (
+            f"ep={layout.ep} with tp={layout.tp} and without sp: tensor-parallel ranks would send the same "
+            "tokens to experts; add sp, or leave ep out."
+        )
+    elif layout.ep not in (sizes := expert_sizes(layout)):
+        replicas = f" in {layout.dp_replicate} replicas" * (layout.dp_replicate > 1 and layout.zero > 0)
+        ranks = f"{layout.token_ranks} rank{'s' * (layout.token_ranks > 1)}{replicas}"
+        yield (
+            f"ep={layout.ep} can't be taken out of {ranks} (dp x zero x cp, and tp with sp); "
+            f"{one_of('ep', sizes)}."
+        )
+
+
+def one_of(axis: str, sizes: Sequence[int]) -> str:
+    """Clause with the sizes that an axis can have: "ep can be 2, 4 or 8"."""
+    *others, last = sizes or [1]
+    if others:
+        return f"{axis} can be {', '.join(map(str, others))} or {last}"
+    return f"{axis} can be {last}" if sizes else f"leave {axis} out"
 
 
 AUTO = "auto"
 BELONGS = {  # field -> what only has a meaning with it
-    "dp_shard": ("zero",),
-    "cp": ("cp_method", "zero"),
-    "tp": ("sp", "sp_regather"),
-    "sp": ("sp_regather",),
+    "dp_replicate": ("ep",),
+    "dp_shard": ("zero", "ep"),
+    "cp": ("cp_method", "zero", "ep"),
+    "tp": ("sp", "sp_regather", "ep"),
+    "sp": ("sp_regather", "ep"),
     "pp": ("schedule", "virtual_stages"),
     "recompute": ("recompute_blocks",),
 }
@@ -441,6 +505,7 @@ class PartialLayout:
             if shards > 1 or (zero and layout.cp > 1):
                 layout = replace(layout, dp_shard=shards, zero=zero)
             layout = replace(layout, dp_replicate=copies)
+        layout = replace(layout, ep=self.fixed.get("ep", 1))
         each_rank, rest = divmod(global_batch_size, layout.data_ranks)
         if rest:
             raise UserError(
@@ -483,6 +548,7 @@ def in_words(layout: Layout) -> str:
         shards: layout.zero,
         f"tensor{sequence} parallel over {layout.tp}": layout.tp > 1,
         f"context parallel over {layout.cp} ({layout.cp_method})": layout.cp > 1,
+        f"experts over {layout.ep}": layout.ep > 1,
         f"{layout.stages} pipeline stages on {layout.pp} ranks ({layout.schedule})": layout.pp > 1,
         f"micro-batch {layout.micro_batch_size}": True,
         f"{layout.gradient_accumulation_steps} accumulated": layout.gradient_accumulation_steps > 1,

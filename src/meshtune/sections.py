@@ -118,7 +118,7 @@ def of_balance(kind: str) -> Need:
 
 
 class ExpertsConfig(Section):
-    """Routers of a mixture of experts."""
+    """Experts of a mixture and their routers."""
 
     balance: Literal["config", "loss", "bias", "none"] = setting(
         "config",
@@ -137,6 +137,11 @@ class ExpertsConfig(Section):
     )
     freeze_router: bool | None = setting(
         None, "Do not train the router; null: true with adapters, which it then does not get."
+    )
+    imbalance: float = setting(
+        1.0,
+        "Tokens of the rank with most under expert parallelism, over the mean, for plans; 1: balanced.",
+        ge=1,
     )
 
 

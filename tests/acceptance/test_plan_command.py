@@ -33,7 +33,9 @@ MEMORY = [
     "weights", "gathered_weights", "gradients", "optimizer", "activations", "logits", "communication",
     "temporary", "overhead",
 ]  # fmt: skip
-TIME = ["compute", "tensor", "context", "pipeline", "data", "optimizer", "bubble", "imbalance", "host"]
+TIME = [
+    "compute", "tensor", "context", "experts", "pipeline", "data", "optimizer", "bubble", "imbalance", "host",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="session")

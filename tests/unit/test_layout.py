@@ -1,15 +1,17 @@
 """Layout: one frozen value that prints, parses, and refuses contradictions."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
+import numpy as np
 import pytest
 from golden import refuses
 from hypothesis import given
 from hypothesis import strategies as st
 
 from meshtune.errors import UserError
-from meshtune.layout import SCHEDULES, VIRTUAL_SCHEDULES, Layout, PartialLayout
+from meshtune.layout import SCHEDULES, VIRTUAL_SCHEDULES, Layout, PartialLayout, expert_sizes
+from meshtune.placement.experts import expert_groups
 
 sizes = st.integers(1, 8)
 
@@ -19,7 +21,7 @@ def layouts(draw: st.DrawFn) -> Layout:
     dp_shard, cp, tp, pp = (draw(sizes) for _ in range(4))
     schedule = draw(st.sampled_from(SCHEDULES)) if pp > 1 else "1f1b"
     recompute = draw(st.sampled_from(("none", "attention", "selective", "full")))
-    return Layout(
+    layout = Layout(
         dp_replicate=draw(sizes), dp_shard=dp_shard, zero=draw(st.integers(1, 3)) if dp_shard > 1 else 0,
         cp=cp, cp_method=draw(st.sampled_from(("allgather", "ulysses"))) if cp > 1 else "allgather", tp=tp,
         sp=draw(st.booleans()) if tp > 1 else False, pp=pp, schedule=schedule,
@@ -27,11 +29,31 @@ def layouts(draw: st.DrawFn) -> Layout:
         micro_batch_size=draw(sizes), gradient_accumulation_steps=draw(sizes), recompute=recompute,
         recompute_blocks=draw(st.none() | sizes) if recompute in ("selective", "full") else None,
     )  # fmt: skip
+    splits = layout.sp or layout.tp == 1
+    return replace(layout, ep=draw(st.sampled_from([1, *(expert_sizes(layout) if splits else [])])))
 
 
 @given(layouts())
 def test_parse_reads_what_str_writes(layout: Layout) -> None:
     assert Layout.parse(str(layout)) == layout
+
+
+@given(layouts())
+def test_groups_of_experts_are_neighbours_and_each_has_all_of_them(layout: Layout) -> None:
+    if layout.tp > 1 and not layout.sp:
+        return
+    ranks, whole = np.arange(layout.world), layout.token_ranks
+    parts = ranks.reshape(layout.pp, -1, layout.expert_shards, layout.ep)
+    shard_ranks = ranks.reshape(layout.pp, layout.dp_replicate, -1)
+    for rank in {0, layout.world // 2, layout.world - 1}:
+        group, same = expert_groups(layout, rank)
+        stage, replica, shard, _ = np.argwhere(parts == rank)[0]
+        assert group == tuple(parts[stage, replica, shard])
+        assert same == tuple(parts[stage, :, :, rank % layout.ep].ravel())
+        assert len(group) * len(same) == whole
+        # What ZeRO shards stays inside a replica.
+        own = shard_ranks[np.argwhere(shard_ranks == rank)[0][0]]
+        assert sum(set(parts[stage, replica, :, rank % layout.ep]) <= {*row} for row in own) == 1
 
 
 def test_the_documented_example() -> None:
@@ -41,6 +63,9 @@ def test_the_documented_example() -> None:
     assert layout.global_batch_size == 128
     assert str(layout) == "dp2-zero3x4-tp2-sp-pp2-1f1b-mb2-ga8-full"
     assert str(Layout()) == "mb1-ga1"
+    experts = Layout.parse("dp2-zero3x4-ep8-pp2-1f1b-mb1-ga16-full")
+    assert (experts.world, experts.ep, experts.expert_shards) == (16, 8, 1)
+    assert Layout.parse("dp2-zero3x8-cp2-ep4").expert_shards == 4
 
 
 @pytest.mark.parametrize(
@@ -48,7 +73,7 @@ def test_the_documented_example() -> None:
     [
         "tpp2-mb1", "tp2-tp4", "sp-mb1", "tp2-regather", "tp2-sp-regather-full", "tp2-sp-regather-selective",
         "pp1-gpipe", "pp2-1f1b-v2", "tp0", "ful8", "ful-mb1", "full0", "attention8", "none8", "full8-full",
-        "tp2-sp-regather-full8", "zero3x1",
+        "tp2-sp-regather-full8", "zero3x1", "ep2", "dp8-ep3", "dp3-zero3x4-ep6", "zero3x2-tp2-ep2",
     ],
 )  # fmt: skip
 def test_a_wrong_layout_is_refused_with_the_remedy(text: str) -> None:
@@ -71,6 +96,13 @@ def test_a_completed_layout_makes_the_global_batch(micro: int) -> None:
 
 def test_auto_is_data_parallel_over_all_devices_with_the_largest_micro_batch_up_to_four() -> None:
     assert str(PartialLayout.parse("auto").complete(devices=4, global_batch_size=24)) == "dp4-mb3-ga2"
+
+
+def test_experts_are_split_over_data_ranks_that_are_to_choose() -> None:
+    known = PartialLayout.parse({"zero": 3, "dp_shard": "auto", "ep": 4})
+    assert str(known.complete(devices=8, global_batch_size=8)) == "zero3x8-ep4-mb1-ga1"
+    with refuses(UserError):
+        known.complete(devices=6, global_batch_size=12)
 
 
 def test_a_product_that_is_not_the_global_batch_is_refused_with_one_that_is() -> None:
@@ -120,7 +152,7 @@ def test_a_size_is_a_whole_number() -> None:
 def test_every_field_has_a_token() -> None:
     from meshtune.layout import parse_fields
 
-    named = parse_fields("dp2-zero3x4-ulysses2-tp2-sp-regather-pp2-zb-v2-mb2-ga8-full8")
+    named = parse_fields("dp2-zero3x4-ulysses2-tp2-sp-regather-ep2-pp2-zb-v2-mb2-ga8-full8")
     assert set(named) == {each.name for each in fields(Layout)}
 
 

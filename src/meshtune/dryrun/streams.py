@@ -138,6 +138,8 @@ def part_of(collective: Collective) -> str:
     axes = collective.axis.split("+")
     if axes == ["tp"]:
         return "tensor"
+    if axes == ["ep"]:
+        return "experts"
     if axes == ["cp"] and collective.waits:
         return "context"
     return "pipeline" if axes == ["pp"] else "data"

@@ -4,6 +4,7 @@ env --model`.
 
 import copy
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -74,6 +75,7 @@ def traits(model: PreTrainedModel) -> Traits:
     heads, kv_heads = attention_heads(model)
     blocks = model.get_submodule(parts.blocks)
     split = {} if isinstance(plan, str) else plan
+    experts, apart = _experts(blocks)
     whole_heads = repeated_heads(model, split, kv_heads + 1) if split else frozenset()
     fused = fused_projections(model, split) if split else ()
     # The first block that has a path: some have an mlp, others a mixture of experts
@@ -95,12 +97,29 @@ def traits(model: PreTrainedModel) -> Traits:
         tensor=plan if isinstance(plan, str) else None,
         pipeline=_pipeline_problem(model, parts),
         context=None if parts.attention else "carries a state from token to token",
-        experts=any(EXPERTS.search(path) for path, _ in blocks.named_modules()),
+        experts=experts,
+        apart=apart,
         tiles=_untileable(blocks, parts),
         interrupts=_interrupts(model, parts),
         draws=draws_random_numbers(blocks.modules()),
         prompts=_prompts_problem(model, parts),
     )
+
+
+def _experts(blocks: nn.Module) -> tuple[int, str | None]:
+    """Return (number that divides the experts of each block that has some, why they can't be on several
+    ranks); (0, None) without experts.
+
+    Those can that transformers runs by `use_experts_implementation`: stacked weights, called with rows, the
+    experts of each and their weights.
+    """
+    named = [module for path, module in blocks.named_modules() if EXPERTS.search(path)]
+    stacked: list[Any] = [module for module in blocks.modules() if hasattr(module, "is_concatenated")]
+    if not named and not stacked:
+        return 0, None
+    if not stacked:
+        return 1, "has experts of its own kind, without transformers' use_experts_implementation"
+    return math.gcd(*(module.num_experts for module in stacked)), None
 
 
 def _prompts_problem(model: PreTrainedModel, parts: Anatomy) -> str | None:

@@ -124,9 +124,14 @@ class Parameter:
         return math.prod(self.shape)
 
     @property
-    def experts(self) -> bool:
+    def by_tokens(self) -> bool:
         """True for a matrix of a block's mlp that tp does not cut: of routed experts, or of their router."""
         return self.kind == "mlp" and self.cut is None and len(self.shape) > 1
+
+    @property
+    def experts(self) -> int:
+        """Experts that are stacked in it along the first dimension; 0: it is not one of theirs."""
+        return self.shape[0] if self.name.split(".")[-2:-1] == ["experts"] else 0
 
     @property
     def in_4_bits(self) -> bool:
@@ -247,7 +252,7 @@ class Block:
     @property
     def mixture(self) -> bool:
         """True for a mixture of experts: each of tp's ranks has all of them, for a part of the tokens."""
-        return any(p.experts for p in self.parameters)
+        return any(p.by_tokens for p in self.parameters)
 
     @property
     def cuts_mlp(self) -> bool:

@@ -189,7 +189,7 @@ def tensor_collectives(
         counts += _exchanges(census.blocks[number], layout, again=number in again)
     for op, count in counts.items():
         yield Collective("tp", op, "hidden states", steps * count, steps * count * hidden)
-    experts = sum(math.prod(s) for unit in units for s, p in unit.parameters if p.experts and p.trainable)
+    experts = sum(math.prod(s) for unit in units for s, p in unit.parameters if p.by_tokens and p.trainable)
     if experts:  # each rank's tokens', summed in fp32
         size = 4 * experts // (layout.shard_ranks if layout.zero else 1)
         yield Collective("tp", "all_reduce", "gradients", 1, size)

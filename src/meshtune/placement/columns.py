@@ -27,6 +27,7 @@ from meshtune.layout import (
     SCHEDULES,
     V_SCHEDULES,
     Layout,
+    ep_fits,
 )
 from meshtune.units import Number
 
@@ -98,6 +99,27 @@ class Columns:
     @property
     def shard_ranks(self) -> Number:
         return self.parameter_ranks / self.dp_replicate
+
+    @property
+    def token_ranks(self) -> Number:
+        return self.parameter_ranks * np.where(self.sp > 0, self.tp, 1.0)
+
+    @property
+    def expert_shards(self) -> Number:
+        ranks = self.token_ranks / self.dp_replicate / self.ep
+        return np.where(self.zero > 0, np.maximum(ranks, 1.0), 1.0)
+
+    @property
+    def expert_replicas(self) -> Number:
+        """Replicas of each expert, or of its shards."""
+        return self.token_ranks / self.ep / self.expert_shards
+
+    @property
+    def splits_experts(self) -> Number:
+        """True where `ep` is 1, or can be taken out of the other ranks."""
+        inside = np.where(self.zero > 0, self.token_ranks / self.dp_replicate, self.token_ranks)
+        fits = ep_fits(self.ep, self.token_ranks, inside)
+        return (self.ep == 1) | (fits & ((self.tp == 1) | (self.sp > 0)))
 
     @property
     def global_batch_size(self) -> Number:

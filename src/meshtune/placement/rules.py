@@ -10,6 +10,7 @@ docs/parallelism.md ask `refusals`.
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import starmap
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +18,7 @@ import numpy as np
 from meshtune.layout import ZERO_BUBBLE, Layout
 from meshtune.optimizers import OPTIMIZERS
 from meshtune.placement.columns import Columns, Number
+from meshtune.placement.experts import expert_rules
 from meshtune.placement.families import see
 from meshtune.precision import SCALE_BLOCK
 from meshtune.units import counted
@@ -40,7 +42,8 @@ class Traits:
     pipeline: str | None = None  # why its blocks can't run apart; None: they can
     context: str | None = None  # why a sequence can't be on several ranks, "carries …"; None: it can
     heads_fused: bool = False  # their projections are one matrix: tp shards them if it divides both numbers
-    experts: bool = False  # tokens are sent to experts
+    experts: int = 0  # that a block's tokens are sent to, of which `ep` holds a part; 0: none
+    apart: str | None = None  # why its experts can't be on several ranks, "has …"; None: they can
     tiles: str | None = None  # why its MLPs can't run in tiles, "has …"; None: they can
     interrupts: str | None = None  # why the compiler can't go through a block, "has …"; None: it can
     draws: bool = False  # blocks draw random numbers in training
@@ -107,6 +110,7 @@ def rules(
         yield _whole_sequences(traits, traits.context)
     else:
         yield _ulysses(traits)
+    yield from starmap(Rule, expert_rules(traits))
     yield from _pipeline(traits)
     yield _every_block(traits)
     yield _inputs_that_stay(traits)
@@ -428,7 +432,7 @@ def _whole_tensors(optimizer: str) -> Rule:
     *others, last = (name for name, row in OPTIMIZERS.items() if row.by_element)
     return Rule(
         f"{optimizer} needs whole tensors",
-        lambda layouts: (layouts.zero > 0) | (layouts.tp > 1),
+        lambda layouts: (layouts.zero > 0) | (layouts.tp > 1) | (layouts.ep > 1),
         lambda layout: (
             f"train.optimizer = {optimizer} updates a matrix by its whole rows and columns, which {layout} "
             f"splits over ranks; use dp, pp or cp, or train.optimizer={', '.join(others)} or {last}."

@@ -186,8 +186,10 @@ def share(
     """The share of `rank`, as this engine holds it (parallel/zero.py, optim/).
 
     precision, reduce_dtype, optimizer and seq_len (tokens) are the settings of the same name. Raises
-    ValueError for more pipeline stages than blocks.
+    ValueError for more pipeline stages than blocks, and for experts on several ranks, which it doesn't count.
     """
+    if layout.ep > 1:
+        raise ValueError(f"{layout}: the share of a rank with a part of the experts is not counted.")
     place = coordinates(layout, rank)
     stage_ranges = census_stages(census, layout, seq_len)
     stages = stage_of_rank(layout.schedule, layout.pp, layout.virtual_stages, place["pp"])

@@ -189,14 +189,18 @@ class Accounting:
     ) -> Kept:
         """Bytes per token that a block saves: as `saved` has it, without that as it was traced, or EAGER.
 
-        fullest: of the block that saves most, not of the average one.
+        Experts' part is that of the rank with most rows. fullest: of the block that saves most, not of the
+        average one.
         """
         several, one = self._traced(work)
         if several is None or one is None:
-            return (self.saved or EAGER).per_token(work, seq_len)
-        if fullest and one is several:
-            return several.fullest.with_keys(seq_len)
-        return Kept(*_by_rows(layouts, one.kept, several.kept)).with_keys(seq_len)
+            kept = (self.saved or EAGER).per_token(work, seq_len)
+        elif fullest and one is several:
+            kept = several.fullest.with_keys(seq_len)
+        else:
+            kept = Kept(*_by_rows(layouts, one.kept, several.kept)).with_keys(seq_len)
+        more = work.most_rows(layouts) - 1
+        return kept._replace(mlp=kept.mlp + more * self.element * work.expert_features)
 
     def _traced(self, work: Work) -> tuple[Traced | None, Traced | None]:
         """Traces with (several rows, one row) a micro-batch; None if nothing was, or the stack saves

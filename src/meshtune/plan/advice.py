@@ -33,7 +33,7 @@ from meshtune.plan.search import Choice, Plan, best_fitting, explained
 from meshtune.plan.seconds.step import PARTS, TIE, StepTime
 from meshtune.plan.workload import Workload
 from meshtune.precision import PRECISIONS
-from meshtune.units import count, duration, human, significant
+from meshtune.units import count, counted, duration, human, significant
 
 # The first only where no nearest batch is faster.
 FASTER = ("batch", "compile", "sums", "moments", "precision")
@@ -142,8 +142,22 @@ def reasoning(plan: Plan, choice: Choice) -> list[str]:
         f"rank{'s' * (ranks > 1)} ({_sharding(layout)}).",
         f"Accumulation: {batch} / ({layout.micro_batch_size} x {ranks}) = {steps} "
         f"micro-batch{'es' * (steps > 1)} a step.",
+        *_experts(workload, layout, cluster.node),
         *_uneven(plan, choice),
     ]
+
+
+def _experts(workload: Workload, layout: Layout, node: int) -> Iterator[str]:
+    """Yield a sentence on where the experts of a block are, if ranks split them. node: GPUs in one."""
+    if layout.ep > 1:
+        experts, copies = workload.traits.experts, layout.token_ranks // layout.ep
+        inside = node % layout.ep == 0
+        shards = f" in {layout.expert_shards} shards" * (layout.expert_shards > 1)
+        yield (
+            f"Experts: {experts} = {layout.ep} ranks x {experts // layout.ep}, a group of ranks "
+            f"{'inside a node' if inside else 'over several nodes'}. Each is on {counted(copies, 'rank')}"
+            f"{shards}."
+        )
 
 
 def _uneven(plan: Plan, choice: Choice) -> Iterator[str]:

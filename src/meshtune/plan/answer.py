@@ -30,7 +30,7 @@ from meshtune.plan.search import Choice, Plan, best_fitting, peaks, search
 from meshtune.plan.workload import Workload
 from meshtune.units import duration, significant
 
-KIND = ("zero", "tp", "cp", "cp_method", "pp", "schedule")  # fields of layouts that are one kind
+KIND = ("zero", "tp", "cp", "cp_method", "ep", "pp", "schedule")  # fields of layouts that are one kind
 KIN = 0.01  # share of the step by which layouts of a kind take longer than its best and are counted with it
 
 

@@ -29,10 +29,12 @@ from meshtune.layout import (
     Layout,
 )
 from meshtune.placement.columns import ENCODINGS, Columns, Number, rows
+from meshtune.placement.experts import searched_sizes
 from meshtune.plan.cluster import Cluster
 from meshtune.units import counted
 
 if TYPE_CHECKING:
+    from meshtune.placement.rules import Traits
     from meshtune.plan.programs import Tool
     from meshtune.plan.workload import Workload
 
@@ -214,7 +216,7 @@ def _outer(workload: Workload, cluster: Cluster, fixed: Given) -> dict[str, Numb
     if not len(columns["pp"]):
         return {}
     columns = crossed(columns, columns["pp"], lambda pp: _schedules(pp, blocks, workload.tool, fixed))
-    return columns if len(columns["pp"]) else {}
+    return _expert_parallel(columns, workload.traits, fixed) if len(columns["pp"]) else {}
 
 
 def _allowed(fixed: Given, name: str, values: Sequence[Any]) -> Sequence[Any]:
@@ -289,6 +291,15 @@ def _sequence_parallel(tp: int, split: bool, fixed: Given) -> list[Option]:
     return [{"sp": sp, "sp_regather": regather} for sp in values if sp or not regather]
 
 
+def _expert_parallel(columns: dict[str, Number], traits: Traits, fixed: Given) -> dict[str, Number]:
+    """Each row with the sizes of ep, of those that divide the experts, that it can have."""
+    tried = [{"ep": size} for size in _allowed(fixed, "ep", searched_sizes(traits))]
+    every = crossed(columns, columns["pp"], lambda _: tried)
+    others = {name: np.ones(len(every["ep"])) for name in ENCODINGS.keys() - every.keys()}
+    fits = Columns(**every, **others).splits_experts
+    return {name: column[fits] for name, column in every.items()} if np.any(fits) else {}
+
+
 def _schedules(pp: int, blocks: int, tool: Tool, fixed: Given) -> list[Option]:
     """Schedules with their stages per rank (`virtual_stages`): 2 under V schedules.
 
@@ -349,7 +360,8 @@ def _no_batch(workload: Workload, cluster: Cluster, fixed: Given) -> str:
                 f"{layouts} makes a global batch of {counted(size, 'sequence')}; try "
                 f"train.global_batch_size={other}, or another number of GPUs."
             )
-    least = math.prod(fixed.get(axis, 1) for axis in AXES)
+    of_stage = math.prod(fixed.get(axis, 1) for axis in AXES if axis != "pp")
+    least = fixed.get("pp", 1) * math.lcm(of_stage, fixed.get("ep", 1))  # ep is taken out of a stage's ranks
     if all(axis in fixed for axis in AXES):
         return (
             f"The layout is for {counted(least, 'GPU')}, but there are {gpus}: set cluster.gpus={least}, or "

@@ -21,6 +21,7 @@ from meshtune.errors import NothingFits, UserError
 from meshtune.layout import MODEL_AXES, RECOMPUTATIONS, RECOMPUTE, SCHEDULES, VIRTUAL_SCHEDULES, Layout
 from meshtune.optimizers import IN_16_BITS, OPTIMIZERS, caution, that_may_fit
 from meshtune.placement.columns import Columns, Number, at
+from meshtune.placement.experts import searched_sizes
 from meshtune.plan.candidates import nearest_sizes
 from meshtune.plan.cluster import Cluster
 from meshtune.plan.hardware import GIGA, catalogue
@@ -198,7 +199,7 @@ def _usual(workload: Workload, cluster: Cluster) -> Iterator[Change]:
     node, one_rank = cluster.node, dict.fromkeys(MODEL_AXES, 1)
     zero = [(f"ZeRO-{n} over all GPUs", one_rank | {"zero": n, "dp_replicate": 1}, None) for n in (1, 2, 3)]
     for words, fixed, where in (
-        ("plain data parallel", one_rank | {"dp_shard": 1}, lambda layouts: layouts.zero == 0),
+        ("plain data parallel", one_rank | {"dp_shard": 1, "ep": 1}, lambda layouts: layouts.zero == 0),
         *zero,
         (
             "HSDP with ZeRO-3 shards inside a node", one_rank | {"zero": 3},
@@ -207,6 +208,7 @@ def _usual(workload: Workload, cluster: Cluster) -> Iterator[Change]:
         ("tensor parallel over the whole node", one_rank | {"tp": min(node, cluster.gpus)}, None),
         ("pipeline parallel without cp", {"cp": 1}, lambda layouts: layouts.pp > 1),
         ("context parallel without tp or pp", {"pp": 1, "tp": 1}, lambda layouts: layouts.cp > 1),
+        *([("all experts on each rank", {"ep": 1}, None)] * (len(searched_sizes(workload.traits)) > 1)),
     ):  # fmt: skip
         yield Change("usual", words, "", workload, cluster, fixed=fixed, where=where)
 
@@ -298,6 +300,9 @@ def _fields(layout: Layout, blocks: int) -> Iterator[tuple[str, str, dict[str, A
                 if fields.get("dp_shard", layout.dp_shard) * fields.get("cp", layout.cp) == 1:
                     fields["zero"] = 0
                 yield axis, f"{axis} {other} instead of {degree}", fields
+    for other in (2 * layout.ep, layout.ep // 2):
+        if other and layout.token_ranks > 1:
+            yield "ep", f"experts over {other} ranks instead of {layout.ep}", {"ep": other}
     ranks = layout.data_ranks
     now = _sharded(layout.zero, layout.shard_ranks)
     for zero in (0, 1, 2, 3) if layout.parameter_ranks > 1 else ():

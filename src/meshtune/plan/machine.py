@@ -109,6 +109,12 @@ class Machine:
     send_share: Number  # of a GPU's part of the network that a send between stages reaches
     send_split: Number  # 1: each tensor-parallel rank sends its part, gathered again; 0: each sends all of it
     balanced: Number  # 1: stages are cut by cost with the head's; 0: into equal numbers of blocks
+    grouped: Number  # share of a dense matmul's rate that one of experts reaches with full tiles
+    expert_passes: Number  # tensors of rows for experts that a pass moves to order and weight them
+    expert_launches: Number  # kernels of a block's forward for experts besides those of a dense MLP
+    expert_overlap: Number  # share of the exchanges of rows that runs during computation
+    expert_share: Number  # share of the links' speed that these exchanges reach, over that of rings
+    expert_once: Number  # 1: a token goes once to each rank, and to each other node; 0: to each expert
     mlp_tile: Number = math.inf  # tokens of a rank that an MLP runs on at a time
     loss_memory: Number = 0.0  # of states.loss_chunk_tokens
     update_memory: Number = 1.0  # factor on `memory` that the optimizer's update reaches

@@ -14,6 +14,7 @@ SPENT = {
     "compute": "matmuls, attention and elementwise operations",
     "tensor": "exposed tensor-parallel collectives",
     "context": "exposed context-parallel collectives",
+    "experts": "exchanges of tokens between ranks with experts",
     "pipeline": "sends between pipeline stages",
     "optimizer": "the optimizer's update",
     "bubble": "the pipeline bubble",

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from meshtune.plan.machine import Machine
     from meshtune.plan.workload import Workload
 
-EXPOSED = ("tensor", "context", "data")  # parts of Seconds that are `communication`
+EXPOSED = ("tensor", "context", "experts", "data")  # parts of Seconds that are `communication`
 
 
 def predicted_parts(workload: Workload, layout: Layout, machine: Machine) -> dict[str, float]:

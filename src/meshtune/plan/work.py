@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -30,6 +30,9 @@ from meshtune.placement.census import (
 )
 from meshtune.precision import NF4_BYTES
 from meshtune.units import Number
+
+if TYPE_CHECKING:
+    from meshtune.placement.columns import Columns
 
 # In transformers' blocks, the norm of what the MLP returns: Gemma 2 and 3, OLMo 2 and 3; GLM-4
 LAST_NORMS = ("post_feedforward_layernorm.", "post_mlp_layernorm.")
@@ -60,6 +63,8 @@ class Gemm:
     fp8: bool = False  # as in Parameter
     mlp: bool = False  # in the MLP, adapters included
     adapted_last: bool = False  # their adapter's B is: a compiled block runs neither again
+    # Experts that tokens are sent to, in an average block: each has such a matrix, and `count` is of a token
+    experts: Number = 0.0
 
 
 @dataclass(frozen=True)
@@ -94,7 +99,8 @@ class Weight:
     matrix: bool = False  # in a block, and census.is_matrix
     in_4_bits: bool = False  # as in Parameter
     held: Number = 1.0  # its bytes over those that it has in the dtype of the passes
-    experts: bool = False  # as in Parameter
+    by_tokens: bool = False  # as in Parameter
+    of_experts: bool = False  # its rows are experts, of which `ep` holds a part
 
     @property
     def elements(self) -> Number:
@@ -191,6 +197,7 @@ class Work:
     )
     mixtures: Number = 0.0  # share of the blocks that are mixtures of experts
     mismatched: float = 0.0  # forwards without gradients over a step's micro-batches before its backwards
+    imbalance: Number = 1.0  # rows of the rank with most of an ep group, over their mean
 
     @classmethod
     def of(cls, census: Census) -> Work:
@@ -199,17 +206,11 @@ class Work:
         matrices = _gemms(census, cuts)
         cores = tuple(
             Core(
-                a.query_heads,
-                a.key_heads,
-                a.qk_dim,
-                a.v_dim,
-                np.inf if a.window is None else a.window,
-                k / n,
-                a.backward(1) / (2 * a.forward(1)),
-                a.flash,
+                a.query_heads, a.key_heads, a.qk_dim, a.v_dim, np.inf if a.window is None else a.window,
+                k / n, a.backward(1) / (2 * a.forward(1)), a.flash,
             )
             for a, k in census.attentions.items()
-        )
+        )  # fmt: skip
         # A run gives a mask to a family's own attention only, which `saved_of_one_row` tells; a trace may
         # have given one to others.
         masked = bool(census.blocks[-1].saved_of_one_row)
@@ -283,18 +284,50 @@ class Work:
         """Ranks of `tp` that share out a block's attention heads; 1 where each computes all of them."""
         return head_shards(self.whole_heads, tp)
 
-    def times_ranks(self, tp: Number) -> tuple[Number, Number]:
-        """Elements of an average block on a tensor-parallel rank, which has all experts, times `tp`: (by the
-        bytes that they take, those that are trained).
+    def by_tokens(self, layouts: Columns, trainable: bool = False) -> Number:
+        """Elements of an average block that every tensor-parallel rank has for its own tokens: of routers and of
+        experts that `ep` does not split. trainable: as in `split_experts`.
         """
-        experts = sum(weight.elements * weight.held for weight in self.block_weights if weight.experts)
-        held = self.held_block_parameters + (tp - 1) * experts
-        return held, self.trained_block_parameters + (tp - 1) * self.trained_experts
+        whole = sum(
+            w.elements * (w.trainable if trainable else w.held) for w in self.block_weights if w.by_tokens
+        )
+        return whole - layouts.ep * self.split_experts(layouts, trainable)
 
     @property
-    def trained_experts(self) -> Number:
-        """Trained elements of an average block that every tensor-parallel rank has, for its own tokens."""
-        return sum(weight.elements * weight.trainable for weight in self.block_weights if weight.experts)
+    def routed(self) -> Number:
+        """Experts that an average block sends a token to. Two matrices are of each."""
+        return sum(gemm.count for gemm in self.matrices if np.any(gemm.experts)) / 2
+
+    @property
+    def expert_features(self) -> Number:
+        """Features that the experts of an average block save of a token: their rows, both halves of the
+        first matrix's output and their product.
+        """
+        of_experts = (gemm for gemm in self.matrices if np.any(gemm.experts))
+        both = sum(gemm.count * (gemm.rows + gemm.cols) for gemm in of_experts)
+        return both - self.routed * self.hidden  # the output goes back
+
+    def most_rows(self, layouts: Columns) -> Number:
+        """Rows of the experts' rank that has most, over the mean: 1 where a rank has all experts."""
+        return np.where(layouts.ep > 1, self.imbalance, 1.0)
+
+    def split_experts(self, layouts: Columns, trainable: bool = False) -> Number:
+        """Elements of an average block's experts on a rank, before ZeRO, where `ep` splits them; else 0.
+
+        trainable: True to count the trained ones only, else all, by their bytes.
+        """
+        sizes = (
+            w.elements * (w.trainable if trainable else w.held) for w in self.block_weights if w.of_experts
+        )
+        return np.where(layouts.ep > 1, sum(sizes), 0.0) / layouts.ep
+
+    def shared_block(self, layouts: Columns, trainable: bool = False) -> Number:
+        """Elements of an average block on a tensor-parallel rank, before ZeRO, times tp; without experts that
+        `ep` splits. trainable: as there.
+        """
+        whole = self.trained_block_parameters if trainable else self.held_block_parameters
+        apart = layouts.ep * self.split_experts(layouts, trainable)
+        return whole - apart + (layouts.tp - 1) * self.by_tokens(layouts, trainable)
 
     @property
     def block_parameters(self) -> Number:
@@ -376,10 +409,10 @@ def with_score(census: Census) -> Census:
 def _cuts(census: Census) -> dict[str, str]:
     """Return `Gemm.cut` of the matrices of blocks that have one, by name."""
     return {
-        p.name: "tokens" if p.experts else ("rows", "cols")[p.cut or 0]
+        p.name: "tokens" if p.by_tokens else ("rows", "cols")[p.cut or 0]
         for b in census.blocks
         for p in b.parameters
-        if p.cut in (0, 1) or p.experts
+        if p.cut in (0, 1) or p.by_tokens
     }
 
 
@@ -389,6 +422,7 @@ def _gemms(census: Census, cuts: Mapping[str, str]) -> tuple[Gemm, ...]:
     fitting = {p.name for b in census.blocks for p in b.parameters if p.in_4_bits}
     fp8 = {p.name for b in census.blocks for p in b.parameters if p.fp8}
     in_mlp = {m.name.rpartition(".")[0] for b in census.blocks for m in b.matrices if m.kind == "mlp"}
+    experts = {p.name: p.experts for b in census.blocks for p in b.parameters}
     alike: dict[Gemm, float] = {}
     ends = [saved.last for block in census.blocks for _, saved in block.saved[:1]]
     lasts = ["", *(ends if len(ends) == n else [""] * n)]
@@ -401,9 +435,12 @@ def _gemms(census: Census, cuts: Mapping[str, str]) -> tuple[Gemm, ...]:
                 adapter, in_4_bits=m.name in fitting and not m.trainable, last=m.name == last,
                 fp8=m.name in fp8, mlp=inside,
                 adapted_last=f"{m.name.removesuffix('weight')}lora_B" == last,
+                experts=experts.get(m.name, 0) / m.count,
             )  # fmt: skip
             alike[gemm] = alike.get(gemm, 0) + m.count
-    return tuple(replace(gemm, count=count / n) for gemm, count in alike.items())
+    return tuple(
+        replace(gemm, count=count / n, experts=gemm.experts * count / n) for gemm, count in alike.items()
+    )
 
 
 def _traced(
@@ -509,7 +546,8 @@ def _weights(parameters: Iterable[Parameter], in_blocks: int = 0) -> tuple[Weigh
             p.trainable,
             in_blocks > 0 and is_matrix(p.name, p.shape),
             in_blocks > 0 and p.in_4_bits,
-            in_blocks > 0 and p.experts,
+            in_blocks > 0 and p.by_tokens,
+            p.experts > 0,
         )
         for p in parameters
     )
@@ -523,7 +561,10 @@ def _weights(parameters: Iterable[Parameter], in_blocks: int = 0) -> tuple[Weigh
             float(trainable),
             matrix,
             in_4_bits,
-            experts=experts,
+            by_tokens=by_tokens,
+            of_experts=of_experts,
         )
-        for (rows, cols, cut, heads, trainable, matrix, in_4_bits, experts), count in alike.items()
+        for (rows, cols, cut, heads, trainable, matrix, in_4_bits, by_tokens, of_experts), count in (
+            alike.items()
+        )
     )

@@ -25,6 +25,7 @@ LAYOUT_FIELDS = {  # sentence, and unit of a number
     "tp": ("Ranks that share each matrix (tensor parallel).", "ranks"),
     "sp": ("Sequence parallelism over the tensor-parallel ranks.", ""),
     "sp_regather": ("Gather the inputs of sequence parallelism again in the backward.", ""),
+    "ep": ("Ranks that split a block's experts, out of those of dp, zero, cp, and tp with sp.", "ranks"),
     "pp": ("Pipeline ranks.", "ranks"),
     "schedule": ("Pipeline schedule.", ""),
     "virtual_stages": ("Pipeline stages of each rank.", "stages"),

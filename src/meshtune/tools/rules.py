@@ -72,7 +72,7 @@ def holds(word: str, layouts: Columns, model: Model) -> Number:
 
 def unknown_fields(tool: str) -> Iterator[Rule]:
     """Rules on axes and recomputation modes that no export writes."""
-    for axis in AXES:
+    for axis in (*AXES, "ep"):
         if axis not in EXPORTED_AXES:
             row = {"title": f"{axis} can't be exported to {{tool}}", "when": f"{axis}>1"}
             yield rule_of(

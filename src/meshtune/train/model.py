@@ -21,8 +21,8 @@ from meshtune.attention import flash
 from meshtune.attention.register import keep_documents_apart, register
 from meshtune.errors import UserError
 from meshtune.experts.balance import Balance, BalanceSpec, balance_of
-from meshtune.experts.router import router_paths
 from meshtune.experts.register import use_products
+from meshtune.experts.router import router_paths
 from meshtune.launch.installed import FLASH_4
 from meshtune.layout import ZERO_BUBBLE, Layout
 from meshtune.meter.phases import PhaseMemory

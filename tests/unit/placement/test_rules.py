@@ -10,6 +10,7 @@ from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining.stage import PipelineStage
 
 from meshtune.layout import SCHEDULES, VIRTUAL_SCHEDULES, Layout
+from meshtune.placement import experts
 from meshtune.placement.columns import Columns
 from meshtune.placement.rules import Traits, compiles, refusals, uncompiled
 
@@ -164,6 +165,22 @@ def test_what_interrupts_the_compiler_is_refused(layout, traits):
         assert compiles(setting, traits, columns, processor=processor) == [compiled]
     assert uncompiled("auto", traits, Layout.parse(layout), processor=False)
     assert not uncompiled("auto", traits, Layout.parse(layout), processor=True)
+
+
+def test_experts_are_split_where_ranks_and_experts_divide(monkeypatch):
+    mixture = replace(LLAMA, name="MixtralForCausalLM", experts=24)
+    says(refused("zero3x8-ep8", mixture)[0])
+    monkeypatch.setattr(experts, "EXPERTS_ARE_SPLIT", True)
+    for layout in ("zero3x8-ep8", "dp2-zero3x4-ep8-pp2-1f1b-mb1-ga16-full", "zero1x6-cp2-ep12"):
+        assert refused(layout, mixture) == []
+    for own, layout in [
+        (mixture, "dp16-ep16"),
+        (replace(mixture, experts=7), "dp16-ep16"),
+        (replace(mixture, apart="has experts of its own kind"), "dp2-ep2"),
+        (LLAMA, "dp2-ep2"),
+    ]:
+        (sentence,) = refused(layout, own)
+        says(sentence)
 
 
 def test_the_number_of_ranks_is_the_layouts():

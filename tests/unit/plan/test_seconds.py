@@ -31,7 +31,8 @@ IDEAL = Machine(
     selective=0, launch=0, block_launches=10, launch_blocking=0, host_micro_batch=0, host_step=0,
     gradient_bytes=4, ahead=0, tensor_hold=0, scatter_bytes=4, tensor_overlap=0, context_overlap=0,
     shard_overlap=0, shard_share=1, ends_apart=0, gather_overlap=0, data_overlap=0, torch_stages=0,
-    contention=0, optimizer_bytes=0, send_share=1, send_split=0, balanced=0,
+    contention=0, optimizer_bytes=0, send_share=1, send_split=0, balanced=0, grouped=1, expert_passes=0,
+    expert_launches=0, expert_overlap=0, expert_share=1, expert_once=0,
 )  # fmt: skip
 GPT = of_shape(
     layers=32, hidden=4096, ffn=16384, heads=32, kv_heads=32, vocabulary=0, gated=0, tied=1

@@ -32,7 +32,7 @@ def choice(layout: str = NAMES[1], *, gib: float = 64, step: float = 8, speed: f
     """Half of the memory weights, a quarter optimizer; three quarters of the time compute."""
     size = gib * GIB / 16
     held = Memory(8 * size, 0, size, 4 * size, size, 0, size, 0, size, event=2, rank=0)
-    spent = Seconds(0.75 * step, 0.1 * step, 0, 0, 0.1 * step, 0, 0.05 * step, 0, 0)
+    spent = Seconds(0.75 * step, 0.1 * step, 0, 0, 0, 0.1 * step, 0, 0.05 * step, 0, 0)
     return Choice(Layout.parse(layout), CLUSTER, spent, held, speed, 0.4)
 
 

@@ -236,6 +236,15 @@ def block_backward(step: Step) -> Number:
     return inside + gathered
 
 
+def exchanged_rows(step: Step) -> Number:
+    """Bytes of the rows that a rank has received of a block's exchange, next to those that it sent, on the
+    rank that gets most; 0 where a rank has all experts. Assumed: one such tensor in each pass.
+    """
+    work, layouts = step.work, step.layouts
+    rows = step.accounting.element * step.tokens / step.sequence_shards * work.routed * work.hidden
+    return np.where(layouts.ep > 1, rows * work.most_rows(layouts), 0.0)
+
+
 def attention_made_later(step: Step) -> Number:
     """Bytes that are not allocated yet while an MLP runs backward under linear: a compiled block
     makes queries, keys and values again, and what they are made of, when the backward of attention needs

@@ -13,6 +13,7 @@ from meshtune.placement.states import pinned_bytes
 from meshtune.plan.memory.activations import (
     attention_made_later,
     block_backward,
+    exchanged_rows,
     kept_for_head,
     last_norm_bytes,
     norm_gradient,
@@ -237,6 +238,8 @@ def block_passes(step: Step, block: BlockBytes, output_gradient: Number) -> Bloc
     """
     layouts, accounting = step.layouts, step.accounting
     made_again = step.tokens / layouts.tp * step.traced_block.made_again if step.traced_block else 0.0
+    exchanged = exchanged_rows(step)
+    made_again = made_again + exchanged
     backward = output_gradient + block_backward(step) + made_again
     peaks = accounting.traced_peaks(step.work, layouts, step.seq_len)
     saves_input = peaks.saves_input if peaks else accounting.element >= 4  # as a norm in fp32 does
@@ -253,11 +256,12 @@ def block_passes(step: Step, block: BlockBytes, output_gradient: Number) -> Bloc
     heads = step.work.head_shards(layouts.tp)
 
     def of_rank(time: BackwardBytes) -> Number:
-        inside = (time.heads + time.keys) / heads + time.mlp / layouts.tp
+        inside = (time.heads + time.keys) / heads + time.mlp * step.work.most_rows(layouts) / layouts.tp
         size = step.tokens * (time.outside / step.sequence_shards + time.whole + inside)
         return size - step.hidden + output_gradient + made_again
 
-    own = step.work.times_ranks(layouts.tp)[1] / layouts.tp * accounting.precision.gradient
+    own = step.work.shared_block(layouts, True) / layouts.tp + step.work.split_experts(layouts, True)
+    own = own * accounting.precision.gradient
     left, later = step.leaves_gradients * own, attention_made_later(step)
     fullest: list[tuple[Number, Number]] = []  # without sp, and with it
     for some in (peaks.backward, peaks.gathered or peaks.backward):
@@ -274,7 +278,7 @@ def block_passes(step: Step, block: BlockBytes, output_gradient: Number) -> Bloc
     second_forward = tokens * peaks.forward_again + output_gradient
     again = np.where(recomputes & ~step.tiled, second_forward, 0.0), 0.0
     size, made = fullest_time([(size, made), closed, again], left)
-    forward = tokens * peaks.forward
+    forward = tokens * peaks.forward + exchanged
     # Under linear a forward is fullest in its MLP, and attention's output, which it saves, is in addition.
     least = np.where(layouts.recomputation("matmuls"), np.minimum(step.hidden, block.saved), block.saved)
     recomputing_forward = np.where(recomputes, tokens * peaks.forward_alone - least, forward)

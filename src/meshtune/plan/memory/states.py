@@ -31,7 +31,8 @@ def weight_elements(weights: Sequence[Weight], layouts: Columns) -> Elements:
     """Elements of these weights on the tensor-parallel and ZeRO rank that has most; zeros for no weights.
 
     That is the first tensor-parallel slice of each matrix, and of it the first shard, cut along the rows
-    (the rule of share.piece). A weight in 4 bits counts by its bytes, in elements of the passes' dtype.
+    (the rule of share.piece). Experts are cut by ep, then by whole experts or, if these are fewer than the
+    shards, inside each. A weight in 4 bits counts by its bytes, in elements of the passes' dtype.
     Pipeline stages are not regarded.
     """
     shards = np.where(layouts.zero > 0, layouts.shard_ranks, 1.0)
@@ -40,7 +41,12 @@ def weight_elements(weights: Sequence[Weight], layouts: Columns) -> Elements:
         slices = np.where((weight.heads > 0) & (weight.heads < layouts.tp), 1.0, layouts.tp)
         rows = np.ceil(weight.rows / slices) if weight.cut == "rows" else weight.rows
         cols = np.ceil(weight.cols / slices) if weight.cut == "cols" else weight.cols
-        whole, shard = weight.count * rows * cols, weight.count * np.ceil(rows / shards) * cols
+        shard_rows = np.ceil(rows / shards)
+        if weight.of_experts:
+            rows, several = rows / layouts.ep, layouts.expert_shards
+            inside = np.where(rows < several, rows / several, np.ceil(rows / several))
+            shard_rows = np.where(layouts.ep > 1, inside, shard_rows)
+        whole, shard = weight.count * rows * cols, weight.count * shard_rows * cols
         trained = whole * weight.trainable
         sizes.append(
             (

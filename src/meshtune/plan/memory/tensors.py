@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from meshtune.plan.memory.flight import InFlight
     from meshtune.plan.memory.stages import Stages
     from meshtune.plan.memory.states import Step
+    from meshtune.plan.work import Weight
 
 POINTS = {  # in the order in which a step comes to them -> event
     "between passes": "forward",
@@ -103,9 +104,16 @@ class Updated(NamedTuple):
 def largest_updated(step: Step) -> Updated:
     """The largest parameters of each rank."""
     shards = np.where(step.layouts.zero > 0, np.maximum(step.layouts.shard_ranks, 1.0), 1.0)
-    sizes = (weight.rows * weight.cols * weight.trainable for weight in step.work.block_weights)
+    layouts = step.layouts
+    apart = np.where(layouts.ep > 1, layouts.ep * layouts.expert_shards, shards)
+
+    def ranks(weight: Weight) -> Number:
+        return apart if weight.of_experts else shards if weight.by_tokens else layouts.tp * shards
+
+    weights = step.work.block_weights
+    sizes = (weight.rows * weight.cols * weight.trainable / ranks(weight) for weight in weights)
     embedding = step.elements.before_blocks.trained * step.stages.has_embedding / shards
-    head, matrix = step.head_gradient / shards, max(sizes, default=0.0) / step.layouts.tp / shards
+    head, matrix = step.head_gradient / shards, np.maximum.reduce(np.broadcast_arrays(0.0, *sizes))
     most = np.maximum.reduce(np.broadcast_arrays(embedding, head, matrix))
     return Updated(embedding, head, matrix, most)
 

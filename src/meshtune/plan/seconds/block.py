@@ -14,6 +14,7 @@ from meshtune.plan.seconds.collectives import (
     shard_collectives,
     tensor_collectives,
 )
+from meshtune.plan.seconds.experts import exchange_seconds
 from meshtune.plan.seconds.gpu import BlockCompute, block_compute, launch_seconds, launched
 from meshtune.units import Number
 
@@ -31,8 +32,8 @@ class Block:
     """Seconds of one block and one micro-batch on a rank; collectives by what they add (exposed)."""
 
     compute: BlockCompute
-    forward: Number  # with launches, copies to the host and the collectives of tp and cp
-    backward: Number  # with recomputation, launches, copies and the collectives of tp and cp
+    forward: Number  # with launches, copies to the host and the collectives of tp, cp and ep
+    backward: Number  # with recomputation, launches, copies and the collectives of tp, cp and ep
     # What the host's launches, and copies to and from its memory, add to the computation of each pass, to
     # recomputation apart
     forward_launches: Number
@@ -40,6 +41,8 @@ class Block:
     repeated_launches: Number
     tensor: Number  # collectives of tp, forward and backward
     context: Number  # collectives of cp, forward and backward
+    experts: Number  # exchanges of rows between ranks with experts, forward and backward
+    experts_forward: Number  # of it, in the forward
     sharding: Number  # collectives of ZeRO-2 and -3, not in `forward` and `backward`
     sharding_forward: Number  # of it, in the forward
 
@@ -74,7 +77,18 @@ def block_seconds(
         exposed(machine, busy, collectives, machine.tensor_overlap)
         for busy, collectives in zip(computing, (tensor, tensor + again), strict=True)
     ]
-    on_gpu = [busy + own + context / 2 for busy, own in zip(computing, of_tensor, strict=True)]
+    of_experts = [
+        exposed(machine, busy, exchange, machine.expert_overlap)
+        for busy, exchange in zip(
+            computing,
+            exchange_seconds(work, layouts, machine, layouts.rank_tokens(seq_len)),
+            strict=True,
+        )
+    ]
+    on_gpu = [
+        busy + own + context / 2 + exchange
+        for busy, own, exchange in zip(computing, of_tensor, of_experts, strict=True)
+    ]
     held = held_seconds(layouts, machine)
     # The host runs ahead of kernels, in some stacks also of collectives
     after = [
@@ -98,6 +112,8 @@ def block_seconds(
         repeated_launches=repeated,
         tensor=sum(of_tensor),
         context=context,
+        experts=sum(of_experts),
+        experts_forward=of_experts[0],
         sharding=sum(in_passes),
         sharding_forward=in_passes[0],
     )

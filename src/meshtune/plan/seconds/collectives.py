@@ -6,7 +6,8 @@ and the optimizer's update.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -103,6 +104,31 @@ def exposed(machine: Machine, computing: Number, collective: Number, overlap: Nu
 # of a block, for one micro-batch #
 
 
+class ShardGroup(NamedTuple):
+    """Parameters of an average block that the same ranks shard."""
+
+    ranks: Number
+    in_node: Number  # of the ranks
+    cut: Number  # ranks that they are cut over before
+    weights: Number  # elements of all, by their bytes
+    trained: Number  # elements
+
+
+def expert_shards(layouts: Columns, machine: Machine) -> tuple[Number, Number]:
+    """(Ranks that ZeRO shards a rank's experts over where ep splits them, else 1; those in one node)."""
+    ranks = np.where(layouts.ep > 1, layouts.expert_shards, 1.0)
+    return ranks, ranks_in_node(ranks, layouts.ep, machine)
+
+
+def shard_groups(work: Work, layouts: Columns, machine: Machine) -> Iterator[ShardGroup]:
+    """Yield what all shards have, then experts that ep splits."""
+    ranks = layouts.shard_ranks, ranks_in_node(layouts.shard_ranks, layouts.tp, machine)
+    yield ShardGroup(*ranks, layouts.tp, work.shared_block(layouts), work.shared_block(layouts, True))
+    if np.any(layouts.ep > 1):
+        experts = (layouts.ep * work.split_experts(layouts, trainable) for trainable in (False, True))
+        yield ShardGroup(*expert_shards(layouts, machine), layouts.ep, *experts)
+
+
 def tensor_collectives(work: Work, layouts: Columns, machine: Machine, seq_len: Number) -> Number:
     """Seconds of tensor parallelism's collectives in one block for one micro-batch: all-reduces of hidden
     states.
@@ -190,13 +216,12 @@ def shard_collectives(
 
     forward, backward: seconds of a block's passes for one micro-batch, which hide a part of them.
     """
-    shards = layouts.shard_ranks
-    in_node = ranks_in_node(shards, layouts.tp, machine)
-    held, trained = work.times_ranks(layouts.tp)
-    weights = held / layouts.tp / machine.shard_share
-    gather = ring_collectives(machine, machine.weight_bytes * weights, shards, in_node)
-    trained = trained / layouts.tp / machine.shard_share
-    scatter = ring_collectives(machine, machine.scatter_bytes * trained, shards, in_node)
+    gather, scatter = 0.0, 0.0
+    for group in shard_groups(work, layouts, machine):
+        weights, trained = (size / group.cut / machine.shard_share for size in (group.weights, group.trained))
+        ranks = group.ranks, group.in_node
+        gather = gather + ring_collectives(machine, machine.weight_bytes * weights, *ranks)
+        scatter = scatter + ring_collectives(machine, machine.scatter_bytes * trained, *ranks)
     beside_backward = np.where(layouts.zero == 3, gather + scatter, np.where(layouts.zero == 2, scatter, 0.0))
     in_forward = exposed(machine, forward, gather, machine.shard_overlap)
     in_backward = exposed(machine, backward, beside_backward, machine.shard_overlap)
@@ -207,8 +232,10 @@ def shard_collectives(
 
 
 def trained_on_rank(work: Work, layouts: Columns) -> Number:
-    """Trained elements of a rank after tp and pp, before ZeRO; in a pipeline, with embedding or head."""
-    blocks = work.blocks / layouts.pp * work.times_ranks(layouts.tp)[1]
+    """Trained elements of a rank after tp and pp, before ZeRO, without experts that ep splits; in a pipeline,
+    with embedding or head.
+    """
+    blocks = work.blocks / layouts.pp * work.shared_block(layouts, True)
     return (blocks + outside_blocks(work, layouts) * work.trained_outside) / layouts.tp
 
 
@@ -241,7 +268,7 @@ def gradient_collectives(work: Work, layouts: Columns, machine: Machine, block: 
     zero, blocks = layouts.zero, work.blocks / layouts.pp
     shards, outside = layouts.shard_ranks, outside_blocks(work, layouts)
     shards_in_node = ranks_in_node(shards, layouts.tp, machine)
-    whole = (work.blocks * work.times_ranks(layouts.tp)[0] / layouts.pp + outside) / layouts.tp
+    whole = (work.blocks * work.shared_block(layouts) / layouts.pp + outside) / layouts.tp
     trained = trained_on_rank(work, layouts)
     replicas = np.where(zero > 0, layouts.dp_replicate, layouts.parameter_ranks)
     stride = layouts.tp * np.where(zero > 0, shards, 1.0)
@@ -253,6 +280,8 @@ def gradient_collectives(work: Work, layouts: Columns, machine: Machine, block: 
     all_reduce = 2 * ring_collectives(machine, reduce_bytes, replicas, replicas_in_node, count=count)
     reduce_scatter = ring_collectives(machine, scatter_bytes, shards, shards_in_node, count=count)
     reducing = all_reduce + np.where(zero == 1, reduce_scatter, 0.0)
+    experts, trained_experts = (blocks * work.split_experts(layouts, some) for some in (False, True))
+    reducing = reducing + expert_sums(trained_experts, layouts, machine, count)
     forward, backward = block.forward * blocks, block.backward * blocks
     # This engine reduces embedding and head together, once the embedding's gradient is there.
     last = machine.counted * outside / layouts.tp * work.trained_outside / np.maximum(trained, 1.0)
@@ -266,6 +295,9 @@ def gradient_collectives(work: Work, layouts: Columns, machine: Machine, block: 
     hidden = np.where(behind, 0.0, hidden)
     weight_gather = ring_collectives(
         machine, machine.weight_bytes * whole, shards, shards_in_node, count=count
+    )
+    weight_gather = weight_gather + ring_collectives(
+        machine, machine.weight_bytes * experts, *expert_shards(layouts, machine), count=count
     )
     weight_gather = exposed(machine, forward, weight_gather, machine.gather_overlap)
     gathered_once = np.where((zero == 1) | (zero == 2), weight_gather, 0.0)
@@ -281,11 +313,28 @@ def gradient_collectives(work: Work, layouts: Columns, machine: Machine, block: 
 
 
 def expert_gradients(work: Work, layouts: Columns, machine: Machine) -> Number:
-    """Seconds per step to sum the gradients of experts over tp's ranks, each of which has its own tokens'."""
-    trained = work.blocks / layouts.pp * work.trained_experts
+    """Seconds per step to sum gradients over tp's ranks of what each has for its own tokens."""
+    trained = work.blocks / layouts.pp * work.by_tokens(layouts, True)
     shard = trained / np.where(layouts.zero > 0, layouts.shard_ranks, 1.0)
     in_node = ranks_in_node(layouts.tp, 1.0, machine)
     return tree_all_reduce(machine, machine.gradient_bytes * shard, layouts.tp, in_node)
+
+
+def expert_sums(trained: Number, layouts: Columns, machine: Machine, count: Number) -> Number:
+    """Seconds per step to sum the gradients of a rank's experts over the ranks that hold the same ones: an
+    all-reduce between replicas, and under ZeRO-1 a reduce-scatter between shards; 0 without ep.
+
+    trained: elements on the rank, before ZeRO. count: collectives of each kind.
+    """
+    shards, in_node = expert_shards(layouts, machine)
+    size = machine.gradient_bytes * trained
+    replicas = np.where(layouts.ep > 1, layouts.expert_replicas, 1.0)
+    replicas_in_node = ranks_in_node(replicas, layouts.ep * layouts.expert_shards, machine)
+    all_reduce = 2 * ring_collectives(
+        machine, size / layouts.expert_shards, replicas, replicas_in_node, count=count
+    )
+    scatter = ring_collectives(machine, size, shards, in_node, count=count)
+    return all_reduce + np.where(layouts.zero == 1, scatter, 0.0)
 
 
 def optimizer_update(work: Work, layouts: Columns, machine: Machine) -> Number:
@@ -295,6 +344,7 @@ def optimizer_update(work: Work, layouts: Columns, machine: Machine) -> Number:
     """
     trained = trained_on_rank(work, layouts)
     updated = np.where(layouts.zero > 0, trained / layouts.shard_ranks, trained)
+    updated = updated + work.blocks / layouts.pp * work.split_experts(layouts, True) / layouts.expert_shards
     moved = machine.optimizer_bytes + np.where(layouts.zero > 0, 0.0, machine.rounding_bytes)
     traffic = updated * moved / (machine.bandwidth * machine.memory * machine.update_memory)
     streamed = machine.host_states + np.where(layouts.zero > 0, 0.0, machine.host_master)

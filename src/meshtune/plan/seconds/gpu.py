@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from meshtune.plan.seconds.collectives import shard_groups
+from meshtune.plan.seconds.experts import grouped_passes, permutations
 from meshtune.plan.work import Core, Gemm, Work, attended
 from meshtune.precision import NF4_BYTES
 from meshtune.units import Number
@@ -89,6 +91,15 @@ def matrix_passes(machine: Machine, tokens: Number, gemm: Gemm, tp: Number) -> t
     return gemm.count * forward, gemm.count * inputs, gemm.count * weights
 
 
+def passes_of(
+    machine: Machine, tokens: Number, gemm: Gemm, work: Work, layouts: Columns
+) -> tuple[Number, Number, Number]:
+    """Return `matrix_passes`, or `grouped_passes` of experts."""
+    if np.any(gemm.experts):
+        return grouped_passes(machine, tokens, gemm, work, layouts)
+    return matrix_passes(machine, tokens, gemm, layouts.tp)
+
+
 def attention_passes(
     machine: Machine, queries: Number, seq_len: Number, document_tokens: Number, core: Core, layouts: Columns
 ) -> tuple[Number, Number]:
@@ -139,7 +150,7 @@ def elementwise(machine: Machine, tokens: Number, work: Work, layouts: Columns) 
     """
     per_hidden = machine.elementwise_hidden + machine.elementwise_norm * (work.norms - NORMS)
     outside = per_hidden * work.hidden / np.where(layouts.sp > 0, layouts.tp, 1.0)
-    wide = machine.elementwise_wide * work.wide / layouts.tp
+    wide = machine.elementwise_wide * work.wide * work.most_rows(layouts) / layouts.tp
     heads = work.head_shards(layouts.tp)
     rotary = machine.elementwise_rotary * work.rotary / heads
     norms = machine.elementwise_norm * work.normed_heads / heads
@@ -176,7 +187,7 @@ def unrepeated(machine: Machine, tokens: Number, work: Work, layouts: Columns) -
     fitted to whole repetitions. tokens: of a micro-batch on this rank, before sp.
     """
     last = [gemm for gemm in work.matrices if gemm.last]
-    matmuls = sum(matrix_passes(machine, tokens, gemm, layouts.tp)[0] for gemm in last)
+    matmuls = sum(passes_of(machine, tokens, gemm, work, layouts)[0] for gemm in last)
     outputs = sum(gemm.count * gemm.rows for gemm in last)
     moved = 3 * outputs / np.where(layouts.sp > 0, layouts.tp, 1.0)
     moved = moved + sum(machine.adapter_passes * gemm.count * gemm.rows for gemm in last if gemm.adapter)
@@ -228,18 +239,22 @@ def block_compute(
     document_tokens: mean length of the documents that tokens attend in, at most seq_len.
     """
     tokens = layouts.rank_tokens(seq_len)
-    matmuls = [matrix_passes(machine, tokens, gemm, layouts.tp) for gemm in work.matrices]
+    matmuls = [passes_of(machine, tokens, gemm, work, layouts) for gemm in work.matrices]
     heads = work.head_shards(layouts.tp)
     on_rank = [replace(core, query_heads=core.query_heads / heads) for core in work.cores]
     cores = [attention_passes(machine, tokens, seq_len, document_tokens, core, layouts) for core in on_rank]
     matmul_forward = sum(forward for forward, _, _ in matmuls)
     attention_forward = sum(forward for forward, _ in cores)
     in_block, in_block_backward = elementwise(machine, tokens, work, layouts)
-    held, trained = work.times_ranks(layouts.tp)
-    gathering, scattering = shard_copies(machine, held, trained, layouts)
+    copies = [
+        shard_copies(machine, group.weights, group.trained, layouts, cut=group.cut, shards=group.ranks)
+        for group in shard_groups(work, layouts, machine)
+    ]
+    gathering, scattering = (sum(pass_copies) for pass_copies in zip(*copies, strict=True))
     of_adapters, of_adapters_backward = adapter_sums(machine, tokens, work, layouts)
-    elementwise_forward = in_block + of_adapters
-    gradients = trained / layouts.tp
+    of_experts = permutations(machine, tokens, work, layouts)
+    elementwise_forward = in_block + of_adapters + of_experts
+    gradients = work.shared_block(layouts, True) / layouts.tp + work.split_experts(layouts, True)
 
     matmuls_again = np.where(layouts.recomputation("keeps_matmuls"), machine.selective, 0.0)
     matmuls_again = np.where(layouts.recomputation("matmuls"), 1.0, matmuls_again)
@@ -264,7 +279,7 @@ def block_compute(
         attention_forward=attention_forward,
         attention_backward=sum(backward for _, backward in cores),
         elementwise_forward=elementwise_forward,
-        elementwise_backward=in_block_backward + of_adapters_backward,
+        elementwise_backward=in_block_backward + of_adapters_backward + of_experts,
         accumulation=gradient_accumulation(machine, gradients, layouts)
         + np.where(tiles > 1, tiles * summed / (machine.bandwidth * machine.memory), 0.0),
         copies_forward=gathering,
@@ -293,7 +308,14 @@ def gradient_accumulation(machine: Machine, gradients: Number, layouts: Columns)
 
 
 def shard_copies(
-    machine: Machine, whole: Number, trained: Number, layouts: Columns, *, again: bool = True
+    machine: Machine,
+    whole: Number,
+    trained: Number,
+    layouts: Columns,
+    *,
+    again: bool = True,
+    cut: Number | None = None,
+    shards: Number | None = None,
 ) -> tuple[Number, Number]:
     """Seconds of (forward, backward) in one micro-batch of FSDP2's copies: memory traffic.
 
@@ -301,16 +323,18 @@ def shard_copies(
     copied into the buffer of a reduce-scatter, in the dtype of their sum, and its results are added up.
     ZeRO-3 gathers in the forward and in the backward, ZeRO-1 and -2 once a step.
 
-    whole, trained: elements of a rank before ZeRO, times tp. again: whether ZeRO-3 gathers in the backward
-    too.
+    whole, trained: elements before tp and ZeRO. again: whether ZeRO-3 gathers in the backward too. cut,
+    shards: ranks that they are cut over before ZeRO, and sharded over by it; None: those of the layout.
     """
-    steps, shards = layouts.gradient_accumulation_steps, layouts.shard_ranks
+    steps = layouts.gradient_accumulation_steps
+    cut = layouts.tp if cut is None else cut
+    shards = layouts.shard_ranks if shards is None else shards
     element, summed = machine.element, machine.scatter_bytes
     cast = np.where(summed > element, summed + element, 0.0)
     gather = whole * (2 * element + (2 * element + cast) / shards)
     adding = np.where(steps > 1, 3 * summed / shards, 0.0)
     scatter = trained * (element + summed + adding)
-    seconds = machine.counted / (layouts.tp * machine.bandwidth * machine.memory)
+    seconds = machine.counted / (cut * machine.bandwidth * machine.memory)
     once = np.where(layouts.zero == 3, 1.0, 1 / steps)
     scatters = np.where(layouts.zero > 1, 1.0, 1 / steps)
     gathered_again = np.where(layouts.zero == 3, again * gather, 0.0)
@@ -330,6 +354,7 @@ def launch_seconds(machine: Machine, work: Work) -> Number:
     """
     return machine.launch * (
         machine.block_launches
+        + machine.expert_launches * (work.routed > 0)
         + machine.adapter_launches * sum(b.count for b in work.matrices if b.adapter == "B")
     )
 

@@ -44,6 +44,7 @@ class Seconds:
     compute: Number  # with recomputation, and a pipeline's mean share of the head
     tensor: Number  # collectives between tensor-parallel ranks
     context: Number  # collectives between context-parallel ranks
+    experts: Number  # exchanges of rows between ranks that split the experts
     pipeline: Number  # sends between stages
     data: Number  # collectives on weights and gradients
     optimizer: Number  # the update
@@ -107,6 +108,7 @@ class StepTime:
             compute=self.blocks * block.compute.total + self.share * ends.compute,
             tensor=self.blocks * block.tensor + self.share * ends.tensor + experts,
             context=self.blocks * block.context,
+            experts=self.blocks * block.experts,
             pipeline=micro_batches * pipeline.sends,
             data=self.blocks * block.sharding + self.gradients,
             optimizer=optimizer_update(self.work, self.layouts, self.machine),
@@ -133,11 +135,13 @@ class StepTime:
         slowest = slowest_forward(work, layouts, machine, blocks=self.every, ends=ends, forward=of_block)
         of_ends = ends.scoring, 2 * ends.exchange + ends.sums
         behind = micro_batches * (slowest - on_rank * of_block) - self.share * sum(of_ends)
-        of_tensor = block.forward - block.forward_launches - block.compute.forward - block.context / 2
+        exchanges = block.context / 2 + block.experts_forward
+        of_tensor = block.forward - block.forward_launches - block.compute.forward - exchanges
         return Seconds(
             compute=self.blocks * (block.compute.forward - sharded) + self.share * of_ends[0],
             tensor=self.blocks * of_tensor + self.share * of_ends[1],
             context=self.blocks * block.context / 2,
+            experts=self.blocks * block.experts_forward,
             pipeline=micro_batches * sends,
             data=self.blocks * block.sharding_forward + micro_batches * root_gather(work, layouts, machine),
             optimizer=0.0,

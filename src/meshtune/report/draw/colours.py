@@ -15,7 +15,8 @@ MEMORY = (
     "#0072b2", "#5ec4b6", "#d55e00", "#009e73", "#7a6fb0", "#cc79a7", "#e69f00", "#b59a82", "#8b929b",
 )  # fmt: skip
 TIME = (
-    "#56b4e9", "#882255", "#d9c45a", "#3f51b5", "#999933", "#009e73", "#c9ced6", "#a6761d", "#5d646d",
+    "#56b4e9", "#882255", "#d9c45a", "#117733", "#3f51b5", "#999933", "#009e73", "#c9ced6", "#a6761d",
+    "#5d646d",
 )  # fmt: skip
 PASSES = {  # of a micro-batch through a stage, and the time between them
     "forward without gradients": "#d3e9f7",

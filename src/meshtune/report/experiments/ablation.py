@@ -21,7 +21,7 @@ from meshtune.report.experiments.rows import BATCH, GPUS, MODEL, SEED, Experimen
 from meshtune.units import counted, number
 
 FIELDS = (
-    "zero", "tp", "sp", "cp", "cp_method", "pp", "schedule", "virtual_stages", "micro_batch_size",
+    "zero", "tp", "sp", "cp", "cp_method", "ep", "pp", "schedule", "virtual_stages", "micro_batch_size",
     "recompute",
 )  # fmt: skip
 GLOBAL_BATCH = "global_batch"

@@ -1,0 +1,58 @@
+"""Expert parallelism: the ranks that split the experts of a mixture, and the layouts that a model refuses.
+
+a stage's ranks in the order of the world  =  [replicas, expert_shards, ep]      (layout.Layout)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from meshtune.layout import Layout, expert_sizes, one_of
+from meshtune.placement.families import see
+
+if TYPE_CHECKING:
+    from meshtune.placement.columns import Columns, Number
+    from meshtune.placement.rules import Traits
+
+EXPERTS_ARE_SPLIT = False  # True once the engine exchanges tokens between ranks with experts
+
+
+def expert_groups(layout: Layout, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(Ranks that have all experts of a block together, ranks that hold the same experts as `rank`), both
+    ascending, with `rank`.
+    """
+    stage, first = layout.world // layout.pp, rank - rank % layout.ep
+    start, stop = (rank // stage * stage + end for end in (0, stage))
+    return tuple(range(first, first + layout.ep)), tuple(range(start + rank % layout.ep, stop, layout.ep))
+
+
+def searched_sizes(traits: Traits) -> list[int]:
+    """Sizes of ep that a search tries: those that divide a model's experts, [1] where they can't be split."""
+    experts = traits.experts if EXPERTS_ARE_SPLIT and not traits.apart else 0
+    return [size for size in range(1, experts + 1) if experts % size == 0] or [1]
+
+
+def expert_rules(
+    traits: Traits,
+) -> Iterator[tuple[str, Callable[[Columns], Number], Callable[[Layout], str]]]:
+    """Yield the parts of each `rules.Rule` on experts that are split over ranks."""
+    why = traits.apart or ("has no experts" if not traits.experts else "")
+    if not (why or EXPERTS_ARE_SPLIT):
+        why = "has experts, and meshtune does not split them over ranks yet"
+    if why:
+        page = f" {see('experts')}" if traits.apart else ""
+        yield (
+            f"{traits.name} {why}, so no ep",
+            lambda layouts: layouts.ep > 1,
+            lambda layout: f"ep={layout.ep}: {traits.name} {why}; leave ep out.{page}",
+        )
+        return
+    yield (
+        f"ep does not divide the {traits.experts} experts",
+        lambda layouts: traits.experts % layouts.ep != 0,
+        lambda layout: (
+            f"ep={layout.ep} does not divide the {traits.experts} experts of {traits.name}; "
+            f"{one_of('ep', [n for n in expert_sizes(layout) if traits.experts % n == 0])}."
+        ),
+    )
