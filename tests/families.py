@@ -10,12 +10,14 @@ bites, so that a mask, window or cap that is not honoured shows. Windows are 8 t
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from cases import cases
 from transformers import (
+    AutoConfig,
     CohereConfig,
     FalconH1Config,
     Gemma2Config,
@@ -133,6 +135,29 @@ RECURRENT: dict[str, Callable[..., PretrainedConfig]] = {
     ),
 }  # fmt: skip
 
+LATENTS: dict[str, Any] = {
+    "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8, "v_head_dim": 12,
+}  # fmt: skip
+SHARED: dict[str, Any] = {
+    **LATENTS, "n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 2,
+    "topk_group": 1, "head_dim": 8,
+}  # fmt: skip
+# Families with latent attention, with mixtures of experts, and with both.
+SPARSE: dict[str, Callable[..., PretrainedConfig]] = {
+    name: partial(AutoConfig.for_model, name, **COMMON | fields)
+    for name, fields in {
+        "minicpm3": LATENTS,
+        "youtu": LATENTS | {"q_lora_rank": None},  # whose plan has no word for attention
+        "deepseek_v2": EXPERTS | SHARED,
+        "deepseek_v3": EXPERTS | SHARED,
+        "qwen3_moe": EXPERTS | HEAD_DIM,
+        "qwen2_moe": EXPERTS,
+        "mixtral": EXPERTS,
+        "gpt_oss": EXPERTS | HEAD_DIM | {"sliding_window": WINDOW},
+    }.items()
+}
+
 UNLIKE = ["llama", "gemma2", "phi3", "gpt2", "starcoder2"]  # those that differ most from each other
 FAMILY_CASES = cases(FAMILIES, test=["llama", "gemma2"], ci=["phi3", "gpt2", "starcoder2"])
 
@@ -144,6 +169,7 @@ def exact() -> Iterator[None]:
     Hugging Face's norms would else compute in fp32. It patches Tensor.float and Tensor.to for all code.
     """
     plain_float, plain_to, plain_matmul = torch.Tensor.float, torch.Tensor.to, torch.Tensor.__matmul__
+    plain_type = torch.Tensor.type
 
     def to(x, *args, **kwargs):
         single = torch.float32 in (*args, *kwargs.values()) and x.dtype == torch.float64
@@ -156,6 +182,11 @@ def exact() -> Iterator[None]:
     with (
         patch.object(torch.Tensor, "float", lambda x: x if x.dtype == torch.float64 else plain_float(x)),
         patch.object(torch.Tensor, "to", to),
+        patch.object(
+            torch.Tensor,
+            "type",
+            lambda x, *args: x if args and x.dtype == torch.float64 else plain_type(x, *args),
+        ),
         patch.object(torch.Tensor, "__matmul__", matmul),
     ):
         yield

@@ -1,5 +1,6 @@
 """Train a tiny model under a layout, on several ranks and through the front door; compare with one rank."""
 
+import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -55,10 +56,12 @@ class Trained:
         )
 
 
-def make_folder(folder: Path, model: Any, *, rows: int = 150, tokens: int | None = None) -> Path:
+def make_folder(
+    folder: Path, model: Any, *, rows: int = 150, tokens: int | None = None, experts: str | None = None
+) -> Path:
     """A folder with `model` and a tokenizer (model/), train.jsonl and test.jsonl of very unequal rows.
 
-    tokens: of the tokenizer; None: as many as the model has.
+    tokens: of the tokenizer; None: as many as the model has. experts: transformers' implementation of them.
     """
     train, test = make_rows(rows), make_rows(20, seed=1)
     write_rows(folder / "train.jsonl", train)
@@ -68,6 +71,9 @@ def make_folder(folder: Path, model: Any, *, rows: int = 150, tokens: int | None
         folder / "model"
     )
     model.save_pretrained(folder / "model")
+    if experts:
+        file = folder / "model" / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"experts_implementation": experts}))
     return folder
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import cases
-from families import FAMILIES
+from families import FAMILIES, SPARSE
 from layouts import Trained, differences, make_folder, trained
 from transformers import AutoModelForCausalLM
 
@@ -19,6 +19,7 @@ from meshtune.optim.optimizer import Optimizer
 from meshtune.parallel import apply, context, exchange, mesh, regather, tensor, zero
 from meshtune.parallel.pipeline import Pipeline
 from meshtune.parallel.replicas import InFlight, Replicas
+from meshtune.placement.split import Split
 from meshtune.train import loss
 
 
@@ -62,7 +63,15 @@ class _Deaf:
             dist.all_reduce(x, op, group)
 
 
+def _router_not_summed(block: Any, *args: Any) -> dict[str, Any]:
+    splits = honest_splits(block, *args)
+    return splits | {name: Split() for name in splits if name.endswith(".gate.weight")}
+
+
+honest_splits = tensor._block_splits
+
 TIED = "gradients of a tied embedding"
+MIXTURES = "gradients of the router under sp", "a slice of the tokens for each rank's experts"
 # what is taken away: (layout that needs it, where, what, by what it is replaced)
 MUTATIONS: dict[str, tuple[str, Any, str, Any]] = {
     "gradients are sums, no means": ("zero2x2", zero.FSDPModule, "set_gradient_divide_factor", _nothing),
@@ -88,6 +97,9 @@ MUTATIONS: dict[str, tuple[str, Any, str, Any]] = {
                                       lambda self, *n: [float(x) for x in n]),
     "one gradient counted once": ("tp2", apply.Parallel, "copies", lambda self: {}),
     "other ranks read other sequences": ("dp2", mesh.World, "data_rank", property(lambda self: 0)),
+    MIXTURES[0]: ("tp2-sp", tensor, "_block_splits", _router_not_summed),
+    MIXTURES[1]: ("tp2", tensor, "_mixture_forward",
+                  lambda state, mlp, hidden: type(mlp).forward(mlp, hidden)),
     "clipping": ("zero3x2", Optimizer, "clip", _nothing),
 }  # fmt: skip
 IN_CI = [
@@ -109,6 +121,16 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Trained]:
     return folder, trained(folder, folder / "one", "mb4-ga4", "fp64")
 
 
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Trained]:
+    """A mixture of experts, and one rank's run; test_sparse_parity.py compares its layouts unchanged."""
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("mixture")
+    model = AutoModelForCausalLM.from_config(SPARSE["qwen3_moe"](vocab_size=301))
+    make_folder(folder, model, experts="eager")
+    return folder, trained(folder, folder / "one", "mb4-ga4", "fp64")
+
+
 @pytest.mark.all
 def test_unchanged_a_tied_embedding_agrees(tied: tuple[Path, Trained], tmp_path: Path) -> None:
     """The other layouts are compared unchanged in test_parity.py."""
@@ -121,8 +143,8 @@ def test_unchanged_a_tied_embedding_agrees(tied: tuple[Path, Trained], tmp_path:
 def test_without_it_the_comparison_fails(
     name: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if name == TIED:
-        data, expected = request.getfixturevalue("tied")
+    if name == TIED or name in MIXTURES:
+        data, expected = request.getfixturevalue("tied" if name == TIED else "mixture")
     else:
         data = request.getfixturevalue("folder")
         expected = request.getfixturevalue("reference")("fp64")

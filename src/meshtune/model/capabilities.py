@@ -78,6 +78,8 @@ def traits(model: PreTrainedModel) -> Traits:
     experts, apart = _experts(blocks)
     whole_heads = repeated_heads(model, split, kv_heads + 1) if split else frozenset()
     fused = fused_projections(model, split) if split else ()
+    # The first block that has a path: some have an mlp, others a mixture of experts
+    owners = {path: block for block in reversed([*blocks.children()]) for path, _ in block.named_modules()}
     return Traits(
         name=type(model).__name__,
         blocks=len(list(blocks.children())),
@@ -87,7 +89,7 @@ def traits(model: PreTrainedModel) -> Traits:
         heads_cut=cuts_heads({path: TENSOR_STYLES[word] for path, word in split.items()}, parts),
         heads_fused=any(each.rows.startswith(f"{parts.attention}.") for each in fused),
         cuts=tuple(
-            (weight_shape(blocks.get_submodule("0"), path)[dim], f"{('rows', 'columns')[dim]} of {path}")
+            (weight_shape(owners[path], path)[dim], f"{('rows', 'columns')[dim]} of {path}")
             for path, word in split.items()
             if (dim := TENSOR_STYLES[word].dim) is not None and path not in whole_heads
         ),

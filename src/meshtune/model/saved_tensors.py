@@ -8,7 +8,7 @@ keep all of it in memory.
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -30,7 +30,7 @@ from meshtune.model.fused import (
     flash_attention,
 )
 from meshtune.model.lora import Adapters
-from meshtune.model.tensor_plan import TENSOR_STYLES, tensor_plan
+from meshtune.model.tensor_plan import LATENT_WORDS, TENSOR_STYLES, cut_parts, is_mixture, tensor_plan
 from meshtune.model.watch import (
     ATEN_MATMULS,
     HEADS,
@@ -238,7 +238,9 @@ class SavedTensors:
         """Record a tensor that autograd saves; its pack hook."""
         part, key = self.part, self._key(tensor)
         self.last[self.block] = ""
-        if part in ("attention", "mlp"):
+        if part == "attention" and self.made.get(key, ("", None))[0] == "whole":  # a latent projection
+            part = "whole"
+        if part in ("attention", "mlp", "whole"):
             part = "entering" if key in self.part_inputs else "whole" if key in self.of_dropout else part
         self._record(tensor, part)
         return tensor
@@ -297,6 +299,8 @@ class SavedTensors:
     @contextmanager
     def watching(self, model: nn.Module, parts: Anatomy) -> Iterator[None]:
         """Keep `block` and `part` true while the model runs, by hooks on its blocks, attention and MLPs."""
+        plan = tensor_plan(model)
+        plan = {} if isinstance(plan, str) else plan
         with ExitStack() as stack:
 
             def hook(module: nn.Module, enter: Callable[..., None], leave: Callable[..., None]) -> None:
@@ -305,9 +309,19 @@ class SavedTensors:
 
             for name, block in model.get_submodule(parts.blocks).named_children():
                 hook(block, self._enter_block(f"{parts.blocks}.{name}"), self._leave_block)
+                apart = is_mixture(block, parts) and not cut_parts(block, parts, plan)[1:]
                 for part, path in (("attention", parts.attention), ("mlp", parts.mlp)):
                     if path:
-                        hook(block.get_submodule(path), partial(self._enter_part, part), self._leave_part)
+                        # What enters a mixture of experts is own tokens under tp, as all inside
+                        enter = partial(self._enter_part, part, own=apart and part == "mlp")
+                        hook(block.get_submodule(path), enter, self._leave_part)
+                for path in (path for path, _ in block.named_modules() if path in plan):
+                    if path.rpartition(".")[2] in LATENT_WORDS:  # whole on each rank of tp
+                        hook(
+                            block.get_submodule(path),
+                            partial(self._in, "whole"),
+                            partial(self._in, "attention"),
+                        )
             yield
 
     def _enter_block(self, path: str) -> Callable[..., None]:
@@ -330,9 +344,15 @@ class SavedTensors:
         """Note hidden states between two blocks, which each are compiled."""
         self.made[self._key(hidden)] = ("outside", None)
 
-    def _enter_part(self, part: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _enter_part(
+        self, part: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, own: bool = False
+    ) -> None:
         self.part = part
-        self.part_inputs = {self._key(t) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        tensors = [] if own else tree_leaves((args, kwargs))
+        self.part_inputs = {self._key(t) for t in tensors if isinstance(t, Tensor)}
+
+    def _in(self, part: str, *_: Any) -> None:
+        self.part = part
 
     def _leave_part(self, *_: Any) -> None:
         self.part = "outside"
@@ -397,14 +417,15 @@ def block_peaks(
         del out
         given[0] = given[0].detach().requires_grad_()
         hook.remove()
-        cuts = _cuts(model, parts, block)
+        plan = tensor_plan(model)
+        cuts = {} if isinstance(plan, str) else _cuts(plan, parts, block)
         passes = partial(_passes, block, *tree_unflatten(given, spec), hidden)
         saving = SavingBytes(tokens, rows, cuts)
         started, backward = passes(saving)
         gathered: tuple[BackwardBytes, ...] = ()
         if cuts and parts.attention and parts.mlp:
             sharded = SavingBytes(tokens, rows, cuts)
-            with _gathering(block, parts, sharded):
+            with _gathering([block.get_submodule(path) for path in cut_parts(block, parts, plan)], sharded):
                 _, gathered = passes(sharded)
     kept = started.minus(hidden)  # without the gradient
     # A second forward runs when the first saved tensor is needed, and ends once the last one has been saved.
@@ -451,10 +472,10 @@ def _passes(
     )
 
 
-def _cuts(model: PreTrainedModel, parts: Anatomy, block: nn.Module) -> dict[int, tuple[int | None, int]]:
-    """Return `LivingBytes.cuts` of the block's matrices; empty for a model that tp can't cut."""
-    plan, cuts = tensor_plan(model), {}
-    for path, word in plan.items() if isinstance(plan, dict) else ():
+def _cuts(plan: Mapping[str, str], parts: Anatomy, block: nn.Module) -> dict[int, tuple[int | None, int]]:
+    """Return `LivingBytes.cuts` of the block's matrices. plan: of `tensor_plan`."""
+    cuts = {}
+    for path, word in plan.items():
         kind = HEADS if parts.attention and path.startswith(f"{parts.attention}.") else MLP
         dim = TENSOR_STYLES[word].dim
         for name, parameter in block.named_parameters():
@@ -467,8 +488,8 @@ def _cuts(model: PreTrainedModel, parts: Anatomy, block: nn.Module) -> dict[int,
 
 
 @contextmanager
-def _gathering(block: nn.Module, parts: Anatomy, meter: LivingBytes) -> Iterator[None]:
-    """Gather what enters attention and MLP, and scatter what leaves them, as sequence parallelism does."""
+def _gathering(modules: Iterable[nn.Module], meter: LivingBytes) -> Iterator[None]:
+    """Gather what enters these modules, and scatter what leaves them, as sequence parallelism does."""
 
     def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         hidden, *others = args or (kwargs["hidden_states"],)
@@ -481,7 +502,7 @@ def _gathering(block: nn.Module, parts: Anatomy, meter: LivingBytes) -> Iterator
         return tree_unflatten(hidden, spec)
 
     with ExitStack() as stack:
-        for part in (block.get_submodule(parts.attention), block.get_submodule(parts.mlp)):
+        for part in modules:
             stack.callback(part.register_forward_pre_hook(enter, with_kwargs=True).remove)
             stack.callback(part.register_forward_hook(leave).remove)
         yield

@@ -9,7 +9,9 @@ heads. Where tp divides each of the projections, a rank takes its rows of each i
 """
 
 import copy
-from collections.abc import Mapping
+import inspect
+import re
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +42,8 @@ class TensorStyle:
     parts: tuple[int, ...] = ()  # rows of each of the projections that are fused in the matrix; (): it is one
 
 
-EXPERT_WORDS = ("moe_", "mla_", "packed_", "grouped_")  # of transformers' plans, that cut no dense matrix
+EXPERT_WORDS = ("moe_", "packed_", "grouped_")  # of transformers' plans, that cut no dense matrix
+EXPERTS = re.compile(r"(^|\.)experts(\.|$)")  # in the path of a mixture's routed experts and their weights
 TENSOR_STYLES = {
     "colwise": TensorStyle(0),
     "colwise_gather_output": TensorStyle(0, whole=True),
@@ -49,14 +52,25 @@ TENSOR_STYLES = {
     "rowwise_split_input": TensorStyle(1, whole=True),
     "rowwise_rep": TensorStyle(1, whole=True),
     "replicated_with_grad_allreduce": TensorStyle(None),
+    "mla_kv_a_proj": TensorStyle(None),
+}
+# Words that transformers' plans leave out, by the name in attention. Latent projections (DeepSeek's MLA) and
+# their norms are whole on each rank, which uses them for its own heads.
+LATENT_WORDS = dict.fromkeys(
+    ("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm"), "replicated_with_grad_allreduce"
+)
+# Where a plan has no word for attention, as those of DeepSeek-V3 and GPT-OSS
+ATTENTION_WORDS = LATENT_WORDS | {
+    "o_proj": "rowwise",
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "sinks"), "colwise"),
 }
 
 
 def tensor_plan(model: PreTrainedModel) -> dict[str, str] | str:
     """Return transformers' plan for the blocks: module inside a block -> word of TENSOR_STYLES.
 
-    Or a sentence, the reason why a model can't be sharded by it: the plan is missing, needs what we don't
-    have (experts, packed or latent projections), or leaves the gradient of some parameter undefined.
+    Or a sentence, the reason why a model can't be sharded by it: the plan is missing, has experts outside the
+    mlp, or leaves the gradient of some parameter undefined. Those inside stay whole.
     Embedding and head are not in it: every family has them sharded along the vocabulary. Call it on a whole
     model.
     """
@@ -89,13 +103,41 @@ def head_parameters(model: PreTrainedModel) -> frozenset[str]:
 
 
 def _words(model: PreTrainedModel, parts: Anatomy) -> dict[str, str]:
-    """Return the plan's word of each path inside a block, whether the block has it or not."""
-    plan = model.config.get_text_config().base_model_tp_plan or {}
+    """Return the plan's word of each path inside a block, whether the block has it or not; also those that
+    the plan leaves out of attention.
+    """
+    plan = model.config.get_text_config().base_model_tp_plan
+    if not plan:
+        return {}
     inside = f"{parts.blocks.removeprefix(f'{parts.body}.')}.*."
     words = {path.removeprefix(inside): word for path, word in plan.items() if path.startswith(inside)}
     if words.get(parts.attention) == "local_params":  # its own parameters; each has a word
         del words[parts.attention]
-    return words
+    own = f"{parts.attention}.", f"{parts.mlp}."
+    named = any(path.startswith(own[0]) for path in words)
+    more = LATENT_WORDS if named else ATTENTION_WORDS
+    words = {
+        path: word for path, word in words.items() if not (path.startswith(own[1]) and EXPERTS.search(path))
+    }
+    return {f"{own[0]}{name}": word for name, word in more.items()} | words
+
+
+def is_mixture(block: nn.Module, parts: Anatomy) -> bool:
+    """True if the block's mlp is a mixture of experts. It runs on each tp rank's own tokens, and every rank
+    has all routed experts.
+    """
+    mlp = block._modules.get(parts.mlp)
+    return mlp is not None and any(EXPERTS.search(path) for path, _ in mlp.named_modules())
+
+
+def cut_parts(block: nn.Module, parts: Anatomy, words: Collection[str]) -> list[str]:
+    """Return the paths of the modules in a block that have a part of their matrices on each rank, and so take
+    the tokens of all ranks: attention and mlp, or attention and shared experts. words: paths that have one.
+    """
+    if not is_mixture(block, parts):
+        return [parts.attention, parts.mlp]
+    inside = [path for path, _ in block.named_modules() if path.startswith(f"{parts.mlp}.") and path in words]
+    return [parts.attention, *dict.fromkeys(path.rpartition(".")[0] for path in inside)]
 
 
 @dataclass(frozen=True)
@@ -184,7 +226,8 @@ def _family_problem(model: PreTrainedModel, parts: Anatomy, words: Mapping[str, 
     if not words:
         return "transformers has no plan for this family"
     if unknown := sorted(set(words.values()) - set(TENSOR_STYLES)):
-        return f"its plan needs {', '.join(unknown)}, and only dense blocks are cut"
+        lie = "its experts lie outside its mlp, and " * all(word.startswith(EXPERT_WORDS) for word in unknown)
+        return f"{lie}its plan needs {', '.join(unknown)}"
     if parts.attention_problem:
         return parts.attention_problem
     if not parts.mlp or not parts.norm:
@@ -203,7 +246,11 @@ def _block_problem(block: nn.Module, parts: Anatomy, words: Mapping[str, str]) -
     """
     modules = dict(block.named_modules())
     owners = [path for path, module in modules.items() if any(True for _ in module.parameters(recurse=False))]
-    for part in (parts.attention, parts.mlp):
+    if is_mixture(block, parts) and (
+        reason := _mixture_problem(block.get_submodule(parts.mlp), words, parts.mlp)
+    ):
+        return reason
+    for part in cut_parts(block, parts, words):
         inside = [path for path in owners if path.startswith(f"{part}.")]
         styles = {path: TENSOR_STYLES[words[path]] for path in inside if path in words}
         if not {0, 1} <= {style.dim for style in styles.values()}:
@@ -221,6 +268,14 @@ def _block_problem(block: nn.Module, parts: Anatomy, words: Mapping[str, str]) -
     prefixes = (f"{parts.attention}.", f"{parts.mlp}.")
     outside = [path for path in owners if path in words and not path.startswith(prefixes)]
     return f"its plan cuts {outside[0]}, outside attention and mlp" if outside else None
+
+
+def _mixture_problem(mlp: nn.Module, words: Mapping[str, str], path: str) -> str | None:
+    """Return why a mixture of experts can't run on a rank's own tokens; None if it can."""
+    if len(inspect.signature(mlp.forward).parameters) > 1:
+        return f"{path} takes more than hidden states"
+    direct = [name for name, _ in mlp.named_children() if f"{path}.{name}" in words]
+    return f"its plan cuts {path}.{direct[0]}, next to experts" if direct else None
 
 
 # fused projections #

@@ -11,7 +11,9 @@ parallelism (sp): the activations between them are cut along the sequence.
 
 (Shoeybi et al. 2019, arXiv:1909.08053; sp: Korthikanti et al. 2022, arXiv:2205.05198.) A matrix before `│` is
 cut by its rows, one after it by its columns. Which module is which comes from the family's own plan in
-transformers (`anatomy.tensor_plan`); embedding and head are cut along the vocabulary.
+transformers (`anatomy.tensor_plan`); embedding and head are cut along the vocabulary. A mixture of experts
+runs on each rank's own tokens, without sp on a slice of them: every rank has all routed experts and their
+router, and shared experts are cut as an mlp is.
 
 The model keeps its modules and names. A cut parameter becomes a plain tensor, this rank's shard;
 `split_model` returns how each was cut. Some gradients are parts of a sum over the ranks (`Split.partial`): of
@@ -31,6 +33,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -40,8 +43,10 @@ from meshtune.model.capabilities import traits
 from meshtune.model.lora import without_bias
 from meshtune.model.tensor_plan import (
     TensorStyle,
+    cut_parts,
     cuts_heads,
     head_parameters,
+    is_mixture,
     repeated_heads,
     take_heads,
     tensor_plan,
@@ -61,6 +66,7 @@ from meshtune.placement.rules import tensor_problems
 from meshtune.placement.split import Split, piece, pieces
 
 SEQUENCE, FEATURES = 1, 2  # dimensions of hidden states [batch, seq, hidden]
+LARGE = 2**22  # elements of a gradient that is summed over tp apart from others
 
 
 @dataclass(frozen=True)
@@ -99,12 +105,12 @@ class _TensorState:
     def enter(self, hidden: Tensor) -> Tensor:
         """Hidden states of all tokens, for attention, mlp and head; gradients are summed over ranks."""
         pair = (all_gather, reduce_scatter) if self.sequence else (identity, all_reduce)
-        return exchange(hidden, self.tp, SEQUENCE, *pair)
+        return exchange(hidden, self.tp, _tokens(hidden), *pair)
 
     def leave(self, addend: Tensor) -> Tensor:
         """Sum of the ranks' addends to the hidden states; with sp this rank's tokens of it."""
         pair = (reduce_scatter, all_gather) if self.sequence else (all_reduce, identity)
-        return exchange(addend, self.tp, SEQUENCE, *pair)
+        return exchange(addend, self.tp, _tokens(addend), *pair)
 
     def reseed(self, *, per_rank: bool) -> None:
         """Seed the generators for what follows in the block: differently on each tp rank, or equally."""
@@ -112,6 +118,11 @@ class _TensorState:
             self.reseeds += 1
             # A tuple's hash mixes all bits, and is not salted as a string's would be.
             _seed(hash((self.seed, self.reseeds, self.tp.index + 1 if per_rank else 0)))
+
+
+def _tokens(hidden: Tensor) -> int:
+    """Dimension along which tokens are cut: of [batch, seq, hidden], or of [tokens, hidden] in a mixture."""
+    return hidden.dim() - 2
 
 
 def _enter_part(
@@ -130,8 +141,27 @@ def _regathering_forward(state: _TensorState, part: nn.Module, *args: Any, **kwa
     shard = args[0] if args else kwargs["hidden_states"]
     args, kwargs = _enter_part(state, part, args, kwargs)
     whole = args[0] if args else kwargs["hidden_states"]
-    with saving_shards(whole, shard, state.tp, SEQUENCE):
+    with saving_shards(whole, shard, state.tp, _tokens(shard)):
         return type(part).forward(part, *args, **kwargs)
+
+
+def _mixture_forward(state: _TensorState, mlp: nn.Module, hidden_states: Tensor) -> Any:
+    """Forward of a mixture of experts without sp: on this rank's slice of the tokens, as under sp. The slices
+    of the output are gathered; a sequence that tp does not divide is padded.
+    """
+    tokens = hidden_states.shape[SEQUENCE]
+    padded = F.pad(hidden_states, (0, 0, 0, -tokens % state.tp.size))
+    own = exchange(padded, state.tp, SEQUENCE, take_shard, all_gather)
+    state.reseed(per_rank=True)
+    state.sequence = True
+    try:
+        out = type(mlp).forward(mlp, own)
+    finally:
+        state.sequence = False
+    state.reseed(per_rank=False)
+    first, *more = out if isinstance(out, tuple) else (out,)
+    whole = exchange(first.view_as(own), state.tp, SEQUENCE, all_gather, take_shard)[:, :tokens]
+    return (whole, *more) if more else whole
 
 
 def _after_blocks(state: _TensorState, block: nn.Module, args: tuple, out: Any) -> None:
@@ -192,6 +222,14 @@ class _Repeated(_Cut):
         out = super().forward(x)
         state.reseed(per_rank=True)
         return out.chunk(kv_heads, dim=-1)[state.tp.index * kv_heads // state.tp.size]
+
+
+class _Latent(_Cut):
+    """A linear layer that is whole on every rank: the latents of all tokens, for each rank's heads."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.tensor_state.reseed(per_rank=False)
+        return super().forward(x)
 
 
 class _Columns(_Cut):
@@ -367,15 +405,21 @@ def _block_splits(
     number of key-value heads; sequence: with sequence parallelism.
     """
     parts = (f"{anatomy.attention}.", f"{anatomy.mlp}.")
-    # Modules that the plan does not name run where all ranks have the same whole activations.
-    splits = {name: Split() for name, _ in block.named_parameters() if name.startswith(parts)}
+    # Modules that the plan does not name run where all ranks have the same whole activations; in a mixture of
+    # experts on own tokens.
+    own = parts[1:] if is_mixture(block, anatomy) else ()
+    splits = {
+        name: Split(partial=name.startswith(own))
+        for name, _ in block.named_parameters()
+        if name.startswith(parts)
+    }
     for path, module in block.named_modules():
         if path in styles:
             style = styles[path]
             if style.dim is None or path in repeated:
                 splits |= {f"{path}.{name}": Split(partial=True) for name, _ in module.named_parameters()}
             else:
-                splits |= _named_splits(path, module, _linear_splits(style, sequence))
+                splits |= _named_splits(path, module, _linear_splits(style, sequence or path.startswith(own)))
     return splits
 
 
@@ -423,16 +467,20 @@ def _cut_block(
         if path in repeated:
             vars(module)["kv_heads"] = kv_heads
             _cut_linear(module, _Repeated, state, styles[path])
-        elif path in styles and (style := styles[path]).dim is not None:
-            _cut_linear(module, (_Rows, _Columns)[style.dim], state, style)
+        elif path in styles and isinstance(module, nn.Linear):
+            style = styles[path]
+            _cut_linear(module, {0: _Rows, 1: _Columns, None: _Latent}[style.dim], state, style)
             if style.dim == 1 and "lora_all_reduce" in vars(module):
                 vars(module)["lora_all_reduce"] = partial(all_reduce, axis=state.tp, dim=0)
     attention: Any = block.get_submodule(anatomy.attention)
-    for part in (attention, block.get_submodule(anatomy.mlp)):
+    for part in map(block.get_submodule, cut_parts(block, anatomy, styles)):
         if state.regather:
             part.forward = partial(_regathering_forward, state, part)
         else:
             part.register_forward_pre_hook(partial(_enter_part, state), with_kwargs=True)
+    if is_mixture(block, anatomy) and not state.sequence:
+        mlp = block.get_submodule(anatomy.mlp)
+        mlp.forward = partial(_mixture_forward, state, mlp)
     if cuts_heads(styles, anatomy) and "num_key_value_groups" in vars(attention):
         attention.num_key_value_groups = query_heads // state.tp.size // max(1, kv_heads // state.tp.size)
     if any(style.parts for path, style in styles.items() if path.startswith(f"{anatomy.attention}.")):
@@ -467,17 +515,24 @@ def _cut_parameters(model: nn.Module, splits: Mapping[str, Split], tp: Axis) -> 
 
 @torch.no_grad()
 def reduce_partial(gradients: Sequence[Tensor], tp: Axis) -> None:
-    """Sum gradients of `Split.partial` parameters over the ranks, in place: one all-reduce for each dtype,
-    bf16 in fp32.
+    """Sum gradients of `Split.partial` parameters over the ranks, in place: one all-reduce for each dtype and
+    for each large one (of experts), bf16 in fp32.
 
     gradients: plain tensors, in the same order on every rank. Call it once an optimizer step.
     """
     if tp.size == 1:
         return
-    for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
-        alike = [gradient for gradient in gradients if gradient.dtype == dtype]
-        flat = torch.cat([gradient.flatten() for gradient in alike])
-        flat = flat.to(torch.promote_types(dtype, torch.float32))
+    large = [gradient for gradient in gradients if gradient.numel() >= LARGE]
+    small: dict[torch.dtype, list[Tensor]] = {}
+    for gradient in gradients:
+        if gradient.numel() < LARGE:
+            small.setdefault(gradient.dtype, []).append(gradient)
+    for alike in (*([gradient] for gradient in large), *small.values()):
+        wide = torch.promote_types(alike[0].dtype, torch.float32)
+        if len(alike) == 1 and alike[0].dtype == wide and alike[0].is_contiguous():
+            dist.all_reduce(alike[0], group=tp.group)  # without a copy
+            continue
+        flat = torch.cat([gradient.flatten() for gradient in alike]).to(wide)
         dist.all_reduce(flat, group=tp.group)
         for gradient, summed in zip(alike, flat.split([g.numel() for g in alike]), strict=True):
             gradient.copy_(summed.view_as(gradient))

@@ -124,6 +124,11 @@ class Parameter:
         return math.prod(self.shape)
 
     @property
+    def experts(self) -> bool:
+        """True for a matrix of a block's mlp that tp does not cut: of routed experts, or of their router."""
+        return self.kind == "mlp" and self.cut is None and len(self.shape) > 1
+
+    @property
     def in_4_bits(self) -> bool:
         """True if method=qlora holds it in 4 bits where it is a block's."""
         from meshtune.precision import SCALE_BLOCK  # here: chains of imports stay short
@@ -238,6 +243,22 @@ class Block:
     saved: tuple[tuple[int, SavedBytes], ...] = ()
     # The same with one row a micro-batch, where it differs: scores may need copies of several rows
     saved_of_one_row: tuple[tuple[int, SavedBytes], ...] = ()
+
+    @property
+    def mixture(self) -> bool:
+        """True for a mixture of experts: each of tp's ranks has all of them, for a part of the tokens."""
+        return any(p.experts for p in self.parameters)
+
+    @property
+    def cuts_mlp(self) -> bool:
+        """True if tp cuts the mlp, or in a mixture of experts its shared experts."""
+        return any(p.kind == "mlp" and p.cut is not None for p in self.parameters)
+
+    @property
+    def leaves_last(self) -> bool:
+        """True if all is saved once tp is to sum the outputs of the block's last matrix."""
+        lasts = {saved.last for _, saved in self.saved}
+        return not self.mixture or any(p.name in lasts and p.cut == 1 for p in self.parameters)
 
     @property
     def whole_heads(self) -> tuple[int, ...] | None:

@@ -7,6 +7,7 @@
 
 import math
 import operator
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -132,6 +133,29 @@ def _cores(block: Block, tp: int) -> list[Attention]:
     ]
 
 
+def _exchanges(block: Block, layout: Layout, *, again: bool) -> Counter[str]:
+    """Collectives of hidden states over tp in one block and one micro-batch, by operation.
+
+    Each part that is cut is entered and left, forward and backward. A mixture of experts has each rank's own
+    tokens: without sp it takes a slice of them, and gathers its output, and in the backward both gradients.
+    again: the block recomputes.
+    """
+    inside = int(block.cuts_mlp)  # the mlp, or shared experts
+    inside_again = again * (inside - block.leaves_last)  # left again
+    if layout.sp:
+        entered_again = (1 + inside) * (again or layout.sp_regather)
+        left_again = again + inside_again
+        parts = 2 * (1 + inside)
+        return Counter(all_gather=parts + entered_again, reduce_scatter=parts + left_again)
+    if not block.mixture:
+        return Counter(all_reduce=4 + again + inside_again)
+    return Counter(
+        all_reduce=2 + again,
+        all_gather=2 + inside * (2 + again),
+        reduce_scatter=2 * inside + inside_again,
+    )
+
+
 def tensor_collectives(
     census: Census,
     layout: Layout,
@@ -145,14 +169,14 @@ def tensor_collectives(
 
     With frozen weights there are fewer: below the lowest trainable parameter there is no backward. Not
     counted: a few numbers per token for the loss, and once a step the gradients of what every rank holds
-    whole. Nothing without tp.
+    whole, but for experts. Nothing without tp.
 
     stages, blocks (of each stage), units (shapes after tp): of the rank. token_bytes: bytes of one feature of
     all tokens that the rank has of a micro-batch (after cp, before sp).
     """
     if layout.tp == 1:
         return
-    steps, count_of_blocks = layout.gradient_accumulation_steps, sum(map(len, blocks))
+    steps = layout.gradient_accumulation_steps
     hidden = token_bytes * census.hidden
     ends = (0 in stages) + (layout.stages - 1 in stages)  # after the lookup, before the head
     # Attention and mlp are entered and left, forward and backward. What runs again ends with the last matrix:
@@ -160,14 +184,15 @@ def tensor_collectives(
     # regather enters both once more, separately.
     whole = layout.recompute in BY_BLOCK
     again = [block for stage in recomputed(layout, blocks) for block in stage] if whole else []
-    if layout.sp:
-        entered_again = count_of_blocks if layout.sp_regather else len(again)
-        for op, more in (("all_gather", 2 * entered_again), ("reduce_scatter", len(again))):
-            count = steps * (4 * count_of_blocks + more + ends)
-            yield Collective("tp", op, "hidden states", count, count * hidden)
-    else:
-        count = steps * (4 * count_of_blocks + len(again) + ends)
-        yield Collective("tp", "all_reduce", "hidden states", count, count * hidden)
+    counts = Counter(dict.fromkeys(("all_gather", "reduce_scatter") if layout.sp else ("all_reduce",), ends))
+    for number in (number for stage in blocks for number in stage):
+        counts += _exchanges(census.blocks[number], layout, again=number in again)
+    for op, count in counts.items():
+        yield Collective("tp", op, "hidden states", steps * count, steps * count * hidden)
+    experts = sum(math.prod(s) for unit in units for s, p in unit.parameters if p.experts and p.trainable)
+    if experts:  # each rank's tokens', summed in fp32
+        size = 4 * experts // (layout.shard_ranks if layout.zero else 1)
+        yield Collective("tp", "all_reduce", "gradients", 1, size)
     parameters_again = {p for block in again for p in census.blocks[block].parameters}
     widths = [
         p.shape[cut]

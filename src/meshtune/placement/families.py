@@ -21,9 +21,8 @@ KINDS = {
         "`model.attention=auto`, without cp."
     ),
     "experts": (
-        "transformers' tensor plan has words for experts (`moe_tp_experts`) or latent attention "
-        "(`mla_kv_a_proj`). meshtune cuts dense blocks only; cutting these is planned together with expert "
-        "parallelism. dp and ZeRO work; pp and cp where the row names them."
+        "Its experts lie outside the MLP of its blocks, where tp does not find them. dp and ZeRO work; pp "
+        "and cp where the row names them."
     ),
     "tensor": (
         "transformers has no tensor plan for the family, or one that leaves gradients undefined, or some of "

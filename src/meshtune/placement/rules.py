@@ -122,6 +122,8 @@ def rules(
         yield _whole_tensors(optimizer)
     if step_in_backward:
         yield from _IN_BACKWARD
+        if traits.experts:
+            yield _EXPERTS_IN_BACKWARD
     if tiled:
         yield from _tiles(traits)
 
@@ -456,6 +458,15 @@ _IN_BACKWARD = (
             "shards, FSDP2 keeps every gradient until the backward ends, and nothing would be saved; use "
             f"zero{layout.zero} over all data ranks, or dp, or leave train.step_in_backward out."
         ),
+    ),
+)
+
+_EXPERTS_IN_BACKWARD = Rule(
+    "train.step_in_backward saves nothing in experts whose gradients tp sums",
+    lambda layouts: layouts.tp > 1,
+    lambda layout: (
+        f"train.step_in_backward = true with {layout}: gradients of experts are summed over tp once the "
+        "backward has ended, and nothing would be saved; leave tp or train.step_in_backward out."
     ),
 )
 

@@ -50,7 +50,7 @@ class Gemm:
     rows: Number  # output features
     cols: Number  # input features
     count: Number = 1.0  # of them in an average block
-    cut: str = ""  # what tensor parallelism cuts, "rows" or "cols"; "": nothing
+    cut: str = ""  # what tensor parallelism cuts, "rows", "cols", of experts "tokens"; "": nothing
     trainable: Number = 1.0  # share of them whose weight needs a gradient, 0 to 1
     input_gradient: Number = 1.0  # share of them whose input needs a gradient, 0 to 1
     adapter: str = ""  # which matrix of a LoRA pair: "A", "B"; "": none
@@ -94,6 +94,7 @@ class Weight:
     matrix: bool = False  # in a block, and census.is_matrix
     in_4_bits: bool = False  # as in Parameter
     held: Number = 1.0  # its bytes over those that it has in the dtype of the passes
+    experts: bool = False  # as in Parameter
 
     @property
     def elements(self) -> Number:
@@ -185,6 +186,10 @@ class Work:
     # Of preferences (objectives.py):
     embedded: Number = 0.0  # rows of the embedding where the head's outputs are others; 0: `vocabulary`
     head_forwards: float = 1.0  # of a labelled token; 2: a loss of whole documents needs all logits first
+    entered: Number = (
+        2.0  # parts of an average block whose matrices tp cuts: attention, mlp or shared experts
+    )
+    mixtures: Number = 0.0  # share of the blocks that are mixtures of experts
     mismatched: float = 0.0  # forwards without gradients over a step's micro-batches before its backwards
 
     @classmethod
@@ -192,7 +197,10 @@ class Work:
         """The work of a model whose numbers the census has."""
         n = len(census.blocks)
         cuts = {
-            p.name: ("rows", "cols")[p.cut] for b in census.blocks for p in b.parameters if p.cut in (0, 1)
+            p.name: "tokens" if p.experts else ("rows", "cols")[p.cut or 0]
+            for b in census.blocks
+            for p in b.parameters
+            if p.cut in (0, 1) or p.experts
         }
         fitting = {p.name for b in census.blocks for p in b.parameters if p.in_4_bits}
         fp8 = {p.name for b in census.blocks for p in b.parameters if p.fp8}
@@ -253,6 +261,8 @@ class Work:
             traced=_traced(census.blocks, [block.saved for block in census.blocks], masked=masked),
             traced_of_one_row=_traced(census.blocks, [block.saved_of_one_row for block in census.blocks]),
             backward=sum(_has_backward(block) for block in census.blocks) / n,
+            entered=1 + sum(block.cuts_mlp or not block.mixture for block in census.blocks) / n,
+            mixtures=sum(block.mixture for block in census.blocks) / n,
             ends=dict(census.ends),
             whole_heads=next((b.whole_heads for b in census.blocks if b.attention), None),
         )
@@ -287,7 +297,7 @@ class Work:
     def trained_mlp(self, tp: Number) -> Number:
         """Trained elements of an average block's MLP on a tensor-parallel rank; vectors are left out."""
         return sum(
-            gemm.rows * gemm.cols * gemm.count * gemm.trainable / (tp if gemm.cut else 1)
+            gemm.rows * gemm.cols * gemm.count * gemm.trainable / (tp if gemm.cut in ("rows", "cols") else 1)
             for gemm in self.matrices
             if gemm.mlp
         )
@@ -295,6 +305,19 @@ class Work:
     def head_shards(self, tp: Number) -> Number:
         """Ranks of `tp` that share out a block's attention heads; 1 where each computes all of them."""
         return head_shards(self.whole_heads, tp)
+
+    def times_ranks(self, tp: Number) -> tuple[Number, Number]:
+        """Elements of an average block on a tensor-parallel rank, which has all experts, times `tp`: (by the
+        bytes that they take, those that are trained).
+        """
+        experts = sum(weight.elements * weight.held for weight in self.block_weights if weight.experts)
+        held = self.held_block_parameters + (tp - 1) * experts
+        return held, self.trained_block_parameters + (tp - 1) * self.trained_experts
+
+    @property
+    def trained_experts(self) -> Number:
+        """Trained elements of an average block that every tensor-parallel rank has, for its own tokens."""
+        return sum(weight.elements * weight.trainable for weight in self.block_weights if weight.experts)
 
     @property
     def block_parameters(self) -> Number:
@@ -476,10 +499,21 @@ def _weights(parameters: Iterable[Parameter], in_blocks: int = 0) -> tuple[Weigh
             p.trainable,
             in_blocks > 0 and is_matrix(p.name, p.shape),
             in_blocks > 0 and p.in_4_bits,
+            in_blocks > 0 and p.experts,
         )
         for p in parameters
     )
     return tuple(
-        Weight(rows, cols, count / (in_blocks or 1), cut, heads, float(trainable), matrix, in_4_bits)
-        for (rows, cols, cut, heads, trainable, matrix, in_4_bits), count in alike.items()
+        Weight(
+            rows,
+            cols,
+            count / (in_blocks or 1),
+            cut,
+            heads,
+            float(trainable),
+            matrix,
+            in_4_bits,
+            experts=experts,
+        )
+        for (rows, cols, cut, heads, trainable, matrix, in_4_bits, experts), count in alike.items()
     )

@@ -241,10 +241,9 @@ def test_the_plan_names_what_is_there_inside_a_block():
 NO_PLAN = {
     "opt": "no plan for this family",
     "falcon": "no plan for this family",
-    "mixtral": "its plan needs .*, and only dense blocks",
+    "granitemoe": "its experts lie outside its mlp",
     "apertus": "its plan leaves out mlp.act_fn",  # an activation with parameters, on cut features
     "phi": "its plan leaves out self_attn.q_layernorm",
-    "youtu": "its plan leaves out self_attn",
 }
 
 

@@ -128,7 +128,7 @@ def kept_outputs(
     flex: as in Accounting; nothing is saved of the cores that it runs. tiled: the MLP runs in tiles.
     """
     sizes = [
-        (matrix.cut == "rows", matrix.count * matrix.rows * (1 - tiled * matrix.mlp))
+        (matrix.cut in ("rows", "tokens"), matrix.count * matrix.rows * (1 - tiled * matrix.mlp))
         for matrix in work.matrices
     ]
     cut, uncut = (sum(size for by_rows, size in sizes if by_rows == rows) for rows in (True, False))
@@ -173,8 +173,8 @@ def output_gradients(step: Step) -> Number:
     norms where they are multiplied with the weight.
     """
     work, element, shards = step.work, step.accounting.element, step.sequence_shards
-    cut = sum(matrix.count * matrix.rows for matrix in work.matrices if matrix.cut == "rows")
-    uncut = sum(matrix.count * matrix.rows for matrix in work.matrices if matrix.cut != "rows")
+    cut = sum(matrix.count * matrix.rows for matrix in work.matrices if matrix.cut in ("rows", "tokens"))
+    uncut = sum(matrix.count * matrix.rows for matrix in work.matrices) - cut
     norms = work.norms * norm_gradient(work, element) / shards
     return step.tokens * (element * (cut / step.layouts.tp + uncut / shards) + norms)
 

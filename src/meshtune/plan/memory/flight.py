@@ -257,7 +257,7 @@ def block_passes(step: Step, block: BlockBytes, output_gradient: Number) -> Bloc
         size = step.tokens * (time.outside / step.sequence_shards + time.whole + inside)
         return size - step.hidden + output_gradient + made_again
 
-    own = step.work.trained_block_parameters / layouts.tp * accounting.precision.gradient
+    own = step.work.times_ranks(layouts.tp)[1] / layouts.tp * accounting.precision.gradient
     left, later = step.leaves_gradients * own, attention_made_later(step)
     fullest: list[tuple[Number, Number]] = []  # without sp, and with it
     for some in (peaks.backward, peaks.gathered or peaks.backward):

@@ -110,7 +110,9 @@ def tensor_collectives(work: Work, layouts: Columns, machine: Machine, seq_len: 
     Two in the forward, two in the backward, two more where the backward repeats the forward (Shoeybi et al.
     2019, arXiv:1909.08053, section 3). With sp, an all-gather and a reduce-scatter in place of each
     (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2). Where every rank computes all heads,
-    all-gathers of queries, keys and values too, and of the gradient of the core's output.
+    all-gathers of queries, keys and values too, and of the gradient of the core's output. A mixture of
+    experts has each rank's own tokens: shared experts are entered and left, and without sp its output and the
+    gradient of its input are gathered.
     """
     token_bytes = machine.element * layouts.rank_tokens(seq_len)
     hidden_bytes = token_bytes * work.hidden
@@ -135,7 +137,8 @@ def tensor_collectives(work: Work, layouts: Columns, machine: Machine, seq_len: 
         machine, token_bytes * (runs * entering + outputs), layouts.tp, in_node, count=3 * runs + 1
     )
     features = np.where(work.head_shards(layouts.tp) < layouts.tp, features, 0.0)
-    return 2 * all_reduce * (2 + repeated) + 3 * (tiles - 1) * short + features
+    parts = work.entered + np.where(layouts.sp > 0, 0.0, 0.5 * work.mixtures)
+    return parts * all_reduce * (2 + repeated) + 3 * (tiles - 1) * short + features
 
 
 def regathering(work: Work, layouts: Columns, machine: Machine, seq_len: Number) -> Number:
@@ -189,9 +192,10 @@ def shard_collectives(
     """
     shards = layouts.shard_ranks
     in_node = ranks_in_node(shards, layouts.tp, machine)
-    weights = work.held_block_parameters / layouts.tp / machine.shard_share
+    held, trained = work.times_ranks(layouts.tp)
+    weights = held / layouts.tp / machine.shard_share
     gather = ring_collectives(machine, machine.weight_bytes * weights, shards, in_node)
-    trained = work.trained_block_parameters / layouts.tp / machine.shard_share
+    trained = trained / layouts.tp / machine.shard_share
     scatter = ring_collectives(machine, machine.scatter_bytes * trained, shards, in_node)
     beside_backward = np.where(layouts.zero == 3, gather + scatter, np.where(layouts.zero == 2, scatter, 0.0))
     in_forward = exposed(machine, forward, gather, machine.shard_overlap)
@@ -204,7 +208,7 @@ def shard_collectives(
 
 def trained_on_rank(work: Work, layouts: Columns) -> Number:
     """Trained elements of a rank after tp and pp, before ZeRO; in a pipeline, with embedding or head."""
-    blocks = work.blocks / layouts.pp * work.trained_block_parameters
+    blocks = work.blocks / layouts.pp * work.times_ranks(layouts.tp)[1]
     return (blocks + outside_blocks(work, layouts) * work.trained_outside) / layouts.tp
 
 
@@ -237,7 +241,7 @@ def gradient_collectives(work: Work, layouts: Columns, machine: Machine, block: 
     zero, blocks = layouts.zero, work.blocks / layouts.pp
     shards, outside = layouts.shard_ranks, outside_blocks(work, layouts)
     shards_in_node = ranks_in_node(shards, layouts.tp, machine)
-    whole = (work.blocks * work.held_block_parameters / layouts.pp + outside) / layouts.tp
+    whole = (work.blocks * work.times_ranks(layouts.tp)[0] / layouts.pp + outside) / layouts.tp
     trained = trained_on_rank(work, layouts)
     replicas = np.where(zero > 0, layouts.dp_replicate, layouts.parameter_ranks)
     stride = layouts.tp * np.where(zero > 0, shards, 1.0)
@@ -274,6 +278,14 @@ def gradient_collectives(work: Work, layouts: Columns, machine: Machine, block: 
     root_scatter = ring_collectives(machine, root_gradients, shards, shards_in_node)
     of_root = root_gather(work, layouts, machine) + np.where(zero >= 2, root_scatter, 0.0)
     return reducing - hidden + gathered_once + layouts.gradient_accumulation_steps * of_root
+
+
+def expert_gradients(work: Work, layouts: Columns, machine: Machine) -> Number:
+    """Seconds per step to sum the gradients of experts over tp's ranks, each of which has its own tokens'."""
+    trained = work.blocks / layouts.pp * work.trained_experts
+    shard = trained / np.where(layouts.zero > 0, layouts.shard_ranks, 1.0)
+    in_node = ranks_in_node(layouts.tp, 1.0, machine)
+    return tree_all_reduce(machine, machine.gradient_bytes * shard, layouts.tp, in_node)
 
 
 def optimizer_update(work: Work, layouts: Columns, machine: Machine) -> Number:

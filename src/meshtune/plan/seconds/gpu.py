@@ -67,6 +67,7 @@ def matrix_passes(machine: Machine, tokens: Number, gemm: Gemm, tp: Number) -> t
     in the kernels that inductor writes for a block of Llama 3.1 8B, in meshtune dryrun: 1 % fewer bytes than
     there in the forward, 8 % fewer in the backward.
     """
+    tokens = tokens / tp if gemm.cut == "tokens" else tokens
     rows = gemm.rows / tp if gemm.cut == "rows" else gemm.rows
     cols = gemm.cols / tp if gemm.cut == "cols" else gemm.cols
     fastest = machine.fp8_matmul_max if gemm.fp8 and np.any(machine.fp8_matmul_max) else None
@@ -234,12 +235,11 @@ def block_compute(
     matmul_forward = sum(forward for forward, _, _ in matmuls)
     attention_forward = sum(forward for forward, _ in cores)
     in_block, in_block_backward = elementwise(machine, tokens, work, layouts)
-    gathering, scattering = shard_copies(
-        machine, work.held_block_parameters, work.trained_block_parameters, layouts
-    )
+    held, trained = work.times_ranks(layouts.tp)
+    gathering, scattering = shard_copies(machine, held, trained, layouts)
     of_adapters, of_adapters_backward = adapter_sums(machine, tokens, work, layouts)
     elementwise_forward = in_block + of_adapters
-    gradients = work.trained_block_parameters / layouts.tp
+    gradients = trained / layouts.tp
 
     matmuls_again = np.where(layouts.recomputation("keeps_matmuls"), machine.selective, 0.0)
     matmuls_again = np.where(layouts.recomputation("matmuls"), 1.0, matmuls_again)
@@ -301,7 +301,8 @@ def shard_copies(
     copied into the buffer of a reduce-scatter, in the dtype of their sum, and its results are added up.
     ZeRO-3 gathers in the forward and in the backward, ZeRO-1 and -2 once a step.
 
-    whole, trained: elements before tp and ZeRO. again: whether ZeRO-3 gathers in the backward too.
+    whole, trained: elements of a rank before ZeRO, times tp. again: whether ZeRO-3 gathers in the backward
+    too.
     """
     steps, shards = layouts.gradient_accumulation_steps, layouts.shard_ranks
     element, summed = machine.element, machine.scatter_bytes

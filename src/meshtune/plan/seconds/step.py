@@ -20,7 +20,12 @@ import numpy as np
 
 from meshtune.placement.columns import Columns, Number
 from meshtune.plan.seconds.block import Blocks, block_seconds
-from meshtune.plan.seconds.collectives import gradient_collectives, optimizer_update, root_gather
+from meshtune.plan.seconds.collectives import (
+    expert_gradients,
+    gradient_collectives,
+    optimizer_update,
+    root_gather,
+)
 from meshtune.plan.seconds.ends import end_seconds
 from meshtune.plan.seconds.gpu import host_seconds
 from meshtune.plan.seconds.pipeline import pipeline_seconds, slowest_forward
@@ -97,9 +102,10 @@ class StepTime:
         """Exposed time of forward and backward over the step's own documents, and of the update."""
         block, ends, pipeline, micro_batches = self.block, self.ends, self.pipeline, self.micro_batches
         behind = micro_batches * pipeline.behind - self.share * ends.total
+        experts = expert_gradients(self.work, self.layouts, self.machine)
         return Seconds(
             compute=self.blocks * block.compute.total + self.share * ends.compute,
-            tensor=self.blocks * block.tensor + self.share * ends.tensor,
+            tensor=self.blocks * block.tensor + self.share * ends.tensor + experts,
             context=self.blocks * block.context,
             pipeline=micro_batches * pipeline.sends,
             data=self.blocks * block.sharding + self.gradients,
