@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from meshtune.placement.columns import Columns, Number
     from meshtune.placement.rules import Traits
 
-EXPERTS_ARE_SPLIT = False  # True once the engine exchanges tokens between ranks with experts
-
 
 def expert_groups(layout: Layout, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(Ranks that have all experts of a block together, ranks that hold the same experts as `rank`), both
@@ -32,8 +30,6 @@ def expert_rules(
 ) -> Iterator[tuple[str, Callable[[Columns], Number], Callable[[Layout], str]]]:
     """Yield the parts of each `rules.Rule` on experts that are split over ranks."""
     why = traits.apart or ("has no experts" if not traits.experts else "")
-    if not (why or EXPERTS_ARE_SPLIT):
-        why = "has experts, and meshtune does not split them over ranks yet"
     if why:
         page = f" {see('experts')}" if traits.apart else ""
         yield (

@@ -19,6 +19,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from meshtune.attention import flash
 from meshtune.attention.register import keep_documents_apart, register
+from meshtune.experts.register import use_products
 from meshtune.launch.installed import FLASH_4
 from meshtune.layout import ZERO_BUBBLE, Layout
 from meshtune.meter.phases import PhaseMemory
@@ -325,6 +326,7 @@ def trainable_skeleton(spec: ModelSpec) -> tuple[PreTrainedModel, int]:
     )
     check(model, spec.attention)
     keep_documents_apart(model, anatomy(model), spec.kernels)
+    use_products(model, spec.kernels, spec.compute_dtype)
     added = grow_embeddings(model, spec.embeddings)
     cast_position_tables(model, spec.compute_dtype)
     if spec.lora:
