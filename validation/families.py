@@ -7,9 +7,9 @@
                                                           goes on where DIR/<family>.json is missing
 
 Three fp32 steps of a random model (tiny_families.py), packed and unpacked, on one rank and under the layouts
-of LAYOUTS, against the same model in eager attention, a document at a time, with torch.optim.AdamW: losses,
-gradient norms and each parameter's first gradient. Nothing of ours runs in the reference but the rows, which
-are read as tokens and labels. Where packing is refused, the layouts run unpacked.
+of LAYOUTS, against the same model, eager in attention and experts, a document at a time, with
+torch.optim.AdamW: losses, gradient norms and each parameter's first gradient. Nothing of ours runs in the
+reference but the rows, which are read as tokens and labels. Layouts run unpacked where packing is refused.
 
 A difference is relative: of a loss or a norm to the reference's, of a gradient to the larger of its norm and
 a hundredth of that of all gradients (fp32 says nothing about less). What differs by more than TOLERANCE
@@ -156,9 +156,10 @@ def documents_of(run: loop.Run) -> list[list[Document]]:
 
 
 def reference(folder: Path, steps: list[list[Document]], dtype: torch.dtype = torch.float32) -> Steps:
-    """Train by transformers and torch alone: eager attention, a document at a time."""
+    """Train by transformers and torch alone: eager attention and experts, a document at a time."""
     shape = AutoConfig.from_pretrained(folder)
-    model = auto_class(shape).from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    model = auto_class(shape).from_pretrained(folder, dtype=dtype, **plain)
     with torch.device("meta"):  # what the family freezes stays so; from_pretrained forgets it
         built = dict(auto_class(shape).from_config(shape).named_parameters())
     for name, parameter in model.named_parameters():

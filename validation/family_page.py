@@ -20,8 +20,8 @@ wrote this page with torch {torch}; `meshtune env --model X` answers for one mod
 
 Each is a random model of a few small blocks, its norms and biases perturbed, its windows shorter than the documents.
 It trains three fp32 steps of four sequences, packed and unpacked, through settings, refusals, build and loop, and is
-compared with the unsharded Hugging Face model in eager attention, which trains on a document at a time with
-`torch.optim.AdamW`: losses, gradient norms and every parameter's first gradient, all within 1e-5. What differs by more
+compared with the unsharded Hugging Face model, its attention and experts eager, which trains on a document at a time
+with `torch.optim.AdamW`: losses, gradient norms and every parameter's first gradient, all within 1e-5. What differs by more
 is repeated in fp64 on both sides and must agree within 1e-9. Layouts run packed, or unpacked where packing is refused.
 
 - ✓ right; *unpacked*: with `data.packing=false` only

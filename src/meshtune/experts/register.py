@@ -64,7 +64,6 @@ def experts_forward(
     dispatcher: Dispatcher = chosen.get("dispatcher", LOCAL)
     matmul = chosen.get("matmul") or matmul_for(module, hidden_states.device.type, hidden_states.dtype)
     rows, counts, receipt = dispatcher.dispatch(hidden_states, top_k_index, int(module.num_experts))  # type: ignore[arg-type]
-    rows = compute(module, rows, counts, MATMULS[matmul])
+    rows = dispatcher.back(compute(module, rows, counts, MATMULS[matmul]), receipt)
     # The weights multiply here, where the router is, and not on the way: its gradient needs no exchange.
-    out = dispatcher.back(rows, receipt) * top_k_weights.unsqueeze(-1)
-    return out.sum(1).to(hidden_states.dtype)
+    return (rows * top_k_weights.unsqueeze(-1)).sum(1).to(hidden_states.dtype)

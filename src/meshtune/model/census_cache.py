@@ -192,13 +192,13 @@ def inputs_of_fields(content: Any, variant: Variant) -> str:
 
 
 def _key(inputs: str | None) -> str:
-    """Hash `inputs`, the versions and the code of model/, which decide the numbers together."""
+    """Hash `inputs`, versions and the code of model/ and experts/, which decide the numbers together."""
     # A checkout on PYTHONPATH has no metadata of its own.
     versions = [__version__, *map(version, ("transformers", "torch"))]
     digest = hashlib.sha256(json.dumps([inputs, versions]).encode())
-    sources = {Path(inspect.getfile(kind)) for kind in (Census, Traits)} | {
-        *Path(__file__).parent.glob("*.py")
-    }
+    package = Path(__file__).parents[1]
+    sources = {Path(inspect.getfile(kind)) for kind in (Census, Traits)}
+    sources |= {*package.glob("model/*.py"), *package.glob("experts/*.py")}
     for source in sorted(sources):  # else an edit between two versions of meshtune would go unnoticed
         digest.update(source.read_bytes())
     return digest.hexdigest()[:32]

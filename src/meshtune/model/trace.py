@@ -26,6 +26,7 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from meshtune.errors import UserError
+from meshtune.experts.register import use_products
 from meshtune.model.anatomy import Anatomy, anatomy, attention_heads, auto_class, ends, set_aside
 from meshtune.model.body import text_forward
 from meshtune.model.fused import STAND_IN, experts_without_values
@@ -450,6 +451,7 @@ def built_on_meta(build: Builder, attention: str | None, frozen: Collection[str]
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name not in frozen)
     cast_parameters(model, torch.bfloat16)
+    use_products(model)
     return model.train()
 
 

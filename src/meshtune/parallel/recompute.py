@@ -8,8 +8,9 @@ first `Layout.recompute_blocks` of each stage.
     full       keep each block's input; run the whole block again
     offload    the same; offload.py moves the inputs to host memory
 
-Gradients are the same in every mode. The generators' states are restored before a block runs again, so
-dropout repeats exactly. Names of modules and parameters stay what they are.
+Gradients are the same in every mode: the generators' states are restored before a block runs again, so
+dropout repeats exactly, and experts are not chosen again (experts/choices.py). Names of modules and
+parameters stay what they are.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -24,6 +25,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from transformers import PreTrainedModel
 
 from meshtune.data.batch import MicroBatch
+from meshtune.experts.choices import with_choices
+from meshtune.experts.register import experts_of
 from meshtune.layout import RECOMPUTATIONS, Recomputation
 from meshtune.meter.clock import recomputing
 from meshtune.model.anatomy import Anatomy
@@ -100,7 +103,10 @@ def _recompute_each_block(
         if numbers is None or number in numbers:
             # A partial of the bound method, no closure: a deep copy of the model then runs its own blocks.
             checkpointed = _with_its_documents if anatomy.mixers else _checkpointed
-            block.forward = partial(checkpointed, block.forward, options)  # type: ignore[method-assign]
+            run: Any = partial(checkpointed, block.forward, options)
+            if any(experts_of(block)):
+                run = partial(_with_its_experts, checkpointed, block.forward, options)
+            block.forward = run
             for layer in lora_layers(block).values():
                 layer.lora_fuses = False  # a product and what it is added to would both be kept, or live
                 # Outputs of matmuls that are kept may not change.
@@ -119,6 +125,13 @@ def _measured(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call `forward`; its time is recomputation's where a backward calls it."""
     with recomputing():
         return forward(*args, **kwargs)
+
+
+def _with_its_experts(
+    checkpointed: Callable[..., Any], forward: Callable[..., Any], options: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """`checkpointed` for blocks with experts, which each token keeps in the backward."""
+    return checkpointed(partial(with_choices, [], forward), options, *args, **kwargs)
 
 
 def _with_its_documents(

@@ -258,7 +258,8 @@ def beginning(row: Row) -> Iterator[str]:
     )
     layout = in_words(Layout.parse(row["layout"]))
     flash = f", FlashAttention {version}" if (version := row.get("flash_attention")) else ""
-    yield f"Layout {row['layout']}: {layout}; {row['world']} x {row['device']}{flash}."
+    experts = f", experts by {products}" if (products := row.get("experts")) else ""
+    yield f"Layout {row['layout']}: {layout}; {row['world']} x {row['device']}{flash}{experts}."
     saved = checkpoint_bytes(trained, row["precision"], row["optimizer"])
     checkpoint = f"A checkpoint has {human(saved)} of weights and optimizer states."
     if predicted := row.get("predicted"):

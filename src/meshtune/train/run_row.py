@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.cuda import nccl as nccl_of_torch
 
 from meshtune.errors import UserError
+from meshtune.experts.register import products_of
 from meshtune.launch import installed
 from meshtune.launch.installed import processor_name
 from meshtune.launch.rank import cores
@@ -64,6 +65,7 @@ def facts_of(settings: Row, model: RankModel, prepared: Prepared | None) -> Row:
         "label_share": prepared and prepared.train.label_share,
         "longest_sequence": prepared and prepared.train.width,
         "flash_attention": model.flash,
+        "experts": products_of(model.whole),
         "loss_function": getattr(model.passes.objective, "name", None),
         "device": device_name(world.device),
         "device_type": world.device.type,

@@ -19,6 +19,7 @@ from meshtune import compat
 from meshtune.attention.register import keep_documents_apart, register
 from meshtune.data.batch import IGNORE, MicroBatch
 from meshtune.errors import UserError
+from meshtune.experts.register import use_products
 from meshtune.model.anatomy import Anatomy, anatomy
 from meshtune.model.body import ATTENTION_NAMES, body_forward, head_only
 from meshtune.model.recorded import NoCopy, random_ids, set_attention, with_small_copy
@@ -90,6 +91,7 @@ def differences(small: Any, parts: Anatomy, attention: str) -> dict[str, tuple[f
     there = dict(trained.named_modules())  # the copy has fewer blocks
     mixers = tuple(path for path in parts.mixers if path in there)
     keep_documents_apart(trained, replace(parts, mixers=mixers), "cpu")
+    use_products(trained)
     ours = torch.cat([_logits(trained, parts, rows) for rows in micro_batches])
     documents = [ids for rows in micro_batches for row in rows for ids in row]
     theirs = torch.cat([_unmodified(small, parts, ids) for ids in documents])

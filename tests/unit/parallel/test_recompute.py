@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 from cases import cases
-from families import FAMILIES
+from families import FAMILIES, RECURRENT
 from golden import refuses
 from tiny import positions_of
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from meshtune.attention.register import register
 from meshtune.data.boundaries import row_boundaries
+from meshtune.experts.register import experts_of, use_products
 from meshtune.layout import Layout
 from meshtune.model.anatomy import anatomy
 from meshtune.model.body import ATTENTION_NAMES
@@ -105,6 +106,31 @@ def test_every_mode_gives_exactly_the_gradients_of_none(family, mode, dropout):
     assert own_grads.keys() == grads.keys()
     for name, grad in grads.items():
         assert torch.equal(own_grads[name], grad), name
+
+
+@pytest.mark.parametrize("mode", cases(["selective", "linear", "full"], test=["full"], ci=["selective"]))
+def test_experts_of_the_forward_are_those_of_the_backward(mode):
+    results = []
+    for own in ("none", mode):
+        torch.manual_seed(1)
+        config = RECURRENT["qwen3_next"](layer_types=["full_attention"] * 2)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="meshtune").train()
+        use_products(model)
+        recompute_blocks(model, anatomy(model), own)
+        results.append(run(model))
+    (hidden, grads, _, _), (own_hidden, own_grads, _, _) = results
+    assert torch.equal(hidden, own_hidden)
+    assert all(torch.equal(own_grads[name], grad) for name, grad in grads.items())
+
+    chosen = []  # of both blocks, then of their recomputation, whose routers see other hidden states
+    for module in experts_of(model):
+        module.register_forward_pre_hook(lambda _, args: chosen.append(args[1].clone()))
+    for name, module in model.named_modules():
+        if name.endswith("mlp.gate"):
+            module.register_forward_pre_hook(lambda _, args: (args[0] * (1 if len(chosen) < LAYERS else -1),))
+    run(model)
+    assert len(chosen) == 2 * LAYERS
+    assert torch.equal(chosen[0], chosen[3]) and torch.equal(chosen[1], chosen[2])
 
 
 @pytest.mark.ci

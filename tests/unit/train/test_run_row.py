@@ -35,7 +35,7 @@ TYPES: dict[str, type | tuple[type, ...]] = {
     "seq_len": int, "total_steps": int, "learning_rate": str, "schedule_steps": int, "seed": int,
     "resumed_from": (int, type(None)), "data": list, "data_digest": str, "label_share": float,
     "longest_sequence": int,
-    "flash_attention": (int, type(None)),
+    "flash_attention": (int, type(None)), "experts": (str, type(None)),
     "loss_function": (str, type(None)),
     "host": str, "nodes": int, "device": str, "device_type": str, "cores": int, "meshtune": str, "torch": str,
     "transformers": str, "python": str, "git_commit": str, "git_dirty": bool, "predicted": dict,
