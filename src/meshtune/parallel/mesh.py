@@ -168,7 +168,8 @@ def join(layout: Layout, device: torch.device, *, host_backend: str = "gloo") ->
     rank, ep = dist.get_rank(), Axis("ep")
     if layout.ep > 1:
         rows = dict.fromkeys(expert_groups(layout, other)[0] for other in range(ranks))
-        ep = Axis("ep", layout.ep, rank % layout.ep, _group_of(rank, [*rows]))
+        group, _ = dist.new_subgroups_by_enumeration([*rows], group_desc="ep")
+        ep = Axis("ep", layout.ep, rank % layout.ep, group)
     return World(layout, device, rank, axes, mesh, host_group, checkpoint_group, ep)
 
 

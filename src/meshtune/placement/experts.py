@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from meshtune.placement.columns import Columns, Number
     from meshtune.placement.rules import Traits
 
+EXPERTS_ARE_SPLIT = True  # the engine exchanges tokens between ranks with experts
+
 
 def expert_groups(layout: Layout, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(Ranks that have all experts of a block together, ranks that hold the same experts as `rank`), both

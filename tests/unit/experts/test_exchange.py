@@ -1,17 +1,13 @@
 """Rows reach experts on other ranks, and come back, as if all experts were on one."""
 
-import itertools
-
 import pytest
 import torch
 import torch.distributed as dist
-from cases import cases
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import run_ranks
 from torch import Tensor
 
-from meshtune.experts import exchange
 from meshtune.experts.dispatch import LOCAL
 from meshtune.experts.exchange import Exchange, by_expert
 
