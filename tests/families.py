@@ -155,6 +155,7 @@ SPARSE: dict[str, Callable[..., PretrainedConfig]] = {
         "qwen2_moe": EXPERTS,
         "mixtral": EXPERTS,
         "gpt_oss": EXPERTS | HEAD_DIM | {"sliding_window": WINDOW},
+        "olmoe": EXPERTS,
     }.items()
 }
 

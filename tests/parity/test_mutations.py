@@ -4,6 +4,7 @@ Every mutation removes what one line of the engine does, on all ranks, and names
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from families import FAMILIES, SPARSE
 from layouts import Trained, differences, make_folder, trained
 from transformers import AutoModelForCausalLM
 
+from meshtune.experts import register
 from meshtune.optim.optimizer import Optimizer
 from meshtune.parallel import apply, context, exchange, mesh, regather, tensor, zero
 from meshtune.parallel.pipeline import Pipeline
@@ -68,10 +70,23 @@ def _router_not_summed(block: Any, *args: Any) -> dict[str, Any]:
     return splits | {name: Split() for name in splits if name.endswith(".gate.weight")}
 
 
-honest_splits = tensor._block_splits
+def _detached_weights(module: Any, hidden: Any, index: Any, weights: Any) -> Any:
+    return honest_experts(module, hidden, index, weights.detach())
+
+
+def _parts_of_a_sum(model: Any, ep: Any) -> dict[str, Any]:
+    return {name: replace(split, partial=True) for name, split in honest_experts_split(model, ep).items()}
+
+
+honest_splits, honest_experts_split = tensor._block_splits, apply.split_experts
+honest_experts, honest_expert_mesh = register.experts_forward, apply.expert_mesh
 
 TIED = "gradients of a tied embedding"
-MIXTURES = "gradients of the router under sp", "a slice of the tokens for each rank's experts"
+MIXTURES = (
+    "gradients of the router under sp", "a slice of the tokens for each rank's experts",
+    "the router learns from the loss", "experts on several ranks are whole under tp",
+    "replicas of experts' shards", "replicas of experts",
+)  # fmt: skip
 # what is taken away: (layout that needs it, where, what, by what it is replaced)
 MUTATIONS: dict[str, tuple[str, Any, str, Any]] = {
     "gradients are sums, no means": ("zero2x2", zero.FSDPModule, "set_gradient_divide_factor", _nothing),
@@ -100,6 +115,10 @@ MUTATIONS: dict[str, tuple[str, Any, str, Any]] = {
     MIXTURES[0]: ("tp2-sp", tensor, "_block_splits", _router_not_summed),
     MIXTURES[1]: ("tp2", tensor, "_mixture_forward",
                   lambda state, mlp, hidden: type(mlp).forward(mlp, hidden)),
+    MIXTURES[2]: ("dp2-ep2", register, "experts_forward", _detached_weights),
+    MIXTURES[3]: ("dp2-tp2-sp-ep2", apply, "split_experts", _parts_of_a_sum),
+    MIXTURES[4]: ("dp2-zero2x2-ep2", apply, "expert_mesh", lambda world: honest_expert_mesh(world)["shards"]),
+    MIXTURES[5]: ("dp4-ep2", apply, "expert_mesh", lambda world: None),
     "clipping": ("zero3x2", Optimizer, "clip", _nothing),
 }  # fmt: skip
 IN_CI = [

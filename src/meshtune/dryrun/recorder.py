@@ -98,7 +98,7 @@ def collective_of(layout: Layout, func: Any, args: Any, kwargs: Any, out: Any) -
     peer = PEER.get(func._opname)
     return Collective(
         op=op,
-        axis=axis_of(layout, tuple(ranks)),
+        axis="ep" if group.group_desc == "ep" else axis_of(layout, tuple(ranks)),
         ranks=len(ranks),
         bytes=size,
         stride=ranks[1] - ranks[0] if len(ranks) > 1 else 1,

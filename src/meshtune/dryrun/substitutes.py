@@ -9,6 +9,7 @@ message holds.
     FSDPParam.reset_sharded_param          pads a shard once; FSDP2 looks at addresses, which fakes lack
     shapes of grouped matmuls              of any dtype, as the real ones; torch has only those of bf16
     Tensor.tolist, Tensor.split            equal rows of each expert, where a router reads their numbers
+    sizes of exchanges between experts     equal rows of each rank
 
 Each has the shapes, strides and saved tensors of the real one; the trace names those that were called
 (`RankTrace.substitutes`).
@@ -30,8 +31,10 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from transformers.utils import import_utils
 
 from meshtune.attention import cuda
+from meshtune.experts import exchange
 from meshtune.model.fused import Counts, by_counts, counts, cuda_dropout, in_any_dtype
 from meshtune.parallel.zero import local
+from meshtune.placement.split import piece
 
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 FLASH_HEAD = 256  # largest head size of flash attention
@@ -158,6 +161,16 @@ def flex_stand_in(
     return out if return_aux is None else (out, WithLse(lse))
 
 
+# Experts #
+
+
+def balanced(rows: int, sent: Tensor, received: Tensor) -> tuple[list[int], list[int]]:
+    """Return what `exchange.read_sizes` does where tokens are spread evenly."""
+    cuts = [piece(rows, len(sent), rank) for rank in range(len(sent))]
+    sizes = [stop - start for start, stop in cuts]
+    return sizes, sizes
+
+
 # All of them #
 
 
@@ -207,6 +220,7 @@ SUBSTITUTES = (
         lambda tolist, _: counts(tolist, lambda _: True),
         counted=lambda result: isinstance(result, Counts),  # which Tensor.split then takes
     ),
+    Substitute("meshtune.experts.exchange.read_sizes", ((exchange, "read_sizes"),), lambda *_: balanced),
     Substitute(
         "torch.Tensor.split", ((Tensor, "split"),), lambda split, _: by_counts(split), counted=lambda _: False
     ),

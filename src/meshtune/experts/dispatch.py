@@ -26,7 +26,7 @@ class Dispatcher(Protocol):
 
     def dispatch(self, hidden: Tensor, index: Tensor, experts: int) -> Dispatched:
         """Send each token to its experts. hidden [tokens, hidden], index [tokens, k]: numbers below
-        `experts`, the number of this rank's experts.
+        `experts`, the number of all experts.
         """
         ...
 

@@ -107,7 +107,8 @@ def noise_refusals(layout: Layout, *, token_loss: bool) -> list[str]:
             f"{layout} has one micro-batch on one data rank; set a smaller layout.micro_batch_size, or leave "
             f"{setting} out."
         )
-    for axis, size, ranks in (("pp", layout.pp, "pipeline ranks"), ("cp", layout.cp, "context ranks")):
+    axes = ("pp", layout.pp, "pipeline ranks"), ("cp", layout.cp, "context ranks"), ("ep", layout.ep, "ranks")
+    for axis, size, ranks in axes:
         if size > 1:
             problems.append(
                 f"{setting} needs the gradients of each micro-batch, but layout {layout} has parts of them "

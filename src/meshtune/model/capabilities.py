@@ -119,7 +119,9 @@ def _experts(blocks: nn.Module) -> tuple[int, str | None]:
         return 0, None
     if not stacked:
         return 1, "has experts of its own kind, without transformers' use_experts_implementation"
-    return math.gcd(*(module.num_experts for module in stacked)), None
+    normed = any(vars(module).get("has_post_expert_norm") for module in stacked)
+    why = "has a norm inside its experts, which all ranks would share" if normed else None
+    return math.gcd(*(module.num_experts for module in stacked)), why
 
 
 def _prompts_problem(model: PreTrainedModel, parts: Anatomy) -> str | None:

@@ -1,6 +1,7 @@
 """A Hugging Face model, cut for one rank of a layout. Read this first: the verbs, in their order.
 
     model on meta ─> split      tp, sp   each matrix: this rank's rows or columns     tensor.py
+                  ─> split      ep       this rank's experts                          experts.py
                   ─> quantise   qlora    frozen matrices in 4 bits                  quantised/nf4.py
                   ─> convert    fp8      matmuls in 8-bit floats                    quantised/fp8.py
                   ─> attach     cp       attention over sequences that are cut        context.py
@@ -27,7 +28,7 @@ from itertools import islice
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
 from meshtune import compat
@@ -37,7 +38,8 @@ from meshtune.model.anatomy import Anatomy, anatomy
 from meshtune.model.lora import fp8_linears, frozen_linears
 from meshtune.model.pieces import Piece, materialise
 from meshtune.parallel import context, tensor, zero
-from meshtune.parallel.mesh import World, parameter_mesh
+from meshtune.parallel.experts import split_experts
+from meshtune.parallel.mesh import World, expert_mesh, parameter_mesh
 from meshtune.parallel.offload import Offload
 from meshtune.parallel.pipeline import Finish, Pipeline, Stage
 from meshtune.parallel.recompute import recompute_blocks
@@ -60,7 +62,7 @@ class Parallel:
     anatomy: Anatomy
     stages: list[Stage]  # one, or several where the schedule has virtual ones
     shapes: Mapping[str, tuple[int, ...]]  # of all parameters of the whole model, by name
-    splits: Mapping[str, Split]  # how tp cuts each parameter of the whole model, by name
+    splits: Mapping[str, Split]  # how tp or ep cuts each parameter of the whole model, by name
     compiled: bool = False  # blocks
     offload: Offload | None = None  # with recompute: offload
     pipeline: Pipeline | None = None  # with pp > 1
@@ -112,18 +114,19 @@ class Parallel:
         """
         whole = self.tied.get(name, name)
         shape, split = self.shapes[whole], self.splits.get(whole, Split())
-        offsets, tp = [0] * len(shape), self.world.tp
+        offsets, axis = [0] * len(shape), self.world.axis(split.axis)
         runs: tuple[range, ...] = ()  # of rows, where those of this tp rank are not consecutive
         if split.parts:
-            runs = pieces(split.parts, tp.size, tp.index)
+            runs = pieces(split.parts, axis.size, axis.index)
         elif split.dim is not None:
-            offsets[split.dim], _ = piece(shape[split.dim], tp.size, tp.index)
+            offsets[split.dim], _ = piece(shape[split.dim], axis.size, axis.index)
         if isinstance(parameter, DTensor):
             mesh = parameter.device_mesh
             for dim, placement in enumerate(parameter.placements):
-                if placement.is_shard():
-                    start, _ = piece(parameter.shape[0], mesh.size(dim), mesh.get_local_rank(dim))
-                    offsets[0] += start
+                if isinstance(placement, Shard):
+                    cut = placement.dim
+                    start, _ = piece(parameter.shape[cut], mesh.size(dim), mesh.get_local_rank(dim))
+                    offsets[cut] += start
         if not runs:
             return Piece(shape, tuple(offsets), values)
         rows = within(runs, offsets[0], offsets[0] + len(values))
@@ -136,28 +139,29 @@ class Parallel:
 
     def own_pieces(self) -> dict[str, Piece]:
         """Pieces that this rank exports, by name: together the ranks export each part of the model once."""
-        layout = self.world.layout
-        copied = ("dp_replicate", "cp") if layout.zero == 0 else ("dp_replicate",)
-        if any(self.world.axis(name).index for name in copied):
-            return {}
-        pieces = {}
-        for name, parameter in self.named_parameters():
-            split = self.splits.get(name, Split())
-            if name not in self.tied and (split.dim is not None or self.world.tp.index == 0):
-                pieces[name] = self.piece(name, parameter, local(parameter))
-        return pieces
+        return {
+            name: self.piece(name, parameter, local(parameter))
+            for name, parameter in self.named_parameters()
+            if name not in self.tied and self._copy(name)[0] == 0
+        }
+
+    def _copy(self, name: str) -> tuple[int, int]:
+        """(Which copy of a parameter's elements this rank has, how many there are)."""
+        layout, rank = self.world.layout, self.world.rank
+        split = self.splits.get(self.tied.get(name, name), Split())
+        if split.axis == "ep":
+            stage, one = layout.world // layout.pp, layout.expert_shards * layout.ep
+            return rank % stage // one, stage // one
+        copied = ["dp_replicate", *["cp"] * (layout.zero == 0), *["tp"] * (split.dim is None)]
+        axes = [self.world.axis(axis) for axis in copied]
+        return max(axis.index for axis in axes), math.prod(axis.size for axis in axes)
 
     def copies(self) -> dict[str, float]:
         """Parameter -> number of ranks that hold each element of its gradient; infinite for a tied copy, so
         that it counts nothing in a norm.
         """
-        layout, ranks = self.world.layout, {}
-        data = self.world.parameter_ranks if layout.zero == 0 else layout.dp_replicate
-        for name, _ in self.named_parameters():
-            split = self.splits.get(self.tied.get(name, name), Split())
-            tensor_ranks = layout.tp if split.dim is None else 1
-            ranks[name] = math.inf if name in self.tied else data * tensor_ranks
-        return ranks
+        names = (name for name, _ in self.named_parameters())
+        return {name: math.inf if name in self.tied else self._copy(name)[1] for name in names}
 
     def localise(self, micro_batch: MicroBatch) -> MicroBatch:
         """This rank's columns of a micro-batch of its data rank, on its device."""
@@ -247,6 +251,7 @@ class Cut:
     stages: list[Stage]
     anatomy: Anatomy
     mesh: DeviceMesh | None  # of the ranks that share this rank's parameters; None: no other does
+    expert_mesh: DeviceMesh | None  # of those that share its experts, where others have other ones
     shapes: Mapping[str, tuple[int, ...]]  # as in Parallel
     splits: Mapping[str, Split]
     compute_dtype: torch.dtype  # of hidden states that are sent between stages
@@ -279,7 +284,7 @@ def cut(
     fp8_on: kind of device on which linear layers multiply in 8-bit floats, "cpu" or "cuda"; "": they do not.
     Raises UserError if tp can't split the model.
     """
-    layout, mesh = world.layout, parameter_mesh(world)
+    layout, mesh, of_experts = world.layout, parameter_mesh(world), expert_mesh(world)
     if compile and layout.tp > 1:
         compat.check_compiled_tensor()
     stages, offload = [], Offload(world.device) if RECOMPUTATIONS[layout.recompute].host else None
@@ -288,6 +293,7 @@ def cut(
         parts = anatomy(model)
         shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         splits = tensor.split_model(model, parts, world.tp, sequence=layout.sp, regather=layout.sp_regather)
+        splits |= split_experts(model, world.ep)
         if quantise:
             tp = world.tp.size, world.tp.index
             shapes, splits = nf4.quantise_layers(model, frozen_linears(model), shapes, splits, tp)
@@ -311,25 +317,29 @@ def cut(
                 embedding=model.get_submodule(parts.embed) if stage.first else None,
                 norm=model.get_submodule(parts.norm) if stage.last and parts.norm else None,
                 head=model.get_submodule(parts.head) if stage.last else None,
-                compute_dtype=compute_dtype, reduce_dtype=reduce_dtype,
+                expert_mesh=of_experts, compute_dtype=compute_dtype, reduce_dtype=reduce_dtype,
             )  # fmt: skip
         stages.append(stage)
-    return Cut(stages, parts, mesh, shapes, splits, compute_dtype, reduce_dtype, compile, offload)
+    return Cut(stages, parts, mesh, of_experts, shapes, splits, compute_dtype, reduce_dtype, compile, offload)
 
 
 def place(made: Cut, world: World, device: torch.device | None = None) -> Parallel:
     """Allocate memory for the stages of `cut` on `device` (None: `world.device`), without values, and connect
     them.
     """
-    layout, stages, mesh = world.layout, made.stages, made.mesh
-    groups = []
+    layout, stages = world.layout, made.stages
+    meshes, groups = {"tp": made.mesh, "ep": made.expert_mesh}, []
     for stage in stages:
         materialise(stage, device or world.device)
-        groups += groups_of(stage, stage.own_blocks)
+        axis_of = {
+            p: made.splits[name].axis for name, p in stage.model.named_parameters() if name in made.splits
+        }
+        for group in groups_of(stage, stage.own_blocks):
+            for axis, mesh in meshes.items():
+                groups.append(([p for p in group if axis_of.get(p, "tp") == axis], mesh))
     pipeline = Pipeline(stages, world, made.compute_dtype) if world.pp.size > 1 else None
-    replicas = (
-        Replicas(groups[::-1], mesh, made.reduce_dtype) if mesh is not None and not layout.zero else None
-    )
+    copied = not layout.zero and any(mesh is not None for mesh in meshes.values())
+    replicas = Replicas(groups[::-1], made.reduce_dtype) if copied else None
     return Parallel(
         world, made.anatomy, stages, made.shapes, made.splits, made.compiled, made.offload, pipeline, replicas
     )

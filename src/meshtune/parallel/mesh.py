@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from meshtune.compat import all_gather_single
 from meshtune.errors import UserError
 from meshtune.layout import AXES, Layout
+from meshtune.placement.experts import expert_groups
 from meshtune.units import counted
 
 
@@ -44,9 +45,10 @@ class World:
     mesh: DeviceMesh | None = None  # of the axes with several ranks; None for one rank
     host_group: Any = None  # group of all ranks on a CPU backend, for objects; None for one rank
     checkpoint_group: Any = None  # another such group, for checkpoints; None for one rank
+    ep: Axis = Axis("ep")  # ranks that have all experts of a block together, taken out of the other axes
 
     def axis(self, name: str) -> Axis:
-        return self.axes[AXES.index(name)]
+        return self.ep if name == self.ep.name else self.axes[AXES.index(name)]
 
     @property
     def pp(self) -> Axis:
@@ -163,7 +165,12 @@ def join(layout: Layout, device: torch.device, *, host_backend: str = "gloo") ->
     host_group, checkpoint_group = (
         dist.new_group(backend=host_backend, timeout=timedelta(minutes=30)) for _ in range(2)
     )
-    return World(layout, device, dist.get_rank(), axes, mesh, host_group, checkpoint_group)
+    rank, ep = dist.get_rank(), Axis("ep")
+    if layout.ep > 1:
+        rows = dict.fromkeys(expert_groups(layout, other)[0] for other in range(ranks))
+        group, _ = dist.new_subgroups_by_enumeration([*rows], group_desc="ep")
+        ep = Axis("ep", layout.ep, rank % layout.ep, group)
+    return World(layout, device, rank, axes, mesh, host_group, checkpoint_group, ep)
 
 
 def parameter_mesh(world: World) -> DeviceMesh | None:
@@ -202,8 +209,36 @@ def _joined(world: World, names: Sequence[str]) -> tuple[torch.Tensor, dist.Proc
     rows = rows.reshape(-1, math.prod(world.axis(name).size for name in several))
     own = rows[(rows == world.rank).any(1)].squeeze(0)
     group: Any = world.axis(several[0]).group
-    if len(rows) == 1:
-        group = dist.group.WORLD
-    elif len(several) > 1:
-        group, _ = dist.new_subgroups_by_enumeration(rows.tolist())
+    if len(rows) == 1 or len(several) > 1:
+        group = _group_of(world.rank, rows.tolist())
     return own, group
+
+
+def expert_mesh(world: World) -> DeviceMesh | None:
+    """Mesh of the ranks that hold this rank's experts, as `parameter_mesh`; None without expert parallelism,
+    and, without ZeRO, where no other rank holds them. A collective call.
+    """
+    layout, device_type = world.layout, world.device.type
+    if layout.ep == 1:
+        return None
+    alike = dict.fromkeys(expert_groups(layout, rank)[1] for rank in range(world.size))
+    both = [torch.tensor(ranks).view(-1, layout.expert_shards) for ranks in alike]  # [replicas, shards]
+    own = next(ranks for ranks in both if (ranks == world.rank).any())
+    groups = {}
+    if len(own) > 1:
+        groups["replicas"] = _group_of(world.rank, torch.cat([ranks.T for ranks in both]).tolist())
+    if layout.zero:
+        groups["shards"] = _group_of(world.rank, torch.cat(both).tolist())
+    if not groups:
+        return None
+    if len(groups) == 1:
+        return DeviceMesh.from_group(*groups.values(), device_type, mesh_dim_names=tuple(groups))
+    return DeviceMesh.from_group([*groups.values()], device_type, own, mesh_dim_names=tuple(groups))
+
+
+def _group_of(rank: int, rows: Sequence[Sequence[int]]) -> dist.ProcessGroup:
+    """Make a process group of each row, and return that of `rank`. A collective call."""
+    if len(rows) == 1:
+        return dist.group.WORLD  # type: ignore[return-value]
+    group, _ = dist.new_subgroups_by_enumeration(rows)
+    return group

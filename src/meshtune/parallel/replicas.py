@@ -39,20 +39,23 @@ class InFlight(NamedTuple):
 
 
 class Replicas:
-    """All-reduces of the gradients of parameters that all ranks of the 1-D `mesh` hold copies of.
+    """All-reduces of the gradients of parameters that other ranks hold copies of.
 
-    `watch` once; then for each step `begin`, the backward passes, `finish`. groups: parameters that are
-    reduced together, in the order in which a backward pass ends with them; frozen ones are left out. Every
-    rank starts its all-reduces in that order, or different groups would be added up. dtype: that gradients
-    are summed in; None: their own.
+    `watch` once; then for each step `begin`, the backward passes, `finish`. groups: (parameters that are
+    reduced together, 1-D mesh of the ranks with copies, None without others), in the order in which a
+    backward pass ends with them; frozen ones are left out. Every rank starts its all-reduces in that order,
+    or different groups would be added up. dtype: that gradients are summed in; None: their own.
     """
 
     def __init__(
-        self, groups: Sequence[Sequence[nn.Parameter]], mesh: DeviceMesh, dtype: torch.dtype | None = None
+        self,
+        groups: Sequence[tuple[Sequence[nn.Parameter], DeviceMesh | None]],
+        dtype: torch.dtype | None = None,
     ) -> None:
-        trained = ([parameter for parameter in group if parameter.requires_grad] for group in groups)
-        self.groups = [group for group in trained if group]
-        self.mesh, self.dtype = mesh, dtype
+        trained = [([p for p in group if p.requires_grad], mesh) for group, mesh in groups]
+        self.groups = [group for group, _ in trained if group]
+        self.meshes = [mesh for group, mesh in trained if group]
+        self.dtype = dtype
         self.missing: list[int] = []  # gradients of each group that this step's passes have still to compute
         self.in_flight: list[InFlight] = []  # all-reduces of the first groups
         self.waited = 0  # number of them that are over
@@ -89,7 +92,8 @@ class Replicas:
         reduction, group = self.in_flight[self.waited], self.groups[self.waited]
         self.in_flight[self.waited] = InFlight(None, [])  # a view would keep the memory of all
         self.waited += 1
-        reduction.work.wait()
+        if reduction.work is not None:
+            reduction.work.wait()
         for parameter, summed, ranks in reduction.without:
             if ranks > 0:
                 self.gradients.replace_gradient(parameter, summed)
@@ -113,7 +117,10 @@ class Replicas:
         A parameter that a rank's passes did not reach (layerdrop, experts) is zeros there. The end of the
         buffer counts the ranks that reached each: for 0 it has no gradient, as on one device.
         """
-        group = self.groups[len(self.in_flight)]
+        group, mesh = self.groups[len(self.in_flight)], self.meshes[len(self.in_flight)]
+        if mesh is None:
+            self.in_flight.append(InFlight(None, []))
+            return
         gradients = [self.gradients.gradient(parameter) for parameter in group]
         flat = [
             torch.zeros_like(parameter).flatten() if gradient is None else gradient.flatten()
@@ -130,5 +137,5 @@ class Replicas:
                 without.append((parameter, summed.view(parameter.shape), ranks[index]))
             else:
                 self.gradients.replace_gradient(parameter, summed.view(parameter.shape))
-        work = dist.all_reduce(buffer, group=self.mesh.get_group(), async_op=True)
+        work = dist.all_reduce(buffer, group=mesh.get_group(), async_op=True)
         self.in_flight.append(InFlight(work, without))

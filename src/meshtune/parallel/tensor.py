@@ -370,7 +370,7 @@ def split_model(
     _cut_vocabulary(model, anatomy, state)
     for block in model.get_submodule(anatomy.blocks).children():
         _cut_block(block, anatomy, styles, repeated, state, attention_heads(model))
-    _cut_parameters(model, splits, tp)
+    cut_parameters(model, splits, tp)
     return splits
 
 
@@ -426,7 +426,7 @@ def _block_splits(
 def _cut_vocabulary(model: PreTrainedModel, anatomy: Anatomy, state: _TensorState) -> None:
     """Make the embedding and the head work only with this rank's rows, in place, by hooks and attributes.
 
-    Their parameters are cut later, by `_cut_parameters`.
+    Their parameters are cut later, by `cut_parameters`.
     """
     embed: Any = model.get_submodule(anatomy.embed)
     head: Any = model.get_submodule(anatomy.head)
@@ -460,7 +460,7 @@ def _cut_block(
     """Make a block's modules work with this rank's shards, in place, by new forwards and hooks.
 
     styles, repeated: as in `_block_splits`. heads: (query heads, key-value heads) of the whole model. The
-    parameters are cut later, by `_cut_parameters`.
+    parameters are cut later, by `cut_parameters`.
     """
     query_heads, kv_heads = heads
     for path, module in block.named_modules():
@@ -489,20 +489,20 @@ def _cut_block(
         block.forward = partial(_seeded_forward, state, block)
 
 
-def _cut_parameters(model: nn.Module, splits: Mapping[str, Split], tp: Axis) -> None:
+def cut_parameters(model: nn.Module, splits: Mapping[str, Split], axis: Axis) -> None:
     """Replace each parameter whose split has a dim by a copy of this rank's shard, in place; tied ones stay
     one.
 
-    splits: of every parameter, by name (a tied one by each of its names).
+    splits: by name (a tied parameter by each of its names); those left out stay whole.
     """
     shards: dict[nn.Parameter, nn.Parameter] = {}
     for path, module in model.named_modules():
         for name, parameter in module.named_parameters(prefix=path, recurse=False, remove_duplicate=False):
-            dim = splits[name].dim
+            dim = splits.get(name, Split()).dim
             if dim is None:
                 continue
             if parameter not in shards:
-                runs = pieces(splits[name].parts or (parameter.shape[dim],), tp.size, tp.index)
+                runs = pieces(splits[name].parts or (parameter.shape[dim],), axis.size, axis.index)
                 values = [parameter.detach().narrow(dim, run.start, len(run)) for run in runs]
                 shard = torch.cat(values, dim) if len(values) > 1 else values[0]
                 shard = shard.clone(memory_format=torch.contiguous_format)

@@ -7,12 +7,12 @@
     3     shard       shard      shard            2 all-gathers, 1 reduce-scatter a micro-batch
 
 (Rajbhandari et al. 2020, arXiv:1910.02054; "whole" while the step's passes run, shards in between.) A group
-is a block (or those that share parameters), the last one with the last norm; the embedding; and all else,
-which is the head. Its collectives are over one flat buffer and overlap with the next group's computation. The
-backward needs neither the embedding's weights nor the head's, whose gradient the loss has made in the
-forward: they are gathered once a micro-batch, and the head's gradient is reduced while the blocks' backward
-runs. An embedding that is tied to the head is in its group. With dp_replicate > 1 shards are also all-reduced
-over the replicas, once a step.
+is a block (or those that share parameters), the last one with the last norm; a block's experts, where others
+are on other ranks; the embedding; and all else, which is the head. Its collectives are over one flat buffer
+and overlap with the next group's computation. The backward needs neither the embedding's weights nor the
+head's, whose gradient the loss has made in the forward: they are gathered once a micro-batch, and the head's
+gradient is reduced while the blocks' backward runs. An embedding that is tied to the head is in its group.
+With dp_replicate > 1 shards are also all-reduced over the replicas, once a step.
 
 Context ranks see other tokens with the same parameters, so here they are data ranks. Gradients are summed,
 not averaged: each micro-batch's loss is already divided by the label tokens of the global batch.
@@ -27,9 +27,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from meshtune import compat
+from meshtune.experts.register import experts_of
 
 
 def shard(
@@ -41,6 +42,7 @@ def shard(
     embedding: nn.Module | None = None,
     norm: nn.Module | None = None,
     head: nn.Module | None = None,
+    expert_mesh: DeviceMesh | None = None,
     compute_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
 ) -> None:
@@ -52,17 +54,25 @@ def shard(
     as they are computed). Everything that uses a parameter must happen inside root's forward.
 
     embedding, norm, head: modules inside `root` but outside `blocks`, where it has them. The norm must follow
-    the last block, and the head's gradient be made in the forward (train/loss.py).
+    the last block, and the head's gradient be made in the forward (train/loss.py). expert_mesh: of the ranks
+    with the same experts, where these are split over others; each block's experts are then a group over it.
     """
     # Inputs have the dtypes that the model gave them: a cast here would round its fp32 ones.
     policy = MixedPrecisionPolicy(compute_dtype, reduce_dtype, cast_forward_inputs=False)
     blocks, options = list(blocks), {"mesh": mesh, "reshard_after_forward": zero == 3, "mp_policy": policy}
     tied = embedding is not None and head is not None and _share(embedding, head)
     sharing = _sharing(blocks)
-    for together in sharing:
+    order: list[nn.Module] = [root]  # of a backward, in which a block's own parameters come before experts
+    for together in sharing[::-1]:
+        experts = [each for block in together for each in experts_of(block)] if expert_mesh else []
+        for each in experts:
+            fully_shard(
+                each, **options | {"mesh": expert_mesh, "shard_placement_fn": partial(_cut, expert_mesh)}
+            )
         if norm is not None and blocks[-1] in together and list(norm.parameters()):
             together.append(norm)
         fully_shard(together, **options)
+        order += [together[0], *experts[::-1]]
     if embedding is not None and not tied:
         fully_shard(embedding, **options)
         _sharded(embedding).set_unshard_in_backward(not _is_table(embedding))
@@ -70,9 +80,8 @@ def shard(
     # By itself FSDP2 forgets, with each backward, the order of the forwards that still wait for theirs (in a
     # pipeline), and at the first group prefetches the last block of an earlier micro-batch.
     first = [embedding] if embedding is not None and not tied else []
-    order = [root, *first, *(together[0] for together in sharing), root]
-    for before, module in pairwise(order):
-        _sharded(module).set_modules_to_backward_prefetch([_sharded(before)])
+    for module, following in pairwise([*order, *first, root]):
+        _sharded(module).set_modules_to_backward_prefetch([_sharded(following)])
     for module in groups(root):  # none of these is recursive
         compat.keep_integers(module)
         module.set_gradient_divide_factor(1.0)
@@ -83,6 +92,14 @@ def shard(
         _sharded(root).set_unshard_in_backward(False)
         if norm is not None and head is not None and not tied:
             norm.register_forward_pre_hook(partial(_reduce_behind, _sharded(root)))
+
+
+def _cut(mesh: DeviceMesh | None, parameter: nn.Parameter) -> Shard:
+    """Dimension along which a parameter of experts is sharded: the first one that the ranks divide."""
+    assert mesh is not None
+    ranks = mesh.size(mesh.ndim - 1)
+    divided = parameter.shape[0] % ranks == 0 or parameter.ndim < 3 or parameter.shape[1] % ranks
+    return Shard(0 if divided else 1)
 
 
 def _is_table(embedding: nn.Module) -> bool:

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from meshtune.placement.columns import Columns, Number
     from meshtune.placement.rules import Traits
 
-EXPERTS_ARE_SPLIT = False  # True once the engine exchanges tokens between ranks with experts
-
 
 def expert_groups(layout: Layout, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(Ranks that have all experts of a block together, ranks that hold the same experts as `rank`), both
@@ -29,7 +27,7 @@ def expert_groups(layout: Layout, rank: int) -> tuple[tuple[int, ...], tuple[int
 
 def searched_sizes(traits: Traits) -> list[int]:
     """Sizes of ep that a search tries: those that divide a model's experts, [1] where they can't be split."""
-    experts = traits.experts if EXPERTS_ARE_SPLIT and not traits.apart else 0
+    experts = 0 if traits.apart else traits.experts
     return [size for size in range(1, experts + 1) if experts % size == 0] or [1]
 
 
@@ -38,8 +36,6 @@ def expert_rules(
 ) -> Iterator[tuple[str, Callable[[Columns], Number], Callable[[Layout], str]]]:
     """Yield the parts of each `rules.Rule` on experts that are split over ranks."""
     why = traits.apart or ("has no experts" if not traits.experts else "")
-    if not (why or EXPERTS_ARE_SPLIT):
-        why = "has experts, and meshtune does not split them over ranks yet"
     if why:
         page = f" {see('experts')}" if traits.apart else ""
         yield (

@@ -12,11 +12,12 @@ from itertools import accumulate
 
 @dataclass(frozen=True)
 class Split:
-    """How tensor parallelism cuts one parameter."""
+    """How tensor or expert parallelism cuts one parameter."""
 
     dim: int | None = None  # the tensor dimension that is cut; None: every rank holds all of it
     partial: bool = False  # each rank's gradient is a part of the sum over the tp ranks
     parts: tuple[int, ...] = ()  # sizes along `dim` of what is fused in it, each cut separately; (): one
+    axis: str = "tp"  # whose ranks have the pieces: tp or ep
 
 
 def piece(size: int, parts: int, index: int) -> tuple[int, int]:

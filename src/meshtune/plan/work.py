@@ -285,8 +285,8 @@ class Work:
         return head_shards(self.whole_heads, tp)
 
     def by_tokens(self, layouts: Columns, trainable: bool = False) -> Number:
-        """Elements of an average block that every tensor-parallel rank has for its own tokens: of routers and of
-        experts that `ep` does not split. trainable: as in `split_experts`.
+        """Elements of an average block that every tensor-parallel rank has for its own tokens: of routers and
+        of experts that `ep` does not split. trainable: as in `split_experts`.
         """
         whole = sum(
             w.elements * (w.trainable if trainable else w.held) for w in self.block_weights if w.by_tokens

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from cases import cases
+from transformers import MixtralConfig
 
 from meshtune.dryrun.ranks import trace_ranks
 from meshtune.dryrun.world import trace_rank
@@ -18,12 +19,13 @@ from meshtune.model.capabilities import traits
 from meshtune.model.load import on_meta
 from meshtune.optimizers import OPTIMIZERS
 from meshtune.placement.rules import refusals
+from meshtune.train.model import ModelSpec
 
 ROOT = Path(__file__).parents[3]
 SRC = ROOT / "src" / "meshtune"
 sys.path.append(str(ROOT / "validation"))
 
-from dryrun_cases import GRID, KTO, MODELS, Case  # noqa: E402
+from dryrun_cases import GRID, KTO, MODELS, SIZES, Case  # noqa: E402
 from dryrun_grid import compare, differences, real, summary, traces  # noqa: E402
 
 SLOW = (  # of the grid, what the runs of tests/parity/test_grid_rows.py do not have
@@ -86,6 +88,22 @@ def test_fake_steps_have_the_bytes_and_messages_of_real_ones(layout: str) -> Non
     shard = (-(-512 // work.layout.dp_shard), 64)
     assert (weight.category, weight.shape, weight.dtype) == (WEIGHTS, shard, "float32")
     assert list(steps[1].host_reads) == [line for line in steps[1].host_reads if line.startswith("meshtune/")]
+
+
+@pytest.mark.ci
+def test_experts_on_several_ranks_exchange_rows_by_the_formula() -> None:
+    experts, k = 4, 2
+    spec = ModelSpec(
+        source=MixtralConfig(**SIZES, num_local_experts=experts, num_experts_per_tok=k), init="random"
+    )
+    work = replace(Case(layout="zero3x4-ep2-mb2-ga2-full").job(), spec=spec)
+    (trace,) = trace_ranks(partial(trace_rank, work), [1], work.layout.world)
+    passes = SIZES["num_hidden_layers"] * work.layout.gradient_accumulation_steps
+    messages = [each.collective for each in trace.steps[1].operations if each.collective]
+    assert Counter(each.bytes for each in messages if each.axis == "ep") == {
+        work.layout.micro_batch_size * work.seq_len * k * SIZES["hidden_size"] * 2: 6 * passes,  # twice again
+        experts * 8: passes,  # counts are not exchanged again
+    }
 
 
 def test_neither_training_nor_parallelism_knows_that_it_is_simulated() -> None:

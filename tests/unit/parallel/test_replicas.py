@@ -35,7 +35,7 @@ def stepped(
     assert mesh is not None
     optimizer = Optimizer(root.named_parameters(), betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
     blocks = list(root.get_submodule(BLOCKS).children())
-    replicas = Replicas(groups_of(root, blocks)[::-1], mesh, dtype)  # type: ignore[arg-type]
+    replicas = Replicas([(group, mesh) for group in groups_of(root, blocks)[::-1]], dtype)  # type: ignore[arg-type]
     replicas.watch(optimizer)
     batches = micro_batches(ranks)
     labels = sum(each.label_tokens for each in batches)

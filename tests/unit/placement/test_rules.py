@@ -10,7 +10,6 @@ from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining.stage import PipelineStage
 
 from meshtune.layout import SCHEDULES, VIRTUAL_SCHEDULES, Layout
-from meshtune.placement import experts
 from meshtune.placement.columns import Columns
 from meshtune.placement.rules import Traits, compiles, refusals, uncompiled
 
@@ -167,10 +166,8 @@ def test_what_interrupts_the_compiler_is_refused(layout, traits):
     assert not uncompiled("auto", traits, Layout.parse(layout), processor=True)
 
 
-def test_experts_are_split_where_ranks_and_experts_divide(monkeypatch):
+def test_experts_are_split_where_ranks_and_experts_divide():
     mixture = replace(LLAMA, name="MixtralForCausalLM", experts=24)
-    says(refused("zero3x8-ep8", mixture)[0])
-    monkeypatch.setattr(experts, "EXPERTS_ARE_SPLIT", True)
     for layout in ("zero3x8-ep8", "dp2-zero3x4-ep8-pp2-1f1b-mb1-ga16-full", "zero1x6-cp2-ep12"):
         assert refused(layout, mixture) == []
     for own, layout in [

@@ -11,7 +11,6 @@ from known import known
 from meshtune import config
 from meshtune.errors import UserError
 from meshtune.layout import Layout
-from meshtune.placement import experts
 from meshtune.placement.columns import Columns
 from meshtune.plan.accounting import stack_accounting
 from meshtune.plan.advice import alternatives, reasoning
@@ -27,12 +26,6 @@ from meshtune.plan.work import Work
 
 SHARED, LINK = 2048, 450e9  # hidden size; bytes/s of an H100 to the others of its node
 SEQ_LEN = 4096
-
-
-@pytest.fixture
-def split(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the engine split experts over ranks."""
-    monkeypatch.setattr(experts, "EXPERTS_ARE_SPLIT", True)
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +111,6 @@ def planned(*words: str):
     return search(workload, cluster_for(settings), fixed=settings.partial_layout.given)
 
 
-@pytest.mark.usefixtures("split")
 def test_a_search_tries_the_sizes_that_divide_experts_and_ranks() -> None:
     plan = planned()
     sizes = {

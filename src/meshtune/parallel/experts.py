@@ -1,0 +1,32 @@
+"""Expert parallelism (ep): each rank holds some of the experts of a mixture, and tokens travel to them.
+
+    router │ dispatch ⇄ own experts ⇄ back │ weights, sum        ⇄  all-to-all (experts/exchange.py)
+
+All else of a block stays on every rank, which has its own tokens. After the exchange the gradient of an
+expert is the sum over all tokens of its ep group; what is left is the sum over the ranks that hold the same
+experts (mesh.expert_mesh), by the same means as for all parameters.
+"""
+
+from torch import nn
+
+from meshtune.experts.exchange import Exchange
+from meshtune.experts.register import experts_of
+from meshtune.parallel.mesh import Axis
+from meshtune.parallel.tensor import cut_parameters
+from meshtune.placement.split import Split
+
+
+def split_experts(model: nn.Module, ep: Axis) -> dict[str, Split]:
+    """Leave this rank of `ep` its experts, in place; returns how the parameters of experts are cut, by name.
+
+    Call it after `tensor.split_model`. With one rank nothing is changed.
+    """
+    if ep.size == 1:
+        return {}
+    splits, exchange, names = {}, Exchange(ep.group, ep.size), dict(map(reversed, model.named_modules()))
+    for module in experts_of(model):
+        vars(module)["dispatcher"] = exchange
+        own = module.named_parameters(prefix=names[module], recurse=False)
+        splits |= {name: Split(0, axis=ep.name) for name, _ in own}
+    cut_parameters(model, splits, ep)
+    return splits
