@@ -389,8 +389,8 @@ def compare_runs(
     """
     if unused:
         raise UserError(
-            f"{name} has no use in plan compare of runs, whose layout and config.yaml are planned; leave it "
-            "out."
+            f"{name} has no use in plan compare of runs, whose layout and config.yaml are planned: write "
+            "several runs with commas (RUN,RUN), and leave other words out."
             for name in unused
         )
     announce(None)

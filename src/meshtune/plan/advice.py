@@ -277,7 +277,7 @@ def comparison(workload: Workload, other: Choice, best: Choice) -> str:
     needs = f"{human(other.memory.peak)} instead of {human(best.memory.peak)}"
     if more < -TIE:
         joined = "but" if other.memory.peak > best.memory.peak else "and"
-        return f"takes {-more:.0%} less time than the chosen layout, {joined} needs {needs}."
+        return f"{longer(1 + more)} than the chosen layout, {joined} needs {needs}."
     if more < TIE:
         return f"is as fast as the chosen layout, and needs {needs}."
     extra = {part: getattr(other.seconds, part) - getattr(best.seconds, part) for part in PARTS}

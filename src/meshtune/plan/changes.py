@@ -96,7 +96,7 @@ class Outcome(NamedTuple):
         time, memory = "", self.choice.memory
         if self.before and self.choice.cluster.timed:
             time = f", {self.choice.seconds.total / self.before.seconds.total - 1:+.0%} time"
-        host = f", {human(memory.host)} of host memory" if memory.host else ""
+        host = f", {human(memory.host)} of host memory a rank" if memory.host else ""
         return f"{self.setting} ({human(memory.peak)}{host}{time})"
 
     @property

@@ -29,8 +29,12 @@ def deepspeed(value: Any, job: Job) -> Converted:
         return engine(json.loads(value))
     if path := job.read(value):
         return engine(read_yaml(path))  # JSON is YAML
-    if stage := re.search(r"z(?:ero)?[-_]?([0-3])", value.rpartition("/")[2]):
-        return Converted({"layout.zero": int(stage[1])}, f"by the name of {value}, a missing file")
+    name = value.rpartition("/")[2]
+    if stage := re.search(r"z(?:ero)?[-_]?([0-3])", name):
+        parts = ["param"] if "param" in name else ["optimizer", "param"]  # as axolotl names its files
+        on_host = {f"offload_{part}": {"device": "cpu"} for part in parts if "offload" in name}
+        told = engine({"zero_optimization": {"stage": stage[1], **on_host}})
+        return told._replace(remark=f"by the name of {value}, a missing file")
     raise NoCounterpart(f"the file {value} is not on this machine; set the ZeRO stage in layout")
 
 
