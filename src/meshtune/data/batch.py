@@ -252,12 +252,11 @@ def answers_of(sequences: Sequences, objective: Objective) -> tuple[int | None, 
     return count, count / max(1, tokens)
 
 
-def mismatched(sequences: Sequences) -> Dataset:
-    """Each prompt with the answer of the next document, in the order of the sequences; the last has the first
-    one's answer. What is longer than a sequence is cut.
+def mismatched(own: Sequence[tuple[Dataset, int]]) -> Dataset:
+    """The prompt of each document with the answer of the next one; the last has the first one's answer. What
+    is longer than a sequence is cut. own: pairs of a data set and a document's number.
     """
-    data = sequences[0][0]
-    own = [(each, int(one)) for each, number in sequences for one in members_of(each, number)]
+    data = own[0][0]
     cut = [np.asarray(each.tokens[each.offsets[one] : each.offsets[one + 1]]) for each, one in own]
     first = [int(np.argmax((tokens & LABELLED) != 0)) for tokens in cut]
     documents, keys = [], []
@@ -271,6 +270,11 @@ def mismatched(sequences: Sequences) -> Dataset:
     members, starts = pack(lengths, data.seq_len, 0) if data.packed else singles(len(lengths))
     made = in_memory(documents, members, starts, seq_len=data.seq_len, packed=data.packed)
     return replace(made, reference=_looked_up(data.mismatched, np.array(keys)), keys=np.array(keys))
+
+
+def held_out_mismatched(data: Dataset) -> Dataset:
+    """`mismatched` of held-out documents in the order in which they were read, however they are packed."""
+    return mismatched([(data, int(document)) for document in np.unique(data.members)])
 
 
 def _looked_up(known: tuple[np.ndarray, np.ndarray] | None, keys: np.ndarray) -> np.ndarray:

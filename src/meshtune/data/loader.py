@@ -30,6 +30,7 @@ from meshtune.data.batch import (
     Sequences,
     answers_of,
     evaluation_batches,
+    members_of,
     micro_batch_of,
     mismatched,
 )
@@ -149,8 +150,9 @@ class Loader:
         )
 
     def _mismatched(self, sequences: Sequences) -> Iterator[MicroBatch]:
+        documents = [(data, int(one)) for data, number in sequences for one in members_of(data, number)]
         return evaluation_batches(
-            mismatched(sequences),
+            mismatched(documents),
             micro_batch_size=self.micro_batch_size,
             data_rank=self.data_rank,
             data_ranks=self.data_ranks,

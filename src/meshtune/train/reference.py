@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from transformers import PretrainedConfig
 
-from meshtune.data.batch import MicroBatch, evaluation_batches, members_of, mismatched
+from meshtune.data.batch import MicroBatch, evaluation_batches, held_out_mismatched, members_of
 from meshtune.data.pack import Dataset
 from meshtune.data.prepare import Prepared
 from meshtune.model.lora import initial_adapters
@@ -37,7 +37,7 @@ from meshtune.train.model import ModelSpec, RankModel, Structure, fill_values, s
 from meshtune.train.preference import Preference, Recorded, run
 from meshtune.units import working
 
-VERSION = 1  # raise it when the same digest would name other values
+VERSION = 2  # raise it when the same digest would name other values
 
 
 def recorded(
@@ -161,10 +161,9 @@ class Reference:
 
     def _mismatched(self, name: str, parallel: Parallel) -> Iterator[MicroBatch]:
         """Micro-batches of this data rank with the mismatched answers that the run reads of a part."""
-        part, wanted = self.parts[name]
+        part = self.parts[name].dataset
         if name == "eval":
-            made = mismatched([(part, int(number)) for number in wanted])
-            yield from evaluation_batches(made, **self._dealt(parallel))
+            yield from evaluation_batches(held_out_mismatched(part), **self._dealt(parallel))
         else:
             world = self.world
             loader = loader_of(part, world.layout, world.data_rank, self.seed, objective=self.objective)
