@@ -254,13 +254,12 @@ def answers_of(sequences: Sequences) -> tuple[int | None, float]:
     return count, count / max(1, tokens)
 
 
-def mismatched(sequences: Sequences) -> Dataset:
-    """Each prompt with the answer of the next document, in the order of the sequences; the last has the first
-    one's answer. What is longer than a sequence is cut.
+def mismatched(own: Sequence[tuple[Dataset, int]]) -> Dataset:
+    """The prompt of each document with the answer of the next one; the last has the first one's answer. What
+    is longer than a sequence is cut. own: pairs of a data set and a document's number.
     """
-    data = sequences[0][0]
-    numbers = np.concatenate([data.members_of(number) for data, number in sequences])
-    cut = [document for data, number in sequences for document in data.documents(number)]
+    data, numbers = own[0][0], np.array([one for _, one in own])
+    cut = [np.asarray(each.tokens[each.offsets[one] : each.offsets[one + 1]]) for each, one in own]
     first = [int(np.argmax((tokens & LABELLED) != 0)) for tokens in cut]
     documents = []
     for place, tokens in enumerate(cut):
@@ -273,6 +272,11 @@ def mismatched(sequences: Sequences) -> Dataset:
     made = in_memory(documents, members, starts, **settings)
     keys = (1 + numbers) * len(data.labels) + np.roll(numbers, -1)  # behind the numbers of documents
     return replace(made, reference=data.reference, keys=keys)
+
+
+def held_out_mismatched(data: Dataset) -> Dataset:
+    """`mismatched` of held-out documents in the order in which they were read, however they are packed."""
+    return mismatched([(data, int(document)) for document in np.unique(data.members)])
 
 
 def _looked_up(known: tuple[np.ndarray, np.ndarray] | None, places: np.ndarray) -> np.ndarray:

@@ -145,8 +145,9 @@ class Loader:
     def _mismatched(self, sequences: Sequences) -> Iterator[MicroBatch]:
         """Yield the mismatched answers of a batch, if its objective has a pass over them."""
         if sequences[0][0].objective.mismatched:
+            documents = [(data, int(one)) for data, place in sequences for one in data.members_of(place)]
             yield from evaluation_batches(
-                mismatched(sequences),
+                mismatched(documents),
                 micro_batch_size=self.micro_batch_size,
                 data_rank=self.data_rank,
                 data_ranks=self.data_ranks,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from meshtune.data.batch import MicroBatch, evaluation_batches, mismatched
+from meshtune.data.batch import MicroBatch, evaluation_batches, held_out_mismatched
 from meshtune.data.pack import LABELLED, Dataset, ids_of_stored
 from meshtune.launch.signals import EvaluationStopped, StopRequest
 from meshtune.meter.rows import matches
@@ -133,8 +133,7 @@ class Evaluation:
             multiple=self.parallel.width_multiple,
         )
         if isinstance(own, Preference) and own.spec.row.mismatched:
-            every = [(dataset, number) for number in range(len(dataset))]
-            own.kl = divergence(self.parallel, own, batches_of(mismatched(every)))
+            own.kl = divergence(self.parallel, own, batches_of(held_out_mismatched(dataset)))
         batch_count = -(-len(dataset) // (self.micro_batch_size * world.data_ranks))
 
         def read() -> Iterator[MicroBatch]:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from transformers import PretrainedConfig
 
-from meshtune.data.batch import MicroBatch, evaluation_batches, mismatched
+from meshtune.data.batch import MicroBatch, evaluation_batches, held_out_mismatched
 from meshtune.data.pack import Dataset
 from meshtune.data.prepare import Prepared
 from meshtune.model.lora import initial_adapters
@@ -146,10 +146,9 @@ class Reference:
 
     def _mismatched(self, name: str, parallel: Parallel) -> Iterator[MicroBatch]:
         """Micro-batches of this data rank with the mismatched answers that the run reads of a part."""
-        part, wanted = self.parts[name]
+        part = self.parts[name].dataset
         if name == "eval":
-            made = mismatched([(part, int(number)) for number in wanted])
-            yield from evaluation_batches(made, **self._dealt(parallel))
+            yield from evaluation_batches(held_out_mismatched(part), **self._dealt(parallel))
         else:
             world = self.world
             loader = loader_of(part, world.layout, world.data_rank, self.seed)

@@ -14,10 +14,11 @@ from rich.console import Console
 from small_tokenizer import make_tokenizer
 from trl.data_utils import apply_chat_template, extract_prompt
 
+from meshtune.data.batch import held_out_mismatched
 from meshtune.data.encode import Encoder
 from meshtune.data.example import Source
 from meshtune.data.inspect import describe
-from meshtune.data.pack import LABELLED, PROMPT, Dataset, ids_of_stored
+from meshtune.data.pack import LABELLED, PROMPT, Dataset, ids_of_stored, in_memory
 from meshtune.data.prepare import Prepared, sentences
 from meshtune.errors import UserError
 from meshtune.objectives import OBJECTIVES
@@ -323,3 +324,10 @@ def test_meshtune_data_shows_each_side_and_what_is_labelled(prepared_of, objecti
     lines = [line for line in file.getvalue().splitlines() if line.strip()]
     says("\n".join("rows.jsonl:1" if "rows.jsonl" in line else line for line in lines))
     assert json.loads(json.dumps(described)) == described
+
+
+def test_held_out_prompts_get_the_answer_of_the_next_row_however_rows_are_packed() -> None:
+    documents = [(np.arange(4), np.arange(4) > 1)] * 3
+    data = in_memory(documents, np.array([1, 0, 2]), np.array([0, 2, 3]), seq_len=8, packed=True)
+    keys = held_out_mismatched(data).keys
+    assert keys is not None and keys.tolist() == [0 * 3 + 1, 1 * 3 + 2, 2 * 3 + 0]
