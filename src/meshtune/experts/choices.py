@@ -5,12 +5,17 @@ of the messages between ranks, would then not be those of the forward.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
+
+from meshtune.experts.register import experts_of
 
 
 class _Choose(torch.autograd.Function):
@@ -52,7 +57,29 @@ class _Choices(TorchFunctionMode):
         return torch.return_types.topk((_Choose.apply(scores, index, dim), index))
 
 
-def with_choices(noted: list[Tensor], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call `forward`; its choices are those `noted` by an earlier call, if there was one."""
-    with _Choices(noted):
+_pass: ContextVar[_Choices | None] = ContextVar("_pass", default=None)  # of the block that runs
+
+
+def keep_choices(block: nn.Module) -> None:
+    """Make the part of a block that has its router and experts heed `with_choices`, in place.
+
+    Only that part: a mode around attention would reach the compiler of its kernels.
+    """
+    experts = {*experts_of(block)}
+    for module in block.modules():
+        if experts & {*module.children()}:
+            module.forward = partial(_choosing, module.forward)  # type: ignore[method-assign]
+
+
+def _choosing(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with _pass.get() or nullcontext():
         return forward(*args, **kwargs)
+
+
+def with_choices(noted: list[Tensor], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a block's `forward`; its choices are those `noted` by an earlier call, if there was one."""
+    token = _pass.set(_Choices(noted))
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        _pass.reset(token)

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from transformers import PreTrainedModel
 
 from meshtune.data.batch import MicroBatch
-from meshtune.experts.choices import with_choices
+from meshtune.experts.choices import keep_choices, with_choices
 from meshtune.experts.register import experts_of
 from meshtune.layout import RECOMPUTATIONS, Recomputation
 from meshtune.meter.clock import recomputing
@@ -103,10 +103,10 @@ def _recompute_each_block(
         if numbers is None or number in numbers:
             # A partial of the bound method, no closure: a deep copy of the model then runs its own blocks.
             checkpointed = _with_its_documents if anatomy.mixers else _checkpointed
-            run: Any = partial(checkpointed, block.forward, options)
             if any(experts_of(block)):
-                run = partial(_with_its_experts, checkpointed, block.forward, options)
-            block.forward = run
+                keep_choices(block)
+                checkpointed = partial(_with_its_experts, checkpointed)
+            block.forward = partial(checkpointed, block.forward, options)  # type: ignore[method-assign]
             for layer in lora_layers(block).values():
                 layer.lora_fuses = False  # a product and what it is added to would both be kept, or live
                 # Outputs of matmuls that are kept may not change.
