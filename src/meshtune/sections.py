@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlparse
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, StrictBool, field_validator, model_validator
 
 from meshtune.errors import UserError, expanded
 from meshtune.objectives import OBJECTIVES
@@ -135,7 +135,7 @@ class ExpertsConfig(Section):
     bias_rate: float = setting(
         0.001, "Change of the bias in a step, towards the mean load.", of_balance("bias"), gt=0
     )
-    freeze_router: bool | None = setting(
+    freeze_router: StrictBool | None = setting(
         None, "Do not train the router; null: true with adapters, which it then does not get."
     )
     imbalance: float = setting(
