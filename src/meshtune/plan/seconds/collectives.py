@@ -317,7 +317,8 @@ def expert_gradients(work: Work, layouts: Columns, machine: Machine) -> Number:
     trained = work.blocks / layouts.pp * work.by_tokens(layouts, True)
     shard = trained / np.where(layouts.zero > 0, layouts.shard_ranks, 1.0)
     in_node = ranks_in_node(layouts.tp, 1.0, machine)
-    return tree_all_reduce(machine, machine.gradient_bytes * shard, layouts.tp, in_node)
+    seconds = tree_all_reduce(machine, machine.gradient_bytes * shard, layouts.tp, in_node)
+    return np.where(trained > 0, seconds, 0.0)
 
 
 def expert_sums(trained: Number, layouts: Columns, machine: Machine, count: Number) -> Number:

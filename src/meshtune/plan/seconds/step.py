@@ -84,6 +84,7 @@ class StepTime:
         self.ends = end_seconds(work, layouts, machine, seq_len)
         self.pipeline = pipeline_seconds(work, layouts, machine, seq_len, blocks=every, ends=self.ends)
         self.gradients = gradient_collectives(work, layouts, machine, self.block)
+        self.gradients = self.gradients + expert_gradients(work, layouts, machine)
         self.micro_batches = layouts.gradient_accumulation_steps
         self.blocks = self.micro_batches * on_rank  # passes of a block
         self.share = self.micro_batches / layouts.pp  # of what a pipeline's ends have, shared out over ranks
@@ -103,10 +104,9 @@ class StepTime:
         """Exposed time of forward and backward over the step's own documents, and of the update."""
         block, ends, pipeline, micro_batches = self.block, self.ends, self.pipeline, self.micro_batches
         behind = micro_batches * pipeline.behind - self.share * ends.total
-        experts = expert_gradients(self.work, self.layouts, self.machine)
         return Seconds(
             compute=self.blocks * block.compute.total + self.share * ends.compute,
-            tensor=self.blocks * block.tensor + self.share * ends.tensor + experts,
+            tensor=self.blocks * block.tensor + self.share * ends.tensor,
             context=self.blocks * block.context,
             experts=self.blocks * block.experts,
             pipeline=micro_batches * pipeline.sends,
