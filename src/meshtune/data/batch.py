@@ -240,10 +240,9 @@ def _of_documents(data: Dataset, number: int) -> tuple[np.ndarray, ...]:
 
 def answers_of(sequences: Sequences) -> tuple[int | None, float]:
     """(Pairs or judged answers of some sequences, the same for each token of their chosen answers, with those
-    of prompts where these are trained on); (None, 0) of an objective on tokens.
+    of prompts where these are trained on); (None, 0) of an objective on tokens, and of no sequence.
     """
-    objective = sequences[0][0].objective
-    if objective.rows == "answers":
+    if not sequences or (objective := sequences[0][0].objective).rows == "answers":
         return None, 0.0
     count = sum(len(data.members_of(number)) for data, number in sequences)
     if objective.prompts:
@@ -306,9 +305,7 @@ def evaluation_batches(
     a rank that has none left gets the last one again, with no label and counts of 0.
     """
     chosen = np.arange(len(dataset)) if sequences is None else sequences
-    _, per_token = (
-        answers_of([(dataset, int(sequence)) for sequence in chosen]) if len(chosen) else (None, 0.0)
-    )
+    _, per_token = answers_of([(dataset, number) for number in chosen.tolist()])
     order = chosen[np.argsort(-dataset.sequence_tokens[chosen], kind="stable")]
     cuts = [order[i : i + micro_batch_size] for i in range(0, len(order), micro_batch_size)]
     width = max(width, dataset.width) if dataset.packed else 0
