@@ -46,7 +46,7 @@ def test_sections_follow_a_config_and_files_come_first(complete):
 
 
 def test_sub_commands_of_plan_are_completed_and_their_words(complete):
-    assert complete("plan", "exp") == ["explain", "export"]
+    assert complete("plan", "exp") == ["explain", "export", "experts.imbalance="]
     assert {"max", "model.name="} < set(complete("plan", "m"))
     assert complete("plan", "explain", "dp2-zero3") == ["dp2-zero3x"]
     assert "cluster.gpus=" in complete("plan", "explain", "dp2", "cluster.gpus")
@@ -65,12 +65,10 @@ def test_each_beginning_of_a_token_makes_a_token():
     every = [word for token in TOKENS for word in beginnings(token.pattern)]
     assert sorted(every) == sorted(layouts("")[1:])
     for word in every:
-        size = (
-            "2"
-            if word in ("dp", "zero1x", "zero2x", "zero3x", "cp", "ulysses", "tp", "pp", "v", "mb", "ga")
-            else ""
-        )
-        needed = {"sp": "tp2-", "regather": "tp2-sp-", "v": "pp2-zb-"}.get(word, "pp2-" if not size else "")
+        sized = "dp", "zero1x", "zero2x", "zero3x", "cp", "ulysses", "tp", "ep", "pp", "v", "mb", "ga"
+        size = "2" * (word in sized)
+        needed = {"sp": "tp2-", "regather": "tp2-sp-", "ep": "dp2-", "v": "pp2-zb-"}
+        needed = needed.get(word, "pp2-" if not size else "")
         Layout.parse(f"{needed}{word}{size}")
 
 
