@@ -20,7 +20,6 @@ from meshtune.config import Config
 from meshtune.data.prepare import Prepared, sentences
 from meshtune.data.tokens import id_bound
 from meshtune.errors import UserError, expanded
-from meshtune.experts.balance import router_sentence
 from meshtune.launch.signals import StopRequest
 from meshtune.length import length_sentences, steps_between, steps_of
 from meshtune.meter.mfu import flops_of, peak_flops
@@ -35,6 +34,7 @@ from meshtune.plan.cluster import unused_here
 from meshtune.plan.hardware import datasheet_flops
 from meshtune.plan.workload import fp8_note, wide_note
 from meshtune.precision import PRECISIONS
+from meshtune.routers.balance import router_sentence
 from meshtune.rundir import RunDir
 from meshtune.train.callbacks import Callback, Callbacks, Hooks, Training
 from meshtune.train.checkpoint import Checkpoints

@@ -18,13 +18,13 @@ from meshtune.data.pack import Dataset
 from meshtune.data.prepare import Prepared, prepare
 from meshtune.data.recipe import Recipe
 from meshtune.errors import UserError, expanded
-from meshtune.experts.balance import BalanceSpec
 from meshtune.model.files import context_of, resolve, stop_tokens
 from meshtune.model.load import load_config, load_tokenizer, read_changed
 from meshtune.objectives import OBJECTIVES
 from meshtune.optim.schedule import learning_rates
 from meshtune.optimizers import OPTIMIZERS
 from meshtune.plan.workload import positions_note
+from meshtune.routers.balance import BalanceSpec
 from meshtune.rundir import Row
 from meshtune.schedules import warmup
 from meshtune.sections import DataConfig, ModelConfig, SourceConfig

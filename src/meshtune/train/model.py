@@ -20,9 +20,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from meshtune.attention import flash
 from meshtune.attention.register import keep_documents_apart, register
 from meshtune.errors import UserError
-from meshtune.experts.balance import Balance, BalanceSpec, balance_of
 from meshtune.experts.register import use_products
-from meshtune.experts.router import router_paths
 from meshtune.launch.installed import FLASH_4
 from meshtune.layout import ZERO_BUBBLE, Layout
 from meshtune.meter.phases import PhaseMemory
@@ -50,6 +48,8 @@ from meshtune.placement.census import Census, head_shards
 from meshtune.placement.share import census_stages, stage_of_rank
 from meshtune.precision import PRECISIONS
 from meshtune.quantised import nf4
+from meshtune.routers.balance import Balance, BalanceSpec, balance_of
+from meshtune.routers.router import router_paths
 from meshtune.train.loss import TokenLoss, head_loss
 from meshtune.train.preference import Preference, PreferenceSpec
 from meshtune.train.step import Passes

@@ -24,9 +24,9 @@ from meshtune.train.preference import Preference, divergence
 
 if TYPE_CHECKING:
     from meshtune.data.batch import Batch, MicroBatch
-    from meshtune.experts.balance import Balance
     from meshtune.meter.phases import Phase
     from meshtune.parallel.apply import Parallel
+    from meshtune.routers.balance import Balance
     from meshtune.rundir import Row
 
 

@@ -31,8 +31,8 @@ from transformers import PreTrainedModel
 from meshtune import compat
 from meshtune.data.batch import MicroBatch
 from meshtune.errors import UserError
-from meshtune.experts.router import Router, routers_of
 from meshtune.model.documents import current_documents
+from meshtune.routers.router import Router, routers_of
 from meshtune.rundir import Row
 
 UNKNOWN_ROUTERS = (

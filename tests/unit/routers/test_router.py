@@ -9,10 +9,10 @@ from golden import refuses
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from meshtune.errors import UserError
-from meshtune.experts.balance import BalanceSpec, balance_of
-from meshtune.experts.router import routers_of
 from meshtune.layout import Layout
 from meshtune.parallel.mesh import World
+from meshtune.routers.balance import BalanceSpec, balance_of
+from meshtune.routers.router import routers_of
 from meshtune.train.model import LoraSpec, ModelSpec, trainable_skeleton
 
 MIXTURES: dict[str, dict[str, Any]] = {
