@@ -190,7 +190,7 @@ def model_spec(
 
 def balance_spec(config: Config) -> BalanceSpec:
     """How the load of experts is balanced."""
-    values = config.experts.model_dump(exclude={"balance", "freeze_router"})
+    values = config.experts.model_dump(exclude={"balance", "freeze_router", "imbalance"})
     return BalanceSpec(kind=config.experts.balance, **values)
 
 

@@ -179,7 +179,7 @@ class Balance:
 
     def measured(self) -> tuple[dict[str, float], Row]:
         """(Numbers of the step's train row, its row of loads by layer); every rank calls it."""
-        sums = torch.cat((self.loads.flatten(), self._sums)) / self.world.tp.size
+        sums = torch.cat((self.loads.flatten(), self._sums))
         if self.world.mesh is not None:
             dist.all_reduce(sums)
         *_, balance, z_loss = sums.tolist()
@@ -202,7 +202,7 @@ class Balance:
 
     def _fullest_rank(self, load: Tensor) -> float:
         """Return the tokens of the rank with most, over the mean rank's, where experts are cut over ranks."""
-        ranks = load.view(getattr(self.world.layout, "ep", 1), -1).sum(1)
+        ranks = load.view(self.world.layout.ep, -1).sum(1)
         return float(ranks.max() / ranks.mean()) if load.any() else 1.0
 
     @torch.no_grad()
@@ -257,9 +257,14 @@ def balance_of(
             "A loss of one's own is divided by its count, and so would be the losses of the routers; set "
             "experts.balance=none and leave experts.z_loss out."
         )
+    if routers and layout.tp > 1 and (weight or spec.z_loss or spec.kind == "bias"):
+        problems.append(
+            f"{given}: the ranks of tp route tokens of their own, whose loads are not summed; set "
+            "experts.balance=none and leave experts.z_loss out, or use a layout without tp."
+        )
     if problems:
         raise UserError(problems)
-    return Balance(spec, whole, stages, world) if routers else None
+    return Balance(spec, whole, stages, world) if routers and layout.tp == 1 else None
 
 
 def router_sentence(whole: PreTrainedModel, balance: Balance | None) -> str | None:
@@ -267,6 +272,8 @@ def router_sentence(whole: PreTrainedModel, balance: Balance | None) -> str | No
     gradient; None for a dense model.
     """
     if balance is None:
+        if routers_of(whole):
+            return "Loads of experts are not measured with tp, whose ranks route tokens of their own."
         asked = getattr(whole.config.get_text_config(), "output_router_logits", False)
         return UNKNOWN_ROUTERS if asked else None
     state = "frozen" if balance.frozen else "trained"

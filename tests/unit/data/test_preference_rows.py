@@ -18,7 +18,7 @@ from meshtune.data.batch import held_out_mismatched
 from meshtune.data.encode import Encoder
 from meshtune.data.example import Source
 from meshtune.data.inspect import describe
-from meshtune.data.pack import LABELLED, PROMPT, Dataset, ids_of_stored, in_memory
+from meshtune.data.pack import LABELLED, PROMPT, Dataset, Document, ids_of_stored, in_memory
 from meshtune.data.prepare import Prepared, sentences
 from meshtune.errors import UserError
 from meshtune.objectives import OBJECTIVES
@@ -327,7 +327,7 @@ def test_meshtune_data_shows_each_side_and_what_is_labelled(prepared_of, objecti
 
 
 def test_held_out_prompts_get_the_answer_of_the_next_row_however_rows_are_packed() -> None:
-    documents = [(np.arange(4), np.arange(4) > 1)] * 3
+    documents = [Document(np.arange(4), np.arange(4) > 1)] * 3
     data = in_memory(documents, np.array([1, 0, 2]), np.array([0, 2, 3]), seq_len=8, packed=True)
     keys = held_out_mismatched(data).keys
-    assert keys is not None and keys.tolist() == [0 * 3 + 1, 1 * 3 + 2, 2 * 3 + 0]
+    assert keys is not None and keys.tolist() == [1 * 3 + 1, 2 * 3 + 2, 3 * 3 + 0]
