@@ -228,8 +228,8 @@ def micro_batch_of(
 
 
 def _of_documents(data: Dataset, number: int) -> tuple[np.ndarray, ...]:
-    """Of each answer of a sequence: whether it is good, its margin, log-probability by the reference, and
-    place, as in `Answers`.
+    """(Whether each answer of a sequence is good, its margin, log-probability by the reference, place), as in
+    `Answers`.
     """
     members, answers = data.members_of(number), np.arange(data.objective.documents)
     sides = np.repeat(data.sides[members], len(answers))

@@ -100,7 +100,7 @@ class Weight:
     in_4_bits: bool = False  # as in Parameter
     held: Number = 1.0  # its bytes over those that it has in the dtype of the passes
     by_tokens: bool = False  # as in Parameter
-    of_experts: bool = False  # its rows are experts, of which `ep` holds a part
+    of_experts: bool = False  # its rows are experts, which `ep` splits
 
     @property
     def elements(self) -> Number:
@@ -288,10 +288,11 @@ class Work:
         """Elements of an average block that every tensor-parallel rank has for its own tokens: of routers and
         of experts that `ep` does not split. trainable: as in `split_experts`.
         """
-        whole = sum(
-            w.elements * (w.trainable if trainable else w.held) for w in self.block_weights if w.by_tokens
+        return sum(
+            w.elements * (w.trainable if trainable else w.held) * np.where(w.of_experts & (layouts.ep > 1), 0, 1)
+            for w in self.block_weights
+            if w.by_tokens
         )
-        return whole - layouts.ep * self.split_experts(layouts, trainable)
 
     @property
     def routed(self) -> Number:

@@ -185,7 +185,7 @@ def _completed(
 
     def chosen() -> Layout:
         cluster = here.cluster(config, partial.world)
-        if workload is None or (sizes and partial.open <= {*DATA_AXES}):
+        if workload is None or (sizes and partial.open <= {*DATA_AXES, "ep"}):
             return partial.complete(devices=cluster.gpus, global_batch_size=config.global_batch_size)
         plan = search(workload.of_batch(config.global_batch_size), cluster, fixed=partial.given)
         if not len(plan):

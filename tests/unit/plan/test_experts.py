@@ -127,10 +127,6 @@ def test_a_search_tries_the_sizes_that_divide_experts_and_ranks() -> None:
         planned("layout={ep: 16, dp_shard: auto, zero: 3}")
 
 
-def test_a_search_leaves_ep_out_where_the_engine_does_not_split_experts() -> None:
-    assert np.all(planned().columns.ep == 1)
-
-
 @pytest.mark.ci
 def test_published_mixtures_are_predicted_as_the_page_says() -> None:
     rows = [row for row in mixtures.read(mixtures.ROWS) if mixtures.why_not(row) is None]
