@@ -10,7 +10,8 @@
     hidden [tokens, hidden]
 
 The two seams are the dispatcher and the products. The dispatcher is a sort (dispatch.py), for experts that
-are all on this rank, or exchanges rows with other ranks (exchange.py). Which matmul runs is chosen once, where a model is built: `use_products`.
+are all on this rank, or exchanges rows with other ranks (exchange.py). Which matmul runs is chosen once,
+where a model is built: `use_products`.
 """
 
 from collections.abc import Iterator

@@ -23,10 +23,12 @@ def split_experts(model: nn.Module, ep: Axis) -> dict[str, Split]:
     """
     if ep.size == 1:
         return {}
-    splits, exchange, names = {}, Exchange(ep.group, ep.size), dict(map(reversed, model.named_modules()))
+    splits: dict[str, Split] = {}
+    exchange, names = Exchange(ep.group, ep.size), {module: path for path, module in model.named_modules()}
     for module in experts_of(model):
         vars(module)["dispatcher"] = exchange
-        own = module.named_parameters(prefix=names[module], recurse=False)
-        splits |= {name: Split(0, axis=ep.name) for name, _ in own}
+        for name, parameter in module.named_parameters(prefix=names[module], recurse=False):
+            assert len(parameter) == module.num_experts, f"{name} is not stacked by expert"
+            splits[name] = Split(0, axis=ep.name)
     cut_parameters(model, splits, ep)
     return splits
