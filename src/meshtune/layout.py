@@ -177,6 +177,14 @@ class Layout:
         """Ranks that ZeRO shards an expert over: those of one replica that hold the same experts."""
         return max(1, self.token_ranks // self.dp_replicate // self.ep) if self.zero else 1
 
+    def expert_groups(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(Ranks that have all experts of a block together, ranks that hold the same experts as `rank`), both
+        ascending, with `rank`.
+        """
+        stage, first = self.world // self.pp, rank - rank % self.ep
+        start, stop = (rank // stage * stage + end for end in (0, stage))
+        return tuple(range(first, first + self.ep)), tuple(range(start + rank % self.ep, stop, self.ep))
+
     @property
     def stages_per_rank(self) -> int:
         """Pipeline stages that each rank has."""

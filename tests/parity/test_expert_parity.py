@@ -60,7 +60,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make(tmp_path_factory.mktemp("qwen3_moe"), "qwen3_moe")
 
 
-@pytest.mark.parametrize("layout", cases(LAYOUTS.split(), test=["dp2-ep2"], ci=["zero3x2-tp2-sp-ep4"]))
+@pytest.mark.parametrize(
+    "layout", cases(LAYOUTS.split(), test=["dp2-ep2"], ci=["zero3x2-tp2-sp-ep4", "tp2-sp-ep2-pp2-zb-v2"])
+)
 def test_a_layout_gives_the_numbers_of_one_rank(layout: str, folder: Path) -> None:
     is_one(folder, layout)
 

@@ -74,6 +74,11 @@ def _detached_weights(module: Any, hidden: Any, index: Any, weights: Any) -> Any
     return honest_experts(module, hidden, index, weights.detach())
 
 
+def _shards_only(world: Any) -> Any:
+    found: Any = honest_expert_mesh(world)
+    return found["shards"]
+
+
 def _parts_of_a_sum(model: Any, ep: Any) -> dict[str, Any]:
     return {name: replace(split, partial=True) for name, split in honest_experts_split(model, ep).items()}
 
@@ -117,7 +122,7 @@ MUTATIONS: dict[str, tuple[str, Any, str, Any]] = {
                   lambda state, mlp, hidden: type(mlp).forward(mlp, hidden)),
     MIXTURES[2]: ("dp2-ep2", register, "experts_forward", _detached_weights),
     MIXTURES[3]: ("dp2-tp2-sp-ep2", apply, "split_experts", _parts_of_a_sum),
-    MIXTURES[4]: ("dp2-zero2x2-ep2", apply, "expert_mesh", lambda world: honest_expert_mesh(world)["shards"]),
+    MIXTURES[4]: ("dp2-zero2x2-ep2", apply, "expert_mesh", _shards_only),
     MIXTURES[5]: ("dp4-ep2", apply, "expert_mesh", lambda world: None),
     "clipping": ("zero3x2", Optimizer, "clip", _nothing),
 }  # fmt: skip

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from meshtune.errors import UserError
 from meshtune.layout import SCHEDULES, VIRTUAL_SCHEDULES, Layout, PartialLayout, expert_sizes
-from meshtune.placement.experts import expert_groups
 
 sizes = st.integers(1, 8)
 
@@ -46,7 +45,7 @@ def test_groups_of_experts_are_neighbours_and_each_has_all_of_them(layout: Layou
     parts = ranks.reshape(layout.pp, -1, layout.expert_shards, layout.ep)
     shard_ranks = ranks.reshape(layout.pp, layout.dp_replicate, -1)
     for rank in {0, layout.world // 2, layout.world - 1}:
-        group, same = expert_groups(layout, rank)
+        group, same = layout.expert_groups(rank)
         stage, replica, shard, _ = np.argwhere(parts == rank)[0]
         assert group == tuple(parts[stage, replica, shard])
         assert same == tuple(parts[stage, :, :, rank % layout.ep].ravel())

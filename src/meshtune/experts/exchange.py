@@ -95,7 +95,8 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor):  # type: ignore[override]
-        return _all_to_all(grad, *ctx.sizes, ctx.group), None, None, None
+        of, to = ctx.sizes
+        return _all_to_all(grad, of, to, ctx.group), None, None, None
 
 
 def _all_to_all(

@@ -146,7 +146,7 @@ class Parallel:
         }
 
     def _copy(self, name: str) -> tuple[int, int]:
-        """(Which copy of a parameter's elements this rank has, how many there are)."""
+        """(Number of a copy of a parameter's elements, 0 on one rank only, number of copies)."""
         layout, rank = self.world.layout, self.world.rank
         split = self.splits.get(self.tied.get(name, name), Split())
         if split.axis == "ep":
@@ -293,7 +293,9 @@ def cut(
         parts = anatomy(model)
         shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         splits = tensor.split_model(model, parts, world.tp, sequence=layout.sp, regather=layout.sp_regather)
-        splits |= split_experts(model, world.ep)
+        apart = split_experts(model, world.ep)
+        tensor.cut_parameters(model, apart, world.ep)
+        splits |= apart
         if quantise:
             tp = world.tp.size, world.tp.index
             shapes, splits = nf4.quantise_layers(model, frozen_linears(model), shapes, splits, tp)
@@ -328,17 +330,16 @@ def place(made: Cut, world: World, device: torch.device | None = None) -> Parall
     them.
     """
     layout, stages = world.layout, made.stages
-    meshes, groups = {"tp": made.mesh, "ep": made.expert_mesh}, []
+    groups = []
     for stage in stages:
         materialise(stage, device or world.device)
-        axis_of = {
-            p: made.splits[name].axis for name, p in stage.model.named_parameters() if name in made.splits
-        }
+        named = stage.model.named_parameters()
+        experts = {p for name, p in named if made.splits.get(name, Split()).axis == "ep"}
         for group in groups_of(stage, stage.own_blocks):
-            for axis, mesh in meshes.items():
-                groups.append(([p for p in group if axis_of.get(p, "tp") == axis], mesh))
+            groups.append(([p for p in group if p not in experts], made.mesh))
+            groups.append(([p for p in group if p in experts], made.expert_mesh))
     pipeline = Pipeline(stages, world, made.compute_dtype) if world.pp.size > 1 else None
-    copied = not layout.zero and any(mesh is not None for mesh in meshes.values())
+    copied = not layout.zero and (made.mesh or made.expert_mesh)
     replicas = Replicas(groups[::-1], made.reduce_dtype) if copied else None
     return Parallel(
         world, made.anatomy, stages, made.shapes, made.splits, made.compiled, made.offload, pipeline, replicas

@@ -12,21 +12,20 @@ from torch import nn
 from meshtune.experts.exchange import Exchange
 from meshtune.experts.register import experts_of
 from meshtune.parallel.mesh import Axis
-from meshtune.parallel.tensor import cut_parameters
 from meshtune.placement.split import Split
 
 
 def split_experts(model: nn.Module, ep: Axis) -> dict[str, Split]:
-    """Leave this rank of `ep` its experts, in place; returns how the parameters of experts are cut, by name.
-
-    Call it after `tensor.split_model`. With one rank nothing is changed.
+    """Have a model's experts exchange rows over the ranks of `ep`; returns how their parameters are to be cut,
+    by name. With one rank nothing is changed.
     """
     if ep.size == 1:
         return {}
-    splits, exchange, names = {}, Exchange(ep.group, ep.size), dict(map(reversed, model.named_modules()))
+    splits: dict[str, Split] = {}
+    exchange, names = Exchange(ep.group, ep.size), {module: path for path, module in model.named_modules()}
     for module in experts_of(model):
         vars(module)["dispatcher"] = exchange
-        own = module.named_parameters(prefix=names[module], recurse=False)
-        splits |= {name: Split(0, axis=ep.name) for name, _ in own}
-    cut_parameters(model, splits, ep)
+        for name, parameter in module.named_parameters(prefix=names[module], recurse=False):
+            assert len(parameter) == module.num_experts, f"{name} is not stacked by expert"
+            splits[name] = Split(0, axis=ep.name)
     return splits

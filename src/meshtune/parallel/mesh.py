@@ -20,7 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from meshtune.compat import all_gather_single
 from meshtune.errors import UserError
 from meshtune.layout import AXES, Layout
-from meshtune.placement.experts import expert_groups
 from meshtune.units import counted
 
 
@@ -167,8 +166,8 @@ def join(layout: Layout, device: torch.device, *, host_backend: str = "gloo") ->
     )
     rank, ep = dist.get_rank(), Axis("ep")
     if layout.ep > 1:
-        rows = dict.fromkeys(expert_groups(layout, other)[0] for other in range(ranks))
-        group, _ = dist.new_subgroups_by_enumeration([*rows], group_desc="ep")
+        rows = dict.fromkeys(layout.expert_groups(other)[0] for other in range(ranks))
+        group: Any = dist.new_subgroups_by_enumeration([*rows], group_desc="ep")[0]
         ep = Axis("ep", layout.ep, rank % layout.ep, group)
     return World(layout, device, rank, axes, mesh, host_group, checkpoint_group, ep)
 
@@ -210,7 +209,7 @@ def _joined(world: World, names: Sequence[str]) -> tuple[torch.Tensor, dist.Proc
     own = rows[(rows == world.rank).any(1)].squeeze(0)
     group: Any = world.axis(several[0]).group
     if len(rows) == 1 or len(several) > 1:
-        group = _group_of(world.rank, rows.tolist())
+        group = _group_of(rows.tolist())
     return own, group
 
 
@@ -221,24 +220,24 @@ def expert_mesh(world: World) -> DeviceMesh | None:
     layout, device_type = world.layout, world.device.type
     if layout.ep == 1:
         return None
-    alike = dict.fromkeys(expert_groups(layout, rank)[1] for rank in range(world.size))
+    alike = dict.fromkeys(layout.expert_groups(rank)[1] for rank in range(world.size))
     both = [torch.tensor(ranks).view(-1, layout.expert_shards) for ranks in alike]  # [replicas, shards]
     own = next(ranks for ranks in both if (ranks == world.rank).any())
     groups = {}
     if len(own) > 1:
-        groups["replicas"] = _group_of(world.rank, torch.cat([ranks.T for ranks in both]).tolist())
+        groups["replicas"] = _group_of(torch.cat([ranks.T for ranks in both]).tolist())
     if layout.zero:
-        groups["shards"] = _group_of(world.rank, torch.cat(both).tolist())
+        groups["shards"] = _group_of(torch.cat(both).tolist())
     if not groups:
         return None
     if len(groups) == 1:
-        return DeviceMesh.from_group(*groups.values(), device_type, mesh_dim_names=tuple(groups))
+        (group,) = groups.values()
+        return DeviceMesh.from_group(group, device_type, mesh_dim_names=tuple(groups))
     return DeviceMesh.from_group([*groups.values()], device_type, own, mesh_dim_names=tuple(groups))
 
 
-def _group_of(rank: int, rows: Sequence[Sequence[int]]) -> dist.ProcessGroup:
-    """Make a process group of each row, and return that of `rank`. A collective call."""
+def _group_of(rows: Sequence[Sequence[int]]) -> Any:
+    """Make a process group of each row, and return that of this rank. A collective call."""
     if len(rows) == 1:
-        return dist.group.WORLD  # type: ignore[return-value]
-    group, _ = dist.new_subgroups_by_enumeration(rows)
-    return group
+        return dist.group.WORLD
+    return dist.new_subgroups_by_enumeration(rows)[0]

@@ -163,6 +163,7 @@ class _ZeroStage(PipelineStage):
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **options: Any) -> None:
         with measured("backward", Pass("W", self.stage_index, bwd_chunk_id)):
             super().backward_weight_one_chunk(bwd_chunk_id, *args, **options)
+            _lay_out(self.submod)
             self.add_up()
             zero.accumulate_gradients(self.submod)
         self.held.add(-1)
@@ -207,6 +208,13 @@ class _ZeroStage(PipelineStage):
             super().wait_for_gradient_reduction(grad_scale_factor)  # pyright: ignore[reportAttributeAccessIssue]
         else:
             zero.reshard(self.submod)
+
+
+def _lay_out(stage: nn.Module) -> None:
+    """Give gradients the strides of their parameters, as a whole backward does and fused updates expect."""
+    for parameter in stage.parameters():
+        if parameter.grad is not None and parameter.grad.stride() != parameter.stride():
+            parameter.grad = torch.empty_like(parameter).copy_(parameter.grad)
 
 
 class Pipeline:

@@ -16,15 +16,6 @@ if TYPE_CHECKING:
     from meshtune.placement.rules import Traits
 
 
-def expert_groups(layout: Layout, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(Ranks that have all experts of a block together, ranks that hold the same experts as `rank`), both
-    ascending, with `rank`.
-    """
-    stage, first = layout.world // layout.pp, rank - rank % layout.ep
-    start, stop = (rank // stage * stage + end for end in (0, stage))
-    return tuple(range(first, first + layout.ep)), tuple(range(start + rank % layout.ep, stop, layout.ep))
-
-
 def searched_sizes(traits: Traits) -> list[int]:
     """Sizes of ep that a search tries: those that divide a model's experts, [1] where they can't be split."""
     experts = 0 if traits.apart else traits.experts

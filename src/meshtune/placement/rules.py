@@ -42,7 +42,7 @@ class Traits:
     pipeline: str | None = None  # why its blocks can't run apart; None: they can
     context: str | None = None  # why a sequence can't be on several ranks, "carries …"; None: it can
     heads_fused: bool = False  # their projections are one matrix: tp shards them if it divides both numbers
-    experts: int = 0  # that a block's tokens are sent to, of which `ep` holds a part; 0: none
+    experts: int = 0  # that a block's tokens are sent to, split by `ep`; 0: none
     apart: str | None = None  # why its experts can't be on several ranks, "has …"; None: they can
     tiles: str | None = None  # why its MLPs can't run in tiles, "has …"; None: they can
     interrupts: str | None = None  # why the compiler can't go through a block, "has …"; None: it can

@@ -289,7 +289,9 @@ class Work:
         of experts that `ep` does not split. trainable: as in `split_experts`.
         """
         return sum(
-            w.elements * (w.trainable if trainable else w.held) * np.where(w.of_experts & (layouts.ep > 1), 0, 1)
+            w.elements
+            * (w.trainable if trainable else w.held)
+            * np.where(w.of_experts & (layouts.ep > 1), 0, 1)
             for w in self.block_weights
             if w.by_tokens
         )

@@ -35,7 +35,7 @@ def grouped_passes(
     machine: Machine, tokens: Number, gemm: Gemm, work: Work, layouts: Columns
 ) -> tuple[Number, Number, Number]:
     """Seconds of (forward, gradients of inputs, gradients of weights) of one kind of experts' matrix in a
-    block: one kernel for all experts of the rank, in each of which an expert has its own rows.
+    block: one kernel for all experts of the rank, each with its own rows.
 
     Computing has the efficiency of a dense matmul with the same sizes (`gpu.matmul`) times `grouped`, for
     rows that fill tiles; gradients of weights sum over the few rows of an expert. tokens: as in `rows_of`.
