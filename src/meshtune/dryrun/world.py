@@ -46,7 +46,6 @@ from meshtune.placement.census import Census
 from meshtune.placement.ranks import coordinates
 from meshtune.train.model import ModelSpec, OptimizerSpec, RankModel, ready, structure
 from meshtune.train.preference import Preference, log_probabilities
-from meshtune.train.reference import named, untrained
 from meshtune.train.step import Counts
 
 # What is left out #
@@ -189,6 +188,8 @@ def trace_rank(job: Job, rank: int, tell: Callable[[str], Any] = lambda _: None)
 
 def untrained_model(job: Job, world: World, memory: AbstractContextManager[Any]) -> RankModel:
     """The job's other model that is the reference, without values. memory: in which it gets memory."""
+    from meshtune.train.reference import named, untrained  # here: chains of imports stay short
+
     assert job.reference is not None, "the model itself is the reference"
     spec, made = untrained(replace(named(job.spec, job.reference), init="random"), world, job.seq_len)
     with memory:

@@ -16,8 +16,8 @@ from meshtune.placement.split import Split
 
 
 def split_experts(model: nn.Module, ep: Axis) -> dict[str, Split]:
-    """Have a model's experts exchange rows over the ranks of `ep`; returns how their parameters are to be cut,
-    by name. With one rank nothing is changed.
+    """Have a model's experts exchange rows over the ranks of `ep`; returns how to cut their parameters, by
+    name. With one rank nothing is changed.
     """
     if ep.size == 1:
         return {}

@@ -288,10 +288,9 @@ class Work:
         """Elements of an average block that every tensor-parallel rank has for its own tokens: of routers and
         of experts that `ep` does not split. trainable: as in `split_experts`.
         """
+        whole = np.where(layouts.ep > 1, 0.0, 1.0)  # experts that are not split
         return sum(
-            w.elements
-            * (w.trainable if trainable else w.held)
-            * np.where(w.of_experts & (layouts.ep > 1), 0, 1)
+            w.elements * (w.trainable if trainable else w.held) * (whole if w.of_experts else 1.0)
             for w in self.block_weights
             if w.by_tokens
         )

@@ -20,7 +20,8 @@ from meshtune.plan.machine import Machine
 from meshtune.plan.memory.states import weight_elements
 from meshtune.plan.memory.timeline import peak
 from meshtune.plan.search import search
-from meshtune.plan.seconds.experts import exchange_seconds, grouped_passes
+from meshtune.plan.seconds.collectives import exchange_seconds
+from meshtune.plan.seconds.experts import grouped_passes
 from meshtune.plan.seconds.step import step
 from meshtune.plan.work import Work
 

@@ -9,12 +9,12 @@ import numpy as np
 
 from meshtune.plan.seconds.collectives import (
     context_collectives,
+    exchange_seconds,
     exposed,
     regathering,
     shard_collectives,
     tensor_collectives,
 )
-from meshtune.plan.seconds.experts import exchange_seconds
 from meshtune.plan.seconds.gpu import BlockCompute, block_compute, launch_seconds, launched
 from meshtune.units import Number
 

@@ -6,12 +6,13 @@ and the optimizer's update.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from meshtune.layout import ZERO_BUBBLE
+from meshtune.plan.seconds.experts import rows_of
+from meshtune.plan.seconds.groups import expert_shards, ranks_in_node, shard_groups
 from meshtune.units import Number
 
 if TYPE_CHECKING:
@@ -83,14 +84,6 @@ def all_to_alls(
     return ring_traffic(machine, size, ranks, in_node) + np.where(ranks > 1, count * latency, 0.0)
 
 
-def ranks_in_node(ranks: Number, stride: Number, machine: Machine) -> Number:
-    """Ranks of a group of `ranks` that are in one node, at least 1.
-
-    stride: GPUs from one rank of the group to its next; 1: they are adjacent.
-    """
-    return np.minimum(ranks, np.maximum(1.0, machine.node / stride))
-
-
 def exposed(machine: Machine, computing: Number, collective: Number, overlap: Number) -> Number:
     """Seconds that a collective adds to the computation that it overlaps with.
 
@@ -102,31 +95,6 @@ def exposed(machine: Machine, computing: Number, collective: Number, overlap: Nu
 
 
 # of a block, for one micro-batch #
-
-
-class ShardGroup(NamedTuple):
-    """Parameters of an average block that the same ranks shard."""
-
-    ranks: Number
-    in_node: Number  # of the ranks
-    cut: Number  # ranks that they are cut over before
-    weights: Number  # elements of all, by their bytes
-    trained: Number  # elements
-
-
-def expert_shards(layouts: Columns, machine: Machine) -> tuple[Number, Number]:
-    """(Ranks that ZeRO shards a rank's experts over where ep splits them, else 1; those in one node)."""
-    ranks = np.where(layouts.ep > 1, layouts.expert_shards, 1.0)
-    return ranks, ranks_in_node(ranks, layouts.ep, machine)
-
-
-def shard_groups(work: Work, layouts: Columns, machine: Machine) -> Iterator[ShardGroup]:
-    """Yield what all shards have, then experts that ep splits."""
-    ranks = layouts.shard_ranks, ranks_in_node(layouts.shard_ranks, layouts.tp, machine)
-    yield ShardGroup(*ranks, layouts.tp, work.shared_block(layouts), work.shared_block(layouts, True))
-    if np.any(layouts.ep > 1):
-        experts = (layouts.ep * work.split_experts(layouts, trainable) for trainable in (False, True))
-        yield ShardGroup(*expert_shards(layouts, machine), layouts.ep, *experts)
 
 
 def tensor_collectives(work: Work, layouts: Columns, machine: Machine, seq_len: Number) -> Number:
@@ -351,3 +319,39 @@ def optimizer_update(work: Work, layouts: Columns, machine: Machine) -> Number:
     streamed = machine.host_states + np.where(layouts.zero > 0, 0.0, machine.host_master)
     on_device = traffic + work.blocks / layouts.pp * machine.block_update
     return np.maximum(on_device, updated * streamed / machine.host_bandwidth)
+
+
+# exchanges of experts #
+
+
+class Exchange(NamedTuple):
+    """Seconds of a block's exchanges of rows for one micro-batch; 0 without ep."""
+
+    forward: Number  # there and back
+    backward: Number  # gradients there and back, and the forward's where it runs again
+
+
+def exchange_seconds(work: Work, layouts: Columns, machine: Machine, tokens: Number) -> Exchange:
+    """Seconds of all-to-alls inside a node and between nodes, which run at the same time.
+
+    A rank has its part of the node's network. A dispatcher with `expert_once` sends a token once to each rank
+    with an expert of it, and once to each other node; another one a copy for each expert. tokens: as in
+    `rows_of`.
+    """
+    inside = ranks_in_node(layouts.ep, 1.0, machine)
+    nodes, once = layouts.ep / inside, machine.expert_once
+    size = machine.element * rows_of(work, layouts, tokens) * work.hidden * work.most_rows(layouts)
+
+    def sent(places: Number) -> Number:
+        """Bytes for other places, of `places` among which the experts are divided."""
+        several = places * (1 - (1 - 1 / places) ** work.routed) / np.maximum(work.routed, 1e-9)
+        return size * (places - 1) / places * np.where(once > 0, several, 1.0)
+
+    link = machine.link * machine.link_share * machine.expert_share
+    network = machine.network * machine.network_share / machine.node * machine.expert_share
+    in_node = np.where(once > 0, sent(layouts.ep), sent(layouts.ep) - sent(nodes)) / link
+    one = np.maximum(in_node, sent(nodes) / network)
+    one = np.where(layouts.ep > 1, one + message_latency(machine, layouts.ep, inside), 0.0)
+    again = layouts.recomputation("matmuls") | (layouts.recomputation("block") & (machine.counted > 0))
+    # Such a dispatcher weights rows before they return: a second forward ends at the experts.
+    return Exchange(2 * one, one * (2 + again * np.where(once > 0, 1.0, 2.0)))

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from meshtune.placement.states import LOSS_CHUNK_TOKENS, loss_chunk_tokens
-from meshtune.plan.seconds.collectives import ranks_in_node, ring_collectives, tree_all_reduce
+from meshtune.plan.seconds.collectives import ring_collectives, tree_all_reduce
 from meshtune.plan.seconds.gpu import ALIGNED, gradient_accumulation, matmul, shard_copies
+from meshtune.plan.seconds.groups import ranks_in_node
 from meshtune.units import Number
 
 if TYPE_CHECKING:

@@ -7,11 +7,10 @@ Under ep all ranks wait for the one with most rows (`Work.imbalance`): its matmu
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from meshtune.plan.seconds.collectives import message_latency, ranks_in_node
 from meshtune.units import Number
 
 if TYPE_CHECKING:
@@ -66,36 +65,3 @@ def permutations(machine: Machine, tokens: Number, work: Work, layouts: Columns)
     rows = rows_of(work, layouts, tokens) * work.hidden
     moved = machine.expert_passes + np.where(layouts.ep > 1, 4.0, 0.0) * work.most_rows(layouts)
     return machine.element * rows * moved / (machine.bandwidth * machine.memory)
-
-
-class Exchange(NamedTuple):
-    """Seconds of a block's exchanges of rows for one micro-batch; 0 without ep."""
-
-    forward: Number  # there and back
-    backward: Number  # gradients there and back, and the forward's where it runs again
-
-
-def exchange_seconds(work: Work, layouts: Columns, machine: Machine, tokens: Number) -> Exchange:
-    """Seconds of all-to-alls inside a node and between nodes, which run at the same time.
-
-    A rank has its part of the node's network. A dispatcher with `expert_once` sends a token once to each rank
-    with an expert of it, and once to each other node; another one a copy for each expert. tokens: as in
-    `rows_of`.
-    """
-    inside = ranks_in_node(layouts.ep, 1.0, machine)
-    nodes, once = layouts.ep / inside, machine.expert_once
-    size = machine.element * rows_of(work, layouts, tokens) * work.hidden * work.most_rows(layouts)
-
-    def sent(places: Number) -> Number:
-        """Bytes for other places, of `places` among which the experts are divided."""
-        several = places * (1 - (1 - 1 / places) ** work.routed) / np.maximum(work.routed, 1e-9)
-        return size * (places - 1) / places * np.where(once > 0, several, 1.0)
-
-    link = machine.link * machine.link_share * machine.expert_share
-    network = machine.network * machine.network_share / machine.node * machine.expert_share
-    in_node = np.where(once > 0, sent(layouts.ep), sent(layouts.ep) - sent(nodes)) / link
-    one = np.maximum(in_node, sent(nodes) / network)
-    one = np.where(layouts.ep > 1, one + message_latency(machine, layouts.ep, inside), 0.0)
-    again = layouts.recomputation("matmuls") | (layouts.recomputation("block") & (machine.counted > 0))
-    # Such a dispatcher weights rows before they return: a second forward ends at the experts.
-    return Exchange(2 * one, one * (2 + again * np.where(once > 0, 1.0, 2.0)))

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from meshtune.plan.seconds.collectives import shard_groups
 from meshtune.plan.seconds.experts import grouped_passes, permutations
+from meshtune.plan.seconds.groups import shard_groups
 from meshtune.plan.work import Core, Gemm, Work, attended
 from meshtune.precision import NF4_BYTES
 from meshtune.units import Number

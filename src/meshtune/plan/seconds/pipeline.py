@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from meshtune.layout import ALL_AHEAD, V_SCHEDULES, ZERO_BUBBLE
-from meshtune.plan.seconds.collectives import ranks_in_node, ring_collectives
+from meshtune.plan.seconds.collectives import ring_collectives
 from meshtune.plan.seconds.gpu import host_seconds
+from meshtune.plan.seconds.groups import ranks_in_node
 from meshtune.units import Number
 
 if TYPE_CHECKING:
