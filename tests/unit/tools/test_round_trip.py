@@ -82,6 +82,7 @@ def meaning(config: Config) -> dict[str, Any]:
         source["format"] = row_format(config.data, given)
         source |= {name: source[name] or data[name] for name in ("columns", "roles")}
     data |= {"format": "", "columns": {}, "roles": {}, "mean_document_tokens": None}
+    tree["experts"]["imbalance"] = 1.0  # of plans
     data["overlong"] = {"cut": "auto"}.get(data["overlong"], data["overlong"])  # of conversations
     built_in = {file.stem: file.read_text() for file in Path(str(files("meshtune.data"))).glob("templates/*")}
     data["chat_template"] = built_in.get(data["chat_template"], data["chat_template"])
@@ -234,7 +235,7 @@ def test_axolotls_keys_without_a_setting_are_named_once(tmp_path: Path) -> None:
 def test_every_setting_is_in_the_files_of_a_tool_or_named(tool: str) -> None:
     silent, usual = [], exported(tool, load(None, PLAIN))
     for line in LINES:
-        if line[0].startswith(("data.", "train.global_batch", "experts.", "output_exists")):
+        if line[0].startswith(("data.", "train.global_batch", "experts.imbalance", "output_exists")):
             continue
         try:
             written = exported(tool, load(None, [*PLAIN, *line]))
