@@ -34,6 +34,7 @@ from meshtune.model.save import FILES
 from meshtune.parallel.apply import Parallel, cut, place
 from meshtune.parallel.mesh import join
 from meshtune.precision import PRECISIONS, UNMIXED
+from meshtune.routers.balance import load_biases
 from meshtune.rundir import RunDir
 from meshtune.train.checkpoint import Checkpoints
 from meshtune.train.loss import head_loss
@@ -262,7 +263,8 @@ def _opened(target: Target, device: str | None, merging: bool, precision: str | 
         apply_template(tokenizer, config.data.chat_template)
         model = single_model(replace(spec, embeddings=id_bound(tokenizer)), place)
         weights = {f"model.{name}": p.data for name, p in model.named_parameters() if p.requires_grad}
-        Checkpoints(target.run.checkpoints).load(target.step, weights)
+        values = Checkpoints(target.run.checkpoints).load(target.step, weights)
+        load_biases(model, values.get("expert_bias") or [])
     else:
         tokenizer = load_tokenizer(tokenizer_name(target), **config.model.access)
         apply_template(tokenizer, config.data.chat_template)  # its tokens need rows of the embedding

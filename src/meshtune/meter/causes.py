@@ -89,7 +89,7 @@ LINKS = {  # torch's type of device -> (seconds a collective, bytes/s): the slow
 }
 AXES = {  # part of the communication -> its ranks in words
     "tensor": "tensor parallelism (tp)", "context": "context parallelism (cp)",
-    "data": "data parallelism (dp)", "other": "all ranks",
+    "data": "data parallelism (dp)", "experts": "expert parallelism (ep)", "other": "all ranks",
 }  # fmt: skip
 
 

@@ -27,7 +27,7 @@ COMPUTED = ("forward", "backward", "recomputation", "optimizer", "loading")  # m
 AXIS_PARTS = {  # axis of the layout -> part of the planner's time that its collectives are
     "tp": "tensor", "cp": "context", "pp": "pipeline", "dp_shard": "data", "dp_replicate": "data"
 }  # fmt: skip
-WAITS = (*dict.fromkeys(AXIS_PARTS.values()), "other")  # other: collectives of all ranks
+WAITS = (*dict.fromkeys(AXIS_PARTS.values()), "experts", "other")  # experts: of ep; other: of all ranks
 MEASURED = (*COMPUTED, *(f"wait {axis}" for axis in WAITS))  # by a clock, on each rank
 SHOWN_RANKS = 64  # up to this many, each has its own numbers in a row
 

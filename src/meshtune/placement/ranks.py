@@ -41,10 +41,11 @@ def process_groups(layouts: Layout | Columns) -> Number:
     """Number of process groups on which a rank issues collectives in a step.
 
     One for each axis of several ranks; the group of replicas, or under ZeRO of shards, has the context ranks
-    too. With ep one of the ranks that exchange rows, and one of those with the same experts. One of all
-    ranks, for the norm of the gradients, unless one of these has all.
+    too. With ep one of the ranks that exchange rows, and those of shards and of replicas of the same experts.
+    One of all ranks, for the norm of the gradients, unless one of these has all.
     """
     axes = sum(getattr(layouts, axis) > 1 for axis in AXES)
-    axes = axes + (layouts.ep > 1) * (1 + (layouts.token_ranks > layouts.ep))
+    shards = layouts.expert_shards
+    axes = axes + (layouts.ep > 1) * (1 + (shards > 1) + (layouts.token_ranks > layouts.ep * shards))
     hybrid = (layouts.dp_replicate > 1) & (layouts.dp_shard > 1)
     return axes + ((axes > 1) & (hybrid | (layouts.tp > 1) | (layouts.pp > 1)))

@@ -151,7 +151,7 @@ def _experts(workload: Workload, layout: Layout, node: int) -> Iterator[str]:
     """Yield a sentence on where the experts of a block are, if ranks split them. node: GPUs in one."""
     if layout.ep > 1:
         experts, copies = workload.traits.experts, layout.token_ranks // layout.ep
-        inside = node % layout.ep == 0
+        inside = node % layout.ep == 0 or layout.world <= node
         shards = f" in {layout.expert_shards} shards" * (layout.expert_shards > 1)
         yield (
             f"Experts: {experts} = {layout.ep} ranks x {experts // layout.ep}, a group of ranks "

@@ -90,15 +90,20 @@ class Balance:
             for parameter in whole.get_submodule(router.path).parameters()
         )
         self.experts = max((router.experts for router in self.routers), default=0)
-        self.biases: list[list[Tensor]] = []  # by router: the whole model's, which is exported, and a stage's
+        self._biased: list[tuple[str, list[nn.Module]]] = []  # buffer of a router -> the models that have it
         for number, router in enumerate(self.routers):
             here = [model for model in stages if _has(model, router.path)]
             for model in here:
                 model.get_submodule(router.path).register_forward_hook(partial(self._routed, number))
             if spec.kind == "bias" and router.bias:
-                self.biases.append([model.get_buffer(router.bias) for model in (whole, *here)])
+                self._biased.append((router.bias, [whole, *here]))
         self._tokens: Tokens | None = None  # of the micro-batch that runs
         self.begin(1)
+
+    @property
+    def biases(self) -> list[list[Tensor]]:
+        """By router: the bias of the whole model, which is exported, and of a stage. Moves replace them."""
+        return [[model.get_buffer(name) for model in models] for name, models in self._biased]
 
     def begin(self, tokens: int) -> None:
         """Begin a step. tokens: of its global batch, without padding."""
@@ -202,8 +207,10 @@ class Balance:
 
     def _fullest_rank(self, load: Tensor) -> float:
         """Return the tokens of the rank with most, over the mean rank's, where experts are cut over ranks."""
+        if len(load) % self.world.layout.ep or not load.any():  # Zaya's has a choice of none
+            return 1.0
         ranks = load.view(self.world.layout.ep, -1).sum(1)
-        return float(ranks.max() / ranks.mean()) if load.any() else 1.0
+        return float(ranks.max() / ranks.mean())
 
     @torch.no_grad()
     def move(self) -> None:
@@ -235,10 +242,10 @@ def balance_of(
     """
     routers, (weight, pools) = routers_of(whole), weight_of(spec, whole)
     name, layout, problems = whole.name_or_path or type(whole).__name__, world.layout, []
-    given = f"experts.balance={spec.kind}" if spec.kind in ("loss", "bias") else "experts.z_loss"
+    given = f"experts.balance={spec.kind}" if spec.kind in ("loss", "bias") or pools else "experts.z_loss"
     if not routers and (spec.kind in ("loss", "bias") or spec.z_loss):
         problems.append(f"{given}: {name} has no routers of experts; leave the section experts out.")
-    if routers and pools and (layout.gradient_accumulation_steps > 1 or layout.pp > 1):
+    if routers and pools and weight and (layout.gradient_accumulation_steps > 1 or layout.pp > 1):
         passes = f"{layout.gradient_accumulation_steps} micro-batches" if layout.pp == 1 else "a pipeline"
         problems.append(
             "config.json asks for the load-balancing loss of transformers (output_router_logits), a product "
@@ -265,6 +272,14 @@ def balance_of(
     if problems:
         raise UserError(problems)
     return Balance(spec, whole, stages, world) if routers and layout.tp == 1 else None
+
+
+@torch.no_grad()
+def load_biases(model: PreTrainedModel, state: Sequence[Sequence[float]]) -> None:
+    """Put the biases of a whole model's routers where a checkpoint has them. state: of `Balance.state`."""
+    names = [router.bias for router in routers_of(model) if router.bias] if state else []
+    for name, values in zip(names, state, strict=True):
+        model.get_buffer(name).copy_(torch.tensor(values))
 
 
 def router_sentence(whole: PreTrainedModel, balance: Balance | None) -> str | None:

@@ -63,8 +63,16 @@ def router_paths(model: PreTrainedModel) -> dict[str, int]:
         path: recorder.index
         for path, module in model.named_modules()
         for recorder in recorders
-        if path.startswith(blocks) and type(module) is recorder.target_class
+        if path.startswith(blocks) and type(module) is recorder.target_class and _only_routes(module)
     }
+
+
+def _only_routes(module: nn.Module) -> bool:
+    """False for a recorded module that is a whole mixture or block (Doge, ERNIE 4.5 VL)."""
+    return not any(
+        isinstance(inner, nn.Embedding) or name.rpartition(".")[2] == "down_proj"
+        for name, inner in module.named_modules()
+    )
 
 
 def routers_of(model: PreTrainedModel) -> list[Router]:
@@ -88,7 +96,7 @@ def _router(model: PreTrainedModel, path: str, place: int) -> Router | None:
     others = [torch.empty(experts, device="meta") for _ in range(_needed(module) - 1)]
     returned = None
     for inputs in (rows, rows[None]):  # AFMoE's reads the shape of a batch
-        with suppress(RuntimeError, TypeError, ValueError), torch.no_grad(), functions:
+        with suppress(Exception), torch.no_grad(), functions:  # then loads are not measured
             returned = returned or torch.func.functional_call(module, on_meta, (inputs, *others))
     if not isinstance(returned, tuple):
         return None

@@ -31,7 +31,8 @@ def deepspeed(value: Any, job: Job) -> Converted:
         return engine(read_yaml(path))  # JSON is YAML
     name = value.rpartition("/")[2]
     if stage := re.search(r"z(?:ero)?[-_]?([0-3])", name):
-        parts = ["param"] if "param" in name else ["optimizer", "param"]  # as axolotl names its files
+        # as axolotl and LLaMA-Factory name their files; only stage 3 has weights to offload
+        parts = ["param"] if "param" in name else ["optimizer", "param"] if stage[1] == "3" else ["optimizer"]
         on_host = {f"offload_{part}": {"device": "cpu"} for part in parts if "offload" in name}
         told = engine({"zero_optimization": {"stage": stage[1], **on_host}})
         return told._replace(remark=f"by the name of {value}, a missing file")

@@ -209,6 +209,8 @@ def group_parts(world: World) -> dict[str, str | None]:
     for axis in world.axes:
         if axis.group is not None:
             parts[axis.group.group_name] = AXIS_PARTS[axis.name]
+    if world.ep.group is not None:
+        parts[world.ep.group.group_name] = "experts"
     return parts
 
 

@@ -378,6 +378,10 @@ def freeze_routers(model: PreTrainedModel, spec: ModelSpec) -> None:
         router = model.get_submodule(path)
         if spec.freeze_router and not spec.lora:
             router.requires_grad_(False)
+        elif spec.freeze_router and any(each.requires_grad for each in router.parameters()):
+            raise UserError(
+                f"{given}: lora.target_modules or lora.modules_to_save trains {path} of {name}; drop one."
+            )
         elif not spec.freeze_router and not any(each.requires_grad for each in router.parameters()):
             raise UserError(
                 f"{given}: {path} of {name} is not a linear layer, so it gets no adapter; train it whole by "

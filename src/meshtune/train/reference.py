@@ -174,8 +174,9 @@ def untrained(spec: ModelSpec, world: World, tokens_per_sequence: int) -> tuple[
 def named(spec: ModelSpec, source: str | PretrainedConfig) -> ModelSpec:
     """`spec` with another model as its files have it."""
     return replace(
-        spec, source=source, init="pretrained", revision=None, overrides={}, lora=None, quantise="", freeze=()
-    )
+        spec, source=source, init="pretrained", revision=None, overrides={}, lora=None, quantise="",
+        freeze=(), freeze_router=None,
+    )  # fmt: skip
 
 
 def reference_of(

@@ -324,8 +324,7 @@ def models_that_fit(
         f"that needs least memory; {memory_limit(cluster)}. A global batch has {batch:,} sequences: a "
         "smaller one (train.global_batch_size) that a micro-batch of each GPU holds needs no gradient sums.",
         f"Models that don't fit: {len(entries) - len(fitting)}. Models that can't keep packed documents "
-        "apart are counted with data.packing=false, mixtures of experts without expert parallelism. "
-        f"{EXPERTS_NOT_MEASURED}",
+        f"apart are counted with data.packing=false. {EXPERTS_NOT_MEASURED}",
         f"Next: meshtune plan max seq_len model.name={first['model']} method={method} "
         f"cluster.gpu={cluster.gpu.name} cluster.gpus={cluster.gpus}",
     )
