@@ -356,12 +356,11 @@ def experts_note(numbers: ModelNumbers) -> str | None:
         return None
     problems = {"tp": traits.tensor, "pp": traits.pipeline, "cp": traits.context}
     axes = [axis for axis, problem in problems.items() if problem is None]
-    splits = len(searched_sizes(traits)) > 1
-    without = "" if splits else " Layouts have no expert parallelism:"
+    axes += ["ep"] * (len(searched_sizes(traits)) > 1)
     return (
         f"{traits.name} is a mixture of experts: a token uses {count(census.total - census.idle)} of its "
-        f"{count(census.total)} parameters.{without or ' Layouts:'} they are of "
-        f"{', '.join(['dp', *axes, *['ep'] * splits])} and ZeRO only. {EXPERTS_NOT_MEASURED}"
+        f"{count(census.total)} parameters. Its layouts are of {', '.join(['dp', *axes])} and ZeRO. "
+        f"{EXPERTS_NOT_MEASURED}"
     )
 
 

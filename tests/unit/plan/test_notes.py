@@ -67,7 +67,7 @@ def test_the_answer_says_what_is_left_out_of_a_mixture(
     assert uncompiled == "The blocks run uncompiled: mixtures of experts can't be compiled."
     command(words, top=1)
     printed = " ".join(capsys.readouterr().out.split())
-    assert "no expert parallelism" in printed
+    assert "mixture of experts" in printed
     assert uncompiled in printed and attention in printed
     logged: list[str] = []
     (one,) = api.explained(config.load(None, words), ["mb1-ga64"], log=logged.append)
