@@ -140,7 +140,7 @@ def measure(text: str, precision: str) -> States:
     steps = layout.gradient_accumulation_steps
     replicas = None
     if mesh is not None and not layout.zero:
-        replicas = Replicas([[*root.parameters()]], mesh)
+        replicas = Replicas([([*root.parameters()], mesh)])
         replicas.watch(optimizer)
         replicas.begin(steps)
     for last in range(1, steps + 1):
