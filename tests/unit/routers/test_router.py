@@ -10,8 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from meshtune.errors import UserError
 from meshtune.layout import Layout
-from meshtune.parallel.mesh import World
-from meshtune.routers.balance import BalanceSpec, balance_of
+from meshtune.parallel.mesh import World, join
+from meshtune.routers.balance import BalanceSpec, balance_of, load_biases
 from meshtune.routers.router import routers_of
 from meshtune.train.model import LoraSpec, ModelSpec, trainable_skeleton
 
@@ -46,6 +46,24 @@ def test_routers_are_found_by_what_they_do(family: str) -> None:
     for router in routers:
         assert (router.experts, router.chosen) == (4, 2)
         assert (router.scores, router.bias is not None) == FOUND[family]
+
+
+def test_biases_of_a_checkpoint_are_those_of_an_opened_model_and_moves_change_what_a_device_has() -> None:
+    whole, model = (AutoModelForCausalLM.from_config(config_of("glm4_moe")) for _ in range(2))
+    world = join(Layout(), torch.device("cpu"))
+    balance = balance_of(BalanceSpec(kind="bias", bias_rate=0.5), whole, [model], world, sums=False)
+    assert balance is not None
+    for router in routers_of(model):  # as a move to a device does
+        model.get_submodule(router.path)._buffers["e_score_correction_bias"] = torch.zeros(4)
+    balance.loads = torch.tensor([[4.0, 0, 0, 0]] * 2)
+    balance.move()
+    assert balance.biases[0][1].tolist() == [-0.5, 0.5, 0.5, 0.5]
+    assert balance.state() == [[-0.5, 0.5, 0.5, 0.5]] * 2
+    opened = AutoModelForCausalLM.from_config(config_of("glm4_moe"))
+    load_biases(opened, balance.state())
+    found = [opened.get_buffer(router.bias or "").tolist() for router in routers_of(opened)]
+    assert found == balance.state()
+    load_biases(opened, [])
 
 
 @pytest.mark.parametrize(
