@@ -156,7 +156,7 @@ def documents_of(run: loop.Run) -> list[list[Document]]:
 
 
 def reference(folder: Path, steps: list[list[Document]], dtype: torch.dtype = torch.float32) -> Steps:
-    """Train by transformers and torch alone: eager attention and experts, a document at a time."""
+    """Train by transformers and torch, without meshtune: eager attention and experts, one document a time."""
     shape = AutoConfig.from_pretrained(folder)
     plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
     model = auto_class(shape).from_pretrained(folder, dtype=dtype, **plain)

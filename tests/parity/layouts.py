@@ -61,7 +61,7 @@ def make_folder(
 ) -> Path:
     """A folder with `model` and a tokenizer (model/), train.jsonl and test.jsonl of very unequal rows.
 
-    tokens: of the tokenizer; None: as many as the model has. experts: transformers' implementation of them.
+    tokens: of the tokenizer; None: the model's number. experts: transformers' implementation of them.
     """
     train, test = make_rows(rows), make_rows(20, seed=1)
     write_rows(folder / "train.jsonl", train)

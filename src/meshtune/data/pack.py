@@ -86,7 +86,7 @@ class Dataset:
     digest: str  # of tokens and sequences: data sets with the same digest give the same batches
     objective: Objective = OBJECTIVES["sft"]  # whose rows these are, which decides what batches have
     # Places of answers (as in batch.Answers), int64, sorted -> their log-probabilities by a reference model,
-    # fp64, with those of mismatched answers; None: there is no such model
+    # fp64, with those of mismatched answers; None: without a reference model
     reference: tuple[np.ndarray, np.ndarray] | None = None
     keys: np.ndarray | None = None  # int64 [documents]: of mismatched answers, instead of their numbers
 

@@ -68,8 +68,8 @@ def objective_of(tool: str, tree: Mapping[str, Any], file: Path, overrides: Sequ
 def told_values(tool: str, key: str) -> dict[str, dict[str, Any]]:
     """Values of a key that tell the objective of a file -> their settings."""
     told, start = table(tool).tree["told"], f"{key}="
-    alone = (each for each in told if each.startswith(start) and " " not in each)
-    return {each.removeprefix(start): told[each] for each in alone}
+    values = (each for each in told if each.startswith(start) and " " not in each)
+    return {each.removeprefix(start): told[each] for each in values}
 
 
 def _told_by_keys(tree: Mapping[str, Any], file: Path) -> Told:
