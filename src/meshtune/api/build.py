@@ -133,7 +133,8 @@ def assemble(
     evaluate_every = steps_between(config.eval.every, config, sequences)
     save_every = steps_between(config.checkpoint.every, config, sequences)
     held_out_tokens = prepared.eval.token_count if prepared.eval is not None else 0
-    course = Course(steps, resumed or 0, evaluate_every, save_every, held_out_tokens)
+    answers = bool(config.eval.samples or config.eval.exact_match)
+    course = Course(steps, resumed or 0, evaluate_every, save_every, held_out_tokens, answers)
     metrics = metrics_of(
         config, run_folder, world, course, [Callbacks(callbacks, training)] if training else []
     )

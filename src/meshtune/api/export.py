@@ -69,12 +69,12 @@ def exported(
                 f"The adapter is merged into the weights as they were trained, from 4 bits; rounding to "
                 f"{written} changes them by {changed:.2%} of their norm."
             )
-        ended = target.run.rows("end") if target.run else []
+        ended = target.run.rows("end") if target.run else []  # one that was stopped wrote no model
         exporter = exporter_of(
             config, model, join(Layout(), model.device), pieces=lambda: dict(whole_pieces(model)),
             dtype=dtype or model.dtype, tokenizer=tokenizer, stop_ids=encoder.stop_ids,
         )  # fmt: skip
-        steps = target.step or (ended[-1].get("model_step", 0) if ended else 0)
+        steps = target.step or next((row["model_step"] for row in ended[::-1] if "model_step" in row), 0)
         replace(exporter, adapter=None if merge else exporter.adapter).write(to, steps=steps)
     if push_to:
         push(to, push_to, private=config.hub.private, again=f"hf upload {push_to} {to}")

@@ -85,7 +85,8 @@ def answer_rows(
         examples += rows
         if unused:
             print(f"{file}: columns that are not used: {', '.join(unused)}", file=sys.stderr)
-    answerer = Answerer(open_model(target or target_of(name, overrides)))
+    with working(LOADING["generate"], lambda _: None):  # the callers printed it already
+        answerer = Answerer(open_model(target or target_of(name, overrides)))
     ids = answerer.prompts_ids(examples)
     for first in range(0, len(ids), CHUNK):
         if sampling.seed is not None and first:

@@ -138,7 +138,7 @@ def refusal(run: RunDir, config: Config, before: Config, differing: list[str]) -
     own = ["its own settings"] if differing or not ended else []
     resume = ["checkpoint.resume=auto"] if never else []
     needs = " and ".join(own + resume + (to_be_longer(config, before, ended) if ended else []))
-    longer = f"with {needs} it {'is made longer' if ended else 'resumes'}"
+    longer = f"extend it (with {needs} it is made longer)" if ended else f"resume it (with {needs})"
     if differing and not ended:
         state += " with other settings"
     if never:
@@ -147,7 +147,7 @@ def refusal(run: RunDir, config: Config, before: Config, differing: list[str]) -
     return [
         f"{run.path} holds {state}.{asked} Choose: another `output`; output_exists=new, which writes "
         f"{other.path}; output_exists=replace, which deletes it once the new run has done a step; "
-        f"{from_its_weights(run, other)}or extend it ({longer}).",
+        f"{from_its_weights(run, other)}or {longer}.",
         *differing,
     ]
 

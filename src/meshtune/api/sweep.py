@@ -102,6 +102,8 @@ def sweep(
     plan = read_sweep(source, overrides)
     if slurm:
         check_sbatch(plan.slurm)
+    if fields := plan.replaced_fields:
+        log(f"The axis layout replaces the base's layout ({fields}): write its fields in each layout.")
     folder = expanded(str(out)) if out else Path("runs") / plan.name
     here = place_of(simulate, slurm=slurm)
     with Store(folder / DATABASE, log) as store:

@@ -15,13 +15,12 @@ from meshtune.commands.options import (
     TargetWords,
     Temperature,
     TopP,
-    log,
     show_json,
     stdin_lines,
     target_of,
 )
 from meshtune.errors import UserError
-from meshtune.units import notice, printable
+from meshtune.units import LOADING, notice, printable, working
 
 if TYPE_CHECKING:
     from meshtune.api.chat import Conversation
@@ -47,15 +46,15 @@ def chat(
     ends, Ctrl-C stops an answer. Without a chat template each message is answered separately.
     """
     name, overrides = target_of(target, "name one; what you say is typed, or read from stdin.")
-    log("loading the model …")
-    from meshtune.api.answer import open_answerer
-    from meshtune.api.chat import Conversation
-    from meshtune.train.generate import Sampling
+    with working(LOADING["generate"]):
+        from meshtune.api.answer import open_answerer
+        from meshtune.api.chat import Conversation
+        from meshtune.train.generate import Sampling
 
-    sampling = Sampling(temperature, top_p, seed)
-    conversation = Conversation(
-        open_answerer(name, overrides), system=system, max_new_tokens=max_new_tokens, sampling=sampling
-    )
+        conversation = Conversation(
+            open_answerer(name, overrides), system=system, max_new_tokens=max_new_tokens,
+            sampling=Sampling(temperature, top_p, seed),
+        )  # fmt: skip
     if not conversation.answerer.templated:
         remark(
             "The model has no chat template: each message is answered separately, without those before it. "

@@ -24,7 +24,7 @@ from meshtune.commands.options import (
 from meshtune.errors import UserError, expanded, explained, reason_of
 from meshtune.rundir import append_line
 from meshtune.streams import lost
-from meshtune.units import LOADING, printable
+from meshtune.units import LOADING, printable, working
 
 
 def generate(
@@ -61,9 +61,9 @@ def generate(
     to = out and expanded(out)
     if to and to.exists():
         raise UserError(f"--out {to} exists already; name a new file.")
-    log(f"{LOADING['generate']} …")
-    from meshtune.api.generate import answer_rows
-    from meshtune.train.generate import Sampling
+    with working(LOADING["generate"]):
+        from meshtune.api.generate import answer_rows
+        from meshtune.train.generate import Sampling
 
     rows = answer_rows(
         name, given, prompts and expanded(prompts), max_new_tokens=max_new_tokens,

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from meshtune.commands.options import AsJson, announce, log, show
+from meshtune.units import PYTORCH, working
 
 
 def probe(
@@ -17,8 +18,9 @@ def probe(
 ) -> None:
     """Measure this machine's matmuls, attention, memory, collectives and launches, for `cluster=FILE`."""
     announce("this machine")
-    from meshtune.api.probe import probe as run
-    from meshtune.report.study import probed
+    with working(PYTORCH):
+        from meshtune.api.probe import probe as run
+        from meshtune.report.study import probed
 
     show(probed(run(out, nproc=nproc, log=log)), as_json=as_json)
     log(f"{out} is written; plan with it by cluster={out}.")

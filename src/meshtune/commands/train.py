@@ -8,7 +8,7 @@ import typer
 from meshtune.commands.options import AsJson, Settings, announce, log, show, show_json, split
 from meshtune.filesystem import paths_named
 from meshtune.rundir import RunDir
-from meshtune.units import LOADING, on_first_rank
+from meshtune.units import LOADING, PYTORCH, on_first_rank, working
 
 if TYPE_CHECKING:
     from meshtune.config import Config
@@ -52,7 +52,8 @@ def train(
 
 def show_dry_run(config: "Config", nproc: int | None, *, as_json: bool) -> None:
     """Print what `train` would start here, and what its first steps need. Raises as `check_fits`."""
-    from meshtune.api.dry_train import dry_train
+    with working(PYTORCH, lambda _: None):
+        from meshtune.api.dry_train import dry_train
     from meshtune.commands.dryrun import check_fits
 
     dry = dry_train(config, nproc, log=log)

@@ -38,6 +38,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import HigherOrderOperator
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -55,6 +56,7 @@ from meshtune.meter.trace import (
 )
 
 FROM_HOST = torch.ops.aten.lift_fresh.default  # takes a tensor of Python's numbers, which no operation made
+RANDOM = ("run_and_save_rng_state", "run_with_rng_state")  # seeds of compiled dropout, a few bytes
 UNCLAIMED = (ACTIVATIONS, TEMPORARY)  # what a storage is until something shows more
 
 
@@ -249,7 +251,12 @@ class Ledger(TorchDispatchMode):
         of_logits = as_wide and (of_logits or (in_pass and not self.tensors(values)))
         return LOGITS if of_logits else self.default
 
+    supports_higher_order_operators = True  # RANDOM of torch 2.15
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if isinstance(func, HigherOrderOperator):
+            assert func.name() in RANDOM, f"no rule for {func.name()}, whose operations would not be counted"
+            return func(*args, **(kwargs or {}))
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it comes back as operations on the local tensors
         kwargs = kwargs or {}

@@ -33,8 +33,8 @@ def predicted(simulation: Simulation) -> dict[str, Any] | None:
         return {"step_seconds": None, "parts": None, "memory": tensors(memory), "event": event}
     workload = choice.decided(workload)
     machine = machine_of(workload, choice.cluster)
-    return {
-        "step_seconds": facts["step_seconds"],
+    speed = {name: facts[name] for name in ("step_seconds", "tokens_per_second_per_gpu", "mfu")}
+    return speed | {
         "parts": predicted_parts(workload, choice.layout, machine),
         "time": facts["time"],
         "memory": tensors(memory),

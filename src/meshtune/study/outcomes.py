@@ -28,8 +28,10 @@ def bench_outcome(document: Any, seconds: float) -> Outcome:
     figures["peak_memory_bytes"] = measured.get("memory", {}).get("peak")
     figures["simulated_step_seconds"] = simulated.get("step_seconds")
     figures["simulated_peak_bytes"] = simulated.get("memory", {}).get("peak")
-    if peak := (one["predicted"] or {}).get("memory", {}).get("peak"):
-        figures["predicted_peak_bytes"] = peak
+    planned = one["predicted"] or {}  # for the labels of the data, which the sweep's own prediction lacked
+    again = {f"predicted_{name}": planned.get(name) for name in SPEED}
+    again["predicted_peak_bytes"] = planned.get("memory", {}).get("peak")
+    figures |= {name: value for name, value in again.items() if value is not None}
     if not one["failed"]:
         return Outcome(DONE, None, figures, one, seconds)
     reason = str(one["failed"])

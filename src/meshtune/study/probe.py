@@ -33,6 +33,7 @@ from meshtune.study.probe_kind import Figure
 from meshtune.units import counted, duration, notice
 
 notice_once = cache(notice)  # operations of several lengths have the same sentence
+MOST_SILENT = 5.0  # seconds between lines of progress, about
 MOST_OPERATIONS = 500  # of a sample: a GPU's queue holds about a thousand
 
 
@@ -56,8 +57,9 @@ def probe_rank(
         tasks = [*tasks_of(sizes, list(team.groups), device_type)]
         repeats: list[list[float]] = [[] for _ in tasks]
         counts = [1] * len(tasks)
-        began = time.perf_counter()
+        began = said = time.perf_counter()
         for done in range(sizes.rounds + 1):
+            whole = f"round {done} of {sizes.rounds}" if done else ""
             for number, task in enumerate(tasks):
                 torch.set_num_threads(threads[task.ranks])
                 taken = team.sample(task, counts[number], warm_up=not done or counts[number] > 1)
@@ -66,10 +68,13 @@ def probe_rank(
                 else:
                     sample = sizes.sample if task.ranks == 1 else sizes.shared_sample
                     counts[number] = max(1, min(MOST_OPERATIONS, ceil(sample / max(taken, 1e-9))))
-            elapsed = time.perf_counter() - began
-            if rank.main:
-                what = f"round {done} of {sizes.rounds}" if done else counted(len(tasks), "operation")
-                notice(f"meshtune: probe: {what} measured, {duration(elapsed)} so far …")
+                elapsed = time.perf_counter() - began
+                last = number == len(tasks) - 1
+                if rank.main and (last or began + elapsed - said > MOST_SILENT):
+                    said = began + elapsed
+                    part = f"{number + 1} of {counted(len(tasks), 'operation')}"
+                    what = whole if whole and last else ", ".join(filter(None, [whole, part]))
+                    notice(f"meshtune: probe: {what} measured, {duration(elapsed)} so far …")
             late = elapsed * (done + 2) / (done + 1) > seconds
             if team.agreed(float(late and done >= sizes.least_rounds)):
                 break

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from decimal import Decimal
 from functools import cached_property
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +188,14 @@ class SweepFile:
         """Dotted keys of all settings that experiments change, in the order of the file."""
         changes = [change for factor in (*self.factors, self.explicit) for change in factor]
         return tuple(dict.fromkeys(key for change in changes for key in change))
+
+    @property
+    def replaced_fields(self) -> str:
+        """Fields of the base's layout that whole layouts of experiments replace; "" if there are none."""
+        base, changes = self.base.get("layout"), [*chain(*self.factors), *self.explicit]
+        if not isinstance(base, Mapping) or not any(isinstance(one.get("layout"), str) for one in changes):
+            return ""
+        return ", ".join(f"{key}: {value}" for key, value in base.items())
 
     def experiments(self, best_of: BestOf) -> list[Experiment]:
         """All experiments that hold the conditions, each once, in the order of the file.

@@ -35,6 +35,7 @@ class Course:
     evaluate_every: int = 0  # in steps; 0: after the last one only
     save_every: int = 0  # in steps; 0: after the last one only
     held_out_tokens: int = 0  # that one evaluation reads; 0: there is none
+    answers: bool = False  # True: evaluations also generate answers, of a length that is not known
 
     def evaluations_from(self, step: int) -> int:
         """Evaluations after `step` and all later steps."""
@@ -70,7 +71,8 @@ class TimeLeft:
     """Predicts the seconds that a run still takes: its steps, evaluations and checkpoints.
 
     `train`, `evaluated` and `saved` are called as these happen. An evaluation that has not happened yet is
-    taken to need a third of the time of training on these tokens, the forward's share; a checkpoint none. The
+    taken to need a third of the time of training on these tokens, the forward's share; with answers it is not
+    counted (`uncounted`); a checkpoint takes none. The
     first evaluation, which includes a warm-up, counts only until the second. One before the first step whose
     answers were cut does not count: a model that was not trained yet may never end them.
     """
@@ -101,13 +103,18 @@ class TimeLeft:
         if not self._step.values:
             return None
         evaluation = self._evaluation.mean
-        if not self._evaluation.values:
+        if not self._evaluation.values and not self.course.answers:
             evaluation = self._step.mean * self.course.held_out_tokens / max(1, tokens) / 3
         return (
             self._step.mean * (self.course.steps - step)
             + evaluation * self.course.evaluations_from(step)
             + self._save.mean * self.course.saves_from(step)
         )
+
+    def uncounted(self, step: int) -> int:
+        """Number of evaluations from `step` on whose time isn't in the time left."""
+        known = self._evaluation.values or not self.course.answers
+        return 0 if known else self.course.evaluations_from(step)
 
 
 class ConsoleTracker:
@@ -139,6 +146,7 @@ class ConsoleTracker:
         self._memory: list[Row] = []
         self._evaluating = ""  # batches that the evaluation which runs has done
         self._writing = ""  # what the run writes now
+        self._evaluation_began = 0.0
         self._evaluation_line = 0.0  # when it began, or had its last line
         self._evaluation_wait = EVALUATION_LINE  # until the next one
 
@@ -175,6 +183,7 @@ class ConsoleTracker:
         """
         now = time.monotonic()
         if not self._evaluating:
+            self._evaluation_began = now
             if self._live is None and self.console.is_interactive:  # before the first step
                 self._waiting = now
                 self._start_bar()
@@ -210,7 +219,8 @@ class ConsoleTracker:
         elif now - self._last_line >= pause or step == self.course.steps:
             self._last_line = now
             place = [f"step {step}/{self.course.steps}", *epoch_parts(row)]
-            self._line(" · ".join([*place, *train_parts(row, self.speed_unit), *left_parts(left)]))
+            time_left = left_parts(left, self._left.uncounted(step))
+            self._line(" · ".join([*place, *train_parts(row, self.speed_unit), *time_left]))
 
     def _start_bar(self) -> None:
         if self._live is None:
@@ -224,10 +234,12 @@ class ConsoleTracker:
         if lost(2):  # the terminal was closed
             return Text()
         row, end = self._shown or ({"step": self.course.start}, None)
-        left = None if end is None else max(0.0, end - time.monotonic())
+        uncounted = self._left.uncounted(row["step"])
+        now = self._evaluation_began if self._evaluating and uncounted else time.monotonic()
+        left = None if end is None else max(0.0, end - now)
         bar = Table.grid(padding=(0, 1))
         done = ProgressBar(self.course.steps, row["step"], width=BAR_WIDTH, complete_style="blue")
-        place = [f"{row['step']:,}/{self.course.steps:,}", *epoch_parts(row), *left_parts(left)]
+        place = [f"{row['step']:,}/{self.course.steps:,}", *epoch_parts(row), *left_parts(left, uncounted)]
         if not self._shown:
             place.append(f"{in_whole_seconds(time.monotonic() - self._waiting)} so far")
         if self._evaluating:
@@ -307,9 +319,10 @@ def epoch_parts(row: Row) -> list[str]:
     return [] if row.get("epoch") is None else [f"epoch {row['epoch']:.2f}"]
 
 
-def left_parts(seconds: float | None) -> list[str]:
-    """The time left as text; [] if it is None."""
-    return [] if seconds is None else [f"{in_whole_seconds(max(1.0, seconds))} left"]
+def left_parts(seconds: float | None, evaluations: int = 0) -> list[str]:
+    """The time left as text; [] if it is None. evaluations: whose time it leaves out."""
+    more = f" + {counted(evaluations, 'evaluation')}" if evaluations else ""
+    return [] if seconds is None else [f"{in_whole_seconds(max(1.0, seconds))}{more} left"]
 
 
 def in_whole_seconds(seconds: float) -> str:

@@ -520,8 +520,12 @@ def full_disk_explained(run: Run) -> Iterator[None]:
         run.checkpoints.wait()
         raise UserError(
             f"After step {run.progress.step} of {run.steps}: {reason}. {last_checkpoint(run)} "
-            f"{room(reason).rstrip('.')} for {run.folder.path} "
-            "(checkpoint.keep=1 needs less); the same command then resumes."
+            f"{room(reason).rstrip('.')} for {run.folder.path}"
+            + (
+                " (checkpoint.keep=1 needs less); the same command then resumes."
+                if run.checkpoints.steps()
+                else "; the same command then begins again at step 1."
+            )
         ) from error
 
 

@@ -225,6 +225,26 @@ def test_time_left_of_a_terminal_counts_down_and_is_whole_seconds(monkeypatch):
     tracker.close()
 
 
+def test_evaluations_of_unknown_time_are_named_in_the_time_left(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    clock = [100.0]
+    monkeypatch.setattr("meshtune.train.console.time.monotonic", lambda: clock[0])
+    out = console(terminal=True)
+    course = Course(20, evaluate_every=10, held_out_tokens=1000, answers=True)
+    tracker = ConsoleTracker(out, course=course)
+    for step, clock[0] in ((9, 100.0), (10, 102.0)):
+        tracker.log(train_row(step=step, **NUMBERS))
+    tracker.log({"kind": "evaluating", "step": 10, "done": 0, "total": 4, "unit": "batches"})
+    clock[0] = 150.0  # the evaluation takes none of the 20 s
+    (shown := console()).print(tracker._renderable())
+    assert "20 s + 2 evaluations left" in text(shown)
+    tracker.log(eval_row(step=10, loss=1.0, label_tokens=1, seconds=48.0))
+    tracker.log(train_row(step=11, **NUMBERS))
+    (after := console()).print(tracker._renderable())
+    assert "evaluation" not in text(after).partition("left")[0]
+    tracker.close()
+
+
 def test_evaluations_and_saves_reach_the_time_left():
     out = console()
     tracker = ConsoleTracker(out, course=Course(11, evaluate_every=1, held_out_tokens=1))

@@ -42,6 +42,7 @@ from meshtune.report.draw.kinds import (
     Timeline,
 )
 from meshtune.report.draw.theme import MONO, ON_SHADE, SHADES
+from meshtune.report.draw.words import longest_line, name_lines
 
 NO_UNIT = "\u00a0"  # keeps titles side by side in line
 Width = int | Literal["container"]
@@ -370,7 +371,7 @@ def _peak(point: Point, panel: Areas, x: alt.X, up: alt.Y) -> list[alt.Chart]:
 ROW, LINE = 22, 14  # px of height for each row of cells, and for each of their lines
 LINES = 3  # of a cell that there is room for at least, but on a phone
 BELOW, NARROW_BELOW = 120, 46  # characters of a line below the cells
-NAME, NARROW_NAME = 240, 110  # px of a row's name at most
+NAME, NARROW_NAME = 240, 110  # px of a line of a row's name at most
 NARROW_ROWS = 300  # px of a row's name and cells on a phone
 TEXT, LEAST_TEXT = 12, 8  # px of the height of a cell's first text, and of one that can still be read
 CHARACTER = 0.62  # of a text's height, that a character is wide
@@ -401,7 +402,11 @@ def heat_map(panel: HeatMap, *, narrow: bool = False) -> alt.LayerChart:
         highest = f"highest: {first} {panel.unit}, {detail} ({row}, {column} {panel.x_title}".rstrip() + ")"
         title += _wrapped(plain(highest), NARROW_BELOW if narrow else BELOW)
     x_axis = alt.Axis(orient="bottom", labelAngle=0, grid=False, title=title, titleAnchor="end")
-    y_axis = alt.Axis(grid=False, title=plain(panel.y_title), labelLimit=NARROW_NAME if narrow else NAME)
+    lines_of = {row: name_lines(row) for row in panel.rows}
+    labels = f"({json.dumps(lines_of)})[datum.label]" if narrow else "datum.label"
+    y_axis = alt.Axis(
+        grid=False, title=plain(panel.y_title), labelLimit=NARROW_NAME if narrow else NAME, labelExpr=labels
+    )
     base = chart_of(rows, "column", "row", "value", "first", "others", "detail").encode(
         alt.X("column:N", sort=None, scale=alt.Scale(domain=list(panel.columns)), axis=x_axis),
         alt.Y("row:N", sort=None, scale=alt.Scale(domain=list(panel.rows)), axis=y_axis),
@@ -434,12 +439,13 @@ def heat_map(panel: HeatMap, *, narrow: bool = False) -> alt.LayerChart:
             dy=LINE + 2 - up, lineBreak="\n", lineHeight=LINE, fontSize=min(small, TEXT - 1)
         )
         layers.append(others.encode(text="others:N", color=alt.value(ON_SHADE)))
-    return layered(layers).properties(height=len(panel.rows) * (ROW + LINE * lines))
+    names = max(map(len, lines_of.values())) if narrow else 1
+    return layered(layers).properties(height=len(panel.rows) * (ROW + LINE * max(lines, names)))
 
 
 def _narrow_size(panel: HeatMap, texts: Sequence[str]) -> float:
     """Px of height at which all texts fit a cell on a phone, at most TEXT; 0 where they can't be read."""
     longest = max(map(len, texts), default=1) or 1
-    name = min(NARROW_NAME, TEXT * CHARACTER * max(map(len, panel.rows)))
+    name = min(NARROW_NAME, TEXT * CHARACTER * longest_line(panel.rows, narrow=True))
     size = (NARROW_ROWS - name) / len(panel.columns) / longest / CHARACTER
     return 0.0 if size < LEAST_TEXT else min(float(TEXT), round(size, 1))

@@ -12,6 +12,7 @@ from meshtune.report.draw import vega
 from meshtune.report.draw.document import Document, Pictures
 from meshtune.report.draw.kinds import Areas, HeatMap, Lines, Multiples, Panel, Scatter, Stacks, Timeline
 from meshtune.report.draw.theme import LIGHT, config
+from meshtune.report.draw.words import longest_line
 from meshtune.rundir import write_atomically, write_text_atomically
 from meshtune.units import counted
 
@@ -71,7 +72,10 @@ class Target:
             names = [self.path / f"{panel.key}{suffix}" for suffix in SUFFIXES]
             files += save(spec, *names, width=self.width)
         if files and self.width:  # which have no titles
-            lines = [f"{panel.key}: {panel.title} ({panel.unit})\n" for panel in document.panels]
+            lines = [
+                f"{panel.key}: {panel.title}{f' ({panel.unit})' * bool(panel.unit)}\n"
+                for panel in document.panels
+            ]
             files.append(self.path / CAPTIONS)
             write_text_atomically(files[-1], "".join(lines))
         return files
@@ -207,12 +211,14 @@ def has_legend(panel: Panel) -> bool:
 
 
 def _labels_width(panel: Panel, named: bool = True) -> float:
-    """Px left of a chart that its axis labels take. named: False for bars whose names don't stand there."""
+    """Px left of a chart that its axis labels take. named: False where names of bars don't stand there, and
+    those of rows stand in lines.
+    """
     match panel:
         case Stacks():
             return CHARACTER * max(map(len, panel.names)) + 10 if named else UNNAMED
         case HeatMap():
-            return CHARACTER * max(map(len, panel.rows)) + 10
+            return CHARACTER * longest_line(panel.rows, narrow=not named) + 10
         case _:
             return NUMBERS
 

@@ -1,6 +1,8 @@
 """Short names of models and layouts, for headings, cells and labels; sentences that several pages have."""
 
 import re
+import textwrap
+from collections.abc import Sequence
 from pathlib import PurePath
 
 from meshtune.layout import RECOMPUTE, SCHEDULES, Layout
@@ -31,3 +33,16 @@ def short(layout: Layout | str) -> tuple[str, ...]:
     left_out = [word for word in words if re.fullmatch(r"sp|regather|v\d+|ga\d+", word) or word in SCHEDULES]
     axes = [word for word in words if word not in (*inner, *left_out)]
     return (*([" ".join(axes)] if axes else []), " ".join(inner))
+
+
+LINE = 18  # characters of a line of a row's name in a narrow chart
+
+
+def name_lines(name: str) -> list[str]:
+    """A row's name in lines of at most LINE characters, each of its parts in lines of its own."""
+    return [line for part in name.split(" · ") for line in textwrap.wrap(part, LINE)]
+
+
+def longest_line(names: Sequence[str], *, narrow: bool) -> int:
+    """Characters of the longest line of rows' names."""
+    return max(len(line) for name in names for line in (name_lines(name) if narrow else [name]))

@@ -265,7 +265,7 @@ class Ablation:
         """True if the layouts agree in the fields that the planner may have chosen for each: those that the
         sweep does not change, without what follows from the axis.
         """
-        if "layout" in self.sweep.varied or not (first.layout and second.layout):
+        if not (first.layout and second.layout):
             return True
         (before, after), name = map(layout_of, (first.layout, second.layout)), one.key.removeprefix("layout.")
         follow = {name, *BELONGS.get(name, ()), "gradient_accumulation_steps"}

@@ -62,7 +62,7 @@ class Quantity(NamedTuple):
             name, kind, column = self.second
             mean = series(name, "other", of_kind(rows, kind), column)
             if kind == self.kind:
-                mean = replace(smoothed(name, own, column)[-1], name=name, role="other")
+                mean = replace(smoothed(name, own, column)[-1], role="other")
             curves.append(mean)
         return [curve for curve in curves if curve.x]
 
