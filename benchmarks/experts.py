@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
-from transformers.distributed import DistributedConfig
+from transformers.distributed.configuration_utils import DistributedConfig
 
 from meshtune import launch
 from meshtune.data.batch import Batch
