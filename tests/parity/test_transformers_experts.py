@@ -111,7 +111,9 @@ def by_transformers(folder: Path, sizes: dict[str, Any], precision: str) -> Step
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("mixture")
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(SPARSE["qwen3_moe"](num_experts=8)).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(SPARSE["qwen3_moe"](num_experts=8, num_local_experts=8)).save_pretrained(
+        folder
+    )
     return folder
 
 
