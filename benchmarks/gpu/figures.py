@@ -84,7 +84,7 @@ class Check:
         return {"kind": document["kind"], **marked, "catalogue": self.catalogue()}
 
     def script(self, *words: str, seconds: float) -> Result:
-        """What a script of this folder prints last; words: its name and arguments."""
+        """Run a script of this folder; return the JSON of its last line. words: its name and arguments."""
         done = command(HERE / words[0], *words[1:], *["--tiny"] * self.scale.tiny, seconds=seconds)
         return failure(done) if done.returncode else json.loads(done.stdout.splitlines()[-1])
 

@@ -37,6 +37,7 @@ CASES = [
     for ours, sizes in (
         ("zero3x2-ep2-mb1-ga4", {"fsdp_size": 2, "ep_size": 2}),
         ("tp2-sp-ep2-mb1-ga8", {"tp_size": 2, "ep_size": 2}),
+        ("tp2-sp-ep2-mb1-ga8", {"tp_size": 2, "ep_size": 2, "ep_implementation": "all_reduce"}),
         ("zero3x4-ep4-mb1-ga2", {"fsdp_size": 4, "ep_size": 4}),
         ("zero3x4-ep2-mb1-ga2", {"fsdp_size": 4, "ep_size": 2}),
     )
@@ -118,7 +119,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.skipif("ep_size" not in vars(DistributedConfig()), reason="transformers without ep_size")
-@pytest.mark.parametrize(("layout", "sizes", "precision"), cases(CASES, ci=[CASES[0], CASES[4]]))
+@pytest.mark.parametrize(("layout", "sizes", "precision"), cases(CASES, ci=[CASES[0], CASES[5]]))
 def test_the_gradients_are_those_of_transformers(
     layout: str, sizes: dict[str, Any], precision: str, folder: Path
 ) -> None:
