@@ -9,6 +9,7 @@
     4 tests    tests/gpu: CUDA attention against its definition, training against a processor …
     5 memory   bytes that the allocator reserves against the dry run's replay, the largest micro-batch, traces
     6 train    `meshtune train` on packed rows, with checkpoints
+    7 experts  grouped matmuls against fp32, one block's experts against transformers', the bench of a mixture
 
     make gpu-check                            all parts in order
     make gpu-check PART=2 MINUTES=6           one, in less time
@@ -34,7 +35,7 @@ from typing import Any
 from gpu.environment import MESHTUNE, ROOT, environment, install_wheels
 
 MINUTES = 8.8  # of a part
-NUMBER = 6  # of parts
+NUMBER = 7  # of parts
 
 
 def options() -> argparse.Namespace:

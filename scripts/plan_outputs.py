@@ -3,7 +3,7 @@
 A block of a page that begins with `$ meshtune plan …` is a command and parts of its answer, in order; `…`
 stands for what is left out, and line breaks don't count. A comment `<!-- meshtune plan … : PART -->`, or of
 `meshtune sweep`, below a sentence says what a command prints, which the sentence quotes. The tables of
-docs/which-gpu.md and docs/fit.md are compared too; --write rewrites them.
+docs/which-gpu.md, docs/fit.md and docs/experts.md are compared too; --write rewrites them.
 """
 
 import json
@@ -42,6 +42,10 @@ SAVINGS = {  # layout and settings -> what they change in the numbers
     "mb4-ga1-full method=qlora": "adapters only, base in 4 bits",
     "mb4-ga1-offload method=qlora": "adapters only, base in 4 bits",
 }  # fmt: skip
+MIXTURES = {"qwen3-30b-a3b": "Qwen3-30B-A3B", "gpt-oss-20b": "GPT-OSS-20B"}
+SPLIT = [
+    [f"zero3x8{ep}-{batch}-full" for ep in ("", "-ep2", "-ep4", "-ep8")] for batch in ("mb1-ga8", "mb4-ga2")
+]
 CLUSTERS = ("1 x rtx-4090", "1 x l40s", "1 x a100-80", "1 x h200", "8 x h100-sxm", "16 x h100-sxm")
 
 
@@ -90,6 +94,22 @@ def savings() -> str:
     return "\n".join(lines) + "\n"
 
 
+def mixtures() -> str:
+    """Return memory and speed by layout on 8 H100 as Markdown, for each mixture of experts."""
+    given = "data.seq_len=4096 train.global_batch_size=64 cluster.gpu=h100-sxm cluster.gpus=8"
+    lines = [f"| layout | {' | | '.join(MIXTURES.values())} | |", f"| --- |{' ---: |' * 2 * len(MIXTURES)}"]
+    for layouts in SPLIT:
+        command = f"meshtune plan compare {','.join(layouts)} {given}"
+        found = [parsed(f"{command} model.name={model}")["layouts"] for model in MIXTURES]
+        for rows in zip(*found, strict=True):
+            cells = (
+                f"{row['memory']['peak'] / 2**30:.1f} GiB | {row['tokens_per_second_per_gpu']:,.0f} tokens/s"
+                for row in rows
+            )
+            lines.append(f"| `{rows[0]['layout']}` | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
 def table() -> str:
     """Return the longest sequences by model and cluster as Markdown: all weights trained / LoRA / QLoRA."""
     found = {}
@@ -107,7 +127,7 @@ def table() -> str:
 
 def main() -> None:
     wrong = []
-    for name, made in {"which-gpu.md": table(), "fit.md": savings()}.items():
+    for name, made in {"which-gpu.md": table(), "fit.md": savings(), "experts.md": mixtures()}.items():
         page = ROOT / "docs" / name
         written = page.read_text(encoding="utf-8")
         current = PART.sub(lambda part, made=made: f"{part[1]}\n{made}\n{part[2]}", written)

@@ -1,4 +1,5 @@
-"""The docs' pictures of plans: where a GPT's parameters are, the best layouts of a model, one step over time.
+"""The docs' pictures of plans: where a GPT's parameters are, the best layouts of a model, one step over time,
+experts of a mixture split over ranks.
 
     python scripts/plan_pictures.py [FOLDER]
 
@@ -106,9 +107,9 @@ def parameters_of(hidden: float) -> str:
     return count(float(gpt_parameters(hidden / FEATURES_A_BLOCK, hidden, VOCABULARY, SEQ_LEN)))
 
 
-def workload_of(model: str, batch: int) -> Workload:
-    """The model with sequences of 8,192 tokens. batch: sequences of a global batch."""
-    words = ["model.name=x", "data.seq_len=8192", f"train.global_batch_size={batch}"]
+def workload_of(model: str, batch: int, seq_len: int = 8192) -> Workload:
+    """The model's workload. batch: sequences of a global batch. seq_len: their tokens."""
+    words = ["model.name=x", f"data.seq_len={seq_len}", f"train.global_batch_size={batch}"]
     return known_workload(config.load(None, words), model)
 
 
@@ -129,10 +130,25 @@ def over_time_picture(file: Path) -> Path:
     return write(file, [[panel] for panel in panels], title=f"Llama 3.1 70B, {layout}, predicted", width=1000)
 
 
+def experts_picture(file: Path) -> Path:
+    """Draw memory and time of a mixture by ep, with short and long micro-batches."""
+    layouts = [
+        Layout.parse(f"zero3x8{ep}-{batch}-full")
+        for batch in ("mb1-ga8", "mb4-ga2")
+        for ep in ("", "-ep2", "-ep8")
+    ]
+    workload = workload_of("qwen3-30b-a3b", layouts[0].global_batch_size, 4096)
+    cluster = cluster_of(ClusterConfig(gpu="h100-sxm", gpus=8))
+    stacks = memory_and_time([explained(workload, cluster, layout) for layout in layouts])
+    title = "Qwen3-30B-A3B on 8 H100, global batch 64 × 4,096 tokens, predicted"
+    return write(file, [stacks], title=title)
+
+
 def main(folder: str = "docs/images") -> None:
     print(parameters_picture(Path(folder, "plan-parameters.svg")))
     print(layouts_picture(Path(folder, "plan-layouts.svg")))
     print(over_time_picture(Path(folder, "plan-over-time.svg")))
+    print(experts_picture(Path(folder, "experts.svg")))
 
 
 if __name__ == "__main__":

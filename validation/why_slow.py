@@ -1,9 +1,9 @@
-"""Trial of `why it is slow`: eight causes injected into short trainings on CPU ranks, beside healthy ones.
+"""Trial of `why it is slow`: nine causes injected into short trainings on CPU ranks, beside healthy ones.
 
     python validation/why_slow.py --table validation/why-slow.md        # ten seeds of each, 20 healthy
     python validation/why_slow.py --seeds 1 --healthy 2 --cases padding     # a part
 
-Each run is a process of its own with a patch, which trains a tiny Llama by `meshtune.train`.
+Each run is a process of its own with a patch, which trains a tiny Llama or mixture by `meshtune.train`.
 A seed draws the strength and, where both work, the number of ranks. Delays are shares of the run's own step,
 so that they are as strong on a slow machine. Passed: the injected cause is the first that is named; for a
 healthy run none is.
@@ -224,8 +224,24 @@ def slow_disk(draw: random.Random, _: str) -> str:
     return f"writing a checkpoint takes {steps:.1f} steps longer"
 
 
+def crowded(draw: random.Random, _: str) -> str:
+    """Let routers send a share of the tokens to experts of the first rank only."""
+    import torch
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter as Router
+
+    share, route = draw.uniform(0.7, 1.0), Router.forward
+
+    def few(router: Any, hidden: Any) -> Any:
+        logits, weights, index = route(router, hidden)
+        chosen = torch.linspace(0, 1, len(index), device=index.device)[:, None] < share
+        return logits, weights, torch.where(chosen, index % (router.num_experts // 2), index)
+
+    Router.forward = few
+    return f"{share:.0%} of the tokens go to one rank's experts"
+
+
 ONE_OR_TWO = ("mb2-ga1", "dp2-mb2-ga1")
-MODELS = {"model": 192, "narrow": 64, "wide": 384}  # tiny Llamas of 4 blocks: folder -> width
+MODELS = {"model": 192, "narrow": 64, "wide": 384, "mixture": 192}  # of 4 blocks: folder -> width
 SAVING = ("checkpoint.every=2", "checkpoint.keep=1")
 # Computes fast for so many gradients, so that waiting for each all-reduce is a large share of the step;
 # processors without units for bf16 emulate it, which takes longer.
@@ -238,6 +254,7 @@ CASES = {
     "overlap switched off": Case("overlap is off", overlap_off, ("dp2-mb1-ga1",), FP32, "wide"),
     "padding": Case("padding", padded, ONE_OR_TWO, ("data.packing=false",)),
     "forced recompilation": Case("recompilation", recompiling, ("mb2-ga1",), ("train.compile=true",)),
+    "crowded experts": Case("uneven experts", crowded, ("dp2-ep2-mb2-ga1",), (), "mixture"),
     "slow disk while saving": Case("slow saving", slow_disk, ONE_OR_TWO, SAVING),
 }
 # Runs of the same layouts and settings without the injection; tiny micro-batches are themselves a setting.
@@ -247,6 +264,7 @@ HEALTHY_CASES = [
     Case("", compiled, ("mb2-ga1",), ("train.compile=true",)),
     Case("", nothing, ("mb4-ga1",), (), "narrow"),
     Case("", nothing, ONE_OR_TWO, ("checkpoint.every=8",)),
+    Case("", nothing, ("dp2-ep2-mb2-ga1",), (), "mixture"),
 ]  # fmt: skip
 
 
@@ -299,7 +317,7 @@ def make_data(folder: Path) -> Path:
     """Write the models, and rows of about equal length."""
     import torch
     from tiny import make_tokenizer, write_rows
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
     draw = random.Random(0)
     words = ["red", "green", "blue", "apple", "stone", "river", "seven", "eight", "window", "paper"]
@@ -308,11 +326,17 @@ def make_data(folder: Path) -> Path:
     for name, width in MODELS.items():
         make_tokenizer(texts, 300).save_pretrained(folder / name)
         torch.manual_seed(0)
-        shape = LlamaConfig(
-            vocab_size=300, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=4,
-            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=1024,
-        )  # fmt: skip
-        LlamaForCausalLM(shape).save_pretrained(folder / name)
+        sizes: dict[str, Any] = {
+            "vocab_size": 300, "hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": 4,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024,
+        }  # fmt: skip
+        experts: dict[str, Any] = {
+            "moe_intermediate_size": 2 * width,
+            "num_experts": 8,
+            "num_experts_per_tok": 4,
+        }
+        shape = Qwen3MoeConfig(**sizes | experts) if name == "mixture" else LlamaConfig(**sizes)
+        AutoModelForCausalLM.from_config(shape).save_pretrained(folder / name)
     return folder
 
 

@@ -60,6 +60,7 @@ class Check:
         self.work, self.scale, self.probed = work, scale, probed
         self.one = write_folder(work / "one", scale.one, scale.seq_len)
         self.eight = write_folder(work / "eight", scale.eight, scale.seq_len)
+        self.mixture = write_folder(work / "mixture", scale.mixture, scale.seq_len)
 
     def model(self, folder: Path, batch: Batch, *settings: str) -> list[str]:
         """Settings of a model with random weights, and of its batch."""
@@ -82,9 +83,9 @@ class Check:
         marked = {name: measured[name] for name in ("off", "marked", "refused") if name in measured}
         return {"kind": document["kind"], **marked, "catalogue": self.catalogue()}
 
-    def kernels(self, seconds: float) -> Result:
-        """Matmuls, and attention by each version of FlashAttention, in isolation (kernels.py)."""
-        done = command(HERE / "kernels.py", *(["--tiny"] if self.scale.tiny else []), seconds=seconds)
+    def script(self, *words: str, seconds: float) -> Result:
+        """Run a script of this folder; return the JSON of its last line. words: its name and arguments."""
+        done = command(HERE / words[0], *words[1:], *["--tiny"] * self.scale.tiny, seconds=seconds)
         return failure(done) if done.returncode else json.loads(done.stdout.splitlines()[-1])
 
     def catalogue(self) -> Result:

@@ -19,27 +19,37 @@ TINY = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 512, "tie_word_embeddings": True,
 }  # fmt: skip
+MIXTURE = {  # four blocks of Qwen3-30B-A3B, with fewer tokens: 2.4 B parameters of experts
+    "model_type": "qwen3_moe", "hidden_size": 2048, "moe_intermediate_size": 768, "num_hidden_layers": 4,
+    "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128,
+    "num_experts_per_tok": 8, "vocab_size": 32768, "tie_word_embeddings": True,
+}  # fmt: skip
+TINY_MIXTURE = TINY | {
+    "model_type": "qwen3_moe", "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2,
+    "head_dim": 16,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Scale:
     """Sizes of everything that the check runs."""
 
-    one: dict[str, Any]  # arguments of LlamaConfig: the 1B model
+    one: dict[str, Any]  # arguments of a configuration, LlamaConfig without model_type: the 1B model
     eight: dict[str, Any]  # of the 8B model
+    mixture: dict[str, Any]  # of a mixture of experts
     seq_len: int
     steps: int  # that are timed
     tiny: bool
 
 
-FULL = Scale(ONE_B, EIGHT_B, 4096, 10, tiny=False)
-SMALL = Scale(TINY, TINY, 64, 3, tiny=True)
+FULL = Scale(ONE_B, EIGHT_B, MIXTURE, 4096, 10, tiny=False)
+SMALL = Scale(TINY, TINY, TINY_MIXTURE, 64, 3, tiny=True)
 
 
 def write_folder(folder: Path, shape: dict[str, Any], seq_len: int) -> Path:
     """Write config.json and a tokenizer of words to `folder` and return it; no weights."""
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, PreTrainedTokenizerFast
+    from transformers import AutoConfig, PreTrainedTokenizerFast
 
     words = {"<pad>": 0, "<s>": 1, "</s>": 2} | {f"w{n}": n for n in range(3, words_of(shape))}
     backend = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
@@ -47,7 +57,8 @@ def write_folder(folder: Path, shape: dict[str, Any], seq_len: int) -> Path:
     PreTrainedTokenizerFast(
         tokenizer_object=backend, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
     ).save_pretrained(folder)
-    LlamaConfig(**shape, max_position_embeddings=seq_len).save_pretrained(folder)
+    shape = {"model_type": "llama", **shape}
+    AutoConfig.for_model(**shape, max_position_embeddings=seq_len).save_pretrained(folder)
     return folder
 
 

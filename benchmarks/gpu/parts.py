@@ -42,7 +42,7 @@ def parts(check: Check) -> Mapping[str, Sequence[Figure]]:
 
     return {
         "probe": [
-            Figure("kernels", 90, check.kernels),
+            Figure("kernels", 90, partial(check.script, "kernels.py")),
             Figure("probe", 240, check.probe),
             tests("launch", 60),
         ],
@@ -88,6 +88,12 @@ def parts(check: Check) -> Mapping[str, Sequence[Figure]]:
                 "8b-lora-packed", 270,
                 partial(check.train, eight, few, halves, "method=lora", "checkpoint.async_save=false"),
             ),
+        ],
+        "experts": [
+            Figure("products", 90, partial(check.script, "experts.py", "products")),
+            Figure("block", 120, partial(check.script, "experts.py", "block")),
+            Figure("mixture", 170, partial(bench, check.mixture, several, plain)),
+            Figure("mixture-full", 140, partial(bench, check.mixture, several, f"{plain}-full"), tiny=False),
         ],
     }  # fmt: skip
 

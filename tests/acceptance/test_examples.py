@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 from cases import cases
 from command import Command
+from families import SPARSE
 from tiny import make_rows, write_rows
+from transformers import AutoModelForCausalLM
 
 from meshtune import config
 from meshtune.api import choose
@@ -22,11 +24,12 @@ COMMAND = re.compile(
     r"(?:(?P<launcher>torchrun|srun)\b[^#]*?)?\bmeshtune (?P<words>(?:train|plan|data) examples/\S+(?: \S+)*)"
 )
 HUB_ID = re.compile(r"(?<=name: )[A-Za-z][\w-]*/[\w.-]+")
+MIXTURE = re.compile(HUB_ID.pattern + "A3B")
 CHATML = (
     "{% for m in messages %}<s>{{ m.role }}\n{{ m.content }}</s>\n{% endfor %}"
     "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
 )
-MANY = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 256}
+MANY = {"num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 256}
 
 
 def header(file: Path) -> str:
@@ -101,6 +104,13 @@ def stand_in(example: str, place: Path) -> Path:
     """Copy an example to `place`, with a local folder for its hub id, and write its data files."""
     text = (Path(__file__).parents[2] / "examples" / example).read_text()
     text = text.replace("runs/quickstart/model", "./quickstart/base")
+    if MIXTURE.search(text):
+        shutil.copytree(place / "chat", place / "mixture")
+        mixture = AutoModelForCausalLM.from_config(
+            SPARSE["qwen3_moe"](vocab_size=300, num_experts=8, num_local_experts=8)
+        )
+        mixture.save_pretrained(place / "mixture")
+        text = MIXTURE.sub("mixture", text)
     text = HUB_ID.sub(lambda name: "base" if re.search("Base|bloom", name[0]) else "chat", text)
     text = text.replace("openai/gsm8k:main", "questions.jsonl").replace(
         "HuggingFaceFW/fineweb-edu:sample-10BT", "text.jsonl"
@@ -154,10 +164,12 @@ def test_the_same_command_resumes_long_run_yaml(meshtune: Command, place: Path) 
 @pytest.mark.parametrize(
     "example", cases([file.name for file in EXAMPLES if file.stem in MANY_RANKS], test=["parallel-3d.yaml"])
 )
-def test_an_example_for_many_gpus_is_taken_by_a_model_of_32_blocks(example: str, place: Path) -> None:
-    large = json.loads((place / "chat" / "config.json").read_text()) | MANY | {"head_dim": 8}
-    (place / "chat" / "config.json").write_text(json.dumps(large))
+def test_an_example_for_many_gpus_is_taken_by_a_deep_model(example: str, place: Path) -> None:
     file = stand_in(example, place)
+    for name, blocks in (("chat", 32), ("mixture", 48)):
+        if (shape := place / name / "config.json").exists():
+            large = MANY | {"head_dim": 8, "num_hidden_layers": blocks}
+            shape.write_text(json.dumps(json.loads(shape.read_text()) | large))
     read = config.load(file, ["train.device=cpu"])
     named = re.search(r"--(?:nnodes|nodes) (\d+) --\S*per-node (\d+)", header(file))
     ranks = int(named[1]) * int(named[2]) if named else read.partial_layout.world

@@ -14,7 +14,7 @@ HERE = {"missing": ["trl"], "torch": "2", "transformers": "5", "cuda": None}
 
 @pytest.mark.all
 @pytest.mark.timeout(580)
-@pytest.mark.parametrize("part", [2, 3, 6])  # the others have only tests, which need a GPU
+@pytest.mark.parametrize("part", [2, 3, 6, 7])  # the others have only tests, which need a GPU
 def test_a_part_runs_with_tiny_models(part: int, tmp_path: Path) -> None:
     options = ["--tiny", "--part", str(part), "--minutes", "9", "--results", str(tmp_path)]
     done = subprocess.run(

@@ -93,7 +93,10 @@ def parallelism_config(value: Any, job: Job) -> Converted:
     left = [
         name for name, size in sizes.items() if name not in SIZES and str(size).isdigit() and int(size) > 1
     ]
-    return Converted(settings, lost=f"{', '.join(left)}: there is no such axis" if left else "")
+    lost = f"{', '.join(left)}: there is no such axis" if left else ""
+    if "ep_size" in left:  # accelerate's ranks of experts share a batch
+        lost = f"{lost}; layout.ep splits experts over ranks that have batches of their own"
+    return Converted(settings, lost=lost)
 
 
 def recompute(value: Any, job: Job) -> Converted:
@@ -136,7 +139,7 @@ def layout_of(settings: dict[str, Any], job: Job) -> Layout:
         key.removeprefix("layout."): int(value) if str(value).isdigit() else value
         for key, value in settings.items()
     }
-    sizes = {name: fields[name] for name in ("tp", "cp", "dp_replicate", "dp_shard") if name in fields}
+    sizes = {name: fields[name] for name in ("tp", "cp", "ep", "dp_replicate", "dp_shard") if name in fields}
     if wrong := [f"{name} {size}" for name, size in sizes.items() if type(size) is not int or size < 1]:
         raise UserError(f"The file's {', '.join(wrong)}: sizes of a layout are whole numbers from 1.")
     split = fields.get("tp", 1) * fields.get("cp", 1)

@@ -156,6 +156,9 @@ def test_uneven_experts_cost_what_the_other_ranks_wait() -> None:
     (cause,) = causes([*rows(run={"expert_share": 0.6}), loads])
     assert cause.name == "uneven experts" and cause.share == pytest.approx(0.6 * 0.85 / 2)
     assert causes([*rows(run={"expert_share": 0.6}), loads | {"fullest_rank": [1.0]}]) == []
+    for late, expected in ((0.3, ["uneven experts"]), (0.6, ["slow rank", "uneven experts"])):
+        found = causes([*rows(run={"expert_share": 0.6}, busy=[0.3 + late, 0.3]), loads])
+        assert names(found) == expected
 
 
 def test_the_costliest_come_first_and_three_at_most() -> None:

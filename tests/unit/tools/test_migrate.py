@@ -162,6 +162,13 @@ def test_a_key_becomes_its_setting(tree: dict[str, Any], more: str, expected: st
         (AXOLOTL | {"deepspeed": {"zero_optimization": {"stage": 1}}}, 2, "zero1x2-mb1-ga1", 2),
         (AXOLOTL | {"dp_shard_size": 2, "tensor_parallel_size": 2}, 8, "dp2-zero3x2-tp2-mb1-ga1", 4),
         (AXOLOTL | {"context_parallel_size": 4}, 8, "dp2-cp4-mb1-ga1", 2),
+        (AXOLOTL | {"expert_parallel_size": 2, "dp_shard_size": 2}, 4, "dp2-zero3x2-ep2-mb1-ga1", 4),
+        (
+            AXOLOTL | {"expert_parallel_size": 8, "fsdp_config": {"reshard_after_forward": True}},
+            8,
+            "zero3x8-ep8-mb1-ga1",
+            8,
+        ),
         (TRL | {"parallelism_config": {"tp_size": 2, "dp_shard_size": 2}}, 4, "zero3x2-tp2-mb8-ga1-full", 16),
         (TORCHTUNE | {"tensor_parallel_dim": 2}, 8, "zero3x4-tp2-mb2-ga1", 8),
     ],
@@ -180,6 +187,7 @@ def test_sharding_becomes_a_layout(
         {"tensor_parallel_size": 4},
         {"dp_replicate_size": 2, "dp_shard_size": 4, "tensor_parallel_size": 2},
         {"dp_replicate_size": 2},
+        {"expert_parallel_size": 2},
     ],
 )
 def test_sizes_that_do_not_make_the_gpus_are_refused(sizes: dict[str, int], migrated: Migrate) -> None:
@@ -388,6 +396,12 @@ def test_a_layout_of_more_ranks_than_gpus_names_the_number(migrated: Migrate) ->
             AXOLOTL
             | {"context_parallel_size": 4, "fsdp_version": 2, "fsdp_config": {"reshard_after_forward": True}}
         )
+
+
+def test_ranks_of_experts_that_share_a_batch_are_named(migrated: Migrate) -> None:
+    sizes = {"parallelism_config": {"dp_shard_size": 2, "ep_size": 2}}
+    notes = {note.key: note.reason for note in migrated(TRL | sizes, gpus=2).unsupported}
+    says(notes["parallelism_config"])
 
 
 def test_all_refusals_are_said_at_once(migrated: Migrate) -> None:
