@@ -17,11 +17,13 @@ from meshtune.plan.advice import alternatives, reasoning
 from meshtune.plan.cluster import cluster_for
 from meshtune.plan.hardware import catalogue
 from meshtune.plan.machine import Machine
-from meshtune.plan.memory.states import weight_elements
+from meshtune.plan.memory.stages import Stages
+from meshtune.plan.memory.states import Step, weight_elements
 from meshtune.plan.memory.timeline import peak
 from meshtune.plan.search import search
 from meshtune.plan.seconds.collectives import exchange_seconds
 from meshtune.plan.seconds.experts import grouped_passes
+from meshtune.plan.seconds.gpu import gradient_accumulation
 from meshtune.plan.seconds.step import step
 from meshtune.plan.work import Work
 
@@ -89,6 +91,24 @@ def test_ranks_of_a_group_have_all_experts_once(mixture: Work, layout: str) -> N
     assert elements.shard * layouts.ep * np.where(layouts.zero > 0, shards, 1) == every
     rest = [weight for weight in mixture.block_weights if not weight.of_experts]
     assert weight_elements(rest, layouts).whole == weight_elements(rest, Columns.of([Layout()])).whole
+
+
+def test_gradients_of_experts_are_summed_over_their_own_copies(mixture: Work) -> None:
+    texts = "tp8-sp-ep4", "tp8-sp-ep8", "dp8-ep8", "dp8-ep4"
+    layouts, accounting = Columns.of([*map(Layout.parse, texts)]), stack_accounting("meshtune", "bf16")
+    stages = Stages.even(mixture.blocks, layouts)
+    made = Step(mixture, layouts, accounting, SEQ_LEN, stages)
+    experts, trained = 128 * 3 * SHARED * 768 / layouts.ep, made.elements.block.trained
+    # Two ranks of tp8-sp-ep4 hold the same experts: an all-reduce in fp32, of what else is in bf16.
+    assert list(made.all_reduced) == [experts[0], 0, trained[2] - experts[2], trained[3]]
+    every, widened = made.elements.total.trained[0], 48 * experts
+    assert list(made.states.gradients[0]) == [
+        2 * every[0] + 2 * widened[0], 2 * every[1], 4 * every[2], 4 * every[3]
+    ]  # fmt: skip
+    gradients, whole = mixture.split_experts(layouts, True), machine()
+    moved = gradient_accumulation(whole, gradients, layouts, layouts.token_ranks / layouts.ep)
+    bytes_of_each = moved * whole.bandwidth * whole.memory / gradients
+    assert bytes_of_each == pytest.approx([14, 0, 6, 14])  # cast, and into and out of the buffer of copies
 
 
 def test_uneven_tokens_cost_memory_and_time_only_where_experts_are_split(mixture: Work) -> None:
