@@ -39,14 +39,16 @@ def mixture() -> Work:
 def machine(**constants: float) -> Machine:
     """An H100 machine whose links reach what they are made for, without latency."""
     plain = Machine.of(catalogue()["h100-sxm"], "meshtune")
-    ideal = {"link_share": 1.0, "network_share": 1.0, "expert_share": 1.0}
-    return replace(plain, link_latency=0.0, network_latency=0.0, **ideal | constants)
+    ideal = dict.fromkeys(("link_share", "network_share", "expert_share"), 1.0)
+    return replace(plain, **ideal | {"link_latency": 0.0, "network_latency": 0.0} | constants)
 
 
 def exchange(work: Work, layout: str, **constants: float) -> tuple[float, float]:
     """Seconds of (forward, backward) of one block's exchanges."""
     layouts = Columns.of([Layout.parse(layout)])
-    both = exchange_seconds(work, layouts, machine(**constants), layouts.rank_tokens(SEQ_LEN))
+    both = exchange_seconds(
+        work, layouts, machine(**{"launch": 0.0} | constants), layouts.rank_tokens(SEQ_LEN)
+    )
     return float(both.forward[0]), float(both.backward[0])
 
 
@@ -58,6 +60,9 @@ def test_exchanges_move_each_tokens_rows_to_other_ranks_and_back(mixture: Work) 
     assert exchange(mixture, "zero3x8") == (0, 0)
     assert exchange(mixture, "zero3x8-cp2-ep8") == pytest.approx((one, one))
     assert exchange(replace(mixture, imbalance=1.5), "zero3x8-ep8")[0] == pytest.approx(3 * one)
+    # Before it a message of sizes, which the host waits for and a recomputation does not need
+    forward, backward = exchange(mixture, "zero3x8-ep8-full", launch=1e-3, link_latency=1e-4)
+    assert (forward, backward) == pytest.approx((2 * one + 1e-3 + 3e-4, 4 * one + 4e-4))
     # Sent once to each rank with an expert of the token: 5.3 of 8 copies.
     once = exchange(mixture, "zero3x8-ep8", expert_once=1.0)[0]
     assert once / (2 * one) == pytest.approx(1 - (7 / 8) ** 8)
