@@ -17,6 +17,7 @@ from meshtune.plan.advice import alternatives, reasoning
 from meshtune.plan.cluster import cluster_for
 from meshtune.plan.hardware import catalogue
 from meshtune.plan.machine import Machine
+from meshtune.plan.memory.flight import activations_in_flight
 from meshtune.plan.memory.stages import Stages
 from meshtune.plan.memory.states import Step, weight_elements
 from meshtune.plan.memory.timeline import peak
@@ -114,6 +115,14 @@ def test_gradients_of_experts_are_summed_over_their_own_copies(mixture: Work) ->
     moved = gradient_accumulation(whole, gradients, layouts, layouts.token_ranks / layouts.ep)
     bytes_of_each = moved * whole.bandwidth * whole.memory / gradients
     assert bytes_of_each == pytest.approx([14, 0, 6, 14])  # cast, and into and out of the buffer of copies
+
+
+def test_recomputed_blocks_keep_the_experts_of_each_token(mixture: Work) -> None:
+    layouts = Columns.of([*map(Layout.parse, ("mb1-full", "tp2-sp-mb1-full"))])
+    stages, accounting = Stages.even(mixture.blocks, layouts), stack_accounting("meshtune", "bf16")
+    flight = activations_in_flight(Step(mixture, layouts, accounting, SEQ_LEN, stages))
+    one = SEQ_LEN * (2 * SHARED + 8 * 8)  # the block's input, and 8 numbers of 8 bytes
+    assert list(flight.of_block[0]) == [one, one / 2]
 
 
 def test_uneven_tokens_cost_memory_and_time_only_where_experts_are_split(mixture: Work) -> None:
