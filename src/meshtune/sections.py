@@ -144,6 +144,11 @@ class ExpertsConfig(Section):
         ge=1,
     )
 
+    @property
+    def balancing(self) -> dict[str, Any]:
+        """The fields of placement.experts.BalanceSpec."""
+        return {"kind": self.balance} | self.model_dump(include={"aux_loss", "z_loss", "bias_rate"})
+
 
 def of_objective(name: str) -> Need:
     """The objective `name`."""

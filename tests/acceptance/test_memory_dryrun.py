@@ -281,7 +281,8 @@ ROUTED = [
     ("mixtral", "mb4-ga1", "bf16"), ("mixtral", "zero3x2-mb4-ga1-full", "fp32"),
     ("qwen3-moe", "mb4-ga1", "fp32"), ("qwen3-moe", "mb4-ga1-full", "bf16"),
     ("qwen3-moe", "zero3x2-mb4-ga1", "bf16"), ("qwen3-moe", "tp2-sp-mb4-ga1", "bf16"),
-    ("qwen3-moe", "tp2-mb4-ga1", "bf16"), ("jetmoe", "mb4-ga1", "bf16"),
+    ("qwen3-moe", "tp2-mb4-ga1", "bf16"), ("qwen3-moe", "dp2-ep2-mb1-ga1", "bf16"),
+    ("qwen3-moe", "tp2-sp-ep2-mb1-ga1", "bf16"), ("jetmoe", "mb4-ga1", "bf16"),
     ("jetmoe", "zero3x2-mb4-ga1-full", "bf16"), ("jetmoe", "zero3x2-mb4-ga1-full", "fp32"), *ROUTED_BEYOND,
 ]  # fmt: skip
 
@@ -301,6 +302,11 @@ ROUTED = [
 def test_experts_hold_what_is_planned(family: str, layout: str, precision: str) -> None:
     """Rows of tokens' experts are as many as tokens times experts a token, however they are routed."""
     check(family, job_of(layout, EXPERTS[family], precision=precision), "small")
+
+
+@pytest.mark.parametrize("layout", cases(["tp4-sp-ep2-mb1-ga1", "tp4-sp-ep2-mb1-ga2"], ci=1))
+def test_sums_over_copies_of_experts_hold_what_is_planned(layout: str) -> None:
+    check(layout, job_of(layout, EXPERTS["qwen3-moe"], 64), "small")
 
 
 @pytest.mark.ci

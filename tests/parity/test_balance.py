@@ -22,8 +22,8 @@ from meshtune.data.batch import Batch, micro_batch
 from meshtune.data.pack import LABELLED
 from meshtune.layout import Layout
 from meshtune.parallel.mesh import join
+from meshtune.placement.experts import BalanceSpec
 from meshtune.report.run.report import run_panels
-from meshtune.routers.balance import BalanceSpec
 from meshtune.rundir import RunDir
 from meshtune.train.model import ModelSpec, OptimizerSpec, rank_model, single_model
 from meshtune.train.step import Counts

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import chain
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
@@ -204,7 +205,8 @@ def record(folder: RunDir, config: Config, document: Document) -> None:
     run = measured["run_row"] | {
         "predicted": {name: predicted[name] for name in names if predicted.get(name)}
     }
-    for row in (run, *measured["memory_rows"], *measured["time_rows"], measured["end_row"]):
+    lists = (measured[f"{kind}_rows"] for kind in ("memory", "time", "experts"))
+    for row in (run, *chain.from_iterable(lists), measured["end_row"]):
         folder.append(row)
 
 

@@ -23,6 +23,7 @@ from meshtune.model.census_cache import numbers_of
 from meshtune.model.load import load_config, on_meta
 from meshtune.objectives import OBJECTIVES
 from meshtune.placement.columns import Columns
+from meshtune.placement.experts import BalanceSpec
 from meshtune.placement.rules import UNCOMPILED, Traits, compiles, refusals, uncompiled
 from meshtune.plan import changes
 from meshtune.plan.advice import nearest_batches, verdict
@@ -209,6 +210,7 @@ def attention_and_refusals(
         tiled=config.train.mlp_tile is not None,
         quantised=bool(config.quantise),
         fp8=PRECISIONS[config.train.precision].fp8,
+        balance=BalanceSpec(**config.experts.balancing),
         ranks=ranks,
     )
     return attention, model_traits, problems

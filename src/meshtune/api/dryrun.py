@@ -30,6 +30,7 @@ from meshtune.layout import AUTO, Layout, PartialLayout
 from meshtune.model.census_cache import numbers_of
 from meshtune.model.load import read_config
 from meshtune.objectives import OBJECTIVES
+from meshtune.placement.experts import BalanceSpec
 from meshtune.placement.numbers import READS_VALUES, ModelNumbers
 from meshtune.placement.ranks import process_groups
 from meshtune.placement.rules import refusals
@@ -169,6 +170,7 @@ class Subject:
             tiled=self.config.train.mlp_tile is not None,
             quantised=bool(self.config.quantise),
             fp8=PRECISIONS[self.config.train.precision].fp8,
+            balance=BalanceSpec(**self.config.experts.balancing),
         )
 
     def compiles(self, layout: Layout, device: str, *, simulated: bool) -> bool:
@@ -333,7 +335,10 @@ def documents_of(config: Config, given: Sequence[int]) -> tuple[int, ...]:
 
 
 def notes_on_layout(config: Config, layout: Layout) -> Iterator[str]:
-    """Sentences on numbers of the layout that the settings have otherwise."""
+    """Sentences on numbers that a simulation of the layout has otherwise than the settings."""
+    uneven = config.experts.imbalance
+    if layout.ep > 1 and uneven != 1:
+        yield f"experts.imbalance={uneven:g} has no effect in a dry run, whose routers are balanced."
     if (gpus := config.cluster_config.gpus) not in (None, layout.world):
         yield (
             f"{layout} has {counted(layout.world, 'rank')}, but cluster.gpus is {gpus}; the layout's "

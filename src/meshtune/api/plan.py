@@ -43,7 +43,13 @@ from meshtune.plan.programs import MESHTUNE
 from meshtune.plan.search import Choice, best_fitting
 from meshtune.plan.step_parts import MeasuredRun
 from meshtune.plan.work import Work
-from meshtune.plan.workload import Workload, lighter_workloads, positions_note, workload_of
+from meshtune.plan.workload import (
+    Workload,
+    imbalance_note,
+    lighter_workloads,
+    positions_note,
+    workload_of,
+)
 from meshtune.precision import DTYPE_BYTES, NF4_BYTES, PRECISIONS
 from meshtune.rundir import RunDir
 from meshtune.tools.export import tool_for
@@ -112,7 +118,9 @@ def explained(
                 problems += error.problems
         if problems:
             raise UserError(problems)
-        say(workload.notes, log)
+        sizes = {explanation.choice.layout.ep for explanation in explanations}
+        uneven = (imbalance_note(config, workload.traits, ep) for ep in sizes)
+        say(dict.fromkeys((*workload.notes, *uneven)), log)
         return explanations
 
 
@@ -289,6 +297,8 @@ def workload_of_run(config: Config, run: MeasuredRun, log: Log = silent) -> Work
         facts = run.facts
         workload = replace(workload, flash=facts.get("flash_attention", 2))  # earlier runs had torch's 2
         workload = workload.of_labels(facts.get("label_share"), facts.get("longest_sequence"))
+        if run.imbalance > 1:
+            workload = replace(workload, work=replace(workload.work, imbalance=run.imbalance))
         return workload.of_batch(run.layout.global_batch_size)
 
 

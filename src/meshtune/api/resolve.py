@@ -23,8 +23,8 @@ from meshtune.model.load import load_config, load_tokenizer, read_changed
 from meshtune.objectives import OBJECTIVES
 from meshtune.optim.schedule import learning_rates
 from meshtune.optimizers import OPTIMIZERS
+from meshtune.placement.experts import BalanceSpec
 from meshtune.plan.workload import positions_note
-from meshtune.routers.balance import BalanceSpec
 from meshtune.rundir import Row
 from meshtune.schedules import warmup
 from meshtune.sections import DataConfig, ModelConfig, SourceConfig
@@ -182,16 +182,10 @@ def model_spec(
         compile=compile,
         mlp_tile=train.mlp_tile,
         preference=preference_of(config),
-        balance=balance_spec(config),
+        balance=BalanceSpec(**config.experts.balancing),
         freeze_router=config.experts.freeze_router,
         seed=train.seed,
     )
-
-
-def balance_spec(config: Config) -> BalanceSpec:
-    """How the load of experts is balanced."""
-    values = config.experts.model_dump(exclude={"balance", "freeze_router", "imbalance"})
-    return BalanceSpec(kind=config.experts.balance, **values)
 
 
 def preference_of(config: Config) -> PreferenceSpec | None:

@@ -8,10 +8,11 @@ held against its plan; what has no plan, only against the thresholds.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import mean, median
+from statistics import median
 from typing import NamedTuple
 
 from meshtune.layout import Layout
+from meshtune.meter.rows import imbalance_of
 from meshtune.placement.ranks import coordinates
 from meshtune.rundir import Row
 from meshtune.units import counted, duration, human
@@ -319,7 +320,7 @@ def _padding(steps: Steps) -> Iterator[Cause]:
 def _uneven_experts(steps: Steps) -> Iterator[Cause]:
     """Yield what ranks wait for the one whose experts have most tokens, by the share of FLOPs in experts."""
     loads = [row for row in steps.others if row["kind"] == "experts" and row["fullest"]]
-    fullest = median(mean(row["fullest_rank"] or [1.0]) for row in loads) if loads else 1.0
+    fullest = imbalance_of(loads)
     if fullest < THRESHOLDS["uneven experts"].limit:
         return
     largest = median(max(row["fullest"]) for row in loads)

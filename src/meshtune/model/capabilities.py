@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from meshtune.errors import UserError
+from meshtune.experts.routers import routers_of, routing_of
 from meshtune.layout import Layout
 from meshtune.model.anatomy import (
     Anatomy,
@@ -102,6 +103,7 @@ def traits(model: PreTrainedModel) -> Traits:
         tiles=_untileable(blocks, parts),
         interrupts=_interrupts(model, parts),
         draws=draws_random_numbers(blocks.modules()),
+        routing=routing_of(model, routers_of(model, parts.blocks)),
         prompts=_prompts_problem(model, parts),
     )
 

@@ -25,6 +25,7 @@ from meshtune.errors import UserError, expanded
 from meshtune.model.hub import ask_once, hub_errors, local_path
 from meshtune.objectives import OBJECTIVES
 from meshtune.placement.census import Census
+from meshtune.placement.experts import Routing
 from meshtune.placement.numbers import ModelNumbers
 from meshtune.placement.rules import Traits
 from meshtune.rundir import write_text_atomically
@@ -52,6 +53,7 @@ class Variant:
     freeze: tuple[str, ...] = ()  # globs of parameter names
     lora: LoraShape | None = None  # None: no adapters
     embeddings: int = 0  # rows that the embedding must have
+    freeze_router: bool | None = None  # of a mixture of experts; None: next to adapters
 
 
 def numbers_of(
@@ -76,6 +78,7 @@ def numbers_of(
         freeze=model.freeze,
         lora=lora_shape(config) if config.adapts else None,
         embeddings=rows or 0,
+        freeze_router=config.experts.freeze_router,
     )
     cache_dir = expanded(config.data.cache, "data.cache")
     numbers = model_numbers(model.name, variant, **model.access, cache_dir=cache_dir, file=file, log=log)
@@ -190,7 +193,10 @@ def inputs_of(file: Path, variant: Variant) -> str | None:
 
 def inputs_of_fields(content: Any, variant: Variant) -> str:
     """Return `inputs_of` for the content of a configuration file."""
-    return json.dumps([content, asdict(variant)], sort_keys=True)
+    fields = asdict(variant)
+    if variant.freeze_router is None:  # counts.xz has hashes without it
+        del fields["freeze_router"]
+    return json.dumps([content, fields], sort_keys=True)
 
 
 def _key(inputs: str | None) -> str:
@@ -199,7 +205,7 @@ def _key(inputs: str | None) -> str:
     versions = [__version__, *map(version, ("transformers", "torch"))]
     digest = hashlib.sha256(json.dumps([inputs, versions]).encode())
     package = Path(__file__).parents[1]
-    sources = {Path(inspect.getfile(kind)) for kind in (Census, Traits)}
+    sources = {Path(inspect.getfile(kind)) for kind in (Census, Traits, Routing)}
     sources |= {*package.glob("model/*.py"), *package.glob("experts/*.py")}
     for source in sorted(sources):  # else an edit between two versions of meshtune would go unnoticed
         digest.update(source.read_bytes())
@@ -230,8 +236,9 @@ def build_and_count(
     file: its configuration, config.json. name: as the user wrote it, for errors. Writes nothing. Raises
     UserError as `model_numbers`.
     """
+    from meshtune.experts.routers import freeze_routers, router_paths
     from meshtune.model import load
-    from meshtune.model.anatomy import attention_drops, parts_kept
+    from meshtune.model.anatomy import anatomy, attention_drops, parts_kept
     from meshtune.model.capabilities import auto_attention, traits
     from meshtune.model.files import context_of
     from meshtune.model.load import on_meta, read_changed
@@ -243,7 +250,7 @@ def build_and_count(
     added = load.grow_embeddings(model, variant.embeddings)
     model_traits = traits(model)  # of the model without adapters
     text_part, dropout = parts_kept(model), attention_drops(model)
-    attention = auto_attention(model, model_traits)
+    attention, blocks = auto_attention(model, model_traits), anatomy(model).blocks
     if lora := variant.lora:
         targets = lora.target_modules if isinstance(lora.target_modules, str) else list(lora.target_modules)
         add_lora(
@@ -255,11 +262,13 @@ def build_and_count(
             use_dora=lora.use_dora,
             layers_to_transform=lora.layers_to_transform,
             modules_to_save=lora.modules_to_save,
+            apart=router_paths(model, blocks) if variant.freeze_router is not False else (),
         )
         if added:
             load.train_tables(model)
     if variant.freeze:
         load.freeze(model, variant.freeze)
+    freeze_routers(model, blocks, variant.freeze_router, adapts=variant.lora is not None)
     return ModelNumbers(
         census_of(model), model_traits, attention, text_part, context_of(config), dropout, changes
     )

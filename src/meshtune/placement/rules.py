@@ -18,7 +18,7 @@ import numpy as np
 from meshtune.layout import ZERO_BUBBLE, Layout
 from meshtune.optimizers import OPTIMIZERS
 from meshtune.placement.columns import Columns, Number
-from meshtune.placement.experts import expert_rules
+from meshtune.placement.experts import BalanceSpec, Routing, balance_rules, expert_rules
 from meshtune.placement.families import see
 from meshtune.precision import SCALE_BLOCK
 from meshtune.units import counted
@@ -47,6 +47,7 @@ class Traits:
     tiles: str | None = None  # why its MLPs can't run in tiles, "has …"; None: they can
     interrupts: str | None = None  # why the compiler can't go through a block, "has …"; None: it can
     draws: bool = False  # blocks draw random numbers in training
+    routing: Routing | None = None  # of its routers; None: it has none that transformers records
     prompts: str | None = None  # why two answers can't share a prompt, "has …"; None: they can
 
     def with_adapters(self, dropout: float) -> "Traits":
@@ -77,6 +78,7 @@ def rules(
     tiled: bool = False,
     quantised: bool = False,
     fp8: bool = False,
+    balance: BalanceSpec | None = None,
     ranks: int | None = None,
 ) -> Iterator[Rule]:
     """Every rule that a model and settings make; `Rule.refuses` tells which layouts it refuses.
@@ -84,6 +86,7 @@ def rules(
     attention: the implementation that the model is built with, never "auto". packing, shared_prompts: of
     data. compile: train.compile; "auto" refuses nothing. optimizer, step_in_backward: of train. tiled: MLPs
     run in tiles (train.mlp_tile). quantised: matrices are held in 4 bits. fp8: matmuls are in 8-bit floats.
+    balance: of the loads of experts; None: another program's.
     ranks: how many were started; None: no rule on their number.
     """
     if ranks is not None:
@@ -110,7 +113,9 @@ def rules(
         yield _whole_sequences(traits, traits.context)
     else:
         yield _ulysses(traits)
-    yield from starmap(Rule, expert_rules(traits))
+    yield from starmap(Rule, expert_rules(traits, in_backward=step_in_backward))
+    if balance:
+        yield from starmap(Rule, balance_rules(traits.name, traits.routing, balance))
     yield from _pipeline(traits)
     yield _every_block(traits)
     yield _inputs_that_stay(traits)
@@ -122,8 +127,6 @@ def rules(
         yield _whole_tensors(optimizer)
     if step_in_backward:
         yield from _IN_BACKWARD
-        if traits.experts:
-            yield _EXPERTS_IN_BACKWARD
     if tiled:
         yield from _tiles(traits)
 
@@ -458,15 +461,6 @@ _IN_BACKWARD = (
             "shards, FSDP2 keeps every gradient until the backward ends, and nothing would be saved; use "
             f"zero{layout.zero} over all data ranks, or dp, or leave train.step_in_backward out."
         ),
-    ),
-)
-
-_EXPERTS_IN_BACKWARD = Rule(
-    "train.step_in_backward saves nothing in experts whose gradients tp sums",
-    lambda layouts: layouts.tp > 1,
-    lambda layout: (
-        f"train.step_in_backward = true with {layout}: gradients of experts are summed over tp once the "
-        "backward has ended, and nothing would be saved; leave tp or train.step_in_backward out."
     ),
 )
 

@@ -21,7 +21,7 @@ from meshtune.errors import NothingFits, UserError
 from meshtune.layout import MODEL_AXES, RECOMPUTATIONS, RECOMPUTE, SCHEDULES, VIRTUAL_SCHEDULES, Layout
 from meshtune.optimizers import IN_16_BITS, OPTIMIZERS, caution, that_may_fit
 from meshtune.placement.columns import Columns, Number, at
-from meshtune.placement.experts import searched_sizes
+from meshtune.placement.experts import splittable
 from meshtune.plan.candidates import nearest_sizes
 from meshtune.plan.cluster import Cluster
 from meshtune.plan.hardware import GIGA, catalogue
@@ -208,7 +208,7 @@ def _usual(workload: Workload, cluster: Cluster) -> Iterator[Change]:
         ("tensor parallel over the whole node", one_rank | {"tp": min(node, cluster.gpus)}, None),
         ("pipeline parallel without cp", {"cp": 1}, lambda layouts: layouts.pp > 1),
         ("context parallel without tp or pp", {"pp": 1, "tp": 1}, lambda layouts: layouts.cp > 1),
-        *([("all experts on each rank", {"ep": 1}, None)] * (len(searched_sizes(workload.traits)) > 1)),
+        *([("all experts on each rank", {"ep": 1}, None)] * splittable(workload.traits)),
     ):  # fmt: skip
         yield Change("usual", words, "", workload, cluster, fixed=fixed, where=where)
 

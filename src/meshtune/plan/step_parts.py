@@ -12,7 +12,7 @@ import numpy as np
 from meshtune.errors import UserError
 from meshtune.layout import Layout
 from meshtune.meter.parts import PARTS
-from meshtune.meter.rows import fullest_memory
+from meshtune.meter.rows import fullest_memory, imbalance_of
 from meshtune.placement.columns import Columns
 from meshtune.plan.seconds.step import Seconds, StepTime
 from meshtune.rundir import Row
@@ -75,6 +75,7 @@ class MeasuredRun:
     seconds: float  # of the median step
     parts: Mapping[str, float]  # of the median step, by meter.parts.PARTS
     memory: Mapping[str, float]  # bytes by category and "peak" where it is highest; {}: not counted
+    imbalance: float = 1.0  # as of meter.rows.imbalance_of
 
     @classmethod
     def of(cls, name: str, rows: Sequence[Row]) -> MeasuredRun:
@@ -101,8 +102,11 @@ class MeasuredRun:
             )
         facts = rows[starts[-1]]
         seconds, parts = median_parts(warm)
-        memory = fullest_memory([row for row in rows[starts[-1] :] if row.get("kind") == "memory"])
-        return cls(name, facts, Layout.parse(facts["layout"]), len(warm), seconds, parts, memory)
+        memory, loads = (
+            [row for row in rows[starts[-1] :] if row.get("kind") == kind] for kind in ("memory", "experts")
+        )
+        layout, peaks = Layout.parse(facts["layout"]), fullest_memory(memory)
+        return cls(name, facts, layout, len(warm), seconds, parts, peaks, imbalance_of(loads))
 
     @property
     def nodes(self) -> int:

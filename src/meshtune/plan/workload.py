@@ -16,7 +16,7 @@ from meshtune.layout import Layout
 from meshtune.objectives import OBJECTIVES
 from meshtune.placement.census import takes_flash
 from meshtune.placement.columns import Columns
-from meshtune.placement.experts import searched_sizes
+from meshtune.placement.experts import BalanceSpec, splittable
 from meshtune.placement.rules import Rule, Traits, compiles, rules, sentences
 from meshtune.plan.hardware import Gpu, attention_kernel
 from meshtune.plan.programs import MESHTUNE, Tool
@@ -47,6 +47,7 @@ class Workload:
     step_in_backward: bool = False
     mlp_tile: int | None = None  # tokens of a rank that an MLP runs on at a time; None: all
     offload: str = "none"  # train.offload
+    balance: BalanceSpec = BalanceSpec()  # noqa: RUF009 - a frozen value
     compile: bool | Literal["auto"] = False  # "auto": `compiles` says under which layouts
     packing: bool = True
     shared_prompts: bool = False
@@ -229,7 +230,7 @@ class Workload:
                 optimizer=self.optimizer, step_in_backward=self.step_in_backward,
                 tiled=self.mlp_tile is not None,
                 quantised=any(gemm.quantised for gemm in self.work.matrices),
-                fp8=PRECISIONS[self.precision].fp8,
+                fp8=PRECISIONS[self.precision].fp8, balance=self.balance,
             )  # fmt: skip
         else:  # its attention and its compiled blocks are its own
             yield from rules(replace(self.traits, attention=None))
@@ -311,6 +312,7 @@ def workload_of(config: Config, numbers: ModelNumbers) -> Workload:
         step_in_backward=config.train.step_in_backward,
         mlp_tile=config.train.mlp_tile,
         offload=config.train.offload,
+        balance=BalanceSpec(**config.experts.balancing),
         packing=config.data.packing,
         shared_prompts=config.data.shared_prompts,
         flash=None if numbers.dropout else newest_flash(),
@@ -319,7 +321,9 @@ def workload_of(config: Config, numbers: ModelNumbers) -> Workload:
     uncounted = untraced_note(workload), dropout_note(numbers)
     notes = numbers.text_part, experts_note(numbers), dora_note(config), wide_note(config, numbers.census)
     notes = *notes, fp8_note(config, numbers.census), objective_note(workload)
-    notes = *notes, *uncounted, balance_note(config, numbers), beyond
+    notes = *notes, *uncounted, beyond
+    ep = config.partial_layout.given.get("ep")
+    notes = *notes, imbalance_note(config, numbers.traits, ep)
     workload = replace(workload, notes=(*numbers.changes, *filter(None, notes)))
     return workload.compiled() if config.train.compile is True else workload
 
@@ -356,7 +360,7 @@ def experts_note(numbers: ModelNumbers) -> str | None:
         return None
     problems = {"tp": traits.tensor, "pp": traits.pipeline, "cp": traits.context}
     axes = [axis for axis, problem in problems.items() if problem is None]
-    axes += ["ep"] * (len(searched_sizes(traits)) > 1)
+    axes += ["ep"] * splittable(traits)
     return (
         f"{traits.name} is a mixture of experts: a token uses {count(census.total - census.idle)} of its "
         f"{count(census.total)} parameters. Its layouts are of {', '.join(['dp', *axes])} and ZeRO. "
@@ -364,14 +368,14 @@ def experts_note(numbers: ModelNumbers) -> str | None:
     )
 
 
-def balance_note(config: Config, numbers: ModelNumbers) -> str | None:
-    """A sentence on experts.imbalance where a model has no experts that ranks could split; else None."""
-    if config.experts.imbalance == 1 or len(searched_sizes(numbers.traits)) > 1:
+def imbalance_note(config: Config, traits: Traits, ep: int | None) -> str | None:
+    """A sentence on experts.imbalance where no ranks split the experts; else None. ep: None: to be chosen."""
+    if config.experts.imbalance == 1 or (ep != 1 and splittable(traits)):
         return None
-    return (
-        f"experts.imbalance={config.experts.imbalance:g} has no effect: {numbers.traits.name} has no experts "
-        "that several ranks split."
-    )
+    why = "without ep in the layout each rank has all experts"
+    if not splittable(traits):
+        why = f"{traits.name} has no experts that several ranks split"
+    return f"experts.imbalance={config.experts.imbalance:g} has no effect: {why}."
 
 
 def untraced_note(workload: Workload) -> str | None:

@@ -113,6 +113,12 @@ def layouts_table(documents: Sequence[Facts], speed_unit: str) -> Table:
         else []
     )
     notes += [f"{one['layout']}: {one['failed']}" for one in documents if one["failed"]]
+    notes += [
+        f"{one['layout']}: the rank with most tokens for its experts has {uneven:.2f} times the mean "
+        "(experts.imbalance in plans)."
+        for one in ran
+        if (uneven := one["measured"].get("imbalance", 1)) > 1
+    ]
     return Table.of_rows("Measured", tuple(heads), tuple(rows), ("layout",), tuple(notes))
 
 

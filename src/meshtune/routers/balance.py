@@ -16,10 +16,9 @@ batch; only counts, which have no gradient, are summed over context ranks. Paddi
 """
 
 import math
-import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
+from itertools import starmap
 from typing import Any
 
 import torch
@@ -31,8 +30,11 @@ from transformers import PreTrainedModel
 from meshtune import compat
 from meshtune.data.batch import MicroBatch
 from meshtune.errors import UserError
+from meshtune.experts.routers import Router, routers_of, routing_of
+from meshtune.model.anatomy import anatomy
 from meshtune.model.documents import current_documents
-from meshtune.routers.router import Router, routers_of
+from meshtune.placement.experts import BalanceSpec, balance_rules
+from meshtune.placement.rules import Rule, sentences
 from meshtune.rundir import Row
 
 UNKNOWN_ROUTERS = (
@@ -41,16 +43,6 @@ UNKNOWN_ROUTERS = (
 )
 World = Any  # parallel.mesh.World, which is above this floor
 Share = Callable[[Tensor], Tensor]  # logits [tokens, experts] -> this rank's part of a loss
-
-
-@dataclass(frozen=True, kw_only=True)
-class BalanceSpec:
-    """How the load of experts is balanced, as plain values."""
-
-    kind: str = "config"  # or loss, bias, none
-    aux_loss: float | None = None  # weight of kind loss; None: config.json's router_aux_loss_coef, or 0.001
-    z_loss: float = 0.0  # weight
-    bias_rate: float = 0.001  # of kind bias
 
 
 class Tokens:
@@ -82,8 +74,8 @@ class Balance:
     def __init__(
         self, spec: BalanceSpec, whole: PreTrainedModel, stages: Sequence[nn.Module], world: World
     ) -> None:
-        self.spec, self.world, self.routers = spec, world, routers_of(whole)
-        self.weight, self.pools = weight_of(spec, whole)
+        self.spec, self.world, self.routers = spec, world, _routers(whole)
+        self.weight, self.pools = spec.weight(routing_of(whole, self.routers))
         self.frozen = not any(
             parameter.requires_grad
             for router in self.routers
@@ -240,34 +232,13 @@ def balance_of(
     sums: whether the loss is divided by a count that is known only after the backward. Raises UserError for
     settings that the model, its layout or its loss can't have. The other arguments are those of `Balance`.
     """
-    routers, (weight, pools) = routers_of(whole), weight_of(spec, whole)
-    name, layout, problems = whole.name_or_path or type(whole).__name__, world.layout, []
-    given = f"experts.balance={spec.kind}" if spec.kind in ("loss", "bias") or pools else "experts.z_loss"
-    if not routers and (spec.kind in ("loss", "bias") or spec.z_loss):
-        problems.append(f"{given}: {name} has no routers of experts; leave the section experts out.")
-    if routers and pools and weight and (layout.gradient_accumulation_steps > 1 or layout.pp > 1):
-        passes = f"{layout.gradient_accumulation_steps} micro-batches" if layout.pp == 1 else "a pipeline"
-        problems.append(
-            "config.json asks for the load-balancing loss of transformers (output_router_logits), a product "
-            f"over the whole batch, and layout {layout} computes a step in {passes}; set "
-            "experts.balance=loss, the same in every layout, or none, or use a layout of ga1 without pp."
-        )
-    if spec.kind == "bias" and (without := [router.path for router in routers if router.bias is None]):
-        problems.append(
-            f"experts.balance=bias: {without[0]} of {name} has no buffer for a bias that chooses experts; "
-            "set experts.balance=loss."
-        )
-    if spec.z_loss and any(not router.scores for router in routers):
-        problems.append(f"experts.z_loss: the routers of {name} return no logits; leave it out.")
-    if sums and routers and (weight or spec.z_loss):
+    routers, layout = _routers(whole), world.layout
+    routing, name = routing_of(whole, routers), whole.name_or_path or type(whole).__name__
+    problems = sentences(starmap(Rule, balance_rules(name, routing, spec)), layout)
+    if sums and routing and (spec.weight(routing)[0] or spec.z_loss):
         problems.append(
             "A loss of one's own is divided by its count, and so would be the losses of the routers; set "
             "experts.balance=none and leave experts.z_loss out."
-        )
-    if routers and layout.tp > 1 and (weight or spec.z_loss or spec.kind == "bias"):
-        problems.append(
-            f"{given}: the ranks of tp route tokens of their own, whose loads are not summed; set "
-            "experts.balance=none and leave experts.z_loss out, or use a layout without tp."
         )
     if problems:
         raise UserError(problems)
@@ -277,7 +248,7 @@ def balance_of(
 @torch.no_grad()
 def load_biases(model: PreTrainedModel, state: Sequence[Sequence[float]]) -> None:
     """Put the biases of a whole model's routers where a checkpoint has them. state: of `Balance.state`."""
-    names = [router.bias for router in routers_of(model) if router.bias] if state else []
+    names = [router.bias for router in _routers(model) if router.bias] if state else []
     for name, values in zip(names, state, strict=True):
         model.get_buffer(name).copy_(torch.tensor(values))
 
@@ -287,7 +258,7 @@ def router_sentence(whole: PreTrainedModel, balance: Balance | None) -> str | No
     gradient; None for a dense model.
     """
     if balance is None:
-        if routers_of(whole):
+        if _routers(whole):
             return "Loads of experts are not measured with tp, whose ranks route tokens of their own."
         asked = getattr(whole.config.get_text_config(), "output_router_logits", False)
         return UNKNOWN_ROUTERS if asked else None
@@ -309,15 +280,8 @@ def router_sentence(whole: PreTrainedModel, balance: Balance | None) -> str | No
     return f"Routers of experts are {state} (experts.freeze_router); {added} (experts.balance)."
 
 
-def weight_of(spec: BalanceSpec, whole: PreTrainedModel) -> tuple[float, bool]:
-    """(Weight of the load-balancing loss, whether it is transformers' pooled one)."""
-    config: Any = whole.config.get_text_config()
-    share = getattr(config, "router_aux_loss_coef", None)
-    if spec.kind == "loss":
-        return (share or 0.001) if spec.aux_loss is None else spec.aux_loss, False
-    has_loss = hasattr(sys.modules[type(whole).__module__], "load_balancing_loss_func")
-    asked = spec.kind == "config" and has_loss and getattr(config, "output_router_logits", False)
-    return (share or 0.0, True) if asked else (0.0, False)
+def _routers(whole: PreTrainedModel) -> list[Router]:
+    return routers_of(whole, anatomy(whole).blocks)
 
 
 class _Adding(torch.autograd.Function):

@@ -22,7 +22,7 @@ from meshtune.launch import Rank
 from meshtune.layout import Layout
 from meshtune.meter.mfu import flops_of, peak_flops
 from meshtune.meter.phases import WATCHED_STEPS
-from meshtune.meter.rows import fullest_memory, possible, share_of_peak, time_now
+from meshtune.meter.rows import fullest_memory, imbalance_of, possible, share_of_peak, time_now
 from meshtune.meter.trace import CATEGORIES
 from meshtune.model.load import quiet
 from meshtune.parallel.mesh import World, join
@@ -76,6 +76,7 @@ class Measured:
     run: Row  # of kind "run", without a prediction
     end: Row  # of kind "end"
     compared: int | None = None  # as in Trial
+    experts: Sequence[Row] = ()  # of kind "experts", one for each timed step of a mixture
 
     @property
     def step_seconds(self) -> float:
@@ -113,11 +114,13 @@ class Measured:
             "tokens_per_second_per_gpu": self.tokens / step / self.world,
             "mfu": possible(share_of_peak(self.flops, step, self.world, self.peak_flops_per_second)),
             "parts": self.parts,
+            "imbalance": imbalance_of(self.experts),
             "memory": {name: memory[name] for name in (*CATEGORIES, "peak") if memory.get(name)},
             "data": "data.train" if self.run["data"] else "random tokens",
             "run_row": dict(self.run),
             "memory_rows": list(self.memory),
             "time_rows": list(self.time),
+            "experts_rows": list(self.experts),
             "end_row": dict(self.end),
         }
 
@@ -149,7 +152,7 @@ def bench_rank(rank: Rank, trial: Trial) -> Measured | None:
     facts = facts_of(trial.settings, model, inputs and inputs.prepared) | hosts if rank.main else {}
     meter = Meter(world, model.memory())
     flops = flops_of(model.census, seq_len, ranks=world.size // world.data_ranks)
-    seconds, rows, memory, counts = [], [], [], []
+    seconds, rows, memory, counts, loads = [], [], [], [], []
     with meter.running():
         for step in range(1, WARM_UP + trial.steps + 1):
             world.synchronize()
@@ -173,6 +176,7 @@ def bench_rank(rank: Rank, trial: Trial) -> Measured | None:
             if step > WARM_UP:
                 seconds.append(found.time["seconds"])
                 rows.append(found.time)
+                loads += [done.experts | {"step": step}] if done.experts else []
                 counts.append((batch.tokens, batch.label_tokens, done.flops))
     if trial.profile:
         from meshtune.study.profile import write_profile  # here: the longest chain of imports ends in it
@@ -186,7 +190,7 @@ def bench_rank(rank: Rank, trial: Trial) -> Measured | None:
     peak = peak_flops(device, spec.precision, datasheet_flops)
     measured = Measured(
         str(world.layout), device_name(device), device.type, world.size, tokens, seconds, rows, memory,
-        None if np.isnan(needed) else needed, peak, run, end, trial.compared,
+        None if np.isnan(needed) else needed, peak, run, end, trial.compared, loads,
     )  # fmt: skip
     return measured if rank.main else None
 

@@ -16,6 +16,7 @@ from meshtune.config import Config, load
 from meshtune.errors import NothingFits, UserError
 from meshtune.layout import AUTO, DATA_AXES, Layout, PartialLayout
 from meshtune.placement.columns import Columns, at, joined
+from meshtune.placement.experts import splittable
 from meshtune.plan.changes import empty_plan_error
 from meshtune.plan.cluster import Cluster
 from meshtune.plan.facts import model_facts
@@ -184,8 +185,9 @@ def _completed(
         return partial.known
 
     def chosen() -> Layout:
+        one_way = workload is None or not splittable(workload.traits)
         cluster = here.cluster(config, partial.world)
-        if workload is None or (sizes and partial.open <= {*DATA_AXES, "ep"}):
+        if workload is None or (sizes and partial.open <= {*DATA_AXES, *["ep"] * one_way}):
             return partial.complete(devices=cluster.gpus, global_batch_size=config.global_batch_size)
         plan = search(workload.of_batch(config.global_batch_size), cluster, fixed=partial.given)
         if not len(plan):

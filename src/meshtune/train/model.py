@@ -19,8 +19,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from meshtune.attention import flash
 from meshtune.attention.register import keep_documents_apart, register
-from meshtune.errors import UserError
 from meshtune.experts.register import use_products
+from meshtune.experts.routers import freeze_routers, router_paths
 from meshtune.launch.installed import FLASH_4
 from meshtune.layout import ZERO_BUBBLE, Layout
 from meshtune.meter.phases import PhaseMemory
@@ -45,11 +45,11 @@ from meshtune.parallel.mesh import World
 from meshtune.parallel.noise import Neftune
 from meshtune.parallel.zero import local
 from meshtune.placement.census import Census, head_shards
+from meshtune.placement.experts import BalanceSpec
 from meshtune.placement.share import census_stages, stage_of_rank
 from meshtune.precision import PRECISIONS
 from meshtune.quantised import nf4
-from meshtune.routers.balance import Balance, BalanceSpec, balance_of
-from meshtune.routers.router import router_paths
+from meshtune.routers.balance import Balance, balance_of
 from meshtune.train.loss import TokenLoss, head_loss
 from meshtune.train.preference import Preference, PreferenceSpec
 from meshtune.train.step import Passes
@@ -333,7 +333,8 @@ def trainable_skeleton(spec: ModelSpec) -> tuple[PreTrainedModel, int]:
         scored=spec.scored,
     )
     check(model, spec.attention)
-    keep_documents_apart(model, anatomy(model), spec.kernels)
+    parts = anatomy(model)
+    keep_documents_apart(model, parts, spec.kernels)
     use_products(model, spec.kernels, spec.compute_dtype)
     added = grow_embeddings(model, spec.embeddings)
     cast_position_tables(model, spec.compute_dtype)
@@ -349,44 +350,18 @@ def trainable_skeleton(spec: ModelSpec) -> tuple[PreTrainedModel, int]:
             use_dora=spec.lora.use_dora,
             layers_to_transform=spec.lora.layers_to_transform,
             modules_to_save=spec.lora.modules_to_save,
-            apart=router_paths(model) if spec.freeze_router is not False else (),
+            apart=router_paths(model, parts.blocks) if spec.freeze_router is not False else (),
             dtype=spec.trained_dtype,
         )
         if added:
             train_tables(model)
     if spec.freeze:
         freeze(model, spec.freeze)
-    freeze_routers(model, spec)
+    freeze_routers(model, parts.blocks, spec.freeze_router, adapts=spec.lora is not None)
     for parameter in model.parameters():
         dtype = spec.trained_dtype if parameter.requires_grad else spec.compute_dtype
         parameter.data = parameter.data.to(dtype)
     return model, added
-
-
-def freeze_routers(model: PreTrainedModel, spec: ModelSpec) -> None:
-    """Freeze the routers of experts, in place, where the spec says so; next to adapters they are already.
-
-    Raises UserError for a model without any, and for a router that is to be trained and gets no adapter.
-    """
-    if spec.freeze_router is None:
-        return
-    routers, name = router_paths(model), model.name_or_path or type(model).__name__
-    given = f"experts.freeze_router={str(spec.freeze_router).lower()}"
-    if not routers:
-        raise UserError(f"{given}: {name} has no routers of experts; leave it out.")
-    for path in routers:
-        router = model.get_submodule(path)
-        if spec.freeze_router and not spec.lora:
-            router.requires_grad_(False)
-        elif spec.freeze_router and any(each.requires_grad for each in router.parameters()):
-            raise UserError(
-                f"{given}: lora.target_modules or lora.modules_to_save trains {path} of {name}; drop one."
-            )
-        elif not spec.freeze_router and not any(each.requires_grad for each in router.parameters()):
-            raise UserError(
-                f"{given}: {path} of {name} is not a linear layer, so it gets no adapter; train it whole by "
-                f"lora.modules_to_save=[{path.rpartition('.')[2]}], and leave experts.freeze_router out."
-            )
 
 
 def fill_values(

@@ -17,11 +17,14 @@ from meshtune.plan.advice import alternatives, reasoning
 from meshtune.plan.cluster import cluster_for
 from meshtune.plan.hardware import catalogue
 from meshtune.plan.machine import Machine
-from meshtune.plan.memory.states import weight_elements
+from meshtune.plan.memory.flight import activations_in_flight
+from meshtune.plan.memory.stages import Stages
+from meshtune.plan.memory.states import Step, weight_elements
 from meshtune.plan.memory.timeline import peak
 from meshtune.plan.search import search
 from meshtune.plan.seconds.collectives import exchange_seconds
 from meshtune.plan.seconds.experts import grouped_passes
+from meshtune.plan.seconds.gpu import gradient_accumulation
 from meshtune.plan.seconds.step import step
 from meshtune.plan.work import Work
 
@@ -37,14 +40,16 @@ def mixture() -> Work:
 def machine(**constants: float) -> Machine:
     """An H100 machine whose links reach what they are made for, without latency."""
     plain = Machine.of(catalogue()["h100-sxm"], "meshtune")
-    ideal = {"link_share": 1.0, "network_share": 1.0, "expert_share": 1.0}
-    return replace(plain, link_latency=0.0, network_latency=0.0, **ideal | constants)
+    ideal = dict.fromkeys(("link_share", "network_share", "expert_share"), 1.0)
+    return replace(plain, **ideal | {"link_latency": 0.0, "network_latency": 0.0} | constants)
 
 
 def exchange(work: Work, layout: str, **constants: float) -> tuple[float, float]:
     """Seconds of (forward, backward) of one block's exchanges."""
     layouts = Columns.of([Layout.parse(layout)])
-    both = exchange_seconds(work, layouts, machine(**constants), layouts.rank_tokens(SEQ_LEN))
+    both = exchange_seconds(
+        work, layouts, machine(**{"launch": 0.0} | constants), layouts.rank_tokens(SEQ_LEN)
+    )
     return float(both.forward[0]), float(both.backward[0])
 
 
@@ -56,6 +61,9 @@ def test_exchanges_move_each_tokens_rows_to_other_ranks_and_back(mixture: Work) 
     assert exchange(mixture, "zero3x8") == (0, 0)
     assert exchange(mixture, "zero3x8-cp2-ep8") == pytest.approx((one, one))
     assert exchange(replace(mixture, imbalance=1.5), "zero3x8-ep8")[0] == pytest.approx(3 * one)
+    # Before it a message of sizes, which the host waits for and a recomputation does not need
+    forward, backward = exchange(mixture, "zero3x8-ep8-full", launch=1e-3, link_latency=1e-4)
+    assert (forward, backward) == pytest.approx((2 * one + 1e-3 + 3e-4, 4 * one + 4e-4))
     # Sent once to each rank with an expert of the token: 5.3 of 8 copies.
     once = exchange(mixture, "zero3x8-ep8", expert_once=1.0)[0]
     assert once / (2 * one) == pytest.approx(1 - (7 / 8) ** 8)
@@ -89,6 +97,32 @@ def test_ranks_of_a_group_have_all_experts_once(mixture: Work, layout: str) -> N
     assert elements.shard * layouts.ep * np.where(layouts.zero > 0, shards, 1) == every
     rest = [weight for weight in mixture.block_weights if not weight.of_experts]
     assert weight_elements(rest, layouts).whole == weight_elements(rest, Columns.of([Layout()])).whole
+
+
+def test_gradients_of_experts_are_summed_over_their_own_copies(mixture: Work) -> None:
+    texts = "tp8-sp-ep4", "tp8-sp-ep8", "dp8-ep8", "dp8-ep4"
+    layouts, accounting = Columns.of([*map(Layout.parse, texts)]), stack_accounting("meshtune", "bf16")
+    stages = Stages.even(mixture.blocks, layouts)
+    made = Step(mixture, layouts, accounting, SEQ_LEN, stages)
+    experts, trained = 128 * 3 * SHARED * 768 / layouts.ep, made.elements.block.trained
+    # Two ranks of tp8-sp-ep4 hold the same experts: an all-reduce in fp32, of what else is in bf16.
+    assert list(made.all_reduced) == [experts[0], 0, trained[2] - experts[2], trained[3]]
+    every, widened = made.elements.total.trained[0], 48 * experts
+    assert list(made.states.gradients[0]) == [
+        2 * every[0] + 2 * widened[0], 2 * every[1], 4 * every[2], 4 * every[3]
+    ]  # fmt: skip
+    gradients, whole = mixture.split_experts(layouts, True), machine()
+    moved = gradient_accumulation(whole, gradients, layouts, layouts.token_ranks / layouts.ep)
+    bytes_of_each = moved * whole.bandwidth * whole.memory / gradients
+    assert bytes_of_each == pytest.approx([14, 0, 6, 14])  # cast, and into and out of the buffer of copies
+
+
+def test_recomputed_blocks_keep_the_experts_of_each_token(mixture: Work) -> None:
+    layouts = Columns.of([*map(Layout.parse, ("mb1-full", "tp2-sp-mb1-full"))])
+    stages, accounting = Stages.even(mixture.blocks, layouts), stack_accounting("meshtune", "bf16")
+    flight = activations_in_flight(Step(mixture, layouts, accounting, SEQ_LEN, stages))
+    one = SEQ_LEN * (2 * SHARED + 8 * 8)  # the block's input, and 8 numbers of 8 bytes
+    assert list(flight.of_block[0]) == [one, one / 2]
 
 
 def test_uneven_tokens_cost_memory_and_time_only_where_experts_are_split(mixture: Work) -> None:
@@ -126,6 +160,14 @@ def test_a_search_tries_the_sizes_that_divide_experts_and_ranks() -> None:
     assert any(other.name == "all experts on each rank" for other in alternatives(fixed))
     with refuses(UserError):
         planned("layout={ep: 16, dp_shard: auto, zero: 3}")
+
+
+def test_a_search_leaves_out_what_a_routers_loss_or_bias_refuses() -> None:
+    of_tp = "layout={tp: auto, dp_shard: auto, zero: 3, recompute: full}"
+    tried, balanced = (set(planned(of_tp, f"experts.balance={kind}").columns.tp) for kind in ("none", "loss"))
+    assert balanced == {1} < tried
+    unbiased = planned(of_tp, "experts.balance=bias")
+    assert len(unbiased) == 0 and any("no buffer for a bias" in each.reason for each in unbiased.rejected)
 
 
 @pytest.mark.ci

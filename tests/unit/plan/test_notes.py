@@ -75,6 +75,14 @@ def test_the_answer_says_what_is_left_out_of_a_mixture(
     with pytest.raises(UserError):  # where nothing fits, too
         api.plan(config.load(None, [*words, "cluster.memory_gib=0.001"]), log=logged.append)
     assert logged == [note, note]
+    uneven = [*words, "experts.imbalance=1.5"]
+    for layout, others in (("zero3x2-ep2-mb1-ga32", 0), ("mb1-ga64", 1)):
+        logged.clear()
+        api.explained(config.load(None, uneven), [layout], log=logged.append)
+        assert len(logged) == 1 + others
+    says(logged[1])
+    with api.workloads(config.load(None, [*uneven, "layout=zero3x8-mb1"])) as (workload, _):
+        assert workload.notes[1] == logged[1]
 
 
 def test_activations_that_were_not_traced_are_named(tmp_path: Path) -> None:

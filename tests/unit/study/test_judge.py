@@ -101,6 +101,13 @@ def test_an_open_layout_is_completed_by_the_planner_or_by_what_the_gpus_leave() 
     )
 
 
+def test_an_open_ep_is_searched_where_a_sweep_fixes_the_batch() -> None:
+    layout = {"dp_shard": "auto", "zero": 3, "recompute": "full", "ep": "auto"}
+    base = {"model": {"name": "qwen3-30b-a3b"}, "layout": layout, "cluster": {"gpu": "h100-sxm", "gpus": 16}}
+    (one,) = judged({"base": {**BASE, **base}, "axes": {"layout.micro_batch_size": [1]}})
+    assert one.layout and one.layout.ep > 1 and one.layout.dp_shard == 16
+
+
 def test_a_layout_of_another_size_than_the_cluster_is_refused() -> None:
     base = {**BASE, "cluster": {"gpu": "h100-sxm", "gpus": 16}}
     (one,) = judged({"base": base, "axes": {"layout": ["zero3x8-mb1-ga1"]}})

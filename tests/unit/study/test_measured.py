@@ -7,6 +7,7 @@ import pytest
 from rich.console import Console
 
 from meshtune.meter.parts import PARTS
+from meshtune.plan.step_parts import MeasuredRun
 from meshtune.report.study import layouts_table, side_by_side
 from meshtune.study.bench import Measured
 
@@ -55,6 +56,15 @@ def test_memory_is_the_fullest_rank_s_in_the_last_watched_step() -> None:
     assert measured([4.0], memory=[]).as_dict()["memory"] == {}
     of_rank_0 = measured([4.0], compared=0).as_dict()["memory"]  # which a dry run has simulated
     assert of_rank_0 == {"weights": 10, "activations": 20, "peak": 30}
+
+
+def test_uneven_experts_are_in_a_result_and_in_what_the_planner_reads() -> None:
+    loads = [{"kind": "experts", "step": step, "fullest_rank": [1.2, 1.4]} for step in (4, 5)]
+    found = measured([4.0, 5.0], experts=loads)
+    assert found.as_dict()["imbalance"] == pytest.approx(1.3)
+    run = {"kind": "run", "layout": "zero3x2-ep2-mb1"}
+    assert MeasuredRun.of("run", [run, *found.time, *loads]).imbalance == pytest.approx(1.3)
+    assert measured([4.0]).as_dict()["imbalance"] == 1 == MeasuredRun.of("run", [run, *found.time]).imbalance
 
 
 def rendered(*tables: Any) -> str:

@@ -94,7 +94,10 @@ def activations_in_flight(step: Step) -> InFlight:
     block, virtual = block_bytes(step), layouts.virtual_stages
     recomputing, saving = step.recomputing, step.saving
     offloaded = offloaded_blocks(step)
+    # The experts of each token, int64, that a block keeps to run again (experts/choices.py), also offloaded
+    choices = 8 * work.routed * step.tokens / layouts.tp * layouts.recomputation("block")
     of_micro_batch = (recomputing - offloaded) * block.saved + saving * block.everything
+    of_micro_batch = of_micro_batch + recomputing * choices
     waiting = stages.blocks * output_gradients(step)
     most = in_flight(layouts, stages.rank)
     micro_batches, without_weights = fullest(layouts, stages.rank, of_micro_batch, waiting)
@@ -122,6 +125,7 @@ def activations_in_flight(step: Step) -> InFlight:
     starts = layouts.recomputation("keeps_matmuls") & (saving <= 0) & (accounting.selected is None)
     start = np.where(starts, output_gradient + recomputation_start(step), 0.0)
     of_stage = np.maximum(input_backward(step), start)
+    of_first = np.maximum(passes.backward + passes.recomputed, of_stage)
     per_micro_batch = total / np.maximum(most, 1.0)
     return InFlight(
         in_block_forward=np.where(passes.traced, total + passes.forward + passes.masks - masks, 0.0),
@@ -129,8 +133,8 @@ def activations_in_flight(step: Step) -> InFlight:
         made=passes.made,
         traced=passes.traced,
         # In place of an input that a backward has freed, one of host memory comes.
-        of_block=np.where(saving > 0, block.everything, block.saved - brought),
-        first_block=block.saved + tables + masks + np.maximum(passes.backward + passes.recomputed, of_stage),
+        of_block=np.where(saving > 0, block.everything, block.saved - brought + choices),
+        first_block=block.saved + choices + tables + masks + of_first,
         host=micro_batches * fuller * offloaded * pinned_bytes(block.saved),
         total=total,
         at_loss=total - less_at_loss,

@@ -116,7 +116,6 @@ class Step:
         self.states = held_states(precision, elements.total, layouts, shards_masters=masters)
         self.states = self.states.offloaded() if accounting.offload else self.states
         self.frees = np.asarray(accounting.in_backward)  # each gradient, behind its update in the backward
-        self.states = self.states._replace(gradients=np.where(self.frees, 0.0, self.states.gradients))
         self.tokens = layouts.rank_tokens(seq_len)  # of a micro-batch, after cp
         self.sequence_shards = np.where(layouts.sp > 0, layouts.tp, 1.0)
         self.whole_hidden = accounting.element * work.hidden * self.tokens  # bytes, not split by sp
@@ -141,6 +140,7 @@ class Step:
         # torch's stages reduce gradients of ZeRO-1 when all passes are over; else each backward does.
         self.reduced_after = (layouts.zero == 1) & (layouts.pp > 1)
         self.reduces = sharded & ~self.reduced_after
+        self._sum_gradients()
         # A block's backward leaves its gradients whole, unless a sum takes them while its activations go.
         self.summed = self.accumulates | self.replicated
         self.leaves_gradients = np.where(sharded, self.reduces, ~self.summed & ~self.frees)
@@ -166,3 +166,17 @@ class Step:
         width = np.where(self.once & ~self.frees, precision.sharded_gradient, 0.0)
         self.new_head, self.new_block = self.head_shard * width, elements.block.trained_shard * width
         self.new_embedding = embedding.trained_shard * has_embedding * width
+
+    def _sum_gradients(self) -> None:
+        """Count the gradients that ranks all-reduce: of experts that `ep` splits, those that have copies."""
+        layouts, precision = self.layouts, self.accounting.precision
+        experts, copies = self.work.split_experts(layouts, True), layouts.token_ranks / layouts.ep > 1
+        others = self.elements.block.trained - experts
+        copied = np.where(self.sharded, 0.0, copies * experts)
+        self.all_reduced = copied + np.where(self.replicated, others, 0.0)  # trained elements of a block
+        # Of the rank, where micro-batches and copies of other weights sum nothing
+        only_experts = np.where(self.accumulates | self.replicated, 0.0, copied)
+        self.only_experts = only_experts * self.stages.blocks
+        widened = (precision.accumulated - precision.gradient) * self.only_experts
+        gradients = np.where(self.frees, 0.0, self.states.gradients + widened)
+        self.states = self.states._replace(gradients=gradients)

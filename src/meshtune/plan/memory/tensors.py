@@ -174,11 +174,12 @@ def converted_gradients(step: Step) -> Number:
     first = np.where(step.sharded, before.trained_shard, before.trained)
     narrowed = step.stages.has_embedding * first * precision.trained * narrows
     first_block = step.stages.has_embedding * before.trained * (precision.trained - precision.accumulated)
-    first_block = first_block + elements.block.trained * precision.trained
+    first_block = first_block + step.all_reduced * precision.trained
     in_buffers = step.replicated & np.asarray(accounting.shards_masters)
     narrowed = np.where(in_buffers & narrows, np.maximum(narrowed, first_block), narrowed)
     missing = np.maximum(precision.trained - precision.gradient, 0.0)
-    bucket = np.minimum(elements.total.trained, accounting.bucket_elements) * missing
+    unsummed = elements.total.trained - step.only_experts
+    bucket = np.minimum(unsummed, accounting.bucket_elements) * missing
     return np.where(step.sharded | step.accumulates | step.replicated, narrowed, bucket)
 
 
@@ -418,7 +419,7 @@ def collective_buffers(step: Step, flight: InFlight) -> Iterator[Tensor]:
 
     reduce_scatter = np.where(step.reduces, block.trained * reduce_bytes, 0.0)
     yield Tensor("input of a block's reduce-scatter", COMMUNICATION, BEFORE_LAST, TIED, reduce_scatter)
-    all_reduce = np.where(step.replicated, block.trained * reduce_bytes, 0.0)
+    all_reduce = step.all_reduced * reduce_bytes
     if not accounting.shards_masters:
         yield Tensor("a block's all-reduce", COMMUNICATION, LAST, SECOND, all_reduce)
     behind_backward = np.where(step.frees, 0.0, np.maximum(all_reduce - flight.first_block, 0.0))

@@ -327,7 +327,7 @@ def optimizer_update(work: Work, layouts: Columns, machine: Machine) -> Number:
 class Exchange(NamedTuple):
     """Seconds of a block's exchanges of rows for one micro-batch; 0 without ep."""
 
-    forward: Number  # there and back
+    forward: Number  # there and back, and that of their sizes
     backward: Number  # gradients there and back, and the forward's where it runs again
 
 
@@ -335,8 +335,9 @@ def exchange_seconds(work: Work, layouts: Columns, machine: Machine, tokens: Num
     """Seconds of all-to-alls inside a node and between nodes, which run at the same time.
 
     A rank has its part of the node's network. A dispatcher with `expert_once` sends a token once to each rank
-    with an expert of it, and once to each other node; another one a copy for each expert. tokens: as in
-    `rows_of`.
+    with an expert of it, and once to each other node; another one a copy for each expert. This engine
+    exchanges their sizes before, once in a forward, and its host reads them: no kernel is launched ahead.
+    Those of other stacks are in fitted constants. tokens: as in `rows_of`.
     """
     inside = ranks_in_node(layouts.ep, 1.0, machine)
     nodes, once = layouts.ep / inside, machine.expert_once
@@ -351,7 +352,9 @@ def exchange_seconds(work: Work, layouts: Columns, machine: Machine, tokens: Num
     network = machine.network * machine.network_share / machine.node * machine.expert_share
     in_node = np.where(once > 0, sent(layouts.ep), sent(layouts.ep) - sent(nodes)) / link
     one = np.maximum(in_node, sent(nodes) / network)
-    one = np.where(layouts.ep > 1, one + message_latency(machine, layouts.ep, inside), 0.0)
+    latency = message_latency(machine, layouts.ep, inside)
+    one = np.where(layouts.ep > 1, one + latency, 0.0)
+    sizes = np.where(layouts.ep > 1, machine.counted * (latency + machine.launch), 0.0)
     again = layouts.recomputation("matmuls") | (layouts.recomputation("block") & (machine.counted > 0))
     # Such a dispatcher weights rows before they return: a second forward ends at the experts.
-    return Exchange(2 * one, one * (2 + again * np.where(once > 0, 1.0, 2.0)))
+    return Exchange(2 * one + sizes, one * (2 + again * np.where(once > 0, 1.0, 2.0)))

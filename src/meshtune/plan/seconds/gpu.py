@@ -254,7 +254,10 @@ def block_compute(
     of_adapters, of_adapters_backward = adapter_sums(machine, tokens, work, layouts)
     of_experts = permutations(machine, tokens, work, layouts)
     elementwise_forward = in_block + of_adapters + of_experts
-    gradients = work.shared_block(layouts, True) / layouts.tp + work.split_experts(layouts, True)
+    shared, experts = work.shared_block(layouts, True) / layouts.tp, work.split_experts(layouts, True)
+    accumulation = gradient_accumulation(machine, shared, layouts)
+    copies = layouts.token_ranks / layouts.ep
+    accumulation = accumulation + gradient_accumulation(machine, experts, layouts, copies)
 
     matmuls_again = np.where(layouts.recomputation("keeps_matmuls"), machine.selective, 0.0)
     matmuls_again = np.where(layouts.recomputation("matmuls"), 1.0, matmuls_again)
@@ -280,7 +283,7 @@ def block_compute(
         attention_backward=sum(backward for _, backward in cores),
         elementwise_forward=elementwise_forward,
         elementwise_backward=in_block_backward + of_adapters_backward + of_experts,
-        accumulation=gradient_accumulation(machine, gradients, layouts)
+        accumulation=accumulation
         + np.where(tiles > 1, tiles * summed / (machine.bandwidth * machine.memory), 0.0),
         copies_forward=gathering,
         copies_backward=scattering,
@@ -288,20 +291,24 @@ def block_compute(
     )
 
 
-def gradient_accumulation(machine: Machine, gradients: Number, layouts: Columns) -> Number:
+def gradient_accumulation(
+    machine: Machine, gradients: Number, layouts: Columns, copies: Number | None = None
+) -> Number:
     """Seconds to add one micro-batch's gradients to the sum that waits for the step's end.
 
     Where they are counted, the first are cast, and replicas copy all into a flat buffer
     (parallel/replicas.py).
     0 under ZeRO-2 and -3, whose shards are summed, and where a micro-batch is the whole step of one replica.
 
-    gradients: trained elements of the rank before ZeRO.
+    gradients: trained elements of the rank before ZeRO. copies: ranks with the same ones; None: those
+    with all others.
     """
     steps, summed = layouts.gradient_accumulation_steps, machine.gradient_bytes
     added = machine.element + 2 * summed
     cast = np.where(summed > machine.element, machine.element + summed, 0.0)
-    replicated = (layouts.zero == 0) & (layouts.parameter_ranks > 1)
-    once = np.where((steps > 1) | replicated, cast, 0.0) + np.where(replicated, 2 * summed, 0.0)
+    several = (layouts.zero == 0) & (layouts.parameter_ranks > 1)
+    replicated = several if copies is None else (layouts.zero == 0) & (copies > 1)
+    once = np.where((steps > 1) | several | replicated, cast, 0.0) + np.where(replicated, 2 * summed, 0.0)
     counted = (once + (steps - 1) * added) / steps
     moved = np.where(machine.counted > 0, counted, np.where(steps > 1, added, 0.0))
     return np.where(layouts.zero < 2, gradients * moved / (machine.bandwidth * machine.memory), 0.0)

@@ -8,6 +8,7 @@ k]. Families differ in the function that makes scores of logits; Gemma 4 returns
 """
 
 import inspect
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,7 +19,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from meshtune.model.anatomy import anatomy
+from meshtune.errors import UserError
+from meshtune.placement.experts import Routing
 
 # What a router calls -> scores of its logits, as DeepSeek's auxiliary loss takes them.
 SCORES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -49,8 +51,11 @@ class Router:
         return scores / scores.sum(-1, keepdim=True)
 
 
-def router_paths(model: PreTrainedModel) -> dict[str, int]:
-    """Path of each router in the blocks -> place of the logits in its output; {} for a dense model."""
+def router_paths(model: PreTrainedModel, blocks: str) -> dict[str, int]:
+    """Path of each router in the blocks -> place of the logits in its output; {} for a dense model.
+
+    blocks: path of the blocks.
+    """
     recorders = [
         recorder
         for module in model.modules()
@@ -58,12 +63,11 @@ def router_paths(model: PreTrainedModel) -> dict[str, int]:
         for recorder in [(type(module)._can_record_outputs or {}).get("router_logits")]
         if recorder is not None
     ]
-    blocks = f"{anatomy(model).blocks}." if recorders else ""
     return {
         path: recorder.index
         for path, module in model.named_modules()
         for recorder in recorders
-        if path.startswith(blocks) and type(module) is recorder.target_class and _only_routes(module)
+        if path.startswith(f"{blocks}.") and type(module) is recorder.target_class and _only_routes(module)
     }
 
 
@@ -75,15 +79,54 @@ def _only_routes(module: nn.Module) -> bool:
     )
 
 
-def routers_of(model: PreTrainedModel) -> list[Router]:
+def routers_of(model: PreTrainedModel, blocks: str) -> list[Router]:
     """Routers of a whole model, in the order of its blocks; [] for a dense model, and for one whose experts
-    are not called by transformers' contract.
+    are not called by transformers' contract. blocks: path of the blocks.
     """
-    found = (_router(model, path, place) for path, place in router_paths(model).items())
+    found = (_router(model, blocks, path, place) for path, place in router_paths(model, blocks).items())
     return [router for router in found if router is not None]
 
 
-def _router(model: PreTrainedModel, path: str, place: int) -> Router | None:
+def routing_of(model: PreTrainedModel, routers: list[Router]) -> Routing | None:
+    """Return what decides how the loads of a model's experts can be balanced; None without routers."""
+    config: Any = model.config.get_text_config()
+    has_loss = hasattr(sys.modules[type(model).__module__], "load_balancing_loss_func")
+    return Routing(
+        unbiased=next((router.path for router in routers if router.bias is None), None),
+        scored=all(router.scores for router in routers),
+        coefficient=getattr(config, "router_aux_loss_coef", None) or 0.0,
+        pools=bool(has_loss and getattr(config, "output_router_logits", False)),
+    ) if routers else None  # fmt: skip
+
+
+def freeze_routers(model: PreTrainedModel, blocks: str, freeze: bool | None, *, adapts: bool) -> None:
+    """Freeze the routers of experts, in place, where `freeze` says so; next to adapters they are already.
+
+    blocks: path of the blocks. Raises UserError for a model without routers, and for a router that is to be
+    trained and gets no adapter.
+    """
+    if freeze is None:
+        return
+    routers, name = router_paths(model, blocks), model.name_or_path or type(model).__name__
+    given = f"experts.freeze_router={str(freeze).lower()}"
+    if not routers:
+        raise UserError(f"{given}: {name} has no routers of experts; leave it out.")
+    for path in routers:
+        router = model.get_submodule(path)
+        if freeze and not adapts:
+            router.requires_grad_(False)
+        elif freeze and any(each.requires_grad for each in router.parameters()):
+            raise UserError(
+                f"{given}: lora.target_modules or lora.modules_to_save trains {path} of {name}; drop one."
+            )
+        elif not freeze and not any(each.requires_grad for each in router.parameters()):
+            raise UserError(
+                f"{given}: {path} of {name} is not a linear layer, so it gets no adapter; train it whole by "
+                f"lora.modules_to_save=[{path.rpartition('.')[2]}], and leave experts.freeze_router out."
+            )
+
+
+def _router(model: PreTrainedModel, blocks: str, path: str, place: int) -> Router | None:
     """Return a router by its forward on meta; None where it returns no numbers of experts."""
     module, functions = model.get_submodule(path), _Functions()
     named = [*module.named_parameters(), *module.named_buffers()]
@@ -112,7 +155,7 @@ def _router(model: PreTrainedModel, path: str, place: int) -> Router | None:
     called = [name for name, result in functions.calls if name in SCORES]
     are_scores = any(result is returned[place] for name, result in functions.calls if name in SCORES)
     return Router(
-        path=path, block=int(path.removeprefix(f"{anatomy(model).blocks}.").split(".")[0]),
+        path=path, block=int(path.removeprefix(f"{blocks}.").split(".")[0]),
         experts=returned[place].shape[-1], chosen=chosen[-1], logits=place, weights=weights[0],
         index=index[0], scores="" if are_scores else called[0] if called else "softmax",
         bias=_bias(model, path),
