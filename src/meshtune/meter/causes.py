@@ -6,13 +6,12 @@ Every number is a median over the warm steps unless its threshold says otherwise
 held against its plan; what has no plan, only against the thresholds.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 from typing import NamedTuple
 
 from meshtune.layout import Layout
-from meshtune.meter.rows import imbalance_of
 from meshtune.placement.ranks import coordinates
 from meshtune.rundir import Row
 from meshtune.units import counted, duration, human
@@ -315,6 +314,14 @@ def _padding(steps: Steps) -> Iterator[Cause]:
         f"{padded:.0%} of the columns that are computed are padding.",
         "Set data.packing=true, or a data.seq_len nearer to the rows' lengths.",
     )  # fmt: skip
+
+
+def imbalance_of(rows: Iterable[Row]) -> float:
+    """Tokens of the rank whose experts have most, over the mean rank's: the mean over layers of the median
+    step, 1.0 without ep. rows: of kind "experts".
+    """
+    steps = [fmean(row["fullest_rank"]) for row in rows if row["fullest_rank"]]
+    return median(steps) if steps else 1.0
 
 
 def _uneven_experts(steps: Steps) -> Iterator[Cause]:

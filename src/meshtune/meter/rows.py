@@ -4,9 +4,8 @@ Pure arithmetic on plain numbers: neither torch nor a tracker is needed.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
-from statistics import fmean, median
 
 from meshtune.rundir import Row
 from meshtune.units import MIB
@@ -152,14 +151,6 @@ def fullest_memory(rows: Sequence[Row]) -> dict[str, int]:
     watched = (row["phases"] for row in rows if "step" not in row["phases"])
     phases = (sizes for phases in watched for sizes in phases.values())
     return dict(max(phases, key=lambda sizes: sizes["peak"], default={}))
-
-
-def imbalance_of(rows: Iterable[Row]) -> float:
-    """Tokens of the rank whose experts have most, over the mean rank's: the mean over layers of the median
-    step, 1.0 without ep. rows: of kind "experts".
-    """
-    steps = [fmean(row["fullest_rank"]) for row in rows if row["fullest_rank"]]
-    return median(steps) if steps else 1.0
 
 
 def time_now() -> str:

@@ -11,8 +11,9 @@ import numpy as np
 
 from meshtune.errors import UserError
 from meshtune.layout import Layout
+from meshtune.meter.causes import imbalance_of
 from meshtune.meter.parts import PARTS
-from meshtune.meter.rows import fullest_memory, imbalance_of
+from meshtune.meter.rows import fullest_memory
 from meshtune.placement.columns import Columns
 from meshtune.plan.seconds.step import Seconds, StepTime
 from meshtune.rundir import Row
@@ -75,7 +76,7 @@ class MeasuredRun:
     seconds: float  # of the median step
     parts: Mapping[str, float]  # of the median step, by meter.parts.PARTS
     memory: Mapping[str, float]  # bytes by category and "peak" where it is highest; {}: not counted
-    imbalance: float = 1.0  # as of meter.rows.imbalance_of
+    imbalance: float = 1.0  # as of meter.causes.imbalance_of
 
     @classmethod
     def of(cls, name: str, rows: Sequence[Row]) -> MeasuredRun:

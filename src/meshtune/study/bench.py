@@ -20,9 +20,10 @@ from meshtune.data.pack import Document
 from meshtune.data.tokens import id_bound
 from meshtune.launch import Rank
 from meshtune.layout import Layout
+from meshtune.meter.causes import imbalance_of
 from meshtune.meter.mfu import flops_of, peak_flops
 from meshtune.meter.phases import WATCHED_STEPS
-from meshtune.meter.rows import fullest_memory, imbalance_of, possible, share_of_peak, time_now
+from meshtune.meter.rows import fullest_memory, possible, share_of_peak, time_now
 from meshtune.meter.trace import CATEGORIES
 from meshtune.model.load import quiet
 from meshtune.parallel.mesh import World, join
