@@ -19,6 +19,7 @@ from meshtune.rundir import RunDir
 ONE = "mb4-ga4"
 NEAR = 1e-9  # relative difference in fp64
 LORA = ("method=lora", "lora.r=4")
+OF_EXPERTS = (*LORA, "lora.target_modules=[all-linear,experts]")
 LAYOUTS = """
 dp2-ep2 zero1x2-ep2 zero2x2-ep2 zero3x2-ep2 cp2-ep2 ulysses2-ep2 tp2-sp-ep2
 zero3x2-ep2-full zero2x2-ep2-selective dp2-ep2-linear1
@@ -70,6 +71,17 @@ def test_a_layout_gives_the_numbers_of_one_rank(layout: str, folder: Path) -> No
 @pytest.mark.parametrize("layout", cases(["zero3x2-ep2", "tp2-sp-ep2-pp2-1f1b"], ci=1))
 def test_adapters_train_next_to_frozen_experts(layout: str, folder: Path) -> None:
     is_one(folder, layout, *LORA)
+
+
+ADAPTED = """
+zero3x2-tp2-sp-ep4-full dp2-ep2 dp2 zero1x2 zero2x2-selective zero3x2 zero3x2-ep2-full tp2-sp tp2 tp2-sp-ep2
+pp2-1f1b zero1x2-ep2-pp2-zbv zero3x4-ep2 zero2x4-ep4 cp2-ep2 dp2-zero3x2-ep2
+"""
+
+
+@pytest.mark.parametrize("layout", cases(ADAPTED.split(), ci=1))
+def test_adapters_of_experts_are_cut_with_them(layout: str, folder: Path) -> None:
+    is_one(folder, layout, *OF_EXPERTS)
 
 
 @pytest.mark.all
