@@ -319,6 +319,8 @@ def workload_of(config: Config, numbers: ModelNumbers) -> Workload:
     uncounted = untraced_note(workload), dropout_note(numbers)
     notes = numbers.text_part, experts_note(numbers), dora_note(config), wide_note(config, numbers.census)
     notes = *notes, fp8_note(config, numbers.census), objective_note(workload)
+    if numbers.traits.experts and not numbers.traits.apart:
+        notes = *notes, adapters_note(config, numbers.census)
     notes = *notes, *uncounted, balance_note(config, numbers), beyond
     workload = replace(workload, notes=(*numbers.changes, *filter(None, notes)))
     return workload.compiled() if config.train.compile is True else workload
@@ -416,6 +418,21 @@ def wide_note(config: Config, census: Census) -> str | None:
         f"method=qlora holds linear layers in 4 bits whose columns are a multiple of {SCALE_BLOCK}. Of the "
         f"blocks' frozen weights {share:.0%} stay in {config.quantise}: "
         f"{few(list(dict.fromkeys(p.name for p in whole)))}."
+    )
+
+
+def adapters_note(config: Config, census: Census) -> str | None:
+    """A sentence on experts next to adapters of other matrices; None where they have some, or there are none.
+
+    Call it for a model whose experts can have adapters.
+    """
+    parameters = [p for block in census.blocks for p in block.parameters]
+    experts = sum(p.count for p in parameters if p.experts)
+    if not config.adapts or not experts or any(p.experts and p.kind == "adapter" for p in parameters):
+        return None
+    return (
+        f"Experts, {count(experts)} of {count(census.total)} parameters, have no adapters: "
+        "lora.target_modules=[all-linear,experts] gives them some."
     )
 
 

@@ -162,6 +162,7 @@ FACTS: Mapping[str, Callable[[Planned], Any]] = {
         plan.config.lora.target_modules != "all-linear"
         and any(map(is_regular_expression, plan.config.lora.target_modules))
     ),
+    "adapters_of_experts": lambda plan: "experts" in plan.config.lora.target_modules,
     "fractional_alpha": lambda plan: plan.config.lora.alpha != int(plan.config.lora.alpha),
     "eval_beyond": lambda plan: plan.beyond(plan.config.eval.every),
     "checkpoint_beyond": lambda plan: plan.beyond(plan.config.checkpoint.every),

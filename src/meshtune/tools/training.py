@@ -166,7 +166,35 @@ def modules(value: Any, job: Job) -> Converted:
     pattern = isinstance(value, str) and is_regular_expression(value)
     named = [value.strip()] if pattern else comma_separated(value)
     everywhere = named in (["all"], ["all-linear"], ["linear"])
-    return Converted({"lora.target_modules": "all-linear" if everywhere else named})
+    return Converted({"lora.target_modules": with_experts("all-linear" if everywhere else named, job)})
+
+
+def with_experts(targets: str | list[str], job: Job) -> str | list[str]:
+    """Add "experts" to targets where the file names their parameters."""
+    stacked = [name for name in listed(job.value("lora_target_parameters", default=[])) if of_experts(name)]
+    return [*listed(targets), "experts"] if stacked else targets
+
+
+def of_experts(parameter: str) -> bool:
+    return parameter.rpartition(".")[2] in ("gate_up_proj", "up_proj", "down_proj")
+
+
+def linear(value: Any, job: Job) -> dict[str, Any]:
+    return {"lora.target_modules": with_experts("all-linear", job)} if value else {}
+
+
+def parameters(value: Any, job: Job) -> Converted:
+    names = listed(value)
+    if others := [name for name in names if not of_experts(name)]:
+        raise NoCounterpart(f"of parameters, only experts' weights get adapters, not {', '.join(others)}")
+    if job.on("lora_target_linear"):
+        made = linear(True, job)
+    elif (modules_named := job.given.get("lora_target_modules", [])) not in OFF:
+        made = modules(modules_named, job).settings
+    else:
+        made = {"lora.target_modules": with_experts([], job)} if names else {}
+    one = "all weights of experts get adapters" if len({*names}) == 1 else ""
+    return Converted(made, one)
 
 
 def patterns(targets: str | Sequence[str]) -> list[str] | str | None:
@@ -559,6 +587,8 @@ CONVERSIONS = {
     "adapter": Conversion(adapter, lambda plan: plan.config.method if plan.config.adapts else None),
     "lora_or_full": Conversion(lora_or_full, lambda plan: plan.config.method.removeprefix("q")),
     "llama_factory_rank": Conversion(llama_factory_rank, lambda plan: plan.config.lora.r),
+    "linear": Conversion(linear, lambda plan: plan.config.lora.target_modules == "all-linear"),
+    "parameters": Conversion(parameters),
     "modules": Conversion(modules, lambda plan: patterns(plan.config.lora.target_modules)),
     "named_modules": Conversion(modules, named_modules),
     "schedule": Conversion(schedule, lambda plan: transformers_arguments(plan)[0]),
