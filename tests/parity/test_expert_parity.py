@@ -1,7 +1,7 @@
 """Experts on several ranks: each layout as on one rank, in fp64, where experts run by a loop."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -115,18 +115,18 @@ def test_one_expert_or_one_rank_may_have_every_token(experts: int, layout: str, 
     is_one(tmp_path, layout)
 
 
-@pytest.mark.ci
-def test_a_checkpoint_continues_bit_for_bit_and_with_another_ep(folder: Path) -> None:
-    four, two = ("train.max_steps=4",), ("train.max_steps=2", "checkpoint.every=2")
-    layout = "zero3x4-ep2"
-    whole = run(folder, "whole", layout, *four)
-    run(folder, "stopped", layout, *two)
-    again = run(folder, "stopped", layout, *four)
+@pytest.mark.parametrize("method", cases([(), OF_EXPERTS], ci=1))
+def test_a_checkpoint_continues_bit_for_bit_and_with_another_ep(method: Sequence[str], folder: Path) -> None:
+    four, two = (*method, "train.max_steps=4"), (*method, "train.max_steps=2", "checkpoint.every=2")
+    layout, kind = "zero3x4-ep2", len(method)
+    whole = run(folder, f"whole{kind}", layout, *four)
+    run(folder, f"stopped{kind}", layout, *two)
+    again = run(folder, f"stopped{kind}", layout, *four)
     assert again.losses == whole.losses
     assert all(torch.equal(again.tensors[name], whole.tensors[name]) for name in whole.tensors)
     for number, (before, after) in enumerate([("dp2-zero2x2-ep4", "tp2-sp-ep2"), ("dp2-ep2", ONE)]):
-        run(folder, f"moved{number}", before, *two)
-        moved = run(folder, f"moved{number}", after, *four)
+        run(folder, f"moved{kind}{number}", before, *two)
+        moved = run(folder, f"moved{kind}{number}", after, *four)
         assert max(differences(moved, whole)[:3]) < NEAR
 
 
