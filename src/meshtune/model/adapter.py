@@ -254,7 +254,9 @@ def load_adapter(model: PreTrainedModel, folder: str | Path) -> dict[str, Any]:
     for name, tensor in tensors.items():
         if name not in parameters:
             problems.append(f"{folder} holds {name}, which the model has no place for.")
-        elif tensor.shape != (own := _stored(parameters[name]) if name in adapters else parameters[name]).shape:
+        elif (
+            tensor.shape != (own := _stored(parameters[name]) if name in adapters else parameters[name]).shape
+        ):
             stored, expected = tuple(tensor.shape), tuple(own.shape)
             problems.append(
                 f"{folder}: {name} has shape {stored}, but this model needs {expected}: is its base another?"
