@@ -167,9 +167,9 @@ def _adapted_names(
     found = {target: [path for path in stacked if f".{path}".endswith(f".{target}")] for target in named}
     if unknown := [target for target, paths in found.items() if not paths]:
         raise UserError(
-            f"{folder} uses target_parameters={json.dumps(unknown)}: of parameters, meshtune's LoRA adapts the "
-            f"weights of experts, and this model has {few([*stacked], 2) if stacked else 'none'}. Merge it "
-            "with peft first."
+            f"{folder} uses target_parameters={json.dumps(unknown)}: of parameters, meshtune's LoRA adapts "
+            f"the weights of experts, and this model has {few([*stacked], 2) if stacked else 'none'}. Merge "
+            "it with peft first."
         )
     experts = {path.rpartition(".")[0] for paths in found.values() for path in paths}
     layers = {name.rpartition(".lora_")[0] for name in tensors if ".lora_" in name}

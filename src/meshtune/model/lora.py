@@ -481,7 +481,7 @@ def lora_layers(model: nn.Module) -> dict[str, _Lora]:
 
 @torch.no_grad()
 def merge_lora(model: nn.Module, dtype: torch.dtype | None = None) -> float | None:
-    """Add every adapter to its layer's or experts' weight, in at least fp32, and remove the adapter, in place.
+    """Add every adapter to the weights that it adapts, in at least fp32, and remove it, in place.
 
     Layers in 4 bits get weights in the embedding's dtype. Returns the norm of what rounding theirs to `dtype`
     (None: the embedding's) changes, over that of the weights; None without such layers.

@@ -100,9 +100,8 @@ def save_model(
     transformers' `generate` stops at them. folder: see `complete_folder`. Merge adapters first (`merge_lora`)
     or use `save_adapter`.
     """
-    assert not [*lora_layers(model), *adapted_weights(model)], (
-        "merge_lora or save_adapter first: a plain model has no place for adapters"
-    )
+    adapted = [*lora_layers(model), *adapted_weights(model)]
+    assert not adapted, "merge_lora or save_adapter first: a plain model has no place for adapters"
     config, generation = model.config, model.generation_config
     with complete_folder(Path(folder)) as aside, put_back(model):
         try:  # the live model keeps its own

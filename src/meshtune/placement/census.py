@@ -36,7 +36,7 @@ def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
 
 
 def adapter_name(matrix: str, which: str) -> str:
-    """Name of the matrix A or B of the LoRA pair of a matrix: a linear layer's weight, or experts' weights."""
+    """Name of the matrix A or B of the LoRA pair of a matrix, of a linear layer or of experts."""
     linear = matrix.endswith(".weight")
     return f"{matrix.removesuffix('weight') if linear else f'{matrix}_'}lora_{which}"
 
