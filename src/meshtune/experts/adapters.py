@@ -59,9 +59,9 @@ class Stacked(NamedTuple):
 
 
 @torch.no_grad()
-def draw(a: Tensor) -> None:
+def draw(factor: Tensor) -> None:
     """Draw A, in place, as peft's one linear layer with the rows of all experts."""
-    nn.init.kaiming_uniform_(a.flatten(0, 1), a=math.sqrt(5))
+    nn.init.kaiming_uniform_(factor.flatten(0, 1), a=math.sqrt(5))
 
 
 def stacked_weights(model: nn.Module) -> dict[str, Stacked]:

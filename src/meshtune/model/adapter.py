@@ -88,17 +88,15 @@ def save_adapter(
     """Write the adapters of `model` as a peft adapter of the model `base_name`.
 
     lora_rank … modules_to_save: of `add_lora`; the saved modules are written whole, a tied embedding and head
-    both, since peft keeps them tied only if it has both. embeddings: True to write
-    the embedding and the head with it, whole, under the names that peft gives them (tokens were added, and
-    they are trained); peft then demands that the base is resized before it loads the adapter,
-    `base.resize_token_embeddings(len(tokenizer))`, which `load_adapter` does automatically. overrides: of the
-    base's config.json; peft, which has no word for them, warns of the key. revision: of a base on the hub.
-    base_digest: see stored.py. quantised: dtype of the base before it was in 4 bits; "": it was not.
-    tokenizer, card, stop_ids: see `save_model`; stop_ids go into a generation_config.json. folder: see
-    `complete_folder`.
+    both, since peft keeps them tied only if it has both. embeddings: True to write the embedding and the head
+    with it, whole, under the names that peft gives them (tokens were added, and they are trained); peft then
+    demands that the base is resized before it loads the adapter, which `load_adapter` does automatically:
+    `base.resize_token_embeddings(len(tokenizer))`. overrides: of the base's config.json; peft, which has no
+    word for them, warns of the key. revision: of a base on the hub. base_digest: see stored.py. quantised:
+    dtype of the base before it was in 4 bits; "": it was not. tokenizer, card, stop_ids: see `save_model`;
+    stop_ids go into a generation_config.json. folder: see `complete_folder`.
     """
     layers = lora_layers(model)
-    stacked, parameters = adapted_weights(model), {name for name, _ in model.named_parameters()}
     tensors = {PREFIX + name: _stored(tensor) for name, tensor in adapter_tensors(model).items()}
     if embeddings:
         tensors |= {PREFIX + name: tensor for name, tensor in embedding_and_head(model).items()}
@@ -116,7 +114,7 @@ def save_adapter(
         "lora_alpha": alpha,
         "lora_dropout": dropout,
         "target_modules": shortest_endings(layers, others(model, saved, layers_to_transform)),
-        "target_parameters": shortest_endings(stacked, parameters) or None,
+        "target_parameters": shortest_endings(adapted_weights(model), dict(model.named_parameters())) or None,
         "layers_to_transform": None if layers_to_transform is None else [*layers_to_transform],
         "modules_to_save": saved or None,
         "use_rslora": use_rslora,

@@ -3,7 +3,6 @@
 import json
 import math
 import re
-from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
@@ -25,7 +24,7 @@ from meshtune.tools.job import (
     sections,
     short,
 )
-from meshtune.tools.planned import Planned
+from meshtune.tools.planned import Planned, named_modules, patterns
 from meshtune.tools.preferences import told_values
 from meshtune.tools.rows import has_alpaca_prompts
 from meshtune.tools.table import counterpart, reason
@@ -37,6 +36,7 @@ FROZEN_AS_STORED = "frozen weights keep the checkpoint's dtype, and only the ada
 PEFT_MODULES = ["q_proj", "v_proj"]  # peft's own for llama, mistral, qwen2, qwen3 and gemma
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}  # Phi-3, -4
 WIDE = 4096  # features of hidden states in models of 7 to 8 billion parameters
+STACKED = ("gate_up_proj", "up_proj", "down_proj")  # parameters of experts
 MLP = ("gate_proj", "up_proj", "down_proj")
 PLUGINS = ("cutcrossentropy", "liger", "kernels", "expertparallel", "swanlab", "lmeval")  # train the same
 
@@ -171,45 +171,22 @@ def modules(value: Any, job: Job) -> Converted:
 
 def with_experts(targets: str | list[str], job: Job) -> str | list[str]:
     """Add "experts" to targets where the file names their parameters."""
-    stacked = [name for name in listed(job.value("lora_target_parameters", default=[])) if of_experts(name)]
-    return [*listed(targets), "experts"] if stacked else targets
+    named = listed(job.value("lora_target_parameters", default=[]))
+    return [*listed(targets), "experts"] if any(name.endswith(STACKED) for name in named) else targets
 
 
-def of_experts(parameter: str) -> bool:
-    return parameter.rpartition(".")[2] in ("gate_up_proj", "up_proj", "down_proj")
-
-
-def linear(value: Any, job: Job) -> dict[str, Any]:
+def all_linear(value: Any, job: Job) -> dict[str, Any]:
     return {"lora.target_modules": with_experts("all-linear", job)} if value else {}
 
 
 def parameters(value: Any, job: Job) -> Converted:
-    names = listed(value)
-    if others := [name for name in names if not of_experts(name)]:
+    if others := [name for name in listed(value) if not name.endswith(STACKED)]:
         raise NoCounterpart(f"of parameters, only experts' weights get adapters, not {', '.join(others)}")
-    if job.on("lora_target_linear"):
-        made = linear(True, job)
-    elif (modules_named := job.given.get("lora_target_modules", [])) not in OFF:
-        made = modules(modules_named, job).settings
-    else:
-        made = {"lora.target_modules": with_experts([], job)} if names else {}
-    one = "all weights of experts get adapters" if len({*names}) == 1 else ""
-    return Converted(made, one)
-
-
-def patterns(targets: str | Sequence[str]) -> list[str] | str | None:
-    """Names of layers; where some are regular expressions, one expression of all, which peft reads."""
-    if isinstance(targets, str):
-        return None
-    if not any(map(is_regular_expression, targets)):
-        return list(targets)
-    each = [name if is_regular_expression(name) else rf"(.*\.)?{re.escape(name)}" for name in targets]
-    return each[0] if len(each) == 1 else "|".join(f"({pattern})" for pattern in each)
-
-
-def named_modules(plan: Planned) -> str:
-    targets = plan.config.lora.target_modules
-    return "all" if isinstance(targets, str) else ",".join(targets)
+    chosen = job.given.get("lora_target_modules", [])
+    targets = [] if chosen in OFF else modules(chosen, job).settings["lora.target_modules"]
+    made = with_experts("all-linear", job) if job.on("lora_target_linear") else targets or ["experts"]
+    remark = "all weights of experts get adapters" if len(listed(value)) == 1 else ""
+    return Converted({"lora.target_modules": made} if listed(value) else {}, remark)
 
 
 def torchtune_modules(value: Any, job: Job) -> Converted:
@@ -587,7 +564,7 @@ CONVERSIONS = {
     "adapter": Conversion(adapter, lambda plan: plan.config.method if plan.config.adapts else None),
     "lora_or_full": Conversion(lora_or_full, lambda plan: plan.config.method.removeprefix("q")),
     "llama_factory_rank": Conversion(llama_factory_rank, lambda plan: plan.config.lora.r),
-    "linear": Conversion(linear, lambda plan: plan.config.lora.target_modules == "all-linear"),
+    "all_linear": Conversion(all_linear, lambda plan: plan.config.lora.target_modules == "all-linear"),
     "parameters": Conversion(parameters),
     "modules": Conversion(modules, lambda plan: patterns(plan.config.lora.target_modules)),
     "named_modules": Conversion(modules, named_modules),

@@ -17,7 +17,7 @@ from meshtune.cli import app
 from meshtune.errors import UserError
 from meshtune.layout import Layout
 from meshtune.tools.migrate import Migrated, migrate, text_of
-from meshtune.tools.training import patterns
+from meshtune.tools.planned import patterns
 
 FILES = Path(__file__).parents[2] / "data" / "migrate"
 Migrate = Callable[..., Migrated]
