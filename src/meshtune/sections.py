@@ -95,7 +95,7 @@ class LoraConfig(Section):
     target_modules: LayerNames = setting(
         "all-linear",
         "Names of the linear layers that get an adapter, such as [q_proj, v_proj], or regular "
-        "expressions of whole names.",
+        "expressions of whole names; all-linear: all but the head; experts: the weights of a mixture's.",
     )
     use_rslora: bool = setting(
         False, "Scale the adapter's output by alpha / sqrt(r), so that it does not fall with r."

@@ -309,6 +309,12 @@ def test_sums_over_copies_of_experts_hold_what_is_planned(layout: str) -> None:
     check(layout, job_of(layout, EXPERTS["qwen3-moe"], 64), "small")
 
 
+@pytest.mark.parametrize("layout", cases(["tp2-sp-mb4-ga1", "mb4-ga1-full", "dp4-ep4-mb2-ga1"], ci=1))
+def test_adapters_of_experts_hold_what_is_planned(layout: str) -> None:
+    lora = LoraSpec(r=8, target_modules=("all-linear", "experts"))
+    check("adapters of experts", job_of(layout, EXPERTS["qwen3-moe"], lora=lora), "small")
+
+
 @pytest.mark.ci
 def test_a_wrong_formula_is_named() -> None:
     job = job_of("mb1-ga1")

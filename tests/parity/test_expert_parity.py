@@ -19,6 +19,7 @@ from meshtune.rundir import RunDir
 ONE = "mb4-ga4"
 NEAR = 1e-9  # relative difference in fp64
 LORA = ("method=lora", "lora.r=4")
+OF_EXPERTS = (*LORA, "lora.target_modules=[all-linear,experts]")
 LAYOUTS = """
 dp2-ep2 zero1x2-ep2 zero2x2-ep2 zero3x2-ep2 cp2-ep2 ulysses2-ep2 tp2-sp-ep2
 zero3x2-ep2-full zero2x2-ep2-selective dp2-ep2-linear1
@@ -72,6 +73,17 @@ def test_adapters_train_next_to_frozen_experts(layout: str, folder: Path) -> Non
     is_one(folder, layout, *LORA)
 
 
+ADAPTED = """
+zero3x2-tp2-sp-ep4-full dp2-ep2 dp2 zero1x2 zero2x2-selective zero3x2 zero3x2-ep2-full tp2-sp tp2 tp2-sp-ep2
+pp2-1f1b zero1x2-ep2-pp2-zbv zero3x4-ep2 zero2x4-ep4 cp2-ep2 dp2-zero3x2-ep2
+"""
+
+
+@pytest.mark.parametrize("layout", cases(ADAPTED.split(), ci=1))
+def test_adapters_of_experts_are_cut_with_them(layout: str, folder: Path) -> None:
+    is_one(folder, layout, *OF_EXPERTS)
+
+
 @pytest.mark.all
 @pytest.mark.parametrize("layout", ["dp2-ep2", "zero3x2-ep2-full"])
 def test_grouped_products_are_as_near_to_one_rank_as_their_rounding(layout: str, folder: Path) -> None:
@@ -103,18 +115,22 @@ def test_one_expert_or_one_rank_may_have_every_token(experts: int, layout: str, 
     is_one(tmp_path, layout)
 
 
-@pytest.mark.ci
-def test_a_checkpoint_continues_bit_for_bit_and_with_another_ep(folder: Path) -> None:
-    four, two = ("train.max_steps=4",), ("train.max_steps=2", "checkpoint.every=2")
+METHODS = {"full": (), "experts": OF_EXPERTS}
+SHORT = ["train.max_steps=2", "checkpoint.every=2"]
+
+
+@pytest.mark.parametrize("kind", cases([*METHODS], ci=1))
+def test_a_checkpoint_continues_bit_for_bit_and_with_another_ep(kind: str, folder: Path) -> None:
+    four, two = ((*METHODS[kind], *more) for more in (["train.max_steps=4"], SHORT))
     layout = "zero3x4-ep2"
-    whole = run(folder, "whole", layout, *four)
-    run(folder, "stopped", layout, *two)
-    again = run(folder, "stopped", layout, *four)
+    whole = run(folder, f"whole{kind}", layout, *four)
+    run(folder, f"stopped{kind}", layout, *two)
+    again = run(folder, f"stopped{kind}", layout, *four)
     assert again.losses == whole.losses
     assert all(torch.equal(again.tensors[name], whole.tensors[name]) for name in whole.tensors)
     for number, (before, after) in enumerate([("dp2-zero2x2-ep4", "tp2-sp-ep2"), ("dp2-ep2", ONE)]):
-        run(folder, f"moved{number}", before, *two)
-        moved = run(folder, f"moved{number}", after, *four)
+        run(folder, f"moved{kind}{number}", before, *two)
+        moved = run(folder, f"moved{kind}{number}", after, *four)
         assert max(differences(moved, whole)[:3]) < NEAR
 
 

@@ -20,6 +20,7 @@ from meshtune.config import Config
 from meshtune.data.prepare import Prepared, sentences
 from meshtune.data.tokens import id_bound
 from meshtune.errors import UserError, expanded
+from meshtune.experts.register import experts_of
 from meshtune.launch.signals import StopRequest
 from meshtune.length import length_sentences, steps_between, steps_of
 from meshtune.meter.mfu import flops_of, peak_flops
@@ -32,7 +33,7 @@ from meshtune.optimizers import caution
 from meshtune.parallel.mesh import World, join
 from meshtune.plan.cluster import unused_here
 from meshtune.plan.hardware import datasheet_flops
-from meshtune.plan.workload import fp8_note, wide_note
+from meshtune.plan.workload import method_notes
 from meshtune.precision import PRECISIONS
 from meshtune.routers.balance import router_sentence
 from meshtune.rundir import RunDir
@@ -233,8 +234,7 @@ def announce(
             beyond_tested(model.whole),
             parts_kept(model.whole),
             router_sentence(model.whole, model.passes.balance),
-            wide_note(config, model.census),
-            fp8_note(config, model.census),
+            *method_notes(config, model.census, any(experts_of(model.whole))),
             EMULATED if PRECISIONS[config.train.precision].fp8 and run.world.device.type == "cpu" else "",
         ),
     )

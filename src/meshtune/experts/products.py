@@ -62,4 +62,18 @@ def project(module: Any, name: str, rows: Tensor, counts: Tensor, matmul: Matmul
         biases = getattr(module, f"{name}_bias")
         experts = torch.arange(len(counts), device=counts.device)
         out = out + biases[experts.repeat_interleave(counts, output_size=len(rows))]
+    if hasattr(module, f"{name}_lora_A"):
+        out = out + low_rank(module, name, rows.to(out.dtype), counts, matmul)
     return out
+
+
+def low_rank(module: Any, name: str, rows: Tensor, counts: Tensor, matmul: Matmul) -> Tensor:
+    """Multiply rows by the adapters of their experts, which belong to the parameter `name` (adapters.py).
+
+    A rank whose rows grouped_mm can't read is filled up with zeros.
+    """
+    a, b = (getattr(module, f"{name}_lora_{which}").to(rows.dtype) for which in "AB")
+    if short := -a.shape[1] % (ALIGNED // rows.dtype.itemsize):
+        a, b = F.pad(a, (0, 0, 0, short)), F.pad(b, (0, short))
+    inner = matmul(rows, a.transpose(1, 2), counts) * module.lora_scale
+    return matmul(inner, b.transpose(1, 2), counts)

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
 from meshtune.errors import UserError, check_fetched, expanded
+from meshtune.experts.adapters import adapted_weights, peft_tensors, stacked_weights
 from meshtune.model.anatomy import anatomy, aside_names, is_scored
 from meshtune.model.files import ADAPTER_CONFIG, generation_config, read_json
 from meshtune.model.load import resize_to, tables, untie
@@ -37,12 +38,13 @@ OF_COPY = re.compile(r"\.modules_to_save\.(default\.)?")  # in the name of a mod
 # In names of a state dict of the wrapped model, which peft's `save_pretrained` takes out: the adapter's own
 # name, and torch's wrappers.
 OF_WRAPPED = re.compile(r"(?<=\.lora_[AB])\.default(?=\.)|(?<=\.lora_magnitude_vector)\.default\.weight$")
+OF_BASE = re.compile(r"(\.base_layer)+(?=\.(?!base_layer\.|lora_))")  # not in the names of experts' adapters
 OF_TORCH = re.compile(r"(?<![^.])_(orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)\.")
 PREFIX = "base_model.model."  # peft's two wrappers put it before every name
 
 # Keys of adapter_config.json: those that are read, and those without an effect on what an adapter computes.
 READ = {"peft_type", "base_model_name_or_path", "r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora"}
-READ |= {"modules_to_save", "revision", BASE_OVERRIDES}
+READ |= {"modules_to_save", "target_parameters", "revision", BASE_OVERRIDES}
 WITHOUT_EFFECT = {
     "task_type", "auto_mapping", "peft_version", "inference_mode", "runtime_config",
     # the tensors' names say which layers are adapted, the layers' classes how their weights lie, and the
@@ -86,17 +88,16 @@ def save_adapter(
     """Write the adapters of `model` as a peft adapter of the model `base_name`.
 
     lora_rank … modules_to_save: of `add_lora`; the saved modules are written whole, a tied embedding and head
-    both, since peft keeps them tied only if it has both. embeddings: True to write
-    the embedding and the head with it, whole, under the names that peft gives them (tokens were added, and
-    they are trained); peft then demands that the base is resized before it loads the adapter,
-    `base.resize_token_embeddings(len(tokenizer))`, which `load_adapter` does automatically. overrides: of the
-    base's config.json; peft, which has no word for them, warns of the key. revision: of a base on the hub.
-    base_digest: see stored.py. quantised: dtype of the base before it was in 4 bits; "": it was not.
-    tokenizer, card, stop_ids: see `save_model`; stop_ids go into a generation_config.json. folder: see
-    `complete_folder`.
+    both, since peft keeps them tied only if it has both. embeddings: True to write the embedding and the head
+    with it, whole, under the names that peft gives them (tokens were added, and they are trained); peft then
+    demands that the base is resized before it loads the adapter, which `load_adapter` does automatically:
+    `base.resize_token_embeddings(len(tokenizer))`. overrides: of the base's config.json; peft, which has no
+    word for them, warns of the key. revision: of a base on the hub. base_digest: see stored.py. quantised:
+    dtype of the base before it was in 4 bits; "": it was not. tokenizer, card, stop_ids: see `save_model`;
+    stop_ids go into a generation_config.json. folder: see `complete_folder`.
     """
     layers = lora_layers(model)
-    tensors = {PREFIX + name: tensor for name, tensor in adapter_tensors(model).items()}
+    tensors = {PREFIX + name: _stored(tensor) for name, tensor in adapter_tensors(model).items()}
     if embeddings:
         tensors |= {PREFIX + name: tensor for name, tensor in embedding_and_head(model).items()}
     saved = modules_named(model, modules_to_save)
@@ -113,6 +114,7 @@ def save_adapter(
         "lora_alpha": alpha,
         "lora_dropout": dropout,
         "target_modules": shortest_endings(layers, others(model, saved, layers_to_transform)),
+        "target_parameters": shortest_endings(adapted_weights(model), dict(model.named_parameters())) or None,
         "layers_to_transform": None if layers_to_transform is None else [*layers_to_transform],
         "modules_to_save": saved or None,
         "use_rslora": use_rslora,
@@ -135,13 +137,42 @@ def save_adapter(
 
 
 def adapter_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the matrices and magnitude vectors of a model's adapters, by the names that peft gives them."""
-    tensors: dict[str, Tensor] = {}
+    """Return the matrices and magnitude vectors of a model's adapters, by the names that peft gives them.
+
+    Each shares memory with the adapter; B of experts is [out, r, experts], which `_stored` makes a matrix.
+    """
+    tensors = peft_tensors(model)
     for name, layer in lora_layers(model).items():
         tensors |= {f"{name}.lora_A.weight": layer.lora_A, f"{name}.lora_B.weight": layer.lora_B}
         if layer.lora_magnitude_vector is not None:
             tensors[f"{name}.lora_magnitude_vector"] = layer.lora_magnitude_vector
     return tensors
+
+
+def _stored(tensor: Tensor) -> Tensor:
+    """Return one of `adapter_tensors` with the shape that peft saves."""
+    return tensor.flatten(1) if tensor.ndim == 3 else tensor
+
+
+def _adapted_names(
+    model: PreTrainedModel, folder: Path, settings: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> list[str]:
+    """Return the names of the linear layers and of the experts' parameters that an adapter adapts.
+
+    tensors: by the names of `read_adapter`. Raises UserError for another parameter in target_parameters.
+    """
+    named, stacked = settings.get("target_parameters") or [], stacked_weights(model)
+    found = {target: [path for path in stacked if f".{path}".endswith(f".{target}")] for target in named}
+    if unknown := [target for target, paths in found.items() if not paths]:
+        raise UserError(
+            f"{folder} uses target_parameters={json.dumps(unknown)}: of parameters, meshtune's LoRA adapts "
+            f"the weights of experts, and this model has {few([*stacked], 2) if stacked else 'none'}. Merge "
+            "it with peft first."
+        )
+    experts = {path.rpartition(".")[0] for paths in found.values() for path in paths}
+    layers = {name.rpartition(".lora_")[0] for name in tensors if ".lora_" in name}
+    layers = {layer for layer in layers if re.sub(r"(\.base_layer)+$", "", layer) not in experts}
+    return [*sorted(layers), *(path for path in stacked if any(path in paths for paths in found.values()))]
 
 
 def others(
@@ -185,7 +216,7 @@ def load_adapter(model: PreTrainedModel, folder: str | Path) -> dict[str, Any]:
     saved = settings.get("modules_to_save") or []
     saved = [saved] if isinstance(saved, str) else saved
     _settle_ties(model, folder, saved, tensors)
-    names = sorted({name.rpartition(".lora_")[0] for name in tensors if ".lora_" in name})
+    names = _adapted_names(model, folder, settings, tensors)
     try:
         add_lora(
             model,
@@ -221,8 +252,10 @@ def load_adapter(model: PreTrainedModel, folder: str | Path) -> dict[str, Any]:
     for name, tensor in tensors.items():
         if name not in parameters:
             problems.append(f"{folder} holds {name}, which the model has no place for.")
-        elif tensor.shape != parameters[name].shape:
-            stored, expected = tuple(tensor.shape), tuple(parameters[name].shape)
+        elif (
+            tensor.shape != (own := _stored(parameters[name]) if name in adapters else parameters[name]).shape
+        ):
+            stored, expected = tuple(tensor.shape), tuple(own.shape)
             problems.append(
                 f"{folder}: {name} has shape {stored}, but this model needs {expected}: is its base another?"
             )
@@ -230,7 +263,7 @@ def load_adapter(model: PreTrainedModel, folder: str | Path) -> dict[str, Any]:
         raise UserError(problems[:10])
     with torch.no_grad():
         for name, tensor in tensors.items():
-            parameters[name].copy_(tensor)
+            parameters[name].copy_(tensor.view_as(parameters[name]))
     return settings
 
 
@@ -361,7 +394,7 @@ def _plain_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     plain: dict[str, Tensor] = {}
     copies: dict[str, Tensor] = {}
     for key, tensor in tensors.items():
-        name = OF_TORCH.sub("", key).removeprefix(PREFIX).replace(".base_layer.", ".")
+        name = OF_BASE.sub("", OF_TORCH.sub("", key).removeprefix(PREFIX))
         name = OF_WRAPPED.sub("", name)
         if ".original_module." not in name:
             own = OF_COPY.sub(".", name)

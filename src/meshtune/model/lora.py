@@ -29,6 +29,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from meshtune.errors import UserError, did_you_mean, nearest
+from meshtune.experts.adapters import TARGET, adapted_weights, draw, stacked_weights
 from meshtune.model.anatomy import anatomy, ends
 from meshtune.precision import FP8_MULTIPLE, takes_fp8
 from meshtune.quantised import nf4
@@ -176,16 +177,19 @@ def norms(rows: Tensor) -> Tensor:
 class Adapters(NamedTuple):
     """The adapters of a model that is counted without weights."""
 
-    ranks: Mapping[str, int] = MappingProxyType({})  # of the pair of each adapted module, by its name
+    # Of the pair of each adapted module, or parameter of experts, by its name
+    ranks: Mapping[str, int] = MappingProxyType({})
     dora: bool = False  # True if they have a magnitude vector
     dropout: bool = False  # True if their inputs go through dropout
 
     def add_to(self, model: nn.Module) -> None:
         """Add them to a model, in place."""
-        for module, rank in self.ranks.items():
-            adapt(
-                model.get_submodule(module), rank, alpha=rank, dropout=0.5 * self.dropout, use_dora=self.dora
-            )
+        stacked, dropout = stacked_weights(model), 0.5 * self.dropout
+        for name, rank in self.ranks.items():
+            if name in stacked:
+                stacked[name].adapt(rank, rank, None)
+            else:
+                adapt(model.get_submodule(name), rank, rank, dropout, use_dora=self.dora)
 
 
 class LoraLinear(_Lora, nn.Linear):
@@ -200,6 +204,7 @@ class LoraConv1D(_Lora, Conv1D):
     """GPT-2's Conv1D with an adapter; weight [in, out]."""
 
 
+ALL_LINEAR = "all-linear"
 READ = ".dt_proj"  # a linear layer of Mamba's mixers that is never called: they read its weight
 ADAPTED = {nn.Linear: LoraLinear, Nf4Linear: LoraNf4Linear, Conv1D: LoraConv1D}
 
@@ -218,11 +223,13 @@ def add_lora(
     apart: Collection[str] = (),
     dtype: torch.dtype | None = None,
 ) -> list[str]:
-    """Freeze `model` and add adapters to the target linear layers, in place; returns the layers' names.
+    """Freeze `model` and add adapters to the targets, in place; returns the names of the linear layers, then
+    of the stacked parameters of experts.
 
     lora_rank, alpha, use_rslora: r and s above. use_dora: True for m. target_modules: names or endings of
-    names ("q_proj", "self_attn.o_proj"), regular expressions of whole names (".*mlp.(up|down)_proj"), or
-    "all-linear": every linear layer but the output head.
+    names ("q_proj", "self_attn.o_proj"), regular expressions of whole names (".*mlp.(up|down)_proj"),
+    "all-linear", every linear layer but the output head, or "experts", the weights of a mixture's experts
+    (adapters.py), which a whole name of theirs means too.
     layers_to_transform: indices of the blocks that get adapters; None: all, and layers outside of blocks too.
     modules_to_save: names or endings of the modules that are trained whole, and get no adapters; one of a
     tied embedding and head means both, which stay tied. apart: paths of modules in which "all-linear" means
@@ -239,11 +246,17 @@ def add_lora(
         problems.append(f"lora.dropout={dropout} must be at least 0 and below 1.")
     names, unknown = _targets(model, target_modules)
     saved, unfit = _saved(model, modules_to_save)
-    without = [*saved, *(apart if target_modules == "all-linear" else ())]
+    without = [*saved, *(apart if ALL_LINEAR in target_modules else ())]
     names = [name for name in names if not any(f"{name}.".startswith(f"{path}.") for path in without)]
     if layers_to_transform is not None:
         names, absent = _in_layers(model, names, layers_to_transform)
         unknown += absent
+    stacked = {path: weights for path, weights in stacked_weights(model).items() if path in names}
+    for setting in ["lora.dropout"] * (dropout > 0) + ["lora.use_dora"] * use_dora if stacked else ():
+        problems.append(
+            f"{setting}: adapters of experts have none, as in peft; leave it out, or {TARGET} out of "
+            "lora.target_modules."
+        )
     if problems := problems + unknown + unfit:
         raise UserError(problems)
     model.requires_grad_(False)
@@ -251,7 +264,10 @@ def add_lora(
         model.get_submodule(path).requires_grad_(True)
     alpha *= math.sqrt(lora_rank) if use_rslora else 1  # adapt divides by lora_rank
     for name in names:
-        adapt(model.get_submodule(name), lora_rank, alpha, dropout, dtype, use_dora=use_dora)
+        if name in stacked:
+            stacked[name].adapt(lora_rank, alpha, dtype)
+        else:
+            adapt(model.get_submodule(name), lora_rank, alpha, dropout, dtype, use_dora=use_dora)
     return names
 
 
@@ -325,17 +341,27 @@ def _in_layers(
 
 
 def _targets(model: PreTrainedModel, target_modules: str | list[str]) -> tuple[list[str], list[str]]:
-    """Return (names of the linear layers that the targets mean, in the model's order; problems).
+    """Return (names of the linear layers that the targets mean, in the model's order, then of the stacked
+    parameters of experts; problems).
 
-    A problem is a sentence, for a target that names no linear layer, or an output head that is tied.
+    A problem is a sentence, for a target that names nothing, or an output head that is tied.
     """
-    head = ends(model)[1]
+    head, stacked = ends(model)[1], stacked_weights(model)
     linears = {name: module for name, module in model.named_modules() if type(module) in ADAPTED}
-    if target_modules == "all-linear" or target_modules == ["all-linear"]:
-        return [n for n, module in linears.items() if module is not head and not n.endswith(READ)], []
     targets = [target_modules] if isinstance(target_modules, str) else target_modules
     problems, selected = [], set()
     for target in targets:
+        if target == ALL_LINEAR:
+            selected |= {n for n, module in linears.items() if module is not head and not n.endswith(READ)}
+            continue
+        if target == TARGET or target in stacked:
+            selected |= {*stacked} if target == TARGET else {target}
+            if not stacked:
+                problems.append(
+                    f"lora.target_modules: {model.name_or_path or type(model).__name__} has no {TARGET}, or "
+                    "experts of its own kind, which get no adapters; leave it out."
+                )
+            continue
         matches = [name for name in linears if name == target or name.endswith(f".{target}")]
         matches = matches or _matching(target, [*linears])
         if not matches and is_regular_expression(target):
@@ -357,11 +383,11 @@ def _targets(model: PreTrainedModel, target_modules: str | list[str]) -> tuple[l
             )
         selected.update(matches)
     tied = head.weight is model.get_input_embeddings().weight if head is not None else False
-    if tied and any(linears[name] is head for name in selected):
+    if tied and any(linears.get(name) is head for name in selected):
         problems.append(
             "lora.target_modules: the output head is tied to the embedding and can't be adapted separately."
         )
-    return [name for name in linears if name in selected], problems
+    return [name for name in (*linears, *stacked) if name in selected], problems
 
 
 def _matching(pattern: str, names: Sequence[str]) -> list[str]:
@@ -416,6 +442,11 @@ def initial_adapters(model: nn.Module) -> dict[str, Tensor]:
         values[f"{name}.lora_A"] = torch.empty_like(layer.lora_A, device="cpu")
         values[f"{name}.lora_B"] = torch.zeros_like(layer.lora_B, device="cpu")
         nn.init.kaiming_uniform_(values[f"{name}.lora_A"], a=math.sqrt(5))
+    for name, weights in adapted_weights(model).items():
+        a, b = weights.pair
+        values[f"{name}_lora_A"] = torch.empty_like(a, device="cpu")
+        values[f"{name}_lora_B"] = torch.zeros_like(b, device="cpu")
+        draw(values[f"{name}_lora_A"])
     return values
 
 
@@ -450,7 +481,7 @@ def lora_layers(model: nn.Module) -> dict[str, _Lora]:
 
 @torch.no_grad()
 def merge_lora(model: nn.Module, dtype: torch.dtype | None = None) -> float | None:
-    """Add every adapter to its layer's weight, in at least fp32, and remove the adapter, in place.
+    """Add every adapter to the weights that it adapts, in at least fp32, and remove it, in place.
 
     Layers in 4 bits get weights in the embedding's dtype. Returns the norm of what rounding theirs to `dtype`
     (None: the embedding's) changes, over that of the weights; None without such layers.
@@ -484,4 +515,6 @@ def merge_lora(model: nn.Module, dtype: torch.dtype | None = None) -> float | No
             changed += float((merged.to(dtype or kept).to(merged.dtype) - merged).square().sum())
             module.weight.data = module.weight.data.to(kept)
         module.__class__ = Conv1D if isinstance(layer, Conv1D) else nn.Linear
+    for weights in adapted_weights(model).values():
+        weights.merge()
     return math.sqrt(changed / norm) if norm else None

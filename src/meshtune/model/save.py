@@ -28,6 +28,7 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTr
 from transformers.utils import logging
 
 from meshtune.errors import UserError, quoted
+from meshtune.experts.adapters import adapted_weights
 from meshtune.filesystem import replace, set_mode, sync, sync_open
 from meshtune.model.anatomy import is_scored, put_back
 from meshtune.model.files import ADAPTER_CONFIG, INDEX, SAFETENSORS_DTYPES, WEIGHTS, generation_config
@@ -99,7 +100,8 @@ def save_model(
     transformers' `generate` stops at them. folder: see `complete_folder`. Merge adapters first (`merge_lora`)
     or use `save_adapter`.
     """
-    assert not lora_layers(model), "merge_lora or save_adapter first: a plain model has no place for adapters"
+    adapted = [*lora_layers(model), *adapted_weights(model)]
+    assert not adapted, "merge_lora or save_adapter first: a plain model has no place for adapters"
     config, generation = model.config, model.generation_config
     with complete_folder(Path(folder)) as aside, put_back(model):
         try:  # the live model keeps its own

@@ -26,6 +26,7 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from meshtune.errors import UserError
+from meshtune.experts.adapters import stacked_weights
 from meshtune.experts.register import use_products
 from meshtune.model.anatomy import Anatomy, anatomy, attention_heads, auto_class, ends, set_aside
 from meshtune.model.body import text_forward
@@ -52,7 +53,8 @@ from meshtune.model.watch import (
 from meshtune.placement.census import Attention, Block, Census, EndBytes, Matrix, Parameter, SavedBytes
 from meshtune.placement.numbers import READS_VALUES
 
-ADAPTER = re.compile(r"(?P<module>.+)\.lora_(?P<which>A|B|magnitude_vector)(\..+)?")  # LoRA's parameters
+# LoRA's parameters, of linear layers and of experts' stacked weights
+ADAPTER = re.compile(r"((?P<module>.+)[._]lora_(?P<which>A|B|magnitude_vector))(\..+)?")
 TRACED_MODELS = 16
 traced_models: dict[Hashable, Census] = {}  # the last of this process, by all that a census depends on
 IN_BLOCK = re.compile(r"(?P<blocks>.+?)\.(?P<index>\d+)\.(?P<name>.+)")
@@ -122,11 +124,11 @@ def _traced_census(model: PreTrainedModel) -> Census:
     for name, parameter in model.named_parameters():
         adapter = ADAPTER.fullmatch(name)
         if not parameter.requires_grad:
-            frozen.add(f"{adapter['module']}.lora_{adapter['which']}" if adapter else name)
+            frozen.add(adapter[1] if adapter else name)
         if not adapter:
             shapes[name] = tuple(parameter.shape)
         elif adapter["which"] == "A":
-            ranks[adapter["module"]] = parameter.shape[0]
+            ranks[adapter["module"]] = parameter.shape[-2]
 
     def build(attention: str | None) -> PreTrainedModel:
         fresh = set_aside(
@@ -401,7 +403,14 @@ def _parameters_by_block(traced: Traced, kinds: Mapping[str, str]) -> dict[str, 
         shapes[name] = parameter.shape
         kind = kinds.get(module, "norm" if parameter.ndim == 1 else "other")
         add(module, leaf, kind, parameter.shape, parameter.requires_grad)
+    stacked = stacked_weights(traced.model)
     for module, rank in traced.adapters.ranks.items():
+        if module in stacked:
+            experts, rows, cols = stacked[module].weights().shape
+            path, _, leaf = module.rpartition(".")
+            for name, shape in (f"{leaf}_lora_A", (rank, cols)), (f"{leaf}_lora_B", (rows, rank)):
+                add(path, name, "adapter", (experts, *shape), f"{path}.{name}" not in traced.frozen)
+            continue
         rows, cols = shapes[f"{module}.weight"][-2:]
         if isinstance(traced.model.get_submodule(module), Conv1D):  # its weight is [in, out]
             rows, cols = cols, rows

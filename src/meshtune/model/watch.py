@@ -23,7 +23,7 @@ from torch.utils.flop_counter import flop_registry
 from transformers import PreTrainedModel
 
 from meshtune.model.anatomy import Anatomy
-from meshtune.placement.census import Matrix
+from meshtune.placement.census import Matrix, adapter_name
 
 TOKENS = 13  # of the traced forward; a prime that isn't a head size, so that shapes with it are recognised
 
@@ -64,7 +64,7 @@ class ParameterMatmuls(TorchFunctionMode):
 
     def __init__(self, model: nn.Module, frozen: Collection[str], adapters: Mapping[str, int]) -> None:
         """model: without adapters. frozen: adapters without gradient, <module>.lora_A or .lora_B. adapters:
-        LoRA rank by module; their matmuls are recorded as if the module had them.
+        LoRA rank by module, or parameter of experts; their matmuls are recorded as if the module had them.
         """
         super().__init__()
         self.frozen = frozen
@@ -112,7 +112,7 @@ class ParameterMatmuls(TorchFunctionMode):
             out = func(*args, **kwargs)
         finally:
             self.inside = False
-        if rank := self.adapters.get(name.rpartition(".")[0]):
+        if rank := self.adapters.get(name) or self.adapters.get(name.rpartition(".")[0]):
             lora_a, lora_b = self._adapter(matrix, rank)
             self.matrices += [lora_a, lora_b]
             if lora_b.trainable or lora_b.input_gradient:  # as adding the adapter's output does
@@ -121,7 +121,7 @@ class ParameterMatmuls(TorchFunctionMode):
 
     def _adapter(self, matrix: Matrix, rank: int) -> tuple[Matrix, Matrix]:
         """Return (lora_A, lora_B), the matrices of the LoRA pair of this rank on `matrix`."""
-        names = [f"{matrix.name.rpartition('.')[0]}.lora_{which}" for which in "AB"]
+        names = [adapter_name(matrix.name, which) for which in "AB"]
         lora_a, lora_b = (
             replace(matrix, name=name, kind="adapter", trainable=name not in self.frozen) for name in names
         )

@@ -35,6 +35,12 @@ def is_matrix(name: str, shape: tuple[int, ...]) -> bool:
     return len(shape) == 2 and not name.endswith("bias")
 
 
+def adapter_name(matrix: str, which: str) -> str:
+    """Name of the matrix A or B of the LoRA pair of a matrix, of a linear layer or of experts."""
+    linear = matrix.endswith(".weight")
+    return f"{matrix.removesuffix('weight') if linear else f'{matrix}_'}lora_{which}"
+
+
 @dataclass(frozen=True)
 class Matrix:
     """A parameter that every token is multiplied with, `count` times (of experts: those that are active).
@@ -125,8 +131,11 @@ class Parameter:
 
     @property
     def by_tokens(self) -> bool:
-        """True for a matrix of a block's mlp that tp does not cut: of routed experts, or of their router."""
-        return self.kind == "mlp" and self.cut is None and len(self.shape) > 1
+        """True for a matrix of a block's mlp that tp does not cut: of routed experts, with their adapters, or
+        of their router.
+        """
+        inside = self.kind == "mlp" or (self.kind == "adapter" and self.experts > 0)
+        return inside and self.cut is None and len(self.shape) > 1
 
     @property
     def experts(self) -> int:

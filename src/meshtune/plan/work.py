@@ -24,6 +24,7 @@ from meshtune.placement.census import (
     Matrix,
     Parameter,
     SavedBytes,
+    adapter_name,
     document_pairs,
     head_shards,
     is_matrix,
@@ -297,17 +298,18 @@ class Work:
 
     @property
     def routed(self) -> Number:
-        """Experts that an average block sends a token to. Two matrices are of each."""
-        return sum(gemm.count for gemm in self.matrices if np.any(gemm.experts)) / 2
+        """Experts that an average block sends a token to. Two matrices, adapters left out, are of each."""
+        return sum(gemm.count for gemm in self.matrices if np.any(gemm.experts) and not gemm.adapter) / 2
 
     @property
     def expert_features(self) -> Number:
         """Features that the experts of an average block save of a token: their rows, both halves of the
-        first matrix's output and their product.
+        first matrix's output and their product, and what A of their adapters makes.
         """
-        of_experts = (gemm for gemm in self.matrices if np.any(gemm.experts))
-        both = sum(gemm.count * (gemm.rows + gemm.cols) for gemm in of_experts)
-        return both - self.routed * self.hidden  # the output goes back
+        of_experts = [gemm for gemm in self.matrices if np.any(gemm.experts)]
+        both = sum(gemm.count * (gemm.rows + gemm.cols) for gemm in of_experts if not gemm.adapter)
+        ranks = sum(gemm.count * gemm.rows for gemm in of_experts if gemm.adapter == "A")
+        return both + ranks - self.routed * self.hidden  # the output goes back
 
     def most_rows(self, layouts: Columns) -> Number:
         """Rows of the experts' rank that has most, over the mean: 1 where a rank has all experts."""
@@ -431,12 +433,12 @@ def _gemms(census: Census, cuts: Mapping[str, str]) -> tuple[Gemm, ...]:
     for matrices, last in zip((census.outside, *(b.matrices for b in census.blocks)), lasts, strict=True):
         for m in matrices:
             inside = m.kind == "mlp" or m.name.rpartition(".")[0] in in_mlp
-            adapter = m.name[-1] if m.name.endswith((".lora_A", ".lora_B")) else ""
+            adapter = m.name[-1] if m.kind == "adapter" else ""
             gemm = Gemm(
                 m.rows, m.cols, 0.0, cuts.get(m.name, ""), float(m.trainable), float(m.input_gradient),
                 adapter, in_4_bits=m.name in fitting and not m.trainable, last=m.name == last,
                 fp8=m.name in fp8, mlp=inside,
-                adapted_last=f"{m.name.removesuffix('weight')}lora_B" == last,
+                adapted_last=adapter_name(m.name, "B") == last,
                 experts=experts.get(m.name, 0) / m.count,
             )  # fmt: skip
             alike[gemm] = alike.get(gemm, 0) + m.count

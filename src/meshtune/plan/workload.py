@@ -319,11 +319,10 @@ def workload_of(config: Config, numbers: ModelNumbers) -> Workload:
         compile="auto" if config.train.compile == "auto" else False,
     )
     uncounted = untraced_note(workload), dropout_note(numbers)
-    notes = numbers.text_part, experts_note(numbers), dora_note(config), wide_note(config, numbers.census)
-    notes = *notes, fp8_note(config, numbers.census), objective_note(workload)
-    notes = *notes, *uncounted, beyond
-    ep = config.partial_layout.given.get("ep")
-    notes = *notes, imbalance_note(config, numbers.traits, ep)
+    ours, ep = numbers.traits.experts > 0 and not numbers.traits.apart, config.partial_layout.given.get("ep")
+    notes = numbers.text_part, experts_note(numbers), dora_note(config)
+    notes = *notes, *method_notes(config, numbers.census, ours), objective_note(workload)
+    notes = *notes, *uncounted, beyond, imbalance_note(config, numbers.traits, ep)
     workload = replace(workload, notes=(*numbers.changes, *filter(None, notes)))
     return workload.compiled() if config.train.compile is True else workload
 
@@ -420,6 +419,28 @@ def wide_note(config: Config, census: Census) -> str | None:
         f"method=qlora holds linear layers in 4 bits whose columns are a multiple of {SCALE_BLOCK}. Of the "
         f"blocks' frozen weights {share:.0%} stay in {config.quantise}: "
         f"{few(list(dict.fromkeys(p.name for p in whole)))}."
+    )
+
+
+def method_notes(config: Config, census: Census, ours: bool) -> Iterator[str | None]:
+    """Yield sentences on weights that the method or precision leaves out, None for each that does not apply.
+
+    ours: True for a model whose experts can have adapters.
+    """
+    yield wide_note(config, census)
+    yield adapters_note(config, census) if ours else None
+    yield fp8_note(config, census)
+
+
+def adapters_note(config: Config, census: Census) -> str | None:
+    """A sentence on experts next to adapters of other matrices; None where they have some or are none."""
+    parameters = [p for block in census.blocks for p in block.parameters]
+    experts = sum(p.count for p in parameters if p.experts)
+    if not config.adapts or not experts or any(p.experts and p.kind == "adapter" for p in parameters):
+        return None
+    return (
+        f"Experts, {count(experts)} of {count(census.total)} parameters, have no adapters: "
+        "lora.target_modules=[all-linear,experts] gives them some."
     )
 
 

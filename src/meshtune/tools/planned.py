@@ -1,7 +1,7 @@
 """A config with the layout that it is exported with: its values by name, its rows, what tools lack."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import PurePath
@@ -147,6 +147,21 @@ def evaluations_per_checkpoint(plan: Planned) -> int:
 
 
 # Facts that only the tables of tools ask for.
+def patterns(targets: str | Sequence[str]) -> list[str] | str | None:
+    """Names of layers; where some are regular expressions, one expression of all, which peft reads."""
+    if isinstance(targets, str):
+        return None
+    if not any(map(is_regular_expression, targets)):
+        return list(targets)
+    each = [name if is_regular_expression(name) else rf"(.*\.)?{re.escape(name)}" for name in targets]
+    return each[0] if len(each) == 1 else "|".join(f"({pattern})" for pattern in each)
+
+
+def named_modules(plan: Planned) -> str:
+    targets = plan.config.lora.target_modules
+    return "all" if isinstance(targets, str) else ",".join(targets)
+
+
 FACTS: Mapping[str, Callable[[Planned], Any]] = {
     "first_rows": lambda plan: row_format(plan.config.data, plan.first),
     "chats": lambda plan: bool(plan.rows - {"text"}),
@@ -162,6 +177,7 @@ FACTS: Mapping[str, Callable[[Planned], Any]] = {
         plan.config.lora.target_modules != "all-linear"
         and any(map(is_regular_expression, plan.config.lora.target_modules))
     ),
+    "adapters_of_experts": lambda plan: "experts" in plan.config.lora.target_modules,
     "fractional_alpha": lambda plan: plan.config.lora.alpha != int(plan.config.lora.alpha),
     "eval_beyond": lambda plan: plan.beyond(plan.config.eval.every),
     "checkpoint_beyond": lambda plan: plan.beyond(plan.config.checkpoint.every),

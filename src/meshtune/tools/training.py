@@ -3,7 +3,6 @@
 import json
 import math
 import re
-from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
@@ -25,7 +24,7 @@ from meshtune.tools.job import (
     sections,
     short,
 )
-from meshtune.tools.planned import Planned
+from meshtune.tools.planned import Planned, named_modules, patterns
 from meshtune.tools.preferences import told_values
 from meshtune.tools.rows import has_alpaca_prompts
 from meshtune.tools.table import counterpart, reason
@@ -37,6 +36,7 @@ FROZEN_AS_STORED = "frozen weights keep the checkpoint's dtype, and only the ada
 PEFT_MODULES = ["q_proj", "v_proj"]  # peft's own for llama, mistral, qwen2, qwen3 and gemma
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}  # Phi-3, -4
 WIDE = 4096  # features of hidden states in models of 7 to 8 billion parameters
+STACKED = ("gate_up_proj", "up_proj", "down_proj")  # parameters of experts
 MLP = ("gate_proj", "up_proj", "down_proj")
 PLUGINS = ("cutcrossentropy", "liger", "kernels", "expertparallel", "swanlab", "lmeval")  # train the same
 
@@ -166,22 +166,27 @@ def modules(value: Any, job: Job) -> Converted:
     pattern = isinstance(value, str) and is_regular_expression(value)
     named = [value.strip()] if pattern else comma_separated(value)
     everywhere = named in (["all"], ["all-linear"], ["linear"])
-    return Converted({"lora.target_modules": "all-linear" if everywhere else named})
+    return Converted({"lora.target_modules": with_experts("all-linear" if everywhere else named, job)})
 
 
-def patterns(targets: str | Sequence[str]) -> list[str] | str | None:
-    """Names of layers; where some are regular expressions, one expression of all, which peft reads."""
-    if isinstance(targets, str):
-        return None
-    if not any(map(is_regular_expression, targets)):
-        return list(targets)
-    each = [name if is_regular_expression(name) else rf"(.*\.)?{re.escape(name)}" for name in targets]
-    return each[0] if len(each) == 1 else "|".join(f"({pattern})" for pattern in each)
+def with_experts(targets: str | list[str], job: Job) -> str | list[str]:
+    """Add "experts" to targets where the file names their parameters."""
+    named = listed(job.value("lora_target_parameters", default=[]))
+    return [*listed(targets), "experts"] if any(name.endswith(STACKED) for name in named) else targets
 
 
-def named_modules(plan: Planned) -> str:
-    targets = plan.config.lora.target_modules
-    return "all" if isinstance(targets, str) else ",".join(targets)
+def all_linear(value: Any, job: Job) -> dict[str, Any]:
+    return {"lora.target_modules": with_experts("all-linear", job)} if value else {}
+
+
+def parameters(value: Any, job: Job) -> Converted:
+    if others := [name for name in listed(value) if not name.endswith(STACKED)]:
+        raise NoCounterpart(f"of parameters, only experts' weights get adapters, not {', '.join(others)}")
+    chosen = job.given.get("lora_target_modules", [])
+    targets = [] if chosen in OFF else modules(chosen, job).settings["lora.target_modules"]
+    made = with_experts("all-linear", job) if job.on("lora_target_linear") else targets or ["experts"]
+    remark = "all weights of experts get adapters" if len(listed(value)) == 1 else ""
+    return Converted({"lora.target_modules": made} if listed(value) else {}, remark)
 
 
 def torchtune_modules(value: Any, job: Job) -> Converted:
@@ -559,6 +564,8 @@ CONVERSIONS = {
     "adapter": Conversion(adapter, lambda plan: plan.config.method if plan.config.adapts else None),
     "lora_or_full": Conversion(lora_or_full, lambda plan: plan.config.method.removeprefix("q")),
     "llama_factory_rank": Conversion(llama_factory_rank, lambda plan: plan.config.lora.r),
+    "all_linear": Conversion(all_linear, lambda plan: plan.config.lora.target_modules == "all-linear"),
+    "parameters": Conversion(parameters),
     "modules": Conversion(modules, lambda plan: patterns(plan.config.lora.target_modules)),
     "named_modules": Conversion(modules, named_modules),
     "schedule": Conversion(schedule, lambda plan: transformers_arguments(plan)[0]),

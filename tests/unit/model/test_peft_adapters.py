@@ -23,7 +23,7 @@ FIELDS = {field.name: field for field in dataclasses.fields(peft.LoraConfig)}
 REFUSED = {
     "rank_pattern", "alpha_pattern", "megatron_config", "trainable_token_indices", "velora_config",
     "alora_invocation_tokens", "use_qalora", "monteclora_config", "layer_replication", "lora_bias",
-    "target_parameters", "use_bdlora", "arrow_config", "kasa_config",
+    "use_bdlora", "arrow_config", "kasa_config",
 }  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from meshtune.commands.plan import plan as command
 from meshtune.errors import UserError
 from meshtune.model.files import context_of
 from meshtune.model.trace import census
-from meshtune.plan.workload import positions_note, untraced_note
+from meshtune.plan.workload import method_notes, positions_note, untraced_note
 from meshtune.report.plan.screen import reliability
 
 SIZES = {
@@ -83,6 +83,17 @@ def test_the_answer_says_what_is_left_out_of_a_mixture(
     says(logged[1])
     with api.workloads(config.load(None, [*uneven, "layout=zero3x8-mb1"])) as (workload, _):
         assert workload.notes[1] == logged[1]
+
+
+def test_a_plan_says_that_experts_have_no_adapters(tmp_path: Path) -> None:
+    chosen = config.load(None, settings(tmp_path, "method=lora"))
+    q_proj, down = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.experts.down_proj"
+    without, some = (
+        census(made("mixtral", **MIXTURES["mixtral"]), adapters=dict.fromkeys(names, 4))
+        for names in ([q_proj], [q_proj, down])
+    )
+    says(filter(None, method_notes(chosen, without, True)))
+    assert not any(method_notes(chosen, without, False)) and not any(method_notes(chosen, some, True))
 
 
 def test_activations_that_were_not_traced_are_named(tmp_path: Path) -> None:

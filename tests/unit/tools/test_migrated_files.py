@@ -17,7 +17,7 @@ from meshtune.cli import app
 from meshtune.errors import UserError
 from meshtune.layout import Layout
 from meshtune.tools.migrate import Migrated, migrate, text_of
-from meshtune.tools.training import patterns
+from meshtune.tools.planned import patterns
 
 FILES = Path(__file__).parents[2] / "data" / "migrate"
 Migrate = Callable[..., Migrated]
@@ -323,6 +323,21 @@ def test_a_template_in_the_file_is_the_template(keys: dict[str, Any], migrated: 
     result = migrated(keys)
     assert result.settings["data.chat_template"] == TEMPLATE
     assert result.unsupported == []
+
+
+def test_adapters_of_experts_parameters_are_of_experts(migrated: Migrate) -> None:
+    named = {"lora_target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+    trl, axolotl = TRL | {"use_peft": True} | named, AXOLOTL | {"adapter": "lora"} | named
+    for tree, expected in (
+        (trl, ["experts"]),
+        (trl | {"lora_target_modules": ["q_proj"]}, ["q_proj", "experts"]),
+        (axolotl | {"lora_target_linear": True}, ["all-linear", "experts"]),
+        ({"lora_target_linear": True} | axolotl, ["all-linear", "experts"]),
+    ):
+        assert migrated(tree).settings["lora.target_modules"] == expected
+    result = migrated(trl | {"lora_target_parameters": ["mlp.gate.weight"]})
+    assert result.settings["lora.target_modules"] == ["q_proj", "v_proj"]
+    says(note.reason for note in result.unsupported)
 
 
 def test_exported_patterns_mean_the_same_layers() -> None:

@@ -1084,6 +1084,8 @@ def test_lora_options_are_exported_or_refused() -> None:
     assert (factory["additional_target"], factory["use_dora"]) == ("embed_tokens", True)
     with refuses(UserError):
         exported("llamafactory", "zero3x8-mb1-ga1", *options, "lora.layers_to_transform=[1]")
+    with refuses(UserError):
+        written("axolotl", "zero3x8-mb1-ga1", *options, "lora.target_modules=[all-linear,experts]")
 
 
 @pytest.mark.parametrize("tool", EXPORTERS)

@@ -1,0 +1,145 @@
+"""Adapters of experts against peft's `target_parameters`: numbers, files, merged weights; what is refused."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from cases import cases
+from double import double
+from golden import refuses
+from tiny_families import tiny_config, tiny_model
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from meshtune.errors import UserError
+from meshtune.experts.adapters import adapted_weights
+from meshtune.experts.register import use_products
+from meshtune.model.adapter import PREFIX, load_adapter, save_adapter
+from meshtune.model.lora import add_lora, initial_adapters, merge_lora
+from meshtune.model.trace import census_of
+
+# Mamba's layers of Nemotron-H, whose experts have no gate, are refused by peft. GPT-OSS has biases, and its
+# weights are transposed.
+TARGETS = {
+    "qwen3_moe": ["all-linear", "experts"], "gpt_oss": ["experts"], "nemotron_h": ["q_proj", "experts"],
+}  # fmt: skip
+LORA: dict[str, Any] = {"lora_rank": 3, "alpha": 8.0}
+IDS = torch.randint(3, 300, (2, 19), generator=torch.Generator().manual_seed(0))
+TOLERANCES = {torch.float32: 1e-5, torch.float64: 1e-9}
+
+
+def ours(base: PreTrainedModel) -> PreTrainedModel:
+    model = copy.deepcopy(base)
+    use_products(model, "cpu", base.dtype)
+    return model
+
+
+def theirs(base: PreTrainedModel, folder: Path, **options: Any) -> Any:
+    """What peft makes of an adapter folder, on transformers' own experts."""
+    plain = copy.deepcopy(base)
+    plain.set_experts_implementation("eager")
+    return peft.PeftModel.from_pretrained(plain, folder, autocast_adapter_dtype=False, **options).eval()
+
+
+def fill(model: torch.nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(std=0.1)
+
+
+def passed(model: Any) -> Tensor:
+    with double():
+        out = model(input_ids=IDS, labels=IDS, use_cache=False)
+        out.loss.backward()
+    return out.logits.detach()
+
+
+def logits(model: Any) -> Tensor:
+    with double(), torch.no_grad():
+        return model(input_ids=IDS, use_cache=False).logits
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("rslora", [False, True])
+@pytest.mark.parametrize("family", cases([*TARGETS], test=["gpt_oss"], ci=len(TARGETS)))
+def test_adapters_of_experts_are_pefts(family: str, rslora: bool, tmp_path: Path) -> None:
+    """Logits and gradients, the saved folder, which both read, and the merged weights, in fp32 and fp64."""
+    for dtype, near in TOLERANCES.items():
+        base = tiny_model(tiny_config(family)).to(dtype).eval()
+        model, folder = ours(base), tmp_path / str(dtype)
+        add_lora(model, **LORA, target_modules=TARGETS[family], use_rslora=rslora)
+        fill(model)
+        save_adapter(folder, model, None, base_name="base", use_rslora=rslora, **LORA)
+        reference = theirs(base, folder, is_trainable=True)
+        expected = passed(reference)
+        assert torch.allclose(passed(model), expected, rtol=near, atol=near)
+        gradients = {name: parameter.grad for name, parameter in reference.named_parameters()}
+        weights = adapted_weights(model).values()
+        assert len(weights) % 2 == 0 < len(weights)
+        for each in weights:
+            a, b = (matrix.grad for matrix in each.pair)
+            for which, grad in ("A", a.flatten(0, 1)), ("B", b.permute(1, 2, 0).flatten(1)):
+                wanted = gradients[f"{PREFIX}{each.in_peft}.lora_{which}.default.weight"]
+                assert wanted is not None and (grad - wanted).norm() <= near * wanted.norm()
+        again = ours(base)
+        load_adapter(again, folder)
+        assert torch.allclose(logits(again), expected, rtol=near, atol=near)
+        merge_lora(again)
+        merged = dict(reference.merge_and_unload().named_parameters())
+        for name, parameter in again.named_parameters():
+            torch.testing.assert_close(parameter, merged[name], rtol=near, atol=near)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_adapter_of_one_parameter_that_peft_saved_is_read(tmp_path: Path) -> None:
+    base = tiny_model(tiny_config("qwen3_moe")).eval()
+    named: dict[str, Any] = {"r": 4, "target_modules": ["q_proj"], "target_parameters": ["experts.down_proj"]}
+    adapted = peft.get_peft_model(copy.deepcopy(base), peft.LoraConfig(**named))
+    fill(adapted)
+    adapted.save_pretrained(tmp_path)
+    model = ours(base)
+    load_adapter(model, tmp_path)
+    torch.testing.assert_close(logits(model), logits(theirs(base, tmp_path)), rtol=1e-5, atol=1e-5)
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"target_parameters": ["mlp.gate.weight"]}))
+    with refuses(UserError):
+        load_adapter(ours(base), tmp_path)
+
+
+def test_initial_adapters_are_drawn_whole_and_change_nothing() -> None:
+    """In every layout the same values; those of A are as wide as peft's for one linear layer."""
+    base = tiny_model(tiny_config("qwen3_moe")).eval()
+    model = ours(base)
+    torch.manual_seed(1)
+    add_lora(model, **LORA, target_modules=TARGETS["qwen3_moe"])
+    torch.manual_seed(1)
+    values, parameters = initial_adapters(model), dict(model.named_parameters())
+    assert sum(name.endswith("_lora_A") for name in values) == len(adapted_weights(model))
+    assert all(torch.equal(values[name], parameters[name]) for name in values)
+    assert torch.equal(logits(model), logits(ours(base)))
+    for each in adapted_weights(model).values():
+        a, _ = each.pair
+        assert 0.9 < float(a.detach().abs().max()) * a.shape[-1] ** 0.5 <= 1
+
+
+def test_plans_count_adapters_of_experts() -> None:
+    model = tiny_model(tiny_config("qwen3_moe"))
+    chosen, before = model.config.num_experts_per_tok, census_of(model).matmul[0]
+    add_lora(model, **LORA, target_modules=["experts"])
+    census, trained = census_of(model), [p for p in model.parameters() if p.requires_grad]
+    assert census.unsupported is None and census.trainable == sum(p.numel() for p in trained)
+    work = 2 * chosen * sum(p.numel() // len(p) for p in trained)
+    assert census.matmul[0] - before == work
+
+
+def test_targets_and_settings_that_experts_do_not_have_are_refused() -> None:
+    """A model without any, and what peft refuses next to target_parameters."""
+    peft_refuses = {"dropout": 0.1, "use_dora": True}
+    for family, settings in ("qwen3", {}), ("llama4_text", {}), ("qwen3_moe", peft_refuses):
+        with refuses(UserError):
+            add_lora(tiny_model(tiny_config(family)), **LORA, target_modules=["experts"], **settings)
