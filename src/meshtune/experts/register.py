@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from meshtune.experts.dispatch import LOCAL, Dispatcher
-from meshtune.experts.products import MATMULS, compute, matmul_for
+from meshtune.experts.products import MATMULS, compute, matmul_for, stacked
 
 NAME = "meshtune"  # of the experts' function in a model's config
 
@@ -32,6 +32,12 @@ def experts_of(model: nn.Module) -> Iterator[nn.Module]:
     for module in model.modules():
         if hasattr(module, "is_transposed") and hasattr(module, "has_gate"):
             yield module
+
+
+def weights_of_experts(model: nn.Module) -> list[str]:
+    """Names of the parameters of a model that `experts_forward` multiplies rows with."""
+    names = {module: path for path, module in model.named_modules()}
+    return [f"{names[module]}.{name}" for module in experts_of(model) for name in stacked(module)]
 
 
 def use_products(model: nn.Module, kernels: str | None = None, dtype: torch.dtype | None = None) -> None:

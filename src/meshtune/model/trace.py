@@ -26,7 +26,7 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from meshtune.errors import UserError
-from meshtune.experts.register import use_products
+from meshtune.experts.register import use_products, weights_of_experts
 from meshtune.model.anatomy import Anatomy, anatomy, attention_heads, auto_class, ends, set_aside
 from meshtune.model.body import text_forward
 from meshtune.model.fused import STAND_IN, experts_without_values
@@ -376,6 +376,7 @@ def _parameters_by_block(traced: Traced, kinds: Mapping[str, str]) -> dict[str, 
     styles, fused, after_blocks = _tensor_styles(traced.model, traced.parts)
     blocks = traced.parts and traced.parts.blocks
     of_heads = head_parameters(traced.model) if styles else frozenset()
+    of_experts = weights_of_experts(traced.model)
     parameters: dict[str, list[Parameter]] = {}
 
     def add(module: str, leaf: str, kind: str, shape: Sequence[int], trainable: bool) -> None:
@@ -388,7 +389,7 @@ def _parameters_by_block(traced: Traced, kinds: Mapping[str, str]) -> dict[str, 
         cut = 0 if name in of_heads else style.dim if dim == style.dim else None
         whole = style.whole and leaf == "weight"
         linear = isinstance(traced.model.get_submodule(module), nn.Linear)
-        layer = linear and is_only_called(traced.model, module)
+        layer = f"{module}.{leaf}" in of_experts or (linear and is_only_called(traced.model, module))
         entry = Parameter(
             name, kind, tuple(shape), trainable, cut, heads, whole, fused=fused.get(path, ()),
             last=module in after_blocks, linear=layer or not block or len(shape) == 1 or kind == "adapter",

@@ -341,9 +341,15 @@ class Work:
         """Elements of an average block by the bytes that they take: those in 4 bits count less."""
         return sum(w.elements * w.held for w in self.block_weights)
 
-    def dequantised(self, tp: Number) -> Number:
-        """Elements of the largest matrix in 4 bits, on a tensor-parallel rank: one exists at a time."""
-        sizes = [gemm.rows * gemm.cols / (tp if gemm.cut else 1) for gemm in self.matrices if gemm.quantised]
+    def dequantised(self, layouts: Columns) -> Number:
+        """Elements of the largest matrix in 4 bits on a rank, or of its experts' matrices of one projection:
+        one exists at a time.
+        """
+        sizes = [
+            weight.rows * weight.cols / (layouts.ep if weight.of_experts else layouts.tp if weight.cut else 1)
+            for weight in self.block_weights
+            if weight.in_4_bits and weight.held != 1
+        ]
         return np.max(np.broadcast_arrays(0.0, *sizes), axis=0)
 
     @property
