@@ -35,9 +35,10 @@ def test_each_expert_has_the_codes_and_values_that_bitsandbytes_gives_its_matrix
     assert [part.shape for part in codes] == [torch.Size(size) for size in nf4.code_shapes(*stack.shape)]
     values = dequantised(codes, dtype)
     for number, matrix in enumerate(stack):
-        packed, state = theirs.quantize_4bit(matrix, blocksize=64, compress_statistics=True, quant_type="nf4")
+        options: Any = {"blocksize": 64, "compress_statistics": True, "quant_type": "nf4"}
+        packed, state = theirs.quantize_4bit(matrix, **options)
         assert torch.equal(codes.packed[number].view(-1, 1), packed)
-        numbers = torch.cat([state.offset[None], state.state2.absmax])
+        numbers = torch.cat([state.offset[None], state.state2.absmax])  # type: ignore[index, union-attr]
         assert torch.equal(codes.constants[number].view(torch.float32), numbers)
         state.absmax = codes.scales[number].flatten()  # its kernel for processors rounds a few otherwise
         assert torch.equal(values[number], theirs.dequantize_4bit(packed, state))
