@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from cases import cases
-from families import COMMON, RECURRENT
+from families import COMMON, RECURRENT, SPARSE
 from multimodal import MULTIMODAL
 from transformers import GraniteSWAConfig
 
@@ -110,6 +110,13 @@ def test_what_fits_more_on_less_holds_what_is_planned(
     layout: str, settings: tuple[str, ...], tmp_path: Path
 ) -> None:
     check(layout, None, 0.02, tmp_path, settings=settings, of_states=0.02)
+
+
+@pytest.mark.parametrize("layout", cases(["mb2-ga2", "zero3x2-mb2-ga2"], ci=1))
+def test_experts_in_4_bits_hold_what_is_planned(layout: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    SPARSE["qwen3_moe"](**FOUR, moe_intermediate_size=256, num_experts=8).to_json_file(file)
+    check(layout, file, 0.02, tmp_path, settings=QLORA, of_states=0.02)
 
 
 def check(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from cases import cases
-from families import FAMILIES
+from families import FAMILIES, SPARSE
 from layouts import Trained, check, make_folder, trained
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoModelForCausalLM
@@ -30,6 +30,15 @@ MODELS = {
     # biases, a tied embedding; more ranks of tp than key-value heads
     "qwen2": FAMILIES["qwen2"](vocab_size=301, **SIZES | {"hidden_size": 256}),
     "phi3": FAMILIES["phi3"](vocab_size=301, **SIZES),  # fused projections
+    "qwen3_moe": SPARSE["qwen3_moe"](vocab_size=301, **SIZES, moe_intermediate_size=64, head_dim=32),
+    # [experts, in, out] and biases; two experts, so that four ranks with ep2 cut inside of one
+    "gpt_oss": SPARSE["gpt_oss"](
+        vocab_size=301,
+        **SIZES,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        layer_types=4 * ["full_attention"],
+    ),
 }
 TABLE = {  # layout -> models and methods
     "dp2": ["llama, lora"],
@@ -51,6 +60,10 @@ TABLE = {  # layout -> models and methods
     "cp2-tp2-sp": ["phi3, dora"],
     "zero3x2-tp2-sp-full": ["phi3, lora", "qwen2, dora"],
     "zero3x2-tp2-sp-pp2-1f1b": ["llama, lora"],
+    "zero3x2-ep2-full": ["qwen3_moe, lora"],
+    "zero3x2-selective": ["qwen3_moe, dora"],
+    "tp2-sp-ep2-pp2-zbv": ["qwen3_moe, lora"],
+    "zero3x4-ep2": ["gpt_oss, lora"],
 }
 ROWS = [(recipe, layout) for layout, recipes in TABLE.items() for recipe in recipes]
 Run = Callable[..., Trained]

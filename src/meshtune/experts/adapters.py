@@ -9,13 +9,16 @@ the expert is the fastest index.
 """
 
 import math
+from collections.abc import Callable
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from meshtune.experts.products import entry
+from meshtune.experts.products import stacked
 from meshtune.experts.register import experts_of
+from meshtune.quantised import nf4
 
 TARGET = "experts"  # in lora.target_modules
 
@@ -32,30 +35,45 @@ class Stacked(NamedTuple):
         """A and B of its adapter."""
         return getattr(self.module, f"{self.name}_lora_A"), getattr(self.module, f"{self.name}_lora_B")
 
-    def weights(self) -> Tensor:
-        """The weights as [experts, out, in], a view."""
-        weights = getattr(self.module, self.name)
-        return weights.transpose(1, 2) if self.module.is_transposed else weights
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(Experts, out, in) of the weights, which may be in 4 bits."""
+        experts, rows, columns = getattr(self.module, self.name).shape
+        columns *= 2 if nf4.codes_of_experts(self.module, self.name) else 1
+        return (experts, columns, rows) if self.module.is_transposed else (experts, rows, columns)
 
     def adapt(self, rank: int, alpha: float, dtype: torch.dtype | None) -> None:
         """Add an adapter, in place. The arguments are those of `model.lora.adapt`."""
-        weights = self.weights()
+        weights, (experts, rows, columns) = getattr(self.module, self.name), self.shape
         dtype = dtype or (weights.dtype if weights.dtype.itemsize >= 4 else torch.float32)
-        experts, rows, columns = weights.shape
         for which, shape in (("A", (rank, columns)), ("B", (rows, rank))):
             value = torch.zeros(experts, *shape, dtype=dtype, device=weights.device)
             setattr(self.module, f"{self.name}_lora_{which}", nn.Parameter(value))
         draw(self.pair[0])
         self.module.lora_scale = alpha / rank
 
-    def merge(self) -> None:
-        """Add the adapter to the weights, in at least fp32, and remove it, in place."""
-        wide = torch.promote_types(self.pair[0].dtype, torch.float32)
-        for weight, a, b in zip(self.weights(), *self.pair, strict=True):
-            delta = b.to(wide) @ a.to(wide) * self.module.lora_scale
-            weight.copy_((weight.to(wide) + delta).to(weight.dtype))
-        delattr(self.module, f"{self.name}_lora_A")
-        delattr(self.module, f"{self.name}_lora_B")
+    def merge(self, rounded: Callable[[Tensor], Tensor]) -> None:
+        """Add the adapter, if there is one, to the weights, in at least fp32, and remove it, in place.
+
+        Weights in 4 bits are restored: each expert's become what `rounded` makes of them in fp32.
+        """
+        expert = count()
+
+        def merged(weight: Tensor) -> Tensor:
+            if not self.in_peft:
+                return weight
+            wide, number = torch.promote_types(self.pair[0].dtype, torch.float32), next(expert)
+            a, b = (factor[number].to(wide) for factor in self.pair)
+            delta = b @ a * self.module.lora_scale
+            return (weight.to(wide) + (delta.T if self.module.is_transposed else delta)).to(weight.dtype)
+
+        if nf4.codes_of_experts(self.module, self.name):
+            nf4.restore_experts(self.module, self.name, lambda weight: rounded(merged(weight)))
+        elif self.in_peft:
+            for weight in getattr(self.module, self.name):
+                weight.copy_(merged(weight))
+        for which in "AB" if self.in_peft else "":
+            delattr(self.module, f"{self.name}_lora_{which}")
 
 
 @torch.no_grad()
@@ -69,7 +87,7 @@ def stacked_weights(model: nn.Module) -> dict[str, Stacked]:
     found: dict[str, Stacked] = {}
     paths = {module: path for path, module in model.named_modules()}
     for module in experts_of(model):
-        names = [name for name in module._parameters if name in (entry(module), "down_proj")]
+        names = [name for name in module._parameters if name in stacked(module)]
         adapted = [name for name in names if hasattr(module, f"{name}_lora_A")]
         wrappers = {name: paths[module] + ".base_layer" * place for place, name in enumerate(adapted[::-1])}
         for name in names:

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshtune.quantised import nf4
+
 Matmul = Callable[[Tensor, Tensor, Tensor], Tensor]  # rows, weights [experts, in, out], counts -> rows
 
 ALIGNED = 16  # bytes, where each row must start that grouped_mm reads or writes
@@ -31,7 +33,7 @@ MATMULS: dict[str, Matmul] = {"grouped_mm": grouped, "loop": looped}
 
 def matmul_for(module: nn.Module, kernels: str, dtype: torch.dtype) -> str:
     """Choose the matmul of a module's experts, a key of MATMULS. kernels: "cpu", "cuda" or "meta"."""
-    parameters = [getattr(module, name) for name in (entry(module), "down_proj")]
+    parameters = [getattr(module, name) for name in stacked(module)]
     aligned = all(size * dtype.itemsize % ALIGNED == 0 for p in parameters for size in p.shape[1:])
     dtypes = [torch.bfloat16]
     if kernels == "cpu":
@@ -46,6 +48,11 @@ def entry(module: nn.Module) -> str:
     return "gate_up_proj" if module.has_gate else "up_proj"
 
 
+def stacked(module: nn.Module) -> tuple[str, str]:
+    """Names of the parameters that rows are multiplied with."""
+    return entry(module), "down_proj"
+
+
 def compute(module: Any, rows: Tensor, counts: Tensor, matmul: Matmul) -> Tensor:
     """Run a module's experts on rows [rows, hidden], counts[e] of them for expert e."""
     inner = project(module, entry(module), rows, counts, matmul)
@@ -56,8 +63,7 @@ def compute(module: Any, rows: Tensor, counts: Tensor, matmul: Matmul) -> Tensor
 
 def project(module: Any, name: str, rows: Tensor, counts: Tensor, matmul: Matmul) -> Tensor:
     """Multiply rows by the weights of their experts, the module's parameter `name`, and add their biases."""
-    weights = getattr(module, name)
-    out = matmul(rows.to(weights.dtype), weights if module.is_transposed else weights.transpose(1, 2), counts)
+    out = product(module, name, rows, counts, matmul)
     if module.has_bias:
         biases = getattr(module, f"{name}_bias")
         experts = torch.arange(len(counts), device=counts.device)
@@ -77,3 +83,11 @@ def low_rank(module: Any, name: str, rows: Tensor, counts: Tensor, matmul: Matmu
         a, b = F.pad(a, (0, 0, 0, short)), F.pad(b, (0, short))
     inner = matmul(rows, a.transpose(1, 2), counts) * module.lora_scale
     return matmul(inner, b.transpose(1, 2), counts)
+
+
+def product(module: Any, name: str, rows: Tensor, counts: Tensor, matmul: Matmul) -> Tensor:
+    """Multiply rows by the weights of their experts, which may be in 4 bits."""
+    if codes := nf4.codes_of_experts(module, name):
+        return nf4.multiply_experts(module, codes, rows, counts, matmul)
+    weights = getattr(module, name)
+    return matmul(rows.to(weights.dtype), weights if module.is_transposed else weights.mT, counts)

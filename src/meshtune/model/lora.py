@@ -116,6 +116,20 @@ def frozen_linears(model: PreTrainedModel) -> list[str]:
     ]  # fmt: skip
 
 
+def frozen_matrices(model: PreTrainedModel) -> list[str]:
+    """Return the names of the weights that method=qlora holds in 4 bits: of `frozen_linears`, and those of
+    the blocks' experts that are not trained and whose columns are divided likewise.
+    """
+    blocks = f"{anatomy(model).blocks}."
+    of_experts = {
+        name: model.get_parameter(name) for name in stacked_weights(model) if name.startswith(blocks)
+    }
+    return [f"{path}.weight" for path in frozen_linears(model)] + [
+        name for name, weight in of_experts.items()
+        if weight.shape[-1] % nf4.BLOCK == 0 and not weight.requires_grad
+    ]  # fmt: skip
+
+
 def fp8_linears(model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
     """Return the names of the blocks' linear layers that multiply in 8-bit floats: nothing but their own
     matmul reads their weight, and it is large enough.
@@ -483,8 +497,8 @@ def lora_layers(model: nn.Module) -> dict[str, _Lora]:
 def merge_lora(model: nn.Module, dtype: torch.dtype | None = None) -> float | None:
     """Add every adapter to the weights that it adapts, in at least fp32, and remove it, in place.
 
-    Layers in 4 bits get weights in the embedding's dtype. Returns the norm of what rounding theirs to `dtype`
-    (None: the embedding's) changes, over that of the weights; None without such layers.
+    Layers and experts in 4 bits get weights in the embedding's dtype. Returns the norm of what rounding
+    theirs to `dtype` (None: the embedding's) changes, over that of the weights; None without any.
     """
     kept = next(model.parameters()).dtype
     changed = norm = 0.0
@@ -495,6 +509,15 @@ def merge_lora(model: nn.Module, dtype: torch.dtype | None = None) -> float | No
                 f"The adapters can't be merged: {owner} and {name} share one weight, and each has an adapter "
                 "of its own. Use the adapters as they are, with PEFT."
             )
+
+    def rounded(weight: Tensor) -> Tensor:
+        nonlocal norm, changed
+        norm += float(weight.square().sum())
+        changed += float((weight.to(dtype or kept).to(weight.dtype) - weight).square().sum())
+        return weight.to(kept)
+
+    for weights in stacked_weights(model).values():
+        weights.merge(rounded)
     quantised = {name: module for name, module in model.named_modules() if isinstance(module, Nf4Linear)}
     for name, layer in (lora_layers(model) | quantised).items():
         module: Any = layer  # pyright does not see that it is a Linear or Conv1D too
@@ -511,10 +534,6 @@ def merge_lora(model: nn.Module, dtype: torch.dtype | None = None) -> float | No
             del module.lora_A, module.lora_B, module.lora_magnitude_vector
             del module.lora_scale, module.lora_dropout, module.lora_all_reduce
         if name in quantised:
-            norm += float(merged.square().sum())
-            changed += float((merged.to(dtype or kept).to(merged.dtype) - merged).square().sum())
-            module.weight.data = module.weight.data.to(kept)
+            module.weight.data = rounded(module.weight.data)
         module.__class__ = Conv1D if isinstance(layer, Conv1D) else nn.Linear
-    for weights in adapted_weights(model).values():
-        weights.merge()
     return math.sqrt(changed / norm) if norm else None

@@ -62,15 +62,22 @@ class Piece:
 
 @dataclass(frozen=True)
 class QuantisedPiece(Piece):
-    """This rank's part of a matrix that it holds in 4 bits."""
+    """This rank's part of a matrix that it holds in 4 bits, or of stacked ones."""
 
     codes: tuple[Piece, ...] = ()  # its parts of the Codes
     dtype: torch.dtype = torch.float32  # that the matrix has before it is quantised
 
     def copy_from(self, whole: Tensor) -> None:
-        codes = nf4.codes_of(whole, self.dtype, self.codes[0].tensor.device)
+        packed, first = self.codes[0].tensor, 0
+        if len(self.shape) == 3:  # other ranks' matrices are not quantised; this rank may have none
+            first = self.offsets[0]
+            whole = whole[first : first + len(packed)]
+            if not len(whole):
+                return
+        codes = nf4.codes_of(whole, self.dtype, packed.device)
         for part, values in zip(self.codes, codes, strict=True):
-            part.copy_from(values)
+            offsets = part.offsets[0] - first, *part.offsets[1:]
+            Piece((*values.shape,), offsets, part.tensor, part.rows).copy_from(values)
 
 
 class StoredTensors:
@@ -140,7 +147,7 @@ def whole_pieces(model: nn.Module) -> Iterator[tuple[str, Piece]]:
 
 
 def joined(named: Iterable[tuple[str, Piece]], dtype: torch.dtype) -> Iterator[tuple[str, Piece]]:
-    """Yield pieces by name, those of the codes of one matrix as one, under the matrix' name.
+    """Yield pieces by name, those of the codes of one matrix, or of one stack, as one under its name.
 
     A name may come twice: a rank of a V schedule has both copies of a tied embedding. dtype: that of the
     matrices before they are quantised.
@@ -150,7 +157,7 @@ def joined(named: Iterable[tuple[str, Piece]], dtype: torch.dtype) -> Iterator[t
     for name, part in pieces:
         codes = [found[name + suffix] for suffix in nf4.SUFFIXES if name + suffix in found]
         if len(codes) == len(nf4.SUFFIXES):
-            shape = part.shape[0], 2 * part.shape[1]
+            shape = (*part.shape[:-1], 2 * part.shape[-1])
             numbers = codes[-1].tensor.view(torch.float32)
             yield name, QuantisedPiece(shape, part.offsets, numbers, (), tuple(codes), dtype)
         elif not name.endswith(nf4.SUFFIXES[1:]):

@@ -378,6 +378,7 @@ def _parameters_by_block(traced: Traced, kinds: Mapping[str, str]) -> dict[str, 
     styles, fused, after_blocks = _tensor_styles(traced.model, traced.parts)
     blocks = traced.parts and traced.parts.blocks
     of_heads = head_parameters(traced.model) if styles else frozenset()
+    stacked = stacked_weights(traced.model)
     parameters: dict[str, list[Parameter]] = {}
 
     def add(module: str, leaf: str, kind: str, shape: Sequence[int], trainable: bool) -> None:
@@ -390,7 +391,7 @@ def _parameters_by_block(traced: Traced, kinds: Mapping[str, str]) -> dict[str, 
         cut = 0 if name in of_heads else style.dim if dim == style.dim else None
         whole = style.whole and leaf == "weight"
         linear = isinstance(traced.model.get_submodule(module), nn.Linear)
-        layer = linear and is_only_called(traced.model, module)
+        layer = f"{module}.{leaf}" in stacked or (linear and is_only_called(traced.model, module))
         entry = Parameter(
             name, kind, tuple(shape), trainable, cut, heads, whole, fused=fused.get(path, ()),
             last=module in after_blocks, linear=layer or not block or len(shape) == 1 or kind == "adapter",
@@ -403,10 +404,9 @@ def _parameters_by_block(traced: Traced, kinds: Mapping[str, str]) -> dict[str, 
         shapes[name] = parameter.shape
         kind = kinds.get(module, "norm" if parameter.ndim == 1 else "other")
         add(module, leaf, kind, parameter.shape, parameter.requires_grad)
-    stacked = stacked_weights(traced.model)
     for module, rank in traced.adapters.ranks.items():
         if module in stacked:
-            experts, rows, cols = stacked[module].weights().shape
+            experts, rows, cols = stacked[module].shape
             path, _, leaf = module.rpartition(".")
             for name, shape in (f"{leaf}_lora_A", (rank, cols)), (f"{leaf}_lora_B", (rows, rank)):
                 add(path, name, "adapter", (experts, *shape), f"{path}.{name}" not in traced.frozen)

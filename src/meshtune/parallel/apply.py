@@ -35,7 +35,7 @@ from meshtune import compat
 from meshtune.data.batch import MicroBatch, Noise
 from meshtune.layout import RECOMPUTATIONS, Layout
 from meshtune.model.anatomy import Anatomy, anatomy
-from meshtune.model.lora import fp8_linears, frozen_linears
+from meshtune.model.lora import fp8_linears, frozen_matrices
 from meshtune.model.pieces import Piece, materialise
 from meshtune.parallel import context, tensor, zero
 from meshtune.parallel.experts import split_experts
@@ -280,7 +280,7 @@ def cut(
     order. finish: computes the summed loss from the last hidden states. compute_dtype: of the passes, set
     here only under ZeRO, and of hidden states sent between stages. reduce_dtype: in which gradients are
     summed over data ranks; None: their own. compile: True to torch.compile each block separately. mlp_tile:
-    tokens that an MLP runs on at a time; None: all. quantise: True to hold frozen linear layers in 4 bits.
+    tokens that an MLP runs on at a time; None: all. quantise: True to hold frozen matrices in 4 bits.
     fp8_on: kind of device on which linear layers multiply in 8-bit floats, "cpu" or "cuda"; "": they do not.
     Raises UserError if tp can't split the model.
     """
@@ -298,7 +298,7 @@ def cut(
         splits |= apart
         if quantise:
             tp = world.tp.size, world.tp.index
-            shapes, splits = nf4.quantise_layers(model, frozen_linears(model), shapes, splits, tp)
+            shapes, splits = nf4.quantise_weights(model, frozen_matrices(model), shapes, splits, tp)
         if fp8_on:
             fp8.convert(model, fp8_linears(model, shapes), emulate=fp8_on == "cpu")
         if world.cp.size > 1:

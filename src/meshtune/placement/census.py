@@ -109,8 +109,8 @@ class Parameter:
     heads along that dimension, 0: none; with tp > heads each rank holds the whole tensor. whole: its output
     (cut 0) or its input's gradient (cut 1) is all-gathered over the tp ranks, unless tp divides each of
     `fused`, if there are any: heads, or features, of the projections that are fused there. last: it lies
-    after the blocks. linear: False for what has several dimensions in a block and is not the weight of a
-    linear layer, so that it is never held in 4 bits.
+    after the blocks. linear: False for what has several dimensions in a block and is neither the weight of
+    a linear layer nor of experts that run by our products, so that it is never held in 4 bits.
     """
 
     name: str  # inside its block, such as self_attn.q_proj.weight
@@ -147,8 +147,8 @@ class Parameter:
         """True if method=qlora holds it in 4 bits where it is a block's."""
         from meshtune.precision import SCALE_BLOCK  # here: chains of imports stay short
 
-        matrix = self.linear and is_matrix(self.name, self.shape)
-        return matrix and not self.trainable and self.shape[1] % SCALE_BLOCK == 0
+        matrix = self.linear and (is_matrix(self.name, self.shape) or len(self.shape) == 3)
+        return matrix and not self.trainable and self.shape[-1] % SCALE_BLOCK == 0
 
     @property
     def fp8(self) -> bool:

@@ -343,9 +343,22 @@ class Work:
         """Elements of an average block by the bytes that they take: those in 4 bits count less."""
         return sum(w.elements * w.held for w in self.block_weights)
 
-    def dequantised(self, tp: Number) -> Number:
-        """Elements of the largest matrix in 4 bits, on a tensor-parallel rank: one exists at a time."""
-        sizes = [gemm.rows * gemm.cols / (tp if gemm.cut else 1) for gemm in self.matrices if gemm.quantised]
+    def dequantised(self, layouts: Columns, tokens: Number, *, backward: bool) -> Number:
+        """Elements that the largest matrix in 4 bits on a rank, or its experts' of one projection, adds to a
+        block's passes: one exists at a time. tokens: of a micro-batch, after cp.
+
+        A forward is fullest when experts' rows, their outputs and these by token exist: the first product has
+        rows and its output, the second has no outputs by token. A backward starts with two such tensors, that
+        the second product still has, and the first has not.
+        """
+        rows = self.routed * self.hidden
+        outputs = sum(gemm.count * gemm.rows for gemm in self.matrices if np.any(gemm.experts))
+        absent = (2 * rows, 0.0) if backward else (np.maximum(3 * rows - outputs, 0.0), rows)
+        held = [weight for weight in self.block_weights if weight.in_4_bits and weight.held != 1]
+        sizes = [w.rows * w.cols / (layouts.tp if w.cut else 1) for w in held if not w.of_experts]
+        if stacks := [w.rows * w.cols / layouts.ep for w in held if w.of_experts]:
+            first, second = np.max(stacks, axis=0), np.min(stacks, axis=0)
+            sizes += [first - tokens / layouts.tp * absent[0], second - tokens / layouts.tp * absent[1]]
         return np.max(np.broadcast_arrays(0.0, *sizes), axis=0)
 
     @property

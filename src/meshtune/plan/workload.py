@@ -416,7 +416,8 @@ def wide_note(config: Config, census: Census) -> str | None:
     if not config.quantise or share < 0.01:
         return None
     return (
-        f"method=qlora holds linear layers in 4 bits whose columns are a multiple of {SCALE_BLOCK}. Of the "
+        "method=qlora holds linear layers and experts in 4 bits whose columns are a multiple of "
+        f"{SCALE_BLOCK}. Of the "
         f"blocks' frozen weights {share:.0%} stay in {config.quantise}: "
         f"{few(list(dict.fromkeys(p.name for p in whole)))}."
     )

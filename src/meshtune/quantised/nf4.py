@@ -9,8 +9,12 @@
 Codes and arithmetic are those of bitsandbytes, bit for bit. All three are frozen parameters of bytes and
 integers, so that ZeRO shards them as they are. A rank that has part of a matrix (tp) has all constants: they
 are those of the whole matrix. The matrix itself exists while it is multiplied, forward and backward.
+
+Experts [experts, rows, columns] are a matrix each, with constants of its own: [experts, 1 + …]. A rank may
+have some of them (ep); all that it has are dequantised for one product.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -24,6 +28,8 @@ from meshtune.placement.split import Split, piece, pieces
 from meshtune.precision import NF4_SCALES as SCALES
 from meshtune.precision import SCALE_BLOCK as BLOCK
 from meshtune.quantised.deferred import Deferred
+
+Matmul = Callable[..., Tensor]  # of experts, as in experts/products.py
 
 PART = 2**20  # elements
 SUFFIXES = ("", "_scales", "_constants")  # of the names of the three parameters, after the weight's
@@ -44,10 +50,11 @@ class Codes(NamedTuple):
     constants: Tensor  # int32: the bits of fp32, which no cast to a passes' dtype must round
 
 
-def code_shapes(rows: int, columns: int) -> tuple[tuple[int, ...], ...]:
-    """Shapes of a matrix' Codes."""
+def code_shapes(*shape: int) -> tuple[tuple[int, ...], ...]:
+    """Shapes of the Codes of a matrix, or of a stack of matrices."""
+    *stack, rows, columns = shape
     scales = rows * columns // BLOCK
-    return (rows, columns // 2), (rows, columns // BLOCK), (1 + -(-scales // SCALES),)
+    return (*stack, rows, columns // 2), (*stack, rows, columns // BLOCK), (*stack, 1 + -(-scales // SCALES))
 
 
 @cache
@@ -99,22 +106,27 @@ def quantise(weight: Tensor) -> Codes:
 
 
 def codes_of(weight: Tensor, dtype: torch.dtype, device: torch.device) -> Codes:
-    """Return a matrix in 4 bits on a device: as the files hold it, or quantised from `dtype`."""
+    """Return a matrix, or each of a stack, in 4 bits on a device: as the files hold it, or quantised from
+    `dtype`.
+    """
     if isinstance(weight, Deferred) and weight.codes:
         return Codes(*(part.to(device) for part in weight.codes()))
+    if weight.ndim == 3:
+        return Codes(*map(torch.stack, zip(*(codes_of(each, dtype, device) for each in weight), strict=True)))
     return quantise(weight.to(device, dtype))
 
 
 def dequantise(codes: Codes, places: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the matrix [rows, columns] of `codes`, or a rank's part of it.
+    """Return the matrix [rows, columns] of `codes`, a rank's part of it, or a stack of matrices.
 
     places: int32 [rows, columns / BLOCK], the place of each scale in the whole matrix, row by row.
     """
     packed, scales, constants = codes
     values, numbers = tables(packed.device), constants.view(torch.float32)
-    largest = values[:, 2][scales.int()] * numbers[1 + places // SCALES] + numbers[0]
-    pairs = values[:, :2][packed.int()].view(len(packed), -1, BLOCK)
-    return (pairs * largest[..., None]).to(dtype).view(len(packed), -1)
+    means = numbers[..., :1, None]
+    largest = values[:, 2][scales.int()] * numbers[..., 1 + places // SCALES] + means
+    pairs = values[:, :2][packed.int()].view(*scales.shape, BLOCK)
+    return (pairs * largest[..., None]).to(dtype).view(*packed.shape[:-1], -1)
 
 
 def whole(codes: Codes, dtype: torch.dtype) -> Tensor:
@@ -125,13 +137,13 @@ def whole(codes: Codes, dtype: torch.dtype) -> Tensor:
 
 def _in_parts(codes: Codes, places: Tensor, dtype: torch.dtype) -> Tensor:
     """`dequantise`, some rows after others, so that values in fp32 take little memory."""
-    rows, columns = len(places), places.shape[1] * BLOCK
-    whole = codes.packed.new_empty(rows, columns, dtype=dtype)
-    step = max(PART // columns, 1)
+    *stack, rows, half = codes.packed.shape
+    whole = codes.packed.new_empty(*stack, rows, 2 * half, dtype=dtype)
+    step = max(PART // max(math.prod(stack) * 2 * half, 1), 1)
     for start in range(0, rows, step):
         part = slice(start, start + step)
-        some = Codes(codes.packed[part], codes.scales[part], codes.constants)
-        whole[part] = dequantise(some, places[part], dtype)
+        some = Codes(codes.packed[..., part, :], codes.scales[..., part, :], codes.constants)
+        whole[..., part, :] = dequantise(some, places[part], dtype)
     return whole
 
 
@@ -147,19 +159,19 @@ def _fastest(device: str) -> Callable[[Codes, Tensor, torch.dtype], Tensor]:
 def dequantise_op(
     packed: Tensor, scales: Tensor, constants: Tensor, place: Sequence[int], like: Tensor
 ) -> Tensor:
-    """The matrix of Codes. place: the first block of each row on this rank, and how many blocks a whole row
-    has; then starts and ends of the rows on this rank. like: empty.
+    """The matrix of Codes, or the stack. place: the first block of each row on this rank, and how many blocks
+    a whole row has; then starts and ends of the rows on this rank. like: empty.
     """
     numbers = partial(torch.arange, dtype=torch.int32, device=packed.device)
     first, in_a_row, *ends = place
     rows = torch.cat([numbers(start, end) for start, end in zip(ends[::2], ends[1::2], strict=True)])
-    places = rows[:, None] * in_a_row + first + numbers(scales.shape[1])
+    places = rows[:, None] * in_a_row + first + numbers(scales.shape[-1])
     return _fastest(packed.device.type)(Codes(packed, scales, constants), places, like.dtype)
 
 
 @dequantise_op.register_fake
 def _(packed, scales, constants, place, like):
-    return packed.new_empty(packed.shape[0], 2 * packed.shape[1], dtype=like.dtype)
+    return packed.new_empty(*packed.shape[:-1], 2 * packed.shape[-1], dtype=like.dtype)
 
 
 class _Matmul(torch.autograd.Function):
@@ -206,46 +218,102 @@ class Nf4Linear(nn.Linear):
         del self.weight_scales, self.weight_constants
 
 
+class _ExpertsMatmul(torch.autograd.Function):
+    """Rows times their experts' matrices in 4 bits. It keeps the codes for its backward, and neither matrices
+    nor rows.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, counts: Tensor, matmul: Matmul, transposed: bool, *codes: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(counts, *codes)
+        ctx.matmul, ctx.transposed = matmul, transposed
+        stack = _dequantised_stack(Codes(*codes), rows)
+        return matmul(rows, stack if transposed else stack.mT, counts)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        counts, *codes = ctx.saved_tensors
+        stack = _dequantised_stack(Codes(*codes), gradient)
+        rows = ctx.matmul(gradient.contiguous(), stack.mT if ctx.transposed else stack, counts)
+        return rows, *[None] * 6
+
+
+def _dequantised_stack(codes: Codes, like: Tensor) -> Tensor:
+    """The experts' matrices, in the dtype of `like`."""
+    rows, in_a_row = codes.scales.shape[1:]
+    return dequantise_op(*codes, (0, in_a_row, 0, rows), like[:0])
+
+
+def codes_of_experts(module: nn.Module, name: str) -> Codes | None:
+    """The codes that experts have for their parameter `name`; None if they have the weights."""
+    if not hasattr(module, f"{name}_scales"):
+        return None
+    return Codes(*(getattr(module, name + suffix) for suffix in SUFFIXES))
+
+
+def restore_experts(module: nn.Module, name: str, change: Callable[[Tensor], Tensor]) -> None:
+    """Hold the parameter `name` of experts as weights again, in place: those that `change` makes of each
+    expert's matrix in fp32. Nothing for weights.
+    """
+    if codes := codes_of_experts(module, name):
+        matrices = [change(whole(Codes(*each), torch.float32)) for each in zip(*codes, strict=True)]
+        setattr(module, name, nn.Parameter(torch.stack(matrices), requires_grad=False))
+        for suffix in SUFFIXES[1:]:
+            delattr(module, name + suffix)
+
+
+def multiply_experts(module: Any, codes: Codes, rows: Tensor, counts: Tensor, matmul: Matmul) -> Tensor:
+    """Multiply rows by their experts' matrices in 4 bits; arguments as of experts/products.py."""
+    rows = rows.to(module.dequantised_dtype)
+    return _ExpertsMatmul.apply(rows, counts, matmul, module.is_transposed, *codes)  # type: ignore[return-value]
+
+
 @cache
 def _quantised_class(kind: Any) -> Any:
     return Nf4Linear if kind is nn.Linear else type(kind.__name__, (kind, Nf4Linear), {})
 
 
-def quantise_layers(
+def quantise_weights(
     model: nn.Module,
     names: Iterable[str],
     shapes: Mapping[str, tuple[int, ...]],
     splits: Mapping[str, Split],
     tp: tuple[int, int] = (1, 0),
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, Split]]:
-    """Make linear layers of a model on meta, cut for one tp rank, hold their weights in 4 bits, in place.
+    """Make a model on meta, cut for one tp and ep rank, hold weights in 4 bits, in place.
 
-    names: of the layers, whose columns are a multiple of BLOCK. shapes, splits: of the whole model's
-    parameters, by name. tp: (ranks, the index of this one). Returns shapes and splits with
-    those of the codes.
+    names: of the weights of linear layers, and of stacked ones of experts, whose columns are a multiple of
+    BLOCK. shapes, splits: of the whole model's parameters, by name. tp: (ranks, the index of this one).
+    Returns shapes and splits with those of the codes.
     """
     shapes, splits = dict(shapes), dict(splits)
     ranks, index = tp
-    for path in names:
-        name = f"{path}.weight"
-        (rows, columns), split = shapes[name], splits.get(name, Split())
+    for name in names:
+        path, _, leaf = name.rpartition(".")
+        (*stack, rows, columns), split = shapes[name], splits.get(name, Split())
         first = 0
         if split.dim == 1:
             assert columns % (BLOCK * ranks) == 0, f"{name} is cut inside a block, see placement/rules.py"
             first = piece(columns, ranks, index)[0] // BLOCK
         runs = pieces(split.parts or (rows,), ranks, index) if split.dim == 0 else (range(rows),)
-        layer: Any = model.get_submodule(path)
-        local_rows, local_columns = layer.weight.shape
+        module: Any = model.get_submodule(path)
+        local = getattr(module, leaf)
         kinds = torch.uint8, torch.uint8, torch.int32
-        *own, _ = code_shapes(local_rows, local_columns)
-        *whole, constants = code_shapes(rows, columns)
-        of_codes = split, split, Split()
-        for suffix, size, kind in zip(SUFFIXES, (*own, constants), kinds, strict=True):
+        *whole, constants = code_shapes(*shapes[name])
+        *own, _ = code_shapes(*local.shape)
+        own.append((*local.shape[:-2], constants[-1]))
+        of_codes = split, split, split if stack else Split()
+        for suffix, size, kind in zip(SUFFIXES, own, kinds, strict=True):
             empty = torch.empty(size, dtype=kind, device="meta")
-            layer.register_parameter(f"weight{suffix}", nn.Parameter(empty, requires_grad=False))
+            module.register_parameter(leaf + suffix, nn.Parameter(empty, requires_grad=False))
         for suffix, size, how in zip(SUFFIXES, (*whole, constants), of_codes, strict=True):
             shapes[name + suffix], splits[name + suffix] = size, how
+        if stack:
+            module.dequantised_dtype = local.dtype
+            continue
         ends = tuple(end for run in runs for end in (run.start, run.stop))
-        layer.weight_place = (first, columns // BLOCK, *ends)
-        layer.__class__ = _quantised_class(type(layer))
+        module.weight_place = (first, columns // BLOCK, *ends)
+        module.__class__ = _quantised_class(type(module))
     return shapes, splits

@@ -31,7 +31,7 @@ from meshtune.model.files import refuse_coarse, resolve
 from meshtune.model.load import drawn, freeze, grow_embeddings, mapped, skeleton, train_tables
 from meshtune.model.lora import (
     add_lora,
-    frozen_linears,
+    frozen_matrices,
     initial_adapters,
     initial_magnitude,
     lora_layers,
@@ -91,7 +91,7 @@ class ModelSpec:
     precision: str = "bf16"  # a row of precision.PRECISIONS
     reduce_dtype: str = "fp32"  # gradients of several micro-batches or ranks are summed in it
     lora: LoraSpec | None = None  # None: all parameters are trained
-    quantise: str = ""  # dtype, by torch's name, of frozen linear layers before 4 bits; "": they stay
+    quantise: str = ""  # dtype, by torch's name, of frozen matrices before 4 bits; "": they stay
     freeze: tuple[str, ...] = ()  # globs of parameter names
     embeddings: int = 0  # rows that the embedding must have at least: the tokenizer's tokens
     label_smoothing: float = 0.0  # of the training loss; evaluation has none
@@ -309,7 +309,7 @@ def single_model(
             for path in modules_named(model, modules_to_save):
                 model.get_submodule(path).requires_grad_(True)
         shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-        nf4.quantise_layers(model, frozen_linears(model), shapes, {})
+        nf4.quantise_weights(model, frozen_matrices(model), shapes, {})
     materialise(model, device)
     fill_values(spec, whole_pieces(model), [model], adapters, export=True)
     return model

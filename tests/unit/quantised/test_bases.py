@@ -196,6 +196,9 @@ def test_experts_are_stacked_as_they_are_read(tmp_path: Path) -> None:
     assert all(isinstance(found[name], Deferred) for name in experts)
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor), name
+    values, of_plain = adapted(quantised, "bfloat16"), adapted(plain, "bfloat16")
+    assert values["model.layers.0.mlp.experts.gate_up_proj"].dtype == torch.uint8
+    torch.testing.assert_close(values, of_plain, rtol=0, atol=0)
 
 
 def test_only_8_bits_are_trained_whole(tmp_path: Path) -> None:

@@ -208,9 +208,9 @@ def gathered_weights(step: Step) -> Iterator[Tensor]:
     yield Tensor("a block's weights", GATHERED, FORWARD, FORWARD, step.gathered_block)
     yield Tensor("a block's weights", GATHERED, HEAD, HEAD_REDUCE, ends_apart * step.gathered_block)
     yield Tensor("a block's weights", GATHERED, LAST, FIRST, step.gathered_block)
-    name, matrix = "a matrix out of 4 bits", step.work.dequantised(step.layouts.tp) * step.accounting.element
-    yield Tensor(name, ACTIVATIONS, FORWARD, FORWARD, matrix)
-    yield Tensor(name, ACTIVATIONS, LAST, FIRST, matrix)
+    for backward, born, dies in ((False, FORWARD, FORWARD), (True, LAST, FIRST)):
+        matrix = step.work.dequantised(step.layouts, step.tokens, backward=backward)
+        yield Tensor("a matrix out of 4 bits", ACTIVATIONS, born, dies, matrix * step.accounting.element)
 
 
 def behind(name: str, category: str, step: Step, of_block: Number) -> Iterator[Tensor]:

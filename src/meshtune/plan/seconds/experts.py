@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from meshtune.precision import NF4_BYTES
 from meshtune.units import Number
 
 if TYPE_CHECKING:
@@ -51,9 +52,12 @@ def grouped_passes(
         return (computing**4 + (traffic / (machine.bandwidth * machine.memory)) ** 4) ** 0.25
 
     weights = machine.element * groups * size
+    # read in 4 bits, and written for the kernel to read
+    written = groups * size * (NF4_BYTES + machine.element) / (machine.bandwidth * machine.memory)
+    written = written * gemm.quantised
     return (
-        seconds(2 * filled * size, gemm.cols, weights),
-        gemm.input_gradient * seconds(2 * filled * size, gemm.rows, weights),
+        seconds(2 * filled * size, gemm.cols, weights) + written,
+        gemm.input_gradient * (seconds(2 * filled * size, gemm.rows, weights) + written),
         gemm.trainable * seconds(2 * rows * size, of_expert, weights),
     )
 
