@@ -22,6 +22,7 @@ from meshtune.api.settings import Settings, config_of
 from meshtune.config import Config
 from meshtune.data.tokens import id_bound
 from meshtune.dryrun.ranks import distinct_ranks, pipeline_copies, ranks_to_trace, trace_ranks
+from meshtune.dryrun.routing import BALANCED, FULLEST, Routing, routing_for
 from meshtune.dryrun.simulation import Simulation
 from meshtune.dryrun.world import Job, trace_rank
 from meshtune.errors import UserError
@@ -40,7 +41,7 @@ from meshtune.plan.cluster import Cluster, cluster_for, other_units
 from meshtune.plan.explanation import explain
 from meshtune.plan.phrases import predicted_with, unmeasured
 from meshtune.plan.search import explained
-from meshtune.plan.workload import Uncounted, Workload, lighter_workloads, workload_of
+from meshtune.plan.workload import Uncounted, Workload, balance_note, lighter_workloads, workload_of
 from meshtune.precision import PRECISIONS
 from meshtune.train.inputs import Inputs, loader_of
 from meshtune.units import counted, on_screen
@@ -63,6 +64,7 @@ def dryrun(
     layout: Layout | str | None = None,
     ranks: Sequence[int] = (),
     documents: Sequence[int] = (),
+    routing: str = BALANCED.kind,
     log: Log | None = None,
 ) -> Simulation:
     """Run two training steps of a layout on fake tensors, for each kind of rank in a process of its own.
@@ -70,14 +72,16 @@ def dryrun(
     config: a Config, a mapping of its sections, or a YAML file. overrides: section.key=value each. layout:
     instead of the config's; without either, the planner's choice. ranks: traced besides the first, a middle
     and the last pipeline rank. documents: lengths of those in each sequence; (): as
-    data.mean_document_tokens says, else one. log: as of `plan`. `Simulation.traces` has every
-    operation, storage and collective of both steps. Raises UserError for bad settings and layouts,
+    data.mean_document_tokens says, else one. routing: of tokens to experts that several ranks split:
+    balanced, worst, or measured in the run of the config's output. log: as of `plan`. `Simulation.traces`
+    has every operation, storage and collective of both steps. Raises UserError for bad settings and layouts,
     NothingFits if the planner finds no layout that fits, RankFailed if a trace fails.
     """
     layouts = [] if layout is None else [str(layout)]
     (simulation,) = simulations(
-        config_of(config, overrides), layouts, ranks=ranks, documents=documents, log=log or on_screen
-    )
+        config_of(config, overrides), layouts, ranks=ranks, documents=documents, routing=routing,
+        log=log or on_screen,
+    )  # fmt: skip
     return simulation
 
 
@@ -87,6 +91,7 @@ def simulations(
     *,
     ranks: Sequence[int] = (),
     documents: Sequence[int] = (),
+    routing: str = BALANCED.kind,
     log: Log = silent,
 ) -> list[Simulation]:
     """Dry-run each of `layouts`, in their order; none: the config's, else the planner's choice.
@@ -102,7 +107,8 @@ def simulations(
                 if refused := subject.refusals(layout):
                     raise UserError(refused)
                 subject.ranks(layout, ranks)
-                checked.append((layout, cluster_for(config).of_size(layout.world)))
+                spread = subject.routing(layout, routing)
+                checked.append((layout, cluster_for(config).of_size(layout.world), spread))
             except UserError as error:
                 problems += [f"{text}: {problem}" for problem in error.problems]
                 if len(layouts) < 2:  # NothingFits has another exit code
@@ -111,13 +117,13 @@ def simulations(
             raise UserError(problems)
         return [
             subject.simulate(
-                subject.job(layout, documents),
+                replace(subject.job(layout, documents), routing=spread),
                 cluster,
                 log,
                 ranks=ranks,
                 notes=notes_on_layout(config, layout),
             )
-            for layout, cluster in checked
+            for layout, cluster, spread in checked
         ]
 
 
@@ -170,6 +176,11 @@ class Subject:
             quantised=bool(self.config.quantise),
             fp8=PRECISIONS[self.config.train.precision].fp8,
         )
+
+    def routing(self, layout: Layout, kind: str) -> Routing:
+        """The routing `kind` of tokens to experts. Raises UserError as `routing_for`."""
+        model, experts = self.config.model.name, self.numbers.traits.experts
+        return routing_for(kind, layout, experts=experts, model=model, output=self.config.output)
 
     def compiles(self, layout: Layout, device: str, *, simulated: bool) -> bool:
         """Whether blocks are compiled under a layout. device, simulated: as in `compiles_blocks`."""
@@ -237,6 +248,8 @@ class Subject:
         layout, on_gpu = job.layout, job.spec.kernels == "cuda"
         job = replace(job, spec=replace(job.spec, memory=cluster.memory * on_gpu))
         stands_for, borrowed = self.ranks(layout, ranks), cluster.timed and unmeasured(cluster)
+        if layout.pp == 1 and job.routing.kind != BALANCED.kind:
+            stands_for[0] = FULLEST
         names = ", ".join(f"{rank:,}" for rank in stands_for)
         log(f"tracing two steps of {layout}: rank{'s' * (len(stands_for) > 1)} {names} of {layout.world:,} …")
         traces = trace_ranks(partial(trace_rank, job), [*stands_for], layout.world, tell=log)
@@ -256,9 +269,11 @@ class Subject:
             workload=workload,
             predicted=choice,
             expandable=allocator.expands(os.environ),
+            routing=job.routing.kind,
             notes=(
                 *self.notes,
                 *([COMPILED] if job.spec.compile else []),
+                *routing_notes(self.config, self.numbers, job.routing),
                 *([borrowed] if self.workload and borrowed else []),
                 *([f"{predicted_with(job.label_share)}."] if workload else []),
                 *(() if cluster.gpu.processor else allocator.conflicts(os.environ)),
@@ -271,6 +286,17 @@ class Subject:
         instead = out_of_memory(choice, workload, self.lighter) if choice and workload else [LESS_MEMORY]
         instead = [LARGE_REFERENCE] if simulation.reference_is_largest else instead
         return replace(simulation, instead=tuple(instead))
+
+
+def routing_notes(config: Config, numbers: ModelNumbers, routing: Routing) -> Iterator[str]:
+    """Sentences on how tokens are spread over experts."""
+    if routing.note:
+        yield routing.note
+    if config.experts.imbalance != 1 and not balance_note(config, numbers):
+        yield (
+            f"experts.imbalance={config.experts.imbalance:g} has no effect on what is simulated, only on the "
+            "planner's figures: --routing spreads the tokens of a dry run."
+        )
 
 
 @contextmanager

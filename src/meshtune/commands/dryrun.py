@@ -51,6 +51,13 @@ def dryrun(
         str | None,
         typer.Option(metavar="TOKENS,…", help="lengths of the packed documents in each sequence"),
     ] = None,
+    routing: Annotated[
+        str,
+        typer.Option(
+            metavar="balanced|worst|measured",
+            help="how tokens are spread over ranks with experts; measured: as in the run of output",
+        ),
+    ] = "balanced",
     top: Annotated[int, typer.Option(min=0, help="largest tensors at the peak to show")] = TOP,
     plot: Annotated[
         Path | None,
@@ -81,6 +88,7 @@ def dryrun(
         layout_words("--layout", layout),
         ranks=rank or [],
         documents=lengths,
+        routing=routing,
         log=log,
     )
     answers = []

@@ -27,6 +27,7 @@ def facts_of(simulation: Simulation, top: int = 0) -> dict[str, Any]:
         "cluster": cluster_facts(simulation.cluster),
         "kernels": simulation.kernels,
         "documents": list(simulation.documents),
+        "routing": simulation.routing,
         "fits": simulation.fits,
         "need_bytes": simulation.need,
         "outside_bytes": simulation.outside,
