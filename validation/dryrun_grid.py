@@ -33,7 +33,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 ROOT = Path(__file__).parents[1]
@@ -121,8 +121,9 @@ def choose_experts(model: RankModel, job: Job) -> None:
     for module in model.parallel.modules.modules():
         bias = getattr(module, "e_score_correction_bias", None)
         if isinstance(bias, torch.Tensor):
-            step = 1 if job.routing.kind == "worst" else len(bias) // module.top_k
-            bias[: step * module.top_k : step] = 9
+            chosen: Any = module.top_k
+            step = 1 if job.routing.kind == "worst" else len(bias) // chosen
+            bias[: step * chosen : step] = 9
 
 
 def traces(job: Job) -> list[RankTrace]:

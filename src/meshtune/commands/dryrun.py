@@ -25,6 +25,13 @@ if TYPE_CHECKING:
     from meshtune.dryrun.simulation import Simulation
 
 TOP = 10  # tensors shown without --top
+Routed = Annotated[
+    str,
+    typer.Option(
+        metavar="balanced|worst|measured",
+        help="how tokens reach ranks with experts; measured: as in the run of output",
+    ),
+]
 
 
 def dryrun(
@@ -51,13 +58,7 @@ def dryrun(
         str | None,
         typer.Option(metavar="TOKENS,…", help="lengths of the packed documents in each sequence"),
     ] = None,
-    routing: Annotated[
-        str,
-        typer.Option(
-            metavar="balanced|worst|measured",
-            help="how tokens are spread over ranks with experts; measured: as in the run of output",
-        ),
-    ] = "balanced",
+    routing: Routed = "balanced",
     top: Annotated[int, typer.Option(min=0, help="largest tensors at the peak to show")] = TOP,
     plot: Annotated[
         Path | None,

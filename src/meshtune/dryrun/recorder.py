@@ -129,6 +129,7 @@ SOURCE = __file__.removesuffix("meshtune/dryrun/recorder.py")  # folder that thi
 STAND_INS = (
     "dryrun/recorder.py",
     "dryrun/substitutes.py",
+    "experts/choices.py",
     "model/fused.py",
 )  # files between torch and the step
 MASTER = "master"  # name of the optimizer's own copy of a parameter

@@ -1,5 +1,6 @@
 """The dry run of ranks against the same steps on real CPU ranks: bytes by category, and collectives."""
 
+import math
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -114,6 +115,17 @@ def test_experts_on_several_ranks_exchange_rows_by_the_formula(recompute: str, e
     }
     reads = trace.steps[1].host_reads
     assert sum(number for line, number in reads.items() if "/experts/" in line) == passes
+
+
+@pytest.mark.all
+def test_ranks_with_experts_own_each_element_once() -> None:
+    owned = Counter[str]()
+    for trace in traces(Case(layout="zero3x4-ep2-mb1-ga1", model="deepseek").job()):
+        for each in trace.steps[1].storages:
+            if each.category == WEIGHTS and each.name and not each.state:
+                owned[each.name] += math.prod(each.shape)
+    whole = on_meta(MODELS["deepseek"]).named_parameters()
+    assert owned == {name: parameter.numel() for name, parameter in whole}
 
 
 def test_neither_training_nor_parallelism_knows_that_it_is_simulated() -> None:
