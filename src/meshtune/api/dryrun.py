@@ -41,7 +41,7 @@ from meshtune.plan.cluster import Cluster, cluster_for, other_units
 from meshtune.plan.explanation import explain
 from meshtune.plan.phrases import predicted_with, unmeasured
 from meshtune.plan.search import explained
-from meshtune.plan.workload import Uncounted, Workload, balance_note, lighter_workloads, workload_of
+from meshtune.plan.workload import Uncounted, Workload, lighter_workloads, workload_of
 from meshtune.precision import PRECISIONS
 from meshtune.train.inputs import Inputs, loader_of
 from meshtune.units import counted, on_screen
@@ -273,7 +273,7 @@ class Subject:
             notes=(
                 *self.notes,
                 *([COMPILED] if job.spec.compile else []),
-                *routing_notes(self.config, self.numbers, job.routing),
+                *([job.routing.note] if job.routing.note else []),
                 *([borrowed] if self.workload and borrowed else []),
                 *([f"{predicted_with(job.label_share)}."] if workload else []),
                 *(() if cluster.gpu.processor else allocator.conflicts(os.environ)),
@@ -286,17 +286,6 @@ class Subject:
         instead = out_of_memory(choice, workload, self.lighter) if choice and workload else [LESS_MEMORY]
         instead = [LARGE_REFERENCE] if simulation.reference_is_largest else instead
         return replace(simulation, instead=tuple(instead))
-
-
-def routing_notes(config: Config, numbers: ModelNumbers, routing: Routing) -> Iterator[str]:
-    """Sentences on how tokens are spread over experts."""
-    if routing.note:
-        yield routing.note
-    if config.experts.imbalance != 1 and not balance_note(config, numbers):
-        yield (
-            f"experts.imbalance={config.experts.imbalance:g} has no effect on what is simulated, only on the "
-            "planner's figures: --routing spreads the tokens of a dry run."
-        )
 
 
 @contextmanager
@@ -359,7 +348,10 @@ def documents_of(config: Config, given: Sequence[int]) -> tuple[int, ...]:
 
 
 def notes_on_layout(config: Config, layout: Layout) -> Iterator[str]:
-    """Sentences on numbers of the layout that the settings have otherwise."""
+    """Sentences on numbers that the settings have otherwise than what is simulated."""
+    if config.experts.imbalance != 1:
+        imbalance = f"experts.imbalance={config.experts.imbalance:g}"
+        yield f"{imbalance} counts in plans only; --routing spreads the tokens of a dry run over experts."
     if (gpus := config.cluster_config.gpus) not in (None, layout.world):
         yield (
             f"{layout} has {counted(layout.world, 'rank')}, but cluster.gpus is {gpus}; the layout's "
