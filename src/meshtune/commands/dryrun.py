@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from meshtune.dryrun.simulation import Simulation
 
 TOP = 10  # tensors shown without --top
+Documents = Annotated[
+    str | None, typer.Option(metavar="TOKENS,…", help="lengths of the packed documents in each sequence")
+]
 Routed = Annotated[
     str,
     typer.Option(
@@ -54,10 +57,7 @@ def dryrun(
     rank: Annotated[
         list[int] | None, typer.Option(metavar="RANK", help="trace this rank too, besides one of each kind")
     ] = None,
-    documents: Annotated[
-        str | None,
-        typer.Option(metavar="TOKENS,…", help="lengths of the packed documents in each sequence"),
-    ] = None,
+    documents: Documents = None,
     routing: Routed = "balanced",
     top: Annotated[int, typer.Option(min=0, help="largest tensors at the peak to show")] = TOP,
     plot: Annotated[
