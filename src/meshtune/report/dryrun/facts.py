@@ -76,7 +76,7 @@ def rank_facts(simulation: Simulation, trace: RankTrace, top: int) -> dict[str, 
         **({"reference": step_facts(trace.reference)} if trace.reference else {}),
         "steps": [step_facts(first), step_facts(second)],
         "allocator": allocator_facts(simulation, trace),
-        "predicted": simulation.predicted_memory(trace),
+        "predicted": simulation.predicted_memory(trace, nearest=trace is simulation.fullest),
         "largest": largest(trace, simulation.layout)[:top],
     }
 
