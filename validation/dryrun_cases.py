@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import (
+    DeepseekV3Config,
     Gemma2Config,
     GPT2Config,
     GPTNeoXConfig,
@@ -14,6 +15,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from meshtune.dryrun.routing import BALANCED, Routing
 from meshtune.dryrun.world import Job
 from meshtune.layout import Layout
 from meshtune.train.model import LoraSpec, ModelSpec, OptimizerSpec
@@ -38,6 +40,11 @@ MODELS: dict[str, PretrainedConfig] = {
     "neox": GPTNeoXConfig(vocab_size=512, hidden_size=64, intermediate_size=176, num_hidden_layers=4,
                           num_attention_heads=8, max_position_embeddings=SEQ_LEN, bos_token_id=1,
                           eos_token_id=2),
+    "deepseek": DeepseekV3Config(
+        **SIZES | {"num_key_value_heads": 8}, n_routed_experts=4, num_experts_per_tok=2,
+        moe_intermediate_size=32, first_k_dense_replace=1, n_group=1, topk_group=1, q_lora_rank=16,
+        kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16,
+    ),
 }  # fmt: skip
 
 
@@ -53,6 +60,7 @@ class Case:
     updates: Mapping[str, bool] = field(default_factory=dict)  # of OptimizerSpec
     options: Mapping[str, Any] = field(default_factory=dict)  # of ModelSpec
     reference: str = ""  # of MODELS; "": the model itself, if an option has one
+    routing: str = BALANCED.kind
 
     @property
     def name(self) -> str:
@@ -65,7 +73,7 @@ class Case:
             spec=spec, optimizer=OptimizerSpec(name=self.optimizer, **self.updates),
             layout=Layout.parse(self.layout), seq_len=SEQ_LEN, documents=self.documents,
             every_micro_batch=True, max_grad_norm=1e-6,  # which clips, as numbers of a dry run do
-            reference=MODELS.get(self.reference),
+            reference=MODELS.get(self.reference), routing=Routing(self.routing),
         )  # fmt: skip
 
 
@@ -88,6 +96,8 @@ TECHNIQUES = (
 LORA = LoraSpec(r=4, target_modules=("q_proj", "v_proj"))
 FROZEN = {"freeze": ("model.embed_tokens.*", "model.layers.[0-1].*")}
 KTO = {"preference": PreferenceSpec("kto")}
+SPREAD = {"note": "DeepSeek-V3, tokens spread evenly", "model": "deepseek"}
+CROWDED = {"note": "DeepSeek-V3, one rank with all tokens", "model": "deepseek", "routing": "worst"}
 GRID = (
     *(Case(layout=layout) for layout in TECHNIQUES),
     Case(layout="mb2-ga2", note="fp32", options={"precision": "fp32"}),
@@ -153,4 +163,7 @@ GRID = (
     Case(layout="zero3x2-mb1-ga2-full", note="GPT-2", model="gpt2"),
     Case(layout="zero2x2-mb2-ga2", note="GPT-NeoX", model="neox"),
     Case(layout="tp2-sp-mb2-ga1", note="GPT-NeoX", model="neox"),
+    *(Case(layout=layout, **spread) for layout in ("dp2-ep2-mb2-ga2", "zero3x2-ep2-mb2-ga2-full",
+                                                   "zero3x2-ep2-mb2-ga1-selective")
+      for spread in (SPREAD, CROWDED)),
 )  # fmt: skip

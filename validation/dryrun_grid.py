@@ -33,7 +33,8 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "tests"), str(Path(__file__).parent)]
@@ -63,7 +64,7 @@ from meshtune.meter.trace import (  # noqa: E402
 )
 from meshtune.parallel.mesh import join  # noqa: E402
 from meshtune.rundir import write_text_atomically  # noqa: E402
-from meshtune.train.model import rank_model  # noqa: E402
+from meshtune.train.model import RankModel, rank_model  # noqa: E402
 from meshtune.units import counted  # noqa: E402
 
 REPEATS = 2  # of a real step that differs
@@ -103,7 +104,9 @@ def real_steps(job: Job) -> list[Step]:
     batch, steps = batch_of(job, world), [StepTrace(1), StepTrace(2)]
     if job.reference:
         before = [record_reference(untrained_model(job, world, nullcontext()), batch.micro_batches)]
-    model = rank_model(job.spec, world, optimizer=job.optimizer, tokens_per_sequence=job.seq_len)
+    with patch("meshtune.train.model.balance_of", return_value=None):  # a dry run measures no loads
+        model = rank_model(job.spec, world, optimizer=job.optimizer, tokens_per_sequence=job.seq_len)
+    choose_experts(model, job)
     if (wanted := job.spec.preference) and wanted.row.reference:
         before = before or [record_reference(model, batch.micro_batches)]
     record(
@@ -111,6 +114,16 @@ def real_steps(job: Job) -> list[Step]:
         units=batch.units, max_grad_norm=job.max_grad_norm, mismatched=batch.mismatched,
     )  # fmt: skip
     return summary([*before, *steps])
+
+
+def choose_experts(model: RankModel, job: Job) -> None:
+    """Let each router with a bias choose for all tokens the first experts, or as many of each rank."""
+    for module in model.parallel.modules.modules():
+        bias = getattr(module, "e_score_correction_bias", None)
+        if isinstance(bias, torch.Tensor):
+            chosen: Any = module.top_k
+            step = 1 if job.routing.kind == "worst" else len(bias) // chosen
+            bias[: step * chosen : step] = 9
 
 
 def traces(job: Job) -> list[RankTrace]:

@@ -175,10 +175,17 @@ def compiled_graphs() -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
+LARGE = 2**30  # bytes that only a parameter has: a layer's experts may be more than a machine's memory
+
+
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
     """Modules made meanwhile keep only the shapes of their parameters; a buffer is made as ever."""
-    register = nn.Module.register_parameter
+    register, empty = nn.Module.register_parameter, torch.empty
+
+    def without_memory(*sizes: Any, **options: Any) -> Tensor:
+        shape = empty(*sizes, **options | {"device": "meta"})
+        return shape if shape.nbytes > LARGE else empty(*sizes, **options)
 
     def registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if parameter is not None and not parameter.is_meta:
@@ -186,10 +193,11 @@ def parameters_on_meta() -> Iterator[None]:
         register(module, name, parameter)
 
     nn.Module.register_parameter = registered  # type: ignore[method-assign]
+    torch.empty = without_memory  # type: ignore[assignment]
     try:
         yield
     finally:
-        nn.Module.register_parameter = register
+        nn.Module.register_parameter, torch.empty = register, empty  # type: ignore[method-assign]
 
 
 # Methods of ProcessGroup that start a collective and return its Work; torch 2.13 renamed some.

@@ -20,7 +20,9 @@ from meshtune.tools.table import unknown_setting
 # Operators whose outputs modes save, by name: some exist only once their module is imported. Attention stands
 # there by the kernels that it calls. Batched matmuls are not here: a block's only ones are the scores of an
 # attention without a fused kernel, far too large to keep.
-MATMULS = frozenset({"aten.mm.default", "aten.addmm.default", "aten._scaled_mm.default"})
+MATMULS = frozenset({
+    "aten.mm.default", "aten.addmm.default", "aten._scaled_mm.default", "aten._grouped_mm.default",
+})  # fmt: skip
 ATTENTION_KERNELS = frozenset({
     "aten._scaled_dot_product_flash_attention_for_cpu.default",
     "aten._scaled_dot_product_flash_attention.default",

@@ -123,7 +123,8 @@ def test_borrowed_efficiencies_and_another_batch_are_named(
     monkeypatch.setattr(
         api, "trace_ranks", lambda _, ranks, *__, **___: [empty_trace(rank) for rank in ranks]
     )
-    says(dryrun("--gpu", "mi300x", "--layout", "mb1-ga1", "--json").json["notes"])
+    words = ("--gpu", "mi300x", "--layout", "mb1-ga1", "experts.imbalance=1.5", "--json")
+    says(dryrun(*words).json["notes"])
     notes = dryrun("--gpu", "cpu", "--layout", "mb1-ga8", "--json").json["notes"]
     begins = ["cluster.gpu=cpu is this machi", "Predicted with labels on all"]
     assert all(map(str.startswith, notes, begins)) and len(notes) == 2, "and no borrowed efficiencies"
@@ -135,6 +136,7 @@ def test_bad_words_are_refused(dryrun: DryRun) -> None:
     says(dryrun(*cluster, "--documents", "100,0,29", code=2).err)
     says(dryrun(*cluster, "cluster.gpu=a100-80", code=2).err)
     says(dryrun(*cluster, "--rank", "8", code=2).err)
+    says(dryrun(*cluster, "--routing", "worst", code=2).err)
 
 
 def empty_trace(rank: int) -> RankTrace:

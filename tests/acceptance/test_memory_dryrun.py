@@ -281,7 +281,8 @@ ROUTED = [
     ("mixtral", "mb4-ga1", "bf16"), ("mixtral", "zero3x2-mb4-ga1-full", "fp32"),
     ("qwen3-moe", "mb4-ga1", "fp32"), ("qwen3-moe", "mb4-ga1-full", "bf16"),
     ("qwen3-moe", "zero3x2-mb4-ga1", "bf16"), ("qwen3-moe", "tp2-sp-mb4-ga1", "bf16"),
-    ("qwen3-moe", "tp2-mb4-ga1", "bf16"), ("qwen3-moe", "dp2-ep2-mb1-ga1", "bf16"),
+    ("qwen3-moe", "mb4-ga1-selective", "bf16"), ("qwen3-moe", "tp2-mb4-ga1", "bf16"),
+    ("qwen3-moe", "dp2-ep2-mb1-ga1", "bf16"),
     ("qwen3-moe", "tp2-sp-ep2-mb1-ga1", "bf16"), ("jetmoe", "mb4-ga1", "bf16"),
     ("jetmoe", "zero3x2-mb4-ga1-full", "bf16"), ("jetmoe", "zero3x2-mb4-ga1-full", "fp32"), *ROUTED_BEYOND,
 ]  # fmt: skip

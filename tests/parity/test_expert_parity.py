@@ -105,7 +105,7 @@ def chosen_first(experts: int, model: Any) -> None:
         layer.mlp.gate.e_score_correction_bias[:experts] = 9
 
 
-CROWDED = [(2, "zero3x2-ep2-full"), (2, "dp2-ep2"), (1, "dp2-zero2x2-ep4")]
+CROWDED = [(2, "zero3x2-ep2-full"), (2, "zero3x2-ep2-selective"), (2, "dp2-ep2"), (1, "dp2-zero2x2-ep4")]
 
 
 @pytest.mark.all

@@ -20,7 +20,7 @@ from meshtune.config import Config
 from meshtune.data.prepare import Prepared, sentences
 from meshtune.data.tokens import id_bound
 from meshtune.errors import UserError, expanded
-from meshtune.experts.register import experts_of
+from meshtune.experts.products import experts_of
 from meshtune.launch.signals import StopRequest
 from meshtune.length import length_sentences, steps_between, steps_of
 from meshtune.meter.mfu import flops_of, peak_flops

@@ -22,6 +22,7 @@ from meshtune.api.settings import Settings, config_of
 from meshtune.config import Config
 from meshtune.data.tokens import id_bound
 from meshtune.dryrun.ranks import distinct_ranks, pipeline_copies, ranks_to_trace, trace_ranks
+from meshtune.dryrun.routing import BALANCED, FULLEST, Routing, routing_for
 from meshtune.dryrun.simulation import Simulation
 from meshtune.dryrun.world import Job, trace_rank
 from meshtune.errors import UserError
@@ -64,6 +65,7 @@ def dryrun(
     layout: Layout | str | None = None,
     ranks: Sequence[int] = (),
     documents: Sequence[int] = (),
+    routing: str = BALANCED.kind,
     log: Log | None = None,
 ) -> Simulation:
     """Run two training steps of a layout on fake tensors, for each kind of rank in a process of its own.
@@ -71,14 +73,16 @@ def dryrun(
     config: a Config, a mapping of its sections, or a YAML file. overrides: section.key=value each. layout:
     instead of the config's; without either, the planner's choice. ranks: traced besides the first, a middle
     and the last pipeline rank. documents: lengths of those in each sequence; (): as
-    data.mean_document_tokens says, else one. log: as of `plan`. `Simulation.traces` has every
-    operation, storage and collective of both steps. Raises UserError for bad settings and layouts,
+    data.mean_document_tokens says, else one. routing: of tokens to experts that several ranks split:
+    balanced, worst, or measured in the run of the config's output. log: as of `plan`. `Simulation.traces`
+    has every operation, storage and collective of both steps. Raises UserError for bad settings and layouts,
     NothingFits if the planner finds no layout that fits, RankFailed if a trace fails.
     """
     layouts = [] if layout is None else [str(layout)]
     (simulation,) = simulations(
-        config_of(config, overrides), layouts, ranks=ranks, documents=documents, log=log or on_screen
-    )
+        config_of(config, overrides), layouts, ranks=ranks, documents=documents, routing=routing,
+        log=log or on_screen,
+    )  # fmt: skip
     return simulation
 
 
@@ -88,6 +92,7 @@ def simulations(
     *,
     ranks: Sequence[int] = (),
     documents: Sequence[int] = (),
+    routing: str = BALANCED.kind,
     log: Log = silent,
 ) -> list[Simulation]:
     """Dry-run each of `layouts`, in their order; none: the config's, else the planner's choice.
@@ -103,7 +108,8 @@ def simulations(
                 if refused := subject.refusals(layout):
                     raise UserError(refused)
                 subject.ranks(layout, ranks)
-                checked.append((layout, cluster_for(config).of_size(layout.world)))
+                spread = subject.routing(layout, routing)
+                checked.append((layout, cluster_for(config).of_size(layout.world), spread))
             except UserError as error:
                 problems += [f"{text}: {problem}" for problem in error.problems]
                 if len(layouts) < 2:  # NothingFits has another exit code
@@ -112,13 +118,13 @@ def simulations(
             raise UserError(problems)
         return [
             subject.simulate(
-                subject.job(layout, documents),
+                replace(subject.job(layout, documents), routing=spread),
                 cluster,
                 log,
                 ranks=ranks,
                 notes=notes_on_layout(config, layout),
             )
-            for layout, cluster in checked
+            for layout, cluster, spread in checked
         ]
 
 
@@ -172,6 +178,11 @@ class Subject:
             fp8=PRECISIONS[self.config.train.precision].fp8,
             balance=BalanceSpec(**self.config.experts.balancing),
         )
+
+    def routing(self, layout: Layout, kind: str) -> Routing:
+        """The routing `kind` of tokens to experts. Raises UserError as `routing_for`."""
+        model, experts = self.config.model.name, self.numbers.traits.experts
+        return routing_for(kind, layout, experts=experts, model=model, output=self.config.output)
 
     def compiles(self, layout: Layout, device: str, *, simulated: bool) -> bool:
         """Whether blocks are compiled under a layout. device, simulated: as in `compiles_blocks`."""
@@ -239,6 +250,8 @@ class Subject:
         layout, on_gpu = job.layout, job.spec.kernels == "cuda"
         job = replace(job, spec=replace(job.spec, memory=cluster.memory * on_gpu))
         stands_for, borrowed = self.ranks(layout, ranks), cluster.timed and unmeasured(cluster)
+        if layout.pp == 1 and job.routing.kind != BALANCED.kind:
+            stands_for[0] = FULLEST
         names = ", ".join(f"{rank:,}" for rank in stands_for)
         log(f"tracing two steps of {layout}: rank{'s' * (len(stands_for) > 1)} {names} of {layout.world:,} …")
         traces = trace_ranks(partial(trace_rank, job), [*stands_for], layout.world, tell=log)
@@ -258,9 +271,11 @@ class Subject:
             workload=workload,
             predicted=choice,
             expandable=allocator.expands(os.environ),
+            routing=job.routing.kind,
             notes=(
                 *self.notes,
                 *([COMPILED] if job.spec.compile else []),
+                *([job.routing.note] if job.routing.note else []),
                 *([borrowed] if self.workload and borrowed else []),
                 *([f"{predicted_with(job.label_share)}."] if workload else []),
                 *(() if cluster.gpu.processor else allocator.conflicts(os.environ)),
@@ -335,10 +350,10 @@ def documents_of(config: Config, given: Sequence[int]) -> tuple[int, ...]:
 
 
 def notes_on_layout(config: Config, layout: Layout) -> Iterator[str]:
-    """Sentences on numbers that a simulation of the layout has otherwise than the settings."""
-    uneven = config.experts.imbalance
-    if layout.ep > 1 and uneven != 1:
-        yield f"experts.imbalance={uneven:g} has no effect in a dry run, whose routers are balanced."
+    """Sentences on numbers that the settings have otherwise than what is simulated."""
+    if config.experts.imbalance != 1:
+        imbalance = f"experts.imbalance={config.experts.imbalance:g}"
+        yield f"{imbalance} counts in plans only; --routing spreads the tokens of a dry run over experts."
     if (gpus := config.cluster_config.gpus) not in (None, layout.world):
         yield (
             f"{layout} has {counted(layout.world, 'rank')}, but cluster.gpus is {gpus}; the layout's "

@@ -25,6 +25,16 @@ if TYPE_CHECKING:
     from meshtune.dryrun.simulation import Simulation
 
 TOP = 10  # tensors shown without --top
+Documents = Annotated[
+    str | None, typer.Option(metavar="TOKENS,…", help="lengths of the packed documents in each sequence")
+]
+Routed = Annotated[
+    str,
+    typer.Option(
+        metavar="balanced|worst|measured",
+        help="how tokens reach ranks with experts; measured: as in the run of output",
+    ),
+]
 
 
 def dryrun(
@@ -47,10 +57,8 @@ def dryrun(
     rank: Annotated[
         list[int] | None, typer.Option(metavar="RANK", help="trace this rank too, besides one of each kind")
     ] = None,
-    documents: Annotated[
-        str | None,
-        typer.Option(metavar="TOKENS,…", help="lengths of the packed documents in each sequence"),
-    ] = None,
+    documents: Documents = None,
+    routing: Routed = "balanced",
     top: Annotated[int, typer.Option(min=0, help="largest tensors at the peak to show")] = TOP,
     plot: Annotated[
         Path | None,
@@ -81,6 +89,7 @@ def dryrun(
         layout_words("--layout", layout),
         ranks=rank or [],
         documents=lengths,
+        routing=routing,
         log=log,
     )
     answers = []

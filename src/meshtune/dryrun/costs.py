@@ -29,6 +29,8 @@ from meshtune.meter.trace import (
 from meshtune.plan.machine import Machine, machine_of
 from meshtune.plan.seconds.collectives import (
     all_to_alls,
+    exchange_links,
+    message_latency,
     ranks_in_node,
     ring_collectives,
     tree_all_reduce,
@@ -145,6 +147,10 @@ class Costs:
                 return float(tree_all_reduce(machine, size, ranks, in_node))
             case "all_gather" | "reduce_scatter" if "dp_shard" in axes:
                 return float(ring_collectives(machine, size / machine.shard_share, ranks, in_node))
+            case "all_to_all" if axes == ["ep"]:
+                (link, network), nodes = exchange_links(machine), ranks / in_node
+                seconds = max(size * (1 / nodes - 1 / ranks) / link, size * (1 - 1 / nodes) / network)
+                return float(seconds + message_latency(machine, ranks, in_node))
             case "all_to_all":
                 return float(all_to_alls(machine, size, ranks, in_node))
             case _:

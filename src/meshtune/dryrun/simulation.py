@@ -9,6 +9,7 @@ from meshtune.dryrun.allocator import Replay
 from meshtune.dryrun.costs import Costs
 from meshtune.dryrun.kernels import KernelTable, kernel_table
 from meshtune.dryrun.requests import replay_steps
+from meshtune.dryrun.routing import BALANCED
 from meshtune.dryrun.streams import StepTime, simulate
 from meshtune.dryrun.workspaces import Workspaces
 from meshtune.launch.allocator import SETTING
@@ -40,6 +41,7 @@ class Simulation(Notebook):
     predicted: Choice | None = None  # by the planner
     copies: Mapping[int, int] = field(default_factory=dict)  # ranks.pipeline_copies
     expandable: bool = True  # segments of the GPU's allocator
+    routing: str = BALANCED.kind  # of tokens to experts
     notes: tuple[str, ...] = ()
     instead: tuple[str, ...] = ()  # if it does not fit: what would
 

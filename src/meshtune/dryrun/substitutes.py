@@ -9,7 +9,7 @@ message holds.
     FSDPParam.reset_sharded_param          pads a shard once; FSDP2 looks at addresses, which fakes lack
     shapes of grouped matmuls              of any dtype, as the real ones; torch has only those of bf16
     Tensor.tolist, Tensor.split            equal rows of each expert, where a router reads their numbers
-    sizes of exchanges between experts     equal rows of each rank
+    sizes of exchanges between experts     those of the job's routing (routing.py), which the host reads
 
 Each has the shapes, strides and saved tensors of the real one; the trace names those that were called
 (`RankTrace.substitutes`).
@@ -31,10 +31,11 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from transformers.utils import import_utils
 
 from meshtune.attention import cuda
-from meshtune.experts import exchange
+from meshtune.dryrun.routing import BALANCED, Routing
+from meshtune.experts.exchange import Exchange
+from meshtune.meter.trace import module_place
 from meshtune.model.fused import Counts, by_counts, counts, cuda_dropout, in_any_dtype
 from meshtune.parallel.zero import local
-from meshtune.placement.split import piece
 
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 FLASH_HEAD = 256  # largest head size of flash attention
@@ -57,14 +58,14 @@ class HeldWork:
         return self.work.wait(*args)
 
 
-def held_messages(isend: Callable[..., Any], kernels: str) -> Callable[..., HeldWork]:
+def held_messages(isend: Callable[..., Any], kernels: str, *_: Any) -> Callable[..., HeldWork]:
     def held(tensor: Tensor, *args: Any, **kwargs: Any) -> HeldWork:
         return HeldWork(isend(tensor, *args, **kwargs), tensor, until_waited=kernels == "cuda")
 
     return held
 
 
-def padded_once(reset_sharded_param: Callable[[FSDPParam], None], _: str) -> Callable[[FSDPParam], None]:
+def padded_once(reset_sharded_param: Callable[[FSDPParam], None], *_: Any) -> Callable[[FSDPParam], None]:
     def reset(parameter: FSDPParam) -> None:
         current = getattr(parameter._module_info.module, parameter._module_info.param_name)
         storages = [each.untyped_storage()._cdata for each in (parameter._sharded_param_data, local(current))]
@@ -164,11 +165,18 @@ def flex_stand_in(
 # Experts #
 
 
-def balanced(rows: int, sent: Tensor, received: Tensor) -> tuple[list[int], list[int]]:
-    """Return what `exchange.read_sizes` does where tokens are spread evenly."""
-    cuts = [piece(rows, len(sent), rank) for rank in range(len(sent))]
-    sizes = [stop - start for start, stop in cuts]
-    return sizes, sizes
+def sizes_of(routing: Routing) -> Callable[..., tuple[list[int], list[int]]]:
+    """Make `Exchange.read_sizes` for tokens that a routing spreads; all ranks send alike."""
+
+    def read_sizes(
+        exchange: Exchange, index: Tensor, sent: Tensor, received: Tensor
+    ) -> tuple[list[int], list[int]]:
+        torch.stack([sent, received]).sum(-1)[0, 0].item()  # the host reads
+        (tokens, chosen), (ranks, experts) = index.shape, sent.shape
+        to = routing.rows(tokens, chosen, experts, ranks, module_place(exchange.path).block)
+        return to, [to[dist.get_rank(exchange.group)]] * ranks
+
+    return read_sizes
 
 
 # All of them #
@@ -179,7 +187,7 @@ class Substitute(NamedTuple):
 
     replaces: str  # as a trace names it
     places: tuple[tuple[Any, str], ...]  # (module, name in it) that hold the function
-    make: Callable[[Any, str], Callable[..., Any]]  # the function, kernels -> its stand-in
+    make: Callable[[Any, str, Routing], Callable[..., Any]]  # the function, kernels, routing -> its stand-in
     cuda: bool = False  # only where CUDA's kernels are traced; else the function itself runs
     counted: Callable[[Any], bool] = lambda _: True  # its result -> whether it stood in for the function
 
@@ -199,7 +207,7 @@ SUBSTITUTES = (
     Substitute(
         "torch.nn.functional.scaled_dot_product_attention",
         ((F, "scaled_dot_product_attention"),),
-        lambda math, _: cuda_attention(math),
+        lambda math, *_: cuda_attention(math),
         cuda=True,
     ),
     Substitute("torch.nn.functional.dropout", ((F, "dropout"),), lambda *_: cuda_dropout, cuda=True),
@@ -212,25 +220,32 @@ SUBSTITUTES = (
     Substitute(
         "torch.nn.functional.grouped_mm",
         ((_meta_registrations, "_meta_grouped_mm_common"),),
-        lambda shapes, _: in_any_dtype(shapes),
+        lambda shapes, *_: in_any_dtype(shapes),
     ),
     Substitute(
         "torch.Tensor.tolist",
         ((FakeTensor, "tolist"),),
-        lambda tolist, _: counts(tolist, lambda _: True),
+        lambda tolist, *_: counts(tolist, lambda _: True),
         counted=lambda result: isinstance(result, Counts),  # which Tensor.split then takes
     ),
-    Substitute("meshtune.experts.exchange.read_sizes", ((exchange, "read_sizes"),), lambda *_: balanced),
     Substitute(
-        "torch.Tensor.split", ((Tensor, "split"),), lambda split, _: by_counts(split), counted=lambda _: False
+        "meshtune.experts.exchange.Exchange.read_sizes",
+        ((Exchange, "read_sizes"),),
+        lambda *given: sizes_of(given[-1]),
+    ),
+    Substitute(
+        "torch.Tensor.split",
+        ((Tensor, "split"),),
+        lambda split, *_: by_counts(split),
+        counted=lambda _: False,
     ),
 )
 
 
 @contextmanager
-def installed(kernels: str) -> Iterator[set[str]]:
-    """Install the stand-ins for a kind of kernels, "cpu" or "cuda"; yields a set to which each adds what it
-    replaces when it is called.
+def installed(kernels: str, routing: Routing = BALANCED) -> Iterator[set[str]]:
+    """Install the stand-ins for a kind of kernels, "cpu" or "cuda", and a routing of tokens to experts;
+    yields a set to which each adds what it replaces when it is called.
     """
     called: set[str] = set()
 
@@ -250,7 +265,7 @@ def installed(kernels: str) -> Iterator[set[str]]:
             if substitute.cuda and kernels != "cuda":
                 continue
             (owner, name), *_ = substitute.places
-            stand_in = noting(substitute, substitute.make(getattr(owner, name), kernels))
+            stand_in = noting(substitute, substitute.make(getattr(owner, name), kernels, routing))
             for owner, name in substitute.places:
                 stack.enter_context(patch.object(owner, name, stand_in))
         yield called

@@ -34,6 +34,7 @@ from meshtune.data.batch import Batch, MicroBatch, micro_batch_of
 from meshtune.data.pack import Document, in_memory
 from meshtune.dryrun.compiled import compiled_on_fakes
 from meshtune.dryrun.recorder import Recorder, visible_pairs
+from meshtune.dryrun.routing import BALANCED, Routing
 from meshtune.dryrun.substitutes import installed
 from meshtune.layout import Layout
 from meshtune.meter.phases import PhaseMemory
@@ -107,6 +108,7 @@ class Job:
     census: Census | None = None  # of the model, where it has been counted
     reference: PretrainedConfig | None = None  # of another model that is the reference
     every_micro_batch: bool = False  # False: of many, a few are traced (`traced`)
+    routing: Routing = BALANCED  # of tokens to experts on several ranks
 
     @property
     def label_share(self) -> float | None:
@@ -153,7 +155,7 @@ def trace_rank(job: Job, rank: int, tell: Callable[[str], Any] = lambda _: None)
     steps = [StepTrace(number) for number in range(1, TRACED_STEPS + 1)]
     compiling = compiled_on_fakes(job.spec.kernels) if job.spec.compile else nullcontext()
     localised = patch.object(Parallel, "localise", lambda _, each: each)  # documents of fakes are not known
-    with installed(job.spec.kernels) as substitutes, localised, compiling, fakes:
+    with installed(job.spec.kernels, job.routing) as substitutes, localised, compiling, fakes:
         options = {
             "max_grad_norm": job.max_grad_norm, "mismatched": mismatched, "read": made_up, "tell": tell,
         }  # fmt: skip

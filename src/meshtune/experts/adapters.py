@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from meshtune.experts.products import stacked
-from meshtune.experts.register import experts_of
+from meshtune.experts.products import experts_of, stacked
 from meshtune.quantised import nf4
 
 TARGET = "experts"  # in lora.target_modules

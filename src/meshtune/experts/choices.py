@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
-from meshtune.experts.register import experts_of
+from meshtune.experts.products import experts_of
 
 
 class _Choose(torch.autograd.Function):

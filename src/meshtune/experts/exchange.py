@@ -37,28 +37,36 @@ class Exchanged(NamedTuple):
 
 
 class Exchange:
-    """Dispatcher for experts that are split over the ranks of `group`: equally many consecutive ones on each.
+    """Dispatcher for a module's experts that are split over the ranks of `group`: equally many consecutive
+    ones on each. path: of the module in the whole model.
 
     With recomputation an index comes twice, the second time in a backward: its sizes are those of the first,
     neither exchanged nor read again.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, ranks: int) -> None:
-        self.group, self.ranks = group, ranks
+    def __init__(self, group: dist.ProcessGroup | None, ranks: int, path: str = "") -> None:
+        self.group, self.ranks, self.path = group, ranks, path
         self.known: Any = WeakTensorKeyDictionary()  # index -> Sizes
 
     def dispatch(self, hidden: Tensor, index: Tensor, experts: int) -> Dispatched:
         rows, counts, sent = LOCAL.dispatch(hidden, index, experts)
         if index not in self.known:
             received = _all_to_all(counts, None, None, self.group).unflatten(0, (self.ranks, -1))
-            self.known[index] = Sizes(
-                received, *read_sizes(len(rows), counts.unflatten(0, (self.ranks, -1)), received)
-            )
+            sent_to = counts.unflatten(0, (self.ranks, -1))
+            self.known[index] = Sizes(received, *self.read_sizes(index, sent_to, received))
         sizes = self.known[index]
         rows = _AllToAll.apply(rows, sizes.to, sizes.of, self.group)
         arrived = by_expert(sizes.received, len(rows))
         rows, counts, receipt = LOCAL.dispatch(rows, arrived, experts // self.ranks)
         return Dispatched(rows, counts, Exchanged(sent, receipt, sizes))
+
+    def read_sizes(self, index: Tensor, sent: Tensor, received: Tensor) -> tuple[list[int], list[int]]:
+        """(Rows sent to each rank, rows received of each): the host waits for the device.
+
+        index: of the rows sent [tokens, k]. sent, received: rows by rank and expert.
+        """
+        to, of = torch.stack([sent, received]).sum(-1).tolist()
+        return to, of
 
     def back(self, rows: Tensor, receipt: Exchanged) -> Tensor:
         sent, arrived, sizes = receipt
@@ -73,15 +81,6 @@ def by_expert(received: Tensor, rows: int) -> Tensor:
     """
     experts = torch.arange(received.shape[1], device=received.device).repeat(len(received))
     return experts.repeat_interleave(received.flatten(), output_size=rows).unsqueeze(1)
-
-
-def read_sizes(rows: int, sent: Tensor, received: Tensor) -> tuple[list[int], list[int]]:
-    """(Rows sent to each rank, rows received of each): the host waits for the device.
-
-    rows: sent in all. sent, received: by rank and expert.
-    """
-    to, of = torch.stack([sent, received]).sum(-1).tolist()
-    return to, of
 
 
 class _AllToAll(torch.autograd.Function):

@@ -4,7 +4,7 @@ grouped_mm   torch's, one kernel for all experts
 loop         a matmul an expert: the reference, and where grouped_mm can't run
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,6 +17,13 @@ Matmul = Callable[[Tensor, Tensor, Tensor], Tensor]  # rows, weights [experts, i
 
 ALIGNED = 16  # bytes, where each row must start that grouped_mm reads or writes
 AMPERE = (8, 0)  # oldest compute capability of its kernels
+
+
+def experts_of(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules of a model whose experts run through transformers' function of a configured name."""
+    for module in model.modules():
+        if hasattr(module, "is_transposed") and hasattr(module, "has_gate"):
+            yield module
 
 
 def grouped(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:

@@ -14,7 +14,6 @@ are all on this rank, or exchanges rows with other ranks (exchange.py). Which ma
 where a model is built: `use_products`.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -22,16 +21,9 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from meshtune.experts.dispatch import LOCAL, Dispatcher
-from meshtune.experts.products import MATMULS, compute, matmul_for
+from meshtune.experts.products import MATMULS, compute, experts_of, matmul_for
 
 NAME = "meshtune"  # of the experts' function in a model's config
-
-
-def experts_of(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules of a model whose experts run through transformers' function of a configured name."""
-    for module in model.modules():
-        if hasattr(module, "is_transposed") and hasattr(module, "has_gate"):
-            yield module
 
 
 def use_products(model: nn.Module, kernels: str | None = None, dtype: torch.dtype | None = None) -> None:

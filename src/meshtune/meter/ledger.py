@@ -200,15 +200,17 @@ class Ledger(TorchDispatchMode):
         for entry in self._known(values):
             entry.of_gradients = True
 
-    def _foreign(self, storage: torch.UntypedStorage, values: Any) -> bool:
-        """True if the storage is new to the ledger, and `values`, an operation's arguments, have it.
+    def _foreign(self, made: list[Tensor], values: Any) -> set[int]:
+        """Addresses of the storages of `made` that are new to the ledger, and that `values`, the operation's
+        arguments, have.
 
-        The operation did not make it then, but only views it: so gloo's reduce-scatter views its workspace,
-        which one of its threads frees at any later time.
+        The operation did not make them then, but only views them: so gloo's reduce-scatter views its
+        workspace, which one of its threads frees at any later time.
         """
-        if (key := storage._cdata) in self.entries or key in self.expected:
-            return False
-        return any(given._cdata == key for tensor in self.tensors(values) for given in storages_of(tensor))
+        new = {storage._cdata for tensor in made for storage in storages_of(tensor)}
+        new = new - self.entries.keys() - self.expected.keys()
+        given = chain.from_iterable(storages_of(tensor) for tensor in self.tensors(values)) if new else ()
+        return new.intersection(storage._cdata for storage in given)
 
     def _claim_of_collective(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Move what a collective, or FSDP2's operator around one, reads and writes to its category.
@@ -263,10 +265,12 @@ class Ledger(TorchDispatchMode):
         self.operations += 1
         of_logits = self._has([args, kwargs], LOGITS)
         out = func(*args, **kwargs)
-        for tensor in self.tensors(out) if func._opname != HOST_BUFFER else ():
+        made = self.tensors(out) if func._opname != HOST_BUFFER else []
+        foreign = set() if func is FROM_HOST else self._foreign(made, [args, kwargs])
+        for tensor in made:
             category = self._category_of(tensor, [args, kwargs], of_logits)
             for storage in storages_of(tensor):
-                if func is FROM_HOST or not self._foreign(storage, [args, kwargs]):
+                if storage._cdata not in foreign:
                     self._entry_of(storage, category)
         self._claim_of_collective(func, args, kwargs, out)
         return out

@@ -36,7 +36,9 @@ class Collective:
     op: str  # all_gather, reduce_scatter, all_reduce, all_to_all, broadcast, send or receive
     axis: str  # along which the ranks differ: an axis of layout.AXES, or several joined by "+"
     ranks: int  # of the group
-    bytes: int  # of the whole tensor: what an all-gather makes, what a reduce-scatter reads; what is sent
+    # of the whole tensor: what an all-gather makes, what a reduce-scatter reads; what is sent, or received of
+    # an all-to-all if that is more
+    bytes: int
     stride: int = 1  # from a rank of the group to its next one in the world
     peer: int | None = None  # of a send or receive: the other rank in the world
     waits: bool = True  # the compute stream waits for it where it is issued; False: where its result is read

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from meshtune.errors import UserError
 from meshtune.experts.exchange import Exchange
-from meshtune.experts.register import experts_of
+from meshtune.experts.products import experts_of
 from meshtune.parallel.mesh import Axis
 from meshtune.placement.split import Split
 
@@ -25,12 +25,12 @@ def split_experts(model: PreTrainedModel, ep: Axis) -> dict[str, Split]:
     if ep.size == 1:
         return {}
     splits: dict[str, Split] = {}
-    exchange, names = Exchange(ep.group, ep.size), {module: path for path, module in model.named_modules()}
+    names = {module: path for path, module in model.named_modules()}
     for module in experts_of(model):
         experts: Any = module.num_experts
         if experts % ep.size:  # of another model that is the reference
             raise UserError(f"ep={ep.size} does not divide the {experts} experts of {model.name_or_path}.")
-        vars(module)["dispatcher"] = exchange
+        vars(module)["dispatcher"] = Exchange(ep.group, ep.size, names[module])
         for name, parameter in module.named_parameters(prefix=names[module], recurse=False):
             assert len(parameter) == module.num_experts, f"{name} is not stacked by expert"
             splits[name] = Split(0, axis=ep.name)

@@ -21,18 +21,30 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 from transformers import PreTrainedModel
 
 from meshtune.data.batch import MicroBatch
 from meshtune.experts.choices import keep_choices, with_choices
-from meshtune.experts.register import experts_of
+from meshtune.experts.products import experts_of
 from meshtune.layout import RECOMPUTATIONS, Recomputation
 from meshtune.meter.clock import recomputing
 from meshtune.model.anatomy import Anatomy
 from meshtune.model.body import ATTENTION_NAMES
 from meshtune.model.documents import current_documents, documents_of
 from meshtune.model.lora import lora_layers
+
+# FSDP2's hooks on experts, inside a block, mark their time more often where it runs again: selective
+# checkpointing would miss those operations of the forward.
+SAC_IGNORED_OPS.update({
+    torch.ops.profiler._record_function_enter_new.default,
+    torch.ops.profiler._record_function_exit._RecordFunction,
+})  # fmt: skip
 
 
 def recompute_blocks(

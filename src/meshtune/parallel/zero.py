@@ -30,7 +30,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from meshtune import compat
-from meshtune.experts.register import experts_of
+from meshtune.experts.products import experts_of
 
 
 def shard(

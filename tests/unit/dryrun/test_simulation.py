@@ -5,12 +5,14 @@ from dataclasses import replace
 import pytest
 from golden import says
 from made_traces import cluster, workload
+from shapes import of_shape
 
 from meshtune.dryrun.simulation import Simulation
 from meshtune.layout import Layout
 from meshtune.meter.trace import FORWARD, Change, Collective, Operation, RankTrace, StepTrace, Storage
+from meshtune.plan.workload import Workload
 from meshtune.report.dryrun.document import reserved
-from meshtune.report.dryrun.facts import facts_of
+from meshtune.report.dryrun.facts import facts_of, rank_facts
 from meshtune.report.dryrun.tables import collectives_table, peak_table
 
 MIB = 1 << 20
@@ -87,6 +89,18 @@ def test_of_ranks_whose_allocators_hold_as_much_the_one_with_the_higher_peak_is_
     both = simulation([1], [1], memory=100, traces=traces, stands_for=names)
     assert both.reserved(both.traces[0]) == both.reserved(both.traces[1])
     assert facts_of(both)["fullest_rank"] == both.fullest.rank == 4
+
+
+@pytest.mark.parametrize("index", [1, 2])
+def test_the_fullest_rank_has_the_nearest_prediction(index: int) -> None:
+    """Of the ranks in the middle one is predicted; another one may be the fullest when simulated."""
+    one = simulation(*PIECES, memory=200)
+    model = of_shape(layers=10, hidden=64, ffn=128, heads=4, kv_heads=4, vocabulary=128)
+    work = Workload("small", model, None, seq_len=128, global_batch_size=8)
+    traces = (replace(one.traces[0], coordinates={"pp": index}),)
+    layout = Layout.parse("pp4-1f1b-mb1-ga8")
+    one = replace(one, layout=layout, cluster=cluster(4), workload=work, traces=traces)
+    assert rank_facts(one, one.fullest, 0)["predicted"]["peak"] > 0
 
 
 def test_facts_of_the_allocator():

@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import pytest
 from golden import refuses
+from known import known
 from made_traces import SIZE, cluster, collective, matmul, pipeline, step_of, storages, trace_of, workload
 
 from meshtune.dryrun.costs import Costs
@@ -23,7 +24,9 @@ from meshtune.meter.trace import (
     StepTrace,
     Storage,
 )
+from meshtune.placement.columns import Columns
 from meshtune.placement.schedules import orders
+from meshtune.plan.seconds.collectives import exchange_seconds
 
 
 def costs(gpus: int = 8, **constants: float) -> Costs:
@@ -67,6 +70,16 @@ def test_a_processor_runs_each_kernel_behind_its_launch() -> None:
     run = one([matmul(), matmul(BACKWARD)], launch=launch, launch_blocking=1.0)
     assert run.seconds == run.parts.compute == pytest.approx(2 * (launch + alone))
     assert run.parts.host == 0
+
+
+@pytest.mark.parametrize("ep", [8, 64])  # in a node; over nodes, whose network takes longest
+def test_exchanges_of_experts_take_what_is_planned(ep: int) -> None:
+    made, mixture = costs(ep), known("qwen3-30b-a3b").work
+    layouts = Columns.of([Layout.parse(f"zero3x{ep}-ep{ep}-mb1-ga1")])
+    rows = layouts.rank_tokens(4096) * mixture.routed
+    planned = exchange_seconds(mixture, layouts, made.machine, layouts.rank_tokens(4096)).backward
+    sent = collective("all_to_all", "ep", int(rows[0] * mixture.hidden * 2), ep).collective
+    assert sent and 2 * made.collective(sent) == pytest.approx(float(planned[0]))
 
 
 def test_a_blocking_collective_stops_the_compute_stream() -> None:

@@ -1,5 +1,6 @@
 """The dry run of ranks against the same steps on real CPU ranks: bytes by category, and collectives."""
 
+import math
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -44,6 +45,10 @@ SLOW = (  # of the grid, what the runs of tests/parity/test_grid_rows.py do not 
     "zero3x2-mb2-ga1, KTO, another reference",
     "tp2-sp-mb2-ga2-linear",
     "tp2-sp-mb2-ga2-full, MLPs in tiles",
+    "dp2-ep2-mb2-ga2, DeepSeek-V3, tokens spread evenly",
+    "dp2-ep2-mb2-ga2, DeepSeek-V3, one rank with all tokens",
+    "zero3x2-ep2-mb2-ga2-full, DeepSeek-V3, one rank with all tokens",
+    "zero3x2-ep2-mb2-ga1-selective, DeepSeek-V3, tokens spread evenly",
 )
 
 
@@ -63,7 +68,9 @@ def test_the_grid_has_every_technique_and_no_layout_that_training_refuses() -> N
         assert not found, (case.name, found)
 
 
-@pytest.mark.parametrize("name", cases(SLOW))
+@pytest.mark.parametrize(
+    "name", cases(SLOW, ci=["zero3x2-ep2-mb2-ga2-full, DeepSeek-V3, one rank with all tokens"])
+)
 def test_a_case_of_the_grid_is_equal(name: str) -> None:
     case = next(case for case in GRID if case.name == name)
     assert compare(case).differences == ()
@@ -91,19 +98,34 @@ def test_fake_steps_have_the_bytes_and_messages_of_real_ones(layout: str) -> Non
 
 
 @pytest.mark.ci
-def test_experts_on_several_ranks_exchange_rows_by_the_formula() -> None:
+@pytest.mark.parametrize(("recompute", "exchanges"), [("", 4), ("-full", 6)])  # there and back, twice again
+def test_experts_on_several_ranks_exchange_rows_by_the_formula(recompute: str, exchanges: int) -> None:
+    """Counts of rows are exchanged once, and the host reads sizes once, however often a block runs."""
     experts, k = 4, 2
     spec = ModelSpec(
         source=MixtralConfig(**SIZES, num_local_experts=experts, num_experts_per_tok=k), init="random"
     )
-    work = replace(Case(layout="zero3x4-ep2-mb2-ga2-full").job(), spec=spec)
+    work = replace(Case(layout=f"zero3x4-ep2-mb2-ga2{recompute}").job(), spec=spec)
     (trace,) = trace_ranks(partial(trace_rank, work), [1], work.layout.world)
     passes = SIZES["num_hidden_layers"] * work.layout.gradient_accumulation_steps
     messages = [each.collective for each in trace.steps[1].operations if each.collective]
     assert Counter(each.bytes for each in messages if each.axis == "ep") == {
-        work.layout.micro_batch_size * work.seq_len * k * SIZES["hidden_size"] * 2: 6 * passes,  # twice again
-        experts * 8: passes,  # counts are not exchanged again
+        work.layout.micro_batch_size * work.seq_len * k * SIZES["hidden_size"] * 2: exchanges * passes,
+        experts * 8: passes,
     }
+    reads = trace.steps[1].host_reads
+    assert sum(number for line, number in reads.items() if "/experts/" in line) == passes
+
+
+@pytest.mark.all
+def test_ranks_with_experts_own_each_element_once() -> None:
+    owned = Counter[str]()
+    for trace in traces(Case(layout="zero3x4-ep2-mb1-ga1", model="deepseek").job()):
+        for each in trace.steps[1].storages:
+            if each.category == WEIGHTS and each.name and not each.state:
+                owned[each.name] += math.prod(each.shape)
+    whole = on_meta(MODELS["deepseek"]).named_parameters()
+    assert owned == {name: parameter.numel() for name, parameter in whole}
 
 
 def test_neither_training_nor_parallelism_knows_that_it_is_simulated() -> None:

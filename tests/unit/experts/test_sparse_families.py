@@ -16,8 +16,8 @@ from double import double
 from tiny_families import tiny_config, tiny_model
 from torch import Tensor, nn
 
-from meshtune.experts.products import matmul_for
-from meshtune.experts.register import experts_of, use_products
+from meshtune.experts.products import experts_of, matmul_for
+from meshtune.experts.register import use_products
 
 HIDDEN, WIDE, EXPERTS, TOKENS, CHOSEN = 16, 8, 4, 24, 2
 SETTINGS: dict[str, Any] = {  # of every class's configuration

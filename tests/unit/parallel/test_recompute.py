@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from meshtune.attention.register import register
 from meshtune.data.boundaries import row_boundaries
-from meshtune.experts.register import experts_of, use_products
+from meshtune.experts.products import experts_of
+from meshtune.experts.register import use_products
 from meshtune.layout import Layout
 from meshtune.model.anatomy import anatomy
 from meshtune.model.body import ATTENTION_NAMES

@@ -10,7 +10,8 @@ from families import SPARSE
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, JetMoeConfig, PretrainedConfig, PreTrainedModel
 
-from meshtune.experts.register import experts_of, use_products
+from meshtune.experts.products import experts_of
+from meshtune.experts.register import use_products
 from meshtune.model.lora import frozen_linears, frozen_matrices, lora_layers, merge_lora
 from meshtune.model.trace import census_of
 from meshtune.quantised import nf4

@@ -331,6 +331,12 @@ class Exchange(NamedTuple):
     backward: Number  # gradients there and back, and the forward's where it runs again
 
 
+def exchange_links(machine: Machine) -> tuple[Number, Number]:
+    """Bytes per second that a rank sends in exchanges of rows to (ranks of its node, other nodes)."""
+    network = machine.network * machine.network_share / machine.node
+    return machine.link * machine.link_share * machine.expert_share, network * machine.expert_share
+
+
 def exchange_seconds(work: Work, layouts: Columns, machine: Machine, tokens: Number) -> Exchange:
     """Seconds of all-to-alls inside a node and between nodes, which run at the same time.
 
@@ -348,8 +354,7 @@ def exchange_seconds(work: Work, layouts: Columns, machine: Machine, tokens: Num
         several = places * (1 - (1 - 1 / places) ** work.routed) / np.maximum(work.routed, 1e-9)
         return size * (places - 1) / places * np.where(once > 0, several, 1.0)
 
-    link = machine.link * machine.link_share * machine.expert_share
-    network = machine.network * machine.network_share / machine.node * machine.expert_share
+    link, network = exchange_links(machine)
     in_node = np.where(once > 0, sent(layouts.ep), sent(layouts.ep) - sent(nodes)) / link
     one = np.maximum(in_node, sent(nodes) / network)
     latency = message_latency(machine, layouts.ep, inside)

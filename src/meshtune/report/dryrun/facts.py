@@ -27,6 +27,7 @@ def facts_of(simulation: Simulation, top: int = 0) -> dict[str, Any]:
         "cluster": cluster_facts(simulation.cluster),
         "kernels": simulation.kernels,
         "documents": list(simulation.documents),
+        "routing": simulation.routing,
         "fits": simulation.fits,
         "need_bytes": simulation.need,
         "outside_bytes": simulation.outside,
@@ -75,7 +76,7 @@ def rank_facts(simulation: Simulation, trace: RankTrace, top: int) -> dict[str, 
         **({"reference": step_facts(trace.reference)} if trace.reference else {}),
         "steps": [step_facts(first), step_facts(second)],
         "allocator": allocator_facts(simulation, trace),
-        "predicted": simulation.predicted_memory(trace),
+        "predicted": simulation.predicted_memory(trace, nearest=trace is simulation.fullest),
         "largest": largest(trace, simulation.layout)[:top],
     }
 
