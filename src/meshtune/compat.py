@@ -294,6 +294,7 @@ INSIDES = (
     Inside("torch._inductor.codegen.cpp:CppScheduling.flush"),
     Inside("torch._inductor.fx_passes.post_grad:is_gpu", "device"),
     Inside("torch._C._distributed_c10d:_resolve_process_group"),
+    Inside("torch._ops:HigherOrderOperator"),
     Inside("torch._C:_current_graph_task_id"),
     Inside("torch._C:_current_autograd_node"),
     Inside("torch.nn:Module.register_parameter", "name param"),
