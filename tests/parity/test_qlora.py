@@ -21,6 +21,7 @@ SAVED = "lora.modules_to_save=[embed_tokens, lm_head, model.norm, layers.3.mlp]"
 METHODS = {
     "lora": QLORA,
     "dora": (*QLORA, "lora.use_dora=true"),
+    "experts": (*QLORA, "lora.target_modules=[all-linear, experts]"),
     "saved": (*QLORA, SAVED),
     "some": (*QLORA, "lora.target_modules=[q_proj, down_proj]", "lora.layers_to_transform=[1, 3]"),
 }
@@ -60,10 +61,10 @@ TABLE = {  # layout -> models and methods
     "cp2-tp2-sp": ["phi3, dora"],
     "zero3x2-tp2-sp-full": ["phi3, lora", "qwen2, dora"],
     "zero3x2-tp2-sp-pp2-1f1b": ["llama, lora"],
-    "zero3x2-ep2-full": ["qwen3_moe, lora"],
+    "zero3x2-ep2-full": ["qwen3_moe, experts"],
     "zero3x2-selective": ["qwen3_moe, dora"],
     "tp2-sp-ep2-pp2-zbv": ["qwen3_moe, lora"],
-    "zero3x4-ep2": ["gpt_oss, lora"],
+    "zero3x4-ep2": ["gpt_oss, experts"],
 }
 ROWS = [(recipe, layout) for layout, recipes in TABLE.items() for recipe in recipes]
 Run = Callable[..., Trained]

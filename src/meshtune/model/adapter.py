@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from meshtune.model.lora import (
 from meshtune.model.save import complete_folder, write_tokenizer_and_card
 from meshtune.model.stored import BASE_DIGEST
 from meshtune.precision import UNMIXED
-from meshtune.units import counted, few
+from meshtune.units import counted, few, notice
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 IN_4_BITS = "base_in_4_bits"  # key in its weights' metadata: dtype that the base's had before
@@ -41,6 +41,7 @@ OF_WRAPPED = re.compile(r"(?<=\.lora_[AB])\.default(?=\.)|(?<=\.lora_magnitude_v
 OF_BASE = re.compile(r"(\.base_layer)+(?=\.(?!base_layer\.|lora_))")  # not in the names of experts' adapters
 OF_TORCH = re.compile(r"(?<![^.])_(orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)\.")
 PREFIX = "base_model.model."  # peft's two wrappers put it before every name
+MLP = ("gate_proj", "up_proj", "down_proj")  # of dense and shared MLPs
 
 # Keys of adapter_config.json: those that are read, and those without an effect on what an adapter computes.
 READ = {"peft_type", "base_model_name_or_path", "r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora"}
@@ -97,6 +98,7 @@ def save_adapter(
     stop_ids go into a generation_config.json. folder: see `complete_folder`.
     """
     layers = lora_layers(model)
+    note_on_mixtures(model, layers)
     tensors = {PREFIX + name: _stored(tensor) for name, tensor in adapter_tensors(model).items()}
     if embeddings:
         tensors |= {PREFIX + name: tensor for name, tensor in embedding_and_head(model).items()}
@@ -127,13 +129,21 @@ def save_adapter(
     }
     with complete_folder(Path(folder)) as aside:
         stored = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        identity = {BASE_DIGEST: base_digest or "", IN_4_BITS: quantised}
-        identity = {key: value for key, value in identity.items() if value}
+        identity = {key: it for key, it in ((BASE_DIGEST, base_digest), (IN_4_BITS, quantised)) if it}
         save_file(stored, aside / ADAPTER_WEIGHTS, metadata={"format": "pt"} | identity)
         (aside / ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2), encoding="utf-8")
         if model.can_generate():
             generation_config(model, stop_ids).save_pretrained(aside)
         write_tokenizer_and_card(aside, tokenizer, card)
+
+
+def note_on_mixtures(model: PreTrainedModel, layers: Collection[str]) -> None:
+    """Say that peft misreads adapters of dense and shared MLPs of a mixture. layers: that are adapted."""
+    if stacked_weights(model) and {name.rpartition(".")[2] for name in layers} & {*MLP}:
+        notice(
+            f"peft 0.21 takes adapters of {', '.join(MLP)} for experts' in some families of mixtures: "
+            "it refuses the folder or computes something else. Merge such an adapter (export --merge)."
+        )
 
 
 def adapter_tensors(model: PreTrainedModel) -> dict[str, Tensor]:

@@ -261,7 +261,13 @@ def add_lora(
     names, unknown = _targets(model, target_modules)
     saved, unfit = _saved(model, modules_to_save)
     without = [*saved, *(apart if ALL_LINEAR in target_modules else ())]
+    targets = {*names} & {*stacked_weights(model)}
     names = [name for name in names if not any(f"{name}.".startswith(f"{path}.") for path in without)]
+    if whole := targets - {*names}:
+        problems.append(
+            f"lora.modules_to_save trains {min(whole)} whole, and lora.target_modules gives it an adapter; "
+            "leave it out of one."
+        )
     if layers_to_transform is not None:
         names, absent = _in_layers(model, names, layers_to_transform)
         unknown += absent

@@ -352,7 +352,8 @@ class Work:
         the second product still has, and the first has not.
         """
         rows = self.routed * self.hidden
-        outputs = sum(gemm.count * gemm.rows for gemm in self.matrices if np.any(gemm.experts))
+        of_experts = [gemm for gemm in self.matrices if np.any(gemm.experts) and not gemm.adapter]
+        outputs = sum(gemm.count * gemm.rows for gemm in of_experts)
         absent = (2 * rows, 0.0) if backward else (np.maximum(3 * rows - outputs, 0.0), rows)
         held = [weight for weight in self.block_weights if weight.in_4_bits and weight.held != 1]
         sizes = [w.rows * w.cols / (layouts.tp if w.cut else 1) for w in held if not w.of_experts]

@@ -434,10 +434,12 @@ def method_notes(config: Config, census: Census, ours: bool) -> Iterator[str | N
 
 
 def adapters_note(config: Config, census: Census) -> str | None:
-    """A sentence on experts next to adapters of other matrices; None where they have some or are none."""
+    """A sentence on experts next to adapters of other matrices; None where they have some, are trained whole,
+    or are none.
+    """
     parameters = [p for block in census.blocks for p in block.parameters]
     experts = sum(p.count for p in parameters if p.experts)
-    if not config.adapts or not experts or any(p.experts and p.kind == "adapter" for p in parameters):
+    if not config.adapts or not experts or any(p.experts and p.trainable for p in parameters):
         return None
     return (
         f"Experts, {count(experts)} of {count(census.total)} parameters, have no adapters: "

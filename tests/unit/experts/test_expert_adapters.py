@@ -140,6 +140,8 @@ def test_plans_count_adapters_of_experts() -> None:
 def test_targets_and_settings_that_experts_do_not_have_are_refused() -> None:
     """A model without any, and what peft refuses next to target_parameters."""
     peft_refuses = {"dropout": 0.1, "use_dora": True}
-    for family, settings in ("qwen3", {}), ("llama4_text", {}), ("qwen3_moe", peft_refuses):
+    whole = {"modules_to_save": ["experts"]}  # trained whole, and adapted
+    refused = ("qwen3", {}), ("llama4_text", {}), ("qwen3_moe", peft_refuses), ("qwen3_moe", whole)
+    for family, settings in refused:
         with refuses(UserError):
             add_lora(tiny_model(tiny_config(family)), **LORA, target_modules=["experts"], **settings)
