@@ -93,7 +93,7 @@ def test_of_ranks_whose_allocators_hold_as_much_the_one_with_the_higher_peak_is_
 
 @pytest.mark.parametrize("index", [1, 2])
 def test_the_fullest_rank_has_the_nearest_prediction(index: int) -> None:
-    """Of the ranks in the middle one is predicted; another one may be the fullest when simulated."""
+    """One rank in the middle is predicted; another one may be the fullest when simulated."""
     one = simulation(*PIECES, memory=200)
     model = of_shape(layers=10, hidden=64, ffn=128, heads=4, kv_heads=4, vocabulary=128)
     work = Workload("small", model, None, seq_len=128, global_batch_size=8)

@@ -39,7 +39,7 @@ def ours(base: PreTrainedModel) -> PreTrainedModel:
 
 
 def theirs(base: PreTrainedModel, folder: Path, **options: Any) -> Any:
-    """What peft makes of an adapter folder, on transformers' own experts."""
+    """Load an adapter folder with peft, on transformers' own experts."""
     plain = copy.deepcopy(base)
     plain.set_experts_implementation("eager")
     return peft.PeftModel.from_pretrained(plain, folder, autocast_adapter_dtype=False, **options).eval()
