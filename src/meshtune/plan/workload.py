@@ -439,7 +439,9 @@ def adapters_note(config: Config, census: Census) -> str | None:
     """
     parameters = [p for block in census.blocks for p in block.parameters]
     experts = sum(p.count for p in parameters if p.experts)
-    if not config.adapts or not experts or any(p.experts and p.trainable for p in parameters):
+    whole = bool(config.modules_to_save)
+    have = any(p.experts and (p.kind == "adapter" or (whole and p.trainable)) for p in parameters)
+    if not config.adapts or not experts or have:
         return None
     return (
         f"Experts, {count(experts)} of {count(census.total)} parameters, have no adapters: "
