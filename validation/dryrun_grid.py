@@ -117,7 +117,7 @@ def real_steps(job: Job) -> list[Step]:
 
 
 def choose_experts(model: RankModel, job: Job) -> None:
-    """Let each router with a bias choose for all tokens the first experts, or as many of each rank."""
+    """Let each router with a bias choose the first experts for all tokens, or some of each rank."""
     for module in model.parallel.modules.modules():
         bias = getattr(module, "e_score_correction_bias", None)
         if isinstance(bias, torch.Tensor):

@@ -33,7 +33,7 @@ class Routing:
     def rows(self, tokens: int, chosen: int, experts: int, ranks: int, block: int | None) -> list[int]:
         """Rows that each of `ranks` receives of one rank.
 
-        tokens: of that rank, each of which chooses `chosen` experts. experts: on each rank.
+        tokens: of that rank; each chooses `chosen` experts. experts: on each rank.
         """
         if self.kind == "worst":
             return [tokens * min(max(chosen - experts * rank, 0), experts) for rank in range(ranks)]

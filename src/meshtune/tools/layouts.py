@@ -93,7 +93,7 @@ def parallelism_config(value: Any, job: Job) -> Converted:
     left = [
         name for name, size in sizes.items() if name not in SIZES and str(size).isdigit() and int(size) > 1
     ]
-    lost = f"{', '.join(left)}: there is no such axis" if left else ""
+    lost = f"{', '.join(left)}: meshtune lacks this axis" if left else ""
     if "ep_size" in left:  # accelerate's ranks of experts share a batch
         lost = f"{lost}; layout.ep splits experts over ranks that have batches of their own"
     return Converted(settings, lost=lost)
