@@ -57,12 +57,18 @@ CASES = [  # family, kind, layout
         for layout in (
             "mb4-ga1", "dp2-mb1-ga2", "zero3x2-mb2-ga1", "pp2-1f1b-mb1-ga4-selective", "cp2-mb2-ga2-full",
             "pp2-zbv-mb1-ga4", "zero2x2-cp2-mb1-ga2-full", "zero3x2-ep2-mb1-ga2-full",
+            "tp2-mb2-ga2", "cp2-tp2-sp-mb4-ga1-full", "zero3x2-tp2-sp-ep4-mb1-ga2",
         )
     ),
-    *(("mixtral", "config", layout) for layout in ("mb4-ga1", "dp2-mb2-ga1-full", "cp2-mb4-ga1")),
+    *(
+        ("mixtral", "config", layout)
+        for layout in ("mb4-ga1", "dp2-mb2-ga1-full", "cp2-mb4-ga1", "tp2-mb4-ga1")
+    ),
     *(
         ("deepseek", "bias", layout)
-        for layout in ("mb4-ga1", "pp2-1f1b-mb1-ga4-full", "zero3x2-cp2-mb2-ga1", "dp2-ep2-mb2-ga1")
+        for layout in (
+            "mb4-ga1", "pp2-1f1b-mb1-ga4-full", "zero3x2-cp2-mb2-ga1", "dp2-ep2-mb2-ga1", "tp2-sp-mb2-ga2",
+        )
     ),
 ]  # fmt: skip
 TOLERANCE = {"mixtral": 1e-9, "deepseek": 1e-5}  # fp64; DeepSeek's router casts to fp32
@@ -205,7 +211,7 @@ def by_hand(family: str, kind: str) -> Found:
     cases(CASES, test=[("mixtral", "loss", "zero3x2-mb2-ga1")], ci=[
         ("mixtral", "loss", "pp2-1f1b-mb1-ga4-selective"), ("mixtral", "config", "dp2-mb2-ga1-full"),
         ("deepseek", "bias", "mb4-ga1"), ("deepseek", "loss", "cp2-mb2-ga2-full"),
-        ("mixtral", "loss", "zero3x2-ep2-mb1-ga2-full"),
+        ("mixtral", "loss", "zero3x2-ep2-mb1-ga2-full"), ("mixtral", "loss", "cp2-tp2-sp-mb4-ga1-full"),
     ]),
 )  # fmt: skip
 def test_a_layout_balances_experts_as_by_hand(family: str, kind: str, layout: str) -> None:

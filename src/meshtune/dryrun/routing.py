@@ -82,8 +82,8 @@ def _most_uneven(folder: Path, layout: Layout) -> Row:
     steps = [row for row in rows.of_kind("experts") if row["fullest_rank"]]
     if not steps:
         raise UserError(
-            f"{asked} has no rows with loads of experts; set output to the folder of a run of this model "
-            "without tp, which measures them, or take --routing worst."
+            f"{asked} has no rows with loads of experts; set output to the folder of a run of this "
+            "model, or take --routing worst."
         )
     had = {Layout.parse(row["layout"]).ep for row in rows.of_kind("run")}
     if layout.ep > 1 and had != {layout.ep}:

@@ -127,12 +127,3 @@ def balance_rules(name: str, routing: Routing | None, balance: BalanceSpec) -> I
     if balance.z_loss and not routing.scored:
         why = f"experts.z_loss: the routers of {name} return no logits"
         yield why, everywhere, lambda _: f"{why}; leave it out."
-    if weight or balance.z_loss or balance.kind == "bias":
-        yield (
-            f"{given}: the ranks of tp route tokens of their own",
-            lambda layouts: layouts.tp > 1,
-            lambda _: (
-                f"{given}: the ranks of tp route tokens of their own, whose loads are not summed; set "
-                "experts.balance=none and leave experts.z_loss out, or use a layout without tp."
-            ),
-        )

@@ -12,7 +12,7 @@
 A loss reaches the gradient at the router's logits: an autograd function that is the identity on the routing
 weights adds its gradient in their backward. So it needs no path to the last stage of a pipeline, and blocks
 that run again in a backward add it once. Both losses are sums over tokens divided by numbers of the global
-batch; only counts, which have no gradient, are summed over context ranks. Padding counts nowhere.
+batch; only counts, which have no gradient, are summed over the ranks of cp and tp. Padding counts nowhere.
 """
 
 import math
@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
@@ -46,15 +47,16 @@ Share = Callable[[Tensor], Tensor]  # logits [tokens, experts] -> this rank's pa
 
 
 class Tokens:
-    """The tokens of this rank's columns of a micro-batch."""
+    """The tokens of a micro-batch that this rank's routers see: its columns, with tp its slice of them."""
 
-    def __init__(self, batch: MicroBatch, device: torch.device) -> None:
+    def __init__(self, batch: MicroBatch, world: World) -> None:
         self.batch = batch
         rows, width = batch.input_ids.shape
         columns = torch.arange(width) if batch.columns is None else batch.columns.cpu()
         lengths = torch.tensor([sum(row) for row in batch.documents])  # of whole rows
-        self.rows, self.lengths = rows, lengths.to(device)
-        self.real = (columns < lengths[:, None]).to(device)  # [rows, columns]: no padding
+        self.rows, self.lengths = rows, lengths.to(world.device)
+        real = F.pad(columns < lengths[:, None], (0, -width % world.tp.size))  # padded as the tokens are
+        self.real = real.chunk(world.tp.size, 1)[world.tp.index].to(world.device)  # [rows, columns]
 
     def counts(self, index: Tensor, experts: int) -> Tensor:
         """Tokens of each row and expert, fp32 [rows, experts]. index: chosen experts [tokens, k]."""
@@ -134,7 +136,7 @@ class Balance:
 
     def _tokens_of(self, batch: MicroBatch) -> Tokens:
         if self._tokens is None or self._tokens.batch is not batch:
-            self._tokens = Tokens(batch, self.world.device)
+            self._tokens = Tokens(batch, self.world)
         return self._tokens
 
     @torch.no_grad()
@@ -149,8 +151,9 @@ class Balance:
                 probabilities = (_wide(logits).softmax(-1) * tokens.real.flatten()[:, None]).sum(0)
                 self._pooled += torch.stack((counts.sum(0).to(probabilities), probabilities))
             else:
-                if self.world.cp.size > 1:
-                    dist.all_reduce(counts, group=self.world.cp.group)
+                for axis in (self.world.cp, self.world.tp):
+                    if axis.size > 1:
+                        dist.all_reduce(counts, group=axis.group)
                 sequences = self.world.layout.global_batch_size
                 per_token = 1 / (tokens.lengths[:, None].double() ** 2 * router.chosen * sequences)
                 slopes = (counts * router.experts * per_token)[:, None]
@@ -242,7 +245,7 @@ def balance_of(
         )
     if problems:
         raise UserError(problems)
-    return Balance(spec, whole, stages, world) if routers and layout.tp == 1 else None
+    return Balance(spec, whole, stages, world) if routers else None
 
 
 @torch.no_grad()
@@ -258,8 +261,6 @@ def router_sentence(whole: PreTrainedModel, balance: Balance | None) -> str | No
     gradient; None for a dense model.
     """
     if balance is None:
-        if _routers(whole):
-            return "Loads of experts are not measured with tp, whose ranks route tokens of their own."
         asked = getattr(whole.config.get_text_config(), "output_router_logits", False)
         return UNKNOWN_ROUTERS if asked else None
     state = "frozen" if balance.frozen else "trained"

@@ -85,7 +85,6 @@ def test_biases_of_a_checkpoint_are_those_of_an_opened_model_and_moves_change_wh
         ("mixtral", BalanceSpec(kind="bias"), "mb1-ga4", False),
         ("mixtral", BalanceSpec(kind="loss"), "mb1-ga4", True),
         ("gemma4_text", BalanceSpec(kind="none", z_loss=0.1), "mb1-ga4", False),
-        ("mixtral", BalanceSpec(kind="loss"), "tp2-mb1-ga4", False),
     ],
 )
 def test_what_can_not_be_balanced_is_refused(family: str, spec: BalanceSpec, layout: str, sums: bool) -> None:
