@@ -62,7 +62,8 @@ PASSES, UPDATE = "forward and backward", "optimizer"  # the phases of a pipeline
 def add_left_out(step: StepTrace, growth: Mapping[str, Growth], left_out: int) -> None:
     """Add the memory of `left_out` micro-batches to a trace, in place. growth: by phase."""
     for phase, (size, parts) in step.peaks.items():
-        more = {category: each * left_out for category, each in growth[phase].items()}
+        # What is 0 does not grow: a first step makes torch's buffers behind a forward without gradients.
+        more = {category: each * left_out for category, each in growth[phase].items() if parts.get(category)}
         step.peaks[phase] = (
             size + sum(more.values()),
             {category: parts.get(category, 0) + more.get(category, 0) for category in {**parts, **more}},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -105,6 +106,7 @@ class Machine:
     contention: Number  # share of the time of a collective by which computation takes longer
     optimizer_bytes: Number  # that an update of a ZeRO shard reads and writes per parameter
     rounding_bytes: Number  # that it moves without ZeRO to round weights from their masters, per parameter
+    unsummed_bytes: Number  # that it moves more where gradients are not summed, and so stay narrow
     counted: Number  # 1: this engine's copies, sums and updates, by their dtypes; 0: in fitted constants
     send_share: Number  # of a GPU's part of the network that a send between stages reaches
     send_split: Number  # 1: each tensor-parallel rank sends its part, gathered again; 0: each sends all of it
@@ -169,12 +171,14 @@ def machine_of(workload: Workload, cluster: Cluster) -> Machine:
     state = copies.optimizer - copies.matrix_saving * of_matrices / np.maximum(work.trained_parameters, 1.0)
     updated = 2 * (copies.trained + state) + copies.accumulated + copies.weight
     updated_in_bf16 = 2 * (measured.trained + measured.optimizer) + measured.accumulated + measured.weight
-    optimizer_bytes = machine.optimizer_bytes * updated / updated_in_bf16
+    optimizer_bytes, unsummed_bytes = machine.optimizer_bytes * updated / updated_in_bf16, 0.0
     fused = workload.fuses(cluster)
     read = 0 if fused and OPTIMIZERS[workload.optimizer].one_pass else copies.master  # to round from it
     if machine.counted:
         share = of_matrices / np.maximum(work.trained_parameters, 1.0)
-        optimizer_bytes = update_bytes(workload.precision, copies, workload.optimizer, share, fused=fused)
+        moved = partial(update_bytes, workload.precision, copies, workload.optimizer, share, fused=fused)
+        optimizer_bytes = moved(copies.accumulated)
+        unsummed_bytes = moved(copies.gradient) - optimizer_bytes
     # One parameter at a time in the backward: its copies do not run at once.
     streams = (workload.offload != "none") * (1 + workload.step_in_backward)
     return replace(
@@ -190,6 +194,7 @@ def machine_of(workload: Workload, cluster: Cluster) -> Machine:
         scatter_bytes=copies.accumulated,
         optimizer_bytes=optimizer_bytes,
         rounding_bytes=machine.counted * (copies.master and read + copies.weight),
+        unsummed_bytes=unsummed_bytes,
         host_states=state * streams,
         host_master=copies.master * streams,
         block_update=OPTIMIZERS[workload.optimizer].newton_schulz_steps
@@ -199,15 +204,18 @@ def machine_of(workload: Workload, cluster: Cluster) -> Machine:
     )
 
 
-def update_bytes(precision: str, copies: Copies, optimizer: str, matrices: Number, *, fused: bool) -> Number:
+def update_bytes(
+    precision: str, copies: Copies, optimizer: str, matrices: Number, gradient: float, *, fused: bool
+) -> Number:
     """Bytes that this engine's update of a parameter reads and writes, without rounding masters to weights.
 
     Gradients are read for their norm, and cast where the optimizer wants the trained weights' dtype; then its
     kernels run.
 
-    matrices: share of the trained parameters that are the blocks' matrices. fused: updates are compiled.
+    matrices: share of the trained parameters that are the blocks' matrices. gradient: bytes of an element of
+    a gradient. fused: updates are compiled.
     """
-    gradient, trained, dtype = copies.accumulated, copies.trained, PRECISIONS[precision].trained
+    trained, dtype = copies.trained, PRECISIONS[precision].trained
 
     def moved(name: str) -> float:
         row = OPTIMIZERS[updated_by(name, dtype)]

@@ -65,7 +65,8 @@ def test_the_last_column_is_the_step_that_dryrun_traces(tmp_path: Path):
     own, _ = reserved.replays(reserved.ours, shape, Layout.parse("zero3x2-mb1-ga1-full"), 256, "hopper")
     reserved.config_of(shape, 256).save_pretrained(tmp_path)
     settings = {
-        "model": {"name": str(tmp_path)}, "data": {"seq_len": 256}, "train": {"global_batch_size": 2},
+        "model": {"name": str(tmp_path)}, "data": {"seq_len": 256},
+            "train": {"global_batch_size": 2, "compile": False},  # as `ours`
         "cluster": {"gpu": "h100-sxm", "gpus": 2},
     }  # fmt: skip
     (trace,) = dryrun(settings, layout="zero3x2-mb1-ga1-full").traces

@@ -113,6 +113,9 @@ class OnParameters:
     def replace_gradient(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
         parameter.grad = gradient
 
+    def complete(self, parameter: nn.Parameter) -> None:
+        """No update is made in the backward."""
+
 
 def build(family: str, layout: Layout) -> Any:
     world = join(layout, torch.device("cpu"))

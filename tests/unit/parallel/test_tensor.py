@@ -337,8 +337,9 @@ DROPOUT = {
     ),
     # embedding, then by block: LoRA of query_key_value, dense; after attention; LoRA of two of mlp; after mlp
     "gpt_neox": ({"hidden_dropout": 0.3}, "=" + "=x==x=" * 2, "x" + "=xx=xx" * 2),
-    # by block: LoRA of q, k, v; the scores of 6 documents (capped: seen); LoRA of o, gate, up, down
-    "gemma2": ({"attention_dropout": 0.3}, ("===" + "x" * 6 + "x==x") * 2, ("===" + "x" * 6 + "x==x") * 2),
+    # by block: LoRA of q, k, v; the scores of 6 documents and of 3 rows' padding (capped: seen); LoRA of o,
+    # gate, up, down
+    "gemma2": ({"attention_dropout": 0.3}, ("===" + "x" * 9 + "x==x") * 2, ("===" + "x" * 9 + "x==x") * 2),
     # by block: LoRA of qkv and o; LoRA of gate_up; down; after each
     "phi3": ({"resid_pdrop": 0.3}, "=x==x=" * 2, "=xx=xx" * 2),
 }

@@ -27,6 +27,7 @@ IDEAL = Machine(
     link_latency=0, network_latency=0, stack_matmul=1, stack_attention=1, ring_attention=0, flash=1,
     score_bytes=0, batched=1, elementwise_hidden=0, elementwise_wide=0, elementwise_rotary=0,
     elementwise_norm=0, hidden_backward=2, wide_backward=2, rotary_backward=2, rounding_bytes=0,
+    unsummed_bytes=0,
     counted=0, adapter_passes=5, adapter_sums=3, adapter_launches=4, logit_bytes=0, split_logit_bytes=0,
     selective=0, launch=0, block_launches=10, launch_blocking=0, host_micro_batch=0, host_step=0,
     gradient_bytes=4, ahead=0, tensor_hold=0, scatter_bytes=4, tensor_overlap=0, context_overlap=0,

@@ -314,7 +314,9 @@ def optimizer_update(work: Work, layouts: Columns, machine: Machine) -> Number:
     trained = trained_on_rank(work, layouts)
     updated = np.where(layouts.zero > 0, trained / layouts.shard_ranks, trained)
     updated = updated + work.blocks / layouts.pp * work.split_experts(layouts, True) / layouts.expert_shards
+    unsummed = (layouts.parameter_ranks == 1) & (layouts.gradient_accumulation_steps == 1)
     moved = machine.optimizer_bytes + np.where(layouts.zero > 0, 0.0, machine.rounding_bytes)
+    moved = moved + np.where(unsummed, machine.unsummed_bytes, 0.0)
     traffic = updated * moved / (machine.bandwidth * machine.memory * machine.update_memory)
     streamed = machine.host_states + np.where(layouts.zero > 0, 0.0, machine.host_master)
     on_device = traffic + work.blocks / layouts.pp * machine.block_update
