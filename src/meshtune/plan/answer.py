@@ -101,7 +101,7 @@ class Answer(Notebook):
 
     @property
     def _of_speed(self) -> bool:
-        """Whether faster plans are named: not sorted by memory, as they need more, nor without known times."""
+        """Whether faster plans are named: not sorted by memory, as they need more, or without known times."""
         return self.sort != "memory" and self.plan.cluster.timed
 
     @cached_property
