@@ -1,6 +1,6 @@
 """Held-out loss on GSM8K of what needs less memory against what it stands for, three seeds.
 
-    python benchmarks/convergence.py ../shared/data/gsm8k [--steps 100] [--seeds 3] [--json FILE.json]
+    python benchmarks/convergence.py ../shared/data/gsm8k [--recipes bf16,fp8] [--steps 100] [--seeds 3]
 
 A Llama of 3 M parameters learns two thirds of GSM8K's training rows from scratch; then each recipe tunes it
 on the rest with answers labelled, and is evaluated on rows of the test set. A recipe is compared with the one
@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
-from meshtune import train
+from meshtune import precision, train
 
 LORA = ("method=lora", "lora.r=16", "lora.alpha=32", "train.learning_rate=1e-3")
 FULL = ("method=full", "train.learning_rate=3e-4")
@@ -26,6 +26,8 @@ RECIPES = {  # name -> (that it stands for, its settings)
     "qlora": ("lora", ("method=qlora", *LORA[1:])),
     "adamw": ("adamw", FULL),
     "adamw-8bit": ("adamw", (*FULL, "train.optimizer=adamw-8bit")),
+    "bf16": ("bf16", (*FULL, "train.precision=bf16")),
+    "fp8": ("bf16", (*FULL, "train.precision=fp8")),
 }
 VOCABULARY, HELD_OUT = 2048, 400
 COMMON = (
@@ -66,9 +68,11 @@ def main() -> None:
     parser.add_argument("data", type=Path)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--recipes", default=",".join(RECIPES), help="of these, comma-separated")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    found: dict[str, list[float]] = {name: [] for name in RECIPES}
+    precision.FP8_LEAST = 16  # else matrices of this model keep 16 bits
+    found: dict[str, list[float]] = {name: [] for name in options.recipes.split(",")}
     with TemporaryDirectory() as scratch:
         folder = Path(scratch)
         lines = (options.data / "train.jsonl").read_text(encoding="utf-8").splitlines()
@@ -84,11 +88,11 @@ def main() -> None:
             *rows, "data.train_on=all", f"train.max_steps={4 * options.steps}", "train.learning_rate=1e-3",
         )  # fmt: skip
         print(f"from scratch, all tokens: {begun:.4f}", flush=True)
-        for seed, (name, (_, settings)) in product(range(options.seeds), RECIPES.items()):
+        for seed, name in product(range(options.seeds), found):
             before, loss = held_out_losses(
                 folder / "tuned", f"model.name={folder / 'base' / 'model'}",
                 f"data.train={folder / 'rest.jsonl'}", *rows, f"train.max_steps={options.steps}",
-                f"train.seed={seed}", *settings,
+                f"train.seed={seed}", *RECIPES[name][1],
             )  # fmt: skip
             found[name].append(loss)
             print(f"{name}, seed {seed}: {before:.4f} to {loss:.4f}", flush=True)

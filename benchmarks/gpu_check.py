@@ -35,7 +35,7 @@ from typing import Any
 from gpu.environment import MESHTUNE, ROOT, environment, install_wheels
 
 MINUTES = 8.8  # of a part
-NUMBER = 7  # of parts
+NUMBER = 8  # of parts
 
 
 def options() -> argparse.Namespace:

@@ -95,6 +95,12 @@ def parts(check: Check) -> Mapping[str, Sequence[Figure]]:
             Figure("mixture", 170, partial(bench, check.mixture, several, plain)),
             Figure("mixture-full", 140, partial(bench, check.mixture, several, f"{plain}-full"), tiny=False),
         ],
+        "fit": [
+            Figure("8b-qlora", 200, partial(bench, eight, few, halves, "method=qlora"), tiny=False),
+            Figure("1b-offload", 90, partial(one_b, f"{plain}-offload"), tiny=False),
+            Figure("1b-states", 90, partial(one_b, plain, "train.offload=optimizer"), tiny=False),
+            Figure("1b-8bit", 90, partial(one_b, plain, "train.optimizer=adamw-8bit"), tiny=False),
+        ],
     }  # fmt: skip
 
 

@@ -18,6 +18,7 @@ SCALE_BLOCK = 64  # neighbours of a row with one scale, in 4 bits and of moments
 NF4_SCALES = 256  # scales with one constant
 NF4_BYTES = 0.5 + 1 / SCALE_BLOCK + 4 / SCALE_BLOCK / NF4_SCALES  # of a weight in 4 bits (quantised/nf4.py)
 NF4_ERROR = 0.092  # norm of what its rounding changes, over that of normally distributed weights
+FP8_ERROR = 0.026  # the same of e4m3
 FP8_MULTIPLE = 16  # of both dimensions of a matrix: what matmuls in 8-bit floats take
 FP8_LEAST = 1024  # below, casting its operands takes longer than multiplying in 8 bits saves
 REDUCE_DTYPES = Table("train.reduce_dtype", {"fp32": "float32", "bf16": "bfloat16"})

@@ -54,11 +54,11 @@ CASES = {  # settings, ranks
     "zero3x2-tp2": (["layout=zero3x2-tp2"], 4),
     "LoRA zero3x2": (["method=lora", "lora.dropout=0.1", "eval.keep_best=true", "layout=zero3x2"], 2),
     "host states zero3x2": (
-        ["train.offload=optimizer", "train.step_in_backward=true", "train.max_grad_norm=0", "layout=zero3x2"],
-        2,
+        ["train.offload=optimizer", "train.step_in_backward=true", "train.max_grad_norm=0", "layout=zero3x2",
+         "train.optimizer=adamw-8bit"], 2,
     ),
     "QLoRA zero3x2": (["method=qlora", "lora.use_dora=true", "layout=zero3x2"], 2),
-}
+}  # fmt: skip
 HANG_SECONDS = 60  # within which a command ends after one of its ranks is killed or stopped
 
 

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from meshtune import config
 from meshtune.api import build
+from meshtune.api.target import open_model, target_of
 from meshtune.rundir import RunDir
 from meshtune.train import loop
 
@@ -102,6 +103,9 @@ def test_an_adapter_folder_of_qlora_has_its_base_in_4_bits(
     words = (f"data.eval={tiny / 'test.jsonl'}", "data.seq_len=128", f"data.cache={tmp_path / 'cache'}")
     ours, *others = (meshtune("eval", path, *words, "--json").json["loss"] for path in (run, adapter, merged))
     assert others == pytest.approx([ours, ours], rel=1e-6)
+    models = (open_model(target_of(str(run), each)).model for each in ([], ["train.precision=bf16"]))
+    codes = [[tensor for tensor in model.parameters() if tensor.dtype == torch.uint8] for model in models]
+    assert codes[0] and all(map(torch.equal, *codes)), "the precision of a command changes no base"
     theirs = logits(with_peft(tiny / "model", adapter))  # on the base in 16 bits
     ours = logits(AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32))
     assert 1e-3 < (ours - theirs).norm() / theirs.norm() < 0.3

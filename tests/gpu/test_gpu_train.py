@@ -44,6 +44,8 @@ def test_fp32_losses_are_the_cpus(packing: str, train: Train, tmp_path: Path) ->
         ("train.optimizer=adafactor", 1e-5),
         ("train.optimizer=lion", 1e-3),  # a sign that rounding turns moves a weight by twice the rate
         ("train.optimizer=muon", 1e-3),  # Newton-Schulz is in bf16
+        ("train.optimizer=adamw-8bit", 1e-3),  # a code that rounding turns is 3 % of a moment
+        ("method=qlora", 1e-3),  # sums of scales in another order turn a few codes
         ("train.neftune_alpha=5", 1e-5),
         ("train.label_smoothing=0.1", 1e-5),
         ("lora.use_dora=true", 1e-5),
@@ -90,6 +92,32 @@ def test_offloaded_inputs_give_the_losses_of_full(compile: str, train: Train, tm
         for mode in ("offload", "full")
     )
     assert losses(offload) == pytest.approx(losses(full), rel=1e-5)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "words",
+    [("offload=optimizer",), ("step_in_backward=true",), ("offload=optimizer", "step_in_backward=true")],
+)
+def test_states_in_host_memory_and_updates_in_the_backward_give_the_same_losses(
+    words: tuple[str, ...], precision: str, train: Train, tmp_path: Path
+) -> None:
+    kept = ("train.device=cuda", "layout=mb4-ga1", "train.max_grad_norm=0", f"train.precision={precision}")
+    plain = train(*kept, f"output={tmp_path / 'plain'}")
+    ours = train(*kept, *(f"train.{word}" for word in words), f"output={tmp_path / 'ours'}")
+    assert losses(ours) == pytest.approx(losses(plain), rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_matrices_in_4_bits_are_the_cpus(dtype: Any) -> None:
+    nf4 = pytest.importorskip("meshtune.quantised.nf4")
+    weight = torch.randn(512, 1024, generator=torch.Generator().manual_seed(0)).to(dtype)
+    ours, theirs = nf4.quantise(weight.cuda()), nf4.quantise(weight)
+    assert torch.equal(ours.packed.cpu(), theirs.packed)
+    place, like = (0, 1024 // nf4.BLOCK, 0, 512), torch.empty(0, dtype=dtype)
+    values = nf4.dequantise_op(*(part.cuda() for part in theirs), place, like.cuda())
+    bound = torch.finfo(dtype).eps
+    torch.testing.assert_close(values.cpu(), nf4.dequantise_op(*theirs, place, like), rtol=bound, atol=bound)
 
 
 def test_compiled_blocks_give_the_same_losses(train: Train, tmp_path: Path) -> None:

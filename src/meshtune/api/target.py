@@ -256,6 +256,8 @@ def _opened(target: Target, device: str | None, merging: bool, precision: str | 
     attention, _ = attention_of(config.model_copy(update={"data": unpacked}), Layout(), 1)
     spec = resolve.model_spec(config, attention, place.type)
     spec = replace(spec, precision=precision or spec.precision)
+    if spec.quantise and target.run:  # from the dtype that the run quantised from
+        spec = replace(spec, quantise=settings.load(target.run.config_file).quantise)
     if PRECISIONS[spec.precision].fp8:
         notice("train.precision=fp8 is of training: here the weights are multiplied in bfloat16.")
     if target.step is not None and target.run is not None:

@@ -349,6 +349,11 @@ def faster(plan: Plan, best: Choice) -> list[str]:
     return [outcome.sentence() for outcome in sorted(every, key=lambda one: -round(one.speed, 2))]
 
 
+def faster_in_8_bits(plan: Plan, best: Choice) -> list[str]:
+    """A sentence on train.precision=fp8 where it is faster than `best`."""
+    return [outcome.sentence() for outcome in _faster(plan, best, ("fp8",))]
+
+
 def lighter(plan: Plan, best: Choice) -> list[Outcome]:
     """The layouts that need least memory for each of LOSSES of time at most, the fastest first, each once.
 

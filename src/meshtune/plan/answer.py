@@ -96,9 +96,13 @@ class Answer(Notebook):
 
     @cached_property
     def faster(self) -> list[str]:
-        """Sentences on what is faster; none sorted by memory, as that needs more, or without known times."""
-        known = self.sort != "memory" and self.plan.cluster.timed
-        return advice.faster(self.plan, self.choice) if known else []
+        """Sentences on what is faster with updates as exact."""
+        return advice.faster(self.plan, self.choice) if self._of_speed else []
+
+    @property
+    def _of_speed(self) -> bool:
+        """Whether faster plans are named: not sorted by memory, as they need more, or without known times."""
+        return self.sort != "memory" and self.plan.cluster.timed
 
     @cached_property
     def lighter(self) -> list[Outcome]:
@@ -109,7 +113,8 @@ class Answer(Notebook):
     def changes(self) -> list[str]:
         """Sentences on what to change first."""
         lighter = [outcome.sentence() for outcome in self.lighter]
-        return [*self.faster, *advice.cautions(self.plan, self.choice), *lighter]
+        rounded = advice.faster_in_8_bits(self.plan, self.choice) if self._of_speed else []
+        return [*self.faster, *rounded, *advice.cautions(self.plan, self.choice), *lighter]
 
     def kinds(self, most: int) -> list[tuple[Choice, int]]:
         """(The best layout, how many others take at most KIN longer) of each combination of KIND's fields.

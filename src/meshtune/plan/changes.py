@@ -31,7 +31,7 @@ from meshtune.plan.programs import MESHTUNE
 from meshtune.plan.search import Choice, Plan, best_fitting, choice_of, peak, search, times
 from meshtune.plan.seconds.step import TIE
 from meshtune.plan.workload import Workload
-from meshtune.precision import NF4_ERROR, PRECISIONS, narrower
+from meshtune.precision import FP8_ERROR, NF4_ERROR, PRECISIONS, narrower
 from meshtune.units import counted, human
 
 Lighter = Callable[[], Mapping[str, Workload]]  # returns workloads that need less, by the setting for them
@@ -172,6 +172,7 @@ def changes(
         setting = f"cluster.network={twice.network / GIGA:g}"
         yield Change("network", "twice the network", setting, workload, twice, layout)
     if not layout:
+        yield from _in_8_bits(workload, cluster)
         yield from _reshaping(workload, cluster, fixed or {}, lighter)
         yield from _usual(workload, cluster)
 
@@ -186,6 +187,18 @@ def _sums(workload: Workload, cluster: Cluster, layout: Layout | None = None) ->
     if workload.tool is MESHTUNE and name and PRECISIONS[workload.precision].trained != "bfloat16":
         words, other = "moments in 16 bits, rounded by chance", replace(workload, optimizer=name)
         yield Change("moments", words, f"train.optimizer={name}", other, cluster, layout)
+
+
+def _in_8_bits(workload: Workload, cluster: Cluster) -> Iterator[Change]:
+    """Yield matmuls in 8-bit floats, where blocks may be compiled and GPUs have units for them."""
+    of_bf16 = workload.tool is MESHTUNE and workload.precision == "bf16" and workload.compile
+    matrices = workload.work.matrices
+    fits = any(gemm.fp8 for gemm in matrices) and not any(gemm.quantised for gemm in matrices)
+    if of_bf16 and cluster.gpu.fp8 and fits:
+        work = workload.work.compiled(fp8=True)
+        narrow = replace(workload, precision="fp8", work=work, compile=True)
+        words = f"matmuls in 8-bit floats, which round their operands by {FP8_ERROR:.0%}"
+        yield Change("fp8", words, "train.precision=fp8", narrow, cluster)
 
 
 def other_batches(size: int) -> dict[str, int]:

@@ -18,6 +18,8 @@ from meshtune.yaml_tree import read_yaml
 
 PER_NODE = 8  # GPUs that hybrid sharding shards over, where a file does not say
 STRATEGIES = {"1": "full_shard", "2": "shard_grad_op", "3": "no_shard", "4": "hybrid_shard"}  # accelerate's
+OFFLOADING = ("activation_offloading", "enable_activation_offloading", "use_unsloth_gc")  # keys
+RECOMPUTING = ("gradient_checkpointing", "activation_checkpointing", "enable_activation_checkpointing")
 SIZES = {"dp_replicate_size": "dp_replicate", "dp_shard_size": "dp_shard", "tp_size": "tp", "cp_size": "cp"}
 
 
@@ -79,7 +81,7 @@ def sharded(job: Job) -> Converted:
     if "hybrid" in text and job.gpus > PER_NODE:
         settings |= {"layout.dp_shard": PER_NODE}
     if config.get("activation_checkpointing") not in OFF:
-        settings["layout.recompute"] = "full"
+        settings |= recompute(True, job).settings
     offloads = "offload" in text or config.get("offload_params") not in OFF
     noted = "fsdp_config.offload_params" in job.table.entries  # as a key of its own
     return Converted(settings, lost="nothing is offloaded to the CPU" if offloads and not noted else "")
@@ -102,8 +104,21 @@ def parallelism_config(value: Any, job: Job) -> Converted:
 def recompute(value: Any, job: Job) -> Converted:
     if job.on("selective_checkpointing"):
         return Converted({"layout.recompute": "selective"})
-    recomputing = "offload" if "offload" in str(value) else "full"
-    return Converted({"layout.recompute": "none" if value in OFF else recomputing})
+    if "offload" in str(value) or job.on(*OFFLOADING):
+        return Converted({"layout.recompute": "offload"})
+    return Converted({"layout.recompute": "none" if value in OFF else "full"})
+
+
+def offloading(value: Any, job: Job) -> Converted:
+    """A switch that keeps what is saved for the backward in host memory."""
+    if value in OFF:
+        return Converted({})
+    if job.on("selective_checkpointing"):
+        raise NoCounterpart("selective recomputation offloads nothing; set layout.recompute=offload")
+    lost = "to host memory, not to a disk" if value == "disk" else ""
+    if not job.on(*RECOMPUTING) and job.tool != "llama_factory":
+        lost = "blocks are computed again, so that only their inputs are in host memory"
+    return Converted({"layout.recompute": "offload"}, lost=lost)
 
 
 def batch_of_rank(value: Any, job: Job) -> dict[str, Any]:
@@ -120,6 +135,7 @@ CONVERSIONS = {
     "deepspeed": Conversion(deepspeed, lambda plan: "deepspeed.json" if plan.engine else None),
     "fsdp": Conversion(lambda value, job: sharded(job)),
     "parallelism_config": Conversion(parallelism_config),
+    "offloading": Conversion(offloading),
     "recompute": Conversion(recompute, lambda plan: plan.layout.recompute != "none"),
     "no_recompute": Conversion(
         lambda value, job: recompute(not value, job), lambda plan: plan.layout.recompute != "full"

@@ -192,7 +192,8 @@ def unknown_setting(path: Sequence[str], settings: Sequence[str], sections: Sequ
     if row := section_of("keys", name):
         return f"{key} is not supported: {unsupported(row)}"
     known = theirs(path)
-    named = (f"{each.setting}{'=qlora' * (each.conversion == 'quantised')}" for each in known if each.setting)
+    only = {"quantised": "=qlora", "offloading": "=offload"}  # the value that a conversion writes
+    named = (f"{each.setting}{only.get(each.conversion, '')}" for each in known if each.setting)
     if counterparts := dict.fromkeys(named):
         return f"{key} is not a setting{did_you_mean([*counterparts])}"
     exact = [setting for setting in settings if last(setting) == name]

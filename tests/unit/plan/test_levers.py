@@ -9,9 +9,10 @@ from made_plans import workload as workload_of
 
 from meshtune import config
 from meshtune.layout import Layout
+from meshtune.plan.advice import faster_in_8_bits
 from meshtune.plan.changes import Refused, changes, levers, neighbours
 from meshtune.plan.explanation import explain
-from meshtune.plan.search import explained
+from meshtune.plan.search import explained, search
 from meshtune.plan.seconds.step import TIE
 
 CLUSTER, WORKLOAD = machines(64), workload_of(size=256, seq_len=8192)
@@ -128,3 +129,22 @@ def test_the_compile_lever_counts_what_compiled_blocks_save():
     assert sum(eager[:5]) - sum(traced[:5]) == 8 * hidden + wide
     offered = {change.kind: change.workload for change in changes(WORKLOAD, CLUSTER)}
     assert offered["compile"] == compiled
+
+
+def test_matmuls_in_8_bits_are_offered_where_they_run_and_are_faster():
+    compiled = replace(workload_of(size=8), compile="auto")
+    plan = search(compiled, machines(8))
+    (sentence,) = faster_in_8_bits(plan, plan.choice(0))
+    narrow = replace(compiled, precision="fp8")
+    faster = search(narrow, machines(8)).choice(0)
+    gain = faster.tokens_per_second_per_gpu / plan.choice(0).tokens_per_second_per_gpu - 1
+    assert f"by 3% (train.precision=fp8): {gain:.1%} more tokens" in sentence and gain > 0.1
+    matrices = tuple(replace(gemm, quantised=True) for gemm in compiled.work.matrices)
+    in_4_bits = replace(compiled, work=replace(compiled.work, matrices=matrices))
+    for other, cluster in (
+        (WORKLOAD, machines(8)),
+        (compiled, machines(8, "a100-80")),
+        (in_4_bits, machines(8)),
+        (narrow, machines(8)),
+    ):
+        assert not any(change.kind == "fp8" for change in changes(other, cluster))

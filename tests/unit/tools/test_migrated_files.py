@@ -193,6 +193,19 @@ def test_activations_that_are_offloaded_stay_so(value: Any, migrated: Migrate) -
     assert layout.recompute == {"offload": "offload", True: "full", False: "none"}[value]
 
 
+@pytest.mark.parametrize(
+    "keys",
+    [
+        TRL | {"activation_offloading": True, "gradient_checkpointing": False},
+        AXOLOTL | {"activation_offloading": "disk", "gradient_checkpointing": True},
+        AXOLOTL | {"activation_offloading": True, "selective_checkpointing": {"save": ["attention"]}},
+    ],
+)
+def test_activations_that_are_offloaded_otherwise_are_named(keys: dict[str, Any], migrated: Migrate) -> None:
+    (note,) = migrated(keys).unsupported
+    says(f"{note.key}: {note.reason}")
+
+
 def test_a_default_beside_a_null_and_a_remark_are_said_once(migrated: Migrate) -> None:
     result = migrated(TORCHTUNE, clip_grad_norm=None, tokenizer={"max_seq_len": None})
     assert {"clip_grad_norm", "tokenizer.max_seq_len"}.isdisjoint(result.off)
@@ -368,6 +381,9 @@ def test_fused_matrices_have_hugging_face_s_names(migrated: Migrate) -> None:
     assert targets == ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
 
 
+BNB = {"bnb_4bit_use_double_quant": True, "llm_int8_has_fp16_weight": False}
+
+
 @pytest.mark.parametrize(
     ("keys", "key"),
     [
@@ -376,6 +392,11 @@ def test_fused_matrices_have_hugging_face_s_names(migrated: Migrate) -> None:
         (FACTORY | {"quantization_bit": 4, "quantization_method": "hqq"}, "quantization_method"),
         (AXOLOTL | {"optimizer": "lion_8bit"}, "optimizer"),
         (AXOLOTL | {"adapter": "qlora", "load_in_4bit": True, "load_in_8bit": False}, ""),
+        (AXOLOTL | {"adapter": "qlora", "gptq": True, "bnb_config_kwargs": BNB}, ""),
+        (
+            AXOLOTL | {"adapter": "qlora", "bnb_config_kwargs": BNB | {"bnb_4bit_quant_type": "fp4"}},
+            "bnb_config_kwargs.bnb_4bit_quant_type",
+        ),
         (FACTORY | {"quantization_bit": 4, "quantization_type": "nf4"}, ""),
         (TORCHTUNE | {"model": {"_component_": "torchtune.models.mistral.qlora_mistral_7b"}}, ""),
         (

@@ -121,6 +121,7 @@ def test_without_a_network_the_wheels_are_skipped_with_the_reason_but_required_i
         "recompute_num_layers", "data.test_size", "train.muon_lr", "train.momentum", "train.nproc",
         "zero_optimization.stage", "parallelism.tensor_parallel_degree", "parallelism.expert_parallel_degree",
         "expert_model_parallel_size", "train.moe_z_loss_coeff", "expert_parallel_size",
+        "activation_offloading",
     ],
 )  # fmt: skip
 def test_a_pasted_key_gets_its_counterpart_or_the_reason_and_never_a_guess(key: str) -> None:

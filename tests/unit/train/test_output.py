@@ -77,6 +77,16 @@ def test_an_unfinished_run_that_can_not_be_continued_follows_output_exists(words
 
 
 @pytest.mark.parametrize(
+    "word",
+    ["train.optimizer=adamw-8bit", "train.optimizer=adamw-bf16", "train.precision=fp8", "method=qlora"],
+)
+def test_a_run_of_other_bits_is_refused(word: str, make, decide) -> None:
+    make("method=lora")
+    with pytest.raises(UserError, match=f"{word.partition('=')[0]} is {word.partition('=')[2]} here and"):
+        decide("method=lora", word)
+
+
+@pytest.mark.parametrize(
     "left", ["nothing", "train", "model", "model/adapter_config.json", "checkpoints/step-5"]
 )
 def test_a_run_that_did_no_step_leaves_its_folder_free_for_other_settings(
