@@ -312,7 +312,10 @@ def test_experts_hold_what_is_planned(family: str, layout: str, precision: str) 
     check(family, job_of(layout, EXPERTS[family], precision=precision), "small")
 
 
-@pytest.mark.parametrize("layout", cases(["tp4-sp-ep2-mb1-ga1", "tp4-sp-ep2-mb1-ga2"], ci=1))
+COPIES = ["tp4-sp-ep2-mb1-ga1", "tp4-sp-ep2-mb1-ga2", "dp2-mb1-ga1-full", "dp2-mb1-ga2"]
+
+
+@pytest.mark.parametrize("layout", cases(COPIES, ci=1))
 def test_sums_over_copies_of_experts_hold_what_is_planned(layout: str) -> None:
     check(layout, job_of(layout, EXPERTS["qwen3-moe"], 64), "small")
 

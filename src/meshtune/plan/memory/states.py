@@ -134,6 +134,8 @@ class Step:
         self.sharded = sharded = accounting.gathers_shards(layouts)  # by FSDP
         self.accumulates = layouts.gradient_accumulation_steps > 1
         self.replicated = accounting.gradient_replicas(layouts) > 1  # gradients are all-reduced
+        # Sums of parallel/replicas.py
+        self.own_sums = self.replicated & ~sharded & ~self.frees & np.asarray(masters)
         self.once = sharded & ~self.accumulates  # sharded gradients are made late
         self.zero3 = sharded & (layouts.zero == 3)
         self.sums_whole = (layouts.zero == 1) & self.accumulates  # a sum of whole gradients is reduced

@@ -241,8 +241,8 @@ def gradient_tensors(step: Step, flight: InFlight) -> Iterator[Tensor]:
     name, own = "a block's gradients", block.trained * precision.gradient
     leaves = step.leaves_gradients * own
     # Replicas sum a group when its last gradient is there: of the first block and the rest at the end.
-    own_sums = step.replicated & ~step.sharded & ~step.frees & np.asarray(step.accounting.shards_masters)
-    made = flight.made * np.where(own_sums & ~step.accumulates, own, leaves)
+    new_sums = step.own_sums & ~step.accumulates
+    made = flight.made * np.where(new_sums, own, leaves)
     yield Tensor(name, GRADIENTS, LAST, LAST, flight.traced * made)
     yield Tensor(name, GRADIENTS, BEFORE_LAST, SECOND, np.where(step.sharded, made, flight.traced * made))
     share = np.where(leaves > 0, flight.made, 1.0)  # below 0: of those among the states, what is missing
@@ -256,12 +256,12 @@ def gradient_tensors(step: Step, flight: InFlight) -> Iterator[Tensor]:
     last = (step.leaves_gradients > 0) & ~step.sharded & np.asarray(step.accounting.shards_masters)
     embedding = (1 - step.work.tied) * step.stages.has_embedding * elements.before_blocks.trained
     yield Tensor(name, GRADIENTS, FIRST, FIRST, np.where(last, -embedding * precision.gradient, 0.0))
-    new_sums = (block.trained + elements.outside.trained) * precision.accumulated
-    new_sums = new_sums - step.head_gradient * precision.gradient - flight.made * own
-    yield Tensor(name, GRADIENTS, FIRST, FIRST, np.where(own_sums & ~step.accumulates, -new_sums, 0.0))
-    narrow = 2 * precision.gradient * (precision.gradient < precision.accumulated) or precision.gradient
-    copies = np.where(step.accumulates, precision.accumulated, narrow) * elements.outside.trained
-    yield Tensor("the last group's sum", GRADIENTS, LAST_REDUCE, LAST_REDUCE, np.where(own_sums, copies, 0.0))
+    missing = (block.trained + elements.outside.trained) * precision.accumulated
+    missing = missing - step.head_gradient * precision.gradient - flight.made * own
+    yield Tensor(name, GRADIENTS, FIRST, FIRST, np.where(new_sums, -missing, 0.0))
+    copies = np.where(step.accumulates, precision.accumulated, precision.flattened) * elements.outside.trained
+    copies = np.where(step.own_sums, copies, 0.0)
+    yield Tensor("the last group's sum", GRADIENTS, LAST_REDUCE, LAST_REDUCE, copies)
     shards = np.where(step.frees, 0.0, elements.total.trained_shard * precision.sharded_gradient)
     reduced = np.where(step.sharded, shards, states)
     yield Tensor(name, GRADIENTS, UPDATE, UPDATE, reduced)
@@ -419,11 +419,17 @@ def collective_buffers(step: Step, flight: InFlight) -> Iterator[Tensor]:
 
     reduce_scatter = np.where(step.reduces, block.trained * reduce_bytes, 0.0)
     yield Tensor("input of a block's reduce-scatter", COMMUNICATION, BEFORE_LAST, TIED, reduce_scatter)
-    all_reduce = step.all_reduced * reduce_bytes
-    if not accounting.shards_masters:
-        yield Tensor("a block's all-reduce", COMMUNICATION, LAST, SECOND, all_reduce)
-    behind_backward = np.where(step.frees, 0.0, np.maximum(all_reduce - flight.first_block, 0.0))
-    yield Tensor("a block's all-reduce", COMMUNICATION, FIRST, FIRST, behind_backward)
+    # Behind a block's backward, whose activations are then free: its gradients, their copies and the sum.
+    unmade = accounting.precision.flattened - flight.made * accounting.precision.gradient
+    flat = np.where(step.own_sums & ~step.accumulates, block.trained * np.maximum(unmade, 0.0), 0.0)
+    name, needed = "a block's all-reduce", step.all_reduced * reduce_bytes + flat
+    born, behind = LAST, needed
+    if accounting.shards_masters:
+        behind = np.where(layouts.pp > 1, 0.0, np.maximum(needed - flight.in_block_backward, 0.0))
+        born = BEFORE_LAST
+    behind_first = np.maximum(needed - flight.first_block, 0.0)
+    for point, last, size in ((born, SECOND, behind), (FIRST, FIRST, behind_first)):
+        yield Tensor(name, COMMUNICATION, point, last, np.where(step.frees, 0.0, size))
     name = "input of the last reduce-scatter"
     yield Tensor(name, COMMUNICATION, LAST_REDUCE, LAST_REDUCE, step.last_reduce)
 
