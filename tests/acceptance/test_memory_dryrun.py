@@ -288,7 +288,7 @@ ROUTED = [
     ("qwen3-moe", "mb4-ga1", "fp32"), ("qwen3-moe", "mb4-ga1-full", "bf16"),
     ("qwen3-moe", "zero3x2-mb4-ga1", "bf16"), ("qwen3-moe", "tp2-sp-mb4-ga1", "bf16"),
     ("qwen3-moe", "mb4-ga1-selective", "bf16"), ("qwen3-moe", "tp2-mb4-ga1", "bf16"),
-    ("qwen3-moe", "dp2-ep2-mb1-ga1", "bf16"),
+    ("qwen3-moe", "dp2-ep2-mb1-ga1", "bf16"), ("qwen3-moe", "zero3x2-ep2-mb2-ga2-full", "bf16"),
     ("deepseek-v3", "mb2-ga2", "fp32"), ("deepseek-v3", "tp2-mb2-ga2", "bf16"),
     ("qwen3-moe", "tp2-sp-ep2-mb1-ga1", "bf16"), ("jetmoe", "mb4-ga1", "bf16"),
     ("jetmoe", "zero3x2-mb4-ga1-full", "bf16"), ("jetmoe", "zero3x2-mb4-ga1-full", "fp32"), *ROUTED_BEYOND,
@@ -320,7 +320,10 @@ def test_sums_over_copies_of_experts_hold_what_is_planned(layout: str) -> None:
     check(layout, job_of(layout, EXPERTS["qwen3-moe"], 64), "small")
 
 
-@pytest.mark.parametrize("layout", cases(["tp2-sp-mb4-ga1", "mb4-ga1-full", "dp4-ep4-mb2-ga1"], ci=1))
+ADAPTED = ["tp2-sp-mb4-ga1", "mb4-ga1-full", "dp4-ep4-mb2-ga1", "zero3x2-ep2-mb2-ga2-full"]
+
+
+@pytest.mark.parametrize("layout", cases(ADAPTED, ci=1))
 def test_adapters_of_experts_hold_what_is_planned(layout: str) -> None:
     lora = LoraSpec(r=8, target_modules=("all-linear", "experts"))
     check("adapters of experts", job_of(layout, EXPERTS["qwen3-moe"], lora=lora), "small")

@@ -206,7 +206,7 @@ def gathered_weights(step: Step) -> Iterator[Tensor]:
     yield Tensor(name, GATHERED, START, LOSS, gathered)
     yield Tensor(name, GATHERED, HEAD, FIRST, (1 - ends_apart) * gathered)
     yield Tensor("a block's weights", GATHERED, FORWARD, FORWARD, step.gathered_block)
-    yield Tensor("a block's weights", GATHERED, HEAD, HEAD_REDUCE, ends_apart * step.gathered_block)
+    yield Tensor("a block's weights", GATHERED, HEAD, HEAD_REDUCE, ends_apart * step.prefetched_block)
     yield Tensor("a block's weights", GATHERED, LAST, FIRST, step.gathered_block)
     for backward, born, dies in ((False, FORWARD, FORWARD), (True, LAST, FIRST)):
         matrix = step.work.dequantised(step.layouts, step.tokens, backward=backward)
@@ -401,15 +401,16 @@ def collective_buffers(step: Step, flight: InFlight) -> Iterator[Tensor]:
     neighbours = 2 * layouts.virtual_stages - stages.has_embedding - stages.has_head  # of all its stages
     yield Tensor("receive buffers", COMMUNICATION, START, UPDATE, step.messages * (buffers * neighbours))
     yield Tensor("output of the last all-gather", COMMUNICATION, START, LOSS, step.last_gather)
-    yield Tensor("the next block's weights", COMMUNICATION, HEAD, HEAD_REDUCE, step.gathered_block)
-    prefetched = (accounting.gathered_groups - 1) * step.gathered_block  # but for the first block of a stage
+    yield Tensor("the next block's weights", COMMUNICATION, HEAD, HEAD_REDUCE, step.prefetched_block)
+    prefetched = (accounting.gathered_groups - 1) * step.prefetched_block  # of a stage's first block nothing
     for first, last, blocks in ((LAST, LAST, 1), (BEFORE_LAST, SECOND, 2)):
         there = np.where(stages.blocks / layouts.virtual_stages > blocks, prefetched, 0.0)
         yield Tensor("the next block's weights", COMMUNICATION, first, last, there)
 
     name = "input of the reduce-scatter before"
     by_micro_batch = step.sharded & (layouts.zero >= 2) & step.accumulates
-    last_reduced = np.where(step.last_reduced > 0, step.last_reduced, block.trained)
+    own = block.trained - np.where(step.sharded, step.work.split_experts(layouts, True), 0.0)
+    last_reduced = np.where(step.last_reduced > 0, step.last_reduced, own)
     earlier = np.where(by_micro_batch, last_reduced * reduce_bytes, 0.0)
     yield Tensor(name, COMMUNICATION, START, NORM, earlier)
     yield Tensor(name, COMMUNICATION, LAST, LAST, np.where(step.head_reduce > 0, 0.0, earlier))
@@ -417,7 +418,8 @@ def collective_buffers(step: Step, flight: InFlight) -> Iterator[Tensor]:
     shard = step.head_shard * reduce_bytes * (reduce_bytes != accounting.precision.trained)  # else in place
     yield Tensor("output of the head's reduce-scatter", COMMUNICATION, HEAD_REDUCE, HEAD_REDUCE, shard)
 
-    reduce_scatter = np.where(step.reduces, block.trained * reduce_bytes, 0.0)
+    # Under ZeRO-3 experts' lies there when their weights, as large as their gradients, are freed.
+    reduce_scatter = np.where(step.reduces, np.where(step.zero3, own, block.trained) * reduce_bytes, 0.0)
     yield Tensor("input of a block's reduce-scatter", COMMUNICATION, BEFORE_LAST, TIED, reduce_scatter)
     # Behind a block's backward, whose activations are then free: its gradients, their copies and the sum.
     unmade = accounting.precision.flattened - flight.made * accounting.precision.gradient
@@ -454,10 +456,10 @@ def idle_memory(step: Step, flight: InFlight) -> Iterator[Tensor]:
     at_loss, before_backward = (by_micro_batch * size for size in flight.earlier_gradients)
     at_end = step.states.gradients - step.new_block - step.new_embedding
     at_end = (by_micro_batch | ~step.accumulates) * at_end
-    prefetched = (accounting.gathered_groups - 1) * step.gathered_block
+    prefetched = (accounting.gathered_groups - 1) * step.prefetched_block
     for born, dies, used in (
         (START, LOSS, step.last_gather + at_loss),
-        (HEAD, HEAD_REDUCE, step.gathered_block + before_backward),
+        (HEAD, HEAD_REDUCE, step.prefetched_block + before_backward),
         (LAST, SECOND, prefetched + before_backward),
         (FIRST, LAST_REDUCE, at_end),
         (UPDATE, UPDATE, reduce),
