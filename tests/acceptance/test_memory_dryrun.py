@@ -13,6 +13,7 @@ from cases import cases
 from transformers import (
     BloomConfig,
     CohereConfig,
+    DeepseekV3Config,
     FalconConfig,
     Gemma2Config,
     JetMoeConfig,
@@ -269,6 +270,11 @@ EXPERTS = {
         **{name: getattr(TINY, name) for name in SHAPE}, num_key_value_heads=4, head_dim=32, num_experts=8,
         moe_intermediate_size=256, num_experts_per_tok=2,
     ),
+    "deepseek-v3": DeepseekV3Config(
+        **{name: getattr(TINY, name) for name in SHAPE}, num_key_value_heads=8, q_lora_rank=96,
+        kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32, n_routed_experts=8,
+        moe_intermediate_size=128, num_experts_per_tok=2, n_group=2, topk_group=1, first_k_dense_replace=1,
+    ),
     "jetmoe": JetMoeConfig(
         vocab_size=2048, hidden_size=256, num_hidden_layers=4, num_key_value_heads=4, kv_channels=32,
         intermediate_size=512, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=512,
@@ -282,7 +288,8 @@ ROUTED = [
     ("qwen3-moe", "mb4-ga1", "fp32"), ("qwen3-moe", "mb4-ga1-full", "bf16"),
     ("qwen3-moe", "zero3x2-mb4-ga1", "bf16"), ("qwen3-moe", "tp2-sp-mb4-ga1", "bf16"),
     ("qwen3-moe", "mb4-ga1-selective", "bf16"), ("qwen3-moe", "tp2-mb4-ga1", "bf16"),
-    ("qwen3-moe", "dp2-ep2-mb1-ga1", "bf16"),
+    ("qwen3-moe", "dp2-ep2-mb1-ga1", "bf16"), ("qwen3-moe", "zero3x2-ep2-mb2-ga2-full", "bf16"),
+    ("deepseek-v3", "mb2-ga2", "fp32"), ("deepseek-v3", "tp2-mb2-ga2", "bf16"),
     ("qwen3-moe", "tp2-sp-ep2-mb1-ga1", "bf16"), ("jetmoe", "mb4-ga1", "bf16"),
     ("jetmoe", "zero3x2-mb4-ga1-full", "bf16"), ("jetmoe", "zero3x2-mb4-ga1-full", "fp32"), *ROUTED_BEYOND,
 ]  # fmt: skip
@@ -305,12 +312,18 @@ def test_experts_hold_what_is_planned(family: str, layout: str, precision: str) 
     check(family, job_of(layout, EXPERTS[family], precision=precision), "small")
 
 
-@pytest.mark.parametrize("layout", cases(["tp4-sp-ep2-mb1-ga1", "tp4-sp-ep2-mb1-ga2"], ci=1))
+COPIES = ["tp4-sp-ep2-mb1-ga1", "tp4-sp-ep2-mb1-ga2", "dp2-mb1-ga1-full", "dp2-mb1-ga2"]
+
+
+@pytest.mark.parametrize("layout", cases(COPIES, ci=1))
 def test_sums_over_copies_of_experts_hold_what_is_planned(layout: str) -> None:
     check(layout, job_of(layout, EXPERTS["qwen3-moe"], 64), "small")
 
 
-@pytest.mark.parametrize("layout", cases(["tp2-sp-mb4-ga1", "mb4-ga1-full", "dp4-ep4-mb2-ga1"], ci=1))
+ADAPTED = ["tp2-sp-mb4-ga1", "mb4-ga1-full", "dp4-ep4-mb2-ga1", "zero3x2-ep2-mb2-ga2-full"]
+
+
+@pytest.mark.parametrize("layout", cases(ADAPTED, ci=1))
 def test_adapters_of_experts_hold_what_is_planned(layout: str) -> None:
     lora = LoraSpec(r=8, target_modules=("all-linear", "experts"))
     check("adapters of experts", job_of(layout, EXPERTS["qwen3-moe"], lora=lora), "small")

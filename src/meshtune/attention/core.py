@@ -37,12 +37,12 @@ def fastest_kernel(
     dropout: probability, 0 for none. softcap: cap c in c · tanh(score / c) of the scaled scores; None: none.
     sinks: as in `attend`. kernels: "cpu" or "cuda", the kind of device whose kernels can run.
     """
-    if dropout or q.shape[-1] != v.shape[-1]:
+    if dropout:
         return "plain"
     if kernels != "cuda":
         return "fused"
     if softcap is not None:
-        return "flex" if sinks is None else "plain"
+        return "flex" if sinks is None and q.shape[-1] == v.shape[-1] else "plain"
     return "varlen" if takes_flash(q.shape[-1], v.shape[-1], q.element_size()) else "plain"
 
 

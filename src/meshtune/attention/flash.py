@@ -134,9 +134,9 @@ def errors_of(
         sizes = int(tokens[-1]), heads, size
         return torch.randn(sizes, generator=generator, device=device).to(dtype)
 
-    q = drawn(documents.queries, shape.query_heads, shape.qk_dim)
-    k, v = (drawn(documents.keys, shape.key_heads, size) for size in (shape.qk_dim, shape.v_dim))
-    grad = drawn(documents.queries, shape.query_heads, shape.v_dim)
+    size = max(shape.qk_dim, shape.v_dim)  # the other is padded
+    q, grad = (drawn(documents.queries, shape.query_heads, size) for _ in range(2))
+    k, v = (drawn(documents.keys, shape.key_heads, size) for _ in range(2))
     window, scale = shape.window and min(shape.window, TRIED_WINDOW), shape.qk_dim**-0.5
     longest = int(documents.longest_query), int(documents.longest_key)
     core = Core(documents.queries, documents.keys, *longest, scale, window, None)

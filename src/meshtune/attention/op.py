@@ -8,17 +8,27 @@ and the dry run see one operator, whose graph is the same for every set of docum
 
     kernel "fused"    torch's flash attention for CPUs, call by call, or ours with a softcap (cpu.py)
     kernel "varlen"   one variable-length flash call on CUDA, in 16 bits (cuda.py)
+
+Heads of values that are smaller than those of queries and keys (latent attention) are padded with zeros for
+the kernel, which takes equal ones only; the results are the same, and the backward's tensors are not padded.
 """
 
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from meshtune.attention import cpu, cuda
 from meshtune.attention.arguments import Core
 
 KERNELS = {"fused": cpu, "varlen": cuda}
+
+
+def _padded(*tensors: Tensor) -> list[Tensor]:
+    """The tensors with zeros behind each head that is smaller than the largest."""
+    most = max(x.shape[-1] for x in tensors)
+    return [F.pad(x, (0, most - x.shape[-1])) if x.shape[-1] < most else x for x in tensors]
 
 
 @torch.library.custom_op("meshtune::attention", mutates_args=())
@@ -30,7 +40,8 @@ def attention(
     """Causal attention of documents: q [queries, heads, head_dim] -> the same, and log-sum-exp [heads,
     queries], at least in fp32.
 
-    k, v: [keys, kv_heads, head_dim], where kv_heads divides heads. query_boundaries, key_boundaries: int32
+    k, v: [keys, kv_heads, head_dim], where kv_heads divides heads; heads of v, and of the output, may have
+    another size. query_boundaries, key_boundaries: int32
     [documents + 1]; document i has the tokens from boundary i up to, but without, boundary i + 1, and its
     last query stands at its last key. longest_query, longest_key: most tokens of a document, numbers on the
     CPU, tensors since a compiled graph is made for every other number. scale: factor of q · k. window: keys
@@ -39,7 +50,8 @@ def attention(
     """
     longest = int(longest_query), int(longest_key)
     core = Core(query_boundaries, key_boundaries, *longest, scale, window, softcap)
-    out, lse = KERNELS[kernel].forward(q, k, v, core)
+    out, lse = KERNELS[kernel].forward(*_padded(q, k, v), core)
+    out = out[..., : v.shape[-1]].contiguous()  # CUDA's has the memory order of q: of one row, heads first
     if sinks is not None:
         # A sink is one more key with a value of zero, which no kernel has: its score is added to the
         # log-sum-exp that the kernel returns, and the output scaled down. From these two the kernel's own
@@ -60,7 +72,14 @@ def attention_backward(
     longest = int(longest_query), int(longest_key)
     core = Core(query_boundaries, key_boundaries, *longest, scale, window, softcap)
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()
-    return KERNELS[kernel].backward(grad, (q, k, v), (out, lse), core)
+    grad, out, *inputs = _padded(grad, out, q, k, v)
+    grads = KERNELS[kernel].backward(grad, (*inputs,), (out, lse), core)
+    if q.shape[-1] == v.shape[-1]:
+        return grads
+    grad_q, grad_k, grad_v = (
+        torch.empty_like(x).copy_(wide[..., : x.shape[-1]]) for x, wide in zip((q, k, v), grads, strict=True)
+    )
+    return grad_q, grad_k, grad_v
 
 
 @attention.register_fake

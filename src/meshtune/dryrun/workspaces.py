@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from meshtune.errors import UserError
 from meshtune.meter.trace import BACKWARD, RECOMPUTATION, Operation, RankTrace
@@ -114,8 +115,8 @@ class Workspaces:
 
 
 def _attention(shapes: Shapes, padded: int, batch: int) -> dict[str, int]:
-    """Sizes of attention's backward. shapes: of one document, or of all of them one after the other:
-    queries and keys [tokens, heads, head]. padded: rows of its buffers. batch: sequences in the shapes.
+    """Sizes of attention. shapes: of one document, or of all of them one after the other: queries and keys
+    [tokens, heads, head]. padded: rows of its backward's buffers. batch: sequences in the shapes.
     """
     (queries, heads, head), (keys, key_heads, _) = shapes
     head = -(-head // 8) * 8
@@ -129,8 +130,16 @@ def _attention(shapes: Shapes, padded: int, batch: int) -> dict[str, int]:
 
 def _varlen(shapes: Shapes) -> dict[str, int]:
     """Arguments: gradient, query, key, value, output, logsumexp, boundaries of queries …"""
-    _, query, key, _, _, _, boundaries, *_ = shapes
-    return _attention((query, key), query[0] + BLOCK * (boundaries[0] - 1), batch=1)
+    _, query, key, value, _, _, boundaries, *_ = shapes
+    return _operator(query, key, value, boundaries, tensors=2)
+
+
+def _operator(query: Any, key: Any, value: Any, boundaries: Any, *_: Any, tensors: int = 1) -> dict[str, int]:
+    """Shapes of its arguments. tensors: that are padded, like values and like the output, if they are."""
+    size = max(query[-1], value[-1])
+    both = (*query[:2], size), (*key[:2], size)
+    sizes = _attention(both, query[0] + BLOCK * (boundaries[0] - 1), batch=1)
+    return sizes | {"unlike": tensors * (query[-1] != value[-1])}
 
 
 def _padded(shapes: Shapes) -> dict[str, int]:
@@ -153,6 +162,7 @@ def _sort(shapes: Shapes) -> dict[str, int]:
 
 
 SIZES: dict[str, Callable[[Shapes], dict[str, int]]] = {
+    "meshtune.attention.default": lambda shapes: _operator(*shapes),
     "meshtune.attention_backward.default": _varlen,
     "aten._scaled_dot_product_flash_attention_backward.default": _padded,
     "aten._scaled_dot_product_efficient_attention_backward.default": _padded,

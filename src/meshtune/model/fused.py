@@ -28,8 +28,10 @@ class FlashAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # type: ignore[override]
-        # Kernels write in the memory order of the queries; with heads before tokens, o_proj takes a copy.
-        first, second = (1, 2) if query.stride(1) > query.stride(2) else (2, 1)
+        # Kernels write in the memory order of the queries; with heads before tokens, o_proj takes a copy. Our
+        # operator writes tokens first, which is regarded only where it pads values (TODO.md).
+        heads_first = query.stride(1) > query.stride(2) and query.shape[-1] == value.shape[-1]
+        first, second = (1, 2) if heads_first else (2, 1)
         shape = (query.shape[0], query.shape[first], query.shape[second], value.shape[-1])
         out = query.new_empty(shape).transpose(1, first)
         log_sums = query.new_empty(query.shape[:-1], dtype=torch.float32)

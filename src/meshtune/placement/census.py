@@ -23,8 +23,10 @@ from meshtune.units import Number
 
 
 def takes_flash(qk_dim: Number, v_dim: Number, element: int) -> Number:
-    """True if FlashAttention's variable-length calls take these heads. element: bytes of a number."""
-    return (element == 2) & (qk_dim == v_dim) & (qk_dim % 8 == 0) & (qk_dim <= 256)
+    """True if FlashAttention's variable-length calls take these heads, the smaller ones padded
+    (attention/op.py). element: bytes of a number.
+    """
+    return (element == 2) & (qk_dim % 8 == 0) & (v_dim % 8 == 0) & (qk_dim <= 256) & (v_dim <= 256)
 
 
 def is_matrix(name: str, shape: tuple[int, ...]) -> bool:

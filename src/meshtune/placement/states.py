@@ -50,6 +50,13 @@ class Copies(NamedTuple):
         return self.master or self.weight
 
     @property
+    def flattened(self) -> float:
+        """Bytes per parameter of a gradient, and of its flat copy where a sum is wider, while an all-reduce's
+        buffer is made of it.
+        """
+        return self.gradient * (2 if self.gradient < self.accumulated else 1)
+
+    @property
     def sharded_gradient(self) -> float:
         """Bytes per parameter of a gradient that FSDP has reduced, added up over micro-batches."""
         return max(self.trained, self.accumulated)

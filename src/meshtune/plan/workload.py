@@ -203,7 +203,7 @@ class Workload:
             return []
         element, cores = DTYPE_BYTES[PRECISIONS[self.precision].compute], self.work.cores
         fits = (core.flash and np.all(takes_flash(core.qk_dim, core.v_dim, element)) for core in cores)
-        return [core.qk_dim for core, fit in zip(cores, fits, strict=True) if fit]
+        return [np.maximum(core.qk_dim, core.v_dim) for core, fit in zip(cores, fits, strict=True) if fit]
 
     def attention_kernel(self, gpu: Gpu) -> str:
         """Name of the attention kernel (kernels.toml) that runs on GPUs of a kind."""

@@ -37,6 +37,18 @@ def test_attention_of_as_many_heads_of_keys_expands_nothing():
     assert dict(taken) == {"softmax_d": 24_576, "dq_accum": 2_359_296}
 
 
+def test_heads_of_values_are_padded_to_those_of_queries():
+    query, value, boundaries = (1000, 4, 24), (1000, 4, 16), (2,)
+    forward = operation("meshtune.attention.default", query, query, value, boundaries, boundaries)
+    one = {"padded values": 192_000, "padded output": 192_000}  # 1,000 tokens of 4 heads of 24 in 16 bits
+    assert dict(Workspaces("hopper").temporary(forward)) == one
+    shapes = value, query, query, value, value, (4, 1000), boundaries, boundaries
+    taken = dict(Workspaces("hopper").temporary(operation("meshtune.attention_backward.default", *shapes)))
+    assert {name: taken[name] for name in one} == {name: 2 * size for name, size in one.items()}
+    # 1,128 rows in fp32; 24 wide is padded to 32
+    assert taken.keys() - one.keys() == {"softmax_d", "dq_accum"} and taken["dq_accum"] == 577_536
+
+
 def test_attention_of_a_batch_is_padded_to_blocks():
     query, key = (2, 8, 300, 64), (2, 2, 300, 64)
     taken = Workspaces("ampere").temporary(
@@ -118,6 +130,7 @@ def test_every_operator_with_a_buffer_has_its_sizes():
         *[
             "queries",
             "keys",
+            "unlike",
             "padded_queries",
             "heads",
             "key_heads",

@@ -123,9 +123,9 @@ def explicit(q, k, v, documents, scale, window=None, softcap=None, sinks=None):
     return (weights @ v).transpose(1, 2)
 
 
-def tensors(seq, dtype=torch.float64, heads=4, kv_heads=2, documents=DOCUMENTS):
+def tensors(seq, dtype=torch.float64, heads=4, kv_heads=2, documents=DOCUMENTS, v_dim=16):
     torch.manual_seed(3)
-    shapes = [(len(documents), seq, n, 16) for n in (heads, kv_heads, kv_heads)]
+    shapes = [(len(documents), seq, n, size) for n, size in ((heads, 16), (kv_heads, 16), (kv_heads, v_dim))]
     return [torch.randn(s, dtype=dtype).transpose(1, 2).requires_grad_() for s in shapes]
 
 
@@ -153,11 +153,11 @@ def test_windows_and_softcaps_over_several_blocks_equal_the_definition(window, s
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-11)
 
 
-@pytest.mark.parametrize("kernel", ["fused", "plain"])
+@pytest.mark.parametrize(("kernel", "v_dim"), [("fused", 16), ("fused", 12), ("fused", 24), ("plain", 16)])
 @pytest.mark.parametrize("window", [None, WINDOW])
 @pytest.mark.parametrize("documents", [((SEQ,),), ((13, SEQ - 13),), ((30,), (SEQ,))])
-def test_every_kernel_for_the_cpu_equals_the_definition(documents, window, kernel):
-    q, k, v = tensors(SEQ, documents=documents)
+def test_every_kernel_for_the_cpu_equals_the_definition(documents, window, kernel, v_dim):
+    q, k, v = tensors(SEQ, documents=documents, v_dim=v_dim)
     found = row_boundaries(documents, SEQ)
     out = attend_rows(q, k, v, found, 0.3, 0.0, None, window, kernel=kernel)
     expected = explicit(q, k, v, documents, 0.3, window)

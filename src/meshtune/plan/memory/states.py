@@ -134,6 +134,8 @@ class Step:
         self.sharded = sharded = accounting.gathers_shards(layouts)  # by FSDP
         self.accumulates = layouts.gradient_accumulation_steps > 1
         self.replicated = accounting.gradient_replicas(layouts) > 1  # gradients are all-reduced
+        # Sums of parallel/replicas.py
+        self.own_sums = self.replicated & ~sharded & ~self.frees & np.asarray(masters)
         self.once = sharded & ~self.accumulates  # sharded gradients are made late
         self.zero3 = sharded & (layouts.zero == 3)
         self.sums_whole = (layouts.zero == 1) & self.accumulates  # a sum of whole gradients is reduced
@@ -147,9 +149,7 @@ class Step:
         # Whether embedding and head are gathered and reduced separately; 1 on a rank with such an embedding.
         self.ends_apart = ends_apart = np.asarray(accounting.ends_apart)
         self.apart = (1 - work.tied) * ends_apart * has_embedding
-        self.gathered_block = np.where(self.zero3, elements.block.whole * precision.weight, 0.0)
-        last_gather = np.where(self.zero3 | self.once, elements.block.whole * precision.weight, 0.0)
-        self.last_gather = last_gather  # of several, the fullest micro-batch of ZeRO-1 and -2 gathers nothing
+        self._gather_blocks()
 
         # Elements of gradients: the head's, its part that is reduced before the last block's backward, the
         # shard of that, what is reduced last, and the head's where it is the rank's embedding too.
@@ -166,6 +166,19 @@ class Step:
         width = np.where(self.once & ~self.frees, precision.sharded_gradient, 0.0)
         self.new_head, self.new_block = self.head_shard * width, elements.block.trained_shard * width
         self.new_embedding = embedding.trained_shard * has_embedding * width
+
+    def _gather_blocks(self) -> None:
+        """Count the whole weights that FSDP gathers. Experts that `ep` splits are a group apart, behind the
+        others of their block in a forward: neither is prefetched with the other, and those of one rank are
+        copied without a buffer.
+        """
+        layouts, weight, block = self.layouts, self.accounting.precision.weight, self.elements.block.whole
+        experts = np.where(self.sharded, self.work.split_experts(layouts), 0.0)
+        self.gathered_block = np.where(self.zero3, block * weight, 0.0)
+        self.prefetched_block = np.where(self.zero3, (block - experts) * weight, 0.0)
+        last = np.where(layouts.ep > 1, experts * (layouts.expert_shards > 1), block)
+        # Of several micro-batches, the fullest one of ZeRO-1 and -2 gathers nothing.
+        self.last_gather = np.where(self.zero3 | self.once, last * weight, 0.0)
 
     def _sum_gradients(self) -> None:
         """Count the gradients that ranks all-reduce: of experts that `ep` splits, those that have copies."""

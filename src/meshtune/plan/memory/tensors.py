@@ -206,7 +206,7 @@ def gathered_weights(step: Step) -> Iterator[Tensor]:
     yield Tensor(name, GATHERED, START, LOSS, gathered)
     yield Tensor(name, GATHERED, HEAD, FIRST, (1 - ends_apart) * gathered)
     yield Tensor("a block's weights", GATHERED, FORWARD, FORWARD, step.gathered_block)
-    yield Tensor("a block's weights", GATHERED, HEAD, HEAD_REDUCE, ends_apart * step.gathered_block)
+    yield Tensor("a block's weights", GATHERED, HEAD, HEAD_REDUCE, ends_apart * step.prefetched_block)
     yield Tensor("a block's weights", GATHERED, LAST, FIRST, step.gathered_block)
     for backward, born, dies in ((False, FORWARD, FORWARD), (True, LAST, FIRST)):
         matrix = step.work.dequantised(step.layouts, step.tokens, backward=backward)
@@ -241,8 +241,8 @@ def gradient_tensors(step: Step, flight: InFlight) -> Iterator[Tensor]:
     name, own = "a block's gradients", block.trained * precision.gradient
     leaves = step.leaves_gradients * own
     # Replicas sum a group when its last gradient is there: of the first block and the rest at the end.
-    own_sums = step.replicated & ~step.sharded & ~step.frees & np.asarray(step.accounting.shards_masters)
-    made = flight.made * np.where(own_sums & ~step.accumulates, own, leaves)
+    new_sums = step.own_sums & ~step.accumulates
+    made = flight.made * np.where(new_sums, own, leaves)
     yield Tensor(name, GRADIENTS, LAST, LAST, flight.traced * made)
     yield Tensor(name, GRADIENTS, BEFORE_LAST, SECOND, np.where(step.sharded, made, flight.traced * made))
     share = np.where(leaves > 0, flight.made, 1.0)  # below 0: of those among the states, what is missing
@@ -256,12 +256,12 @@ def gradient_tensors(step: Step, flight: InFlight) -> Iterator[Tensor]:
     last = (step.leaves_gradients > 0) & ~step.sharded & np.asarray(step.accounting.shards_masters)
     embedding = (1 - step.work.tied) * step.stages.has_embedding * elements.before_blocks.trained
     yield Tensor(name, GRADIENTS, FIRST, FIRST, np.where(last, -embedding * precision.gradient, 0.0))
-    new_sums = (block.trained + elements.outside.trained) * precision.accumulated
-    new_sums = new_sums - step.head_gradient * precision.gradient - flight.made * own
-    yield Tensor(name, GRADIENTS, FIRST, FIRST, np.where(own_sums & ~step.accumulates, -new_sums, 0.0))
-    narrow = 2 * precision.gradient * (precision.gradient < precision.accumulated) or precision.gradient
-    copies = np.where(step.accumulates, precision.accumulated, narrow) * elements.outside.trained
-    yield Tensor("the last group's sum", GRADIENTS, LAST_REDUCE, LAST_REDUCE, np.where(own_sums, copies, 0.0))
+    missing = (block.trained + elements.outside.trained) * precision.accumulated
+    missing = missing - step.head_gradient * precision.gradient - flight.made * own
+    yield Tensor(name, GRADIENTS, FIRST, FIRST, np.where(new_sums, -missing, 0.0))
+    copies = np.where(step.accumulates, precision.accumulated, precision.flattened) * elements.outside.trained
+    copies = np.where(step.own_sums, copies, 0.0)
+    yield Tensor("the last group's sum", GRADIENTS, LAST_REDUCE, LAST_REDUCE, copies)
     shards = np.where(step.frees, 0.0, elements.total.trained_shard * precision.sharded_gradient)
     reduced = np.where(step.sharded, shards, states)
     yield Tensor(name, GRADIENTS, UPDATE, UPDATE, reduced)
@@ -401,15 +401,16 @@ def collective_buffers(step: Step, flight: InFlight) -> Iterator[Tensor]:
     neighbours = 2 * layouts.virtual_stages - stages.has_embedding - stages.has_head  # of all its stages
     yield Tensor("receive buffers", COMMUNICATION, START, UPDATE, step.messages * (buffers * neighbours))
     yield Tensor("output of the last all-gather", COMMUNICATION, START, LOSS, step.last_gather)
-    yield Tensor("the next block's weights", COMMUNICATION, HEAD, HEAD_REDUCE, step.gathered_block)
-    prefetched = (accounting.gathered_groups - 1) * step.gathered_block  # but for the first block of a stage
+    yield Tensor("the next block's weights", COMMUNICATION, HEAD, HEAD_REDUCE, step.prefetched_block)
+    prefetched = (accounting.gathered_groups - 1) * step.prefetched_block  # of a stage's first block nothing
     for first, last, blocks in ((LAST, LAST, 1), (BEFORE_LAST, SECOND, 2)):
         there = np.where(stages.blocks / layouts.virtual_stages > blocks, prefetched, 0.0)
         yield Tensor("the next block's weights", COMMUNICATION, first, last, there)
 
     name = "input of the reduce-scatter before"
     by_micro_batch = step.sharded & (layouts.zero >= 2) & step.accumulates
-    last_reduced = np.where(step.last_reduced > 0, step.last_reduced, block.trained)
+    own = block.trained - np.where(step.sharded, step.work.split_experts(layouts, True), 0.0)
+    last_reduced = np.where(step.last_reduced > 0, step.last_reduced, own)
     earlier = np.where(by_micro_batch, last_reduced * reduce_bytes, 0.0)
     yield Tensor(name, COMMUNICATION, START, NORM, earlier)
     yield Tensor(name, COMMUNICATION, LAST, LAST, np.where(step.head_reduce > 0, 0.0, earlier))
@@ -417,13 +418,20 @@ def collective_buffers(step: Step, flight: InFlight) -> Iterator[Tensor]:
     shard = step.head_shard * reduce_bytes * (reduce_bytes != accounting.precision.trained)  # else in place
     yield Tensor("output of the head's reduce-scatter", COMMUNICATION, HEAD_REDUCE, HEAD_REDUCE, shard)
 
-    reduce_scatter = np.where(step.reduces, block.trained * reduce_bytes, 0.0)
+    # Under ZeRO-3 experts' lies there when their weights, as large as their gradients, are freed.
+    reduce_scatter = np.where(step.reduces, np.where(step.zero3, own, block.trained) * reduce_bytes, 0.0)
     yield Tensor("input of a block's reduce-scatter", COMMUNICATION, BEFORE_LAST, TIED, reduce_scatter)
-    all_reduce = step.all_reduced * reduce_bytes
-    if not accounting.shards_masters:
-        yield Tensor("a block's all-reduce", COMMUNICATION, LAST, SECOND, all_reduce)
-    behind_backward = np.where(step.frees, 0.0, np.maximum(all_reduce - flight.first_block, 0.0))
-    yield Tensor("a block's all-reduce", COMMUNICATION, FIRST, FIRST, behind_backward)
+    # Behind a block's backward, whose activations are then free: its gradients, their copies and the sum.
+    unmade = accounting.precision.flattened - flight.made * accounting.precision.gradient
+    flat = np.where(step.own_sums & ~step.accumulates, block.trained * np.maximum(unmade, 0.0), 0.0)
+    name, needed = "a block's all-reduce", step.all_reduced * reduce_bytes + flat
+    born, behind = LAST, needed
+    if accounting.shards_masters:
+        behind = np.where(layouts.pp > 1, 0.0, np.maximum(needed - flight.in_block_backward, 0.0))
+        born = BEFORE_LAST
+    behind_first = np.maximum(needed - flight.first_block, 0.0)
+    for point, last, size in ((born, SECOND, behind), (FIRST, FIRST, behind_first)):
+        yield Tensor(name, COMMUNICATION, point, last, np.where(step.frees, 0.0, size))
     name = "input of the last reduce-scatter"
     yield Tensor(name, COMMUNICATION, LAST_REDUCE, LAST_REDUCE, step.last_reduce)
 
@@ -448,10 +456,10 @@ def idle_memory(step: Step, flight: InFlight) -> Iterator[Tensor]:
     at_loss, before_backward = (by_micro_batch * size for size in flight.earlier_gradients)
     at_end = step.states.gradients - step.new_block - step.new_embedding
     at_end = (by_micro_batch | ~step.accumulates) * at_end
-    prefetched = (accounting.gathered_groups - 1) * step.gathered_block
+    prefetched = (accounting.gathered_groups - 1) * step.prefetched_block
     for born, dies, used in (
         (START, LOSS, step.last_gather + at_loss),
-        (HEAD, HEAD_REDUCE, step.gathered_block + before_backward),
+        (HEAD, HEAD_REDUCE, step.prefetched_block + before_backward),
         (LAST, SECOND, prefetched + before_backward),
         (FIRST, LAST_REDUCE, at_end),
         (UPDATE, UPDATE, reduce),
