@@ -302,6 +302,11 @@ class Work:
         return sum(gemm.count for gemm in self.matrices if np.any(gemm.experts) and not gemm.adapter) / 2
 
     @property
+    def adapts_experts(self) -> bool:
+        """Whether experts have adapters."""
+        return any(gemm.adapter and np.any(gemm.experts) for gemm in self.matrices)
+
+    @property
     def expert_features(self) -> Number:
         """Features that the experts of an average block save of a token: their rows, both halves of the
         first matrix's output and their product, and what A of their adapters makes.

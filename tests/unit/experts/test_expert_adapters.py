@@ -21,6 +21,7 @@ from meshtune.experts.register import use_products
 from meshtune.model.adapter import PREFIX, load_adapter, save_adapter
 from meshtune.model.lora import add_lora, initial_adapters, merge_lora
 from meshtune.model.trace import census_of
+from meshtune.plan.work import Work
 
 # Mamba's layers of Nemotron-H, whose experts have no gate, are refused by peft. GPT-OSS has biases, and its
 # weights are transposed. Qwen3-MoE has a dense layer here; others have shared experts, DeepSeek-V3 both.
@@ -160,6 +161,19 @@ def test_plans_count_adapters_of_experts() -> None:
     assert census.unsupported is None and census.trainable == sum(p.numel() for p in trained)
     work = 2 * chosen * sum(p.numel() // len(p) for p in trained)
     assert census.matmul[0] - before == work
+    assert Work.of(census).adapts_experts
+
+
+@pytest.mark.parametrize(
+    ("target", "experts", "linears"),
+    [("experts.down_proj", 1, 0), ("gate_up_proj", 1, 0), (r".*\.experts\..*", 2, 0), ("down_proj", 0, 2)],
+)
+def test_names_and_expressions_mean_experts_too(target: str, experts: int, linears: int) -> None:
+    """Except for names that linear layers have: a dense layer's and the shared experts' `down_proj`."""
+    model = tiny_model(tiny_config("deepseek_v3"))
+    adapted = add_lora(model, **LORA, target_modules=[target])
+    stacked = adapted_weights(model).keys()
+    assert (len(stacked & {*adapted}), len({*adapted} - stacked)) == (experts, linears)
 
 
 def test_targets_and_settings_that_experts_do_not_have_are_refused() -> None:
