@@ -376,6 +376,8 @@ def test_fused_matrices_have_hugging_face_s_names(migrated: Migrate) -> None:
         (FACTORY | {"quantization_bit": 4, "quantization_method": "hqq"}, "quantization_method"),
         (AXOLOTL | {"optimizer": "lion_8bit"}, "optimizer"),
         (AXOLOTL | {"adapter": "qlora", "load_in_4bit": True, "load_in_8bit": False}, ""),
+        (AXOLOTL | {"adapter": "qlora", "quantize_moe_experts": True}, ""),
+        (AXOLOTL | {"adapter": "qlora", "quantize_moe_experts": False}, "quantize_moe_experts"),
         (FACTORY | {"quantization_bit": 4, "quantization_type": "nf4"}, ""),
         (TORCHTUNE | {"model": {"_component_": "torchtune.models.mistral.qlora_mistral_7b"}}, ""),
         (
