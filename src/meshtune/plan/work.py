@@ -451,6 +451,8 @@ def _gemms(census: Census, cuts: Mapping[str, str]) -> tuple[Gemm, ...]:
     lasts = ["", *(ends if len(ends) == n else [""] * n)]
     for matrices, last in zip((census.outside, *(b.matrices for b in census.blocks)), lasts, strict=True):
         for m in matrices:
+            if not m.count:  # of an expert, run in a loop, that no token of the trace chose
+                continue
             inside = m.kind == "mlp" or m.name.rpartition(".")[0] in in_mlp
             adapter = m.name[-1] if m.kind == "adapter" else ""
             gemm = Gemm(
