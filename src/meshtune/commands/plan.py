@@ -413,6 +413,9 @@ def write_export(config: "Config", answer: "Answer", folder: Path) -> "Written":
     from meshtune.tools.export import export, write
 
     tool, choice = answer.workload.tool, answer.choice
-    blocks, node = int(answer.workload.work.blocks), choice.cluster.node
-    exported = export(tool.name, config, choice.layout, blocks=blocks, gpus_per_node=node)
+    work, node = answer.workload.work, choice.cluster.node
+    exported = export(
+        tool.name, config, choice.layout, blocks=int(work.blocks), gpus_per_node=node,
+        adapts_experts=work.adapts_experts,
+    )  # fmt: skip
     return write(tool, exported, choice.layout, folder)

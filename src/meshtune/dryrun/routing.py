@@ -56,10 +56,10 @@ def routing_for(kind: str, layout: Layout, *, experts: int, model: str, output: 
         return BALANCED
     if not experts:
         raise UserError(f"--routing {kind}: {model} has no experts that tokens are sent to; leave it out.")
-    step = _most_uneven(Path(output), layout) if kind == "measured" else None
     if layout.ep == 1:
         what = "each rank computes the rows of all its experts, however tokens are spread"
         return Routing(note=f"--routing {kind} has no effect under {layout}: without ep {what}.")
+    step = _most_uneven(Path(output), layout) if kind == "measured" else None
     planned = "The planner's figures are those of experts.imbalance, not of this routing."
     if step is None:
         receives = "every token chooses the experts of the lowest numbers, all of them of the first ranks"
@@ -86,7 +86,7 @@ def _most_uneven(folder: Path, layout: Layout) -> Row:
             "model, or take --routing worst."
         )
     had = {Layout.parse(row["layout"]).ep for row in rows.of_kind("run")}
-    if layout.ep > 1 and had != {layout.ep}:
+    if had != {layout.ep}:
         sizes = " and ".join(f"ep{size}" for size in sorted(had))
         raise UserError(
             f"{asked} has measured the ranks of {sizes}, and {layout} has ep{layout.ep}, whose ranks have "

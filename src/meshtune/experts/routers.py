@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from meshtune.errors import UserError
-from meshtune.placement.experts import Routing
+from meshtune.placement.experts import RouterTraits
 
 # What a router calls -> scores of its logits, as DeepSeek's auxiliary loss takes them.
 SCORES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -87,11 +87,11 @@ def routers_of(model: PreTrainedModel, blocks: str) -> list[Router]:
     return [router for router in found if router is not None]
 
 
-def routing_of(model: PreTrainedModel, routers: list[Router]) -> Routing | None:
+def routing_of(model: PreTrainedModel, routers: list[Router]) -> RouterTraits | None:
     """Return what decides how the loads of a model's experts can be balanced; None without routers."""
     config: Any = model.config.get_text_config()
     has_loss = hasattr(sys.modules[type(model).__module__], "load_balancing_loss_func")
-    return Routing(
+    return RouterTraits(
         unbiased=next((router.path for router in routers if router.bias is None), None),
         scored=all(router.scores for router in routers),
         coefficient=getattr(config, "router_aux_loss_coef", None) or 0.0,

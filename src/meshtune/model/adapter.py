@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
@@ -41,7 +41,8 @@ OF_WRAPPED = re.compile(r"(?<=\.lora_[AB])\.default(?=\.)|(?<=\.lora_magnitude_v
 OF_BASE = re.compile(r"(\.base_layer)+(?=\.(?!base_layer\.|lora_))")  # not in the names of experts' adapters
 OF_TORCH = re.compile(r"(?<![^.])_(orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)\.")
 PREFIX = "base_model.model."  # peft's two wrappers put it before every name
-MLP = ("gate_proj", "up_proj", "down_proj")  # of dense and shared MLPs
+# Linear layers in target_modules that peft 0.21 takes for experts', if a family's files are as Qwen2-MoE's
+TAKEN = ("gate", "gate_proj", "up_proj", "down_proj")
 
 # Keys of adapter_config.json: those that are read, and those without an effect on what an adapter computes.
 READ = {"peft_type", "base_model_name_or_path", "r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora"}
@@ -98,7 +99,7 @@ def save_adapter(
     stop_ids go into a generation_config.json. folder: see `complete_folder`.
     """
     layers = lora_layers(model)
-    note_on_mixtures(model, layers)
+    refused = "DoRA" if use_dora else "dropout" if dropout else ""
     tensors = {PREFIX + name: _stored(tensor) for name, tensor in adapter_tensors(model).items()}
     if embeddings:
         tensors |= {PREFIX + name: tensor for name, tensor in embedding_and_head(model).items()}
@@ -115,8 +116,7 @@ def save_adapter(
         "r": lora_rank,
         "lora_alpha": alpha,
         "lora_dropout": dropout,
-        "target_modules": shortest_endings(layers, others(model, saved, layers_to_transform)),
-        "target_parameters": shortest_endings(adapted_weights(model), dict(model.named_parameters())) or None,
+        **_targets(model, layers, others(model, saved, layers_to_transform), refused),
         "layers_to_transform": None if layers_to_transform is None else [*layers_to_transform],
         "modules_to_save": saved or None,
         "use_rslora": use_rslora,
@@ -137,13 +137,31 @@ def save_adapter(
         write_tokenizer_and_card(aside, tokenizer, card)
 
 
-def note_on_mixtures(model: PreTrainedModel, layers: Collection[str]) -> None:
-    """Say that peft misreads adapters of dense and shared MLPs of a mixture. layers: that are adapted."""
-    if stacked_weights(model) and {name.rpartition(".")[2] for name in layers} & {*MLP}:
+def _targets(
+    model: PreTrainedModel, layers: Collection[str], modules: Collection[str], refused: str
+) -> dict[str, list[str] | None]:
+    """Return the keys of adapter_config.json that name adapted layers and experts' parameters. The layers
+    that peft would take for experts' are named by their weights, which it reads as they are.
+
+    modules: names that those of layers are told from. refused: what layers have that peft refuses of weights,
+    which is printed; "": nothing.
+    """
+    from transformers.conversion_mapping import _MODEL_TO_CONVERSION_PATTERN
+
+    renamed = _MODEL_TO_CONVERSION_PATTERN.get(model.config.model_type) == "qwen2_moe"
+    taken = {name for name in layers if renamed and name.rpartition(".")[2] in TAKEN}
+    if taken and refused:
+        remedy = "set lora_dropout to 0 in its adapter_config.json, or " * (refused == "dropout")
         notice(
-            f"peft 0.21 takes adapters of {', '.join(MLP)} for experts' in some families of mixtures: "
-            "it refuses the folder or computes something else. Merge such an adapter (export --merge)."
+            f"peft 0.21 refuses this adapter, since {min(taken)} of a mixture can have no {refused} there: "
+            f"{remedy}merge it (export --merge)."
         )
+    weights = {f"{name}.weight" for name in taken} | {*adapted_weights(model)}
+    parameters = {*dict(model.named_parameters()), *aside_names(model)}
+    return {
+        "target_modules": shortest_endings({*layers} - taken, modules),
+        "target_parameters": shortest_endings(weights, parameters) or None,
+    }
 
 
 def adapter_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -169,17 +187,20 @@ def _adapted_names(
 ) -> list[str]:
     """Return the names of the linear layers and of the experts' parameters that an adapter adapts.
 
-    tensors: by the names of `read_adapter`. Raises UserError for another parameter in target_parameters.
+    tensors: by the names of `read_adapter`. target_parameters may name the weights of linear layers too, as
+    those of `_targets`; UserError for others.
     """
     named, stacked = settings.get("target_parameters") or [], stacked_weights(model)
-    found = {target: [path for path in stacked if f".{path}".endswith(f".{target}")] for target in named}
+    known = [f"{path}.weight" for path, module in model.named_modules() if isinstance(module, nn.Linear)]
+    known += stacked
+    found = {target: [path for path in known if f".{path}".endswith(f".{target}")] for target in named}
     if unknown := [target for target, paths in found.items() if not paths]:
         raise UserError(
             f"{folder} uses target_parameters={json.dumps(unknown)}: of parameters, meshtune's LoRA adapts "
-            f"the weights of experts, and this model has {few([*stacked], 2) if stacked else 'none'}. Merge "
-            "it with peft first."
+            "the weights of linear layers and of experts, and this model has "
+            f"{few([*stacked], 2) if stacked else 'no experts'}. Merge it with peft first."
         )
-    experts = {path.rpartition(".")[0] for paths in found.values() for path in paths}
+    experts = {path.rpartition(".")[0] for paths in found.values() for path in paths if path in stacked}
     layers = {name.rpartition(".lora_")[0] for name in tensors if ".lora_" in name}
     layers = {layer for layer in layers if re.sub(r"(\.base_layer)+$", "", layer) not in experts}
     return [*sorted(layers), *(path for path in stacked if any(path in paths for paths in found.values()))]

@@ -25,7 +25,7 @@ from meshtune.errors import UserError, expanded
 from meshtune.model.hub import ask_once, hub_errors, local_path
 from meshtune.objectives import OBJECTIVES
 from meshtune.placement.census import Census
-from meshtune.placement.experts import Routing
+from meshtune.placement.experts import RouterTraits
 from meshtune.placement.numbers import ModelNumbers
 from meshtune.placement.rules import Traits
 from meshtune.rundir import write_text_atomically
@@ -205,7 +205,7 @@ def _key(inputs: str | None) -> str:
     versions = [__version__, *map(version, ("transformers", "torch"))]
     digest = hashlib.sha256(json.dumps([inputs, versions]).encode())
     package = Path(__file__).parents[1]
-    sources = {Path(inspect.getfile(kind)) for kind in (Census, Traits, Routing)}
+    sources = {Path(inspect.getfile(kind)) for kind in (Census, Traits, RouterTraits)}
     sources |= {*package.glob("model/*.py"), *package.glob("experts/*.py")}
     for source in sorted(sources):  # else an edit between two versions of meshtune would go unnoticed
         digest.update(source.read_bytes())

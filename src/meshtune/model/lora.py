@@ -243,7 +243,8 @@ def add_lora(
     lora_rank, alpha, use_rslora: r and s above. use_dora: True for m. target_modules: names or endings of
     names ("q_proj", "self_attn.o_proj"), regular expressions of whole names (".*mlp.(up|down)_proj"),
     "all-linear", every linear layer but the output head, or "experts", the weights of a mixture's experts
-    (adapters.py), which a whole name of theirs means too.
+    (adapters.py). Names and expressions mean these too, but one that linear layers have, as "down_proj", only
+    if it contains "experts".
     layers_to_transform: indices of the blocks that get adapters; None: all, and layers outside of blocks too.
     modules_to_save: names or endings of the modules that are trained whole, and get no adapters; one of a
     tied embedding and head means both, which stay tied. apart: paths of modules in which "all-linear" means
@@ -374,23 +375,24 @@ def _targets(model: PreTrainedModel, target_modules: str | list[str]) -> tuple[l
         if target == ALL_LINEAR:
             selected |= {n for n, module in linears.items() if module is not head and not n.endswith(READ)}
             continue
-        if target == TARGET or target in stacked:
-            selected |= {*stacked} if target == TARGET else {target}
+        if target == TARGET:
+            selected |= {*stacked}
             if not stacked:
                 problems.append(
                     f"lora.target_modules: {model.name_or_path or type(model).__name__} has no {TARGET}, or "
                     "experts of its own kind, which get no adapters; leave it out."
                 )
             continue
-        matches = [name for name in linears if name == target or name.endswith(f".{target}")]
-        matches = matches or _matching(target, [*linears])
+        matches = _matching(target, [*linears])
+        if not matches or TARGET in target:
+            matches += _matching(target, [*stacked])
         if not matches and is_regular_expression(target):
             problems.append(
                 f"lora.target_modules: {target} is neither a linear layer's name nor a regular expression "
                 f"that matches one; names look like {next(iter(linears), 'nothing here')}."
             )
         elif not matches:
-            leaves = sorted({name.rpartition(".")[2] for name in linears})
+            leaves = sorted({name.rpartition(".")[2] for name in (*linears, *stacked)})
             hint = did_you_mean(nearest(target, leaves))
             problems.append(
                 f"lora.target_modules: no linear layer is called {target}; "
@@ -411,9 +413,12 @@ def _targets(model: PreTrainedModel, target_modules: str | list[str]) -> tuple[l
 
 
 def _matching(pattern: str, names: Sequence[str]) -> list[str]:
-    """The names that a regular expression matches whole, as peft reads one; none for another text."""
+    """The names that end with a text at a dot, or else those that it matches whole as a regular expression,
+    as peft reads it.
+    """
     try:
-        return [name for name in names if re.fullmatch(pattern, name)]
+        ending = [name for name in names if is_named(name, [pattern])]
+        return ending or [name for name in names if re.fullmatch(pattern, name)]
     except re.error:
         return []
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Routing:
+class RouterTraits:
     """The facts of a mixture's routers that decide how their loads can be balanced."""
 
     unbiased: (
@@ -40,7 +40,7 @@ class BalanceSpec:
     z_loss: float = 0.0  # weight
     bias_rate: float = 0.001  # of kind bias
 
-    def weight(self, routing: Routing | None) -> tuple[float, bool]:
+    def weight(self, routing: RouterTraits | None) -> tuple[float, bool]:
         """(Weight of the load-balancing loss, whether it is transformers' pooled one)."""
         if routing and self.kind == "loss":
             return (routing.coefficient or 0.001) if self.aux_loss is None else self.aux_loss, False
@@ -92,7 +92,7 @@ def expert_rules(traits: Traits, *, in_backward: bool) -> Iterator[Parts]:
     )
 
 
-def balance_rules(name: str, routing: Routing | None, balance: BalanceSpec) -> Iterator[Parts]:
+def balance_rules(name: str, routing: RouterTraits | None, balance: BalanceSpec) -> Iterator[Parts]:
     """Yield the parts of each `rules.Rule` on balancing the loads of experts. name: of the model."""
     weight, pools = balance.weight(routing)
     given = "experts.z_loss"

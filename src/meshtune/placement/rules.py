@@ -18,7 +18,7 @@ import numpy as np
 from meshtune.layout import ZERO_BUBBLE, Layout
 from meshtune.optimizers import OPTIMIZERS
 from meshtune.placement.columns import Columns, Number
-from meshtune.placement.experts import BalanceSpec, Routing, balance_rules, expert_rules
+from meshtune.placement.experts import BalanceSpec, RouterTraits, balance_rules, expert_rules
 from meshtune.placement.families import see
 from meshtune.precision import SCALE_BLOCK
 from meshtune.units import counted
@@ -47,7 +47,7 @@ class Traits:
     tiles: str | None = None  # why its MLPs can't run in tiles, "has …"; None: they can
     interrupts: str | None = None  # why the compiler can't go through a block, "has …"; None: it can
     draws: bool = False  # blocks draw random numbers in training
-    routing: Routing | None = None  # of its routers; None: it has none that transformers records
+    routing: RouterTraits | None = None  # of its routers; None: it has none that transformers records
     prompts: str | None = None  # why two answers can't share a prompt, "has …"; None: they can
 
     def with_adapters(self, dropout: float) -> "Traits":

@@ -302,6 +302,11 @@ class Work:
         return sum(gemm.count for gemm in self.matrices if np.any(gemm.experts) and not gemm.adapter) / 2
 
     @property
+    def adapts_experts(self) -> bool:
+        """Whether experts have adapters."""
+        return any(gemm.adapter and np.any(gemm.experts) for gemm in self.matrices)
+
+    @property
     def expert_features(self) -> Number:
         """Features that the experts of an average block save of a token: their rows, both halves of the
         first matrix's output and their product, and what A of their adapters makes.
@@ -446,6 +451,8 @@ def _gemms(census: Census, cuts: Mapping[str, str]) -> tuple[Gemm, ...]:
     lasts = ["", *(ends if len(ends) == n else [""] * n)]
     for matrices, last in zip((census.outside, *(b.matrices for b in census.blocks)), lasts, strict=True):
         for m in matrices:
+            if not m.count:  # of an expert, run in a loop, that no token of the trace chose
+                continue
             inside = m.kind == "mlp" or m.name.rpartition(".")[0] in in_mlp
             adapter = m.name[-1] if m.kind == "adapter" else ""
             gemm = Gemm(

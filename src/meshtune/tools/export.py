@@ -92,16 +92,24 @@ def check(name: str, config: Config) -> None:
         raise UserError(problems)
 
 
-def export(name: str, config: Config, layout: Layout, *, blocks: int, gpus_per_node: int) -> Exported:
+def export(
+    name: str,
+    config: Config,
+    layout: Layout,
+    *,
+    blocks: int,
+    gpus_per_node: int,
+    adapts_experts: bool = False,
+) -> Exported:
     """Return the files and the command with which a tool runs `layout`; nothing is written to disk.
 
-    name: of the tool. blocks: of the model. The tools count steps or epochs: train.total_tokens is written as
-    the steps that it gives. Raises UserError for an unknown tool, and for a layout that it can't run, with
-    every reason.
+    name: of the tool. blocks, adapts_experts: of the model. The tools count steps or epochs:
+    train.total_tokens is written as the steps that it gives. Raises UserError for an unknown tool, and for a
+    layout that it can't run, with every reason.
     """
     tool, config = TOOLS[check_tool(name)], in_steps(config)
     problems = [
-        *setting_problems(tool, config),
+        *setting_problems(tool, config, adapts_experts=adapts_experts),
         *sentences(rules_of(name, config, blocks, config.data.seq_len), layout),
         *world_problems(config, layout, gpus_per_node),
     ]

@@ -40,6 +40,7 @@ class Planned:
     layout: Layout
     blocks: int  # of the model
     gpus_per_node: int
+    adapts_experts: bool = False  # as Work.adapts_experts
 
     def setting(self, name: str) -> Any:
         """Value of a setting by its dotted name, of a field of the layout, of this class or of FACTS.
@@ -177,7 +178,7 @@ FACTS: Mapping[str, Callable[[Planned], Any]] = {
         plan.config.lora.target_modules != "all-linear"
         and any(map(is_regular_expression, plan.config.lora.target_modules))
     ),
-    "adapters_of_experts": lambda plan: "experts" in plan.config.lora.target_modules,
+    "adapters_of_experts": lambda plan: plan.adapts_experts or "experts" in plan.config.lora.target_modules,
     "fractional_alpha": lambda plan: plan.config.lora.alpha != int(plan.config.lora.alpha),
     "eval_beyond": lambda plan: plan.beyond(plan.config.eval.every),
     "checkpoint_beyond": lambda plan: plan.beyond(plan.config.checkpoint.every),
@@ -255,9 +256,9 @@ def training_problems(tool: Tool, config: Config) -> Iterator[str]:
         )
 
 
-def setting_problems(tool: Tool, config: Config) -> Iterator[str]:
+def setting_problems(tool: Tool, config: Config, *, adapts_experts: bool = False) -> Iterator[str]:
     """Sentences on settings that can't be exported to a tool, under whatever layout."""
-    yield from differences(tool, Planned(config, Layout(), 1, 1), refused=True)
+    yield from differences(tool, Planned(config, Layout(), 1, 1, adapts_experts), refused=True)
     yield from training_problems(tool, config)
     for source in (*config.data.train, *config.data.eval):
         if row_format(config.data, source) == "tokens":

@@ -45,7 +45,7 @@ def test_a_routing_that_no_run_has_measured_or_no_rank_shows_is_refused_or_named
     assert measured.fullest == {1: 1.5, 2: 3.0}
     with refuses(UserError):
         routed("measured", Layout.parse("zero3x8-ep2-mb1-ga1"))
-    without_ep = routed("worst", Layout.parse("zero3x8-mb1-ga1"))
-    assert without_ep.kind == "balanced"
-    for routing in (measured, routed("worst"), without_ep):
+    without_ep = [routed(kind, Layout.parse("zero3x8-mb1-ga1")) for kind in ("worst", "measured")]
+    assert {routing.kind for routing in without_ep} == {"balanced"}
+    for routing in (measured, routed("worst"), *without_ep):
         says(routing.note)

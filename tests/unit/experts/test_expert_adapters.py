@@ -21,11 +21,13 @@ from meshtune.experts.register import use_products
 from meshtune.model.adapter import PREFIX, load_adapter, save_adapter
 from meshtune.model.lora import add_lora, initial_adapters, merge_lora
 from meshtune.model.trace import census_of
+from meshtune.plan.work import Work
 
 # Mamba's layers of Nemotron-H, whose experts have no gate, are refused by peft. GPT-OSS has biases, and its
-# weights are transposed.
+# weights are transposed. Qwen3-MoE has a dense layer here; others have shared experts, DeepSeek-V3 both.
 TARGETS = {
     "qwen3_moe": ["all-linear", "experts"], "gpt_oss": ["experts"], "nemotron_h": ["q_proj", "experts"],
+    "deepseek_v3": ["all-linear", "experts"], "qwen2_moe": ["all-linear"],
 }  # fmt: skip
 LORA: dict[str, Any] = {"lora_rank": 3, "alpha": 8.0}
 IDS = torch.randint(3, 300, (2, 19), generator=torch.Generator().manual_seed(0))
@@ -66,11 +68,12 @@ def logits(model: Any) -> Tensor:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("rslora", [False, True])
-@pytest.mark.parametrize("family", cases([*TARGETS], test=["gpt_oss"], ci=len(TARGETS)))
-def test_adapters_of_experts_are_pefts(family: str, rslora: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", cases([*TARGETS], test=["gpt_oss", "deepseek_v3"], ci=len(TARGETS)))
+def test_adapters_of_mixtures_are_pefts(family: str, rslora: bool, tmp_path: Path) -> None:
     """Logits and gradients, the saved folder, which both read, and the merged weights, in fp32 and fp64."""
     for dtype, near in TOLERANCES.items():
-        base = tiny_model(tiny_config(family)).to(dtype).eval()
+        dense = {"mlp_only_layers": [0]} if family == "qwen3_moe" else {}
+        base = tiny_model(tiny_config(family, **dense)).to(dtype).eval()
         model, folder = ours(base), tmp_path / str(dtype)
         add_lora(model, **LORA, target_modules=TARGETS[family], use_rslora=rslora)
         fill(model)
@@ -80,7 +83,7 @@ def test_adapters_of_experts_are_pefts(family: str, rslora: bool, tmp_path: Path
         assert torch.allclose(passed(model), expected, rtol=near, atol=near)
         gradients = {name: parameter.grad for name, parameter in reference.named_parameters()}
         weights = adapted_weights(model).values()
-        assert len(weights) % 2 == 0 < len(weights)
+        assert len(weights) % 2 == 0 and bool(weights) == ("experts" in TARGETS[family])
         for each in weights:
             a, b = (matrix.grad for matrix in each.pair)
             for which, grad in ("A", a.flatten(0, 1)), ("B", b.permute(1, 2, 0).flatten(1)):
@@ -93,6 +96,29 @@ def test_adapters_of_experts_are_pefts(family: str, rslora: bool, tmp_path: Path
         merged = dict(reference.merge_and_unload().named_parameters())
         for name, parameter in again.named_parameters():
             torch.testing.assert_close(parameter, merged[name], rtol=near, atol=near)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("refused", [{"dropout": 0.1}, {"use_dora": True}])
+def test_what_peft_refuses_of_shared_mlps_is_printed(
+    refused: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And not computed otherwise: peft adapts the same weights once the dropout is 0."""
+    base = tiny_model(tiny_config("qwen3_next")).eval()
+    model = ours(base)
+    add_lora(model, **LORA, target_modules=["down_proj"], **refused)
+    fill(model)
+    save_adapter(tmp_path, model.eval(), None, base_name="base", **LORA, **refused)
+    assert "peft 0.21 refuses" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="ParamWrapper does not work"):
+        theirs(base, tmp_path)
+    again = ours(base)
+    load_adapter(again, tmp_path)
+    assert torch.equal(logits(again.eval()), logits(model))
+    if "dropout" in refused:
+        file = tmp_path / "adapter_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"lora_dropout": 0}))
+        torch.testing.assert_close(logits(theirs(base, tmp_path)), logits(model), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -135,6 +161,19 @@ def test_plans_count_adapters_of_experts() -> None:
     assert census.unsupported is None and census.trainable == sum(p.numel() for p in trained)
     work = 2 * chosen * sum(p.numel() // len(p) for p in trained)
     assert census.matmul[0] - before == work
+    assert Work.of(census).adapts_experts
+
+
+@pytest.mark.parametrize(
+    ("target", "experts", "linears"),
+    [("experts.down_proj", 1, 0), ("gate_up_proj", 1, 0), (r".*\.experts\..*", 2, 0), ("down_proj", 0, 2)],
+)
+def test_names_and_expressions_mean_experts_too(target: str, experts: int, linears: int) -> None:
+    """Except for names that linear layers have: a dense layer's and the shared experts' `down_proj`."""
+    model = tiny_model(tiny_config("deepseek_v3"))
+    adapted = add_lora(model, **LORA, target_modules=[target])
+    stacked = adapted_weights(model).keys()
+    assert (len(stacked & {*adapted}), len({*adapted} - stacked)) == (experts, linears)
 
 
 def test_targets_and_settings_that_experts_do_not_have_are_refused() -> None:

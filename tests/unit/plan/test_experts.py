@@ -5,12 +5,16 @@ from dataclasses import replace
 import mixtures
 import numpy as np
 import pytest
+import torch
 from golden import refuses, says
 from known import known
+from tiny_families import tiny_config
+from transformers import AutoModelForCausalLM
 
 from meshtune import config
 from meshtune.errors import UserError
 from meshtune.layout import Layout
+from meshtune.model.trace import census_of
 from meshtune.placement.columns import Columns
 from meshtune.plan.accounting import stack_accounting
 from meshtune.plan.advice import alternatives, reasoning
@@ -176,3 +180,12 @@ def test_published_mixtures_are_predicted_as_the_page_says() -> None:
     rows = [row for row in rows if row["balanced"] == "forced" and not row["id"].startswith("aws-")]
     found = mixtures.errors(rows, mixtures.predictor(rows)(mixtures.fit(rows)))
     assert found["all rows"][0] == 45 and found["all rows"][1] < 13
+
+
+def test_experts_without_tokens_in_the_trace_do_no_work() -> None:
+    """JetMoE's loop runs each expert, and the tokens of a trace choose the first ones."""
+    with torch.device("meta"):
+        census = census_of(AutoModelForCausalLM.from_config(tiny_config("jetmoe")))
+    assert any(not matrix.count for block in census.blocks for matrix in block.matrices)
+    work = sum(2 * gemm.rows * gemm.cols * gemm.count for gemm in Work.of(census).matrices)
+    assert work * len(census.blocks) == census.matmul[0]

@@ -397,6 +397,8 @@ BNB = {"bnb_4bit_use_double_quant": True, "llm_int8_has_fp16_weight": False}
             AXOLOTL | {"adapter": "qlora", "bnb_config_kwargs": BNB | {"bnb_4bit_quant_type": "fp4"}},
             "bnb_config_kwargs.bnb_4bit_quant_type",
         ),
+        (AXOLOTL | {"adapter": "qlora", "quantize_moe_experts": True}, ""),
+        (AXOLOTL | {"adapter": "qlora", "quantize_moe_experts": False}, "quantize_moe_experts"),
         (FACTORY | {"quantization_bit": 4, "quantization_type": "nf4"}, ""),
         (TORCHTUNE | {"model": {"_component_": "torchtune.models.mistral.qlora_mistral_7b"}}, ""),
         (

@@ -1086,6 +1086,10 @@ def test_lora_options_are_exported_or_refused() -> None:
         exported("llamafactory", "zero3x8-mb1-ga1", *options, "lora.layers_to_transform=[1]")
     with refuses(UserError):
         written("axolotl", "zero3x8-mb1-ga1", *options, "lora.target_modules=[all-linear,experts]")
+    layout = Layout.parse("zero3x8-mb1-ga1")
+    named = config(layout, "method=lora", "lora.target_modules=[gate_up_proj]")
+    with refuses(UserError):
+        export("axolotl", named, layout, blocks=2, gpus_per_node=8, adapts_experts=True)
 
 
 @pytest.mark.parametrize("tool", EXPORTERS)
