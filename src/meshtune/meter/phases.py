@@ -319,7 +319,8 @@ def released() -> Iterator[None]:
 
 
 def _call_and_wait(collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    tensors: list[Any] = [each for each in args if isinstance(each, Tensor)]
+    given = (*args, *kwargs.values())  # FSDP2 names what it reduce-scatters
+    tensors: list[Any] = [each for each in given if isinstance(each, Tensor)]
     users = [tensor._use_count() for tensor in tensors]
     work = collective(*args, **kwargs)
     while work is None and any(

@@ -1,5 +1,7 @@
 """Bytes against hand counts, and that watching changes nothing."""
 
+from threading import Timer
+
 import pytest
 import torch
 from forward import summed_loss
@@ -11,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from meshtune.attention.register import register
 from meshtune.layout import Layout
-from meshtune.meter.phases import PhaseMemory, peak_resident_bytes
+from meshtune.meter.phases import PhaseMemory, _call_and_wait, peak_resident_bytes
 from meshtune.model.anatomy import anatomy
 from meshtune.optim.optimizer import Optimizer
 from meshtune.parallel import zero
@@ -268,6 +270,17 @@ def test_sums_that_wait_for_replicas_are_gradients():
     """The first micro-batch's, reduce-scattered, which FSDP2 all-reduces with those of the second."""
     for forward, _, update in run_ranks(4, sharded_parts, 3, 2):
         assert forward["gradients"] == update["gradients"] == BLOCK
+
+
+def test_a_collective_returns_when_no_thread_holds_its_tensors() -> None:
+    tensor, weight = torch.zeros(4), torch.ones(4, requires_grad=True)
+
+    def collective(output: torch.Tensor) -> None:
+        held = [(weight * output).grad_fn]  # in C++, as gloo's threads do
+        Timer(0.05, held.clear).start()
+
+    _call_and_wait(collective, output=tensor)
+    assert tensor._use_count() == 1
 
 
 @pytest.mark.ci
