@@ -52,11 +52,10 @@ from meshtune.model.files import (
     read_generation_config,
     read_json,
     resolve,
-    with_index,
 )
 from meshtune.model.overrides import SETTING, absurd, overridden_config
 from meshtune.model.pieces import StoredTensors, fill, materialise, whole_pieces
-from meshtune.model.stored import dequantised, refuse_misfits, refuse_types, stored_types, untied
+from meshtune.model.stored import deferred, refuse_misfits, untied
 from meshtune.placement.families import see
 from meshtune.quantised.deferred import Deferred
 from meshtune.units import counted, few
@@ -440,27 +439,19 @@ def _load_pretrained(
     """
     files = checked_weight_files(folder)
     try:
-        words, state, loader = stored_types(files), None, auto_class(config)
-        if found := quantisation(folder):
-            state, words = dequantised(folder, files, found)
-            with no_init_weights(), parameters_on_meta():
-                loader = type(
-                    _from_config(copy.deepcopy(config), config, torch.float32, "eager", trust_remote_code)
-                )
-        refuse_types(folder, words)
+        state, words = deferred(folder, files, quantisation(folder))
+        with no_init_weights(), parameters_on_meta():
+            built = _from_config(copy.deepcopy(config), config, torch.float32, "eager", trust_remote_code)
         stored = [key for key, word in SAFETENSORS_DTYPES.items() if word in words and key.is_floating_point]
-        with with_index(folder, files) as indexed:
-            loaded: Any = loader.from_pretrained(
-                None if state else indexed,
-                state_dict=state,
-                config=config,
-                dtype=reduce(torch.promote_types, stored or [torch.float32]),
-                attn_implementation="eager",
-                trust_remote_code=trust_remote_code,
-                use_safetensors=True,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # so that they are reported below, in our words
-            )
+        loaded: Any = type(built).from_pretrained(
+            None,
+            state_dict=state,
+            config=config,
+            dtype=reduce(torch.promote_types, stored or [torch.float32]),
+            attn_implementation="eager",
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # so that they are reported below, in our words
+        )
     except (SafetensorError, EOFError) as error:
         raise UserError(f"The weights in {folder} are damaged: {_first_line(error)}") from error
     model, report = loaded

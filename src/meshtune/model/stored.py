@@ -33,6 +33,7 @@ from meshtune.model.files import (
     weight_files,
     weights_here,
 )
+from meshtune.quantised.deferred import Deferred
 from meshtune.units import counted, few
 
 logger = logging.getLogger(__name__)
@@ -63,28 +64,34 @@ def stored_types(files: Iterable[Path]) -> dict[str, set[str]]:
     return stored
 
 
-def dequantised(
-    folder: Path, files: Iterable[Path], found: Quantisation
-) -> tuple[dict[str, Tensor], dict[str, set[str]]]:
-    """Return (the tensors of quantised safetensors files by name, in place of parts of a matrix the matrix,
-    which is made when it is read; their names by the format's word for their type).
+def deferred(
+    folder: Path, files: Iterable[Path], found: Quantisation | None
+) -> tuple[dict[str, Deferred], dict[str, set[str]]]:
+    """Return (the tensors of safetensors files by name, each a mapping of its file, or in place of parts of a
+    quantised matrix the matrix, which is made when it is read; their names by the format's word for their
+    type).
 
-    Warns of what is made.
+    Warns of what is made. Raises UserError for types that no weight is trained from.
     """
     from meshtune.quantised.bases import matrices  # here: chains of imports stay short
 
+    words = stored_types(files)
+    if not found:
+        refuse_types(folder, words)
     tensors: dict[str, Tensor] = {name: tensor[...] for _, name, tensor in tensors_in(files)}
-    made, used = matrices(tensors, found.settings)
-    words = {word: names - used for word, names in stored_types(files).items() if names - used}
+    made, used = matrices(tensors, found.settings) if found else ({}, set())
+    words = {word: names - used for word, names in words.items() if names - used}
     for name, tensor in made.items():
         words.setdefault(SAFETENSORS_DTYPES[tensor.dtype], set()).add(name)
-    if made:
+    refuse_types(folder, words)
+    if found and made:
         dtype = str(next(iter(made.values())).dtype).removeprefix("torch.")
         logger.warning(
             "%s: %s, quantised (%s), become %s as they are read.", folder, counted(len(made), "weight"),
             found.method, dtype,
         )  # fmt: skip
-    return {name: tensor for name, tensor in tensors.items() if name not in used} | made, words
+    whole = {name: tensor for name, tensor in tensors.items() if name not in used}
+    return {name: Deferred(each, lambda each=each: each) for name, each in whole.items()} | made, words
 
 
 @dataclass(frozen=True)
