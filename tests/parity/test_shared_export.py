@@ -6,8 +6,10 @@ import json
 import re
 import threading
 import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
@@ -115,32 +117,28 @@ def build_watched(words: list[str], weights: Path) -> tuple[int, int, int]:
     return kept, peak - before, max(read)
 
 
-@pytest.fixture(scope="module")
-def large(request, tiny, tmp_path_factory) -> Path:
-    """A model of 26 M parameters, 104 MB in fp32, with the tiny one's tokenizer."""
-    folder = tmp_path_factory.mktemp("large") / "model"
-    family, dtype = request.param
-    small = LlamaConfig.from_pretrained(tiny / "model").to_dict()
-    AutoModelForCausalLM.from_config(LARGE[family](vocab_size=small["vocab_size"])).to(dtype).save_pretrained(
-        folder
-    )
-    for file in (tiny / "model").glob("tokenizer*"):
-        (folder / file.name).write_bytes(file.read_bytes())
-    return folder
-
-
 SIZES: dict[str, Any] = {
-    "hidden_size": 512,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-}
+    "vocab_size": 300, "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64
+}  # fmt: skip
 EXPERTS = {"num_hidden_layers": 4, "intermediate_size": 512, "moe_intermediate_size": 512}
 LARGE = {
     "llama": partial(LlamaConfig, **SIZES, num_hidden_layers=8, intermediate_size=1408),
     "qwen3_moe": partial(Qwen3MoeConfig, **SIZES, **EXPERTS, num_experts=8, num_experts_per_tok=2),
     "mixtral": partial(MixtralConfig, **SIZES, **EXPERTS, num_local_experts=8),
 }
+
+
+@pytest.fixture(scope="module")
+def large(request, tiny) -> Iterator[Path]:
+    """A model of 26 to 30 M parameters, about 110 MB in fp32, with the tiny one's tokenizer, where the system
+    maps single pages, not pages of 2 MB.
+    """
+    family, dtype = request.param
+    with TemporaryDirectory(dir="/dev/shm") as folder:
+        AutoModelForCausalLM.from_config(LARGE[family]()).to(dtype).save_pretrained(folder)
+        for file in (tiny / "model").glob("tokenizer*"):
+            Path(folder, file.name).write_bytes(file.read_bytes())
+        yield Path(folder)
 
 
 @pytest.mark.all
@@ -155,12 +153,10 @@ LARGE = {
     indirect=["large"],
     ids=str,
 )
-def test_building_takes_little_more_memory_than_a_rank_keeps(layout, large, settings, tmp_path):
-    """And a rank reads little more of the files: of a page's neighbours 64 KiB are read with it."""
+def test_building_reads_and_takes_little_more_than_a_rank_keeps(layout, large, settings, tmp_path):
     words = settings(f"layout={layout}", f"model.name={large}", f"output={tmp_path / 'large'}")
     file, ranks = large / "model.safetensors", 4 if "x4" in layout else 2
-    stored = file.stat().st_size
+    share = file.stat().st_size / ranks
     for kept, added, read in run_ranks(ranks, build_watched, words, file, fresh=True):
-        print(kept, added, read, stored)
         assert 0.9 * kept < added <= 1.1 * kept, f"{added / kept:.3f} times the {kept / 1e6:.1f} MB it keeps"
-        assert 0.9 * stored < read * ranks < 1.2 * stored, f"{read / 1e6:.1f} of {stored / 1e6:.1f} MB read"
+        assert 0.9 * share < read <= 1.2 * share, f"{read / 1e6:.1f} MB of the file, {share / 1e6:.1f} a rank"

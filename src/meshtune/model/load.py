@@ -6,8 +6,8 @@
     fill_whole      copies them into it on one device; ranks of a layout take their slices instead (pieces.py)
 
 transformers' own `from_pretrained` does the reading: it builds on meta, renames keys where a family has
-changed since its checkpoint was written, joins tensors of experts, and ties embeddings. It is given `Deferred`
-tensors, which stay a mapping of the files, not anonymous memory. Values are copied out of the mapping
+changed since its checkpoint was written, joins tensors of experts, and ties embeddings. It is given
+`Deferred` tensors, which stay a mapping of the files, not anonymous memory. Values are copied out of it
 and cast while copying: memory peaks at the model itself, and whoever rewrites a file in place does not
 change the run that has read it. The skeleton is built in the dtype that is asked for: built in the files'
 dtype it would hold wrong constants (Gemma's scale of the embeddings, rounded to bf16, in an fp32 model).
