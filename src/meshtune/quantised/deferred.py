@@ -41,9 +41,9 @@ class Deferred(Tensor):
     @classmethod
     def joined(cls, parts: Sequence[Tensor], dim: int) -> Deferred:
         """Concatenate tensors."""
-        make = lambda: torch.cat(tree_map_only(cls, lambda part: part.make(), [*parts]), dim)  # noqa: E731
+        make = lambda: torch.cat([p.make() if isinstance(p, cls) else p for p in parts], dim)  # noqa: E731
         like = torch.cat([_on_meta(part) for part in parts], dim)
-        return cls(like, make, parts=parts, along=dim % like.ndim)
+        return cls(like, make, None, parts, dim % like.ndim)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -66,10 +66,11 @@ class Deferred(Tensor):
             return cls(whole, whole.make, whole.codes, whole.parts, whole.along)
         if whole.parts and func is ATEN._to_copy.default:
             return cls.joined([func(part, *rest, **kwargs) for part in whole.parts], whole.along)
-        if whole.parts and func is ATEN.slice.Tensor and len(rest) == 3:
+        if whole.parts and func is SLICE and len(rest) == 3:
             return whole._slice(*rest)
         if whole.parts and func is ATEN.select.int:
-            args = whole.narrow(rest[0], rest[1], 1), rest[0], 0
+            dim, place = rest[0], rest[1] % whole.shape[rest[0]]
+            args = SLICE(whole, dim, place, place + 1), dim, 0
         on_meta = tree_map_only(Tensor, _on_meta, args)
         like = func(*on_meta, **{key: value for key, value in kwargs.items() if key != "device"})
         return cls(like, made, whole.codes if func is ATEN._to_copy.default else None)
@@ -79,11 +80,11 @@ class Deferred(Tensor):
         dim, first, chosen = dim % self.ndim, 0, []
         start, end, _ = slice(start, end).indices(self.shape[dim])
         if dim != self.along:
-            return self.joined([part.narrow(dim, start, end - start) for part in self.parts], self.along)
+            return self.joined([SLICE(part, dim, start, end) for part in self.parts], self.along)
         for part in self.parts:
             low, high = max(start - first, 0), min(end - first, part.shape[dim])
             if low < high:
-                chosen.append(part.narrow(dim, low, high - low))
+                chosen.append(SLICE(part, dim, low, high))
             first += part.shape[dim]
         nothing = torch.empty(*self.shape[:dim], 0, *self.shape[dim + 1 :], dtype=self.dtype)
         return self.joined(chosen, dim) if chosen else nothing
@@ -101,9 +102,10 @@ def _on_meta(tensor: Tensor) -> Tensor:
 
 
 ATEN = torch.ops.aten
+SLICE = ATEN.slice.Tensor  # which `narrow` does not become below autograd
 SAME = (ATEN.detach.default, ATEN.alias.default)
 # What transformers does with a tensor while it loads a model (experts are stacked), and a rank with its part.
 DEFERRED = {
     *SAME, ATEN._to_copy.default, ATEN.stack.default, ATEN.cat.default, ATEN.unsqueeze.default,
-    ATEN.slice.Tensor, ATEN.select.int,
+    SLICE, ATEN.select.int,
 }  # fmt: skip
