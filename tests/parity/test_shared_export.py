@@ -147,8 +147,8 @@ def large(request, tiny) -> Iterator[Path]:
     [
         (("llama", torch.float32), "zero3x2"),
         (("llama", torch.bfloat16), "tp2"),
-        (("qwen3_moe", torch.float32), "zero3x2-ep2"),
-        (("mixtral", torch.bfloat16), "zero3x4-ep4"),
+        (("qwen3_moe", torch.float32), "zero3x4-ep4"),
+        (("mixtral", torch.bfloat16), "zero3x2-ep2"),
     ],
     indirect=["large"],
     ids=str,
@@ -157,6 +157,7 @@ def test_building_reads_and_takes_little_more_than_a_rank_keeps(layout, large, s
     words = settings(f"layout={layout}", f"model.name={large}", f"output={tmp_path / 'large'}")
     file, ranks = large / "model.safetensors", 4 if "x4" in layout else 2
     share = file.stat().st_size / ranks
-    for kept, added, read in run_ranks(ranks, build_watched, words, file, fresh=True):
+    for kept, added, read in run_ranks(ranks, build_watched, words, file, fresh=True, seconds=300):
         assert 0.9 * kept < added <= 1.1 * kept, f"{added / kept:.3f} times the {kept / 1e6:.1f} MB it keeps"
-        assert 0.9 * share < read <= 1.2 * share, f"{read / 1e6:.1f} MB of the file, {share / 1e6:.1f} a rank"
+        most = (2 if "tp" in layout else 1.3) * share  # columns of tp share pages; and 64 KiB for each tensor
+        assert 0.9 * share < read <= most, f"{read / 1e6:.1f} MB of the file, {share / 1e6:.1f} a rank"
