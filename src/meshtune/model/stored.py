@@ -287,7 +287,7 @@ def stored_parts(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Stored
         whole = tensor if tensor._base is None else tensor._base
         if (source := sources.get(id(whole))) is None:
             whole = tensor = tensor.contiguous()
-        dims, first = _dims(tensor, whole), tensor.storage_offset() - whole.storage_offset()
+        dims, first = _dims(tensor, whole), int(tensor.storage_offset() - whole.storage_offset())
         if len(dims) < tensor.ndim:
             return None
         offsets = (
