@@ -6,17 +6,23 @@ import json
 import re
 import threading
 import time
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from cases import cases
 from ranks import run_ranks
 from safetensors.torch import load_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen3MoeConfig
 
 from meshtune import config
 from meshtune.api import build
+from meshtune.model.pieces import StoredTensors
 from meshtune.parallel.zero import local
 
 # One folder from all ranks #
@@ -77,8 +83,16 @@ def anonymous() -> int:
     return 1024 * int(found[1])
 
 
-def build_watched(words: list[str], weights: Path) -> tuple[int, int]:
-    """(bytes of parameters that this rank keeps, the most memory that building added)"""
+def read_of(file: Path) -> int:
+    """Bytes of a mapped file that this process has read: its pages."""
+    maps = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.M)
+    return 1024 * sum(int(re.findall(r"^Rss:\s+(\d+)", each, re.M)[0]) for each in maps if str(file) in each)
+
+
+def build_watched(words: list[str], weights: Path) -> tuple[int, int, int]:
+    """(bytes of parameters that this rank keeps, the most memory that building added, bytes of the file that
+    it read)
+    """
     build.build(config.load(None, words))  # what is counted and cached once (5 to 11 MB) is not a parameter
     gc.collect()
     weights.touch()  # so that they are hashed again
@@ -93,36 +107,57 @@ def build_watched(words: list[str], weights: Path) -> tuple[int, int]:
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    run = build.build(config.load(None, words))
+    read = [0]
+    with patch.object(StoredTensors, "copy_buffers", lambda *_: read.append(read_of(weights))):  # the last
+        run = build.build(config.load(None, words))
     peak = max(peak, anonymous())
     done.set()
     watcher.join()
-    return sum(local(p).nbytes for p in run.passes.parallel.stages[0].parameters()), peak - before
+    kept = sum(local(p).nbytes for p in run.passes.parallel.stages[0].parameters())
+    return kept, peak - before, max(read)
+
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 300, "hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64
+}  # fmt: skip
+EXPERTS = {"num_hidden_layers": 4, "intermediate_size": 512, "moe_intermediate_size": 512}
+LARGE = {
+    "llama": partial(LlamaConfig, **SIZES, num_hidden_layers=8, intermediate_size=1408),
+    "qwen3_moe": partial(Qwen3MoeConfig, **SIZES, **EXPERTS, num_experts=8, num_experts_per_tok=2),
+    "mixtral": partial(MixtralConfig, **SIZES, **EXPERTS, num_local_experts=8),
+}
 
 
 @pytest.fixture(scope="module")
-def large(request, tiny, tmp_path_factory) -> Path:
-    """A Llama of 26 M parameters, 104 MB in fp32, with the tiny one's tokenizer."""
-    folder = tmp_path_factory.mktemp("large") / "model"
-    shape = LlamaConfig.from_pretrained(
-        tiny / "model", hidden_size=512, intermediate_size=1408, num_hidden_layers=8, num_attention_heads=8,
-        num_key_value_heads=8, head_dim=64,
-    )  # fmt: skip
-    LlamaForCausalLM(shape).to(request.param).save_pretrained(folder)
-    for file in (tiny / "model").glob("tokenizer*"):
-        (folder / file.name).write_bytes(file.read_bytes())
-    return folder
+def large(request, tiny) -> Iterator[Path]:
+    """A model of 26 to 30 M parameters, about 110 MB in fp32, with the tiny one's tokenizer, where the system
+    maps single pages, not pages of 2 MB.
+    """
+    family, dtype = request.param
+    with TemporaryDirectory(dir="/dev/shm") as folder:
+        AutoModelForCausalLM.from_config(LARGE[family]()).to(dtype).save_pretrained(folder)
+        for file in (tiny / "model").glob("tokenizer*"):
+            Path(folder, file.name).write_bytes(file.read_bytes())
+        yield Path(folder)
 
 
 @pytest.mark.all
 @pytest.mark.parametrize(
     ("large", "layout"),
-    [(torch.float32, "zero3x2"), (torch.bfloat16, "tp2")],
+    [
+        (("llama", torch.float32), "zero3x2"),
+        (("llama", torch.bfloat16), "tp2"),
+        (("qwen3_moe", torch.float32), "zero3x4-ep4"),
+        (("mixtral", torch.bfloat16), "zero3x2-ep2"),
+    ],
     indirect=["large"],
-    ids=["fp32 file-zero3x2", "bf16 file-tp2"],
+    ids=str,
 )
-def test_building_takes_little_more_memory_than_a_rank_keeps(layout, large, settings, tmp_path):
+def test_building_reads_and_takes_little_more_than_a_rank_keeps(layout, large, settings, tmp_path):
     words = settings(f"layout={layout}", f"model.name={large}", f"output={tmp_path / 'large'}")
-    for kept, added in run_ranks(2, build_watched, words, large / "model.safetensors", fresh=True):
-        assert 45e6 < kept < 60e6  # a half each
+    file, ranks = large / "model.safetensors", 4 if "x4" in layout else 2
+    share = file.stat().st_size / ranks
+    for kept, added, read in run_ranks(ranks, build_watched, words, file, fresh=True, seconds=300):
         assert 0.9 * kept < added <= 1.1 * kept, f"{added / kept:.3f} times the {kept / 1e6:.1f} MB it keeps"
+        most = (2 if "tp" in layout else 1.3) * share  # columns of tp share pages; and 64 KiB for each tensor
+        assert 0.9 * share < read <= most, f"{read / 1e6:.1f} MB of the file, {share / 1e6:.1f} a rank"

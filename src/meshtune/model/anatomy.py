@@ -30,6 +30,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPI
 
 from meshtune.errors import UserError
 from meshtune.placement.families import see
+from meshtune.quantised.deferred import Deferred
 
 MLP_NAMES = ("mlp", "feed_forward", "ffn")
 
@@ -411,7 +412,8 @@ def fill_aside(model: nn.Module, values: Mapping[str, Tensor], *, keep: bool) ->
     """
     for name, owner, key in _owners(model):
         if name in values:
-            owner[key] = values[name].detach().to(None if keep else "meta")
+            value = values[name].detach().to(None if keep else "meta")
+            owner[key] = value.make() if isinstance(value, Deferred) else value
 
 
 @contextmanager

@@ -12,9 +12,7 @@ import json
 import re
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
@@ -217,22 +215,6 @@ def _absent_shards(shards: list[str]) -> str | None:
     absent = [number for number in range(1, int(count) + 1) if number not in there]
     names = few([f"{stem}-{number:05}-of-{count}.safetensors" for number in absent])
     return f"{names}; the download is incomplete" if names else None
-
-
-@contextmanager
-def with_index(folder: Path, files: list[Path]) -> Iterator[Path]:
-    """Give a folder from which transformers reads the weights `files` of a model folder: itself, or, if these
-    are shards without an index, a temporary one with links to its files and an index.
-    """
-    if files == [folder / WEIGHTS] or (folder / INDEX).is_file():
-        yield folder
-        return
-    weight_map = {name: file.name for file, name, _ in tensors_in(files)}
-    with TemporaryDirectory() as linked:
-        for path in folder.iterdir():
-            Path(linked, path.name).symlink_to(path.resolve())
-        Path(linked, INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}), "utf-8")
-        yield Path(linked)
 
 
 def _elsewhere(folder: Path) -> str | None:

@@ -6,8 +6,8 @@
     fill_whole      copies them into it on one device; ranks of a layout take their slices instead (pieces.py)
 
 transformers' own `from_pretrained` does the reading: it builds on meta, renames keys where a family has
-changed since its checkpoint was written, and ties embeddings. Asked for the dtype that the files hold, it
-leaves the weights a mapping of the files, not anonymous memory. Values are copied out of the mapping
+changed since its checkpoint was written, joins tensors of experts, and ties embeddings. It is given
+`Deferred` tensors, which stay a mapping of the files, not anonymous memory. Values are copied out of it
 and cast while copying: memory peaks at the model itself, and whoever rewrites a file in place does not
 change the run that has read it. The skeleton is built in the dtype that is asked for: built in the files'
 dtype it would hold wrong constants (Gemma's scale of the embeddings, rounded to bf16, in an fp32 model).
@@ -52,11 +52,10 @@ from meshtune.model.files import (
     read_generation_config,
     read_json,
     resolve,
-    with_index,
 )
 from meshtune.model.overrides import SETTING, absurd, overridden_config
 from meshtune.model.pieces import StoredTensors, fill, materialise, whole_pieces
-from meshtune.model.stored import dequantised, refuse_misfits, refuse_types, stored_types, untied
+from meshtune.model.stored import deferred, refuse_misfits, untied
 from meshtune.placement.families import see
 from meshtune.quantised.deferred import Deferred
 from meshtune.units import counted, few
@@ -357,8 +356,8 @@ def mapped(
 ) -> dict[str, Tensor]:
     """The tensors of a model, whole, by name, memory-mapped from its files: tied ones under all names.
 
-    They have the dtype that they are stored in, so that reading a slice touches nothing else (the dtype that
-    they promote to, copied into memory, where a model's files mix several). With init="random" they are drawn
+    They have the dtype that they are stored in, or promote to where a model's files mix several; reading a
+    slice touches nothing else. With init="random" they are drawn
     in `dtype`, always the same for one `seed`, and are in memory too; else dtype has no effect, and `seed`
     only on the score of a reward model (`scored`) that the files lack. Raises UserError as `skeleton`, for
     damaged files, for tensors missing or of a wrong shape, and for a `source` that is a configuration unless
@@ -432,35 +431,27 @@ def drawn(
 def _load_pretrained(
     folder: Path, config: PretrainedConfig, trust_remote_code: bool, made_by: str
 ) -> PreTrainedModel:
-    """Load the model in `folder` on the CPU, its weights mapped from the files if all have one dtype,
-    otherwise in the dtype that those stored promote to. Quantised ones are `Deferred` matrices.
+    """Load the model in `folder` on the CPU, its weights `Deferred` tensors in the dtype that those stored
+    promote to.
 
     made_by: what decides the shapes, for errors. Raises UserError for damaged files, missing tensors and
     wrong shapes, and as `checked_weight_files`; warns of tensors that the model does not use.
     """
     files = checked_weight_files(folder)
     try:
-        words, state, loader = stored_types(files), None, auto_class(config)
-        if found := quantisation(folder):
-            state, words = dequantised(folder, files, found)
-            with no_init_weights(), parameters_on_meta():
-                loader = type(
-                    _from_config(copy.deepcopy(config), config, torch.float32, "eager", trust_remote_code)
-                )
-        refuse_types(folder, words)
+        state, words = deferred(folder, files, quantisation(folder))
+        with no_init_weights(), parameters_on_meta():
+            built = _from_config(copy.deepcopy(config), config, torch.float32, "eager", trust_remote_code)
         stored = [key for key, word in SAFETENSORS_DTYPES.items() if word in words and key.is_floating_point]
-        with with_index(folder, files) as indexed:
-            loaded: Any = loader.from_pretrained(
-                None if state else indexed,
-                state_dict=state,
-                config=config,
-                dtype=reduce(torch.promote_types, stored or [torch.float32]),
-                attn_implementation="eager",
-                trust_remote_code=trust_remote_code,
-                use_safetensors=True,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # so that they are reported below, in our words
-            )
+        loaded: Any = type(built).from_pretrained(
+            None,
+            state_dict=state,
+            config=config,
+            dtype=reduce(torch.promote_types, stored or [torch.float32]),
+            attn_implementation="eager",
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # so that they are reported below, in our words
+        )
     except (SafetensorError, EOFError) as error:
         raise UserError(f"The weights in {folder} are damaged: {_first_line(error)}") from error
     model, report = loaded

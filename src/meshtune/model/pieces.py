@@ -55,7 +55,7 @@ class Piece:
 
     def copy_from(self, whole: Tensor) -> None:
         """Overwrite the part with that of `whole`, another tensor of that shape, in the part's dtype."""
-        whole = whole.make() if isinstance(whole, Deferred) else whole
+        whole = whole.make() if isinstance(whole, Deferred) and not whole.parts else whole
         for block in self.blocks():
             block.tensor.copy_(block.of(whole))
 

@@ -34,6 +34,7 @@ from meshtune.model.anatomy import is_scored, put_back
 from meshtune.model.files import ADAPTER_CONFIG, INDEX, SAFETENSORS_DTYPES, WEIGHTS, generation_config
 from meshtune.model.lora import lora_layers
 from meshtune.model.pieces import Piece
+from meshtune.model.stored import StoredPart, stored_parts
 from meshtune.rundir import disk_is_full, room
 
 PROCESSOR_FILES = (  # of a model that also sees or hears; AutoProcessor reads them next to the tokenizer's
@@ -136,11 +137,13 @@ def save_pieces(
     Others: see `save_model`. Raises on all ranks if one can't write.
     """
     with ExitStack() as stack, put_back(model):
-        files = _weight_files(model, dtype, max_shard_bytes)
+        parts = stored_parts(model, dtype)
+        assert parts, "ask in_pieces first"
+        files = _weight_files(parts, max_shard_bytes)
 
         def create() -> Path:
             aside = stack.enter_context(complete_folder(Path(folder)))
-            _create_files(aside, files, model)
+            _create_files(aside, files, parts)
             return aside
 
         def describe() -> None:
@@ -150,21 +153,16 @@ def save_pieces(
             write_tokenizer_and_card(aside, tokenizer, card)
 
         aside = _on_all_ranks(gather, lambda: create() if main else None)[0]
-        _on_all_ranks(gather, lambda: _write_pieces(aside, files, pieces, dtype))
+        _on_all_ranks(gather, lambda: _write_pieces(aside, files, parts, pieces, dtype))
         _on_all_ranks(gather, lambda: describe() if main else None)
         complete = stack.pop_all()
     _on_all_ranks(gather, complete.close)  # renames the folder; no rank continues before
 
 
-def stored_differently(model: PreTrainedModel) -> bool:
-    """True if transformers stores a family's tensors under other names or shapes than its modules have.
-
-    So it does for fused experts.
-    """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-
+def in_pieces(model: PreTrainedModel) -> bool:
+    """True if `save_pieces` can write a family: each tensor in its files is a block of one parameter."""
     with put_back(model):
-        return bool(get_model_conversion_mapping(model, add_legacy=False))
+        return stored_parts(model, torch.float32) is not None
 
 
 def _config(
@@ -202,46 +200,32 @@ class _WeightFile:
     bytes: int  # of the whole file
 
 
-def _weight_files(model: PreTrainedModel, dtype: torch.dtype, max_bytes: int) -> list[_WeightFile]:
-    """Lay out the tensors of a model in files of at most `max_bytes`; a larger tensor has its own file.
-
-    dtype: of floating-point parameters; other tensors keep theirs.
-    """
-    tensors = _stored_tensors(model)
+def _weight_files(parts: Mapping[str, StoredPart], max_bytes: int) -> list[_WeightFile]:
+    """Lay out the tensors of a model in files of at most `max_bytes`; a larger tensor has its own file."""
+    tensors = {name: part.tensor for name, part in parts.items()}
     split = split_state_dict_into_shards_factory(
         tensors,
-        get_storage_size=lambda tensor: tensor.numel() * _stored_dtype(tensor, dtype).itemsize,
+        get_storage_size=lambda tensor: tensor.nbytes,
         filename_pattern=WEIGHTS.replace(".safetensors", "{suffix}.safetensors"),
         max_shard_size=max_bytes,
     )
     return [
-        _plan_weight_file(file, {name: tensors[name] for name in names}, dtype)
+        _plan_weight_file(file, {name: tensors[name] for name in names})
         for file, names in split.filename_to_tensors.items()
     ]
 
 
-def _stored_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return what a model's files hold: parameters, tied ones once, and persistent buffers."""
-    parameters = dict(model.named_parameters())
-    parameter_names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    buffers = {name: tensor for name, tensor in model.state_dict().items() if name not in parameter_names}
-    return {**parameters, **buffers}
-
-
-def _stored_dtype(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
-    return dtype if isinstance(tensor, torch.nn.Parameter) and tensor.is_floating_point() else tensor.dtype
-
-
-def _plan_weight_file(name: str, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> _WeightFile:
-    """Plan header and offsets of one file, tensors in the order given. dtype: see `_weight_files`."""
+def _plan_weight_file(name: str, tensors: Mapping[str, Tensor]) -> _WeightFile:
+    """Plan header and offsets of one file, tensors in the order given."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     begins, begin = {}, 0  # in bytes after the header
     for key, tensor in tensors.items():
-        stored = _stored_dtype(tensor, dtype)
-        end = begin + tensor.numel() * stored.itemsize
+        end = begin + tensor.nbytes
         entries[key] = {
-            "dtype": SAFETENSORS_DTYPES[stored], "shape": list(tensor.shape), "data_offsets": [begin, end],
-        }  # fmt: skip
+            "dtype": SAFETENSORS_DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
         begins[key], begin = begin, end
     text = json.dumps(entries).encode()
     text += b" " * (-len(text) % 8)
@@ -279,39 +263,41 @@ def _picklable(error: Exception) -> Exception:
         return RuntimeError(f"{type(error).__name__}: {error}")
 
 
-def _create_files(aside: Path, files: Sequence[_WeightFile], model: PreTrainedModel) -> None:
+def _create_files(aside: Path, files: Sequence[_WeightFile], parts: Mapping[str, StoredPart]) -> None:
     """Create the files in `aside` at their full size, with headers and the values of the model's buffers.
 
     Parameters are left as zeros.
     """
-    parameters = dict(model.named_parameters())
     for file in files:
         with open(aside / file.name, "wb") as stream:
             stream.write(file.header)
             if file.bytes > len(file.header):  # some file systems can't lengthen a file by truncate
                 stream.seek(file.bytes - 1)
                 stream.write(b"\0")
-    state = model.state_dict()
-    buffers = {name: state[name] for file in files for name in file.offsets if name not in parameters}
+    buffers = {part.source: part.tensor for part in parts.values() if not part.tensor.is_meta}
     whole = {name: Piece(tuple(buffer.shape), (0,) * buffer.ndim, buffer) for name, buffer in buffers.items()}
-    _write_pieces(aside, files, whole, None)
+    _write_pieces(aside, files, parts, whole, None)
 
 
 def _write_pieces(
-    aside: Path, files: Sequence[_WeightFile], pieces: Mapping[str, Piece], dtype: torch.dtype | None
+    aside: Path,
+    files: Sequence[_WeightFile],
+    parts: Mapping[str, StoredPart],
+    pieces: Mapping[str, Piece],
+    dtype: torch.dtype | None,
 ) -> None:
     """Write this rank's pieces at their places in the files, cast to `dtype` (None: as they are), and sync.
 
-    The files exist in `aside`. pieces: by the tensor's name.
+    The files exist in `aside`. parts: of `stored_parts`. pieces: by the parameter's or buffer's name.
     """
     for file in files:
-        names = [name for name in file.offsets if name in pieces]
+        names = [name for name in file.offsets if parts[name].source in pieces]
         if not names:
             continue
         descriptor = os.open(aside / file.name, os.O_WRONLY)
         try:
             for name in names:
-                for block in pieces[name].blocks():
+                for block in parts[name].blocks(pieces[parts[name].source]):
                     _write_block(descriptor, file.offsets[name], block, dtype)
             sync_open(descriptor, aside / file.name)
         finally:

@@ -21,7 +21,9 @@ import torch
 import xxhash
 from safetensors import safe_open
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from meshtune.errors import UserError, explained
 from meshtune.model.files import (
@@ -33,6 +35,8 @@ from meshtune.model.files import (
     weight_files,
     weights_here,
 )
+from meshtune.model.pieces import Piece
+from meshtune.quantised.deferred import Deferred
 from meshtune.units import counted, few
 
 logger = logging.getLogger(__name__)
@@ -63,28 +67,34 @@ def stored_types(files: Iterable[Path]) -> dict[str, set[str]]:
     return stored
 
 
-def dequantised(
-    folder: Path, files: Iterable[Path], found: Quantisation
-) -> tuple[dict[str, Tensor], dict[str, set[str]]]:
-    """Return (the tensors of quantised safetensors files by name, in place of parts of a matrix the matrix,
-    which is made when it is read; their names by the format's word for their type).
+def deferred(
+    folder: Path, files: Iterable[Path], found: Quantisation | None
+) -> tuple[dict[str, Deferred], dict[str, set[str]]]:
+    """Return (the tensors of safetensors files by name, each a mapping of its file, or in place of parts of a
+    quantised matrix the matrix, which is made when it is read; their names by the format's word for their
+    type).
 
-    Warns of what is made.
+    Warns of what is made. Raises UserError for types that no weight is trained from.
     """
     from meshtune.quantised.bases import matrices  # here: chains of imports stay short
 
+    words = stored_types(files)
+    if not found:
+        refuse_types(folder, words)
     tensors: dict[str, Tensor] = {name: tensor[...] for _, name, tensor in tensors_in(files)}
-    made, used = matrices(tensors, found.settings)
-    words = {word: names - used for word, names in stored_types(files).items() if names - used}
+    made, used = matrices(tensors, found.settings) if found else ({}, set())
+    words = {word: names - used for word, names in words.items() if names - used}
     for name, tensor in made.items():
         words.setdefault(SAFETENSORS_DTYPES[tensor.dtype], set()).add(name)
-    if made:
+    refuse_types(folder, words)
+    if found and made:
         dtype = str(next(iter(made.values())).dtype).removeprefix("torch.")
         logger.warning(
             "%s: %s, quantised (%s), become %s as they are read.", folder, counted(len(made), "weight"),
             found.method, dtype,
         )  # fmt: skip
-    return {name: tensor for name, tensor in tensors.items() if name not in used} | made, words
+    whole = {name: tensor for name, tensor in tensors.items() if name not in used}
+    return {name: Deferred(each, lambda each=each: each) for name, each in whole.items()} | made, words
 
 
 @dataclass(frozen=True)
@@ -220,6 +230,86 @@ def with_prefix(unused: Collection[str], missing: Collection[str]) -> str | None
                         "without that prefix"
                     )
     return None
+
+
+# Tensors that files will hold #
+
+
+@dataclass(frozen=True)
+class StoredPart:
+    """A tensor of a model's files: a block of a parameter, such as one expert's matrix, or a buffer."""
+
+    source: str  # name of the parameter; a buffer's own in the files
+    tensor: Tensor  # a buffer's; a parameter's is on meta, in the dtype that the files get
+    offsets: tuple[int, ...]  # where the block begins in each dimension of the parameter
+    dims: tuple[int, ...]  # of the parameter that the tensor has; in the others the block has one element
+
+    def blocks(self, piece: Piece) -> Iterator[Piece]:
+        """Yield what a rank's piece of the parameter has of the tensor, sharing memory."""
+        sizes = dict(zip(self.dims, self.tensor.shape, strict=True))
+        for block in piece.blocks():
+            own = zip(self.offsets, block.offsets, block.tensor.shape, strict=True)
+            ends = [
+                (max(at, first), min(at + sizes.get(dim, 1), first + size))
+                for dim, (at, first, size) in enumerate(own)
+            ]
+            if all(start < end for start, end in ends):
+                within = zip(ends, block.offsets, strict=True)
+                tensor = block.tensor[*(slice(start - at, end - at) for (start, end), at in within)]
+                offsets = tuple(ends[dim][0] - self.offsets[dim] for dim in self.dims)
+                tensor = tensor.reshape([tensor.shape[dim] for dim in self.dims])
+                yield Piece(tuple(self.tensor.shape), offsets, tensor)
+
+
+class _NoCopies(TorchFunctionMode):
+    """Leaves tensors that transformers takes apart views of a parameter."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0] if func is Tensor.contiguous else func(*args, **(kwargs or {}))
+
+
+def stored_parts(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, StoredPart] | None:
+    """What a model's files hold as transformers writes them, by name: parameters, tied ones once, and
+    persistent buffers. None if a tensor is made of several parameters, or transposed.
+
+    dtype: of parameters of floating point in the files.
+    """
+    parameters = {
+        name: torch.empty(p.shape, dtype=dtype if p.is_floating_point() else p.dtype, device="meta")
+        for name, p in model.named_parameters()
+    }
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    buffers = {name: tensor for name, tensor in model.state_dict().items() if name not in names}
+    with torch.no_grad(), _NoCopies():
+        state = revert_weight_conversion(model, {**parameters, **buffers})
+    sources, parts = {id(tensor): name for name, tensor in parameters.items()}, {}
+    for name, tensor in state.items():
+        whole = tensor if tensor._base is None else tensor._base
+        if (source := sources.get(id(whole))) is None:
+            whole = tensor = tensor.contiguous()
+        dims, first = _dims(tensor, whole), int(tensor.storage_offset() - whole.storage_offset())
+        if len(dims) < tensor.ndim:
+            return None
+        offsets = (
+            first // step % max(size, 1) for step, size in zip(whole.stride(), whole.shape, strict=True)
+        )
+        parts[name] = StoredPart(source or name, tensor, tuple(offsets), tuple(dims))
+    elements = sum(part.tensor.numel() for part in parts.values() if part.source in parameters)
+    return parts if elements == sum(p.numel() for p in parameters.values()) else None
+
+
+def _dims(view: Tensor, whole: Tensor) -> list[int]:
+    """The dimensions of a contiguous tensor that those of a block of it are; the last ones of them where
+    it is not a block.
+    """
+    dims, below = [], whole.ndim
+    for size, stride in zip(reversed(view.shape), reversed(view.stride()), strict=True):
+        fits = (dim for dim in range(below) if whole.stride(dim) == stride and size <= whole.shape[dim])
+        below = max(fits, default=-1)
+        if below < 0:
+            break
+        dims.insert(0, below)
+    return dims
 
 
 # Identity of a base model: a digest of its weights, whatever folder they are in #

@@ -112,7 +112,8 @@ def codes_of(weight: Tensor, dtype: torch.dtype, device: torch.device) -> Codes:
     if isinstance(weight, Deferred) and weight.codes:
         return Codes(*(part.to(device) for part in weight.codes()))
     if weight.ndim == 3:
-        return Codes(*map(torch.stack, zip(*(codes_of(each, dtype, device) for each in weight), strict=True)))
+        each = (codes_of(weight[place], dtype, device) for place in range(len(weight)))
+        return Codes(*map(torch.stack, zip(*each, strict=True)))
     return quantise(weight.to(device, dtype))
 
 

@@ -18,7 +18,7 @@ from meshtune.data.tokens import id_bound
 from meshtune.errors import UserError, expanded
 from meshtune.model.adapter import save_adapter
 from meshtune.model.pieces import Piece
-from meshtune.model.save import save_model, save_pieces, stored_differently
+from meshtune.model.save import in_pieces, save_model, save_pieces
 from meshtune.parallel.mesh import World
 from meshtune.rundir import RunDir
 
@@ -28,8 +28,8 @@ class Exporter:
     """Writes the trained model, by all ranks of a layout together.
 
     No rank ever holds the whole: each writes its pieces into the files. Adapters, which are small, the main
-    rank collects and writes; so it does, tensor by tensor, for a family whose checkpoints have other tensors
-    than its modules, which only transformers can write.
+    rank collects and writes; so it does with a family whose files hold tensors that are made of several
+    parameters, which only transformers can write.
     """
 
     model: PreTrainedModel  # the whole one; its parameters may be on meta
@@ -52,7 +52,7 @@ class Exporter:
         how many updates the weights are from, for the card.
         """
         card, world = self.card(steps), self.world
-        if self.adapter is None and not stored_differently(self.model):
+        if self.adapter is None and in_pieces(self.model):
             save_pieces(
                 folder, self.model, self.pieces(), self.tokenizer, dtype=self.dtype,
                 gather=world.all_gather_object, main=world.main, card=card, stop_ids=self.stop_ids,

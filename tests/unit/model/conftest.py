@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import FAMILIES
+from families import FAMILIES, SPARSE
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -24,7 +24,9 @@ def save(tmp_path: Path) -> Callable[..., Path]:
     def make(family: str, dtype: torch.dtype = torch.float32, **changes: object) -> Path:
         folder = tmp_path / f"base-{family}"
         torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(FAMILIES[family](**changes), dtype=dtype).save_pretrained(folder)
+        AutoModelForCausalLM.from_config((FAMILIES | SPARSE)[family](**changes), dtype=dtype).save_pretrained(
+            folder
+        )
         return folder
 
     return make

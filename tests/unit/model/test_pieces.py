@@ -312,6 +312,8 @@ def written(
         ("llama", 3, "columns", FP32),
         ("qwen2", 3, "alone", FP32),  # tied
         ("gpt2", 2, "columns", torch.bfloat16),
+        ("qwen3_moe", 3, "rows", FP32),  # a tensor for each matrix of an expert
+        ("mixtral", 2, "columns", torch.bfloat16),
     ],
 )
 def test_ranks_write_the_folder_that_one_device_writes(family, ranks, how, dtype, save, tokenizer, tmp_path):
