@@ -54,6 +54,7 @@ def parts(check: Check) -> Mapping[str, Sequence[Figure]]:
             Figure("1b-recomputed", 90, partial(one_b, f"{plain}-full"), tiny=False),
             Figure("1b-fp8", 110, partial(one_b, plain, FP8), (*MESHTUNE, "torchao"), tiny=False),
             Figure("8b-eager", 170, partial(eight_b, EAGER), tiny=False),
+            Figure("8b-lora-eager", 270, partial(eight_lora, EAGER), tiny=False),
         ],
         "peers": [
             Figure("1b-meshtune", 110, partial(one_b, plain), tiny=False),

@@ -3,8 +3,10 @@ insides meshtune uses (INSIDES, which a test goes through), and newer calls with
 """
 
 import os
+import re
 import shutil
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -173,6 +175,13 @@ def of_any_length(tensor: Tensor) -> Tensor:
 def compiled_graphs() -> int:
     """Graphs that torch.compile has compiled in this process so far."""
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def interruptions() -> Counter[str]:
+    """Why torch.compile has left parts of functions uncompiled in this process so far -> how often."""
+    every = torch._dynamo.utils.counters["graph_break"].items()
+    first = {text: (text.partition("Explanation: ")[2] or text).partition("\n")[0] for text, _ in every}
+    return Counter({re.sub(r" at 0x\w+| \(reason: None\)", "", first[text]): n for text, n in every})
 
 
 LARGE = 2**30  # bytes that only a parameter has: a layer's experts may be more than a machine's memory

@@ -15,6 +15,7 @@ import torch
 from cases import cases
 from grid import GRID, ONE, SINGLE, Grid, pairs, values
 from layouts import Trained, check, trained, whole
+from torch import nn
 
 from meshtune.layout import CP_METHODS, SCHEDULES
 from meshtune.rundir import RunDir
@@ -128,6 +129,24 @@ def test_offloaded_inputs_change_no_bit(layout: str, folder: Path, tmp_path: Pat
     assert ours.evaluated and all(
         torch.equal(ours.tensors[name], full.tensors[name]) for name in full.tensors
     )
+
+
+COMPILED = [layout for layout in GRID if not any(word in layout for word in ("zb", "dual", "regather"))]
+
+
+@pytest.mark.parametrize("layout", cases(COMPILED))
+def test_compiled_blocks_give_the_numbers_of_one_rank(
+    layout: str, folder: Path, reference: Callable[[str], Trained], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """With the graphs' forward and backward as the compiler makes them, which run as they are."""
+
+    def compile(module: nn.Module) -> None:
+        module._compiled_call_impl = torch.compile(module._call_impl, backend="aot_eager")
+
+    monkeypatch.setattr(nn.Module, "compile", compile)
+    ours = trained(folder, tmp_path / "run", layout, "fp64", "train.compile=true", forked=True)
+    check(ours, reference("fp64"), "fp64")
 
 
 TILED = [  # 64 columns, 4 rows a micro-batch

@@ -27,7 +27,7 @@ from meshtune.parallel.mesh import World
 from meshtune.placement.ranks import coordinates
 from meshtune.placement.schedules import MOST_PASSES
 from meshtune.rundir import Row
-from meshtune.units import MIB
+from meshtune.units import MIB, notice
 
 LAUNCHES = 12  # steps of a start; the cost of an operation is measured after each
 NEW_PEAK = 1.01  # times the rank's highest peak so far, from which a later step's has a row of its own
@@ -62,6 +62,7 @@ class Meter:
         self._compiled = compat.is_compiled(memory.model)
         self._on_cpu = world.device.type != "cuda"
         self._operation = OperationCost() if self._on_cpu and not self._compiled else None
+        self._interrupted = compat.interruptions() if self._compiled else None  # before the steps
         self._counts = 0, 0  # graphs compiled and retries of the allocator, before the step
         self._steps = 0
         self._awaits_passes = world.layout.pp > 1
@@ -119,6 +120,9 @@ class Meter:
         watched = self.memory.step == step
         self._steps += 1
         warm_up = watched or self._steps == 1
+        if self._steps == 1 and self._interrupted is not None and self.world.main:
+            for why in compat.interruptions() - self._interrupted:
+                notice(f"meshtune: The compiler is interrupted, so parts of the blocks run uncompiled: {why}")
         facts = self._facts() | {
             "padding": 1 - sum(tokens) / (sum(columns) or 1),
             "recompilations": round(sum(graphs)) or None,

@@ -151,6 +151,17 @@ def test_a_run_by_inductor_keeps_what_a_dry_run_keeps(family: str, mode: str) ->
     assert kept_by_inductor(layout, source, **spec) == found > 0
 
 
+def moved_by_blocks(step: StepTrace) -> float:
+    """Bytes per token that the kernels of a mean block read and write in a step."""
+    of_blocks = (each for each in step.operations if each.module.startswith("model.layers") and each.kernels)
+    return sum(each.read + each.written for each in of_blocks) / BLOCKS / 256
+
+
+@pytest.mark.ci
+def test_compiled_blocks_with_adapters_move_what_inductor_moves() -> None:
+    assert moved_by_blocks(traced("mb1-ga1", lora=LoraSpec(r=16))) < 230e3, "484 kB a token uncompiled"
+
+
 @pytest.mark.parametrize(
     "mode", cases(["", "-attention", "-selective", "-linear", "-full"], ci=["-selective"])
 )
@@ -162,7 +173,7 @@ def test_compiled_blocks_keep_what_inductor_keeps_and_fuse_what_it_fuses(mode: s
         if each.module.startswith("model.layers")
     ]
     assert {kept(step)[f"model.layers.{block}"] for block in range(1, BLOCKS)} == {KEPT[mode]}
-    moved = sum(each.read + each.written for _, each in of_blocks if each.kernels) / BLOCKS / 256
+    moved = moved_by_blocks(step)
     assert moved < (200e3 if mode in ("", "-attention") else 260e3), "395 kB a token uncompiled"
     names = {each.name for _, each in of_blocks if each.kernels}
     assert {name.partition(".")[0] for name in names} == {"fused", "aten", "meshtune"}

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from made_traces import job_of
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import Gemma2Config
+from transformers import Gemma2Config, LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from meshtune.attention.op import attention
 from meshtune.dryrun.ranks import trace_ranks
@@ -18,6 +19,10 @@ from meshtune.dryrun.substitutes import SUBSTITUTES, cuda_attention, flex_attent
 from meshtune.dryrun.world import trace_rank
 from meshtune.model.fused import experts_without_values
 
+CONFIG = LlamaConfig(
+    vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=2, max_position_embeddings=64,
+)  # fmt: skip
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
@@ -150,3 +155,16 @@ def test_a_softcap_traces_flex_attention_on_cuda_and_no_read_by_the_host(tmp_pat
     names = {operation.name for operation in step.operations}
     assert "meshtune_dryrun.flex_attention_backward.default" in names
     assert [line.split(" ")[1] for line in step.host_reads] == ["sum_over_ranks"]
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    "layout", ["mb1-ga2", "zero3x2-tp2-sp-mb1-ga2-full", "pp2-1f1b-mb1-ga2", "cp2-mb1-ga2-selective"]
+)
+def test_copies_and_reads_of_the_host_are_counted(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    job, norm = job_of(CONFIG, layout, (20, 12), kernels="cuda"), LlamaRMSNorm.forward
+    (trace,) = trace_ranks(partial(trace_rank, job), [0], job.layout.world)
+    assert not trace.steps[1].host_copies and [*trace.steps[1].host_reads.values()] == [1]
+    monkeypatch.setattr(LlamaRMSNorm, "forward", lambda self, x: norm(self, x) * torch.tensor(1.0))
+    (trace,) = trace_ranks(partial(trace_rank, job), [0], job.layout.world)
+    assert sum(trace.steps[1].host_copies.values()) >= 4 and [*trace.steps[1].host_reads.values()] == [1]

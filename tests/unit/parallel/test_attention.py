@@ -202,7 +202,11 @@ def test_flex_attention_has_a_mask_of_blocks(window, monkeypatch):
     monkeypatch.setattr(cuda, "compiled_flex", lambda: flex_attention)
     documents, seq = ((400, 3, 250), (20, 640)), 700
     q, k, v = (x.detach().float() for x in tensors(seq, documents=documents))
-    out = attend_rows(q, k, v, row_boundaries(documents, seq), 0.3, 0.0, 1.5, window, kernel="flex")
+    bounds, tokens = row_boundaries(documents, seq), seq * len(documents)
+    with Largest() as largest:
+        cuda.block_mask(bounds, tokens, tokens, window)
+    assert largest.elements < 2 * tokens, "and not queries x keys"
+    out = attend_rows(q, k, v, bounds, 0.3, 0.0, 1.5, window, kernel="flex")
     own = tokens_of(documents, seq)
     expected = explicit(q, k, v, documents, 0.3, window, 1.5)
     torch.testing.assert_close(out[own], expected[own], rtol=0, atol=2e-6)

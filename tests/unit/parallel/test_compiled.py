@@ -4,16 +4,18 @@ A backend that runs graphs as they are counts them, and their calls.
 """
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from cases import cases
-from families import FAMILIES
+from families import COMMON, FAMILIES, RECURRENT, WINDOWED
 from graphs import Graphs
 from ranks import run_ranks
 from torch import nn
+from transformers import AutoConfig
 
 from meshtune import compat
 from meshtune.attention.register import register
@@ -26,6 +28,8 @@ from meshtune.parallel.mesh import World, join
 from meshtune.train.model import LoraSpec, ModelSpec, OptimizerSpec, rank_model
 from meshtune.train.step import Counts
 
+SINKS = partial(AutoConfig.for_model, "granite_swa", **COMMON | WINDOWED)
+EVERY = FAMILIES | RECURRENT | {"granite_swa": SINKS}
 BLOCKS, STEPS, WIDTH, ROWS = 10, 20, 32, 2  # more blocks than the 8 graphs that torch makes of one function
 
 
@@ -68,8 +72,8 @@ def train(text: str, family: str, options: dict[str, Any], compiled: bool, packe
 
     nn.Module.compile = compile  # type: ignore[method-assign]
     world = join(Layout.parse(text), torch.device("cpu"))
-    kinds = getattr(FAMILIES[family](), "layer_types", None)
-    config = FAMILIES[family](
+    kinds = getattr(EVERY[family](), "layer_types", None)
+    config = EVERY[family](
         num_hidden_layers=BLOCKS, **({"layer_types": kinds * (BLOCKS // len(kinds))} if kinds else {})
     )
     spec = ModelSpec(source=config, init="random", precision="fp32", compile=compiled, **options)
@@ -112,14 +116,20 @@ def tensor_parallel_is_refused(text: str) -> bool:
     return True
 
 
-def assert_compiled(compiled: list[Found], plain: list[Found], layout: Layout, kinds: int = 1) -> None:
-    """Assert that all blocks run `kinds` graphs from the first step on, and `kinds` more in evaluation."""
+def assert_alike(compiled: list[Found], plain: list[Found], layout: Layout) -> None:
+    """Assert that every block runs as one graph, in each micro-batch, with the losses of uncompiled ones."""
     for one, other in zip(compiled, plain, strict=True):
         assert not one.breaks
-        assert one.graphs[0] == one.graphs[2] == kinds
-        assert one.of_evaluation == kinds and one.graphs[-1] == 2 * kinds
         assert one.calls == STEPS * layout.gradient_accumulation_steps * one.blocks
         np.testing.assert_allclose(one.losses[:3], other.losses, rtol=1e-6)
+
+
+def assert_compiled(compiled: list[Found], plain: list[Found], layout: Layout, kinds: int = 1) -> None:
+    """Assert that all blocks run `kinds` graphs from the first step on, and `kinds` more in evaluation."""
+    assert_alike(compiled, plain, layout)
+    for one in compiled:
+        assert one.graphs[0] == one.graphs[2] == kinds
+        assert one.of_evaluation == kinds and one.graphs[-1] == 2 * kinds
 
 
 MODES = ("", "-attention", "-selective", "-linear", "-full")
@@ -148,12 +158,21 @@ def test_all_blocks_are_one_graph(text: str) -> None:
     assert_compiled(*pair(text), Layout.parse(text))
 
 
-@pytest.mark.parametrize("family", cases(["qwen3", "gemma2", "gemma3", "phi3", "gpt2"], ci=["gemma2"]))
+KINDS = {"qwen3": 1, "gemma2": 2, "gemma3": 2, "phi3": 1, "gpt2": 1, "granite_swa": 2}  # 2: windowed and not
+
+
+@pytest.mark.parametrize("family", cases([*KINDS], ci=["gemma2"]))
 @pytest.mark.parametrize("mode", cases(MODES[1:], ci=["-full"]))
 def test_blocks_of_families_are_one_graph_a_kind(family: str, mode: str) -> None:
     text = f"mb2-ga2{mode}"
-    kinds = {"gemma2": 2, "gemma3": 2}.get(family, 1)  # with a sliding window and without
-    assert_compiled(*pair(text, family), Layout.parse(text), kinds)
+    assert_compiled(*pair(text, family), Layout.parse(text), KINDS[family])
+
+
+@pytest.mark.all
+def test_mixers_interrupt_the_compiler_and_compute_the_same() -> None:
+    for one, other in zip(*pair("mb2-ga2", "lfm2"), strict=True):
+        assert one.breaks and one.calls
+        np.testing.assert_allclose(one.losses[:3], other.losses, rtol=1e-6)
 
 
 @pytest.mark.parametrize("text", cases(["mb2-ga2-selective", "tp2-sp-mb2-ga2-full"], ci=1))
@@ -162,19 +181,26 @@ def test_adapters_are_compiled(text: str, lora: LoraSpec) -> None:
     """The first block's input needs no gradient, so that it is a kind of its own in training."""
     if tensor_parallel_is_refused(text):
         return
-    compiled, plain = pair(text, lora=lora)
-    for one, other in zip(compiled, plain, strict=True):
-        assert not one.breaks
+    compiled, plain = pair(text, lora=lora, neftune_alpha=5.0)
+    assert_alike(compiled, plain, Layout.parse(text))
+    for one in compiled:
         assert one.graphs[0] == one.graphs[2] == 2 and one.graphs[-1] == 3
-        np.testing.assert_allclose(one.losses[:3], other.losses, rtol=1e-6)
 
 
-@pytest.mark.parametrize("text", cases(["mb2-ga2-full", "tp2-sp-mb2-ga2"], ci=1))
+@pytest.mark.parametrize(
+    "text",
+    cases(
+        [
+            *(f"mb2-ga2{mode}" for mode in MODES), "tp2-sp-mb2-ga2", "zero3x2-mb2-ga2-full",
+            "cp2-mb2-ga2-selective",
+        ],
+        ci=["mb2-ga2-full"],
+    ),
+)  # fmt: skip
 def test_rows_of_other_widths_are_compiled_once_more(text: str) -> None:
     if tensor_parallel_is_refused(text):
         return
     compiled, plain = pair(text, packed=False)
-    for one, other in zip(compiled, plain, strict=True):
-        assert not one.breaks
+    assert_alike(compiled, plain, Layout.parse(text))
+    for one in compiled:
         assert one.graphs[1] == 2 and one.graphs[-1] == 3
-        np.testing.assert_allclose(one.losses[:3], other.losses, rtol=1e-6)

@@ -46,6 +46,16 @@ def test_a_mode_compiles_its_blocks(mode: str, settings: Settings, graphs: Graph
     assert graphs.made
 
 
+def test_what_runs_uncompiled_in_compiled_blocks_is_printed(
+    settings: Settings, graphs: Graphs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for dropout, interrupted in ((0.0, False), (0.1, True)):  # with dropout it runs document by document
+        words = settings(f"model.overrides={{attention_dropout: {dropout}}}", "output_exists=replace")
+        calls_a_micro_batch(words, graphs)
+        printed = " ".join(capsys.readouterr().err.split())
+        assert ("parts of the blocks run uncompiled: Skip calling function" in printed) is interrupted
+
+
 @pytest.mark.all
 def test_generating_at_an_evaluation_leaves_the_compiler_to_training(
     settings: Settings, graphs: Graphs, tiny: Path, tmp_path: Path

@@ -290,6 +290,7 @@ BEGINS = {
     "kind": "run", "model": "tiny", "parameters": 8_030_000_000, "trainable_parameters": 83_890_000,
     "precision": "bf16", "optimizer": "adamw", "global_batch_size": 64, "seq_len": 4096, "total_steps": 100,
     "learning_rate": "2e-4, cosine", "layout": "zero3x8-mb2-ga4", "world": 8, "device": "H100",
+    "flash_attention": 4,
     "predicted": {"memory": {"peak": 2**34, "capacity": 2**36}, "step_seconds": 3.0}, "label_share": 0.34,
     "longest_sequence": 4096,
 }  # fmt: skip
@@ -304,7 +305,8 @@ def test_a_run_begins_with_what_is_trained_how_and_what_was_predicted(timed: boo
     assert text(out).splitlines() == [
         "tiny: 83.89 M of 8.03 B parameters are trained (1.04%), in bf16.",
         "100 steps of 64 sequences of 4,096 tokens: 262,144 tokens a step. Learning rate 2e-4, cosine.",
-        "Layout zero3x8-mb2-ga4: ZeRO-3 in 8 shards · micro-batch 2 · 4 accumulated; 8 x H100.",
+        "Layout zero3x8-mb2-ga4: ZeRO-3 in 8 shards · micro-batch 2 · 4 accumulated; 8 x H100, "
+        "FlashAttention 4.",
         # master weights and two states, in fp32
         f"Predicted with labels on 34% of the positions in sequences: 16.0 GiB of 64.0 GiB a rank{time}. "
         "A checkpoint has 960 MiB of weights and optimizer states.",

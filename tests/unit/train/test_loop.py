@@ -169,9 +169,17 @@ def test_weights_that_are_rounded_to_nearest_are_warned_about(
     assert warned == (precision == "bf16-pure" and optimizer == "muon")
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adamw-bf16", "adamw-8bit"])
-def test_resuming_equals_never_stopping_bit_for_bit(train: Train, tmp_path: Path, optimizer: str) -> None:
-    lasting = ("train.lr_scheduler=constant", "model.attention=meshtune", f"train.optimizer={optimizer}")
+@pytest.mark.parametrize(
+    ("optimizer", "precision"),
+    [("adamw", "fp32"), ("adamw-bf16", "fp32"), ("adamw-8bit", "fp32"), ("adamw", "bf16-pure")],
+)
+def test_resuming_equals_never_stopping_bit_for_bit(
+    train: Train, tmp_path: Path, optimizer: str, precision: str
+) -> None:
+    lasting = (
+        "train.lr_scheduler=constant", "model.attention=meshtune", f"train.optimizer={optimizer}",
+        f"train.precision={precision}",
+    )  # fmt: skip
     whole = train("train.max_steps=8", f"output={tmp_path / 'whole'}", *lasting)
     train("train.max_steps=5", f"output={tmp_path / 'parts'}", *lasting)
     resumed = train("train.max_steps=8", f"output={tmp_path / 'parts'}", *lasting)

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from families import COMMON, FAMILIES
 from forward import summed_loss
+from graphs import Graphs
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -16,6 +17,7 @@ from meshtune.data.batch import MicroBatch
 from meshtune.meter.ledger import Ledger
 from meshtune.model.anatomy import anatomy
 from meshtune.model.body import head_only
+from meshtune.train import loss
 from meshtune.train.loss import _cross_entropy, fused_cross_entropy, head_loss
 
 register()
@@ -122,6 +124,16 @@ def test_the_loss_that_is_compiled_equals_the_one_that_is_not(smoothing: float) 
     fused = fused_cross_entropy(logits, targets, smoothing=smoothing, gradient=True)
     torch.testing.assert_close(plain, fused, rtol=1e-13, atol=1e-14)
     assert fused_cross_entropy(logits, targets, smoothing=smoothing, gradient=False)[1] is None
+
+
+@pytest.mark.ci
+def test_the_compiled_loss_is_one_graph_for_any_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = torch.compile(fused_cross_entropy, backend=(graphs := Graphs()))
+    monkeypatch.setattr(loss, "_compiled_cross_entropy", lambda: compiled)
+    for tokens in (30, 1024, 17, 2):
+        given = torch.randn(tokens, 50), torch.randint(50, (tokens,))
+        _cross_entropy(*given, vocabulary=None, smoothing=0.0, gradient=True, fused=True)
+    assert graphs.made == 1
 
 
 def test_without_our_attention_the_documents_are_kept_apart_as_well():
