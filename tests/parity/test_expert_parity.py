@@ -11,6 +11,7 @@ import torch
 from cases import cases
 from families import SPARSE, exact
 from layouts import Trained, check, differences, make_folder, trained
+from tiny import write_rows
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -71,6 +72,20 @@ def test_a_layout_gives_the_numbers_of_one_rank(layout: str, folder: Path) -> No
 @pytest.mark.parametrize("layout", cases(["zero3x2-ep2", "tp2-sp-ep2-pp2-1f1b"], ci=1))
 def test_adapters_train_next_to_frozen_experts(layout: str, folder: Path) -> None:
     is_one(folder, layout, *LORA)
+
+
+@pytest.mark.all
+@pytest.mark.parametrize(
+    ("objective", "layout"),
+    [("dpo", "zero3x2-ep2-full"), ("kto", "zero3x2-ep2"), ("reward", "dp2-ep2")],
+)
+def test_preferences_train_over_experts(objective: str, layout: str, folder: Path) -> None:
+    """With the passes without gradients of a reference and of mismatched answers."""
+    rows = [json.loads(line) for line in (folder / "test.jsonl").read_text().splitlines()]
+    rows = [row | {"chosen": row["completion"], "rejected": "none", "label": len(row["prompt"]) % 3 > 0}
+            for row in rows]  # fmt: skip
+    file = write_rows(folder / "judged.jsonl", rows)
+    is_one(folder, layout, f"objective={objective}", f"data.train={file}", f"data.eval={file}")
 
 
 ADAPTED = """
