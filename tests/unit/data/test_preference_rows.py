@@ -2,6 +2,7 @@
 
 import io
 import json
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -330,11 +331,11 @@ def test_meshtune_data_shows_each_side_and_what_is_labelled(prepared_of, objecti
 def test_a_batch_of_one_judged_row_is_refused(prepared_of) -> None:
     rows = [{"prompt": "Hi", "completion": answer, "label": True} for answer in ("Hello", "No", "Yes")]
     data = prepared_of(*rows, objective="kto", packing=False).train
-    sizes = {"micro_batch_size": 1, "seed": 0}
-    (batch, _), *_ = Loader(data, global_batch_size=3, epochs=1, **sizes)
+    loader = partial(Loader, data, micro_batch_size=1, seed=0, epochs=1)
+    (batch, _), *_ = loader(global_batch_size=3)
     assert sum(each.units for each in batch.mismatched) == 3
     with pytest.raises(UserError, match="a global batch has one row"):
-        next(iter(Loader(data, global_batch_size=1, **sizes)))
+        next(iter(loader(global_batch_size=1)))
 
 
 def test_held_out_prompts_get_the_answer_of_the_next_row_however_rows_are_packed() -> None:
