@@ -3,6 +3,7 @@
 TRL gets rows of plain text and does all else itself. It adds bos and eos as we do; answers begin with a
 space, so that text is cut into the same tokens. KTO's mismatched answers are those of the row before in TRL
 and of the document after in meshtune, whose batch is in order of length: TRL's rows are the longest first.
+Packed documents are in the order of their rows.
 """
 
 import importlib
@@ -22,6 +23,11 @@ from meshtune.train import loop
 
 ROWS, MICRO, STEPS, RATE, EPS = 6, 2, 5, 1e-3, 1e-3
 ROUNDING = 2e-5  # of rewards: fp32 differences of log-probabilities of about -165
+ROWS_ARE = {  # settings and layout of a step with all rows; packed, they are one sequence
+    "padded": ("data.packing=false", f"train.global_batch_size={ROWS}", f"layout=mb{MICRO}"),
+    "packed": ("data.packing=true", "train.global_batch_size=1", "layout=mb1"),
+    "shared": ("data.shared_prompts=true", "train.global_batch_size=1", "layout=mb1"),
+}
 EXPERIMENTS = "trl.experimental"
 # name -> (objective, our settings, module and name of TRL's trainer, its settings)
 OBJECTIVES: dict[str, tuple[str, list[str], str, str, dict[str, Any]]] = {
@@ -121,20 +127,31 @@ def trl_run(
 
 
 @pytest.mark.needs("trl")
-@pytest.mark.parametrize("case", cases(OBJECTIVES, test=["dpo"], ci=["kto"]))
-def test_five_steps_are_those_of_trl(case: str, model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("case", "rows_are"),
+    cases(
+        [
+            *((case, "padded") for case in OBJECTIVES),
+            *((case, "packed") for case in ("dpo", "kto", "ipo", "orpo", "reward")),
+            *((case, "shared") for case in ("dpo", "simpo", "orpo")),
+        ],
+        test=[("dpo", "packed")],
+        ci=[("kto", "padded")],
+    ),
+)
+def test_five_steps_are_those_of_trl(case: str, rows_are: str, model: Path, tmp_path: Path) -> None:
     objective, words, *_ = OBJECTIVES[case]
     tokenizer = AutoTokenizer.from_pretrained(model)
     model = scored(model, tmp_path / "scored") if objective == "reward" else model
     rows = rows_of(objective, tokenizer)
-    file = write_rows(tmp_path / "rows.jsonl", rows)
+    file = write_rows(tmp_path / "rows.jsonl", rows if rows_are == "padded" else rows[::-1])
     run = build.build(config.load(None, [
         f"model.name={model}", f"data.train={file}", f"data.cache={tmp_path / 'cache'}", "data.separator=''",
-        "data.seq_len=512", "data.packing=false", f"objective={objective}", *words,
-        f"train.max_steps={STEPS}", f"train.global_batch_size={ROWS}", f"layout=mb{MICRO}",
-        "train.precision=fp32", f"train.learning_rate={RATE}", "train.lr_scheduler=constant",
-        "train.warmup_steps=0", "train.weight_decay=0", f"train.adam_eps={EPS}", "train.max_grad_norm=0",
-        "log.to=[jsonl]", "checkpoint.every=0", f"output={tmp_path / 'run'}",
+        "data.seq_len=512", f"objective={objective}", *words, *ROWS_ARE[rows_are],
+        f"train.max_steps={STEPS}", "train.precision=fp32", f"train.learning_rate={RATE}",
+        "train.lr_scheduler=constant", "train.warmup_steps=0", "train.weight_decay=0",
+        f"train.adam_eps={EPS}", "train.max_grad_norm=0", "log.to=[jsonl]", "checkpoint.every=0",
+        f"output={tmp_path / 'run'}",
     ]))  # fmt: skip
     loop.train(run)
     ours = run.folder.rows("train")
@@ -148,8 +165,9 @@ def test_five_steps_are_those_of_trl(case: str, model: Path, tmp_path: Path) -> 
             names -= {"rewards/chosen", "rewards/rejected"}
         # Rewards of step 1 are 0 where there is a reference.
         for name in sorted(names - ({"rewards/accuracies"} if mine["step"] == 1 else set())):
-            relative = 1e-4 if name == "grad_norm" else 1e-5
-            assert mine[name] == pytest.approx(its[name], rel=relative, abs=ROUNDING), (mine["step"], name)
+            rounding = ROUNDING if "/" in name or name == "kl" else 0
+            relative = 2e-5 if name == "grad_norm" else 1e-5
+            assert mine[name] == pytest.approx(its[name], rel=relative, abs=rounding), (mine["step"], name)
     assert ours[-1]["loss"] < ours[0]["loss"] - 0.1 and ours[-1].get("kl", 1) > 0, "something must be learned"
     weights = dict(run.passes.parallel.stages[0].model.named_parameters())
     for name, weight in trained.named_parameters():

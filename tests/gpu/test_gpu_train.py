@@ -2,6 +2,7 @@
 out.
 """
 
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -56,6 +57,37 @@ def test_losses_of_an_option_are_the_cpus(option: str, bound: float, train: Trai
     cpu = train(*kept, "train.device=cpu", f"output={tmp_path / 'cpu'}")
     cuda = train(*kept, "train.device=cuda", f"output={tmp_path / 'cuda'}")
     assert losses(cuda) == pytest.approx(losses(cpu), rel=bound)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("dpo",),
+        ("dpo", "data.shared_prompts=true"),
+        ("kto", "method=qlora"),
+        ("orpo",),
+        ("reward", "method=lora"),
+    ],
+)
+def test_preferences_are_the_cpus(words: tuple[str, ...], train: Train, tiny: Path, tmp_path: Path) -> None:
+    """Packed pairs, the passes without gradients, a head of one output."""
+    rows = [json.loads(line) for line in (tiny / "train.jsonl").read_text().splitlines()]
+    file = tmp_path / "rows.jsonl"
+    columns = ({"chosen": row["completion"], "rejected": "none", "label": len(row["prompt"]) % 3 > 0}
+               for row in rows)  # fmt: skip
+    file.write_text("".join(json.dumps(row | more) + "\n" for row, more in zip(rows, columns, strict=True)))
+    kept = (
+        f"objective={words[0]}",
+        *words[1:],
+        f"data.train={file}",
+        f"data.eval={file}",
+        "train.max_steps=6",
+    )
+    cpu = train(*kept, "train.device=cpu", f"output={tmp_path / 'cpu'}")
+    cuda = train(*kept, "train.device=cuda", f"output={tmp_path / 'cuda'}")
+    for name in ("loss", "rewards/margins"):
+        expected = [row[name] for row in cpu.folder.rows("train")]
+        assert [row[name] for row in cuda.folder.rows("train")] == pytest.approx(expected, rel=1e-4, abs=1e-4)
 
 
 def test_the_gradient_noise_is_the_cpus(train: Train, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 from cases import cases
 from families import SPARSE, exact
 from layouts import Trained, check, differences, make_folder, trained
+from tiny import write_rows
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -71,6 +72,15 @@ def test_a_layout_gives_the_numbers_of_one_rank(layout: str, folder: Path) -> No
 @pytest.mark.parametrize("layout", cases(["zero3x2-ep2", "tp2-sp-ep2-pp2-1f1b"], ci=1))
 def test_adapters_train_next_to_frozen_experts(layout: str, folder: Path) -> None:
     is_one(folder, layout, *LORA)
+
+
+@pytest.mark.all
+def test_pairs_train_over_experts(folder: Path) -> None:
+    """With the reference's pass without gradients."""
+    rows = [json.loads(line) for line in (folder / "test.jsonl").read_text().splitlines()]
+    rows = [row | {"chosen": row["completion"], "rejected": "none"} for row in rows]
+    file = write_rows(folder / "pairs.jsonl", rows)
+    is_one(folder, "zero3x2-ep2-full", "objective=dpo", f"data.train={file}", f"data.eval={file}")
 
 
 ADAPTED = """

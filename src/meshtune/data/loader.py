@@ -65,8 +65,8 @@ class Loader:
     (sequence and context parallelism cut the sequence). uniform: True to make the micro-batches of a step
     equally wide without packing (pipelines need it); packed ones always are.
 
-    Raises UserError if global_batch_size isn't a multiple of micro_batch_size · data_ranks, or if the state
-    belongs to other data or another seed.
+    Raises UserError if global_batch_size isn't a multiple of micro_batch_size · data_ranks, if the state
+    belongs to other data or another seed, and, while it is read, at a batch of one row of kto.
     """
 
     def __init__(
@@ -146,6 +146,11 @@ class Loader:
         """Yield the mismatched answers of a batch, if its objective has a pass over them."""
         if sequences[0][0].objective.mismatched:
             documents = [(data, int(one)) for data, place in sequences for one in data.members_of(place)]
+            if len(documents) == 1:
+                raise UserError(
+                    "The objective compares each prompt with the answer of the next row of the global batch, "
+                    "and a global batch has one row; set a larger train.global_batch_size."
+                )
             yield from evaluation_batches(
                 mismatched(documents),
                 micro_batch_size=self.micro_batch_size,

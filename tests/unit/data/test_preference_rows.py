@@ -2,6 +2,7 @@
 
 import io
 import json
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from meshtune.data.batch import held_out_mismatched
 from meshtune.data.encode import Encoder
 from meshtune.data.example import Source
 from meshtune.data.inspect import describe
+from meshtune.data.loader import Loader
 from meshtune.data.pack import LABELLED, PROMPT, Dataset, Document, ids_of_stored, in_memory
 from meshtune.data.prepare import Prepared, sentences
 from meshtune.errors import UserError
@@ -324,6 +326,16 @@ def test_meshtune_data_shows_each_side_and_what_is_labelled(prepared_of, objecti
     lines = [line for line in file.getvalue().splitlines() if line.strip()]
     says("\n".join("rows.jsonl:1" if "rows.jsonl" in line else line for line in lines))
     assert json.loads(json.dumps(described)) == described
+
+
+def test_a_batch_of_one_judged_row_is_refused(prepared_of) -> None:
+    rows = [{"prompt": "Hi", "completion": answer, "label": True} for answer in ("Hello", "No", "Yes")]
+    data = prepared_of(*rows, objective="kto", packing=False).train
+    loader = partial(Loader, data, micro_batch_size=1, seed=0, epochs=1)
+    (batch, _), *_ = loader(global_batch_size=3)
+    assert sum(each.units for each in batch.mismatched) == 3
+    with pytest.raises(UserError, match="a global batch has one row"):
+        next(iter(loader(global_batch_size=1)))
 
 
 def test_held_out_prompts_get_the_answer_of_the_next_row_however_rows_are_packed() -> None:
