@@ -76,7 +76,7 @@ def test_adapters_train_next_to_frozen_experts(layout: str, folder: Path) -> Non
 
 @pytest.mark.all
 def test_pairs_train_over_experts(folder: Path) -> None:
-    """With the reference's pass without gradients."""
+    """Train with the reference's pass without gradients."""
     rows = [json.loads(line) for line in (folder / "test.jsonl").read_text().splitlines()]
     rows = [row | {"chosen": row["completion"], "rejected": "none"} for row in rows]
     file = write_rows(folder / "pairs.jsonl", rows)

@@ -139,7 +139,7 @@ def test_compiled_blocks_give_the_numbers_of_one_rank(
     layout: str, folder: Path, reference: Callable[[str], Trained], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """With the graphs' forward and backward as the compiler makes them, which run as they are."""
+    """Train with forward and backward graphs as the compiler makes them, which run as they are."""
 
     def compile(module: nn.Module) -> None:
         module._compiled_call_impl = torch.compile(module._call_impl, backend="aot_eager")

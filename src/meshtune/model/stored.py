@@ -13,9 +13,9 @@ import logging
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import xxhash
@@ -35,9 +35,11 @@ from meshtune.model.files import (
     weight_files,
     weights_here,
 )
-from meshtune.model.pieces import Piece
 from meshtune.quantised.deferred import Deferred
 from meshtune.units import counted, few
+
+if TYPE_CHECKING:
+    from meshtune.model.pieces import Piece
 
 logger = logging.getLogger(__name__)
 
@@ -258,7 +260,7 @@ class StoredPart:
                 tensor = block.tensor[*(slice(start - at, end - at) for (start, end), at in within)]
                 offsets = tuple(ends[dim][0] - self.offsets[dim] for dim in self.dims)
                 tensor = tensor.reshape([tensor.shape[dim] for dim in self.dims])
-                yield Piece(tuple(self.tensor.shape), offsets, tensor)
+                yield replace(block, shape=tuple(self.tensor.shape), offsets=offsets, tensor=tensor)
 
 
 class _NoCopies(TorchFunctionMode):
@@ -269,8 +271,8 @@ class _NoCopies(TorchFunctionMode):
 
 
 def stored_parts(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, StoredPart] | None:
-    """What a model's files hold as transformers writes them, by name: parameters, tied ones once, and
-    persistent buffers. None if a tensor is made of several parameters, or transposed.
+    """Find what a model's files hold as transformers writes them, by name: parameters, tied ones once, and
+    persistent buffers. Returns None if a tensor is made of several parameters, or transposed.
 
     dtype: of parameters of floating point in the files.
     """

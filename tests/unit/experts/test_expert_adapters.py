@@ -103,7 +103,7 @@ def test_adapters_of_mixtures_are_pefts(family: str, rslora: bool, tmp_path: Pat
 def test_what_peft_refuses_of_shared_mlps_is_printed(
     refused: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And not computed otherwise: peft adapts the same weights once the dropout is 0."""
+    """Refused by peft, and not computed otherwise: it adapts the same weights once the dropout is 0."""
     base = tiny_model(tiny_config("qwen3_next")).eval()
     model = ours(base)
     add_lora(model, **LORA, target_modules=["down_proj"], **refused)
