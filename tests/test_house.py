@@ -30,7 +30,7 @@ WHOLE = {
     "lines of src": 78_115,  # 52,000
     "files of src": 358,  # 280
     "files in one folder of src": 22,  # 22
-    "lines of tests": 56_641,  # 36,000
+    "lines of tests": 56_643,  # 36,000
 }
 
 ATTEND = "the signature of core.attend_rows, which it stands in for on the ranks of cp"

@@ -75,12 +75,17 @@ def test_adapters_train_next_to_frozen_experts(layout: str, folder: Path) -> Non
 
 
 @pytest.mark.all
-def test_pairs_train_over_experts(folder: Path) -> None:
-    """Train with the reference's pass without gradients."""
+@pytest.mark.parametrize("objective", ["dpo", "kto", "reward"])
+def test_preferences_train_over_experts(objective: str, folder: Path) -> None:
+    """Train with passes without gradients: the reference's, and KTO's over mismatched answers."""
     rows = [json.loads(line) for line in (folder / "test.jsonl").read_text().splitlines()]
-    rows = [row | {"chosen": row["completion"], "rejected": "none"} for row in rows]
-    file = write_rows(folder / "pairs.jsonl", rows)
-    is_one(folder, "zero3x2-ep2-full", "objective=dpo", f"data.train={file}", f"data.eval={file}")
+    if objective == "kto":
+        rows = [row | {"label": number % 2 == 0} for number, row in enumerate(rows)]
+    else:
+        rows = [row | {"chosen": row["completion"], "rejected": "none"} for row in rows]
+    file = write_rows(folder / f"{objective}.jsonl", rows)
+    words = f"objective={objective}", f"data.train={file}", f"data.eval={file}"
+    is_one(folder, "zero3x2-ep2-full", *words)
 
 
 ADAPTED = """

@@ -147,7 +147,7 @@ def large(request, tiny) -> Iterator[Path]:
     [
         (("llama", torch.float32), "zero3x2"),
         (("llama", torch.bfloat16), "tp2"),
-        (("qwen3_moe", torch.float32), "zero3x4-ep4"),
+        (("qwen3_moe", torch.float32), "zero3x2-ep2"),
         (("mixtral", torch.bfloat16), "zero3x2-ep2"),
     ],
     indirect=["large"],
@@ -155,9 +155,9 @@ def large(request, tiny) -> Iterator[Path]:
 )
 def test_building_reads_and_takes_little_more_than_a_rank_keeps(layout, large, settings, tmp_path):
     words = settings(f"layout={layout}", f"model.name={large}", f"output={tmp_path / 'large'}")
-    file, ranks = large / "model.safetensors", 4 if "x4" in layout else 2
-    share = file.stat().st_size / ranks
-    for kept, added, read in run_ranks(ranks, build_watched, words, file, fresh=True, seconds=300):
+    file = large / "model.safetensors"
+    share = file.stat().st_size / 2
+    for kept, added, read in run_ranks(2, build_watched, words, file, fresh=True, seconds=300):
         assert 0.9 * kept < added <= 1.1 * kept, f"{added / kept:.3f} times the {kept / 1e6:.1f} MB it keeps"
         most = (2 if "tp" in layout else 1.3) * share  # columns of tp share pages; and 64 KiB for each tensor
         assert 0.9 * share < read <= most, f"{read / 1e6:.1f} MB of the file, {share / 1e6:.1f} a rank"
