@@ -28,7 +28,8 @@ Folder = Callable[..., Path]
 TRAINED = [family for family in MULTIMODAL if family != "paligemma"]  # whose prefix is not causal
 UNPACKED = ["llama4"]  # whose chunks are in the mask alone
 ROWS = ["gemma3", "qwen2_vl", *UNPACKED]  # without packing too: positions in one dimension, in three
-PLAIN = ["train.learning_rate=1e-3", "train.weight_decay=0"]
+RATE = 1e-4  # at 1e-3 rounding in the delta rule of Qwen3.5, always fp32, grows a hundredfold a step
+PLAIN = [f"train.learning_rate={RATE}", "train.weight_decay=0"]
 # Gradients and steps are compared in this dtype, fp32 for other families: in fp32 rounding alone is 1.04e-5
 # of a gate's first gradient in Gemma 4, 2.2e-5 of that of Qwen3.5's A_log, four numbers, and 2.4e-5 of
 # Qwen3.5's third gradient norm where the processor has AVX2 alone. In fp64, which their code keeps in part,
@@ -87,7 +88,7 @@ def steps_of_transformers(model: Any, names: list[str], batches: list[Batch]) ->
     """(Loss, gradient norm) of each step by transformers and torch; the parameters `names` are trained."""
     parameters = dict(model.named_parameters())
     chosen = [parameters[name] for name in names]
-    optimizer = torch.optim.AdamW(chosen, lr=1e-3, weight_decay=0, eps=1e-6)
+    optimizer = torch.optim.AdamW(chosen, lr=RATE, weight_decay=0, eps=1e-6)
     rows = []
     for batch in batches:
         optimizer.zero_grad()
