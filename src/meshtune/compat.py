@@ -178,7 +178,7 @@ def compiled_graphs() -> int:
 
 
 def interruptions() -> Counter[str]:
-    """Why torch.compile has left parts of functions uncompiled in this process so far -> how often."""
+    """Count what torch.compile has left uncompiled in this process so far, by reason."""
     every = torch._dynamo.utils.counters["graph_break"].items()
     first = {text: (text.partition("Explanation: ")[2] or text).partition("\n")[0] for text, _ in every}
     return Counter({re.sub(r" at 0x\w+| \(reason: None\)", "", first[text]): n for text, n in every})

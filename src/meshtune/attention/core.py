@@ -67,7 +67,8 @@ def attend(
     softcap: float | None, window: int | None, *, kernel: Kernel | None = None, sinks: Tensor | None = None,
     kernels: str | None = None,
 ) -> Tensor:  # fmt: skip
-    """Causal attention inside each document, of flattened tokens: q [queries, heads, head_dim] -> the same.
+    """Causal attention inside each document, of flattened tokens: q [queries, heads, head_dim] ->
+    [queries, heads, v_dim].
 
     k, v: [keys, kv_heads, head_dim], where kv_heads divides heads. documents: of these queries and keys.
     scale: factor of q · k. dropout, softcap: as in `fastest_kernel`. window: keys that a query sees at most,

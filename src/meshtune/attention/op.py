@@ -37,8 +37,8 @@ def attention(
     longest_key: Tensor, scale: float, window: int | None, softcap: float | None, sinks: Tensor | None,
     kernel: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Causal attention of documents: q [queries, heads, head_dim] -> the same, and log-sum-exp [heads,
-    queries], at least in fp32.
+    """Causal attention of documents: q [queries, heads, head_dim] -> [queries, heads, v_dim], and
+    log-sum-exp [heads, queries], at least in fp32.
 
     k, v: [keys, kv_heads, head_dim], where kv_heads divides heads; heads of v, and of the output, may have
     another size. query_boundaries, key_boundaries: int32

@@ -135,7 +135,7 @@ def _varlen(shapes: Shapes) -> dict[str, int]:
 
 
 def _operator(query: Any, key: Any, value: Any, boundaries: Any, *_: Any, tensors: int = 1) -> dict[str, int]:
-    """Shapes of its arguments. tensors: that are padded, like values and like the output, if they are."""
+    """Shapes of its arguments. tensors: how many like the values, and like the output, are padded."""
     size = max(query[-1], value[-1])
     both = (*query[:2], size), (*key[:2], size)
     sizes = _attention(both, query[0] + BLOCK * (boundaries[0] - 1), batch=1)

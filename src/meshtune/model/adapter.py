@@ -143,8 +143,8 @@ def _targets(
     """Return the keys of adapter_config.json that name adapted layers and experts' parameters. The layers
     that peft would take for experts' are named by their weights, which it reads as they are.
 
-    modules: names that those of layers are told from. refused: what layers have that peft refuses of weights,
-    which is printed; "": nothing.
+    modules: names that the endings of layers' names must not match. refused: what the adapter has that peft
+    refuses for weights, for a printed sentence; "": nothing.
     """
     from transformers.conversion_mapping import _MODEL_TO_CONVERSION_PATTERN
 

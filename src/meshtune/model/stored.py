@@ -247,7 +247,7 @@ class StoredPart:
     dims: tuple[int, ...]  # of the parameter that the tensor has; in the others the block has one element
 
     def blocks(self, piece: Piece) -> Iterator[Piece]:
-        """Yield what a rank's piece of the parameter has of the tensor, sharing memory."""
+        """Yield the parts of a rank's piece of the parameter that lie in this tensor, sharing memory."""
         sizes = dict(zip(self.dims, self.tensor.shape, strict=True))
         for block in piece.blocks():
             own = zip(self.offsets, block.offsets, block.tensor.shape, strict=True)
@@ -271,8 +271,8 @@ class _NoCopies(TorchFunctionMode):
 
 
 def stored_parts(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, StoredPart] | None:
-    """Find what a model's files hold as transformers writes them, by name: parameters, tied ones once, and
-    persistent buffers. Returns None if a tensor is made of several parameters, or transposed.
+    """Return the tensors that transformers would write, by name: parameters, tied ones once, and persistent
+    buffers. None if a tensor is made of several parameters, or transposed.
 
     dtype: of parameters of floating point in the files.
     """
@@ -288,6 +288,8 @@ def stored_parts(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Stored
     for name, tensor in state.items():
         whole = tensor if tensor._base is None else tensor._base
         if (source := sources.get(id(whole))) is None:
+            if name in parameters:  # copied: it may be permuted
+                return None
             whole = tensor = tensor.contiguous()
         dims, first = _dims(tensor, whole), int(tensor.storage_offset() - whole.storage_offset())
         if len(dims) < tensor.ndim:
@@ -301,8 +303,8 @@ def stored_parts(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Stored
 
 
 def _dims(view: Tensor, whole: Tensor) -> list[int]:
-    """The dimensions of a contiguous tensor that those of a block of it are; the last ones of them where
-    it is not a block.
+    """Map each dimension of `view` to one of `whole`; shorter than `view.ndim` if `view` is not a block of
+    the contiguous `whole`.
     """
     dims, below = [], whole.ndim
     for size, stride in zip(reversed(view.shape), reversed(view.stride()), strict=True):

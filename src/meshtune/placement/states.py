@@ -51,9 +51,7 @@ class Copies(NamedTuple):
 
     @property
     def flattened(self) -> float:
-        """Bytes per parameter of a gradient, and of its flat copy where a sum is wider, while an all-reduce's
-        buffer is made of it.
-        """
+        """Bytes per parameter of a gradient, and of its flat copy if the all-reduce's buffer is wider."""
         return self.gradient * (2 if self.gradient < self.accumulated else 1)
 
     @property

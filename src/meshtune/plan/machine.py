@@ -106,7 +106,7 @@ class Machine:
     contention: Number  # share of the time of a collective by which computation takes longer
     optimizer_bytes: Number  # that an update of a ZeRO shard reads and writes per parameter
     rounding_bytes: Number  # that it moves without ZeRO to round weights from their masters, per parameter
-    unsummed_bytes: Number  # that it moves more where gradients are not summed, and so stay narrow
+    unsummed_bytes: Number  # more, or if negative fewer, where gradients are not summed
     counted: Number  # 1: this engine's copies, sums and updates, by their dtypes; 0: in fitted constants
     send_share: Number  # of a GPU's part of the network that a send between stages reaches
     send_split: Number  # 1: each tensor-parallel rank sends its part, gathered again; 0: each sends all of it
