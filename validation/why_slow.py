@@ -172,15 +172,15 @@ def overlap_off(_: random.Random, layout: str) -> str:
 
 
 def padded(draw: random.Random, _: str) -> str:
-    from meshtune.data import loader
+    from meshtune.data import batch
 
-    factor, batch = draw.uniform(1.4, 2.5), loader.micro_batch
+    factor, micro_batch = draw.uniform(1.4, 2.5), batch.micro_batch
 
-    def wide(rows: Any, width: int = 0, multiple: int = 1) -> Any:
+    def wide(rows: Any, width: int = 0, *rest: Any) -> Any:
         longest = max(sum(map(len, row)) for row in rows)
-        return batch(rows, max(width, round(factor * longest)), multiple)
+        return micro_batch(rows, max(width, round(factor * longest)), *rest)
 
-    loader.micro_batch = wide
+    batch.micro_batch = wide
     return f"rows padded to {factor:.1f} times their length"
 
 
