@@ -710,10 +710,10 @@ def test_one_process_is_no_rank(environ: dict[str, str]) -> None:
 
 def test_an_environment_that_says_too_little_is_refused() -> None:
     with refuses(UserError):
-        launch.place_of({"RANK": "0", "WORLD_SIZE": "2"})
+        launch.place_of({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"})
 
 
-TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
 
 
 @pytest.mark.parametrize(
