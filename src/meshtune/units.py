@@ -193,9 +193,17 @@ def notice(text: str, *, dim: bool = False) -> None:
     print(f"\033[2m{lines}\033[0m" if pale else lines, file=sys.stderr, flush=True)
 
 
+# Variables that number the ranks (torchrun, srun) or the machines of a run; the first that is set counts.
+NUMBERS = (
+    "RANK", "SLURM_PROCID", "SKYPILOT_NODE_RANK", "DSTACK_NODE_RANK", "PET_NODE_RANK", "MESHTUNE_MACHINE",
+)  # fmt: skip
+
+
 def on_first_rank() -> bool:
-    """True unless this process is another rank than the first of those that torchrun or srun started."""
-    return (os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0").strip() == "0"
+    """True unless this process is another rank than the first, or starts ranks on another machine than the
+    first, by the variables of what started it.
+    """
+    return next((text for name in NUMBERS if (text := os.environ.get(name, "").strip())), "0") == "0"
 
 
 def few(names: Sequence[str], most: int = 5) -> str:

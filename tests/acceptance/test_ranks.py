@@ -41,14 +41,15 @@ def test_a_number_of_ranks_that_is_not_the_layouts_is_refused(meshtune: Command,
 def test_a_rank_that_torchrun_started_starts_none(
     meshtune: Command, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "1"}.items():
+    names = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "here", "MASTER_PORT": "1"}
+    for name, value in names.items():
         monkeypatch.setenv(name, value)
     says(meshtune("train", *settings(), "--nproc", 2, code=2).err)
 
 
 @pytest.mark.all
-def test_two_ranks_train_as_one_started_here_or_by_torchrun(
-    process: Command, settings: Settings, tmp_path: Path
+def test_two_ranks_train_as_one_started_here_by_torchrun_or_on_two_machines(
+    process: Command, begin_fork: Any, settings: Settings, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     process("train", *settings(f"output={tmp_path / 'one'}"))
     words = settings(f"output={tmp_path / 'here'}", "layout=zero3x2", "log.to=[jsonl,console]")
@@ -57,7 +58,21 @@ def test_two_ranks_train_as_one_started_here_or_by_torchrun(
     assert here.err.count("step 4/4") == 1
     words = ["train", *settings(f"output={tmp_path / 'torchrun'}", "layout=zero3x2")]
     assert end(start(*words, "--json", python=TORCHRUN)).json["steps"] == 4
-    for run in ("here", "torchrun"):
+    machines = []
+    for number in "01":
+        names = {
+            "NODE_RANK": number,
+            "NODES_NUM": "2",
+            "MASTER_NODE_IP": "127.0.0.1",
+            "RUN_NAME": str(tmp_path),
+        }
+        for name, value in names.items():
+            monkeypatch.setenv(f"DSTACK_{name}", value)
+        machines.append(begin_fork("train", *settings(f"output={tmp_path / 'machines'}", "layout=zero3x2")))
+    assert [end(machine).code for machine in machines] == [0, 0]
+    for name in names:
+        monkeypatch.delenv(f"DSTACK_{name}")
+    for run in ("here", "torchrun", "machines"):
         assert losses(tmp_path / run) == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
         assert [file.name for file in (tmp_path / run / "logs").iterdir()] == ["rank-1.log"]
     assert end(start(*words, python=TORCHRUN), code=1).err.count("holds a finished run of 4 steps") == 1

@@ -182,7 +182,7 @@ def train_here(config: Config, nproc: int | None, show: Show, hooks: Hooks = Hoo
     ranks, device = ranks_of(config, nproc)
     if device == "cuda":  # before `choose` asks for the GPUs, which may initialise CUDA
         set_allocator()
-    if ranks > 1 and launch.spawns(device) and not launch.joined():
+    if ranks > 1 and launch.spawns(device) and not launch.place_of(os.environ):
         check_spawned(hooks)
     choice = None
     if not launch.joined():
@@ -209,9 +209,10 @@ def ranks_of(config: Config, nproc: int | None) -> tuple[int, str]:
     """(Number of ranks, "cpu" or "cuda").
 
     The number is that of torchrun or srun if one of them started this process, else the layout's; if the
-    layout leaves it open, nproc, else the number of GPUs, else 1. nproc: --nproc; None: not given. Raises
-    UserError if nproc is given under torchrun or srun, or differs from the layout's number, or if the layout
-    needs more GPUs than there are.
+    layout leaves it open, nproc, else the number of GPUs, else 1. Of several machines it is the number of
+    all, and nproc that of each. nproc: --nproc; None: not given. Raises UserError if nproc is given under
+    torchrun or srun, or differs from the layout's number, or if the layout needs more GPUs than there are or
+    leaves some without a rank on several machines.
     """
     import torch
 
@@ -228,6 +229,8 @@ def ranks_of(config: Config, nproc: int | None) -> tuple[int, str]:
         return place.world, device
     gpus = torch.cuda.device_count() if device == "cuda" else 0
     world = config.partial_layout.world
+    if machine := launch.machine_of(os.environ):
+        return machine.world(world, nproc, gpus, config.layout), device
     if world is None:
         return nproc or gpus or 1, device
     if nproc and nproc != world:

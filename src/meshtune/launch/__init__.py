@@ -6,9 +6,11 @@
     one rank                              it runs here, without a process group
     several                               they are started here: forked on CPU, so that all share what is
                                           imported; spawned on CUDA, which survives no fork
+    one of several machines (`machine_of`)  its share of the ranks is started here; each machine runs the same
 
     place.py     rank, world and rendezvous address, from the environment of torchrun or srun; an address also
                  where the names of Slurm's nodes do not resolve
+    machine.py   which of several machines this is, from the environment of SkyPilot, dstack or Kubernetes
     rank.py      one rank: its process group, its log, the watch over it
     failure.py   the failure that the others followed from: who prints it, what is raised
     signals.py   the signals that ask a run to stop
@@ -23,8 +25,9 @@ torch.distributed.elastic's start_processes is not used: it stops the other rank
 for a checkpoint, gives them 30 s for it, and reports which rank was seen to fail first, not which did.
 """
 
-from meshtune.launch.place import Place, joined, place_of
+from meshtune.launch.machine import joined, machine_of
+from meshtune.launch.place import Place, place_of
 from meshtune.launch.rank import Rank
 from meshtune.launch.start import run, run_here, spawns
 
-__all__ = ["Place", "Rank", "joined", "place_of", "run", "run_here", "spawns"]
+__all__ = ["Place", "Rank", "joined", "machine_of", "place_of", "run", "run_here", "spawns"]

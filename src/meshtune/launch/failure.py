@@ -19,6 +19,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from meshtune.errors import Interrupted, NonFinite, RankFailed, UserError, traceback_of
+from meshtune.launch.machine import Machine
 from meshtune.launch.place import Place
 from meshtune.launch.rank import connect
 from meshtune.launch.watch import FAILED
@@ -104,17 +105,19 @@ def end_of_log(folder: Path, rank: int, lines: int = 20) -> str:
     return f"\nThe end of rank {rank}'s log{where}:\n" + "\n".join(text.splitlines()[-lines:]) if text else ""
 
 
-def failures_of(processes: list[BaseProcess], ended: Mapping[int, float], folder: Path) -> Iterator[Failure]:
-    """Yield the failures of the ranks: those recorded in `folder`, else by exit code.
+def failures_of(
+    places: list[Place], processes: list[BaseProcess], ended: Mapping[int, float], folder: Path
+) -> Iterator[Failure]:
+    """Yield the failures of the ranks of this machine: those recorded in `folder`, else by exit code.
 
-    processes: of all ranks, in rank order. ended: rank -> when its process ended unasked, in seconds since
-    the epoch. A rank without a record yields none if its exit code is 0 or it was killed here; one with a
-    record may have been killed here before it could end.
+    places, processes: of the ranks, in their order. ended: local rank -> when its process ended unasked, in
+    seconds since the epoch. A rank without a record yields none if its exit code is 0 or it was killed here;
+    one with a record may have been killed here before it could end.
     """
-    for rank, process in enumerate(processes):
-        if (folder / f"failed-{rank}").exists() or (process.exitcode and rank in ended):
-            seconds, name = ended.get(rank, 0.0), f"rank {rank} of {len(processes)}"
-            yield failure_of(rank, process, folder, name=name, seconds=seconds)
+    for place, process in zip(places, processes, strict=True):
+        if (folder / f"failed-{place.rank}").exists() or (process.exitcode and place.local_rank in ended):
+            seconds, name = ended.get(place.local_rank, 0.0), f"rank {place.rank} of {place.world}"
+            yield failure_of(place.rank, process, folder, name=name, seconds=seconds)
 
 
 def failure_of(rank: int, process: BaseProcess, folder: Path, *, name: str, seconds: float) -> Failure:
@@ -136,6 +139,50 @@ def how_it_ended(code: int) -> str:
     name = signal.Signals(-code).name
     memory = "; the kernel does that when the machine's memory runs out" if name == "SIGKILL" else ""
     return f"was killed by {name}{memory}."
+
+
+class MachineClaim:
+    """Tell the other machines that a rank of this one has failed, and learn which machine's failed first."""
+
+    def __init__(self, machine: Machine, place: Place, folder: Path, grace: float) -> None:
+        """place: of the machine's first rank. folder: of `record_failure`. grace: see `HangLimits`."""
+        self.machine, self.place, self.folder, self.grace = machine, place, folder, grace
+        self.first: int | None = machine.number  # None: the first machine, which has the store, is gone
+        self.made = self.lost = False
+
+    def make(self) -> None:
+        """Claim the failure for this machine in the store, which ends the ranks of all (`Watch`)."""
+        if self.machine.machines == 1:
+            return
+        self.made = True
+        failures = [pickle.loads(file.read_bytes()) for file in self.folder.glob("failed-*")]
+        self.lost = bool(failures) and all(failure.consequence for failure in failures)
+        if self.lost:
+            time.sleep(self.grace / 2)  # the machine that was the cause claims first
+        try:
+            store = connect(self.place, timeout=timedelta(seconds=self.grace))
+            store.add(FAILED, 1)
+            mine = str(self.machine.number)
+            self.first = int(store.compare_set("meshtune/failed machine", "", mine).decode())
+        except RuntimeError:
+            self.first = None
+
+    def linger(self) -> None:
+        """Keep the store until the other machines have seen the claim."""
+        if self.made and self.machine.number == 0:
+            time.sleep(2 * self.grace)
+
+    def raise_for_another(self) -> None:
+        """Raise RankFailed if a rank of another machine failed before this one's, or if another machine was
+        lost.
+        """
+        own = f"Machine {self.machine.number} of {self.machine.machines} ended after"
+        if self.lost and self.first in (None, self.machine.number):
+            raise RankFailed(
+                f"{own} it lost the connection to another, which may be gone: see the others' output."
+            )
+        if self.first not in (None, self.machine.number):
+            raise RankFailed(f"{own} machine {self.first} had failed: see that machine's output.")
 
 
 def raise_first(failures: list[Failure], received: list[signal.Signals]) -> None:

@@ -45,11 +45,6 @@ class Place:
         }  # fmt: skip
 
 
-def joined() -> bool:
-    """True if this process is one of several ranks that torchrun or srun started."""
-    return place_of(os.environ) is not None
-
-
 # SLURM_STEP_ID in the shell of sbatch, in that of salloc, and of a daemon (slurm.h): not a task of srun.
 SHELLS_OF_SLURM = ("4294967291", "4294967290", "4294967292")
 
@@ -60,9 +55,15 @@ def place_of(environ: Mapping[str, str]) -> Place | None:
     An empty variable counts as unset. Raises UserError for a value that is none, and for missing variables
     that the rendezvous needs.
     """
-    given = {name: value for name, value in environ.items() if value.strip()}
+    given = given_in(environ)
     if {"RANK", "WORLD_SIZE"} <= given.keys():
         world = number(given, "WORLD_SIZE", 1)
+        if world > 1 and "LOCAL_RANK" not in given:
+            raise UserError(
+                f"RANK={given['RANK']} and WORLD_SIZE={world} are set without LOCAL_RANK, so that "
+                "they may count ranks or machines. If ranks, set LOCAL_RANK and LOCAL_WORLD_SIZE too; if "
+                "machines, set MESHTUNE_MACHINE=$RANK and MESHTUNE_MACHINES=$WORLD_SIZE, and unset both."
+            )
         return torchrun_place(given, world) if world > 1 else None
     if "SLURM_PROCID" not in given:
         return None
@@ -71,13 +72,22 @@ def place_of(environ: Mapping[str, str]) -> Place | None:
     if {"SLURM_NTASKS", "SLURM_LOCALID"} <= given.keys():
         # The tasks of this srun; SLURM_NTASKS is the whole allocation's in the shell of salloc or sbatch.
         world = number(given, "SLURM_STEP_NUM_TASKS", 1, number(given, "SLURM_NTASKS", 1))
+        if "SKYPILOT_NODE_RANK" in given and world == number(
+            given, "SLURM_STEP_NUM_NODES", 1, nodes_of_job(given)
+        ):
+            return None  # SkyPilot on Slurm starts one task on each machine
         return srun_place(given, world) if world > 1 else None
     return None
 
 
+def given_in(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that have a value: an empty one counts as unset."""
+    return {name: value for name, value in environ.items() if value.strip()}
+
+
 def nodes_of_job(environ: Mapping[str, str]) -> int:
     """Nodes of the Slurm job that this process is in; 1 outside of one."""
-    given = {name: value for name, value in environ.items() if value.strip()}
+    given = given_in(environ)
     return number(given, "SLURM_JOB_NUM_NODES", 1, number(given, "SLURM_NNODES", 1, 1))
 
 
@@ -118,7 +128,7 @@ def torchrun_place(environ: Mapping[str, str], world: int) -> Place:
         Place(
             rank=rank,
             world=world,
-            local_rank=number(environ, "LOCAL_RANK", 0, rank),
+            local_rank=number(environ, "LOCAL_RANK", 0),
             local_world=number(environ, "LOCAL_WORLD_SIZE", 1, world),
             address=environ["MASTER_ADDR"].strip(),
             port=number(environ, "MASTER_PORT", 1),

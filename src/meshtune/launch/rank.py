@@ -21,6 +21,7 @@ from meshtune.launch.watch import (
     HangLimits,
     Silence,
     Watch,
+    announce,
     end_process,
     process_status,
     ranks_named,
@@ -29,7 +30,7 @@ from meshtune.launch.watch import (
 from meshtune.streams import Output, flush, keep_in, text_stream
 from meshtune.units import duration, notice
 
-RENDEZVOUS_TIMEOUT = timedelta(minutes=5)  # until every rank has come
+RENDEZVOUS_TIMEOUT = timedelta(minutes=10)  # until every rank has come, after its machine's image
 QUIET = timedelta(seconds=10)  # of waiting for them, before a line says for whom
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # long, since the main rank may prepare data, or save, meanwhile
 
@@ -163,7 +164,7 @@ def process_group(
         options = {"backend": "cpu:gloo,cuda:nccl", "device_id": torch.device("cuda", index)}
     say = log.tell_terminal if log else notice
     # Before the watch: on rank 0 of srun it is the store itself.
-    store = open_store(place, limits, tell, say)
+    store = open_store(place, limits, tell, say, own_starter=announced)
     neighbour = None if announced else partial(rank_before, place)
     connection = connect(place)
     with Watch(place.rank, place.world, connection, limits=limits, tell=tell, neighbour=neighbour) as watch:
@@ -194,20 +195,26 @@ def gpus_for(ranks: int) -> int:
 
 
 def open_store(
-    place: Place, limits: HangLimits, tell: Callable[[str], None], say: Callable[[str], None]
+    place: Place,
+    limits: HangLimits,
+    tell: Callable[[str], None],
+    say: Callable[[str], None],
+    *,
+    own_starter: bool = False,
 ) -> Any:
     """Connect to the store of the rendezvous, which rank 0 holds unless torchrun or the parent does.
 
     limits, tell: of a hang of rank 0 before it has made the store. say: gets a line where this takes long,
-    and its rank is the first of its machine that waits for rank 0. Raises UserError if the store can't be
-    reached in time.
+    and its rank is the first of its machine that waits for rank 0. own_starter: True if this process's parent
+    started the ranks of this machine (`start.run_here`): the first machine may come later. Raises UserError
+    if the store can't be reached in time.
     """
     from torch.distributed import DistError
 
     holds = place.rank == 0 and not store_is_external()
     if not holds:
         first = place.local_rank == 0 or place.rank == 1
-        wait_for_store(place, limits, tell, say if first else lambda line: None)
+        wait_for_store(place, limits, tell, say if first else lambda line: None, own_starter=own_starter)
     try:
         return connect(place, is_master=holds, timeout=RENDEZVOUS_TIMEOUT)
     except DistError as error:
@@ -220,7 +227,12 @@ def store_is_external() -> bool:
 
 
 def wait_for_store(
-    place: Place, limits: HangLimits, tell: Callable[[str], None], say: Callable[[str], None]
+    place: Place,
+    limits: HangLimits,
+    tell: Callable[[str], None],
+    say: Callable[[str], None],
+    *,
+    own_starter: bool,
 ) -> None:
     """Wait until something listens at the address of the store, for at most RENDEZVOUS_TIMEOUT.
 
@@ -240,7 +252,7 @@ def wait_for_store(
             say(waiting_for(place, [0]))
         waited += awake.seconds()
         if store_is_external():
-            if waited >= limits.silent:
+            if waited >= limits.silent and not own_starter:
                 end_process(tell, f"what started rank {place.rank} is gone: its process was killed.")
         else:
             _, pid = siblings(place).get(0, (0, 0))
@@ -317,6 +329,29 @@ def connect(place: Place, *, is_master: bool = False, **options: Any) -> Any:
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = TCPStore(place.address, place.port, is_master=is_master, wait_for_workers=False, **options)
     return PrefixStore(f"meshtune/start {start}", store)
+
+
+def announce_ranks(place: Place, pids: Mapping[int, int], door: socket.socket | None) -> Any:
+    """Write a first heartbeat of this machine's ranks, so that one that never comes is missed; returns the
+    store, where this process keeps it.
+
+    place: of the first rank here. pids: rank -> process id. door: the socket of the store; None: the first
+    machine has it, which may come later, so that a thread waits for it.
+    """
+
+    def announce_to(store: Any) -> Any:
+        for rank, pid in pids.items():
+            announce(store, rank, pid)
+        return store
+
+    def wait() -> None:
+        with suppress(RuntimeError):  # not in time, or the run has ended: the ranks say so
+            announce_to(connect(place, timeout=RENDEZVOUS_TIMEOUT))
+
+    if door is not None:
+        return announce_to(connect(place, is_master=True, master_listen_fd=door.detach()))
+    threading.Thread(target=wait, name="meshtune-announce", daemon=True).start()
+    return None
 
 
 def cores() -> int:

@@ -5,7 +5,6 @@ import os
 import pickle
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -22,16 +21,23 @@ from typing import Any
 
 from meshtune.errors import Interrupted, NonFinite, RankFailed, UserError, traceback_of
 from meshtune.filesystem import try_lock
-from meshtune.launch.failure import claims_failure, exit_code, failures_of, raise_first, record_failure
+from meshtune.launch.failure import (
+    MachineClaim,
+    claims_failure,
+    exit_code,
+    failures_of,
+    raise_first,
+    record_failure,
+)
+from meshtune.launch.machine import ONLY, Machine, machine_of
 from meshtune.launch.place import Place, place_of, reachable_address, refuse_batch_script
-from meshtune.launch.rank import Rank, RankLog, connect, process_group
+from meshtune.launch.rank import Rank, RankLog, announce_ranks, process_group
 from meshtune.launch.signals import to_handle
-from meshtune.launch.watch import HangLimits, announce
+from meshtune.launch.watch import HangLimits
 from meshtune.streams import flush, guard
 from meshtune.units import notice
 
-LOCALHOST = "127.0.0.1"
-RESULT = "result"  # file of the scratch folder: what rank 0 returned, pickled
+RESULT = "result"  # file of the scratch folder: what the first rank of this machine returned, pickled
 
 
 def run(
@@ -42,10 +48,11 @@ def run(
     limits: HangLimits = HangLimits(),  # noqa: B008 - a frozen value
 ) -> Any:
     """Run `function(rank, *args)`, its first argument a Rank, on each of `ranks` ranks; return what it
-    returned: on rank 0 of those that are started here, on this rank under torchrun or srun.
+    returned: on the first of those that are started here, on this rank under torchrun or srun.
 
-    ranks: 1 runs the function in this process, without a process group. Not used on a rank that torchrun or
-    srun started: there the function runs here, once. device: cpu, or cuda with a GPU for each rank; there the
+    ranks: 1 runs the function in this process, without a process group; of several machines (`machine_of`)
+    the ranks of all, and this machine's share is started here. Not used on a rank that torchrun or srun
+    started: there the function runs here, once. device: cpu, or cuda with a GPU for each rank; there the
     function and `args` must be picklable (`spawns`), and with several ranks what is returned.
 
     Raises what the first rank to fail raised: UserError, NonFinite, Interrupted and OSError as they are,
@@ -55,9 +62,10 @@ def run(
     if place := place_of(os.environ):
         return run_joined(place, function, args, device, limits)
     refuse_batch_script(os.environ)
+    machine = machine_of(os.environ) or ONLY
     if ranks == 1:
         return function(Rank(), *args)
-    return run_here(ranks, function, args, device, limits)
+    return run_here(ranks // machine.machines, function, args, device, limits, machine)
 
 
 def spawns(device: str) -> bool:
@@ -108,24 +116,29 @@ def run_joined(
 
 
 def run_here(
-    ranks: int, function: Callable[..., Any], args: tuple[Any, ...], device: str, limits: HangLimits
+    ranks: int,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    device: str,
+    limits: HangLimits,
+    machine: Machine = ONLY,
 ) -> Any:
-    """Start the ranks on this machine, wait for them, and raise what the first to fail raised, or return what
-    rank 0 returned; see `run`.
+    """Start the ranks of this machine, wait for them, and raise what the first to fail raised, or return what
+    the first returned; see `run`.
 
-    Ranks still alive when this function is left are killed.
+    Ranks still alive when this function is left are killed. machine: this one of several; the first keeps the
+    store. Where a rank of another machine failed first, RankFailed names that machine.
     """
     context: Any = get_context("spawn" if spawns(device) else "fork")
     with (
         scratch_folder() as folder,
-        socket.create_server((LOCALHOST, 0)) as door,
+        machine.door() as door,
         # Forked from a thread of their own: a thread that has computed with OpenMP (a notebook's) has a pool
         # of threads that a fork does not copy, and the rank would wait for it for ever. The thread lives as
         # long as the ranks, which the kernel kills with it (`child_process`).
         ThreadPoolExecutor(1) as starter,
     ):
-        port = door.getsockname()[1]
-        places = [Place(rank, ranks, rank, ranks, LOCALHOST, port) for rank in range(ranks)]
+        places = machine.places(ranks, door)
         shared = {"device": device, "limits": limits, "folder": folder, "parent": os.getpid()}
         processes = [
             context.Process(target=rank_process, args=(place, function, args), kwargs=shared)
@@ -135,20 +148,22 @@ def run_here(
             for process in processes:
                 starter.submit(process.start).result()
             # After the forks, which must not copy the store's thread; until then the socket queues the ranks.
-            store = connect(places[0], is_master=True, master_listen_fd=door.detach())
-            for rank, process in enumerate(processes):  # so that a rank that never comes is missed
-                announce(store, rank, process.pid or 0)
+            pids = {place.rank: process.pid or 0 for place, process in zip(places, processes, strict=True)}
+            store = announce_ranks(places[0], pids, door)
+            claim = MachineClaim(machine, places[0], folder, limits.grace)
             with forwarded_signals(processes) as received:
-                ended = wait_for(processes, limits.grace)
+                ended = wait_for(processes, limits.grace, claim.make)
+            claim.linger()
             del store
         finally:
             for process in processes:
                 if process.is_alive():
                     process.kill()
                     process.join()
-        failures = list(failures_of(processes, ended, folder))
+        failures = list(failures_of(places, processes, ended, folder))
         if not failures:
             return pickle.loads((folder / RESULT).read_bytes())
+    claim.raise_for_another()
     raise_first(failures, received)
 
 
@@ -179,7 +194,7 @@ def rank_process(
 
         with process_group(place, device, log=log, limits=limits, tell=tell, announced=True) as rank:
             result = function(rank, *args)
-        if rank.main:
+        if place.local_rank == 0:
             (folder / RESULT).write_bytes(pickle.dumps(result))
 
 
@@ -228,12 +243,12 @@ def forwarded_signals(processes: list[BaseProcess]) -> Iterator[list[signal.Sign
             signal.signal(number, handler)
 
 
-def wait_for(processes: list[BaseProcess], grace: float) -> dict[int, float]:
-    """Wait for all ranks; return rank -> when it ended unasked, in seconds since the epoch.
+def wait_for(processes: list[BaseProcess], grace: float, failed: Callable[[], None]) -> dict[int, float]:
+    """Wait for all ranks; return local rank -> when it ended unasked, in seconds since the epoch.
 
-    processes: in rank order. Ranks that still run `grace` seconds after the first failure are killed, and are
-    not in the result. The exit codes of Interrupted and NonFinite do not count as a failure here: those reach
-    all ranks together, and the others get the time that they need.
+    processes: in rank order. failed: called at the first failure. Ranks that still run `grace` seconds after
+    it are killed, and are not in the result. The exit codes of Interrupted and NonFinite do not count as a
+    failure here: those reach all ranks together, and the others get the time that they need.
     """
     no_failure = (0, NonFinite.exit_code, Interrupted.exit_code)
     ended: dict[int, float] = {}
@@ -253,6 +268,7 @@ def wait_for(processes: list[BaseProcess], grace: float) -> dict[int, float]:
             ended[rank] = time.time()
             if deadline is None and processes[rank].exitcode not in no_failure:
                 deadline = time.monotonic() + grace
+                failed()
     return ended
 
 

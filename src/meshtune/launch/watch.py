@@ -145,7 +145,8 @@ class Watch:
         while not self._stop.wait(self.limits.tick):
             self._seconds = self._awake.seconds()
             if self._agent and (os.getppid() != self._parent or without_store >= 10):
-                started_by = f"what started rank {self.rank} is gone{self._progress_note()}"
+                gone = self.rank if os.getppid() != self._parent else 0
+                started_by = f"what started rank {gone} is gone{self._progress_note()}"
                 end_process(self.tell, f"{started_by}: its process was killed.")
             if errors >= 10 and not self._agent:  # the rank that has the store has ended
                 return
