@@ -15,7 +15,7 @@ from torch import Tensor
 @contextmanager
 def double() -> Iterator[None]:
     """Make casts of fp64 tensors to fp32 do nothing inside the context, in every model and in ours."""
-    plain_float, plain_to, plain_type = Tensor.float, Tensor.to, Tensor.type
+    plain_float, plain_to, plain_type, matmul = Tensor.float, Tensor.to, Tensor.type, Tensor.__matmul__
 
     def to(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         single = torch.float32 in (*args, *kwargs.values()) and x.dtype == torch.float64
@@ -28,12 +28,18 @@ def double() -> Iterator[None]:
 
         return kept
 
+    def product(x: Tensor, y: Tensor) -> Tensor:
+        """Multiply fp64 by whole numbers cast to fp32 too: rotary embeddings of transformers 5.17 do."""
+        wide = torch.promote_types(x.dtype, y.dtype)
+        return matmul(plain_to(x, wide), plain_to(y, wide))
+
     functional = torch.nn.functional
     with ExitStack() as stack:
         for owner, name, replacement in (
             (Tensor, "float", lambda x: x if x.dtype == torch.float64 else plain_float(x)),
             (Tensor, "to", to),
             (Tensor, "type", lambda x, *to: x if to and x.dtype == torch.float64 else plain_type(x, *to)),
+            (Tensor, "__matmul__", product),
             (Tensor, "softmax", keep(Tensor.softmax)),
             (torch, "softmax", keep(torch.softmax)),
             (functional, "softmax", keep(functional.softmax)),

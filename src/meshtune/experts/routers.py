@@ -110,7 +110,7 @@ def freeze_routers(model: PreTrainedModel, blocks: str, freeze: bool | None, *, 
     routers, name = router_paths(model, blocks), model.name_or_path or type(model).__name__
     given = f"experts.freeze_router={str(freeze).lower()}"
     if not routers:
-        raise UserError(f"{given}: {name} has no routers of experts; leave it out.")
+        raise UserError(f"{given}: transformers names no routers of experts in {name}; leave it out.")
     for path in routers:
         router = model.get_submodule(path)
         if freeze and not adapts:

@@ -54,7 +54,8 @@ class _Tiled(nn.Module):
             return super().__call__(hidden)
         if not torch.is_grad_enabled():
             return _forward(self, hidden, width)
-        saver = _Save.apply(torch.empty(0, requires_grad=True), hidden).grad_fn
+        # The tensor, and not its node only, which torch 2.11 empties with it.
+        saver = (_Save.apply(torch.empty(0, requires_grad=True), hidden),)
         return _Tiles.apply(self, width, saver, hidden, *_trained(self).values())
 
 
@@ -96,7 +97,7 @@ class _Tiles(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (hidden,), ctx.saver = ctx.saver.saved_tensors, None  # which frees it with this backward
+        (hidden,), ctx.saver = ctx.saver[0].grad_fn.saved_tensors, None  # which frees it with this backward
         states = generator_states() if ctx.states else []
         restore_generators(ctx.states)
         gradients = _backward(ctx.mlp, ctx.width, hidden, gradient, inputs=ctx.needs_input_grad[3])

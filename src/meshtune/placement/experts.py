@@ -107,7 +107,9 @@ def balance_rules(name: str, routing: RouterTraits | None, balance: BalanceSpec)
 
     if routing is None:
         if balance.kind in ("loss", "bias") or balance.z_loss:
-            yield always(f"{name} has no routers of experts", "leave the section experts out")
+            yield always(
+                f"transformers names no routers of experts in {name}", "leave the section experts out"
+            )
         return
     if pools and weight:
         yield (

@@ -20,7 +20,7 @@ from meshtune.attention.register import keep_documents_apart, register
 from meshtune.data.batch import IGNORE, MicroBatch
 from meshtune.errors import UserError
 from meshtune.experts.register import use_products
-from meshtune.model.anatomy import Anatomy, anatomy
+from meshtune.model.anatomy import Anatomy, anatomy, is_scored
 from meshtune.model.body import ATTENTION_NAMES, body_forward, head_only
 from meshtune.model.recorded import NoCopy, random_ids, set_attention, with_small_copy
 
@@ -126,10 +126,12 @@ def _logits(model: nn.Module, parts: Anatomy, rows: list[list[Tensor]]) -> Tenso
 
 def _unmodified(model: Any, parts: Anatomy, ids: Tensor) -> Tensor:
     """Return the logits [tokens, vocabulary] of one document by the model's own forward."""
-    if model.config.get_text_config(decoder=True) is model.config:
+    if model.config.get_text_config(decoder=True) is model.config and not is_scored(model.config):
         return model(input_ids=ids[None], use_cache=False).logits[0]
     hidden = model.get_submodule(parts.body)(input_ids=ids[None], use_cache=False).last_hidden_state
-    with head_only(model, parts) as logits_of:  # the other parts of a model that also sees have no weights
+    with head_only(
+        model, parts
+    ) as logits_of:  # a reward model scores the last token; other parts have no weights
         return logits_of(hidden[0])
 
 

@@ -9,7 +9,14 @@ from golden import refuses
 from loading import load, resize_embeddings
 from model_folders import plain
 from test_lora import fill
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import (
+    CONFIG_MAPPING,
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+)
 
 from meshtune.errors import UserError
 from meshtune.model.adapter import adapter_base, load_adapter, save_adapter
@@ -187,4 +194,5 @@ def test_families_whose_files_join_parameters_are_written_by_one_rank():
 
     assert all(in_pieces(made((FAMILIES | SPARSE)[name]())) for name in ("llama", "gpt2", "mixtral"))
     small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    assert not in_pieces(made(AutoConfig.for_model("sarvam_moe", **small)))
+    if "sarvam_moe" in CONFIG_MAPPING:  # newer than transformers 5.17
+        assert not in_pieces(made(AutoConfig.for_model("sarvam_moe", **small)))

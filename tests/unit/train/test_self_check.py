@@ -154,6 +154,15 @@ def test_a_hybrid_model_with_many_blocks_is_compared(monkeypatch: pytest.MonkeyP
     check(model, "meshtune")
 
 
+def test_a_reward_model_is_compared_token_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own forward gives the score of the last token only."""
+    monkeypatch.setattr(compat, "family_tested", lambda _: False)
+    config = FAMILIES["llama"](num_labels=1, pad_token_id=0, architectures=["LlamaForSequenceClassification"])
+    with torch.device("meta"):
+        model = modeling_llama.LlamaForSequenceClassification._from_config(config)
+    check(model, "meshtune")
+
+
 def test_the_cache_name_does_not_matter(fork: Any) -> None:
     module = fork(modeling_llama, cache_renamed)
     own, theirs = (anatomy(model_of(each.LlamaForCausalLM, "llama")) for each in (module, modeling_llama))
