@@ -17,6 +17,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -98,6 +99,24 @@ def _fsdp_groups(module: Any) -> list[Any]:
     state = module._get_fsdp_state()
     groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
     return [group for group in groups if group is not None]
+
+
+@contextmanager
+def sharding_integers() -> Iterator[None]:
+    """Let FSDP2 shard parameters that are whole numbers: that of torch 2.11 asks for their gradient first."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param as module
+
+    def parameter(data: Tensor, requires_grad: bool = True) -> nn.Parameter:
+        return nn.Parameter(data, requires_grad and data.is_floating_point())
+
+    if _number(version("torch")) >= (2, 12):
+        yield
+        return
+    module.nn = SimpleNamespace(**vars(nn) | {"Parameter": parameter})  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        module.nn = nn
 
 
 def keep_integers(module: Any) -> None:

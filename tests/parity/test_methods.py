@@ -223,7 +223,13 @@ CONTINUES = {  # recipe -> (layout before, layout after)
 }
 
 
-@pytest.mark.parametrize("recipe", cases(CONTINUES, ci=["dora, adamw", "full, adamw-8bit"]))
+# By their names tests of zbv are left out with torch 2.11.
+NAMES = {recipe: f"{recipe} {' '.join(sum(layouts, ()))}" for recipe, layouts in CONTINUES.items()}
+
+
+@pytest.mark.parametrize(
+    "recipe", cases(CONTINUES, ci=["dora, adamw", "full, adamw-8bit"]), ids=lambda recipe: NAMES[recipe]
+)
 def test_a_recipe_continues_in_another_layout(recipe: str, folder: Path, tmp_path: Path) -> None:
     words, loss = ("train.max_steps=4", *settings(recipe)), loss_of(recipe)
     whole = trained(folder, tmp_path / "whole", ONE, "fp64", *words, loss=loss)

@@ -33,6 +33,7 @@ from meshtune import compat
 from meshtune.experts.products import experts_of
 
 
+@compat.sharding_integers()
 def shard(
     root: nn.Module,
     blocks: Iterable[nn.Module],

@@ -1,13 +1,11 @@
 """Routers are found by what they do; settings that a model, its layout or its loss can't have are refused."""
 
-from importlib import import_module
-from inspect import getsource
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from families import COMMON, EXPERTS, FAMILIES
+from families import COMMON, EXPERTS, FAMILIES, skip_without_routers
 from golden import refuses
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -37,11 +35,7 @@ FOUND = {
 
 
 def config_of(family: str, **more: Any) -> Any:
-    package = family.removesuffix("_text")
-    if '"router_logits": ' not in getsource(
-        import_module(f"transformers.models.{package}.modeling_{package}")
-    ):
-        pytest.skip(f"the installed transformers names no routers of {family}")
+    skip_without_routers(family)
     known = AutoConfig.for_model(family).to_dict()
     sizes = {name: value for name, value in (COMMON | EXPERTS).items() if name in known}
     return AutoConfig.for_model(family, **sizes | MIXTURES[family] | more)
