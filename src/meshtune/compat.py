@@ -148,6 +148,16 @@ def accumulate_gradients(module: Any) -> None:
             parameter.to_accumulated_grad_if_needed()
 
 
+def keep_gradient_dtype(module: Any) -> None:
+    """Leave gradients of the parameters that FSDP2 gathers with `module` in the dtype in which they come, if
+    they are reduced after this backward. Since torch 2.15 autograd casts those that come before FSDP2's hook:
+    the head's, which are made in the forward.
+    """
+    for group in _fsdp_groups(module):
+        if hasattr(group, "_set_unsharded_grad_dtypes"):
+            group._set_unsharded_grad_dtypes(defer_upcast=True)
+
+
 def reduce_gradients(module: Any) -> None:
     """Do what FSDP2 does after the backward of the parameters that it gathers with `module`: reduce-scatter
     their gradients, or add them up, and free the gathered weights. It then does not do so once more.

@@ -87,6 +87,7 @@ def shard(
         compat.keep_integers(module)
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # else PREMUL_SUM, which gloo doesn't support
+    root.register_forward_pre_hook(lambda root, _: compat.keep_gradient_dtype(root))  # behind FSDP2's
     table = embedding if embedding is not None and _is_table(embedding) else None
     known = {p for module in (table, norm, head, *blocks) if module for p in module.parameters()}
     if all(parameter in known for parameter in root.parameters()):
