@@ -312,7 +312,9 @@ def activation_tensors(step: Step, flight: InFlight) -> Iterator[Tensor]:
     yield Tensor(name, ACTIVATIONS, LAST, SECOND, flight.total)
     yield from behind(name, ACTIVATIONS, step, -flight.of_block)
 
-    yield Tensor("a block's forward", ACTIVATIONS, FORWARD, FORWARD, flight.in_block_forward)
+    earlier = np.minimum(flight.total, flight.in_block_forward)
+    yield Tensor(name, ACTIVATIONS, FORWARD, FORWARD, earlier)
+    yield Tensor("a block's forward", ACTIVATIONS, FORWARD, FORWARD, flight.in_block_forward - earlier)
     yield Tensor("a block's backward", ACTIVATIONS, LAST, SECOND, flight.in_block_backward)
     element, whole = step.accounting.element, step.accounting.whole_vocabulary_gradients
     embedding = step.stages.has_embedding * step.elements.before_blocks.trained * element
