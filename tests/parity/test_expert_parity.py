@@ -28,7 +28,8 @@ dp4-ep2 zero3x4-ep2 zero2x4-ep4 dp2-zero3x2-ep2 dp2-zero1x2-ep4 dp2-zero2x2-ep4-
 dp2-cp2-ep4 zero3x2-cp2-ep2 dp2-tp2-sp-ep2 zero3x2-tp2-sp-ep4 cp2-tp2-sp-ep2
 dp2-ep2-pp2-1f1b zero3x2-ep2-pp2-1f1b zero1x2-ep2-pp2-zbv tp2-sp-ep2-pp2-zb-v2
 zero3x2-ep2-pp2-interleaved1f1b-v2-full dp2-ep2-pp2-dualpipev-mb2-ga4
-dp2-zero3x2-ep4-pp2-1f1b-mb1-ga4 zero3x8-ep4-mb1-ga2 zero3x2-tp2-sp-ep2-pp2-1f1b
+dp2-zero3x2-ep4-pp2-1f1b-mb1-ga4 zero3x8-ep4-mb1-ga2 zero3x2-tp2-sp-ep2-pp2-1f1b dp2-ep2-pp2-gpipe
+cp2-ep2-pp2-loopedbfs-v2-attention
 """
 FAMILY_LAYOUTS = ["zero3x2-ep2", "dp2-tp2-sp-ep4"]
 
@@ -143,7 +144,8 @@ def test_a_checkpoint_continues_bit_for_bit_and_with_another_ep(kind: str, folde
     again = run(folder, f"stopped{kind}", layout, *four)
     assert again.losses == whole.losses
     assert all(torch.equal(again.tensors[name], whole.tensors[name]) for name in whole.tensors)
-    for number, (before, after) in enumerate([("dp2-zero2x2-ep4", "tp2-sp-ep2"), ("dp2-ep2", ONE)]):
+    moves = [("dp2-zero2x2-ep4", "tp2-sp-ep2"), ("dp2-ep2", ONE), (ONE, "zero3x4-ep2")]
+    for number, (before, after) in enumerate(moves):
         run(folder, f"moved{kind}{number}", before, *two)
         moved = run(folder, f"moved{kind}{number}", after, *four)
         assert max(differences(moved, whole)[:3]) < NEAR
