@@ -319,7 +319,8 @@ def workload_of(config: Config, numbers: ModelNumbers) -> Workload:
         compile="auto" if config.train.compile == "auto" else False,
     )
     uncounted = untraced_note(workload), dropout_note(numbers)
-    ours, ep = numbers.traits.experts > 0 and not numbers.traits.apart, config.partial_layout.given.get("ep")
+    # Experts of a model's own kind are 1 here; those with a norm inside can have adapters, and no ep.
+    ours, ep = numbers.traits.experts > 1, config.partial_layout.given.get("ep")
     notes = numbers.text_part, experts_note(numbers), dora_note(config)
     notes = *notes, *method_notes(config, numbers.census, ours), objective_note(workload)
     notes = *notes, *uncounted, beyond, imbalance_note(config, numbers.traits, ep)
