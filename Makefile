@@ -92,6 +92,7 @@ validation: $(STAMP)
 	$(BIN)/python validation/published.py validation/data/throughput_single_node_small.csv
 	$(BIN)/python validation/playbook.py
 	$(BIN)/python validation/fit.py --folds 4 --leave-out
+	$(BIN)/python validation/mixtures.py
 	$(BIN)/python validation/accuracy.py
 	$(BIN)/python validation/reserved.py
 	$(BIN)/python validation/step_time.py

@@ -345,6 +345,8 @@ INSIDES = (
     Inside("transformers.masking_utils:eager_mask"),
     Inside("transformers.initialization:no_init_weights"),
     Inside("transformers.conversion_mapping:get_model_conversion_mapping", "model"),
+    Inside("transformers.conversion_mapping:get_checkpoint_conversion_mapping"),
+    Inside("transformers.core_model_loading:rename_source_key"),
     Inside("transformers.conversion_mapping:_MODEL_TO_CONVERSION_PATTERN"),
     Inside("transformers.models.auto.configuration_auto:CONFIG_MAPPING"),
     Inside("transformers.models.auto.modeling_auto:MODEL_FOR_MULTIMODAL_LM_MAPPING"),

@@ -11,6 +11,7 @@ import ctypes
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -22,8 +23,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 from command import TORCHRUN, Ended, end, fork, start
+from families import SPARSE
 from tiny import short_run
+from transformers import AutoModelForCausalLM
 
 from meshtune.data import cache as data_cache
 from meshtune.launch.start import PREFIX, remove_abandoned
@@ -58,6 +62,7 @@ CASES = {  # settings, ranks
          "train.optimizer=adamw-8bit"], 2,
     ),
     "QLoRA zero3x2": (["method=qlora", "lora.use_dora=true", "layout=zero3x2"], 2),
+    "experts zero3x2-ep2": (["layout=zero3x2-ep2", "experts.balance=loss"], 2),
 }  # fmt: skip
 HANG_SECONDS = 60  # within which a command ends after one of its ranks is killed or stopped
 
@@ -261,7 +266,19 @@ class Chain:
 def settings(case: str, tiny: Path, folder: Path) -> list[str]:
     words = [f"train.max_steps={STEPS}", "checkpoint.every=3", "eval.every=6", "eval.samples=1"]
     words += ["eval.max_new_tokens=8", *CASES[case][0]]
+    if case.startswith("experts"):
+        words.append(f"model.name={mixture(tiny)}")
     return [*short_run(tiny, folder / "cache", folder / "run"), *words]
+
+
+def mixture(tiny: Path) -> Path:
+    """The folder of a tiny mixture of experts, which the first run makes, the one that nobody kills."""
+    folder = tiny / "mixture"
+    if not folder.exists():
+        shutil.copytree(tiny / "model", folder)
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(SPARSE["qwen3_moe"](vocab_size=300)).save_pretrained(folder)
+    return folder
 
 
 def straight_run(case: str, tiny: Path, folder: Path, how: str = "fork") -> Straight:

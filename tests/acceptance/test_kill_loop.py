@@ -15,7 +15,8 @@ from meshtune.train import loop
 DOZEN = {
     "one rank": ("one rank", "fork", ["all/data/0", "all/before config.yaml/0",
                                       "all/checkpoint/0.6", "all/export/0.5", "all/report/0"]),
-    "two ranks": ("zero1x2", "fork", ["launcher/start-up/0.8", "launcher/checkpoint/0.5", "rank/export/0.1"]),
+    "two ranks": ("zero1x2", "fork", ["launcher/start-up/0.8", "rank/export/0.1"]),
+    "experts": ("experts zero3x2-ep2", "fork", ["launcher/checkpoint/0.5"]),
     "host states": ("host states zero3x2", "fork", ["all/training/0.4"]),
     "4 bits": ("QLoRA zero3x2", "fork", ["rank/training/0.3"]),
     "a stopped rank": ("LoRA zero3x2", "fork", ["rank stopped/before the group/0"]),

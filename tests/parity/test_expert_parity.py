@@ -11,10 +11,12 @@ import torch
 from cases import cases
 from families import SPARSE, exact
 from layouts import Trained, check, differences, make_folder, trained
+from safetensors.torch import load_file
 from tiny import write_rows
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from meshtune.api.export import exported
 from meshtune.rundir import RunDir
 
 ONE = "mb4-ga4"
@@ -28,7 +30,8 @@ dp4-ep2 zero3x4-ep2 zero2x4-ep4 dp2-zero3x2-ep2 dp2-zero1x2-ep4 dp2-zero2x2-ep4-
 dp2-cp2-ep4 zero3x2-cp2-ep2 dp2-tp2-sp-ep2 zero3x2-tp2-sp-ep4 cp2-tp2-sp-ep2
 dp2-ep2-pp2-1f1b zero3x2-ep2-pp2-1f1b zero1x2-ep2-pp2-zbv tp2-sp-ep2-pp2-zb-v2
 zero3x2-ep2-pp2-interleaved1f1b-v2-full dp2-ep2-pp2-dualpipev-mb2-ga4
-dp2-zero3x2-ep4-pp2-1f1b-mb1-ga4 zero3x8-ep4-mb1-ga2 zero3x2-tp2-sp-ep2-pp2-1f1b
+dp2-zero3x2-ep4-pp2-1f1b-mb1-ga4 zero3x8-ep4-mb1-ga2 zero3x2-tp2-sp-ep2-pp2-1f1b dp2-ep2-pp2-gpipe
+cp2-ep2-pp2-loopedbfs-v2-attention
 """
 FAMILY_LAYOUTS = ["zero3x2-ep2", "dp2-tp2-sp-ep4"]
 
@@ -139,14 +142,18 @@ def test_a_checkpoint_continues_bit_for_bit_and_with_another_ep(kind: str, folde
     four, two = ((*METHODS[kind], *more) for more in (["train.max_steps=4"], SHORT))
     layout = "zero3x4-ep2"
     whole = run(folder, f"whole{kind}", layout, *four)
-    run(folder, f"stopped{kind}", layout, *two)
+    stopped = run(folder, f"stopped{kind}", layout, *two)
+    alone = exported(stopped.folder, folder / f"alone{kind}", merge=False, step=2, push_to=None)  # one device
+    (file,) = alone.glob("*.safetensors")
+    assert all(torch.equal(tensor, stopped.tensors[name]) for name, tensor in load_file(file).items())
     again = run(folder, f"stopped{kind}", layout, *four)
     assert again.losses == whole.losses
     assert all(torch.equal(again.tensors[name], whole.tensors[name]) for name in whole.tensors)
-    for number, (before, after) in enumerate([("dp2-zero2x2-ep4", "tp2-sp-ep2"), ("dp2-ep2", ONE)]):
-        run(folder, f"moved{kind}{number}", before, *two)
-        moved = run(folder, f"moved{kind}{number}", after, *four)
-        assert max(differences(moved, whole)[:3]) < NEAR
+    for step, at in enumerate([ONE, "dp2-zero2x2-ep4", "tp2-sp-ep2", ONE], 1):
+        moved = run(
+            folder, f"moved{kind}", at, *METHODS[kind], f"train.max_steps={step}", "checkpoint.every=1"
+        )
+    assert max(differences(moved, whole)[:3]) < NEAR
 
 
 @pytest.mark.ci

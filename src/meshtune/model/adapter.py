@@ -156,12 +156,34 @@ def _targets(
             f"peft 0.21 refuses this adapter, since {min(taken)} of a mixture can have no {refused} there: "
             f"{remedy}merge it (export --merge)."
         )
+    if lost := _lost(model):
+        notice(
+            f"peft 0.21 does not load {counted(len(lost), 'tensor')} of this adapter, such as {min(lost)}: "
+            "it changes their names as if the base's files had them. Merge the adapter (export --merge)."
+        )
     weights = {f"{name}.weight" for name in taken} | {*adapted_weights(model)}
     parameters = {*dict(model.named_parameters()), *aside_names(model)}
     return {
         "target_modules": shortest_endings({*layers} - taken, modules),
         "target_parameters": shortest_endings(weights, parameters) or None,
     }
+
+
+def _lost(model: PreTrainedModel) -> list[str]:
+    """Return the names of an adapter's tensors that transformers' rules for a base's files change: peft
+    applies them to adapters too.
+    """
+    from transformers.conversion_mapping import (
+        get_checkpoint_conversion_mapping,
+        get_model_conversion_mapping,
+    )
+    from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+    if get_checkpoint_conversion_mapping(model.config.model_type) is None:
+        return []
+    rules = [rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightRenaming)]
+    renamed = {name: rename_source_key(name, rules, [])[0] for name in adapter_tensors(model)}
+    return [name for name, other in renamed.items() if not name.endswith(other)]  # peft restores prefixes
 
 
 def adapter_tensors(model: PreTrainedModel) -> dict[str, Tensor]:

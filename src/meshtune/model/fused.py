@@ -27,10 +27,8 @@ class FlashAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # type: ignore[override]
-        # Kernels write in the memory order of the queries; with heads before tokens, o_proj takes a copy. Our
-        # operator writes tokens first, which is regarded only where it pads values (TODO.md).
-        heads_first = query.stride(1) > query.stride(2) and query.shape[-1] == value.shape[-1]
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, heads_first: bool) -> Tensor:  # type: ignore[override]
+        """heads_first: memory order of the output; else it has tokens first."""
         first, second = (1, 2) if heads_first else (2, 1)
         shape = (query.shape[0], query.shape[first], query.shape[second], value.shape[-1])
         out = query.new_empty(shape).transpose(1, first)
@@ -41,14 +39,19 @@ class FlashAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *_: Tensor):  # type: ignore[override]
-        return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors[:3])
+        return *(torch.empty_like(tensor) for tensor in ctx.saved_tensors[:3]), None
 
 
 def flash_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **kwargs: Any
-) -> tuple[Tensor, None]:
-    """An attention function of transformers: [batch, tokens, heads, size], and no attention weights."""
-    return FlashAttention.apply(query, key, value).transpose(1, 2), None
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None,
+    heads_first: bool = False, **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """An attention function of transformers: [batch, tokens, heads, size], and no attention weights.
+
+    heads_first: of torch's kernels, which write in the memory order of the queries, so that o_proj takes a
+    copy. Our operator writes tokens first.
+    """
+    return FlashAttention.apply(query, key, value, heads_first).transpose(1, 2), None
 
 
 class FusedAttention(TorchFunctionMode):
@@ -67,7 +70,9 @@ class FusedAttention(TorchFunctionMode):
             if isinstance(mask := given.get("attn_mask"), Tensor) and mask.is_floating_point():
                 given["attn_mask"] = mask.to(given["query"].dtype)
             return func(**given)  # no fused kernel broadcasts heads: scores are written
-        out, _ = self.attention(nn.Identity(), given["query"], given["key"], given["value"])
+        inputs = query, _, value = tuple(given[name] for name in ("query", "key", "value"))
+        heads_first = query.stride(1) > query.stride(2) and query.shape[-1] == value.shape[-1]
+        out, _ = self.attention(nn.Identity(), *inputs, heads_first=heads_first)
         return out.transpose(1, 2)
 
 

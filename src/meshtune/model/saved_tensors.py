@@ -284,7 +284,7 @@ class SavedTensors:
         key: Tensor,
         value: Tensor,
         attention_mask: Any = None,
-        **_: Any,
+        **kwargs: Any,
     ) -> tuple[Tensor, None]:
         """Record what a flash kernel would save; a stand-in for an attention function of transformers.
 
@@ -292,7 +292,7 @@ class SavedTensors:
         """
         part, self.part = self.part, "core"
         self.operands |= {self._key(tensor) for tensor in (query, key, value)}
-        out = flash_attention(module, query, key, value)
+        out = flash_attention(module, query, key, value, **kwargs)
         self.part = part
         return out
 

@@ -319,7 +319,8 @@ def workload_of(config: Config, numbers: ModelNumbers) -> Workload:
         compile="auto" if config.train.compile == "auto" else False,
     )
     uncounted = untraced_note(workload), dropout_note(numbers)
-    ours, ep = numbers.traits.experts > 0 and not numbers.traits.apart, config.partial_layout.given.get("ep")
+    # Experts of a model's own kind are 1 here; those with a norm inside can have adapters, and no ep.
+    ours, ep = numbers.traits.experts > 1, config.partial_layout.given.get("ep")
     notes = numbers.text_part, experts_note(numbers), dora_note(config)
     notes = *notes, *method_notes(config, numbers.census, ours), objective_note(workload)
     notes = *notes, *uncounted, beyond, imbalance_note(config, numbers.traits, ep)
@@ -429,23 +430,25 @@ def method_notes(config: Config, census: Census, ours: bool) -> Iterator[str | N
     ours: True for a model whose experts can have adapters.
     """
     yield wide_note(config, census)
-    yield adapters_note(config, census) if ours else None
+    yield adapters_note(config, census, ours)
     yield fp8_note(config, census)
 
 
-def adapters_note(config: Config, census: Census) -> str | None:
+def adapters_note(config: Config, census: Census, ours: bool) -> str | None:
     """A sentence on experts next to adapters of other matrices; None where they have some, are trained whole,
-    or are none.
+    or are none. ours: see `method_notes`.
     """
     parameters = [p for block in census.blocks for p in block.parameters]
-    experts = sum(p.count for p in parameters if p.experts)
+    other = [p for p in parameters if not p.linear and ("experts" in p.name or len(p.shape) == 3)]
+    of_experts = [p for p in parameters if p.experts] if ours else other if census.sparse else []
     whole = bool(config.modules_to_save)
-    have = any(p.experts and (p.kind == "adapter" or (whole and p.trainable)) for p in parameters)
-    if not config.adapts or not experts or have:
+    have = any(p.kind == "adapter" or (whole and p.trainable) for p in of_experts)
+    if not config.adapts or not of_experts or have:
         return None
+    remedy = "lora.target_modules=[all-linear,experts] gives them some"
     return (
-        f"Experts, {count(experts)} of {count(census.total)} parameters, have no adapters: "
-        "lora.target_modules=[all-linear,experts] gives them some."
+        f"Experts, {count(sum(p.count for p in of_experts))} of {count(census.total)} parameters, have no "
+        f"adapters: {remedy if ours else f'those of {census.family} can have none; method=full trains them'}."
     )
 
 

@@ -111,6 +111,10 @@ def test_experts_on_several_ranks_exchange_rows_by_the_formula(recompute: str, e
         work.layout.micro_batch_size * work.seq_len * k * SIZES["hidden_size"] * 2: exchanges * passes,
         experts * 8: passes,
     }
+    rows = work.layout.micro_batch_size * work.seq_len * k  # received as sent, since tokens are spread evenly
+    flops = sum(each.flops for each in trace.steps[1].operations if "grouped_mm" in each.name)
+    once = 2 * rows * 3 * SIZES["hidden_size"] * SIZES["intermediate_size"]
+    assert flops == (exchanges // 2 + 1) * once * passes  # of a backward twice
     reads = trace.steps[1].host_reads
     assert sum(number for line, number in reads.items() if "/experts/" in line) == passes
 

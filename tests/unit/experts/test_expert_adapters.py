@@ -122,6 +122,20 @@ def test_what_peft_refuses_of_shared_mlps_is_printed(
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", cases(["laguna", "mistral_large4", "inkling2_text"], ci=1))
+def test_adapters_that_peft_does_not_load_are_named(
+    family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Such as those of Laguna's `shared_experts.`, which becomes `shared_experts..`."""
+    base = tiny_model(tiny_config(family)).eval()
+    add_lora(model := ours(base), **LORA)
+    fill(model)
+    save_adapter(tmp_path, model, None, base_name="base", **LORA)
+    assert "peft 0.21 does not load" in capsys.readouterr().err
+    assert not torch.allclose(logits(theirs(base, tmp_path)), logits(model), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_an_adapter_of_one_parameter_that_peft_saved_is_read(tmp_path: Path) -> None:
     base = tiny_model(tiny_config("qwen3_moe")).eval()
     named: dict[str, Any] = {"r": 4, "target_modules": ["q_proj"], "target_parameters": ["experts.down_proj"]}
