@@ -43,6 +43,7 @@ from meshtune.units import counted
 # Columns that are not listed here are only shown as text.
 
 Row = dict[str, Any]
+EXPECTED = "MESHTUNE_EXPECTED"  # environment variable with the `expected` of a run's row, as JSON
 PARTS = (  # of a step in time (meter/parts.py)
     "forward", "backward", "recomputation", "communication", "bubble", "waiting", "optimizer", "loading",
     "rest",
@@ -373,6 +374,12 @@ class RunDir:
 def _is_later(row: Row | None, step: int) -> bool:
     """True for the row of a step after `step`, and for that of a finished run; False for no row."""
     return row is not None and ((row.get("step") or 0) > step or row.get("status") == "finished")
+
+
+def saved_steps(folder: Path) -> list[int]:
+    """Steps that have a checkpoint in the folder `checkpoints`, oldest first."""
+    names = (path.name.removeprefix("step-") for path in folder.glob("step-*") if path.is_dir())
+    return sorted(int(name) for name in names if name.isdecimal())
 
 
 def json_line(row: Mapping[str, Any]) -> str:
