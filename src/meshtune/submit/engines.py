@@ -2,14 +2,16 @@
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from meshtune.config import Config
 from meshtune.errors import Table, UserError
 from meshtune.rundir import write_text_atomically
 from meshtune.setting import Section
 from meshtune.submit import slurm
-from meshtune.submit.job import Job
+
+if TYPE_CHECKING:
+    from meshtune.submit.job import Job
 
 
 class Engine(Protocol):
@@ -18,7 +20,7 @@ class Engine(Protocol):
     Each function raises UserError where the engine's client is missing or refuses, with its words.
     """
 
-    def files(self, job: Job, options: Mapping[str, Any]) -> dict[str, str]:
+    def files(self, job: "Job", options: Mapping[str, Any]) -> dict[str, str]:
         """Texts of the files of a job, by name. options: the engine's section of the settings."""
         ...
 
@@ -42,7 +44,7 @@ class Engine(Protocol):
 ENGINES: Mapping[str, Engine] = Table("--to", {"slurm": slurm})
 
 
-def files_of(config: Config, to: str, job: Job) -> dict[str, str]:
+def files_of(config: Config, to: str, job: "Job") -> dict[str, str]:
     """Texts of the files of a job for the engine `to`."""
     engine, options = ENGINES[to], getattr(config.cluster_config, to)
     return engine.files(job, options.model_dump() if isinstance(options, Section) else options)

@@ -10,20 +10,20 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 from meshtune.api.plan import plan
 from meshtune.config import Config, DataConfig
 from meshtune.data.cache import Summary
-from meshtune.errors import UserError, expanded
+from meshtune.errors import NothingFits, UserError, expanded
 from meshtune.length import steps_between
 from meshtune.placement.columns import Columns
-from meshtune.plan.answer import SORTS, Answer, cluster_sizes
+from meshtune.plan.answer import Answer, check_bounds, cluster_sizes
 from meshtune.plan.changes import silent
 from meshtune.plan.cluster import cluster_for
-from meshtune.plan.cost import bounds_of, epoch_of, money, seconds_of, unknown
-from meshtune.plan.search import times
+from meshtune.plan.cost import NO_BOUNDS, Bounds, bounds_of, epoch_of, money, seconds_of, unknown
+from meshtune.plan.search import Choice, times
 from meshtune.rundir import EXPECTED, RunDir, saved_steps
 from meshtune.units import GIB, counted, duration, human
 
@@ -106,22 +106,33 @@ class Job:
         gpus = counted(self.gpus, kind) if self.processor else f"{self.gpus} {kind}"
         return f"{counted(self.machines, 'machine')} of {gpus}"
 
+    def over(self, bounds: Bounds) -> list[float]:
+        """Expected time and price as shares of their bounds, as far as they exceed them."""
+        pairs = (self.seconds, bounds.by), (self.cost(self.seconds), bounds.budget)
+        return [used / most for used, most in pairs if used is not None and most is not None and used > most]
+
+    @property
+    def totals(self) -> list[str]:
+        """Clauses on the expected time and, where there is one, the price."""
+        cost, most = self.cost(self.seconds), self.cost(self.most)
+        times = [f"{duration(self.seconds)} expected, at most {duration(self.most)}"]
+        if cost is None or most is None:
+            return times
+        return [*times, f"{money(cost, self.currency)} expected, at most {money(most, self.currency)}"]
+
     @property
     def comments(self) -> list[str]:
         """Sentences with the numbers, for a file's comments and the terminal."""
         several = "" if self.jobs == 1 else f", in about {self.jobs} jobs of {duration(self.limit)}"
-        lines = [
+        time, *price = self.totals
+        return [
             f"{self.size}, {self.cpus} CPUs and {self.memory} GiB each. Layout {self.layout}.",
             *self.why,
-            f"Time: {duration(self.seconds)} expected, at most {duration(self.most)}{several}: "
-            f"{', '.join(map(str, self.parts))}.",
+            f"Time: {time}{several}. At most: {', '.join(map(str, self.parts))}.",
             f"Stop signal: {self.margin} s before the limit, for a step and a checkpoint.",
+            *(f"Price: {clause}." for clause in price),
+            *(f"Assumed: {sentence}" for sentence in self.assumed),
         ]
-        cost, most = self.cost(self.seconds), self.cost(self.most)
-        if cost is not None and most is not None:
-            amounts = f"{money(2 * cost - most)} to {money(most, self.currency)}"
-            lines.append(f"Price: {money(cost, self.currency)} expected, {amounts}.")
-        return [*lines, *(f"Assumed: {sentence}" for sentence in self.assumed)]
 
     def facts(self) -> dict[str, object]:
         """The numbers as plain values, for JSON."""
@@ -146,29 +157,68 @@ def job_of(
     """The job that trains what is left of the config's run.
 
     words: of the command line, a config file and settings, which the job's command repeats. nodes: machines;
-    by, budget: bounds within which the planner chooses their number. log, count: as `api.plan.plan` takes
-    them. Raises UserError as that, for nodes with bounds, and where time or length is not predicted.
+    by, budget: bounds within which their number is chosen. log, count: as `api.plan.plan` takes them. Raises
+    UserError as that, for nodes with bounds, and where time or length is not predicted; NothingFits where no
+    number of machines keeps the bounds.
     """
-    answer = planned(config, nodes, by, budget, log, count)
+    bounds = bounds_of(by, budget)
+    if nodes and bounds != NO_BOUNDS:
+        raise UserError(
+            f"--nodes {nodes} sets the number of machines, and --by and --budget choose it; leave one out."
+        )
+    cluster, gpus = cluster_for(config), list[int | str]()
+    if nodes:
+        gpus = [nodes * cluster.node]
+    elif bounds != NO_BOUNDS and config.partial_layout.world is None:
+        most = cluster if config.cluster_config.gpus else cluster.of_size(MOST_MACHINES * cluster.node)
+        gpus = [*cluster_sizes(most)]
+    answer = plan(config, gpus=gpus, log=log, count=count)
+    check_bounds([answer.choice.cluster], "speed", bounds)
+    answers = [replace(answer, chosen=offer) for offer in answer.offers if offer.choice]
+    if nodes or bounds == NO_BOUNDS:
+        return made(config, answers[0], words, f"--nodes {nodes}" if nodes else "by the settings")
+    tried = ", ".join(str(one.choice.cluster.gpus) for one in answers)
+    rule = "shortest" if budget else "cheapest"
+    clause = bounds.clause(cluster.currency, several=True)
+    why = f"the {rule} of the runs on {tried} GPUs that {clause}"
+    jobs = [made(config, one, words, why) for one in answers]
+    within = [job for job in jobs if not job.over(bounds)]
+    if not within:
+        nearest = min(jobs, key=lambda job: max(job.over(bounds)))
+        raise NothingFits(
+            [
+                f"No run on {tried} GPUs is expected to keep the bounds ({clause}). The nearest is on "
+                f"{nearest.size}: {', '.join(nearest.totals)}.",
+                f"Its time: {', '.join(map(str, nearest.parts))}. Raise the bound, or shorten the run.",
+            ]
+        )
+    return min(within, key=lambda job: job.seconds if budget else job.seconds * job.world)
+
+
+def made(config: Config, answer: Answer, words: Sequence[str], why: str) -> Job:
+    """The job under the layout that the answer chose. why: clause on the number of machines."""
     choice, cluster = answer.choice, answer.choice.cluster
     if not cluster.timed:
         raise UserError(
-            f"cluster.gpu={cluster.gpu.name}: the time limit of a job follows from predicted steps, and nobody "
-            "has measured this processor: run `meshtune probe --out my-cluster.toml` there, and set "
+            f"cluster.gpu={cluster.gpu.name}: the time limit of a job follows from predicted steps, and "
+            "nobody has measured this processor: run `meshtune probe --out my-cluster.toml` there, and set "
             "cluster=my-cluster.toml."
         )
     output, environment, moved = places(config)
-    steps = steps_left(answer, output)
-    parts = parts_of(config, answer, steps)
-    error = ERROR if choice.accuracy.time is None else choice.accuracy.time
+    parts = parts_of(config, answer, steps_left(answer, output))
     writing = answer.workload.checkpoint_bytes / WRITE
-    margin = math.ceil(choice.seconds.total * (1 + error) + writing + EARLY)
+    margin = math.ceil(choice.seconds.total * (1 + error_of(choice)) + writing + EARLY)
     limit, jobs = limit_of(config, sum(part.most for part in parts), margin)
     expected = {
-        "seconds": round(sum(part.seconds for part in parts)), "most": round(sum(part.most for part in parts)),
-        "gpus": choice.layout.world, "price": cluster.price, "currency": cluster.currency,
-    }  # fmt: skip
-    settings, each = config.cluster_config, cluster.ranks_in_node
+        "seconds": round(sum(part.seconds for part in parts)),
+        "most": round(sum(part.most for part in parts)),
+        "gpus": choice.layout.world,
+        "price": cluster.price,
+        "currency": cluster.currency,
+    }
+    fastest = f"the fastest of {counted(len(answer.plan), 'layout')} that fit"
+    layout = "the settings'" if config.partial_layout.whole else fastest
+    storage, each = config.cluster_config.storage or "", cluster.ranks_in_node
     return Job(
         name=re.sub("[^a-z0-9]+", "-", PurePosixPath(output).name.lower())[:NAME].strip("-") or "run",
         machines=cluster.nodes,
@@ -187,10 +237,13 @@ def job_of(
         currency=cluster.currency,
         command=(*LOCAL, *repeated(words), f"layout={choice.layout}", f"output={output}", *moved),
         output=output,
-        storage=settings.storage or "",
-        mount=mount_of(settings.storage),
+        storage=storage,
+        mount=mount_of(storage),
         environment=environment | {EXPECTED: json.dumps(expected, separators=(",", ":"))},
-        why=tuple(reasons(config, answer, nodes)),
+        why=(
+            f"{cluster.title}: {why}. The layout is {layout}.",
+            *(sentence for sentence in answer.comparison if "--sort" not in sentence),
+        ),
         assumed=(
             f"{duration(START)} until the first step of each job; checkpoints of "
             f"{human(answer.workload.checkpoint_bytes)} written at {WRITE / 1e9:g} GB/s; {CORES} cores and "
@@ -199,41 +252,9 @@ def job_of(
     )
 
 
-def planned(
-    config: Config, nodes: int | None, by: str | None, budget: float | None,
-    log: Callable[[str], None], count: Callable[[str], None],
-) -> Answer:  # fmt: skip
-    """The plan on this number of machines, on the number that keeps the bounds, or on the settings'."""
-    if nodes and (by or budget):
-        raise UserError(
-            f"--nodes {nodes} sets the number of machines, and --by and --budget choose it; leave one out."
-        )
-    cluster, gpus = cluster_for(config), list[int | str]()
-    if nodes:
-        gpus = [nodes * cluster.node]
-    elif (by or budget) and not (config.cluster_config.gpus or config.partial_layout.world):
-        gpus = [*cluster_sizes(cluster.of_size(MOST_MACHINES * cluster.node))]
-    sort = "cost" if by and not budget else "speed"
-    return plan(config, gpus=gpus, sort=sort, by=by, budget=budget, log=log, count=count)
-
-
-def reasons(config: Config, answer: Answer, nodes: int | None) -> list[str]:
-    """Sentences on why this number of machines and this layout."""
-    plan, cluster = answer.plan, answer.choice.cluster
-    bounds = answer.bounds.clause(cluster.currency, several=True)
-    tried = [offer.plan.cluster.gpus for offer in answer.offers]
-    if nodes:
-        size = f"{cluster.title}: --nodes {nodes}."
-    elif bounds and len(tried) > 1:
-        size = (
-            f"{cluster.title}: {SORTS[answer.sort][0]} among clusters of {', '.join(map(str, tried))} GPUs "
-            f"that {bounds}."
-        )
-    else:
-        size = f"{cluster.title}, by the settings."
-    if config.partial_layout.whole:
-        return [size, "The layout is the settings'."]
-    return [size, f"The layout is the fastest of {counted(len(plan), 'layout')} that fit."]
+def error_of(choice: Choice) -> float:
+    """Error bar of the predicted times, as a share."""
+    return ERROR if choice.accuracy.time is None else choice.accuracy.time
 
 
 def steps_left(answer: Answer, output: str) -> int:
@@ -255,8 +276,7 @@ def steps_left(answer: Answer, output: str) -> int:
 def parts_of(config: Config, answer: Answer, steps: int) -> tuple[Part, ...]:
     """The parts of the time of `steps` steps."""
     choice, (summary, _) = answer.choice, epoch_of(config)
-    error = ERROR if choice.accuracy.time is None else choice.accuracy.time
-    sequences = summary and summary.sequences
+    error, sequences = error_of(choice), summary and summary.sequences
 
     def predicted(name: str, seconds: float, how: str) -> Part:
         return Part(name, seconds, seconds * (1 + error), f"{how} ±{error:.0%}")
@@ -273,10 +293,12 @@ def parts_of(config: Config, answer: Answer, steps: int) -> tuple[Part, ...]:
         parts.append(predicted("reference", before, "before the first step"))
     writing = answer.workload.checkpoint_bytes / WRITE
     number = happening(config, config.checkpoint.every, steps, sequences)
-    between = steps / number * step
-    waiting = max(0.0, writing - between) if config.checkpoint.async_save else writing  # written meanwhile
-    saving = (number - 1) * waiting + writing
-    parts.append(Part("checkpoints", saving, saving, f"{number}, the last of {duration(writing)}"))
+    meanwhile = steps / number * step if config.checkpoint.async_save else 0.0  # seconds of steps
+    saving = (number - 1) * max(0.0, writing - meanwhile) + writing
+    how = f"{number}, each written in {duration(writing)}"
+    if 0 < meanwhile < writing and number > 1:
+        how += f"; checkpoint.every={math.ceil(writing / step)} waits for none"
+    parts.append(Part("checkpoints", saving, saving, how))
     return *parts, Part("start", START, START, "assumed")
 
 

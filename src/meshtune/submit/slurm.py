@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshtune.errors import Interrupted, UserError
 from meshtune.launch.slurm import (
@@ -19,14 +19,16 @@ from meshtune.launch.slurm import (
     slurm_output,
     state_of,
 )
-from meshtune.submit.job import Job
+
+if TYPE_CHECKING:
+    from meshtune.submit.job import Job
 
 SCRIPT = "job.sbatch"
 EXTRA = "cluster.slurm.extra: --"
 # Options that follow from the job; others may be given anew in cluster.slurm.extra.
 OURS = (
-    "nodes", "ntasks", "ntasks-per-node", "job-name", "array", "chdir", "hold", "parsable", "output", "requeue",
-    "no-requeue", "open-mode", "signal", "wrap",
+    "nodes", "ntasks", "ntasks-per-node", "job-name", "array", "chdir", "hold", "parsable", "output",
+    "requeue", "no-requeue", "open-mode", "signal", "wrap",
 )  # fmt: skip
 SETTINGS = {  # word in a refusal of sbatch -> what has the value
     "partition": "cluster.slurm.partition", "account": "cluster.slurm.account", "qos": "cluster.slurm.qos",
@@ -40,11 +42,12 @@ export MASTER_ADDR=$(scontrol show node "$first" | sed -n 's/.*NodeAddr=\\([^ ]*
 """  # where the ranks meet: in a container there is no scontrol to ask
 
 
-def files(job: Job, options: Mapping[str, Any]) -> dict[str, str]:
+def files(job: "Job", options: Mapping[str, Any]) -> dict[str, str]:
     """The batch script. options: cluster.slurm. Raises UserError for options that a job sets itself."""
     if "://" in job.storage:
         raise UserError(
-            f"cluster.storage = {job.storage}: Slurm mounts no object store; name a folder that all nodes see."
+            f"cluster.storage = {job.storage}: Slurm mounts no object store; name a folder that all nodes "
+            "see."
         )
     comments = "".join(f"# {line}\n" for line in job.comments)
     directives = "".join(f"#SBATCH {shlex.quote(word)}\n" for word in words_of(job, options))
@@ -63,7 +66,7 @@ exit $code
     return {SCRIPT: text}
 
 
-def words_of(job: Job, options: Mapping[str, Any]) -> list[str]:
+def words_of(job: "Job", options: Mapping[str, Any]) -> list[str]:
     """Options of sbatch; those of cluster.slurm.extra replace ours."""
     extra, problems = {}, []
     for word in options["extra"]:
@@ -84,7 +87,7 @@ def words_of(job: Job, options: Mapping[str, Any]) -> list[str]:
     return option_words({**words, **extra})
 
 
-def contained(job: Job, container: str | None) -> list[str]:
+def contained(job: "Job", container: str | None) -> list[str]:
     """Words, as the shell reads them, that put the ranks of srun into a container."""
     if not container:
         return []
@@ -141,8 +144,8 @@ def logs(job: str) -> Iterator[str]:
         if FORGOTTEN not in str(error):
             raise
         raise UserError(
-            f"Slurm has forgotten the job {job}; its log is {job}.out next to {SCRIPT}, where `meshtune submit` "
-            "wrote it."
+            f"Slurm has forgotten the job {job}; its log is {job}.out next to {SCRIPT}, where `meshtune "
+            "submit` wrote it."
         ) from None
     found = re.search(r"^\s*StdOut=(.*)$", shown, re.MULTILINE)
     file = Path(found[1]) if found else Path(f"{job}.out")

@@ -52,6 +52,7 @@ from torch.distributed.checkpoint.storage import StorageReader, WriteResult
 from meshtune.errors import UserError, explained
 from meshtune.filesystem import replace, sync
 from meshtune.model.pieces import Piece
+from meshtune.rundir import saved_steps
 from meshtune.units import human
 
 HASH = "xxh3_128"  # finds damage; sha256 takes 20 times as long where the CPU has no SHA instructions
