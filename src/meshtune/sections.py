@@ -438,9 +438,7 @@ class ClusterConfig(Section):
     time_limit: str | None = setting(
         None, "Longest job that the cluster allows, such as 24h: `meshtune submit` divides a longer run."
     )
-    slurm: SlurmConfig = setting(
-        SlurmConfig(), "Options of Slurm's sbatch, for `meshtune submit --to slurm`."
-    )
+    slurm: SlurmConfig = SlurmConfig()
     sky: dict[str, Any] = setting({}, "Fields of a SkyPilot task, for `meshtune submit --to sky`.")
     kubeflow: dict[str, Any] = setting({}, "Fields of a TrainJob, for `meshtune submit --to kubeflow`.")
     ray: dict[str, Any] = setting({}, "Options of a Ray job, for `meshtune submit --to ray`.")

@@ -33,7 +33,7 @@ def submit(
     """Submit a run to a cluster: machines, layout, time limit, stop signal and price are the plan's, and a
     run that is stopped before its end is resumed.
 
-    JOB's later: meshtune submit status, logs and cancel; each has its own --help.
+    Later: meshtune submit status JOB, logs JOB and cancel JOB; each has its own --help.
     """
     file, overrides = split(settings)
     folder = folder_of("--write", write)

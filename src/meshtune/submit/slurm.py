@@ -31,7 +31,7 @@ OURS = (
     "requeue", "no-requeue", "open-mode", "signal", "wrap",
 )  # fmt: skip
 SETTINGS = {  # word in a refusal of sbatch -> what has the value
-    "partition": "cluster.slurm.partition", "account": "cluster.slurm.account", "qos": "cluster.slurm.qos",
+    "account": "cluster.slurm.account", "partition": "cluster.slurm.partition", "qos": "cluster.slurm.qos",
     "feature": "cluster.slurm.constraint", "constraint": "cluster.slurm.constraint",
     "time limit": "cluster.time_limit", "gres": "cluster.slurm.extra (such as --gpus-per-node=h100:8)",
     "node count": "--nodes", "node configuration": "cluster.gpus_per_node, or cluster.slurm.extra (--mem, "
