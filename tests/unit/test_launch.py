@@ -290,10 +290,10 @@ def test_a_rank_stopped_before_the_process_group_exists_is_named(
 ) -> None:
     begin = getattr(rank_module, before)
 
-    def stop(place: launch.Place, *args: Any) -> Any:
+    def stop(place: launch.Place, *args: Any, **options: Any) -> Any:
         if place.rank == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
-        return begin(place, *args)
+        return begin(place, *args, **options)
 
     monkeypatch.setattr(rank_module, before, stop)
     with pytest.raises(RankFailed, match=r"rank 1 has not answered for 1 s \(its process is stopped\)"):
@@ -444,7 +444,7 @@ def test_a_rank_that_is_killed_at_once_is_named(monkeypatch: pytest.MonkeyPatch)
             os.kill(pid, signal.SIGKILL)
             os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
 
-    monkeypatch.setattr("meshtune.launch.start.announce", kill)
+    monkeypatch.setattr("meshtune.launch.rank.announce", kill)
     with pytest.raises(RankFailed, match="rank 0 of 2 was killed by SIGKILL"):
         launch.run(lambda rank: None, ranks=2, limits=QUICK)
 

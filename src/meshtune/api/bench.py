@@ -218,8 +218,8 @@ def bench_of(settings: Config, layouts: Sequence[str], log: Log) -> Iterator[Ben
 
     if launch.joined():
         raise UserError(
-            "bench starts its ranks itself, on one machine; under torchrun or srun run `meshtune train`, "
-            "whose metrics.jsonl has each step's time by part."
+            "bench starts its ranks itself, on one machine; on several, or under torchrun or srun, run "
+            "`meshtune train`, whose metrics.jsonl has each step's time by part."
         )
     auto = settings.model_copy(update={"layout": AUTO})
     ranks, device = ranks_of(auto, settings.partial_layout.world or settings.cluster_config.gpus)

@@ -135,7 +135,9 @@ def check_here(config: Config) -> None:
     damaged; and under torchrun or srun.
     """
     if launch.joined():
-        raise UserError("--dry-run simulates all ranks from one process; run it without torchrun or srun.")
+        raise UserError(
+            "--dry-run simulates all ranks from one process; run it without torchrun or srun, on one machine."
+        )
     if problems := tracker_problems(config.log.to):
         raise UserError(problems)
     check_name(config.model.name, config.model.revision)

@@ -41,7 +41,9 @@ def probe(
     from meshtune import launch
 
     if launch.joined():
-        raise UserError("probe starts its ranks itself, on one machine; run it without torchrun or srun.")
+        raise UserError(
+            "probe starts its ranks itself, on one machine; run it there, without torchrun or srun."
+        )
     import torch
 
     from meshtune.rundir import write_text_atomically

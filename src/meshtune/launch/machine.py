@@ -23,7 +23,7 @@ LOCALHOST = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Machine:
-    """One of several machines, on each of which a process starts that machine's ranks."""
+    """One of several machines; a process on each starts that machine's ranks."""
 
     number: int
     machines: int
@@ -129,7 +129,7 @@ def machine_of(environ: Mapping[str, str]) -> Machine | None:
 
 def joined() -> bool:
     """True if this process is one of several ranks that torchrun or srun started, or starts those of one of
-    several machines: it decides nothing by itself.
+    several machines: the first rank decides for all.
     """
     return place_of(os.environ) is not None or machine_of(os.environ) is not None
 

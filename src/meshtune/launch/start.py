@@ -126,8 +126,8 @@ def run_here(
     """Start the ranks of this machine, wait for them, and raise what the first to fail raised, or return what
     the first returned; see `run`.
 
-    Ranks still alive when this function is left are killed. machine: this one of several, of which the first
-    keeps the store; where a rank of another machine failed first, RankFailed names that machine.
+    Ranks still alive when this function is left are killed. machine: this one of several; the first keeps the
+    store. Where a rank of another machine failed first, RankFailed names that machine.
     """
     context: Any = get_context("spawn" if spawns(device) else "fork")
     with (

@@ -3,7 +3,7 @@
     config ──> answer of the plan ──> Job
 
 Seconds of steps, forwards and prices are the plan's. What no plan predicts is assumed (the constants below),
-and `Job.comments` says so.
+and named in `Job.comments`.
 """
 
 import json

@@ -220,7 +220,7 @@ def layouts_of(starts: Sequence[Row]) -> tuple[Stretch, ...]:
 
 
 def job_of(rows: Sequence[Row]) -> dict[str, Any] | None:
-    """What a submitted run was expected to take when it was sent, and what its starts took since; None for
+    """Time and price that a submitted run was expected to take, and that its starts took; None for
     others. Of a start that was killed, the seconds of its steps are counted.
     """
     starts = [place for place, row in enumerate(rows) if row.get("kind") == "run"]
