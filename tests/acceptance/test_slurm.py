@@ -252,7 +252,9 @@ def test_a_submitted_run_asks_for_what_a_real_slurm_takes_and_has_its_log(
     sent = submit(*words, extra, "--json")
     assert sent.returncode == 0, sent.stderr
     job = json.loads(sent.stdout)["job"]
-    wait_until(lambda: "COMPLETED" in submit("status", job).stdout)
+    number = job.removeprefix("slurm:")
+    wait_until(lambda: "COMPLETED" in slurm("scontrol", "show", "job", number).stdout, seconds=500)
+    assert submit("status", job).stdout == f"Slurm's job {number} has ended: COMPLETED.\n"
     assert "submitted job" in submit("logs", job).stdout
     assert [loss for _, loss, _ in losses(tmp_path / "my run")] == pytest.approx(
         [loss for _, loss, _ in losses(tmp_path / "one")], rel=1e-5
